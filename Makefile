@@ -1,0 +1,29 @@
+# Only Python (3.11 or later) and make are needed; everything else is installed into .venv.
+PYTHON ?= python3
+PY := .venv/bin/python
+PYTEST := $(PY) -m pytest
+
+.PHONY: run test check-long lint env clean
+
+run: env          ## the main job: trace, rewrite, pin and prove a training step on 8 ranks
+	$(PYTEST) --gt-gpus=8 tests/parity
+
+test: env lint    ## every test, long checks in short form
+	$(PYTEST) --gt-gpus=8 -m "not long"
+
+check-long: env   ## the long forms too
+	$(PYTEST) --gt-gpus=8
+
+lint: env
+	$(PY) -m ruff check .
+	$(PY) -m mypy
+
+env: .venv/installed
+
+.venv/installed: pyproject.toml constraints.txt
+	test -x $(PY) || $(PYTHON) -m venv .venv
+	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $@
+
+clean:
+	rm -rf .venv build dist *.egg-info

@@ -1,0 +1,59 @@
+"""Tests for distributed compile: worlds, goldens, bitwise numerics, and the passes they test.
+
+Every public name is importable from here and loaded on first use, so that
+``import pytest_gtrainer`` costs nothing and in particular does not import torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+__version__ = "0.1.0"
+
+_HOME: dict[str, str] = {
+    # tracing
+    "annotate_module_fqns": "tracing.fqns",
+    "MixedPrecisionPolicy": "tracing.sharding",
+    "data_parallel": "tracing.sharding",
+    "TracedStep": "tracing.step",
+    "trace_step": "tracing.step",
+    # passes
+    "get_default_transformer_block_buckets": "passes.bucket_plan",
+    "joint_transformer_block_bucketing_reordering_pass": "passes.joint",
+    # layouts
+    "BucketLayout": "passes.layout",
+    "bucket_layout": "passes.layout",
+    "assert_same_layout": "passes.layout",
+    "eager_bucket_layout": "references.layout",
+    # references
+    "TrainConfig": "references.config",
+    "train_eager": "references.eager",
+    "train_graph": "references.graph",
+    # numerics
+    "Record": "numerics.record",
+    "digest": "numerics.digest",
+    "compare": "numerics.compare",
+    "Verdict": "numerics.compare",
+    "assert_bitwise_equal": "numerics.assertions",
+    "assert_bitwise_different": "numerics.assertions",
+    "deterministic": "numerics.determinism",
+    # text
+    "graphtext": "graphtext",
+}
+
+__all__ = sorted(_HOME)  # noqa: PLE0605 - computed from the one table
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOME.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module = importlib.import_module(f"{__name__}.{home}")
+    value = module if home == name else getattr(module, name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOME})

@@ -1,0 +1,77 @@
+"""The fixtures, on one screen. Each imports what it needs when it is used."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from pytest_gtrainer import facts
+from pytest_gtrainer.worlds.spec import WorldSpec, spec_of
+
+if TYPE_CHECKING:
+    from pytest_gtrainer.golden.check import Golden
+    from pytest_gtrainer.worlds.ranks.caller import RankCaller
+    from pytest_gtrainer.worlds.world import World
+
+
+def _required_spec(request: pytest.FixtureRequest) -> WorldSpec:
+    spec = spec_of(request.node)
+    if spec is None:
+        pytest.fail(
+            f"{request.fixturename} needs the marker that says which world, for example "
+            '@pytest.mark.gt_world("ranks", size=8)',
+            pytrace=False,
+        )
+    return spec
+
+
+@pytest.fixture
+def gt_world(request: pytest.FixtureRequest) -> Iterator[World]:
+    """The process groups that the test's ``gt_world`` marker asks for."""
+    spec = _required_spec(request)
+    from pytest_gtrainer.worlds import enter
+
+    with enter(spec, request.config) as world:
+        facts.emit("world", world=world.kind, size=world.size, device=world.device, backend=world.backend)
+        yield world
+
+
+@pytest.fixture
+def gt_mesh(gt_world: World, request: pytest.FixtureRequest) -> Any:
+    """The DeviceMesh of the test's world, with the marker's dimension names."""
+    from pytest_gtrainer.worlds.mesh import make_mesh
+
+    return make_mesh(gt_world)
+
+
+@pytest.fixture
+def gt_golden(request: pytest.FixtureRequest) -> Golden:
+    """``gt_golden.check(value)``: compare with the golden file of this test."""
+    from pytest_gtrainer.golden.check import golden_of
+
+    return golden_of(request)
+
+
+@pytest.fixture
+def gt_ranks(request: pytest.FixtureRequest) -> RankCaller:
+    """``gt_ranks.run(fn, *args)``: run a function on real ranks; the test itself stays here."""
+    from pytest_gtrainer.worlds.ranks.caller import caller_of
+
+    return caller_of(request)
+
+
+@pytest.fixture
+def gt_deterministic() -> Iterator[Any]:
+    """Determinism switched on for the test, seeds set, everything restored afterwards."""
+    from pytest_gtrainer.numerics.determinism import deterministic
+
+    with deterministic() as settings:
+        yield settings
+
+
+@pytest.fixture
+def gt_artifacts(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A folder for what this test wants to leave for a person to read."""
+    return tmp_path_factory.mktemp("gt-artifacts")

@@ -1,0 +1,1 @@
+"""Goldens: one file, one writer, reviewed by people."""

@@ -1,0 +1,111 @@
+"""Every option once: flag, ini twin, help.
+
+Read an option with ``get(config, "gpus")``: the flag wins over the ini setting, which wins
+over the default. Values are checked by ``check``, at start-up, with a usage error that
+names the value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """One option: ``--gt-NAME`` on the command line, ``gt_NAME`` in the ini file."""
+
+    name: str
+    help: str
+    default: Any = None
+    metavar: str | None = None
+    choices: tuple[str, ...] | None = None
+    parse: Callable[[str], Any] = str
+    is_flag: bool = False
+
+    @property
+    def flag(self) -> str:
+        return f"--gt-{self.name}"
+
+    @property
+    def ini(self) -> str:
+        return f"gt_{self.name.replace('-', '_')}"
+
+
+def _positive_int(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise ValueError("a whole number, 1 or more")
+    return int(text)
+
+
+def _positive_seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0.0 < seconds < float("inf"):
+        raise ValueError("a number of seconds above 0")
+    return seconds
+
+
+OPTIONS: tuple[Option, ...] = (
+    Option("gpus", "devices the run may use (default: the visible GPUs, else 8 CPU slots)", metavar="N",
+           parse=_positive_int),
+    Option("device", "where ranks run; cuda makes a missing GPU an error", default="auto",
+           choices=("auto", "cpu", "cuda")),
+    Option("timeout", "limit for one test on ranks (default: 300)", default=300.0, metavar="SECONDS",
+           parse=_positive_seconds),
+    Option("update-goldens", "write goldens that are missing or differ", is_flag=True),
+    Option("fresh-ranks", "start new rank processes for every test", is_flag=True),
+)
+
+_BY_NAME = {option.name: option for option in OPTIONS}
+
+
+def add(parser: pytest.Parser) -> None:
+    """Register all options and their ini twins."""
+    group = parser.getgroup("gtrainer", "tests of distributed compile (pytest-gtrainer)")
+    for option in OPTIONS:
+        if option.is_flag:
+            group.addoption(option.flag, action="store_true", default=None, help=option.help)
+            parser.addini(option.ini, option.help, type="bool", default=False)
+        else:
+            shown = "|".join(option.choices) if option.choices else option.metavar
+            group.addoption(option.flag, default=None, metavar=shown, help=option.help)
+            parser.addini(option.ini, option.help, default=None)
+
+
+def get(config: pytest.Config, name: str) -> Any:
+    """The value of ``--gt-NAME``, parsed.
+
+    Raises:
+        pytest.UsageError: the value is not one the option takes.
+    """
+    option = _BY_NAME[name]
+    raw = config.getoption(option.flag)
+    source = option.flag
+    if raw is None:
+        raw, source = config.getini(option.ini), option.ini
+    if option.is_flag:
+        return bool(raw)
+    if raw is None or raw == "":
+        return option.default
+    return _parsed(option, str(raw), source)
+
+
+def _parsed(option: Option, raw: str, source: str) -> Any:
+    if option.choices and raw not in option.choices:
+        raise pytest.UsageError(f"{source}={raw}: expected one of {', '.join(option.choices)}")
+    try:
+        return option.parse(raw)
+    except ValueError as error:
+        raise pytest.UsageError(f"{source}={raw}: expected {error}") from None
+
+
+def check(config: pytest.Config) -> None:
+    """Parse every option once, so that a bad value stops the run before it starts."""
+    for option in OPTIONS:
+        get(config, option.name)

@@ -1,0 +1,73 @@
+"""The pytest plugin: hooks only, each one line of work that lives elsewhere.
+
+Loading this module imports neither torch nor anything that does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+
+import pytest
+
+from pytest_gtrainer import devices, facts, options
+from pytest_gtrainer.fixtures import (  # noqa: F401 - pytest finds fixtures by their names here
+    gt_artifacts,
+    gt_deterministic,
+    gt_golden,
+    gt_mesh,
+    gt_ranks,
+    gt_world,
+)
+from pytest_gtrainer.golden.plugin import GoldenPlugin
+from pytest_gtrainer.report.summary import SummaryPlugin
+from pytest_gtrainer.worlds import spec
+from pytest_gtrainer.worlds.ranks.plugin import RanksPlugin, is_rank
+
+FACTS = pytest.StashKey[list[facts.Fact]]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    options.add(parser)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", spec.MARKER_HELP)
+    options.check(config)
+    if options.get(config, "gpus") or options.get(config, "device") != "auto":
+        devices.resolve(config)  # a promise that cannot be kept stops the run here
+    config.pluginmanager.register(GoldenPlugin(config), "gtrainer-goldens")
+    if not is_rank(config):
+        config.pluginmanager.register(RanksPlugin(config), "gtrainer-ranks")
+        config.pluginmanager.register(SummaryPlugin(config), "gtrainer-summary")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    sizes = spec.parametrised_sizes(metafunc.definition)
+    if sizes is not None:
+        metafunc.fixturenames.append(spec.SIZE_PARAM)
+        metafunc.parametrize(spec.SIZE_PARAM, sizes, ids=[f"size{size}" for size in sizes])
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    try:
+        spec.spec_of(item)
+    except spec.SpecError as error:
+        pytest.fail(str(error), pytrace=False)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    with facts.collecting() as sink:
+        item.stash[FACTS] = sink
+        return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Send the facts of each phase along with its report (attribute ``gt_facts``)."""
+    report = yield
+    sink = item.stash.get(FACTS, [])
+    report.gt_facts = sink[:]  # type: ignore[attr-defined]
+    sink.clear()
+    return report

@@ -1,0 +1,28 @@
+"""Worlds: process groups for tests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import pytest
+
+    from pytest_gtrainer.worlds.spec import WorldSpec
+    from pytest_gtrainer.worlds.world import World
+
+
+@contextmanager
+def enter(spec: WorldSpec, config: pytest.Config) -> Iterator[World]:
+    """Enter the world that ``spec`` asks for, and leave it without a trace."""
+    if spec.kind == "fake":
+        from pytest_gtrainer.worlds.fake import fake_world
+
+        with fake_world(spec) as world:
+            yield world
+    else:
+        from pytest_gtrainer.worlds.ranks.world import ranks_world
+
+        with ranks_world(spec, config) as world:
+            yield world

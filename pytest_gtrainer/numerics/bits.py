@@ -1,0 +1,150 @@
+"""The raw bytes of a tensor, whatever its dtype, layout or device.
+
+``-0.0`` is not ``0.0`` here and a NaN equals a NaN only with the same payload, because
+nothing looks at values: a tensor is its bytes in row-major order of its elements.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_WORD = 8
+
+# Significant decimal digits after which two neighbours of the format never look the same.
+_DIGITS = {torch.float64: 17, torch.float32: 9, torch.float16: 5, torch.bfloat16: 4}
+_FEW_DIGITS = 3
+
+_SHORT_NAMES = {
+    torch.float64: "f64",
+    torch.float32: "f32",
+    torch.float16: "f16",
+    torch.bfloat16: "bf16",
+    torch.complex64: "c64",
+    torch.complex128: "c128",
+    torch.int64: "i64",
+    torch.int32: "i32",
+    torch.int16: "i16",
+    torch.int8: "i8",
+    torch.uint8: "u8",
+}
+
+
+class NoBytes(TypeError):
+    """The tensor holds no bytes that could be looked at: meta, fake, sparse or wrapped."""
+
+
+def plain(tensor: Tensor) -> Tensor:
+    """The strided tensor that really holds the values on this rank, detached; no copy.
+
+    A DTensor gives its local shard, a pending collective is waited for, lazy conjugation
+    and negation are carried out (that alone copies).
+
+    Raises:
+        NoBytes: for a meta, fake, sparse, quantised or otherwise wrapped tensor.
+    """
+    tensor = tensor.detach()
+    if is_dtensor(tensor):
+        tensor = tensor.to_local().detach()
+    if type(tensor).__name__ == "AsyncCollectiveTensor":
+        tensor = tensor.wait()
+    _require_bytes(tensor)
+    return tensor.resolve_conj().resolve_neg()
+
+
+def is_dtensor(tensor: Tensor) -> bool:
+    """Whether this is a DTensor; does not import DTensor (0.8 s), whoever made one has."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def _require_bytes(tensor: Tensor) -> None:
+    kind = type(tensor).__name__
+    if kind == "FakeTensor" or tensor.is_meta:
+        raise NoBytes(f"a {'fake' if kind == 'FakeTensor' else 'meta'} tensor holds no values")
+    if tensor.layout is not torch.strided or tensor.is_quantized:
+        raise NoBytes(f"a {tensor.layout} tensor of {tensor.dtype} has no plain bytes: convert it first")
+    if torch.utils._python_dispatch.is_traceable_wrapper_subclass(tensor):
+        raise NoBytes(f"a {kind} wraps other tensors: compare its parts")
+
+
+def byte_view(tensor: Tensor) -> Tensor:
+    """All bytes of a tensor as ``uint8[numel * element_size]``, in row-major order of elements.
+
+    A view where the tensor is contiguous, else a copy.
+
+    >>> byte_view(torch.tensor([-0.0])).tolist() == list((0x80000000).to_bytes(4, sys.byteorder))
+    True
+    """
+    return plain(tensor).contiguous().reshape(-1).view(torch.uint8)
+
+
+def same_bytes(a: Tensor, b: Tensor) -> bool:
+    """Whether two byte views (``uint8[n]``) are equal, read as 64-bit words where they can be.
+
+    >>> zeros = torch.zeros(11, dtype=torch.uint8)
+    >>> same_bytes(zeros, zeros.clone()), same_bytes(zeros, torch.ones_like(zeros))
+    (True, False)
+    """
+    head = 0
+    if _word_aligned(a) and _word_aligned(b):
+        head = min(a.numel(), b.numel()) // _WORD * _WORD
+    words = (side[:head].view(torch.int64) for side in (a, b))
+    return torch.equal(*words) and torch.equal(a[head:], b[head:])
+
+
+def _word_aligned(view: Tensor) -> bool:
+    return view.storage_offset() % _WORD == 0
+
+
+def differing(a: Tensor, b: Tensor) -> Tensor:
+    """Which elements of two tensors of one dtype and shape differ: ``bool[numel]``."""
+    sides = [_element_words(side) for side in (a, b)]
+    return (sides[0] != sides[1]).any(dim=1)
+
+
+def _element_words(tensor: Tensor) -> Tensor:
+    """Every element as integers of its own width, or as several words: ``int[numel, words]``."""
+    size = tensor.element_size()
+    integers = byte_view(tensor).view(_INTEGERS[min(size, _WORD)])
+    return integers.reshape(tensor.numel(), max(1, size // _WORD))
+
+
+def pattern(element: Tensor) -> str:
+    """The bits of a one-element tensor in hexadecimal, most significant first.
+
+    >>> pattern(torch.tensor(1.0, dtype=torch.bfloat16)), pattern(torch.tensor(True))
+    ('0x3f80', '0x01')
+    >>> pattern(torch.tensor(1 - 0j, dtype=torch.complex64))
+    '(0x3f800000, 0x00000000)'
+    """
+    if element.is_complex():
+        real, imaginary = torch.view_as_real(plain(element)).reshape(-1)
+        return f"({pattern(real)}, {pattern(imaginary)})"
+    raw = bytes(byte_view(element).tolist())
+    return f"0x{int.from_bytes(raw, sys.byteorder):0{2 * len(raw)}x}"
+
+
+def value(element: Tensor) -> str:
+    """A one-element tensor as a decimal that no neighbour shares.
+
+    >>> value(torch.tensor(0.1)), value(torch.tensor(-0.0)), value(torch.tensor(7))
+    ('0.100000001', '-0', '7')
+    """
+    item: Any = plain(element).item()
+    if not element.is_floating_point():
+        return str(item)
+    return format(item, f".{_DIGITS.get(element.dtype, _FEW_DIGITS)}g")
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The short name of a dtype.
+
+    >>> dtype_name(torch.bfloat16), dtype_name(torch.float8_e4m3fn)
+    ('bf16', 'float8_e4m3fn')
+    """
+    return _SHORT_NAMES.get(dtype, str(dtype).removeprefix("torch."))

@@ -1,0 +1,285 @@
+"""Compare two sets of tensors bit by bit and say where a difference comes from.
+
+Three outcomes: *equal*, *different*, and *unverified* where nothing was looked at (nothing
+captured, a rank missing, tensors without values). Unverified never passes as equal.
+
+Differences are in order of origin: first step, then rank, then phase (loss, gradient,
+weight, optimizer, buffer), then the order in which ``expected`` registered its tensors,
+then element in row-major order. Two equal tensors cost one pass over their words; only
+tensors that differ are looked at element by element.
+
+Between records dtype, shape and bytes must agree, between tensors also the stride, and
+between DTensors the placements. Devices may differ.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from pytest_gtrainer.numerics import bits
+from pytest_gtrainer.numerics.entries import Tensors, entries
+from pytest_gtrainer.numerics.record import PHASES, Key, Record
+from pytest_gtrainer.numerics.ulp import ulp_distance
+
+Outcome = Literal["equal", "different", "unverified"]
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """One tensor that differs, at its first differing element.
+
+    Attributes:
+        key: step, rank, phase and name; the phase is empty outside a record.
+        kind: ``bits``, or what differs before bits can be compared.
+        actual, expected: the two values at ``element``, or the two dtypes, shapes, strides, placements.
+        element: index of the first differing element; None unless ``kind`` is ``bits``.
+        actual_bits, expected_bits: the patterns of that element.
+        ulp: their distance; None for NaN and for what is not floating point.
+        elements, numel: how many elements differ, of how many.
+        layout: dtype and shape for a person, ``bf16[64, 64]``.
+    """
+
+    key: Key
+    kind: Literal["bits", "dtype", "shape", "stride", "placements"]
+    actual: str
+    expected: str
+    layout: str
+    numel: int
+    element: tuple[int, ...] | None = None
+    actual_bits: str = ""
+    expected_bits: str = ""
+    ulp: int | None = None
+    elements: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What a comparison found; ``str(verdict)`` is written for a terminal.
+
+    Attributes:
+        outcome: ``equal``, ``different`` or ``unverified``.
+        compared: how many pairs of tensors were looked at.
+        differences: every tensor that differs, in order of origin.
+        only_actual, only_expected: keys that the other side does not have.
+        reasons: why it is unverified, or different beyond its tensors.
+    """
+
+    outcome: Outcome
+    compared: int = 0
+    differences: tuple[Difference, ...] = ()
+    only_actual: tuple[Key, ...] = ()
+    only_expected: tuple[Key, ...] = ()
+    reasons: tuple[str, ...] = ()
+
+    @property
+    def first(self) -> Difference | None:
+        """The difference nearest to the origin."""
+        return self.differences[0] if self.differences else None
+
+    @property
+    def differing_tensors(self) -> int:
+        """How many tensors differ."""
+        return len(self.differences)
+
+    @property
+    def differing_elements(self) -> int:
+        """How many elements differ, over all tensors of equal dtype and shape."""
+        return sum(difference.elements for difference in self.differences)
+
+    @property
+    def origin(self) -> tuple[int, int] | None:
+        """``(step, rank)`` of what went wrong first; None outside records."""
+        keys = [difference.key for difference in self.differences] + [*self.only_actual, *self.only_expected]
+        places = [(key.step, key.rank) for key in keys if key.phase]
+        return min(places, default=None)
+
+    def __bool__(self) -> bool:
+        raise TypeError("a verdict has three outcomes: ask for verdict.outcome == 'equal'")
+
+    def __str__(self) -> str:
+        from pytest_gtrainer.numerics.verdict_text import text
+
+        return text(self)
+
+
+def compare(actual: Tensors, expected: Tensors) -> Verdict:
+    """Compare two records, tensors, mappings, sequences or modules bit by bit.
+
+    Names that only one side has make it different. The order of names does not count.
+
+    Raises:
+        TypeError: a record against something else, or something that is not a tensor.
+    """
+    if isinstance(actual, Record) != isinstance(expected, Record):
+        raise TypeError(f"cannot compare {type(actual).__name__} with {type(expected).__name__}")
+    tensors = Pairs.of(entries(actual), entries(expected))
+    if isinstance(actual, Record) and isinstance(expected, Record):
+        doubts, faults = _missing_ranks(actual, expected), _other_world(actual, expected)
+    else:
+        doubts, faults = [], []
+    return tensors.verdict(doubts, faults)
+
+
+def _missing_ranks(actual: Record, expected: Record) -> list[str]:
+    doubts = []
+    for side, record in (("actual", actual), ("expected", expected)):
+        if record.missing:
+            step, rank = record.missing[0]
+            more = f" and {len(record.missing) - 1} more" if len(record.missing) > 1 else ""
+            doubts.append(f"{side} has nothing of rank {rank} at step {step}{more}: {record!r}")
+    return doubts
+
+
+def _other_world(actual: Record, expected: Record) -> list[str]:
+    sides = [(record.world_size, record.rank) for record in (actual, expected)]
+    return [] if sides[0] == sides[1] else [f"not the same ranks: actual {actual!r}, expected {expected!r}"]
+
+
+@dataclass(slots=True)
+class Pairs:
+    """The tensors that both sides have, and the keys that only one side has."""
+
+    common: dict[Key, tuple[Tensor, Tensor]]
+    only_actual: list[Key]
+    only_expected: list[Key]
+    doubts: list[str] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, actual: dict[Key, Tensor], expected: dict[Key, Tensor]) -> Pairs:
+        return cls(
+            common={key: (actual[key], expected[key]) for key in expected if key in actual},
+            only_actual=[key for key in actual if key not in expected],
+            only_expected=[key for key in expected if key not in actual],
+        )
+
+    @property
+    def one_sided(self) -> bool:
+        return bool(self.only_actual or self.only_expected)
+
+    def verdict(self, doubts: list[str], faults: list[str]) -> Verdict:
+        """Compare every pair; a fault makes it different, a doubt at most unverified."""
+        differences = sorted(self._differences(), key=lambda difference: _origin_order(difference.key))
+        unverified = doubts + self.doubts + self._vacuous()
+        return Verdict(
+            outcome=_outcome(bool(differences or faults), bool(unverified), self.one_sided),
+            compared=len(self.common) - len(self.doubts),
+            differences=tuple(differences),
+            only_actual=tuple(self.only_actual),
+            only_expected=tuple(self.only_expected),
+            reasons=tuple(faults + unverified),
+        )
+
+    def _differences(self) -> list[Difference]:
+        found = []
+        for key, (actual, expected) in self.common.items():
+            try:
+                difference = difference_of(key, actual, expected)
+            except bits.NoBytes as doubt:
+                self.doubts.append(f"{key.name or 'the tensor'}: {doubt}")
+                continue
+            if difference is not None:
+                found.append(difference)
+        return found
+
+    def _vacuous(self) -> list[str]:
+        empty = [
+            f"{side}: nothing was captured"
+            for side, only in (("actual", self.only_actual), ("expected", self.only_expected))
+            if not self.common and not only
+        ]
+        if empty:
+            return empty
+        if self.common and all(_same_memory(*pair) for pair in self.common.values()):
+            return ["actual and expected are the same memory: clone one of them before it changes"]
+        return []
+
+
+def _outcome(proven: bool, doubtful: bool, one_sided: bool) -> Outcome:
+    """A bit that differs is proof; names that one side lacks may only be a rank that is missing."""
+    if proven:
+        return "different"
+    if doubtful:
+        return "unverified"
+    return "different" if one_sided else "equal"
+
+
+def _origin_order(key: Key) -> tuple[int, int, int]:
+    phase = PHASES.index(key.phase) if key.phase else -1
+    return key.step, key.rank, phase
+
+
+def _same_memory(a: Tensor, b: Tensor) -> bool:
+    if a is b:
+        return True
+    try:
+        a, b = bits.plain(a), bits.plain(b)
+    except bits.NoBytes:
+        return False
+    return a.data_ptr() == b.data_ptr() != 0 and a.device == b.device
+
+
+def difference_of(key: Key, actual: Tensor, expected: Tensor) -> Difference | None:
+    """How two tensors differ, or None.
+
+    Raises:
+        NoBytes: one of them holds no values.
+    """
+    placements = _placements(actual), _placements(expected)
+    a, b = bits.plain(actual), bits.plain(expected)
+    layout = f"{bits.dtype_name(b.dtype)}{list(b.shape)}"
+    if a.dtype != b.dtype:
+        return Difference(key, "dtype", str(a.dtype), str(b.dtype), layout, b.numel())
+    if a.shape != b.shape:
+        return Difference(key, "shape", str(list(a.shape)), str(list(b.shape)), layout, b.numel())
+    if a.stride() != b.stride():
+        return Difference(key, "stride", str(a.stride()), str(b.stride()), layout, b.numel())
+    if all(placements) and placements[0] != placements[1]:
+        return Difference(key, "placements", *placements, layout, b.numel())
+    if a.device != b.device:
+        a, b = a.cpu(), b.cpu()
+    if bits.same_bytes(bits.byte_view(a), bits.byte_view(b)):
+        return None
+    return _first_element(key, a, b, layout)
+
+
+def _placements(tensor: Tensor) -> str:
+    """The placements and global shape of a DTensor; empty for any other tensor."""
+    if not bits.is_dtensor(tensor):
+        return ""
+    return f"{tensor.placements} of {list(tensor.shape)}"
+
+
+def _first_element(key: Key, a: Tensor, b: Tensor, layout: str) -> Difference:
+    differs = bits.differing(a, b)
+    flat = int(differs.to(torch.uint8).argmax())
+    x, y = (side.reshape(-1)[flat] for side in (a, b))
+    return Difference(
+        key,
+        "bits",
+        actual=bits.value(x),
+        expected=bits.value(y),
+        layout=layout,
+        numel=a.numel(),
+        element=_index(flat, a.shape),
+        actual_bits=bits.pattern(x),
+        expected_bits=bits.pattern(y),
+        ulp=ulp_distance(x, y),
+        elements=int(differs.sum()),
+    )
+
+
+def _index(flat: int, shape: torch.Size) -> tuple[int, ...]:
+    """The index of the ``flat``-th element in row-major order.
+
+    >>> _index(7, torch.Size([2, 5]))
+    (1, 2)
+    """
+    index = []
+    for extent in reversed(shape):
+        flat, position = divmod(flat, extent)
+        index.append(position)
+    return tuple(reversed(index))

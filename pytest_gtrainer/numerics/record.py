@@ -1,0 +1,194 @@
+"""What one training run left behind, tensor by tensor.
+
+A *record* maps ``Key(step, rank, phase, name)`` to a copy of a tensor in host memory. The
+*phases* are in order of origin: a wrong loss causes a wrong gradient, that a wrong weight.
+A *partial* record speaks for one rank of its world; ``Record.merged`` joins the partial
+records of all ranks into one that speaks for the world.
+"""
+
+from __future__ import annotations
+
+from collections.abc import ItemsView, Iterable, Iterator
+from os import PathLike
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from pytest_gtrainer.numerics.bits import plain
+from pytest_gtrainer.numerics.names import normalised
+
+PHASES = ("loss", "gradient", "weight", "optimizer", "buffer")
+_FORMAT = "gtrainer-record-1"
+
+
+class Key(NamedTuple):
+    """Where in a run a tensor was captured; ``gradient`` is taken before clipping."""
+
+    step: int
+    rank: int
+    phase: str
+    name: str
+
+
+class Record:
+    """Copies of the tensors of a run, in the order in which they were added.
+
+    Args:
+        world_size: how many ranks the run had.
+        rank: the one rank this record speaks for; None (the default) if it speaks for all.
+        meta: free text about the run; it takes no part in digests and comparisons.
+
+    >>> record = Record()
+    >>> record.add(0, 0, "weight", "_orig_mod.wq.weight", torch.ones(2))
+    >>> list(record)
+    [Key(step=0, rank=0, phase='weight', name='wq.weight')]
+    """
+
+    __slots__ = ("_tensors", "meta", "rank", "world_size")
+
+    def __init__(
+        self, world_size: int = 1, rank: int | None = None, meta: dict[str, str] | None = None
+    ) -> None:
+        if world_size < 1:
+            raise ValueError(f"a record of a run on {world_size} ranks: world_size must be at least 1")
+        if rank is not None and not 0 <= rank < world_size:
+            raise ValueError(f"rank {rank} is not in a world of {world_size}")
+        self.world_size = world_size
+        self.rank = rank
+        self.meta = dict(meta or {})
+        self._tensors: dict[Key, Tensor] = {}
+
+    def add(self, step: int, rank: int, phase: str, name: str, tensor: Tensor) -> None:
+        """Keep a copy of ``tensor``: of a DTensor its local shard, detached, contiguous, on the CPU.
+
+        Raises:
+            ValueError: unknown phase, a rank this record does not speak for, a key added twice.
+            NoBytes: the tensor holds no values (meta, fake).
+        """
+        key = Key(step, rank, phase, normalised(name))
+        self._check(key)
+        source = plain(tensor)
+        copy = torch.empty(source.shape, dtype=source.dtype, device="cpu")
+        self._tensors[key] = copy.copy_(source)
+
+    def _check(self, key: Key) -> None:
+        if key.phase not in PHASES:
+            raise ValueError(f"unknown phase {key.phase!r}: one of {', '.join(PHASES)}")
+        if key.rank not in self.expected_ranks:
+            raise ValueError(f"rank {key.rank} does not belong to {self!r}")
+        if key in self._tensors:
+            raise ValueError(f"{key} is recorded already")
+
+    @property
+    def expected_ranks(self) -> range:
+        """The ranks that this record speaks for, captured or not."""
+        return range(self.world_size) if self.rank is None else range(self.rank, self.rank + 1)
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks of which something was captured."""
+        return tuple(sorted({key.rank for key in self._tensors}))
+
+    @property
+    def steps(self) -> tuple[int, ...]:
+        """The steps of which something was captured."""
+        return tuple(sorted({key.step for key in self._tensors}))
+
+    @property
+    def missing(self) -> tuple[tuple[int, int], ...]:
+        """``(step, rank)`` of which nothing was captured although the record speaks for it."""
+        seen = {(key.step, key.rank) for key in self._tensors}
+        wanted = ((step, rank) for step in self.steps for rank in self.expected_ranks)
+        return tuple(place for place in wanted if place not in seen)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+    def __iter__(self) -> Iterator[Key]:
+        return iter(self._tensors)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._tensors
+
+    def __getitem__(self, key: tuple[int, int, str, str]) -> Tensor:
+        return self._tensors[Key(*key)]
+
+    def items(self) -> ItemsView[Key, Tensor]:
+        """Keys and tensors in the order of ``add``."""
+        return self._tensors.items()
+
+    def select(
+        self,
+        *,
+        step: int | None = None,
+        rank: int | None = None,
+        phase: str | None = None,
+        name: str | None = None,
+    ) -> dict[Key, Tensor]:
+        """The entries at one step, rank, phase or name, or any combination of them."""
+        wanted = (step, rank, phase, name)
+        return {
+            key: tensor
+            for key, tensor in self._tensors.items()
+            if all(want is None or want == have for want, have in zip(wanted, key, strict=True))
+        }
+
+    def __repr__(self) -> str:
+        who = f"world_size={self.world_size}" + ("" if self.rank is None else f", rank={self.rank}")
+        return f"Record({who}, {len(self)} tensors)"
+
+    @classmethod
+    def merged(cls, records: Iterable[Record]) -> Record:
+        """One record for the whole world from the records of its ranks.
+
+        The tensors are shared with the parts, not copied. A rank of which no part has
+        anything shows in ``missing``, and a comparison is then unverified. Where parts
+        disagree about a ``meta`` entry the first one stands.
+
+        Raises:
+            ValueError: no records, different world sizes, or two with the same rank.
+        """
+        parts = list(records)
+        sizes = {part.world_size for part in parts}
+        if len(sizes) != 1:
+            raise ValueError(f"records of one world are merged, got world sizes {sorted(sizes)}")
+        whole = cls(sizes.pop())
+        for part in parts:
+            _require_disjoint(whole, part)
+            whole._tensors.update(part._tensors)
+            whole.meta = part.meta | whole.meta
+        return whole
+
+    def save(self, path: str | PathLike[str]) -> None:
+        """Write everything to one file."""
+        content = {
+            "format": _FORMAT,
+            "world_size": self.world_size,
+            "rank": self.rank,
+            "meta": self.meta,
+            "keys": [tuple(key) for key in self._tensors],
+            "tensors": list(self._tensors.values()),
+        }
+        torch.save(content, path)
+
+    @classmethod
+    def load(cls, path: str | PathLike[str]) -> Record:
+        """Read what ``save`` wrote; runs no code from the file.
+
+        Raises:
+            ValueError: the file holds something else.
+        """
+        content = torch.load(path, weights_only=True, map_location="cpu")
+        if not isinstance(content, dict) or content.get("format") != _FORMAT:
+            raise ValueError(f"{path} does not hold a record ({_FORMAT})")
+        record = cls(content["world_size"], content["rank"], content["meta"])
+        for key, tensor in zip(content["keys"], content["tensors"], strict=True):
+            record._tensors[Key(*key)] = tensor
+        return record
+
+
+def _require_disjoint(whole: Record, part: Record) -> None:
+    twice = sorted({*whole.ranks} & {*part.ranks})
+    if twice:
+        raise ValueError(f"ranks {twice} are in more than one of the records to merge")

@@ -1,0 +1,106 @@
+"""A verdict as text for a terminal: what differs first, by how much, and where else."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from pytest_gtrainer.numerics.record import Key
+
+if TYPE_CHECKING:
+    from pytest_gtrainer.numerics.compare import Difference, Verdict
+
+_MOST_LINES = 8
+
+
+def text(verdict: Verdict) -> str:
+    """The whole verdict; lists are cut after eight lines and say how much was left out."""
+    lines = [_headline(verdict), *(f"  {reason}" for reason in verdict.reasons)]
+    if verdict.first is not None:
+        lines += _first(verdict.first)
+    lines += _one_sided("actual", verdict.only_actual)
+    lines += _one_sided("expected", verdict.only_expected)
+    lines += _others(verdict.differences[1:])
+    return "\n".join(lines)
+
+
+def where(key: Key) -> str:
+    """A key in words.
+
+    >>> where(Key(1, 3, "gradient", "lm_head.weight")), where(Key(0, 0, "", "wq"))
+    ('step 1, rank 3, gradient of lm_head.weight', 'wq')
+    """
+    name = key.name or "the tensor"
+    if not key.phase:
+        return name
+    what = key.phase if key.name in ("", key.phase) else f"{key.phase} of {name}"
+    return f"step {key.step}, rank {key.rank}, {what}"
+
+
+def _headline(verdict: Verdict) -> str:
+    tensors = _count(verdict.compared, "tensor")
+    if not verdict.differences:
+        return f"{verdict.outcome}: {tensors} compared" + (", no bit differs" if verdict.compared else "")
+    if verdict.differing_elements:
+        tensors += f", {_count(verdict.differing_elements, 'element')}"
+    return f"{verdict.outcome}: {verdict.differing_tensors} of {tensors}"
+
+
+def _count(number: int, noun: str) -> str:
+    """
+    >>> _count(1, "tensor"), _count(2, "tensor")
+    ('1 tensor', '2 tensors')
+    """
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def _first(first: Difference) -> list[str]:
+    lines = [f"  first at {where(first.key)}" + _element(first)]
+    width = max(len(first.actual), len(first.expected))
+    for side, value, pattern in (
+        ("actual", first.actual, first.actual_bits),
+        ("expected", first.expected, first.expected_bits),
+    ):
+        lines.append(f"    {side:<8} {value:<{width}}  {pattern}".rstrip())
+    return [*lines, f"    {_distance(first)}"]
+
+
+def _element(first: Difference) -> str:
+    if first.element is None:
+        return f": {first.kind}"
+    return f", element {_tuple(first.element)}" if first.element else ""
+
+
+def _tuple(index: Sequence[int]) -> str:
+    return f"({', '.join(map(str, index))})"
+
+
+def _distance(first: Difference) -> str:
+    if first.kind != "bits":
+        return f"{first.layout} expected"
+    among = f"{first.elements} of {_count(first.numel, 'element')} of this {first.layout}"
+    if first.ulp is None:
+        return among
+    return f"{'equal values, other sign of zero' if first.ulp == 0 else f'{first.ulp} ULP apart'}; {among}"
+
+
+def _others(differences: Sequence[Difference]) -> list[str]:
+    return _cut("then at", [f"{where(one.key)}: {_amount(one)}" for one in differences])
+
+
+def _amount(difference: Difference) -> str:
+    if difference.kind != "bits":
+        return f"{difference.kind} {difference.actual}, expected {difference.expected}"
+    return f"{difference.elements} of {difference.numel}"
+
+
+def _one_sided(side: str, keys: Sequence[Key]) -> list[str]:
+    return _cut(f"only in {side}", [where(key) for key in keys])
+
+
+def _cut(title: str, lines: list[str]) -> list[str]:
+    if not lines:
+        return []
+    more = len(lines) - _MOST_LINES
+    tail = [f"    and {more} more"] if more > 0 else []
+    return [f"  {title}", *(f"    {line}" for line in lines[:_MOST_LINES]), *tail]

@@ -1,0 +1,87 @@
+"""Torch's private parts that tracing relies on; a new torch breaks this file first.
+
+Read against torch 2.13:
+
+- ``torch.fx.traceback.annotate`` puts keys into ``node.meta["custom"]`` of nodes traced inside.
+- ``torch.fx.traceback.current_meta`` is the dict it edits (only read and restored here), and
+  ``_set_autograd_backward`` marks nodes traced inside as the backward's.
+- ``torch.compiler._patch_engine_backward`` makes nodes traced in the backward carry
+  ``meta["autograd_backward"]`` and the ``seq_nr`` of their forward node; it requires
+  ``torch.compiler._non_strict_tracing_context``.
+- ``FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True)`` allows unbacked sizes
+  (``.tolist()`` of a fake tensor) and keeps all others static.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any
+
+import torch
+
+try:
+    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+    from torch.compiler import _non_strict_tracing_context, _patch_engine_backward
+    from torch.fx import traceback as fx_traceback
+    from torch.fx.experimental.proxy_tensor import make_fx
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+    from torch.fx.traceback import annotate
+    from torch.utils import _pytree as pytree
+except ImportError as error:  # pragma: no cover - needs another torch
+    raise ImportError(
+        f"pytest-gtrainer {__name__} reads torch 2.13's tracing internals and found torch {torch.__version__}: {error}"
+    ) from error
+
+__all__ = [
+    "FakeTensor",
+    "FakeTensorMode",
+    "annotate",
+    "current_annotation",
+    "make_fx",
+    "marked_backward",
+    "new_fake_mode",
+    "pytree",
+    "tracing_backward_metadata",
+    "without_annotation",
+]
+
+
+def new_fake_mode() -> FakeTensorMode:
+    """Static shapes, except data-dependent sizes, which become unbacked symbols."""
+    return FakeTensorMode(allow_fallback_kernels=True, shape_env=ShapeEnv(), static_shapes=True)
+
+
+@contextmanager
+def tracing_backward_metadata() -> Iterator[None]:
+    """Nodes of the backward are marked, and autograd stays on this thread (A3, A7)."""
+    with ExitStack() as stack:
+        stack.enter_context(fx_traceback.preserve_node_meta())
+        stack.enter_context(_non_strict_tracing_context())
+        stack.enter_context(_patch_engine_backward())
+        stack.enter_context(torch.autograd.set_multithreading_enabled(False))
+        yield
+
+
+def marked_backward() -> AbstractContextManager[None]:
+    """Nodes traced inside carry ``meta["autograd_backward"]``."""
+    return fx_traceback._set_autograd_backward()
+
+
+def current_annotation(key: str) -> Any:
+    """What ``annotate`` says for ``key`` at this point of the trace, None if nothing."""
+    return (fx_traceback.current_meta.get("custom") or {}).get(key)
+
+
+@contextmanager
+def without_annotation(key: str) -> Iterator[None]:
+    """Nodes traced inside do not carry ``custom[key]``; an inner ``annotate`` still works."""
+    custom = fx_traceback.current_meta.get("custom")
+    if not custom or key not in custom:
+        yield
+        return
+    fx_traceback.current_meta["custom"] = {k: v for k, v in custom.items() if k != key}
+    try:
+        yield
+    finally:
+        fx_traceback.current_meta["custom"] = custom

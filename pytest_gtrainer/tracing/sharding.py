@@ -1,0 +1,185 @@
+"""Data parallelism that a tracer can see: parameters that gather on access.
+
+``data_parallel`` turns each parameter into a DTensor and its attribute into a property that
+returns the gathered plain tensor. An eager run and a trace see the same two collectives a
+parameter: an all-gather in ``param_dtype`` when the attribute is read, and a reduction of
+its gradient in ``reduce_dtype`` (A12). ``state_dict`` and ``parameters`` see the shards.
+
+The idea of parametrised access is SimpleFSDP's (arXiv:2411.00284).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+
+from pytest_gtrainer.tracing._torch import annotate, current_annotation
+from pytest_gtrainer.tracing.fqns import KEY
+
+MODES = ("fully_shard", "replicate", "hybrid_shard")
+
+
+@dataclass(frozen=True, slots=True)
+class MixedPrecisionPolicy:
+    """Dtypes of FSDP2's policy of the same name; None keeps what is there.
+
+    ``param_dtype`` is the dtype parameters are gathered and used in, ``reduce_dtype`` the one
+    gradients are reduced in (default: ``param_dtype``). Gradients return in the dtype of the
+    parameter. Forward inputs are not cast at module boundaries: a graph has none.
+    """
+
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Access:
+    """How a parameter is gathered, and its gradient reduced."""
+
+    policy: MixedPrecisionPolicy
+    op: str
+    divide_by: float | None
+
+    def gather_dtype(self, parameter: torch.Tensor) -> torch.dtype:
+        return self.policy.param_dtype or parameter.dtype
+
+    def reduce_dtype(self, parameter: torch.Tensor) -> torch.dtype:
+        return self.policy.reduce_dtype or self.gather_dtype(parameter)
+
+
+_gathers: ContextVar[dict[tuple[int, bool], torch.Tensor] | None] = ContextVar("gathers", default=None)
+
+
+@contextmanager
+def reusing_gathers() -> Iterator[None]:
+    """Inside, a parameter read again gives the first read's tensor (A10).
+
+    So it is gathered once, and its gradient contributions are added before the one
+    reduction, as in FSDP2: RS(a) + RS(b) is not RS(a + b) in bits.
+    """
+    token = _gathers.set({})
+    try:
+        yield
+    finally:
+        _gathers.reset(token)
+
+
+def data_parallel(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    *,
+    mode: str = "fully_shard",
+    mp_policy: MixedPrecisionPolicy | None = None,
+    gradient_divide_factor: float | None = None,
+) -> nn.Module:
+    """Shard (or replicate) every plain parameter of ``model`` over ``mesh``, in place.
+
+    Parameters that are DTensors already are left alone, so apply it to inner modules with a
+    mesh of their own (routed experts) first, as with ``fully_shard``.
+
+    Args:
+        model: any module whose forward reads parameters as attributes; all ranks must hold
+            equal values of what is sharded over them.
+        mesh: 1-D for ``fully_shard`` (``Shard(0)``) and ``replicate``; 2-D (replicate, shard)
+            for ``hybrid_shard``.
+        gradient_divide_factor: reduce by sum, then divide by this in the reduce dtype
+            (FSDP2's ``set_gradient_divide_factor``); by default the reduction averages.
+
+    Raises:
+        ValueError: unknown mode, a mesh of the wrong rank, or fp16 reduction (FSDP2 divides
+            before and after it, which is not modelled).
+    """
+    policy = mp_policy or MixedPrecisionPolicy()
+    placements = _placements(mode, mesh)
+    if policy.reduce_dtype is torch.float16 or (policy.reduce_dtype is None and policy.param_dtype is torch.float16):
+        raise ValueError("a reduce_dtype of torch.float16 is not supported: use torch.bfloat16 or torch.float32")
+    access = _Access(policy, "avg" if gradient_divide_factor is None else "sum", gradient_divide_factor)
+    shards: dict[nn.Parameter, nn.Parameter] = {}
+    for module in model.modules():
+        names = [n for n, p in module._parameters.items() if p is not None and not isinstance(p, DTensor)]
+        for name in names:
+            parameter = module._parameters[name]
+            assert parameter is not None
+            if parameter not in shards:
+                shards[parameter] = _shard(parameter, mesh, placements)
+            module._parameters[name] = shards[parameter]
+        _gather_on_access(module, names, access)
+    return model
+
+
+def _placements(mode: str, mesh: DeviceMesh) -> list[Placement]:
+    if mode not in MODES:
+        raise ValueError(f"mode={mode!r}: expected one of {', '.join(MODES)}")
+    placements: list[Placement] = {
+        "fully_shard": [Shard(0)],
+        "replicate": [Replicate()],
+        "hybrid_shard": [Replicate(), Shard(0)],
+    }[mode]
+    if mesh.ndim != len(placements):
+        raise ValueError(f"mode={mode!r} needs a {len(placements)}-D mesh, this one is {mesh.ndim}-D: {mesh}")
+    return placements
+
+
+def _shard(parameter: nn.Parameter, mesh: DeviceMesh, placements: list[Placement]) -> nn.Parameter:
+    # src_data_rank=None: values are equal on all ranks already, nothing is sent
+    shard = distribute_tensor(parameter.detach(), mesh, placements, src_data_rank=None)
+    return nn.Parameter(shard, requires_grad=parameter.requires_grad)
+
+
+def _gather_on_access(module: nn.Module, names: list[str], access: _Access) -> None:
+    """Give ``module`` a class of its own whose parameters are properties."""
+    if names:
+        cls = type(module)
+        properties = {name: property(lambda self, n=name: _read(self._parameters[n], access)) for name in names}
+        module.__class__ = type(cls.__name__, (cls,), {"__module__": cls.__module__, **properties})
+
+
+def _read(parameter: Any, access: _Access) -> torch.Tensor:
+    if not isinstance(parameter, DTensor):  # swapped for a plain tensor by somebody: their business
+        return parameter
+    cache = _gathers.get()
+    key = (id(parameter), torch.is_grad_enabled())
+    if cache is not None and key in cache:
+        return cache[key]
+    gathered: torch.Tensor = _Gather.apply(parameter, access)  # type: ignore[no-untyped-call]
+    if cache is not None:
+        cache[key] = gathered
+    return gathered
+
+
+class _Gather(torch.autograd.Function):
+    """DTensor shards -> the whole plain tensor; its gradient -> reduced shards."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: DTensor, access: _Access) -> torch.Tensor:
+        ctx.access, ctx.mesh, ctx.placements = access, parameter.device_mesh, parameter.placements
+        ctx.dtype, ctx.reduce_dtype = parameter.dtype, access.reduce_dtype(parameter)
+        # a Function on a leaf has another seq_nr in the forward than in the backward (torch 2.13),
+        # so its backward cannot inherit the FQN by seq_nr
+        ctx.fqn = current_annotation(KEY)
+        replicate = [Replicate()] * parameter.device_mesh.ndim
+        whole = parameter.redistribute(placements=replicate, forward_dtype=access.gather_dtype(parameter))
+        # a replicated parameter is used as it is: a view, because a Function must not return its input
+        return whole.to_local().view_as(whole.to_local())
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[DTensor, None]:  # type: ignore[override]
+        with annotate({KEY: ctx.fqn}) if ctx.fqn else nullcontext():
+            return _reduced(ctx, grad), None
+
+
+def _reduced(ctx: Any, grad: torch.Tensor) -> DTensor:
+    partial = [Partial(ctx.access.op)] * ctx.mesh.ndim
+    unreduced = DTensor.from_local(grad.to(ctx.reduce_dtype), ctx.mesh, partial, run_check=False)
+    reduced = unreduced.redistribute(placements=ctx.placements)
+    if ctx.access.divide_by is not None:
+        reduced = reduced / ctx.access.divide_by
+    return reduced.to(ctx.dtype)

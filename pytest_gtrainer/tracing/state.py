@@ -1,0 +1,78 @@
+"""The parameters and buffers of a model as one ordered list, and their exchange for traced ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+Slot = tuple[dict[str, Any], str]
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """The plain tensor of this rank: a DTensor's local shard, else the tensor itself."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def rewrap(plain: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """``plain`` as the local shard of a DTensor like ``like``, or as it is."""
+    if not isinstance(like, DTensor):
+        return plain
+    return DTensor.from_local(
+        plain, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class ModelState:
+    """A model's state in registration order: parameters first, then buffers.
+
+    A tensor registered twice (tied) is listed once, under its first name.
+    """
+
+    parameters: dict[str, nn.Parameter]
+    buffers: dict[str, torch.Tensor]
+    slots: dict[str, list[Slot]]
+
+    @classmethod
+    def of(cls, model: nn.Module) -> ModelState:
+        parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
+        names: dict[int, str] = {id(t): n for n, t in [*buffers.items(), *parameters.items()]}
+        slots: dict[str, list[Slot]] = {n: [] for n in [*parameters, *buffers]}
+        for module in model.modules():
+            for table in (module._parameters, module._buffers):
+                for key, tensor in table.items():
+                    if tensor is not None:
+                        slots[names[id(tensor)]].append((table, key))
+        return cls(parameters, buffers, slots)
+
+    @property
+    def fqns(self) -> tuple[str, ...]:
+        return (*self.parameters, *self.buffers)
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        return [*self.parameters.values(), *self.buffers.values()]
+
+    @property
+    def trainable(self) -> tuple[str, ...]:
+        return tuple(name for name, parameter in self.parameters.items() if parameter.requires_grad)
+
+    @contextmanager
+    def exchanged(self, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
+        """Let the model use ``tensors``, in the order of ``fqns``; put its own back afterwards."""
+        self._install(tensors)
+        try:
+            yield
+        finally:
+            self._install(self.tensors)
+
+    def _install(self, tensors: Sequence[torch.Tensor]) -> None:
+        for fqn, tensor in zip(self.fqns, tensors, strict=True):
+            for table, key in self.slots[fqn]:
+                table[key] = tensor

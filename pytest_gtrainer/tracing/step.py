@@ -1,0 +1,247 @@
+"""Trace a training step (forward, loss, backward) into one joint FX graph.
+
+The graph's inputs are the local tensors of parameters, buffers and user inputs, in this
+order (A5); its outputs are the loss and the gradients of the parameters that require one,
+in ``named_parameters`` order (A1). Nodes carry the metadata that passes read:
+
+- ``meta["custom"]["module_fqn"]``: the module, or "loss" for the code around the model (A2);
+- ``meta["autograd_backward"]``: True on nodes of the backward, the one source of direction (A3);
+- ``meta["gt_input"]`` on placeholders: ``{"kind": "parameter" | "buffer" | "input", "fqn": ...}``;
+- ``meta["gt_outputs"]`` on the output node: "loss" and the FQNs of the gradients, in order.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.distributed.tensor import DTensor
+
+from pytest_gtrainer.tracing._torch import (
+    FakeTensor,
+    FakeTensorMode,
+    annotate,
+    make_fx,
+    marked_backward,
+    new_fake_mode,
+    pytree,
+    tracing_backward_metadata,
+)
+from pytest_gtrainer.tracing.fqns import KEY, LOSS_FQN, annotate_module_fqns
+from pytest_gtrainer.tracing.sharding import reusing_gathers
+from pytest_gtrainer.tracing.state import ModelState, local, rewrap
+
+Step = Callable[..., torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class TracedStep:
+    """A training step as a graph, with what is needed to run it on the live model.
+
+    Attributes:
+        gm: the joint graph, ``(*state, *inputs) -> (loss, *gradients)``.
+        example_inputs: fake tensors of the graph's inputs.
+        parameter_fqns, buffer_fqns: names of the state, in the order of the graph's inputs.
+        trainable_fqns: parameters that require a gradient, in the order of the outputs.
+        input_spec: pytree of the user's inputs.
+    """
+
+    gm: fx.GraphModule
+    example_inputs: list[Any]
+    parameter_fqns: tuple[str, ...]
+    buffer_fqns: tuple[str, ...]
+    trainable_fqns: tuple[str, ...]
+    input_spec: pytree.TreeSpec
+
+    @property
+    def state_fqns(self) -> tuple[str, ...]:
+        """Parameters, then buffers, in registration order."""
+        return (*self.parameter_fqns, *self.buffer_fqns)
+
+    @property
+    def num_static_inputs(self) -> int:
+        """How many of the graph's inputs are state: the same tensors at every step."""
+        return len(self.state_fqns)
+
+    def with_graph(self, gm: fx.GraphModule) -> TracedStep:
+        """The same step with a rewritten graph."""
+        return replace(self, gm=gm)
+
+    def replay(self, model: nn.Module, *inputs: Any) -> torch.Tensor:
+        """Run the step on ``model``: return the loss, add the gradients to ``.grad``.
+
+        Gradients come as tensors of the parameter's own kind (DTensor for a DTensor), None
+        is skipped, and an existing ``.grad`` is added to (A9). Runs without autograd (A8).
+
+        Raises:
+            ValueError: the model's state or the structure of ``inputs`` is not the traced one.
+        """
+        state = ModelState.of(model)
+        self._check(state, inputs)
+        flat = [local(tensor) for tensor in [*state.tensors, *pytree.tree_leaves(inputs)]]
+        with torch.no_grad():
+            loss, *gradients = self.gm(*flat)
+            for fqn, gradient in zip(self.trainable_fqns, gradients, strict=True):
+                if gradient is not None:
+                    _accumulate(state.parameters[fqn], gradient)
+        return loss
+
+    def _check(self, state: ModelState, inputs: tuple[Any, ...]) -> None:
+        if state.fqns != self.state_fqns:
+            missing = sorted(set(self.state_fqns) - set(state.fqns))
+            extra = sorted(set(state.fqns) - set(self.state_fqns))
+            raise ValueError(
+                "the model is not the traced one: "
+                + (f"missing {missing}, unexpected {extra}" if missing or extra else "its state is in another order")
+            )
+        spec = pytree.tree_structure(inputs)
+        if spec != self.input_spec:
+            raise ValueError(f"inputs are structured as {spec}, the step was traced with {self.input_spec}")
+
+
+def _accumulate(parameter: nn.Parameter, gradient: torch.Tensor) -> None:
+    whole = rewrap(gradient, parameter)
+    parameter.grad = whole if parameter.grad is None else parameter.grad + whole
+
+
+def trace_step(model: nn.Module, step: Step, inputs: Sequence[Any], *, reuse_gathers: bool = True) -> TracedStep:
+    """Trace ``step(model, *inputs) -> loss`` with its backward into one graph, on fake tensors.
+
+    Nothing is computed and no storage is needed: state and inputs may be real, fake or meta
+    tensors. The model is left as it was.
+
+    Args:
+        model: the module, with parameters plain or by ``data_parallel``.
+        step: computes the scalar loss; code outside of the model's forward is the "loss".
+        inputs: pytrees of tensors and plain Python scalars; scalars are baked in.
+        reuse_gathers: gather a parameter once however often it is read (A10); off only to
+            reproduce graphs of tracers that do not.
+
+    Raises:
+        TypeError: an input leaf that is neither a tensor nor a plain scalar, or a module.
+        ValueError: the loss is not a scalar, or no parameter requires a gradient.
+    """
+    flat_inputs, spec = _flatten_inputs(tuple(inputs))
+    state = ModelState.of(model)
+    if not state.trainable:
+        raise ValueError("no parameter of the model requires a gradient, so there is no backward to trace")
+    mode = _fake_mode_of([*state.tensors, *flat_inputs])
+    fakes = [_fake(local(t), mode) if isinstance(t, torch.Tensor) else t for t in [*state.tensors, *flat_inputs]]
+    joint = _joint(model, step, state, spec, reuse_gathers)
+    with ExitStack() as stack:
+        stack.enter_context(annotate_module_fqns(model))
+        stack.enter_context(tracing_backward_metadata())
+        stack.enter_context(mode)
+        gm = make_fx(joint)(*fakes)
+    _inherit_forward_metadata(gm)
+    _name_inputs(gm, state, len(flat_inputs))
+    return TracedStep(gm, fakes, tuple(state.parameters), tuple(state.buffers), state.trainable, spec)
+
+
+def _flatten_inputs(inputs: tuple[Any, ...]) -> tuple[list[Any], pytree.TreeSpec]:
+    paths, spec = pytree.tree_flatten_with_path(inputs)
+    for path, leaf in paths:
+        where = "inputs" + pytree.keystr(path)
+        if isinstance(leaf, nn.Module):
+            raise TypeError(f"{where} is a module ({type(leaf).__name__}): pass the model as the first argument only")
+        if not isinstance(leaf, torch.Tensor | int | float | bool | complex | None):
+            raise TypeError(f"{where} is a {type(leaf).__name__}: inputs are tensors or plain Python scalars")
+    return [leaf for _, leaf in paths], spec
+
+
+def _fake_mode_of(tensors: list[Any]) -> FakeTensorMode:
+    """The mode of the first fake tensor among them, else a new one."""
+    return next((t.fake_mode for t in map(_plain, tensors) if isinstance(t, FakeTensor)), None) or new_fake_mode()
+
+
+def _plain(value: Any) -> Any:
+    return value._local_tensor if isinstance(value, DTensor) else value
+
+
+def _fake(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
+    if isinstance(tensor, FakeTensor):
+        return tensor
+    if tensor.is_meta:
+        raise TypeError("a tensor on the meta device has no device to trace for: build the model under FakeTensorMode")
+    return mode.from_tensor(tensor.detach(), static_shapes=True)
+
+
+def _joint(
+    model: nn.Module, step: Step, state: ModelState, spec: pytree.TreeSpec, reuse_gathers: bool
+) -> Callable[..., tuple[torch.Tensor | None, ...]]:
+    """The function to trace: local tensors in, loss and local gradients out."""
+
+    def joint(*flat: Any) -> tuple[torch.Tensor | None, ...]:
+        count = len(state.fqns)
+        tensors = [_live(plain, own) for plain, own in zip(flat[:count], state.tensors, strict=True)]
+        inputs = pytree.tree_unflatten(list(flat[count:]), spec)
+        wanted = [t for t, own in zip(tensors, state.tensors, strict=True) if own.requires_grad]
+        with ExitStack() as stack:
+            stack.enter_context(state.exchanged(tensors))
+            if reuse_gathers:
+                stack.enter_context(reusing_gathers())
+            with annotate({KEY: LOSS_FQN}):
+                loss = step(model, *inputs)
+                _check_loss(loss)
+                value = loss.detach()
+            gradients = _backward(loss, wanted)
+        return (value, *gradients)
+
+    return joint
+
+
+def _backward(loss: torch.Tensor, wanted: list[torch.Tensor]) -> list[torch.Tensor | None]:
+    """Local gradients of ``wanted``, None for a parameter the loss does not depend on."""
+    with marked_backward(), annotate({KEY: LOSS_FQN}):
+        seed = torch.ones_like(loss)
+    gradients = torch.autograd.grad(loss, wanted, seed, allow_unused=True)
+    with marked_backward(), torch.no_grad():
+        return [None if gradient is None else local(gradient) for gradient in gradients]
+
+
+def _live(plain: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
+    """The traced tensor that stands for ``own``: of its kind, a leaf that requires what it requires."""
+    with torch.no_grad():
+        # a view where nothing wraps the input: the input itself must not become a leaf that requires grad
+        tensor = rewrap(plain, own) if isinstance(own, DTensor) else plain.view_as(plain)
+    return tensor.requires_grad_(own.requires_grad)
+
+
+def _check_loss(loss: Any) -> None:
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+        shown = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
+        raise ValueError(f"the step must return a scalar loss, it returned {shown}")
+
+
+def _graphs(gm: fx.GraphModule) -> Iterator[fx.Graph]:
+    for module in gm.modules():
+        if isinstance(module, fx.GraphModule):
+            yield module.graph
+
+
+def _inherit_forward_metadata(gm: fx.GraphModule) -> None:
+    """A backward node gets a copy of ``custom`` of the first forward node with its ``seq_nr`` (A4)."""
+    nodes = [node for graph in _graphs(gm) for node in graph.nodes if "seq_nr" in node.meta]
+    first: dict[int, dict[str, Any]] = {}
+    for node in nodes:
+        if not node.meta.get("autograd_backward"):
+            first.setdefault(node.meta["seq_nr"], node.meta.get("custom") or {})
+    for node in nodes:
+        if node.meta.get("autograd_backward") and not node.meta.get("is_gradient_acc"):
+            inherited = first.get(node.meta["seq_nr"])
+            if inherited:
+                node.meta["custom"] = {**node.meta.get("custom", {}), **copy.deepcopy(inherited)}
+
+
+def _name_inputs(gm: fx.GraphModule, state: ModelState, num_inputs: int) -> None:
+    names = [("parameter", fqn) for fqn in state.parameters] + [("buffer", fqn) for fqn in state.buffers]
+    names += [("input", str(index)) for index in range(num_inputs)]
+    placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
+    for node, (kind, fqn) in zip(placeholders, names, strict=True):
+        node.meta["gt_input"] = {"kind": kind, "fqn": fqn}
+    gm.graph.output_node().meta["gt_outputs"] = ("loss", *state.trainable)

@@ -1,0 +1,179 @@
+"""Folding: runs of equal layers print once, and layers much like another as differences.
+
+Presentation only: ``unfolding.unfold`` gives the same records whatever was folded. Cost: a
+walk over the lines and, for each layer that starts no run, one sort-like pass over its lines.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from pytest_gtrainer.graphtext.paths import Layer, spell
+from pytest_gtrainer.graphtext.sections import Key, Line, Section
+
+INDENT = "  "
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """``count`` sections with equal lines, their layers ``step`` apart."""
+
+    section: Section
+    count: int
+    step: int
+
+    @property
+    def size(self) -> int:
+        return len(self.section.lines)
+
+    def keys(self) -> list[Key]:
+        """The sections it stands for."""
+        space, layer = self.section.key
+        if layer is None:
+            return [self.section.key]
+        return [Key(space, Layer(layer.container, layer.number + k * self.step)) for k in range(self.count)]
+
+    @property
+    def heading(self) -> str:
+        """``for i in fwd.layers[1:6]:  # x5``"""
+        space, layer = self.section.key
+        if layer is None:
+            return f"if {space}:"
+        if self.count == 1:
+            return f"for i in {space}.{layer}:"
+        stop = layer.number + self.step * self.count
+        bounds = f"{layer.number}:{stop if stop >= 0 else ''}" + (":-1" if self.step < 0 else "")
+        return f"for i in {space}.{spell(layer.container)}[{bounds}]:  # x{self.count}"
+
+
+def fold(sections: Sequence[Section]) -> list[str]:
+    """The text of the sections."""
+    runs = list(runs_of(sections))
+    models = _models(runs)
+    text: list[str] = []
+    for run in runs:
+        model = models.get((run.section.key.space, _container(run)))
+        edits = difference(model.section.lines, run.section.lines) if model and model is not run else None
+        if model is None or edits is None or 2 * len(edits) >= run.size:
+            text += [run.heading, *_body(run.section.lines)]
+        else:
+            note = f", as {model.section.key} but for" if edits else f", as {model.section.key}"
+            text += [_with_note(run.heading, note), f"{INDENT}like({model.section.key})", *edits]
+    return text
+
+
+def _with_note(heading: str, note: str) -> str:
+    return heading + (note if "  # " in heading else f"  #{note.removeprefix(',')}")
+
+
+def _container(run: Run) -> str | None:
+    layer = run.section.key.layer
+    return layer.container if layer else None
+
+
+def runs_of(sections: Sequence[Section]) -> Iterable[Run]:
+    """Cut the sections into runs, greedily."""
+    place = 0
+    while place < len(sections):
+        count, step = 1, 0
+        while place + count < len(sections):
+            found = _step(sections[place + count - 1], sections[place + count])
+            if found == 0 or (step and found != step):
+                break
+            count, step = count + 1, found
+        yield Run(sections[place], count, step)
+        place += count
+
+
+def _step(one: Section, other: Section) -> int:
+    """+1 or -1 if ``other`` is the same text one layer further; 0 if it is not."""
+    (space, layer), (other_space, other_layer) = one.key, other.key
+    if layer is None or other_layer is None:
+        return 0
+    if space != other_space or layer.container != other_layer.container or one.lines != other.lines:
+        return 0
+    step = other_layer.number - layer.number
+    return step if abs(step) == 1 else 0
+
+
+def _models(runs: Sequence[Run]) -> dict[tuple[str, str | None], Run]:
+    """For each space and container the run that stands for most layers: others are told by it.
+
+    A layer that the schedule visits twice has two sections of one key; only the first is a model.
+    """
+    models: dict[tuple[str, str | None], Run] = {}
+    visited: set[Key] = set()
+    for run in runs:
+        place = (run.section.key.space, _container(run))
+        best = models.get(place)
+        if place[1] is not None and place[0] in ("fwd", "bwd") and run.section.key not in visited:
+            models[place] = max(best or run, run, key=lambda r: (r.count, r.size))
+        visited |= set(run.keys())
+    return models
+
+
+def _body(lines: Iterable[Line]) -> list[str]:
+    text: list[str] = []
+    heading = ""
+    for line in lines:
+        if line.heading and line.heading != heading:
+            text.append(f"{INDENT}with {line.heading}:")
+        heading = line.heading
+        text.append((INDENT * 2 if heading else INDENT) + line.text)
+    return text
+
+
+def spell_line_name(line: Line) -> str:
+    """How an edit names a line: ``bucket(L).wait_tensor``."""
+    return f"{line.heading}.{line.name}"
+
+
+def difference(model: Sequence[Line], lines: Sequence[Line]) -> list[str] | None:
+    """``lines`` as edits of ``model``, printed; None where lines have no names to tell them apart.
+
+    Three kinds, in this order: ``drop(name)``; lines that replace the model's line of the same
+    name in its place; ``after(name)`` with lines to insert there, ``after()`` at the front.
+    """
+    old = {spell_line_name(line): line for line in model}
+    new = {spell_line_name(line): line for line in lines}
+    if len(old) != len(model) or len(new) != len(lines):
+        return None
+    kept = _kept(list(old), list(new))
+    drops = [f"{INDENT}drop({name})" for name in old if name not in kept]
+    changed = [line for name, line in new.items() if name in kept and line != old[name]]
+    return drops + _body(changed) + _insertions(new, kept)
+
+
+def _kept(old: list[str], new: list[str]) -> set[str]:
+    """The largest set of names that stand in both lists in the same order."""
+    places = {name: place for place, name in enumerate(old)}
+    common = [name for name in new if name in places]
+    ends: list[int] = []  # ends[k]: smallest place at which a rising run of k+1 names ends
+    holders: list[str] = []
+    before: dict[str, str | None] = {}
+    for name in common:
+        at = bisect.bisect_left(ends, places[name])
+        before[name] = holders[at - 1] if at else None
+        ends[at : at + 1], holders[at : at + 1] = [places[name]], [name]
+    kept = set()
+    name_ = holders[-1] if holders else None
+    while name_ is not None:
+        kept.add(name_)
+        name_ = before[name_]
+    return kept
+
+
+def _insertions(new: dict[str, Line], kept: set[str]) -> list[str]:
+    text: list[str] = []
+    anchor, inserted = "", list[Line]()
+    for name, line in [*new.items(), ("", Line("", ""))]:
+        if name and name not in kept:
+            inserted.append(line)
+            continue
+        if inserted:
+            text += [f"{INDENT}after({anchor})", *_body(inserted)]
+            inserted = []
+        anchor = name
+    return text

@@ -1,0 +1,100 @@
+"""Sections of the schedule, and the records that a text unfolds to. No torch here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from pytest_gtrainer.graphtext.paths import Layer
+
+
+class Key(NamedTuple):
+    """What a section belongs to: a space, and in it a layer or none."""
+
+    space: str
+    layer: Layer | None
+
+    def __str__(self) -> str:
+        return f"{self.space}.{self.layer}" if self.layer else self.space
+
+
+class Line(NamedTuple):
+    """One statement under its ``with`` heading ("" for none), spelled as seen from its section."""
+
+    heading: str
+    text: str
+
+    @property
+    def name(self) -> str:
+        """What it defines; a statement that defines nothing is its own name."""
+        target, colon, _ = self.text.partition(": ")
+        return target if colon else self.text
+
+
+class Record(NamedTuple):
+    """One line of one section, unfolded."""
+
+    section: str
+    heading: str
+    text: str
+
+    def __str__(self) -> str:
+        return " | ".join(part for part in self if part)
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """A stretch of the schedule of one layer in one space."""
+
+    key: Key
+    lines: tuple[Line, ...]
+
+    def records(self) -> Iterable[Record]:
+        section = str(self.key)
+        return [Record(section, line.heading, line.text) for line in self.lines]
+
+
+def section_keys(own: Sequence[Key], floating: Sequence[bool]) -> list[Key]:
+    """In which section each line stands, given where it belongs and whether it may float.
+
+    A floating line (a collective, or a value of no known module) never opens a section: it
+    stands with its own layer if that comes next, else where the schedule has put it.
+
+    >>> a, b = Key("fwd", Layer("layers", 0)), Key("fwd", Layer("layers", 1))
+    >>> [str(key) for key in section_keys([a, b, b, b], [False, True, True, False])]
+    ['fwd.layers[0]', 'fwd.layers[1]', 'fwd.layers[1]', 'fwd.layers[1]']
+    >>> [str(key) for key in section_keys([a, b, a], [False, True, False])]
+    ['fwd.layers[0]', 'fwd.layers[0]', 'fwd.layers[0]']
+    """
+    keys = _joined_to_what_follows(own, floating)
+    ahead = _next_known(keys)
+    for place, key in enumerate(keys):
+        if key is not None:
+            continue
+        here, before, after = own[place], keys[place - 1] if place else None, ahead[place]
+        if before is None:
+            keys[place] = Key(here.space, None)
+        elif before.space != here.space and after is not None and after.space == here.space:
+            keys[place] = after  # the first collective of the backward does not stand in the forward
+        else:
+            keys[place] = before
+    return [key for key in keys if key is not None]
+
+
+def _joined_to_what_follows(own: Sequence[Key], floating: Sequence[bool]) -> list[Key | None]:
+    """The keys of fixed lines, and of floating lines directly before a line of their own key."""
+    keys: list[Key | None] = [None] * len(own)
+    for place in range(len(own) - 1, -1, -1):
+        if not floating[place] or (place + 1 < len(own) and keys[place + 1] == own[place]):
+            keys[place] = own[place]
+    return keys
+
+
+def _next_known(keys: Sequence[Key | None]) -> list[Key | None]:
+    known: list[Key | None] = [None] * len(keys)
+    ahead: Key | None = None
+    for place in range(len(keys) - 1, -1, -1):
+        ahead = keys[place] or ahead
+        known[place] = ahead
+    return known

@@ -1,0 +1,128 @@
+"""Reading a graph text back into records, without torch and without looking inside statements."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from pytest_gtrainer.graphtext.folding import INDENT, spell_line_name
+from pytest_gtrainer.graphtext.sections import Line, Record
+
+_LAYERS = re.compile(
+    r"for i in (?P<path>.+)\[(?P<first>\d+)(?P<range>:(?P<stop>\d*)(?P<down>:-1)?)?\]:(  # .*)?"
+)
+_SPACE = re.compile(r"if (?P<space>\w+):")
+_EDIT = re.compile(r"(?P<kind>like|drop|after)\((?P<name>.*)\)")
+
+
+class TextError(ValueError):
+    """A text that is not graph text; says the line and what was expected."""
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A heading's layers (none: one section without a layer) and the lines below, as printed."""
+
+    number: int
+    keys: tuple[str, ...]
+    lines: tuple[Line, ...]
+
+    @property
+    def model(self) -> str | None:
+        """The section that this one is told by."""
+        edit = _EDIT.fullmatch(self.lines[0].text) if self.lines else None
+        return edit["name"] if edit and edit["kind"] == "like" else None
+
+
+def unfold(text: str) -> tuple[Record, ...]:
+    """The records of a graph text. Comments at its head count for nothing.
+
+    Raises:
+        TextError: with the line.
+    """
+    blocks = list(_blocks(text))
+    plain: dict[str, Sequence[Line]] = {}
+    for block in blocks:
+        if block.model is None:
+            for key in block.keys:
+                plain.setdefault(key, block.lines)
+    records: list[Record] = []
+    for block in blocks:
+        lines: Sequence[Line] = block.lines
+        if block.model is not None:
+            if block.model not in plain:
+                raise TextError(f"line {block.number}: like({block.model}): no such section")
+            lines = _edited(plain[block.model], block)
+        records += [Record(key, line.heading, line.text) for key in block.keys for line in lines]
+    return tuple(records)
+
+
+def _blocks(text: str) -> Iterator[Block]:
+    head: tuple[int, tuple[str, ...]] | None = None
+    lines: list[Line] = []
+    heading = ""
+    for number, raw in enumerate(text.splitlines(), start=1):
+        if not raw.strip() or raw.startswith("#"):
+            continue
+        if not raw.startswith(INDENT):
+            if head:
+                yield Block(*head, tuple(lines))
+            head, lines, heading = (number, _keys(raw, number)), [], ""
+            if head[1] == ("",):
+                lines = [Line("", raw)]  # a definition at the head of the text
+        elif head is None:
+            raise TextError(f"line {number}: expected a section (`if fwd:`), found an indented line")
+        else:
+            heading = _statement(raw, heading, lines)
+    if head:
+        yield Block(*head, tuple(lines))
+
+
+def _statement(raw: str, heading: str, lines: list[Line]) -> str:
+    """Add a line to ``lines``; returns the heading that holds now."""
+    body = raw.removeprefix(INDENT)
+    if body.startswith("with ") and body.endswith(":"):
+        return body[len("with ") : -1]
+    if not body.startswith(INDENT):
+        heading = ""
+    lines.append(Line(heading, body.removeprefix(INDENT)))
+    return heading
+
+
+def _keys(raw: str, number: int) -> tuple[str, ...]:
+    """The sections that a heading stands for; a definition stands for itself."""
+    if found := _SPACE.fullmatch(raw):
+        return (found["space"],)
+    if not raw.startswith("for "):
+        return ("",)
+    if not (found := _LAYERS.fullmatch(raw)):
+        raise TextError(f"line {number}: expected `for i in fwd.layers[0:8]:`, found {raw!r}")
+    first = int(found["first"])
+    if found["range"] is None:
+        return (f"{found['path']}[{first}]",)
+    step = -1 if found["down"] else 1
+    stop = int(found["stop"]) if found["stop"] else -1
+    return tuple(f"{found['path']}[{index}]" for index in range(first, stop, step))
+
+
+def _edited(model: Sequence[Line], block: Block) -> list[Line]:
+    """Apply the edits that ``folding.difference`` printed."""
+    lines = {spell_line_name(line): [line] for line in model}
+    front: list[Line] = []
+    target: list[Line] | None = None
+    for line in block.lines[1:]:
+        edit = _EDIT.fullmatch(line.text) if not line.heading else None
+        if edit is None and target is not None:
+            target.append(line)
+            continue
+        name = edit["name"] if edit else spell_line_name(line)
+        if name and name not in lines:
+            raise TextError(f"line {block.number}: {block.model} has no line {name}")
+        if edit is None:
+            lines[name][0] = line
+        elif edit["kind"] == "drop":
+            del lines[name]
+        else:
+            target = lines[name] if name else front
+    return front + [line for group in lines.values() for line in group]

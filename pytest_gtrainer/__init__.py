@@ -38,6 +38,8 @@ _HOME: dict[str, str] = {
     "assert_bitwise_equal": "numerics.assertions",
     "assert_bitwise_different": "numerics.assertions",
     "deterministic": "numerics.determinism",
+    "DebugConfig": "numerics.determinism",
+    "ActivationCheckpointConfig": "numerics.determinism",
     # text
     "graphtext": "graphtext",
 }

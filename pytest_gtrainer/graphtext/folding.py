@@ -7,33 +7,37 @@ walk over the lines and, for each layer that starts no run, one sort-like pass o
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
-from pytest_gtrainer.graphtext.paths import Layer, spell
-from pytest_gtrainer.graphtext.sections import Key, Line, Section
+from pytest_gtrainer.graphtext.paths import spell
+from pytest_gtrainer.graphtext.sections import Line, Section
 
 INDENT = "  "
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """``count`` sections with equal lines, their layers ``step`` apart."""
+    """``count`` sections with equal lines, their layers ``step`` apart.
+
+    ``visit`` says for the how many-th time the schedule comes to each of them.
+    """
 
     section: Section
     count: int
     step: int
+    visit: int = 1
 
     @property
     def size(self) -> int:
         return len(self.section.lines)
 
-    def keys(self) -> list[Key]:
-        """The sections it stands for."""
+    @property
+    def place(self) -> tuple[str, str, int]:
+        """Space, container and visit: where runs may be told by one another."""
         space, layer = self.section.key
-        if layer is None:
-            return [self.section.key]
-        return [Key(space, Layer(layer.container, layer.number + k * self.step)) for k in range(self.count)]
+        return space, layer.container if layer else "", self.visit
 
     @property
     def heading(self) -> str:
@@ -54,37 +58,51 @@ def fold(sections: Sequence[Section]) -> list[str]:
     models = _models(runs)
     text: list[str] = []
     for run in runs:
-        model = models.get((run.section.key.space, _container(run)))
-        edits = difference(model.section.lines, run.section.lines) if model and model is not run else None
-        if model is None or edits is None or 2 * len(edits) >= run.size:
-            text += [run.heading, *_body(run.section.lines)]
-        else:
-            note = f", as {model.section.key} but for" if edits else f", as {model.section.key}"
-            text += [_with_note(run.heading, note), f"{INDENT}like({model.section.key})", *edits]
+        told = _told_by_model(run, models.get(run.place))
+        text += [run.heading, *_body(run.section.lines)] if told is None else told
     return text
 
 
-def _with_note(heading: str, note: str) -> str:
-    return heading + (note if "  # " in heading else f"  #{note.removeprefix(',')}")
-
-
-def _container(run: Run) -> str | None:
-    layer = run.section.key.layer
-    return layer.container if layer else None
+def _told_by_model(run: Run, model: Run | None) -> list[str] | None:
+    """The run as differences from its model; None if that is not much shorter."""
+    if model is None or model is run:
+        return None
+    edits = difference(model.section.lines, run.section.lines)
+    if edits is None or 2 * len(edits) >= run.size:
+        return None
+    visit = f", visit={model.visit}" if model.visit > 1 else ""
+    note = f"as {model.section.key}{visit}" + (", but for" if edits else "")
+    heading = f"{run.heading}, {note}" if "  # " in run.heading else f"{run.heading}  # {note}"
+    return [heading, f"{INDENT}like({model.section.key}{visit})", *edits]
 
 
 def runs_of(sections: Sequence[Section]) -> Iterable[Run]:
     """Cut the sections into runs, greedily."""
+    visits = visits_of(section.key for section in sections)
     place = 0
     while place < len(sections):
         count, step = 1, 0
-        while place + count < len(sections):
+        while place + count < len(sections) and visits[place + count] == visits[place]:
             found = _step(sections[place + count - 1], sections[place + count])
             if found == 0 or (step and found != step):
                 break
             count, step = count + 1, found
-        yield Run(sections[place], count, step)
+        yield Run(sections[place], count, step, visits[place])
         place += count
+
+
+def visits_of(keys: Iterable[Hashable]) -> list[int]:
+    """For each key the number of times it has come so far.
+
+    >>> visits_of("abac")
+    [1, 1, 2, 1]
+    """
+    seen: Counter[Hashable] = Counter()
+    visits = []
+    for key in keys:
+        seen[key] += 1
+        visits.append(seen[key])
+    return visits
 
 
 def _step(one: Section, other: Section) -> int:
@@ -98,19 +116,12 @@ def _step(one: Section, other: Section) -> int:
     return step if abs(step) == 1 else 0
 
 
-def _models(runs: Sequence[Run]) -> dict[tuple[str, str | None], Run]:
-    """For each space and container the run that stands for most layers: others are told by it.
-
-    A layer that the schedule visits twice has two sections of one key; only the first is a model.
-    """
-    models: dict[tuple[str, str | None], Run] = {}
-    visited: set[Key] = set()
+def _models(runs: Sequence[Run]) -> dict[tuple[str, str, int], Run]:
+    """For each place the run that stands for most layers: others are told by it."""
+    models: dict[tuple[str, str, int], Run] = {}
     for run in runs:
-        place = (run.section.key.space, _container(run))
-        best = models.get(place)
-        if place[1] is not None and place[0] in ("fwd", "bwd") and run.section.key not in visited:
-            models[place] = max(best or run, run, key=lambda r: (r.count, r.size))
-        visited |= set(run.keys())
+        if run.section.key.layer is not None and run.section.key.space in ("fwd", "bwd"):
+            models[run.place] = max(models.get(run.place, run), run, key=lambda r: (r.count, r.size))
     return models
 
 

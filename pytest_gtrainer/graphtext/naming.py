@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 from torch import fx
 
-from pytest_gtrainer.graphtext.operators import operator_of
+from pytest_gtrainer.graphtext.operators import operator_of, word
 from pytest_gtrainer.graphtext.paths import RESERVED
 from pytest_gtrainer.graphtext.scopes import Scope, input_of, is_computed
 
@@ -51,7 +51,7 @@ def names_of(
     for node in nodes:
         if node.op == "placeholder":
             leaf = input_of(node, inputs)[1].rpartition(".")[2]
-            names[node] = namer.name(scopes[node], leaf if leaf.isidentifier() else f"arg{inputs}")
+            names[node] = namer.name(scopes[node], f"arg{leaf}" if leaf.isdecimal() else word(leaf))
             inputs += 1
         elif is_computed(node):
             names[node] = namer.name(scopes[node], operator_of(node).short)

@@ -17,6 +17,7 @@ from pytest_gtrainer.graphtext.folding import INDENT, fold
 from pytest_gtrainer.graphtext.groups import groups_of
 from pytest_gtrainer.graphtext.naming import names_of
 from pytest_gtrainer.graphtext.operators import operator_of, word
+from pytest_gtrainer.graphtext.paths import Layer, spell_from, split_layer
 from pytest_gtrainer.graphtext.scopes import is_computed, scopes_of
 from pytest_gtrainer.graphtext.sections import Key, Line, Record, Section, section_keys
 from pytest_gtrainer.graphtext.spelling import Speller
@@ -167,17 +168,37 @@ def _statement(node: fx.Node, name: str, speller: Speller) -> str:
 
 
 def _output_sections(nodes: Any, scopes: Any, speller: Speller) -> Iterable[Section]:
-    """One ``yield`` a returned value, in the layer it comes from; a nested result as a whole."""
-    result = nodes[-1].args[0]
-    leaves = result if isinstance(result, list | tuple) else [result]
-    if any(isinstance(leaf, list | tuple | dict) for leaf in leaves) or isinstance(result, dict):
-        leaves, keyword = [result], "yield from"
+    """One line a returned value: by the name the tracer gives it, else in the layer it comes from."""
+    result, told = nodes[-1].args[0], nodes[-1].meta.get("gt_outputs")
+    leaves = list(result) if isinstance(result, list | tuple) else [result]
+    if isinstance(result, dict) or any(isinstance(leaf, list | tuple | dict) for leaf in leaves):
+        yield from _nested_output(result, speller)
+        return
+    if told is not None and len(told) == len(leaves):
+        layers = [split_layer(fqn)[0] for fqn in told]
     else:
-        keyword = "yield"
-    keys: list[Key] = []
+        told, layers = [None] * len(leaves), _layers_of(leaves, scopes)
+    keys = [Key("out", layer) for layer in layers]
+    for key, members in _grouped(keys, list(zip(told, leaves, strict=True))):
+        speller.enter_section(key)
+        yield Section(key, tuple(_output_line(fqn, leaf, key, speller) for fqn, leaf in members))
+
+
+def _output_line(fqn: str | None, leaf: Any, key: Key, speller: Speller) -> Line:
+    value = speller.argument(leaf)
+    return Line("", f"yield {value}" if fqn is None else f"{spell_from(fqn, key.layer)} = {value}")
+
+
+def _layers_of(leaves: Sequence[Any], scopes: Any) -> list[Layer | None]:
+    """The layers that values come from; a constant stands with its neighbour."""
+    layers: list[Layer | None] = []
     for leaf in leaves:
         known = isinstance(leaf, fx.Node) and leaf in scopes
-        keys.append(Key("out", scopes[leaf].layer) if known else keys[-1] if keys else Key("out", None))
-    for key, members in _grouped(keys, leaves):
-        speller.enter_section(key)
-        yield Section(key, tuple(Line("", f"{keyword} {speller.argument(leaf)}") for leaf in members))
+        layers.append(scopes[leaf].layer if known else layers[-1] if layers else None)
+    return layers
+
+
+def _nested_output(result: Any, speller: Speller) -> Iterable[Section]:
+    key = Key("out", None)
+    speller.enter_section(key)
+    yield Section(key, (Line("", f"yield from {speller.argument(result)}"),))

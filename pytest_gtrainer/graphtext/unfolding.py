@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from pytest_gtrainer.graphtext.folding import INDENT, spell_line_name
+from pytest_gtrainer.graphtext.folding import INDENT, spell_line_name, visits_of
 from pytest_gtrainer.graphtext.sections import Line, Record
 
 _LAYERS = re.compile(
@@ -42,20 +42,27 @@ def unfold(text: str) -> tuple[Record, ...]:
         TextError: with the line.
     """
     blocks = list(_blocks(text))
-    plain: dict[str, Sequence[Line]] = {}
-    for block in blocks:
-        if block.model is None:
-            for key in block.keys:
-                plain.setdefault(key, block.lines)
+    models = _models(blocks)
     records: list[Record] = []
     for block in blocks:
         lines: Sequence[Line] = block.lines
         if block.model is not None:
-            if block.model not in plain:
+            if block.model not in models:
                 raise TextError(f"line {block.number}: like({block.model}): no such section")
-            lines = _edited(plain[block.model], block)
+            lines = _edited(models[block.model], block)
         records += [Record(key, line.heading, line.text) for key in block.keys for line in lines]
     return tuple(records)
+
+
+def _models(blocks: Sequence[Block]) -> dict[str, Sequence[Line]]:
+    """What `like` may name: sections printed in full, by key and visit."""
+    keys = [(key, block) for block in blocks for key in block.keys]
+    visits = visits_of(key for key, _ in keys)
+    return {
+        key if visit == 1 else f"{key}, visit={visit}": block.lines
+        for (key, block), visit in zip(keys, visits, strict=True)
+        if block.model is None
+    }
 
 
 def _blocks(text: str) -> Iterator[Block]:

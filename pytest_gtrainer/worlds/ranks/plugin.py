@@ -1,8 +1,18 @@
-"""Dispatch of tests to real ranks."""
+"""Dispatch of tests to real ranks, from the process that owns the tests."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
 import pytest
+
+from pytest_gtrainer import devices, facts
+from pytest_gtrainer.worlds.ranks.schedule import following
+from pytest_gtrainer.worlds.spec import SpecError, WorldSpec, spec_of
+
+if TYPE_CHECKING:
+    from pytest_gtrainer.worlds.ranks.pool import Pool
 
 
 def is_rank(config: pytest.Config) -> bool:
@@ -10,8 +20,89 @@ def is_rank(config: pytest.Config) -> bool:
     return "gt_rank" in getattr(config, "workerinput", {})
 
 
+def ranks_spec(item: pytest.Item) -> WorldSpec | None:
+    """The spec of a test that wants to be run by ranks; None for any other, an invalid one included."""
+    try:
+        spec = spec_of(item)
+    except SpecError:
+        return None
+    if spec is None or spec.kind != "ranks" or "gt_ranks" in getattr(item, "fixturenames", ()):
+        return None
+    return spec
+
+
 class RanksPlugin:
     """Runs tests marked ``gt_world("ranks")`` on the pool."""
 
     def __init__(self, config: pytest.Config) -> None:
         self.config = config
+        self._pool: Pool | None = None
+        self._following: Mapping[pytest.Item, pytest.Item] | None = None
+
+    @property
+    def pool(self) -> Pool:
+        """The pool of this pytest process."""
+        if self._pool is None:
+            from pytest_gtrainer.worlds.ranks.pool import Pool
+
+            self._pool = Pool(self.config)
+        return self._pool
+
+    # --- before ---------------------------------------------------------------------------
+
+    def pytest_report_collectionfinish(self, items: Sequence[pytest.Item]) -> str | None:
+        if any(ranks_spec(item) for item in items):
+            return f"gtrainer: {devices.resolve(self.config)}"
+        return None
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_setup(self, item: pytest.Item) -> None:
+        """Skip what is too large; such a test is not dispatched, so its setup comes here."""
+        spec = ranks_spec(item)
+        available = devices.resolve(self.config).slots if spec is not None else 0
+        if spec is not None and spec.size > available:
+            facts.emit("skip", cause=f"needs {spec.size} ranks, there are {available}")
+            raise pytest.skip.Exception(
+                f"needs {spec.size} ranks, --gt-gpus gives {available}", _use_item_location=True
+            )
+
+    # --- running ---------------------------------------------------------------------------
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_protocol(self, item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
+        if self._size_on_ranks(item) is None:
+            return None
+        from pytest_gtrainer.worlds.ranks.dispatch import dispatch
+
+        dispatch(self.pool, item, self._next_on_ranks(item, nextitem), nextitem)
+        return True
+
+    def _size_on_ranks(self, item: pytest.Item) -> int | None:
+        """How many ranks run this test; None if it runs here, if only to be skipped."""
+        spec = ranks_spec(item)
+        if spec is None or item.get_closest_marker("skip") is not None:
+            return None
+        return spec.size if spec.size <= devices.resolve(self.config).slots else None
+
+    def _next_on_ranks(self, item: pytest.Item, nextitem: pytest.Item | None) -> pytest.Item | None:
+        """The next test on the same ranks; under xdist only the very next test is known."""
+        if hasattr(self.config, "workerinput"):
+            same = nextitem is not None and self._size_on_ranks(nextitem) == self._size_on_ranks(item)
+            return nextitem if same else None
+        if self._following is None:
+            self._following = following(item.session.items, self._size_on_ranks)
+        return self._following.get(item)
+
+    # --- after -----------------------------------------------------------------------------
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_sessionfinish(self) -> None:
+        self._close()
+
+    def pytest_unconfigure(self) -> None:
+        self._close()
+
+    def _close(self) -> None:
+        if self._pool is not None:
+            self._pool.close()
+            self._pool = None

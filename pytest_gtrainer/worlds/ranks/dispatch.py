@@ -1,0 +1,160 @@
+"""One test on ranks: send it, gather the reports, merge them, report to pytest."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+
+from pytest_gtrainer import options
+from pytest_gtrainer.worlds.ranks import wire
+from pytest_gtrainer.worlds.ranks.launcher import RanksError
+from pytest_gtrainer.worlds.ranks.merge import PHASES, Phase, merge
+from pytest_gtrainer.worlds.ranks.outcome import Incident, Outcome, disagreement
+from pytest_gtrainer.worlds.ranks.pool import Pool
+from pytest_gtrainer.worlds.ranks.watch import run_on
+from pytest_gtrainer.worlds.spec import WorldSpec, spec_of
+
+GOLDENS = "gtrainer-goldens"
+
+
+def dispatch(
+    pool: Pool, item: pytest.Item, next_on_ranks: pytest.Item | None, nextitem: pytest.Item | None
+) -> None:
+    """Stand in for pytest's own protocol of ``item``: the same hooks, the phases on ranks."""
+    hooks = item.ihook
+    hooks.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
+    reports = _reports(pool, item, next_on_ranks)
+    for report in reports:
+        hooks.pytest_runtest_logreport(report=report)
+    # What earlier tests have set up in this process, and the next one does not share.
+    _local_phase(item, "teardown", lambda: item.session._setupstate.teardown_exact(nextitem), only_failed=True)
+    _finish_goldens(item, passed=all(report.passed for report in reports))
+    hooks.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
+
+
+def _reports(pool: Pool, item: pytest.Item, next_on_ranks: pytest.Item | None) -> list[pytest.TestReport]:
+    spec = spec_of(item)
+    assert spec is not None
+    outcomes: list[Outcome] = []
+    call = pytest.CallInfo.from_call(
+        lambda: outcomes.append(_run(pool, item, spec, next_on_ranks)),
+        "call",
+        # Anything else that strikes here, a plugin's time limit for one, is the test's failure.
+        reraise=(KeyboardInterrupt, pytest.exit.Exception),
+    )
+    if not outcomes:
+        pool.discard(spec.size)
+        return [item.ihook.pytest_runtest_makereport(item=item, call=call)]
+    _repeat_warnings(item, outcomes[0])
+    return _merged(item, outcomes[0])
+
+
+def _run(pool: Pool, item: pytest.Item, spec: WorldSpec, next_on_ranks: pytest.Item | None) -> Outcome:
+    try:
+        team = pool.team(spec.size)
+    except RanksError as error:
+        pytest.fail(str(error), pytrace=False)
+    command = wire.RunItem(item_ref(item), item_ref(next_on_ranks) if next_on_ranks is not None else None)
+    outcome = run_on(team, command, limit_of(item.config, spec))
+    pool.release(team)
+    return outcome
+
+
+def limit_of(config: pytest.Config, spec: WorldSpec | None) -> float:
+    """The limit of a test in seconds: the marker's, else ``--gt-timeout``."""
+    if spec is not None and spec.timeout is not None:
+        return spec.timeout
+    return float(options.get(config, "timeout"))
+
+
+def item_ref(item: pytest.Item) -> wire.ItemRef:
+    """How a rank finds the test."""
+    return wire.ItemRef(item.nodeid, chain_of(item))
+
+
+def chain_of(item: pytest.Item) -> tuple[str, ...]:
+    """The directories and the file that lead to a test, outermost first."""
+    return tuple(str(node.path) for node in item.listchain() if isinstance(node, pytest.Directory | pytest.File))
+
+
+def _merged(item: pytest.Item, outcome: Outcome) -> list[pytest.TestReport]:
+    """The merged reports, judged also by what only the parent can compare."""
+    reports = {rank: _rank_reports(item, answer) for rank, answer in outcome.answers.items()
+               if isinstance(answer, wire.ItemDone) and answer.reports}  # fmt: skip
+    merged = merge(item, _with_disagreement(outcome), reports)
+    _judge_goldens(item, merged, reports)
+    return merged
+
+
+def _rank_reports(item: pytest.Item, answer: wire.ItemDone) -> dict[Phase, pytest.TestReport]:
+    restored = {}
+    for data in answer.reports:
+        report = item.config.hook.pytest_report_from_serializable(config=item.config, data=dict(data))
+        restored[report.when] = report
+    return {phase: restored[phase] for phase in PHASES if phase in restored}
+
+
+def _with_disagreement(outcome: Outcome) -> Outcome:
+    """Ranks that issued different collectives fail the test even if all passed."""
+    clean = not outcome.incidents and outcome.unblocked_at is None and not outcome.raised
+    states = {rank: answer.state for rank, answer in outcome.answers.items() if answer.state.intact}
+    text = disagreement(states) if clean else None
+    if text is not None:
+        outcome.incidents.append(Incident(0.0, None, text))
+    return outcome
+
+
+# --- goldens ---------------------------------------------------------------------------------
+
+
+def _judge_goldens(
+    item: pytest.Item, merged: list[pytest.TestReport], reports: Mapping[int, Mapping[Phase, pytest.TestReport]]
+) -> None:
+    """Let the golden plugin compare what the ranks claim; its objection fails the call."""
+    judge = getattr(item.config.pluginmanager.getplugin(GOLDENS), "judge_ranks", None)
+    call = next((report for report in merged if report.when == "call" and report.passed), None)
+    if judge is None or call is None:
+        return
+    claims = {rank: getattr(phases["call"], "gt_goldens", []) for rank, phases in reports.items() if "call" in phases}
+    objection = judge(item, claims)
+    if objection is not None:
+        call.outcome, call.longrepr = "failed", objection
+
+
+def _finish_goldens(item: pytest.Item, *, passed: bool) -> None:
+    finish = getattr(item.config.pluginmanager.getplugin(GOLDENS), "finish_item", None)
+    if finish is not None:
+        finish(item, passed)
+
+
+# --- this process ------------------------------------------------------------------------------
+
+
+def _local_phase(item: pytest.Item, when: Phase, work: Callable[[], object], *, only_failed: bool) -> None:
+    call = pytest.CallInfo.from_call(work, when, reraise=(KeyboardInterrupt, pytest.exit.Exception))
+    if call.excinfo is not None or not only_failed:
+        report = item.ihook.pytest_runtest_makereport(item=item, call=call)
+        item.ihook.pytest_runtest_logreport(report=report)
+
+
+def _repeat_warnings(item: pytest.Item, outcome: Outcome) -> None:
+    """Give the ranks' warnings to pytest as if they came from here, equal ones once."""
+    answers = [answer for answer in outcome.answers.values() if isinstance(answer, wire.ItemDone)]
+    for record in dict.fromkeys(record for answer in answers for record in answer.warnings):
+        message = warnings.WarningMessage(
+            record.text, _category(record), record.filename, record.lineno  # type: ignore[arg-type]
+        )
+        arguments: dict[str, Any] = {
+            "warning_message": message, "when": record.when, "nodeid": record.nodeid, "location": record.location
+        }  # fmt: skip
+        item.ihook.pytest_warning_recorded.call_historic(kwargs=arguments)
+
+
+def _category(record: wire.WarningRecord) -> type[Warning]:
+    module, name = record.category
+    found = getattr(sys.modules.get(module), name, None)
+    return found if isinstance(found, type) and issubclass(found, Warning) else UserWarning

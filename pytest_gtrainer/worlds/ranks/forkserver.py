@@ -1,0 +1,122 @@
+"""The forkserver: a single-threaded process that imports torch once and forks ranks.
+
+It is started by exec, so nothing of the parent's state (threads, OpenMP pools, autograd runs,
+each of which would hang a forked child) reaches the ranks. It never outlives the parent: the
+end of the connection, or another parent process than at the start, ends it and its ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import os
+import shutil
+import signal
+import socket
+from collections.abc import Iterable
+from multiprocessing.connection import Connection, wait
+from typing import NoReturn
+
+from pytest_gtrainer.worlds.ranks import wire
+
+PARENT_CHECK_SECONDS = 2.0
+
+
+def main(fd: int, folder: str, modules: Iterable[str]) -> NoReturn:
+    """Serve the parent on the socket ``fd``; delete ``folder`` at the end."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    server = _Server(Connection(fd), folder)
+    _preload(modules)
+    threads = len(os.listdir("/proc/self/task"))
+    if threads == 1:
+        server.conn.send(wire.Ready())
+    else:
+        server.conn.send(wire.NotReady(f"a preloaded module started {threads - 1} threads"))
+    server.serve()
+
+
+def _preload(modules: Iterable[str]) -> None:
+    """Import what ranks will want; what fails here fails where it is needed, with its own error."""
+    for name in modules:
+        with contextlib.suppress(Exception):
+            importlib.import_module(name)
+    gc.collect()
+    gc.freeze()  # keeps the pages that ranks share with us from being copied by their collector
+
+
+class _Server:
+    def __init__(self, conn: Connection, folder: str) -> None:
+        self.conn = conn
+        self.folder = folder
+        self.pids: dict[int, int] = {}  # pidfd -> pid
+        self.pid, self.parent = os.getpid(), os.getppid()
+
+    def serve(self) -> NoReturn:
+        while os.getppid() == self.parent:
+            for ready in wait([self.conn, *self.pids], PARENT_CHECK_SECONDS):
+                if ready is self.conn:
+                    self._obey()
+                else:
+                    self._reap(ready)  # type: ignore[arg-type]
+        self._end()
+
+    def _obey(self) -> None:
+        try:
+            command = self.conn.recv()
+        except (EOFError, OSError):
+            self._end()
+        if isinstance(command, wire.Fork):
+            self._fork(command.setup)
+        elif isinstance(command, wire.SendSignal) and command.pid in self.pids.values():
+            _signal_group(command.pid, command.signum)
+
+    def _fork(self, setup: wire.RankSetup) -> None:
+        rank_fd = _receive_fd(self.conn)
+        pid = os.fork()
+        if pid == 0:
+            self._leave_to_rank(setup, rank_fd)
+        os.close(rank_fd)
+        with contextlib.suppress(OSError):
+            os.setpgid(pid, pid)  # the rank does it too: whoever is first
+        self.pids[os.pidfd_open(pid)] = pid
+        self.conn.send(wire.Forked(pid))
+
+    def _leave_to_rank(self, setup: wire.RankSetup, rank_fd: int) -> NoReturn:
+        self.conn.close()
+        for pidfd in self.pids:
+            os.close(pidfd)
+        from pytest_gtrainer.worlds.ranks.inside.process import become_rank
+
+        become_rank(setup, rank_fd, self.pid)
+
+    def _reap(self, pidfd: int) -> None:
+        pid = self.pids.pop(pidfd)
+        os.close(pidfd)
+        _signal_group(pid, signal.SIGKILL)  # its children; the zombie keeps the number from reuse
+        _, status = os.waitpid(pid, 0)
+        with contextlib.suppress(OSError):
+            self.conn.send(wire.Exited(pid, os.waitstatus_to_exitcode(status)))
+
+    def _end(self) -> NoReturn:
+        for pid in self.pids.values():
+            _signal_group(pid, signal.SIGKILL)
+        for pid in self.pids.values():
+            os.waitpid(pid, 0)
+        shutil.rmtree(self.folder, ignore_errors=True)
+        os._exit(0)
+
+
+def _signal_group(pid: int, signum: int) -> None:
+    """Kill a rank with its children; any other signal is for the rank alone."""
+    with contextlib.suppress(OSError):
+        if signum == signal.SIGKILL:
+            os.killpg(pid, signum)
+        else:
+            os.kill(pid, signum)
+
+
+def _receive_fd(conn: Connection) -> int:
+    with socket.socket(fileno=os.dup(conn.fileno())) as sock:
+        _, fds, _, _ = socket.recv_fds(sock, 1, 1)
+    return fds[0]

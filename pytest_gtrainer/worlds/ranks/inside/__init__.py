@@ -1,0 +1,1 @@
+"""What runs inside a rank: a small pytest session on a warm process group."""

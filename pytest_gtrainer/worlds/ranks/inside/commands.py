@@ -1,0 +1,165 @@
+"""The loop of a rank: take a command of the parent, obey, answer."""
+
+from __future__ import annotations
+
+import functools
+import pickle
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+import pytest
+import torch
+
+from pytest_gtrainer import facts
+from pytest_gtrainer.worlds.ranks import wire
+from pytest_gtrainer.worlds.ranks.inside import hygiene
+from pytest_gtrainer.worlds.ranks.inside.collection import Collection, CollectionDiffers
+from pytest_gtrainer.worlds.ranks.inside.group import RankGroup
+from pytest_gtrainer.worlds.ranks.inside.recorder import Recorder, cut, plain, raised, summary_of
+from pytest_gtrainer.worlds.ranks.inside.session import capture_fds, close_session, make_session
+
+
+def serve(setup: wire.RankSetup, conn: Connection) -> int:
+    """Start as a rank, then obey until told to stop: the exit status."""
+    torch.set_num_threads(1)
+    try:
+        rank = Rank(setup, conn)
+    except BaseException:
+        conn.send(wire.StartFailed(traceback.format_exc()))
+        return 1
+    conn.send(wire.Up(capture_fds(rank.config)))
+    while True:
+        try:
+            command = conn.recv()
+        except EOFError:
+            return 0  # the parent is gone
+        answer = rank.obey(command)
+        conn.send(answer)
+        if isinstance(answer, wire.Stopped):
+            return 0
+
+
+class Rank:
+    """A pytest session on a process group."""
+
+    def __init__(self, setup: wire.RankSetup, conn: Connection) -> None:
+        self.conn = conn
+        self.group = RankGroup(setup.rank, setup.size, setup.device, setup.backend)
+        self.group.join(setup.store)
+        self.session = make_session(setup)
+        self.config = self.session.config
+        self.collection = Collection(self.session)
+        self.recorder = Recorder(self.config, conn.send)
+        self.config.pluginmanager.register(self.recorder, "gtrainer-rank-recorder")
+
+    @functools.singledispatchmethod
+    def obey(self, command: Any) -> object:
+        raise TypeError(f"no such command: {command!r}")
+
+    @obey.register
+    def run_item(self, command: wire.RunItem) -> wire.ItemDone:
+        trouble = self._run(command)
+        reports, warnings = self.recorder.take()
+        return wire.ItemDone(reports, warnings, trouble, self._settled_state())
+
+    def _run(self, command: wire.RunItem) -> str | None:
+        """Run the whole protocol of a test; what stopped it, if something outside a phase did."""
+        hygiene.seed_everything()
+        try:
+            item = self.collection.find(command.item)
+            following = self._following(command.next_item)
+            # The parent may have changed its mind about what comes after the last test.
+            self.session._setupstate.teardown_exact(item)
+            self.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
+        except CollectionDiffers as error:
+            return str(error)
+        except pytest.exit.Exception as error:
+            return f"called pytest.exit: {error}"
+        except BaseException as error:
+            return summary_of(error)
+        return None
+
+    def _following(self, ref: wire.ItemRef | None) -> pytest.Item | None:
+        try:
+            return self.collection.find(ref) if ref is not None else None
+        except CollectionDiffers:
+            return None  # its own turn will tell
+
+    @obey.register
+    def call_function(self, command: wire.CallFunction) -> wire.CallDone:
+        hygiene.seed_everything()
+        result, error = None, None
+        with facts.collecting() as seen:
+            output, outcome = self._captured(lambda: self._call(command))
+        result, error = outcome
+        return wire.CallDone(result, error, output, tuple(plain(seen)), self._settled_state())
+
+    def _call(self, command: wire.CallFunction) -> tuple[bytes | None, str | None]:
+        """The pickled result, or the traceback of what it raised."""
+        try:
+            if command.chain:
+                self.collection.load(command.chain)
+            function, args = pickle.loads(command.payload)
+            with hygiene.restored():
+                result = function(*args)
+            return _pickled(result), None
+        except BaseException as error:
+            self.conn.send(raised("call", pytest.ExceptionInfo.from_exception(error)))
+            return None, _traceback_below_here(error)
+
+    def _captured(self, work: Callable[[], Any]) -> tuple[str, Any]:
+        """Run ``work``: what it wrote, as far as pytest captures, and what it returned."""
+        manager = self.config.pluginmanager.getplugin("capturemanager")
+        if manager is None or not manager.is_globally_capturing():
+            return "", work()
+        manager.resume_global_capture()
+        try:
+            returned = work()
+        finally:
+            manager.suspend_global_capture()
+            written = manager.read_global_capture()
+        return cut(written.out + written.err), returned
+
+    def _settled_state(self) -> wire.GroupState:
+        state = self.group.state()
+        self.group.drop_subgroups()
+        return state
+
+    @obey.register
+    def leave_group(self, command: wire.LeaveGroup) -> wire.LeftGroup:
+        self.group.leave()
+        return wire.LeftGroup()
+
+    @obey.register
+    def join_group(self, command: wire.JoinGroup) -> wire.JoinedGroup:
+        self.group.join(command.store)
+        return wire.JoinedGroup()
+
+    @obey.register
+    def stop(self, command: wire.Stop) -> wire.Stopped:
+        error = None
+        try:
+            close_session(self.session)
+        except BaseException as failure:
+            error = summary_of(failure)
+        return wire.Stopped(error)
+
+
+def _pickled(result: Any) -> bytes:
+    try:
+        return pickle.dumps(result)
+    except Exception as error:
+        raise TypeError(
+            f"the result, of type {type(result).__name__}, cannot be pickled ({error}): "
+            "return tensors, numbers, strings, and containers of them"
+        ) from None
+
+
+def _traceback_below_here(error: BaseException) -> str:
+    """The traceback without this module's own frames on top."""
+    shown = error.__traceback__
+    while shown is not None and shown.tb_frame.f_code.co_filename == __file__ and shown.tb_next is not None:
+        shown = shown.tb_next
+    return "".join(traceback.format_exception(type(error), error, shown))

@@ -1,0 +1,83 @@
+"""The process groups of a rank: the default group kept warm, the test's subgroups cleared away."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+# Private: torch's tables of live groups have no public reader in 2.13.
+from torch.distributed import distributed_c10d as c10d
+
+from pytest_gtrainer.worlds.ranks import wire
+
+# The parent's limit for a test ends a blocked collective long before this does.
+COLLECTIVE_LIMIT = timedelta(hours=24)
+
+
+class RankGroup:
+    """The default group of a rank, and what the tests have made beside it."""
+
+    def __init__(self, rank: int, size: int, device: str, backend: str) -> None:
+        self.rank, self.size, self.device, self.backend = rank, size, device, backend
+        self._default: dist.ProcessGroup | None = None
+
+    def join(self, store_path: str) -> None:
+        """Make the default group anew, meeting the other ranks through a file."""
+        self.leave()
+        if self.device == "cuda":
+            torch.cuda.set_device(self.rank)
+        store = dist.FileStore(store_path, self.size)
+        dist.init_process_group(
+            self.backend, store=store, rank=self.rank, world_size=self.size, timeout=COLLECTIVE_LIMIT
+        )
+        self._default = dist.group.WORLD
+
+    def leave(self) -> None:
+        """Destroy all groups, which makes ranks that are blocked with this one raise."""
+        if not dist.is_initialized():
+            return
+        with contextlib.suppress(RuntimeError):  # the peers may be gone already
+            if self.backend == "nccl":
+                c10d._abort_process_group()  # destroying waits for collectives that will never end
+            else:
+                dist.destroy_process_group()
+
+    def state(self) -> wire.GroupState:
+        """What has been issued on the groups that exist, for comparison with the other ranks."""
+        if not self._is_intact():
+            return wire.GroupState(intact=False, groups_made=0)
+        return wire.GroupState(True, c10d._world.group_count, self._issued())
+
+    def _is_intact(self) -> bool:
+        return dist.is_initialized() and dist.group.WORLD is self._default
+
+    def _issued(self) -> dict[str, int]:
+        """Sequence numbers by the ranks of a group: its name may differ between ranks."""
+        issued: dict[str, int] = {}
+        same_ranks: Counter[str] = Counter()
+        for group in c10d._world.pg_map:
+            label = self._label(group)
+            same_ranks[label] += 1
+            if same_ranks[label] > 1:
+                label += f" (group {same_ranks[label]} of these)"
+            with contextlib.suppress(RuntimeError):  # a backend that does not count
+                issued[label] = group._get_sequence_number_for_group()
+        return issued
+
+    def _label(self, group: dist.ProcessGroup) -> str:
+        ranks = dist.get_process_group_ranks(group)
+        if len(ranks) == self.size:
+            return "all ranks"
+        return "ranks " + ", ".join(map(str, ranks))
+
+    def drop_subgroups(self) -> None:
+        """Destroy every group but the default one: a group lives no longer than its test."""
+        if not self._is_intact():
+            return
+        for group in [group for group in c10d._world.pg_map if group is not self._default]:
+            with contextlib.suppress(RuntimeError, ValueError):
+                dist.destroy_process_group(group)

@@ -1,0 +1,87 @@
+"""The pytest session of a rank: the parent's options and plugins, without those that report."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import pytest
+from _pytest.capture import CaptureManager
+from _pytest.main import Session
+
+from pytest_gtrainer.worlds.ranks import wire
+
+# These print, time out, write files or start processes: the parent does that, once.
+PARENT_ONLY = (
+    "terminal", "faulthandler", "junitxml", "pastebin", "stepwise", "timeout",
+    "xdist", "xdist.looponfail", "pytest_cov", "rerunfailures", "flaky", "html", "json-report",
+)  # fmt: skip
+# Some plugins register objects of their own while the command line is parsed.
+PARENT_ONLY_OBJECTS = ("_cov", "terminalreporter")
+
+# What selects, stops or branches in the parent: a rank runs exactly what it is told to.
+NEUTRAL_OPTIONS: dict[str, Any] = {
+    "usepdb": False, "trace": False, "maxfail": 0, "keyword": "", "markexpr": "", "deselect": None,
+    "lf": False, "failedfirst": False, "newfirst": False, "stepwise": False, "numprocesses": None,
+    "dist": "no", "tx": [], "looponfail": False, "collectonly": False, "ignore": None,
+    "ignore_glob": None, "setuponly": False, "setupshow": False, "setupplan": False,
+    "xmlpath": None, "log_file": None, "cacheclear": False, "cacheshow": None, "pyargs": False,
+}  # fmt: skip
+
+
+def make_session(setup: wire.RankSetup) -> pytest.Session:
+    """Configure pytest as the parent is, and start a session without collecting."""
+    config = _configured(setup)
+    session: pytest.Session = Session.from_config(config)
+    session.exitstatus = pytest.ExitCode.OK
+    config._do_configure()
+    config.hook.pytest_sessionstart(session=session)
+    _calm_hypothesis()
+    return session
+
+
+def _configured(setup: wire.RankSetup) -> pytest.Config:
+    options = dict(setup.options)
+    options["plugins"] = [*(options.get("plugins") or []), *(f"no:{name}" for name in PARENT_ONLY)]
+    config = pytest.Config.fromdictargs(options, list(setup.args))
+    for name in PARENT_ONLY_OBJECTS:
+        if config.pluginmanager.has_plugin(name):
+            config.pluginmanager.unregister(name=name)
+    for name, value in NEUTRAL_OPTIONS.items():
+        if hasattr(config.option, name):
+            setattr(config.option, name, value)
+    config.option.basetemp = setup.basetemp
+    config.workerinput = dict(setup.worker)  # type: ignore[attr-defined]
+    config.workeroutput = {}  # type: ignore[attr-defined]
+    return config
+
+
+def _calm_hypothesis() -> None:
+    """All ranks must draw the same examples, and none may write the shared database."""
+    hypothesis = sys.modules.get("hypothesis")
+    if hypothesis is not None:
+        hypothesis.settings.register_profile("gtrainer-rank", derandomize=True, database=None, deadline=None)
+        hypothesis.settings.load_profile("gtrainer-rank")
+
+
+def capture_fds(config: pytest.Config) -> tuple[int, ...]:
+    """The files that hold captured stdout and stderr; the parent reads them when a rank dies."""
+    manager: CaptureManager | None = config.pluginmanager.getplugin("capturemanager")
+    capturing = manager._global_capturing if manager is not None else None
+    streams = (capturing.out, capturing.err) if capturing is not None else ()
+    files = [stream.tmpfile for stream in streams if getattr(stream, "tmpfile", None) is not None]
+    return tuple(fd for file in files if (fd := _fileno(file)) is not None)
+
+
+def _fileno(file: Any) -> int | None:
+    try:
+        return int(file.fileno())
+    except (OSError, AttributeError):  # captured in memory (--capture=sys)
+        return None
+
+
+def close_session(session: pytest.Session) -> None:
+    """Tear down what is still set up, and let plugins finish."""
+    session._setupstate.teardown_exact(None)
+    session.config.hook.pytest_sessionfinish(session=session, exitstatus=pytest.ExitCode.OK)
+    session.config._ensure_unconfigure()

@@ -1,0 +1,156 @@
+"""The pool: teams of ranks by what they are, kept warm up to a modest number of processes."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import sys
+from typing import Any
+
+import pytest
+
+from pytest_gtrainer import options
+from pytest_gtrainer.devices import Devices, resolve
+from pytest_gtrainer.worlds.ranks.launcher import ForkServer
+from pytest_gtrainer.worlds.ranks.team import Team, TeamPlan
+
+# Idle ranks cost 20 MB each; twice the slots let worlds of two sizes alternate warm.
+IDLE_FACTOR = 2
+
+PRELOAD = (
+    "torch",
+    "torch.distributed",
+    "numpy",
+    "torch.distributed.tensor",
+    "torch.distributed.fsdp",
+    "torch.fx.experimental.proxy_tensor",
+    "_pytest.config",
+    "pytest_gtrainer.plugin",
+    "pytest_gtrainer.worlds.ranks.world",
+    "pytest_gtrainer.worlds.ranks.inside.process",
+    "pytest_gtrainer.worlds.ranks.inside.commands",
+)
+
+
+class Pool:
+    """Hands out teams; one forkserver per pytest process, started when first needed."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._config = config
+        self._server: ForkServer | None = None
+        self._teams: dict[tuple[int, str], Team] = {}  # the least recently used first
+
+    @property
+    def devices(self) -> Devices:
+        return resolve(self._config)
+
+    def warm_up(self) -> None:
+        """Begin importing in the background."""
+        self._running_server()
+
+    def team(self, size: int) -> Team:
+        """A team of ``size`` ranks that nobody uses, started if there is none.
+
+        Raises:
+            RanksError: it could not be started.
+        """
+        key = (size, self.devices.kind)
+        team = self._teams.pop(key, None)
+        if team is not None and team.alive and not team.has_lost_ranks():
+            self._teams[key] = team
+            return team
+        if team is not None:
+            team.kill()
+        self._make_room(size)
+        team = Team(self._running_server(), self._plan(size))
+        self._teams[key] = team
+        return team
+
+    def release(self, team: Team) -> None:
+        """Give a team back after a test."""
+        if options.get(self._config, "fresh-ranks"):
+            team.stop()
+
+    def discard(self, size: int) -> None:
+        """End the team of that size, whatever it does."""
+        team = self._teams.pop((size, self.devices.kind), None)
+        if team is not None:
+            team.kill()
+
+    def close(self) -> None:
+        """End all teams and the forkserver."""
+        for team in self._teams.values():
+            team.stop()
+        self._teams.clear()
+        if self._server is not None:
+            self._server.close()
+            self._server = None
+
+    def _make_room(self, size: int) -> None:
+        self._teams = {key: team for key, team in self._teams.items() if team.alive}
+        limit = IDLE_FACTOR * max(self.devices.slots, size)
+        while self._teams and sum(team.size for team in self._teams.values()) + size > limit:
+            oldest = next(iter(self._teams))
+            self._teams.pop(oldest).stop()
+
+    def _running_server(self) -> ForkServer:
+        if self._server is not None and not self._server.alive:
+            self._server.close()
+            self._server = None
+        if self._server is None:
+            live = self._config.getoption("capture", "fd") == "no"
+            self._server = ForkServer(modules_to_preload(self._config), live_output=live)
+        return self._server
+
+    def _plan(self, size: int) -> TeamPlan:
+        config, devices = self._config, self.devices
+        return TeamPlan(
+            size=size,
+            device=devices.kind,
+            backend=devices.backend,
+            cwd=str(config.invocation_params.dir),
+            args=tuple(str(arg) for arg in config.invocation_params.args),
+            options=_portable(vars(config.option)),
+            worker=_worker_input(config, size),
+            basetemp=str(config._tmp_path_factory.getbasetemp()),  # type: ignore[attr-defined]
+            environ=dict(os.environ),
+            sys_path=tuple(sys.path),
+            live_output=config.getoption("capture", "fd") == "no",
+        )
+
+
+def modules_to_preload(config: pytest.Config) -> list[str]:
+    """Torch, the installed plugins, and whatever of torch and of ours the tests have imported here.
+
+    The last is exactly what the test files will import again in every rank.
+    """
+    plugins = [plugin.__name__ for plugin, _ in config.pluginmanager.list_plugin_distinfo()
+               if hasattr(plugin, "__file__")]  # fmt: skip
+    seen = [name for name in sys.modules if name.split(".")[0] in ("torch", "numpy", "pytest_gtrainer")]
+    return list(dict.fromkeys([*PRELOAD, *plugins, *seen]))
+
+
+def _portable(values: dict[str, Any]) -> dict[str, Any]:
+    """The options that can be sent."""
+    return {name: value for name, value in values.items() if _can_be_pickled(value)}
+
+
+def _can_be_pickled(value: Any) -> bool:
+    try:
+        pickle.dumps(value)
+    except Exception:
+        return False
+    return True
+
+
+def _worker_input(config: pytest.Config, size: int) -> dict[str, Any]:
+    """What plugins expect in a worker: the keys of xdist, and the seed of pytest-randomly."""
+    outer = getattr(config, "workerinput", {})
+    content = {
+        "workerid": outer.get("workerid", "ranks"),
+        "workercount": size,
+        "testrunuid": outer.get("testrunuid", f"gtrainer{os.getpid()}"),
+        "mainargv": outer.get("mainargv", sys.argv),
+    }
+    seed = getattr(config.option, "randomly_seed", None)
+    return content if seed is None else {**content, "randomly_seed": seed}

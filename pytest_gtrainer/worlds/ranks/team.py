@@ -1,0 +1,232 @@
+"""A team: the rank processes of one world, kept warm between tests."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import signal
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from pytest_gtrainer.worlds.ranks import wire
+from pytest_gtrainer.worlds.ranks.launcher import ForkServer, RanksError
+from pytest_gtrainer.worlds.ranks.outcome import Outcome, disagreement
+from pytest_gtrainer.worlds.ranks.stacks import STACK_SIGNAL, stack_file, take_stacks
+
+START_LIMIT = 120.0
+JOIN_LIMIT = 20.0
+STOP_LIMIT = 10.0
+STATUS_SECONDS = 1.0
+OUTPUT_LIMIT = 64 * 1024
+
+_numbers = itertools.count()
+
+
+@dataclass(frozen=True, slots=True)
+class TeamPlan:
+    """What the ranks of a team are: their number, their device, and the pytest that they repeat."""
+
+    size: int
+    device: str
+    backend: str
+    cwd: str
+    args: tuple[str, ...]
+    options: Mapping[str, Any]
+    worker: Mapping[str, Any]
+    basetemp: str
+    environ: Mapping[str, str]
+    sys_path: tuple[str, ...]
+    live_output: bool
+
+    def setup(self, rank: int, folder: Path, store: Path) -> wire.RankSetup:
+        identity = {"gt_rank": rank, "gt_size": self.size, "gt_device": self.device, "gt_backend": self.backend}
+        return wire.RankSetup(
+            rank=rank, size=self.size, device=self.device, backend=self.backend,
+            folder=str(folder), store=str(store), environ=self.environ, sys_path=self.sys_path,
+            cwd=self.cwd, args=self.args, options=self.options,
+            basetemp=f"{self.basetemp}/{folder.name}-rank{rank}",
+            worker={**self.worker, **identity}, live_output=self.live_output,
+        )  # fmt: skip
+
+
+@dataclass(slots=True)
+class RankProcess:
+    """The parent's handle of one rank."""
+
+    rank: int
+    pid: int
+    conn: Connection
+    captured: list[tuple[str, BinaryIO]] = field(default_factory=list)
+
+
+class Team:
+    """Starts the ranks of a plan and keeps their process group fit for the next test."""
+
+    def __init__(self, server: ForkServer, plan: TeamPlan) -> None:
+        self.plan, self.size = plan, plan.size
+        self.alive = True
+        self.busy = False
+        self._server = server
+        self._folder = server.folder / f"team{next(_numbers)}"
+        self._folder.mkdir()
+        self._stores = itertools.count()
+        store = self._new_store()
+        setups = [plan.setup(rank, self._folder, store) for rank in range(plan.size)]
+        self.ranks = [
+            RankProcess(rank, pid, conn) for rank, (pid, conn) in enumerate(server.fork(setups))
+        ]
+        self._wait_until_up()
+
+    def _new_store(self) -> Path:
+        return self._folder / f"store{next(self._stores)}"
+
+    # --- starting -------------------------------------------------------------------------
+
+    def _wait_until_up(self) -> None:
+        end = time.monotonic() + START_LIMIT
+        missing = {rank.conn: rank for rank in self.ranks}
+        while missing:
+            ready = wait(list(missing), max(0.0, end - time.monotonic()))
+            if not ready:
+                self._give_up(f"{len(missing)} of {self.size} ranks were not ready within {START_LIMIT:g} s")
+            for conn in ready:
+                self._take_up(missing.pop(conn))  # type: ignore[call-overload]
+
+    def _take_up(self, rank: RankProcess) -> None:
+        try:
+            message = rank.conn.recv()
+        except (EOFError, OSError):
+            self._give_up(f"rank {rank.rank} {self.how_it_ended(rank)} while it started\n{self.last_words(rank)}")
+        if isinstance(message, wire.StartFailed):
+            self._give_up(f"rank {rank.rank} could not start:\n{message.text}")
+        titles = ("stdout", "stderr")
+        for title, fd in zip(titles, message.capture_fds, strict=False):
+            with contextlib.suppress(OSError):
+                rank.captured.append((title, open(f"/proc/{rank.pid}/fd/{fd}", "rb")))  # noqa: SIM115
+
+    def _give_up(self, why: str) -> None:
+        self.kill()
+        raise RanksError(why)
+
+    # --- talking --------------------------------------------------------------------------
+
+    def send(self, command: object, ranks: Iterable[int] | None = None) -> None:
+        """Send a command to all ranks, or to some; the dead are noticed elsewhere."""
+        for rank in range(self.size) if ranks is None else ranks:
+            with contextlib.suppress(OSError):
+                self.ranks[rank].conn.send(command)
+
+    def receive(self, ranks: Iterable[int], seconds: float) -> dict[int, object]:
+        """The next message of those ``ranks`` that have one; None stands for a dead rank."""
+        conns = {self.ranks[rank].conn: rank for rank in ranks}
+        ready = wait([*conns, self._server.conn], max(0.0, seconds))
+        if self._server.conn in ready:
+            self._server.pump()
+        heard: dict[int, object] = {}
+        for conn, rank in conns.items():
+            if conn in ready:
+                heard[rank] = _next_message(conn)
+            elif self.ranks[rank].pid in self._server.exit_status:
+                heard[rank] = None  # a child of the rank still holds its connection open
+        return heard
+
+    def how_it_ended(self, rank: RankProcess) -> str:
+        """The end of a process in words."""
+        end = time.monotonic() + STATUS_SECONDS
+        while rank.pid not in self._server.exit_status and self._server.alive and time.monotonic() < end:
+            self._server.pump(0.05)
+        status = self._server.exit_status.get(rank.pid)
+        if status is None:
+            return "ended in an unknown way"
+        if status < 0:
+            return f"was killed by {signal.Signals(-status).name}"
+        return f"exited with status {status}"
+
+    def last_words(self, rank: RankProcess) -> str:
+        """What a dead rank wrote that no report carries: captured output, log, fatal error."""
+        from pytest_gtrainer.worlds.ranks.inside.process import log_file
+
+        texts = [_read(file) for _, file in rank.captured]
+        for path in (log_file(self._folder, rank.rank), stack_file(self._folder, rank.rank)):
+            if path.exists():
+                with path.open("rb") as file:
+                    texts.append(_read(file))
+        return "\n".join(text for text in texts if text.strip())
+
+    def stacks(self, ranks: Iterable[int]) -> dict[int, str]:
+        """The Python stacks of running ranks."""
+        files = {rank: stack_file(self._folder, rank) for rank in ranks}
+        return take_stacks(files, lambda rank: self._server.signal(self.ranks[rank].pid, STACK_SIGNAL))
+
+    # --- between tests ---------------------------------------------------------------------
+
+    def heal(self, outcome: Outcome) -> None:
+        """Make the group fit for the next test, or end the team."""
+        if outcome.killed or outcome.dead or self.has_lost_ranks():
+            return self.kill()
+        states = {rank: answer.state for rank, answer in outcome.answers.items()}
+        unfit = not all(state.intact for state in states.values()) or disagreement(states)
+        if outcome.unblocked_at is not None or unfit:
+            self._join_again()
+        return None
+
+    def has_lost_ranks(self) -> bool:
+        """Whether a rank is known to have ended."""
+        self._server.pump()
+        return not self._server.alive or any(rank.pid in self._server.exit_status for rank in self.ranks)
+
+    def _join_again(self) -> None:
+        self.send(wire.JoinGroup(str(self._new_store())))
+        if not self._await(wire.JoinedGroup, JOIN_LIMIT):
+            self.kill()
+
+    def _await(self, kind: type, limit: float) -> bool:
+        """Whether every rank says a message of that kind in time; others are passed over."""
+        end, missing = time.monotonic() + limit, set(range(self.size))
+        while missing and time.monotonic() < end:
+            for rank, message in self.receive(missing, end - time.monotonic()).items():
+                if message is None:
+                    return False
+                if isinstance(message, kind):
+                    missing.discard(rank)
+        return not missing
+
+    # --- ending -----------------------------------------------------------------------------
+
+    def stop(self) -> None:
+        """End the ranks: politely if they are idle."""
+        if self.alive and not self.busy and self._server.alive:
+            self.send(wire.Stop())
+            self._await(wire.Stopped, STOP_LIMIT)
+        self.kill()
+
+    def kill(self) -> None:
+        """End the ranks at once, with their children."""
+        if not self.alive:
+            return
+        self.alive = False
+        self._server.kill([rank.pid for rank in self.ranks])
+        for rank in self.ranks:
+            rank.conn.close()
+            for _, file in rank.captured:
+                file.close()
+
+
+def _next_message(conn: Connection) -> object:
+    try:
+        return conn.recv()
+    except (EOFError, OSError):
+        return None
+
+
+def _read(file: BinaryIO) -> str:
+    with contextlib.suppress(OSError):
+        size = os.fstat(file.fileno()).st_size
+        file.seek(max(0, size - OUTPUT_LIMIT))
+        return file.read(OUTPUT_LIMIT).decode(errors="replace")
+    return ""

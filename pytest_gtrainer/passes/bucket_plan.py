@@ -1,0 +1,159 @@
+"""Bucket plans: which modules' parameters travel in one collective.
+
+A plan is a list of entries; an entry is a module FQN, or a list of FQNs that share a bucket.
+The innermost matching FQN decides, so ``layers.1.moe.routed_experts`` may be a bucket of its
+own beside the rest of ``layers.1``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+PlanEntry = str | list[str]
+BucketPlan = Sequence[PlanEntry]
+
+LOSS = "loss"
+_DENSE_PARTS = ("attention_norm", "attention", "ffn_norm", "moe.router", "moe.shared_experts")
+_ROUTED_EXPERTS = "moe.routed_experts"
+
+
+def get_default_transformer_block_buckets(
+    n_layers: int,
+    *,
+    chunked_loss_enabled: bool = False,
+    moe_layers: Collection[int] = (),
+    expert_fsdp_degree: int = 1,
+) -> list[PlanEntry]:
+    """One bucket a transformer block, the embedding before, norm and head behind (B1).
+
+    Args:
+        chunked_loss_enabled: the loss is chunked cross entropy, so the head runs inside the
+            loss, and "loss" joins the last bucket (B2).
+        moe_layers: layers with a mixture of experts.
+        expert_fsdp_degree: ranks a routed expert is sharded over; above 1, routed experts have
+            a bucket of their own (B3).
+
+    >>> get_default_transformer_block_buckets(2)
+    ['tok_embeddings', 'layers.0', 'layers.1', ['norm', 'lm_head']]
+    """
+    unknown = sorted(layer for layer in moe_layers if not 0 <= layer < n_layers)
+    if unknown:
+        raise ValueError(f"moe_layers names {unknown}, the model has layers 0..{n_layers - 1}")
+    plan: list[PlanEntry] = ["tok_embeddings"]
+    for layer in range(n_layers):
+        if layer in moe_layers and expert_fsdp_degree > 1:
+            plan.append([f"layers.{layer}.{part}" for part in _DENSE_PARTS])
+            plan.append(f"layers.{layer}.{_ROUTED_EXPERTS}")
+        else:
+            plan.append(f"layers.{layer}")
+    plan.append(["norm", "lm_head", LOSS] if chunked_loss_enabled else ["norm", "lm_head"])
+    return plan
+
+
+def expert_fsdp_degree(
+    *,
+    mesh: Mapping[str, int] | None = None,
+    dp_shard: int = 1,
+    cp: int = 1,
+    tp: int = 1,
+    ep: int = 1,
+) -> int:
+    """Ranks a routed expert is sharded over (B4).
+
+    From the extent of ``efsdp`` where a mesh is given, else ``dp_shard * cp * tp // ep``; at least 1.
+    """
+    if mesh is not None:
+        return max(1, mesh.get("efsdp", 1))
+    return max(1, dp_shard * cp * tp // ep)
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """One entry of a plan."""
+
+    index: int
+    fqns: tuple[str, ...]
+
+    @property
+    def label(self) -> str:
+        """
+        >>> Bucket(3, ("norm", "lm_head")).label
+        'norm+lm_head'
+        """
+        return "+".join(self.fqns)
+
+
+class PlanError(ValueError):
+    """A plan that does not fit the graph or model; the message names what does not."""
+
+
+class Plan:
+    """A checked plan that finds the bucket of a module FQN."""
+
+    def __init__(self, entries: BucketPlan) -> None:
+        self.buckets = tuple(
+            Bucket(index, (entry,) if isinstance(entry, str) else tuple(entry)) for index, entry in enumerate(entries)
+        )
+        self._by_fqn: dict[str, Bucket] = {}
+        for bucket in self.buckets:
+            _check_one_layer(bucket)
+            for fqn in bucket.fqns:
+                if fqn in self._by_fqn:
+                    raise PlanError(f"the bucket plan names {fqn!r} twice")
+                self._by_fqn[fqn] = bucket
+
+    def bucket_of(self, fqn: str) -> Bucket | None:
+        """The bucket of the innermost entry at or above ``fqn``.
+
+        >>> plan = Plan(["layers.1", "layers.1.moe.routed_experts"])
+        >>> plan.bucket_of("layers.1.moe.routed_experts").label
+        'layers.1.moe.routed_experts'
+        >>> plan.bucket_of("layers.1.attention.wq").label, plan.bucket_of("layers.10")
+        ('layers.1', None)
+        """
+        while fqn:
+            if fqn in self._by_fqn:
+                return self._by_fqn[fqn]
+            fqn = fqn.rpartition(".")[0]
+        return None
+
+    def check_names(self, known: Iterable[str]) -> None:
+        """Every entry must be a module of the graph (``known``: its FQNs, prefixes not needed).
+
+        Raises:
+            PlanError: names the entries that are not (B5).
+        """
+        prefixes: set[str] = {LOSS}
+        for fqn in known:
+            while fqn and fqn not in prefixes:
+                prefixes.add(fqn)
+                fqn = fqn.rpartition(".")[0]
+        missing = [fqn for fqn in self._by_fqn if fqn not in prefixes]
+        if missing:
+            roots = sorted({fqn for fqn in prefixes if "." not in fqn} - {LOSS})
+            raise PlanError(
+                f"the bucket plan names {', '.join(map(repr, missing))}, which the model does not have; "
+                f"its outermost modules are {', '.join(roots)}"
+            )
+
+
+def layer_of(fqn: str) -> str | None:
+    """The layer a module belongs to: its FQN up to the first index.
+
+    >>> layer_of("layers.3.attention.wq"), layer_of("norm")
+    ('layers.3', None)
+    """
+    parts = fqn.split(".")
+    for index, part in enumerate(parts):
+        if part.isdigit():
+            return ".".join(parts[: index + 1])
+    return None
+
+
+def _check_one_layer(bucket: Bucket) -> None:
+    if not bucket.fqns:
+        raise PlanError(f"entry {bucket.index} of the bucket plan is empty")
+    layers = sorted({layer_of(fqn) or "no layer" for fqn in bucket.fqns})
+    if len(layers) > 1:
+        raise PlanError(f"bucket {bucket.label!r} spans {' and '.join(layers)}: one bucket stays within one layer")

@@ -1,0 +1,203 @@
+"""Collectives in a joint graph: what a node is, whose parameter it moves, in which group.
+
+Terms: a *member* is one parameter's all-gather or reduce-scatter; its *chain* is what lies
+between the parameter (or its gradient's output) and the collective: casts, pads, views.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx
+
+from pytest_gtrainer.passes._torch import ALL_GATHER, REDUCE_SCATTER, WAIT
+
+FORWARD, BACKWARD = "fwd", "bwd"
+
+
+def is_all_gather(node: fx.Node) -> bool:
+    return node.target is ALL_GATHER
+
+
+def is_reduce_scatter(node: fx.Node) -> bool:
+    return node.target is REDUCE_SCATTER
+
+
+def is_wait(node: fx.Node) -> bool:
+    return node.target is WAIT
+
+
+def direction(node: fx.Node) -> str:
+    """ "bwd" for nodes the backward made, else "fwd" (A3)."""
+    return BACKWARD if node.meta.get("autograd_backward") else FORWARD
+
+
+def node_fqn(node: fx.Node) -> str:
+    """Module FQN of a node: from ``custom``, else the innermost of ``nn_module_stack``, else "" (D12)."""
+    custom = node.meta.get("custom")
+    if custom and custom.get("module_fqn"):
+        return str(custom["module_fqn"])
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
+    return str(next(reversed(stack.values()))[0]) if stack else ""
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One parameter's collective.
+
+    Attributes:
+        launch: the collective; ``wait``: its wait.
+        chain: for an all-gather, the nodes from the parameter to it; for a reduce-scatter,
+            the nodes from its wait to the output. In graph order.
+        parameter: FQN of the parameter; position: its place among the graph's inputs (outputs).
+        bucket_fqn: module FQN that decides the bucket.
+    """
+
+    launch: fx.Node
+    wait: fx.Node
+    chain: tuple[fx.Node, ...]
+    parameter: str
+    position: int
+
+    @property
+    def bucket_fqn(self) -> str:
+        return node_fqn(self.launch)
+
+    @property
+    def direction(self) -> str:
+        return direction(self.launch)
+
+    @property
+    def signature(self) -> tuple[Any, ...]:
+        """Group, op and dtype: members that differ in it are never merged (D1, D7)."""
+        value = self.launch.meta["val"]
+        return (self.launch.target, *self.launch.args[1:], value.dtype, value.device)
+
+
+def group_of(launch: fx.Node) -> str:
+    """Name of the collective's process group."""
+    return str(launch.args[-1])
+
+
+def group_size_of(launch: fx.Node) -> int:
+    """Number of ranks of an all-gather's or reduce-scatter's process group."""
+    return int(launch.args[-2])  # type: ignore[call-overload]
+
+
+def input_names(gm: fx.GraphModule) -> dict[fx.Node, tuple[int, str]]:
+    """Position and FQN of each graph input.
+
+    The FQN comes from our tracer's ``meta["gt_input"]``; graphs traced elsewhere have none,
+    and their inputs are called ``input.0``, ``input.1``, ... in registration order.
+    """
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    return {
+        node: (index, node.meta["gt_input"]["fqn"] if "gt_input" in node.meta else f"input.{index}")
+        for index, node in enumerate(placeholders)
+    }
+
+
+def output_names(gm: fx.GraphModule, gathered: list[Member]) -> list[str]:
+    """Name of each graph output: from ``meta["gt_outputs"]``, else by position.
+
+    Graphs traced elsewhere return ``(loss, *gradients)``. Where there are as many gradients as
+    gathered parameters they are those parameters' in order (A1); else they are ``output.N``.
+    """
+    output = gm.graph.output_node()
+    if "gt_outputs" in output.meta:
+        return list(output.meta["gt_outputs"])
+    count = len(_results(output))
+    parameters = sorted({(member.position, member.parameter) for member in gathered})
+    if count == len(parameters) + 1:
+        return ["loss", *(name for _, name in parameters)]
+    return [f"output.{index}" for index in range(count)]
+
+
+def _results(output: fx.Node) -> list[Any]:
+    results = output.args[0]
+    return list(results) if isinstance(results, list | tuple) else [results]
+
+
+def fsdp_all_gathers(gm: fx.GraphModule) -> list[Member]:
+    """The all-gathers of parameters, in graph order: exactly one graph input is their ancestor (D6)."""
+    names = input_names(gm)
+    members = []
+    for launch in gm.graph.find_nodes(op="call_function", target=ALL_GATHER):
+        found = _chain_to_input(launch)
+        wait = only_wait(launch)
+        if found is not None and wait is not None:
+            source, chain = found
+            position, parameter = names[source]
+            members.append(Member(launch, wait, chain, parameter, position))
+    return sorted(members, key=lambda member: member.launch)
+
+
+def only_wait(launch: fx.Node) -> fx.Node | None:
+    """The wait of a collective, None unless it is its one user."""
+    users = list(launch.users)
+    return users[0] if len(users) == 1 and is_wait(users[0]) else None
+
+
+def _chain_to_input(launch: fx.Node) -> tuple[fx.Node, tuple[fx.Node, ...]] | None:
+    """The one placeholder above ``launch`` and the nodes in between; None if there are more, or fewer."""
+    source: fx.Node | None = None
+    seen: set[fx.Node] = set()
+    todo = list(launch.all_input_nodes)
+    while todo:
+        node = todo.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if node.op == "placeholder":
+            if source is not None:
+                return None
+            source = node
+        elif is_wait(node):  # the result of a collective is no parameter
+            return None
+        else:
+            todo += node.all_input_nodes
+    if source is None:
+        return None
+    return source, tuple(sorted(seen - {source}))
+
+
+def fsdp_reduce_scatters(gm: fx.GraphModule, gathered: list[Member]) -> list[Member]:
+    """The reduce-scatters of gradients, in graph order: their result reaches the output by unary steps (D6)."""
+    output = gm.graph.output_node()
+    positions: dict[fx.Node, int] = {}
+    for index, result in enumerate(_results(output)):
+        if isinstance(result, fx.Node):
+            positions.setdefault(result, index)
+    names = output_names(gm, gathered)
+    members = []
+    for launch in gm.graph.find_nodes(op="call_function", target=REDUCE_SCATTER):
+        wait = only_wait(launch)
+        chain = _chain_to_output(wait, output) if wait is not None else None
+        if wait is not None and chain is not None:
+            position = positions[chain[-1] if chain else wait]
+            members.append(Member(launch, wait, chain, names[position], position))
+    return sorted(members, key=lambda member: member.launch)
+
+
+def _chain_to_output(wait: fx.Node, output: fx.Node) -> tuple[fx.Node, ...] | None:
+    """Nodes after ``wait`` up to the output, each the only user of the one before and of nothing else."""
+    chain: list[fx.Node] = []
+    node = wait
+    while True:
+        users = list(node.users)
+        if len(users) != 1:
+            return None
+        if users[0] is output:
+            return tuple(chain)
+        node = users[0]
+        if len(node.all_input_nodes) != 1:
+            return None
+        chain.append(node)
+
+
+def ranks_by_group(gm: fx.GraphModule, resolve: Any) -> Mapping[str, tuple[int, ...]]:
+    """Ranks of every group that an all-gather or reduce-scatter of the graph names."""
+    launches = [n for n in gm.graph.nodes if is_all_gather(n) or is_reduce_scatter(n)]
+    return {name: resolve(name) for name in {group_of(node) for node in launches}}

@@ -1,0 +1,283 @@
+"""Bucketing and reordering of FSDP collectives in a joint forward and backward graph.
+
+Per bucket of the plan and direction, all-gathers of parameters become one all-gather and
+reduce-scatters of gradients one reduce-scatter, packed as eager FSDP2 packs them. Then
+launches move ahead and waits behind, so that communication overlaps compute:
+
+- the all-gather of the next bucket is launched before the wait of this one (E1);
+- the reduce-scatter of a bucket is waited for after the launch of the next (E2).
+
+*Idea.* All that moves is a few blocks: the launch block of an all-gather depends on graph
+inputs only, so it may stand anywhere before its wait; the wait block of a reduce-scatter
+feeds the output only, so it may stand anywhere behind its launch. Each block is therefore
+built directly in its final place, and no other node moves (E4).
+
+*Invariant.* The plan of all blocks is made and checked before the first node is built, so a
+pass that refuses leaves the graph as it was (D11). *Cost.* Linear in nodes; one recompile.
+
+The pass restates torchtitan's graph_trainer pass of the same name (pull requests 2934, 3590);
+payload order (D2, D3) and coverage (B6) are stricter here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx
+
+from pytest_gtrainer.passes.bucket_plan import Bucket, BucketPlan, Plan, PlanError
+from pytest_gtrainer.passes.build import BucketBuilder
+from pytest_gtrainer.passes.collectives import (
+    BACKWARD,
+    FORWARD,
+    Member,
+    fsdp_all_gathers,
+    fsdp_reduce_scatters,
+    group_size_of,
+    input_names,
+    node_fqn,
+)
+from pytest_gtrainer.passes.payload_order import Key, PayloadOrder, sort_key
+
+
+@dataclass(frozen=True, slots=True)
+class Merge:
+    """Members that travel together, in payload order, and where their blocks belong by default.
+
+    ``first_launch``, ``last_launch`` and ``first_wait`` are members' nodes, in graph order (D5).
+    """
+
+    bucket: Bucket
+    direction: str
+    members: tuple[Member, ...]
+    first_launch: fx.Node
+    last_launch: fx.Node
+    first_wait: fx.Node
+
+
+def joint_transformer_block_bucketing_reordering_pass(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any] | None = None,
+    *,
+    bucket_plan: BucketPlan,
+    payload_order: PayloadOrder = "managed",
+    reorder: bool = True,
+) -> fx.GraphModule:
+    """Bucket FSDP's collectives by ``bucket_plan`` and overlap them with compute, in place.
+
+    Requires a joint graph whose nodes carry the metadata conventions (see ``tracing.step``).
+    Ensures the graph lints and computes the same values where reductions do not depend on the
+    offset (D9); run on its own output, it changes nothing (E7).
+
+    Args:
+        bucket_plan: module FQNs, see ``get_default_transformer_block_buckets``.
+        payload_order: "managed" packs as eager FSDP2; "registration", "execution" or a list of
+            parameter FQNs pack otherwise, to show that the order matters.
+        reorder: prefetch all-gathers and defer waits of reduce-scatters.
+
+    Raises:
+        PlanError: the plan does not fit the graph; the graph is untouched.
+    """
+    plan = Plan(bucket_plan)
+    gathers = fsdp_all_gathers(gm)
+    scatters = fsdp_reduce_scatters(gm, gathers)
+    if not gathers and not scatters:
+        return gm  # E6
+    if _is_done([*gathers, *scatters], gm):
+        return gm
+    _check_plan(plan, gm, gathers, scatters)
+    key = _payload_key(gm, payload_order)
+    gather_merges = _merges(plan, gathers, key)
+    scatter_merges = _merges(plan, scatters, key)
+    for direction in (FORWARD, BACKWARD):
+        _build_all_gathers(gm.graph, [m for m in gather_merges if m.direction == direction], reorder)
+    _build_reduce_scatters(gm.graph, scatter_merges, reorder)
+    gm.graph.lint()
+    gm.recompile()
+    return gm
+
+
+def _is_done(members: list[Member], gm: fx.GraphModule) -> bool:
+    """Whether the pass ran before: every remaining single member carries its bucket's mark."""
+    marked = [m for m in members if "fsdp_bucket" in m.launch.meta]
+    if marked and len(marked) < len(members):
+        raise PlanError("the graph is bucketed in part: run the pass once, on the graph as traced")
+    return len(marked) == len(members) and bool(marked)
+
+
+def _check_plan(plan: Plan, gm: fx.GraphModule, gathers: list[Member], scatters: list[Member]) -> None:
+    """Names exist (B5), and every sharded parameter is in exactly one bucket per direction (B6)."""
+    fqns = {node_fqn(node) for node in gm.graph.nodes}
+    plan.check_names(fqns | {member.parameter for member in gathers})
+    for kind, members in (("all-gather", gathers), ("reduce-scatter", scatters)):
+        lost = [m.parameter for m in members if plan.bucket_of(m.bucket_fqn) is None]
+        if lost:
+            where = sorted({m.bucket_fqn or "no module" for m in members if plan.bucket_of(m.bucket_fqn) is None})
+            raise PlanError(
+                f"the bucket plan covers no {kind} of {', '.join(lost)} (used in {', '.join(where)}): "
+                "add the module to the plan"
+            )
+        _check_once(kind, members)
+
+
+def _check_once(kind: str, members: list[Member]) -> None:
+    seen: set[tuple[str, str]] = set()
+    for member in members:
+        key = (member.parameter, member.direction)
+        if key in seen:
+            raise PlanError(
+                f"{member.parameter} has more than one {kind} in the {member.direction} direction: "
+                "trace with reuse_gathers=True, or deduplicate the all-gathers first"
+            )
+        seen.add(key)
+
+
+def _payload_key(gm: fx.GraphModule, order: PayloadOrder) -> Key:
+    parameters = [name for _, name in sorted(input_names(gm).values())]
+    place = {node: index for index, node in enumerate(gm.graph.nodes)}
+    return sort_key(order, parameters, lambda member: place[member.launch])
+
+
+def _merges(plan: Plan, members: list[Member], key: Key) -> list[Merge]:
+    """Group members by bucket, direction and signature (D1), in order of their first launch."""
+    groups: dict[tuple[Any, ...], list[Member]] = {}
+    for member in members:
+        bucket = plan.bucket_of(member.bucket_fqn)
+        assert bucket is not None  # _check_plan
+        groups.setdefault((bucket, member.direction, member.signature), []).append(member)
+    merges = []
+    for (bucket, direction, _), group in groups.items():
+        merges.append(
+            Merge(
+                bucket,
+                direction,
+                tuple(sorted(group, key=lambda member: key(bucket, member))),
+                first_launch=group[0].launch,
+                last_launch=group[-1].launch,
+                first_wait=min(member.wait for member in group),
+            )
+        )
+    return merges
+
+
+def _build_all_gathers(graph: fx.Graph, merges: list[Merge], prefetch: bool) -> None:
+    """Build launch and wait blocks; with ``prefetch``, launch i + 1 stands right before wait i (E1)."""
+    launches: dict[int, fx.Node] = {}
+
+    def launch(index: int, anchor: fx.Node) -> None:
+        if index < len(merges) and index not in launches:
+            launches[index] = _launch_all_gather(graph, merges[index], anchor)
+
+    waits = sorted(range(len(merges)), key=lambda index: merges[index].first_wait)
+    for index in waits:
+        merge = merges[index]
+        launch(index, merge.first_launch)
+        if prefetch:
+            launch(index + 1, merge.first_wait)
+        _wait_all_gather(graph, merge, launches[index])
+    _erase(graph, merges)
+
+
+def _launch_all_gather(graph: fx.Graph, merge: Merge, anchor: fx.Node) -> fx.Node:
+    """Flat concatenation of the members' shards, gathered, right before ``anchor``.
+
+    The chains from the parameters move along: casts and, on some ranks only, pads (D14).
+    """
+    build = BucketBuilder(graph, merge.bucket.fqns, merge.direction).before(anchor)
+    for member in merge.members:
+        for node in member.chain:
+            if anchor < node:
+                anchor.prepend(node)
+    if len(merge.members) == 1:
+        only = merge.members[0]
+        build.mark(only.launch)
+        if only.launch is not anchor:
+            anchor.prepend(only.launch)
+        return only.launch
+    flat = [build.reshape(shard, [shard.meta["val"].numel()]) for shard in _inputs(merge)]
+    payload = build.cat(flat, 0)
+    like = merge.members[0].launch
+    return build.launch(like, payload, payload.meta["val"].numel() * group_size_of(like))
+
+
+def _wait_all_gather(graph: fx.Graph, merge: Merge, launch: fx.Node) -> None:
+    """Copy each parameter out of the gathered payload, contiguous, at the earliest member wait (D13)."""
+    build = BucketBuilder(graph, merge.bucket.fqns, merge.direction).before(merge.first_wait)
+    if len(merge.members) == 1:
+        build.mark(merge.members[0].wait)
+        return
+    size = group_size_of(launch)
+    rows = build.view(build.wait(launch), [size, launch.meta["val"].numel() // size])
+    columns = build.split(rows, [shard.meta["val"].numel() for shard in _inputs(merge)], 1)
+    for member, column in zip(merge.members, columns, strict=True):
+        whole = build.view(build.contiguous(column), list(member.wait.meta["val"].shape))
+        member.wait.replace_all_uses_with(whole)
+
+
+def _build_reduce_scatters(graph: fx.Graph, merges: list[Merge], defer: bool) -> None:
+    """Build launch blocks; with ``defer``, wait i stands right behind launch i + 1 (E2)."""
+    waiting: tuple[Merge, fx.Node] | None = None
+    for merge in sorted(merges, key=lambda merge: merge.last_launch):
+        anchor = merge.last_launch.next
+        launch = _launch_reduce_scatter(graph, merge, anchor)
+        if waiting is not None:
+            _wait_reduce_scatter(graph, *waiting, anchor)
+        waiting = (merge, launch)
+        if not defer:
+            _wait_reduce_scatter(graph, *waiting, anchor)
+            waiting = None
+    if waiting is not None:
+        _wait_reduce_scatter(graph, *waiting, graph.output_node())
+    _erase(graph, merges)
+
+
+def _launch_reduce_scatter(graph: fx.Graph, merge: Merge, anchor: fx.Node) -> fx.Node:
+    """Row r of the payload is rank r's part of every gradient, in member order (D4)."""
+    build = BucketBuilder(graph, merge.bucket.fqns, merge.direction).before(anchor)
+    if len(merge.members) == 1:
+        build.mark(merge.members[0].launch)
+        return merge.members[0].launch
+    like = merge.members[0].launch
+    size = group_size_of(like)
+    rows = [build.reshape(grad, [size, grad.meta["val"].numel() // size]) for grad in _inputs(merge)]
+    payload = build.cat(rows, 1)
+    numel = payload.meta["val"].numel()
+    return build.launch(like, build.reshape(payload, [numel]), numel // size)
+
+
+def _wait_reduce_scatter(graph: fx.Graph, merge: Merge, launch: fx.Node, anchor: fx.Node) -> None:
+    """Views of the reduced payload, and the members' chains to the output, right before ``anchor``."""
+    build = BucketBuilder(graph, merge.bucket.fqns, merge.direction).before(anchor)
+    if len(merge.members) == 1:
+        build.mark(merge.members[0].wait)
+        _move_before(anchor, (merge.members[0].wait, *merge.members[0].chain))
+        return
+    shards = [member.wait.meta["val"] for member in merge.members]
+    parts = build.split(build.wait(launch), [shard.numel() for shard in shards], 0)
+    for member, shard, part in zip(merge.members, shards, parts, strict=True):
+        member.wait.replace_all_uses_with(build.view(part, list(shard.shape)))
+        _move_before(anchor, member.chain)
+
+
+def _inputs(merge: Merge) -> list[fx.Node]:
+    """What the members send: shards of parameters, or gradients."""
+    inputs = [member.launch.args[0] for member in merge.members]
+    assert all(isinstance(node, fx.Node) for node in inputs)
+    return inputs  # type: ignore[return-value]
+
+
+def _move_before(anchor: fx.Node, nodes: Sequence[fx.Node]) -> None:
+    if anchor not in nodes:  # else they stand there already
+        for node in nodes:
+            anchor.prepend(node)
+
+
+def _erase(graph: fx.Graph, merges: list[Merge]) -> None:
+    """Drop the members' own collectives, now without users."""
+    for merge in merges:
+        if len(merge.members) > 1:
+            for member in merge.members:
+                graph.erase_node(member.wait)
+                graph.erase_node(member.launch)

@@ -1,0 +1,246 @@
+"""Bucket layouts: which parameter sits at which byte of which collective.
+
+A layout needs no arithmetic, so it is compared before bits: it finds the same class of bug
+(a wrong payload order, a lost parameter, a wrong group or dtype) and names the parameter.
+``bucket_layout`` reads it off a graph's nodes, not off what a pass says it did;
+``references.layout.eager_bucket_layout`` reads it off ``fully_shard``'s own buffers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from operator import getitem
+
+import torch
+from torch import fx
+
+from pytest_gtrainer.passes._torch import ALL_GATHER, REDUCE_SCATTER, group_ranks
+from pytest_gtrainer.passes.bucket_plan import layer_of
+from pytest_gtrainer.passes.collectives import direction, group_of, group_size_of, input_names, is_wait
+
+ALL_GATHER_NAME, REDUCE_SCATTER_NAME = "all_gather", "reduce_scatter"
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """A parameter's part of one rank's slice of a payload: ``nbytes`` at byte ``offset``."""
+
+    parameter: str
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Payload:
+    """One collective: what it is, over which ranks, and who sits where.
+
+    ``directions`` tells where a graph issues it; eager FSDP2 gathers one payload in both.
+    ``op`` is the reduction's, "" for an all-gather.
+    """
+
+    collective: str
+    dtype: torch.dtype
+    ranks: tuple[int, ...]
+    op: str
+    slots: tuple[Slot, ...]
+    directions: tuple[str, ...] = ()
+
+    @property
+    def parameters(self) -> tuple[str, ...]:
+        return tuple(slot.parameter for slot in self.slots)
+
+    @property
+    def label(self) -> str:
+        """The bucket in a reader's words: its layer, or its outermost modules."""
+        names = (layer_of(fqn) or fqn.split(".")[0] for fqn in self.parameters)
+        return "+".join(dict.fromkeys(names))
+
+
+@dataclass(frozen=True, slots=True)
+class BucketLayout:
+    """All payloads of a graph or of a model, in the order they are issued."""
+
+    payloads: tuple[Payload, ...]
+
+    def of(self, collective: str) -> tuple[Payload, ...]:
+        """The payloads of one kind of collective."""
+        return tuple(payload for payload in self.payloads if payload.collective == collective)
+
+    def __str__(self) -> str:
+        return "\n".join(line for payload in self.payloads for line in _lines(payload))
+
+
+def _lines(payload: Payload) -> Iterable[str]:
+    op = f" {payload.op}" if payload.op else ""
+    dtype = str(payload.dtype).removeprefix("torch.")
+    yield f"{payload.label}: {payload.collective}{op} {dtype} over {len(payload.ranks)} ranks"
+    for slot in payload.slots:
+        yield f"  {slot.offset:>10}  {slot.nbytes:>10}  {slot.parameter}"
+
+
+class LayoutDifference(AssertionError):
+    """Two layouts differ; the message names bucket and parameters."""
+
+
+def bucket_layout(gm: fx.GraphModule) -> BucketLayout:
+    """Layout of the graph's all-gathers of parameters and reduce-scatters of gradients.
+
+    Offsets are bytes inside one rank's slice of the payload. A parameter gathered in both
+    directions at the same place is listed once, with both directions.
+
+    Raises:
+        ValueError: a process group of the graph does not exist here.
+    """
+    names = input_names(gm)
+    gathers = [_gather_payload(node, names) for node in gm.graph.find_nodes(op="call_function", target=ALL_GATHER)]
+    outputs = _output_positions(gm)
+    scatters = [
+        _scatter_payload(node, outputs) for node in gm.graph.find_nodes(op="call_function", target=REDUCE_SCATTER)
+    ]
+    return BucketLayout(tuple(_merge_directions([p for p in [*gathers, *scatters] if p is not None])))
+
+
+def _merge_directions(payloads: list[Payload]) -> Iterable[Payload]:
+    merged: dict[tuple[object, ...], list[str]] = {}
+    for p in payloads:
+        merged.setdefault((p.collective, p.dtype, p.ranks, p.op, p.slots), []).extend(p.directions)
+    for key, directions in merged.items():
+        yield Payload(*key, tuple(dict.fromkeys(directions)))  # type: ignore[arg-type]
+
+
+def _gather_payload(launch: fx.Node, names: dict[fx.Node, tuple[int, str]]) -> Payload | None:
+    sources = [_above(part) for part in _parts(launch.args[0], torch.ops.aten.cat.default)]
+    if any(source is None or source.op != "placeholder" for source in sources):
+        return None
+    values = [part.meta["val"] for part in _parts(launch.args[0], torch.ops.aten.cat.default)]
+    parameters = [names[source][1] for source in sources if source is not None]
+    slots = _slots(parameters, [value.numel() * value.element_size() for value in values])
+    dtype = launch.meta["val"].dtype
+    return Payload(ALL_GATHER_NAME, dtype, group_ranks(group_of(launch)), "", slots, (direction(launch),))
+
+
+def _parts(payload: object, cat: object) -> list[fx.Node]:
+    """The nodes a flat payload is concatenated from, itself if it is not."""
+    assert isinstance(payload, fx.Node)
+    node = payload
+    while node.target is torch.ops.aten.reshape.default:
+        node = node.all_input_nodes[0]
+    return node.all_input_nodes if node.target is cat and _is_payload_cat(node) else [payload]
+
+
+def _is_payload_cat(node: fx.Node) -> bool:
+    """A bucket's concatenation, as opposed to one that DTensor makes to pad a single tensor."""
+    return "fsdp_bucket" in node.meta
+
+
+def _above(node: fx.Node) -> fx.Node | None:
+    """The one graph input above a chain of single-input nodes; None where it forks."""
+    while node.op != "placeholder":
+        inputs = node.all_input_nodes
+        if len(inputs) != 1 or is_wait(node):
+            return None
+        node = inputs[0]
+    return node
+
+
+def _output_positions(gm: fx.GraphModule) -> dict[fx.Node, str]:
+    output = gm.graph.output_node()
+    results = output.args[0]
+    flat = list(results) if isinstance(results, list | tuple) else [results]
+    names = output.meta.get("gt_outputs") or [f"output.{index}" for index in range(len(flat))]
+    return {node: name for node, name in zip(flat, names, strict=True) if isinstance(node, fx.Node)}
+
+
+def _scatter_payload(launch: fx.Node, outputs: dict[fx.Node, str]) -> Payload | None:
+    """Follow the result through its wait and split to the outputs: order and widths come from the split."""
+    found = []
+    for part in _results_of(launch):
+        name = _below(part, outputs)
+        if name is None:
+            return None
+        value = part.meta["val"]
+        found.append((name, value.numel() * value.element_size()))
+    slots = _slots([name for name, _ in found], [nbytes for _, nbytes in found])
+    op = str(launch.args[1])
+    dtype = launch.meta["val"].dtype
+    assert group_size_of(launch) == len(group_ranks(group_of(launch)))
+    return Payload(REDUCE_SCATTER_NAME, dtype, group_ranks(group_of(launch)), op, slots, (direction(launch),))
+
+
+def _results_of(launch: fx.Node) -> list[fx.Node]:
+    wait = next(iter(launch.users))
+    users = list(wait.users)
+    if len(users) == 1 and users[0].target is torch.ops.aten.split_with_sizes.default and "fsdp_bucket" in users[0].meta:
+        return sorted(users[0].users, key=lambda item: item.args[1] if item.target is getitem else -1)  # type: ignore[arg-type,return-value]
+    return [wait]
+
+
+def _below(node: fx.Node, outputs: dict[fx.Node, str]) -> str | None:
+    """Name of the output that a chain of single users ends in; None where it forks or goes elsewhere."""
+    while node not in outputs:
+        users = list(node.users)
+        if len(users) != 1 or users[0].op == "output":
+            return None
+        node = users[0]
+    return outputs[node]
+
+
+def _slots(parameters: list[str], sizes: list[int]) -> tuple[Slot, ...]:
+    slots, offset = [], 0
+    for parameter, nbytes in zip(parameters, sizes, strict=True):
+        slots.append(Slot(parameter, offset, nbytes))
+        offset += nbytes
+    return tuple(slots)
+
+
+def assert_same_layout(actual: BucketLayout, expected: BucketLayout, *, actual_is: str = "graph") -> None:
+    """Every collective of ``expected`` has its like in ``actual``: group, dtype, op, parameter at byte offset.
+
+    Collectives are paired by the parameters they share; the order in which they are issued and
+    the directions are not compared.
+
+    Raises:
+        LayoutDifference: names the bucket and the parameters that sit elsewhere.
+        ValueError: a layout is empty, so that there is nothing to compare.
+    """
+    __tracebackhide__ = True
+    for which, layout in ((actual_is, actual), ("expected", expected)):
+        if not layout.payloads:
+            raise ValueError(f"the {which} layout has no collective of parameters: nothing to compare")
+    problems = [line for kind in (ALL_GATHER_NAME, REDUCE_SCATTER_NAME) for line in _compare(kind, actual, expected)]
+    if problems:
+        raise LayoutDifference("bucket layouts differ\n" + "\n".join(problems))
+
+
+def _compare(kind: str, actual: BucketLayout, expected: BucketLayout) -> Iterable[str]:
+    rest = list(actual.of(kind))
+    for wanted in expected.of(kind):
+        best = max(rest, key=lambda p: len(set(p.parameters) & set(wanted.parameters)), default=None)
+        if best is None or not set(best.parameters) & set(wanted.parameters):
+            yield f"bucket {wanted.label!r}: no {kind} of {', '.join(wanted.parameters)}"
+            continue
+        rest.remove(best)
+        yield from _compare_payloads(best, wanted)
+    for extra in rest:
+        yield f"bucket {extra.label!r}: a {kind} of {', '.join(extra.parameters)} that is not expected"
+
+
+def _compare_payloads(actual: Payload, wanted: Payload) -> Iterable[str]:
+    where = f"bucket {wanted.label!r}, {wanted.collective}"
+    for what in ("dtype", "ranks", "op"):
+        ours, theirs = getattr(actual, what), getattr(wanted, what)
+        if ours != theirs:
+            yield f"{where}: {what} is {ours}, expected {theirs}"
+    ours_at = {slot.parameter: slot for slot in actual.slots}
+    theirs_at = {slot.parameter: slot for slot in wanted.slots}
+    for parameter in [name for name in theirs_at if name not in ours_at]:
+        yield f"{where}: {parameter} is missing"
+    for parameter in [name for name in ours_at if name not in theirs_at]:
+        yield f"{where}: {parameter} does not belong here"
+    for parameter, slot in theirs_at.items():
+        ours = ours_at.get(parameter)
+        if ours is not None and ours.nbytes != slot.nbytes:
+            yield f"{where}: {parameter} has {ours.nbytes} bytes, expected {slot.nbytes}"
+        elif ours is not None and ours.offset != slot.offset:
+            yield f"{where}: {parameter} sits at byte {ours.offset}, expected {slot.offset}"

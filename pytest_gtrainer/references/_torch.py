@@ -1,0 +1,74 @@
+"""FSDP2's private parts that references read; a new torch breaks this file first.
+
+Read against torch 2.13: after a model's first forward each ``FSDPModule`` holds
+``_get_fsdp_state()._fsdp_param_groups``, and a group its ``fsdp_params`` in payload order,
+``_all_gather_process_group``, ``_reduce_scatter_process_group``, ``_reduce_dtype``. The
+all-gather inputs come from FSDP2's own ``_get_param_all_gather_inputs``, casts and pads
+included; ``_get_dim0_padded_size`` gives a gradient's padded size.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+try:
+    from torch.distributed.fsdp import FSDPModule, fully_shard
+    from torch.distributed.fsdp import MixedPrecisionPolicy as FSDP2Policy
+    from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
+        _get_all_gather_input_metadatas,
+        _get_gradient_divide_factors,
+        _get_param_all_gather_inputs,
+    )
+    from torch.distributed.fsdp._fully_shard._fsdp_common import _get_dim0_padded_size
+except ImportError as error:  # pragma: no cover - needs another torch
+    raise ImportError(
+        f"pytest-gtrainer {__name__} reads torch 2.13's FSDP2 and found torch {torch.__version__}: {error}"
+    ) from error
+
+__all__ = [
+    "FSDP2Policy",
+    "FSDPModule",
+    "all_gather_inputs",
+    "fully_shard",
+    "padded_numel",
+    "parameter_groups",
+    "reduce_op",
+]
+
+
+def parameter_groups(model: torch.nn.Module) -> list[Any]:
+    """FSDP2's parameter groups, each once, in module order."""
+    groups: list[Any] = []
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            for group in module._get_fsdp_state()._fsdp_param_groups:
+                if group is not None and not any(group is known for known in groups):
+                    groups.append(group)
+    return groups
+
+
+def all_gather_inputs(group: Any) -> tuple[list[int], torch.dtype]:
+    """Bytes that each parameter sends, in payload order, and the payload's dtype (uint8 if mixed)."""
+    inputs = _get_param_all_gather_inputs(group.fsdp_params)
+    _, _, dtype = _get_all_gather_input_metadatas(inputs)
+    return [sum(t.numel() * t.element_size() for t in tensors) for tensors in inputs], dtype
+
+
+def padded_numel(size: torch.Size, ranks: int) -> int:
+    """Elements of a gradient of ``size``, padded so that ``ranks`` divide dim 0."""
+    return int(_get_dim0_padded_size(size, ranks).numel())
+
+
+def reduce_op(group: Any, dtype: torch.dtype, device_type: str) -> str:
+    """The reduction FSDP2 asks the group's reduce-scatter for: "avg", "sum", ..."""
+    _, _, op, _ = _get_gradient_divide_factors(
+        group._reduce_scatter_process_group,
+        group._all_reduce_process_group if group._is_hsdp else None,
+        dtype,
+        device_type,
+        group.gradient_divide_factor,
+        group.force_sum_reduction_for_comms,
+    )
+    return str(op).rpartition(".")[2].lower()

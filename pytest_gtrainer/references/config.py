@@ -1,0 +1,91 @@
+"""One configuration for both sides of a comparison, so that they cannot differ by accident."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from pytest_gtrainer.passes.bucket_plan import LOSS, BucketPlan, PlanError, layer_of
+from pytest_gtrainer.tracing.sharding import MixedPrecisionPolicy
+
+Batch = tuple[Any, ...]
+
+
+def adamw(parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
+    """The default optimiser: AdamW with decay, so that every part of its state matters."""
+    return torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0.1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainConfig:
+    """What is trained, on what, and how.
+
+    Attributes:
+        model: builds the model; values must be equal on all ranks of the mesh they are sharded over.
+        step: ``step(model, *inputs) -> scalar loss``.
+        batch: ``batch(step, rank) -> inputs``, tensors on the mesh's device.
+        bucket_plan: one ``fully_shard`` group, one bucket, per entry.
+        mesh: 1-D, the ranks that data is parallel over.
+        submeshes: plan entries (a FQN each) that are sharded over another mesh, as routed experts
+            are; their gradients are summed there and divided by the size of ``mesh``.
+        mp_policy: dtypes of both sides.
+        optimizer: makes the optimiser of the trainable parameters.
+        steps: number of steps.
+    """
+
+    model: Callable[[], nn.Module]
+    step: Callable[..., torch.Tensor]
+    batch: Callable[[int, int], Batch]
+    bucket_plan: BucketPlan
+    mesh: DeviceMesh
+    submeshes: Mapping[str, DeviceMesh] = field(default_factory=dict)
+    mp_policy: MixedPrecisionPolicy = field(default_factory=MixedPrecisionPolicy)
+    optimizer: Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer] = adamw
+    steps: int = 5
+
+    def __post_init__(self) -> None:
+        if self.steps < 1:
+            raise ValueError(f"steps={self.steps}: train for at least one step")
+        entries = {entry for entry in self.bucket_plan if isinstance(entry, str)}
+        unknown = sorted(set(self.submeshes) - entries)
+        if unknown:
+            raise PlanError(f"submeshes names {', '.join(unknown)}, which is no entry of the bucket plan")
+
+
+def bucket_modules(model: nn.Module, plan: BucketPlan) -> list[tuple[str, list[nn.Module]]]:
+    """The modules of each bucket with the entry's label, nested ones before those that contain them.
+
+    Raises:
+        PlanError: an entry is no module of the model, or a layer of the model is in no bucket (B5).
+    """
+    modules = dict(model.named_modules())
+    buckets = []
+    for entry in plan:
+        fqns = [entry] if isinstance(entry, str) else [fqn for fqn in entry if fqn != LOSS]
+        missing = [fqn for fqn in fqns if fqn not in modules]
+        if missing:
+            outermost = ", ".join(name for name, _ in model.named_children())
+            raise PlanError(
+                f"the bucket plan names {', '.join(map(repr, missing))}, which the model does not have; "
+                f"its outermost modules are {outermost}"
+            )
+        buckets.append((entry if isinstance(entry, str) else "+".join(fqns), fqns))
+    _check_layers(modules, [fqn for _, fqns in buckets for fqn in fqns])
+    buckets.sort(key=lambda bucket: -max(fqn.count(".") for fqn in bucket[1]))
+    return [(label, [modules[fqn] for fqn in fqns]) for label, fqns in buckets]
+
+
+def _check_layers(modules: Mapping[str, nn.Module], planned: list[str]) -> None:
+    covered = {layer_of(fqn) for fqn in planned}
+    left_out = [fqn for fqn in modules if layer_of(fqn) == fqn and fqn not in covered and _has_parameters(modules[fqn])]
+    if left_out:
+        raise PlanError(f"the bucket plan leaves out {', '.join(left_out)}")
+
+
+def _has_parameters(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None

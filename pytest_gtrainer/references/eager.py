@@ -1,0 +1,55 @@
+"""The reference: the model trained eagerly with torch's own ``fully_shard``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from pytest_gtrainer.numerics.record import Record
+from pytest_gtrainer.passes.layout import BucketLayout
+from pytest_gtrainer.references._torch import FSDP2Policy, fully_shard
+from pytest_gtrainer.references.config import TrainConfig, bucket_modules
+from pytest_gtrainer.references.layout import eager_bucket_layout
+from pytest_gtrainer.references.train import train
+
+
+class EagerRun:
+    """A model under ``fully_shard``, wrapped once per bucket of the plan; train it once with ``run``."""
+
+    def __init__(self, config: TrainConfig) -> None:
+        self.config = config
+        self.model = shard_eagerly(config.model(), config)
+
+    def run(self) -> Record:
+        """Train for ``config.steps`` steps; see ``references.train.train`` for what is recorded."""
+        return train(self.config, self.model, self._compute_gradients, side="eager fully_shard")
+
+    def layout(self) -> BucketLayout:
+        """Where FSDP2 put each parameter; available after ``run``."""
+        return eager_bucket_layout(self.model)
+
+    def _compute_gradients(self, *inputs: Any) -> torch.Tensor:
+        loss = self.config.step(self.model, *inputs)
+        loss.backward()
+        return loss
+
+
+def shard_eagerly(model: nn.Module, config: TrainConfig) -> nn.Module:
+    """Apply ``fully_shard`` once per bucket, then to the root."""
+    policy = FSDP2Policy(param_dtype=config.mp_policy.param_dtype, reduce_dtype=config.mp_policy.reduce_dtype)
+    for label, modules in bucket_modules(model, config.bucket_plan):
+        mesh = config.submeshes.get(label, config.mesh)
+        target: Any = modules[0] if len(modules) == 1 else modules
+        fully_shard(target, mesh=mesh, mp_policy=policy)
+        if label in config.submeshes:
+            # a premultiplied sum, which gloo does not have, would be FSDP2's choice
+            modules[0].set_gradient_divide_factor(float(config.mesh.size()))
+            modules[0].set_force_sum_reduction_for_comms(True)
+    return fully_shard(model, mesh=config.mesh, mp_policy=policy)
+
+
+def train_eager(config: TrainConfig) -> Record:
+    """Train eagerly with ``fully_shard``: loss, gradients, weights, ... per step, on this rank."""
+    return EagerRun(config).run()

@@ -1,0 +1,69 @@
+"""The bucket layout of an eager FSDP2 model, read from ``fully_shard``'s own parameter groups."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from pytest_gtrainer.passes.layout import ALL_GATHER_NAME, REDUCE_SCATTER_NAME, BucketLayout, Payload, Slot
+from pytest_gtrainer.references import _torch
+
+
+def eager_bucket_layout(model: nn.Module) -> BucketLayout:
+    """Which parameter sits at which byte of FSDP2's all-gathers and reduce-scatters.
+
+    Call it after the model's first backward: FSDP2 finishes its set-up in the first forward.
+
+    Raises:
+        ValueError: no module of ``model`` has parameters managed by ``fully_shard``.
+    """
+    groups = _torch.parameter_groups(model)
+    if not groups:
+        raise ValueError(f"{type(model).__name__} has no parameters managed by fully_shard")
+    names = {id(parameter): fqn for fqn, parameter in model.named_parameters()}
+    payloads = [payload for group in groups for payload in _payloads(group, names)]
+    return BucketLayout(tuple(payloads))
+
+
+def _payloads(group: object, names: dict[int, str]) -> list[Payload]:
+    gather = _all_gather(group, names)
+    scatter = _reduce_scatter(group, names)
+    return [gather] if scatter is None else [gather, scatter]
+
+
+def _all_gather(group: object, names: dict[int, str]) -> Payload:
+    sizes, dtype = _torch.all_gather_inputs(group)
+    fqns = [names[id(p.sharded_param)] for p in group.fsdp_params]  # type: ignore[attr-defined]
+    ranks = _ranks(group._all_gather_process_group)  # type: ignore[attr-defined]
+    return Payload(ALL_GATHER_NAME, dtype, ranks, "", _slots(fqns, sizes))
+
+
+def _reduce_scatter(group: object, names: dict[int, str]) -> Payload | None:
+    """Frozen parameters are gathered and not reduced."""
+    trained = [p for p in group.fsdp_params if p.sharded_param.requires_grad]  # type: ignore[attr-defined]
+    if not trained:
+        return None
+    dtype = group._reduce_dtype or trained[0].param_dtype or trained[0].orig_dtype  # type: ignore[attr-defined]
+    ranks = _ranks(group._reduce_scatter_process_group)  # type: ignore[attr-defined]
+    sizes = [_shard_bytes(p, len(ranks), dtype) for p in trained]
+    fqns = [names[id(p.sharded_param)] for p in trained]
+    op = _torch.reduce_op(group, dtype, trained[0].sharded_param.device.type)
+    return Payload(REDUCE_SCATTER_NAME, dtype, ranks, op, _slots(fqns, sizes))
+
+
+def _shard_bytes(parameter: object, ranks: int, dtype: torch.dtype) -> int:
+    size = list(parameter._orig_size)  # type: ignore[attr-defined]
+    dim = parameter.fsdp_placement.dim  # type: ignore[attr-defined]
+    if dim:  # FSDP2 chunks along the sharded dim and concatenates on dim 0 first
+        size[0], size[dim] = size[0] * ranks, size[dim] // ranks
+    return _torch.padded_numel(torch.Size(size), ranks) // ranks * dtype.itemsize
+
+
+def _ranks(group: dist.ProcessGroup) -> tuple[int, ...]:
+    return tuple(dist.get_process_group_ranks(group))
+
+
+def _slots(fqns: list[str], sizes: list[int]) -> tuple[Slot, ...]:
+    offsets = [sum(sizes[:index]) for index in range(len(sizes))]
+    return tuple(Slot(*row) for row in zip(fqns, offsets, sizes, strict=True))

@@ -1,0 +1,58 @@
+"""The training loop that both sides share, and what it records."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from pytest_gtrainer.numerics.record import Record
+from pytest_gtrainer.references.config import TrainConfig
+
+
+def train(
+    config: TrainConfig, model: nn.Module, compute_gradients: Callable[..., torch.Tensor], side: str
+) -> Record:
+    """Train ``model`` and record loss, gradients, weights, optimiser state and buffers of every step.
+
+    ``compute_gradients(*inputs)`` returns the loss and fills ``.grad``.
+    """
+    rank, world = dist.get_rank(), dist.get_world_size()
+    record = Record(world_size=world, rank=rank, meta={"side": side})
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = config.optimizer(parameters)
+    for step in range(config.steps):
+        optimizer.zero_grad()
+        loss = compute_gradients(*config.batch(step, rank))
+        record.add(step, rank, "loss", "loss", local_tensor(loss))
+        _record_gradients(record, step, rank, model)
+        optimizer.step()
+        _record_state(record, step, rank, model, optimizer)
+    return record
+
+
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().to_local() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def _record_gradients(record: Record, step: int, rank: int, model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            record.add(step, rank, "gradient", name, local_tensor(parameter.grad))
+
+
+def _record_state(
+    record: Record, step: int, rank: int, model: nn.Module, optimizer: torch.optim.Optimizer
+) -> None:
+    for name, parameter in model.named_parameters():
+        record.add(step, rank, "weight", name, local_tensor(parameter))
+        state: dict[str, Any] = optimizer.state.get(parameter, {})
+        for key, value in state.items():
+            if isinstance(value, torch.Tensor):
+                record.add(step, rank, "optimizer", f"{name}.{key}", local_tensor(value))
+    for name, buffer in model.named_buffers():
+        record.add(step, rank, "buffer", name, local_tensor(buffer))

@@ -84,21 +84,18 @@ def byte_view(tensor: Tensor) -> Tensor:
 
 
 def same_bytes(a: Tensor, b: Tensor) -> bool:
-    """Whether two byte views (``uint8[n]``) are equal, read as 64-bit words where they can be.
+    """Whether two byte views (``uint8[n]``) are equal, read in the widest words that fit.
 
     >>> zeros = torch.zeros(11, dtype=torch.uint8)
     >>> same_bytes(zeros, zeros.clone()), same_bytes(zeros, torch.ones_like(zeros))
     (True, False)
     """
-    head = 0
-    if _word_aligned(a) and _word_aligned(b):
-        head = min(a.numel(), b.numel()) // _WORD * _WORD
-    words = (side[:head].view(torch.int64) for side in (a, b))
+    if a.numel() != b.numel():
+        return False
+    width = max(w for w in _INTEGERS if a.storage_offset() % w == b.storage_offset() % w == 0)
+    head = a.numel() // width * width
+    words = (side[:head].view(_INTEGERS[width]) for side in (a, b))
     return torch.equal(*words) and torch.equal(a[head:], b[head:])
-
-
-def _word_aligned(view: Tensor) -> bool:
-    return view.storage_offset() % _WORD == 0
 
 
 def differing(a: Tensor, b: Tensor) -> Tensor:

@@ -1,0 +1,115 @@
+"""Equal must be equal, the control must differ, and each of the two can fail (L5)."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+import torch
+
+from pytest_gtrainer import Record, assert_bitwise_different, assert_bitwise_equal, facts
+from pytest_gtrainer.numerics.assertions import BitwiseDifference, ControlFailed
+from tests.numerics.conftest import NAMES
+from tests.numerics.test_compare import faulty
+
+
+def test_equal_passes(run):
+    assert assert_bitwise_equal(run(), run()).compared == 28
+
+
+def test_equal_fails_where_one_bit_differs(run):
+    with pytest.raises(BitwiseDifference) as caught:
+        assert_bitwise_equal(faulty((1, 0, "weight", NAMES[1])), run(), what="graph against eager")
+    assert str(caught.value).splitlines() == [
+        "graph against eager",
+        "different: 1 of 28 tensors, 1 element",
+        "  first at step 1, rank 0, weight of layers.0.wq.weight, element (3, 5)",
+        "    actual   0.8164  0x3f51",
+        "    expected 0.8125  0x3f50",
+        "    1 ULP apart; 1 of 64 elements of this bf16[8, 8]",
+    ]
+    assert caught.value.gt_origin == (1, 0)
+
+
+def test_equal_fails_where_nobody_looked(run):
+    for nothing in (Record(2), Record.merged([run(rank=0)])):
+        with pytest.raises(BitwiseDifference, match="unverified"):
+            assert_bitwise_equal(nothing, nothing)
+
+
+def test_different_passes_on_one_bit(run):
+    verdict = assert_bitwise_different(faulty((1, 0, "weight", NAMES[1])), run())
+    assert verdict.differing_elements == 1
+
+
+def test_different_fails_where_all_is_equal(run):
+    with pytest.raises(ControlFailed) as caught:
+        assert_bitwise_different(run(), run(), what="members swapped")
+    assert str(caught.value) == (
+        "members swapped\n"
+        "the control run is equal: this check cannot fail\n"
+        "equal: 28 tensors compared, no bit differs"
+    )
+
+
+def test_different_fails_where_nobody_looked():
+    with pytest.raises(ControlFailed, match="the control run is unverified"):
+        assert_bitwise_different({}, {})
+
+
+@pytest.mark.parametrize(
+    ("actual", "expected"),
+    [
+        ({"a": torch.ones(1)}, {"b": torch.ones(1)}),
+        ({"a": torch.ones(1)}, {"a": torch.ones(1).double()}),
+        ({"a": torch.ones(1)}, {"a": torch.ones(1, 1)}),
+        ({"a": torch.ones(1), "b": torch.ones(1)}, {"a": torch.zeros(1)}),
+    ],
+)
+def test_different_fails_where_the_sides_cannot_be_compared(actual, expected):
+    """A control that differs in names or shapes passes for the wrong reason."""
+    with pytest.raises(ControlFailed, match="differ in bits alone"):
+        assert_bitwise_different(actual, expected)
+
+
+def test_the_error_is_an_assertion_error_and_travels_between_processes(run):
+    with pytest.raises(AssertionError) as caught:
+        assert_bitwise_equal(faulty((0, 1, "loss", "loss")), run())
+    there = pickle.loads(pickle.dumps(caught.value))
+    assert (str(there), there.gt_origin, there.verdict) == (str(caught.value), (0, 1), caught.value.verdict)
+
+
+def test_every_verdict_is_told(run):
+    one, other = run(), faulty((0, 0, "loss", "loss"))
+    with facts.collecting() as seen:
+        assert_bitwise_equal(one, run())
+        assert_bitwise_different(other, one)
+        for check, sides in (
+            (assert_bitwise_equal, (other, one)),
+            (assert_bitwise_equal, ({}, {})),
+            (assert_bitwise_different, (one, run())),
+        ):
+            with pytest.raises(AssertionError):
+                check(*sides)
+    assert [fact["outcome"] for fact in seen] == [
+        "equal",
+        "different, as it must",
+        "different",
+        "unverified",
+        "equal, control failed",
+    ]
+
+
+def test_the_failure_points_at_the_caller(pytester: pytest.Pytester):
+    pytester.makepyfile(
+        """
+        import torch
+        from pytest_gtrainer import assert_bitwise_equal
+
+        def test_it():
+            assert_bitwise_equal(torch.zeros(2), torch.tensor([0.0, -0.0]), what="zeros")
+        """
+    )
+    output = pytester.runpytest_inprocess().stdout
+    output.fnmatch_lines(["E*BitwiseDifference: zeros", "E*first at the tensor, element (1)"])
+    output.no_fnmatch_line("*assertions.py*")

@@ -1,0 +1,154 @@
+"""Raw bytes of every kind of tensor, elements for a person, distances in ULP."""
+
+from __future__ import annotations
+
+import math
+import struct
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from pytest_gtrainer.numerics.bits import NoBytes, byte_view, differing, pattern, same_bytes, value
+from pytest_gtrainer.numerics.ulp import ulp_distance
+
+FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
+FP8 = [torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz]
+OTHERS = [torch.complex64, torch.complex128, torch.bool, torch.uint8, torch.int16, torch.int64, torch.uint32]
+ALL = FLOATS + FP8 + OTHERS
+
+
+@pytest.mark.parametrize("dtype", ALL, ids=str)
+def test_bytes_of_every_dtype(dtype: torch.dtype):
+    tensor = torch.tensor([1, 0, 1, 1]).to(dtype)
+    assert byte_view(tensor).numel() == 4 * tensor.element_size()
+    assert differing(tensor, torch.tensor([1, 1, 1, 1]).to(dtype)).tolist() == [False, True, False, False]
+
+
+@pytest.mark.parametrize("shape", [(0,), (3, 0), (), (1,), (2, 3, 5)])
+def test_bytes_of_every_shape(shape: tuple[int, ...]):
+    assert byte_view(torch.zeros(shape)).shape == (4 * math.prod(shape),)
+
+
+def test_contiguous_bytes_are_a_view_and_others_in_row_major_order():
+    tensor = torch.arange(6, dtype=torch.uint8).reshape(2, 3)
+    assert byte_view(tensor).data_ptr() == tensor.data_ptr()
+    assert byte_view(tensor.t()).tolist() == [0, 3, 1, 4, 2, 5]
+
+
+def test_lazy_conjugation_and_negation_are_carried_out():
+    assert pattern(torch.tensor(1 + 2j).conj()) == "(0x3f800000, 0xc0000000)"
+    assert pattern(torch.tensor(1 + 2j).conj().imag) == "0xc0000000"
+
+
+@pytest.mark.parametrize("offset", range(9))
+def test_equality_sees_every_byte_whatever_the_alignment(offset: int):
+    a = torch.zeros(40, dtype=torch.uint8)[offset : offset + 21]
+    for position in range(21):
+        b = torch.zeros(40, dtype=torch.uint8)[8 - offset : 29 - offset]
+        assert same_bytes(a, b)
+        b[position] = 1
+        assert not same_bytes(a, b)
+
+
+@pytest.mark.parametrize("lengths", [(8, 16), (16, 8), (7, 8), (0, 1)])
+def test_byte_views_of_different_length_are_not_equal(lengths: tuple[int, int]):
+    assert not same_bytes(*(torch.zeros(length, dtype=torch.uint8) for length in lengths))
+
+
+def _fake() -> torch.Tensor:
+    with FakeTensorMode():
+        return torch.ones(2)
+
+
+@pytest.mark.parametrize(
+    ("make", "why"),
+    [
+        (lambda: torch.ones(2, device="meta"), "a meta tensor holds no values"),
+        (_fake, "a fake tensor holds no values"),
+        (
+            lambda: torch.ones(2, 2).to_sparse(),
+            "a torch.sparse_coo tensor of torch.float32 has no plain bytes",
+        ),
+    ],
+)
+def test_tensors_without_bytes_say_so(make, why: str):
+    with pytest.raises(NoBytes, match=why):
+        byte_view(make())
+
+
+@pytest.mark.parametrize(
+    ("dtype", "bits", "text"),
+    [
+        (torch.bfloat16, "0xbf80", "-1"),
+        (torch.float16, "0xbc00", "-1"),
+        (torch.float32, "0xbf800000", "-1"),
+        (torch.float64, "0xbff0000000000000", "-1"),
+        (torch.float8_e4m3fn, "0xb8", "-1"),
+        (torch.complex128, "(0xbff0000000000000, 0x0000000000000000)", "(-1+0j)"),
+        (torch.int32, "0xffffffff", "-1"),
+    ],
+    ids=str,
+)
+def test_an_element_as_bits_and_value(dtype: torch.dtype, bits: str, text: str):
+    element = torch.tensor(-1).to(dtype)
+    assert (pattern(element), value(element)) == (bits, text)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, *FP8[:2]], ids=str)
+def test_neighbours_never_look_the_same(dtype: torch.dtype):
+    width = torch.iinfo(_integer(dtype))
+    start = max(width.max // 2, 1)
+    neighbours = torch.arange(start, start + 50).to(_integer(dtype)).view(dtype)
+    assert len({value(neighbour) for neighbour in neighbours}) == 50
+
+
+def _integer(dtype: torch.dtype) -> torch.dtype:
+    return {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_ulp_counts_the_numbers_in_between(dtype: torch.dtype):
+    one = torch.tensor(1.0, dtype=dtype)
+    above = one + torch.finfo(dtype).eps
+    tiny = torch.tensor([1, 0]).to(_integer(dtype)).view(dtype)[0]
+    assert ulp_distance(one, one) == 0
+    assert ulp_distance(one, above) == ulp_distance(above, one) == 1
+    assert ulp_distance(one, above + torch.finfo(dtype).eps) == 2
+    assert ulp_distance(tiny, -tiny) == 2
+    assert ulp_distance(torch.tensor(0.0, dtype=dtype), torch.tensor(-0.0, dtype=dtype)) == 0
+
+
+def test_ulp_of_float32_agrees_with_nextafter():
+    x = torch.tensor(-0.3)
+    for count in range(1, 5):
+        x = torch.nextafter(x, torch.tensor(1.0))
+        assert ulp_distance(torch.tensor(-0.3), x) == count
+
+
+def test_the_neighbour_of_the_largest_number_is_infinity():
+    largest = torch.tensor(torch.finfo(torch.bfloat16).max, dtype=torch.bfloat16)
+    assert ulp_distance(largest, torch.tensor(math.inf, dtype=torch.bfloat16)) == 1
+
+
+def test_ulp_of_fp8():
+    assert ulp_distance(*torch.tensor([1.0, 1.125]).to(torch.float8_e4m3fn)) == 1
+
+
+@pytest.mark.parametrize(
+    ("a", "b"),
+    [
+        (torch.tensor(math.nan), torch.tensor(0.0)),
+        (torch.tensor(1.0), torch.tensor(1.0, dtype=torch.bfloat16)),
+        (torch.tensor(1), torch.tensor(2)),
+        (torch.tensor(1j), torch.tensor(2j)),
+    ],
+)
+def test_ulp_where_it_means_nothing(a: torch.Tensor, b: torch.Tensor):
+    assert ulp_distance(a, b) is None
+
+
+def test_pattern_agrees_with_struct():
+    for number in (0.1, -2.5e-310, math.pi):
+        packed = struct.pack(">d", number).hex()
+        assert pattern(torch.tensor(number, dtype=torch.float64)) == f"0x{packed}"

@@ -1,0 +1,267 @@
+"""Three verdicts, and a difference named at its origin."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from pytest_gtrainer import Record, compare
+from pytest_gtrainer.numerics.record import PHASES, Key
+from tests.numerics.conftest import NAMES, flip_bit, make_run
+from tests.numerics.test_bits import ALL
+
+
+def faulty(*faults: tuple[int, int, str, str], element: int = 29, bit: int = 0, **kwargs) -> Record:
+    """A run in which one bit is wrong at each of these keys."""
+    record = make_run(**kwargs)
+    for key in faults:
+        flip_bit(record[key], element if record[key].ndim else 0, bit)
+    return record
+
+
+class TestEqual:
+    @pytest.mark.parametrize("dtype", ALL, ids=str)
+    def test_tensors_of_every_dtype(self, dtype: torch.dtype):
+        assert compare(torch.ones(3).to(dtype), torch.ones(3).to(dtype)).outcome == "equal"
+
+    def test_nan_equals_the_same_nan(self):
+        assert compare(torch.tensor(torch.nan), torch.tensor(torch.nan)).outcome == "equal"
+
+    def test_empty_tensors_of_one_shape(self):
+        assert compare(torch.ones(0, 3), torch.ones(0, 3)).outcome == "equal"
+
+    def test_records(self, run):
+        assert str(compare(run(), run())) == "equal: 28 tensors compared, no bit differs"
+
+    def test_partial_records_of_one_rank(self, run):
+        assert compare(run(rank=1), run(rank=1)).outcome == "equal"
+
+    def test_modules_through_wrappers(self):
+        plain, wrapped = nn.Linear(2, 2), nn.ModuleDict({"_orig_mod": nn.Linear(2, 2)})
+        wrapped["_orig_mod"].load_state_dict(plain.state_dict())
+        assert compare(wrapped, plain).outcome == "equal"
+        assert compare(wrapped, {k: v.clone() for k, v in plain.state_dict().items()}).outcome == "equal"
+
+    def test_gradients_that_are_none_on_both_sides(self):
+        assert compare([torch.ones(1), None], [torch.ones(1), None]).compared == 1
+
+    def test_the_order_of_names_does_not_count(self):
+        a, b = torch.ones(1), torch.zeros(1)
+        assert compare({"a": a, "b": b}, {"b": b.clone(), "a": a.clone()}).outcome == "equal"
+
+
+class TestUnverified:
+    """L3: nobody looked."""
+
+    @pytest.mark.parametrize("empty", [{}, [], [None], nn.ReLU(), Record(2)], ids=repr)
+    def test_nothing_was_captured(self, empty):
+        verdict = compare(empty, empty)
+        assert verdict.outcome == "unverified"
+        assert verdict.reasons == ("actual: nothing was captured", "expected: nothing was captured")
+
+    def test_one_side_captured_nothing(self, run):
+        verdict = compare(run(), Record(2))
+        assert (verdict.outcome, verdict.reasons) == ("unverified", ("expected: nothing was captured",))
+
+    def test_a_rank_is_missing_on_both_sides(self, run):
+        verdict = compare(*(Record.merged([run(rank=0)]) for _ in range(2)))
+        assert verdict.outcome == "unverified"
+        assert str(verdict).splitlines() == [
+            "unverified: 14 tensors compared, no bit differs",
+            "  actual has nothing of rank 1 at step 0 and 1 more: Record(world_size=2, 14 tensors)",
+            "  expected has nothing of rank 1 at step 0 and 1 more: Record(world_size=2, 14 tensors)",
+        ]
+
+    def test_a_rank_is_missing_on_one_side(self, run):
+        verdict = compare(Record.merged([run(rank=0)]), run())
+        assert (verdict.outcome, len(verdict.only_expected)) == ("unverified", 14)
+
+    def test_tensors_without_values(self):
+        verdict = compare(
+            {"w": torch.ones(2, device="meta"), "b": torch.ones(1)}, {"w": torch.ones(2), "b": torch.ones(1)}
+        )
+        assert (verdict.outcome, verdict.compared) == ("unverified", 1)
+        assert verdict.reasons == ("w: a meta tensor holds no values",)
+
+    def test_a_tensor_with_itself(self):
+        model = nn.Linear(2, 2)
+        verdict = compare(model, model)
+        assert verdict.outcome == "unverified"
+        assert "the same memory" in str(verdict)
+
+    def test_a_bit_that_differs_outweighs_a_missing_rank(self, run):
+        parts = [Record.merged([run(rank=0)]), Record.merged([faulty((0, 0, "weight", NAMES[0]), rank=0)])]
+        assert compare(*parts).outcome == "different"
+
+
+class TestDifferent:
+    @pytest.mark.parametrize("dtype", ALL, ids=str)
+    def test_one_bit_of_every_dtype(self, dtype: torch.dtype):
+        actual = torch.ones(3, 4).to(dtype)
+        actual.view(torch.uint8).view(-1)[-1] ^= 1
+        first = compare(actual, torch.ones(3, 4).to(dtype)).first
+        assert (first.element, first.elements, first.numel) == ((2, 3), 1, 12)
+
+    @pytest.mark.parametrize(
+        ("actual", "expected", "kind"),
+        [
+            (torch.ones(2), torch.ones(2, dtype=torch.bfloat16), "dtype"),
+            (torch.ones(2), torch.ones(1, 2), "shape"),
+            (torch.ones(0), torch.ones(0, 1), "shape"),
+            (torch.ones(2, 3).t(), torch.ones(3, 2), "stride"),
+            (torch.tensor(0.0), torch.tensor(-0.0), "bits"),
+            (
+                torch.tensor([0x7FC00000]).to(torch.int32).view(torch.float32),
+                torch.tensor([-torch.nan]),
+                "bits",
+            ),
+        ],
+    )
+    def test_kinds(self, actual: torch.Tensor, expected: torch.Tensor, kind: str):
+        verdict = compare(actual, expected)
+        assert (verdict.outcome, verdict.first.kind) == ("different", kind)
+
+    def test_names_that_do_not_match(self):
+        verdict = compare({"w": torch.ones(1), "a": torch.ones(1)}, {"w": torch.ones(1), "b": torch.ones(1)})
+        assert str(verdict).splitlines() == [
+            "different: 1 tensor compared, no bit differs",
+            "  only in actual",
+            "    a",
+            "  only in expected",
+            "    b",
+        ]
+
+    def test_records_of_other_worlds(self, run):
+        verdict = compare(run(world_size=2, rank=0), run(world_size=4, rank=0))
+        assert verdict.outcome == "different"
+        assert verdict.reasons[0].startswith("not the same ranks: actual Record(world_size=2, rank=0")
+
+    def test_a_gradient_that_one_side_lacks(self):
+        assert compare([torch.ones(1), None], [torch.ones(1), torch.ones(1)]).outcome == "different"
+
+    def test_placements_of_dtensors(self):
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.tensor import DTensor, Replicate, Shard
+        from torch.testing._internal.distributed.fake_pg import FakeStore
+
+        torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+        try:
+            mesh = init_device_mesh("cpu", (2,))
+            sides = [
+                DTensor.from_local(torch.ones(2), mesh, [placement], run_check=False)
+                for placement in (Shard(0), Replicate())
+            ]
+            first = compare(*sides).first
+            assert (first.kind, first.expected) == ("placements", "(Replicate(),) of [2]")
+            assert compare(sides[0], sides[0].clone()).outcome == "equal"
+        finally:
+            torch.distributed.destroy_process_group()
+
+
+class TestOrigin:
+    """L4: first step, rank, phase, tensor, element; both bit patterns and the distance."""
+
+    def test_the_text_names_everything(self, run):
+        actual = faulty((1, 1, "weight", NAMES[0]), (1, 1, "gradient", NAMES[1]), (1, 1, "weight", NAMES[1]))
+        assert str(compare(actual, run())) == (
+            "different: 3 of 28 tensors, 3 elements\n"
+            "  first at step 1, rank 1, gradient of layers.0.wq.weight, element (3, 5)\n"
+            "    actual   1.32   0x3fa9\n"
+            "    expected 1.312  0x3fa8\n"
+            "    1 ULP apart; 1 of 64 elements of this bf16[8, 8]\n"
+            "  then at\n"
+            "    step 1, rank 1, weight of lm_head.weight: 1 of 64\n"
+            "    step 1, rank 1, weight of layers.0.wq.weight: 1 of 64"
+        )
+
+    def test_the_text_of_a_lone_scalar(self):
+        assert str(compare(torch.tensor(-0.0), torch.tensor(0.0))) == (
+            "different: 1 of 1 tensor, 1 element\n"
+            "  first at the tensor\n"
+            "    actual   -0  0x80000000\n"
+            "    expected 0   0x00000000\n"
+            "    equal values, other sign of zero; 1 of 1 element of this f32[]"
+        )
+
+    def test_the_text_of_a_nan_payload(self):
+        sides = (
+            {"w": torch.tensor([word]).to(torch.int32).view(torch.float32)}
+            for word in (0x7FC00001, 0x7FC00000)
+        )
+        assert str(compare(*sides)) == (
+            "different: 1 of 1 tensor, 1 element\n"
+            "  first at w, element (0)\n"
+            "    actual   nan  0x7fc00001\n"
+            "    expected nan  0x7fc00000\n"
+            "    1 of 1 element of this f32[1]"
+        )
+
+    def test_the_text_of_another_dtype(self):
+        assert str(compare({"w": torch.ones(2)}, {"w": torch.ones(2).bfloat16()})) == (
+            "different: 1 of 1 tensor\n"
+            "  first at w: dtype\n"
+            "    actual   torch.float32\n"
+            "    expected torch.bfloat16\n"
+            "    bf16[2] expected"
+        )
+
+    def test_long_lists_are_cut(self):
+        sides = [{f"w{i}": torch.tensor(float(i + side)) for i in range(300)} for side in range(2)]
+        lines = str(compare(*sides)).splitlines()
+        assert len(lines) < 20
+        assert lines[-1] == "    and 291 more"
+        assert max(map(len, lines)) < 80
+
+    @settings(max_examples=60, deadline=None)
+    @given(st.sets(st.sampled_from(list(make_run())), min_size=1, max_size=6))
+    def test_the_first_of_several_faults_is_reported(self, faults: set[Key]):
+        def order(key: Key) -> tuple[int, int, int, int]:
+            return key.step, key.rank, PHASES.index(key.phase), ["loss", *NAMES].index(key.name)
+
+        verdict = compare(faulty(*faults, element=0), make_run())
+        assert [difference.key for difference in verdict.differences] == sorted(faults, key=order)
+        assert verdict.origin == min((key.step, key.rank) for key in faults)
+
+    def test_the_first_of_several_elements_is_reported(self, run):
+        actual = run()
+        for element in (63, 17, 40):
+            flip_bit(actual[1, 0, "weight", NAMES[0]], element)
+        first = compare(actual, run()).first
+        assert (first.element, first.elements, first.ulp) == ((2, 1), 3, 1)
+
+    def test_a_missing_tensor_counts_for_the_origin(self, run):
+        actual = run()
+        del actual._tensors[Key(0, 1, "weight", NAMES[0])]
+        verdict = compare(actual, run())
+        assert (verdict.outcome, verdict.origin) == ("different", (0, 1))
+
+    def test_outside_a_run_there_is_no_origin(self):
+        assert compare(torch.ones(1), torch.zeros(1)).origin is None
+
+
+def test_a_verdict_is_neither_true_nor_false():
+    with pytest.raises(TypeError, match="three outcomes"):
+        bool(compare(torch.ones(1), torch.ones(1)))
+
+
+def test_a_verdict_travels_between_processes(run):
+    verdict = compare(faulty((0, 1, "loss", "loss")), run())
+    assert pickle.loads(pickle.dumps(verdict)) == verdict
+
+
+@pytest.mark.parametrize(
+    ("actual", "expected", "message"),
+    [
+        (make_run(), {"w": torch.ones(1)}, "cannot compare Record with dict"),
+        (1.0, 1.0, "expected tensors, got float"),
+        ({"loss": 1.0}, {"loss": 1.0}, "got float at 'loss'"),
+    ],
+)
+def test_bad_input(actual, expected, message: str):
+    with pytest.raises(TypeError, match=message):
+        compare(actual, expected)

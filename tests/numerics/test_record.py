@@ -1,0 +1,131 @@
+"""Records: what is kept, under which name, merged over ranks, on disk."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from pytest_gtrainer import Record, assert_bitwise_equal, digest
+from pytest_gtrainer.numerics.bits import NoBytes
+from pytest_gtrainer.numerics.names import normalised
+from pytest_gtrainer.numerics.record import Key
+from tests.numerics.conftest import make_run
+
+
+def test_it_keeps_a_copy():
+    record, weight = Record(), torch.nn.Parameter(torch.ones(2, 3).t())
+    record.add(0, 0, "weight", "w", weight)
+    with torch.no_grad():
+        weight.zero_()
+    kept = record[0, 0, "weight", "w"]
+    assert kept.tolist() == [[1, 1]] * 3
+    assert not kept.requires_grad
+    assert kept.is_contiguous()
+
+
+def test_it_keeps_only_what_it_was_given_of_a_large_buffer():
+    record = Record()
+    record.add(0, 0, "weight", "w", torch.ones(1000)[:2])
+    assert record[0, 0, "weight", "w"].untyped_storage().nbytes() == 8
+
+
+def test_a_dtensor_is_kept_as_its_local_shard():
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Shard
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=1, world_size=4)
+    try:
+        mesh = init_device_mesh("cpu", (4,))
+        record = Record(4, rank=1)
+        record.add(0, 1, "weight", "w", DTensor.from_local(torch.ones(2), mesh, [Shard(0)], run_check=False))
+        assert type(record[0, 1, "weight", "w"]) is torch.Tensor
+        assert record[0, 1, "weight", "w"].tolist() == [1, 1]
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_look_ups():
+    record = make_run()
+    assert (record.world_size, record.ranks, record.steps, len(record)) == (2, (0, 1), (0, 1), 28)
+    assert list(record.select(step=1, rank=0, phase="loss")) == [Key(1, 0, "loss", "loss")]
+    assert len(record.select(name="lm_head.weight")) == 12
+    assert (0, 0, "loss", "loss") in record
+    assert repr(record) == "Record(world_size=2, 28 tensors)"
+
+
+@pytest.mark.parametrize(
+    ("name", "normal"),
+    [
+        ("wq.weight", "wq.weight"),
+        ("_orig_mod.wq.weight", "wq.weight"),
+        ("module._orig_mod.layers.0._checkpoint_wrapped_module.wq.weight", "layers.0.wq.weight"),
+        ("_orig_mod.module.wq.weight", "wq.weight"),
+        ("encoder.module.weight", "encoder.module.weight"),
+        ("module", "module"),
+    ],
+)
+def test_names_lose_the_prefixes_of_wrappers(name: str, normal: str):
+    assert normalised(name) == normal
+
+
+def test_ranks_merge_into_the_whole():
+    whole = Record.merged([make_run(rank=1), make_run(rank=0)])
+    assert whole.missing == ()
+    assert_bitwise_equal(whole, make_run())
+
+
+def test_a_rank_that_is_missing_is_known():
+    assert Record.merged([make_run(rank=1)]).missing == ((0, 0), (1, 0))
+    assert make_run(rank=1).missing == ()
+
+
+def test_a_rank_that_stopped_early_is_known():
+    assert Record.merged([make_run(steps=2, rank=0), make_run(steps=1, rank=1)]).missing == ((1, 1),)
+
+
+def test_saved_and_loaded_it_is_the_same(tmp_path):
+    record = make_run(rank=1)
+    record.meta["torch"] = "2.13"
+    for dtype in (torch.float8_e4m3fn, torch.complex64, torch.bool):
+        record.add(2, 1, "buffer", str(dtype), torch.ones(3, 0, 2).to(dtype))
+    record.save(tmp_path / "run.pt")
+    loaded = Record.load(tmp_path / "run.pt")
+    assert_bitwise_equal(loaded, record)
+    assert digest(loaded) == digest(record)
+    assert (loaded.meta, loaded.rank, list(loaded)) == (record.meta, 1, list(record))
+
+
+def test_another_file_is_refused(tmp_path):
+    torch.save({"w": torch.ones(1)}, tmp_path / "w.pt")
+    with pytest.raises(ValueError, match=r"w\.pt does not hold a record"):
+        Record.load(tmp_path / "w.pt")
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Record(0), "a record of a run on 0 ranks"),
+        (lambda: Record(2, rank=2), "rank 2 is not in a world of 2"),
+        (
+            lambda: Record().add(0, 0, "grad", "w", torch.ones(1)),
+            "unknown phase 'grad': one of loss, gradient",
+        ),
+        (
+            lambda: Record().add(0, 1, "loss", "", torch.ones(1)),
+            r"rank 1 does not belong to Record\(world_size=1",
+        ),
+        (lambda: make_run().add(0, 0, "loss", "loss", torch.ones(1)), "is recorded already"),
+        (lambda: Record.merged([]), r"got world sizes \[\]"),
+        (lambda: Record.merged([Record(2), Record(4)]), r"got world sizes \[2, 4\]"),
+        (lambda: Record.merged([make_run(rank=0), make_run()]), r"ranks \[0\] are in more than one"),
+    ],
+)
+def test_bad_input(make, message: str):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_a_tensor_without_values_is_refused():
+    with pytest.raises(NoBytes, match="a meta tensor holds no values"):
+        Record().add(0, 0, "weight", "w", torch.ones(1, device="meta"))

@@ -59,6 +59,7 @@ OPTIONS: tuple[Option, ...] = (
     Option("timeout", "limit for one test on ranks (default: 300)", default=300.0, metavar="SECONDS",
            parse=_positive_seconds),
     Option("update-goldens", "write goldens that are missing or differ", is_flag=True),
+    Option("goldens-in-ci", "let --gt-update-goldens write where the variable CI is set", is_flag=True),
     Option("fresh-ranks", "start new rank processes for every test", is_flag=True),
 )
 

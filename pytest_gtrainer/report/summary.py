@@ -22,7 +22,8 @@ class SummaryPlugin:
         self.facts += seen
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        lines = summary_lines(self.facts)
+        goldens = self.config.pluginmanager.getplugin("gtrainer-goldens")
+        lines = summary_lines(self.facts + goldens.late_facts)
         if lines:
             terminalreporter.section("gtrainer")
             for line in lines:

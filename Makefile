@@ -3,7 +3,7 @@ PYTHON ?= python3
 PY := .venv/bin/python
 PYTEST := $(PY) -m pytest
 
-.PHONY: run test check-long lint env clean
+.PHONY: run test check-long bench lint env clean
 
 run: env          ## the main job: trace, rewrite, pin and prove a training step on 8 ranks
 	$(PYTEST) --gt-gpus=8 tests/parity
@@ -13,6 +13,9 @@ test: env lint    ## every test, long checks in short form
 
 check-long: env   ## the long forms too
 	$(PYTEST) --gt-gpus=8
+
+bench: env        ## speed against yardsticks measured in the same run
+	$(PY) -m benchmarks.digest
 
 lint: env
 	$(PY) -m ruff check .

@@ -51,7 +51,7 @@ def test_equality_sees_every_byte_whatever_the_alignment(offset: int):
         assert not same_bytes(a, b)
 
 
-@pytest.mark.parametrize("lengths", [(8, 16), (16, 8), (7, 8), (0, 1)])
+@pytest.mark.parametrize("lengths", [(8, 16), (16, 8), (7, 8), (8, 7), (0, 1)])
 def test_byte_views_of_different_length_are_not_equal(lengths: tuple[int, int]):
     assert not same_bytes(*(torch.zeros(length, dtype=torch.uint8) for length in lengths))
 

@@ -1,0 +1,1 @@
+"""Speed against a yardstick measured in the same run: ``make bench``."""

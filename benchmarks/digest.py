@@ -1,0 +1,78 @@
+"""Digest and comparison of a model against reading its memory once, and against sha256.
+
+    python -m benchmarks.digest [--gib 1] [--rounds 5]
+
+Everything runs on one thread. The yardsticks: an int64 sum over the same memory, and
+``sha256(tensor.numpy().tobytes())`` over as many bytes in fp16.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import sys
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.paired import Goal, measure, report
+from pytest_gtrainer import compare, digest
+
+GOALS = [
+    Goal("digest", "read", 1.5),
+    Goal("digest", "sha256 of tobytes", 1 / 20),
+    Goal("compare equal", "read both", 2),
+]
+
+
+def model_of(gib: float, dtype: torch.dtype) -> nn.Module:
+    """A module of 32 layers with this many GiB of parameters that are not zero."""
+    rows = int(gib * 2**30 / 32 / 1024 / dtype.itemsize)
+    model = nn.Module()
+    for layer in range(32):
+        values = torch.arange(rows * 1024, dtype=torch.int32).to(torch.int16).view(dtype)
+        model.register_parameter(f"w{layer}", nn.Parameter(values.reshape(rows, 1024), requires_grad=False))
+    return model
+
+
+def read(*models: nn.Module) -> int:
+    return sum(int(_words(weight).sum()) for model in models for weight in model.parameters())
+
+
+def _words(weight: Tensor) -> Tensor:
+    return weight.detach().view(-1).view(torch.int64)
+
+
+def sha256(model: nn.Module) -> str:
+    hasher = hashlib.sha256()
+    for weight in model.parameters():
+        hasher.update(weight.detach().numpy().tobytes())
+    return hasher.hexdigest()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--gib", type=float, default=1.0, help="size of the model")
+    parser.add_argument("--rounds", type=int, default=5)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    model, twin = (model_of(options.gib, torch.bfloat16) for _ in range(2))
+    half = model_of(options.gib, torch.float16)
+    times = measure(
+        {
+            "read": lambda: read(model),
+            "digest": lambda: digest(model),
+            "read both": lambda: read(model, twin),
+            "compare equal": lambda: compare(model, twin),
+            "sha256 of tobytes": lambda: sha256(half),
+        },
+        options.rounds,
+    )
+    sizes = {name: options.gib * (2 if name in ("read both", "compare equal") else 1) for name in times}
+    return 0 if report(times, sizes, GOALS) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

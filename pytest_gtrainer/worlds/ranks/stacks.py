@@ -16,8 +16,13 @@ WAIT_SECONDS = 1.0
 LIMIT = 6000
 
 _FRAME = re.compile(r'^\s+File "(?P<file>[^"]+)", line \d+ in (?P<function>.+)$')
-# Frames of torch that only hand a call on.
-_WRAPPERS = ("c10d_logger.py", "_dynamo/", "contextlib.py", "utils/_contextlib.py")
+# Frames that only hand a call on, and the files in which collectives are called.
+_WRAPPERS = ("torch/distributed/c10d_logger.py", "torch/_ops.py", "torch/_compile.py")
+_COLLECTIVES = (
+    *_WRAPPERS,
+    "torch/distributed/distributed_c10d.py",
+    "torch/distributed/_functional_collectives.py",
+)
 
 
 def stack_file(folder: str | Path, rank: int) -> Path:
@@ -58,29 +63,36 @@ def _is_whole(text: str) -> bool:
 
 
 def waiting_in(text: str) -> str | None:
-    """The torch.distributed function that the main thread is in, None if it is elsewhere.
+    """The collective that the main thread is in, None if it is elsewhere.
 
-    >>> waiting_in('Current thread 0x1 (most recent call first):\\n'
-    ...            '  File "/x/torch/distributed/distributed_c10d.py", line 9 in barrier\\n'
-    ...            '  File "/x/torch/distributed/c10d_logger.py", line 8 in wrapper\\n'
-    ...            '  File "/home/u/test_it.py", line 3 in test_it\\n')
+    >>> waiting_in('Current thread 0x1 (most recent call first):\n'
+    ...            '  File "/x/torch/distributed/distributed_c10d.py", line 9 in barrier\n'
+    ...            '  File "/x/torch/distributed/c10d_logger.py", line 8 in wrapper\n'
+    ...            '  File "/home/u/test_it.py", line 3 in test_it\n')
     'barrier'
     """
     current = text.rfind("Current thread ")
     frames = [match for line in text[max(current, 0) :].splitlines() if (match := _FRAME.match(line))]
-    return distributed_call([(match["file"], match["function"]) for match in frames])
+    return collective_of([(match["file"], match["function"]) for match in frames])
 
 
-def distributed_call(frames: list[tuple[str, str]]) -> str | None:
-    """The function of torch.distributed that user code called, from (file, function) innermost first.
+def collective_of(frames: list[tuple[str, str]]) -> str | None:
+    """The collective that was called, from (file, function) pairs, innermost first.
 
-    >>> distributed_call([("/x/torch/_ops.py", "__call__"), ("/u/test_it.py", "test_it")])
+    >>> collective_of([("/x/torch/nn/linear.py", "forward"), ("/u/test_it.py", "test_it")])
+    >>> collective_of([("/x/torch/distributed/fsdp/_state.py", "wait"), ("/u/test_it.py", "test_it")])
+    'wait'
     """
-    found = None
-    for file, function in frames:
-        path = file.replace("\\", "/")
-        if "/torch/" not in path:
-            break
-        if "/torch/distributed/" in path and not any(wrapper in path for wrapper in _WRAPPERS):
-            found = function
-    return found
+    inside = [(file, function) for file, function in frames[: depth_of_collective(frames)]]
+    named = [function for file, function in inside if not file.endswith(_WRAPPERS)]
+    if named:
+        return named[-1]
+    # A work's wait() is C++ called by whoever holds the work: FSDP, for example.
+    if frames and "/torch/distributed/" in frames[0][0]:
+        return frames[0][1]
+    return None
+
+
+def depth_of_collective(frames: list[tuple[str, str]]) -> int:
+    """How many of the innermost frames belong to the collective call itself."""
+    return next((n for n, (file, _) in enumerate(frames) if not file.endswith(_COLLECTIVES)), len(frames))

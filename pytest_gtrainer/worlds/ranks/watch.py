@@ -47,6 +47,7 @@ class _Watch:
         self.started = time.monotonic()
         self.first_trouble: float | None = None
         self.next_look: float | None = None
+        self.freed_at: float | None = None  # when a rank last closed its connections to the others
         self.left: set[int] = set()  # told to leave their group, and it is not confirmed
 
     # --- hearing ------------------------------------------------------------------------
@@ -81,6 +82,7 @@ class _Watch:
     def _died(self, rank: int) -> None:
         self.pending.discard(rank)
         self.outcome.dead.add(rank)
+        self.freed_at = time.monotonic()
         self._trouble()
         process = self.team.ranks[rank]
         how = self.team.how_it_ended(process)
@@ -126,6 +128,7 @@ class _Watch:
     def _leave(self, rank: int) -> None:
         if rank not in self.left:
             self.left.add(rank)
+            self.freed_at = time.monotonic()
             self.team.send(wire.LeaveGroup(), [rank])
 
     def _look(self) -> None:
@@ -139,9 +142,15 @@ class _Watch:
             if waiting == self.pending:  # for the ranks that skipped
                 self._unblock()
             return
-        stuck = waiting and self.pending - set(self.outcome.raised) <= waiting
-        if stuck or now > unblocked_at + BUSY_LIMIT:
+        if self._are_stuck(waiting, now) or now > unblocked_at + BUSY_LIMIT:
             self._give_up("did not end after another rank had failed", stacks)
+
+    def _are_stuck(self, waiting: set[int], now: float) -> bool:
+        """Whether nothing will free the pending ranks: all wait, or those who left did not free them."""
+        if waiting == self.pending:
+            return self.freed_at is None or now >= self.freed_at + STUCK_AFTER
+        was_freed = self.freed_at is not None and now >= self.freed_at + STUCK_AFTER
+        return was_freed and bool(waiting) and self.pending - set(self.outcome.raised) <= waiting
 
     def _give_up(self, why: str, stacks: dict[int, str] | None = None) -> None:
         """Blame the pending ranks, with their stacks, and kill the team."""

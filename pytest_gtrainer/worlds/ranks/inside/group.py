@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import gc
+import sys
 from collections import Counter
+from collections.abc import Callable
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,6 +29,22 @@ class RankGroup:
     def __init__(self, rank: int, size: int, device: str, backend: str) -> None:
         self.rank, self.size, self.device, self.backend = rank, size, device, backend
         self._default: dist.ProcessGroup | None = None
+        self._points: Counter[int] = Counter()  # sends and receives, by group
+        if backend == "gloo":
+            self._count_points()
+
+    def _count_points(self) -> None:
+        """Count sends and receives, which gloo adds to the collectives: ranks may differ in them."""
+        for name in ("send", "recv", "recv_anysource"):
+            setattr(dist.ProcessGroup, name, self._counting(getattr(dist.ProcessGroup, name)))
+
+    def _counting(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(method)
+        def counted(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
+            self._points[id(group)] += 1
+            return method(group, *args, **kwargs)
+
+        return counted
 
     def join(self, store_path: str) -> None:
         """Make the default group anew, meeting the other ranks through a file."""
@@ -38,6 +59,8 @@ class RankGroup:
 
     def leave(self) -> None:
         """Destroy all groups, which makes ranks that are blocked with this one raise."""
+        self._default = None
+        self._points.clear()
         if not dist.is_initialized():
             return
         with contextlib.suppress(RuntimeError):  # the peers may be gone already
@@ -45,6 +68,8 @@ class RankGroup:
                 c10d._abort_process_group()  # destroying waits for collectives that will never end
             else:
                 dist.destroy_process_group()
+        _forget_last_error()
+        gc.collect()  # gloo closes its connections only with the last reference, a test's model's too
 
     def state(self) -> wire.GroupState:
         """What has been issued on the groups that exist, for comparison with the other ranks."""
@@ -65,7 +90,7 @@ class RankGroup:
             if same_ranks[label] > 1:
                 label += f" (group {same_ranks[label]} of these)"
             with contextlib.suppress(RuntimeError):  # a backend that does not count
-                issued[label] = group._get_sequence_number_for_group()
+                issued[label] = group._get_sequence_number_for_group() - self._points[id(group)]
         return issued
 
     def _label(self, group: dist.ProcessGroup) -> str:
@@ -79,5 +104,13 @@ class RankGroup:
         if not self._is_intact():
             return
         for group in [group for group in c10d._world.pg_map if group is not self._default]:
+            self._points.pop(id(group), None)
             with contextlib.suppress(RuntimeError, ValueError):
                 dist.destroy_process_group(group)
+
+
+def _forget_last_error() -> None:
+    """Drop the interpreter's references to the last traceback, whose frames may hold groups."""
+    for name in ("last_type", "last_value", "last_traceback", "last_exc"):
+        if hasattr(sys, name):
+            delattr(sys, name)

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import time
 import traceback
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
+from types import TracebackType
 from typing import Any
 
 import pytest
 
 from pytest_gtrainer.worlds.ranks import wire
 from pytest_gtrainer.worlds.ranks.inside import hygiene
-from pytest_gtrainer.worlds.ranks.stacks import distributed_call
+from pytest_gtrainer.worlds.ranks.stacks import collective_of, depth_of_collective
 
 OUTPUT_LIMIT = 64 * 1024
 SUMMARY_LIMIT = 300
+# gloo's words when the rank at the other end is gone.
+LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
 
 
 class Recorder:
@@ -38,6 +41,7 @@ class Recorder:
     ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
         if call.excinfo is not None:
             self._send(raised(call.when, call.excinfo))
+            hide_collective_frames(call.excinfo.value)
         return (yield)
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -71,24 +75,56 @@ class Recorder:
 
 def raised(when: str, excinfo: pytest.ExceptionInfo[BaseException]) -> wire.Raised:
     """What the parent must know of an exception before its report is made."""
-    frames = [(frame.filename, frame.name) for frame in reversed(traceback.extract_tb(excinfo.tb))]
-    origin = getattr(excinfo.value, "gt_origin", None)
+    error = excinfo.value
+    origin = getattr(error, "gt_origin", None)
+    waiting_in = collective_of(frames_of(error))
+    if waiting_in is None and any(sign in str_of(error) for sign in LOST_PEER):
+        waiting_in = "a collective"
     return wire.Raised(
         time=time.monotonic(),
         when=when,
-        summary=summary_of(excinfo.value),
-        is_skip=isinstance(excinfo.value, pytest.skip.Exception),
-        waiting_in=distributed_call(frames),
+        summary=summary_of(error),
+        is_skip=isinstance(error, pytest.skip.Exception),
+        waiting_in=waiting_in,
         origin=plain(origin) if isinstance(origin, tuple) else None,
     )
 
 
-def summary_of(error: BaseException) -> str:
-    """Type and first line of the message; an exception whose ``str`` fails is named all the same."""
+def frames_of(error: BaseException) -> list[tuple[str, str]]:
+    """File and function of every frame that the exception went through, innermost first."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return [(frame.f_code.co_filename, frame.f_code.co_name) for frame in reversed(frames)]
+
+
+def hide_collective_frames(error: BaseException) -> None:
+    """End the traceback at the call of the collective.
+
+    The frames below say nothing more, and to show them pytest parses torch's largest files:
+    4 s of CPU time in every rank.
+    """
+    entries = list(_entries(error.__traceback__))
+    keep = len(entries) - depth_of_collective(frames_of(error))
+    if 0 < keep < len(entries):
+        entries[keep - 1].tb_next = None
+
+
+def _entries(entry: TracebackType | None) -> Iterator[TracebackType]:
+    while entry is not None:
+        yield entry
+        entry = entry.tb_next
+
+
+def str_of(error: BaseException) -> str:
+    """The message, also of an exception whose ``str`` fails."""
     try:
-        lines = str(error).strip().splitlines()
+        return str(error)
     except Exception as failure:
-        lines = [f"<str() of it raised {type(failure).__name__}>"]
+        return f"<str() of it raised {type(failure).__name__}>"
+
+
+def summary_of(error: BaseException) -> str:
+    """Type and first line of the message."""
+    lines = str_of(error).strip().splitlines()
     text = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
     return text[:SUMMARY_LIMIT]
 

@@ -53,6 +53,12 @@ def merge(item: pytest.Item, outcome: Outcome, reports: Mapping[int, RankReports
     return _Merge(item, outcome, reports).reports()
 
 
+def earliest_incident(outcome: Outcome) -> Incident | None:
+    """The first incident that is not a mere consequence."""
+    causes = [incident for incident in outcome.incidents if not incident.is_consequence]
+    return min(causes, key=lambda incident: incident.time, default=None)
+
+
 @dataclass(slots=True)
 class _Event:
     """Something that makes the test fail: a rank's exception, or an incident."""
@@ -137,7 +143,7 @@ class _Merge:
             failed = next(report for report in self.by_rank[rank].values() if report.failed)
             return str(failed.longrepr).strip().splitlines()[-1][:300]
         if self.outcome.is_consequence(rank):
-            return f"was waiting in {told.waiting_in}"
+            return f"waited in {told.waiting_in}"
         return told.summary
 
     # --- the reports --------------------------------------------------------------------------
@@ -163,10 +169,17 @@ class _Merge:
         else:
             report = self._made(headline.phase, "failed", headline.text)
         _append(report, "ranks", self._other_ranks(headline))
-        for incident in self.outcome.incidents:
-            for title, text in incident.details:
-                _append(report, title, text)
+        for (title, text), ranks in self._details().items():
+            _append(report, f"{title} [{rank_list(ranks)}]", text)
         return report
+
+    def _details(self) -> dict[tuple[str, str], list[int]]:
+        """The stacks and last outputs, equal texts once."""
+        found: dict[tuple[str, str], list[int]] = {}
+        for incident in self.outcome.incidents:
+            for detail in incident.details if incident.rank is not None else ():
+                found.setdefault(detail, []).append(incident.rank)  # type: ignore[arg-type]
+        return found
 
     def _other_ranks(self, headline: _Event) -> str:
         """A line for each thing that the ranks did, beginning with the headline's."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pickle
 import sys
 from typing import Any
 
@@ -110,7 +109,6 @@ class Pool:
             backend=devices.backend,
             cwd=str(config.invocation_params.dir),
             args=tuple(str(arg) for arg in config.invocation_params.args),
-            options=_portable(vars(config.option)),
             worker=_worker_input(config, size),
             basetemp=str(config._tmp_path_factory.getbasetemp()),  # type: ignore[attr-defined]
             environ=dict(os.environ),
@@ -128,19 +126,6 @@ def modules_to_preload(config: pytest.Config) -> list[str]:
                if hasattr(plugin, "__file__")]  # fmt: skip
     seen = [name for name in sys.modules if name.split(".")[0] in ("torch", "numpy", "pytest_gtrainer")]
     return list(dict.fromkeys([*PRELOAD, *plugins, *seen]))
-
-
-def _portable(values: dict[str, Any]) -> dict[str, Any]:
-    """The options that can be sent."""
-    return {name: value for name, value in values.items() if _can_be_pickled(value)}
-
-
-def _can_be_pickled(value: Any) -> bool:
-    try:
-        pickle.dumps(value)
-    except Exception:
-        return False
-    return True
 
 
 def _worker_input(config: pytest.Config, size: int) -> dict[str, Any]:

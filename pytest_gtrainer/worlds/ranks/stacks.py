@@ -15,7 +15,7 @@ STACK_SIGNAL = signal.SIGRTMAX - 2 if hasattr(signal, "SIGRTMAX") else signal.SI
 WAIT_SECONDS = 1.0
 LIMIT = 6000
 
-_FRAME = re.compile(r'^\s+File "(?P<file>[^"]+)", line \d+ in (?P<function>.+)$')
+_FRAME = re.compile(r'^\s+File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<function>.+)$')
 # Frames that only hand a call on, and the files in which collectives are called.
 _WRAPPERS = ("torch/distributed/c10d_logger.py", "torch/_ops.py", "torch/_compile.py")
 _COLLECTIVES = (
@@ -71,9 +71,32 @@ def waiting_in(text: str) -> str | None:
     ...            '  File "/home/u/test_it.py", line 3 in test_it\n')
     'barrier'
     """
+    return collective_of([(match["file"], match["function"]) for match in _main_frames(text)])
+
+
+def whereabouts(text: str) -> str:
+    """Where the main thread is, to be added to a sentence.
+
+    >>> whereabouts('Current thread 0x1 (most recent call first):\n  File "/u/test_it.py", line 3 in test_it\n')
+    ', at test_it.py:3 in test_it'
+    """
+    waits = waiting_in(text)
+    if waits:
+        return f", waiting in {waits}"
+    frames = _main_frames(text)
+    return f", at {Path(frames[0]['file']).name}:{frames[0]['line']} in {frames[0]['function']}" if frames else ""
+
+
+def readable(text: str) -> str:
+    """The stacks without pytest's and our own frames below the test."""
+    lines = text.rstrip().splitlines()
+    below = next((n for n, line in enumerate(lines) if "/_pytest/python.py" in line), len(lines))
+    return "\n".join(lines[:below]) or "no answer"
+
+
+def _main_frames(text: str) -> list[re.Match[str]]:
     current = text.rfind("Current thread ")
-    frames = [match for line in text[max(current, 0) :].splitlines() if (match := _FRAME.match(line))]
-    return collective_of([(match["file"], match["function"]) for match in frames])
+    return [match for line in text[max(current, 0) :].splitlines() if (match := _FRAME.match(line))]
 
 
 def collective_of(frames: list[tuple[str, str]]) -> str | None:

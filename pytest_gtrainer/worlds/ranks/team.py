@@ -36,7 +36,6 @@ class TeamPlan:
     backend: str
     cwd: str
     args: tuple[str, ...]
-    options: Mapping[str, Any]
     worker: Mapping[str, Any]
     basetemp: str
     environ: Mapping[str, str]
@@ -48,7 +47,7 @@ class TeamPlan:
         return wire.RankSetup(
             rank=rank, size=self.size, device=self.device, backend=self.backend,
             folder=str(folder), store=str(store), environ=self.environ, sys_path=self.sys_path,
-            cwd=self.cwd, args=self.args, options=self.options,
+            cwd=self.cwd, args=self.args,
             basetemp=f"{self.basetemp}/{folder.name}-rank{rank}",
             worker={**self.worker, **identity}, live_output=self.live_output,
         )  # fmt: skip

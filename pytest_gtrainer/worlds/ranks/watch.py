@@ -12,7 +12,7 @@ import time
 
 from pytest_gtrainer.worlds.ranks import wire
 from pytest_gtrainer.worlds.ranks.outcome import Incident, Outcome
-from pytest_gtrainer.worlds.ranks.stacks import waiting_in
+from pytest_gtrainer.worlds.ranks.stacks import readable, waiting_in, whereabouts
 from pytest_gtrainer.worlds.ranks.team import Team
 
 # Ranks that fail alike do so within moments of each other: leave them the time.
@@ -87,7 +87,7 @@ class _Watch:
         process = self.team.ranks[rank]
         how = self.team.how_it_ended(process)
         words = self.team.last_words(process)
-        details = ((f"last output of rank {rank}", words),) if words else ()
+        details = (("last output", words),) if words else ()
         self.outcome.incidents.append(Incident(time.monotonic(), rank, f"rank {rank} {how}", details))
 
     def _trouble(self) -> None:
@@ -156,10 +156,9 @@ class _Watch:
         """Blame the pending ranks, with their stacks, and kill the team."""
         stacks = stacks if stacks is not None else self.team.stacks(self.pending)
         now = time.monotonic()
-        for rank in sorted(self.pending):
-            where = waiting_in(stacks[rank])
-            text = f"rank {rank} {why}" + (f", waiting in {where}" if where else "")
-            details = ((f"Python stacks of rank {rank}", stacks[rank]),)
+        for rank in sorted(self.pending, key=lambda rank: (waiting_in(stacks[rank]) is not None, rank)):
+            text = f"rank {rank} {why}{whereabouts(stacks[rank])}"
+            details = (("Python stacks", readable(stacks[rank])),)
             is_consequence = self.first_trouble is not None
             self.outcome.incidents.append(Incident(now, rank, text, details, is_consequence))
         self.pending.clear()

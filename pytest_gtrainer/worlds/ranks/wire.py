@@ -19,7 +19,7 @@ class RankSetup:
 
     Attributes:
         folder: where the rank keeps its log and its stacks; ``store`` is the rendezvous file there.
-        options, args: pytest's, as the parent got them.
+        args: pytest's command line, as the parent got it.
         worker: the content of ``config.workerinput``.
         live_output: leave stdout and stderr as they are (``-s``).
     """
@@ -34,7 +34,6 @@ class RankSetup:
     sys_path: tuple[str, ...]
     cwd: str
     args: tuple[str, ...]
-    options: Mapping[str, Any]
     basetemp: str
     worker: Mapping[str, Any]
     live_output: bool

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 # Private: torch's tables of live groups have no public reader in 2.13.
+from torch.distributed import c10d_logger
 from torch.distributed import distributed_c10d as c10d
 
 from pytest_gtrainer.worlds.ranks import wire
@@ -30,6 +31,8 @@ class RankGroup:
         self.rank, self.size, self.device, self.backend = rank, size, device, backend
         self._default: dist.ProcessGroup | None = None
         self._points: Counter[int] = Counter()  # sends and receives, by group
+        # It logs every failed collective with all its arguments, on each rank that waited.
+        c10d_logger._c10d_logger.propagate = False
         if backend == "gloo":
             self._count_points()
 

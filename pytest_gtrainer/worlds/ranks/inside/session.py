@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from _pytest.capture import CaptureManager
+from _pytest.config import _prepareconfig
 from _pytest.main import Session
 
 from pytest_gtrainer.worlds.ranks import wire
@@ -41,9 +42,9 @@ def make_session(setup: wire.RankSetup) -> pytest.Session:
 
 
 def _configured(setup: wire.RankSetup) -> pytest.Config:
-    options = dict(setup.options)
-    options["plugins"] = [*(options.get("plugins") or []), *(f"no:{name}" for name in PARENT_ONLY)]
-    config = pytest.Config.fromdictargs(options, list(setup.args))
+    config = _prepareconfig(list(setup.args))
+    for name in PARENT_ONLY:  # only now: the parser must know their options
+        config.pluginmanager.consider_pluginarg(f"no:{name}")
     for name in PARENT_ONLY_OBJECTS:
         if config.pluginmanager.has_plugin(name):
             config.pluginmanager.unregister(name=name)

@@ -1,0 +1,125 @@
+"""``gt_ranks``: call functions on real ranks from a test that itself stays in the parent."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from pytest_gtrainer import devices, facts
+from pytest_gtrainer.worlds.ranks import wire
+from pytest_gtrainer.worlds.ranks.dispatch import chain_of, limit_of
+from pytest_gtrainer.worlds.ranks.merge import earliest_incident
+from pytest_gtrainer.worlds.ranks.outcome import Outcome, disagreement
+from pytest_gtrainer.worlds.ranks.pool import Pool
+from pytest_gtrainer.worlds.ranks.watch import run_on
+from pytest_gtrainer.worlds.spec import WorldSpec, spec_of
+
+
+class RankError(Exception):
+    """A function failed on a rank.
+
+    Attributes:
+        rank: the rank that failed first; None if it concerns all of them.
+        remote_traceback: what that rank's interpreter printed.
+    """
+
+    def __init__(self, message: str, rank: int | None, remote_traceback: str = "") -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.remote_traceback = remote_traceback
+
+
+def caller_of(request: pytest.FixtureRequest) -> RankCaller:
+    """The caller for the test of ``request``."""
+    plugin = request.config.pluginmanager.getplugin("gtrainer-ranks")
+    if plugin is None:
+        pytest.fail("gt_ranks cannot be used inside a rank: the test is there already", pytrace=False)
+    return RankCaller(plugin.pool, request.node, request.config)
+
+
+class RankCaller:
+    """Runs functions on warm ranks, one call at a time."""
+
+    def __init__(self, pool: Pool, item: pytest.Item, config: pytest.Config) -> None:
+        self._pool, self._item, self._config = pool, item, config
+
+    def run(self, function: Callable[..., Any], *args: Any, size: int | None = None) -> list[Any]:
+        """Call ``function(*args)`` on every rank of a world: the results, in the order of ranks.
+
+        The process group is up on the ranks; ``torch.distributed`` tells a function its rank.
+        ``size`` is the number of ranks: else the marker's, else all there are.
+
+        Raises:
+            RankError: the function raised on a rank, a rank died, or the limit was reached.
+            TypeError: the function or an argument cannot be sent to another process.
+        """
+        __tracebackhide__ = True
+        spec = spec_of(self._item)
+        command = wire.CallFunction(_payload(function, args), chain_of(self._item))
+        team = self._pool.team(self._size(size, spec))
+        outcome = run_on(team, command, limit_of(self._config, spec))
+        self._pool.release(team)
+        return self._results(outcome)
+
+    def _size(self, size: int | None, spec: WorldSpec | None) -> int:
+        slots = devices.resolve(self._config).slots
+        wanted = size if size is not None else spec.size if spec is not None else slots
+        if type(wanted) is not int or wanted < 1:
+            raise ValueError(f"gt_ranks.run: size is a whole number, 1 or more; not {wanted!r}")
+        if wanted > slots:
+            facts.emit("skip", cause=f"needs {wanted} ranks, there are {slots}")
+            pytest.skip(f"needs {wanted} ranks, --gt-gpus gives {slots}")
+        return wanted
+
+    def _results(self, outcome: Outcome) -> list[Any]:
+        __tracebackhide__ = True
+        _raise_failure(outcome)
+        answers = {rank: answer for rank, answer in sorted(outcome.answers.items())
+                   if isinstance(answer, wire.CallDone)}  # fmt: skip
+        for rank, answer in answers.items():
+            if answer.output:
+                print(f"[rank {rank}] {answer.output}", end="" if answer.output.endswith("\n") else "\n")
+        for fact in answers[0].facts:
+            facts.emit(**fact)
+        differing = disagreement({rank: answer.state for rank, answer in answers.items()})
+        if differing:
+            raise RankError(differing, None)
+        return [pickle.loads(answer.result or b"") for answer in answers.values()]
+
+
+def _payload(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
+    name = getattr(function, "__qualname__", repr(function))
+    if "<lambda>" in name or "<locals>" in name:
+        raise TypeError(
+            f"gt_ranks.run: {name} has no name that another process could import it by: "
+            "define it with def at the top level of the test file, and hand over what it needs as arguments"
+        )
+    try:
+        return pickle.dumps((function, args))
+    except Exception as error:
+        raise TypeError(
+            f"gt_ranks.run: {name} or its arguments cannot be sent to another process: {error}"
+        ) from error
+
+
+def _raise_failure(outcome: Outcome) -> None:
+    """Raise what happened first, if something did."""
+    __tracebackhide__ = True
+    failed = {rank: answer.error for rank, answer in outcome.answers.items()
+              if isinstance(answer, wire.CallDone) and answer.error is not None}  # fmt: skip
+    genuine = [rank for rank in failed if not outcome.is_consequence(rank)]
+    incident = earliest_incident(outcome)
+    first = min(genuine, key=lambda rank: outcome.raised[rank].time, default=None)
+    if first is not None and (incident is None or outcome.raised[first].time <= incident.time):
+        raise RankError(
+            f"rank {first} raised {outcome.raised[first].summary}\n\n{failed[first]}", first, failed[first] or ""
+        )
+    if incident is not None:
+        details = "".join(f"\n\n--- {title} ---\n{text}" for title, text in incident.details)
+        raise RankError(incident.text + details, incident.rank)
+    if failed:
+        rank = min(failed)
+        raise RankError(f"rank {rank} raised {outcome.raised[rank].summary}\n\n{failed[rank]}", rank, failed[rank] or "")

@@ -50,10 +50,13 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
+    problem = None
     try:
         spec.spec_of(item)
     except spec.SpecError as error:
-        pytest.fail(str(error), pytrace=False)
+        problem = str(error)
+    if problem is not None:  # outside the except clause, or pytest shows both exceptions
+        pytest.fail(problem, pytrace=False)
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

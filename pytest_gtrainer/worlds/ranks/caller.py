@@ -91,6 +91,7 @@ class RankCaller:
 
 
 def _payload(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
+    __tracebackhide__ = True
     name = getattr(function, "__qualname__", repr(function))
     if "<lambda>" in name or "<locals>" in name:
         raise TypeError(

@@ -26,7 +26,20 @@ _COLLECTIVES = (
 
 
 def stack_file(folder: str | Path, rank: int) -> Path:
+    """Where a rank's stacks go."""
     return Path(folder) / f"rank{rank}.stacks"
+
+
+def log_file(folder: str | Path, rank: int) -> Path:
+    """What a rank writes while pytest does not capture: a C++ abort, for example."""
+    return Path(folder) / f"rank{rank}.log"
+
+
+def fatal_error(file: Path) -> str:
+    """What a rank's faulthandler wrote as it died; "" if it died in another way."""
+    text = _read_from(file, 0)
+    start = text.rfind("Fatal Python error")
+    return readable(text[start:]) if start >= 0 else ""
 
 
 def take_stacks(files: Mapping[int, Path], ask: Callable[[int], None]) -> dict[int, str]:

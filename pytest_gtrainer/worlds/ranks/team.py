@@ -16,7 +16,13 @@ from typing import Any, BinaryIO
 from pytest_gtrainer.worlds.ranks import wire
 from pytest_gtrainer.worlds.ranks.launcher import ForkServer, RanksError
 from pytest_gtrainer.worlds.ranks.outcome import Outcome, disagreement
-from pytest_gtrainer.worlds.ranks.stacks import STACK_SIGNAL, stack_file, take_stacks
+from pytest_gtrainer.worlds.ranks.stacks import (
+    STACK_SIGNAL,
+    fatal_error,
+    log_file,
+    stack_file,
+    take_stacks,
+)
 
 START_LIMIT = 120.0
 JOIN_LIMIT = 20.0
@@ -60,7 +66,7 @@ class RankProcess:
     rank: int
     pid: int
     conn: Connection
-    captured: list[tuple[str, BinaryIO]] = field(default_factory=list)
+    captured: list[BinaryIO] = field(default_factory=list)
 
 
 class Team:
@@ -103,10 +109,9 @@ class Team:
             self._give_up(f"rank {rank.rank} {self.how_it_ended(rank)} while it started\n{self.last_words(rank)}")
         if isinstance(message, wire.StartFailed):
             self._give_up(f"rank {rank.rank} could not start:\n{message.text}")
-        titles = ("stdout", "stderr")
-        for title, fd in zip(titles, message.capture_fds, strict=False):
+        for fd in message.capture_fds:
             with contextlib.suppress(OSError):
-                rank.captured.append((title, open(f"/proc/{rank.pid}/fd/{fd}", "rb")))  # noqa: SIM115
+                rank.captured.append(open(f"/proc/{rank.pid}/fd/{fd}", "rb"))  # noqa: SIM115
 
     def _give_up(self, why: str) -> None:
         self.kill()
@@ -148,14 +153,13 @@ class Team:
 
     def last_words(self, rank: RankProcess) -> str:
         """What a dead rank wrote that no report carries: captured output, log, fatal error."""
-        from pytest_gtrainer.worlds.ranks.inside.process import log_file
-
-        texts = [_read(file) for _, file in rank.captured]
-        for path in (log_file(self._folder, rank.rank), stack_file(self._folder, rank.rank)):
-            if path.exists():
-                with path.open("rb") as file:
-                    texts.append(_read(file))
-        return "\n".join(text for text in texts if text.strip())
+        texts = [_read(file) for file in rank.captured]
+        log = log_file(self._folder, rank.rank)
+        if log.exists():
+            with log.open("rb") as file:
+                texts.append(_read(file))
+        texts.append(fatal_error(stack_file(self._folder, rank.rank)))
+        return "\n".join(text.rstrip() for text in texts if text.strip())
 
     def stacks(self, ranks: Iterable[int]) -> dict[int, str]:
         """The Python stacks of running ranks."""
@@ -212,7 +216,7 @@ class Team:
         self._server.kill([rank.pid for rank in self.ranks])
         for rank in self.ranks:
             rank.conn.close()
-            for _, file in rank.captured:
+            for file in rank.captured:
                 file.close()
 
 

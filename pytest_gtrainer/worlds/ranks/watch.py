@@ -75,7 +75,7 @@ class _Watch:
         if trouble is not None:
             self._trouble()
         if isinstance(message, wire.ItemDone) and trouble is not None:
-            self.outcome.incidents.append(Incident(time.monotonic(), rank, f"rank {rank}: {trouble}"))
+            self.outcome.incidents.append(Incident(time.monotonic(), rank, f"rank {rank} {trouble}"))
         if self.outcome.unblocked_at is not None and self.pending:
             self._leave(rank)
 

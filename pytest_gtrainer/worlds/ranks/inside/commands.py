@@ -74,11 +74,11 @@ class Rank:
             self.session._setupstate.teardown_exact(item)
             self.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
         except CollectionDiffers as error:
-            return str(error)
+            return f"does not find the test: {error}"
         except pytest.exit.Exception as error:
             return f"called pytest.exit: {error}"
         except BaseException as error:
-            return summary_of(error)
+            return f"broke off: {summary_of(error)}"
         return None
 
     def _following(self, ref: wire.ItemRef | None) -> pytest.Item | None:

@@ -9,11 +9,10 @@ import signal
 import sys
 import traceback
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import NoReturn
 
 from pytest_gtrainer.worlds.ranks import wire
-from pytest_gtrainer.worlds.ranks.stacks import STACK_SIGNAL, stack_file
+from pytest_gtrainer.worlds.ranks.stacks import STACK_SIGNAL, log_file, stack_file
 
 _PR_SET_PDEATHSIG = 1
 
@@ -53,11 +52,6 @@ def _open_streams(setup: wire.RankSetup) -> None:
     sys.stdin = open(0, closefd=False)  # noqa: SIM115 - a standard stream lives as long as the process
     sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
-
-
-def log_file(folder: str | Path, rank: int) -> Path:
-    """What a rank writes while pytest does not capture: a C++ abort, for example."""
-    return Path(folder) / f"rank{rank}.log"
 
 
 def _open_stacks(setup: wire.RankSetup) -> None:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from pytest_gtrainer.graphtext.paths import Layer
+
+_REACH = 4
+"""At most so many stretches of other layers lie inside one."""
 
 
 class Key(NamedTuple):
@@ -66,6 +70,8 @@ def section_keys(own: Sequence[Key], floating: Sequence[bool]) -> list[Key]:
     ['fwd.layers[0]', 'fwd.layers[1]', 'fwd.layers[1]', 'fwd.layers[1]']
     >>> [str(key) for key in section_keys([a, b, a], [False, True, False])]
     ['fwd.layers[0]', 'fwd.layers[0]', 'fwd.layers[0]']
+    >>> [str(key) for key in section_keys([a, b, a, a, b], [False] * 5)]
+    ['fwd.layers[0]', 'fwd.layers[0]', 'fwd.layers[0]', 'fwd.layers[0]', 'fwd.layers[1]']
     """
     keys = _joined_to_what_follows(own, floating)
     ahead = _next_known(keys)
@@ -79,7 +85,44 @@ def section_keys(own: Sequence[Key], floating: Sequence[bool]) -> list[Key]:
             keys[place] = after  # the first collective of the backward does not stand in the forward
         else:
             keys[place] = before
-    return [key for key in keys if key is not None]
+    return _absorbed([key for key in keys if key is not None])
+
+
+def _absorbed(keys: list[Key]) -> list[Key]:
+    """Give a layer the short stretches of its neighbours that the schedule has put inside it.
+
+    Prefetching casts the parameters of layer 1 in the middle of layer 0; were that a section of
+    its own, no two layers would be alike.
+    """
+    stretches = _stretches(keys)
+    absorbed: list[Key] = []
+    place = 0
+    while place < len(stretches):
+        key, _ = stretches[place]
+        last = place
+        while key.layer is not None and (again := _continuation(stretches, last)) is not None:
+            last = again
+        absorbed += [key] * sum(length for _, length in stretches[place : last + 1])
+        place = last + 1
+    return absorbed
+
+
+def _stretches(keys: Sequence[Key]) -> list[tuple[Key, int]]:
+    """Neighbours of one key, with their number."""
+    return [(key, len(list(members))) for key, members in itertools.groupby(keys)]
+
+
+def _continuation(stretches: Sequence[tuple[Key, int]], place: int) -> int | None:
+    """Where the layer of a stretch goes on, if what lies between is less than what comes then."""
+    key, between = stretches[place][0], 0
+    for later in range(place + 1, min(place + 2 + _REACH, len(stretches))):
+        found, length = stretches[later]
+        if found == key:
+            return later if between < length else None
+        if found.space != key.space:
+            return None
+        between += length
+    return None
 
 
 def _joined_to_what_follows(own: Sequence[Key], floating: Sequence[bool]) -> list[Key | None]:

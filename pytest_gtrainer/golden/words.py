@@ -93,19 +93,27 @@ def _where(container: str | None, numbers: Sequence[int | None], module: str) ->
         return module
     if len(known) == 1:
         module = _NEIGHBOUR.sub(lambda found: f"[{known[0] + int(found[1])}]", module)
-    layers = f"{container}[{', '.join(_ranges(sorted(known)))}]"
+    layers = f"{container}[{', '.join(ranges(sorted(known)))}]"
     here = re.sub(r"\bL\b", layers, module)
     return here if here != module or len(known) == 1 else f"{module}, seen from {layers}"
 
 
-def _ranges(numbers: Sequence[int]) -> list[str]:
+def ranges(numbers: Sequence[int]) -> list[str]:
+    """Rising numbers with runs of three and more drawn together.
+
+    >>> ranges([0, 1, 2, 5, 7, 8])
+    ['0..2', '5', '7', '8']
+    """
     spans: list[list[int]] = []
     for number in numbers:
         if spans and number == spans[-1][1] + 1:
             spans[-1][1] = number
         else:
             spans.append([number, number])
-    return [str(first) if first == last else f"{first}..{last}" for first, last in spans]
+    spelled = []
+    for first, last in spans:
+        spelled += [f"{first}..{last}"] if last - first > 1 else [str(n) for n in range(first, last + 1)]
+    return spelled
 
 
 def _collectives_changed(before: list[Operation], after: list[Operation]) -> list[str]:

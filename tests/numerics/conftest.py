@@ -1,15 +1,13 @@
-"""Small tensors and runs that the numerics tests share."""
+"""Fixtures of the numerics tests."""
 
 from __future__ import annotations
 
-from itertools import product
+from collections.abc import Callable
 
 import pytest
-import torch
 
 from pytest_gtrainer import Record, facts
-
-NAMES = ("lm_head.weight", "layers.0.wq.weight")
+from tests.numerics.samples import make_run
 
 
 @pytest.fixture(autouse=True)
@@ -19,27 +17,6 @@ def told_to_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def run():
+def run() -> Callable[..., Record]:
     """``run(world_size=2, steps=2, rank=None)``: the record of a made-up training run."""
     return make_run
-
-
-def make_run(world_size: int = 2, steps: int = 2, rank: int | None = None) -> Record:
-    record = Record(world_size, rank)
-    for step in range(steps):
-        for each in record.expected_ranks:
-            record.add(step, each, "loss", "loss", torch.tensor(2.5 - step / 4 + each / 8))
-            for number, (phase, name) in enumerate(product(("gradient", "weight", "optimizer"), NAMES)):
-                record.add(step, each, phase, name, _values(20 * step + 10 * each + number))
-    return record
-
-
-def _values(offset: int) -> torch.Tensor:
-    """Numbers in [-2, 2) that differ between neighbours and between offsets: ``bf16[8, 8]``."""
-    return ((torch.arange(64) * 7 + offset) % 61).sub(30).div(16).reshape(8, 8).to(torch.bfloat16)
-
-
-def flip_bit(tensor: torch.Tensor, element: int = 0, bit: int = 0) -> None:
-    """Flip one bit of one element in place."""
-    width = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
-    tensor.view(width).view(-1)[element] ^= 1 << bit

@@ -9,7 +9,7 @@ import torch
 
 from pytest_gtrainer import Record, assert_bitwise_different, assert_bitwise_equal, facts
 from pytest_gtrainer.numerics.assertions import BitwiseDifference, ControlFailed
-from tests.numerics.conftest import NAMES
+from tests.numerics.samples import NAMES
 from tests.numerics.test_compare import faulty
 
 

@@ -11,11 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from pytest_gtrainer.numerics.bits import NoBytes, byte_view, differing, pattern, same_bytes, value
 from pytest_gtrainer.numerics.ulp import ulp_distance
-
-FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
-FP8 = [torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz]
-OTHERS = [torch.complex64, torch.complex128, torch.bool, torch.uint8, torch.int16, torch.int64, torch.uint32]
-ALL = FLOATS + FP8 + OTHERS
+from tests.numerics.samples import ALL, FLOATS, FP8
 
 
 @pytest.mark.parametrize("dtype", ALL, ids=str)

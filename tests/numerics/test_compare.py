@@ -10,10 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from pytest_gtrainer import Record, compare
+from pytest_gtrainer import Record, Verdict, compare
 from pytest_gtrainer.numerics.record import PHASES, Key
-from tests.numerics.conftest import NAMES, flip_bit, make_run
-from tests.numerics.test_bits import ALL
+from tests.numerics.samples import ALL, NAMES, flip_bit, make_run
 
 
 def faulty(*faults: tuple[int, int, str, str], element: int = 29, bit: int = 0, **kwargs) -> Record:
@@ -22,6 +21,10 @@ def faulty(*faults: tuple[int, int, str, str], element: int = 29, bit: int = 0, 
     for key in faults:
         flip_bit(record[key], element if record[key].ndim else 0, bit)
     return record
+
+
+def _keys(verdict: Verdict) -> list[Key]:
+    return [difference.key for difference in verdict.differences]
 
 
 class TestEqual:
@@ -224,8 +227,24 @@ class TestOrigin:
             return key.step, key.rank, PHASES.index(key.phase), ["loss", *NAMES].index(key.name)
 
         verdict = compare(faulty(*faults, element=0), make_run())
-        assert [difference.key for difference in verdict.differences] == sorted(faults, key=order)
+        assert _keys(verdict) == sorted(faults, key=order)
         assert verdict.origin == min((key.step, key.rank) for key in faults)
+
+    def test_it_is_the_origin_in_whatever_order_tensors_were_recorded(self, run):
+        """Step, rank and phase decide; among tensors of one phase the order in ``expected``."""
+        faults = [key for key in run() if key.phase != "optimizer"]
+        actual, expected = faulty(*faults), Record(2)
+        for key, tensor in reversed(run().items()):
+            expected.add(*key, tensor)
+        found = [(key.step, key.rank, key.phase, key.name) for key in _keys(compare(actual, expected))]
+        assert found[:6] == [
+            (0, 0, "loss", "loss"),
+            (0, 0, "gradient", NAMES[1]),
+            (0, 0, "gradient", NAMES[0]),
+            (0, 0, "weight", NAMES[1]),
+            (0, 0, "weight", NAMES[0]),
+            (0, 1, "loss", "loss"),
+        ]
 
     def test_the_first_of_several_elements_is_reported(self, run):
         actual = run()
@@ -235,7 +254,7 @@ class TestOrigin:
         assert (first.element, first.elements, first.ulp) == ((2, 1), 3, 1)
 
     def test_a_missing_tensor_counts_for_the_origin(self, run):
-        actual = run()
+        actual = faulty((1, 1, "loss", "loss"))
         del actual._tensors[Key(0, 1, "weight", NAMES[0])]
         verdict = compare(actual, run())
         assert (verdict.outcome, verdict.origin) == ("different", (0, 1))

@@ -9,7 +9,7 @@ from pytest_gtrainer import Record, assert_bitwise_equal, digest
 from pytest_gtrainer.numerics.bits import NoBytes
 from pytest_gtrainer.numerics.names import normalised
 from pytest_gtrainer.numerics.record import Key
-from tests.numerics.conftest import make_run
+from tests.numerics.samples import make_run
 
 
 def test_it_keeps_a_copy():

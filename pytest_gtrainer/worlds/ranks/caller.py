@@ -109,18 +109,15 @@ def _payload(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
 def _raise_failure(outcome: Outcome) -> None:
     """Raise what happened first, if something did."""
     __tracebackhide__ = True
-    failed = {rank: answer.error for rank, answer in outcome.answers.items()
+    errors = {rank: answer.error for rank, answer in outcome.answers.items()
               if isinstance(answer, wire.CallDone) and answer.error is not None}  # fmt: skip
-    genuine = [rank for rank in failed if not outcome.is_consequence(rank)]
+    causes = [rank for rank in errors if not outcome.is_consequence(rank)] or list(errors)
+    first = min(causes, key=lambda rank: outcome.raised[rank].time, default=None)
     incident = earliest_incident(outcome)
-    first = min(genuine, key=lambda rank: outcome.raised[rank].time, default=None)
-    if first is not None and (incident is None or outcome.raised[first].time <= incident.time):
-        raise RankError(
-            f"rank {first} raised {outcome.raised[first].summary}\n\n{failed[first]}", first, failed[first] or ""
-        )
-    if incident is not None:
+    if incident is not None and (first is None or incident.time < outcome.raised[first].time
+                                 or outcome.is_consequence(first)):  # fmt: skip
         details = "".join(f"\n\n--- {title} ---\n{text}" for title, text in incident.details)
         raise RankError(incident.text + details, incident.rank)
-    if failed:
-        rank = min(failed)
-        raise RankError(f"rank {rank} raised {outcome.raised[rank].summary}\n\n{failed[rank]}", rank, failed[rank] or "")
+    if first is not None:
+        text = errors[first] or ""
+        raise RankError(f"rank {first} raised {outcome.raised[first].summary}\n\n{text}", first, text)

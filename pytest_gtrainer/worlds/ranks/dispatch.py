@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping
 
 import pytest
 
 from pytest_gtrainer import options
 from pytest_gtrainer.worlds.ranks import wire
 from pytest_gtrainer.worlds.ranks.launcher import RanksError
-from pytest_gtrainer.worlds.ranks.merge import PHASES, Phase, merge
+from pytest_gtrainer.worlds.ranks.merge import PHASES, Phase, RankReports, merge
 from pytest_gtrainer.worlds.ranks.outcome import Incident, Outcome, disagreement
 from pytest_gtrainer.worlds.ranks.pool import Pool
 from pytest_gtrainer.worlds.ranks.watch import run_on
 from pytest_gtrainer.worlds.spec import WorldSpec, spec_of
 
 GOLDENS = "gtrainer-goldens"
+# Anything else that strikes during dispatch, a plugin's time limit for one, is the test's failure.
+NOT_A_FAILURE = (KeyboardInterrupt, pytest.exit.Exception)
 
 
 def dispatch(
@@ -31,7 +32,7 @@ def dispatch(
     for report in reports:
         hooks.pytest_runtest_logreport(report=report)
     # What earlier tests have set up in this process, and the next one does not share.
-    _local_phase(item, "teardown", lambda: item.session._setupstate.teardown_exact(nextitem), only_failed=True)
+    _tear_down_here(item, nextitem)
     _finish_goldens(item, passed=all(report.passed for report in reports))
     hooks.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
 
@@ -43,8 +44,7 @@ def _reports(pool: Pool, item: pytest.Item, next_on_ranks: pytest.Item | None) -
     call = pytest.CallInfo.from_call(
         lambda: outcomes.append(_run(pool, item, spec, next_on_ranks)),
         "call",
-        # Anything else that strikes here, a plugin's time limit for one, is the test's failure.
-        reraise=(KeyboardInterrupt, pytest.exit.Exception),
+        reraise=NOT_A_FAILURE,
     )
     if not outcomes:
         pool.discard(spec.size)
@@ -78,7 +78,8 @@ def item_ref(item: pytest.Item) -> wire.ItemRef:
 
 def chain_of(item: pytest.Item) -> tuple[str, ...]:
     """The directories and the file that lead to a test, outermost first."""
-    return tuple(str(node.path) for node in item.listchain() if isinstance(node, pytest.Directory | pytest.File))
+    nodes = (node for node in item.listchain() if isinstance(node, pytest.Directory | pytest.File))
+    return tuple(str(node.path) for node in nodes)
 
 
 def _merged(item: pytest.Item, outcome: Outcome) -> list[pytest.TestReport]:
@@ -112,15 +113,15 @@ def _with_disagreement(outcome: Outcome) -> Outcome:
 
 
 def _judge_goldens(
-    item: pytest.Item, merged: list[pytest.TestReport], reports: Mapping[int, Mapping[Phase, pytest.TestReport]]
+    item: pytest.Item, merged: list[pytest.TestReport], reports: Mapping[int, RankReports]
 ) -> None:
     """Let the golden plugin compare what the ranks claim; its objection fails the call."""
     judge = getattr(item.config.pluginmanager.getplugin(GOLDENS), "judge_ranks", None)
     call = next((report for report in merged if report.when == "call" and report.passed), None)
     if judge is None or call is None:
         return
-    claims = {rank: getattr(phases["call"], "gt_goldens", []) for rank, phases in reports.items() if "call" in phases}
-    objection = judge(item, claims)
+    calls = {rank: phases["call"] for rank, phases in reports.items() if "call" in phases}
+    objection = judge(item, {rank: getattr(report, "gt_goldens", []) for rank, report in calls.items()})
     if objection is not None:
         call.outcome, call.longrepr = "failed", objection
 
@@ -134,9 +135,11 @@ def _finish_goldens(item: pytest.Item, *, passed: bool) -> None:
 # --- this process ------------------------------------------------------------------------------
 
 
-def _local_phase(item: pytest.Item, when: Phase, work: Callable[[], object], *, only_failed: bool) -> None:
-    call = pytest.CallInfo.from_call(work, when, reraise=(KeyboardInterrupt, pytest.exit.Exception))
-    if call.excinfo is not None or not only_failed:
+def _tear_down_here(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    call = pytest.CallInfo.from_call(
+        lambda: item.session._setupstate.teardown_exact(nextitem), "teardown", reraise=NOT_A_FAILURE
+    )
+    if call.excinfo is not None:
         report = item.ihook.pytest_runtest_makereport(item=item, call=call)
         item.ihook.pytest_runtest_logreport(report=report)
 
@@ -145,12 +148,13 @@ def _repeat_warnings(item: pytest.Item, outcome: Outcome) -> None:
     """Give the ranks' warnings to pytest as if they came from here, equal ones once."""
     answers = [answer for answer in outcome.answers.values() if isinstance(answer, wire.ItemDone)]
     for record in dict.fromkeys(record for answer in answers for record in answer.warnings):
-        message = warnings.WarningMessage(
-            record.text, _category(record), record.filename, record.lineno  # type: ignore[arg-type]
-        )
-        arguments: dict[str, Any] = {
-            "warning_message": message, "when": record.when, "nodeid": record.nodeid, "location": record.location
-        }  # fmt: skip
+        message = warnings.WarningMessage(record.text, _category(record), record.filename, record.lineno)
+        arguments = {
+            "warning_message": message,
+            "when": record.when,
+            "nodeid": record.nodeid,
+            "location": record.location,
+        }
         item.ihook.pytest_warning_recorded.call_historic(kwargs=arguments)
 
 

@@ -111,8 +111,7 @@ class _Merge:
     def _headline(self) -> _Event:
         with_origin = [event for event in self.events if event.origin is not None]
         if with_origin and self.events[0].phase == "call" and self.events[0].incident is None:
-            return min(with_origin, key=lambda event: (tuple(map(repr, event.origin or ())), event.time)
-                       if not _sortable(with_origin) else (event.origin, event.time))
+            return _smallest_origin(with_origin)
         return self.events[0]
 
     def _ranks_with(self, *verdicts: Verdict) -> list[int]:
@@ -133,7 +132,8 @@ class _Merge:
             return self._summary(rank)
         if verdict is Verdict.SKIPPED:
             reason = next(report.longrepr for report in self.by_rank[rank].values() if report.skipped)
-            return f"skipped: {reason[2].removeprefix('Skipped: ')}" if isinstance(reason, tuple) else "skipped"
+            said = str(reason[-1]) if isinstance(reason, tuple) else str(reason)
+            return f"skipped: {said.removeprefix('Skipped: ')}"
         return str(verdict)
 
     def _summary(self, rank: int) -> str:
@@ -160,7 +160,7 @@ class _Merge:
                 merged.append(failure)
             elif not (phase == "call" and headline.phase == "setup"):
                 merged.append(self._passed(phase))
-        return [self._with_output(report, report.when) for report in merged]  # type: ignore[arg-type]
+        return [self._with_output(report, report.when) for report in merged]
 
     def _failure_report(self, headline: _Event) -> pytest.TestReport:
         if headline.report is not None:
@@ -200,7 +200,9 @@ class _Merge:
                 return report
         return self._made(phase, "passed", None)
 
-    def _made(self, phase: Phase, outcome: Literal["passed", "failed"], longrepr: str | None) -> pytest.TestReport:
+    def _made(
+        self, phase: Phase, outcome: Literal["passed", "failed"], longrepr: str | None
+    ) -> pytest.TestReport:
         keywords: Mapping[str, Literal[1]] = dict.fromkeys(self.item.keywords, 1)
         return pytest.TestReport(self.item.nodeid, self.item.location, keywords, outcome, longrepr, phase)
 
@@ -211,29 +213,32 @@ class _Merge:
         for rank, other in phases:
             for section in other.sections if other is not None else ():
                 writers.setdefault(section, []).append(rank)
-        report.sections = [(f"{title} [{rank_list(ranks)}]", text) for (title, text), ranks in writers.items()]
+        report.sections = [
+            (f"{title} [{rank_list(ranks)}]", text) for (title, text), ranks in writers.items()
+        ]
         report.duration = max((other.duration for _, other in phases if other is not None), default=0.0)
         return report
 
 
-def _sortable(events: list[_Event]) -> bool:
+def _smallest_origin(events: list[_Event]) -> _Event:
+    """The first of ``events``, which are in the order of time, with the smallest origin."""
     try:
-        sorted(event.origin for event in events if event.origin is not None)
-    except TypeError:
-        return False
-    return True
+        return min(events, key=lambda event: event.origin or ())
+    except TypeError:  # origins that do not compare
+        return events[0]
 
 
 def _name_rank(report: pytest.TestReport, rank: int | None) -> None:
     """Put the rank before the message that the short summary shows."""
-    crash = getattr(report.longrepr, "reprcrash", None)
+    crash: Any = getattr(report.longrepr, "reprcrash", None)
     if crash is not None and rank is not None:
         crash.message = f"[rank {rank}] {crash.message}"
 
 
 def _append(report: pytest.TestReport, title: str, text: str) -> None:
     """Add a titled text to a failure; unlike captured output it is always shown."""
-    if hasattr(report.longrepr, "addsection"):
-        report.longrepr.addsection(title, text)
+    longrepr: Any = report.longrepr
+    if hasattr(longrepr, "addsection"):
+        longrepr.addsection(title, text)
     else:
         report.longrepr = f"{report.longrepr}\n\n--- {title} ---\n{text}"

@@ -56,7 +56,9 @@ class Outcome:
 def disagreement(states: Mapping[int, wire.GroupState]) -> str | None:
     """How ranks differ in the collectives they issued (None: they do not).
 
-    >>> disagreement({0: wire.GroupState(True, 1, {"all ranks": 3}), 1: wire.GroupState(True, 1, {"all ranks": 4})})
+    >>> from dataclasses import replace
+    >>> state = wire.GroupState(intact=True, groups_made=1, issued={"all ranks": 3})
+    >>> disagreement({0: state, 1: replace(state, issued={"all ranks": 4})})
     'the ranks issued different numbers of collectives on all ranks: 3 (rank 0), 4 (rank 1)'
     """
     for label in dict.fromkeys(label for state in states.values() for label in state.issued):
@@ -93,6 +95,5 @@ def rank_list(ranks: list[int]) -> str:
             spans[-1].append(rank)
         else:
             spans.append([rank])
-    texts = [str(span[0]) if len(span) == 1 else f"{span[0]}-{span[-1]}" if len(span) > 2 else f"{span[0]}, {span[1]}"
-             for span in spans]  # fmt: skip
+    texts = [f"{span[0]}-{span[-1]}" if len(span) > 2 else ", ".join(map(str, span)) for span in spans]
     return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(texts)

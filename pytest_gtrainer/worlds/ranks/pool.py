@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -122,8 +123,8 @@ def modules_to_preload(config: pytest.Config) -> list[str]:
 
     The last is exactly what the test files will import again in every rank.
     """
-    plugins = [plugin.__name__ for plugin, _ in config.pluginmanager.list_plugin_distinfo()
-               if hasattr(plugin, "__file__")]  # fmt: skip
+    installed = (plugin for plugin, _ in config.pluginmanager.list_plugin_distinfo())
+    plugins = [plugin.__name__ for plugin in installed if isinstance(plugin, ModuleType)]
     seen = [name for name in sys.modules if name.split(".")[0] in ("torch", "numpy", "pytest_gtrainer")]
     return list(dict.fromkeys([*PRELOAD, *plugins, *seen]))
 

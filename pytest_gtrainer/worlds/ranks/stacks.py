@@ -76,7 +76,7 @@ def _is_whole(text: str) -> bool:
 
 
 def waiting_in(text: str) -> str | None:
-    """The collective that the main thread is in, None if it is elsewhere.
+    r"""The collective that the main thread is in, None if it is elsewhere.
 
     >>> waiting_in('Current thread 0x1 (most recent call first):\n'
     ...            '  File "/x/torch/distributed/distributed_c10d.py", line 9 in barrier\n'
@@ -88,16 +88,18 @@ def waiting_in(text: str) -> str | None:
 
 
 def whereabouts(text: str) -> str:
-    """Where the main thread is, to be added to a sentence.
+    r"""Where the main thread is, to be added to a sentence.
 
-    >>> whereabouts('Current thread 0x1 (most recent call first):\n  File "/u/test_it.py", line 3 in test_it\n')
+    >>> whereabouts('Current thread 0x1 (most recent call first):\n'
+    ...             '  File "/u/test_it.py", line 3 in test_it\n')
     ', at test_it.py:3 in test_it'
     """
     waits = waiting_in(text)
     if waits:
         return f", waiting in {waits}"
-    frames = _main_frames(text)
-    return f", at {Path(frames[0]['file']).name}:{frames[0]['line']} in {frames[0]['function']}" if frames else ""
+    for frame in _main_frames(text)[:1]:
+        return f", at {Path(frame['file']).name}:{frame['line']} in {frame['function']}"
+    return ""
 
 
 def readable(text: str) -> str:

@@ -49,7 +49,12 @@ class TeamPlan:
     live_output: bool
 
     def setup(self, rank: int, folder: Path, store: Path) -> wire.RankSetup:
-        identity = {"gt_rank": rank, "gt_size": self.size, "gt_device": self.device, "gt_backend": self.backend}
+        identity = {
+            "gt_rank": rank,
+            "gt_size": self.size,
+            "gt_device": self.device,
+            "gt_backend": self.backend,
+        }
         return wire.RankSetup(
             rank=rank, size=self.size, device=self.device, backend=self.backend,
             folder=str(folder), store=str(store), environ=self.environ, sys_path=self.sys_path,
@@ -106,7 +111,8 @@ class Team:
         try:
             message = rank.conn.recv()
         except (EOFError, OSError):
-            self._give_up(f"rank {rank.rank} {self.how_it_ended(rank)} while it started\n{self.last_words(rank)}")
+            how = self.how_it_ended(rank)
+            self._give_up(f"rank {rank.rank} {how} while it started\n{self.last_words(rank)}")
         if isinstance(message, wire.StartFailed):
             self._give_up(f"rank {rank.rank} could not start:\n{message.text}")
         for fd in message.capture_fds:

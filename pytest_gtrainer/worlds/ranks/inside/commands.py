@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import pickle
 import traceback
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -90,37 +91,43 @@ class Rank:
     @obey.register
     def call_function(self, command: wire.CallFunction) -> wire.CallDone:
         hygiene.seed_everything()
-        result, error = None, None
         with facts.collecting() as seen:
-            output, outcome = self._captured(lambda: self._call(command))
-        result, error = outcome
-        return wire.CallDone(result, error, output, tuple(plain(seen)), self._settled_state())
+            result, error = self._attempt(command)
+        return wire.CallDone(result, error, self._written(), tuple(plain(seen)), self._settled_state())
 
-    def _call(self, command: wire.CallFunction) -> tuple[bytes | None, str | None]:
-        """The pickled result, or the traceback of what it raised."""
+    def _attempt(self, command: wire.CallFunction) -> tuple[bytes | None, str | None]:
+        """The pickled result, or the traceback of what was raised."""
         try:
-            if command.chain:
-                self.collection.load(command.chain)
-            function, args = pickle.loads(command.payload)
-            with hygiene.restored():
-                result = function(*args)
-            return _pickled(result), None
+            return self._call(command), None
         except BaseException as error:
             self.conn.send(raised("call", pytest.ExceptionInfo.from_exception(error)))
             return None, _traceback_below_here(error)
 
-    def _captured(self, work: Callable[[], Any]) -> tuple[str, Any]:
-        """Run ``work``: what it wrote, as far as pytest captures, and what it returned."""
+    def _call(self, command: wire.CallFunction) -> bytes:
+        self.collection.load(command.chain)
+        function, args = pickle.loads(command.payload)
+        with hygiene.restored(), self._captured():
+            return _pickled(function(*args))
+
+    @contextmanager
+    def _captured(self) -> Iterator[None]:
+        """As pytest does around a phase; collecting, too, leaves the capture suspended."""
         manager = self.config.pluginmanager.getplugin("capturemanager")
-        if manager is None or not manager.is_globally_capturing():
-            return "", work()
+        if manager is None:
+            yield
+            return
         manager.resume_global_capture()
         try:
-            returned = work()
+            yield
         finally:
             manager.suspend_global_capture()
-            written = manager.read_global_capture()
-        return cut(written.out + written.err), returned
+
+    def _written(self) -> str:
+        manager = self.config.pluginmanager.getplugin("capturemanager")
+        if manager is None:
+            return ""
+        written = manager.read_global_capture()
+        return cut(written.out + written.err)
 
     def _settled_state(self) -> wire.GroupState:
         state = self.group.state()

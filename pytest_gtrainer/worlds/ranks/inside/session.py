@@ -70,7 +70,7 @@ def capture_fds(config: pytest.Config) -> tuple[int, ...]:
     manager: CaptureManager | None = config.pluginmanager.getplugin("capturemanager")
     capturing = manager._global_capturing if manager is not None else None
     streams = (capturing.out, capturing.err) if capturing is not None else ()
-    files = [stream.tmpfile for stream in streams if getattr(stream, "tmpfile", None) is not None]
+    files = (getattr(stream, "tmpfile", None) for stream in streams)
     return tuple(fd for file in files if (fd := _fileno(file)) is not None)
 
 

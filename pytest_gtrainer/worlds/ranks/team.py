@@ -152,7 +152,7 @@ class Team:
             self._server.pump(0.05)
         status = self._server.exit_status.get(rank.pid)
         if status is None:
-            return "ended in an unknown way"
+            return "was lost with the process that had forked it"
         if status < 0:
             return f"was killed by {signal.Signals(-status).name}"
         return f"exited with status {status}"

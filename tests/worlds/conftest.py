@@ -1,0 +1,132 @@
+"""Real pytest runs of small suites on ranks, and what they reported."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+LIMIT = 180
+
+_RECORDING_CONFTEST = """
+import json, os
+
+def pytest_configure(config):
+    config.records = not hasattr(config, "workerinput")
+    global the_config
+    the_config = config
+
+def pytest_runtest_logreport(report):
+    if the_config.records:
+        name = report.nodeid.split("::")[-1]
+        record = dict(name=name, when=report.when, outcome=report.outcome, text=report.longreprtext,
+                      output=report.capstdout, facts=getattr(report, "gt_facts", []),
+                      xfailed=hasattr(report, "wasxfail"), duration=report.duration)
+        with open(os.environ["RECORDS"], "a") as file:
+            file.write(json.dumps(record) + "\\n")
+"""
+
+
+@dataclass(frozen=True)
+class Run:
+    """A finished pytest run: its output, and its reports by test name and phase."""
+
+    folder: Path
+    status: int
+    output: str
+    reports: dict[str, dict[str, dict[str, Any]]]
+
+    def outcome(self, name: str) -> str:
+        """passed, failed, skipped, xfailed, or error for a setup or teardown that failed."""
+        phases = self.reports[name]
+        for when, report in phases.items():
+            if report["outcome"] == "failed":
+                return "failed" if when == "call" else "error"
+        if any(report["xfailed"] for report in phases.values()):
+            return "xfailed"
+        return "skipped" if any(report["outcome"] == "skipped" for report in phases.values()) else "passed"
+
+    def text(self, name: str) -> str:
+        """The failure as the terminal shows it, of all phases."""
+        return "\n".join(report["text"] for report in self.reports[name].values())
+
+    def left_over(self) -> list[str]:
+        return left_over(self.folder)
+
+
+class Suite:
+    """A folder with test files, to be run."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        (folder / "tmp").mkdir(parents=True)
+        (folder / "pytest.ini").write_text("[pytest]\n")
+        self.write("conftest.py", _RECORDING_CONFTEST)
+
+    def write(self, name: str, source: str) -> None:
+        (self.folder / name).write_text(textwrap.dedent(source))
+
+    def start(self, *args: str) -> subprocess.Popen[str]:
+        environ = {**os.environ, "TMPDIR": str(self.folder / "tmp"), "RECORDS": str(self.folder / "records")}
+        for name in [name for name in environ if name.startswith("PYTEST_")]:
+            del environ[name]
+        return subprocess.Popen(
+            [sys.executable, "-m", "pytest", "--gt-device=cpu", *args],
+            cwd=self.folder, env=environ, text=True,
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+
+    def run(self, *args: str) -> Run:
+        process = self.start(*args)
+        try:
+            output, _ = process.communicate(timeout=LIMIT)
+        finally:
+            process.kill()
+        return Run(self.folder, process.returncode, output, self._reports())
+
+    def left_over(self) -> list[str]:
+        return left_over(self.folder)
+
+    def _reports(self) -> dict[str, dict[str, dict[str, Any]]]:
+        reports: dict[str, dict[str, dict[str, Any]]] = {}
+        records = self.folder / "records"
+        for line in records.read_text().splitlines() if records.exists() else ():
+            record = json.loads(line)
+            reports.setdefault(record["name"], {})[record["when"]] = record
+        return reports
+
+
+def left_over(folder: Path) -> list[str]:
+    """Processes that still run for a suite, and folders of ranks that it left."""
+    return _processes_of(folder) + [str(path) for path in (folder / "tmp").glob("gtrainer-*") if path.is_dir()]
+
+
+def _processes_of(folder: Path) -> list[str]:
+    """Command lines of processes that have the folder in them, as the forkserver and its ranks do."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            line = entry.read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        except OSError:
+            continue
+        if str(folder) in line:
+            found.append(f"{entry.parent.name}: {line[:80]}")
+    return found
+
+
+@pytest.fixture
+def suite(tmp_path: Path) -> Suite:
+    return Suite(tmp_path / "suite")
+
+
+@pytest.fixture(scope="module")
+def module_suite(tmp_path_factory: pytest.TempPathFactory) -> Suite:
+    """For a run that the tests of a module look at together."""
+    return Suite(tmp_path_factory.mktemp("module") / "suite")

@@ -1,0 +1,158 @@
+"""``gt_ranks.run``: the test stays in the parent, a function runs on the ranks."""
+
+from __future__ import annotations
+
+import pytest
+
+SUITE = '''
+import os, time
+import pytest, torch
+import torch.distributed as dist
+from pytest_gtrainer import facts
+from pytest_gtrainer.worlds.ranks.caller import RankError
+
+def summed(number):
+    value = torch.full((3,), number * (1.0 + dist.get_rank()))
+    dist.all_reduce(value)
+    print("summed", number)
+    facts.emit("verdict", outcome="equal")
+    return value, dist.get_rank(), dist.get_world_size(), os.getpid()
+
+def raises_on(rank):
+    if dist.get_rank() == rank:
+        raise LookupError("nothing there")
+    dist.barrier()
+
+def exits_on(rank):
+    if dist.get_rank() == rank:
+        os._exit(4)
+    dist.barrier()
+
+def hangs_on(rank):
+    if dist.get_rank() == rank:
+        time.sleep(600)
+    dist.barrier()
+
+def gives_a_lambda():
+    return lambda: None
+
+def test_results_in_the_order_of_ranks(gt_ranks):
+    assert not dist.is_initialized()
+    results = gt_ranks.run(summed, 2.0, size=3)
+    assert [rank for _, rank, _, _ in results] == [0, 1, 2]
+    assert all(value.equal(torch.full((3,), 12.0)) for value, *_ in results)
+    assert [pid for *_, pid in gt_ranks.run(summed, 1.0, size=3)] == [pid for *_, pid in results]
+
+@pytest.mark.gt_world("ranks", size=2)
+def test_size_of_the_marker(gt_world, gt_ranks):
+    assert gt_world.rank is None and gt_world.size == 2
+    assert [size for _, _, size, _ in gt_ranks.run(summed, 1.0)] == [2, 2]
+
+def test_size_of_the_run(gt_ranks):
+    assert len(gt_ranks.run(summed, 1.0)) == 3
+
+def test_exception(gt_ranks):
+    with pytest.raises(RankError, match="rank 1 raised LookupError: nothing there") as caught:
+        gt_ranks.run(raises_on, 1)
+    assert caught.value.rank == 1
+    assert "in raises_on" in caught.value.remote_traceback
+    assert "commands.py" not in caught.value.remote_traceback
+    gt_ranks.run(summed, 1.0)
+
+def test_death(gt_ranks):
+    with pytest.raises(RankError, match="rank 2 exited with status 4") as caught:
+        gt_ranks.run(exits_on, 2)
+    assert caught.value.rank == 2
+    gt_ranks.run(summed, 1.0)
+
+@pytest.mark.gt_world("ranks", size=2, timeout=1.5)
+def test_limit(gt_ranks):
+    with pytest.raises(RankError, match=r"rank 0 did not end within 1.5 s, at test_it.py:\\d+ in hangs_on"):
+        gt_ranks.run(hangs_on, 0)
+    gt_ranks.run(summed, 1.0)
+
+def test_lambda(gt_ranks):
+    with pytest.raises(TypeError, match="define it with def at the top level of the test file"):
+        gt_ranks.run(lambda: 1)
+
+def test_argument_that_cannot_be_sent(gt_ranks):
+    with pytest.raises(TypeError, match="summed or its arguments cannot be sent"):
+        gt_ranks.run(summed, lambda: 1)
+
+def test_result_that_cannot_be_sent(gt_ranks):
+    with pytest.raises(RankError, match="the result, of type function, cannot be pickled"):
+        gt_ranks.run(gives_a_lambda)
+
+@pytest.mark.parametrize("size", [0, -1, 1.0, True])
+def test_bad_size(gt_ranks, size):
+    with pytest.raises(ValueError, match="size is a whole number, 1 or more"):
+        gt_ranks.run(summed, 1.0, size=size)
+
+def test_size_too_large(gt_ranks):
+    gt_ranks.run(summed, 1.0, size=4)
+'''
+
+
+def test_functions_on_ranks(suite):
+    suite.write("test_it.py", SUITE)
+    run = suite.run("--gt-gpus=3", "-rs")
+    wrong = {name: run.text(name) for name in run.reports if run.outcome(name) not in ("passed", "skipped")}
+    assert wrong == {}
+    assert len(run.reports) == 14
+    assert run.outcome("test_size_too_large") == "skipped"
+    assert "needs 4 ranks, --gt-gpus gives 3" in run.output
+    call = run.reports["test_results_in_the_order_of_ranks"]["call"]
+    assert call["facts"] == [{"kind": "verdict", "outcome": "equal"}] * 2
+    assert call["output"] == "".join(f"[rank {rank}] summed {n}\n" for n in (2.0, 1.0) for rank in range(3))
+    assert run.left_over() == []
+
+
+def test_a_failed_call_shows_the_remote_traceback_and_none_of_our_frames(suite):
+    suite.write(
+        "test_it.py",
+        """
+        def fails(): raise LookupError("nothing there")
+        def test_it(gt_ranks): gt_ranks.run(fails, size=1)
+        """,
+    )
+    run = suite.run()
+    assert run.outcome("test_it") == "failed"
+    assert "in fails" in run.text("test_it")
+    assert "caller.py" not in run.text("test_it")
+
+
+@pytest.mark.parametrize("args", [("-n2",), ("-p", "no:xdist"), ("-s",), ("--gt-fresh-ranks",)])
+def test_runs_of_many_kinds(suite, args):
+    """Ranks and called functions work under xdist and without it, uncaptured, and on fresh ranks."""
+    suite.write(
+        "test_it.py",
+        """
+        import os
+        import pytest, torch.distributed as dist
+        def pid(): dist.barrier(); return os.getpid()
+        def test_called(gt_ranks): assert len(set(gt_ranks.run(pid, size=2))) == 2
+        @pytest.mark.gt_world("ranks", size=2)
+        @pytest.mark.parametrize("n", range(4))
+        def test_on_ranks(n):
+            dist.barrier()
+            print("pid of", n, os.getpid())
+        @pytest.mark.gt_world("ranks", size=2)
+        def test_fails(): assert dist.get_rank() == 0
+        """,
+    )
+    run = suite.run("--gt-gpus=2", *args)
+    assert {name: run.outcome(name) for name in run.reports} == {
+        "test_called": "passed",
+        "test_fails": "failed",
+        **{f"test_on_ranks[{n}]": "passed" for n in range(4)},
+    }
+    assert "[rank 1] assert 1 == 0" in run.output
+    assert run.left_over() == []
+    written = run.output if "-s" in args else "".join(
+        run.reports[f"test_on_ranks[{n}]"]["call"]["output"] for n in range(4)
+    )  # fmt: skip
+    pids = [line.split()[-1] for line in written.splitlines() if line.lstrip(".").startswith("pid of")]
+    assert len(pids) == 8
+    # a second test costs no fork, unless every test is to have its own ranks
+    fresh = "--gt-fresh-ranks" in args
+    assert len(set(pids)) == (8 if fresh else 4 if "-n2" in args else 2)

@@ -1,0 +1,103 @@
+"""T6: however a run ends, no process and no folder is left behind."""
+
+from __future__ import annotations
+
+import signal
+import time
+
+import pytest
+
+from pytest_gtrainer.worlds.ranks.launcher import END_LIMIT
+
+SUITE = """
+import time
+import pytest, torch.distributed as dist
+
+@pytest.mark.gt_world("ranks", size=2)
+def test_waits():
+    open(f"started{dist.get_rank()}", "w").close()
+    if dist.get_rank() == 0: time.sleep(600)
+    dist.barrier()
+"""
+
+
+def _wait_for(condition, what, seconds=60.0):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, what
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda how: how.name)
+def test_ending_the_run_ends_its_ranks(suite, how):
+    suite.write("test_it.py", SUITE)
+    process = suite.start()
+    _wait_for(lambda: len(list(suite.folder.glob("started*"))) == 2, "the ranks did not start")
+    process.send_signal(how)
+    output, _ = process.communicate(timeout=END_LIMIT + 10)
+    assert how is not signal.SIGINT or "KeyboardInterrupt" in output
+    _wait_for(lambda: not suite.left_over(), suite.left_over(), seconds=10)
+
+
+def test_the_forkserver_killed_fails_one_test(suite):
+    """The next test gets a new forkserver."""
+    suite.write(
+        "test_it.py",
+        """
+        import os, signal, time
+        import pytest, torch.distributed as dist
+        pytestmark = pytest.mark.gt_world("ranks", size=2)
+        def test_kills_it():
+            if dist.get_rank() == 1: os.kill(os.getppid(), signal.SIGKILL)
+            time.sleep(60)
+        def test_good(): dist.barrier()
+        """,
+    )
+    run = suite.run()
+    assert run.outcome("test_kills_it") == "failed"
+    assert "rank 0 was lost with the process that had forked it" in run.text("test_kills_it")
+    assert run.outcome("test_good") == "passed"
+    assert run.left_over() == []
+
+
+def test_a_failure_stops_the_run_where_it_should(suite):
+    """-x and --lf, and without a cache: as for any other test."""
+    suite.write(
+        "test_it.py",
+        """
+        import os
+        import pytest, torch.distributed as dist
+        pytestmark = pytest.mark.gt_world("ranks", size=2)
+        def test_one(): dist.barrier()
+        def test_two(): assert dist.get_rank() == 0
+        def test_three(): dist.barrier()
+        """,
+    )
+    first = suite.run("-x")
+    assert sorted(first.reports) == ["test_one", "test_two"]
+    (suite.folder / "records").unlink()
+    again = suite.run("--lf")
+    assert sorted(again.reports) == ["test_two"]
+    assert again.left_over() == []
+
+
+def test_worlds_of_many_sizes_stay_within_a_limit(suite):
+    """Idle ranks are kept up to twice the slots; the least recently used go first."""
+    suite.write(
+        "test_it.py",
+        """
+        import os
+        import pytest, torch.distributed as dist
+        @pytest.mark.parametrize("size", [1, 2, 3, 1, 2, 3, 4, 1])
+        def test_count(gt_ranks, size):
+            print("pids", *gt_ranks.run(os.getpid, size=size))
+            parent = [line.split()[3] for line in [open(f"/proc/{gt_ranks.run(os.getpid, size=1)[0]}/stat").read()]][0]
+            children = open(f"/proc/{parent}/task/{parent}/children").read().split()
+            assert len(children) <= 8
+        """,
+    )
+    run = suite.run("--gt-gpus=4")
+    assert all(run.outcome(name) == "passed" for name in run.reports), run.output
+    assert len(run.reports) == 8
+    first_three = run.reports["test_count[30]"]["call"]["output"]
+    assert first_three == run.reports["test_count[31]"]["call"]["output"]

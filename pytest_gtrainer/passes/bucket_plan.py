@@ -70,10 +70,18 @@ def expert_fsdp_degree(
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """One entry of a plan."""
+    """One entry of a plan.
+
+    ``roots`` are the modules that eager FSDP2 wraps for it: its FQNs, or their layer. A list that
+    is all of a layer but some modules with buckets of their own (routed experts) is the layer,
+    as trainers wrap it: ``fully_shard(experts)``, then ``fully_shard(block)``. The difference is
+    not only the payload's order: FSDP2 routes a wrapped module's inputs through a function of its
+    own, which changes the association of gradient sums.
+    """
 
     index: int
     fqns: tuple[str, ...]
+    roots: tuple[str, ...] = ()
 
     @property
     def label(self) -> str:
@@ -92,9 +100,10 @@ class Plan:
     """A checked plan that finds the bucket of a module FQN."""
 
     def __init__(self, entries: BucketPlan) -> None:
-        self.buckets = tuple(
-            Bucket(index, (entry,) if isinstance(entry, str) else tuple(entry)) for index, entry in enumerate(entries)
-        )
+        empty = [index for index, entry in enumerate(entries) if not entry]
+        if empty:
+            raise PlanError(f"entry {empty[0]} of the bucket plan is empty")
+        self.buckets = _buckets([(entry,) if isinstance(entry, str) else tuple(entry) for entry in entries])
         self._by_fqn: dict[str, Bucket] = {}
         for bucket in self.buckets:
             _check_one_layer(bucket)
@@ -151,9 +160,21 @@ def layer_of(fqn: str) -> str | None:
     return None
 
 
+def _buckets(entries: list[tuple[str, ...]]) -> tuple[Bucket, ...]:
+    lists_of: dict[str, int] = {}
+    for fqns in entries:
+        layer = layer_of(fqns[0]) if len(fqns) > 1 else None
+        if layer is not None:
+            lists_of[layer] = lists_of.get(layer, 0) + 1
+
+    def roots(fqns: tuple[str, ...]) -> tuple[str, ...]:
+        layer = layer_of(fqns[0]) if len(fqns) > 1 else None
+        return (layer,) if layer is not None and lists_of[layer] == 1 else fqns
+
+    return tuple(Bucket(index, fqns, roots(fqns)) for index, fqns in enumerate(entries))
+
+
 def _check_one_layer(bucket: Bucket) -> None:
-    if not bucket.fqns:
-        raise PlanError(f"entry {bucket.index} of the bucket plan is empty")
     layers = sorted({layer_of(fqn) or "no layer" for fqn in bucket.fqns})
     if len(layers) > 1:
         raise PlanError(f"bucket {bucket.label!r} spans {' and '.join(layers)}: one bucket stays within one layer")

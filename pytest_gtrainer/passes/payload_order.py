@@ -54,15 +54,15 @@ class _Node:
 
 
 def root_index(bucket: Bucket, parameter: str) -> int:
-    """Which of the bucket's modules holds the parameter; behind all of them if none does.
+    """Which of the bucket's roots holds the parameter; behind all of them if none does.
 
-    >>> root_index(Bucket(0, ("norm", "lm_head")), "lm_head.weight")
+    >>> root_index(Bucket(0, ("norm", "lm_head"), ("norm", "lm_head")), "lm_head.weight")
     1
     """
-    for index, fqn in enumerate(bucket.fqns):
+    for index, fqn in enumerate(bucket.roots):
         if parameter.startswith(f"{fqn}."):
             return index
-    return len(bucket.fqns)
+    return len(bucket.roots)
 
 
 def sort_key(order: PayloadOrder, parameter_fqns: Sequence[str], graph_position: Callable[[Member], int]) -> Key:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from pytest_gtrainer.passes.bucket_plan import LOSS, BucketPlan, PlanError, layer_of
+from pytest_gtrainer.passes.bucket_plan import LOSS, BucketPlan, Plan, PlanError, layer_of
 from pytest_gtrainer.tracing.sharding import MixedPrecisionPolicy
 
 Batch = tuple[Any, ...]
@@ -58,26 +58,23 @@ class TrainConfig:
 
 
 def bucket_modules(model: nn.Module, plan: BucketPlan) -> list[tuple[str, list[nn.Module]]]:
-    """The modules of each bucket with the entry's label, nested ones before those that contain them.
+    """What eager FSDP2 wraps for each bucket, with its label; nested ones before those that contain them.
 
     Raises:
         PlanError: an entry is no module of the model, or a layer of the model is in no bucket (B5).
     """
     modules = dict(model.named_modules())
-    buckets = []
-    for entry in plan:
-        fqns = [entry] if isinstance(entry, str) else [fqn for fqn in entry if fqn != LOSS]
-        missing = [fqn for fqn in fqns if fqn not in modules]
-        if missing:
-            outermost = ", ".join(name for name, _ in model.named_children())
-            raise PlanError(
-                f"the bucket plan names {', '.join(map(repr, missing))}, which the model does not have; "
-                f"its outermost modules are {outermost}"
-            )
-        buckets.append((entry if isinstance(entry, str) else "+".join(fqns), fqns))
-    _check_layers(modules, [fqn for _, fqns in buckets for fqn in fqns])
-    buckets.sort(key=lambda bucket: -max(fqn.count(".") for fqn in bucket[1]))
-    return [(label, [modules[fqn] for fqn in fqns]) for label, fqns in buckets]
+    buckets = Plan(plan).buckets
+    missing = [fqn for bucket in buckets for fqn in bucket.fqns if fqn not in modules and fqn != LOSS]
+    if missing:
+        outermost = ", ".join(name for name, _ in model.named_children())
+        raise PlanError(
+            f"the bucket plan names {', '.join(map(repr, missing))}, which the model does not have; "
+            f"its outermost modules are {outermost}"
+        )
+    _check_layers(modules, [fqn for bucket in buckets for fqn in bucket.fqns])
+    inner_first = sorted(buckets, key=lambda bucket: -max(fqn.count(".") for fqn in bucket.roots))
+    return [(bucket.label, [modules[fqn] for fqn in bucket.roots if fqn != LOSS]) for bucket in inner_first]
 
 
 def _check_layers(modules: Mapping[str, nn.Module], planned: list[str]) -> None:

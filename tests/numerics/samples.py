@@ -5,8 +5,12 @@ from __future__ import annotations
 from itertools import product
 
 import torch
+from hypothesis import settings
 
 from pytest_gtrainer import Record
+
+# A busy machine is no reason for a property to fail.
+unhurried = settings(deadline=None)
 
 NAMES = ("lm_head.weight", "layers.0.wq.weight")
 

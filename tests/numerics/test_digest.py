@@ -14,7 +14,7 @@ from torch import nn
 from pytest_gtrainer import Record, digest
 from pytest_gtrainer.numerics.bits import NoBytes
 from pytest_gtrainer.numerics.digest import digests
-from tests.numerics.samples import ALL, flip_bit, make_run
+from tests.numerics.samples import ALL, flip_bit, make_run, unhurried
 
 BITS32 = st.integers(0, 2**32 - 1)
 WORDS = st.lists(BITS32, min_size=2, max_size=40)
@@ -24,6 +24,7 @@ def _floats(words: list[int]) -> torch.Tensor:
     return torch.tensor(words, dtype=torch.int64).to(torch.int32).view(torch.float32)
 
 
+@unhurried
 @given(WORDS, st.data())
 def test_one_flipped_bit_changes_it(words: list[int], data: st.DataObject):
     """L1: any bit pattern, NaN payloads and signs of zero among them."""
@@ -33,6 +34,7 @@ def test_one_flipped_bit_changes_it(words: list[int], data: st.DataObject):
     assert digest(after) != digest(before)
 
 
+@unhurried
 @given(WORDS, st.data())
 def test_a_swapped_pair_changes_it(words: list[int], data: st.DataObject):
     """L1"""
@@ -42,6 +44,7 @@ def test_a_swapped_pair_changes_it(words: list[int], data: st.DataObject):
     assert (digest(_floats(swapped)) == digest(_floats(words))) == (swapped == words)
 
 
+@unhurried
 @given(WORDS, st.data())
 def test_values_moved_between_tensors_change_it(words: list[int], data: st.DataObject):
     """L1: the same bytes in the same order, cut elsewhere."""
@@ -50,6 +53,7 @@ def test_values_moved_between_tensors_change_it(words: list[int], data: st.DataO
     assert digest(first) != digest(second)
 
 
+@unhurried
 @given(st.dictionaries(st.text(min_size=1, max_size=5), WORDS, min_size=2, max_size=4), st.randoms())
 def test_another_order_of_tensors_changes_it(words: dict[str, list[int]], random):
     """L1: in order."""
@@ -60,6 +64,7 @@ def test_another_order_of_tensors_changes_it(words: dict[str, list[int]], random
     assert (digest(shuffled) == digest(state)) == (names == list(state))
 
 
+@unhurried
 @given(WORDS, st.text(max_size=8), st.text(max_size=8))
 def test_another_name_changes_it(words: list[int], a: str, b: str):
     """L1"""
@@ -67,6 +72,7 @@ def test_another_name_changes_it(words: list[int], a: str, b: str):
     assert (digest(one) == digest(other)) == (a == b)
 
 
+@unhurried
 @given(
     st.lists(st.integers(0, 5), min_size=1, max_size=3), st.lists(st.integers(0, 5), min_size=1, max_size=3)
 )
@@ -221,7 +227,7 @@ def test_bad_input(value, error: type[Exception], message: str):
         digest(value)
 
 
-@settings(max_examples=25)
+@settings(max_examples=25, deadline=None)
 @given(st.lists(st.tuples(st.text(max_size=4), WORDS), max_size=3, unique_by=lambda pair: pair[0]))
 def test_the_digest_of_each_tensor_is_its_own(named: list[tuple[str, list[int]]]):
     state = {f"p.{name}": _floats(words) for name, words in named}

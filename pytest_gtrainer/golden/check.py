@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -61,10 +62,9 @@ class Golden:
     def _text(self, value: Any, view: str) -> tuple[str, str]:
         if isinstance(value, str):
             return "text", normal(value)
-        from torch import fx
-
         graph = getattr(value, "gm", value)
-        if not isinstance(graph, fx.GraphModule):
+        fx = sys.modules.get("torch.fx")  # who has a graph has imported it
+        if fx is None or not isinstance(graph, fx.GraphModule):
             kind = type(value).__name__
             raise TypeError(f"a golden is made of an FX graph, a traced step or a text; not of {kind}")
         from pytest_gtrainer.graphtext import render

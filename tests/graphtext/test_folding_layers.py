@@ -1,0 +1,83 @@
+"""Equal layers are told once, and what was folded can be read back."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pytest_gtrainer.graphtext import TextError, records, render, unfold
+from pytest_gtrainer.graphtext.folding import fold
+from pytest_gtrainer.graphtext.paths import Layer
+from pytest_gtrainer.graphtext.sections import Key, Line, Section
+from tests.graphtext.toy import toy_graph
+
+
+def test_the_text_does_not_grow_with_the_layers():
+    assert len(render(toy_graph(40)).splitlines()) == len(render(toy_graph(6)).splitlines())
+
+
+def test_a_text_unfolds_to_its_records():
+    for graph in (toy_graph(1), toy_graph(6), toy_graph(6, {2: torch.sin}), toy_graph(6, {5: torch.sin})):
+        assert unfold(render(graph)) == records(graph)
+
+
+def section(number: int, *lines: str, space: str = "fwd") -> Section:
+    return Section(Key(space, Layer("layers", number)), tuple(Line("L", line) for line in lines))
+
+
+BODY = [f"{name}: f32[2] = aten.{name}({operand})" for operand, name in pairwise("xabcdefghijklmnop")]
+
+
+def test_backward_layers_count_down_to_zero():
+    assert fold([section(n, *BODY, space="bwd") for n in (2, 1, 0)])[0] == "for i in bwd.layers[2::-1]:  # x3"
+
+
+def test_a_layer_much_like_the_others_is_told_by_its_differences():
+    odd = ["a: f32[2] = aten.a(x)", "new: f32[2] = aten.new(a)", "c: f32[2] = aten.c(new)", *BODY[3:]]
+    text = fold([section(0, *odd), section(1, *BODY), section(2, *BODY)])
+    assert text[:9] == [
+        "for i in fwd.layers[0]:  # as fwd.layers[1], but for",
+        "  like(fwd.layers[1])",
+        "  drop(L.b)",
+        "  with L:",
+        "    c: f32[2] = aten.c(new)",
+        "  after(L.a)",
+        "  with L:",
+        "    new: f32[2] = aten.new(a)",
+        "for i in fwd.layers[1:3]:  # x2",
+    ]
+
+
+def test_a_layer_that_shares_little_is_told_in_full():
+    assert "like" not in "\n".join(fold([section(0, *BODY[:4], "z: f32[2] = aten.z(d)"), section(1, *BODY)]))
+
+
+names = st.sampled_from("abcdefgh")
+lines = st.lists(st.tuples(names, names), max_size=8, unique_by=lambda pair: pair[0]).map(
+    lambda pairs: tuple(f"{name}: f32[2] = aten.op({operand})" for name, operand in pairs)
+)
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.lists(st.tuples(st.integers(0, 3), st.one_of(lines, st.just(tuple(BODY)))), max_size=8))
+def test_folding_loses_nothing(layers: list[tuple[int, tuple[str, ...]]]):
+    sections = [section(number, *body) for number, body in layers if body]
+    neighbours = [s for k, s in enumerate(sections) if k == 0 or sections[k - 1].key != s.key]
+    expected = tuple(record for section in neighbours for record in section.records())
+    assert unfold("\n".join(fold(neighbours))) == expected
+
+
+@pytest.mark.parametrize(("text", "problem"), [
+    ("  x: f32[2]", "line 1: expected a section (`if fwd:`), found an indented line"),
+    ("for j in layers:\n  x", "line 1: expected `for i in fwd.layers[0:8]:`, found 'for j in layers:'"),
+    ("for i in fwd.layers[0]:\n  like(fwd.layers[9])", "line 1: like(fwd.layers[9]): no such section"),
+    ("if fwd:\n  a: b\nfor i in fwd.layers[0]:\n  like(fwd)\n  drop(L.x)", "line 3: fwd has no line L.x"),
+])  # fmt: skip
+def test_a_damaged_text_is_refused_with_the_line(text, problem):
+    with pytest.raises(TextError) as error:
+        unfold(text)
+    assert str(error.value) == problem

@@ -14,6 +14,7 @@ import torch.distributed as dist
 # Private: the only home of the fake backend and its store in torch 2.13.
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from pytest_gtrainer.worlds.mesh_caches import forget_meshes
 from pytest_gtrainer.worlds.spec import WorldSpec
 from pytest_gtrainer.worlds.world import World
 
@@ -35,3 +36,4 @@ def fake_world(spec: WorldSpec) -> Iterator[World]:
         yield World("fake", spec.size, spec.rank, spec.nodes, spec.mesh, device="cpu", backend="fake")
     finally:
         dist.destroy_process_group()
+        forget_meshes()

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch.distributed import c10d_logger
 from torch.distributed import distributed_c10d as c10d
 
+from pytest_gtrainer.worlds.mesh_caches import forget_meshes
 from pytest_gtrainer.worlds.ranks import wire
 
 # The parent's limit for a test ends a blocked collective long before this does.
@@ -110,6 +111,7 @@ class RankGroup:
             self._points.pop(id(group), None)
             with contextlib.suppress(RuntimeError, ValueError):
                 dist.destroy_process_group(group)
+        forget_meshes()
 
 
 def _forget_last_error() -> None:

@@ -1,0 +1,26 @@
+"""DTensor's caches, which outlive the process groups of the meshes they hold.
+
+Two DeviceMeshes over the same ranks with the same names are equal, whatever their groups. So
+a cache keyed by mesh hands a later test the mesh of an earlier one, whose groups are gone
+("Could not resolve the process group registered under the name 1"), or, worse, whose group
+names now belong to others. A world that ends therefore empties them.
+"""
+
+from __future__ import annotations
+
+import sys
+
+
+def forget_meshes() -> None:
+    """Empty DTensor's caches of sharding propagation and of redistribution plans.
+
+    Private, read against torch 2.13: ``torch.distributed.tensor.debug._clear_sharding_prop_cache``
+    and the ``functools.cache`` around ``_redistribute._gen_transform_infos``. Does nothing
+    where DTensor was never imported.
+    """
+    if "torch.distributed.tensor" not in sys.modules:
+        return
+    from torch.distributed.tensor import _redistribute, debug
+
+    debug._clear_sharding_prop_cache()
+    _redistribute._gen_transform_infos.cache_clear()

@@ -1,0 +1,15 @@
+"""A test's mesh is its own, also where an equal one was there before, on the same warm ranks."""
+
+import pytest
+import torch
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+
+@pytest.mark.gt_world("ranks", size=4, mesh={"outer": 2, "inner": 2})
+@pytest.mark.parametrize("turn", range(3))
+def test_redistribution_does_not_use_the_groups_of_an_earlier_test(gt_mesh, turn):
+    """DTensor caches by mesh, and equal meshes of two tests have different groups."""
+    inner = gt_mesh["inner"]
+    sharded = distribute_tensor(torch.arange(6.0), inner, [Shard(0)])
+    scaled = (sharded / 2).to(torch.bfloat16)
+    assert scaled.redistribute(placements=[Replicate()]).to_local().tolist() == [0, 0.5, 1, 1.5, 2, 2.5]

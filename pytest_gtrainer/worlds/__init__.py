@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 @contextmanager
 def enter(spec: WorldSpec, config: pytest.Config) -> Iterator[World]:
     """Enter the world that ``spec`` asks for, and leave it without a trace."""
+    from pytest_gtrainer.worlds.trace_log import keep_trace_log_quiet
+
+    keep_trace_log_quiet()
     if spec.kind == "fake":
         from pytest_gtrainer.worlds.fake import fake_world
 

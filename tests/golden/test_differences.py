@@ -50,7 +50,7 @@ def test_collectives_are_counted():
 
 def test_types_operands_and_the_schedule_are_told_apart():
     assert said(GRAPH, GRAPH.replace("mul: f32", "mul: bf16")).startswith(
-        "the same operators, but types differ in 4, first in.norm: aten.mul"
+        "the same operators, but types differ in 4, first in fwd layers[0].norm: aten.mul"
     )
     operand = GRAPH.replace("(L.norm.mul)", "(L.other)")
     assert said(GRAPH, operand).startswith("the same operators, but operands differ in 4, first in")

@@ -64,7 +64,7 @@ def test_outputs_of_an_operator_are_taken_by_index():
 def test_keywords_are_sorted_and_python_words_escaped():
     graph = small_graph(lambda x: x.to(torch.bfloat16), torch.zeros(2))
     (node,) = graph.graph.find_nodes(op="call_function", target=aten._to_copy.default)
-    node.kwargs = dict(reversed([("dtype", torch.bfloat16), ("device", torch.device("cpu"))]))
+    node.kwargs = {"dtype": torch.bfloat16, "device": torch.device("cpu")}
     assert 'aten._to_copy(I.arg0, device=device("cpu"), dtype=bf16)' in render(graph)
     node.target, node.kwargs = aten.uniform_.default, {"from": 0.0, "to": 1.0}
     assert "aten.uniform_(I.arg0, from__kw=0.0, to=1.0)" in render(graph)

@@ -92,12 +92,15 @@ def test_a_parameter_is_initialised_alike_in_models_of_other_depth():
     assert not torch.equal(one, other), "two layers are not alike"
 
 
-def test_init_weights_repairs_buffers_of_a_model_made_without_storage():
+@pytest.mark.parametrize("flavor", ["llama3/debug", "deepseek_v3/debug"])
+def test_init_weights_repairs_buffers_of_a_model_made_without_storage(build, flavor):
+    fresh = build(flavor)
     with torch.device("meta"):
-        model = deepseek_v3.DeepSeekV3(deepseek_v3.FLAVORS["debug"])
-    model.to_empty(device="cpu").init_weights(0)
-    fresh = deepseek_v3.DeepSeekV3(deepseek_v3.FLAVORS["debug"])
-    fresh.init_weights(0)
+        model = type(fresh)(fresh.config)
+    model.to_empty(device="cpu")
+    for tensor in (*model.parameters(), *model.buffers()):
+        tensor.detach().fill_(7)
+    model.init_weights(0)
     assert_bitwise_equal(dict(model.named_buffers()), dict(fresh.named_buffers()))
 
 

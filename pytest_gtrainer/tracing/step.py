@@ -113,7 +113,7 @@ def trace_step(model: nn.Module, step: Step, inputs: Sequence[Any], *, reuse_gat
     """Trace ``step(model, *inputs) -> loss`` with its backward into one graph, on fake tensors.
 
     Nothing is computed and no storage is needed: state and inputs may be real, fake or meta
-    tensors. The model is left as it was.
+    tensors (taken to lie on the device of the mesh). The model is left as it was.
 
     Args:
         model: the module, with parameters plain or by ``data_parallel``.
@@ -131,7 +131,10 @@ def trace_step(model: nn.Module, step: Step, inputs: Sequence[Any], *, reuse_gat
     if not state.trainable:
         raise ValueError("no parameter of the model requires a gradient, so there is no backward to trace")
     mode = _fake_mode_of([*state.tensors, *flat_inputs])
-    fakes = [_fake(local(t), mode) if isinstance(t, torch.Tensor) else t for t in [*state.tensors, *flat_inputs]]
+    device = _device_of(state)
+    fakes = [
+        _fake(local(t), mode, device) if isinstance(t, torch.Tensor) else t for t in [*state.tensors, *flat_inputs]
+    ]
     joint = _joint(model, step, state, spec, reuse_gathers)
     with ExitStack() as stack:
         stack.enter_context(annotate_module_fqns(model))
@@ -163,11 +166,18 @@ def _plain(value: Any) -> Any:
     return value._local_tensor if isinstance(value, DTensor) else value
 
 
-def _fake(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
+def _device_of(state: ModelState) -> torch.device:
+    """Where meta tensors are taken to lie: the device of the mesh, the CPU without one."""
+    mesh = next((t.device_mesh for t in state.tensors if isinstance(t, DTensor)), None)
+    return torch.device(mesh.device_type if mesh is not None else "cpu")
+
+
+def _fake(tensor: torch.Tensor, mode: FakeTensorMode, device: torch.device) -> torch.Tensor:
     if isinstance(tensor, FakeTensor):
         return tensor
     if tensor.is_meta:
-        raise TypeError("a tensor on the meta device has no device to trace for: build the model under FakeTensorMode")
+        with mode:
+            return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device)
     return mode.from_tensor(tensor.detach(), static_shapes=True)
 
 

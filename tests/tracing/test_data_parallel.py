@@ -1,0 +1,114 @@
+"""Parameters that gather on access: which collectives a trace sees, and how often."""
+
+import pytest
+import torch
+from torch import nn
+
+from pytest_gtrainer import MixedPrecisionPolicy, data_parallel, trace_step
+from pytest_gtrainer.passes._torch import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
+
+pytestmark = pytest.mark.gt_world("fake", size=4, mesh={"fsdp": 4})
+
+
+def count(traced):
+    targets = [node.target for node in traced.gm.graph.nodes]
+    return {name: targets.count(op) for name, op in
+            (("all_gather", ALL_GATHER), ("reduce_scatter", REDUCE_SCATTER), ("all_reduce", ALL_REDUCE))}
+
+
+def launches(traced, target):
+    return traced.gm.graph.find_nodes(op="call_function", target=target)
+
+
+class TwoReads(nn.Module):
+    """A tied weight, and one that is read twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(16, 8)
+        self.mix = nn.Linear(8, 8, bias=False)
+        self.head = nn.Linear(8, 16, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens):
+        return self.head(self.mix(self.mix(self.embed(tokens))))
+
+
+def token_step(model, tokens):
+    return model(tokens).float().square().mean()
+
+
+def test_one_gather_in_param_dtype_and_one_reduction_in_reduce_dtype_per_parameter(gt_mesh, net, inputs, train_step):
+    """A12."""
+    data_parallel(net, gt_mesh, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
+    traced = trace_step(net, train_step, inputs)
+    frozen = 1
+    total = len(list(net.parameters()))
+    assert count(traced) == {"all_gather": total, "reduce_scatter": total - frozen, "all_reduce": 0}
+    assert {node.meta["val"].dtype for node in launches(traced, ALL_GATHER)} == {torch.bfloat16}
+    assert {node.meta["val"].dtype for node in launches(traced, REDUCE_SCATTER)} == {torch.float32}
+    assert {node.args[1] for node in launches(traced, REDUCE_SCATTER)} == {"avg"}
+
+
+def test_replicate_reduces_by_all_reduce(gt_mesh, net, inputs, train_step):
+    """A12: one per parameter that requires a gradient (D10)."""
+    data_parallel(net, gt_mesh, mode="replicate")
+    trained = len(list(net.parameters())) - 1
+    assert count(trace_step(net, train_step, inputs)) == {"all_gather": 0, "reduce_scatter": 0, "all_reduce": trained}
+
+
+@pytest.mark.gt_world("fake", size=4, mesh={"replicate": 2, "shard": 2})
+def test_hybrid_gathers_in_the_shard_dimension_only(gt_mesh, net, inputs, train_step):
+    data_parallel(net, gt_mesh, mode="hybrid_shard")
+    traced = trace_step(net, train_step, inputs)
+    assert {node.args[1] for node in launches(traced, ALL_GATHER)} == {2}
+    assert count(traced)["reduce_scatter"] == count(traced)["all_reduce"] == len(list(net.parameters())) - 1
+
+
+def test_a_tied_or_reused_parameter_is_gathered_and_reduced_once(gt_mesh):
+    """A10: and never counted twice among the gradients."""
+    model = data_parallel(TwoReads(), gt_mesh)
+    traced = trace_step(model, token_step, (torch.zeros(2, 3, dtype=torch.int64),))
+    assert count(traced) == {"all_gather": 2, "reduce_scatter": 2, "all_reduce": 0}
+    assert traced.trainable_fqns == ("embed.weight", "mix.weight")
+
+
+def test_without_reuse_every_read_gathers(gt_mesh):
+    """The twin of A10: what other tracers do."""
+    model = data_parallel(TwoReads(), gt_mesh)
+    traced = trace_step(model, token_step, (torch.zeros(2, 3, dtype=torch.int64),), reuse_gathers=False)
+    assert count(traced) == {"all_gather": 4, "reduce_scatter": 4, "all_reduce": 0}
+
+
+def test_state_dict_and_parameters_see_shards_and_gather_nothing(gt_mesh, net):
+    """A12."""
+    shapes = {name: p.shape for name, p in net.named_parameters()}
+    data_parallel(net, gt_mesh)
+    from torch.distributed.tensor.debug import CommDebugMode
+
+    with CommDebugMode() as comms:
+        state = net.state_dict()
+    assert comms.get_total_counts() == 0
+    assert {name: state[name].shape for name in shapes} == shapes
+    assert state["layers.0.w.weight"].to_local().shape == (2, 8)
+
+
+def test_inner_modules_may_have_a_mesh_of_their_own(gt_mesh, net):
+    data_parallel(net.head, gt_mesh, gradient_divide_factor=8.0)
+    head = net.head.weight
+    data_parallel(net, gt_mesh)
+    assert net._modules["head"]._parameters["weight"] is not None
+    assert head is not net.layers[0].w.weight
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"mode": "zero3"}, "mode='zero3': expected one of fully_shard, replicate, hybrid_shard"),
+        ({"mode": "hybrid_shard"}, "needs a 2-D mesh, this one is 1-D"),
+        ({"mp_policy": MixedPrecisionPolicy(torch.float16)}, "torch.float16 is not supported"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_one_sentence(gt_mesh, net, arguments, words):
+    with pytest.raises(ValueError, match=words):
+        data_parallel(net, gt_mesh, **arguments)

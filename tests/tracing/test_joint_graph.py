@@ -1,0 +1,126 @@
+"""What the traced joint graph looks like: inputs, outputs and the metadata that passes read."""
+
+import copy
+
+import pytest
+import torch
+from torch import fx, nn
+
+from pytest_gtrainer import trace_step
+from pytest_gtrainer.tracing.fqns import module_fqn
+
+
+def nodes_of(traced):
+    return [node for node in traced.gm.graph.nodes if node.op == "call_function"]
+
+
+def test_outputs_are_the_loss_and_the_gradients_of_trainable_parameters_in_order(net, inputs, train_step):
+    """A1: compared with .backward() bit for bit, so that a swapped pair would show."""
+    traced = trace_step(net, train_step, inputs)
+    loss, *gradients = traced.gm(*[*net.parameters(), *net.buffers(), *inputs])
+    reference = copy.deepcopy(net)
+    expected = train_step(reference, *inputs)
+    expected.backward()
+    wanted = {name: p.grad for name, p in reference.named_parameters() if p.requires_grad}
+    assert "layers.0.w.bias" not in wanted
+    assert traced.trainable_fqns == tuple(wanted)
+    assert torch.equal(loss, expected.detach())
+    assert all(torch.equal(gradient, wanted[name]) for name, gradient in zip(wanted, gradients, strict=True))
+
+
+def test_every_module_stamps_its_own_fqn_and_the_code_around_the_model_is_the_loss(net, inputs, train_step):
+    """A2: two instances of one class differ, a parameterless module has a name, the root has none."""
+    traced = trace_step(net, train_step, inputs)
+    forward = [node for node in nodes_of(traced) if not node.meta.get("autograd_backward")]
+    by_fqn = {module_fqn(node.meta) for node in forward}
+    assert {"layers.0", "layers.1", "layers.0.w", "layers.1.w", "layers.1.act", "head", "loss"} <= by_fqn
+    (counter,) = [node for node in forward if node.target is torch.ops.aten.add_.Tensor]
+    assert module_fqn(counter.meta) == ""
+
+
+def test_only_nodes_of_the_backward_are_marked(net, inputs, train_step):
+    """A3: forward operators come before the first mark, and every node after it is marked."""
+    marks = [bool(node.meta.get("autograd_backward")) for node in nodes_of(trace_step(net, train_step, inputs))]
+    first = marks.index(True)
+    assert 0 < first < len(marks)
+    assert all(marks[first:])
+
+
+def test_a_backward_node_has_its_own_copy_of_the_forward_annotation(net, inputs, train_step):
+    """A4: the gradient of layers.1's weight belongs to layers.1.w; editing it leaves the forward alone."""
+    traced = trace_step(net, train_step, inputs)
+    backward = [node for node in nodes_of(traced) if node.meta.get("autograd_backward")]
+    assert {"layers.0.w", "layers.1.w", "head", "loss"} <= {module_fqn(node.meta) for node in backward}
+    customs = [id(node.meta["custom"]) for node in nodes_of(traced) if "custom" in node.meta]
+    assert len(customs) == len(set(customs))
+
+
+def test_inputs_are_parameters_buffers_then_user_inputs(net, inputs, train_step):
+    """A5, without DTensors."""
+    traced = trace_step(net, train_step, inputs)
+    names = [node.meta["gt_input"] for node in traced.gm.graph.nodes if node.op == "placeholder"]
+    expected = [("parameter", name) for name, _ in net.named_parameters()]
+    expected += [("buffer", "seen"), ("input", "0"), ("input", "1")]
+    assert [(name["kind"], name["fqn"]) for name in names] == expected
+    assert traced.state_fqns == (*dict(net.named_parameters()), "seen")
+    assert traced.num_static_inputs == len(traced.state_fqns)
+
+
+def test_a_nested_pytree_of_inputs_is_flattened(net, inputs):
+    x, y = inputs
+    traced = trace_step(net, lambda m, batch: nn.functional.mse_loss(m(batch["x"]), batch["y"]), ({"x": x, "y": y},))
+    assert traced.replay(net, {"x": x, "y": y}).ndim == 0
+    with pytest.raises(ValueError, match="structured as"):
+        traced.replay(net, x, y)
+
+
+@pytest.mark.parametrize(
+    ("bad", "words"),
+    [("a word", r"inputs\[1\] is a str"), (nn.ReLU(), r"inputs\[1\] is a module \(ReLU\)"), ({1, 2}, "is a set")],
+)
+def test_an_input_that_is_no_tensor_or_scalar_is_refused_by_name(net, inputs, train_step, bad, words):
+    """A6."""
+    with pytest.raises(TypeError, match=words):
+        trace_step(net, train_step, (inputs[0], bad))
+
+
+def test_a_loss_that_is_no_scalar_and_a_model_without_gradients_are_refused(net, inputs):
+    with pytest.raises(ValueError, match=r"scalar loss, it returned \(6, 4\)"):
+        trace_step(net, lambda m, x, y: m(x), inputs)
+    net.requires_grad_(False)
+    with pytest.raises(ValueError, match="no parameter of the model requires a gradient"):
+        trace_step(net, lambda m, x, y: m(x).sum(), inputs)
+
+
+def test_tracing_leaves_threads_and_the_model_as_they_were(net, inputs, train_step):
+    """A7: autograd's threads are off while tracing, and back as they were; no hook, gradient or value stays."""
+    during = []
+
+    def watching(model, x, y):
+        during.append(torch.autograd.is_multithreading_enabled())
+        return train_step(model, x, y)
+
+    before = {name: value.clone() for name, value in net.state_dict().items()}
+    trace_step(net, watching, inputs)
+    assert during == [False]
+    assert torch.autograd.is_multithreading_enabled()
+    assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in net.modules())
+    assert all(parameter.grad is None for parameter in net.parameters())
+
+
+def test_a_failing_step_leaves_the_model_usable(net, inputs, train_step):
+    def failing(model, x, y):
+        model(x)
+        raise RuntimeError("in the step")
+
+    with pytest.raises(RuntimeError, match="in the step"):
+        trace_step(net, failing, inputs)
+    assert isinstance(trace_step(net, train_step, inputs).gm, fx.GraphModule)
+
+
+def test_meta_tensors_are_traced_for_the_cpu(inputs, train_step):
+    with torch.device("meta"):
+        model = nn.Linear(8, 4)
+    traced = trace_step(model, train_step, tuple(t.to("meta") for t in inputs))
+    assert {t.device.type for t in traced.example_inputs} == {"cpu"}

@@ -1,0 +1,77 @@
+"""Which modules travel together."""
+
+import pytest
+
+from pytest_gtrainer import get_default_transformer_block_buckets
+from pytest_gtrainer.passes.bucket_plan import Plan, PlanError, expert_fsdp_degree
+
+DENSE_PARTS = ["attention_norm", "attention", "ffn_norm", "moe.router", "moe.shared_experts"]
+
+
+def test_a_dense_model_has_one_bucket_a_layer():
+    """B1."""
+    plan = get_default_transformer_block_buckets(3)
+    assert plan == ["tok_embeddings", "layers.0", "layers.1", "layers.2", ["norm", "lm_head"]]
+
+
+def test_the_loss_joins_the_last_bucket_only_if_it_is_chunked():
+    """B2."""
+    assert get_default_transformer_block_buckets(1, chunked_loss_enabled=True)[-1] == ["norm", "lm_head", "loss"]
+    assert get_default_transformer_block_buckets(1)[-1] == ["norm", "lm_head"]
+
+
+def test_a_moe_layer_has_two_buckets_where_experts_are_sharded():
+    """B3: and stays one where they are not."""
+    plan = get_default_transformer_block_buckets(2, moe_layers=[1], expert_fsdp_degree=2)
+    assert plan[1:4] == ["layers.0", [f"layers.1.{part}" for part in DENSE_PARTS], "layers.1.moe.routed_experts"]
+    assert "layers.1" in get_default_transformer_block_buckets(2, moe_layers=[1], expert_fsdp_degree=1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "degree"),
+    [
+        ({"mesh": {"efsdp": 4, "ep": 2}}, 4),
+        ({"mesh": {"fsdp": 8}}, 1),
+        ({"dp_shard": 8, "cp": 2, "tp": 1, "ep": 4}, 4),
+        ({"dp_shard": 2, "ep": 8}, 1),
+    ],
+)
+def test_the_expert_fsdp_degree(arguments, degree):
+    """B4: the mesh wins; never below 1."""
+    assert expert_fsdp_degree(**arguments) == degree
+
+
+@pytest.mark.parametrize(
+    ("entries", "words"),
+    [
+        ([["layers.0.w1", "layers.1.w1"]], r"bucket 'layers.0.w1\+layers.1.w1' spans layers.0 and layers.1"),
+        ([["norm", "layers.1"]], "spans layers.1 and no layer"),
+        (["layers.0", "layers.0"], "names 'layers.0' twice"),
+        (["layers.0", []], "entry 1 of the bucket plan is empty"),
+    ],
+)
+def test_a_plan_that_makes_no_sense_is_refused_by_name(entries, words):
+    """B5."""
+    with pytest.raises(PlanError, match=words):
+        Plan(entries)
+
+
+def test_moe_layers_that_do_not_exist_are_refused():
+    with pytest.raises(ValueError, match=r"moe_layers names \[4\], the model has layers 0..1"):
+        get_default_transformer_block_buckets(2, moe_layers=[4])
+
+
+def test_the_innermost_entry_decides():
+    plan = Plan([["layers.1.attention", "layers.1.moe.router"], "layers.1.moe.routed_experts", "layers.10"])
+    found = {fqn: plan.bucket_of(fqn) for fqn in ("layers.1.moe.routed_experts.w1", "layers.1.attention.wq", "layers.1")}
+    assert found["layers.1.moe.routed_experts.w1"].label == "layers.1.moe.routed_experts"
+    assert found["layers.1.attention.wq"].label == "layers.1.attention+layers.1.moe.router"
+    assert found["layers.1"] is None
+
+
+def test_a_layer_split_into_two_lists_is_wrapped_as_the_lists():
+    """A list is its layer's root only where it is the layer's one list."""
+    one = Plan([["layers.0.a", "layers.0.b"], "layers.0.experts"])
+    two = Plan([["layers.0.a", "layers.0.b"], ["layers.0.c", "layers.0.d"]])
+    assert [bucket.roots for bucket in one.buckets] == [("layers.0",), ("layers.0.experts",)]
+    assert [bucket.roots for bucket in two.buckets] == [("layers.0.a", "layers.0.b"), ("layers.0.c", "layers.0.d")]

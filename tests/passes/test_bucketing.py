@@ -1,0 +1,221 @@
+"""What bucketing makes of the collectives, and what it refuses."""
+
+import copy
+
+import pytest
+import torch
+
+from pytest_gtrainer import bucket_layout, data_parallel, get_default_transformer_block_buckets, trace_step
+from pytest_gtrainer import joint_transformer_block_bucketing_reordering_pass as joint_pass
+from pytest_gtrainer.passes._torch import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, WAIT
+from pytest_gtrainer.passes.bucket_plan import PlanError
+from pytest_gtrainer.worlds.fake import fake_world
+from pytest_gtrainer.worlds.mesh import make_mesh
+from pytest_gtrainer.worlds.spec import make_spec
+
+pytestmark = pytest.mark.gt_world("fake", size=4, mesh={"fsdp": 4})
+
+
+@pytest.fixture
+def uneven_joint_of(make_net):
+    """The joint graph as ``rank`` of 4 traces it, for a width that 4 does not divide."""
+
+    def trace(rank):
+        with fake_world(make_spec("fake", size=4, rank=rank)) as world:
+            model = data_parallel(make_net(3, 10), make_mesh(world))
+            return trace_step(model, lambda m, t: m(t).sum(), (torch.zeros(2, 3, dtype=torch.int64),))
+
+    return trace
+
+
+def found(gm, target):
+    return gm.graph.find_nodes(op="call_function", target=target)
+
+
+def code_of(gm):
+    gm.recompile()
+    return gm.code
+
+
+def test_each_bucket_is_one_all_gather_and_one_reduce_scatter(joint, plan):
+    """D1: five buckets, whatever the number of parameters."""
+    assert len(found(joint.gm, ALL_GATHER)) == len(joint.parameter_fqns) > 5
+    gm = joint_pass(joint.gm, bucket_plan=plan)
+    assert len(found(gm, ALL_GATHER)) == len(found(gm, REDUCE_SCATTER)) == len(plan)
+    assert len(found(gm, WAIT)) == 2 * len(plan)
+
+
+def test_payloads_are_in_fsdp2s_managed_order(joint, plan):
+    """D2, D3: children before the block's own scale; weight before bias; not as executed."""
+    layout = bucket_layout(joint_pass(joint.gm, bucket_plan=plan))
+    names = ["w1.weight", "w1.bias", "w2.weight", "w3.weight", "norm.weight", "norm.bias", "scale"]
+    for collective in ("all_gather", "reduce_scatter"):
+        (payload,) = [p for p in layout.of(collective) if p.label == "layers.1"]
+        assert payload.parameters == tuple(f"layers.1.{name}" for name in names)
+
+
+@pytest.mark.parametrize(
+    ("order", "first"), [("registration", "scale"), ("execution", "norm.weight"), (["layers.1.w3.weight"], "w3.weight")]
+)
+def test_other_orders_are_other_payloads(joint, plan, order, first):
+    """The twins of D2: named_parameters order, execution order, an order by hand."""
+    layout = bucket_layout(joint_pass(joint.gm, bucket_plan=plan, payload_order=order))
+    (payload,) = [p for p in layout.of("all_gather") if p.label == "layers.1"]
+    assert payload.parameters[0] == f"layers.1.{first}"
+
+
+def test_an_unknown_order_is_refused(joint, plan):
+    with pytest.raises(ValueError, match="payload_order='fast': expected managed, registration, execution"):
+        joint_pass(joint.gm, bucket_plan=plan, payload_order="fast")
+
+
+def test_the_payload_is_the_flat_concatenation_of_shards(joint, plan):
+    """D4: bytes follow each other without a gap; three matrices and four vectors of bf16, a quarter each."""
+    layout = bucket_layout(joint_pass(joint.gm, bucket_plan=plan))
+    for payload in layout.payloads:
+        ends = [slot.offset + slot.nbytes for slot in payload.slots]
+        assert [slot.offset for slot in payload.slots] == [0, *ends[:-1]]
+    (payload,) = [p for p in layout.of("all_gather") if p.label == "layers.0"]
+    assert sum(slot.nbytes for slot in payload.slots) == 2 * (3 * 64 + 8 + 8 + 8 + 8) // 4
+
+
+def test_new_nodes_carry_their_bucket_and_direction(joint, plan):
+    """D8: and the backward's mark."""
+    old = set(joint.gm.graph.nodes)
+    gm = joint_pass(joint.gm, bucket_plan=plan)
+    new = [node for node in gm.graph.nodes if node not in old]
+    assert new
+    for node in new:
+        bucket = node.meta["fsdp_bucket"]
+        assert bucket["plan_fqns"] in [[entry] if isinstance(entry, str) else entry for entry in plan]
+        assert bool(node.meta.get("autograd_backward")) == (bucket["direction"] == "bwd")
+        assert "val" in node.meta
+
+
+def test_gathered_members_leave_contiguous(joint, plan):
+    """D13: also a parameter with one row a rank, whose part would fit a strided view."""
+    gm = joint_pass(joint.gm, bucket_plan=plan)
+    clones = found(gm, torch.ops.aten.clone.default)
+    assert len(clones) >= 3 * 7
+    assert all(node.kwargs["memory_format"] is torch.contiguous_format for node in clones if "fsdp_bucket" in node.meta)
+
+
+def test_the_outputs_are_those_of_the_graph_before(joint, plan):
+    """D9: under a fake group a gather repeats the shard and a reduction keeps its slice, so values carry over."""
+    before = copy.deepcopy(joint.gm)
+    after = joint_pass(joint.gm, bucket_plan=plan)
+    generator = torch.Generator().manual_seed(0)
+    inputs = [
+        torch.randint(0, 16, t.shape, generator=generator) if t.dtype == torch.int64
+        else torch.randn(t.shape, generator=generator)
+        for t in joint.example_inputs
+    ]
+    for ours, theirs in zip(after(*inputs), before(*inputs), strict=True):
+        assert ours.shape == theirs.shape
+        assert ours.dtype == theirs.dtype
+        assert torch.equal(ours, theirs)
+
+
+def test_dtypes_are_never_merged(joint, plan):
+    """D7: one bucket with payloads of two dtypes makes two collectives."""
+    (launch,) = [n for n in found(joint.gm, ALL_GATHER) if n.meta["custom"]["module_fqn"] == "layers.1.w3"]
+    cast = launch.args[0]
+    cast.kwargs = {**cast.kwargs, "dtype": torch.float32}
+    for node in (cast, launch, *launch.users):
+        node.meta["val"] = node.meta["val"].float()
+    layout = bucket_layout(joint_pass(joint.gm, bucket_plan=plan))
+    payloads = [p for p in layout.of("all_gather") if p.label == "layers.1"]
+    assert sorted((len(p.slots), str(p.dtype)) for p in payloads) == [(1, "torch.float32"), (6, "torch.bfloat16")]
+
+
+def test_all_reduces_of_ddp_stay(gt_mesh, make_net):
+    """D10: a graph without sharded parameters is returned as it is (E6)."""
+    model = data_parallel(make_net(1, 8), gt_mesh, mode="replicate")
+    traced = trace_step(model, lambda m, t: m(t).sum(), (torch.zeros(2, 3, dtype=torch.int64),))
+    before = code_of(traced.gm)
+    gm = joint_pass(traced.gm, bucket_plan=["tok_embeddings", "layers.0", ["norm", "lm_head"]])
+    assert gm.code == before
+    assert found(gm, ALL_REDUCE)
+
+
+def test_running_it_again_changes_nothing(joint, plan):
+    """E7."""
+    once = code_of(joint_pass(joint.gm, bucket_plan=plan))
+    assert code_of(joint_pass(joint.gm, bucket_plan=plan)) == once
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda plan: plan.remove("layers.1"), "covers no all-gather of layers.1.norm.weight"),
+        (lambda plan: plan.append("layers.7"), "names 'layers.7', which the model does not have"),
+        (lambda plan: plan.__setitem__(4, ["norm", "head"]), "names 'head'"),
+        (lambda plan: plan.__setitem__(4, "norm"), "covers no all-gather of lm_head.weight"),
+    ],
+)
+def test_a_plan_that_does_not_fit_is_refused_and_the_graph_is_untouched(joint, plan, change, words):
+    """B5, B6, D11: the message names module or parameters."""
+    before = code_of(joint.gm)
+    change(plan)
+    with pytest.raises(PlanError, match=words):
+        joint_pass(joint.gm, bucket_plan=plan)
+    assert code_of(joint.gm) == before
+
+
+def test_a_parameter_gathered_twice_is_refused_with_advice(make_joint, plan):
+    """B6: a graph traced without reuse."""
+
+    def reading_twice(model, tokens):
+        return model(tokens).sum() + model(tokens).sum()
+
+    traced = make_joint(step=reading_twice, reuse_gathers=False)
+    with pytest.raises(PlanError, match=r"more than one all-gather in the fwd direction: trace with reuse_gathers=True"):
+        joint_pass(traced.gm, bucket_plan=plan)
+
+
+def test_graphs_traced_elsewhere_need_the_conventions_only(joint, plan):
+    """Without our tracer's names of inputs and outputs the buckets are the same, in registration order."""
+    for node in joint.gm.graph.nodes:
+        node.meta.pop("gt_input", None)
+        node.meta.pop("gt_outputs", None)
+    gm = joint_pass(joint.gm, bucket_plan=plan)
+    assert len(found(gm, ALL_GATHER)) == len(found(gm, REDUCE_SCATTER)) == len(plan)
+    layout = bucket_layout(gm)
+    (payload,) = [p for p in layout.of("all_gather") if len(p.slots) == 7][:1]
+    assert list(payload.parameters) == sorted(payload.parameters, key=lambda name: int(name.split(".")[1]))
+
+
+def collective_sequence(gm):
+    return [
+        (str(node.target), tuple(node.meta["val"].shape), node.meta["fsdp_bucket"]["plan_fqns"])
+        for node in gm.graph.nodes
+        if node.target in (ALL_GATHER, REDUCE_SCATTER, WAIT)
+    ]
+
+
+@pytest.mark.parametrize("reorder", [True, False])
+def test_uneven_shards_do_not_change_the_sequence_of_collectives(uneven_joint_of, plan, reorder):
+    """D14: the last rank pads (10 rows over 4 ranks), the first does not; both issue the same, in the same order."""
+    first, last = uneven_joint_of(rank=0), uneven_joint_of(rank=3)
+    pads = [len(found(gm.gm, torch.ops.aten.constant_pad_nd.default)) for gm in (first, last)]
+    assert pads[0] < pads[1]
+    first, last = (joint_pass(traced.gm, bucket_plan=plan, reorder=reorder) for traced in (first, last))
+    assert collective_sequence(first) == collective_sequence(last)
+
+
+def test_chunked_loss_decides_where_the_head_belongs(gt_mesh):
+    """B2 on our own trace: the head runs inside the loss, so without "loss" in the plan it is in no bucket."""
+    from fixtures.models.chunked_loss import chunked_ce_step
+    from fixtures.training import llama3_training
+    from pytest_gtrainer.references.graph import rewrite, shard_traceably, trace_config
+
+    def config(chunked):
+        plan = get_default_transformer_block_buckets(2, chunked_loss_enabled=chunked)
+        return llama3_training(gt_mesh, "bf16_fp32", step=chunked_ce_step(2), bucket_plan=plan)
+
+    model = shard_traceably(config(True).model(), config(True))
+    rewritten = rewrite(trace_config(config(True), model), config(True))
+    (last,) = [p for p in bucket_layout(rewritten.gm).of("reduce_scatter") if "lm_head.weight" in p.parameters]
+    assert last.parameters == ("norm.weight", "lm_head.weight")
+    with pytest.raises(PlanError, match=r"covers no all-gather of lm_head.weight \(used in loss\)"):
+        rewrite(trace_config(config(False), model), config(False))

@@ -1,0 +1,87 @@
+"""Prefetch and deferral: what moves, how far, and what stays."""
+
+import pytest
+
+from pytest_gtrainer import joint_transformer_block_bucketing_reordering_pass as joint_pass
+from pytest_gtrainer.passes._torch import ALL_GATHER, REDUCE_SCATTER, WAIT
+
+pytestmark = pytest.mark.gt_world("fake", size=4, mesh={"fsdp": 4})
+
+
+def schedule(gm, launch):
+    """The launches and waits of one kind of collective, as ("launch" | "wait", bucket)."""
+    events = []
+    for node in gm.graph.nodes:
+        source = node.args[0] if node.target is WAIT else node
+        if source.target is launch if source is not None and hasattr(source, "target") else False:
+            events.append(("wait" if node.target is WAIT else "launch", "+".join(node.meta["fsdp_bucket"]["plan_fqns"])))
+    return events
+
+
+BUCKETS = ["tok_embeddings", "layers.0", "layers.1", "layers.2", "norm+lm_head"]
+
+
+def test_the_next_all_gather_is_launched_before_the_wait_of_this_one(joint, plan):
+    """E1, E5: launch i + 1 right before wait i, ascending."""
+    events = schedule(joint_pass(joint.gm, bucket_plan=plan), ALL_GATHER)
+    expected = [("launch", BUCKETS[0])]
+    for this, following in zip(BUCKETS, BUCKETS[1:], strict=False):
+        expected += [("launch", following), ("wait", this)]
+    assert events == [*expected, ("wait", BUCKETS[-1])]
+
+
+def test_a_reduce_scatter_is_waited_for_after_the_launch_of_the_next(joint, plan):
+    """E2: in the backward's order, last bucket first."""
+    events = schedule(joint_pass(joint.gm, bucket_plan=plan), REDUCE_SCATTER)
+    backward = BUCKETS[::-1]
+    expected = [("launch", backward[0])]
+    for this, following in zip(backward, backward[1:], strict=False):
+        expected += [("launch", following), ("wait", this)]
+    assert events == [*expected, ("wait", backward[-1])]
+
+
+def test_without_reordering_each_wait_follows_where_it_was(joint, plan):
+    """The twin of E1 and E2."""
+    gm = joint_pass(joint.gm, bucket_plan=plan, reorder=False)
+    for launch in (ALL_GATHER, REDUCE_SCATTER):
+        kinds = [kind for kind, _ in schedule(gm, launch)]
+        assert kinds == ["launch", "wait"] * len(BUCKETS)
+
+
+@pytest.mark.parametrize("reorder", [True, False])
+def test_no_other_node_moves(joint, plan, reorder):
+    """E4: the order of everything outside of collectives' chains is what it was; the graph lints (E6)."""
+    before = [node for node in joint.gm.graph.nodes if node.op == "call_function"]
+    gm = joint_pass(joint.gm, bucket_plan=plan, reorder=reorder)
+    gm.graph.lint()
+    after = [node for node in gm.graph.nodes if node in set(before)]
+    chains = {node for node in after if only_feeds_collectives(node) or comes_from_collectives(node)}
+    kept = [node for node in before if node in set(after) - chains]
+    assert len(kept) > 50
+    assert [node for node in after if node not in chains] == kept
+
+
+def only_feeds_collectives(node):
+    """Part of a chain from a parameter to its all-gather."""
+    return not any(not is_chain_user(user) for user in node.users)
+
+
+def is_chain_user(node):
+    return "fsdp_bucket" in node.meta and node.meta["fsdp_bucket"]["direction"] == "fwd" or node.target is ALL_GATHER
+
+
+def comes_from_collectives(node):
+    """Part of a chain from a reduce-scatter to the output."""
+    return any("fsdp_bucket" in source.meta and source.meta["fsdp_bucket"]["direction"] == "bwd"
+               for source in node.all_input_nodes)
+
+
+def test_a_launch_stands_behind_its_inputs_and_before_its_wait(joint, plan):
+    """Nothing is used before it is made, and no wait is the launch's neighbour where there is compute to hide."""
+    gm = joint_pass(joint.gm, bucket_plan=plan)
+    place = {node: index for index, node in enumerate(gm.graph.nodes)}
+    for node in gm.graph.nodes:
+        assert all(place[source] < place[node] for source in node.all_input_nodes)
+    gathers = [node for node in gm.graph.nodes if node.target is ALL_GATHER]
+    hidden = [place[next(iter(node.users))] - place[node] for node in gathers[2:]]
+    assert min(hidden) > 5

@@ -11,6 +11,7 @@ from typing import Any
 from torch import fx
 
 from pytest_gtrainer.graphtext._torch import HigherOrderOperator, OpOverload, overload
+from pytest_gtrainer.graphtext.paths import spell
 
 COLLECTIVE_NAMESPACES = frozenset({"_c10d_functional", "_c10d_functional_autograd", "bucketing", "symm_mem"})
 
@@ -36,9 +37,9 @@ def operator_of(node: fx.Node) -> Operator:
     """The operator of a node that computes something."""
     if node.op == "call_function":
         return _function(node.target)
-    prefix = "module" if node.op == "call_module" else "method"
     path = str(node.target)
-    return Operator(f"{prefix}.{path}", path.rpartition(".")[2])
+    text = f"module.{spell(path)}" if node.op == "call_module" else f"method.{path}"
+    return Operator(text, word(path.rpartition(".")[2]))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -72,9 +73,12 @@ def _overload(target: OpOverload) -> Operator:
 def word(text: str) -> str:
     """A name that Python accepts: keywords get an escape, other characters become ``_``.
 
-    >>> word("from"), word("add"), word("<lambda>")
-    ('from__kw', 'add', '_lambda_')
+    >>> word("from"), word("add"), word("<lambda>"), word("0")
+    ('from__kw', 'add', '_lambda_', '_0')
     """
     if keyword.iskeyword(text):
         return f"{text}__kw"
-    return text if text.isidentifier() else "".join(c if c.isalnum() else "_" for c in text)
+    if text.isidentifier():
+        return text
+    likeness = "".join(c if c.isalnum() else "_" for c in text)
+    return likeness if likeness.isidentifier() else f"_{likeness}"

@@ -35,6 +35,9 @@ class Scope(NamedTuple):
         return self.owners == ("",)
 
 
+NOWHERE = Scope(("",), "fwd")
+
+
 def is_item(node: fx.Node) -> bool:
     """Whether a node only takes one output of its operand; it is spelled ``operand[0]``."""
     return node.op == "call_function" and node.target is operator.getitem and type(node.args[1]) is int
@@ -63,7 +66,7 @@ def scopes_of(nodes: Iterable[fx.Node]) -> dict[fx.Node, Scope]:
             scopes[node] = Scope((fqn.rpartition(".")[0],), space)
             inputs += 1
         elif is_item(node):
-            scopes[node] = scopes[node.args[0]]
+            scopes[node] = scopes.get(node.args[0], NOWHERE)
         elif is_computed(node):
             scopes[node] = _scope(node, scopes)
     return scopes

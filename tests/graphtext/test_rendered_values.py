@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import math
 
 import pytest
@@ -129,6 +130,22 @@ def test_named_outputs():
     graph = toy_graph(layers=2)
     graph.graph.output_node().meta["gt_outputs"] = ("layers.1.mlp.weight",)
     assert "for i in out.layers[1]:\n  L.mlp.weight = fwd.head.sum\n" in render(graph)
+
+
+def test_a_graph_without_types_or_modules_is_still_python():
+    class Untyped(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.seq = torch.nn.Sequential(torch.nn.ReLU())
+            self.register_buffer("rows", torch.ones(3, 2))
+
+        def forward(self, x):
+            return {"a": self.seq(x).view(-1) + self.rows[0], "b": [torch.relu(x)[0:1], None]}
+
+    text = render(torch.fx.symbolic_trace(Untyped()))
+    ast.parse(text)
+    assert "_0: _ = module.seq[0](I.arg0)\n    view: _ = method.view(_0, -1)" in text
+    assert "yield from {'a': fwd._.add, 'b': [fwd._.getitem, None]}" in text
 
 
 def test_an_unknown_view_is_refused():

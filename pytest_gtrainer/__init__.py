@@ -44,7 +44,7 @@ _HOME: dict[str, str] = {
     "graphtext": "graphtext",
 }
 
-__all__ = sorted(_HOME)  # noqa: PLE0605 - computed from the one table
+__all__ = sorted(_HOME)
 
 
 def __getattr__(name: str) -> Any:

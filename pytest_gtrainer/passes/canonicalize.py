@@ -31,7 +31,7 @@ def is_identity(node: fx.Node) -> bool:
         return True
     if node.target not in _VIEWS:
         return False
-    before, after = node.args[0].meta.get("val"), node.meta.get("val")  # type: ignore[union-attr]
+    before, after = node.args[0].meta.get("val"), node.meta.get("val")
     if not isinstance(before, torch.Tensor) or not isinstance(after, torch.Tensor):
         return False
     return before.shape == after.shape and before.stride() == after.stride() and before.dtype == after.dtype

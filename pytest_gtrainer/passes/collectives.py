@@ -83,7 +83,7 @@ def group_of(launch: fx.Node) -> str:
 
 def group_size_of(launch: fx.Node) -> int:
     """Number of ranks of an all-gather's or reduce-scatter's process group."""
-    return int(launch.args[-2])  # type: ignore[call-overload]
+    return int(launch.args[-2])
 
 
 def input_names(gm: fx.GraphModule) -> dict[fx.Node, tuple[int, str]]:

@@ -265,7 +265,7 @@ def _inputs(merge: Merge) -> list[fx.Node]:
     """What the members send: shards of parameters, or gradients."""
     inputs = [member.launch.args[0] for member in merge.members]
     assert all(isinstance(node, fx.Node) for node in inputs)
-    return inputs  # type: ignore[return-value]
+    return inputs
 
 
 def _move_before(anchor: fx.Node, nodes: Sequence[fx.Node]) -> None:

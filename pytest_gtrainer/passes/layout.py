@@ -9,7 +9,7 @@ A layout needs no arithmetic, so it is compared before bits: it finds the same c
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import getitem
 
 import torch
@@ -102,11 +102,11 @@ def bucket_layout(gm: fx.GraphModule) -> BucketLayout:
 
 
 def _merge_directions(payloads: list[Payload]) -> Iterable[Payload]:
-    merged: dict[tuple[object, ...], list[str]] = {}
-    for p in payloads:
-        merged.setdefault((p.collective, p.dtype, p.ranks, p.op, p.slots), []).extend(p.directions)
-    for key, directions in merged.items():
-        yield Payload(*key, tuple(dict.fromkeys(directions)))  # type: ignore[arg-type]
+    merged: dict[Payload, list[str]] = {}
+    for payload in payloads:
+        merged.setdefault(replace(payload, directions=()), []).extend(payload.directions)
+    for payload, directions in merged.items():
+        yield replace(payload, directions=tuple(dict.fromkeys(directions)))
 
 
 def _gather_payload(launch: fx.Node, names: dict[fx.Node, tuple[int, str]]) -> Payload | None:
@@ -170,9 +170,9 @@ def _scatter_payload(launch: fx.Node, outputs: dict[fx.Node, str]) -> Payload | 
 
 def _results_of(launch: fx.Node) -> list[fx.Node]:
     wait = next(iter(launch.users))
-    users = list(wait.users)
-    if len(users) == 1 and users[0].target is torch.ops.aten.split_with_sizes.default and "fsdp_bucket" in users[0].meta:
-        return sorted(users[0].users, key=lambda item: item.args[1] if item.target is getitem else -1)  # type: ignore[arg-type,return-value]
+    split = next(iter(wait.users))
+    if split.target is torch.ops.aten.split_with_sizes.default and "fsdp_bucket" in split.meta:
+        return sorted((item for item in split.users if item.target is getitem), key=lambda item: item.args[1])
     return [wait]
 
 

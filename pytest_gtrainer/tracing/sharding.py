@@ -138,8 +138,15 @@ def _gather_on_access(module: nn.Module, names: list[str], access: _Access) -> N
     """Give ``module`` a class of its own whose parameters are properties."""
     if names:
         cls = type(module)
-        properties = {name: property(lambda self, n=name: _read(self._parameters[n], access)) for name in names}
+        properties = {name: _property(name, access) for name in names}
         module.__class__ = type(cls.__name__, (cls,), {"__module__": cls.__module__, **properties})
+
+
+def _property(name: str, access: _Access) -> property:
+    def read(module: nn.Module) -> torch.Tensor:
+        return _read(module._parameters[name], access)
+
+    return property(read)
 
 
 def _read(parameter: Any, access: _Access) -> torch.Tensor:
@@ -149,7 +156,7 @@ def _read(parameter: Any, access: _Access) -> torch.Tensor:
     key = (id(parameter), torch.is_grad_enabled())
     if cache is not None and key in cache:
         return cache[key]
-    gathered: torch.Tensor = _Gather.apply(parameter, access)  # type: ignore[no-untyped-call]
+    gathered: torch.Tensor = _Gather.apply(parameter, access)
     if cache is not None:
         cache[key] = gathered
     return gathered
@@ -171,7 +178,7 @@ class _Gather(torch.autograd.Function):
         return whole.to_local().view_as(whole.to_local())
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[DTensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[DTensor, None]:
         with annotate({KEY: ctx.fqn}) if ctx.fqn else nullcontext():
             return _reduced(ctx, grad), None
 

@@ -63,10 +63,9 @@ def test_moe_layers_that_do_not_exist_are_refused():
 
 def test_the_innermost_entry_decides():
     plan = Plan([["layers.1.attention", "layers.1.moe.router"], "layers.1.moe.routed_experts", "layers.10"])
-    found = {fqn: plan.bucket_of(fqn) for fqn in ("layers.1.moe.routed_experts.w1", "layers.1.attention.wq", "layers.1")}
-    assert found["layers.1.moe.routed_experts.w1"].label == "layers.1.moe.routed_experts"
-    assert found["layers.1.attention.wq"].label == "layers.1.attention+layers.1.moe.router"
-    assert found["layers.1"] is None
+    assert plan.bucket_of("layers.1.moe.routed_experts.w1").label == "layers.1.moe.routed_experts"
+    assert plan.bucket_of("layers.1.attention.wq").label == "layers.1.attention+layers.1.moe.router"
+    assert plan.bucket_of("layers.1") is None
 
 
 def test_a_layer_split_into_two_lists_is_wrapped_as_the_lists():

@@ -169,7 +169,7 @@ def test_a_parameter_gathered_twice_is_refused_with_advice(make_joint, plan):
         return model(tokens).sum() + model(tokens).sum()
 
     traced = make_joint(step=reading_twice, reuse_gathers=False)
-    with pytest.raises(PlanError, match=r"more than one all-gather in the fwd direction: trace with reuse_gathers=True"):
+    with pytest.raises(PlanError, match="more than one all-gather in the fwd direction: trace with reuse_"):
         joint_pass(traced.gm, bucket_plan=plan)
 
 

@@ -1,5 +1,7 @@
 """Prefetch and deferral: what moves, how far, and what stays."""
 
+from itertools import pairwise
+
 import pytest
 
 from pytest_gtrainer import joint_transformer_block_bucketing_reordering_pass as joint_pass
@@ -12,9 +14,10 @@ def schedule(gm, launch):
     """The launches and waits of one kind of collective, as ("launch" | "wait", bucket)."""
     events = []
     for node in gm.graph.nodes:
+        kind = "wait" if node.target is WAIT else "launch"
         source = node.args[0] if node.target is WAIT else node
-        if source.target is launch if source is not None and hasattr(source, "target") else False:
-            events.append(("wait" if node.target is WAIT else "launch", "+".join(node.meta["fsdp_bucket"]["plan_fqns"])))
+        if source.target is launch:
+            events.append((kind, "+".join(node.meta["fsdp_bucket"]["plan_fqns"])))
     return events
 
 
@@ -25,7 +28,7 @@ def test_the_next_all_gather_is_launched_before_the_wait_of_this_one(joint, plan
     """E1, E5: launch i + 1 right before wait i, ascending."""
     events = schedule(joint_pass(joint.gm, bucket_plan=plan), ALL_GATHER)
     expected = [("launch", BUCKETS[0])]
-    for this, following in zip(BUCKETS, BUCKETS[1:], strict=False):
+    for this, following in pairwise(BUCKETS):
         expected += [("launch", following), ("wait", this)]
     assert events == [*expected, ("wait", BUCKETS[-1])]
 
@@ -35,7 +38,7 @@ def test_a_reduce_scatter_is_waited_for_after_the_launch_of_the_next(joint, plan
     events = schedule(joint_pass(joint.gm, bucket_plan=plan), REDUCE_SCATTER)
     backward = BUCKETS[::-1]
     expected = [("launch", backward[0])]
-    for this, following in zip(backward, backward[1:], strict=False):
+    for this, following in pairwise(backward):
         expected += [("launch", following), ("wait", this)]
     assert events == [*expected, ("wait", backward[-1])]
 
@@ -67,13 +70,12 @@ def only_feeds_collectives(node):
 
 
 def is_chain_user(node):
-    return "fsdp_bucket" in node.meta and node.meta["fsdp_bucket"]["direction"] == "fwd" or node.target is ALL_GATHER
+    return node.target is ALL_GATHER or node.meta.get("fsdp_bucket", {}).get("direction") == "fwd"
 
 
 def comes_from_collectives(node):
     """Part of a chain from a reduce-scatter to the output."""
-    return any("fsdp_bucket" in source.meta and source.meta["fsdp_bucket"]["direction"] == "bwd"
-               for source in node.all_input_nodes)
+    return any(source.meta.get("fsdp_bucket", {}).get("direction") == "bwd" for source in node.all_input_nodes)
 
 
 def test_a_launch_stands_behind_its_inputs_and_before_its_wait(joint, plan):

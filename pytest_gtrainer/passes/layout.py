@@ -223,7 +223,8 @@ def _compare(kind: str, actual: BucketLayout, expected: BucketLayout) -> Iterabl
         rest.remove(best)
         yield from _compare_payloads(best, wanted)
     for extra in rest:
-        yield f"bucket {extra.label!r}: a {kind} of {', '.join(extra.parameters)} that is not expected"
+        article = "an" if kind == ALL_GATHER_NAME else "a"
+        yield f"bucket {extra.label!r}: {article} {kind} of {', '.join(extra.parameters)} that is not expected"
 
 
 def _compare_payloads(actual: Payload, wanted: Payload) -> Iterable[str]:

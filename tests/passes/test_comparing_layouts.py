@@ -1,0 +1,84 @@
+"""Layouts differ in words: which bucket, which parameter, where it sits and where it belongs."""
+
+import pytest
+import torch
+
+from pytest_gtrainer import BucketLayout, assert_same_layout
+from pytest_gtrainer.passes.layout import LayoutDifference, Payload, Slot
+
+W1, W2, SCALE = "layers.0.w1.weight", "layers.0.w2.weight", "layers.0.scale"
+
+
+def payload(*sizes, collective="reduce_scatter", dtype=torch.float32, ranks=(0, 1), op="avg"):
+    slots, offset = [], 0
+    for name, nbytes in sizes:
+        slots.append(Slot(name, offset, nbytes))
+        offset += nbytes
+    return Payload(collective, dtype, ranks, op, tuple(slots))
+
+
+EXPECTED = payload((W1, 8), (W2, 12))
+
+
+def difference(*actual):
+    with pytest.raises(LayoutDifference) as failure:
+        assert_same_layout(BucketLayout(actual), BucketLayout((EXPECTED,)))
+    return str(failure.value).splitlines()[1:]
+
+
+def test_equal_layouts_pass_whatever_the_order_of_collectives():
+    other = payload((SCALE, 4), collective="all_gather", op="")
+    assert_same_layout(BucketLayout((EXPECTED, other)), BucketLayout((other, EXPECTED)))
+
+
+def test_swapped_members_are_named_with_both_places():
+    """D2: names the parameters of the bucket."""
+    assert difference(payload((W2, 12), (W1, 8))) == [
+        f"bucket 'layers.0', reduce_scatter: {W1} sits at byte 12, expected 0",
+        f"bucket 'layers.0', reduce_scatter: {W2} sits at byte 0, expected 8",
+    ]
+
+
+def test_a_lost_and_a_foreign_parameter_are_named():
+    """B6."""
+    assert difference(payload((W1, 8), (SCALE, 4))) == [
+        f"bucket 'layers.0', reduce_scatter: {W2} is missing",
+        f"bucket 'layers.0', reduce_scatter: {SCALE} does not belong here",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"dtype": torch.bfloat16}, "dtype is torch.bfloat16, expected torch.float32"),
+        ({"ranks": (0, 2)}, "ranks is (0, 2), expected (0, 1)"),
+        ({"op": "sum"}, "op is sum, expected avg"),
+    ],
+)
+def test_dtype_group_and_op_are_compared(changes, words):
+    assert difference(payload((W1, 8), (W2, 12), **changes)) == [f"bucket 'layers.0', reduce_scatter: {words}"]
+
+
+def test_a_bucket_split_in_two_and_a_missing_one_are_told():
+    assert difference(payload((W1, 8)), payload((W2, 12))) == [
+        f"bucket 'layers.0', reduce_scatter: {W2} is missing",
+        f"bucket 'layers.0': a reduce_scatter of {W2} that is not expected",
+    ]
+
+
+def test_another_collective_in_its_place_is_told():
+    assert difference(payload((W1, 8), (W2, 12), collective="all_gather")) == [
+        f"bucket 'layers.0': an all_gather of {W1}, {W2} that is not expected",
+        f"bucket 'layers.0': no reduce_scatter of {W1}, {W2}",
+    ]
+
+
+def test_nothing_to_compare_is_an_error():
+    with pytest.raises(ValueError, match="the expected layout has no collective of parameters"):
+        assert_same_layout(BucketLayout((EXPECTED,)), BucketLayout(()))
+
+
+def test_the_text_shows_offsets_and_sizes():
+    text = str(BucketLayout((EXPECTED,))).splitlines()
+    assert text[0] == "layers.0: reduce_scatter avg float32 over 2 ranks"
+    assert text[2].split() == ["8", "12", W2]

@@ -1,0 +1,116 @@
+"""The layout read from fully_shard's parameter groups, against the bytes that it really sends."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from pytest_gtrainer import eager_bucket_layout
+from pytest_gtrainer.references._torch import FSDP2Policy, fully_shard
+
+
+class Inner(nn.Module):
+    """A module with children and parameters of its own; the bias is registered before the weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own = nn.Parameter(torch.empty(7, 3))
+        self.child = nn.Linear(5, 6)
+        self.register_parameter("late", nn.Parameter(torch.empty(9)))
+
+
+class Net(nn.Module):
+    """Sizes that 4 ranks do not divide; the frozen parameter is gathered and never reduced."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = Inner()
+        self.second = Inner()
+        self.second.own.requires_grad_(False)
+        for value, parameter in enumerate(self.parameters(), 1):
+            nn.init.constant_(parameter, value)
+
+
+class Reader(nn.Module):
+    """Gradient k of its loss is 10 k in every element, so a payload shows who sits where."""
+
+    def __init__(self, net: Net) -> None:
+        super().__init__()
+        self.net = net
+        for inner in (net.first, net.second):
+            inner.forward = lambda scale, inner=inner: [scale * p.sum() for p in inner.parameters()]
+
+    def forward(self, scale):
+        sums = [total for inner in (self.net.first, self.net.second) for total in inner(scale)]
+        return sum(10 * value * total for value, total in enumerate(sums, 1) if total.requires_grad)
+
+
+@pytest.fixture
+def sent(monkeypatch):
+    """The payloads that FSDP2 hands to its collectives: ("all_gather" | "reduce_scatter", flat tensor)."""
+    from torch.distributed.fsdp._fully_shard import _fsdp_collectives as fsdp
+
+    seen = []
+
+    def watch(name, kind, which):
+        original = getattr(dist, name)
+
+        def watched(*args, **kwargs):
+            payload = kwargs.get(which, args[1] if len(args) > 1 else None)
+            seen.append((kind, payload.detach().clone()))
+            return original(*args, **kwargs)
+
+        monkeypatch.setattr(fsdp.dist, name, watched)
+
+    watch("all_gather_single", "all_gather", "input")
+    watch("reduce_scatter_single", "reduce_scatter", "input")
+    return seen
+
+
+@pytest.mark.gt_world("ranks", size=4, mesh={"fsdp": 4})
+@pytest.mark.parametrize("policy", [FSDP2Policy(), FSDP2Policy(torch.bfloat16, torch.float32)], ids=["fp32", "mixed"])
+def test_every_parameter_sits_where_the_layout_says(gt_mesh, sent, policy):
+    """D4: in the all-gather's slice of this rank, and in every rank's row of the reduce-scatter."""
+    model = Reader(Net())
+    values = {name: p.flatten()[0].item() for name, p in model.named_parameters()}
+    for module in (model.net.first, model.net.second, model):
+        fully_shard(module, mesh=gt_mesh, mp_policy=policy)
+    shards = {name: p.to_local().numel() for name, p in model.named_parameters()}
+    model(torch.ones(())).backward()
+    layout = eager_bucket_layout(model)
+    payloads = [(p.collective, p) for p in layout.payloads]
+    checked = 0
+    for kind, payload in payloads:
+        width = sum(slot.nbytes for slot in payload.slots) // payload.dtype.itemsize
+        rows = 1 if kind == "all_gather" else 4
+        candidates = [t.reshape(rows, -1) for k, t in sent if k == kind and t.numel() == width * rows]
+        assert candidates
+        assert all(t.dtype == payload.dtype for t in candidates)
+        assert any(holds(t, payload, values, shards) for t in candidates)
+        checked += len(payload.slots)
+    assert checked == 8 + 7
+
+
+def holds(rows, payload, values, shards):
+    """Whether each parameter's columns hold its value (its gradient) and nothing but padding besides."""
+    for slot in payload.slots:
+        start, width = slot.offset // payload.dtype.itemsize, slot.nbytes // payload.dtype.itemsize
+        columns = rows[:, start : start + width]
+        wanted = values[slot.parameter] * (1 if payload.collective == "all_gather" else 10)
+        if payload.collective == "all_gather":
+            columns = columns[:, : shards[slot.parameter]]
+        elif (columns != 0).sum() < sum_of_elements(slot.parameter):
+            return False
+        if not torch.isin(columns, torch.tensor([0.0, wanted], dtype=rows.dtype)).all():
+            return False
+    return True
+
+
+def sum_of_elements(name):
+    return {"own": 21, "late": 9, "weight": 30, "bias": 6}[name.rpartition(".")[2]]
+
+
+@pytest.mark.gt_world("ranks", size=2, mesh={"fsdp": 2})
+def test_a_model_without_fully_shard_is_refused(gt_mesh):
+    with pytest.raises(ValueError, match="Linear has no parameters managed by fully_shard"):
+        eager_bucket_layout(nn.Linear(2, 2))

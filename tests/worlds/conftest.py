@@ -105,7 +105,8 @@ class Suite:
 
 def left_over(folder: Path) -> list[str]:
     """Processes that still run for a suite, and folders of ranks that it left."""
-    return _processes_of(folder) + [str(path) for path in (folder / "tmp").glob("gtrainer-*") if path.is_dir()]
+    folders = [str(path) for path in (folder / "tmp").glob("gtrainer-*") if path.is_dir()]
+    return _processes_of(folder) + folders
 
 
 def _processes_of(folder: Path) -> list[str]:

@@ -83,7 +83,7 @@ class TestTwo:
         box = torch.ones(1)
         dist.send(box, 1) if gt_world.rank == 0 else dist.recv(box, 0)
         if gt_world.rank == 0:
-            dist.isend(box, 1)
+            dist.isend(box, 1).wait()
         else:
             dist.recv(box, 0)
 
@@ -164,12 +164,13 @@ def test_a_world_too_large_is_skipped_with_the_reason_and_counted(run):
     assert run.outcome("test_too_large") == "skipped"
     assert "needs 16 ranks, --gt-gpus gives 8" in run.output
     facts = run.reports["test_too_large"]["setup"]["facts"]
-    assert facts == [{"kind": "skip", "cause": "needs 16 ranks, there are 8"}]
+    assert facts == [{"kind": "skip", "cause": "needs 16 ranks, --gt-gpus gives 8"}]
 
 
 def test_an_invalid_marker_is_one_clean_error(run):
     assert run.outcome("test_invalid_marker") == "error"
-    assert run.text("test_invalid_marker").strip() == "gt_world takes size, mesh, nodes, rank, timeout; not sise"
+    text = "gt_world takes size, mesh, nodes, rank, timeout; not sise"
+    assert run.text("test_invalid_marker").strip() == text
 
 
 def test_facts_of_the_first_rank_come_with_the_report(run):

@@ -31,6 +31,22 @@ def ranks_spec(item: pytest.Item) -> WorldSpec | None:
     return spec
 
 
+def missing(spec: WorldSpec, found: devices.Devices) -> str | None:
+    """What ``spec`` needs and the run has not; None if it can run.
+
+    >>> from pytest_gtrainer.worlds.spec import make_spec
+    >>> missing(make_spec("ranks", size=16), devices.Devices("cpu", 8))
+    'needs 16 ranks, --gt-gpus gives 8'
+    >>> missing(make_spec("ranks", size=2, device="cuda"), devices.Devices("cpu", 8))
+    'needs cuda ranks, the run has cpu ranks: not judged'
+    """
+    if spec.device is not None and spec.device != found.kind:
+        return f"needs {spec.device} ranks, the run has {found.kind} ranks: not judged"
+    if spec.size > found.slots:
+        return f"needs {spec.size} ranks, --gt-gpus gives {found.slots}"
+    return None
+
+
 class RanksPlugin:
     """Runs tests marked ``gt_world("ranks")`` on the pool."""
 
@@ -57,14 +73,12 @@ class RanksPlugin:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_setup(self, item: pytest.Item) -> None:
-        """Skip what is too large; such a test is not dispatched, so its setup comes here."""
+        """Skip what there are no devices for; such a test is not dispatched, so its setup comes here."""
         spec = ranks_spec(item)
-        available = devices.resolve(self.config).slots if spec is not None else 0
-        if spec is not None and spec.size > available:
-            facts.emit("skip", cause=f"needs {spec.size} ranks, there are {available}")
-            raise pytest.skip.Exception(
-                f"needs {spec.size} ranks, --gt-gpus gives {available}", _use_item_location=True
-            )
+        cause = missing(spec, devices.resolve(self.config)) if spec is not None else None
+        if cause is not None:
+            facts.emit("skip", cause=cause)
+            raise pytest.skip.Exception(cause, _use_item_location=True)
 
     # --- running ---------------------------------------------------------------------------
 
@@ -82,7 +96,7 @@ class RanksPlugin:
         spec = ranks_spec(item)
         if spec is None or item.get_closest_marker("skip") is not None:
             return None
-        return spec.size if spec.size <= devices.resolve(self.config).slots else None
+        return spec.size if missing(spec, devices.resolve(self.config)) is None else None
 
     def _next_on_ranks(self, item: pytest.Item, nextitem: pytest.Item | None) -> pytest.Item | None:
         """The next test on the same ranks; under xdist only the very next test is known."""

@@ -60,6 +60,8 @@ class RankGroup:
             self.backend, store=store, rank=self.rank, world_size=self.size, timeout=COLLECTIVE_LIMIT
         )
         self._default = dist.group.WORLD
+        if self.backend == "gloo":
+            _connect_all_pairs(self.size)
 
     def leave(self) -> None:
         """Destroy all groups, which makes ranks that are blocked with this one raise."""
@@ -107,11 +109,20 @@ class RankGroup:
         """Destroy every group but the default one: a group lives no longer than its test."""
         if not self._is_intact():
             return
-        for group in [group for group in c10d._world.pg_map if group is not self._default]:
+        made = [group for group in c10d._world.pg_map if group is not self._default]
+        for group in made:
             self._points.pop(id(group), None)
             with contextlib.suppress(RuntimeError, ValueError):
                 dist.destroy_process_group(group)
-        forget_meshes()
+        if made:
+            del made, group  # gloo closes connections with the last reference: now, while ranks are idle
+            _forget_last_error()
+            gc.collect()
+
+
+def _connect_all_pairs(size: int) -> None:
+    """A rank that waits for one it has no connection with would not notice that one's end."""
+    dist.all_to_all_single(torch.empty(size), torch.zeros(size))
 
 
 def _forget_last_error() -> None:

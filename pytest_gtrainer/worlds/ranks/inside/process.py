@@ -67,6 +67,9 @@ def _take_environment(setup: wire.RankSetup) -> None:
     os.environ.clear()
     os.environ.update(setup.environ)
     os.environ.update(RANK=rank, WORLD_SIZE=size, LOCAL_RANK=rank, LOCAL_WORLD_SIZE=size, OMP_NUM_THREADS="1")
+    # Connecting all pairs while a group is made fails now and then on a loaded machine when groups
+    # come and go ("connectFullMesh failed"); connecting at first use did not, and is faster.
+    os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     sys.path[:] = setup.sys_path
     os.chdir(setup.cwd)
 

@@ -1,14 +1,6 @@
-"""Loading the plugin: no torch, no output where it is not used, importable with it switched off."""
-
-import subprocess
-import sys
+"""Loading the plugin: no output where it is not used."""
 
 import pytest
-
-
-def test_loading_the_plugin_does_not_import_torch():
-    probe = "import sys, pytest_gtrainer, pytest_gtrainer.plugin; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", probe]).returncode == 0
 
 
 def test_a_project_that_does_not_use_it_sees_no_output(pytester: pytest.Pytester):

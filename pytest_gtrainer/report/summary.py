@@ -15,7 +15,6 @@ class SummaryPlugin:
     def __init__(self, config: pytest.Config) -> None:
         self.config = config
         self.facts: list[Fact] = []
-        self.skips: Counter[str] = Counter()
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         seen: list[Fact] = getattr(report, "gt_facts", [])
@@ -52,5 +51,5 @@ def summary_lines(facts: list[Fact]) -> list[str]:
 
 def _world_label(fact: Fact) -> str:
     if fact["world"] == "fake":
-        return f"fake({fact['size']})"
-    return f"{fact['world']}({fact['size']}, {fact['backend']} on {fact['device']})"
+        return f"tests in fake({fact['size']})"
+    return f"tests in {fact['world']}({fact['size']}, {fact['backend']} on {fact['device']})"

@@ -15,13 +15,14 @@ import pytest
 
 MARKER = "gt_world"
 MARKER_HELP = (
-    'gt_world(kind, size=8, mesh={"fsdp": 8}, nodes=1, rank=0, timeout=None): run the test in a world of '
+    'gt_world(kind, size=8, mesh={"fsdp": 8}, nodes=1, rank=0, device=None, timeout=None): run the test in a world of '
     "process groups; kind is fake (structure only) or ranks (one process a rank); a list as size parametrises"
 )
 KINDS = ("fake", "ranks")
 PLANNED_KINDS = ("simulated",)
 SIZE_PARAM = "gt_world_size"
-_FIELDS = ("size", "mesh", "nodes", "rank", "timeout")
+_FIELDS = ("size", "mesh", "nodes", "rank", "device", "timeout")
+DEVICES = ("cpu", "cuda")
 
 
 class SpecError(Exception):
@@ -33,7 +34,8 @@ class WorldSpec:
     """A checked ``gt_world`` marker.
 
     ``mesh`` maps dimension names to extents whose product is ``size``, outermost first.
-    ``rank`` is the rank that a fake world plays; ``timeout`` is in seconds, None for the default.
+    ``rank`` is the rank that a fake world plays; ``device`` the one that the ranks must be on, None
+    for any; ``timeout`` is in seconds, None for the default.
     """
 
     kind: str
@@ -41,6 +43,7 @@ class WorldSpec:
     mesh: Mapping[str, int]
     nodes: int = 1
     rank: int = 0
+    device: str | None = None
     timeout: float | None = None
 
 
@@ -72,8 +75,15 @@ def make_spec(kind: Any = None, **fields: Any) -> WorldSpec:
             f"gt_world's mesh {product} multiplies to {math.prod(mesh.values())}, but its size is {size}: "
             "make them equal, or leave one of them out"
         )
-    return WorldSpec(kind, size, MappingProxyType(dict(mesh)), _nodes(fields.get("nodes", 1), size),
-                     _rank(fields.get("rank", 0), size), _timeout(fields.get("timeout")))
+    return WorldSpec(
+        kind,
+        size,
+        MappingProxyType(dict(mesh)),
+        _nodes(fields.get("nodes", 1), size),
+        _rank(fields.get("rank", 0), size),
+        _device(fields.get("device")),
+        _timeout(fields.get("timeout")),
+    )
 
 
 def _check_kind(kind: Any) -> None:
@@ -109,6 +119,12 @@ def _rank(rank: Any, size: int) -> int:
     if type(rank) is not int or not 0 <= rank < size:
         raise SpecError(f"gt_world's rank lies in 0..{size - 1}; not {rank!r}")
     return rank
+
+
+def _device(device: Any) -> str | None:
+    if device is not None and device not in DEVICES:
+        raise SpecError(f"gt_world's device is one of {', '.join(DEVICES)}; not {device!r}")
+    return device
 
 
 def _timeout(timeout: Any) -> float | None:

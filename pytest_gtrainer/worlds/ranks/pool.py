@@ -24,6 +24,8 @@ PRELOAD = (
     "torch.distributed.tensor",
     "torch.distributed.fsdp",
     "torch.fx.experimental.proxy_tensor",
+    # tracing and every optimiser import it at their first use: once here, or once in each rank
+    "torch._dynamo",
     "_pytest.config",
     "pytest_gtrainer.plugin",
     "pytest_gtrainer.worlds.ranks.world",

@@ -116,6 +116,7 @@ class RankGroup:
                 dist.destroy_process_group(group)
         if made:
             del made, group  # gloo closes connections with the last reference: now, while ranks are idle
+            forget_meshes()  # the next test may make an equal mesh, whose groups are others
             _forget_last_error()
             gc.collect()
 

@@ -207,7 +207,10 @@ def assert_same_layout(actual: BucketLayout, expected: BucketLayout, *, actual_i
     __tracebackhide__ = True
     for which, layout in ((actual_is, actual), ("expected", expected)):
         if not layout.payloads:
-            raise ValueError(f"the {which} layout has no collective of parameters: nothing to compare")
+            raise ValueError(
+                f"the {which} layout has no collective of parameters, so there is nothing to compare: "
+                "shard the model (data_parallel, fully_shard) first"
+            )
     problems = [line for kind in (ALL_GATHER_NAME, REDUCE_SCATTER_NAME) for line in _compare(kind, actual, expected)]
     if problems:
         raise LayoutDifference("bucket layouts differ\n" + "\n".join(problems))

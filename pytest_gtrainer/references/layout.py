@@ -20,7 +20,7 @@ def eager_bucket_layout(model: nn.Module) -> BucketLayout:
     """
     groups = _torch.parameter_groups(model)
     if not groups:
-        raise ValueError(f"{type(model).__name__} has no parameters managed by fully_shard")
+        raise ValueError(f"{type(model).__name__} has no parameters managed by fully_shard: wrap it, and run one step")
     names = {id(parameter): fqn for fqn, parameter in model.named_parameters()}
     payloads = [payload for group in groups for payload in _payloads(group, names)]
     return BucketLayout(tuple(payloads))

@@ -129,7 +129,10 @@ def trace_step(model: nn.Module, step: Step, inputs: Sequence[Any], *, reuse_gat
     flat_inputs, spec = _flatten_inputs(tuple(inputs))
     state = ModelState.of(model)
     if not state.trainable:
-        raise ValueError("no parameter of the model requires a gradient, so there is no backward to trace")
+        raise ValueError(
+            "no parameter of the model requires a gradient, so there is no backward to trace: "
+            "call requires_grad_() on what is to be trained"
+        )
     mode = _fake_mode_of([*state.tensors, *flat_inputs])
     device = _device_of(state)
     fakes = [

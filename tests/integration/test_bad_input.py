@@ -1,0 +1,91 @@
+"""Bad input: one clear sentence that names the value and the way out."""
+
+import pytest
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--gt-gpus=0"], "ERROR: --gt-gpus=0: expected a whole number, 1 or more"),
+        (["--gt-gpus=-1"], "ERROR: --gt-gpus=-1: expected a whole number, 1 or more"),
+        (["--gt-gpus=abc"], "ERROR: --gt-gpus=abc: expected a whole number, 1 or more"),
+        (["-o", "gt_gpus=none"], "ERROR: gt_gpus=none: expected a whole number, 1 or more"),
+        (["--gt-timeout=0"], "ERROR: --gt-timeout=0: expected a number of seconds above 0"),
+        (["--gt-timeout=inf"], "ERROR: --gt-timeout=inf: expected a number of seconds above 0"),
+        (["--gt-device=tpu"], "ERROR: --gt-device=tpu: expected one of auto, cpu, cuda"),
+    ],
+    ids=str,
+)
+def test_an_option_that_makes_no_sense_is_a_usage_error(pytester, arguments, sentence):
+    pytester.makepyfile("def test_never_run(): raise SystemExit('ran')")
+    result = pytester.runpytest_subprocess(*arguments)
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    assert result.stderr.lines.count(sentence) == 1
+
+
+def test_cuda_without_a_gpu_is_a_usage_error(pytester, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    pytester.makepyfile("def test_never_run(): raise SystemExit('ran')")
+    result = pytester.runpytest_subprocess("--gt-device=cuda")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines(["ERROR: --gt-device=cuda: no GPU is visible; use --gt-device=cpu, or auto"])
+
+
+MARKERS = [
+    ('"gpu"', "gt_world has no kind 'gpu'; it has fake, ranks"),
+    ('"simulated"', "gt_world kind 'simulated' is not in this version yet; it has fake, ranks"),
+    ("", "gt_world has no kind None; it has fake, ranks"),
+    ('"ranks", "fake"', "gt_world takes one positional argument, the kind; not 2"),
+    ('"ranks", size=0', "gt_world's size is a whole number, 1 or more; not 0"),
+    ('"ranks", size="8"', "gt_world's size is a whole number, 1 or more; not '8'"),
+    ('"ranks", size=4, mesh={"fsdp": 8}', "gt_world's mesh fsdp=8 multiplies to 8, but its size is 4"),
+    ('"fake", size=6, mesh={"a": 2, "b": 2}', "gt_world's mesh a=2 x b=2 multiplies to 4, but its size is 6"),
+    ('"fake", mesh=[8]', "gt_world's mesh maps dimension names to extents"),
+    ('"fake", size=8, nodes=3', "gt_world's 8 ranks do not divide over 3 nodes"),
+    ('"fake", size=8, rank=8', "gt_world's rank lies in 0..7; not 8"),
+    ('"ranks", device="tpu"', "gt_world's device is one of cpu, cuda; not 'tpu'"),
+    ('"ranks", timeout=-1', "gt_world's timeout is a number of seconds above 0; not -1"),
+    ('"ranks", sizes=8', "gt_world takes size, mesh, nodes, rank, device, timeout; not sizes"),
+]
+
+
+def test_a_marker_that_makes_no_sense_is_one_error_for_its_test(pytester):
+    """All in one run: the others go on, a good test passes."""
+    tests = [
+        f"@pytest.mark.gt_world({arguments})\ndef test_{number}(gt_world): pass\n"
+        for number, (arguments, _) in enumerate(MARKERS)
+    ]
+    pytester.makepyfile("import pytest\n" + "\n".join(tests) + "\ndef test_good(): pass\n")
+    result = pytester.runpytest_subprocess("-rE")
+    result.assert_outcomes(errors=len(MARKERS), passed=1)
+    for number, (_, sentence) in enumerate(MARKERS):
+        result.stdout.fnmatch_lines([f"*ERROR at setup of test_{number} *", f"{glob_escaped(sentence)}*"])
+    result.stdout.no_fnmatch_line("*Traceback*")
+    result.stdout.no_fnmatch_line("*plugin.py:*")
+
+
+def glob_escaped(text):
+    return text.replace("[", "[[]")
+
+
+def test_fixtures_without_the_marker_name_it(pytester):
+    pytester.makepyfile("def test_world(gt_world): pass\ndef test_mesh(gt_mesh): pass")
+    result = pytester.runpytest_subprocess()
+    result.assert_outcomes(errors=2)
+    result.stdout.fnmatch_lines(['gt_world needs the marker *@pytest.mark.gt_world("ranks", size=8)'])
+
+
+def test_a_list_as_size_parametrises(pytester):
+    pytester.makepyfile(
+        """
+        import pytest
+
+        @pytest.mark.gt_world("fake", size=[2, 4])
+        def test_sizes(gt_world, gt_mesh):
+            assert gt_mesh.size() == gt_world.size
+        """
+    )
+    result = pytester.runpytest_subprocess("-v")
+    result.assert_outcomes(passed=2)
+    result.stdout.fnmatch_lines(["*test_sizes[[]size2] PASSED*", "*test_sizes[[]size4] PASSED*"])
+    result.stdout.fnmatch_lines(["worlds    1 tests in fake(2), 1 tests in fake(4)"])

@@ -1,0 +1,71 @@
+"""Configurations that cannot be trained are refused in one sentence, before anything runs."""
+
+import pytest
+import torch
+from torch import nn
+
+from pytest_gtrainer import TrainConfig
+from pytest_gtrainer.passes.bucket_plan import PlanError
+from pytest_gtrainer.references.eager import EagerRun
+from pytest_gtrainer.references.graph import GraphRun
+
+pytestmark = pytest.mark.gt_world("fake", size=2, mesh={"fsdp": 2})
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        self.head = nn.Linear(4, 4)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+@pytest.fixture
+def config_with(gt_mesh):
+    def make(**changes):
+        fields = {
+            "model": Net,
+            "step": lambda model, x: model(x).sum(),
+            "batch": lambda step, rank: (torch.ones(3, 4),),
+            "bucket_plan": ["layers.0", "layers.1", "head"],
+            "mesh": gt_mesh,
+        }
+        return TrainConfig(**{**fields, **changes})
+
+    return make
+
+
+@pytest.mark.parametrize("side", [EagerRun, GraphRun])
+@pytest.mark.parametrize(
+    ("plan", "words"),
+    [
+        (["layers.0", "layers.7", "head"], "names 'layers.7', which the model does not have; its outermost .* layers, head"),
+        (["layers.0", "head"], "leaves out layers.1"),
+    ],
+)
+def test_a_plan_that_does_not_fit_the_model(config_with, side, plan, words):
+    """B5: the same sentence on both sides."""
+    with pytest.raises(PlanError, match=words):
+        side(config_with(bucket_plan=plan))
+
+
+def test_a_model_without_parameters_to_train(config_with):
+    with pytest.raises(ValueError, match="no parameter of the model requires a gradient"):
+        GraphRun(config_with(model=lambda: Net().requires_grad_(False)))
+
+
+def test_a_batch_that_is_no_tensor(config_with):
+    """A6."""
+    with pytest.raises(TypeError, match=r"inputs\[0\] is a str: inputs are tensors or plain Python scalars"):
+        GraphRun(config_with(batch=lambda step, rank: ("words",)))
+
+
+def test_a_submesh_for_no_bucket_and_no_steps(config_with, gt_mesh):
+    with pytest.raises(PlanError, match="submeshes names experts, which is no entry of the bucket plan"):
+        config_with(submeshes={"experts": gt_mesh})
+    with pytest.raises(ValueError, match="steps=0: train for at least one step"):
+        config_with(steps=0)

@@ -22,6 +22,10 @@ from pytest_gtrainer.passes.collectives import direction, group_of, group_size_o
 ALL_GATHER_NAME, REDUCE_SCATTER_NAME = "all_gather", "reduce_scatter"
 
 
+# a failure names enough to see what happened, not every parameter of 126 layers
+_MOST_LINES, _MOST_MOVED = 24, 3
+
+
 @dataclass(frozen=True, slots=True)
 class Slot:
     """A parameter's part of one rank's slice of a payload: ``nbytes`` at byte ``offset``."""
@@ -213,7 +217,10 @@ def assert_same_layout(actual: BucketLayout, expected: BucketLayout, *, actual_i
             )
     problems = [line for kind in (ALL_GATHER_NAME, REDUCE_SCATTER_NAME) for line in _compare(kind, actual, expected)]
     if problems:
-        raise LayoutDifference("bucket layouts differ\n" + "\n".join(problems))
+        shown = problems[:_MOST_LINES]
+        if len(problems) > len(shown):
+            shown.append(f"and {len(problems) - len(shown)} more differences")
+        raise LayoutDifference("bucket layouts differ\n" + "\n".join(shown))
 
 
 def _compare(kind: str, actual: BucketLayout, expected: BucketLayout) -> Iterable[str]:
@@ -242,9 +249,12 @@ def _compare_payloads(actual: Payload, wanted: Payload) -> Iterable[str]:
         yield f"{where}: {parameter} is missing"
     for parameter in [name for name in ours_at if name not in theirs_at]:
         yield f"{where}: {parameter} does not belong here"
-    for parameter, slot in theirs_at.items():
-        ours = ours_at.get(parameter)
-        if ours is not None and ours.nbytes != slot.nbytes:
-            yield f"{where}: {parameter} has {ours.nbytes} bytes, expected {slot.nbytes}"
-        elif ours is not None and ours.offset != slot.offset:
-            yield f"{where}: {parameter} sits at byte {ours.offset}, expected {slot.offset}"
+    shared = [(ours_at[slot.parameter], slot) for slot in wanted.slots if slot.parameter in ours_at]
+    for ours, slot in shared:
+        if ours.nbytes != slot.nbytes:
+            yield f"{where}: {slot.parameter} has {ours.nbytes} bytes, expected {slot.nbytes}"
+    moved = [(ours, slot) for ours, slot in shared if ours.offset != slot.offset]
+    for ours, slot in moved[:_MOST_MOVED]:
+        yield f"{where}: {slot.parameter} sits at byte {ours.offset}, expected {slot.offset}"
+    if len(moved) > _MOST_MOVED:
+        yield f"{where}: and {len(moved) - _MOST_MOVED} more parameters of it sit elsewhere"

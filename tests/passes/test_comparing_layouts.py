@@ -73,6 +73,19 @@ def test_another_collective_in_its_place_is_told():
     ]
 
 
+def test_long_differences_are_cut_and_counted():
+    """Ten parameters in ten buckets: three a bucket, 24 lines in all."""
+    names = [[f"layers.{layer}.p{index}.weight" for index in range(10)] for layer in range(10)]
+    expected = BucketLayout(tuple(payload(*((name, 4) for name in bucket)) for bucket in names))
+    actual = BucketLayout(tuple(payload(*((name, 4) for name in reversed(bucket))) for bucket in names))
+    with pytest.raises(LayoutDifference) as failure:
+        assert_same_layout(actual, expected)
+    lines = str(failure.value).splitlines()
+    assert lines[4] == "bucket 'layers.0', reduce_scatter: and 7 more parameters of it sit elsewhere"
+    assert len(lines) == 1 + 24 + 1
+    assert lines[-1] == "and 16 more differences"
+
+
 def test_nothing_to_compare_is_an_error():
     with pytest.raises(ValueError, match="the expected layout has no collective of parameters"):
         assert_same_layout(BucketLayout((EXPECTED,)), BucketLayout(()))

@@ -114,10 +114,20 @@ class Pool:
             args=tuple(str(arg) for arg in config.invocation_params.args),
             worker=_worker_input(config, size),
             basetemp=str(config._tmp_path_factory.getbasetemp()),  # type: ignore[attr-defined]
-            environ=dict(os.environ),
+            environ=rank_environment(devices.kind),
             sys_path=tuple(sys.path),
             live_output=config.getoption("capture", "fd") == "no",
         )
+
+
+def rank_environment(device: str) -> dict[str, str]:
+    """The environment that ranks start with: the caller's.
+
+    On GPUs also the workspace setting that deterministic cuBLAS needs before CUDA starts, which
+    is when the group is made, long before a test could ask for it.
+    """
+    wanted = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"} if device == "cuda" else {}
+    return {**wanted, **os.environ}
 
 
 def modules_to_preload(config: pytest.Config) -> list[str]:

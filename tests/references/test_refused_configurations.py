@@ -43,7 +43,7 @@ def config_with(gt_mesh):
 @pytest.mark.parametrize(
     ("plan", "words"),
     [
-        (["layers.0", "layers.7", "head"], "names 'layers.7', which the model does not have; its outermost .* layers, head"),
+        (["layers.0", "layers.7", "head"], "names 'layers.7', which the model does not have; its .* are layers, head"),
         (["layers.0", "head"], "leaves out layers.1"),
     ],
 )

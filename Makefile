@@ -6,7 +6,7 @@ PYTEST := $(PY) -m pytest
 .PHONY: run test check-long bench lint env clean
 
 run: env          ## the main job: trace, rewrite, pin and prove a training step on 8 ranks
-	$(PYTEST) --gt-gpus=8 tests/parity
+	$(PYTEST) --gt-gpus=8 -m "not long" tests/parity
 
 test: env lint    ## every test, long checks in short form
 	$(PYTEST) --gt-gpus=8 -m "not long"

@@ -1,8 +1,43 @@
-"""Shared by the parity suite."""
+"""Shared by the parity suite: train twice, compare layouts, then bits."""
 
 import pytest
 
-from pytest_gtrainer import facts
+from pytest_gtrainer import assert_bitwise_different, assert_bitwise_equal, assert_same_layout, facts
+from pytest_gtrainer.references.eager import EagerRun
+from pytest_gtrainer.references.graph import GraphRun
+
+
+@pytest.fixture
+def check_parity():
+    """``check_parity(config)``: the rewritten graph trains as eager FSDP2, bit for bit; returns its run.
+
+    Compared are loss, gradients, weights, optimiser state and buffers of every step, on every
+    rank, after the place of every parameter in every bucket.
+    """
+
+    def check(config):
+        eager, graph = EagerRun(config), GraphRun(config)
+        expected, actual = eager.run(), graph.run()
+        assert_same_layout(graph.layout(), eager.layout())
+        assert_bitwise_equal(actual, expected)
+        return graph
+
+    return check
+
+
+@pytest.fixture
+def check_execution_order_differs():
+    """The twin that must differ: the same graph, packed in the order it runs (L5); returns the layout's complaint."""
+
+    def check(config):
+        eager, graph = EagerRun(config), GraphRun(config, payload_order="execution")
+        expected, actual = eager.run(), graph.run()
+        assert_bitwise_different(actual, expected)
+        with pytest.raises(AssertionError, match="bucket layouts differ") as failure:
+            assert_same_layout(graph.layout(), eager.layout())
+        return str(failure.value)
+
+    return check
 
 
 @pytest.fixture

@@ -169,8 +169,9 @@ def test_a_world_too_large_is_skipped_with_the_reason_and_counted(run):
 
 def test_an_invalid_marker_is_one_clean_error(run):
     assert run.outcome("test_invalid_marker") == "error"
-    text = "gt_world takes size, mesh, nodes, rank, timeout; not sise"
-    assert run.text("test_invalid_marker").strip() == text
+    text = run.text("test_invalid_marker").strip()
+    assert text.startswith("gt_world takes size, mesh, nodes, ")
+    assert text.endswith("; not sise")
 
 
 def test_facts_of_the_first_rank_come_with_the_report(run):

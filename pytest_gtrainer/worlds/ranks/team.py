@@ -25,7 +25,7 @@ from pytest_gtrainer.worlds.ranks.stacks import (
 )
 
 START_LIMIT = 120.0
-JOIN_LIMIT = 20.0
+SETTLE_LIMIT = 10.0
 STOP_LIMIT = 10.0
 STATUS_SECONDS = 1.0
 OUTPUT_LIMIT = 64 * 1024
@@ -175,24 +175,31 @@ class Team:
     # --- between tests ---------------------------------------------------------------------
 
     def heal(self, outcome: Outcome) -> None:
-        """Make the group fit for the next test, or end the team."""
+        """Make the group fit for the next test, or end the team.
+
+        Ranks that disagree have a collective under way that will never end, and destroying
+        its group would wait for it: such a team is ended.
+        """
         if outcome.killed or outcome.dead or self.has_lost_ranks():
             return self.kill()
         states = {rank: answer.state for rank, answer in outcome.answers.items()}
-        unfit = not all(state.intact for state in states.values()) or disagreement(states)
-        if outcome.unblocked_at is not None or unfit:
-            self._join_again()
+        if outcome.unblocked_at is not None or not all(state.intact for state in states.values()):
+            self._settle(wire.JoinGroup(str(self._new_store())), wire.JoinedGroup)
+        elif disagreement(states):
+            self.kill()
+        elif any(state.subgroups for state in states.values()):
+            self._settle(wire.DropSubgroups(), wire.DroppedSubgroups)
         return None
+
+    def _settle(self, command: object, answer: type) -> None:
+        self.send(command)
+        if not self._await(answer, SETTLE_LIMIT):
+            self.kill()
 
     def has_lost_ranks(self) -> bool:
         """Whether a rank is known to have ended."""
         self._server.pump()
         return not self._server.alive or any(rank.pid in self._server.exit_status for rank in self.ranks)
-
-    def _join_again(self) -> None:
-        self.send(wire.JoinGroup(str(self._new_store())))
-        if not self._await(wire.JoinedGroup, JOIN_LIMIT):
-            self.kill()
 
     def _await(self, kind: type, limit: float) -> bool:
         """Whether every rank says a message of that kind in time; others are passed over."""

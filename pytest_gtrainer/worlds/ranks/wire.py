@@ -119,6 +119,11 @@ class JoinGroup:
 
 
 @dataclass(frozen=True, slots=True)
+class DropSubgroups:
+    """Destroy what the test has made beside the default group."""
+
+
+@dataclass(frozen=True, slots=True)
 class Stop:
     """Tear down what is still set up, and end."""
 
@@ -133,11 +138,13 @@ class GroupState:
     Attributes:
         intact: the default group is the one that the rank was given.
         groups_made: torch's counter, from which it names groups; ranks must agree on it.
+        subgroups: how many groups there are beside the default one.
         issued: collectives issued on each group that still exists, by the group's description.
     """
 
     intact: bool
     groups_made: int
+    subgroups: int = 0
     issued: Mapping[str, int] = field(default_factory=dict)
 
 
@@ -217,6 +224,11 @@ class LeftGroup:
 
 @dataclass(frozen=True, slots=True)
 class JoinedGroup:
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class DroppedSubgroups:
     pass
 
 

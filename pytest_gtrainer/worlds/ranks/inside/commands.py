@@ -63,7 +63,7 @@ class Rank:
     def run_item(self, command: wire.RunItem) -> wire.ItemDone:
         trouble = self._run(command)
         reports, warnings = self.recorder.take()
-        return wire.ItemDone(reports, warnings, trouble, self._settled_state())
+        return wire.ItemDone(reports, warnings, trouble, self.group.state())
 
     def _run(self, command: wire.RunItem) -> str | None:
         """Run the whole protocol of a test; what stopped it, if something outside a phase did."""
@@ -93,7 +93,7 @@ class Rank:
         hygiene.seed_everything()
         with facts.collecting() as seen:
             result, error = self._attempt(command)
-        return wire.CallDone(result, error, self._written(), tuple(plain(seen)), self._settled_state())
+        return wire.CallDone(result, error, self._written(), tuple(plain(seen)), self.group.state())
 
     def _attempt(self, command: wire.CallFunction) -> tuple[bytes | None, str | None]:
         """The pickled result, or the traceback of what was raised."""
@@ -129,11 +129,6 @@ class Rank:
         written = manager.read_global_capture()
         return cut(written.out + written.err)
 
-    def _settled_state(self) -> wire.GroupState:
-        state = self.group.state()
-        self.group.drop_subgroups()
-        return state
-
     @obey.register
     def leave_group(self, command: wire.LeaveGroup) -> wire.LeftGroup:
         self.group.leave()
@@ -143,6 +138,11 @@ class Rank:
     def join_group(self, command: wire.JoinGroup) -> wire.JoinedGroup:
         self.group.join(command.store)
         return wire.JoinedGroup()
+
+    @obey.register
+    def drop_subgroups(self, command: wire.DropSubgroups) -> wire.DroppedSubgroups:
+        self.group.drop_subgroups()
+        return wire.DroppedSubgroups()
 
     @obey.register
     def stop(self, command: wire.Stop) -> wire.Stopped:

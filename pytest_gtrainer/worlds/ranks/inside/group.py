@@ -81,7 +81,8 @@ class RankGroup:
         """What has been issued on the groups that exist, for comparison with the other ranks."""
         if not self._is_intact():
             return wire.GroupState(intact=False, groups_made=0)
-        return wire.GroupState(True, c10d._world.group_count, self._issued())
+        subgroups = len(c10d._world.pg_map) - 1
+        return wire.GroupState(True, c10d._world.group_count, subgroups, self._issued())
 
     def _is_intact(self) -> bool:
         return dist.is_initialized() and dist.group.WORLD is self._default
@@ -106,7 +107,10 @@ class RankGroup:
         return "ranks " + ", ".join(map(str, ranks))
 
     def drop_subgroups(self) -> None:
-        """Destroy every group but the default one: a group lives no longer than its test."""
+        """Destroy every group but the default one: a group lives no longer than its test.
+
+        Blocks where a collective that another rank never issued is still under way.
+        """
         if not self._is_intact():
             return
         made = [group for group in c10d._world.pg_map if group is not self._default]

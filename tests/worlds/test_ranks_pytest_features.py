@@ -79,13 +79,13 @@ class TestTwo:
     @pytest.mark.xfail(strict=True)
     def test_xpassed_strictly(self): pass
 
+    @pytest.mark.gt_world("ranks", size=3)
     def test_sends_are_not_collectives(self, gt_world):
         box = torch.ones(1)
-        dist.send(box, 1) if gt_world.rank == 0 else dist.recv(box, 0)
-        if gt_world.rank == 0:
-            dist.isend(box, 1).wait()
-        else:
-            dist.recv(box, 0)
+        if gt_world.rank > 0:
+            dist.recv(box, gt_world.rank - 1)
+        if gt_world.rank < 2:
+            dist.isend(box, gt_world.rank + 1).wait()
 
 @pytest.mark.gt_world("ranks", mesh={"dp": 2, "tp": 2})
 def test_mesh(gt_mesh):

@@ -32,6 +32,7 @@ class RankGroup:
         self.rank, self.size, self.device, self.backend = rank, size, device, backend
         self._default: dist.ProcessGroup | None = None
         self._points: Counter[int] = Counter()  # sends and receives, by group
+        self._known: Counter[int] = Counter()  # collectives that were told already, by group
         # It logs every failed collective with all its arguments, on each rank that waited.
         c10d_logger._c10d_logger.propagate = False
         if backend == "gloo":
@@ -62,11 +63,13 @@ class RankGroup:
         self._default = dist.group.WORLD
         if self.backend == "gloo":
             _connect_all_pairs(self.size)
+            self._issued()
 
     def leave(self) -> None:
         """Destroy all groups, which makes ranks that are blocked with this one raise."""
         self._default = None
         self._points.clear()
+        self._known.clear()
         if not dist.is_initialized():
             return
         with contextlib.suppress(RuntimeError):  # the peers may be gone already
@@ -78,7 +81,7 @@ class RankGroup:
         gc.collect()  # gloo closes its connections only with the last reference, a test's model's too
 
     def state(self) -> wire.GroupState:
-        """What has been issued on the groups that exist, for comparison with the other ranks."""
+        """What the test has issued on the groups that exist, for comparison with the other ranks."""
         if not self._is_intact():
             return wire.GroupState(intact=False, groups_made=0)
         subgroups = len(c10d._world.pg_map) - 1
@@ -97,8 +100,14 @@ class RankGroup:
             if same_ranks[label] > 1:
                 label += f" (group {same_ranks[label]} of these)"
             with contextlib.suppress(RuntimeError):  # a backend that does not count
-                issued[label] = group._get_sequence_number_for_group() - self._points[id(group)]
+                issued[label] = self._issued_on(group)
         return issued
+
+    def _issued_on(self, group: dist.ProcessGroup) -> int:
+        """Collectives on a group since this was last asked."""
+        total = group._get_sequence_number_for_group() - self._points[id(group)]
+        before, self._known[id(group)] = self._known[id(group)], total
+        return total - before
 
     def _label(self, group: dist.ProcessGroup) -> str:
         ranks = dist.get_process_group_ranks(group)
@@ -116,6 +125,7 @@ class RankGroup:
         made = [group for group in c10d._world.pg_map if group is not self._default]
         for group in made:
             self._points.pop(id(group), None)
+            self._known.pop(id(group), None)
             with contextlib.suppress(RuntimeError, ValueError):
                 dist.destroy_process_group(group)
         if made:

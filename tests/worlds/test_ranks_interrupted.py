@@ -32,9 +32,12 @@ def _wait_for(condition, what, seconds=60.0):
 def test_ending_the_run_ends_its_ranks(suite, how):
     suite.write("test_it.py", SUITE)
     process = suite.start()
-    _wait_for(lambda: len(list(suite.folder.glob("started*"))) == 2, "the ranks did not start")
-    process.send_signal(how)
-    output, _ = process.communicate(timeout=END_LIMIT + 10)
+    try:
+        _wait_for(lambda: len(list(suite.folder.glob("started*"))) == 2, "the ranks did not start")
+        process.send_signal(how)
+        output, _ = process.communicate(timeout=END_LIMIT + 10)
+    finally:
+        process.kill()
     assert how is not signal.SIGINT or "KeyboardInterrupt" in output
     _wait_for(lambda: not suite.left_over(), suite.left_over(), seconds=10)
 

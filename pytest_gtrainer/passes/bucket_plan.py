@@ -2,7 +2,7 @@
 
 A plan is a list of entries; an entry is a module FQN, or a list of FQNs that share a bucket.
 The innermost matching FQN decides, so ``layers.1.moe.routed_experts`` may be a bucket of its
-own beside the rest of ``layers.1``.
+own beside the rest of ``layers.1``. The root's FQN is "": an entry for what no other has.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class Bucket:
         >>> Bucket(3, ("norm", "lm_head")).label
         'norm+lm_head'
         """
-        return "+".join(self.fqns)
+        return "+".join(fqn or "the root" for fqn in self.fqns)
 
 
 class PlanError(ValueError):
@@ -100,7 +100,7 @@ class Plan:
     """A checked plan that finds the bucket of a module FQN."""
 
     def __init__(self, entries: BucketPlan) -> None:
-        empty = [index for index, entry in enumerate(entries) if not entry]
+        empty = [index for index, entry in enumerate(entries) if not entry and entry != ""]
         if empty:
             raise PlanError(f"entry {empty[0]} of the bucket plan is empty")
         self.buckets = _buckets([(entry,) if isinstance(entry, str) else tuple(entry) for entry in entries])
@@ -125,7 +125,7 @@ class Plan:
             if fqn in self._by_fqn:
                 return self._by_fqn[fqn]
             fqn = fqn.rpartition(".")[0]
-        return None
+        return self._by_fqn.get("")
 
     def check_names(self, known: Iterable[str]) -> None:
         """Every entry must be a module of the graph (``known``: its FQNs, prefixes not needed).
@@ -133,14 +133,14 @@ class Plan:
         Raises:
             PlanError: names the entries that are not (B5).
         """
-        prefixes: set[str] = {LOSS}
+        prefixes: set[str] = {LOSS, ""}
         for fqn in known:
             while fqn and fqn not in prefixes:
                 prefixes.add(fqn)
                 fqn = fqn.rpartition(".")[0]
         missing = [fqn for fqn in self._by_fqn if fqn not in prefixes]
         if missing:
-            roots = sorted({fqn for fqn in prefixes if "." not in fqn} - {LOSS})
+            roots = sorted({fqn for fqn in prefixes if "." not in fqn} - {LOSS, ""})
             raise PlanError(
                 f"the bucket plan names {', '.join(map(repr, missing))}, which the model does not have; "
                 f"its outermost modules are {', '.join(roots)}"

@@ -6,13 +6,13 @@ between the parameter (or its gradient's output) and the collective: casts, pads
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from torch import fx
 
 from pytest_gtrainer.passes._torch import ALL_GATHER, REDUCE_SCATTER, WAIT
+from pytest_gtrainer.passes.bucket_plan import PlanError
 
 FORWARD, BACKWARD = "fwd", "bwd"
 
@@ -86,52 +86,53 @@ def group_size_of(launch: fx.Node) -> int:
     return int(launch.args[-2])
 
 
-def input_names(gm: fx.GraphModule) -> dict[fx.Node, tuple[int, str]]:
-    """Position and FQN of each graph input.
+def input_name(placeholder: fx.Node, position: int, module: str) -> str:
+    """FQN of a gathered input: our tracer's, else the module that gathers it and its position.
 
-    The FQN comes from our tracer's ``meta["gt_input"]``; graphs traced elsewhere have none,
-    and their inputs are called ``input.0``, ``input.1``, ... in registration order.
+    Graphs traced elsewhere have no names of inputs; a module and a registration order are
+    what a payload order needs.
     """
-    placeholders = gm.graph.find_nodes(op="placeholder")
-    return {
-        node: (index, node.meta["gt_input"]["fqn"] if "gt_input" in node.meta else f"input.{index}")
-        for index, node in enumerate(placeholders)
-    }
+    known = placeholder.meta.get("gt_input")
+    return known["fqn"] if known else f"{module}.input{position}"
 
 
-def output_names(gm: fx.GraphModule, gathered: list[Member]) -> list[str]:
-    """Name of each graph output: from ``meta["gt_outputs"]``, else by position.
-
-    Graphs traced elsewhere return ``(loss, *gradients)``. Where there are as many gradients as
-    gathered parameters they are those parameters' in order (A1); else they are ``output.N``.
-    """
-    output = gm.graph.output_node()
-    if "gt_outputs" in output.meta:
-        return list(output.meta["gt_outputs"])
-    count = len(_results(output))
-    parameters = sorted({(member.position, member.parameter) for member in gathered})
-    if count == len(parameters) + 1:
-        return ["loss", *(name for _, name in parameters)]
-    return [f"output.{index}" for index in range(count)]
+def output_name(output: fx.Node, position: int, module: str) -> str:
+    """FQN of the gradient at ``position``: our tracer's, else the module that reduces it and its position."""
+    known = output.meta.get("gt_outputs")
+    return known[position] if known else f"{module}.output{position}"
 
 
-def _results(output: fx.Node) -> list[Any]:
-    results = output.args[0]
+def results_of(gm: fx.GraphModule) -> list[Any]:
+    """What the graph returns, flat."""
+    results = gm.graph.output_node().args[0]
     return list(results) if isinstance(results, list | tuple) else [results]
 
 
 def fsdp_all_gathers(gm: fx.GraphModule) -> list[Member]:
-    """The all-gathers of parameters, in graph order: exactly one graph input is their ancestor (D6)."""
-    names = input_names(gm)
+    """The all-gathers of parameters, in graph order: exactly one graph input is their ancestor (D6).
+
+    Raises:
+        PlanError: a parameter's all-gather is used otherwise than by its one wait.
+    """
+    positions = {node: index for index, node in enumerate(gm.graph.find_nodes(op="placeholder"))}
     members = []
     for launch in gm.graph.find_nodes(op="call_function", target=ALL_GATHER):
         found = _chain_to_input(launch)
+        if found is None or not _is_parameter(found[0]):
+            continue
+        source, chain = found
+        parameter = input_name(source, positions[source], node_fqn(launch))
         wait = only_wait(launch)
-        if found is not None and wait is not None:
-            source, chain = found
-            position, parameter = names[source]
-            members.append(Member(launch, wait, chain, parameter, position))
+        if wait is None:
+            raise PlanError(f"the all-gather of {parameter} has {len(launch.users)} users, not just its one wait")
+        members.append(Member(launch, wait, chain, parameter, positions[source]))
     return sorted(members, key=lambda member: member.launch)
+
+
+def _is_parameter(placeholder: fx.Node) -> bool:
+    """Buffers and user inputs may be gathered too; that is the model's business, not FSDP's."""
+    known = placeholder.meta.get("gt_input")
+    return known is None or known["kind"] == "parameter"
 
 
 def only_wait(launch: fx.Node) -> fx.Node | None:
@@ -154,7 +155,7 @@ def _chain_to_input(launch: fx.Node) -> tuple[fx.Node, tuple[fx.Node, ...]] | No
             if source is not None:
                 return None
             source = node
-        elif is_wait(node):  # the result of a collective is no parameter
+        elif is_wait(node) or _mutates(node):  # the result of a collective is no parameter, nor what was written to
             return None
         else:
             todo += node.all_input_nodes
@@ -163,28 +164,32 @@ def _chain_to_input(launch: fx.Node) -> tuple[fx.Node, tuple[fx.Node, ...]] | No
     return source, tuple(sorted(seen - {source}))
 
 
-def fsdp_reduce_scatters(gm: fx.GraphModule, gathered: list[Member]) -> list[Member]:
+def _mutates(node: fx.Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and bool(schema.is_mutable)
+
+
+def fsdp_reduce_scatters(gm: fx.GraphModule) -> list[Member]:
     """The reduce-scatters of gradients, in graph order: their result reaches the output by unary steps (D6)."""
     output = gm.graph.output_node()
     positions: dict[fx.Node, int] = {}
-    for index, result in enumerate(_results(output)):
+    for index, result in enumerate(results_of(gm)):
         if isinstance(result, fx.Node):
             positions.setdefault(result, index)
-    names = output_names(gm, gathered)
     members = []
     for launch in gm.graph.find_nodes(op="call_function", target=REDUCE_SCATTER):
         wait = only_wait(launch)
-        chain = _chain_to_output(wait, output) if wait is not None else None
+        chain = chain_to_output(wait, output) if wait is not None else None
         if wait is not None and chain is not None:
             position = positions[chain[-1] if chain else wait]
-            members.append(Member(launch, wait, chain, names[position], position))
+            members.append(Member(launch, wait, chain, output_name(output, position, node_fqn(launch)), position))
     return sorted(members, key=lambda member: member.launch)
 
 
-def _chain_to_output(wait: fx.Node, output: fx.Node) -> tuple[fx.Node, ...] | None:
-    """Nodes after ``wait`` up to the output, each the only user of the one before and of nothing else."""
+def chain_to_output(start: fx.Node, output: fx.Node) -> tuple[fx.Node, ...] | None:
+    """Nodes after ``start`` up to the output, each the only user of the one before and of nothing else."""
     chain: list[fx.Node] = []
-    node = wait
+    node = start
     while True:
         users = list(node.users)
         if len(users) != 1:
@@ -195,9 +200,3 @@ def _chain_to_output(wait: fx.Node, output: fx.Node) -> tuple[fx.Node, ...] | No
         if len(node.all_input_nodes) != 1:
             return None
         chain.append(node)
-
-
-def ranks_by_group(gm: fx.GraphModule, resolve: Any) -> Mapping[str, tuple[int, ...]]:
-    """Ranks of every group that an all-gather or reduce-scatter of the graph names."""
-    launches = [n for n in gm.graph.nodes if is_all_gather(n) or is_reduce_scatter(n)]
-    return {name: resolve(name) for name in {group_of(node) for node in launches}}

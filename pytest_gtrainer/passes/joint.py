@@ -25,6 +25,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import fx
 
 from pytest_gtrainer.passes.bucket_plan import Bucket, BucketPlan, Plan, PlanError
@@ -36,7 +37,6 @@ from pytest_gtrainer.passes.collectives import (
     fsdp_all_gathers,
     fsdp_reduce_scatters,
     group_size_of,
-    input_names,
     node_fqn,
 )
 from pytest_gtrainer.passes.payload_order import Key, PayloadOrder, sort_key
@@ -82,15 +82,15 @@ def joint_transformer_block_bucketing_reordering_pass(
     """
     plan = Plan(bucket_plan)
     gathers = fsdp_all_gathers(gm)
-    scatters = fsdp_reduce_scatters(gm, gathers)
+    scatters = fsdp_reduce_scatters(gm)
     if not gathers and not scatters:
         return gm  # E6
     if _is_done([*gathers, *scatters], gm):
         return gm
     _check_plan(plan, gm, gathers, scatters)
-    key = _payload_key(gm, payload_order)
-    gather_merges = _merges(plan, gathers, key)
-    scatter_merges = _merges(plan, scatters, key)
+    _check_values([*gathers, *scatters])
+    gather_merges = _merges(plan, gathers, _payload_key(gm, gathers, payload_order))
+    scatter_merges = _merges(plan, scatters, _payload_key(gm, scatters, payload_order))
     for direction in (FORWARD, BACKWARD):
         _build_all_gathers(gm.graph, [m for m in gather_merges if m.direction == direction], reorder)
     _build_reduce_scatters(gm.graph, scatter_merges, reorder)
@@ -114,10 +114,10 @@ def _check_plan(plan: Plan, gm: fx.GraphModule, gathers: list[Member], scatters:
     for kind, members in (("all-gather", gathers), ("reduce-scatter", scatters)):
         lost = [m.parameter for m in members if plan.bucket_of(m.bucket_fqn) is None]
         if lost:
-            where = sorted({m.bucket_fqn or "no module" for m in members if plan.bucket_of(m.bucket_fqn) is None})
+            where = sorted({m.bucket_fqn or "the root" for m in members if plan.bucket_of(m.bucket_fqn) is None})
             raise PlanError(
-                f"the bucket plan covers no {kind} of {', '.join(lost)} (used in {', '.join(where)}): "
-                "add the module to the plan"
+                f"the bucket plan covers no {kind} of {', '.join(lost)} (read in {', '.join(where)}): "
+                'add that module to the plan; the root is ""'
             )
         _check_once(kind, members)
 
@@ -134,10 +134,20 @@ def _check_once(kind: str, members: list[Member]) -> None:
         seen.add(key)
 
 
-def _payload_key(gm: fx.GraphModule, order: PayloadOrder) -> Key:
-    parameters = [name for _, name in sorted(input_names(gm).values())]
+def _check_values(members: list[Member]) -> None:
+    """What building needs is there, so that nothing fails half way (D11)."""
+    for member in members:
+        nodes = (member.launch.args[0], member.launch, member.wait)
+        if not all(isinstance(node, fx.Node) and isinstance(node.meta.get("val"), torch.Tensor) for node in nodes):
+            raise PlanError(f'the collective of {member.parameter} lacks meta["val"]: trace on fake tensors')
+
+
+def _payload_key(gm: fx.GraphModule, members: list[Member], order: PayloadOrder) -> Key:
+    """The payload order of one kind of collective; positions are in registration order (A1, A5)."""
     place = {node: index for index, node in enumerate(gm.graph.nodes)}
-    return sort_key(order, parameters, lambda member: place[member.launch])
+    parameters = [member.parameter for member in sorted(members, key=lambda member: member.position)]
+    managed = gm.graph.output_node().meta.get("gt_managed_order")
+    return sort_key(order, parameters, lambda member: place[member.launch], managed)
 
 
 def _merges(plan: Plan, members: list[Member], key: Key) -> list[Merge]:
@@ -263,9 +273,7 @@ def _wait_reduce_scatter(graph: fx.Graph, merge: Merge, launch: fx.Node, anchor:
 
 def _inputs(merge: Merge) -> list[fx.Node]:
     """What the members send: shards of parameters, or gradients."""
-    inputs = [member.launch.args[0] for member in merge.members]
-    assert all(isinstance(node, fx.Node) for node in inputs)
-    return inputs
+    return [member.launch.all_input_nodes[0] for member in merge.members]
 
 
 def _move_before(anchor: fx.Node, nodes: Sequence[fx.Node]) -> None:

@@ -4,10 +4,15 @@ A layout needs no arithmetic, so it is compared before bits: it finds the same c
 (a wrong payload order, a lost parameter, a wrong group or dtype) and names the parameter.
 ``bucket_layout`` reads it off a graph's nodes, not off what a pass says it did;
 ``references.layout.eager_bucket_layout`` reads it off ``fully_shard``'s own buffers.
+
+Limit: only one end of a payload has names in a graph, the parameters that go into an
+all-gather and the gradients that come out of a reduce-scatter. A pass that packs in one order
+and unpacks in another is found by bits.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from operator import getitem
@@ -17,7 +22,16 @@ from torch import fx
 
 from pytest_gtrainer.passes._torch import ALL_GATHER, REDUCE_SCATTER, group_ranks
 from pytest_gtrainer.passes.bucket_plan import layer_of
-from pytest_gtrainer.passes.collectives import direction, group_of, group_size_of, input_names, is_wait
+from pytest_gtrainer.passes.collectives import (
+    chain_to_output,
+    direction,
+    group_of,
+    input_name,
+    is_wait,
+    node_fqn,
+    output_name,
+    results_of,
+)
 
 ALL_GATHER_NAME, REDUCE_SCATTER_NAME = "all_gather", "reduce_scatter"
 
@@ -90,15 +104,15 @@ class LayoutDifference(AssertionError):
 def bucket_layout(gm: fx.GraphModule) -> BucketLayout:
     """Layout of the graph's all-gathers of parameters and reduce-scatters of gradients.
 
-    Offsets are bytes inside one rank's slice of the payload. A parameter gathered in both
-    directions at the same place is listed once, with both directions.
+    Offsets are bytes inside one rank's slice of the payload. A payload gathered once in each
+    direction is listed once, with both; repeated in one direction it is listed again.
 
     Raises:
         ValueError: a process group of the graph does not exist here.
     """
-    names = input_names(gm)
-    gathers = [_gather_payload(node, names) for node in gm.graph.find_nodes(op="call_function", target=ALL_GATHER)]
-    outputs = _output_positions(gm)
+    inputs = {node: index for index, node in enumerate(gm.graph.find_nodes(op="placeholder"))}
+    gathers = [_gather_payload(node, inputs) for node in gm.graph.find_nodes(op="call_function", target=ALL_GATHER)]
+    outputs = {node: index for index, node in enumerate(results_of(gm)) if isinstance(node, fx.Node)}
     scatters = [
         _scatter_payload(node, outputs) for node in gm.graph.find_nodes(op="call_function", target=REDUCE_SCATTER)
     ]
@@ -106,36 +120,42 @@ def bucket_layout(gm: fx.GraphModule) -> BucketLayout:
 
 
 def _merge_directions(payloads: list[Payload]) -> Iterable[Payload]:
-    merged: dict[Payload, list[str]] = {}
+    merged: dict[tuple[Payload, int], list[str]] = {}
+    repeated: Counter[Payload] = Counter()
     for payload in payloads:
-        merged.setdefault(replace(payload, directions=()), []).extend(payload.directions)
-    for payload, directions in merged.items():
-        yield replace(payload, directions=tuple(dict.fromkeys(directions)))
+        merged.setdefault((replace(payload, directions=()), repeated[payload]), []).extend(payload.directions)
+        repeated[payload] += 1
+    for (payload, _), directions in merged.items():
+        yield replace(payload, directions=tuple(directions))
 
 
-def _gather_payload(launch: fx.Node, names: dict[fx.Node, tuple[int, str]]) -> Payload | None:
-    sources = [_above(part) for part in _parts(launch.args[0], torch.ops.aten.cat.default)]
-    if any(source is None or source.op != "placeholder" for source in sources):
-        return None
-    values = [part.meta["val"] for part in _parts(launch.args[0], torch.ops.aten.cat.default)]
-    parameters = [names[source][1] for source in sources if source is not None]
-    slots = _slots(parameters, [value.numel() * value.element_size() for value in values])
+def _gather_payload(launch: fx.Node, positions: dict[fx.Node, int]) -> Payload | None:
+    found = []
+    for part in _parts(launch.all_input_nodes[0]):
+        source = _above(part)
+        if source is None:
+            return None
+        value = part.meta["val"]
+        name = input_name(source, positions[source], _module_of(launch))
+        found.append((name, value.numel() * value.element_size()))
     dtype = launch.meta["val"].dtype
-    return Payload(ALL_GATHER_NAME, dtype, group_ranks(group_of(launch)), "", slots, (direction(launch),))
+    return Payload(ALL_GATHER_NAME, dtype, group_ranks(group_of(launch)), "", _slots(found), (direction(launch),))
 
 
-def _parts(payload: object, cat: object) -> list[fx.Node]:
-    """The nodes a flat payload is concatenated from, itself if it is not."""
-    assert isinstance(payload, fx.Node)
-    node = payload
-    while node.target is torch.ops.aten.reshape.default:
-        node = node.all_input_nodes[0]
-    return node.all_input_nodes if node.target is cat and _is_payload_cat(node) else [payload]
+def _module_of(launch: fx.Node) -> str:
+    """Where a collective belongs: its bucket's first module, else the module it was traced in."""
+    bucket = launch.meta.get("fsdp_bucket")
+    return bucket["plan_fqns"][0] if bucket else node_fqn(launch)
 
 
-def _is_payload_cat(node: fx.Node) -> bool:
-    """A bucket's concatenation, as opposed to one that DTensor makes to pad a single tensor."""
-    return "fsdp_bucket" in node.meta
+def _parts(payload: fx.Node) -> list[fx.Node]:
+    """The nodes a bucket's payload is concatenated from; itself if it is one parameter's.
+
+    DTensor concatenates too, to pad a single tensor: a bucket's carries the bucket's mark.
+    """
+    if payload.target is torch.ops.aten.cat.default and "fsdp_bucket" in payload.meta:
+        return payload.all_input_nodes
+    return [payload]
 
 
 def _above(node: fx.Node) -> fx.Node | None:
@@ -148,31 +168,26 @@ def _above(node: fx.Node) -> fx.Node | None:
     return node
 
 
-def _output_positions(gm: fx.GraphModule) -> dict[fx.Node, str]:
-    output = gm.graph.output_node()
-    results = output.args[0]
-    flat = list(results) if isinstance(results, list | tuple) else [results]
-    names = output.meta.get("gt_outputs") or [f"output.{index}" for index in range(len(flat))]
-    return {node: name for node, name in zip(flat, names, strict=True) if isinstance(node, fx.Node)}
+def _scatter_payload(launch: fx.Node, positions: dict[fx.Node, int]) -> Payload | None:
+    """Follow the result through its wait and split to the outputs: order and widths come from the split.
 
-
-def _scatter_payload(launch: fx.Node, outputs: dict[fx.Node, str]) -> Payload | None:
-    """Follow the result through its wait and split to the outputs: order and widths come from the split."""
+    A result that is added to another before it is returned is no gradient yet: it is left out,
+    and a comparison then misses the parameter.
+    """
+    output = launch.graph.output_node()
     found = []
-    for part in _results_of(launch):
-        name = _below(part, outputs)
-        if name is None:
+    for part in _split_of(launch):
+        chain = chain_to_output(part, output)
+        if chain is None:
             return None
+        position = positions[chain[-1] if chain else part]
         value = part.meta["val"]
-        found.append((name, value.numel() * value.element_size()))
-    slots = _slots([name for name, _ in found], [nbytes for _, nbytes in found])
-    op = str(launch.args[1])
-    dtype = launch.meta["val"].dtype
-    assert group_size_of(launch) == len(group_ranks(group_of(launch)))
-    return Payload(REDUCE_SCATTER_NAME, dtype, group_ranks(group_of(launch)), op, slots, (direction(launch),))
+        found.append((output_name(output, position, _module_of(launch)), value.numel() * value.element_size()))
+    op, dtype = str(launch.args[1]), launch.meta["val"].dtype
+    return Payload(REDUCE_SCATTER_NAME, dtype, group_ranks(group_of(launch)), op, _slots(found), (direction(launch),))
 
 
-def _results_of(launch: fx.Node) -> list[fx.Node]:
+def _split_of(launch: fx.Node) -> list[fx.Node]:
     wait = next(iter(launch.users))
     split = next(iter(wait.users))
     if split.target is torch.ops.aten.split_with_sizes.default and "fsdp_bucket" in split.meta:
@@ -180,19 +195,10 @@ def _results_of(launch: fx.Node) -> list[fx.Node]:
     return [wait]
 
 
-def _below(node: fx.Node, outputs: dict[fx.Node, str]) -> str | None:
-    """Name of the output that a chain of single users ends in; None where it forks or goes elsewhere."""
-    while node not in outputs:
-        users = list(node.users)
-        if len(users) != 1 or users[0].op == "output":
-            return None
-        node = users[0]
-    return outputs[node]
-
-
-def _slots(parameters: list[str], sizes: list[int]) -> tuple[Slot, ...]:
+def _slots(parts: list[tuple[str, int]]) -> tuple[Slot, ...]:
+    """Parameters and their bytes, one behind the other."""
     slots, offset = [], 0
-    for parameter, nbytes in zip(parameters, sizes, strict=True):
+    for parameter, nbytes in parts:
         slots.append(Slot(parameter, offset, nbytes))
         offset += nbytes
     return tuple(slots)

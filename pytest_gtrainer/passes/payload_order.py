@@ -60,13 +60,21 @@ def root_index(bucket: Bucket, parameter: str) -> int:
     1
     """
     for index, fqn in enumerate(bucket.roots):
-        if parameter.startswith(f"{fqn}."):
+        if not fqn or parameter.startswith(f"{fqn}."):
             return index
     return len(bucket.roots)
 
 
-def sort_key(order: PayloadOrder, parameter_fqns: Sequence[str], graph_position: Callable[[Member], int]) -> Key:
+def sort_key(
+    order: PayloadOrder,
+    parameter_fqns: Sequence[str],
+    graph_position: Callable[[Member], int],
+    managed: Sequence[str] | None = None,
+) -> Key:
     """The key that puts a bucket's members into payload order.
+
+    ``parameter_fqns`` are in registration order; ``managed`` is FSDP2's order where a tracer that
+    saw the modules wrote it down, else it follows from the names.
 
     ``order`` is "managed" (eager FSDP2's), "registration" (``named_parameters``), "execution"
     (the graph's), or a list of parameter FQNs. Parameters unknown to it come last, in graph order.
@@ -79,7 +87,7 @@ def sort_key(order: PayloadOrder, parameter_fqns: Sequence[str], graph_position:
     if isinstance(order, str) and order not in ORDERS:
         raise ValueError(f"payload_order={order!r}: expected {', '.join(ORDERS)}, or a list of parameter FQNs")
     if isinstance(order, str):
-        fqns = managed_order(parameter_fqns) if order == "managed" else list(parameter_fqns)
+        fqns = list(managed or managed_order(parameter_fqns)) if order == "managed" else list(parameter_fqns)
     else:
         fqns = list(order)
     rank = {fqn: place for place, fqn in enumerate(fqns)}

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from pytest_gtrainer.passes.bucket_plan import LOSS, BucketPlan, Plan, PlanError, layer_of
 from pytest_gtrainer.tracing.sharding import MixedPrecisionPolicy
@@ -57,6 +58,18 @@ class TrainConfig:
             raise PlanError(f"submeshes names {', '.join(unknown)}, which is no entry of the bucket plan")
 
 
+def new_model(config: TrainConfig) -> nn.Module:
+    """A model of the configuration, not yet sharded.
+
+    Raises:
+        ValueError: ``config.model`` hands out a model that was sharded before.
+    """
+    model = config.model()
+    if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+        raise ValueError("TrainConfig.model must build a new model at every call; this one is sharded already")
+    return model
+
+
 def bucket_modules(model: nn.Module, plan: BucketPlan) -> list[tuple[str, list[nn.Module]]]:
     """What eager FSDP2 wraps for each bucket, with its label; nested ones before those that contain them.
 
@@ -73,8 +86,13 @@ def bucket_modules(model: nn.Module, plan: BucketPlan) -> list[tuple[str, list[n
             f"its outermost modules are {outermost}"
         )
     _check_layers(modules, [fqn for bucket in buckets for fqn in bucket.fqns])
-    inner_first = sorted(buckets, key=lambda bucket: -max(fqn.count(".") for fqn in bucket.roots))
-    return [(bucket.label, [modules[fqn] for fqn in bucket.roots if fqn != LOSS]) for bucket in inner_first]
+    inner_first = sorted(buckets, key=lambda bucket: -max(_depth(fqn) for fqn in bucket.roots))
+    return [(bucket.label, [modules[fqn] for fqn in bucket.roots if fqn in modules]) for bucket in inner_first]
+
+
+def _depth(fqn: str) -> int:
+    """How many modules contain it; the root's is 0."""
+    return fqn.count(".") + 1 if fqn else 0
 
 
 def _check_layers(modules: Mapping[str, nn.Module], planned: list[str]) -> None:

@@ -10,7 +10,7 @@ from torch import nn
 from pytest_gtrainer.numerics.record import Record
 from pytest_gtrainer.passes.layout import BucketLayout
 from pytest_gtrainer.references._torch import FSDP2Policy, fully_shard
-from pytest_gtrainer.references.config import TrainConfig, bucket_modules
+from pytest_gtrainer.references.config import TrainConfig, bucket_modules, new_model
 from pytest_gtrainer.references.layout import eager_bucket_layout
 from pytest_gtrainer.references.train import train
 
@@ -20,7 +20,7 @@ class EagerRun:
 
     def __init__(self, config: TrainConfig) -> None:
         self.config = config
-        self.model = shard_eagerly(config.model(), config)
+        self.model = shard_eagerly(new_model(config), config)
 
     def run(self) -> Record:
         """Train for ``config.steps`` steps; see ``references.train.train`` for what is recorded."""
@@ -38,7 +38,11 @@ class EagerRun:
 
 def shard_eagerly(model: nn.Module, config: TrainConfig) -> nn.Module:
     """Apply ``fully_shard`` once per bucket, then to the root."""
-    policy = FSDP2Policy(param_dtype=config.mp_policy.param_dtype, reduce_dtype=config.mp_policy.reduce_dtype)
+    policy = FSDP2Policy(
+        param_dtype=config.mp_policy.param_dtype,
+        reduce_dtype=config.mp_policy.reduce_dtype,
+        cast_forward_inputs=False,  # a graph has no module boundary to cast at
+    )
     for label, modules in bucket_modules(model, config.bucket_plan):
         mesh = config.submeshes.get(label, config.mesh)
         target: Any = modules[0] if len(modules) == 1 else modules
@@ -47,7 +51,9 @@ def shard_eagerly(model: nn.Module, config: TrainConfig) -> nn.Module:
             # a premultiplied sum, which gloo does not have, would be FSDP2's choice
             modules[0].set_gradient_divide_factor(float(config.mesh.size()))
             modules[0].set_force_sum_reduction_for_comms(True)
-    return fully_shard(model, mesh=config.mesh, mp_policy=policy)
+    if "" not in config.bucket_plan:
+        fully_shard(model, mesh=config.mesh, mp_policy=policy)
+    return model
 
 
 def train_eager(config: TrainConfig) -> Record:

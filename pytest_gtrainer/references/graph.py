@@ -13,7 +13,8 @@ from pytest_gtrainer.passes.canonicalize import canonicalize_graph_pass
 from pytest_gtrainer.passes.joint import joint_transformer_block_bucketing_reordering_pass
 from pytest_gtrainer.passes.layout import BucketLayout, bucket_layout
 from pytest_gtrainer.passes.payload_order import PayloadOrder
-from pytest_gtrainer.references.config import TrainConfig, bucket_modules
+from pytest_gtrainer.references.config import TrainConfig, bucket_modules, new_model
+from pytest_gtrainer.references.same_collectives import assert_same_collectives
 from pytest_gtrainer.references.train import train
 from pytest_gtrainer.tracing.sharding import data_parallel
 from pytest_gtrainer.tracing.step import TracedStep, trace_step
@@ -27,11 +28,16 @@ class GraphRun:
 
     def __init__(self, config: TrainConfig, *, payload_order: PayloadOrder = "managed") -> None:
         self.config = config
-        self.model = shard_traceably(config.model(), config)
+        self.model = shard_traceably(new_model(config), config)
         self.traced = rewrite(trace_config(config, self.model), config, payload_order=payload_order)
 
     def run(self) -> Record:
-        """Train for ``config.steps`` steps; see ``references.train.train`` for what is recorded."""
+        """Train for ``config.steps`` steps; see ``references.train.train`` for what is recorded.
+
+        Raises:
+            RanksDisagree: the ranks' graphs issue different collectives; nothing has run then.
+        """
+        assert_same_collectives(self.traced.gm)
         return train(self.config, self.model, self._compute_gradients, side="rewritten graph")
 
     def layout(self) -> BucketLayout:

@@ -13,7 +13,8 @@ from pytest_gtrainer.references import _torch
 def eager_bucket_layout(model: nn.Module) -> BucketLayout:
     """Which parameter sits at which byte of FSDP2's all-gathers and reduce-scatters.
 
-    Call it after the model's first backward: FSDP2 finishes its set-up in the first forward.
+    Call it after a backward, while gradients are there: FSDP2 finishes its set-up in the first
+    forward, and reduces the parameters that got a gradient.
 
     Raises:
         ValueError: no module of ``model`` has parameters managed by ``fully_shard``.
@@ -21,6 +22,8 @@ def eager_bucket_layout(model: nn.Module) -> BucketLayout:
     groups = _torch.parameter_groups(model)
     if not groups:
         raise ValueError(f"{type(model).__name__} has no parameters managed by fully_shard: wrap it, and run one step")
+    if all(parameter.grad is None for parameter in model.parameters()):
+        raise ValueError(f"{type(model).__name__} has no gradients: run a backward first, and keep them")
     names = {id(parameter): fqn for fqn, parameter in model.named_parameters()}
     payloads = [payload for group in groups for payload in _payloads(group, names)]
     return BucketLayout(tuple(payloads))
@@ -40,8 +43,8 @@ def _all_gather(group: object, names: dict[int, str]) -> Payload:
 
 
 def _reduce_scatter(group: object, names: dict[int, str]) -> Payload | None:
-    """Frozen parameters are gathered and not reduced."""
-    trained = [p for p in group.fsdp_params if p.sharded_param.requires_grad]  # type: ignore[attr-defined]
+    """Parameters without a gradient, frozen or unused, are gathered and not reduced."""
+    trained = [p for p in group.fsdp_params if p.sharded_param.grad is not None]  # type: ignore[attr-defined]
     if not trained:
         return None
     dtype = group._reduce_dtype or trained[0].param_dtype or trained[0].orig_dtype  # type: ignore[attr-defined]

@@ -20,7 +20,12 @@ def train(
     """Train ``model`` and record loss, gradients, weights, optimiser state and buffers of every step.
 
     ``compute_gradients(*inputs)`` returns the loss and fills ``.grad``.
+
+    Raises:
+        ValueError: under a fake process group, whose collectives move no data (W1).
     """
+    if dist.get_backend() == "fake":
+        raise ValueError('a fake world moves no data, so training in it means nothing: use gt_world("ranks")')
     rank, world = dist.get_rank(), dist.get_world_size()
     record = Record(world_size=world, rank=rank, meta={"side": side})
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]

@@ -55,7 +55,7 @@ class _Access:
         return self.policy.reduce_dtype or self.gather_dtype(parameter)
 
 
-_gathers: ContextVar[dict[tuple[int, bool], torch.Tensor] | None] = ContextVar("gathers", default=None)
+_gathers: ContextVar[dict[int, torch.Tensor] | None] = ContextVar("gathers", default=None)
 
 
 @contextmanager
@@ -83,7 +83,9 @@ def data_parallel(
     """Shard (or replicate) every plain parameter of ``model`` over ``mesh``, in place.
 
     Parameters that are DTensors already are left alone, so apply it to inner modules with a
-    mesh of their own (routed experts) first, as with ``fully_shard``.
+    mesh of their own (routed experts) first, as with ``fully_shard``. Initialise before: from here
+    on the attribute is a gathered copy, and writing into it changes nothing; the shards are in
+    ``parameters()``.
 
     Args:
         model: any module whose forward reads parameters as attributes; all ranks must hold
@@ -94,9 +96,12 @@ def data_parallel(
             (FSDP2's ``set_gradient_divide_factor``); by default the reduction averages.
 
     Raises:
-        ValueError: unknown mode, a mesh of the wrong rank, or fp16 reduction (FSDP2 divides
-            before and after it, which is not modelled).
+        ValueError: unknown mode, a mesh of the wrong rank, a parameter without dimensions, or fp16
+            reduction (FSDP2 divides before and after it, which is not modelled).
     """
+    scalars = [fqn for fqn, parameter in model.named_parameters() if parameter.ndim == 0]
+    if scalars and mode != "replicate":
+        raise ValueError(f"{', '.join(scalars)} has no dimension to shard: give it shape (1,), as FSDP2 asks for")
     policy = mp_policy or MixedPrecisionPolicy()
     placements = _placements(mode, mesh)
     if policy.reduce_dtype is torch.float16 or (policy.reduce_dtype is None and policy.param_dtype is torch.float16):
@@ -144,6 +149,8 @@ def _gather_on_access(module: nn.Module, names: list[str], access: _Access) -> N
 
 def _property(name: str, access: _Access) -> property:
     def read(module: nn.Module) -> torch.Tensor:
+        if name not in module._parameters:
+            raise AttributeError(f"{type(module).__name__!r} object has no attribute {name!r}")
         return _read(module._parameters[name], access)
 
     return property(read)
@@ -153,13 +160,13 @@ def _read(parameter: Any, access: _Access) -> torch.Tensor:
     if not isinstance(parameter, DTensor):  # swapped for a plain tensor by somebody: their business
         return parameter
     cache = _gathers.get()
-    key = (id(parameter), torch.is_grad_enabled())
-    if cache is not None and key in cache:
-        return cache[key]
-    gathered: torch.Tensor = _Gather.apply(parameter, access)
-    if cache is not None:
-        cache[key] = gathered
-    return gathered
+    if cache is None:
+        return _Gather.apply(parameter, access)
+    if id(parameter) not in cache:
+        with torch.enable_grad():  # also where the first read wants no gradient: a later one may
+            cache[id(parameter)] = _Gather.apply(parameter, access)
+    gathered = cache[id(parameter)]
+    return gathered if torch.is_grad_enabled() else gathered.detach()
 
 
 class _Gather(torch.autograd.Function):

@@ -19,6 +19,27 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def managed_order(model: nn.Module) -> list[str]:
+    """Parameters in the order in which FSDP2 manages them: modules depth first, children before own ones.
+
+    As torch 2.13's ``_get_managed_modules``: a module or parameter registered twice counts where
+    the walk comes to it first, under the name it has in ``named_parameters``.
+    """
+    names = {id(parameter): fqn for fqn, parameter in model.named_parameters()}
+    seen: set[nn.Module] = set()
+    ordered: dict[str, None] = {}
+
+    def walk(module: nn.Module) -> None:
+        seen.add(module)
+        for child in module.children():
+            if child not in seen:
+                walk(child)
+        ordered.update(dict.fromkeys(names[id(parameter)] for parameter in module.parameters(recurse=False)))
+
+    walk(model)
+    return list(ordered)
+
+
 def rewrap(plain: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """``plain`` as the local shard of a DTensor like ``like``, or as it is."""
     if not isinstance(like, DTensor):
@@ -62,6 +83,11 @@ class ModelState:
     @property
     def trainable(self) -> tuple[str, ...]:
         return tuple(name for name, parameter in self.parameters.items() if parameter.requires_grad)
+
+    def reassigned(self, tensors: Sequence[torch.Tensor]) -> list[str]:
+        """FQNs whose slot no longer holds what ``exchanged`` put there: the model replaced it."""
+        pairs = zip(self.fqns, tensors, strict=True)
+        return [fqn for fqn, tensor in pairs if any(table.get(key) is not tensor for table, key in self.slots[fqn])]
 
     @contextmanager
     def exchanged(self, tensors: Sequence[torch.Tensor]) -> Iterator[None]:

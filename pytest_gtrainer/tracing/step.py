@@ -7,7 +7,8 @@ in ``named_parameters`` order (A1). Nodes carry the metadata that passes read:
 - ``meta["custom"]["module_fqn"]``: the module, or "loss" for the code around the model (A2);
 - ``meta["autograd_backward"]``: True on nodes of the backward, the one source of direction (A3);
 - ``meta["gt_input"]`` on placeholders: ``{"kind": "parameter" | "buffer" | "input", "fqn": ...}``;
-- ``meta["gt_outputs"]`` on the output node: "loss" and the FQNs of the gradients, in order.
+- ``meta["gt_outputs"]`` on the output node: "loss" and the FQNs of the gradients, in order;
+- ``meta["gt_managed_order"]`` there: parameters in the order in which FSDP2 manages them.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from pytest_gtrainer.tracing._torch import (
 )
 from pytest_gtrainer.tracing.fqns import KEY, LOSS_FQN, annotate_module_fqns
 from pytest_gtrainer.tracing.sharding import reusing_gathers
-from pytest_gtrainer.tracing.state import ModelState, local, rewrap
+from pytest_gtrainer.tracing.state import ModelState, local, managed_order, rewrap
 
 Step = Callable[..., torch.Tensor]
 
@@ -79,11 +80,13 @@ class TracedStep:
         is skipped, and an existing ``.grad`` is added to (A9). Runs without autograd (A8).
 
         Raises:
-            ValueError: the model's state or the structure of ``inputs`` is not the traced one.
+            ValueError: the model's state, or the structure, shapes, dtypes or scalars of
+                ``inputs``, are not the traced ones.
         """
         state = ModelState.of(model)
         self._check(state, inputs)
         flat = [local(tensor) for tensor in [*state.tensors, *pytree.tree_leaves(inputs)]]
+        self._check_values(flat)
         with torch.no_grad():
             loss, *gradients = self.gm(*flat)
             for fqn, gradient in zip(self.trainable_fqns, gradients, strict=True):
@@ -99,14 +102,40 @@ class TracedStep:
                 "the model is not the traced one: "
                 + (f"missing {missing}, unexpected {extra}" if missing or extra else "its state is in another order")
             )
+        if state.trainable != self.trainable_fqns:
+            changed = sorted(set(state.trainable) ^ set(self.trainable_fqns))
+            raise ValueError(f"requires_grad has changed since the trace: {', '.join(changed)}; trace again")
         spec = pytree.tree_structure(inputs)
         if spec != self.input_spec:
             raise ValueError(f"inputs are structured as {spec}, the step was traced with {self.input_spec}")
 
 
+    def _check_values(self, flat: list[Any]) -> None:
+        """What the graph has baked in: shapes, dtypes, and the scalars among the inputs."""
+        names = [*self.state_fqns, *(f"input {index}" for index in range(len(flat) - self.num_static_inputs))]
+        for name, value, traced in zip(names, flat, self.example_inputs, strict=True):
+            ours, theirs = _describe(value), _describe(traced)
+            if ours != theirs:
+                raise ValueError(f"{name} is {ours}, the step was traced with {theirs}: trace again")
+
+
+def _describe(value: Any) -> str:
+    """
+    >>> _describe(torch.ones(2, 3)), _describe(2.0)
+    ('float32[2, 3]', '2.0')
+    """
+    if not isinstance(value, torch.Tensor):
+        return repr(value)
+    return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+
+
 def _accumulate(parameter: nn.Parameter, gradient: torch.Tensor) -> None:
-    whole = rewrap(gradient, parameter)
-    parameter.grad = whole if parameter.grad is None else parameter.grad + whole
+    """Write the gradient as autograd would: in memory of its own, in the parameter's strides."""
+    if parameter.grad is not None:
+        local(parameter.grad).add_(gradient)
+        return
+    own = torch.empty_like(local(parameter), dtype=gradient.dtype)
+    parameter.grad = rewrap(own.copy_(gradient), parameter)
 
 
 def trace_step(model: nn.Module, step: Step, inputs: Sequence[Any], *, reuse_gathers: bool = True) -> TracedStep:
@@ -145,7 +174,7 @@ def trace_step(model: nn.Module, step: Step, inputs: Sequence[Any], *, reuse_gat
         stack.enter_context(mode)
         gm = make_fx(joint)(*fakes)
     _inherit_forward_metadata(gm)
-    _name_inputs(gm, state, len(flat_inputs))
+    _name_inputs(gm, state, len(flat_inputs), managed_order(model))
     return TracedStep(gm, fakes, tuple(state.parameters), tuple(state.buffers), state.trainable, spec)
 
 
@@ -155,6 +184,8 @@ def _flatten_inputs(inputs: tuple[Any, ...]) -> tuple[list[Any], pytree.TreeSpec
         where = "inputs" + pytree.keystr(path)
         if isinstance(leaf, nn.Module):
             raise TypeError(f"{where} is a module ({type(leaf).__name__}): pass the model as the first argument only")
+        if isinstance(leaf, DTensor):
+            raise TypeError(f"{where} is a DTensor: pass the local tensor, and make a DTensor of it in the step")
         if not isinstance(leaf, torch.Tensor | int | float | bool | complex | None):
             raise TypeError(f"{where} is a {type(leaf).__name__}: inputs are tensors or plain Python scalars")
     return [leaf for _, leaf in paths], spec
@@ -202,6 +233,12 @@ def _joint(
                 loss = step(model, *inputs)
                 _check_loss(loss)
                 value = loss.detach()
+            reassigned = state.reassigned(tensors)
+            if reassigned:
+                raise ValueError(
+                    f"the forward replaces {', '.join(reassigned)} by another tensor, which a graph cannot: "
+                    "update it in place (copy_, add_)"
+                )
             gradients = _backward(loss, wanted)
         return (value, *gradients)
 
@@ -229,6 +266,8 @@ def _check_loss(loss: Any) -> None:
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
         shown = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
         raise ValueError(f"the step must return a scalar loss, it returned {shown}")
+    if not loss.requires_grad:
+        raise ValueError("the loss does not depend on a parameter that requires a gradient: is the step under no_grad?")
 
 
 def _graphs(gm: fx.GraphModule) -> Iterator[fx.Graph]:
@@ -251,10 +290,11 @@ def _inherit_forward_metadata(gm: fx.GraphModule) -> None:
                 node.meta["custom"] = {**node.meta.get("custom", {}), **copy.deepcopy(inherited)}
 
 
-def _name_inputs(gm: fx.GraphModule, state: ModelState, num_inputs: int) -> None:
+def _name_inputs(gm: fx.GraphModule, state: ModelState, num_inputs: int, managed: list[str]) -> None:
     names = [("parameter", fqn) for fqn in state.parameters] + [("buffer", fqn) for fqn in state.buffers]
     names += [("input", str(index)) for index in range(num_inputs)]
     placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
     for node, (kind, fqn) in zip(placeholders, names, strict=True):
         node.meta["gt_input"] = {"kind": kind, "fqn": fqn}
     gm.graph.output_node().meta["gt_outputs"] = ("loss", *state.trainable)
+    gm.graph.output_node().meta["gt_managed_order"] = tuple(managed)

@@ -175,15 +175,17 @@ def test_a_parameter_gathered_twice_is_refused_with_advice(make_joint, plan):
 
 
 def test_graphs_traced_elsewhere_need_the_conventions_only(joint, plan):
-    """Without our tracer's names of inputs and outputs the buckets are the same, in registration order."""
+    """Without our tracer's names the buckets and payload orders are the same: modules and positions tell them."""
     for node in joint.gm.graph.nodes:
-        node.meta.pop("gt_input", None)
-        node.meta.pop("gt_outputs", None)
-    gm = joint_pass(joint.gm, bucket_plan=plan)
-    assert len(found(gm, ALL_GATHER)) == len(found(gm, REDUCE_SCATTER)) == len(plan)
-    layout = bucket_layout(gm)
-    (payload,) = [p for p in layout.of("all_gather") if len(p.slots) == 7][:1]
-    assert list(payload.parameters) == sorted(payload.parameters, key=lambda name: int(name.split(".")[1]))
+        for key in ("gt_input", "gt_outputs", "gt_managed_order"):
+            node.meta.pop(key, None)
+    layout = bucket_layout(joint_pass(joint.gm, bucket_plan=plan))
+    names = ["w1.weight", "w1.bias", "w2.weight", "w3.weight", "norm.weight", "norm.bias", "scale"]
+    wanted = [joint.parameter_fqns.index(f"layers.1.{name}") for name in names]
+    (gather,) = [p for p in layout.of("all_gather") if p.label == "layers.1"]
+    (scatter,) = [p for p in layout.of("reduce_scatter") if p.label == "layers.1"]
+    assert [int(name.rpartition(".input")[2]) for name in gather.parameters] == wanted
+    assert [int(name.rpartition(".output")[2]) - 1 for name in scatter.parameters] == wanted
 
 
 def collective_sequence(gm):
@@ -218,5 +220,5 @@ def test_chunked_loss_decides_where_the_head_belongs(gt_mesh):
     rewritten = rewrite(trace_config(config(True), model), config(True))
     (last,) = [p for p in bucket_layout(rewritten.gm).of("reduce_scatter") if "lm_head.weight" in p.parameters]
     assert last.parameters == ("norm.weight", "lm_head.weight")
-    with pytest.raises(PlanError, match=r"covers no all-gather of lm_head.weight \(used in loss\)"):
+    with pytest.raises(PlanError, match=r"covers no all-gather of lm_head.weight \(read in loss\)"):
         rewrite(trace_config(config(False), model), config(False))

@@ -93,12 +93,39 @@ def test_state_dict_and_parameters_see_shards_and_gather_nothing(gt_mesh, net):
     assert state["layers.0.w.weight"].to_local().shape == (2, 8)
 
 
-def test_inner_modules_may_have_a_mesh_of_their_own(gt_mesh, net):
-    data_parallel(net.head, gt_mesh, gradient_divide_factor=8.0)
-    head = net.head.weight
+@pytest.mark.gt_world("fake", size=8, mesh={"efsdp": 4, "ep": 2})
+def test_an_inner_module_may_have_a_mesh_of_its_own_and_divide_its_sum(gt_mesh, net, inputs, train_step):
+    """As routed experts: gathered over 4, summed over 4 and divided by 8; the rest over all 8, averaged."""
+    data_parallel(net.head, gt_mesh["efsdp"], gradient_divide_factor=8.0)
+    data_parallel(net, gt_mesh._flatten("fsdp"))
+    traced = trace_step(net, train_step, inputs)
+    (head,) = [n for n in launches(traced, REDUCE_SCATTER) if n.meta["custom"]["module_fqn"] == "head"]
+    assert head.args[1:3] == ("sum", 4)
+    (wait,) = head.users
+    (division,) = [user for user in wait.users if user.target is torch.ops.aten.div.Tensor]
+    assert division.args[1] == 8.0
+    others = [n for n in launches(traced, REDUCE_SCATTER) if n is not head]
+    assert {n.args[1:3] for n in others} == {("avg", 8)}
+
+
+def test_a_first_read_without_gradient_gathers_once_and_loses_none(gt_mesh, net, inputs, train_step):
+    """A10: the parameter is read under no_grad first, by a metric say."""
     data_parallel(net, gt_mesh)
-    assert net._modules["head"]._parameters["weight"] is not None
-    assert head is not net.layers[0].w.weight
+
+    def measuring(model, x, y):
+        with torch.no_grad():
+            model.head.weight.sum()
+        return train_step(model, x, y)
+
+    assert count(trace_step(net, measuring, inputs)) == count(trace_step(net, train_step, inputs))
+
+
+def test_a_parameter_that_was_deleted_is_an_attribute_error(gt_mesh, net):
+    data_parallel(net, gt_mesh)
+    del net.head.weight
+    assert not hasattr(net.head, "weight")
+    net.head.weight = nn.Parameter(torch.zeros(4, 8))
+    assert torch.equal(net.head.weight, torch.zeros(4, 8))
 
 
 @pytest.mark.parametrize(
@@ -110,5 +137,17 @@ def test_inner_modules_may_have_a_mesh_of_their_own(gt_mesh, net):
     ],
 )
 def test_what_cannot_be_is_refused_in_one_sentence(gt_mesh, net, arguments, words):
+    """And a parameter without dimensions, and inputs that are DTensors."""
     with pytest.raises(ValueError, match=words):
         data_parallel(net, gt_mesh, **arguments)
+
+
+def test_a_scalar_parameter_and_a_dtensor_input_are_refused_by_name(gt_mesh, net, inputs, train_step):
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    net.temperature = nn.Parameter(torch.ones(()))
+    with pytest.raises(ValueError, match=r"temperature has no dimension to shard: give it shape \(1,\)"):
+        data_parallel(net, gt_mesh)
+    sharded = distribute_tensor(torch.ones(8, 8), gt_mesh, [Shard(0)], src_data_rank=None)
+    with pytest.raises(TypeError, match=r"inputs\[0\] is a DTensor: pass the local tensor"):
+        trace_step(net, train_step, (sharded, inputs[1]))

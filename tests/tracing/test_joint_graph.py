@@ -87,9 +87,23 @@ def test_an_input_that_is_no_tensor_or_scalar_is_refused_by_name(net, inputs, tr
 def test_a_loss_that_is_no_scalar_and_a_model_without_gradients_are_refused(net, inputs):
     with pytest.raises(ValueError, match=r"scalar loss, it returned \(6, 4\)"):
         trace_step(net, lambda m, x, y: m(x), inputs)
+    with pytest.raises(ValueError, match="the loss does not depend on a parameter that requires a gradient"):
+        trace_step(net, lambda m, x, y: m(x).sum().detach(), inputs)
     net.requires_grad_(False)
     with pytest.raises(ValueError, match="no parameter of the model requires a gradient"):
         trace_step(net, lambda m, x, y: m(x).sum(), inputs)
+
+
+def test_a_forward_that_replaces_a_buffer_is_refused_by_name(net, inputs, train_step):
+    """A graph updates buffers in place only; dropping the update silently would be worse."""
+
+    def replacing(model, x, y):
+        model.seen = model.seen + 1
+        return train_step(model, x, y)
+
+    with pytest.raises(ValueError, match=r"the forward replaces seen by another tensor.*in place \(copy_, add_\)"):
+        trace_step(net, replacing, inputs)
+    assert net.seen.item() == 0
 
 
 def test_tracing_leaves_threads_and_the_model_as_they_were(net, inputs, train_step):

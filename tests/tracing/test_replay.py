@@ -49,6 +49,44 @@ def test_a_model_with_other_names_is_refused(net, inputs, train_step):
         traced.replay(net, *inputs)
 
 
+def test_scalars_shapes_dtypes_and_requires_grad_are_those_of_the_trace(net, inputs, train_step):
+    """What the graph has baked in is checked, and the message names it."""
+    x, y = inputs
+    traced = trace_step(net, lambda m, x, y, scale: scale * train_step(m, x, y), (x, y, 2.0))
+    with pytest.raises(ValueError, match=r"input 2 is 3.0, the step was traced with 2.0: trace again"):
+        traced.replay(net, x, y, 3.0)
+    with pytest.raises(ValueError, match=r"input 0 is float32\[5, 8\], the step was traced with float32\[6, 8\]"):
+        traced.replay(net, x[:5], y[:5], 2.0)
+    net.head.weight.requires_grad_(False)
+    with pytest.raises(ValueError, match="requires_grad has changed since the trace: head.weight"):
+        traced.replay(net, x, y, 2.0)
+    net.head.weight.requires_grad_(True)
+    with pytest.raises(ValueError, match=r"layers.0.scale is float64\[8\], the step was traced with float32\[8\]"):
+        traced.replay(net.double(), x, y, 2.0)
+
+
+def test_a_gradient_has_memory_and_strides_of_its_own(inputs):
+    """A9: two parameters with one gradient do not share it, and a transposed parameter's is transposed."""
+    model = nn.Module()
+    model.a, model.b = nn.Parameter(torch.zeros(4, 3)), nn.Parameter(torch.zeros(3, 4).t())
+    traced = trace_step(model, lambda m, x: ((m.a + m.b) * x).sum(), (torch.ones(4, 3),))
+    traced.replay(model, torch.ones(4, 3))
+    assert model.a.grad.data_ptr() != model.b.grad.data_ptr()
+    assert model.a.grad.stride() == (3, 1)
+    assert model.b.grad.stride() == (1, 4)
+
+
+def test_an_existing_gradient_is_added_to_in_place(net, inputs, train_step):
+    """A9: as autograd does; a hook or a bucket view of it stays valid."""
+    traced = trace_step(net, train_step, inputs)
+    traced.replay(net, *inputs)
+    first = net.head.weight.grad
+    once = first.clone()
+    traced.replay(net, *inputs)
+    assert net.head.weight.grad is first
+    assert torch.equal(first, once + once)
+
+
 def test_an_unused_parameter_keeps_no_gradient(inputs, train_step):
     """A9: None is skipped."""
     model = nn.Linear(8, 4)

@@ -1,0 +1,54 @@
+"""Before a graph runs on ranks: do they all issue the same collectives in the same order? (D14)
+
+Only some ranks pad uneven shards, so their graphs differ. If their collectives did, ranks
+would wait for each other in different ones: an abort on gloo, a hang on NCCL.
+"""
+
+from __future__ import annotations
+
+from itertools import zip_longest
+
+import torch.distributed as dist
+from torch import fx
+
+from pytest_gtrainer.passes._torch import WAIT, group_ranks
+from pytest_gtrainer.passes.collectives import node_fqn
+
+
+class RanksDisagree(AssertionError):
+    """The ranks' graphs issue different collectives; the message names the first."""
+
+
+def collective_sequence(gm: fx.GraphModule) -> list[str]:
+    """The launches of collectives in graph order: operator, dtype, ranks of the group, and where they come from."""
+    return [
+        _describe(node)
+        for node in gm.graph.nodes
+        if str(node.target).startswith("_c10d_functional.") and node.target is not WAIT
+    ]
+
+
+def _describe(node: fx.Node) -> str:
+    value = node.meta["val"]
+    # data-dependent and uneven sizes differ between ranks by right; a bucket's do not
+    shape = list(value.shape) if "fsdp_bucket" in node.meta else "any shape"
+    where = "+".join(node.meta["fsdp_bucket"]["plan_fqns"]) if "fsdp_bucket" in node.meta else node_fqn(node)
+    return f"{node.target} {str(value.dtype).removeprefix('torch.')} {shape} of {where} over {_group_size(node)} ranks"
+
+
+def _group_size(node: fx.Node) -> int:
+    return len(group_ranks(str(node.args[-1])))
+
+
+def assert_same_collectives(gm: fx.GraphModule) -> None:
+    """Compare this rank's sequence with all others; every rank must call it.
+
+    Raises:
+        RanksDisagree: on every rank, with the first collective that differs and two ranks that differ in it.
+    """
+    sequences: list[list[str]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(sequences, collective_sequence(gm))
+    for rank, sequence in enumerate(sequences):
+        for index, (first, other) in enumerate(zip_longest(sequences[0], sequence, fillvalue="nothing more")):
+            if first != other:
+                raise RanksDisagree(f"collective {index} differs: rank 0 issues {first}, rank {rank} issues {other}")

@@ -1,5 +1,7 @@
 """Shared by the parity suite: train twice, compare layouts, then bits."""
 
+import math
+
 import pytest
 
 from pytest_gtrainer import assert_bitwise_different, assert_bitwise_equal, assert_same_layout, facts
@@ -20,9 +22,17 @@ def check_parity():
         expected, actual = eager.run(), graph.run()
         assert_same_layout(graph.layout(), eager.layout())
         assert_bitwise_equal(actual, expected)
+        assert_trains(expected)
         return graph
 
     return check
+
+
+def assert_trains(record):
+    """What was compared is a run: no NaN among the losses, and no two steps with the same one."""
+    losses = [tensor.item() for key, tensor in record.items() if key.phase == "loss"]
+    assert all(math.isfinite(loss) for loss in losses)
+    assert len(set(losses)) == len(losses) > 1
 
 
 @pytest.fixture

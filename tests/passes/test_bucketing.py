@@ -222,3 +222,88 @@ def test_chunked_loss_decides_where_the_head_belongs(gt_mesh):
     assert last.parameters == ("norm.weight", "lm_head.weight")
     with pytest.raises(PlanError, match=r"covers no all-gather of lm_head.weight \(read in loss\)"):
         rewrite(trace_config(config(False), model), config(False))
+
+
+def test_what_is_gathered_but_no_parameter_is_left_alone(gt_mesh):
+    """D6: a buffer that was written to, and a user input; moving their all-gathers would change values."""
+    import torch.distributed._functional_collectives as funcol
+
+    class Gathering(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = torch.nn.ModuleList([torch.nn.Linear(4, 4)])
+            self.register_buffer("seen", torch.ones(4))
+
+        def forward(self, x):
+            before = self.seen * 2
+            self.seen.add_(1)
+            gathered = [funcol.all_gather_single(tensor, 0, gt_mesh).sum() for tensor in (self.seen, x[0])]
+            return self.layers[0](x).sum() * before.sum() * sum(gathered)
+
+    model = data_parallel(Gathering(), gt_mesh)
+    traced = trace_step(model, lambda m, x: m(x), (torch.ones(3, 4),))
+    inputs = [torch.randn(t.shape, generator=torch.Generator().manual_seed(0)) for t in traced.example_inputs]
+    before = [value.clone() for value in copy.deepcopy(traced.gm)(*[t.clone() for t in inputs])]
+    gm = joint_pass(traced.gm, bucket_plan=["layers.0"])
+    bucketed = [node for node in found(gm, ALL_GATHER) if "fsdp_bucket" in node.meta]
+    assert len(bucketed) == 1
+    assert len(found(gm, ALL_GATHER)) == 3
+    assert all(torch.equal(*pair) for pair in zip(gm(*[t.clone() for t in inputs]), before, strict=True))
+
+
+def test_a_reduce_scatter_that_is_added_to_another_is_no_gradient_yet(gt_mesh, make_net):
+    """D6, C4: traced without reuse, a head read in every chunk of the loss has one reduction a chunk."""
+    from fixtures.models.chunked_loss import chunked_ce_step
+    from fixtures.training import llama3_training
+    from pytest_gtrainer.references.graph import shard_traceably
+
+    plan = get_default_transformer_block_buckets(2, chunked_loss_enabled=True)
+    config = llama3_training(gt_mesh, "fp32", step=chunked_ce_step(2, read_per_chunk=True), bucket_plan=plan)
+    model = shard_traceably(config.model(), config)
+    traced = trace_step(model, config.step, config.batch(0, 0), reuse_gathers=False)
+    scatters = bucket_layout(traced.gm).of("reduce_scatter")
+    assert "lm_head.weight" not in {name for payload in scatters for name in payload.parameters}
+    assert len(found(traced.gm, REDUCE_SCATTER)) == len(scatters) + 2
+
+
+def test_a_tie_between_a_module_and_its_child_has_fsdp2s_place(gt_mesh):
+    """D2: the walk comes to the child first, under the name that the parent registered."""
+
+    class Tied(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.own = torch.nn.Parameter(torch.ones(4, 4))
+            self.first, self.second = torch.nn.Linear(4, 4, bias=False), torch.nn.Linear(4, 4, bias=False)
+            self.first.weight = self.own
+
+        def forward(self, x):
+            return self.second(self.first(x)) @ self.own
+
+    model = data_parallel(torch.nn.ModuleDict({"block": Tied()}), gt_mesh)
+    traced = trace_step(model, lambda m, x: m["block"](x).sum(), (torch.ones(2, 4),))
+    (payload,) = bucket_layout(joint_pass(traced.gm, bucket_plan=["block"])).of("all_gather")
+    assert payload.parameters == ("block.own", "block.second.weight")
+
+
+def test_parameters_of_the_root_have_an_entry_of_their_own(gt_mesh, make_net, plan):
+    """The root's FQN is ""; without it the message says so."""
+    net = make_net(3, 8)
+    net.position = torch.nn.Parameter(torch.ones(8))
+    model = data_parallel(net, gt_mesh)
+    forward = model.forward
+    model.forward = lambda tokens: forward(tokens) * model.position.sum()
+    traced = trace_step(model, lambda m, t: m(t).sum(), (torch.zeros(2, 3, dtype=torch.int64),))
+    with pytest.raises(PlanError, match=r'covers no all-gather of position \(read in the root\).*the root is ""'):
+        joint_pass(traced.gm, bucket_plan=plan)
+    layout = bucket_layout(joint_pass(traced.gm, bucket_plan=[*plan, ""]))
+    assert ("position",) in [payload.parameters for payload in layout.of("all_gather")]
+
+
+def test_a_graph_without_values_is_refused_untouched(joint, plan):
+    """D11: what building needs is looked for before the first node is built."""
+    waits = found(joint.gm, WAIT)
+    del waits[-1].meta["val"]
+    before = code_of(joint.gm)
+    with pytest.raises(PlanError, match=r'lacks meta\["val"\]: trace on fake tensors'):
+        joint_pass(joint.gm, bucket_plan=plan)
+    assert code_of(joint.gm) == before

@@ -66,6 +66,13 @@ def test_a_bucket_split_in_two_and_a_missing_one_are_told():
     ]
 
 
+def test_a_payload_that_is_reduced_twice_is_told():
+    """A10, C4: RS(a) + RS(b) is not RS(a + b) in bits."""
+    assert difference(EXPECTED, EXPECTED) == [
+        f"bucket 'layers.0': a reduce_scatter of {W1}, {W2} that is not expected"
+    ]
+
+
 def test_another_collective_in_its_place_is_told():
     assert difference(payload((W1, 8), (W2, 12), collective="all_gather")) == [
         f"bucket 'layers.0': an all_gather of {W1}, {W2} that is not expected",

@@ -87,3 +87,33 @@ def test_a_launch_stands_behind_its_inputs_and_before_its_wait(joint, plan):
     gathers = [node for node in gm.graph.nodes if node.target is ALL_GATHER]
     hidden = [place[next(iter(node.users))] - place[node] for node in gathers[2:]]
     assert min(hidden) > 5
+
+
+def test_recomputed_all_gathers_are_the_backwards_and_descend(gt_mesh, make_net, plan):
+    """D1, E1, E3, E5: with activation checkpointing each block gathers again in the backward, prefetched there."""
+    import torch
+    from torch.utils.checkpoint import checkpoint
+
+    from pytest_gtrainer import data_parallel, trace_step
+
+    model = data_parallel(make_net(3, 8), gt_mesh)
+    for layer in model.layers:
+        run = layer.forward
+        layer.forward = lambda x, run=run: checkpoint(run, x, use_reentrant=False)
+    tokens = torch.zeros(2, 3, dtype=torch.int64)
+    traced = trace_step(model, lambda m, t: m(t).sum(), (tokens,), reuse_gathers=False)
+    gm = joint_pass(traced.gm, bucket_plan=plan)
+    events = [(kind, bucket) for kind, bucket, way in directed_schedule(gm) if way == "bwd"]
+    layers = ["layers.2", "layers.1", "layers.0"]
+    assert [bucket for kind, bucket in events if kind == "launch"] == layers
+    assert events[:3] == [("launch", "layers.2"), ("launch", "layers.1"), ("wait", "layers.2")]
+    forward = [(kind, bucket) for kind, bucket, way in directed_schedule(gm) if way == "fwd"]
+    assert [bucket for kind, bucket in forward if kind == "launch"] == BUCKETS
+
+
+def directed_schedule(gm):
+    for node in gm.graph.nodes:
+        source = node.args[0] if node.target is WAIT else node
+        if source.target is ALL_GATHER:
+            bucket = node.meta["fsdp_bucket"]
+            yield "wait" if node.target is WAIT else "launch", "+".join(bucket["plan_fqns"]), bucket["direction"]

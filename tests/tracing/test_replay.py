@@ -58,7 +58,7 @@ def test_scalars_shapes_dtypes_and_requires_grad_are_those_of_the_trace(net, inp
     with pytest.raises(ValueError, match=r"input 0 is float32\[5, 8\], the step was traced with float32\[6, 8\]"):
         traced.replay(net, x[:5], y[:5], 2.0)
     net.head.weight.requires_grad_(False)
-    with pytest.raises(ValueError, match="requires_grad has changed since the trace: head.weight"):
+    with pytest.raises(ValueError, match=r"requires_grad has changed since the trace: head\.weight"):
         traced.replay(net, x, y, 2.0)
     net.head.weight.requires_grad_(True)
     with pytest.raises(ValueError, match=r"layers.0.scale is float64\[8\], the step was traced with float32\[8\]"):

@@ -21,6 +21,8 @@ _HOME: dict[str, str] = {
     # passes
     "get_default_transformer_block_buckets": "passes.bucket_plan",
     "joint_transformer_block_bucketing_reordering_pass": "passes.joint",
+    "deduplicate_fsdp_unshard_chains_pass": "passes.deduplicate",
+    "canonicalize_graph_pass": "passes.canonicalize",
     # layouts
     "BucketLayout": "passes.layout",
     "bucket_layout": "passes.layout",

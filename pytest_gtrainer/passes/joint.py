@@ -122,14 +122,19 @@ def _check_plan(plan: Plan, gm: fx.GraphModule, gathers: list[Member], scatters:
         _check_once(kind, members)
 
 
+_ONCE = {
+    "all-gather": "trace with reuse_gathers=True, or run deduplicate_fsdp_unshard_chains_pass first",
+    "reduce-scatter": "trace with reuse_gathers=True, so that its contributions are added before they are reduced",
+}
+
+
 def _check_once(kind: str, members: list[Member]) -> None:
     seen: set[tuple[str, str]] = set()
     for member in members:
         key = (member.parameter, member.direction)
         if key in seen:
             raise PlanError(
-                f"{member.parameter} has more than one {kind} in the {member.direction} direction: "
-                "trace with reuse_gathers=True, or deduplicate the all-gathers first"
+                f"{member.parameter} has more than one {kind} in the {member.direction} direction: {_ONCE[kind]}"
             )
         seen.add(key)
 

@@ -1,0 +1,55 @@
+"""A parameter that is read twice is gathered once (A11)."""
+
+import copy
+
+import pytest
+import torch
+
+from pytest_gtrainer import deduplicate_fsdp_unshard_chains_pass
+from pytest_gtrainer.passes._torch import ALL_GATHER, REDUCE_SCATTER
+
+pytestmark = pytest.mark.gt_world("fake", size=4, mesh={"fsdp": 4})
+
+
+def count(gm, target):
+    return len(gm.graph.find_nodes(op="call_function", target=target))
+
+
+@pytest.fixture
+def twice(make_joint):
+    """A step that runs the model twice, traced without reuse."""
+    return make_joint(step=lambda m, t: m(t).sum() + m(t).sum(), reuse_gathers=False)
+
+
+def test_users_of_the_duplicate_read_the_first(twice):
+    before = copy.deepcopy(twice.gm)
+    gm = deduplicate_fsdp_unshard_chains_pass(twice.gm)
+    gm.graph.lint()
+    parameters = len(twice.parameter_fqns)
+    assert (count(before, ALL_GATHER), count(gm, ALL_GATHER)) == (2 * parameters, parameters)
+    assert count(gm, REDUCE_SCATTER) == count(before, REDUCE_SCATTER) == 2 * parameters
+    generator = torch.Generator().manual_seed(0)
+    inputs = [torch.randn(t.shape, generator=generator).to(t.dtype) for t in twice.example_inputs[:-1]]
+    inputs.append(torch.randint(0, 16, twice.example_inputs[-1].shape, generator=generator))
+    assert all(torch.equal(*pair) for pair in zip(gm(*inputs), before(*inputs), strict=True))
+
+
+def test_nothing_is_left_of_the_duplicates_chain(twice):
+    """Its cast goes with it."""
+    casts = torch.ops.aten._to_copy.default
+    before = count(twice.gm, casts)
+    gm = deduplicate_fsdp_unshard_chains_pass(twice.gm)
+    assert before - count(gm, casts) == len(twice.parameter_fqns)
+
+
+def test_a_graph_without_duplicates_is_left_as_it_is(joint):
+    before = joint.gm.code
+    assert deduplicate_fsdp_unshard_chains_pass(joint.gm).code == before
+
+
+def test_a_gather_of_the_other_direction_is_no_duplicate(twice):
+    """A recomputed gather belongs to the backward: resharding would be undone otherwise."""
+    launches = twice.gm.graph.find_nodes(op="call_function", target=ALL_GATHER)
+    launches[-1].meta["autograd_backward"] = True
+    gm = deduplicate_fsdp_unshard_chains_pass(twice.gm)
+    assert count(gm, ALL_GATHER) == len(twice.parameter_fqns) + 1

@@ -81,7 +81,7 @@ def waiting_in(text: str) -> str | None:
     >>> waiting_in('Current thread 0x1 (most recent call first):\n'
     ...            '  File "/x/torch/distributed/distributed_c10d.py", line 9 in barrier\n'
     ...            '  File "/x/torch/distributed/c10d_logger.py", line 8 in wrapper\n'
-    ...            '  File "/home/u/test_it.py", line 3 in test_it\n')
+    ...            '  File "/u/test_it.py", line 3 in test_it\n')
     'barrier'
     """
     return collective_of([(match["file"], match["function"]) for match in _main_frames(text)])

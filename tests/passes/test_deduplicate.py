@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 
-from pytest_gtrainer import deduplicate_fsdp_unshard_chains_pass
+from pytest_gtrainer import bucket_layout, deduplicate_fsdp_unshard_chains_pass
 from pytest_gtrainer.passes._torch import ALL_GATHER, REDUCE_SCATTER
 
 pytestmark = pytest.mark.gt_world("fake", size=4, mesh={"fsdp": 4})
@@ -32,6 +32,14 @@ def test_users_of_the_duplicate_read_the_first(twice):
     inputs = [torch.randn(t.shape, generator=generator).to(t.dtype) for t in twice.example_inputs[:-1]]
     inputs.append(torch.randint(0, 16, twice.example_inputs[-1].shape, generator=generator))
     assert all(torch.equal(*pair) for pair in zip(gm(*inputs), before(*inputs), strict=True))
+
+
+def test_the_layout_lists_a_repeated_gather_until_it_is_dropped(twice):
+    """A layout that showed it once would not tell the two graphs apart."""
+    parameters = len(twice.parameter_fqns)
+    assert len(bucket_layout(twice.gm).of("all_gather")) == 2 * parameters
+    gm = deduplicate_fsdp_unshard_chains_pass(twice.gm)
+    assert len(bucket_layout(gm).of("all_gather")) == parameters
 
 
 def test_nothing_is_left_of_the_duplicates_chain(twice):

@@ -111,6 +111,19 @@ def sum_of_elements(name):
 
 
 @pytest.mark.gt_world("ranks", size=2, mesh={"fsdp": 2})
+def test_an_unused_parameter_is_gathered_and_not_reduced(gt_mesh, sent):
+    """FSDP2 reduces what got a gradient: 16 elements, not 24."""
+    model = nn.Linear(4, 4, bias=False)
+    model.unused = nn.Parameter(torch.zeros(8))
+    fully_shard(model, mesh=gt_mesh)
+    model(torch.ones(1, 4)).sum().backward()
+    layout = eager_bucket_layout(model)
+    assert [payload.parameters for payload in layout.of("all_gather")] == [("weight", "unused")]
+    assert [payload.parameters for payload in layout.of("reduce_scatter")] == [("weight",)]
+    assert [payload.numel() for kind, payload in sent if kind == "reduce_scatter"] == [16]
+
+
+@pytest.mark.gt_world("ranks", size=2, mesh={"fsdp": 2})
 def test_a_model_without_fully_shard_is_refused(gt_mesh):
     with pytest.raises(ValueError, match="Linear has no parameters managed by fully_shard"):
         eager_bucket_layout(nn.Linear(2, 2))

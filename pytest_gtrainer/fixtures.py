@@ -69,9 +69,3 @@ def gt_deterministic() -> Iterator[Any]:
 
     with deterministic() as settings:
         yield settings
-
-
-@pytest.fixture
-def gt_artifacts(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """A folder for what this test wants to leave for a person to read."""
-    return tmp_path_factory.mktemp("gt-artifacts")

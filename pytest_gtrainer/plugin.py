@@ -11,7 +11,6 @@ import pytest
 
 from pytest_gtrainer import devices, facts, options
 from pytest_gtrainer.fixtures import (  # noqa: F401 - pytest finds fixtures by their names here
-    gt_artifacts,
     gt_deterministic,
     gt_golden,
     gt_mesh,

@@ -56,7 +56,7 @@ def write(path: Path, root: Path, text: str) -> None:
     _check_inside(path, root)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(_lock_file(path)):
+        with FileLock(_lock_file(root)):
             _replace(path, text.encode("utf-8"))
     except (OSError, UnicodeEncodeError) as error:
         reason = getattr(error, "strerror", None) or str(error)
@@ -88,9 +88,9 @@ def _sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
-def _lock_file(path: Path) -> str:
-    """In the system's temporary folder: a lock in the tree would be left there and committed."""
-    key = hashlib.sha256(str(path.resolve()).encode(errors="backslashreplace")).hexdigest()[:32]
+def _lock_file(root: Path) -> str:
+    """One a tree, in the system's temporary folder: a lock in the tree would be left there and committed."""
+    key = hashlib.sha256(str(root.resolve()).encode(errors="backslashreplace")).hexdigest()[:32]
     return os.path.join(tempfile.gettempdir(), f"gtrainer-golden-{key}.lock")
 
 

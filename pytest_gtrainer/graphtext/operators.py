@@ -42,6 +42,11 @@ def operator_of(node: fx.Node) -> Operator:
     return Operator(text, word(path.rpartition(".")[2]))
 
 
+def operator_text(target: Callable[..., Any]) -> str:
+    """The full spelling of an operator that is the argument of another."""
+    return _function(target).text
+
+
 @functools.lru_cache(maxsize=4096)
 def _function(target: Callable[..., Any]) -> Operator:
     if isinstance(target, OpOverload):

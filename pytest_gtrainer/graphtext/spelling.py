@@ -10,9 +10,9 @@ import torch
 from torch import fx
 from torch._subclasses import FakeTensor
 
-from pytest_gtrainer.graphtext._torch import expression
+from pytest_gtrainer.graphtext._torch import HigherOrderOperator, OpOverload, expression
 from pytest_gtrainer.graphtext.groups import Group
-from pytest_gtrainer.graphtext.operators import Operator, word
+from pytest_gtrainer.graphtext.operators import Operator, operator_text, word
 from pytest_gtrainer.graphtext.paths import Layer, spell_from
 from pytest_gtrainer.graphtext.scopes import Scope, is_item
 from pytest_gtrainer.graphtext.sections import Key
@@ -114,7 +114,7 @@ class Speller:
             value = getattr(value, part)
         if isinstance(value, torch.Tensor):
             return f"const({self.type_of(value)}, {_content(value)})"
-        return f"const({type(value).__name__!r})"
+        return self._literal(value)
 
     # -- arguments
 
@@ -159,7 +159,9 @@ class Speller:
             return f'device("{value.type}")'
         if isinstance(value, _SYMBOLIC):
             return f"sym({self.size(value)})"
-        return f"const({type(value).__name__!r})"
+        if isinstance(value, OpOverload | HigherOrderOperator):
+            return operator_text(value)
+        return _other_constant(value)
 
     # -- types
 
@@ -201,7 +203,8 @@ def _content(value: torch.Tensor) -> str:
         return "None"
     if value.numel() <= _SMALL and value.dtype in DTYPES:
         return repr(value.tolist())
-    flat = value.detach().cpu().contiguous().view(-1).view(torch.uint8)
+    dense = value.detach() if value.layout is torch.strided else value.detach().to_dense()
+    flat = dense.cpu().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
     return repr("sha256:" + hashlib.sha256(flat.numpy().tobytes()).hexdigest()[:16])
 
 
@@ -223,3 +226,15 @@ def is_contiguous(shape: list[Any], strides: list[Any]) -> bool:
 
 def _tuple(items: list[str]) -> str:
     return f"({items[0]},)" if len(items) == 1 else f"({', '.join(items)})"
+
+
+def _other_constant(value: Any) -> str:
+    """A constant of a type without a spelling, by the digest of its ``repr``, unless that is an address.
+
+    >>> _other_constant(range(3)) == _other_constant(range(4))
+    False
+    """
+    shown, name = repr(value), type(value).__name__
+    if " at 0x" in shown:
+        return f"const({name!r})"
+    return f"const({name!r}, {hashlib.sha256(shown.encode()).hexdigest()[:12]!r})"

@@ -7,6 +7,7 @@ import math
 
 import pytest
 import torch
+from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from pytest_gtrainer.graphtext import render
@@ -151,3 +152,25 @@ def test_a_graph_without_types_or_modules_is_still_python():
 def test_an_unknown_view_is_refused():
     with pytest.raises(ValueError, match="view 'flat': this version has full"):
         render(toy_graph(layers=1), "flat")
+
+
+def test_operators_as_arguments_and_constants_without_a_spelling_are_told_apart():
+    """A functionalised custom operator, a range: two graphs, two texts."""
+
+    def text(argument):
+        graph = fx.Graph()
+        graph.output(graph.call_function(torch.ops.higher_order.out_dtype, (argument, graph.placeholder("x"))))
+        return render(fx.GraphModule({}, graph))
+
+    arguments = [aten.mm.default, aten.add.Tensor, range(3), range(4)]
+    assert len({text(argument) for argument in arguments}) == len(arguments)
+    assert "out_dtype(aten.mm, " in text(aten.mm.default)
+
+
+def test_a_large_conjugated_or_sparse_constant_has_a_digest():
+    for constant in (torch.randn(20, dtype=torch.complex64).conj(), torch.eye(20).to_sparse()):
+        graph = fx.Graph()
+        graph.output(graph.get_attr("constant"))
+        root = torch.nn.Module()
+        root.register_buffer("constant", constant)
+        assert "sha256:" in render(fx.GraphModule(root, graph))

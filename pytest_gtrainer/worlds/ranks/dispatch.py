@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Mapping
+from typing import Any
 
 import pytest
 
@@ -92,11 +93,30 @@ def _merged(item: pytest.Item, outcome: Outcome) -> list[pytest.TestReport]:
 
 
 def _rank_reports(item: pytest.Item, answer: wire.ItemDone) -> dict[Phase, pytest.TestReport]:
-    restored = {}
+    """One report a phase. A rank sends more where the test has subtests: the first that failed counts."""
+    restored: dict[str, Any] = {}
     for data in answer.reports:
-        report = item.config.hook.pytest_report_from_serializable(config=item.config, data=dict(data))
-        restored[report.when] = report
-    return {phase: restored[phase] for phase in PHASES if phase in restored}
+        report: Any = item.config.hook.pytest_report_from_serializable(config=item.config, data=dict(data))
+        known = restored.get(report.when)
+        kept = known if known is not None and known.failed else report
+        kept.gt_goldens = _attached(known, "gt_goldens") + _attached(report, "gt_goldens")
+        kept.gt_facts = _attached(known, "gt_facts") + _attached(report, "gt_facts")
+        restored[report.when] = kept
+    return {phase: _plain(restored[phase]) for phase in PHASES if phase in restored}
+
+
+def _attached(report: pytest.TestReport | None, name: str) -> list[Any]:
+    return list(getattr(report, name, []))
+
+
+def _plain(report: Any) -> pytest.TestReport:
+    """A subtest's report as the test's: pytest counts its own kind apart, and not as a failed test."""
+    if type(report) is pytest.TestReport:
+        return report
+    arguments = {name: getattr(report, name) for name in ("nodeid", "location", "keywords", "outcome", "longrepr")}
+    plain = pytest.TestReport(**arguments, when=report.when, sections=report.sections, duration=report.duration)
+    plain.gt_goldens, plain.gt_facts = report.gt_goldens, report.gt_facts  # type: ignore[attr-defined]
+    return plain
 
 
 def _with_disagreement(outcome: Outcome) -> Outcome:
@@ -120,8 +140,11 @@ def _judge_goldens(
     call = next((report for report in merged if report.when == "call" and report.passed), None)
     if judge is None or call is None:
         return
-    calls = {rank: phases["call"] for rank, phases in reports.items() if "call" in phases}
-    objection = judge(item, {rank: getattr(report, "gt_goldens", []) for rank, report in calls.items()})
+    claims = {
+        rank: [claim for report in phases.values() for claim in _attached(report, "gt_goldens")]
+        for rank, phases in reports.items()
+    }
+    objection = judge(item, claims)
     if objection is not None:
         call.outcome, call.longrepr = "failed", objection
 

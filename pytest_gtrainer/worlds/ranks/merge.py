@@ -99,14 +99,17 @@ class _Merge:
                 yield _Event(incident.time, incident.rank, "call", incident.text, incident=incident)
         for rank, verdict in self.verdicts.items():
             if verdict is Verdict.FAILED and not self.outcome.is_consequence(rank):
-                yield self._failure(rank)
+                yield from self._failures(rank)
 
-    def _failure(self, rank: int) -> _Event:
-        phase, report = next((phase, report) for phase, report in self.by_rank[rank].items() if report.failed)
+    def _failures(self, rank: int) -> Iterable[_Event]:
+        """A rank's failed phases; what it told while it ran is about the first."""
         told = self.outcome.raised.get(rank)
-        time = told.time if told else float("inf")
-        origin = told.origin if told and phase == "call" else None
-        return _Event(time, rank, phase, self._summary(rank), origin, report)
+        for phase, report in self.by_rank[rank].items():
+            if report.failed:
+                time = told.time if told else float("inf")
+                origin = told.origin if told and phase == "call" else None
+                yield _Event(time, rank, phase, self._summary(rank), origin, report)
+                told = None
 
     def _headline(self) -> _Event:
         with_origin = [event for event in self.events if event.origin is not None]
@@ -156,8 +159,11 @@ class _Merge:
         failure = self._failure_report(headline)
         merged = []
         for phase in PHASES:
+            others = [event for event in self.events if event.phase == phase and event.report is not None]
             if phase == headline.phase:
                 merged.append(failure)
+            elif others:
+                merged.append(self._failure_report(others[0]))
             elif not (phase == "call" and headline.phase == "setup"):
                 merged.append(self._passed(phase))
         return [self._with_output(report, report.when) for report in merged]

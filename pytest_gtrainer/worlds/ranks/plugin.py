@@ -96,6 +96,8 @@ class RanksPlugin:
         spec = ranks_spec(item)
         if spec is None or item.get_closest_marker("skip") is not None:
             return None
+        if item.config.getoption("setupplan") or item.config.getoption("setuponly"):
+            return None  # pytest shows what it would do, and runs no test
         return spec.size if missing(spec, devices.resolve(self.config)) is None else None
 
     def _next_on_ranks(self, item: pytest.Item, nextitem: pytest.Item | None) -> pytest.Item | None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import functools
+import os
 import pickle
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from typing import Any
@@ -25,34 +26,50 @@ from pytest_gtrainer.worlds.ranks.inside.session import capture_fds, close_sessi
 def serve(setup: wire.RankSetup, conn: Connection) -> int:
     """Start as a rank, then obey until told to stop: the exit status."""
     torch.set_num_threads(1)
+    send = _in_this_process(conn.send)
     try:
-        rank = Rank(setup, conn)
+        rank = Rank(setup, send)
     except BaseException:
-        conn.send(wire.StartFailed(traceback.format_exc()))
+        send(wire.StartFailed(traceback.format_exc()))
         return 1
-    conn.send(wire.Up(capture_fds(rank.config)))
+    send(wire.Up(capture_fds(rank.config)))
     while True:
         try:
             command = conn.recv()
         except EOFError:
             return 0  # the parent is gone
         answer = rank.obey(command)
-        conn.send(answer)
+        send(answer)
         if isinstance(answer, wire.Stopped):
             return 0
 
 
-class Rank:
-    """A pytest session on a process group."""
+def _in_this_process(send: Callable[[object], None]) -> Callable[[object], None]:
+    """``send``, which ends any other process: a test that forks and lets the child return.
 
-    def __init__(self, setup: wire.RankSetup, conn: Connection) -> None:
-        self.conn = conn
+    The child has the rank's connection; its answers would be taken for the rank's own.
+    """
+    own = os.getpid()
+
+    def guarded(message: object) -> None:
+        if os.getpid() != own:
+            os._exit(1)
+        send(message)
+
+    return guarded
+
+
+class Rank:
+    """A pytest session on a process group. ``send`` takes messages that must not wait."""
+
+    def __init__(self, setup: wire.RankSetup, send: Callable[[object], None]) -> None:
+        self.send = send
         self.group = RankGroup(setup.rank, setup.size, setup.device, setup.backend)
         self.group.join(setup.store)
         self.session = make_session(setup)
         self.config = self.session.config
         self.collection = Collection(self.session)
-        self.recorder = Recorder(self.config, conn.send)
+        self.recorder = Recorder(self.config, send)
         self.config.pluginmanager.register(self.recorder, "gtrainer-rank-recorder")
 
     @functools.singledispatchmethod
@@ -100,7 +117,7 @@ class Rank:
         try:
             return self._call(command), None
         except BaseException as error:
-            self.conn.send(raised("call", pytest.ExceptionInfo.from_exception(error)))
+            self.send(raised("call", pytest.ExceptionInfo.from_exception(error)))
             return None, _traceback_below_here(error)
 
     def _call(self, command: wire.CallFunction) -> bytes:

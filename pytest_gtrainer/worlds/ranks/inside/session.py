@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import Any
 
@@ -26,7 +27,7 @@ NEUTRAL_OPTIONS: dict[str, Any] = {
     "lf": False, "failedfirst": False, "newfirst": False, "stepwise": False, "numprocesses": None,
     "dist": "no", "tx": [], "looponfail": False, "collectonly": False, "ignore": None,
     "ignore_glob": None, "setuponly": False, "setupshow": False, "setupplan": False,
-    "xmlpath": None, "log_file": None, "cacheclear": False, "cacheshow": None, "pyargs": False,
+    "xmlpath": None, "log_file": os.devnull, "cacheclear": False, "cacheshow": None, "pyargs": False,
 }  # fmt: skip
 
 

@@ -36,6 +36,7 @@ class BucketBuilder:
         node.meta.update(self._meta)
 
     def call(self, target: Any, args: tuple[Any, ...], val: Any, kwargs: dict[str, Any] | None = None) -> fx.Node:
+        """A node in front of the anchor, whose fake value is ``val``."""
         assert self.anchor is not None
         with self.graph.inserting_before(self.anchor):
             node = self.graph.call_function(target, args, kwargs)
@@ -50,6 +51,7 @@ class BucketBuilder:
         return self.call(aten.reshape.default, (node, shape), val.new_empty(shape))
 
     def cat(self, nodes: list[fx.Node], dim: int) -> fx.Node:
+        """The nodes one behind the other along ``dim``; a single one as it is."""
         if len(nodes) == 1:
             return nodes[0]
         shape = list(nodes[0].meta["val"].shape)

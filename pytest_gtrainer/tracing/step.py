@@ -109,7 +109,6 @@ class TracedStep:
         if spec != self.input_spec:
             raise ValueError(f"inputs are structured as {spec}, the step was traced with {self.input_spec}")
 
-
     def _check_values(self, flat: list[Any]) -> None:
         """What the graph has baked in: shapes, dtypes, and the scalars among the inputs."""
         names = [*self.state_fqns, *(f"input {index}" for index in range(len(flat) - self.num_static_inputs))]

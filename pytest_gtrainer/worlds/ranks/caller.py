@@ -70,8 +70,9 @@ class RankCaller:
         if type(wanted) is not int or wanted < 1:
             raise ValueError(f"gt_ranks.run: size is a whole number, 1 or more; not {wanted!r}")
         if wanted > slots:
-            facts.emit("skip", cause=f"needs {wanted} ranks, there are {slots}")
-            pytest.skip(f"needs {wanted} ranks, --gt-gpus gives {slots}")
+            cause = f"needs {wanted} ranks, --gt-gpus gives {slots}"
+            facts.emit("skip", cause=cause)
+            pytest.skip(cause)
         return wanted
 
     def _results(self, outcome: Outcome) -> list[Any]:

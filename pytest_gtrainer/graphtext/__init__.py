@@ -1,12 +1,14 @@
 """Graph text: a canonical, readable text of an FX graph, in a subset of Python.
 
-``render`` writes it, ``records`` gives the same unfolded; ``unfold`` reads a text back into
-records. Importing this package does not import torch: a golden is read and compared without.
+``render`` writes it and ``parse`` reads it back; ``records`` gives the lines unfolded, ``unfold``
+those of a text; ``diff`` says how two texts differ. ``render_layout`` writes the layout of an eager
+model as that of a graph. Importing this package does not import torch: a golden is read and
+compared without.
 
 Terms:
 
-- The *space* of a value: ``P`` parameters, ``B`` buffers, ``I`` inputs, ``fwd`` and ``bwd``
-  computed values. ``out`` is the section of what the graph returns.
+- The *space* of a value: ``P`` parameters, ``B`` buffers, ``I`` inputs, ``A`` arguments of which
+  no tracer says what they are, ``fwd`` and ``bwd`` computed values. ``out`` is the section of what the graph returns.
 - The *scope* of a value: the module (or bucket) that it belongs to, and its space. A value's
   name is its operator and a counter inside its scope, so a change in one module renumbers
   nothing in another.
@@ -17,25 +19,38 @@ Terms:
   of folding is presentation only.
 
 What the text leaves out, on purpose: node names, process group names, storage offsets,
-device indices, ``requires_grad``, ranges of symbols, dead ``getitem`` nodes.
+device indices, ``requires_grad``, aliasing, ranges of symbols, strides of dimensions of one
+element, dead ``getitem`` nodes, that a constant is used twice. docs/graph-text.md has it all.
 """
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
+from pytest_gtrainer.graphtext.errors import TextError
 from pytest_gtrainer.graphtext.sections import Record
-from pytest_gtrainer.graphtext.unfolding import TextError, unfold
+from pytest_gtrainer.graphtext.unfolding import unfold
 
 if TYPE_CHECKING:
+    from pytest_gtrainer.graphtext.differences import diff
+    from pytest_gtrainer.graphtext.digested import constants
+    from pytest_gtrainer.graphtext.layout_view import render_layout
+    from pytest_gtrainer.graphtext.parsing import parse
     from pytest_gtrainer.graphtext.rendering import records, render
 
-__all__ = ["Record", "TextError", "records", "render", "unfold"]
+__all__ = ["Record", "TextError", "constants", "diff", "parse", "records", "render", "render_layout", "unfold"]
+_HOME = {
+    "constants": "digested",
+    "diff": "differences",
+    "parse": "parsing",
+    "records": "rendering",
+    "render": "rendering",
+    "render_layout": "layout_view",
+}
 
 
 def __getattr__(name: str) -> Any:
-    if name not in ("records", "render"):
+    if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from pytest_gtrainer.graphtext import rendering
-
-    return getattr(rendering, name)
+    return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)

@@ -5,6 +5,16 @@
 - ``ProcessGroup.group_desc`` is ``mesh_<dimension>`` for a group made by ``init_device_mesh``
   and ``default_pg`` for the world, also where a mesh uses the world as its one dimension.
 - ``OpOverload._schema`` (``name``, ``overload_name``, ``arguments``), the dispatcher's schema.
+- ``SymInt.node`` (a ``SymNode`` with ``expr`` and ``shape_env``), ``ShapeEnv.backed_var_to_val``, and
+  ``symbol_is_type`` with ``SymT`` to tell a data-dependent symbol from one with a known example.
+- ``torch._C._dispatch_find_schema_or_throw`` and ``_dispatch_get_all_op_names``: the operators of
+  the dispatcher, ``aten::add.Tensor``; those of TorchScript alone, which reach files, are not there.
+- ``torch._ops._higher_order_ops``: higher-order operators by name.
+- ``fx.Graph``: ``_insert``, ``_len``, ``_find_nodes_lookup_table`` and ``_graph_namespace``, as
+  ``create_node`` uses them; it spends three quarters of its time on checks that a parser has made.
+- ``FakeTensor(mode, meta_tensor, device)``, a sixth of the cost of making one through the mode.
+- ``ShapeEnv``: the tables that ``create_symbol`` and ``create_unbacked_symint`` fill; these look for the
+  user's line on the stack, which takes milliseconds, imports Inductor, and is no line here.
 """
 
 from __future__ import annotations
@@ -12,11 +22,21 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import sympy  # type: ignore[import-untyped]
 import torch
 import torch.distributed as dist
-from torch._ops import HigherOrderOperator, OpOverload
+import torch.utils.checkpoint
+from torch import fx
+from torch._ops import HigherOrderOperator, OpOverload, _higher_order_ops
+from torch._subclasses import FakeTensor, FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils._sympy.numbers import int_oo
+from torch.utils._sympy.symbol import SymT, make_symbol, symbol_is_type
+from torch.utils._sympy.value_ranges import ValueRanges
 
 __all__ = ["HigherOrderOperator", "OpOverload", "Overload", "ResolvedGroup", "overload", "resolve_group"]
+
+POLICIES = {policy.name.lower(): policy for policy in torch.utils.checkpoint.CheckpointPolicy}
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +58,26 @@ def resolve_group(name: str) -> ResolvedGroup | None:
         return None
 
 
+def groups_with_ranks(ranks: tuple[int, ...]) -> list[ResolvedGroup]:
+    """This process's groups of these ranks."""
+    if not dist.is_available() or not dist.is_initialized():
+        return []
+    groups = dist.distributed_c10d._world.pg_map
+    described = [ResolvedGroup(tuple(dist.get_process_group_ranks(group)), group.group_desc) for group in groups]
+    return [group for group in described if group.ranks == ranks]
+
+
+def named_groups() -> dict[str, ResolvedGroup]:
+    """This process's groups by name, in the order in which they were made."""
+    if not dist.is_available() or not dist.is_initialized():
+        return {}
+    groups = dist.distributed_c10d._world.pg_map
+    return {
+        group.group_name: ResolvedGroup(tuple(dist.get_process_group_ranks(group)), group.group_desc)
+        for group in groups
+    }
+
+
 @dataclass(frozen=True, slots=True)
 class Overload:
     """The schema of an operator: namespace, name, overload, and names of its arguments."""
@@ -55,8 +95,114 @@ def overload(target: OpOverload) -> Overload:
     return Overload(namespace, name, schema.overload_name, tuple(arg.name for arg in schema.arguments))
 
 
+def is_view(target: Any) -> bool:
+    """Whether an operator's result may share memory with an operand that it does not write to."""
+    return isinstance(target, OpOverload) and (target.is_view or target is torch.ops.aten._unsafe_view.default)
+
+
 def expression(value: Any) -> Any:
     """The sympy expression of a symbolic number; an ordinary number as it is."""
     if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
         return value.node.expr
     return value
+
+
+def static_type(value: torch.Tensor) -> tuple[Any, ...] | None:
+    """Dtype, shape, strides and device of a tensor; None if it has no strides, or a size may be symbolic."""
+    if value.layout is not torch.strided or value._has_symbolic_sizes_strides:
+        return None
+    device = value._fake_device if type(value) is FakeTensor else value.device
+    return value.dtype, value.shape, value.stride(), device
+
+
+def is_unbacked(symbol: Any) -> bool:
+    """Whether the size is known only when the graph runs."""
+    return bool(symbol_is_type(symbol, (SymT.UNBACKED_INT, SymT.UNBACKED_FLOAT)))
+
+
+def hint(symbol: Any, value: Any) -> int | float | None:
+    """The example that a backed symbol of a symbolic ``value`` was traced with."""
+    known = value.node.shape_env.backed_var_to_val.get(symbol)
+    return None if known is None else int(known) if known.is_Integer else float(known)
+
+
+def operator_names() -> list[str]:
+    """``aten::add.Tensor`` for every operator that the dispatcher knows now; takes 2 ms."""
+    names: list[str] = torch._C._dispatch_get_all_op_names()
+    return names
+
+
+def operator_overload(namespace: str, name: str, overload: str) -> OpOverload | None:
+    """An operator of the dispatcher; None if it has none of that name."""
+    try:
+        torch._C._dispatch_find_schema_or_throw(f"{namespace}::{name}", "" if overload == "default" else overload)
+    except RuntimeError:
+        return None
+    packet = getattr(getattr(torch.ops, namespace), name)
+    found: OpOverload = getattr(packet, overload or "default")
+    return found
+
+
+def higher_order_operators() -> dict[str, HigherOrderOperator]:
+    """Higher-order operators by name, those that need an import of their own included."""
+    import torch.nn.attention.flex_attention  # noqa: F401 - registers the two that are not imported with torch
+
+    return dict(_higher_order_ops)
+
+
+def append_node(
+    graph: fx.Graph, name: str, op: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> fx.Node:
+    """``graph.create_node`` at the end, for arguments known to be legal."""
+    name = graph._graph_namespace.create_name(name, None)
+    node = fx.Node(graph, name, op, target, args, kwargs)
+    graph._graph_namespace.associate_name_with_obj(name, node)
+    graph._insert(node)
+    graph._find_nodes_lookup_table.insert(node)
+    graph._len += 1
+    return node
+
+
+def fake_tensor(
+    mode: FakeTensorMode, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """A fake tensor of numbers only."""
+    return FakeTensor(mode, torch.empty_strided(shape, strides, dtype=dtype, device="meta"), device)
+
+
+def backed_symbol(env: ShapeEnv, place: int, example: int | float) -> Any:
+    """A new symbol of a shape environment, with an example and no guard but a range."""
+    if isinstance(example, float):
+        symbol, known = make_symbol(SymT.FLOAT, place, real=True), sympy.Float(example)
+        env.var_to_range[symbol] = ValueRanges(-sympy.oo, sympy.oo)
+    else:
+        symbol, known = make_symbol(SymT.SIZE, place, positive=True, integer=True), sympy.Integer(example)
+        env.var_to_range[symbol] = ValueRanges(min(example, 2), int_oo)
+    env.backed_var_to_val[symbol] = known
+    env.var_to_sources[symbol] = []
+    env.symbol_guard_counter[symbol] = 0
+    return symbol
+
+
+def unbacked_symbol(env: ShapeEnv, is_float: bool) -> Any:
+    """A new data-dependent symbol of a shape environment: a size, or any real number."""
+    if is_float:
+        symbol = make_symbol(SymT.UNBACKED_FLOAT, env.unbacked_symfloat_counter, real=True)
+        env.unbacked_symfloat_counter += 1
+        env.var_to_range[symbol] = ValueRanges(-sympy.oo, sympy.oo)
+    else:
+        symbol = make_symbol(SymT.UNBACKED_INT, env.unbacked_symint_counter, integer=True)
+        env.unbacked_symint_counter += 1
+        env.var_to_range[symbol] = ValueRanges(0, int_oo)
+    return symbol
+
+
+def symbolic(env: ShapeEnv, expression: Any, kind: type) -> Any:
+    """A symbolic number: ``kind`` is int, float or bool."""
+    if kind is bool:
+        return env.create_symboolnode(expression)
+    example = expression.xreplace(env.backed_var_to_val)
+    hint = None if example.free_symbols else kind(example)
+    if kind is float:
+        return env.create_symfloatnode(expression, hint=hint)
+    return env.create_symintnode(expression, hint=hint)

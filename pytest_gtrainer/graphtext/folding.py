@@ -15,6 +15,8 @@ from pytest_gtrainer.graphtext.paths import spell
 from pytest_gtrainer.graphtext.sections import Line, Section
 
 INDENT = "  "
+_SHORT = 8
+"""Sections of at most so many lines are read faster than their differences from another."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +70,7 @@ def _told_by_model(run: Run, model: Run | None) -> list[str] | None:
     if model is None or model is run:
         return None
     edits = difference(model.section.lines, run.section.lines)
-    if edits is None or 2 * len(edits) >= run.size:
+    if edits is None or 2 * len(edits) >= run.size or (edits and run.size <= _SHORT):
         return None
     visit = f", visit={model.visit}" if model.visit > 1 else ""
     note = f"as {model.section.key}{visit}" + (", but for" if edits else "")
@@ -138,7 +140,7 @@ def _body(lines: Iterable[Line]) -> list[str]:
 
 def spell_line_name(line: Line) -> str:
     """How an edit names a line: ``bucket(L).wait_tensor``."""
-    return f"{line.heading}.{line.name}"
+    return f"{line.heading}.{line.name}" if line.heading else line.name
 
 
 def difference(model: Sequence[Line], lines: Sequence[Line]) -> list[str] | None:

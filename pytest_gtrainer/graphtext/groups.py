@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import fx
 
-from pytest_gtrainer.graphtext._torch import ResolvedGroup, resolve_group
+from pytest_gtrainer.graphtext._torch import ResolvedGroup, groups_with_ranks, named_groups, resolve_group
 from pytest_gtrainer.graphtext.operators import operator_of, word
 
 _MESH = "mesh_"
@@ -61,14 +61,63 @@ def mesh_dimension(ranks: Sequence[int], mesh: Mapping[str, int]) -> str | None:
 
 def groups_of(gm: fx.GraphModule, mesh: Mapping[str, int]) -> dict[str, Group]:
     """The groups that a graph's collectives name, in order of first use."""
+    told: Mapping[str, tuple[int, ...] | None] = gm.meta.get("gt_groups", {})  # what the text said that it came from
     groups: dict[str, Group] = {}
     taken: set[str] = set()
     for name in _group_names(gm):
         if name not in groups:
             found = resolve_group(name)
-            symbol = _unused(_role(found, mesh), taken)
-            groups[name] = Group(symbol, found.ranks if found else None)
+            role = word(name) if found is None and name in told else _role(found, mesh)
+            groups[name] = Group(_unused(role, taken), found.ranks if found else told.get(name))
     return groups
+
+
+def names_of_groups(told: Mapping[str, tuple[int, ...] | None], given: Mapping[str, str]) -> dict[str, str]:
+    """For each symbol of a text the name of a group of this process, each group for one symbol only.
+
+    A group of its ranks that the text would call so, else any other of its ranks; where there is none
+    the symbol itself.
+    """
+    names = {symbol: given[symbol] for symbol in told if symbol in given}
+    free = {name: group for name, group in named_groups().items() if name not in names.values()}
+    for is_wanted in (_is_called, _is_any):
+        for symbol, ranks in told.items():
+            fits = (name for name, group in free.items() if group.ranks == ranks and is_wanted(group, symbol))
+            if symbol not in names and (name := next(fits, None)) is not None:
+                names[symbol] = name
+                del free[name]
+    return {symbol: names.get(symbol, symbol) for symbol in told}
+
+
+def _is_called(group: ResolvedGroup, symbol: str) -> bool:
+    return group.description == _MESH + symbol or _role(group, {}) == symbol
+
+
+def _is_any(group: ResolvedGroup, symbol: str) -> bool:
+    return True
+
+
+def groups_of_ranks(
+    needed: Iterable[tuple[int, ...]], mesh: Mapping[str, int], known: Mapping[tuple[int, ...], str]
+) -> dict[tuple[int, ...], Group]:
+    """Groups that are known by their ranks alone, in order of first use; some may have a symbol already."""
+    groups: dict[tuple[int, ...], Group] = {}
+    taken = set(known.values())
+    for ranks in needed:
+        if ranks not in groups:
+            symbol = known.get(ranks) or _unused(_role_of_ranks(ranks, mesh), taken)
+            groups[ranks] = Group(symbol, ranks)
+    return groups
+
+
+def _role_of_ranks(ranks: tuple[int, ...], mesh: Mapping[str, int]) -> str:
+    """As the mesh that made a group of these ranks called it, else as any other."""
+    found = sorted(groups_with_ranks(ranks), key=lambda group: (not _is_of_mesh(group), group.description))
+    return _role(found[0] if found else ResolvedGroup(ranks, ""), mesh)
+
+
+def _is_of_mesh(group: ResolvedGroup) -> bool:
+    return group.description.startswith(_MESH) and group.description != "mesh_default"
 
 
 def _group_names(gm: fx.GraphModule) -> list[str]:
@@ -92,7 +141,7 @@ def _argument(node: fx.Node, place: int | str) -> object:
 def _role(found: ResolvedGroup | None, mesh: Mapping[str, int]) -> str:
     if found is None:
         return "group"
-    if found.description.startswith(_MESH) and found.description != "mesh_default":
+    if _is_of_mesh(found):
         return word(found.description.removeprefix(_MESH))
     dimension = mesh_dimension(found.ranks, mesh)
     if dimension is not None:

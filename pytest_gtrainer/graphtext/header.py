@@ -8,7 +8,9 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-VERSION = 1
+VERSION = 2
+PARTIAL_VIEWS = ("schedule", "layout")
+"""Views that show a part of a graph; their texts say which, in the field ``view``."""
 _FIRST = re.compile(r"# gtrainer graph v(\d+)\s*")
 
 
@@ -16,7 +18,7 @@ def write(fields: Mapping[str, str]) -> list[str]:
     """The header's lines.
 
     >>> write({"torch": "2.13.0"})
-    ['# gtrainer graph v1', '# torch: 2.13.0']
+    ['# gtrainer graph v2', '# torch: 2.13.0']
     """
     told = [f"# {name}: {' '.join(value.split())}" for name, value in fields.items()]
     return [f"# gtrainer graph v{VERSION}", *told]
@@ -35,7 +37,7 @@ def version_of(text: str) -> int | None:
 def read(text: str) -> dict[str, str]:
     """The header's fields.
 
-    >>> read("# gtrainer graph v1\\n# torch: 2.13.0\\nif P:\\n  P.x: f32[2]  # y: z\\n")
+    >>> read("# gtrainer graph v2\\n# torch: 2.13.0\\nif P:\\n  P.x: f32[2]  # y: z\\n")
     {'torch': '2.13.0'}
     """
     fields = {}

@@ -3,56 +3,42 @@
 from __future__ import annotations
 
 import keyword
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterable
 
 from torch import fx
 
-from pytest_gtrainer.graphtext.operators import operator_of, word
 from pytest_gtrainer.graphtext.paths import RESERVED
-from pytest_gtrainer.graphtext.scopes import Scope, input_of, is_computed
+from pytest_gtrainer.graphtext.scopes import Scope, Scopes
 
-WORDS = RESERVED | {"i", "inf", "nan", "const", "device"}
+WORDS = RESERVED | {"i", "inf", "nan", "const", "device"} | frozenset(keyword.kwlist)
 """Names that mean something else where a value could stand."""
 
 
 class Namer:
     """Hands out names, each once in its scope.
 
-    >>> namer, scope = Namer(), Scope(("norm",), "fwd")
+    >>> from pytest_gtrainer.graphtext.scopes import scope_of
+    >>> namer, scope = Namer(), scope_of(("norm",), "fwd")
     >>> [namer.name(scope, short) for short in ("mul", "add", "mul", "is")]
     ['mul', 'add', 'mul_1', 'is_']
     """
 
     def __init__(self, taken: Iterable[str] = ()) -> None:
         self._words = WORDS | frozenset(taken)
-        self._uses: Counter[tuple[Scope, str]] = Counter()
+        self._uses: defaultdict[Scope, dict[str, int]] = defaultdict(dict)
 
     def name(self, scope: Scope, short: str) -> str:
-        base = f"{short}_" if short in self._words or keyword.iskeyword(short) else short
-        while True:
-            count = self._uses[scope, base]
-            self._uses[scope, base] += 1
-            if count == 0:
-                return base
-            # an operator may itself be called `view_1`
-            if not self._uses[scope, f"{base}_{count}"]:
-                self._uses[scope, f"{base}_{count}"] = 1
-                return f"{base}_{count}"
+        uses = self._uses[scope]
+        name = base = f"{short}_" if short in self._words else short
+        while name in uses:  # also where an operator is itself called `view_1`
+            uses[base] += 1
+            name = f"{base}_{uses[base] - 1}"
+        uses[name] = 1
+        return name
 
 
-def names_of(
-    nodes: Iterable[fx.Node], scopes: dict[fx.Node, Scope], taken: Iterable[str]
-) -> dict[fx.Node, str]:
-    """The name of every input and computed value."""
+def names_of(scopes: Scopes, taken: Iterable[str]) -> dict[fx.Node, str]:
+    """The name of every computed value."""
     namer = Namer(taken)
-    names: dict[fx.Node, str] = {}
-    inputs = 0
-    for node in nodes:
-        if node.op == "placeholder":
-            leaf = input_of(node, inputs)[1].rpartition(".")[2]
-            names[node] = namer.name(scopes[node], f"arg{leaf}" if leaf.isdecimal() else word(leaf))
-            inputs += 1
-        elif is_computed(node):
-            names[node] = namer.name(scopes[node], operator_of(node).short)
-    return names
+    return {node: namer.name(scopes.of[node], operator.short) for node, operator in scopes.computed.items()}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import keyword
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -47,8 +46,21 @@ def operator_text(target: Callable[..., Any]) -> str:
     return _function(target).text
 
 
-@functools.lru_cache(maxsize=4096)
+_KNOWN: dict[int, tuple[Callable[..., Any], Operator]] = {}
+"""By identity: to hash an operator of the dispatcher runs Python, which is most of what a look-up costs."""
+_MOST_KNOWN = 4096
+
+
 def _function(target: Callable[..., Any]) -> Operator:
+    known = _KNOWN.get(id(target))
+    if known is None:
+        if len(_KNOWN) >= _MOST_KNOWN:
+            _KNOWN.clear()
+        known = _KNOWN[id(target)] = (target, _described(target))
+    return known[1]
+
+
+def _described(target: Callable[..., Any]) -> Operator:
     if isinstance(target, OpOverload):
         return _overload(target)
     if isinstance(target, HigherOrderOperator):

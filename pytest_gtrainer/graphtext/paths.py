@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 import keyword
+import unicodedata
 from typing import NamedTuple
 
 NEAR = 2
 """Layers up to this far away are spelled relative to the section's own."""
 
-RESERVED = frozenset({"P", "B", "I", "L", "_", "fwd", "bwd", "saved", "bucket"})
+RESERVED = frozenset({"P", "B", "I", "A", "L", "_", "fwd", "bwd", "saved", "bucket"})
 """First words of a reference, which no module path may begin with unquoted."""
 
 
@@ -53,16 +54,32 @@ def spell(fqn: str) -> str:
     if not fqn:
         return "_"
     first, *rest = fqn.split(".")
-    plain = _is_word(first) and first not in RESERVED
-    return (first if plain else f'_["{first}"]') + _tail(rest)
+    plain = is_word(first) and first not in RESERVED
+    return (first if plain else f"_[{_quoted(first)}]") + _tail(rest)
 
 
 def _tail(parts: list[str]) -> str:
-    return "".join(f"[{p}]" if _is_index(p) else f".{p}" if _is_word(p) else f'["{p}"]' for p in parts)
+    return "".join(f"[{p}]" if _is_index(p) else f".{p}" if is_word(p) else f"[{_quoted(p)}]" for p in parts)
 
 
-def _is_word(part: str) -> bool:
-    return part.isidentifier() and not keyword.iskeyword(part)
+def is_word(part: str) -> bool:
+    """Whether Python reads it as this name: some letters it reads as others.
+
+    >>> is_word("wq"), is_word("class"), is_word("\ufb01")
+    (True, False, False)
+    """
+    is_name = part.isidentifier() and not keyword.iskeyword(part)
+    return is_name and (part.isascii() or unicodedata.normalize("NFKC", part) == part)
+
+
+def _quoted(part: str) -> str:
+    r"""A name in quotes.
+
+    >>> print(_quoted("en-de"), _quoted('a"b'), _quoted("a\\b"))
+    "en-de" "a\"b" "a\\b"
+    """
+    escaped = part.replace("\\", "\\\\").replace('"', '\\"')
+    return '"' + "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in escaped) + '"'
 
 
 @functools.lru_cache(maxsize=1 << 16)
@@ -83,6 +100,18 @@ def spell_from(fqn: str, here: Layer | None) -> str:
         return spell(fqn)
     head = f"{spell(layer.container)}[i{distance:+d}]" if distance else "L"
     return head + _tail(rest.split(".") if rest else [])
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def spell_input(space: str, fqn: str, here: Layer | None) -> str:
+    """A graph input as seen from a layer.
+
+    >>> spell_input("P", "layers.3.wq.weight", Layer("layers", 3)), spell_input("I", "0.tokens", None)
+    ('P.L.wq.weight', 'I[0].tokens')
+    """
+    if _is_index(fqn.partition(".")[0]):
+        return space + _tail(fqn.split("."))
+    return f"{space}.{spell_from(fqn, here)}"
 
 
 def common_parent(fqns: list[str]) -> str:

@@ -1,85 +1,153 @@
 """To which module or bucket, and to which space, each value of a graph belongs.
 
-The tracer says it in ``meta["custom"]["module_fqn"]``, ``meta["autograd_backward"]``,
-``meta["fsdp_bucket"]`` and, for placeholders, ``meta["gt_input"]``. Where the module is not
-said (a gradient that autograd accumulates belongs to no module), it follows from the operands.
+The tracer says it in the metadata that ``conventions`` names, in ``meta["fsdp_bucket"]`` and,
+for placeholders, ``meta["gt_input"]``. Where the module is not said (a gradient that autograd
+accumulates belongs to no module), it follows from the operands; such nodes are *unowned*.
 """
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from torch import fx
 
+from pytest_gtrainer.conventions import direction, node_fqn
+from pytest_gtrainer.graphtext.operators import Operator, operator_of
 from pytest_gtrainer.graphtext.paths import Layer, common_parent, split_layer
+from pytest_gtrainer.graphtext.sections import Key
+from pytest_gtrainer.graphtext.tags import has_tags
 
 _SPACE_OF_KIND = {"parameter": "P", "buffer": "B", "input": "I"}
+INPUT_SPACES = ("P", "B", "I", "A")
+_CALLS = ("call_function", "call_module", "call_method")
 
 
-class Scope(NamedTuple):
-    """Where values are numbered: the owning modules (several only of a bucket) in one space."""
+@dataclass(frozen=True, slots=True, eq=False)
+class Scope:
+    """Where values are numbered: the owning modules (several only of a bucket) in one space.
+
+    Made by ``scope_of``, so that equal scopes are one object: each line is looked up by its scope
+    several times, and identity is what is cheapest to look up.
+
+    Attributes:
+        key: the section that its lines belong to.
+        is_nowhere: whether no module is known.
+    """
 
     owners: tuple[str, ...]
     space: str
-    is_bucket: bool = False
+    is_bucket: bool
+    key: Key
+    is_nowhere: bool
 
     @property
     def layer(self) -> Layer | None:
-        return split_layer(self.owners[0])[0]
+        return self.key.layer
 
     @property
-    def is_nowhere(self) -> bool:
-        """Whether no module is known."""
-        return self.owners == ("",)
+    def floats(self) -> bool:
+        """Whether its lines may stand in the section of another layer."""
+        return self.is_bucket or self.is_nowhere
 
 
-NOWHERE = Scope(("",), "fwd")
+_SCOPES: dict[tuple[tuple[str, ...], str, bool], Scope] = {}
+
+
+def scope_of(owners: tuple[str, ...], space: str, is_bucket: bool = False) -> Scope:
+    """The one scope of these modules in this space.
+
+    >>> scope_of(("norm",), "fwd") is scope_of(("norm",), "fwd"), scope_of(("norm",), "bwd").space
+    (True, 'bwd')
+    """
+    name = (owners, space, is_bucket)
+    found = _SCOPES.get(name)
+    if found is None:
+        key = Key(space, split_layer(owners[0])[0])
+        found = _SCOPES.setdefault(name, Scope(*name, key, owners == ("",)))  # threads agree on one
+    return found
+
+
+NOWHERE = scope_of(("",), "fwd")
+
+
+class Input(NamedTuple):
+    """A graph input: its space, its full name, and how many before it have both."""
+
+    space: str
+    fqn: str
+    repeat: int = 0
+
+
+@dataclass(slots=True)
+class Scopes:
+    """Where the nodes of a graph belong.
+
+    Attributes:
+        of: scopes of all nodes that have a value.
+        computed: the nodes with a line of their own in the schedule, in order, and their operators.
+        inputs: the names of the inputs.
+        unowned: computed nodes without a module.
+        tagged: computed nodes of which a line may say more than the type.
+    """
+
+    of: dict[fx.Node, Scope] = field(default_factory=dict)
+    computed: dict[fx.Node, Operator] = field(default_factory=dict)
+    inputs: dict[fx.Node, Input] = field(default_factory=dict)
+    unowned: set[fx.Node] = field(default_factory=set)
+    tagged: set[fx.Node] = field(default_factory=set)
 
 
 def is_item(node: fx.Node) -> bool:
     """Whether a node only takes one output of its operand; it is spelled ``operand[0]``."""
-    return node.op == "call_function" and node.target is operator.getitem and type(node.args[1]) is int
+    if node.target is not operator.getitem or node.op != "call_function":
+        return False
+    source, place = node.args
+    return type(place) is int and isinstance(source, fx.Node) and source.op not in ("placeholder", "get_attr")
 
 
 def is_computed(node: fx.Node) -> bool:
     """Whether a node has a line of its own in the schedule."""
-    return node.op in ("call_function", "call_module", "call_method") and not is_item(node)
+    return node.op in _CALLS and not is_item(node)
 
 
-def input_of(node: fx.Node, position: int) -> tuple[str, str]:
-    """Space and full name of a placeholder; without ``gt_input`` it is numbered."""
+def _input(node: fx.Node, position: int) -> tuple[str, str]:
+    """Space and full name of a placeholder; without ``gt_input`` it is an argument by position."""
     meta = node.meta.get("gt_input")
-    if meta is None:
-        return "I", f"arg{position}"
-    return _SPACE_OF_KIND[meta["kind"]], meta["fqn"]
+    return ("A", str(position)) if meta is None else (_SPACE_OF_KIND[meta["kind"]], meta["fqn"])
 
 
-def scopes_of(nodes: Iterable[fx.Node]) -> dict[fx.Node, Scope]:
-    """The scope of every node that has a value, in one walk."""
-    scopes: dict[fx.Node, Scope] = {}
-    inputs = 0
+def scopes_of(nodes: Iterable[fx.Node]) -> Scopes:
+    """Where every node that has a value belongs, in one walk."""
+    found = Scopes()
+    seen: dict[tuple[str, str], int] = {}
     for node in nodes:
         if node.op == "placeholder":
-            space, fqn = input_of(node, inputs)
-            scopes[node] = Scope((fqn.rpartition(".")[0],), space)
-            inputs += 1
+            key = _input(node, len(found.inputs))
+            found.inputs[node] = Input(*key, seen.get(key, 0))
+            seen[key] = seen.get(key, 0) + 1
+            found.of[node] = scope_of((key[1].rpartition(".")[0],), key[0])
         elif is_item(node):
-            scopes[node] = scopes.get(node.args[0], NOWHERE)
-        elif is_computed(node):
-            scopes[node] = _scope(node, scopes)
-    return scopes
+            found.of[node] = found.of.get(node.args[0], NOWHERE)
+        elif node.op in _CALLS:
+            found.of[node] = _scope(node, found)
+            found.computed[node] = operator_of(node)
+    return found
 
 
-def _scope(node: fx.Node, scopes: dict[fx.Node, Scope]) -> Scope:
+def _scope(node: fx.Node, found: Scopes) -> Scope:
+    if has_tags(node.meta):
+        found.tagged.add(node)
     bucket = node.meta.get("fsdp_bucket")
     if bucket:
-        return Scope(tuple(bucket["plan_fqns"]), bucket["direction"], is_bucket=True)
-    fqn = (node.meta.get("custom") or {}).get("module_fqn")
-    if fqn is None:
-        fqn = _inferred(node, scopes)
-    return Scope((fqn,), "bwd" if node.meta.get("autograd_backward") else "fwd")
+        return scope_of(tuple(bucket["plan_fqns"]), bucket["direction"], is_bucket=True)
+    fqn = node_fqn(node)
+    if not fqn and (fqn := _inferred(node, found.of)):
+        found.unowned.add(node)
+        found.tagged.add(node)
+    return scope_of((fqn,), direction(node))
 
 
 def _inferred(node: fx.Node, scopes: dict[fx.Node, Scope]) -> str:

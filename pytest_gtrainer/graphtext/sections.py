@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from pytest_gtrainer.graphtext.paths import Layer
 
@@ -24,10 +24,14 @@ class Key(NamedTuple):
 
 
 class Line(NamedTuple):
-    """One statement under its ``with`` heading ("" for none), spelled as seen from its section."""
+    """One statement under its ``with`` heading ("" for none), spelled as seen from its section.
+
+    ``source`` is its syntax tree where ``syntax`` has read it; ``text`` is then only its name.
+    """
 
     heading: str
     text: str
+    source: Any = None
 
     @property
     def name(self) -> str:
@@ -94,29 +98,38 @@ def _absorbed(keys: list[Key]) -> list[Key]:
     Prefetching casts the parameters of layer 1 in the middle of layer 0; were that a section of
     its own, no two layers would be alike.
     """
-    stretches = _stretches(keys)
+    lengths = [(key, here.stop - here.start) for key, here in stretches(keys)]
     absorbed: list[Key] = []
     place = 0
-    while place < len(stretches):
-        key, _ = stretches[place]
+    while place < len(lengths):
+        key, _ = lengths[place]
         last = place
-        while key.layer is not None and (again := _continuation(stretches, last)) is not None:
+        while key.layer is not None and (again := _continuation(lengths, last)) is not None:
             last = again
-        absorbed += [key] * sum(length for _, length in stretches[place : last + 1])
+        absorbed += [key] * sum(length for _, length in lengths[place : last + 1])
         place = last + 1
     return absorbed
 
 
-def _stretches(keys: Sequence[Key]) -> list[tuple[Key, int]]:
-    """Neighbours of one key, with their number."""
-    return [(key, len(list(members))) for key, members in itertools.groupby(keys)]
+def stretches(keys: Sequence[Key]) -> Iterable[tuple[Key, slice]]:
+    """Neighbours of one key, with where they stand.
+
+    >>> a, b = Key("fwd", None), Key("bwd", None)
+    >>> [(key.space, here.start, here.stop) for key, here in stretches([a, a, b])]
+    [('fwd', 0, 2), ('bwd', 2, 3)]
+    """
+    start = 0
+    for key, members in itertools.groupby(keys):
+        stop = start + len(list(members))
+        yield key, slice(start, stop)
+        start = stop
 
 
-def _continuation(stretches: Sequence[tuple[Key, int]], place: int) -> int | None:
+def _continuation(lengths: Sequence[tuple[Key, int]], place: int) -> int | None:
     """Where the layer of a stretch goes on, if what lies between is less than what comes then."""
-    key, between = stretches[place][0], 0
-    for later in range(place + 1, min(place + 2 + _REACH, len(stretches))):
-        found, length = stretches[later]
+    key, between = lengths[place][0], 0
+    for later in range(place + 1, min(place + 2 + _REACH, len(lengths))):
+        found, length = lengths[later]
         if found == key:
             return later if between < length else None
         if found.space != key.space:

@@ -2,36 +2,37 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import fx
-from torch._subclasses import FakeTensor
 
-from pytest_gtrainer.graphtext._torch import HigherOrderOperator, OpOverload, expression
+from pytest_gtrainer.graphtext._torch import expression, static_type
 from pytest_gtrainer.graphtext.groups import Group
-from pytest_gtrainer.graphtext.operators import Operator, operator_text, word
-from pytest_gtrainer.graphtext.paths import Layer, spell_from
-from pytest_gtrainer.graphtext.scopes import Scope, is_item
+from pytest_gtrainer.graphtext.literals import PLAIN, other_constant, spell_literal, tensor_content
+from pytest_gtrainer.graphtext.operators import Operator, word
+from pytest_gtrainer.graphtext.paths import Layer, spell_from, spell_input
+from pytest_gtrainer.graphtext.scopes import Input, Scope, Scopes, is_item
 from pytest_gtrainer.graphtext.sections import Key
-from pytest_gtrainer.graphtext.symbols import Symbols
+from pytest_gtrainer.graphtext.symbols import Backed, Symbols
+from pytest_gtrainer.graphtext.vocabulary import spell_dtype
 
-DTYPES: dict[torch.dtype, str] = {
-    torch.float64: "f64", torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16",
-    torch.int64: "i64", torch.int32: "i32", torch.int16: "i16", torch.int8: "i8",
-    torch.uint64: "u64", torch.uint32: "u32", torch.uint16: "u16", torch.uint8: "u8", torch.bool: "b8",
-    torch.complex128: "c128", torch.complex64: "c64", torch.complex32: "c32",
-}  # fmt: skip
 _SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
-_SMALL = 8
-"""Constants of at most so many elements show their values, larger ones a digest."""
+_NUMBERS = {
+    torch.SymInt: "int", torch.SymFloat: "float", torch.SymBool: "bool", bool: "bool", int: "int", float: "float"
+}  # fmt: skip
 
 
-def spell_dtype(dtype: torch.dtype) -> str:
-    """``bf16``; a dtype without a short name has torch's (``float8_e4m3fn``)."""
-    return DTYPES.get(dtype) or str(dtype).removeprefix("torch.")
+class _ByType(dict[type, Callable[[Any], str]]):
+    """How to spell a value of a type; a subclass is spelled as the first of its bases that is known.
+
+    But not as a number or a string: an enum's or NumPy's ``repr`` is no literal.
+    """
+
+    def __missing__(self, kind: type) -> Callable[[Any], str]:
+        self[kind] = found = next(self[base] for base in kind.__mro__ if base in self and base not in PLAIN)
+        return found
 
 
 class Speller:
@@ -44,19 +45,29 @@ class Speller:
     def __init__(
         self,
         gm: fx.GraphModule,
-        scopes: Mapping[fx.Node, Scope],
+        scopes: Scopes,
         names: Mapping[fx.Node, str],
         groups: Mapping[str, Group],
         device: str,
         bodies: Mapping[str, str],
+        backed: Backed,
     ) -> None:
-        self._gm, self._scopes, self._names = gm, scopes, names
+        self._gm, self._scopes, self._inputs, self._names = gm, scopes.of, scopes.inputs, names
         self._groups, self._device, self._bodies = groups, device, bodies
-        self._symbols = Symbols()
+        self._symbols = Symbols(backed)
         self._key = Key("fwd", None)
         self._scope: Scope | None = None
         self._prefixes: dict[Scope, str] = {}
         self._tensors: dict[Any, str] = {}
+        self._spell = _ByType({
+            fx.Node: self.reference, list: self._list, tuple: self._tuple, dict: self._dict, slice: self._slice,
+            **dict.fromkeys(PLAIN, repr), object: self._literal,
+        })  # fmt: skip
+        self._types = _ByType({
+            torch.Tensor: self._tensor_type, **dict.fromkeys(_NUMBERS, self._number_type), object: lambda value: "_",
+            tuple: lambda items: _tuple([self.type_of(item) for item in items]),
+            list: lambda items: f"[{', '.join([self.type_of(item) for item in items])}]",
+        })  # fmt: skip
 
     # -- where we are
 
@@ -74,6 +85,10 @@ class Speller:
     def _here(self) -> Layer | None:
         return self._key.layer
 
+    def module(self, fqn: str) -> str:
+        """A module path as seen from the section."""
+        return spell_from(fqn, self._here)
+
     def _path(self, scope: Scope) -> str:
         path = ", ".join([spell_from(owner, self._here) for owner in scope.owners])
         return f"bucket({path})" if scope.is_bucket else path
@@ -82,25 +97,32 @@ class Speller:
 
     def reference(self, node: fx.Node) -> str:
         """A value, seen from the current scope: ``mm``, ``L.wo.mm``, ``saved.L.add``, ``topk[1]``."""
+        name = self._names.get(node)
+        if name is None:
+            return self._nameless(node)
+        scope = self._scopes[node]
+        if scope is self._scope:
+            return name
+        prefix = self._prefixes.get(scope)
+        if prefix is None:
+            prefix = self._prefixes[scope] = self._prefix(scope)
+        return prefix + name
+
+    def _nameless(self, node: fx.Node) -> str:
+        """A value without a line in the schedule."""
         if is_item(node):
             return f"{self.reference(node.args[0])}[{node.args[1]}]"
         if node.op == "get_attr":
             return self._attribute(str(node.target))
-        scope = self._scopes[node]
-        if scope == self._scope:
-            return self._names[node]
-        return self.prefix(scope) + self._names[node]
+        return self._input(self._inputs[node])
 
-    def prefix(self, scope: Scope) -> str:
-        """What stands before the name of a value of another scope."""
-        known = self._prefixes.get(scope)
-        if known is None:
-            known = self._prefixes[scope] = self._prefix(scope)
-        return known
+    def _input(self, source: Input) -> str:
+        space, fqn, repeat = source
+        spelled = spell_input(space, fqn, self._here if space in ("P", "B") else None)
+        return f'{spelled}["#{repeat}"]' if repeat else spelled
 
     def _prefix(self, scope: Scope) -> str:
-        if scope.space in ("P", "B", "I"):
-            return f"{scope.space}." if scope.is_nowhere else f"{scope.space}.{self._path(scope)}."
+        """What stands before the name of a value of another scope."""
         if scope.space == self._key.space:
             return f"{self._path(scope)}."
         from_backward = scope.space == "fwd" and self._key.space == "bwd"
@@ -112,22 +134,24 @@ class Speller:
         value: Any = self._gm
         for part in target.split("."):
             value = getattr(value, part)
-        if isinstance(value, torch.Tensor):
-            return f"const({self.type_of(value)}, {_content(value)})"
         return self._literal(value)
 
     # -- arguments
 
     def call(self, node: fx.Node, operator: Operator) -> str:
         """The right-hand side of a line: operator and arguments, keywords sorted."""
-        groups = operator.group_arguments
-        arguments = [
-            self._group(value) if groups and place in groups else self.argument(value)
-            for place, value in enumerate(node.args)
-        ]
-        for name in sorted(node.kwargs):
-            value = node.kwargs[name]
-            arguments.append(f"{word(name)}={self._group(value) if name in groups else self.argument(value)}")
+        spell, groups = self._spell, operator.group_arguments
+        if not groups:
+            arguments = [spell[type(value)](value) for value in node.args]
+        else:
+            arguments = [
+                self._group(value) if place in groups else self.argument(value) for place, value in enumerate(node.args)
+            ]
+        keywords = node.kwargs
+        if keywords:
+            for name in sorted(keywords):
+                value = keywords[name]
+                arguments.append(f"{word(name)}={self._group(value) if name in groups else self.argument(value)}")
         return f"{operator.text}({', '.join(arguments)})"
 
     def _group(self, value: Any) -> str:
@@ -136,76 +160,64 @@ class Speller:
 
     def argument(self, value: Any) -> str:
         """An operand, or a literal, or a container of them."""
-        if isinstance(value, fx.Node):
-            return self.reference(value)
-        if isinstance(value, list):
-            return f"[{', '.join([self.argument(item) for item in value])}]"
-        if isinstance(value, tuple):
-            return _tuple([self.argument(item) for item in value])
-        if isinstance(value, dict):
-            return "{" + ", ".join(f"{key!r}: {self.argument(item)}" for key, item in value.items()) + "}"
-        if isinstance(value, slice):
-            return f"slice({', '.join(self.argument(end) for end in (value.start, value.stop, value.step))})"
-        return self._literal(value)
+        return self._spell[type(value)](value)
+
+    def _list(self, value: list[Any]) -> str:
+        spell = self._spell
+        return f"[{', '.join([spell[type(item)](item) for item in value])}]"
+
+    def _tuple(self, value: tuple[Any, ...]) -> str:
+        return _tuple([self.argument(item) for item in value])
+
+    def _dict(self, value: dict[Any, Any]) -> str:
+        return "{" + ", ".join(f"{key!r}: {self.argument(item)}" for key, item in value.items()) + "}"
+
+    def _slice(self, value: slice) -> str:
+        return f"slice({', '.join(self.argument(end) for end in (value.start, value.stop, value.step))})"
 
     def _literal(self, value: Any) -> str:
-        if value is None or isinstance(value, bool | int | float | str | complex):
-            return repr(value)
-        if isinstance(value, torch.dtype):
-            return spell_dtype(value)
-        if isinstance(value, torch.layout | torch.memory_format):
-            return str(value).removeprefix("torch.")
-        if isinstance(value, torch.device):
-            return f'device("{value.type}")'
+        known = spell_literal(value)
+        if known is not None:
+            return known
         if isinstance(value, _SYMBOLIC):
             return f"sym({self.size(value)})"
-        if isinstance(value, OpOverload | HigherOrderOperator):
-            return operator_text(value)
-        return _other_constant(value)
+        if isinstance(value, torch.Tensor):
+            return f"const({self.type_of(value)}, {tensor_content(value)})"
+        return other_constant(value)
 
     # -- types
 
     def type_of(self, value: Any) -> str:
         """``bf16[64, 64]``, with strides unless contiguous and with the device unless the default."""
-        if isinstance(value, torch.Tensor):
-            return self._tensor_type(value)
-        if isinstance(value, list | tuple):
-            return _tuple([self.type_of(item) for item in value])
-        for kind, name in zip(_SYMBOLIC, ("int", "float", "bool"), strict=True):
-            if isinstance(value, kind):
-                return f"{name}[{self.size(value)}]"
-        return type(value).__name__ if isinstance(value, bool | int | float) else "_"
+        return self._types[type(value)](value)
+
+    def _number_type(self, value: Any) -> str:
+        name = next(name for kind, name in _NUMBERS.items() if isinstance(value, kind))
+        return f"{name}[{self.size(value)}]"
 
     def size(self, value: Any) -> str:
-        """One extent or stride, symbolic or not."""
-        return str(value) if type(value) is int else self._symbols.spell(expression(value), self._here)
+        """A number, symbolic or not: an extent, a stride, the value of a scalar."""
+        if isinstance(value, _SYMBOLIC):
+            return self._symbols.spell(expression(value), value, self._here)
+        return repr(value)
 
     def _tensor_type(self, value: torch.Tensor) -> str:
-        shape, strides = tuple(value.shape), tuple(value.stride())
-        if not all(type(extent) is int for extent in shape + strides):
-            return self._spell_tensor(value, shape, strides)
-        key = (value.dtype, shape, strides, value.device.type)
-        known = self._tensors.get(key)
+        kind = static_type(value)
+        if kind is None:
+            return self._spell_tensor(value)
+        known = self._tensors.get(kind)
         if known is None:
-            known = self._tensors[key] = self._spell_tensor(value, shape, strides)
+            known = self._tensors[kind] = self._spell_tensor(value)
         return known
 
-    def _spell_tensor(self, value: torch.Tensor, shape: tuple[Any, ...], strides: tuple[Any, ...]) -> str:
+    def _spell_tensor(self, value: torch.Tensor) -> str:
+        if value.layout is not torch.strided:
+            return "_"  # it has no strides, and no fake tensor can be made from a text
+        shape, strides = value.shape, value.stride()
         text = f"{spell_dtype(value.dtype)}[{', '.join(map(self.size, shape)) or '()'}]"
         if not is_contiguous([expression(e) for e in shape], [expression(s) for s in strides]):
             text += f"[{', '.join(map(self.size, strides))}]"
         return text if value.device.type == self._device else f"{text} @ {value.device.type}"
-
-
-def _content(value: torch.Tensor) -> str:
-    """What a constant holds: by content, not by name, as the tracer's numbering of constants drifts."""
-    if isinstance(value, FakeTensor) or value.is_meta:
-        return "None"
-    if value.numel() <= _SMALL and value.dtype in DTYPES:
-        return repr(value.tolist())
-    dense = value.detach() if value.layout is torch.strided else value.detach().to_dense()
-    flat = dense.cpu().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
-    return repr("sha256:" + hashlib.sha256(flat.numpy().tobytes()).hexdigest()[:16])
 
 
 def is_contiguous(shape: list[Any], strides: list[Any]) -> bool:
@@ -226,15 +238,3 @@ def is_contiguous(shape: list[Any], strides: list[Any]) -> bool:
 
 def _tuple(items: list[str]) -> str:
     return f"({items[0]},)" if len(items) == 1 else f"({', '.join(items)})"
-
-
-def _other_constant(value: Any) -> str:
-    """A constant of a type without a spelling, by the digest of its ``repr``, unless that is an address.
-
-    >>> _other_constant(range(3)) == _other_constant(range(4))
-    False
-    """
-    shown, name = repr(value), type(value).__name__
-    if " at 0x" in shown:
-        return f"const({name!r})"
-    return f"const({name!r}, {hashlib.sha256(shown.encode()).hexdigest()[:12]!r})"

@@ -6,18 +6,13 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from pytest_gtrainer.graphtext.errors import TextError, nearest
 from pytest_gtrainer.graphtext.folding import INDENT, spell_line_name, visits_of
 from pytest_gtrainer.graphtext.sections import Line, Record
 
-_LAYERS = re.compile(
-    r"for i in (?P<path>.+)\[(?P<first>\d+)(?P<range>:(?P<stop>\d*)(?P<down>:-1)?)?\]:(  # .*)?"
-)
+_LAYERS = re.compile(r"for i in (?P<path>.+)\[(?P<first>\d+)(?P<range>:(?P<stop>\d*)(?P<down>:-1)?)?\]:(  # .*)?")
 _SPACE = re.compile(r"if (?P<space>\w+):")
 _EDIT = re.compile(r"(?P<kind>like|drop|after)\((?P<name>.*)\)")
-
-
-class TextError(ValueError):
-    """A text that is not graph text; says the line and what was expected."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,17 +36,26 @@ def unfold(text: str) -> tuple[Record, ...]:
     Raises:
         TextError: with the line.
     """
-    blocks = list(_blocks(text))
+    return tuple(Record(key, line.heading, line.text) for key, line in expand(list(_blocks(text))))
+
+
+def expand(blocks: Sequence[Block]) -> Iterator[tuple[str, Line]]:
+    """Every line with the section that it stands in: layers counted out, edits applied.
+
+    Raises:
+        TextError: a `like`, `drop` or `after` names nothing.
+    """
     models = _models(blocks)
-    records: list[Record] = []
     for block in blocks:
         lines: Sequence[Line] = block.lines
         if block.model is not None:
             if block.model not in models:
-                raise TextError(f"line {block.number}: like({block.model}): no such section")
+                hint = nearest(block.model, models)
+                raise TextError(f"like({block.model}): no section of that name is told in full{hint}", block.number)
             lines = _edited(models[block.model], block)
-        records += [Record(key, line.heading, line.text) for key in block.keys for line in lines]
-    return tuple(records)
+        for key in block.keys:
+            for line in lines:
+                yield key, line
 
 
 def _models(blocks: Sequence[Block]) -> dict[str, Sequence[Line]]:
@@ -79,7 +83,7 @@ def _blocks(text: str) -> Iterator[Block]:
             if head[1] == ("",):
                 lines = [Line("", raw)]  # a definition at the head of the text
         elif head is None:
-            raise TextError(f"line {number}: expected a section (`if fwd:`), found an indented line")
+            raise TextError("expected a section (`if fwd:`), found an indented line", number)
         else:
             heading = _statement(raw, heading, lines)
     if head:
@@ -104,7 +108,7 @@ def _keys(raw: str, number: int) -> tuple[str, ...]:
     if not raw.startswith("for "):
         return ("",)
     if not (found := _LAYERS.fullmatch(raw)):
-        raise TextError(f"line {number}: expected `for i in fwd.layers[0:8]:`, found {raw!r}")
+        raise TextError(f"expected `for i in fwd.layers[0:8]:`, found {raw!r}", number)
     first = int(found["first"])
     if found["range"] is None:
         return (f"{found['path']}[{first}]",)
@@ -125,7 +129,7 @@ def _edited(model: Sequence[Line], block: Block) -> list[Line]:
             continue
         name = edit["name"] if edit else spell_line_name(line)
         if name and name not in lines:
-            raise TextError(f"line {block.number}: {block.model} has no line {name}")
+            raise TextError(f"{block.model} has no line {name}{nearest(name, lines)}", block.number)
         if edit is None:
             lines[name][0] = line
         elif edit["kind"] == "drop":

@@ -1,0 +1,273 @@
+"""Which parameters travel in which collective, and what has become of that.
+
+An all-gather's *members* are the parameters that go into its payload, in its order; those of a reduction
+the outputs that come out of it. Collectives without such members (of activations, of statistics) are none
+of this module's. Read off the dataflow in one walk, not off what a pass says it did.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from pytest_gtrainer.graphtext.dataflow import Dataflow, Value
+from pytest_gtrainer.graphtext.differences.describing import REDUCTIONS, is_collective, kind_of, module_of
+from pytest_gtrainer.graphtext.differences.remarks import Remark, Weight, listed
+from pytest_gtrainer.graphtext.references import Scope, dotted
+from pytest_gtrainer.graphtext.statements import HOLE
+
+_ITEM = re.compile(rf"{HOLE}((?:\[\d+\])+)")
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """A collective of parameters or of their gradients."""
+
+    kind: str
+    scope: Scope
+    members: tuple[str, ...]
+
+    @property
+    def label(self) -> str:
+        """``bucket layers.3/bwd``; a collective outside of buckets is called by its module."""
+        path = f"{module_of(self.scope)}/{self.scope.space}"
+        return f"bucket {path}" if self.scope.is_bucket else path
+
+    @property
+    def sort(self) -> str:
+        """What others may stand for it in a sentence: an AG's order is of no account for a gradient's bits."""
+        return f"{self.kind}/{self.scope.space}"
+
+    @property
+    def about(self) -> str:
+        return self.scope.modules[0]
+
+
+def buckets_of(graph: Dataflow) -> list[Bucket]:
+    """The buckets of a graph in the order in which it launches them."""
+    roots = _roots(graph)
+    returned = _returned(graph)
+    found = []
+    for place, value in enumerate(graph.values):
+        kind = kind_of(value)
+        if kind in REDUCTIONS:
+            members = [name for _, name in sorted(returned.get(place, ()))]
+        elif kind is not None:
+            members = _gathered(graph, value, roots)
+        else:
+            continue
+        if members:
+            found.append(Bucket(kind, value.scope, tuple(members)))
+    return found
+
+
+def _roots(graph: Dataflow) -> list[int]:
+    """For each value the one that it is made of by operators of one operand, collectives apart."""
+    roots: list[int] = []
+    for place, value in enumerate(graph.values):
+        sources = set(value.sources)
+        is_step = len(sources) == 1 and not is_collective(value)
+        roots.append(roots[sources.pop()] if is_step else place)
+    return roots
+
+
+def _gathered(graph: Dataflow, launch: Value, roots: Sequence[int]) -> list[str]:
+    """The parameters in a payload; none if anything else is in it."""
+    if not launch.sources:
+        return []
+    payload = roots[launch.sources[0]]
+    value = graph.values[payload]
+    parts = [payload] if value.is_input else [roots[source] for source in value.sources]
+    inputs = [graph.values[part].scope for part in parts]
+    return [dotted(scope.path) for scope in inputs] if all(scope.space == "P" for scope in inputs) else []
+
+
+def _returned(graph: Dataflow) -> dict[int, list[tuple[str, str]]]:
+    """For each reduction its outputs, each with the items by which it was taken apart."""
+    trails: list[tuple[tuple[int, str], ...]] = []
+    for place, value in enumerate(graph.values):
+        trail = _trail(value.arguments, value.sources, trails)
+        trails.append((*trail, (place, "")) if kind_of(value) in REDUCTIONS else trail)
+    outputs: dict[int, list[tuple[str, str]]] = defaultdict(list)
+    for number, (name, arguments, operands, _) in enumerate(graph.results):
+        sources = [operand for operand in operands if isinstance(operand, int) and operand >= 0]
+        for reduction, items in _trail(arguments, sources, trails):
+            outputs[reduction].append((items, name or f"output {number}"))
+    return outputs
+
+
+def _trail(
+    arguments: str, sources: Sequence[int], trails: Sequence[tuple[tuple[int, str], ...]]
+) -> tuple[tuple[int, str], ...]:
+    """The reductions above a statement of one operand, with the items taken since."""
+    if len(set(sources)) != 1 or not (above := trails[sources[0]]):
+        return ()
+    found = _ITEM.search(arguments)
+    if found is None:
+        return above
+    item = "".join(f"{int(number):06}" for number in re.findall(r"\d+", found[1]))
+    return tuple([(reduction, items + item) for reduction, items in above])
+
+
+# -- what has changed
+
+
+def bucket_remarks(old: Sequence[Bucket], new: Sequence[Bucket]) -> tuple[list[Remark], set[Scope]]:
+    """Sentences on buckets merged, split, lost, gained or reordered, and the scopes that they explain."""
+    remarks: list[Remark] = []
+    explained: set[Scope] = set()
+    keys = dict.fromkeys((bucket.kind, bucket.scope.space) for bucket in itertools.chain(old, new))
+    for key in keys:
+        sides = [[bucket for bucket in side if (bucket.kind, bucket.scope.space) == key] for side in (old, new)]
+        for remark, buckets in _Change(*sides).remarks():
+            remarks.append(remark)
+            explained.update(bucket.scope for bucket in buckets)
+    return remarks, explained
+
+
+Said = tuple[Remark, Sequence[Bucket]]
+
+
+class _Change:
+    """What has become of the buckets of one kind and direction."""
+
+    def __init__(self, old: Sequence[Bucket], new: Sequence[Bucket]) -> None:
+        self.old, self.new = old, new
+        self._members = [[_told_apart(bucket.members) for bucket in side] for side in (old, new)]
+        self._homes = [
+            {member: place for place, members in enumerate(side) for member in members} for side in self._members
+        ]
+        self._heirs = [self._other_homes(0, place) for place in range(len(old))]
+        self._origins = [self._other_homes(1, place) for place in range(len(new))]
+        self._partner = {
+            place: heir
+            for place, heirs in enumerate(self._heirs)
+            if (heir := _most(heirs)) is not None and _most(self._origins[heir]) == place
+        }
+
+    def _other_homes(self, side: int, place: int) -> Counter[int]:
+        """Where the members of a bucket are on the other side."""
+        homes = self._homes[1 - side]
+        return Counter(homes[member] for member in self._members[side][place] if member in homes)
+
+    def remarks(self) -> Iterator[Said]:
+        yield from self._merged()
+        yield from self._split()
+        for place, bucket in enumerate(self.old):
+            if not self._heirs[place]:
+                yield self._gone(bucket, "lost")
+            elif place in self._partner:
+                yield from self._members_changed(place, self._partner[place])
+        for place, bucket in enumerate(self.new):
+            if not self._origins[place]:
+                yield self._gone(bucket, "gained")
+
+    def _gone(self, bucket: Bucket, verb: str) -> Said:
+        text = f"{verb} {bucket.kind} {bucket.label} of {listed(_inside(bucket, bucket.members))}"
+        return Remark(Weight.BUCKET, text, bucket.about, f"{verb} {bucket.sort} buckets"), [bucket]
+
+    def _merged(self) -> Iterator[Said]:
+        """Buckets of which all that is left is in another one's heir."""
+        partners = {new: old for old, new in self._partner.items()}
+        into: dict[int, list[int]] = defaultdict(list)
+        for place, heirs in enumerate(self._heirs):
+            if place not in self._partner and len(heirs) == 1:
+                into[next(iter(heirs))].append(place)
+        for heir, places in into.items():
+            partner = [partners[heir]] if heir in partners else []
+            sources = [self.old[place] for place in sorted([*places, *partner])]
+            target = self.new[heir]
+            text = f"{target.kind} {_of_several(sources)} merged into {target.label}"
+            yield Remark(Weight.BUCKET, text, sources[0].about), [*sources, target]
+
+    def _split(self) -> Iterator[Said]:
+        for origin in range(len(self.old)):
+            parts = self._parts(origin)
+            if len(parts) < 2:
+                continue
+            source, new = self.old[origin], [self.new[place] for place in parts]
+            into = listed([f"{part.label} ({len(part.members)} members)" for part in new])
+            if not any(part.scope.is_bucket for part in new):
+                into = f"{len(new)} collectives, of {listed(_inside(source, [part.members[0] for part in new]))}"
+            text = f"{source.kind} {source.label} split into {into}"
+            yield Remark(Weight.BUCKET, text, source.about), [source, *new]
+
+    def _parts(self, origin: int) -> list[int]:
+        """The new buckets that are made of one old one only; what is a single parameter left over is none."""
+        heir = self._partner.get(origin)
+        made = [place for place in sorted(self._heirs[origin]) if len(self._origins[place]) == 1 or place == heir]
+        if heir is not None and not self.new[heir].scope.is_bucket:
+            return made
+        return [place for place in made if self.new[place].scope.is_bucket or len(self.new[place].members) > 1]
+
+    def _members_changed(self, place: int, heir: int) -> Iterator[Said]:
+        bucket, now = self.old[place], self.new[heir]
+        mine, theirs = self._members[0][place], self._members[1][heir]
+        come = [name for name, count in theirs if (name, count) not in self._homes[0]]
+        if come:
+            yield self._members_said(now, "gained", come), [bucket, now]
+        told = {heir, *self._parts(place)}
+        for where, names in self._leavers(mine):
+            if where not in told:
+                to = "" if where is None else f" to {self.new[where].label}"
+                yield self._members_said(now, "lost", names, to), [bucket, now]
+        common = set(mine) & set(theirs)
+        kept, order = ([name for name, count in side if (name, count) in common] for side in (mine, theirs))
+        if kept != order:
+            yield self._reordered(bucket, now, kept, order)
+
+    def _leavers(self, members: Iterable[tuple[str, int]]) -> Iterable[tuple[int | None, list[str]]]:
+        """The members by the new bucket that they are in, None for none."""
+        groups: dict[int | None, list[str]] = defaultdict(list)
+        for member in members:
+            groups[self._homes[1].get(member)].append(member[0])
+        return groups.items()
+
+    def _members_said(self, now: Bucket, verb: str, names: Sequence[str], to: str = "") -> Remark:
+        text = f"{now.kind} {now.label} {verb} {listed(names)}{to}"
+        return Remark(Weight.BUCKET, text, now.about, f"{verb} members of {now.sort}")
+
+    def _reordered(self, bucket: Bucket, now: Bucket, kept: Sequence[str], order: Sequence[str]) -> Said:
+        was, stands = next((a, b) for a, b in zip(kept, order, strict=True) if a != b)
+        stands, was = _inside(now, [stands, was])
+        text = f"{now.kind} {now.label}: members in another order: {stands} where {was} was"
+        return Remark(Weight.BUCKET, text, now.about, f"order of members of {now.sort}"), [bucket, now]
+
+
+def _inside(bucket: Bucket, members: Sequence[str]) -> list[str]:
+    """Names as seen from the bucket's module, if it has one."""
+    prefix = f"{bucket.about}."
+    if not all(member.startswith(prefix) for member in members):
+        return list(members)
+    return [member.removeprefix(prefix) for member in members]
+
+
+def _told_apart(members: Sequence[str]) -> list[tuple[str, int]]:
+    """A parameter that stands there twice is two members."""
+    seen: Counter[str] = Counter()
+    told = []
+    for member in members:
+        told.append((member, seen[member]))
+        seen[member] += 1
+    return told
+
+
+def _most(homes: Counter[int]) -> int | None:
+    """Where most members are, the first such bucket."""
+    return min(homes, key=lambda place: (-homes[place], place)) if homes else None
+
+
+def _of_several(buckets: Sequence[Bucket]) -> str:
+    labels = [bucket.label for bucket in buckets]
+    if all(bucket.scope.is_bucket for bucket in buckets):
+        return "buckets " + _few([label.removeprefix("bucket ") for label in labels])
+    return _few(labels)
+
+
+def _few(labels: Sequence[str]) -> str:
+    if len(labels) == 2:
+        return " and ".join(labels)
+    return listed(labels, 3 if len(labels) == 3 else 1)

@@ -1,0 +1,188 @@
+"""What stands in another place of the schedule.
+
+Compute that keeps its order is the ruler: a launch or a wait has moved if another number of its operators
+stands before it. What only serves a collective (casts of parameters, packing) moves with it and is not told.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from pytest_gtrainer.graphtext.dataflow import Dataflow, Value
+from pytest_gtrainer.graphtext.differences.comparison import Comparison, own
+from pytest_gtrainer.graphtext.differences.describing import (
+    about,
+    events_of,
+    is_collective,
+    reference_to,
+    unit_of,
+    what,
+)
+from pytest_gtrainer.graphtext.differences.order import rising
+from pytest_gtrainer.graphtext.differences.remarks import Remark, Weight
+
+_Places = Sequence[tuple[int, int]]
+_MOST = 2 / 3
+"""The part of a layer's compute that is called most of it."""
+
+
+def move_remarks(comparison: Comparison) -> Iterator[Remark]:
+    """Collectives moved against compute and against each other, then compute, then all else."""
+    pairs = [pair for pair in comparison.pairs.places if comparison.old.values[pair[0]].operator]
+    if all(one[1] < other[1] for one, other in itertools.pairwise(pairs)):
+        return
+    serving = _serving(comparison.old)
+    compute = [pair for pair in pairs if not serving[pair[0]]]
+    ruler = _Ruler.of(comparison.old, compute)
+    remarks = itertools.chain(
+        _events_against_compute(comparison, ruler),
+        _events_against_events(comparison, ruler),
+        _compute_moved(comparison, ruler, compute),
+    )
+    first = next(remarks, None)
+    yield _others(comparison, pairs) if first is None else first
+    yield from remarks
+
+
+@dataclass(frozen=True, slots=True)
+class _Ruler:
+    """Compute in the order that both sides have, by its places.
+
+    ``stretches`` has for each of its places the bounds of the stretch of one layer that it lies in.
+    """
+
+    graph: Dataflow
+    old: list[int]
+    new: list[int]
+    stretches: list[tuple[int, int]]
+
+    @classmethod
+    def of(cls, graph: Dataflow, compute: _Places) -> _Ruler:
+        kept = rising([new for _, new in compute])
+        old, new = [compute[place][0] for place in kept], [compute[place][1] for place in kept]
+        return cls(graph, old, new, _stretches([unit_of(graph.values[place].scope) for place in old]))
+
+    def has_passed(self, place: int, now: int) -> bool:
+        return bisect.bisect(self.old, place) != bisect.bisect(self.new, now)
+
+    def _most(self, mark: int, start: int, end: int) -> tuple[int, str]:
+        """The one of two neighbouring stretches of which more was passed, by a place of it, and how much that is."""
+
+        def passed(place: int) -> int:
+            first, last = self.stretches[place]
+            return min(last, end) - max(first, start)
+
+        first, last = self.stretches[mark]
+        other = first - 1 if mark == end - 1 else last
+        if start <= other < end and passed(other) > passed(mark):
+            mark = other
+            first, last = self.stretches[mark]
+        part = passed(mark) / (last - first)
+        return mark, "the compute of" if part == 1 else "most of the compute of" if part > _MOST else ""
+
+    def way(self, place: int, now: int, subject: str) -> str:
+        """That something moved from ``place`` to ``now``: behind or before which compute."""
+        was, stands = bisect.bisect(self.old, place), bisect.bisect(self.new, now)
+        if stands > was:
+            side, mark, start, end = "behind", stands - 1, was, stands
+        else:
+            side, mark, start, end = "before", stands, stands, was
+        value = self.graph.values[place]
+        most, amount = self._most(mark, start, end)
+        unit = unit_of(self.graph.values[self.old[most]].scope)
+        if amount and unit and (is_collective(value) or unit_of(value.scope) != unit):
+            return f"{subject} moved {side} {amount} {unit}"
+        passed = self.graph.values[self.old[mark]]
+        if subject == what(passed):
+            return f"{reference_to(value)} moved {side} {reference_to(passed)}"
+        return f"{subject} moved {side} {what(passed)}"
+
+
+def _stretches(units: Sequence[str]) -> list[tuple[int, int]]:
+    """For each place the bounds of the equal neighbours.
+
+    >>> _stretches("aab")
+    [(0, 2), (0, 2), (2, 3)]
+    """
+    bounds: list[tuple[int, int]] = []
+    for _, members in itertools.groupby(units):
+        start, length = len(bounds), len(list(members))
+        bounds += [(start, start + length)] * length
+    return bounds
+
+
+def _serving(graph: Dataflow) -> list[bool]:
+    """Whether a value is a collective, is in a bucket, or is made of parameters only."""
+    serving: list[bool] = []
+    for value in graph.values:
+        made_of = value.sources
+        from_inputs = bool(made_of) and all(serving[source] for source in made_of) and not value.is_input
+        is_parameter = value.is_input and value.scope.space == "P"
+        is_prepared = from_inputs and not any(_is_communicated(graph.values[source]) for source in made_of)
+        serving.append(is_parameter or value.scope.is_bucket or is_collective(value) or is_prepared)
+    return serving
+
+
+def _is_communicated(value: Value) -> bool:
+    return value.scope.is_bucket or is_collective(value)
+
+
+def _compute_moved(comparison: Comparison, ruler: _Ruler, compute: _Places) -> Iterator[Remark]:
+    """Compute that is the same but for what it reads, in another place."""
+    for place, now in compute:
+        value = comparison.old.values[place]
+        if ruler.has_passed(place, now) and own(value) == own(comparison.new.values[now]):
+            yield Remark(Weight.REST, ruler.way(place, now, what(value)), about(value), "compute")
+
+
+def _events_against_compute(comparison: Comparison, ruler: _Ruler) -> Iterator[Remark]:
+    for place, event in events_of(comparison.old).items():
+        now = comparison.pairs.to_new[place]
+        if now is not None and ruler.has_passed(place, now):
+            text = ruler.way(place, now, str(event))
+            gist = f"{event.step} {event.collective.split()[0]} {'behind' if ' moved behind ' in text else 'before'}"
+            yield Remark(Weight.MOVE, text, about(comparison.old.values[place]), gist)
+
+
+def _events_against_events(comparison: Comparison, ruler: _Ruler) -> Iterator[Remark]:
+    """Launches and waits that only passed one another: launches against waits, else each kind by itself."""
+    events = events_of(comparison.old)
+    paired = [(place, now) for place in events if (now := comparison.pairs.to_new[place]) is not None]
+    still = [pair for pair in paired if not ruler.has_passed(*pair)]
+    waits = [pair for pair in still if events[pair[0]].step == "wait"]
+    launches = [pair for pair in still if events[pair[0]].step == "launch"]
+    held = [waits[number] for number in rising([now for _, now in waits])]
+    passed = list(_passed(launches, held)) or [*_passed(waits, held), *_out_of_order(launches)]
+    for place, side, other in passed:
+        text = f"{events[place]} moved {side} the {events[other]}"
+        gist = f"{events[place].step} {events[place].collective.split()[0]} {side} event"
+        yield Remark(Weight.MOVE, text, about(comparison.old.values[place]), gist)
+
+
+def _passed(events: _Places, held: _Places) -> Iterator[tuple[int, str, int]]:
+    """The events that another number of ``held`` ones stands before: which, on what side, of which one."""
+    old, new = [place for place, _ in held], [now for _, now in held]
+    for place, now in events:
+        was, stands = bisect.bisect(old, place), bisect.bisect(new, now)
+        if stands > was:
+            yield place, "behind", old[stands - 1]
+        elif stands < was:
+            yield place, "before", old[stands]
+
+
+def _out_of_order(events: _Places) -> Iterator[tuple[int, str, int]]:
+    kept = [events[number] for number in rising([now for _, now in events])]
+    return _passed(events, kept)
+
+
+def _others(comparison: Comparison, pairs: _Places) -> Remark:
+    """Casts, packing and unpacking that moved on their own."""
+    kept = set(rising([new for _, new in pairs]))
+    moved = [old for place, (old, _) in enumerate(pairs) if place not in kept]
+    first = comparison.old.values[moved[0]]
+    text = f"{what(first)} stands in another place"
+    more = f" (and {len(moved) - 1} more operators)" if len(moved) > 1 else ""
+    return Remark(Weight.REST, text + more, about(first))

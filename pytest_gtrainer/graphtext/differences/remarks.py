@@ -1,0 +1,169 @@
+"""Sentences about a difference; one sentence for all layers that it holds of.
+
+A *remark* is written for one layer with full module names: ``wait of AG layers.4 moved behind the compute
+of layers.3``. It is *about* a module, here ``layers.4``; remarks that say the same relative to their layers
+become one: ``wait of AG layers[1..31] moved behind the compute of layers[i-1]``.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from enum import IntEnum
+from typing import NamedTuple
+
+from pytest_gtrainer.graphtext.paths import NEAR, split_layer
+
+WIDTH = 160
+_MOST_RANGES = 6
+_ALIKE = 3
+"""Of more remarks with one gist than this, the first stands for all."""
+
+
+class Weight(IntEnum):
+    """What is said first."""
+
+    VERDICT = 0
+    EFFECT = 1
+    BUCKET = 2
+    GROUP = 3
+    COLLECTIVE = 4
+    OPERATOR = 5
+    DTYPE = 6
+    BOUNDARY = 7
+    ARGUMENT = 8
+    OPERAND = 9
+    MODULE = 10
+    MOVE = 11
+    REST = 12
+
+
+class Remark(NamedTuple):
+    """A sentence.
+
+    Attributes:
+        about: the module whose layer the sentence is relative to.
+        gist: what it has in common with others that need not all be told; "" for nothing.
+    """
+
+    weight: Weight
+    text: str
+    about: str = ""
+    gist: str = ""
+
+
+def sentences(remarks: Iterable[Remark], limit: int) -> list[str]:
+    """The remarks as at most ``limit`` sentences, the weightiest first."""
+    said = _alike(_layers_together(remarks))
+    said.sort(key=lambda pair: (pair[0].weight, -pair[1]))
+    left = len(said) - limit
+    shown = [remark.text for remark, _ in said[: limit - 1 if left > 0 else limit]]
+    return [*map(cut, shown), *([f"… and {left + 1} more such differences"] if left > 0 else [])]
+
+
+def cut(line: str, width: int = WIDTH) -> str:
+    """A line that fits a terminal.
+
+    >>> cut("abcdef", 4), cut("abcd", 4)
+    ('abc…', 'abcd')
+    """
+    return line if len(line) <= width else line[: width - 1] + "…"
+
+
+def _layers_together(remarks: Iterable[Remark]) -> list[tuple[Remark, int]]:
+    """One remark for all layers of which the same is said, with the number of times it was."""
+    numbers: dict[Remark, list[int]] = defaultdict(list)
+    counts: dict[Remark, int] = defaultdict(int)
+    for remark in remarks:
+        layer, _ = split_layer(remark.about)
+        if layer is None:
+            counts[remark] += 1
+            continue
+        text = _relative(remark.text, layer.container, layer.number)
+        key = remark._replace(text=text, about=layer.container)
+        numbers[key].append(layer.number)
+        counts[key] += 1
+    return [(_spelled(remark, numbers.get(remark, ())), count) for remark, count in counts.items()]
+
+
+def _relative(text: str, container: str, number: int) -> str:
+    """Layers near ``number`` by their distance, ``layers.<+1>``.
+
+    >>> _relative("layers.4.wq beside layers.3, my.layers.4", "layers", 4)
+    'layers.<+0>.wq beside layers.<-1>, my.layers.4'
+    """
+
+    def distance(found: re.Match[str]) -> str:
+        away = int(found[1]) - number
+        return f"{container}.<{away:+d}>" if abs(away) <= NEAR else found[0]
+
+    return _layer_of(container).sub(distance, text)
+
+
+@functools.lru_cache(maxsize=256)
+def _layer_of(container: str) -> re.Pattern[str]:
+    return re.compile(rf"(?<![\w.]){re.escape(container)}\.(\d+)(?!\w)")
+
+
+def _spelled(remark: Remark, numbers: Sequence[int]) -> Remark:
+    """A remark with its layers: one by its name, several as ranges."""
+    if not numbers:
+        return remark
+    several = sorted(set(numbers))
+    spans = ranges(several)
+    if len(spans) > _MOST_RANGES:
+        spans = [*spans[: _MOST_RANGES - 1], f"… {spans[-1]}"]
+
+    def spell(found: re.Match[str]) -> str:
+        away = int(found[1])
+        if len(several) == 1:
+            return f".{several[0] + away}"
+        return f"[i{away:+d}]" if away else f"[{', '.join(spans)}]"
+
+    return remark._replace(text=re.sub(r"\.<([+-]\d+)>", spell, remark.text))
+
+
+def ranges(numbers: Sequence[int]) -> list[str]:
+    """Rising numbers with runs of three and more drawn together.
+
+    >>> ranges([0, 1, 2, 5, 7, 8])
+    ['0..2', '5', '7', '8']
+    """
+    spans: list[list[int]] = []
+    for number in numbers:
+        if spans and number == spans[-1][1] + 1:
+            spans[-1][1] = number
+        else:
+            spans.append([number, number])
+    spelled = []
+    for first, last in spans:
+        spelled += [f"{first}..{last}"] if last - first > 1 else [str(n) for n in range(first, last + 1)]
+    return spelled
+
+
+def _alike(remarks: Sequence[tuple[Remark, int]]) -> list[tuple[Remark, int]]:
+    """Many remarks with one gist become the one that holds of most layers."""
+    groups: dict[tuple[Weight, str], list[tuple[Remark, int]]] = defaultdict(list)
+    for place, (remark, count) in enumerate(remarks):
+        groups[remark.weight, remark.gist or f"\0{place}"].append((remark, count))
+    said = []
+    for members in groups.values():
+        if len(members) <= _ALIKE:
+            said += members
+            continue
+        first = max(members, key=lambda pair: pair[1])[0]
+        more = f" (and {len(members) - 1} more like this)"
+        said.append((first._replace(text=cut(first.text, WIDTH - len(more)) + more), sum(n for _, n in members)))
+    return said
+
+
+def listed(names: Sequence[str], most: int = 3) -> str:
+    """The first of some names.
+
+    >>> listed(["a", "b"]), listed(["a", "b", "c", "d", "e"])
+    ('a, b', 'a, b, c and 2 more')
+    """
+    shown = ", ".join(names[:most])
+    return shown if len(names) <= most else f"{shown} and {len(names) - most} more"

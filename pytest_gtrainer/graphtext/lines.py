@@ -1,0 +1,106 @@
+"""The lines of the full view, in their sections: inputs, what is computed, results."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from torch import fx
+
+from pytest_gtrainer.graphtext.operators import Operator
+from pytest_gtrainer.graphtext.paths import Layer, spell_from, split_layer
+from pytest_gtrainer.graphtext.scopes import Input, Scope, Scopes
+from pytest_gtrainer.graphtext.sections import Key, Line, Section, section_keys, stretches
+from pytest_gtrainer.graphtext.spelling import Speller
+from pytest_gtrainer.graphtext.tags import tags_of
+
+
+def input_sections(scopes: Scopes, speller: Speller) -> Iterable[Section]:
+    """One line an input, of neighbouring layers."""
+    inputs = list(scopes.inputs)
+    keys = [Key(source.space, _layer_of_input(source)) for source in scopes.inputs.values()]
+    for key, here in stretches(keys):
+        speller.enter_section(key)
+        spelled = [(speller.reference(node), speller.type_of(node.meta.get("val"))) for node in inputs[here]]
+        yield Section(key, tuple([Line("", f"{name}: {kind}") for name, kind in spelled]))
+
+
+def _layer_of_input(source: Input) -> Layer | None:
+    return split_layer(source.fqn)[0] if source.space in ("P", "B") else None
+
+
+def schedule_sections(scopes: Scopes, names: Mapping[fx.Node, str], speller: Speller) -> Iterable[Section]:
+    """One line a computed value, in the order of the schedule."""
+    nodes, operators = list(scopes.computed), list(scopes.computed.values())
+    owners = [scopes.of[node] for node in nodes]
+    floating = [scope.floats or operator.is_collective for scope, operator in zip(owners, operators, strict=True)]
+    lines = _Lines(scopes, names, speller)
+    for key, here in stretches(section_keys([scope.key for scope in owners], floating)):
+        speller.enter_section(key)
+        yield Section(key, tuple(lines.of(nodes[here], operators[here], owners[here])))
+
+
+class _Lines:
+    """Makes the lines of computed values. Equal lines are one object: layers repeat them, by the thousand."""
+
+    def __init__(self, scopes: Scopes, names: Mapping[fx.Node, str], speller: Speller) -> None:
+        self._tagged, self._unowned, self._names, self._speller = scopes.tagged, scopes.unowned, names, speller
+        self._known: defaultdict[str, dict[str, Line]] = defaultdict(dict)
+
+    def of(self, nodes: Sequence[fx.Node], operators: Sequence[Operator], scopes: Sequence[Scope]) -> list[Line]:
+        """The lines of neighbours in the section that the speller has entered."""
+        names, spell_type, spell_call = self._names, self._speller.type_of, self._speller.call
+        lines: list[Line] = []
+        entered = None
+        for node, operator, scope in zip(nodes, operators, scopes, strict=True):
+            if scope is not entered:
+                entered, heading = scope, self._speller.enter_scope(scope)
+                known = self._known[heading]
+            kind = spell_type(node.meta.get("val"))
+            if node in self._tagged:
+                kind = " | ".join([kind, *tags_of(node, node in self._unowned, self._speller.module)])
+            text = f"{names[node]}: {kind} = {spell_call(node, operator)}"
+            line = known.get(text)
+            if line is None:
+                line = known[text] = Line(heading, text)
+            lines.append(line)
+        return lines
+
+
+def output_sections(output: fx.Node, scopes: Scopes, speller: Speller) -> Iterable[Section]:
+    """One line a returned value: by the name the tracer gives it, else in the layer it comes from."""
+    result: Any = output.args[0]
+    told = output.meta.get("gt_outputs")
+    leaves = list(result) if isinstance(result, list | tuple) else [result]
+    if isinstance(result, dict) or any(isinstance(leaf, list | tuple | dict) for leaf in leaves):
+        yield from _nested_output(result, speller)
+        return
+    if told is not None and len(told) == len(leaves):
+        layers = [split_layer(fqn)[0] for fqn in told]
+    else:
+        told, layers = [None] * len(leaves), _layers_of(leaves, scopes.of)
+    for key, here in stretches([Key("out", layer) for layer in layers]):
+        speller.enter_section(key)
+        named = zip(told[here], leaves[here], strict=True)
+        yield Section(key, tuple([_output_line(fqn, leaf, key, speller) for fqn, leaf in named]))
+
+
+def _output_line(fqn: str | None, leaf: Any, key: Key, speller: Speller) -> Line:
+    value = speller.argument(leaf)
+    return Line("", f"yield {value}" if fqn is None else f"{spell_from(fqn, key.layer)} = {value}")
+
+
+def _layers_of(leaves: Sequence[Any], scopes: Any) -> list[Layer | None]:
+    """The layers that values come from; a constant stands with its neighbour."""
+    layers: list[Layer | None] = []
+    for leaf in leaves:
+        known = isinstance(leaf, fx.Node) and leaf in scopes
+        layers.append(scopes[leaf].layer if known else layers[-1] if layers else None)
+    return layers
+
+
+def _nested_output(result: Any, speller: Speller) -> Iterable[Section]:
+    key = Key("out", None)
+    speller.enter_section(key)
+    yield Section(key, (Line("", f"yield from {speller.argument(result)}"),))

@@ -1,0 +1,194 @@
+"""The view ``schedule``: collectives, their waits, and how much is computed between them.
+
+Sections are those of the full text, and a collective has the name that it has there:
+
+- ``launch(bucket(layers[i+1]).all_gather_into_tensor, fsdp, bf16[43136], bytes=86_272, tensors=9)``:
+  the collective, its group, the larger of what one rank puts in and gets out, and the number of
+  tensors packed into it where they are several;
+- ``wait(bucket(L).all_gather_into_tensor)``: its result is needed from here on;
+- ``compute(L, mm*7, mul*18, ..., ops=59)``: the operators up to the next launch or wait; ``L`` is
+  the module that all of them lie in, of one layer or one outermost module;
+- ``call(L.moe, cond, cond_graph_0)``: runs a graph inside the graph that communicates itself.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+
+import torch
+from torch import fx
+
+from pytest_gtrainer.graphtext.folding import INDENT, fold
+from pytest_gtrainer.graphtext.groups import groups_of
+from pytest_gtrainer.graphtext.naming import names_of
+from pytest_gtrainer.graphtext.operators import operator_of, word
+from pytest_gtrainer.graphtext.paths import common_parent, spell_from
+from pytest_gtrainer.graphtext.schedule_roles import (
+    bodies_of,
+    computed_nodes,
+    group_of,
+    is_free,
+    is_launch,
+    is_wait,
+    operands_of,
+    packed_tensors,
+    packing,
+    payload_of,
+    reduction_of,
+    weight,
+)
+from pytest_gtrainer.graphtext.scopes import Scope, scope_of, scopes_of
+from pytest_gtrainer.graphtext.sections import Key, Line, Section, section_keys
+from pytest_gtrainer.graphtext.spelling import Speller
+from pytest_gtrainer.graphtext.symbols import Backed
+from pytest_gtrainer.graphtext.vocabulary import spell_dtype
+
+_MOST_KINDS = 5
+_MOST_OWNERS = 2
+_NOTHING = "schedule = []"
+"""What a schedule without any operator says, so that its text is not empty."""
+
+
+def draw(gm: fx.GraphModule, mesh: Mapping[str, int]) -> tuple[list[str], list[Section]]:
+    """Definitions and sections of a graph's schedule."""
+    backed = Backed()
+    groups, bodies, sections = _draw(gm, mesh, backed)
+    preamble = [*groups, *backed.definitions(), *bodies]
+    return preamble if preamble or sections else [_NOTHING], sections
+
+
+def _draw(gm: fx.GraphModule, mesh: Mapping[str, int], backed: Backed) -> tuple[list[str], list[str], list[Section]]:
+    calls, bodies = _bodies(gm, mesh, backed)
+    schedule = _Schedule(gm, mesh, backed, calls)
+    return schedule.groups, bodies, list(schedule.sections())
+
+
+def _bodies(gm: fx.GraphModule, mesh: Mapping[str, int], backed: Backed) -> tuple[dict[fx.Node, list[str]], list[str]]:
+    """Names of the graphs that nodes run and that communicate, and their text; equal ones are told once."""
+    calls: dict[fx.Node, list[str]] = {}
+    told: dict[str, str] = {}
+    for node in computed_nodes(gm):
+        for body in bodies_of(gm, node):
+            groups, bodies, sections = _draw(body, mesh, backed)
+            content = "\n".join(INDENT + line for line in [*groups, *bodies, *fold(sections)])
+            name = told.setdefault(content, word(f"{operator_of(node).short}_graph_{len(told)}"))
+            calls.setdefault(node, []).append(name)
+    return calls, [line for content, name in told.items() for line in [f"def {name}():", *content.splitlines()]]
+
+
+class _Schedule:
+    """Spells the lines of one graph, as seen from the section that it has come to."""
+
+    def __init__(
+        self, gm: fx.GraphModule, mesh: Mapping[str, int], backed: Backed, calls: Mapping[fx.Node, list[str]]
+    ) -> None:
+        groups = groups_of(gm, mesh)
+        self.groups = [str(group) for group in groups.values()]
+        self._symbols = {name: group.symbol for name, group in groups.items()}
+        self._nodes, self._calls = computed_nodes(gm), calls
+        found = scopes_of(gm.graph.nodes)
+        self._scopes = found.of
+        self._serves = packing(self._nodes, found.of)
+        self._packed = packed_tensors(self._serves)
+        self._names = names_of(found, self._symbols.values())
+        self._speller = Speller(gm, found, self._names, groups, "cpu", {}, backed)
+        self._key = Key("fwd", None)
+
+    # -- sections
+
+    def sections(self) -> Iterable[Section]:
+        """What is shown, in the order of the schedule."""
+        shown = [node for node in self._nodes if node not in self._serves and not is_free(node)]
+        own = [Key(self._scopes[node].space, self._scopes[node].layer) for node in shown]
+        keys = section_keys(own, [self._floats(node) for node in shown])
+        for key, members in itertools.groupby(zip(keys, shown, strict=True), lambda pair: pair[0]):
+            self._key = key
+            self._speller.enter_section(key)
+            yield Section(key, tuple(self._lines([node for _, node in members])))
+
+    def _floats(self, node: fx.Node) -> bool:
+        """Whether a node may stand in the section of another layer."""
+        scope = self._scopes[node]
+        return scope.is_bucket or scope.is_nowhere or operator_of(node).is_collective or is_launch(node)
+
+    def _lines(self, nodes: Sequence[fx.Node]) -> Iterable[Line]:
+        for _, members in itertools.groupby(nodes, self._stretch):
+            yield Line("", self._line(list(members)))
+
+    def _stretch(self, node: fx.Node) -> Hashable:
+        """Equal for neighbours that share a line."""
+        if is_wait(node):
+            return "wait", operands_of(node)[0]
+        if is_launch(node) or node in self._calls:
+            return node
+        scope = self._scopes[node]
+        return scope.space, scope.owners if scope.is_bucket else scope.layer or scope.owners[0].partition(".")[0]
+
+    # -- lines
+
+    def _line(self, nodes: Sequence[fx.Node]) -> str:
+        first = nodes[0]
+        if is_launch(first):
+            return f"launch({', '.join(self._launch(first))})"
+        if is_wait(first):
+            return f"wait({self._reference(operands_of(first)[0])})"
+        scopes = [self._scopes[node] for node in nodes]
+        if first in self._calls:
+            return f"call({self._module(scopes)}, {operator_of(first).short}, {', '.join(self._calls[first])})"
+        return f"compute({self._module(scopes)}, {', '.join(_kinds(nodes))}, ops={len(nodes)})"
+
+    def _launch(self, node: fx.Node) -> Iterable[str]:
+        yield self._reference(node)
+        if (group := group_of(node)) is not None:
+            yield self._symbols[group]
+        payload = payload_of(node)
+        for dtype in dict.fromkeys(tensor.dtype for tensor in payload):
+            yield self._payload_type([tensor for tensor in payload if tensor.dtype == dtype])
+        if (reduction := reduction_of(node)) is not None:
+            yield f'op="{reduction}"'
+        if payload:
+            yield f"bytes={self._number(sum(tensor.numel() * tensor.element_size() for tensor in payload))}"
+        if (tensors := max(len(payload), self._packed[node])) > 1:
+            yield f"tensors={tensors}"
+
+    def _payload_type(self, tensors: Sequence[torch.Tensor]) -> str:
+        """``bf16[256, 64]``; of several only how many elements they have."""
+        shape = tensors[0].shape if len(tensors) == 1 else [sum(tensor.numel() for tensor in tensors)]
+        return f"{spell_dtype(tensors[0].dtype)}[{', '.join(map(self._speller.size, shape)) or '()'}]"
+
+    def _number(self, value: int) -> str:
+        return f"{value:_}" if type(value) is int else self._speller.size(value)
+
+    def _reference(self, node: fx.Node) -> str:
+        """As the full text has it, but for buckets of many modules."""
+        if node not in self._names:
+            return self._speller.reference(node)
+        scope = self._scopes[node]
+        saved = "saved." if (scope.space, self._key.space) == ("fwd", "bwd") else ""
+        return f"{saved or self._space(scope)}{self._path(scope)}.{self._names[node]}"
+
+    def _space(self, scope: Scope) -> str:
+        return "" if scope.space == self._key.space else f"{scope.space}."
+
+    def _path(self, scope: Scope) -> str:
+        """A module or a bucket; a bucket is known by its first module, and a third one is as good as any more."""
+        owners = [spell_from(owner, self._key.layer) for owner in scope.owners]
+        if not scope.is_bucket:
+            return owners[0]
+        return f"bucket({', '.join(owners if len(owners) <= _MOST_OWNERS else [owners[0], '...'])})"
+
+    def _module(self, scopes: Sequence[Scope]) -> str:
+        """The module that all of them lie in."""
+        first = scopes[0]
+        owners = first.owners if first.is_bucket else (common_parent([scope.owners[0] for scope in scopes]),)
+        return self._space(first) + self._path(scope_of(owners, first.space, first.is_bucket))
+
+
+def _kinds(nodes: Sequence[fx.Node]) -> list[str]:
+    """The operators of a stretch with their numbers, those that weigh most first."""
+    counts = Counter(operator_of(node).short for node in nodes)
+    kinds = sorted(counts, key=lambda short: (weight(short), -counts[short]))
+    told = [f"{word(short)}*{counts[short]}" if counts[short] > 1 else word(short) for short in kinds[:_MOST_KINDS]]
+    return told + ["..."] * (len(kinds) > _MOST_KINDS)

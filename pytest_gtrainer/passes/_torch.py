@@ -1,20 +1,43 @@
 """Torch's private parts that passes rely on; a new torch breaks this file first.
 
-Read against torch 2.13: functional collectives are the operators of
-``torch.ops._c10d_functional``; a group is an argument by name, resolved by
-``torch.distributed.distributed_c10d._resolve_process_group``.
+Read against torch 2.13:
+
+- functional collectives are the operators of ``torch.ops._c10d_functional``; a group is an argument
+  by name, resolved by ``torch.distributed.distributed_c10d._resolve_process_group``;
+- ``distributed_c10d._new_process_group_helper`` is what ``new_group`` calls, and takes a name (``new_group``
+  counts, or hashes the number of groups a rank has, and ranks that make groups in another order disagree);
+  ``_world`` holds the tables of groups, which ``destroy_process_group`` empties;
+- ``_LazyGraphModule`` generates its code when it is first run, however often ``recompile`` is called;
+- ``torch._inductor.fx_passes.control_dependencies.preserve_node_ordering`` wraps nodes in the higher-order
+  operator ``control_deps(nodes to stand behind, body, *operands)``, which keeps their name and metadata;
+- ``FakeTensor(mode, meta_tensor, device)`` makes a fake tensor without dispatching an operator;
+- ``OpOverload.tags`` and ``_schema``; ``Node.is_impure``; ``OpOverload.is_view``;
+- ``fx.Graph.graph_copy`` copies all nodes but the output, with shallow copies of their metadata.
 """
 
 from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 
 # registers torch.ops._c10d_functional's meta kernels
 import torch.distributed._functional_collectives
+from torch import fx
+from torch._ops import HigherOrderOperator, OpOverload
+from torch._subclasses.fake_tensor import FakeTensor
 
 try:
-    from torch.distributed.distributed_c10d import _resolve_process_group
+    from torch.distributed.distributed_c10d import (
+        GroupName,
+        _get_default_timeout,
+        _new_process_group_helper,
+        _resolve_process_group,
+        _world,
+    )
+    from torch.fx._lazy_graph_module import _LazyGraphModule
 except ImportError as error:  # pragma: no cover - needs another torch
     raise ImportError(
         f"pytest-gtrainer {__name__} reads torch 2.13's process groups and found torch {torch.__version__}: {error}"
@@ -27,6 +50,9 @@ ALL_REDUCE = _ops.all_reduce.default
 ALL_TO_ALL = _ops.all_to_all_single.default
 WAIT = _ops.wait_tensor.default
 
+_COLLECTIVES = ("_c10d_functional", "_c10d_functional_autograd", "c10d", "c10d_functional")
+_EXTRA = ":extra"
+
 
 def group_ranks(name: str) -> tuple[int, ...]:
     """Global ranks of the process group called ``name``, in group order.
@@ -34,7 +60,132 @@ def group_ranks(name: str) -> tuple[int, ...]:
     Raises:
         ValueError: there is no such group in this process.
     """
+    return tuple(dist.get_process_group_ranks(_group(name)))
+
+
+def _group(name: str) -> dist.ProcessGroup:
     try:
-        return tuple(dist.get_process_group_ranks(_resolve_process_group(name)))
+        return _resolve_process_group(name)
     except (RuntimeError, ValueError, KeyError) as error:
         raise ValueError(f"process group {name!r} of the graph does not exist in this process: {error}") from None
+
+
+def extra_group(name: str) -> str:
+    """The name of the extra group of the group ``name``: the same ranks and backend.
+
+    It is made at the first call in a world, by its members alone. Its name is the source's and a suffix:
+    the members agree on the source's name, which is the prefix of the group's keys in the store; and torch's
+    own table finds it again while the world lives, and has forgotten it afterwards.
+    """
+    source, extra = _group(name), name + _EXTRA
+    if extra in _world.pg_names.values():
+        return extra
+    ranks = dist.get_process_group_ranks(source)
+    _, store = _world.pg_map[dist.group.WORLD]
+    backend = dist.Backend(dist.get_backend(source))
+    group, _ = _new_process_group_helper(
+        len(ranks),
+        ranks.index(dist.get_rank()),
+        ranks,
+        backend,
+        store,
+        GroupName(extra),
+        timeout=_get_default_timeout(backend),
+        group_desc=f"{source.group_desc}_extra",
+    )
+    _world.pg_group_ranks[group] = {rank: place for place, rank in enumerate(ranks)}
+    return extra
+
+
+def is_extra_group(name: str) -> bool:
+    """Whether ``extra_group`` made it."""
+    return name.endswith(_EXTRA)
+
+
+def is_collective(target: OpOverload) -> bool:
+    """Whether the operator communicates, or waits for one that does."""
+    return target.namespace in _COLLECTIVES
+
+
+def add_control_dependencies(graph: fx.Graph, after: Mapping[fx.Node, fx.Node]) -> None:
+    """Let Inductor keep each node behind another one that it does not read: as ``control_deps`` operators.
+
+    Imports Inductor, which takes seconds.
+    """
+    from torch._inductor.fx_passes.control_dependencies import preserve_node_ordering
+    from torch.utils._ordered_set import OrderedSet
+
+    preserve_node_ordering(graph, {node: OrderedSet([first]) for node, first in after.items()})
+
+
+def is_control_dependency(node: fx.Node) -> bool:
+    return isinstance(node.target, HigherOrderOperator) and node.target.name() == "control_deps"
+
+
+def value_like(like: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    """A contiguous value of another shape for ``meta["val"]``; for a fake one without the mode's dispatch."""
+    if not isinstance(like, FakeTensor):
+        return like.new_empty(shape)
+    return _fake(like, torch.empty(shape, dtype=like.dtype, device="meta"))
+
+
+def values_of_split(whole: torch.Tensor, sizes: list[int], dim: int) -> list[torch.Tensor]:
+    """The values of ``split_with_sizes``, with the strides of views."""
+    if not isinstance(whole, FakeTensor):
+        return list(whole.split_with_sizes(sizes, dim))
+    meta = torch.empty_strided(whole.shape, whole.stride(), dtype=whole.dtype, device="meta")
+    return [_fake(whole, part) for part in meta.split_with_sizes(sizes, dim)]
+
+
+def _fake(like: FakeTensor, meta: torch.Tensor) -> torch.Tensor:
+    return meta if isinstance(meta, FakeTensor) else FakeTensor(like.fake_mode, meta, like.device)
+
+
+def is_view(target: object) -> bool:
+    """Whether an operator's result shares memory with its operand."""
+    return isinstance(target, OpOverload) and (target.is_view or target is torch.ops.aten._unsafe_view.default)
+
+
+def written_operands(node: fx.Node) -> list[fx.Node]:
+    """The operands that the node's operator writes to."""
+    if not isinstance(node.target, OpOverload):
+        return []
+    written: list[fx.Node] = []
+    for place, argument in enumerate(node.target._schema.arguments):
+        if argument.is_write:
+            given = node.args[place] if place < len(node.args) else None
+            fx.node.map_arg(node.kwargs.get(argument.name, given), written.append)
+    return written
+
+
+def draws_random_numbers(target: OpOverload) -> bool:
+    """Whether torch tags the operator as one whose result depends on a seed."""
+    return torch.Tag.nondeterministic_seeded in target.tags
+
+
+def is_impure(node: fx.Node, *, random: bool) -> bool:
+    """Torch's own word on effects: writes, assertions, profiler marks; with ``random`` also random numbers."""
+    return bool(node.is_impure(impure_random=random))
+
+
+def copied_lazily(gm: fx.GraphModule) -> fx.GraphModule:
+    """The same graph in nodes of its own, without code until somebody runs it or asks for it.
+
+    Names and metadata are kept; each node's ``meta`` is a dict of its own, its values are shared.
+    """
+    old = gm.graph
+    new = fx.Graph(tracer_cls=old._tracer_cls)
+    results = new.graph_copy(old, {})
+    output = new.output(results)
+    output.meta = copy.copy(old.output_node().meta)
+    new.set_codegen(copy.deepcopy(old._codegen))
+    copied: fx.GraphModule = _LazyGraphModule(gm, new)
+    copied.meta, copied.shape_env = dict(gm.meta), gm.shape_env
+    return copied
+
+
+def compiled(gm: fx.GraphModule) -> fx.GraphModule:
+    """An ordinary GraphModule of the graph, with its code."""
+    done = fx.GraphModule(gm, gm.graph)
+    done.meta, done.shape_env = gm.meta, gm.shape_env
+    return done

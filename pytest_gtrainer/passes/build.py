@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from pytest_gtrainer.passes._torch import WAIT
+from pytest_gtrainer.passes._torch import WAIT, value_like, values_of_split
 
 aten = torch.ops.aten
 
@@ -48,7 +48,7 @@ class BucketBuilder:
         val = node.meta["val"]
         if list(val.shape) == shape and val.is_contiguous():
             return node
-        return self.call(aten.reshape.default, (node, shape), val.new_empty(shape))
+        return self.call(aten.reshape.default, (node, shape), value_like(val, shape))
 
     def cat(self, nodes: list[fx.Node], dim: int) -> fx.Node:
         """The nodes one behind the other along ``dim``; a single one as it is."""
@@ -56,20 +56,19 @@ class BucketBuilder:
             return nodes[0]
         shape = list(nodes[0].meta["val"].shape)
         shape[dim] = sum(node.meta["val"].shape[dim] for node in nodes)
-        val = nodes[0].meta["val"].new_empty(shape)
+        val = value_like(nodes[0].meta["val"], shape)
         return self.call(aten.cat.default, (nodes, dim) if dim else (nodes,), val)
 
     def launch(self, like: fx.Node, payload: fx.Node, numel: int) -> fx.Node:
         """The collective ``like``, on a flat payload, giving ``numel`` elements."""
-        return self.call(like.target, (payload, *like.args[1:]), payload.meta["val"].new_empty(numel))
+        return self.call(like.target, (payload, *like.args[1:]), value_like(payload.meta["val"], [numel]))
 
     def wait(self, launch: fx.Node) -> fx.Node:
         return self.call(WAIT, (launch,), launch.meta["val"])
 
     def split(self, node: fx.Node, sizes: list[int], dim: int) -> list[fx.Node]:
         """Views of ``node``, ``sizes`` wide along ``dim``."""
-        val = node.meta["val"]
-        parts = list(val.split_with_sizes(sizes, dim))
+        parts = values_of_split(node.meta["val"], sizes, dim)
         split = self.call(aten.split_with_sizes.default, (node, sizes, dim) if dim else (node, sizes), parts)
         return [self.call(operator.getitem, (split, index), part) for index, part in enumerate(parts)]
 
@@ -77,8 +76,8 @@ class BucketBuilder:
         """A copy, also where a strided view would do: a strided operand changes the bits of a later sum (D13)."""
         val = node.meta["val"]
         kwargs = {"memory_format": torch.contiguous_format}
-        return self.call(aten.clone.default, (node,), val.new_empty(val.shape), kwargs)
+        return self.call(aten.clone.default, (node,), value_like(val, val.shape), kwargs)
 
     def view(self, node: fx.Node, shape: list[int]) -> fx.Node:
         val = node.meta["val"]
-        return node if list(val.shape) == shape else self.call(aten.view.default, (node, shape), val.new_empty(shape))
+        return node if list(val.shape) == shape else self.call(aten.view.default, (node, shape), value_like(val, shape))

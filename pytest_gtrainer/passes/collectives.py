@@ -11,10 +11,10 @@ from typing import Any
 
 from torch import fx
 
-from pytest_gtrainer.passes._torch import ALL_GATHER, REDUCE_SCATTER, WAIT
+from pytest_gtrainer.conventions import direction, node_fqn
+from pytest_gtrainer.passes._torch import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, WAIT, is_control_dependency
 from pytest_gtrainer.passes.bucket_plan import PlanError
-
-FORWARD, BACKWARD = "fwd", "bwd"
+from pytest_gtrainer.passes.effects import mutates
 
 
 def is_all_gather(node: fx.Node) -> bool:
@@ -27,20 +27,6 @@ def is_reduce_scatter(node: fx.Node) -> bool:
 
 def is_wait(node: fx.Node) -> bool:
     return node.target is WAIT
-
-
-def direction(node: fx.Node) -> str:
-    """ "bwd" for nodes the backward made, else "fwd" (A3)."""
-    return BACKWARD if node.meta.get("autograd_backward") else FORWARD
-
-
-def node_fqn(node: fx.Node) -> str:
-    """Module FQN of a node: from ``custom``, else the innermost of ``nn_module_stack``, else "" (D12)."""
-    custom = node.meta.get("custom")
-    if custom and custom.get("module_fqn"):
-        return str(custom["module_fqn"])
-    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
-    return str(next(reversed(stack.values()))[0]) if stack else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,10 +56,16 @@ class Member:
         return direction(self.launch)
 
     @property
+    def all_reduce(self) -> tuple[fx.Node, fx.Node] | None:
+        """Of a gradient that replicas reduce after its reduce-scatter: that collective and its wait (D16)."""
+        return all_reduce_behind(self.wait)
+
+    @property
     def signature(self) -> tuple[Any, ...]:
         """Group, op and dtype: members that differ in it are never merged (D1, D7)."""
         value = self.launch.meta["val"]
-        return (self.launch.target, *self.launch.args[1:], value.dtype, value.device)
+        second = self.all_reduce[0].args[1:] if self.all_reduce else None
+        return (self.launch.target, *self.launch.args[1:], value.dtype, value.device, second)
 
 
 def group_of(launch: fx.Node) -> str:
@@ -141,6 +133,21 @@ def only_wait(launch: fx.Node) -> fx.Node | None:
     return users[0] if len(users) == 1 and is_wait(users[0]) else None
 
 
+def wait_of(launch: fx.Node) -> fx.Node:
+    """The wait of a collective; a control dependency may have wrapped it, and another may hang on the launch."""
+    users = list(launch.users)
+    return next(user for user in users if is_wait(user) or (is_control_dependency(user) and launch in user.args[2:]))
+
+
+def all_reduce_behind(wait: fx.Node) -> tuple[fx.Node, fx.Node] | None:
+    """The all-reduce of a collective's result, and its wait; None if the result goes elsewhere, too."""
+    users = list(wait.users)
+    if len(users) != 1 or users[0].target is not ALL_REDUCE:
+        return None
+    second = only_wait(users[0])
+    return None if second is None else (users[0], second)
+
+
 def _chain_to_input(launch: fx.Node) -> tuple[fx.Node, tuple[fx.Node, ...]] | None:
     """The one placeholder above ``launch`` and the nodes in between; None if there are more, or fewer."""
     source: fx.Node | None = None
@@ -155,18 +162,13 @@ def _chain_to_input(launch: fx.Node) -> tuple[fx.Node, tuple[fx.Node, ...]] | No
             if source is not None:
                 return None
             source = node
-        elif is_wait(node) or _mutates(node):  # the result of a collective is no parameter, nor what was written to
+        elif is_wait(node) or mutates(node):  # the result of a collective is no parameter, nor what was written to
             return None
         else:
             todo += node.all_input_nodes
     if source is None:
         return None
     return source, tuple(sorted(seen - {source}))
-
-
-def _mutates(node: fx.Node) -> bool:
-    schema = getattr(node.target, "_schema", None)
-    return schema is not None and bool(schema.is_mutable)
 
 
 def fsdp_reduce_scatters(gm: fx.GraphModule) -> list[Member]:

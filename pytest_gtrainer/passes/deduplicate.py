@@ -8,11 +8,11 @@ from typing import Any
 from torch import fx
 
 from pytest_gtrainer.passes.collectives import Member, fsdp_all_gathers
+from pytest_gtrainer.passes.graph_pass import graph_pass
 
 
-def deduplicate_fsdp_unshard_chains_pass(
-    gm: fx.GraphModule, example_inputs: Sequence[Any] | None = None
-) -> fx.GraphModule:
+@graph_pass
+def deduplicate_fsdp_unshard_chains_pass(gm: fx.GraphModule, example_inputs: Sequence[Any] | None = None) -> bool:
     """Let every later reader of a gathered parameter use the first all-gather, in place.
 
     Only all-gathers of the same parameter, direction, group and dtype are duplicates: a gather
@@ -29,9 +29,7 @@ def deduplicate_fsdp_unshard_chains_pass(
     for member, kept in duplicates:
         member.wait.replace_all_uses_with(kept.wait)
         _erase(gm.graph, member)
-    if duplicates:
-        gm.recompile()
-    return gm
+    return bool(duplicates)
 
 
 def _erase(graph: fx.Graph, member: Member) -> None:

@@ -28,17 +28,18 @@ from typing import Any
 import torch
 from torch import fx
 
+from pytest_gtrainer.conventions import BACKWARD, FORWARD, node_fqn
+from pytest_gtrainer.conventions import direction as direction_of
+from pytest_gtrainer.passes._torch import add_control_dependencies, is_control_dependency
 from pytest_gtrainer.passes.bucket_plan import Bucket, BucketPlan, Plan, PlanError
 from pytest_gtrainer.passes.build import BucketBuilder
 from pytest_gtrainer.passes.collectives import (
-    BACKWARD,
-    FORWARD,
     Member,
     fsdp_all_gathers,
     fsdp_reduce_scatters,
     group_size_of,
-    node_fqn,
 )
+from pytest_gtrainer.passes.graph_pass import graph_pass
 from pytest_gtrainer.passes.payload_order import Key, PayloadOrder, sort_key
 
 
@@ -57,6 +58,7 @@ class Merge:
     first_wait: fx.Node
 
 
+@graph_pass
 def joint_transformer_block_bucketing_reordering_pass(
     gm: fx.GraphModule,
     example_inputs: Sequence[Any] | None = None,
@@ -64,7 +66,8 @@ def joint_transformer_block_bucketing_reordering_pass(
     bucket_plan: BucketPlan,
     payload_order: PayloadOrder = "managed",
     reorder: bool = True,
-) -> fx.GraphModule:
+    insert_overlap_deps: bool = False,
+) -> bool:
     """Bucket FSDP's collectives by ``bucket_plan`` and overlap them with compute, in place.
 
     Requires a joint graph whose nodes carry the metadata conventions (see ``tracing.step``).
@@ -76,30 +79,81 @@ def joint_transformer_block_bucketing_reordering_pass(
         payload_order: "managed" packs as eager FSDP2; "registration", "execution" or a list of
             parameter FQNs pack otherwise, to show that the order matters.
         reorder: prefetch all-gathers and defer waits of reduce-scatters.
+        insert_overlap_deps: also tell Inductor, by control dependencies, that each such wait stands behind the
+            launch in front of it; a compiler that schedules for itself would else undo the order (E6).
 
     Raises:
         PlanError: the plan does not fit the graph; the graph is untouched.
     """
+    return _bucket(gm, bucket_plan, payload_order, _Overlap(reorder, insert_overlap_deps))
+
+
+@graph_pass
+def transformer_block_bucketing_reordering_pass(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any] | None = None,
+    *,
+    bucket_plan: BucketPlan,
+    direction: str,
+    payload_order: PayloadOrder = "managed",
+    reorder: bool = True,
+    insert_overlap_deps: bool = False,
+) -> bool:
+    """The same for a forward graph, or a backward graph, of its own (D12), in place.
+
+    Args:
+        direction: "fwd" or "bwd", whose graph it is; nodes need no mark of the backward.
+        bucket_plan, payload_order, reorder, insert_overlap_deps: as for the joint graph.
+
+    Raises:
+        PlanError: as for the joint graph, or the graph is a joint one.
+    """
+    if direction not in (FORWARD, BACKWARD):
+        raise ValueError(f"direction={direction!r}: expected {FORWARD!r} or {BACKWARD!r}")
+    if direction == FORWARD and any(direction_of(node) == BACKWARD for node in gm.graph.nodes):
+        raise PlanError(
+            "the graph has nodes of the backward: for a joint graph use "
+            "joint_transformer_block_bucketing_reordering_pass"
+        )
+    return _bucket(gm, bucket_plan, payload_order, _Overlap(reorder, insert_overlap_deps), direction)
+
+
+@dataclass(frozen=True, slots=True)
+class _Overlap:
+    """Whether collectives are moved to overlap compute, and whether control dependencies say so."""
+
+    reorder: bool
+    dependencies: bool
+
+
+def _bucket(
+    gm: fx.GraphModule, bucket_plan: BucketPlan, order: PayloadOrder, overlap: _Overlap, direction: str | None = None
+) -> bool:
+    """Plan and check all, then build. ``direction`` is that of all nodes; None where each says its own."""
     plan = Plan(bucket_plan)
+    if any(is_control_dependency(node) and "fsdp_bucket" in node.meta for node in gm.graph.nodes):
+        return False  # E7: the waits of this pass, wrapped
     gathers = fsdp_all_gathers(gm)
     scatters = fsdp_reduce_scatters(gm)
     if not gathers and not scatters:
-        return gm  # E6
-    if _is_done([*gathers, *scatters], gm):
-        return gm
+        return False  # E6
+    if _is_done([*gathers, *scatters]):
+        return False
     _check_plan(plan, gm, gathers, scatters)
     _check_values([*gathers, *scatters])
-    gather_merges = _merges(plan, gathers, _payload_key(gm, gathers, payload_order))
-    scatter_merges = _merges(plan, scatters, _payload_key(gm, scatters, payload_order))
-    for direction in (FORWARD, BACKWARD):
-        _build_all_gathers(gm.graph, [m for m in gather_merges if m.direction == direction], reorder)
-    _build_reduce_scatters(gm.graph, scatter_merges, reorder)
-    gm.graph.lint()
-    gm.recompile()
-    return gm
+    gather_merges = _merges(plan, gathers, _payload_key(gm, gathers, order), direction)
+    scatter_merges = _merges(plan, scatters, _payload_key(gm, scatters, order), direction)
+    behind: dict[fx.Node, fx.Node] = {}
+    for way in (FORWARD, BACKWARD):
+        merges = [m for m in gather_merges if m.direction == way]
+        behind |= _build_all_gathers(gm.graph, merges, overlap.reorder)
+    behind |= _build_reduce_scatters(gm.graph, scatter_merges, overlap.reorder)
+    if overlap.dependencies:
+        add_control_dependencies(gm.graph, behind)
+    return True
 
 
-def _is_done(members: list[Member], gm: fx.GraphModule) -> bool:
+def _is_done(members: list[Member]) -> bool:
     """Whether the pass ran before: every remaining single member carries its bucket's mark."""
     marked = [m for m in members if "fsdp_bucket" in m.launch.meta]
     if marked and len(marked) < len(members):
@@ -155,19 +209,19 @@ def _payload_key(gm: fx.GraphModule, members: list[Member], order: PayloadOrder)
     return sort_key(order, parameters, lambda member: place[member.launch], managed)
 
 
-def _merges(plan: Plan, members: list[Member], key: Key) -> list[Merge]:
+def _merges(plan: Plan, members: list[Member], key: Key, direction: str | None) -> list[Merge]:
     """Group members by bucket, direction and signature (D1), in order of their first launch."""
     groups: dict[tuple[Any, ...], list[Member]] = {}
     for member in members:
         bucket = plan.bucket_of(member.bucket_fqn)
         assert bucket is not None  # _check_plan
-        groups.setdefault((bucket, member.direction, member.signature), []).append(member)
+        groups.setdefault((bucket, direction or member.direction, member.signature), []).append(member)
     merges = []
-    for (bucket, direction, _), group in groups.items():
+    for (bucket, way, _), group in groups.items():
         merges.append(
             Merge(
                 bucket,
-                direction,
+                way,
                 tuple(sorted(group, key=lambda member: key(bucket, member))),
                 first_launch=group[0].launch,
                 last_launch=group[-1].launch,
@@ -177,9 +231,13 @@ def _merges(plan: Plan, members: list[Member], key: Key) -> list[Merge]:
     return merges
 
 
-def _build_all_gathers(graph: fx.Graph, merges: list[Merge], prefetch: bool) -> None:
-    """Build launch and wait blocks; with ``prefetch``, launch i + 1 stands right before wait i (E1)."""
+def _build_all_gathers(graph: fx.Graph, merges: list[Merge], prefetch: bool) -> dict[fx.Node, fx.Node]:
+    """Build launch and wait blocks; with ``prefetch``, launch i + 1 stands right before wait i (E1).
+
+    Returns which wait stands behind which launch of another.
+    """
     launches: dict[int, fx.Node] = {}
+    behind: dict[fx.Node, fx.Node] = {}
 
     def launch(index: int, anchor: fx.Node) -> None:
         if index < len(merges) and index not in launches:
@@ -191,8 +249,11 @@ def _build_all_gathers(graph: fx.Graph, merges: list[Merge], prefetch: bool) -> 
         launch(index, merge.first_launch)
         if prefetch:
             launch(index + 1, merge.first_wait)
-        _wait_all_gather(graph, merge, launches[index])
+        wait = _wait_all_gather(graph, merge, launches[index])
+        if prefetch and index + 1 in launches:
+            behind[wait] = launches[index + 1]
     _erase(graph, merges)
+    return behind
 
 
 def _launch_all_gather(graph: fx.Graph, merge: Merge, anchor: fx.Node) -> fx.Node:
@@ -217,28 +278,34 @@ def _launch_all_gather(graph: fx.Graph, merge: Merge, anchor: fx.Node) -> fx.Nod
     return build.launch(like, payload, payload.meta["val"].numel() * group_size_of(like))
 
 
-def _wait_all_gather(graph: fx.Graph, merge: Merge, launch: fx.Node) -> None:
+def _wait_all_gather(graph: fx.Graph, merge: Merge, launch: fx.Node) -> fx.Node:
     """Copy each parameter out of the gathered payload, contiguous, at the earliest member wait (D13)."""
     build = BucketBuilder(graph, merge.bucket.fqns, merge.direction).before(merge.first_wait)
     if len(merge.members) == 1:
         build.mark(merge.members[0].wait)
-        return
+        return merge.members[0].wait
     size = group_size_of(launch)
-    rows = build.view(build.wait(launch), [size, launch.meta["val"].numel() // size])
+    wait = build.wait(launch)
+    rows = build.view(wait, [size, launch.meta["val"].numel() // size])
     columns = build.split(rows, [shard.meta["val"].numel() for shard in _inputs(merge)], 1)
     for member, column in zip(merge.members, columns, strict=True):
         whole = build.view(build.contiguous(column), list(member.wait.meta["val"].shape))
         member.wait.replace_all_uses_with(whole)
+    return wait
 
 
-def _build_reduce_scatters(graph: fx.Graph, merges: list[Merge], defer: bool) -> None:
-    """Build launch blocks; with ``defer``, wait i stands right behind launch i + 1 (E2)."""
+def _build_reduce_scatters(graph: fx.Graph, merges: list[Merge], defer: bool) -> dict[fx.Node, fx.Node]:
+    """Build launch blocks; with ``defer``, wait i stands right behind launch i + 1 (E2).
+
+    Returns which wait stands behind which launch of another.
+    """
+    behind: dict[fx.Node, fx.Node] = {}
     waiting: tuple[Merge, fx.Node] | None = None
     for merge in sorted(merges, key=lambda merge: merge.last_launch):
         anchor = merge.last_launch.next
         launch = _launch_reduce_scatter(graph, merge, anchor)
         if waiting is not None:
-            _wait_reduce_scatter(graph, *waiting, anchor)
+            behind[_wait_reduce_scatter(graph, *waiting, anchor)] = launch
         waiting = (merge, launch)
         if not defer:
             _wait_reduce_scatter(graph, *waiting, anchor)
@@ -246,6 +313,7 @@ def _build_reduce_scatters(graph: fx.Graph, merges: list[Merge], defer: bool) ->
     if waiting is not None:
         _wait_reduce_scatter(graph, *waiting, graph.output_node())
     _erase(graph, merges)
+    return behind
 
 
 def _launch_reduce_scatter(graph: fx.Graph, merge: Merge, anchor: fx.Node) -> fx.Node:
@@ -262,18 +330,28 @@ def _launch_reduce_scatter(graph: fx.Graph, merge: Merge, anchor: fx.Node) -> fx
     return build.launch(like, build.reshape(payload, [numel]), numel // size)
 
 
-def _wait_reduce_scatter(graph: fx.Graph, merge: Merge, launch: fx.Node, anchor: fx.Node) -> None:
-    """Views of the reduced payload, and the members' chains to the output, right before ``anchor``."""
+def _wait_reduce_scatter(graph: fx.Graph, merge: Merge, launch: fx.Node, anchor: fx.Node) -> fx.Node:
+    """Views of the reduced payload, and the members' chains to the output, right before ``anchor``.
+
+    Where replicas reduce the shards between them, they do so with the payload as it is, as FSDP2 does (D16).
+    """
     build = BucketBuilder(graph, merge.bucket.fqns, merge.direction).before(anchor)
+    first = merge.members[0]
     if len(merge.members) == 1:
-        build.mark(merge.members[0].wait)
-        _move_before(anchor, (merge.members[0].wait, *merge.members[0].chain))
-        return
+        for node in (first.wait, *(first.all_reduce or ())):
+            build.mark(node)
+        _move_before(anchor, (first.wait, *first.chain))
+        return first.wait
     shards = [member.wait.meta["val"] for member in merge.members]
-    parts = build.split(build.wait(launch), [shard.numel() for shard in shards], 0)
+    wait = reduced = build.wait(launch)
+    if first.all_reduce:
+        reduced = build.wait(build.launch(first.all_reduce[0], reduced, reduced.meta["val"].numel()))
+    parts = build.split(reduced, [shard.numel() for shard in shards], 0)
     for member, shard, part in zip(merge.members, shards, parts, strict=True):
-        member.wait.replace_all_uses_with(build.view(part, list(shard.shape)))
-        _move_before(anchor, member.chain)
+        own = member.all_reduce or ()
+        (own[-1] if own else member.wait).replace_all_uses_with(build.view(part, list(shard.shape)))
+        _move_before(anchor, member.chain[len(own) :])
+    return wait
 
 
 def _inputs(merge: Merge) -> list[fx.Node]:
@@ -292,5 +370,5 @@ def _erase(graph: fx.Graph, merges: list[Merge]) -> None:
     for merge in merges:
         if len(merge.members) > 1:
             for member in merge.members:
-                graph.erase_node(member.wait)
-                graph.erase_node(member.launch)
+                for node in reversed((member.launch, member.wait, *(member.all_reduce or ()))):
+                    graph.erase_node(node)

@@ -13,27 +13,29 @@ and unpacks in another is found by bits.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from operator import getitem
 
 import torch
 from torch import fx
 
+from pytest_gtrainer.conventions import direction, node_fqn
 from pytest_gtrainer.passes._torch import ALL_GATHER, REDUCE_SCATTER, group_ranks
 from pytest_gtrainer.passes.bucket_plan import layer_of
 from pytest_gtrainer.passes.collectives import (
+    all_reduce_behind,
     chain_to_output,
-    direction,
     group_of,
     input_name,
     is_wait,
-    node_fqn,
     output_name,
     results_of,
+    wait_of,
 )
 
-ALL_GATHER_NAME, REDUCE_SCATTER_NAME = "all_gather", "reduce_scatter"
+ALL_GATHER_NAME, REDUCE_SCATTER_NAME, ALL_REDUCE_NAME = "all_gather", "reduce_scatter", "all_reduce"
+KINDS = (ALL_GATHER_NAME, REDUCE_SCATTER_NAME, ALL_REDUCE_NAME)
 
 
 # a failure names enough to see what happened, not every parameter of 126 layers
@@ -104,19 +106,23 @@ class LayoutDifference(AssertionError):
 def bucket_layout(gm: fx.GraphModule) -> BucketLayout:
     """Layout of the graph's all-gathers of parameters and reduce-scatters of gradients.
 
+    An all-reduce of what a reduce-scatter leaves, as of replicas under hybrid sharding, is a payload too.
     Offsets are bytes inside one rank's slice of the payload. A payload gathered once in each
     direction is listed once, with both; repeated in one direction it is listed again.
 
     Raises:
-        ValueError: a process group of the graph does not exist here.
+        ValueError: a process group of the graph does not exist here, and no text that it was parsed
+            from said its ranks.
     """
     inputs = {node: index for index, node in enumerate(gm.graph.find_nodes(op="placeholder"))}
     gathers = [_gather_payload(node, inputs) for node in gm.graph.find_nodes(op="call_function", target=ALL_GATHER)]
     outputs = {node: index for index, node in enumerate(results_of(gm)) if isinstance(node, fx.Node)}
     scatters = [
-        _scatter_payload(node, outputs) for node in gm.graph.find_nodes(op="call_function", target=REDUCE_SCATTER)
+        payload
+        for node in gm.graph.find_nodes(op="call_function", target=REDUCE_SCATTER)
+        for payload in _scatter_payloads(node, outputs)
     ]
-    return BucketLayout(tuple(_merge_directions([p for p in [*gathers, *scatters] if p is not None])))
+    return BucketLayout(tuple(_merge_directions([*(p for p in gathers if p is not None), *scatters])))
 
 
 def _merge_directions(payloads: list[Payload]) -> Iterable[Payload]:
@@ -139,7 +145,19 @@ def _gather_payload(launch: fx.Node, positions: dict[fx.Node, int]) -> Payload |
         name = input_name(source, positions[source], _module_of(launch))
         found.append((name, value.numel() * value.element_size()))
     dtype = launch.meta["val"].dtype
-    return Payload(ALL_GATHER_NAME, dtype, group_ranks(group_of(launch)), "", _slots(found), (direction(launch),))
+    return Payload(ALL_GATHER_NAME, dtype, _ranks_of(launch), "", _slots(found), (direction(launch),))
+
+
+def _ranks_of(launch: fx.Node) -> tuple[int, ...]:
+    """Of the group in this process; of a graph parsed where there is none, as its text says."""
+    name, owner = group_of(launch), launch.graph.owning_module
+    told: Mapping[str, tuple[int, ...] | None] = {} if owner is None else owner.meta.get("gt_groups", {})
+    try:
+        return group_ranks(name)
+    except ValueError:
+        if (ranks := told.get(name)) is None:
+            raise
+        return ranks
 
 
 def _module_of(launch: fx.Node) -> str:
@@ -168,7 +186,7 @@ def _above(node: fx.Node) -> fx.Node | None:
     return node
 
 
-def _scatter_payload(launch: fx.Node, positions: dict[fx.Node, int]) -> Payload | None:
+def _scatter_payloads(launch: fx.Node, positions: dict[fx.Node, int]) -> Iterable[Payload]:
     """Follow the result through its wait and split to the outputs: order and widths come from the split.
 
     A result that is added to another before it is returned is no gradient yet: it is left out,
@@ -176,19 +194,22 @@ def _scatter_payload(launch: fx.Node, positions: dict[fx.Node, int]) -> Payload 
     """
     output = launch.graph.output_node()
     found = []
-    for part in _split_of(launch):
+    wait = wait_of(launch)
+    second = all_reduce_behind(wait)
+    for part in _split_of(second[1] if second else wait):
         chain = chain_to_output(part, output)
         if chain is None:
-            return None
+            return
         position = positions[chain[-1] if chain else part]
         value = part.meta["val"]
         found.append((output_name(output, position, _module_of(launch)), value.numel() * value.element_size()))
-    op, dtype = str(launch.args[1]), launch.meta["val"].dtype
-    return Payload(REDUCE_SCATTER_NAME, dtype, group_ranks(group_of(launch)), op, _slots(found), (direction(launch),))
+    dtype, slots = launch.meta["val"].dtype, _slots(found)
+    for name, node in ((REDUCE_SCATTER_NAME, launch), (ALL_REDUCE_NAME, second[0] if second else None)):
+        if node is not None:
+            yield Payload(name, dtype, _ranks_of(node), str(node.args[1]), slots, (direction(node),))
 
 
-def _split_of(launch: fx.Node) -> list[fx.Node]:
-    wait = next(iter(launch.users))
+def _split_of(wait: fx.Node) -> list[fx.Node]:
     split = next(iter(wait.users))
     if split.target is torch.ops.aten.split_with_sizes.default and "fsdp_bucket" in split.meta:
         return sorted((item for item in split.users if item.target is getitem), key=lambda item: item.args[1])
@@ -221,7 +242,7 @@ def assert_same_layout(actual: BucketLayout, expected: BucketLayout, *, actual_i
                 f"the {which} layout has no collective of parameters, so there is nothing to compare: "
                 "shard the model (data_parallel, fully_shard) first"
             )
-    problems = [line for kind in (ALL_GATHER_NAME, REDUCE_SCATTER_NAME) for line in _compare(kind, actual, expected)]
+    problems = [line for kind in KINDS for line in _compare(kind, actual, expected)]
     if problems:
         shown = problems[:_MOST_LINES]
         if len(problems) > len(shown):
@@ -239,7 +260,7 @@ def _compare(kind: str, actual: BucketLayout, expected: BucketLayout) -> Iterabl
         rest.remove(best)
         yield from _compare_payloads(best, wanted)
     for extra in rest:
-        article = "an" if kind == ALL_GATHER_NAME else "a"
+        article = "a" if kind == REDUCE_SCATTER_NAME else "an"
         yield f"bucket {extra.label!r}: {article} {kind} of {', '.join(extra.parameters)} that is not expected"
 
 

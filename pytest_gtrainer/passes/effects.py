@@ -1,0 +1,55 @@
+"""What a node does beside computing its value: write, draw random numbers, communicate, assert."""
+
+from __future__ import annotations
+
+from torch import fx
+from torch._ops import OpOverload
+
+from pytest_gtrainer.passes._torch import draws_random_numbers, is_collective, is_impure
+
+
+def mutates(node: fx.Node) -> bool:
+    """Whether the operator writes to an operand."""
+    return isinstance(node.target, OpOverload) and bool(node.target._schema.is_mutable)
+
+
+def is_random(node: fx.Node) -> bool:
+    """Whether the node draws from a random generator.
+
+    Attention without dropout does not, though torch tags its operator as if it did.
+    """
+    if not isinstance(node.target, OpOverload) or not draws_random_numbers(node.target):
+        return False
+    return _argument(node, "dropout_p") != 0.0
+
+
+def _argument(node: fx.Node, name: str) -> object:
+    """The value of an operator's argument, its default where it is not given; None if it has none of that name."""
+    assert isinstance(node.target, OpOverload)
+    for place, argument in enumerate(node.target._schema.arguments):
+        if argument.name == name:
+            given: object = node.args[place] if place < len(node.args) else argument.default_value
+            return node.kwargs.get(name, given)
+    return None
+
+
+def has_effect(node: fx.Node) -> bool:
+    """Whether the node must stay though nobody reads it (M5): mutations, collectives, random operators, assertions.
+
+    What cannot be judged from here stays too: modules, methods, operators that run graphs.
+    """
+    if node.op in ("placeholder", "output", "call_module", "call_method"):
+        return True
+    if node.op == "get_attr":
+        return False
+    if isinstance(node.target, OpOverload):
+        if is_random(node) or is_collective(node.target):
+            return True
+        return is_impure(node, random=False)
+    return not _is_plain_function(node) or is_impure(node, random=True)
+
+
+def _is_plain_function(node: fx.Node) -> bool:
+    """Python's operators on sizes and tuples."""
+    module = getattr(node.target, "__module__", "")
+    return module in ("_operator", "math", "builtins") or node.target is getattr

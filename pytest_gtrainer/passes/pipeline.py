@@ -1,0 +1,255 @@
+"""The pipeline: which passes run, in which order, with which options, and how they are run.
+
+The order (M1) is that of ``SLOTS``. A slot holds the passes of that kind that were asked for; those
+that this package does not have (offload), or does not have yet, are given by ``extra``::
+
+    passes = construct_default_graph_passes(n_layers=32, loss=LossConfig("chunked_cross_entropy", 8),
+                                            extra={"offload": [bind_options(my_offload_pass, gibibytes=4)]})
+    gm = apply_graph_passes(traced.gm, traced.example_inputs, passes, disable=["my_offload_pass"])
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx
+
+from pytest_gtrainer.passes._torch import compiled, copied_lazily
+from pytest_gtrainer.passes.bound import BoundPass, bind_options
+from pytest_gtrainer.passes.bucket_plan import BucketPlan, get_default_transformer_block_buckets
+from pytest_gtrainer.passes.canonicalize import DEFAULT_RULES, canonicalize_graph_pass
+from pytest_gtrainer.passes.dead_code import eliminate_dead_code_pass
+from pytest_gtrainer.passes.deduplicate import deduplicate_fsdp_unshard_chains_pass
+from pytest_gtrainer.passes.graph_pass import rewrite_of
+from pytest_gtrainer.passes.hsdp import reduce_scatter_before_all_reduce_pass
+from pytest_gtrainer.passes.joint import joint_transformer_block_bucketing_reordering_pass
+from pytest_gtrainer.passes.memory_policy import tag_with_memory_policy_pass
+from pytest_gtrainer.passes.payload_order import PayloadOrder
+from pytest_gtrainer.passes.process_groups import reassign_collective_pgs_pass
+from pytest_gtrainer.passes.remat import selective_activation_remat_pass
+
+SLOTS = (
+    "dead_code",
+    "canonicalize",
+    "deduplicate",
+    "memory_policy",
+    "offload",
+    "remat",
+    "chunk",
+    "chunk_schedule",
+    "process_groups",
+    "bucketing",
+    "concretize",
+)
+"""Places in the pipeline, in order. Without an entry of ``extra``, these are empty: offload, chunk,
+chunk_schedule, concretize."""
+
+CHUNKED_CROSS_ENTROPY = "chunked_cross_entropy"
+_LOSSES = ("cross_entropy", CHUNKED_CROSS_ENTROPY, "other")
+_LONG = 2.0  # seconds a pipeline runs before it says what it is doing
+
+Observer = Callable[[str, fx.GraphModule, fx.GraphModule], None]
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class LossConfig:
+    """The loss that a trainer is configured with.
+
+    Attributes:
+        kind: "cross_entropy"; "chunked_cross_entropy", which runs the head itself, chunk by chunk,
+            whatever the number of chunks; or "other".
+        num_chunks: into how many parts chunked cross entropy cuts the tokens.
+    """
+
+    kind: str = "cross_entropy"
+    num_chunks: int = 1
+
+    def __post_init__(self) -> None:
+        if self.kind not in _LOSSES:
+            raise ValueError(f"the loss {self.kind!r} is not known: choose one of {', '.join(_LOSSES)}")
+        if self.num_chunks < 1 or (self.num_chunks > 1 and self.kind != CHUNKED_CROSS_ENTROPY):
+            raise ValueError(f"{self.num_chunks} chunks of the loss {self.kind!r}: only {CHUNKED_CROSS_ENTROPY!r} has")
+
+    @property
+    def runs_the_head(self) -> bool:
+        """Whether the head's parameters are read inside the loss."""
+        return self.kind == CHUNKED_CROSS_ENTROPY
+
+
+@dataclass(frozen=True, slots=True)
+class PassRun:
+    """A pass that was run: its name, the fingerprint of its options, and the seconds it took."""
+
+    name: str
+    fingerprint: str
+    seconds: float
+
+
+def construct_default_graph_passes(
+    *,
+    n_layers: int | None = None,
+    loss: LossConfig | None = None,
+    moe_layers: Collection[int] = (),
+    expert_fsdp_degree: int = 1,
+    bucket_plan: BucketPlan | None = None,
+    payload_order: PayloadOrder = "managed",
+    reorder: bool = True,
+    reduce_scatter_first: bool = False,
+    reshard_after_forward: bool = False,
+    keep_unsharded: Collection[str] = (),
+    canonical_rules: Collection[str] = DEFAULT_RULES,
+    extra: Mapping[str, Sequence[BoundPass]] | None = None,
+) -> list[BoundPass]:
+    """The passes of a training step in the order of ``SLOTS``, with their options bound (M1, M3).
+
+    The plan of buckets follows from the model and its loss: "loss" is in the last bucket if and only
+    if the loss is chunked cross entropy (B2).
+
+    Args:
+        n_layers, moe_layers, expert_fsdp_degree: the model, see ``get_default_transformer_block_buckets``.
+        loss: the configured loss, by default cross entropy.
+        bucket_plan: a plan by hand, for other models; instead of the model and its loss.
+        payload_order, reorder: see ``joint_transformer_block_bucketing_reordering_pass``.
+        reduce_scatter_first: for hybrid sharding, see ``reduce_scatter_before_all_reduce_pass``; it runs right before
+            bucketing.
+        reshard_after_forward, keep_unsharded: gather parameters again in the backward, all but some: see
+            ``tag_with_memory_policy_pass``.
+        canonical_rules: see ``canonicalize_graph_pass``.
+        extra: passes of the caller's by slot; they run behind ours of that slot.
+
+    Raises:
+        ValueError: neither or both of ``n_layers`` and ``bucket_plan``, or a slot that does not exist.
+    """
+    plan = _plan(n_layers, loss, moe_layers, expert_fsdp_degree, bucket_plan)
+    _check_slots(extra or {})
+    bucketing = bind_options(
+        joint_transformer_block_bucketing_reordering_pass,
+        bucket_plan=plan,
+        payload_order=payload_order,
+        reorder=reorder,
+    )
+    ours = {
+        "dead_code": [bind_options(eliminate_dead_code_pass)],
+        "canonicalize": [bind_options(canonicalize_graph_pass, rules=canonical_rules)],
+        "deduplicate": [bind_options(deduplicate_fsdp_unshard_chains_pass)],
+        "memory_policy": [_memory_policy(keep_unsharded)] * reshard_after_forward,
+        "remat": [bind_options(selective_activation_remat_pass)] * reshard_after_forward,
+        "process_groups": [bind_options(reassign_collective_pgs_pass)],
+        "bucketing": [bind_options(reduce_scatter_before_all_reduce_pass)] * reduce_scatter_first + [bucketing],
+    }
+    return [step for slot in SLOTS for step in (*ours.get(slot, ()), *(extra or {}).get(slot, ()))]
+
+
+def _memory_policy(keep_unsharded: Collection[str]) -> BoundPass:
+    return bind_options(tag_with_memory_policy_pass, reshard_after_forward=True, keep_unsharded=keep_unsharded)
+
+
+def _plan(
+    n_layers: int | None,
+    loss: LossConfig | None,
+    moe_layers: Collection[int],
+    expert_fsdp_degree: int,
+    by_hand: BucketPlan | None,
+) -> BucketPlan:
+    if (n_layers is None) == (by_hand is None):
+        raise ValueError("give either n_layers, for the default plan of buckets, or a bucket_plan by hand")
+    if n_layers is None:
+        assert by_hand is not None
+        if loss is not None:
+            raise ValueError("a bucket_plan by hand says itself where the loss belongs: leave loss out")
+        return by_hand
+    return get_default_transformer_block_buckets(
+        n_layers,
+        chunked_loss_enabled=(loss or LossConfig()).runs_the_head,
+        moe_layers=moe_layers,
+        expert_fsdp_degree=expert_fsdp_degree,
+    )
+
+
+def _check_slots(extra: Mapping[str, Sequence[BoundPass]]) -> None:
+    unknown = [slot for slot in extra if slot not in SLOTS]
+    if unknown:
+        raise ValueError(f"there is no slot {', '.join(map(repr, unknown))}; there are {', '.join(SLOTS)}")
+
+
+def to_stderr(line: str) -> None:
+    """The default progress: a line on the error stream."""
+    print(line, file=sys.stderr, flush=True)
+
+
+def apply_graph_passes(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any] | None,
+    passes: Iterable[BoundPass],
+    *,
+    disable: Collection[str] = (),
+    observer: Observer | None = None,
+    progress: Progress | None = to_stderr,
+    long: float = _LONG,
+) -> fx.GraphModule:
+    """Run the passes on a copy of the graph; lint and recompile once, at the end.
+
+    The given graph is never changed, so it is as it was also if a pass fails (D11). The result's
+    ``meta["gt_passes"]`` tells what ran, as ``PassRun``.
+
+    Args:
+        passes: see ``construct_default_graph_passes``, or ``bind_options`` for a list of your own. Passes that
+            ``graph_pass`` did not make may recompile as often as they like: it costs nothing here.
+        disable: names of passes to leave out (M4).
+        observer: called with a pass's name and the graph before and after it; costs a copy a pass.
+        progress: called with a line a pass, once the pipeline has been running for ``long`` seconds.
+
+    Raises:
+        ValueError: ``disable`` names a pass that is not in the list.
+        Whatever a pass raises, with a note that names the pass.
+    """
+    steps = _without(list(passes), disable)
+    runs: list[PassRun] = []
+    started, current = time.perf_counter(), copied_lazily(gm)
+    for number, step in enumerate(steps, 1):
+        if progress is not None and time.perf_counter() - started >= long:
+            progress(f"graph passes: {step.name} ({number} of {len(steps)}), {_seconds(started):.1f} s so far")
+        before = current
+        if observer is not None:
+            current = copied_lazily(before)
+        begun = time.perf_counter()
+        current = _run(step, current, example_inputs)
+        runs.append(PassRun(step.name, step.fingerprint, _seconds(begun)))
+        if observer is not None:
+            observer(step.name, before, current)
+    current.graph.lint()
+    done = compiled(current)
+    done.meta["gt_passes"] = tuple(runs)
+    return done
+
+
+def _without(steps: list[BoundPass], disable: Collection[str]) -> list[BoundPass]:
+    names = [step.name for step in steps]
+    disable = [disable] if isinstance(disable, str) else disable
+    unknown = [name for name in disable if name not in names]
+    if unknown:
+        raise ValueError(
+            f"there is no pass {', '.join(map(repr, unknown))} to disable; there are {', '.join(dict.fromkeys(names))}"
+        )
+    return [step for step in steps if step.name not in disable]
+
+
+def _run(step: BoundPass, gm: fx.GraphModule, example_inputs: Sequence[Any] | None) -> fx.GraphModule:
+    rewrite = rewrite_of(step.function)
+    try:
+        if rewrite is None:
+            return step.function(gm, example_inputs, **step.options)
+        rewrite(gm, example_inputs, **step.options)
+    except Exception as error:
+        error.add_note(f"in the graph pass {step}")
+        raise
+    return gm
+
+
+def _seconds(since: float) -> float:
+    return time.perf_counter() - since

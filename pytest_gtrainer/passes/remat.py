@@ -1,0 +1,109 @@
+"""Recompute in the backward what is tagged so, instead of keeping it from the forward.
+
+*Idea.* A backward node that reads a tagged forward value reads a copy of it, made right before the
+first backward reader. The copy reads what is saved: graph inputs, and forward values without the
+tag; a tagged one is copied too. *Invariant.* A region that cannot be repeated, as it draws random
+numbers or as something it reads has been overwritten, is refused before anything changes (D11).
+*Cost.* Linear in nodes and edges.
+
+This is the form that gathering parameters again needs; which activations to save is the business
+of who tags them.
+"""
+
+from __future__ import annotations
+
+import copy
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+from torch import fx
+from torch.utils.checkpoint import CheckpointPolicy
+
+from pytest_gtrainer.conventions import BACKWARD, direction
+from pytest_gtrainer.passes._torch import is_view, written_operands
+from pytest_gtrainer.passes.bucket_plan import PlanError
+from pytest_gtrainer.passes.effects import is_random, mutates
+from pytest_gtrainer.passes.graph_pass import graph_pass
+from pytest_gtrainer.passes.memory_policy import RECOMPUTE
+
+_AGAIN = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
+
+
+@graph_pass
+def selective_activation_remat_pass(gm: fx.GraphModule, example_inputs: Sequence[Any] | None = None) -> bool:
+    """Let the backward recompute forward values tagged MUST_RECOMPUTE or PREFER_RECOMPUTE, in place.
+
+    Recomputed nodes are named ``*_recomputed``, are the backward's, and have metadata of their own (M2).
+    Forward values that then have no reader stay for dead-code removal.
+
+    Raises:
+        PlanError: a region to recompute draws random numbers, writes, or reads what is written to.
+    """
+    readers = [node for node in gm.graph.nodes if direction(node) == BACKWARD]
+    regions = _regions(readers)
+    _check(gm.graph, [node for _, region in regions for node in region])
+    copies: dict[fx.Node, fx.Node] = {}
+    for reader, region in regions:
+        for node in region:
+            with gm.graph.inserting_before(reader):
+                copies[node] = _copy(node, copies)
+    for reader in readers:
+        for source in [source for source in reader.all_input_nodes if source in copies]:
+            reader.replace_input_with(source, copies[source])
+    return bool(copies)
+
+
+def _regions(readers: list[fx.Node]) -> list[tuple[fx.Node, list[fx.Node]]]:
+    """For each backward node that is the first to need them: forward nodes to recompute, in graph order."""
+    done: set[fx.Node] = set()
+    regions = []
+    for reader in readers:
+        region: set[fx.Node] = set()
+        todo = list(reader.all_input_nodes)
+        while todo:
+            node = todo.pop()
+            if _is_tagged(node) and node not in done and node not in region:
+                region.add(node)
+                todo += node.all_input_nodes
+        if region:
+            done |= region
+            regions.append((reader, sorted(region)))
+    return regions
+
+
+def _is_tagged(node: fx.Node) -> bool:
+    """Whether a forward value is to be recomputed; a part of several results that has no tag has theirs."""
+    if node.target is operator.getitem and RECOMPUTE not in node.meta:
+        return _is_tagged(node.all_input_nodes[0])
+    return node.op != "placeholder" and direction(node) != BACKWARD and node.meta.get(RECOMPUTE) in _AGAIN
+
+
+def _check(graph: fx.Graph, region: list[fx.Node]) -> None:
+    written = {_storage_of(node) for writer in graph.nodes for node in written_operands(writer)} if region else set()
+    for node in region:
+        if is_random(node):
+            raise PlanError(f"{node} cannot be recomputed: it draws random numbers, and would draw others; save it")
+        if mutates(node):
+            raise PlanError(f"{node} cannot be recomputed: it writes to an operand, and would do so twice; save it")
+        read = [source for source in node.all_input_nodes if _storage_of(source) in written]
+        if read:
+            raise PlanError(f"{node} cannot be recomputed: it reads {read[0]}, which the graph writes to; save it")
+
+
+def _storage_of(node: fx.Node) -> fx.Node:
+    """The node whose memory a view, or a part of one, shows."""
+    while (is_view(node.target) or node.target is operator.getitem) and node.all_input_nodes:
+        node = node.all_input_nodes[0]
+    return node
+
+
+def _copy(node: fx.Node, copies: dict[fx.Node, fx.Node]) -> fx.Node:
+    args = fx.node.map_arg(node.args, lambda source: copies.get(source, source))
+    kwargs = fx.node.map_arg(node.kwargs, lambda source: copies.get(source, source))
+    again = node.graph.create_node(node.op, node.target, args, kwargs, name=f"{node.name}_recomputed")
+    again.meta = {key: value for key, value in node.meta.items() if key != RECOMPUTE}
+    if "custom" in again.meta:
+        again.meta["custom"] = copy.deepcopy(again.meta["custom"])
+    again.meta["autograd_backward"] = True
+    return again

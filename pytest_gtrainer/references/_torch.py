@@ -2,7 +2,8 @@
 
 Read against torch 2.13: after a model's first forward each ``FSDPModule`` holds
 ``_get_fsdp_state()._fsdp_param_groups``, and a group its ``fsdp_params`` in payload order,
-``_all_gather_process_group``, ``_reduce_scatter_process_group``, ``_reduce_dtype``. The
+``_all_gather_process_group``, ``_reduce_scatter_process_group``, ``_reduce_dtype``, and with replicas
+(``_is_hsdp``) ``_all_reduce_process_group``. The
 all-gather inputs come from FSDP2's own ``_get_param_all_gather_inputs``, casts and pads
 included; ``_get_dim0_padded_size`` gives a gradient's padded size.
 """
@@ -31,6 +32,7 @@ __all__ = [
     "FSDP2Policy",
     "FSDPModule",
     "all_gather_inputs",
+    "all_reduce_group",
     "fully_shard",
     "padded_numel",
     "parameter_groups",
@@ -61,11 +63,16 @@ def padded_numel(size: torch.Size, ranks: int) -> int:
     return int(_get_dim0_padded_size(size, ranks).numel())
 
 
+def all_reduce_group(group: Any) -> Any:
+    """The group that reduces shards between replicas, with the op of the reduce-scatter; None without replicas."""
+    return group._all_reduce_process_group if group._is_hsdp else None
+
+
 def reduce_op(group: Any, dtype: torch.dtype, device_type: str) -> str:
     """The reduction FSDP2 asks the group's reduce-scatter for: "avg", "sum", ..."""
     _, _, op, _ = _get_gradient_divide_factors(
         group._reduce_scatter_process_group,
-        group._all_reduce_process_group if group._is_hsdp else None,
+        all_reduce_group(group),
         dtype,
         device_type,
         group.gradient_divide_factor,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -13,6 +13,9 @@ from torch.distributed.tensor import DTensor
 
 from pytest_gtrainer.passes.bucket_plan import LOSS, BucketPlan, Plan, PlanError, layer_of
 from pytest_gtrainer.tracing.sharding import MixedPrecisionPolicy
+
+if TYPE_CHECKING:
+    from pytest_gtrainer.worlds.world import World
 
 Batch = tuple[Any, ...]
 
@@ -31,7 +34,7 @@ class TrainConfig:
         step: ``step(model, *inputs) -> scalar loss``.
         batch: ``batch(step, rank) -> inputs``, tensors on the mesh's device.
         bucket_plan: one ``fully_shard`` group, one bucket, per entry.
-        mesh: 1-D, the ranks that data is parallel over.
+        mesh: the ranks that data is parallel over: 1-D, or 2-D (replicate, shard) for hybrid sharding.
         submeshes: plan entries (a FQN each) that are sharded over another mesh, as routed experts
             are; their gradients are summed there and divided by the size of ``mesh``.
         mp_policy: dtypes of both sides.
@@ -52,10 +55,34 @@ class TrainConfig:
     def __post_init__(self) -> None:
         if self.steps < 1:
             raise ValueError(f"steps={self.steps}: train for at least one step")
+        if self.mesh.ndim > 2:
+            raise ValueError(f"a mesh has one dimension, or two (replicate, shard); this one is {self.mesh.ndim}-D")
+        if self.hybrid and self.submeshes:
+            raise ValueError("submeshes beside a 2-D mesh are not supported: hybrid sharding is for the whole model")
         entries = {entry for entry in self.bucket_plan if isinstance(entry, str)}
         unknown = sorted(set(self.submeshes) - entries)
         if unknown:
             raise PlanError(f"submeshes names {', '.join(unknown)}, which is no entry of the bucket plan")
+
+    @property
+    def hybrid(self) -> bool:
+        """Whether parameters are replicated over one dimension of the mesh and sharded over the other."""
+        return self.mesh.ndim == 2
+
+
+def finished(config: TrainConfig | Callable[[DeviceMesh], TrainConfig], world: World | None) -> TrainConfig:
+    """The configuration itself, or the one that a function builds from this rank's mesh.
+
+    Raises:
+        ValueError: a function, and no world whose mesh it could be given.
+    """
+    if isinstance(config, TrainConfig):
+        return config
+    if world is None:
+        raise ValueError("a function that builds the configuration needs a mesh: give world=gt_world too")
+    from pytest_gtrainer.worlds.mesh import make_mesh
+
+    return config(make_mesh(world))
 
 
 def new_model(config: TrainConfig) -> nn.Module:

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from pytest_gtrainer.numerics.record import Record
 from pytest_gtrainer.passes.layout import BucketLayout
 from pytest_gtrainer.references._torch import FSDP2Policy, fully_shard
-from pytest_gtrainer.references.config import TrainConfig, bucket_modules, new_model
+from pytest_gtrainer.references.config import TrainConfig, bucket_modules, finished, new_model
 from pytest_gtrainer.references.layout import eager_bucket_layout
-from pytest_gtrainer.references.train import train
+from pytest_gtrainer.references.train import Recorder, train
+
+if TYPE_CHECKING:
+    from pytest_gtrainer.worlds.world import World
 
 
 class EagerRun:
@@ -22,9 +27,9 @@ class EagerRun:
         self.config = config
         self.model = shard_eagerly(new_model(config), config)
 
-    def run(self) -> Record:
+    def run(self, recorder: Recorder | None = None) -> Record:
         """Train for ``config.steps`` steps; see ``references.train.train`` for what is recorded."""
-        return train(self.config, self.model, self._compute_gradients, side="eager fully_shard")
+        return train(self.config, self.model, self._compute_gradients, "eager fully_shard", recorder)
 
     def layout(self) -> BucketLayout:
         """Where FSDP2 put each parameter; available after ``run``."""
@@ -56,6 +61,15 @@ def shard_eagerly(model: nn.Module, config: TrainConfig) -> nn.Module:
     return model
 
 
-def train_eager(config: TrainConfig) -> Record:
-    """Train eagerly with ``fully_shard``: loss, gradients, weights, ... per step, on this rank."""
-    return EagerRun(config).run()
+def train_eager(config: TrainConfig | Callable[[DeviceMesh], TrainConfig], *, world: World | None = None) -> Record:
+    """Train eagerly with ``fully_shard``: loss, gradients, weights, ... per step, on this rank.
+
+    In a simulated ``world`` on all its ranks, as threads; ``config`` is then best a function that builds the
+    configuration from a rank's mesh.
+    """
+    if world is not None and world.kind == "simulated":
+        from pytest_gtrainer.worlds.simulated.threads.training import simulated_eager
+        from pytest_gtrainer.worlds.simulated.world import net_of
+
+        return simulated_eager(config, net_of(world), mesh=world.mesh).record
+    return EagerRun(finished(config, world)).run()

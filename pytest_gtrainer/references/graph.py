@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from pytest_gtrainer.numerics.record import Record
-from pytest_gtrainer.passes.canonicalize import canonicalize_graph_pass
-from pytest_gtrainer.passes.joint import joint_transformer_block_bucketing_reordering_pass
 from pytest_gtrainer.passes.layout import BucketLayout, bucket_layout
 from pytest_gtrainer.passes.payload_order import PayloadOrder
-from pytest_gtrainer.references.config import TrainConfig, bucket_modules, new_model
+from pytest_gtrainer.passes.pipeline import apply_graph_passes, construct_default_graph_passes
+from pytest_gtrainer.references.config import TrainConfig, bucket_modules, finished, new_model
 from pytest_gtrainer.references.same_collectives import assert_same_collectives
 from pytest_gtrainer.references.train import train
 from pytest_gtrainer.tracing.sharding import data_parallel
 from pytest_gtrainer.tracing.step import TracedStep, trace_step
+
+# a second group a mesh buys overlap, which nobody measures here, and costs its set-up on every rank
+_NOT_NEEDED = ("reassign_collective_pgs_pass",)
+
+if TYPE_CHECKING:
+    from pytest_gtrainer.worlds.world import World
 
 
 class GraphRun:
@@ -26,10 +33,11 @@ class GraphRun:
     The graph is traced on every rank: shard sizes, group names and pads differ between ranks (D15).
     """
 
-    def __init__(self, config: TrainConfig, *, payload_order: PayloadOrder = "managed") -> None:
+    def __init__(self, config: TrainConfig, **options: Any) -> None:
+        """``options`` are those of ``rewrite``."""
         self.config = config
         self.model = shard_traceably(new_model(config), config)
-        self.traced = rewrite(trace_config(config, self.model), config, payload_order=payload_order)
+        self.traced = rewrite(trace_config(config, self.model), config, **options)
 
     def run(self) -> Record:
         """Train for ``config.steps`` steps; see ``references.train.train`` for what is recorded.
@@ -55,7 +63,8 @@ def shard_traceably(model: nn.Module, config: TrainConfig) -> nn.Module:
             factor = float(config.mesh.size())
             mesh = config.submeshes[label]
             data_parallel(modules[0], mesh, mp_policy=config.mp_policy, gradient_divide_factor=factor)
-    return data_parallel(model, config.mesh, mp_policy=config.mp_policy)
+    mode = "hybrid_shard" if config.hybrid else "fully_shard"
+    return data_parallel(model, config.mesh, mode=mode, mp_policy=config.mp_policy)
 
 
 def trace_config(config: TrainConfig, model: nn.Module) -> TracedStep:
@@ -63,15 +72,47 @@ def trace_config(config: TrainConfig, model: nn.Module) -> TracedStep:
     return trace_step(model, config.step, config.batch(0, dist.get_rank()))
 
 
-def rewrite(traced: TracedStep, config: TrainConfig, *, payload_order: PayloadOrder = "managed") -> TracedStep:
-    """The step with its collectives bucketed and reordered."""
-    gm = canonicalize_graph_pass(traced.gm, traced.example_inputs)
-    gm = joint_transformer_block_bucketing_reordering_pass(
-        gm, traced.example_inputs, bucket_plan=config.bucket_plan, payload_order=payload_order
+def rewrite(
+    traced: TracedStep,
+    config: TrainConfig,
+    *,
+    payload_order: PayloadOrder = "managed",
+    reduce_scatter_first: bool = True,
+    reshard_after_forward: bool = False,
+) -> TracedStep:
+    """The step with its collectives bucketed and reordered; nothing else moves, so that it reads as it was traced.
+
+    The traced graph is left as it was.
+
+    Args:
+        payload_order: see ``joint_transformer_block_bucketing_reordering_pass``.
+        reduce_scatter_first: under hybrid sharding, reduce gradients as FSDP2 does (D16); off to show the difference.
+        reshard_after_forward: gather parameters again in the backward, as FSDP2 does; the bits are the same.
+    """
+    passes = construct_default_graph_passes(
+        bucket_plan=config.bucket_plan,
+        payload_order=payload_order,
+        reduce_scatter_first=config.hybrid and reduce_scatter_first,
+        reshard_after_forward=reshard_after_forward,
+        canonical_rules=("detach", "view"),
     )
+    gm = apply_graph_passes(traced.gm, traced.example_inputs, passes, disable=_NOT_NEEDED)
     return traced.with_graph(gm)
 
 
-def train_graph(config: TrainConfig, *, payload_order: PayloadOrder = "managed") -> Record:
-    """Train by the rewritten graph: loss, gradients, weights, ... per step, on this rank."""
-    return GraphRun(config, payload_order=payload_order).run()
+def train_graph(
+    config: TrainConfig | Callable[[DeviceMesh], TrainConfig],
+    *,
+    world: World | None = None,
+    payload_order: PayloadOrder = "managed",
+) -> Record:
+    """Train by the rewritten graph: loss, gradients, weights, ... per step, on this rank.
+
+    In a simulated ``world`` on all its ranks; ``config`` is then best a function that builds the
+    configuration from a rank's mesh.
+    """
+    if world is not None and world.kind == "simulated":
+        from pytest_gtrainer.worlds.simulated.graph_training import SimulatedGraphRun
+
+        return SimulatedGraphRun(config, world, payload_order=payload_order).run()
+    return GraphRun(finished(config, world), payload_order=payload_order).run()

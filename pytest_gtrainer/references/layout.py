@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from pytest_gtrainer.passes.layout import ALL_GATHER_NAME, REDUCE_SCATTER_NAME, BucketLayout, Payload, Slot
+from pytest_gtrainer.passes.layout import (
+    ALL_GATHER_NAME,
+    ALL_REDUCE_NAME,
+    REDUCE_SCATTER_NAME,
+    BucketLayout,
+    Payload,
+    Slot,
+)
 from pytest_gtrainer.references import _torch
 
 
 def eager_bucket_layout(model: nn.Module) -> BucketLayout:
-    """Which parameter sits at which byte of FSDP2's all-gathers and reduce-scatters.
+    """Which parameter sits at which byte of FSDP2's all-gathers, reduce-scatters and, of replicas, all-reduces.
 
     Call it after a backward, while gradients are there: FSDP2 finishes its set-up in the first
     forward, and reduces the parameters that got a gradient.
@@ -32,7 +41,12 @@ def eager_bucket_layout(model: nn.Module) -> BucketLayout:
 def _payloads(group: object, names: dict[int, str]) -> list[Payload]:
     gather = _all_gather(group, names)
     scatter = _reduce_scatter(group, names)
-    return [gather] if scatter is None else [gather, scatter]
+    if scatter is None:
+        return [gather]
+    between_replicas = _torch.all_reduce_group(group)
+    if between_replicas is None:
+        return [gather, scatter]
+    return [gather, scatter, replace(scatter, collective=ALL_REDUCE_NAME, ranks=_ranks(between_replicas))]
 
 
 def _all_gather(group: object, names: dict[int, str]) -> Payload:

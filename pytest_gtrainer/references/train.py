@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -14,12 +14,23 @@ from pytest_gtrainer.numerics.record import Record
 from pytest_gtrainer.references.config import TrainConfig
 
 
+class Recorder(Protocol):
+    """What a training run tells its tensors to: a ``Record``, or something that keeps less."""
+
+    def add(self, step: int, rank: int, phase: str, name: str, tensor: torch.Tensor) -> None: ...
+
+
 def train(
-    config: TrainConfig, model: nn.Module, compute_gradients: Callable[..., torch.Tensor], side: str
+    config: TrainConfig,
+    model: nn.Module,
+    compute_gradients: Callable[..., torch.Tensor],
+    side: str,
+    recorder: Recorder | None = None,
 ) -> Record:
     """Train ``model`` and record loss, gradients, weights, optimiser state and buffers of every step.
 
-    ``compute_gradients(*inputs)`` returns the loss and fills ``.grad``.
+    ``compute_gradients(*inputs)`` returns the loss and fills ``.grad``. With a ``recorder`` the record that
+    is returned stays empty.
 
     Raises:
         ValueError: under a fake process group, whose collectives move no data (W1).
@@ -27,7 +38,8 @@ def train(
     if dist.get_backend() == "fake":
         raise ValueError('a fake world moves no data, so training in it means nothing: use gt_world("ranks")')
     rank, world = dist.get_rank(), dist.get_world_size()
-    record = Record(world_size=world, rank=rank, meta={"side": side})
+    empty = Record(world_size=world, rank=rank, meta={"side": side})
+    record: Recorder = empty if recorder is None else recorder
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = config.optimizer(parameters)
     for step in range(config.steps):
@@ -37,21 +49,21 @@ def train(
         _record_gradients(record, step, rank, model)
         optimizer.step()
         _record_state(record, step, rank, model, optimizer)
-    return record
+    return empty
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().to_local() if isinstance(tensor, DTensor) else tensor.detach()
 
 
-def _record_gradients(record: Record, step: int, rank: int, model: nn.Module) -> None:
+def _record_gradients(record: Recorder, step: int, rank: int, model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if parameter.grad is not None:
             record.add(step, rank, "gradient", name, local_tensor(parameter.grad))
 
 
 def _record_state(
-    record: Record, step: int, rank: int, model: nn.Module, optimizer: torch.optim.Optimizer
+    record: Recorder, step: int, rank: int, model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> None:
     for name, parameter in model.named_parameters():
         record.add(step, rank, "weight", name, local_tensor(parameter))

@@ -24,6 +24,11 @@ def enter(spec: WorldSpec, config: pytest.Config) -> Iterator[World]:
 
         with fake_world(spec) as world:
             yield world
+    elif spec.kind == "simulated":
+        from pytest_gtrainer.worlds.simulated.world import simulated_world
+
+        with simulated_world(spec) as world:
+            yield world
     else:
         from pytest_gtrainer.worlds.ranks.world import ranks_world
 

@@ -12,15 +12,18 @@ import sys
 
 
 def forget_meshes() -> None:
-    """Empty DTensor's caches of sharding propagation and of redistribution plans.
+    """Empty DTensor's caches of sharding propagation, of redistribution plans and of what these cost.
 
-    Private, read against torch 2.13: ``torch.distributed.tensor.debug._clear_sharding_prop_cache``
-    and the ``functools.cache`` around ``_redistribute._gen_transform_infos``. Does nothing
-    where DTensor was never imported.
+    Private, read against torch 2.13: ``torch.distributed.tensor.debug._clear_sharding_prop_cache``,
+    the ``functools.cache`` around ``_redistribute._gen_transform_infos`` and around
+    ``_collective_utils.MeshTopoInfo.build_from_mesh``, and the planners of ``_redistribute``. Does
+    nothing where DTensor was never imported.
     """
     if "torch.distributed.tensor" not in sys.modules:
         return
-    from torch.distributed.tensor import _redistribute, debug
+    from torch.distributed.tensor import _collective_utils, _redistribute, debug
 
     debug._clear_sharding_prop_cache()
     _redistribute._gen_transform_infos.cache_clear()
+    _redistribute.clear_redistribute_planner_cache()
+    _collective_utils.MeshTopoInfo.build_from_mesh.cache_clear()

@@ -19,6 +19,9 @@ from pytest_gtrainer.worlds.ranks.watch import run_on
 from pytest_gtrainer.worlds.spec import WorldSpec, spec_of
 
 GOLDENS = "gtrainer-goldens"
+# The plugins that compare what the ranks have sent with their reports, and the attribute it is in.
+JUDGES = {GOLDENS: "gt_goldens", "gtrainer-inline": "gt_inline"}
+CARRIED = (*JUDGES.values(), "gt_facts")
 # Anything else that strikes during dispatch, a plugin's time limit for one, is the test's failure.
 NOT_A_FAILURE = (KeyboardInterrupt, pytest.exit.Exception)
 
@@ -31,10 +34,14 @@ def dispatch(
     hooks.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
     reports = _reports(pool, item, next_on_ranks)
     for report in reports:
-        hooks.pytest_runtest_logreport(report=report)
-    # What earlier tests have set up in this process, and the next one does not share.
+        if report.when != "teardown":
+            hooks.pytest_runtest_logreport(report=report)
+    # What earlier tests have set up in this process, and the next one does not share: if that fails,
+    # it must be told before the last report, with which goldens are written.
     _tear_down_here(item, nextitem)
-    _finish_goldens(item, passed=all(report.passed for report in reports))
+    for report in reports:
+        if report.when == "teardown":
+            hooks.pytest_runtest_logreport(report=report)
     hooks.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
 
 
@@ -88,7 +95,7 @@ def _merged(item: pytest.Item, outcome: Outcome) -> list[pytest.TestReport]:
     reports = {rank: _rank_reports(item, answer) for rank, answer in outcome.answers.items()
                if isinstance(answer, wire.ItemDone) and answer.reports}  # fmt: skip
     merged = merge(item, _with_disagreement(outcome), reports)
-    _judge_goldens(item, merged, reports)
+    _judge(item, merged, reports)
     return merged
 
 
@@ -99,8 +106,8 @@ def _rank_reports(item: pytest.Item, answer: wire.ItemDone) -> dict[Phase, pytes
         report: Any = item.config.hook.pytest_report_from_serializable(config=item.config, data=dict(data))
         known = restored.get(report.when)
         kept = known if known is not None and known.failed else report
-        kept.gt_goldens = _attached(known, "gt_goldens") + _attached(report, "gt_goldens")
-        kept.gt_facts = _attached(known, "gt_facts") + _attached(report, "gt_facts")
+        for name in CARRIED:
+            setattr(kept, name, _attached(known, name) + _attached(report, name))
         restored[report.when] = kept
     return {phase: _plain(restored[phase]) for phase in PHASES if phase in restored}
 
@@ -115,7 +122,8 @@ def _plain(report: Any) -> pytest.TestReport:
         return report
     arguments = {name: getattr(report, name) for name in ("nodeid", "location", "keywords", "outcome", "longrepr")}
     plain = pytest.TestReport(**arguments, when=report.when, sections=report.sections, duration=report.duration)
-    plain.gt_goldens, plain.gt_facts = report.gt_goldens, report.gt_facts  # type: ignore[attr-defined]
+    for name in CARRIED:
+        setattr(plain, name, _attached(report, name))
     return plain
 
 
@@ -129,30 +137,33 @@ def _with_disagreement(outcome: Outcome) -> Outcome:
     return outcome
 
 
-# --- goldens ---------------------------------------------------------------------------------
+# --- goldens and inline expectations ---------------------------------------------------------
 
 
-def _judge_goldens(
-    item: pytest.Item, merged: list[pytest.TestReport], reports: Mapping[int, RankReports]
-) -> None:
-    """Let the golden plugin compare what the ranks claim; its objection fails the call."""
-    judge = getattr(item.config.pluginmanager.getplugin(GOLDENS), "judge_ranks", None)
+def _judge(item: pytest.Item, merged: list[pytest.TestReport], reports: Mapping[int, RankReports]) -> None:
+    """Let plugins compare what the ranks claim; an objection fails the call."""
     call = next((report for report in merged if report.when == "call" and report.passed), None)
-    if judge is None or call is None:
+    if call is None:
         return
-    claims = {
-        rank: [claim for report in phases.values() for claim in _attached(report, "gt_goldens")]
+    objections = []
+    for name, attribute in JUDGES.items():
+        judge = getattr(item.config.pluginmanager.getplugin(name), "judge_ranks", None)
+        if judge is not None:
+            objections.append(judge(item, _claims(reports, attribute)))
+    found = [objection for objection in objections if objection is not None]
+    if found:
+        call.outcome, call.longrepr = "failed", "\n\n".join(found)
+    # Some expectations may be met by some ranks only; they are written where the run ends.
+    every = [claim for claims in _claims(reports, "gt_inline").values() for claim in claims]
+    call.gt_inline = [claim for n, claim in enumerate(every) if claim not in every[:n]]  # type: ignore[attr-defined]
+
+
+def _claims(reports: Mapping[int, RankReports], attribute: str) -> dict[int, list[Any]]:
+    """What each rank has sent with its reports of all phases."""
+    return {
+        rank: [claim for report in phases.values() for claim in _attached(report, attribute)]
         for rank, phases in reports.items()
     }
-    objection = judge(item, claims)
-    if objection is not None:
-        call.outcome, call.longrepr = "failed", objection
-
-
-def _finish_goldens(item: pytest.Item, *, passed: bool) -> None:
-    finish = getattr(item.config.pluginmanager.getplugin(GOLDENS), "finish_item", None)
-    if finish is not None:
-        finish(item, passed)
 
 
 # --- this process ------------------------------------------------------------------------------

@@ -1,0 +1,64 @@
+"""One line a step instead of every tensor: digests of the weights, for runs whose records would not fit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import xxhash
+from torch import Tensor
+
+from pytest_gtrainer.numerics.digest import digest
+
+
+class WeightDigests:
+    """Takes what a ``Record`` takes and keeps of each step and rank a digest of its weights.
+
+    >>> import torch
+    >>> kept = WeightDigests()
+    >>> kept.add(0, 0, "weight", "w", torch.ones(2)); kept.add(0, 0, "loss", "loss", torch.ones(()))
+    >>> other = WeightDigests()
+    >>> other.add(0, 0, "weight", "w", -torch.ones(2))
+    >>> list(kept.steps), kept.steps == other.steps
+    ([0], False)
+    """
+
+    def __init__(self) -> None:
+        self._tensors: dict[str, Tensor] = {}
+        self._place: tuple[int, int] | None = None
+        self._ranks: dict[int, dict[int, str]] = {}
+
+    def add(self, step: int, rank: int, phase: str, name: str, tensor: Tensor) -> None:
+        """Note a tensor; of weights a digest is made as soon as another step or rank begins."""
+        if phase != "weight":
+            return
+        if self._place != (step, rank):
+            self._close()
+            self._place = (step, rank)
+        self._tensors[name] = tensor.detach().clone()
+
+    def _close(self) -> None:
+        if self._place is not None:
+            step, rank = self._place
+            self._ranks.setdefault(step, {})[rank] = digest(self._tensors)
+        self._place, self._tensors = None, {}
+
+    @property
+    def steps(self) -> dict[int, str]:
+        """One digest for all ranks of every step."""
+        self._close()
+        return {step: _joined(ranks) for step, ranks in sorted(self._ranks.items())}
+
+    @classmethod
+    def merged(cls, parts: Iterable[WeightDigests]) -> WeightDigests:
+        """The digests of ranks that were kept apart."""
+        whole = cls()
+        for part in parts:
+            part._close()
+            for step, ranks in part._ranks.items():
+                whole._ranks.setdefault(step, {}).update(ranks)
+        return whole
+
+
+def _joined(ranks: dict[int, str]) -> str:
+    text = "\n".join(f"{rank} {told}" for rank, told in sorted(ranks.items()))
+    return f"xxh3_128:{xxhash.xxh3_128(text.encode()).hexdigest()}"

@@ -1,0 +1,95 @@
+"""The order in which gloo adds, exactly: the net by which the simulated world is checked against real ranks (S8).
+
+gloo cuts a tensor into segments and deals them to the ranks in equal runs. The run of rank c is summed
+as c-1, c-2, ..., c (modulo n), one rounding per hop in the dtype of the tensor; an average divides the
+sum. A reduce-scatter of one tensor is an all-reduce of it of which every rank keeps its part; the form
+that takes a list of tensors adds in another order and is not modelled.
+
+Established against torch 2.13's gloo: no differing element for 2 to 8 ranks, fp64, fp32, bf16 and fp16.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from pytest_gtrainer.worlds.simulated import runs
+from pytest_gtrainer.worlds.simulated.checks import check_count, check_element, check_members, check_rows
+from pytest_gtrainer.worlds.simulated.net import Path
+from pytest_gtrainer.worlds.simulated.orders import after_rank, told
+from pytest_gtrainer.worlds.simulated.reductions import check_reduction
+from pytest_gtrainer.worlds.simulated.ring_sum import Reduction, ring_sum, units_of
+from pytest_gtrainer.worlds.simulated.runs import Run
+
+SEGMENT_BYTES = 1 << 20
+SEGMENTS_PER_RANK = 2
+
+
+@dataclass(frozen=True, slots=True)
+class GlooNet:
+    """gloo over ``ranks`` ranks; ``members`` as in ``NetModel``.
+
+    Raises:
+        ValueError: in one sentence, naming the value.
+    """
+
+    ranks: int
+    members: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        check_count("ranks", self.ranks)
+        if self.members is not None:
+            object.__setattr__(self, "members", tuple(self.members))
+            check_members(self.members, self.ranks)
+
+    @property
+    def size(self) -> int:
+        """Number of ranks that this net connects."""
+        return self.ranks if self.members is None else len(self.members)
+
+    def for_group(self, ranks: Sequence[int]) -> GlooNet:
+        """The net of a subgroup; gloo knows nothing of the world around it."""
+        return replace(self, members=tuple(ranks))
+
+    def reduce_scatter(self, inputs: Tensor, op: str) -> Tensor:
+        """As ``NetModel.reduce_scatter``."""
+        check_rows("reduce_scatter", inputs, self.size, divisible=True)
+        return self.all_reduce(inputs, op).view(self.size, -1)
+
+    def all_reduce(self, inputs: Tensor, op: str) -> Tensor:
+        """As ``NetModel.all_reduce``."""
+        check_reduction("all_reduce", op, inputs.dtype)
+        check_rows("all_reduce", inputs, self.size)
+        count, itemsize = inputs.shape[1], inputs.dtype.itemsize
+        units = units_of(self._runs(count, itemsize), 1, count, itemsize)
+        return ring_sum(inputs, units, self._order()[None], Reduction(op, inputs.dtype, "divide"))
+
+    def explain(self, collective: str, offset: int, count: int, dtype: torch.dtype, destination: int = 0) -> Path:
+        """As ``NetModel.explain``."""
+        check_element(collective, offset, count)
+        if collective == "reduce_scatter":
+            offset, count = destination * count + offset, self.size * count
+        run = next(run for run in self._runs(count, dtype.itemsize) if offset in run)
+        return Path(0, told(self._order(), run.place, self.members))
+
+    def _runs(self, count: int, itemsize: int) -> list[Run]:
+        return runs.chunks(Run(0, 0, count), run_length(count, itemsize, self.size)) if count else []
+
+    def _order(self) -> Tensor:
+        return after_rank((0, *range(self.size - 1, 0, -1)))
+
+
+def run_length(count: int, itemsize: int, ranks: int) -> int:
+    """Elements of the run of segments that one rank reduces.
+
+    >>> run_length(33, 4, ranks=4), run_length(5_000_000, 4, ranks=4)
+    (10, 1250000)
+    """
+    size = count * itemsize
+    segments = max(-(-size // SEGMENT_BYTES), SEGMENTS_PER_RANK * ranks)
+    per_rank = -(-segments // ranks)
+    segment = -(-size // (per_rank * ranks))
+    return per_rank * -(-segment // itemsize)

@@ -1,0 +1,135 @@
+"""Training by a rewritten graph on all ranks of a simulated world.
+
+The graph is traced by rank 0, and by the last rank to see that it is the same; what every rank holds at the
+start comes from the same code that shards the model on real ranks, run on threads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.utils import _pytree as pytree
+
+from pytest_gtrainer.numerics.record import Record
+from pytest_gtrainer.passes.layout import BucketLayout
+from pytest_gtrainer.passes.payload_order import PayloadOrder
+from pytest_gtrainer.references.config import TrainConfig, new_model
+from pytest_gtrainer.references.graph import GraphRun, shard_traceably
+from pytest_gtrainer.references.train import Recorder
+from pytest_gtrainer.tracing.state import ModelState, local
+from pytest_gtrainer.worlds.simulated.interpreter import Interpreter, PerRank, RankGraph, check_same_on_all
+from pytest_gtrainer.worlds.simulated.interpreter.run import one_thread
+from pytest_gtrainer.worlds.simulated.interpreter.values import of_rank
+from pytest_gtrainer.worlds.simulated.threads.run import LIMIT, run_threads
+from pytest_gtrainer.worlds.simulated.threads.training import ConfigOfMesh, config_of_mesh
+from pytest_gtrainer.worlds.simulated.world import net_of, played_by
+from pytest_gtrainer.worlds.world import World
+
+
+class SimulatedGraphRun:
+    """A rewritten graph, ready to train all ranks of a simulated world once.
+
+    Raises:
+        DependsOnRank: rank 0 and the last rank trace different graphs; names the first node (S4).
+        ValueError: the world is no simulated one.
+    """
+
+    def __init__(
+        self, config: TrainConfig | ConfigOfMesh, world: World, *, payload_order: PayloadOrder = "managed"
+    ) -> None:
+        net = net_of(world)
+        build, mesh = config_of_mesh(config, world.size, world.mesh)
+        own = _mesh(mesh)
+        self.config = build(own)
+        self._run = GraphRun(self.config, payload_order=payload_order)
+        graph = _rank_graph(self._run, own)
+        if world.size > 1:
+            check_same_on_all(graph, _traced_by_last(build, mesh, world.size, payload_order))
+        self._interpreter = Interpreter(graph, net)
+        states = run_threads(world.size, _initial_state, build, mesh, net=net, timeout=LIMIT)
+        self._ranks = [_Rank(rank, self._run, tensors) for rank, tensors in enumerate(states)]
+
+    def layout(self) -> BucketLayout:
+        """Where the rewritten graph puts each parameter."""
+        return self._run.layout()
+
+    def run(self, recorder: Recorder | None = None) -> Record:
+        """Train for ``config.steps`` steps: the record of all ranks; it stays empty if a ``recorder`` takes all."""
+        size = len(self._ranks)
+        empty = Record(world_size=size, meta={"side": "rewritten graph"})
+        record: Recorder = empty if recorder is None else recorder
+        state = [PerRank(tensors) for tensors in zip(*(rank.tensors for rank in self._ranks), strict=True)]
+        with one_thread():
+            for step in range(self.config.steps):
+                self._step(step, state, record)
+        return empty
+
+    def _step(self, step: int, state: Sequence[PerRank], record: Recorder) -> None:
+        batches = [pytree.tree_leaves(self.config.batch(step, rank.rank)) for rank in self._ranks]
+        inputs = [PerRank(values) for values in zip(*batches, strict=True)]
+        output = self._interpreter.run([*state, *inputs])
+        for rank in self._ranks:
+            rank.finish_step(record, step, *of_rank(output, rank.rank))
+
+
+def _mesh(extents: Mapping[str, int]) -> DeviceMesh:
+    return init_device_mesh("cpu", tuple(extents.values()), mesh_dim_names=tuple(extents))
+
+
+def _rank_graph(run: GraphRun, mesh: DeviceMesh) -> RankGraph:
+    return RankGraph.of(run.traced.gm, mesh, run.config.mesh, *run.config.submeshes.values())
+
+
+def _traced_by_last(
+    build: ConfigOfMesh, extents: Mapping[str, int], size: int, payload_order: PayloadOrder
+) -> RankGraph:
+    with played_by(size - 1):
+        mesh = _mesh(extents)
+        return _rank_graph(GraphRun(build(mesh), payload_order=payload_order), mesh)
+
+
+def _initial_state(rank: int, build: ConfigOfMesh, extents: Mapping[str, int]) -> list[torch.Tensor]:
+    """What a rank holds before the first step: its shards, in the order of the graph's inputs."""
+    config = build(_mesh(extents))
+    model = shard_traceably(new_model(config), config)
+    return [local(tensor).detach().clone() for tensor in ModelState.of(model).tensors]
+
+
+class _Rank:
+    """One rank's shards and their optimiser."""
+
+    def __init__(self, rank: int, run: GraphRun, tensors: Sequence[torch.Tensor]) -> None:
+        self.rank, self.tensors = rank, list(tensors)
+        state = ModelState.of(run.model)
+        self._fqns, self._trainable = state.fqns, run.traced.trainable_fqns
+        self._parameters = {
+            fqn: nn.Parameter(tensor, requires_grad=fqn in self._trainable)
+            for fqn, tensor in zip(state.parameters, self.tensors, strict=False)
+        }
+        self._optimizer = run.config.optimizer([self._parameters[fqn] for fqn in self._trainable])
+
+    def finish_step(self, record: Recorder, step: int, loss: torch.Tensor, *gradients: torch.Tensor | None) -> None:
+        """Record loss and gradients, step, record the rest; as ``references.train.train`` does."""
+        record.add(step, self.rank, "loss", "loss", loss)
+        self._optimizer.zero_grad()
+        for fqn, gradient in zip(self._trainable, gradients, strict=True):
+            if gradient is not None:
+                parameter = self._parameters[fqn]
+                parameter.grad = torch.empty_like(parameter, dtype=gradient.dtype).copy_(gradient)
+                record.add(step, self.rank, "gradient", fqn, parameter.grad)
+        self._optimizer.step()
+        self._record_state(record, step)
+
+    def _record_state(self, record: Recorder, step: int) -> None:
+        for fqn, parameter in self._parameters.items():
+            record.add(step, self.rank, "weight", fqn, parameter)
+            state: dict[str, Any] = self._optimizer.state.get(parameter, {})
+            for key, value in state.items():
+                if isinstance(value, torch.Tensor):
+                    record.add(step, self.rank, "optimizer", f"{fqn}.{key}", value)
+        for fqn, tensor in zip(self._fqns[len(self._parameters) :], self.tensors[len(self._parameters) :], strict=True):
+            record.add(step, self.rank, "buffer", fqn, tensor)

@@ -1,0 +1,105 @@
+"""Process groups: what the groups that one rank's graph names are on all ranks.
+
+A graph names the groups of the rank that traced it, which stand for dimensions of the device mesh: "my
+group along ep". The *partition* of a group is every rank's group along the same dimension.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from math import prod
+
+import torch
+from torch import Tensor, fx
+from torch.distributed.device_mesh import DeviceMesh
+
+from pytest_gtrainer.worlds.simulated.errors import NoModel
+from pytest_gtrainer.worlds.simulated.interpreter._torch import OpOverload, group_of, root_ranks
+from pytest_gtrainer.worlds.simulated.interpreter.binding import named_arguments
+
+Partition = tuple[tuple[int, ...], ...]
+GROUP = "group_name"
+
+
+@dataclass(frozen=True, slots=True)
+class RankGraph:
+    """A graph as one rank traced it, with its groups known on all ranks.
+
+    Attributes:
+        rank: the rank that traced it; size: the number of ranks.
+        partitions: by group name; each is a partition of the ranks.
+    """
+
+    gm: fx.GraphModule
+    rank: int
+    size: int
+    partitions: Mapping[str, Partition]
+
+    @classmethod
+    def of(cls, gm: fx.GraphModule, *meshes: DeviceMesh) -> RankGraph:
+        """Look the groups of ``gm`` up, in the world that it was traced in: call it while that is there.
+
+        Args:
+            meshes: device meshes whose dimensions, or several of them flattened, the groups are.
+
+        Raises:
+            ValueError: a group that is no dimension of a mesh; pass its mesh, or build a RankGraph by hand.
+        """
+        size = torch.distributed.get_world_size()
+        tensors = [root_ranks(mesh) for mesh in meshes]
+        partitions = {name: _partition(name, group_of(name), size, tensors) for name in group_names(gm)}
+        return cls(gm, torch.distributed.get_rank(), size, partitions)
+
+
+def group_names(gm: fx.GraphModule) -> list[str]:
+    """Names of the groups in ``gm`` and graphs in it, each once."""
+    names: dict[str, None] = {}
+    for module in gm.modules():
+        if isinstance(module, fx.GraphModule):
+            names.update(dict.fromkeys(_names(module.graph)))
+    return list(names)
+
+
+def _names(graph: fx.Graph) -> Iterator[str]:
+    for node in graph.nodes:
+        if isinstance(node.target, OpOverload) and any(arg.name == GROUP for arg in node.target._schema.arguments):
+            yield group_name(node)
+
+
+def group_name(node: fx.Node) -> str:
+    """The group of a collective.
+
+    Raises:
+        NoModel: it is no name.
+    """
+    name = named_arguments(node)[GROUP]
+    if not isinstance(name, str):
+        raise NoModel(f"{node.target} ({node.name}) takes its group from the graph: trace with groups by name")
+    return name
+
+
+def _partition(name: str, own: tuple[int, ...], size: int, meshes: Sequence[Tensor]) -> Partition:
+    if len(own) == size:
+        return (own,)
+    if len(own) == 1:
+        return tuple((rank,) for rank in range(size))
+    for mesh in meshes:
+        for partition in _partitions_of(mesh):
+            if own in partition and sum(map(len, partition)) == size:
+                return partition
+    raise ValueError(
+        f"process group {name!r} of ranks {' '.join(map(str, own))} is no dimension of the meshes given: give the "
+        "mesh that it belongs to, one that covers all ranks"
+    )
+
+
+def _partitions_of(mesh: Tensor) -> Iterator[Partition]:
+    """The groups along every dimension of a mesh, and along several flattened into one; ranks ascend."""
+    for count in range(1, mesh.ndim + 1):
+        for dims in combinations(range(mesh.ndim), count):
+            others = [dim for dim in range(mesh.ndim) if dim not in dims]
+            extent = prod(mesh.shape[dim] for dim in dims)
+            groups = mesh.permute(*others, *dims).reshape(-1, extent)
+            yield tuple(tuple(sorted(group)) for group in groups.tolist())

@@ -1,0 +1,149 @@
+"""Torch's private parts that ranks on threads need; a new torch breaks this file first.
+
+Read against torch 2.13:
+
+- ``distributed_c10d._world`` holds the process groups of a process and may be replaced ("experimental
+  extension point"); ``ThreadLocalWorld`` is torch's own replacement with one set for each thread.
+- With thread isolation mode on, C++ keeps its registries of groups and of pending collectives by thread.
+- A default group with a ``new_group`` method makes the subgroups itself.
+- Meshes of threads are told apart, in DTensor's caches too, if the backend's name is "threaded".
+- A Python subclass of ``ProcessGroup`` serves both ``torch.distributed`` and functional collectives.
+- ``ReduceOp.PREMUL_SUM(factor)`` gives its factor only by ``__getstate__``.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+
+try:
+    from torch._C._distributed_c10d import (  # type: ignore[attr-defined]
+        _set_thread_isolation_mode,
+        _unregister_all_process_groups,
+    )
+    from torch.distributed import distributed_c10d as c10d
+    from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
+    from torch.testing._internal.distributed.multi_threaded_pg import ThreadLocalWorld
+    from torch.utils._python_dispatch import _disable_current_modes
+except ImportError as error:  # pragma: no cover - needs another torch
+    raise ImportError(
+        f"pytest-gtrainer {__name__} reads torch 2.13 and found torch {torch.__version__}: {error}"
+    ) from error
+
+from pytest_gtrainer.worlds.simulated.threads.faults import NotOnThreads
+
+BACKEND = "threaded"
+Work = dist._Work
+
+
+class NoStore(dist.Store):
+    """The store of ranks on threads: there is none, as a rank that waits for a key would keep the turn."""
+
+    def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise NotOnThreads("ranks on threads have no store: exchange values by collectives (broadcast_object_list)")
+
+    set = get = add = wait = check = compare_set = delete_key = num_keys = _refuse
+
+
+class _Worlds(ThreadLocalWorld):
+    """Every rank's thread has process groups of its own, threads that were there before those of the process."""
+
+    def __init__(self, outside: Any) -> None:
+        self._outside = outside
+        self._outsiders = {thread.ident for thread in threading.enumerate()}
+        self._ranks = threading.local()
+
+    def _get_world(self) -> Any:
+        if getattr(self._ranks, "is_rank", False):
+            return super()._get_world()
+        if threading.get_ident() not in self._outsiders:
+            raise NotOnThreads("a thread that a rank started uses torch.distributed: let the rank itself call it")
+        return self._outside
+
+    def enter(self) -> None:
+        """From here on the calling thread is a rank, without groups."""
+        self._ranks.is_rank = True
+
+
+@contextmanager
+def isolated_threads() -> Iterator[None]:
+    """Threads that call ``become_rank`` have their own ``torch.distributed``; nothing of them is left afterwards."""
+    outside = c10d._world
+    c10d._world = _Worlds(outside)
+    _set_thread_isolation_mode(True)
+    try:
+        yield
+    finally:
+        _set_thread_isolation_mode(False)
+        c10d._world = outside
+
+
+def become_rank(first_group: int) -> None:
+    """Give the calling thread its own groups, named by number from ``first_group`` on."""
+    c10d._world.enter()
+    c10d._world.group_count = first_group
+
+
+def register_default_group(group: dist.ProcessGroup) -> None:
+    """Make ``group`` the default one of the calling thread, as ``init_process_group`` does for a process."""
+    name = c10d._process_group_name([], use_hashed_name=False)
+    ranks = {rank: rank for rank in range(group.size())}
+    c10d._register_pg_in_world(group, BACKEND, NoStore(), name, f"cpu:{BACKEND}", ranks)
+    c10d._world.default_pg = group
+
+
+def drop_groups() -> None:
+    """Empty the calling thread's registry in C++, which outlives the thread; Python's tables end with it."""
+    _unregister_all_process_groups()
+
+
+def reduction_of(op: Any) -> tuple[str, float | None]:
+    """Name of a ``ReduceOp``, and the factor of a premultiplied sum.
+
+    >>> reduction_of(dist.ReduceOp(dist.ReduceOp.AVG)), reduction_of(dist.ReduceOp.PREMUL_SUM(0.5))
+    (('avg', None), ('premul_sum', 0.5))
+    """
+    kind, supplement = op.__getstate__()
+    return str(kind).rpartition(".")[2].lower(), supplement
+
+
+@contextmanager
+def unseen_by_modes() -> Iterator[None]:
+    """What happens inside is no business of a dispatch mode that a rank has on (CommDebugMode, for example)."""
+    if not torch._C._len_torch_dispatch_stack():
+        yield
+        return
+    with _disable_current_modes():
+        yield
+
+
+@contextmanager
+def tracing_hooks(refuse: Callable[[str], None]) -> Iterator[None]:
+    """Call ``refuse(what)`` whenever a thread traces (``make_fx``, export, AOT) or compiles."""
+    from torch._dynamo import eval_frame
+
+    enter, callback_of, compile_ = ProxyTorchDispatchMode.__enter__, eval_frame._callback_from_stance, torch.compile
+
+    def traced(mode: Any) -> Any:
+        refuse("make_fx")
+        return enter(mode)
+
+    def called(callback: Any) -> Any:
+        if callback not in (None, False):
+            refuse("torch.compile")
+        return callback_of(callback)
+
+    def compiled(*args: Any, **kwargs: Any) -> Any:
+        refuse("torch.compile")
+        return compile_(*args, **kwargs)
+
+    ProxyTorchDispatchMode.__enter__, eval_frame._callback_from_stance, torch.compile = traced, called, compiled
+    try:
+        yield
+    finally:
+        ProxyTorchDispatchMode.__enter__, eval_frame._callback_from_stance, torch.compile = enter, callback_of, compile_

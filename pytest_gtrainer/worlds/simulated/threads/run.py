@@ -1,0 +1,176 @@
+"""``run_threads``: a function on many ranks of one process."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from pytest_gtrainer.worlds.mesh_caches import forget_meshes
+from pytest_gtrainer.worlds.ranks.inside.hygiene import restored
+from pytest_gtrainer.worlds.simulated.threads import _torch
+from pytest_gtrainer.worlds.simulated.threads.eager_only import eager_only
+from pytest_gtrainer.worlds.simulated.threads.faults import ranks_text, standstill, time_limit
+from pytest_gtrainer.worlds.simulated.threads.group import ThreadGroup, World
+from pytest_gtrainer.worlds.simulated.threads.state import SwappedStates, state_kept
+from pytest_gtrainer.worlds.simulated.threads.team import Released, Team
+
+if TYPE_CHECKING:
+    from pytest_gtrainer.worlds.simulated.net import Net
+
+LIMIT = 300.0
+_GRACE = 2.0
+_NAMES_A_RUN = 1_000_000
+_runs = itertools.count(1)
+
+
+def run_threads(
+    size: int, function: Callable[..., Any], *args: Any, net: Net, timeout: float = LIMIT
+) -> list[Any]:
+    """Call ``function(rank, *args)`` on ``size`` ranks of this process: the results, in the order of ranks.
+
+    Every rank finds ``torch.distributed`` initialised and makes meshes and groups as in a process of its
+    own; its reductions add in the order of ``net``. Only one rank runs at a time, from collective to
+    collective. The first error of any rank is raised here with a note that names the rank.
+
+    Args:
+        timeout: seconds that a rank may run without coming to a collective or to its end. A rank that waits
+            for others takes none; if all of them wait, that is an error at once.
+
+    Raises:
+        CollectiveMismatch: ranks came to one collective with different operations, sizes, dtypes, splits.
+        Standstill: every rank waits for another one.
+        TimeLimit: a rank ran for longer than ``timeout``.
+        ValueError: the net is one of another size.
+    """
+    _check(size, net, timeout)
+    crew = _Crew(size, function, args, net)
+    with ExitStack() as stack:
+        kept = restored(), state_kept(), warnings.catch_warnings()
+        for context in (*kept, eager_only(crew.is_rank), _torch.isolated_threads()):
+            stack.enter_context(context)
+        stack.callback(forget_meshes)
+        torch.set_num_threads(1)  # a thread that enters a parallel region starts a pool of its own
+        return crew.run(timeout)
+
+
+def _check(size: int, net: Net, timeout: float) -> None:
+    if size < 1:
+        raise ValueError(f"run_threads: size is a whole number, 1 or more; not {size!r}")
+    if net.size != size:
+        raise ValueError(f"run_threads: a net of {net.size} ranks for {size} ranks; make both the same")
+    if not timeout > 0:
+        raise ValueError(f"run_threads: timeout is a number of seconds above 0; not {timeout!r}")
+
+
+class _Crew:
+    """The threads of one run."""
+
+    def __init__(self, size: int, function: Callable[..., Any], args: tuple[Any, ...], net: Net) -> None:
+        self._team = Team(size, SwappedStates(size), standstill)
+        self._world = World(self._team, net)
+        self._function, self._args = function, args
+        self._results: list[Any] = [None] * size
+        self._first_group = next(_runs) * _NAMES_A_RUN  # no name of a group means anything elsewhere
+        self._threads = [
+            threading.Thread(target=self._be, args=(rank,), name=f"rank {rank}", daemon=True) for rank in range(size)
+        ]
+
+    def is_rank(self, identifier: int) -> bool:
+        return identifier in self._team.threads.values()
+
+    def run(self, timeout: float) -> list[Any]:
+        team = self._team
+        try:
+            self._start()
+            while not team.all_ended.wait(team.last_turn + timeout - time.monotonic()):
+                if time.monotonic() > team.last_turn + timeout:
+                    team.fail(None, time_limit(team, timeout))
+                    break
+        except BaseException as error:  # an interrupt of the thread that waits
+            team.fail(None, error)
+        stuck = self._end()
+        failure = team.take_error()
+        if failure is None:
+            return self._results
+        try:
+            raise self._explained(*failure, stuck)
+        finally:
+            del failure  # the error's traceback has this frame
+
+    def _start(self) -> None:
+        try:
+            for thread in self._threads:
+                thread.start()
+        except BaseException as error:  # the system gives no more threads
+            self._team.fail(None, error)
+            for rank, thread in enumerate(self._threads):
+                if thread.ident is None:
+                    self._team.abandon(rank)
+        self._team.start()
+
+    def _be(self, rank: int) -> None:
+        team = self._team
+        try:
+            team.join(rank)
+            with self._as_rank(rank):
+                self._results[rank] = self._function(rank, *self._args)
+        except Released:
+            pass
+        except BaseException as error:
+            team.fail(rank, error)
+        finally:
+            self._hand_on_for_good(rank)
+
+    def _hand_on_for_good(self, rank: int) -> None:
+        try:
+            self._team.end(rank)
+        except Released:  # an interrupt that came late; there is one at most
+            self._team.end(rank)
+
+    @contextmanager
+    def _as_rank(self, rank: int) -> Iterator[None]:
+        _torch.become_rank(self._first_group)
+        members = range(self._team.size)
+        with torch.autograd.set_multithreading_enabled(False):
+            _torch.register_default_group(ThreadGroup(self._world, rank, str(self._first_group), members))
+            try:
+                yield
+            finally:
+                if rank not in self._team.abandoned:
+                    _torch.drop_groups()
+
+    def _end(self) -> list[int]:
+        """Get every thread to its end; those stuck in a call of C have their turn taken away, and are returned.
+
+        Most end by themselves, released from what they wait for. Who keeps the turn is interrupted.
+        """
+        team, stuck = self._team, []
+        while (rank := team.running) is not None:
+            if not self._loses_turn(rank):
+                stuck.append(rank)
+                team.abandon(rank)
+        for rank, thread in enumerate(self._threads):
+            if rank not in team.abandoned:
+                thread.join(_GRACE)
+        return stuck
+
+    def _loses_turn(self, rank: int) -> bool:
+        begin, interrupted = time.monotonic(), False
+        while self._team.running == rank and time.monotonic() < begin + _GRACE:
+            time.sleep(0.005)
+            interrupted = interrupted or (time.monotonic() > begin + _GRACE / 4 and self._team.interrupt(rank))
+        return self._team.running != rank
+
+    def _explained(self, rank: int | None, error: BaseException, stuck: list[int]) -> BaseException:
+        if rank is not None:
+            error.add_note(f"raised on rank {rank} of {self._team.size} ranks on threads")
+        if stuck:
+            error.add_note(f"{ranks_text(stuck)}: still in a call that cannot be interrupted")
+        return error

@@ -3,7 +3,7 @@ PYTHON ?= python3
 PY := .venv/bin/python
 PYTEST := $(PY) -m pytest
 
-.PHONY: run test check-long bench lint env clean
+.PHONY: run test check-long bench simulate lint env clean
 
 run: env          ## the main job: trace, rewrite, pin and prove a training step on 8 ranks
 	$(PYTEST) --gt-gpus=8 -m "not long" tests/parity
@@ -16,6 +16,12 @@ check-long: env   ## the long forms too
 
 bench: env        ## speed against yardsticks measured in the same run
 	$(PY) -m benchmarks.digest
+	$(PY) -m benchmarks.simulated
+	$(PY) -m benchmarks.graphdiff
+	$(PY) -m benchmarks.threads
+
+simulate: env     ## 64, 128 and 256 simulated ranks, 25 steps: digests of the weights, graph and eager
+	$(PY) -m benchmarks.simulate
 
 lint: env
 	$(PY) -m ruff check .

@@ -51,9 +51,7 @@ def sha256(model: nn.Module) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gib", type=float, default=1.0, help="size of the model")
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()

@@ -32,10 +32,11 @@ def measure(contestants: Mapping[str, Callable[[], object]], rounds: int) -> dic
     return {name: statistics.median(taken[1:]) for name, taken in times.items()}
 
 
-def report(times: Mapping[str, float], gibibytes: Mapping[str, float], goals: list[Goal]) -> bool:
-    """Print times, throughput and goals; whether every goal is met."""
+def report(times: Mapping[str, float], gibibytes: Mapping[str, float] | None, goals: list[Goal]) -> bool:
+    """Print times, throughput if it is one of memory, and goals; whether every goal is met."""
     for name, seconds in times.items():
-        print(f"{name:<28} {seconds:8.4f} s {gibibytes[name] / seconds:8.2f} GiB/s")
+        throughput = f" {gibibytes[name] / seconds:8.2f} GiB/s" if gibibytes else ""
+        print(f"{name:<28} {seconds:8.4f} s{throughput}")
     met = True
     for goal in goals:
         ratio = times[goal.ours] / times[goal.yardstick]

@@ -21,8 +21,18 @@ _HOME: dict[str, str] = {
     # passes
     "get_default_transformer_block_buckets": "passes.bucket_plan",
     "joint_transformer_block_bucketing_reordering_pass": "passes.joint",
+    "transformer_block_bucketing_reordering_pass": "passes.joint",
     "deduplicate_fsdp_unshard_chains_pass": "passes.deduplicate",
     "canonicalize_graph_pass": "passes.canonicalize",
+    "eliminate_dead_code_pass": "passes.dead_code",
+    "reassign_collective_pgs_pass": "passes.process_groups",
+    "reduce_scatter_before_all_reduce_pass": "passes.hsdp",
+    "tag_with_memory_policy_pass": "passes.memory_policy",
+    "selective_activation_remat_pass": "passes.remat",
+    "construct_default_graph_passes": "passes.pipeline",
+    "apply_graph_passes": "passes.pipeline",
+    "LossConfig": "passes.pipeline",
+    "bind_options": "passes.bound",
     # layouts
     "BucketLayout": "passes.layout",
     "bucket_layout": "passes.layout",
@@ -42,8 +52,14 @@ _HOME: dict[str, str] = {
     "deterministic": "numerics.determinism",
     "DebugConfig": "numerics.determinism",
     "ActivationCheckpointConfig": "numerics.determinism",
+    # simulated world
+    "NetModel": "worlds.simulated.net",
+    "assert_simulated_parity": "worlds.simulated.parity",
+    "VacuousCheck": "worlds.simulated.parity",
     # text
     "graphtext": "graphtext",
+    "check_graph": "checks.checker",
+    "assert_graph": "checks.checker",
 }
 
 __all__ = sorted(_HOME)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -52,6 +53,14 @@ def gt_golden(request: pytest.FixtureRequest) -> Golden:
     from pytest_gtrainer.golden.check import golden_of
 
     return golden_of(request)
+
+
+@pytest.fixture
+def gt_artifacts(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """This test's folder, of each rank its own, below ``--gt-artifacts DIR``; without it ``tmp_path``."""
+    from pytest_gtrainer.golden import artifacts
+
+    return artifacts.folder_of(request.node) or tmp_path
 
 
 @pytest.fixture

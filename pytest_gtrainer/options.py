@@ -58,8 +58,13 @@ OPTIONS: tuple[Option, ...] = (
            choices=("auto", "cpu", "cuda")),
     Option("timeout", "limit for one test on ranks (default: 300)", default=300.0, metavar="SECONDS",
            parse=_positive_seconds),
-    Option("update-goldens", "write goldens that are missing or differ", is_flag=True),
-    Option("goldens-in-ci", "let --gt-update-goldens write where the variable CI is set", is_flag=True),
+    Option("update-goldens", "write goldens that are missing or differ, of the tests that pass", is_flag=True),
+    Option("create-goldens", "write goldens that are missing; what differs fails", is_flag=True),
+    Option("prune-goldens", "remove goldens that no test checks, after a run of all tests", is_flag=True),
+    Option("unused-goldens", "goldens that no test checks, after a run of all tests (default: warn)", default="warn",
+           choices=("warn", "fail", "ignore")),
+    Option("goldens-in-ci", "let the flags that write goldens do so where the variable CI is set", is_flag=True),
+    Option("artifacts", "keep what failed tests obtained, with differences, in a folder for each", metavar="DIR"),
     Option("fresh-ranks", "start new rank processes for every test", is_flag=True),
 )
 

@@ -11,13 +11,16 @@ import pytest
 
 from pytest_gtrainer import devices, facts, options
 from pytest_gtrainer.fixtures import (  # noqa: F401 - pytest finds fixtures by their names here
+    gt_artifacts,
     gt_deterministic,
     gt_golden,
     gt_mesh,
     gt_ranks,
     gt_world,
 )
+from pytest_gtrainer.golden import inline
 from pytest_gtrainer.golden.plugin import GoldenPlugin
+from pytest_gtrainer.golden.unused import UnusedGoldens
 from pytest_gtrainer.report.summary import SummaryPlugin
 from pytest_gtrainer.worlds import spec
 from pytest_gtrainer.worlds.ranks.plugin import RanksPlugin, is_rank
@@ -29,14 +32,22 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     options.add(parser)
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
+    inline.prepare(early_config)
+
+
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", spec.MARKER_HELP)
     options.check(config)
     if options.get(config, "gpus") or options.get(config, "device") != "auto":
         devices.resolve(config)  # a promise that cannot be kept stops the run here
-    config.pluginmanager.register(GoldenPlugin(config), "gtrainer-goldens")
+    goldens = GoldenPlugin(config)
+    config.pluginmanager.register(goldens, "gtrainer-goldens")
+    inline.register(config)
     if not is_rank(config):
         config.pluginmanager.register(RanksPlugin(config), "gtrainer-ranks")
+        config.pluginmanager.register(UnusedGoldens(config, goldens), "gtrainer-unused-goldens")
         config.pluginmanager.register(SummaryPlugin(config), "gtrainer-summary")
 
 

@@ -8,7 +8,7 @@ import pytest
 
 import pytest_gtrainer
 
-LOWER_HALF = ("graphtext", "numerics", "passes", "tracing", "references")
+LOWER_HALF = ("checks", "graphtext", "numerics", "passes", "tracing", "references")
 
 
 def leaves_out(modules, heavy):
@@ -27,8 +27,12 @@ def test_the_lower_half_does_not_import_pytest():
 
 @pytest.mark.parametrize(
     "modules",
-    [["pytest_gtrainer", "pytest_gtrainer.plugin"], ["pytest_gtrainer.graphtext", "pytest_gtrainer.graphtext.header"]],
-    ids=["the plugin", "reading graph text"],
+    [
+        ["pytest_gtrainer", "pytest_gtrainer.plugin"],
+        ["pytest_gtrainer.graphtext", "pytest_gtrainer.graphtext.header"],
+        ["pytest_gtrainer.testing", "pytest_gtrainer.testing.pass_file"],
+    ],
+    ids=["the plugin", "reading graph text", "finding pass files"],
 )
 def test_what_does_not_import_torch(modules):
     assert leaves_out(modules, "torch")

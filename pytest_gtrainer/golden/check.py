@@ -8,13 +8,18 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from pytest_gtrainer.golden import artifacts, values
 from pytest_gtrainer.golden.claims import Claim
-from pytest_gtrainer.golden.naming import golden_path
+from pytest_gtrainer.golden.environment import environment_of
+from pytest_gtrainer.golden.naming import golden_path, id_of
 from pytest_gtrainer.golden.store import normal
-from pytest_gtrainer.worlds.spec import WorldSpec, spec_of
+from pytest_gtrainer.worlds.spec import spec_of
 
 if TYPE_CHECKING:
     from pytest_gtrainer.golden.plugin import GoldenPlugin
+
+WHOLE = "full"
+_NUMBERS = (bool, int, float, list, tuple, Mapping)
 
 
 class GoldenMismatch(AssertionError):
@@ -35,11 +40,16 @@ class Golden:
         self._item = item
         self._names: set[str] = set()
 
-    def check(self, value: Any, name: str | None = None, *, view: str = "full") -> None:
+    def check(self, value: Any, name: str | None = None, *, view: str = WHOLE) -> None:
         """Compare ``value`` with the golden of this test, or of this test and ``name``.
 
+        Numbers (exact, in lists and dicts of any depth, digests as texts among them) are compared
+        with those of the same environment: torch, device, instruction set, threads. In another one
+        they are not judged, and kept with ``--gt-artifacts``.
+
         Args:
-            value: an FX graph, a traced step (anything with a graph as ``.gm``), or a text.
+            value: an FX graph, a traced step (anything with a graph as ``.gm``), a bucket layout, a
+                text, or numbers.
             name: tells several goldens of one test apart.
             view: how much of a graph to show.
 
@@ -54,30 +64,69 @@ class Golden:
             raise ValueError(f"this test has checked a golden {which} already: give each check its own name")
         kind, text = self._text(value, view)
         self._names.add(name or "")
-        path = golden_path(self._item.nodeid, name, kind)
-        failure = self._plugin.claim(self._item, Claim(name or "", path.as_posix(), kind, text))
+        path = golden_path(id_of(self._item), name, kind)
+        whole = self._whole_graph(value, view)
+        failure = self._plugin.claim(self._item, Claim(name or "", path.as_posix(), kind, text, whole))
         if failure is not None:
             raise GoldenMismatch(failure)
 
     def _text(self, value: Any, view: str) -> tuple[str, str]:
+        """The kind of a value, and its canonical text."""
+        if _is_graph(value):
+            return "graph", self._graph_text(value, view)
+        if view != WHOLE:
+            raise TypeError(f"view={view!r} says how much of a graph to show, and this is of {type(value).__name__}")
         if isinstance(value, str):
             return "text", normal(value)
-        graph = getattr(value, "gm", value)
-        fx = sys.modules.get("torch.fx")  # who has a graph has imported it
-        if fx is None or not isinstance(graph, fx.GraphModule):
-            kind = type(value).__name__
-            raise TypeError(f"a golden is made of an FX graph, a traced step or a text; not of {kind}")
+        if _is_layout(value):
+            return "graph", self._layout_text(value)
+        if isinstance(value, _NUMBERS):
+            numbers = values.Entry(environment_of(self._item), values.plain(value))
+            return "numbers", values.text_of(self._made_by(), [numbers])
+        kind = type(value).__name__
+        raise TypeError(f"a golden is made of an FX graph, a traced step, a layout, a text or numbers; not of {kind}")
+
+    def _graph_text(self, value: Any, view: str) -> str:
         from pytest_gtrainer.graphtext import render
 
         spec = spec_of(self._item)
-        return "graph", render(graph, view, header=self._header(spec), mesh=spec.mesh if spec else None)
+        graph = getattr(value, "gm", value)
+        return render(graph, view, header=self._header(), mesh=spec.mesh if spec else None)
 
-    def _header(self, spec: WorldSpec | None) -> Mapping[str, str]:
+    def _layout_text(self, layout: Any) -> str:
+        from pytest_gtrainer.graphtext.layout_view import render_layout
+
+        spec = spec_of(self._item)
+        return render_layout(layout, header=self._header(), mesh=spec.mesh if spec else None)
+
+    def _whole_graph(self, value: Any, view: str) -> str:
+        """What an artifact shows beside a partial view; where ranks agree, one of them is enough."""
+        if view == WHOLE or artifacts.folder(self._item.config) is None:
+            return ""
+        rank = getattr(self._item.config, "workerinput", {}).get("gt_rank", 0)
+        return self._graph_text(value, WHOLE) if rank == 0 else ""
+
+    def _header(self) -> Mapping[str, str]:
+        """What a golden's reader may want to know of its making."""
         import torch
 
-        fields = {"test": self._item.nodeid}
+        made_by, spec = self._made_by(), spec_of(self._item)
+        fields = {"test": made_by["test"]}
         if spec is not None:
             played = f", rank {spec.rank}" if spec.kind == "fake" else ""
             fields["world"] = f"{spec.kind}, {spec.size} ranks{played}"
             fields["mesh"] = ", ".join(f"{name}={extent}" for name, extent in spec.mesh.items())
-        return {**fields, "torch": str(torch.__version__), "remake": self._plugin.remake_command(self._item)}
+        return {**fields, "torch": str(torch.__version__), "remake": made_by["remake"]}
+
+    def _made_by(self) -> Mapping[str, str]:
+        return {"test": id_of(self._item), "remake": self._plugin.remake_command(self._item)}
+
+
+def _is_graph(value: Any) -> bool:
+    fx = sys.modules.get("torch.fx")  # who has a graph has imported it
+    return fx is not None and isinstance(getattr(value, "gm", value), fx.GraphModule)
+
+
+def _is_layout(value: Any) -> bool:
+    module = sys.modules.get("pytest_gtrainer.passes.layout")
+    return module is not None and isinstance(value, module.BucketLayout)

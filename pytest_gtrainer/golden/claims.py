@@ -14,13 +14,15 @@ _GROUP = re.compile(r"^(\s*\w+ = group)\(.*\)$", re.MULTILINE)
 class Claim:
     """One check: its name ("" for a test's only one), its file below the root, its text.
 
-    ``kind`` is "graph" or "text". A claim goes through JSON on its way from a rank.
+    ``kind`` is one of ``naming.SUFFIXES``. ``graph`` is the whole graph where ``text`` shows less of
+    it and artifacts are kept. A claim goes through JSON on its way from a rank.
     """
 
     name: str
     path: str
     kind: str
     text: str
+    graph: str = ""
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -35,7 +37,18 @@ class Claim:
         return _GROUP.sub(r"\1()", self.text) if self.kind == "graph" else self.text
 
 
-def disagreement(claims: Mapping[int, list[Claim]]) -> str | None:
+@dataclass(frozen=True, slots=True)
+class Disagreement:
+    """In words, how two ranks claim different things; and what, if both check the same goldens."""
+
+    text: str
+    claims: Mapping[int, Claim]
+
+    def __str__(self) -> str:
+        return self.text
+
+
+def disagreement(claims: Mapping[int, list[Claim]]) -> Disagreement | None:
     """Where the first rank that claims something else than the lowest rank does so.
 
     >>> claims = {0: [Claim("", "", "text", "a\\nb\\n")], 3: [Claim("", "", "text", "a\\nc\\n")]}
@@ -51,10 +64,11 @@ def disagreement(claims: Mapping[int, list[Claim]]) -> str | None:
     for rank in others:
         if [claim.name for claim in claims[rank]] != [claim.name for claim in expected]:
             names = {r: [claim.name or "its only golden" for claim in claims[r]] for r in (first, rank)}
-            return f"ranks check other goldens: rank {first} {names[first]}, rank {rank} {names[rank]}"
+            text = f"ranks check other goldens: rank {first} {names[first]}, rank {rank} {names[rank]}"
+            return Disagreement(text, {})
         for mine, other in zip(expected, claims[rank], strict=True):
             if mine.common_text != other.common_text:
-                return _first_difference(mine, other, first, rank)
+                return Disagreement(_first_difference(mine, other, first, rank), {first: mine, rank: other})
     return None
 
 

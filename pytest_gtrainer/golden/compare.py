@@ -1,27 +1,52 @@
 """Judging a text against its golden, and showing where they differ.
 
-Graphs are compared as unfolded records, so that another way of folding fails no golden, and
-without their headers. Texts are compared as they are.
+Graphs and layouts are compared as unfolded records, so that another way of folding fails no golden,
+and without their headers; numbers with the golden's numbers of the same environment. Texts are
+compared as they are.
 """
 
 from __future__ import annotations
 
-from pytest_gtrainer.golden.diff import graph_diff, text_diff
-from pytest_gtrainer.golden.words import differences_in_words
+from dataclasses import dataclass
+from typing import Literal
+
+from pytest_gtrainer.golden import values
 from pytest_gtrainer.graphtext import TextError, header, unfold
+from pytest_gtrainer.graphtext.differences import LIMIT, explain, text_diff
 
 
-def difference(kind: str, golden: str, obtained: str) -> str | None:
-    """What differs, in words and then in lines; None if nothing that counts does.
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What a comparison has come to, and its reasons.
 
-    Both texts have ``\\n`` line ends.
+    ``replaceable`` says whether an update may write the obtained text: not if the golden holds
+    what would be lost.
     """
+
+    outcome: Literal["equal", "different", "not judged"]
+    reasons: str = ""
+    replaceable: bool = True
+
+
+EQUAL = Finding("equal")
+
+
+def judge(kind: str, golden: str, obtained: str, limit: int = LIMIT) -> Finding:
+    """Compare a golden with what was obtained; both texts have ``\\n`` line ends."""
+    if kind == "numbers":
+        return _judge_numbers(golden, obtained)
+    found = difference(kind, golden, obtained, limit)
+    return EQUAL if found is None else Finding("different", found)
+
+
+def difference(kind: str, golden: str, obtained: str, limit: int = LIMIT) -> str | None:
+    """What differs, in words and then in at most ``limit`` lines; None if nothing that counts does."""
     if golden == obtained:
         return None
     if damage := _damage(kind, golden):
         return damage
     if kind == "text":
-        return "\n".join(text_diff(golden.split("\n"), obtained.split("\n")))
+        return "\n".join(text_diff(golden.split("\n"), obtained.split("\n"), limit))
     try:
         old = unfold(golden)
     except TextError as error:
@@ -29,18 +54,38 @@ def difference(kind: str, golden: str, obtained: str) -> str | None:
     new = unfold(obtained)
     if old == new:
         return None
-    words = differences_in_words(old, new) + _torch_note(golden, obtained)
-    return "\n".join([*words, "", *graph_diff(old, new)])
+    return "\n".join(explain(old, new, _torch_note(golden, obtained), limit))
+
+
+def _judge_numbers(golden: str, obtained: str) -> Finding:
+    if damage := _damage("numbers", golden):
+        return Finding("different", damage, replaceable=False)
+    try:
+        known = values.entries_of(golden)
+    except values.NumbersError as error:
+        return Finding("different", f"the golden {error}", replaceable=False)
+    (new,) = values.entries_of(obtained)
+    old = next((entry for entry in known if entry.environment == new.environment), None)
+    if old is None:
+        return Finding("not judged", _unknown_environment(known, new))
+    said = values.differences(old.values, new.values)
+    return Finding("different", "\n".join([f"in this environment ({new})", *said])) if said else EQUAL
+
+
+def _unknown_environment(known: list[values.Entry], new: values.Entry) -> str:
+    others = f"but for {known[-1]}" if len(known) == 1 else f"but for {len(known)} others"
+    return f"has no numbers for this environment ({new}), {others if known else 'nor for any other'}"
 
 
 def _damage(kind: str, golden: str) -> str | None:
     """Why a golden cannot be compared at all."""
-    lines = golden.splitlines()
-    for number, line in enumerate(lines, start=1):
+    for number, line in enumerate(golden.split("\n"), start=1):
         if line.startswith(("<<<<<<< ", ">>>>>>> ")):
             return f"the golden has merge conflict marks at line {number}: resolve the merge, or remake it"
-    if kind != "graph":
-        return None
+    return _graph_damage(golden) if kind == "graph" else None
+
+
+def _graph_damage(golden: str) -> str | None:
     version = header.version_of(golden)
     if version is None:
         return f"the golden does not begin with `# gtrainer graph v{header.VERSION}`: restore or remake it"
@@ -48,6 +93,11 @@ def _damage(kind: str, golden: str) -> str | None:
         return (
             f"the golden has format v{version} and this pytest-gtrainer reads v{header.VERSION}: "
             "it was made by a newer one, so upgrade"
+        )
+    if version < header.VERSION:
+        return (
+            f"the golden has the old format v{version}, where this pytest-gtrainer reads v{header.VERSION}: "
+            "remake it, at a commit whose graph you trust"
         )
     return None
 

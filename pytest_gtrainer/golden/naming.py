@@ -1,13 +1,21 @@
-"""Where a golden lies: a path made from the test's id, safe on any file system."""
+"""Where a golden lies: a path made from the test's id, safe on any file system.
+
+Terms: the *stem* of a test is the path that its goldens have in common, ``golden/tests/test_a/test_c-8``.
+A golden is its test's stem, ``@`` and the check's name if it has one, and a suffix that tells its kind.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import re
 from pathlib import PurePosixPath
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import pytest
 
 FOLDER = "golden"
-SUFFIXES = {"graph": ".fxgraph", "text": ".txt"}
+SUFFIXES = {"graph": ".fxgraph", "text": ".txt", "numbers": ".numbers.json"}
 _LONGEST = 80
 _UNSAFE = re.compile(r"[^A-Za-z0-9_.,=+-]")
 _RESERVED = re.compile(r"(con|prn|aux|nul|com\d|lpt\d)(\..*)?", re.IGNORECASE)
@@ -23,16 +31,53 @@ def golden_path(nodeid: str, name: str | None, kind: str) -> PurePosixPath:
     >>> str(golden_path("test_a.py::test_c[a/b]", None, "text"))
     'golden/test_a/test_c-a_b~c14cddc0.txt'
     """
+    stem = stem_of_test(nodeid)
+    named = f"@{safe(name)}" if name is not None else ""
+    return stem.with_name(stem.name + named + SUFFIXES[kind])
+
+
+def id_of(item: pytest.Item) -> str:
+    """The id of a test as all runs know it: xdist appends a group to some (``--dist loadgroup``)."""
+    plain = f"{item.parent.nodeid}::{item.name}" if item.parent is not None else item.nodeid
+    return plain if item.nodeid.startswith(f"{plain}@") else item.nodeid
+
+
+def stem_of_test(nodeid: str) -> PurePosixPath:
+    """What the paths of all goldens of a test begin with.
+
+    >>> str(stem_of_test("tests/test_a.py::test_c[8]"))
+    'golden/tests/test_a/test_c-8'
+    """
     file, _, test = nodeid.partition("::")
     function, bracket, parameters = test.partition("[")
-    folders = PurePosixPath(file).with_suffix("").parts if file else ()
     stem = safe(function.replace("::", "."), fold_case=False)
     if bracket:
         stem += "-" + safe(parameters.removesuffix("]"))
-    if name is not None:
-        stem += "@" + safe(name)
-    parents = [safe(folder, fold_case=False) for folder in folders if folder not in ("..", "/")]
-    return PurePosixPath(FOLDER, *parents, stem + SUFFIXES[kind])
+    return place_of_tests(file) / stem
+
+
+def stem_of_golden(path: PurePosixPath) -> PurePosixPath | None:
+    """The stem of the test that a file is a golden of; None if it is no golden.
+
+    >>> str(stem_of_golden(PurePosixPath("golden/test_a/test_c-8@after.numbers.json")))
+    'golden/test_a/test_c-8'
+    >>> stem_of_golden(PurePosixPath("golden/test_a/notes.md"))
+    """
+    suffix = next((suffix for suffix in SUFFIXES.values() if path.name.endswith(suffix)), None)
+    if suffix is None or path.name.startswith(".") or len(path.parts) < 3:
+        return None
+    stem, _, _ = path.name.removesuffix(suffix).partition("@")  # `safe` leaves no other "@"
+    return path.with_name(stem) if stem else None
+
+
+def place_of_tests(file: str) -> PurePosixPath:
+    """The folder of the goldens of a test file, or of all those below a folder of tests.
+
+    >>> str(place_of_tests("tests/test_a.py"))
+    'golden/tests/test_a'
+    """
+    folders = PurePosixPath(file).with_suffix("").parts if file else ()
+    return PurePosixPath(FOLDER, *(safe(folder, fold_case=False) for folder in folders if folder not in ("..", "/")))
 
 
 def safe(text: str, *, fold_case: bool = True) -> str:

@@ -2,25 +2,41 @@
 
 The process that owns a test judges its claims and alone writes files, after the test's
 teardown and only if all of the test has passed. A rank records claims and sends them with its
-call report; the parent judges them (``judge_ranks``) and finishes the test (``finish_item``).
+call report; the parent judges them (``judge_ranks``).
+
+What a test came to goes with its reports to the process that ends the run: facts (attribute
+``gt_facts``), the paths it claims (``gt_claims``), the command of an inline expectation that has
+failed (``gt_accept``). The teardown's report carries what was written, so that a worker that
+crashes later takes nothing along.
 """
 
 from __future__ import annotations
 
+import functools
 import os
 import shlex
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from pytest_gtrainer import facts, options
-from pytest_gtrainer.golden import store
+from pytest_gtrainer import facts
+from pytest_gtrainer.golden import artifacts, modes, store, values
 from pytest_gtrainer.golden.claims import Claim, disagreement
-from pytest_gtrainer.golden.naming import FOLDER
+from pytest_gtrainer.golden.naming import FOLDER, SUFFIXES, id_of, safe
 
-_WORKER_OUTPUT = "gt_golden_facts"
+_MOST_COMMANDS = 20
+_MOST_ARTIFACT_LINES = 20_000
+
+
+@dataclass(frozen=True, slots=True)
+class _Pending:
+    """A claim to be written if its test passes."""
+
+    claim: Claim
+    outcome: str
 
 
 class GoldenPlugin:
@@ -33,15 +49,30 @@ class GoldenPlugin:
     def __init__(self, config: pytest.Config) -> None:
         self.config = config
         self.root = config.rootpath
-        self.updating = bool(options.get(config, "update-goldens"))
+        self.modes = modes.modes_of(config)
         self.late_facts: list[facts.Fact] = []
+        self._artifacts = artifacts.folder(config)
         self._is_rank = "gt_rank" in getattr(config, "workerinput", {})
         self._recorded: dict[str, list[Claim]] = {}  # in a rank: what its reports will carry
-        self._pending: dict[str, list[Claim]] = {}  # to be written if the test passes
         self._running: str | None = None
+        self._pending: list[_Pending] = []
+        self._claimed: set[str] = set()  # paths, by the running test
+        self._ranks_facts: list[facts.Fact] | None = None  # None: the running test has not been judged as one on ranks
         self._outcomes: list[tuple[str | None, str]] = []  # of the running test: phase, outcome
-        if self.updating and not hasattr(config, "workerinput"):
-            _refuse_in_ci(config)
+        self._commands: dict[str, None] = {}  # of failed tests, in order
+        self._unjudged: dict[str, str] = {}  # numbers in an unknown environment: path, sentence
+        if not hasattr(config, "workerinput"):
+            modes.refuse_in_ci(config, self.modes)
+            artifacts.check(config)
+
+    # -- before
+
+    def pytest_ignore_collect(self, collection_path: Path) -> bool | None:
+        """Keep pytest from running goldens and artifacts: it takes any ``test*.txt`` for a doctest."""
+        if self._artifacts is not None and collection_path.is_relative_to(self._artifacts):
+            return True
+        is_golden = collection_path.name.endswith(tuple(SUFFIXES.values()))
+        return True if is_golden and collection_path.is_relative_to(self.root / FOLDER) else None
 
     # -- while the test runs
 
@@ -50,34 +81,81 @@ class GoldenPlugin:
         if self._is_rank:
             self._recorded.setdefault(item.nodeid, []).append(claim)
             return None
-        outcome, failure = self._judge(item, claim)
-        if outcome is not None:
-            facts.emit("golden", outcome=outcome, name=claim.path)
+        told, failure = self._judge(item, claim)
+        for fact in told:
+            facts.emit(**fact)
         return failure
 
-    def _judge(self, item: pytest.Item, claim: Claim) -> tuple[str | None, str | None]:
-        """Outcome, None while it awaits the test's end; and the failure's text."""
+    def _judge(self, item: pytest.Item, claim: Claim) -> tuple[list[facts.Fact], str | None]:
+        """What is to be counted, nothing while it awaits the test's end; and the failure's text."""
+        self._claimed.add(claim.path)
         path = self.root / claim.path
         try:
             golden = store.read(path, self.root)
         except store.GoldenFileError as error:
-            return "different", self._failure(item, str(error), "")
+            may_replace = self.modes.updates and isinstance(error, store.DamagedGolden)
+            if may_replace and claim.kind != "numbers":
+                return self._await(claim, "updated"), None
+            return self._failed(item, claim, "different", str(error))
         if golden is None:
-            problem, details = f"{claim.path} is missing", f"\nobtained:\n{_head(claim.text)}"
+            if self.modes.creates:
+                return self._await(claim, "created"), None
+            return self._failed(item, claim, "missing", f"{claim.path} is missing\nobtained:\n{_head(claim.text)}")
+        from pytest_gtrainer.golden.compare import judge
+
+        finding = judge(claim.kind, golden, claim.text)
+        if finding.outcome == "equal":
+            return [_fact(claim, "equal")], None
+        if finding.outcome == "not judged":
+            return self._not_judged(item, claim, finding.reasons), None
+        if self.modes.updates and finding.replaceable:
+            return self._await(claim, "updated"), None
+        return self._failed(item, claim, "different", f"{claim.path} differs\n{finding.reasons}", golden)
+
+    def _await(self, claim: Claim, outcome: str) -> list[facts.Fact]:
+        self._pending.append(_Pending(claim, outcome))
+        return []
+
+    def _not_judged(self, item: pytest.Item, claim: Claim, why: str) -> list[facts.Fact]:
+        """Numbers of another environment: new ones, for a flag that lets new ones be written."""
+        if self.modes.creates:
+            return self._await(claim, "created")
+        try:
+            kept = artifacts.save(item, _artifact(claim, "obtained"), claim.text)
+        except store.GoldenFileError as error:
+            return [_fact(claim, "not judged", why=f"{why}; {error}")]
+        where = f"; obtained: {artifacts.shown(kept)}" if kept is not None else ""
+        return [_fact(claim, "not judged", why=why + where)]
+
+    def _failed(
+        self, item: pytest.Item, claim: Claim, outcome: str, problem: str, golden: str | None = None
+    ) -> tuple[list[facts.Fact], str]:
+        command = self.accept_command(item)
+        parts = [problem, *self._kept(item, claim, golden), f"to accept what was obtained:\n  {command}"]
+        return [_fact(claim, outcome), {"kind": "accept", "command": command}], "\n\n".join(parts)
+
+    def _kept(self, item: pytest.Item, claim: Claim, golden: str | None) -> Iterator[str]:
+        """Save what a reader of the failure may want to look at; yields a paragraph that says where."""
+        if self._artifacts is None:
+            return
+        texts = {"obtained": claim.text, "graph": claim.graph}
+        if golden is not None:
+            from pytest_gtrainer.golden.compare import judge
+
+            difference = judge(claim.kind, golden, claim.text, _MOST_ARTIFACT_LINES).reasons
+            texts |= {"golden": golden, "difference": difference + "\n"}
+        yield from self._saved(item, {_artifact(claim, what): text for what, text in texts.items() if text})
+
+    def _saved(self, item: pytest.Item, texts: Mapping[str, str]) -> Iterator[str]:
+        """Save texts by name; yields a paragraph that says where, or why not."""
+        if self._artifacts is None or not texts:
+            return
+        try:
+            kept = [artifacts.save(item, name, text) for name, text in texts.items()]
+        except store.GoldenFileError as error:
+            yield f"nothing saved in {artifacts.shown(self._artifacts)}: {error}"
         else:
-            from pytest_gtrainer.golden.compare import difference
-
-            found = difference(claim.kind, golden, claim.text)
-            if found is None:
-                return "equal", None
-            problem, details = f"{claim.path} differs", f"\n{found}"
-        if self.updating:
-            self._pending.setdefault(item.nodeid, []).append(claim)
-            return None, None
-        return ("missing" if golden is None else "different"), self._failure(item, problem, details)
-
-    def _failure(self, item: pytest.Item, problem: str, details: str) -> str:
-        return f"{problem}{details}\n\nto accept what was obtained:\n  {self.accept_command(item)}"
+            yield "\n".join(["saved:", *(f"  {artifacts.shown(path)}" for path in kept if path is not None)])
 
     # -- ranks
 
@@ -85,26 +163,30 @@ class GoldenPlugin:
     def pytest_runtest_makereport(
         self, item: pytest.Item, call: pytest.CallInfo[None]
     ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-        """In a rank, send the claims along with the call's report (attribute ``gt_goldens``)."""
+        """Send along what the test claims: from a rank whole, to be judged; else by path."""
         report = yield
-        if self._is_rank and call.when in ("call", "teardown"):
+        if not self._is_rank:
+            report.gt_claims = sorted(self._claimed)  # type: ignore[attr-defined]
+        elif call.when in ("call", "teardown"):
             report.gt_goldens = [c.to_json() for c in self._recorded.pop(item.nodeid, [])]  # type: ignore[attr-defined]
         return report
 
     def judge_ranks(self, item: pytest.Item, claims: Mapping[int, list[dict[str, Any]]]) -> str | None:
         """Judge what the ranks of a test have claimed; returns why the test fails."""
         by_rank = {rank: [Claim(**claim) for claim in claimed] for rank, claimed in claims.items()}
+        self._ranks_facts = []
         if not any(by_rank.values()):
             return None
         conflict = disagreement(by_rank)
         if conflict is not None:
-            self.late_facts.append({"kind": "golden", "outcome": "different", "name": item.nodeid})
-            return conflict
+            self._ranks_facts.append({"kind": "golden", "outcome": "different", "name": item.nodeid})
+            claimed = conflict.claims.items()
+            texts = {f"rank{rank}.{_artifact(claim, 'obtained')}": claim.text for rank, claim in claimed}
+            return "\n\n".join([conflict.text, *self._saved(item, texts)])
         failures = []
         for claim in by_rank[min(by_rank)]:
-            outcome, failure = self._judge(item, claim)
-            if outcome is not None:
-                self.late_facts.append({"kind": "golden", "outcome": outcome, "name": claim.path})
+            told, failure = self._judge(item, claim)
+            self._ranks_facts += told
             failures += [failure] if failure is not None else []
         return "\n\n".join(failures) or None
 
@@ -112,55 +194,90 @@ class GoldenPlugin:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, object, object]:
-        self._running, self._outcomes = item.nodeid, []
+        self._running = item.nodeid
+        self._begin()
         try:
             return (yield)
         finally:
             self._running = None
-            self.finish_item(item, self._passed())
+            self._begin()
 
+    def _begin(self) -> None:
+        self._outcomes, self._pending, self._claimed, self._ranks_facts = [], [], set(), None
+
+    @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        if report.nodeid != self._running:
-            return
-        if report.when == "setup":
-            self._outcomes = []  # a plugin that runs a test again begins here
-        self._outcomes.append((report.when, report.outcome))
+        """Before anybody counts a report or sends it on: write what the test has left to write."""
+        if report.nodeid == self._running:
+            if report.when == "setup":
+                self._outcomes = []  # a plugin that runs a test again begins here
+            self._outcomes.append((report.when, report.outcome))
+            if report.when == "call" and self._ranks_facts is not None:
+                report.gt_claims = sorted(self._claimed)  # type: ignore[attr-defined]
+                _add_facts(report, self._ranks_facts)
+            if report.when == "teardown":
+                self._finish(report)
+        self._remember(report)
 
-    def _passed(self) -> bool:
+    def _remember(self, report: pytest.TestReport) -> None:
+        """Keep what the summary says of a report."""
+        told: list[facts.Fact] = getattr(report, "gt_facts", [])
+        if report.failed:
+            commands = [fact["command"] for fact in told if fact["kind"] == "accept"]
+            commands += [report.gt_accept] if hasattr(report, "gt_accept") else []
+            self._commands |= dict.fromkeys(commands)
+        self._unjudged |= {fact["name"]: fact["why"] for fact in told if fact["kind"] == "golden" and "why" in fact}
+
+    def _finish(self, teardown: pytest.TestReport) -> None:
+        """Write the test's goldens if it has passed, else forget them; what fails, fails the teardown."""
         phases = {when for when, _ in self._outcomes}
-        return {"call", "teardown"} <= phases and all(outcome == "passed" for _, outcome in self._outcomes)
-
-    def finish_item(self, item: pytest.Item, passed: bool) -> None:
-        """Write what the test's checks left to write if it has passed, else forget it."""
-        for claim in self._pending.pop(item.nodeid, []):
-            if not passed:
-                continue
-            path = self.root / claim.path
-            outcome = "updated" if path.exists() else "created"
+        passed = {"call", "teardown"} <= phases and all(outcome == "passed" for _, outcome in self._outcomes)
+        pending, self._pending = self._pending, []
+        problems = []
+        for each in pending if passed else ():
             try:
-                store.write(path, self.root, claim.text)
+                self._write(each.claim)
             except store.GoldenFileError as error:
-                _report_error(item, str(error))
+                problems.append(str(error))
             else:
-                self.late_facts.append({"kind": "golden", "outcome": outcome, "name": claim.path})
+                _add_facts(teardown, [_fact(each.claim, each.outcome)])
+        if problems:
+            teardown.outcome, teardown.longrepr = "failed", "\n".join(problems)
 
-    # -- what the summary reads, also from xdist's workers
+    def _write(self, claim: Claim) -> None:
+        merge = None
+        if claim.kind == "numbers":  # those of other environments stay
+            merge = functools.partial(values.merged, obtained=claim.text)
+        try:
+            store.write(self.root / claim.path, self.root, claim.text, merge)
+        except values.NumbersError as error:
+            raise store.GoldenFileError(f"{claim.path} was not written: it {error}") from error
+
+    # -- at the end
 
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self) -> None:
-        output = getattr(self.config, "workeroutput", None)
-        if output is not None:
-            output[_WORKER_OUTPUT] = self.late_facts
+        if self._artifacts is not None and not hasattr(self.config, "workerinput"):
+            artifacts.remove_empty_folders(self._artifacts)
 
-    @pytest.hookimpl(optionalhook=True)
-    def pytest_testnodedown(self, node: Any) -> None:
-        self.late_facts += (getattr(node, "workeroutput", None) or {}).get(_WORKER_OUTPUT, [])
+    def summary_lines(self) -> list[str]:
+        """What the run's summary says below the counts: how to accept, and what was not judged."""
+        lines = []
+        if len(self._commands) > 1:
+            shown = list(self._commands)[:_MOST_COMMANDS]
+            lines += ["to accept what a test obtained, when its difference is right:", *(f"  {line}" for line in shown)]
+            left = len(self._commands) - len(shown)
+            lines += [f"  … and {left} more: each failure ends in its command"] if left else []
+        shown_unjudged = list(self._unjudged.items())[:_MOST_COMMANDS]
+        lines += [f"not judged: {path} {why}" for path, why in shown_unjudged]
+        left = len(self._unjudged) - len(shown_unjudged)
+        return [*lines, f"… and {left} more not judged"] if left else lines
 
     # -- commands
 
     def accept_command(self, item: pytest.Item) -> str:
         """What to type, here and now, to accept this test's goldens."""
-        path, separator, rest = item.nodeid.partition("::")
+        path, separator, rest = id_of(item).partition("::")
         here = Path(os.path.relpath(self.root / path, self.config.invocation_params.dir)).as_posix()
         given = []
         for name in ("gpus", "device"):
@@ -170,22 +287,22 @@ class GoldenPlugin:
 
     def remake_command(self, item: pytest.Item) -> str:
         """The command for a golden's header: from the root, the same for everyone."""
-        return shlex.join(["pytest", item.nodeid, "--gt-update-goldens"])
+        return shlex.join(["pytest", id_of(item), "--gt-update-goldens"])
 
 
-def _refuse_in_ci(config: pytest.Config) -> None:
-    in_ci = os.environ.get("CI", "").lower() not in ("", "0", "false")
-    if in_ci and not options.get(config, "goldens-in-ci"):
-        raise pytest.UsageError(
-            f"--gt-update-goldens is refused where CI is set, as nobody would review {FOLDER}/: "
-            "update on your machine, or give --gt-goldens-in-ci too"
-        )
+def _fact(claim: Claim, outcome: str, **more: str) -> facts.Fact:
+    return {"kind": "golden", "outcome": outcome, "name": claim.path, **more}
 
 
-def _report_error(item: pytest.Item, message: str) -> None:
-    """A failure after the last phase: one more report, of the teardown."""
-    report = pytest.TestReport(item.nodeid, item.location, {}, "failed", message, "teardown")
-    item.ihook.pytest_runtest_logreport(report=report)
+def _add_facts(report: pytest.TestReport, told: list[facts.Fact]) -> None:
+    report.gt_facts = [*getattr(report, "gt_facts", ()), *told]  # type: ignore[attr-defined]
+
+
+def _artifact(claim: Claim, what: str) -> str:
+    """The name of an artifact about a golden; a difference is always text."""
+    named = f"{safe(claim.name)}." if claim.name else ""
+    suffix = {"difference": ".diff", "graph": SUFFIXES["graph"]}.get(what, SUFFIXES[claim.kind])
+    return f"{named}{what}{suffix}"
 
 
 def _head(text: str, limit: int = 20) -> str:

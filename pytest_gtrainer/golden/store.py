@@ -1,40 +1,65 @@
-"""The one place that reads and writes golden files."""
+"""The one place that reads and writes golden files, and source files with inline expectations.
+
+A golden is a regular file below the root directory: UTF-8 text of at most ``LONGEST`` bytes. Any
+other thing in its place is refused in one sentence, and neither waited for nor followed out of the
+tree. A file is replaced in one step: written whole to a *temporary* beside it, which then takes its
+name. A temporary that a killed writer has left is *stale*; the next writer in that folder removes it.
+"""
 
 from __future__ import annotations
 
+import codecs
+import contextlib
+import errno
 import hashlib
 import os
+import re
 import secrets
+import socket
+import stat
 import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-from filelock import FileLock
+from filelock import FileLock, Timeout
+
+# Five times the longest graph text seen: 126 layers, unbucketed and unfolded, are 3.2 MB.
+LONGEST = 16 * 2**20
+_LOCK_SECONDS = 60.0
+_STALE_SECONDS = 3600.0  # where it cannot be seen whether the writer lives: it is on another machine
+_WAYS_OUT = {
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "make room"),
+    errno.EFBIG: "raise the limit of file sizes (ulimit -f)",
+    **dict.fromkeys((errno.EROFS, errno.EACCES, errno.EPERM), "make the tree writable"),
+}
+_TEMPORARY = re.compile(r"\.gt-(?P<host>[0-9a-f]{8})-(?P<pid>\d+)-[0-9a-f]{8}\.tmp")
 
 
 class GoldenFileError(Exception):
     """A golden file that cannot be read or written; the message is one sentence."""
 
 
+class DamagedGolden(GoldenFileError):
+    """A golden whose content cannot be compared with anything; an update may replace it."""
+
+
 def read(path: Path, root: Path) -> str | None:
     """The text of a golden, with ``\\n`` line ends and no byte-order mark; None if there is none.
 
     Raises:
-        GoldenFileError: it is there and is not a readable text file inside ``root``.
+        DamagedGolden: there is a file, but not of text.
+        GoldenFileError: there is something else than a file inside ``root``, or it cannot be read.
     """
-    _check_inside(path, root)
-    if path.is_dir():
-        raise GoldenFileError(f"{_shown(path, root)} is a directory, expected a file: remove it")
-    try:
-        raw = path.read_bytes()
-    except FileNotFoundError:
+    shown = _shown(path, root)
+    raw = _content(path, root)
+    if raw is None:
         return None
-    except OSError as error:
-        raise GoldenFileError(f"{_shown(path, root)} cannot be read: {error.strerror}") from error
-    try:
-        return normal(raw.decode("utf-8-sig"))
-    except UnicodeDecodeError as error:
-        place = f"{_shown(path, root)} is not valid UTF-8 at byte {error.start}"
-        raise GoldenFileError(f"{place}: restore or remake it") from None
+    damage = _damage(raw)
+    if damage is not None:
+        raise DamagedGolden(f"{shown} {damage}: restore or remake it")
+    return normal(raw.decode("utf-8-sig"))
 
 
 def normal(text: str) -> str:
@@ -47,56 +72,264 @@ def normal(text: str) -> str:
     return text if text.endswith("\n") else text + "\n"
 
 
-def write(path: Path, root: Path, text: str) -> None:
+def write(path: Path, root: Path, text: str, merge: Callable[[str], str] | None = None) -> None:
     """Replace a golden: at any moment, and after a crash, the file is the old or the new one.
+
+    Where there is a golden already, ``merge`` makes of its text what is written instead of ``text``,
+    and no other process that writes by this module changes the file in between.
 
     Raises:
         GoldenFileError: it could not be written; the old file is as it was.
     """
-    _check_inside(path, root)
+    _refuse_unreadable(text, path, root)
+    _refuse_case_twin(path, root)
+    with _sole_writer(path, root) as target:
+        golden = read(path, root) if merge is not None else None
+        if golden is not None and merge is not None:
+            text = merge(golden)
+            _refuse_unreadable(text, path, root)
+        _make_folders(target.parent)
+        _replace(target, text.encode("utf-8"))
+
+
+def rewrite(path: Path, root: Path, change: Callable[[bytes], bytes]) -> None:
+    """Replace a file that there is by what ``change`` makes of its content, as ``write`` does.
+
+    No other process that writes by this module changes the file in between.
+
+    Raises:
+        GoldenFileError: it could not be written; the old file is as it was.
+    """
+    with _sole_writer(path, root) as target:
+        old = target.read_bytes()
+        new = change(old)
+        if new != old:
+            _replace(target, new)
+
+
+def remove(path: Path, root: Path) -> None:
+    """Remove a golden (of a link the link), and the folders that it leaves empty.
+
+    Raises:
+        GoldenFileError: it is still there.
+    """
+    if not _is_inside(path.parent, root):
+        raise GoldenFileError(f"{_shown(path, root)} was not removed: it lies out of the tree, behind a link")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(_lock_file(root)):
-            _replace(path, text.encode("utf-8"))
-    except (OSError, UnicodeEncodeError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        raise GoldenFileError(f"{_shown(path, root)} was not written: {reason}") from error
+        with FileLock(_lock_file(root), timeout=_LOCK_SECONDS):
+            path.unlink(missing_ok=True)
+            _sync_folder(path.parent)
+            with contextlib.suppress(OSError):  # a folder that is not empty
+                for folder in path.relative_to(root).parents[:-1]:
+                    (root / folder).rmdir()
+    except OSError as error:
+        raise GoldenFileError(f"{_shown(path, root)} was not removed: {_reason(error)}") from error
+
+
+def is_temporary(path: Path) -> bool:
+    """Whether a file is no golden, but was to become one: its writer is at work, or was killed."""
+    return _TEMPORARY.fullmatch(path.name) is not None
+
+
+# -- what lies there
+
+
+def _status(path: Path, root: Path) -> os.stat_result | None:
+    """The file's status, None if nothing is there; anything but a file inside the tree is refused."""
+    shown = _shown(path, root)
+    if not _is_inside(path, root):
+        raise GoldenFileError(f"{shown} leads out of the tree by a link: replace it by a file")
+    try:
+        status = path.stat()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise GoldenFileError(_unreachable(error, path, root)) from error
+    if stat.S_ISDIR(status.st_mode):
+        raise GoldenFileError(f"{shown} is a directory, expected a file: remove it")
+    if not stat.S_ISREG(status.st_mode):
+        raise GoldenFileError(f"{shown} is a pipe, a socket or a device, expected a file: remove it")
+    return status
+
+
+def _is_inside(path: Path, root: Path) -> bool:
+    return Path(os.path.realpath(path)).is_relative_to(os.path.realpath(root))
+
+
+def _unreachable(error: OSError, path: Path, root: Path) -> str:
+    if error.errno == errno.ELOOP:
+        return f"{_shown(path, root)} is a link that leads back to itself: replace it by a file"
+    if error.errno == errno.ENOTDIR:
+        blocking = next(parent for parent in path.parents if parent.exists())
+        return f"{_shown(blocking, root)} is a file, expected a directory: remove it"
+    return f"{_shown(path, root)} cannot be read: {error.strerror}"
+
+
+def _content(path: Path, root: Path) -> bytes | None:
+    status = _status(path, root)
+    if status is None:
+        return None
+    if status.st_size > LONGEST:  # said without reading it
+        raise DamagedGolden(f"{_shown(path, root)} {_too_long(status.st_size)}: restore or remake it")
+    try:
+        with open(path, "rb", opener=_open_without_waiting) as file:
+            return file.read(LONGEST + 1)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise GoldenFileError(_unreachable(error, path, root)) from error
+
+
+def _open_without_waiting(name: str, flags: int) -> int:
+    return os.open(name, flags | getattr(os, "O_NONBLOCK", 0))  # a pipe may have come since it was a file
+
+
+def _damage(raw: bytes) -> str | None:
+    """Why these bytes are no golden.
+
+    >>> _damage(b""), _damage(b"a\\xff"), _damage(b"a\\0"), _damage(b"a")
+    ('is empty', 'is not valid UTF-8 at byte 1', 'has a NUL byte at byte 1', None)
+    """
+    if not raw.removeprefix(codecs.BOM_UTF8):
+        return "is empty"
+    if len(raw) > LONGEST:
+        return _too_long(len(raw))
+    if b"\0" in raw:
+        return f"has a NUL byte at byte {raw.index(0)}"
+    try:
+        raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        return f"is not valid UTF-8 at byte {error.start}"
+    return None
+
+
+def _too_long(size: int) -> str:
+    return f"has {size / 2**20:.0f} MiB, where a golden has at most {LONGEST // 2**20}"
+
+
+def _refuse_unreadable(text: str, path: Path, root: Path) -> None:
+    damage = _damage(text.encode("utf-8", errors="surrogatepass"))
+    if damage is not None:
+        raise GoldenFileError(f"{_shown(path, root)} was not written: the obtained text {damage}")
+
+
+def _refuse_case_twin(path: Path, root: Path) -> None:
+    """Refuse a new name that differs from another only in case: on some systems they are one file."""
+    folder = root
+    for part in path.relative_to(root).parts:
+        there = os.listdir(folder) if folder.is_dir() else []
+        twin = next((name for name in there if name.lower() == part.lower()), None)
+        if twin is not None and part not in there:
+            raise GoldenFileError(
+                f"{_shown(path, root)} was not written: {_shown(folder / twin, root)} differs from "
+                f"{part} only in case, and is the same file on some systems: rename one of the tests"
+            )
+        folder /= part
+
+
+# -- writing
+
+
+@contextmanager
+def _sole_writer(path: Path, root: Path) -> Iterator[Path]:
+    """The file to replace, while no other process replaces one; what goes wrong is one sentence."""
+    _status(path, root)
+    try:
+        with FileLock(_lock_file(root), timeout=_LOCK_SECONDS):
+            yield Path(os.path.realpath(path))  # a link inside the tree stays a link
+    except OSError as error:
+        raise GoldenFileError(f"{_shown(path, root)} was not written: {_reason(error)}") from error
+
+
+def _reason(error: OSError) -> str:
+    """What went wrong, and the way out.
+
+    >>> _reason(OSError(errno.EROFS, "Read-only file system"))
+    'Read-only file system: make the tree writable'
+    """
+    if isinstance(error, Timeout):
+        return f"another run has held the lock {error.lock_file} for {_LOCK_SECONDS:.0f} seconds: let it end"
+    way_out = _WAYS_OUT.get(error.errno or 0)
+    return (error.strerror or str(error)) + (f": {way_out}" if way_out else "")
 
 
 def _replace(path: Path, content: bytes) -> None:
-    temporary = path.with_name(f".{secrets.token_hex(8)}.tmp")
+    _sweep(path.parent)
+    temporary = path.with_name(f".gt-{_host()}-{os.getpid()}-{secrets.token_hex(4)}.tmp")
     try:
-        # not `tempfile`: it makes files that only their owner may read
-        with open(os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666), "wb") as file:
+        with open(temporary, "xb") as file:  # not `tempfile`: it makes files that only their owner may read
+            if path.exists():
+                os.chmod(temporary, stat.S_IMODE(path.stat().st_mode))
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
     finally:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
     _sync_folder(path.parent)
 
 
+def _make_folders(folder: Path) -> None:
+    """Make a folder and those above it, and make that durable."""
+    missing = [place for place in (folder, *folder.parents) if not place.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    for place in reversed(missing):
+        _sync_folder(place.parent)
+
+
 def _sync_folder(folder: Path) -> None:
-    """Make the renaming itself durable, where the system lets a directory be opened."""
+    """Make what was renamed or made in a folder durable, where the system knows how to."""
     if os.name != "posix":
         return
-    handle = os.open(folder, os.O_RDONLY)
+    with contextlib.suppress(OSError):  # some network file systems refuse; the file is whole all the same
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
+def _sweep(folder: Path) -> None:
+    """Remove the stale temporaries of a folder."""
+    for name in os.listdir(folder):
+        found = _TEMPORARY.fullmatch(name)
+        if found is not None:
+            with contextlib.suppress(OSError):
+                if _is_stale(found, folder / name):
+                    (folder / name).unlink()
+
+
+def _is_stale(temporary: re.Match[str], path: Path) -> bool:
+    if temporary["host"] == _host() and not _may_be_alive(int(temporary["pid"])):
+        return True
+    return time.time() - path.stat().st_mtime > _STALE_SECONDS
+
+
+def _may_be_alive(pid: int) -> bool:
+    if os.name != "posix":
+        return True  # elsewhere signal 0 is not a question
     try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except (PermissionError, OverflowError):
+        return True
+    return True
+
+
+def _host() -> str:
+    return hashlib.sha256(socket.gethostname().encode(errors="replace")).hexdigest()[:8]
 
 
 def _lock_file(root: Path) -> str:
-    """One a tree, in the system's temporary folder: a lock in the tree would be left there and committed."""
+    """One a tree and user, in the system's temporary folder.
+
+    A lock in the tree would be left there and committed; another user could not open ours.
+    """
     key = hashlib.sha256(str(root.resolve()).encode(errors="backslashreplace")).hexdigest()[:32]
-    return os.path.join(tempfile.gettempdir(), f"gtrainer-golden-{key}.lock")
-
-
-def _check_inside(path: Path, root: Path) -> None:
-    if not path.resolve().is_relative_to(root.resolve()):
-        raise GoldenFileError(f"{_shown(path, root)} leads out of the tree by a link: replace it by a file")
+    user = os.getuid() if hasattr(os, "getuid") else ""
+    return os.path.join(tempfile.gettempdir(), f"gtrainer-golden-{user}-{key}.lock")
 
 
 def _shown(path: Path, root: Path) -> str:

@@ -8,6 +8,8 @@ import pytest
 
 from pytest_gtrainer.facts import Fact
 
+_TELLERS = ("goldens", "unused-goldens")
+
 
 class SummaryPlugin:
     """Counts the facts that reports carry and prints them once, if there are any."""
@@ -21,10 +23,10 @@ class SummaryPlugin:
         self.facts += seen
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        goldens = self.config.pluginmanager.getplugin("gtrainer-goldens")
-        lines = summary_lines(self.facts + goldens.late_facts)
+        goldens, unused = (self.config.pluginmanager.getplugin(f"gtrainer-{name}") for name in _TELLERS)
+        lines = summary_lines(self.facts + goldens.late_facts) + goldens.summary_lines() + unused.summary_lines()
         if lines:
-            terminalreporter.section("gtrainer")
+            terminalreporter.write_sep("=", "gtrainer")
             for line in lines:
                 terminalreporter.write_line(line)
 
@@ -38,6 +40,7 @@ def summary_lines(facts: list[Fact]) -> list[str]:
     topics = (
         ("worlds", "world", _world_label),
         ("goldens", "golden", lambda fact: fact["outcome"]),
+        ("inline", "inline", lambda fact: fact["outcome"]),
         ("verdicts", "verdict", lambda fact: fact["outcome"]),
         ("skipped", "skip", lambda fact: fact["cause"]),
     )

@@ -8,8 +8,8 @@ ONE = "def test_a(gt_golden): gt_golden.check('one')"
 TWO = "def test_a(gt_golden): gt_golden.check('two')"
 
 
-def test_a_missing_golden_fails_and_nothing_is_written(run, goldens):
-    result = run(ONE)
+def test_a_missing_golden_fails_and_nothing_is_written(run_here, goldens):
+    result = run_here(ONE)
     result.assert_outcomes(failed=1)
     result.stdout.fnmatch_lines([
         "*golden/test_it/test_a.txt is missing", "*obtained:", "*one", "*to accept what was obtained:",
@@ -18,23 +18,23 @@ def test_a_missing_golden_fails_and_nothing_is_written(run, goldens):
     assert goldens() == {}
 
 
-def test_update_creates_then_the_golden_is_equal(run, goldens):
-    result = run(ONE, "--gt-update-goldens")
+def test_update_creates_then_the_golden_is_equal(run_here, goldens):
+    result = run_here(ONE, "--gt-update-goldens")
     result.assert_outcomes(passed=1)
     result.stdout.fnmatch_lines(["goldens   1 created"])
     assert goldens() == {"test_it/test_a.txt": "one\n"}
-    result = run(None)
+    result = run_here(None)
     result.assert_outcomes(passed=1)
     result.stdout.fnmatch_lines(["goldens   1 equal"])
 
 
-def test_a_difference_fails_until_it_is_accepted(run, goldens):
-    run(ONE, "--gt-update-goldens")
-    result = run(TWO)
+def test_a_difference_fails_until_it_is_accepted(run_here, goldens):
+    run_here(ONE, "--gt-update-goldens")
+    result = run_here(TWO)
     result.assert_outcomes(failed=1)
     result.stdout.fnmatch_lines(["*golden/test_it/test_a.txt differs", "*-one", "*+two", "*1 different"])
     assert goldens() == {"test_it/test_a.txt": "one\n"}
-    result = run(None, "--gt-update-goldens")
+    result = run_here(None, "--gt-update-goldens")
     result.stdout.fnmatch_lines(["goldens   1 updated"])
     assert goldens() == {"test_it/test_a.txt": "two\n"}
 
@@ -46,43 +46,43 @@ def test_a_difference_fails_until_it_is_accepted(run, goldens):
     "import pytest\n@pytest.fixture\ndef broken():\n    yield\n    assert False\n"
     "def test_a(broken, gt_golden): gt_golden.check('one')",
 ], ids=["failed", "skipped", "xfailed", "failed in teardown"])  # fmt: skip
-def test_a_test_that_does_not_pass_updates_nothing(run, goldens, failing):
-    result = run(failing, "--gt-update-goldens")
+def test_a_test_that_does_not_pass_updates_nothing(run_here, goldens, failing):
+    result = run_here(failing, "--gt-update-goldens")
     assert "created" not in result.stdout.str()
     assert goldens() == {}
 
 
-def test_the_accept_command_names_one_test_and_repeats_the_world(run, pytester):
+def test_the_accept_command_names_one_test_and_repeats_the_world(run_here, pytester):
     source = "import pytest\n@pytest.mark.parametrize('x', ['a b'])\n" + ONE.replace(")", ", x)", 1)
-    result = run(source, "--gt-gpus=4")
+    result = run_here(source, "--gt-gpus=4")
     result.stdout.fnmatch_lines(["*  pytest 'test_it.py::test_a[[]a b]' --gt-gpus=4 --gt-update-goldens"])
     folder = pytester.mkdir("elsewhere")
     pytester._monkeypatch.chdir(folder)
-    pytester.runpytest_subprocess("..").stdout.fnmatch_lines(["*  pytest '../test_it.py::test_a[[]a b]' *"])
+    run_here(None, "..").stdout.fnmatch_lines(["*  pytest '../test_it.py::test_a[[]a b]' *"])
 
 
-def test_updating_in_ci_needs_a_second_flag(run, goldens, monkeypatch):
+def test_updating_in_ci_needs_a_second_flag(run_here, goldens, monkeypatch):
     monkeypatch.setenv("CI", "true")
-    result = run(ONE, "--gt-update-goldens")
+    result = run_here(ONE, "--gt-update-goldens")
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     result.stderr.fnmatch_lines(["*--gt-update-goldens is refused where CI is set*--gt-goldens-in-ci too"])
     assert goldens() == {}
-    run(ONE, "--gt-update-goldens", "--gt-goldens-in-ci").assert_outcomes(passed=1)
+    run_here(ONE, "--gt-update-goldens", "--gt-goldens-in-ci").assert_outcomes(passed=1)
     assert len(goldens()) == 1
 
 
-def test_two_checks_of_one_test_need_names(run, goldens):
+def test_two_checks_of_one_test_need_names(run_here, goldens):
     twice = "def test_a(gt_golden): gt_golden.check('a', 'x'); gt_golden.check('b', 'x')"
-    result = run(twice, "--gt-update-goldens")
+    result = run_here(twice, "--gt-update-goldens")
     result.assert_outcomes(failed=1)
     result.stdout.fnmatch_lines(["*ValueError: this test has checked a golden named 'x' already*"])
-    run("def test_a(gt_golden): gt_golden.check('a'); gt_golden.check('b', 'after')", "--gt-update-goldens")
+    run_here("def test_a(gt_golden): gt_golden.check('a'); gt_golden.check('b', 'after')", "--gt-update-goldens")
     assert goldens() == {"test_it/test_a.txt": "a\n", "test_it/test_a@after.txt": "b\n"}
 
 
-def test_something_else_than_a_graph_or_a_text_is_refused(run):
-    result = run("def test_a(gt_golden): gt_golden.check(3)")
-    result.stdout.fnmatch_lines(["*TypeError: a golden is made of an FX graph, * or a text; not of int"])
+def test_something_else_than_a_graph_or_a_text_is_refused(run_here):
+    result = run_here("def test_a(gt_golden): gt_golden.check({3})")
+    result.stdout.fnmatch_lines(["*TypeError: a golden is made of an FX graph, * or numbers; not of set"])
 
 
 def test_workers_update_at_the_same_time(run, goldens):

@@ -1,14 +1,13 @@
-"""A failure says in words what differs, then shows bounded lines."""
+"""What a failing golden says: words, notes, then bounded lines that fit a terminal."""
 
 from __future__ import annotations
 
-import time
+import pytest
 
 from pytest_gtrainer.golden.compare import difference
-from pytest_gtrainer.golden.diff import LIMIT, text_diff
-from pytest_gtrainer.graphtext import header
+from pytest_gtrainer.graphtext import diff, header
 
-HEAD = "# gtrainer graph v1\n# torch: 2.13\nfsdp = group(range(0, 8))\n"
+HEAD = "# gtrainer graph v2\n# torch: 2.13\nfsdp = group(range(0, 8))\n"
 LAYER = """\
   with L.norm:
     mul: f32[2] = aten.mul(layers[i-1].add)
@@ -29,60 +28,116 @@ def said(golden: str, obtained: str) -> str:
 def test_another_folding_is_no_difference():
     unfolded = HEAD + "".join(f"for i in fwd.layers[{layer}]:\n{LAYER}" for layer in range(4))
     assert difference("graph", GRAPH, unfolded) is None
+    assert diff(GRAPH, unfolded) == ""
 
 
 def test_another_header_is_no_difference():
     assert difference("graph", GRAPH, GRAPH.replace("torch: 2.13", "torch: 2.14")) is None
 
 
-def test_operators_are_named_per_module_with_all_layers():
+def test_words_then_lines():
     first = "for i in fwd.layers[0]:\n" + LAYER
     others = "for i in fwd.layers[1:4]:  # x3\n" + LAYER.replace("aten.mul", "aten.div")
-    text = said(GRAPH, HEAD + first + others)
-    assert text.startswith("fwd layers[1..3].norm: lost aten.mul, gained aten.div\n")
-    assert "@@ fwd.layers[1..3] @@\n-L.norm | mul: f32[2] = aten.mul(" in text
+    assert (
+        said(GRAPH, HEAD + first + others)
+        == """\
+the dataflow differs, first at aten.div in fwd layers.1.norm
+fwd layers[1..3].norm: lost aten.mul, gained aten.div
 
-
-def test_collectives_are_counted():
-    fewer = GRAPH.replace(LAYER.splitlines()[2] + "\n" + LAYER.splitlines()[3] + "\n", "")
-    assert "all_gather_into_tensor: 4 became 0" in said(GRAPH, fewer)
-
-
-def test_types_operands_and_the_schedule_are_told_apart():
-    assert said(GRAPH, GRAPH.replace("mul: f32", "mul: bf16")).startswith(
-        "the same operators, but types differ in 4, first in fwd layers[0].norm: aten.mul"
+--- golden
++++ obtained
+@@ fwd.layers[1..3] @@
+-L.norm | mul: f32[2] = aten.mul(layers[i-1].add)
++L.norm | mul: f32[2] = aten.div(layers[i-1].add)
+ bucket(layers[i+1]) | all_gather_into_tensor: f32[16] = _c10d_functional.all_gather_into_tensor(P.w, 8, fsdp)
+ L | add: f32[2] = aten.add(L.norm.mul)"""
     )
-    operand = GRAPH.replace("(L.norm.mul)", "(L.other)")
-    assert said(GRAPH, operand).startswith("the same operators, but operands differ in 4, first in")
-    lines = LAYER.splitlines(keepends=True)
-    moved = GRAPH.replace(LAYER, "".join([*lines[2:4], *lines[:2], *lines[4:]]))
-    assert said(GRAPH, moved).startswith("the same operations in another order: only the schedule differs")
 
 
-def test_groups_inputs_and_outputs_are_told_apart():
-    groups = GRAPH.replace("range(0, 8)", "range(0, 4)")
-    assert said(GRAPH, groups).startswith("process groups changed: 1 lines lost, 1 gained")
-    assert said(GRAPH, GRAPH + "if P:\n  P.x: f32[2]\n").startswith("inputs changed: 0 lines lost, 1 gained")
-    assert said(GRAPH, GRAPH + "if out:\n  yield fwd.x\n").startswith("outputs changed: 0 lines lost, 1")
-
-
-def test_another_torch_is_mentioned():
+def test_another_torch_is_mentioned_after_the_words():
     obtained = GRAPH.replace("2.13", "2.14").replace("aten.mul", "aten.div")
-    assert "made with torch 2.13, running 2.14\n" in said(GRAPH, obtained)
+    words, _, lines = said(GRAPH, obtained).partition("\n\n")
+    assert words.endswith("\nmade with torch 2.13, running 2.14")
+    assert lines.startswith("--- golden\n")
     assert header.read(obtained)["torch"] == "2.14"
 
 
-def test_a_diff_is_bounded_in_lines_and_in_time():
-    # each line 200 times: too rare for difflib to leave it out, often enough to take it minutes
-    old = [f"line {number * 7 % 200}" for number in range(40_000)]
-    new = [f"line {number * 11 % 200}" for number in range(40_000)]
-    start = time.perf_counter()
-    shown = text_diff(old, new)
-    assert time.perf_counter() - start < 1
-    assert len(shown) == LIMIT + 1
-    assert shown[-1] == "… and more"
+# -- the first sentence
 
 
-def test_one_line_of_many_is_found():
-    lines = [f"line {number}" for number in range(40_000)]
-    assert text_diff(lines, [*lines[:30_000], "new", *lines[30_000:]])[2] == "@@ -29998,6 +29998,7 @@"
+def test_only_the_schedule():
+    lines = LAYER.splitlines(keepends=True)
+    moved = GRAPH.replace(LAYER, "".join([*lines[2:4], *lines[:2], *lines[4:]]))
+    assert said(GRAPH, moved).startswith("same dataflow, other schedule (4 of 12 operators moved)\n")
+
+
+def test_only_the_spelling():
+    """Which name a value has says nothing."""
+    renamed = GRAPH.replace("mul:", "mul_1:").replace("norm.mul)", "norm.mul_1)")
+    words, _, lines = said(GRAPH, renamed).partition("\n\n")
+    assert words == "same dataflow, same schedule: only the spelling differs"
+    assert "-L.norm | mul: f32[2]" in lines
+
+
+def test_only_modules_buckets_or_tags():
+    tagged = GRAPH.replace("f32[2] = aten.mul", "f32[2] | must_save = aten.mul")
+    assert said(GRAPH, tagged).startswith("same dataflow, same schedule, other modules, buckets or tags\n")
+
+
+def test_only_what_no_value_uses():
+    text = GRAPH.replace("fsdp = ", "tp = group(range(0, 2))\nfsdp = ")
+    assert said(GRAPH, text).startswith("same dataflow, same schedule, other definitions at the head\n")
+
+
+def test_all_of_it():
+    obtained = GRAPH.replace("aten.mul", "aten.div")
+    assert said(GRAPH, obtained).startswith("the dataflow differs, first at aten.div in fwd layers.0.norm\n")
+
+
+def test_what_was_lost_is_named_where_nothing_is_new():
+    longer = GRAPH + "if fwd:\n  with loss:\n    sum: f32[()] = aten.sum(layers[3].add)\n"
+    assert said(longer, GRAPH).startswith("the dataflow differs, without aten.sum in fwd loss\n")
+
+
+# -- width and length
+
+
+def test_no_line_is_wider_than_a_terminal():
+    operands = ", ".join(f"layers[{number}].a_rather_long_module_name.value" for number in range(40))
+    wide = HEAD + f"if fwd:\n  with {'a' * 300}:\n    cat: f32[2] = aten.cat([{operands}])\n"
+    obtained = wide.replace("layers[39]", "layers[38]").replace("aten.cat", "aten.stack")
+    lines = said(wide, obtained).splitlines()
+    assert max(map(len, lines)) <= 160
+    assert lines[0].endswith("…")
+
+
+def test_lines_that_differ_out_of_sight_are_cut_on_the_left():
+    operands = ", ".join(f"layers[{number}].value" for number in range(40))
+    wide = HEAD + f"if fwd:\n  with L:\n    cat: f32[2] = aten.cat([{operands}])\n"
+    lost, gained = said(wide, wide.replace("layers[38]", "layers[37]")).splitlines()[-2:]
+    assert lost.startswith("-L | cat: f32[2] = aten.cat([layers[0].")
+    assert lost.endswith("layers[38].value, layers[39].value])")
+    assert gained.endswith("layers[37].value, layers[39].value])")
+
+
+def test_words_are_at_most_a_dozen():
+    modules = [
+        f"  with m{number}{'x' * number}:\n    a{number}: f32[2] = aten.op{number}(I[0])\n" for number in range(30)
+    ]
+    golden = HEAD + "if I:\n  I[0]: f32[2]\nif fwd:\n" + "".join(modules)
+    words, _, _ = said(golden, golden.replace("aten.op", "aten.other")).partition("\n\n")
+    assert len(words.splitlines()) == 12
+    assert words.splitlines()[-1] == "… and 20 more such differences"
+
+
+def test_the_number_of_lines_is_given():
+    golden = HEAD + "if fwd:\n" + "".join(f"  a{number}: f32[2] = aten.op()\n" for number in range(300))
+    _, _, lines = (difference("graph", golden, golden.replace("op(", "other("), limit=10) or "").partition("\n\n")
+    assert len(lines.splitlines()) == 11
+    assert lines.endswith("\n… and more")
+
+
+@pytest.mark.parametrize("damage", ["if fwd:\n  with L:\n    what is this\n", "if fwd:\n  x: f32[2] = = aten.mm((\n"])
+def test_what_is_no_statement_is_compared_as_a_line(damage):
+    golden = "# gtrainer graph v2\n" + damage
+    assert "\n+" in said(golden, golden + "  and more\n")

@@ -1,35 +1,111 @@
-"""Graphs as goldens, and goldens of tests that run on ranks."""
+"""Graphs and layouts as goldens, and goldens of tests that run on ranks."""
 
 from __future__ import annotations
 
 import pytest
+import torch
+
+# Once for all runs in this process: these register operators, which can be done only once.
+import pytest_gtrainer.graphtext.layout_view
+import pytest_gtrainer.graphtext.rendering  # noqa: F401
 
 GRAPH = """
 import os, torch
-from torch.fx.experimental.proxy_tensor import make_fx
+from torch import fx
 
 class Step:
     def __init__(self, function):
-        self.gm = make_fx(function)(torch.zeros(2))
+        graph = fx.Graph()
+        x = graph.placeholder("x")
+        y = graph.call_function(function, (x,))
+        graph.output((y,))
+        x.meta["val"] = y.meta["val"] = torch.zeros(2)
+        self.gm = fx.GraphModule({}, graph)
 
 def test_graph(gt_golden):
-    gt_golden.check(Step(torch.cos if os.environ.get("CHANGED") else torch.sin))
+    aten = torch.ops.aten
+    gt_golden.check(Step(aten.cos.default if os.environ.get("CHANGED") else aten.sin.default)VIEW)
+"""
+WHOLE, SCHEDULE = (GRAPH.replace("VIEW", view) for view in ("", ", view='schedule'"))
+FILE = "test_it/test_graph.fxgraph"
+
+
+def test_a_graph_has_a_header_and_a_difference_in_words(run_here, goldens, monkeypatch):
+    run_here(WHOLE, "--gt-update-goldens").assert_outcomes(passed=1)
+    assert list(goldens()) == [FILE]
+    lines = goldens()[FILE].splitlines()
+    assert lines[:2] == ["# gtrainer graph v2", "# test: test_it.py::test_graph"]
+    remake = "# remake: pytest test_it.py::test_graph --gt-update-goldens"
+    assert lines[2:4] == [f"# torch: {torch.__version__}", remake]
+    monkeypatch.setenv("CHANGED", "1")
+    result = run_here(None)
+    result.stdout.fnmatch_lines(["*test_graph.fxgraph differs", "*fwd _: lost aten.sin, gained aten.cos"])
+    result.stdout.no_fnmatch_line("*made with torch*")
+
+
+def test_a_difference_says_which_torch_made_the_golden(run_here, goldens, pytester, monkeypatch):
+    run_here(WHOLE, "--gt-update-goldens")
+    file = pytester.path / "golden" / FILE
+    file.write_text(file.read_text().replace(f"# torch: {torch.__version__}", "# torch: 2.12.0"))
+    run_here(None).stdout.fnmatch_lines(["goldens   1 equal"])
+    monkeypatch.setenv("CHANGED", "1")
+    run_here(None).stdout.fnmatch_lines([f"*made with torch 2.12.0, running {torch.__version__}"])
+
+
+def test_of_a_partial_view_the_whole_graph_is_kept_too(run_here, pytester, monkeypatch):
+    run_here(SCHEDULE, "--gt-update-goldens").assert_outcomes(passed=1)
+    monkeypatch.setenv("CHANGED", "1")
+    run_here(None, "--gt-artifacts=out").assert_outcomes(failed=1)
+    folder = pytester.path / "out/test_it/test_graph"
+    assert {file.name for file in folder.iterdir()} == {
+        "obtained.fxgraph", "golden.fxgraph", "graph.fxgraph", "difference.diff",
+    }  # fmt: skip
+    assert "# view: schedule\n" in (folder / "obtained.fxgraph").read_text()
+    whole = (folder / "graph.fxgraph").read_text()
+    assert "# view:" not in whole
+    assert "cos: f32[2] = aten.cos(" in whole
+
+
+LAYOUT = """
+import os, torch
+from pytest_gtrainer.passes.layout import BucketLayout, Payload, Slot
+
+def test_layout(gt_golden):
+    slots = [Slot("layers.0.a", 0, 16), Slot("layers.0.b", 16, 32)]
+    if os.environ.get("CHANGED"):
+        slots = [Slot("layers.0.b", 0, 32), Slot("layers.0.a", 32, 16)]
+    gt_golden.check(BucketLayout((Payload("reduce_scatter", torch.float32, (0, 1), "avg", tuple(slots)),)))
 """
 
 
-def test_a_graph_has_a_header_and_a_difference_in_words(run, goldens, monkeypatch):
-    run(GRAPH, "--gt-update-goldens").assert_outcomes(passed=1)
-    (text,) = goldens().values()
-    assert list(goldens()) == ["test_it/test_graph.fxgraph"]
-    assert text.splitlines()[:2] == ["# gtrainer graph v1", "# test: test_it.py::test_graph"]
-    assert "# remake: pytest test_it.py::test_graph --gt-update-goldens\n" in text
+def test_a_layout_tells_who_sits_where(run_here, goldens, monkeypatch):
+    run_here(LAYOUT, "--gt-create-goldens").assert_outcomes(passed=1)
+    text = goldens()["test_it/test_layout.fxgraph"]
+    assert "# view: layout\n" in text
+    assert "  L.a: at(0, bytes=16)\n  L.b: at(16, bytes=32)\n" in text
+    run_here(None).stdout.fnmatch_lines(["goldens   1 equal"])
     monkeypatch.setenv("CHANGED", "1")
-    run(None).stdout.fnmatch_lines(["*test_graph.fxgraph differs", "*fwd _: lost aten.sin, gained aten.cos"])
+    result = run_here(None)
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(["*differs", "*L.a: at(0, bytes=16)"])
+
+
+def test_a_view_is_of_a_graph(run_here):
+    result = run_here("def test_a(gt_golden): gt_golden.check('text', view='schedule')")
+    result.stdout.fnmatch_lines(["*TypeError: view='schedule' says how much of a graph to show, and this is of str"])
 
 
 RANKS = """
 import os, pytest
 on_ranks = pytest.mark.gt_world("ranks", size=2)
+
+@pytest.fixture(scope="module")
+def breaks_at_the_end():
+    yield
+    assert False
+
+def test_here(breaks_at_the_end):
+    pass
 
 @on_ranks
 def test_agree(gt_golden, gt_world):
@@ -44,13 +120,17 @@ def test_disagree(gt_golden, gt_world):
 def test_fails_on_one(gt_golden, gt_world):
     gt_golden.check("never written")
     assert gt_world.rank == 0
+
+@on_ranks
+def test_last(gt_golden, gt_world):
+    gt_golden.check("never written")
 """
 
 
 @pytest.mark.parametrize("workers", [(), ("-n1",)], ids=["alone", "under xdist"])
 def test_ranks_claim_and_the_parent_judges_and_writes(run, goldens, monkeypatch, workers):
     result = run(RANKS, *workers, "--gt-update-goldens")
-    result.assert_outcomes(passed=1, failed=2)
+    result.assert_outcomes(passed=3, failed=2, errors=1)
     problem = "the golden differs between ranks, first on rank 1 at line 1:"
     result.stdout.fnmatch_lines([problem, "  rank 0: rank 0", "  rank 1: rank 1"])
     result.stdout.fnmatch_lines(["goldens   2 created, 1 different"])
@@ -60,6 +140,8 @@ def test_ranks_claim_and_the_parent_judges_and_writes(run, goldens, monkeypatch,
     monkeypatch.setenv("CHANGED", "!")
     result = run(None, "-k", "test_agree")
     result.assert_outcomes(failed=1)
+    command = "  pytest test_it.py::test_agree --gt-update-goldens"
+    assert result.outlines.count(command) == 1
     result.stdout.fnmatch_lines(["*test_agree@a.txt differs", "-the same", "+the same!"])
     result.stdout.fnmatch_lines(["goldens   1 different, 1 equal"])
     assert goldens()["test_it/test_agree@a.txt"] == "the same\n"

@@ -74,7 +74,8 @@ def test_folding_loses_nothing(layers: list[tuple[int, tuple[str, ...]]]):
 @pytest.mark.parametrize(("text", "problem"), [
     ("  x: f32[2]", "line 1: expected a section (`if fwd:`), found an indented line"),
     ("for j in layers:\n  x", "line 1: expected `for i in fwd.layers[0:8]:`, found 'for j in layers:'"),
-    ("for i in fwd.layers[0]:\n  like(fwd.layers[9])", "line 1: like(fwd.layers[9]): no such section"),
+    ("for i in fwd.layers[0]:\n  like(fwd.layers[9])",
+     "line 1: like(fwd.layers[9]): no section of that name is told in full"),
     ("if fwd:\n  a: b\nfor i in fwd.layers[0]:\n  like(fwd)\n  drop(L.x)", "line 3: fwd has no line L.x"),
 ])  # fmt: skip
 def test_a_damaged_text_is_refused_with_the_line(text, problem):

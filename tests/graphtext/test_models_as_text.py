@@ -9,8 +9,10 @@ import pytest
 
 from fixtures.models import deepseek_v3, llama3
 from fixtures.training import deepseek_v3_training, llama3_training
-from pytest_gtrainer.graphtext import records, render, unfold
-from pytest_gtrainer.references.graph import rewrite, shard_traceably, trace_config
+from pytest_gtrainer.graphtext import constants, parse, records, render, unfold
+from pytest_gtrainer.numerics.assertions import assert_bitwise_different, assert_bitwise_equal
+from pytest_gtrainer.references.graph import GraphRun, rewrite, shard_traceably, trace_config
+from tests.graphtext.same import assert_same_graph
 
 ARCHITECTURES = {
     "llama3": (llama3.FLAVORS, llama3_training, 600),
@@ -35,3 +37,50 @@ def test_a_bucketed_model(gt_mesh, monkeypatch, architecture):
     assert len(text.splitlines()) < ARCHITECTURES[architecture][2], "equal layers are told once"
     assert "with bucket(layers[i+1]" in text
     assert "fsdp = group(range(0, 8))" in text
+
+
+@pytest.mark.gt_world("fake", size=8)
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_a_model_read_back(gt_mesh, monkeypatch, architecture):
+    """As traced, and bucketed: operators, operands, metadata, and with them what the passes do."""
+    flavors, training, _ = ARCHITECTURES[architecture]
+    monkeypatch.setitem(flavors, "this", dataclasses.replace(flavors["debug"], n_layers=3))
+    config = training(gt_mesh, "bf16_fp32", "this")
+    traced = trace_config(config, shard_traceably(config.model(), config))
+    again = traced.with_graph(read_back(traced.gm))
+    assert_same_graph(again.gm, traced.gm)
+    bucketed, bucketed_again = rewrite(traced, config), rewrite(again, config)
+    assert render(bucketed_again.gm) == render(bucketed.gm)
+    assert_same_graph(read_back(bucketed.gm), bucketed.gm)
+
+
+@pytest.mark.gt_world("ranks", size=2)
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_a_model_read_back_trains_to_the_same_bits(gt_mesh, architecture):
+    """On real ranks; in the twin one number of the text is another."""
+    training = ARCHITECTURES[architecture][1]
+    config = training(gt_mesh, "fp32", "debug_odd", steps=2)
+    expected, again, other = GraphRun(config), GraphRun(config), GraphRun(config)
+    again.traced = again.traced.with_graph(read_back(again.traced.gm))
+    text = render(other.traced.gm)
+    changed = text.replace(", 1e-05)", ", 2e-05)")
+    assert changed != text
+    other.traced = other.traced.with_graph(parse(changed, constants=constants(other.traced.gm)))
+    record = expected.run()
+    assert_bitwise_equal(again.run(), record)
+    assert_bitwise_different(other.run(), record)
+
+
+def read_back(gm):
+    text = render(gm)
+    again = parse(text, constants=constants(gm))
+    assert render(again) == text
+    return again
+
+
+@pytest.mark.long
+@pytest.mark.gt_world("fake", size=8)
+def test_the_text_of_126_layers_is_readable(gt_mesh, monkeypatch):
+    text, lines = text_and_records(gt_mesh, monkeypatch, "llama3", layers=126)
+    assert unfold(text) == lines
+    assert len(text.splitlines()) <= 700

@@ -6,10 +6,12 @@ import ast
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import fx
 
 from pytest_gtrainer.graphtext import records, render
 from tests.graphtext.toy import small_graph, toy_graph
@@ -78,4 +80,37 @@ def test_a_change_in_one_layer_leaves_the_others_alone():
 
 def test_a_text_is_python():
     tree = ast.parse(render(toy_graph(6, {3: torch.tanh})))
-    assert {type(statement) for statement in tree.body} <= {ast.If, ast.For}
+    assert {type(statement) for statement in tree.body} <= {ast.If, ast.For, ast.Assign}
+
+
+def test_where_independent_constants_stand_does_not_show():
+    """`get_attr` nodes in any order, at the front or before their use."""
+    text = None
+    for order in ("ab", "ba"):
+        graph = fx.Graph()
+        source = graph.placeholder("v")
+        constants = {name: graph.get_attr(name) for name in order}
+        for name in "ab":
+            source = graph.call_function(torch.ops.aten.add.Tensor, (source, constants[name]))
+        graph.output(source)
+        gm = fx.GraphModule({"a": torch.ones(2), "b": torch.zeros(2)}, graph)
+        assert render(gm) == (text or render(gm))
+        text = render(gm)
+
+
+PROJECT = """
+import pytest
+from tests.graphtext.toy import toy_graph
+
+@pytest.mark.parametrize("layers", [1, 2, 3, 4])
+def test_layers(gt_golden, layers):
+    gt_golden.check(toy_graph(layers))
+"""
+
+
+@pytest.mark.long
+def test_workers_of_xdist_give_the_same_text(pytester):
+    pytester.makepyfile(PROJECT)
+    pytester.makeini(f"[pytest]\npythonpath = {Path(__file__).parents[2]}")
+    pytester.runpytest_inprocess("--gt-update-goldens").assert_outcomes(passed=4)
+    pytester.runpytest_subprocess("-n4").assert_outcomes(passed=4)

@@ -32,9 +32,8 @@ def test_cuda_without_a_gpu_is_a_usage_error(pytester, monkeypatch):
 
 
 MARKERS = [
-    ('"gpu"', "gt_world has no kind 'gpu'; it has fake, ranks"),
-    ('"simulated"', "gt_world kind 'simulated' is not in this version yet; it has fake, ranks"),
-    ("", "gt_world has no kind None; it has fake, ranks"),
+    ('"gpu"', "gt_world has no kind 'gpu'; it has fake, simulated, ranks"),
+    ("", "gt_world has no kind None; it has fake, simulated, ranks"),
     ('"ranks", "fake"', "gt_world takes one positional argument, the kind; not 2"),
     ('"ranks", size=0', "gt_world's size is a whole number, 1 or more; not 0"),
     ('"ranks", size="8"', "gt_world's size is a whole number, 1 or more; not '8'"),

@@ -52,7 +52,7 @@ def check_execution_order_differs():
 
 @pytest.fixture
 def pin(gt_golden, gt_world):
-    """``pin(traced)``: compare the graph with its golden, on the device that the goldens were made on.
+    """``pin(traced)``: compare graph and schedule with their goldens, on the device that these were made on.
 
     Attention traces to another operator on a GPU, so there the golden is counted as not judged.
     """
@@ -60,6 +60,7 @@ def pin(gt_golden, gt_world):
     def check(traced):
         if gt_world.device == "cpu":
             gt_golden.check(traced)
+            gt_golden.check(traced, "schedule", view="schedule")
         else:
             facts.emit("golden", outcome=f"not judged on {gt_world.device}")
 

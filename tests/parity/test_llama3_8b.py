@@ -17,3 +17,5 @@ def test_llama3_8b_under_64_ranks_is_pinned(gt_mesh, gt_golden):
         "norm+lm_head",
     ]
     gt_golden.check(graph.traced)
+    gt_golden.check(graph.traced, "schedule", view="schedule")
+    gt_golden.check(layout, "layout")

@@ -53,11 +53,3 @@ def test_nothing_is_left_of_the_duplicates_chain(twice):
 def test_a_graph_without_duplicates_is_left_as_it_is(joint):
     before = joint.gm.code
     assert deduplicate_fsdp_unshard_chains_pass(joint.gm).code == before
-
-
-def test_a_gather_of_the_other_direction_is_no_duplicate(twice):
-    """A recomputed gather belongs to the backward: resharding would be undone otherwise."""
-    launches = twice.gm.graph.find_nodes(op="call_function", target=ALL_GATHER)
-    launches[-1].meta["autograd_backward"] = True
-    gm = deduplicate_fsdp_unshard_chains_pass(twice.gm)
-    assert count(gm, ALL_GATHER) == len(twice.parameter_fqns) + 1

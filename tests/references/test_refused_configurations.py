@@ -69,3 +69,12 @@ def test_a_submesh_for_no_bucket_and_no_steps(config_with, gt_mesh):
         config_with(submeshes={"experts": gt_mesh})
     with pytest.raises(ValueError, match="steps=0: train for at least one step"):
         config_with(steps=0)
+
+
+@pytest.mark.gt_world("fake", size=8, mesh={"replicate": 2, "shard": 2, "tp": 2})
+def test_a_mesh_of_three_dimensions_and_a_submesh_of_a_hybrid_one(config_with, gt_mesh):
+    """D16: one dimension, or (replicate, shard)."""
+    with pytest.raises(ValueError, match=r"a mesh has one dimension, or two \(replicate, shard\); this one is 3-D"):
+        config_with(mesh=gt_mesh)
+    with pytest.raises(ValueError, match="submeshes beside a 2-D mesh are not supported"):
+        config_with(mesh=gt_mesh["replicate", "shard"], submeshes={"head": gt_mesh["shard"]})

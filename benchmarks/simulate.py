@@ -1,0 +1,116 @@
+"""A long simulated training, as multi-node validation runs are read: digests of the weights, step by step.
+
+    python -m benchmarks.simulate [--ranks 64 128 256] [--steps 25] [--nodes-of 8]
+
+The rewritten graph and eager ``fully_shard`` train Llama 3 of two layers, as wide as the ranks divide, in
+one process, with sums in the order of the default rings. Every line is one step; the two digests of all
+ranks' weights must be equal. Wall time and peak memory of each side are printed, with the limits that they
+should keep on two cores: 1 minute for 64 ranks of 25 steps by graph, 5 minutes and 2 GB for 256; eagerly
+twice the time, and 4 GB. Each side runs in a process of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import multiprocessing
+import resource
+import sys
+import time
+from dataclasses import dataclass
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from fixtures.models import llama3
+from fixtures.training import llama3_training
+from pytest_gtrainer import TrainConfig
+from pytest_gtrainer.numerics.weight_digests import WeightDigests
+from pytest_gtrainer.worlds.simulated.graph_training import SimulatedGraphRun
+from pytest_gtrainer.worlds.simulated.threads.training import simulated_eager
+from pytest_gtrainer.worlds.simulated.world import net_of, simulated_world
+from pytest_gtrainer.worlds.spec import make_spec
+
+LIMITS = {("graph", 64): (60, 2), ("eager", 64): (120, 4), ("graph", 256): (300, 2), ("eager", 256): (600, 4)}
+"""Seconds and GB for 25 steps, by side and ranks."""
+
+
+@dataclass
+class Run:
+    """One side of one world."""
+
+    digests: dict[int, str]
+    seconds: float
+    gigabytes: float
+
+
+def config_of(mesh: DeviceMesh, steps: int) -> TrainConfig:
+    """Llama 3 of two layers whose every dimension the ranks divide."""
+    width = max(64, mesh.size())
+    sizes = llama3.Llama3Config(width, n_heads=8, n_kv_heads=8, ffn_dim=2 * width)
+
+    def model() -> nn.Module:
+        built = llama3.Llama3(sizes)
+        built.init_weights(seed=0)
+        return built
+
+    return llama3_training(mesh, "bf16_fp32", model=model, steps=steps)
+
+
+def train(side: str, ranks: int, nodes: int, steps: int) -> Run:
+    """Train all ranks; memory is the peak of this process."""
+    config = functools.partial(config_of, steps=steps)
+    started = time.perf_counter()
+    with simulated_world(make_spec("simulated", size=ranks, nodes=nodes)) as world:
+        if side == "graph":
+            kept = WeightDigests()
+            SimulatedGraphRun(config, world).run(kept)
+        else:
+            parts = [WeightDigests() for _ in range(ranks)]
+            simulated_eager(config, net_of(world), mesh=world.mesh, timeout=3600, recorders=parts)
+            kept = WeightDigests.merged(parts)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
+    return Run(kept.steps, time.perf_counter() - started, peak)
+
+
+def main() -> int:
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options.add_argument("--ranks", type=int, nargs="+", default=[64, 128, 256])
+    options.add_argument("--steps", type=int, default=25)
+    options.add_argument("--nodes-of", type=int, default=8, help="ranks a node")
+    chosen = options.parse_args()
+    good = True
+    for ranks in chosen.ranks:
+        good &= compare_sides(ranks, ranks // chosen.nodes_of, chosen.steps)
+    return 0 if good else 1
+
+
+def compare_sides(ranks: int, nodes: int, steps: int) -> bool:
+    """Train both sides, print their table; whether all digests are equal and the limits kept."""
+    runs = {}
+    for side in ("graph", "eager"):
+        with multiprocessing.get_context("spawn").Pool(1) as pool:
+            runs[side] = pool.apply(train, (side, ranks, nodes, steps))
+    print(f"{ranks} ranks on {nodes} nodes, digests of all ranks' weights")
+    same = True
+    for step, graph in runs["graph"].digests.items():
+        eager = runs["eager"].digests[step]
+        same &= graph == eager
+        print(f"  step {step:>2}  graph {graph}  eager {eager}  {'equal' if graph == eager else 'DIFFERENT'}")
+    kept = [_within(side, ranks, run, steps) for side, run in runs.items()]
+    return same and all(kept)
+
+
+def _within(side: str, ranks: int, run: Run, steps: int) -> bool:
+    limit = LIMITS.get((side, ranks)) if steps == 25 else None
+    said = f"  {side}: {run.seconds:.0f} s, {run.gigabytes:.1f} GB"
+    if limit is None:
+        print(said)
+        return True
+    kept = run.seconds <= limit[0] and run.gigabytes <= limit[1]
+    print(f"{said}; limit {limit[0]} s, {limit[1]} GB: {'kept' if kept else 'MISSED'}")
+    return kept
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,242 @@
+"""Predicates of a pattern: each says in words how a node differs, or nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from types import EllipsisType
+
+import torch
+from torch import fx
+
+from pytest_gtrainer.checks.arguments import Call, call_mismatch, check_argument, names_in
+from pytest_gtrainer.checks.errors import CheckError
+from pytest_gtrainer.checks.operators import OUTPUT, OperatorPattern
+from pytest_gtrainer.checks.subject import Subject, is_called, is_within, users_of
+from pytest_gtrainer.graphtext.operators import operator_of
+from pytest_gtrainer.graphtext.vocabulary import spell_dtype
+
+Extent = int | None | EllipsisType
+"""An extent, None for any one, ``...`` for any number of them."""
+
+
+class Predicate:
+    """One thing that a node must be."""
+
+    __slots__ = ()
+
+    def check(self, subject: Subject) -> None:
+        """Raises ``CheckError`` if no node of any graph like this one can fit."""
+        return
+
+    def difference(self, node: fx.Node, subject: Subject) -> str | None:
+        """``its dtype is f32, expected bf16``; None if the node fits."""
+        raise NotImplementedError
+
+    def names(self) -> Iterable[str]:
+        """Words that may be names of captures."""
+        return ()
+
+
+@dataclass(frozen=True, slots=True)
+class IsOperator(Predicate):
+    operator: OperatorPattern
+
+    def check(self, subject: Subject) -> None:
+        self.operator.check(subject.schedule)
+
+    def difference(self, node: fx.Node, subject: Subject) -> str | None:
+        if self.operator.matches(node):
+            return None
+        found = node.op if node.op == OUTPUT else operator_of(node).text
+        return f"its operator is {found}, expected {self.operator.text}"
+
+
+@dataclass(frozen=True, slots=True)
+class HasArguments(Predicate):
+    call: Call
+
+    def check(self, subject: Subject) -> None:
+        check_argument(self.call, subject)
+
+    def difference(self, node: fx.Node, subject: Subject) -> str | None:
+        if not self.call.operator.matches(node):
+            return None  # told by IsOperator
+        found = call_mismatch(self.call, node, subject)
+        return f"its arguments: {found}" if found else None
+
+    def names(self) -> Iterable[str]:
+        return names_in([self.call])
+
+
+@dataclass(frozen=True, slots=True)
+class InModule(Predicate):
+    """The module is, or lies in, the one that a component-wise pattern names."""
+
+    fqn: str
+
+    def check(self, subject: Subject) -> None:
+        subject.check_module(self.fqn)
+
+    def difference(self, node: fx.Node, subject: Subject) -> str | None:
+        owners = subject.owners(node)
+        if subject.is_bucketed(node):
+            return f"it belongs to the bucket {_told(owners)}, expected the module {self.fqn}"
+        if owners and is_within(owners[0], self.fqn):
+            return None
+        return f"its module is {_told(owners)}, expected {self.fqn}"
+
+
+@dataclass(frozen=True, slots=True)
+class InBucket(Predicate):
+    """The node belongs to the bucket of just these modules, in this order; none given: to any."""
+
+    fqns: tuple[str, ...]
+
+    def check(self, subject: Subject) -> None:
+        for fqn in self.fqns:
+            subject.check_module(fqn)
+
+    def difference(self, node: fx.Node, subject: Subject) -> str | None:
+        owners = subject.owners(node)
+        if not subject.is_bucketed(node):
+            return f"it belongs to no bucket but to {_told(owners)}, expected {self}"
+        if not self.fqns or (len(owners) == len(self.fqns) and all(map(is_called, owners, self.fqns))):
+            return None
+        return f"its bucket is {_told(owners)}, expected {_told(self.fqns)}"
+
+    def __str__(self) -> str:
+        return f"the bucket {_told(self.fqns)}" if self.fqns else "one"
+
+
+@dataclass(frozen=True, slots=True)
+class InDirection(Predicate):
+    direction: str
+
+    def check(self, subject: Subject) -> None:
+        if self.direction not in ("fwd", "bwd"):
+            raise CheckError(f"a direction is fwd or bwd, not {self.direction!r}")
+
+    def difference(self, node: fx.Node, subject: Subject) -> str | None:
+        found = subject.direction(node)
+        return None if found == self.direction else f"its direction is {found or 'none'}, expected {self.direction}"
+
+
+@dataclass(frozen=True, slots=True)
+class HasType(Predicate):
+    """Dtype, shape and strides, as far as they are said."""
+
+    dtype: torch.dtype | None = None
+    shape: tuple[Extent, ...] | None = None
+    strides: tuple[Extent, ...] | None = None
+
+    def difference(self, node: fx.Node, subject: Subject) -> str | None:
+        value = node.meta.get("val")
+        if not isinstance(value, torch.Tensor):
+            return f"its value is {_kind(value)}, expected one tensor"
+        if self.dtype is not None and value.dtype is not self.dtype:
+            return f"its dtype is {spell_dtype(value.dtype)}, expected {spell_dtype(self.dtype)}"
+        layout = (("shape is", tuple(value.shape), self.shape), ("strides are", value.stride(), self.strides))
+        for what, found, wanted in layout:
+            if wanted is not None and not _extents_fit(found, wanted):
+                return f"its {what} {_extents(found)}, expected {_extents(wanted)}"
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class ComesFrom(Predicate):
+    """A captured node or a graph input is among the node's ancestors, over any number of steps."""
+
+    name: str
+
+    def check(self, subject: Subject) -> None:
+        subject.check_name(self.name)
+
+    def difference(self, node: fx.Node, subject: Subject) -> str | None:
+        todo, seen = [node], {node}
+        while todo:
+            for source in todo.pop().all_input_nodes:
+                if subject.is_named(source, self.name):
+                    return None
+                if source not in seen:
+                    seen.add(source)
+                    todo.append(source)
+        return f"{self.name} is not among its ancestors"
+
+    def names(self) -> Iterable[str]:
+        return [self.name]
+
+
+@dataclass(frozen=True, slots=True)
+class UsedBy(Predicate):
+    """An operator, or a captured node, is among the users; with ``only``, every user is such a one."""
+
+    user: OperatorPattern
+    only: bool = False
+
+    def check(self, subject: Subject) -> None:
+        if self.user.text not in subject.captures:
+            self.user.check(subject.schedule)
+
+    def difference(self, node: fx.Node, subject: Subject) -> str | None:
+        users = list(users_of(node))
+        fits = [self._fits(user, subject) for user in users]
+        if any(fits) and (all(fits) or not self.only):
+            return None
+        found = ", ".join(dict.fromkeys(subject.name_of(user) for user in users)) or "nothing"
+        return f"it is used by {found}, expected {'only ' if self.only else ''}{self.user.text}"
+
+    def _fits(self, user: fx.Node, subject: Subject) -> bool:
+        captured = subject.captures.get(self.user.text)
+        return user is captured if captured is not None else self.user.matches(user)
+
+    def names(self) -> Iterable[str]:
+        return [self.user.text]
+
+
+@dataclass(frozen=True, slots=True)
+class Where(Predicate):
+    """A condition in Python."""
+
+    condition: Callable[[fx.Node], object]
+
+    def check(self, subject: Subject) -> None:
+        if not callable(self.condition):
+            raise CheckError(f"where= takes a function of a node, not {self.condition!r}")
+
+    def difference(self, node: fx.Node, subject: Subject) -> str | None:
+        name = getattr(self.condition, "__name__", "the condition")
+        return None if self.condition(node) else f"{name} does not hold of it"
+
+
+def _told(fqns: Sequence[str]) -> str:
+    """Modules in a message: the root has a name, and so has none at all."""
+    return ", ".join(fqn or "the root" for fqn in fqns) or "none"
+
+
+def _kind(value: object) -> str:
+    return "not known" if value is None else f"of type {type(value).__name__}"
+
+
+def _extents_fit(found: Sequence[object], wanted: Sequence[Extent]) -> bool:
+    """
+    >>> _extents_fit((2, 3, 4), (2, ..., None)), _extents_fit((2,), (2, None)), _extents_fit((), (...,))
+    (True, False, True)
+    """
+    if ... in wanted:
+        gap = list(wanted).index(...)
+        tail = len(wanted) - gap - 1
+        if len(found) < gap + tail:
+            return False
+        found, wanted = [*found[:gap], *found[len(found) - tail :]], [*wanted[:gap], *wanted[gap + 1 :]]
+    return len(found) == len(wanted) and all(map(_extent_fits, found, wanted))
+
+
+def _extent_fits(found: object, wanted: Extent) -> bool:
+    """A symbolic extent fits `_` only: comparing it would add a guard."""
+    return wanted is None or (type(found) is int and found == wanted)
+
+
+def _extents(extents: Sequence[object]) -> str:
+    told = ["_" if e is None else "..." if e is ... else str(e) for e in extents]
+    return f"[{', '.join(told) or '()'}]"

@@ -1,0 +1,154 @@
+"""The graph that is checked: its schedule, and what names in checks stand for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from fnmatch import fnmatchcase
+
+from torch import fx
+
+from pytest_gtrainer.checks.errors import CheckError
+from pytest_gtrainer.conventions import BACKWARD, FORWARD, direction
+from pytest_gtrainer.graphtext.errors import nearest
+from pytest_gtrainer.graphtext.groups import groups_of
+from pytest_gtrainer.graphtext.operators import operator_of
+from pytest_gtrainer.graphtext.rendering import records
+from pytest_gtrainer.graphtext.scopes import Scopes, is_computed, is_item, scopes_of
+
+
+def is_within(fqn: str, pattern: str) -> bool:
+    """Whether a module is the one that a component-wise pattern names, or lies in it.
+
+    >>> [is_within("layers.1.wq", pattern) for pattern in ("layers.1", "layers.*", "*.1.wq", "layers.10", "wq", "")]
+    [True, True, True, False, False, False]
+    """
+    wanted, path = pattern.split("."), fqn.split(".")
+    return len(wanted) <= len(path) and all(map(fnmatchcase, path, wanted))
+
+
+def is_called(fqn: str, pattern: str) -> bool:
+    """Whether a pattern names just this module or input.
+
+    >>> is_called("layers.1", "layers.*"), is_called("layers.1.wq", "layers.*")
+    (True, False)
+    """
+    return fqn == pattern or (fqn.count(".") == pattern.count(".") and is_within(fqn, pattern))
+
+
+class Subject:
+    """A graph under check, and what has been captured from it.
+
+    Attributes:
+        schedule: the computed nodes in order, then the output.
+        place: where each of them stands.
+        captures: nodes by the names that checks have given them.
+    """
+
+    def __init__(
+        self, gm: fx.GraphModule, *, before: fx.GraphModule | None = None, mesh: Mapping[str, int] | None = None
+    ) -> None:
+        """
+        Args:
+            before: the graph that a pass was given: modules that the pass has emptied are known too.
+            mesh: dimensions and extents over all ranks, which name the process groups as in a text.
+        """
+        self._gm, self._mesh = gm, mesh
+        nodes = list(gm.graph.nodes)
+        self.schedule = [node for node in nodes if is_computed(node) or node.op == "output"]
+        self.place = {node: place for place, node in enumerate(self.schedule)}
+        self.captures: dict[str, fx.Node] = {}
+        self.groups = groups_of(gm, mesh or {})
+        self._scopes = scopes_of(nodes)
+        self._modules = _owners(self._scopes) | (_owners(scopes_of(before.graph.nodes)) if before else set())
+        self._lines: list[str] = []
+
+    # -- where nodes belong
+
+    def owners(self, node: fx.Node) -> tuple[str, ...]:
+        """The module of a node, or the modules of its bucket; none for the output."""
+        scope = self._scopes.of.get(node)
+        return scope.owners if scope else ()
+
+    def direction(self, node: fx.Node) -> str:
+        """Forward or backward; of a bucket's node its bucket and its own mark must say the same."""
+        scope = self._scopes.of.get(node)
+        if scope is None:
+            return ""
+        own = direction(node)
+        return own if own == scope.space else f"{scope.space} by its bucket and {own} by its mark"
+
+    def is_bucketed(self, node: fx.Node) -> bool:
+        scope = self._scopes.of.get(node)
+        return scope is not None and scope.is_bucket
+
+    def check_module(self, pattern: str) -> None:
+        """Raises ``CheckError`` if nothing in the graph, its parameters included, lies there."""
+        if not any(is_within(fqn, pattern) for fqn in self._modules):
+            parents = {".".join(fqn.split(".")[: pattern.count(".") + 1]) for fqn in self._modules}
+            raise CheckError(f"nothing in the graph lies in {pattern!r}{nearest(pattern, parents)}")
+
+    # -- names
+
+    def inputs_called(self, name: str) -> list[fx.Node]:
+        """The graph inputs of a name or pattern: an FQN, or one with its space (``P.layers.0.w``, ``A.0``)."""
+        return [node for node in self._scopes.inputs if self._is_input_called(node, name)]
+
+    def _is_input_called(self, node: fx.Node, name: str) -> bool:
+        source = self._scopes.inputs[node]
+        return is_called(source.fqn, name) or is_called(f"{source.space}.{source.fqn}", name)
+
+    def is_named(self, node: fx.Node, name: str) -> bool:
+        """Whether a name stands for this node: a capture's, or a graph input's."""
+        if name in self.captures:
+            return self.captures[name] is node
+        return node.op == "placeholder" and self._is_input_called(node, name)
+
+    def check_name(self, name: str) -> None:
+        """Raises ``CheckError`` if a name stands for no value."""
+        if name in self.captures or self.inputs_called(name):
+            return
+        words = [*self.captures, *(group.symbol for group in self.groups.values())]
+        known = [*words, *(source.fqn for source in self._scopes.inputs.values())]
+        told = f" (captures and groups are {', '.join(words)})" if words else ""
+        raise CheckError(f"{name!r} is neither a captured node nor a graph input{told}{nearest(name, known)}")
+
+    def name_of(self, node: fx.Node) -> str:
+        """A node in a message's words: ``P.norm.weight``, the name of its capture, ``split[0] at 7``."""
+        if node.op == "placeholder":
+            source = self._scopes.inputs[node]
+            return f"{source.space}.{source.fqn}"
+        item = ""
+        while is_item(node):
+            node, item = node.args[0], f"[{node.args[1]}]{item}"
+        captured = [name for name, capture in self.captures.items() if capture is node]
+        if captured or node.op == "output":
+            return (captured or ["output"])[0] + item
+        known = node in self.place
+        return f"{operator_of(node).short}{item} at {self.place[node]}" if known else str(node.target)
+
+    # -- lines
+
+    def line(self, place: int) -> str:
+        """A node of the schedule as a message shows it: its place and its record of graph text."""
+        return f"{place:>6}  {self._spelled()[place]}"
+
+    def _spelled(self) -> list[str]:
+        """One text for each node of the schedule; the schedule's records are in its order."""
+        if not self._lines:
+            told = records(self._gm, mesh=self._mesh)
+            computed = [record for record in told if record.section.partition(".")[0] in (FORWARD, BACKWARD)]
+            self._lines = [*map(str, computed), "output"]
+        return self._lines
+
+
+def _owners(scopes: Scopes) -> set[str]:
+    return {fqn for scope in scopes.of.values() for fqn in scope.owners}
+
+
+def users_of(node: fx.Node) -> Iterable[fx.Node]:
+    """Who uses a node, or an item of it."""
+    for user in node.users:
+        if is_item(user):
+            yield from users_of(user)
+        else:
+            yield user

@@ -1,0 +1,269 @@
+"""Reading a check's text: ``then aten.mm(g, _) -> bf16[64, _] in fwd layers.0 as m``.
+
+::
+
+    check   = "then" node | "next" node | "same" node | "never" node | "count" NUMBER node | "start"
+    node    = [operator ["(" arguments ")"]] {clause}
+    clause  = "in" ["fwd" | "bwd"] [module | "bucket" "(" [module {"," module}] ")"]
+            | "->" [dtype] ["[" extents "]" ["[" extents "]"]]
+            | "from" name
+            | "used" ["only"] "by" (operator | name)
+            | "as" name
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TypeVar
+
+import torch
+
+from pytest_gtrainer.checks.arguments import Any_, Argument, Call, Device, List, Literal, Name, Rest
+from pytest_gtrainer.checks.check import KINDS, Check, Pattern
+from pytest_gtrainer.checks.errors import CheckError
+from pytest_gtrainer.checks.operators import OperatorPattern
+from pytest_gtrainer.checks.predicates import (
+    ComesFrom,
+    Extent,
+    HasArguments,
+    HasType,
+    InBucket,
+    InDirection,
+    InModule,
+    IsOperator,
+    Predicate,
+    UsedBy,
+)
+from pytest_gtrainer.checks.tokens import END, Token, tokens_of
+from pytest_gtrainer.graphtext.errors import nearest
+from pytest_gtrainer.graphtext.vocabulary import DTYPE_OF
+
+CLAUSES = ("in", "->", "from", "used", "as")
+_CONSTANTS = {"None": None, "True": True, "False": False}
+_T = TypeVar("_T")
+
+
+def parse_check(text: str, place: str) -> Check:
+    """A check from its text.
+
+    Raises:
+        CheckError: says the place and what was expected.
+    """
+    try:
+        reader = _Reader(tokens_of(text))
+        kind = reader.word("one of " + ", ".join(KINDS))
+        if kind not in KINDS:
+            raise CheckError(f"a check begins with {', '.join(KINDS)}, not {kind!r}{nearest(kind, KINDS)}")
+        number = reader.whole_number("how many") if kind == "count" else None
+        return Check(kind, reader.pattern(), text.strip(), place, number)
+    except CheckError as error:
+        raise CheckError(f"{place}: {text.strip()}\n{error}") from None
+
+
+def parse_pattern(text: str) -> Pattern:
+    """A node's pattern from its text.
+
+    >>> [type(p).__name__ for p in parse_pattern("mm(x, _) in bwd layers.0 as m").predicates]
+    ['IsOperator', 'HasArguments', 'InDirection', 'InModule']
+    """
+    return _Reader(tokens_of(text)).pattern()
+
+
+class _Reader:
+    """Recursive descent over the tokens, one method a rule of the grammar."""
+
+    def __init__(self, tokens: list[Token]) -> None:
+        self._tokens = tokens
+        self._at = 0
+
+    # -- tokens
+
+    @property
+    def _next(self) -> Token:
+        return self._tokens[self._at]
+
+    def _take(self) -> Token:
+        token = self._next
+        if token is not END:
+            self._at += 1
+        return token
+
+    def _accept(self, text: str) -> bool:
+        found = self._next.text == text and self._next.kind in ("mark", "word")
+        self._at += found
+        return found
+
+    def _expect(self, text: str) -> None:
+        if not self._accept(text):
+            raise CheckError(f"expected {text!r}, found {self._shown()}")
+
+    def _shown(self) -> str:
+        return "the end" if self._next is END else repr(self._next.text)
+
+    def word(self, what: str) -> str:
+        if self._next.kind not in ("word", "string"):
+            raise CheckError(f"expected {what}, found {self._shown()}")
+        return self._take().text
+
+    def whole_number(self, what: str) -> int:
+        if self._next.kind != "number" or not self._next.text.isdecimal():
+            raise CheckError(f"expected {what}, a whole number, found {self._shown()}")
+        return int(self._take().text)
+
+    # -- rules
+
+    def pattern(self) -> Pattern:
+        predicates: list[Predicate] = []
+        names: list[str] = []
+        if self._next is not END and self._next.text not in CLAUSES:
+            predicates += self._call()
+        while self._next is not END:
+            if self._accept("as"):
+                names.append(self._capture())
+            else:
+                predicates += self._clause()
+        if len(names) > 1:
+            raise CheckError(f"a node gets one name, not {' and '.join(names)}")
+        return Pattern(tuple(predicates), names[0] if names else None)
+
+    def _call(self) -> list[Predicate]:
+        operator = OperatorPattern(self.word("an operator"))
+        if not self._accept("("):
+            return [IsOperator(operator)]
+        return [IsOperator(operator), HasArguments(self._arguments(operator))]
+
+    def _capture(self) -> str:
+        name = self.word("a name")
+        if not name.isidentifier() or name == "_":
+            raise CheckError(f"a node's name is a plain word, not {name!r}")
+        return name
+
+    def _clause(self) -> list[Predicate]:
+        if self._accept("in"):
+            return self._place()
+        if self._accept("->"):
+            return [self._type()]
+        if self._accept("from"):
+            return [ComesFrom(self.word("a captured name or a graph input"))]
+        if self._accept("used"):
+            only = self._accept("only")
+            self._expect("by")
+            return [UsedBy(OperatorPattern(self.word("an operator or a captured name")), only)]
+        hint = nearest(self._next.text, CLAUSES)
+        raise CheckError(f"expected {', '.join(CLAUSES)} or the end, found {self._shown()}{hint}")
+
+    def _place(self) -> list[Predicate]:
+        found: list[Predicate] = []
+        if self._next.text in ("fwd", "bwd"):
+            found.append(InDirection(self._take().text))
+        if self._accept("bucket"):
+            self._expect("(")
+            found.append(InBucket(tuple(self._until(")", lambda: self.word("a module")))))
+        elif self._next.kind in ("word", "string") and (not found or self._next.text not in CLAUSES):
+            found.append(InModule(self._take().text))
+        if not found:
+            raise CheckError(f"expected fwd, bwd, a module or bucket(...), found {self._shown()}")
+        return found
+
+    def _type(self) -> HasType:
+        dtype: torch.dtype | None = None
+        if self._next.kind == "word":
+            name = self._take().text
+            if name not in DTYPE_OF:
+                raise CheckError(f"there is no dtype {name!r}{nearest(name, DTYPE_OF)}")
+            dtype = DTYPE_OF[name]
+        shape = self._extents()
+        if dtype is None and shape is None:
+            raise CheckError(f"expected a dtype or a shape, found {self._shown()}")
+        return HasType(dtype, shape, self._extents() if shape is not None else None)
+
+    def _extents(self) -> tuple[Extent, ...] | None:
+        if not self._accept("["):
+            return None
+        if self._accept("("):  # f32[()] has no dimensions
+            self._expect(")")
+            self._expect("]")
+            return ()
+        extents = tuple(self._until("]", self._extent))
+        if extents.count(...) > 1:
+            raise CheckError("a shape has one `...` at most")
+        return extents
+
+    def _extent(self) -> Extent:
+        if self._accept("_"):
+            return None
+        return ... if self._accept("...") else self.whole_number("an extent, `_` or `...`")
+
+    def _until(self, closing: str, item: Callable[[], _T]) -> list[_T]:
+        """Items with commas between them, up to a closing mark."""
+        found: list[_T] = []
+        while not self._accept(closing):
+            if found:
+                self._expect(",")
+                if self._accept(closing):
+                    break
+            found.append(item())
+        return found
+
+    # -- arguments
+
+    def _arguments(self, operator: OperatorPattern) -> Call:
+        items = self._until(")", self._argument_or_keyword)
+        values = tuple(value for name, value in items if name is None)
+        keywords = tuple((name, value) for name, value in items if name is not None)
+        return Call(operator, _with_one_rest(values), keywords)
+
+    def _argument_or_keyword(self) -> tuple[str | None, Argument]:
+        is_keyword = self._next.kind == "word" and self._tokens[self._at + 1].text == "="
+        if not is_keyword:
+            return None, self._argument()
+        name = self._take().text
+        self._expect("=")
+        return name, self._argument()
+
+    def _argument(self) -> Argument:
+        token = self._next
+        if token.kind == "number":
+            return Literal(_number(self._take().text))
+        if token.kind == "string":
+            return Literal(self._take().text)
+        if self._accept("..."):
+            return Rest()
+        if self._accept("[") or self._accept("("):
+            return List(_with_one_rest(self._until("]" if token.text == "[" else ")", self._argument)))
+        return self._word_argument()
+
+    def _word_argument(self) -> Argument:
+        word = self.word("an argument")
+        if word == "_":
+            return Any_()
+        if word in _CONSTANTS:
+            return Literal(_CONSTANTS[word])
+        if self._accept("("):
+            return self._called(word)
+        if not self._accept("["):
+            return Name(word)
+        item = self.whole_number("the number of an output")
+        self._expect("]")
+        return Name(word, item)
+
+    def _called(self, word: str) -> Argument:
+        call = self._arguments(OperatorPattern(word))
+        values = [item.value for item in call.arguments if isinstance(item, Literal)]
+        bounds = [value for value in values if isinstance(value, int)]
+        if word == "range" and 1 <= len(bounds) <= 3:
+            return List(tuple(Literal(rank) for rank in range(*bounds)))
+        if word == "device":
+            return Device(str(values[0]) if values else "")
+        return call
+
+
+def _with_one_rest(items: Iterable[Argument]) -> tuple[Argument, ...]:
+    found = tuple(items)
+    if found.count(Rest()) > 1:
+        raise CheckError("a list of arguments has one `...` at most")
+    return found
+
+
+def _number(text: str) -> int | float:
+    return int(text) if text.removeprefix("-").isdecimal() else float(text)

@@ -1,0 +1,179 @@
+"""Numbers as goldens: exact, and with the environment that they were obtained in.
+
+A file holds one *entry* for each environment that a person has accepted numbers in; numbers are
+compared only with those of an equal environment. It is JSON; floats are spelled so that reading
+gives the same bits (NaNs are all alike), -0.0 and 0.0 differ, and so do 1 and 1.0.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+VERSION = 1
+_MARK = re.compile(r"numbers v(\d+)")
+_MOST_WORDS = 12
+_DEEPEST = 50
+
+Environment = Mapping[str, Any]
+
+
+class NumbersError(Exception):
+    """A text that is not a golden of numbers; the message is one sentence without a subject."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """Numbers, and the environment that they were obtained in."""
+
+    environment: Environment
+    values: Any
+
+    def __str__(self) -> str:
+        """The environment, as a reader names it.
+
+        >>> print(Entry({"torch": "2.13.0", "device": "cpu", "instructions": "AVX2", "threads": 2}, None))
+        torch 2.13.0, device cpu, instructions AVX2, threads 2
+        """
+        return ", ".join(f"{name} {value}" for name, value in self.environment.items())
+
+
+def plain(value: Any, place: str = "") -> Any:
+    """A copy of numbers in JSON's types, mappings in the order of their keys.
+
+    >>> plain({"loss": (0.5, 1), 10: True, 2: None})
+    {'2': None, '10': True, 'loss': [0.5, 1]}
+
+    Raises:
+        TypeError: something in it is no number, text, list or mapping.
+        ValueError: two keys of a mapping are spelled alike, or it is nested too deeply.
+    """
+    if value is None or isinstance(value, bool | str):
+        return value
+    if isinstance(value, int):
+        return int(value)
+    if isinstance(value, float):
+        return float(value)
+    if place.count("[") > _DEEPEST:
+        raise ValueError(f"numbers are nested more than {_DEEPEST} deep")
+    if isinstance(value, list | tuple):
+        return [plain(each, f"{place}[{index}]") for index, each in enumerate(value)]
+    if isinstance(value, Mapping):
+        return _plain_mapping(value, place)
+    kind = type(value).__name__
+    where = f" at {place}" if place else ""
+    way_out = ": give its digest, or item() of a single value" if kind in ("Tensor", "DTensor", "Parameter") else ""
+    raise TypeError(f"numbers are made of int, float, bool, str, None, lists and dicts; not of {kind}{where}{way_out}")
+
+
+def _plain_mapping(value: Mapping[Any, Any], place: str) -> dict[str, Any]:
+    keys = {str(key): key for key in value}
+    for key in value:
+        if not isinstance(key, str | int) or isinstance(key, bool):
+            raise TypeError(f"keys of numbers are str or int; not {key!r}")
+        if keys[str(key)] is not key:
+            raise ValueError(f"two keys of numbers are spelled {str(key)!r}: give one another name")
+    return {name: plain(value[keys[name]], f"{place}[{name!r}]") for name in sorted(keys, key=_natural)}
+
+
+def _natural(name: str) -> list[tuple[int, str]]:
+    """Orders layers.2 before layers.10."""
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name)]
+
+
+# -- text
+
+
+def text_of(fields: Mapping[str, str], entries: list[Entry]) -> str:
+    """The text of a golden: what made it, and its entries."""
+    told = [{"environment": dict(entry.environment), "values": entry.values} for entry in entries]
+    content = {"gtrainer": f"numbers v{VERSION}", **fields, "entries": told}
+    return json.dumps(content, indent=1, ensure_ascii=False) + "\n"
+
+
+def entries_of(text: str) -> list[Entry]:
+    """The entries of a golden.
+
+    Raises:
+        NumbersError: the text is no golden of numbers, or of a newer format.
+    """
+    content = _content(text)
+    found = content.get("entries")
+    try:
+        return [Entry(dict(each["environment"]), plain(each["values"])) for each in found]  # type: ignore[union-attr]
+    except (TypeError, KeyError, ValueError):
+        raise NumbersError("has no list of entries with environment and values: restore or remake it") from None
+
+
+def _content(text: str) -> dict[str, Any]:
+    try:
+        content = json.loads(text)
+    except ValueError as error:
+        raise NumbersError(f"is not JSON ({error}): restore or remake it") from None
+    except RecursionError:
+        raise NumbersError("is nested too deeply: restore or remake it") from None
+    mark = _MARK.fullmatch(str(content.get("gtrainer"))) if isinstance(content, dict) else None
+    if mark is None:
+        raise NumbersError(f'does not say "gtrainer": "numbers v{VERSION}": restore or remake it')
+    if int(mark[1]) > VERSION:
+        raise NumbersError(
+            f"has format v{mark[1]} and this pytest-gtrainer reads v{VERSION}: it was made by a newer one, so upgrade"
+        )
+    return content
+
+
+def merged(golden: str, obtained: str) -> str:
+    """A golden with the one entry of an obtained text in place of that of an equal environment, or added.
+
+    Raises:
+        NumbersError: the golden cannot be read, so that its other entries would be lost.
+    """
+    (new,) = entries_of(obtained)
+    old = entries_of(golden)
+    fields = {name: value for name, value in _content(obtained).items() if name not in ("gtrainer", "entries")}
+    places = [index for index, entry in enumerate(old) if entry.environment == new.environment] or [len(old)]
+    return text_of(fields, [*old[: places[0]], new, *old[places[0] + 1 :]])
+
+
+def devices(text: str) -> set[str]:
+    """The kinds of devices, "cpu" or "cuda", of a golden's entries; none if it cannot be read."""
+    try:
+        return {str(entry.environment.get("device", "cpu")).split(" ")[0] for entry in entries_of(text)}
+    except NumbersError:
+        return set()
+
+
+# -- differences
+
+
+def differences(old: Any, new: Any) -> list[str]:
+    """What differs, value by value; empty if nothing does.
+
+    >>> differences({"loss": [1.0, 2.0], "steps": 2}, {"loss": [1.0, 2.5, 3.0]})
+    ['loss[1]: 2.0 became 2.5', 'loss[2]: gained 3.0', 'steps: lost 2']
+    """
+    before, after = dict(_leaves(old)), dict(_leaves(new))
+    said = []
+    for place in dict.fromkeys([*after, *before]):
+        one, other = before.get(place), after.get(place)
+        if one != other:
+            what = f"gained {other}" if one is None else f"lost {one}" if other is None else f"{one} became {other}"
+            said.append(f"{place or 'the value'}: {what}")
+    left = len(said) - _MOST_WORDS
+    return said if left <= 0 else [*said[:_MOST_WORDS], f"… and {left} more of {len(before | after)} values"]
+
+
+def _leaves(value: Any, place: str = "") -> Iterator[tuple[str, str]]:
+    """The single values with their places, spelled; an empty list or mapping is one, too."""
+    if isinstance(value, dict) and value:
+        for name, each in value.items():
+            spelled = f".{name}" if name.isidentifier() else f"[{name!r}]"
+            yield from _leaves(each, (place + spelled).removeprefix("."))
+    elif isinstance(value, list) and value:
+        for index, each in enumerate(value):
+            yield from _leaves(each, f"{place}[{index}]")
+    else:
+        yield place, json.dumps(value, ensure_ascii=False)

@@ -1,0 +1,188 @@
+"""Running a pass file: parse its graph, run the passes, judge what comes out."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import fx
+
+import pytest_gtrainer
+from pytest_gtrainer import facts, graphtext
+from pytest_gtrainer.checks.matcher import run_checks
+from pytest_gtrainer.checks.subject import Subject
+from pytest_gtrainer.checks.syntax import parse_check
+from pytest_gtrainer.golden.compare import difference
+from pytest_gtrainer.graphtext.errors import nearest
+from pytest_gtrainer.numerics.assertions import assert_bitwise_equal
+from pytest_gtrainer.testing.directives import PassFileError
+from pytest_gtrainer.testing.pass_file import PassCall, PassFile, read_pass_file
+from pytest_gtrainer.worlds.fake import fake_world
+from pytest_gtrainer.worlds.mesh import make_mesh
+from pytest_gtrainer.worlds.spec import WorldSpec
+from pytest_gtrainer.worlds.world import World
+
+if TYPE_CHECKING:
+    from pytest_gtrainer.golden.check import Golden
+
+Pass = Callable[..., fx.GraphModule]
+_SEED = 0
+
+
+def run_pass_file(
+    path: str | os.PathLike[str], *, golden: Golden | None = None, passes: Mapping[str, Pass] | None = None
+) -> fx.GraphModule:
+    """Run the passes of a file on its graph and judge the result by what the file expects.
+
+    Args:
+        golden: the fixture ``gt_golden``; needed by files that have no ``# check:`` lines.
+        passes: passes by name, beside ours.
+
+    Returns:
+        the rewritten graph.
+
+    Raises:
+        PassFileError: the file cannot be read, or expects nothing.
+        AssertionError: the result is not what is expected.
+    """
+    __tracebackhide__ = True
+    file = read_pass_file(path)
+    if file.golden and golden is None:
+        raise PassFileError(
+            f"{file.file} has no check and so is compared with a golden: "
+            "give run_pass_file(path, golden=gt_golden), or write `# check:` lines"
+        )
+    steps = [(call, _pass_called(call, passes or {})) for call in file.passes]
+    with _world_of(file.world):
+        return _Run(file, steps).judge(golden)
+
+
+def registered_passes() -> dict[str, Pass]:
+    """Our passes, by their public names."""
+    names = [name for name in pytest_gtrainer.__all__ if name.endswith("_pass")]
+    return {name: getattr(pytest_gtrainer, name) for name in names}
+
+
+def _pass_called(call: PassCall, given: Mapping[str, Pass]) -> Pass:
+    known = {**registered_passes(), **given}
+    if call.name not in known:
+        hint = nearest(call.name, known) or f"; there are {', '.join(sorted(known))}"
+        raise PassFileError(f"{call.place}: no pass is called {call.name!r}{hint}")
+    return known[call.name]
+
+
+@contextmanager
+def _world_of(spec: WorldSpec | None) -> Iterator[None]:
+    """The file's world with the groups of its mesh; one that is up already is used if it has the size."""
+    if spec is None:
+        yield
+    elif dist.is_initialized():
+        if dist.get_world_size() != spec.size:
+            raise PassFileError(f"the file's world has {spec.size} ranks, and one of {dist.get_world_size()} is up")
+        make_mesh(World("fake", spec.size, spec.rank, spec.nodes, spec.mesh, device="cpu", backend="fake"))
+        yield
+    else:
+        with fake_world(spec) as world:
+            facts.emit("world", world=world.kind, size=world.size, device=world.device, backend=world.backend)
+            make_mesh(world)
+            yield
+
+
+class _Run:
+    """One file's graph, before and after its passes."""
+
+    def __init__(self, file: PassFile, steps: list[tuple[PassCall, Pass]]) -> None:
+        self._file, self._steps = file, steps
+        self._before, self._gm = self._parse(), self._parse()
+        self._inputs = [node.meta.get("val") for node in self._gm.graph.find_nodes(op="placeholder")]
+
+    def _parse(self) -> fx.GraphModule:
+        try:
+            return graphtext.parse(self._file.text)
+        except graphtext.TextError as error:
+            raise PassFileError(f"{self._file.file}, {error}") from None
+
+    def _text(self, gm: fx.GraphModule) -> str:
+        return graphtext.render(gm, mesh=self._file.world.mesh if self._file.world else None)
+
+    def judge(self, golden: Golden | None) -> fx.GraphModule:
+        __tracebackhide__ = True
+        file = self._file
+        if file.raises is not None:
+            self._must_raise(file.raises)
+        else:
+            self._run()
+        if file.result or file.raises is not None:
+            self._assert_text(self._text(self._before), "the passes changed the graph, which had to stay as it was")
+        if file.values:
+            self._assert_values()
+        if file.checks:
+            checks = [parse_check(directive.value, directive.place) for directive in file.checks]
+            mesh = file.world.mesh if file.world else None
+            run_checks(Subject(self._gm, before=self._before, mesh=mesh), checks)
+        if file.golden and golden is not None:
+            golden.check(self._gm, view=file.golden)
+        if file.again:
+            told = self._text(self._gm)
+            self._run()
+            self._assert_text(told, "run on their own output, the passes changed it")
+        return self._gm
+
+    def _run(self) -> None:
+        for call, step in self._steps:
+            self._gm = step(self._gm, self._inputs, **call.options)
+            self._gm.graph.lint()
+
+    def _must_raise(self, words: str) -> None:
+        __tracebackhide__ = True
+        try:
+            self._run()
+        except Exception as error:
+            said = f"{type(error).__name__}: {error}"
+            if words in said:
+                return
+            found = f"but it says\n  {said}"
+        else:
+            found = "but none was raised"
+        raise AssertionError(f"{self._file.file}: expected an error that says\n  {words}\n{found}")
+
+    def _assert_text(self, expected: str, what: str) -> None:
+        __tracebackhide__ = True
+        found = self._text(self._gm)
+        if found != expected:
+            raise AssertionError(f"{self._file.file}: {what}\n{difference('graph', expected, found)}")
+
+    def _assert_values(self) -> None:
+        """Run both graphs on the same inputs. In a fake world an all-gather repeats the shard."""
+        __tracebackhide__ = True
+        inputs = [_sample(value, self._file.file) for value in self._inputs]
+        results = []
+        self._gm.recompile()  # passes leave that to the end of a pipeline
+        for gm in (self._gm, self._before):
+            given = copy.deepcopy(inputs)
+            returned = gm(*given)
+            results.append([value for value in [*_flat(returned), *given] if isinstance(value, torch.Tensor)])
+        assert_bitwise_equal(*results, what=f"{self._file.file}, after the passes against before")
+
+
+def _flat(value: Any) -> list[Any]:
+    leaves: list[Any] = torch.utils._pytree.tree_leaves(value)
+    return leaves
+
+
+def _sample(value: Any, file: str) -> torch.Tensor:
+    """A real tensor like a graph input: seeded, integers 0 or 1, so that they may be indices."""
+    sizes = (*value.shape, *value.stride()) if isinstance(value, torch.Tensor) else (None,)
+    if not all(type(size) is int for size in sizes):
+        raise PassFileError(f"{file}: `# values:` needs inputs that are tensors of known sizes")
+    generator = torch.Generator().manual_seed(_SEED)
+    if value.is_floating_point() or value.is_complex():
+        found = torch.randn(value.shape, dtype=torch.float64, generator=generator).to(value.dtype)
+    else:
+        found = torch.randint(0, 2, value.shape, generator=generator).to(value.dtype)
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype).copy_(found)

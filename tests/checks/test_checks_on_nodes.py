@@ -1,0 +1,116 @@
+"""What each check and each clause asks of a node: it holds where it should and fails where it should."""
+
+import pytest
+
+from pytest_gtrainer import assert_graph
+from pytest_gtrainer.checks import CheckFailure
+
+
+def failure_of(gm, checks):
+    with pytest.raises(CheckFailure) as failure:
+        assert_graph(gm, checks)
+    return str(failure.value)
+
+
+@pytest.mark.parametrize(
+    ("holds", "fails"),
+    [
+        ("count 3 mm", "count 2 mm"),
+        ("count 3 aten.mm.default", "count 2 aten.mm"),
+        ("count 4 _c10d_functional.*", "count 2 *_tensor"),
+        ("count 12 *", "count 13 *"),
+        ("count 1 output", "count 0 output"),
+        ("count 2 mm in layers.0.wo", "count 2 mm in layers.0.wq"),
+        ("count 4 * in layers.*", "count 4 * in *.0.wo"),
+        ("count 1 mm in bwd", "count 1 mm in fwd"),
+        ("count 1 mm in fwd layers.0.wo", "count 1 mm in bwd layers.0.wq"),
+        ("count 2 wait_tensor in bucket(layers.0)", "count 2 wait_tensor in bucket(layers.0, head)"),
+        ("count 6 * in bucket()", "count 6 * in fwd bucket(layers.*)"),
+        ("count 1 _to_copy -> bf16", "count 1 _to_copy -> f32"),
+        ("count 1 mm -> [8, 8]", "count 1 mm -> [3, 8]"),
+        ("count 2 mm -> f32[3, _]", "count 2 mm -> f32[_, _]"),
+        ("count 3 mm -> [..., 8]", "count 3 mm -> [8, ...]"),
+        ("count 1 sum -> bf16[()]", "count 1 sum -> [_]"),
+        ("count 1 t -> [8, 8][1, 8]", "count 1 t -> [8, 8][8, 1]"),
+        ("count 3 mm from P.layers.0.wq.weight", "count 3 mm from I.x"),
+        ("count 1 t used by aten.mm", "count 1 t used by sum"),
+        ("count 1 t used only by mm", "count 1 split used only by mm"),
+        ("count 2 * used by output", "count 3 * used by output"),
+    ],
+)
+def test_what_a_node_may_be(gm, holds, fails):
+    assert_graph(gm, holds)
+    failure_of(gm, fails)
+
+
+@pytest.mark.parametrize(
+    ("holds", "fails"),
+    [
+        ("mm(I.x, _) as m\nthen mm(m, ...)", "mm(I.x, _) as m\nthen mm(_, m)"),
+        ("mm(I.x, _) as m\nthen mm(m, t(_))", "mm(I.x, _) as m\nthen mm(m, mm(...))"),
+        ("split as s\nthen mm(_, s[0])", "split as s\nthen mm(_, s[1])"),
+        ("cat([layers.0.wq.weight, layers.0.wo.weight])", "cat([layers.0.wo.weight, layers.0.wq.weight])"),
+        ("cat([layers.0.*.weight, ...])", "cat([layers.0.*.weight])"),
+        ("all_gather_into_tensor(_, 2, fsdp)", "all_gather_into_tensor(_, 4, fsdp)"),
+        ("all_gather_into_tensor(..., range(0, 2))", "all_gather_into_tensor(..., [0, 2])"),
+        ('reduce_scatter_tensor(_, "avg", ...)', 'reduce_scatter_tensor(_, "sum", ...)'),
+        ("_to_copy(_, dtype=bf16)", "_to_copy(_, dtype=f32)"),
+        ("_to_copy(...)", "_to_copy(_)"),
+        ("output(_, wait_tensor(...))", "output(wait_tensor(...), _)"),
+    ],
+)
+def test_arguments_are_spelled_as_in_graph_text(gm, holds, fails):
+    assert_graph(gm, f"then {holds}")
+    failure_of(gm, f"then {fails}")
+
+
+@pytest.mark.parametrize(
+    ("holds", "fails"),
+    [
+        ("then cat\nthen mm in layers.0.wo", "then mm in layers.0.wo\nthen cat"),
+        ("then all_gather_into_tensor as g\nnext wait_tensor(g)", "then mm as m\nnext mm(m, _)"),
+        ("next cat", "next split"),
+        ("then mm\nsame in layers.0.wq", "then mm\nsame in layers.0.wo"),
+        ("then mm\nsame -> f32 as m\nthen mm(m, _)", "then t\nsame used by _to_copy"),
+        ("then cat\nnever mm\nthen split", "then cat\nnever wait_tensor\nthen split"),
+        ("never mm\nthen cat", "never cat\nthen split"),
+        ("then _to_copy\nnever mm in fwd", "then _to_copy\nnever mm"),
+        ("then sum\ncount 1 cat\nthen mm", "then sum\ncount 1 cat\nthen cat"),
+        ("then sum\nstart\nthen cat", "then sum\nthen cat"),
+        ("then mm as m\nstart\nthen mm(m, _)", "then sum\nnever mm\nstart\nthen cat"),
+    ],
+)
+def test_where_a_check_looks(gm, holds, fails):
+    """`then` behind the last match, `next` right behind it, `never` up to the next one or to the end."""
+    assert_graph(gm, holds)
+    failure_of(gm, fails)
+
+
+def test_a_then_takes_the_first_match_and_does_not_come_back(gm):
+    """As FileCheck: the first mm is wq's, so `same in layers.0.wo` cannot choose the second."""
+    failure_of(gm, "then mm\nsame in layers.0.wo")
+    assert_graph(gm, "then mm in layers.0.wo\nsame -> [3, 8]")
+
+
+def test_empty_lines_and_comments_say_nothing(gm):
+    assert_graph(gm, "\n  # the gather\n  then all_gather_into_tensor\n\n  next wait_tensor\n")
+
+
+def test_symbolic_extents_are_not_compared():
+    """Comparing a size that is known at run time only would add a guard."""
+    from pytest_gtrainer.graphtext import parse
+
+    text = "if I:\n  I.x: f32[4]\nif fwd:\n  nonzero: i64[u0, 1] = aten.nonzero(I.x)\nif out:\n  yield fwd._.nonzero\n"
+    gm = parse(text)
+    assert_graph(gm, "then nonzero -> i64[_, 1]")
+    assert "its shape is [u0, 1], expected [4, 1]" in failure_of(gm, "then nonzero -> i64[4, 1]")
+
+
+def test_a_bucket_and_a_mark_that_disagree_are_no_direction(gm):
+    """D8: a node of a backward bucket carries the backward's mark."""
+    (launch,) = [node for node in gm.graph.nodes if "reduce_scatter" in node.name]
+    assert_graph(gm, "count 1 reduce_scatter_tensor in bwd")
+    del launch.meta["autograd_backward"]
+    for direction in ("fwd", "bwd"):
+        text = failure_of(gm, f"then reduce_scatter_tensor in {direction}")
+        assert text.endswith(f"its direction is bwd by its bucket and fwd by its mark, expected {direction}")

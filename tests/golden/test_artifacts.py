@@ -1,0 +1,163 @@
+"""What a run leaves in ``--gt-artifacts DIR``."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+SOURCE = """
+import pytest
+
+def test_missing(gt_golden): gt_golden.check("new")
+def test_equal(gt_golden): gt_golden.check("test_equal")
+
+@pytest.mark.parametrize("x", ["a/b"])
+def test_different(gt_golden, x): gt_golden.check("\\n".join(f"{n}\\nnew" for n in range(100)), "after")
+"""
+NEW, OLD = ("".join(f"{n}\n{what}\n" for n in range(100)) for what in ("new", "old"))
+DIFFERENT = "test_different-a_b~c14cddc0"
+GOLDENS = ("test_it/test_equal.txt", f"test_it/{DIFFERENT}@after.txt")
+
+
+@pytest.fixture
+def saved(pytester):
+    """The files below ``out`` with their text, or None where there is no such folder."""
+
+    def read(place="out"):
+        top = pytester.path / place
+        files = (file for file in top.rglob("*") if file.is_file())
+        return {file.relative_to(top).as_posix(): file.read_text() for file in files} if top.exists() else None
+
+    return read
+
+
+@pytest.mark.parametrize("workers", [(), ("-n2",)], ids=["alone", "under xdist"])
+def test_a_failure_leaves_what_was_obtained_and_says_where(run, run_here, put_goldens, saved, workers):
+    put_goldens(GOLDENS[0])
+    put_goldens(GOLDENS[1], text=OLD)
+    result = (run if workers else run_here)(SOURCE, "--gt-artifacts", "out", "test_it.py", *workers)
+    result.assert_outcomes(failed=2, passed=1)
+    files = saved()
+    diff = files.pop(f"test_it/{DIFFERENT}/after.difference.diff")
+    assert files == {
+        "test_it/test_missing/obtained.txt": "new\n",
+        f"test_it/{DIFFERENT}/after.obtained.txt": NEW,
+        f"test_it/{DIFFERENT}/after.golden.txt": OLD,
+    }
+    assert diff.count("\n+new") == 100, "an artifact is not cut as the message is"
+    text = result.stdout.str()
+    for name in files:
+        assert f"  {os.path.join('out', name)}" in text
+
+
+def test_nothing_is_made_when_nothing_failed(run_here, put_goldens, saved):
+    put_goldens("test_it/test_equal.txt")
+    source = "def test_equal(gt_golden, gt_artifacts): gt_golden.check('test_equal')"
+    run_here(source, "--gt-artifacts=out/deep").assert_outcomes(passed=1)
+    assert saved("out/deep") is None
+
+
+def test_nothing_is_made_without_the_option(run_here, pytester):
+    run_here(SOURCE)
+    assert sorted(os.listdir(pytester.path)) == ["test_it.py", "tox.ini"]
+
+
+def test_a_relative_folder_is_below_where_pytest_was_called_or_the_ini_file_lies(run_here, pytester, saved):
+    pytester._monkeypatch.chdir(pytester.mkdir("called_here"))
+    run_here(None, "--gt-artifacts=out", "..", test_it=SOURCE)
+    assert "test_it/test_missing/obtained.txt" in saved("called_here/out")
+    pytester.makeini("[pytest]\ngt_artifacts = from_ini")
+    run_here(None, "..")
+    assert saved("from_ini") == saved("called_here/out")
+
+
+@pytest.mark.parametrize(("place", "sentence"), [
+    ("test_it.py", "is a file: give a folder"),
+    (".", "holds the root directory itself: give a folder of its own"),
+    ("..", "holds the root directory itself: give a folder of its own"),
+    ("golden/out", "lies among the goldens: give a folder of its own"),
+])  # fmt: skip
+def test_a_folder_that_cannot_be_one_stops_the_run(run_here, place, sentence):
+    result = run_here(SOURCE, f"--gt-artifacts={place}")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines([f"ERROR: --gt-artifacts=/* {sentence}"])
+
+
+def test_a_folder_that_cannot_be_written_hides_no_failure(run_here, pytester):
+    (pytester.mkdir("out") / "test_it").write_text("a file in the way")
+    result = run_here(SOURCE, "--gt-artifacts=out", "-ktest_missing")
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines([
+        "*golden/test_it/test_missing.txt is missing",
+        "*nothing saved in out: test_it is a file, expected a directory: remove it",
+        "*pytest test_it.py::test_missing --gt-update-goldens",
+    ])  # fmt: skip
+
+
+def test_artifacts_are_not_run_as_tests(run_here, pytester):
+    """pytest takes any ``test*.txt`` for a doctest."""
+    folder = pytester.mkdir("out")
+    (folder / "test_x.txt").write_text(">>> 1 / 0\n")
+    (folder / "test_y.py").write_text("def test_y(): assert False")
+    run_here("def test_a(): pass", "--gt-artifacts=out").assert_outcomes(passed=1)
+    run_here(None).assert_outcomes(passed=1, failed=2)
+
+
+FIXTURE = """
+import pytest
+
+def test_alone(gt_artifacts):
+    (gt_artifacts / "trace.json").write_text("parent")
+
+@pytest.mark.gt_world("ranks", size=2)
+def test_on_ranks(gt_artifacts, gt_world):
+    (gt_artifacts / "trace.json").write_text(str(gt_world.rank))
+"""
+
+
+def test_the_fixture_is_a_folder_of_the_test_and_of_each_rank(run, saved):
+    run(FIXTURE, "--gt-artifacts=out").assert_outcomes(passed=2)
+    assert saved() == {
+        "test_it/test_alone/trace.json": "parent",
+        "test_it/test_on_ranks/rank0/trace.json": "0",
+        "test_it/test_on_ranks/rank1/trace.json": "1",
+    }
+
+
+def test_the_fixture_is_a_temporary_folder_without_the_option(run_here, pytester):
+    run_here("def test_a(gt_artifacts, tmp_path): assert gt_artifacts == tmp_path").assert_outcomes(passed=1)
+
+
+SAVE = """
+import pytest
+from pytest_gtrainer.golden import artifacts
+
+@pytest.mark.parametrize("x", [1, 2])
+def test_a(request, x):
+    path = artifacts.save(request.node, "a verdict: table", f"{x}")
+    assert path is None or path.read_text() == f"{x}"
+"""
+
+
+def test_other_parts_save_by_one_call(run_here, saved):
+    run_here(SAVE, "--gt-artifacts=out").assert_outcomes(passed=2)
+    assert saved() == {f"test_it/test_a-{x}/a_verdict__table~0acffe40": f"{x}" for x in (1, 2)}
+    run_here(None).assert_outcomes(passed=2)
+
+
+def test_ranks_leave_their_golden_once(run, put_goldens, saved):
+    put_goldens("test_it/test_on_ranks.txt")
+    source = FIXTURE.replace('(gt_artifacts / "trace.json").write_text(str(gt_world.rank))', 'gt_golden.check("new")')
+    result = run(source.replace("gt_world):", "gt_world, gt_golden):"), "--gt-artifacts=out", "-kranks")
+    result.assert_outcomes(failed=1)
+    names = ("difference.diff", "golden.txt", "obtained.txt")
+    assert sorted(saved()) == [f"test_it/test_on_ranks/{name}" for name in names]
+
+
+def test_ranks_that_disagree_leave_both_texts(run, saved):
+    source = FIXTURE.replace('(gt_artifacts / "trace.json").write_text(', "gt_golden.check(")
+    result = run(source.replace("gt_world):", "gt_world, gt_golden):"), "--gt-artifacts=out", "-kranks")
+    result.assert_outcomes(failed=1)
+    assert saved() == {f"test_it/test_on_ranks/rank{rank}.obtained.txt": f"{rank}\n" for rank in (0, 1)}
+    result.stdout.fnmatch_lines(["*the golden differs between ranks, *", "*  out/test_it/*/rank1.obtained.txt"])

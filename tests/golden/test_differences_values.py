@@ -1,0 +1,264 @@
+"""Sentences on values: operators, dtypes, literals, operands, tags, inputs and outputs."""
+
+from __future__ import annotations
+
+import pytest
+
+from pytest_gtrainer.graphtext import diff
+
+TEXT = """\
+if P:
+  P.embed.weight: f32[8, 4]
+for i in P.layers[0:4]:
+  P.L.w: f32[4, 4]
+if I:
+  I[0]: f32[2, 4]
+  I[1]: f32[2, 4]
+for i in fwd.layers[0]:
+  with L.mlp:
+    mm: f32[2, 4] = aten.mm(I[0], P.L.w)
+    relu: f32[2, 4] = aten.relu(mm)
+  with L:
+    add: f32[2, 4] = aten.add.Tensor(I[1], L.mlp.relu, alpha=1)
+for i in fwd.layers[1:4]:
+  with L.mlp:
+    mm: f32[2, 4] = aten.mm(layers[i-1].add, P.L.w)
+    relu: f32[2, 4] = aten.relu(mm)
+  with L:
+    add: f32[2, 4] = aten.add.Tensor(layers[i-1].add, L.mlp.relu, alpha=1)
+if out:
+  loss = fwd.layers[3].add
+  first = fwd.layers[0].add
+"""
+
+
+def words(old: str, new: str) -> list[str]:
+    """The sentences, without the verdict."""
+    assert old != new
+    return diff(old, new).partition("\n\n")[0].splitlines()[1:]
+
+
+def after(*changes: tuple[str, str]) -> list[str]:
+    """What is said when parts of the text are replaced."""
+    text = TEXT
+    for old, new in changes:
+        assert old in text
+        text = text.replace(old, new)
+    return words(TEXT, text)
+
+
+# -- operators
+
+
+def test_operators_by_module_with_all_layers():
+    assert after(("aten.relu", "aten.gelu")) == ["fwd layers[0..3].mlp: lost aten.relu, gained aten.gelu"]
+
+
+def test_what_holds_of_most_layers_is_said_first():
+    assert after(("embed.weight: f32", "embed.weight: bf16"), ("P.L.w: f32", "P.L.w: f16")) == [
+        "dtype of parameter layers[0..3].w: f32 became f16",
+        "dtype of parameter embed.weight: f32 became bf16",
+    ]
+
+
+def test_operators_lost_and_gained_are_counted():
+    line = "    relu: f32[2, 4] = aten.relu(mm)\n"
+    twice = (line, line + line.replace("relu:", "relu_1:") + line.replace("relu:", "relu_2:"))
+    assert after(twice) == ["fwd layers[0..3].mlp: gained 2 aten.relu"]
+    assert words(TEXT.replace(*twice), TEXT) == ["fwd layers[0..3].mlp: lost 2 aten.relu"]
+
+
+def test_what_happened_to_many_modules_is_said_once():
+    lines = [f"  with {name}:\n    mm: f32[2] = aten.mm(I[0])\n" for name in "abcdef"]
+    text = "if I:\n  I[0]: f32[2]\nif fwd:\n" + "".join(lines)
+    said = words(text, text.replace("aten.mm", "aten.matmul"))
+    assert said == ["fwd a: lost aten.mm, gained aten.matmul (and 5 more like this)"]
+
+
+def test_collectives_are_counted():
+    text = "fsdp = group(range(0, 2))\nif P:\n  P.w: f32[2]\nif fwd:\n  with m:\n"
+    line = "    all_gather_into_tensor: f32[4] = _c10d_functional.all_gather_into_tensor(P.w, 2, fsdp)\n"
+    assert words(text + line, text + "    sin: f32[2] = aten.sin(P.w)\n")[:2] == [
+        "lost AG m/fwd of w",
+        "all_gather_into_tensor: 1 became 0",
+    ]
+
+
+# -- types
+
+
+def test_a_dtype_is_told_where_it_comes_from():
+    """What follows from it is only counted."""
+    assert after(("P.L.w: f32", "P.L.w: bf16")) == ["dtype of parameter layers[0..3].w: f32 became bf16"]
+    all_bf16 = [(f"{name}: f32", f"{name}: bf16") for name in ("P.L.w", "mm", "relu")]
+    assert after(*all_bf16) == [
+        "dtype of parameter layers[0..3].w: f32 became bf16",
+        "types of 8 values that follow from these changed, too",
+    ]
+
+
+def test_a_dtype_of_one_operator():
+    assert after(("relu: f32", "relu: bf16")) == [
+        "dtype of aten.relu in fwd layers[0..3].mlp: f32 became bf16",
+    ]
+
+
+def test_a_cast_to_another_dtype_is_said_once():
+    cast = "    _to_copy: {0}[2, 4] = aten._to_copy(mm, dtype={0})\n    relu:"
+    old, new = (TEXT.replace("    relu:", cast.format(dtype)) for dtype in ("bf16", "f16"))
+    assert words(old, new) == ["dtype of aten._to_copy in fwd layers[0..3].mlp: bf16 became f16"]
+
+
+def test_a_shape_and_strides_are_no_dtype():
+    expected = "type of aten.relu in fwd layers[0..3].mlp: f32[2, 4] became f32[2, 4][1, 2]"
+    assert after(("relu: f32[2, 4]", "relu: f32[2, 4][1, 2]")) == [expected]
+    assert after(("I[1]: f32[2, 4]", "I[1]: f32[1, 4]")) == ["type of input 1: f32[2, 4] became f32[1, 4]"]
+
+
+# -- literals and operands
+
+
+def test_a_literal():
+    expected = "arguments of aten.add.Tensor in fwd layers[0..3]: ·, ·, alpha=1 became ·, ·, alpha=2"
+    assert after(("alpha=1", "alpha=2")) == [expected]
+
+
+def test_an_item_is_a_literal():
+    text = "if I:\n  I[0]: f32[2]\nif fwd:\n  with m:\n    topk: (f32[1], i64[1]) = aten.topk(I[0], 1)\n"
+    sin = "    sin: f32[1] = aten.sin(topk[0])\n"
+    assert words(text + sin, text + sin.replace("[0]", "[1]")) == ["arguments of aten.sin in fwd m: ·[0] became ·[1]"]
+
+
+def test_an_item_of_what_was_lost_is_not_told():
+    """The reader of one output of the operand that was lost: the loss says it."""
+    text = "if I:\n  I[0]: f32[2]\nif fwd:\n  with m:\n    split: [f32[1], f32[1]] = aten.split(I[0], 1)\n"
+    copied = "    clone: f32[1] = aten.clone(split[0])\n    sin: f32[1] = aten.sin(clone)\n"
+    assert words(text + copied, text + "    sin: f32[1] = aten.sin(split[0])\n") == ["fwd m: lost aten.clone"]
+
+
+def test_an_operand_is_another_value():
+    assert after(("(layers[i-1].add, L.mlp.relu", "(layers[i-1].mlp.relu, L.mlp.relu")) == [
+        "aten.add.Tensor in fwd layers[1..3] reads layers[i-1].mlp.relu instead of layers[i-1].add as operand 1"
+    ]
+
+
+def test_operands_in_another_order():
+    assert after(("(layers[i-1].add, L.mlp.relu", "(L.mlp.relu, layers[i-1].add")) == [
+        "operands of aten.add.Tensor in fwd layers[1..3] are in another order: layers[1..3].mlp.relu where "
+        "layers[i-1].add was"
+    ]
+
+
+def test_operands_that_follow_are_not_told():
+    """The twin: the reader of a new value reads another one, and that says nothing new."""
+    step = "    relu: f32[2, 4] = aten.relu(mm)\n"
+    said = after((step, "    sin: f32[2, 4] = aten.sin(mm)\n" + step.replace("(mm)", "(sin)")))
+    assert said == ["fwd layers[0..3].mlp: gained aten.sin"]
+
+
+def module(*lines: str) -> str:
+    text = "if I:\n  I[0]: f32[2]\n  I[1]: f32[2]\nif fwd:\n  with m:\n"
+    return text + "".join(f"    {line.replace(' =', ': f32[2] =')}\n" for line in lines)
+
+
+def test_exchanged_lines_are_told_as_such():
+    """The twin: names are counted in the order of the lines, so both lines have the name of the other."""
+    old = module("mul = aten.mul(I[0], 2)", "mul_1 = aten.mul(I[1], 2)", "add = aten.add(mul, mul_1)")
+    new = module("mul = aten.mul(I[1], 2)", "mul_1 = aten.mul(I[0], 2)", "add = aten.add(mul_1, mul)")
+    assert diff(old, new).partition("\n\n")[0].splitlines() == [
+        "same dataflow, other schedule (1 of 3 operators moved)",
+        "m.mul moved behind m.mul_1",
+    ]
+
+
+def test_values_are_told_apart_by_what_they_are_computed_from():
+    """Also where something before them has changed: no operand is another one here."""
+    old = module("exp = aten.exp(I[0])", "mul = aten.mul(exp, I[0])", "mul_1 = aten.mul(exp, I[1])")
+    new = module("expm1 = aten.expm1(I[0])", "mul = aten.mul(expm1, I[1])", "mul_1 = aten.mul(expm1, I[0])")
+    assert words(old, new) == [
+        "fwd m: lost aten.exp, gained aten.expm1",
+        "m.mul moved behind m.mul_1",
+    ]
+
+
+def test_values_are_told_apart_by_the_operators_that_they_are_computed_from():
+    old = module(
+        "exp = aten.exp(I[0])",
+        "sin = aten.sin(exp)",
+        "cos = aten.cos(exp)",
+        "mul = aten.mul(sin, 2)",
+        "mul_1 = aten.mul(cos, 2)",
+    )
+    new = module("expm1 = aten.expm1(I[0])", "sin = aten.sin(expm1)", "cos = aten.cos(expm1)",
+                 "mul = aten.mul(cos, 2)", "mul_1 = aten.mul(sin, 2)")  # fmt: skip
+    assert words(old, new) == ["fwd m: lost aten.exp, gained aten.expm1", "m.mul moved behind m.mul_1"]
+
+
+# -- modules and tags
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("", " | must_save", "none became must_save"),
+        (" | must_save", " | prefer_recompute", "must_save became prefer_recompute"),
+        (" | unowned | custom(stage=1)", " | unowned | custom(stage=2)",
+         "unowned | custom(stage=1) became unowned | custom(stage=2)"),
+    ],
+)  # fmt: skip
+def test_tags(old, new, said):
+    sides = [TEXT.replace("mm: f32[2, 4]", f"mm: f32[2, 4]{tag}") for tag in (old, new)]
+    assert words(*sides) == [f"tags of aten.mm in fwd layers[0..3].mlp: {said}"]
+
+
+def test_values_belong_to_another_module():
+    text = TEXT.replace("with L.mlp:", "with L.ffn:").replace("L.mlp.", "L.ffn.")
+    assert words(TEXT, text) == [
+        "aten.mm of fwd layers[0..3].mlp belongs to fwd layers[0..3].ffn now",
+        "aten.relu of fwd layers[0..3].mlp belongs to fwd layers[0..3].ffn now",
+    ]
+
+
+def test_values_of_the_forward_went_to_the_backward():
+    text = "if I:\n  I[0]: f32[2]\nif fwd:\n  with m:\n    sin: f32[2] = aten.sin(I[0])\n"
+    assert words(text, text.replace("if fwd", "if bwd")) == ["aten.sin of fwd m belongs to bwd m now"]
+
+
+# -- inputs, outputs, definitions
+
+
+def test_inputs():
+    assert after(("  I[1]: f32[2, 4]\n", "  I[1]: f32[2, 4]\n  I[2]: f32[2, 4]\n")) == ["gained input 2"]
+    weights = "for i in P.layers[0:4]:\n  P.L.w: f32[4, 4]\n"
+    assert after((weights, weights + "  P.L.b: f32[4]\n")) == ["gained parameter layers[0..3].b"]
+    assert after(("if P:\n  P.embed.weight: f32[8, 4]\n", "")) == ["lost parameter embed.weight"]
+    inputs = "  I[0]: f32[2, 4]\n", "  I[1]: f32[2, 4]\n"
+    assert after(("".join(inputs), "".join(inputs[::-1]))) == ["inputs stand in another order"]
+
+
+def test_outputs():
+    assert after(("  first = fwd.layers[0].add\n", "")) == ["lost output first"]
+    assert after(("first = fwd.layers[0].add", "first = fwd.layers[1].add")) == [
+        "output first is layers.1.add instead of layers.0.add"
+    ]
+    lines = "  loss = fwd.layers[3].add\n", "  first = fwd.layers[0].add\n"
+    assert after(("".join(lines), "".join(lines[::-1]))) == ["outputs stand in another order"]
+    unnamed = TEXT.replace("loss = ", "yield ").replace("first = ", "yield ")
+    assert words(unnamed, unnamed.replace("yield fwd.layers[0].add", "yield None")) == [
+        "output 1 is None instead of layers.0.add"
+    ]
+
+
+def test_definitions():
+    sized = "s0 = size(16)\n" + TEXT
+    assert words(sized, sized.replace("16", "32")) == ["symbol s0: size(16) became size(32)"]
+    assert words(TEXT, "returns = list\n" + TEXT) == ["gained convention returns = list"]
+
+
+def test_what_changed_inside_of_a_body():
+    body = "def cond_graph_0():\n  if A:\n    A[0]: f32[2]\n  if fwd:\n    sin: f32[2] = aten.sin(A[0])\n"
+    text = body + "if I:\n  I[0]: f32[2]\nif fwd:\n  with m:\n    cond: f32[2] = hop.cond(I[0], cond_graph_0)\n"
+    assert words(text, text.replace("aten.sin", "aten.cos")) == [
+        "in cond_graph_0: the dataflow differs, first at aten.cos in fwd _",
+        "in cond_graph_0: fwd _: lost aten.sin, gained aten.cos",
+    ]

@@ -1,0 +1,201 @@
+"""Numbers as goldens: exact, one entry an environment, never judged by those of another."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+import torch  # once for all runs in this process
+
+from pytest_gtrainer.golden import values
+from pytest_gtrainer.golden.compare import judge
+
+FILE = "test_it/test_loss.numbers.json"
+SOURCE = "def test_loss(gt_golden): gt_golden.check({})"
+LOSSES = {"losses": [0.1 + 0.2, 1e-300, 2.0], 10: True, 9: None, "digest": "xxh3_128:5f0c"}
+
+
+def environments(goldens) -> list[dict[str, object]]:
+    return [entry["environment"] for entry in json.loads(goldens()[FILE])["entries"]]
+
+
+def of_another(text: str) -> str:
+    """A golden as another machine would have made it."""
+    content = json.loads(text)
+    (entry,) = content["entries"]
+    entry["environment"] |= {"torch": "2.12.0", "threads": 64}
+    entry["values"] = [7.0]
+    return json.dumps(content)
+
+
+def test_a_file_tells_the_environment_and_every_bit(run_here, goldens):
+    run_here(SOURCE.format(LOSSES), "--gt-create-goldens").assert_outcomes(passed=1)
+    content = json.loads(goldens()[FILE])
+    (entry,) = content.pop("entries")
+    assert content == {
+        "gtrainer": "numbers v1", "test": "test_it.py::test_loss",
+        "remake": "pytest test_it.py::test_loss --gt-update-goldens",
+    }  # fmt: skip
+    assert entry["environment"] == {
+        "torch": torch.__version__, "device": "cpu",
+        "instructions": torch.backends.cpu.get_cpu_capability(), "threads": torch.get_num_threads(),
+    }  # fmt: skip
+    assert list(entry["values"]) == ["9", "10", "digest", "losses"]
+    assert entry["values"]["losses"] == LOSSES["losses"]
+    run_here(None).stdout.fnmatch_lines(["goldens   1 equal"])
+
+
+def test_the_last_bit_counts_and_is_named(run_here, goldens):
+    run_here(SOURCE.format([1.0, 2.0]), "--gt-create-goldens")
+    before = goldens()
+    result = run_here(SOURCE.format([1.0, math.nextafter(2.0, 3.0)]))
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines([
+        f"*golden/{FILE} differs", "*in this environment (torch 2*, device cpu, instructions *, threads *)",
+        "*[[]1[]]: 2.0 became 2.0000000000000004", "*pytest test_it.py::test_loss --gt-update-goldens",
+        "goldens   1 different",
+    ])  # fmt: skip
+    assert goldens() == before
+
+
+def test_in_another_environment_they_are_recorded_and_not_judged(run_here, goldens, pytester):
+    run_here(SOURCE.format([1.0]), "--gt-create-goldens")
+    file = pytester.path / "golden" / FILE
+    file.write_text(of_another(file.read_text()))
+    before = goldens()
+    result = run_here(None, "--gt-artifacts=out")
+    result.assert_outcomes(passed=1)
+    recorded = "out/test_it/test_loss/obtained.numbers.json"
+    result.stdout.fnmatch_lines([
+        "goldens   1 not judged",
+        f"not judged: golden/{FILE} has no numbers for this environment (torch 2*, threads *), "
+        f"but for torch 2.12.0, *, threads 64; obtained: {recorded}",
+    ])  # fmt: skip
+    (entry,) = json.loads((pytester.path / recorded).read_text())["entries"]
+    assert entry["values"] == [1.0]
+    assert goldens() == before
+
+
+@pytest.mark.parametrize("flag", ["--gt-update-goldens", "--gt-create-goldens"])
+def test_a_flag_adds_this_environment_and_keeps_the_others(run_here, goldens, pytester, flag):
+    run_here(SOURCE.format([1.0]), "--gt-create-goldens")
+    file = pytester.path / "golden" / FILE
+    file.write_text(of_another(file.read_text()))
+    run_here(None, flag).stdout.fnmatch_lines(["goldens   1 created"])
+    assert [entry["values"] for entry in json.loads(goldens()[FILE])["entries"]] == [[7.0], [1.0]]
+    run_here(None).stdout.fnmatch_lines(["goldens   1 equal"])
+    run_here(SOURCE.format([2.0]), "--gt-update-goldens").stdout.fnmatch_lines(["goldens   1 updated"])
+    assert [entry["values"] for entry in json.loads(goldens()[FILE])["entries"]] == [[7.0], [2.0]]
+
+
+CHANGES = ("torch.set_num_threads(torch.get_num_threads() + 1)", "torch.set_default_device('meta')")
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=["threads", "device"])
+def test_the_environment_is_the_one_of_the_check(run_here, goldens, change):
+    run_here(SOURCE.format([1.0]), "--gt-create-goldens")
+    setup = f"""
+import pytest, torch
+
+@pytest.fixture
+def f():
+    threads = torch.get_num_threads()
+    {change}
+    yield
+    torch.set_num_threads(threads)
+    torch.set_default_device(None)
+
+"""
+    result = run_here(setup + SOURCE.format([1.0]).replace("(gt_golden)", "(gt_golden, f)"))
+    result.stdout.fnmatch_lines(["goldens   1 not judged"])
+
+
+DAMAGED = [
+    ("{", "is not JSON (*): restore or remake it"),
+    ("[" * 100_000, "is nested too deeply: restore or remake it"),
+    ("[]", 'does not say "gtrainer": "numbers v1": restore or remake it'),
+    ('{"gtrainer": "numbers v1"}', "has no list of entries with environment and values: restore or remake it"),
+    ('{"gtrainer": "numbers v1", "entries": [{"values": 1}]}', "has no list of entries *: restore or remake it"),
+    ('{"gtrainer": "numbers v9"}', "has format v9 and this pytest-gtrainer reads v1: * a newer one, so upgrade"),
+    ("<<<<<<< ours\n{}", "has merge conflict marks at line 1: resolve the merge, or remake it"),
+]
+
+
+@pytest.mark.parametrize(("text", "sentence"), DAMAGED)
+def test_a_damaged_file_is_one_sentence_and_kept(run_here, put_goldens, goldens, text, sentence):
+    """The entries of other environments are in it."""
+    put_goldens(FILE, text=text)
+    result = run_here(SOURCE.format(1), "--gt-update-goldens")
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines([f"*golden/{FILE} differs", f"*the golden {sentence}"])
+    assert goldens() == {FILE: text}
+
+
+def test_numbers_of_all_ranks_must_agree(run, goldens):
+    """In a rank torch has one thread: the environment is that of the rank."""
+    source = """
+import pytest
+@pytest.mark.gt_world("ranks", size=2)
+@pytest.mark.parametrize("own", [0, 1])
+def test_loss(gt_golden, gt_world, own):
+    gt_golden.check([1.0, gt_world.rank * own])
+"""
+    result = run(source, "--gt-create-goldens")
+    result.assert_outcomes(passed=1, failed=1)
+    result.stdout.fnmatch_lines(["the golden differs between ranks, first on rank 1 at line *:", "  rank 0: 0"])
+    (text,) = goldens().values()
+    assert json.loads(text)["entries"][0]["environment"]["threads"] == 1
+
+
+# -- values
+
+
+@pytest.mark.parametrize(("one", "other"), [
+    (0.0, -0.0), (1, 1.0), (True, 1), ([], {}), ([1], [1, 2]), ({"a": 1}, {"a": 1, "b": None}), (float("inf"), 1e308),
+    ("1", 1), (None, False), ([[], 1], [[1], 1]),
+])  # fmt: skip
+def test_what_is_not_the_same_differs(one, other):
+    entries = [values.text_of({}, [values.Entry({}, values.plain(value))]) for value in (one, other)]
+    assert judge("numbers", *entries).outcome == "different"
+    assert judge("numbers", entries[0], entries[0]).outcome == "equal"
+
+
+@pytest.mark.parametrize("value", [float("nan"), 5e-324, 0.1, -0.0, 2**70, "ü\n\u2028", {"a.b": {"": []}}])
+def test_a_value_survives_its_text(value):
+    """NaN included, which is not equal to itself."""
+    (entry,) = values.entries_of(values.text_of({}, [values.Entry({"torch": "x"}, values.plain(value))]))
+    assert repr(entry.values) == repr(value)
+
+
+def test_the_order_of_keys_does_not_count():
+    one, other = values.plain({"b": 1, "a": 2}), values.plain({"a": 2, "b": 1})
+    assert values.text_of({}, [values.Entry({}, one)]) == values.text_of({}, [values.Entry({}, other)])
+
+
+@pytest.mark.parametrize(("value", "error", "sentence"), [
+    ([{"a": {1}}], TypeError, "numbers are made of int, *; not of set at [0]['a']"),
+    ([torch.zeros(2)], TypeError, "*; not of Tensor at [0]: give its digest, or item() of a single value"),
+    ({1.5: 0}, TypeError, "keys of numbers are str or int; not 1.5"),
+    ({1: 0, "1": 0}, ValueError, "two keys of numbers are spelled '1': give one another name"),
+])  # fmt: skip
+def test_what_is_no_number_is_refused_with_its_place(value, error, sentence):
+    from fnmatch import fnmatchcase
+
+    with pytest.raises(error) as raised:
+        values.plain(value)
+    assert fnmatchcase(str(raised.value), sentence.replace("[", "[[]"))
+
+
+def test_numbers_nested_in_themselves_are_refused():
+    endless: list[object] = []
+    endless.append(endless)
+    with pytest.raises(ValueError, match="nested more than 50 deep"):
+        values.plain(endless)
+
+
+def test_a_difference_names_a_dozen_places_at_most():
+    said = values.differences(list(range(100)), list(range(1, 101)))
+    assert said[0] == "[0]: 0 became 1"
+    assert said[-1] == "… and 88 more of 100 values"
+    assert len(said) == 13

@@ -1,0 +1,292 @@
+"""Replacing goldens: killed, refused by the system, many at once; a file is always the old or the new one."""
+
+from __future__ import annotations
+
+import builtins
+import errno
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from pytest_gtrainer.golden import store
+
+# One test for each of 200 goldens; the process kills itself at the given fsync (two a golden).
+MANY = """
+import itertools, os, signal
+import pytest
+
+deadly, calls, fsync = int(os.environ.get("DEADLY", -1)), itertools.count(), os.fsync
+
+def counted(handle):
+    if next(calls) == deadly:
+        os.kill(os.getpid(), signal.SIGKILL)
+    fsync(handle)
+
+os.fsync = counted
+
+@pytest.mark.parametrize("x", range(200))
+def test_a(gt_golden, x):
+    gt_golden.check(f"new {x}\\n" * 2000)
+"""
+
+
+def text(state: str, number: int) -> str:
+    return f"{state} {number}\n" * 2000
+
+
+def states(folder: Path) -> dict[str, int]:
+    """How many goldens are old and new, and what else there is."""
+    counts: dict[str, int] = {}
+    for file in folder.iterdir():
+        number = int(found[1]) if (found := re.fullmatch(r"test_a-(\d+)\.txt", file.name)) else -1
+        content = file.read_text()
+        whole = next((state for state in ("old", "new") if content == text(state, number)), "neither")
+        what = whole if number >= 0 else "temporary" if store.is_temporary(file) else file.name
+        counts[what] = counts.get(what, 0) + 1
+    return counts
+
+
+@pytest.mark.parametrize("deadly", [200, *(pytest.param(n, marks=pytest.mark.long) for n in (0, 1, 123, 398, 399))])
+def test_killed_in_the_middle_of_200_every_golden_is_old_or_new(run, pytester, monkeypatch, deadly):
+    folder = pytester.path / "golden/test_it"
+    folder.mkdir(parents=True)
+    for number in range(200):
+        (folder / f"test_a-{number}.txt").write_text(text("old", number))
+    monkeypatch.setenv("DEADLY", str(deadly))
+    assert run(MANY, "--gt-update-goldens").ret == -signal.SIGKILL
+    in_the_file = deadly % 2 == 0  # else in the folder, after the new name was given
+    done = (deadly + 1) // 2
+    expected = {"old": 200 - done, "new": done, "temporary": int(in_the_file)}
+    assert states(folder) == {what: count for what, count in expected.items() if count}
+    monkeypatch.delenv("DEADLY")
+    result = run(None, "--gt-update-goldens")
+    result.assert_outcomes(passed=200)
+    if done < 200:  # the next writer in the folder clears up
+        assert states(folder) == {"new": 200}
+
+
+def test_the_content_is_on_the_disk_before_the_name_and_the_name_before_the_end(tmp_path, monkeypatch):
+    """Durable: a file is synchronised before it is renamed, then each folder that has changed."""
+    done: list[str] = []
+    fsync, replace = os.fsync, os.replace
+
+    def told_fsync(handle: int) -> None:
+        done.append("fsync " + os.path.relpath(os.readlink(f"/proc/self/fd/{handle}"), tmp_path))
+        fsync(handle)
+
+    def told_replace(old: Path, new: Path) -> None:
+        done.append("replace " + os.path.relpath(new, tmp_path))
+        replace(old, new)
+
+    monkeypatch.setattr(os, "fsync", told_fsync)
+    monkeypatch.setattr(os, "replace", told_replace)
+    store.write(tmp_path / "golden/t/g", tmp_path, "one\n")
+    host, pid = store._host(), os.getpid()
+    assert [re.sub(rf"\.gt-{host}-{pid}-\w+\.tmp", "TEMPORARY", step) for step in done] == [
+        "fsync .", "fsync golden", "fsync golden/t/TEMPORARY", "replace golden/t/g", "fsync golden/t",
+    ]  # fmt: skip
+
+
+STEPS = [(builtins, "open"), (os, "fsync"), (os, "replace")]
+
+
+@pytest.mark.parametrize(("number", "way_out"), [
+    (errno.ENOSPC, "No space left on device: make room"),
+    (errno.EROFS, "Read-only file system: make the tree writable"),
+    (errno.EIO, "Input/output error"),
+])  # fmt: skip
+@pytest.mark.parametrize(("module", "step"), STEPS, ids=[step for _, step in STEPS])
+def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path, monkeypatch, module, step, number, way_out):
+    golden = tmp_path / "golden/g"
+    store.write(golden, tmp_path, "old\n")
+
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    with monkeypatch.context() as broken:
+        broken.setattr(module, step, fail)
+        with pytest.raises(store.GoldenFileError) as error:
+            store.write(golden, tmp_path, "new\n")
+    assert str(error.value) == f"golden/g was not written: {way_out}"
+    assert {path.name: path.read_text() for path in golden.parent.iterdir()} == {"g": "old\n"}
+
+
+def python(code: str, *arguments: object) -> int:
+    """Run code that has ``golden``, ``root`` and ``store`` in a process of its own."""
+    head = "import os, signal, sys\nfrom pathlib import Path\nfrom pytest_gtrainer.golden import store\n"
+    head += "golden, root = Path(sys.argv[1]), Path(sys.argv[2])\n"
+    return subprocess.run([sys.executable, "-c", head + code, *map(str, arguments)], timeout=60).returncode
+
+
+def test_removing_takes_a_golden_and_empty_folders_and_nothing_out_of_the_tree(tmp_path):
+    root, outside = tmp_path / "project", tmp_path / "outside"
+    for file in (root / "golden/a/b/one", root / "golden/a/two", outside / "three"):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("x\n")
+    (root / "golden/link").symlink_to(outside / "three")
+    (root / "golden/folder").symlink_to(outside)
+    for name in ("a/b/one", "link", "missing"):
+        store.remove(root / "golden" / name, root)
+    assert sorted(path.name for path in (root / "golden").iterdir()) == ["a", "folder"]
+    assert [path.name for path in (root / "golden/a").iterdir()] == ["two"]
+    with pytest.raises(store.GoldenFileError) as error:
+        store.remove(root / "golden/folder/three", root)
+    assert str(error.value) == "golden/folder/three was not removed: it lies out of the tree, behind a link"
+    assert (outside / "three").exists()
+
+
+def test_a_limit_of_the_file_size_is_one_sentence(tmp_path):
+    golden = tmp_path / "golden/g"
+    store.write(golden, tmp_path, "old\n")
+    code = """
+import resource
+resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
+try:
+    store.write(golden, root, "x" * 2000)
+except store.GoldenFileError as error:
+    sentence = "golden/g was not written: File too large: raise the limit of file sizes (ulimit -f)"
+    assert str(error) == sentence, error
+    raise SystemExit(7)
+"""
+    assert python(code, golden, tmp_path) == 7
+    assert {path.name: path.read_text() for path in golden.parent.iterdir()} == {"g": "old\n"}
+
+
+def test_a_temporary_of_a_killed_writer_goes_and_that_of_a_live_one_stays(tmp_path):
+    golden = tmp_path / "golden/g"
+    dying = "os.replace = lambda *_: os.kill(os.getpid(), signal.SIGKILL)\nstore.write(golden, root, 'half')\n"
+    assert python(dying, golden, tmp_path) == -signal.SIGKILL
+    (stale,) = golden.parent.iterdir()
+    assert store.is_temporary(stale)
+    dead = stale.name.split("-")[2]
+    live, elsewhere, old = (
+        golden.with_name(f".gt-{writer}-00000000.tmp")
+        for writer in (f"{store._host()}-1", f"0123abcd-{dead}", f"456789ef-{dead}")
+    )
+    for file in (live, elsewhere, old):
+        file.touch()
+    os.utime(old, (time.time() - 7200,) * 2)
+    store.write(golden, tmp_path, "whole\n")
+    assert sorted(golden.parent.iterdir()) == sorted([golden, live, elsewhere])
+
+
+def test_a_lock_that_another_run_keeps_is_one_sentence(tmp_path, monkeypatch):
+    monkeypatch.setattr(store, "_LOCK_SECONDS", 0.1)
+    held = threading.Event()
+    let_go = threading.Event()
+
+    def hold() -> None:
+        with store._sole_writer(tmp_path / "other", tmp_path):
+            held.set()
+            let_go.wait(30)
+
+    holder = threading.Thread(target=hold)
+    holder.start()
+    try:
+        assert held.wait(30)
+        with pytest.raises(store.GoldenFileError, match=r"^g was not written: another run has held the lock .*: let"):
+            store.write(tmp_path / "g", tmp_path, "x\n")
+    finally:
+        let_go.set()
+        holder.join()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_writers_of_one_file_leave_one_whole_text(tmp_path):
+    texts = [str(number) * 100_000 + "\n" for number in range(8)]
+    writers = [threading.Thread(target=store.write, args=(tmp_path / "g", tmp_path, text)) for text in texts]
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join()
+    assert (tmp_path / "g").read_text() in texts
+    assert [path.name for path in tmp_path.iterdir()] == ["g"]
+
+
+def add_line(file: Path) -> None:
+    store.write(file, file.parent, "first\n", merge=lambda golden: golden + "next\n")
+
+
+def extend(file: Path) -> None:
+    store.rewrite(file, file.parent, lambda old: old + b"next\n")
+
+
+@pytest.mark.parametrize("add", [add_line, extend])
+def test_no_change_of_a_file_is_lost_between_reading_and_writing(tmp_path, add):
+    file = tmp_path / "lines"
+    if add is extend:
+        file.write_text("first\n")
+    calls = 80 if add is add_line else 79
+
+    def work(own: int) -> None:
+        for _ in range(own, calls, 4):
+            add(file)
+
+    workers = [threading.Thread(target=work, args=(own,)) for own in range(4)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert file.read_text().splitlines() == ["first"] + 79 * ["next"]
+
+
+@pytest.mark.parametrize(("workers", "goldens_each"), [
+    pytest.param(2, 20, id="short"), pytest.param(8, 200, id="long", marks=pytest.mark.long),
+])  # fmt: skip
+def test_two_runs_of_many_workers_at_once_lose_nothing(pytester, goldens, workers, goldens_each):
+    """Each run has its own test file, and both have one in common."""
+    pytester.makeini("[pytest]")
+    source = f"""
+        import pytest
+        @pytest.mark.parametrize("x", range({goldens_each}))
+        def test_a(gt_golden, x):
+            gt_golden.check(f"text {{x}}")
+        """
+    names = ("one", "both", "two")
+    pytester.makepyfile(**{f"test_{name}": source for name in names})
+    processes = [
+        pytester.popen([sys.executable, "-m", "pytest", "-p", "no:cacheprovider", f"-n{workers}",
+                        "--basetemp", pytester.path / f"temp_{own}", f"test_{own}.py", "test_both.py",
+                        "--gt-update-goldens"], stdin=subprocess.DEVNULL, stderr=subprocess.STDOUT)
+        for own in ("one", "two")
+    ]  # fmt: skip
+    for process in processes:
+        output, _ = process.communicate(timeout=300)
+        assert process.returncode == 0, output.decode()
+        assert f"{2 * goldens_each} passed" in output.decode()
+    expected = {f"test_{name}/test_a-{x}.txt": f"text {x}\n" for name in names for x in range(goldens_each)}
+    assert goldens() == expected
+
+
+@pytest.mark.parametrize(("umask", "before", "mode"), [(0o022, None, 0o644), (0o022, 0o600, 0o600)])
+def test_a_new_golden_may_be_read_by_others_and_an_old_one_keeps_its_mode(tmp_path, umask, before, mode):
+    if before is not None:
+        (tmp_path / "g").touch(before)
+    previous = os.umask(umask)
+    try:
+        store.write(tmp_path / "g", tmp_path, "x\n")
+    finally:
+        os.umask(previous)
+    assert (tmp_path / "g").stat().st_mode & 0o777 == mode
+
+
+def test_a_golden_that_cannot_be_written_fails_its_test_in_one_sentence(run, pytester, goldens):
+    source = """
+import os, pytest
+def test_a(gt_golden):
+    gt_golden.check("one")
+    def full(*_):
+        raise OSError(28, os.strerror(28))
+    os.fsync = full
+"""
+    result = run(source, "--gt-update-goldens")
+    result.assert_outcomes(passed=1, errors=1)
+    result.stdout.fnmatch_lines(["golden/test_it/test_a.txt was not written: No space left on device: make room"])
+    assert goldens() == {}

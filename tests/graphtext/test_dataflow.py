@@ -1,0 +1,263 @@
+"""The digest of a dataflow: what changes it and what does not, read from text without torch."""
+
+from __future__ import annotations
+
+import pytest
+
+from pytest_gtrainer.graphtext import unfold
+from pytest_gtrainer.graphtext.dataflow import Symbol, dataflow
+from pytest_gtrainer.graphtext.dataflow_digests import digest
+from pytest_gtrainer.graphtext.effects import effects, is_random, written
+
+TEXT = """\
+fsdp = group(range(0, 8))
+for i in P.layers[0:2]:
+  P.L.w: f32[2, 4]
+if I:
+  I[0]: f32[4, 2]
+if fwd:
+  with embed:
+    mul: f32[4, 2] = aten.mul.Tensor(I[0], 0.5)
+for i in fwd.layers[0]:
+  with bucket(L):
+    all_gather_into_tensor: f32[16, 4] = _c10d_functional.all_gather_into_tensor(P.L.w, 8, fsdp)
+    wait_tensor: f32[16, 4] = _c10d_functional.wait_tensor(all_gather_into_tensor)
+  with L.attention:
+    topk: (f32[4, 1], i64[4, 1]) | must_save = aten.topk(embed.mul, 1)
+  with L:
+    add: f32[4, 2] = aten.add.Tensor(L.attention.topk[0], bucket(L).wait_tensor)
+for i in fwd.layers[1]:
+  with L:
+    add: f32[4, 2] = aten.add.Tensor(layers[i-1].add, P.L.w)
+for i in bwd.layers[1]:
+  with L:
+    mul: f32[4, 2] = aten.mul.Tensor(saved.L.add, saved.layers[i-1].attention.topk[1])
+if out:
+  loss = fwd.layers[1].add
+  layers[1].w = bwd.layers[1].mul
+"""
+
+
+def digest_of(text: str) -> str:
+    return digest(unfold(text))
+
+
+def test_references_are_resolved():
+    graph = dataflow(unfold(TEXT))
+    names = [f"{value.scope.space} {value.scope.path} {value.name}".strip() for value in graph.values]
+    read = {name: [names[source] for source in value.sources] for name, value in zip(names, graph.values, strict=True)}
+    assert read["fwd embed mul"] == ["I [0]"]
+    assert read["fwd bucket(layers[0]) all_gather_into_tensor"] == ["P layers[0].w"]
+    assert read["fwd layers[0] add"] == ["fwd layers[0].attention topk", "fwd bucket(layers[0]) wait_tensor"]
+    assert read["fwd layers[1] add"] == ["fwd layers[0] add", "P layers[1].w"]
+    assert read["bwd layers[1] mul"] == ["fwd layers[1] add", "fwd layers[0].attention topk"]
+    assert [(result.name, names[int(str(result.operands[0]))]) for result in graph.results] == [
+        ("loss", "fwd layers[1] add"),
+        ("layers.1.w", "bwd layers[1] mul"),
+    ]
+
+
+def test_a_heading_may_name_another_space():
+    text = "if I:\n  I[0]: f32[2]\nif fwd:\n  with bwd.norm:\n    sin: f32[2] = aten.sin(I[0])\n"
+    read = "  with norm:\n    cos: f32[2] = aten.cos(bwd.norm.sin)\n"
+    assert dataflow(unfold(text + read)).values[2].sources == (1,)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        pytest.param("aten.topk", "aten.sort", id="operator"),
+        pytest.param("(I[0], 0.5)", "(I[0], 0.25)", id="literal"),
+        pytest.param("embed.mul, 1)", "embed.mul, 1, largest=True)", id="keyword"),
+        pytest.param("topk[0], bucket", "topk[1], bucket", id="item"),
+        pytest.param("layers[i-1].add, P", "embed.mul, P", id="operand"),
+        pytest.param("aten.mul.Tensor(saved.L.add, saved.layers[i-1].attention.topk[1])",
+                     "aten.mul.Tensor(saved.layers[i-1].attention.topk[1], saved.L.add)", id="order of operands"),
+        pytest.param("mul: f32[4, 2] = aten.mul.Tensor(I", "mul: bf16[4, 2] = aten.mul.Tensor(I", id="dtype"),
+        pytest.param("f32[16, 4] = _c10d_functional.wait", "f32[16, 4][1, 16] = _c10d_functional.wait", id="strides"),
+        pytest.param("P.L.w: f32[2, 4]", "P.L.w: f32[2, 4] @ cuda", id="device of an input"),
+        pytest.param("I[0]: f32[4, 2]\n", "I[0]: f32[4, 2]\n  I[1]: f32[4, 2]\n", id="one more input"),
+        pytest.param("range(0, 8)", "range(0, 4)", id="ranks of a group"),
+        pytest.param("loss = fwd.layers[1].add", "loss = fwd.layers[0].add", id="result"),
+        pytest.param("  loss =", "  total =", id="name of a result"),
+        pytest.param("if out:\n", "returns = list\nif out:\n", id="convention"),
+    ],
+)  # fmt: skip
+def test_what_changes_the_digest(old, new):
+    assert old in TEXT
+    assert digest_of(TEXT.replace(old, new)) != digest_of(TEXT)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        pytest.param("add: f32[4, 2] = aten.add.Tensor(L.a", "add_7: f32[4, 2] = aten.add.Tensor(L.a", id="name"),
+        pytest.param(" | must_save", "", id="tag"),
+        pytest.param("with embed:", "with _:", id="module"),
+        pytest.param("bucket(L)", "bucket(L, norm)", id="bucket"),
+        pytest.param("fsdp", "fsdp_2", id="number of a group"),
+    ],
+)
+def test_what_does_not(old, new):
+    text = TEXT.replace(old, new)
+    text = text.replace("layers[i-1].add,", "layers[i-1].add_7,") if "add_7" in new else text
+    text = text.replace("embed.mul", "_.mul") if "_" in new and old == "with embed:" else text
+    assert text != TEXT
+    assert digest_of(text) == digest_of(TEXT)
+
+
+def test_the_schedule_does_not_change_it():
+    line = "    wait_tensor: f32[16, 4] = _c10d_functional.wait_tensor(all_gather_into_tensor)\n"
+    add = "  with L:\n    add: f32[4, 2] = aten.add.Tensor(L"
+    later = TEXT.replace(line, "").replace(add, f"  with bucket(L):\n{line}{add}")
+    assert later != TEXT
+    assert digest_of(later) == digest_of(TEXT)
+
+
+def test_it_is_the_same_in_every_process():
+    """A digest may be kept: it depends on no hash seed."""
+    assert digest_of("if I:\n  I[0]: f32[2]\n") == "fa66025577bece94b3668b548bef8f03"
+
+
+# -- symbols
+
+MOE = """\
+if I:
+  I[0]: i64[2]
+for i in fwd.layers[0]:
+  with L:
+    a: int[L.u0] = aten.one(I[0])
+    b: int[L.u1] = aten.two(I[0])
+    cat: f32[L.u0 + 2*L.u1, 4] = aten.cat([a, b])
+    view: f32[4, L.u0 + 2*L.u1] = aten.view(cat, [4, sym(L.u0 + 2*L.u1)])
+"""
+SWAPPED = """\
+if I:
+  I[0]: i64[2]
+for i in fwd.layers[0]:
+  with L:
+    b: int[L.u0] = aten.two(I[0])
+    a: int[L.u1] = aten.one(I[0])
+    cat: f32[2*L.u0 + L.u1, 4] = aten.cat([a, b])
+    view: f32[4, 2*L.u0 + L.u1] = aten.view(cat, [4, sym(2*L.u0 + L.u1)])
+"""
+
+
+def test_symbols_are_what_brings_them_in():
+    """Their numbers follow from the schedule."""
+    assert digest_of(SWAPPED) == digest_of(MOE)
+    cat = dataflow(unfold(MOE)).values[3]
+    assert [operand for operand in cat.operands if isinstance(operand, Symbol)] == [Symbol(1, 0), Symbol(2, 0)]
+
+
+def test_symbols_that_come_in_together_are_told_apart():
+    text = "if I:\n  I[0]: f32[2]\nif fwd:\n  with m:\n    pair: (i64[u0], i64[u1]) = aten.pair(I[0])\n"
+    first, second = (f"    x: f32[{symbol}] = aten.x(pair)\n" for symbol in ("u0", "u1"))
+    assert digest_of(text + first) != digest_of(text + second)
+
+
+def test_another_size_changes_the_digest():
+    assert digest_of(MOE.replace("L.u0 + 2*L.u1", "2*L.u0 + L.u1")) != digest_of(MOE)
+    assert digest_of(MOE.replace("sym(L.u0 + 2*L.u1)", "sym(L.u0 + 2*L.u0)")) != digest_of(MOE)
+
+
+# -- groups
+
+TWINS = """\
+fsdp = group(range(0, 8))
+fsdp_2 = group(range(0, 8))
+if I:
+  I[0]: f32[2]
+if fwd:
+  with a:
+    all_reduce: f32[2] = _c10d_functional.all_reduce(I[0], "sum", fsdp)
+  with b:
+    all_gather_into_tensor: f32[16] = _c10d_functional.all_gather_into_tensor(I[0], 8, fsdp_2)
+  with c:
+    all_gather_into_tensor: f32[16] = _c10d_functional.all_gather_into_tensor(a.all_reduce, 8, fsdp_2)
+"""
+
+
+def test_groups_of_the_same_ranks_are_told_by_who_shares_them():
+    exchanged = TWINS.replace("fsdp)", "fsdp_0)").replace("fsdp_2)", "fsdp)").replace("fsdp_0)", "fsdp_2)")
+    assert digest_of(exchanged) == digest_of(TWINS)
+    parted = TWINS.replace("(a.all_reduce, 8, fsdp_2)", "(a.all_reduce, 8, fsdp)")
+    assert digest_of(parted) != digest_of(TWINS)
+
+
+# -- bodies
+
+BODY = """\
+def cond_graph_0():
+  if A:
+    A[0]: f32[2]
+  if fwd:
+    sin: f32[2] = aten.sin(A[0])
+    cos: f32[2] = aten.cos(A[0])
+  if out:
+    yield fwd._.sin
+if I:
+  I[0]: b8[()]
+  I[1]: f32[2]
+if fwd:
+  with L:
+    cond: (f32[2],) = hop.cond(I[0], cond_graph_0, cond_graph_0, (I[1],))
+if out:
+  yield fwd.L.cond[0]
+"""
+
+
+def test_a_body_counts_by_its_dataflow():
+    assert digest_of(BODY.replace("cond_graph_0", "cond_graph_3")) == digest_of(BODY)
+    sin, cos = "    sin: f32[2] = aten.sin(A[0])\n", "    cos: f32[2] = aten.cos(A[0])\n"
+    assert digest_of(BODY.replace(sin + cos, cos + sin)) == digest_of(BODY)
+    assert digest_of(BODY.replace("aten.sin", "aten.tan")) != digest_of(BODY)
+
+
+# -- effects
+
+
+def values_of(*lines: str):
+    text = "if I:\n  I[0]: f32[2]\n  I[1]: f32[2]\nif fwd:\n" + "".join(f"  {line}\n" for line in lines)
+    return dataflow(unfold(text))
+
+
+@pytest.mark.parametrize(
+    ("line", "targets"),
+    [
+        ("x: f32[2] = aten.add_.Tensor(I[0], I[1])", [0]),
+        ("x: f32[2] = aten.add.Tensor(I[0], I[1])", []),
+        ("x: f32[2] = aten.__and__.Tensor(I[0], I[1])", []),
+        ("x: f32[2] = aten.mm.out(I[0], I[0], out=I[1])", [1]),
+        ("x: _ = aten._foreach_add_.List([I[0], I[1]], [I[1], I[0]])", [0, 1, 1, 0]),
+        ("x: _ = operator.setitem(I[1], 0, I[0])", [1]),
+        ("x: f32[2] = operator.add(I[1], I[0])", []),
+    ],
+)
+def test_what_is_changed_in_place(line, targets):
+    assert written(values_of(line).values[2]) == targets
+
+
+@pytest.mark.parametrize(
+    ("call", "draws"),
+    [
+        ("aten.native_dropout(I[0], 0.1, True)", True),
+        ("aten.rand([2])", True),
+        ("aten.mul.Tensor(I[0], 0.1)", False),
+        ("aten._scaled_dot_product_flash_attention_for_cpu(I[0], I[0], I[0], 0.0, True)", False),
+        ("aten._scaled_dot_product_flash_attention_for_cpu(I[0], I[0], I[0], 0.1, True)", True),
+        ("aten._scaled_dot_product_flash_attention(I[0], I[0], I[0], 0.0, True, scale=0.125)", False),
+    ],
+)
+def test_what_draws_random_numbers(call, draws):
+    assert is_random(values_of(f"x: f32[2] = {call}").values[2]) == draws
+
+
+def test_a_view_shares_the_storage_that_is_changed():
+    graph = values_of(
+        "view: f32[2] = aten.view(I[0], [2])",
+        "sin: f32[2] = aten.sin(I[0])",
+        "add_: f32[2] = aten.add_.Tensor(view, I[1])",
+        "cos: f32[2] = aten.cos(I[0])",
+    )
+    assert effects(graph).histories == {0: [(4, [3]), (None, [5])]}

@@ -1,0 +1,93 @@
+"""The digest of generated graphs: no order of the schedule changes it, every change of the dataflow does."""
+
+from __future__ import annotations
+
+import copy
+import random
+
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from torch import fx
+
+from pytest_gtrainer.graphtext import records
+from pytest_gtrainer.graphtext.dataflow import dataflow
+from pytest_gtrainer.graphtext.dataflow_digests import digest, digests_of
+from pytest_gtrainer.graphtext.scopes import is_computed
+from tests.graphtext.generated import graphs
+
+aten = torch.ops.aten
+
+
+def in_another_order(gm: fx.GraphModule, seed: int) -> fx.GraphModule:
+    """The same nodes in another topological order, inputs first and the output last."""
+    draw = random.Random(seed)
+    graph, copies = fx.Graph(), {}
+    waiting = [node for node in gm.graph.nodes if node.op != "output"]
+    while waiting:
+        inputs = [node for node in waiting if node.op == "placeholder"][:1]
+        ready = inputs or [node for node in waiting if all(operand in copies for operand in node.all_input_nodes)]
+        node = draw.choice(ready)
+        waiting.remove(node)
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+    graph.node_copy(gm.graph.output_node(), copies.__getitem__)
+    return fx.GraphModule(gm, graph)
+
+
+@settings(max_examples=60, deadline=None)
+@given(graphs(), st.integers(0, 1000))
+def test_no_topological_order_changes_the_digest(drawn, seed):
+    gm, _ = drawn
+    other = in_another_order(gm, seed)
+    assert digest(records(other)) == digest(records(gm))
+
+
+def computed(gm: fx.GraphModule) -> list[fx.Node]:
+    return [node for node in gm.graph.nodes if is_computed(node)]
+
+
+@st.composite
+def changed(draw: st.DrawFn) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """A graph, and the same with one operator, literal, operand or type changed."""
+    gm, _ = draw(graphs())
+    other = copy.deepcopy(gm)
+    node = draw(st.sampled_from(computed(other)))
+    change = draw(st.sampled_from([change_operator, change_literal, change_operand, change_type]))
+    assume(change(draw, other, node))
+    return gm, other
+
+
+def change_operator(draw: st.DrawFn, gm: fx.GraphModule, node: fx.Node) -> bool:
+    node.target = aten.tan.default if node.target is not aten.tan.default else aten.cos.default
+    return True
+
+
+def change_literal(draw: st.DrawFn, gm: fx.GraphModule, node: fx.Node) -> bool:
+    node.args = (*node.args, 17)
+    return True
+
+
+def change_operand(draw: st.DrawFn, gm: fx.GraphModule, node: fx.Node) -> bool:
+    """Another value that is not computed alike."""
+    nodes = [known for known in gm.graph.nodes if known.op == "placeholder"] + computed(gm)
+    graph = dataflow(records(gm))
+    told = dict(zip(nodes, digests_of(graph).values, strict=True))
+    now = draw(st.sampled_from(nodes))
+    was = next((operand for operand in node.all_input_nodes if operand in told), None)
+    is_before = list(gm.graph.nodes).index(now) < list(gm.graph.nodes).index(node)
+    if was is None or not is_before or told[was] == told[now]:
+        return False
+    node.replace_input_with(was, now)
+    return True
+
+
+def change_type(draw: st.DrawFn, gm: fx.GraphModule, node: fx.Node) -> bool:
+    node.meta["val"] = [torch.empty(7, 5, device="meta")]
+    return True
+
+
+@settings(max_examples=100, deadline=None)
+@given(changed())
+def test_every_change_of_the_dataflow_changes_it(pair):
+    gm, other = pair
+    assert digest(records(other)) != digest(records(gm))

@@ -1,0 +1,229 @@
+"""The view ``layout``: which parameter sits at which byte of which collective."""
+
+from __future__ import annotations
+
+import ast
+import difflib
+
+import pytest
+import torch
+from torch import nn
+
+from pytest_gtrainer import BucketLayout, TrainConfig, eager_bucket_layout
+from pytest_gtrainer.graphtext import TextError, parse, records, render, render_layout, unfold
+from pytest_gtrainer.passes.layout import Payload, Slot
+from pytest_gtrainer.references._torch import fully_shard
+from pytest_gtrainer.references.graph import GraphRun
+from tests.graphtext.toy import toy_graph
+
+GATHER = """\
+  with bucket(L):
+    reshape: f32[6] = aten.reshape(P.L.w, [6])
+    cat: f32[9] = aten.cat([reshape, P.L.norm.w])
+    all_gather_into_tensor: f32[18] = _c10d_functional.all_gather_into_tensor(cat, 2, fsdp)
+    wait_tensor: f32[18] = _c10d_functional.wait_tensor(all_gather_into_tensor)
+"""
+FORWARD = f"for i in fwd.layers[0:3]:\n{GATHER}"
+GRAPH = f"""\
+fsdp = group(range(0, 2))
+for i in P.layers[0:3]:
+  P.L.w: f32[3, 2]
+  P.L.norm.w: f32[3]
+{FORWARD}
+for i in bwd.layers[2::-1]:
+  with bucket(L):
+    neg: f32[18] = aten.neg(saved.bucket(L).wait_tensor)
+    reduce_scatter_tensor: f32[9] = _c10d_functional.reduce_scatter_tensor(neg, "avg", 2, fsdp)
+    wait_tensor: f32[9] = _c10d_functional.wait_tensor(reduce_scatter_tensor)
+    split_with_sizes: [f32[6], f32[3]] = aten.split_with_sizes(wait_tensor, [6, 3])
+    view: f32[3, 2] = aten.view(split_with_sizes[0], [3, 2])
+for i in out.layers[0:3]:
+  L.w = bwd.bucket(L).view
+  L.norm.w = bwd.bucket(L).split_with_sizes[1]
+"""
+
+
+def layout(text: str) -> str:
+    """The text below its header, checked to be Python and to unfold to its records."""
+    gm = parse(text)
+    drawn = render(gm, "layout")
+    ast.parse(drawn)
+    assert unfold(drawn) == records(gm, "layout")
+    header = "# gtrainer graph v2\n# view: layout\n"
+    assert drawn.startswith(header)
+    return drawn.removeprefix(header)
+
+
+def changes(before: str, after: str) -> list[str]:
+    """Lines lost and gained, unfolded."""
+    old, new = ([str(record) for record in unfold(layout(text))] for text in (before, after))
+    return [line for line in difflib.ndiff(old, new) if line[0] in "+-"]
+
+
+def test_equal_layers_are_told_once():
+    assert layout(GRAPH) == """\
+fsdp = group(range(0, 2))
+for i in all_gather.layers[0:3]:  # x3
+  payload(fsdp, f32, fwd, bytes=36)
+  L.w: at(0, bytes=24)
+  L.norm.w: at(24, bytes=12)
+for i in reduce_scatter.layers[2::-1]:  # x3
+  payload(fsdp, f32, bwd, op="avg", bytes=36)
+  L.w: at(0, bytes=24)
+  L.norm.w: at(24, bytes=12)
+"""
+    assert len(layout(GRAPH.replace("[0:3]", "[0:126]").replace("[2::-1]", "[125::-1]")).splitlines()) == 9
+
+
+def test_swapped_members_change_their_own_lines():
+    """D2: in one layer of three."""
+    swapped = GATHER.replace("[reshape, P.L.norm.w]", "[P.L.norm.w, reshape]")
+    alone, odd = (
+        GRAPH.replace(FORWARD, f"for i in fwd.layers[0:2]:\n{GATHER}for i in fwd.layers[2]:\n{body}")
+        for body in (GATHER, swapped)
+    )
+    assert changes(GRAPH, alone) == []
+    assert sorted(changes(GRAPH, odd)) == [
+        "+ all_gather.layers[2] | L.norm.w: at(0, bytes=12)",
+        "+ all_gather.layers[2] | L.w: at(12, bytes=24)",
+        "- all_gather.layers[2] | L.norm.w: at(24, bytes=12)",
+        "- all_gather.layers[2] | L.w: at(0, bytes=24)",
+    ]
+    assert "for i in all_gather.layers[0:2]:  # x2\n" in layout(odd)
+
+
+MERGED = """\
+if fwd:
+  with bucket(layers[0], layers[1]):
+    reshape: f32[6] = aten.reshape(P.layers[0].w, [6])
+    reshape_1: f32[6] = aten.reshape(P.layers[1].w, [6])
+    cat: f32[18] = aten.cat([reshape, P.layers[0].norm.w, reshape_1, P.layers[1].norm.w])
+    all_gather_into_tensor: f32[36] = _c10d_functional.all_gather_into_tensor(cat, 2, fsdp)
+    wait_tensor: f32[36] = _c10d_functional.wait_tensor(all_gather_into_tensor)
+for i in fwd.layers[2:3]:
+"""
+
+
+def test_merged_buckets_are_of_no_layer():
+    merged = GRAPH.replace("for i in fwd.layers[0:3]:\n", MERGED).partition("for i in bwd")[0]
+    assert layout(merged) == """\
+fsdp = group(range(0, 2))
+if all_gather:
+  payload(fsdp, f32, fwd, bytes=72)
+  layers[0].w: at(0, bytes=24)
+  layers[0].norm.w: at(24, bytes=12)
+  layers[1].w: at(36, bytes=24)
+  layers[1].norm.w: at(60, bytes=12)
+for i in all_gather.layers[2]:
+  payload(fsdp, f32, fwd, bytes=36)
+  L.w: at(0, bytes=24)
+  L.norm.w: at(24, bytes=12)
+"""
+
+
+def test_each_parameter_of_an_unbucketed_graph_has_a_payload():
+    assert layout("""\
+fsdp = group(range(0, 2))
+for i in P.layers[0:9]:
+  P.L.a: f32[2]
+  P.L.b: f32[2]
+for i in fwd.layers[0:9]:
+  with L:
+    all_gather_into_tensor: f32[4] = _c10d_functional.all_gather_into_tensor(P.L.b, 2, fsdp)
+    all_gather_into_tensor_1: f32[4] = _c10d_functional.all_gather_into_tensor(P.L.a, 2, fsdp)
+    wait_tensor: f32[4] = _c10d_functional.wait_tensor(all_gather_into_tensor)
+    wait_tensor_1: f32[4] = _c10d_functional.wait_tensor(all_gather_into_tensor_1)
+""") == """\
+fsdp = group(range(0, 2))
+for i in all_gather.layers[0:9]:  # x9
+  payload(fsdp, f32, fwd, bytes=8)
+  L.b: at(0, bytes=8)
+  payload(fsdp, f32, fwd, bytes=8)
+  L.a: at(0, bytes=8)
+"""
+
+
+def test_a_graph_without_sharded_parameters():
+    assert render(toy_graph(), "layout") == "# gtrainer graph v2\n# view: layout\npayloads = []\n"
+
+
+def test_a_view_is_no_graph():
+    with pytest.raises(TextError, match="line 1: this is the layout view of a graph, a part of it: render the full"):
+        parse(render(toy_graph(), "layout"))
+
+
+def test_a_graph_whose_groups_nobody_knows_is_refused():
+    with pytest.raises(ValueError, match="process group 'fsdp' of the graph does not exist in this process"):
+        layout(GRAPH.replace("group(range(0, 2))", "group(None)"))
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        self.head = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x).sum()
+
+
+@pytest.mark.gt_world("fake", size=4, mesh={"dp": 2, "fsdp": 2}, rank=2)
+def test_an_eager_model_has_the_layout_of_its_graph(gt_mesh):
+    """But for order and directions: eager FSDP2 gathers one payload in both."""
+    mesh, inputs, modules = gt_mesh["fsdp"], (torch.ones(3, 4),), ["layers.0", "layers.1", "head"]
+    model = Net()
+    for name in modules:
+        fully_shard(model.get_submodule(name), mesh=mesh)
+    model(*inputs).backward()
+    text = render_layout(eager_bucket_layout(model), header={"test": "x"})
+    assert text == """\
+# gtrainer graph v2
+# view: layout
+# test: x
+fsdp = group(range(2, 4))
+for i in all_gather.layers[0:2]:  # x2
+  payload(fsdp, f32, bytes=40)
+  L.weight: at(0, bytes=32)
+  L.bias: at(32, bytes=8)
+if all_gather:
+  payload(fsdp, f32, bytes=40)
+  head.weight: at(0, bytes=32)
+  head.bias: at(32, bytes=8)
+for i in reduce_scatter.layers[0:2]:  # x2
+  payload(fsdp, f32, op="avg", bytes=40)
+  L.weight: at(0, bytes=32)
+  L.bias: at(32, bytes=8)
+if reduce_scatter:
+  payload(fsdp, f32, op="avg", bytes=40)
+  head.weight: at(0, bytes=32)
+  head.bias: at(32, bytes=8)
+"""
+    config = TrainConfig(
+        model=Net, step=lambda model, x: model(x), batch=lambda step, rank: inputs, bucket_plan=modules, mesh=mesh
+    )
+    graph = render(GraphRun(config).traced.gm, "layout").replace(", fwd", "").replace(", bwd", "")
+    assert sorted(map(str, unfold(graph))) == sorted(map(str, unfold(text)))
+
+
+def payload(name: str, ranks: tuple[int, ...], dtype: torch.dtype = torch.bfloat16) -> Payload:
+    return Payload("all_gather", dtype, ranks, "", (Slot(name, 0, 2_500_000),), ("fwd", "bwd"))
+
+
+def test_groups_without_a_process_group_are_named_by_the_mesh():
+    """Ranks that lie along no dimension are told apart by a number."""
+    payloads = [payload("a", (0, 4)), payload("b", (0, 1, 2, 3)), payload("c", (0, 1)), payload("d", (2, 3))]
+    text = render_layout(BucketLayout(tuple(payloads)), mesh={"dp": 2, "fsdp": 4})
+    assert text.splitlines()[2:] == [
+        "dp = group(range(0, 8, 4))",
+        "fsdp = group(range(0, 4))",
+        "group = group(range(0, 2))",
+        "group_2 = group(range(2, 4))",
+        "if all_gather:",
+        *(
+            line
+            for name, group in zip("abcd", ("dp", "fsdp", "group", "group_2"), strict=True)
+            for line in (f"  payload({group}, bf16, fwd, bwd, bytes=2_500_000)", f"  {name}: at(0, bytes=2_500_000)")
+        ),
+    ]

@@ -1,0 +1,266 @@
+"""A text read back is the graph that it was made from, and runs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import fx
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.utils.checkpoint import CheckpointPolicy
+
+from pytest_gtrainer.graphtext import parse, render
+from tests.graphtext.same import assert_comes_back
+from tests.graphtext.toy import at, small_graph, toy_graph
+
+aten = torch.ops.aten
+ALL_GATHER = torch.ops._c10d_functional.all_gather_into_tensor.default
+
+
+def x(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    torch.manual_seed(0)
+    return torch.randn(shape).to(dtype)
+
+
+def test_layers():
+    tokens = torch.arange(16).reshape(2, 8)
+    assert_comes_back(toy_graph(6, {3: torch.tanh}), tokens, *[x(8, 8) for _ in range(7)])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2, torch.complex64, torch.int8])
+def test_dtypes(dtype):
+    value = torch.tensor([1, 2, 3]).to(dtype)
+    assert_comes_back(
+        small_graph(lambda v: (v.view(3, 1), v.to(torch.float32) if not dtype.is_complex else v.abs()), value), value
+    )
+
+
+@pytest.mark.parametrize("number", [float("inf"), -float("inf"), float("nan"), -0.0, 1e-45, 3, -7, True, 2**40])
+def test_numbers(number):
+    assert_comes_back(small_graph(lambda v: aten.mul.Scalar(v, number), x(3)), x(3))
+
+
+def test_several_outputs_lists_of_nodes_and_keywords():
+    def step(v):
+        values, places = v.topk(2)
+        parts = v.split([1, 3])
+        return (
+            torch.cat([values, parts[1], v], dim=0),
+            places.to(torch.int32),
+            torch.zeros_like(v, memory_format=torch.contiguous_format),
+        )
+
+    assert_comes_back(small_graph(step, x(4)), x(4))
+
+
+def test_mutations_are_kept_in_order():
+    def step(v, w):
+        v.add_(1)
+        total = v.sum()
+        w.copy_(v)
+        v.mul_(2)
+        return total, w.clone(), v.clone()
+
+    assert_comes_back(small_graph(step, x(4), x(4)), x(4), x(4))
+
+
+def test_strides_and_memory_formats():
+    def step(v):
+        return v.to(memory_format=torch.channels_last), v.permute(0, 2, 3, 1), v.transpose(0, 1).contiguous()
+
+    assert_comes_back(small_graph(step, x(2, 3, 4, 5)), x(2, 3, 4, 5))
+
+
+def test_constants_small_and_large():
+    small, large = torch.tensor([[1.0, -0.0], [float("inf"), 2.5]]).t(), x(64)
+    gm = make_fx(lambda v: v * small.sum() + large[:2] + torch.tensor(3))(x(2))
+    assert_comes_back(gm, x(2))
+    with pytest.raises(ValueError, match=r"told by its digest only: give constants=graphtext\.constants"):
+        parse(render(gm))
+
+
+def test_results_of_every_shape():
+    for step in (lambda v: v + 1, lambda v: (v + 1,), lambda v: [v + 1, v], lambda v: {"a": v, "b": [v + 1, None]}):
+        assert_comes_back(fx.symbolic_trace(step), x(3))
+
+
+def test_annotations_and_policies():
+    with fx.traceback.preserve_node_meta(), at("block"), fx.traceback.annotate({"stage": 1, "note": "a b"}):
+        gm = small_graph(torch.tanh, x(3))
+    node = gm.graph.find_nodes(op="call_function", target=aten.tanh.default)[0]
+    node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+    again = assert_comes_back(gm, x(3))
+    assert "| must_recompute | custom(note='a b', stage=1) = aten.tanh" in render(gm)
+    assert (
+        again.graph.find_nodes(op="call_function", target=aten.tanh.default)[0].meta["recompute"]
+        is CheckpointPolicy.MUST_RECOMPUTE
+    )
+
+
+def test_nodes_without_a_module_stay_without():
+    """Their heading follows from the operands; a pass must not take it for what the tracer said."""
+    with fx.traceback.preserve_node_meta():
+
+        def step(v):
+            with at("block"):
+                y = v + 1
+            return y * 2
+
+        gm = small_graph(step, x(3))
+    assert "with block:\n    add: f32[3] = aten.add.Tensor(A[0], 1)\n    mul: f32[3] | unowned" in render(gm)
+    assert_comes_back(gm, x(3))
+
+
+def test_a_graph_without_any_module_says_so_once():
+    gm = toy_graph(2)
+    for node in gm.graph.nodes:
+        node.meta.pop("custom", None)
+    assert "owners = inferred" in render(gm)
+    assert "unowned" not in render(gm)
+    assert_comes_back(gm)
+
+
+def test_symbolic_shapes():
+    gm = make_fx(lambda v, w: (v.reshape(-1) * 2, w[: v.shape[0] // 2]), tracing_mode="symbolic")(x(6, 5), x(8))
+    text = render(gm)
+    assert "s0 = size(6)\ns1 = size(5)\ns2 = size(8)" in text
+    assert "f32[s0*s1]" in text
+    assert_comes_back(gm, x(6, 5), x(8))
+
+
+def test_data_dependent_sizes():
+    def step(v):
+        picked = v[v > 0]
+        count = (v > 1).sum().item()
+        torch._check(count >= 0)
+        return picked * 2, torch.zeros(count)
+
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        gm = make_fx(step, tracing_mode="symbolic")(x(9))
+    assert "f32[u0]" in render(gm)
+    assert_comes_back(gm, x(9))
+
+
+def test_branches():
+    def step(v):
+        return torch.cond(v.sum() > 0, lambda w: (w + 1, w * 2), lambda w: (w - 1, w / 2), (v,))
+
+    gm = make_fx(step, tracing_mode="fake")(x(4))
+    assert "def cond_graph_1():\n" in render(gm)
+    assert_comes_back(gm, x(4))
+    assert_comes_back(gm, -x(4).abs())
+
+
+def test_flex_attention():
+    def causal(b, h, q, kv):
+        return q >= kv
+
+    mask = create_block_mask(causal, None, None, 128, 128, device="cpu")
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        q = torch.zeros(1, 2, 128, 16)
+        gm = make_fx(lambda q, k, v: flex_attention(q, k, v, block_mask=mask, score_mod=lambda s, *_: s * 2))(q, q, q)
+    assert "hop.flex_attention(" in render(gm)
+    assert_comes_back(gm)
+
+
+def test_modules_that_are_called_come_from_outside():
+    class Calls(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.seq = torch.nn.Sequential(torch.nn.Linear(3, 3))
+
+        def forward(self, v):
+            return self.seq(v).view(-1)
+
+    gm = fx.symbolic_trace(Calls())
+    assert_comes_back(gm, x(2, 3))
+    with pytest.raises(ValueError, match=r"no text holds the module `seq.0`: give constants=\{'seq.0': module\}"):
+        parse(render(gm))
+
+
+def test_names_that_look_like_something_else():
+    """Values, modules and inputs called like words of the grammar."""
+    graph = fx.Graph()
+    source = graph.placeholder("v")
+    source.meta["gt_input"] = {"kind": "parameter", "fqn": "P.L.0.fwd.w"}
+    for fqn in ("L", "_", "bucket.saved", "layers.0.fwd", "i.3.L", "aten.add", "heads.en-de.2.x y"):
+        node = graph.call_function(aten.add.Tensor, (source, 1))
+        node.meta["custom"] = {"module_fqn": fqn}
+        source = graph.call_function(aten.slice.Tensor, (node, 0, 0, 2))
+        source.meta.update(custom={"module_fqn": fqn + ".slice"}, autograd_backward=True)
+    graph.output((source,))
+    assert_comes_back(fx.GraphModule({}, graph), x(3))
+
+
+def test_process_groups_without_a_process_group():
+    text = """\
+fsdp = group(range(0, 8))
+if P:
+  P.w: f32[4]
+if fwd:
+  with w:
+    all_gather_into_tensor: f32[32] = _c10d_functional.all_gather_into_tensor(P.w, 8, fsdp)
+    wait_tensor: f32[32] = _c10d_functional.wait_tensor(all_gather_into_tensor)
+if out:
+  yield fwd.w.wait_tensor
+"""
+    gm = parse(text)
+    launch = gm.graph.find_nodes(op="call_function", target=torch.ops._c10d_functional.all_gather_into_tensor.default)[
+        0
+    ]
+    assert launch.args[1:] == (8, "fsdp")
+    assert render(gm) == "# gtrainer graph v2\n" + text
+    assert parse(text, groups={"fsdp": "17"}).graph.find_nodes(op="call_function", target=ALL_GATHER)[0].args[2] == "17"
+
+
+@pytest.mark.gt_world("fake", size=8, mesh={"dp": 2, "fsdp": 4}, rank=5)
+def test_process_groups_of_this_world(gt_mesh):
+    """The group with the ranks that the text says, best one of that mesh dimension."""
+    text = """\
+fsdp = group(range(4, 8))
+if A:
+  A[0]: f32[4]
+if fwd:
+  with _:
+    gathered: f32[16] = _c10d_functional.all_gather_into_tensor(A[0], 4, fsdp)
+"""
+    launch = parse(text).graph.find_nodes(op="call_function", target=ALL_GATHER)[0]
+    assert launch.args[2] == gt_mesh.get_group("fsdp").group_name
+
+
+@pytest.mark.gt_world("fake", size=4, mesh={"fsdp": 4})
+@pytest.mark.parametrize("order", ["fsdp extra other", "other fsdp extra"])
+def test_process_groups_of_the_same_ranks_stay_apart(gt_mesh, order):
+    """All-gathers in an extra group, as for overlap, and a group that only its ranks tell."""
+    groups = {"fsdp": gt_mesh.get_group(), "extra": dist.new_group([0, 1, 2, 3], group_desc="mesh_fsdp_extra")}
+    groups["other"] = dist.new_group([0, 1, 2, 3])
+    graph = fx.Graph()
+    value = graph.placeholder("v")
+    for name in order.split():
+        value = graph.call_function(ALL_GATHER, (value, 4, groups[name].group_name))
+    graph.output((value,))
+    assert_comes_back(fx.GraphModule({}, graph))
+
+
+def test_a_group_that_this_process_lacks_keeps_its_symbol():
+    text = "fsdp = group(range(0, 2))\nfsdp_2 = group(range(0, 2))\n"
+    assert parse(text).meta["gt_groups"] == {"fsdp": (0, 1), "fsdp_2": (0, 1)}
+
+
+def test_what_a_person_writes():
+    """Other indentation, comments, lines that go on; `like` in another spelling."""
+    gm = parse("""
+if I:
+    I.x: f32[2, 4]      # the input
+if fwd:
+    with block:
+        sin: f32[2, 4] = aten.sin(
+            I.x,
+        )
+        add: f32[2, 4] = aten.add.Tensor( sin, 1.0, alpha = 2 )
+if out:
+    yield fwd.block.add
+""")
+    assert torch.equal(gm(x(2, 4))[0], torch.sin(x(2, 4)) + 2)

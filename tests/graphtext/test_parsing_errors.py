@@ -1,0 +1,85 @@
+"""What is no graph text is refused with line, column and the nearest thing expected."""
+
+from __future__ import annotations
+
+import pytest
+
+from pytest_gtrainer.graphtext import TextError, parse
+
+GRAPH = """\
+if P:
+  P.layers[0].w: f32[4, 4]
+for i in fwd.layers[0]:
+  with L.mlp:
+    mm: f32[4, 4] = aten.mm(P.L.w, P.L.w)
+    relu: f32[4, 4] = aten.relu(mm)
+if out:
+  yield fwd.layers[0].mlp.relu
+"""
+
+
+def test_the_graph_itself_is_read():
+    assert len(parse(GRAPH).graph.nodes) == 4
+
+
+# one change to the graph above, and what is said of it
+WRONG = [
+    ("aten.relu(mm)", "aten.rellu(mm)",
+     "line 6, column 23: torch has no operator `aten.rellu`, did you mean `aten.relu`?"),
+    ("aten.mm(", "aten.add(",
+     "line 5, column 21: torch has no operator `aten.add`: it has aten.add.Scalar, aten.add.Scalar_out, "
+     "aten.add.Tensor, aten.add.out"),
+    ("aten.relu(mm)", "aten.relu(m)",
+     "line 6, column 33: no `m` before this line in fwd of `layers.0.mlp`, did you mean `mm`?"),
+    ("aten.relu(mm)", "aten.relu(L.mpl.mm)",
+     "line 6, column 33: no `mm`: nothing before this line is in fwd of `layers.0.mpl`, "
+     "did you mean `layers.0.mlp`?"),
+    ("(P.L.w, ", "(P.L.v, ", "line 5, column 29: there is no input `P.L.v`, did you mean `P.layers.0.w`?"),
+    ("relu: f32[4, 4] =", "mm: f32[4, 4] =",
+     "line 6, column 5: `mm` is defined twice in this module: values are named once, `mm_1`"),
+    ("relu: f32[4, 4]", "relu: float32[4, 4]",
+     "line 6, column 11: `float32` is no dtype: expected `f32`, `bf16`, `i64`, ..."),
+    ("relu: f32[4, 4]", "relu: f32[4, n]",
+     "line 6, column 18: `n` is no symbol: define it at the head, `n = size(16)`"),
+    ("relu: f32[4, 4]", "relu: f32[4, 4][1]", "line 6, column 11: 2 extents and 1 strides"),
+    ("relu: f32[4, 4]", "relu: f32[-4, 4]",
+     "line 6, column 11: there is no tensor `f32[-4, 4]`: "),
+    ("relu: f32[4, 4]", "relu: f32[4, 4] | saved", "line 6, column 23: `saved` is no tag"),
+    ("relu: f32[4, 4] =", "relu =",
+     "line 6, column 5: expected `name: type = operator(...)`, found `relu = aten.relu(mm)`"),
+    ("  yield ", "  return ", "line 8, column 3: expected `mm: f32[2, 4] = aten.mm(x, y)`, found `return fwd."),
+    ("if out:", "if uot:",
+     "line 7, column 4: expected one of P, B, I, A, fwd, bwd, out, found `uot`, did you mean `out`?"),
+    ("fwd.layers[0]:", "fwd.layers[0:9:2]:",
+     "line 3, column 21: expected `for i in fwd.layers[0]:` or `for i in fwd.layers[0:8]:`: "
+     "a range has a first layer, an end and at most the step -1"),
+    ("fwd.layers[0]:", "layers[0]:",
+     "line 3, column 10: expected `for i in fwd.layers[0]:` or `for i in fwd.layers[0:8]:`, found `layers[0]`"),
+    ("if out:", "if out", "line 7, column 7: expected ':': graph text is a part of Python"),
+    ("aten.relu(mm)", "aten.relu(aten.neg(mm))",
+     "line 6, column 33: expected an operand, found `aten.neg(mm)`: an operator stands in a line of its own"),
+    ("aten.relu(mm)", "hop.conditional(mm)",
+     "line 6, column 23: torch has no higher-order operator `conditional`"),
+    ("with L.mlp:", "with L.mlp, L.attention:",
+     "line 4, column 3: expected one module or bucket, `with layers[0].attention:`"),
+    ("with L.mlp:", "with bucket():", "line 4, column 8: expected `bucket(layers[0])`, found `bucket()`"),
+    ("with L.mlp:", "with layers[i-1].mlp:", "line 4, column 8: layer -1 of `layers` does not exist"),
+    ("if P:\n  P.layers[0].w", "if P:\n  P.L.w",
+     "line 2, column 3: `P.L` is relative to a layer, and this section has none"),
+    ("if P:\n", "fsdp = group(8)\nif P:\n",
+     "line 1, column 14: expected the ranks of a group, `range(0, 8)` or `[0, 4]`, found `8`"),
+    ("if P:\n", "a = group([0])\na = group([1])\nif P:\n", "line 2, column 1: `a` is defined twice"),
+    ("if P:\n", "managed = [w]\nif P:\n", "line 1, column 12: expected a list of parameter names, found `w`"),
+    ("if P:\n", "# gtrainer graph v1\n# remake: pytest t.py --gt-update-goldens\nif P:\n",
+     "line 1: format v1, and this pytest-gtrainer reads v2: remake it with `pytest t.py --gt-update-goldens`"),
+    ("if P:\n", "# gtrainer graph v9\nif P:\n",
+     "line 1: format v9, and this pytest-gtrainer reads v2: it was made by a newer pytest-gtrainer, so upgrade"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("old", "new", "problem"), WRONG, ids=[new.strip() for _, new, _ in WRONG])
+def test_what_is_wrong_is_said(old, new, problem):
+    assert GRAPH.count(old) == 1
+    with pytest.raises(TextError) as error:
+        parse(GRAPH.replace(old, new))
+    assert str(error.value).startswith(problem)

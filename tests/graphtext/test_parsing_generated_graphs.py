@@ -1,0 +1,68 @@
+"""``parse(render(gm))`` is ``gm``, whatever the graph."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils import _pytree as pytree
+
+from pytest_gtrainer.graphtext import parse, records, render, unfold
+from tests.graphtext.generated import graphs
+from tests.graphtext.same import assert_same_graph
+
+
+def assert_comes_back(gm, inputs):
+    text = render(gm)
+    again = parse(text)
+    again.graph.lint()
+    assert_same_graph(again, gm)
+    assert render(again) == text
+    assert unfold(text) == records(gm)
+    expected, got = (module(*copy.deepcopy(inputs)) for module in (gm, again))
+    for one, other in zip(pytree.tree_leaves(expected), pytree.tree_leaves(got), strict=True):
+        assert bits(one) == bits(other)
+
+
+def bits(value):
+    return value if value is None else (value.dtype, value.contiguous().view(torch.uint8).tolist())
+
+
+@settings(max_examples=150, deadline=None)
+@given(graphs())
+def test_a_generated_graph_comes_back(drawn):
+    assert_comes_back(*drawn)
+
+
+@pytest.mark.long
+@settings(max_examples=1500, deadline=None)
+@given(graphs(steps=40))
+def test_many_generated_graphs_come_back(drawn):
+    assert_comes_back(*drawn)
+
+
+@settings(max_examples=60, deadline=None)
+@given(graphs(), st.randoms(use_true_random=False))
+def test_names_of_nodes_do_not_show(drawn, random):
+    """Renaming every node, with gaps, gives the same text."""
+    gm, _ = drawn
+    text = render(gm)
+    for node in gm.graph.nodes:
+        node.name = f"n{random.randrange(10**9)}_{node.name}"
+    assert render(gm) == text
+
+
+@settings(max_examples=60, deadline=None)
+@given(graphs())
+def test_one_changed_operator_shows(drawn):
+    """The twin: the comparison above can fail."""
+    gm, _ = drawn
+    text = render(gm)
+    node = next(node for node in reversed(gm.graph.nodes) if node.op == "call_function")
+    node.target = torch.ops.aten.cos.default
+    assert render(gm) != text
+    with pytest.raises(AssertionError):
+        assert_same_graph(parse(text), gm)

@@ -1,0 +1,223 @@
+"""The pipeline: what runs, in which order, with which options, and what it leaves behind."""
+
+import copy
+
+import pytest
+import torch
+from torch import fx
+
+from pytest_gtrainer import LossConfig, apply_graph_passes, bind_options, construct_default_graph_passes
+from pytest_gtrainer.passes.graph_pass import graph_pass
+from pytest_gtrainer.passes.pipeline import SLOTS
+
+OURS = [
+    "eliminate_dead_code_pass",
+    "canonicalize_graph_pass",
+    "deduplicate_fsdp_unshard_chains_pass",
+    "reassign_collective_pgs_pass",
+    "joint_transformer_block_bucketing_reordering_pass",
+]
+
+
+def marked_pass(gm, example_inputs=None, *, mark="seen"):
+    """A pass of a trainer's own, of the usual form."""
+    for node in gm.graph.nodes:
+        node.meta[mark] = True
+    gm.recompile()
+    return gm
+
+
+@graph_pass
+def half_way_pass(gm, example_inputs=None):
+    """Fails when it has done half of its work."""
+    first = next(node for node in gm.graph.nodes if node.op == "call_function")
+    first.meta["mark"] = True
+    first.replace_all_uses_with(next(iter(gm.graph.nodes)))
+    gm.graph.erase_node(first)
+    raise RuntimeError("half way")
+
+
+@pytest.fixture
+def neg_of_detach():
+    """``neg(detach(x))`` and a dead ``exp``."""
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    detach = graph.call_function(torch.ops.aten.detach.default, (x,))
+    graph.call_function(torch.ops.aten.exp.default, (x,))
+    graph.output((graph.call_function(torch.ops.aten.neg.default, (detach,)),))
+    for node in graph.nodes:
+        node.meta["val"] = torch.empty(2, device="meta")
+    return fx.GraphModule(torch.nn.Module(), graph)
+
+
+def operators(gm):
+    return [node.name.removesuffix("_default") for node in gm.graph.nodes if node.op == "call_function"]
+
+
+def test_the_order_of_passes():
+    """M1: the caller's run in their slots, behind ours."""
+    extra = {slot: [bind_options(marked_pass, mark=slot)] for slot in reversed(SLOTS)}
+    passes = construct_default_graph_passes(n_layers=2, extra=extra)
+    slots = dict(zip(OURS, ["dead_code", "canonicalize", "deduplicate", "process_groups", "bucketing"], strict=True))
+    found = [slots.get(step.name) or step.options["mark"] for step in passes]
+    assert list(dict.fromkeys(found)) == list(SLOTS)
+    assert [step.name for step in construct_default_graph_passes(n_layers=2)] == OURS
+
+
+@pytest.mark.parametrize(
+    ("loss", "last"),
+    [
+        (None, ["norm", "lm_head"]),
+        (LossConfig(), ["norm", "lm_head"]),
+        (LossConfig("other"), ["norm", "lm_head"]),
+        (LossConfig("chunked_cross_entropy", 8), ["norm", "lm_head", "loss"]),
+        (LossConfig("chunked_cross_entropy", 1), ["norm", "lm_head", "loss"]),
+    ],
+)
+def test_the_loss_is_in_the_last_bucket_if_it_is_chunked_cross_entropy(loss, last):
+    """B2: the builder decides, from the kind of loss and not from the number of its chunks."""
+    *_, bucketing = construct_default_graph_passes(n_layers=1, loss=loss)
+    assert bucketing.options["bucket_plan"] == ["tok_embeddings", "layers.0", last]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({}, "give either n_layers, .* or a bucket_plan by hand"),
+        ({"n_layers": 1, "bucket_plan": ["norm"]}, "give either n_layers"),
+        ({"bucket_plan": ["norm"], "loss": LossConfig()}, "leave loss out"),
+        ({"n_layers": 1, "extra": {"prefetch": []}}, "there is no slot 'prefetch'; there are dead_code, canonicalize,"),
+    ],
+)
+def test_a_pipeline_that_makes_no_sense_is_refused(arguments, words):
+    with pytest.raises(ValueError, match=words):
+        construct_default_graph_passes(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("chunked_ce", 2), "the loss 'chunked_ce' is not known: choose one of cross_entropy, "),
+        (("cross_entropy", 2), "2 chunks of the loss 'cross_entropy': only 'chunked_cross_entropy' has"),
+        (("chunked_cross_entropy", 0), "0 chunks of the loss"),
+    ],
+)
+def test_a_loss_that_does_not_exist_is_refused(arguments, words):
+    with pytest.raises(ValueError, match=words):
+        LossConfig(*arguments)
+
+
+def test_options_are_bound_when_the_list_is_built(neg_of_detach):
+    """M3: what happens to the caller's list afterwards does not matter, and a wrong option is told at once."""
+    marks = ["seen"]
+
+    def marking_pass(gm, example_inputs=None, *, marks):
+        gm.meta["marks"] = list(marks)
+        return gm
+
+    step = bind_options(marking_pass, marks=marks)
+    marks.append("late")
+    assert apply_graph_passes(neg_of_detach, None, [step]).meta["marks"] == ["seen"]
+    with pytest.raises(TypeError, match="marking_pass has no option mark; its options are marks"):
+        bind_options(marking_pass, mark=1)
+    with pytest.raises(TypeError, match="marking_pass needs the option marks"):
+        bind_options(marking_pass)
+
+
+def test_an_unknown_name_to_disable_is_refused_with_the_names(neg_of_detach):
+    """M4: and a known one is left out."""
+    passes = construct_default_graph_passes(n_layers=1)
+    with pytest.raises(ValueError, match=r"no pass 'bucketing' to disable; there are eliminate_dead_code_pass, can"):
+        apply_graph_passes(neg_of_detach, None, passes, disable=["bucketing"])
+    assert operators(apply_graph_passes(neg_of_detach, None, passes)) == ["neg"]
+    kept = apply_graph_passes(neg_of_detach, None, passes, disable="eliminate_dead_code_pass")
+    assert operators(kept) == ["exp", "neg"]
+
+
+def test_options_have_a_stable_fingerprint():
+    """M6: written down here, so that another process, machine or order of a set would be seen."""
+    step = bind_options(marked_pass, mark={"b", "a", "c"})
+    assert str(step) == "marked_pass(mark={'a', 'b', 'c'})"
+    assert step.fingerprint == "268c5ccb4814"
+    assert len({step, bind_options(marked_pass, mark={"c", "b", "a"})}) == 1
+    others = [{"a"}, "a", ["a"], torch.bfloat16, LossConfig(), LossConfig("other"), {"a": 1}, None, 1.0, 1]
+    assert len({bind_options(marked_pass, mark=value).fingerprint for value in others}) == len(others)
+
+
+def test_an_option_without_a_fingerprint_is_refused():
+    """M6: the text of such an object is its address."""
+    with pytest.raises(TypeError, match=r"marked_pass\(mark=...\) is a object, which has no fingerprint: options are"):
+        bind_options(marked_pass, mark=object())
+
+
+def test_one_lint_and_one_recompile(monkeypatch, neg_of_detach):
+    """Whatever the number of passes, also of those that recompile on their own; the input's code stays."""
+    calls = []
+    for name in ("lint", "python_code"):
+        original = getattr(fx.Graph, name)
+
+        def counted(self, *args, _name=name, _original=original, **kwargs):
+            calls.append(_name)
+            return _original(self, *args, **kwargs)
+
+        monkeypatch.setattr(fx.Graph, name, counted)
+    passes = construct_default_graph_passes(n_layers=1, extra={"offload": [bind_options(marked_pass)] * 3})
+    result = apply_graph_passes(neg_of_detach, None, passes)
+    assert sorted(calls) == ["lint", "python_code"]
+    assert type(result).__mro__[1] is fx.GraphModule
+    assert torch.equal(result(torch.ones(2))[0], -torch.ones(2))
+
+
+def test_a_pass_that_fails_leaves_the_input_graph_untouched(neg_of_detach):
+    """D11: nodes, metadata and code; the error names the pass."""
+    before = copy.deepcopy(neg_of_detach)
+    passes = [*construct_default_graph_passes(n_layers=1)[:1], bind_options(marked_pass), bind_options(half_way_pass)]
+    with pytest.raises(RuntimeError, match="half way") as failure:
+        apply_graph_passes(neg_of_detach, None, passes)
+    assert failure.value.__notes__ == ["in the graph pass half_way_pass()"]
+    assert operators(neg_of_detach) == operators(before)
+    assert [list(node.meta) for node in neg_of_detach.graph.nodes] == [list(node.meta) for node in before.graph.nodes]
+    assert neg_of_detach.code == before.code
+
+
+def test_the_observer_sees_the_graph_before_and_after_each_pass(neg_of_detach):
+    """Both stay as they were at that time: a bisection runs them later."""
+    seen = []
+    passes = construct_default_graph_passes(n_layers=1)[:2]
+    apply_graph_passes(neg_of_detach, None, passes, observer=lambda *step: seen.append(step))
+    assert [(name, operators(before), operators(after)) for name, before, after in seen] == [
+        (OURS[0], ["detach", "exp", "neg"], ["detach", "neg"]),
+        (OURS[1], ["detach", "neg"], ["neg"]),
+    ]
+    assert torch.equal(seen[0][1](torch.ones(2))[0], seen[1][2](torch.ones(2))[0])
+
+
+def test_progress_is_told_on_long_pipelines(neg_of_detach):
+    lines = []
+    passes = construct_default_graph_passes(n_layers=1)
+    apply_graph_passes(neg_of_detach, None, passes, progress=lines.append)
+    assert lines == []
+    apply_graph_passes(neg_of_detach, None, passes, progress=lines.append, long=0)
+    assert [line.split(",")[0] for line in lines] == [
+        f"graph passes: {name} ({number} of 5)" for number, name in enumerate(OURS, 1)
+    ]
+
+
+def test_the_result_tells_what_was_run(neg_of_detach):
+    """Names, fingerprints and seconds."""
+    passes = construct_default_graph_passes(n_layers=1)
+    result = apply_graph_passes(neg_of_detach, None, passes, disable=OURS[1:3])
+    runs = result.meta["gt_passes"]
+    assert [(run.name, run.fingerprint) for run in runs] == [
+        (step.name, step.fingerprint) for step in passes if step.name not in OURS[1:3]
+    ]
+    assert all(run.seconds > 0 for run in runs)
+    assert "gt_passes" not in neg_of_detach.meta
+
+
+@pytest.mark.gt_world("fake", size=4, mesh={"fsdp": 4})
+def test_the_pipeline_on_its_own_output_changes_nothing(joint, plan):
+    """E7: of the joint graph of a sharded model."""
+    passes = construct_default_graph_passes(bucket_plan=plan)
+    once = apply_graph_passes(joint.gm, joint.example_inputs, passes)
+    assert apply_graph_passes(once, joint.example_inputs, passes).code == once.code != joint.gm.code

@@ -1,0 +1,83 @@
+"""Extra process groups for all-gathers of parameters: whose, how many, how long they live."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import fx
+
+from pytest_gtrainer import reassign_collective_pgs_pass as reassign
+from pytest_gtrainer.passes._torch import ALL_GATHER, WAIT, group_ranks
+from pytest_gtrainer.worlds.fake import fake_world
+from pytest_gtrainer.worlds.spec import make_spec
+
+
+def gathering(*groups):
+    """A graph that gathers a parameter in each of the groups."""
+    graph = fx.Graph()
+    shards = [graph.placeholder(f"p{index}") for index in range(len(groups))]
+    waits = []
+    for shard, group in zip(shards, groups, strict=True):
+        shard.meta["val"] = torch.empty(2, device="meta")
+        launch = graph.call_function(ALL_GATHER, (shard, dist.get_world_size(group), group.group_name))
+        waits.append(graph.call_function(WAIT, (launch,)))
+    graph.output(tuple(waits))
+    return fx.GraphModule(torch.nn.Module(), graph)
+
+
+def groups_in(gm):
+    return [node.args[-1] for node in gm.graph.find_nodes(op="call_function", target=ALL_GATHER)]
+
+
+@pytest.mark.gt_world("fake", size=4)
+def test_each_source_has_one_extra_group_of_its_ranks(gt_mesh):
+    """F1: also two sources over the same ranks; a second graph of the world uses the same extras."""
+    one, two, world = dist.new_group([0, 2]), dist.new_group([0, 2]), gt_mesh.get_group()
+    first = groups_in(reassign(gathering(one, two, world, one)))
+    assert first[0] == first[3]
+    assert len({*first, *(group.group_name for group in (one, two, world))}) == 6
+    assert [group_ranks(name) for name in first] == [(0, 2), (0, 2), (0, 1, 2, 3), (0, 2)]
+    assert groups_in(reassign(gathering(two, one))) == [first[1], first[0]]
+
+
+@pytest.mark.gt_world("fake", size=4)
+def test_an_extra_group_gets_no_extra_of_its_own(gt_mesh):
+    """E7."""
+    gm = reassign(gathering(gt_mesh.get_group()))
+    (extra,), code = groups_in(gm), gm.code
+    assert reassign(gm).code == code
+    assert groups_in(gm) == [extra]
+
+
+def test_extras_are_fresh_in_a_new_world():
+    """F4: the second world's groups have the names of the first's, and a registry by name would find dead ones."""
+    names = []
+    for _ in range(2):
+        with fake_world(make_spec("fake", size=4)):
+            (extra,) = groups_in(reassign(gathering(dist.group.WORLD)))
+            names.append((dist.group.WORLD.group_name, extra))
+            alive = dist.distributed_c10d._resolve_process_group(extra)
+            assert dist.get_process_group_ranks(alive) == [0, 1, 2, 3]
+    assert names[0] == names[1]
+
+
+def test_a_group_that_does_not_exist_is_refused_and_nothing_moves():
+    """D11: the first of two sources could be moved, so neither is."""
+    with fake_world(make_spec("fake", size=4)):
+        gm = gathering(dist.group.WORLD, dist.new_group([0, 1]))
+        list(gm.graph.find_nodes(op="call_function", target=ALL_GATHER))[1].update_arg(2, "gone")
+        before = groups_in(gm)
+        with pytest.raises(ValueError, match="process group 'gone' of the graph does not exist in this process"):
+            reassign(gm)
+        assert groups_in(gm) == before
+
+
+@pytest.mark.gt_world("ranks", size=4, mesh={"replicate": 2, "fsdp": 2})
+def test_extra_groups_gather_the_same_on_real_ranks(gt_mesh, gt_world):
+    """Each rank makes the groups that it is in; both sources' extras are apart."""
+    sources = [gt_mesh["fsdp"].get_group(), gt_mesh["replicate"].get_group()]
+    gm = gathering(*sources)
+    shard = torch.full((2,), float(dist.get_rank()))
+    before = gm(shard, shard)
+    after = reassign(gm)(shard, shard)
+    assert all(torch.equal(*pair) for pair in zip(after, before, strict=True))
+    assert len({*groups_in(gm), *(group.group_name for group in sources)}) == 4

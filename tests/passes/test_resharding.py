@@ -1,0 +1,79 @@
+"""Parameters gathered again in the backward, in traced graphs and on real ranks."""
+
+from itertools import pairwise
+
+import pytest
+
+from fixtures.training import llama3_training
+from pytest_gtrainer import (
+    apply_graph_passes,
+    assert_bitwise_equal,
+    construct_default_graph_passes,
+    selective_activation_remat_pass,
+    tag_with_memory_policy_pass,
+)
+from pytest_gtrainer.passes._torch import ALL_GATHER
+from pytest_gtrainer.references.eager import EagerRun
+from pytest_gtrainer.references.graph import GraphRun
+
+fake = pytest.mark.gt_world("fake", size=4, mesh={"fsdp": 4})
+
+
+def gathers(gm):
+    """(direction, bucket) of every all-gather, in the order of their launches."""
+    launches = gm.graph.find_nodes(op="call_function", target=ALL_GATHER)
+    found = [node.meta["fsdp_bucket"] for node in sorted(launches)]
+    return [(bucket["direction"], bucket["plan_fqns"][0]) for bucket in found]
+
+
+@fake
+def test_layers_ascend_in_the_forward_and_descend_in_the_backward(joint, plan):
+    """E5: and without resharding they ascend, and that is all. What stays gathered is not gathered again."""
+    layers = ["layers.0", "layers.1", "layers.2"]
+    options = {"reshard_after_forward": True, "keep_unsharded": ["norm", "lm_head", "tok_embeddings"]}
+    gm = apply_graph_passes(joint.gm, None, construct_default_graph_passes(bucket_plan=plan, **options))
+    forward = [("fwd", name) for name in ["tok_embeddings", *layers, "norm"]]
+    assert gathers(gm) == [*forward, *(("bwd", name) for name in reversed(layers))]
+    once = apply_graph_passes(joint.gm, None, construct_default_graph_passes(bucket_plan=plan))
+    assert gathers(once) == forward
+
+
+@fake
+def test_recomputed_nodes_are_the_backwards_with_metadata_of_their_own(joint):
+    """M2: name, direction, FQN; and no whole parameter is read across the boundary any more."""
+    old = set(joint.gm.graph.nodes)
+    gm = selective_activation_remat_pass(tag_with_memory_policy_pass(joint.gm))
+    new = [node for node in gm.graph.nodes if node not in old]
+    assert sum(node.target is ALL_GATHER for node in new) >= 3 * 3  # three matrices a layer
+    first = {node.name: node for node in old}
+    for node in new:
+        assert node.name.endswith("_recomputed")
+        original = first[node.name.removesuffix("_recomputed")]
+        assert node.meta["autograd_backward"]
+        assert "autograd_backward" not in original.meta
+        assert "recompute" not in node.meta
+        assert node.meta["custom"] == original.meta["custom"]
+        assert node.meta["custom"] is not original.meta["custom"]
+        assert not any(user.meta.get("autograd_backward") for user in original.users)
+    places = [[list(gm.graph.nodes).index(first[n.name.removesuffix("_recomputed")]) for n in run] for run in runs(new)]
+    assert all(earlier < later for run in places for earlier, later in pairwise(run))
+
+
+def runs(nodes):
+    """Stretches of neighbours."""
+    found = []
+    for node in nodes:
+        if found and found[-1][-1].next is node:
+            found[-1].append(node)
+        else:
+            found.append([node])
+    return found
+
+
+@pytest.mark.gt_world("ranks", size=2)
+def test_resharding_changes_no_bit(gt_mesh):
+    """E5, M2: and the graph equals eager FSDP2, which reshards."""
+    config = llama3_training(gt_mesh, "bf16_fp32", "debug_odd", steps=2)
+    resharding = GraphRun(config, reshard_after_forward=True)
+    assert len(gathers(resharding.traced.gm)) > len(gathers(GraphRun(config).traced.gm)) == 4
+    assert_bitwise_equal(resharding.run(), EagerRun(config).run())

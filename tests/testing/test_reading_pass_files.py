@@ -1,0 +1,96 @@
+"""A pass file that says something else than its author meant is refused, with file and line."""
+
+import pytest
+
+from pytest_gtrainer.checks import CheckError
+from pytest_gtrainer.testing import PassFileError, pass_files, run_pass_file
+from pytest_gtrainer.testing.pass_file import read_pass_file
+
+
+def error_of(path):
+    with pytest.raises(PassFileError) as error:
+        run_pass_file(path)
+    return str(error.value)
+
+
+def test_what_a_file_says(write):
+    file = read_pass_file(
+        write("# D4: for the reader.", "# world: fake, 8 ranks, rank 3", "# mesh: fsdp=4, ep=2",
+              "# passes: b_pass(n=-1, names=['a', None])", "# values: same")
+    )  # fmt: skip
+    assert [(call.name, dict(call.options)) for call in file.passes] == [
+        ("canonicalize_graph_pass", {}),
+        ("b_pass", {"n": -1, "names": ["a", None]}),
+    ]
+    assert (file.world.size, file.world.rank, dict(file.world.mesh)) == (8, 3, {"fsdp": 4, "ep": 2})
+    assert (file.values, file.again, file.result, file.golden) == (True, False, False, "full")
+
+
+@pytest.mark.parametrize("judge", ["# check: then neg", "# raises: words", "# result: unchanged"])
+def test_a_file_that_is_judged_by_what_it_says_needs_no_golden(write, judge):
+    assert read_pass_file(write(judge)).golden is None
+    assert read_pass_file(write(judge, "# golden: schedule")).golden == "schedule"
+
+
+def test_a_file_with_neither_golden_nor_check_is_an_error(write):
+    assert error_of(write("# again: unchanged")).startswith("a.fxgraph has no check and so is compared with a golden")
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("# chekc: then mm", "there is no directive `# chekc:`, did you mean `check`?"),
+        ("# CHECK-NEXT: mm", "a check is written `# check: then aten.mm`, with a colon"),
+        ("# check then mm", "a check is written `# check: then aten.mm`, with a colon"),
+        ("# Check: then mm", "there is no directive `# Check:`, did you mean `check`?"),
+        ("# value: same", "there is no directive `# value:`, did you mean `values`?"),
+        ("# values: equal", "expected `# values: same`, found 'equal'"),
+        ("# again: same", "expected `# again: unchanged`, found 'same'"),
+        ("# raises:", "`# raises:` says nothing"),
+        ("# world: ranks 8", "expected a world like `fake 8` or `fake 8, rank 3`, found 'ranks 8'"),
+        ("# world: fake 8, rank 8", "gt_world's rank lies in 0..7; not 8"),
+        ("# mesh: fsdp=8", "a mesh needs its world, such as `# world: fake 8`"),
+        ("# world: fake 8\n# mesh: fsdp 8", "expected a mesh like `fsdp=4, tp=2`, found 'fsdp 8'"),
+        ("# world: fake 8\n# mesh: fsdp=4", "multiplies to 4, but its size is 8"),
+        ("# world: fake 8\n# world: fake 8", "there is a `# world:` at a.fxgraph:3 already"),
+        ("# passes: canonicalise_graph_pass", "no pass is called 'canonicalise_graph_pass', did you mean `canoni"),
+        ("# passes: data_parallel", "no pass is called 'data_parallel'; there are canonicalize_graph_pass, "),
+        ("# passes: a_pass(", "'(' was never closed: a_pass("),
+        ("# passes: a_pass(1)", "expected passes like `a_pass; b_pass(option=2)`, found a_pass(1)"),
+        ("# passes: os.remove(path='x')", "expected passes like `a_pass; b_pass(option=2)`"),
+        ("# passes: a_pass(n=open('x'))", "an option is a literal of Python, and n=open('x') is not"),
+        ("# passes: a_pass(**{'n': print()})", "an option is a literal of Python, and **={'n': print()} is not"),
+    ],
+)
+def test_lines_that_are_refused(write, line, words):
+    message = error_of(write(line, "# check: then neg"))
+    assert message.startswith("a.fxgraph:")
+    assert words in message
+
+
+def test_a_file_without_passes_or_without_text(write, tmp_path):
+    assert error_of(write("# check: then neg", passes="")).startswith("a.fxgraph names no pass: add a line like")
+    assert error_of(tmp_path / "none.fxgraph").startswith("none.fxgraph cannot be read: ")
+    (tmp_path / "bytes.fxgraph").write_bytes(b"\xff\xfe")
+    assert error_of(tmp_path / "bytes.fxgraph").startswith("bytes.fxgraph cannot be read: 'utf-8'")
+
+
+def test_text_that_is_no_graph_keeps_its_line(write):
+    assert error_of(write("# check: then neg", body="if P:\n  P.w: f33[2]\n")).startswith("a.fxgraph, line 5")
+
+
+def test_a_check_that_cannot_be_read_names_its_line(write):
+    with pytest.raises(CheckError, match=r"^a\.fxgraph:3: then neg fwd\n"):
+        run_pass_file(write("# check: then neg fwd"))
+
+
+def test_values_need_inputs_of_known_sizes(write):
+    body = "s0 = size(4)\nif I:\n  I.x: f32[s0]\nif fwd:\n  neg: f32[s0] = aten.neg(I.x)\nif out:\n  yield fwd._.neg\n"
+    assert "`# values:` needs inputs that are tensors of known sizes" in error_of(
+        write("# values: same", "# check: then neg", body=body)
+    )
+
+
+def test_a_folder_without_files_is_an_error(tmp_path):
+    with pytest.raises(PassFileError, match=r"there is no \*.fxgraph file below"):
+        pass_files(tmp_path)

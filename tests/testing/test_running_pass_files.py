@@ -1,0 +1,146 @@
+"""Each expectation of a pass file holds where it should and fails where it should."""
+
+import operator
+
+import pytest
+import torch
+
+from pytest_gtrainer.checks import CheckError, CheckFailure
+from pytest_gtrainer.numerics.assertions import BitwiseDifference
+from pytest_gtrainer.testing import PassFileError, run_pass_file
+from tests.testing.conftest import BODY
+
+FAKE = ("# world: fake 2", "# mesh: fsdp=2")
+
+
+def negs(gm):
+    return gm.graph.find_nodes(op="call_function", target=torch.ops.aten.neg.default)
+
+
+def twice_pass(gm, example_inputs):
+    """One more neg at each run."""
+    (last, *_) = reversed(negs(gm))
+    with gm.graph.inserting_after(last):
+        another = gm.graph.call_function(torch.ops.aten.neg.default, (last,))
+    another.meta.update(last.meta)
+    last.replace_all_uses_with(another, delete_user_cb=lambda user: user is not another)
+    return gm
+
+
+def half_done_pass(gm, example_inputs):
+    twice_pass(gm, example_inputs)
+    raise ValueError("no such bucket")
+
+
+def unordered_pass(gm, example_inputs):
+    (neg,) = negs(gm)
+    next(iter(gm.graph.nodes)).append(neg)
+    return gm
+
+
+OWN = {function.__name__: function for function in (twice_pass, half_done_pass, unordered_pass)}
+
+
+def run(path):
+    return run_pass_file(path, passes=OWN)
+
+
+def test_checks_say_file_and_line(write):
+    run(write("# check: then wait_tensor", "# check: next neg"))
+    with pytest.raises(CheckFailure, match=r"^a.fxgraph:4: next detach\n"):
+        run(write("# check: then wait_tensor", "# check: next detach"))
+
+
+def test_a_check_may_stand_beside_what_it_is_about(write):
+    run(write(body="# check: then neg\nif I:\n  I.x: f32[2]\nif fwd:\n  # check: next output\n"
+              "  neg: f32[2] = aten.neg(I.x)\nif out:\n  yield fwd._.neg\n"))  # fmt: skip
+
+
+def test_passes_run_in_order_with_their_options(write):
+    passes = "record_pass(level=2, names=['a']); record_pass; canonicalize_graph_pass"
+    path = write("# check: count 1 detach", passes=passes)
+    seen = []
+
+    def record_pass(gm, example_inputs, **options):
+        seen.append((options, [tuple(value.shape) for value in example_inputs], len(gm.graph.nodes)))
+        return gm
+
+    with pytest.raises(CheckFailure, match="the graph has 0"):
+        run_pass_file(path, passes={"record_pass": record_pass})
+    assert seen == [({"level": 2, "names": ["a"]}, [(2,)], 6), ({}, [(2,)], 6)]
+
+
+def test_a_check_may_speak_of_a_module_that_the_passes_have_emptied(write):
+    head = "  with head:\n    detach: f32[4] = aten.detach(_.wait_tensor)\n  neg: f32[4] = aten.neg(head.detach)"
+    body = BODY.replace("  detach: f32[4] = aten.detach(wait_tensor)\n  neg: f32[4] = aten.neg(detach)", head)
+    run(write("# check: never neg in head", "# check: count 0 detach", body=body))
+    with pytest.raises(CheckError, match="nothing in the graph lies in 'tail'"):
+        run(write("# check: never neg in tail", body=body))
+
+
+def test_values_must_be_those_of_before(write):
+    run(write(*FAKE, "# values: same", "# check: then neg"))
+    with pytest.raises(BitwiseDifference, match=r"a\.fxgraph, after the passes against before"):
+        run(write(*FAKE, "# values: same", "# check: then neg", passes="twice_pass"))
+
+
+def test_a_second_run_must_change_nothing(write):
+    run(write("# again: unchanged", "# check: then neg"))
+    with pytest.raises(AssertionError, match=r"run on their own output, the passes changed it\n(.*\n)*.*gained.*neg"):
+        run(write("# again: unchanged", "# check: then neg", passes="twice_pass"))
+
+
+def test_the_graph_must_stay_as_it_was(write):
+    run(write("# result: unchanged", passes="deduplicate_fsdp_unshard_chains_pass"))
+    with pytest.raises(AssertionError, match=r"which had to stay as it was\n(.*\n)*.*lost.*detach"):
+        run(write("# result: unchanged"))
+
+
+def test_a_refusal_must_come_with_its_words_and_change_nothing(write):
+    """D11."""
+    refused = 'joint_transformer_block_bucketing_reordering_pass(bucket_plan=["layers.0"])'
+    run(write("# raises: PlanError: the bucket plan names 'layers.0'", passes=refused))
+    for words, passes, found in (
+        ("PlanError: no bucket", refused, "but it says\n  PlanError: the bucket plan names 'layers.0'"),
+        ("PlanError", "canonicalize_graph_pass", "but none was raised"),
+        ("no such bucket", "half_done_pass", "which had to stay as it was"),
+    ):
+        with pytest.raises(AssertionError) as failure:
+            run(write(f"# raises: {words}", passes=passes))
+        assert found in str(failure.value)
+
+
+def test_the_graph_is_linted_after_each_pass(write):
+    """E6: a use before its definition."""
+    with pytest.raises(RuntimeError, match="was used before it has been defined"):
+        run(write("# check: then neg", passes="canonicalize_graph_pass; unordered_pass"))
+
+
+def test_groups_are_those_of_the_files_world(write):
+    """The pass sees real groups of the mesh; none is left afterwards."""
+    seen = []
+
+    def look_pass(gm, example_inputs):
+        from pytest_gtrainer.passes._torch import ALL_GATHER, group_ranks
+
+        seen.extend(group_ranks(node.args[-1]) for node in gm.graph.find_nodes(op="call_function", target=ALL_GATHER))
+        return gm
+
+    directives = ("# world: fake 4, rank 1", "# mesh: fsdp=2, ep=2", "# check: then neg")
+    path = write(*directives, passes="look_pass")
+    path.write_text(path.read_text().replace("range(0, 2)", "range(1, 4, 2)"))
+    run_pass_file(path, passes={"look_pass": look_pass})
+    assert seen == [(1, 3)]
+    assert not torch.distributed.is_initialized()
+
+
+@pytest.mark.gt_world("fake", size=4)
+def test_a_world_that_is_up_is_used_if_it_fits(write, gt_world):
+    run(write("# world: fake 4", "# check: then neg"))
+    with pytest.raises(PassFileError, match="the file's world has 2 ranks, and one of 4 is up"):
+        run(write(*FAKE, "# check: then neg"))
+
+
+def test_the_rewritten_graph_is_returned(write):
+    gm = run(write("# check: then neg"))
+    assert operator.countOf([node.op for node in gm.graph.nodes], "call_function") == 3

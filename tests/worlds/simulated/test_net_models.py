@@ -1,0 +1,188 @@
+"""Net models against their specification, and what they make visible."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pytest_gtrainer import NetModel
+from pytest_gtrainer.worlds.simulated.reductions import NoModel
+from tests.worlds.simulated import specification
+from tests.worlds.simulated.buckets import sees_the_order_of_a_bucket
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+COLLECTIVES = ["reduce_scatter", "all_reduce"]
+
+
+def numbers(*shape, dtype=torch.bfloat16, seed=0):
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+@st.composite
+def nets(draw):
+    nodes, per_node = draw(st.integers(1, 3)), draw(st.integers(1, 4))
+    size = nodes * per_node
+    rings = draw(st.none() | st.lists(st.permutations(range(size)), min_size=1, max_size=3))
+    net = NetModel(
+        nodes,
+        per_node,
+        channels=None if rings else draw(st.integers(1, 5)),
+        partition=draw(st.sampled_from(["contiguous", "round-robin"])),
+        accumulate=draw(st.sampled_from(["wire", "fp32"])),
+        average=draw(st.sampled_from(["premultiply", "divide"])),
+        rings=rings,
+        chunk_bytes=draw(st.sampled_from([16, 32])),
+    )
+    members = draw(st.none() | st.lists(st.integers(0, size - 1), min_size=1, unique=True))
+    return net if members is None else net.for_group(members)
+
+
+@settings(max_examples=150, deadline=None)
+@given(nets(), st.sampled_from(COLLECTIVES), st.integers(0, 21), st.sampled_from(DTYPES),
+       st.sampled_from(["sum", "avg", "product", "max", "min"]))  # fmt: skip
+def test_fast_equals_its_specification(net, collective, length, dtype, op):
+    """S1's model: every element, in every dtype, is what the definition says."""
+    width = length * net.size if collective == "reduce_scatter" else length
+    inputs = numbers(net.size, width, dtype=dtype)
+    expected = getattr(specification, collective)(net, inputs, op)
+    actual = getattr(net, collective)(inputs, op)
+    assert actual.dtype == dtype
+    assert actual.shape == expected.shape
+    assert torch.equal(actual.view(torch.uint8), expected.view(torch.uint8))
+
+
+@settings(max_examples=100, deadline=None)
+@given(nets(), st.sampled_from(COLLECTIVES), st.integers(1, 40), st.sampled_from(DTYPES), st.data())
+def test_explain_tells_the_path_of_the_specification(net, collective, count, dtype, data):
+    offset = data.draw(st.integers(0, count - 1))
+    destination = data.draw(st.integers(0, net.size - 1))
+    expected = specification.path_of(net, collective, offset, count, dtype, destination)
+    assert list(net.explain(collective, offset, count, dtype, destination).ranks) == expected
+
+
+def test_a_sum_that_is_large_enough_to_be_done_in_blocks():
+    """Blocks of columns are seams that small examples do not have."""
+    net = NetModel(nodes=2, ranks_per_node=2, channels=1)
+    inputs = numbers(4, 4 * 150_001)
+    shards = net.reduce_scatter(inputs, "sum")
+    rows = inputs.view(4, 4, -1)
+    for destination in range(4):
+        first, *others = (rows[rank, destination] for rank in net.explain(
+            "reduce_scatter", 0, 150_001, torch.bfloat16, destination).ranks)  # fmt: skip
+        for row in others:
+            first = first + row
+        assert torch.equal(shards[destination], first)
+
+
+TWO_NODES = NetModel(nodes=2, channels=4)
+
+
+@pytest.mark.parametrize("partition", ["contiguous", "round-robin"])
+@pytest.mark.parametrize("channels", [2, 4, 8])
+def test_two_nodes_see_the_order_of_a_bucket(partition, channels):
+    """S1: on two nodes with two channels or more, the order of packing shows."""
+    net = dataclasses.replace(TWO_NODES, partition=partition, channels=channels, chunk_bytes=64)
+    assert sees_the_order_of_a_bucket(net)
+
+
+@pytest.mark.parametrize(
+    "net",
+    [NetModel(nodes=1, channels=4), NetModel(nodes=2, channels=1), NetModel(nodes=2, channels=4, accumulate="fp32")],
+    ids=["one node", "one channel", "accumulated in fp32"],
+)
+@pytest.mark.parametrize("partition", ["contiguous", "round-robin"])
+def test_where_the_order_of_a_bucket_is_invisible(net, partition):
+    """S1: on one node (the ring is one cycle), with one channel, or accumulated in fp32."""
+    net = dataclasses.replace(net, partition=partition, chunk_bytes=64)
+    assert not sees_the_order_of_a_bucket(net)
+
+
+def test_an_average_multiplies_first_or_divides_last():
+    """Only a power of two of ranks hides the difference."""
+    inputs = numbers(6, 6 * 50)
+    net = NetModel(nodes=2, ranks_per_node=3)
+    first, last = (
+        dataclasses.replace(net, average=average).reduce_scatter(inputs, "avg") for average in ("premultiply", "divide")
+    )
+    assert not torch.equal(first, last)
+    assert torch.equal(last, net.reduce_scatter(inputs, "sum") / 6)
+
+
+def test_whole_numbers_are_summed_exactly():
+    inputs = torch.arange(32).view(4, 8) ** 7
+    assert torch.equal(NetModel(1, 4).all_reduce(inputs, "sum"), inputs.sum(0))
+
+
+def test_inputs_may_be_strided():
+    inputs = numbers(4, 16)
+    net = NetModel(1, 4)
+    assert torch.equal(net.reduce_scatter(inputs.t().contiguous().t(), "sum"), net.reduce_scatter(inputs, "sum"))
+    assert torch.equal(net.all_reduce(inputs[:, 3:], "sum"), net.all_reduce(inputs[:, 3:].clone(), "sum"))
+
+
+def test_a_world_of_one_gives_what_it_gets():
+    inputs = numbers(1, 9)
+    for op in ("sum", "avg"):
+        assert torch.equal(NetModel(1, 1).reduce_scatter(inputs, op), inputs)
+        assert torch.equal(NetModel(1, 1).all_reduce(inputs, op), inputs[0])
+
+
+def test_explain_reads_as_a_sentence():
+    path = NetModel(2, 2, channels=2).for_group((1, 3)).explain("reduce_scatter", 9, 16, torch.bfloat16, 0)
+    assert str(path) == "channel 1, summed in the order of ranks 3 1"
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        ({"channels": 0}, "channels=0: give a whole number, 1 or more"),
+        ({"nodes": True}, "nodes=True: give a whole number, 1 or more"),
+        ({"partition": "even"}, "partition='even': use one of contiguous, round-robin"),
+        ({"accumulate": "fp64"}, "accumulate='fp64': use one of wire, fp32"),
+        ({"rings": []}, "rings is empty: give one ring for each channel"),
+        ({"rings": [(0, 1, 1, 3)]}, "the ring of channel 0 visits rank 1 more than once: 0 1 1 3"),
+        ({"rings": [(0, 1, 2, 3), (0, 1, 2)]}, "the ring of channel 1 leaves out rank 3 of 4: 0 1 2"),
+        ({"rings": [(0, 1, 2, 4)]}, "the ring of channel 0 visits rank 4, but ranks are 0..3"),
+        ({"rings": [(0, 1, 2, 3)], "channels": 2}, "channels=2, but there are 1 rings: leave channels out"),
+        ({"members": ()}, "a group without ranks has no net"),
+        ({"members": (1, 1)}, r"the group \(1, 1\) repeats a rank"),
+        ({"members": (1, 4)}, "rank 4 of the group is not in the world of 4 ranks"),
+    ],
+)
+def test_a_net_that_cannot_be_is_refused_in_a_sentence(fields, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        NetModel(**{"nodes": 2, "ranks_per_node": 2, **fields})
+
+
+def test_ranks_that_the_nodes_do_not_divide():
+    assert NetModel.of_world(16, nodes=2) == NetModel(2, 8)
+    with pytest.raises(ValueError, match="15 ranks do not divide over 2 nodes: change one of them"):
+        NetModel.of_world(15, nodes=2)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "op", "sentence"),
+    [
+        (torch.int64, "avg", "averages torch.int64, which backends truncate differently: sum it and divide"),
+        (torch.float8_e4m3fn, "sum", "of torch.float8_e4m3fn has no model in a simulated world"),
+        (torch.float32, "bxor", "with op 'bxor' has no model in a simulated world: use one of sum, avg"),
+    ],
+)
+@pytest.mark.parametrize("collective", COLLECTIVES)
+def test_a_reduction_without_a_model_is_refused_by_name(collective, dtype, op, sentence):
+    """S5."""
+    with pytest.raises(NoModel, match=f"{collective} {sentence}"):
+        getattr(NetModel(1, 2), collective)(torch.ones(2, 2).to(dtype), op)
+
+
+def test_payloads_of_a_wrong_shape_are_refused():
+    with pytest.raises(ValueError, match=r"all_reduce takes one row for each of 4 ranks; not shape \(3, 8\)"):
+        NetModel(1, 4).all_reduce(torch.ones(3, 8), "sum")
+    with pytest.raises(ValueError, match="reduce_scatter of 6 elements over 4 ranks: pad them first"):
+        NetModel(1, 4).reduce_scatter(torch.ones(4, 6), "sum")
+    with pytest.raises(ValueError, match="element 8 is not in a payload of 8"):
+        NetModel(1, 4).explain("all_reduce", 8, 8, torch.float32)

@@ -1,0 +1,145 @@
+"""A graph that differs between the first and the last rank is refused (S4)."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from fixtures.training import llama3_training
+from pytest_gtrainer import annotate_module_fqns
+from pytest_gtrainer.references.graph import GraphRun
+from pytest_gtrainer.tracing._torch import new_fake_mode
+from pytest_gtrainer.worlds.fake import fake_world
+from pytest_gtrainer.worlds.mesh import make_mesh
+from pytest_gtrainer.worlds.simulated.errors import DependsOnRank
+from pytest_gtrainer.worlds.simulated.interpreter import RankGraph, check_same_on_all
+from pytest_gtrainer.worlds.spec import make_spec
+from tests.worlds.simulated.graphs import c10d, numbers, wait, world_group
+
+
+@contextmanager
+def playing(rank, **mesh):
+    """A world in which this process is ``rank``; its mesh."""
+    with fake_world(make_spec("fake", mesh=mesh, rank=rank)) as world:
+        yield make_mesh(world)
+
+
+def at_both_ends(trace, **mesh):
+    """``trace(mesh)`` as the first rank and as the last traces it."""
+    size = torch.Size(mesh.values()).numel()
+    graphs = []
+    for rank in (0, size - 1):
+        with playing(rank, **mesh) as device_mesh:
+            graphs.append(RankGraph.of(trace(device_mesh), device_mesh))
+    return graphs
+
+
+def test_a_sharded_step_is_the_same_on_all_ranks():
+    """Traced, rewritten and bucketed; shards of equal size."""
+    first, last = at_both_ends(lambda mesh: GraphRun(llama3_training(mesh, "bf16_fp32")).traced.gm, fsdp=16)
+    assert (first.rank, last.rank) == (0, 15)
+    check_same_on_all(first, last)
+
+
+def test_uneven_shards_are_refused_by_the_first_node_that_differs():
+    """Only some ranks pad: here the last one's rows of a parameter are fewer."""
+    graphs = at_both_ends(lambda mesh: GraphRun(llama3_training(mesh, "fp32", "debug_odd")).traced.gm, fsdp=8)
+    # 201 rows of w1 over 8 ranks: 26 on all but the last
+    first = r"first at node \d+, parameter layers\.0\.feed_forward\.w1\.weight: rank 0 has placeholder .*\[26, 72\]"
+    with pytest.raises(DependsOnRank, match=first) as error:
+        check_same_on_all(*graphs)
+    assert "float32[19, 72]" in str(error.value)
+    assert "choose sizes that the ranks divide" in str(error.value)
+
+
+def on_rows_and_columns(mesh):
+    """Groups of a rank's own along both dimensions, which have other names on other ranks."""
+    names = [mesh[name].get_group().group_name for name in mesh.mesh_dim_names]
+    gm = make_fx(lambda x: [wait(c10d.all_reduce(x, "sum", name)) for name in names])(numbers(3))
+    on_rows_and_columns.names.append(names)
+    return gm
+
+
+def test_groups_are_compared_by_what_they_are():
+    on_rows_and_columns.names = []
+    check_same_on_all(*at_both_ends(on_rows_and_columns, replicate=2, shard=2))
+    first, last = on_rows_and_columns.names
+    assert first != last
+
+    def swapped(mesh):
+        order = mesh.mesh_dim_names if dist.get_rank() == 0 else reversed(mesh.mesh_dim_names)
+        names = [mesh[name].get_group().group_name for name in order]
+        return make_fx(lambda x: [wait(c10d.all_reduce(x, "sum", name)) for name in names])(numbers(3))
+
+    with pytest.raises(DependsOnRank, match=r"node 1, all_reduce .*: .*\(\(0, 2\), \(1, 3\)\).*\(\(0, 1\), \(2, 3\)\)"):
+        check_same_on_all(*at_both_ends(swapped, replicate=2, shard=2))
+
+
+class Offset(torch.nn.Module):
+    """Asks for its rank."""
+
+    def forward(self, x):
+        return x + dist.get_rank()
+
+
+class Longer(torch.nn.Module):
+    def forward(self, x):
+        return x.sin() if dist.get_rank() else x
+
+
+class Constant(torch.nn.Module):
+    def forward(self, x):
+        return x * torch.tensor([1.0, dist.get_rank()])
+
+
+class InBranch(torch.nn.Module):
+    def forward(self, x):
+        return torch.cond(x.sum() > 0, lambda x: x * dist.get_rank(), lambda x: x + 1, (x,))
+
+
+@pytest.mark.parametrize(
+    ("module", "difference"),
+    [
+        (InBranch, "rank 0 has call_function aten.mul.Tensor*0*rank 3 has call_function aten.mul.Tensor*3"),
+        (Offset, "rank 0 has call_function aten.add.Tensor*%0*, 0*rank 3 has call_function aten.add.Tensor*%0*, 3"),
+        (Longer, "rank 0 has output *rank 3 has call_function aten.sin.default"),
+        (Constant, "rank 0 has get_attr float32[[]2] [[]1.0, 0.0]*rank 3 has get_attr float32[[]2] [[]1.0, 3.0]"),
+    ],
+)
+def test_code_that_asks_for_its_rank_is_refused(module, difference):
+    from fnmatch import fnmatch
+
+    def trace(mesh):
+        root = torch.nn.Sequential(module())
+        with annotate_module_fqns(root), torch.fx.traceback.preserve_node_meta():
+            return make_fx(root)(torch.ones(2))
+
+    with pytest.raises(DependsOnRank) as error:
+        check_same_on_all(*at_both_ends(trace, fsdp=4))
+    assert fnmatch(str(error.value), f"the graph depends on the rank, first at node *{difference}*")
+
+
+@pytest.mark.parametrize("mode", ["default", "custom_ops"])
+def test_the_rank_in_torchs_buckets_is_no_difference(mode):
+    """It is the place of the rank's part in a buffer that the gather fills; another place is one."""
+    from torch._inductor.fx_passes.bucketing import merge_all_gather_bucket
+
+    def trace(mesh, shift=0):
+        fake_mode = new_fake_mode()
+        fakes = [fake_mode.from_tensor(value, static_shapes=True) for value in (numbers(2), numbers(3))]
+        with fake_mode:
+            gm = make_fx(lambda a, b: [wait(c10d.all_gather_into_tensor(x, 4, world_group())) for x in (a, b)])(*fakes)
+        launches = gm.graph.find_nodes(op="call_function", target=c10d.all_gather_into_tensor.default)
+        merge_all_gather_bucket(gm.graph, launches, mode=mode)
+        if shift and dist.get_rank():
+            (part,) = (node for node in gm.graph.find_nodes(op="call_function", target=torch.ops.aten.slice.Tensor))
+            part.args = (*part.args[:2], part.args[2] - shift, part.args[3] - shift)
+        return gm
+
+    check_same_on_all(*at_both_ends(trace, fsdp=4))
+    with pytest.raises(DependsOnRank, match=r"aten\.slice\.Tensor"):
+        check_same_on_all(*at_both_ends(lambda mesh: trace(mesh, shift=5), fsdp=4))

@@ -1,0 +1,152 @@
+"""What a process has once and each rank for itself, and that a run changes none of it for others."""
+
+from __future__ import annotations
+
+import os
+import random
+import warnings
+
+import numpy
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+from pytest_gtrainer import NetModel
+from pytest_gtrainer.worlds.simulated.threads import run_threads
+
+NET = NetModel(1, 3)
+
+
+def draw():
+    return torch.rand(1).item(), random.random(), numpy.random.randn()
+
+
+def seed(value):
+    torch.manual_seed(value)
+    random.seed(value)
+    numpy.random.seed(value)
+
+
+def alone(rank):
+    """What a rank draws in a process of its own."""
+    seed(rank)
+    return [draw() for _ in range(3)]
+
+
+def together(rank):
+    seed(rank)
+    drawn = []
+    for _ in range(3):
+        drawn.append(draw())
+        dist.barrier()
+    return drawn
+
+
+def test_seeds_are_a_ranks_own():
+    """Ranks take turns between draws, of normal numbers too, which numpy draws in pairs."""
+    expected = [alone(rank) for rank in range(3)]
+    assert run_threads(3, together, net=NET) == expected
+    assert len({str(drawn) for drawn in expected}) == 3
+
+
+def test_ranks_start_with_the_callers_random_numbers_and_leave_them():
+    seed(11)
+    expected = draw()
+    seed(11)
+    assert run_threads(3, lambda rank: draw(), net=NET) == [expected] * 3
+    assert draw() == expected
+
+
+def test_default_dtype_and_environment_are_a_ranks_own():
+    def of_rank(rank):
+        torch.set_default_dtype((torch.float32, torch.float64, torch.bfloat16)[rank])
+        dist.barrier()
+        return torch.ones(1).dtype, [os.environ[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE")]
+
+    assert run_threads(3, of_rank, net=NET) == [
+        (torch.float32, ["0", "0", "3"]),
+        (torch.float64, ["1", "1", "3"]),
+        (torch.bfloat16, ["2", "2", "3"]),
+    ]
+
+
+def test_a_run_changes_nothing_outside(monkeypatch):
+    """T8, on threads: what a rank sets is not what the next test finds."""
+    monkeypatch.setenv("RANK", "before")
+    threads = torch.get_num_threads()
+
+    def changes(rank):
+        torch.set_default_dtype(torch.float64)
+        torch.use_deterministic_algorithms(True)
+        torch.set_num_threads(2)
+        torch.set_grad_enabled(False)
+        os.environ["MADE_BY_A_RANK"] = "1"
+        seed(rank)
+        with warnings.catch_warnings(action="error"):
+            dist.barrier()  # the ranks leave the context in the order in which they entered it
+
+    filters = list(warnings.filters)
+    run_threads(3, changes, net=NET)
+    assert warnings.filters == filters
+    assert torch.get_default_dtype() == torch.float32
+    assert not torch.are_deterministic_algorithms_enabled()
+    assert torch.get_num_threads() == threads
+    assert torch.is_grad_enabled()
+    assert os.environ["RANK"] == "before"
+    assert "MADE_BY_A_RANK" not in os.environ
+
+
+def test_ranks_compute_on_one_thread_each():
+    """256 ranks with a pool of threads each would be more than a machine has."""
+    assert run_threads(3, lambda rank: torch.get_num_threads(), net=NET) == [1] * 3
+
+
+def gathered(rank):
+    """Through DTensor, which caches by mesh."""
+    mesh = init_device_mesh("cpu", (3,), mesh_dim_names=("shard",))
+    sharded = distribute_tensor(torch.arange(4.0), mesh, [Shard(0)])
+    return (sharded * 2).redistribute(placements=[Replicate()]).to_local().tolist(), len(sharded.to_local())
+
+
+@pytest.mark.parametrize("turn", range(2))
+def test_equal_meshes_of_two_runs_have_their_own_groups(turn):
+    assert run_threads(3, gathered, net=NET) == [([0, 2, 4, 6], 2), ([0, 2, 4, 6], 2), ([0, 2, 4, 6], 0)]
+
+
+@pytest.mark.gt_world("fake", size=3, mesh={"shard": 3})
+def test_the_groups_of_the_caller_are_as_before(gt_mesh):
+    """A fake world is up around the run; ranks do not see it, and it does not see them."""
+    tables, world, name = distributed_c10d._world, dist.group.WORLD, gt_mesh.get_group().group_name
+    assert run_threads(3, lambda rank: dist.get_rank(), net=NET) == [0, 1, 2]
+    assert distributed_c10d._world is tables
+    assert dist.group.WORLD is world
+    assert dist.get_rank() == 0
+    assert gt_mesh.get_group().group_name == name
+    assert init_device_mesh("cpu", (3,)).get_group() is world
+
+
+@pytest.mark.gt_world("ranks", size=2)
+def test_a_run_inside_of_a_real_rank(gt_world):
+    """Two worlds at once, each with its own groups."""
+    tensor = torch.full((1,), float(gt_world.rank))
+    assert run_threads(3, total, net=NET) == [3.0] * 3
+    dist.all_reduce(tensor)
+    assert tensor.item() == 1
+
+
+def test_a_rank_may_destroy_its_groups():
+    def destroys(rank):
+        result = total(rank)
+        dist.destroy_process_group()
+        return result, dist.is_initialized()
+
+    assert run_threads(3, destroys, net=NET) == [(3.0, False)] * 3
+
+
+def total(rank):
+    tensor = torch.full((1,), float(rank))
+    dist.all_reduce(tensor)
+    return tensor.item()

@@ -4,9 +4,10 @@
 
 The rewritten graph and eager ``fully_shard`` train Llama 3 of two layers, as wide as the ranks divide, in
 one process, with sums in the order of the default rings. Every line is one step; the two digests of all
-ranks' weights must be equal. Wall time and peak memory of each side are printed, with the limits that they
+ranks' weights must be equal. Times and peak memory of each side are printed, with the limits that they
 should keep on two cores: 1 minute for 64 ranks of 25 steps by graph, 5 minutes and 2 GB for 256; eagerly
-twice the time, and 4 GB. Each side runs in a process of its own.
+twice the time, and 4 GB. Each side runs in a process of its own. Limits are on CPU time: one thread computes
+at a time, so that is what a machine with nothing else to do takes; the time on the clock is told, too.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from pytest_gtrainer.worlds.simulated.world import net_of, simulated_world
 from pytest_gtrainer.worlds.spec import make_spec
 
 LIMITS = {("graph", 64): (60, 2), ("eager", 64): (120, 4), ("graph", 256): (300, 2), ("eager", 256): (600, 4)}
-"""Seconds and GB for 25 steps, by side and ranks."""
+"""CPU seconds and GB for 25 steps, by side and ranks."""
 
 
 @dataclass
@@ -40,7 +41,8 @@ class Run:
     """One side of one world."""
 
     digests: dict[int, str]
-    seconds: float
+    cpu_seconds: float
+    wall_seconds: float
     gigabytes: float
 
 
@@ -60,7 +62,7 @@ def config_of(mesh: DeviceMesh, steps: int) -> TrainConfig:
 def train(side: str, ranks: int, nodes: int, steps: int) -> Run:
     """Train all ranks; memory is the peak of this process."""
     config = functools.partial(config_of, steps=steps)
-    started = time.perf_counter()
+    wall, cpu = time.perf_counter(), time.process_time()
     with simulated_world(make_spec("simulated", size=ranks, nodes=nodes)) as world:
         if side == "graph":
             kept = WeightDigests()
@@ -70,7 +72,7 @@ def train(side: str, ranks: int, nodes: int, steps: int) -> Run:
             simulated_eager(config, net_of(world), mesh=world.mesh, timeout=3600, recorders=parts)
             kept = WeightDigests.merged(parts)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
-    return Run(kept.steps, time.perf_counter() - started, peak)
+    return Run(kept.steps, time.process_time() - cpu, time.perf_counter() - wall, peak)
 
 
 def main() -> int:
@@ -103,12 +105,12 @@ def compare_sides(ranks: int, nodes: int, steps: int) -> bool:
 
 def _within(side: str, ranks: int, run: Run, steps: int) -> bool:
     limit = LIMITS.get((side, ranks)) if steps == 25 else None
-    said = f"  {side}: {run.seconds:.0f} s, {run.gigabytes:.1f} GB"
+    said = f"  {side}: {run.cpu_seconds:.0f} s of CPU, {run.wall_seconds:.0f} s on the clock, {run.gigabytes:.1f} GB"
     if limit is None:
         print(said)
         return True
-    kept = run.seconds <= limit[0] and run.gigabytes <= limit[1]
-    print(f"{said}; limit {limit[0]} s, {limit[1]} GB: {'kept' if kept else 'MISSED'}")
+    kept = run.cpu_seconds <= limit[0] and run.gigabytes <= limit[1]
+    print(f"{said}; limit {limit[0]} s of CPU, {limit[1]} GB: {'kept' if kept else 'MISSED'}")
     return kept
 
 

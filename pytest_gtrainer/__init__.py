@@ -55,6 +55,7 @@ _HOME: dict[str, str] = {
     # simulated world
     "NetModel": "worlds.simulated.net",
     "assert_simulated_parity": "worlds.simulated.parity",
+    "sweep_nets": "worlds.simulated.sweep",
     "VacuousCheck": "worlds.simulated.parity",
     # text
     "graphtext": "graphtext",

@@ -21,6 +21,7 @@ from pytest_gtrainer.fixtures import (  # noqa: F401 - pytest finds fixtures by 
 from pytest_gtrainer.golden import inline
 from pytest_gtrainer.golden.plugin import GoldenPlugin
 from pytest_gtrainer.golden.unused import UnusedGoldens
+from pytest_gtrainer.report.net_table import NetTable
 from pytest_gtrainer.report.summary import SummaryPlugin
 from pytest_gtrainer.worlds import spec
 from pytest_gtrainer.worlds.ranks.plugin import RanksPlugin, is_rank
@@ -49,6 +50,7 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(RanksPlugin(config), "gtrainer-ranks")
         config.pluginmanager.register(UnusedGoldens(config, goldens), "gtrainer-unused-goldens")
         config.pluginmanager.register(SummaryPlugin(config), "gtrainer-summary")
+        config.pluginmanager.register(NetTable(), "gtrainer-net-table")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

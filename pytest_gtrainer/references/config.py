@@ -38,6 +38,11 @@ class TrainConfig:
         submeshes: plan entries (a FQN each) that are sharded over another mesh, as routed experts
             are; their gradients are summed there and divided by the size of ``mesh``.
         mp_policy: dtypes of both sides.
+        replicate: every rank of the 1-D mesh holds whole parameters and gradients are averaged: DDP on the eager
+            side, one all-reduce a gradient in the graph (D10). The plan then says nothing.
+        ddp_bucket_mb: size of DDP's buckets; 0 reduces every gradient by itself, as the graph does; None leaves
+            them to torch (all in one at the first step, then 25 MiB), and other bits come of it: a ring
+            adds an element in an order that depends on its place in the bucket.
         optimizer: makes the optimiser of the trainable parameters.
         steps: number of steps.
     """
@@ -49,6 +54,8 @@ class TrainConfig:
     mesh: DeviceMesh
     submeshes: Mapping[str, DeviceMesh] = field(default_factory=dict)
     mp_policy: MixedPrecisionPolicy = field(default_factory=MixedPrecisionPolicy)
+    replicate: bool = False
+    ddp_bucket_mb: float | None = 0
     optimizer: Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer] = adamw
     steps: int = 5
 
@@ -59,10 +66,18 @@ class TrainConfig:
             raise ValueError(f"a mesh has one dimension, or two (replicate, shard); this one is {self.mesh.ndim}-D")
         if self.hybrid and self.submeshes:
             raise ValueError("submeshes beside a 2-D mesh are not supported: hybrid sharding is for the whole model")
+        if self.replicate:
+            self._check_replicated()
         entries = {entry for entry in self.bucket_plan if isinstance(entry, str)}
         unknown = sorted(set(self.submeshes) - entries)
         if unknown:
             raise PlanError(f"submeshes names {', '.join(unknown)}, which is no entry of the bucket plan")
+
+    def _check_replicated(self) -> None:
+        if self.hybrid or self.submeshes:
+            raise ValueError("replicate=True is for a 1-D mesh without submeshes: a 2-D mesh replicates and shards")
+        if self.mp_policy != MixedPrecisionPolicy():
+            raise ValueError(f"replicate=True with {self.mp_policy}: DDP has no dtypes of its own, leave mp_policy out")
 
     @property
     def hybrid(self) -> bool:

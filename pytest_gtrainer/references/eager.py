@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
 
 from pytest_gtrainer.numerics.record import Record
 from pytest_gtrainer.passes.layout import BucketLayout
@@ -21,24 +22,32 @@ if TYPE_CHECKING:
 
 
 class EagerRun:
-    """A model under ``fully_shard``, wrapped once per bucket of the plan; train it once with ``run``."""
+    """A model under ``fully_shard``, wrapped once per bucket of the plan, or under DDP; train it once with ``run``."""
 
     def __init__(self, config: TrainConfig) -> None:
         self.config = config
-        self.model = shard_eagerly(new_model(config), config)
+        self.model = new_model(config)
+        self._side = "eager DDP" if config.replicate else "eager fully_shard"
+        self._trained = _replicated(self.model, config) if config.replicate else shard_eagerly(self.model, config)
 
     def run(self, recorder: Recorder | None = None) -> Record:
         """Train for ``config.steps`` steps; see ``references.train.train`` for what is recorded."""
-        return train(self.config, self.model, self._compute_gradients, "eager fully_shard", recorder)
+        return train(self.config, self.model, self._compute_gradients, self._side, recorder)
 
     def layout(self) -> BucketLayout:
-        """Where FSDP2 put each parameter; available after ``run``."""
-        return eager_bucket_layout(self.model)
+        """Where FSDP2 put each parameter; available after ``run``. Empty under DDP, which shards nothing."""
+        return BucketLayout(()) if self.config.replicate else eager_bucket_layout(self.model)
 
     def _compute_gradients(self, *inputs: Any) -> torch.Tensor:
-        loss = self.config.step(self.model, *inputs)
+        loss = self.config.step(self._trained, *inputs)
         loss.backward()
         return loss
+
+
+def _replicated(model: nn.Module, config: TrainConfig) -> nn.Module:
+    # a list of one is for all buckets; bucket_cap_mb itself is not heeded in the first step
+    limits: Any = None if config.ddp_bucket_mb is None else [config.ddp_bucket_mb]
+    return DistributedDataParallel(model, device_mesh=config.mesh, bucket_cap_mb_list=limits)
 
 
 def shard_eagerly(model: nn.Module, config: TrainConfig) -> nn.Module:
@@ -62,7 +71,7 @@ def shard_eagerly(model: nn.Module, config: TrainConfig) -> nn.Module:
 
 
 def train_eager(config: TrainConfig | Callable[[DeviceMesh], TrainConfig], *, world: World | None = None) -> Record:
-    """Train eagerly with ``fully_shard``: loss, gradients, weights, ... per step, on this rank.
+    """Train eagerly with ``fully_shard``, or DDP: loss, gradients, weights, ... per step, on this rank.
 
     In a simulated ``world`` on all its ranks, as threads; ``config`` is then best a function that builds the
     configuration from a rank's mesh.

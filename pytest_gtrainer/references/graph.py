@@ -63,7 +63,7 @@ def shard_traceably(model: nn.Module, config: TrainConfig) -> nn.Module:
             factor = float(config.mesh.size())
             mesh = config.submeshes[label]
             data_parallel(modules[0], mesh, mp_policy=config.mp_policy, gradient_divide_factor=factor)
-    mode = "hybrid_shard" if config.hybrid else "fully_shard"
+    mode = "replicate" if config.replicate else "hybrid_shard" if config.hybrid else "fully_shard"
     return data_parallel(model, config.mesh, mode=mode, mp_policy=config.mp_policy)
 
 
@@ -105,14 +105,16 @@ def train_graph(
     *,
     world: World | None = None,
     payload_order: PayloadOrder = "managed",
+    reduce_scatter_first: bool = True,
 ) -> Record:
     """Train by the rewritten graph: loss, gradients, weights, ... per step, on this rank.
 
     In a simulated ``world`` on all its ranks; ``config`` is then best a function that builds the
-    configuration from a rank's mesh.
+    configuration from a rank's mesh. The options are those of ``rewrite``.
     """
+    options: dict[str, Any] = {"payload_order": payload_order, "reduce_scatter_first": reduce_scatter_first}
     if world is not None and world.kind == "simulated":
         from pytest_gtrainer.worlds.simulated.graph_training import SimulatedGraphRun
 
-        return SimulatedGraphRun(config, world, payload_order=payload_order).run()
-    return GraphRun(finished(config, world), payload_order=payload_order).run()
+        return SimulatedGraphRun(config, world, **options).run()
+    return GraphRun(finished(config, world), **options).run()

@@ -62,9 +62,7 @@ def _record_gradients(record: Recorder, step: int, rank: int, model: nn.Module) 
             record.add(step, rank, "gradient", name, local_tensor(parameter.grad))
 
 
-def _record_state(
-    record: Recorder, step: int, rank: int, model: nn.Module, optimizer: torch.optim.Optimizer
-) -> None:
+def _record_state(record: Recorder, step: int, rank: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     for name, parameter in model.named_parameters():
         record.add(step, rank, "weight", name, local_tensor(parameter))
         state: dict[str, Any] = optimizer.state.get(parameter, {})

@@ -16,7 +16,6 @@ from torch.utils import _pytree as pytree
 
 from pytest_gtrainer.numerics.record import Record
 from pytest_gtrainer.passes.layout import BucketLayout
-from pytest_gtrainer.passes.payload_order import PayloadOrder
 from pytest_gtrainer.references.config import TrainConfig, new_model
 from pytest_gtrainer.references.graph import GraphRun, shard_traceably
 from pytest_gtrainer.references.train import Recorder
@@ -38,24 +37,29 @@ class SimulatedGraphRun:
         ValueError: the world is no simulated one.
     """
 
-    def __init__(
-        self, config: TrainConfig | ConfigOfMesh, world: World, *, payload_order: PayloadOrder = "managed"
-    ) -> None:
+    def __init__(self, config: TrainConfig | ConfigOfMesh, world: World, **options: Any) -> None:
+        """``options`` are those of ``references.graph.rewrite``."""
         net = net_of(world)
         build, mesh = config_of_mesh(config, world.size, world.mesh)
         own = _mesh(mesh)
         self.config = build(own)
-        self._run = GraphRun(self.config, payload_order=payload_order)
+        self._run = GraphRun(self.config, **options)
         graph = _rank_graph(self._run, own)
         if world.size > 1:
-            check_same_on_all(graph, _traced_by_last(build, mesh, world.size, payload_order))
+            check_same_on_all(graph, _traced_by_last(build, mesh, world.size, options))
         self._interpreter = Interpreter(graph, net)
+        self._partitions = tuple(graph.partitions.values())
         states = run_threads(world.size, _initial_state, build, mesh, net=net, timeout=LIMIT)
         self._ranks = [_Rank(rank, self._run, tensors) for rank, tensors in enumerate(states)]
 
     def layout(self) -> BucketLayout:
         """Where the rewritten graph puts each parameter."""
         return self._run.layout()
+
+    def group_of(self, rank: int, ranks: tuple[int, ...]) -> tuple[int, ...]:
+        """The group of ``rank`` along the dimension of the mesh that ``ranks`` are a group of."""
+        partition = next(partition for partition in self._partitions if ranks in partition)
+        return next(group for group in partition if rank in group)
 
     def run(self, recorder: Recorder | None = None) -> Record:
         """Train for ``config.steps`` steps: the record of all ranks; it stays empty if a ``recorder`` takes all."""
@@ -85,11 +89,11 @@ def _rank_graph(run: GraphRun, mesh: DeviceMesh) -> RankGraph:
 
 
 def _traced_by_last(
-    build: ConfigOfMesh, extents: Mapping[str, int], size: int, payload_order: PayloadOrder
+    build: ConfigOfMesh, extents: Mapping[str, int], size: int, options: Mapping[str, Any]
 ) -> RankGraph:
     with played_by(size - 1):
         mesh = _mesh(extents)
-        return _rank_graph(GraphRun(build(mesh), payload_order=payload_order), mesh)
+        return _rank_graph(GraphRun(build(mesh), **options), mesh)
 
 
 def _initial_state(rank: int, build: ConfigOfMesh, extents: Mapping[str, int]) -> list[torch.Tensor]:

@@ -7,23 +7,25 @@ failed, and is an error instead of a pass (S3).
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
+from pytest_gtrainer import facts
 from pytest_gtrainer.numerics.assertions import BitwiseDifference
-from pytest_gtrainer.numerics.compare import Difference, Verdict, compare
+from pytest_gtrainer.numerics.compare import Verdict, compare
 from pytest_gtrainer.numerics.record import Record
-from pytest_gtrainer.passes.layout import REDUCE_SCATTER_NAME, BucketLayout, Payload, Slot, assert_same_layout
+from pytest_gtrainer.passes.layout import REDUCE_SCATTER_NAME, BucketLayout, LayoutDifference, assert_same_layout
 from pytest_gtrainer.passes.payload_order import PayloadOrder
 from pytest_gtrainer.references.config import TrainConfig
+from pytest_gtrainer.worlds.simulated.checks import check_choice
 from pytest_gtrainer.worlds.simulated.graph_training import SimulatedGraphRun
 from pytest_gtrainer.worlds.simulated.net import Net
-from pytest_gtrainer.worlds.simulated.threads.training import ConfigOfMesh, simulated_eager
+from pytest_gtrainer.worlds.simulated.paths import Paths
+from pytest_gtrainer.worlds.simulated.sweep import row_of
+from pytest_gtrainer.worlds.simulated.threads.training import ConfigOfMesh, SimulatedRun, simulated_eager
 from pytest_gtrainer.worlds.simulated.world import net_of
 from pytest_gtrainer.worlds.world import World
-
-_AROUND = 2
 
 
 class VacuousCheck(Exception):
@@ -41,75 +43,111 @@ class Parity:
 
 
 def assert_simulated_parity(
-    config: TrainConfig | ConfigOfMesh, world: World, *, payload_order: PayloadOrder = "managed"
+    config: TrainConfig | ConfigOfMesh,
+    world: World,
+    *,
+    payload_order: PayloadOrder = "managed",
+    reduce_scatter_first: bool = True,
+    invisible: str = "refuse",
 ) -> Parity:
     """Train by the rewritten graph and eagerly, all ranks, by the net of ``world``; every bit must be equal.
 
+    Args:
+        config: builds the configuration from a rank's mesh; or a finished one, if its mesh is all it has.
+        payload_order, reduce_scatter_first: of the graph; see ``references.graph.rewrite``.
+        invisible: what to do under a net that does not show the order of a payload: "refuse", or "report" in
+            the table of a sweep over nets.
+
     Raises:
-        LayoutDifference: the graph packs other payloads than ``fully_shard``; names bucket and parameter.
+        LayoutDifference: the graph packs other payloads than ``fully_shard``; names bucket and parameter, and
+            tells what comes of it in bits.
         BitwiseDifference: step, rank, parameter and element; where it sits, and in which order it is summed.
         VacuousCheck: the control has no other bits under this net.
+        ValueError: a world of one rank.
     """
     __tracebackhide__ = True
     net = net_of(world)
-    subject = SimulatedGraphRun(config, world, payload_order=payload_order)
-    eager = simulated_eager(config, net, mesh=world.mesh)
-    assert_same_layout(subject.layout(), eager.layout)
-    record = subject.run()
-    verdict = compare(record, eager.record)
-    if verdict.outcome != "equal":
-        told = [str(verdict), *_where(verdict, record, subject.layout(), eager.layout, net)]
-        raise BitwiseDifference("\n".join(told), verdict)
-    control = _control(config, world, subject.layout(), record)
-    if control.outcome != "different":
-        raise VacuousCheck(
-            "payloads packed in another order give the same bits under this net, so this check could not fail: take "
-            'two nodes or more with two channels or more, accumulate="wire", and a reduction in the wire\'s dtype '
-            "whose sums are not exact"
+    check_choice("invisible", invisible, ("refuse", "report"))
+    if world.size == 1:
+        raise ValueError("a world of 1 rank adds nothing, so no order can show: take size=16, nodes=2, for example")
+    with _row_of_table(net) as row:
+        subject = SimulatedGraphRun(
+            config, world, payload_order=payload_order, reduce_scatter_first=reduce_scatter_first
         )
+        eager = simulated_eager(config, net, mesh=world.mesh)
+        record = _compared(subject, eager, net, row)
+        control = _control(config, world, subject, record)
+        row.result = "equal" if control.outcome == "different" else "equal, and so in every order"
+        if control.outcome != "different" and invisible == "refuse":
+            raise VacuousCheck(
+                "payloads packed in another order give the same bits under this net, so this check could not fail: "
+                'take two nodes or more with two channels or more, accumulate="wire", and a reduction in the wire\'s '
+                "dtype whose sums are not exact"
+            )
     return Parity(record, eager.record, control, eager.layout)
 
 
-def _control(config: TrainConfig | ConfigOfMesh, world: World, layout: BucketLayout, record: Record) -> Verdict:
-    """The first step with every payload packed backwards, against what the graph gave."""
-    order = [slot.parameter for payload in layout.of(REDUCE_SCATTER_NAME) for slot in reversed(payload.slots)]
-    one_step = replace(config, steps=1) if isinstance(config, TrainConfig) else _first_step(config)
-    backwards = SimulatedGraphRun(one_step, world, payload_order=order).run()
-    return compare(*({str(key): value for key, value in side.select(step=0).items()} for side in (backwards, record)))
+@dataclass(slots=True)
+class _Row:
+    result: str = "stopped by an error"
 
 
-def _first_step(config: ConfigOfMesh) -> ConfigOfMesh:
-    return lambda mesh: replace(config(mesh), steps=1)
+@contextmanager
+def _row_of_table(net: Net) -> Iterator[_Row]:
+    """Tell the summary what came out for this net, whatever that is."""
+    row = _Row()
+    try:
+        yield row
+    finally:
+        facts.emit("net", **row_of(net), result=row.result)
 
 
-def _where(verdict: Verdict, record: Record, graph: BucketLayout, eager: BucketLayout, net: Net) -> Iterator[str]:
-    """Where the first gradient that differs sits on either side, and how its element is summed."""
-    first = next((found for found in verdict.differences if found.key.phase == "gradient" and found.element), None)
-    if first is None:
-        return
-    for side, layout in (("graph", graph), ("eager", eager)):
-        for payload in layout.of(REDUCE_SCATTER_NAME):
-            place = next((at for at, slot in enumerate(payload.slots) if slot.parameter == first.key.name), None)
-            if place is not None:
-                summed = _summed(first, record, payload, payload.slots[place], net)
-                yield f"  {side}: bucket {payload.label!r}, {summed}"
-                yield from (f"    {line}" for line in _neighbours(payload, place))
+def _compared(subject: SimulatedGraphRun, eager: SimulatedRun, net: Net, row: _Row) -> Record:
+    """Train by the graph; layouts and bits must be equal."""
+    __tracebackhide__ = True
+    layout = subject.layout()
+    misplaced = "" if subject.config.replicate else _layout_difference(layout, eager.layout)
+    record = subject.run()
+    verdict = compare(record, eager.record)
+    facts.emit("verdict", outcome=verdict.outcome, tensors=verdict.compared, what="graph against eager")
+    if verdict.outcome != "equal":
+        row.result = _first(verdict)
+        paths = Paths(net, {"graph": layout, "eager": eager.layout}, subject.group_of)
+        told = "\n".join([str(verdict), *paths.of_first(verdict, record)])
+        if misplaced:
+            raise LayoutDifference(f"{misplaced}\nand therefore bits are {told}")
+        raise BitwiseDifference(told, verdict)
+    if misplaced:
+        row.result = "layouts differ, bits do not"
+        raise LayoutDifference(f"{misplaced}\nall bits are equal under this net: only the layout tells")
+    return record
 
 
-def _summed(found: Difference, record: Record, payload: Payload, slot: Slot, net: Net) -> str:
-    """Channel and order of ranks of the element that differs first."""
-    assert found.element is not None
-    shape = record[found.key].shape
-    within = sum(index * math.prod(shape[dim + 1 :]) for dim, index in enumerate(found.element))
-    item = payload.dtype.itemsize
-    offset, count = slot.offset // item + within, sum(other.nbytes for other in payload.slots) // item
-    group = net if len(payload.ranks) == net.size else net.for_group(payload.ranks)
-    place = payload.ranks.index(found.key.rank) if found.key.rank in payload.ranks else 0
-    return f"element {offset} of {count}, {group.explain('reduce_scatter', offset, count, payload.dtype, place)}"
+def _layout_difference(graph: BucketLayout, eager: BucketLayout) -> str:
+    try:
+        assert_same_layout(graph, eager)
+    except LayoutDifference as difference:
+        return str(difference)
+    return ""
 
 
-def _neighbours(payload: Payload, place: int) -> Iterator[str]:
-    for at in range(max(place - _AROUND, 0), min(place + _AROUND + 1, len(payload.slots))):
-        slot = payload.slots[at]
-        mark = ">" if at == place else " "
-        yield f"{mark} byte {slot.offset}: {slot.parameter}, {slot.nbytes} bytes"
+def _first(verdict: Verdict) -> str:
+    first = verdict.first
+    return f"DIFFERENT at step {first.key.step}, {first.key.phase} of {first.key.name}" if first else "UNVERIFIED"
+
+
+def _control(config: TrainConfig | ConfigOfMesh, world: World, subject: SimulatedGraphRun, record: Record) -> Verdict:
+    """The first step with every payload packed otherwise, against what the graph gave."""
+    if subject.config.replicate:
+        other = simulated_eager(_changed(config, steps=1, ddp_bucket_mb=None), net_of(world), mesh=world.mesh).record
+    else:
+        scatters = subject.layout().of(REDUCE_SCATTER_NAME)
+        backwards = [slot.parameter for payload in scatters for slot in reversed(payload.slots)]
+        other = SimulatedGraphRun(_changed(config, steps=1), world, payload_order=backwards).run()
+    return compare(*({str(key): value for key, value in side.select(step=0).items()} for side in (other, record)))
+
+
+def _changed(config: TrainConfig | ConfigOfMesh, **fields: object) -> TrainConfig | ConfigOfMesh:
+    if isinstance(config, TrainConfig):
+        return replace(config, **fields)  # type: ignore[arg-type]
+    return lambda mesh: replace(config(mesh), **fields)  # type: ignore[arg-type]

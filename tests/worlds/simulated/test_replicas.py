@@ -1,0 +1,86 @@
+"""Replicas: hybrid sharding and DDP, by graph and eagerly, on ranks of two nodes."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+
+from fixtures.training import llama3_training
+from pytest_gtrainer import (
+    MixedPrecisionPolicy,
+    assert_bitwise_different,
+    assert_bitwise_equal,
+    assert_simulated_parity,
+    train_eager,
+    train_graph,
+)
+from pytest_gtrainer.passes.layout import LayoutDifference
+
+CONFIG = functools.partial(llama3_training, precision="fp32", steps=1)
+EIGHT = pytest.mark.gt_world("simulated", size=8, nodes=2)
+MESH = {"replicate": 2, "shard": 4}
+OVER_NODES = pytest.mark.gt_world("simulated", size=8, nodes=4, mesh=MESH)
+INSIDE_NODES = pytest.mark.gt_world("simulated", size=8, nodes=2, mesh=MESH)
+
+
+@OVER_NODES
+def test_hybrid_sharding_equals_fully_shard(gt_world):
+    """D16, S2: shard groups over two nodes, replicas on two others; both reductions in the order of the net."""
+    parity = assert_simulated_parity(CONFIG, gt_world)
+    assert parity.control.outcome == "different"
+    assert [payload.ranks for payload in parity.layout.of("reduce_scatter")] == [(0, 1, 2, 3)] * 4
+    assert [payload.ranks for payload in parity.layout.of("all_reduce")] == [(0, 4)] * 4
+
+
+@INSIDE_NODES
+def test_shard_groups_inside_a_node_hide_the_order_of_buckets(gt_world):
+    """S1: their ring is one cycle, and the sum of two replicas is the same either way; a sweep reports it as such."""
+    parity = assert_simulated_parity(CONFIG, gt_world, invisible="report")
+    assert parity.control.outcome == "equal"
+
+
+@INSIDE_NODES
+def test_hybrid_sharding_as_dtensor_reduces_it_differs(gt_world):
+    """D16: whole gradients between replicas first. The layout has no all-reduce of shards, and bits are others."""
+    with pytest.raises(LayoutDifference) as error:
+        assert_simulated_parity(CONFIG, gt_world, reduce_scatter_first=False)
+    text = str(error.value)
+    assert "bucket 'layers.0': no all_reduce of layers.0.attention.wq.weight" in text
+    assert "and therefore bits are different" in text
+    assert "gradient of tok_embeddings.weight" in text
+
+
+@EIGHT
+def test_ddp_equals_a_graph_that_reduces_each_gradient_by_itself(gt_world):
+    """D10, S2: DDP with buckets of one gradient; the control is DDP with torch's own buckets."""
+    parity = assert_simulated_parity(functools.partial(CONFIG, replicate=True, steps=2), gt_world)
+    assert parity.control.outcome == "different"
+    assert parity.layout.payloads == ()
+
+
+@EIGHT
+def test_ddps_own_buckets_have_other_bits(gt_world):
+    """D10, the known difference: in a bucket an element sits elsewhere, and the ring starts to add it elsewhere.
+
+    Nodes do not matter to that: the start is what an all-reduce's offset decides.
+    """
+    config = functools.partial(CONFIG, replicate=True)
+    by_torch = train_eager(functools.partial(config, ddp_bucket_mb=None), world=gt_world)
+    verdict = assert_bitwise_different(train_graph(config, world=gt_world), by_torch)
+    assert {found.key.phase for found in verdict.differences} == {"gradient", "weight", "optimizer"}
+
+
+@pytest.mark.gt_world("ranks", size=4)
+def test_ddp_on_real_ranks_equals_the_graph(gt_mesh):
+    """D10: the same reference outside of a simulated world."""
+    config = CONFIG(gt_mesh, replicate=True, steps=2)
+    assert_bitwise_equal(train_graph(config), train_eager(config))
+
+
+@pytest.mark.gt_world("fake", size=8, mesh={"replicate": 2, "shard": 4})
+def test_what_ddp_cannot_be_asked_for(gt_mesh):
+    with pytest.raises(ValueError, match="replicate=True is for a 1-D mesh without submeshes"):
+        CONFIG(gt_mesh, replicate=True)
+    with pytest.raises(ValueError, match=r"replicate=True with .*bfloat16.*: DDP has no dtypes of its own"):
+        CONFIG(gt_mesh["shard"], replicate=True, mp_policy=MixedPrecisionPolicy(param_dtype="bfloat16"))

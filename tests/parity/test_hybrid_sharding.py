@@ -18,14 +18,17 @@ def collectives(run, target):
 @two_by_two
 def test_graph_equals_eager_hsdp(gt_mesh, check_parity):
     """D16: reduce-scatters and all-reduces are both packed; where each parameter sits is compared, too."""
-    graph = check_parity(llama3_training(gt_mesh, "bf16_fp32", "debug_odd", steps=3))
+    graph = check_parity(llama3_training(gt_mesh, "fp32", "debug_odd", steps=3))
     assert collectives(graph, ALL_REDUCE) == collectives(graph, REDUCE_SCATTER) == 4
 
 
 @two_by_two
 def test_as_dtensor_reduces_it_differs(gt_mesh):
-    """D16: the whole gradient between replicas first, then scattered. The known difference, and the twin."""
-    config = llama3_training(gt_mesh, "bf16_fp32", "debug_odd", steps=2)
+    """D16: the whole gradient between replicas first, then scattered. The known difference, and the twin.
+
+    Not in bf16: the sum of a few bf16 gradients in fp32 is often exact in any order.
+    """
+    config = llama3_training(gt_mesh, "fp32", "debug_odd", steps=2)
     as_traced = GraphRun(config, reduce_scatter_first=False)
     assert_bitwise_different(as_traced.run(), EagerRun(config).run())
     assert collectives(as_traced, ALL_REDUCE) > collectives(as_traced, REDUCE_SCATTER) == 4

@@ -29,6 +29,8 @@ _HOME: dict[str, str] = {
     "reduce_scatter_before_all_reduce_pass": "passes.hsdp",
     "tag_with_memory_policy_pass": "passes.memory_policy",
     "selective_activation_remat_pass": "passes.remat",
+    "ChunkConfig": "passes.chunking.config",
+    "ChunkError": "passes.chunking.errors",
     "construct_default_graph_passes": "passes.pipeline",
     "apply_graph_passes": "passes.pipeline",
     "LossConfig": "passes.pipeline",
@@ -40,6 +42,7 @@ _HOME: dict[str, str] = {
     "eager_bucket_layout": "references.layout",
     # references
     "TrainConfig": "references.config",
+    "eager_chunked": "references.chunked",
     "train_eager": "references.eager",
     "train_graph": "references.graph",
     # numerics

@@ -5,11 +5,14 @@ Read against torch 2.13: after a model's first forward each ``FSDPModule`` holds
 ``_all_gather_process_group``, ``_reduce_scatter_process_group``, ``_reduce_dtype``, and with replicas
 (``_is_hsdp``) ``_all_reduce_process_group``. The
 all-gather inputs come from FSDP2's own ``_get_param_all_gather_inputs``, casts and pads
-included; ``_get_dim0_padded_size`` gives a gradient's padded size.
+included; ``_get_dim0_padded_size`` gives a gradient's padded size. ``annotate`` of
+``torch.fx.traceback`` puts keys into ``node.meta["custom"]`` of nodes traced inside; pipelining's
+``_split_block_mask`` cuts a ``BlockMask`` along the batch.
 """
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -23,6 +26,7 @@ try:
         _get_param_all_gather_inputs,
     )
     from torch.distributed.fsdp._fully_shard._fsdp_common import _get_dim0_padded_size
+    from torch.fx.traceback import annotate
 except ImportError as error:  # pragma: no cover - needs another torch
     raise ImportError(
         f"pytest-gtrainer {__name__} reads torch 2.13's FSDP2 and found torch {torch.__version__}: {error}"
@@ -33,11 +37,27 @@ __all__ = [
     "FSDPModule",
     "all_gather_inputs",
     "all_reduce_group",
+    "annotate",
     "fully_shard",
+    "is_block_mask",
     "padded_numel",
     "parameter_groups",
     "reduce_op",
+    "split_block_mask",
 ]
+
+
+def is_block_mask(value: Any) -> bool:
+    """Whether it is FlexAttention's ``BlockMask``, without importing what nobody has used yet."""
+    flex_attention = sys.modules.get("torch.nn.attention.flex_attention")
+    return flex_attention is not None and isinstance(value, flex_attention.BlockMask)
+
+
+def split_block_mask(mask: Any, num_chunks: int) -> list[Any]:
+    """A ``BlockMask`` cut along the batch by torch itself; all of it for every chunk where it is broadcast."""
+    from torch.distributed.pipelining.microbatch import _split_block_mask
+
+    return list(_split_block_mask(mask, num_chunks))
 
 
 def parameter_groups(model: torch.nn.Module) -> list[Any]:

@@ -1,0 +1,130 @@
+"""What is chunked: which modules, along which dimension, into how many parts."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from pytest_gtrainer.passes.chunking.errors import ChunkError
+
+BATCH, SEQUENCE = "batch", "sequence"
+_DIMENSIONS = {BATCH: 0, SEQUENCE: 1}
+BLOCK, MOE = "transformer block", "MoE layer"
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkConfig:
+    """Which regions are chunked, and how.
+
+    Attributes:
+        module_fqn: pattern of the roots' FQNs, component by component: ``layers.*`` are transformer
+            blocks, ``layers.*.moe`` their MoE layers; ``*`` stands for one component, or for a part of one.
+        chunk_dim: "batch", dimension 0 of the root's activation, or, for MoE layers, "sequence", dimension 1.
+        num_chunks: the number of equal chunks, at least 2.
+        early_grad_accumulation: add the chunks' parameter gradients before they are communicated, which
+            is faster; off, the result equals eager chunking bit for bit (J1).
+
+    Raises:
+        ChunkError: a value is none of these, or the two do not go together (G3).
+    """
+
+    module_fqn: str
+    chunk_dim: str = BATCH
+    num_chunks: int = 2
+    early_grad_accumulation: bool = True
+
+    def __post_init__(self) -> None:
+        kind = self.kind
+        if self.chunk_dim not in _DIMENSIONS:
+            raise ChunkError(f"chunk_dim={self.chunk_dim!r}: choose {BATCH!r} or {SEQUENCE!r}")
+        if type(self.num_chunks) is not int or self.num_chunks < 2:
+            raise ChunkError(f"num_chunks={self.num_chunks!r}: give an integer of at least 2; one chunk is the model")
+        if self.chunk_dim == SEQUENCE and kind == BLOCK:
+            raise ChunkError(
+                f"module_fqn={self.module_fqn!r} by sequence: a transformer block holds attention, which mixes "
+                f"positions; chunk it by {BATCH!r}, or the MoE layers alone ({self.module_fqn}.moe) by {SEQUENCE!r}"
+            )
+
+    @property
+    def kind(self) -> str:
+        """ "transformer block" or "MoE layer", from the last component of the pattern."""
+        *container, last = self.module_fqn.split(".") if isinstance(self.module_fqn, str) else [""]
+        if container and all(container) and (last == "*" or last.isdecimal()):
+            return BLOCK
+        if container and all(container) and last == "moe":
+            return MOE
+        raise ChunkError(
+            f"module_fqn={self.module_fqn!r} names neither transformer blocks, as 'layers.*' does, "
+            "nor MoE layers, as 'layers.*.moe' does"
+        )
+
+    @property
+    def dim(self) -> int:
+        """The chunk dimension's place in the root's activation."""
+        return _DIMENSIONS[self.chunk_dim]
+
+    def matches(self, fqn: str) -> bool:
+        """Whether a module is a root.
+
+        >>> ChunkConfig("layers.*").matches("layers.3"), ChunkConfig("layers.*").matches("layers.3.moe")
+        (True, False)
+        """
+        return root_of(self.module_fqn, fqn) == fqn != ""
+
+    def root_of(self, fqn: str) -> str:
+        """The root that the module ``fqn`` is, or lies in; "" if it is in none.
+
+        >>> ChunkConfig("layers.*").root_of("layers.3.moe.router"), ChunkConfig("layers.*").root_of("norm")
+        ('layers.3', '')
+        """
+        return root_of(self.module_fqn, fqn)
+
+    def chunk_extent(self, extent: int, what: str) -> int:
+        """The extent of one chunk.
+
+        Raises:
+            ChunkError: the chunks do not divide the extent (G9).
+        """
+        if extent % self.num_chunks or extent < self.num_chunks:
+            raise ChunkError(
+                f"{what}: extent {extent} of the {self.chunk_dim} dimension does not divide into {self.num_chunks} "
+                f"chunks; choose num_chunks among the divisors of {extent}"
+            )
+        return extent // self.num_chunks
+
+    def twin_inputs(self, inputs: Sequence[Any]) -> tuple[Any, ...]:
+        """The inputs of a step at the extent of one chunk, for the trace of its twin.
+
+        The first tensor that has the chunk dimension gives its extent; every tensor with this extent there is cut.
+
+        Raises:
+            ChunkError: no input has that dimension, or its extent does not divide (G9).
+        """
+        leaves, spec = pytree.tree_flatten(tuple(inputs))
+        carriers = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.ndim > self.dim]
+        if not carriers:
+            raise ChunkError(f"no input of the step has a {self.chunk_dim} dimension (dimension {self.dim})")
+        extent = carriers[0].shape[self.dim]
+        part = self.chunk_extent(extent, "the step's inputs")
+        cut = [_cut(leaf, self.dim, extent, part) for leaf in leaves]
+        return tuple(pytree.tree_unflatten(cut, spec))
+
+
+@functools.lru_cache(maxsize=65536)
+def root_of(pattern: str, fqn: str) -> str:
+    """The leading part of ``fqn`` that matches ``pattern`` component by component; "" if none does."""
+    components, patterns = fqn.split("."), pattern.split(".")
+    matching = len(components) >= len(patterns) and all(map(fnmatchcase, components, patterns))
+    return ".".join(components[: len(patterns)]) if matching else ""
+
+
+def _cut(leaf: Any, dim: int, extent: int, part: int) -> Any:
+    if isinstance(leaf, torch.Tensor) and leaf.ndim > dim and leaf.shape[dim] == extent:
+        return leaf.narrow(dim, 0, part).contiguous()
+    return leaf

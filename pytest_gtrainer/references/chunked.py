@@ -1,0 +1,190 @@
+"""Eager chunking: each matching module's forward runs once per chunk, its outputs are concatenated.
+
+This is what a chunked graph is equal to, bit for bit, with early gradient accumulation off (G1).
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pytest_gtrainer.passes.chunking.annotations import BODY, EAGER, MATERIALIZATION, SPLIT_BOUNDARY, annotation
+from pytest_gtrainer.passes.chunking.config import MOE, ChunkConfig
+from pytest_gtrainer.passes.chunking.errors import ChunkError
+from pytest_gtrainer.references._torch import annotate, is_block_mask, split_block_mask
+
+MASKS = frozenset({"mask", "masks", "attn_mask", "attention_mask", "attention_masks", "block_mask"})
+POSITIONS = frozenset({"positions", "position_ids"})
+SHARED = frozenset({"rope", "rope_cache", "freqs_cis", "freqs", "position_embeddings"})
+"""Names of a block's parameters beside its activation: cut along the batch if they have it, or shared by all chunks."""
+
+
+class EagerChunking:
+    """What ``eager_chunked`` put on a model; ``remove()`` takes it off, as leaving a ``with`` block does.
+
+    Attributes:
+        fqns: the modules that run in chunks.
+    """
+
+    def __init__(self, fqns: tuple[str, ...], wrapped: list[nn.Module]) -> None:
+        self.fqns = fqns
+        self._wrapped = wrapped
+
+    def remove(self) -> None:
+        for module in self._wrapped:
+            replaced = module.__dict__.pop("forward").replaced
+            if replaced is not None:
+                module.forward = replaced
+        self._wrapped.clear()
+
+    def __enter__(self) -> EagerChunking:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.remove()
+
+
+def eager_chunked(model: nn.Module, config: ChunkConfig) -> EagerChunking:
+    """Let each matching module of ``model`` run in chunks, in place, until the result is removed.
+
+    A module is wrapped once, however often this is called. What hooks the module's call (``fully_shard``,
+    annotations) sees one call. ``config.early_grad_accumulation`` does not matter here.
+
+    Raises:
+        ChunkError: no module matches (G2), or one is chunked already in another way.
+    """
+    roots = {fqn: module for fqn, module in model.named_modules() if fqn and config.matches(fqn)}
+    if not roots:
+        outermost = ", ".join(name for name, _ in model.named_children())
+        raise ChunkError(f"module_fqn={config.module_fqn!r} matches no module of the model; outermost are {outermost}")
+    fresh = {fqn: module for fqn, module in roots.items() if not _is_wrapped(fqn, module, config)}
+    for fqn, module in fresh.items():
+        own = module.__dict__.get("forward")
+        module.forward = _ChunkedForward(module.forward, config, fqn, own)
+    return EagerChunking(tuple(roots), list(fresh.values()))
+
+
+def _is_wrapped(fqn: str, module: nn.Module, config: ChunkConfig) -> bool:
+    present = module.__dict__.get("forward")
+    if not isinstance(present, _ChunkedForward):
+        return False
+    theirs, ours = present.config, config
+    if (theirs.chunk_dim, theirs.num_chunks) != (ours.chunk_dim, ours.num_chunks):
+        raise ChunkError(
+            f"{fqn} runs in {theirs.num_chunks} chunks by {theirs.chunk_dim} already: remove() that chunking first"
+        )
+    return True
+
+
+@dataclass(frozen=True, slots=True)
+class _ChunkedForward:
+    """Stands for a module's ``forward``; ``replaced`` is what the instance had in its place, if anything."""
+
+    run: Callable[..., Any]
+    config: ChunkConfig
+    fqn: str
+    replaced: Callable[..., Any] | None
+    signature: inspect.Signature = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "signature", inspect.signature(self.run))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        bound = self.signature.bind(*args, **kwargs)
+        with self._annotated(SPLIT_BOUNDARY):
+            chunks = self._split(bound.arguments)
+        outputs = []
+        for index, arguments in enumerate(chunks):
+            part = inspect.BoundArguments(self.signature, arguments)
+            with self._annotated(BODY, index):
+                outputs.append(self.run(*part.args, **part.kwargs))
+        with self._annotated(MATERIALIZATION):
+            return self._join(outputs)
+
+    def _annotated(self, role: str, chunk_id: int | None = None) -> Any:
+        return annotate(annotation(self.fqn, role, EAGER, chunk_id))
+
+    def _split(self, arguments: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """The arguments of each chunk, by name."""
+        names = list(arguments)
+        activation = arguments[names[0]] if names else None
+        if not isinstance(activation, Tensor) or activation.ndim <= self.config.dim:
+            raise self._refused(arguments, "its first argument must be an activation with that dimension")
+        if self.config.kind == MOE and len(names) > 1:
+            raise self._refused(arguments, "a MoE layer takes one activation and nothing else")
+        extent = activation.shape[self.config.dim]
+        part = self.config.chunk_extent(extent, self.fqn)
+        parts = {names[0]: [piece.contiguous() for piece in activation.split(part, self.config.dim)]}
+        for name in names[1:]:
+            parts[name] = self._split_extra(name, arguments, activation)
+        return [{name: pieces[index] for name, pieces in parts.items()} for index in range(self.config.num_chunks)]
+
+    def _split_extra(self, name: str, arguments: Mapping[str, Any], activation: Tensor) -> list[Any]:
+        """An argument beside the activation, once per chunk."""
+        value, count = arguments[name], self.config.num_chunks
+        if value is None or (name in SHARED and isinstance(value, Tensor)):
+            return [value] * count
+        if name in MASKS and is_block_mask(value):
+            return split_block_mask(value, count)
+        if name in MASKS | POSITIONS and isinstance(value, Tensor):
+            return self._split_by_batch(name, value, arguments, activation)
+        raise self._refused(arguments, "beside the activation, a block takes masks, positions and rotary caches")
+
+    def _split_by_batch(
+        self, name: str, value: Tensor, arguments: Mapping[str, Any], activation: Tensor
+    ) -> list[Tensor]:
+        batch, *_ = activation.shape
+        seq = activation.shape[1] if activation.ndim > 1 else -1
+        pairs_of_positions = name in MASKS and value.ndim == 2 and tuple(value.shape) == (seq, seq)
+        if pairs_of_positions and batch == seq:
+            raise self._refused(arguments, f"whether {name} has a batch dimension cannot be told: give it as 4-D")
+        if pairs_of_positions or value.ndim == 0 or value.shape[0] == 1:
+            return [value] * self.config.num_chunks
+        if value.shape[0] != batch:
+            if name in POSITIONS and value.ndim == 1:
+                return [value] * self.config.num_chunks
+            raise self._refused(arguments, f"the first extent of {name} is neither the batch's nor 1")
+        return [piece.contiguous() for piece in value.split(batch // self.config.num_chunks)]
+
+    def _join(self, outputs: list[Any]) -> Any:
+        first = outputs[0]
+        if isinstance(first, Tensor):
+            return torch.cat([self._joinable(output) for output in outputs], self.config.dim)
+        if type(first) in (tuple, list) and all(isinstance(item, Tensor) for item in first):
+            return type(first)(self._join(list(items)) for items in zip(*outputs, strict=True))
+        raise TypeError(
+            f"{self.fqn} returns a {type(first).__name__}: "
+            "a chunked module returns a tensor, or a tuple or list of tensors"
+        )
+
+    def _joinable(self, output: Tensor) -> Tensor:
+        """A chunk's output; unless batches are joined its gradient is made contiguous, as the graph's is."""
+        if output.ndim <= self.config.dim:
+            raise ChunkError(
+                f"{self.fqn} returns a tensor of {output.ndim} dimensions, which has no {self.config.chunk_dim} "
+                "dimension to be joined along: return it with that dimension, or keep it inside the module"
+            )
+        if self.config.dim and output.requires_grad:
+            output.register_hook(lambda gradient: gradient.contiguous())
+        return output
+
+    def _refused(self, arguments: Mapping[str, Any], why: str) -> ChunkError:
+        observed = ", ".join(f"{name}: {_kind(value)}" for name, value in arguments.items())
+        return ChunkError(
+            f"{self.fqn} was called with ({observed}), which cannot be chunked by {self.config.chunk_dim}: {why}"
+        )
+
+
+def _kind(value: Any) -> str:
+    """
+    >>> _kind(torch.zeros(2, 3)), _kind(4)
+    ('float32[2, 3]', 'int')
+    """
+    if isinstance(value, Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+    return type(value).__name__

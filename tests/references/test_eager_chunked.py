@@ -1,0 +1,167 @@
+"""Eager chunking: what is wrapped, what runs, what is refused."""
+
+import pytest
+import torch
+from torch import nn
+
+from fixtures.models import deepseek_v3
+from fixtures.models.loss import ce_step
+from pytest_gtrainer import ChunkConfig, assert_bitwise_equal, eager_chunked, trace_step
+
+
+class Block(nn.Module):
+    """Notes the extents that its forward sees."""
+
+    def __init__(self, join=lambda x: x) -> None:
+        super().__init__()
+        self.join, self.seen = join, []
+
+    def forward(self, x, mask=None, positions=None, rope=None):
+        self.seen.append([None if value is None else tuple(value.shape) for value in (x, mask, positions, rope)])
+        self.contiguous = x.is_contiguous()
+        return self.join(x * 2)
+
+
+class Net(nn.Module):
+    def __init__(self, block) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([block])
+
+
+BATCH = ChunkConfig("layers.*", num_chunks=2)
+X = torch.arange(4 * 6 * 8, dtype=torch.float32).view(4, 6, 8)
+
+
+def chunked(config=BATCH, **options):
+    block = Block(**options)
+    eager_chunked(Net(block), config)
+    return block
+
+
+def test_the_forward_runs_once_per_chunk_in_order_and_outputs_are_joined():
+    """I1."""
+    block = chunked()
+    assert_bitwise_equal(block(X), X * 2)
+    assert [extents[0] for extents in block.seen] == [(2, 6, 8), (2, 6, 8)]
+
+
+def test_chunks_are_contiguous():
+    """I1: also where they are cut from the middle, or from a transposed tensor."""
+    block = chunked()
+    block(X.transpose(0, 1).contiguous().transpose(0, 1))
+    assert block.contiguous
+
+
+@pytest.mark.parametrize("kind", [tuple, list])
+def test_tuples_and_lists_are_joined_item_by_item(kind):
+    """I1."""
+    joined = chunked(join=lambda x: kind((x, x + 1)))(X)
+    assert type(joined) is kind
+    assert_bitwise_equal(list(joined), [X * 2, X * 2 + 1])
+
+
+def test_another_output_is_a_type_error():
+    """I1."""
+    with pytest.raises(TypeError, match=r"layers\.0 returns a dict"):
+        chunked(join=lambda x: {"x": x})(X)
+
+
+def test_a_scalar_output_is_refused():
+    """I1: there is nothing to join it along."""
+    with pytest.raises(ValueError, match=r"layers\.0 returns a tensor of 0 dimensions, which has no batch dimension"):
+        chunked(join=torch.sum)(X)
+
+
+def test_wrapping_twice_is_wrapping_once():
+    """I1."""
+    net = Net(Block())
+    first, second = eager_chunked(net, BATCH), eager_chunked(net, BATCH)
+    net.layers[0](X)
+    assert len(net.layers[0].seen) == 2
+    second.remove()
+    net.layers[0](X)
+    assert len(net.layers[0].seen) == 4
+    first.remove()
+    net.layers[0](X)
+    assert len(net.layers[0].seen) == 5
+
+
+def test_unwrapping_restores_the_module():
+    """I1: a forward that the instance had is put back."""
+    net = Net(Block())
+    net.layers[0].forward = own = net.layers[0].forward
+    with eager_chunked(net, BATCH):
+        assert net.layers[0].forward is not own
+    assert net.layers[0].forward is own
+    del net.layers[0].forward
+    with eager_chunked(net, BATCH):
+        pass
+    assert "forward" not in net.layers[0].__dict__
+
+
+def test_another_chunking_of_a_chunked_module_is_refused():
+    net = Net(Block())
+    with eager_chunked(net, BATCH), pytest.raises(ValueError, match=r"layers\.0 runs in 2 chunks by batch already"):
+        eager_chunked(net, ChunkConfig("layers.*", num_chunks=4))
+
+
+def test_no_match_is_an_error():
+    """G2."""
+    with pytest.raises(ValueError, match=r"'blocks\.\*' matches no module of the model; outermost are layers"):
+        eager_chunked(Net(Block()), ChunkConfig("blocks.*"))
+
+
+def test_what_beside_the_activation_is_cut():
+    """I2: masks and positions with a batch; a rotary cache never, though its first extent is the batch's."""
+    block = chunked()
+    block(X, torch.zeros(4, 1, 6, 6), torch.zeros(4, 6), torch.zeros(4, 6))
+    assert block.seen == [[(2, 6, 8), (2, 1, 6, 6), (2, 6), (4, 6)]] * 2
+
+
+def test_what_beside_the_activation_is_shared():
+    """I2: what has no batch, or one that is broadcast."""
+    block = chunked()
+    block(X, torch.zeros(6, 6), torch.zeros(1, 6))
+    assert block.seen == [[(2, 6, 8), (6, 6), (1, 6), None]] * 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((3,), r"layers\.0 was called with \(x: int\), .* an activation with that dimension"),
+        ((X, "causal"), r"\(x: float32\[4, 6, 8\], mask: str\), which cannot be chunked by batch"),
+        ((X, torch.zeros(3, 1, 6, 6)), "the first extent of mask is neither the batch's nor 1"),
+        ((X[:, :4], torch.zeros(4, 4)), "whether mask has a batch dimension cannot be told"),
+        ((X[:3],), r"layers\.0: extent 3 of the batch dimension does not divide into 2 chunks; .* divisors of 3"),
+    ],
+    ids=["no activation", "not a mask", "another extent", "ambiguous", "indivisible"],
+)
+def test_calls_that_cannot_be_chunked(arguments, message):
+    """I2, G9."""
+    with pytest.raises(ValueError, match=message):
+        chunked()(*arguments)
+
+
+def test_a_moe_layer_takes_one_activation():
+    """I2."""
+    net = nn.ModuleDict({"layers": nn.ModuleList([nn.ModuleDict({"moe": Block()})])})
+    eager_chunked(net, ChunkConfig("layers.*.moe", "sequence", 3))
+    net.layers[0].moe(X)
+    assert [extents[0] for extents in net.layers[0].moe.seen] == [(4, 2, 8)] * 3
+    with pytest.raises(ValueError, match="a MoE layer takes one activation and nothing else"):
+        net.layers[0].moe(X, torch.zeros(6, 6))
+
+
+def test_its_annotations_survive_tracing():
+    """I3."""
+    model = deepseek_v3.DeepSeekV3(deepseek_v3.FLAVORS["debug"])
+    model.init_weights()
+    with eager_chunked(model, ChunkConfig("layers.*.moe", num_chunks=2)):
+        traced = trace_step(model, ce_step, (torch.zeros(2, 4, dtype=torch.int64),) * 2)
+    customs = [node.meta["custom"] for node in traced.gm.graph.nodes if "chunk_id" in node.meta.get("custom", {})]
+    assert {custom["chunked_region_fqn"] for custom in customs} == {"layers.1.moe", "layers.2.moe"}
+    assert {custom["chunk_id"] for custom in customs} == {0, 1}
+    assert {(custom["chunked_region_producer"], custom["chunked_region_role"]) for custom in customs} == {
+        ("eager", "body")
+    }
+    assert all(custom["module_fqn"].startswith(custom["chunked_region_fqn"]) for custom in customs)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import pytest
@@ -18,11 +19,20 @@ DEFAULT_CPU_SLOTS = 8
 
 
 @dataclass(frozen=True, slots=True)
+class Gpu:
+    """A GPU that a rank could use: how ``CUDA_VISIBLE_DEVICES`` calls it, and which one it is."""
+
+    entry: str
+    uuid: str
+
+
+@dataclass(frozen=True, slots=True)
 class Devices:
-    """What the run may use: ``slots`` ranks on ``kind`` ("cpu" or "cuda")."""
+    """What the run may use: ``slots`` ranks on ``kind`` ("cpu" or "cuda"), there on these ``gpus``."""
 
     kind: str
     slots: int
+    gpus: tuple[Gpu, ...] = ()
 
     @property
     def backend(self) -> str:
@@ -35,35 +45,65 @@ class Devices:
         return f"{self.slots} CPU {'rank' if self.slots == 1 else 'ranks'} (gloo), no GPU used"
 
 
-def count_gpus() -> int:
-    """GPUs that a rank could use: NVML's count, confined to ``CUDA_VISIBLE_DEVICES``."""
-    present = _nvml_count()
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+def visible_gpus() -> tuple[Gpu, ...]:
+    """What NVML sees, confined to ``CUDA_VISIBLE_DEVICES`` and in its order."""
+    return confined(_nvml_uuids(), os.environ.get("CUDA_VISIBLE_DEVICES"))
+
+
+def confined(uuids: Sequence[str], visible: str | None) -> tuple[Gpu, ...]:
+    """The GPUs that an environment variable leaves of those present, as CUDA reads it.
+
+    Indices count in the order of the bus, UUIDs may be cut short, and CUDA stops at the first
+    entry that is not a device, so that "-1" and "" hide all.
+
+    >>> [gpu.uuid for gpu in confined(["GPU-a1", "GPU-b2"], "1,GPU-a")]
+    ['GPU-b2', 'GPU-a1']
+    >>> confined(["GPU-a1", "GPU-b2"], "-1,0"), confined(["GPU-a1"], "")
+    ((), ())
+    """
     if visible is None:
-        return present
-    # CUDA stops at the first entry that is not a device, so "-1" and "" hide all.
-    count = 0
-    for entry in visible.split(","):
-        entry = entry.strip()
-        if not entry or entry.startswith("-") or (entry.isdecimal() and int(entry) >= present):
+        return tuple(Gpu(str(index), uuid) for index, uuid in enumerate(uuids))
+    found: list[Gpu] = []
+    for entry in (part.strip() for part in visible.split(",")):
+        uuid = _named_by(entry, uuids)
+        if uuid is None or any(gpu.uuid == uuid for gpu in found):
             break
-        count += 1
-    return min(count, present)
+        found.append(Gpu(entry, uuid))
+    return tuple(found)
 
 
-def _nvml_count() -> int:
+def _named_by(entry: str, uuids: Sequence[str]) -> str | None:
+    if entry.isdecimal():
+        return uuids[int(entry)] if int(entry) < len(uuids) else None
+    if entry.startswith("MIG-"):
+        return entry if uuids else None  # a part of a GPU, which NVML lists below it
+    fitting = [uuid for uuid in uuids if entry and uuid.startswith(entry)]
+    return fitting[0] if len(fitting) == 1 else None
+
+
+def _nvml_uuids() -> list[str]:
     """Ask the driver's management library, which starts no CUDA context in this process."""
     try:
         nvml = ctypes.CDLL("libnvidia-ml.so.1")
     except OSError:
-        return 0
+        return []
     if nvml.nvmlInit_v2() != 0:
-        return 0
+        return []
     try:
         count = ctypes.c_uint(0)
-        return count.value if nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)) == 0 else 0
+        if nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)) != 0:
+            return []
+        return [_nvml_uuid(nvml, index) for index in range(count.value)]
     finally:
         nvml.nvmlShutdown()
+
+
+def _nvml_uuid(nvml: ctypes.CDLL, index: int) -> str:
+    device, text = ctypes.c_void_p(), ctypes.create_string_buffer(96)
+    found = nvml.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(device)) == 0
+    if found and nvml.nvmlDeviceGetUUID(device, text, len(text)) == 0:
+        return text.value.decode()
+    return f"GPU-without-uuid-{index}"
 
 
 def resolve(config: pytest.Config) -> Devices:
@@ -74,14 +114,14 @@ def resolve(config: pytest.Config) -> Devices:
     """
     promised: int | None = options.get(config, "gpus")
     wanted: str = options.get(config, "device")
-    present = 0 if wanted == "cpu" else count_gpus()
-    if present == 0:
+    gpus = () if wanted == "cpu" else visible_gpus()
+    if not gpus:
         if wanted == "cuda":
             raise pytest.UsageError("--gt-device=cuda: no GPU is visible; use --gt-device=cpu, or auto")
         return Devices("cpu", promised or DEFAULT_CPU_SLOTS)
-    if promised is not None and promised > present:
+    if promised is not None and promised > len(gpus):
         raise pytest.UsageError(
-            f"--gt-gpus={promised}: only {present} GPUs are visible; promise at most {present}, "
+            f"--gt-gpus={promised}: only {len(gpus)} GPUs are visible; promise at most {len(gpus)}, "
             "or use --gt-device=cpu"
         )
-    return Devices("cuda", promised or present)
+    return Devices("cuda", promised or len(gpus), gpus[:promised])

@@ -12,6 +12,7 @@ import pytest
 from pytest_gtrainer import options
 from pytest_gtrainer.worlds.ranks import wire
 from pytest_gtrainer.worlds.ranks.launcher import RanksError
+from pytest_gtrainer.worlds.ranks.leases import LeaseError
 from pytest_gtrainer.worlds.ranks.merge import PHASES, Phase, RankReports, merge
 from pytest_gtrainer.worlds.ranks.outcome import Incident, Outcome, disagreement
 from pytest_gtrainer.worlds.ranks.pool import Pool
@@ -62,14 +63,12 @@ def _reports(pool: Pool, item: pytest.Item, next_on_ranks: pytest.Item | None) -
 
 
 def _run(pool: Pool, item: pytest.Item, spec: WorldSpec, next_on_ranks: pytest.Item | None) -> Outcome:
-    try:
-        team = pool.team(spec.size)
-    except RanksError as error:
-        pytest.fail(str(error), pytrace=False)
     command = wire.RunItem(item_ref(item), item_ref(next_on_ranks) if next_on_ranks is not None else None)
-    outcome = run_on(team, command, limit_of(item.config, spec))
-    pool.release(team)
-    return outcome
+    try:
+        with pool.lend(spec.size, item.nodeid) as team:
+            return run_on(team, command, limit_of(item.config, spec))
+    except (RanksError, LeaseError) as error:
+        pytest.fail(str(error), pytrace=False)
 
 
 def limit_of(config: pytest.Config, spec: WorldSpec | None) -> float:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from pytest_gtrainer import devices, facts
+from pytest_gtrainer import devices, facts, options
 from pytest_gtrainer.worlds.ranks.schedule import following
 from pytest_gtrainer.worlds.spec import SpecError, WorldSpec, spec_of
 
@@ -47,6 +47,17 @@ def missing(spec: WorldSpec, found: devices.Devices) -> str | None:
     return None
 
 
+def is_required(spec: WorldSpec, found: devices.Devices, required: str | None) -> bool:
+    """Whether ``--gt-require`` makes it a failure that ``spec`` cannot run.
+
+    >>> from pytest_gtrainer.worlds.spec import make_spec
+    >>> small, cuda = make_spec("ranks", size=16), make_spec("ranks", size=2, device="cuda")
+    >>> [is_required(spec, devices.Devices("cpu", 8), "ranks") for spec in (small, cuda)]
+    [True, False]
+    """
+    return required == "cuda" or (required == "ranks" and spec.device in (None, found.kind))
+
+
 class RanksPlugin:
     """Runs tests marked ``gt_world("ranks")`` on the pool."""
 
@@ -75,10 +86,15 @@ class RanksPlugin:
     def pytest_runtest_setup(self, item: pytest.Item) -> None:
         """Skip what there are no devices for; such a test is not dispatched, so its setup comes here."""
         spec = ranks_spec(item)
-        cause = missing(spec, devices.resolve(self.config)) if spec is not None else None
-        if cause is not None:
-            facts.emit("skip", cause=cause)
-            raise pytest.skip.Exception(cause, _use_item_location=True)
+        found = devices.resolve(self.config)
+        cause = missing(spec, found) if spec is not None else None
+        if spec is None or cause is None:
+            return
+        required = options.get(self.config, "require")
+        if is_required(spec, found, required):
+            pytest.fail(f"{cause}, and --gt-require={required} lets no such test be skipped", pytrace=False)
+        facts.emit("skip", cause=cause)
+        raise pytest.skip.Exception(cause, _use_item_location=True)
 
     # --- running ---------------------------------------------------------------------------
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
+from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
@@ -11,6 +13,7 @@ import pytest
 
 from pytest_gtrainer import options
 from pytest_gtrainer.devices import Devices, resolve
+from pytest_gtrainer.worlds.ranks import sharing
 from pytest_gtrainer.worlds.ranks.launcher import ForkServer
 from pytest_gtrainer.worlds.ranks.team import Team, TeamPlan
 
@@ -41,6 +44,7 @@ class Pool:
         self._config = config
         self._server: ForkServer | None = None
         self._teams: dict[tuple[int, str], Team] = {}  # the least recently used first
+        self._devices_shared: sharing.Sharing | None = None
 
     @property
     def devices(self) -> Devices:
@@ -49,6 +53,28 @@ class Pool:
     def warm_up(self) -> None:
         """Begin importing in the background."""
         self._running_server()
+
+    @contextlib.contextmanager
+    def lend(self, size: int, holder: str) -> Iterator[Team]:
+        """A team of ``size`` ranks for one test, once its devices are this process's to use.
+
+        Args:
+            holder: the test, told to those who wait in vain for the devices.
+
+        Raises:
+            RanksError: it could not be started.
+            LeaseError: others held the devices for too long.
+        """
+        with self._sharing().for_test(size, holder):
+            team = self.team(size)
+            yield team
+            self.release(team)
+
+    def _sharing(self) -> sharing.Sharing:
+        if self._devices_shared is None:
+            limit = options.get(self._config, "lease-timeout")
+            self._devices_shared = sharing.of(self._config, self.devices, limit, self._stop_teams)
+        return self._devices_shared
 
     def team(self, size: int) -> Team:
         """A team of ``size`` ranks that nobody uses, started if there is none.
@@ -80,13 +106,19 @@ class Pool:
             team.kill()
 
     def close(self) -> None:
-        """End all teams and the forkserver."""
-        for team in self._teams.values():
-            team.stop()
-        self._teams.clear()
+        """End all teams and the forkserver, and give all devices back."""
+        if self._devices_shared is not None:
+            self._devices_shared.close()
+            self._devices_shared = None
+        self._stop_teams()
         if self._server is not None:
             self._server.close()
             self._server = None
+
+    def _stop_teams(self) -> None:
+        for team in self._teams.values():
+            team.stop()
+        self._teams.clear()
 
     def _make_room(self, size: int) -> None:
         self._teams = {key: team for key, team in self._teams.items() if team.alive}
@@ -114,7 +146,7 @@ class Pool:
             args=tuple(str(arg) for arg in config.invocation_params.args),
             worker=_worker_input(config, size),
             basetemp=str(config._tmp_path_factory.getbasetemp()),  # type: ignore[attr-defined]
-            environ=rank_environment(devices.kind),
+            environ={**rank_environment(devices.kind), **self._sharing().environment()},
             sys_path=tuple(sys.path),
             live_output=config.getoption("capture", "fd") == "no",
         )

@@ -1,0 +1,212 @@
+"""Leases on slots: all or nothing, disjoint, larger worlds first, freed when their holder dies."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from pytest_gtrainer.devices import Gpu, confined
+from pytest_gtrainer.worlds.ranks.leases import LeaseError, Slots
+from pytest_gtrainer.worlds.ranks.sharing import GpuSharing
+
+NAMES = ("GPU-a", "GPU-b", "GPU-c", "GPU-d")
+SOON = 20.0
+
+HOLDER = """
+import sys, time
+from pathlib import Path
+from pytest_gtrainer.worlds.ranks.leases import Slots
+lease = Slots(Path(sys.argv[1]), sys.argv[3:]).acquire(int(sys.argv[2]), 10, "tests/test_a.py::test_b")
+print("held", flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.fixture
+def slots(tmp_path):
+    return Slots(tmp_path / "leases", NAMES)
+
+
+@pytest.fixture
+def other_process(tmp_path):
+    """Another process that holds some of the slots."""
+    started = []
+
+    def start(count):
+        command = [sys.executable, "-c", HOLDER, str(tmp_path / "leases"), str(count), *NAMES]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        started.append(process)
+        assert process.stdout.readline() == "held\n"
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def in_background(function, *args):
+    """The results of a call in a thread, and the thread."""
+    results = []
+    thread = threading.Thread(target=lambda: results.append(function(*args)), daemon=True)
+    thread.start()
+    return results, thread
+
+
+def until(condition):
+    end = time.monotonic() + SOON
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def test_leases_are_disjoint(slots, other_process):
+    other_process(3)
+    assert slots.acquire(1, SOON).slots == ("GPU-d",)
+
+
+def test_all_or_nothing(slots):
+    """A lease that cannot be had whole leaves what is free to others."""
+    held = slots.acquire(2, SOON)
+    with pytest.raises(LeaseError):
+        slots.acquire(3, 0.1)
+    rest = slots.acquire(2, SOON)
+    assert {*held.slots, *rest.slots} == {*NAMES}
+
+
+def test_who_waits_in_vain_is_told_who_holds(slots, other_process):
+    process = other_process(4)
+    with pytest.raises(LeaseError) as failure:
+        slots.acquire(2, 0.1)
+    told = str(failure.value)
+    assert "waited 0.1 s for 2 of 4 slots (GPU-a, GPU-b, GPU-c, GPU-d)" in told
+    assert f"GPU-a by process {process.pid} (tests/test_a.py::test_b)" in told
+    assert "--gt-lease-timeout" in told
+
+
+def test_a_lease_ends_with_its_holder(slots, other_process):
+    """A stale lease after kill -9."""
+    process = other_process(4)
+    process.kill()
+    process.wait()
+    assert slots.acquire(4, SOON).slots == NAMES
+
+
+def test_a_place_in_line_ends_with_its_holder(slots, other_process):
+    held = slots.acquire(1, SOON)
+    command = [sys.executable, "-c", HOLDER, str(slots._folder), "4", *NAMES]
+    waiting = subprocess.Popen(command)
+    until(slots.wanted)
+    waiting.kill()
+    waiting.wait()
+    assert not slots.wanted()
+    assert slots.acquire(3, SOON).slots == NAMES[1:]
+    held.release()
+
+
+def test_larger_worlds_come_first(slots):
+    """A small world that came later does not take what a large one waits for."""
+    held = slots.acquire(1, SOON)
+    large, waiting_large = in_background(slots.acquire, 4, SOON)
+    until(slots.wanted)
+    small, waiting_small = in_background(slots.acquire, 1, SOON)
+    time.sleep(0.2)
+    assert not small
+    held.release()
+    waiting_large.join(SOON)
+    assert len(large) == 1
+    assert not small
+    large[0].release()
+    waiting_small.join(SOON)
+    assert len(small) == 1
+
+
+def test_more_than_there_are(slots):
+    with pytest.raises(ValueError, match="5 slots were asked for, there are 4"):
+        slots.acquire(5, SOON)
+
+
+def test_gpus_are_kept_until_somebody_waits(slots):
+    """Between tests too: whoever waits may wait for a worker that has nothing to do."""
+    stopped = []
+    entries = {name: str(index) for index, name in enumerate(NAMES)}
+    sharing = GpuSharing(slots, entries, SOON, lambda: stopped.append(True))
+    with sharing.for_test(2, "test_a"):
+        assert sharing.environment() == {"CUDA_VISIBLE_DEVICES": "0,1"}
+    with sharing.for_test(2, "test_b"):
+        pass
+    assert not stopped
+    assert slots.acquire(4, SOON).slots == NAMES
+    assert stopped == [True]
+    sharing.close()
+
+
+def test_gpus_for_a_larger_world_are_asked_for_anew(slots):
+    """Holding some while waiting for more, two workers could wait for each other."""
+    stopped = []
+    sharing = GpuSharing(slots, dict(zip(NAMES, "0123", strict=True)), SOON, lambda: stopped.append(True))
+    with sharing.for_test(1, "test_a"):
+        pass
+    with sharing.for_test(4, "test_b"):
+        assert stopped == [True]
+        assert sharing.environment() == {"CUDA_VISIBLE_DEVICES": "0,1,2,3"}
+    sharing.close()
+    assert slots.acquire(4, 0.1).slots == NAMES
+
+
+def test_gpus_are_those_that_the_caller_may_use():
+    """Indices and UUIDs, in the order of the variable."""
+    uuids = ["GPU-aa", "GPU-ab", "GPU-cc"]
+    assert confined(uuids, "2,GPU-aa") == (Gpu("2", "GPU-cc"), Gpu("GPU-aa", "GPU-aa"))
+    assert confined(uuids, None) == (Gpu("0", "GPU-aa"), Gpu("1", "GPU-ab"), Gpu("2", "GPU-cc"))
+    assert confined(uuids, "0,7,1") == (Gpu("0", "GPU-aa"),)
+    assert confined(uuids, "GPU-a,1") == ()
+    assert confined(uuids, "0,0") == (Gpu("0", "GPU-aa"),)
+
+
+def test_workers_of_one_run_share_the_cpu_slots(suite):
+    """With -n 2 two tests on three ranks of four slots never run at once."""
+    suite.write(
+        "test_it.py",
+        """
+        import time
+        from pathlib import Path
+        import pytest, torch.distributed as dist
+
+        @pytest.mark.parametrize("n", range(4))
+        @pytest.mark.gt_world("ranks", size=3)
+        def test_large(n):
+            here = Path(f"running-{n}-{dist.get_rank()}")
+            here.touch()
+            time.sleep(0.5)
+            dist.barrier()
+            running = len(list(Path().glob("running-*")))
+            dist.barrier()
+            here.unlink()
+            assert running == 3
+        """,
+    )
+    run = suite.run("-n", "2", "--gt-gpus=4", "-p", "no:randomly")
+    assert {run.outcome(f"test_large[{n}]") for n in range(4)} == {"passed"}, run.output
+
+
+@pytest.mark.parametrize("required", ["ranks", "cuda"])
+def test_what_is_required_is_not_skipped(suite, required):
+    suite.write(
+        "test_it.py",
+        """
+        import pytest
+        @pytest.mark.gt_world("ranks", size=64)
+        def test_large(): pass
+        @pytest.mark.gt_world("ranks", size=2, device="cuda")
+        def test_on_gpus(): pass
+        """,
+    )
+    run = suite.run(f"--gt-require={required}", "--gt-gpus=4")
+    assert run.outcome("test_large") == "error"
+    assert "needs 64 ranks, --gt-gpus gives 4, and --gt-require=" in run.text("test_large")
+    assert run.outcome("test_on_gpus") == ("skipped" if required == "ranks" else "error")

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import fx
 
 from pytest_gtrainer.conventions import direction, node_fqn
@@ -56,14 +57,30 @@ class Member:
         return direction(self.launch)
 
     @property
+    def value(self) -> torch.Tensor:
+        """What the collective gives, as a fake tensor.
+
+        Raises:
+            PlanError: the graph was not traced on fake tensors.
+        """
+        value = self.launch.meta.get("val")
+        if not isinstance(value, torch.Tensor):
+            raise PlanError(f'the collective of {self.parameter} lacks meta["val"]: trace on fake tensors')
+        return value
+
+    @property
     def all_reduce(self) -> tuple[fx.Node, fx.Node] | None:
         """Of a gradient that replicas reduce after its reduce-scatter: that collective and its wait (D16)."""
         return all_reduce_behind(self.wait)
 
     @property
     def signature(self) -> tuple[Any, ...]:
-        """Group, op and dtype: members that differ in it are never merged (D1, D7)."""
-        value = self.launch.meta["val"]
+        """Group, op and dtype: members that differ in it are never merged (D1, D7).
+
+        Raises:
+            PlanError: the graph was not traced on fake tensors.
+        """
+        value = self.value
         second = self.all_reduce[0].args[1:] if self.all_reduce else None
         return (self.launch.target, *self.launch.args[1:], value.dtype, value.device, second)
 

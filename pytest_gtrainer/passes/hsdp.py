@@ -37,11 +37,12 @@ _PADDING = {
 
 @dataclass(frozen=True, slots=True)
 class _Swap:
-    """A gradient's all-reduce and its wait, to be put behind the reduce-scatter of ``member``."""
+    """A gradient's all-reduce and its wait, to go behind the reduce-scatter of ``member``, with their value there."""
 
     member: Member
     launch: fx.Node
     wait: fx.Node
+    value: torch.Tensor
 
 
 @graph_pass
@@ -53,7 +54,8 @@ def reduce_scatter_before_all_reduce_pass(gm: fx.GraphModule, example_inputs: Se
     it before bucketing, which then packs both.
 
     Raises:
-        PlanError: an all-reduced gradient is read by something else than its reduce-scatter.
+        PlanError: an all-reduced gradient is read by something else than its reduce-scatter, or the graph
+            lacks values.
     """
     swaps = [swap for member in fsdp_reduce_scatters(gm) if (swap := _swap_of(member)) is not None]
     for swap in swaps:
@@ -74,7 +76,7 @@ def _swap_of(member: Member) -> _Swap | None:
             f"the all-reduced gradient of {member.parameter} is read by {others[0] if others else launch} too, so its "
             "reduce-scatter cannot come first"
         )
-    return _Swap(member, launch, waits[0])
+    return _Swap(member, launch, waits[0], member.value)
 
 
 def _up_to_waits(launch: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:
@@ -108,4 +110,4 @@ def _apply(swap: _Swap) -> None:
     below.append(swap.launch)
     swap.launch.append(swap.wait)
     for node in (swap.launch, swap.wait):
-        node.meta["val"] = below.meta["val"]
+        node.meta["val"] = swap.value

@@ -82,8 +82,9 @@ def data_parallel(
 ) -> nn.Module:
     """Shard (or replicate) every plain parameter of ``model`` over ``mesh``, in place.
 
-    Parameters that are DTensors already are left alone, so apply it to inner modules with a
-    mesh of their own (routed experts) first, as with ``fully_shard``. Initialise before: from here
+    Parameters that it has sharded already are left alone, so apply it to inner modules with a
+    mesh of their own (routed experts) first, as with ``fully_shard``. Other DTensors are refused: a tensor-parallel
+    parameter would be sharded a second time (``_StridedShard``), which is not modelled. Initialise before: from here
     on the attribute is a gathered copy, and writing into it changes nothing; the shards are in
     ``parameters()``.
 
@@ -96,12 +97,14 @@ def data_parallel(
             (FSDP2's ``set_gradient_divide_factor``); by default the reduction averages.
 
     Raises:
-        ValueError: unknown mode, a mesh of the wrong rank, a parameter without dimensions, or fp16
-            reduction (FSDP2 divides before and after it, which is not modelled).
+        ValueError: unknown mode, a mesh of the wrong rank, a parameter without dimensions, a parameter that
+            somebody else has made a DTensor, or fp16 reduction (FSDP2 divides before and after it, which is
+            not modelled).
     """
     scalars = [fqn for fqn, parameter in model.named_parameters() if parameter.ndim == 0]
     if scalars and mode != "replicate":
         raise ValueError(f"{', '.join(scalars)} has no dimension to shard: give it shape (1,), as FSDP2 asks for")
+    _check_no_foreign_dtensors(model)
     policy = mp_policy or MixedPrecisionPolicy()
     placements = _placements(mode, mesh)
     if policy.reduce_dtype is torch.float16 or (policy.reduce_dtype is None and policy.param_dtype is torch.float16):
@@ -118,6 +121,23 @@ def data_parallel(
             module._parameters[name] = shards[parameter]
         _gather_on_access(module, names, access)
     return model
+
+
+def _check_no_foreign_dtensors(model: nn.Module) -> None:
+    """What was sharded here is a property of its module's class."""
+    foreign = {
+        f"{path}.{name}".lstrip("."): parameter
+        for path, module in model.named_modules()
+        for name, parameter in module._parameters.items()
+        if isinstance(parameter, DTensor) and not isinstance(getattr(type(module), name, None), property)
+    }
+    if foreign:
+        name, first = next(iter(foreign.items()))
+        more = f" and {len(foreign) - 1} more" if len(foreign) > 1 else ""
+        raise ValueError(
+            f"{name}{more} is a DTensor already, {first.placements} over {first.device_mesh}: data parallelism of "
+            "tensor-parallel parameters (_StridedShard) is not supported, give plain parameters"
+        )
 
 
 def _placements(mode: str, mesh: DeviceMesh) -> list[Placement]:

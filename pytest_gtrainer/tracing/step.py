@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import fx, nn
 from torch.distributed.tensor import DTensor
 
@@ -50,6 +51,7 @@ class TracedStep:
         parameter_fqns, buffer_fqns: names of the state, in the order of the graph's inputs.
         trainable_fqns: parameters that require a gradient, in the order of the outputs.
         input_spec: pytree of the user's inputs.
+        rank: the rank that a sharded model was traced as; None without sharded parameters.
     """
 
     gm: fx.GraphModule
@@ -58,6 +60,7 @@ class TracedStep:
     buffer_fqns: tuple[str, ...]
     trainable_fqns: tuple[str, ...]
     input_spec: pytree.TreeSpec
+    rank: int | None = None
 
     @property
     def state_fqns(self) -> tuple[str, ...]:
@@ -81,8 +84,9 @@ class TracedStep:
 
         Raises:
             ValueError: the model's state, or the structure, shapes, dtypes or scalars of
-                ``inputs``, are not the traced ones.
+                ``inputs``, are not the traced ones, or this is another rank (D15).
         """
+        self._check_rank()
         state = ModelState.of(model)
         self._check(state, inputs)
         flat = [local(tensor) for tensor in [*state.tensors, *pytree.tree_leaves(inputs)]]
@@ -93,6 +97,14 @@ class TracedStep:
                 if gradient is not None:
                     _accumulate(state.parameters[fqn], gradient)
         return loss
+
+    def _check_rank(self) -> None:
+        """Names of groups and pads are baked into the graph, and they are the tracing rank's."""
+        if self.rank is not None and dist.is_initialized() and dist.get_rank() != self.rank:
+            raise ValueError(
+                f"the step was traced as rank {self.rank} and this is rank {dist.get_rank()}: a graph holds the group "
+                "names and pads of its rank, so trace on every rank"
+            )
 
     def _check(self, state: ModelState, inputs: tuple[Any, ...]) -> None:
         if state.fqns != self.state_fqns:
@@ -173,8 +185,10 @@ def trace_step(model: nn.Module, step: Step, inputs: Sequence[Any], *, reuse_gat
         stack.enter_context(mode)
         gm = make_fx(joint)(*fakes)
     _inherit_forward_metadata(gm)
+    _inherit_from_the_caller(gm)
     _name_inputs(gm, state, len(flat_inputs), managed_order(model))
-    return TracedStep(gm, fakes, tuple(state.parameters), tuple(state.buffers), state.trainable, spec)
+    rank = dist.get_rank() if any(isinstance(tensor, DTensor) for tensor in state.tensors) else None
+    return TracedStep(gm, fakes, tuple(state.parameters), tuple(state.buffers), state.trainable, spec, rank)
 
 
 def _flatten_inputs(inputs: tuple[Any, ...]) -> tuple[list[Any], pytree.TreeSpec]:
@@ -269,15 +283,14 @@ def _check_loss(loss: Any) -> None:
         raise ValueError("the loss does not depend on a parameter that requires a gradient: is the step under no_grad?")
 
 
-def _graphs(gm: fx.GraphModule) -> Iterator[fx.Graph]:
-    for module in gm.modules():
-        if isinstance(module, fx.GraphModule):
-            yield module.graph
+def _graph_modules(gm: fx.GraphModule) -> Iterator[fx.GraphModule]:
+    """The module and those that its operators run (branches of a ``cond``, say), outer ones first."""
+    return (module for module in gm.modules() if isinstance(module, fx.GraphModule))
 
 
 def _inherit_forward_metadata(gm: fx.GraphModule) -> None:
     """A backward node gets a copy of ``custom`` of the first forward node with its ``seq_nr`` (A4)."""
-    nodes = [node for graph in _graphs(gm) for node in graph.nodes if "seq_nr" in node.meta]
+    nodes = [node for module in _graph_modules(gm) for node in module.graph.nodes if "seq_nr" in node.meta]
     first: dict[int, dict[str, Any]] = {}
     for node in nodes:
         if not node.meta.get("autograd_backward"):
@@ -287,6 +300,20 @@ def _inherit_forward_metadata(gm: fx.GraphModule) -> None:
             inherited = first.get(node.meta["seq_nr"])
             if inherited:
                 node.meta["custom"] = {**node.meta.get("custom", {}), **copy.deepcopy(inherited)}
+
+
+def _inherit_from_the_caller(gm: fx.GraphModule) -> None:
+    """A node of a nested graph without ``custom`` gets a copy of that of the node that names the graph (A4).
+
+    The backward of a nested graph is differentiated apart, so no forward node has the ``seq_nr`` of its nodes.
+    """
+    for module in _graph_modules(gm):
+        for caller in module.graph.find_nodes(op="get_attr"):
+            nested = getattr(module, str(caller.target), None)
+            if isinstance(nested, fx.GraphModule) and caller.meta.get("custom"):
+                for node in nested.graph.nodes:
+                    if not node.meta.get("custom"):
+                        node.meta["custom"] = copy.deepcopy(caller.meta["custom"])
 
 
 def _name_inputs(gm: fx.GraphModule, state: ModelState, num_inputs: int, managed: list[str]) -> None:

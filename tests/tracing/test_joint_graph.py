@@ -55,6 +55,23 @@ def test_a_backward_node_has_its_own_copy_of_the_forward_annotation(net, inputs,
     assert len(customs) == len(set(customs))
 
 
+def test_nodes_of_nested_graphs_have_names_and_directions_too(inputs, train_step):
+    """A3, A4: a ``cond`` runs graphs; those of its backward are differentiated apart and have no forward node."""
+
+    class Branching(nn.Module):
+        def forward(self, x):
+            return torch.cond(x.sum() > 0, lambda x: x.sin(), lambda x: x.cos(), (x,))
+
+    traced = trace_step(nn.Sequential(nn.Linear(8, 4), Branching()), train_step, inputs)
+    nested = [module for name, module in traced.gm.named_modules() if name and isinstance(module, fx.GraphModule)]
+    nodes = [node for gm in nested for node in gm.graph.nodes if node.op == "call_function"]
+    assert {module_fqn(node.meta) for node in nodes} == {"1"}
+    forward = [node for node in nodes if not node.meta.get("autograd_backward")]
+    assert [node.target for node in forward] == [torch.ops.aten.sin.default, torch.ops.aten.cos.default]
+    assert torch.ops.aten.mul.Tensor in {node.target for node in nodes if node.meta.get("autograd_backward")}
+    assert len({id(node.meta["custom"]) for node in nodes}) == len(nodes)
+
+
 def test_inputs_are_parameters_buffers_then_user_inputs(net, inputs, train_step):
     """A5, without DTensors."""
     traced = trace_step(net, train_step, inputs)

@@ -89,7 +89,7 @@ def assert_simulated_parity(
 
 @dataclass(slots=True)
 class _Row:
-    result: str = "stopped by an error"
+    result: str = ""
 
 
 @contextmanager
@@ -98,6 +98,9 @@ def _row_of_table(net: Net) -> Iterator[_Row]:
     row = _Row()
     try:
         yield row
+    except Exception as error:
+        row.result = row.result or f"stopped by {type(error).__name__}"
+        raise
     finally:
         facts.emit("net", **row_of(net), result=row.result)
 

@@ -1,0 +1,100 @@
+"""What a failed check on many nodes tells: both layouts, the step, the element, and who adds it when."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import pytest
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
+
+from fixtures.models.loss import ce_step
+from fixtures.training import deepseek_v3_training, llama3_training
+from pytest_gtrainer import VacuousCheck, assert_simulated_parity, sweep_nets
+from pytest_gtrainer.numerics.assertions import BitwiseDifference
+from pytest_gtrainer.passes.layout import LayoutDifference
+
+CONFIG = functools.partial(llama3_training, precision="fp32", steps=1)
+EIGHT = pytest.mark.gt_world("simulated", size=8, nodes=2)
+
+
+def twice_as_much_when_traced(model, tokens, labels):
+    loss = ce_step(model, tokens, labels)
+    return loss if get_proxy_mode() is None else loss * 2
+
+
+@EIGHT
+def test_bits_that_differ_are_told_with_the_path_of_the_element(gt_world):
+    """L4: the layouts are equal here, so each side has the element at the same place, and adds it in the same order."""
+    with pytest.raises(BitwiseDifference) as error:
+        assert_simulated_parity(functools.partial(CONFIG, step=twice_as_much_when_traced), gt_world)
+    text = str(error.value)
+    assert "first at step 0, rank 0, loss\n    actual   12.3166056  0x414510d1" in text
+    assert "step 0, rank 0, gradient of layers.0.attention.wq.weight: 512 of 512" in text
+    # next(0), next(next(0)), ..., 0 on the ring 0 3 2 1 4 7 6 5
+    path = "reduce_scatter, element 0 of 2048, channel 0, summed in the order of ranks 3 2 1 4 7 6 5 0"
+    for side in ("graph", "eager"):
+        assert f"  {side}: bucket 'tok_embeddings', {path}\n    > byte 0: tok_embeddings.weight, 8192 bytes" in text
+
+
+LAYOUTS_AROUND_WQ = """
+  graph: bucket 'layers.0', reduce_scatter, element 4872 of 5392, channel 3, \
+summed in the order of ranks 7 6 5 4 3 2 1 0
+      byte 17440: layers.0.attention.wv.weight, 1024 bytes
+      byte 18464: layers.0.attention.wk.weight, 1024 bytes
+    > byte 19488: layers.0.attention.wq.weight, 2048 bytes
+      byte 21536: layers.0.attention_norm.weight, 32 bytes
+  eager: bucket 'layers.0', reduce_scatter, element 0 of 5392, channel 0, \
+summed in the order of ranks 3 2 1 4 7 6 5 0
+    > byte 0: layers.0.attention.wq.weight, 2048 bytes
+      byte 2048: layers.0.attention.wk.weight, 1024 bytes
+      byte 3072: layers.0.attention.wv.weight, 1024 bytes"""
+
+
+@EIGHT
+def test_execution_order_is_told_by_layout_and_bits(gt_world):
+    """S1: the bug of pull request 3590. Bucket and parameters, step and element, both layouts, both orders of ranks."""
+    with pytest.raises(LayoutDifference) as error:
+        assert_simulated_parity(CONFIG, gt_world, payload_order="execution")
+    text = str(error.value)
+    assert "bucket 'layers.0', reduce_scatter: layers.0.attention.wq.weight sits at byte 19488, expected 0" in text
+    assert "and therefore bits are different" in text
+    assert "first at step 0, rank 0, gradient of layers.0.attention.wq.weight, element (0, 0)" in text
+    assert "1 ULP apart; 261 of 512 elements of this f32[8, 64]" in text
+    assert text.endswith(LAYOUTS_AROUND_WQ)
+
+
+@EIGHT
+def test_execution_order_of_routed_experts(gt_world):
+    """S1: the same bug in the other model."""
+    config = functools.partial(deepseek_v3_training, precision="fp32", steps=1)
+    with pytest.raises(LayoutDifference) as error:
+        assert_simulated_parity(config, gt_world, payload_order="execution")
+    text = str(error.value)
+    assert "layers.1.moe.routed_experts.w1 sits at byte 24576, expected 0" in text
+    assert "first at step 0, rank 0, gradient of layers.0.attention.wq_a.weight, element (0, 2)" in text
+    assert "  graph: bucket 'layers.0', reduce_scatter, element 4622 of 5592, channel 3, summed in" in text
+    assert "  eager: bucket 'layers.0', reduce_scatter, element 2 of 5592, channel 0, summed in" in text
+
+
+INVISIBLE = [
+    *sweep_nets(8, nodes=[1], channels=[4]),
+    *sweep_nets(8, nodes=[2], channels=[1]),
+    *sweep_nets(8, nodes=[2], channels=[4], accumulate=["fp32"]),
+]
+
+
+@EIGHT
+@pytest.mark.parametrize("net", INVISIBLE)
+def test_the_bug_is_invisible(gt_world, net):
+    """S1: on one node, with one channel, with fp32 accumulation only the layout sees it."""
+    world = dataclasses.replace(gt_world, net=net)
+    with pytest.raises(LayoutDifference, match="all bits are equal under this net: only the layout tells"):
+        assert_simulated_parity(CONFIG, world, payload_order="execution")
+
+
+@pytest.mark.gt_world("simulated", size=8, nodes=1)
+def test_a_check_that_could_not_fail_is_no_pass(gt_world):
+    """S3: the graph is right, and one node would not have shown if it were not."""
+    with pytest.raises(VacuousCheck, match="could not fail: take two nodes or more with two channels"):
+        assert_simulated_parity(CONFIG, gt_world)

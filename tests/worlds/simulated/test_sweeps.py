@@ -1,0 +1,61 @@
+"""Sweeps over nets: one test under many of them, and the table at the end of the run."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from pytest_gtrainer import NetModel, sweep_nets
+
+DOCUMENTATION = Path("docs/simulated-world.md").read_text()
+EXAMPLE = re.search(r"```python\n(# test_nets\.py\n.*?)```", DOCUMENTATION, re.DOTALL)[1]
+TABLE = """\
+ranks  nodes  channels  partition    accumulate  result
+    8      1         1  contiguous   wire        equal, and so in every order
+    8      1         1  round-robin  wire        equal, and so in every order
+    8      1         4  contiguous   wire        equal, and so in every order
+    8      1         4  round-robin  wire        equal, and so in every order
+    8      2         1  contiguous   wire        equal, and so in every order
+    8      2         1  round-robin  wire        equal, and so in every order
+    8      2         4  contiguous   wire        equal
+    8      2         4  round-robin  wire        equal"""
+
+
+WRONG_ORDER = """
+
+@pytest.mark.gt_world("simulated", size=8)
+@pytest.mark.parametrize("net", sweep_nets(8, nodes=[1, 2, 4], channels=[4]))
+def test_wrong(gt_world, net):
+    world = replace(gt_world, net=net)
+    if net.nodes == 4:
+        world = replace(world, mesh={"fsdp": 3})
+    assert_simulated_parity(training, world, payload_order="execution")
+"""
+TABLE_OF_WRONG_ORDER = """\
+ranks  nodes  channels  partition   accumulate  result
+    8      1         4  contiguous  wire        layouts differ, bits do not
+    8      2         4  contiguous  wire        DIFFERENT at step 0, gradient of second.weight
+    8      4         4  contiguous  wire        stopped by ValueError"""
+
+
+def test_a_sweep_ends_in_a_table(pytester):
+    """S1: the example of the documentation; and a test that fails, of which no net is left out."""
+    pytester.makepyfile(test_nets=EXAMPLE + WRONG_ORDER)
+    result = pytester.runpytest_subprocess("-q", "--tb=no")
+    result.assert_outcomes(passed=8, failed=3)
+    lines = [line.rstrip() for line in result.outlines]
+    for test, table in (("test_order_of_buckets", TABLE), ("test_wrong", TABLE_OF_WRONG_ORDER)):
+        begin = next(at for at, line in enumerate(lines) if f"- nets of test_nets.py::{test} -" in line) + 1
+        assert lines[begin : begin + len(table.splitlines())] == table.splitlines()
+    assert TABLE in DOCUMENTATION
+
+
+def test_every_combination_is_a_parameter():
+    parameters = sweep_nets(16, nodes=[1, 2], channels=[1, 2], accumulate=["wire", "fp32"], average="divide")
+    assert len(parameters) == 8
+    assert parameters[-1].id == "nodes2-channels2-contiguous-fp32"
+    assert parameters[-1].values == (NetModel(2, 8, channels=2, accumulate="fp32", average="divide"),)
+    with pytest.raises(ValueError, match="16 ranks do not divide over 3 nodes: change one of them"):
+        sweep_nets(16, nodes=[3])

@@ -53,8 +53,10 @@ _HOME: dict[str, str] = {
     "assert_bitwise_equal": "numerics.assertions",
     "assert_bitwise_different": "numerics.assertions",
     "deterministic": "numerics.determinism",
-    "DebugConfig": "numerics.determinism",
-    "ActivationCheckpointConfig": "numerics.determinism",
+    "DebugConfig": "numerics.configs",
+    "ActivationCheckpointConfig": "numerics.configs",
+    "flex_attention_options": "numerics.configs",
+    "mesh_seed": "numerics.seeds",
     # simulated world
     "NetModel": "worlds.simulated.net",
     "assert_simulated_parity": "worlds.simulated.parity",

@@ -73,7 +73,7 @@ def gt_ranks(request: pytest.FixtureRequest) -> RankCaller:
 
 @pytest.fixture
 def gt_deterministic() -> Iterator[Any]:
-    """Determinism switched on for the test, seeds set, everything restored afterwards."""
+    """Determinism switched on for the test, here and on ranks, seeds set, everything restored afterwards."""
     from pytest_gtrainer.numerics.determinism import deterministic
 
     with deterministic() as settings:

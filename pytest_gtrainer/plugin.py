@@ -21,6 +21,7 @@ from pytest_gtrainer.fixtures import (  # noqa: F401 - pytest finds fixtures by 
 from pytest_gtrainer.golden import inline
 from pytest_gtrainer.golden.plugin import GoldenPlugin
 from pytest_gtrainer.golden.unused import UnusedGoldens
+from pytest_gtrainer.leaks import LeakGuard
 from pytest_gtrainer.report.net_table import NetTable
 from pytest_gtrainer.report.summary import SummaryPlugin
 from pytest_gtrainer.worlds import spec
@@ -46,6 +47,8 @@ def pytest_configure(config: pytest.Config) -> None:
     goldens = GoldenPlugin(config)
     config.pluginmanager.register(goldens, "gtrainer-goldens")
     inline.register(config)
+    if options.get(config, "leaked-flags") != "ignore":
+        config.pluginmanager.register(LeakGuard(config), "gtrainer-leaks")
     if not is_rank(config):
         config.pluginmanager.register(RanksPlugin(config), "gtrainer-ranks")
         config.pluginmanager.register(UnusedGoldens(config, goldens), "gtrainer-unused-goldens")

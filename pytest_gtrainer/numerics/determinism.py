@@ -3,30 +3,42 @@
 ``deterministic`` sets what makes one run repeat another bit for bit on one machine, and on
 exit, also after an exception, puts back every flag, generator and environment variable.
 What cannot be honoured any more is an error, never a warning: a check that believes it is
-deterministic and is not proves nothing.
-
-Not set here yet: FlexAttention's kernel options (no max-autotune, no coordinate descent).
+deterministic and is not proves nothing. All switches, set or left alone, are in ``knobs``.
 """
 
 from __future__ import annotations
 
 import os
-import random
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
+from pytest_gtrainer.environment import variable
+from pytest_gtrainer.numerics import knobs
+from pytest_gtrainer.numerics.configs import DebugConfig
+from pytest_gtrainer.numerics.nccl import nccl_preset
+from pytest_gtrainer.numerics.seeds import random_states_kept, seed_everything
+
 _WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 _WORKSPACE_VALUES = (":4096:8", ":16:8")
-_INDUCTOR = "TORCHINDUCTOR_DETERMINISTIC"
+
+_INDUCTOR: Mapping[str, tuple[bool, str]] = {
+    "deterministic": (True, "TORCHINDUCTOR_DETERMINISTIC"),
+    "max_autotune": (False, "TORCHINDUCTOR_MAX_AUTOTUNE"),
+    "max_autotune_pointwise": (False, "TORCHINDUCTOR_MAX_AUTOTUNE_POINTWISE"),
+    "max_autotune_gemm": (False, "TORCHINDUCTOR_MAX_AUTOTUNE_GEMM"),
+    "coordinate_descent_tuning": (False, "TORCHINDUCTOR_COORDINATE_DESCENT_TUNING"),
+}
 
 # Whether CUDA was first initialised inside one of our blocks: then it has the workspace,
 # although the variable is gone again.
 _cuda_started_here = False
+
+_active: list[Settings] = []
 
 
 class DeterminismError(RuntimeError):
@@ -34,36 +46,17 @@ class DeterminismError(RuntimeError):
 
 
 @dataclass(frozen=True, slots=True)
-class DebugConfig:
-    """What makes a training run repeatable.
+class Settings:
+    """What ``deterministic`` put in place.
 
     Attributes:
-        seed: for Python, NumPy and torch.
-        deterministic: use deterministic algorithms, refuse operators that have none.
-        deterministic_warn_only: warn about such operators instead.
-        moe_force_load_balance: route tokens to experts in turn; read by the models.
+        config: what was asked for.
+        nccl: the preset of NCCL's variables.
     """
 
-    seed: int = 0
-    deterministic: bool = True
-    deterministic_warn_only: bool = False
-    moe_force_load_balance: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class ActivationCheckpointConfig:
-    """How ``torch.utils.checkpoint`` recomputes; the fields are its arguments."""
-
-    preserve_rng_state: bool = True
-    determinism_check: Literal["default", "none"] = "default"
-    debug: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """What ``deterministic`` put in place."""
-
     config: DebugConfig
+    nccl: str = "as_found"
+    _before: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def seed(self) -> int:
@@ -71,90 +64,90 @@ class Settings:
         return self.config.seed
 
     def report(self) -> str:
-        """The values in effect now, one a line."""
-        values = {
-            "seed": torch.initial_seed(),
-            "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
-            "warn only": torch.is_deterministic_algorithms_warn_only_enabled(),
-            "cudnn.deterministic": torch.backends.cudnn.deterministic,
-            "cudnn.benchmark": torch.backends.cudnn.benchmark,
-            _WORKSPACE: os.environ.get(_WORKSPACE, "unset"),
-            _INDUCTOR: os.environ.get(_INDUCTOR, "unset"),
-        }
-        return "\n".join(f"{name:<25} {value}" for name, value in values.items())
+        """The values in effect now, one a line, with what they were before where that is something else."""
+        lines = [f"{'seed':<72} {torch.initial_seed()}"]
+        for name, value in knobs.values().items():
+            before = self._before.get(name, value)
+            changed = "" if _same(before, value) else f"  (was {_shown(before)})"
+            lines.append(f"{name:<72} {_shown(value)}{changed}")
+        return "\n".join(lines)
+
+
+def _same(before: Any, value: Any) -> bool:
+    return bool(before == value)
+
+
+def _shown(value: Any) -> str:
+    return "unset" if value is None else str(value)
+
+
+def active() -> Settings | None:
+    """The settings of the innermost ``deterministic`` block of this process."""
+    return _active[-1] if _active else None
 
 
 @contextmanager
-def deterministic(config: DebugConfig | None = None, *, seed: int | None = None) -> Iterator[Settings]:
+def deterministic(
+    config: DebugConfig | None = None, *, seed: int | None = None, nccl: str = "as_found"
+) -> Iterator[Settings]:
     """Run a block deterministically; everything is restored on exit.
 
     Args:
         config: what to set; the default ``DebugConfig()`` sets everything.
-        seed: instead of ``config.seed``; see ``distinct_seed`` for one per mesh dimension.
+        seed: instead of ``config.seed``; see ``mesh_seed`` for one per mesh dimension.
+        nccl: a preset of NCCL's variables, see ``NCCL_PRESETS``; by default they are left alone.
 
     Raises:
-        DeterminismError: CUDA was initialised without the cuBLAS workspace variable.
+        DeterminismError: CUDA was initialised without the cuBLAS workspace variable, or NCCL has read
+            its variables already.
+        ValueError: no NCCL preset of that name.
     """
     config = config or DebugConfig()
     if seed is not None:
         config = replace(config, seed=seed)
+    settings = Settings(config, nccl, knobs.values())
     with ExitStack() as stack:
-        stack.enter_context(_random_states())
+        stack.enter_context(_nccl(nccl))
+        stack.enter_context(random_states_kept())
         if config.deterministic:
             stack.enter_context(_cublas_workspace())
             stack.enter_context(_inductor())
-            stack.enter_context(_cudnn())
+            stack.enter_context(_backends())
             stack.enter_context(_algorithms(warn_only=config.deterministic_warn_only))
         seed_everything(config.seed)
-        yield Settings(config)
+        _active.append(settings)
+        stack.callback(_active.pop)
+        yield settings
 
 
-def seed_everything(seed: int) -> None:
-    """Seed Python, torch on every device, and NumPy if it is loaded or can be."""
-    random.seed(seed)
-    torch.manual_seed(seed % 2**64)
-    numpy = _numpy()
-    if numpy is not None:
-        numpy.random.seed(seed % 2**32)
-
-
-def distinct_seed(seed: int, places: Sequence[tuple[int, int]]) -> int:
-    """A seed per coordinate on the mesh dimensions that ask for distinct ones.
-
-    Args:
-        seed: the base seed, which all other dimensions share.
-        places: ``(coordinate, size)`` of this rank on each dimension that asks.
-
-    >>> [distinct_seed(40, [(pp, 2), (ep, 3)]) for pp in range(2) for ep in range(3)]
-    [40, 41, 42, 43, 44, 45]
-    """
-    offset = 0
-    for coordinate, size in places:
-        if not 0 <= coordinate < size:
-            raise ValueError(f"coordinate {coordinate} is not on a mesh dimension of size {size}")
-        offset = offset * size + coordinate
-    return (seed + offset) % 2**64
+def call_under(config: DebugConfig, nccl: str, function: Callable[..., Any], *args: Any) -> Any:
+    """``function(*args)`` inside ``deterministic``: how a block reaches into other processes."""
+    with deterministic(config, nccl=nccl):
+        return function(*args)
 
 
 @contextmanager
-def _random_states() -> Iterator[None]:
-    """Put every generator back; one that only came to life inside the block stays as it is."""
-    numpy = _numpy()
-    python, cpu = random.getstate(), torch.get_rng_state()
-    legacy = numpy.random.get_state() if numpy is not None else None
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
-    queued = dict(vars(torch.cuda._lazy_seed_tracker))
-    try:
+def _nccl(preset: str) -> Iterator[None]:
+    """NCCL reads its variables when a communicator is made; afterwards it is too late."""
+    wanted = nccl_preset(preset)
+    differing = {name: value for name, value in wanted.items() if os.environ.get(name) != value}
+    if differing and _nccl_is_up():
+        name, value = next(iter(differing.items()))
+        raise DeterminismError(
+            f"NCCL has communicators already, so {name}={value} of the preset {preset!r} would not be read: set it "
+            "before the process starts, or enter deterministic() before the process group is made"
+        )
+    with ExitStack() as stack:
+        for name, value in differing.items():
+            stack.enter_context(variable(name, value))
         yield
-    finally:
-        random.setstate(python)
-        torch.set_rng_state(cpu)
-        if numpy is not None:
-            numpy.random.set_state(legacy)
-        if cuda is not None:
-            torch.cuda.set_rng_state_all(cuda)
-        # seeds that wait for CUDA to start are process state too
-        vars(torch.cuda._lazy_seed_tracker).update(queued)
+
+
+def _nccl_is_up() -> bool:
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is None or not distributed.is_available() or not distributed.is_initialized():
+        return False
+    return "nccl" in str(distributed.get_backend_config())
 
 
 @contextmanager
@@ -169,7 +162,7 @@ def _cublas_workspace() -> Iterator[None]:
             f"set it to {_WORKSPACE_VALUES[0]} before the process starts, or enter "
             "deterministic() before the first use of CUDA"
         )
-    with _environment(_WORKSPACE, os.environ[_WORKSPACE] if set_before else _WORKSPACE_VALUES[0]):
+    with variable(_WORKSPACE, os.environ[_WORKSPACE] if set_before else _WORKSPACE_VALUES[0]):
         try:
             yield
         finally:
@@ -178,29 +171,33 @@ def _cublas_workspace() -> Iterator[None]:
 
 @contextmanager
 def _inductor() -> Iterator[None]:
-    """Inductor's own flag, without importing it (0.7 s): by its variable until it is loaded."""
+    """Inductor's own flags, without importing it (0.7 s): by its variables until it is loaded."""
     loaded = _inductor_config()
-    before = loaded.deterministic if loaded is not None else None
+    before = {name: getattr(loaded, name) for name in _INDUCTOR} if loaded is not None else {}
     try:
-        with _environment(_INDUCTOR, "1"):
-            if loaded is not None:
-                loaded.deterministic = True
+        with ExitStack() as stack:
+            for name, (value, from_variable) in _INDUCTOR.items():
+                stack.enter_context(variable(from_variable, "1" if value else "0"))
+                if loaded is not None:
+                    setattr(loaded, name, value)
             yield
     finally:
         loaded = _inductor_config()
         if loaded is not None:
-            loaded.deterministic = os.environ.get(_INDUCTOR) == "1" if before is None else before
+            for name, (_, from_variable) in _INDUCTOR.items():
+                # one that was loaded inside the block gets what it would have read outside
+                setattr(loaded, name, before.get(name, os.environ.get(from_variable) == "1"))
 
 
 @contextmanager
-def _cudnn() -> Iterator[None]:
-    cudnn = torch.backends.cudnn
-    before = cudnn.deterministic, cudnn.benchmark
+def _backends() -> Iterator[None]:
+    cudnn, onednn = torch.backends.cudnn, torch.backends.mkldnn
+    before = cudnn.deterministic, cudnn.benchmark, onednn.deterministic
     try:
-        cudnn.deterministic, cudnn.benchmark = True, False
+        cudnn.deterministic, cudnn.benchmark, onednn.deterministic = True, False, True
         yield
     finally:
-        cudnn.deterministic, cudnn.benchmark = before
+        cudnn.deterministic, cudnn.benchmark, onednn.deterministic = before
 
 
 @contextmanager
@@ -217,26 +214,5 @@ def _algorithms(*, warn_only: bool) -> Iterator[None]:
         torch._C._set_deterministic_algorithms(before[0], warn_only=before[1])
 
 
-@contextmanager
-def _environment(name: str, value: str) -> Iterator[None]:
-    before = os.environ.get(name)
-    os.environ[name] = value
-    try:
-        yield
-    finally:
-        if before is None:
-            os.environ.pop(name, None)
-        else:
-            os.environ[name] = before
-
-
 def _inductor_config() -> Any:
     return sys.modules.get("torch._inductor.config")
-
-
-def _numpy() -> Any:
-    try:
-        import numpy
-    except ImportError:
-        return None
-    return numpy

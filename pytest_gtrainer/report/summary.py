@@ -43,6 +43,7 @@ def summary_lines(facts: list[Fact]) -> list[str]:
         ("inline", "inline", lambda fact: fact["outcome"]),
         ("verdicts", "verdict", lambda fact: fact["outcome"]),
         ("skipped", "skip", lambda fact: fact["cause"]),
+        ("leaked", "leak", lambda fact: f"{fact['test']} changed {fact['what']}"),
     )
     lines = []
     for title, kind, label in topics:

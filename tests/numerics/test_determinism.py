@@ -12,28 +12,25 @@ from typing import Any
 import numpy
 import pytest
 import torch
+from torch.nn.attention.flex_attention import flex_attention
 
-from pytest_gtrainer import DebugConfig, deterministic
-from pytest_gtrainer.numerics import determinism
-from pytest_gtrainer.numerics.determinism import DeterminismError, distinct_seed
+from pytest_gtrainer import DebugConfig, deterministic, flex_attention_options, mesh_seed
+from pytest_gtrainer.numerics import determinism, knobs
+from pytest_gtrainer.numerics.determinism import DeterminismError
+from pytest_gtrainer.numerics.nccl import NCCL_PRESETS
+from pytest_gtrainer.numerics.seeds import distinct_seed
 
 
 def snapshot() -> dict[str, Any]:
-    """All process state that ``deterministic`` may touch."""
-    inductor = sys.modules.get("torch._inductor.config")
+    """All process state that ``deterministic`` may touch: every knob, every variable, every generator."""
     return {
-        "algorithms": torch.are_deterministic_algorithms_enabled(),
-        "warn only": torch.is_deterministic_algorithms_warn_only_enabled(),
-        "fill": torch.utils.deterministic.fill_uninitialized_memory,
-        "cudnn": (torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark),
+        **knobs.values(),
         "environment": dict(os.environ),
         "python": random.getstate(),
         "numpy": str(numpy.random.get_state()),
         "torch": torch.get_rng_state().tolist(),
         "seed": torch.initial_seed(),
         "waiting seeds": dict(vars(torch.cuda._lazy_seed_tracker)),
-        "inductor": inductor and inductor.deterministic,
-        "threads": torch.get_num_threads(),
     }
 
 
@@ -47,9 +44,12 @@ def state(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
         return
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":0:0")
     monkeypatch.setenv("TORCHINDUCTOR_DETERMINISTIC", "0")
+    monkeypatch.setenv("TORCHINDUCTOR_MAX_AUTOTUNE", "1")
+    monkeypatch.setenv("NCCL_ALGO", "Tree")
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
+    monkeypatch.setattr(torch.backends.mkldnn, "deterministic", True)
     torch._C._set_deterministic_algorithms(True, warn_only=True)
-    with inductor.patch(deterministic=True):
+    with inductor.patch(deterministic=True, max_autotune=True, coordinate_descent_tuning=True):
         yield
     torch._C._set_deterministic_algorithms(False, warn_only=False)
 
@@ -58,7 +58,7 @@ def state(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
 def test_everything_is_restored():
     """K3"""
     before = snapshot()
-    with deterministic(seed=3):
+    with deterministic(seed=3, nccl="vllm_batch_invariant"):
         random.random(), numpy.random.rand(), torch.rand(1)
     assert snapshot() == before
 
@@ -75,6 +75,8 @@ def test_everything_is_restored_after_an_exception():
 def _meddle() -> None:
     torch.use_deterministic_algorithms(False)
     torch.manual_seed(9)
+    torch.backends.mkldnn.deterministic = False
+    os.environ["TORCHINDUCTOR_MAX_AUTOTUNE"] = "2"
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":0:0"
     raise KeyError
 
@@ -98,9 +100,45 @@ def test_what_it_sets():
         assert not torch.is_deterministic_algorithms_warn_only_enabled()
         assert torch.backends.cudnn.deterministic
         assert not torch.backends.cudnn.benchmark
+        assert torch.backends.mkldnn.deterministic
         assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
         assert inductor.deterministic
-        assert "deterministic algorithms  True" in settings.report()
+        assert determinism.active() is settings
+    assert determinism.active() is None
+
+
+def test_what_it_sets_against_a_tuned_inductor(monkeypatch: pytest.MonkeyPatch):
+    """K2: no max-autotune and no coordinate descent, whatever was configured."""
+    import torch._inductor.config as inductor
+
+    names = ("max_autotune", "max_autotune_pointwise", "max_autotune_gemm", "coordinate_descent_tuning")
+    with inductor.patch(dict.fromkeys(names, True)):
+        with deterministic():
+            assert not any(getattr(inductor, name) for name in names)
+        assert all(getattr(inductor, name) for name in names)
+
+
+def test_options_for_compiling_flex_attention():
+    """K2: options of a compiled function win over Inductor's configuration, so they are switched, too."""
+    import torch._inductor.config as inductor
+
+    options = flex_attention_options(DebugConfig())
+    tuned = flex_attention_options(DebugConfig(deterministic=False))
+    assert (set(options.values()), set(tuned.values())) == ({False}, {True})
+    assert all(hasattr(inductor, name) for name in options)
+    torch.compile(flex_attention, options=options)  # refuses options that it does not know
+
+
+def test_the_report_tells_what_is_in_effect_and_what_it_was(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":0:0")
+    with deterministic(seed=11) as settings:
+        torch.backends.cudnn.benchmark = True  # effective values, not those once set
+        lines = dict(line.split(maxsplit=1) for line in settings.report().splitlines())
+    assert lines["seed"] == "11"
+    assert lines["torch.are_deterministic_algorithms_enabled()"] == "True  (was False)"
+    assert lines["torch.backends.cudnn.benchmark"] == "True  (was False)"
+    assert lines["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8  (was :0:0)"
+    assert lines["OMP_NUM_THREADS"] == os.environ.get("OMP_NUM_THREADS", "unset")
 
 
 def test_warn_only():
@@ -150,6 +188,45 @@ def test_distinct_seeds_of_a_mesh():
         distinct_seed(0, [(4, 4)])
 
 
+@pytest.mark.gt_world("fake", size=8, mesh={"pp": 2, "dp": 2, "tp": 2}, rank=5)
+def test_seeds_of_a_device_mesh(gt_mesh):
+    """K4: rank 5 is (pp 1, dp 0, tp 1)."""
+    assert mesh_seed(40, gt_mesh) == 40
+    assert mesh_seed(40, gt_mesh, distinct=["pp"]) == 41
+    assert mesh_seed(40, gt_mesh, distinct=["pp", "tp"]) == 43
+    with pytest.raises(ValueError, match=r"the mesh has no dimension 'ep'; its dimensions are \('pp', 'dp', 'tp'\)"):
+        mesh_seed(40, gt_mesh, distinct=["ep"])
+
+
+@pytest.mark.parametrize("preset", [name for name in NCCL_PRESETS if name != "as_found"])
+def test_presets_of_nccl(preset: str):
+    """Set by name, and gone afterwards; every variable is in the table of knobs."""
+    before = dict(os.environ)
+    with deterministic(nccl=preset):
+        assert NCCL_PRESETS[preset].items() <= os.environ.items()
+    assert dict(os.environ) == before
+    assert set(NCCL_PRESETS[preset]) <= {knob.name for knob in knobs.KNOBS}
+
+
+def test_presets_of_nccl_contradict_each_other():
+    """None is the truth."""
+    assert len({preset.get("NCCL_ALGO") for preset in NCCL_PRESETS.values()}) == 4
+    with pytest.raises(ValueError, match="there is no NCCL preset 'best': choose one of as_found, megatron_ring"):
+        deterministic(nccl="best").__enter__()
+
+
+def test_too_late_for_nccl_is_an_error_and_changes_nothing(monkeypatch: pytest.MonkeyPatch):
+    """K6"""
+    monkeypatch.setattr(determinism, "_nccl_is_up", lambda: True)
+    before = snapshot()
+    with pytest.raises(DeterminismError, match="NCCL has communicators already, so NCCL_ALGO=Ring of the preset"):
+        deterministic(nccl="megatron_ring").__enter__()
+    assert snapshot() == before
+    monkeypatch.setenv("NCCL_ALGO", "Ring")
+    with deterministic(nccl="megatron_ring"):  # set in time
+        pass
+
+
 @pytest.fixture
 def cuda_started(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """A process in which CUDA is running; its generators are left out."""
@@ -197,7 +274,24 @@ from pytest_gtrainer import deterministic
 with deterministic():
     assert "torch._inductor.config" not in sys.modules
     import torch._inductor.config as config
-    assert config.deterministic
-assert not config.deterministic
+    assert config.deterministic and not config.coordinate_descent_tuning
+assert not config.deterministic and config.coordinate_descent_tuning
 """
-    subprocess.run([sys.executable, "-c", probe], check=True)
+    tuned = {**os.environ, "TORCHINDUCTOR_COORDINATE_DESCENT_TUNING": "1"}
+    subprocess.run([sys.executable, "-c", probe], check=True, env=tuned)
+
+
+def _flags() -> tuple[bool, int, bool]:
+    return torch.are_deterministic_algorithms_enabled(), torch.initial_seed(), "NCCL_PROTO" in os.environ
+
+
+def test_it_reaches_into_ranks(gt_ranks):
+    """A call on ranks is made under the settings of the test that makes it."""
+    with deterministic(seed=77, nccl="vllm_batch_invariant"):
+        assert gt_ranks.run(_flags, size=2) == [(True, 77, True)] * 2
+    assert {flags[0::2] for flags in gt_ranks.run(_flags, size=2)} == {(False, False)}
+
+
+@pytest.mark.gt_world("ranks", size=2)
+def test_the_fixture_works_on_ranks(gt_deterministic):
+    assert _flags()[:2] == (True, gt_deterministic.seed)

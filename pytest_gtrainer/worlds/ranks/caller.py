@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -50,18 +51,19 @@ class RankCaller:
         """Call ``function(*args)`` on every rank of a world: the results, in the order of ranks.
 
         The process group is up on the ranks; ``torch.distributed`` tells a function its rank.
+        Inside ``deterministic``, or with ``gt_deterministic``, the ranks are deterministic as well.
         ``size`` is the number of ranks: else the marker's, else all there are.
 
         Raises:
             RankError: the function raised on a rank, a rank died, or the limit was reached.
+            LeaseError: others held the devices for too long.
             TypeError: the function or an argument cannot be sent to another process.
         """
         __tracebackhide__ = True
         spec = spec_of(self._item)
-        command = wire.CallFunction(_payload(function, args), chain_of(self._item))
-        team = self._pool.team(self._size(size, spec))
-        outcome = run_on(team, command, limit_of(self._config, spec))
-        self._pool.release(team)
+        command = wire.CallFunction(_payload(function, *_deterministically(function, args)), chain_of(self._item))
+        with self._pool.lend(self._size(size, spec), self._item.nodeid) as team:
+            outcome = run_on(team, command, limit_of(self._config, spec))
         return self._results(outcome)
 
     def _size(self, size: int | None, spec: WorldSpec | None) -> int:
@@ -91,9 +93,19 @@ class RankCaller:
         return [pickle.loads(answer.result or b"") for answer in answers.values()]
 
 
-def _payload(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
+def _deterministically(function: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Callable[..., Any], Any]:
+    """The call to make on a rank: under the settings of this process, if it is inside ``deterministic``."""
+    determinism = sys.modules.get("pytest_gtrainer.numerics.determinism")
+    settings = determinism.active() if determinism is not None else None
+    if determinism is None or settings is None:
+        return function, args
+    return determinism.call_under, (settings.config, settings.nccl, function, *args)
+
+
+def _payload(named: Callable[..., Any], function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
+    """The call as bytes; ``named`` is the function that the user gave."""
     __tracebackhide__ = True
-    name = getattr(function, "__qualname__", repr(function))
+    name = getattr(named, "__qualname__", repr(named))
     if "<lambda>" in name or "<locals>" in name:
         raise TypeError(
             f"gt_ranks.run: {name} has no name that another process could import it by: "

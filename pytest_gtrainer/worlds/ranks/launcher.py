@@ -15,6 +15,7 @@ import time
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+from pytest_gtrainer.environment import lasting_environment
 from pytest_gtrainer.worlds.ranks import wire
 
 # The imports take 3 to 6 s of CPU time; xdist workers on a busy machine start theirs together.
@@ -72,7 +73,7 @@ class ForkServer:
                 stdin=subprocess.DEVNULL,
                 stdout=None if live_output else log,
                 stderr=None if live_output else log,
-                env={**os.environ, **_ONE_THREAD},
+                env={**lasting_environment(), **_ONE_THREAD},
                 start_new_session=True,  # Ctrl-C is the parent's to handle
             )
 

@@ -13,6 +13,7 @@ import pytest
 
 from pytest_gtrainer import options
 from pytest_gtrainer.devices import Devices, resolve
+from pytest_gtrainer.environment import lasting_environment
 from pytest_gtrainer.worlds.ranks import sharing
 from pytest_gtrainer.worlds.ranks.launcher import ForkServer
 from pytest_gtrainer.worlds.ranks.team import Team, TeamPlan
@@ -159,7 +160,7 @@ def rank_environment(device: str) -> dict[str, str]:
     is when the group is made, long before a test could ask for it.
     """
     wanted = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"} if device == "cuda" else {}
-    return {**wanted, **os.environ}
+    return {**wanted, **lasting_environment()}
 
 
 def modules_to_preload(config: pytest.Config) -> list[str]:

@@ -1,0 +1,40 @@
+"""Environment variables that are set for the length of a block, and the environment without them.
+
+Processes that outlive the block, as ranks do, must not start with what was meant for one test.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+_outside: dict[str, str | None] = {}
+
+
+@contextmanager
+def variable(name: str, value: str) -> Iterator[None]:
+    """Set a variable and put it back; blocks may nest."""
+    before, outermost = os.environ.get(name), name not in _outside
+    _outside.setdefault(name, before)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        if outermost:
+            del _outside[name]
+        if before is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = before
+
+
+def lasting_environment() -> dict[str, str]:
+    """The environment as it is outside of all blocks.
+
+    >>> with variable("GT_EXAMPLE", "1"), variable("GT_EXAMPLE", "2"):
+    ...     "GT_EXAMPLE" in lasting_environment()
+    False
+    """
+    changed = {name: value for name, value in _outside.items() if value is not None}
+    return {**{name: value for name, value in os.environ.items() if name not in _outside}, **changed}

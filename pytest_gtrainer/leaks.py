@@ -1,0 +1,97 @@
+"""Which test left a global switch of torch other than it found it (K3).
+
+A flag that leaks decides the bits of every later test, and the one that fails is never the one to blame. Before
+and after each test the switches of ``numerics.knobs`` are read (0.2 ms; nothing before torch is loaded). What a
+fixture of a wider scope sets, and later puts back, is no leak of the test that happens to run first or last.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Generator
+from typing import Any
+
+import pytest
+
+from pytest_gtrainer import facts, options
+from pytest_gtrainer.numerics import knobs
+
+_GUARDED = tuple(knob for knob in knobs.KNOBS if knob.guarded)
+Values = dict[str, Any]
+Changes = dict[str, tuple[Any, Any]]
+
+
+class LeakedFlagWarning(pytest.PytestWarning):
+    """A test left a global switch changed."""
+
+
+class LeakGuard:
+    """Compares the switches before a test's setup with those after its teardown."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._reaction = options.get(config, "leaked-flags")
+        self._before: Values | None = None
+        self._by_wide_fixtures: set[tuple[str, str, str]] = set()
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_setup(self, item: pytest.Item) -> Generator[None, None, None]:
+        self._before = read()
+        return (yield)
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_fixture_setup(self, fixturedef: pytest.FixtureDef[Any]) -> Generator[None, object, object]:
+        if fixturedef.scope == "function":
+            return (yield)
+        before = read()
+        try:
+            return (yield)
+        finally:
+            for name, (old, new) in changes(before, read()).items():
+                self._by_wide_fixtures |= {(name, str(old), str(new)), (name, str(new), str(old))}
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_teardown(self, item: pytest.Item) -> Generator[None, None, None]:
+        yield
+        leaked = {
+            name: (old, new)
+            for name, (old, new) in changes(self._before, read()).items()
+            if (name, str(old), str(new)) not in self._by_wide_fixtures
+        }
+        self._before = None
+        if leaked:
+            self._react(item, leaked)
+
+    def _react(self, item: pytest.Item, leaked: Changes) -> None:
+        what = "; ".join(f"{name} from {_shown(old)} to {_shown(new)}" for name, (old, new) in leaked.items())
+        facts.emit("leak", test=item.nodeid, what=what)
+        message = (
+            f"{item.nodeid} changed {what} and did not put it back: use the fixture gt_deterministic, "
+            "deterministic(), or monkeypatch"
+        )
+        if self._reaction == "fail":
+            pytest.fail(message, pytrace=False)
+        item.warn(LeakedFlagWarning(message))
+
+
+def read() -> Values | None:
+    """The switches now, None while torch is not loaded: importing it changes nothing that anyone had set."""
+    return knobs.values(_GUARDED) if "torch" in sys.modules else None
+
+
+def changes(before: Values | None, after: Values | None) -> Changes:
+    """What changed, by name; a module that was loaded in between is no change.
+
+    >>> changes({"a": 1, "b": 2}, {"a": 1, "b": 3}), changes(None, {"a": 1})
+    ({'b': (2, 3)}, {})
+    """
+    if before is None or after is None:
+        return {}
+    return {
+        name: (old, after[name])
+        for name, old in before.items()
+        if old != after[name] and knobs.NOT_LOADED not in (old, after[name])
+    }
+
+
+def _shown(value: Any) -> str:
+    return "unset" if value is None else str(value)

@@ -1,0 +1,112 @@
+"""Seeds and random states of Python, NumPy and torch."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+def seed_everything(seed: int) -> None:
+    """Seed Python, torch on every device, and NumPy if it is loaded or can be."""
+    random.seed(seed)
+    torch.manual_seed(seed % 2**64)
+    numpy = _numpy()
+    if numpy is not None:
+        numpy.random.seed(seed % 2**32)
+
+
+def distinct_seed(seed: int, places: Sequence[tuple[int, int]]) -> int:
+    """A seed per coordinate on the mesh dimensions that ask for distinct ones.
+
+    Args:
+        seed: the base seed, which all other dimensions share.
+        places: ``(coordinate, size)`` of this rank on each dimension that asks.
+
+    >>> [distinct_seed(40, [(pp, 2), (ep, 3)]) for pp in range(2) for ep in range(3)]
+    [40, 41, 42, 43, 44, 45]
+    """
+    offset = 0
+    for coordinate, size in places:
+        if not 0 <= coordinate < size:
+            raise ValueError(f"coordinate {coordinate} is not on a mesh dimension of size {size}")
+        offset = offset * size + coordinate
+    return (seed + offset) % 2**64
+
+
+def mesh_seed(seed: int, mesh: DeviceMesh, distinct: Sequence[str] = ()) -> int:
+    """This rank's seed: the base seed, plus an offset along the mesh dimensions named in ``distinct`` (K4).
+
+    Raises:
+        ValueError: the mesh has no dimension of that name, or this rank is not on it.
+    """
+    names = mesh.mesh_dim_names or ()
+    unknown = [name for name in distinct if name not in names]
+    if unknown:
+        raise ValueError(f"the mesh has no dimension {', '.join(map(repr, unknown))}; its dimensions are {names}")
+    coordinates = mesh.get_coordinate()
+    if coordinates is None:
+        raise ValueError(f"this rank is not on {mesh}")
+    return distinct_seed(seed, [(coordinates[names.index(name)], mesh.size(names.index(name))) for name in distinct])
+
+
+def random_state() -> dict[str, torch.Tensor]:
+    """Every generator's state as a tensor, by name: ``python``, ``numpy``, ``torch.cpu``, ``torch.cuda.0``, ...
+
+    Nothing is initialised for it: of CUDA only if it runs, of NumPy only if it is loaded.
+    """
+    version, words, gauss = random.getstate()
+    states = {"python": torch.tensor([version, *words], dtype=torch.int64)}
+    if gauss is not None:
+        states["python.gauss"] = torch.tensor(gauss, dtype=torch.float64)
+    numpy = _loaded_numpy()
+    if numpy is not None:
+        _, keys, position, has_gauss, cached = numpy.random.get_state()
+        states["numpy"] = torch.tensor([*keys.tolist(), position, has_gauss], dtype=torch.int64)
+        states["numpy.gauss"] = torch.tensor(cached, dtype=torch.float64)
+    states["torch.cpu"] = torch.get_rng_state()
+    if torch.cuda.is_initialized():
+        for index, state in enumerate(torch.cuda.get_rng_state_all()):
+            states[f"torch.cuda.{index}"] = state
+    return states
+
+
+@contextmanager
+def random_states_kept() -> Iterator[None]:
+    """Put every generator back; one that only came to life inside the block stays as it is."""
+    numpy = _numpy()
+    python, cpu = random.getstate(), torch.get_rng_state()
+    legacy = numpy.random.get_state() if numpy is not None else None
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
+    queued = dict(vars(torch.cuda._lazy_seed_tracker))
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        torch.set_rng_state(cpu)
+        if numpy is not None:
+            numpy.random.set_state(legacy)
+        if cuda is not None:
+            torch.cuda.set_rng_state_all(cuda)
+        # seeds that wait for CUDA to start are process state too
+        vars(torch.cuda._lazy_seed_tracker).update(queued)
+
+
+def _numpy() -> Any:
+    try:
+        import numpy
+    except ImportError:
+        return None
+    return numpy
+
+
+def _loaded_numpy() -> Any:
+    import sys
+
+    return sys.modules.get("numpy") if "numpy.random" in sys.modules else None

@@ -1,0 +1,52 @@
+"""The table of switches: every one exists in this torch, and the documentation shows this very table."""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pytest_gtrainer.numerics import knobs
+from pytest_gtrainer.numerics.knobs import KNOBS
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "determinism.md"
+
+
+@pytest.mark.parametrize("knob", [knob for knob in KNOBS if not knob.is_variable], ids=lambda knob: knob.name)
+def test_every_knob_exists_in_this_torch(knob: knobs.Knob):
+    importlib.import_module(knob.path.partition(":")[0])
+    assert knob.read() is not knobs.NOT_LOADED
+
+
+@pytest.mark.parametrize(
+    "name", [knob.name for knob in KNOBS if knob.is_variable and knob.name.startswith("TORCHINDUCTOR_")]
+)
+def test_inductor_reads_its_variables(name: str):
+    source = Path(importlib.import_module("torch._inductor.config").__file__).read_text()
+    assert f'"{name}"' in source
+
+
+def test_a_knob_that_does_not_exist_is_an_error():
+    """The twin: reading does not make up a value."""
+    with pytest.raises(AttributeError):
+        knobs.Knob("torch.backends.cudnn:deterministick", "CUDA", "", "", "").read()
+
+
+def test_the_documentation_shows_the_table():
+    assert knobs.table() in DOCUMENT.read_text()
+
+
+def test_reading_imports_nothing():
+    probe = """
+import sys
+from pytest_gtrainer.numerics import knobs
+assert set(knobs.values([k for k in knobs.KNOBS if not k.is_variable]).values()) == {knobs.NOT_LOADED}
+assert "torch" not in sys.modules
+import torch
+knobs.values()
+assert "torch._inductor" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", probe], check=True)

@@ -51,6 +51,7 @@ def assert_bitwise_equal(actual: Tensors, expected: Tensors, *, what: str = "") 
     __tracebackhide__ = True
     verdict = compare(actual, expected)
     facts.emit("verdict", outcome=verdict.outcome, tensors=verdict.compared, what=what)
+    facts.tell("comparison", actual=actual, expected=expected, verdict=verdict, what=what, must_differ=False)
     if verdict.outcome != "equal":
         raise BitwiseDifference(_titled(what, str(verdict)), verdict)
     return verdict
@@ -71,6 +72,7 @@ def assert_bitwise_different(actual: Tensors, expected: Tensors, *, what: str = 
     complaint = _complaint(verdict)
     outcome = "different, as it must" if complaint is None else f"{verdict.outcome}, control failed"
     facts.emit("verdict", outcome=outcome, tensors=verdict.compared, what=what)
+    facts.tell("comparison", actual=actual, expected=expected, verdict=verdict, what=what, must_differ=True)
     if complaint is not None:
         raise ControlFailed(_titled(what, f"{complaint}\n{verdict}"), verdict)
     return verdict

@@ -20,6 +20,7 @@ from operator import getitem
 import torch
 from torch import fx
 
+from pytest_gtrainer import facts
 from pytest_gtrainer.conventions import direction, node_fqn
 from pytest_gtrainer.passes._torch import ALL_GATHER, REDUCE_SCATTER, group_ranks
 from pytest_gtrainer.passes.bucket_plan import layer_of
@@ -243,6 +244,7 @@ def assert_same_layout(actual: BucketLayout, expected: BucketLayout, *, actual_i
                 "shard the model (data_parallel, fully_shard) first"
             )
     problems = [line for kind in KINDS for line in _compare(kind, actual, expected)]
+    facts.tell("layouts", actual=actual, expected=expected, problems=problems, actual_is=actual_is)
     if problems:
         shown = problems[:_MOST_LINES]
         if len(problems) > len(shown):

@@ -18,6 +18,7 @@ from typing import Any
 
 from torch import fx
 
+from pytest_gtrainer import facts
 from pytest_gtrainer.passes._torch import compiled, copied_lazily
 from pytest_gtrainer.passes.bound import BoundPass, bind_options
 from pytest_gtrainer.passes.bucket_plan import BucketPlan, get_default_transformer_block_buckets
@@ -210,21 +211,24 @@ def apply_graph_passes(
     """
     steps = _without(list(passes), disable)
     runs: list[PassRun] = []
+    is_watched = observer is not None or facts.is_watched("graph_pass")
     started, current = time.perf_counter(), copied_lazily(gm)
     for number, step in enumerate(steps, 1):
         if progress is not None and time.perf_counter() - started >= long:
             progress(f"graph passes: {step.name} ({number} of {len(steps)}), {_seconds(started):.1f} s so far")
         before = current
-        if observer is not None:
+        if is_watched:
             current = copied_lazily(before)
         begun = time.perf_counter()
         current = _run(step, current, example_inputs)
         runs.append(PassRun(step.name, step.fingerprint, _seconds(begun)))
+        facts.tell("graph_pass", run=runs[-1], before=before, after=current)
         if observer is not None:
             observer(step.name, before, current)
     current.graph.lint()
     done = compiled(current)
     done.meta["gt_passes"] = tuple(runs)
+    facts.tell("graph_passes", given=gm, result=done)
     return done
 
 

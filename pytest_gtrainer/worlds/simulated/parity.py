@@ -112,7 +112,9 @@ def _compared(subject: SimulatedGraphRun, eager: SimulatedRun, net: Net, row: _R
     misplaced = "" if subject.config.replicate else _layout_difference(layout, eager.layout)
     record = subject.run()
     verdict = compare(record, eager.record)
-    facts.emit("verdict", outcome=verdict.outcome, tensors=verdict.compared, what="graph against eager")
+    what = "graph against eager"
+    facts.emit("verdict", outcome=verdict.outcome, tensors=verdict.compared, what=what)
+    facts.tell("comparison", actual=record, expected=eager.record, verdict=verdict, what=what, must_differ=False)
     if verdict.outcome != "equal":
         row.result = _first(verdict)
         paths = Paths(net, {"graph": layout, "eager": eager.layout}, subject.group_of)

@@ -131,7 +131,7 @@ def _bucket(
 ) -> bool:
     """Plan and check all, then build. ``direction`` is that of all nodes; None where each says its own."""
     plan = Plan(bucket_plan)
-    if any(is_control_dependency(node) and "fsdp_bucket" in node.meta for node in gm.graph.nodes):
+    if any("fsdp_bucket" in node.meta and is_control_dependency(node) for node in gm.graph.nodes):
         return False  # E7: the waits of this pass, wrapped
     gathers = fsdp_all_gathers(gm)
     scatters = fsdp_reduce_scatters(gm)
@@ -300,20 +300,27 @@ def _build_reduce_scatters(graph: fx.Graph, merges: list[Merge], defer: bool) ->
     Returns which wait stands behind which launch of another.
     """
     behind: dict[fx.Node, fx.Node] = {}
+    returned: dict[fx.Node, fx.Node] = {}
     waiting: tuple[Merge, fx.Node] | None = None
     for merge in sorted(merges, key=lambda merge: merge.last_launch):
         anchor = merge.last_launch.next
         launch = _launch_reduce_scatter(graph, merge, anchor)
         if waiting is not None:
-            behind[_wait_reduce_scatter(graph, *waiting, anchor)] = launch
+            behind[_wait_reduce_scatter(graph, *waiting, anchor, returned)] = launch
         waiting = (merge, launch)
         if not defer:
-            _wait_reduce_scatter(graph, *waiting, anchor)
+            _wait_reduce_scatter(graph, *waiting, anchor, returned)
             waiting = None
     if waiting is not None:
-        _wait_reduce_scatter(graph, *waiting, graph.output_node())
+        _wait_reduce_scatter(graph, *waiting, graph.output_node(), returned)
+    _return_instead(graph.output_node(), returned)
     _erase(graph, merges)
     return behind
+
+
+def _return_instead(output: fx.Node, of: dict[fx.Node, fx.Node]) -> None:
+    """Exchange results of the graph, all at once: one by one each would copy the whole list of gradients."""
+    output.args = fx.node.map_arg(output.args, lambda node: of.get(node, node))
 
 
 def _launch_reduce_scatter(graph: fx.Graph, merge: Merge, anchor: fx.Node) -> fx.Node:
@@ -330,10 +337,13 @@ def _launch_reduce_scatter(graph: fx.Graph, merge: Merge, anchor: fx.Node) -> fx
     return build.launch(like, build.reshape(payload, [numel]), numel // size)
 
 
-def _wait_reduce_scatter(graph: fx.Graph, merge: Merge, launch: fx.Node, anchor: fx.Node) -> fx.Node:
+def _wait_reduce_scatter(
+    graph: fx.Graph, merge: Merge, launch: fx.Node, anchor: fx.Node, returned: dict[fx.Node, fx.Node]
+) -> fx.Node:
     """Views of the reduced payload, and the members' chains to the output, right before ``anchor``.
 
-    Where replicas reduce the shards between them, they do so with the payload as it is, as FSDP2 does (D16).
+    A result that the graph returns as it is goes into ``returned``, with what takes its place. Where replicas
+    reduce the shards between them, they do so with the payload as it is, as FSDP2 does (D16).
     """
     build = BucketBuilder(graph, merge.bucket.fqns, merge.direction).before(anchor)
     first = merge.members[0]
@@ -349,8 +359,13 @@ def _wait_reduce_scatter(graph: fx.Graph, merge: Merge, launch: fx.Node, anchor:
     parts = build.split(reduced, [shard.numel() for shard in shards], 0)
     for member, shard, part in zip(merge.members, shards, parts, strict=True):
         own = member.all_reduce or ()
-        (own[-1] if own else member.wait).replace_all_uses_with(build.view(part, list(shard.shape)))
-        _move_before(anchor, member.chain[len(own) :])
+        result, chain = own[-1] if own else member.wait, member.chain[len(own) :]
+        view = build.view(part, list(shard.shape))
+        if chain:
+            result.replace_all_uses_with(view)
+            _move_before(anchor, chain)
+        else:
+            returned[result] = view
     return wait
 
 

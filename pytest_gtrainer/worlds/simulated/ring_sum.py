@@ -3,7 +3,8 @@
 Idea: *units* are runs of elements with one order; hop k of many units is one gather of rows and one
 addition. Invariant: a unit's partial sum is rounded to the dtype of the accumulator after every hop, exactly
 as if rank after rank had added. Cost: as many gathers and additions as ranks, in blocks that stay in the
-cache, so that every input byte comes from memory once, whatever the rings.
+cache, so that every input byte comes from memory once, whatever the rings. Plain sums of fp32 are faster by
+another way, ``bags``.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from pytest_gtrainer.worlds.simulated.bags import fits_bags, sum_in_bags
 from pytest_gtrainer.worlds.simulated.reductions import HOPS, averaging_factor
 from pytest_gtrainer.worlds.simulated.runs import Run
 
@@ -84,20 +86,30 @@ def ring_sum(inputs: Tensor, units: Sequence[Units], orders: Tensor, reduction: 
         units: they cover all elements.
         orders: ``[channel, hop, place]``, the rank that adds.
     """
-    flat = inputs.contiguous().view(-1)
-    out = flat.new_empty(inputs.shape[1])
+    inputs = inputs.contiguous()
+    out = inputs.new_empty(inputs.shape[1])
     for same_length in units:
-        length = same_length.length
-        rows = flat.as_strided((flat.numel() - length + 1, length), (1, 1))  # row i begins at element i
-        for block in same_length.blocks(flat.itemsize):
-            sources = orders[block.channel, :, block.place].t() * inputs.shape[1] + block.offset
-            summed = _sum_block(rows, sources.contiguous(), reduction)
-            out[(block.offset[:, None] + torch.arange(length)).view(-1)] = summed.view(-1).to(out.dtype)
+        for block, summed in _summed(inputs, same_length, orders, reduction):
+            if reduction.op == "avg" and reduction.factor(len(inputs), inputs.dtype) is None:
+                summed.div_(len(inputs))
+            out[(block.offset[:, None] + torch.arange(block.length)).view(-1)] = summed.view(-1).to(out.dtype)
     return out
 
 
+def _summed(inputs: Tensor, units: Units, orders: Tensor, reduction: Reduction) -> Iterator[tuple[Units, Tensor]]:
+    """Blocks of the units, and for each ``[units, length]`` in the dtype of partial sums."""
+    if fits_bags(inputs, units, reduction):
+        yield units, sum_in_bags(inputs, units, orders)
+        return
+    flat, length = inputs.view(-1), units.length
+    rows = flat.as_strided((flat.numel() - length + 1, length), (1, 1))  # row i begins at element i
+    for block in units.blocks(flat.itemsize):
+        sources = orders[block.channel, :, block.place].t() * inputs.shape[1] + block.offset
+        yield block, _sum_block(rows, sources.contiguous(), reduction)
+
+
 def _sum_block(rows: Tensor, sources: Tensor, reduction: Reduction) -> Tensor:
-    """``sources[hop, unit]`` are the rows to add."""
+    """Hop after hop; ``sources[hop, unit]`` are the rows to add."""
     hop, ranks = HOPS[reduction.op], len(sources)
     factor = reduction.factor(ranks, rows.dtype)
     own = rows.index_select(0, sources[0])
@@ -109,6 +121,4 @@ def _sum_block(rows: Tensor, sources: Tensor, reduction: Reduction) -> Tensor:
         if factor is not None:
             own.mul_(factor)
         hop(partial, own, out=partial)
-    if reduction.op == "avg" and factor is None:
-        partial.div_(ranks)
     return partial

@@ -47,7 +47,7 @@ def nets(draw):
 def test_fast_equals_its_specification(net, collective, length, dtype, op):
     """S1's model: every element, in every dtype, is what the definition says."""
     width = length * net.size if collective == "reduce_scatter" else length
-    inputs = numbers(net.size, width, dtype=dtype)
+    inputs = numbers(net.size, width, dtype=dtype).where(numbers(net.size, width, seed=1) > -1, -0.0)
     expected = getattr(specification, collective)(net, inputs, op)
     actual = getattr(net, collective)(inputs, op)
     assert actual.dtype == dtype
@@ -76,6 +76,15 @@ def test_a_sum_that_is_large_enough_to_be_done_in_blocks():
         for row in others:
             first = first + row
         assert torch.equal(shards[destination], first)
+
+
+def test_a_sum_of_negative_zeros_is_one():
+    """Zero plus negative zero is zero, so a sum that starts at zero would be another."""
+    inputs = torch.full((4, 64), -0.0)
+    inputs[2, 5] = 0.0
+    summed = NetModel(nodes=2, ranks_per_node=2).reduce_scatter(inputs, "sum")
+    assert summed.eq(0).all()
+    assert summed.view(-1).signbit().logical_not().nonzero().tolist() == [[5]]
 
 
 TWO_NODES = NetModel(nodes=2, channels=4)

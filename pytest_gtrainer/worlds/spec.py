@@ -109,7 +109,7 @@ def _check_mesh(mesh: Any) -> dict[str, int] | None:
 def _nodes(nodes: Any, size: int) -> int:
     _check_count("nodes", nodes)
     if size % nodes:
-        raise SpecError(f"gt_world's {size} ranks do not divide over {nodes} nodes")
+        raise SpecError(f"gt_world's {size} ranks do not divide over {nodes} nodes: change one of them")
     return int(nodes)
 
 

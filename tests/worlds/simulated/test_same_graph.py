@@ -39,14 +39,14 @@ def at_both_ends(trace, **mesh):
 
 
 def test_a_sharded_step_is_the_same_on_all_ranks():
-    """Traced, rewritten and bucketed; shards of equal size."""
+    """S4: traced, rewritten and bucketed; shards of equal size."""
     first, last = at_both_ends(lambda mesh: GraphRun(llama3_training(mesh, "bf16_fp32")).traced.gm, fsdp=16)
     assert (first.rank, last.rank) == (0, 15)
     check_same_on_all(first, last)
 
 
 def test_uneven_shards_are_refused_by_the_first_node_that_differs():
-    """Only some ranks pad: here the last one's rows of a parameter are fewer."""
+    """S4: only some ranks pad: here the last one's rows of a parameter are fewer."""
     graphs = at_both_ends(lambda mesh: GraphRun(llama3_training(mesh, "fp32", "debug_odd")).traced.gm, fsdp=8)
     # 201 rows of w1 over 8 ranks: 26 on all but the last
     first = r"first at node \d+, parameter layers\.0\.feed_forward\.w1\.weight: rank 0 has placeholder .*\[26, 72\]"

@@ -281,6 +281,7 @@ def loops(rank):
 
 @leaves_nothing
 def test_a_rank_that_does_not_end():
+    """A time limit, with what every rank does, and the stacks of all."""
     started = time.monotonic()
     text = failure_of(TimeLimit, loops, timeout=1)
     assert time.monotonic() - started < 5
@@ -288,6 +289,8 @@ def test_a_rank_that_does_not_end():
     assert ") for ranks 1-3, at test_threads_faults.py:" in text
     assert "; rank 1: running, at test_threads_faults.py:" in text
     assert "; ranks 2, 3: waiting for its turn" in text
+    assert "in loops\n    dist.barrier()" in text.partition("--- rank 0 ---")[2]
+    assert "in loops\n    while rank == 1:" in text.partition("--- rank 1 ---")[2]
 
 
 @leaves_nothing

@@ -31,6 +31,7 @@ _HOME: dict[str, str] = {
     "selective_activation_remat_pass": "passes.remat",
     "ChunkConfig": "passes.chunking.config",
     "ChunkError": "passes.chunking.errors",
+    "chunk_pass": "passes.chunking.chunk",
     "construct_default_graph_passes": "passes.pipeline",
     "apply_graph_passes": "passes.pipeline",
     "LossConfig": "passes.pipeline",

@@ -1,7 +1,9 @@
 """What graph trainers write into ``node.meta``, read in one place: graphs traced elsewhere go straight in.
 
 - ``meta["custom"]["module_fqn"]``, else ``nn_module_stack``: the module that a node belongs to;
-- ``meta["autograd_backward"]``: True on nodes that the backward made, the one source of direction.
+- ``meta["autograd_backward"]``: True on nodes that the backward made, the one source of direction;
+- ``meta["gt_gathers_once"]`` on the output node: True where a parameter is gathered once however often it is
+  read, so that its gradient is complete before it is reduced.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ from __future__ import annotations
 from torch import fx
 
 FORWARD, BACKWARD = "fwd", "bwd"
+GATHERS_ONCE = "gt_gathers_once"
 
 
 def direction(node: fx.Node) -> str:

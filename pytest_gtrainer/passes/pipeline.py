@@ -23,9 +23,11 @@ from pytest_gtrainer.passes._torch import compiled, copied_lazily
 from pytest_gtrainer.passes.bound import BoundPass, bind_options
 from pytest_gtrainer.passes.bucket_plan import BucketPlan, get_default_transformer_block_buckets
 from pytest_gtrainer.passes.canonicalize import DEFAULT_RULES, canonicalize_graph_pass
+from pytest_gtrainer.passes.chunking.chunk import chunk_pass
+from pytest_gtrainer.passes.chunking.config import ChunkConfig
 from pytest_gtrainer.passes.dead_code import eliminate_dead_code_pass
 from pytest_gtrainer.passes.deduplicate import deduplicate_fsdp_unshard_chains_pass
-from pytest_gtrainer.passes.graph_pass import rewrite_of
+from pytest_gtrainer.passes.graph_pass import options_of, rewrite_of
 from pytest_gtrainer.passes.hsdp import reduce_scatter_before_all_reduce_pass
 from pytest_gtrainer.passes.joint import joint_transformer_block_bucketing_reordering_pass
 from pytest_gtrainer.passes.memory_policy import tag_with_memory_policy_pass
@@ -46,8 +48,8 @@ SLOTS = (
     "bucketing",
     "concretize",
 )
-"""Places in the pipeline, in order. Without an entry of ``extra``, these are empty: offload, chunk,
-chunk_schedule, concretize."""
+"""Places in the pipeline, in order. Without an entry of ``extra``, these are empty: offload, chunk_schedule,
+concretize."""
 
 CHUNKED_CROSS_ENTROPY = "chunked_cross_entropy"
 _LOSSES = ("cross_entropy", CHUNKED_CROSS_ENTROPY, "other")
@@ -104,6 +106,7 @@ def construct_default_graph_passes(
     reshard_after_forward: bool = False,
     keep_unsharded: Collection[str] = (),
     canonical_rules: Collection[str] = DEFAULT_RULES,
+    chunk: ChunkConfig | None = None,
     extra: Mapping[str, Sequence[BoundPass]] | None = None,
 ) -> list[BoundPass]:
     """The passes of a training step in the order of ``SLOTS``, with their options bound (M1, M3).
@@ -121,6 +124,7 @@ def construct_default_graph_passes(
         reshard_after_forward, keep_unsharded: gather parameters again in the backward, all but some: see
             ``tag_with_memory_policy_pass``.
         canonical_rules: see ``canonicalize_graph_pass``.
+        chunk: regions to run in chunks, see ``chunk_pass``; give ``apply_graph_passes`` the twin.
         extra: passes of the caller's by slot; they run behind ours of that slot.
 
     Raises:
@@ -140,6 +144,7 @@ def construct_default_graph_passes(
         "deduplicate": [bind_options(deduplicate_fsdp_unshard_chains_pass)],
         "memory_policy": [_memory_policy(keep_unsharded)] * reshard_after_forward,
         "remat": [bind_options(selective_activation_remat_pass)] * reshard_after_forward,
+        "chunk": [] if chunk is None else [bind_options(chunk_pass, config=chunk)],
         "process_groups": [bind_options(reassign_collective_pgs_pass)],
         "bucketing": [bind_options(reduce_scatter_before_all_reduce_pass)] * reduce_scatter_first + [bucketing],
     }
@@ -192,6 +197,7 @@ def apply_graph_passes(
     observer: Observer | None = None,
     progress: Progress | None = to_stderr,
     long: float = _LONG,
+    twin: fx.GraphModule | None = None,
 ) -> fx.GraphModule:
     """Run the passes on a copy of the graph; lint and recompile once, at the end.
 
@@ -204,6 +210,7 @@ def apply_graph_passes(
         disable: names of passes to leave out (M4).
         observer: called with a pass's name and the graph before and after it; costs a copy a pass.
         progress: called with a line a pass, once the pipeline has been running for ``long`` seconds.
+        twin: ``TracedStep.twin``, for ``chunk_pass``; the passes before it run on a copy of it, too.
 
     Raises:
         ValueError: ``disable`` names a pass that is not in the list.
@@ -213,6 +220,7 @@ def apply_graph_passes(
     runs: list[PassRun] = []
     is_watched = observer is not None or facts.is_watched("graph_pass")
     started, current = time.perf_counter(), copied_lazily(gm)
+    other = None if twin is None else copied_lazily(twin)
     for number, step in enumerate(steps, 1):
         if progress is not None and time.perf_counter() - started >= long:
             progress(f"graph passes: {step.name} ({number} of {len(steps)}), {_seconds(started):.1f} s so far")
@@ -220,7 +228,11 @@ def apply_graph_passes(
         if is_watched:
             current = copied_lazily(before)
         begun = time.perf_counter()
-        current = _run(step, current, example_inputs)
+        if takes_twin(step):
+            current, other = _run(step, current, example_inputs, twin=other), None
+        else:
+            current = _run(step, current, example_inputs)
+            other = None if other is None else _run(step, other, None)
         runs.append(PassRun(step.name, step.fingerprint, _seconds(begun)))
         facts.tell("graph_pass", run=runs[-1], before=before, after=current)
         if observer is not None:
@@ -243,12 +255,17 @@ def _without(steps: list[BoundPass], disable: Collection[str]) -> list[BoundPass
     return [step for step in steps if step.name not in disable]
 
 
-def _run(step: BoundPass, gm: fx.GraphModule, example_inputs: Sequence[Any] | None) -> fx.GraphModule:
+def takes_twin(step: BoundPass) -> bool:
+    """Whether a pass reads the graph's twin, and so ends its use."""
+    return "twin" in options_of(step.function)
+
+
+def _run(step: BoundPass, gm: fx.GraphModule, example_inputs: Sequence[Any] | None, **given: Any) -> fx.GraphModule:
     rewrite = rewrite_of(step.function)
     try:
         if rewrite is None:
-            return step.function(gm, example_inputs, **step.options)
-        rewrite(gm, example_inputs, **step.options)
+            return step.function(gm, example_inputs, **{**given, **step.options})
+        rewrite(gm, example_inputs, **{**given, **step.options})
     except Exception as error:
         error.add_note(f"in the graph pass {step}")
         raise

@@ -8,22 +8,26 @@ in ``named_parameters`` order (A1). Nodes carry the metadata that passes read:
 - ``meta["autograd_backward"]``: True on nodes of the backward, the one source of direction (A3);
 - ``meta["gt_input"]`` on placeholders: ``{"kind": "parameter" | "buffer" | "input", "fqn": ...}``;
 - ``meta["gt_outputs"]`` on the output node: "loss" and the FQNs of the gradients, in order;
-- ``meta["gt_managed_order"]`` there: parameters in the order in which FSDP2 manages them.
+- ``meta["gt_managed_order"]`` there: parameters in the order in which FSDP2 manages them;
+- ``meta["gt_gathers_once"]`` there: whether a parameter read again is not gathered again.
 """
 
 from __future__ import annotations
 
 import copy
+import os
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import fx, nn
 from torch.distributed.tensor import DTensor
 
+from pytest_gtrainer.conventions import GATHERS_ONCE
 from pytest_gtrainer.tracing._torch import (
     FakeTensor,
     FakeTensorMode,
@@ -41,6 +45,16 @@ from pytest_gtrainer.tracing.state import ModelState, local, managed_order, rewr
 Step = Callable[..., torch.Tensor]
 
 
+class TwinInputs(Protocol):
+    """What makes the inputs of a second trace from those of the first, ``ChunkConfig`` for one."""
+
+    def twin_inputs(self, inputs: Sequence[Any], /) -> tuple[Any, ...]: ...
+
+
+class TwinTraceError(ValueError):
+    """The step can be traced on its inputs, but not on those of its twin."""
+
+
 @dataclass(frozen=True, slots=True)
 class TracedStep:
     """A training step as a graph, with what is needed to run it on the live model.
@@ -52,6 +66,7 @@ class TracedStep:
         trainable_fqns: parameters that require a gradient, in the order of the outputs.
         input_spec: pytree of the user's inputs.
         rank: the rank that a sharded model was traced as; None without sharded parameters.
+        twin: the same step's graph on other inputs, if it was asked for.
     """
 
     gm: fx.GraphModule
@@ -61,6 +76,7 @@ class TracedStep:
     trainable_fqns: tuple[str, ...]
     input_spec: pytree.TreeSpec
     rank: int | None = None
+    twin: fx.GraphModule | None = None
 
     @property
     def state_fqns(self) -> tuple[str, ...]:
@@ -73,8 +89,8 @@ class TracedStep:
         return len(self.state_fqns)
 
     def with_graph(self, gm: fx.GraphModule) -> TracedStep:
-        """The same step with a rewritten graph."""
-        return replace(self, gm=gm)
+        """The same step with a rewritten graph, which has no twin."""
+        return replace(self, gm=gm, twin=None)
 
     def replay(self, model: nn.Module, *inputs: Any) -> torch.Tensor:
         """Run the step on ``model``: return the loss, add the gradients to ``.grad``.
@@ -149,7 +165,15 @@ def _accumulate(parameter: nn.Parameter, gradient: torch.Tensor) -> None:
     parameter.grad = rewrap(own.copy_(gradient), parameter)
 
 
-def trace_step(model: nn.Module, step: Step, inputs: Sequence[Any], *, reuse_gathers: bool = True) -> TracedStep:
+def trace_step(
+    model: nn.Module,
+    step: Step,
+    inputs: Sequence[Any],
+    *,
+    reuse_gathers: bool = True,
+    chunk: TwinInputs | None = None,
+    twin_inputs: Sequence[Any] | None = None,
+) -> TracedStep:
     """Trace ``step(model, *inputs) -> loss`` with its backward into one graph, on fake tensors.
 
     Nothing is computed and no storage is needed: state and inputs may be real, fake or meta
@@ -161,10 +185,13 @@ def trace_step(model: nn.Module, step: Step, inputs: Sequence[Any], *, reuse_gat
         inputs: pytrees of tensors and plain Python scalars; scalars are baked in.
         reuse_gathers: gather a parameter once however often it is read (A10); off only to
             reproduce graphs of tracers that do not.
+        chunk: trace the step a second time, on ``chunk.twin_inputs(inputs)``, as ``TracedStep.twin``.
+        twin_inputs: these inputs by hand, where ``chunk`` cannot know them.
 
     Raises:
         TypeError: an input leaf that is neither a tensor nor a plain scalar, or a module.
         ValueError: the loss is not a scalar, or no parameter requires a gradient.
+        TwinTraceError: the second trace fails.
     """
     flat_inputs, spec = _flatten_inputs(tuple(inputs))
     state = ModelState.of(model)
@@ -173,22 +200,65 @@ def trace_step(model: nn.Module, step: Step, inputs: Sequence[Any], *, reuse_gat
             "no parameter of the model requires a gradient, so there is no backward to trace: "
             "call requires_grad_() on what is to be trained"
         )
-    mode = _fake_mode_of([*state.tensors, *flat_inputs])
-    device = _device_of(state)
-    fakes = [
-        _fake(local(t), mode, device) if isinstance(t, torch.Tensor) else t for t in [*state.tensors, *flat_inputs]
-    ]
-    joint = _joint(model, step, state, spec, reuse_gathers)
-    with ExitStack() as stack:
-        stack.enter_context(annotate_module_fqns(model))
-        stack.enter_context(tracing_backward_metadata())
-        stack.enter_context(mode)
-        gm = make_fx(joint)(*fakes)
-    _inherit_forward_metadata(gm)
-    _inherit_from_the_caller(gm)
-    _name_inputs(gm, state, len(flat_inputs), managed_order(model))
+    tracing = _Tracing(model, step, state, _fake_mode_of([*state.tensors, *flat_inputs]), reuse_gathers)
+    gm, fakes = tracing.run(flat_inputs, spec)
+    if twin_inputs is None and chunk is not None:
+        twin_inputs = chunk.twin_inputs(inputs)
+    twin = None if twin_inputs is None else tracing.run_twin(tuple(twin_inputs), spec)
     rank = dist.get_rank() if any(isinstance(tensor, DTensor) for tensor in state.tensors) else None
-    return TracedStep(gm, fakes, tuple(state.parameters), tuple(state.buffers), state.trainable, spec, rank)
+    return TracedStep(gm, fakes, tuple(state.parameters), tuple(state.buffers), state.trainable, spec, rank, twin)
+
+
+@dataclass(frozen=True, slots=True)
+class _Tracing:
+    """Traces of one step of one model, in one fake mode."""
+
+    model: nn.Module
+    step: Step
+    state: ModelState
+    mode: FakeTensorMode
+    reuse_gathers: bool
+
+    def run(self, flat_inputs: list[Any], spec: pytree.TreeSpec) -> tuple[fx.GraphModule, list[Any]]:
+        """The joint graph, and fake tensors of its inputs."""
+        state, device = self.state, _device_of(self.state)
+        fakes = [
+            _fake(local(t), self.mode, device) if isinstance(t, torch.Tensor) else t
+            for t in [*state.tensors, *flat_inputs]
+        ]
+        joint = _joint(self.model, self.step, state, spec, self.reuse_gathers)
+        with ExitStack() as stack:
+            stack.enter_context(annotate_module_fqns(self.model))
+            stack.enter_context(tracing_backward_metadata())
+            stack.enter_context(self.mode)
+            gm = make_fx(joint)(*fakes)
+        _inherit_forward_metadata(gm)
+        _inherit_from_the_caller(gm)
+        _name_inputs(gm, state, len(flat_inputs), managed_order(self.model))
+        gm.graph.output_node().meta[GATHERS_ONCE] = self.reuse_gathers
+        return gm, fakes
+
+    def run_twin(self, inputs: tuple[Any, ...], spec: pytree.TreeSpec) -> fx.GraphModule:
+        flat, twin_spec = _flatten_inputs(inputs)
+        if twin_spec != spec:
+            raise TwinTraceError(f"the twin's inputs are structured as {twin_spec}, the step's as {spec}")
+        try:
+            gm, _ = self.run(flat, spec)
+        except Exception as error:
+            described = ", ".join(_describe(value) for value in flat)
+            raise TwinTraceError(
+                f"the step cannot be traced on its twin's inputs ({described}){_place(error)}: {error}\n"
+                "Take extents from x.shape[i], or write -1 in a view, where the model has a fixed number"
+            ) from error
+        return gm
+
+
+def _place(error: BaseException) -> str:
+    """Where the user's code raised: the innermost frame that is neither torch's nor ours."""
+    ours = (os.path.dirname(torch.__file__), os.path.dirname(os.path.dirname(__file__)))
+    frames = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
+    theirs = [f"{name}:{line}" for name, line in frames if os.path.isfile(name) and not name.startswith(ours)]
+    return f" at {theirs[-1]}" if theirs else ""
 
 
 def _flatten_inputs(inputs: tuple[Any, ...]) -> tuple[list[Any], pytree.TreeSpec]:

@@ -1,0 +1,266 @@
+"""Make the chunked graph: a new graph, in one sweep over the units of the given one.
+
+A body is copied once per chunk, one chunk after the other, in order forwards and last first backwards, as
+an eager run does. What enters is cut at the boundary; what leaves is joined, or added where it is a part of
+a gradient, or handed on chunk by chunk. *Invariant.* The given graphs are only read. *Cost.* Linear
+in the nodes of the new graph.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from pytest_gtrainer.conventions import BACKWARD, FORWARD, direction
+from pytest_gtrainer.passes._torch import value_like, values_of_split
+from pytest_gtrainer.passes.chunking._torch import lazy_graph_module
+from pytest_gtrainer.passes.chunking.annotations import BODY, GRAPH, MATERIALIZATION, SPLIT_BOUNDARY, annotation
+from pytest_gtrainer.passes.chunking.errors import ChunkError, described
+from pytest_gtrainer.passes.chunking.order import units_in_order
+from pytest_gtrainer.passes.chunking.regions import Region
+from pytest_gtrainer.passes.chunking.storages import Storages
+from pytest_gtrainer.passes.chunking.sums import Contributions, Sums
+from pytest_gtrainer.passes.chunking.twins import Twins, constant
+
+aten = torch.ops.aten
+
+
+@dataclass(slots=True)
+class Counts:
+    """What was done, for reports.
+
+    Attributes:
+        body_nodes: nodes of one chunk, by region.
+        split, joined, added, handed_on: live-ins cut, live-outs joined, live-outs added, and values that went
+            from body to body chunk by chunk.
+    """
+
+    body_nodes: dict[tuple[str, str], int] = field(default_factory=dict)
+    split: int = 0
+    joined: int = 0
+    added: int = 0
+    handed_on: int = 0
+
+
+class Rewrite:
+    """One rewriting; ``run`` gives the new GraphModule."""
+
+    def __init__(self, twins: Twins, regions: Sequence[Region], storages: Storages, dim: int) -> None:
+        self.twins, self.regions, self.storages, self.dim = twins, regions, storages, dim
+        self.region_of = {node: region for region in regions for node in region.body}
+        self.sums = Sums(twins.full.graph, self.region_of)
+        self.graph = fx.Graph(tracer_cls=twins.full.graph._tracer_cls)
+        self.whole: dict[fx.Node, fx.Node] = {}
+        self.chunks: dict[fx.Node, list[fx.Node]] = {}
+        self.cut: dict[fx.Node, list[fx.Node]] = {}
+        self.attributes: dict[str, Any] = {}
+        self.counts = Counts()
+
+    def run(self) -> fx.GraphModule:
+        for unit in units_in_order(list(self.twins.full.graph.nodes), self.region_of, self.storages):
+            if isinstance(unit, Region):
+                self._emit_region(unit)
+            elif unit in self.sums.tops:
+                self._emit_sum(unit)
+            elif unit not in self.sums.partial:
+                self._emit_node(unit)
+        return self._finished()
+
+    def _finished(self) -> fx.GraphModule:
+        full = self.twins.full
+        self.graph.set_codegen(full.graph._codegen)
+        for node in list(self.graph.find_nodes(op="get_attr")):
+            if not node.users:
+                self.graph.erase_node(node)
+        self.graph.lint()
+        made = lazy_graph_module(self.attributes, self.graph)
+        made.meta, made.shape_env = dict(full.meta), full.shape_env
+        made.meta["gt_chunking"] = self.counts
+        return made
+
+    # what is not chunked
+
+    def _emit_node(self, node: fx.Node) -> None:
+        copied = self.graph.node_copy(node, self._whole)
+        copied.meta = dict(node.meta)
+        self.whole[node] = copied
+        if node.op in ("get_attr", "call_module"):
+            self.attributes[str(node.target)] = constant(self.twins.full, node)
+
+    def _emit_sum(self, top: fx.Node) -> None:
+        terms = [term for group in self.sums.tops[top] for term in self._terms(group, top)]
+        self.whole[top] = self._fold(terms, top)
+
+    def _terms(self, group: Contributions, top: fx.Node) -> list[fx.Node]:
+        """What arrives at a sum from one group."""
+        if group.region is None:
+            return [self._whole(group.nodes[0])]
+        dim = self.twins.dim(top)
+        if dim is None:
+            count = self.twins.num_chunks
+            return [self.chunks[node][chunk] for chunk in reversed(range(count)) for node in group.nodes]
+        part = self.twins.part_of[top]
+        own = [self._fold(terms, part) for terms in zip(*(self.chunks[node] for node in group.nodes), strict=True)]
+        return [self._joined(top, own, group.region)]
+
+    def _fold(self, terms: Sequence[fx.Node], like: fx.Node) -> fx.Node:
+        """``((a + b) + c)``, with the metadata of ``like``."""
+        total, *rest = terms
+        for term in rest:
+            total = self.graph.call_function(aten.add.Tensor, (total, term))
+            total.meta = dict(like.meta)
+        return total
+
+    # bodies
+
+    def _emit_region(self, region: Region) -> None:
+        body = set(region.body)
+        entering = {source for node in region.body for source in node.all_input_nodes if source not in body}
+        parts = {source: parts for source in sorted(entering) if (parts := self._entering(source, region)) is not None}
+        copies: list[dict[fx.Node, fx.Node]] = []
+        for chunk in range(self.twins.num_chunks):
+            copies.append({source: pieces[chunk] for source, pieces in parts.items()})
+        for chunk in self._chunk_order(region):
+            for node in region.body:
+                copies[chunk][node] = self._copy(node, copies[chunk], chunk, region)
+        for node in region.body:
+            self.chunks[node] = [known[node] for known in copies]
+        self.counts.body_nodes[region.key.root, region.key.direction] = len(region.body)
+        for node in region.body:
+            if self._is_read_whole(node):
+                self._whole(node)
+
+    def _chunk_order(self, region: Region) -> Sequence[int]:
+        order = range(self.twins.num_chunks)
+        return order[::-1] if region.key.direction == BACKWARD else order
+
+    def _is_read_whole(self, node: fx.Node) -> bool:
+        taken = (self.region_of, self.sums.tops, self.sums.partial)
+        return any(all(user not in known for known in taken) for user in node.users)
+
+    def _copy(self, node: fx.Node, known: dict[fx.Node, fx.Node], chunk: int, region: Region) -> fx.Node:
+        """A body's node for one chunk: arguments and metadata of the part."""
+        part, full_of = self.twins.part_of[node], self.twins.full_of
+
+        def mapped(source: fx.Node) -> fx.Node:
+            ours = full_of[source]
+            return known[ours] if ours in known else self._whole(ours)
+
+        args, kwargs = fx.node.map_arg(part.args, mapped), fx.node.map_arg(part.kwargs, mapped)
+        copied = self.graph.create_node(node.op, node.target, args, kwargs, f"{node.name}_chunk{chunk}")
+        copied.meta = dict(part.meta)
+        custom = {**(node.meta.get("custom") or {}), **annotation(region.key.root, BODY, GRAPH, chunk)}
+        copied.meta["custom"] = custom
+        return copied
+
+    # boundaries
+
+    def _entering(self, source: fx.Node, region: Region) -> list[fx.Node] | None:
+        """The chunks of what a body reads from outside; None if all chunks read the same."""
+        home = self.region_of.get(source)
+        if home is not None and home.key.root == region.key.root:
+            self.counts.handed_on += 1
+            return self.chunks[source]
+        if self.twins.has_unknown_extent(source):
+            raise ChunkError(
+                f"{described(source)} has an extent that is known only at run time, so {region.key.root} cannot read "
+                "it chunk by chunk: compute it inside the module"
+            )
+        dim = self.twins.dim(source)
+        if dim is None:
+            return None
+        return self._cut(source, dim, region)
+
+    def _cut(self, source: fx.Node, dim: int, region: Region) -> list[fx.Node]:
+        if source not in self.cut:
+            if source in self.region_of:
+                self.counts.handed_on += 1
+                self.cut[source] = [self._contiguous(piece, region) for piece in self.chunks[source]]
+            else:
+                self.cut[source] = self._split(source, dim, region)
+        return self.cut[source]
+
+    def _split(self, source: fx.Node, dim: int, region: Region) -> list[fx.Node]:
+        """Equal parts of a whole tensor: views where they are contiguous, else contiguous copies (G5).
+
+        A gradient is cut along the batch as autograd's backward of a concatenation does, by views.
+        """
+        self.counts.split += 1
+        whole, count = self._whole(source), self.twins.num_chunks
+        value = source.meta["val"]
+        sizes = [value.shape[dim] // count] * count
+        values = values_of_split(value, sizes, dim)
+        split = self._boundary(aten.split_with_sizes.default, (whole, sizes, dim), values, region, SPLIT_BOUNDARY)
+        pieces = []
+        for index, part in enumerate(values):
+            pieces.append(self._boundary(operator.getitem, (split, index), part, region, SPLIT_BOUNDARY))
+        is_gradient = direction(source) == BACKWARD and dim == 0
+        return pieces if is_gradient else [self._contiguous(piece, region) for piece in pieces]
+
+    def _contiguous(self, piece: fx.Node, region: Region) -> fx.Node:
+        value = piece.meta["val"]
+        if value.is_contiguous():
+            return piece
+        own = value_like(value, value.shape)
+        copied = self._boundary(aten.clone.default, (piece,), own, region, SPLIT_BOUNDARY)
+        copied.kwargs = {"memory_format": torch.contiguous_format}
+        return copied
+
+    def _whole(self, node: fx.Node) -> fx.Node:
+        """What stands for a value of the given graph where all of it is read."""
+        if node in self.whole:
+            return self.whole[node]
+        made = self._materialized(node, self.region_of[node])
+        self.whole[node] = made
+        return made
+
+    def _materialized(self, node: fx.Node, region: Region) -> fx.Node:
+        """A live-out for those outside the body: joined, added, or of its last chunk where all share its memory."""
+        if self._shows_state(node):
+            return self.chunks[node][self._chunk_order(region)[-1]]
+        self._check_leaving(node, region)
+        if self.twins.dim(node) is not None:
+            return self._joined(node, self.chunks[node], region)
+        self.counts.added += 1
+        return self._fold(self.chunks[node][::-1], node)
+
+    def _shows_state(self, node: fx.Node) -> bool:
+        """Whether the memory is not the chunk's: a buffer's that a write returns."""
+        return self.storages.of[node] not in self.region_of
+
+    def _joined(self, node: fx.Node, pieces: list[fx.Node], region: Region) -> fx.Node:
+        self.counts.joined += 1
+        dim = self.twins.dim(node)
+        value = value_like(node.meta["val"], node.meta["val"].shape)
+        return self._boundary(aten.cat.default, (list(pieces), dim), value, region, MATERIALIZATION)
+
+    def _check_leaving(self, node: fx.Node, region: Region) -> None:
+        reason = None
+        if not isinstance(node.meta.get("val"), torch.Tensor):
+            reason = "is no tensor"
+        elif self.twins.has_unknown_extent(node):
+            reason = "has an extent that is known only at run time"
+        elif self.twins.dim(node) is None and region.key.direction == FORWARD:
+            reason = "does not have the chunk dimension"
+        if reason is not None:
+            users = [user for user in node.users if user not in self.region_of]
+            raise ChunkError(
+                f"{described(node)} leaves the chunked module {region.key.root} but {reason}, so the chunks' values "
+                f"cannot be put together for {', '.join(described(user) for user in users[:3])}: compute it outside "
+                "the module, or use it inside"
+            )
+
+    def _boundary(
+        self, target: Callable[..., Any], args: tuple[Any, ...], value: Any, region: Region, role: str
+    ) -> fx.Node:
+        node = self.graph.call_function(target, args)
+        custom = {"module_fqn": region.key.root, **annotation(region.key.root, role, GRAPH)}
+        node.meta = {"val": value, "custom": custom}
+        if region.key.direction == BACKWARD:
+            node.meta["autograd_backward"] = True
+        return node

@@ -1,0 +1,175 @@
+"""Two graphs of one step, aligned node for node; what differs depends on the chunk dimension.
+
+*Idea.* The full graph is the step at extent B, the part the step at B/N. If Python ran the same operators
+in both, they correspond by position. A value whose extents differ carries the chunk dimension, and the
+dimension that differs is where; a literal that differs (``arange(B)``, ``/ B``, a size) is one that each
+chunk has of its own. The body of a chunk takes its arguments and metadata from the part.
+*Invariant.* Operators and operands correspond everywhere; else the step depends on the extent and is
+refused (G18). *Cost.* Linear in nodes, a few microseconds each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import fx
+
+from pytest_gtrainer.passes.chunking.errors import ChunkError, described
+
+
+class Twins:
+    """The full graph and its part.
+
+    Attributes:
+        full, part: the graphs, at extent B and at B/N.
+        part_of: for each node of the full graph its twin; ``full_of`` the other way round.
+        num_chunks: N.
+    """
+
+    def __init__(self, full: fx.GraphModule, part: fx.GraphModule, num_chunks: int) -> None:
+        self.full, self.part, self.num_chunks = full, part, num_chunks
+        self.part_of = dict(aligned(full, part))
+        self.full_of = {part: full for full, part in self.part_of.items()}
+        pairs = self.part_of.items()
+        self._differs = {node for node, twin in pairs if differs(node, twin) or self._constant_differs(node)}
+        self._carries = {node for node in self._differs if self._has_differing_dims(node)}
+
+    def differs(self, node: fx.Node) -> bool:
+        """Whether the node's own extents, literals or constant depend on the chunk dimension."""
+        return node in self._differs
+
+    def carries(self, node: fx.Node) -> bool:
+        """Whether a tensor's extents, as far as they are known, depend on the chunk dimension."""
+        return node in self._carries
+
+    def _has_differing_dims(self, node: fx.Node) -> bool:
+        value = node.meta.get("val")
+        return isinstance(value, torch.Tensor) and bool(_differing_dims(value, self.part_of[node].meta["val"]))
+
+    def has_unknown_extent(self, node: fx.Node) -> bool:
+        """Whether an extent is known only at run time."""
+        value = node.meta.get("val")
+        return isinstance(value, torch.Tensor) and any(isinstance(extent, torch.SymInt) for extent in value.shape)
+
+    def dim(self, node: fx.Node) -> int | None:
+        """The dimension along which the full tensor is the chunks' tensors one behind the other; None without one.
+
+        Raises:
+            ChunkError: several dimensions differ, or the extents are not N to 1.
+        """
+        if not self.carries(node):
+            return None
+        value, part = node.meta["val"], self.part_of[node].meta["val"]
+        dims = _differing_dims(value, part)
+        if len(dims) > 1 or value.shape[dims[0]] != self.num_chunks * part.shape[dims[0]]:
+            raise ChunkError(
+                f"{described(node)} is {list(part.shape)} for one chunk of {self.num_chunks}: it can neither be cut "
+                "into chunks nor joined from them; keep it inside the chunked module"
+            )
+        return dims[0]
+
+    def _constant_differs(self, node: fx.Node) -> bool:
+        if node.op != "get_attr":
+            return False
+        ours, theirs = constant(self.full, node), constant(self.part, self.part_of[node])
+        if isinstance(ours, torch.Tensor) and isinstance(theirs, torch.Tensor):
+            return ours is not theirs and not _equal(ours, theirs)
+        return isinstance(ours, fx.GraphModule) and isinstance(theirs, fx.GraphModule) and nested_differ(ours, theirs)
+
+
+def constant(gm: fx.GraphModule, node: fx.Node) -> Any:
+    """What a ``get_attr`` node names."""
+    found: Any = gm
+    for name in str(node.target).split("."):
+        found = getattr(found, name)
+    return found
+
+
+def _equal(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
+    same_kind = ours.shape == theirs.shape and ours.dtype == theirs.dtype and ours.device == theirs.device
+    return same_kind and (ours.is_meta or bool(torch.equal(ours, theirs)))
+
+
+def aligned(full: fx.GraphModule, part: fx.GraphModule) -> Iterator[tuple[fx.Node, fx.Node]]:
+    """Nodes of the two graphs in pairs.
+
+    Raises:
+        ChunkError: a pair differs in its operator, or in whose results it reads (G18).
+    """
+    ours, theirs = list(full.graph.nodes), list(part.graph.nodes)
+    known: dict[fx.Node, fx.Node] = {}
+    for node, twin in zip(ours, theirs, strict=False):
+        same = node.op == twin.op and (node.op != "call_function" or node.target == twin.target)
+        if not same or [known.get(source) for source in node.all_input_nodes] != twin.all_input_nodes:
+            raise _misaligned(node, twin)
+        known[node] = twin
+        yield node, twin
+    if len(ours) != len(theirs):
+        raise _misaligned(ours[len(theirs)], None) if len(ours) > len(theirs) else _misaligned(None, theirs[len(ours)])
+
+
+def _misaligned(node: fx.Node | None, twin: fx.Node | None) -> ChunkError:
+    full = described(node) if node is not None else "nothing"
+    part = described(twin) if twin is not None else "nothing"
+    return ChunkError(
+        "the operators of the step depend on the chunk dimension's extent. The first that differ: at full extent "
+        f"{full}, at the extent of one chunk {part}. Leave loops over that dimension and branches on its "
+        "extent (an extent of 1 included) out of the model"
+    )
+
+
+def differs(node: fx.Node, twin: fx.Node) -> bool:
+    """Whether two nodes that correspond differ in the extents of their values or in a literal."""
+    if _extents_differ(node.meta.get("val"), twin.meta.get("val")):
+        return True
+    return _literals_differ(node.args, twin.args) or _literals_differ(node.kwargs, twin.kwargs)
+
+
+def _extents_differ(ours: Any, theirs: Any) -> bool:
+    if isinstance(ours, torch.Tensor):
+        return bool(_differing_dims(ours, theirs))
+    if isinstance(ours, list | tuple):
+        return any(map(_extents_differ, ours, theirs))
+    return type(ours) is int and ours != theirs
+
+
+def _differing_dims(ours: torch.Tensor, theirs: torch.Tensor) -> list[int]:
+    """Dimensions of known extents that differ."""
+    return [dim for dim, (a, b) in enumerate(zip(ours.shape, theirs.shape, strict=True)) if _known_to_differ(a, b)]
+
+
+def _known_to_differ(ours: Any, theirs: Any) -> bool:
+    return type(ours) is int and type(theirs) is int and ours != theirs
+
+
+def _literals_differ(ours: Any, theirs: Any) -> bool:
+    if isinstance(ours, fx.Node):
+        return False
+    if isinstance(ours, list | tuple):
+        return len(ours) != len(theirs) or any(map(_literals_differ, ours, theirs))
+    if isinstance(ours, dict):
+        return any(_literals_differ(value, theirs[key]) for key, value in ours.items())
+    if isinstance(ours, slice):
+        parts = [(ours.start, theirs.start), (ours.stop, theirs.stop), (ours.step, theirs.step)]
+        return any(_literals_differ(a, b) for a, b in parts)
+    if isinstance(ours, torch.SymInt | torch.SymFloat | torch.SymBool):
+        return False  # both are of data, and no literal of the chunk dimension
+    return type(ours) is not type(theirs) or bool(ours != theirs)
+
+
+def nested_differ(ours: fx.GraphModule, theirs: fx.GraphModule) -> bool:
+    """Whether two nested graphs that correspond differ anywhere in extents, literals or constants."""
+    pairs = aligned(ours, theirs)
+    return any(
+        differs(node, twin)
+        or (node.op == "get_attr" and _nested_constants_differ(constant(ours, node), constant(theirs, twin)))
+        for node, twin in pairs
+    )
+
+
+def _nested_constants_differ(ours: Any, theirs: Any) -> bool:
+    if isinstance(ours, fx.GraphModule):
+        return nested_differ(ours, theirs)
+    return isinstance(ours, torch.Tensor) and not _equal(ours, theirs)

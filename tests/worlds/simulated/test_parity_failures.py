@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from pathlib import Path
 
 import pytest
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
@@ -62,6 +63,7 @@ def test_execution_order_is_told_by_layout_and_bits(gt_world):
     assert "first at step 0, rank 0, gradient of layers.0.attention.wq.weight, element (0, 0)" in text
     assert "1 ULP apart; 261 of 512 elements of this f32[8, 64]" in text
     assert text.endswith(LAYOUTS_AROUND_WQ)
+    assert LAYOUTS_AROUND_WQ in Path("docs/simulated-world.md").read_text()
 
 
 @EIGHT

@@ -58,6 +58,7 @@ _HOME: dict[str, str] = {
     "ActivationCheckpointConfig": "numerics.configs",
     "flex_attention_options": "numerics.configs",
     "mesh_seed": "numerics.seeds",
+    "balanced_loss": "numerics.loss_balance",
     # simulated world
     "NetModel": "worlds.simulated.net",
     "assert_simulated_parity": "worlds.simulated.parity",

@@ -24,10 +24,10 @@ def check_members(members: tuple[int, ...], size: int) -> None:
     if not members:
         raise ValueError("a group without ranks has no net: name at least one rank")
     if len(set(members)) < len(members):
-        raise ValueError(f"the group {members} repeats a rank")
+        raise ValueError(f"the group {members} repeats a rank: name each once")
     outside = [rank for rank in members if not 0 <= rank < size]
     if outside:
-        raise ValueError(f"rank {outside[0]} of the group is not in the world of {size} ranks")
+        raise ValueError(f"rank {outside[0]} of the group is not in the world of {size} ranks: they are 0..{size - 1}")
 
 
 def check_rows(collective: str, inputs: Tensor, ranks: int, *, divisible: bool = False) -> None:

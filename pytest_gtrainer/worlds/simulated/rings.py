@@ -49,6 +49,9 @@ def restrict(ring: Ring, members: Sequence[int]) -> Ring:
     return tuple(place[rank] for rank in ring if rank in place)
 
 
+_EVERY_RANK = "list every rank of the world once"
+
+
 def check_rings(rings: Sequence[Ring], size: int) -> None:
     """Every ring must visit every rank of the world once.
 
@@ -58,13 +61,19 @@ def check_rings(rings: Sequence[Ring], size: int) -> None:
     for channel, ring in enumerate(rings):
         repeated = sorted({rank for rank in ring if ring.count(rank) > 1})
         if repeated:
-            raise ValueError(f"the ring of channel {channel} visits rank {repeated[0]} more than once: {_short(ring)}")
+            raise ValueError(
+                f"the ring of channel {channel} visits rank {repeated[0]} more than once, {_short(ring)}: {_EVERY_RANK}"
+            )
         unknown = sorted(set(ring) - set(range(size)))
         if unknown:
-            raise ValueError(f"the ring of channel {channel} visits rank {unknown[0]}, but ranks are 0..{size - 1}")
+            raise ValueError(
+                f"the ring of channel {channel} visits rank {unknown[0]}, but ranks are 0..{size - 1}: {_EVERY_RANK}"
+            )
         missing = sorted(set(range(size)) - set(ring))
         if missing:
-            raise ValueError(f"the ring of channel {channel} leaves out rank {missing[0]} of {size}: {_short(ring)}")
+            raise ValueError(
+                f"the ring of channel {channel} leaves out rank {missing[0]} of {size}, {_short(ring)}: {_EVERY_RANK}"
+            )
 
 
 def _short(ring: Ring) -> str:

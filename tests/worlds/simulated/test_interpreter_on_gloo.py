@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fixtures.training import deepseek_v3_training, llama3_training
@@ -154,3 +155,19 @@ def test_replicas_on_six_ranks(gt_mesh, gt_world, mode):
     actual, different = (next(run.steps([batches]))[gt_world.rank] for run in (simulated, other))
     assert_bitwise_equal(bits([*actual["loss"], *actual["gradient"]]), bits([loss, *gradients]))
     assert_bitwise_different(bits(different["gradient"]), bits(gradients))
+
+
+@pytest.mark.gt_world("ranks", size=4, mesh={"dp": 2, "tp": 2})
+def test_tensor_parallelism_on_four_ranks(gt_mesh, gt_world):
+    """S8: columns and rows of the weights over one dimension of the mesh; its all-reduces are those of DTensor."""
+    torch.manual_seed(0)
+    model = parallelize_module(Small(), gt_mesh["tp"], {"first": ColwiseParallel(), "second": RowwiseParallel()})
+    batches = [(torch.randn(6, 24, generator=torch.Generator().manual_seed(rank // 2)),) for rank in range(4)]
+    traced = trace_step(model, lambda model, x: model(x).square().mean(), batches[0])
+    simulated = Simulated(traced, model, GlooNet(4), gt_mesh)
+    loss = traced.replay(model, *batches[gt_world.rank])
+    gradients = [local_tensor(parameter.grad) for parameter in model.parameters()]
+    ranks = next(simulated.steps([batches]))
+    actual, other = ranks[gt_world.rank], ranks[gt_world.rank ^ 2]
+    assert_bitwise_equal(bits([*actual["loss"], *actual["gradient"]]), bits([loss, *gradients]))
+    assert_bitwise_different(bits(other["gradient"]), bits(gradients))

@@ -58,6 +58,7 @@ class Rewrite:
         self.whole: dict[fx.Node, fx.Node] = {}
         self.chunks: dict[fx.Node, list[fx.Node]] = {}
         self.cut: dict[fx.Node, list[fx.Node]] = {}
+        self.constants: dict[fx.Node, fx.Node] = {}
         self.attributes: dict[str, Any] = {}
         self.counts = Counts()
 
@@ -149,6 +150,8 @@ class Rewrite:
 
         def mapped(source: fx.Node) -> fx.Node:
             ours = full_of[source]
+            if ours.op == "get_attr" and self.twins.differs(ours):
+                return self._constant_of_part(ours)
             return known[ours] if ours in known else self._whole(ours)
 
         args, kwargs = fx.node.map_arg(part.args, mapped), fx.node.map_arg(part.kwargs, mapped)
@@ -157,6 +160,17 @@ class Rewrite:
         custom = {**(node.meta.get("custom") or {}), **annotation(region.key.root, BODY, GRAPH, chunk)}
         copied.meta["custom"] = custom
         return copied
+
+    def _constant_of_part(self, node: fx.Node) -> fx.Node:
+        """A constant or nested graph at the extent of one chunk, under a name of its own."""
+        if node not in self.constants:
+            name = f"{str(node.target).replace('.', '_')}_of_chunk"
+            part = self.twins.part_of[node]
+            self.attributes[name] = constant(self.twins.part, part)
+            made = self.graph.create_node("get_attr", name, name=name)
+            made.meta = dict(part.meta)
+            self.constants[node] = made
+        return self.constants[node]
 
     # boundaries
 
@@ -178,6 +192,7 @@ class Rewrite:
 
     def _cut(self, source: fx.Node, dim: int, region: Region) -> list[fx.Node]:
         if source not in self.cut:
+            self._check_boundary(source, dim, region, "enters")
             if source in self.region_of:
                 self.counts.handed_on += 1
                 self.cut[source] = [self._contiguous(piece, region) for piece in self.chunks[source]]
@@ -236,8 +251,24 @@ class Rewrite:
     def _joined(self, node: fx.Node, pieces: list[fx.Node], region: Region) -> fx.Node:
         self.counts.joined += 1
         dim = self.twins.dim(node)
+        assert dim is not None
+        self._check_boundary(node, dim, region, "leaves")
         value = value_like(node.meta["val"], node.meta["val"].shape)
         return self._boundary(aten.cat.default, (list(pieces), dim), value, region, MATERIALIZATION)
+
+    def _check_boundary(self, node: fx.Node, dim: int, region: Region, does: str) -> None:
+        """What crosses the boundary of a module as eager chunking hands it over: along one dimension, contiguous."""
+        if dim != self.dim:
+            raise ChunkError(
+                f"{described(node)} {does} the chunked module {region.key.root} with the chunk dimension in place "
+                f"{dim}; eager chunking cuts and joins along {self.dim}: hand over tensors that have it there"
+            )
+        if direction(node) == FORWARD and not node.meta["val"].is_contiguous():
+            raise ChunkError(
+                f"{described(node)} {does} the chunked module {region.key.root} with strides "
+                f"{list(node.meta['val'].stride())}; eager chunking hands over contiguous tensors, for which other "
+                "operators may run: make it .contiguous()"
+            )
 
     def _check_leaving(self, node: fx.Node, region: Region) -> None:
         reason = None

@@ -23,6 +23,7 @@ from pytest_gtrainer.golden.plugin import GoldenPlugin
 from pytest_gtrainer.golden.unused import UnusedGoldens
 from pytest_gtrainer.leaks import LeakGuard
 from pytest_gtrainer.report.net_table import NetTable
+from pytest_gtrainer.report.plugin import ReportPlugin, witnessed
 from pytest_gtrainer.report.summary import SummaryPlugin
 from pytest_gtrainer.worlds import spec
 from pytest_gtrainer.worlds.ranks.plugin import RanksPlugin, is_rank
@@ -54,6 +55,9 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(UnusedGoldens(config, goldens), "gtrainer-unused-goldens")
         config.pluginmanager.register(SummaryPlugin(config), "gtrainer-summary")
         config.pluginmanager.register(NetTable(), "gtrainer-net-table")
+        report = ReportPlugin.of(config)
+        if report is not None:
+            config.pluginmanager.register(report, "gtrainer-report")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -76,7 +80,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    with facts.collecting() as sink:
+    with facts.collecting() as sink, witnessed(item.config, item):
         item.stash[FACTS] = sink
         return (yield)
 

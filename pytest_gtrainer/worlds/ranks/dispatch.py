@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from pytest_gtrainer import options
+from pytest_gtrainer.report.witness import shown_only
 from pytest_gtrainer.worlds.ranks import wire
 from pytest_gtrainer.worlds.ranks.launcher import RanksError
 from pytest_gtrainer.worlds.ranks.leases import LeaseError
@@ -95,6 +96,7 @@ def _merged(item: pytest.Item, outcome: Outcome) -> list[pytest.TestReport]:
                if isinstance(answer, wire.ItemDone) and answer.reports}  # fmt: skip
     merged = merge(item, _with_disagreement(outcome), reports)
     _judge(item, merged, reports)
+    _gather_shown(merged, reports)
     return merged
 
 
@@ -155,6 +157,16 @@ def _judge(item: pytest.Item, merged: list[pytest.TestReport], reports: Mapping[
     # Some expectations may be met by some ranks only; they are written where the run ends.
     every = [claim for claims in _claims(reports, "gt_inline").values() for claim in claims]
     call.gt_inline = [claim for n, claim in enumerate(every) if claim not in every[:n]]  # type: ignore[attr-defined]
+
+
+def _gather_shown(merged: list[pytest.TestReport], reports: Mapping[int, RankReports]) -> None:
+    """Attach what every rank has told for the report of the run (``gt_shown``), not only that of the report shown."""
+    for report in merged:
+        report.gt_shown = {}  # type: ignore[attr-defined]
+    if merged:
+        merged[-1].gt_shown = {  # type: ignore[attr-defined]
+            rank: shown_only(facts) for rank, facts in _claims(reports, "gt_facts").items()
+        }
 
 
 def _claims(reports: Mapping[int, RankReports], attribute: str) -> dict[int, list[Any]]:

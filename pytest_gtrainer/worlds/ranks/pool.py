@@ -182,6 +182,8 @@ def _worker_input(config: pytest.Config, size: int) -> dict[str, Any]:
         "workercount": size,
         "testrunuid": outer.get("testrunuid", f"gtrainer{os.getpid()}"),
         "mainargv": outer.get("mainargv", sys.argv),
+        # ranks write no JUnit file: what it says of digests they have to be asked for
+        "gt_digests": bool(getattr(config.option, "xmlpath", None)),
     }
     seed = getattr(config.option, "randomly_seed", None)
     return content if seed is None else {**content, "randomly_seed": seed}

@@ -7,7 +7,10 @@ from collections import Counter
 import pytest
 
 from pytest_gtrainer.facts import Fact
+from pytest_gtrainer.report.collected import world_label
+from pytest_gtrainer.report.witness import without_shown
 
+MOST_LINES = 18
 _TELLERS = ("goldens", "unused-goldens")
 
 
@@ -20,15 +23,31 @@ class SummaryPlugin:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         seen: list[Fact] = getattr(report, "gt_facts", [])
-        self.facts += seen
+        self.facts += without_shown(seen)
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        goldens, unused = (self.config.pluginmanager.getplugin(f"gtrainer-{name}") for name in _TELLERS)
-        lines = summary_lines(self.facts + goldens.late_facts) + goldens.summary_lines() + unused.summary_lines()
+        lines = bounded(self.lines())
         if lines:
             terminalreporter.write_sep("=", "gtrainer")
             for line in lines:
                 terminalreporter.write_line(line)
+
+    def lines(self) -> list[str]:
+        """All that there is to say; the terminal shows ``bounded`` lines of it, the page of a report all."""
+        goldens, unused = (self.config.pluginmanager.getplugin(f"gtrainer-{name}") for name in _TELLERS)
+        return summary_lines(self.facts + goldens.late_facts) + goldens.summary_lines() + unused.summary_lines()
+
+
+def bounded(lines: list[str], most: int = MOST_LINES) -> list[str]:
+    """At most so many lines; the last one then says how many there would be.
+
+    >>> bounded(["a", "b", "c", "d"], most=3)
+    ['a', 'b', '… and 2 more lines: --gt-report FILE has all of them']
+    """
+    if len(lines) <= most:
+        return lines
+    left = len(lines) - most + 1
+    return [*lines[: most - 1], f"… and {left} more lines: --gt-report FILE has all of them"]
 
 
 def summary_lines(facts: list[Fact]) -> list[str]:
@@ -54,6 +73,4 @@ def summary_lines(facts: list[Fact]) -> list[str]:
 
 
 def _world_label(fact: Fact) -> str:
-    if fact["world"] == "fake":
-        return f"tests in fake({fact['size']})"
-    return f"tests in {fact['world']}({fact['size']}, {fact['backend']} on {fact['device']})"
+    return f"tests in {world_label(fact)}"

@@ -1,0 +1,100 @@
+"""What a run came to, test by test: put together from the reports that reach the process that ends the run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from pytest_gtrainer.facts import Fact
+from pytest_gtrainer.report.witness import shown_only
+
+ORDER = ("failed", "error", "xpassed", "passed", "xfailed", "skipped")
+"""Outcomes as a reader wants them: failures first."""
+
+
+@dataclass(slots=True)
+class Test:
+    """One test: its reports in order, and the facts that only the report reads, by rank."""
+
+    __test__ = False
+
+    name: str
+    reports: list[pytest.TestReport] = field(default_factory=list)
+    facts: list[Fact] = field(default_factory=list)
+    shown: dict[int, list[Fact]] = field(default_factory=dict)
+
+    def add(self, report: pytest.TestReport) -> None:
+        """Take in the report of a phase. A test that is run again begins anew."""
+        if report.when == "setup" and any(known.when == "setup" for known in self.reports):
+            self.reports, self.facts, self.shown = [], [], {}
+        self.reports.append(report)
+        own: list[Fact] = getattr(report, "gt_facts", [])
+        self.facts += own
+        by_rank: Mapping[Any, list[Fact]] = getattr(report, "gt_shown", None) or {0: shown_only(own)}
+        for rank, told in by_rank.items():
+            self.shown.setdefault(int(rank), []).extend(told)
+
+    @property
+    def outcome(self) -> str:
+        """failed, error (outside the call), xpassed, xfailed, skipped or passed."""
+        failed = [report for report in self.reports if report.failed]
+        if failed:
+            return "failed" if any(report.when == "call" for report in failed) else "error"
+        for report in self.reports:
+            if hasattr(report, "wasxfail"):
+                return "xfailed" if report.skipped else "xpassed"
+        return "skipped" if any(report.skipped for report in self.reports) else "passed"
+
+    @property
+    def seconds(self) -> float:
+        return sum(report.duration for report in self.reports)
+
+    @property
+    def world(self) -> str:
+        """The worlds it ran in, in words."""
+        worlds = (fact for fact in self.facts if fact["kind"] == "world")
+        return ", ".join(dict.fromkeys(world_label(fact) for fact in worlds))
+
+    def of(self, kind: str) -> list[Fact]:
+        """The shown facts of a kind, of the first rank that has any: graphs are the same on all, but for a rank."""
+        for told in (self.shown[rank] for rank in sorted(self.shown)):
+            if found := [fact for fact in told if fact["kind"] == kind]:
+                return found
+        return []
+
+    def comparisons(self) -> list[dict[str, Any]]:
+        """The comparisons of all ranks, the n-th of each rank as one; the first difference is the smallest."""
+        by_rank = [[fact for fact in told if fact["kind"] == "comparison"] for _, told in sorted(self.shown.items())]
+        return [_joined([told[place] for told in by_rank if place < len(told)])
+                for place in range(max(map(len, by_rank), default=0))]  # fmt: skip
+
+
+def _joined(parts: list[Fact]) -> dict[str, Any]:
+    leader = min(parts, key=lambda part: (part["first"] is None, (part["first"] or [0, 0])[:2]))
+    rows = {side: sorted((tuple(row) for part in parts for row in part[side]), key=_place)
+            for side in ("actual", "expected")}  # fmt: skip
+    return {**leader, "tensors": sum(part["tensors"] for part in parts), **rows}
+
+
+def _place(row: tuple[Any, ...]) -> tuple[Any, ...]:
+    from_phase = {"loss": 0, "gradient": 1, "weight": 2, "optimizer": 3, "buffer": 4}
+    return row[0], from_phase.get(row[2], 9), row[1]
+
+
+def world_label(fact: Fact) -> str:
+    """A world in a reader's words.
+
+    >>> world_label({"world": "ranks", "size": 8, "backend": "gloo", "device": "cpu"})
+    'ranks(8, gloo on cpu)'
+    """
+    if fact["world"] == "fake":
+        return f"fake({fact['size']})"
+    return f"{fact['world']}({fact['size']}, {fact['backend']} on {fact['device']})"
+
+
+def in_order(tests: Iterable[Test]) -> list[Test]:
+    """Failures first, then as they ran."""
+    return sorted(tests, key=lambda test: ORDER.index(test.outcome))

@@ -1,0 +1,131 @@
+"""The page of ``--gt-report``: one file that needs nothing else, neither a network nor a server.
+
+What is seen at once is a line for each test. Details lie in the page packed, one script tag for each test and one
+for each distinct graph, and the page's script draws what is opened, so that a thousand tests and a graph of 40,000
+nodes cost a reader no more than what they look at.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import resources
+from typing import Any
+
+from pytest_gtrainer.facts import Fact
+from pytest_gtrainer.report.collected import ORDER, Test, in_order
+from pytest_gtrainer.report.witness import packed
+
+_MOST_OUTPUT = 200_000  # characters of a section that the page keeps
+_MOST_WORDS = 2_000
+
+
+@dataclass(frozen=True, slots=True)
+class RunTold:
+    """What the head of the page says of the run.
+
+    Attributes:
+        made: versions, devices, the command line.
+        summary: the lines of the run's summary.
+    """
+
+    title: str
+    made: str
+    summary: Sequence[str]
+
+
+def render_page(run: RunTold, tests: Sequence[Test]) -> str:
+    """The page, with failures first."""
+    from jinja2 import Environment
+
+    source = resources.files(__package__) / "template"
+    style, script, body = (
+        (source / name).read_text(encoding="utf-8") for name in ("report.css", "report.js", "report.html.j2")
+    )
+    counts = Counter(test.outcome for test in tests)
+    ordered = in_order(tests)
+    return Environment(autoescape=True, trim_blocks=True).from_string(body).render(
+        run={"title": run.title, "made": run.made, "summary": run.summary,
+             "counts": [(name, counts[name]) for name in ORDER if counts[name]]},
+        tests=[_row(test) for test in ordered],
+        texts={fact["key"]: fact["packed"] for test in ordered for fact in test.of("graph_text")},
+        style=style,
+        script=script,
+    )  # fmt: skip
+
+
+def _row(test: Test) -> dict[str, str]:
+    details = details_of(test)
+    headline = _headline(test)
+    passes = " ".join(each["name"] for pipeline in details["pipelines"] for each in pipeline["passes"])
+    words = f"{test.name} {test.outcome} {test.world} {passes} {headline}"
+    return {
+        "name": test.name,
+        "outcome": test.outcome,
+        "world": test.world,
+        "time": f"{test.seconds:.2f} s",
+        "headline": headline,
+        "words": words.lower()[:_MOST_WORDS],
+        "packed": packed(json.dumps(details)),
+    }
+
+
+def _headline(test: Test) -> str:
+    """The line of a failure that the terminal's short summary shows."""
+    for report in test.reports:
+        if report.failed:
+            crash = getattr(report.longrepr, "reprcrash", None)
+            told = crash.message if crash is not None else report.longreprtext.strip()
+            return str(told.strip().partition("\n")[0])[:300] if told.strip() else ""
+    return ""
+
+
+def details_of(test: Test) -> dict[str, Any]:
+    """All that the page draws when a test is opened."""
+    pipelines = _pipelines(test)
+    return {
+        "failures": [[report.when, report.longreprtext] for report in test.reports if report.failed],
+        "comparisons": test.comparisons(),
+        "layouts": [_without_kind(fact) for fact in test.of("layout") if fact["pipeline"] not in pipelines],
+        "pipelines": list(pipelines.values()),
+        "said": _said(test),
+        "sections": [[title, _cut(text)] for report in test.reports[-1:] for title, text in report.sections],
+    }
+
+
+def _pipelines(test: Test) -> dict[int, dict[str, Any]]:
+    found: dict[int, dict[str, Any]] = {}
+    for fact in test.of("pass"):
+        place = found.setdefault(fact["pipeline"], {"passes": [], "schedule": None, "layouts": []})
+        place["passes"].append(_without_kind(fact))
+    for fact in test.of("schedule"):
+        if fact["pipeline"] in found:
+            found[fact["pipeline"]]["schedule"] = fact["packed"]
+    for fact in test.of("layout"):
+        if fact["pipeline"] in found:
+            found[fact["pipeline"]]["layouts"].append(_without_kind(fact))
+    return found
+
+
+def _said(test: Test) -> list[str]:
+    """Goldens, verdicts and skips in a line each, and what the page could not show."""
+    lines = []
+    for fact in test.facts:
+        if fact["kind"] == "golden":
+            lines.append(f"golden {fact['name']}: {fact['outcome']}")
+        elif fact["kind"] == "verdict":
+            lines.append(f"verdict{' on ' + fact['what'] if fact.get('what') else ''}: {fact['outcome']}")
+        elif fact["kind"] == "skip":
+            lines.append(f"skipped: {fact['cause']}")
+    lines += [f"not shown: {fact['what']}: {fact['why']}" for fact in test.of("not_shown")]
+    return lines
+
+
+def _without_kind(fact: Fact) -> dict[str, Any]:
+    return {name: value for name, value in fact.items() if name != "kind"}
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _MOST_OUTPUT else f"{text[:_MOST_OUTPUT]}\n[... {len(text) - _MOST_OUTPUT} more]"

@@ -1,0 +1,416 @@
+"use strict";
+// Draws what is opened. Details of tests and graphs lie packed (base64 of zlib) in script tags of this page.
+
+const CONTEXT = 3, CHUNK = 400, MOST_FOUND = 200, MOST_BARS = 24;
+
+function el(tag, attributes = {}, ...children) {
+  const made = document.createElement(tag);
+  for (const [name, value] of Object.entries(attributes)) {
+    if (name.startsWith("on")) made.addEventListener(name.slice(2), value);
+    else if (value !== false && value !== null) made.setAttribute(name, value === true ? "" : value);
+  }
+  made.append(...children.flat().filter((child) => child !== null && child !== undefined));
+  return made;
+}
+
+function svg(tag, attributes = {}, ...children) {
+  const made = document.createElementNS("http://www.w3.org/2000/svg", tag);
+  for (const [name, value] of Object.entries(attributes)) made.setAttribute(name, value);
+  made.append(...children);
+  return made;
+}
+
+async function unpack(text) {
+  const bytes = Uint8Array.from(atob(text.trim()), (c) => c.charCodeAt(0));
+  const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("deflate"));
+  return new Response(stream).text();
+}
+
+const known = new Map();
+function graphText(key) {
+  if (!known.has(key)) {
+    const holder = document.getElementById("g-" + key);
+    known.set(key, holder ? unpack(holder.textContent).then((text) => text.replace(/\n$/, "").split("\n")) : Promise.resolve([]));
+  }
+  return known.get(key);
+}
+
+// --- the list of tests ---------------------------------------------------------------------
+
+const tests = [...document.querySelectorAll(".test")];
+
+function sift() {
+  const wanted = document.getElementById("search").value.toLowerCase().split(/\s+/).filter(Boolean);
+  const outcomes = new Set([...document.querySelectorAll("[data-outcome]:checked")].map((box) => box.dataset.outcome));
+  let shown = 0;
+  for (const test of tests) {
+    const words = test.dataset.words;
+    test.hidden = !outcomes.has(test.dataset.outcome) || !wanted.every((word) => words.includes(word));
+    shown += test.hidden ? 0 : 1;
+  }
+  document.getElementById("shown").textContent = shown === tests.length ? "" : `${shown} of ${tests.length} tests`;
+}
+
+async function toggle(test, open) {
+  const body = test.querySelector(".body"), button = test.querySelector("h2 button");
+  open = open === undefined ? body.hidden : open;
+  body.hidden = !open;
+  button.setAttribute("aria-expanded", String(open));
+  if (open && !body.dataset.drawn) {
+    body.dataset.drawn = "drawing";
+    try {
+      draw(body, JSON.parse(await unpack(document.getElementById("d" + test.id.slice(1)).textContent)));
+    } catch (error) {
+      body.append(el("p", {}, `The details could not be read: ${error}`));
+    }
+    body.dataset.drawn = "done";
+  }
+}
+
+function draw(body, test) {
+  const parts = [
+    ...test.failures.map(([when, text]) => section(when === "call" ? "Failure" : `Failure in ${when}`, el("pre", { class: "long" }, text))),
+    ...test.comparisons.map(comparison),
+    ...test.layouts.map(layout),
+    ...test.pipelines.map((pipeline, number) => passes(pipeline, number, test.pipelines.length)),
+    test.said.length ? section("What was checked", el("pre", {}, test.said.join("\n"))) : null,
+    ...test.sections.map(([title, text]) => folded(title, () => el("pre", { class: "long" }, text))),
+  ].filter(Boolean);
+  body.append(...(parts.length ? parts : [el("p", { class: "dim" }, "This test told nothing: no pass, comparison, layout or output.")]));
+}
+
+function section(title, ...children) {
+  return el("div", {}, el("h3", {}, title), ...children);
+}
+
+function folded(title, make) {
+  const place = el("div", { hidden: true });
+  const button = el("button", { type: "button", onclick: () => {
+    if (!place.childElementCount) place.append(make());
+    place.hidden = !place.hidden;
+    button.firstChild.textContent = place.hidden ? "▸ " : "▾ ";
+  } }, "▸ ", title);
+  return el("div", { style: "margin-top:8px" }, button, place);
+}
+
+// --- digests -------------------------------------------------------------------------------
+
+function comparison(told) {
+  const verdict = told.must_differ ? `${told.outcome}, and it had to differ` : told.outcome;
+  const title = `Comparison${told.what ? " of " + told.what : ""}: ${verdict} (${told.tensors} tensors)`;
+  const ranks = [...new Set([...told.actual, ...told.expected].map((row) => row[1]))].sort((a, b) => a - b);
+  const found = new Map();
+  for (const [side, rows] of [["actual", told.actual], ["expected", told.expected]])
+    for (const [step, rank, phase, digest] of rows) {
+      const key = `${step}|${phase}`;
+      if (!found.has(key)) found.set(key, { step, phase, cells: new Map() });
+      const cell = found.get(key).cells;
+      cell.set(rank, { ...cell.get(rank), [side]: digest });
+    }
+  const first = told.first && [told.first[0], told.first[1], told.first[2]].join("|");
+  const rows = [...found.values()].map(({ step, phase, cells }) => el("tr", {}, el("td", { class: "number" }, String(step)), el("td", {}, phase),
+    ranks.map((rank) => digestCell(cells.get(rank) || {}, `${step}|${rank}|${phase}` === first, told.must_differ))));
+  const head = el("tr", {}, el("th", {}, "step"), el("th", {}, "of"), ranks.map((rank) => el("th", {}, `rank ${rank}`)));
+  const table = rows.length ? el("div", { class: "scroll" }, el("table", { class: "plain mono digests" }, head, rows)) : null;
+  const words = told.outcome === "equal" ? null : el("pre", {}, told.told);
+  return section(title, words, table);
+}
+
+function digestCell({ actual, expected }, isFirst, mustDiffer) {
+  const same = actual === expected;
+  const shown = same ? actual.slice(0, 8) : `${(actual || "none").slice(0, 8)} ≠ ${(expected || "none").slice(0, 8)}`;
+  const kind = same ? "equal" : mustDiffer ? "meant" : "differs";
+  return el("td", { class: isFirst ? `${kind} first` : kind, title: `actual ${actual}, expected ${expected}` }, isFirst ? `first: ${shown}` : shown);
+}
+
+// --- layouts -------------------------------------------------------------------------------
+
+// One colour for a parameter of all layers, in turn around the circle.
+const hues = new Map();
+function colour(parameter) {
+  const name = parameter.replace(/\d+/g, "N");
+  if (!hues.has(name)) hues.set(name, (hues.size * 137.5) % 360);
+  return `hsl(${hues.get(name)} 55% 68%)`;
+}
+
+const bytes = (count) => count.toLocaleString("en-US");
+
+function layout(told) {
+  const title = told.problems.length ? "Bucket layouts: who sits at which byte, and what differs" : "Bucket layout: who sits at which byte";
+  const problems = told.problems.length ? el("pre", { class: "long" }, told.problems.join("\n")) : null;
+  return section(title, problems, ...told.sides.map(([name, payloads]) => bars(name, payloads)));
+}
+
+function bars(name, payloads) {
+  const place = el("div", {}), hint = el("p", { class: "hint dim" }, "Point at a part to read it.");
+  const largest = Math.max(1, ...payloads.map((payload) => payload.slots.reduce((sum, slot) => sum + slot[2], 0)));
+  const more = () => {
+    const drawn = place.querySelectorAll("svg").length;
+    place.append(...payloads.slice(drawn, drawn + MOST_BARS).map((payload) => bar(payload, largest, hint)));
+    button.hidden = drawn + MOST_BARS >= payloads.length;
+    button.textContent = `show more of ${payloads.length} payloads`;
+  };
+  const button = el("button", { type: "button", onclick: more });
+  more();
+  return el("div", { class: "layout" }, el("h4", {}, name), place, button, hint);
+}
+
+function bar(payload, largest, hint) {
+  const width = 1100, left = 330, room = width - left - 8;
+  const total = payload.slots.reduce((sum, slot) => sum + slot[2], 0);
+  const picture = svg("svg", { viewBox: `0 0 ${width} 24`, width: "100%", style: "max-width:1400px" });
+  const what = `${payload.label}: ${payload.collective}${payload.op ? " " + payload.op : ""} ${payload.dtype}, ${payload.ranks} ranks${payload.directions.length ? ", " + payload.directions.join(" and ") : ""}`;
+  const text = svg("text", { x: 0, y: 15, class: "name" }, what.length > 60 ? what.slice(0, 59) + "…" : what);
+  text.append(svg("title", {}, what));
+  picture.append(text);
+  for (const [parameter, offset, size] of payload.slots) {
+    const part = svg("rect", { x: left + (room * offset) / largest, y: 3, width: Math.max(0.6, (room * size) / largest), height: 17,
+      fill: colour(parameter), stroke: "#fff", "stroke-width": 0.5 });
+    const told = `${parameter}: bytes ${bytes(offset)} to ${bytes(offset + size)} (${bytes(size)} of ${bytes(total)})`;
+    part.append(svg("title", {}, told));
+    part.addEventListener("mouseenter", () => { hint.textContent = told; });
+    picture.append(part);
+  }
+  return picture;
+}
+
+// --- passes --------------------------------------------------------------------------------
+
+function passes(pipeline, number, of) {
+  const seconds = pipeline.passes.reduce((sum, each) => sum + each.seconds, 0);
+  const rows = pipeline.passes.map((each, place) => passRow(each, place));
+  const head = el("tr", {}, ["", "pass", "seconds", "nodes before", "after", "what changed"].map((name) => el("th", {}, name)));
+  const parts = [el("div", { class: "scroll" }, el("table", { class: "plain passes" }, head, rows.map((row) => row.row)))];
+  parts.push(...rows.map((row) => row.place));
+  const [first, last] = [pipeline.passes[0], pipeline.passes[pipeline.passes.length - 1]];
+  if (first && pipeline.passes.length > 1) parts.push(whole(first, last));
+  if (pipeline.schedule) parts.push(schedules(pipeline.schedule));
+  const title = `Passes${of > 1 ? ` of graph ${number + 1}` : ""}: ${pipeline.passes.length} in ${seconds.toFixed(3)} s`;
+  return section(title, ...parts, ...pipeline.layouts.map(layout));
+}
+
+function passRow(each, place) {
+  const panel = el("div", { class: "panel", hidden: true });
+  const changed = each.before !== each.after;
+  const button = el("button", { type: "button", onclick: () => openPanel(panel, each.name, each.before, each.after, each.changes) }, changed ? "side by side" : "graph");
+  const words = changed ? el("ul", { class: "words" }, each.words.map((word) => el("li", {}, word))) : el("span", { class: "dim" }, "nothing");
+  const row = el("tr", {}, el("td", { class: "number" }, String(place + 1)), el("td", { title: each.fingerprint }, el("div", {}, each.name), button),
+    el("td", { class: "number" }, each.seconds.toFixed(4)), ...each.nodes.map((count) => el("td", { class: "number" }, bytes(count))), el("td", {}, words));
+  return { row, place: panel };
+}
+
+function whole(first, last) {
+  return folded("graph before all passes and after", () => {
+    const panel = el("div", { class: "panel", hidden: true });
+    openPanel(panel, "all passes", first.before, last.after, null);
+    return panel;
+  });
+}
+
+async function openPanel(panel, name, before, after, changes) {
+  panel.hidden = !panel.hidden;
+  if (panel.dataset.drawn) return;
+  panel.dataset.drawn = "yes";
+  const [old, now] = await Promise.all([graphText(before), graphText(after)]);
+  new SideBySide(panel, name, old, now, changes || roughChanges(old, now));
+}
+
+// Common head and tail kept; in between lines that stand once on either side and in the same order.
+function roughChanges(old, now) {
+  const count = (lines) => lines.reduce((seen, line) => seen.set(line, (seen.get(line) || 0) + 1), new Map());
+  const [a, b] = [count(old), count(now)], places = new Map(now.map((line, place) => [line, place]));
+  const anchors = [];
+  old.forEach((line, place) => {
+    const other = places.get(line);
+    if (a.get(line) === 1 && b.get(line) === 1 && (!anchors.length || other > anchors[anchors.length - 1][1])) anchors.push([place, other]);
+  });
+  const found = [];
+  let [i, j] = [0, 0];
+  for (const [p, q] of [...anchors, [old.length, now.length]]) {
+    while (i < p && j < q && old[i] === now[j]) { i++; j++; }
+    let [e, f] = [p, q];
+    while (e > i && f > j && old[e - 1] === now[f - 1]) { e--; f--; }
+    if (e > i || f > j) found.push([i, e, j, f]);
+    [i, j] = [p, q];
+  }
+  return found;
+}
+
+// The module that each line of a graph's text belongs to, from the headings above it.
+function modulesOf(lines) {
+  let layer = "", owner = "";
+  return lines.map((line) => {
+    if (line.startsWith("for i in ")) { layer = (line.match(/^for i in \w+\.(.*?):(  #|$)/) || [])[1] || ""; owner = layer; return ""; }
+    if (!line.startsWith(" ")) { layer = owner = ""; return ""; }
+    const heading = line.match(/^  with (.*):$/);
+    if (heading) { owner = heading[1].replace(/\bL\b/, layer || "L"); return ""; }
+    if (line.startsWith("  ") && !line.startsWith("    ")) return (line.match(/^  [PB]\.(.*?)(\.\w+)?: /) || [])[1]?.replace(/^L\b/, layer) || layer;
+    return owner;
+  });
+}
+
+class SideBySide {
+  constructor(panel, name, old, now, changes) {
+    this.sides = [old, now];
+    this.modules = [modulesOf(old), modulesOf(now)];
+    this.blocks = this.cut(changes);
+    this.list = el("div", { class: "found-list mono", hidden: true });
+    const input = el("input", { type: "search", placeholder: "search both graphs", "aria-label": "search both graphs",
+      oninput: () => this.search(input.value), onkeydown: (event) => { if (event.key === "Escape") { input.value = ""; this.search(""); } } });
+    this.count = el("span", { class: "dim" });
+    const bar = el("div", { class: "bar" }, el("strong", {}, name), el("span", { class: "dim" }, `${old.length} lines before, ${now.length} after`), input, this.count);
+    this.body = el("tbody", {});
+    this.drawAll();
+    panel.append(bar, this.list, el("p", { class: "dim" }, "A line's number lists everything else of its module."), el("table", { class: "lines" },
+      el("colgroup", {}, el("col", { style: "width:52px" }), el("col"), el("col", { style: "width:52px" }), el("col")), this.body));
+  }
+
+  // Equal stretches and changed ones, in order: {old: [from, to], now: [from, to], equal}.
+  cut(changes) {
+    const blocks = [];
+    let [i, j] = [0, 0];
+    for (const [first, last, begin, end] of [...changes, [this.sides[0].length, this.sides[0].length, this.sides[1].length, this.sides[1].length]]) {
+      if (first > i) blocks.push({ old: [i, first], now: [j, begin], equal: true });
+      if (last > first || end > begin) blocks.push({ old: [first, last], now: [begin, end], equal: false });
+      [i, j] = [last, end];
+    }
+    return blocks;
+  }
+
+  drawAll() {
+    this.rows = new Map();
+    this.body.replaceChildren(...this.blocks.flatMap((block, place) => {
+      const length = Math.max(block.old[1] - block.old[0], block.now[1] - block.now[0]);
+      if (!block.equal) return this.stretch(block, 0, Math.min(length, CHUNK), length);
+      const only = this.blocks.length === 1, head = place === 0 && !only ? 0 : only ? CHUNK : CONTEXT;
+      const tail = place === this.blocks.length - 1 ? 0 : CONTEXT;
+      if (length <= head + tail + 1) return this.stretch(block, 0, length, length);
+      return [...this.lines(block, 0, head), this.gap(block, head, length - tail), ...this.lines(block, length - tail, length)];
+    }));
+  }
+
+  stretch(block, from, to, length) {
+    return to < length ? [...this.lines(block, from, to), this.gap(block, to, length)] : this.lines(block, from, to);
+  }
+
+  gap(block, from, to) {
+    const row = el("tr", { class: "gap" }, el("td", { colspan: 4 }, `⋯ ${to - from} ${block.equal ? "equal" : "changed"} lines${to - from > CHUNK ? `, show ${CHUNK}` : ""}`));
+    row.addEventListener("click", () => row.replaceWith(...this.stretch(block, from, Math.min(from + CHUNK, to), to)));
+    row.gap = { block, from, to };
+    return row;
+  }
+
+  lines(block, from, to) {
+    const rows = [];
+    for (let place = from; place < to; place++) {
+      const cells = [0, 1].flatMap((side) => {
+        const [start, end] = side ? block.now : block.old, number = start + place;
+        if (number >= end) return [el("td", { class: "no none" }), el("td", { class: "none" })];
+        const text = this.sides[side][number], kind = block.equal ? "" : side ? "gained" : "lost";
+        return [this.number(side, number), el("td", { class: /^\S|^  with /.test(text) ? `${kind} heading` : kind }, text)];
+      });
+      const row = el("tr", {}, cells);
+      [block.old, block.now].forEach(([start, end], side) => { if (start + place < end) this.rows.set(`${side}:${start + place}`, row); });
+      rows.push(row);
+    }
+    return rows;
+  }
+
+  number(side, number) {
+    const module = this.modules[side][number];
+    return el("td", { class: "no", title: module ? `everything of ${module}` : "", onclick: () => module && this.module(module) }, String(number + 1));
+  }
+
+  module(name) { this.showFound(`${name}:`, (side, number) => this.modules[side][number] === name); }
+
+  search(text) {
+    const wanted = text.trim().toLowerCase();
+    if (!wanted) { this.list.hidden = true; this.count.textContent = ""; return; }
+    this.showFound("", (side, number) => this.sides[side][number].toLowerCase().includes(wanted));
+  }
+
+  showFound(title, fits) {
+    const found = [];
+    this.sides.forEach((lines, side) => lines.forEach((_, number) => { if (fits(side, number)) found.push([side, number]); }));
+    this.count.textContent = `${title} ${found.length} lines${found.length > MOST_FOUND ? `, the first ${MOST_FOUND} listed` : ""}`;
+    this.list.hidden = false;
+    this.list.replaceChildren(...found.slice(0, MOST_FOUND).map(([side, number]) => el("div", {}, el("button", { type: "button", class: "link",
+      onclick: () => this.reveal(side, number) }, `${side ? "after " : "before"} ${String(number + 1).padStart(6)}  ${this.modules[side][number]}  ${this.sides[side][number].trim()}`))));
+  }
+
+  reveal(side, number) {
+    if (!this.rows.has(`${side}:${number}`)) {
+      for (const row of this.body.querySelectorAll("tr.gap")) {
+        const { block, from, to } = row.gap, [start] = side ? block.now : block.old, place = number - start;
+        if (place < from || place >= to) continue;
+        const [low, high] = [Math.max(from, place - 20), Math.min(to, place + 20)];
+        const rest = high < to ? [this.gap(block, high, to)] : [], before = low > from ? [this.gap(block, from, low)] : [];
+        row.replaceWith(...before, ...this.lines(block, low, high), ...rest);
+        break;
+      }
+    }
+    const row = this.rows.get(`${side}:${number}`);
+    if (!row) return;
+    this.body.querySelectorAll("tr.found").forEach((other) => other.classList.remove("found"));
+    row.classList.add("found");
+    row.scrollIntoView({ block: "center" });
+  }
+}
+
+// --- schedules -----------------------------------------------------------------------------
+
+const PAINT = { compute: "#8fb8de", collective: "#7fbf7b", exposed: "#e5786d" };
+
+function schedules(packed) {
+  return folded("schedule under a cost model, before all passes and after", () => {
+    const place = el("div", { class: "panel schedule" }, el("p", { class: "dim" }, "drawing…"));
+    unpack(packed).then((text) => {
+      const sides = JSON.parse(text), longest = Math.max(...sides.map((side) => side.seconds));
+      place.replaceChildren(el("p", { class: "dim" }, `Estimated, not measured: ${sides[0].model}.`),
+        el("p", { class: "legend" }, [["compute", "compute"], ["collective", "communication"], ["exposed", "compute waits: exposed communication"]].map(([kind, name]) =>
+          el("span", {}, el("i", { style: `background:${PAINT[kind]}` }), name))),
+        ...sides.map((side) => schedule(side, longest)));
+    });
+    return place;
+  });
+}
+
+function schedule(side, longest) {
+  const width = 1100, left = 120, room = width - left - 6, height = 24;
+  const hint = el("p", { class: "hint dim" }, "Point at a span to read it.");
+  const picture = svg("svg", { viewBox: `0 0 ${width} ${side.lanes.length * height + 18}`, width: "100%", style: "max-width:1400px" });
+  const scale = room / (longest * 1e6 || 1);
+  side.lanes.forEach((lane, number) => picture.append(svg("text", { x: 0, y: number * height + 16, class: "name" }, lane)));
+  for (const [lane, start, duration, label, kind] of side.spans) {
+    const part = svg("rect", { x: left + start * scale, y: lane * height + 3, width: Math.max(0.4, duration * scale), height: height - 6, fill: PAINT[kind] });
+    const told = `${label}: ${start.toFixed(1)} to ${(start + duration).toFixed(1)} µs (${duration.toFixed(1)} µs)`;
+    part.append(svg("title", {}, told));
+    part.addEventListener("mouseenter", () => { hint.textContent = told; });
+    picture.append(part);
+  }
+  const end = side.lanes.length * height + 13;
+  picture.append(svg("text", { x: left, y: end, class: "dim" }, "0"), svg("text", { x: left + side.seconds * 1e6 * scale, y: end, class: "dim", "text-anchor": "end" }, `${(side.seconds * 1000).toFixed(2)} ms`));
+  const left_out = side.left_out ? el("p", { class: "dim" }, `${side.left_out} of the shortest spans are not drawn.`) : null;
+  return el("div", {}, el("h4", {}, side.name), el("p", {}, side.summary), picture, hint, left_out,
+    el("button", { type: "button", onclick: () => save(side) }, "save as Chrome trace"));
+}
+
+function save(side) {
+  const names = side.lanes.map((name, tid) => ({ ph: "M", pid: 0, tid, name: "thread_name", args: { name } }));
+  const spans = side.spans.map(([tid, ts, dur, name, cat]) => ({ ph: "X", pid: 0, tid, ts, dur, name, cat }));
+  const text = JSON.stringify({ traceEvents: [...names, ...spans], otherData: { "cost model": side.model } });
+  const link = el("a", { href: URL.createObjectURL(new Blob([text], { type: "application/json" })), download: `${side.name.replace(/\W+/g, "-")}.trace.json` });
+  link.click();
+}
+
+// --- start ---------------------------------------------------------------------------------
+
+document.getElementById("search").addEventListener("input", sift);
+document.querySelectorAll("input[data-outcome]").forEach((box) => box.addEventListener("change", sift));
+document.getElementById("fold").addEventListener("click", () => tests.forEach((test) => toggle(test, false)));
+for (const test of tests) test.querySelector("h2 button").addEventListener("click", () => toggle(test));
+for (const place of location.hash.slice(1).split(",").filter(Boolean)) {
+  const [id, ...rest] = place.split(".");
+  const test = document.getElementById(id);
+  if (test) toggle(test, true).then(() => rest.forEach((nth) => [...test.querySelectorAll(".body button")][Number(nth)]?.click()));
+}

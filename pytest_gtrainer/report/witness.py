@@ -1,0 +1,257 @@
+"""What the report shows of a test, taken down where the test runs: in this process, in a worker, in each rank.
+
+A witness watches what is told of passes, comparisons and layouts (``facts.tell``), and turns the live objects into
+facts, which travel with the test's reports:
+
+- ``graph_text``: a graph's text by its key, compressed; equal texts of a test once;
+- ``pass``: name, fingerprint, seconds, the keys of the graphs before and after, what changed in words and in lines;
+- ``schedule``: the timeline of a pipeline's graph, before and after all passes;
+- ``layout``: who sits at which byte; of a pipeline's result, or of the two sides that were compared;
+- ``comparison``: a digest of every phase of every step and rank, and the first difference;
+- ``not_shown``: what could not be taken down. A witness never makes a test fail.
+
+Graphs are taken down by one rank only. Nothing here runs without ``--gt-report`` or ``--junitxml``.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import zlib
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from pytest_gtrainer import facts
+
+if TYPE_CHECKING:
+    from torch import fx
+
+    from pytest_gtrainer.numerics.compare import Verdict
+    from pytest_gtrainer.numerics.record import Record
+    from pytest_gtrainer.passes.layout import BucketLayout
+    from pytest_gtrainer.passes.pipeline import PassRun
+
+KINDS = frozenset({"graph_text", "pass", "schedule", "layout", "comparison", "not_shown"})
+"""Kinds of the facts that only the report reads."""
+_MOST_CHANGES = 2_000
+_MOST_SPANS = 6_000
+_MOST_PIPELINES = 8
+"""Of a test that runs more pipelines than that, the first ones are shown."""
+
+
+class Witness:
+    """Takes down what one test shows.
+
+    Args:
+        graphs: whether to take down graphs, schedules and layouts.
+        mesh: dimensions and extents of the test's world, which name the process groups.
+    """
+
+    def __init__(self, *, graphs: bool = True, mesh: Mapping[str, int] | None = None) -> None:
+        self._graphs, self._mesh = graphs, mesh
+        self._texts: set[str] = set()
+        self._last: tuple[object, str, str] | None = None  # a graph, its text and key
+        self._pipeline = 0
+
+    @property
+    def watchers(self) -> dict[str, facts.Watcher]:
+        """What to hand to ``facts.watching``."""
+        found: dict[str, facts.Watcher] = {"comparison": _guarded("a comparison", self._comparison)}
+        if self._graphs:
+            found["graph_pass"] = _guarded("a pass", self._pass)
+            found["graph_passes"] = _guarded("a pipeline", self._passes)
+            found["layouts"] = _guarded("a layout", self._layouts)
+        return found
+
+    # --- graphs ------------------------------------------------------------------------------
+
+    def _pass(self, run: PassRun, before: fx.GraphModule, after: fx.GraphModule) -> None:
+        if self._pipeline >= _MOST_PIPELINES:
+            return
+        (old, old_key), (new, new_key) = self._text(before), self._text(after)
+        told: dict[str, Any] = {"words": [], "changes": []}
+        if old_key != new_key:
+            told = {"words": words(old, new), "changes": changed_lines(old, new)}
+        facts.emit(
+            "pass",
+            pipeline=self._pipeline,
+            name=run.name,
+            fingerprint=run.fingerprint,
+            seconds=round(run.seconds, 6),
+            nodes=[len(before.graph.nodes), len(after.graph.nodes)],
+            before=old_key,
+            after=new_key,
+            **told,
+        )
+
+    def _text(self, gm: fx.GraphModule) -> tuple[str, str]:
+        """A graph's text and its key; sent along when it is new. A pass's graph is the next one's before."""
+        if self._last is None or self._last[0] is not gm:
+            from pytest_gtrainer.graphtext import render
+
+            text = render(gm, mesh=self._mesh)
+            key = hashlib.sha256(text.encode()).hexdigest()[:16]
+            if key not in self._texts:
+                self._texts.add(key)
+                facts.emit("graph_text", key=key, lines=text.count("\n"), packed=packed(text))
+            self._last = gm, text, key
+        return self._last[1], self._last[2]
+
+    def _passes(self, given: fx.GraphModule, result: fx.GraphModule) -> None:
+        number, self._pipeline = self._pipeline, self._pipeline + 1
+        self._last = None
+        if number >= _MOST_PIPELINES:
+            facts.emit("not_shown", what=f"pipelines of passes after the first {_MOST_PIPELINES}", why="they are many")
+            return
+        self._schedules(number, given, result)
+        from pytest_gtrainer.passes.layout import bucket_layout
+
+        try:
+            layout = bucket_layout(result)
+        except ValueError:  # a group that does not exist here
+            return
+        if layout.payloads:
+            facts.emit("layout", pipeline=number, sides=[["rewritten graph", payloads(layout)]], problems=[])
+
+    def _schedules(self, number: int, given: fx.GraphModule, result: fx.GraphModule) -> None:
+        from pytest_gtrainer.graphtext.schedule_roles import communicates
+
+        if not communicates(result):
+            return
+        sides = [_schedule(name, gm, self._mesh) for name, gm in (("before all passes", given), ("after", result))]
+        facts.emit("schedule", pipeline=number, packed=packed(json.dumps(sides)))
+
+    def _layouts(self, actual: BucketLayout, expected: BucketLayout, problems: list[str], actual_is: str) -> None:
+        sides = [[actual_is, payloads(actual)], ["expected", payloads(expected)]]
+        facts.emit("layout", pipeline=None, sides=sides, problems=problems[:100])
+
+    # --- numbers -----------------------------------------------------------------------------
+
+    def _comparison(self, actual: Any, expected: Any, verdict: Verdict, what: str, must_differ: bool) -> None:
+        from pytest_gtrainer.numerics.record import Record
+
+        sides = [table(side) if isinstance(side, Record) else [] for side in (actual, expected)]
+        first = verdict.first
+        facts.emit(
+            "comparison",
+            what=what,
+            outcome=verdict.outcome,
+            must_differ=must_differ,
+            tensors=verdict.compared,
+            actual=sides[0],
+            expected=sides[1],
+            first=[first.key.step, first.key.rank, first.key.phase, first.key.name] if first else None,
+            told=str(verdict)[:2_000],
+        )
+
+
+def _guarded(what: str, take_down: facts.Watcher) -> facts.Watcher:
+    def guarded(**objects: Any) -> None:
+        try:
+            take_down(**objects)
+        except Exception as error:  # whatever it is, it is the report's trouble, not the test's
+            facts.emit("not_shown", what=what, why=f"{type(error).__name__}: {error}"[:500])
+
+    return guarded
+
+
+def words(old: str, new: str) -> list[str]:
+    """What changed between two graph texts, in words."""
+    from pytest_gtrainer.graphtext import unfold
+    from pytest_gtrainer.graphtext.differences.comparison import Comparison
+    from pytest_gtrainer.graphtext.differences.words import words as in_words
+
+    before, after = unfold(old), unfold(new)
+    return in_words(Comparison.of(before, after)) if before != after else []
+
+
+def changed_lines(old: str, new: str) -> list[list[int]]:
+    """Where the lines of two texts differ: ``[first, last, begin, end]`` of each side; many changes as one.
+
+    >>> changed_lines("a\\nb\\nc", "a\\nx\\nc")
+    [[1, 2, 1, 2]]
+    """
+    from pytest_gtrainer.graphtext.differences.lines import changes
+
+    found = [list(change) for change in changes(old.splitlines(), new.splitlines())]
+    if len(found) > _MOST_CHANGES:
+        head, last = found[:_MOST_CHANGES], found[-1]
+        first = found[_MOST_CHANGES]
+        return [*head, [first[0], last[1], first[2], last[3]]]
+    return found
+
+
+def payloads(layout: BucketLayout) -> list[dict[str, Any]]:
+    """A layout in plain types, in the order of its payloads."""
+    return [
+        {
+            "label": payload.label,
+            "collective": payload.collective,
+            "op": payload.op,
+            "dtype": str(payload.dtype).removeprefix("torch."),
+            "ranks": len(payload.ranks),
+            "directions": list(payload.directions),
+            "slots": [[slot.parameter, slot.offset, slot.nbytes] for slot in payload.slots],
+        }
+        for payload in layout.payloads
+    ]
+
+
+def _schedule(name: str, gm: fx.GraphModule, mesh: Mapping[str, int] | None) -> dict[str, Any]:
+    """A timeline in plain types: lanes, and spans of times in microseconds, neighbours as one."""
+    from pytest_gtrainer.report.timeline import timeline
+
+    told = timeline(gm, mesh=mesh)
+    lanes, spans = {lane: number for number, lane in enumerate(told.lanes)}, list(told.merged())
+    shown = sorted(spans, key=lambda span: -span.duration)[:_MOST_SPANS]
+    return {
+        "name": name,
+        "summary": told.summary,
+        "model": str(told.model),
+        "lanes": list(lanes),
+        "seconds": told.seconds,
+        "left_out": len(spans) - len(shown),
+        "spans": [
+            [lanes[span.lane], round(span.start * 1e6, 3), round(span.duration * 1e6, 3), span.label, span.kind]
+            for span in sorted(shown, key=lambda span: (lanes[span.lane], span.start))
+        ],
+    }
+
+
+def table(record: Record) -> list[list[Any]]:
+    """``[step, rank, phase, digest]``: one digest for all tensors of a phase."""
+    from pytest_gtrainer.numerics.digest import digest
+    from pytest_gtrainer.numerics.record import PHASES
+
+    parts: dict[tuple[int, int, str], dict[str, Any]] = {}
+    for key, tensor in record.items():
+        parts.setdefault((key.step, key.rank, key.phase), {})[key.name] = tensor
+    ordered = sorted(parts, key=lambda place: (place[0], PHASES.index(place[2]), place[1]))
+    return [[*place, digest(parts[place]).partition(":")[2][:16]] for place in ordered]
+
+
+def packed(text: str) -> str:
+    """A text as base64 of zlib's format, which browsers read ("deflate").
+
+    >>> unpacked(packed("graph")), len(packed("a" * 100_000)) < 400
+    ('graph', True)
+    """
+    return base64.b64encode(zlib.compress(text.encode(), 6)).decode()
+
+
+def unpacked(text: str) -> str:
+    """The text that ``packed`` packed."""
+    return zlib.decompress(base64.b64decode(text)).decode()
+
+
+def shown_only(told: Iterable[facts.Fact]) -> list[facts.Fact]:
+    """The facts that only the report reads."""
+    return [fact for fact in told if fact["kind"] in KINDS]
+
+
+def without_shown(told: Iterable[facts.Fact]) -> list[facts.Fact]:
+    """The facts that others read, too."""
+    return [fact for fact in told if fact["kind"] not in KINDS]
+
+

@@ -48,18 +48,13 @@ class SimulatedGraphRun:
         if world.size > 1:
             check_same_on_all(graph, _traced_by_last(build, mesh, world.size, options))
         self._interpreter = Interpreter(graph, net)
-        self._partitions = tuple(graph.partitions.values())
+        self.group_of = graph.group_of
         states = run_threads(world.size, _initial_state, build, mesh, net=net, timeout=LIMIT)
         self._ranks = [_Rank(rank, self._run, tensors) for rank, tensors in enumerate(states)]
 
     def layout(self) -> BucketLayout:
         """Where the rewritten graph puts each parameter."""
         return self._run.layout()
-
-    def group_of(self, rank: int, ranks: tuple[int, ...]) -> tuple[int, ...]:
-        """The group of ``rank`` along the dimension of the mesh that ``ranks`` are a group of."""
-        partition = next(partition for partition in self._partitions if ranks in partition)
-        return next(group for group in partition if rank in group)
 
     def run(self, recorder: Recorder | None = None) -> Record:
         """Train for ``config.steps`` steps: the record of all ranks; it stays empty if a ``recorder`` takes all."""

@@ -194,6 +194,13 @@ def test_a_graph_with_groups_given_by_hand(gt_world):
     )
 
 
+def test_a_rank_has_its_own_group_along_a_dimension():
+    rows, columns = ((0, 1), (2, 3)), ((0, 2), (1, 3))
+    graph = RankGraph(graph_of(lambda graph: graph.placeholder("x")), 0, 4, {"5": rows, "7": columns})
+    assert graph.group_of(3, (0, 1)) == (2, 3)
+    assert graph.group_of(3, (0, 2)) == (1, 3)
+
+
 @pytest.mark.gt_world("fake", size=1)
 def test_a_world_of_one(gt_world):
     x = numbers(4)

@@ -9,7 +9,13 @@ import pytest
 
 from fixtures.models.chunked_loss import chunked_ce_step
 from fixtures.training import deepseek_v3_training, llama3_training
-from pytest_gtrainer import assert_bitwise_different, assert_simulated_parity, train_graph
+from pytest_gtrainer import (
+    assert_bitwise_different,
+    assert_bitwise_equal,
+    assert_simulated_parity,
+    train_eager,
+    train_graph,
+)
 from pytest_gtrainer.passes.bucket_plan import PlanError
 from pytest_gtrainer.passes.layout import LayoutDifference, assert_same_layout
 from pytest_gtrainer.worlds.simulated.errors import DependsOnRank
@@ -90,6 +96,8 @@ def test_a_fake_world_has_no_net(gt_world):
 
 
 @pytest.mark.gt_world("simulated", size=1)
-def test_a_world_of_one_is_refused(gt_world):
+def test_a_world_of_one_trains_and_is_no_check(gt_world):
+    """S3: both sides run, and are equal in whatever order."""
+    assert_bitwise_equal(train_graph(CONFIG, world=gt_world), train_eager(CONFIG, world=gt_world))
     with pytest.raises(ValueError, match="a world of 1 rank adds nothing, so no order can show: take size=16, nodes=2"):
         assert_simulated_parity(CONFIG, gt_world)

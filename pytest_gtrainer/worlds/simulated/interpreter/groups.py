@@ -52,6 +52,11 @@ class RankGraph:
         partitions = {name: _partition(name, group_of(name), size, tensors) for name in group_names(gm)}
         return cls(gm, torch.distributed.get_rank(), size, partitions)
 
+    def group_of(self, rank: int, ranks: tuple[int, ...]) -> tuple[int, ...]:
+        """The group of ``rank`` along the dimension of the mesh that ``ranks`` are a group of in this graph."""
+        partition = next(partition for partition in self.partitions.values() if ranks in partition)
+        return next(group for group in partition if rank in group)
+
 
 def group_names(gm: fx.GraphModule) -> list[str]:
     """Names of the groups in ``gm`` and graphs in it, each once."""

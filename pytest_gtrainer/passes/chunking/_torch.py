@@ -6,16 +6,21 @@ Read against torch 2.13:
 - ``_LazyGraphModule`` generates its code when it is first run;
 - nodes that autograd's engine makes when it adds two gradients carry ``meta["is_gradient_acc"]``, and the
   ``seq_nr`` of whatever ran before; in graphs without that mark, an addition in the backward is the engine's
-  if an operand of the backward has a smaller ``seq_nr``, because the backward counts down.
+  if an operand of the backward has a smaller ``seq_nr``, because the backward counts down;
+- ``FakeTensor(mode, meta_tensor, device)`` makes a fake tensor without dispatching an operator;
+- ``meta["unbacked_bindings"]`` tells which symbols of data-dependent sizes a node makes; symbols are made by
+  ``ShapeEnv.create_unbacked_symint``, their ranges are in ``ShapeEnv.var_to_range``.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+import sympy  # type: ignore[import-untyped]
 import torch
 from torch import fx
 from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor
 
 try:
     from torch.fx._lazy_graph_module import _LazyGraphModule
@@ -55,3 +60,58 @@ def lazy_graph_module(attributes: dict[str, Any], graph: fx.Graph) -> fx.GraphMo
     """A GraphModule of the graph, and of what its ``get_attr`` nodes name; its code is made when it is needed."""
     made: fx.GraphModule = _LazyGraphModule(attributes, graph)
     return made
+
+
+Renaming = dict[sympy.Symbol, sympy.Expr]
+
+
+def renew_symbols(meta: dict[str, Any], renaming: Renaming) -> None:
+    """Give a copied node's value symbols of its own; ``renaming`` remembers them for the nodes that read it.
+
+    A copy of a node that makes a data-dependent size makes another size, not the same one again.
+    """
+    bindings = meta.get("unbacked_bindings")
+    if bindings:
+        shape_env = _shape_env_of(meta["val"])
+        for symbol in bindings:
+            renaming.setdefault(symbol, _fresh(shape_env, symbol))
+        meta["unbacked_bindings"] = {renaming[symbol]: path for symbol, path in bindings.items()}
+    if renaming and "val" in meta:
+        meta["val"] = _renamed(meta["val"], renaming)
+
+
+def _shape_env_of(value: Any) -> Any:
+    if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
+        return value.node.shape_env
+    if isinstance(value, list | tuple):
+        return next(found for item in value if (found := _shape_env_of(item)) is not None)
+    sizes = (extent for extent in value.shape if isinstance(extent, torch.SymInt)) if torch.is_tensor(value) else ()
+    return next((extent.node.shape_env for extent in sizes), None)
+
+
+def _fresh(shape_env: Any, like: sympy.Symbol) -> sympy.Symbol:
+    with shape_env.ignore_fresh_unbacked_symbols():
+        symbol = shape_env.create_unbacked_symint().node.expr
+    shape_env.var_to_range[symbol] = shape_env.var_to_range[like]
+    return symbol
+
+
+def _renamed(value: Any, renaming: Renaming) -> Any:
+    if isinstance(value, torch.SymInt):
+        expression = value.node.expr
+        if renaming.keys().isdisjoint(expression.free_symbols):
+            return value
+        return value.node.shape_env.create_symintnode(expression.xreplace(renaming), hint=None)
+    if isinstance(value, list | tuple):
+        return type(value)(_renamed(item, renaming) for item in value)
+    if torch.is_tensor(value) and any(isinstance(extent, torch.SymInt) for extent in (*value.shape, *value.stride())):
+        shape = [_renamed(extent, renaming) for extent in value.shape]
+        return strided_like(value, shape, [_renamed(stride, renaming) for stride in value.stride()])
+    return value
+
+
+def strided_like(like: torch.Tensor, shape: list[Any], stride: list[Any]) -> torch.Tensor:
+    """A value of other extents for ``meta["val"]``; for a fake one without the mode's dispatch."""
+    if not isinstance(like, FakeTensor):
+        return like.new_empty_strided(shape, stride)
+    return FakeTensor(like.fake_mode, torch.empty_strided(shape, stride, dtype=like.dtype, device="meta"), like.device)

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Any
 
 from torch import fx
 
+from pytest_gtrainer.passes.chunking.checks import check_bodies, check_extents
 from pytest_gtrainer.passes.chunking.config import ChunkConfig
 from pytest_gtrainer.passes.chunking.errors import ChunkError
 from pytest_gtrainer.passes.chunking.regions import find_regions
-from pytest_gtrainer.passes.chunking.rewrite import Rewrite
+from pytest_gtrainer.passes.chunking.rewrite import CHUNKING, ChunkCounts, Rewrite
 from pytest_gtrainer.passes.chunking.storages import Storages
 from pytest_gtrainer.passes.chunking.twins import Twins
+
+_logger = logging.getLogger(__name__)
 
 
 def chunk_pass(
@@ -23,6 +27,8 @@ def chunk_pass(
     twin: fx.GraphModule | None = None,
 ) -> fx.GraphModule:
     """A new graph in which the regions that ``config`` names run in chunks; the given ones are only read.
+
+    Its ``meta["gt_chunking"]`` holds the ``ChunkCounts``, which are logged for debugging, too.
 
     Args:
         twin: the graph of the same step at the extent of one chunk, after the same passes;
@@ -37,6 +43,23 @@ def chunk_pass(
             "trace_step(..., chunk=config) and give twin=traced.twin"
         )
     twins = Twins(gm, twin, config.num_chunks)
+    check_extents(twins, config)
     storages = Storages(gm.graph)
     regions = find_regions(twins, config, storages)
-    return Rewrite(twins, regions, storages, config.dim).run()
+    check_bodies(twins, regions, config)
+    made = Rewrite(twins, regions, storages, config.dim).run()
+    _log(made.meta[CHUNKING], config)
+    return made
+
+
+def _log(counts: ChunkCounts, config: ChunkConfig) -> None:
+    if not _logger.isEnabledFor(logging.DEBUG):
+        return
+    roots = dict.fromkeys(root for root, _ in counts.body_nodes)
+    _logger.debug("%s matches %s", config, ", ".join(roots))
+    for (root, direction), size in counts.body_nodes.items():
+        _logger.debug("%s/%s: %d nodes a chunk", root, direction, size)
+    _logger.debug(
+        "live-ins split: %d; live-outs joined: %d, added: %d; handed on chunk by chunk: %d",
+        *(counts.split, counts.joined, counts.added, counts.handed_on),
+    )

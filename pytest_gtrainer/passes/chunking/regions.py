@@ -61,7 +61,7 @@ class _Search:
 
     def __init__(self, twins: Twins, config: ChunkConfig, storages: Storages) -> None:
         self.twins, self.graph, self.storages = twins, twins.full.graph, storages
-        self.shared = reduction_steps(self.graph) if gathers_once(self.graph) else set()
+        self.shared = _left_to_the_sum(self.graph, config)
         self.roots = {
             node: root for node in self.graph.nodes if (root := config.root_of(node_fqn(node))) and _calls(node)
         }
@@ -161,6 +161,13 @@ def _propagates(user: fx.Node) -> bool:
     """Whether a use may have a gradient."""
     value = user.meta.get("val")
     return direction(user) != BACKWARD and isinstance(value, torch.Tensor) and value.is_floating_point()
+
+
+def _left_to_the_sum(graph: fx.Graph, config: ChunkConfig) -> set[fx.Node]:
+    """The steps of gradients' reductions that no chunk repeats."""
+    if gathers_once(graph):
+        return reduction_steps(graph)
+    return reduction_steps(graph, up_to_casts=True) if config.early_grad_accumulation else set()
 
 
 def _calls(node: fx.Node) -> bool:

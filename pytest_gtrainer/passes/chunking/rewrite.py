@@ -18,7 +18,7 @@ from torch import fx
 
 from pytest_gtrainer.conventions import BACKWARD, FORWARD, direction
 from pytest_gtrainer.passes._torch import value_like, values_of_split
-from pytest_gtrainer.passes.chunking._torch import lazy_graph_module
+from pytest_gtrainer.passes.chunking._torch import Renaming, lazy_graph_module, renew_symbols
 from pytest_gtrainer.passes.chunking.annotations import BODY, GRAPH, MATERIALIZATION, SPLIT_BOUNDARY, annotation
 from pytest_gtrainer.passes.chunking.errors import ChunkError, described
 from pytest_gtrainer.passes.chunking.order import units_in_order
@@ -28,10 +28,12 @@ from pytest_gtrainer.passes.chunking.sums import Contributions, Sums
 from pytest_gtrainer.passes.chunking.twins import Twins, constant
 
 aten = torch.ops.aten
+CHUNKING = "gt_chunking"
+"""In the ``meta`` of a chunked GraphModule: its ``ChunkCounts``."""
 
 
 @dataclass(slots=True)
-class Counts:
+class ChunkCounts:
     """What was done, for reports.
 
     Attributes:
@@ -58,9 +60,10 @@ class Rewrite:
         self.whole: dict[fx.Node, fx.Node] = {}
         self.chunks: dict[fx.Node, list[fx.Node]] = {}
         self.cut: dict[fx.Node, list[fx.Node]] = {}
+        self.renamings: list[Renaming] = [{} for _ in range(twins.num_chunks)]
         self.constants: dict[fx.Node, fx.Node] = {}
         self.attributes: dict[str, Any] = {}
-        self.counts = Counts()
+        self.counts = ChunkCounts()
 
     def run(self) -> fx.GraphModule:
         for unit in units_in_order(list(self.twins.full.graph.nodes), self.region_of, self.storages):
@@ -81,7 +84,7 @@ class Rewrite:
         self.graph.lint()
         made = lazy_graph_module(self.attributes, self.graph)
         made.meta, made.shape_env = dict(full.meta), full.shape_env
-        made.meta["gt_chunking"] = self.counts
+        made.meta[CHUNKING] = self.counts
         return made
 
     # what is not chunked
@@ -157,6 +160,7 @@ class Rewrite:
         args, kwargs = fx.node.map_arg(part.args, mapped), fx.node.map_arg(part.kwargs, mapped)
         copied = self.graph.create_node(node.op, node.target, args, kwargs, f"{node.name}_chunk{chunk}")
         copied.meta = dict(part.meta)
+        renew_symbols(copied.meta, self.renamings[chunk])
         custom = {**(node.meta.get("custom") or {}), **annotation(region.key.root, BODY, GRAPH, chunk)}
         copied.meta["custom"] = custom
         return copied

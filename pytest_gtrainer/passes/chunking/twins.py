@@ -34,7 +34,7 @@ class Twins:
         self.full_of = {part: full for full, part in self.part_of.items()}
         pairs = self.part_of.items()
         self._differs = {node for node, twin in pairs if differs(node, twin) or self._constant_differs(node)}
-        self._carries = {node for node in self._differs if self._has_differing_dims(node)}
+        self._dims = {node: dims for node in self._differs if (dims := self._find_differing_dims(node))}
 
     def differs(self, node: fx.Node) -> bool:
         """Whether the node's own extents, literals or constant depend on the chunk dimension."""
@@ -42,11 +42,15 @@ class Twins:
 
     def carries(self, node: fx.Node) -> bool:
         """Whether a tensor's extents, as far as they are known, depend on the chunk dimension."""
-        return node in self._carries
+        return node in self._dims
 
-    def _has_differing_dims(self, node: fx.Node) -> bool:
+    def differing_dims(self, node: fx.Node) -> list[int]:
+        """The dimensions of a tensor whose known extents differ; none of anything else."""
+        return self._dims.get(node, [])
+
+    def _find_differing_dims(self, node: fx.Node) -> list[int]:
         value = node.meta.get("val")
-        return isinstance(value, torch.Tensor) and bool(_differing_dims(value, self.part_of[node].meta["val"]))
+        return _differing_dims(value, self.part_of[node].meta["val"]) if isinstance(value, torch.Tensor) else []
 
     def has_unknown_extent(self, node: fx.Node) -> bool:
         """Whether an extent is known only at run time."""
@@ -62,7 +66,7 @@ class Twins:
         if not self.carries(node):
             return None
         value, part = node.meta["val"], self.part_of[node].meta["val"]
-        dims = _differing_dims(value, part)
+        dims = self._dims[node]
         if len(dims) > 1 or value.shape[dims[0]] != self.num_chunks * part.shape[dims[0]]:
             raise ChunkError(
                 f"{described(node)} is {list(part.shape)} for one chunk of {self.num_chunks}: it can neither be cut "

@@ -126,18 +126,21 @@ class Rewrite:
         body = set(region.body)
         entering = {source for node in region.body for source in node.all_input_nodes if source not in body}
         parts = {source: parts for source in sorted(entering) if (parts := self._entering(source, region)) is not None}
-        copies: list[dict[fx.Node, fx.Node]] = []
-        for chunk in range(self.twins.num_chunks):
-            copies.append({source: pieces[chunk] for source, pieces in parts.items()})
-        for chunk in self._chunk_order(region):
-            for node in region.body:
-                copies[chunk][node] = self._copy(node, copies[chunk], chunk, region)
+        chunks = range(self.twins.num_chunks)
+        copies = [{source: pieces[chunk] for source, pieces in parts.items()} for chunk in chunks]
+        self._emit_bodies(region, copies)
         for node in region.body:
             self.chunks[node] = [known[node] for known in copies]
         self.counts.body_nodes[region.key.root, region.key.direction] = len(region.body)
         for node in region.body:
             if self._is_read_whole(node):
                 self._whole(node)
+
+    def _emit_bodies(self, region: Region, copies: list[dict[fx.Node, fx.Node]]) -> None:
+        """One chunk after the other, as random numbers and buffers ask for; ``copies`` begins with what enters."""
+        for chunk in self._chunk_order(region):
+            for node in region.body:
+                copies[chunk][node] = self._copy(node, copies[chunk], chunk, region)
 
     def _chunk_order(self, region: Region) -> Sequence[int]:
         order = range(self.twins.num_chunks)

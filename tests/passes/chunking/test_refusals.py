@@ -1,0 +1,187 @@
+"""What chunking refuses: by module, dimension, extent and node, with what to do."""
+
+import pytest
+import torch
+import torch.distributed._functional_collectives as funcol
+import torch.nn.functional as F
+from torch import nn
+
+from fixtures.chunking import chunked, strict, token_batch
+from fixtures.models import chunkable
+from fixtures.models.chunkable import DIM, Net, net
+from fixtures.models.loss import ce_step
+from pytest_gtrainer import ChunkConfig, ChunkError, chunk_pass, trace_step
+
+
+class Block(nn.Module):
+    """A linear layer, and what a test adds to it."""
+
+    def __init__(self, then) -> None:
+        super().__init__()
+        self.w = nn.Linear(DIM, DIM)
+        self.then = then
+
+    def forward(self, x):
+        return self.then(self.w(x))
+
+
+def chunk(then=lambda x: x, *, root="layers.*", chunk_dim="batch", num_chunks=2, extents=(4, 6), model=None):
+    """Trace a net of one such block, and chunk it."""
+    config = strict(root, chunk_dim, num_chunks)
+    traced = trace_step(model or Net(lambda: Block(then)), ce_step, token_batch(0, *extents), chunk=config)
+    return chunked(traced, config)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"chunk_dim": "heads"}, "chunk_dim='heads': choose 'batch' or 'sequence'"),
+        ({"num_chunks": 1}, "num_chunks=1: give an integer of at least 2"),
+        ({"num_chunks": 2.0}, r"num_chunks=2\.0: give an integer"),
+        ({"module_fqn": "layers.*.attention"}, "names neither transformer blocks, .* nor MoE layers"),
+        ({"module_fqn": "*"}, "names neither transformer blocks"),
+        ({"chunk_dim": "sequence"}, r"by sequence: a transformer block holds attention, .*\(layers\.\*\.moe\)"),
+    ],
+)
+def test_a_configuration_is_checked_when_it_is_built(options, message):
+    """G3."""
+    with pytest.raises(ChunkError, match=message):
+        ChunkConfig(**{"module_fqn": "layers.*", **options})
+
+
+def test_a_graph_without_a_match():
+    """G2."""
+    with pytest.raises(ChunkError, match=r"'blocks\.\*' matches no module of the graph; .* layers, lm_head, loss"):
+        chunk(root="blocks.*")
+
+
+@pytest.mark.parametrize(("batch", "num_chunks"), [(3, 2), (2, 4)])
+def test_an_extent_that_does_not_divide(batch, num_chunks):
+    """G9."""
+    message = rf"extent {batch} of the batch dimension does not divide into {num_chunks} chunks"
+    with pytest.raises(ChunkError, match=message):
+        chunk(extents=(batch, 6), num_chunks=num_chunks)
+
+
+def test_a_twin_of_another_number_of_chunks():
+    """G9."""
+    traced = trace_step(net(chunkable.Dense)(), ce_step, token_batch(0), chunk=strict("layers.*", num_chunks=4))
+    with pytest.raises(ChunkError, match=r"twin of placeholder .* extent 2 where the batch dimension has 8; .* has 4"):
+        chunk_pass(traced.gm, config=strict("layers.*", num_chunks=2), twin=traced.twin)
+
+
+def test_a_graph_without_its_twin():
+    traced = trace_step(net(chunkable.Dense)(), ce_step, token_batch(0))
+    with pytest.raises(ChunkError, match=r"trace with trace_step\(\.\.\., chunk=config\) and give twin=traced\.twin"):
+        chunk_pass(traced.gm, config=strict("layers.*"))
+    with pytest.raises(ChunkError, match="have inputs of the same extents"):
+        chunk_pass(traced.gm, config=strict("layers.*"), twin=traced.gm)
+
+
+def test_a_loop_over_the_batch():
+    """G18."""
+    with pytest.raises(ChunkError, match=r"depend on the chunk dimension's extent.* in layers\.0, at"):
+        chunk(lambda x: torch.stack([row.tanh() for row in x]))
+
+
+def test_a_fixed_extent_that_a_chunk_does_not_have():
+    """G10: the twin cannot be traced; the line is the model's."""
+    with pytest.raises(ValueError, match=r"twin's inputs .* at .*test_refusals\.py:\d+: .*\n.*x\.shape\[i\]"):
+        chunk(lambda x: x.view(4, 6 * DIM).view(4, 6, DIM))
+
+
+def test_a_fixed_extent_that_cuts_a_chunk_otherwise():
+    """G10: the twin can be traced, but rows of a chunk would mix."""
+
+    def fixed(x):
+        return x + x.view(4, -1, DIM).mean(1, keepdim=True).mean(0)
+
+    with pytest.raises(ChunkError, match=r"in layers\.0 has the full extent 4 as a fixed number: .* \[2, 6, 16\]"):
+        chunk(fixed)
+
+
+@pytest.mark.gt_world("fake", size=2)
+def test_a_collective_that_is_not_expert_parallel(gt_world):
+    """G8."""
+    with pytest.raises(ChunkError, match=r"all_reduce.* inside layers\.0\. Only all-to-alls .* tensor parallelism"):
+        chunk(lambda x: funcol.wait_tensor(funcol.all_reduce(x.detach(), "sum", "0")) + x)
+
+
+def test_attention_by_sequence():
+    """G3: where a MoE layer holds attention after all."""
+
+    class Attentive(nn.Module):
+        def __init__(self, attend) -> None:
+            super().__init__()
+            self.moe = Block(attend)
+
+        def forward(self, x):
+            return x + self.moe(x)
+
+    def plain(x):
+        return (x @ x.transpose(1, 2)).softmax(-1) @ x
+
+    for attend in (lambda x: F.scaled_dot_product_attention(x, x, x), plain):
+        with pytest.raises(ChunkError, match=r"is attention inside layers\.0\.moe, which is chunked by sequence"):
+            chunk(root="layers.*.moe", chunk_dim="sequence", model=Net(lambda attend=attend: Attentive(attend)))
+
+
+class Outward(Net):
+    """Uses what its block keeps."""
+
+    def __init__(self, keep, use) -> None:
+        super().__init__(lambda: Block(self.note))
+        self.keep, self.use = keep, use
+
+    def note(self, x):
+        self.kept = self.keep(x)
+        return x
+
+    def forward(self, tokens):
+        return self.use(super().forward(tokens), self.kept)
+
+
+@pytest.mark.parametrize(
+    ("keep", "use", "message"),
+    [
+        (lambda x: x.square().mean(), lambda y, kept: y + kept, "does not have the chunk dimension"),
+        (lambda x: x[x[..., 0] > 0], lambda y, kept: y + kept.sum(), "known only at run time"),
+        (lambda x: x.argmax().item(), lambda y, kept: y * kept, "is no tensor"),
+        (lambda x: x.transpose(0, 1).tanh(), lambda y, kept: y + kept.sum(), "in place 1; eager chunking .* along 0"),
+        (lambda x: x.transpose(1, 2).tanh(), lambda y, kept: y + kept.sum(), r"strides \[96, 1, 16\]; .* make it"),
+        (lambda x: x.flatten(0, 1) @ x.flatten(0, 1).T, lambda y, kept: y + kept.sum(), "neither be cut .* nor joined"),
+    ],
+    ids=["no dimension", "data-dependent", "scalar", "another place", "strides", "two dimensions"],
+)
+def test_values_that_leave_a_region(keep, use, message):
+    """G6, G17: named with the module and who uses them."""
+    with pytest.raises(ChunkError, match=message) as refused:
+        chunk(model=Outward(keep, use))
+    assert "layers.0" in str(refused.value)
+
+
+def test_a_data_dependent_value_that_enters_a_region():
+    """G17."""
+
+    class Inward(Net):
+        def forward(self, tokens):
+            self.rows = tokens.flatten()[tokens.flatten() > 3].float()
+            return super().forward(tokens)
+
+    model = Inward(lambda: Block(lambda x: x + (x.unsqueeze(-1) * model.rows).mean(-1)))
+    with pytest.raises(ChunkError, match=r"extent that is known only at run time, so layers\.0 cannot read it"):
+        chunk(model=model)
+
+
+def test_a_region_that_leaves_and_re_enters():
+    """G17: another module's work, between two parts of a block."""
+
+    class Between(Net):
+        def __init__(self) -> None:
+            super().__init__(lambda: Block(self.outside))
+
+        def outside(self, x):
+            return self.lm_head(x)[..., :DIM] + x
+
+    with pytest.raises(ChunkError, match=r"fwd region of layers\.0 leaves and re-enters .* depends on .*lm_head"):
+        chunk(model=Between())

@@ -24,6 +24,7 @@ from pytest_gtrainer.golden.unused import UnusedGoldens
 from pytest_gtrainer.leaks import LeakGuard
 from pytest_gtrainer.report.net_table import NetTable
 from pytest_gtrainer.report.plugin import ReportPlugin, witnessed
+from pytest_gtrainer.report.properties import JUnitProperties
 from pytest_gtrainer.report.summary import SummaryPlugin
 from pytest_gtrainer.worlds import spec
 from pytest_gtrainer.worlds.ranks.plugin import RanksPlugin, is_rank
@@ -55,6 +56,8 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(UnusedGoldens(config, goldens), "gtrainer-unused-goldens")
         config.pluginmanager.register(SummaryPlugin(config), "gtrainer-summary")
         config.pluginmanager.register(NetTable(), "gtrainer-net-table")
+        if config.getoption("xmlpath", None):
+            config.pluginmanager.register(JUnitProperties(), "gtrainer-junit")
         report = ReportPlugin.of(config)
         if report is not None:
             config.pluginmanager.register(report, "gtrainer-report")

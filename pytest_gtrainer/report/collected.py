@@ -33,7 +33,7 @@ class Test:
         self.reports.append(report)
         own: list[Fact] = getattr(report, "gt_facts", [])
         self.facts += own
-        by_rank: Mapping[Any, list[Fact]] = getattr(report, "gt_shown", None) or {0: shown_only(own)}
+        by_rank: Mapping[Any, list[Fact]] = getattr(report, "gt_shown", {0: shown_only(own)})
         for rank, told in by_rank.items():
             self.shown.setdefault(int(rank), []).extend(told)
 

@@ -16,6 +16,7 @@ check-long: env   ## the long forms too
 
 bench: env        ## speed against yardsticks measured in the same run
 	$(PY) -m benchmarks.digest
+	$(PY) -m benchmarks.records
 	$(PY) -m benchmarks.simulated
 	$(PY) -m benchmarks.graphdiff
 	$(PY) -m benchmarks.threads

@@ -26,6 +26,7 @@ from pytest_gtrainer.report.net_table import NetTable
 from pytest_gtrainer.report.plugin import ReportPlugin, witnessed
 from pytest_gtrainer.report.properties import JUnitProperties
 from pytest_gtrainer.report.summary import SummaryPlugin
+from pytest_gtrainer.report.verdicts import VerdictTables
 from pytest_gtrainer.worlds import spec
 from pytest_gtrainer.worlds.ranks.plugin import RanksPlugin, is_rank
 
@@ -51,6 +52,7 @@ def pytest_configure(config: pytest.Config) -> None:
     inline.register(config)
     if options.get(config, "leaked-flags") != "ignore":
         config.pluginmanager.register(LeakGuard(config), "gtrainer-leaks")
+    config.pluginmanager.register(VerdictTables(), "gtrainer-verdicts")
     if not is_rank(config):
         config.pluginmanager.register(RanksPlugin(config), "gtrainer-ranks")
         config.pluginmanager.register(UnusedGoldens(config, goldens), "gtrainer-unused-goldens")

@@ -6,6 +6,7 @@ nothing looks at values: a tensor is its bytes in row-major order of its element
 
 from __future__ import annotations
 
+import ctypes
 import sys
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import Tensor
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _WORD = 8
+_PIECE = 4 << 20  # elements
 
 # Significant decimal digits after which two neighbours of the format never look the same.
 _DIGITS = {torch.float64: 17, torch.float32: 9, torch.float16: 5, torch.bfloat16: 4}
@@ -83,6 +85,13 @@ def byte_view(tensor: Tensor) -> Tensor:
     return plain(tensor).contiguous().reshape(-1).view(torch.uint8)
 
 
+def memory(view: Tensor) -> bytes | ctypes.Array[ctypes.c_ubyte]:
+    """The memory of a contiguous byte view in host memory, not copied; valid as long as ``view`` lives."""
+    if not view.numel():
+        return b""
+    return (ctypes.c_ubyte * view.numel()).from_address(view.data_ptr())
+
+
 def same_bytes(a: Tensor, b: Tensor) -> bool:
     """Whether two byte views (``uint8[n]``) are equal, read in the widest words that fit.
 
@@ -102,6 +111,23 @@ def differing(a: Tensor, b: Tensor) -> Tensor:
     """Which elements of two tensors of one dtype and shape differ: ``bool[numel]``."""
     sides = [_element_words(side) for side in (a, b)]
     return (sides[0] != sides[1]).any(dim=1)
+
+
+def count_differing(a: Tensor, b: Tensor) -> tuple[int, int]:
+    """How many elements differ, and the place of the first in row-major order; piece by piece, -1 if none does.
+
+    >>> count_differing(torch.tensor([1, 2, 3, 4]), torch.tensor([1, 0, 3, 0]))
+    (2, 1)
+    """
+    total, first = 0, -1
+    rows = [side.reshape(-1).split(_PIECE) for side in (a, b)]
+    for number, (x, y) in enumerate(zip(*rows, strict=True)):
+        differs = differing(x, y)
+        found = int(differs.sum())
+        if found and first < 0:
+            first = number * _PIECE + int(differs.to(torch.uint8).argmax())
+        total += found
+    return total, first
 
 
 def _element_words(tensor: Tensor) -> Tensor:

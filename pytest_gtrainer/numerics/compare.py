@@ -254,8 +254,7 @@ def _placements(tensor: Tensor) -> str:
 
 
 def _first_element(key: Key, a: Tensor, b: Tensor, layout: str) -> Difference:
-    differs = bits.differing(a, b)
-    flat = int(differs.to(torch.uint8).argmax())
+    elements, flat = bits.count_differing(a, b)
     x, y = (side.reshape(-1)[flat] for side in (a, b))
     return Difference(
         key,
@@ -268,7 +267,7 @@ def _first_element(key: Key, a: Tensor, b: Tensor, layout: str) -> Difference:
         actual_bits=bits.pattern(x),
         expected_bits=bits.pattern(y),
         ulp=ulp_distance(x, y),
-        elements=int(differs.sum()),
+        elements=elements,
     )
 
 

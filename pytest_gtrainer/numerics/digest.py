@@ -17,7 +17,6 @@ digests are comparable if they were made by the same algorithm, which stands in 
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -29,7 +28,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from pytest_gtrainer.numerics.bits import byte_view, is_dtensor, plain
+from pytest_gtrainer.numerics.bits import byte_view, is_dtensor, memory, plain
 from pytest_gtrainer.numerics.entries import Tensors, entries
 from pytest_gtrainer.numerics.mixing import mix128
 from pytest_gtrainer.numerics.record import Key, Record
@@ -61,11 +60,11 @@ class Algorithm:
 
 
 def _xxh3(view: Tensor) -> bytes:
-    return xxhash.xxh3_128_digest(_memory(view))
+    return xxhash.xxh3_128_digest(memory(view))
 
 
 def _sha256(view: Tensor) -> bytes:
-    return hashlib.sha256(_memory(view)).digest()
+    return hashlib.sha256(memory(view)).digest()
 
 
 ALGORITHMS: dict[str, Algorithm] = {
@@ -155,7 +154,7 @@ class _Feeder:
         """What stands for the bytes: themselves where one leaf holds them, else the hash of each leaf."""
         if view.numel() <= _LEAF and not self.algorithm.on_device:
             host = view.cpu()  # kept alive by this frame while its memory is read
-            yield _memory(host)
+            yield memory(host)
             return
         parts = view.split(_LEAF)
         if view.device.type != "cpu":
@@ -182,10 +181,3 @@ def _framed(*parts: object) -> bytes:
     """
     header = repr(parts).encode()
     return b"%d:%s" % (len(header), header)
-
-
-def _memory(view: Tensor) -> bytes | ctypes.Array[ctypes.c_ubyte]:
-    """The memory of a contiguous byte view, not copied; valid as long as ``view`` lives."""
-    if not view.numel():
-        return b""
-    return (ctypes.c_ubyte * view.numel()).from_address(view.data_ptr())

@@ -15,15 +15,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from pytest_gtrainer.numerics import record_file
 from pytest_gtrainer.numerics.bits import plain
 from pytest_gtrainer.numerics.names import normalised
 
-PHASES = ("loss", "gradient", "weight", "optimizer", "buffer")
-_FORMAT = "gtrainer-record-1"
+PHASES = ("rng", "loss", "gradient", "clipped", "weight", "optimizer", "buffer")
+"""In the order of a step: random states before it, the loss, gradients before and after clipping, and what the
+optimiser leaves."""
 
 
 class Key(NamedTuple):
-    """Where in a run a tensor was captured; ``gradient`` is taken before clipping."""
+    """Where in a run a tensor was captured; ``gradient`` is taken before clipping, ``clipped`` after."""
 
     step: int
     rank: int
@@ -38,6 +40,8 @@ class Record:
         world_size: how many ranks the run had.
         rank: the one rank this record speaks for; None (the default) if it speaks for all.
         meta: free text about the run; it takes no part in digests and comparisons.
+        spool: a folder with space for a run that does not fit into memory: tensors of 1 MiB and more are kept
+            there, in nameless files that go with the record.
 
     >>> record = Record()
     >>> record.add(0, 0, "weight", "_orig_mod.wq.weight", torch.ones(2))
@@ -45,10 +49,15 @@ class Record:
     [Key(step=0, rank=0, phase='weight', name='wq.weight')]
     """
 
-    __slots__ = ("_tensors", "meta", "rank", "world_size")
+    __slots__ = ("_spool", "_tensors", "meta", "rank", "world_size")
 
     def __init__(
-        self, world_size: int = 1, rank: int | None = None, meta: dict[str, str] | None = None
+        self,
+        world_size: int = 1,
+        rank: int | None = None,
+        meta: dict[str, str] | None = None,
+        *,
+        spool: str | PathLike[str] | None = None,
     ) -> None:
         if world_size < 1:
             raise ValueError(f"a record of a run on {world_size} ranks: world_size must be at least 1")
@@ -58,6 +67,7 @@ class Record:
         self.rank = rank
         self.meta = dict(meta or {})
         self._tensors: dict[Key, Tensor] = {}
+        self._spool = None if spool is None else record_file.Spool(spool)
 
     def add(self, step: int, rank: int, phase: str, name: str, tensor: Tensor) -> None:
         """Keep a copy of ``tensor``: of a DTensor its local shard, detached, contiguous, on the CPU.
@@ -69,8 +79,8 @@ class Record:
         key = Key(step, rank, phase, normalised(name))
         self._check(key)
         source = plain(tensor)
-        copy = torch.empty(source.shape, dtype=source.dtype, device="cpu")
-        self._tensors[key] = copy.copy_(source)
+        copy = torch.empty(source.shape, dtype=source.dtype, device="cpu").copy_(source)
+        self._tensors[key] = copy if self._spool is None else self._spool.keep(copy)
 
     def _check(self, key: Key) -> None:
         if key.phase not in PHASES:
@@ -161,30 +171,20 @@ class Record:
         return whole
 
     def save(self, path: str | PathLike[str]) -> None:
-        """Write everything to one file."""
-        content = {
-            "format": _FORMAT,
-            "world_size": self.world_size,
-            "rank": self.rank,
-            "meta": self.meta,
-            "keys": [tuple(key) for key in self._tensors],
-            "tensors": list(self._tensors.values()),
-        }
-        torch.save(content, path)
+        """Write everything to one file, raw; it appears under its name when it is whole."""
+        header = {"world_size": self.world_size, "rank": self.rank, "meta": self.meta}
+        record_file.write(path, header, self._tensors.items())
 
     @classmethod
     def load(cls, path: str | PathLike[str]) -> Record:
-        """Read what ``save`` wrote; runs no code from the file.
+        """What ``save`` wrote, mapped: nothing is read before it is looked at, no code from the file is run.
 
         Raises:
-            ValueError: the file holds something else.
+            ValueError: the file holds something else, or not all of a record.
         """
-        content = torch.load(path, weights_only=True, map_location="cpu")
-        if not isinstance(content, dict) or content.get("format") != _FORMAT:
-            raise ValueError(f"{path} does not hold a record ({_FORMAT})")
-        record = cls(content["world_size"], content["rank"], content["meta"])
-        for key, tensor in zip(content["keys"], content["tensors"], strict=True):
-            record._tensors[Key(*key)] = tensor
+        header, tensors = record_file.read(path)
+        record = cls(header["world_size"], header["rank"], header["meta"])
+        record._tensors = {Key(*key): tensor for key, tensor in tensors}
         return record
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from pytest_gtrainer.numerics.record import Key
@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from pytest_gtrainer.numerics.compare import Difference, Verdict
 
 _MOST_LINES = 8
+_WORDS = {"clipped": "clipped gradient", "optimizer": "optimizer state", "rng": "random state"}
 
 
 def text(verdict: Verdict) -> str:
@@ -33,7 +34,8 @@ def where(key: Key) -> str:
     name = key.name or "the tensor"
     if not key.phase:
         return name
-    what = key.phase if key.name in ("", key.phase) else f"{key.phase} of {name}"
+    phase = _WORDS.get(key.phase, key.phase)
+    what = phase if key.name in ("", key.phase) else f"{phase} of {name}"
     return f"step {key.step}, rank {key.rank}, {what}"
 
 
@@ -104,3 +106,23 @@ def _cut(title: str, lines: list[str]) -> list[str]:
     more = len(lines) - _MOST_LINES
     tail = [f"    and {more} more"] if more > 0 else []
     return [f"  {title}", *(f"    {line}" for line in lines[:_MOST_LINES]), *tail]
+
+
+_COLUMNS = ("side", "step", "rank", "phase", "name", "layout", "kind", "element", "actual", "actual_bits", "expected",
+            "expected_bits", "ulp", "differing", "of")  # fmt: skip
+
+
+def table(verdict: Verdict) -> str:
+    """Everything that differs, as tab-separated lines with a heading, in order of origin: for a file."""
+    return "".join("\t".join(map(str, row)) + "\n" for row in [_COLUMNS, *_rows(verdict)])
+
+
+def _rows(verdict: Verdict) -> Iterator[tuple[object, ...]]:
+    for one in verdict.differences:
+        element = "" if one.element is None else _tuple(one.element)
+        yield ("both", *one.key, one.layout, one.kind, element, one.actual, one.actual_bits, one.expected,
+               one.expected_bits, "" if one.ulp is None else one.ulp, one.elements, one.numel)  # fmt: skip
+    blank = ("",) * (len(_COLUMNS) - 5)
+    for side, keys in (("actual", verdict.only_actual), ("expected", verdict.only_expected)):
+        for key in keys:
+            yield (side, *key, *blank)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 
 import xxhash
@@ -62,3 +63,19 @@ class WeightDigests:
 def _joined(ranks: dict[int, str]) -> str:
     text = "\n".join(f"{rank} {told}" for rank, told in sorted(ranks.items()))
     return f"xxh3_128:{xxhash.xxh3_128(text.encode()).hexdigest()}"
+
+
+VARIABLE = "GT_WEIGHT_HASH"
+
+
+def tell_weights(step: int, rank: int, side: str, weights: Iterable[tuple[str, Tensor]]) -> None:
+    """Print a digest of this rank's weights if ``GT_WEIGHT_HASH=1``: a line per step and rank, to be compared by eye.
+
+    >>> import torch
+    >>> os.environ[VARIABLE] = "1"
+    >>> tell_weights(3, 5, "eager", [("w", torch.zeros(2))])
+    weights step 3 rank 5 xxh3_128:2997c89bb6d3041c53e8ce44f4f6f76f eager
+    >>> del os.environ[VARIABLE]
+    """
+    if os.environ.get(VARIABLE) == "1":
+        print(f"weights step {step} rank {rank} {digest(dict(weights))} {side}", flush=True)

@@ -44,6 +44,8 @@ class TrainConfig:
             them to torch (all in one at the first step, then 25 MiB), and other bits come of it: a ring
             adds an element in an order that depends on its place in the bucket.
         optimizer: makes the optimiser of the trainable parameters.
+        max_norm: clip gradients to this norm; they are recorded before and after. Not in a simulated world's graph.
+        record_rng: record the states of all random generators before each step. Not in a simulated world's graph.
         steps: number of steps.
     """
 
@@ -57,6 +59,8 @@ class TrainConfig:
     replicate: bool = False
     ddp_bucket_mb: float | None = 0
     optimizer: Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer] = adamw
+    max_norm: float | None = None
+    record_rng: bool = False
     steps: int = 5
 
     def __post_init__(self) -> None:

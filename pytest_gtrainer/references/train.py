@@ -11,6 +11,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from pytest_gtrainer.numerics.record import Record
+from pytest_gtrainer.numerics.seeds import random_state
+from pytest_gtrainer.numerics.weight_digests import tell_weights
 from pytest_gtrainer.references.config import TrainConfig
 
 
@@ -30,7 +32,7 @@ def train(
     """Train ``model`` and record loss, gradients, weights, optimiser state and buffers of every step.
 
     ``compute_gradients(*inputs)`` returns the loss and fills ``.grad``. With a ``recorder`` the record that
-    is returned stays empty.
+    is returned stays empty. ``GT_WEIGHT_HASH=1`` prints a line with a digest of the weights after every step.
 
     Raises:
         ValueError: under a fake process group, whose collectives move no data (W1).
@@ -44,11 +46,17 @@ def train(
     optimizer = config.optimizer(parameters)
     for step in range(config.steps):
         optimizer.zero_grad()
+        if config.record_rng:
+            _record_random_states(record, step, rank)
         loss = compute_gradients(*config.batch(step, rank))
         record.add(step, rank, "loss", "loss", local_tensor(loss))
-        _record_gradients(record, step, rank, model)
+        _record_gradients(record, step, rank, "gradient", model)
+        if config.max_norm is not None:
+            nn.utils.clip_grad_norm_(parameters, config.max_norm)
+            _record_gradients(record, step, rank, "clipped", model)
         optimizer.step()
         _record_state(record, step, rank, model, optimizer)
+        tell_weights(step, rank, side, ((name, local_tensor(value)) for name, value in model.named_parameters()))
     return empty
 
 
@@ -56,10 +64,15 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().to_local() if isinstance(tensor, DTensor) else tensor.detach()
 
 
-def _record_gradients(record: Recorder, step: int, rank: int, model: nn.Module) -> None:
+def _record_random_states(record: Recorder, step: int, rank: int) -> None:
+    for name, state in random_state().items():
+        record.add(step, rank, "rng", name, state)
+
+
+def _record_gradients(record: Recorder, step: int, rank: int, phase: str, model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if parameter.grad is not None:
-            record.add(step, rank, "gradient", name, local_tensor(parameter.grad))
+            record.add(step, rank, phase, name, local_tensor(parameter.grad))
 
 
 def _record_state(record: Recorder, step: int, rank: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import struct
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from pytest_gtrainer.numerics.bits import NoBytes, byte_view, differing, pattern, same_bytes, value
+from pytest_gtrainer.numerics.bits import NoBytes, byte_view, count_differing, differing, pattern, same_bytes, value
 from pytest_gtrainer.numerics.ulp import ulp_distance
 from tests.numerics.samples import ALL, FLOATS, FP8
 
@@ -129,6 +130,31 @@ def test_the_neighbour_of_the_largest_number_is_infinity():
 
 def test_ulp_of_fp8():
     assert ulp_distance(*torch.tensor([1.0, 1.125]).to(torch.float8_e4m3fn)) == 1
+
+
+@pytest.mark.parametrize("dtype", [*FP8, torch.float8_e8m0fnu], ids=str)
+def test_ulp_of_every_fp8_format_counts_its_numbers(dtype: torch.dtype):
+    """All 256 patterns: neighbours in order of size are 1 apart, NaN is nowhere."""
+    patterns = torch.arange(256).to(torch.uint8).view(dtype)
+    numbers = patterns[~patterns.to(torch.float64).isnan()]
+    ordered = numbers[numbers.to(torch.float64).argsort(stable=True)]
+    distances = [ulp_distance(a, b) for a, b in itertools.pairwise(ordered)]
+    zeros = int((ordered.to(torch.float64) == 0).sum())
+    assert distances.count(0) == max(zeros - 1, 0)
+    assert set(distances) <= {0, 1}
+    nan = patterns[patterns.to(torch.float64).isnan()][0]
+    assert ulp_distance(nan, ordered[0]) is None
+
+
+@pytest.mark.parametrize("size", [1, 5, 11])
+def test_counting_by_pieces_is_counting(monkeypatch: pytest.MonkeyPatch, size: int):
+    monkeypatch.setattr("pytest_gtrainer.numerics.bits._PIECE", 4)
+    a, b = torch.zeros(size), torch.zeros(size)
+    assert count_differing(a, b) == (0, -1)
+    b[[0, -1]] = -0.0
+    assert count_differing(a, b) == (len({0, size - 1}), 0)
+    b[0] = 0.0
+    assert count_differing(a, b) == ((1, size - 1) if size > 1 else (0, -1))
 
 
 @pytest.mark.parametrize(

@@ -194,7 +194,7 @@ def test_nothing_is_copied_for_contiguous_memory(monkeypatch: pytest.MonkeyPatch
     from pytest_gtrainer.numerics import digest as module
 
     seen = []
-    monkeypatch.setattr(module, "_memory", lambda view: seen.append(view.data_ptr()) or b"")
+    monkeypatch.setattr(module, "memory", lambda view: seen.append(view.data_ptr()) or b"")
     tensor = torch.ones(10, dtype=torch.bfloat16)[2:]
     digest(tensor)
     assert seen == [tensor.data_ptr()]

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import math
+from pathlib import Path
+
 import pytest
 import torch
 
-from pytest_gtrainer import Record, assert_bitwise_equal, digest
+from pytest_gtrainer import Record, assert_bitwise_different, assert_bitwise_equal, compare, digest
 from pytest_gtrainer.numerics.bits import NoBytes
 from pytest_gtrainer.numerics.names import normalised
-from pytest_gtrainer.numerics.record import Key
-from tests.numerics.samples import make_run
+from pytest_gtrainer.numerics.record import PHASES, Key
+from pytest_gtrainer.numerics.record_file import LARGE
+from tests.numerics.samples import ALL, flip_bit, make_run
 
 
 def test_it_keeps_a_copy():
@@ -102,6 +106,76 @@ def test_another_file_is_refused(tmp_path):
         Record.load(tmp_path / "w.pt")
 
 
+@pytest.mark.parametrize("left", [20, 100, -1])
+def test_a_file_that_was_cut_off_is_refused(tmp_path, left: int):
+    make_run().save(tmp_path / "run")
+    whole = (tmp_path / "run").read_bytes()
+    (tmp_path / "run").write_bytes(whole[:left])
+    with pytest.raises(ValueError, match=r"run (was cut off|does not hold a record)"):
+        Record.load(tmp_path / "run")
+
+
+@pytest.mark.parametrize("dtype", ALL, ids=str)
+def test_every_dtype_survives_the_disk(tmp_path, dtype: torch.dtype):
+    record = Record()
+    for name, shape in (("matrix", (3, 5)), ("scalar", ()), ("empty", (0, 2))):
+        record.add(0, 0, "weight", name, (torch.arange(15) % 3)[: math.prod(shape)].reshape(shape).to(dtype))
+    record.save(tmp_path / "run")
+    assert_bitwise_equal(Record.load(tmp_path / "run"), record)
+    flip_bit(record[0, 0, "weight", "matrix"].view(torch.uint8), -1)
+    assert_bitwise_different(Record.load(tmp_path / "run"), record)
+
+
+def test_a_loaded_record_is_mapped_and_changing_it_changes_no_file(tmp_path):
+    make_run().save(tmp_path / "run")
+    loaded = Record.load(tmp_path / "run")
+    flip_bit(loaded[1, 1, "weight", "lm_head.weight"])
+    assert_bitwise_different(loaded, make_run())
+    assert_bitwise_equal(Record.load(tmp_path / "run"), make_run())
+
+
+def test_saving_that_fails_leaves_no_file(tmp_path):
+    record = make_run()
+    record.meta["no text"] = object()
+    with pytest.raises(TypeError):
+        record.save(tmp_path / "run")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_large_tensors_of_a_spooled_record_are_on_disk_and_leave_nothing(tmp_path):
+    record, large = Record(spool=tmp_path), torch.arange(LARGE, dtype=torch.uint8)
+    record.add(0, 0, "weight", "large", large)
+    record.add(0, 0, "weight", "small", large[:10])
+    assert "deleted" in _mapping_of(record[0, 0, "weight", "large"])
+    assert "deleted" not in _mapping_of(record[0, 0, "weight", "small"])
+    assert list(tmp_path.iterdir()) == []
+    in_memory = Record()
+    for key, tensor in record.items():
+        in_memory.add(*key, tensor)
+    assert_bitwise_equal(record, in_memory)
+    record.save(tmp_path / "run")
+    assert_bitwise_equal(Record.load(tmp_path / "run"), in_memory)
+
+
+def _mapping_of(tensor: torch.Tensor) -> str:
+    """The line of /proc that says what this memory is mapped from."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        start, end = (int(bound, 16) for bound in line.split()[0].split("-"))
+        if start <= tensor.data_ptr() < end:
+            return line
+    raise AssertionError("the tensor is mapped nowhere")
+
+
+def test_phases_come_in_the_order_of_a_step():
+    """L4: random states before the loss, gradients before clipping before those after it."""
+    one, other = Record(), Record()
+    for phase in reversed(PHASES):
+        one.add(0, 0, phase, "w", torch.zeros(1))
+        other.add(0, 0, phase, "w", torch.ones(1))
+    found = [difference.key.phase for difference in compare(one, other).differences]
+    assert found == ["rng", "loss", "gradient", "clipped", "weight", "optimizer", "buffer"]
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -109,7 +183,7 @@ def test_another_file_is_refused(tmp_path):
         (lambda: Record(2, rank=2), "rank 2 is not in a world of 2"),
         (
             lambda: Record().add(0, 0, "grad", "w", torch.ones(1)),
-            "unknown phase 'grad': one of loss, gradient",
+            "unknown phase 'grad': one of rng, loss, gradient",
         ),
         (
             lambda: Record().add(0, 1, "loss", "", torch.ones(1)),

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils import _pytree as pytree
 
 from pytest_gtrainer.numerics.record import Record
+from pytest_gtrainer.numerics.weight_digests import tell_weights
 from pytest_gtrainer.passes.layout import BucketLayout
 from pytest_gtrainer.references.config import TrainConfig, new_model
 from pytest_gtrainer.references.graph import GraphRun, shard_traceably
@@ -42,7 +43,7 @@ class SimulatedGraphRun:
         net = net_of(world)
         build, mesh = config_of_mesh(config, world.size, world.mesh)
         own = _mesh(mesh)
-        self.config = build(own)
+        self.config = _simulable(build(own))
         self._run = GraphRun(self.config, **options)
         graph = _rank_graph(self._run, own)
         if world.size > 1:
@@ -73,6 +74,14 @@ class SimulatedGraphRun:
         output = self._interpreter.run([*state, *inputs])
         for rank in self._ranks:
             rank.finish_step(record, step, *of_rank(output, rank.rank))
+
+
+def _simulable(config: TrainConfig) -> TrainConfig:
+    """The configuration, unless it asks for what only a rank of its own can do."""
+    asked = [name for name, value in (("max_norm", config.max_norm), ("record_rng", config.record_rng)) if value]
+    if asked:
+        raise ValueError(f"a graph in a simulated world does not support TrainConfig.{asked[0]}: use real ranks")
+    return config
 
 
 def _mesh(extents: Mapping[str, int]) -> DeviceMesh:
@@ -122,6 +131,7 @@ class _Rank:
                 record.add(step, self.rank, "gradient", fqn, parameter.grad)
         self._optimizer.step()
         self._record_state(record, step)
+        tell_weights(step, self.rank, "rewritten graph", self._parameters.items())
 
     def _record_state(self, record: Recorder, step: int) -> None:
         for fqn, parameter in self._parameters.items():

@@ -1,0 +1,83 @@
+"""What training records beyond weights: gradients after clipping, random states; and its lines of weight digests."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+from fixtures.training import llama3_training
+from pytest_gtrainer import Record, assert_bitwise_different, assert_bitwise_equal, train_eager, train_graph
+
+
+@pytest.mark.gt_world("ranks", size=2)
+def test_gradients_before_and_after_clipping_are_equal_on_both_sides(gt_mesh, gt_world):
+    config = llama3_training(gt_mesh, "fp32", steps=2, max_norm=0.1)
+    eager, graph = train_eager(config), train_graph(config)
+    assert_bitwise_equal(graph, eager)
+    before, after = ({key.name: value for key, value in eager.select(step=1, phase=phase).items()}
+                     for phase in ("gradient", "clipped"))  # fmt: skip
+    assert_bitwise_different(after, before, what="clipping must do something")
+    unclipped = train_eager(llama3_training(gt_mesh, "fp32", steps=2))
+    assert not unclipped.select(phase="clipped")
+    assert_bitwise_different(_weights(unclipped), _weights(eager), what="without clipping")
+
+
+def _weights(record: Record) -> dict[str, torch.Tensor]:
+    return {f"{key.step} {key.name}": value for key, value in record.select(phase="weight").items()}
+
+
+@pytest.mark.gt_world("ranks", size=2)
+def test_random_states_are_recorded_before_each_step(gt_mesh, gt_world):
+    """The control draws one number in the batch of step 0: the states differ from step 1 on, and nothing else."""
+    plain = llama3_training(gt_mesh, "fp32", steps=2, record_rng=True)
+
+    def drawing(step: int, rank: int):
+        torch.rand(1) if step == 0 else None
+        return plain.batch(step, rank)
+
+    torch.manual_seed(0)
+    expected = train_eager(plain)
+    torch.manual_seed(0)
+    verdict = assert_bitwise_different(train_eager(llama3_training(gt_mesh, "fp32", steps=2, record_rng=True,
+                                                                  batch=drawing)), expected)  # fmt: skip
+    assert {(key.phase, key.name) for key in expected.select(step=0, phase="rng")} >= {("rng", "torch.cpu")}
+    assert [(one.key.step, one.key.phase, one.key.name) for one in verdict.differences] == [(1, "rng", "torch.cpu")]
+
+
+@pytest.mark.gt_world("simulated", size=4, nodes=2)
+@pytest.mark.parametrize("option", [{"max_norm": 1.0}, {"record_rng": True}], ids=str)
+def test_what_a_simulated_graph_does_not_do_is_refused(gt_world, option):
+    name = next(iter(option))
+    with pytest.raises(ValueError, match=rf"does not support TrainConfig\.{name}: use real ranks"):
+        train_graph(lambda mesh: llama3_training(mesh, "fp32", **option), world=gt_world)
+
+
+@pytest.mark.gt_world("simulated", size=2, nodes=1)
+def test_a_line_of_digests_for_each_step_and_rank(gt_world, monkeypatch, capsys):
+    """Graph and eager print the same digests; the twin, another seed of the weights, prints others."""
+    monkeypatch.setenv("GT_WEIGHT_HASH", "1")
+
+    def config(mesh):
+        return llama3_training(mesh, "fp32", steps=2)
+
+    def other(mesh):
+        return llama3_training(mesh, "fp32", steps=2, batch=lambda step, rank: config(mesh).batch(step + 1, rank))
+
+    told = []
+    for run in (lambda: train_eager(config, world=gt_world), lambda: train_graph(config, world=gt_world),
+                lambda: train_eager(other, world=gt_world)):  # fmt: skip
+        run()
+        lines = re.findall(r"weights step (\d) rank (\d) (xxh3_128:\w{32}) (.*)", capsys.readouterr().out)
+        told.append({(step, rank): digest for step, rank, digest, _ in lines})
+    assert told[0].keys() == {(step, rank) for step in "01" for rank in "01"}
+    assert told[0] == told[1]
+    assert not set(told[0].values()) & set(told[2].values())
+
+
+@pytest.mark.gt_world("simulated", size=2, nodes=1)
+def test_without_the_variable_nothing_is_printed(gt_world, monkeypatch, capsys):
+    monkeypatch.delenv("GT_WEIGHT_HASH", raising=False)
+    train_eager(lambda mesh: llama3_training(mesh, "fp32", steps=1), world=gt_world)
+    assert "weights step" not in capsys.readouterr().out

@@ -1,0 +1,94 @@
+"""Chunked graphs on real ranks: expert parallelism and sharded parameters, against eager chunking under FSDP2."""
+
+from functools import partial
+
+import pytest
+import torch
+
+from fixtures.chunking import Case, check_equals_eager, strict
+from fixtures.models import deepseek_v3
+from fixtures.models.expert_parallel import apply_expert_parallel
+from fixtures.models.loss import ce_step
+from fixtures.training import token_batches
+from pytest_gtrainer import (
+    MixedPrecisionPolicy,
+    TrainConfig,
+    apply_graph_passes,
+    assert_bitwise_equal,
+    assert_same_layout,
+    bucket_layout,
+    construct_default_graph_passes,
+    eager_chunked,
+    get_default_transformer_block_buckets,
+    trace_step,
+)
+from pytest_gtrainer.references.config import new_model
+from pytest_gtrainer.references.eager import EagerRun
+from pytest_gtrainer.references.graph import shard_traceably
+from pytest_gtrainer.references.same_collectives import assert_same_collectives
+from pytest_gtrainer.references.train import train
+
+POLICY = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+
+
+MODEL = deepseek_v3.DeepSeekV3Config(
+    dim=16, n_layers=2, n_heads=2, q_lora_rank=0, kv_lora_rank=8, ffn_dim=24, vocab_size=40,
+    moe=deepseek_v3.MoEConfig(n_experts=4, ffn_dim=12),
+)  # fmt: skip
+
+
+def expert_parallel_model(mesh):
+    """Two layers, the experts of the second one on ``mesh``."""
+    model = deepseek_v3.DeepSeekV3(MODEL)
+    model.init_weights()
+    return apply_expert_parallel(model, mesh)
+
+
+def training(mesh, policy):
+    """Parameters sharded over all ranks, experts over ``ep``, their slices over ``efsdp``; a batch of four a rank."""
+    return TrainConfig(
+        model=lambda: expert_parallel_model(mesh["ep"]),
+        step=ce_step,
+        batch=token_batches(MODEL.vocab_size, "cpu", batch=4, seq=8),
+        bucket_plan=get_default_transformer_block_buckets(2, moe_layers=[1], expert_fsdp_degree=2),
+        mesh=mesh._flatten("fsdp"),
+        submeshes={"layers.1.moe.routed_experts": mesh["efsdp"]},
+        mp_policy=policy,
+        steps=3,
+    )
+
+
+def check(config, chunk):
+    """Train both ways on this rank; the records of loss, gradients, weights and buffers have the same bits."""
+    eager = EagerRun(config)
+    with eager_chunked(eager.model, chunk):
+        expected = eager.run()
+    model = shard_traceably(new_model(config), config)
+    traced = trace_step(model, config.step, config.batch(0, config.mesh.get_rank()), chunk=chunk)
+    passes = construct_default_graph_passes(
+        bucket_plan=config.bucket_plan, chunk=chunk, canonical_rules=("detach", "view")
+    )
+    step = traced.with_graph(apply_graph_passes(traced.gm, traced.example_inputs, passes, twin=traced.twin))
+    assert_same_collectives(step.gm)
+    actual = train(config, model, lambda *inputs: step.replay(model, *inputs), side="chunked graph")
+    assert_bitwise_equal(actual, expected, what="chunked graph against eager chunking")
+    return eager, step
+
+
+@pytest.mark.gt_world("ranks", size=2, mesh={"ep": 2})
+@pytest.mark.parametrize("config", [strict("layers.*"), strict("layers.*.moe", "sequence", 4)], ids=["blocks", "moe"])
+def test_expert_parallelism_on_two_ranks(gt_world, gt_mesh, config):
+    """Every rank has other tokens, so every exchange other sizes."""
+    batch = token_batches(MODEL.vocab_size, "cpu", batch=4, seq=8)
+    model = partial(expert_parallel_model, gt_mesh["ep"])
+    check_equals_eager(Case(model=model, config=config, batch=lambda step: batch(step, gt_world.rank)))
+
+
+@pytest.mark.gt_world("ranks", size=4, mesh={"efsdp": 2, "ep": 2})
+@pytest.mark.parametrize(
+    "chunk", [strict("layers.*", num_chunks=4), strict("layers.*.moe", "sequence")], ids=["blocks", "moe"]
+)
+def test_expert_parallelism_on_four_ranks_in_bf16(gt_mesh, chunk):
+    """Uneven, data-dependent splits; sharded parameters, bucketed; the buffers are FSDP2's."""
+    eager, step = check(training(gt_mesh, POLICY), chunk)
+    assert_same_layout(bucket_layout(step.gm), eager.layout())

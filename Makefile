@@ -3,7 +3,7 @@ PYTHON ?= python3
 PY := .venv/bin/python
 PYTEST := $(PY) -m pytest
 
-.PHONY: run test check-long bench simulate lint env clean
+.PHONY: run test check-long bench simulate report-check lint env clean
 
 run: env          ## the main job: trace, rewrite, pin and prove a training step on 8 ranks
 	$(PYTEST) --gt-gpus=8 -m "not long" tests/parity
@@ -18,11 +18,16 @@ bench: env        ## speed against yardsticks measured in the same run
 	$(PY) -m benchmarks.digest
 	$(PY) -m benchmarks.records
 	$(PY) -m benchmarks.simulated
+	$(PY) -m benchmarks.graphtext
 	$(PY) -m benchmarks.graphdiff
 	$(PY) -m benchmarks.threads
 
 simulate: env     ## 64, 128 and 256 simulated ranks, 25 steps: digests of the weights, graph and eager
 	$(PY) -m benchmarks.simulate
+
+report-check: env ## the page of --gt-report in headless Chromium, with screenshots; needs Debian's chromium
+	command -v chromium >/dev/null || apt-get install -y --no-install-recommends chromium fonts-dejavu-core
+	$(PYTEST) -rP tests/report/browser_check.py
 
 lint: env
 	$(PY) -m ruff check .

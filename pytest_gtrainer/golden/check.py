@@ -54,7 +54,8 @@ class Golden:
             view: how much of a graph to show.
 
         Raises:
-            GoldenMismatch: the golden is missing or different, and is not being updated.
+            GoldenMismatch: the golden is missing or different, and is not being updated; or the text of a
+                graph, about to be written, would be read back as another graph.
             ValueError: the test has checked a golden of this name already.
             TypeError: ``value`` is none of these.
         """
@@ -66,7 +67,9 @@ class Golden:
         self._names.add(name or "")
         path = golden_path(id_of(self._item), name, kind)
         whole = self._whole_graph(value, view)
-        failure = self._plugin.claim(self._item, Claim(name or "", path.as_posix(), kind, text, whole))
+        claim = Claim(name or "", path.as_posix(), kind, text, whole)
+        is_whole = view == WHOLE and _is_graph(value)
+        failure = self._plugin.claim(self._item, claim, lambda: self._unfaithful(value, claim) if is_whole else None)
         if failure is not None:
             raise GoldenMismatch(failure)
 
@@ -92,6 +95,16 @@ class Golden:
         spec = spec_of(self._item)
         graph = getattr(value, "gm", value)
         return render(graph, view, header=self._header(), mesh=spec.mesh if spec else None)
+
+    def _unfaithful(self, value: Any, claim: Claim) -> str | None:
+        """Why a graph's text is not to be written: it would be read back as another graph."""
+        from pytest_gtrainer.graphtext.faithful import unfaithful
+
+        spec = spec_of(self._item)
+        where = unfaithful(getattr(value, "gm", value), claim.text, mesh=spec.mesh if spec else None)
+        return (
+            None if where is None else f"{claim.path} was not written: it would be read back as another graph: {where}"
+        )
 
     def _layout_text(self, layout: Any) -> str:
         from pytest_gtrainer.graphtext.layout_view import render_layout

@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import os
 import shlex
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -76,12 +76,19 @@ class GoldenPlugin:
 
     # -- while the test runs
 
-    def claim(self, item: pytest.Item, claim: Claim) -> str | None:
-        """Judge a check, or keep it for later; returns why it fails."""
+    def claim(self, item: pytest.Item, claim: Claim, unfit: Callable[[], str | None]) -> str | None:
+        """Judge a check, or keep it for later; returns why it fails.
+
+        ``unfit`` says why the text must not become a golden; it is asked only where it may become one.
+        """
         if self._is_rank:
             self._recorded.setdefault(item.nodeid, []).append(claim)
-            return None
+            is_asked = self.modes.creates and self.config.workerinput["gt_rank"] == 0  # type: ignore[attr-defined]
+            return unfit() if is_asked else None
         told, failure = self._judge(item, claim)
+        is_pending = bool(self._pending) and self._pending[-1].claim is claim
+        if is_pending and (failure := unfit()) is not None:
+            self._pending.pop()
         for fact in told:
             facts.emit(**fact)
         return failure

@@ -42,7 +42,7 @@ def _draw(
     speller = Speller(gm, scopes, names, groups, device, bodies.names, backed)
     sections = [
         *input_sections(scopes, speller),
-        *schedule_sections(scopes, names, speller),
+        *schedule_sections(scopes, [name for _, name in names.values()], speller),
         *output_sections(gm.graph.output_node(), scopes, speller),
     ]
     definitions = [str(group) for group in groups.values()]

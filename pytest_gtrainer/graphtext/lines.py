@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from torch import fx
@@ -30,37 +30,37 @@ def _layer_of_input(source: Input) -> Layer | None:
     return split_layer(source.fqn)[0] if source.space in ("P", "B") else None
 
 
-def schedule_sections(scopes: Scopes, names: Mapping[fx.Node, str], speller: Speller) -> Iterable[Section]:
-    """One line a computed value, in the order of the schedule."""
-    nodes, operators = list(scopes.computed), list(scopes.computed.values())
-    owners = [scopes.of[node] for node in nodes]
-    floating = [scope.floats or operator.is_collective for scope, operator in zip(owners, operators, strict=True)]
-    lines = _Lines(scopes, names, speller)
-    for key, here in stretches(section_keys([scope.key for scope in owners], floating)):
+def schedule_sections(scopes: Scopes, names: Iterable[str], speller: Speller) -> Iterable[Section]:
+    """One line a computed value, in the order of the schedule; ``names`` are theirs."""
+    every = zip(scopes.operators, scopes.owners, strict=True)
+    floating = [operator.is_collective or scope.floats for operator, scope in every]
+    computed = list(zip(scopes.computed, names, scopes.values, scopes.operators, scopes.owners, strict=True))
+    lines = _Lines(scopes, speller)
+    for key, here in stretches(section_keys([scope.key for scope in scopes.owners], floating)):
         speller.enter_section(key)
-        yield Section(key, tuple(lines.of(nodes[here], operators[here], owners[here])))
+        yield Section(key, tuple(lines.of(computed[here])))
 
 
 class _Lines:
     """Makes the lines of computed values. Equal lines are one object: layers repeat them, by the thousand."""
 
-    def __init__(self, scopes: Scopes, names: Mapping[fx.Node, str], speller: Speller) -> None:
-        self._tagged, self._unowned, self._names, self._speller = scopes.tagged, scopes.unowned, names, speller
+    def __init__(self, scopes: Scopes, speller: Speller) -> None:
+        self._tagged, self._unowned, self._speller = scopes.tagged, scopes.unowned, speller
         self._known: defaultdict[str, dict[str, Line]] = defaultdict(dict)
 
-    def of(self, nodes: Sequence[fx.Node], operators: Sequence[Operator], scopes: Sequence[Scope]) -> list[Line]:
+    def of(self, computed: Iterable[tuple[fx.Node, str, Any, Operator, Scope]]) -> list[Line]:
         """The lines of neighbours in the section that the speller has entered."""
-        names, spell_type, spell_call = self._names, self._speller.type_of, self._speller.call
+        types, spell_call = self._speller.types, self._speller.call
         lines: list[Line] = []
         entered = None
-        for node, operator, scope in zip(nodes, operators, scopes, strict=True):
+        for node, name, value, operator, scope in computed:
             if scope is not entered:
                 entered, heading = scope, self._speller.enter_scope(scope)
                 known = self._known[heading]
-            kind = spell_type(node.meta.get("val"))
+            kind = types[type(value)](value)
             if node in self._tagged:
                 kind = " | ".join([kind, *tags_of(node, node in self._unowned, self._speller.module)])
-            text = f"{names[node]}: {kind} = {spell_call(node, operator)}"
+            text = f"{name}: {kind} = {spell_call(node, operator)}"
             line = known.get(text)
             if line is None:
                 line = known[text] = Line(heading, text)

@@ -38,7 +38,8 @@ class Namer:
         return name
 
 
-def names_of(scopes: Scopes, taken: Iterable[str]) -> dict[fx.Node, str]:
-    """The name of every computed value."""
+def names_of(scopes: Scopes, taken: Iterable[str]) -> dict[fx.Node, tuple[Scope, str]]:
+    """The scope and the name in it of every computed value, in the order of the schedule."""
     namer = Namer(taken)
-    return {node: namer.name(scopes.of[node], operator.short) for node, operator in scopes.computed.items()}
+    named = zip(scopes.computed, scopes.owners, scopes.operators, strict=True)
+    return {node: (scope, namer.name(scope, operator.short)) for node, scope, operator in named}

@@ -167,7 +167,7 @@ class _Schedule:
             return self._speller.reference(node)
         scope = self._scopes[node]
         saved = "saved." if (scope.space, self._key.space) == ("fwd", "bwd") else ""
-        return f"{saved or self._space(scope)}{self._path(scope)}.{self._names[node]}"
+        return f"{saved or self._space(scope)}{self._path(scope)}.{self._names[node][1]}"
 
     def _space(self, scope: Scope) -> str:
         return "" if scope.space == self._key.space else f"{scope.space}."

@@ -10,11 +10,11 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import fx
 
-from pytest_gtrainer.conventions import direction, node_fqn
+from pytest_gtrainer.conventions import BACKWARD, FORWARD, direction, node_fqn
 from pytest_gtrainer.graphtext.operators import Operator, operator_of
 from pytest_gtrainer.graphtext.paths import Layer, common_parent, split_layer
 from pytest_gtrainer.graphtext.sections import Key
@@ -70,6 +70,14 @@ def scope_of(owners: tuple[str, ...], space: str, is_bucket: bool = False) -> Sc
     return found
 
 
+_OF_MODULE: dict[str, dict[str, Scope]] = {FORWARD: {}, BACKWARD: {}}
+"""Of single modules: what most values belong to is found by one look-up of a text."""
+
+
+def _scope_of_module(fqn: str, space: str) -> Scope:
+    return _OF_MODULE[space].setdefault(fqn, scope_of((fqn,), space))
+
+
 NOWHERE = scope_of(("",), "fwd")
 
 
@@ -87,14 +95,19 @@ class Scopes:
 
     Attributes:
         of: scopes of all nodes that have a value.
-        computed: the nodes with a line of their own in the schedule, in order, and their operators.
+        computed: the nodes with a line of their own in the schedule, in order.
+        operators, owners, values: of the computed nodes, place by place, the operators, the scopes and
+            ``meta["val"]``. Found in one walk, as to come back to a node of a large graph is to wait for memory.
         inputs: the names of the inputs.
         unowned: computed nodes without a module.
         tagged: computed nodes of which a line may say more than the type.
     """
 
     of: dict[fx.Node, Scope] = field(default_factory=dict)
-    computed: dict[fx.Node, Operator] = field(default_factory=dict)
+    computed: list[fx.Node] = field(default_factory=list)
+    operators: list[Operator] = field(default_factory=list)
+    owners: list[Scope] = field(default_factory=list)
+    values: list[Any] = field(default_factory=list)
     inputs: dict[fx.Node, Input] = field(default_factory=dict)
     unowned: set[fx.Node] = field(default_factory=set)
     tagged: set[fx.Node] = field(default_factory=set)
@@ -122,32 +135,38 @@ def _input(node: fx.Node, position: int) -> tuple[str, str]:
 def scopes_of(nodes: Iterable[fx.Node]) -> Scopes:
     """Where every node that has a value belongs, in one walk."""
     found = Scopes()
+    of = found.of
     seen: dict[tuple[str, str], int] = {}
     for node in nodes:
-        if node.op == "placeholder":
+        op = node.op
+        if op in _CALLS:
+            if is_item(node):
+                of[node] = of.get(node.args[0], NOWHERE)
+            else:
+                of[node] = scope = _scope(node, found)
+                found.owners.append(scope)
+                found.computed.append(node)
+                found.operators.append(operator_of(node))
+                found.values.append(node.meta.get("val"))
+        elif op == "placeholder":
             key = _input(node, len(found.inputs))
             found.inputs[node] = Input(*key, seen.get(key, 0))
             seen[key] = seen.get(key, 0) + 1
-            found.of[node] = scope_of((key[1].rpartition(".")[0],), key[0])
-        elif is_item(node):
-            found.of[node] = found.of.get(node.args[0], NOWHERE)
-        elif node.op in _CALLS:
-            found.of[node] = _scope(node, found)
-            found.computed[node] = operator_of(node)
+            of[node] = scope_of((key[1].rpartition(".")[0],), key[0])
     return found
 
 
 def _scope(node: fx.Node, found: Scopes) -> Scope:
-    if has_tags(node.meta):
+    meta, fqn, space = node.meta, node_fqn(node), direction(node)
+    if has_tags(meta, fqn, space):
         found.tagged.add(node)
-    bucket = node.meta.get("fsdp_bucket")
+    bucket = meta.get("fsdp_bucket")
     if bucket:
         return scope_of(tuple(bucket["plan_fqns"]), bucket["direction"], is_bucket=True)
-    fqn = node_fqn(node)
     if not fqn and (fqn := _inferred(node, found.of)):
         found.unowned.add(node)
         found.tagged.add(node)
-    return scope_of((fqn,), direction(node))
+    return _OF_MODULE[space].get(fqn) or _scope_of_module(fqn, space)
 
 
 def _inferred(node: fx.Node, scopes: dict[fx.Node, Scope]) -> str:

@@ -35,6 +35,7 @@ _BINARY: dict[type, Callable[[Any, Any], Any]] = {
 _COMPARE: dict[type, Callable[[Any, Any], Any]] = {
     ast.Lt: sympy.Lt, ast.LtE: sympy.Le, ast.Gt: sympy.Gt, ast.GtE: sympy.Ge,
 }  # fmt: skip
+_INT = frozenset([int])
 _LARGEST = 2**62
 _GROWING = (operator.pow, functions.FloatPow, functions.PowByNatural, functions.LShift, functions.RShift)
 _HIGHEST = 64
@@ -213,44 +214,60 @@ class Sizes:
         return self._tensor_at(node, device)
 
     def _tensor_at(self, node: ast.expr, device: torch.device) -> At:
-        strides: list[At] | None = None
-        whole = node
+        whole, spelled_strides = node, None
         if isinstance(node, ast.Subscript) and isinstance(node.value, ast.Subscript):
-            strides = [self.number_at(extent) for extent in _elements(node.slice)]
+            spelled_strides = _elements(node.slice)
             node = node.value
         if not isinstance(node, ast.Subscript) or not isinstance(node.value, ast.Name):
             raise refuse(whole, f"expected a type like `f32[2, 4]`, `int[u0]` or `_`, found `{shown(whole)}`")
         dtype = DTYPE_OF.get(node.value.id)
         if dtype is None:
             raise refuse(node, f"`{node.value.id}` is no dtype: expected `f32`, `bf16`, `i64`, ...")
-        shape = [self.number_at(extent) for extent in _elements(node.slice)]
-        if strides is not None and len(strides) != len(shape):
-            raise refuse(whole, f"{len(shape)} extents and {len(strides)} strides")
+        sizes = self._sizes_at(_elements(node.slice), spelled_strides, whole)
 
         def make(place: Place) -> torch.Tensor:
-            extents = [extent(place) for extent in shape]
-            steps = self._contiguous(extents) if strides is None else [stride(place) for stride in strides]
+            shape, strides = sizes(place)
             try:
-                return self._tensor(extents, steps, dtype, device)
+                return self._tensor(shape, strides, dtype, device)
             except (RuntimeError, ValueError, OverflowError, AttributeError, AssertionError) as error:
                 reason = str(error).partition("\n")[0]
                 raise refuse(whole, f"there is no tensor `{shown(whole)}`: {reason}") from None
 
         return make
 
-    def _tensor(self, shape: list[Any], strides: list[Any], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        if all(type(number) is int for number in shape + strides):
-            return fake_tensor(self.mode, tuple(shape), tuple(strides), dtype, device)
+    def _sizes_at(
+        self, shape: Sequence[ast.expr], strides: Sequence[ast.expr] | None, whole: ast.expr
+    ) -> Callable[[Place], tuple[tuple[Any, ...], tuple[Any, ...]]]:
+        """Shape and strides; those of numbers only are made once, as a line may stand for a hundred layers."""
+        extents = [self.number_at(extent) for extent in shape]
+        steps = None if strides is None else [self.number_at(stride) for stride in strides]
+        if steps is not None and len(steps) != len(extents):
+            raise refuse(whole, f"{len(extents)} extents and {len(steps)} strides")
+
+        def evaluated(place: Place) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+            numbers = tuple([extent(place) for extent in extents])
+            return numbers, self._contiguous(numbers) if steps is None else tuple([step(place) for step in steps])
+
+        if any(integer(number) is None for number in (*shape, *(strides or ()))):
+            return evaluated
+        fixed = evaluated(Place("fwd", None))
+        return lambda place: fixed
+
+    def _tensor(
+        self, shape: tuple[Any, ...], strides: tuple[Any, ...], dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        if _INT.issuperset(map(type, shape + strides)):
+            return fake_tensor(self.mode, shape, strides, dtype, device)
         with self.mode:
             return torch.empty_strided(shape, strides, dtype=dtype, device=device)
 
-    def _contiguous(self, shape: Sequence[Any]) -> list[Any]:
+    def _contiguous(self, shape: Sequence[Any]) -> tuple[Any, ...]:
         strides: list[Any] = []
         step: Any = 1
         for extent in reversed(shape):
             strides.append(step)
             step = max(extent, 1) * step if type(extent) is int else extent * step
-        return strides[::-1]
+        return tuple(strides[::-1])
 
 
 def _kind_of(expression: Any) -> type:

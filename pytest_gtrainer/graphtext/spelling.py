@@ -19,6 +19,7 @@ from pytest_gtrainer.graphtext.symbols import Backed, Symbols
 from pytest_gtrainer.graphtext.vocabulary import spell_dtype
 
 _SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
+_PLAIN = frozenset(PLAIN)
 _NUMBERS = {
     torch.SymInt: "int", torch.SymFloat: "float", torch.SymBool: "bool", bool: "bool", int: "int", float: "float"
 }  # fmt: skip
@@ -35,6 +36,17 @@ class _ByType(dict[type, Callable[[Any], str]]):
         return found
 
 
+class _Prefixes(dict[Scope, str]):
+    """What stands before the names of a scope's values, found once for each section."""
+
+    def __init__(self, find: Callable[[Scope], str]) -> None:
+        self._find = find
+
+    def __missing__(self, scope: Scope) -> str:
+        self[scope] = found = self._find(scope)
+        return found
+
+
 class Speller:
     """Spells what stands in the lines of one graph.
 
@@ -46,24 +58,24 @@ class Speller:
         self,
         gm: fx.GraphModule,
         scopes: Scopes,
-        names: Mapping[fx.Node, str],
+        names: Mapping[fx.Node, tuple[Scope, str]],
         groups: Mapping[str, Group],
         device: str,
         bodies: Mapping[str, str],
         backed: Backed,
     ) -> None:
-        self._gm, self._scopes, self._inputs, self._names = gm, scopes.of, scopes.inputs, names
+        self._gm, self._inputs, self._names = gm, scopes.inputs, names
         self._groups, self._device, self._bodies = groups, device, bodies
         self._symbols = Symbols(backed)
         self._key = Key("fwd", None)
         self._scope: Scope | None = None
-        self._prefixes: dict[Scope, str] = {}
+        self._prefixes = _Prefixes(self._prefix)
         self._tensors: dict[Any, str] = {}
         self._spell = _ByType({
             fx.Node: self.reference, list: self._list, tuple: self._tuple, dict: self._dict, slice: self._slice,
             **dict.fromkeys(PLAIN, repr), object: self._literal,
         })  # fmt: skip
-        self._types = _ByType({
+        self.types = _ByType({
             torch.Tensor: self._tensor_type, **dict.fromkeys(_NUMBERS, self._number_type), object: lambda value: "_",
             tuple: lambda items: _tuple([self.type_of(item) for item in items]),
             list: lambda items: f"[{', '.join([self.type_of(item) for item in items])}]",
@@ -77,7 +89,10 @@ class Speller:
 
     def enter_scope(self, scope: Scope) -> str:
         """The ``with`` heading of a scope; names of its values are spelled bare from now on."""
+        if self._scope is not None:
+            del self._prefixes[self._scope]
         self._scope = scope
+        self._prefixes[scope] = ""
         path = self._path(scope)
         return path if scope.space == self._key.space else f"{scope.space}.{path}"
 
@@ -90,23 +105,20 @@ class Speller:
         return spell_from(fqn, self._here)
 
     def _path(self, scope: Scope) -> str:
-        path = ", ".join([spell_from(owner, self._here) for owner in scope.owners])
-        return f"bucket({path})" if scope.is_bucket else path
+        here = self._key.layer
+        if not scope.is_bucket:
+            return spell_from(scope.owners[0], here)
+        return f"bucket({', '.join([spell_from(owner, here) for owner in scope.owners])})"
 
     # -- references
 
     def reference(self, node: fx.Node) -> str:
         """A value, seen from the current scope: ``mm``, ``L.wo.mm``, ``saved.L.add``, ``topk[1]``."""
-        name = self._names.get(node)
-        if name is None:
+        known = self._names.get(node)
+        if known is None:
             return self._nameless(node)
-        scope = self._scopes[node]
-        if scope is self._scope:
-            return name
-        prefix = self._prefixes.get(scope)
-        if prefix is None:
-            prefix = self._prefixes[scope] = self._prefix(scope)
-        return prefix + name
+        scope, name = known
+        return self._prefixes[scope] + name
 
     def _nameless(self, node: fx.Node) -> str:
         """A value without a line in the schedule."""
@@ -163,6 +175,8 @@ class Speller:
         return self._spell[type(value)](value)
 
     def _list(self, value: list[Any]) -> str:
+        if _PLAIN.issuperset(map(type, value)):  # most are shapes
+            return list.__repr__(value)
         spell = self._spell
         return f"[{', '.join([spell[type(item)](item) for item in value])}]"
 
@@ -189,7 +203,7 @@ class Speller:
 
     def type_of(self, value: Any) -> str:
         """``bf16[64, 64]``, with strides unless contiguous and with the device unless the default."""
-        return self._types[type(value)](value)
+        return self.types[type(value)](value)
 
     def _number_type(self, value: Any) -> str:
         name = next(name for kind, name in _NUMBERS.items() if isinstance(value, kind))
@@ -203,11 +217,11 @@ class Speller:
 
     def _tensor_type(self, value: torch.Tensor) -> str:
         kind = static_type(value)
-        if kind is None:
-            return self._spell_tensor(value)
         known = self._tensors.get(kind)
         if known is None:
-            known = self._tensors[kind] = self._spell_tensor(value)
+            known = self._spell_tensor(value)
+            if kind is not None:
+                self._tensors[kind] = known
         return known
 
     def _spell_tensor(self, value: torch.Tensor) -> str:

@@ -26,11 +26,13 @@ _PLAIN = (bool, int, float, str, type(None))
 _OWN_KEY = "module_fqn"
 
 
-def has_tags(meta: Mapping[str, Any]) -> bool:
-    """Whether a computed node's metadata may say more than its module and direction; most do not."""
+def has_tags(meta: Mapping[str, Any], fqn: str, space: str) -> bool:
+    """Whether the metadata of a computed value of ``fqn``, made in ``space``, may say more than these; most do not."""
     custom = meta.get("custom")
-    is_annotated = custom is not None and (len(custom) > 1 or _OWN_KEY not in custom)
-    return is_annotated or "recompute" in meta or "fsdp_bucket" in meta
+    if custom is not None and (len(custom) > 1 or _OWN_KEY not in custom):
+        return True
+    bucket = meta.get("fsdp_bucket") or {}
+    return "recompute" in meta or (bool(bucket) and (fqn != "" or space != bucket["direction"]))
 
 
 def tags_of(node: fx.Node, unowned: bool, spell: Callable[[str], str]) -> list[str]:

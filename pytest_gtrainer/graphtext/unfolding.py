@@ -39,23 +39,37 @@ def unfold(text: str) -> tuple[Record, ...]:
     return tuple(Record(key, line.heading, line.text) for key, line in expand(list(_blocks(text))))
 
 
+def are_alike(text: str, other: str) -> bool:
+    """Whether two texts have the same records, told quickly; False may also be for sections cut in another way.
+
+    Raises:
+        TextError: as ``unfold``.
+    """
+    return list(_sections(list(_blocks(text)))) == list(_sections(list(_blocks(other))))
+
+
 def expand(blocks: Sequence[Block]) -> Iterator[tuple[str, Line]]:
     """Every line with the section that it stands in: layers counted out, edits applied.
 
     Raises:
         TextError: a `like`, `drop` or `after` names nothing.
     """
+    for key, lines in _sections(blocks):
+        for line in lines:
+            yield key, line
+
+
+def _sections(blocks: Sequence[Block]) -> Iterator[tuple[str, Sequence[Line]]]:
     models = _models(blocks)
     for block in blocks:
-        lines: Sequence[Line] = block.lines
+        lines = block.lines
         if block.model is not None:
             if block.model not in models:
                 hint = nearest(block.model, models)
                 raise TextError(f"like({block.model}): no section of that name is told in full{hint}", block.number)
-            lines = _edited(models[block.model], block)
+            lines = tuple(_edited(models[block.model], block))
         for key in block.keys:
-            for line in lines:
-                yield key, line
+            yield key, lines
 
 
 def _models(blocks: Sequence[Block]) -> dict[str, Sequence[Line]]:

@@ -145,3 +145,43 @@ def test_ranks_claim_and_the_parent_judges_and_writes(run, goldens, monkeypatch,
     result.stdout.fnmatch_lines(["*test_agree@a.txt differs", "-the same", "+the same!"])
     result.stdout.fnmatch_lines(["goldens   1 different, 1 equal"])
     assert goldens()["test_it/test_agree@a.txt"] == "the same\n"
+
+
+UNFAITHFUL = """
+import itertools, torch
+from torch import fx
+import pytest
+
+class Restless:
+    asked = itertools.count()
+    def __repr__(self):
+        return f"Restless({next(self.asked)})"
+
+def graph_with(constant):
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    y = graph.call_function(torch.ops.aten.add.Tensor, (x, constant))
+    graph.output((y,))
+    x.meta["val"] = y.meta["val"] = torch.zeros(2)
+    return fx.GraphModule({}, graph)
+
+MARKER
+@pytest.mark.parametrize("constant", [2, Restless()], ids=["plain", "restless"])
+def test_graph(gt_golden, constant):
+    gt_golden.check(graph_with(constant))
+
+MARKER
+def test_caught(gt_golden):
+    with pytest.raises(AssertionError):
+        gt_golden.check(graph_with(Restless()))
+"""
+
+
+@pytest.mark.parametrize("marker", ["", "@pytest.mark.gt_world('ranks', size=2)"], ids=["plain", "ranks"])
+def test_a_text_that_would_not_be_read_back_is_not_written(run_here, goldens, marker):
+    """The graph's twin, with a constant that a text can hold, is written."""
+    tests = "test_graph" if marker else "test_"
+    result = run_here(UNFAITHFUL.replace("MARKER", marker), "--gt-update-goldens", "-k", tests)
+    result.assert_outcomes(passed=1 if marker else 2, failed=1)
+    assert list(goldens()) == ["test_it/test_graph-plain.fxgraph"]
+    result.stdout.fnmatch_lines(["*restless.fxgraph was not written: it would be read back as another graph: line *"])

@@ -3,13 +3,17 @@ PYTHON ?= python3
 PY := .venv/bin/python
 PYTEST := $(PY) -m pytest
 
-.PHONY: run test check-long bench simulate report-check lint env clean
+.PHONY: run test test-transformers check-long bench simulate report-check lint env clean
 
 run: env          ## the main job: trace, rewrite, pin and prove a training step on 8 ranks
 	$(PYTEST) --gt-gpus=8 -m "not long" tests/parity
 
 test: env lint    ## every test, long checks in short form
 	$(PYTEST) --gt-gpus=8 -m "not long"
+
+test-transformers: env ## bucketing on the Llama of the transformers package, which this installs
+	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[transformers]'
+	$(PYTEST) --gt-gpus=8 -rs tests/integration/test_llama_of_transformers.py
 
 check-long: env   ## the long forms too
 	$(PYTEST) --gt-gpus=8
@@ -21,6 +25,8 @@ bench: env        ## speed against yardsticks measured in the same run
 	$(PY) -m benchmarks.graphtext
 	$(PY) -m benchmarks.graphdiff
 	$(PY) -m benchmarks.threads
+	$(PY) -m benchmarks.passes
+	$(PY) -m benchmarks.tracing
 
 simulate: env     ## 64, 128 and 256 simulated ranks, 25 steps: digests of the weights, graph and eager
 	$(PY) -m benchmarks.simulate

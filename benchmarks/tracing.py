@@ -1,0 +1,135 @@
+"""Tracing a training step, against plain ``make_fx`` of the same step.
+
+    python -m benchmarks.tracing [--layers 8 32 64 126] [--rounds 3]
+
+Llama 3 (debug) with sharded parameters under a fake world of 8. Both sides trace the same forward, loss and
+backward on the same fake tensors, in turns, with garbage collection off; times are CPU seconds, medians. The plain
+side gets neither module names nor the backward's marks. The exponent is of a power of the number of nodes; where it
+is missed, a profile shows which calls take the time at the largest depth.
+"""
+
+from __future__ import annotations
+
+import argparse
+import cProfile
+import pstats
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import fx, nn
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from benchmarks.passes import collection_frozen, exponent
+from fixtures.models import llama3
+from fixtures.models.loss import ce_step
+from fixtures.training import token_batches
+from pytest_gtrainer import MixedPrecisionPolicy, data_parallel, trace_step
+from pytest_gtrainer.tracing._torch import new_fake_mode
+from pytest_gtrainer.tracing.state import ModelState, local, rewrap
+from pytest_gtrainer.worlds.fake import fake_world
+from pytest_gtrainer.worlds.mesh import make_mesh
+from pytest_gtrainer.worlds.spec import make_spec
+from pytest_gtrainer.worlds.world import World
+
+MAX_RATIO, MAX_EXPONENT = 1.1, 1.2
+OURS, PLAIN = "trace_step", "plain make_fx"
+Inputs = tuple[torch.Tensor, ...]
+Tracer = Callable[[nn.Module, Inputs], fx.GraphModule]
+
+
+def sharded(n_layers: int, world: World) -> tuple[nn.Module, Inputs]:
+    """A debug model with so many layers, on the meta device, and a batch."""
+    config = replace(llama3.FLAVORS["debug"], n_layers=n_layers)
+    with torch.device("meta"):
+        model = llama3.Llama3(config)
+    data_parallel(model, make_mesh(world), mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
+    return model, token_batches(config.vocab_size, "cpu")(0, 0)
+
+
+def ours(model: nn.Module, inputs: Inputs) -> fx.GraphModule:
+    return trace_step(model, ce_step, inputs).gm
+
+
+def plain(model: nn.Module, inputs: Inputs) -> fx.GraphModule:
+    """What one would write without us: parameters in, loss and gradients out."""
+    state, mode = ModelState.of(model), new_fake_mode()
+
+    def joint(*flat: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        count = len(state.fqns)
+        tensors = [rewrap(t, own) for t, own in zip(flat[:count], state.tensors, strict=True)]
+        wanted = [t.requires_grad_() for t, own in zip(tensors, state.tensors, strict=True) if own.requires_grad]
+        with state.exchanged(tensors):
+            loss = ce_step(model, *flat[count:])
+            gradients = torch.autograd.grad(loss, wanted)
+        return (loss.detach(), *(local(gradient) for gradient in gradients))
+
+    plain_tensors = [local(tensor) for tensor in [*state.tensors, *inputs]]
+    with mode:
+        fakes = [torch.empty(tensor.shape, dtype=tensor.dtype) for tensor in plain_tensors]
+        return make_fx(joint)(*fakes)
+
+
+TRACERS: dict[str, Tracer] = {OURS: ours, PLAIN: plain}
+
+
+def measure(n_layers: int, rounds: int) -> tuple[int, dict[str, float]]:
+    """Nodes of our graph, and the median CPU seconds of each; a first round is not counted."""
+    times: dict[str, list[float]] = {name: [] for name in TRACERS}
+    nodes = 0
+    with fake_world(make_spec("fake", size=8)) as world:
+        model, inputs = sharded(n_layers, world)
+        for _ in range(rounds + 1):
+            for name, trace in TRACERS.items():
+                with collection_frozen():
+                    start = time.process_time()
+                    gm = trace(model, inputs)
+                    times[name].append(time.process_time() - start)
+                nodes = len(gm.graph.nodes) if name == OURS else nodes
+    return nodes, {name: statistics.median(taken[1:]) for name, taken in times.items()}
+
+
+def print_profile(n_layers: int) -> None:
+    with fake_world(make_spec("fake", size=8)) as world, collection_frozen(), cProfile.Profile() as profile:
+        ours(*sharded(n_layers, world))
+    pstats.Stats(profile).sort_stats("tottime").print_stats(12)
+
+
+def report(sizes: list[int], times: list[dict[str, float]]) -> tuple[bool, bool]:
+    """Print times, ratios and exponents; whether the ratio and the exponent are as they should be."""
+    print(f"{'nodes':<16} " + " ".join(f"{size:9d}" for size in sizes))
+    slopes = {}
+    for name in TRACERS:
+        seconds = [found[name] for found in times]
+        slopes[name] = exponent(sizes, seconds) if len(sizes) > 1 else float("nan")
+        print(f"{name:<16} " + " ".join(f"{second:9.3f}" for second in seconds) + f"   exponent {slopes[name]:.2f}")
+    ratios = [found[OURS] / found[PLAIN] for found in times]
+    fast, straight = statistics.median(ratios) <= MAX_RATIO, not slopes[OURS] > MAX_EXPONENT
+    shown = " ".join(f"{ratio:9.3f}" for ratio in ratios)
+    print(f"{'ratio':<16} {shown}   median at most {MAX_RATIO}: {'met' if fast else 'MISSED'}")
+    print(f"exponent of {OURS} {slopes[OURS]:.2f}, at most {MAX_EXPONENT}: {'met' if straight else 'MISSED'}")
+    return fast, straight
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, nargs="+", default=[8, 32, 64, 126])
+    parser.add_argument("--rounds", type=int, default=3)
+    options = parser.parse_args()
+    sizes, times = [], []
+    for n_layers in options.layers:
+        nodes, found = measure(n_layers, options.rounds)
+        sizes.append(nodes)
+        times.append(found)
+        print(f"{n_layers} layers, {nodes} nodes: measured", file=sys.stderr)
+    fast, straight = report(sizes, times)
+    if not straight:
+        print_profile(options.layers[-1])
+    return 0 if fast and straight else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import pytest
 
 from pytest_gtrainer import options
+from pytest_gtrainer.worlds.torchrun import launch as launches
 
 DEFAULT_CPU_SLOTS = 8
 
@@ -28,11 +29,15 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True)
 class Devices:
-    """What the run may use: ``slots`` ranks on ``kind`` ("cpu" or "cuda"), there on these ``gpus``."""
+    """What the run may use: ``slots`` ranks on ``kind`` ("cpu" or "cuda"), there on these ``gpus``.
+
+    ``giver`` is who says how many slots there are.
+    """
 
     kind: str
     slots: int
     gpus: tuple[Gpu, ...] = ()
+    giver: str = "--gt-gpus gives"
 
     @property
     def backend(self) -> str:
@@ -40,9 +45,11 @@ class Devices:
         return "nccl" if self.kind == "cuda" else "gloo"
 
     def __str__(self) -> str:
+        ranks = "rank" if self.slots == 1 else "ranks"
+        by = ", started by torchrun" if self.giver.startswith("torchrun") else ""
         if self.kind == "cuda":
-            return f"{self.slots} CUDA {'rank' if self.slots == 1 else 'ranks'} (nccl)"
-        return f"{self.slots} CPU {'rank' if self.slots == 1 else 'ranks'} (gloo), no GPU used"
+            return f"{self.slots} CUDA {ranks} (nccl){by}"
+        return f"{self.slots} CPU {ranks} (gloo){by}, no GPU used"
 
 
 def visible_gpus() -> tuple[Gpu, ...]:
@@ -115,9 +122,12 @@ def resolve(config: pytest.Config) -> Devices:
     promised: int | None = options.get(config, "gpus")
     wanted: str = options.get(config, "device")
     gpus = () if wanted == "cpu" else visible_gpus()
+    if not gpus and wanted == "cuda":
+        raise pytest.UsageError("--gt-device=cuda: no GPU is visible; use --gt-device=cpu, or auto")
+    launch = launches.of(config)
+    if launch is not None:
+        return _of_torchrun(launch, promised, gpus)
     if not gpus:
-        if wanted == "cuda":
-            raise pytest.UsageError("--gt-device=cuda: no GPU is visible; use --gt-device=cpu, or auto")
         return Devices("cpu", promised or DEFAULT_CPU_SLOTS)
     if promised is not None and promised > len(gpus):
         raise pytest.UsageError(
@@ -125,3 +135,18 @@ def resolve(config: pytest.Config) -> Devices:
             "or use --gt-device=cpu"
         )
     return Devices("cuda", promised or len(gpus), gpus[:promised])
+
+
+def _of_torchrun(launch: launches.Launch, promised: int | None, gpus: Sequence[Gpu]) -> Devices:
+    """The ranks that torchrun has started, over all nodes; this node's GPUs say what they are on."""
+    if promised is not None and promised > launch.size:
+        raise pytest.UsageError(
+            f"--gt-gpus={promised}: torchrun has started {launch.size} ranks; promise at most {launch.size}, or have "
+            "torchrun start more"
+        )
+    if gpus and len(gpus) < launch.local_size:
+        raise pytest.UsageError(
+            f"torchrun has started {launch.local_size} ranks on a node where {len(gpus)} GPUs are visible; start as "
+            "many as there are GPUs, or use --gt-device=cpu"
+        )
+    return Devices("cuda" if gpus else "cpu", promised or launch.size, tuple(gpus), "torchrun has started")

@@ -29,6 +29,8 @@ from pytest_gtrainer.report.summary import SummaryPlugin
 from pytest_gtrainer.report.verdicts import VerdictTables
 from pytest_gtrainer.worlds import spec
 from pytest_gtrainer.worlds.ranks.plugin import RanksPlugin, is_rank
+from pytest_gtrainer.worlds.torchrun import launch
+from pytest_gtrainer.worlds.torchrun.follower import follow
 
 FACTS = pytest.StashKey[list[facts.Fact]]()
 
@@ -42,9 +44,15 @@ def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
     inline.prepare(early_config)
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config: pytest.Config) -> int | None:
+    return follow(config)
+
+
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", spec.MARKER_HELP)
     options.check(config)
+    launch.check(config)
     if options.get(config, "gpus") or options.get(config, "device") != "auto":
         devices.resolve(config)  # a promise that cannot be kept stops the run here
     goldens = GoldenPlugin(config)

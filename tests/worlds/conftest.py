@@ -73,23 +73,29 @@ class Suite:
     def write(self, name: str, source: str) -> None:
         (self.folder / name).write_text(textwrap.dedent(source))
 
-    def start(self, *args: str) -> subprocess.Popen[str]:
+    def start(self, *args: str, launcher: tuple[str, ...] = ()) -> subprocess.Popen[str]:
+        """Start ``pytest *args``; with ``launcher``, torchrun's arguments, in each process that torchrun starts."""
+        torchrun = ("-m", "torch.distributed.run", *launcher) if launcher else ()
         environ = {**os.environ, "TMPDIR": str(self.folder / "tmp"), "RECORDS": str(self.folder / "records")}
         for name in [name for name in environ if name.startswith("PYTEST_")]:
             del environ[name]
         return subprocess.Popen(
-            [sys.executable, "-m", "pytest", "--gt-device=cpu", *args],
+            [sys.executable, *torchrun, "-m", "pytest", f"--rootdir={self.folder}", "--gt-device=cpu", *args],
             cwd=self.folder, env=environ, text=True,
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         )  # fmt: skip
 
-    def run(self, *args: str) -> Run:
-        process = self.start(*args)
+    def run(self, *args: str, launcher: tuple[str, ...] = ()) -> Run:
+        return self.run_together(self.start(*args, launcher=launcher))
+
+    def run_together(self, *processes: subprocess.Popen[str]) -> Run:
+        """What processes did that were started for one run; the status is the first one's."""
         try:
-            output, _ = process.communicate(timeout=LIMIT)
+            outputs = [process.communicate(timeout=LIMIT)[0] for process in processes]
         finally:
-            process.kill()
-        return Run(self.folder, process.returncode, output, self._reports())
+            for process in processes:
+                process.kill()
+        return Run(self.folder, processes[0].returncode, "".join(outputs), self._reports())
 
     def left_over(self) -> list[str]:
         return left_over(self.folder)

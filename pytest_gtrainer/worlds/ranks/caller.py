@@ -14,8 +14,7 @@ from pytest_gtrainer.worlds.ranks import wire
 from pytest_gtrainer.worlds.ranks.dispatch import chain_of, limit_of
 from pytest_gtrainer.worlds.ranks.merge import earliest_incident
 from pytest_gtrainer.worlds.ranks.outcome import Outcome, disagreement
-from pytest_gtrainer.worlds.ranks.pool import Pool
-from pytest_gtrainer.worlds.ranks.watch import run_on
+from pytest_gtrainer.worlds.ranks.pool import Launcher
 from pytest_gtrainer.worlds.spec import WorldSpec, spec_of
 
 
@@ -44,7 +43,7 @@ def caller_of(request: pytest.FixtureRequest) -> RankCaller:
 class RankCaller:
     """Runs functions on warm ranks, one call at a time."""
 
-    def __init__(self, pool: Pool, item: pytest.Item, config: pytest.Config) -> None:
+    def __init__(self, pool: Launcher, item: pytest.Item, config: pytest.Config) -> None:
         self._pool, self._item, self._config = pool, item, config
 
     def run(self, function: Callable[..., Any], *args: Any, size: int | None = None) -> list[Any]:
@@ -62,17 +61,18 @@ class RankCaller:
         __tracebackhide__ = True
         spec = spec_of(self._item)
         command = wire.CallFunction(_payload(function, *_deterministically(function, args)), chain_of(self._item))
-        with self._pool.lend(self._size(size, spec), self._item.nodeid) as team:
-            outcome = run_on(team, command, limit_of(self._config, spec))
+        limit = limit_of(self._config, spec)
+        outcome = self._pool.run(self._size(size, spec), command, limit, self._item.nodeid)
         return self._results(outcome)
 
     def _size(self, size: int | None, spec: WorldSpec | None) -> int:
-        slots = devices.resolve(self._config).slots
+        found = devices.resolve(self._config)
+        slots = found.slots
         wanted = size if size is not None else spec.size if spec is not None else slots
         if type(wanted) is not int or wanted < 1:
             raise ValueError(f"gt_ranks.run: size is a whole number, 1 or more; not {wanted!r}")
         if wanted > slots:
-            cause = f"needs {wanted} ranks, --gt-gpus gives {slots}"
+            cause = f"needs {wanted} ranks, {found.giver} {slots}"
             facts.emit("skip", cause=cause)
             pytest.skip(cause)
         return wanted

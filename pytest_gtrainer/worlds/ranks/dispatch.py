@@ -16,8 +16,7 @@ from pytest_gtrainer.worlds.ranks.launcher import RanksError
 from pytest_gtrainer.worlds.ranks.leases import LeaseError
 from pytest_gtrainer.worlds.ranks.merge import PHASES, Phase, RankReports, merge
 from pytest_gtrainer.worlds.ranks.outcome import Incident, Outcome, disagreement
-from pytest_gtrainer.worlds.ranks.pool import Pool
-from pytest_gtrainer.worlds.ranks.watch import run_on
+from pytest_gtrainer.worlds.ranks.pool import Launcher
 from pytest_gtrainer.worlds.spec import WorldSpec, spec_of
 
 GOLDENS = "gtrainer-goldens"
@@ -29,7 +28,7 @@ NOT_A_FAILURE = (KeyboardInterrupt, pytest.exit.Exception)
 
 
 def dispatch(
-    pool: Pool, item: pytest.Item, next_on_ranks: pytest.Item | None, nextitem: pytest.Item | None
+    pool: Launcher, item: pytest.Item, next_on_ranks: pytest.Item | None, nextitem: pytest.Item | None
 ) -> None:
     """Stand in for pytest's own protocol of ``item``: the same hooks, the phases on ranks."""
     hooks = item.ihook
@@ -45,9 +44,11 @@ def dispatch(
         if report.when == "teardown":
             hooks.pytest_runtest_logreport(report=report)
     hooks.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
+    if pool.broken is not None:
+        item.session.shouldfail = pool.broken
 
 
-def _reports(pool: Pool, item: pytest.Item, next_on_ranks: pytest.Item | None) -> list[pytest.TestReport]:
+def _reports(pool: Launcher, item: pytest.Item, next_on_ranks: pytest.Item | None) -> list[pytest.TestReport]:
     spec = spec_of(item)
     assert spec is not None
     outcomes: list[Outcome] = []
@@ -63,11 +64,10 @@ def _reports(pool: Pool, item: pytest.Item, next_on_ranks: pytest.Item | None) -
     return _merged(item, outcomes[0])
 
 
-def _run(pool: Pool, item: pytest.Item, spec: WorldSpec, next_on_ranks: pytest.Item | None) -> Outcome:
+def _run(pool: Launcher, item: pytest.Item, spec: WorldSpec, next_on_ranks: pytest.Item | None) -> Outcome:
     command = wire.RunItem(item_ref(item), item_ref(next_on_ranks) if next_on_ranks is not None else None)
     try:
-        with pool.lend(spec.size, item.nodeid) as team:
-            return run_on(team, command, limit_of(item.config, spec))
+        return pool.run(spec.size, command, limit_of(item.config, spec), item.nodeid)
     except (RanksError, LeaseError) as error:
         pytest.fail(str(error), pytrace=False)
 

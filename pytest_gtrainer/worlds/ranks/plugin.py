@@ -10,9 +10,10 @@ import pytest
 from pytest_gtrainer import devices, facts, options
 from pytest_gtrainer.worlds.ranks.schedule import following
 from pytest_gtrainer.worlds.spec import SpecError, WorldSpec, spec_of
+from pytest_gtrainer.worlds.torchrun import launch as launches
 
 if TYPE_CHECKING:
-    from pytest_gtrainer.worlds.ranks.pool import Pool
+    from pytest_gtrainer.worlds.ranks.pool import Launcher
 
 
 def is_rank(config: pytest.Config) -> bool:
@@ -43,7 +44,7 @@ def missing(spec: WorldSpec, found: devices.Devices) -> str | None:
     if spec.device is not None and spec.device != found.kind:
         return f"needs {spec.device} ranks, the run has {found.kind} ranks: not judged"
     if spec.size > found.slots:
-        return f"needs {spec.size} ranks, --gt-gpus gives {found.slots}"
+        return f"needs {spec.size} ranks, {found.giver} {found.slots}"
     return None
 
 
@@ -63,19 +64,32 @@ class RanksPlugin:
 
     def __init__(self, config: pytest.Config) -> None:
         self.config = config
-        self._pool: Pool | None = None
+        self._pool: Launcher | None = None
+        self._launch = launches.of(config)
+        self._session: pytest.Session | None = None
         self._following: Mapping[pytest.Item, pytest.Item] | None = None
 
     @property
-    def pool(self) -> Pool:
-        """The pool of this pytest process."""
+    def pool(self) -> Launcher:
+        """Who has the ranks of this pytest process."""
         if self._pool is None:
-            from pytest_gtrainer.worlds.ranks.pool import Pool
-
-            self._pool = Pool(self.config)
+            self._pool = self._own_ranks() if self._launch is None else self._ranks_of(self._launch)
         return self._pool
 
+    def _own_ranks(self) -> Launcher:
+        from pytest_gtrainer.worlds.ranks.pool import Pool
+
+        return Pool(self.config)
+
+    def _ranks_of(self, launch: launches.Launch) -> Launcher:
+        from pytest_gtrainer.worlds.torchrun.pool import TorchrunPool
+
+        return TorchrunPool(self.config, launch)
+
     # --- before ---------------------------------------------------------------------------
+
+    def pytest_sessionstart(self, session: pytest.Session) -> None:
+        self._session = session
 
     def pytest_report_collectionfinish(self, items: Sequence[pytest.Item]) -> str | None:
         if any(ranks_spec(item) for item in items):
@@ -101,6 +115,8 @@ class RanksPlugin:
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
         if self._size_on_ranks(item) is None:
+            if self._pool is not None:
+                self._pool.leave()
             return None
         from pytest_gtrainer.worlds.ranks.dispatch import dispatch
 
@@ -129,9 +145,14 @@ class RanksPlugin:
 
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self) -> None:
-        self._close()
+        if self._launch is None:
+            self._close()
 
     def pytest_unconfigure(self) -> None:
+        """Under torchrun the others exit only now: torchrun ends everybody when one exits with an error."""
+        if self._launch is not None and self._session is not None:
+            self.pool.close(int(self._session.exitstatus))
+            self._pool = None
         self._close()
 
     def _close(self) -> None:

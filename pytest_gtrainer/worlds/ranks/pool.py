@@ -7,16 +7,18 @@ import os
 import sys
 from collections.abc import Iterator
 from types import ModuleType
-from typing import Any
+from typing import Any, Protocol
 
 import pytest
 
 from pytest_gtrainer import options
 from pytest_gtrainer.devices import Devices, resolve
 from pytest_gtrainer.environment import lasting_environment
-from pytest_gtrainer.worlds.ranks import sharing
+from pytest_gtrainer.worlds.ranks import sharing, wire
 from pytest_gtrainer.worlds.ranks.launcher import ForkServer
+from pytest_gtrainer.worlds.ranks.outcome import Outcome
 from pytest_gtrainer.worlds.ranks.team import Team, TeamPlan
+from pytest_gtrainer.worlds.ranks.watch import run_on
 
 # Idle ranks cost 20 MB each; twice the slots let worlds of two sizes alternate warm.
 IDLE_FACTOR = 2
@@ -38,8 +40,32 @@ PRELOAD = (
 )
 
 
+class Launcher(Protocol):
+    """Who has ranks: the pool of this process, or torchrun.
+
+    Attributes:
+        broken: why no more tests can run on ranks; None as long as they can.
+    """
+
+    broken: str | None
+
+    def run(self, size: int, command: wire.RunItem | wire.CallFunction, limit: float, holder: str) -> Outcome:
+        """Run a command on ``size`` ranks."""
+
+    def discard(self, size: int) -> None:
+        """End what runs on ``size`` ranks after this process was interrupted."""
+
+    def leave(self) -> None:
+        """Make this process fit for a test without ranks."""
+
+    def close(self, status: int = 0) -> None:
+        """End the ranks; ``status`` is the one that the run exits with."""
+
+
 class Pool:
     """Hands out teams; one forkserver per pytest process, started when first needed."""
+
+    broken: str | None = None
 
     def __init__(self, config: pytest.Config) -> None:
         self._config = config
@@ -55,17 +81,26 @@ class Pool:
         """Begin importing in the background."""
         self._running_server()
 
-    @contextlib.contextmanager
-    def lend(self, size: int, holder: str) -> Iterator[Team]:
-        """A team of ``size`` ranks for one test, once its devices are this process's to use.
+    def run(self, size: int, command: wire.RunItem | wire.CallFunction, limit: float, holder: str) -> Outcome:
+        """Run a command on ``size`` ranks, once their devices are this process's to use.
 
         Args:
+            limit: for the command, in seconds; waiting for devices has its own.
             holder: the test, told to those who wait in vain for the devices.
 
         Raises:
-            RanksError: it could not be started.
+            RanksError: the ranks could not be started.
             LeaseError: others held the devices for too long.
         """
+        with self._lend(size, holder) as team:
+            return run_on(team, command, limit)
+
+    def leave(self) -> None:
+        """Nothing: a test without ranks runs in this process, which is none of them."""
+
+    @contextlib.contextmanager
+    def _lend(self, size: int, holder: str) -> Iterator[Team]:
+        """A team of ``size`` ranks for one test."""
         with self._sharing().for_test(size, holder):
             team = self.team(size)
             yield team
@@ -106,8 +141,8 @@ class Pool:
         if team is not None:
             team.kill()
 
-    def close(self) -> None:
-        """End all teams and the forkserver, and give all devices back."""
+    def close(self, status: int = 0) -> None:
+        """End all teams and the forkserver, and give all devices back; ``status`` is for other launchers."""
         if self._devices_shared is not None:
             self._devices_shared.close()
             self._devices_shared = None

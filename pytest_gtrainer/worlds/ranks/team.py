@@ -184,7 +184,7 @@ class Team:
             return self.kill()
         states = {rank: answer.state for rank, answer in outcome.answers.items()}
         if outcome.unblocked_at is not None or not all(state.intact for state in states.values()):
-            self._settle(wire.JoinGroup(str(self._new_store())), wire.JoinedGroup)
+            self._settle(wire.JoinGroup(str(self._new_store()), self.size), wire.JoinedGroup)
         elif disagreement(states):
             self.kill()
         elif any(state.subgroups for state in states.values()):

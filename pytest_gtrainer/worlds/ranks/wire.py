@@ -113,9 +113,10 @@ class LeaveGroup:
 
 @dataclass(frozen=True, slots=True)
 class JoinGroup:
-    """Replace the process groups by a new default group, made through the file ``store``."""
+    """Replace the process groups by a new default group of ``size`` ranks, who meet at ``store``."""
 
     store: str
+    size: int
 
 
 @dataclass(frozen=True, slots=True)

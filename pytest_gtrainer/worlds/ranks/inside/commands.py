@@ -26,9 +26,11 @@ from pytest_gtrainer.worlds.ranks.inside.session import capture_fds, close_sessi
 def serve(setup: wire.RankSetup, conn: Connection) -> int:
     """Start as a rank, then obey until told to stop: the exit status."""
     torch.set_num_threads(1)
-    send = _in_this_process(conn.send)
+    send = in_this_process(conn.send)
     try:
-        rank = Rank(setup, send)
+        group = RankGroup(setup.rank, setup.device, setup.backend)
+        group.join(setup.store, setup.size)
+        rank = Rank(make_session(setup), group, send)
     except BaseException:
         send(wire.StartFailed(traceback.format_exc()))
         return 1
@@ -44,7 +46,7 @@ def serve(setup: wire.RankSetup, conn: Connection) -> int:
             return 0
 
 
-def _in_this_process(send: Callable[[object], None]) -> Callable[[object], None]:
+def in_this_process(send: Callable[[object], None]) -> Callable[[object], None]:
     """``send``, which ends any other process: a test that forks and lets the child return.
 
     The child has the rank's connection; its answers would be taken for the rank's own.
@@ -62,12 +64,9 @@ def _in_this_process(send: Callable[[object], None]) -> Callable[[object], None]
 class Rank:
     """A pytest session on a process group. ``send`` takes messages that must not wait."""
 
-    def __init__(self, setup: wire.RankSetup, send: Callable[[object], None]) -> None:
-        self.send = send
-        self.group = RankGroup(setup.rank, setup.size, setup.device, setup.backend)
-        self.group.join(setup.store)
-        self.session = make_session(setup)
-        self.config = self.session.config
+    def __init__(self, session: pytest.Session, group: RankGroup, send: Callable[[object], None]) -> None:
+        self.session, self.group, self.send = session, group, send
+        self.config = session.config
         self.collection = Collection(self.session)
         self.recorder = Recorder(self.config, send)
         self.config.pluginmanager.register(self.recorder, "gtrainer-rank-recorder")
@@ -153,7 +152,7 @@ class Rank:
 
     @obey.register
     def join_group(self, command: wire.JoinGroup) -> wire.JoinedGroup:
-        self.group.join(command.store)
+        self.group.join(command.store, command.size)
         return wire.JoinedGroup()
 
     @obey.register

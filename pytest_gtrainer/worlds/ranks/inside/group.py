@@ -24,12 +24,24 @@ from pytest_gtrainer.worlds.ranks import wire
 # The parent's limit for a test ends a blocked collective long before this does.
 COLLECTIVE_LIMIT = timedelta(hours=24)
 
+Meeting = Callable[[str, int], dist.Store]
+
 
 class RankGroup:
     """The default group of a rank, and what the tests have made beside it."""
 
-    def __init__(self, rank: int, size: int, device: str, backend: str) -> None:
-        self.rank, self.size, self.device, self.backend = rank, size, device, backend
+    def __init__(
+        self, rank: int, device: str, backend: str, *, index: int | None = None, meet: Meeting | None = None
+    ) -> None:
+        """Nothing is joined yet.
+
+        Args:
+            index: of the rank's GPU among those it sees; by default its rank.
+            meet: gives the store at a place, for a number of ranks; by default the place is a file.
+        """
+        self.rank, self.size, self.device, self.backend = rank, 0, device, backend
+        self._index = rank if index is None else index
+        self._meet = meet or dist.FileStore
         self._default: dist.ProcessGroup | None = None
         self._points: Counter[int] = Counter()  # sends and receives, by group
         self._known: Counter[int] = Counter()  # collectives that were told already, by group
@@ -51,18 +63,19 @@ class RankGroup:
 
         return counted
 
-    def join(self, store_path: str) -> None:
-        """Make the default group anew, meeting the other ranks through a file."""
+    def join(self, place: str, size: int) -> None:
+        """Make the default group anew, of ``size`` ranks that meet at ``place``."""
         self.leave()
+        self.size = size
         if self.device == "cuda":
-            torch.cuda.set_device(self.rank)
-        store = dist.FileStore(store_path, self.size)
+            torch.cuda.set_device(self._index)
+        store = self._meet(place, size)
         dist.init_process_group(
-            self.backend, store=store, rank=self.rank, world_size=self.size, timeout=COLLECTIVE_LIMIT
+            self.backend, store=store, rank=self.rank, world_size=size, timeout=COLLECTIVE_LIMIT
         )
         self._default = dist.group.WORLD
         if self.backend == "gloo":
-            _connect_all_pairs(self.size)
+            _connect_all_pairs(size)
             self._issued()
 
     def leave(self) -> None:

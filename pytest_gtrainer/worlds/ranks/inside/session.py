@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -33,7 +34,20 @@ NEUTRAL_OPTIONS: dict[str, Any] = {
 
 def make_session(setup: wire.RankSetup) -> pytest.Session:
     """Configure pytest as the parent is, and start a session without collecting."""
-    config = _configured(setup)
+    return start_session(_prepareconfig(list(setup.args)), setup.worker, setup.basetemp)
+
+
+def start_session(config: pytest.Config, worker: Mapping[str, Any], basetemp: str | None) -> pytest.Session:
+    """Start a session that does not collect, on a command line that has been parsed.
+
+    Args:
+        worker: the content of ``config.workerinput``; with it plugins behave as in a worker of xdist.
+        basetemp: for temporary files; None leaves it to pytest.
+    """
+    _make_silent(config)
+    config.option.basetemp = basetemp
+    config.workerinput = dict(worker)  # type: ignore[attr-defined]
+    config.workeroutput = {}  # type: ignore[attr-defined]
     session: pytest.Session = Session.from_config(config)
     session.exitstatus = pytest.ExitCode.OK
     config._do_configure()
@@ -42,8 +56,8 @@ def make_session(setup: wire.RankSetup) -> pytest.Session:
     return session
 
 
-def _configured(setup: wire.RankSetup) -> pytest.Config:
-    config = _prepareconfig(list(setup.args))
+def _make_silent(config: pytest.Config) -> None:
+    """Take away what reports, selects, stops or branches."""
     for name in PARENT_ONLY:  # only now: the parser must know their options
         config.pluginmanager.consider_pluginarg(f"no:{name}")
     for name in PARENT_ONLY_OBJECTS:
@@ -52,10 +66,6 @@ def _configured(setup: wire.RankSetup) -> pytest.Config:
     for name, value in NEUTRAL_OPTIONS.items():
         if hasattr(config.option, name):
             setattr(config.option, name, value)
-    config.option.basetemp = setup.basetemp
-    config.workerinput = dict(setup.worker)  # type: ignore[attr-defined]
-    config.workeroutput = {}  # type: ignore[attr-defined]
-    return config
 
 
 def _calm_hypothesis() -> None:

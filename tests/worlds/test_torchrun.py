@@ -1,0 +1,259 @@
+"""The same test files under ``torchrun -m pytest``: one launcher, and two as on two nodes."""
+
+from __future__ import annotations
+
+import socket
+import time
+
+import pytest
+
+from pytest_gtrainer.worlds.torchrun.launch import Launch, read
+
+SUITE = '''
+import os, signal, time
+import pytest, torch
+import torch.distributed as dist
+
+on = lambda size, **more: pytest.mark.gt_world("ranks", size=size, **more)
+PIDS = set()
+
+@pytest.fixture(scope="module")
+def expensive():
+    return {"pid": os.getpid()}
+
+@on(3)
+def test_collective(gt_world, expensive, tmp_path):
+    value = torch.tensor([float(gt_world.rank)])
+    dist.all_reduce(value)
+    assert value.item() == 3 and dist.get_world_size() == gt_world.size == 3
+    assert expensive == {"pid": os.getpid()} and tmp_path.is_dir()
+    PIDS.add(os.getpid())
+    print("wrote", gt_world.rank)
+
+@on(3)
+def test_same_processes(expensive):
+    assert PIDS == {os.getpid()} == {expensive["pid"]}
+
+def test_without_ranks():
+    assert not dist.is_initialized()
+
+@pytest.mark.gt_world("fake", size=8)
+def test_fake(gt_world):
+    assert dist.get_world_size() == 8
+
+@on(2)
+def test_smaller_than_the_world():
+    assert dist.get_world_size() == 2
+    dist.barrier()
+
+@on(4)
+def test_larger_than_the_world(): raise SystemExit
+
+def called(number):
+    dist.barrier()
+    return dist.get_rank() * number
+
+def test_functions(gt_ranks):
+    assert gt_ranks.run(called, 2) == [0, 2, 4]
+    assert not dist.is_initialized()
+
+@on(3)
+def test_golden(gt_golden):
+    gt_golden.check("text")
+
+@on(3)
+def test_raises_while_others_wait():
+    assert dist.get_rank() != 1, "only here"
+    dist.barrier()
+
+@on(3)
+def test_skips_on_one():
+    if dist.get_rank() == 2: pytest.skip("not me")
+
+@on(3)
+def test_skips_everywhere():
+    pytest.skip("nobody")
+
+@on(3)
+@pytest.mark.xfail(strict=True)
+def test_xfails_on_one():
+    assert dist.get_rank() == 0
+
+@on(3)
+def test_subtest_fails(subtests):
+    with subtests.test("a"):
+        assert dist.get_rank() != 0
+
+@on(3, timeout=1.5)
+@pytest.mark.parametrize("who", [0, 2])
+def test_hangs(who):
+    if dist.get_rank() == who: time.sleep(600)
+    dist.barrier()
+
+@on(3)
+def test_counts_differ():
+    if dist.get_rank() == 0: dist.all_reduce(torch.ones(1), async_op=True)
+
+@on(3)
+def test_good_after_that():
+    dist.barrier()
+
+@on(3)
+def test_killed():
+    if dist.get_rank() == 2: os.kill(os.getpid(), signal.SIGKILL)
+    dist.barrier()
+
+@on(3)
+def test_never_run(): pass
+'''
+
+# test: outcome, what its report says
+TABLE = {
+    "test_collective": ("passed", []),
+    "test_same_processes": ("passed", []),
+    "test_without_ranks": ("passed", []),
+    "test_fake": ("passed", []),
+    "test_smaller_than_the_world": ("passed", []),
+    "test_larger_than_the_world": ("skipped", ["needs 4 ranks, torchrun has started 3"]),
+    "test_functions": ("passed", []),
+    "test_golden": ("failed", ["test_golden.txt is missing"]),
+    "test_raises_while_others_wait": ("failed", ["rank 1: AssertionError: only here", "ranks 0, 2: waited in barrier"]),
+    "test_skips_on_one": ("failed", ["the ranks do not agree: passed (ranks 0, 1), skipped: not me (rank 2)"]),
+    "test_skips_everywhere": ("skipped", []),
+    "test_xfails_on_one": ("xfailed", []),
+    "test_subtest_fails": ("failed", ["rank 0: AssertionError: assert 0 != 0", "ranks 1, 2: passed"]),
+    "test_hangs[0]": ("failed", ["rank 0 did not end within 1.5 s, at test_it.py", "ranks 1, 2: did not end within"]),
+    "test_hangs[2]": ("failed", ["rank 2 did not end within 1.5 s, at test_it.py", "waiting in barrier"]),
+    "test_counts_differ": ("failed", ["different numbers of collectives on all ranks: 1 (rank 0), 0 (ranks 1, 2)"]),
+    "test_good_after_that": ("passed", []),
+    "test_killed": ("failed", ["rank 2 was killed by SIGKILL", "ranks 0, 1: waited in barrier"]),
+}
+
+
+@pytest.fixture(scope="module")
+def run(module_suite):
+    module_suite.write("test_it.py", SUITE)
+    return module_suite.run("-p", "no:randomly", launcher=("--standalone", "--nproc-per-node=3"))
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_under_torchrun(run, name):
+    """T1 to T4, T7; a rank that dies ends the run, as torchrun replaces none, and its test is reported first."""
+    outcome, expected = TABLE[name]
+    assert run.outcome(name) == outcome, run.text(name)
+    for line in expected:
+        assert line in run.text(name)
+
+
+def test_one_report_for_all(run):
+    assert set(run.reports) == set(TABLE)
+    assert run.output.count("test session starts") == 1
+    assert "3 CPU ranks (gloo), started by torchrun, no GPU used" in run.output
+    assert "rank 2 has ended, and torchrun replaces none" in run.output
+    assert run.reports["test_collective"]["call"]["output"] == "wrote 0\nwrote 1\nwrote 2\n"
+
+
+def test_the_exit_code_is_one_for_all(run):
+    assert run.status == 1
+
+
+def test_nothing_is_left_over(run):
+    assert run.left_over() == []
+
+
+def test_two_nodes(suite):
+    """Two launchers meet on loopback; a rank of the other node is reported on, and its end noticed."""
+    suite.write(
+        "test_it.py",
+        """
+        import os, socket, time
+        import pytest, torch
+        import torch.distributed as dist
+
+        pytestmark = pytest.mark.gt_world("ranks", size=2)
+
+        def test_nodes():
+            groups = [None, None]
+            dist.all_gather_object(groups, (os.environ["GROUP_RANK"], os.environ["LOCAL_RANK"], os.getppid()))
+            assert [group[:2] for group in groups] == [("0", "0"), ("1", "0")]
+            assert groups[0][2] != groups[1][2]
+
+        def test_fails_there():
+            assert dist.get_rank() == 0
+
+        def test_ends_there():
+            if dist.get_rank() == 1: os._exit(3)
+            dist.barrier()
+        """,
+    )
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    launcher = ("--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}")
+    run = suite.run_together(*(suite.start(launcher=(*launcher, "--rdzv-id=two")) for _ in range(2)))
+    outcomes = {name: run.outcome(name) for name in run.reports}
+    assert outcomes == {"test_nodes": "passed", "test_fails_there": "failed", "test_ends_there": "failed"}, run.output
+    assert "rank 1: AssertionError: assert 1 == 0" in run.text("test_fails_there")
+    assert "rank 1 has ended; torchrun tells how" in run.text("test_ends_there")
+    assert run.status != 0
+    _wait_until_nothing_is_left(suite)
+
+
+def _wait_until_nothing_is_left(suite):
+    end = time.monotonic() + 60
+    while suite.left_over() and time.monotonic() < end:
+        time.sleep(0.1)
+    assert suite.left_over() == []
+
+
+@pytest.mark.long
+def test_ctrl_c_ends_all_ranks(suite):
+    """T6."""
+    suite.write(
+        "test_it.py",
+        """
+        import time
+        import pytest, torch.distributed as dist
+        @pytest.mark.gt_world("ranks", size=2)
+        def test_waits():
+            open(f"started{dist.get_rank()}", "w").close()
+            if dist.get_rank() == 0: time.sleep(600)
+            dist.barrier()
+        """,
+    )
+    process = suite.start(launcher=("--standalone", "--nproc-per-node=2"))
+    end = time.monotonic() + 120
+    while len(list(suite.folder.glob("started*"))) < 2 and time.monotonic() < end:
+        time.sleep(0.1)
+    process.terminate()
+    output, _ = process.communicate(timeout=60)
+    assert "KeyboardInterrupt" in output
+    _wait_until_nothing_is_left(suite)
+
+
+ENVIRONMENT = {
+    "TORCHELASTIC_RUN_ID": "none", "RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "4",
+    "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("argument", "sentence"),
+    [
+        ("-n2", "torchrun has started the 4 ranks of this run, and xdist would start processes of its own: leave out"),
+        ("--gt-gpus=8", "--gt-gpus=8: torchrun has started 4 ranks; promise at most 4"),
+    ],
+)
+def test_what_torchrun_cannot_have(pytester, monkeypatch, argument, sentence):
+    for name, value in ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
+    result = pytester.runpytest_inprocess(argument, "--gt-device=cpu")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines([f"*{sentence}*"])
+
+
+def test_the_next_process_of_a_node_in_a_circle():
+    """Ranks 4 to 6 are those of one node."""
+    assert [Launch(rank, 8, rank - 4, 3).neighbour for rank in (4, 5, 6)] == [5, 6, 4]
+    assert Launch(3, 4, 0, 1).neighbour is None
+    assert [Launch(rank, 4, rank % 2, 2).is_beside_the_driver for rank in range(4)] == [True, True, False, False]
+    assert read(ENVIRONMENT) == Launch(0, 4, 0, 4)

@@ -64,6 +64,9 @@ _HOME: dict[str, str] = {
     "assert_simulated_parity": "worlds.simulated.parity",
     "sweep_nets": "worlds.simulated.sweep",
     "VacuousCheck": "worlds.simulated.parity",
+    # schedules
+    "timeline": "report.timeline",
+    "CostModel": "report.costs",
     # text
     "graphtext": "graphtext",
     "check_graph": "checks.checker",

@@ -1,7 +1,7 @@
 "use strict";
 // Draws what is opened. Details of tests and graphs lie packed (base64 of zlib) in script tags of this page.
 
-const CONTEXT = 3, CHUNK = 400, MOST_FOUND = 200, MOST_BARS = 24;
+const CONTEXT = 3, CHUNK = 400, MOST_FOUND = 200, MOST_BARS = 24, BLOCKS = 200;
 
 function el(tag, attributes = {}, ...children) {
   const made = document.createElement(tag);
@@ -279,14 +279,33 @@ class SideBySide {
 
   drawAll() {
     this.rows = new Map();
-    this.body.replaceChildren(...this.blocks.flatMap((block, place) => {
-      const length = Math.max(block.old[1] - block.old[0], block.now[1] - block.now[0]);
-      if (!block.equal) return this.stretch(block, 0, Math.min(length, CHUNK), length);
-      const only = this.blocks.length === 1, head = place === 0 && !only ? 0 : only ? CHUNK : CONTEXT;
-      const tail = place === this.blocks.length - 1 ? 0 : CONTEXT;
-      if (length <= head + tail + 1) return this.stretch(block, 0, length, length);
-      return [...this.lines(block, 0, head), this.gap(block, head, length - tail), ...this.lines(block, length - tail, length)];
-    }));
+    this.body.replaceChildren(...this.some(0));
+  }
+
+  // The rows of the next stretches from one on, and a row that draws those behind them.
+  some(from) {
+    const to = Math.min(from + BLOCKS, this.blocks.length);
+    const rows = this.blocks.slice(from, to).flatMap((block, place) => this.block(block, from + place));
+    if (to === this.blocks.length) return rows;
+    this.more = el("tr", { class: "gap" }, el("td", { colspan: 4 }, `⋯ ${this.blocks.length - to} more stretches, changed and equal in turn`));
+    this.more.addEventListener("click", () => this.drawMore(to));
+    this.next = to;
+    return [...rows, this.more];
+  }
+
+  drawMore(from) {
+    const row = this.more;
+    this.more = null;
+    row.replaceWith(...this.some(from));
+  }
+
+  block(block, place) {
+    const length = Math.max(block.old[1] - block.old[0], block.now[1] - block.now[0]);
+    if (!block.equal) return this.stretch(block, 0, Math.min(length, CHUNK), length);
+    const only = this.blocks.length === 1, head = place === 0 && !only ? 0 : only ? CHUNK : CONTEXT;
+    const tail = place === this.blocks.length - 1 ? 0 : CONTEXT;
+    if (length <= head + tail + 1) return this.stretch(block, 0, length, length);
+    return [...this.lines(block, 0, head), this.gap(block, head, length - tail), ...this.lines(block, length - tail, length)];
   }
 
   stretch(block, from, to, length) {
@@ -339,8 +358,10 @@ class SideBySide {
   }
 
   reveal(side, number) {
+    const holder = this.blocks.findIndex((block) => number < (side ? block.now : block.old)[1]);
+    while (this.more && holder >= this.next) this.drawMore(this.next);
     if (!this.rows.has(`${side}:${number}`)) {
-      for (const row of this.body.querySelectorAll("tr.gap")) {
+      for (const row of [...this.body.querySelectorAll("tr.gap")].filter((gap) => gap.gap)) {
         const { block, from, to } = row.gap, [start] = side ? block.now : block.old, place = number - start;
         if (place < from || place >= to) continue;
         const [low, high] = [Math.max(from, place - 20), Math.min(to, place + 20)];

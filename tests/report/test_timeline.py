@@ -1,0 +1,106 @@
+"""The schedule as a picture: what runs when under a cost model, on graphs written as text."""
+
+import json
+
+import pytest
+
+from pytest_gtrainer.graphtext import parse
+from pytest_gtrainer.report.costs import CostModel, flops_of
+from pytest_gtrainer.report.timeline import timeline
+
+SLOW = CostModel(flops_per_second=1e6, bytes_per_second=4e6, link=1e6, overhead=0.0, latency=0.0)
+"""A second of compute for 1,000,000 elements of fp32 (read and written: 2 s); a second on the wire for 1 MB."""
+
+TWO_GROUPS = """
+fsdp = group(range(0, 2))
+ep = group(range(0, 2))
+if I:
+  I[0]: f32[250000]
+  I[1]: f32[250000]
+if fwd:
+  with _:
+    all_reduce: f32[250000] = _c10d_functional.all_reduce(I[0], "sum", fsdp)
+    all_reduce_1: f32[250000] = _c10d_functional.all_reduce(I[1], "sum", {second})
+    sin: f32[250000] = aten.sin(I[0])
+    wait_tensor: f32[250000] = _c10d_functional.wait_tensor(all_reduce)
+    wait_tensor_1: f32[250000] = _c10d_functional.wait_tensor(all_reduce_1)
+if out:
+  out[0] = wait_tensor
+  out[1] = wait_tensor_1
+  out[2] = sin
+"""
+
+
+def spans(text, model=SLOW):
+    return [(s.lane, s.kind, round(s.start, 6), round(s.duration, 6)) for s in timeline(parse(text), model).spans]
+
+
+def test_collectives_of_one_group_queue_and_of_two_groups_do_not():
+    """A ring all-reduce of 1 MB over two ranks puts 1 MB on the wire: 1 s; ``sin`` moves 2 MB: 0.5 s."""
+    assert spans(TWO_GROUPS.format(second="fsdp")) == [
+        ("fsdp", "collective", 0.0, 1.0),
+        ("fsdp", "collective", 1.0, 1.0),
+        ("compute", "compute", 0.0, 0.5),
+        ("compute", "exposed", 0.5, 0.5),
+        ("compute", "exposed", 1.0, 1.0),
+    ]
+    assert spans(TWO_GROUPS.format(second="ep")) == [
+        ("fsdp", "collective", 0.0, 1.0),
+        ("ep", "collective", 0.0, 1.0),
+        ("compute", "compute", 0.0, 0.5),
+        ("compute", "exposed", 0.5, 0.5),
+    ]
+
+
+def test_what_is_exposed_and_what_is_overlapped_add_up():
+    told = timeline(parse(TWO_GROUPS.format(second="fsdp")), SLOW)
+    assert (told.exposed, told.overlapped, told.total("collective")) == (1.5, 0.5, 2.0)
+    assert told.seconds == 2.0
+    assert told.lanes == ("compute", "fsdp")
+
+
+def test_a_launch_moved_up_overlaps():
+    """The same operators in another order: the difference is what a reordering pass is for."""
+    late = TWO_GROUPS.format(second="ep").replace("    sin: f32[250000] = aten.sin(I[0])\n", "")
+    late = late.replace("  with _:\n", "  with _:\n    sin: f32[250000] = aten.sin(I[0])\n")
+    early, late = (timeline(parse(text), SLOW) for text in (TWO_GROUPS.format(second="ep"), late))
+    assert (early.seconds, late.seconds) == (1.0, 1.5)
+    assert (early.exposed, late.exposed) == (0.5, 1.0)
+
+
+PRODUCT = """
+if I:
+  I[0]: f32[100, 200]
+  I[1]: f32[200, 300]
+if fwd:
+  with _:
+    mm: f32[100, 300] = aten.mm(I[0], I[1])
+    view: f32[30000] = aten.view(mm, [30000])
+if out:
+  out[0] = view
+"""
+
+
+def test_products_cost_operations_and_views_nothing():
+    """2 * 100 * 200 * 300 operations by torch's formula, at 1e6 a second."""
+    gm = parse(PRODUCT)
+    assert [flops_of(node) for node in gm.graph.nodes if node.op == "call_function"] == [12_000_000, 0]
+    assert spans(PRODUCT) == [("compute", "compute", 0.0, 12.0)]
+    by_bytes = CostModel(flops_per_second=1e12, bytes_per_second=1e6, overhead=0.0)
+    assert spans(PRODUCT, by_bytes) == [("compute", "compute", 0.0, 0.44)]  # 440,000 bytes
+
+
+def test_a_chrome_trace_has_a_named_lane_for_each_group_and_says_its_model(tmp_path):
+    told = timeline(parse(TWO_GROUPS.format(second="ep")), SLOW)
+    told.save_chrome_trace(tmp_path / "trace.json")
+    trace = json.loads((tmp_path / "trace.json").read_text())
+    lanes = {event["tid"]: event["args"]["name"] for event in trace["traceEvents"] if event["ph"] == "M"}
+    assert list(lanes.values()) == ["compute", "fsdp", "ep"]
+    exposed = [event for event in trace["traceEvents"] if event.get("cat") == "exposed"]
+    assert [(lanes[event["tid"]], event["ts"], event["dur"]) for event in exposed] == [("compute", 5e5, 5e5)]
+    assert "link 1e+06 B/s" in trace["otherData"]["cost model"]
+
+
+def test_a_rate_of_nothing_is_refused():
+    with pytest.raises(ValueError, match="a cost model's link is a rate above 0, not 0"):
+        CostModel(link=0)

@@ -34,6 +34,14 @@ def test_as_dtensor_reduces_it_differs(gt_mesh):
     assert collectives(as_traced, ALL_REDUCE) > collectives(as_traced, REDUCE_SCATTER) == 4
 
 
+@pytest.mark.gt_world("fake", size=8, mesh={"replicate": 2, "shard": 4})
+def test_the_graph_is_pinned(gt_mesh, gt_golden):
+    """D16: text and schedule, at even shards: one graph for all ranks."""
+    graph = GraphRun(llama3_training(gt_mesh, "bf16_fp32"))
+    gt_golden.check(graph.traced)
+    gt_golden.check(graph.traced, "schedule", view="schedule")
+
+
 @pytest.mark.long
 @pytest.mark.gt_world("ranks", size=6, mesh={"replicate": 3, "shard": 2})
 def test_three_replicas(gt_mesh, check_parity):

@@ -32,6 +32,7 @@ _HOME: dict[str, str] = {
     "ChunkConfig": "passes.chunking.config",
     "ChunkError": "passes.chunking.errors",
     "chunk_pass": "passes.chunking.chunk",
+    "concretize_chunk_symbolic_shapes_pass": "passes.chunking.symbolic",
     "construct_default_graph_passes": "passes.pipeline",
     "apply_graph_passes": "passes.pipeline",
     "LossConfig": "passes.pipeline",
@@ -59,6 +60,8 @@ _HOME: dict[str, str] = {
     "flex_attention_options": "numerics.configs",
     "mesh_seed": "numerics.seeds",
     "balanced_loss": "numerics.loss_balance",
+    "capture_operators": "numerics.operators",
+    "compare_operators": "numerics.operators",
     # simulated world
     "NetModel": "worlds.simulated.net",
     "assert_simulated_parity": "worlds.simulated.parity",

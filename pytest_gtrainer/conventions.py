@@ -3,7 +3,9 @@
 - ``meta["custom"]["module_fqn"]``, else ``nn_module_stack``: the module that a node belongs to;
 - ``meta["autograd_backward"]``: True on nodes that the backward made, the one source of direction;
 - ``meta["gt_gathers_once"]`` on the output node: True where a parameter is gathered once however often it is
-  read, so that its gradient is complete before it is reduced.
+  read, so that its gradient is complete before it is reduced;
+- ``meta["gt_dynamic_dims"]`` there: per dimension that the graph keeps as a symbol, by name, the symbol and the
+  extent of the example.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from torch import fx
 
 FORWARD, BACKWARD = "fwd", "bwd"
 GATHERS_ONCE = "gt_gathers_once"
+DYNAMIC_DIMS = "gt_dynamic_dims"
 
 
 def direction(node: fx.Node) -> str:

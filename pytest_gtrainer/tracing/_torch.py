@@ -9,7 +9,10 @@ Read against torch 2.13:
   ``meta["autograd_backward"]`` and the ``seq_nr`` of their forward node; it requires
   ``torch.compiler._non_strict_tracing_context``.
 - ``FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True)`` allows unbacked sizes
-  (``.tolist()`` of a fake tensor) and keeps all others static.
+  (``.tolist()`` of a fake tensor) and keeps all others static;
+- an extent that is an unbacked symbol can be traced symbolically, if the symbol is not still pending when the
+  graph's inputs are tracked: ``ShapeEnv.ignore_fresh_unbacked_symbols``. Equal extents stay apart, and no
+  example value decides a branch; ``ShapeEnv.simplify`` tells whether an extent was fixed during the trace.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ try:
     from torch.compiler import _non_strict_tracing_context, _patch_engine_backward
     from torch.fx import traceback as fx_traceback
     from torch.fx.experimental.proxy_tensor import make_fx
-    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
     from torch.fx.traceback import annotate
     from torch.utils import _pytree as pytree
 except ImportError as error:  # pragma: no cover - needs another torch
@@ -36,10 +39,13 @@ except ImportError as error:  # pragma: no cover - needs another torch
 __all__ = [
     "FakeTensor",
     "FakeTensorMode",
+    "GuardOnDataDependentSymNode",
     "annotate",
     "current_annotation",
+    "is_fixed",
     "make_fx",
     "marked_backward",
+    "new_extent",
     "new_fake_mode",
     "pytree",
     "tracing_backward_metadata",
@@ -50,6 +56,19 @@ __all__ = [
 def new_fake_mode() -> FakeTensorMode:
     """Static shapes, except data-dependent sizes, which become unbacked symbols."""
     return FakeTensorMode(allow_fallback_kernels=True, shape_env=ShapeEnv(), static_shapes=True)
+
+
+def new_extent(mode: FakeTensorMode) -> torch.SymInt:
+    """An extent that may be any number from two on: what is broadcast over one is another operator."""
+    with mode.shape_env.ignore_fresh_unbacked_symbols():
+        extent = mode.shape_env.create_unbacked_symint()
+    torch._check(extent >= 2)
+    return extent
+
+
+def is_fixed(extent: torch.SymInt) -> bool:
+    """Whether the trace has decided on one number."""
+    return bool(extent.node.shape_env.simplify(extent.node.expr).is_number)
 
 
 @contextmanager

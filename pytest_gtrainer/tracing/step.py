@@ -9,6 +9,7 @@ in ``named_parameters`` order (A1). Nodes carry the metadata that passes read:
 - ``meta["gt_input"]`` on placeholders: ``{"kind": "parameter" | "buffer" | "input", "fqn": ...}``;
 - ``meta["gt_outputs"]`` on the output node: "loss" and the FQNs of the gradients, in order;
 - ``meta["gt_managed_order"]`` there: parameters in the order in which FSDP2 manages them;
+- ``meta["gt_dynamic_dims"]`` there: per dynamic dimension its symbol and its extent in the example;
 - ``meta["gt_gathers_once"]`` there: whether a parameter read again is not gathered again.
 """
 
@@ -17,8 +18,8 @@ from __future__ import annotations
 import copy
 import os
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -27,13 +28,16 @@ import torch.distributed as dist
 from torch import fx, nn
 from torch.distributed.tensor import DTensor
 
-from pytest_gtrainer.conventions import GATHERS_ONCE
+from pytest_gtrainer.conventions import DYNAMIC_DIMS, GATHERS_ONCE
 from pytest_gtrainer.tracing._torch import (
     FakeTensor,
     FakeTensorMode,
+    GuardOnDataDependentSymNode,
     annotate,
+    is_fixed,
     make_fx,
     marked_backward,
+    new_extent,
     new_fake_mode,
     pytree,
     tracing_backward_metadata,
@@ -49,6 +53,13 @@ class TwinInputs(Protocol):
     """What makes the inputs of a second trace from those of the first, ``ChunkConfig`` for one."""
 
     def twin_inputs(self, inputs: Sequence[Any], /) -> tuple[Any, ...]: ...
+
+
+DynamicDims = Mapping[str, Sequence[tuple[int, int]]]
+
+
+class FixedExtentError(ValueError):
+    """A dimension that was to stay dynamic has one extent in the graph."""
 
 
 class TwinTraceError(ValueError):
@@ -173,6 +184,7 @@ def trace_step(
     reuse_gathers: bool = True,
     chunk: TwinInputs | None = None,
     twin_inputs: Sequence[Any] | None = None,
+    dynamic_dims: DynamicDims | None = None,
 ) -> TracedStep:
     """Trace ``step(model, *inputs) -> loss`` with its backward into one graph, on fake tensors.
 
@@ -187,11 +199,14 @@ def trace_step(
             reproduce graphs of tracers that do not.
         chunk: trace the step a second time, on ``chunk.twin_inputs(inputs)``, as ``TracedStep.twin``.
         twin_inputs: these inputs by hand, where ``chunk`` cannot know them.
+        dynamic_dims: per name of a dimension the places, (leaf among the inputs, dimension), whose extent the
+            graph keeps as one symbol; ``ChunkConfig.dynamic_dims(inputs)`` makes them.
 
     Raises:
         TypeError: an input leaf that is neither a tensor nor a plain scalar, or a module.
         ValueError: the loss is not a scalar, or no parameter requires a gradient.
         TwinTraceError: the second trace fails.
+        FixedExtentError: the step decides on the extent of a dynamic dimension.
     """
     flat_inputs, spec = _flatten_inputs(tuple(inputs))
     state = ModelState.of(model)
@@ -201,7 +216,7 @@ def trace_step(
             "call requires_grad_() on what is to be trained"
         )
     tracing = _Tracing(model, step, state, _fake_mode_of([*state.tensors, *flat_inputs]), reuse_gathers)
-    gm, fakes = tracing.run(flat_inputs, spec)
+    gm, fakes = tracing.run(flat_inputs, spec, dynamic_dims or {})
     if twin_inputs is None and chunk is not None:
         twin_inputs = chunk.twin_inputs(inputs)
     twin = None if twin_inputs is None else tracing.run_twin(tuple(twin_inputs), spec)
@@ -219,23 +234,35 @@ class _Tracing:
     mode: FakeTensorMode
     reuse_gathers: bool
 
-    def run(self, flat_inputs: list[Any], spec: pytree.TreeSpec) -> tuple[fx.GraphModule, list[Any]]:
-        """The joint graph, and fake tensors of its inputs."""
+    def run(
+        self, flat_inputs: list[Any], spec: pytree.TreeSpec, dynamic_dims: DynamicDims | None = None
+    ) -> tuple[fx.GraphModule, list[Any]]:
+        """The joint graph, and fake tensors of its inputs, of the given extents."""
         state, device = self.state, _device_of(self.state)
         fakes = [
             _fake(local(t), self.mode, device) if isinstance(t, torch.Tensor) else t
             for t in [*state.tensors, *flat_inputs]
         ]
         joint = _joint(self.model, self.step, state, spec, self.reuse_gathers)
+        extents = {name: new_extent(self.mode) for name in dynamic_dims or ()}
+        symbolic = _with_extents(fakes, len(state.fqns), dynamic_dims or {}, extents)
         with ExitStack() as stack:
             stack.enter_context(annotate_module_fqns(self.model))
             stack.enter_context(tracing_backward_metadata())
             stack.enter_context(self.mode)
-            gm = make_fx(joint)(*fakes)
+            stack.enter_context(_fixing_refused(bool(extents)))
+            gm = make_fx(joint)(*symbolic)
         _inherit_forward_metadata(gm)
         _inherit_from_the_caller(gm)
         _name_inputs(gm, state, len(flat_inputs), managed_order(self.model))
-        gm.graph.output_node().meta[GATHERS_ONCE] = self.reuse_gathers
+        output = gm.graph.output_node()
+        output.meta[GATHERS_ONCE] = self.reuse_gathers
+        if dynamic_dims:
+            _check_extents(extents)
+            places = {name: places[0] for name, places in dynamic_dims.items()}
+            output.meta[DYNAMIC_DIMS] = {
+                name: (extents[name], flat_inputs[leaf].shape[dim]) for name, (leaf, dim) in places.items()
+            }
         return gm, fakes
 
     def run_twin(self, inputs: tuple[Any, ...], spec: pytree.TreeSpec) -> fx.GraphModule:
@@ -251,6 +278,44 @@ class _Tracing:
                 "Take extents from x.shape[i], or write -1 in a view, where the model has a fixed number"
             ) from error
         return gm
+
+
+def _with_extents(
+    fakes: list[Any], num_state: int, dynamic_dims: DynamicDims, extents: Mapping[str, torch.SymInt]
+) -> list[Any]:
+    """The fake inputs with symbols for the extents of dynamic dimensions, contiguous."""
+    shapes: dict[int, list[Any]] = {}
+    for name, places in dynamic_dims.items():
+        for leaf, dim in places:
+            shapes.setdefault(leaf, list(fakes[num_state + leaf].shape))[dim] = extents[name]
+    symbolic = list(fakes)
+    for leaf, shape in shapes.items():
+        fake = fakes[num_state + leaf]
+        with fake.fake_mode:
+            symbolic[num_state + leaf] = torch.empty(shape, dtype=fake.dtype, device=fake.device)
+    return symbolic
+
+
+@contextmanager
+def _fixing_refused(dynamic: bool) -> Iterator[None]:
+    try:
+        yield
+    except GuardOnDataDependentSymNode as error:
+        if not dynamic:
+            raise
+        raise FixedExtentError(
+            f"the step asks for the number of a size that is not known{_place(error)}: {str(error).splitlines()[0]} "
+            "Keep Python's decisions off dynamic extents, or trace a static twin (chunk=) instead"
+        ) from error
+
+
+def _check_extents(extents: Mapping[str, torch.SymInt]) -> None:
+    fixed = [f"{name} to {int(extent)}" for name, extent in extents.items() if is_fixed(extent)]
+    if fixed:
+        raise FixedExtentError(
+            f"the step fixes the dynamic dimension {', '.join(fixed)}: take extents from x.shape[i], or write -1 in a "
+            "view, and name every input that has the dimension in dynamic_dims"
+        )
 
 
 def _place(error: BaseException) -> str:

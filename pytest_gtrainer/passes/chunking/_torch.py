@@ -9,11 +9,14 @@ Read against torch 2.13:
   if an operand of the backward has a smaller ``seq_nr``, because the backward counts down;
 - ``FakeTensor(mode, meta_tensor, device)`` makes a fake tensor without dispatching an operator;
 - ``meta["unbacked_bindings"]`` tells which symbols of data-dependent sizes a node makes; symbols are made by
-  ``ShapeEnv.create_unbacked_symint``, their ranges are in ``ShapeEnv.var_to_range``.
+  ``ShapeEnv.create_unbacked_symint``, their ranges are in ``ShapeEnv.var_to_range``;
+- what a trace relied on is in ``ShapeEnv.guards`` (of symbols with hints) and ``deferred_runtime_asserts``
+  (of those without), ``ShapeEnv.simplify`` applies the equations between symbols that it found.
 """
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import sympy  # type: ignore[import-untyped]
@@ -62,6 +65,8 @@ def lazy_graph_module(attributes: dict[str, Any], graph: fx.Graph) -> fx.GraphMo
     return made
 
 
+Symbol = sympy.Symbol
+Expression = sympy.Expr
 Renaming = dict[sympy.Symbol, sympy.Expr]
 
 
@@ -81,10 +86,11 @@ def renew_symbols(meta: dict[str, Any], renaming: Renaming) -> None:
 
 
 def _shape_env_of(value: Any) -> Any:
+    """The ShapeEnv of the first symbol in a value, None without one."""
     if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
         return value.node.shape_env
     if isinstance(value, list | tuple):
-        return next(found for item in value if (found := _shape_env_of(item)) is not None)
+        return next((found for item in value if (found := _shape_env_of(item)) is not None), None)
     sizes = (extent for extent in value.shape if isinstance(extent, torch.SymInt)) if torch.is_tensor(value) else ()
     return next((extent.node.shape_env for extent in sizes), None)
 
@@ -115,3 +121,56 @@ def strided_like(like: torch.Tensor, shape: list[Any], stride: list[Any]) -> tor
     if not isinstance(like, FakeTensor):
         return like.new_empty_strided(shape, stride)
     return FakeTensor(like.fake_mode, torch.empty_strided(shape, stride, dtype=like.dtype, device="meta"), like.device)
+
+
+def expression_of(value: Any) -> Any:
+    """The sympy expression of a SymInt, SymFloat or SymBool, with the equations that its trace found."""
+    return value.node.shape_env.simplify(value.node.expr)
+
+
+def symbols_of(value: Any) -> list[sympy.Symbol]:
+    """The symbols in a value or in arguments, as they are written there."""
+    if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
+        return list(value.node.expr.free_symbols)
+    if isinstance(value, list | tuple):
+        return [symbol for item in value for symbol in symbols_of(item)]
+    if isinstance(value, dict):
+        return symbols_of(list(value.values()))
+    if torch.is_tensor(value):
+        sizes = [size for size in (*value.shape, *value.stride()) if isinstance(size, torch.SymInt)]
+        return symbols_of(sizes) if sizes else []
+    return []
+
+
+def replaced(value: Any, numbers: dict[sympy.Symbol, int]) -> Any:
+    """A SymInt, SymFloat or SymBool with numbers for symbols: a plain one if no other symbol is left."""
+    found = expression_of(value).xreplace({symbol: sympy.Integer(number) for symbol, number in numbers.items()})
+    if isinstance(value, torch.SymBool):
+        return bool(found) if found in (sympy.true, sympy.false) else value.node.shape_env.create_symboolnode(found)
+    if found.is_number:
+        return int(found) if isinstance(value, torch.SymInt) else float(found)
+    if isinstance(value, torch.SymInt):
+        return value.node.shape_env.create_symintnode(found, hint=None)
+    return value.node.shape_env.create_symfloatnode(found, hint=None)
+
+
+def failed_guards(gm: fx.GraphModule, numbers: dict[sympy.Symbol, int]) -> list[str]:
+    """What the trace relied on and the numbers make false."""
+    found = next(
+        (e for n in gm.graph.find_nodes(op="placeholder") if (e := _shape_env_of(n.meta.get("val"))) is not None), None
+    )
+    if found is None:
+        return []
+    table = {symbol: sympy.Integer(number) for symbol, number in numbers.items()}
+    deferred = [fact for facts in found.deferred_runtime_asserts.values() for fact in facts]
+    facts = [(fact.expr, fact) for fact in deferred] + [(guard.expr, None) for guard in found.guards]
+    return [f"{expr}{_stated_at(fact)}" for expr, fact in facts if expr.xreplace(table) == sympy.false]
+
+
+def _stated_at(fact: Any) -> str:
+    """Where somebody stated it: the innermost frame that is not torch's."""
+    if fact is None:
+        return ""
+    torch_itself = os.path.dirname(torch.__file__)
+    frames = [f for f in fact.stack.summary() if os.path.isfile(f.filename) and not f.filename.startswith(torch_itself)]
+    return f", stated at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""

@@ -14,6 +14,7 @@ from pytest_gtrainer.passes.chunking.errors import ChunkError
 from pytest_gtrainer.passes.chunking.regions import find_regions
 from pytest_gtrainer.passes.chunking.rewrite import CHUNKING, ChunkCounts, Rewrite
 from pytest_gtrainer.passes.chunking.storages import Storages
+from pytest_gtrainer.passes.chunking.symbolic import symbolic_twins
 from pytest_gtrainer.passes.chunking.twins import Twins
 
 _logger = logging.getLogger(__name__)
@@ -31,25 +32,35 @@ def chunk_pass(
     Its ``meta["gt_chunking"]`` holds the ``ChunkCounts``, which are logged for debugging, too.
 
     Args:
+        example_inputs: of a symbolic graph, for the extents; by default those of the traced example.
         twin: the graph of the same step at the extent of one chunk, after the same passes;
-            ``trace_step(..., chunk=config)`` makes it.
+            ``trace_step(..., chunk=config)`` makes it. A symbolic graph needs none: it is its own twin at
+            two extents.
 
     Raises:
         ChunkError: what cannot be chunked, by module, node and extent, and what to do about it.
     """
-    if twin is None:
-        raise ChunkError(
-            "a graph of static shapes is chunked with its twin, the same step at the extent of one chunk: trace with "
-            "trace_step(..., chunk=config) and give twin=traced.twin"
-        )
-    twins = Twins(gm, twin, config.num_chunks)
+    full, part = (gm, twin) if twin is not None else _twins_of_symbols(gm, example_inputs, config)
+    twins = Twins(full, part, config.num_chunks)
     check_extents(twins, config)
-    storages = Storages(gm.graph)
+    storages = Storages(full.graph)
     regions = find_regions(twins, config, storages)
     check_bodies(twins, regions, config)
     made = Rewrite(twins, regions, storages, config.dim).run()
     _log(made.meta[CHUNKING], config)
     return made
+
+
+def _twins_of_symbols(
+    gm: fx.GraphModule, example_inputs: Sequence[Any] | None, config: ChunkConfig
+) -> tuple[fx.GraphModule, fx.GraphModule]:
+    twins = symbolic_twins(gm, example_inputs, config)
+    if twins is None:
+        raise ChunkError(
+            "a graph of static shapes is chunked with its twin, the same step at the extent of one chunk: trace with "
+            "trace_step(..., chunk=config) and give twin=traced.twin"
+        )
+    return twins
 
 
 def _log(counts: ChunkCounts, config: ChunkConfig) -> None:

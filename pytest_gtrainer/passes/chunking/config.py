@@ -107,13 +107,22 @@ class ChunkConfig:
             ChunkError: no input has that dimension, or its extent does not divide (G9).
         """
         leaves, spec = pytree.tree_flatten(tuple(inputs))
-        carriers = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.ndim > self.dim]
-        if not carriers:
+        ((first, dim), *_) = places = self.dynamic_dims(inputs)[self.chunk_dim]
+        part = self.chunk_extent(leaves[first].shape[dim], "the step's inputs")
+        for leaf, dim in places:
+            leaves[leaf] = leaves[leaf].narrow(dim, 0, part).contiguous()
+        return tuple(pytree.tree_unflatten(leaves, spec))
+
+    def dynamic_dims(self, inputs: Sequence[Any]) -> dict[str, list[tuple[int, int]]]:
+        """Where the inputs have the chunk dimension, for ``trace_step(dynamic_dims=...)``: one symbolic trace
+        instead of a second static one. Which tensors have it is told as by ``twin_inputs``.
+        """
+        leaves = pytree.tree_leaves(tuple(inputs))
+        extents = {i: leaf.shape[self.dim] for i, leaf in enumerate(leaves) if _has_dim(leaf, self.dim)}
+        if not extents:
             raise ChunkError(f"no input of the step has a {self.chunk_dim} dimension (dimension {self.dim})")
-        extent = carriers[0].shape[self.dim]
-        part = self.chunk_extent(extent, "the step's inputs")
-        cut = [_cut(leaf, self.dim, extent, part) for leaf in leaves]
-        return tuple(pytree.tree_unflatten(cut, spec))
+        extent = next(iter(extents.values()))
+        return {self.chunk_dim: [(leaf, self.dim) for leaf, own in extents.items() if own == extent]}
 
 
 @functools.lru_cache(maxsize=65536)
@@ -124,7 +133,5 @@ def root_of(pattern: str, fqn: str) -> str:
     return ".".join(components[: len(patterns)]) if matching else ""
 
 
-def _cut(leaf: Any, dim: int, extent: int, part: int) -> Any:
-    if isinstance(leaf, torch.Tensor) and leaf.ndim > dim and leaf.shape[dim] == extent:
-        return leaf.narrow(dim, 0, part).contiguous()
-    return leaf
+def _has_dim(leaf: Any, dim: int) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.ndim > dim

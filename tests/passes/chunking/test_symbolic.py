@@ -1,0 +1,154 @@
+"""One symbolic trace instead of two static ones, and numbers for its symbols."""
+
+import operator
+
+import pytest
+import torch
+from torch import fx, nn
+
+from fixtures.chunking import Case, strict, train_chunked_graph, train_eager_chunked
+from fixtures.models import chunkable
+from fixtures.models.chunkable import DIM, net
+from fixtures.models.loss import ce_step
+from pytest_gtrainer import (
+    ChunkError,
+    assert_bitwise_equal,
+    chunk_pass,
+    concretize_chunk_symbolic_shapes_pass,
+    trace_step,
+)
+from pytest_gtrainer.passes.chunking._torch import symbols_of
+from pytest_gtrainer.tracing.step import FixedExtentError
+
+aten = torch.ops.aten
+
+
+def symbolic(model, config, inputs, step=ce_step):
+    return trace_step(model, step, inputs, dynamic_dims=config.dynamic_dims(inputs))
+
+
+@pytest.mark.parametrize(
+    ("block", "config"),
+    [
+        (chunkable.Attention, strict("layers.*", num_chunks=4)),
+        (chunkable.RunningMean, strict("layers.*")),
+        (chunkable.MoEBlock, strict("layers.*.moe", "sequence")),
+    ],
+    ids=["attention", "buffer", "moe by sequence"],
+)
+def test_a_symbolic_trace_is_its_own_twin(block, config):
+    """The same bits as eager chunking, and node for node the graph that two static traces give."""
+    case = Case(model=net(block), config=config, steps=1)
+
+    def by_symbols(traced, config):
+        return chunk_pass(symbolic(case.new_model(), config, case.batch(0)).gm, config=config)
+
+    actual, gm = train_chunked_graph(Case(model=net(block), config=config, steps=1, rewrite=by_symbols))
+    assert_bitwise_equal(actual, train_eager_chunked(case))
+    assert not leftover(gm)
+    _, static = train_chunked_graph(case)
+    assert [str(node.target) for node in gm.graph.nodes] == [str(node.target) for node in static.graph.nodes]
+
+
+def leftover(gm):
+    """Symbols of inputs' extents that a graph refers to anywhere; those of data are born in it (H1)."""
+    nodes = [node for module in gm.modules() if isinstance(module, fx.GraphModule) for node in module.graph.nodes]
+    born = {symbol for node in nodes for symbol in node.meta.get("unbacked_bindings") or ()}
+    found = {s for node in nodes for s in symbols_of([node.args, node.kwargs, node.meta.get("val")])}
+    return found - born
+
+
+def test_concretised_graphs_have_numbers_literals_and_strides():
+    """H1, H2: a symbolic graph at the extents of its example is the static trace."""
+    model, config = net(chunkable.plain_attention)(), strict("layers.*")
+    inputs = torch.randint(0, 40, (2, 6, 8)).unbind(0)
+    made = concretize_chunk_symbolic_shapes_pass(symbolic(model, config, inputs).gm)
+    static = trace_step(model, ce_step, inputs).gm
+    assert not leftover(made)
+    assert_bitwise_equal(made(*model.parameters(), *inputs), static(*model.parameters(), *inputs))
+    assert len(made.graph.nodes) == len(static.graph.nodes)
+    for node, expected in zip(made.graph.nodes, static.graph.nodes, strict=True):
+        if isinstance(expected.meta.get("val"), torch.Tensor):
+            assert node.meta["val"].stride() == expected.meta["val"].stride()
+
+
+def test_a_static_graph_is_left_alone():
+    gm = trace_step(net(chunkable.Dense)(), ce_step, torch.randint(0, 40, (2, 6, 8)).unbind(0)).gm
+    assert concretize_chunk_symbolic_shapes_pass(gm) is gm
+
+
+def traced_under(check):
+    class Checking(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Linear(DIM, DIM)
+
+        def forward(self, x):
+            check(x.shape[0])
+            return self.w(x)
+
+    return symbolic(net(Checking)(), strict("layers.*"), torch.randint(0, 40, (2, 6, 8)).unbind(0)).gm
+
+
+def test_a_guard_that_the_numbers_make_false():
+    """H2: at six rows it is true, for a chunk of three it is not."""
+    gm = traced_under(lambda batch: torch._check(batch % 2 == 0))
+    concretize_chunk_symbolic_shapes_pass(gm)
+    with pytest.raises(ChunkError, match=r"u0 = 3 .* Eq\(Mod\(u0, 2\), 0\), stated at .*test_symbolic\.py:\d+"):
+        chunk_pass(gm, config=strict("layers.*"))
+
+
+@pytest.mark.parametrize("least", [2, 7])
+def test_an_assertion_in_the_graph(least):
+    """H2: it goes if it is true, and raises with its own message if not."""
+    gm = traced_under(lambda batch: None)
+    size = next(node for node in gm.graph.nodes if node.target is aten.sym_size.int)
+    with gm.graph.inserting_after(size):
+        fact = gm.graph.call_function(operator.ge, (size, least))
+        fact.meta["val"] = size.meta["val"] >= least
+    with gm.graph.inserting_after(fact):
+        gm.graph.call_function(aten._assert_scalar.default, (fact, "enough rows"))
+    if least == 2:
+        assert not concretize_chunk_symbolic_shapes_pass(gm).graph.find_nodes(
+            op="call_function", target=aten._assert_scalar.default
+        )
+    else:
+        with pytest.raises(ChunkError, match="with u0 = 6 the assertion .*_assert_scalar.* is false: enough rows"):
+            concretize_chunk_symbolic_shapes_pass(gm)
+
+
+def test_an_extent_that_does_not_divide():
+    """G9."""
+    gm = traced_under(lambda batch: None)
+    with pytest.raises(ChunkError, match=r"layers\.\*, symbol u\d+: extent 6 .* does not divide into 4 chunks"):
+        chunk_pass(gm, config=strict("layers.*", num_chunks=4))
+
+
+def test_a_dimension_that_nobody_named():
+    """The graph knows its batch; what the sequence is cannot be told."""
+    gm = traced_under(lambda batch: None)
+    with pytest.raises(ChunkError, match="dynamic dimensions are batch: which of them is the sequence dimension"):
+        chunk_pass(gm, config=strict("layers.*.moe", "sequence"))
+
+
+@pytest.mark.parametrize(
+    ("use", "message"),
+    [
+        (lambda x: x.view(6, 8 * DIM).view(6, 8, DIM), r"fixes the dynamic dimension batch to 6"),
+        (lambda x: x * float(x.shape[0]), r"the number of a size that is not known at .*test_symbolic\.py:\d+"),
+    ],
+    ids=["a fixed number in a view", "a decision of Python's"],
+)
+def test_extents_that_a_step_fixes(use, message):
+    """G10: a specialised symbol is told, not lost silently."""
+
+    class Fixing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Linear(DIM, DIM)
+
+        def forward(self, x):
+            return use(self.w(x))
+
+    with pytest.raises(FixedExtentError, match=message):
+        symbolic(net(Fixing)(), strict("layers.*"), torch.randint(0, 40, (2, 6, 8)).unbind(0))

@@ -221,3 +221,21 @@ def test_the_pipeline_on_its_own_output_changes_nothing(joint, plan):
     passes = construct_default_graph_passes(bucket_plan=plan)
     once = apply_graph_passes(joint.gm, joint.example_inputs, passes)
     assert apply_graph_passes(once, joint.example_inputs, passes).code == once.code != joint.gm.code
+
+
+OUR_NAMES = ("gt_input", "gt_outputs", "gt_managed_order")
+
+
+@pytest.mark.gt_world("fake", size=4, mesh={"fsdp": 4})
+def test_a_graph_traced_elsewhere_goes_through_the_whole_pipeline(joint, plan):
+    """The conventions alone, module names and the backward's marks, give the graph that our tracer's names give."""
+    options = {"reshard_after_forward": True, "keep_unsharded": ["norm", "lm_head"]}
+    passes = construct_default_graph_passes(bucket_plan=plan, **options)
+    expected = apply_graph_passes(joint.gm, None, passes)
+    for node in joint.gm.graph.nodes:
+        for name in OUR_NAMES:
+            node.meta.pop(name, None)
+    assert apply_graph_passes(joint.gm, None, passes).code == expected.code
+    for node in joint.gm.graph.nodes:
+        node.meta.pop("autograd_backward", None)
+    assert apply_graph_passes(joint.gm, None, passes).code != expected.code  # they are what decides

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import difflib
+import re
+from pathlib import Path
 
 import pytest
 
 from fixtures.models import deepseek_v3, llama3
 from fixtures.training import deepseek_v3_training, llama3_training
-from pytest_gtrainer.graphtext import constants, parse, records, render, unfold
+from pytest_gtrainer.conventions import node_fqn
+from pytest_gtrainer.graphtext import constants, header, parse, records, render, unfold
 from pytest_gtrainer.numerics.assertions import assert_bitwise_different, assert_bitwise_equal
 from pytest_gtrainer.references.graph import GraphRun, rewrite, shard_traceably, trace_config
 from tests.graphtext.same import assert_same_graph
@@ -84,3 +88,34 @@ def test_the_text_of_126_layers_is_readable(gt_mesh, monkeypatch):
     text, lines = text_and_records(gt_mesh, monkeypatch, "llama3", layers=126)
     assert unfold(text) == lines
     assert len(text.splitlines()) <= 700
+    assert change_in(text, layer=63) == changed_layer(63, of=126)
+
+
+def test_a_change_in_one_layer_unfolds_just_that_one():
+    golden = Path(__file__).parents[2] / "golden/tests/parity/test_llama3_8b"
+    text = (golden / "test_llama3_8b_under_64_ranks_is_pinned.fxgraph").read_text()
+    assert change_in(text, layer=16) == changed_layer(16, of=32)
+
+
+def changed_layer(layer: int, of: int) -> list[str]:
+    """All lines that a golden of so many layers loses and gains."""
+    return [
+        f"-for i in fwd.layers[1:{of - 1}]:  # x{of - 2}",
+        f"+for i in fwd.layers[1:{layer}]:  # x{layer - 1}",
+        f"+for i in fwd.layers[{layer}]:  # as fwd.layers[1], but for",
+        "+  like(fwd.layers[1])",
+        "+  with L.attention_norm:",
+        "+    add = aten.add.Tensor(mean, 2e-05)",
+        f"+for i in fwd.layers[{layer + 1}:{of - 1}]:  # x{of - layer - 2}, as fwd.layers[1]",
+        "+  like(fwd.layers[1])",
+    ]
+
+
+def change_in(text: str, layer: int) -> list[str]:
+    """What changes in a text, types aside, when one number of one layer does."""
+    gm = parse(text)
+    norm = next(n for n in gm.graph.nodes if 1e-05 in n.args and node_fqn(n) == f"layers.{layer}.attention_norm")
+    norm.args = (*norm.args[:-1], 2e-05)
+    old, new = (header.body(each).splitlines() for each in (text, render(gm, mesh={"fsdp": 8})))
+    changes = [line for line in difflib.unified_diff(old, new, n=0) if not line.startswith(("---", "+++", "@@"))]
+    return [re.sub(r": f32\[.*\] =", " =", line) for line in changes]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -37,7 +38,8 @@ class GraphRun:
         """``options`` are those of ``rewrite``."""
         self.config = config
         self.model = shard_traceably(new_model(config), config)
-        self.traced = rewrite(trace_config(config, self.model), config, **options)
+        self._as_traced, self._options = trace_config(config, self.model), options
+        self.traced = rewrite(self._as_traced, config, **options)
 
     def run(self) -> Record:
         """Train for ``config.steps`` steps; see ``references.train.train`` for what is recorded.
@@ -47,6 +49,13 @@ class GraphRun:
         """
         assert_same_collectives(self.traced.gm)
         return train(self.config, self.model, self._compute_gradients, side="rewritten graph")
+
+    def rewritten(self, **options: Any) -> GraphRun:
+        """The same model and trace, rewritten with other options; of the two runs only one can train."""
+        other = copy.copy(self)
+        other._options = {**self._options, **options}
+        other.traced = rewrite(self._as_traced, self.config, **other._options)
+        return other
 
     def layout(self) -> BucketLayout:
         """Where the rewritten graph puts each parameter."""

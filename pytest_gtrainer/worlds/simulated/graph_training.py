@@ -6,6 +6,7 @@ start comes from the same code that shards the model on real ranks, run on threa
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -31,7 +32,7 @@ from pytest_gtrainer.worlds.world import World
 
 
 class SimulatedGraphRun:
-    """A rewritten graph, ready to train all ranks of a simulated world once.
+    """A rewritten graph, ready to train all ranks of a simulated world; every ``run`` starts anew.
 
     Raises:
         DependsOnRank: rank 0 and the last rank trace different graphs; names the first node (S4).
@@ -42,37 +43,43 @@ class SimulatedGraphRun:
         """``options`` are those of ``references.graph.rewrite``."""
         net = net_of(world)
         build, mesh = config_of_mesh(config, world.size, world.mesh)
-        own = _mesh(mesh)
-        self.config = _simulable(build(own))
+        self._mesh, self._net = _mesh(mesh), net
+        self.config = _simulable(build(self._mesh))
         self._run = GraphRun(self.config, **options)
-        graph = _rank_graph(self._run, own)
+        graph = _rank_graph(self._run, self._mesh)
         if world.size > 1:
             check_same_on_all(graph, _traced_by_last(build, mesh, world.size, options))
         self._interpreter = Interpreter(graph, net)
         self.group_of = graph.group_of
-        states = run_threads(world.size, _initial_state, build, mesh, net=net, timeout=LIMIT)
-        self._ranks = [_Rank(rank, self._run, tensors) for rank, tensors in enumerate(states)]
+        self._states = run_threads(world.size, _initial_state, build, mesh, net=net, timeout=LIMIT)
 
     def layout(self) -> BucketLayout:
         """Where the rewritten graph puts each parameter."""
         return self._run.layout()
 
-    def run(self, recorder: Recorder | None = None) -> Record:
-        """Train for ``config.steps`` steps: the record of all ranks; it stays empty if a ``recorder`` takes all."""
-        size = len(self._ranks)
-        empty = Record(world_size=size, meta={"side": "rewritten graph"})
+    def rewritten(self, **options: Any) -> SimulatedGraphRun:
+        """The same trace and start, rewritten with other options."""
+        other = copy.copy(self)
+        other._run = self._run.rewritten(**options)
+        other._interpreter = Interpreter(_rank_graph(other._run, self._mesh), self._net)
+        return other
+
+    def run(self, recorder: Recorder | None = None, *, steps: int | None = None) -> Record:
+        """Train for ``steps``, else ``config.steps``: the record of all ranks, empty if a ``recorder`` takes all."""
+        empty = Record(world_size=len(self._states), meta={"side": "rewritten graph"})
         record: Recorder = empty if recorder is None else recorder
-        state = [PerRank(tensors) for tensors in zip(*(rank.tensors for rank in self._ranks), strict=True)]
+        ranks = [_Rank(rank, self._run, [own.clone() for own in state]) for rank, state in enumerate(self._states)]
+        state = [PerRank(tensors) for tensors in zip(*(rank.tensors for rank in ranks), strict=True)]
         with one_thread():
-            for step in range(self.config.steps):
-                self._step(step, state, record)
+            for step in range(steps or self.config.steps):
+                self._step(step, ranks, state, record)
         return empty
 
-    def _step(self, step: int, state: Sequence[PerRank], record: Recorder) -> None:
-        batches = [pytree.tree_leaves(self.config.batch(step, rank.rank)) for rank in self._ranks]
+    def _step(self, step: int, ranks: Sequence[_Rank], state: Sequence[PerRank], record: Recorder) -> None:
+        batches = [pytree.tree_leaves(self.config.batch(step, rank.rank)) for rank in ranks]
         inputs = [PerRank(values) for values in zip(*batches, strict=True)]
         output = self._interpreter.run([*state, *inputs])
-        for rank in self._ranks:
+        for rank in ranks:
             rank.finish_step(record, step, *of_rank(output, rank.rank))
 
 

@@ -148,7 +148,7 @@ def _control(config: TrainConfig | ConfigOfMesh, world: World, subject: Simulate
     else:
         scatters = subject.layout().of(REDUCE_SCATTER_NAME)
         backwards = [slot.parameter for payload in scatters for slot in reversed(payload.slots)]
-        other = SimulatedGraphRun(_changed(config, steps=1), world, payload_order=backwards).run()
+        other = subject.rewritten(payload_order=backwards).run(steps=1)
     return compare(*({str(key): value for key, value in side.select(step=0).items()} for side in (other, record)))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +37,8 @@ def gt_world(request: pytest.FixtureRequest) -> Iterator[World]:
 
     with enter(spec, request.config) as world:
         facts.emit("world", world=world.kind, size=world.size, device=world.device, backend=world.backend)
+        if "gt_net" in request.fixturenames:
+            world = replace(world, net=request.getfixturevalue("gt_net"))
         yield world
 
 

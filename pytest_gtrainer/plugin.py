@@ -9,7 +9,7 @@ from collections.abc import Generator
 
 import pytest
 
-from pytest_gtrainer import devices, facts, options
+from pytest_gtrainer import devices, extensions, facts, hookspecs, options
 from pytest_gtrainer.fixtures import (  # noqa: F401 - pytest finds fixtures by their names here
     gt_artifacts,
     gt_deterministic,
@@ -35,6 +35,10 @@ from pytest_gtrainer.worlds.torchrun.follower import follow
 FACTS = pytest.StashKey[list[facts.Fact]]()
 
 
+def pytest_addhooks(pluginmanager: pytest.PytestPluginManager) -> None:
+    pluginmanager.add_hookspecs(hookspecs)
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     options.add(parser)
 
@@ -52,6 +56,7 @@ def pytest_cmdline_main(config: pytest.Config) -> int | None:
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", spec.MARKER_HELP)
     options.check(config)
+    extensions.remember(config)
     launch.check(config)
     if options.get(config, "gpus") or options.get(config, "device") != "auto":
         devices.resolve(config)  # a promise that cannot be kept stops the run here
@@ -73,7 +78,18 @@ def pytest_configure(config: pytest.Config) -> None:
             config.pluginmanager.register(report, "gtrainer-report")
 
 
+def pytest_sessionstart(session: pytest.Session) -> None:
+    if is_rank(session.config):
+        extensions.rank_starts(session.config)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if is_rank(session.config):
+        extensions.rank_ends(session.config)
+
+
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    extensions.parametrise(metafunc)
     sizes = spec.parametrised_sizes(metafunc.definition)
     if sizes is not None:
         metafunc.fixturenames.append(spec.SIZE_PARAM)

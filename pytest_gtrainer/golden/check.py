@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from pytest_gtrainer.extensions import scrubbed
 from pytest_gtrainer.golden import artifacts, values
 from pytest_gtrainer.golden.claims import Claim
 from pytest_gtrainer.golden.environment import environment_of
@@ -94,7 +95,8 @@ class Golden:
 
         spec = spec_of(self._item)
         graph = getattr(value, "gm", value)
-        return render(graph, view, header=self._header(), mesh=spec.mesh if spec else None)
+        text = render(graph, view, header=self._header(), mesh=spec.mesh if spec else None)
+        return scrubbed(self._item.config, text)
 
     def _unfaithful(self, value: Any, claim: Claim) -> str | None:
         """Why a graph's text is not to be written: it would be read back as another graph."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pytest_gtrainer import devices
+from pytest_gtrainer import devices, extensions
 from pytest_gtrainer.worlds.spec import spec_of
 
 
@@ -20,6 +20,7 @@ def environment_of(item: pytest.Item) -> dict[str, str | int]:
         "device": _device_name(_device_kind(item)),
         "instructions": torch.backends.cpu.get_cpu_capability(),
         "threads": torch.get_num_threads(),
+        **extensions.environment(item.config),
     }
 
 

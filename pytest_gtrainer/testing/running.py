@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import fx
 
 import pytest_gtrainer
-from pytest_gtrainer import facts, graphtext
+from pytest_gtrainer import extensions, facts, graphtext
 from pytest_gtrainer.checks.matcher import run_checks
 from pytest_gtrainer.checks.subject import Subject
 from pytest_gtrainer.checks.syntax import parse_check
@@ -63,9 +63,9 @@ def run_pass_file(
 
 
 def registered_passes() -> dict[str, Pass]:
-    """Our passes, by their public names."""
+    """Our passes, by their public names, and those that hooks give (``pytest_gtrainer_passes``)."""
     names = [name for name in pytest_gtrainer.__all__ if name.endswith("_pass")]
-    return {name: getattr(pytest_gtrainer, name) for name in names}
+    return {**{name: getattr(pytest_gtrainer, name) for name in names}, **extensions.passes()}
 
 
 def _pass_called(call: PassCall, given: Mapping[str, Pass]) -> Pass:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from pytest_gtrainer import facts, options
+from pytest_gtrainer import extensions, facts, options
 from pytest_gtrainer.report.collected import Test
 from pytest_gtrainer.report.witness import Witness
 from pytest_gtrainer.worlds.spec import SpecError, spec_of
@@ -101,6 +101,7 @@ class ReportPlugin:
 
     def _made(self) -> str:
         versions = [f"{name} {metadata.version(name)}" for name in ("pytest-gtrainer", "torch", "pytest")]
+        versions += [f"{name} {value}" for name, value in extensions.environment(self.config).items()]
         command = shlex.join(["pytest", *map(str, self.config.invocation_params.args)])
         return f"{command} · {', '.join(versions)}, Python {platform.python_version()}, {platform.machine()}"
 

@@ -1,0 +1,79 @@
+"""Where the hooks of ``hookspecs`` are called. Parts that know nothing of pytest's configuration ask here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from pytest_gtrainer.hookspecs import together
+
+GIVEN = {"gt_model": ("models", "model"), "gt_net": ("nets", "net")}
+"""Fixtures that run a test once with each of what a hook gives."""
+
+_configs: list[pytest.Config] = []
+
+
+def remember(config: pytest.Config) -> None:
+    """From now on hooks are those of this run; a run inside a run, as of pytester, comes on top."""
+    _configs.append(config)
+    config.add_cleanup(lambda: _configs.remove(config))
+
+
+def passes() -> dict[str, Callable[..., Any]]:
+    """The passes that the running session's hooks give; none without a session."""
+    if not _configs:
+        return {}
+    config = _configs[-1]
+    return together(config.hook.pytest_gtrainer_passes(config=config), "pass")
+
+
+def parametrise(metafunc: pytest.Metafunc) -> None:
+    """Run a test once with each model or net that hooks give, if it takes one."""
+    for fixture, (hook, what) in GIVEN.items():
+        if fixture not in metafunc.fixturenames:
+            continue
+        config = metafunc.config
+        found = together(getattr(metafunc.definition.ihook, f"pytest_gtrainer_{hook}")(config=config), what)
+        if not found:
+            raise pytest.UsageError(
+                f"{metafunc.definition.nodeid} takes {fixture}, and no hook pytest_gtrainer_{hook} gives a {what}"
+            )
+        metafunc.parametrize(fixture, list(found.values()), ids=list(found))
+
+
+def scrubbed(config: pytest.Config, text: str) -> str:
+    """A graph's text as the scrubbers leave it."""
+    for scrubbers in config.hook.pytest_gtrainer_scrubbers(config=config):
+        for scrub in scrubbers:
+            text = scrub(text)
+    return text
+
+
+def environment(config: pytest.Config) -> dict[str, str | int]:
+    """What hooks add to the environment of numbers.
+
+    Raises:
+        pytest.UsageError: a value is neither a text nor a whole number, or a name was given twice.
+    """
+    found = together(config.hook.pytest_gtrainer_environment(config=config), "part of the environment")
+    for name, value in found.items():
+        if type(value) not in (str, int):
+            raise pytest.UsageError(f"pytest_gtrainer_environment: {name} is a text or a whole number, not {value!r}")
+    return found
+
+
+def rank_starts(config: pytest.Config) -> None:
+    """In a rank: its process group is up."""
+    config.hook.pytest_gtrainer_rank_setup(config=config, **_rank(config))
+
+
+def rank_ends(config: pytest.Config) -> None:
+    """In a rank: its last test is over."""
+    config.hook.pytest_gtrainer_rank_teardown(config=config, **_rank(config))
+
+
+def _rank(config: pytest.Config) -> dict[str, Any]:
+    worker: dict[str, Any] = config.workerinput  # type: ignore[attr-defined]
+    return {"rank": worker["gt_rank"], "device": worker["gt_device"]}

@@ -21,6 +21,7 @@ check-long: env   ## the long forms too
 bench: env        ## speed against yardsticks measured in the same run
 	$(PY) -m benchmarks.digest
 	$(PY) -m benchmarks.records
+	$(PY) -m benchmarks.operators
 	$(PY) -m benchmarks.simulated
 	$(PY) -m benchmarks.graphtext
 	$(PY) -m benchmarks.graphdiff

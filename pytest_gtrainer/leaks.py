@@ -59,9 +59,10 @@ class LeakGuard:
         }
         self._before = None
         if leaked:
-            self._react(item, leaked)
+            self.blame(item, leaked)
 
-    def _react(self, item: pytest.Item, leaked: Changes) -> None:
+    def blame(self, item: pytest.Item, leaked: Changes) -> None:
+        """Say that the test has left these switches changed; fails it if that is asked for."""
         what = "; ".join(f"{name} from {_shown(old)} to {_shown(new)}" for name, (old, new) in leaked.items())
         facts.emit("leak", test=item.nodeid, what=what)
         message = (

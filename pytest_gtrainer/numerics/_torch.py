@@ -1,0 +1,85 @@
+"""Torch's private parts that numerics relies on; a new torch breaks this file first.
+
+Read against torch 2.13:
+
+- a ``TorchDispatchMode`` sees every operator below autograd, also those of the backward;
+- ``torch.autograd._get_sequence_nr`` is the number of the next autograd node: inside an operator of the forward, that
+  of the node that was just made for it, plus one; a node knows its own as ``_sequence_nr()``;
+- ``backward`` and ``grad`` start the engine by ``_engine_run_backward(outputs, ...)``, looked up in
+  ``torch.autograd.graph`` and ``torch.autograd``;
+- ``torch._C._current_graph_task_id`` is -1 outside of a backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+try:
+    from torch._C import _current_graph_task_id
+    from torch._ops import OpOverload
+    from torch.autograd import _engine_run_backward, _get_sequence_nr
+    from torch.utils._python_dispatch import TorchDispatchMode
+except ImportError as error:  # pragma: no cover - needs another torch
+    raise ImportError(
+        f"pytest-gtrainer {__name__} reads torch 2.13's autograd and found torch {torch.__version__}: {error}"
+    ) from error
+
+__all__ = ["OpOverload", "TorchDispatchMode", "in_backward", "last_made_node", "watching_backward"]
+
+
+def in_backward() -> bool:
+    """Whether autograd is running a backward on this thread."""
+    return bool(_current_graph_task_id() != -1)
+
+
+def last_made_node() -> int:
+    """The number of the autograd node that was made last."""
+    return int(_get_sequence_nr()) - 1
+
+
+@contextmanager
+def watching_backward(begin: Callable[[int], None], end: Callable[[], None]) -> Iterator[None]:
+    """Call ``begin(number)`` before each autograd node of a backward computes, ``end()`` when it has.
+
+    What the engine does in between, adding up gradients of a value that is used twice, belongs to no node.
+    """
+
+    def run(outputs: Any, *args: Any, **kwargs: Any) -> Any:
+        handles = []
+        for node in _nodes(outputs):
+            number = node._sequence_nr()
+            handles.append(node.register_prehook(lambda _, number=number: begin(number)))
+            handles.append(node.register_hook(lambda *_: end()))
+        try:
+            return _engine_run_backward(outputs, *args, **kwargs)
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    homes = (torch.autograd.graph, torch.autograd)
+    before = [home._engine_run_backward for home in homes]
+    for home in homes:
+        home._engine_run_backward = run
+    try:
+        yield
+    finally:
+        for home, function in zip(homes, before, strict=True):
+            home._engine_run_backward = function
+
+
+def _nodes(outputs: Any) -> Iterator[Any]:
+    """The autograd nodes that a backward from ``outputs`` may run."""
+    tensors = outputs if isinstance(outputs, (list, tuple)) else (outputs,)
+    stack = [tensor.grad_fn for tensor in tensors if isinstance(tensor, torch.Tensor)]
+    seen = set()
+    while stack:
+        node = stack.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        stack += [parent for parent, _ in node.next_functions]
+        yield node

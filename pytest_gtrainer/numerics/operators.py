@@ -1,0 +1,270 @@
+"""The first operator whose output differs, when step and tensor are known already.
+
+While a run is *captured*, a digest of every operator's output is kept, with its *place*: module FQN, direction,
+operator, and the how-many-eth of these it is. Eager runs are captured below autograd, graphs node by node; the places
+of the two are the same, because a traced graph says of each node where it came from (A2 to A4).
+
+Not captured is what computes nothing or belongs to one side only: views, factories of uninitialised memory,
+collectives and what packs their payloads. Operators that one side has more often than the other cannot be aligned;
+they are counted and named, and no verdict is built on them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
+
+from pytest_gtrainer.conventions import BACKWARD, FORWARD, direction, node_fqn
+from pytest_gtrainer.numerics._torch import (
+    OpOverload,
+    TorchDispatchMode,
+    in_backward,
+    last_made_node,
+    watching_backward,
+)
+from pytest_gtrainer.numerics.bits import NoBytes, dtype_name, plain
+from pytest_gtrainer.numerics.compare import Outcome, compare
+from pytest_gtrainer.numerics.digest import digest_of_bytes
+
+_OUTSIDE_THE_MODEL = "loss"
+_COMPUTING = ("aten", "prims", "_quantized", "quantized", "mkldnn", "onednn")
+_MOST_LINES = 8
+
+
+class Place(NamedTuple):
+    """Which call of which operator, on either side: ``number`` counts its calls in this module and direction."""
+
+    fqn: str
+    direction: str
+    operator: str
+    number: int
+
+    def __str__(self) -> str:
+        return f"{_where(*self[:3])}, call {self.number}"
+
+
+def _where(fqn: str, towards: str, operator: str) -> str:
+    """
+    >>> _where("layers.0.wq", "bwd", "aten.mm.default")
+    'aten.mm.default in the backward of layers.0.wq'
+    """
+    pass_ = "backward" if towards == BACKWARD else "forward"
+    return f"{operator} in the {pass_} of {fqn}" if fqn else f"{operator} in the {pass_}, of no module"
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One call of an operator: digests of its outputs, and their layouts for a person."""
+
+    place: Place
+    digests: tuple[str, ...]
+    layout: str
+
+
+@dataclass(slots=True)
+class OperatorCapture:
+    """The calls of a run, in order.
+
+    Args:
+        keep: a place whose outputs are kept whole, to be compared element by element in a second run.
+    """
+
+    keep: Place | None = None
+    calls: list[Call] = field(default_factory=list)
+    kept: list[Tensor] = field(default_factory=list)
+    _counts: dict[tuple[str, str, str], int] = field(default_factory=dict)
+
+    def note(self, fqn: str, towards: str, operator: OpOverload, output: Any) -> None:
+        """Note a call whose outputs are there; what computes nothing is passed over."""
+        if not computes(operator):
+            return
+        tensors = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
+        try:
+            digests = tuple(digest_of_bytes(tensor) for tensor in tensors)
+        except NoBytes:
+            return
+        if not tensors:
+            return
+        group = (fqn, towards, str(operator))
+        index = self._counts.get(group, 0)
+        self._counts[group] = index + 1
+        place = Place(*group, index)
+        self.calls.append(Call(place, digests, ", ".join(map(_layout, tensors))))
+        if place == self.keep:
+            self.kept = [plain(tensor).clone() for tensor in tensors]
+
+    def watch(self, gm: fx.GraphModule) -> Callable[..., Any]:
+        """The graph as a callable that notes every node: ``traced.with_graph(capture.watch(traced.gm))``."""
+        return _Watched(self, gm)
+
+
+class _Watched(nn.Module):
+    """Runs a graph node by node; stands where the graph stood."""
+
+    def __init__(self, capture: OperatorCapture, gm: fx.GraphModule) -> None:
+        super().__init__()
+        self.gm, self._interpreter = gm, _Noting(capture, gm)
+
+    def forward(self, *inputs: Any) -> Any:
+        return self._interpreter.run(*inputs)
+
+
+class _Noting(fx.Interpreter):
+    def __init__(self, capture: OperatorCapture, gm: fx.GraphModule) -> None:
+        super().__init__(gm)
+        self._capture = capture
+
+    def run_node(self, n: fx.Node) -> Any:
+        value = super().run_node(n)
+        if isinstance(n.target, OpOverload):
+            self._capture.note(node_fqn(n), direction(n), n.target, value)
+        return value
+
+
+@contextmanager
+def capture_operators(model: nn.Module, *, keep: Place | None = None) -> Iterator[OperatorCapture]:
+    """Note every operator of an eager run inside the block, forward and backward.
+
+    Args:
+        model: gives the FQNs; what runs outside of its forward is the "loss", as in ``trace_step``.
+        keep: see ``OperatorCapture``.
+    """
+    capture = OperatorCapture(keep)
+    mode = _EagerMode(capture)
+    with ExitStack() as stack:
+        for fqn, module in model.named_modules():
+            stack.callback(module.register_forward_pre_hook(mode.entering(fqn), prepend=True).remove)
+            stack.callback(module.register_forward_hook(mode.leave, always_call=True).remove)
+        stack.enter_context(torch.autograd.set_multithreading_enabled(False))
+        stack.enter_context(watching_backward(mode.begin, mode.end))
+        stack.enter_context(mode)
+        yield capture
+
+
+class _EagerMode(TorchDispatchMode):
+    """Sees operators below autograd; a backward operator belongs where its autograd node was made."""
+
+    def __init__(self, capture: OperatorCapture) -> None:
+        super().__init__()
+        self._capture = capture
+        self._running: list[int] = []
+        self._modules: list[str] = []
+        self._made_in: dict[int, str] = {}
+
+    def entering(self, fqn: str) -> Callable[..., None]:
+        return lambda *_: self._modules.append(fqn)
+
+    def leave(self, *_: Any) -> None:
+        self._modules.pop()
+
+    def begin(self, node: int) -> None:
+        self._running.append(node)
+
+    def end(self) -> None:
+        self._running.pop()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        towards = BACKWARD if in_backward() else FORWARD
+        self._capture.note(self._fqn(towards), towards, func, output)
+        return output
+
+    def _fqn(self, towards: str) -> str:
+        if self._modules:  # also what a checkpoint recomputes in the backward
+            fqn = self._modules[-1]
+        elif towards == FORWARD:
+            fqn = _OUTSIDE_THE_MODEL
+        else:
+            return self._made_in.get(self._running[-1], "") if self._running else ""
+        self._made_in.setdefault(last_made_node(), fqn)
+        return fqn
+
+
+def computes(operator: OpOverload) -> bool:
+    """Whether an operator's output is a value that both sides compute."""
+    if operator.namespace not in _COMPUTING or operator.is_view:
+        return False
+    name = operator._schema.name.partition("::")[2]
+    return not name.startswith(("empty", "new_empty", "detach", "alias", "resize", "set_", "_local_scalar", "lift"))
+
+
+def _layout(tensor: Tensor) -> str:
+    return f"{dtype_name(tensor.dtype)}{list(plain(tensor).shape)}"
+
+
+@dataclass(frozen=True, slots=True)
+class OperatorVerdict:
+    """What a comparison of captures found; ``str(verdict)`` is written for a terminal.
+
+    Attributes:
+        outcome: ``equal``, ``different``, or ``unverified`` where no operator could be aligned.
+        compared: how many calls were aligned.
+        differing: the calls that differ, as (actual, expected), in the order of ``expected``.
+        unaligned: operators that one side calls more often, with both counts.
+    """
+
+    outcome: Outcome
+    compared: int
+    differing: tuple[tuple[Call, Call], ...]
+    unaligned: tuple[tuple[str, int, int], ...]
+
+    @property
+    def first(self) -> Place | None:
+        """The place of the first call that differs."""
+        return self.differing[0][1].place if self.differing else None
+
+    def __bool__(self) -> bool:
+        raise TypeError("a verdict has three outcomes: ask for verdict.outcome == 'equal'")
+
+    def __str__(self) -> str:
+        lines = [f"{self.outcome}: {len(self.differing)} of {self.compared} operators"]
+        if self.differing:
+            actual, expected = self.differing[0]
+            lines += [f"  first at {expected.place}", f"    actual   {actual.layout} {' '.join(actual.digests)}",
+                      f"    expected {expected.layout} {' '.join(expected.digests)}"]  # fmt: skip
+            lines += _cut("then at", [str(other.place) for _, other in self.differing[1:]])
+        lines += _cut("not aligned", [f"{what}: {mine} times in actual, {theirs} in expected"
+                                      for what, mine, theirs in self.unaligned])  # fmt: skip
+        return "\n".join(lines)
+
+
+def _cut(title: str, lines: list[str]) -> list[str]:
+    more = [f"    and {len(lines) - _MOST_LINES} more"] if len(lines) > _MOST_LINES else []
+    return [f"  {title}", *(f"    {line}" for line in lines[:_MOST_LINES]), *more] if lines else []
+
+
+def compare_operators(actual: OperatorCapture, expected: OperatorCapture) -> OperatorVerdict:
+    """Align the calls of two runs by place, and name those whose outputs differ."""
+    sides = [_grouped(capture.calls) for capture in (actual, expected)]
+    groups = list(dict.fromkeys([*sides[1], *sides[0]]))
+    counts = {group: (len(sides[0].get(group, ())), len(sides[1].get(group, ()))) for group in groups}
+    aligned = {group for group, (mine, theirs) in counts.items() if mine == theirs}
+    calls = {call.place: call for call in actual.calls}
+    pairs = [(calls[call.place], call) for call in expected.calls if call.place[:3] in aligned]
+    differing = tuple(pair for pair in pairs if (pair[0].digests, pair[0].layout) != (pair[1].digests, pair[1].layout))
+    unaligned = tuple((_where(*group), *counts[group]) for group in groups if group not in aligned)
+    return OperatorVerdict(_outcome(differing, pairs), len(pairs), differing, unaligned)
+
+
+def _outcome(differing: Sequence[object], pairs: Sequence[object]) -> Outcome:
+    if differing:
+        return "different"
+    return "equal" if pairs else "unverified"
+
+
+def _grouped(calls: Sequence[Call]) -> dict[tuple[str, str, str], list[Call]]:
+    groups: dict[tuple[str, str, str], list[Call]] = {}
+    for call in calls:
+        groups.setdefault((call.place.fqn, call.place.direction, call.place.operator), []).append(call)
+    return groups
+
+
+def elements_of(actual: OperatorCapture, expected: OperatorCapture) -> str:
+    """The bits at the place that both runs were told to keep, as ``compare`` reports them."""
+    return str(compare(actual.kept, expected.kept))

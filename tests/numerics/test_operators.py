@@ -1,0 +1,150 @@
+"""The first operator that differs: eager and graph aligned, the difference named where it begins."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from fixtures.training import deepseek_v3_training, llama3_training
+from pytest_gtrainer import ActivationCheckpointConfig, capture_operators, compare_operators, deterministic, trace_step
+from pytest_gtrainer.numerics.operators import OperatorCapture, Place, elements_of
+from tests.numerics.samples import flip_bit
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        with deterministic(seed=3):
+            self.first, self.second = nn.Linear(4, 6), nn.Linear(6, 4)
+
+    def between(self, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.between(self.first(x)).sin()
+        return self.second(hidden) + self.second(hidden + 1)
+
+
+def step(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return model(x).square().mean()
+
+
+X = torch.linspace(-1, 1, 12).reshape(3, 4)
+
+
+def eager(model: nn.Module, *, keep: Place | None = None) -> OperatorCapture:
+    with capture_operators(model, keep=keep) as capture:
+        step(model, X).backward()
+    return capture
+
+
+def replayed(model: nn.Module, *, keep: Place | None = None) -> OperatorCapture:
+    traced, capture = trace_step(model, step, (X,)), OperatorCapture(keep)
+    traced.with_graph(capture.watch(traced.gm)).replay(model, X)
+    return capture
+
+
+@pytest.mark.gt_world("ranks", size=1)
+@pytest.mark.parametrize("make", [llama3_training, deepseek_v3_training])
+def test_a_graph_and_eager_align_operator_by_operator(gt_mesh, make):
+    """All but the seed of the backward, which eager makes before its backward begins."""
+    config = make(gt_mesh, "fp32")
+    batch, model = config.batch(0, 0), config.model()
+    with capture_operators(model) as expected:
+        config.step(model, *batch).backward()
+    traced, actual = trace_step(config.model(), config.step, batch), OperatorCapture()
+    traced.with_graph(actual.watch(traced.gm)).replay(config.model(), *batch)
+    verdict = compare_operators(actual, expected)
+    assert verdict.outcome == "equal"
+    assert [what.partition(" ")[0] for what, _, _ in verdict.unaligned] == ["aten.ones_like.default"] * 2
+    assert verdict.compared == len(expected.calls) - 1 > 250
+
+
+def test_the_first_operator_that_differs_is_named():
+    """One bit of the second layer's weight: the first layer's forward agrees, the product with the weight does not."""
+    spoiled = Net()
+    flip_bit(spoiled.second.weight.data, element=5, bit=20)
+    verdict = compare_operators(replayed(spoiled), eager(Net()))
+    assert verdict.outcome == "different"
+    assert verdict.first == Place("second", "fwd", "aten.addmm.default", 0)
+    lines = str(verdict).splitlines()
+    assert lines[0] == f"different: {len(verdict.differing)} of {verdict.compared} operators"
+    assert lines[1] == "  first at aten.addmm.default in the forward of second, call 0"
+    assert not [call for _, call in verdict.differing if call.place[:2] == ("first", "fwd")]
+
+
+class Halved(torch.autograd.Function):
+    """The value as it is, half its gradient."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * 0.5
+
+
+def test_a_difference_of_the_backward_is_found_in_the_backward():
+    class Wrong(Net):
+        def between(self, x):
+            return Halved.apply(x)
+
+    verdict = compare_operators(eager(Wrong()), eager(Net()))
+    assert verdict.first == Place("first", "bwd", "aten.mm.default", 0)
+    assert str(verdict).splitlines()[-1] == (
+        "    aten.mul.Tensor in the backward, of no module: 2 times in actual, 1 in expected"
+    )
+
+
+def test_the_elements_of_the_first_operator():
+    """A second run keeps that operator's output whole."""
+    spoiled = Net()
+    flip_bit(spoiled.second.weight.data, element=5, bit=20)
+    first = compare_operators(replayed(spoiled), eager(Net())).first
+    text = elements_of(replayed(spoiled, keep=first), eager(Net(), keep=first))
+    assert "first at [0], element (0, 0)" in text
+    assert "of this f32[3, 4]" in text
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, config: ActivationCheckpointConfig) -> None:
+        super().__init__()
+        self.config, self.inner, self.drop = config, nn.Linear(4, 4), nn.Dropout(0.5)
+        with torch.no_grad():
+            self.inner.weight.copy_(torch.eye(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(lambda y: self.drop(self.inner(y)).sin(), x, **self.config.arguments())
+
+
+def _checkpointed(**options) -> OperatorCapture:
+    with deterministic(seed=1):
+        return eager(Checkpointed(ActivationCheckpointConfig(**options)))
+
+
+def test_a_dropped_restore_of_random_numbers_is_found_at_the_dropout():
+    """K1: the recomputation draws another mask; with the restore two runs agree."""
+    assert compare_operators(_checkpointed(), _checkpointed()).outcome == "equal"
+    verdict = compare_operators(_checkpointed(preserve_rng_state=False), _checkpointed())
+    assert verdict.first == Place("drop", "bwd", "aten.bernoulli_.float", 0)
+
+
+def test_nothing_captured_is_unverified():
+    verdict = compare_operators(OperatorCapture(), OperatorCapture())
+    assert verdict.outcome == "unverified"
+    with pytest.raises(TypeError, match="three outcomes"):
+        bool(verdict)
+
+
+def test_a_run_is_left_as_it_was():
+    """No hook and no patch stays; what is computed is the same."""
+    model, plain = Net(), Net()
+    eager(model)
+    step(plain, X).backward()
+    assert torch.equal(model.first.weight.grad, plain.first.weight.grad)
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    assert torch.autograd.graph._engine_run_backward is torch.autograd._engine_run_backward
+    assert torch.autograd._engine_run_backward.__module__ == "torch.autograd.graph"

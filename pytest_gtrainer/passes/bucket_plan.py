@@ -37,6 +37,8 @@ def get_default_transformer_block_buckets(
     >>> get_default_transformer_block_buckets(2)
     ['tok_embeddings', 'layers.0', 'layers.1', ['norm', 'lm_head']]
     """
+    if n_layers < 1:
+        raise ValueError(f"n_layers={n_layers}: a model has at least one layer")
     unknown = sorted(layer for layer in moe_layers if not 0 <= layer < n_layers)
     if unknown:
         raise ValueError(f"moe_layers names {unknown}, the model has layers 0..{n_layers - 1}")
@@ -63,6 +65,8 @@ def expert_fsdp_degree(
 
     From the extent of ``efsdp`` where a mesh is given, else ``dp_shard * cp * tp // ep``; at least 1.
     """
+    if ep < 1:
+        raise ValueError(f"ep={ep}: experts are on one rank at least")
     if mesh is not None:
         return max(1, mesh.get("efsdp", 1))
     return max(1, dp_shard * cp * tp // ep)
@@ -100,6 +104,7 @@ class Plan:
     """A checked plan that finds the bucket of a module FQN."""
 
     def __init__(self, entries: BucketPlan) -> None:
+        _check_entries(entries)
         empty = [index for index, entry in enumerate(entries) if not entry and entry != ""]
         if empty:
             raise PlanError(f"entry {empty[0]} of the bucket plan is empty")
@@ -158,6 +163,16 @@ def layer_of(fqn: str) -> str | None:
         if part.isdigit():
             return ".".join(parts[: index + 1])
     return None
+
+
+def _check_entries(entries: BucketPlan) -> None:
+    if isinstance(entries, str):
+        raise PlanError(f"the bucket plan is the word {entries!r}: give a list of entries, [{entries!r}]")
+    for index, entry in enumerate(entries):
+        fqns = entry if isinstance(entry, list | tuple) else [entry]
+        wrong = [fqn for fqn in fqns if not isinstance(fqn, str)]
+        if wrong:
+            raise PlanError(f"entry {index} of the bucket plan has {wrong[0]!r}: expected FQNs, or lists of FQNs")
 
 
 def _buckets(entries: list[tuple[str, ...]]) -> tuple[Bucket, ...]:

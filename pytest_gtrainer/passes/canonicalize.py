@@ -51,6 +51,7 @@ def canonicalize_graph_pass(
     Raises:
         ValueError: a rule that does not exist.
     """
+    rules = [rules] if isinstance(rules, str) else rules
     unknown = sorted(set(rules) - set(RULES))
     if unknown:
         raise ValueError(f"there is no rule {', '.join(map(repr, unknown))}; there are {', '.join(RULES)}")

@@ -27,7 +27,8 @@ def graph_pass(rewrite: Callable[P, bool]) -> Callable[P, fx.GraphModule]:
     @functools.wraps(rewrite)
     def run(*args: P.args, **kwargs: P.kwargs) -> fx.GraphModule:
         gm = args[0] if args else kwargs["gm"]
-        assert isinstance(gm, fx.GraphModule)
+        if not isinstance(gm, fx.GraphModule):
+            raise TypeError(f"{rewrite.__name__} was given a {type(gm).__name__}: expected a GraphModule")
         if rewrite(*args, **kwargs):
             gm.graph.lint()
             gm.recompile()

@@ -45,6 +45,7 @@ def tag_with_memory_policy_pass(
     """
     if not reshard_after_forward:
         return False
+    keep_unsharded = [keep_unsharded] if isinstance(keep_unsharded, str) else keep_unsharded
     members = [member for member in fsdp_all_gathers(gm) if member.direction == FORWARD]
     kept = {fqn: [member for member in members if _is_below(member, fqn)] for fqn in keep_unsharded}
     empty = [fqn for fqn, found in kept.items() if not found]

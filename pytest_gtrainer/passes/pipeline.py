@@ -214,9 +214,10 @@ def apply_graph_passes(
 
     Raises:
         ValueError: ``disable`` names a pass that is not in the list.
+        TypeError: a pass of the list is not bound, or returns something else than a graph.
         Whatever a pass raises, with a note that names the pass.
     """
-    steps = _without(list(passes), disable)
+    steps = _without(_bound(passes), disable)
     runs: list[PassRun] = []
     is_watched = observer is not None or facts.is_watched("graph_pass")
     started, current = time.perf_counter(), copied_lazily(gm)
@@ -244,6 +245,15 @@ def apply_graph_passes(
     return done
 
 
+def _bound(passes: Iterable[BoundPass]) -> list[BoundPass]:
+    steps = list(passes)
+    for index, step in enumerate(steps):
+        if not isinstance(step, BoundPass):
+            name = getattr(step, "__name__", type(step).__name__)
+            raise TypeError(f"pass {index} of the list, {name}, has no options bound: give bind_options({name}, ...)")
+    return steps
+
+
 def _without(steps: list[BoundPass], disable: Collection[str]) -> list[BoundPass]:
     names = [step.name for step in steps]
     disable = [disable] if isinstance(disable, str) else disable
@@ -264,12 +274,18 @@ def _run(step: BoundPass, gm: fx.GraphModule, example_inputs: Sequence[Any] | No
     rewrite = rewrite_of(step.function)
     try:
         if rewrite is None:
-            return step.function(gm, example_inputs, **{**given, **step.options})
+            return _returned(step.function(gm, example_inputs, **{**given, **step.options}))
         rewrite(gm, example_inputs, **{**given, **step.options})
     except Exception as error:
         error.add_note(f"in the graph pass {step}")
         raise
     return gm
+
+
+def _returned(result: object) -> fx.GraphModule:
+    if not isinstance(result, fx.GraphModule):
+        raise TypeError(f"a pass returns a GraphModule, this one returned a {type(result).__name__}")
+    return result
 
 
 def _seconds(since: float) -> float:

@@ -208,6 +208,8 @@ def trace_step(
         TwinTraceError: the second trace fails.
         FixedExtentError: the step decides on the extent of a dynamic dimension.
     """
+    if isinstance(inputs, torch.Tensor):
+        raise TypeError("inputs is a tensor: give a sequence of the step's inputs, (tensor,) for one")
     flat_inputs, spec = _flatten_inputs(tuple(inputs))
     state = ModelState.of(model)
     if not state.trainable:

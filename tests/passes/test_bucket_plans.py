@@ -48,6 +48,8 @@ def test_the_expert_fsdp_degree(arguments, degree):
         ([["norm", "layers.1"]], "spans layers.1 and no layer"),
         (["layers.0", "layers.0"], "names 'layers.0' twice"),
         (["layers.0", []], "entry 1 of the bucket plan is empty"),
+        ("layers.0", r"the bucket plan is the word 'layers.0': give a list of entries, \['layers.0'\]"),
+        (["norm", ["layers.0", 3]], "entry 1 of the bucket plan has 3: expected FQNs, or lists of FQNs"),
     ],
 )
 def test_a_plan_that_makes_no_sense_is_refused_by_name(entries, words):
@@ -59,6 +61,13 @@ def test_a_plan_that_makes_no_sense_is_refused_by_name(entries, words):
 def test_moe_layers_that_do_not_exist_are_refused():
     with pytest.raises(ValueError, match=r"moe_layers names \[4\], the model has layers 0..1"):
         get_default_transformer_block_buckets(2, moe_layers=[4])
+
+
+def test_sizes_that_no_model_has_are_refused():
+    with pytest.raises(ValueError, match="n_layers=0: a model has at least one layer"):
+        get_default_transformer_block_buckets(0)
+    with pytest.raises(ValueError, match="ep=0: experts are on one rank at least"):
+        expert_fsdp_degree(dp_shard=8, ep=0)
 
 
 def test_the_innermost_entry_decides():

@@ -6,7 +6,14 @@ import pytest
 import torch
 from torch import fx
 
-from pytest_gtrainer import LossConfig, apply_graph_passes, bind_options, construct_default_graph_passes
+from pytest_gtrainer import (
+    LossConfig,
+    apply_graph_passes,
+    bind_options,
+    canonicalize_graph_pass,
+    construct_default_graph_passes,
+    tag_with_memory_policy_pass,
+)
 from pytest_gtrainer.passes.graph_pass import graph_pass
 from pytest_gtrainer.passes.pipeline import SLOTS
 
@@ -221,6 +228,27 @@ def test_the_pipeline_on_its_own_output_changes_nothing(joint, plan):
     passes = construct_default_graph_passes(bucket_plan=plan)
     once = apply_graph_passes(joint.gm, joint.example_inputs, passes)
     assert apply_graph_passes(once, joint.example_inputs, passes).code == once.code != joint.gm.code
+
+
+def test_what_is_no_pass_is_refused_by_name(neg_of_detach):
+    """M3: a pass without options bound, one that returns nothing, and something else than a graph."""
+    with pytest.raises(TypeError, match=r"pass 0 of the list, marked_pass, has no options bound: give bind_options"):
+        apply_graph_passes(neg_of_detach, None, [marked_pass])
+
+    def forgetful_pass(gm, example_inputs=None):
+        gm.recompile()
+
+    with pytest.raises(TypeError, match="a pass returns a GraphModule, this one returned a NoneType") as failure:
+        apply_graph_passes(neg_of_detach, None, [bind_options(forgetful_pass)])
+    assert failure.value.__notes__ == ["in the graph pass forgetful_pass()"]
+    with pytest.raises(TypeError, match="canonicalize_graph_pass was given a Linear: expected a GraphModule"):
+        canonicalize_graph_pass(torch.nn.Linear(2, 2))
+
+
+def test_a_word_is_one_name_not_its_letters(neg_of_detach):
+    assert operators(canonicalize_graph_pass(neg_of_detach, rules="detach")) == ["exp", "neg"]
+    with pytest.raises(ValueError, match="keep_unsharded names 'norm', of which no parameter is gathered"):
+        tag_with_memory_policy_pass(neg_of_detach, keep_unsharded="norm")
 
 
 OUR_NAMES = ("gt_input", "gt_outputs", "gt_managed_order")

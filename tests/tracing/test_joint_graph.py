@@ -101,6 +101,12 @@ def test_an_input_that_is_no_tensor_or_scalar_is_refused_by_name(net, inputs, tr
         trace_step(net, train_step, (inputs[0], bad))
 
 
+def test_a_tensor_is_no_sequence_of_inputs(net, inputs, train_step):
+    """A6: its rows would be taken for inputs."""
+    with pytest.raises(TypeError, match=r"inputs is a tensor: give a sequence of .* inputs, \(tensor,\) for one"):
+        trace_step(net, train_step, inputs[0])
+
+
 def test_a_loss_that_is_no_scalar_and_a_model_without_gradients_are_refused(net, inputs):
     with pytest.raises(ValueError, match=r"scalar loss, it returned \(6, 4\)"):
         trace_step(net, lambda m, x, y: m(x), inputs)

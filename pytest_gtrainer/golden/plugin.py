@@ -27,7 +27,7 @@ from pytest_gtrainer.golden import artifacts, modes, store, values
 from pytest_gtrainer.golden.claims import Claim, disagreement
 from pytest_gtrainer.golden.naming import FOLDER, SUFFIXES, id_of, safe
 
-_MOST_COMMANDS = 20
+_MOST_COMMANDS = 8
 _MOST_ARTIFACT_LINES = 20_000
 
 

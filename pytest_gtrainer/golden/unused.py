@@ -31,7 +31,7 @@ from pytest_gtrainer.golden.naming import SUFFIXES, stem_of_golden, stem_of_test
 from pytest_gtrainer.golden.plugin import GoldenPlugin
 
 _WORKER_OUTPUT = "gt_unowned_goldens"
-_MOST_SHOWN = 20
+_MOST_SHOWN = 8
 
 
 class UnusedGoldens:

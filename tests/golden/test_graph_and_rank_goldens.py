@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch._dynamo
 
 # Once for all runs in this process: these register operators, which can be done only once.
 import pytest_gtrainer.graphtext.layout_view

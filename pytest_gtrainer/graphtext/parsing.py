@@ -23,7 +23,8 @@ from pytest_gtrainer.graphtext.scoping import PathAt, Place, ScopeAt, path_at, s
 from pytest_gtrainer.graphtext.sections import Key
 from pytest_gtrainer.graphtext.sizes import At, Sizes, may_be_symbolic
 from pytest_gtrainer.graphtext.syntax import Program, Statement, chain, integer, read, refuse, shown
-from pytest_gtrainer.graphtext.tags import AT, MISMARKED, TAGS, UNOWNED, apply_tag
+from pytest_gtrainer.graphtext.tags import AT, CHUNK, MISMARKED, TAGS, UNOWNED, apply_tag
+from pytest_gtrainer.passes.chunking.annotations import EAGER, MATERIALIZATION, SPLIT_BOUNDARY, told_in_words
 
 _KIND_OF_SPACE = {"P": "parameter", "B": "buffer", "I": "input"}
 _FOREIGN = {"fwd": "fwd", "bwd": "bwd"}
@@ -240,6 +241,7 @@ class _Parser:
         """What a line's scope and tags say, as metadata."""
         owned, mismarked = self._settings.get("owners") != "inferred", False
         own_path: PathAt | None = None
+        chunked: tuple[PathAt, list[Any]] | None = None
         extra: dict[str, Any] = {}
         for node in nodes:
             name, values = _tag(node)
@@ -249,6 +251,8 @@ class _Parser:
                 mismarked = True
             elif name == AT:
                 own_path = path_at(chain(values["path"]))
+            elif name == CHUNK:
+                chunked = path_at(chain(values["path"])), values["words"]
             elif not apply_tag(extra, name, values):
                 raise refuse(node, f"`{name}` is no tag{nearest(name, TAGS)}")
         custom = extra.pop("custom", None)
@@ -261,8 +265,9 @@ class _Parser:
             if scope.is_bucket:
                 meta["fsdp_bucket"] = {"plan_fqns": list(scope.owners), "direction": scope.space}
                 fqn = own_path(place.layer) if own_path else ""
-            if fqn or custom:
-                meta["custom"] = ({"module_fqn": fqn} if fqn else {}) | (custom or {})
+            told = told_in_words(chunked[0](place.layer), *chunked[1]) if chunked else {}
+            if fqn or custom or told:
+                meta["custom"] = ({"module_fqn": fqn} if fqn else {}) | told | (custom or {})
             if extra:
                 meta.update(extra)
 
@@ -343,11 +348,22 @@ class _Numbers(ast.NodeTransformer):
         return ast.copy_location(ast.Constant(float(node.id)), node) if node.id in ("inf", "nan") else node
 
 
+def _chunk(node: ast.Call) -> dict[str, Any]:
+    """``chunk(path, 0)``, ``chunk(path, split_boundary, eager)``."""
+    words = [item.id if isinstance(item, ast.Name) else getattr(item, "value", None) for item in node.args[1:]]
+    known = len(words) in (1, 2) and (type(words[0]) is int or words[0] in (SPLIT_BOUNDARY, MATERIALIZATION))
+    if not known or words[1:] not in ([], [EAGER]):
+        raise refuse(node, f"expected `chunk(path, 0)` or `chunk(path, split_boundary)`, found `{shown(node)}`")
+    return {"path": node.args[0], "words": words}
+
+
 def _tag(node: ast.expr) -> tuple[str, dict[str, Any]]:
     if isinstance(node, ast.Name):
         return node.id, {}
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == AT and len(node.args) == 1:
         return AT, {"path": node.args[0]}
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == CHUNK:
+        return CHUNK, _chunk(node)
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and not node.args:
         values: dict[str, Any] = {}
         for item in node.keywords:

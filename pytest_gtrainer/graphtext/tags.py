@@ -3,6 +3,8 @@
 - a policy of activation checkpointing, from ``meta["recompute"]``;
 - ``unowned``: no module is said, the heading's follows from the operands;
 - ``at(path)``: the module of a node in a bucket, where it has one (a bucket of one member keeps its own);
+- ``chunk(path, 0)``: the part that chunk 0 of the chunked module has, or ``chunk(path, split_boundary)``, what
+  stands at its boundary; with ``, eager`` where eager code made the chunks;
 - ``mismarked``: a node in a bucket of one direction that carries the mark of the other;
 - ``custom(...)``: annotations of the user's own, from ``meta["custom"]``.
 """
@@ -17,11 +19,13 @@ from torch import fx
 from pytest_gtrainer.conventions import direction, node_fqn
 from pytest_gtrainer.graphtext._torch import POLICIES
 from pytest_gtrainer.graphtext.paths import is_word
+from pytest_gtrainer.passes.chunking import annotations as chunks
 
 UNOWNED = "unowned"
 AT = "at"
 MISMARKED = "mismarked"
-TAGS = (UNOWNED, AT, MISMARKED, "custom", *POLICIES)
+CHUNK = "chunk"
+TAGS = (UNOWNED, AT, MISMARKED, CHUNK, "custom", *POLICIES)
 _PLAIN = (bool, int, float, str, type(None))
 _OWN_KEY = "module_fqn"
 
@@ -48,6 +52,10 @@ def tags_of(node: fx.Node, unowned: bool, spell: Callable[[str], str]) -> list[s
         tags.append(getattr(policy, "name", str(policy)).lower())
     custom = meta.get("custom")
     if custom and (len(custom) > 1 or _OWN_KEY not in custom):
+        region = chunks.told_by(custom)
+        if region is not None:
+            tags.append(f"{CHUNK}({', '.join([spell(region.fqn), *region.words()])})")
+            custom = {key: value for key, value in custom.items() if key not in chunks.KEYS}
         tags += _annotations(custom)
     return tags
 

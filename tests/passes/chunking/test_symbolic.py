@@ -113,7 +113,7 @@ def test_an_assertion_in_the_graph(least):
             op="call_function", target=aten._assert_scalar.default
         )
     else:
-        with pytest.raises(ChunkError, match="with u0 = 6 the assertion .*_assert_scalar.* is false: enough rows"):
+        with pytest.raises(ChunkError, match=r"with u0 = 6 the assertion .*_assert_scalar.* is false: enough rows"):
             concretize_chunk_symbolic_shapes_pass(gm)
 
 

@@ -1,4 +1,7 @@
-"""Every pass alone, on real ranks: what the graph computes stays, bit for bit."""
+"""Every pass alone, on real ranks: what the graph computes stays, bit for bit.
+
+Extra process groups and hybrid sharding have such tests of their own (``test_process_groups``, the parity suite).
+"""
 
 import copy
 
@@ -13,7 +16,6 @@ from pytest_gtrainer import (
     canonicalize_graph_pass,
     deduplicate_fsdp_unshard_chains_pass,
     joint_transformer_block_bucketing_reordering_pass,
-    reassign_collective_pgs_pass,
     selective_activation_remat_pass,
     tag_with_memory_policy_pass,
 )
@@ -27,10 +29,7 @@ CLEAN_UP = [
     bind_options(canonicalize_graph_pass, rules=RULES),
     bind_options(deduplicate_fsdp_unshard_chains_pass),
 ]
-MOVE = [
-    bind_options(reassign_collective_pgs_pass),
-    bind_options(joint_transformer_block_bucketing_reordering_pass, bucket_plan=PLAN),
-]
+BUCKET = [bind_options(joint_transformer_block_bucketing_reordering_pass, bucket_plan=PLAN)]
 
 
 def twice_step(model, tokens):
@@ -41,7 +40,7 @@ def twice_step(model, tokens):
 @pytest.mark.gt_world("ranks", size=2)
 @pytest.mark.parametrize(
     ("reuse_gathers", "steps"),
-    [(False, [*CLEAN_UP, *RESHARD]), (True, [*RESHARD, *MOVE])],
+    [(False, [*CLEAN_UP, *RESHARD]), (True, [*RESHARD, *BUCKET])],
     ids=["gathered at every read", "gathered once"],
 )
 def test_no_pass_changes_a_bit(make_joint, reuse_gathers, steps):

@@ -70,8 +70,11 @@ OPTIONS: tuple[Option, ...] = (
     Option("goldens-in-ci", "let the flags that write goldens do so where the variable CI is set", is_flag=True),
     Option("artifacts", "keep what failed tests obtained, with differences, in a folder for each", metavar="DIR"),
     Option("report", "write a page: graphs before and after each pass, layouts, schedules, digests", metavar="FILE"),
+    Option("bisect", "bisect a bitwise comparison that fails over the passes of the replayed graphs", is_flag=True),
     Option("leaked-flags", "a test that leaves a global switch of torch changed (default: warn)", default="warn",
            choices=("warn", "fail", "ignore")),
+    Option("leaked-resources", "a test on ranks that leaves a process group or GPU memory (default: warn)",
+           default="warn", choices=("warn", "fail", "ignore")),
     Option("fresh-ranks", "start new rank processes for every test", is_flag=True),
 )
 

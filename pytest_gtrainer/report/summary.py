@@ -63,6 +63,7 @@ def summary_lines(facts: list[Fact]) -> list[str]:
         ("verdicts", "verdict", lambda fact: fact["outcome"]),
         ("skipped", "skip", lambda fact: fact["cause"]),
         ("leaked", "leak", lambda fact: f"{fact['test']} changed {fact['what']}"),
+        ("left", "left", lambda fact: f"{fact['what']} by {fact['test']}"),
     )
     lines = []
     for title, kind, label in topics:

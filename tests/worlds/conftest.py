@@ -7,8 +7,11 @@ import os
 import subprocess
 import sys
 import textwrap
+import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -16,7 +19,7 @@ import pytest
 LIMIT = 180
 
 _RECORDING_CONFTEST = """
-import json, os
+import glob, json, os
 
 def pytest_configure(config):
     config.records = not hasattr(config, "workerinput")
@@ -31,6 +34,21 @@ def pytest_runtest_logreport(report):
                       xfailed=hasattr(report, "wasxfail"), duration=report.duration)
         with open(os.environ["RECORDS"], "a") as file:
             file.write(json.dumps(record) + "\\n")
+
+def pytest_runtest_logfinish(nodeid):
+    if the_config.records:
+        footprint = dict(test=nodeid.split("::")[-1], processes=len(descendants(os.getpid())),
+                         files=len(os.listdir("/proc/self/fd")), folders=len(glob.glob(os.environ["TMPDIR"] + "/*/*")),
+                         kib=int(open("/proc/self/statm").read().split()[1]) * 4)
+        with open(os.environ["RECORDS"] + ".footprints", "a") as file:
+            file.write(json.dumps(footprint) + "\\n")
+
+def descendants(pid):
+    try:
+        children = open(f"/proc/{pid}/task/{pid}/children").read().split()
+    except OSError:
+        return []
+    return [each for child in children for each in [child, *descendants(child)]]
 """
 
 
@@ -42,6 +60,8 @@ class Run:
     status: int
     output: str
     reports: dict[str, dict[str, dict[str, Any]]]
+    footprints: list[dict[str, Any]]
+    """After each test: processes below pytest's, its open files, folders below TMPDIR's, its memory in KiB."""
 
     def outcome(self, name: str) -> str:
         """passed, failed, skipped, xfailed, or error for a setup or teardown that failed."""
@@ -73,10 +93,12 @@ class Suite:
     def write(self, name: str, source: str) -> None:
         (self.folder / name).write_text(textwrap.dedent(source))
 
-    def start(self, *args: str, launcher: tuple[str, ...] = ()) -> subprocess.Popen[str]:
+    def start(
+        self, *args: str, launcher: tuple[str, ...] = (), environ: Mapping[str, str] = MappingProxyType({})
+    ) -> subprocess.Popen[str]:
         """Start ``pytest *args``; with ``launcher``, torchrun's arguments, in each process that torchrun starts."""
         torchrun = ("-m", "torch.distributed.run", *launcher) if launcher else ()
-        environ = {**os.environ, "TMPDIR": str(self.folder / "tmp"), "RECORDS": str(self.folder / "records")}
+        environ = {**os.environ, **environ, "TMPDIR": str(self.folder / "tmp"), "RECORDS": str(self.folder / "records")}
         for name in [name for name in environ if name.startswith("PYTEST_")]:
             del environ[name]
         return subprocess.Popen(
@@ -85,8 +107,8 @@ class Suite:
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         )  # fmt: skip
 
-    def run(self, *args: str, launcher: tuple[str, ...] = ()) -> Run:
-        return self.run_together(self.start(*args, launcher=launcher))
+    def run(self, *args: str, **how: Any) -> Run:
+        return self.run_together(self.start(*args, **how))
 
     def run_together(self, *processes: subprocess.Popen[str]) -> Run:
         """What processes did that were started for one run; the status is the first one's."""
@@ -95,24 +117,53 @@ class Suite:
         finally:
             for process in processes:
                 process.kill()
-        return Run(self.folder, processes[0].returncode, "".join(outputs), self._reports())
+        status = processes[0].returncode
+        return Run(self.folder, status, "".join(outputs), self._reports(), _lines(self.folder / "records.footprints"))
 
     def left_over(self) -> list[str]:
         return left_over(self.folder)
 
     def _reports(self) -> dict[str, dict[str, dict[str, Any]]]:
         reports: dict[str, dict[str, dict[str, Any]]] = {}
-        records = self.folder / "records"
-        for line in records.read_text().splitlines() if records.exists() else ():
-            record = json.loads(line)
+        for record in _lines(self.folder / "records"):
             reports.setdefault(record["name"], {})[record["when"]] = record
         return reports
 
 
+def _lines(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+
 def left_over(folder: Path) -> list[str]:
-    """Processes that still run for a suite, and folders of ranks that it left."""
-    folders = [str(path) for path in (folder / "tmp").glob("gtrainer-*") if path.is_dir()]
-    return _processes_of(folder) + folders
+    """Processes that still run for a suite, which hold its ports and locks, and what it left in its temporary folder.
+
+    Pytest and torch keep folders of their own there. A lock file may stay: removing it would race with taking it.
+    """
+    left = [path for path in (folder / "tmp").iterdir() if not path.name.startswith(_KEPT_BY_OTHERS)]
+    return _processes_of(folder) + [str(path) for path in left if path.suffix != ".lock"] + _shared_memory()
+
+
+_KEPT_BY_OTHERS = ("pytest-of-", "torchinductor_", "torchelastic_")
+
+
+_SHARED_BEFORE = {path.name for path in Path("/dev/shm").glob("*")}
+
+
+def _shared_memory() -> list[str]:
+    """Segments that appeared since the tests began, stay, and that no process of this machine has open."""
+    new = {path.name for path in Path("/dev/shm").glob("*")} - _SHARED_BEFORE
+    if new:
+        time.sleep(0.5)  # semaphores of anybody's multiprocessing live for a moment
+        new &= {path.name for path in Path("/dev/shm").glob("*")}
+    maps = [_read(maps) for maps in Path("/proc").glob("[0-9]*/maps")] if new else []
+    return sorted(name for name in new if not any(f"/dev/shm/{name}" in text for text in maps))
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_text(errors="replace")
+    except OSError:
+        return ""
 
 
 def _processes_of(folder: Path) -> list[str]:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import socket
+
 import pytest
 
+PLAIN_IDS = "disable_test_id_escaping_and_forfeit_all_rights_to_community_support"
 SUITE = '''
-import ctypes, os, signal, sys, time
+import ctypes, multiprocessing, os, resource, signal, sys, time
 import pytest, torch
 import torch.distributed as dist
 
@@ -16,6 +19,11 @@ class Unpicklable(Exception):
     def __init__(self, message):
         super().__init__(message)
         self.handle = lambda: None
+
+class Local(Exception):
+    def __init__(self, message, *, code):
+        super().__init__(message)
+        self.code = code
 
 class AtStep(AssertionError):
     def __init__(self, *origin):
@@ -118,9 +126,118 @@ def test_setup_fails_on_one(broken_on_one):
 
 def test_teardown_fails_on_one(ends_badly): pass
 
-def test_writes_a_lot():
-    print("x" * 1_000_000)
+def test_writes_100_megabytes():
+    if rank() == 0:
+        for _ in range(100): sys.stdout.write("x" * 1_000_000)
     assert rank() != 0
+
+def test_writes_in_another_encoding():
+    os.write(1, "caf\u00e9".encode("latin-1") + bytes([255, 254]))
+    assert rank() != 1
+
+def test_exception_of_this_file():
+    if rank() == 2: raise Local("mine", code=7)
+
+@pytest.mark.gt_world("ranks", size=3, timeout=3)
+def test_different_collectives():
+    if rank() == 0: dist.barrier()
+    else: dist.all_reduce(torch.ones(1000))
+
+@pytest.mark.gt_world("ranks", size=3, timeout=2)
+def test_one_never_reaches_the_barrier():
+    if rank() != 1: dist.barrier()
+
+@pytest.fixture
+def skipping_on_one():
+    if rank() == 1: pytest.skip("no such thing here")
+
+def test_skips_in_a_fixture_on_one(skipping_on_one): pass
+
+@pytest.mark.xfail(strict=True)
+def test_xpasses_strictly_on_one():
+    assert rank() == 1
+
+@pytest.mark.parametrize("word", ["a b", "x/y", "..", "🙂"])
+def test_odd_ids(word, tmp_path, request):
+    dist.barrier()
+    assert word in request.node.name
+
+def test_fp8_all_to_all():
+    sent = torch.ones(3).to(torch.float8_e4m3fn)
+    dist.all_to_all_single(torch.empty_like(sent), sent)
+
+def test_good_after_fp8():
+    value = torch.ones(1)
+    dist.all_reduce(value)
+    assert value.item() == 3
+
+def test_changes_its_process(tmp_path):
+    os.chdir(tmp_path)
+    os.environ["LEFT_BEHIND"] = "1"
+    torch.set_default_dtype(torch.float64)
+    torch.set_num_threads(2)
+    torch.use_deterministic_algorithms(True)
+    if rank() == 1: raise KeyError("after the changes")
+
+def test_finds_it_unchanged(request):
+    assert os.getcwd() == str(request.config.rootpath)
+    assert "LEFT_BEHIND" not in os.environ
+    assert torch.get_default_dtype() == torch.float32
+    assert torch.get_num_threads() == 1
+    assert not torch.are_deterministic_algorithms_enabled()
+
+def test_leaves_groups():
+    dist.new_group([0, 1])
+
+def test_no_space_left():
+    if rank() == 0:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
+        with open("large", "wb", buffering=0) as file:
+            while True: file.write(bytes(1000))
+    dist.barrier()
+
+def test_no_space_left_for_output():
+    if rank() == 0:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
+        for _ in range(1000): os.write(1, bytes([46]) * 1000)
+    dist.barrier()
+
+def test_out_of_memory_by_a_limit():
+    if rank() == 0:
+        resource.setrlimit(resource.RLIMIT_AS, (2**33, resource.RLIM_INFINITY))
+        torch.empty(2**34, dtype=torch.uint8)
+    dist.barrier()
+
+def test_good_within_no_limits():
+    assert resource.getrlimit(resource.RLIMIT_FSIZE)[0] == resource.RLIM_INFINITY
+    assert torch.empty(2**34, dtype=torch.uint8, device="meta").numel() == 2**34
+    assert resource.getrlimit(resource.RLIMIT_AS)[0] == resource.RLIM_INFINITY
+
+def test_pytest_exit_on_one():
+    if rank() == 2: pytest.exit("rank 2 has had enough")
+    dist.barrier()
+
+def test_shares_memory_and_dies():
+    torch.ones(1000).share_memory_()
+    semaphore = multiprocessing.get_context("spawn").Semaphore()
+    if rank() == 0: os.kill(os.getpid(), signal.SIGKILL)
+    dist.barrier()
+
+def test_leaves_a_child():
+    if rank() == 0:
+        child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,), daemon=True)
+        child.start()
+        os._exit(0)
+
+def test_compiles():
+    compiled = torch.compile(lambda x: x + 1, backend="eager")
+    assert compiled(torch.ones(1)).item() == 2
+    from torch._dynamo import convert_frame
+    assert convert_frame.FRAME_COUNTER > 0
+
+def test_finds_nothing_compiled():
+    from torch._dynamo import convert_frame
+    assert convert_frame.FRAME_COUNTER == 0
 
 def test_good_at_the_end():
     dist.barrier()
@@ -180,7 +297,40 @@ TABLE = {
     "test_pytest_exit": ("failed", ["ranks 0-2: called pytest.exit: I stop here"], []),
     "test_setup_fails_on_one": ("error", ["the fixture broke", "rank 2: AssertionError"], []),
     "test_teardown_fails_on_one": ("error", ["the end broke", "rank 1: AssertionError"], []),
-    "test_writes_a_lot": ("failed", ["assert 0 != 0"], []),
+    "test_writes_100_megabytes": ("failed", ["assert 0 != 0", "ranks 1, 2: passed"], []),
+    "test_writes_in_another_encoding": ("failed", ["assert 1 != 1"], []),
+    "test_exception_of_this_file": ("failed", ["Local: mine", "rank 2: Local: mine"], []),
+    "test_different_collectives": ("failed", ["rank 0"], []),
+    "test_one_never_reaches_the_barrier": (
+        "failed",
+        ["rank 0 did not end within 2 s, waiting in barrier", "rank 1: passed"],
+        [],
+    ),
+    "test_skips_in_a_fixture_on_one": (
+        "failed",
+        ["the ranks do not agree: passed (ranks 0, 2), skipped: no such thing here (rank 1)"],
+        [],
+    ),
+    "test_xpasses_strictly_on_one": ("xfailed", [], []),
+    **{f"test_odd_ids[{word}]": ("passed", [], []) for word in ("a b", "x/y", "..", "🙂")},
+    "test_fp8_all_to_all": ("failed", ["Invalid scalar type"], []),
+    "test_good_after_fp8": ("passed", [], []),
+    "test_changes_its_process": ("failed", ["rank 1: KeyError: 'after the changes'"], []),
+    "test_finds_it_unchanged": ("passed", [], []),
+    "test_leaves_groups": ("passed", [], []),
+    "test_no_space_left": ("failed", ["rank 0: OSError: [Errno 27] File too large"], []),
+    "test_no_space_left_for_output": ("failed", ["rank 0: OSError: [Errno 27] File too large"], []),
+    "test_out_of_memory_by_a_limit": ("failed", ["rank 0: RuntimeError", "ranks 1, 2: waited in barrier"], []),
+    "test_good_within_no_limits": ("passed", [], []),
+    "test_pytest_exit_on_one": (
+        "failed",
+        ["rank 2: called pytest.exit: rank 2 has had enough", "ranks 0, 1: waited in barrier"],
+        [],
+    ),
+    "test_shares_memory_and_dies": ("failed", ["rank 0 was killed by SIGKILL"], []),
+    "test_leaves_a_child": ("failed", ["rank 0 exited with status 0"], []),
+    "test_compiles": ("passed", [], []),
+    "test_finds_nothing_compiled": ("passed", [], []),
     "test_good_after_that": ("passed", [], []),
     "test_good_after_a_death": ("passed", [], []),
     "test_good_after_a_hang": ("passed", [], []),
@@ -191,8 +341,12 @@ TABLE = {
 
 @pytest.fixture(scope="module")
 def run(module_suite):
+    """With the rendezvous port of the environment taken, which ranks must not want."""
     module_suite.write("test_it.py", SUITE)
-    return module_suite.run("--gt-gpus=3", "--durations=10")
+    module_suite.write("pytest.ini", f"[pytest]\n{PLAIN_IDS} = true\n")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        rendezvous = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(taken.getsockname()[1])}
+        return module_suite.run("--gt-gpus=3", "--durations=10", environ=rendezvous)
 
 
 @pytest.mark.parametrize("name", TABLE)
@@ -218,9 +372,23 @@ def test_output_is_shown_by_rank(run):
 
 
 def test_too_much_output_is_cut(run):
-    output = run.reports["test_writes_a_lot"]["call"]["output"]
+    output = run.reports["test_writes_100_megabytes"]["call"]["output"]
     assert "characters cut" in output
     assert len(output) < 80_000
+
+
+def test_what_a_test_left_is_attributed_to_it(run):
+    """K3, T8: in the summary, a line a topic."""
+    assert "left      1 a process group of ranks 0, 1 by test_it.py::test_leaves_groups" in run.output
+    assert "test_changes_its_process changed deterministic algorithms from" in run.output
+
+
+def test_nothing_grows_from_test_to_test(run):
+    """T5: after every test at most the forkserver and three ranks run, and no file or folder is kept."""
+    most = {what: max(each[what] for each in run.footprints) for what in ("processes", "files", "folders")}
+    assert most["processes"] <= 1 + 3
+    assert most["files"] <= run.footprints[1]["files"] + 3
+    assert most["folders"] <= run.footprints[1]["folders"] + 1
 
 
 def test_nothing_is_left_over(run):

@@ -35,11 +35,11 @@ def test_ending_the_run_ends_its_ranks(suite, how):
     try:
         _wait_for(lambda: len(list(suite.folder.glob("started*"))) == 2, "the ranks did not start")
         process.send_signal(how)
-        output, _ = process.communicate(timeout=END_LIMIT + 10)
+        output, _ = process.communicate(timeout=END_LIMIT + 80)
     finally:
         process.kill()
     assert how is not signal.SIGINT or "KeyboardInterrupt" in output
-    _wait_for(lambda: not suite.left_over(), suite.left_over(), seconds=10)
+    _wait_for(lambda: not suite.left_over(), suite.left_over())
 
 
 def test_the_forkserver_killed_fails_one_test(suite):
@@ -106,3 +106,31 @@ def test_worlds_of_many_sizes_stay_within_a_limit(suite):
             for turn, size in enumerate([1, 2, 3, 1, 2, 3, 4, 1])]  # fmt: skip
     assert pids[0] == pids[3] == pids[7]
     assert pids[1:3] == pids[4:6]
+
+
+def test_a_killed_worker_of_xdist_takes_its_ranks_along(suite):
+    """T6: another worker goes on with the next test, on slots that are free again."""
+    suite.write(
+        "test_it.py",
+        """
+        import os, signal
+        import pytest, torch.distributed as dist
+        on_ranks = pytest.mark.gt_world("ranks", size=2)
+        @on_ranks
+        def test_1(): dist.barrier()
+        @on_ranks
+        def test_2():
+            if dist.get_rank() == 0:
+                forkserver = os.getppid()
+                worker = open(f"/proc/{forkserver}/stat").read().rpartition(")")[2].split()[1]
+                os.kill(int(worker), signal.SIGKILL)
+            dist.barrier()
+        @on_ranks
+        def test_3(): dist.barrier()
+        """,
+    )
+    run = suite.run("-n1", "--gt-gpus=2")
+    assert run.outcome("test_1") == run.outcome("test_3") == "passed"
+    assert "worker 'gw0' crashed while running 'test_it.py::test_2'" in run.output
+    assert "gtrainer: 2 CPU ranks (gloo), no GPU used, shared by the workers" in run.output
+    _wait_for(lambda: not suite.left_over(), suite.left_over())

@@ -11,7 +11,7 @@ import pytest
 
 from pytest_gtrainer import options
 from pytest_gtrainer.report.witness import shown_only
-from pytest_gtrainer.worlds.ranks import wire
+from pytest_gtrainer.worlds.ranks import left_behind, wire
 from pytest_gtrainer.worlds.ranks.launcher import RanksError
 from pytest_gtrainer.worlds.ranks.leases import LeaseError
 from pytest_gtrainer.worlds.ranks.merge import PHASES, Phase, RankReports, merge
@@ -97,6 +97,7 @@ def _merged(item: pytest.Item, outcome: Outcome) -> list[pytest.TestReport]:
     merged = merge(item, _with_disagreement(outcome), reports)
     _judge(item, merged, reports)
     _gather_shown(merged, reports)
+    left_behind.tell(item, outcome, merged)
     return merged
 
 

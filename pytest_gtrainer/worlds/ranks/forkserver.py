@@ -16,11 +16,13 @@ import signal
 import socket
 from collections.abc import Iterable
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import NoReturn
 
 from pytest_gtrainer.worlds.ranks import wire
 
 PARENT_CHECK_SECONDS = 2.0
+GROUP_ROUNDS = 20
 
 
 def main(fd: int, folder: str, modules: Iterable[str]) -> NoReturn:
@@ -69,7 +71,7 @@ class _Server:
         if isinstance(command, wire.Fork):
             self._fork(command.setup)
         elif isinstance(command, wire.SendSignal) and command.pid in self.pids.values():
-            _signal_group(command.pid, command.signum)
+            _signal(command.pid, command.signum)
 
     def _fork(self, setup: wire.RankSetup) -> None:
         rank_fd = _receive_fd(self.conn)
@@ -93,27 +95,63 @@ class _Server:
     def _reap(self, pidfd: int) -> None:
         pid = self.pids.pop(pidfd)
         os.close(pidfd)
-        _signal_group(pid, signal.SIGKILL)  # its children; the zombie keeps the number from reuse
+        end_group(pid)  # its children; the zombie keeps the number from reuse
         _, status = os.waitpid(pid, 0)
         with contextlib.suppress(OSError):
             self.conn.send(wire.Exited(pid, os.waitstatus_to_exitcode(status)))
 
     def _end(self) -> NoReturn:
         for pid in self.pids.values():
-            _signal_group(pid, signal.SIGKILL)
+            end_group(pid)
         for pid in self.pids.values():
             os.waitpid(pid, 0)
         shutil.rmtree(self.folder, ignore_errors=True)
         os._exit(0)
 
 
-def _signal_group(pid: int, signum: int) -> None:
+def _signal(pid: int, signum: int) -> None:
     """Kill a rank with its children; any other signal is for the rank alone."""
-    with contextlib.suppress(OSError):
-        if signum == signal.SIGKILL:
-            os.killpg(pid, signum)
-        else:
+    if signum == signal.SIGKILL:
+        end_group(pid)
+    else:
+        with contextlib.suppress(OSError):
             os.kill(pid, signum)
+
+
+def end_group(pid: int) -> None:
+    """Kill a rank and its children, but for trackers of multiprocessing.
+
+    A tracker removes the named semaphores and shared memory of processes that died, and ends when they have.
+    """
+    trackers = {member for member in _members(pid) if _is_tracker(member)}
+    with contextlib.suppress(OSError):
+        if not trackers:
+            os.killpg(pid, signal.SIGKILL)
+            return
+    for _ in range(GROUP_ROUNDS):  # a member may fork while the others are killed
+        rest = [member for member in _members(pid) if member not in trackers]
+        for member in rest:
+            with contextlib.suppress(OSError):
+                os.kill(member, signal.SIGKILL)
+        if not rest:
+            return
+
+
+def _members(group: int) -> list[int]:
+    """The processes of a group that run."""
+    found = []
+    for name in os.listdir("/proc"):
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            state, _, in_group = Path(f"/proc/{int(name)}/stat").read_text().rpartition(")")[2].split()[:3]
+            if int(in_group) == group and state not in "ZX":
+                found.append(int(name))
+    return found
+
+
+def _is_tracker(pid: int) -> bool:
+    with contextlib.suppress(OSError):
+        return b"multiprocessing.resource_tracker" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    return False
 
 
 def _receive_fd(conn: Connection) -> int:

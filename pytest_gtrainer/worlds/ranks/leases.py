@@ -21,6 +21,9 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
+from pytest_gtrainer.worlds.ranks import progress
+from pytest_gtrainer.worlds.ranks.progress import Tell
+
 POLL_SECONDS = 0.02
 _SAFE = "-_."
 
@@ -61,11 +64,12 @@ class Slots:
         self._line.mkdir(parents=True, exist_ok=True)
         self._door = _lock(folder / "door")
 
-    def acquire(self, count: int, limit: float, holder: str = "") -> Lease:
+    def acquire(self, count: int, limit: float, holder: str = "", tell: Tell | None = None) -> Lease:
         """Wait for ``count`` slots, at most ``limit`` seconds.
 
         Args:
             holder: what the slots are for, told to those who wait in vain.
+            tell: gets a line every so often while it waits.
 
         Raises:
             LeaseError: not free in time.
@@ -73,14 +77,20 @@ class Slots:
         """
         if count > len(self.names):
             raise ValueError(f"{count} slots were asked for, there are {len(self.names)}")
-        end = time.monotonic() + limit
+        start = time.monotonic()
+        next_line = start + progress.EVERY_SECONDS
         with self._standing_in_line(count) as ticket:
             while True:
                 lease = self._take(count, holder) if self._first_in_line() == ticket else None
                 if lease is not None:
                     return lease
-                if time.monotonic() > end:
-                    raise LeaseError(self._in_vain(count, limit))
+                now = time.monotonic()
+                if now > start + limit:
+                    advice = "end their holders, or wait longer with --gt-lease-timeout"
+                    raise LeaseError(f"{self._waiting('waited', count, limit)}; {advice}")
+                if tell is not None and now > next_line:
+                    tell(f"{holder} {self._waiting('has waited', count, now - start)}")
+                    next_line = now + progress.EVERY_SECONDS
                 time.sleep(POLL_SECONDS)
 
     def wanted(self) -> bool:
@@ -135,13 +145,12 @@ class Slots:
         for name in names:
             self._path(name).write_text(f"process {os.getpid()} ({holder})" if holder else f"process {os.getpid()}")
 
-    def _in_vain(self, count: int, limit: float) -> str:
+    def _waiting(self, verb: str, count: int, seconds: float) -> str:
         held = [name for name in self.names if _is_held(self._path(name))]
         holders = "; ".join(f"{name} by {self._path(name).read_text()}" for name in held)
         return (
-            f"waited {limit:g} s for {count} of {len(self.names)} slots ({', '.join(self.names)}), held are: "
-            f"{holders or 'none, but larger worlds stand in line'}; "
-            "end their holders, or wait longer with --gt-lease-timeout"
+            f"{verb} {seconds:.3g} s for {count} of {len(self.names)} slots ({', '.join(self.names)}), held are: "
+            f"{holders or 'none, but larger worlds stand in line'}"
         )
 
 

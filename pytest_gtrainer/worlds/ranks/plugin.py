@@ -91,10 +91,19 @@ class RanksPlugin:
     def pytest_sessionstart(self, session: pytest.Session) -> None:
         self._session = session
 
-    def pytest_report_collectionfinish(self, items: Sequence[pytest.Item]) -> str | None:
-        if any(ranks_spec(item) for item in items):
-            return f"gtrainer: {devices.resolve(self.config)}"
+    def pytest_report_header(self) -> str | None:
+        """With workers, which alone collect, the line comes before it is known whether anybody needs ranks."""
+        if self.config.getoption("tx", None) and not hasattr(self.config, "workerinput"):
+            return f"gtrainer: {devices.resolve(self.config)}, shared by the workers"
         return None
+
+    def pytest_report_collectionfinish(self, items: Sequence[pytest.Item]) -> list[str]:
+        if not any(ranks_spec(item) for item in items):
+            return []
+        lines = [f"gtrainer: {devices.resolve(self.config)}"]
+        if self.config.getoption("usepdb") or self.config.getoption("trace"):
+            lines.append("gtrainer: --pdb and --trace do not reach into ranks")
+        return lines
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_setup(self, item: pytest.Item) -> None:

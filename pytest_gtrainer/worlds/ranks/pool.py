@@ -17,6 +17,7 @@ from pytest_gtrainer.environment import lasting_environment
 from pytest_gtrainer.worlds.ranks import sharing, wire
 from pytest_gtrainer.worlds.ranks.launcher import ForkServer
 from pytest_gtrainer.worlds.ranks.outcome import Outcome
+from pytest_gtrainer.worlds.ranks.progress import teller
 from pytest_gtrainer.worlds.ranks.team import Team, TeamPlan
 from pytest_gtrainer.worlds.ranks.watch import run_on
 
@@ -93,7 +94,7 @@ class Pool:
             LeaseError: others held the devices for too long.
         """
         with self._lend(size, holder) as team:
-            return run_on(team, command, limit)
+            return run_on(team, command, limit, holder, teller(self._config))
 
     def leave(self) -> None:
         """Nothing: a test without ranks runs in this process, which is none of them."""
@@ -109,7 +110,7 @@ class Pool:
     def _sharing(self) -> sharing.Sharing:
         if self._devices_shared is None:
             limit = options.get(self._config, "lease-timeout")
-            self._devices_shared = sharing.of(self._config, self.devices, limit, self._stop_teams)
+            self._devices_shared = sharing.of(self._config, self.devices, limit, self._stop_teams, teller(self._config))
         return self._devices_shared
 
     def team(self, size: int) -> Team:

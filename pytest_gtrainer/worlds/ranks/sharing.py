@@ -19,6 +19,7 @@ import pytest
 
 from pytest_gtrainer.devices import Devices
 from pytest_gtrainer.worlds.ranks.leases import Lease, Slots
+from pytest_gtrainer.worlds.ranks.progress import Tell
 
 LOOK_EVERY = 0.5
 
@@ -36,21 +37,24 @@ class Sharing(Protocol):
         """Give everything back."""
 
 
-def of(config: pytest.Config, devices: Devices, limit: float, stop_ranks: Callable[[], None]) -> Sharing:
+def of(
+    config: pytest.Config, devices: Devices, limit: float, stop_ranks: Callable[[], None], tell: Tell | None = None
+) -> Sharing:
     """The way to share these devices.
 
     Args:
         limit: how long to wait for a lease, in seconds.
         stop_ranks: ends the ranks of this process, before their GPUs are given back.
+        tell: gets a line every so often while somebody waits.
     """
     if devices.kind == "cuda":
         folder = Path(tempfile.gettempdir()) / f"gtrainer-leases-{os.getuid()}"
         slots = Slots(folder, [gpu.uuid for gpu in devices.gpus])
-        return GpuSharing(slots, {gpu.uuid: gpu.entry for gpu in devices.gpus}, limit, stop_ranks)
+        return GpuSharing(slots, {gpu.uuid: gpu.entry for gpu in devices.gpus}, limit, stop_ranks, tell)
     if hasattr(config, "workerinput"):
         # the folder above a worker's own is the run's
         folder = config._tmp_path_factory.getbasetemp().parent / "gtrainer-leases"  # type: ignore[attr-defined]
-        return CpuSharing(Slots(folder, [f"cpu{slot}" for slot in range(devices.slots)]), limit)
+        return CpuSharing(Slots(folder, [f"cpu{slot}" for slot in range(devices.slots)]), limit, tell)
     return Alone()
 
 
@@ -70,12 +74,12 @@ class Alone:
 class CpuSharing:
     """CPU slots, for one test at a time."""
 
-    def __init__(self, slots: Slots, limit: float) -> None:
-        self._slots, self._limit = slots, limit
+    def __init__(self, slots: Slots, limit: float, tell: Tell | None = None) -> None:
+        self._slots, self._limit, self._tell = slots, limit, tell
 
     @contextlib.contextmanager
     def for_test(self, size: int, holder: str) -> Iterator[None]:
-        lease = self._slots.acquire(size, self._limit, holder)
+        lease = self._slots.acquire(size, self._limit, holder, self._tell)
         try:
             yield
         finally:
@@ -96,10 +100,15 @@ class GpuSharing:
     """
 
     def __init__(
-        self, slots: Slots, entries: Mapping[str, str], limit: float, stop_ranks: Callable[[], None]
+        self,
+        slots: Slots,
+        entries: Mapping[str, str],
+        limit: float,
+        stop_ranks: Callable[[], None],
+        tell: Tell | None = None,
     ) -> None:
         self._slots, self._entries, self._limit = slots, entries, limit
-        self._stop_ranks = stop_ranks
+        self._stop_ranks, self._tell = stop_ranks, tell
         self._lease: Lease | None = None
         self._in_use = threading.Lock()
         self._closed = threading.Event()
@@ -126,7 +135,7 @@ class GpuSharing:
     def _hold(self, size: int, holder: str) -> None:
         if self._lease is None or len(self._lease.slots) < size:
             self._give_up()  # who holds some while waiting for more can wait for ever
-            self._lease = self._slots.acquire(size, self._limit, holder)
+            self._lease = self._slots.acquire(size, self._limit, holder, self._tell)
         if self._watcher is None:
             self._watcher = threading.Thread(target=self._watch, name="gtrainer-leases", daemon=True)
             self._watcher.start()

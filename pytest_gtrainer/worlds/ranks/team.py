@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import shutil
 import signal
 import time
 from collections.abc import Iterable, Mapping
@@ -231,6 +232,7 @@ class Team:
             rank.conn.close()
             for file in rank.captured:
                 file.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
 
 
 def _next_message(conn: Connection) -> object:

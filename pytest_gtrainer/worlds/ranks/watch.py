@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import time
 
-from pytest_gtrainer.worlds.ranks import wire
-from pytest_gtrainer.worlds.ranks.outcome import Incident, Outcome
+from pytest_gtrainer.worlds.ranks import progress, wire
+from pytest_gtrainer.worlds.ranks.outcome import Incident, Outcome, by_value
+from pytest_gtrainer.worlds.ranks.progress import Tell
 from pytest_gtrainer.worlds.ranks.stacks import readable, waiting_in, whereabouts
 from pytest_gtrainer.worlds.ranks.team import Team
 
@@ -25,9 +26,15 @@ BUSY_LIMIT = 8.0
 LOOK_EVERY = 1.0
 
 
-def run_on(team: Team, command: wire.RunItem | wire.CallFunction, limit: float) -> Outcome:
-    """Send the command to every rank and gather what they say; returns within the limits."""
-    watch = _Watch(team, limit)
+def run_on(
+    team: Team, command: wire.RunItem | wire.CallFunction, limit: float, holder: str = "", tell: Tell | None = None
+) -> Outcome:
+    """Send the command to every rank and gather what they say; returns within the limits.
+
+    Args:
+        holder: the test, for the lines that ``tell`` gets every so often while it runs.
+    """
+    watch = _Watch(team, limit, holder, tell)
     team.busy = True
     team.send(command)
     while watch.pending:
@@ -40,11 +47,13 @@ def run_on(team: Team, command: wire.RunItem | wire.CallFunction, limit: float) 
 
 
 class _Watch:
-    def __init__(self, team: Team, limit: float) -> None:
+    def __init__(self, team: Team, limit: float, holder: str, tell: Tell | None) -> None:
         self.team, self.limit = team, limit
+        self.holder, self.tell = holder, tell
         self.outcome = Outcome(team.size)
         self.pending = set(range(team.size))
         self.started = time.monotonic()
+        self.next_line = self.started + (progress.EVERY_SECONDS if tell is not None else float("inf"))
         self.first_trouble: float | None = None
         self.next_look: float | None = None
         self.freed_at: float | None = None  # when a rank last closed its connections to the others
@@ -97,7 +106,7 @@ class _Watch:
 
     def patience(self) -> float:
         """Seconds until something is due."""
-        due = [self.started + self.limit]
+        due = [self.started + self.limit, self.next_line]
         if self.first_trouble is not None and self.outcome.unblocked_at is None:
             due.append(self.first_trouble + UNBLOCK_AFTER)
         if self.next_look is not None:
@@ -114,6 +123,16 @@ class _Watch:
             self._unblock()
         elif self.next_look is not None and now >= self.next_look:
             self._look()
+        elif now >= self.next_line:
+            self._tell(now)
+
+    def _tell(self, now: float) -> None:
+        """Say where the ranks are that have not ended."""
+        self.next_line = now + progress.EVERY_SECONDS
+        stacks = self.team.stacks(self.pending)
+        where = by_value({rank: whereabouts(stack).removeprefix(", ") or "busy" for rank, stack in stacks.items()})
+        if self.tell is not None:
+            self.tell(f"{self.holder} has run for {now - self.started:.0f} s of {self.limit:g}: {where}")
 
     def _is_due(self, now: float) -> bool:
         return self.first_trouble is not None and now >= self.first_trouble + UNBLOCK_AFTER

@@ -199,12 +199,14 @@ class ItemDone:
     Attributes:
         reports: one serialised report per phase, of plain types only.
         trouble: what kept the rank from running the test at all, or stopped the session.
+        left: what the test has left behind, in words.
     """
 
     reports: tuple[Mapping[str, Any], ...]
     warnings: tuple[WarningRecord, ...]
     trouble: str | None
     state: GroupState
+    left: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,6 +24,7 @@ from pytest_gtrainer.devices import resolve
 from pytest_gtrainer.worlds.ranks import wire
 from pytest_gtrainer.worlds.ranks.launcher import RanksError
 from pytest_gtrainer.worlds.ranks.outcome import Outcome
+from pytest_gtrainer.worlds.ranks.progress import teller
 from pytest_gtrainer.worlds.ranks.watch import run_on
 from pytest_gtrainer.worlds.torchrun import messages
 from pytest_gtrainer.worlds.torchrun.launch import Launch
@@ -97,7 +98,7 @@ class TorchrunPool:
 
     def _drive(self, size: int, command: wire.RunItem | wire.CallFunction, limit: float, holder: str) -> Outcome:
         team = self._grouped(size)
-        outcome = run_on(team, command, limit)  # type: ignore[arg-type]
+        outcome = run_on(team, command, limit, holder, teller(self._config))  # type: ignore[arg-type]
         if not team.alive:
             self.broken = _why(outcome, self._office)
         if self._launch.rank in team.stuck:

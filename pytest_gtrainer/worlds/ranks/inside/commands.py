@@ -77,9 +77,11 @@ class Rank:
 
     @obey.register
     def run_item(self, command: wire.RunItem) -> wire.ItemDone:
+        memory = self.group.memory()
         trouble = self._run(command)
+        hygiene.forget_compiled()
         reports, warnings = self.recorder.take()
-        return wire.ItemDone(reports, warnings, trouble, self.group.state())
+        return wire.ItemDone(reports, warnings, trouble, self.group.state(), self.group.left_behind(memory))
 
     def _run(self, command: wire.RunItem) -> str | None:
         """Run the whole protocol of a test; what stopped it, if something outside a phase did."""
@@ -109,6 +111,7 @@ class Rank:
         hygiene.seed_everything()
         with facts.collecting() as seen:
             result, error = self._attempt(command)
+        hygiene.forget_compiled()
         return wire.CallDone(result, error, self._written(), tuple(plain(seen)), self.group.state())
 
     def _attempt(self, command: wire.CallFunction) -> tuple[bytes | None, str | None]:

@@ -24,6 +24,9 @@ from pytest_gtrainer.worlds.ranks import wire
 # The parent's limit for a test ends a blocked collective long before this does.
 COLLECTIVE_LIMIT = timedelta(hours=24)
 
+MEMORY_TOLERANCE = 2**20
+_MESH_GROUPS = "mesh_"
+
 Meeting = Callable[[str, int], dist.Store]
 
 
@@ -127,6 +130,27 @@ class RankGroup:
         if len(ranks) == self.size:
             return "all ranks"
         return "ranks " + ", ".join(map(str, ranks))
+
+    def memory(self) -> int:
+        """Bytes that torch has allocated on this rank's GPU."""
+        return torch.cuda.memory_allocated() if self.device == "cuda" else 0
+
+    def left_behind(self, memory_before: int) -> tuple[str, ...]:
+        """What a test has left: groups of its own making, and GPU memory.
+
+        The groups of a DeviceMesh are not counted, as nobody can destroy them, nor is memory below 1 MiB.
+        """
+        left = []
+        for group in c10d._world.pg_map if self._is_intact() else ():
+            if group is not self._default and not group.group_desc.startswith(_MESH_GROUPS):
+                left.append(f"a process group of {self._label(group)}")
+        grown = self.memory() - memory_before
+        if grown > MEMORY_TOLERANCE:
+            gc.collect()
+            grown = self.memory() - memory_before
+        if grown > MEMORY_TOLERANCE:
+            left.append(f"{grown / 2**20:.0f} MiB of GPU memory")
+        return tuple(left)
 
     def drop_subgroups(self) -> None:
         """Destroy every group but the default one: a group lives no longer than its test.

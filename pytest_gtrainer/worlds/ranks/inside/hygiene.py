@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
+import resource
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,19 +25,47 @@ def seed_everything() -> None:
         sys.modules["numpy"].random.seed(SEED)
 
 
+Changes = dict[str, tuple[Any, Any]]
+
+
 @contextmanager
-def restored() -> Iterator[None]:
-    """Put back what the body of a test changed in the process."""
-    environ, cwd = dict(os.environ), os.getcwd()
+def restored() -> Iterator[Changes]:
+    """Put back what the body of a test changed in the process.
+
+    Gives a mapping that in the end holds those changes that decide the bits of others: by name, before and after.
+    """
+    environ, cwd, limits = dict(os.environ), os.getcwd(), _limits()
     before = [setting.read() for setting in _TORCH_SETTINGS]
+    changes: Changes = {}
     try:
-        yield
+        yield changes
     finally:
+        _restore_limits(limits)
         _restore_environ(environ)
         os.chdir(cwd)
         for setting, value in zip(_TORCH_SETTINGS, before, strict=True):
-            if setting.read() != value:  # writing the determinism flags imports half of inductor
+            found = setting.read()
+            if found != value:  # writing the determinism flags imports half of inductor
                 setting.write(value)
+                changes.update({setting.name: (value, found)} if setting.decides_bits else {})
+
+
+def _limits() -> dict[int, tuple[int, int]]:
+    return {which: resource.getrlimit(which) for which in _LIMITS}
+
+
+def _restore_limits(limits: dict[int, tuple[int, int]]) -> None:
+    for which, limit in limits.items():
+        if resource.getrlimit(which) != limit:
+            with contextlib.suppress(ValueError, OSError):  # a hard limit that was lowered stays
+                resource.setrlimit(which, limit)
+
+
+def forget_compiled() -> None:
+    """Empty dynamo's caches, if the test has compiled something: a later one might hit them, or their limit."""
+    frames = sys.modules.get("torch._dynamo.convert_frame")
+    if frames is not None and frames.FRAME_COUNTER > 0:  # private: the only count that costs nothing to read
+        torch._dynamo.reset()
 
 
 def _restore_environ(environ: dict[str, str]) -> None:
@@ -48,17 +78,25 @@ def _restore_environ(environ: dict[str, str]) -> None:
 class _Setting:
     """A switch of torch's that lasts until it is set again."""
 
+    name: str
     read: Callable[[], Any]
     write: Callable[[Any], object]
+    decides_bits: bool = False
 
 
 def _determinism() -> tuple[bool, bool]:
     return torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
 
 
+def _set_determinism(value: tuple[bool, bool]) -> None:
+    torch.use_deterministic_algorithms(value[0], warn_only=value[1])
+
+
+# Of memory, of the size of a file, of open files.
+_LIMITS = (resource.RLIMIT_AS, resource.RLIMIT_DATA, resource.RLIMIT_FSIZE, resource.RLIMIT_NOFILE)
 _TORCH_SETTINGS = (
-    _Setting(torch.get_default_dtype, torch.set_default_dtype),
-    _Setting(torch.get_num_threads, torch.set_num_threads),
-    _Setting(torch.is_grad_enabled, torch.set_grad_enabled),
-    _Setting(_determinism, lambda value: torch.use_deterministic_algorithms(value[0], warn_only=value[1])),
+    _Setting("the default dtype", torch.get_default_dtype, torch.set_default_dtype),
+    _Setting("the number of threads", torch.get_num_threads, torch.set_num_threads),
+    _Setting("grad mode", torch.is_grad_enabled, torch.set_grad_enabled),
+    _Setting("deterministic algorithms", _determinism, _set_determinism, decides_bits=True),
 )

@@ -45,9 +45,14 @@ class Recorder:
         return (yield)
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
-    def pytest_runtest_call(self) -> Generator[None, object, object]:
-        with hygiene.restored():
-            return (yield)
+    def pytest_runtest_call(self, item: pytest.Item) -> Generator[None, object, object]:
+        try:
+            with hygiene.restored() as changes:
+                return (yield)
+        finally:
+            guard = self._config.pluginmanager.getplugin("gtrainer-leaks")
+            if changes and guard is not None:
+                guard.blame(item, changes)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         report.sections = [(title, cut(text)) for title, text in report.sections]

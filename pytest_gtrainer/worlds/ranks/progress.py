@@ -1,0 +1,23 @@
+"""A line for who watches the terminal while a test on ranks takes long, or waits for devices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+EVERY_SECONDS = 60.0
+
+Tell = Callable[[str], None]
+
+
+def teller(config: pytest.Config) -> Tell:
+    """Writes lines to the terminal of this process; does nothing where there is none, as in a worker of xdist."""
+
+    def tell(text: str) -> None:
+        reporter: pytest.TerminalReporter | None = config.pluginmanager.getplugin("terminalreporter")
+        if reporter is not None:
+            reporter.ensure_newline()
+            reporter.write_line(f"gtrainer: {text}")
+
+    return tell

@@ -1,0 +1,68 @@
+"""Ranks in a run with other plugins and with the options that stop, select and debug."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+# Installed by `make env` where only these tests see them: they would shuffle and time out everything else, too.
+BESIDE = Path(sys.prefix) / "beside"
+
+SUITE = """
+import random, time
+import pytest, torch, torch.distributed as dist
+
+pytestmark = pytest.mark.gt_world("ranks", size=2)
+
+@pytest.mark.timeout(3)
+def test_hangs():
+    if dist.get_rank() == 1: time.sleep(600)
+    dist.barrier()
+
+def test_draws_alike():
+    drawn = [None, None]
+    dist.all_gather_object(drawn, (random.random(), torch.rand(1).item()))
+    assert drawn[0] == drawn[1]
+
+@pytest.mark.parametrize("n", range(3))
+def test_fails(n): assert dist.get_rank() == 0
+"""
+
+
+@pytest.fixture(scope="module")
+def run(module_suite):
+    module_suite.write("test_it.py", SUITE)
+    options = ("--timeout=100", "-p", "randomly", "--pdb", "--maxfail=3", "-p", "no:cacheprovider", "--durations=3")
+    return module_suite.run(*options, environ={"PYTHONPATH": str(BESIDE)})
+
+
+def test_the_plugins_are_there(run):
+    assert "randomly-" in run.output, "make env installs pytest-randomly and pytest-timeout beside the environment"
+    assert "Using --randomly-seed=" in run.output
+
+
+def test_maxfail_counts_tests_not_ranks(run):
+    failed = [name for name in run.reports if run.outcome(name) == "failed"]
+    assert len(failed) == 3
+    assert "stopping after 3 failures" in run.output
+
+
+def test_a_time_limit_of_another_plugin_ends_the_test(run):
+    """The one that hangs may come after the third failure; then nothing was to be ended."""
+    if "test_hangs" in run.reports:
+        assert "Timeout (>3.0s)" in run.text("test_hangs")
+
+
+def test_ranks_draw_the_same_numbers(run):
+    assert run.outcome("test_draws_alike") == "passed" if "test_draws_alike" in run.reports else True
+
+
+def test_pdb_is_not_entered_and_said_to_be_out_of_reach(run):
+    assert "--pdb and --trace do not reach into ranks" in run.output
+    assert "(Pdb)" not in run.output
+
+
+def test_nothing_is_left_over(run):
+    assert run.left_over() == []

@@ -67,6 +67,16 @@ def test_annotations(custom):
     assert_comes_back(one_call(2, **custom))
 
 
+@pytest.mark.parametrize(("mark", "tag"), [(False, ""), (True, " | mismarked")], ids=["forward", "marked as backward"])
+def test_a_node_of_a_bucket_may_carry_the_mark_of_the_other_direction(mark, tag):
+    gm = one_call(2)
+    (node,) = gm.graph.find_nodes(op="call_function", target=aten.mul.Scalar)
+    node.meta = {"fsdp_bucket": {"plan_fqns": ["norm"], "direction": "fwd"}}
+    node.meta |= {"autograd_backward": True} if mark else {}
+    assert f"mul: _{tag} = aten.mul.Scalar" in render(gm)
+    assert_comes_back(gm)
+
+
 def test_keys_of_several_kinds():
     gm = one_call(2)
     gm.graph.find_nodes(op="call_function", target=aten.mul.Scalar)[0].meta["custom"] |= {1: 2, "b": 3}

@@ -71,7 +71,7 @@ def train(side: str, ranks: int, nodes: int, steps: int) -> Run:
             parts = [WeightDigests() for _ in range(ranks)]
             simulated_eager(config, net_of(world), mesh=world.mesh, timeout=3600, recorders=parts)
             kept = WeightDigests.merged(parts)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9  # it counts KiB
     return Run(kept.steps, time.process_time() - cpu, time.perf_counter() - wall, peak)
 
 

@@ -25,6 +25,7 @@ from pytest_gtrainer.leaks import LeakGuard
 from pytest_gtrainer.report.net_table import NetTable
 from pytest_gtrainer.report.plugin import ReportPlugin, witnessed
 from pytest_gtrainer.report.properties import JUnitProperties
+from pytest_gtrainer.report.bisection import BisectPlugin
 from pytest_gtrainer.report.summary import SummaryPlugin
 from pytest_gtrainer.report.verdicts import VerdictTables
 from pytest_gtrainer.worlds import spec
@@ -66,6 +67,8 @@ def pytest_configure(config: pytest.Config) -> None:
     if options.get(config, "leaked-flags") != "ignore":
         config.pluginmanager.register(LeakGuard(config), "gtrainer-leaks")
     config.pluginmanager.register(VerdictTables(), "gtrainer-verdicts")
+    if options.get(config, "bisect"):
+        config.pluginmanager.register(BisectPlugin(), "gtrainer-bisect")
     if not is_rank(config):
         config.pluginmanager.register(RanksPlugin(config), "gtrainer-ranks")
         config.pluginmanager.register(UnusedGoldens(config, goldens), "gtrainer-unused-goldens")

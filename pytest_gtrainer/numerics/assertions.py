@@ -52,8 +52,10 @@ def assert_bitwise_equal(actual: Tensors, expected: Tensors, *, what: str = "") 
     verdict = compare(actual, expected)
     facts.emit("verdict", outcome=verdict.outcome, tensors=verdict.compared, what=what)
     facts.tell("comparison", actual=actual, expected=expected, verdict=verdict, what=what, must_differ=False)
+    explanations: list[str] = []
+    facts.tell("judged", verdict=verdict, explanations=explanations)
     if verdict.outcome != "equal":
-        raise BitwiseDifference(_titled(what, str(verdict)), verdict)
+        raise BitwiseDifference(_titled(what, "\n".join([str(verdict), *explanations])), verdict)
     return verdict
 
 

@@ -29,6 +29,7 @@ from torch import fx, nn
 from torch.distributed.tensor import DTensor
 
 from pytest_gtrainer.conventions import DYNAMIC_DIMS, GATHERS_ONCE
+from pytest_gtrainer import facts
 from pytest_gtrainer.tracing._torch import (
     FakeTensor,
     FakeTensorMode,
@@ -118,6 +119,7 @@ class TracedStep:
         self._check(state, inputs)
         flat = [local(tensor) for tensor in [*state.tensors, *pytree.tree_leaves(inputs)]]
         self._check_values(flat)
+        facts.tell("replay", gm=self.gm, inputs=flat)
         with torch.no_grad():
             loss, *gradients = self.gm(*flat)
             for fqn, gradient in zip(self.trainable_fqns, gradients, strict=True):

@@ -1,0 +1,305 @@
+"""Which pass of a pipeline changes a bit, and at which node.
+
+The graph is replayed on real values after a prefix of the passes, always from the same inputs, random states and
+buffers, and its results are compared with those of the graph before any pass. Between a prefix that is equal and a
+longer one that is not lies a pass that changes a bit, and halving finds it in ``log2(passes) + 2`` replays. If a later
+pass takes an earlier one's difference back, halving may name another pass that changes bits than the first: only
+``every=True``, which replays every prefix, is sure to name the first.
+
+Then the graphs before and after that pass are run with all their values as results. Nodes that the pass left have kept
+their names: the first of those whose value differs is reported, with the nodes the pass made that it is computed from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from operator import getitem
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, fx, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils import _pytree as pytree
+
+from pytest_gtrainer.conventions import BACKWARD, direction, node_fqn
+from pytest_gtrainer.numerics._torch import OpOverload
+from pytest_gtrainer.numerics.bits import NoBytes
+from pytest_gtrainer.numerics.compare import Difference, Outcome, Verdict, compare, difference_of
+from pytest_gtrainer.numerics.record import Key
+from pytest_gtrainer.numerics.seeds import random_states_kept
+from pytest_gtrainer.numerics.verdict_text import text
+from pytest_gtrainer.passes._torch import WAIT, compiled, copied_lazily
+from pytest_gtrainer.passes.bound import BoundPass
+from pytest_gtrainer.passes.pipeline import apply_graph_passes
+from pytest_gtrainer.tracing.state import ModelState, local
+from pytest_gtrainer.tracing.step import TracedStep
+
+if TYPE_CHECKING:
+    from pytest_gtrainer.worlds.world import World
+
+Values = dict[str, Tensor]
+Run = Callable[[fx.GraphModule], Values]
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """A graph after a pass: ``name`` is the pass with its options, empty before the first."""
+
+    name: str
+    gm: fx.GraphModule
+
+
+@dataclass(frozen=True, slots=True)
+class Bisection:
+    """What a bisection found; ``str(bisection)`` is written for a terminal.
+
+    Attributes:
+        outcome: ``equal`` if no pass changes a bit, else ``different``.
+        number, total: the pass's place among all, from 1; 0 if ``equal``.
+        name: the pass that changes a bit, with its options.
+        verdict: how the results after that pass differ from those before all passes, on this rank.
+        node: the first node whose value differs on this rank, as the difference of its value.
+        where: that node in words.
+        made: the nodes that it is computed from and that the pass made, in words, in graph order.
+        replays: how often the graph was run.
+    """
+
+    outcome: Outcome
+    total: int
+    number: int = 0
+    name: str = ""
+    verdict: Verdict | None = None
+    node: Difference | None = None
+    where: str = ""
+    made: tuple[str, ...] = ()
+    replays: int = 0
+
+    def __str__(self) -> str:
+        if self.outcome == "equal":
+            return f"no pass of {self.total} changes a bit ({self.replays} replays)"
+        lines = [f"introduced by pass {self.number} of {self.total}, {self.name} ({self.replays} replays)"]
+        if self.node is None:
+            return "\n".join([*lines, "  no value that both graphs have differs on this rank", *self._made()])
+        found = text(Verdict("different", 1, (self.node,))).splitlines()[2:]
+        element = f", element ({', '.join(map(str, self.node.element))})" if self.node.element else ""
+        return "\n".join([*lines, f"  first node whose value differs: {self.where}{element}", *found, *self._made()])
+
+    def _made(self) -> list[str]:
+        return [f"  computed from what the pass made: {'; '.join(self.made)}"] if self.made else []
+
+
+def bisect_passes(
+    traced: TracedStep,
+    passes: Iterable[BoundPass],
+    inputs: Sequence[Any],
+    *,
+    world: World | None = None,
+    meshes: Sequence[DeviceMesh] = (),
+    every: bool = False,
+) -> Bisection:
+    """Find the pass that changes a bit, by replaying the graph after prefixes of ``passes``.
+
+    Args:
+        traced: the step before the passes; it is not changed, nor are the inputs.
+        passes: as for ``apply_graph_passes``.
+        inputs: what the graph is run on, real tensors: ``(model, *batch)`` as for ``TracedStep.replay``, or the
+            graph's own flat inputs. In a simulated world a list of flat inputs, one for each rank.
+        world: the simulated world to run in; on real ranks every rank calls this with its own inputs, and all
+            name the same pass.
+        meshes: in a simulated world, the meshes whose dimensions the graph's groups are.
+        every: replay every prefix instead of halving.
+
+    Raises:
+        ValueError: under a fake process group, whose collectives move no data (W1).
+    """
+    stages = [Stage("", traced.gm)]
+    bound = list(passes)
+
+    def keep(name: str, before: fx.GraphModule, after: fx.GraphModule) -> None:
+        stages.append(Stage(str(bound[len(stages) - 1]), after))
+
+    apply_graph_passes(traced.gm, traced.example_inputs, bound, observer=keep, progress=None)
+    return bisect_stages(stages, _runner(inputs, world, meshes), every=every)
+
+
+def bisect_stages(stages: Sequence[Stage], run: Run, *, every: bool = False) -> Bisection:
+    """The same for graphs that are there already, the first of them before all passes."""
+    search = _Search(stages, run)
+    last = len(stages) - 1
+    if every:
+        guilty = next((number for number in range(1, last + 1) if search.differs(number)), None)
+    else:
+        guilty = search.halving(0, last) if last and search.differs(last) else None
+    if guilty is None:
+        return Bisection("equal", last, replays=search.replays)
+    found = Bisection("different", last, guilty, stages[guilty].name, search.verdicts[guilty])
+    found = _with_node(found, stages[guilty - 1].gm, stages[guilty].gm, run)
+    return replace(found, replays=search.replays + 2)
+
+
+class _Search:
+    """Replays stages and remembers what came out; ranks agree on what differs."""
+
+    def __init__(self, stages: Sequence[Stage], run: Run) -> None:
+        self._stages, self._run = stages, run
+        self.verdicts: dict[int, Verdict] = {}
+        self.replays = 1
+        self._expected = run(stages[0].gm)
+
+    def differs(self, number: int) -> bool:
+        self.replays += 1
+        verdict = compare(self._run(self._stages[number].gm), self._expected)
+        self.verdicts[number] = verdict
+        return on_any_rank(verdict.outcome != "equal")
+
+    def halving(self, equal: int, different: int) -> int:
+        """The pass behind an equal prefix with a different one: what holds of both ends holds to the last."""
+        while different - equal > 1:
+            middle = (equal + different) // 2
+            if self.differs(middle):
+                different = middle
+            else:
+                equal = middle
+        return different
+
+
+def on_any_rank(answer: bool) -> bool:
+    """Whether the answer is yes on one of the ranks; all of them must ask."""
+    if not dist.is_initialized() or dist.get_backend() == "fake" or dist.get_world_size() == 1:
+        return answer
+    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+    votes = torch.tensor(int(answer), device=device)
+    dist.all_reduce(votes, dist.ReduceOp.MAX)
+    return bool(votes.item())
+
+
+def _runner(inputs: Sequence[Any], world: World | None, meshes: Sequence[DeviceMesh]) -> Run:
+    if world is not None and world.kind == "simulated":
+        return _simulated(inputs, world, meshes)
+    if dist.is_initialized() and dist.get_backend() == "fake":
+        raise ValueError('a fake world moves no data, so no replay in it means anything: use gt_world("ranks")')
+    return local_run(flat_inputs(inputs))
+
+
+def flat_inputs(inputs: Sequence[Any]) -> list[Any]:
+    """The graph's inputs: the state of a model, then the leaves of the batch; flat ones as they are."""
+    if not inputs or not isinstance(inputs[0], nn.Module):
+        return list(inputs)
+    return [local(tensor) for tensor in [*ModelState.of(inputs[0]).tensors, *pytree.tree_leaves(inputs[1:])]]
+
+
+def local_run(flat: Sequence[Any]) -> Run:
+    """Runs a graph in this process, each time on copies of the same inputs and from the same random states."""
+    kept = _copies(flat)
+
+    def run(gm: fx.GraphModule) -> Values:
+        given = _copies(kept)
+        with random_states_kept(), torch.no_grad():
+            return _named(gm, gm(*given), given)
+
+    return run
+
+
+def _simulated(inputs: Sequence[Sequence[Any]], world: World, meshes: Sequence[DeviceMesh]) -> Run:
+    from pytest_gtrainer.worlds.simulated.interpreter.run import interpret
+    from pytest_gtrainer.worlds.simulated.world import net_of
+
+    kept = [_copies(flat) for flat in inputs]
+
+    def run(gm: fx.GraphModule) -> Values:
+        given = [_copies(flat) for flat in kept]
+        outputs = interpret(gm, given, net_of(world), *meshes)
+        ranks = (_named(gm, *both) for both in zip(outputs, given, strict=True))
+        return {f"rank {rank}, {name}": value for rank, values in enumerate(ranks) for name, value in values.items()}
+
+    return run
+
+
+def _copies(values: Sequence[Any]) -> list[Any]:
+    return [value.detach().clone() if isinstance(value, Tensor) else value for value in values]
+
+
+def _named(gm: fx.GraphModule, outputs: Any, given: Sequence[Any]) -> Values:
+    """Results by name, and the buffers after the run."""
+    leaves = pytree.tree_leaves(outputs)
+    told = gm.graph.output_node().meta.get("gt_outputs") or ()
+    names = told if len(told) == len(leaves) else [f"output {index}" for index in range(len(leaves))]
+    values = {name: leaf for name, leaf in zip(names, leaves, strict=True) if isinstance(leaf, Tensor)}
+    placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
+    for node, value in zip(placeholders, given, strict=True):
+        source = node.meta.get("gt_input", {})
+        if source.get("kind") == "buffer":
+            values[f"{source['fqn']} afterwards"] = value
+    return values
+
+
+def _with_node(found: Bisection, before: fx.GraphModule, after: fx.GraphModule, run: Run) -> Bisection:
+    expected, actual = (run(_exposed(gm)) for gm in (before, after))
+    old = {node.name: node for node in before.graph.nodes}
+    nodes = list(after.graph.nodes)
+    new = {node for node in nodes if node.name not in old}
+    names: dict[str, list[str]] = {}
+    for name in actual:  # in a simulated world "rank 3, add_1"
+        names.setdefault(name.rpartition(", ")[2], []).append(name)
+    for node in nodes:
+        twin = old.get(node.name)
+        if twin is None or twin.target is not node.target:
+            continue
+        difference = _difference(names.get(node.name, ()), actual, expected)
+        if difference is not None:
+            return replace(found, node=difference, where=_words(node), made=_made(node, new, nodes))
+    return replace(found, made=_made(after.graph.output_node(), new, nodes))
+
+
+def _exposed(gm: fx.GraphModule) -> fx.GraphModule:
+    """The graph with the value of every node as a result, named after it; waited for, where it travels."""
+    copy = copied_lazily(gm)
+    shown = [node for node in copy.graph.nodes if _has_value(node)]
+    output = copy.graph.output_node()
+    output.args = (tuple(shown),)
+    output.meta = {"gt_outputs": tuple(node.name for node in shown)}
+    return compiled(copy)
+
+
+def _has_value(node: fx.Node) -> bool:
+    if node.op != "call_function":
+        return False
+    if node.target is getitem:
+        return isinstance(node.meta.get("val"), Tensor)
+    if not isinstance(node.target, OpOverload):
+        return False
+    is_launch = node.target.namespace == "_c10d_functional" and node.target is not WAIT
+    returns = node.target._schema.returns
+    return not is_launch and len(returns) == 1 and str(returns[0].type) == "Tensor"
+
+
+def _difference(names: Sequence[str], actual: Values, expected: Values) -> Difference | None:
+    """How a node's value differs, on the first rank where it does."""
+    for name in names:
+        try:
+            difference = difference_of(Key(0, 0, "", name), actual[name], expected[name])
+        except (KeyError, NoBytes):
+            continue
+        if difference is not None:
+            return difference
+    return None
+
+
+def _made(node: fx.Node, new: set[fx.Node], order: Sequence[fx.Node]) -> tuple[str, ...]:
+    """The new nodes from which ``node`` is computed by way of new nodes alone."""
+    reached: set[fx.Node] = set()
+    stack = [node]
+    while stack:
+        for parent in stack.pop().all_input_nodes:
+            if parent in new and parent not in reached:
+                reached.add(parent)
+                stack.append(parent)
+    return tuple(_words(each) for each in order if each in reached)
+
+
+def _words(node: fx.Node) -> str:
+    fqn = node_fqn(node)
+    pass_ = "backward" if direction(node) == BACKWARD else "forward"
+    return f"{node.name} = {node.target} in the {pass_}" + (f" of {fqn}" if fqn else "")

@@ -1,0 +1,165 @@
+"""The pass that changes a bit is named, with the node where it begins."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from fixtures.training import llama3_training
+from pytest_gtrainer import bind_options, bisect_passes, trace_step
+from pytest_gtrainer.numerics.bisect import flat_inputs
+from pytest_gtrainer.passes.canonicalize import canonicalize_graph_pass
+from pytest_gtrainer.passes.dead_code import eliminate_dead_code_pass
+from pytest_gtrainer.references.config import new_model
+from pytest_gtrainer.references.graph import shard_traceably, trace_config
+
+ADD = torch.ops.aten.add.Tensor
+
+
+class Net(nn.Module):
+    """``(a + b) + c`` in a module of its own, random numbers, and a buffer that counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(32))
+        self.sum, self.drop = Sum(), nn.Dropout(0.5)
+        self.register_buffer("steps", torch.zeros(()))
+
+    def forward(self, a, b, c):
+        self.steps += 1
+        return self.drop(self.sum(a * self.scale, b, c))
+
+
+class Sum(nn.Module):
+    def forward(self, a, b, c):
+        return (a + b) + c
+
+
+def step(model, a, b, c):
+    return model(a, b, c).square().sum()
+
+
+BATCH = (torch.full((32,), 1e8), torch.full((32,), -1e8), torch.ones(32))  # 1 + 0 on the left, 0 on the right
+
+
+def reassociate_pass(gm, example_inputs, *, places: int = 1):
+    """The planted fault: ``(a + b) + c`` becomes ``a + (b + c)``."""
+    for node in list(gm.graph.nodes):
+        inner = node.args[0] if node.args else None
+        if node.target is ADD and isinstance(inner, torch.fx.Node) and inner.target is ADD and places:
+            places -= 1
+            with gm.graph.inserting_before(node):
+                right = gm.graph.call_function(ADD, (inner.args[1], node.args[1]))
+                whole = gm.graph.call_function(ADD, (inner.args[0], right))
+            for made in (right, whole):
+                made.meta = dict(node.meta)
+            node.replace_all_uses_with(whole)
+            gm.graph.erase_node(node)
+    return gm
+
+
+def copy_pass(gm, example_inputs, *, label: str = ""):
+    """Puts a clone behind every product: other nodes, the same bits."""
+    for node in gm.graph.find_nodes(op="call_function", target=torch.ops.aten.mul.Tensor):
+        with gm.graph.inserting_after(node):
+            clone = gm.graph.call_function(torch.ops.aten.clone.default, (node,))
+        clone.meta = dict(node.meta)
+        node.replace_all_uses_with(clone, delete_user_cb=lambda user, clone=clone: user is not clone)
+    return gm
+
+
+HARMLESS = [bind_options(eliminate_dead_code_pass), bind_options(canonicalize_graph_pass, rules=["detach", "view"])]
+HARMLESS += [bind_options(copy_pass, label=label) for label in "abc"]
+
+
+def pipeline(at: int):
+    """Five passes that change nothing, the fault before the ``at``-th of them."""
+    return [*HARMLESS[:at], bind_options(reassociate_pass), *HARMLESS[at:]]
+
+
+def traced_net():
+    torch.manual_seed(0)
+    return trace_step(Net(), step, BATCH)
+
+
+@pytest.mark.parametrize("every", [False, True])
+@pytest.mark.parametrize("at", range(6))
+def test_the_pass_that_changes_a_bit_is_named(at: int, every: bool):
+    found = bisect_passes(traced_net(), pipeline(at), (Net(), *BATCH), every=every)
+    assert (found.outcome, found.number, found.total) == ("different", at + 1, 6)
+    assert found.name.startswith("reassociate_pass(")
+    assert found.replays <= (3 + at + 1 if every else 3 + 4)
+
+
+def test_the_text_names_the_first_node_and_what_it_is_computed_from():
+    text = str(bisect_passes(traced_net(), pipeline(3), (Net(), *BATCH)))
+    lines = text.splitlines()
+    assert lines[0] == "introduced by pass 4 of 6, reassociate_pass() (6 replays)"
+    assert lines[1].startswith("  first node whose value differs: ")
+    assert lines[-1] == ("  computed from what the pass made: add_tensor = aten.add.Tensor in the forward of sum; "
+                         "add_tensor_1 = aten.add.Tensor in the forward of sum")  # fmt: skip
+    assert "ULP apart" in text
+
+
+def test_passes_that_change_no_bit_are_equal():
+    """The twin; random numbers and the buffer start anew at every replay."""
+    model = Net()
+    found = bisect_passes(traced_net(), HARMLESS, (model, *BATCH))
+    assert (found.outcome, str(found)) == ("equal", "no pass of 5 changes a bit (2 replays)")
+    assert model.steps == 0
+
+
+def test_a_difference_that_is_taken_back_is_found_by_replaying_every_prefix():
+    def undo_pass(gm, example_inputs):
+        return traced_net().gm
+
+    passes = [*pipeline(1), bind_options(undo_pass)]
+    assert bisect_passes(traced_net(), passes, (Net(), *BATCH)).outcome == "equal"
+    assert bisect_passes(traced_net(), passes, (Net(), *BATCH), every=True).number == 2
+
+
+def test_a_wrong_result_of_a_buffer_counts():
+    def count_twice_pass(gm, example_inputs):
+        node = next(node for node in gm.graph.nodes if node.target in (torch.ops.aten.add_.Tensor, ADD))
+        node.args = (node.args[0], 2)
+        return gm
+
+    found = bisect_passes(traced_net(), [*HARMLESS[:2], bind_options(count_twice_pass)], (Net(), *BATCH))
+    assert (found.number, [one.key.name for one in found.verdict.differences]) == (3, ["steps afterwards"])
+
+
+@pytest.mark.gt_world("fake", size=2)
+def test_a_fake_world_is_refused(gt_world):
+    """W1"""
+    with pytest.raises(ValueError, match="a fake world moves no data, so no replay in it means anything"):
+        bisect_passes(traced_net(), HARMLESS, (Net(), *BATCH))
+
+
+def rewriting(config):
+    traced = trace_config(config, shard_traceably(new_model(config), config))
+    return traced, [*HARMLESS, bind_options(reassociate_pass, places=100), bind_options(copy_pass, label="last")]
+
+
+@pytest.mark.gt_world("ranks", size=2)
+def test_all_ranks_name_the_same_pass(gt_mesh, gt_world):
+    config = llama3_training(gt_mesh, "fp32")
+    traced, passes = rewriting(config)
+    model = shard_traceably(new_model(config), config)
+    if gt_world.rank == 1:  # on this rank every sum is one of zeros, which no order changes
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.zero_()
+    found = bisect_passes(traced, passes, (model, *config.batch(0, gt_world.rank)))
+    assert (found.outcome, found.number) == ("different", 6)
+
+
+@pytest.mark.gt_world("simulated", size=2, nodes=1)
+def test_in_a_simulated_world(gt_mesh, gt_world):
+    config = llama3_training(gt_mesh, "fp32")
+    traced, passes = rewriting(config)
+    flat = flat_inputs((shard_traceably(new_model(config), config), *config.batch(0, 0)))
+    found = bisect_passes(traced, passes, [flat, flat], world=gt_world, meshes=[gt_mesh])
+    assert (found.outcome, found.number) == ("different", 6)
+    assert "computed from what the pass made: add_tensor" in str(found)
+    assert bisect_passes(traced, HARMLESS, [flat, flat], world=gt_world, meshes=[gt_mesh]).outcome == "equal"

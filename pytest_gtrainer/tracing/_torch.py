@@ -8,6 +8,8 @@ Read against torch 2.13:
 - ``torch.compiler._patch_engine_backward`` makes nodes traced in the backward carry
   ``meta["autograd_backward"]`` and the ``seq_nr`` of their forward node; it requires
   ``torch.compiler._non_strict_tracing_context``.
+- operators that compile what they run (FlexAttention) make an extent that has changed since the last call
+  symbolic, unless ``torch._dynamo.config.automatic_dynamic_shapes`` is off;
 - ``FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True)`` allows unbacked sizes
   (``.tolist()`` of a fake tensor) and keeps all others static;
 - an extent that is an unbacked symbol can be traced symbolically, if the symbol is not still pending when the
@@ -17,8 +19,9 @@ Read against torch 2.13:
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -79,7 +82,17 @@ def tracing_backward_metadata() -> Iterator[None]:
         stack.enter_context(_non_strict_tracing_context())
         stack.enter_context(_patch_engine_backward())
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))
+        stack.enter_context(_independent_of_earlier_calls())
         yield
+
+
+def _independent_of_earlier_calls() -> AbstractContextManager[object]:
+    """A trace is a function of its arguments; what nobody has imported yet has no earlier calls."""
+    dynamo = sys.modules.get("torch._dynamo")
+    if dynamo is None:
+        return nullcontext()
+    patched: AbstractContextManager[object] = dynamo.config.patch(automatic_dynamic_shapes=False)
+    return patched
 
 
 def marked_backward() -> AbstractContextManager[None]:

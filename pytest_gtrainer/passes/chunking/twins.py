@@ -132,6 +132,8 @@ def differs(node: fx.Node, twin: fx.Node) -> bool:
 
 
 def _extents_differ(ours: Any, theirs: Any) -> bool:
+    if ours is None or theirs is None:  # a value nobody noted, as of some nodes of nested graphs
+        return False
     if isinstance(ours, torch.Tensor):
         return bool(_differing_dims(ours, theirs))
     if isinstance(ours, list | tuple):

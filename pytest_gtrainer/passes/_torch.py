@@ -82,6 +82,10 @@ def extra_group(name: str) -> str:
         return extra
     ranks = dist.get_process_group_ranks(source)
     _, store = _world.pg_map[dist.group.WORLD]
+    if dist.get_backend(source) != "fake":
+        # a group of that name that has ended has left its addresses in the store: each one has keys of its own
+        made_before = (store.add(f"{extra}/made", 1) - 1) // len(ranks)
+        store = dist.PrefixStore(f"{extra}/{made_before}", store)
     backend = dist.Backend(dist.get_backend(source))
     group, _ = _new_process_group_helper(
         len(ranks),

@@ -10,7 +10,7 @@ The idea of parametrised access is SimpleFSDP's (arXiv:2411.00284).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -55,6 +55,7 @@ class _Access:
         return self.policy.reduce_dtype or self.gather_dtype(parameter)
 
 
+_describing: ContextVar[bool] = ContextVar("describing", default=False)
 _gathers: ContextVar[dict[int, torch.Tensor] | None] = ContextVar("gathers", default=None)
 
 
@@ -164,13 +165,30 @@ def _gather_on_access(module: nn.Module, names: list[str], access: _Access) -> N
     if names:
         cls = type(module)
         properties = {name: _property(name, access) for name in names}
-        module.__class__ = type(cls.__name__, (cls,), {"__module__": cls.__module__, **properties})
+        described = {"__module__": cls.__module__, "extra_repr": _without_gathers(cls.extra_repr)}
+        module.__class__ = type(cls.__name__, (cls,), {**described, **properties})
+
+
+def _without_gathers(describe: Callable[[Any], str]) -> Callable[[Any], str]:
+    """``extra_repr`` that reads shards: some look at their parameters, and who prints a model on one rank, as pytest
+    does of a failed test's arguments, would wait for the others for ever."""
+
+    def extra_repr(module: nn.Module) -> str:
+        token = _describing.set(True)
+        try:
+            return describe(module)
+        finally:
+            _describing.reset(token)
+
+    return extra_repr
 
 
 def _property(name: str, access: _Access) -> property:
     def read(module: nn.Module) -> torch.Tensor:
         if name not in module._parameters:
             raise AttributeError(f"{type(module).__name__!r} object has no attribute {name!r}")
+        if _describing.get():
+            return module._parameters[name]
         return _read(module._parameters[name], access)
 
     return property(read)

@@ -79,6 +79,8 @@ class _Merge:
         self.events = sorted(self._events(), key=lambda event: event.time)
 
     def reports(self) -> list[pytest.TestReport]:
+        if not self.events and not self.by_rank:
+            self.events = [self._without_reports()]
         if self.events:
             return self._failed(self._headline())
         xfailed = self._ranks_with(Verdict.XFAILED)
@@ -110,6 +112,16 @@ class _Merge:
                 origin = told.origin if told and phase == "call" else None
                 yield _Event(time, rank, phase, self._summary(rank), origin, report)
                 told = None
+
+    def _without_reports(self) -> _Event:
+        """No rank came to a report, and each was waiting for another: what was told first."""
+        raised = min(self.outcome.raised.items(), key=lambda told: told[1].time, default=None)
+        if raised is not None:
+            rank, told = raised
+            return _Event(told.time, rank, "call", f"rank {rank} raised {told.summary}")
+        first = min(self.outcome.incidents, key=lambda incident: incident.time, default=None)
+        text = first.text if first is not None else "no rank has given a report"
+        return _Event(0.0, first.rank if first is not None else None, "call", text, incident=first)
 
     def _headline(self) -> _Event:
         with_origin = [event for event in self.events if event.origin is not None]

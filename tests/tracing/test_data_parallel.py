@@ -188,3 +188,16 @@ def test_a_graph_of_another_rank_is_refused(net, inputs, train_step):
                     traced[0].replay(model, *inputs)
                 assert traced[3].replay(model, *inputs).ndim == 0
     assert trace_step(net, train_step, inputs).rank is None
+
+
+def test_a_model_is_printed_without_a_collective(gt_mesh):
+    """LayerNorm looks at its bias; pytest prints a failed test's arguments on the one rank that failed."""
+    from torch.distributed.tensor.debug import CommDebugMode
+
+    model = data_parallel(nn.LayerNorm(8), gt_mesh)
+    with CommDebugMode() as seen:
+        assert "elementwise_affine=True, bias=True" in repr(model)
+    assert seen.get_total_counts() == 0
+    with CommDebugMode() as seen:
+        model(torch.ones(2, 8))
+    assert seen.get_total_counts() == 2

@@ -1,0 +1,31 @@
+"""What a test leaves behind on warm ranks does not disturb the next one; and a merge without any report."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed._functional_collectives import all_reduce
+
+from pytest_gtrainer.passes._torch import extra_group
+from pytest_gtrainer.worlds.ranks import wire
+from pytest_gtrainer.worlds.ranks.merge import merge
+from pytest_gtrainer.worlds.ranks.outcome import Incident, Outcome
+
+
+@pytest.mark.gt_world("ranks", size=3)
+@pytest.mark.parametrize("time", range(3))
+def test_an_extra_group_is_made_again_under_its_name(gt_world, time):
+    """Its members must not find the addresses of the one that the test before has left in the store."""
+    name = extra_group(dist.group.WORLD.group_name)
+    assert name.startswith(dist.group.WORLD.group_name)
+    assert all_reduce(torch.ones(3), "sum", name).tolist() == [3.0] * 3
+
+
+def test_a_failure_of_which_no_rank_gave_a_report_names_what_was_told_first(request):
+    """Each rank was waiting for another one and had to be killed."""
+    told = {rank: wire.Raised(time, "call", f"Error: {rank}", False, "all_reduce", None)
+            for rank, time in ((0, 2.0), (1, 1.0))}  # fmt: skip
+    incidents = [Incident(5.0, rank, f"rank {rank} did not end", is_consequence=True) for rank in (0, 1)]
+    outcome = Outcome(2, raised=told, incidents=incidents, dead={0, 1}, killed=True, unblocked_at=0.5)
+    failed = next(report for report in merge(request.node, outcome, {}) if report.failed)
+    assert str(failed.longrepr).startswith("rank 1 raised Error: 1")
+    assert "did not end" in str(failed.longrepr)

@@ -22,10 +22,10 @@ from pytest_gtrainer.golden import inline
 from pytest_gtrainer.golden.plugin import GoldenPlugin
 from pytest_gtrainer.golden.unused import UnusedGoldens
 from pytest_gtrainer.leaks import LeakGuard
+from pytest_gtrainer.report.bisection import BisectPlugin
 from pytest_gtrainer.report.net_table import NetTable
 from pytest_gtrainer.report.plugin import ReportPlugin, witnessed
 from pytest_gtrainer.report.properties import JUnitProperties
-from pytest_gtrainer.report.bisection import BisectPlugin
 from pytest_gtrainer.report.summary import SummaryPlugin
 from pytest_gtrainer.report.verdicts import VerdictTables
 from pytest_gtrainer.worlds import spec

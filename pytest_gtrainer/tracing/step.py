@@ -28,8 +28,8 @@ import torch.distributed as dist
 from torch import fx, nn
 from torch.distributed.tensor import DTensor
 
-from pytest_gtrainer.conventions import DYNAMIC_DIMS, GATHERS_ONCE
 from pytest_gtrainer import facts
+from pytest_gtrainer.conventions import DYNAMIC_DIMS, GATHERS_ONCE
 from pytest_gtrainer.tracing._torch import (
     FakeTensor,
     FakeTensorMode,

@@ -32,6 +32,7 @@ _HOME: dict[str, str] = {
     "ChunkConfig": "passes.chunking.config",
     "ChunkError": "passes.chunking.errors",
     "chunk_pass": "passes.chunking.chunk",
+    "chunk_schedule_pass": "passes.chunking.schedule",
     "concretize_chunk_symbolic_shapes_pass": "passes.chunking.symbolic",
     "construct_default_graph_passes": "passes.pipeline",
     "apply_graph_passes": "passes.pipeline",

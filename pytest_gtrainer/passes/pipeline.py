@@ -25,6 +25,7 @@ from pytest_gtrainer.passes.bucket_plan import BucketPlan, get_default_transform
 from pytest_gtrainer.passes.canonicalize import DEFAULT_RULES, canonicalize_graph_pass
 from pytest_gtrainer.passes.chunking.chunk import chunk_pass
 from pytest_gtrainer.passes.chunking.config import ChunkConfig
+from pytest_gtrainer.passes.chunking.schedule import chunk_schedule_pass
 from pytest_gtrainer.passes.dead_code import eliminate_dead_code_pass
 from pytest_gtrainer.passes.deduplicate import deduplicate_fsdp_unshard_chains_pass
 from pytest_gtrainer.passes.graph_pass import options_of, rewrite_of
@@ -48,8 +49,7 @@ SLOTS = (
     "bucketing",
     "concretize",
 )
-"""Places in the pipeline, in order. Without an entry of ``extra``, these are empty: offload, chunk_schedule,
-concretize."""
+"""Places in the pipeline, in order. Without an entry of ``extra``, offload and concretize are empty."""
 
 CHUNKED_CROSS_ENTROPY = "chunked_cross_entropy"
 _LOSSES = ("cross_entropy", CHUNKED_CROSS_ENTROPY, "other")
@@ -107,6 +107,7 @@ def construct_default_graph_passes(
     keep_unsharded: Collection[str] = (),
     canonical_rules: Collection[str] = DEFAULT_RULES,
     chunk: ChunkConfig | None = None,
+    schedule_chunks: bool = False,
     extra: Mapping[str, Sequence[BoundPass]] | None = None,
 ) -> list[BoundPass]:
     """The passes of a training step in the order of ``SLOTS``, with their options bound (M1, M3).
@@ -125,6 +126,7 @@ def construct_default_graph_passes(
             ``tag_with_memory_policy_pass``.
         canonical_rules: see ``canonicalize_graph_pass``.
         chunk: regions to run in chunks, see ``chunk_pass``; give ``apply_graph_passes`` the twin.
+        schedule_chunks: let them take turns, see ``chunk_schedule_pass``.
         extra: passes of the caller's by slot; they run behind ours of that slot.
 
     Raises:
@@ -145,6 +147,7 @@ def construct_default_graph_passes(
         "memory_policy": [_memory_policy(keep_unsharded)] * reshard_after_forward,
         "remat": [bind_options(selective_activation_remat_pass)] * reshard_after_forward,
         "chunk": [] if chunk is None else [bind_options(chunk_pass, config=chunk)],
+        "chunk_schedule": [bind_options(chunk_schedule_pass)] * schedule_chunks,
         "process_groups": [bind_options(reassign_collective_pgs_pass)],
         "bucketing": [bind_options(reduce_scatter_before_all_reduce_pass)] * reduce_scatter_first + [bucketing],
     }

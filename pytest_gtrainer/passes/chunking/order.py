@@ -30,7 +30,7 @@ def units_in_order(nodes: Sequence[fx.Node], region_of: Mapping[fx.Node, Region]
     places: dict[Unit, int] = {}
     for place, node in enumerate(nodes):
         places.setdefault(region_of.get(node, node), place)
-    before = _dependencies(nodes, region_of, storages)
+    before = dependencies(nodes, region_of, storages)
     readers: dict[Unit, list[Unit]] = {}
     waiting = {unit: len(sources) for unit, sources in before.items()}
     for unit, sources in before.items():
@@ -51,9 +51,10 @@ def units_in_order(nodes: Sequence[fx.Node], region_of: Mapping[fx.Node, Region]
         raise _re_entrant([unit for unit, count in waiting.items() if count], before, waiting)
 
 
-def _dependencies(
+def dependencies(
     nodes: Sequence[fx.Node], region_of: Mapping[fx.Node, Region], storages: Storages
 ) -> dict[Unit, dict[Unit, None]]:
+    """What each unit must stand behind: what it reads, and by memory and random numbers what the order decides."""
     before: dict[Unit, dict[Unit, None]] = {}
     writer: dict[fx.Node, Unit] = {}
     readers: dict[fx.Node, list[Unit]] = {}

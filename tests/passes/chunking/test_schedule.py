@@ -1,0 +1,126 @@
+"""Chunks that take turns: one's exchange runs while another computes, and no bit changes."""
+
+from functools import partial
+
+import pytest
+import torch
+
+from fixtures.chunking import Case, chunked, strict, train_chunked_graph, train_eager_chunked
+from fixtures.models import deepseek_v3
+from fixtures.models.expert_parallel import apply_expert_parallel
+from fixtures.models.loss import ce_step
+from fixtures.training import token_batches
+from pytest_gtrainer import ChunkError, assert_bitwise_equal, chunk_schedule_pass, eager_chunked, trace_step
+from pytest_gtrainer.passes._torch import ALL_TO_ALL, WAIT
+
+CONFIG = strict("layers.*.moe", num_chunks=2)
+MODEL = deepseek_v3.DeepSeekV3Config(
+    dim=16, n_layers=2, n_heads=2, q_lora_rank=0, kv_lora_rank=8, ffn_dim=24, vocab_size=40,
+    moe=deepseek_v3.MoEConfig(n_experts=4, ffn_dim=12),
+)  # fmt: skip
+BATCH = token_batches(MODEL.vocab_size, "cpu", batch=4, seq=8)
+
+
+def model_on(mesh):
+    model = deepseek_v3.DeepSeekV3(MODEL)
+    model.init_weights()
+    return apply_expert_parallel(model, mesh)
+
+
+def by_graph(model):
+    return chunked(trace_step(model, ce_step, BATCH(0, 0), chunk=CONFIG), CONFIG)
+
+
+def by_eager_code(model):
+    with eager_chunked(model, CONFIG):
+        return trace_step(model, ce_step, BATCH(0, 0)).gm
+
+
+def launches_and_waits(gm, direction):
+    """Of all-to-alls, in order: the chunk, and whether it is launched or waited for."""
+    for node in gm.graph.nodes:
+        chunk = (node.meta.get("custom") or {}).get("chunk_id")
+        exchanges = node.target is ALL_TO_ALL or (node.target is WAIT and node.args[0].target is ALL_TO_ALL)
+        if exchanges and bool(node.meta.get("autograd_backward")) == (direction == "bwd"):
+            yield f"{'launch' if node.target is ALL_TO_ALL else 'wait'} {chunk}"
+
+
+@pytest.mark.gt_world("fake", size=2, mesh={"ep": 2})
+@pytest.mark.parametrize("producer", [by_graph, by_eager_code])
+def test_the_order_of_exchanges(gt_mesh, producer):
+    """I3: from either producer; counts, dispatch and combine forwards, two exchanges backwards, last chunk first."""
+    gm = producer(model_on(gt_mesh["ep"]))
+    before = list(gm.graph.nodes)
+    chunk_schedule_pass(gm)
+    turn = ["wait 0", "launch 0", "wait 1", "launch 1"]
+    forwards = ["launch 0", "launch 1", *turn, *turn, "wait 0", "wait 1"]
+    assert list(launches_and_waits(gm, "fwd")) == forwards
+    backwards = ["launch 1", "launch 0", "wait 1", "launch 1", "wait 0", "launch 0", "wait 1", "wait 0"]
+    assert list(launches_and_waits(gm, "bwd")) == backwards
+    assert sorted(before, key=id) == sorted(gm.graph.nodes, key=id)
+
+
+@pytest.mark.gt_world("fake", size=2, mesh={"ep": 2})
+def test_a_second_run_changes_nothing(gt_mesh):
+    gm = chunk_schedule_pass(by_graph(model_on(gt_mesh["ep"])))
+    once = list(gm.graph.nodes)
+    assert list(chunk_schedule_pass(gm).graph.nodes) == once
+
+
+@pytest.mark.gt_world("ranks", size=2, mesh={"ep": 2})
+def test_no_bit_changes(gt_world, gt_mesh):
+    """Three steps, data-dependent splits; buffers count chunk by chunk as before."""
+
+    def scheduled(traced, config):
+        return chunk_schedule_pass(chunked(traced, config))
+
+    case = Case(
+        model=partial(model_on, gt_mesh["ep"]),
+        config=CONFIG,
+        batch=lambda step: BATCH(step, gt_world.rank),
+        rewrite=scheduled,
+    )
+    actual, _ = train_chunked_graph(case)
+    assert_bitwise_equal(actual, train_eager_chunked(case), what="scheduled chunks against eager chunking")
+
+
+class Noisy(torch.nn.Module):
+    """Noise before and behind the experts."""
+
+    def __init__(self, moe) -> None:
+        super().__init__()
+        self.inner = moe
+
+    def forward(self, x):
+        return self.inner(x + torch.rand_like(x)) + torch.rand_like(x)
+
+
+@pytest.mark.gt_world("fake", size=2, mesh={"ep": 2})
+def test_random_numbers_and_writes_keep_their_order(gt_mesh):
+    """G15: also where that keeps chunks from taking turns."""
+    model = model_on(gt_mesh["ep"])
+    model.layers[1].moe = Noisy(model.layers[1].moe)
+    gm = by_graph(model)
+    effects = ("rand_like", "add_.Tensor")
+    before = [node for node in gm.graph.nodes if any(name in str(node.target) for name in effects)]
+    chunk_schedule_pass(gm)
+    assert [node for node in gm.graph.nodes if node in set(before)] == before
+    assert len(before) > 4
+
+
+@pytest.mark.gt_world("fake", size=2, mesh={"ep": 2})
+def test_an_exchange_that_belongs_to_no_chunk(gt_mesh):
+    gm = by_graph(model_on(gt_mesh["ep"]))
+    second = gm.graph.find_nodes(op="call_function", target=ALL_TO_ALL)[1]
+    second.meta["custom"] = {"module_fqn": second.meta["custom"]["module_fqn"]}
+    with pytest.raises(ChunkError, match=rf"{second.name} .* exchange of the chunked module layers\.1\.moe, but no"):
+        chunk_schedule_pass(gm)
+
+
+@pytest.mark.gt_world("fake", size=2, mesh={"ep": 2})
+def test_chunks_with_different_exchanges(gt_mesh):
+    gm = by_graph(model_on(gt_mesh["ep"]))
+    moved = gm.graph.find_nodes(op="call_function", target=ALL_TO_ALL)[-1]
+    moved.meta["custom"]["chunk_id"] = 1
+    with pytest.raises(ChunkError, match=r"layers\.1\.moe \(bwd\) do not have the same exchanges .*chunk 0 has"):
+        chunk_schedule_pass(gm)

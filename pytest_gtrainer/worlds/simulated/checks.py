@@ -30,12 +30,12 @@ def check_members(members: tuple[int, ...], size: int) -> None:
         raise ValueError(f"rank {outside[0]} of the group is not in the world of {size} ranks: they are 0..{size - 1}")
 
 
-def check_rows(collective: str, inputs: Tensor, ranks: int, *, divisible: bool = False) -> None:
-    """Raise ValueError unless ``inputs`` has one row for each rank, that ``ranks`` divides if asked to."""
+def check_rows(collective: str, inputs: Tensor, ranks: int, *, parts: int = 1) -> None:
+    """Raise ValueError unless ``inputs`` has one row for each rank, of so many equal parts."""
     if inputs.dim() != 2 or inputs.shape[0] != ranks:
         raise ValueError(f"{collective} takes one row for each of {ranks} ranks; not shape {tuple(inputs.shape)}")
-    if divisible and inputs.shape[1] % ranks:
-        raise ValueError(f"{collective} of {inputs.shape[1]} elements over {ranks} ranks: pad them first")
+    if inputs.shape[1] % parts:
+        raise ValueError(f"{collective} of {inputs.shape[1]} elements over {parts} ranks: pad them first")
 
 
 def check_element(collective: str, offset: int, count: int) -> None:

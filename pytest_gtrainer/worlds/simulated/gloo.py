@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -36,6 +37,8 @@ class GlooNet:
         ValueError: in one sentence, naming the value.
     """
 
+    by_destination: ClassVar[bool] = False
+
     ranks: int
     members: tuple[int, ...] | None = None
 
@@ -54,9 +57,15 @@ class GlooNet:
         """The net of a subgroup; gloo knows nothing of the world around it."""
         return replace(self, members=tuple(ranks))
 
-    def reduce_scatter(self, inputs: Tensor, op: str) -> Tensor:
-        """As ``NetModel.reduce_scatter``."""
-        check_rows("reduce_scatter", inputs, self.size, divisible=True)
+    def reduce_scatter(self, inputs: Tensor, op: str, destinations: range | None = None) -> Tensor:
+        """As ``NetModel.reduce_scatter``, but of all shards together: segments know no shards.
+
+        Raises:
+            ValueError: ``destinations`` are given.
+        """
+        if destinations is not None:
+            raise ValueError(f"gloo reduces all shards together, not those of {destinations} alone: leave it out")
+        check_rows("reduce_scatter", inputs, self.size, parts=self.size)
         return self.all_reduce(inputs, op).view(self.size, -1)
 
     def all_reduce(self, inputs: Tensor, op: str) -> Tensor:

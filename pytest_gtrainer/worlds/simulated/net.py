@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path as FilePath
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -42,14 +42,19 @@ CHANNELS = 4
 
 
 class Net(Protocol):
-    """What the interpreter and the ranks on threads ask of a net."""
+    """What the interpreter and the ranks on threads ask of a net.
+
+    ``by_destination``: whether the shards of some destinations can be reduced without the others'.
+    """
+
+    by_destination: ClassVar[bool]
 
     @property
     def size(self) -> int: ...
 
     def for_group(self, ranks: Sequence[int]) -> Net: ...
 
-    def reduce_scatter(self, inputs: Tensor, op: str) -> Tensor: ...
+    def reduce_scatter(self, inputs: Tensor, op: str, destinations: range | None = None) -> Tensor: ...
 
     def all_reduce(self, inputs: Tensor, op: str) -> Tensor: ...
 
@@ -86,6 +91,8 @@ class NetModel:
     Raises:
         ValueError: in one sentence, naming the value.
     """
+
+    by_destination: ClassVar[bool] = True
 
     nodes: int = 1
     ranks_per_node: int = 8
@@ -161,15 +168,20 @@ class NetModel:
         """
         return replace(self, members=tuple(ranks))
 
-    def reduce_scatter(self, inputs: Tensor, op: str) -> Tensor:
+    def reduce_scatter(self, inputs: Tensor, op: str, destinations: range | None = None) -> Tensor:
         """``[n, n * m]``, a row for each rank's input, to ``[n, m]``, a row for each rank's result.
+
+        Args:
+            destinations: only the shards of these ranks of the group: ``[n, k * m]`` to ``[k, m]``.
 
         Raises:
             NoModel: the op or dtype is not modelled.
         """
+        wanted = range(self.size) if destinations is None else destinations
         check_reduction("reduce_scatter", op, inputs.dtype)
-        check_rows("reduce_scatter", inputs, self.size, divisible=True)
-        return self._reduce("reduce_scatter", inputs, self.size, op).view(self.size, -1)
+        check_rows("reduce_scatter", inputs, self.size, parts=len(wanted))
+        orders = _orders(self, "reduce_scatter")[:, :, wanted.start : wanted.stop]
+        return self._reduce("reduce_scatter", inputs, orders, len(wanted), op).view(len(wanted), -1)
 
     def all_reduce(self, inputs: Tensor, op: str) -> Tensor:
         """``[n, k]``, a row for each rank's input, to ``[k]``, which every rank gets.
@@ -179,7 +191,7 @@ class NetModel:
         """
         check_reduction("all_reduce", op, inputs.dtype)
         check_rows("all_reduce", inputs, self.size)
-        return self._reduce("all_reduce", inputs, 1, op)
+        return self._reduce("all_reduce", inputs, _orders(self, "all_reduce"), 1, op)
 
     def explain(self, collective: str, offset: int, count: int, dtype: torch.dtype, destination: int = 0) -> Path:
         """How the element at ``offset`` of a payload of ``count`` elements is summed.
@@ -195,12 +207,12 @@ class NetModel:
         place = run.place if collective == "all_reduce" else destination
         return Path(run.channel, told(_orders(self, collective)[run.channel], place, self.members))
 
-    def _reduce(self, collective: str, inputs: Tensor, payloads: int, op: str) -> Tensor:
+    def _reduce(self, collective: str, inputs: Tensor, orders: Tensor, payloads: int, op: str) -> Tensor:
         size, dtype = inputs.shape[1] // payloads, inputs.dtype
         wide = self.accumulate == "fp32" and dtype.is_floating_point
         accumulator = torch.promote_types(dtype, torch.float32) if wide else dtype
         units = units_of(self._runs(collective, size, dtype.itemsize), payloads, size, dtype.itemsize)
-        return ring_sum(inputs, units, _orders(self, collective), Reduction(op, accumulator, self.average))
+        return ring_sum(inputs, units, orders, Reduction(op, accumulator, self.average))
 
     def _runs(self, collective: str, count: int, itemsize: int) -> list[Run]:
         """Which element of a payload goes around which ring, and where it starts there."""

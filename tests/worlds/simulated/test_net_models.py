@@ -57,6 +57,17 @@ def test_fast_equals_its_specification(net, collective, length, dtype, op):
     assert torch.equal(actual.view(torch.uint8), expected.view(torch.uint8))
 
 
+@settings(max_examples=50, deadline=None)
+@given(nets(), st.integers(0, 21), st.sampled_from(["sum", "avg"]), st.data())
+def test_shards_of_some_destinations_alone(net, length, op, data):
+    """The same bits as in the whole, of which only their part is given."""
+    first = data.draw(st.integers(0, net.size - 1))
+    some = range(first, data.draw(st.integers(first + 1, net.size)))
+    inputs = numbers(net.size, net.size * length)
+    part = inputs[:, some.start * length : some.stop * length]
+    assert torch.equal(net.reduce_scatter(part, op, some), net.reduce_scatter(inputs, op)[some.start : some.stop])
+
+
 @settings(max_examples=100, deadline=None)
 @given(nets(), st.sampled_from(COLLECTIVES), st.integers(1, 40), st.sampled_from(DTYPES), st.data())
 def test_explain_tells_the_path_of_the_specification(net, collective, count, dtype, data):

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from pytest_gtrainer import NetModel
 from pytest_gtrainer.worlds.simulated.gloo import GlooNet
-from pytest_gtrainer.worlds.simulated.threads import run_threads
+from pytest_gtrainer.worlds.simulated.threads import operations, run_threads
 
 RANKS = 3
 
@@ -218,3 +218,22 @@ def test_ranks_of_other_sizes():
         run_threads(4, summed, net=NetModel(1, 8))
     with pytest.raises(ValueError, match="size is a whole number, 1 or more; not 0"):
         run_threads(0, summed, net=NetModel(1, 8))
+
+
+def scattered(rank):
+    outputs = []
+    for dtype in (torch.float32, torch.bfloat16):
+        outputs.append(torch.empty(4, dtype=dtype))
+        dist.reduce_scatter_single(outputs[-1], numbers(rank, 24, dtype=dtype))
+    return outputs
+
+
+def test_large_reduce_scatters_are_done_in_parts(monkeypatch):
+    """Every destination's shard by itself gives the bits of all together."""
+    net = NetModel(2, 3, channels=2)
+    together = run_threads(6, scattered, net=net)
+    monkeypatch.setattr(operations, "PART_BYTES", 1)
+    in_parts = run_threads(6, scattered, net=net)
+    assert all(torch.equal(*pair) for pair in zip(tree_leaves(together), tree_leaves(in_parts), strict=True))
+    elsewhere = run_threads(6, scattered, net=NetModel(1, 6, channels=2))
+    assert not all(torch.equal(*pair) for pair in zip(tree_leaves(elsewhere), tree_leaves(in_parts), strict=True))

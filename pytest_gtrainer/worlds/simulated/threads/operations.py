@@ -8,7 +8,7 @@ fills every member's outputs. Reductions are the net's.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar, Self
 
@@ -19,6 +19,10 @@ from pytest_gtrainer.worlds.simulated.collectives import all_to_all, stacked
 
 if TYPE_CHECKING:
     from pytest_gtrainer.worlds.simulated.net import Net
+
+
+PART_BYTES = 1 << 26
+"""Of all members' inputs that are copied at a time to be reduced."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,12 +107,30 @@ class ReduceScatter(Call):
 
     @classmethod
     def run(cls, calls: Sequence[Self], net: Net) -> None:
-        reduction = calls[0].reduction
         for index, first in enumerate(calls[0].inputs):
-            if first.numel():
-                stacked = _stack([call.inputs[index] for call in calls])
-                result = reduction.reduce(stacked, net.reduce_scatter)
-                _hand_out([call.outputs[index] for call in calls], result.reshape(len(calls), -1))
+            inputs = [call.inputs[index].detach().reshape(len(calls), -1) for call in calls]
+            outputs = [call.outputs[index] for call in calls]
+            for destinations in _few_at_a_time(inputs, net) if first.numel() else ():
+                _reduce_scatter(inputs, outputs, destinations, calls[0].reduction, net)
+
+
+def _few_at_a_time(inputs: Sequence[Tensor], net: Net) -> Iterator[range]:
+    """The destinations in parts, as the members hold on to their inputs: a copy of all would double the memory."""
+    members = len(inputs)
+    step = max(1, PART_BYTES // inputs[0].nbytes) if net.by_destination else members
+    yield from (range(start, min(start + step, members)) for start in range(0, members, step))
+
+
+def _reduce_scatter(
+    inputs: Sequence[Tensor], outputs: Sequence[Tensor], destinations: range, reduction: Reduction, net: Net
+) -> None:
+    """Reduce the shards of some destinations; ``inputs`` are ``[destination, element]``."""
+    shards = slice(destinations.start, destinations.stop)
+    some = destinations if net.by_destination else None
+    result = reduction.reduce(
+        _stack([given[shards] for given in inputs]), lambda rows, op: net.reduce_scatter(rows, op, some)
+    )
+    _hand_out(outputs[shards], result.reshape(len(destinations), -1))
 
 
 @dataclass(kw_only=True)

@@ -26,6 +26,7 @@ bench: env        ## speed against yardsticks measured in the same run
 	$(PY) -m benchmarks.graphtext
 	$(PY) -m benchmarks.graphdiff
 	$(PY) -m benchmarks.threads
+	$(PY) -m benchmarks.ranks
 	$(PY) -m benchmarks.passes
 	$(PY) -m benchmarks.tracing
 

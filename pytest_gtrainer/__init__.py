@@ -61,6 +61,8 @@ _HOME: dict[str, str] = {
     "flex_attention_options": "numerics.configs",
     "mesh_seed": "numerics.seeds",
     "balanced_loss": "numerics.loss_balance",
+    "Sweep": "numerics.sweep",
+    "Rule": "numerics.sweep",
     "assert_run_to_run": "numerics.run_to_run",
     "bisect_passes": "numerics.bisect",
     "capture_operators": "numerics.operators",

@@ -27,6 +27,7 @@ from pytest_gtrainer.report.net_table import NetTable
 from pytest_gtrainer.report.plugin import ReportPlugin, witnessed
 from pytest_gtrainer.report.properties import JUnitProperties
 from pytest_gtrainer.report.summary import SummaryPlugin
+from pytest_gtrainer.report.sweep_table import SweepTables
 from pytest_gtrainer.report.verdicts import VerdictTables
 from pytest_gtrainer.worlds import spec
 from pytest_gtrainer.worlds.ranks.plugin import RanksPlugin, is_rank
@@ -74,6 +75,7 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(UnusedGoldens(config, goldens), "gtrainer-unused-goldens")
         config.pluginmanager.register(SummaryPlugin(config), "gtrainer-summary")
         config.pluginmanager.register(NetTable(), "gtrainer-net-table")
+        config.pluginmanager.register(SweepTables(), "gtrainer-sweep-tables")
         if config.getoption("xmlpath", None):
             config.pluginmanager.register(JUnitProperties(), "gtrainer-junit")
         report = ReportPlugin.of(config)

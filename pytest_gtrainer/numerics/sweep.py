@@ -1,0 +1,171 @@
+"""Sweeps: every combination of some settings, and of each what is claimed about it.
+
+A *cell* is one combination. *Rules* say what is claimed: it is equal to something, it is known to differ and why, or it
+cannot be judged here and why. The first rule that fits a cell counts; a cell that none fits is unknown, and that is a
+failure: a sweep with a hole looks just like one without::
+
+    SWEEP = Sweep("llama3", axes={"batch": (1, 2), "cuda_graph": (False, True)}, rules=[
+        Rule("not judged", {"cuda_graph": True}, reason="needs a GPU", needs_gpu=True),
+        Rule("equal", to="eager fully_shard of the same cell"),
+    ])
+
+    @pytest.mark.parametrize("cell", SWEEP.cells, ids=str)
+    def test_sweep(cell):
+        with SWEEP.judging(cell) as judge:
+            judge(graph_of(cell), eager_of(cell))
+
+At the end of the run the plugin prints one table a sweep.
+"""
+
+from __future__ import annotations
+
+import itertools
+import unittest
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+
+from pytest_gtrainer import facts
+from pytest_gtrainer.numerics.assertions import assert_bitwise_different, assert_bitwise_equal
+from pytest_gtrainer.numerics.compare import Verdict
+from pytest_gtrainer.numerics.entries import Tensors
+
+Claim = Literal["equal", "different", "not judged"]
+Judge = Callable[[Tensors, Tensors], None]
+
+
+class UnknownCell(AssertionError):
+    """Nothing is claimed about a cell."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One combination of settings; ``cell["batch"]``, and ``str(cell)`` is an id for a test."""
+
+    settings: tuple[tuple[str, Any], ...]
+
+    def __getitem__(self, axis: str) -> Any:
+        return dict(self.settings)[axis]
+
+    def __str__(self) -> str:
+        """
+        >>> str(Cell((("batch", 2), ("remat", True), ("attention", "sdpa"))))
+        'batch2-remat_on-sdpa'
+        """
+        return "-".join(_id(axis, value) for axis, value in self.settings)
+
+
+def _id(axis: str, value: Any) -> str:
+    if isinstance(value, bool):
+        return f"{axis}_{shown(value)}"
+    return value if isinstance(value, str) else f"{axis}{value}"
+
+
+def shown(value: Any) -> str:
+    """A setting in the table.
+
+    >>> shown(True), shown(2)
+    ('on', '2')
+    """
+    return ("off", "on")[value] if isinstance(value, bool) else str(value)
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """What is claimed about the cells that have these settings.
+
+    Attributes:
+        claim: "equal", "different" (known, with its reason), or "not judged".
+        where: settings by axis, one value or a tuple of them; empty fits every cell.
+        to: what it is equal to.
+        reason: why it differs or cannot be judged.
+        needs_gpu: the rule holds only without a GPU; with one the next rule that fits counts.
+    """
+
+    claim: Claim
+    where: Mapping[str, Any] = field(default_factory=dict)
+    to: str = ""
+    reason: str = ""
+    needs_gpu: bool = False
+
+    def __post_init__(self) -> None:
+        if self.claim == "equal" and not self.to:
+            raise ValueError("a rule that claims equality says what to: Rule('equal', to='eager fully_shard')")
+        if self.claim != "equal" and not self.reason:
+            raise ValueError(f"a rule that claims {self.claim!r} needs its reason")
+
+    def fits(self, cell: Cell) -> bool:
+        """Whether the rule speaks of this cell, here."""
+        if self.needs_gpu and torch.cuda.is_available():
+            return False
+        return all(cell[axis] in (want if isinstance(want, tuple) else (want,)) for axis, want in self.where.items())
+
+
+@dataclass(frozen=True, slots=True)
+class Sweep:
+    """Settings by axis, and the rules about their combinations.
+
+    Raises:
+        ValueError: a rule names an axis or a setting that the sweep does not have, and so could never fit.
+    """
+
+    name: str
+    axes: Mapping[str, Sequence[Any]]
+    rules: Sequence[Rule]
+
+    def __post_init__(self) -> None:
+        for rule in self.rules:
+            for axis, want in rule.where.items():
+                wanted = want if isinstance(want, tuple) else (want,)
+                if axis not in self.axes or not all(value in self.axes[axis] for value in wanted):
+                    raise ValueError(f"sweep {self.name!r}: a rule speaks of {axis}={want!r}, which no cell has")
+
+    @property
+    def cells(self) -> list[Cell]:
+        """Every combination, the last axis changing fastest."""
+        products = itertools.product(*self.axes.values())
+        return [Cell(tuple(zip(self.axes, values, strict=True))) for values in products]
+
+    def rule(self, cell: Cell) -> Rule | None:
+        """The first rule that fits."""
+        return next((rule for rule in self.rules if rule.fits(cell)), None)
+
+    @contextmanager
+    def judging(self, cell: Cell) -> Iterator[Judge]:
+        """Hand out what compares the cell's two sides as its rule demands; tells the table how it went.
+
+        Raises:
+            UnknownCell: no rule fits; the body does not run.
+            unittest.SkipTest: the cell cannot be judged here; pytest reports a skip with the reason.
+            BitwiseDifference, ControlFailed: the claim is wrong.
+        """
+        __tracebackhide__ = True
+        rule = self.rule(cell)
+        if rule is None:
+            self._tell(cell, "UNKNOWN", "no rule fits")
+            raise UnknownCell(f"sweep {self.name!r} claims nothing about {cell}: add a rule that fits it")
+        if rule.claim == "not judged":
+            self._tell(cell, "not judged", rule.reason)
+            raise unittest.SkipTest(f"not judged: {rule.reason}")
+        judged: list[Verdict] = []
+        try:
+            yield lambda actual, expected: judged.append(self._compare(cell, rule, actual, expected))
+        except BaseException:
+            self._tell(cell, "FAILED", f"claimed to be {rule.claim}")
+            raise
+        if not judged:
+            self._tell(cell, "FAILED", "nothing was compared")
+            raise AssertionError(f"sweep {self.name!r}: the test of {cell} compared nothing")
+        self._tell(cell, rule.claim, f"to {rule.to}" if rule.claim == "equal" else rule.reason)
+
+    def _compare(self, cell: Cell, rule: Rule, actual: Tensors, expected: Tensors) -> Verdict:
+        __tracebackhide__ = True
+        compare = assert_bitwise_equal if rule.claim == "equal" else assert_bitwise_different
+        return compare(actual, expected, what=f"sweep {self.name}, {cell}")
+
+    def _tell(self, cell: Cell, result: str, why: str) -> None:
+        settings = {axis: shown(value) for axis, value in cell.settings}
+        facts.emit("sweep", sweep=self.name, settings=settings, result=result, why=why)

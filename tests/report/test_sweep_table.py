@@ -1,0 +1,89 @@
+"""A sweep ends in one table: equal, known to differ, not judged; unknown cells and wrong claims fail."""
+
+from __future__ import annotations
+
+import pytest
+
+from pytest_gtrainer import Rule, Sweep, facts
+
+TEST = """
+    import pytest, torch
+    from pytest_gtrainer import Rule, Sweep
+
+    SWEEP = Sweep("sums", {"order": ("up", "down"), "graph": (False, True), "chunks": (1, 2, 3)}, [
+        Rule("not judged", {"graph": True}, reason="needs a GPU"),
+        Rule("different", {"order": "down", "chunks": (1, 2)}, reason="adds backwards"),
+        Rule("equal", {"chunks": (1, 2)}, to="the sum in order"),
+    ])
+
+    @pytest.mark.parametrize("cell", SWEEP.cells, ids=str)
+    def test_sweep(cell):
+        with SWEEP.judging(cell) as judge:
+            value = 1.0 if cell["order"] == "up" or (cell["chunks"] == 2 and WRONG) else 2.0
+            judge(torch.tensor(value), torch.tensor(1.0))
+
+    WRONG = False
+"""
+
+
+@pytest.fixture(autouse=True)
+def told_to_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(facts, "_sinks", [])
+
+
+def test_every_cell_is_in_the_table(pytester: pytest.Pytester):
+    pytester.makepyfile(test_it=TEST)
+    result = pytester.runpytest_inprocess()
+    result.assert_outcomes(passed=4, failed=2, skipped=6)
+    result.stdout.fnmatch_lines([
+        "*- sweep sums -*",
+        "order  graph  chunks  result     why",
+        "up     off    1       equal      to the sum in order",
+        "up     off    2       equal      to the sum in order",
+        "up     off    3       UNKNOWN    no rule fits",
+        "down   off    1       different  adds backwards",
+        "down   off    2       different  adds backwards",
+        "down   off    3       UNKNOWN    no rule fits",
+        "6 cells not judged: needs a GPU",
+        "2 equal, 2 UNKNOWN, 6 not judged, 2 different",
+    ], consecutive=True)  # fmt: skip
+    result.stdout.fnmatch_lines(["E*UnknownCell: sweep 'sums' claims nothing about up-graph_off-chunks3: add a rule*"])
+
+
+def test_a_wrong_claim_fails_and_shows(pytester: pytest.Pytester):
+    """The twin: one cell that is known to differ does not."""
+    pytester.makepyfile(test_it=TEST.replace("WRONG = False", "WRONG = True"))
+    result = pytester.runpytest_inprocess("-k", "chunks1 or chunks2")
+    result.assert_outcomes(passed=3, failed=1, skipped=4, deselected=4)
+    result.stdout.fnmatch_lines(["E*ControlFailed: sweep sums, down-graph_off-chunks2",
+                                 "down   off    2       FAILED     claimed to be different"])  # fmt: skip
+
+
+def test_a_cell_whose_test_compares_nothing_fails():
+    sweep = Sweep("s", {"a": (1,)}, [Rule("equal", to="itself")])
+    with pytest.raises(AssertionError, match="the test of a1 compared nothing"), sweep.judging(sweep.cells[0]):
+        pass
+
+
+def test_a_rule_that_needs_a_gpu_gives_way_where_there_is_one(monkeypatch: pytest.MonkeyPatch):
+    rules = [Rule("not judged", reason="needs a GPU", needs_gpu=True), Rule("equal", to="eager")]
+    sweep = Sweep("s", {"a": (1,)}, rules)
+    claims = []
+    for there in (False, True):
+        monkeypatch.setattr("torch.cuda.is_available", lambda there=there: there)
+        claims.append(sweep.rule(sweep.cells[0]).claim)
+    assert claims == ["not judged", "equal"]
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Rule("equal"), "a rule that claims equality says what to"),
+        (lambda: Rule("different"), "a rule that claims 'different' needs its reason"),
+        (lambda: Sweep("s", {"a": (1,)}, [Rule("equal", {"b": 1}, to="x")]), "speaks of b=1, which no cell has"),
+        (lambda: Sweep("s", {"a": (1,)}, [Rule("equal", {"a": (1, 2)}, to="x")]), r"speaks of a=\(1, 2\), which no"),
+    ],
+)
+def test_rules_that_could_never_fit_are_refused(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()

@@ -3,7 +3,7 @@ PYTHON ?= python3
 PY := .venv/bin/python
 PYTEST := $(PY) -m pytest
 
-.PHONY: run test test-transformers check-long bench simulate report-check lint env clean
+.PHONY: run test test-transformers check-long bench simulate soak report-check lint env clean
 
 run: env          ## the main job: trace, rewrite, pin and prove a training step on 8 ranks
 	$(PYTEST) --gt-gpus=8 -m "not long" tests/parity
@@ -18,6 +18,9 @@ test-transformers: env ## bucketing on the Llama of the transformers package, wh
 check-long: env   ## the long forms too
 	$(PYTEST) --gt-gpus=8
 
+chunk-matrix: env ## every chunked block with every number of chunks and dtype, against eager chunking
+	$(PYTEST) -m long tests/passes/chunking/test_equals_eager_chunking.py
+
 bench: env        ## speed against yardsticks measured in the same run
 	$(PY) -m benchmarks.digest
 	$(PY) -m benchmarks.records
@@ -26,6 +29,7 @@ bench: env        ## speed against yardsticks measured in the same run
 	$(PY) -m benchmarks.graphtext
 	$(PY) -m benchmarks.graphdiff
 	$(PY) -m benchmarks.threads
+	$(PY) -m benchmarks.chunking
 	$(PY) -m benchmarks.ranks
 	$(PY) -m benchmarks.passes
 	$(PY) -m benchmarks.tracing
@@ -36,6 +40,9 @@ simulate: env     ## 64, 128 and 256 simulated ranks, 25 steps: digests of the w
 report-check: env ## the page of --gt-report in headless Chromium, with screenshots; needs Debian's chromium
 	command -v chromium >/dev/null || apt-get install -y --no-install-recommends chromium fonts-dejavu-core
 	$(PYTEST) -rP tests/report/browser_check.py
+
+soak: env         ## 1,000 tests on ranks in one run, one in ten with a fault
+	$(PYTEST) -s tests/worlds/test_soak.py -m long
 
 lint: env
 	$(PY) -m ruff check .

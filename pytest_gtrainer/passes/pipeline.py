@@ -25,6 +25,7 @@ from pytest_gtrainer.passes.bucket_plan import BucketPlan, get_default_transform
 from pytest_gtrainer.passes.canonicalize import DEFAULT_RULES, canonicalize_graph_pass
 from pytest_gtrainer.passes.chunking.chunk import chunk_pass
 from pytest_gtrainer.passes.chunking.config import ChunkConfig
+from pytest_gtrainer.passes.chunking.nesting import check_nesting
 from pytest_gtrainer.passes.chunking.schedule import chunk_schedule_pass
 from pytest_gtrainer.passes.dead_code import eliminate_dead_code_pass
 from pytest_gtrainer.passes.deduplicate import deduplicate_fsdp_unshard_chains_pass
@@ -130,10 +131,13 @@ def construct_default_graph_passes(
         extra: passes of the caller's by slot; they run behind ours of that slot.
 
     Raises:
-        ValueError: neither or both of ``n_layers`` and ``bucket_plan``, or a slot that does not exist.
+        ValueError: neither or both of ``n_layers`` and ``bucket_plan``, a slot that does not exist, or a bucket
+            that reaches out of a chunked layer.
     """
     plan = _plan(n_layers, loss, moe_layers, expert_fsdp_degree, bucket_plan)
     _check_slots(extra or {})
+    if chunk is not None:
+        check_nesting(plan, chunk)
     bucketing = bind_options(
         joint_transformer_block_bucketing_reordering_pass,
         bucket_plan=plan,

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-LIMIT = 180
+LIMIT = 400
 
 _RECORDING_CONFTEST = """
 import glob, json, os
@@ -36,12 +36,20 @@ def pytest_runtest_logreport(report):
             file.write(json.dumps(record) + "\\n")
 
 def pytest_runtest_logfinish(nodeid):
-    if the_config.records:
-        footprint = dict(test=nodeid.split("::")[-1], processes=len(descendants(os.getpid())),
+    worker = getattr(the_config, "workerinput", {})
+    if "gt_rank" not in worker:
+        below = descendants(os.getpid())
+        footprint = dict(test=nodeid.split("::")[-1], worker=worker.get("workerid"), processes=len(below),
                          files=len(os.listdir("/proc/self/fd")), folders=len(glob.glob(os.environ["TMPDIR"] + "/*/*")),
-                         kib=int(open("/proc/self/statm").read().split()[1]) * 4)
+                         kib=kib("self"), kib_of_ranks=max(map(kib, below), default=0))
         with open(os.environ["RECORDS"] + ".footprints", "a") as file:
             file.write(json.dumps(footprint) + "\\n")
+
+def kib(pid):
+    try:
+        return int(open(f"/proc/{pid}/statm").read().split()[1]) * 4
+    except OSError:
+        return 0
 
 def descendants(pid):
     try:
@@ -61,7 +69,7 @@ class Run:
     output: str
     reports: dict[str, dict[str, dict[str, Any]]]
     footprints: list[dict[str, Any]]
-    """After each test: processes below pytest's, its open files, folders below TMPDIR's, its memory in KiB."""
+    """After each test: processes below pytest's, its open files, folders below TMPDIR's, memory in KiB."""
 
     def outcome(self, name: str) -> str:
         """passed, failed, skipped, xfailed, or error for a setup or teardown that failed."""
@@ -110,10 +118,10 @@ class Suite:
     def run(self, *args: str, **how: Any) -> Run:
         return self.run_together(self.start(*args, **how))
 
-    def run_together(self, *processes: subprocess.Popen[str]) -> Run:
+    def run_together(self, *processes: subprocess.Popen[str], limit: float = LIMIT) -> Run:
         """What processes did that were started for one run; the status is the first one's."""
         try:
-            outputs = [process.communicate(timeout=LIMIT)[0] for process in processes]
+            outputs = [process.communicate(timeout=limit)[0] for process in processes]
         finally:
             for process in processes:
                 process.kill()

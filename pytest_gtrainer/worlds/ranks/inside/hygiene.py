@@ -15,12 +15,15 @@ from typing import Any
 import torch
 
 SEED = 1234
+_PYTESTS_OWN = {b"PYTEST_CURRENT_TEST"}
 
 
 def seed_everything() -> None:
     """The same random numbers on every rank, for every test, in every run."""
     random.seed(SEED)
-    torch.manual_seed(SEED)
+    torch.default_generator.manual_seed(SEED)
+    if torch.cuda.is_initialized():  # else torch.manual_seed would queue a call, with a stack, for every test
+        torch.cuda.manual_seed_all(SEED)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(SEED)
 
@@ -34,7 +37,7 @@ def restored() -> Iterator[Changes]:
 
     Gives a mapping that in the end holds those changes that decide the bits of others: by name, before and after.
     """
-    environ, cwd, limits = dict(os.environ), os.getcwd(), _limits()
+    environ, cwd, limits = dict(os.environb), os.getcwd(), _limits()
     before = [setting.read() for setting in _TORCH_SETTINGS]
     changes: Changes = {}
     try:
@@ -68,10 +71,13 @@ def forget_compiled() -> None:
         torch._dynamo.reset()
 
 
-def _restore_environ(environ: dict[str, str]) -> None:
-    if os.environ != environ:
-        os.environ.clear()
-        os.environ.update(environ)
+def _restore_environ(before: dict[bytes, bytes]) -> None:
+    now = dict(os.environb)
+    for name in now.keys() - before.keys() - _PYTESTS_OWN:
+        del os.environb[name]
+    for name, value in before.items():
+        if now.get(name) != value and name not in _PYTESTS_OWN:
+            os.environb[name] = value
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ from _pytest.config import _prepareconfig
 from _pytest.main import Session
 
 from pytest_gtrainer.worlds.ranks import wire
+from pytest_gtrainer.worlds.trace_log import let_torch_loggers_propagate
 
 # These print, time out, write files or start processes: the parent does that, once.
 PARENT_ONLY = (
@@ -51,6 +52,7 @@ def start_session(config: pytest.Config, worker: Mapping[str, Any], basetemp: st
     session: pytest.Session = Session.from_config(config)
     session.exitstatus = pytest.ExitCode.OK
     config._do_configure()
+    let_torch_loggers_propagate()
     config.hook.pytest_sessionstart(session=session)
     _calm_hypothesis()
     return session

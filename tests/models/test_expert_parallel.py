@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from fixtures.models.expert_parallel import apply_expert_parallel
 from fixtures.models.loss import ce_step
-from pytest_gtrainer import assert_bitwise_equal, trace_step
+from pytest_gtrainer import assert_bitwise_different, assert_bitwise_equal, trace_step
 
 FLAVOR = "deepseek_v3/debug"
 
@@ -70,6 +70,7 @@ def test_a_traced_exchange_equals_the_eager_one(gt_world, gt_mesh, build, batch,
     """One trace serves all sizes: with a bias on the first experts no row goes to the other rank."""
     traced = trace_step(apply_expert_parallel(build(FLAVOR), gt_mesh["ep"]), ce_step, batch)
     own = tuple(part.roll(gt_world.rank, 0) for part in batch)
+    results = []
     for bias in (0.0, 100.0):
         eager, replayed = (apply_expert_parallel(build(FLAVOR), gt_mesh["ep"]) for _ in range(2))
         for layer in (*eager.moe_layers(), *replayed.moe_layers()):
@@ -78,6 +79,8 @@ def test_a_traced_exchange_equals_the_eager_one(gt_world, gt_mesh, build, batch,
         actual = {"loss": traced.replay(replayed, *own)} | {n: p.grad for n, p in replayed.named_parameters()}
         assert_bitwise_equal(actual, expected, what=f"traced against eager, bias {bias}")
         assert_bitwise_equal(dict(replayed.named_buffers()), dict(eager.named_buffers()), what="buffers")
+        results.append(actual)
+    assert_bitwise_different(*results, what="rows that go to other experts")
 
 
 @pytest.mark.gt_world("fake", mesh={"fsdp": 2, "ep": 4})

@@ -6,7 +6,13 @@ from torch import nn
 
 from fixtures.models import deepseek_v3
 from fixtures.models.loss import ce_step
-from pytest_gtrainer import ChunkConfig, assert_bitwise_equal, eager_chunked, trace_step
+from pytest_gtrainer import (
+    ChunkConfig,
+    assert_bitwise_different,
+    assert_bitwise_equal,
+    eager_chunked,
+    trace_step,
+)
 
 
 class Block(nn.Module):
@@ -42,6 +48,7 @@ def test_the_forward_runs_once_per_chunk_in_order_and_outputs_are_joined():
     """I1."""
     block = chunked()
     assert_bitwise_equal(block(X), X * 2)
+    assert_bitwise_different(torch.cat(X.chunk(2)[::-1]) * 2, X * 2, what="chunks joined in another order")
     assert [extents[0] for extents in block.seen] == [(2, 6, 8), (2, 6, 8)]
 
 

@@ -3,7 +3,7 @@ PYTHON ?= python3
 PY := .venv/bin/python
 PYTEST := $(PY) -m pytest
 
-.PHONY: run test test-transformers check-long bench simulate soak report-check lint env clean
+.PHONY: run test test-transformers check-long bench simulate soak report-check docs lint env clean
 
 run: env          ## the main job: trace, rewrite, pin and prove a training step on 8 ranks
 	$(PYTEST) --gt-gpus=8 -m "not long" tests/parity
@@ -43,6 +43,12 @@ report-check: env ## the page of --gt-report in headless Chromium, with screensh
 
 soak: env         ## 1,000 tests on ranks in one run, one in ten with a fault
 	$(PYTEST) -s tests/worlds/test_soak.py -m long
+
+docs:             ## the site, in build/site; a warning fails. It needs neither torch nor .venv
+	test -x build/docs/bin/python || $(PYTHON) -m venv build/docs
+	build/docs/bin/python -m pip install --quiet --disable-pip-version-check \
+		"mkdocs>=1.6,<2" "mkdocstrings[python]>=0.30,<2" "pytest>=9,<10"
+	PYTHONPATH=. build/docs/bin/python -m mkdocs build --strict
 
 lint: env
 	$(PY) -m ruff check .

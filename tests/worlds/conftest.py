@@ -39,24 +39,28 @@ def pytest_runtest_logfinish(nodeid):
     worker = getattr(the_config, "workerinput", {})
     if "gt_rank" not in worker:
         below = descendants(os.getpid())
+        ranks = set(below) - set(children(os.getpid()))
         footprint = dict(test=nodeid.split("::")[-1], worker=worker.get("workerid"), processes=len(below),
                          files=len(os.listdir("/proc/self/fd")), folders=len(glob.glob(os.environ["TMPDIR"] + "/*/*")),
-                         kib=kib("self"), kib_of_ranks=max(map(kib, below), default=0))
+                         kib=kib("self"), kib_of_ranks=max(map(kib, ranks), default=0))
         with open(os.environ["RECORDS"] + ".footprints", "a") as file:
             file.write(json.dumps(footprint) + "\\n")
 
 def kib(pid):
     try:
-        return int(open(f"/proc/{pid}/statm").read().split()[1]) * 4
+        lines = open(f"/proc/{pid}/smaps_rollup").read().splitlines()
+        return sum(int(line.split()[1]) for line in lines if line.startswith("Private_"))
     except OSError:
         return 0
 
-def descendants(pid):
+def children(pid):
     try:
-        children = open(f"/proc/{pid}/task/{pid}/children").read().split()
+        return open(f"/proc/{pid}/task/{pid}/children").read().split()
     except OSError:
         return []
-    return [each for child in children for each in [child, *descendants(child)]]
+
+def descendants(pid):
+    return [each for child in children(pid) for each in [child, *descendants(child)]]
 """
 
 
@@ -69,7 +73,7 @@ class Run:
     output: str
     reports: dict[str, dict[str, dict[str, Any]]]
     footprints: list[dict[str, Any]]
-    """After each test: processes below pytest's, its open files, folders below TMPDIR's, memory in KiB."""
+    """After each test: processes below pytest's, its open files, folders below TMPDIR's, private memory in KiB."""
 
     def outcome(self, name: str) -> str:
         """passed, failed, skipped, xfailed, or error for a setup or teardown that failed."""

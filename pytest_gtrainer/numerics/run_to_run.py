@@ -184,19 +184,21 @@ def _pickled(function: Function) -> bytes:
         "threads": torch.get_num_threads(),
         "deterministic": torch.are_deterministic_algorithms_enabled(),
     }
-    module = sys.modules.get(getattr(function, "__module__", ""), None)
-    path = getattr(module, "__file__", None)
-    try:
-        return pickle.dumps((getattr(function, "__module__", ""), path, settings, _by_name(function)))
-    except (pickle.PicklingError, AttributeError, TypeError) as error:
-        raise NotJudged(f"another process cannot import what is run: {error}") from None
+    module_name, qualname = _importable(function)
+    file = getattr(sys.modules[module_name], "__file__", None)
+    return pickle.dumps((module_name, file, settings, qualname))
 
 
-def _by_name(function: Function) -> Any:
-    name = getattr(function, "__qualname__", "")
-    if not name or "<" in name:
-        raise TypeError(f"{name or function!r} is not defined with def at the top level of a module")
-    return name
+def _importable(function: Function) -> tuple[str, str]:
+    """Module and name by which another process finds the function."""
+    module_name, qualname = getattr(function, "__module__", ""), getattr(function, "__qualname__", "")
+    found: Any = None if module_name == "__main__" else sys.modules.get(module_name)
+    for part in qualname.split("."):
+        found = getattr(found, part, None)
+    if found is not function:
+        name = qualname or repr(function)
+        raise NotJudged(f"another process cannot import {name}: define it with def at the top level of a module")
+    return module_name, qualname
 
 
 def _answer(path: str) -> None:

@@ -111,7 +111,7 @@ def test_a_run_that_never_repeats_is_found_without_pressure():
 def test_what_another_process_cannot_import_is_not_judged():
     report = assert_run_to_run(lambda: [X.clone()], 2, pressures=[BY_NAME["another process"]])
     assert list(report.not_judged) == ["another process"]
-    assert "is not defined with def at the top level of a module" in report.not_judged["another process"]
+    assert "<lambda>: define it with def at the top level of a module" in report.not_judged["another process"]
 
 
 def test_threads_and_random_states_are_restored():

@@ -14,6 +14,7 @@ BLOCKS = {
     "buffer updated then read": net(chunkable.RunningMean),
     "buffer read then updated": net(chunkable.read_then_update),
     "weight used three times": net(chunkable.WeightTwice),
+    "weight shared across blocks": chunkable.SharedAcrossBlocks,
     "cast weight": net(chunkable.CastWeight),
     "factories": net(chunkable.Factories),
     "checkpointed": net(chunkable.Checkpointed, chunkable.Dense),

@@ -1,0 +1,102 @@
+"""Pages that are made from the code when the site is built: a hook of MkDocs, and a script that prints them.
+
+``behaviours.md``: every behaviour of ``behaviours.txt`` with the tests whose docstrings name it. An id counts where a
+docstring begins with it, alone or in a list: ``D4:``, ``L1, K1:``, ``I3.``. Pass files name theirs in a comment.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+_ID = r"[A-Z][0-9]{1,2}"
+_IDS = re.compile(rf"({_ID}(?:, {_ID})*(?: and {_ID})?)\b(?!-)")
+
+
+def behaviours() -> dict[str, tuple[str, str]]:
+    """Section and statement of each behaviour, by its id, in order."""
+    found: dict[str, tuple[str, str]] = {}
+    section = ""
+    for line in (ROOT / "docs" / "behaviours.txt").read_text(encoding="utf-8").splitlines():
+        name, _, text = line.partition(" ")
+        if name == "#":
+            section = text
+        elif name:
+            found[name] = section, text
+    return found
+
+
+def ids_of(docstring: str) -> list[str]:
+    """The ids that a docstring begins with.
+
+    >>> ids_of("D4: the offset"), ids_of("L1, K1 and K2. Both"), ids_of("All D4"), ids_of("A 3")
+    (['D4'], ['L1', 'K1', 'K2'], [], [])
+    """
+    match = _IDS.match(docstring.strip())
+    return re.findall(_ID, match[1]) if match else []
+
+
+def tests() -> Iterator[tuple[str, str]]:
+    """Ids and the tests that name them, ``path::name``."""
+    for path in sorted((ROOT / "tests").rglob("test_*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
+                for name in ids_of(ast.get_docstring(node) or ""):
+                    yield name, f"{path.relative_to(ROOT)}::{node.name}"
+    for path in sorted((ROOT / "fixtures" / "graphs").rglob("*.fxgraph")):
+        for line in path.read_text(encoding="utf-8").splitlines():
+            for name in ids_of(line.removeprefix("#")) if line.startswith("# ") else ():
+                yield name, str(path.relative_to(ROOT))
+
+
+def tests_by_id() -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for name, test in tests():
+        found.setdefault(name, []).append(test)
+    return found
+
+
+def behaviours_page() -> str:
+    named, section = tests_by_id(), ""
+    lines = ["# Behaviours and their tests", "",
+             "Each id stands at the beginning of the docstrings of the tests that pin it. This page is made from them."]
+    for name, (heading, text) in behaviours().items():
+        if heading != section:
+            section = heading
+            lines += ["", f"## {heading}", "", "| | behaviour | tests |", "|---|---|---|"]
+        shown = "<br>".join(f"`{test}`" for test in dict.fromkeys(named.get(name, ()))) or "none by this id"
+        lines.append(f"| {name} | {text.replace('|', chr(92) + '|')} | {shown} |")
+    return "\n".join(lines) + "\n"
+
+
+def options_page() -> str:
+    """``options.md``: its hand-written part with the table of options put in."""
+    from pytest_gtrainer.options import OPTIONS
+
+    rows = []
+    for option in OPTIONS:
+        value = "" if option.is_flag else f" {option.metavar or chr(92) + '|'.join(option.choices or ())}"
+        rows.append(f"| `{option.flag}{value}` | `{option.ini}` | {option.help.replace('|', chr(92) + '|')} |")
+    table = ["| option | ini setting | |", "|---|---|---|", *rows]
+    return (ROOT / "docs" / "options.md.in").read_text(encoding="utf-8").replace("{options}", "\n".join(table))
+
+
+PAGES = {"behaviours.md": behaviours_page, "options.md": options_page}
+
+
+def on_files(files: Any, config: Any) -> Any:
+    """MkDocs' hook: add the pages."""
+    from mkdocs.structure.files import File
+
+    for name, make in PAGES.items():
+        files.append(File.generated(config, name, content=make()))
+    return files
+
+
+if __name__ == "__main__":
+    for make in PAGES.values():
+        print(make())

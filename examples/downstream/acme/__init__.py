@@ -1,0 +1,1 @@
+"""A trainer that is not pytest-gtrainer's."""

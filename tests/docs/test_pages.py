@@ -1,0 +1,123 @@
+"""The documentation is true: the tutorial is followed, the table of behaviours is complete, pages name what exists."""
+
+import fnmatch
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGES = ROOT / "docs"
+UNNAMED = {"D5", "F2", "G1", "G4", "G5", "G19", "L3", "L5", "W3", "T2", "T3", "T7"}
+"""Behaviours whose tests do not name them by their id."""
+
+
+@pytest.fixture(scope="module")
+def generated():
+    spec = importlib.util.spec_from_file_location("generated", PAGES / "generated.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def blocks(page):
+    """Language and content of each fenced block."""
+    return re.findall(r"^```(\w+)\n(.*?)^```", (PAGES / page).read_text(), re.DOTALL | re.MULTILINE)
+
+
+def commands(block):
+    """Each command with the pattern its output must match."""
+    for part in re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]:
+        command, _, output = part.partition("\n")
+        yield command, output
+
+
+def fits(output, expected):
+    """Whether the expected lines stand in the output in this order; ``...`` is anything, also many lines."""
+    rest = iter(output.splitlines())
+    for line in expected.splitlines():
+        if line.strip() == "...":
+            continue
+        pattern = "".join("[[]" if c == "[" else c for c in line).replace("...", "*").rstrip()
+        if not any(fnmatch.fnmatchcase(found, pattern) for found in rest):
+            return f"no line {line!r}"
+    return ""
+
+
+def follow(page, folder, path):
+    """Do what a page says in a folder; returns how many commands that were."""
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_") and name != "CI"}
+    environ |= {"PATH": f"{path}{os.pathsep}{environ['PATH']}", "CUDA_VISIBLE_DEVICES": ""}
+    done = 0
+    for language, text in blocks(page):
+        name = re.match(r"# (\S+\.py)\n", text)
+        if language == "python" and name:
+            (folder / name[1]).write_text(text)
+        for command, expected in commands(text) if language == "console" else ():
+            told = subprocess.run(
+                command, shell=True, cwd=folder, env=environ, capture_output=True, text=True, timeout=240
+            )
+            problem = fits(told.stdout + told.stderr, expected)
+            assert not problem, f"$ {command}\n{told.stdout}{told.stderr}\n{problem}"
+            done += 1
+    return done
+
+
+@pytest.mark.long
+def test_the_tutorial_is_followed_literally(tmp_path):
+    assert follow("tutorial.md", tmp_path, Path(sys.executable).parent) == 10
+    assert (tmp_path / "report.html").stat().st_size > 10_000
+
+
+def test_the_follower_sees_a_line_that_does_not_come():
+    """The twin."""
+    assert fits("a\nb 1\nc", "a\n...\nc") == ""
+    assert fits("a\nb [1]\nc", "b [1]") == ""
+    assert fits("a\nc", "a\n...b\nc") == "no line '...b'"
+    assert fits("c\na", "a\nc") == "no line 'c'"
+
+
+def test_every_behaviour_has_a_test_that_names_it(generated):
+    """Those of ``UNNAMED`` are tested under other words, or not; the page says so of them."""
+    named = set(generated.tests_by_id())
+    known = set(generated.behaviours())
+    assert known - named <= UNNAMED
+
+
+def test_every_id_that_a_test_names_exists(generated):
+    unknown = set(generated.tests_by_id()) - set(generated.behaviours())
+    assert not unknown
+
+
+def test_pages_name_options_and_library_names_that_exist(generated):
+    import pytest_gtrainer
+    from pytest_gtrainer.options import OPTIONS
+
+    text = "\n".join(page.read_text() for page in [*PAGES.rglob("*.md"), ROOT / "README.md"])
+    flags = set(re.findall(r"--gt-[a-z]+(?:-[a-z]+)*", text))
+    assert flags - {option.flag for option in OPTIONS} == set()
+    imported = re.findall(r"^from pytest_gtrainer import (\([^)]+\)|.+)", text, re.MULTILINE)
+    names = {name for line in imported for name in re.findall(r"\w+", line.partition("#")[0])}
+    assert names
+    assert {name for name in names if not hasattr(pytest_gtrainer, name)} == set()
+
+
+def test_every_page_has_its_place_in_the_site_and_links_lead_somewhere(generated):
+    told = (ROOT / "mkdocs.yml").read_text()
+    in_site = set(re.findall(r": ([\w/-]+\.md)$", told, re.MULTILINE))
+    written = {str(page.relative_to(PAGES)) for page in PAGES.rglob("*.md")}
+    assert written - in_site == set()
+    assert in_site - written == set(generated.PAGES)
+    for page in PAGES.rglob("*.md"):
+        for target in re.findall(r"\]\(([^)#:]+\.md)(?:#[\w-]+)?\)", page.read_text()):
+            place = (page.parent / target).resolve().relative_to(PAGES)
+            assert str(place) in in_site, f"{page.name} links {target}"
+
+
+def test_generated_pages(generated):
+    assert "| D2 | Payload order is eager FSDP2's" in generated.behaviours_page()
+    assert "| `--gt-report FILE` | `gt_report` |" in generated.options_page()

@@ -88,7 +88,13 @@ def __getattr__(name: str) -> Any:
     home = _HOME.get(name)
     if home is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module = importlib.import_module(f"{__name__}.{home}")
+    try:
+        module = importlib.import_module(f"{__name__}.{home}")
+    except ImportError as error:
+        from pytest_gtrainer.supported import complaint
+
+        error.add_note(complaint() or "")
+        raise
     value = module if home == name else getattr(module, name)
     globals()[name] = value
     return value

@@ -9,7 +9,7 @@ from collections.abc import Generator
 
 import pytest
 
-from pytest_gtrainer import devices, extensions, facts, hookspecs, options
+from pytest_gtrainer import devices, extensions, facts, hookspecs, options, supported
 from pytest_gtrainer.fixtures import (  # noqa: F401 - pytest finds fixtures by their names here
     gt_artifacts,
     gt_deterministic,
@@ -53,6 +53,11 @@ def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config: pytest.Config) -> int | None:
     return follow(config)
+
+
+def pytest_report_header() -> str | None:
+    complaint = supported.complaint()
+    return f"gtrainer: {complaint}" if complaint else None
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -2,10 +2,11 @@
 
     python -m benchmarks.ranks [--sizes 2 4 8] [--rounds 5] [--skip cpu cold]
 
-In one pytest run for each size, in turns: empty tests on warm ranks, the pytest protocol included;
-tests that all-reduce 1 MB; the bare collective, in a loop on the same ranks; and empty tests of
-``MultiProcContinuousTest``, whose ranks run no pytest. Then the CPU time of a file of 20 tests, against 20
-times a test of ``MultiProcessTestCase``, and the cold start of 8 ranks against importing what they need.
+In one pytest run for each size, in turns: empty tests on warm ranks, the pytest protocol included; tests that
+all-reduce 1 MB; the bare collective, in a loop on the same ranks; empty tests of ``MultiProcContinuousTest``, whose ranks
+run no pytest; and, for what bounds it, empty tests without ranks, since every rank runs that protocol. Then the CPU time
+of a file of 20 tests, against 20 times a test of ``MultiProcessTestCase``, and the cold start of 8 ranks against importing
+what they need.
 Times are on the clock, but for the CPU time: on a machine with other things to do, look at ratios.
 """
 
@@ -72,6 +73,9 @@ ROUND = """
 def test_yardstick_{round}(yardstick):
     with open("continuous.{size}", "a") as file: print(*yardstick(), sep="\\n", file=file)
 
+@pytest.mark.parametrize("n", EACH)
+def test_plain_{round}(n): pass
+
 @on_ranks
 @pytest.mark.parametrize("n", EACH)
 def test_empty_{round}(n): pass
@@ -127,6 +131,7 @@ def in_turns(size: int, rounds: int, each: int) -> bool:
     empty, all_reduce = statistics.median(taken["test_empty"]), statistics.median(taken["test_all_reduce"])
     print(f"--- {size} ranks, median of {rounds * each}")
     times = {
+        "plain test, no ranks": statistics.median(taken["test_plain"]),
         "empty test": empty,
         "MultiProcContinuousTest": statistics.median(theirs),
         "all-reduce test": all_reduce,

@@ -142,16 +142,21 @@ def rewriting(config):
 
 
 @pytest.mark.gt_world("ranks", size=2)
-def test_all_ranks_name_the_same_pass(gt_mesh, gt_world):
+def test_on_ranks_with_collectives(gt_mesh, gt_world):
     config = llama3_training(gt_mesh, "fp32")
     traced, passes = rewriting(config)
     model = shard_traceably(new_model(config), config)
-    if gt_world.rank == 1:  # on this rank every sum is one of zeros, which no order changes
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.zero_()
     found = bisect_passes(traced, passes, (model, *config.batch(0, gt_world.rank)))
     assert (found.outcome, found.number) == ("different", 6)
+
+
+@pytest.mark.gt_world("ranks", size=2)
+def test_all_ranks_name_the_same_pass(gt_world):
+    """On rank 0 every sum is one of zeros, which no order changes; it says so, and names the pass all the same."""
+    found = bisect_passes(traced_net(), pipeline(3), (Net(), *(each * gt_world.rank for each in BATCH)))
+    assert (found.outcome, found.number) == ("different", 4)
+    assert (found.node is None) == (gt_world.rank == 0)
+    assert ("no value that both graphs have differs on this rank" in str(found)) == (gt_world.rank == 0)
 
 
 @pytest.mark.gt_world("simulated", size=2, nodes=1)

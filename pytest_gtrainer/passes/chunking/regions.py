@@ -147,17 +147,18 @@ class _Search:
         if all(self.found.get(source) == key for source in node.all_input_nodes):
             return True
         forward, value = Key(key.root, FORWARD), node.meta["val"]
-        entering = (source for source in self.entering.get(forward, ()) if _alike(source.meta["val"], value))
+        entering = (source for source in self.entering.get(forward, ()) if alike(source.meta["val"], value))
         return not any(
-            self.found.get(user) != forward and _propagates(user) for source in entering for user in source.users
+            self.found.get(user) != forward and propagates(user) for source in entering for user in source.users
         )
 
 
-def _alike(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
+def alike(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
+    """Whether one may be the other's gradient."""
     return (ours.shape, ours.dtype) == (theirs.shape, theirs.dtype)
 
 
-def _propagates(user: fx.Node) -> bool:
+def propagates(user: fx.Node) -> bool:
     """Whether a use may have a gradient."""
     value = user.meta.get("val")
     return direction(user) != BACKWARD and isinstance(value, torch.Tensor) and value.is_floating_point()

@@ -55,7 +55,7 @@ class Rewrite:
     def __init__(self, twins: Twins, regions: Sequence[Region], storages: Storages, dim: int) -> None:
         self.twins, self.regions, self.storages, self.dim = twins, regions, storages, dim
         self.region_of = {node: region for region in regions for node in region.body}
-        self.sums = Sums(twins.full.graph, self.region_of)
+        self.sums = Sums(twins, self.region_of)
         self.graph = fx.Graph(tracer_cls=twins.full.graph._tracer_cls)
         self.whole: dict[fx.Node, fx.Node] = {}
         self.chunks: dict[fx.Node, list[fx.Node]] = {}
@@ -109,7 +109,8 @@ class Rewrite:
             count = self.twins.num_chunks
             return [self.chunks[node][chunk] for chunk in reversed(range(count)) for node in group.nodes]
         part = self.twins.part_of[top]
-        own = [self._fold(terms, part) for terms in zip(*(self.chunks[node] for node in group.nodes), strict=True)]
+        pieces = [self.chunks.get(node) or self._cut(node, dim, group.region) for node in group.nodes]
+        own = [self._fold(terms, part) for terms in zip(*pieces, strict=True)]
         return [self._joined(top, own, group.region)]
 
     def _fold(self, terms: Sequence[fx.Node], like: fx.Node) -> fx.Node:

@@ -25,6 +25,7 @@ MOE = {
     "loop": net(chunkable.Dense, chunkable.MoEBlock, chunkable.Dense, chunkable.MoEBlock),
     "grouped": net(chunkable.grouped_moe),
     "beside a residual": net(chunkable.Bare),
+    "before a residual": net(chunkable.BareFirst),
 }
 # every value of each column meets every block, and most pairs of columns
 NUMBERS = [2, 4, 3, 8]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import pytest
@@ -151,6 +151,15 @@ class RanksPlugin:
         return self._following.get(item)
 
     # --- after -----------------------------------------------------------------------------
+
+    @pytest.hookimpl(wrapper=True, trylast=True)
+    def pytest_runtestloop(self) -> Generator[None, object, object]:
+        """End the ranks before other plugins sum up: coverage of a rank is written when it ends."""
+        try:
+            return (yield)
+        finally:
+            if self._launch is None:
+                self._close()
 
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self) -> None:

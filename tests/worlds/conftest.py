@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 import textwrap
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -152,30 +151,10 @@ def left_over(folder: Path) -> list[str]:
     Pytest and torch keep folders of their own there. A lock file may stay: removing it would race with taking it.
     """
     left = [path for path in (folder / "tmp").iterdir() if not path.name.startswith(_KEPT_BY_OTHERS)]
-    return _processes_of(folder) + [str(path) for path in left if path.suffix != ".lock"] + _shared_memory()
+    return _processes_of(folder) + [str(path) for path in left if path.suffix != ".lock"]
 
 
 _KEPT_BY_OTHERS = ("pytest-of-", "torchinductor_", "torchelastic_")
-
-
-_SHARED_BEFORE = {path.name for path in Path("/dev/shm").glob("*")}
-
-
-def _shared_memory() -> list[str]:
-    """Segments that appeared since the tests began, stay, and that no process of this machine has open."""
-    new = {path.name for path in Path("/dev/shm").glob("*")} - _SHARED_BEFORE
-    if new:
-        time.sleep(0.5)  # semaphores of anybody's multiprocessing live for a moment
-        new &= {path.name for path in Path("/dev/shm").glob("*")}
-    maps = [_read(maps) for maps in Path("/proc").glob("[0-9]*/maps")] if new else []
-    return sorted(name for name in new if not any(f"/dev/shm/{name}" in text for text in maps))
-
-
-def _read(file: Path) -> str:
-    try:
-        return file.read_text(errors="replace")
-    except OSError:
-        return ""
 
 
 def _processes_of(folder: Path) -> list[str]:

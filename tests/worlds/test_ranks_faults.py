@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import socket
+import time
+from pathlib import Path
 
 import pytest
 
@@ -220,6 +222,7 @@ def test_pytest_exit_on_one():
 def test_shares_memory_and_dies():
     torch.ones(1000).share_memory_()
     semaphore = multiprocessing.get_context("spawn").Semaphore()
+    with open("semaphores", "a") as file: print(semaphore._semlock.name.strip("/"), file=file)
     if rank() == 0: os.kill(os.getpid(), signal.SIGKILL)
     dist.barrier()
 
@@ -394,3 +397,13 @@ def test_nothing_grows_from_test_to_test(run):
 def test_nothing_is_left_over(run):
     """T5: nothing is left behind, not even the child of a rank that died."""
     assert run.left_over() == []
+
+
+def test_no_shared_memory_is_left_over(run):
+    """T5: a rank is killed with its children, but not with multiprocessing's tracker, which removes what it shared."""
+    names = (run.folder / "semaphores").read_text().split()
+    assert len(names) == 3
+    end = time.monotonic() + 60
+    while (left := [name for name in names if Path(f"/dev/shm/sem.{name}").exists()]) and time.monotonic() < end:
+        time.sleep(0.1)
+    assert left == []

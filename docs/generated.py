@@ -14,7 +14,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 _ID = r"[A-Z][0-9]{1,2}"
-_IDS = re.compile(rf"({_ID}(?:, {_ID})*(?: and {_ID})?)\b(?!-)")
+_IDS = re.compile(rf"({_ID}(?:(?:,| and)? {_ID})*)\b(?!-)")
 
 
 def behaviours() -> dict[str, tuple[str, str]]:
@@ -33,8 +33,8 @@ def behaviours() -> dict[str, tuple[str, str]]:
 def ids_of(docstring: str) -> list[str]:
     """The ids that a docstring begins with.
 
-    >>> ids_of("D4: the offset"), ids_of("L1, K1 and K2. Both"), ids_of("All D4"), ids_of("A 3")
-    (['D4'], ['L1', 'K1', 'K2'], [], [])
+    >>> ids_of("D4: the offset"), ids_of("L1, K1 and K2. Both"), ids_of("F1 F2: both"), ids_of("All D4"), ids_of("A 3")
+    (['D4'], ['L1', 'K1', 'K2'], ['F1', 'F2'], [], [])
     """
     match = _IDS.match(docstring.strip())
     return re.findall(_ID, match[1]) if match else []

@@ -47,7 +47,10 @@ def path_at(tokens: Sequence[Token]) -> PathAt:
     if place is None:
         fixed = static_path(tokens)
         return lambda here: fixed
-    head, token = static_path(tokens[:place]), tokens[place]
+    token = tokens[place]
+    if not place:
+        raise refuse(token.node, f"expected the layers' module before `[...]`, found `{shown(token.node)}`")
+    head = static_path(tokens[:place])
     rest = "".join(f".{name}" for name in _names(tokens[place + 1 :]))
     distance = int(token.value)  # type: ignore[arg-type]
 

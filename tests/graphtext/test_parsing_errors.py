@@ -66,6 +66,8 @@ WRONG = [
     ("with L.mlp:", "with layers[i-1].mlp:", "line 4, column 8: layer -1 of `layers` does not exist"),
     ("if P:\n  P.layers[0].w", "if P:\n  P.L.w",
      "line 2, column 3: `P.L` is relative to a layer, and this section has none"),
+    ("yield fwd.layers[0].mlp.relu", "yield fwd[i-1].mlp.relu",
+     "line 8, column 9: expected the layers' module before `[...]`, found `fwd[i - 1]`"),
     ("if P:\n", "fsdp = group(8)\nif P:\n",
      "line 1, column 14: expected the ranks of a group, `range(0, 8)` or `[0, 4]`, found `8`"),
     ("if P:\n", "a = group([0])\na = group([1])\nif P:\n", "line 2, column 1: `a` is defined twice"),

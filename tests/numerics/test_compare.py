@@ -63,6 +63,7 @@ class TestUnverified:
 
     @pytest.mark.parametrize("empty", [{}, [], [None], nn.ReLU(), Record(2)], ids=repr)
     def test_nothing_was_captured(self, empty):
+        """L3."""
         verdict = compare(empty, empty)
         assert verdict.outcome == "unverified"
         assert verdict.reasons == ("actual: nothing was captured", "expected: nothing was captured")

@@ -354,7 +354,7 @@ def run(module_suite):
 
 @pytest.mark.parametrize("name", TABLE)
 def test_fault(run, name):
-    """T1 to T5, T7."""
+    """T1, T2, T3, T4, T5, T7."""
     outcome, expected, unwanted = TABLE[name]
     assert run.outcome(name) == outcome, run.text(name)
     text = run.text(name)

@@ -34,7 +34,7 @@ DTYPES = [torch.float32, torch.bfloat16]
 
 @pytest.mark.parametrize(("name", "index"), [(name, index) for index, name in enumerate(BLOCKS)])
 def test_transformer_blocks_by_batch(name, index):
-    """G13, G15."""
+    """G1, G13, G15."""
     for offset in (0, 1):
         chunks = NUMBERS[(index + 2 * offset) % 4]
         check_equals_eager(_case(BLOCKS[name], strict("layers.*", "batch", chunks), DTYPES[(index + offset) % 2]))

@@ -229,7 +229,7 @@ class Sizes:
             shape, strides = sizes(place)
             try:
                 return self._tensor(shape, strides, dtype, device)
-            except (RuntimeError, ValueError, OverflowError, AttributeError, AssertionError) as error:
+            except (RuntimeError, TypeError, ValueError, OverflowError, AttributeError, AssertionError) as error:
                 reason = str(error).partition("\n")[0]
                 raise refuse(whole, f"there is no tensor `{shown(whole)}`: {reason}") from None
 

@@ -181,10 +181,10 @@ def _numbers(place: ast.expr, expected: str) -> Sequence[int]:
     stop = integer(place.upper) if place.upper else (-1 if step == -1 else None)
     if first is None or stop is None or step not in (1, -1) or first < 0:
         raise refuse(place, f"{expected}: a range has a first layer, an end and at most the step -1")
-    numbers = range(first, stop, step)
-    if not 0 < len(numbers) <= _MOST_LAYERS:
-        raise refuse(place, f"expected 1 to {_MOST_LAYERS} layers, found {len(numbers)}")
-    return numbers
+    count = max(0, (stop - first) * step)  # len(range(...)) has no number beyond a machine word
+    if not 0 < count <= _MOST_LAYERS:
+        raise refuse(place, f"expected 1 to {_MOST_LAYERS} layers, found {count}")
+    return range(first, stop, step)
 
 
 def integer(node: ast.expr | None) -> int | None:

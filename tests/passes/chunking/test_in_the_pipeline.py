@@ -45,7 +45,8 @@ def test_buckets_that_reach_out_of_a_chunked_layer(config, bucket, message):
 
 def test_buckets_within_a_layer():
     """G20: the default plan of a MoE layer holds the router with the attention."""
-    construct_default_graph_passes(n_layers=2, moe_layers=[1], expert_fsdp_degree=2, chunk=MOE)
+    passes = construct_default_graph_passes(n_layers=2, moe_layers=[1], expert_fsdp_degree=2, chunk=MOE)
+    assert "chunk_pass" in [step.name for step in passes]
 
 
 def test_what_it_tells(caplog):

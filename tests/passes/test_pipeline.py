@@ -12,6 +12,7 @@ from pytest_gtrainer import (
     bind_options,
     canonicalize_graph_pass,
     construct_default_graph_passes,
+    graphtext,
     tag_with_memory_policy_pass,
 )
 from pytest_gtrainer.passes.graph_pass import graph_pass
@@ -44,17 +45,21 @@ def half_way_pass(gm, example_inputs=None):
     raise RuntimeError("half way")
 
 
+NEG_OF_DETACH = """
+if A:
+  A[0]: f32[2]
+if fwd:
+  detach: f32[2] = aten.detach(A[0])
+  exp: f32[2] = aten.exp(A[0])  # nobody reads it
+  neg: f32[2] = aten.neg(detach)
+if out:
+  yield neg
+"""
+
+
 @pytest.fixture
 def neg_of_detach():
-    """``neg(detach(x))`` and a dead ``exp``."""
-    graph = fx.Graph()
-    x = graph.placeholder("x")
-    detach = graph.call_function(torch.ops.aten.detach.default, (x,))
-    graph.call_function(torch.ops.aten.exp.default, (x,))
-    graph.output((graph.call_function(torch.ops.aten.neg.default, (detach,)),))
-    for node in graph.nodes:
-        node.meta["val"] = torch.empty(2, device="meta")
-    return fx.GraphModule(torch.nn.Module(), graph)
+    return graphtext.parse(NEG_OF_DETACH)
 
 
 def operators(gm):

@@ -3,25 +3,33 @@
 import pytest
 import torch
 import torch.distributed as dist
-from torch import fx
 
+from pytest_gtrainer import graphtext
 from pytest_gtrainer import reassign_collective_pgs_pass as reassign
-from pytest_gtrainer.passes._torch import ALL_GATHER, WAIT, group_ranks
+from pytest_gtrainer.passes._torch import ALL_GATHER, group_ranks
 from pytest_gtrainer.worlds.fake import fake_world
 from pytest_gtrainer.worlds.spec import make_spec
 
 
 def gathering(*groups):
     """A graph that gathers a parameter in each of the groups."""
-    graph = fx.Graph()
-    shards = [graph.placeholder(f"p{index}") for index in range(len(groups))]
-    waits = []
-    for shard, group in zip(shards, groups, strict=True):
-        shard.meta["val"] = torch.empty(2, device="meta")
-        launch = graph.call_function(ALL_GATHER, (shard, dist.get_world_size(group), group.group_name))
-        waits.append(graph.call_function(WAIT, (launch,)))
-    graph.output(tuple(waits))
-    return fx.GraphModule(torch.nn.Module(), graph)
+    names = {f"g{place}": group.group_name for place, group in enumerate(groups)}
+    ranks = [dist.get_process_group_ranks(group) for group in groups]
+    text = [
+        *(f"g{place} = group({found})" for place, found in enumerate(ranks)),
+        "if P:",
+        *(f"  P.w{place}: f32[2]" for place in range(len(ranks))),
+        "if fwd:",
+        *(GATHER.format(n=place, size=len(found), extent=2 * len(found)) for place, found in enumerate(ranks)),
+        "if out:",
+        *(f"  yield wait_{place}" for place in range(len(ranks))),
+    ]
+    return graphtext.parse("\n".join(text), groups=names)
+
+
+GATHER = """\
+  gather_{n}: f32[{extent}] = _c10d_functional.all_gather_into_tensor(P.w{n}, {size}, g{n})
+  wait_{n}: f32[{extent}] = _c10d_functional.wait_tensor(gather_{n})"""
 
 
 def groups_in(gm):

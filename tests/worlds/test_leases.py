@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 import threading
@@ -94,6 +96,73 @@ def test_a_lease_ends_with_its_holder(slots, other_process):
     process.kill()
     process.wait()
     assert slots.acquire(4, SOON).slots == NAMES
+
+
+def test_who_dies_in_the_middle_of_a_grab_leaves_nothing(slots, tmp_path):
+    """Killed while it holds the line, a place in it and some of the slots that it wants."""
+    grabber = """
+import os, signal, sys
+from pathlib import Path
+from pytest_gtrainer.worlds.ranks import leases
+slots = leases.Slots(Path(sys.argv[1]), sys.argv[2:])
+with slots._standing_in_line(4), slots._door():
+    held = [leases._lock(slots._path(name)).acquire() for name in slots.names[:2]]
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+    killed = subprocess.run([sys.executable, "-c", grabber, str(tmp_path / "leases"), *NAMES])
+    assert killed.returncode == -signal.SIGKILL
+    assert len(list((tmp_path / "leases" / "line").iterdir())) == 1
+    assert slots.acquire(4, SOON).slots == NAMES
+    assert not slots.wanted()
+
+
+def test_grabs_of_many_at_once(tmp_path):
+    """All or nothing, disjoint, and nobody waits for ever: threads with slots of their own stand for processes."""
+    held, twice, guard = set(), [], threading.Lock()
+
+    def grab(size):
+        slots = Slots(tmp_path / "leases", NAMES)
+        for _ in range(4):
+            lease = slots.acquire(size, 2 * SOON)
+            with guard:
+                twice.extend(held & {*lease.slots})
+                held.update(lease.slots)
+            time.sleep(0.005)
+            with guard:
+                held.difference_update(lease.slots)
+            lease.release()
+        return size
+
+    grabbing = [in_background(grab, size) for size in (4, 3, 2, 2, 1, 1)]
+    for _, thread in grabbing:
+        thread.join(4 * SOON)
+    assert [results for results, _ in grabbing] == [[4], [3], [2], [2], [1], [1]]
+    assert twice == []
+
+
+def test_who_wants_other_slots_is_not_waited_for(tmp_path):
+    """Two runs confined to different GPUs of a machine; a third one that sees one of each."""
+    left, right = (Slots(tmp_path / "leases", names) for names in (NAMES[:2], NAMES[2:]))
+    both = Slots(tmp_path / "leases", NAMES[1:3])
+    held = left.acquire(1, SOON)
+    larger, waiting = in_background(left.acquire, 2, SOON)
+    until(left.wanted)
+    assert not right.wanted()
+    assert both.wanted()
+    right.acquire(1, 0.1).release()
+    with pytest.raises(LeaseError, match=rf"held are: none; before it in line: process {os.getpid()} for 2; "):
+        both.acquire(1, 0.1)
+    held.release()
+    waiting.join(SOON)
+    assert larger[0].slots == NAMES[:2]
+
+
+def test_a_folder_of_another_user_is_refused(tmp_path, monkeypatch):
+    """Its links could lead anywhere."""
+    (tmp_path / "leases").mkdir()
+    monkeypatch.setattr(os, "getuid", lambda: 12345)
+    with pytest.raises(LeaseError, match=r"leases, .*, belongs to user \d+: remove it, or set TMPDIR"):
+        Slots(tmp_path / "leases", NAMES)
 
 
 def test_a_place_in_line_ends_with_its_holder(slots, other_process):

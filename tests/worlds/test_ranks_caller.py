@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 SUITE = '''
-import os, time
+import os, signal, time
 import pytest, torch
 import torch.distributed as dist
 from pytest_gtrainer import facts
@@ -71,6 +71,19 @@ def test_limit(gt_ranks):
         gt_ranks.run(hangs_on, 0)
     gt_ranks.run(summed, 1.0)
 
+def sleeps(seconds, said):
+    time.sleep(seconds)
+    return said
+
+def test_struck_by_a_limit_of_another_kind(gt_ranks):
+    def strike(*_): raise TimeoutError
+    gt_ranks.run(sleeps, 0, "warm", size=2)
+    signal.signal(signal.SIGALRM, strike)
+    signal.setitimer(signal.ITIMER_REAL, 0.3)
+    with pytest.raises(TimeoutError):
+        gt_ranks.run(sleeps, 1.5, "old", size=2)
+    assert gt_ranks.run(sleeps, 0, "new", size=2) == ["new", "new"]
+
 def test_lambda(gt_ranks):
     with pytest.raises(TypeError, match="define it with def at the top level of the test file"):
         gt_ranks.run(lambda: 1)
@@ -98,7 +111,7 @@ def test_functions_on_ranks(suite):
     run = suite.run("--gt-gpus=3", "-rs")
     wrong = {name: run.text(name) for name in run.reports if run.outcome(name) not in ("passed", "skipped")}
     assert wrong == {}
-    assert len(run.reports) == 14
+    assert len(run.reports) == 15
     assert run.outcome("test_size_too_large") == "skipped"
     assert "needs 4 ranks, --gt-gpus gives 3" in run.output
     call = run.reports["test_results_in_the_order_of_ranks"]["call"]

@@ -58,7 +58,6 @@ def _reports(pool: Launcher, item: pytest.Item, next_on_ranks: pytest.Item | Non
         reraise=NOT_A_FAILURE,
     )
     if not outcomes:
-        pool.discard(spec.size)
         return [item.ihook.pytest_runtest_makereport(item=item, call=call)]
     _repeat_warnings(item, outcomes[0])
     return _merged(item, outcomes[0])

@@ -2,17 +2,18 @@
 
 Terms: a *slot* is the right to run one rank, on a GPU or on a CPU; a *lease* is some of the
 slots, all or nothing, held through file locks that the operating system frees when their
-holder dies. Who waits stands in line by a locked file of its own; the line is ordered by
-size, larger worlds first, then by arrival, so that a stream of small worlds cannot starve
-a large one, and only the first in line may take slots.
+holder dies. Who waits stands in line by a locked file of its own, the *ticket*; the line is
+ordered by size, larger worlds first, then by arrival, so that a stream of small worlds cannot
+starve a large one. Slots may be taken by who has nobody before it that wants one of the same.
 
 Processes that share a folder share the slots in it: the xdist workers of one run for CPU
-slots, every run on the machine for GPUs.
+slots, every run of a user on the machine for GPUs, whichever of them each may see.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -50,19 +51,23 @@ class Lease:
 
 
 class Slots:
-    """The slots that all processes with the same ``folder`` share.
+    """The slots that processes with the same ``folder`` share, as far as they have the same names.
 
     Args:
         folder: where the lock files lie; made if it is missing.
-        names: one per slot, the same in every process; any text.
+        names: one per slot; any text. Other processes may know others.
+
+    Raises:
+        LeaseError: the folder is another user's.
     """
 
     def __init__(self, folder: Path, names: Sequence[str]) -> None:
         self.names = tuple(names)
         self._folder = folder
+        _make_own(folder)
         self._line = folder / "line"
-        self._line.mkdir(parents=True, exist_ok=True)
-        self._door = _lock(folder / "door")
+        self._line.mkdir(exist_ok=True)
+        self._digest = hashlib.sha256("\n".join(self.names).encode()).hexdigest()[:16]
 
     def acquire(self, count: int, limit: float, holder: str = "", tell: Tell | None = None) -> Lease:
         """Wait for ``count`` slots, at most ``limit`` seconds.
@@ -81,20 +86,21 @@ class Slots:
         next_line = start + progress.EVERY_SECONDS
         with self._standing_in_line(count) as ticket:
             while True:
-                lease = self._take(count, holder) if self._first_in_line() == ticket else None
+                before = self._first_in_line(ticket)
+                lease = self._take(count, holder) if before is None else None
                 if lease is not None:
                     return lease
                 now = time.monotonic()
                 if now > start + limit:
                     advice = "end their holders, or wait longer with --gt-lease-timeout"
-                    raise LeaseError(f"{self._waiting('waited', count, limit)}; {advice}")
+                    raise LeaseError(f"{self._waiting('waited', count, limit, before)}; {advice}")
                 if tell is not None and now > next_line:
-                    tell(f"{holder} {self._waiting('has waited', count, now - start)}")
+                    tell(f"{holder} {self._waiting('has waited', count, now - start, before)}")
                     next_line = now + progress.EVERY_SECONDS
                 time.sleep(POLL_SECONDS)
 
     def wanted(self) -> bool:
-        """Whether anybody stands in line."""
+        """Whether anybody stands in line for one of these slots."""
         return self._first_in_line() is not None
 
     # --- the line -------------------------------------------------------------------------
@@ -102,25 +108,40 @@ class Slots:
     @contextlib.contextmanager
     def _standing_in_line(self, count: int) -> Iterator[str]:
         """Hold a locked file whose name sorts by size, larger first, then by arrival."""
-        ticket = f"{10**6 - count:07d}-{time.time_ns()}-{os.getpid()}"
+        ticket = f"{10**6 - count:07d}-{time.time_ns()}-{os.getpid()}-{self._digest}"
         lock = _lock(self._line / ticket)
-        with self._door:  # nobody may see the file before it is locked
+        with self._door():  # nobody may see the file before it is locked
+            self._names_of(ticket).write_text("\n".join(self.names))
             lock.acquire(timeout=0)
         try:
             yield ticket
         finally:
-            with self._door:
+            with self._door():
                 (self._line / ticket).unlink(missing_ok=True)
                 lock.release()
 
-    def _first_in_line(self) -> str | None:
-        """The ticket that is next; those of processes that died are cleared away."""
-        with self._door:
+    def _first_in_line(self, before: str | None = None) -> str | None:
+        """The first ticket of somebody who wants one of these slots too: of all, or of those before that one.
+
+        Tickets of processes that died are cleared away.
+        """
+        with self._door():
             for ticket in sorted(path.name for path in self._line.iterdir()):
-                if _is_held(self._line / ticket):
+                if ticket == before:
+                    return None
+                if not _is_held(self._line / ticket):
+                    (self._line / ticket).unlink(missing_ok=True)
+                elif not set(self._names_of(ticket).read_text().split("\n")).isdisjoint(self.names):
                     return ticket
-                (self._line / ticket).unlink(missing_ok=True)
         return None
+
+    def _names_of(self, ticket: str) -> Path:
+        """The slots that the owner of a ticket knows."""
+        return self._folder / f"names-{ticket.rpartition('-')[2]}"
+
+    def _door(self) -> FileLock:
+        """Held by who reads or changes the line. A new lock each time: one lets in every thread that shares it."""
+        return _lock(self._folder / "door")
 
     # --- the slots ------------------------------------------------------------------------
 
@@ -138,19 +159,45 @@ class Slots:
         Lease((), list(taken.values())).release()
         return None
 
-    def _path(self, name: str) -> Path:
-        return self._folder / ("slot-" + "".join(c if c.isalnum() or c in _SAFE else "_" for c in name))
+    def _path(self, name: str, kind: str = "slot") -> Path:
+        return self._folder / (f"{kind}-" + "".join(c if c.isalnum() or c in _SAFE else "_" for c in name))
 
     def _sign(self, names: Iterable[str], holder: str) -> None:
+        """Say who holds slots, in files beside the locks: taking a lock may empty its file."""
         for name in names:
-            self._path(name).write_text(f"process {os.getpid()} ({holder})" if holder else f"process {os.getpid()}")
+            text = f"process {os.getpid()} ({holder})" if holder else f"process {os.getpid()}"
+            self._path(name, "holder").write_text(text)
 
-    def _waiting(self, verb: str, count: int, seconds: float) -> str:
+    def _waiting(self, verb: str, count: int, seconds: float, before: str | None) -> str:
         held = [name for name in self.names if _is_held(self._path(name))]
-        holders = "; ".join(f"{name} by {self._path(name).read_text()}" for name in held)
-        return (
-            f"{verb} {seconds:.3g} s for {count} of {len(self.names)} slots ({', '.join(self.names)}), held are: "
-            f"{holders or 'none, but larger worlds stand in line'}"
+        holders = "; ".join(f"{name} by {self._holder(name)}" for name in held) or "none"
+        text = f"{verb} {seconds:.3g} s for {count} of {len(self.names)} slots ({', '.join(self.names)}), held are: "
+        return text + holders + (f"; before it in line: {_owner_of(before)}" if before is not None else "")
+
+    def _holder(self, name: str) -> str:
+        with contextlib.suppress(OSError):
+            return self._path(name, "holder").read_text()
+        return "a process that has just taken it"
+
+
+def _owner_of(ticket: str) -> str:
+    """Who holds a ticket, in words.
+
+    >>> _owner_of("0999996-1700000000000000000-4711-0123456789abcdef")
+    'process 4711 for 4'
+    """
+    size, _, pid, _ = ticket.split("-")
+    return f"process {pid} for {10**6 - int(size)}"
+
+
+def _make_own(folder: Path) -> None:
+    """Make the folder, for this user only; refuse one that somebody else has made."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    owner = folder.lstat().st_uid
+    if owner != os.getuid():
+        raise LeaseError(
+            f"{folder}, where this user's leases would lie, belongs to user {owner}: remove it, or set TMPDIR to "
+            "another folder, the same for all runs"
         )
 
 

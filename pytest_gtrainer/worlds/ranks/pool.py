@@ -53,9 +53,6 @@ class Launcher(Protocol):
     def run(self, size: int, command: wire.RunItem | wire.CallFunction, limit: float, holder: str) -> Outcome:
         """Run a command on ``size`` ranks."""
 
-    def discard(self, size: int) -> None:
-        """End what runs on ``size`` ranks after this process was interrupted."""
-
     def leave(self) -> None:
         """Make this process fit for a test without ranks."""
 
@@ -101,10 +98,14 @@ class Pool:
 
     @contextlib.contextmanager
     def _lend(self, size: int, holder: str) -> Iterator[Team]:
-        """A team of ``size`` ranks for one test."""
+        """A team of ``size`` ranks for one test, that ends with it if an exception of this process broke it off."""
         with self._sharing().for_test(size, holder):
             team = self.team(size)
-            yield team
+            try:
+                yield team
+            except BaseException:  # a time limit, Ctrl-C: its ranks are still at work, and would answer the next test
+                team.kill()
+                raise
             self.release(team)
 
     def _sharing(self) -> sharing.Sharing:
@@ -136,12 +137,6 @@ class Pool:
         if options.get(self._config, "fresh-ranks"):
             team.stop()
 
-    def discard(self, size: int) -> None:
-        """End the team of that size, whatever it does."""
-        team = self._teams.pop((size, self.devices.kind), None)
-        if team is not None:
-            team.kill()
-
     def close(self, status: int = 0) -> None:
         """End all teams and the forkserver, and give all devices back; ``status`` is for other launchers."""
         if self._devices_shared is not None:
@@ -153,9 +148,8 @@ class Pool:
             self._server = None
 
     def _stop_teams(self) -> None:
-        for team in self._teams.values():
-            team.stop()
-        self._teams.clear()
+        while self._teams:
+            self._teams.popitem()[1].stop()
 
     def _make_room(self, size: int) -> None:
         self._teams = {key: team for key, team in self._teams.items() if team.alive}

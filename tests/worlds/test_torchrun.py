@@ -91,6 +91,13 @@ def test_hangs(who):
     dist.barrier()
 
 @on(3)
+def test_struck_by_a_limit_of_another_kind():
+    def strike(*_): raise TimeoutError("enough of this")
+    if dist.get_rank() > 0: time.sleep(600)
+    signal.signal(signal.SIGALRM, strike)
+    signal.setitimer(signal.ITIMER_REAL, 0.5)
+
+@on(3)
 def test_counts_differ():
     if dist.get_rank() == 0: dist.all_reduce(torch.ones(1), async_op=True)
 
@@ -124,6 +131,7 @@ TABLE = {
     "test_subtest_fails": ("failed", ["rank 0: AssertionError: assert 0 != 0", "ranks 1, 2: passed"]),
     "test_hangs[0]": ("failed", ["rank 0 did not end within 1.5 s, at test_it.py", "ranks 1, 2: did not end within"]),
     "test_hangs[2]": ("failed", ["rank 2 did not end within 1.5 s, at test_it.py", "waiting in barrier"]),
+    "test_struck_by_a_limit_of_another_kind": ("failed", ["TimeoutError: enough of this"]),
     "test_counts_differ": ("failed", ["different numbers of collectives on all ranks: 1 (rank 0), 0 (ranks 1, 2)"]),
     "test_good_after_that": ("passed", []),
     "test_killed": ("failed", ["rank 2 was killed by SIGKILL", "ranks 0, 1: waited in barrier"]),
@@ -203,6 +211,27 @@ def _wait_until_nothing_is_left(suite):
     while suite.left_over() and time.monotonic() < end:
         time.sleep(0.1)
     assert suite.left_over() == []
+
+
+def test_the_death_of_rank_0_ends_all(suite):
+    """T2: who reports for all cannot report on itself, so the others say at which test, and leave at once."""
+    suite.write(
+        "test_it.py",
+        """
+        import os, signal
+        import pytest, torch.distributed as dist
+        @pytest.mark.gt_world("ranks", size=3)
+        def test_kills_rank_0():
+            if dist.get_rank() == 0: os.kill(os.getpid(), signal.SIGKILL)
+            dist.barrier()
+        """,
+    )
+    run = suite.run(launcher=("--standalone", "--nproc-per-node=3"))
+    for rank in (1, 2):
+        line = "rank 0, which reports for all ranks, was killed by SIGKILL, when test_it.py::test_kills_rank_0 ran"
+        assert f"gtrainer: {line}: rank {rank} ends too" in run.output
+    assert run.status != 0
+    _wait_until_nothing_is_left(suite)
 
 
 @pytest.mark.long

@@ -53,6 +53,7 @@ class Member:
         self._driver_from_reader = Mailbox(store, DRIVER)
         self.tell = in_this_process(self._tell)
         self._rank: Rank | None = None
+        self._doing = "no test ran"
         self._over = False
         self._reader = Reader(store, mailbox_of(launch.rank), self._answer_at_once, self._lost)
         self._line: socket.socket | None = None
@@ -78,6 +79,7 @@ class Member:
 
     def _run(self, command: wire.RunItem | wire.CallFunction) -> object:
         assert self._rank is not None
+        self._doing = f"{command.item.nodeid} ran" if isinstance(command, wire.RunItem) else "a function ran on ranks"
         with self._interruptor.interruptible():
             return self._rank.obey(command)
 
@@ -121,6 +123,9 @@ class Member:
         if isinstance(message, messages.Interrupt):
             self._interruptor.interrupt()
             return True
+        if isinstance(message, messages.Gone):
+            self._lost(message.status)
+            return True
         return False
 
     def interrupt(self) -> None:
@@ -145,13 +150,17 @@ class Member:
         if self._over or rank is None:
             return
         if rank == 0:
-            self._lost()
+            for other in {*range(1, self.launch.size)} - {self.launch.rank}:
+                Mailbox(self._store, mailbox_of(other)).put(messages.Gone(rank, status))
+            self._lost(status)
         Mailbox(self._store, DRIVER).put(messages.From(rank, messages.Gone(rank, status)))
 
-    def _lost(self) -> None:
-        """Nobody is there to report to; only the exit status can still tell that something went wrong."""
+    def _lost(self, status: int | None = None) -> None:
+        """Nobody is there to report to: a line here and the exit status can still tell that something went wrong."""
         if not self._over and not self.launch.leads:
-            os.write(2, b"gtrainer: rank 0, which reports for all ranks, has ended before the run was over\n")
+            how = neighbour.in_words(status)
+            told = f"rank 0, which reports for all ranks, {how}, when {self._doing}: rank {self.launch.rank} ends too"
+            os.write(2, f"gtrainer: {told}\n".encode())
             os._exit(1)
 
     # --- the end --------------------------------------------------------------------------------
@@ -163,4 +172,3 @@ class Member:
             self._rank.group.leave()
             self._rank.obey(wire.Stop())
         self._reader.close()
-

@@ -52,7 +52,10 @@ class Farewell:
 
 @dataclass(frozen=True, slots=True)
 class Gone:
-    """A process has ended; ``status`` is negative for a signal, None if nobody could see it."""
+    """A process has ended; ``status`` is negative for a signal, None if nobody could see it.
+
+    Told to rank 0; if it is rank 0 that has ended, to all others.
+    """
 
     rank: int
     status: int | None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import select
+import signal
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -34,3 +35,16 @@ def status_of(pid: int) -> int | None:
     except OSError:
         return None
     return os.waitstatus_to_exitcode(int(fields[-1])) if fields[0] == "Z" else None
+
+
+def in_words(status: int | None) -> str:
+    """The end of a process in words.
+
+    >>> in_words(-9), in_words(3)
+    ('was killed by SIGKILL', 'exited with status 3')
+    """
+    if status is None:
+        return "has ended; torchrun tells how"
+    if status < 0:
+        return f"was killed by {signal.Signals(-status).name}"
+    return f"exited with status {status}"

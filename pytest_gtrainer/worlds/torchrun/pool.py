@@ -76,9 +76,6 @@ class TorchrunPool:
         if team is not None and team.grouped and team.alive:
             self._while_driven(team.leave)
 
-    def discard(self, size: int) -> None:
-        """Nothing: what broke is seen when the next test starts."""
-
     def close(self, status: int = 0) -> None:
         """Tell everybody that the run is over, and wait until they have left.
 
@@ -148,12 +145,30 @@ class TorchrunPool:
 
         thread = threading.Thread(target=target, name="gtrainer-driver", daemon=True)
         thread.start()
-        while (command := self._member.next_command()) is not None:
-            self._member.obey(command)
+        struck = self._obey_until_woken()
         thread.join()
+        if struck is not None:
+            raise struck
         if errors:
             raise errors[0]
         return results[0]
+
+    def _obey_until_woken(self) -> BaseException | None:
+        """Be a rank as long as the driver drives.
+
+        What strikes this process between commands, a plugin's time limit for one, ends the test on all ranks, and is
+        returned in the end: the driver must not be left alone with them.
+        """
+        struck: BaseException | None = None
+        while True:
+            try:
+                command = self._member.next_command()
+                if command is None:
+                    return struck
+                self._member.obey(command)
+            except BaseException as error:
+                struck = struck or error
+                self._office.send(messages.Interrupt(), range(1, self._launch.size))
 
     @contextlib.contextmanager
     def _interrupts_reach_the_test(self) -> Iterator[None]:

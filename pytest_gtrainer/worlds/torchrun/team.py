@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import queue
-import signal
 import time
 from collections.abc import Iterable, Mapping
 
@@ -17,6 +16,7 @@ from pytest_gtrainer.worlds.torchrun import messages
 from pytest_gtrainer.worlds.torchrun.line import Lines
 from pytest_gtrainer.worlds.torchrun.mailbox import Mailbox, Reader
 from pytest_gtrainer.worlds.torchrun.member import DRIVER, mailbox_of
+from pytest_gtrainer.worlds.torchrun.neighbour import in_words
 
 START_LIMIT = 300.0
 SETTLE_LIMIT = 20.0
@@ -134,12 +134,7 @@ class TorchrunTeam:
 
     def how_it_ended(self, rank: int) -> str:
         """The end of a process in words."""
-        status = self._office.status_of(rank, STATUS_SECONDS)
-        if status is None:
-            return "has ended; torchrun tells how"
-        if status < 0:
-            return f"was killed by {signal.Signals(-status).name}"
-        return f"exited with status {status}"
+        return in_words(self._office.status_of(rank, STATUS_SECONDS))
 
     def last_words(self, rank: int) -> str:
         return ""  # in files that only the process itself could open

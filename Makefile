@@ -52,9 +52,9 @@ env: .venv/installed
 .venv/installed: pyproject.toml constraints.txt
 	test -x $(PY) || $(PYTHON) -m venv .venv
 	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
-	# plugins that one test runs beside ours, and that would shuffle and time out every other one
+	# plugins that one test runs beside ours, and that would shuffle and time out every other one; a reader of logs
 	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps --upgrade \
-		--target .venv/beside pytest-timeout pytest-randomly
+		--target .venv/beside pytest-timeout pytest-randomly tlparse
 	touch $@
 
 clean:

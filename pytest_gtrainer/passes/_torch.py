@@ -12,7 +12,9 @@ Read against torch 2.13:
   operator ``control_deps(nodes to stand behind, body, *operands)``, which keeps their name and metadata;
 - ``FakeTensor(mode, meta_tensor, device)`` makes a fake tensor without dispatching an operator;
 - ``OpOverload.tags`` and ``_schema``; ``Node.is_impure``; ``OpOverload.is_view``;
-- ``fx.Graph.graph_copy`` copies all nodes but the output, with shallow copies of their metadata.
+- ``fx.Graph.graph_copy`` copies all nodes but the output, with shallow copies of their metadata;
+- ``torch._logging.trace_structured`` writes to the log that ``TORCH_TRACE`` asks for; tlparse shows its event
+  "artifact" as a file, of the encoding that stands in its metadata.
 """
 
 from __future__ import annotations
@@ -26,16 +28,17 @@ import torch.distributed as dist
 # registers torch.ops._c10d_functional's meta kernels
 import torch.distributed._functional_collectives
 from torch import fx
+from torch._logging import trace_structured
 from torch._ops import HigherOrderOperator, OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 
 try:
+    from torch.distributed import distributed_c10d
     from torch.distributed.distributed_c10d import (
         GroupName,
         _get_default_timeout,
         _new_process_group_helper,
         _resolve_process_group,
-        _world,
     )
     from torch.fx._lazy_graph_module import _LazyGraphModule
 except ImportError as error:  # pragma: no cover - needs another torch
@@ -52,6 +55,17 @@ WAIT = _ops.wait_tensor.default
 
 _COLLECTIVES = ("_c10d_functional", "_c10d_functional_autograd", "c10d", "c10d_functional")
 _EXTRA = ":extra"
+
+
+def log_artefact(name: str, content: object) -> None:
+    """Put an artefact, a text or JSON, into the log that ``TORCH_TRACE`` asks for."""
+    encoding = "string" if isinstance(content, str) else "json"
+    trace_structured(
+        "artifact",
+        metadata_fn=lambda: {"name": name, "encoding": encoding},
+        payload_fn=lambda: content,
+        expect_trace_id=False,
+    )
 
 
 def group_ranks(name: str) -> tuple[int, ...]:
@@ -78,10 +92,11 @@ def extra_group(name: str) -> str:
     own table finds it again while the world lives, and has forgotten it afterwards.
     """
     source, extra = _group(name), name + _EXTRA
-    if extra in _world.pg_names.values():
+    world = distributed_c10d._world  # looked up anew: a simulated world puts another one in its place
+    if extra in world.pg_names.values():
         return extra
     ranks = dist.get_process_group_ranks(source)
-    _, store = _world.pg_map[dist.group.WORLD]
+    _, store = world.pg_map[dist.group.WORLD]
     if dist.get_backend(source) != "fake":
         # a group of that name that has ended has left its addresses in the store: each one has keys of its own
         made_before = (store.add(f"{extra}/made", 1) - 1) // len(ranks)
@@ -97,7 +112,7 @@ def extra_group(name: str) -> str:
         timeout=_get_default_timeout(backend),
         group_desc=f"{source.group_desc}_extra",
     )
-    _world.pg_group_ranks[group] = {rank: place for place, rank in enumerate(ranks)}
+    world.pg_group_ranks[group] = {rank: place for place, rank in enumerate(ranks)}
     return extra
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from torch import fx
@@ -36,6 +36,7 @@ from pytest_gtrainer.passes.memory_policy import tag_with_memory_policy_pass
 from pytest_gtrainer.passes.payload_order import PayloadOrder
 from pytest_gtrainer.passes.process_groups import reassign_collective_pgs_pass
 from pytest_gtrainer.passes.remat import selective_activation_remat_pass
+from pytest_gtrainer.passes.structured_log import PipelineLog
 
 SLOTS = (
     "dead_code",
@@ -209,7 +210,8 @@ def apply_graph_passes(
     """Run the passes on a copy of the graph; lint and recompile once, at the end.
 
     The given graph is never changed, so it is as it was also if a pass fails (D11). The result's
-    ``meta["gt_passes"]`` tells what ran, as ``PassRun``.
+    ``meta["gt_passes"]`` tells what ran, as ``PassRun``. With the environment variable ``TORCH_TRACE`` the graphs
+    before and after each pass go to torch's structured log, too, which tlparse reads.
 
     Args:
         passes: see ``construct_default_graph_passes``, or ``bind_options`` for a list of your own. Passes that
@@ -226,7 +228,9 @@ def apply_graph_passes(
     """
     steps = _without(_bound(passes), disable)
     runs: list[PassRun] = []
-    is_watched = observer is not None or facts.is_watched("graph_pass")
+    log = PipelineLog.if_wanted()
+    watchers = _watchers(observer, log)
+    is_watched = bool(watchers) or facts.is_watched("graph_pass")
     started, current = time.perf_counter(), copied_lazily(gm)
     other = None if twin is None else copied_lazily(twin)
     for number, step in enumerate(steps, 1):
@@ -243,13 +247,26 @@ def apply_graph_passes(
             other = None if other is None else _run(step, other, None)
         runs.append(PassRun(step.name, step.fingerprint, _seconds(begun)))
         facts.tell("graph_pass", run=runs[-1], before=before, after=current)
-        if observer is not None:
-            observer(step.name, before, current)
+        for watch in watchers:
+            watch(runs[-1], before, current)
+    if log is not None:
+        log.close()
     current.graph.lint()
     done = compiled(current)
     done.meta["gt_passes"] = tuple(runs)
     facts.tell("graph_passes", given=gm, result=done)
     return done
+
+
+def _watchers(
+    observer: Observer | None, log: PipelineLog | None
+) -> list[Callable[[PassRun, fx.GraphModule, fx.GraphModule], None]]:
+    found: list[Callable[[PassRun, fx.GraphModule, fx.GraphModule], None]] = []
+    if log is not None:
+        found.append(lambda run, before, after: log.add(asdict(run), before, after))
+    if observer is not None:
+        found.append(lambda run, before, after: observer(run.name, before, after))
+    return found
 
 
 def _bound(passes: Iterable[BoundPass]) -> list[BoundPass]:

@@ -11,13 +11,14 @@ from __future__ import annotations
 import logging
 import os
 
+_TRACE = "torch.__trace"
 _CHOSEN_BY = ("TORCH_LOGS", "TORCH_LOGS_OUT")
 
 
 def keep_trace_log_quiet() -> None:
     """Make ``torch.__trace`` a logger that pytest passes over, unless TORCH_TRACE asks for it."""
     if "TORCH_TRACE" not in os.environ:
-        trace_log = logging.getLogger("torch.__trace")
+        trace_log = logging.getLogger(_TRACE)
         trace_log.handlers.clear()
         trace_log.propagate = True
 
@@ -26,11 +27,15 @@ def let_torch_loggers_propagate() -> None:
     """Let torch's loggers propagate, unless TORCH_LOGS asks for something else.
 
     About thirty of them print by themselves and do not propagate; to attach to each of them before every phase
-    is a quarter of what pytest does for an empty test. Their records are captured as anybody's.
+    is a quarter of what pytest does for an empty test. Their records are captured as anybody's. The structured
+    trace is ``keep_trace_log_quiet``'s business.
     """
     if any(name in os.environ for name in _CHOSEN_BY):
         return
+    keep_trace_log_quiet()
     for name, logger in logging.getLogger().manager.loggerDict.items():
-        if isinstance(logger, logging.Logger) and not logger.propagate and name.partition(".")[0] == "torch":
+        if name == _TRACE or not isinstance(logger, logging.Logger) or logger.propagate:
+            continue
+        if name.partition(".")[0] == "torch":
             logger.handlers.clear()
             logger.propagate = True

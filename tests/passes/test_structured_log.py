@@ -1,0 +1,103 @@
+"""Graphs before and after each pass in the log that ``TORCH_TRACE`` asks for, and in what tlparse makes of it."""
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PIPELINE = """
+from pytest_gtrainer import apply_graph_passes, bind_options, graphtext
+from pytest_gtrainer import canonicalize_graph_pass, eliminate_dead_code_pass
+
+gm = graphtext.parse('''if I:
+  I[0]: f32[4]
+if fwd:
+  with _:
+    detach: f32[4] = aten.detach(I[0])
+    neg: f32[4] = aten.neg(detach)
+if out:
+  out[0] = neg
+''')
+passes = [bind_options(eliminate_dead_code_pass), bind_options(canonicalize_graph_pass)]
+apply_graph_passes(gm, None, passes)
+"""
+BESIDE = Path(__file__).parents[2] / ".venv" / "beside" / "bin" / "tlparse"
+
+
+@pytest.fixture(scope="module")
+def log(tmp_path_factory):
+    """The log of a pipeline of two passes."""
+    folder = tmp_path_factory.mktemp("trace")
+    environ = {**os.environ, "TORCH_TRACE": str(folder)}
+    subprocess.run([sys.executable, "-c", PIPELINE], env=environ, check=True, timeout=120)
+    (path,) = folder.iterdir()
+    return path
+
+
+def artefacts(path):
+    """Name, encoding and content of each artefact, by the rules of the format: the content follows, behind tabs."""
+    found, lines = {}, path.read_text().splitlines()
+    for number, line in enumerate(lines):
+        head = re.match(r"V[0-9.]+ [\d:.]+ \d+ [^]]+\] (\{.*\})$", line)
+        told = json.loads(head[1]) if head else {}
+        if "artifact" not in told:
+            continue
+        end = next((at for at in range(number + 1, len(lines)) if not lines[at].startswith("\t")), len(lines))
+        content = "\n".join(line[1:] for line in lines[number + 1 : end])
+        sums = {hashlib.md5(text.encode()).hexdigest() for text in (content, content + "\n")}
+        assert told["has_payload"] in sums
+        found[told["artifact"]["name"]] = told["artifact"]["encoding"], content
+    return found
+
+
+def test_each_pass_that_changes_a_graph_leaves_it_before_and_after(log):
+    found = {name: content for name, content in artefacts(log).items() if name.startswith("gt_passes_0")}
+    stem = "gt_passes_0_01_canonicalize_graph_pass"
+    assert list(found) == [f"{stem}_before", f"{stem}_after", "gt_passes_0_overview"]
+    (kind, before), (_, after) = found[f"{stem}_before"], found[f"{stem}_after"]
+    assert kind == "string"
+    assert "aten.detach" in before
+    assert "aten.detach" not in after
+    assert "aten.neg" in after
+
+
+def test_the_overview_tells_every_pass(log):
+    kind, content = artefacts(log)["gt_passes_0_overview"]
+    passes = json.loads(content)
+    assert kind == "json"
+    assert [(told["name"], told["changed"]) for told in passes] == [
+        ("eliminate_dead_code_pass", False),
+        ("canonicalize_graph_pass", True),
+    ]
+    assert all(told["seconds"] >= 0 and told["fingerprint"] for told in passes)
+
+
+def test_tlparse_reads_it(log, tmp_path):
+    """The tool itself, where ``make`` has installed it; elsewhere the checks above pin its format."""
+    tlparse = shutil.which("tlparse", path=f"{BESIDE.parent}{os.pathsep}{os.environ['PATH']}")
+    if tlparse is None:
+        pytest.skip("tlparse is not installed: make env")
+    command = [tlparse, log, "-o", tmp_path / "out", "--no-browser", "--strict"]
+    told = subprocess.run(command, capture_output=True, text=True)
+    assert told.returncode == 0, told.stderr
+    pages = {page.name: page.read_text() for page in (tmp_path / "out").rglob("gt_passes_0*")}
+    after = next(text for name, text in pages.items() if "canonicalize_graph_pass_after" in name)
+    assert "aten.neg" in after
+    assert len(pages) == 3
+    assert "gt_passes_0_01_canonicalize_graph_pass_after" in (tmp_path / "out" / "index.html").read_text()
+
+
+def test_without_the_variable_nothing_is_rendered(monkeypatch):
+    """The twin."""
+    from pytest_gtrainer.passes.structured_log import PipelineLog
+
+    monkeypatch.delenv("TORCH_TRACE", raising=False)
+    assert PipelineLog.if_wanted() is None
+    monkeypatch.setenv("TORCH_TRACE", "folder")
+    assert PipelineLog.if_wanted() is not None

@@ -25,6 +25,7 @@ from pytest_gtrainer.leaks import LeakGuard
 from pytest_gtrainer.report.bisection import BisectPlugin
 from pytest_gtrainer.report.net_table import NetTable
 from pytest_gtrainer.report.plugin import ReportPlugin, witnessed
+from pytest_gtrainer.report.progress import show_on_terminal
 from pytest_gtrainer.report.properties import JUnitProperties
 from pytest_gtrainer.report.summary import SummaryPlugin
 from pytest_gtrainer.report.sweep_table import SweepTables
@@ -89,6 +90,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
+    show_on_terminal(session.config)
     if is_rank(session.config):
         extensions.rank_starts(session.config)
 

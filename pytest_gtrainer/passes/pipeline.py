@@ -191,9 +191,12 @@ def _check_slots(extra: Mapping[str, Sequence[BoundPass]]) -> None:
         raise ValueError(f"there is no slot {', '.join(map(repr, unknown))}; there are {', '.join(SLOTS)}")
 
 
-def to_stderr(line: str) -> None:
-    """The default progress: a line on the error stream."""
-    print(line, file=sys.stderr, flush=True)
+def to_whoever_looks(line: str) -> None:
+    """The default progress: to those who watch ``progress``, as a terminal does; else a line on the error stream."""
+    if facts.is_watched("progress"):
+        facts.tell("progress", text=line)
+    else:
+        print(line, file=sys.stderr, flush=True)
 
 
 def apply_graph_passes(
@@ -203,7 +206,7 @@ def apply_graph_passes(
     *,
     disable: Collection[str] = (),
     observer: Observer | None = None,
-    progress: Progress | None = to_stderr,
+    progress: Progress | None = to_whoever_looks,
     long: float = _LONG,
     twin: fx.GraphModule | None = None,
 ) -> fx.GraphModule:

@@ -30,6 +30,7 @@ from torch.distributed.tensor import DTensor
 
 from pytest_gtrainer import facts
 from pytest_gtrainer.conventions import DYNAMIC_DIMS, GATHERS_ONCE
+from pytest_gtrainer.long_work import long_work
 from pytest_gtrainer.tracing._torch import (
     FakeTensor,
     FakeTensorMode,
@@ -254,6 +255,7 @@ class _Tracing:
             stack.enter_context(annotate_module_fqns(self.model))
             stack.enter_context(tracing_backward_metadata())
             stack.enter_context(self.mode)
+            stack.enter_context(long_work(f"tracing a step of {type(self.model).__name__}"))
             stack.enter_context(_fixing_refused(bool(extents)))
             gm = make_fx(joint)(*symbolic)
         _inherit_forward_metadata(gm)

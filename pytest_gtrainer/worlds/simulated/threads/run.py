@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from pytest_gtrainer.long_work import long_work
 from pytest_gtrainer.worlds.mesh_caches import forget_meshes
 from pytest_gtrainer.worlds.ranks.inside.hygiene import restored
 from pytest_gtrainer.worlds.simulated.threads import _torch
@@ -57,7 +58,8 @@ def run_threads(
             stack.enter_context(context)
         stack.callback(forget_meshes)
         torch.set_num_threads(1)  # a thread that enters a parallel region starts a pool of its own
-        return crew.run(timeout)
+        with long_work(f"simulating {size} ranks"):
+            return crew.run(timeout)
 
 
 def _check(size: int, net: Net, timeout: float) -> None:

@@ -1,0 +1,109 @@
+"""Lines of long work: on a terminal, past the capture of output; nowhere else."""
+
+import os
+import pty
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+from pytest_gtrainer import NetModel, bind_options, facts, graphtext, long_work, trace_step
+from pytest_gtrainer.passes.pipeline import apply_graph_passes
+from pytest_gtrainer.worlds.simulated.threads import run_threads
+
+TEST = """
+import time
+from pytest_gtrainer.long_work import long_work
+
+def test_it(capfd):
+    print("captured")
+    with long_work("working hard", first=0.05) as at:
+        at("step 1 of 2")
+        time.sleep(0.5)
+    assert capfd.readouterr().out == "captured\\n"
+"""
+
+
+@pytest.fixture
+def command(tmp_path):
+    (tmp_path / "test_it.py").write_text(TEST)
+    return [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "test_it.py"]
+
+
+def test_a_terminal_shows_the_line_while_the_test_runs_and_captures(command, tmp_path):
+    ours, theirs = pty.openpty()
+    run = subprocess.Popen(command, cwd=tmp_path, stdout=theirs, stderr=theirs)
+    os.close(theirs)
+    seen = b"".join(iter(lambda: read(ours), b"")).decode().replace("\r", "")
+    assert run.wait(timeout=120) == 0
+    assert seen.splitlines().count("gtrainer: working hard, step 1 of 2: 0 s so far") == 1
+    assert "1 passed" in seen
+
+
+def read(terminal):
+    """What is there; nothing when the other side has closed it."""
+    try:
+        return os.read(terminal, 1 << 16)
+    except OSError:
+        return b""
+
+
+def test_a_pipe_does_not(command, tmp_path):
+    """The twin: CI logs stay as they were."""
+    seen = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert "1 passed" in seen.stdout
+    assert "working hard" not in seen.stdout + seen.stderr
+
+
+@pytest.fixture
+def told(monkeypatch):
+    """The lines that are told, the first ones at once."""
+    monkeypatch.setattr(long_work, "FIRST_SECONDS", 0.01)
+    lines = []
+    with facts.watching({"progress": lambda text: lines.append(text)}):
+        yield lines
+
+
+def wait_for(lines, text=""):
+    """Until a line has come; the assertion behind it says if none does."""
+    for _ in range(5_000):
+        if any(text in line for line in lines):
+            return
+        time.sleep(0.002)
+
+
+def test_tracing_tells(told):
+    def step(model, x):
+        wait_for(told)
+        return model(x).sum()
+
+    trace_step(torch.nn.Linear(2, 2), step, (torch.ones(1, 2),))
+    assert told[0] == "tracing a step of Linear: 0 s so far"
+
+
+def test_simulating_tells(told):
+    run_threads(2, lambda rank: wait_for(told), net=NetModel(1, 2))
+    assert told[0] == "simulating 2 ranks: 0 s so far"
+
+
+def test_passes_tell_the_terminal_instead_of_the_error_stream(told, capsys):
+    gm = graphtext.parse("if I:\n  I[0]: f32[4]\nif out:\n  out[0] = I[0]\n")
+
+    def my_pass(gm, example_inputs=None):
+        return gm
+
+    apply_graph_passes(gm, None, [bind_options(my_pass)], long=0)
+    assert told[0].startswith("graph passes: my_pass (1 of 1), 0.0 s so far")
+    assert capsys.readouterr().err == ""
+
+
+def test_the_next_lines_come_at_their_pace(told, monkeypatch):
+    monkeypatch.setattr(long_work, "EVERY_SECONDS", 0.01)
+    with long_work.long_work("this") as at:
+        wait_for(told)
+        at("there")
+        wait_for(told, "there")
+    assert told[0] == "this: 0 s so far"
+    assert told[-1].startswith("this, there: ")

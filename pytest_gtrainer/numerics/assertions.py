@@ -52,11 +52,17 @@ def assert_bitwise_equal(actual: Tensors, expected: Tensors, *, what: str = "") 
     verdict = compare(actual, expected)
     facts.emit("verdict", outcome=verdict.outcome, tensors=verdict.compared, what=what)
     facts.tell("comparison", actual=actual, expected=expected, verdict=verdict, what=what, must_differ=False)
-    explanations: list[str] = []
-    facts.tell("judged", verdict=verdict, explanations=explanations)
+    explanations = explained(verdict, expected)
     if verdict.outcome != "equal":
         raise BitwiseDifference(_titled(what, "\n".join([str(verdict), *explanations])), verdict)
     return verdict
+
+
+def explained(verdict: Verdict, expected: Tensors) -> list[str]:
+    """What watchers of comparisons that must be equal know about this one: with ``--gt-bisect``, which pass it was."""
+    explanations: list[str] = []
+    facts.tell("judged", verdict=verdict, expected=expected, explanations=explanations)
+    return explanations
 
 
 def assert_bitwise_different(actual: Tensors, expected: Tensors, *, what: str = "") -> Verdict:

@@ -12,35 +12,30 @@ their names: the first of those whose value differs is reported, with the nodes 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from operator import getitem
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils import _pytree as pytree
 
 from pytest_gtrainer.conventions import BACKWARD, direction, node_fqn
 from pytest_gtrainer.numerics._torch import OpOverload
 from pytest_gtrainer.numerics.bits import NoBytes
-from pytest_gtrainer.numerics.compare import Difference, Outcome, Verdict, compare, difference_of
+from pytest_gtrainer.numerics.compare import Difference, Outcome, Pairs, Verdict, difference_of
 from pytest_gtrainer.numerics.record import Key
-from pytest_gtrainer.numerics.seeds import random_states_kept
+from pytest_gtrainer.numerics.replays import Run, Values, flat_inputs, local_run, run_in_world
 from pytest_gtrainer.numerics.verdict_text import text
 from pytest_gtrainer.passes._torch import WAIT, compiled, copied_lazily
 from pytest_gtrainer.passes.bound import BoundPass
 from pytest_gtrainer.passes.pipeline import apply_graph_passes
-from pytest_gtrainer.tracing.state import ModelState, local
 from pytest_gtrainer.tracing.step import TracedStep
 
 if TYPE_CHECKING:
     from pytest_gtrainer.worlds.world import World
-
-Values = dict[str, Tensor]
-Run = Callable[[fx.GraphModule], Values]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +56,7 @@ class Bisection:
         name: the pass that changes a bit, with its options.
         verdict: how the results after that pass differ from those before all passes, on this rank.
         node: the first node whose value differs on this rank, as the difference of its value.
-        where: that node in words.
+        where: that node in words, with the rank where all ranks are in this process.
         made: the nodes that it is computed from and that the pass made, in words, in graph order.
         replays: how often the graph was run.
     """
@@ -132,6 +127,25 @@ def bisect_stages(stages: Sequence[Stage], run: Run, *, every: bool = False) -> 
         guilty = next((number for number in range(1, last + 1) if search.differs(number)), None)
     else:
         guilty = search.halving(0, last) if last and search.differs(last) else None
+    return _found(search, stages, guilty, run)
+
+
+def bisect_towards(stages: Sequence[Stage], run: Run, expected: Values) -> Bisection | None:
+    """The pass behind the longest prefix that gives ``expected``, a part of the results; None if none does, or all do.
+
+    Where reductions depend on the order of a payload, bucketing changes bits by right: the graph before all passes is
+    then nothing to compare with, but what the passes are to arrive at is.
+    """
+    search = _Search(stages, run, expected)
+    last = len(stages) - 1
+    if not search.differs(last):
+        return None
+    right = next((number for number in range(last - 1, -1, -1) if not search.differs(number)), None)
+    return None if right is None else _found(search, stages, right + 1, run)
+
+
+def _found(search: _Search, stages: Sequence[Stage], guilty: int | None, run: Run) -> Bisection:
+    last = len(stages) - 1
     if guilty is None:
         return Bisection("equal", last, replays=search.replays)
     found = Bisection("different", last, guilty, stages[guilty].name, search.verdicts[guilty])
@@ -140,17 +154,23 @@ def bisect_stages(stages: Sequence[Stage], run: Run, *, every: bool = False) -> 
 
 
 class _Search:
-    """Replays stages and remembers what came out; ranks agree on what differs."""
+    """Replays stages and remembers what came out; ranks agree on what differs.
 
-    def __init__(self, stages: Sequence[Stage], run: Run) -> None:
-        self._stages, self._run = stages, run
+    Compared is with what the first stage gives, or with the part of the results that is ``expected``.
+    """
+
+    def __init__(self, stages: Sequence[Stage], run: Run, expected: Values | None = None) -> None:
+        self._stages, self._run, self._part = stages, run, expected is not None
         self.verdicts: dict[int, Verdict] = {}
-        self.replays = 1
-        self._expected = run(stages[0].gm)
+        self.replays = 0 if self._part else 1
+        self._expected = run(stages[0].gm) if expected is None else expected
 
     def differs(self, number: int) -> bool:
         self.replays += 1
-        verdict = compare(self._run(self._stages[number].gm), self._expected)
+        values = self._run(self._stages[number].gm)
+        if self._part:
+            values = {key: value for key, value in values.items() if key in self._expected}
+        verdict = Pairs.of(values, self._expected).verdict([], [])
         self.verdicts[number] = verdict
         return on_any_rank(verdict.outcome != "equal")
 
@@ -177,62 +197,10 @@ def on_any_rank(answer: bool) -> bool:
 
 def _runner(inputs: Sequence[Any], world: World | None, meshes: Sequence[DeviceMesh]) -> Run:
     if world is not None and world.kind == "simulated":
-        return _simulated(inputs, world, meshes)
+        return run_in_world(inputs, world, meshes)
     if dist.is_initialized() and dist.get_backend() == "fake":
         raise ValueError('a fake world moves no data, so no replay in it means anything: use gt_world("ranks")')
     return local_run(flat_inputs(inputs))
-
-
-def flat_inputs(inputs: Sequence[Any]) -> list[Any]:
-    """The graph's inputs: the state of a model, then the leaves of the batch; flat ones as they are."""
-    if not inputs or not isinstance(inputs[0], nn.Module):
-        return list(inputs)
-    return [local(tensor) for tensor in [*ModelState.of(inputs[0]).tensors, *pytree.tree_leaves(inputs[1:])]]
-
-
-def local_run(flat: Sequence[Any]) -> Run:
-    """Runs a graph in this process, each time on copies of the same inputs and from the same random states."""
-    kept = _copies(flat)
-
-    def run(gm: fx.GraphModule) -> Values:
-        given = _copies(kept)
-        with random_states_kept(), torch.no_grad():
-            return _named(gm, gm(*given), given)
-
-    return run
-
-
-def _simulated(inputs: Sequence[Sequence[Any]], world: World, meshes: Sequence[DeviceMesh]) -> Run:
-    from pytest_gtrainer.worlds.simulated.interpreter.run import interpret
-    from pytest_gtrainer.worlds.simulated.world import net_of
-
-    kept = [_copies(flat) for flat in inputs]
-
-    def run(gm: fx.GraphModule) -> Values:
-        given = [_copies(flat) for flat in kept]
-        outputs = interpret(gm, given, net_of(world), *meshes)
-        ranks = (_named(gm, *both) for both in zip(outputs, given, strict=True))
-        return {f"rank {rank}, {name}": value for rank, values in enumerate(ranks) for name, value in values.items()}
-
-    return run
-
-
-def _copies(values: Sequence[Any]) -> list[Any]:
-    return [value.detach().clone() if isinstance(value, Tensor) else value for value in values]
-
-
-def _named(gm: fx.GraphModule, outputs: Any, given: Sequence[Any]) -> Values:
-    """Results by name, and the buffers after the run."""
-    leaves = pytree.tree_leaves(outputs)
-    told = gm.graph.output_node().meta.get("gt_outputs") or ()
-    names = told if len(told) == len(leaves) else [f"output {index}" for index in range(len(leaves))]
-    values = {name: leaf for name, leaf in zip(names, leaves, strict=True) if isinstance(leaf, Tensor)}
-    placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
-    for node, value in zip(placeholders, given, strict=True):
-        source = node.meta.get("gt_input", {})
-        if source.get("kind") == "buffer":
-            values[f"{source['fqn']} afterwards"] = value
-    return values
 
 
 def _with_node(found: Bisection, before: fx.GraphModule, after: fx.GraphModule, run: Run) -> Bisection:
@@ -240,16 +208,18 @@ def _with_node(found: Bisection, before: fx.GraphModule, after: fx.GraphModule, 
     old = {node.name: node for node in before.graph.nodes}
     nodes = list(after.graph.nodes)
     new = {node for node in nodes if node.name not in old}
-    names: dict[str, list[str]] = {}
-    for name in actual:  # in a simulated world "rank 3, add_1"
-        names.setdefault(name.rpartition(", ")[2], []).append(name)
+    keys: dict[str, list[Key]] = {}
+    for key in actual:
+        keys.setdefault(key.name, []).append(key)
     for node in nodes:
         twin = old.get(node.name)
         if twin is None or twin.target is not node.target:
             continue
-        difference = _difference(names.get(node.name, ()), actual, expected)
+        difference = _difference(keys.get(node.name, ()), actual, expected)
         if difference is not None:
-            return replace(found, node=difference, where=_words(node), made=_made(node, new, nodes))
+            several = len({key.rank for key in actual}) > 1
+            where = _words(node) + (f" on rank {difference.key.rank}" if several else "")
+            return replace(found, node=difference, where=where, made=_made(node, new, nodes))
     return replace(found, made=_made(after.graph.output_node(), new, nodes))
 
 
@@ -275,11 +245,11 @@ def _has_value(node: fx.Node) -> bool:
     return not is_launch and len(returns) == 1 and str(returns[0].type) == "Tensor"
 
 
-def _difference(names: Sequence[str], actual: Values, expected: Values) -> Difference | None:
+def _difference(keys: Sequence[Key], actual: Values, expected: Values) -> Difference | None:
     """How a node's value differs, on the first rank where it does."""
-    for name in names:
+    for key in keys:
         try:
-            difference = difference_of(Key(0, 0, "", name), actual[name], expected[name])
+            difference = difference_of(key, actual[key], expected[key])
         except (KeyError, NoBytes):
             continue
         if difference is not None:

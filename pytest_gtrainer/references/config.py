@@ -11,7 +11,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from pytest_gtrainer.numerics.configs import ActivationCheckpointConfig
 from pytest_gtrainer.passes.bucket_plan import LOSS, BucketPlan, Plan, PlanError, layer_of
+from pytest_gtrainer.references.checkpointing import checkpoint_layers
 from pytest_gtrainer.tracing.sharding import MixedPrecisionPolicy
 
 if TYPE_CHECKING:
@@ -44,8 +46,10 @@ class TrainConfig:
             them to torch (all in one at the first step, then 25 MiB), and other bits come of it: a ring
             adds an element in an order that depends on its place in the bucket.
         optimizer: makes the optimiser of the trainable parameters.
-        max_norm: clip gradients to this norm; they are recorded before and after. Not in a simulated world's graph.
-        record_rng: record the states of all random generators before each step. Not in a simulated world's graph.
+        max_norm: clip gradients to this norm; they are recorded before and after.
+        activation_checkpoint: let the backward recompute every layer, both sides by ``torch.utils.checkpoint``; a
+            graph refuses to restore random numbers, see ``references.checkpointing``.
+        record_rng: record the states of all random generators before each step.
         steps: number of steps.
     """
 
@@ -60,6 +64,7 @@ class TrainConfig:
     ddp_bucket_mb: float | None = 0
     optimizer: Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer] = adamw
     max_norm: float | None = None
+    activation_checkpoint: ActivationCheckpointConfig | None = None
     record_rng: bool = False
     steps: int = 5
 
@@ -105,7 +110,7 @@ def finished(config: TrainConfig | Callable[[DeviceMesh], TrainConfig], world: W
 
 
 def new_model(config: TrainConfig) -> nn.Module:
-    """A model of the configuration, not yet sharded.
+    """A model of the configuration, its layers checkpointed if it says so, not yet sharded.
 
     Raises:
         ValueError: ``config.model`` hands out a model that was sharded before.
@@ -113,7 +118,7 @@ def new_model(config: TrainConfig) -> nn.Module:
     model = config.model()
     if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
         raise ValueError("TrainConfig.model must build a new model at every call; this one is sharded already")
-    return model
+    return model if config.activation_checkpoint is None else checkpoint_layers(model, config.activation_checkpoint)
 
 
 def bucket_modules(model: nn.Module, plan: BucketPlan) -> list[tuple[str, list[nn.Module]]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,9 +12,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from pytest_gtrainer.numerics.record import Record
+from pytest_gtrainer.numerics.seeds import random_states_kept
+from pytest_gtrainer.passes.bound import BoundPass
 from pytest_gtrainer.passes.layout import BucketLayout, bucket_layout
 from pytest_gtrainer.passes.payload_order import PayloadOrder
 from pytest_gtrainer.passes.pipeline import apply_graph_passes, construct_default_graph_passes
+from pytest_gtrainer.references.checkpointing import check_random_states
 from pytest_gtrainer.references.config import TrainConfig, bucket_modules, finished, new_model
 from pytest_gtrainer.references.same_collectives import assert_same_collectives
 from pytest_gtrainer.references.train import train
@@ -77,14 +80,22 @@ def shard_traceably(model: nn.Module, config: TrainConfig) -> nn.Module:
 
 
 def trace_config(config: TrainConfig, model: nn.Module) -> TracedStep:
-    """Trace the step on the shapes of the first batch."""
-    return trace_step(model, config.step, config.batch(0, dist.get_rank()))
+    """Trace the step on the shapes of the first batch; random numbers go on from where they were.
+
+    Raises:
+        CannotRestore: a recomputed region draws random numbers that are to be those of the forward.
+    """
+    with random_states_kept():
+        traced = trace_step(model, config.step, config.batch(0, dist.get_rank()))
+    check_random_states(traced.gm, config.activation_checkpoint)
+    return traced
 
 
 def rewrite(
     traced: TracedStep,
     config: TrainConfig,
     *,
+    passes: Sequence[BoundPass] | None = None,
     payload_order: PayloadOrder = "managed",
     reduce_scatter_first: bool = True,
     reshard_after_forward: bool = False,
@@ -94,18 +105,21 @@ def rewrite(
     The traced graph is left as it was.
 
     Args:
+        passes: a pipeline of your own instead; the other options are then nobody's.
         payload_order: see ``joint_transformer_block_bucketing_reordering_pass``.
         reduce_scatter_first: under hybrid sharding, reduce gradients as FSDP2 does (D16); off to show the difference.
         reshard_after_forward: gather parameters again in the backward, as FSDP2 does; the bits are the same.
     """
-    passes = construct_default_graph_passes(
+    if passes is not None:
+        return traced.with_graph(apply_graph_passes(traced.gm, traced.example_inputs, passes))
+    default = construct_default_graph_passes(
         bucket_plan=config.bucket_plan,
         payload_order=payload_order,
         reduce_scatter_first=config.hybrid and reduce_scatter_first,
         reshard_after_forward=reshard_after_forward,
         canonical_rules=("detach", "view"),
     )
-    gm = apply_graph_passes(traced.gm, traced.example_inputs, passes, disable=_NOT_NEEDED)
+    gm = apply_graph_passes(traced.gm, traced.example_inputs, default, disable=_NOT_NEEDED)
     return traced.with_graph(gm)
 
 
@@ -113,6 +127,7 @@ def train_graph(
     config: TrainConfig | Callable[[DeviceMesh], TrainConfig],
     *,
     world: World | None = None,
+    passes: Sequence[BoundPass] | None = None,
     payload_order: PayloadOrder = "managed",
     reduce_scatter_first: bool = True,
 ) -> Record:
@@ -121,7 +136,11 @@ def train_graph(
     In a simulated ``world`` on all its ranks; ``config`` is then best a function that builds the
     configuration from a rank's mesh. The options are those of ``rewrite``.
     """
-    options: dict[str, Any] = {"payload_order": payload_order, "reduce_scatter_first": reduce_scatter_first}
+    options: dict[str, Any] = {
+        "passes": passes,
+        "payload_order": payload_order,
+        "reduce_scatter_first": reduce_scatter_first,
+    }
     if world is not None and world.kind == "simulated":
         from pytest_gtrainer.worlds.simulated.graph_training import SimulatedGraphRun
 

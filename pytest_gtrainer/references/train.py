@@ -47,7 +47,7 @@ def train(
     for step in range(config.steps):
         optimizer.zero_grad()
         if config.record_rng:
-            _record_random_states(record, step, rank)
+            record_random_states(record, step, rank)
         loss = compute_gradients(*config.batch(step, rank))
         record.add(step, rank, "loss", "loss", local_tensor(loss))
         _record_gradients(record, step, rank, "gradient", model)
@@ -64,7 +64,8 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().to_local() if isinstance(tensor, DTensor) else tensor.detach()
 
 
-def _record_random_states(record: Recorder, step: int, rank: int) -> None:
+def record_random_states(record: Recorder, step: int, rank: int) -> None:
+    """What the process draws from next, a state for each generator."""
     for name, state in random_state().items():
         record.add(step, rank, "rng", name, state)
 

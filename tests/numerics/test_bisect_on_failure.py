@@ -64,6 +64,71 @@ def test_a_failing_comparison_names_the_pass(pytester: pytest.Pytester):
     assert "bisection: no graph was rewritten by apply_graph_passes and replayed before this comparison" in text
 
 
+ONE_BIT = """
+    import pytest, torch
+    from fixtures.training import llama3_training
+    from pytest_gtrainer import assert_bitwise_equal, bind_options, construct_default_graph_passes
+    from pytest_gtrainer import train_eager, train_graph
+    from pytest_gtrainer.passes.dead_code import eliminate_dead_code_pass
+
+    aten = torch.ops.aten
+
+    def next_up_pass(gm, example_inputs, *, parameter, element, tokens):
+        '''One element of a shard's gradient is the next number, when a rank's tokens add up to ``tokens``.'''
+        output = gm.graph.output_node()
+        view = output.args[0][output.meta["gt_outputs"].index(parameter)]
+        flat, inputs = view.args[0], gm.graph.find_nodes(op="placeholder")
+        size = flat.meta["val"].numel()
+        with gm.graph.inserting_before(view), flat.meta["val"].fake_mode:
+            def call(target, *args, **kwargs):
+                node = gm.graph.call_function(target, args, kwargs)
+                value = target(*torch.fx.node.map_arg(args, lambda n: n.meta["val"]), **kwargs)
+                node.meta = {**view.meta, "val": value}
+                return node
+            now = call(aten.eq.Scalar, call(aten.sum.default, inputs[-2]), tokens)
+            here = call(aten.eq.Scalar, call(aten.arange.default, size, device="cpu"), element)
+            up = call(aten.nextafter.default, flat, call(aten.full_like.default, flat, float("inf")))
+            spoiled = call(aten.where.self, call(aten.logical_and.default, now, here), up, flat)
+        view.replace_input_with(flat, spoiled)
+        return gm
+
+    def config(mesh):
+        return llama3_training(mesh, "fp32", steps=2, max_norm=0.1)
+
+    @pytest.mark.gt_world("simulated", size=4, nodes=2)
+    def test_it(gt_mesh, gt_world):
+        told = config(gt_mesh)
+        spoil = bind_options(next_up_pass, parameter="lm_head.weight", element=17 * 64 + 5,
+                             tokens=int(told.batch(1, 3)[0].sum()))
+        passes = construct_default_graph_passes(bucket_plan=told.bucket_plan, extra={
+            "bucketing": [spoil], "concretize": [bind_options(eliminate_dead_code_pass)] * 3})
+        eager = train_eager(config, world=gt_world)
+        assert_bitwise_equal(train_graph(config, world=gt_world, passes=passes), eager, what="graph against eager")
+"""
+
+
+def test_from_a_weight_to_the_pass_in_one_message(pytester: pytest.Pytester):
+    """L4: step, rank, phase, name, element, both patterns, distance, pass and node; in a simulated world, at step 1."""
+    pytester.makepyfile(test_it=ONE_BIT)
+    result = pytester.runpytest_inprocess("--gt-bisect")
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines([
+        "E *BitwiseDifference: graph against eager",
+        "E *different: 4 of * tensors, 4 elements",
+        "E *  first at step 1, rank 3, gradient of lm_head.weight, element (17, 5)",
+        "E *    actual   *  0x????????",
+        "E *    expected *  0x????????",
+        "E *    1 ULP apart; 1 of 4096 elements of this f32[[]64, 64[]]",
+        "E *bisection of step 1: introduced by pass 6 of 9, next_up_pass (7 replays)",
+        "E *  first node whose value differs: view_default* = aten.view.default in the backward* on rank 3, "
+        "element (17, 5)",
+        "E *    actual   *  0x????????",
+        "E *    expected *  0x????????",
+        "E *    1 ULP apart; 1 of 4096 elements of this f32[[]64, 64[]]",
+        "E *  computed from what the pass made: *; where_self = aten.where.self in the backward*",
+    ])  # fmt: skip
+
+
 def test_without_the_flag_nothing_is_bisected(pytester: pytest.Pytester):
     pytester.makepyfile(test_it=TEST)
     result = pytester.runpytest_inprocess("-k", "test_wrong and not rank")

@@ -20,6 +20,7 @@ from pytest_gtrainer import (
 )
 from pytest_gtrainer.numerics.assertions import BitwiseDifference
 from pytest_gtrainer.passes.layout import LayoutDifference
+from pytest_gtrainer.references.graph import GraphRun
 from tests.numerics.samples import flip_bit
 from tests.numerics.test_bisect import BATCH, Net, pipeline, traced_net
 
@@ -62,9 +63,8 @@ def test_one_bit_in_one_weight_at_step_3_on_rank_5(gt_world):
 
 
 @pytest.mark.gt_world("simulated", size=4, nodes=2)
-def test_swapped_bucket_members(gt_world):
+def test_swapped_bucket_members(gt_mesh, gt_world):
     """The layout names the bucket and the parameters; no arithmetic is needed."""
-    from pytest_gtrainer.worlds.simulated.graph_training import SimulatedGraphRun
     from pytest_gtrainer.worlds.simulated.threads.training import simulated_eager
     from pytest_gtrainer.worlds.simulated.world import net_of
 
@@ -72,14 +72,15 @@ def test_swapped_bucket_members(gt_world):
         return llama3_training(mesh, "bf16_fp32", steps=1)
 
     eager = simulated_eager(config, net_of(gt_world), mesh=gt_world.mesh)
-    swapped = SimulatedGraphRun(config, gt_world, payload_order="execution")
+    graph = GraphRun(config(gt_mesh))
+    swapped = graph.rewritten(payload_order="execution")
     with pytest.raises(LayoutDifference) as caught:
         assert_same_layout(swapped.layout(), eager.layout)
     assert str(caught.value).splitlines()[:2] == [
         "bucket layouts differ",
         "bucket 'layers.0', all_gather: layers.0.attention.wq.weight sits at byte 32, expected 0",
     ]
-    assert_same_layout(SimulatedGraphRun(config, gt_world).layout(), eager.layout)
+    assert_same_layout(graph.layout(), eager.layout)
 
 
 class Dropping(nn.Module):

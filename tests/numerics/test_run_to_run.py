@@ -26,10 +26,6 @@ def by_thread() -> dict[str, torch.Tensor]:
     return {"sum": sum(parts[1:], parts[0])}
 
 
-def by_process() -> dict[str, torch.Tensor]:
-    return {"pid": torch.tensor(os.getpid())}
-
-
 def by_hash() -> dict[str, torch.Tensor]:
     order = list({f"layer.{index}" for index in range(20)})
     return {"order": torch.tensor([int(name.split(".")[1]) for name in order])}
@@ -65,7 +61,6 @@ def test_what_repeats_itself_passes_under_every_pressure():
     ("function", "pressure"),
     [
         (by_thread, "3 threads"),
-        (by_process, "another process"),
         (by_hash, "another process"),
         (by_load, "a busy core"),
     ],

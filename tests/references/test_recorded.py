@@ -6,9 +6,17 @@ import re
 
 import pytest
 import torch
+from torch import nn
 
 from fixtures.training import llama3_training
-from pytest_gtrainer import Record, assert_bitwise_different, assert_bitwise_equal, train_eager, train_graph
+from pytest_gtrainer import (
+    Record,
+    TrainConfig,
+    assert_bitwise_different,
+    assert_bitwise_equal,
+    train_eager,
+    train_graph,
+)
 
 
 @pytest.mark.gt_world("ranks", size=2)
@@ -47,11 +55,50 @@ def test_random_states_are_recorded_before_each_step(gt_mesh, gt_world):
 
 
 @pytest.mark.gt_world("simulated", size=4, nodes=2)
-@pytest.mark.parametrize("option", [{"max_norm": 1.0}, {"record_rng": True}], ids=str)
-def test_what_a_simulated_graph_does_not_do_is_refused(gt_world, option):
-    name = next(iter(option))
-    with pytest.raises(ValueError, match=rf"does not support TrainConfig\.{name}: use real ranks"):
-        train_graph(lambda mesh: llama3_training(mesh, "fp32", **option), world=gt_world)
+def test_a_simulated_graph_clips_as_eager_does(gt_world):
+    """The norm is a sum over ranks in the order of the net; the twin clips to half of it."""
+
+    def config(mesh, max_norm=0.1):
+        return llama3_training(mesh, "fp32", steps=2, max_norm=max_norm)
+
+    graph = train_graph(config, world=gt_world)
+    assert_bitwise_equal(graph, train_eager(config, world=gt_world))
+    assert len(graph.select(phase="clipped")) == len(graph.select(phase="gradient"))
+    half = train_graph(lambda mesh: config(mesh, max_norm=0.05), world=gt_world)
+    verdict = assert_bitwise_different(half, graph)
+    assert (verdict.first.key.step, verdict.first.key.phase) == (0, "clipped")
+
+
+class Drawing(nn.Module):
+    """Dropout between two layers, on every rank its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first, second = self.layers
+        return second(nn.functional.dropout(first(x), 0.5)).square().mean()
+
+
+@pytest.mark.gt_world("simulated", size=2, nodes=1)
+def test_a_simulated_graph_draws_what_each_rank_draws(gt_world):
+    """By batches, which differ between ranks, and by the graph; the model's weights are drawn, too."""
+
+    def config(mesh, draws=1):
+        def batch(step, rank):
+            torch.rand(rank * draws)
+            return (torch.rand(3, 8),)
+
+        return TrainConfig(model=Drawing, step=lambda model, x: model(x), batch=batch, mesh=mesh, steps=2,
+                           bucket_plan=["layers.0", "layers.1"], record_rng=True)  # fmt: skip
+
+    before = torch.get_rng_state()
+    graph = train_graph(config, world=gt_world)
+    assert_bitwise_equal(graph, train_eager(config, world=gt_world))
+    assert torch.equal(torch.get_rng_state(), before)
+    verdict = assert_bitwise_different(train_graph(lambda mesh: config(mesh, draws=2), world=gt_world), graph)
+    assert verdict.first.key[:3] == (0, 0, "gradient")
 
 
 @pytest.mark.gt_world("simulated", size=2, nodes=1)

@@ -7,7 +7,9 @@ start comes from the same code that shards the model on real ranks, run on threa
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,14 +20,22 @@ from torch.utils import _pytree as pytree
 from pytest_gtrainer.numerics.record import Record
 from pytest_gtrainer.numerics.weight_digests import tell_weights
 from pytest_gtrainer.passes.layout import BucketLayout
-from pytest_gtrainer.references.config import TrainConfig, new_model
+from pytest_gtrainer.references.config import Batch, TrainConfig, new_model
 from pytest_gtrainer.references.graph import GraphRun, shard_traceably
-from pytest_gtrainer.references.train import Recorder
+from pytest_gtrainer.references.train import Recorder, record_random_states
 from pytest_gtrainer.tracing.state import ModelState, local
-from pytest_gtrainer.worlds.simulated.interpreter import Interpreter, PerRank, RankGraph, check_same_on_all
+from pytest_gtrainer.worlds.simulated.clipping import Gradients, clip_on_all
+from pytest_gtrainer.worlds.simulated.interpreter import (
+    Interpreter,
+    PerRank,
+    RandomStates,
+    RankGraph,
+    check_same_on_all,
+)
 from pytest_gtrainer.worlds.simulated.interpreter.run import one_thread
 from pytest_gtrainer.worlds.simulated.interpreter.values import of_rank
 from pytest_gtrainer.worlds.simulated.threads.run import LIMIT, run_threads
+from pytest_gtrainer.worlds.simulated.threads.state import ProcessState, read_state, state_kept, write_state
 from pytest_gtrainer.worlds.simulated.threads.training import ConfigOfMesh, config_of_mesh
 from pytest_gtrainer.worlds.simulated.world import net_of, played_by
 from pytest_gtrainer.worlds.world import World
@@ -43,15 +53,17 @@ class SimulatedGraphRun:
         """``options`` are those of ``references.graph.rewrite``."""
         net = net_of(world)
         build, mesh = config_of_mesh(config, world.size, world.mesh)
+        self._build, self._extents = build, mesh
         self._mesh, self._net = _mesh(mesh), net
-        self.config = _simulable(build(self._mesh))
-        self._run = GraphRun(self.config, **options)
-        graph = _rank_graph(self._run, self._mesh)
-        if world.size > 1:
-            check_same_on_all(graph, _traced_by_last(build, mesh, world.size, options))
+        self.config = build(self._mesh)
+        with state_kept():
+            self._run = GraphRun(self.config, **options)
+            graph = _rank_graph(self._run, self._mesh)
+            if world.size > 1:
+                check_same_on_all(graph, _traced_by_last(build, mesh, world.size, options))
         self._interpreter = Interpreter(graph, net)
         self.group_of = graph.group_of
-        self._states = run_threads(world.size, _initial_state, build, mesh, net=net, timeout=LIMIT)
+        self._starts = run_threads(world.size, _start, build, mesh, net=net, timeout=LIMIT)
 
     def layout(self) -> BucketLayout:
         """Where the rewritten graph puts each parameter."""
@@ -66,29 +78,36 @@ class SimulatedGraphRun:
 
     def run(self, recorder: Recorder | None = None, *, steps: int | None = None) -> Record:
         """Train for ``steps``, else ``config.steps``: the record of all ranks, empty if a ``recorder`` takes all."""
-        empty = Record(world_size=len(self._states), meta={"side": "rewritten graph"})
+        empty = Record(world_size=len(self._starts), meta={"side": "rewritten graph"})
         record: Recorder = empty if recorder is None else recorder
-        ranks = [_Rank(rank, self._run, [own.clone() for own in state]) for rank, state in enumerate(self._states)]
+        ranks = [_Rank(rank, self._run, start) for rank, start in enumerate(self._starts)]
         state = [PerRank(tensors) for tensors in zip(*(rank.tensors for rank in ranks), strict=True)]
-        with one_thread():
+        with state_kept(), one_thread():
             for step in range(steps or self.config.steps):
                 self._step(step, ranks, state, record)
         return empty
 
     def _step(self, step: int, ranks: Sequence[_Rank], state: Sequence[PerRank], record: Recorder) -> None:
-        batches = [pytree.tree_leaves(self.config.batch(step, rank.rank)) for rank in ranks]
+        batches = [pytree.tree_leaves(rank.next_batch(self.config, step, record)) for rank in ranks]
         inputs = [PerRank(values) for values in zip(*batches, strict=True)]
-        output = self._interpreter.run([*state, *inputs])
+        output = self._run_on_all(ranks, [*state, *inputs])
         for rank in ranks:
-            rank.finish_step(record, step, *of_rank(output, rank.rank))
+            rank.take(record, step, *of_rank(output, rank.rank))
+        if self.config.max_norm is not None:
+            clip_on_all([rank.gradients for rank in ranks], self._build, self._extents, self.config, self._net)
+            for rank in ranks:
+                rank.record_gradients(record, step, "clipped")
+        for rank in ranks:
+            rank.finish_step(record, step)
 
-
-def _simulable(config: TrainConfig) -> TrainConfig:
-    """The configuration, unless it asks for what only a rank of its own can do."""
-    asked = [name for name, value in (("max_norm", config.max_norm), ("record_rng", config.record_rng)) if value]
-    if asked:
-        raise ValueError(f"a graph in a simulated world does not support TrainConfig.{asked[0]}: use real ranks")
-    return config
+    def _run_on_all(self, ranks: Sequence[_Rank], inputs: Sequence[PerRank]) -> Any:
+        """Run the graph; every rank draws from its own random numbers."""
+        random = RandomStates.of_ranks([rank.process.torch_random for rank in ranks])
+        self._interpreter.random = random
+        output = self._interpreter.run(inputs)
+        for rank in ranks:
+            rank.process = replace(rank.process, torch_random=of_rank(random.states, rank.rank))
+        return output
 
 
 def _mesh(extents: Mapping[str, int]) -> DeviceMesh:
@@ -107,36 +126,74 @@ def _traced_by_last(
         return _rank_graph(GraphRun(build(mesh), **options), mesh)
 
 
-def _initial_state(rank: int, build: ConfigOfMesh, extents: Mapping[str, int]) -> list[torch.Tensor]:
-    """What a rank holds before the first step: its shards, in the order of the graph's inputs."""
+@dataclass(frozen=True, slots=True)
+class _Start:
+    """What a rank holds before the first step: its shards, in the order of the graph's inputs, and random numbers."""
+
+    tensors: list[torch.Tensor]
+    process: ProcessState
+
+
+def _start(rank: int, build: ConfigOfMesh, extents: Mapping[str, int]) -> _Start:
     config = build(_mesh(extents))
     model = shard_traceably(new_model(config), config)
-    return [local(tensor).detach().clone() for tensor in ModelState.of(model).tensors]
+    return _Start([local(tensor).detach().clone() for tensor in ModelState.of(model).tensors], read_state())
 
 
 class _Rank:
-    """One rank's shards and their optimiser."""
+    """One rank's shards, their optimiser, and its random numbers."""
 
-    def __init__(self, rank: int, run: GraphRun, tensors: Sequence[torch.Tensor]) -> None:
-        self.rank, self.tensors = rank, list(tensors)
+    def __init__(self, rank: int, run: GraphRun, start: _Start) -> None:
+        self.rank, self.process = rank, start.process
+        self.tensors = [tensor.clone() for tensor in start.tensors]
         state = ModelState.of(run.model)
-        self._fqns, self._trainable = state.fqns, run.traced.trainable_fqns
+        self._models, self._fqns, self._trainable = state.parameters, state.fqns, run.traced.trainable_fqns
         self._parameters = {
             fqn: nn.Parameter(tensor, requires_grad=fqn in self._trainable)
             for fqn, tensor in zip(state.parameters, self.tensors, strict=False)
         }
         self._optimizer = run.config.optimizer([self._parameters[fqn] for fqn in self._trainable])
 
-    def finish_step(self, record: Recorder, step: int, loss: torch.Tensor, *gradients: torch.Tensor | None) -> None:
-        """Record loss and gradients, step, record the rest; as ``references.train.train`` does."""
+    @contextmanager
+    def _process(self) -> Iterator[None]:
+        """Inside, random numbers are drawn from the rank's own."""
+        write_state(self.process)
+        yield
+        self.process = read_state()
+
+    def next_batch(self, config: TrainConfig, step: int, record: Recorder) -> Batch:
+        """The inputs of a step, and before it what ``references.train.train`` records before it."""
+        with self._process():
+            if config.record_rng:
+                record_random_states(record, step, self.rank)
+            return config.batch(step, self.rank)
+
+    def take(self, record: Recorder, step: int, loss: torch.Tensor, *gradients: torch.Tensor | None) -> None:
+        """Record loss and gradients, and keep these; as ``references.train.train`` does."""
         record.add(step, self.rank, "loss", "loss", loss)
         self._optimizer.zero_grad()
         for fqn, gradient in zip(self._trainable, gradients, strict=True):
             if gradient is not None:
                 parameter = self._parameters[fqn]
                 parameter.grad = torch.empty_like(parameter, dtype=gradient.dtype).copy_(gradient)
-                record.add(step, self.rank, "gradient", fqn, parameter.grad)
-        self._optimizer.step()
+        self.record_gradients(record, step, "gradient")
+
+    @property
+    def gradients(self) -> Gradients:
+        """The parameters that have a gradient, each with that of rank 0's model."""
+        pairs = ((self._parameters[fqn], self._models[fqn]) for fqn in self._trainable)
+        return [pair for pair in pairs if pair[0].grad is not None]
+
+    def record_gradients(self, record: Recorder, step: int, phase: str) -> None:
+        for fqn in self._trainable:
+            gradient = self._parameters[fqn].grad
+            if gradient is not None:
+                record.add(step, self.rank, phase, fqn, gradient)
+
+    def finish_step(self, record: Recorder, step: int) -> None:
+        """Step, and record what that leaves."""
+        with self._process():
+            self._optimizer.step()
         self._record_state(record, step)
         tell_weights(step, self.rank, "rewritten graph", self._parameters.items())
 

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from pytest_gtrainer import facts
-from pytest_gtrainer.numerics.assertions import BitwiseDifference
+from pytest_gtrainer.numerics.assertions import BitwiseDifference, explained
 from pytest_gtrainer.numerics.compare import Verdict, compare
 from pytest_gtrainer.numerics.record import Record
 from pytest_gtrainer.passes.layout import REDUCE_SCATTER_NAME, BucketLayout, LayoutDifference, assert_same_layout
@@ -115,10 +115,11 @@ def _compared(subject: SimulatedGraphRun, eager: SimulatedRun, net: Net, row: _R
     what = "graph against eager"
     facts.emit("verdict", outcome=verdict.outcome, tensors=verdict.compared, what=what)
     facts.tell("comparison", actual=record, expected=eager.record, verdict=verdict, what=what, must_differ=False)
+    explanations = explained(verdict, eager.record)
     if verdict.outcome != "equal":
         row.result = _first(verdict)
         paths = Paths(net, {"graph": layout, "eager": eager.layout}, subject.group_of)
-        told = "\n".join([str(verdict), *paths.of_first(verdict, record)])
+        told = "\n".join([str(verdict), *paths.of_first(verdict, record), *explanations])
         if misplaced:
             raise LayoutDifference(f"{misplaced}\nand therefore bits are {told}")
         raise BitwiseDifference(told, verdict)

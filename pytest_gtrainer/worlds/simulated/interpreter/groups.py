@@ -7,7 +7,7 @@ group along ep". The *partition* of a group is every rank's group along the same
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from itertools import combinations
 from math import prod
 
@@ -30,12 +30,14 @@ class RankGraph:
     Attributes:
         rank: the rank that traced it; size: the number of ranks.
         partitions: by group name; each is a partition of the ranks.
+        meshes: the ranks of the meshes that the groups were looked up in.
     """
 
     gm: fx.GraphModule
     rank: int
     size: int
     partitions: Mapping[str, Partition]
+    meshes: tuple[Tensor, ...] = field(default=(), compare=False)
 
     @classmethod
     def of(cls, gm: fx.GraphModule, *meshes: DeviceMesh) -> RankGraph:
@@ -48,9 +50,17 @@ class RankGraph:
             ValueError: a group that is no dimension of a mesh; pass its mesh, or build a RankGraph by hand.
         """
         size = torch.distributed.get_world_size()
-        tensors = [root_ranks(mesh) for mesh in meshes]
+        tensors = tuple(root_ranks(mesh) for mesh in meshes)
         partitions = {name: _partition(name, group_of(name), size, tensors) for name in group_names(gm)}
-        return cls(gm, torch.distributed.get_rank(), size, partitions)
+        return cls(gm, torch.distributed.get_rank(), size, partitions, tensors)
+
+    def with_graph(self, gm: fx.GraphModule) -> RankGraph:
+        """Another graph of the same rank and meshes, before a pass for example; as ``of``, in the same world."""
+        names = group_names(gm)
+        known = {name: self.partitions[name] for name in names if name in self.partitions}
+        others = [name for name in names if name not in known]
+        partitions = {name: _partition(name, group_of(name), self.size, self.meshes) for name in others}
+        return replace(self, gm=gm, partitions={**known, **partitions})
 
     def group_of(self, rank: int, ranks: tuple[int, ...]) -> tuple[int, ...]:
         """The group of ``rank`` along the dimension of the mesh that ``ranks`` are a group of in this graph."""

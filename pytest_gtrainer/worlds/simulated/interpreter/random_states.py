@@ -31,6 +31,16 @@ class RandomStates:
         """Every rank as after ``torch.manual_seed`` with its seed."""
         return cls([torch.Generator().manual_seed(seed).get_state() for seed in seeds])
 
+    @classmethod
+    def of_ranks(cls, states: Sequence[torch.Tensor]) -> RandomStates:
+        """These states, one of each rank, as one where all are equal."""
+        alike = all(torch.equal(states[0], state) for state in states)
+        return cls(states[0] if alike else states)
+
+    def copy(self) -> RandomStates:
+        """The same states, to continue from apart from these."""
+        return RandomStates(self.states.clone() if self.uniform else list(self.states))
+
     @property
     def uniform(self) -> bool:
         return type(self.states) is not PerRank

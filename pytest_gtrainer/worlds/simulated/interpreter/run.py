@@ -10,6 +10,7 @@ import torch
 from torch import fx
 from torch.distributed.device_mesh import DeviceMesh
 
+from pytest_gtrainer import facts
 from pytest_gtrainer.worlds.simulated.interpreter.compiler import compiled
 from pytest_gtrainer.worlds.simulated.interpreter.groups import RankGraph
 from pytest_gtrainer.worlds.simulated.interpreter.random_states import RandomStates, generator_kept
@@ -34,6 +35,7 @@ class Interpreter:
         if net.size != graph.size:
             raise ValueError(f"the net connects {net.size} ranks, the graph was traced for {graph.size}")
         self.random = random or RandomStates()
+        self._graph, self._net = graph, net
         self._program = compiled(graph, net)
 
     def run(self, inputs: Sequence[Any]) -> Any:
@@ -48,6 +50,7 @@ class Interpreter:
             DependsOnRank: an input has not the traced shape on every rank, or belongs to all ranks and is
                 written to by each.
         """
+        facts.tell("replay_on_all", graph=self._graph, net=self._net, inputs=inputs, random=self.random)
         with torch.no_grad(), generator_kept(), one_thread():
             return self._program.run(inputs, self.random)
 

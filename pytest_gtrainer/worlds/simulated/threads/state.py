@@ -21,7 +21,9 @@ _VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 
 
 @dataclass(frozen=True, slots=True)
-class _State:
+class ProcessState:
+    """Random numbers and default dtype of a rank."""
+
     torch_random: torch.Tensor
     python_random: tuple[Any, ...]
     numpy_random: Any
@@ -33,31 +35,32 @@ class SwappedStates:
 
     def __init__(self, size: int) -> None:
         self._size = size
-        self._states = [_read()] * size
+        self._states = [read_state()] * size
 
     def save(self, rank: int) -> None:
         """Keep what the process has now as the rank's."""
-        self._states[rank] = _read()
+        self._states[rank] = read_state()
 
     def load(self, rank: int) -> None:
         """Give the process the rank's."""
-        _write(self._states[rank])
+        write_state(self._states[rank])
         os.environ.update(zip(_VARIABLES, map(str, (rank, rank, self._size, self._size)), strict=True))
 
 
 @contextmanager
 def state_kept() -> Iterator[None]:
     """Put the caller's random numbers back at the end."""
-    state = _read()
+    state = read_state()
     try:
         yield
     finally:
-        _write(state)
+        write_state(state)
 
 
-def _read() -> _State:
+def read_state() -> ProcessState:
+    """What the process has now."""
     numpy = sys.modules.get("numpy")
-    return _State(
+    return ProcessState(
         torch.get_rng_state(),
         random.getstate(),
         numpy.random.get_state() if numpy else None,
@@ -65,7 +68,8 @@ def _read() -> _State:
     )
 
 
-def _write(state: _State) -> None:
+def write_state(state: ProcessState) -> None:
+    """Give it to the process."""
     torch.set_rng_state(state.torch_random)
     random.setstate(state.python_random)
     _write_numpy(state.numpy_random)

@@ -1,0 +1,134 @@
+"""Activation checkpointing by its own configuration: eager and graph recompute, and every field arrives."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import CheckpointError
+
+from fixtures.training import llama3_training
+from pytest_gtrainer import (
+    ActivationCheckpointConfig,
+    TrainConfig,
+    assert_bitwise_different,
+    assert_bitwise_equal,
+    train_eager,
+    train_graph,
+)
+from pytest_gtrainer.references.checkpointing import CannotRestore, checkpoint_layers
+from pytest_gtrainer.references.graph import GraphRun
+
+OTHERWISE = ActivationCheckpointConfig(preserve_rng_state=False, determinism_check="none", debug=True)
+
+
+class Layer(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.dropout(super().forward(x), 0.5).sin()
+
+
+class Dropping(nn.Module):
+    """Two layers with dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(Layer(8, 8), Layer(8, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x).square().mean()
+
+
+def dropping(mesh, activation_checkpoint: ActivationCheckpointConfig | None) -> TrainConfig:
+    return TrainConfig(
+        model=Dropping,
+        step=lambda model, x: model(x),
+        batch=lambda step, rank: (torch.full((3, 8), 1.0 + step + rank),),
+        bucket_plan=["layers.0", "layers.1"],
+        mesh=mesh,
+        steps=2,
+        activation_checkpoint=activation_checkpoint,
+    )
+
+
+@pytest.mark.gt_world("simulated", size=2, nodes=1)
+def test_both_sides_recompute_and_no_bit_changes(gt_mesh, gt_world):
+    """K1: the graph repeats each layer's forward in the backward."""
+
+    def checkpointed(mesh):
+        return llama3_training(mesh, "fp32", steps=1, activation_checkpoint=ActivationCheckpointConfig())
+
+    graph = train_graph(checkpointed, world=gt_world)
+    assert_bitwise_equal(graph, train_eager(checkpointed, world=gt_world))
+    assert_bitwise_equal(graph, train_eager(lambda mesh: llama3_training(mesh, "fp32", steps=1), world=gt_world))
+    attentions = [_attentions(each) for each in (checkpointed(gt_mesh), llama3_training(gt_mesh, "fp32", steps=1))]
+    assert attentions == [4, 2]
+
+
+def _attentions(config: TrainConfig) -> int:
+    nodes = GraphRun(config).traced.gm.graph.nodes
+    return sum("scaled_dot_product" in str(node.target) and "backward" not in str(node.target) for node in nodes)
+
+
+@pytest.mark.gt_world("simulated", size=2, nodes=1)
+def test_random_numbers_that_are_not_restored(gt_world):
+    """K1: then eager draws another mask in the backward, and the graph does too; with the restore eager differs."""
+    told = {}
+    for preserve in (False, True):
+        config = ActivationCheckpointConfig(preserve_rng_state=preserve)
+        told[preserve] = train_eager(lambda mesh, config=config: dropping(mesh, config), world=gt_world)
+    plain = train_eager(lambda mesh: dropping(mesh, None), world=gt_world)
+    graph = train_graph(lambda mesh: dropping(mesh, OTHERWISE), world=gt_world)
+    assert_bitwise_equal(graph, told[False])
+    assert_bitwise_equal(told[True], plain)
+    verdict = assert_bitwise_different(told[False], plain)
+    assert verdict.first.key[:3] == (0, 0, "gradient")
+
+
+@pytest.mark.gt_world("fake", size=2)
+def test_a_graph_refuses_to_restore_random_numbers(gt_mesh):
+    """K1: it would compute with another mask in silence."""
+    with pytest.raises(CannotRestore, match=r"aten\.\w+\.\w+ in the backward of layers\.\d would draw other random"):
+        GraphRun(dropping(gt_mesh, ActivationCheckpointConfig()))
+    GraphRun(dropping(gt_mesh, None))
+
+
+class Fickle(nn.Module):
+    """Computes in another dtype when it is called again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return x.to(torch.float32 if self.calls == 1 else torch.float64).sin().float()
+
+
+def backward_of_a_fickle_layer(config: ActivationCheckpointConfig) -> torch.Tensor:
+    model = nn.Module()
+    model.layers = nn.ModuleList([Fickle()])
+    x = torch.ones(2, requires_grad=True)
+    checkpoint_layers(model, config).layers[0](x).sum().backward()
+    return x.grad
+
+
+def test_the_check_of_determinism():
+    """K1: "default" compares what was recomputed, "none" does not."""
+    with pytest.raises(CheckpointError, match="Recomputed values for the following tensors have different metadata"):
+        backward_of_a_fickle_layer(ActivationCheckpointConfig())
+    assert backward_of_a_fickle_layer(ActivationCheckpointConfig(determinism_check="none")) is not None
+
+
+def test_debugging(monkeypatch: pytest.MonkeyPatch):
+    """K1: the operators of both runs are shown."""
+    # torch logs operators with arguments that their format has no place for, and pytest's handler formats them
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
+    with pytest.raises(CheckpointError, match=r"(?s)dumping logs of latest computation.*aten\.sin\.default"):
+        backward_of_a_fickle_layer(ActivationCheckpointConfig(debug=True))
+
+
+def test_a_model_without_layers():
+    with pytest.raises(ValueError, match=r"no layers such as layers\.0 to checkpoint; its outermost are head"):
+        checkpoint_layers(nn.ModuleDict({"head": nn.Linear(2, 2)}), ActivationCheckpointConfig())

@@ -67,6 +67,9 @@ _HOME: dict[str, str] = {
     "bisect_passes": "numerics.bisect",
     "capture_operators": "numerics.operators",
     "compare_operators": "numerics.operators",
+    # worlds
+    "World": "worlds.world",
+    "WorldSpec": "worlds.spec",
     # simulated world
     "NetModel": "worlds.simulated.net",
     "assert_simulated_parity": "worlds.simulated.parity",

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Collection
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from pytest_gtrainer.hookspecs import together
+
+if TYPE_CHECKING:
+    from pytest_gtrainer.hookspecs import EnterWorld
 
 GIVEN = {"gt_model": ("models", "model"), "gt_net": ("nets", "net")}
 """Fixtures that run a test once with each of what a hook gives."""
@@ -28,6 +31,19 @@ def passes() -> dict[str, Callable[..., Any]]:
         return {}
     config = _configs[-1]
     return together(config.hook.pytest_gtrainer_passes(config=config), "pass")
+
+
+def worlds(config: pytest.Config, ours: Collection[str]) -> dict[str, EnterWorld]:
+    """The kinds of worlds that hooks give, beside ``ours``.
+
+    Raises:
+        pytest.UsageError: a name was given twice, or is one of ours.
+    """
+    found: dict[str, EnterWorld] = together(config.hook.pytest_gtrainer_worlds(config=config), "world")
+    for name in found:
+        if name in ours:
+            raise pytest.UsageError(f"pytest_gtrainer_worlds: {name!r} is a world of pytest-gtrainer: rename yours")
+    return found
 
 
 def parametrise(metafunc: pytest.Metafunc) -> None:

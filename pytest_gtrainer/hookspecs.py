@@ -7,6 +7,7 @@ error. docs/hooks.md has a project that uses all of them, which is run as a test
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -15,6 +16,10 @@ if TYPE_CHECKING:
     from torch import fx, nn
 
     from pytest_gtrainer.worlds.simulated.net import NetModel
+    from pytest_gtrainer.worlds.spec import WorldSpec
+    from pytest_gtrainer.worlds.world import World
+
+    EnterWorld = Callable[[WorldSpec], AbstractContextManager[World]]
 
 
 @pytest.hookspec
@@ -30,6 +35,16 @@ def pytest_gtrainer_models(config: pytest.Config) -> Mapping[str, Callable[[], n
     """Models by name, as functions that build them: a test that takes ``gt_model`` runs once with each of them.
 
     Asked when tests are collected, on each rank, too: import torch inside the functions.
+    """
+
+
+@pytest.hookspec
+def pytest_gtrainer_worlds(config: pytest.Config) -> Mapping[str, EnterWorld]:  # type: ignore[empty-body]
+    """Kinds of worlds by name: ``gt_world("name", size=8)`` enters one, in the process of the test.
+
+    Each is a function of the marker's ``WorldSpec`` that gives a context manager (``contextlib.contextmanager``):
+    inside its block torch's default process group is up, and its value is the ``World`` that the test gets.
+    Asked when a test of such a kind is run; the names of our own kinds cannot be given to others.
     """
 
 

@@ -6,6 +6,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from pytest_gtrainer import extensions
+from pytest_gtrainer.worlds.spec import KINDS
+
 if TYPE_CHECKING:
     import pytest
 
@@ -29,8 +32,11 @@ def enter(spec: WorldSpec, config: pytest.Config) -> Iterator[World]:
 
         with simulated_world(spec) as world:
             yield world
-    else:
+    elif spec.kind == "ranks":
         from pytest_gtrainer.worlds.ranks.world import ranks_world
 
         with ranks_world(spec, config) as world:
+            yield world
+    else:
+        with extensions.worlds(config, KINDS)[spec.kind](spec) as world:
             yield world

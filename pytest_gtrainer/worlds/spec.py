@@ -6,12 +6,14 @@ A *spec* is the marker's content, complete and valid: kind, size, mesh, nodes, r
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
 import pytest
+
+from pytest_gtrainer import extensions
 
 MARKER = "gt_world"
 MARKER_HELP = (
@@ -47,8 +49,8 @@ class WorldSpec:
     timeout: float | None = None
 
 
-def make_spec(kind: Any = None, **fields: Any) -> WorldSpec:
-    """Check the marker's arguments and fill in what follows from them.
+def make_spec(kind: Any = None, *, kinds: Collection[str] = KINDS, **fields: Any) -> WorldSpec:
+    """Check the marker's arguments and fill in what follows from them; ``kinds`` are the worlds that there are.
 
     >>> make_spec("fake", mesh={"fsdp": 4, "ep": 2}).size
     8
@@ -58,7 +60,7 @@ def make_spec(kind: Any = None, **fields: Any) -> WorldSpec:
     Raises:
         SpecError: in one sentence, naming the value.
     """
-    _check_kind(kind)
+    _check_kind(kind, kinds)
     unknown = sorted(set(fields) - set(_FIELDS))
     if unknown:
         raise SpecError(f"gt_world takes {', '.join(_FIELDS)}; not {', '.join(unknown)}")
@@ -86,9 +88,9 @@ def make_spec(kind: Any = None, **fields: Any) -> WorldSpec:
     )
 
 
-def _check_kind(kind: Any) -> None:
-    if kind not in KINDS:
-        raise SpecError(f"gt_world has no kind {kind!r}; it has {', '.join(KINDS)}")
+def _check_kind(kind: Any, kinds: Collection[str]) -> None:
+    if kind not in kinds:
+        raise SpecError(f"gt_world has no kind {kind!r}; it has {', '.join(kinds)}")
 
 
 def _check_count(what: str, value: Any) -> None:
@@ -153,7 +155,8 @@ def spec_of(item: pytest.Item) -> WorldSpec | None:
     if marker.args and "kind" in fields:
         raise SpecError("gt_world got its kind twice")
     kind = marker.args[0] if marker.args else fields.pop("kind", None)
-    return make_spec(kind, **fields)
+    more = () if kind in KINDS else extensions.worlds(item.config, KINDS)  # most tests ask no hook
+    return make_spec(kind, kinds=(*KINDS, *more), **fields)
 
 
 def parametrised_sizes(definition: pytest.Item) -> list[Any] | None:

@@ -11,7 +11,7 @@ class World:
     """Where a test runs.
 
     Attributes:
-        kind: "fake" or "ranks".
+        kind: "fake", "simulated", "ranks", or one that a hook gives.
         size: number of ranks.
         rank: the rank of this process; None in a test that stays in the parent (``gt_ranks``).
         nodes: number of nodes the ranks are said to lie on.

@@ -15,13 +15,14 @@ def test_the_project_of_the_page(pytester, monkeypatch):
     for name, text in FILES.items():
         (pytester.path / name).write_text(text)
     made = pytester.runpytest_subprocess("--gt-create-goldens", "--gt-device=cpu", "--gt-report=page.html", "-v")
-    made.assert_outcomes(passed=8)
+    made.assert_outcomes(passed=9)
     made.stdout.fnmatch_lines([
         "*::test_it_runs_with_every_model[[]small] PASSED*",
         "*::test_it_runs_with_every_model[[]wide] PASSED*",
         "*::test_it_runs_under_every_net[[]one rail] PASSED*",
         "*::test_it_runs_under_every_net[[]four] PASSED*",
     ])  # fmt: skip
+    made.stdout.fnmatch_lines(["worlds *1 tests in alone(1, gloo on cpu)*"])
     golden = pytester.path / "golden" / "test_hooks"
     graph = (golden / "test_what_drifts_is_not_in_the_golden.fxgraph").read_text()
     assert "aten.mul.Tensor(I[0], 3.14)" in graph
@@ -44,6 +45,16 @@ BAD = [
         "two hooks give a model called 'a': rename one of them",
     ),
     (
+        "import pytest\n@pytest.mark.gt_world('mine')\ndef test_it(gt_world): pass",
+        "def pytest_gtrainer_worlds(config): return {'other': None}",
+        "gt_world has no kind 'mine'; it has fake, simulated, ranks, other",
+    ),
+    (
+        "import pytest\n@pytest.mark.gt_world('mine')\ndef test_it(gt_world): pass",
+        "def pytest_gtrainer_worlds(config): return {'fake': None}",
+        "pytest_gtrainer_worlds: 'fake' is a world of pytest-gtrainer: rename yours",
+    ),
+    (
         "def test_it(gt_golden): gt_golden.check({'a': 1})",
         "def pytest_gtrainer_environment(config): return {'driver': 12.9}",
         "pytest_gtrainer_environment: driver is a text or a whole number, not 12.9",
@@ -51,7 +62,9 @@ BAD = [
 ]
 
 
-@pytest.mark.parametrize(("test", "conftest", "sentence"), BAD, ids=["nothing given", "given twice", "a float"])
+@pytest.mark.parametrize(
+    ("test", "conftest", "sentence"), BAD, ids=["nothing given", "given twice", "no such world", "our world", "a float"]
+)
 def test_what_cannot_be_is_one_sentence(pytester, test, conftest, sentence):
     pytester.makepyfile(test_it=test)
     pytester.makeconftest(conftest)

@@ -1,8 +1,8 @@
 """The page of ``--gt-report``: one file that needs nothing else, neither a network nor a server.
 
 What is seen at once is a line for each test. Details lie in the page packed, one script tag for each test and one
-for each distinct graph, and the page's script draws what is opened, so that a thousand tests and a graph of 40,000
-nodes cost a reader no more than what they look at.
+for each distinct graph and its schedule, and the page's script draws what is opened, so that a thousand tests and
+a graph of 40,000 nodes cost a reader no more than what they look at.
 """
 
 from __future__ import annotations
@@ -51,6 +51,7 @@ def render_page(run: RunTold, tests: Sequence[Test]) -> str:
              "counts": [(name, counts[name]) for name in ORDER if counts[name]]},
         tests=[_row(test) for test in ordered],
         texts={fact["key"]: fact["packed"] for test in ordered for fact in test.of("graph_text")},
+        schedules={fact["key"]: fact["packed"] for test in ordered for fact in test.of("schedule")},
         style=style,
         script=script,
     )  # fmt: skip
@@ -98,11 +99,8 @@ def details_of(test: Test) -> dict[str, Any]:
 def _pipelines(test: Test) -> dict[int, dict[str, Any]]:
     found: dict[int, dict[str, Any]] = {}
     for fact in test.of("pass"):
-        place = found.setdefault(fact["pipeline"], {"passes": [], "schedule": None, "layouts": []})
+        place = found.setdefault(fact["pipeline"], {"passes": [], "layouts": []})
         place["passes"].append(_without_kind(fact))
-    for fact in test.of("schedule"):
-        if fact["pipeline"] in found:
-            found[fact["pipeline"]]["schedule"] = fact["packed"]
     for fact in test.of("layout"):
         if fact["pipeline"] in found:
             found[fact["pipeline"]]["layouts"].append(_without_kind(fact))

@@ -86,7 +86,7 @@ class Timeline:
     @property
     def overlapped(self) -> float:
         """Seconds of communication, of all lanes, beyond those that are exposed."""
-        return self.total("collective") - self.exposed
+        return max(0.0, self.total("collective") - self.exposed)  # sums in another order may differ by a bit
 
     @property
     def summary(self) -> str:

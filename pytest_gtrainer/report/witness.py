@@ -5,7 +5,7 @@ facts, which travel with the test's reports:
 
 - ``graph_text``: a graph's text by its key, compressed; equal texts of a test once;
 - ``pass``: name, fingerprint, seconds, the keys of the graphs before and after, what changed in words and in lines;
-- ``schedule``: the timeline of a pipeline's graph, before and after all passes;
+- ``schedule``: the timeline of a graph that communicates, by the graph's key;
 - ``layout``: who sits at which byte; of a pipeline's result, or of the two sides that were compared;
 - ``comparison``: a digest of every phase of every step and rank, and the first difference;
 - ``not_shown``: what could not be taken down. A witness never makes a test fail.
@@ -95,6 +95,7 @@ class Witness:
             if key not in self._texts:
                 self._texts.add(key)
                 facts.emit("graph_text", key=key, lines=text.count("\n"), packed=packed(text))
+                self._schedule(key, gm)
             self._last = gm, text, key
         return self._last[1], self._last[2]
 
@@ -104,7 +105,6 @@ class Witness:
         if number >= _MOST_PIPELINES:
             facts.emit("not_shown", what=f"pipelines of passes after the first {_MOST_PIPELINES}", why="they are many")
             return
-        self._schedules(number, given, result)
         from pytest_gtrainer.passes.layout import bucket_layout
 
         try:
@@ -114,13 +114,11 @@ class Witness:
         if layout.payloads:
             facts.emit("layout", pipeline=number, sides=[["rewritten graph", payloads(layout)]], problems=[])
 
-    def _schedules(self, number: int, given: fx.GraphModule, result: fx.GraphModule) -> None:
+    def _schedule(self, key: str, gm: fx.GraphModule) -> None:
         from pytest_gtrainer.graphtext.schedule_roles import communicates
 
-        if not communicates(result):
-            return
-        sides = [_schedule(name, gm, self._mesh) for name, gm in (("before all passes", given), ("after", result))]
-        facts.emit("schedule", pipeline=number, packed=packed(json.dumps(sides)))
+        if communicates(gm):
+            facts.emit("schedule", key=key, packed=packed(json.dumps(_schedule(gm, self._mesh))))
 
     def _layouts(self, actual: BucketLayout, expected: BucketLayout, problems: list[str], actual_is: str) -> None:
         sides = [[actual_is, payloads(actual)], ["expected", payloads(expected)]]
@@ -198,7 +196,7 @@ def payloads(layout: BucketLayout) -> list[dict[str, Any]]:
     ]
 
 
-def _schedule(name: str, gm: fx.GraphModule, mesh: Mapping[str, int] | None) -> dict[str, Any]:
+def _schedule(gm: fx.GraphModule, mesh: Mapping[str, int] | None) -> dict[str, Any]:
     """A timeline in plain types: lanes, and spans of times in microseconds, neighbours as one."""
     from pytest_gtrainer.report.timeline import timeline
 
@@ -206,7 +204,6 @@ def _schedule(name: str, gm: fx.GraphModule, mesh: Mapping[str, int] | None) -> 
     lanes, spans = {lane: number for number, lane in enumerate(told.lanes)}, list(told.merged())
     shown = sorted(spans, key=lambda span: -span.duration)[:_MOST_SPANS]
     return {
-        "name": name,
         "summary": told.summary,
         "model": str(told.model),
         "lanes": list(lanes),

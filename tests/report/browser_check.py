@@ -41,6 +41,7 @@ def chromium(*arguments):
     if BROWSER is None:
         pytest.fail("there is no chromium here: apt-get install chromium", pytrace=False)
     command = [BROWSER, "--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars",
+               "--window-size=1280,900",
                "--host-resolver-rules=MAP * ~NOTFOUND", "--enable-logging=stderr", "--virtual-time-budget=60000"]
     done = subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=120, check=True)
     complaints = re.findall(r'CONSOLE[^"]*"(.*)"', done.stderr)
@@ -136,16 +137,24 @@ def test_layout_schedule_and_digests_are_drawn(pages, tmp_path):
     seen = does(pages["failing"], tmp_path, """
         const body = await open("test_pipeline");
         const bars = all(".layout rect title", body).map((t) => t.textContent);
-        named("schedule", body).click(); await settled();
-        const lanes = all(".schedule svg:last-of-type text", body).map((t) => t.textContent);
-        const sums = all(".schedule p", body).map((p) => p.textContent).filter((t) => t.includes("exposed "));
+        const row = all("table.passes tr", body).find((r) => r.textContent.includes("joint_transformer"));
+        named("schedule", row).click(); await settled();
+        const [left, right] = all(".sides > div", body);
+        const [a, b] = [left, right].map((side) => side.getBoundingClientRect());
+        const beside = a.top === b.top && a.right <= b.left && b.right <= 1280;
+        const lanes = all("svg text", right).map((t) => t.textContent);
+        const sums = all(".sides p", body).map((p) => p.textContent).filter((t) => t.includes("exposed "));
+        const unchanged = all("table.passes tr", body).find((r) => r.textContent.includes("deduplicate"));
+        const silent = named("schedule", unchanged) === undefined;
         const differs = await open("test_that_differs");
-        return { bars, lanes, sums, first: all("td.first", differs).length, wrong: all("td.differs", differs).length,
+        return { bars, lanes, sums, beside, silent,
+                 first: all("td.first", differs).length, wrong: all("td.differs", differs).length,
                  equal: all("td.equal", differs).length };
     """)
     assert any(re.match(r"layers.0.weight: bytes \d+ to \d+", bar) for bar in seen["bars"])
     assert {"compute", "fsdp"} <= set(seen["lanes"])
     assert len([line for line in seen["sums"] if "in all" in line]) == 2  # before and after
+    assert (seen["beside"], seen["silent"]) == (True, True)
     assert (seen["first"], seen["wrong"], seen["equal"]) == (1, 1, 7)
 
 
@@ -196,7 +205,7 @@ def test_a_thousand_tests_and_a_large_graph_stay_usable(tmp_path):
     assert seen["drawn"] < 20_000
     assert seen["found"] == 2
     assert "mm_39999" in seen["shown"]
-    picture(page, "large", 900, "#t0")
+    picture(page, "large", 900, "#t0,")
 
 
 def test_pictures_of_a_passing_and_a_failing_run(pages):
@@ -204,4 +213,5 @@ def test_pictures_of_a_passing_and_a_failing_run(pages):
     picture(pages["failing"], "failing", 1000, "#t0")
     picture(pages["passing"], "passing", 2600, "#t0.4")
     picture(pages["failing"], "failing-list", 600)
+    picture(pages["passing"], "schedules", 1700, "#t0.7")
     print(f"\nscreenshots in {PICTURES}")

@@ -73,8 +73,8 @@ def test_a_pass_is_shown_with_its_time_its_graphs_and_what_changed(page):
     assert (unchanged["before"], unchanged["words"]) == (unchanged["after"], [])
 
 
-def text_of(page, key):
-    return unpacked(re.search(rf'<script type="text/plain" id="g-{key}">([^<]*)<', page)[1])
+def text_of(page, key, kind="g"):
+    return unpacked(re.search(rf'<script type="text/plain" id="{kind}-{key}">([^<]*)<', page)[1])
 
 
 def test_the_graph_is_shown_once_where_two_passes_share_it(page):
@@ -83,15 +83,17 @@ def test_the_graph_is_shown_once_where_two_passes_share_it(page):
     assert len(re.findall(r'id="g-\w+"', page)) == len(keys) < 2 * len(pipeline["passes"])
 
 
-def test_a_layout_and_a_schedule_belong_to_the_pipeline(page):
+def test_a_layout_belongs_to_the_pipeline_and_a_schedule_to_each_of_its_graphs(page):
     (pipeline,) = details(page, "test_pipeline")["pipelines"]
     (layout,) = pipeline["layouts"]
     ((name, payloads),) = layout["sides"]
     assert name == "rewritten graph"
     assert {payload["collective"] for payload in payloads} == {"all_gather", "reduce_scatter"}
-    before, after = json.loads(unpacked(pipeline["schedule"]))
+    bucketing = pipeline["passes"][-1]
+    before, after = (json.loads(text_of(page, bucketing[side], "s")) for side in ("before", "after"))
     assert "exposed" in after["summary"]
     assert len(after["spans"]) < len(before["spans"])  # fewer collectives
+    assert set(re.findall(r'id="s-(\w+)"', page)) == set(re.findall(r'id="g-(\w+)"', page))
 
 
 def test_digests_of_every_rank_are_in_one_table_with_the_first_difference(page):

@@ -83,14 +83,19 @@ function section(title, ...children) {
   return el("div", {}, el("h3", {}, title), ...children);
 }
 
-function folded(title, make) {
+// A button, and the place where what it makes is shown and hidden.
+function unfolding(title, make) {
   const place = el("div", { hidden: true });
   const button = el("button", { type: "button", onclick: () => {
     if (!place.childElementCount) place.append(make());
     place.hidden = !place.hidden;
     button.firstChild.textContent = place.hidden ? "▸ " : "▾ ";
   } }, "▸ ", title);
-  return el("div", { style: "margin-top:8px" }, button, place);
+  return [button, place];
+}
+
+function folded(title, make) {
+  return el("div", { style: "margin-top:8px" }, unfolding(title, make));
 }
 
 // --- digests -------------------------------------------------------------------------------
@@ -181,10 +186,11 @@ function passes(pipeline, number, of) {
   const rows = pipeline.passes.map((each, place) => passRow(each, place));
   const head = el("tr", {}, ["", "pass", "seconds", "nodes before", "after", "what changed"].map((name) => el("th", {}, name)));
   const parts = [el("div", { class: "scroll" }, el("table", { class: "plain passes" }, head, rows.map((row) => row.row)))];
-  parts.push(...rows.map((row) => row.place));
+  parts.push(...rows.flatMap((row) => row.places.filter(Boolean)));
   const [first, last] = [pipeline.passes[0], pipeline.passes[pipeline.passes.length - 1]];
   if (first && pipeline.passes.length > 1) parts.push(whole(first, last));
-  if (pipeline.schedule) parts.push(schedules(pipeline.schedule));
+  const timing = first ? schedules("schedule under a cost model, before all passes and after", "all passes", first.before, last.after) : null;
+  if (timing) parts.push(el("div", { style: "margin-top:8px" }, timing));
   const title = `Passes${of > 1 ? ` of graph ${number + 1}` : ""}: ${pipeline.passes.length} in ${seconds.toFixed(3)} s`;
   return section(title, ...parts, ...pipeline.layouts.map(layout));
 }
@@ -194,9 +200,10 @@ function passRow(each, place) {
   const changed = each.before !== each.after;
   const button = el("button", { type: "button", onclick: () => openPanel(panel, each.name, each.before, each.after, each.changes) }, changed ? "side by side" : "graph");
   const words = changed ? el("ul", { class: "words" }, each.words.map((word) => el("li", {}, word))) : el("span", { class: "dim" }, "nothing");
-  const row = el("tr", {}, el("td", { class: "number" }, String(place + 1)), el("td", { title: each.fingerprint }, el("div", {}, each.name), button),
+  const [timing, lanes] = (changed && schedules("schedule", each.name, each.before, each.after)) || [];
+  const row = el("tr", {}, el("td", { class: "number" }, String(place + 1)), el("td", { title: each.fingerprint }, el("div", {}, each.name), button, " ", timing),
     el("td", { class: "number" }, each.seconds.toFixed(4)), ...each.nodes.map((count) => el("td", { class: "number" }, bytes(count))), el("td", {}, words));
-  return { row, place: panel };
+  return { row, places: [panel, lanes] };
 }
 
 function whole(first, last) {
@@ -382,24 +389,29 @@ class SideBySide {
 
 const PAINT = { compute: "#8fb8de", collective: "#7fbf7b", exposed: "#e5786d" };
 
-function schedules(packed) {
-  return folded("schedule under a cost model, before all passes and after", () => {
+// The schedules of two graphs side by side, to one scale: a button and its place; null where neither communicates.
+function schedules(title, name, before, after) {
+  const keys = before === after ? [before] : [before, after];
+  const holders = keys.map((key) => document.getElementById("s-" + key)).filter(Boolean);
+  if (!holders.length) return null;
+  return unfolding(title, () => {
     const place = el("div", { class: "panel schedule" }, el("p", { class: "dim" }, "drawing…"));
-    unpack(packed).then((text) => {
-      const sides = JSON.parse(text), longest = Math.max(...sides.map((side) => side.seconds));
+    Promise.all(holders.map((holder) => unpack(holder.textContent).then(JSON.parse))).then((sides) => {
+      const longest = Math.max(...sides.map((side) => side.seconds));
+      const names = sides.length > 1 ? [`before ${name}`, `after ${name}`] : [name];
       place.replaceChildren(el("p", { class: "dim" }, `Estimated, not measured: ${sides[0].model}.`),
         el("p", { class: "legend" }, [["compute", "compute"], ["collective", "communication"], ["exposed", "compute waits: exposed communication"]].map(([kind, name]) =>
           el("span", {}, el("i", { style: `background:${PAINT[kind]}` }), name))),
-        ...sides.map((side) => schedule(side, longest)));
+        el("div", { class: "sides" }, sides.map((side, number) => schedule(names[number], side, longest))));
     });
     return place;
   });
 }
 
-function schedule(side, longest) {
-  const width = 1100, left = 120, room = width - left - 6, height = 24;
+function schedule(name, side, longest) {
+  const width = 580, left = 84, room = width - left - 6, height = 24;
   const hint = el("p", { class: "hint dim" }, "Point at a span to read it.");
-  const picture = svg("svg", { viewBox: `0 0 ${width} ${side.lanes.length * height + 18}`, width: "100%", style: "max-width:1400px" });
+  const picture = svg("svg", { viewBox: `0 0 ${width} ${side.lanes.length * height + 18}`, width: "100%" });
   const scale = room / (longest * 1e6 || 1);
   side.lanes.forEach((lane, number) => picture.append(svg("text", { x: 0, y: number * height + 16, class: "name" }, lane)));
   for (const [lane, start, duration, label, kind] of side.spans) {
@@ -410,17 +422,17 @@ function schedule(side, longest) {
     picture.append(part);
   }
   const end = side.lanes.length * height + 13;
-  picture.append(svg("text", { x: left, y: end, class: "dim" }, "0"), svg("text", { x: left + side.seconds * 1e6 * scale, y: end, class: "dim", "text-anchor": "end" }, `${(side.seconds * 1000).toFixed(2)} ms`));
+  picture.append(svg("text", { x: left, y: end, class: "dim" }, "0"), svg("text", { x: left + Math.max(side.seconds * 1e6 * scale, 60), y: end, class: "dim", "text-anchor": "end" }, `${(side.seconds * 1000).toFixed(2)} ms`));
   const left_out = side.left_out ? el("p", { class: "dim" }, `${side.left_out} of the shortest spans are not drawn.`) : null;
-  return el("div", {}, el("h4", {}, side.name), el("p", {}, side.summary), picture, hint, left_out,
-    el("button", { type: "button", onclick: () => save(side) }, "save as Chrome trace"));
+  return el("div", {}, el("h4", {}, name), el("p", {}, side.summary), picture, hint, left_out,
+    el("button", { type: "button", onclick: () => save(name, side) }, "save as Chrome trace"));
 }
 
-function save(side) {
+function save(name, side) {
   const names = side.lanes.map((name, tid) => ({ ph: "M", pid: 0, tid, name: "thread_name", args: { name } }));
   const spans = side.spans.map(([tid, ts, dur, name, cat]) => ({ ph: "X", pid: 0, tid, ts, dur, name, cat }));
   const text = JSON.stringify({ traceEvents: [...names, ...spans], otherData: { "cost model": side.model } });
-  const link = el("a", { href: URL.createObjectURL(new Blob([text], { type: "application/json" })), download: `${side.name.replace(/\W+/g, "-")}.trace.json` });
+  const link = el("a", { href: URL.createObjectURL(new Blob([text], { type: "application/json" })), download: `${name.replace(/\W+/g, "-")}.trace.json` });
   link.click();
 }
 

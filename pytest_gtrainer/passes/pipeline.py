@@ -110,6 +110,7 @@ def construct_default_graph_passes(
     canonical_rules: Collection[str] = DEFAULT_RULES,
     chunk: ChunkConfig | None = None,
     schedule_chunks: bool = False,
+    tensor_parallel_degree: int = 1,
     extra: Mapping[str, Sequence[BoundPass]] | None = None,
 ) -> list[BoundPass]:
     """The passes of a training step in the order of ``SLOTS``, with their options bound (M1, M3).
@@ -129,15 +130,17 @@ def construct_default_graph_passes(
         canonical_rules: see ``canonicalize_graph_pass``.
         chunk: regions to run in chunks, see ``chunk_pass``; give ``apply_graph_passes`` the twin.
         schedule_chunks: let them take turns, see ``chunk_schedule_pass``.
+        tensor_parallel_degree: of the mesh; above 1, ``chunk`` is refused.
         extra: passes of the caller's by slot; they run behind ours of that slot.
 
     Raises:
-        ValueError: neither or both of ``n_layers`` and ``bucket_plan``, a slot that does not exist, or a bucket
-            that reaches out of a chunked layer.
+        ValueError: neither or both of ``n_layers`` and ``bucket_plan``, a slot that does not exist, a bucket
+            that reaches out of a chunked layer, or chunks beside tensor parallelism.
     """
     plan = _plan(n_layers, loss, moe_layers, expert_fsdp_degree, bucket_plan)
     _check_slots(extra or {})
     if chunk is not None:
+        chunk.check_tensor_parallel(tensor_parallel_degree)
         check_nesting(plan, chunk)
     bucketing = bind_options(
         joint_transformer_block_bucketing_reordering_pass,

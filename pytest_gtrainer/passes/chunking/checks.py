@@ -43,13 +43,14 @@ def check_extents(twins: Twins, config: ChunkConfig) -> None:
             wanted = config.chunk_extent(ours, f"{config.module_fqn} reads {described(node)}")
             if theirs != wanted:
                 raise ChunkError(
-                    f"the twin of {described(node)} has extent {theirs} where the {config.chunk_dim} dimension has "
-                    f"{ours}; a chunk of {config.num_chunks} has {wanted}: trace it with the same ChunkConfig"
+                    f"{config.module_fqn}: the twin of {described(node)} has extent {theirs} where the "
+                    f"{config.chunk_dim} dimension has {ours}; a chunk of {config.num_chunks} has {wanted}: trace it "
+                    "with the same ChunkConfig"
                 )
     if not differing:
         raise ChunkError(
             f"the graph and its twin have inputs of the same extents, so nothing is known of the {config.chunk_dim} "
-            "dimension: trace the twin with trace_step(..., chunk=config)"
+            f"dimension of {config.module_fqn}: trace the twin with trace_step(..., chunk=config)"
         )
 
 
@@ -77,8 +78,8 @@ def _check_collective(node: fx.Node, region: Region, reductions: set[fx.Node]) -
         return
     raise ChunkError(
         f"{described(node)} is a collective that the chunk dimension reaches inside {region.key.root}. Only "
-        "all-to-alls of expert parallelism and reductions of parameter gradients may run once per chunk; tensor "
-        "parallelism is not supported in a chunked module"
+        "all-to-alls of expert parallelism and reductions of parameter gradients may run once per chunk, tensor "
+        "parallelism may not: chunk modules without it, or take the collective out of the module"
     )
 
 

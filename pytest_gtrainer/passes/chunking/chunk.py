@@ -41,14 +41,32 @@ def chunk_pass(
         ChunkError: what cannot be chunked, by module, node and extent, and what to do about it.
     """
     full, part = (gm, twin) if twin is not None else _twins_of_symbols(gm, example_inputs, config)
+    try:
+        made = _rewritten(full, part, config)
+    except ChunkError as error:
+        extent = f", of extent {found}" if (found := _extent(full, part)) is not None else ""
+        error.add_note(
+            f"while {config.module_fqn} was chunked by {config.chunk_dim}{extent}, into {config.num_chunks} chunks"
+        )
+        raise
+    _log(made.meta[CHUNKING], config)
+    return made
+
+
+def _rewritten(full: fx.GraphModule, part: fx.GraphModule, config: ChunkConfig) -> fx.GraphModule:
     twins = Twins(full, part, config.num_chunks)
     check_extents(twins, config)
     storages = Storages(full.graph)
     regions = find_regions(twins, config, storages)
     check_bodies(twins, regions, config)
-    made = Rewrite(twins, regions, storages, config.dim).run()
-    _log(made.meta[CHUNKING], config)
-    return made
+    return Rewrite(twins, regions, storages, config.dim).run()
+
+
+def _extent(full: fx.GraphModule, part: fx.GraphModule) -> int | None:
+    """The chunk dimension's, as the first input that has it tells."""
+    pairs = zip(full.graph.find_nodes(op="placeholder"), part.graph.find_nodes(op="placeholder"), strict=False)
+    shapes = ((getattr(node.meta.get("val"), "shape", ()) for node in pair) for pair in pairs)
+    return next((a for ours, theirs in shapes for a, b in zip(ours, theirs, strict=False) if a != b), None)
 
 
 def _twins_of_symbols(

@@ -98,6 +98,17 @@ class ChunkConfig:
             )
         return extent // self.num_chunks
 
+    def check_tensor_parallel(self, degree: int) -> None:
+        """
+        Raises:
+            ChunkError: tensor parallelism beside chunks (G3).
+        """
+        if degree != 1:
+            raise ChunkError(
+                f"{self.module_fqn} cannot run in chunks at a tensor-parallel degree of {degree}: its collectives on "
+                "activations would run once per chunk; chunk with a degree of 1, or leave chunk= out"
+            )
+
     def twin_inputs(self, inputs: Sequence[Any]) -> tuple[Any, ...]:
         """The inputs of a step at the extent of one chunk, for the trace of its twin.
 
@@ -108,7 +119,7 @@ class ChunkConfig:
         """
         leaves, spec = pytree.tree_flatten(tuple(inputs))
         ((first, dim), *_) = places = self.dynamic_dims(inputs)[self.chunk_dim]
-        part = self.chunk_extent(leaves[first].shape[dim], "the step's inputs")
+        part = self.chunk_extent(leaves[first].shape[dim], f"{self.module_fqn}, the step's inputs")
         for leaf, dim in places:
             leaves[leaf] = leaves[leaf].narrow(dim, 0, part).contiguous()
         return tuple(pytree.tree_unflatten(leaves, spec))

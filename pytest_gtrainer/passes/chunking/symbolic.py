@@ -116,7 +116,10 @@ def at_extents(gm: fx.GraphModule, extents: Extents) -> fx.GraphModule:
     """
     numbers = ", ".join(f"{symbol} = {number}" for symbol, number in extents.items())
     for message in failed_guards(gm, extents):
-        raise ChunkError(f"with {numbers} the graph's guard is false: {message}")
+        raise ChunkError(
+            f"with {numbers} the graph's guard is false: {message}; choose extents and num_chunks for which it holds, "
+            "or trace a static twin instead"
+        )
     made = _Substitution(gm, extents, numbers).run()
     made.graph.output_node().meta.pop(DYNAMIC_DIMS, None)
     _check_none_left(made, extents)
@@ -179,7 +182,10 @@ class _Substitution:
         if isinstance(fact, fx.Node | torch.SymBool):
             return False
         if not fact:
-            raise ChunkError(f"with {self.numbers} the assertion {described(node)} is false: {message}")
+            raise ChunkError(
+                f"with {self.numbers} the assertion {described(node)} is false: {message}; choose extents and "
+                "num_chunks for which it holds"
+            )
         return True
 
     def _states_range(self, node: fx.Node) -> bool:
@@ -217,4 +223,7 @@ def _check_none_left(gm: fx.GraphModule, extents: Extents) -> None:
             seen: list[Expression] = [*symbols_of(node.meta.get("val")), *symbols_of([node.args, node.kwargs])]
             left = [symbol for symbol in seen if symbol in extents]
             if left:
-                raise ChunkError(f"{described(node)} still refers to {left[0]} after its extent was put in")
+                raise ChunkError(
+                    f"{described(node)} still refers to {left[0]} after its extent was put in: values may hold symbols "
+                    "in tensors, numbers, and lists or tuples of them"
+                )

@@ -10,7 +10,7 @@ from fixtures.chunking import chunked, strict, token_batch
 from fixtures.models import chunkable
 from fixtures.models.chunkable import DIM, Net, net
 from fixtures.models.loss import ce_step
-from pytest_gtrainer import ChunkConfig, ChunkError, chunk_pass, trace_step
+from pytest_gtrainer import ChunkConfig, ChunkError, chunk_pass, construct_default_graph_passes, trace_step
 
 
 class Block(nn.Module):
@@ -107,6 +107,18 @@ def test_a_collective_that_is_not_expert_parallel(gt_world):
         chunk(lambda x: funcol.wait_tensor(funcol.all_reduce(x.detach(), "sum", "0")) + x)
 
 
+def test_a_forward_that_reads_the_backward():
+    """G8: as a recomputed node does that nobody has told to be the backward's."""
+    config = strict("layers.*")
+    traced = trace_step(net(chunkable.Dense)(), ce_step, token_batch(0), chunk=config)
+    for gm in (traced.gm, traced.twin):
+        untold = next(node for node in gm.graph.nodes if node.target is torch.ops.aten.gelu_backward.default)
+        del untold.meta["autograd_backward"]
+    message = r"gelu_backward .* in the forward of layers\.0 reads .*layers\.0\.w2.* of the backward: .*; mark recom"
+    with pytest.raises(ChunkError, match=message):
+        chunked(traced, config)
+
+
 def test_attention_by_sequence():
     """G3: where a MoE layer holds attention after all."""
 
@@ -124,6 +136,24 @@ def test_attention_by_sequence():
     for attend in (lambda x: F.scaled_dot_product_attention(x, x, x), plain):
         with pytest.raises(ChunkError, match=r"is attention inside layers\.0\.moe, which is chunked by sequence"):
             chunk(root="layers.*.moe", chunk_dim="sequence", model=Net(lambda attend=attend: Attentive(attend)))
+
+
+def test_an_error_ends_with_what_was_asked_for():
+    """G9: the pattern, the dimension, its extent and the number of chunks, whatever is wrong."""
+    with pytest.raises(ChunkError) as refused:
+        chunk(lambda x: x + x.view(4, -1, DIM).mean(1, keepdim=True).mean(0))
+    assert refused.value.__notes__ == ["while layers.* was chunked by batch, of extent 4, into 2 chunks"]
+
+
+@pytest.mark.parametrize("degree", [2, 8])
+def test_tensor_parallelism(degree):
+    """G3: by its degree, before anything is traced."""
+    with pytest.raises(
+        ChunkError, match=rf"layers\.\*\.moe .* tensor-parallel degree of {degree}: .*; chunk with a degree of 1"
+    ):
+        construct_default_graph_passes(n_layers=2, chunk=ChunkConfig("layers.*.moe"), tensor_parallel_degree=degree)
+    construct_default_graph_passes(n_layers=2, tensor_parallel_degree=degree)
+    construct_default_graph_passes(n_layers=2, chunk=ChunkConfig("layers.*.moe"), tensor_parallel_degree=1)
 
 
 class Outward(Net):
@@ -158,6 +188,13 @@ def test_values_that_leave_a_region(keep, use, message):
     with pytest.raises(ChunkError, match=message) as refused:
         chunk(model=Outward(keep, use))
     assert "layers.0" in str(refused.value)
+
+
+def test_a_size_that_leaves_a_region():
+    """G17: it is that of the whole."""
+    gm = chunk(model=Outward(lambda x: x.shape[0], lambda y, kept: y.clamp(max=kept)))
+    (outside,) = gm.graph.find_nodes(op="call_function", target=torch.ops.aten.clamp.default)
+    assert outside.args[1:] == (None, 4)
 
 
 def test_a_data_dependent_value_that_enters_a_region():

@@ -1,17 +1,21 @@
 """One symbolic trace instead of two static ones, and numbers for its symbols."""
 
 import operator
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import fx, nn
 
 from fixtures.chunking import Case, strict, train_chunked_graph, train_eager_chunked
+from fixtures.flex_attention import flex_attention_backward_on_cpu
 from fixtures.models import chunkable
 from fixtures.models.chunkable import DIM, net
+from fixtures.models.flex import FlexBiased
 from fixtures.models.loss import ce_step
 from pytest_gtrainer import (
     ChunkError,
+    assert_bitwise_different,
     assert_bitwise_equal,
     chunk_pass,
     concretize_chunk_symbolic_shapes_pass,
@@ -24,6 +28,7 @@ aten = torch.ops.aten
 
 
 def symbolic(model, config, inputs, step=ce_step):
+    torch.compiler.reset()  # FlexAttention compiles its scores, and traces at other extents would make more symbols
     return trace_step(model, step, inputs, dynamic_dims=config.dynamic_dims(inputs))
 
 
@@ -33,21 +38,38 @@ def symbolic(model, config, inputs, step=ce_step):
         (chunkable.Attention, strict("layers.*", num_chunks=4)),
         (chunkable.RunningMean, strict("layers.*")),
         (chunkable.MoEBlock, strict("layers.*.moe", "sequence")),
+        (FlexBiased, strict("layers.*")),
     ],
-    ids=["attention", "buffer", "moe by sequence"],
+    ids=["attention", "buffer", "moe by sequence", "flex attention"],
 )
 def test_a_symbolic_trace_is_its_own_twin(block, config):
-    """The same bits as eager chunking, and node for node the graph that two static traces give."""
+    """H1: the same bits as eager chunking, and node for node the graph that two static traces give."""
     case = Case(model=net(block), config=config, steps=1)
 
     def by_symbols(traced, config):
         return chunk_pass(symbolic(case.new_model(), config, case.batch(0)).gm, config=config)
 
-    actual, gm = train_chunked_graph(Case(model=net(block), config=config, steps=1, rewrite=by_symbols))
-    assert_bitwise_equal(actual, train_eager_chunked(case))
+    with flex_attention_backward_on_cpu():
+        actual, gm = train_chunked_graph(replace(case, rewrite=by_symbols))
+        assert_bitwise_equal(actual, train_eager_chunked(case))
+        other = train_eager_chunked(replace(case, config=replace(config, num_chunks=8 // config.num_chunks)))
+        _, static = train_chunked_graph(case)
+    assert_bitwise_different(actual, other, what="chunks of another extent")
     assert not leftover(gm)
-    _, static = train_chunked_graph(case)
-    assert [str(node.target) for node in gm.graph.nodes] == [str(node.target) for node in static.graph.nodes]
+    if block is not FlexBiased:  # a second compilation of its scores takes other ways
+        assert [str(node.target) for node in gm.graph.nodes] == [str(node.target) for node in static.graph.nodes]
+
+
+def test_nested_graphs_have_numbers():
+    """H1: the graph of the scores reads a bias that has the batch."""
+    config = strict("layers.*")
+    with flex_attention_backward_on_cpu():
+        gm = symbolic(net(FlexBiased)(), config, torch.randint(0, 40, (2, 6, 8)).unbind(0)).gm
+    nested = [name for name, module in gm.named_children() if leftover(module)]
+    assert len(nested) == 3
+    made = concretize_chunk_symbolic_shapes_pass(gm)
+    assert not leftover(made)
+    assert {"sdpa_score0"} <= {*nested} <= {name for name, _ in made.named_children()}
 
 
 def leftover(gm):
@@ -115,6 +137,15 @@ def test_an_assertion_in_the_graph(least):
     else:
         with pytest.raises(ChunkError, match=r"with u0 = 6 the assertion .*_assert_scalar.* is false: enough rows"):
             concretize_chunk_symbolic_shapes_pass(gm)
+
+
+def test_a_symbol_that_nothing_replaces():
+    """H1: it raises, by node, where a value holds a symbol in a place that is not looked into."""
+    gm = traced_under(lambda batch: None)
+    (product, *_) = gm.graph.find_nodes(op="call_function", target=aten.addmm.default)
+    product.meta["val"] = {"rows": product.meta["val"].shape[0]}
+    with pytest.raises(ChunkError, match=r"addmm.* in layers\.0\.w still refers to u0 .* list"):
+        concretize_chunk_symbolic_shapes_pass(gm)
 
 
 def test_an_extent_that_does_not_divide():

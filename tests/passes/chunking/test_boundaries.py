@@ -1,0 +1,192 @@
+"""What chunks share, what is cut or joined between them and the rest, and what goes from chunk to chunk."""
+
+import operator
+import re
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+from fixtures.chunking import chunked, strict, token_batch
+from fixtures.models import chunkable, deepseek_v3
+from fixtures.models.chunkable import DIM, Net, net
+from fixtures.models.expert_parallel import apply_expert_parallel
+from fixtures.models.loss import ce_step
+from pytest_gtrainer import MixedPrecisionPolicy, data_parallel, trace_step
+from pytest_gtrainer.conventions import direction, node_fqn
+from pytest_gtrainer.passes._torch import ALL_GATHER
+from pytest_gtrainer.passes.chunking.annotations import BODY, MATERIALIZATION, SPLIT_BOUNDARY, told_by
+from pytest_gtrainer.passes.chunking.rewrite import CHUNKING
+
+aten = torch.ops.aten
+
+
+def rewritten(model, config, inputs):
+    """The traced step, and its chunked graph."""
+    traced = trace_step(model, ce_step, inputs, chunk=config)
+    return traced, chunked(traced, config)
+
+
+def told(node):
+    return told_by(node.meta.get("custom") or {})
+
+
+def with_role(gm, role):
+    return [node for node in gm.graph.nodes if (found := told(node)) is not None and found.role == role]
+
+
+def of_parameters_alone(traced, gm):
+    """Forward nodes that only parameters reach: their gathers, waits, casts and views."""
+    found = set(list(gm.graph.find_nodes(op="placeholder"))[: len(traced.parameter_fqns)])
+    for node in gm.graph.nodes:
+        sources = node.all_input_nodes
+        if node.op == "call_function" and direction(node) == "fwd" and sources and found.issuperset(sources):
+            found.add(node)
+    return [node for node in gm.graph.nodes if node in found]
+
+
+@pytest.mark.gt_world("fake", size=2)
+def test_what_is_of_parameters_alone_is_shared(gt_mesh):
+    """G4: gathers and casts, also those that the module itself writes, stand there once, whatever N."""
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    model = data_parallel(net(chunkable.CastWeight, chunkable.Dense)(), gt_mesh, mp_policy=policy)
+    traced, gm = rewritten(model, strict("layers.*", num_chunks=4), token_batch(0))
+    before, after = (of_parameters_alone(traced, graph) for graph in (traced.gm, gm))
+    assert [node.target for node in after] == [node.target for node in before]
+    assert {ALL_GATHER, aten._to_copy.default, aten.t.default} <= {node.target for node in after}
+    assert not any(told(node) for node in after)
+
+
+@pytest.mark.parametrize(("root", "chunk_dim"), [("layers.*", "batch"), ("layers.*.moe", "sequence")])
+def test_a_chunk_is_copied_only_where_a_view_is_not_contiguous(root, chunk_dim):
+    """G5: along the batch a view does; along the sequence each part is copied once, and contiguous."""
+    _, gm = rewritten(net(chunkable.grouped_moe)(), strict(root, chunk_dim), token_batch(0))
+    cut = with_role(gm, SPLIT_BOUNDARY)
+    copies = [node for node in cut if node.target is aten.clone.default]
+    views = [node for node in cut if node.target is operator.getitem]
+    assert len(views) == 2 * gm.meta[CHUNKING].split
+    assert [copy.args[0] for copy in copies] == (views if chunk_dim == "sequence" else [])
+    assert all(node.meta["val"].is_contiguous() for node in copies or views)
+
+
+class Gated(nn.Module):
+    """A block that also reads a gate ``[batch, 1, 1]``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Linear(DIM, DIM)
+
+    def forward(self, x, mask):
+        return x + self.w(x) * mask
+
+
+class GatedNet(Net):
+    def forward(self, tokens):
+        x, mask = self.tok_embeddings(tokens), tokens[:, :1, None].float()
+        for layer in self.layers:
+            x = layer(x, mask)
+        return self.lm_head(x)
+
+
+@pytest.mark.parametrize("blocks", [1, 3])
+def test_blocks_in_a_row_hand_their_chunks_on(blocks):
+    """G6: however many, the activation and its gradient are cut once and joined once; the gate is cut once for all."""
+    config = strict("layers.*", num_chunks=4)
+    _, gm = rewritten(GatedNet(*[Gated] * blocks), config, token_batch(0))
+    counts = gm.meta[CHUNKING]
+    assert (counts.split, counts.joined, counts.added) == (3, 2, 2 * blocks)
+    joins, splits = with_role(gm, MATERIALIZATION), with_role(gm, SPLIT_BOUNDARY)
+    assert [(node_fqn(node), direction(node)) for node in joins] == [
+        (f"layers.{blocks - 1}", "fwd"),
+        ("layers.0", "bwd"),
+    ]
+    assert len([node for node in splits if node.target is aten.split_with_sizes.default]) == 3
+
+
+def test_copies_keep_their_module_and_direction():
+    """G11: each also says its region, its role and, in a body, its chunk."""
+    config = strict("layers.*", num_chunks=4)
+    traced, gm = rewritten(net(chunkable.Dense, chunkable.WeightTwice)(), config, token_batch(0))
+    given = {node.name: node for node in traced.gm.graph.nodes}
+    bodies = with_role(gm, BODY)
+    for node in bodies:
+        name, chunk = re.fullmatch(r"(.+)_chunk(\d)", node.name).groups()
+        assert (node_fqn(node), direction(node)) == (node_fqn(given[name]), direction(given[name]))
+        assert told(node).chunk_id == int(chunk)
+        assert node_fqn(node).startswith(told(node).fqn) or not node_fqn(node)
+    assert len(bodies) == 4 * sum(gm.meta[CHUNKING].body_nodes.values())
+    for node in [*with_role(gm, SPLIT_BOUNDARY), *with_role(gm, MATERIALIZATION)]:
+        assert (told(node).chunk_id, told(node).fqn) == (None, node_fqn(node))
+
+
+def sizes_in(value):
+    """Extents of values and integers among arguments, in any nesting."""
+    found = set()
+    torch.utils._pytree.tree_map(
+        lambda item: found.update(
+            item.shape if isinstance(item, torch.Tensor) else [item] if type(item) is int else []
+        ),
+        value,
+    )
+    return found
+
+
+def test_no_full_extent_is_left_in_a_body():
+    """G10: nor one times the positions; no size of the model happens to be one."""
+    batch, seq = 52, 6
+    config = strict("layers.*", num_chunks=4)
+    model = net(chunkable.Attention, chunkable.Factories, chunkable.plain_attention)()
+    traced, gm = rewritten(model, config, token_batch(0, batch, seq))
+    full = {batch, batch * seq, batch * chunkable.HEADS}
+    given = [sizes_in([node.meta.get("val"), node.args, node.kwargs]) for node in traced.gm.graph.nodes]
+    assert set().union(*given) >= full
+    for node in with_role(gm, BODY):
+        assert not full & sizes_in([node.meta.get("val"), node.args, node.kwargs]), node
+
+
+@pytest.mark.gt_world("fake", size=2, mesh={"ep": 2})
+def test_forward_values_reach_the_backward_of_their_own_chunk(gt_mesh):
+    """G17: counts, split sizes and saved activations of data-dependent extents, none of which could be joined."""
+    config = deepseek_v3.DeepSeekV3Config(
+        dim=16, n_layers=1, n_dense_layers=0, n_heads=2, q_lora_rank=0, kv_lora_rank=8, ffn_dim=24, vocab_size=40,
+        moe=deepseek_v3.MoEConfig(n_experts=4, ffn_dim=12),
+    )  # fmt: skip
+    model = deepseek_v3.DeepSeekV3(config)
+    model.init_weights()
+    _, gm = rewritten(apply_expert_parallel(model, gt_mesh["ep"]), strict("layers.*.moe"), token_batch(0, 4, 8))
+    handed = {"sizes": 0, "of unknown extent": 0}
+    for node in with_role(gm, BODY):
+        for source in node.all_input_nodes if direction(node) == "bwd" else ():
+            if (home := told(source)) is not None and home.role == BODY:
+                assert home.chunk_id == told(node).chunk_id, node
+                value = source.meta["val"]
+                handed["sizes"] += isinstance(value, torch.SymInt)
+                handed["of unknown extent"] += isinstance(value, torch.Tensor) and not all(
+                    type(extent) is int for extent in value.shape
+                )
+    assert all(handed.values()), handed
+
+
+def calls_of_chunking(layers):
+    """How many functions one rewriting of so many blocks calls, those of C among them."""
+    config = strict("layers.*")
+    traced = trace_step(net(*[chunkable.Dense] * layers)(), ce_step, token_batch(0), chunk=config)
+    calls = 0
+
+    def count(frame, event, argument):
+        nonlocal calls
+        calls += event in ("call", "c_call")
+
+    before = sys.getprofile()
+    sys.setprofile(count)
+    try:
+        chunked(traced, config)
+    finally:
+        sys.setprofile(before)
+    return calls
+
+
+def test_the_work_grows_with_the_nodes():
+    """G19: counted in calls; ``benchmarks.chunking`` takes the time."""
+    assert calls_of_chunking(16) < 5 * calls_of_chunking(4)

@@ -32,6 +32,8 @@ from torch._logging import trace_structured
 from torch._ops import HigherOrderOperator, OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 
+from pytest_gtrainer.conventions import EXTRA_GROUP
+
 try:
     from torch.distributed import distributed_c10d
     from torch.distributed.distributed_c10d import (
@@ -54,7 +56,6 @@ ALL_TO_ALL = _ops.all_to_all_single.default
 WAIT = _ops.wait_tensor.default
 
 _COLLECTIVES = ("_c10d_functional", "_c10d_functional_autograd", "c10d", "c10d_functional")
-_EXTRA = ":extra"
 
 
 def log_artefact(name: str, content: object) -> None:
@@ -91,7 +92,7 @@ def extra_group(name: str) -> str:
     the members agree on the source's name, which is the prefix of the group's keys in the store; and torch's
     own table finds it again while the world lives, and has forgotten it afterwards.
     """
-    source, extra = _group(name), name + _EXTRA
+    source, extra = _group(name), name + EXTRA_GROUP
     world = distributed_c10d._world  # looked up anew: a simulated world puts another one in its place
     if extra in world.pg_names.values():
         return extra
@@ -118,7 +119,7 @@ def extra_group(name: str) -> str:
 
 def is_extra_group(name: str) -> bool:
     """Whether ``extra_group`` made it."""
-    return name.endswith(_EXTRA)
+    return name.endswith(EXTRA_GROUP)
 
 
 def is_collective(target: OpOverload) -> bool:

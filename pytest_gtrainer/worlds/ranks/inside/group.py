@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch.distributed import c10d_logger
 from torch.distributed import distributed_c10d as c10d
 
+from pytest_gtrainer.conventions import EXTRA_GROUP
 from pytest_gtrainer.worlds.mesh_caches import forget_meshes
 from pytest_gtrainer.worlds.ranks import wire
 
@@ -138,11 +139,13 @@ class RankGroup:
     def left_behind(self, memory_before: int) -> tuple[str, ...]:
         """What a test has left: groups of its own making, and GPU memory.
 
-        The groups of a DeviceMesh are not counted, as nobody can destroy them, nor is memory below 1 MiB.
+        The groups of a DeviceMesh and of graph passes are not counted, as no test can destroy them, nor is memory
+        below 1 MiB.
         """
         left = []
-        for group in c10d._world.pg_map if self._is_intact() else ():
-            if group is not self._default and not group.group_desc.startswith(_MESH_GROUPS):
+        for group, name in c10d._world.pg_names.items() if self._is_intact() else ():
+            of_others = group.group_desc.startswith(_MESH_GROUPS) or name.endswith(EXTRA_GROUP)
+            if group is not self._default and not of_others:
                 left.append(f"a process group of {self._label(group)}")
         grown = self.memory() - memory_before
         if grown > MEMORY_TOLERANCE:

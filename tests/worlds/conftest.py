@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+import signal
 import subprocess
 import sys
 import textwrap
@@ -17,8 +19,23 @@ import pytest
 
 LIMIT = 400
 
+# The process that owns the tests needs no torch: with this a suite's files do not make it pay for the import.
+_LATE = """
+import importlib
+
+class Late:
+    def __init__(self, name):
+        self.name = name
+
+    def __getattr__(self, attribute):
+        return getattr(importlib.import_module(self.name), attribute)
+
+torch, dist = Late("torch"), Late("torch.distributed")
+"""
+
 _RECORDING_CONFTEST = """
-import glob, json, os
+import fcntl, glob, json, os, time
+from pathlib import Path
 
 def pytest_configure(config):
     config.records = not hasattr(config, "workerinput")
@@ -36,14 +53,20 @@ def pytest_runtest_logreport(report):
 
 def pytest_runtest_logfinish(nodeid):
     worker = getattr(the_config, "workerinput", {})
-    if "gt_rank" not in worker:
-        below = descendants(os.getpid())
-        ranks = set(below) - set(children(os.getpid()))
-        footprint = dict(test=nodeid.split("::")[-1], worker=worker.get("workerid"), processes=len(below),
-                         files=len(os.listdir("/proc/self/fd")), folders=len(glob.glob(os.environ["TMPDIR"] + "/*/*")),
-                         kib=kib("self"), kib_of_ranks=max(map(kib, ranks), default=0))
-        with open(os.environ["RECORDS"] + ".footprints", "a") as file:
-            file.write(json.dumps(footprint) + "\\n")
+    if "gt_rank" in worker:
+        return
+    pid = str(os.getpid())
+    below = descendants(pid)
+    ranks = set(below) - set(children(pid))
+    end = time.monotonic() + 20
+    while strays() and time.monotonic() < end:
+        time.sleep(0.05)
+    footprint = dict(test=nodeid.split("::")[-1], worker=worker.get("workerid"), processes=len(below), strays=strays(),
+                     files=len(os.listdir("/proc/self/fd")), folders=len(glob.glob(os.environ["TMPDIR"] + "/*/*")),
+                     ports=ports([pid, *below]), locks=locks(), kib=kib("self"),
+                     kib_of_ranks=max(map(kib, ranks), default=0))
+    with open(os.environ["RECORDS"] + ".footprints", "a") as file:
+        file.write(json.dumps(footprint) + "\\n")
 
 def kib(pid):
     try:
@@ -54,12 +77,58 @@ def kib(pid):
 
 def children(pid):
     try:
-        return open(f"/proc/{pid}/task/{pid}/children").read().split()
+        return [child for child in open(f"/proc/{pid}/task/{pid}/children").read().split() if lives(child)]
     except OSError:
         return []
 
+def lives(pid):
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+
 def descendants(pid):
     return [each for child in children(pid) for each in [child, *descendants(child)]]
+
+def of_this_run():
+    # parent and name of whoever has inherited the folder for temporary files, by process number
+    wanted, found = f"TMPDIR={os.environ['TMPDIR']}".encode(), {}
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if wanted in (process / "environ").read_bytes().split(bytes(1)):
+                name, _, fields = (process / "stat").read_text().rpartition(")")
+                found[process.name] = fields.split()[1], name
+        except OSError:
+            pass
+    return found
+
+def strays():
+    # processes of the run that are not, or no longer, below the first one
+    found, root = of_this_run(), str(os.getpid())
+    while found[root][0] in found:
+        root = found[root][0]
+    tree = {root, *descendants(root)}
+    return [name for pid, (_, name) in found.items() if pid not in tree]
+
+def ports(pids):
+    # how many ports the processes listen on
+    rows = [line.split() for table in glob.glob("/proc/net/tcp*") for line in open(table)]
+    listening = {f"socket:[{row[9]}]" for row in rows if row[3] == "0A"}
+    held = set()
+    for link in (link for pid in pids for link in glob.glob(f"/proc/{pid}/fd/*")):
+        try:
+            held.add(os.readlink(link))
+        except OSError:
+            pass
+    return len(held & listening)
+
+def locks():
+    # slots of the run that somebody holds
+    held = set()
+    for path in Path(os.environ["TMPDIR"]).glob("*/*/gtrainer-leases/slot-*"):
+        with path.open() as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                held.add(path.name)
+    return sorted(held)
 """
 
 
@@ -72,7 +141,11 @@ class Run:
     output: str
     reports: dict[str, dict[str, dict[str, Any]]]
     footprints: list[dict[str, Any]]
-    """After each test: processes below pytest's, its open files, folders below TMPDIR's, private memory in KiB."""
+    """After each test, in the process that has dispatched it.
+
+    ``processes`` below it, ``strays`` of the run below nobody, its open ``files``, ``folders`` below TMPDIR's,
+    ``ports`` that all of them listen on, ``locks`` of slots that are held, private memory in ``kib``.
+    """
 
     def outcome(self, name: str) -> str:
         """passed, failed, skipped, xfailed, or error for a setup or teardown that failed."""
@@ -88,18 +161,24 @@ class Run:
         """The failure as the terminal shows it, of all phases."""
         return "\n".join(report["text"] for report in self.reports[name].values())
 
+    def footprint(self, name: str) -> dict[str, Any]:
+        """What there was after a test that ran in a worker of xdist."""
+        return next(each for each in self.footprints if each["test"] == name and each["worker"])
+
     def left_over(self) -> list[str]:
         return left_over(self.folder)
 
 
 class Suite:
-    """A folder with test files, to be run."""
+    """A folder with test files, to be run; the reports of a run go to the file ``records``."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self.records = folder / "records"
         (folder / "tmp").mkdir(parents=True)
         (folder / "pytest.ini").write_text("[pytest]\n")
         self.write("conftest.py", _RECORDING_CONFTEST)
+        self.write("late.py", _LATE)
 
     def write(self, name: str, source: str) -> None:
         (self.folder / name).write_text(textwrap.dedent(source))
@@ -109,13 +188,14 @@ class Suite:
     ) -> subprocess.Popen[str]:
         """Start ``pytest *args``; with ``launcher``, torchrun's arguments, in each process that torchrun starts."""
         torchrun = ("-m", "torch.distributed.run", *launcher) if launcher else ()
-        environ = {**os.environ, **environ, "TMPDIR": str(self.folder / "tmp"), "RECORDS": str(self.folder / "records")}
+        environ = {**os.environ, **environ, "TMPDIR": str(self.folder / "tmp"), "RECORDS": str(self.records)}
         for name in [name for name in environ if name.startswith("PYTEST_")]:
             del environ[name]
         return subprocess.Popen(
             [sys.executable, *torchrun, "-m", "pytest", f"--rootdir={self.folder}", "--gt-device=cpu", *args],
             cwd=self.folder, env=environ, text=True,
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            preexec_fn=_heed_ctrl_c,
         )  # fmt: skip
 
     def run(self, *args: str, **how: Any) -> Run:
@@ -128,17 +208,22 @@ class Suite:
         finally:
             for process in processes:
                 process.kill()
-        status = processes[0].returncode
-        return Run(self.folder, status, "".join(outputs), self._reports(), _lines(self.folder / "records.footprints"))
+        status, footprints = processes[0].returncode, _lines(self.records.with_suffix(".footprints"))
+        return Run(self.folder, status, "".join(outputs), self._reports(), footprints)
 
     def left_over(self) -> list[str]:
         return left_over(self.folder)
 
     def _reports(self) -> dict[str, dict[str, dict[str, Any]]]:
         reports: dict[str, dict[str, dict[str, Any]]] = {}
-        for record in _lines(self.folder / "records"):
+        for record in _lines(self.records):
             reports.setdefault(record["name"], {})[record["when"]] = record
         return reports
+
+
+def _heed_ctrl_c() -> None:
+    """What a shell runs in the background, these tests for one, ignores it, and so do its children."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def _lines(file: Path) -> list[dict[str, Any]]:
@@ -146,27 +231,37 @@ def _lines(file: Path) -> list[dict[str, Any]]:
 
 
 def left_over(folder: Path) -> list[str]:
-    """Processes that still run for a suite, which hold its ports and locks, and what it left in its temporary folder.
+    """Processes that still run for a suite, which hold its ports, its locks, and what it left in its temporary folder.
 
     Pytest and torch keep folders of their own there. A lock file may stay: removing it would race with taking it.
     """
     left = [path for path in (folder / "tmp").iterdir() if not path.name.startswith(_KEPT_BY_OTHERS)]
-    return _processes_of(folder) + [str(path) for path in left if path.suffix != ".lock"]
+    leases = [path for path in (folder / "tmp").rglob("gtrainer-leases/**/*") if path.is_file() and _is_locked(path)]
+    return _processes_of(folder) + [str(path) for path in [*left, *leases] if path.suffix != ".lock"]
 
 
 _KEPT_BY_OTHERS = ("pytest-of-", "torchinductor_", "torchelastic_")
 
 
-def _processes_of(folder: Path) -> list[str]:
-    """Command lines of processes that have the folder in them, as the forkserver and its ranks do."""
-    found = []
-    for entry in Path("/proc").glob("[0-9]*/cmdline"):
+def _is_locked(path: Path) -> bool:
+    with path.open() as file:
         try:
-            line = entry.read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            return True
+    return False
+
+
+def _processes_of(folder: Path) -> list[str]:
+    """Processes that have inherited the folder for temporary files, by their command lines."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            if f"TMPDIR={folder / 'tmp'}".encode() in (entry / "environ").read_bytes().split(b"\0"):
+                line = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                found.append(f"{entry.name}: {line[:80]}")
         except OSError:
             continue
-        if str(folder) in line:
-            found.append(f"{entry.parent.name}: {line[:80]}")
     return found
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import time
 import pytest
 
 from pytest_gtrainer.devices import Gpu, confined
+from pytest_gtrainer.worlds.ranks import progress
 from pytest_gtrainer.worlds.ranks.leases import LeaseError, Slots
 from pytest_gtrainer.worlds.ranks.sharing import GpuSharing
 
@@ -237,45 +239,31 @@ def test_gpus_are_those_that_the_caller_may_use():
     assert confined(uuids, "0,0") == (Gpu("0", "GPU-aa"),)
 
 
-def test_workers_of_one_run_share_the_cpu_slots(suite):
-    """With -n 2 two tests on three ranks of four slots never run at once."""
-    suite.write(
-        "test_it.py",
-        """
-        import time
-        from pathlib import Path
-        import pytest, torch.distributed as dist
+def test_who_waits_for_long_says_so(slots, other_process, monkeypatch):
+    process = other_process(4)
+    monkeypatch.setattr(progress, "EVERY_SECONDS", 0.1)
+    told = []
 
-        @pytest.mark.parametrize("n", range(4))
-        @pytest.mark.gt_world("ranks", size=3)
-        def test_large(n):
-            here = Path(f"running-{n}-{dist.get_rank()}")
-            here.touch()
-            time.sleep(0.5)
-            dist.barrier()
-            running = len(list(Path().glob("running-*")))
-            dist.barrier()
-            here.unlink()
-            assert running == 3
-        """,
-    )
-    run = suite.run("-n", "2", "--gt-gpus=4", "-p", "no:randomly")
-    assert {run.outcome(f"test_large[{n}]") for n in range(4)} == {"passed"}, run.output
+    def tell(text):
+        told.append(text)
+        process.kill()
+
+    assert slots.acquire(2, SOON, "test_it.py::test_b", tell).slots == ("GPU-a", "GPU-b")
+    waited = r"test_it.py::test_b has waited \d\S* s for 2 of 4 slots .*, held are: GPU-a by process \d+ "
+    assert re.match(waited, told[0])
 
 
 @pytest.mark.parametrize("required", ["ranks", "cuda"])
-def test_what_is_required_is_not_skipped(suite, required):
-    suite.write(
-        "test_it.py",
+def test_what_is_required_is_not_skipped(pytester, required):
+    pytester.makepyfile(
         """
         import pytest
         @pytest.mark.gt_world("ranks", size=64)
         def test_large(): pass
         @pytest.mark.gt_world("ranks", size=2, device="cuda")
         def test_on_gpus(): pass
-        """,
+        """
     )
-    run = suite.run(f"--gt-require={required}", "--gt-gpus=4")
-    assert run.outcome("test_large") == "error"
-    assert "needs 64 ranks, --gt-gpus gives 4, and --gt-require=" in run.text("test_large")
-    assert run.outcome("test_on_gpus") == ("skipped" if required == "ranks" else "error")
+    result = pytester.runpytest_inprocess(f"--gt-require={required}", "--gt-gpus=4", "--gt-device=cpu")
+    result.assert_outcomes(errors=1, skipped=1) if required == "ranks" else result.assert_outcomes(errors=2)
+    result.stdout.fnmatch_lines(["needs 64 ranks, --gt-gpus gives 4, and --gt-require=*"])

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 SUITE = '''
 import os, signal, time
-import pytest, torch
-import torch.distributed as dist
+import pytest
+from late import dist, torch
 from pytest_gtrainer import facts
+from pytest_gtrainer.worlds.ranks import progress
 from pytest_gtrainer.worlds.ranks.caller import RankError
+
+progress.EVERY_SECONDS = 0.5
 
 def summed(number):
     value = torch.full((3,), number * (1.0 + dist.get_rank()))
@@ -49,7 +54,7 @@ def test_size_of_the_marker(gt_world, gt_ranks):
     assert [size for _, _, size, _ in gt_ranks.run(summed, 1.0)] == [2, 2]
 
 def test_size_of_the_run(gt_ranks):
-    assert len(gt_ranks.run(summed, 1.0)) == 3
+    assert len(gt_ranks.run(summed, 1.0)) == 4
 
 def test_exception(gt_ranks):
     with pytest.raises(RankError, match="rank 1 raised LookupError: nothing there") as caught:
@@ -101,71 +106,63 @@ def test_bad_size(gt_ranks, size):
     with pytest.raises(ValueError, match="size is a whole number, 1 or more"):
         gt_ranks.run(summed, 1.0, size=size)
 
+def environment():
+    return os.environ.get("GT_EXAMPLE"), os.getpid()
+
+def test_environment(gt_ranks, monkeypatch):
+    before = gt_ranks.run(environment, size=2)
+    monkeypatch.setenv("GT_EXAMPLE", "1")
+    assert [value for value, _ in gt_ranks.run(environment, size=2)] == ["1", "1"]
+    monkeypatch.delenv("GT_EXAMPLE")
+    assert gt_ranks.run(environment, size=2) == before == [(None, pid) for _, pid in before]
+
 def test_size_too_large(gt_ranks):
-    gt_ranks.run(summed, 1.0, size=4)
+    gt_ranks.run(summed, 1.0, size=5)
+
+def test_fails(gt_ranks):
+    gt_ranks.run(raises_on, 0, size=1)
+
+@pytest.mark.parametrize("turn, size", enumerate([1, 2, 3, 1, 2, 3, 4, 1]))
+def test_many_sizes(gt_ranks, turn, size):
+    print("pids", *gt_ranks.run(os.getpid, size=size))
+    forkserver = gt_ranks.run(os.getppid, size=1)[0]
+    with open(f"/proc/{forkserver}/task/{forkserver}/children") as children:
+        assert len(children.read().split()) <= 8
 '''
 
 
-def test_functions_on_ranks(suite):
-    suite.write("test_it.py", SUITE)
-    run = suite.run("--gt-gpus=3", "-rs")
+@pytest.fixture(scope="module")
+def run(module_suite):
+    module_suite.write("test_it.py", SUITE)
+    return module_suite.run("--gt-gpus=4", "-rs")
+
+
+def test_functions_on_ranks(run):
     wrong = {name: run.text(name) for name in run.reports if run.outcome(name) not in ("passed", "skipped")}
-    assert wrong == {}
-    assert len(run.reports) == 15
+    assert wrong.keys() == {"test_fails"}, wrong
+    assert len(run.reports) == 25
     assert run.outcome("test_size_too_large") == "skipped"
-    assert "needs 4 ranks, --gt-gpus gives 3" in run.output
+    assert "needs 5 ranks, --gt-gpus gives 4" in run.output
     call = run.reports["test_results_in_the_order_of_ranks"]["call"]
     assert call["facts"] == [{"kind": "verdict", "outcome": "equal"}] * 2
     assert call["output"] == "".join(f"[rank {rank}] summed {n}\n" for n in (2.0, 1.0) for rank in range(3))
     assert run.left_over() == []
 
 
-def test_a_failed_call_shows_the_remote_traceback_and_none_of_our_frames(suite):
-    suite.write(
-        "test_it.py",
-        """
-        def fails(): raise LookupError("nothing there")
-        def test_it(gt_ranks): gt_ranks.run(fails, size=1)
-        """,
-    )
-    run = suite.run()
-    assert run.outcome("test_it") == "failed"
-    assert "in fails" in run.text("test_it")
-    assert "caller.py" not in run.text("test_it")
+def test_a_failed_call_shows_the_remote_traceback_and_none_of_our_frames(run):
+    assert "in raises_on" in run.text("test_fails")
+    assert "caller.py" not in run.text("test_fails")
 
 
-@pytest.mark.parametrize("args", [("-n2",), ("-s", "-p", "no:xdist"), ("--gt-fresh-ranks",)])
-def test_runs_of_many_kinds(suite, args):
-    """Ranks and called functions work under xdist and without it, uncaptured, and on fresh ranks."""
-    suite.write(
-        "test_it.py",
-        """
-        import os
-        import pytest, torch.distributed as dist
-        def pid(): dist.barrier(); return os.getpid()
-        def test_called(gt_ranks): assert len(set(gt_ranks.run(pid, size=2))) == 2
-        @pytest.mark.gt_world("ranks", size=2)
-        @pytest.mark.parametrize("n", range(4))
-        def test_on_ranks(n):
-            dist.barrier()
-            print("pid of", n, os.getpid())
-        @pytest.mark.gt_world("ranks", size=2)
-        def test_fails(): assert dist.get_rank() == 0
-        """,
-    )
-    run = suite.run("--gt-gpus=2", *args)
-    assert {name: run.outcome(name) for name in run.reports} == {
-        "test_called": "passed",
-        "test_fails": "failed",
-        **{f"test_on_ranks[{n}]": "passed" for n in range(4)},
-    }
-    assert "[rank 1] assert 1 == 0" in run.output
-    assert run.left_over() == []
-    written = run.output if "-s" in args else "".join(
-        run.reports[f"test_on_ranks[{n}]"]["call"]["output"] for n in range(4)
-    )  # fmt: skip
-    pids = [line.split()[-1] for line in written.splitlines() if "pid of" in line]
-    assert len(pids) == 8
-    # a second test costs no fork, unless every test is to have its own ranks
-    fresh = "--gt-fresh-ranks" in args
-    assert len(set(pids)) == (8 if fresh else 4 if "-n2" in args else 2)
+def test_a_long_wait_names_the_ranks_that_are_waited_for(run):
+    """A line every so often, where the run has a terminal."""
+    where = r"at test_it.py:\d+ in hangs_on \(rank 0\), waiting in barrier \(rank 1\)"
+    assert re.search(r"gtrainer: test_it.py::test_limit has run for \d s of 1.5: " + where, run.output), run.output
+
+
+def test_worlds_of_many_sizes_stay_within_a_limit(run):
+    """Idle ranks are kept up to twice the slots; the least recently used go first."""
+    sizes = enumerate([1, 2, 3, 1, 2, 3, 4, 1])
+    pids = [run.reports[f"test_many_sizes[{turn}-{size}]"]["call"]["output"] for turn, size in sizes]
+    assert pids[0] == pids[3] == pids[7]
+    assert pids[1:3] == pids[4:6]

@@ -11,8 +11,8 @@ import pytest
 PLAIN_IDS = "disable_test_id_escaping_and_forfeit_all_rights_to_community_support"
 SUITE = '''
 import ctypes, multiprocessing, os, resource, signal, sys, time
-import pytest, torch
-import torch.distributed as dist
+import pytest
+from late import dist, torch
 
 pytestmark = pytest.mark.gt_world("ranks", size=3)
 rank = lambda: dist.get_rank()
@@ -140,7 +140,7 @@ def test_writes_in_another_encoding():
 def test_exception_of_this_file():
     if rank() == 2: raise Local("mine", code=7)
 
-@pytest.mark.gt_world("ranks", size=3, timeout=3)
+@pytest.mark.gt_world("ranks", size=3, timeout=2)
 def test_different_collectives():
     if rank() == 0: dist.barrier()
     else: dist.all_reduce(torch.ones(1000))
@@ -189,7 +189,9 @@ def test_finds_it_unchanged(request):
     assert not torch.are_deterministic_algorithms_enabled()
 
 def test_leaves_groups():
+    from pytest_gtrainer.passes._torch import extra_group
     dist.new_group([0, 1])
+    extra_group(dist.group.WORLD.group_name)  # as a pass does; it is the world's
 
 def test_no_space_left():
     if rank() == 0:
@@ -220,9 +222,13 @@ def test_pytest_exit_on_one():
     dist.barrier()
 
 def test_shares_memory_and_dies():
-    torch.ones(1000).share_memory_()
-    semaphore = multiprocessing.get_context("spawn").Semaphore()
-    with open("semaphores", "a") as file: print(semaphore._semlock.name.strip("/"), file=file)
+    from torch import multiprocessing as processes
+    processes.set_sharing_strategy("file_system")
+    _, name, _ = torch.ones(1000).untyped_storage()._share_filename_cpu_()
+    semaphore = processes.get_context("spawn").Semaphore()
+    with open("shared", "a") as file:
+        print(name.decode().strip("/"), "sem." + semaphore._semlock.name.strip("/"), file=file)
+    dist.barrier()
     if rank() == 0: os.kill(os.getpid(), signal.SIGKILL)
     dist.barrier()
 
@@ -231,6 +237,54 @@ def test_leaves_a_child():
         child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,), daemon=True)
         child.start()
         os._exit(0)
+
+def test_kills_its_forkserver():
+    if rank() == 1: os.kill(os.getppid(), signal.SIGKILL)
+    time.sleep(60)
+
+def test_good_on_a_new_forkserver():
+    dist.barrier()
+
+def test_forks_and_goes_on():
+    child = os.fork()
+    if child: os.waitpid(child, 0)
+
+def test_judged_by_itself_after_a_fork():
+    assert rank() == 7
+
+@pytest.fixture
+def broken_at_the_end():
+    yield
+    raise ValueError("the end of all broke")
+
+def test_call_and_teardown_fail(broken_at_the_end):
+    assert rank() == 7
+
+def test_call_and_teardown_fail_on_other_ranks(ends_badly):
+    if rank() == 0:
+        time.sleep(0.3)
+        assert rank() == 7
+
+def test_missing_golden_before_a_subtest(subtests, gt_golden):
+    gt_golden.check("text")
+    with subtests.test("a"): pass
+
+@pytest.fixture
+def late_golden(gt_golden):
+    yield
+    gt_golden.check("text")
+
+def test_missing_golden_in_teardown(late_golden): pass
+
+def test_expects_a_failed_collective():
+    sent = torch.ones(3).to(torch.float8_e4m3fn)
+    with pytest.raises(RuntimeError, match="Invalid scalar type"):
+        dist.all_to_all_single(torch.empty_like(sent), sent)
+
+def test_good_after_an_expected_failure():
+    value = torch.ones(1)
+    dist.all_reduce(value)
+    assert value.item() == 3
 
 def test_compiles():
     compiled = torch.compile(lambda x: x + 1, backend="eager")
@@ -245,6 +299,43 @@ def test_finds_nothing_compiled():
 def test_good_at_the_end():
     dist.barrier()
 '''
+
+LEASES = """
+import os, subprocess, sys
+import pytest
+from late import dist
+from pytest_gtrainer.worlds.ranks.leases import Slots
+
+on_ranks = pytest.mark.gt_world("ranks", size=3)
+taken = []
+HOLDER = '''
+import os, signal, sys
+from pathlib import Path
+from pytest_gtrainer.worlds.ranks.leases import Slots
+lease = Slots(Path(sys.argv[1]), ["cpu0", "cpu1", "cpu2"]).acquire(3, 5)
+os.kill(os.getpid(), signal.SIGKILL)
+'''
+
+@pytest.fixture
+def folder(tmp_path_factory):
+    return tmp_path_factory.getbasetemp().parent / "gtrainer-leases"
+
+def test_somebody_takes_a_slot(folder):
+    taken.append(Slots(folder, ["cpu0"]).acquire(1, 5, "somebody else"))
+
+@on_ranks
+def test_waits_in_vain(): pass
+
+def test_somebody_gives_it_back():
+    taken.pop().release()
+
+def test_somebody_dies_with_all_slots(folder):
+    assert subprocess.run([sys.executable, "-c", HOLDER, str(folder)]).returncode == -9
+
+@on_ranks
+def test_good_after_a_stale_lease():
+    dist.barrier()
+"""
 
 # test: outcome, what its report says, what it must not say
 TABLE = {
@@ -303,7 +394,11 @@ TABLE = {
     "test_writes_100_megabytes": ("failed", ["assert 0 != 0", "ranks 1, 2: passed"], []),
     "test_writes_in_another_encoding": ("failed", ["assert 1 != 1"], []),
     "test_exception_of_this_file": ("failed", ["Local: mine", "rank 2: Local: mine"], []),
-    "test_different_collectives": ("failed", ["rank 0"], []),
+    "test_different_collectives": (
+        "failed",
+        ["rank 0 did not end within 2 s, waiting in barrier", "ranks 1, 2: did not end within 2 s, waiting in all_r"],
+        [],
+    ),
     "test_one_never_reaches_the_barrier": (
         "failed",
         ["rank 0 did not end within 2 s, waiting in barrier", "rank 1: passed"],
@@ -332,6 +427,25 @@ TABLE = {
     ),
     "test_shares_memory_and_dies": ("failed", ["rank 0 was killed by SIGKILL"], []),
     "test_leaves_a_child": ("failed", ["rank 0 exited with status 0"], []),
+    "test_kills_its_forkserver": ("failed", ["was lost with the process that had forked it"], []),
+    "test_good_on_a_new_forkserver": ("passed", [], []),
+    "test_forks_and_goes_on": ("passed", [], []),
+    "test_judged_by_itself_after_a_fork": ("failed", ["assert 0 == 7"], []),
+    "test_call_and_teardown_fail": ("failed", ["assert 0 == 7", "ValueError: the end of all broke"], []),
+    "test_call_and_teardown_fail_on_other_ranks": ("failed", ["assert 0 == 7", "the end broke"], []),
+    "test_missing_golden_before_a_subtest": ("failed", ["test_missing_golden_before_a_subtest.txt is missing"], []),
+    "test_missing_golden_in_teardown": ("failed", ["test_missing_golden_in_teardown.txt is missing"], []),
+    "test_expects_a_failed_collective": ("passed", [], []),
+    "test_good_after_an_expected_failure": ("passed", [], []),
+    "test_somebody_takes_a_slot": ("passed", [], []),
+    "test_waits_in_vain": (
+        "failed",
+        ["waited 0.5 s for 3 of 3 slots (cpu0, cpu1, cpu2), held are: cpu0 by process", "(somebody else); end their"],
+        [],
+    ),
+    "test_somebody_gives_it_back": ("passed", [], []),
+    "test_somebody_dies_with_all_slots": ("passed", [], []),
+    "test_good_after_a_stale_lease": ("passed", [], []),
     "test_compiles": ("passed", [], []),
     "test_finds_nothing_compiled": ("passed", [], []),
     "test_good_after_that": ("passed", [], []),
@@ -344,12 +458,13 @@ TABLE = {
 
 @pytest.fixture(scope="module")
 def run(module_suite):
-    """With the rendezvous port of the environment taken, which ranks must not want."""
+    """In a worker, which leases slots; the rendezvous port of the environment is taken, and nobody must want it."""
     module_suite.write("test_it.py", SUITE)
+    module_suite.write("test_leases.py", LEASES)
     module_suite.write("pytest.ini", f"[pytest]\n{PLAIN_IDS} = true\n")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         rendezvous = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(taken.getsockname()[1])}
-        return module_suite.run("--gt-gpus=3", "--durations=10", environ=rendezvous)
+        return module_suite.run("-n1", "--gt-gpus=3", "--gt-lease-timeout=0.5", environ=rendezvous)
 
 
 @pytest.mark.parametrize("name", TABLE)
@@ -362,6 +477,18 @@ def test_fault(run, name):
         assert line in text
     for line in unwanted:
         assert line not in text
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_nothing_is_left_after_a_fault(run, name):
+    """T5: at most the forkserver and three ranks run, with their ports; no slot is held, no file or folder is kept."""
+    first, now = run.footprint("test_raises_while_others_wait"), run.footprint(name)
+    assert now["processes"] <= 1 + 3
+    assert now["strays"] == []
+    assert now["locks"] == (["slot-cpu0"] if name in ("test_somebody_takes_a_slot", "test_waits_in_vain") else [])
+    assert now["ports"] <= first["ports"]
+    assert now["files"] <= first["files"] + 3
+    assert now["folders"] <= first["folders"] + 1
 
 
 def test_every_test_of_the_suite_is_in_the_table(run):
@@ -386,12 +513,9 @@ def test_what_a_test_left_is_attributed_to_it(run):
     assert "test_changes_its_process changed deterministic algorithms from" in run.output
 
 
-def test_nothing_grows_from_test_to_test(run):
-    """T5: after every test at most the forkserver and three ranks run, and no file or folder is kept."""
-    most = {what: max(each[what] for each in run.footprints) for what in ("processes", "files", "folders")}
-    assert most["processes"] <= 1 + 3
-    assert most["files"] <= run.footprints[1]["files"] + 3
-    assert most["folders"] <= run.footprints[1]["folders"] + 1
+def test_a_broken_teardown_is_told_beside_a_failed_call(run):
+    for name in ("test_call_and_teardown_fail", "test_call_and_teardown_fail_on_other_ranks"):
+        assert [run.reports[name][when]["outcome"] for when in ("call", "teardown")] == ["failed", "failed"]
 
 
 def test_nothing_is_left_over(run):
@@ -400,10 +524,10 @@ def test_nothing_is_left_over(run):
 
 
 def test_no_shared_memory_is_left_over(run):
-    """T5: a rank is killed with its children, but not with multiprocessing's tracker, which removes what it shared."""
-    names = (run.folder / "semaphores").read_text().split()
-    assert len(names) == 3
+    """T5: a rank is killed with its children, but not with the trackers that remove what it shared."""
+    names = (run.folder / "shared").read_text().split()
+    assert len(names) == 6
     end = time.monotonic() + 60
-    while (left := [name for name in names if Path(f"/dev/shm/sem.{name}").exists()]) and time.monotonic() < end:
+    while (left := [name for name in names if Path("/dev/shm", name).exists()]) and time.monotonic() < end:
         time.sleep(0.1)
     assert left == []

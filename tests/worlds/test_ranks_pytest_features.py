@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 SUITE = '''
 import os, random, warnings
-import pytest, torch
-import torch.distributed as dist
+import pytest
+from late import dist, torch
 
 PIDS = set()
 
@@ -66,6 +68,11 @@ class TestTwo:
     def test_after_the_group_was_destroyed(self):
         dist.barrier()
 
+    @pytest.mark.parametrize("n", range(2))
+    def test_mended_later(self, n):
+        os.write(1, f"pid {os.getpid()} ".encode())
+        assert os.path.exists("mended") or dist.get_rank() == 0
+
     @pytest.mark.skipif(True, reason="not today")
     def test_skipped(self): pass
 
@@ -78,6 +85,16 @@ class TestTwo:
 
     @pytest.mark.xfail(strict=True)
     def test_xpassed_strictly(self): pass
+
+    def test_failed_subtest(self, subtests, gt_golden):
+        with subtests.test("a"):
+            assert 1 == 2
+        gt_golden.check("never")
+
+    def test_passed_subtest(self, subtests, gt_golden):
+        gt_golden.check("before")
+        with subtests.test("a"):
+            pass
 
     @pytest.mark.gt_world("ranks", size=3)
     def test_sends_are_not_collectives(self, gt_world):
@@ -110,7 +127,7 @@ def test_without_ranks():
 @pytest.fixture(scope="module")
 def run(module_suite):
     module_suite.write("test_it.py", SUITE)
-    return module_suite.run("-rs", "--gt-gpus=8")
+    return module_suite.run("-rs", "--gt-gpus=8", "--gt-update-goldens", "-p", "no:randomly", environ={"CI": ""})
 
 
 @pytest.mark.parametrize(
@@ -128,6 +145,7 @@ def run(module_suite):
         "test_warns",
         "test_destroys_the_group",
         "test_after_the_group_was_destroyed",
+        "test_passed_subtest",
         "test_sends_are_not_collectives",
         "test_mesh",
         "test_sizes[size2]",
@@ -160,6 +178,52 @@ def test_skip_and_xfail_are_as_everywhere(run):
     assert "XPASS(strict)" in run.text("test_xpassed_strictly")
 
 
+def test_a_failed_subtest_fails_the_test_and_keeps_its_golden_unwritten(run):
+    assert run.outcome("test_failed_subtest") == "failed"
+    assert "assert 1 == 2" in run.text("test_failed_subtest")
+    assert [path.name for path in (run.folder / "golden").rglob("*.txt")] == ["TestTwo.test_passed_subtest.txt"]
+
+
+@pytest.fixture(scope="module")
+def again(run, module_suite):
+    """What has failed, uncaptured and on fresh ranks, up to the first failure; part of it is mended."""
+    (run.folder / "mended").touch()
+    module_suite.records = run.folder / "records-again"
+    return module_suite.run("--lf", "-x", "-s", "--gt-fresh-ranks", "--gt-gpus=8", environ={"CI": ""})
+
+
+def test_a_run_of_what_failed_stops_at_the_first_failure(run, again):
+    """--lf and -x: as for any other test."""
+    assert run.outcome("test_mended_later[0]") == run.outcome("test_mended_later[1]") == "failed"
+    assert {name: again.outcome(name) for name in again.reports} == {
+        "test_mended_later[0]": "passed",
+        "test_mended_later[1]": "passed",
+        "test_xpassed_strictly": "failed",
+    }
+
+
+def test_a_second_test_costs_no_fork_unless_it_is_asked_for(run, again):
+    warm = "".join(run.reports[f"test_mended_later[{n}]"]["call"]["output"] for n in range(2))
+    assert len(set(pids_in(warm))) == 2
+    assert len(set(pids_in(again.output))) == len(pids_in(again.output)) == 4
+
+
+def pids_in(text):
+    return re.findall(r"pid (\d+)", text)
+
+
+def test_setup_plan_runs_nothing(pytester):
+    pytester.makepyfile(
+        """
+        import pytest
+        @pytest.mark.gt_world("ranks", size=2)
+        def test_never_run(gt_world): open("ran", "w").close()
+        """
+    )
+    assert pytester.runpytest_inprocess("--setup-plan").ret == 0
+    assert not (pytester.path / "ran").exists()
+
+
 def test_a_world_too_large_is_skipped_with_the_reason_and_counted(run):
     assert run.outcome("test_too_large") == "skipped"
     assert "needs 16 ranks, --gt-gpus gives 8" in run.output
@@ -183,5 +247,5 @@ def test_the_header_says_on_what_ranks_run(run):
     assert "gtrainer: 8 CPU ranks (gloo), no GPU used" in run.output
 
 
-def test_nothing_is_left_over(run):
+def test_nothing_is_left_over(run, again):
     assert run.left_over() == []

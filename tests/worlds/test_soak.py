@@ -2,70 +2,153 @@
 
 from __future__ import annotations
 
+import re
 import statistics
+import time
 
 import pytest
 
+from tests.worlds.conftest import Suite
+
 SUITE = """
-import os, signal, sys, time
-import pytest, torch, torch.distributed as dist
+import ctypes, os, signal, sys, time
+from pathlib import Path
+import pytest
+from late import dist, torch
+
+class Unpicklable(Exception):
+    handle = staticmethod(lambda: None)
 
 def raises(rank): assert rank != 1, "only here"
-def raises_everywhere(rank): raise KeyError("everywhere")
 def is_killed(rank): rank == 0 and os.kill(os.getpid(), signal.SIGKILL)
-def exits(rank): rank == 1 and os._exit(3)
-def exits_python(rank): rank == 1 and sys.exit("enough")
+def hangs(rank): rank == 1 and time.sleep(600)
+def counts_differ(rank): rank == 0 and dist.all_reduce(torch.ones(1), async_op=True); return True
 def skips(rank): rank == 0 and pytest.skip("not me")
-def counts_differ(rank): rank == 0 and dist.all_reduce(torch.ones(1), async_op=True)
+def exits(rank): rank == 1 and os._exit(3)
+def raises_everywhere(rank): raise KeyError("everywhere")
+def exits_python(rank): rank == 1 and sys.exit("enough")
 def ends_its_group(rank): dist.destroy_process_group(); raise ValueError("after that")
 def leaves_groups(rank): dist.new_group([0, 1]); raise ValueError("with groups")
-def hangs(rank): rank == 1 and time.sleep(600)
+def is_at_fault(rank): rank == 0 and ctypes.string_at(0)
+def is_unpicklable(rank): raise Unpicklable("with a handle")
+def forks_and_exits(rank):
+    if rank == 0: os.fork() and os._exit(5) or time.sleep(600)
+def writes_much(rank): print("x" * 10**6); assert rank != 0, "after all that"
+def exits_pytest(rank): rank == 1 and pytest.exit("no more")
+def goes_elsewhere(rank): rank == 0 and dist.barrier()
 
-FAULTS = [raises, is_killed, raises_everywhere, exits, skips, exits_python,
-          counts_differ, ends_its_group, leaves_groups, hangs]
+FAULTS = [raises, is_killed, hangs, counts_differ, skips, exits, raises_everywhere, exits_python, ends_its_group,
+          leaves_groups, is_at_fault, is_unpicklable, forks_and_exits, writes_much, exits_pytest, goes_elsewhere]
 
-SIZES = [pytest.mark.gt_world("ranks", size=size) for size in (2, 3)]
+def fault_of(n): return FAULTS[n // 10 % len(FAULTS)] if n % 10 == 5 else None
 
-@pytest.mark.parametrize("n", [pytest.param(n, marks=SIZES[n // 3 % 2]) for n in range({count})])
+def on_ranks(n):
+    limit = 2 if fault_of(n) in (hangs, goes_elsewhere) else None
+    return pytest.mark.gt_world("ranks", size=2 + n // 3 % 2, timeout=limit)
+
+@pytest.mark.parametrize("n", [pytest.param(n, marks=on_ranks(n)) for n in range({count})])
 def test_it(n):
-    fault = FAULTS[n // 10 % len(FAULTS)] if n % 10 == 5 else None
-    if fault is not None:
-        fault(dist.get_rank())
-        if fault is counts_differ: return
+    rank, size, fault = dist.get_rank(), dist.get_world_size(), fault_of(n)
+    if fault is not None and fault(rank): return
     value = torch.ones(100)
     dist.all_reduce(value)
-    assert value.tolist() == [dist.get_world_size()] * 100
+    assert value.tolist() == [size] * 100
+    if fault is None:
+        # never more ranks at work than there are slots
+        at_work = Path(f"at-work-{n}-{rank}")
+        at_work.touch()
+        dist.barrier()
+        found = len(list(Path().glob("at-work-*")))
+        dist.barrier()
+        at_work.unlink()
+        assert size <= found <= 4
 """
 
 # What the report of each fault says, in the order of FAULTS.
 SAID = [
     "rank 1: AssertionError: only here",
     "rank 0 was killed by SIGKILL",
-    "KeyError: 'everywhere'",
-    "rank 1 exited with status 3",
-    "skipped: not me (rank 0)",
-    "SystemExit: enough",
+    "rank 1 did not end within 2 s",
     "different numbers of collectives on all ranks: 1 (rank 0)",
+    "skipped: not me (rank 0)",
+    "rank 1 exited with status 3",
+    "KeyError: 'everywhere'",
+    "SystemExit: enough",
     "ValueError: after that",
     "ValueError: with groups",
-    "rank 1 did not end within 10 s",
+    "rank 0 was killed by SIGSEGV",
+    "Unpicklable: with a handle",
+    "rank 0 exited with status 5",
+    "rank 0: AssertionError: after all that",
+    "rank 1: called pytest.exit: no more",
+    "did not end within 2 s",
 ]
 
+LAST = """
+import os, signal
+import pytest
+from late import dist
 
-@pytest.mark.parametrize("count", [60, pytest.param(1000, marks=pytest.mark.long)])
-def test_soak(suite, count):
-    """T1 to T7, again and again, on two workers."""
+def test_called(gt_ranks): assert len(set(gt_ranks.run(os.getpid, size=2))) == 2
+
+@pytest.mark.gt_world("ranks", size=2)
+def test_kills_its_worker():
+    if dist.get_rank() == 0:
+        worker = open(f"/proc/{os.getppid()}/stat").read().rpartition(")")[2].split()[1]
+        os.kill(int(worker), signal.SIGKILL)
+    dist.barrier()
+
+@pytest.mark.parametrize("n", range(3))
+@pytest.mark.gt_world("ranks", size=4)
+def test_after_that(n): dist.barrier()
+"""
+
+
+@pytest.fixture(scope="module", params=[40, pytest.param(1000, marks=pytest.mark.long)])
+def count(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def run(count, tmp_path_factory):
+    """Of ``count`` tests on two workers and four slots; in the end a worker dies."""
+    suite = Suite(tmp_path_factory.mktemp("soak") / "suite")
     suite.write("test_it.py", SUITE.replace("{count}", str(count)))
-    process = suite.start("-n2", "--gt-gpus=4", "--gt-timeout=10", "-p", "no:randomly")
-    run = suite.run_together(process, limit=3000)
+    suite.write("test_last.py", LAST)
+    return suite.run_together(suite.start("-n2", "--gt-gpus=4", "-p", "no:randomly"), limit=3000)
+
+
+def test_every_verdict_is_right(run, count):
+    """T1 to T5, T7: again and again."""
     assert {n: verdict(run, n) for n in range(count)} == {n: expected(n) for n in range(count)}
+
+
+def test_ranks_under_xdist(run):
+    assert "gtrainer: 4 CPU ranks (gloo), no GPU used, shared by the workers" in run.output
+    assert run.outcome("test_called") == "passed"
+
+
+def test_a_killed_worker_takes_its_ranks_along(run):
+    """T6: the others go on with the next tests, on slots that are free again."""
+    assert re.search(r"worker 'gw\d' crashed while running 'test_last.py::test_kills_its_worker'", run.output)
+    assert [run.outcome(f"test_after_that[{n}]") for n in range(3)] == ["passed"] * 3
+
+
+def test_nothing_is_left_over(run):
+    end = time.monotonic() + 60
+    while run.left_over() and time.monotonic() < end:
+        time.sleep(0.1)
     assert run.left_over() == []
-    for what in ("kib", "kib_of_ranks", "processes", "files"):
-        for worker in ("gw0", "gw1"):
-            taken = [each[what] for each in run.footprints if each["worker"] == worker]
-            early, late = thirds(taken)
-            print(f"{worker} {what}: {early:.0f} in the second third, {late:.0f} in the last of {len(taken)} tests")
-            assert late <= 1.1 * early + (10_000 if "kib" in what else 4)
+
+
+@pytest.mark.parametrize("what", ["kib", "kib_of_ranks", "processes", "files", "ports"])
+def test_nothing_grows(run, what):
+    """Private memory of workers and of ranks, processes, open files and ports: the last third against the second."""
+    for worker in ("gw0", "gw1"):
+        taken = [each[what] for each in run.footprints if each["worker"] == worker]
+        early, late = thirds(taken)
+        print(f"{worker} {what}: {early:.0f} in the second third, {late:.0f} in the last of {len(taken)} tests")
+        assert late <= 1.1 * early + (10_000 if "kib" in what else 4)
 
 
 def expected(n):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from types import ModuleType
 from typing import Any, Protocol
 
@@ -41,6 +41,10 @@ PRELOAD = (
 )
 
 
+# Number of ranks, device, environment.
+TeamKey = tuple[int, str, frozenset[tuple[str, str]]]
+
+
 class Launcher(Protocol):
     """Who has ranks: the pool of this process, or torchrun.
 
@@ -68,7 +72,7 @@ class Pool:
     def __init__(self, config: pytest.Config) -> None:
         self._config = config
         self._server: ForkServer | None = None
-        self._teams: dict[tuple[int, str], Team] = {}  # the least recently used first
+        self._teams: dict[TeamKey, Team] = {}  # the least recently used first
         self._devices_shared: sharing.Sharing | None = None
 
     @property
@@ -115,12 +119,13 @@ class Pool:
         return self._devices_shared
 
     def team(self, size: int) -> Team:
-        """A team of ``size`` ranks that nobody uses, started if there is none.
+        """A team of ``size`` ranks in the present environment, started if there is none.
 
         Raises:
             RanksError: it could not be started.
         """
-        key = (size, self.devices.kind)
+        environ = {**rank_environment(self.devices.kind), **self._sharing().environment()}
+        key = (size, self.devices.kind, frozenset(environ.items()))
         team = self._teams.pop(key, None)
         if team is not None and team.alive and not team.has_lost_ranks():
             self._teams[key] = team
@@ -128,7 +133,7 @@ class Pool:
         if team is not None:
             team.kill()
         self._make_room(size)
-        team = Team(self._running_server(), self._plan(size))
+        team = Team(self._running_server(), self._plan(size, environ))
         self._teams[key] = team
         return team
 
@@ -167,7 +172,7 @@ class Pool:
             self._server = ForkServer(modules_to_preload(self._config), live_output=live)
         return self._server
 
-    def _plan(self, size: int) -> TeamPlan:
+    def _plan(self, size: int, environ: Mapping[str, str]) -> TeamPlan:
         config, devices = self._config, self.devices
         return TeamPlan(
             size=size,
@@ -177,20 +182,22 @@ class Pool:
             args=tuple(str(arg) for arg in config.invocation_params.args),
             worker=_worker_input(config, size),
             basetemp=str(config._tmp_path_factory.getbasetemp()),  # type: ignore[attr-defined]
-            environ={**rank_environment(devices.kind), **self._sharing().environment()},
+            environ=environ,
             sys_path=tuple(sys.path),
             live_output=config.getoption("capture", "fd") == "no",
         )
 
 
 def rank_environment(device: str) -> dict[str, str]:
-    """The environment that ranks start with: the caller's.
+    """The environment that ranks start with: the caller's, but for what pytest says of its present test.
 
     On GPUs also the workspace setting that deterministic cuBLAS needs before CUDA starts, which
     is when the group is made, long before a test could ask for it.
     """
     wanted = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"} if device == "cuda" else {}
-    return {**wanted, **lasting_environment()}
+    environ = {**wanted, **lasting_environment()}
+    environ.pop("PYTEST_CURRENT_TEST", None)
+    return environ
 
 
 def modules_to_preload(config: pytest.Config) -> list[str]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 
 import pytest
+from _pytest.capture import CaptureManager
 
 EVERY_SECONDS = 60.0
 
@@ -16,7 +18,11 @@ def teller(config: pytest.Config) -> Tell:
 
     def tell(text: str) -> None:
         reporter: pytest.TerminalReporter | None = config.pluginmanager.getplugin("terminalreporter")
-        if reporter is not None:
+        capture: CaptureManager | None = config.pluginmanager.getplugin("capturemanager")
+        if reporter is None:
+            return
+        # a test that calls functions on ranks is being captured meanwhile
+        with capture.global_and_fixture_disabled() if capture is not None else contextlib.nullcontext():
             reporter.ensure_newline()
             reporter.write_line(f"gtrainer: {text}")
 

@@ -7,6 +7,7 @@ import pytest
 from pytest_gtrainer import assert_bitwise_different, assert_bitwise_equal, assert_same_layout, facts
 from pytest_gtrainer.references.eager import EagerRun
 from pytest_gtrainer.references.graph import GraphRun
+from pytest_gtrainer.tracing.state import ModelState, local
 
 
 @pytest.fixture
@@ -19,13 +20,19 @@ def check_parity():
 
     def check(config):
         eager, graph = EagerRun(config), GraphRun(config)
-        expected, actual = eager.run(), graph.run()
-        assert_same_layout(graph.layout(), eager.layout())
-        assert_bitwise_equal(actual, expected)
-        assert_trains(expected)
+        _check(eager, graph)
         return graph
 
     return check
+
+
+def _check(eager, graph):
+    """Train both; returns the record that both have."""
+    expected, actual = eager.run(), graph.run()
+    assert_same_layout(graph.layout(), eager.layout())
+    assert_bitwise_equal(actual, expected)
+    assert_trains(expected)
+    return expected
 
 
 def assert_trains(record):
@@ -36,15 +43,22 @@ def assert_trains(record):
 
 
 @pytest.fixture
-def check_execution_order_differs():
-    """The twin that must differ: the same graph, packed in the order it runs (L5); returns the layout's complaint."""
+def check_parity_and_twin():
+    """As ``check_parity``, and the twin that must differ: the same trace and start, packed in the order it runs (L5).
+
+    Returns the layout's complaint about the twin.
+    """
 
     def check(config):
-        eager, graph = EagerRun(config), GraphRun(config, payload_order="execution")
-        expected, actual = eager.run(), graph.run()
-        assert_bitwise_different(actual, expected)
+        eager, graph = EagerRun(config), GraphRun(config)
+        twin, state = graph.rewritten(payload_order="execution"), ModelState.of(graph.model).tensors
+        start = [local(tensor).detach().clone() for tensor in state]
+        expected = _check(eager, graph)
+        for tensor, first in zip(state, start, strict=True):
+            local(tensor).detach().copy_(first)
+        assert_bitwise_different(twin.run(), expected)
         with pytest.raises(AssertionError, match="bucket layouts differ") as failure:
-            assert_same_layout(graph.layout(), eager.layout())
+            assert_same_layout(twin.layout(), eager.layout())
         return str(failure.value)
 
     return check

@@ -31,7 +31,7 @@ AXES: dict[str, tuple[Any, ...]] = {
 RULES = (
     Rule("not judged", {"cuda_graph": True}, reason="CUDA graphs need a GPU"),
     Rule("not judged", {"attention": "flex"}, reason="torch has no backward of FlexAttention on CPU"),
-    Rule("not judged", {"early_accumulation": True}, reason="no pass of ours accumulates early"),
+    Rule("not judged", {"early_accumulation": True}, reason="only chunked blocks do: see tests/passes/chunking"),
     Rule("different", {"order": "execution"}, reason="a ring adds an element in an order that depends on its place"),
     Rule("equal", to="eager fully_shard of the same cell"),
 )

@@ -1,4 +1,4 @@
-"""What people need to test a pass of their own: pass tests as files.
+"""What people need to test a pass or plugin of their own: pass tests as files, and projects run under pytest.
 
 A *pass file* is graph text with the passes to run, and what to expect, in its comments::
 
@@ -7,7 +7,9 @@ A *pass file* is graph text with the passes to run, and what to expect, in its c
     # passes: canonicalize_graph_pass; my_pass(threshold=2)
     # check: then aten.mm in layers.0
 
-``pass_files`` finds them for a parametrised test, ``run_pass_file`` runs one. Importing this
+``pass_files`` finds them for a parametrised test, ``run_pass_file`` runs one. ``parse`` makes a graph of text for a
+test in Python (``graphtext.parse``). ``run_project`` runs a project in a process of its own, and its tests' verdicts,
+goldens and digests can be asserted on. Importing this
 package does not import torch: files are found when tests are collected.
 """
 
@@ -16,16 +18,31 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from pytest_gtrainer.testing.pass_file import PassFile, PassFileError, pass_files
+from pytest_gtrainer.testing.project import ProjectRun, ToldByTest, run_project
 
 if TYPE_CHECKING:
+    from pytest_gtrainer.graphtext import parse
     from pytest_gtrainer.testing.running import run_pass_file
 
-__all__ = ["PassFile", "PassFileError", "pass_files", "run_pass_file"]
+__all__ = [
+    "PassFile",
+    "PassFileError",
+    "ProjectRun",
+    "ToldByTest",
+    "parse",
+    "pass_files",
+    "run_pass_file",
+    "run_project",
+]
 
 
 def __getattr__(name: str) -> Any:
-    if name != "run_pass_file":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from pytest_gtrainer.testing.running import run_pass_file
+    if name == "run_pass_file":
+        from pytest_gtrainer.testing.running import run_pass_file
 
-    return run_pass_file
+        return run_pass_file
+    if name == "parse":
+        from pytest_gtrainer.graphtext import parse
+
+        return parse
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -15,7 +15,7 @@ def test_the_project_of_the_page(pytester, monkeypatch):
     for name, text in FILES.items():
         (pytester.path / name).write_text(text)
     made = pytester.runpytest_subprocess("--gt-create-goldens", "--gt-device=cpu", "--gt-report=page.html", "-v")
-    made.assert_outcomes(passed=9)
+    made.assert_outcomes(passed=10)
     made.stdout.fnmatch_lines([
         "*::test_it_runs_with_every_model[[]small] PASSED*",
         "*::test_it_runs_with_every_model[[]wide] PASSED*",

@@ -1,0 +1,78 @@
+"""``run_project``: what the tests of a project came to, read by a test of a plugin."""
+
+import pytest
+
+from pytest_gtrainer.testing import run_project
+
+SUITE = """
+import pytest, torch
+from pytest_gtrainer import Record, assert_bitwise_equal
+
+def record(value):
+    told = Record(world_size=1, rank=0)
+    told.add(0, 0, "loss", "loss", torch.tensor(value))
+    return told
+
+def test_bits():
+    assert_bitwise_equal(record(1.0), record(1.0), what="the same twice")
+    assert_bitwise_equal(record(1.0), record(2.0), what="ours against theirs")
+
+@pytest.mark.gt_world("fake", size=8)
+def test_golden(gt_world, gt_golden):
+    gt_golden.check("a text")
+
+def test_skipped():
+    pytest.skip("not here")
+
+@pytest.fixture
+def broken():
+    raise RuntimeError("in the set-up")
+
+def test_broken(broken): pass
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_fine(n): pass
+"""
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("project")
+    return run_project(folder, "-q", files={"tests/test_it.py": SUITE})
+
+
+def test_verdicts_and_the_message_of_a_failure(run):
+    told = run["test_bits"]
+    assert told.outcome == "failed"
+    assert told.verdicts == ("the same twice: equal", "ours against theirs: different")
+    assert "first at step 0, rank 0, loss" in told.message
+    assert [line.split(":")[0] for line in told.digests] == ["the same twice, step 0", "ours against theirs, step 0"]
+
+
+def test_worlds_and_goldens(run):
+    told = run["tests.test_it::test_golden"]
+    assert (told.outcome, told.world) == ("failed", "fake(8)")
+    (golden,) = told.goldens
+    assert golden.endswith(": missing")
+    assert "is missing" in told.message
+
+
+def test_other_outcomes(run):
+    assert (run["test_skipped"].outcome, run["test_broken"].outcome) == ("skipped", "error")
+    assert "not here" in run["test_skipped"].message
+    assert "in the set-up" in run["test_broken"].message
+    assert (run["test_fine[1]"].outcome, run["test_fine[1]"].message) == ("passed", "")
+    assert run.status == 1
+    assert "1 error" in run.output
+
+
+def test_a_name_that_no_test_has_names_those_there_are(run):
+    with pytest.raises(KeyError, match=r"0 tests are called 'test_fine'.*test_fine\[1\]"):
+        run["test_fine"]
+
+
+def test_a_run_that_does_not_begin_is_told(tmp_path):
+    run = run_project(tmp_path, "--gt-gpus=none")
+    assert run.status == pytest.ExitCode.USAGE_ERROR
+    with pytest.raises(KeyError, match="--gt-gpus=none"):
+        run["test_it"]

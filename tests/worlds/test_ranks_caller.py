@@ -76,18 +76,38 @@ def test_limit(gt_ranks):
         gt_ranks.run(hangs_on, 0)
     gt_ranks.run(summed, 1.0)
 
+class Struck(Exception): pass
+
 def sleeps(seconds, said):
     time.sleep(seconds)
     return said
 
 def test_struck_by_a_limit_of_another_kind(gt_ranks):
-    def strike(*_): raise TimeoutError
+    def strike(*_): raise Struck
     gt_ranks.run(sleeps, 0, "warm", size=2)
     signal.signal(signal.SIGALRM, strike)
     signal.setitimer(signal.ITIMER_REAL, 0.3)
-    with pytest.raises(TimeoutError):
+    with pytest.raises(Struck):
         gt_ranks.run(sleeps, 1.5, "old", size=2)
     assert gt_ranks.run(sleeps, 0, "new", size=2) == ["new", "new"]
+
+def children_of(pid):
+    try:
+        return open(f"/proc/{pid}/task/{pid}/children").read().split()
+    except OSError:
+        return []
+
+def test_struck_while_ranks_start(gt_ranks, monkeypatch):
+    def strike(*_): raise Struck
+    forkserver = gt_ranks.run(os.getppid, size=1)[0]
+    before = children_of(forkserver)
+    monkeypatch.setenv("GT_EXAMPLE", "other ranks")
+    signal.signal(signal.SIGALRM, strike)
+    signal.setitimer(signal.ITIMER_REAL, 0.1)
+    with pytest.raises(Struck):
+        gt_ranks.run(os.getpid, size=3)
+    assert set(children_of(forkserver)) <= set(before)
+    assert len(gt_ranks.run(os.getpid, size=3)) == 3
 
 def test_lambda(gt_ranks):
     with pytest.raises(TypeError, match="define it with def at the top level of the test file"):
@@ -140,7 +160,7 @@ def run(module_suite):
 def test_functions_on_ranks(run):
     wrong = {name: run.text(name) for name in run.reports if run.outcome(name) not in ("passed", "skipped")}
     assert wrong.keys() == {"test_fails"}, wrong
-    assert len(run.reports) == 25
+    assert len(run.reports) == 26
     assert run.outcome("test_size_too_large") == "skipped"
     assert "needs 5 ranks, --gt-gpus gives 4" in run.output
     call = run.reports["test_results_in_the_order_of_ranks"]["call"]

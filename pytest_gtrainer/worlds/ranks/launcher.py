@@ -108,6 +108,13 @@ class ForkServer:
     def fork(self, setups: list[wire.RankSetup]) -> list[tuple[int, Connection]]:
         """Fork one rank per setup: pids and connections."""
         self.wait_until_ready()
+        try:
+            return self._fork(setups)
+        except BaseException:  # broken off in the middle: whose the ranks are that come now is not known any more
+            self.close()
+            raise
+
+    def _fork(self, setups: list[wire.RankSetup]) -> list[tuple[int, Connection]]:
         conns = [self._request(setup) for setup in setups]
         end = time.monotonic() + START_LIMIT
         while len(self._forked) < len(setups):

@@ -91,7 +91,11 @@ class Team:
         self.ranks = [
             RankProcess(rank, pid, conn) for rank, (pid, conn) in enumerate(server.fork(setups))
         ]
-        self._wait_until_up()
+        try:
+            self._wait_until_up()
+        except BaseException:  # a time limit of another plugin, Ctrl-C: nobody knows of these ranks yet
+            self.kill()
+            raise
 
     def _new_store(self) -> Path:
         return self._folder / f"store{next(self._stores)}"
@@ -217,10 +221,12 @@ class Team:
 
     def stop(self) -> None:
         """End the ranks: politely if they are idle."""
-        if self.alive and not self.busy and self._server.alive:
-            self.send(wire.Stop())
-            self._await(wire.Stopped, STOP_LIMIT)
-        self.kill()
+        try:
+            if self.alive and not self.busy and self._server.alive:
+                self.send(wire.Stop())
+                self._await(wire.Stopped, STOP_LIMIT)
+        finally:
+            self.kill()
 
     def kill(self) -> None:
         """End the ranks at once, with their children."""

@@ -37,6 +37,7 @@ def is_launch(node: fx.Node) -> bool:
 
 
 def is_wait(node: fx.Node) -> bool:
+    """Whether a node waits for a functional collective."""
     operator = operator_of(node)
     return operator.is_collective and operator.short == "wait_tensor"
 

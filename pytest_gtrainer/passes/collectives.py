@@ -19,14 +19,17 @@ from pytest_gtrainer.passes.effects import mutates
 
 
 def is_all_gather(node: fx.Node) -> bool:
+    """Whether a node launches an all-gather, functional and of one tensor."""
     return node.target is ALL_GATHER
 
 
 def is_reduce_scatter(node: fx.Node) -> bool:
+    """Whether a node launches a reduce-scatter, functional and of one tensor."""
     return node.target is REDUCE_SCATTER
 
 
 def is_wait(node: fx.Node) -> bool:
+    """Whether a node waits for a functional collective."""
     return node.target is WAIT
 
 
@@ -50,10 +53,12 @@ class Member:
 
     @property
     def bucket_fqn(self) -> str:
+        """Module FQN of the collective."""
         return node_fqn(self.launch)
 
     @property
     def direction(self) -> str:
+        """ "fwd" or "bwd"."""
         return direction(self.launch)
 
     @property

@@ -69,6 +69,7 @@ class Payload:
 
     @property
     def parameters(self) -> tuple[str, ...]:
+        """Their FQNs in the order in which they are packed."""
         return tuple(slot.parameter for slot in self.slots)
 
     @property

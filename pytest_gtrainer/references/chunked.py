@@ -36,6 +36,7 @@ class EagerChunking:
         self._wrapped = wrapped
 
     def remove(self) -> None:
+        """Give the modules their own forward back; a second call does nothing."""
         for module in self._wrapped:
             replaced = module.__dict__.pop("forward").replaced
             if replaced is not None:

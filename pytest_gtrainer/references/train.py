@@ -19,7 +19,9 @@ from pytest_gtrainer.references.config import TrainConfig
 class Recorder(Protocol):
     """What a training run tells its tensors to: a ``Record``, or something that keeps less."""
 
-    def add(self, step: int, rank: int, phase: str, name: str, tensor: torch.Tensor) -> None: ...
+    def add(self, step: int, rank: int, phase: str, name: str, tensor: torch.Tensor) -> None:
+        """Take a tensor of a step and rank; ``phase`` is one of ``numerics.record.PHASES``."""
+        ...
 
 
 def train(
@@ -61,6 +63,7 @@ def train(
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a tensor, without autograd."""
     return tensor.detach().to_local() if isinstance(tensor, DTensor) else tensor.detach()
 
 

@@ -50,6 +50,7 @@ class Test:
 
     @property
     def seconds(self) -> float:
+        """Of all phases."""
         return sum(report.duration for report in self.reports)
 
     @property

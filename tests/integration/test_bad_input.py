@@ -18,7 +18,7 @@ import pytest
 )
 def test_an_option_that_makes_no_sense_is_a_usage_error(pytester, arguments, sentence):
     pytester.makepyfile("def test_never_run(): raise SystemExit('ran')")
-    result = pytester.runpytest_subprocess(*arguments)
+    result = pytester.runpytest_inprocess(*arguments)
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     assert result.stderr.lines.count(sentence) == 1
 

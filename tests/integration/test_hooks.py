@@ -68,7 +68,7 @@ BAD = [
 def test_what_cannot_be_is_one_sentence(pytester, test, conftest, sentence):
     pytester.makepyfile(test_it=test)
     pytester.makeconftest(conftest)
-    result = pytester.runpytest_subprocess()
+    result = pytester.runpytest_inprocess()
     assert result.ret != pytest.ExitCode.OK
     assert sentence in result.stdout.str() + result.stderr.str()
 

@@ -20,13 +20,19 @@ from pytest_gtrainer import (
 )
 from pytest_gtrainer.passes._torch import REDUCE_SCATTER
 
-POLICIES = {"fp32": MixedPrecisionPolicy(), "bf16_fp32": MixedPrecisionPolicy(torch.bfloat16, torch.float32)}
+POLICIES = {
+    "fp32": MixedPrecisionPolicy(),
+    "bf16": MixedPrecisionPolicy(),
+    "bf16_fp32": MixedPrecisionPolicy(torch.bfloat16, torch.float32),
+}
 ON, OFF = ChunkConfig("layers.*", num_chunks=3), strict("layers.*", num_chunks=3)
 
 
 def sharded(mesh, precision):
+    """Parameters of fp32, but for "bf16": these are of bf16, and so is all that is computed of them."""
     torch.manual_seed(0)
-    return data_parallel(net(chunkable.Dense)(), mesh, mp_policy=POLICIES[precision])
+    model = net(chunkable.Dense)()
+    return data_parallel(model.bfloat16() if precision == "bf16" else model, mesh, mp_policy=POLICIES[precision])
 
 
 def chunk(model, config, inputs, reuse_gathers=False):
@@ -43,7 +49,7 @@ def reductions(step, of="layers.0."):
 @pytest.mark.gt_world("fake", size=2)
 @pytest.mark.parametrize("precision", POLICIES)
 def test_the_golden_pair(gt_mesh, gt_golden, precision):
-    """J3: on, one reduction a parameter, of the sum, behind the casts; off, one a chunk."""
+    """J3: on, one reduction a parameter, of the sum, behind the casts; off, one a chunk. In bf16 there is no cast."""
     inputs = token_batch(0, batch=6)
     on, off = (chunk(sharded(gt_mesh, precision), config, inputs) for config in (ON, OFF))
     assert (len(reductions(on)), len(reductions(off))) == (4, 12)
@@ -52,10 +58,10 @@ def test_the_golden_pair(gt_mesh, gt_golden, precision):
 
 
 @pytest.mark.gt_world("fake", size=2)
-@pytest.mark.parametrize("num_chunks", [2, 6])
-def test_the_number_of_reductions_does_not_grow(gt_mesh, num_chunks):
+@pytest.mark.parametrize(("num_chunks", "precision"), [(2, "fp32"), (6, "bf16")])
+def test_the_number_of_reductions_does_not_grow(gt_mesh, num_chunks, precision):
     """J2."""
-    step = chunk(sharded(gt_mesh, "fp32"), replace(ON, num_chunks=num_chunks), token_batch(0, batch=6))
+    step = chunk(sharded(gt_mesh, precision), replace(ON, num_chunks=num_chunks), token_batch(0, batch=6))
     assert len(reductions(step)) == 4
 
 
@@ -83,16 +89,17 @@ def test_a_parameter_gathered_once_is_reduced_once(gt_mesh):
 
 
 @pytest.mark.gt_world("ranks", size=2)
-def test_off_is_bitwise_and_on_is_not(gt_world, gt_mesh):
-    """J1: against an eager run that gathers, and reduces, whenever a chunk reads a parameter."""
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_off_is_bitwise_and_on_is_not(gt_world, gt_mesh, precision):
+    """J1, J3: against an eager run that gathers, and reduces, whenever a chunk reads a parameter."""
     inputs = token_batch(gt_world.rank, batch=6)
-    eager = sharded(gt_mesh, "fp32")
+    eager = sharded(gt_mesh, precision)
     with eager_chunked(eager, OFF):
         ce_step(eager, *inputs).backward()
     expected = {name: p.grad.to_local() for name, p in eager.named_parameters()}
     found = {}
     for config in (ON, OFF):
-        model = sharded(gt_mesh, "fp32")
+        model = sharded(gt_mesh, precision)
         chunk(model, config, inputs).replay(model, *inputs)
         found[config] = {name: p.grad.to_local() for name, p in model.named_parameters()}
     assert_bitwise_equal(found[OFF], expected)

@@ -1,73 +1,109 @@
-"""G1: a chunked graph equals eager chunking, bit for bit, three steps of AdamW long."""
+"""G1: a chunked graph equals eager chunking, bit for bit: both producers, against the eager run itself."""
 
 import pytest
 import torch
 
-from fixtures.chunking import Case, check_equals_eager, strict, token_batch
+from fixtures.chunking import PRODUCERS, Case, check_equals_eager, strict, token_batch
+from fixtures.flex_attention import flex_attention_backward_on_cpu
 from fixtures.models import chunkable
 from fixtures.models.chunkable import net
+from fixtures.models.chunked_loss import chunked_ce_step
+from fixtures.models.flex import Flex, FlexNet
+from fixtures.rewritten_by_hand import offloaded, rematerialised
+from pytest_gtrainer.passes.chunking.annotations import GRAPH
 
 BLOCKS = {
-    "sdpa": net(chunkable.Attention, chunkable.Attention),
-    "plain attention": net(chunkable.plain_attention),
-    "dropout": net(chunkable.TwoDropouts, chunkable.TwoDropouts),
-    "buffer updated then read": net(chunkable.RunningMean),
-    "buffer read then updated": net(chunkable.read_then_update),
-    "weight used three times": net(chunkable.WeightTwice),
-    "weight shared across blocks": chunkable.SharedAcrossBlocks,
-    "cast weight": net(chunkable.CastWeight),
-    "factories": net(chunkable.Factories),
-    "checkpointed": net(chunkable.Checkpointed, chunkable.Dense),
-    "transposed inside": net(chunkable.Transposed),
-    "moe between attention": net(chunkable.Attention, chunkable.MoEBlock, chunkable.Dense),
+    "sdpa": {"model": net(chunkable.Attention, chunkable.Attention)},
+    "plain attention": {"model": net(chunkable.plain_attention)},
+    "flex attention": {"model": lambda: FlexNet(Flex), "seq": 32},
+    "dropout": {"model": net(chunkable.TwoDropouts, chunkable.TwoDropouts)},
+    "buffer updated then read": {"model": net(chunkable.RunningMean)},
+    "buffer read then updated": {"model": net(chunkable.read_then_update)},
+    "weight used three times": {"model": net(chunkable.WeightTwice)},
+    "weight shared across blocks": {"model": chunkable.SharedAcrossBlocks},
+    "cast weight": {"model": net(chunkable.CastWeight)},
+    "factories": {"model": net(chunkable.Factories)},
+    "checkpointed": {"model": net(chunkable.Checkpointed, chunkable.Dense)},
+    "transposed inside": {"model": net(chunkable.Transposed)},
+    "chunked loss": {"model": net(chunkable.Attention), "step": chunked_ce_step(4)},
+    "offloaded": {"model": net(chunkable.Dense), "rewrite": offloaded},
+    "rematerialised": {"model": net(chunkable.Dense, chunkable.Dense), "rewrite": rematerialised},
+    "moe between attention": {"model": net(chunkable.Attention, chunkable.MoEBlock, chunkable.Dense)},
 }
 MOE = {
-    "loop": net(chunkable.Dense, chunkable.MoEBlock, chunkable.Dense, chunkable.MoEBlock),
-    "grouped": net(chunkable.grouped_moe),
-    "beside a residual": net(chunkable.Bare),
-    "before a residual": net(chunkable.BareFirst),
+    "loop": {"model": net(chunkable.Dense, chunkable.MoEBlock, chunkable.Dense, chunkable.MoEBlock)},
+    "grouped": {"model": net(chunkable.grouped_moe)},
+    "beside a residual": {"model": net(chunkable.Bare)},
+    "before a residual": {"model": net(chunkable.BareFirst)},
+    "chunked loss": {"model": net(chunkable.Bare), "step": chunked_ce_step(4)},
 }
-# every value of each column meets every block, and most pairs of columns
-NUMBERS = [2, 4, 3, 8]
+STRATEGIES = [
+    *(pytest.param(case, "layers.*", "batch", id=f"block-{name}") for name, case in BLOCKS.items()),
+    *(
+        pytest.param(case, "layers.*.moe", dim, id=f"moe-{dim}-{name}")
+        for name, case in MOE.items()
+        for dim in ("batch", "sequence")
+    ),
+]
+NUMBERS = [2, 3, 4, 8]
 DTYPES = [torch.float32, torch.bfloat16]
+HEAVY = ("flex attention", "moe between attention", "loop")
 
 
-@pytest.mark.parametrize(("name", "index"), [(name, index) for index, name in enumerate(BLOCKS)])
-def test_transformer_blocks_by_batch(name, index):
-    """G1, G13, G15."""
-    for offset in (0, 1):
-        chunks = NUMBERS[(index + 2 * offset) % 4]
-        check_equals_eager(_case(BLOCKS[name], strict("layers.*", "batch", chunks), DTYPES[(index + offset) % 2]))
+def in_short():
+    """Pairs instead of the whole matrix: each strategy meets both types and both producers, the heavy ones one of them;
+    each number of chunks meets every type and producer, and they each other."""
+    for row, strategy in enumerate(STRATEGIES):
+        heavy = strategy.id.endswith(HEAVY)
+        numbers = NUMBERS[:2] if heavy else NUMBERS
+        for turn in range(1 if heavy else 2):
+            number = numbers[(row + turn) % len(numbers)]
+            dtype, producer = DTYPES[(row // 4 + turn) % 2], PRODUCERS[(row // 8 + turn) % 2]
+            name = f"{strategy.id}-{number}-{str(dtype).removeprefix('torch.')}-{producer}"
+            yield pytest.param(*strategy.values, number, dtype, producer, id=name)
 
 
-@pytest.mark.parametrize("chunk_dim", ["batch", "sequence"])
-@pytest.mark.parametrize(("name", "index"), [(name, index) for index, name in enumerate(MOE)])
-def test_moe_layers(name, index, chunk_dim):
-    """G3: dense layers between MoE layers are left alone."""
-    chunks = NUMBERS[(index + (chunk_dim == "batch")) % 4]
-    check_equals_eager(_case(MOE[name], strict("layers.*.moe", chunk_dim, chunks), DTYPES[index % 2]))
+IN_SHORT = list(in_short())
 
 
-def _case(model, config, dtype):
-    """A chunk has two rows, or two positions."""
-    extents = {"batch": 8, "seq": 8} | {"seq" if config.dim else "batch": 2 * config.num_chunks}
-    return Case(model=model, config=config, dtype=dtype, batch=lambda step: token_batch(step, **extents))
+@pytest.fixture(autouse=True)
+def flex_attention_trains():
+    with flex_attention_backward_on_cpu():
+        yield
+
+
+@pytest.mark.parametrize(("given", "root", "chunk_dim", "chunks", "dtype", "producer"), IN_SHORT)
+def test_pairs(given, root, chunk_dim, chunks, dtype, producer):
+    """G1, G3, G7, G12, G13, G15, G16, G20: two steps, so that an optimizer's lies between."""
+    check_equals_eager(case_of(given, strict(root, chunk_dim, chunks), dtype, steps=2), producer)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("chunks", [2, 3, 4, 8])
+@pytest.mark.parametrize("chunks", NUMBERS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(
-    ("model", "root", "chunk_dim"),
-    [
-        *(pytest.param(model, "layers.*", "batch", id=f"block-{name}") for name, model in BLOCKS.items()),
-        *(
-            pytest.param(model, "layers.*.moe", dim, id=f"moe-{dim}-{name}")
-            for name, model in MOE.items()
-            for dim in ("batch", "sequence")
-        ),
-    ],
-)
-def test_the_whole_matrix(model, root, chunk_dim, dtype, chunks):
-    """The long form: everything with everything (``make chunk-matrix``)."""
-    check_equals_eager(_case(model, strict(root, chunk_dim, chunks), dtype))
+@pytest.mark.parametrize(("given", "root", "chunk_dim"), STRATEGIES)
+def test_the_whole_matrix(given, root, chunk_dim, dtype, chunks):
+    """The long form: everything with everything (``make chunk-matrix``), three steps of AdamW."""
+    by_hand = "rewrite" in given  # which eager code has not
+    check_equals_eager(
+        case_of(given, strict(root, chunk_dim, chunks), dtype, steps=3), *((GRAPH,) if by_hand else PRODUCERS)
+    )
+
+
+def case_of(given, config, dtype, steps):
+    """A chunk has two rows, or two positions."""
+    fields = dict(given)
+    extents = {"batch": 8, "seq": fields.pop("seq", 8)}
+    extents |= {"seq" if config.dim else "batch": 2 * config.num_chunks}
+    return Case(**fields, config=config, dtype=dtype, batch=lambda step: token_batch(step, **extents), steps=steps)
+
+
+def test_the_short_form_has_pairs():
+    ids = [param.id for param in IN_SHORT]
+    assert {strategy.id for strategy in STRATEGIES} == {name.rsplit("-", 3)[0] for name in ids}
+    columns = list(
+        zip(*(name.rsplit("-", 3) for name in ids if not any(heavy in name for heavy in HEAVY)), strict=True)
+    )
+    strategy, number, dtype, producer = columns
+    for one, other in [(strategy, dtype), (strategy, producer), (number, dtype), (number, producer), (dtype, producer)]:
+        assert len(set(zip(one, other, strict=True))) == len(set(one)) * len(set(other))

@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from fixtures.chunking import Case, check_equals_eager, strict, train_eager_chunked
+from fixtures.chunking import PRODUCERS, Case, strict, train_chunked_graph, train_eager_chunked
 from fixtures.models import chunkable
 from fixtures.models.chunkable import net
-from pytest_gtrainer import assert_bitwise_different, eager_chunked, trace_step
+from pytest_gtrainer import assert_bitwise_different, assert_bitwise_equal
 
 CASE = Case(model=net(chunkable.Attention, chunkable.grouped_moe), config=strict("layers.*"), steps=20)
 STRATEGIES = {
@@ -17,26 +17,25 @@ STRATEGIES = {
 }
 
 
-def traced_eager_chunking(traced, config):
-    """The other producer: nothing is rewritten."""
-    model = CASE.new_model()
-    with eager_chunked(model, config):
-        return trace_step(model, CASE.step, CASE.batch(0)).gm
+@pytest.fixture(scope="module")
+def eager():
+    """What eager chunking gives, by strategy."""
+    return {name: train_eager_chunked(replace(CASE, config=config)) for name, config in STRATEGIES.items()}
 
 
+@pytest.mark.parametrize("producer", PRODUCERS)
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_the_graph_producer(strategy):
-    check_equals_eager(replace(CASE, config=STRATEGIES[strategy]))
+def test_twenty_losses(eager, strategy, producer):
+    """G1, I3: and every gradient, weight and buffer on the way."""
+    actual, _ = train_chunked_graph(replace(CASE, config=STRATEGIES[strategy]), producer)
+    assert_bitwise_equal(actual, eager[strategy], what=f"chunked graph ({producer}) against eager chunking")
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_the_eager_producer(strategy):
-    """I3."""
-    check_equals_eager(replace(CASE, config=STRATEGIES[strategy], rewrite=traced_eager_chunking))
-
-
-def test_losses_drift_apart_for_another_number_of_chunks():
+@pytest.mark.parametrize("strategy", ["moe-batch", "moe-sequence"])
+def test_losses_drift_apart_where_something_else_is_chunked(eager, strategy):
     """The control: other sums, other bits within twenty steps."""
-    two, four = (train_eager_chunked(replace(CASE, config=strict("layers.*", num_chunks=n))) for n in (2, 4))
-    losses = [{name: value for name, value in found.items() if name.endswith("/loss")} for found in (two, four)]
-    assert_bitwise_different(*losses)
+    assert_bitwise_different(losses(eager[strategy]), losses(eager["transformer-batch"]))
+
+
+def losses(found):
+    return {name: value for name, value in found.items() if name.endswith("/loss")}

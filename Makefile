@@ -14,9 +14,9 @@ run: env          ## the main job: trace, rewrite, pin and prove a training step
 test: env lint    ## every test, long checks in short form
 	$(PYTEST) --gt-gpus=8 -m "not long" -n $(WORKERS) --dist worksteal
 
-test-transformers: env ## bucketing on the Llama of the transformers package, which this installs
+test-transformers: env ## bucketing on Llama and Mixtral of the transformers package, which this installs
 	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[transformers]'
-	$(PYTEST) --gt-gpus=8 -rs tests/integration/test_llama_of_transformers.py
+	$(PYTEST) --gt-gpus=8 -rs tests/integration/test_*_of_transformers.py
 
 check-long: env   ## the long forms too
 	$(PYTEST) --gt-gpus=8

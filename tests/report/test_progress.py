@@ -9,7 +9,7 @@ import time
 import pytest
 import torch
 
-from pytest_gtrainer import NetModel, bind_options, facts, graphtext, long_work, trace_step
+from pytest_gtrainer import NetModel, TrainConfig, bind_options, facts, graphtext, long_work, trace_step, train_graph
 from pytest_gtrainer.passes.pipeline import apply_graph_passes
 from pytest_gtrainer.worlds.simulated.threads import run_threads
 
@@ -61,6 +61,7 @@ def test_a_pipe_does_not(command, tmp_path):
 def told(monkeypatch):
     """The lines that are told, the first ones at once."""
     monkeypatch.setattr(long_work, "FIRST_SECONDS", 0.01)
+    monkeypatch.setattr(long_work, "EVERY_SECONDS", 0.01)
     lines = []
     with facts.watching({"progress": lambda text: lines.append(text)}):
         yield lines
@@ -88,6 +89,25 @@ def test_simulating_tells(told):
     assert told[0] == "simulating 2 ranks: 0 s so far"
 
 
+@pytest.mark.gt_world("simulated", size=2)
+def test_simulated_training_tells_its_step(told, gt_world, gt_mesh):
+    def batch(step, rank):
+        if step == 1:
+            wait_for(told, "step 2 of 2")
+        return (torch.ones(1, 4),)
+
+    config = TrainConfig(
+        model=lambda: torch.nn.Sequential(torch.nn.Linear(4, 4)),
+        step=lambda model, x: model(x).sum(),
+        batch=batch,
+        bucket_plan=["0"],
+        mesh=gt_mesh,
+        steps=2,
+    )
+    train_graph(config, world=gt_world)
+    assert "simulating 2 ranks by the graph, step 2 of 2: 0 s so far" in told
+
+
 def test_passes_tell_the_terminal_instead_of_the_error_stream(told, capsys):
     gm = graphtext.parse("if I:\n  I[0]: f32[4]\nif out:\n  out[0] = I[0]\n")
 
@@ -99,8 +119,7 @@ def test_passes_tell_the_terminal_instead_of_the_error_stream(told, capsys):
     assert capsys.readouterr().err == ""
 
 
-def test_the_next_lines_come_at_their_pace(told, monkeypatch):
-    monkeypatch.setattr(long_work, "EVERY_SECONDS", 0.01)
+def test_the_next_lines_come_at_their_pace(told):
     with long_work.long_work("this") as at:
         wait_for(told)
         at("there")

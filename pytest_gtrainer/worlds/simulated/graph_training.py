@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils import _pytree as pytree
 
+from pytest_gtrainer.long_work import long_work
 from pytest_gtrainer.numerics.record import Record
 from pytest_gtrainer.numerics.weight_digests import tell_weights
 from pytest_gtrainer.passes.layout import BucketLayout
@@ -82,8 +83,10 @@ class SimulatedGraphRun:
         record: Recorder = empty if recorder is None else recorder
         ranks = [_Rank(rank, self._run, start) for rank, start in enumerate(self._starts)]
         state = [PerRank(tensors) for tensors in zip(*(rank.tensors for rank in ranks), strict=True)]
-        with state_kept(), one_thread():
-            for step in range(steps or self.config.steps):
+        steps = steps or self.config.steps
+        with state_kept(), one_thread(), long_work(f"simulating {len(ranks)} ranks by the graph") as at:
+            for step in range(steps):
+                at(f"step {step + 1} of {steps}")
                 self._step(step, ranks, state, record)
         return empty
 

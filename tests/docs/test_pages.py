@@ -118,6 +118,13 @@ def test_every_page_has_its_place_in_the_site_and_links_lead_somewhere(generated
             assert str(place) in in_site, f"{page.name} links {target}"
 
 
+def test_a_behaviour_without_a_test_is_told_and_a_bar_does_not_end_a_cell(generated, monkeypatch):
+    monkeypatch.setattr(generated, "behaviours", lambda: {"Z9": ("Things", "a | b"), "Z8": ("Others", "c")})
+    page = generated.behaviours_page()
+    assert "| Z9 | a \\| b | none by this id |" in page
+    assert page.index("## Things") < page.index("| Z9 |") < page.index("## Others") < page.index("| Z8 |")
+
+
 def test_generated_pages(generated):
     assert "| D2 | Payload order is eager FSDP2's" in generated.behaviours_page()
     assert "| `--gt-report FILE` | `gt_report` |" in generated.options_page()

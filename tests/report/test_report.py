@@ -67,6 +67,7 @@ def test_a_pass_is_shown_with_its_time_its_graphs_and_what_changed(page):
     before, after = (text_of(page, bucketing[side]) for side in ("before", "after"))
     assert "bucket(" in after
     assert "bucket(" not in before
+    assert "4, fsdp)" in before  # groups are called by the mesh of the test's world
     first, last, begin, end = bucketing["changes"][0]
     assert before.splitlines()[first:last] != after.splitlines()[begin:end]
     unchanged = passes["deduplicate_fsdp_unshard_chains_pass"]

@@ -1,0 +1,54 @@
+"""What the page says of a test, from its reports and facts."""
+
+import re
+
+import pytest
+
+from pytest_gtrainer.report import html
+from pytest_gtrainer.report.collected import Test as Collected
+from pytest_gtrainer.report.html import RunTold, details_of, render_page
+
+
+def a_test(name="test_it", outcome="passed", longrepr=None, sections=(), **attributes):
+    told = pytest.TestReport(name, ("a.py", 0, "a"), {}, outcome, longrepr, "call", list(sections))
+    for key, value in attributes.items():
+        setattr(told, key, value)
+    test = Collected(name)
+    test.add(told)
+    return test
+
+
+def test_goldens_verdicts_skips_and_what_is_not_shown_are_a_line_each():
+    told = [
+        {"kind": "golden", "name": "golden/a.fxgraph", "outcome": "equal"},
+        {"kind": "verdict", "what": "ours against theirs", "outcome": "different"},
+        {"kind": "verdict", "outcome": "equal"},
+        {"kind": "skip", "cause": "8 ranks, 4 devices"},
+        {"kind": "not_shown", "what": "a pass", "why": "no text"},
+    ]
+    assert details_of(a_test(gt_facts=told))["said"] == [
+        "golden golden/a.fxgraph: equal",
+        "verdict on ours against theirs: different",
+        "verdict: equal",
+        "skipped: 8 ranks, 4 devices",
+        "not shown: a pass: no text",
+    ]
+
+
+def test_long_output_is_cut_and_says_so(monkeypatch):
+    monkeypatch.setattr(html, "_MOST_OUTPUT", 4)
+    (section,) = details_of(a_test(sections=[("Captured stdout call", "123456")]))["sections"]
+    assert section == ["Captured stdout call", "1234\n[... 2 more]"]
+
+
+def test_a_failures_first_line_stands_in_the_list_and_in_what_is_searched():
+    page = render_page(RunTold("run", "", []), [a_test(outcome="failed", longrepr="ValueError: Twice\nmore")])
+    assert '<p class="headline">ValueError: Twice</p>' in page
+    assert "valueerror: twice" in re.search(r'data-words="([^"]*)"', page)[1]
+
+
+def test_what_tests_are_called_is_text_and_no_markup():
+    page = render_page(RunTold("<b>run", "<i>made", ["<u>summary"]), [a_test('t[<script>"]')])
+    assert "t[&lt;script&gt;&#34;]" in page
+    for markup in ("<b>run", "<i>made", "<u>summary", "[<script>"):
+        assert markup not in page

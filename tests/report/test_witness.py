@@ -1,0 +1,72 @@
+"""What a witness takes down of passes and records, and that it never stops a test."""
+
+import pytest
+import torch
+
+from pytest_gtrainer import Record, apply_graph_passes, bind_options, canonicalize_graph_pass, facts, graphtext
+from pytest_gtrainer.report import witness
+from pytest_gtrainer.report.witness import Witness, changed_lines, table
+
+TEXT = """if I:
+  I[0]: f32[4]
+if fwd:
+  with _:
+    detach: f32[4] = aten.detach(I[0])
+    neg: f32[4] = aten.neg(detach)
+if out:
+  out[0] = neg
+"""
+
+
+@pytest.fixture
+def witnessed():
+    """``witnessed(times)``: the facts of so many equal pipelines of one pass that changes the graph."""
+
+    def run(times):
+        with facts.collecting() as told, facts.watching(Witness().watchers):
+            for _ in range(times):
+                apply_graph_passes(graphtext.parse(TEXT), None, [bind_options(canonicalize_graph_pass)])
+        return told
+
+    return run
+
+
+def kinds(told):
+    return [fact["kind"] for fact in told]
+
+
+def test_equal_graphs_of_a_test_are_sent_once(witnessed):
+    told = witnessed(2)
+    assert kinds(told) == ["graph_text", "graph_text", "pass", "pass"]
+    assert [fact["pipeline"] for fact in told if fact["kind"] == "pass"] == [0, 1]
+
+
+def test_of_many_pipelines_the_first_are_shown_and_the_rest_are_named(witnessed, monkeypatch):
+    monkeypatch.setattr(witness, "_MOST_PIPELINES", 1)
+    told = witnessed(3)
+    assert kinds(told) == ["graph_text", "graph_text", "pass", "not_shown", "not_shown"]
+    assert "after the first 1" in told[-1]["what"]
+
+
+def test_what_cannot_be_taken_down_is_told_and_stops_nothing(witnessed, monkeypatch):
+    def broken(*arguments, **options):
+        raise RuntimeError("no text for this")
+
+    monkeypatch.setattr(graphtext, "render", broken)
+    (told,) = witnessed(1)
+    assert (told["kind"], told["what"], told["why"]) == ("not_shown", "a pass", "RuntimeError: no text for this")
+
+
+def test_very_many_changes_end_in_one_that_holds_the_rest(monkeypatch):
+    monkeypatch.setattr(witness, "_MOST_CHANGES", 1)
+    old, new = "\n".join("abcdefg"), "\n".join("aXcYeZg")
+    assert changed_lines(old, new) == [[1, 2, 1, 2], [3, 6, 3, 6]]
+
+
+def test_digests_stand_by_step_then_phase_then_rank():
+    record = Record(world_size=2)
+    for step, rank, phase in ((1, 0, "loss"), (0, 1, "weight"), (0, 0, "weight"), (0, 1, "loss"), (0, 0, "loss")):
+        record.add(step, rank, phase, phase, torch.tensor(float(step)))
+    places = [(0, 0, "loss"), (0, 1, "loss"), (0, 0, "weight"), (0, 1, "weight"), (1, 0, "loss")]
+    assert [tuple(row[:3]) for row in table(record)] == places
+    assert table(record)[0][3] == table(record)[1][3] != table(record)[4][3]

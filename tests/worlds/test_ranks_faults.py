@@ -487,8 +487,8 @@ def test_nothing_is_left_after_a_fault(run, name):
     assert now["strays"] == []
     assert now["locks"] == (["slot-cpu0"] if name in ("test_somebody_takes_a_slot", "test_waits_in_vain") else [])
     assert now["ports"] <= first["ports"]
-    assert now["files"] <= first["files"] + 3
-    assert now["folders"] <= first["folders"] + 1
+    assert now["files"] <= first["files"] + 1  # a test holds a lease itself
+    assert now["folders"] <= first["folders"]
 
 
 def test_every_test_of_the_suite_is_in_the_table(run):

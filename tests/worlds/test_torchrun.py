@@ -280,9 +280,10 @@ def test_what_torchrun_cannot_have(pytester, monkeypatch, argument, sentence):
     result.stderr.fnmatch_lines([f"*{sentence}*"])
 
 
-def test_the_next_process_of_a_node_in_a_circle():
-    """Ranks 4 to 6 are those of one node."""
-    assert [Launch(rank, 8, rank - 4, 3).neighbour for rank in (4, 5, 6)] == [5, 6, 4]
-    assert Launch(3, 4, 0, 1).neighbour is None
+def test_who_watches_whom_on_a_node():
+    """Each sees the next one, in a circle, and rank 0 sees all; ranks 4 to 6 are those of one node."""
+    assert [Launch(rank, 8, rank - 4, 3).watched for rank in (4, 5, 6)] == [(5,), (6,), (4,)]
+    assert Launch(3, 4, 0, 1).watched == Launch(0, 4, 0, 1).watched == ()
+    assert [Launch(rank, 3, rank, 3).watched for rank in range(3)] == [(1, 2), (2,), (0,)]
     assert [Launch(rank, 4, rank % 2, 2).is_beside_the_driver for rank in range(4)] == [True, True, False, False]
     assert read(ENVIRONMENT) == Launch(0, 4, 0, 4)

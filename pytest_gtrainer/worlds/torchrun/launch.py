@@ -36,11 +36,16 @@ class Launch:
         return self.rank == self.local_rank
 
     @property
-    def neighbour(self) -> int | None:
-        """The next rank on the same node, in a circle; None if there is no other."""
-        if self.local_size == 1:
-            return None
-        return self.rank - self.local_rank + (self.local_rank + 1) % self.local_size
+    def watched(self) -> tuple[int, ...]:
+        """The ranks of the same node whose end this process is to notice.
+
+        The next one in a circle; rank 0, which reports, sees all of its node, so that each has two who may see how it
+        ends before torchrun forgets it.
+        """
+        first = self.rank - self.local_rank
+        if self.leads:
+            return tuple(range(1, self.local_size))
+        return (first + (self.local_rank + 1) % self.local_size,) if self.local_size > 1 else ()
 
 
 def read(environ: Mapping[str, str]) -> Launch | None:

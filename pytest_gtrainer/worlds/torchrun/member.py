@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import socket
 import sys
@@ -142,16 +143,17 @@ class Member:
         with contextlib.suppress(RuntimeError):  # the run ended before it began
             if not launch.is_beside_the_driver:
                 self._line = hold_line(store, launch.rank)
-            if launch.neighbour is not None:
-                neighbour.watch(int(store.get(f"pid/{launch.neighbour}")), self._neighbour_ended)
+            for rank in launch.watched:
+                pid = int(store.get(f"pid/{rank}"))
+                neighbour.watch(pid, functools.partial(self._neighbour_ended, rank))
 
-    def _neighbour_ended(self, status: int | None) -> None:
-        rank = self.launch.neighbour
-        if self._over or rank is None:
+    def _neighbour_ended(self, rank: int, status: int | None) -> None:
+        if self._over:
             return
         if rank == 0:
-            for other in {*range(1, self.launch.size)} - {self.launch.rank}:
-                Mailbox(self._store, mailbox_of(other)).put(messages.Gone(rank, status))
+            with contextlib.suppress(RuntimeError):  # the store has gone too: then all others see that themselves
+                for other in {*range(1, self.launch.size)} - {self.launch.rank}:
+                    Mailbox(self._store, mailbox_of(other)).put(messages.Gone(rank, status))
             self._lost(status)
         Mailbox(self._store, DRIVER).put(messages.From(rank, messages.Gone(rank, status)))
 

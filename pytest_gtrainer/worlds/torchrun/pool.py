@@ -20,11 +20,11 @@ from typing import Any
 import pytest
 from _pytest.config import _prepareconfig
 
+from pytest_gtrainer import facts
 from pytest_gtrainer.devices import resolve
 from pytest_gtrainer.worlds.ranks import wire
 from pytest_gtrainer.worlds.ranks.launcher import RanksError
 from pytest_gtrainer.worlds.ranks.outcome import Outcome
-from pytest_gtrainer.worlds.ranks.progress import teller
 from pytest_gtrainer.worlds.ranks.watch import run_on
 from pytest_gtrainer.worlds.torchrun import messages
 from pytest_gtrainer.worlds.torchrun.launch import Launch
@@ -95,7 +95,7 @@ class TorchrunPool:
 
     def _drive(self, size: int, command: wire.RunItem | wire.CallFunction, limit: float, holder: str) -> Outcome:
         team = self._grouped(size)
-        outcome = run_on(team, command, limit, holder, teller(self._config))  # type: ignore[arg-type]
+        outcome = run_on(team, command, limit, holder, _tell)  # type: ignore[arg-type]
         if not team.alive:
             self.broken = _why(outcome, self._office)
         if self._launch.rank in team.stuck:
@@ -193,6 +193,11 @@ class TorchrunPool:
         self._stopping = True
         self._office.send(messages.Interrupt(), range(1, self._launch.size))
         self._member.interrupt()
+
+
+def _tell(text: str) -> None:
+    """To a terminal only: this process's output may be captured twice, as the reporting one and as a rank."""
+    facts.tell("progress", text=text)
 
 
 def _report_without_pytest(holder: str, outcome: Outcome) -> None:

@@ -205,15 +205,14 @@ def _runner(inputs: Sequence[Any], world: World | None, meshes: Sequence[DeviceM
 
 def _with_node(found: Bisection, before: fx.GraphModule, after: fx.GraphModule, run: Run) -> Bisection:
     expected, actual = (run(_exposed(gm)) for gm in (before, after))
-    old = {node.name: node for node in before.graph.nodes}
+    old = {node.name for node in before.graph.nodes}
     nodes = list(after.graph.nodes)
     new = {node for node in nodes if node.name not in old}
     keys: dict[str, list[Key]] = {}
     for key in actual:
         keys.setdefault(key.name, []).append(key)
     for node in nodes:
-        twin = old.get(node.name)
-        if twin is None or twin.target is not node.target:
+        if node in new:
             continue
         difference = _difference(keys.get(node.name, ()), actual, expected)
         if difference is not None:

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree as pytree
 
 from pytest_gtrainer.numerics.record import Key
-from pytest_gtrainer.numerics.seeds import random_states_kept
+from pytest_gtrainer.numerics.seeds import random_states_kept, random_states_now
 from pytest_gtrainer.tracing.state import ModelState, local
 
 if TYPE_CHECKING:
@@ -36,12 +36,13 @@ def flat_inputs(inputs: Sequence[Any]) -> list[Any]:
 
 
 def local_run(flat: Sequence[Any]) -> Run:
-    """Runs a graph in this process."""
-    kept = _copies(flat)
+    """Runs a graph in this process, from its random states of now."""
+    kept, random_states = _copies(flat), random_states_now()
 
     def run(gm: fx.GraphModule) -> Values:
         given = _copies(kept)
         with random_states_kept(), torch.no_grad():
+            random_states()
             return _named(gm, gm(*given), given)
 
     return run

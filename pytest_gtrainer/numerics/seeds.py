@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -80,14 +80,22 @@ def random_state() -> dict[str, torch.Tensor]:
 @contextmanager
 def random_states_kept() -> Iterator[None]:
     """Put every generator back; one that only came to life inside the block stays as it is."""
+    put_back = random_states_now()
+    try:
+        yield
+    finally:
+        put_back()
+
+
+def random_states_now() -> Callable[[], None]:
+    """What puts every generator to where it is now; one that comes to life later it leaves as it is."""
     numpy = _numpy()
     python, cpu = random.getstate(), torch.get_rng_state()
     legacy = numpy.random.get_state() if numpy is not None else None
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
     queued = dict(vars(torch.cuda._lazy_seed_tracker))
-    try:
-        yield
-    finally:
+
+    def put_back() -> None:
         random.setstate(python)
         torch.set_rng_state(cpu)
         if numpy is not None:
@@ -96,6 +104,8 @@ def random_states_kept() -> Iterator[None]:
             torch.cuda.set_rng_state_all(cuda)
         # seeds that wait for CUDA to start are process state too
         vars(torch.cuda._lazy_seed_tracker).update(queued)
+
+    return put_back
 
 
 def _numpy() -> Any:

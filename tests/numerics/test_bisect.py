@@ -8,6 +8,7 @@ from torch import nn
 
 from fixtures.training import llama3_training
 from pytest_gtrainer import bind_options, bisect_passes, trace_step
+from pytest_gtrainer.conventions import node_fqn
 from pytest_gtrainer.numerics.replays import flat_inputs
 from pytest_gtrainer.passes.canonicalize import canonicalize_graph_pass
 from pytest_gtrainer.passes.dead_code import eliminate_dead_code_pass
@@ -100,6 +101,19 @@ def test_the_text_names_the_first_node_and_what_it_is_computed_from():
     assert lines[-1] == ("  computed from what the pass made: add_tensor = aten.add.Tensor in the forward of sum; "
                          "add_tensor_1 = aten.add.Tensor in the forward of sum")  # fmt: skip
     assert "ULP apart" in text
+
+
+def test_a_node_whose_operator_a_pass_exchanged_is_named_itself():
+    exchanged = []
+
+    def subtract_pass(gm, example_inputs):
+        node = next(node for node in gm.graph.nodes if node.target is ADD and node_fqn(node) == "sum")
+        node.target = torch.ops.aten.sub.Tensor
+        exchanged.append(node.name)
+        return gm
+
+    found = bisect_passes(traced_net(), [*HARMLESS[:2], bind_options(subtract_pass)], (Net(), *BATCH))
+    assert found.where == f"{exchanged[0]} = aten.sub.Tensor in the forward of sum"
 
 
 def test_passes_that_change_no_bit_are_equal():

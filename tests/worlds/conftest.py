@@ -38,6 +38,7 @@ import fcntl, glob, json, os, time
 from pathlib import Path
 
 def pytest_configure(config):
+    time.sleep(float(os.environ.get("SLOW_START", 0)))
     config.records = not hasattr(config, "workerinput")
     global the_config
     the_config = config

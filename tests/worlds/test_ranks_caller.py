@@ -101,12 +101,13 @@ def test_struck_while_ranks_start(gt_ranks, monkeypatch):
     def strike(*_): raise Struck
     forkserver = gt_ranks.run(os.getppid, size=1)[0]
     before = children_of(forkserver)
-    monkeypatch.setenv("GT_EXAMPLE", "other ranks")
+    monkeypatch.setenv("SLOW_START", "5")
     signal.signal(signal.SIGALRM, strike)
-    signal.setitimer(signal.ITIMER_REAL, 0.1)
+    signal.setitimer(signal.ITIMER_REAL, 1.5)
     with pytest.raises(Struck):
         gt_ranks.run(os.getpid, size=3)
     assert set(children_of(forkserver)) <= set(before)
+    monkeypatch.delenv("SLOW_START")
     assert len(gt_ranks.run(os.getpid, size=3)) == 3
 
 def test_lambda(gt_ranks):

@@ -57,6 +57,7 @@ def test_it(n):
         # never more ranks at work than there are slots
         at_work = Path(f"at-work-{n}-{rank}")
         at_work.touch()
+        if n in (3, 9, 21, 27, 33, 39): time.sleep(0.3)  # of three ranks, for the others to notice
         dist.barrier()
         found = len(list(Path().glob("at-work-*")))
         dist.barrier()

@@ -13,6 +13,7 @@ import torch
 from torch import fx
 
 from pytest_gtrainer.conventions import node_fqn
+from pytest_gtrainer.graphtext._torch import plain_attributes
 from pytest_gtrainer.graphtext.folding import INDENT, fold
 from pytest_gtrainer.graphtext.groups import groups_of
 from pytest_gtrainer.graphtext.lines import input_sections, output_sections, schedule_sections
@@ -27,14 +28,15 @@ from pytest_gtrainer.passes.payload_order import managed_order
 
 def draw(gm: fx.GraphModule, mesh: Mapping[str, int]) -> tuple[list[str], list[Section]]:
     """Definitions and sections of a graph."""
-    return _draw(gm, mesh, Backed(), is_body=False)
+    with plain_attributes():
+        return _draw(gm, mesh, Backed(), is_body=False)
 
 
 def _draw(
     gm: fx.GraphModule, mesh: Mapping[str, int], backed: Backed, *, is_body: bool
 ) -> tuple[list[str], list[Section]]:
     scopes = scopes_of(gm.graph.nodes)
-    groups = groups_of(gm, mesh)
+    groups = groups_of(gm, mesh, scopes.collectives)
     device = _default_device(gm)
     bodies = _Bodies(gm, mesh, backed)
     settings = _settings(gm, scopes)
@@ -42,7 +44,7 @@ def _draw(
     speller = Speller(gm, scopes, names, groups, device, bodies.names, backed)
     sections = [
         *input_sections(scopes, speller),
-        *schedule_sections(scopes, [name for _, name in names.values()], speller),
+        *schedule_sections(scopes, names, speller),
         *output_sections(gm.graph.output_node(), scopes, speller),
     ]
     definitions = [str(group) for group in groups.values()]
@@ -55,7 +57,7 @@ def _settings(gm: fx.GraphModule, scopes: Scopes) -> list[str]:
     """What holds for the graph as a whole, where it is not what it usually is."""
     output = gm.graph.output_node()
     told = []
-    if scopes.unowned and not any(node_fqn(node) for node in scopes.of):
+    if scopes.unowned and not any(node_fqn(node) for node in scopes.computed):
         told.append("owners = inferred")
         scopes.unowned.clear()
     if not isinstance(output.args[0], tuple):

@@ -59,12 +59,14 @@ def mesh_dimension(ranks: Sequence[int], mesh: Mapping[str, int]) -> str | None:
     return None
 
 
-def groups_of(gm: fx.GraphModule, mesh: Mapping[str, int]) -> dict[str, Group]:
-    """The groups that a graph's collectives name, in order of first use."""
+def groups_of(
+    gm: fx.GraphModule, mesh: Mapping[str, int], collectives: Iterable[fx.Node] | None = None
+) -> dict[str, Group]:
+    """The groups that a graph's collectives name, in order of first use; all nodes are asked if they are not given."""
     told: Mapping[str, tuple[int, ...] | None] = gm.meta.get("gt_groups", {})  # what the text said that it came from
     groups: dict[str, Group] = {}
     taken: set[str] = set()
-    for name in _group_names(gm):
+    for name in _group_names(gm.graph.nodes if collectives is None else collectives):
         if name not in groups:
             found = resolve_group(name)
             role = word(name) if found is None and name in told else _role(found, mesh)
@@ -120,9 +122,9 @@ def _is_of_mesh(group: ResolvedGroup) -> bool:
     return group.description.startswith(_MESH) and group.description != "mesh_default"
 
 
-def _group_names(gm: fx.GraphModule) -> list[str]:
+def _group_names(nodes: Iterable[fx.Node]) -> list[str]:
     names = []
-    for node in gm.graph.nodes:
+    for node in nodes:
         if node.op != "call_function":
             continue
         for place in operator_of(node).group_arguments:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import fx
@@ -30,15 +30,17 @@ def _layer_of_input(source: Input) -> Layer | None:
     return split_layer(source.fqn)[0] if source.space in ("P", "B") else None
 
 
-def schedule_sections(scopes: Scopes, names: Iterable[str], speller: Speller) -> Iterable[Section]:
-    """One line a computed value, in the order of the schedule; ``names`` are theirs."""
+def schedule_sections(
+    scopes: Scopes, names: Mapping[fx.Node, tuple[Scope, str]], speller: Speller
+) -> Iterable[Section]:
+    """One line a computed value, in the order of the schedule; ``names`` begin with theirs."""
     every = zip(scopes.operators, scopes.owners, strict=True)
     floating = [operator.is_collective or scope.floats for operator, scope in every]
-    computed = list(zip(scopes.computed, names, scopes.values, scopes.operators, scopes.owners, strict=True))
+    columns = (scopes.computed, [name for _, name in names.values()], scopes.values, scopes.operators, scopes.owners)
     lines = _Lines(scopes, speller)
     for key, here in stretches(section_keys([scope.key for scope in scopes.owners], floating)):
         speller.enter_section(key)
-        yield Section(key, tuple(lines.of(computed[here])))
+        yield Section(key, tuple(lines.of(zip(*[column[here] for column in columns], strict=True))))
 
 
 class _Lines:

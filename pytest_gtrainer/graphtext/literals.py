@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,17 +24,24 @@ def spell_literal(value: Any) -> str | None:
     >>> spell_literal(torch.bfloat16), spell_literal(-0.0), spell_literal(torch.device("cuda", 1))
     ('bf16', '-0.0', 'device("cuda")')
     """
-    if type(value) in PLAIN or type(value) is range:
-        return repr(value)
-    if isinstance(value, torch.dtype):
-        return spell_dtype(value)
-    if isinstance(value, torch.layout | torch.memory_format):
-        return str(value).removeprefix("torch.")
-    if isinstance(value, torch.device):
-        return f'device("{value.type}")'
-    if isinstance(value, OpOverload | HigherOrderOperator):
-        return operator_text(value)
-    return None
+    spell = SPELLINGS.get(type(value))
+    if spell is not None:
+        return spell(value)
+    return operator_text(value) if isinstance(value, OpOverload | HigherOrderOperator) else None
+
+
+def _last_word(value: torch.layout | torch.memory_format) -> str:
+    return str(value).removeprefix("torch.")
+
+
+SPELLINGS: dict[type, Callable[[Any], str]] = {
+    **dict.fromkeys((*PLAIN, range), repr),
+    torch.dtype: spell_dtype,
+    torch.layout: _last_word,
+    torch.memory_format: _last_word,
+    torch.device: lambda value: f'device("{value.type}")',
+}
+"""How constants of a type are spelled; none of these types has subclasses that are spelled alike."""
 
 
 def tensor_content(value: torch.Tensor) -> str:

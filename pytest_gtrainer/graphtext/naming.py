@@ -39,7 +39,12 @@ class Namer:
 
 
 def names_of(scopes: Scopes, taken: Iterable[str]) -> dict[fx.Node, tuple[Scope, str]]:
-    """The scope and the name in it of every computed value, in the order of the schedule."""
-    namer = Namer(taken)
+    """The scope and the name in it of every computed value, in the order of the schedule; then ``topk[1]`` of items."""
+    name = Namer(taken).name
     named = zip(scopes.computed, scopes.owners, scopes.operators, strict=True)
-    return {node: (scope, namer.name(scope, operator.short)) for node, scope, operator in named}
+    names = {node: (scope, name(scope, operator.short)) for node, scope, operator in named}
+    for item in scopes.items:
+        source, place = item.args
+        if (known := names.get(source)) is not None:
+            names[item] = (known[0], f"{known[1]}[{place}]")
+    return names

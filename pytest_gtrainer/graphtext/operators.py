@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import keyword
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -35,7 +36,7 @@ class Operator:
 def operator_of(node: fx.Node) -> Operator:
     """The operator of a node that computes something."""
     if node.op == "call_function":
-        return _function(node.target)
+        return function_of(node.target)
     path = str(node.target)
     text = f"module.{spell(path)}" if node.op == "call_module" else f"method.{path}"
     return Operator(text, word(path.rpartition(".")[2]))
@@ -43,7 +44,7 @@ def operator_of(node: fx.Node) -> Operator:
 
 def operator_text(target: Callable[..., Any]) -> str:
     """The full spelling of an operator that is the argument of another."""
-    return _function(target).text
+    return function_of(target).text
 
 
 _KNOWN: dict[int, tuple[Callable[..., Any], Operator]] = {}
@@ -51,7 +52,8 @@ _KNOWN: dict[int, tuple[Callable[..., Any], Operator]] = {}
 _MOST_KNOWN = 4096
 
 
-def _function(target: Callable[..., Any]) -> Operator:
+def function_of(target: Callable[..., Any]) -> Operator:
+    """The operator that a ``call_function`` calls."""
     known = _KNOWN.get(id(target))
     if known is None:
         if len(_KNOWN) >= _MOST_KNOWN:
@@ -87,6 +89,7 @@ def _overload(target: OpOverload) -> Operator:
     )
 
 
+@functools.lru_cache(maxsize=1 << 12)
 def word(text: str) -> str:
     """A name that Python accepts: keywords get an escape, other characters become ``_``.
 

@@ -7,18 +7,19 @@ accumulates belongs to no module), it follows from the operands; such nodes are 
 
 from __future__ import annotations
 
+import functools
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from torch import fx
 
 from pytest_gtrainer.conventions import BACKWARD, FORWARD, direction, node_fqn
-from pytest_gtrainer.graphtext.operators import Operator, operator_of
+from pytest_gtrainer.graphtext.operators import Operator, function_of, operator_of
 from pytest_gtrainer.graphtext.paths import Layer, common_parent, split_layer
 from pytest_gtrainer.graphtext.sections import Key
-from pytest_gtrainer.graphtext.tags import has_tags
+from pytest_gtrainer.graphtext.tags import OWN_KEY, has_tags
 
 _SPACE_OF_KIND = {"parameter": "P", "buffer": "B", "input": "I"}
 INPUT_SPACES = ("P", "B", "I", "A")
@@ -35,6 +36,7 @@ class Scope:
     Attributes:
         key: the section that its lines belong to.
         is_nowhere: whether no module is known.
+        floats: whether its lines may stand in the section of another layer.
     """
 
     owners: tuple[str, ...]
@@ -42,15 +44,17 @@ class Scope:
     is_bucket: bool
     key: Key
     is_nowhere: bool
+    floats: bool
 
     @property
     def layer(self) -> Layer | None:
         return self.key.layer
 
-    @property
-    def floats(self) -> bool:
-        """Whether its lines may stand in the section of another layer."""
-        return self.is_bucket or self.is_nowhere
+
+@functools.cache
+def _key_of(space: str, layer: Layer | None) -> Key:
+    """One object for equal keys: to tell neighbours apart is then to compare identities."""
+    return Key(space, layer)
 
 
 _SCOPES: dict[tuple[tuple[str, ...], str, bool], Scope] = {}
@@ -65,8 +69,8 @@ def scope_of(owners: tuple[str, ...], space: str, is_bucket: bool = False) -> Sc
     name = (owners, space, is_bucket)
     found = _SCOPES.get(name)
     if found is None:
-        key = Key(space, split_layer(owners[0])[0])
-        found = _SCOPES.setdefault(name, Scope(*name, key, owners == ("",)))  # threads agree on one
+        key, is_nowhere = _key_of(space, split_layer(owners[0])[0]), owners == ("",)
+        found = _SCOPES.setdefault(name, Scope(*name, key, is_nowhere, is_bucket or is_nowhere))  # threads agree on one
     return found
 
 
@@ -98,6 +102,8 @@ class Scopes:
         computed: the nodes with a line of their own in the schedule, in order.
         operators, owners, values: of the computed nodes, place by place, the operators, the scopes and
             ``meta["val"]``. Found in one walk, as to come back to a node of a large graph is to wait for memory.
+        collectives: the computed nodes that name a process group.
+        items: the nodes that only take one output of another, in order.
         inputs: the names of the inputs.
         unowned: computed nodes without a module.
         tagged: computed nodes of which a line may say more than the type.
@@ -108,6 +114,8 @@ class Scopes:
     operators: list[Operator] = field(default_factory=list)
     owners: list[Scope] = field(default_factory=list)
     values: list[Any] = field(default_factory=list)
+    collectives: list[fx.Node] = field(default_factory=list)
+    items: list[fx.Node] = field(default_factory=list)
     inputs: dict[fx.Node, Input] = field(default_factory=dict)
     unowned: set[fx.Node] = field(default_factory=set)
     tagged: set[fx.Node] = field(default_factory=set)
@@ -135,25 +143,39 @@ def _input(node: fx.Node, position: int) -> tuple[str, str]:
 def scopes_of(nodes: Iterable[fx.Node]) -> Scopes:
     """Where every node that has a value belongs, in one walk."""
     found = Scopes()
-    of = found.of
+    of, computed, operators, owners, values = found.of, found.computed, found.operators, found.owners, found.values
     seen: dict[tuple[str, str], int] = {}
     for node in nodes:
         op = node.op
         if op in _CALLS:
-            if is_item(node):
+            if node.target is operator.getitem and is_item(node):
                 of[node] = of.get(node.args[0], NOWHERE)
-            else:
-                of[node] = scope = _scope(node, found)
-                found.owners.append(scope)
-                found.computed.append(node)
-                found.operators.append(operator_of(node))
-                found.values.append(node.meta.get("val"))
+                found.items.append(node)
+                continue
+            meta = node.meta
+            of[node] = scope = _scope_told(meta) or _scope(node, found)
+            known = function_of(node.target) if op == "call_function" else operator_of(node)
+            if known.group_arguments:
+                found.collectives.append(node)
+            owners.append(scope)
+            computed.append(node)
+            operators.append(known)
+            values.append(meta.get("val"))
         elif op == "placeholder":
             key = _input(node, len(found.inputs))
             found.inputs[node] = Input(*key, seen.get(key, 0))
             seen[key] = seen.get(key, 0) + 1
             of[node] = scope_of((key[1].rpartition(".")[0],), key[0])
     return found
+
+
+def _scope_told(meta: Mapping[str, Any]) -> Scope | None:
+    """The scope of a computed value whose metadata says its module, met before, and nothing else: of most values."""
+    custom = meta.get("custom")
+    if custom is None or len(custom) != 1 or "fsdp_bucket" in meta or "recompute" in meta:
+        return None
+    fqn = custom.get(OWN_KEY)
+    return _OF_MODULE[BACKWARD if meta.get("autograd_backward") else FORWARD].get(fqn) if fqn else None
 
 
 def _scope(node: fx.Node, found: Scopes) -> Scope:

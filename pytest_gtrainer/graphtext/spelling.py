@@ -10,10 +10,10 @@ from torch import fx
 
 from pytest_gtrainer.graphtext._torch import expression, static_type
 from pytest_gtrainer.graphtext.groups import Group
-from pytest_gtrainer.graphtext.literals import PLAIN, other_constant, spell_literal, tensor_content
+from pytest_gtrainer.graphtext.literals import PLAIN, SPELLINGS, other_constant, spell_literal, tensor_content
 from pytest_gtrainer.graphtext.operators import Operator, word
 from pytest_gtrainer.graphtext.paths import Layer, spell_from, spell_input
-from pytest_gtrainer.graphtext.scopes import Input, Scope, Scopes, is_item
+from pytest_gtrainer.graphtext.scopes import Input, Scope, Scopes, is_item, scope_of
 from pytest_gtrainer.graphtext.sections import Key
 from pytest_gtrainer.graphtext.symbols import Backed, Symbols
 from pytest_gtrainer.graphtext.vocabulary import spell_dtype
@@ -34,6 +34,21 @@ class _ByType(dict[type, Callable[[Any], str]]):
     def __missing__(self, kind: type) -> Callable[[Any], str]:
         self[kind] = found = next(self[base] for base in kind.__mro__ if base in self and base not in PLAIN)
         return found
+
+
+_HERE = scope_of(("",), "")
+"""In place of the scope of what has no name: it is spelled as a whole."""
+
+
+class _Names(dict[fx.Node, tuple[Scope, str]]):
+    """Scopes and names of values; what has none is spelled as a whole, and anew each time."""
+
+    def __init__(self, names: Mapping[fx.Node, tuple[Scope, str]], spell: Callable[[fx.Node], str]) -> None:
+        super().__init__(names)
+        self._spell = spell
+
+    def __missing__(self, node: fx.Node) -> tuple[Scope, str]:
+        return _HERE, self._spell(node)
 
 
 class _Prefixes(dict[Scope, str]):
@@ -64,7 +79,7 @@ class Speller:
         bodies: Mapping[str, str],
         backed: Backed,
     ) -> None:
-        self._gm, self._inputs, self._names = gm, scopes.inputs, names
+        self._gm, self._inputs, self._names = gm, scopes.inputs, _Names(names, self._nameless)
         self._groups, self._device, self._bodies = groups, device, bodies
         self._symbols = Symbols(backed)
         self._key = Key("fwd", None)
@@ -73,7 +88,7 @@ class Speller:
         self._tensors: dict[Any, str] = {}
         self._spell = _ByType({
             fx.Node: self.reference, list: self._list, tuple: self._tuple, dict: self._dict, slice: self._slice,
-            **dict.fromkeys(PLAIN, repr), object: self._literal,
+            **SPELLINGS, object: self._literal,
         })  # fmt: skip
         self.types = _ByType({
             torch.Tensor: self._tensor_type, **dict.fromkeys(_NUMBERS, self._number_type), object: lambda value: "_",
@@ -114,10 +129,7 @@ class Speller:
 
     def reference(self, node: fx.Node) -> str:
         """A value, seen from the current scope: ``mm``, ``L.wo.mm``, ``saved.L.add``, ``topk[1]``."""
-        known = self._names.get(node)
-        if known is None:
-            return self._nameless(node)
-        scope, name = known
+        scope, name = self._names[node]
         return self._prefixes[scope] + name
 
     def _nameless(self, node: fx.Node) -> str:
@@ -135,6 +147,8 @@ class Speller:
 
     def _prefix(self, scope: Scope) -> str:
         """What stands before the name of a value of another scope."""
+        if scope is _HERE:
+            return ""
         if scope.space == self._key.space:
             return f"{self._path(scope)}."
         from_backward = scope.space == "fwd" and self._key.space == "bwd"
@@ -152,9 +166,16 @@ class Speller:
 
     def call(self, node: fx.Node, operator: Operator) -> str:
         """The right-hand side of a line: operator and arguments, keywords sorted."""
-        spell, groups = self._spell, operator.group_arguments
+        groups = operator.group_arguments
         if not groups:
-            arguments = [spell[type(value)](value) for value in node.args]
+            spell, names, prefixes = self._spell, self._names, self._prefixes
+            arguments = []
+            for value in node.args:
+                if type(value) is fx.Node:  # most are
+                    scope, name = names[value]
+                    arguments.append(prefixes[scope] + name)
+                else:
+                    arguments.append(spell[type(value)](value))
         else:
             arguments = [
                 self._group(value) if place in groups else self.argument(value) for place, value in enumerate(node.args)

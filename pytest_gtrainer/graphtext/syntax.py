@@ -20,13 +20,12 @@ from pytest_gtrainer.graphtext import header
 from pytest_gtrainer.graphtext.errors import TextError, nearest
 from pytest_gtrainer.graphtext.paths import Layer
 from pytest_gtrainer.graphtext.sections import Key, Line
-from pytest_gtrainer.graphtext.unfolding import Block, expand
+from pytest_gtrainer.graphtext.unfolding import MOST_LAYERS, Block, counted, expand
 
 SPACES = ("P", "B", "I", "A", "fwd", "bwd", "out")
 EDITS = ("like", "drop", "after")
 _BODY_NAME = re.compile(r"\w+_graph_\d+", re.ASCII)
 _LONGEST = 100_000
-_MOST_LAYERS = 100_000
 
 
 class Token(NamedTuple):
@@ -106,7 +105,7 @@ def shown(node: ast.AST) -> str:
 
 
 def _program(statements: Sequence[ast.stmt]) -> Program:
-    program = Program()
+    program, lines = Program(), 0
     for node in statements:
         if isinstance(node, ast.FunctionDef):
             _define_body(program, node)
@@ -118,7 +117,9 @@ def _program(statements: Sequence[ast.stmt]) -> Program:
                 raise refuse(node, f"`{name.id}` is defined twice")
             program.definitions[name.id] = node.value
         elif isinstance(node, ast.For | ast.If):
-            program.blocks.append(_block(program, node))
+            block = _block(program, node)
+            lines = counted(block, block.lines, lines)
+            program.blocks.append(block)
         else:
             raise refuse(node, f"expected a section (`if fwd:`, `for i in fwd.layers[0]:`), found `{shown(node)}`")
     return program
@@ -182,8 +183,8 @@ def _numbers(place: ast.expr, expected: str) -> Sequence[int]:
     if first is None or stop is None or step not in (1, -1) or first < 0:
         raise refuse(place, f"{expected}: a range has a first layer, an end and at most the step -1")
     count = max(0, (stop - first) * step)  # len(range(...)) has no number beyond a machine word
-    if not 0 < count <= _MOST_LAYERS:
-        raise refuse(place, f"expected 1 to {_MOST_LAYERS} layers, found {count}")
+    if not 0 < count <= MOST_LAYERS:
+        raise refuse(place, f"expected 1 to {MOST_LAYERS} layers, found {count}")
     return range(first, stop, step)
 
 

@@ -27,13 +27,13 @@ MISMARKED = "mismarked"
 CHUNK = "chunk"
 TAGS = (UNOWNED, AT, MISMARKED, CHUNK, "custom", *POLICIES)
 _PLAIN = (bool, int, float, str, type(None))
-_OWN_KEY = "module_fqn"
+OWN_KEY = "module_fqn"
 
 
 def has_tags(meta: Mapping[str, Any], fqn: str, space: str) -> bool:
     """Whether the metadata of a computed value of ``fqn``, made in ``space``, may say more than these; most do not."""
     custom = meta.get("custom")
-    if custom is not None and (len(custom) > 1 or _OWN_KEY not in custom):
+    if custom is not None and (len(custom) > 1 or OWN_KEY not in custom):
         return True
     bucket = meta.get("fsdp_bucket") or {}
     return "recompute" in meta or (bool(bucket) and (fqn != "" or space != bucket["direction"]))
@@ -51,7 +51,7 @@ def tags_of(node: fx.Node, unowned: bool, spell: Callable[[str], str]) -> list[s
     if policy is not None:
         tags.append(getattr(policy, "name", str(policy)).lower())
     custom = meta.get("custom")
-    if custom and (len(custom) > 1 or _OWN_KEY not in custom):
+    if custom and (len(custom) > 1 or OWN_KEY not in custom):
         region = chunks.told_by(custom)
         if region is not None:
             tags.append(f"{CHUNK}({', '.join([spell(region.fqn), *region.words()])})")
@@ -62,7 +62,7 @@ def tags_of(node: fx.Node, unowned: bool, spell: Callable[[str], str]) -> list[s
 
 def _annotations(custom: dict[Any, Any]) -> list[str]:
     """Annotations that a text can hold; other values are left out."""
-    told = {key: custom[key] for key in custom if key != _OWN_KEY and type(key) in _PLAIN and _is_literal(custom[key])}
+    told = {key: custom[key] for key in custom if key != OWN_KEY and type(key) in _PLAIN and _is_literal(custom[key])}
     if not told:
         return []
     words = sorted(key for key in told if isinstance(key, str) and is_word(key))

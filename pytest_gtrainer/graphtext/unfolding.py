@@ -10,8 +10,15 @@ from pytest_gtrainer.graphtext.errors import TextError, nearest
 from pytest_gtrainer.graphtext.folding import INDENT, spell_line_name, visits_of
 from pytest_gtrainer.graphtext.sections import Line, Record
 
-_LAYERS = re.compile(r"for i in (?P<path>.+)\[(?P<first>\d+)(?P<range>:(?P<stop>\d*)(?P<down>:-1)?)?\]:(  # .*)?")
+MOST_LAYERS = 100_000
+MOST_LINES = 1 << 20
+"""Of a heading, and of a text with its layers counted out: a damaged number must not take all memory."""
+_LAYERS = re.compile(
+    r"for i in (?P<path>.+)\[(?P<first>[0-9]{1,9})(?P<range>:(?P<stop>[0-9]{0,9})(?P<down>:-1)?)?\]:(  # .*)?"
+)
 _SPACE = re.compile(r"if (?P<space>\w+):")
+_HEADINGS = re.compile(rf"\n(?!{INDENT}|\n|\Z)")
+"""Before a heading or a definition; empty and indented lines belong to the one above."""
 _EDIT = re.compile(r"(?P<kind>like|drop|after)\((?P<name>.*)\)")
 
 
@@ -45,7 +52,8 @@ def are_alike(text: str, other: str) -> bool:
     Raises:
         TextError: as ``unfold``.
     """
-    return list(_sections(list(_blocks(text)))) == list(_sections(list(_blocks(other))))
+    known: dict[str, tuple[Line, ...]] = {}
+    return list(_sections(list(_blocks(text, known)))) == list(_sections(list(_blocks(other, known))))
 
 
 def expand(blocks: Sequence[Block]) -> Iterator[tuple[str, Line]]:
@@ -61,6 +69,7 @@ def expand(blocks: Sequence[Block]) -> Iterator[tuple[str, Line]]:
 
 def _sections(blocks: Sequence[Block]) -> Iterator[tuple[str, Sequence[Line]]]:
     models = _models(blocks)
+    total = 0
     for block in blocks:
         lines = block.lines
         if block.model is not None:
@@ -68,8 +77,21 @@ def _sections(blocks: Sequence[Block]) -> Iterator[tuple[str, Sequence[Line]]]:
                 hint = nearest(block.model, models)
                 raise TextError(f"like({block.model}): no section of that name is told in full{hint}", block.number)
             lines = tuple(_edited(models[block.model], block))
+        total = counted(block, lines, total)
         for key in block.keys:
             yield key, lines
+
+
+def counted(block: Block, lines: Sequence[Line], before: int) -> int:
+    """How many lines a text has after a block of these lines, its layers counted out.
+
+    Raises:
+        TextError: more than ``MOST_LINES``.
+    """
+    total = before + len(block.keys) * max(len(lines), 1)
+    if total > MOST_LINES:
+        raise TextError(f"expected at most {MOST_LINES} lines, layers counted out, found {total}", block.number)
+    return total
 
 
 def _models(blocks: Sequence[Block]) -> dict[str, Sequence[Line]]:
@@ -83,36 +105,49 @@ def _models(blocks: Sequence[Block]) -> dict[str, Sequence[Line]]:
     }
 
 
-def _blocks(text: str) -> Iterator[Block]:
+def _blocks(text: str, known: dict[str, tuple[Line, ...]] | None = None) -> Iterator[Block]:
+    """The blocks of a text; ``known`` holds what stands below headings, as layers repeat it."""
+    known = {} if known is None else known
     head: tuple[int, tuple[str, ...]] | None = None
-    lines: list[Line] = []
-    heading = ""
-    for number, raw in enumerate(text.splitlines(), start=1):
-        if not raw.strip() or raw.startswith("#"):
-            continue
-        if not raw.startswith(INDENT):
-            if head:
-                yield Block(*head, tuple(lines))
-            head, lines, heading = (number, _keys(raw, number)), [], ""
-            if head[1] == ("",):
-                lines = [Line("", raw)]  # a definition at the head of the text
-        elif head is None:
-            raise TextError("expected a section (`if fwd:`), found an indented line", number)
+    lines: tuple[Line, ...] = ()
+    number, total = 1, 0
+    told = [line if line.strip() and not line.startswith("#") else "" for line in text.splitlines()]
+    for piece in _HEADINGS.split("\n".join(told)):
+        first, _, body = piece.partition("\n")
+        if not first or first.startswith(INDENT):  # before the first heading
+            _refuse_lines(piece, number)
         else:
-            heading = _statement(raw, heading, lines)
+            if head:
+                block = Block(*head, lines)
+                total = counted(block, lines, total)
+                yield block
+            head = number, _keys(first, number)
+            if body not in known:
+                known[body] = tuple(_lines(body))
+            lines = known[body]
+            if head[1] == ("",):
+                lines = (Line("", first), *lines)  # a definition at the head of the text
+        number += piece.count("\n") + 1
     if head:
-        yield Block(*head, tuple(lines))
+        yield Block(*head, lines)
 
 
-def _statement(raw: str, heading: str, lines: list[Line]) -> str:
-    """Add a line to ``lines``; returns the heading that holds now."""
-    body = raw.removeprefix(INDENT)
-    if body.startswith("with ") and body.endswith(":"):
-        return body[len("with ") : -1]
-    if not body.startswith(INDENT):
-        heading = ""
-    lines.append(Line(heading, body.removeprefix(INDENT)))
-    return heading
+def _refuse_lines(piece: str, number: int) -> None:
+    for place, line in enumerate(piece.split("\n")):
+        if line:
+            raise TextError("expected a section (`if fwd:`), found an indented line", number + place)
+
+
+def _lines(body: str) -> Iterator[Line]:
+    """The lines below a heading, with the modules that they stand under."""
+    heading = ""
+    for raw in body.split("\n"):
+        line = raw.removeprefix(INDENT)
+        if line.startswith("with ") and line.endswith(":"):
+            heading = line[len("with ") : -1]
+        elif line:
+            heading = heading if line.startswith(INDENT) else ""
+            yield Line(heading, line.removeprefix(INDENT))
 
 
 def _keys(raw: str, number: int) -> tuple[str, ...]:
@@ -122,13 +157,16 @@ def _keys(raw: str, number: int) -> tuple[str, ...]:
     if not raw.startswith("for "):
         return ("",)
     if not (found := _LAYERS.fullmatch(raw)):
-        raise TextError(f"expected `for i in fwd.layers[0:8]:`, found {raw!r}", number)
+        raise TextError(f"expected `for i in fwd.layers[0:8]:`, found {raw[:80]!r}", number)
     first = int(found["first"])
     if found["range"] is None:
         return (f"{found['path']}[{first}]",)
     step = -1 if found["down"] else 1
     stop = int(found["stop"]) if found["stop"] else -1
-    return tuple(f"{found['path']}[{index}]" for index in range(first, stop, step))
+    layers = range(first, stop, step)
+    if not 0 < len(layers) <= MOST_LAYERS:
+        raise TextError(f"expected 1 to {MOST_LAYERS} layers, found {len(layers)}", number)
+    return tuple([f"{found['path']}[{index}]" for index in layers])
 
 
 def _edited(model: Sequence[Line], block: Block) -> list[Line]:

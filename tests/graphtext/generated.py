@@ -1,4 +1,5 @@
-"""Graphs drawn at random: operators, scopes, directions, buckets, mutations, several outputs."""
+"""Graphs drawn at random: operators, scopes, directions, buckets, mutations, several outputs, constants, devices,
+memory formats, branches, symbolic sizes."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ import torch
 from hypothesis import strategies as st
 from torch import fx
 from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils.checkpoint import CheckpointPolicy
 
 aten = torch.ops.aten
@@ -53,6 +55,68 @@ def _several(draw: Any, graph: fx.Graph, pool: list[fx.Node]) -> fx.Node:
     return graph.call_function(torch.ops.aten.cat.default, ([_item(graph, parts, 1), _item(graph, parts, 0)],))
 
 
+def _eight_bits(draw: Any, graph: fx.Graph, pool: list[fx.Node]) -> fx.Node:
+    small = graph.call_function(aten._to_copy.default, (draw(st.sampled_from(pool)),), {"dtype": DTYPES[3]})
+    _mark(draw, small)
+    return graph.call_function(aten._to_copy.default, (small,), {"dtype": torch.float32})
+
+
+def _channels_last(draw: Any, graph: fx.Graph, pool: list[fx.Node]) -> fx.Node:
+    image = graph.call_function(aten.reshape.default, (draw(st.sampled_from(pool)), [1, 4, 2, 2]))
+    turned = graph.call_function(aten.clone.default, (image,), {"memory_format": torch.channels_last})
+    return graph.call_function(aten.reshape.default, (turned, [4, 4]))
+
+
+def _constant(draw: Any, graph: fx.Graph, pool: list[fx.Node]) -> fx.Node:
+    """Small ones are told by their values, large ones by a digest."""
+    value = draw(st.sampled_from([torch.tensor(-0.0), torch.arange(4), torch.full((4, 4), 0.1), torch.ones(4, 1) > 0]))
+    module, name = graph.owning_module, f"constant_{len(graph.nodes)}"
+    assert module is not None
+    module.register_buffer(name, value.clone())
+    return graph.call_function(aten.add.Tensor, (draw(st.sampled_from(pool)), graph.get_attr(name)))
+
+
+def _elsewhere(draw: Any, graph: fx.Graph, pool: list[fx.Node]) -> fx.Node:
+    """A value on another device, of which nothing comes back."""
+    away = graph.call_function(aten._to_copy.default, (pool[-1],), {"device": torch.device("meta")})
+    _mark(draw, away)
+    return graph.call_function(aten.zeros_like.default, (away,), {"device": torch.device("cpu")})
+
+
+def _sized(draw: Any, graph: fx.Graph, pool: list[fx.Node]) -> fx.Node:
+    """An extent as an operand, symbolic where sizes are."""
+    value = draw(st.sampled_from(pool))
+    extent = graph.call_function(aten.sym_size.int, (value, 0))
+    return graph.call_function(aten.reshape.default, (value, [extent, -1]))
+
+
+def _branch(draw: Any, graph: fx.Graph, pool: list[fx.Node]) -> fx.Node:
+    value, module = draw(st.sampled_from(pool)), graph.owning_module
+    assert module is not None
+    total = graph.call_function(aten.sum.default, (value,))
+    positive = graph.call_function(aten.gt.Scalar, (total, draw(st.sampled_from([0, 0.5]))))
+    names = [f"body_{len(graph.nodes)}_{target.__name__.replace('.', '_')}" for target in BODIES]
+    for name, target in zip(names, BODIES, strict=True):
+        setattr(module, name, _body(target))
+    operands = (positive, *(graph.get_attr(name) for name in names), (value,))
+    return _item(graph, graph.call_function(torch.ops.higher_order.cond, operands), 0)
+
+
+BODIES = (aten.neg.default, aten.sin.default)
+
+
+def _body(target: Any) -> fx.GraphModule:
+    graph = fx.Graph()
+    graph.output((graph.call_function(target, (graph.placeholder("v"),)),))
+    return fx.GraphModule({}, graph)
+
+
+STEPS = (
+    _unary, _unary, _binary, _binary, _cast, _several,
+    _eight_bits, _channels_last, _constant, _elsewhere, _sized, _branch,
+)  # fmt: skip
+
+
 def _item(graph: fx.Graph, node: fx.Node, place: int) -> fx.Node:
     item = graph.call_function(operator.getitem, (node, place))
     item.meta = dict(node.meta)
@@ -81,7 +145,8 @@ def _mark(draw: Any, node: fx.Node) -> None:
 @st.composite
 def graphs(draw: st.DrawFn, steps: int = 12) -> tuple[fx.GraphModule, list[torch.Tensor]]:
     """A graph that runs, and inputs for it."""
-    graph, pool, inputs = fx.Graph(), [], []
+    gm = fx.GraphModule({}, fx.Graph())
+    graph, pool, inputs = gm.graph, [], []
     for place in range(draw(st.integers(1, 3))):
         node = graph.placeholder(f"v{place}")
         if draw(st.booleans()):
@@ -93,16 +158,18 @@ def graphs(draw: st.DrawFn, steps: int = 12) -> tuple[fx.GraphModule, list[torch
         pool.append(node)
         inputs.append(torch.linspace(-2, 2, 16).reshape(4, 4).to(draw(st.sampled_from(DTYPES[:3]))) + place)
     for _ in range(draw(st.integers(1, steps))):
-        node = draw(st.sampled_from([_unary, _unary, _binary, _binary, _cast, _several]))(draw, graph, pool)
+        node = draw(st.sampled_from(STEPS))(draw, graph, pool)
         _mark(draw, node)
         pool.append(node)
     results = draw(st.lists(st.sampled_from([*pool, None]), min_size=1, max_size=3))
     graph.output(draw(st.sampled_from([tuple, list, lambda r: r[0], lambda r: {"a": r}]))(results))
-    return _with_values(fx.GraphModule({}, graph), inputs), inputs
+    gm.recompile()
+    return _with_values(gm, inputs, draw(st.sampled_from([False, False, True]))), inputs
 
 
-def _with_values(gm: fx.GraphModule, inputs: list[torch.Tensor]) -> fx.GraphModule:
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+def _with_values(gm: fx.GraphModule, inputs: list[torch.Tensor], symbolic: bool) -> fx.GraphModule:
+    env = ShapeEnv() if symbolic else None
+    with FakeTensorMode(allow_non_fake_inputs=True, shape_env=env) as mode:
         _Values(gm).run(*[mode.from_tensor(value) for value in inputs])
     return gm
 

@@ -96,7 +96,8 @@ def _kind(value: Any) -> Any:
             [_hint(e) for e in value.shape],
             usual or [_hint(s) for s in value.stride()],
         )
-    return (type(value).__name__, _hint(value))
+    fixed = isinstance(value, torch.SymInt) and value.node.expr.is_number  # symbolic no more: a guard has fixed it
+    return ("int" if fixed else type(value).__name__, _hint(value))
 
 
 def _hint(value: Any) -> Any:

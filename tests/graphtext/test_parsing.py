@@ -12,6 +12,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.utils.checkpoint import CheckpointPolicy
 
 from pytest_gtrainer.graphtext import parse, render
+from pytest_gtrainer.graphtext.scopes import is_item
 from tests.graphtext.same import assert_comes_back
 from tests.graphtext.toy import at, small_graph, toy_graph
 
@@ -120,6 +121,16 @@ def test_a_graph_without_any_module_says_so_once():
     assert "owners = inferred" in render(gm)
     assert "unowned" not in render(gm)
     assert_comes_back(gm)
+
+
+def test_modules_of_inputs_and_items_do_not_count():
+    """They are not told, so no text could bring them back."""
+    gm = small_graph(lambda v: v.split(2)[1], x(4))
+    next(iter(gm.graph.nodes)).meta["gt_input"] = {"kind": "parameter", "fqn": "block.w"}
+    for node in gm.graph.nodes:
+        node.meta["custom"] = {"module_fqn": "block"} if node.op == "placeholder" or is_item(node) else {}
+    assert "owners = inferred" in render(gm)
+    assert_comes_back(gm, x(4))
 
 
 def test_symbolic_shapes():

@@ -10,14 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils import _pytree as pytree
 
-from pytest_gtrainer.graphtext import parse, records, render, unfold
+from pytest_gtrainer.graphtext import constants, parse, records, render, unfold
 from tests.graphtext.generated import graphs
 from tests.graphtext.same import assert_same_graph
 
 
 def assert_comes_back(gm, inputs):
     text = render(gm)
-    again = parse(text)
+    again = parse(text, constants=constants(gm))
     again.graph.lint()
     assert_same_graph(again, gm)
     assert render(again) == text
@@ -46,12 +46,15 @@ def test_many_generated_graphs_come_back(drawn):
 
 @settings(max_examples=60, deadline=None)
 @given(graphs(), st.randoms(use_true_random=False))
-def test_names_of_nodes_do_not_show(drawn, random):
-    """Renaming every node, with gaps, gives the same text."""
+def test_names_of_nodes_and_places_of_constants_do_not_show(drawn, random):
+    """Renaming every node, with gaps, and moving constants and bodies to the front gives the same text."""
     gm, _ = drawn
     text = render(gm)
-    for node in gm.graph.nodes:
+    for node in list(gm.graph.nodes):
         node.name = f"n{random.randrange(10**9)}_{node.name}"
+        if node.op == "get_attr" and random.random() < 0.5:
+            next(iter(gm.graph.nodes)).prepend(node)
+    gm.graph.lint()
     assert render(gm) == text
 
 
@@ -65,4 +68,4 @@ def test_one_changed_operator_shows(drawn):
     node.target = torch.ops.aten.cos.default
     assert render(gm) != text
     with pytest.raises(AssertionError):
-        assert_same_graph(parse(text), gm)
+        assert_same_graph(parse(text, constants=constants(gm)), gm)

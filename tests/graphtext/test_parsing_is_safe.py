@@ -55,6 +55,7 @@ STATEMENTS = [
     "class A:\n  pass",
     "for i in fwd.layers[0:10**9]:\n  with L:\n    a: _ = aten.relu(A)",
     "for i in fwd.layers[0:999999999]:\n  with L:\n    a: _ = aten.relu(A)",
+    "for i in fwd.layers[0:9999]:\n  with L:\n" + "    a: _ = aten.relu(A)\n" * 110,
     "if fwd:\n  while True:\n    pass",
     "if fwd:\n  with open('x', 'w') as f:\n    a: _ = aten.relu(f)",
     "if fwd:\n  with _:\n    a: _ = os.system('true')",

@@ -166,7 +166,7 @@ def test_a_link_keeps_what_it_leads_to(run_here, put_goldens, pytester):
 
 def test_another_use_of_the_folders_name_is_left_alone(run_here, put_goldens, goldens):
     put_goldens("cases/one.txt", "cases/two.json")
-    result = run_here("def test_a(): pass", "--gt-prune-goldens")
+    result = run_here("def test_a(): pass", "--gt-prune-goldens", "--disable-warnings")  # pytest's own name plugins
     assert "gtrainer" not in result.stdout.str().partition("collected")[2]
     assert len(goldens()) == 2
 

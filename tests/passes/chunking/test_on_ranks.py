@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 
-from fixtures.chunking import Case, check_equals_eager, strict
+from fixtures.chunking import Case, check_equals_eager, strict, train_chunked_graph, train_eager_chunked
 from fixtures.models import deepseek_v3
 from fixtures.models.expert_parallel import apply_expert_parallel
 from fixtures.models.loss import ce_step
@@ -14,6 +14,7 @@ from pytest_gtrainer import (
     MixedPrecisionPolicy,
     TrainConfig,
     apply_graph_passes,
+    assert_bitwise_different,
     assert_bitwise_equal,
     assert_same_layout,
     bucket_layout,
@@ -22,6 +23,7 @@ from pytest_gtrainer import (
     get_default_transformer_block_buckets,
     trace_step,
 )
+from pytest_gtrainer.passes.chunking import rewrite
 from pytest_gtrainer.references.config import new_model
 from pytest_gtrainer.references.eager import EagerRun
 from pytest_gtrainer.references.graph import shard_traceably
@@ -82,6 +84,22 @@ def test_expert_parallelism_on_two_ranks(gt_world, gt_mesh, config):
     batch = token_batches(MODEL.vocab_size, "cpu", batch=4, seq=8)
     model = partial(expert_parallel_model, gt_mesh["ep"])
     check_equals_eager(Case(model=model, config=config, batch=lambda step: batch(step, gt_world.rank)))
+
+
+@pytest.mark.gt_world("ranks", size=2, mesh={"ep": 2})
+def test_gradients_added_first_chunk_first(gt_world, gt_mesh, monkeypatch):
+    """G14, the twin: on every rank."""
+    batch = token_batches(MODEL.vocab_size, "cpu", batch=4, seq=8)
+    case = Case(
+        model=partial(expert_parallel_model, gt_mesh["ep"]),
+        config=strict("layers.*.moe", "sequence", 4),
+        batch=lambda step: batch(step, gt_world.rank),
+        steps=1,
+    )
+    fold = rewrite.Rewrite._fold
+    monkeypatch.setattr(rewrite.Rewrite, "_fold", lambda self, terms, like: fold(self, terms[::-1], like))
+    actual, _ = train_chunked_graph(case)
+    assert_bitwise_different(actual, train_eager_chunked(case), what="first chunk first")
 
 
 @pytest.mark.gt_world("ranks", size=4, mesh={"efsdp": 2, "ep": 2})

@@ -1,7 +1,7 @@
 """Which test left a global switch of torch other than it found it (K3).
 
 A flag that leaks decides the bits of every later test, and the one that fails is never the one to blame. Before
-and after each test the switches of ``numerics.knobs`` are read (0.2 ms; nothing before torch is loaded). What a
+and after each test the switches of ``numerics.knobs`` are read (0.1 ms; nothing before torch is loaded). What a
 fixture of a wider scope sets, and later puts back, is no leak of the test that happens to run first or last.
 """
 
@@ -16,7 +16,7 @@ import pytest
 from pytest_gtrainer import facts, options
 from pytest_gtrainer.numerics import knobs
 
-_GUARDED = tuple(knob for knob in knobs.KNOBS if knob.guarded)
+_read_guarded = knobs.Reader(knob for knob in knobs.KNOBS if knob.guarded)
 Values = dict[str, Any]
 Changes = dict[str, tuple[Any, Any]]
 
@@ -35,7 +35,7 @@ class LeakGuard:
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_setup(self, item: pytest.Item) -> Generator[None, None, None]:
-        self._before = read()
+        self.begin()
         return (yield)
 
     @pytest.hookimpl(wrapper=True)
@@ -52,6 +52,14 @@ class LeakGuard:
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_teardown(self, item: pytest.Item) -> Generator[None, None, None]:
         yield
+        self.end(item)
+
+    def begin(self) -> None:
+        """A test begins."""
+        self._before = read()
+
+    def end(self, item: pytest.Item) -> None:
+        """The test is over: blame it for what it left."""
         leaked = {
             name: (old, new)
             for name, (old, new) in changes(self._before, read()).items()
@@ -76,7 +84,7 @@ class LeakGuard:
 
 def read() -> Values | None:
     """The switches now, None while torch is not loaded: importing it changes nothing that anyone had set."""
-    return knobs.values(_GUARDED) if "torch" in sys.modules else None
+    return _read_guarded() if "torch" in sys.modules else None
 
 
 def changes(before: Values | None, after: Values | None) -> Changes:
@@ -85,7 +93,7 @@ def changes(before: Values | None, after: Values | None) -> Changes:
     >>> changes({"a": 1, "b": 2}, {"a": 1, "b": 3}), changes(None, {"a": 1})
     ({'b': (2, 3)}, {})
     """
-    if before is None or after is None:
+    if before is None or after is None or before == after:
         return {}
     return {
         name: (old, after[name])

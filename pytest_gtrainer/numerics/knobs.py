@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
+
+from pytest_gtrainer.environment import raw_environment
 
 _RANDOMNESS = "torch: notes/randomness"
 _ACCURACY = "torch: notes/numerical_accuracy"
@@ -63,23 +66,72 @@ class Knob:
 
     def read(self) -> Any:
         """The value in effect; ``NOT_LOADED`` while its module is not imported, None for an unset variable."""
-        if self.is_variable:
-            return os.environ.get(self.name)
-        home, _, attribute = self.path.partition(":")
-        module = sys.modules.get(home)
+        return Reader([self])()[self.name]
+
+
+class Reader:
+    """Reads the same knobs before and after every test: what can be prepared for it is."""
+
+    def __init__(self, knobs: Iterable[Knob]) -> None:
+        knobs = tuple(knobs)
+        variables = [knob.name for knob in knobs if knob.is_variable]
+        homes: dict[str, list[Knob]] = {}
+        for knob in knobs:
+            if not knob.is_variable:
+                homes.setdefault(knob.path.partition(":")[0], []).append(knob)
+        self._variables = [os.fsencode(name) for name in variables]
+        self._modules = [_ModuleReader(home, of_home) for home, of_home in homes.items()]
+        self._names = variables + [knob.name for of_home in homes.values() for knob in of_home]
+
+    def __call__(self) -> dict[str, Any]:
+        """The values in effect, by name; see ``Knob.read``."""
+        environ = raw_environment()
+        values: list[Any] = [environ.get(name) for name in self._variables]
+        values = [value if value is None else os.fsdecode(value) for value in values]
+        for module in self._modules:
+            values += module.read()
+        return dict(zip(self._names, values, strict=True))
+
+
+class _ModuleReader:
+    """Reads knobs of one module."""
+
+    def __init__(self, home: str, knobs: list[Knob]) -> None:
+        self._home = home
+        paths = [knob.path.partition(":")[2] for knob in knobs]
+        self._attributes = [path.removesuffix("()") for path in paths]
+        self._getters = [(attrgetter(path.removesuffix("()")), path.endswith("()")) for path in paths]
+        self._not_loaded = [NOT_LOADED] * len(paths)
+        self._set: list[Any] = []
+        self._values: list[Any] | None = None
+
+    def read(self) -> list[Any]:
+        module = sys.modules.get(self._home)
         if module is None:
-            return NOT_LOADED
+            return self._not_loaded
+        if type(module).__name__ == "ConfigModuleInstance":
+            return self._of_config(module)
+        return self._of_any(module)
+
+    def _of_any(self, module: Any) -> list[Any]:
         try:
-            return _resolve(module, attribute)
-        except RuntimeError as error:  # two ways to set a precision that were mixed cannot be read
-            return f"cannot be read: {str(error).splitlines()[0]}"
+            return [get(module)() if is_called else get(module) for get, is_called in self._getters]
+        except RuntimeError:
+            return [_tried(get, is_called, module) for get, is_called in self._getters]
+
+    def _of_config(self, module: Any) -> list[Any]:
+        """Of torch's configuration: 3 us a value, so it is read again only if one of these has been set since."""
+        now = [module._config[name].user_override.get() for name in self._attributes]
+        if self._values is None or now != self._set:
+            self._set, self._values = now, self._of_any(module)
+        return self._values
 
 
-def _resolve(value: Any, attribute: str) -> Any:
-    path = attribute.removesuffix("()")
-    for part in path.split("."):
-        value = getattr(value, part)
-    return value() if path != attribute else value
+def _tried(get: Callable[[object], Any], is_called: bool, module: object) -> Any:
+    try:
+        return get(module)() if is_called else get(module)
+    except RuntimeError as error:  # two ways to set a precision that were mixed cannot be read
+        return f"cannot be read: {str(error).splitlines()[0]}"
 
 
 def _all(*paths: str, devices: str, effect: str, documented: str) -> Iterable[Knob]:
@@ -178,7 +230,9 @@ KNOBS: tuple[Knob, ...] = (
 
 def values(knobs: Iterable[Knob] = KNOBS) -> dict[str, Any]:
     """What is in effect, by name."""
-    return {knob.name: knob.read() for knob in knobs}
+    knobs = tuple(knobs)
+    found = Reader(knobs)()
+    return {knob.name: found[knob.name] for knob in knobs}
 
 
 def table() -> str:

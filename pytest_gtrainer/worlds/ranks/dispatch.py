@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import sys
 import warnings
 from collections.abc import Mapping
@@ -91,20 +92,43 @@ def chain_of(item: pytest.Item) -> tuple[str, ...]:
 
 def _merged(item: pytest.Item, outcome: Outcome) -> list[pytest.TestReport]:
     """The merged reports, judged also by what only the parent can compare."""
-    reports = {rank: _rank_reports(item, answer) for rank, answer in outcome.answers.items()
-               if isinstance(answer, wire.ItemDone) and answer.reports}  # fmt: skip
-    merged = merge(item, _with_disagreement(outcome), reports)
+    agreed = _agreed(item, outcome)
+    if agreed is not None:
+        merged, reports = list(agreed.values()), dict.fromkeys(outcome.answers, agreed)
+    else:
+        reports = {rank: _rank_reports(item, answer) for rank, answer in outcome.answers.items()
+                   if isinstance(answer, wire.ItemDone) and answer.reports}  # fmt: skip
+        merged = merge(item, _with_disagreement(outcome), reports)
     _judge(item, merged, reports)
     _gather_shown(merged, reports)
     left_behind.tell(item, outcome, merged)
     return merged
 
 
+def _agreed(item: pytest.Item, outcome: Outcome) -> RankReports | None:
+    """The reports of any rank where all said the same, none failed, and none wrote anything; None elsewhere.
+
+    What ``merge`` makes of these, for the price of reading them once.
+    """
+    answers = [answer for answer in outcome.answers.values() if isinstance(answer, wire.ItemDone)]
+    if outcome.is_troubled or len(answers) < outcome.size or not answers[0].state.intact or not answers[0].reports:
+        return None
+    if any(answer.reports != answers[0].reports or answer.state != answers[0].state for answer in answers):
+        return None
+    reports = _rank_reports(item, answers[0])
+    if len(reports) != len(answers[0].times) or any(each.sections or not each.passed for each in reports.values()):
+        return None
+    for report, *times in zip(reports.values(), *(answer.times for answer in answers), strict=True):
+        report.duration = max(duration for _, _, duration in times)
+    return reports
+
+
 def _rank_reports(item: pytest.Item, answer: wire.ItemDone) -> dict[Phase, pytest.TestReport]:
     """One report a phase. A rank sends more where the test has subtests: the first that failed counts."""
     restored: dict[str, Any] = {}
-    for data in answer.reports:
-        report: Any = item.config.hook.pytest_report_from_serializable(config=item.config, data=dict(data))
+    for data, times in zip(pickle.loads(answer.reports), answer.times, strict=True):
+        data |= zip(wire.TIMES, times, strict=True)
+        report: Any = item.config.hook.pytest_report_from_serializable(config=item.config, data=data)
         known = restored.get(report.when)
         kept = known if known is not None and known.failed else report
         for name in CARRIED:

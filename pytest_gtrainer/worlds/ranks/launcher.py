@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import select
 import shutil
 import signal
 import socket
@@ -12,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterable
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -41,6 +43,17 @@ _ONE_THREAD = {
 
 class RanksError(Exception):
     """Ranks could not be started; the message is for the user."""
+
+
+def readable(fds: Iterable[int], seconds: float) -> set[int]:
+    """Those of the files that have something to read, or have come to their end; waits for the first, an hour at most.
+
+    ``multiprocessing.connection.wait`` makes a selector each time, which costs more than all else in a test.
+    """
+    poll = select.poll()
+    for fd in fds:
+        poll.register(fd, select.POLLIN)
+    return {fd for fd, _ in poll.poll(min(max(0.0, seconds), 3600.0) * 1000)}
 
 
 class ForkServer:
@@ -135,7 +148,7 @@ class ForkServer:
     def pump(self, seconds: float = 0.0) -> None:
         """Take in what the forkserver says; wait up to ``seconds`` for the first word."""
         try:
-            while self.alive and self.conn.poll(seconds):
+            while self.alive and readable([self.conn.fileno()], seconds):
                 self._take(self.conn.recv())
                 seconds = 0.0
         except (EOFError, OSError):

@@ -45,6 +45,11 @@ class Outcome:
     killed: bool = False
     unblocked_at: float | None = None
 
+    @property
+    def is_troubled(self) -> bool:
+        """Whether a rank raised, if only to skip, or died, or anything befell one."""
+        return bool(self.raised or self.incidents or self.dead or self.killed or self.unblocked_at is not None)
+
     def is_consequence(self, rank: int) -> bool:
         """Whether the rank only failed because another one had ended the collective they shared."""
         told = self.raised.get(rank)
@@ -56,9 +61,8 @@ class Outcome:
 def disagreement(states: Mapping[int, wire.GroupState]) -> str | None:
     """How ranks differ in the collectives they issued (None: they do not).
 
-    >>> from dataclasses import replace
     >>> state = wire.GroupState(intact=True, groups_made=1, issued={"all ranks": 3})
-    >>> disagreement({0: state, 1: replace(state, issued={"all ranks": 4})})
+    >>> disagreement({0: state, 1: state._replace(issued={"all ranks": 4})})
     'the ranks issued different numbers of collectives on all ranks: 3 (rank 0), 4 (rank 1)'
     """
     for label in dict.fromkeys(label for state in states.values() for label in state.issued):

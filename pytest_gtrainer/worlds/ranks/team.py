@@ -11,11 +11,12 @@ import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from pytest_gtrainer.worlds.ranks import wire
-from pytest_gtrainer.worlds.ranks.launcher import ForkServer, RanksError
+from pytest_gtrainer.worlds.ranks.launcher import ForkServer, RanksError, readable
 from pytest_gtrainer.worlds.ranks.outcome import Outcome, disagreement
 from pytest_gtrainer.worlds.ranks.stacks import (
     STACK_SIGNAL,
@@ -132,21 +133,22 @@ class Team:
 
     def send(self, command: object, ranks: Iterable[int] | None = None) -> None:
         """Send a command to all ranks, or to some; the dead are noticed elsewhere."""
+        message = ForkingPickler.dumps(command)
         for rank in range(self.size) if ranks is None else ranks:
             with contextlib.suppress(OSError):
-                self.ranks[rank].conn.send(command)
+                self.ranks[rank].conn.send_bytes(message)
 
     def receive(self, ranks: Iterable[int], seconds: float) -> dict[int, object]:
         """The next message of those ``ranks`` that have one; None stands for a dead rank."""
-        conns = {self.ranks[rank].conn: rank for rank in ranks}
-        ready = wait([*conns, self._server.conn], max(0.0, seconds))
-        if self._server.conn in ready:
+        conns = {self.ranks[rank].conn.fileno(): rank for rank in ranks}
+        ready = readable([*conns, self._server.conn.fileno()], seconds)
+        if self._server.conn.fileno() in ready:
             self._server.pump()
         heard: dict[int, object] = {}
-        for conn, rank in conns.items():
-            if conn in ready:
-                heard[rank] = _next_message(conn)
-            elif self.ranks[rank].pid in self._server.exit_status:
+        for fd, rank in conns.items():
+            if fd in ready:
+                heard[rank] = _next_message(self.ranks[rank].conn)
+            elif self._server.exit_status and self.ranks[rank].pid in self._server.exit_status:
                 heard[rank] = None  # a child of the rank still holds its connection open
         return heard
 

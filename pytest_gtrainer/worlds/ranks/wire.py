@@ -1,4 +1,6 @@
-"""The messages between the parent, the forkserver and the ranks; each is one pickled dataclass.
+"""The messages between the parent, the forkserver and the ranks; each is pickled by itself.
+
+Those that every test needs are named tuples, which are pickled five times faster than slotted dataclasses.
 
 Terms: the *parent* is the pytest process that owns the tests; the *forkserver* is the process
 that forks ranks for it; a *rank* is one process of a world.
@@ -7,8 +9,8 @@ that forks ranks for it; a *rank* is one process of a world.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 # --- parent and forkserver ---------------------------------------------------------------
 
@@ -82,16 +84,14 @@ class Exited:
 # --- parent to rank ------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class ItemRef:
+class ItemRef(NamedTuple):
     """A test in a session: its node id, and the directories and file that lead to it."""
 
     nodeid: str
     chain: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class RunItem:
+class RunItem(NamedTuple):
     """Run one test; what it shares with ``next_item`` stays set up."""
 
     item: ItemRef
@@ -129,11 +129,13 @@ class Stop:
     """Tear down what is still set up, and end."""
 
 
+TIMES = ("start", "stop", "duration")
+"""The times of a report, in the order of ``ItemDone.times``."""
+
 # --- rank to parent ------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class GroupState:
+class GroupState(NamedTuple):
     """The state of a rank's process groups after a test, to be compared across ranks.
 
     Attributes:
@@ -146,7 +148,7 @@ class GroupState:
     intact: bool
     groups_made: int
     subgroups: int = 0
-    issued: Mapping[str, int] = field(default_factory=dict)
+    issued: Mapping[str, int] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,8 +181,7 @@ class Raised:
     origin: tuple[Any, ...] | None
 
 
-@dataclass(frozen=True, slots=True)
-class WarningRecord:
+class WarningRecord(NamedTuple):
     """A warning that a test gave."""
 
     text: str
@@ -192,17 +193,19 @@ class WarningRecord:
     location: tuple[str, int, str] | None
 
 
-@dataclass(frozen=True, slots=True)
-class ItemDone:
+class ItemDone(NamedTuple):
     """The rank is through with a test.
 
     Attributes:
-        reports: one serialised report per phase, of plain types only.
+        reports: one serialised report per phase, of plain types only, without its times; pickled, so that equal
+            ones of several ranks are seen to be equal, and read once.
+        times: start, stop and duration of each of them.
         trouble: what kept the rank from running the test at all, or stopped the session.
         left: what the test has left behind, in words.
     """
 
-    reports: tuple[Mapping[str, Any], ...]
+    reports: bytes
+    times: tuple[tuple[float, ...], ...]
     warnings: tuple[WarningRecord, ...]
     trouble: str | None
     state: GroupState

@@ -25,7 +25,7 @@ class Collection:
         self._session = session
         self._nodes: dict[Path, pytest.Collector] = {}
         self._items: dict[str, pytest.Item] = {}
-        self._files: set[Path] = set()
+        self._files: set[str] = set()
         self._failures: list[str] = []
         session.config.pluginmanager.register(self, "gtrainer-rank-collection")
 
@@ -50,10 +50,9 @@ class Collection:
 
     def load(self, chain: tuple[str, ...]) -> None:
         """Collect the test file at the end of ``chain``, once."""
-        file = Path(chain[-1])
-        if file not in self._files:
+        if chain[-1] not in self._files:
             self._collect([Path(part) for part in chain])
-            self._files.add(file)
+            self._files.add(chain[-1])
 
     def _collect(self, chain: list[Path]) -> None:
         session = self._session

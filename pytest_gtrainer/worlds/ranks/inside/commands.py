@@ -80,8 +80,8 @@ class Rank:
         memory = self.group.memory()
         trouble = self._run(command)
         hygiene.forget_compiled()
-        reports, warnings = self.recorder.take()
-        return wire.ItemDone(reports, warnings, trouble, self.group.state(), self.group.left_behind(memory))
+        reports, times, warnings = self.recorder.take()
+        return wire.ItemDone(reports, times, warnings, trouble, self.group.state(), self.group.left_behind(memory))
 
     def _run(self, command: wire.RunItem) -> str | None:
         """Run the whole protocol of a test; what stopped it, if something outside a phase did."""

@@ -127,6 +127,8 @@ class RankGroup:
         return total - before
 
     def _label(self, group: dist.ProcessGroup) -> str:
+        if group is self._default:
+            return "all ranks"
         ranks = dist.get_process_group_ranks(group)
         if len(ranks) == self.size:
             return "all ranks"

@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from pytest_gtrainer.environment import raw_environment
+
 SEED = 1234
 _PYTESTS_OWN = {b"PYTEST_CURRENT_TEST"}
 
@@ -37,7 +39,7 @@ def restored() -> Iterator[Changes]:
 
     Gives a mapping that in the end holds those changes that decide the bits of others: by name, before and after.
     """
-    environ, cwd, limits = dict(os.environb), os.getcwd(), _limits()
+    environ, cwd, limits = raw_environment(), os.getcwd(), _limits()
     before = [setting.read() for setting in _TORCH_SETTINGS]
     changes: Changes = {}
     try:
@@ -72,7 +74,7 @@ def forget_compiled() -> None:
 
 
 def _restore_environ(before: dict[bytes, bytes]) -> None:
-    now = dict(os.environb)
+    now = raw_environment()
     for name in now.keys() - before.keys() - _PYTESTS_OWN:
         del os.environb[name]
     for name, value in before.items():

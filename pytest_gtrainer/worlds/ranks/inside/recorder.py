@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import pickle
 import time
 import traceback
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import contextmanager
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import pytest
 
+from pytest_gtrainer.facts import Fact
 from pytest_gtrainer.worlds.ranks import wire
 from pytest_gtrainer.worlds.ranks.inside import hygiene
 from pytest_gtrainer.worlds.ranks.stacks import collective_of, depth_of_collective
@@ -18,21 +21,45 @@ OUTPUT_LIMIT = 64 * 1024
 SUMMARY_LIMIT = 300
 # gloo's words when the rank at the other end is gone.
 LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
+# Older ones write text for numbers, and newer ones are no smaller.
+_PROTOCOL = pickle.HIGHEST_PROTOCOL
+_SERIALISERS = {"reports", "subtests"}
+# The plugins that send something along with reports.
+_CARRIERS = ("gtrainer-goldens", "gtrainer-inline")
+# Of a report; what users and plugins attach to it can be anything.
+_PLAIN_FIELDS = {
+    "$report_type", "nodeid", "location", "keywords", "outcome", "longrepr", "when", "sections", *wire.TIMES,
+}  # fmt: skip
+
+
+class QuietPhase(NamedTuple):
+    """A phase that passed, and of which there is nothing else to tell."""
+
+    call: pytest.CallInfo[None]
+    keywords: dict[str, Literal[1]]
+    facts: list[Fact]
 
 
 class Recorder:
-    """Hooks of a rank's session. ``send`` takes the message that must not wait."""
+    """Hooks of a rank's session. ``send`` takes the message that must not wait.
+
+    Attributes:
+        before_a_report: called before the next report is taken.
+    """
 
     def __init__(self, config: pytest.Config, send: Callable[[wire.Raised], None]) -> None:
         self._config = config
         self._send = send
         self._reports: list[dict[str, Any]] = []
+        self._times: list[tuple[float, ...]] = []
         self._warnings: list[wire.WarningRecord] = []
+        self.before_a_report: Callable[[], None] | None = None
 
-    def take(self) -> tuple[tuple[dict[str, Any], ...], tuple[wire.WarningRecord, ...]]:
-        """The reports and warnings since the last call."""
-        taken = tuple(self._reports), tuple(self._warnings)
-        self._reports, self._warnings = [], []
+    def take(self) -> tuple[bytes, tuple[tuple[float, ...], ...], tuple[wire.WarningRecord, ...]]:
+        """The reports (see ``wire.ItemDone``), their times, and the warnings since the last call."""
+        reports = pickle.dumps(self._reports, _PROTOCOL) if self._reports else b""
+        taken = reports, tuple(self._times), tuple(self._warnings)
+        self._reports, self._times, self._warnings = [], [], []
         return taken
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -46,18 +73,51 @@ class Recorder:
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_call(self, item: pytest.Item) -> Generator[None, object, object]:
+        with self.undone(item):
+            return (yield)
+
+    @contextmanager
+    def undone(self, item: pytest.Item) -> Iterator[None]:
+        """Put back what the body of a test changed in the process, and blame the test for what decides bits."""
         try:
             with hygiene.restored() as changes:
-                return (yield)
+                yield
         finally:
             guard = self._config.pluginmanager.getplugin("gtrainer-leaks")
             if changes and guard is not None:
                 guard.blame(item, changes)
 
+    def has_something(self) -> bool:
+        """Whether a plugin has something to send along with the next report, facts apart."""
+        plugins = (self._config.pluginmanager.getplugin(name) for name in _CARRIERS)
+        return any(each is not None and each.has_untold() for each in plugins)
+
+    def add_passed(self, item: pytest.Item, phases: Iterable[QuietPhase]) -> None:
+        """Add the reports of phases that have passed, and of which there is nothing else to tell."""
+        common: dict[str, Any] = {
+            "nodeid": item.nodeid, "location": item.location, "outcome": "passed", "longrepr": None,
+            "user_properties": [], "sections": [], "$report_type": "TestReport",
+        }  # fmt: skip
+        for phase in phases:
+            call = phase.call
+            told = {"when": call.when, "keywords": phase.keywords, "gt_facts": plain(phase.facts)}
+            self._reports.append(common | told)
+            self._times.append((call.start, call.stop, call.duration))
+
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if self.before_a_report is not None:
+            self.before_a_report()
         report.sections = [(title, cut(text)) for title, text in report.sections]
-        data = self._config.hook.pytest_report_to_serializable(config=self._config, report=report)
-        self._reports.append(plain(data))
+        data = _of_a_pass(report) if self._serialises_as_pytest() else None
+        if data is None:
+            data = plain(self._config.hook.pytest_report_to_serializable(config=self._config, report=report))
+        self._times.append(tuple(data.pop(name) for name in wire.TIMES))
+        self._reports.append(data)
+
+    def _serialises_as_pytest(self) -> bool:
+        """Whether no plugin has a say in how reports are serialised."""
+        own = self._config.hook.pytest_report_to_serializable.get_hookimpls()
+        return len(own) == len(_SERIALISERS) and {each.plugin_name for each in own} == _SERIALISERS
 
     def pytest_warning_recorded(
         self, warning_message: Any, when: str, nodeid: str, location: tuple[str, int, str] | None
@@ -76,6 +136,17 @@ class Recorder:
                 location,
             )
         )
+
+
+def _of_a_pass(report: pytest.TestReport) -> dict[str, Any] | None:
+    """What ``pytest_report_to_serializable`` and ``plain`` make of a phase that passed; None for other reports."""
+    if type(report) is not pytest.TestReport or report.longrepr is not None:
+        return None
+    data = report._to_json()
+    data["$report_type"] = "TestReport"
+    for name in data.keys() - _PLAIN_FIELDS:
+        data[name] = plain(data[name])
+    return data
 
 
 def raised(when: str, excinfo: pytest.ExceptionInfo[BaseException]) -> wire.Raised:

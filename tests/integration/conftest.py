@@ -34,15 +34,13 @@ def make_environment():
 
 def _make_environment(folder, package):
     """A virtual environment in ``folder`` with the package, a wheel or source archive, and nothing else of ours."""
-    subprocess.run([sys.executable, "-m", "venv", folder], check=True)
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
     python = folder / "bin" / "python"
     ask = [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]
     site = subprocess.run(ask, check=True, capture_output=True, text=True).stdout.strip()
-    # torch and the rest come from this environment, behind what the package brings
+    # torch and the rest, pip among them, come from this environment, behind what the package brings
     Path(site, "others.pth").write_text(sysconfig.get_path("purelib") + "\n")
-    # what venv brings of setuptools is too old for torch; behind it is that of this environment
-    subprocess.run([python, "-m", "pip", "uninstall", "-q", "-y", "setuptools"], check=True)
-    options = ["--no-deps", "--force-reinstall", "--no-build-isolation"]
+    options = ["--no-deps", "--force-reinstall", "--no-build-isolation", "--no-compile"]
     subprocess.run([python, "-m", "pip", "install", "-q", *options, package], check=True)
     return Installed(python, site, package)
 
@@ -51,6 +49,7 @@ def _make_environment(folder, package):
 def installed(tmp_path_factory):
     """The wheel, built from this tree and installed."""
     folder = tmp_path_factory.mktemp("installed")
-    subprocess.run([sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", folder, ROOT], check=True)
+    command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", folder, ROOT]
+    subprocess.run(command, check=True)
     (wheel,) = folder.glob("*.whl")
     return _make_environment(folder / "env", wheel)

@@ -16,6 +16,7 @@ from pytest_gtrainer import (
     data_parallel,
     trace_step,
 )
+from pytest_gtrainer.passes.chunking.rewrite import CHUNKING
 
 CHUNKS = ChunkConfig("layers.*.moe", num_chunks=2)
 
@@ -31,7 +32,8 @@ def sharded(config, mesh):
     return data_parallel(model, mesh._flatten("fsdp"), mp_policy=policy)
 
 
-def check_pinned(config, mesh, seq, gt_golden):
+def rewritten(config, mesh, seq):
+    """The step traced, chunked, scheduled and bucketed."""
     tokens = torch.zeros(4, seq, dtype=torch.int64, device="meta")
     traced = trace_step(sharded(config, mesh), ce_step, (tokens, tokens), chunk=CHUNKS)
     passes = construct_default_graph_passes(
@@ -41,17 +43,25 @@ def check_pinned(config, mesh, seq, gt_golden):
         chunk=CHUNKS,
         schedule_chunks=True,
     )
-    gt_golden.check(apply_graph_passes(traced.gm, traced.example_inputs, passes, twin=traced.twin))
+    return apply_graph_passes(traced.gm, traced.example_inputs, passes, twin=traced.twin)
 
 
 @pytest.mark.gt_world("fake", size=8, mesh={"efsdp": 2, "ep": 4})
 def test_a_small_one(gt_mesh, gt_golden):
-    """The short form: a dense layer and three MoE layers."""
-    check_pinned(replace(deepseek_v3.FLAVORS["debug"], n_layers=4), gt_mesh, 16, gt_golden)
+    """The short form, every operator: a dense layer and three MoE layers."""
+    gt_golden.check(rewritten(replace(deepseek_v3.FLAVORS["debug"], n_layers=4), gt_mesh, 16))
 
 
 @pytest.mark.long
 @pytest.mark.gt_world("fake", size=512, mesh={"efsdp": 8, "ep": 64})
 def test_the_published_one(gt_mesh, gt_golden):
-    """61 layers, 671 billion parameters: 130,000 nodes traced, twice, and 150,000 pinned in 4,000 lines."""
-    check_pinned(deepseek_v3.FLAVORS["671B"], gt_mesh, 4096, gt_golden)
+    """61 layers, 671 billion parameters: every exchange, gather and reduction, and what is computed between them.
+
+    Its operators one by one would be 3,600 lines, whatever the number of layers: parameters whose first extent
+    512 ranks do not divide are padded, gradient by gradient.
+    """
+    config = deepseek_v3.FLAVORS["671B"]
+    gm = rewritten(config, gt_mesh, 4096)
+    chunked = {(f"layers.{index}.moe", way) for index in range(3, config.n_layers) for way in ("fwd", "bwd")}
+    assert set(gm.meta[CHUNKING].body_nodes) == chunked
+    gt_golden.check(gm, view="schedule")

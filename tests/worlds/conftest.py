@@ -42,20 +42,21 @@ def pytest_configure(config):
     config.records = not hasattr(config, "workerinput")
     global the_config
     the_config = config
+    if "gt_rank" not in getattr(config, "workerinput", {}):
+        config.pluginmanager.register(Recording())
 
-def pytest_runtest_logreport(report):
+def record_report(report):
     if the_config.records:
         name = report.nodeid.split("::")[-1]
         record = dict(name=name, when=report.when, outcome=report.outcome, text=report.longreprtext,
                       output=report.capstdout, facts=getattr(report, "gt_facts", []),
-                      xfailed=hasattr(report, "wasxfail"), duration=report.duration)
+                      xfailed=hasattr(report, "wasxfail"), duration=report.duration, log=report.caplog,
+                      errors=report.capstderr, properties=report.user_properties, keywords=sorted(report.keywords))
         with open(os.environ["RECORDS"], "a") as file:
             file.write(json.dumps(record) + "\\n")
 
-def pytest_runtest_logfinish(nodeid):
+def record_footprint(nodeid):
     worker = getattr(the_config, "workerinput", {})
-    if "gt_rank" in worker:
-        return
     pid = str(os.getpid())
     below = descendants(pid)
     ranks = set(below) - set(children(pid))
@@ -68,6 +69,11 @@ def pytest_runtest_logfinish(nodeid):
                      kib_of_ranks=max(map(kib, ranks), default=0))
     with open(os.environ["RECORDS"] + ".footprints", "a") as file:
         file.write(json.dumps(footprint) + "\\n")
+
+class Recording:
+    # not hooks of the conftest itself: those would keep ranks off their fast lane
+    pytest_runtest_logreport = staticmethod(record_report)
+    pytest_runtest_logfinish = staticmethod(record_footprint)
 
 def kib(pid):
     try:

@@ -18,6 +18,7 @@ from pytest_gtrainer import facts
 from pytest_gtrainer.worlds.ranks import wire
 from pytest_gtrainer.worlds.ranks.inside import hygiene
 from pytest_gtrainer.worlds.ranks.inside.collection import Collection, CollectionDiffers
+from pytest_gtrainer.worlds.ranks.inside.fast_lane import FastLane
 from pytest_gtrainer.worlds.ranks.inside.group import RankGroup
 from pytest_gtrainer.worlds.ranks.inside.recorder import Recorder, cut, plain, raised, summary_of
 from pytest_gtrainer.worlds.ranks.inside.session import capture_fds, close_session, make_session
@@ -70,6 +71,7 @@ class Rank:
         self.collection = Collection(self.session)
         self.recorder = Recorder(self.config, send)
         self.config.pluginmanager.register(self.recorder, "gtrainer-rank-recorder")
+        self.config.pluginmanager.register(FastLane(self.config, self.recorder), "gtrainer-rank-lane")
 
     @functools.singledispatchmethod
     def obey(self, command: Any) -> object:

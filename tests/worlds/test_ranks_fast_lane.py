@@ -1,0 +1,257 @@
+"""The fast lane of a rank gives the reports that pytest's own protocol gives, and is left where others have a say."""
+
+from __future__ import annotations
+
+import os
+import re
+from typing import Any
+
+import pytest
+
+from tests.worlds.conftest import Run, Suite
+
+# A hook that does nothing, and that the lane does not know.
+CLOSES_THE_LANE = """
+def pytest_runtest_teardown(item):
+    pass
+"""
+
+SUITE = """
+import logging, os, sys, threading, unittest.mock, warnings
+import pytest, torch
+import torch.distributed as dist
+
+pytestmark = pytest.mark.gt_world("ranks", size=2)
+EXPECTED = os.environ["LANE"]
+
+def lane():
+    frame = sys._getframe()
+    while frame is not None:
+        if frame.f_code.co_filename.endswith("fast_lane.py") and frame.f_code.co_name == "_call":
+            return "open"
+        frame = frame.f_back
+    return "closed"
+
+def test_on_the_lane():
+    assert lane() == EXPECTED
+
+def test_prints_on_one_rank(gt_world):
+    if gt_world.rank == 1:
+        print("printed")
+        os.system("echo from a child >&2")
+    assert lane() == EXPECTED
+
+@pytest.fixture
+def loud():
+    print("in setup")
+    yield
+    print("in teardown")
+
+def test_prints_around(loud):
+    pass
+
+def test_warns_on_one_rank(gt_world):
+    if gt_world.rank == 0:
+        warnings.warn("warned")
+
+@pytest.mark.filterwarnings("error")
+def test_filters_warnings():
+    warnings.warn("an error")
+
+def test_logs_and_passes():
+    logging.getLogger("mine").warning("logged")
+
+def test_logs_and_fails():
+    silent = logging.getLogger("mine.silent")
+    silent.propagate = False
+    logging.getLogger("mine").error("before the failure on %d", dist.get_rank())
+    assert dist.get_world_size() == 3
+
+@pytest.fixture
+def silenced():
+    logger = logging.getLogger("mine.silenced")
+    logger.propagate = False
+    return logger
+
+def test_logger_that_a_fixture_silenced(silenced):
+    silenced.error("heard all the same")
+
+@pytest.fixture
+def expected_to_fail(request):
+    request.node.add_marker(pytest.mark.xfail(reason="by a fixture"))
+
+def test_marked_in_setup(expected_to_fail):
+    assert False
+
+def test_marked_while_it_runs(request):
+    request.node.add_marker(pytest.mark.xfail(reason="by itself", strict=True))
+
+def test_marked_and_fails(request):
+    request.node.add_marker(pytest.mark.xfail(reason="by itself"))
+    assert False
+
+def test_skips():
+    pytest.skip("no reason")
+
+def test_property(record_property):
+    record_property("answer", 42)
+
+def test_captures(request):
+    capsys = request.getfixturevalue("capsys")
+    print("captured")
+    assert capsys.readouterr().out == "captured\\n"
+    print("left")
+
+def test_reads_log(request):
+    caplog = request.getfixturevalue("caplog")
+    logging.getLogger("mine").warning("read")
+    assert caplog.messages == ["read"]
+
+def test_subtests(request):
+    subtests = request.getfixturevalue("subtests")
+    for n in range(2):
+        with subtests.test(n=n):
+            assert n == 0
+
+@pytest.fixture
+def breaks():
+    yield
+    raise RuntimeError("in teardown")
+
+def test_teardown_fails(breaks):
+    pass
+
+@pytest.fixture
+def cannot():
+    raise RuntimeError("in setup")
+
+def test_setup_fails(cannot):
+    pass
+
+def test_raises_in_a_thread():
+    def fail():
+        raise ValueError("in a thread")
+    thread = threading.Thread(target=fail)
+    thread.start()
+    thread.join()
+
+def test_leaks_a_flag():
+    torch.backends.cudnn.benchmark = not torch.backends.cudnn.benchmark
+
+def test_temporary_folder(tmp_path):
+    (tmp_path / "file").write_text("")
+
+@unittest.mock.patch("os.sep", "/")
+def test_patched():
+    pass
+
+class TestClass:
+    def setup_method(self):
+        self.value = 1
+
+    @pytest.mark.parametrize("n", [1, "a b"])
+    def test_method(self, n):
+        assert self.value == 1
+
+def test_quiet_after_all_that():
+    assert lane() == EXPECTED
+    dist.all_reduce(torch.ones(4))
+"""
+
+
+def run_suite(folder: Any, lane: str) -> Run:
+    suite = Suite(folder)
+    suite.write("test_it.py", SUITE)
+    suite.write("closes_the_lane.py", CLOSES_THE_LANE)
+    path = os.pathsep.join([str(suite.folder), os.environ.get("PYTHONPATH", "")])
+    plugin = ["-p", "closes_the_lane"] if lane == "closed" else []
+    return suite.run("--gt-gpus=2", *plugin, environ={"LANE": lane, "PYTHONPATH": path})
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
+    folder = tmp_path_factory.mktemp("lane")
+    return {lane: run_suite(folder / lane / "suite", lane) for lane in ("open", "closed")}
+
+
+def test_reports_are_those_of_pytest(runs: dict[str, Run]) -> None:
+    """Outcomes, texts, output, log, facts, properties, keywords of every phase of every test."""
+    told = {lane: without_places(run.reports) for lane, run in runs.items()}
+    assert len(told["open"]) > 20
+    for name, phases in told["closed"].items():
+        assert told["open"][name] == phases, name
+
+
+def without_places(reports: dict[str, dict[str, dict[str, Any]]]) -> dict[str, dict[str, dict[str, Any]]]:
+    """Without what differs from run to run: times, folders, names of threads, and in what order facts come."""
+    return {
+        name: {
+            when: {key: re.sub(r"/\S*|Thread-\d+|0x\w+|open|closed", "_", str(value))
+                   for key, value in report.items() if key != "duration"}
+            for when, report in phases.items()
+        }
+        for name, phases in reports.items()
+    }  # fmt: skip
+
+
+def test_outcomes(runs: dict[str, Run]) -> None:
+    """The lane was open and closed where it should be, and every kind of outcome was there."""
+    for run in runs.values():
+        outcomes = {name: run.outcome(name) for name in run.reports}
+        assert outcomes["test_on_the_lane"] == outcomes["test_quiet_after_all_that"] == "passed", run.output
+        assert set(outcomes.values()) == {"passed", "failed", "error", "skipped", "xfailed"}
+
+
+def test_what_one_rank_writes_is_shown(runs: dict[str, Run]) -> None:
+    call = runs["open"].reports["test_prints_on_one_rank"]["call"]
+    assert (call["output"], call["errors"]) == ("printed\n", "from a child\n")
+    around = runs["open"].reports["test_prints_around"]
+    assert around["teardown"]["output"] == "in setup\nin teardown\n"
+    failed = runs["open"].reports["test_logs_and_fails"]["call"]
+    assert "before the failure on 0" in failed["log"]
+    assert "before the failure on 1" in failed["log"]
+
+
+def test_warnings_are_those_of_pytest(runs: dict[str, Run]) -> None:
+    told = {lane: re.findall(r"^  .*Warning: .*$", run.output, re.MULTILINE) for lane, run in runs.items()}
+    assert any("UserWarning: warned" in line for line in told["open"])
+    assert any("LeakedFlagWarning" in line for line in told["open"])
+    assert len(told["open"]) == len(told["closed"])
+
+
+HOOKS = """
+import os
+
+def written(what, config):
+    rank = getattr(config, "workerinput", {}).get("gt_rank")
+    if rank is not None:
+        with open(f"hooks{rank}", "a") as file:
+            file.write(what + "\\n")
+
+def pytest_runtest_call(item):
+    written("call", item.config)
+
+def pytest_runtest_makereport(item, call):
+    written("makereport " + call.when, item.config)
+
+def pytest_runtest_logreport(report):
+    written("logreport " + report.when, CONFIG[0])
+
+def pytest_runtest_logstart(nodeid):
+    written("logstart", CONFIG[0])
+
+CONFIG = []
+
+def pytest_configure(config):
+    CONFIG[:] = [config]
+"""
+
+
+def test_hooks_of_a_conftest_run_in_ranks(suite: Suite) -> None:
+    suite.write("conftest.py", HOOKS)
+    suite.write("test_it.py", 'import pytest\n@pytest.mark.gt_world("ranks", size=2)\ndef test_empty(): pass\n')
+    assert suite.run("--gt-gpus=2").status == 0
+    expected = ["logstart", "makereport setup", "logreport setup", "call", "makereport call", "logreport call",
+                "makereport teardown", "logreport teardown"]  # fmt: skip
+    for rank in range(2):
+        assert (suite.folder / f"hooks{rank}").read_text().splitlines() == expected

@@ -10,8 +10,16 @@ from fixtures.models import deepseek_v3
 from fixtures.models.expert_parallel import apply_expert_parallel
 from fixtures.models.loss import ce_step
 from fixtures.training import token_batches
-from pytest_gtrainer import ChunkError, assert_bitwise_equal, chunk_schedule_pass, eager_chunked, trace_step
+from pytest_gtrainer import (
+    ChunkError,
+    assert_bitwise_different,
+    assert_bitwise_equal,
+    chunk_schedule_pass,
+    eager_chunked,
+    trace_step,
+)
 from pytest_gtrainer.passes._torch import ALL_TO_ALL, WAIT
+from pytest_gtrainer.passes.chunking import schedule
 
 CONFIG = strict("layers.*.moe", num_chunks=2)
 MODEL = deepseek_v3.DeepSeekV3Config(
@@ -67,19 +75,19 @@ def test_a_second_run_changes_nothing(gt_mesh):
     assert list(chunk_schedule_pass(gm).graph.nodes) == once
 
 
+def case_on(gt_world, **fields):
+    """Every rank has other tokens, so every exchange other sizes."""
+    return Case(config=CONFIG, batch=lambda step: BATCH(step, gt_world.rank), rewrite=scheduled, **fields)
+
+
+def scheduled(traced, config):
+    return chunk_schedule_pass(chunked(traced, config))
+
+
 @pytest.mark.gt_world("ranks", size=2, mesh={"ep": 2})
 def test_no_bit_changes(gt_world, gt_mesh):
     """Three steps, data-dependent splits; buffers count chunk by chunk as before."""
-
-    def scheduled(traced, config):
-        return chunk_schedule_pass(chunked(traced, config))
-
-    case = Case(
-        model=partial(model_on, gt_mesh["ep"]),
-        config=CONFIG,
-        batch=lambda step: BATCH(step, gt_world.rank),
-        rewrite=scheduled,
-    )
+    case = case_on(gt_world, model=partial(model_on, gt_mesh["ep"]))
     actual, _ = train_chunked_graph(case)
     assert_bitwise_equal(actual, train_eager_chunked(case), what="scheduled chunks against eager chunking")
 
@@ -95,12 +103,30 @@ class Noisy(torch.nn.Module):
         return self.inner(x + torch.rand_like(x)) + torch.rand_like(x)
 
 
+def noisy_model_on(mesh):
+    model = model_on(mesh)
+    model.layers[1].moe = Noisy(model.layers[1].moe)
+    return model
+
+
+@pytest.mark.gt_world("ranks", size=2, mesh={"ep": 2})
+def test_chunks_that_take_turns_regardless_of_random_numbers(gt_world, gt_mesh, monkeypatch):
+    """G15, the twin: other noise, other bits; the honest schedule keeps them."""
+    case = case_on(gt_world, model=partial(noisy_model_on, gt_mesh["ep"]), steps=1)
+    expected = train_eager_chunked(case)
+    assert_bitwise_equal(train_chunked_graph(case)[0], expected, what="noise in its order")
+
+    def by_operands_alone(nodes, region_of, storages):
+        return {node: dict.fromkeys(node.all_input_nodes) for node in nodes}
+
+    monkeypatch.setattr(schedule, "dependencies", by_operands_alone)
+    assert_bitwise_different(train_chunked_graph(case)[0], expected, what="noise in turns")
+
+
 @pytest.mark.gt_world("fake", size=2, mesh={"ep": 2})
 def test_random_numbers_and_writes_keep_their_order(gt_mesh):
     """G15: also where that keeps chunks from taking turns."""
-    model = model_on(gt_mesh["ep"])
-    model.layers[1].moe = Noisy(model.layers[1].moe)
-    gm = by_graph(model)
+    gm = by_graph(noisy_model_on(gt_mesh["ep"]))
     effects = ("rand_like", "add_.Tensor")
     before = [node for node in gm.graph.nodes if any(name in str(node.target) for name in effects)]
     chunk_schedule_pass(gm)

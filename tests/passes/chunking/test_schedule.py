@@ -5,7 +5,15 @@ from functools import partial
 import pytest
 import torch
 
-from fixtures.chunking import Case, chunked, strict, train_chunked_graph, train_eager_chunked
+from fixtures.chunking import (
+    PRODUCERS,
+    Case,
+    check_equals_eager,
+    chunked,
+    strict,
+    train_chunked_graph,
+    train_eager_chunked,
+)
 from fixtures.models import deepseek_v3
 from fixtures.models.expert_parallel import apply_expert_parallel
 from fixtures.models.loss import ce_step
@@ -77,19 +85,13 @@ def test_a_second_run_changes_nothing(gt_mesh):
 
 def case_on(gt_world, **fields):
     """Every rank has other tokens, so every exchange other sizes."""
-    return Case(config=CONFIG, batch=lambda step: BATCH(step, gt_world.rank), rewrite=scheduled, **fields)
-
-
-def scheduled(traced, config):
-    return chunk_schedule_pass(chunked(traced, config))
+    return Case(config=CONFIG, batch=lambda step: BATCH(step, gt_world.rank), arrange=chunk_schedule_pass, **fields)
 
 
 @pytest.mark.gt_world("ranks", size=2, mesh={"ep": 2})
 def test_no_bit_changes(gt_world, gt_mesh):
-    """Three steps, data-dependent splits; buffers count chunk by chunk as before."""
-    case = case_on(gt_world, model=partial(model_on, gt_mesh["ep"]))
-    actual, _ = train_chunked_graph(case)
-    assert_bitwise_equal(actual, train_eager_chunked(case), what="scheduled chunks against eager chunking")
+    """Three steps, data-dependent splits, both producers; buffers count chunk by chunk as before."""
+    check_equals_eager(case_on(gt_world, model=partial(model_on, gt_mesh["ep"])), *PRODUCERS)
 
 
 class Noisy(torch.nn.Module):

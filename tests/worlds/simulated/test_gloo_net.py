@@ -66,6 +66,7 @@ def test_every_bit_of_real_gloo_on_three_ranks_and_in_a_subgroup(gt_world):
         own = inputs[rank].clone()
         dist.all_reduce(own, group=group)
         assert torch.equal(net.for_group((0, 2)).all_reduce(inputs[[0, 2]], "sum"), own)
+        dist.destroy_process_group(group)
 
 
 def test_another_order_differs():

@@ -52,9 +52,34 @@ class Devices:
         return f"{self.slots} CPU {ranks} (gloo){by}, no GPU used"
 
 
-def visible_gpus() -> tuple[Gpu, ...]:
-    """What NVML sees, confined to ``CUDA_VISIBLE_DEVICES`` and in its order."""
-    return confined(_nvml_uuids(), os.environ.get("CUDA_VISIBLE_DEVICES"))
+BUS_ORDER = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+"""What makes CUDA count GPUs as NVML and nvidia-smi do; left alone, it puts the fastest kind first."""
+
+
+def visible_gpus(*, to_lease: bool = True) -> tuple[Gpu, ...]:
+    """What NVML sees, confined to ``CUDA_VISIBLE_DEVICES`` and in its order.
+
+    Args:
+        to_lease: whether it must be known which GPU is which, and not only how many there are.
+
+    Raises:
+        pytest.UsageError: which GPUs the variable means is not known without CUDA.
+    """
+    present, visible = _nvml_gpus(), os.environ.get("CUDA_VISIBLE_DEVICES")
+    if to_lease:
+        _check_order([kind for _, kind in present], visible, os.environ.get("CUDA_DEVICE_ORDER"))
+    return confined([uuid for uuid, _ in present], visible)
+
+
+def _check_order(kinds: Sequence[str], visible: str | None, order: str | None) -> None:
+    """Refuse indices that count GPUs of several kinds in the order of their speed, which only CUDA itself knows."""
+    counts = any(entry.strip().isdecimal() for entry in (visible or "").split(","))
+    if counts and len(set(kinds)) > 1 and order != BUS_ORDER["CUDA_DEVICE_ORDER"]:
+        raise pytest.UsageError(
+            f"CUDA_VISIBLE_DEVICES={visible} counts GPUs of several kinds ({', '.join(dict.fromkeys(kinds))}), and "
+            "CUDA puts the fastest kind first: set CUDA_DEVICE_ORDER=PCI_BUS_ID, to count them as nvidia-smi does, "
+            "or name them by UUID"
+        )
 
 
 def confined(uuids: Sequence[str], visible: str | None) -> tuple[Gpu, ...]:
@@ -88,8 +113,11 @@ def _named_by(entry: str, uuids: Sequence[str]) -> str | None:
     return fitting[0] if len(fitting) == 1 else None
 
 
-def _nvml_uuids() -> list[str]:
-    """Ask the driver's management library, which starts no CUDA context in this process."""
+def _nvml_gpus() -> list[tuple[str, str]]:
+    """UUID and kind of each GPU in the order of the bus, from the driver's management library.
+
+    It starts no CUDA context in this process.
+    """
     try:
         nvml = ctypes.CDLL("libnvidia-ml.so.1")
     except OSError:
@@ -100,31 +128,46 @@ def _nvml_uuids() -> list[str]:
         count = ctypes.c_uint(0)
         if nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)) != 0:
             return []
-        return [_nvml_uuid(nvml, index) for index in range(count.value)]
+        return [_nvml_gpu(nvml, index) for index in range(count.value)]
     finally:
         nvml.nvmlShutdown()
 
 
-def _nvml_uuid(nvml: ctypes.CDLL, index: int) -> str:
-    device, text = ctypes.c_void_p(), ctypes.create_string_buffer(96)
+def _nvml_gpu(nvml: ctypes.CDLL, index: int) -> tuple[str, str]:
+    device, texts = ctypes.c_void_p(), [ctypes.create_string_buffer(96) for _ in range(2)]
     found = nvml.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(device)) == 0
-    if found and nvml.nvmlDeviceGetUUID(device, text, len(text)) == 0:
-        return text.value.decode()
-    return f"GPU-without-uuid-{index}"
+    asked = [
+        found and ask(device, text, len(text)) == 0
+        for ask, text in zip((nvml.nvmlDeviceGetUUID, nvml.nvmlDeviceGetName), texts, strict=True)
+    ]
+    uuid, kind = (text.value.decode() if known else "" for text, known in zip(texts, asked, strict=True))
+    return uuid or f"GPU-without-uuid-{index}", kind
+
+
+_ORDERING = ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER")
+_RESOLVED = pytest.StashKey[tuple[tuple[str | None, ...], Devices]]()
 
 
 def resolve(config: pytest.Config) -> Devices:
     """Apply ``--gt-gpus`` and ``--gt-device`` to what is there.
 
     Raises:
-        pytest.UsageError: CUDA was asked for and is absent, or fewer GPUs than promised.
+        pytest.UsageError: CUDA was asked for and is absent, fewer GPUs than promised, or it is not known which.
     """
+    surroundings = tuple(os.environ.get(name) for name in _ORDERING)
+    known = config.stash.get(_RESOLVED, None)
+    if known is None or known[0] != surroundings:  # the driver is asked once, not for every test
+        config.stash[_RESOLVED] = known = surroundings, _resolved(config)
+    return known[1]
+
+
+def _resolved(config: pytest.Config) -> Devices:
     promised: int | None = options.get(config, "gpus")
     wanted: str = options.get(config, "device")
-    gpus = () if wanted == "cpu" else visible_gpus()
+    launch = launches.of(config)
+    gpus = () if wanted == "cpu" else visible_gpus(to_lease=launch is None)
     if not gpus and wanted == "cuda":
         raise pytest.UsageError("--gt-device=cuda: no GPU is visible; use --gt-device=cpu, or auto")
-    launch = launches.of(config)
     if launch is not None:
         return _of_torchrun(launch, promised, gpus)
     if not gpus:

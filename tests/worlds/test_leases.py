@@ -12,6 +12,7 @@ import time
 
 import pytest
 
+from pytest_gtrainer import devices
 from pytest_gtrainer.devices import Gpu, confined
 from pytest_gtrainer.worlds.ranks import progress
 from pytest_gtrainer.worlds.ranks.leases import LeaseError, Slots
@@ -207,7 +208,7 @@ def test_gpus_are_kept_until_somebody_waits(slots):
     entries = {name: str(index) for index, name in enumerate(NAMES)}
     sharing = GpuSharing(slots, entries, SOON, lambda: stopped.append(True))
     with sharing.for_test(2, "test_a"):
-        assert sharing.environment() == {"CUDA_VISIBLE_DEVICES": "0,1"}
+        assert sharing.environment() == {"CUDA_VISIBLE_DEVICES": "0,1", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
     with sharing.for_test(2, "test_b"):
         pass
     assert not stopped
@@ -224,7 +225,7 @@ def test_gpus_for_a_larger_world_are_asked_for_anew(slots):
         pass
     with sharing.for_test(4, "test_b"):
         assert stopped == [True]
-        assert sharing.environment() == {"CUDA_VISIBLE_DEVICES": "0,1,2,3"}
+        assert sharing.environment()["CUDA_VISIBLE_DEVICES"] == "0,1,2,3"
     sharing.close()
     assert slots.acquire(4, 0.1).slots == NAMES
 
@@ -237,6 +238,39 @@ def test_gpus_are_those_that_the_caller_may_use():
     assert confined(uuids, "0,7,1") == (Gpu("0", "GPU-aa"),)
     assert confined(uuids, "GPU-a,1") == ()
     assert confined(uuids, "0,0") == (Gpu("0", "GPU-aa"),)
+
+
+MIXED = [("GPU-aa", "small"), ("GPU-ab", "large")]
+
+
+def test_which_gpus_of_several_kinds_an_index_means_is_not_guessed(monkeypatch):
+    """CUDA counts the fastest kind first, which NVML does not know; ranks are told to count as it does."""
+    monkeypatch.setattr(devices, "_nvml_gpus", lambda: MIXED)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    monkeypatch.delenv("CUDA_DEVICE_ORDER", raising=False)
+    with pytest.raises(pytest.UsageError, match=r"=1 counts GPUs of several kinds \(small, large\).*PCI_BUS_ID"):
+        devices.visible_gpus()
+    assert devices.visible_gpus(to_lease=False) == (Gpu("1", "GPU-ab"),)
+    monkeypatch.setenv("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
+    assert devices.visible_gpus() == (Gpu("1", "GPU-ab"),)
+
+
+@pytest.mark.parametrize("visible", ["GPU-ab,GPU-aa", "", None])
+def test_gpus_of_several_kinds_are_told_apart_without_an_index(monkeypatch, visible):
+    monkeypatch.setattr(devices, "_nvml_gpus", lambda: MIXED)
+    monkeypatch.delenv("CUDA_DEVICE_ORDER", raising=False)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    found = {"GPU-ab,GPU-aa": ["GPU-ab", "GPU-aa"], "": [], None: ["GPU-aa", "GPU-ab"]}[visible]
+    assert [gpu.uuid for gpu in devices.visible_gpus()] == found
+
+
+def test_equal_gpus_may_be_counted(monkeypatch):
+    monkeypatch.setattr(devices, "_nvml_gpus", lambda: [("GPU-aa", "one"), ("GPU-ab", "one")])
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,0")
+    monkeypatch.delenv("CUDA_DEVICE_ORDER", raising=False)
+    assert [gpu.uuid for gpu in devices.visible_gpus()] == ["GPU-ab", "GPU-aa"]
 
 
 def test_who_waits_for_long_says_so(slots, other_process, monkeypatch):

@@ -17,7 +17,7 @@ from typing import Protocol
 
 import pytest
 
-from pytest_gtrainer.devices import Devices
+from pytest_gtrainer.devices import BUS_ORDER, Devices
 from pytest_gtrainer.worlds.ranks.leases import Lease, Slots
 from pytest_gtrainer.worlds.ranks.progress import Tell
 
@@ -125,7 +125,7 @@ class GpuSharing:
 
     def environment(self) -> Mapping[str, str]:
         held = self._lease.slots if self._lease is not None else ()
-        return {"CUDA_VISIBLE_DEVICES": ",".join(self._entries[slot] for slot in held)}
+        return {"CUDA_VISIBLE_DEVICES": ",".join(self._entries[slot] for slot in held), **BUS_ORDER}
 
     def close(self) -> None:
         self._closed.set()

@@ -7,6 +7,7 @@ there is no value. This module itself does not import torch.
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 from collections.abc import Callable, Iterable
@@ -87,7 +88,8 @@ class Reader:
         """The values in effect, by name; see ``Knob.read``."""
         environ = raw_environment()
         values: list[Any] = [environ.get(name) for name in self._variables]
-        values = [value if value is None else os.fsdecode(value) for value in values]
+        if values.count(None) < len(values):
+            values = [value if value is None else os.fsdecode(value) for value in values]
         for module in self._modules:
             values += module.read()
         return dict(zip(self._names, values, strict=True))
@@ -98,7 +100,9 @@ class _ModuleReader:
 
     def __init__(self, home: str, knobs: list[Knob]) -> None:
         self._home = home
-        paths = [knob.path.partition(":")[2] for knob in knobs]
+        self._paths = paths = [knob.path.partition(":")[2] for knob in knobs]
+        self._module: Any = None
+        self._direct: list[Callable[[], Any]] = []
         self._attributes = [path.removesuffix("()") for path in paths]
         self._getters = [(attrgetter(path.removesuffix("()")), path.endswith("()")) for path in paths]
         self._not_loaded = [NOT_LOADED] * len(paths)
@@ -114,8 +118,11 @@ class _ModuleReader:
         return self._of_any(module)
 
     def _of_any(self, module: Any) -> list[Any]:
+        if module is not self._module:
+            paths = [f"{self._home}:{path}" for path in self._paths]
+            self._module, self._direct = module, [_direct(path) or _bound(path, module) for path in paths]
         try:
-            return [get(module)() if is_called else get(module) for get, is_called in self._getters]
+            return [get() for get in self._direct]
         except RuntimeError:
             return [_tried(get, is_called, module) for get, is_called in self._getters]
 
@@ -125,6 +132,47 @@ class _ModuleReader:
         if self._values is None or now != self._set:
             self._set, self._values = now, self._of_any(module)
         return self._values
+
+
+def _bound(path: str, module: object) -> Callable[[], Any]:
+    """What reads a knob of ``module`` in the public way."""
+    attribute = path.partition(":")[2]
+    get = attrgetter(attribute.removesuffix("()"))
+    return (lambda: get(module)()) if attribute.endswith("()") else (lambda: get(module))
+
+
+def _direct(path: str) -> Callable[[], Any] | None:
+    """What the public way of reading a knob comes to in torch; None if that is not known."""
+    name, *arguments = _IN_TORCH.get(path, ("",))
+    function = getattr(sys.modules.get("torch._C"), name, None)
+    return functools.partial(function, *arguments) if arguments and function is not None else function
+
+
+# Private functions of torch._C, with arguments: properties and wrappers around them cost ten times as much, and
+# tests on ranks read these twice each. That they say what the public way says is tested; one that is gone is not used.
+_IN_TORCH = {
+    "torch:are_deterministic_algorithms_enabled()": ("_get_deterministic_algorithms",),
+    "torch:is_deterministic_algorithms_warn_only_enabled()": ("_get_deterministic_algorithms_warn_only",),
+    "torch:get_float32_matmul_precision()": ("_get_float32_matmul_precision",),
+    "torch.utils.deterministic:fill_uninitialized_memory": ("_get_deterministic_fill_uninitialized_memory",),
+    "torch.backends:fp32_precision": ("_get_fp32_precision_getter", "generic", "all"),
+    "torch.backends.cudnn:enabled": ("_get_cudnn_enabled",),
+    "torch.backends.cudnn:deterministic": ("_get_cudnn_deterministic",),
+    "torch.backends.cudnn:benchmark": ("_get_cudnn_benchmark",),
+    "torch.backends.cudnn:fp32_precision": ("_get_fp32_precision_getter", "cuda", "all"),
+    "torch.backends.mkldnn:enabled": ("_get_mkldnn_enabled",),
+    "torch.backends.mkldnn:deterministic": ("_get_mkldnn_deterministic",),
+    "torch.backends.mkldnn:fp32_precision": ("_get_fp32_precision_getter", "mkldnn", "all"),
+    "torch.backends.mkldnn:matmul.fp32_precision": ("_get_fp32_precision_getter", "mkldnn", "matmul"),
+    "torch.backends.cuda:matmul.fp32_precision": ("_get_fp32_precision_getter", "cuda", "matmul"),
+    "torch.backends.cuda:matmul.allow_fp16_accumulation": ("_get_cublas_allow_fp16_accumulation",),
+    "torch.backends.cuda:flash_sdp_enabled()": ("_get_flash_sdp_enabled",),
+    "torch.backends.cuda:mem_efficient_sdp_enabled()": ("_get_mem_efficient_sdp_enabled",),
+    "torch.backends.cuda:math_sdp_enabled()": ("_get_math_sdp_enabled",),
+    "torch.backends.cuda:cudnn_sdp_enabled()": ("_get_cudnn_sdp_enabled",),
+    "torch.backends.cuda:fp16_bf16_reduction_math_sdp_allowed()": ("_get_math_sdp_allow_fp16_bf16_reduction",),
+    "torch.backends.cuda:preferred_blas_library()": ("_get_blas_preferred_backend",),
+}  # fmt: skip
 
 
 def _tried(get: Callable[[object], Any], is_called: bool, module: object) -> Any:

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from pytest_gtrainer.numerics.configs import ActivationCheckpointConfig
 from pytest_gtrainer.passes.bucket_plan import LOSS, BucketPlan, Plan, PlanError, layer_of
+from pytest_gtrainer.passes.chunking.config import ChunkConfig
 from pytest_gtrainer.references.checkpointing import checkpoint_layers
 from pytest_gtrainer.tracing.sharding import MixedPrecisionPolicy
 
@@ -49,6 +50,8 @@ class TrainConfig:
         max_norm: clip gradients to this norm; they are recorded before and after.
         activation_checkpoint: let the backward recompute every layer, both sides by ``torch.utils.checkpoint``; a
             graph refuses to restore random numbers, see ``references.checkpointing``.
+        chunk: let the modules it matches run in chunks: ``eager_chunked`` on the eager side, ``chunk_pass`` on the
+            graph's, which needs a second trace.
         record_rng: record the states of all random generators before each step.
         steps: number of steps.
     """
@@ -65,6 +68,7 @@ class TrainConfig:
     optimizer: Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer] = adamw
     max_norm: float | None = None
     activation_checkpoint: ActivationCheckpointConfig | None = None
+    chunk: ChunkConfig | None = None
     record_rng: bool = False
     steps: int = 5
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from pytest_gtrainer.numerics.record import Record
 from pytest_gtrainer.passes.layout import BucketLayout
 from pytest_gtrainer.references._torch import FSDP2Policy, fully_shard
+from pytest_gtrainer.references.chunked import eager_chunked
 from pytest_gtrainer.references.config import TrainConfig, bucket_modules, finished, new_model
 from pytest_gtrainer.references.layout import eager_bucket_layout
 from pytest_gtrainer.references.train import Recorder, train
@@ -32,7 +34,9 @@ class EagerRun:
 
     def run(self, recorder: Recorder | None = None) -> Record:
         """Train for ``config.steps`` steps; see ``references.train.train`` for what is recorded."""
-        return train(self.config, self.model, self._compute_gradients, self._side, recorder)
+        chunk = self.config.chunk
+        with nullcontext() if chunk is None else eager_chunked(self.model, chunk):
+            return train(self.config, self.model, self._compute_gradients, self._side, recorder)
 
     def layout(self) -> BucketLayout:
         """Where FSDP2 put each parameter; available after ``run``. Empty under DDP, which shards nothing."""

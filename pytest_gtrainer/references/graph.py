@@ -86,7 +86,7 @@ def trace_config(config: TrainConfig, model: nn.Module) -> TracedStep:
         CannotRestore: a recomputed region draws random numbers that are to be those of the forward.
     """
     with random_states_kept():
-        traced = trace_step(model, config.step, config.batch(0, dist.get_rank()))
+        traced = trace_step(model, config.step, config.batch(0, dist.get_rank()), chunk=config.chunk)
     check_random_states(traced.gm, config.activation_checkpoint)
     return traced
 
@@ -111,15 +111,16 @@ def rewrite(
         reshard_after_forward: gather parameters again in the backward, as FSDP2 does; the bits are the same.
     """
     if passes is not None:
-        return traced.with_graph(apply_graph_passes(traced.gm, traced.example_inputs, passes))
+        return traced.with_graph(apply_graph_passes(traced.gm, traced.example_inputs, passes, twin=traced.twin))
     default = construct_default_graph_passes(
         bucket_plan=config.bucket_plan,
+        chunk=config.chunk,
         payload_order=payload_order,
         reduce_scatter_first=config.hybrid and reduce_scatter_first,
         reshard_after_forward=reshard_after_forward,
         canonical_rules=("detach", "view"),
     )
-    gm = apply_graph_passes(traced.gm, traced.example_inputs, default, disable=_NOT_NEEDED)
+    gm = apply_graph_passes(traced.gm, traced.example_inputs, default, disable=_NOT_NEEDED, twin=traced.twin)
     return traced.with_graph(gm)
 
 

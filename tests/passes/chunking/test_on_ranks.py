@@ -13,22 +13,14 @@ from fixtures.training import token_batches
 from pytest_gtrainer import (
     MixedPrecisionPolicy,
     TrainConfig,
-    apply_graph_passes,
     assert_bitwise_different,
     assert_bitwise_equal,
     assert_same_layout,
-    bucket_layout,
-    construct_default_graph_passes,
-    eager_chunked,
     get_default_transformer_block_buckets,
-    trace_step,
 )
 from pytest_gtrainer.passes.chunking import rewrite
-from pytest_gtrainer.references.config import new_model
 from pytest_gtrainer.references.eager import EagerRun
-from pytest_gtrainer.references.graph import shard_traceably
-from pytest_gtrainer.references.same_collectives import assert_same_collectives
-from pytest_gtrainer.references.train import train
+from pytest_gtrainer.references.graph import GraphRun
 
 POLICY = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
 
@@ -46,7 +38,7 @@ def expert_parallel_model(mesh):
     return apply_expert_parallel(model, mesh)
 
 
-def training(mesh, policy):
+def training(mesh, policy, chunk):
     """Parameters sharded over all ranks, experts over ``ep``, their slices over ``efsdp``; a batch of four a rank."""
     return TrainConfig(
         model=lambda: expert_parallel_model(mesh["ep"]),
@@ -56,25 +48,9 @@ def training(mesh, policy):
         mesh=mesh._flatten("fsdp"),
         submeshes={"layers.1.moe.routed_experts": mesh["efsdp"]},
         mp_policy=policy,
+        chunk=chunk,
         steps=3,
     )
-
-
-def check(config, chunk):
-    """Train both ways on this rank; the records of loss, gradients, weights and buffers have the same bits."""
-    eager = EagerRun(config)
-    with eager_chunked(eager.model, chunk):
-        expected = eager.run()
-    model = shard_traceably(new_model(config), config)
-    traced = trace_step(model, config.step, config.batch(0, config.mesh.get_rank()), chunk=chunk)
-    passes = construct_default_graph_passes(
-        bucket_plan=config.bucket_plan, chunk=chunk, canonical_rules=("detach", "view")
-    )
-    step = traced.with_graph(apply_graph_passes(traced.gm, traced.example_inputs, passes, twin=traced.twin))
-    assert_same_collectives(step.gm)
-    actual = train(config, model, lambda *inputs: step.replay(model, *inputs), side="chunked graph")
-    assert_bitwise_equal(actual, expected, what="chunked graph against eager chunking")
-    return eager, step
 
 
 @pytest.mark.gt_world("ranks", size=2, mesh={"ep": 2})
@@ -107,6 +83,9 @@ def test_gradients_added_first_chunk_first(gt_world, gt_mesh, monkeypatch):
     "chunk", [strict("layers.*", num_chunks=4), strict("layers.*.moe", "sequence")], ids=["blocks", "moe"]
 )
 def test_expert_parallelism_on_four_ranks_in_bf16(gt_mesh, chunk):
-    """Uneven, data-dependent splits; sharded parameters, bucketed; the buffers are FSDP2's."""
-    eager, step = check(training(gt_mesh, POLICY), chunk)
-    assert_same_layout(bucket_layout(step.gm), eager.layout())
+    """Uneven, data-dependent splits; sharded parameters, bucketed; the buffers are FSDP2's. Records hold loss,
+    gradients, weights and buffers."""
+    config = training(gt_mesh, POLICY, chunk)
+    eager, graph = EagerRun(config), GraphRun(config)
+    assert_bitwise_equal(graph.run(), eager.run(), what="chunked graph against eager chunking")
+    assert_same_layout(graph.layout(), eager.layout())

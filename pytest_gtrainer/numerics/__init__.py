@@ -17,6 +17,7 @@
 :mod:`.bisect`             the pass of a pipeline that changes a bit, and the node where it begins
 :mod:`.bisect_on_failure`  the same for a comparison that fails
 :mod:`.run_to_run`         the same bits again, under pressure
+:mod:`.pressures`          what a result must not depend on, changed around a run; :mod:`.other_process` is one
 :mod:`.sweep`              every combination of settings, and what is claimed about it
 :mod:`.loss_balance`       the mean over all tokens of ranks that have different numbers of them
 :mod:`.configs`            what a trainer is told about determinism

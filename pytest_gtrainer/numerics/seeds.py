@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -87,25 +88,47 @@ def random_states_kept() -> Iterator[None]:
         put_back()
 
 
+@dataclass(frozen=True, slots=True)
+class RandomStates:
+    """Where every generator of this process was; can be pickled, and put back in another process.
+
+    Attributes:
+        cuda: one state a GPU; None where CUDA had not started.
+        waiting: seeds that wait for CUDA to start, which are process state too.
+    """
+
+    python: tuple[Any, ...]
+    numpy: Any
+    cpu: torch.Tensor
+    cuda: list[torch.Tensor] | None
+    waiting: dict[str, Any]
+
+    @classmethod
+    def now(cls) -> RandomStates:
+        numpy = _numpy()
+        return cls(
+            python=random.getstate(),
+            numpy=numpy.random.get_state() if numpy is not None else None,
+            cpu=torch.get_rng_state(),
+            cuda=torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None,
+            waiting=dict(vars(torch.cuda._lazy_seed_tracker)),
+        )
+
+    def put_back(self) -> None:
+        """Set every generator; one that came to life later is left as it is."""
+        random.setstate(self.python)
+        torch.set_rng_state(self.cpu)
+        numpy = _numpy()
+        if numpy is not None and self.numpy is not None:
+            numpy.random.set_state(self.numpy)
+        if self.cuda is not None:
+            torch.cuda.set_rng_state_all(self.cuda)
+        vars(torch.cuda._lazy_seed_tracker).update(self.waiting)
+
+
 def random_states_now() -> Callable[[], None]:
     """What puts every generator to where it is now; one that comes to life later it leaves as it is."""
-    numpy = _numpy()
-    python, cpu = random.getstate(), torch.get_rng_state()
-    legacy = numpy.random.get_state() if numpy is not None else None
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
-    queued = dict(vars(torch.cuda._lazy_seed_tracker))
-
-    def put_back() -> None:
-        random.setstate(python)
-        torch.set_rng_state(cpu)
-        if numpy is not None:
-            numpy.random.set_state(legacy)
-        if cuda is not None:
-            torch.cuda.set_rng_state_all(cuda)
-        # seeds that wait for CUDA to start are process state too
-        vars(torch.cuda._lazy_seed_tracker).update(queued)
-
-    return put_back
+    return RandomStates.now().put_back
 
 
 def _numpy() -> Any:

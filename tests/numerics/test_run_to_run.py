@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
+from collections import Counter
+from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
+import numpy
 import pytest
 import torch
 
-from pytest_gtrainer import assert_run_to_run
+from pytest_gtrainer import DebugConfig, assert_run_to_run, deterministic
 from pytest_gtrainer.numerics.assertions import BitwiseDifference
-from pytest_gtrainer.numerics.run_to_run import PRESSURES, NotJudged, Pressure, _other_addresses
+from pytest_gtrainer.numerics.pressures import NotJudged, Pressure, once
+from pytest_gtrainer.numerics.run_to_run import PRESSURES
 
 BY_NAME = {pressure.name: pressure for pressure in PRESSURES}
 X = torch.randn(10_007, generator=torch.Generator().manual_seed(0))
@@ -26,9 +32,28 @@ def by_thread() -> dict[str, torch.Tensor]:
     return {"sum": sum(parts[1:], parts[0])}
 
 
-def by_hash() -> dict[str, torch.Tensor]:
-    """The order of sets depends on it."""
-    return {"seed of hashes": torch.tensor(int(os.environ["PYTHONHASHSEED"]))}
+def by_number_of_threads() -> dict[str, torch.Tensor]:
+    return {"threads": torch.tensor(torch.get_num_threads())}
+
+
+def by_process() -> dict[str, torch.Tensor]:
+    """All that a process brings into a run; and last what must not matter, as the order of sets depends on it."""
+    return {
+        "threads": torch.tensor(torch.get_num_threads()),
+        "python": torch.tensor(random.random()),
+        "numpy": torch.tensor(numpy.random.rand()),
+        "torch": torch.rand(2),
+        "new tensors": torch.empty(1, dtype=torch.get_default_dtype()).zero_(),
+        "algorithms": torch.tensor(torch.get_deterministic_debug_mode()),
+        "oneDNN": torch.tensor(torch.backends.mkldnn.deterministic),
+        "seed of hashes": torch.tensor(int(os.environ["PYTHONHASHSEED"])),
+    }
+
+
+def by_address() -> dict[str, torch.Tensor]:
+    """Memory that was given back is mostly taken again for the same size."""
+    sizes = range(1000, 100_000, 1000)
+    return {"addresses": torch.tensor([torch.empty(size, dtype=torch.uint8).data_ptr() for size in sizes])}
 
 
 def by_cache() -> dict[str, torch.Tensor]:
@@ -61,12 +86,10 @@ def test_what_repeats_itself_passes_under_every_pressure():
     ("function", "pressure"),
     [
         (by_thread, "3 threads"),
-        (by_hash, "another process"),
         (by_load, "a busy core"),
     ],
 )
-def test_the_pressure_that_breaks_it_is_named(monkeypatch: pytest.MonkeyPatch, function, pressure: str):
-    monkeypatch.setenv("PYTHONHASHSEED", "1")
+def test_the_pressure_that_breaks_it_is_named(function, pressure: str):
     with pytest.raises(BitwiseDifference) as caught:
         assert_run_to_run(function, pressures=[BY_NAME[pressure]], what="the sample")
     text = str(caught.value)
@@ -74,18 +97,49 @@ def test_the_pressure_that_breaks_it_is_named(monkeypatch: pytest.MonkeyPatch, f
     assert text.endswith("before that:\nequal        run 2, run 3")
 
 
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_numbers_of_threads(some_threads, count: int):
+    name = f"{count} thread{'s' if count > 1 else ''}"
+    with pytest.raises(BitwiseDifference, match=rf"under this pressure: {name}\n(.|\n)*actual   {count} "):
+        assert_run_to_run(by_number_of_threads, 2, pressures=[BY_NAME[name]])
+    torch.set_num_threads(count)
+    report = assert_run_to_run(by_number_of_threads, 2, pressures=[BY_NAME[name]])
+    assert report.not_judged == {name: f"the first run had {count} already"}
+
+
+@pytest.fixture
+def some_threads() -> Iterator[None]:
+    """A number of threads that no pressure has."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(4)
+    yield
+    torch.set_num_threads(before)
+
+
+@contextlib.contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    yield
+    torch.set_default_dtype(before)
+
+
+def test_another_process_has_the_same_random_numbers_and_switches(some_threads, monkeypatch: pytest.MonkeyPatch):
+    """Else it would be blamed for what the first run was told."""
+    monkeypatch.setenv("PYTHONHASHSEED", "1")
+    with deterministic(DebugConfig(seed=5, deterministic_warn_only=True)), default_dtype(torch.float64):
+        with pytest.raises(BitwiseDifference, match="under this pressure: another process") as caught:
+            assert_run_to_run(by_process, 2, pressures=[BY_NAME["another process"]])
+        assert caught.value.verdict.compared == len(by_process())
+    assert [difference.key.name for difference in caught.value.verdict.differences] == ["seed of hashes"]
+
+
 def test_addresses_change_under_their_pressure():
-    """Memory that was given back is mostly taken again for the same size; under pressure it lies elsewhere."""
-
-    def addresses() -> list[int]:
-        return [torch.empty(size, dtype=torch.uint8).data_ptr() for size in range(1000, 100_000, 1000)]
-
-    addresses()
-    again = sum(a == b for a, b in zip(addresses(), addresses(), strict=True))
-    before = addresses()
-    with _other_addresses():
-        under_pressure = sum(a == b for a, b in zip(before, addresses(), strict=True))
-    assert under_pressure < again
+    """In plain runs most stay, in some all move: what the least of them moves is compared."""
+    rows = [Pressure("plain", once).run(by_address)["addresses"] for _ in range(5)]
+    plain = min(int((a != b).sum()) for a, b in pairwise(rows))
+    pressed = int((BY_NAME["other addresses"].run(by_address)["addresses"] != rows[-1]).sum())
+    assert 2 * plain < pressed
 
 
 def test_a_fresh_inductor_cache_is_another_folder():
@@ -96,6 +150,89 @@ def test_a_fresh_inductor_cache_is_another_folder():
     with pytest.raises(BitwiseDifference, match="under this pressure: fresh Inductor cache"):
         assert_run_to_run(by_cache, 2, pressures=[BY_NAME["fresh Inductor cache"]])
     assert os.environ.get("TORCHINDUCTOR_CACHE_DIR") == before
+
+
+BUILT = []
+
+
+def building(gm: torch.fx.GraphModule, example_inputs: list[torch.Tensor]):
+    """A backend of torch.compile that gives the graph as it is."""
+    BUILT.append(gm)
+    return gm.forward
+
+
+def test_with_a_fresh_inductor_cache_everything_is_compiled_anew():
+    import torch._inductor.utils  # without it there is nothing to judge
+
+    compiled, before = torch.compile(lambda x: x + 1, backend=building), len(BUILT)
+
+    def builds() -> dict[str, torch.Tensor]:
+        compiled(X)
+        return {"builds": torch.tensor(len(BUILT) - before)}
+
+    with pytest.raises(BitwiseDifference, match="under this pressure: fresh Inductor cache") as caught:
+        assert_run_to_run(builds, 3, pressures=[BY_NAME["fresh Inductor cache"]])
+    assert (caught.value.verdict.first.actual, caught.value.verdict.first.expected) == ("2", "1")
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """A GPU that is played: what is asked of it, in order."""
+    asked: list[object] = []
+
+    class Stream:
+        def __init__(self, priority: int = 0) -> None:
+            self.priority = priority
+
+    @contextlib.contextmanager
+    def stream(entered: Stream) -> Iterator[None]:
+        asked.append(entered)
+        yield
+        asked.append("left")
+
+    for name, value in {
+        "is_available": lambda: True,
+        "is_initialized": lambda: True,
+        "get_rng_state_all": list,
+        "set_rng_state_all": lambda states: None,
+        "synchronize": lambda: asked.append("synchronize"),
+        "_sleep": lambda cycles: asked.append(cycles),
+        "Stream": Stream,
+        "stream": stream,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    return asked
+
+
+def test_streams_are_late_by_irregular_times(gpu: list[object]):
+    """Every stream of both of torch's pools, before the run, which has one of its own; after it all is done."""
+    BY_NAME["stream jitter"].run(lambda: gpu.append("run") or [X])
+    assert [each for each in gpu if isinstance(each, str) and each != "left"] == ["synchronize", "run", "synchronize"]
+    assert [gpu[-4].priority, *gpu[-3:]] == [0, "run", "left", "synchronize"]
+    sleeps = [(stream.priority, cycles) for stream, cycles in pairwise(gpu) if isinstance(cycles, int)]
+    assert Counter(priority for priority, _ in sleeps) == {0: 32, -1: 32}
+    assert len(set(sleeps)) == 8
+
+
+def test_what_does_not_use_the_gpu_is_not_judged_by_its_streams(gpu, monkeypatch: pytest.MonkeyPatch):
+    """Starting CUDA for it would be too early for what wants to be told before."""
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    report = assert_run_to_run(lambda: [X.clone()], 2, pressures=[BY_NAME["stream jitter"]])
+    assert (report.not_judged, gpu) == ({"stream jitter": "the run does not use CUDA"}, [])
+
+
+def test_a_gpu_that_starts_in_the_first_run(gpu, monkeypatch: pytest.MonkeyPatch):
+    """Its generator cannot be put back to before: the runs after it are compared."""
+    states: list[int] = []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: bool(states))
+    monkeypatch.setattr(torch.cuda, "get_rng_state_all", states.copy)
+    monkeypatch.setattr(torch.cuda, "set_rng_state_all", lambda before: states.__setitem__(slice(None), before))
+
+    def draw() -> list[torch.Tensor]:
+        states[:] = [states[0] + 1] if states else [1]
+        return [torch.tensor(states[0])]
+
+    assert assert_run_to_run(draw, 3, pressures=[]).equal == ["run 2", "run 3"]
 
 
 def test_a_run_that_never_repeats_is_found_without_pressure():

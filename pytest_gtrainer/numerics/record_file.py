@@ -1,8 +1,9 @@
 """Records on disk: raw bytes that are mapped, not read.
 
 A file is a magic line, the tensors' bytes one after the other, each on a boundary of 64 bytes, then an index in JSON
-and its length. Loading maps the file and reads the index; what a comparison touches is paged in, and the pages can
-go again, so that two records larger than memory can be compared. Nothing in a file is executed.
+that knows where it begins, and its length. Loading maps the file and reads the index; what a comparison touches is
+paged in, and the pages can go again, so that two records larger than memory can be compared. Nothing in a file is
+executed.
 
 A *spool* is a nameless file that takes a record's large tensors while it is made; it goes with the last of them.
 """
@@ -25,7 +26,7 @@ from torch import Tensor
 
 from pytest_gtrainer.numerics.bits import byte_view, memory
 
-_MAGIC = b"gtrainer-record-2 %s\n" % sys.byteorder.encode()
+_MAGIC = b"gtrainer-record-3 %s\n" % sys.byteorder.encode()
 _ALIGNMENT = 64
 _LENGTH = 8
 _PIECE = 16 << 20
@@ -45,7 +46,7 @@ def write(path: str | PathLike[str], header: dict[str, Any], tensors: Iterable[t
         with open(unfinished, "wb") as file:
             file.write(_MAGIC)
             rows = [[*key, *_written(file, tensor)] for key, tensor in tensors]
-            index = json.dumps({**header, "tensors": rows}).encode()
+            index = json.dumps({**header, "begins": file.tell(), "tensors": rows}).encode()
             file.write(index + len(index).to_bytes(_LENGTH, "little"))
         os.replace(unfinished, path)
     except BaseException:
@@ -78,9 +79,11 @@ def read(path: str | PathLike[str]) -> tuple[dict[str, Any], list[tuple[list[Any
         end = len(mapped) - _LENGTH
         length = int.from_bytes(mapped[end:], "little")
         header = json.loads(mapped[end - length : end])
-        rows = header.pop("tensors")
+        begins, rows = header.pop("begins"), header.pop("tensors")
     except (ValueError, KeyError, TypeError):
         raise NoRecord(f"{path} was cut off: its index is not where it should be") from None
+    if begins != end - length:
+        raise NoRecord(f"{path} was cut off: {begins - (end - length)} bytes before its index are missing")
     return header, [(key, _mapped(mapped, dtype, shape, start)) for *key, dtype, shape, start in rows]
 
 

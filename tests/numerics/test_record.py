@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from pytest_gtrainer import Record, assert_bitwise_different, assert_bitwise_equal, compare, digest
+from pytest_gtrainer.numerics import record_file
 from pytest_gtrainer.numerics.bits import NoBytes
 from pytest_gtrainer.numerics.names import normalised
 from pytest_gtrainer.numerics.record import PHASES, Key
@@ -126,6 +127,35 @@ def test_every_dtype_survives_the_disk(tmp_path, dtype: torch.dtype):
     assert_bitwise_different(Record.load(tmp_path / "run"), record)
 
 
+def test_large_tensors_are_written_piece_by_piece(tmp_path, monkeypatch: pytest.MonkeyPatch):
+    """Also to the file that a spooled record maps at once: its last piece may not wait in a buffer."""
+    monkeypatch.setattr(record_file, "_PIECE", 64)
+    monkeypatch.setattr(record_file, "LARGE", 100)
+    in_memory, spooled = Record(), Record(spool=tmp_path)
+    for size in (64, 128, 150, 1001):
+        for record in (in_memory, spooled):
+            record.add(0, 0, "weight", str(size), torch.arange(size).to(torch.uint8))
+    in_memory.save(tmp_path / "run")
+    assert_bitwise_equal(spooled, in_memory)
+    assert_bitwise_equal(Record.load(tmp_path / "run"), in_memory)
+    flip_bit(in_memory[0, 0, "weight", "1001"], -1)
+    assert_bitwise_different(Record.load(tmp_path / "run"), in_memory)
+
+
+def test_bytes_that_a_file_does_not_have_are_refused(tmp_path):
+    """Its end is there, a word in the middle is not: every tensor would be read a little beside itself."""
+    make_run().save(tmp_path / "run")
+    whole = (tmp_path / "run").read_bytes()
+    (tmp_path / "run").write_bytes(whole[:80] + whole[88:])
+    with pytest.raises(ValueError, match=r"run was cut off: 8 bytes before its index are missing"):
+        Record.load(tmp_path / "run")
+
+
+def test_the_first_record_that_says_something_about_a_run_stands():
+    parts = [Record(2, rank, {"side": side, side: "yes"}) for rank, side in enumerate(("eager", "graph"))]
+    assert Record.merged(parts).meta == {"side": "eager", "eager": "yes", "graph": "yes"}
+
+
 def test_a_loaded_record_is_mapped_and_changing_it_changes_no_file(tmp_path):
     make_run().save(tmp_path / "run")
     loaded = Record.load(tmp_path / "run")
@@ -188,6 +218,10 @@ def test_phases_come_in_the_order_of_a_step():
         (
             lambda: Record().add(0, 1, "loss", "", torch.ones(1)),
             r"rank 1 does not belong to Record\(world_size=1",
+        ),
+        (
+            lambda: Record(2, rank=1).add(0, 0, "loss", "", torch.ones(1)),
+            r"rank 0 does not belong to Record\(world_size=2, rank=1",
         ),
         (lambda: make_run().add(0, 0, "loss", "loss", torch.ones(1)), "is recorded already"),
         (lambda: Record.merged([]), r"got world sizes \[\]"),

@@ -75,9 +75,13 @@ def gt_ranks(request: pytest.FixtureRequest) -> RankCaller:
 
 
 @pytest.fixture
-def gt_deterministic() -> Iterator[Any]:
-    """Determinism switched on for the test, here and on ranks, seeds set, everything restored afterwards."""
+def gt_deterministic(request: pytest.FixtureRequest) -> Iterator[Any]:
+    """Determinism switched on for the test, here and on ranks, seeds set, everything restored afterwards.
+
+    Another configuration than the default comes by
+    ``@pytest.mark.parametrize("gt_deterministic", [DebugConfig(seed=5)], indirect=True)``.
+    """
     from pytest_gtrainer.numerics.determinism import deterministic
 
-    with deterministic() as settings:
+    with deterministic(getattr(request, "param", None)) as settings:
         yield settings

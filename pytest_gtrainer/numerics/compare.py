@@ -14,6 +14,7 @@ between DTensors the placements. Devices may differ.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -26,6 +27,8 @@ from pytest_gtrainer.numerics.record import PHASES, Key, Record
 from pytest_gtrainer.numerics.ulp import ulp_distance
 
 Outcome = Literal["equal", "different", "unverified"]
+
+_MOST_NUMBERS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,10 +131,20 @@ def _missing_ranks(actual: Record, expected: Record) -> list[str]:
     doubts = []
     for side, record in (("actual", actual), ("expected", expected)):
         if record.missing:
-            step, rank = record.missing[0]
-            more = f" and {len(record.missing) - 1} more" if len(record.missing) > 1 else ""
-            doubts.append(f"{side} has nothing of rank {rank} at step {step}{more}: {record!r}")
+            ranks = sorted({rank for _, rank in record.missing})
+            steps = sorted({step for step, _ in record.missing})
+            doubts.append(f"{side} has nothing of {_some('rank', ranks)} at {_some('step', steps)}: {record!r}")
     return doubts
+
+
+def _some(noun: str, numbers: Sequence[int]) -> str:
+    """
+    >>> _some("rank", [2]), _some("step", list(range(3, 20)))
+    ('rank 2', 'steps 3, 4, 5, 6 and 13 more')
+    """
+    shown = ", ".join(map(str, numbers[:_MOST_NUMBERS]))
+    more = f" and {len(numbers) - _MOST_NUMBERS} more" if len(numbers) > _MOST_NUMBERS else ""
+    return f"{noun}{'' if len(numbers) == 1 else 's'} {shown}{more}"
 
 
 def _other_world(actual: Record, expected: Record) -> list[str]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -166,7 +166,16 @@ def _cublas_workspace() -> Iterator[None]:
         try:
             yield
         finally:
-            _cuda_started_here |= torch.cuda.is_initialized() and not started_before
+            if torch.cuda.is_initialized() and not started_before:
+                _cuda_started_here = True
+                _read_workspace()
+
+
+def _read_workspace() -> None:
+    """torch and cuBLAS look at their variable at the first product and never again: one while it is there."""
+    with suppress(RuntimeError):  # from a GPU that has failed, and what failed is on its way up
+        one = torch.ones(1, 1, dtype=torch.float32, device="cuda")
+        torch.mm(one, one)
 
 
 @contextmanager

@@ -77,9 +77,19 @@ class TestUnverified:
         assert verdict.outcome == "unverified"
         assert str(verdict).splitlines() == [
             "unverified: 14 tensors compared, no bit differs",
-            "  actual has nothing of rank 1 at step 0 and 1 more: Record(world_size=2, 14 tensors)",
-            "  expected has nothing of rank 1 at step 0 and 1 more: Record(world_size=2, 14 tensors)",
+            "  actual has nothing of rank 1 at steps 0, 1: Record(world_size=2, 14 tensors)",
+            "  expected has nothing of rank 1 at steps 0, 1: Record(world_size=2, 14 tensors)",
         ]
+
+    def test_many_ranks_are_missing_now_and_then(self):
+        """The first of them are named, and the steps at which one is missing."""
+        record = Record(8)
+        for step in range(3):
+            for rank in range(8 if step == 1 else 2):
+                record.add(step, rank, "loss", "loss", torch.ones(()))
+        assert compare(record, record).reasons[0] == (
+            "actual has nothing of ranks 2, 3, 4, 5 and 2 more at steps 0, 2: Record(world_size=8, 12 tensors)"
+        )
 
     def test_a_rank_is_missing_on_one_side(self, run):
         verdict = compare(Record.merged([run(rank=0)]), run())

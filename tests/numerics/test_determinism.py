@@ -124,7 +124,8 @@ def test_options_for_compiling_flex_attention():
 
     options = flex_attention_options(DebugConfig())
     tuned = flex_attention_options(DebugConfig(deterministic=False))
-    assert (set(options.values()), set(tuned.values())) == ({False}, {True})
+    assert options == {"max_autotune": False, "coordinate_descent_tuning": False}
+    assert tuned == {"max_autotune": True, "coordinate_descent_tuning": True}
     assert all(hasattr(inductor, name) for name in options)
     torch.compile(flex_attention, options=options)  # refuses options that it does not know
 
@@ -258,13 +259,16 @@ def test_cublas_set_in_time_is_kept(cuda_started: pytest.MonkeyPatch, value: str
 
 
 def test_cuda_that_started_inside_a_block_has_its_workspace(cuda_started: pytest.MonkeyPatch):
-    """K6: the second deterministic test of a process is not too late."""
+    """K6: the second deterministic test of a process is not too late; the first has the variable read, once."""
+    read = []
+    cuda_started.setattr(determinism, "_read_workspace", lambda: read.append(os.environ["CUBLAS_WORKSPACE_CONFIG"]))
     with cuda_started.context() as patch:
         patch.setattr(torch.cuda, "is_initialized", lambda: False)
         with deterministic():
             patch.undo()
     with deterministic():
         assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+    assert read == [":4096:8"]
 
 
 def test_it_does_not_import_inductor_and_reaches_one_imported_later():
@@ -294,5 +298,8 @@ def test_it_reaches_into_ranks(gt_ranks):
 
 
 @pytest.mark.gt_world("ranks", size=2)
-def test_the_fixture_works_on_ranks(gt_deterministic):
+@pytest.mark.parametrize("gt_deterministic", [DebugConfig(), DebugConfig(seed=5)], indirect=True, ids=str)
+def test_the_fixture_works_on_ranks(gt_deterministic, request):
+    """K1: with the configuration that the test asks for."""
     assert _flags()[:2] == (True, gt_deterministic.seed)
+    assert gt_deterministic.config == request.node.callspec.params["gt_deterministic"]

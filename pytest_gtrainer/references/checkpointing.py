@@ -30,7 +30,8 @@ def checkpoint_layers(model: nn.Module, config: ActivationCheckpointConfig) -> n
         outermost = ", ".join(name for name, _ in model.named_children())
         raise ValueError(f"the model has no layers such as layers.0 to checkpoint; its outermost are {outermost}")
     for layer in layers:
-        layer.forward = functools.partial(checkpoint, layer.forward, **config.arguments())
+        recomputed = functools.partial(checkpoint, layer.forward, **config.arguments())
+        layer.forward = functools.update_wrapper(recomputed, layer.forward)  # its signature is read: eager_chunked
     return model
 
 

@@ -37,7 +37,9 @@ def config_of(mesh, batch=8, **changes):
 
 
 @TWO_RANKS
-@pytest.mark.parametrize("changes", [{}, {"activation_checkpoint": ActivationCheckpointConfig()}], ids=["", "recomputed"])
+@pytest.mark.parametrize(
+    "changes", [{}, {"activation_checkpoint": ActivationCheckpointConfig()}], ids=["", "recomputed"]
+)
 def test_both_sides_run_in_chunks(gt_world, changes):
     """G1: under ``fully_shard``, and beside checkpointing, which then recomputes chunk by chunk."""
     chunked = partial(config_of, chunk=strict("layers.*", num_chunks=4), **changes)

@@ -76,67 +76,68 @@ class Reader:
     def __init__(self, knobs: Iterable[Knob]) -> None:
         knobs = tuple(knobs)
         variables = [knob.name for knob in knobs if knob.is_variable]
-        homes: dict[str, list[Knob]] = {}
-        for knob in knobs:
-            if not knob.is_variable:
-                homes.setdefault(knob.path.partition(":")[0], []).append(knob)
         self._variables = [os.fsencode(name) for name in variables]
-        self._modules = [_ModuleReader(home, of_home) for home, of_home in homes.items()]
-        self._names = variables + [knob.name for of_home in homes.values() for knob in of_home]
+        self._paths = [knob.path for knob in knobs if not knob.is_variable]
+        self._names = variables + [path.replace(":", ".") for path in self._paths]
+        self._homes = list(dict.fromkeys(path.partition(":")[0] for path in self._paths))
+        self._modules: list[Any] = []
+        self._getters: list[Callable[[], Any]] = []
+        self._overrides: list[Callable[[], Any]] = []
+        self._set: list[Any] = []
 
     def __call__(self) -> dict[str, Any]:
         """The values in effect, by name; see ``Knob.read``."""
-        environ = raw_environment()
-        values: list[Any] = [environ.get(name) for name in self._variables]
-        if values.count(None) < len(values):
-            values = [value if value is None else os.fsdecode(value) for value in values]
-        for module in self._modules:
-            values += module.read()
-        return dict(zip(self._names, values, strict=True))
-
-
-class _ModuleReader:
-    """Reads knobs of one module."""
-
-    def __init__(self, home: str, knobs: list[Knob]) -> None:
-        self._home = home
-        self._paths = paths = [knob.path.partition(":")[2] for knob in knobs]
-        self._module: Any = None
-        self._direct: list[Callable[[], Any]] = []
-        self._attributes = [path.removesuffix("()") for path in paths]
-        self._getters = [(attrgetter(path.removesuffix("()")), path.endswith("()")) for path in paths]
-        self._not_loaded = [NOT_LOADED] * len(paths)
-        self._set: list[Any] = []
-        self._values: list[Any] | None = None
+        return self.named(self.read())
 
     def read(self) -> list[Any]:
-        module = sys.modules.get(self._home)
-        if module is None:
-            return self._not_loaded
-        if type(module).__name__ == "ConfigModuleInstance":
-            return self._of_config(module)
-        return self._of_any(module)
-
-    def _of_any(self, module: Any) -> list[Any]:
-        if module is not self._module:
-            paths = [f"{self._home}:{path}" for path in self._paths]
-            self._module, self._direct = module, [_direct(path) or _bound(path, module) for path in paths]
+        """The values in effect, for comparison."""
+        modules = list(map(sys.modules.get, self._homes))
+        overrides = [get() for get in self._overrides]
+        if modules != self._modules or overrides != self._set:
+            self._prepare(modules)
+        values: list[Any] = list(map(raw_environment().get, self._variables))
         try:
-            return [get() for get in self._direct]
+            return values + [get() for get in self._getters]
         except RuntimeError:
-            return [_tried(get, is_called, module) for get, is_called in self._getters]
+            return values + [_tried(get) for get in self._getters]
 
-    def _of_config(self, module: Any) -> list[Any]:
-        """Of torch's configuration: 3 us a value, so it is read again only if one of these has been set since."""
-        now = [module._config[name].user_override.get() for name in self._attributes]
-        if self._values is None or now != self._set:
-            self._set, self._values = now, self._of_any(module)
-        return self._values
+    def named(self, values: list[Any]) -> dict[str, Any]:
+        """Values of ``read`` by name."""
+        shown = [value if value is None else os.fsdecode(value) for value in values[: len(self._variables)]]
+        return dict(zip(self._names, shown + values[len(self._variables) :], strict=True))
+
+    def _prepare(self, modules: list[Any]) -> None:
+        """See how to read the knobs of these modules.
+
+        Torch's configuration takes 3 us a value: it is read here, until one of these has been set or a module loaded.
+        """
+        by_home = dict(zip(self._homes, modules, strict=True))
+        self._modules, self._getters, self._overrides = modules, [], []
+        for path in self._paths:
+            home, _, attribute = path.partition(":")
+            module = by_home[home]
+            if module is None:
+                self._getters.append(functools.partial(_same, NOT_LOADED))
+                continue
+            get = _direct(path) or _bound(path, module)
+            if type(module).__name__ == "ConfigModuleInstance":
+                self._overrides.append(module._config[attribute].user_override.get)
+                get = functools.partial(_same, get())
+            self._getters.append(get)
+        self._set = [get() for get in self._overrides]
+
+
+def _same(value: Any) -> Any:
+    return value
 
 
 def _bound(path: str, module: object) -> Callable[[], Any]:
     """What reads a knob of ``module`` in the public way."""
     attribute = path.partition(":")[2]
+    behind = vars(getattr(module, "m", module))  # of torch's modules with properties, the module without
+    if attribute in behind and not hasattr(type(module), attribute):
+        own = vars(module)  # what was set there hides what is behind
+        return lambda: own[attribute] if attribute in own else behind[attribute]
     get = attrgetter(attribute.removesuffix("()"))
     return (lambda: get(module)()) if attribute.endswith("()") else (lambda: get(module))
 
@@ -160,10 +161,15 @@ _IN_TORCH = {
     "torch.backends.cudnn:deterministic": ("_get_cudnn_deterministic",),
     "torch.backends.cudnn:benchmark": ("_get_cudnn_benchmark",),
     "torch.backends.cudnn:fp32_precision": ("_get_fp32_precision_getter", "cuda", "all"),
+    "torch.backends.cudnn:conv.fp32_precision": ("_get_fp32_precision_getter", "cuda", "conv"),
+    "torch.backends.cudnn:rnn.fp32_precision": ("_get_fp32_precision_getter", "cuda", "rnn"),
+    "torch.backends.cudnn:depthwise_kernel": ("_get_cudnn_depthwise_kernel",),
     "torch.backends.mkldnn:enabled": ("_get_mkldnn_enabled",),
     "torch.backends.mkldnn:deterministic": ("_get_mkldnn_deterministic",),
     "torch.backends.mkldnn:fp32_precision": ("_get_fp32_precision_getter", "mkldnn", "all"),
     "torch.backends.mkldnn:matmul.fp32_precision": ("_get_fp32_precision_getter", "mkldnn", "matmul"),
+    "torch.backends.mkldnn:conv.fp32_precision": ("_get_fp32_precision_getter", "mkldnn", "conv"),
+    "torch.backends.mkldnn:rnn.fp32_precision": ("_get_fp32_precision_getter", "mkldnn", "rnn"),
     "torch.backends.cuda:matmul.fp32_precision": ("_get_fp32_precision_getter", "cuda", "matmul"),
     "torch.backends.cuda:matmul.allow_fp16_accumulation": ("_get_cublas_allow_fp16_accumulation",),
     "torch.backends.cuda:flash_sdp_enabled()": ("_get_flash_sdp_enabled",),
@@ -175,9 +181,9 @@ _IN_TORCH = {
 }  # fmt: skip
 
 
-def _tried(get: Callable[[object], Any], is_called: bool, module: object) -> Any:
+def _tried(get: Callable[[], Any]) -> Any:
     try:
-        return get(module)() if is_called else get(module)
+        return get()
     except RuntimeError as error:  # two ways to set a precision that were mixed cannot be read
         return f"cannot be read: {str(error).splitlines()[0]}"
 
@@ -196,11 +202,13 @@ KNOBS: tuple[Knob, ...] = (
     Knob("torch.backends.cudnn:deterministic", "CUDA", "True", "cuDNN's deterministic convolutions", _RANDOMNESS),
     Knob("torch.backends.cudnn:benchmark", "CUDA", "False", "cuDNN chooses kernels by measuring them", _RANDOMNESS),
     Knob("torch.backends.cudnn:benchmark_limit", "CUDA", "", "how many kernels it measures: see above", _BACKENDS),
+    Knob("torch.backends.cudnn:depthwise_kernel", "CUDA", "", "which kernel; other bits, each repeats", _BACKENDS),
     Knob("torch.backends.cudnn:enabled", "CUDA", "", "other kernels, other bits; both repeat", _BACKENDS),
     Knob("torch.backends.mkldnn:deterministic", "CPU", "True", "oneDNN's deterministic kernels", _BACKENDS),
     Knob("torch.backends.mkldnn:enabled", "CPU", "", "other kernels, other bits; both repeat", _BACKENDS),
     Knob("$CUBLAS_WORKSPACE_CONFIG", "CUDA", ":4096:8, or as found if :16:8",
-         "without it cuBLAS may split sums differently in several streams; read when CUDA starts", _CUBLAS),
+         "without it cuBLAS may split sums differently in several streams; read once, at the first product; "
+         "`torch.backends.cuda.cublas_workspace_size` overrules it", _CUBLAS),
     Knob("torch._inductor.config:deterministic", "CPU, CUDA", "True",
          "compiled code is not chosen by measuring", _INDUCTOR),
     Knob("torch._inductor.config:max_autotune", "CPU, CUDA", "False",
@@ -214,15 +222,31 @@ KNOBS: tuple[Knob, ...] = (
     Knob("$TORCHINDUCTOR_MAX_AUTOTUNE_POINTWISE", "CUDA", "0", "the same", _INDUCTOR),
     Knob("$TORCHINDUCTOR_MAX_AUTOTUNE_GEMM", "CPU, CUDA", "0", "the same", _INDUCTOR),
     Knob("$TORCHINDUCTOR_COORDINATE_DESCENT_TUNING", "CUDA", "0", "the same", _INDUCTOR),
+    *_all("torch._inductor.config:benchmark_fusion", "torch._inductor.config:benchmark_combo_kernel",
+          "torch._inductor.config:shape_padding", devices="CUDA",
+          effect="fusions and paddings chosen by measuring, which Inductor does not do while it is `deterministic`",
+          documented=_INDUCTOR),
     Knob("torch._inductor.config:batch_invariant", "CUDA", "",
          "one kernel for all batch sizes: about equality between batches, not between runs", _INDUCTOR),
     Knob("torch._inductor.config:fallback_random", "CPU, CUDA", "",
          "compiled code draws eager's random numbers: about equality with eager, not between runs", _INDUCTOR),
-    Knob("torch._inductor.config:emulate_precision_casts", "CUDA", "",
-         "fused code rounds where eager rounds: about equality with eager", _INDUCTOR),
+    *_all("torch._inductor.config:emulate_precision_casts",
+          "torch._inductor.config:emulate_precision_casts_on_saved_tensors",
+          "torch._inductor.config:eager_numerics.division_rounding",
+          "torch._inductor.config:eager_numerics.disable_ftz",
+          "torch._inductor.config:eager_numerics.use_pytorch_libdevice", devices="CUDA",
+          effect="fused code rounds where eager rounds: about equality with eager", documented=_INDUCTOR),
+    *_all("torch._inductor.config:use_fast_math", "torch._inductor.config:split_reductions", devices="CUDA",
+          effect="other bits of compiled code, each repeats", documented=_INDUCTOR),
+    *_all("torch._inductor.config:cpp.threads", "torch._inductor.config:cpp.dynamic_threads",
+          "torch._inductor.config:cpp.simdlen", "torch._inductor.config:cpp.enable_floating_point_contract_flag",
+          "torch._inductor.config:cpp.enable_unsafe_math_opt_flag", devices="CPU",
+          effect="threads, vectors and contractions of compiled code: other bits, each repeats", documented=_INDUCTOR),
     *_all("torch.backends:fp32_precision", "torch.backends.cudnn:fp32_precision",
+          "torch.backends.cudnn:conv.fp32_precision", "torch.backends.cudnn:rnn.fp32_precision",
           "torch.backends.cuda:matmul.fp32_precision", "torch.backends.mkldnn:fp32_precision",
-          "torch.backends.mkldnn:matmul.fp32_precision", "torch:get_float32_matmul_precision()",
+          "torch.backends.mkldnn:matmul.fp32_precision", "torch.backends.mkldnn:conv.fp32_precision",
+          "torch.backends.mkldnn:rnn.fp32_precision", "torch:get_float32_matmul_precision()",
           devices="CPU, CUDA", effect="TF32 or bf16 inside fp32 products; each repeats", documented=_CUDA_NOTES),
     *_all("torch.backends.cuda:matmul.allow_fp16_reduced_precision_reduction",
           "torch.backends.cuda:matmul.allow_bf16_reduced_precision_reduction",
@@ -233,6 +257,8 @@ KNOBS: tuple[Knob, ...] = (
           "torch.backends.cuda:fp16_bf16_reduction_math_sdp_allowed()",
           devices="CUDA", effect="which attention kernel; their backwards heed deterministic algorithms",
           documented=_ATTENTION),
+    Knob("torch.nn.attention:current_flash_attention_impl()", "CUDA", "",
+         "which flash attention, None is torch's own; other bits, each repeats", "torch: nn.attention"),
     *_all("torch.backends.cuda:preferred_blas_library()", "torch.backends.cuda:preferred_linalg_library()",
           devices="CUDA", effect="which library; other bits, each repeats", documented=_BACKENDS),
     *_all("torch.backends.opt_einsum:enabled", "torch.backends.opt_einsum:strategy", "torch.backends.mha:"
@@ -248,9 +274,13 @@ KNOBS: tuple[Knob, ...] = (
     *(Knob(f"${name}", "CPU", "", effect, documented, guarded=False) for name, effect, documented in (
         ("OMP_NUM_THREADS", "default of the number of threads; read when torch loads", _THREADS),
         ("MKL_NUM_THREADS", "the same for MKL", _THREADS),
+        ("OMP_DYNAMIC", "true lets the runtime take fewer threads, by load; off by default", "OpenMP: environment "
+         "variables"),
+        ("MKL_DYNAMIC", "the same for MKL, where it is on by default", "Intel: oneMKL, MKL_DYNAMIC"),
         ("MKL_CBWR", "MKL's own mode of reproducible results; read when MKL starts", "Intel: oneMKL, conditional "
          "numerical reproducibility"),
         ("ATEN_CPU_CAPABILITY", "which vector instructions; other bits, each repeats", "torch: torch/backends/cpu"),
+        ("ONEDNN_MAX_CPU_ISA", "the same for oneDNN", "Intel: oneDNN, CPU dispatcher control"),
         ("ONEDNN_DEFAULT_FPMATH_MODE", "bf16 inside fp32 products; each repeats", "Intel: oneDNN, fpmath mode"),
         ("PYTHONHASHSEED", "order of sets of strings; read when Python starts", "Python: command line"),
     )),
@@ -265,6 +295,13 @@ KNOBS: tuple[Knob, ...] = (
         ("NCCL_P2P_NET_DISABLE", "how GPUs of a node reach each other"),
         ("NCCL_NTHREADS", "threads of a block"),
         ("NCCL_SOCKET_NTHREADS", "threads of a socket"),
+    )),
+    *(Knob(f"${name}", "CUDA", "", effect, documented, guarded=False) for name, effect, documented in (
+        ("PYTORCH_TUNABLEOP_ENABLED", "1 chooses kernels of products by measuring; off by default; read at the first",
+         "torch: cuda.tunable"),
+        ("TORCH_BLAS_PREFER_CUBLASLT", "which library; other bits, each repeats; read when torch loads", _BACKENDS),
+        ("CUBLASLT_WORKSPACE_SIZE", "other bits, each repeats; read at the first product", _CUDA_NOTES),
+        ("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "TF32 inside fp32 products; read when torch loads", _CUDA_NOTES),
     )),
     Knob("$NVIDIA_TF32_OVERRIDE", "CUDA", "", "0 forbids TF32 everywhere; read when CUDA starts", _CUDA_NOTES,
          guarded=False),

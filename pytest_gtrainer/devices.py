@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import pytest
 
 from pytest_gtrainer import options
+from pytest_gtrainer.environment import raw_environment
 from pytest_gtrainer.worlds.torchrun import launch as launches
 
 DEFAULT_CPU_SLOTS = 8
@@ -144,8 +145,8 @@ def _nvml_gpu(nvml: ctypes.CDLL, index: int) -> tuple[str, str]:
     return uuid or f"GPU-without-uuid-{index}", kind
 
 
-_ORDERING = ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER")
-_RESOLVED = pytest.StashKey[tuple[tuple[str | None, ...], Devices]]()
+_ORDERING = (b"CUDA_VISIBLE_DEVICES", b"CUDA_DEVICE_ORDER")
+_RESOLVED = pytest.StashKey[tuple[list[bytes | None], Devices]]()
 
 
 def resolve(config: pytest.Config) -> Devices:
@@ -154,9 +155,10 @@ def resolve(config: pytest.Config) -> Devices:
     Raises:
         pytest.UsageError: CUDA was asked for and is absent, fewer GPUs than promised, or it is not known which.
     """
-    surroundings = tuple(os.environ.get(name) for name in _ORDERING)
+    # every test asks: the driver answers once
+    surroundings = list(map(raw_environment().get, _ORDERING))
     known = config.stash.get(_RESOLVED, None)
-    if known is None or known[0] != surroundings:  # the driver is asked once, not for every test
+    if known is None or known[0] != surroundings:
         config.stash[_RESOLVED] = known = surroundings, _resolved(config)
     return known[1]
 

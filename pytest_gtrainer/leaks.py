@@ -30,7 +30,7 @@ class LeakGuard:
 
     def __init__(self, config: pytest.Config) -> None:
         self._reaction = options.get(config, "leaked-flags")
-        self._before: Values | None = None
+        self._before: list[Any] | None = None
         self._by_wide_fixtures: set[tuple[str, str, str]] = set()
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -42,11 +42,11 @@ class LeakGuard:
     def pytest_fixture_setup(self, fixturedef: pytest.FixtureDef[Any]) -> Generator[None, object, object]:
         if fixturedef.scope == "function":
             return (yield)
-        before = read()
+        before = _read()
         try:
             return (yield)
         finally:
-            for name, (old, new) in changes(before, read()).items():
+            for name, (old, new) in _changes_since(before).items():
                 self._by_wide_fixtures |= {(name, str(old), str(new)), (name, str(new), str(old))}
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -56,13 +56,13 @@ class LeakGuard:
 
     def begin(self) -> None:
         """A test begins."""
-        self._before = read()
+        self._before = _read()
 
     def end(self, item: pytest.Item) -> None:
         """The test is over: blame it for what it left."""
         leaked = {
             name: (old, new)
-            for name, (old, new) in changes(self._before, read()).items()
+            for name, (old, new) in _changes_since(self._before).items()
             if (name, str(old), str(new)) not in self._by_wide_fixtures
         }
         self._before = None
@@ -82,19 +82,24 @@ class LeakGuard:
         item.warn(LeakedFlagWarning(message))
 
 
-def read() -> Values | None:
+def _read() -> list[Any] | None:
     """The switches now, None while torch is not loaded: importing it changes nothing that anyone had set."""
-    return _read_guarded() if "torch" in sys.modules else None
+    return _read_guarded.read() if "torch" in sys.modules else None
 
 
-def changes(before: Values | None, after: Values | None) -> Changes:
-    """What changed, by name; a module that was loaded in between is no change.
-
-    >>> changes({"a": 1, "b": 2}, {"a": 1, "b": 3}), changes(None, {"a": 1})
-    ({'b': (2, 3)}, {})
-    """
+def _changes_since(before: list[Any] | None) -> Changes:
+    after = _read()
     if before is None or after is None or before == after:
         return {}
+    return changes(_read_guarded.named(before), _read_guarded.named(after))
+
+
+def changes(before: Values, after: Values) -> Changes:
+    """What changed, by name; a module that was loaded in between is no change.
+
+    >>> changes({"a": 1, "b": 2}, {"a": 1, "b": 3})
+    {'b': (2, 3)}
+    """
     return {
         name: (old, after[name])
         for name, old in before.items()

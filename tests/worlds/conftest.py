@@ -51,7 +51,8 @@ def record_report(report):
         record = dict(name=name, when=report.when, outcome=report.outcome, text=report.longreprtext,
                       output=report.capstdout, facts=getattr(report, "gt_facts", []),
                       xfailed=hasattr(report, "wasxfail"), duration=report.duration, log=report.caplog,
-                      errors=report.capstderr, properties=report.user_properties, keywords=sorted(report.keywords))
+                      errors=report.capstderr, properties=report.user_properties, keywords=sorted(report.keywords),
+                      location=report.location)
         with open(os.environ["RECORDS"], "a") as file:
             file.write(json.dumps(record) + "\\n")
 

@@ -17,7 +17,7 @@ def pytest_runtest_teardown(item):
 """
 
 SUITE = """
-import logging, os, sys, threading, unittest.mock, warnings
+import logging, os, sys, threading, time, unittest.mock, warnings
 import pytest, torch
 import torch.distributed as dist
 
@@ -141,6 +141,60 @@ def test_leaks_a_flag():
 def test_temporary_folder(tmp_path):
     (tmp_path / "file").write_text("")
 
+@pytest.fixture
+def doubled(request):
+    return 2 * request.param
+
+@pytest.mark.parametrize("doubled", [1], indirect=True)
+def test_indirect_parameter(doubled):
+    assert doubled == 2
+
+@pytest.mark.parametrize("n", [1, 2], scope="module")
+def test_parameter_of_the_module(n):
+    assert n in (1, 2)
+
+@pytest.fixture
+def value():
+    return 0
+
+@pytest.mark.parametrize("value", [3])
+def test_parameter_instead_of_a_fixture(value):
+    assert value == 3 and lane() == EXPECTED
+
+def test_value_of_the_fixture(value):
+    assert value == 0
+
+@pytest.fixture
+def named(request):
+    request.node.add_marker("early")
+
+def test_named_while_it_runs(named, request):
+    request.node.add_marker("late")
+
+def test_logger_that_propagates_again():
+    logging.getLogger("mine.silenced").propagate = True
+    logging.getLogger("mine.silenced").warning("heard once")
+
+def test_records_of_each_phase(request):
+    logging.getLogger("mine").warning("of the call")
+    caplog = request.getfixturevalue("caplog")
+    assert (len(caplog.get_records("setup")), len(caplog.get_records("call"))) == (0, 1)
+
+@pytest.fixture
+def slow():
+    time.sleep(0.1)
+    yield
+    time.sleep(0.1)
+
+def test_slow(slow):
+    time.sleep(0.2)
+
+def test_sets_a_filter(request):
+    request.config.addinivalue_line("filterwarnings", "error:by the new filter")
+
+def test_heeds_the_filter():
+    warnings.warn("by the new filter")
+
 @unittest.mock.patch("os.sep", "/")
 def test_patched():
     pass
@@ -202,6 +256,20 @@ def test_outcomes(runs: dict[str, Run]) -> None:
         assert set(outcomes.values()) == {"passed", "failed", "error", "skipped", "xfailed"}
 
 
+def test_durations_are_those_of_the_phases(runs: dict[str, Run]) -> None:
+    for run in runs.values():
+        phases = run.reports["test_slow"]
+        assert phases["setup"]["duration"] >= 0.1
+        assert phases["call"]["duration"] >= 0.2
+        assert phases["teardown"]["duration"] >= 0.1
+
+
+def test_filters_of_warnings_that_are_added_later_hold(runs: dict[str, Run]) -> None:
+    """Filters are parsed once, until there are others."""
+    for run in runs.values():
+        assert "UserWarning: by the new filter" in run.text("test_heeds_the_filter")
+
+
 def test_what_one_rank_writes_is_shown(runs: dict[str, Run]) -> None:
     call = runs["open"].reports["test_prints_on_one_rank"]["call"]
     assert (call["output"], call["errors"]) == ("printed\n", "from a child\n")
@@ -245,6 +313,29 @@ CONFIG = []
 def pytest_configure(config):
     CONFIG[:] = [config]
 """
+
+
+FIXTURE_HOOK = """
+def pytest_fixture_setup(fixturedef):
+    if fixturedef.argname == "n":
+        with open("parameters", "a") as file:
+            file.write("n")
+"""
+
+
+def test_hooks_of_fixtures_see_parameters(suite: Suite) -> None:
+    suite.write("conftest.py", FIXTURE_HOOK)
+    suite.write(
+        "test_it.py",
+        """
+        import pytest
+        @pytest.mark.gt_world("ranks", size=2)
+        @pytest.mark.parametrize("n", [1])
+        def test_empty(n): assert n == 1
+        """,
+    )
+    assert suite.run("--gt-gpus=2").status == 0
+    assert (suite.folder / "parameters").read_text() == "nn"
 
 
 def test_hooks_of_a_conftest_run_in_ranks(suite: Suite) -> None:

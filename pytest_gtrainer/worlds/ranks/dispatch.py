@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import pickle
 import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
@@ -18,7 +17,7 @@ from pytest_gtrainer.worlds.ranks.leases import LeaseError
 from pytest_gtrainer.worlds.ranks.merge import PHASES, Phase, RankReports, merge
 from pytest_gtrainer.worlds.ranks.outcome import Incident, Outcome, disagreement
 from pytest_gtrainer.worlds.ranks.pool import Launcher
-from pytest_gtrainer.worlds.spec import WorldSpec, spec_of
+from pytest_gtrainer.worlds.spec import WorldSpec
 
 GOLDENS = "gtrainer-goldens"
 # The plugins that compare what the ranks have sent with their reports, and the attribute it is in.
@@ -28,13 +27,20 @@ CARRIED = (*JUDGES.values(), "gt_facts")
 NOT_A_FAILURE = (KeyboardInterrupt, pytest.exit.Exception)
 
 
+_CHAIN = pytest.StashKey[tuple[str, ...]]()
+
+
 def dispatch(
-    pool: Launcher, item: pytest.Item, next_on_ranks: pytest.Item | None, nextitem: pytest.Item | None
+    pool: Launcher,
+    item: pytest.Item,
+    spec: WorldSpec,
+    next_on_ranks: pytest.Item | None,
+    nextitem: pytest.Item | None,
 ) -> None:
     """Stand in for pytest's own protocol of ``item``: the same hooks, the phases on ranks."""
     hooks = item.ihook
     hooks.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
-    reports = _reports(pool, item, next_on_ranks)
+    reports = _reports(pool, item, spec, next_on_ranks)
     for report in reports:
         if report.when != "teardown":
             hooks.pytest_runtest_logreport(report=report)
@@ -49,9 +55,9 @@ def dispatch(
         item.session.shouldfail = pool.broken
 
 
-def _reports(pool: Launcher, item: pytest.Item, next_on_ranks: pytest.Item | None) -> list[pytest.TestReport]:
-    spec = spec_of(item)
-    assert spec is not None
+def _reports(
+    pool: Launcher, item: pytest.Item, spec: WorldSpec, next_on_ranks: pytest.Item | None
+) -> list[pytest.TestReport]:
     outcomes: list[Outcome] = []
     call = pytest.CallInfo.from_call(
         lambda: outcomes.append(_run(pool, item, spec, next_on_ranks)),
@@ -65,7 +71,8 @@ def _reports(pool: Launcher, item: pytest.Item, next_on_ranks: pytest.Item | Non
 
 
 def _run(pool: Launcher, item: pytest.Item, spec: WorldSpec, next_on_ranks: pytest.Item | None) -> Outcome:
-    command = wire.RunItem(item_ref(item), item_ref(next_on_ranks) if next_on_ranks is not None else None)
+    following = item_ref(next_on_ranks) if next_on_ranks is not None else None
+    command = wire.RunItem(item_ref(item), following, item.location)
     try:
         return pool.run(spec.size, command, limit_of(item.config, spec), item.nodeid)
     except (RanksError, LeaseError) as error:
@@ -86,8 +93,11 @@ def item_ref(item: pytest.Item) -> wire.ItemRef:
 
 def chain_of(item: pytest.Item) -> tuple[str, ...]:
     """The directories and the file that lead to a test, outermost first."""
-    nodes = (node for node in item.listchain() if isinstance(node, pytest.Directory | pytest.File))
-    return tuple(str(node.path) for node in nodes)
+    home = item.parent or item
+    if _CHAIN not in home.stash:
+        nodes = (node for node in item.listchain() if isinstance(node, pytest.Directory | pytest.File))
+        home.stash[_CHAIN] = tuple(str(node.path) for node in nodes)
+    return home.stash[_CHAIN]
 
 
 def _merged(item: pytest.Item, outcome: Outcome) -> list[pytest.TestReport]:
@@ -126,15 +136,30 @@ def _agreed(item: pytest.Item, outcome: Outcome) -> RankReports | None:
 def _rank_reports(item: pytest.Item, answer: wire.ItemDone) -> dict[Phase, pytest.TestReport]:
     """One report a phase. A rank sends more where the test has subtests: the first that failed counts."""
     restored: dict[str, Any] = {}
-    for data, times in zip(pickle.loads(answer.reports), answer.times, strict=True):
+    read = _reader(item.config)
+    for data, times in zip(wire.unpack(answer.reports), answer.times, strict=True):
         data |= zip(wire.TIMES, times, strict=True)
-        report: Any = item.config.hook.pytest_report_from_serializable(config=item.config, data=data)
+        report: Any = read(data)
         known = restored.get(report.when)
         kept = known if known is not None and known.failed else report
         for name in CARRIED:
             setattr(kept, name, _attached(known, name) + _attached(report, name))
         restored[report.when] = kept
     return {phase: _plain(restored[phase]) for phase in PHASES if phase in restored}
+
+
+def _reader(config: pytest.Config) -> Callable[[dict[str, Any]], Any]:
+    """What makes a report of what a rank has sent."""
+    hook = config.hook.pytest_report_from_serializable
+    known = {each.plugin_name for each in hook.get_hookimpls()} == wire.SERIALISERS
+
+    def read(data: dict[str, Any]) -> Any:
+        if known and data.get("$report_type") == "TestReport":  # as pytest does, without its hook
+            del data["$report_type"]
+            return pytest.TestReport._from_json(data)
+        return hook(config=config, data=data)
+
+    return read
 
 
 def _attached(report: pytest.TestReport | None, name: str) -> list[Any]:
@@ -194,11 +219,12 @@ def _gather_shown(merged: list[pytest.TestReport], reports: Mapping[int, RankRep
 
 
 def _claims(reports: Mapping[int, RankReports], attribute: str) -> dict[int, list[Any]]:
-    """What each rank has sent with its reports of all phases."""
-    return {
-        rank: [claim for report in phases.values() for claim in _attached(report, attribute)]
-        for rank, phases in reports.items()
-    }
+    """What each rank has sent with its reports of all phases; ranks that agree share their reports."""
+    found: dict[int, list[Any]] = {}
+    for phases in reports.values():
+        if id(phases) not in found:
+            found[id(phases)] = [claim for report in phases.values() for claim in _attached(report, attribute)]
+    return {rank: found[id(phases)] for rank, phases in reports.items()}
 
 
 # --- this process ------------------------------------------------------------------------------

@@ -123,28 +123,35 @@ class RanksPlugin:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
-        if self._size_on_ranks(item) is None:
+        spec = self._spec_on_ranks(item)
+        if spec is None:
             if self._pool is not None:
                 self._pool.leave()
             return None
         from pytest_gtrainer.worlds.ranks.dispatch import dispatch
 
-        dispatch(self.pool, item, self._next_on_ranks(item, nextitem), nextitem)
+        dispatch(self.pool, item, spec, self._next_on_ranks(item, spec, nextitem), nextitem)
         return True
 
     def _size_on_ranks(self, item: pytest.Item) -> int | None:
-        """How many ranks run this test; None if it runs here, if only to be skipped."""
+        spec = self._spec_on_ranks(item)
+        return spec.size if spec is not None else None
+
+    def _spec_on_ranks(self, item: pytest.Item) -> WorldSpec | None:
+        """What a test wants that ranks run; None if it runs here, if only to be skipped."""
         spec = ranks_spec(item)
         if spec is None or item.get_closest_marker("skip") is not None:
             return None
         if item.config.getoption("setupplan") or item.config.getoption("setuponly"):
             return None  # pytest shows what it would do, and runs no test
-        return spec.size if missing(spec, devices.resolve(self.config)) is None else None
+        return spec if missing(spec, devices.resolve(self.config)) is None else None
 
-    def _next_on_ranks(self, item: pytest.Item, nextitem: pytest.Item | None) -> pytest.Item | None:
+    def _next_on_ranks(
+        self, item: pytest.Item, spec: WorldSpec, nextitem: pytest.Item | None
+    ) -> pytest.Item | None:
         """The next test on the same ranks; under xdist only the very next test is known."""
         if hasattr(self.config, "workerinput"):
-            same = nextitem is not None and self._size_on_ranks(nextitem) == self._size_on_ranks(item)
+            same = nextitem is not None and self._size_on_ranks(nextitem) == spec.size
             return nextitem if same else None
         if self._following is None:
             self._following = following(item.session.items, self._size_on_ranks)

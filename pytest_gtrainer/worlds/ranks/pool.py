@@ -13,7 +13,7 @@ import pytest
 
 from pytest_gtrainer import options
 from pytest_gtrainer.devices import Devices, resolve
-from pytest_gtrainer.environment import lasting_environment
+from pytest_gtrainer.environment import lasting_environment, raw_lasting_environment
 from pytest_gtrainer.worlds.ranks import sharing, wire
 from pytest_gtrainer.worlds.ranks.launcher import ForkServer
 from pytest_gtrainer.worlds.ranks.outcome import Outcome
@@ -41,8 +41,11 @@ PRELOAD = (
 )
 
 
+_Items = frozenset[tuple[str, str]]
 # Number of ranks, device, environment.
-TeamKey = tuple[int, str, frozenset[tuple[str, str]]]
+TeamKey = tuple[int, str, _Items]
+# What the environment of ranks was made from, and what came of it.
+_Seen = tuple[tuple[dict[bytes, bytes] | None, Mapping[str, str]], tuple[dict[str, str], _Items]]
 
 
 class Launcher(Protocol):
@@ -74,6 +77,7 @@ class Pool:
         self._server: ForkServer | None = None
         self._teams: dict[TeamKey, Team] = {}  # the least recently used first
         self._devices_shared: sharing.Sharing | None = None
+        self._seen: _Seen | None = None
 
     @property
     def devices(self) -> Devices:
@@ -124,8 +128,8 @@ class Pool:
         Raises:
             RanksError: it could not be started.
         """
-        environ = {**rank_environment(self.devices.kind), **self._sharing().environment()}
-        key = (size, self.devices.kind, frozenset(environ.items()))
+        environ, items = self._environment()
+        key = (size, self.devices.kind, items)
         team = self._teams.pop(key, None)
         if team is not None and team.alive and not team.has_lost_ranks():
             self._teams[key] = team
@@ -136,6 +140,17 @@ class Pool:
         team = Team(self._running_server(), self._plan(size, environ))
         self._teams[key] = team
         return team
+
+    def _environment(self) -> tuple[dict[str, str], _Items]:
+        """What ranks start with now; to decode and hash it for every test took a tenth of this process's time."""
+        raw = raw_lasting_environment()
+        if raw is not None:
+            raw.pop(b"PYTEST_CURRENT_TEST", None)
+        seen = (raw, self._sharing().environment())
+        if raw is None or self._seen is None or self._seen[0] != seen:
+            environ = {**rank_environment(self.devices.kind), **self._sharing().environment()}
+            self._seen = seen, (environ, frozenset(environ.items()))
+        return self._seen[1]
 
     def release(self, team: Team) -> None:
         """Give a team back after a test."""

@@ -11,7 +11,6 @@ import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
-from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -115,7 +114,7 @@ class Team:
 
     def _take_up(self, rank: RankProcess) -> None:
         try:
-            message = rank.conn.recv()
+            message: Any = wire.decode(rank.conn.recv_bytes())
         except (EOFError, OSError):
             how = self.how_it_ended(rank)
             self._give_up(f"rank {rank.rank} {how} while it started\n{self.last_words(rank)}")
@@ -133,7 +132,7 @@ class Team:
 
     def send(self, command: object, ranks: Iterable[int] | None = None) -> None:
         """Send a command to all ranks, or to some; the dead are noticed elsewhere."""
-        message = ForkingPickler.dumps(command)
+        message = wire.encode(command)
         for rank in range(self.size) if ranks is None else ranks:
             with contextlib.suppress(OSError):
                 self.ranks[rank].conn.send_bytes(message)
@@ -187,7 +186,7 @@ class Team:
         Ranks that disagree have a collective under way that will never end, and destroying
         its group would wait for it: such a team is ended.
         """
-        if outcome.killed or outcome.dead or self.has_lost_ranks():
+        if outcome.killed or outcome.dead or (outcome.is_troubled and self.has_lost_ranks()):
             return self.kill()
         states = {rank: answer.state for rank, answer in outcome.answers.items()}
         if outcome.unblocked_at is not None or not all(state.intact for state in states.values()):
@@ -245,7 +244,7 @@ class Team:
 
 def _next_message(conn: Connection) -> object:
     try:
-        return conn.recv()
+        return wire.decode(conn.recv_bytes())
     except (EOFError, OSError):
         return None
 

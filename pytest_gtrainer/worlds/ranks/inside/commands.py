@@ -27,7 +27,7 @@ from pytest_gtrainer.worlds.ranks.inside.session import capture_fds, close_sessi
 def serve(setup: wire.RankSetup, conn: Connection) -> int:
     """Start as a rank, then obey until told to stop: the exit status."""
     torch.set_num_threads(1)
-    send = in_this_process(conn.send)
+    send = in_this_process(lambda message: conn.send_bytes(wire.encode(message)))
     try:
         group = RankGroup(setup.rank, setup.device, setup.backend)
         group.join(setup.store, setup.size)
@@ -38,7 +38,7 @@ def serve(setup: wire.RankSetup, conn: Connection) -> int:
     send(wire.Up(capture_fds(rank.config)))
     while True:
         try:
-            command = conn.recv()
+            command = wire.decode(conn.recv_bytes())
         except EOFError:
             return 0  # the parent is gone
         answer = rank.obey(command)
@@ -91,6 +91,8 @@ class Rank:
         try:
             item = self.collection.find(command.item)
             following = self._following(command.next_item)
+            if command.location is not None:
+                vars(item).setdefault("location", command.location)  # a cached property, which reads the source
             # The parent may have changed its mind about what comes after the last test.
             self.session._setupstate.teardown_exact(item)
             self.config.hook.pytest_runtest_protocol(item=item, nextitem=following)

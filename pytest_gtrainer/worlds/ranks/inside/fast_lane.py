@@ -7,8 +7,8 @@ that it knows: where anybody else has a say (another plugin's or a conftest's ho
 expects a failure, a fixture that captures), pytest's own protocol runs. And with the first thing to tell (a line of
 output, a log record, an exception), it reports the phases before, and leaves the rest to pytest.
 
-Fixtures, ``pytest_pyfunc_call``, wrappers of ``pytest_runtest_protocol`` (warnings among them) and the hooks at the
-start and the end of a test are called as ever.
+Fixtures (but for a parameter that is nothing else), ``pytest_pyfunc_call``, wrappers of ``pytest_runtest_protocol``
+(warnings among them) and the hooks at the start and the end of a test are called as ever.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ import pytest
 from _pytest import runner
 from _pytest.capture import CaptureManager, FDCapture
 from _pytest.logging import LoggingPlugin
+from _pytest.python import get_direct_param_fixture_func
+from _pytest.scope import Scope
 from _pytest.skipping import evaluate_xfail_marks, xfailed_key
 from _pytest.threadexception import collect_thread_exception, thread_exceptions
 from _pytest.tmpdir import tmppath_result_key
@@ -28,6 +30,7 @@ from _pytest.unraisableexception import collect_unraisable, unraisable_exception
 
 from pytest_gtrainer.leaks import LeakGuard
 from pytest_gtrainer.plugin import FACTS
+from pytest_gtrainer.worlds.ranks.inside import hygiene
 from pytest_gtrainer.worlds.ranks.inside.lighter import Logs
 from pytest_gtrainer.worlds.ranks.inside.recorder import QuietPhase, Recorder
 
@@ -39,6 +42,8 @@ _KNOWN_PLUGINS = {
     "threadexception", "unraisableexception", "hypothesispytest", "setuponly", "setupplan", "gtrainer",
     "gtrainer-leaks", "gtrainer-goldens", "gtrainer-inline", "gtrainer-verdicts", "gtrainer-rank-recorder",
 }  # fmt: skip
+# Whose hooks of a fixture do nothing for a parameter.
+_KNOWN_OF_FIXTURES = {"fixtures", "setuponly", "setupplan", "gtrainer-leaks", "hypothesispytest", "unittest"}
 _HOOKS = ("setup", "call", "teardown", "makereport", "logreport")
 _CONDITIONS = {"skip", "skipif", "xfail"}
 _CAPTURING_FIXTURES = {"capsys", "capsysbinary", "capfd", "capfdbinary", "capteesys", "subtests"}
@@ -53,6 +58,9 @@ class FastLane:
         self._logging: LoggingPlugin | None = config.pluginmanager.getplugin("logging-plugin")
         self._fds = self._captured_fds()
         self._open: bool | None = None
+        self.fills_parameters = False
+        self.guard: LeakGuard | None = None
+        self.carriers: list[Any] = []
 
     def _captured_fds(self) -> tuple[int, ...]:
         streams = self._capture._global_capturing if self._capture is not None else None
@@ -83,7 +91,17 @@ class FastLane:
             named |= {each.plugin_name for each in protocols if each.plugin is not self}
             is_logging = self._logging is not None and self._logging.log_level is None
             self._open = bool(self._fds) and is_logging and named <= _KNOWN_PLUGINS
+            self._look_around()
         return self._open
+
+    def _look_around(self) -> None:
+        """What every test asks the plugins for, until another plugin is registered."""
+        hooks, plugins = self._config.hook, self._config.pluginmanager
+        callers = (hooks.pytest_fixture_setup, hooks.pytest_fixture_post_finalizer)
+        named = {each.plugin_name for caller in callers for each in caller.get_hookimpls()}
+        self.fills_parameters = named <= _KNOWN_OF_FIXTURES
+        self.guard = plugins.getplugin("gtrainer-leaks")
+        self.carriers = self._recorder.carriers()
 
 
 def _is_simple(item: pytest.Function) -> bool:
@@ -104,19 +122,33 @@ def _has_mark(item: pytest.Item, names: set[str]) -> bool:
     return False
 
 
+def _has_parameters_only(item: pytest.Function) -> bool:
+    """Whether a test has no fixtures but values of its own parametrisation."""
+    callspec: Any = getattr(item, "callspec", None)
+    if callspec is None:
+        return not item.fixturenames
+    for name in item.fixturenames:
+        if callspec._arg2scope.get(name) is not Scope.Function:
+            return False
+        if item._fixtureinfo.name2fixturedefs[name][-1].func is not get_direct_param_fixture_func:
+            return False  # indirect
+    return True
+
+
 class _Run:
     """A test on the lane."""
 
     def __init__(self, lane: FastLane, item: pytest.Function, nextitem: pytest.Item | None) -> None:
-        self.item, self.nextitem, self.recorder, self.fds = item, nextitem, lane._recorder, lane._fds
+        self.lane, self.item, self.nextitem = lane, item, nextitem
+        self.recorder, self.fds, self.guard = lane._recorder, lane._fds, lane.guard
         assert lane._capture is not None
         assert lane._logging is not None
         self.capture = lane._capture
         self.logs = Logs(lane._logging, item)
-        self.guard: LeakGuard | None = item.config.pluginmanager.getplugin("gtrainer-leaks")
-        callspec = getattr(item, "callspec", None)
-        self.has_fixtures = not (callspec.params.keys() if callspec is not None else set()) >= set(item.fixturenames)
+        self.has_fixtures = not _has_parameters_only(item)
         self.untold: list[QuietPhase] = []
+        self.keywords: dict[str, Literal[1]] = {}
+        self.marks = 0
         self.on_lane = False
 
     def run(self) -> None:
@@ -149,13 +181,19 @@ class _Run:
     def _set_up(self) -> None:
         if self.guard is not None:
             self.guard.begin()
+        if not self.has_fixtures and self.lane.fills_parameters and self.item.fixturenames:
+            # as fixtures they would take a tenth of the test
+            self.item.funcargs.update((name, self.item.callspec.params[name]) for name in self.item.fixturenames)
         runner.pytest_runtest_setup(self.item)
         self._collect_exceptions()
 
     def _call(self) -> None:
-        with self.recorder.undone(self.item):
+        before = hygiene.Snapshot()
+        try:
             runner.pytest_runtest_call(self.item)
             self._collect_exceptions()
+        finally:
+            self.recorder.undo(self.item, before)
 
     def _teardown(self) -> None:
         runner.pytest_runtest_teardown(self.item, self.nextitem)
@@ -177,7 +215,7 @@ class _Run:
             return runner.call_and_report(self.item, when, **more)
         if when == "setup" or self.has_fixtures:  # which may have silenced a logger for the root's handlers
             self.logs.attach()
-        self.logs.begin(when)
+        self.logs.begin(when, apart=when == "setup" or self.has_fixtures)  # on the lane nothing has been logged since
         call = pytest.CallInfo.from_call(body, when)
         if self._has_nothing_to_tell(call):
             self.untold.append(self._quiet(call))
@@ -200,11 +238,12 @@ class _Run:
         item = self.item
         return (
             call.excinfo is None
-            and not any(os.fstat(fd).st_size for fd in self.fds)
+            and not os.fstat(self.fds[0]).st_size
+            and not os.fstat(self.fds[1]).st_size
             and not self.logs.written()
             and not item._report_sections
             and not item.user_properties
-            and not self.recorder.has_something()
+            and not any(each.has_untold() for each in self.lane.carriers)
             and self.capture._capture_fixture is None
             and not _has_mark(item, {"xfail"})
         )
@@ -215,7 +254,17 @@ class _Run:
         sink = item.stash[FACTS]
         told = sink[:]
         sink.clear()
-        return QuietPhase(call, dict.fromkeys(item.keywords, 1), told)
+        return QuietPhase(call, self._keywords(), told)
+
+    def _keywords(self) -> dict[str, Literal[1]]:
+        """Those of the report: names of nodes and marks, of which a phase can only add some."""
+        known, node = 0, self.item  # type: int, Any
+        while node is not None:
+            known += len(node.keywords._markers)
+            node = node.parent
+        if known != self.marks:
+            self.marks, self.keywords = known, dict.fromkeys(self.item.keywords, 1)
+        return self.keywords
 
     def _report(self, call: pytest.CallInfo[None]) -> pytest.TestReport:
         """Tell of a phase, and of those before it; from here on pytest takes over."""
@@ -246,5 +295,5 @@ class _Run:
         for phase in untold:
             report: Any = pytest.TestReport.from_item_and_call(self.item, phase.call)
             report.sections, report.user_properties = [], []
-            report.keywords, report.gt_facts = phase.keywords, phase.facts
+            report.keywords, report.gt_facts = dict(phase.keywords), phase.facts
             self.item.ihook.pytest_runtest_logreport(report=report)

@@ -109,6 +109,8 @@ class RankGroup:
 
     def _issued(self) -> dict[str, int]:
         """Sequence numbers by the ranks of a group: its name may differ between ranks."""
+        if len(c10d._world.pg_map) == 1 and self._default is not None:
+            return self._issued_by_all(self._default)
         issued: dict[str, int] = {}
         same_ranks: Counter[str] = Counter()
         for group in c10d._world.pg_map:
@@ -119,6 +121,13 @@ class RankGroup:
             with contextlib.suppress(RuntimeError):  # a backend that does not count
                 issued[label] = self._issued_on(group)
         return issued
+
+    def _issued_by_all(self, group: dist.ProcessGroup) -> dict[str, int]:
+        """The same where there is no other group."""
+        try:
+            return {"all ranks": self._issued_on(group)}
+        except RuntimeError:
+            return {}
 
     def _issued_on(self, group: dist.ProcessGroup) -> int:
         """Collectives on a group since this was last asked."""

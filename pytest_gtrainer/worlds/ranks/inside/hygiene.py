@@ -17,7 +17,6 @@ import torch
 from pytest_gtrainer.environment import raw_environment
 
 SEED = 1234
-_PYTESTS_OWN = {b"PYTEST_CURRENT_TEST"}
 
 
 def seed_everything() -> None:
@@ -39,28 +38,43 @@ def restored() -> Iterator[Changes]:
 
     Gives a mapping that in the end holds those changes that decide the bits of others: by name, before and after.
     """
-    environ, cwd, limits = raw_environment(), os.getcwd(), _limits()
-    before = [setting.read() for setting in _TORCH_SETTINGS]
+    before = Snapshot()
     changes: Changes = {}
     try:
         yield changes
     finally:
-        _restore_limits(limits)
-        _restore_environ(environ)
-        os.chdir(cwd)
-        for setting, value in zip(_TORCH_SETTINGS, before, strict=True):
+        changes.update(before.restore())
+
+
+class Snapshot:
+    """What there is now, of all that the body of a test may change in the process."""
+
+    __slots__ = ("_cwd", "_environ", "_limits", "_settings")
+
+    def __init__(self) -> None:
+        self._environ, self._cwd, self._limits = _environ(), os.getcwd(), _limits()
+        self._settings = [setting.read() for setting in _TORCH_SETTINGS]
+
+    def restore(self) -> Changes:
+        """Put it back; the changes that decide the bits of others, by name, before and after."""
+        changes: Changes = {}
+        _restore_limits(self._limits)
+        _restore_environ(self._environ)
+        os.chdir(self._cwd)
+        for setting, value in zip(_TORCH_SETTINGS, self._settings, strict=True):
             found = setting.read()
             if found != value:  # writing the determinism flags imports half of inductor
                 setting.write(value)
                 changes.update({setting.name: (value, found)} if setting.decides_bits else {})
+        return changes
 
 
-def _limits() -> dict[int, tuple[int, int]]:
-    return {which: resource.getrlimit(which) for which in _LIMITS}
+def _limits() -> list[tuple[int, int]]:
+    return list(map(resource.getrlimit, _LIMITS))
 
 
-def _restore_limits(limits: dict[int, tuple[int, int]]) -> None:
-    for which, limit in limits.items():
+def _restore_limits(limits: list[tuple[int, int]]) -> None:
+    for which, limit in zip(_LIMITS, limits, strict=True):
         if resource.getrlimit(which) != limit:
             with contextlib.suppress(ValueError, OSError):  # a hard limit that was lowered stays
                 resource.setrlimit(which, limit)
@@ -74,12 +88,21 @@ def forget_compiled() -> None:
 
 
 def _restore_environ(before: dict[bytes, bytes]) -> None:
-    now = raw_environment()
-    for name in now.keys() - before.keys() - _PYTESTS_OWN:
+    now = _environ()
+    if now == before:
+        return
+    for name in now.keys() - before.keys():
         del os.environb[name]
     for name, value in before.items():
-        if now.get(name) != value and name not in _PYTESTS_OWN:
+        if now.get(name) != value:
             os.environb[name] = value
+
+
+def _environ() -> dict[bytes, bytes]:
+    """The environment but for what pytest says of its present test."""
+    environ = raw_environment()
+    environ.pop(b"PYTEST_CURRENT_TEST", None)
+    return environ
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,22 +1,29 @@
 """What pytest does around every phase of a test, at less cost and with the same result.
 
-In a rank an empty test is nothing but this, and a world of eight runs it eight times. Two parts of it are dear:
-the logging plugin looks twice a phase through all loggers (torch makes 270) for those that do not propagate, and
-capturing rewinds, reads and truncates files in which nothing was written.
+In a rank an empty test is nothing but this, and a world of eight runs it eight times. Three parts of it are dear:
+the logging plugin looks twice a phase through all loggers (torch makes 270) for those that do not propagate,
+capturing rewinds, reads and truncates files in which nothing was written, and filters of warnings are parsed anew.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 import os
-from collections.abc import Callable
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
 
 import pytest
 from _pytest.capture import CaptureManager, FDCaptureBase
 from _pytest.logging import LoggingPlugin, caplog_handler_key, caplog_records_key
+
+# Of a logger; a placeholder for one has no such attribute.
+_PROPAGATE, _BY_DEFAULT = itertools.repeat("propagate"), itertools.repeat(True)
 
 
 def lighten(config: pytest.Config) -> None:
@@ -26,9 +33,30 @@ def lighten(config: pytest.Config) -> None:
     for stream in (streams.out, streams.err) if streams is not None else ():
         if isinstance(stream, FDCaptureBase):
             stream.snap = _reading_if_written(stream)  # type: ignore[method-assign]
+    if not getattr(sys.flags, "context_aware_warnings", False):  # else there is no one list of filters
+        config._catch_configured_warnings = _with_known_filters(config)  # type: ignore[method-assign]
     plugin: LoggingPlugin | None = config.pluginmanager.getplugin("logging-plugin")
     if plugin is not None and plugin.log_level is None:  # else pytest sets the root logger's level, too
         plugin._runtest_for = functools.partial(_LogsOfPhase, plugin)  # type: ignore[method-assign, assignment]
+
+
+def _with_known_filters(config: pytest.Config) -> Callable[..., Any]:
+    """``Config._catch_configured_warnings``, which parses the same filters for every test."""
+    in_full = config._catch_configured_warnings
+    made_from: list[Any] = []
+    made: list[Any] = []
+
+    @contextmanager
+    def caught(*, record: bool) -> Iterator[list[warnings.WarningMessage] | None]:
+        source = [warnings.filters[:], config.getini("filterwarnings")[:], sys.warnoptions[:]]
+        if source != made_from:
+            with in_full(record=record):
+                made_from[:], made[:] = source, warnings.filters
+        with warnings.catch_warnings(record=record) as log:
+            warnings.filters[:] = made  # type: ignore[index]
+            yield log
+
+    return caught
 
 
 def _reading_if_written(stream: FDCaptureBase[str]) -> Callable[[], str]:
@@ -52,17 +80,19 @@ class Logs:
             logger.addHandler(self._caplog)
             logger.addHandler(self._report)
 
-    def begin(self, when: str) -> None:
-        """Keep the records of a phase apart from those before."""
-        self._caplog.reset()
-        self._report.reset()
+    def begin(self, when: str, *, apart: bool = True) -> None:
+        """Keep the records of a phase apart from those before, unless it is known that there are none."""
+        if apart:
+            self._caplog.reset()
+            self._report.reset()
         stash = self._item.stash
         stash.setdefault(caplog_records_key, {})[when] = self._caplog.records
         stash[caplog_handler_key] = self._caplog
 
     def written(self) -> str:
         """What was logged in this phase."""
-        return self._report.stream.getvalue().strip()
+        stream = self._report.stream
+        return stream.getvalue().strip() if stream.tell() else ""
 
     def detach(self) -> None:
         """Listen no more."""
@@ -97,7 +127,20 @@ class _LogsOfPhase(Logs):
         self.detach()
 
 
-def _not_propagating() -> list[logging.Logger]:
+class _NotPropagating:
     """The loggers whose records the root logger does not see."""
-    known: Any = logging.root.manager.loggerDict.values()
-    return [each for each in known if type(each) is not logging.PlaceHolder and not each.propagate]
+
+    def __init__(self) -> None:
+        self._seen: list[Any] = []
+        self._found: list[logging.Logger] = []
+
+    def __call__(self) -> list[logging.Logger]:
+        known: Any = logging.root.manager.loggerDict.values()
+        propagate = list(map(getattr, known, _PROPAGATE, _BY_DEFAULT))
+        if propagate != self._seen:
+            self._seen = propagate
+            self._found = [each for each, does in zip(known, propagate, strict=True) if not does]
+        return self._found
+
+
+_not_propagating = _NotPropagating()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 import time
 import traceback
 from collections.abc import Callable, Generator, Iterable, Iterator
@@ -21,9 +20,6 @@ OUTPUT_LIMIT = 64 * 1024
 SUMMARY_LIMIT = 300
 # gloo's words when the rank at the other end is gone.
 LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
-# Older ones write text for numbers, and newer ones are no smaller.
-_PROTOCOL = pickle.HIGHEST_PROTOCOL
-_SERIALISERS = {"reports", "subtests"}
 # The plugins that send something along with reports.
 _CARRIERS = ("gtrainer-goldens", "gtrainer-inline")
 # Of a report; what users and plugins attach to it can be anything.
@@ -57,7 +53,7 @@ class Recorder:
 
     def take(self) -> tuple[bytes, tuple[tuple[float, ...], ...], tuple[wire.WarningRecord, ...]]:
         """The reports (see ``wire.ItemDone``), their times, and the warnings since the last call."""
-        reports = pickle.dumps(self._reports, _PROTOCOL) if self._reports else b""
+        reports = _packed(self._reports) if self._reports else b""
         taken = reports, tuple(self._times), tuple(self._warnings)
         self._reports, self._times, self._warnings = [], [], []
         return taken
@@ -79,18 +75,23 @@ class Recorder:
     @contextmanager
     def undone(self, item: pytest.Item) -> Iterator[None]:
         """Put back what the body of a test changed in the process, and blame the test for what decides bits."""
+        before = hygiene.Snapshot()
         try:
-            with hygiene.restored() as changes:
-                yield
+            yield
         finally:
-            guard = self._config.pluginmanager.getplugin("gtrainer-leaks")
-            if changes and guard is not None:
-                guard.blame(item, changes)
+            self.undo(item, before)
 
-    def has_something(self) -> bool:
-        """Whether a plugin has something to send along with the next report, facts apart."""
+    def undo(self, item: pytest.Item, before: hygiene.Snapshot) -> None:
+        """The end of ``undone``."""
+        changes = before.restore()
+        guard = self._config.pluginmanager.getplugin("gtrainer-leaks") if changes else None
+        if guard is not None:
+            guard.blame(item, changes)
+
+    def carriers(self) -> list[Any]:
+        """The plugins that may have something to send along with the next report, facts apart (``has_untold``)."""
         plugins = (self._config.pluginmanager.getplugin(name) for name in _CARRIERS)
-        return any(each is not None and each.has_untold() for each in plugins)
+        return [each for each in plugins if each is not None]
 
     def add_passed(self, item: pytest.Item, phases: Iterable[QuietPhase]) -> None:
         """Add the reports of phases that have passed, and of which there is nothing else to tell."""
@@ -117,7 +118,7 @@ class Recorder:
     def _serialises_as_pytest(self) -> bool:
         """Whether no plugin has a say in how reports are serialised."""
         own = self._config.hook.pytest_report_to_serializable.get_hookimpls()
-        return len(own) == len(_SERIALISERS) and {each.plugin_name for each in own} == _SERIALISERS
+        return len(own) == len(wire.SERIALISERS) and {each.plugin_name for each in own} == wire.SERIALISERS
 
     def pytest_warning_recorded(
         self, warning_message: Any, when: str, nodeid: str, location: tuple[str, int, str] | None
@@ -136,6 +137,13 @@ class Recorder:
                 location,
             )
         )
+
+
+def _packed(reports: list[dict[str, Any]]) -> bytes:
+    try:
+        return wire.pack(reports)
+    except ValueError:  # pytest's own fields are not looked at one by one; a keyword may be of a class of the user's
+        return wire.pack(plain(reports))
 
 
 def _of_a_pass(report: pytest.TestReport) -> dict[str, Any] | None:

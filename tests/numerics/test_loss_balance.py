@@ -83,6 +83,18 @@ def test_a_rank_without_tokens_has_no_share(gt_world):
     assert balanced_loss(losses.sum(), losses.numel()).item() == 2.0 * gt_world.rank
 
 
+@pytest.mark.gt_world("ranks", size=4, mesh={"dp": 2, "tp": 2})
+def test_tokens_of_a_group_are_counted_exactly(gt_world, gt_mesh):
+    """More than fp32 can count; the ranks of another group have others and are not asked."""
+    counts = [2**24 + 1, 5, 2**24, 7]
+    group = [rank for rank in range(4) if rank % 2 == gt_world.rank % 2]
+    assert torch.distributed.get_process_group_ranks(gt_mesh.get_group("dp")) == group
+    one = torch.tensor(1.0, dtype=torch.float64)
+    for gradients, factor in (("sum", 1), ("avg", 2)):
+        share = balanced_loss(one, counts[gt_world.rank], gt_mesh.get_group("dp"), gradients=gradients)
+        assert share.item() == factor / sum(counts[rank] for rank in group)
+
+
 @pytest.mark.gt_world("fake", size=8)
 def test_it_can_be_traced(gt_world):
     model = torch.nn.Linear(4, 4)

@@ -75,6 +75,30 @@ def test_the_first_operator_that_differs_is_named():
     assert not [call for _, call in verdict.differing if call.place[:2] == ("first", "fwd")]
 
 
+class Branches(nn.Module):
+    """Two layers beside each other, run in either order."""
+
+    def __init__(self, *order: str) -> None:
+        super().__init__()
+        with deterministic(seed=3):
+            self.left, self.right = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.order = order
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made = {name: self.get_submodule(name)(x) for name in self.order}
+        return made["left"] + made["right"]
+
+
+def test_operators_are_aligned_by_their_place_not_by_their_order():
+    """A graph may run what does not depend on each other in another order."""
+    expected = eager(Branches("left", "right"))
+    verdict = compare_operators(eager(Branches("right", "left")), expected)
+    assert (verdict.outcome, verdict.unaligned) == ("equal", ())
+    spoiled = Branches("right", "left")
+    flip_bit(spoiled.left.bias.data, element=1, bit=20)
+    assert compare_operators(eager(spoiled), expected).first == Place("left", "fwd", "aten.addmm.default", 0)
+
+
 class Halved(torch.autograd.Function):
     """The value as it is, half its gradient."""
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -52,7 +52,7 @@ class Value(NamedTuple):
         type: with a hole for each symbol.
         arguments: with a hole for each reference and symbol.
         operands: what stands in the holes: the symbols of the type, the references, the other symbols.
-        sources: the values among the operands, as often as they stand there.
+        sources: the values among the operands, as often as they stand there; the operands if there is nothing else.
         tags: as written, but for paths, which are absolute.
         record: its place among the records.
     """
@@ -104,6 +104,10 @@ class Dataflow:
     bodies: dict[str, tuple[Record, ...]] = field(default_factory=dict)
     others: list[Record] = field(default_factory=list)
     """Records that are no statements of a graph: those of the views."""
+    inputs: list[int] = field(default_factory=list)
+    users: list[int] = field(default_factory=list)
+    tagged: list[int] = field(default_factory=list)
+    """The places of inputs, of values that name a definition, of values with tags."""
 
     @property
     def computed(self) -> Iterator[int]:
@@ -116,6 +120,17 @@ def dataflow(records: Iterable[Record]) -> Dataflow:
     return _Reader().read(records)
 
 
+class _Tables(dict[tuple[str | None, str], Mapping[str, int]]):
+    """Where a name is looked up, by the space and path that stand before it, as seen from one heading."""
+
+    def __init__(self, find: Callable[[str | None, str], Mapping[str, int]]) -> None:
+        self._find = find
+
+    def __missing__(self, origin: tuple[str | None, str]) -> Mapping[str, int]:
+        table = self[origin] = self._find(*origin)
+        return table
+
+
 class _Reader:
     """Resolves names in one walk over the records."""
 
@@ -124,16 +139,18 @@ class _Reader:
         self._defined: dict[str, int] = {}
         self._inputs: dict[tuple[str, str], int] = {}
         self._names: dict[Scope, dict[str, int]] = {}
-        self._seen: dict[tuple[str, str | None, str], dict[str, int]] = {}
-        self._here: dict[tuple[str, str], tuple[Scope, dict[str, int]]] = {}
+        self._here: dict[tuple[str, str], tuple[Scope, dict[str, int], _Tables]] = {}
         self._symbols: dict[str, Symbol] = {}
         self._brought: Counter[int] = Counter()
         self._body: list[Record] | None = None
         self._record = 0
 
     def read(self, records: Iterable[Record]) -> Dataflow:
+        section, space = "", ""
         for self._record, record in enumerate(records):
-            space = place_of(record.section).space
+            if record.section is not section:
+                section = record.section
+                space = place_of(section).space
             if space in COMPUTED_SPACES and (parts := statement(record.text)) is not None:
                 self._computed(record, parts)
             elif space in INPUT_SPACES and ": " in record.text:
@@ -181,36 +198,55 @@ class _Reader:
 
     def _input(self, record: Record) -> None:
         self._end_body()
+        self._here.clear()  # as what it is called may have been looked for
         name, _, kind = record.text.partition(": ")
         space, layer = place_of(record.section)
         path = absolute(name[1:].removeprefix("."), layer) if name[:1] == space else name
         typed, symbols = type_parts(kind)
         place = len(self._made.values)
         self._inputs[space, path] = place
-        operands = tuple([self._symbol(symbol, record.section, place) for symbol in symbols])
+        self._made.inputs.append(place)
+        operands = self._noted(tuple([self._symbol(symbol, record.section, place) for symbol in symbols]))
         self._made.values.append(Value(Scope(space, path), "", "", typed, "", operands, (), "", self._record))
 
     def _computed(self, record: Record, parts: Statement) -> None:
         if self._body is not None:
             self._end_body()
         section, heading, _ = record
-        here = self._here.get((section, heading))
-        if here is None:
-            scope = scope_of(section, heading)
-            here = self._here[section, heading] = scope, self._names.setdefault(scope, {})
-        scope, names = here
+        name, kind, symbols, tags, operator, arguments, references, sizes = parts
+        scope, names, tables = self._here.get((section, heading)) or self._enter(section, heading)
         place = len(self._made.values)
-        operands: list[Operand] = [self._find(known, section, names) for known in parts.references]
-        if parts.symbols or parts.sizes:
-            typed = [self._symbol(symbol, section, place) for symbol in parts.symbols]
-            operands = [*typed, *operands, *(self._symbol(size, section, place) for size in parts.sizes)]
-        tags = absolute(parts.tags, place_of(section).layer) if "(" in parts.tags else parts.tags
-        name, kind, _, _, operator, arguments, _, _ = parts
-        sources = tuple([known for known in operands if isinstance(known, int) and known >= 0])
-        self._made.values.append(
-            Value(scope, name, operator, kind, arguments, tuple(operands), sources, tags, self._record)
-        )
-        names[parts.name] = place
+        found = tuple([tables[space, path].get(known) for space, path, known, _ in references])
+        operands: tuple[Operand, ...] = found  # type: ignore[assignment]  # all of them, as mostly
+        sources: tuple[int, ...] = found  # type: ignore[assignment]
+        if None in found or symbols or sizes:
+            operands = self._all_operands(parts, found, section)
+            sources = tuple([known for known in operands if isinstance(known, int) and known >= 0])
+        if tags:
+            self._made.tagged.append(place)
+            tags = absolute(tags, place_of(section).layer) if "(" in tags else tags
+        self._made.values.append(Value(scope, name, operator, kind, arguments, operands, sources, tags, self._record))
+        names[name] = place
+
+    def _enter(self, section: str, heading: str) -> tuple[Scope, dict[str, int], _Tables]:
+        scope = scope_of(section, heading)
+        names = self._names.setdefault(scope, {})
+        here = self._here[section, heading] = scope, names, self._tables(section, names)
+        return here
+
+    def _all_operands(self, parts: Statement, found: Sequence[int | None], section: str) -> tuple[Operand, ...]:
+        """The operands with symbols, and with what stands for references that were not found."""
+        place = len(self._made.values)
+        typed = [self._symbol(symbol, section, place) for symbol in parts.symbols]
+        operands = self._completed(parts.references, found, section)
+        sizes = [self._symbol(size, section, place) for size in parts.sizes]
+        return self._noted((*typed, *operands, *sizes))
+
+    def _noted(self, operands: tuple[Operand, ...]) -> tuple[Operand, ...]:
+        """The operands of the next value, which is a user of definitions if one is among them."""
+        if any(isinstance(operand, int) and operand < 0 for operand in operands):
+            self._made.users.append(len(self._made.values))
+        return operands
 
     def _symbol(self, text: str, section: str, place: int) -> Operand:
         """A symbol belongs to the value that first mentions it."""
@@ -223,28 +259,30 @@ class _Reader:
             self._brought[place] += 1
         return known
 
-    def _find(self, known: Reference, section: str, names: dict[str, int]) -> Operand:
+    def _completed(self, references: Sequence[Reference], found: Sequence[int | None], section: str) -> list[Operand]:
+        """What references stand for, given the values that were found: those, definitions, literals."""
+        pairs = zip(references, found, strict=True)
+        return [self._unfound(known, section) if value is None else value for known, value in pairs]
+
+    def _unfound(self, known: Reference, section: str) -> Operand:
         space, path, name, _ = known
         if known.is_input:
-            found = self._inputs.get((str(space), absolute(path, place_of(section).layer)))
-            return f"{space}.{path}" if found is None else found
-        if path:
-            names = self._names_in(section, space, path)
-        if (found := names.get(name)) is not None:
-            return found
+            return f"{space}.{path}"
         if not path and name in self._defined:
             return self._defined[name]
         return absolute(f"{path}.{name}" if path else name, place_of(section).layer)
 
-    def _names_in(self, section: str, space: str | None, path: str) -> dict[str, int]:
-        """The names of another scope, as a section refers to it."""
-        key = section, space, path
-        names = self._seen.get(key)
-        if names is None:
-            here, layer = place_of(section)
-            scope = Scope(space or here, absolute(path, layer))
-            names = self._seen[key] = self._names.setdefault(scope, {})
-        return names
+    def _tables(self, section: str, names: Mapping[str, int]) -> _Tables:
+        """Look-ups as seen from a heading that stands over these names."""
+        here, layer = place_of(section)
+
+        def find(space: str | None, path: str) -> Mapping[str, int]:
+            if space in INPUT_SPACES:  # the path is all of its name
+                place = self._inputs.get((str(space), absolute(path, layer)))
+                return {} if place is None else {"": place}
+            return self._names.setdefault(Scope(space or here, absolute(path, layer)), {}) if path else names
+
+        return _Tables(find)
 
     # -- results
 
@@ -252,7 +290,9 @@ class _Reader:
         self._end_body()
         name, text = _result_parts(record.text)
         arguments, references, sizes = argument_parts(text)
-        operands = [self._find(known, record.section, {}) for known in references]
+        tables = self._tables(record.section, {})
+        found = [tables[space, path].get(known) for space, path, known, _ in references]
+        operands = self._completed(references, found, record.section)
         symbols = [self._symbol(size, record.section, len(self._made.values)) for size in sizes]
         name = dotted(absolute(name, place_of(record.section).layer))
         self._made.results.append(Result(name, arguments, (*operands, *symbols), self._record))

@@ -10,6 +10,7 @@ own. One walk over the values.
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -38,6 +39,7 @@ _PYTHON_IN_PLACE = frozenset({
 })  # fmt: skip
 
 
+@functools.lru_cache(maxsize=1 << 12)
 def short_name(operator: str) -> str:
     """The operator without its namespace and overload.
 
@@ -65,17 +67,27 @@ def _is_probability(argument: str) -> bool:
 
 def written(value: Value) -> list[int]:
     """The values that a statement changes in place."""
-    name = short_name(value.operator)
-    sources = list(value.sources)
     if (place := value.arguments.find(_OUT)) >= 0:
         return [source for source in [value.operand_at(place + len(_OUT) - 1)] if source is not None]
-    if value.operator.startswith("operator."):
-        return sources[:1] if name in _PYTHON_IN_PLACE else []
-    if not name.endswith("_") or name.endswith("__"):
+    if not _changes(value.operator):
         return []
-    if value.arguments.startswith("["):  # of several lists we do not know which are written
-        return sources
-    return sources[:1]
+    if value.arguments.startswith("[") and not value.operator.startswith("operator."):
+        return list(value.sources)  # of several lists we do not know which are written
+    return list(value.sources[:1])
+
+
+@functools.lru_cache(maxsize=1 << 12)
+def _changes(operator: str) -> bool:
+    """Whether an operator changes something in place, by its name."""
+    name = short_name(operator)
+    if operator.startswith("operator."):
+        return name in _PYTHON_IN_PLACE
+    return name.endswith("_") and not name.endswith("__")
+
+
+@functools.lru_cache(maxsize=1 << 12)
+def _is_view(operator: str) -> bool:
+    return short_name(operator) in _VIEWS
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,15 +105,16 @@ class Effects:
 def effects(graph: Dataflow) -> Effects:
     """The effects of a graph; values are told by their places."""
     found = Effects([place for place, value in enumerate(graph.values) if value.operator and is_random(value)])
-    storages = _storages(graph)
-    changed = {storages[target] for value in graph.values for target in written(value)}
-    if not changed:
+    targets = [written(value) for value in graph.values]
+    if not any(targets):
         return found
+    storages = _storages(graph, targets)
+    changed = {storages[target] for of in targets for target in of}
     readers: dict[int, list[int]] = defaultdict(list)
     for place, value in enumerate(graph.values):
-        targets = {storages[target] for target in written(value)}
+        own = {storages[target] for target in targets[place]}
         for storage in {storages[source] for source in value.sources} & changed:
-            if storage in targets:
+            if storage in own:
                 found.histories.setdefault(storage, []).append((place, readers.pop(storage, [])))
             elif storages[place] != storage:
                 readers[storage].append(place)
@@ -110,16 +123,16 @@ def effects(graph: Dataflow) -> Effects:
     return found
 
 
-def _storages(graph: Dataflow) -> list[int]:
-    """For each value one that stands for its storage."""
+def _storages(graph: Dataflow, targets: Sequence[Sequence[int]]) -> list[int]:
+    """For each value one that stands for its storage, given what each changes in place."""
     storages: list[int] = []
-    for place, value in enumerate(graph.values):
-        base = written(value) or (list(value.sources[:1]) if short_name(value.operator) in _VIEWS else [])
+    for place, (value, own) in enumerate(zip(graph.values, targets, strict=True)):
+        base = own or (value.sources[:1] if _is_view(value.operator) else ())
         storages.append(storages[base[0]] if base else place)
     return storages
 
 
-def histories_by_digest(found: Effects, digests: Sequence[bytes]) -> Iterator[tuple[int, list[object]]]:
+def histories_by_digest(found: Effects, digests: Sequence[int]) -> Iterator[tuple[int, list[object]]]:
     """Each storage with what happens to it, in a form that two graphs may be compared by."""
     for storage, changes in found.histories.items():
         yield (

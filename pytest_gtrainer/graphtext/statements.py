@@ -95,13 +95,43 @@ def type_parts(text: str) -> tuple[str, tuple[str, ...]]:
     return _NAMES.sub(cut, text), tuple(symbols)
 
 
-def argument_parts(text: str) -> tuple[str, tuple[Reference, ...], tuple[str, ...]]:
+Arguments = tuple[str, tuple[Reference, ...], tuple[str, ...]]
+
+
+@functools.lru_cache(maxsize=1 << 17)
+def argument_parts(text: str) -> Arguments:
     """Arguments with holes; the references and the symbols of sizes that stood there. Items stay.
 
     >>> arguments, references, sizes = argument_parts("[bucket(L).view[0], x], sym(L.u0 + 1), 'a.b', dtype=bf16")
     >>> arguments, [each.name for each in references], sizes
     ("[\\x00[0], \\x00], sym(\\x01 + 1), 'a.b', dtype=\\x00", ['view', 'x', 'bf16'], ('L.u0',))
     """
+    if "'" in text or '"' in text:
+        return _all_arguments(text)
+    templates: list[str] = []
+    references: list[Reference] = []
+    sizes: tuple[str, ...] = ()
+    for piece in text.split(", "):
+        if piece.isidentifier() and piece not in _LITERALS:  # most are: an operand of the same module
+            templates.append(HOLE)
+            references.append(Reference(None, "", piece, ""))
+            continue
+        known = _one_argument(piece)
+        if known is None:
+            return _all_arguments(text)
+        templates.append(known[0])
+        references += known[1]
+        sizes += known[2]
+    return ", ".join(templates), tuple(references), sizes
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def _one_argument(text: str) -> Arguments | None:
+    """What stands between two commas: a reference and a literal come again and again. None in parentheses."""
+    return _all_arguments(text) if text.count("(") == text.count(")") else None
+
+
+def _all_arguments(text: str) -> Arguments:
     references: list[Reference] = []
     sizes: list[str] = []
     pieces = _REFERENCES.split(text)  # what is between, a string, a size, a chain; and so on

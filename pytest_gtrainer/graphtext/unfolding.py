@@ -19,6 +19,7 @@ _LAYERS = re.compile(
 _SPACE = re.compile(r"if (?P<space>\w+):")
 _HEADINGS = re.compile(rf"\n(?!{INDENT}|\n|\Z)")
 """Before a heading or a definition; empty and indented lines belong to the one above."""
+_UNDER_A_MODULE = 2 * INDENT
 _EDIT = re.compile(r"(?P<kind>like|drop|after)\((?P<name>.*)\)")
 
 
@@ -43,7 +44,10 @@ def unfold(text: str) -> tuple[Record, ...]:
     Raises:
         TextError: with the line.
     """
-    return tuple(Record(key, line.heading, line.text) for key, line in expand(list(_blocks(text))))
+    records: list[Record] = []
+    for key, lines in _sections(list(_blocks(text))):
+        records += [Record(key, heading, told) for heading, told, _ in lines]
+    return tuple(records)
 
 
 def are_alike(text: str, other: str) -> bool:
@@ -111,7 +115,7 @@ def _blocks(text: str, known: dict[str, tuple[Line, ...]] | None = None) -> Iter
     head: tuple[int, tuple[str, ...]] | None = None
     lines: tuple[Line, ...] = ()
     number, total = 1, 0
-    told = [line if line.strip() and not line.startswith("#") else "" for line in text.splitlines()]
+    told = ["" if line.startswith("#") or line.isspace() else line for line in text.splitlines()]
     for piece in _HEADINGS.split("\n".join(told)):
         first, _, body = piece.partition("\n")
         if not first or first.startswith(INDENT):  # before the first heading
@@ -142,12 +146,15 @@ def _lines(body: str) -> Iterator[Line]:
     """The lines below a heading, with the modules that they stand under."""
     heading = ""
     for raw in body.split("\n"):
+        if raw.startswith(_UNDER_A_MODULE):  # most are
+            yield Line(heading, raw[len(_UNDER_A_MODULE) :])
+            continue
         line = raw.removeprefix(INDENT)
         if line.startswith("with ") and line.endswith(":"):
             heading = line[len("with ") : -1]
         elif line:
-            heading = heading if line.startswith(INDENT) else ""
-            yield Line(heading, line.removeprefix(INDENT))
+            heading = ""
+            yield Line(heading, line)
 
 
 def _keys(raw: str, number: int) -> tuple[str, ...]:

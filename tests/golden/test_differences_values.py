@@ -142,6 +142,14 @@ def test_an_operand_is_another_value():
     ]
 
 
+def test_a_group_where_a_value_was():
+    old = "fsdp = group(range(0, 2))\nif I:\n  I[0]: f32[2]\nif fwd:\n  sin: f32[2] = aten.sin(I[0])\n"
+    old += "  cos: f32[2] = aten.cos(sin)\n"
+    new = old.replace("cos(sin)", "cos(fsdp)")
+    assert words(old, new) == ["aten.cos in fwd _ reads fsdp instead of sin as operand 1"]
+    assert "+cos: f32[2] = aten.cos(fsdp)" in diff(old, new).splitlines()
+
+
 def test_operands_in_another_order():
     assert after(("(layers[i-1].add, L.mlp.relu", "(L.mlp.relu, layers[i-1].add")) == [
         "operands of aten.add.Tensor in fwd layers[1..3] are in another order: layers[1..3].mlp.relu where "

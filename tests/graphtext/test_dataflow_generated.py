@@ -12,7 +12,7 @@ from torch import fx
 
 from pytest_gtrainer.graphtext import records
 from pytest_gtrainer.graphtext.dataflow import dataflow
-from pytest_gtrainer.graphtext.dataflow_digests import digest, digests_of
+from pytest_gtrainer.graphtext.dataflow_digests import Hashes, digest, digests_of
 from pytest_gtrainer.graphtext.scopes import is_computed
 from tests.graphtext.generated import graphs
 
@@ -71,7 +71,7 @@ def change_operand(draw: st.DrawFn, gm: fx.GraphModule, node: fx.Node) -> bool:
     """Another value that is not computed alike."""
     nodes = [known for known in gm.graph.nodes if known.op == "placeholder"] + computed(gm)
     graph = dataflow(records(gm))
-    told = dict(zip(nodes, digests_of(graph).values, strict=True))
+    told = dict(zip(nodes, digests_of(graph, Hashes()).values, strict=True))
     now = draw(st.sampled_from(nodes))
     was = next((operand for operand in node.all_input_nodes if operand in told), None)
     is_before = list(gm.graph.nodes).index(now) < list(gm.graph.nodes).index(node)

@@ -39,12 +39,13 @@ def _shown_definition(definition: Definition) -> str:
 
 
 def _inputs(comparison: Comparison) -> Iterator[Remark]:
-    sides = ((comparison.old, comparison.pairs.to_new), (comparison.new, comparison.pairs.to_old))
-    for verb, (graph, partners) in zip(("lost", "gained"), sides, strict=True):
-        for value, partner in zip(graph.values, partners, strict=True):
-            if value.is_input and partner is None:
+    sides = zip(("lost", "gained"), (comparison.old, comparison.new), comparison.pairs.left, strict=True)
+    for verb, graph, left in sides:
+        for value in map(graph.values.__getitem__, left):
+            if value.is_input:
                 yield Remark(Weight.BOUNDARY, f"{verb} {what(value)}", about(value), f"{verb} {value.scope.space}")
-    places = [new for old, new in comparison.pairs.places if comparison.old.values[old].is_input]
+    to_new = comparison.pairs.to_new
+    places = [new for old in comparison.old.inputs if (new := to_new[old]) is not None]
     if places != sorted(places):
         yield Remark(Weight.BOUNDARY, "inputs stand in another order")
 

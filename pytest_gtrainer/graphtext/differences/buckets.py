@@ -10,11 +10,17 @@ from __future__ import annotations
 import itertools
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from pytest_gtrainer.graphtext.dataflow import Dataflow, Value
-from pytest_gtrainer.graphtext.differences.describing import REDUCTIONS, is_collective, kind_of, module_of
+from pytest_gtrainer.graphtext.differences.describing import (
+    REDUCTIONS,
+    collectives_of,
+    is_collective,
+    kind_of,
+    module_of,
+)
 from pytest_gtrainer.graphtext.differences.remarks import Remark, Weight, listed
 from pytest_gtrainer.graphtext.references import Scope, dotted
 from pytest_gtrainer.graphtext.statements import HOLE
@@ -48,62 +54,70 @@ class Bucket:
 
 def buckets_of(graph: Dataflow) -> list[Bucket]:
     """The buckets of a graph in the order in which it launches them."""
-    roots = _roots(graph)
-    returned = _returned(graph)
+    launches = {place: kind for place, value in collectives_of(graph) if (kind := kind_of(value)) is not None}
+    returned = _returned(graph, [place for place, kind in launches.items() if kind in REDUCTIONS])
+    roots: dict[int, int] = {}
     found = []
-    for place, value in enumerate(graph.values):
-        kind = kind_of(value)
+    for place, kind in launches.items():
+        value = graph.values[place]
         if kind in REDUCTIONS:
             members = [name for _, name in sorted(returned.get(place, ()))]
-        elif kind is not None:
-            members = _gathered(graph, value, roots)
         else:
-            continue
+            members = _gathered(graph, value, roots)
         if members:
             found.append(Bucket(kind, value.scope, tuple(members)))
     return found
 
 
-def _roots(graph: Dataflow) -> list[int]:
-    """For each value the one that it is made of by operators of one operand, collectives apart."""
-    roots: list[int] = []
-    for place, value in enumerate(graph.values):
-        sources = set(value.sources)
-        is_step = len(sources) == 1 and not is_collective(value)
-        roots.append(roots[sources.pop()] if is_step else place)
-    return roots
+def _root(graph: Dataflow, place: int, known: dict[int, int]) -> int:
+    """The value that one is made of by operators of one operand, collectives apart; ``known`` keeps it for others."""
+    way = []
+    while place not in known and len(set((value := graph.values[place]).sources)) == 1 and not is_collective(value):
+        way.append(place)
+        place = value.sources[0]
+    root = known.get(place, place)
+    known.update(dict.fromkeys(way, root))
+    return root
 
 
-def _gathered(graph: Dataflow, launch: Value, roots: Sequence[int]) -> list[str]:
+def _gathered(graph: Dataflow, launch: Value, roots: dict[int, int]) -> list[str]:
     """The parameters in a payload; none if anything else is in it."""
     if not launch.sources:
         return []
-    payload = roots[launch.sources[0]]
+    payload = _root(graph, launch.sources[0], roots)
     value = graph.values[payload]
-    parts = [payload] if value.is_input else [roots[source] for source in value.sources]
+    parts = [payload] if value.is_input else [_root(graph, source, roots) for source in value.sources]
     inputs = [graph.values[part].scope for part in parts]
     return [dotted(scope.path) for scope in inputs] if all(scope.space == "P" for scope in inputs) else []
 
 
-def _returned(graph: Dataflow) -> dict[int, list[tuple[str, str]]]:
+_Trail = tuple[tuple[int, str], ...]
+"""The reductions above a value, each with the items by which it was taken apart."""
+
+
+def _returned(graph: Dataflow, reductions: Sequence[int]) -> dict[int, list[tuple[str, str]]]:
     """For each reduction its outputs, each with the items by which it was taken apart."""
-    trails: list[tuple[tuple[int, str], ...]] = []
-    for place, value in enumerate(graph.values):
+    trails: dict[int, _Trail] = {}
+    launches = set(reductions)
+    for place in range(min(launches, default=len(graph.values)), len(graph.values)):
+        value = graph.values[place]
         trail = _trail(value.arguments, value.sources, trails)
-        trails.append((*trail, (place, "")) if kind_of(value) in REDUCTIONS else trail)
+        if place in launches:
+            trail = (*trail, (place, ""))
+        if trail:
+            trails[place] = trail
     outputs: dict[int, list[tuple[str, str]]] = defaultdict(list)
-    for number, (name, arguments, operands, _) in enumerate(graph.results):
+    for number, (name, arguments, operands, _) in enumerate(graph.results if trails else ()):
         sources = [operand for operand in operands if isinstance(operand, int) and operand >= 0]
         for reduction, items in _trail(arguments, sources, trails):
             outputs[reduction].append((items, name or f"output {number}"))
     return outputs
 
 
-def _trail(
-    arguments: str, sources: Sequence[int], trails: Sequence[tuple[tuple[int, str], ...]]
-) -> tuple[tuple[int, str], ...]:
+def _trail(arguments: str, sources: Sequence[int], trails: Mapping[int, _Trail]) -> _Trail:
     """The reductions above a statement of one operand, with the items taken since."""
-    if len(set(sources)) != 1 or not (above := trails[sources[0]]):
+    above = trails.get(sources[0]) if sources else None
+    if not above or len(set(sources)) != 1:
         return ()
     found = _ITEM.search(arguments)
     if found is None:

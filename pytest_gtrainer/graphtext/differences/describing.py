@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from pytest_gtrainer.graphtext.dataflow import Dataflow, Value
@@ -30,7 +30,8 @@ KINDS = {
 """The usual abbreviations, by what operators' names begin with."""
 
 REDUCTIONS = ("RS", "AR")
-_NAMESPACE = "_c10d_functional"
+NAMESPACE = "_c10d_functional"
+"""What operators of collectives begin with."""
 _INPUTS = {"P": "parameter", "B": "buffer", "I": "input", "A": "argument"}
 _DTYPE = re.compile(r"\b[a-z]+\d\w*(?=\[)")
 
@@ -96,11 +97,7 @@ def unit_of(scope: Scope) -> str:
 
 def is_collective(value: Value) -> bool:
     """Whether it launches a collective or waits for one."""
-    return value.operator.startswith(_NAMESPACE)
-
-
-def is_wait(value: Value) -> bool:
-    return is_collective(value) and short_name(value.operator).startswith("wait_tensor")
+    return value.operator.startswith(NAMESPACE)
 
 
 def kind_of(value: Value) -> str | None:
@@ -111,7 +108,7 @@ def kind_of(value: Value) -> str | None:
 @functools.lru_cache(maxsize=1 << 10)
 def _kind(operator: str) -> str | None:
     name = short_name(operator)
-    if not operator.startswith(_NAMESPACE) or name.startswith("wait_tensor"):
+    if not operator.startswith(NAMESPACE) or name.startswith("wait_tensor"):
         return None
     return next((short for begin, short in KINDS.items() if name.startswith(begin)), name)
 
@@ -126,18 +123,25 @@ class Event(NamedTuple):
         return f"{self.step} of {self.collective}"
 
 
+def collectives_of(graph: Dataflow) -> Iterator[tuple[int, Value]]:
+    """The launches and waits with their places."""
+    for place, value in enumerate(graph.values):
+        if value.operator.startswith(NAMESPACE):
+            yield place, value
+
+
 def events_of(graph: Dataflow) -> Mapping[int, Event]:
     """All launches and waits, by the places of the values; collectives of one name are counted."""
     names: dict[int, str] = {}
     events: dict[int, Event] = {}
     seen: Counter[str] = Counter()
-    for place, value in enumerate(graph.values):
+    for place, value in collectives_of(graph):
         if (kind := kind_of(value)) is not None:
             label = f"{kind} {module_of(value.scope)}".rstrip() + ("/bwd" if value.scope.space == "bwd" else "")
             seen[label] += 1
             names[place] = label if seen[label] == 1 else f"{label}#{seen[label]}"
             events[place] = Event("launch", names[place])
-        elif is_wait(value):
+        else:
             source = next((names[source] for source in value.sources if source in names), reference_to(value))
             events[place] = Event("wait", source)
     return events

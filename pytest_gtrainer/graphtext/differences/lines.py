@@ -111,6 +111,8 @@ def _few(old: Sequence[str], new: Sequence[str], gap: Change) -> list[Change] | 
     where ``k`` more lines have been lost than gained.
     """
     first, last, begin, end = gap
+    if len(set(old[first:last]) ^ set(new[begin:end])) > _STEPS:  # a step for each of them at least
+        return None
     reach = {1: first}
     trace: list[dict[int, int]] = []
     for step in range(_STEPS):

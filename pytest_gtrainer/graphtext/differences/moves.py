@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import bisect
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from pytest_gtrainer.graphtext.dataflow import Dataflow, Value
+from pytest_gtrainer.graphtext.dataflow import Dataflow
 from pytest_gtrainer.graphtext.differences.comparison import Comparison, own
 from pytest_gtrainer.graphtext.differences.describing import (
+    NAMESPACE,
+    Event,
     about,
     events_of,
     is_collective,
@@ -25,6 +27,7 @@ from pytest_gtrainer.graphtext.differences.order import rising
 from pytest_gtrainer.graphtext.differences.remarks import Remark, Weight
 
 _Places = Sequence[tuple[int, int]]
+_Events = Mapping[int, Event]
 _MOST = 2 / 3
 """The part of a layer's compute that is called most of it."""
 
@@ -37,9 +40,10 @@ def move_remarks(comparison: Comparison) -> Iterator[Remark]:
     serving = _serving(comparison.old)
     compute = [pair for pair in pairs if not serving[pair[0]]]
     ruler = _Ruler.of(comparison.old, compute)
+    events = events_of(comparison.old)
     remarks = itertools.chain(
-        _events_against_compute(comparison, ruler),
-        _events_against_events(comparison, ruler),
+        _events_against_compute(comparison, ruler, events),
+        _events_against_events(comparison, ruler, events),
         _compute_moved(comparison, ruler, compute),
     )
     first = next(remarks, None)
@@ -116,18 +120,17 @@ def _stretches(units: Sequence[str]) -> list[tuple[int, int]]:
 
 def _serving(graph: Dataflow) -> list[bool]:
     """Whether a value is a collective, is in a bucket, or is made of parameters only."""
+    communicated = [value.operator.startswith(NAMESPACE) or value.scope.is_bucket for value in graph.values]
     serving: list[bool] = []
-    for value in graph.values:
-        made_of = value.sources
-        from_inputs = bool(made_of) and all(serving[source] for source in made_of) and not value.is_input
-        is_parameter = value.is_input and value.scope.space == "P"
-        is_prepared = from_inputs and not any(_is_communicated(graph.values[source]) for source in made_of)
-        serving.append(is_parameter or value.scope.is_bucket or is_collective(value) or is_prepared)
+    for value, is_communicated in zip(graph.values, communicated, strict=True):
+        if is_communicated or not value.operator:
+            serving.append(is_communicated or value.scope.space == "P")
+            continue
+        is_prepared = bool(value.sources)
+        for source in value.sources:
+            is_prepared = is_prepared and serving[source] and not communicated[source]
+        serving.append(is_prepared)
     return serving
-
-
-def _is_communicated(value: Value) -> bool:
-    return value.scope.is_bucket or is_collective(value)
 
 
 def _compute_moved(comparison: Comparison, ruler: _Ruler, compute: _Places) -> Iterator[Remark]:
@@ -138,8 +141,8 @@ def _compute_moved(comparison: Comparison, ruler: _Ruler, compute: _Places) -> I
             yield Remark(Weight.REST, ruler.way(place, now, what(value)), about(value), "compute")
 
 
-def _events_against_compute(comparison: Comparison, ruler: _Ruler) -> Iterator[Remark]:
-    for place, event in events_of(comparison.old).items():
+def _events_against_compute(comparison: Comparison, ruler: _Ruler, events: _Events) -> Iterator[Remark]:
+    for place, event in events.items():
         now = comparison.pairs.to_new[place]
         if now is not None and ruler.has_passed(place, now):
             text = ruler.way(place, now, str(event))
@@ -147,9 +150,8 @@ def _events_against_compute(comparison: Comparison, ruler: _Ruler) -> Iterator[R
             yield Remark(Weight.MOVE, text, about(comparison.old.values[place]), gist)
 
 
-def _events_against_events(comparison: Comparison, ruler: _Ruler) -> Iterator[Remark]:
+def _events_against_events(comparison: Comparison, ruler: _Ruler, events: _Events) -> Iterator[Remark]:
     """Launches and waits that only passed one another: launches against waits, else each kind by itself."""
-    events = events_of(comparison.old)
     paired = [(place, now) for place in events if (now := comparison.pairs.to_new[place]) is not None]
     still = [pair for pair in paired if not ruler.has_passed(*pair)]
     waits = [pair for pair in still if events[pair[0]].step == "wait"]

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator
+from operator import attrgetter
 
+from pytest_gtrainer.graphtext.dataflow import Dataflow
 from pytest_gtrainer.graphtext.differences.comparison import Comparison
-from pytest_gtrainer.graphtext.differences.describing import is_collective, where
+from pytest_gtrainer.graphtext.differences.describing import NAMESPACE, is_collective, where
 from pytest_gtrainer.graphtext.differences.remarks import Remark, Weight, listed
 from pytest_gtrainer.graphtext.effects import short_name
 from pytest_gtrainer.graphtext.references import Scope
@@ -33,10 +35,15 @@ def _counted(counts: Counter[str]) -> str:
 
 def collective_remarks(comparison: Comparison) -> Iterator[Remark]:
     """How many of each collective there are, where that has changed."""
-    old, new = (
-        Counter(short_name(value.operator) for value in graph.values if is_collective(value))
-        for graph in (comparison.old, comparison.new)
-    )
+    old, new = _collectives(comparison.old), _collectives(comparison.new)
     for name in dict.fromkeys([*old, *new]):
         if old[name] != new[name]:
             yield Remark(Weight.COLLECTIVE, f"{name}: {old[name]} became {new[name]}")
+
+
+def _collectives(graph: Dataflow) -> Counter[str]:
+    counts: Counter[str] = Counter()
+    for operator, count in Counter(map(attrgetter("operator"), graph.values)).items():
+        if operator.startswith(NAMESPACE):
+            counts[short_name(operator)] += count
+    return counts

@@ -69,7 +69,8 @@ def _window(text: str, start: int) -> str:
 def argument_remarks(comparison: Comparison) -> Iterator[Remark]:
     """Literals that changed, and operands that are another value than before."""
     for _, _, was, now in comparison.changed():
-        if now.is_input or _own_type_changed(comparison, was, now):
+        is_same = was.arguments == now.arguments and comparison.reads_the_same(was, now)
+        if is_same or now.is_input or _own_type_changed(comparison, was, now):
             continue
         if was.arguments != now.arguments or _literals(was) != _literals(now):
             before, after = (_shown_arguments(side) for side in (was, now))
@@ -142,7 +143,10 @@ def _is_reordered(comparison: Comparison, other: Sequence[tuple[int, Operand, Op
 
 def group_remarks(comparison: Comparison) -> Iterator[Remark]:
     """Collectives that go over another process group."""
-    for place, other in comparison.pairs.places:
+    for place in comparison.old.users:
+        other = comparison.pairs.to_new[place]
+        if other is None:
+            continue
         was, now = comparison.old.values[place], comparison.new.values[other]
         for old, new in zip(was.operands, now.operands, strict=False):
             if _is_group(old) and _is_group(new) and not comparison.same_operand(old, new):
@@ -169,7 +173,7 @@ def _shown(graph: Dataflow, operand: Operand) -> str:
 
 def module_remarks(comparison: Comparison) -> Iterator[Remark]:
     """Values that belong to another module, bucket or direction."""
-    for old, new in comparison.pairs.places:
+    for old, new in comparison.pairs.elsewhere:
         was, now = comparison.old.values[old], comparison.new.values[new]
         if was.scope == now.scope or {was.scope, now.scope} & comparison.explained:
             continue
@@ -179,8 +183,11 @@ def module_remarks(comparison: Comparison) -> Iterator[Remark]:
 
 def tag_remarks(comparison: Comparison) -> Iterator[Remark]:
     """Recompute policies and other tags."""
-    for old, new in comparison.pairs.places:
-        was, now = comparison.old.values[old], comparison.new.values[new]
+    to_new, to_old = comparison.pairs.to_new, comparison.pairs.to_old
+    tagged = {old for old in comparison.old.tagged if to_new[old] is not None}
+    tagged |= {old for new in comparison.new.tagged if (old := to_old[new]) is not None}
+    for old in sorted(tagged):
+        was, now = comparison.old.values[old], comparison.new.values[to_new[old]]  # type: ignore[index]
         if was.tags == now.tags:
             continue
         change = f"{was.tags or 'none'} became {now.tags or 'none'}"

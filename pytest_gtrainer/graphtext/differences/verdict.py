@@ -22,7 +22,7 @@ def verdict(comparison: Comparison) -> Remark:
     """What kind of difference it is."""
     if not comparison.same_dataflow:
         return Remark(Weight.VERDICT, f"the dataflow differs{_first_origin(comparison)}")
-    is_annotated = Counter(_annotations(comparison.before)) != Counter(_annotations(comparison.after))
+    is_annotated = _is_annotated(comparison)
     moved = _moved(comparison)
     notes = "other modules, buckets or tags" if is_annotated else ""
     if moved:
@@ -33,6 +33,14 @@ def verdict(comparison: Comparison) -> Remark:
     if comparison.old.definitions != comparison.new.definitions:
         return Remark(Weight.VERDICT, "same dataflow, same schedule, other definitions at the head")
     return Remark(Weight.VERDICT, "same dataflow, same schedule: only the spelling differs")
+
+
+def _is_annotated(comparison: Comparison) -> bool:
+    """Whether modules or tags are others; not if all values have partners in their modules, and no tags."""
+    pairs = comparison.pairs
+    if not any(pairs.left) and not pairs.elsewhere and not comparison.old.tagged and not comparison.new.tagged:
+        return False
+    return Counter(_annotations(comparison.before)) != Counter(_annotations(comparison.after))
 
 
 def _annotations(side: Side) -> Iterator[tuple[object, ...]]:
@@ -99,5 +107,5 @@ def _histories(comparison: Comparison, old: Effects, new: Effects) -> Iterator[R
         yield Remark(Weight.EFFECT, f"{text}, stand in another order", about(value), "in place")
 
 
-def _spelled(found: Effects, digests: Sequence[bytes]) -> dict[int, str]:
+def _spelled(found: Effects, digests: Sequence[int]) -> dict[int, str]:
     return {storage: repr((digests[storage], history)) for storage, history in histories_by_digest(found, digests)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 import time
 
@@ -13,6 +14,15 @@ SUITE = '''
 import os, signal, time
 import pytest, torch
 import torch.distributed as dist
+from pytest_gtrainer import facts
+from pytest_gtrainer.worlds.ranks import progress
+
+def written(text):
+    with open(os.path.join(os.path.dirname(__file__), "progress"), "a") as file: file.write(text + "\\n")
+
+progress.EVERY_SECONDS = 0.5
+terminal = facts.watching({"progress": written})
+terminal.__enter__()
 
 on = lambda size, **more: pytest.mark.gt_world("ranks", size=size, **more)
 PIDS = set()
@@ -159,6 +169,14 @@ def test_one_report_for_all(run):
     assert "3 CPU ranks (gloo), started by torchrun, no GPU used" in run.output
     assert "rank 2 has ended, and torchrun replaces none" in run.output
     assert run.reports["test_collective"]["call"]["output"] == "wrote 0\nwrote 1\nwrote 2\n"
+
+
+def test_a_long_wait_names_the_ranks_that_are_waited_for(run):
+    """Told by rank 0, which may be one of those that hang, for its terminal."""
+    lines = (run.folder / "progress").read_text()
+    for who in (0, 2):
+        where = rf"test_it.py:\d+ in test_hangs \(rank {who}\)"
+        assert re.search(rf"test_hangs\[{who}\] has run for \d s of 1.5: .*{where}", lines), lines
 
 
 def test_the_exit_code_is_one_for_all(run):

@@ -7,7 +7,7 @@ import re
 import pytest
 
 SUITE = '''
-import os, signal, time
+import os, signal, threading, time
 import pytest
 from late import dist, torch
 from pytest_gtrainer import facts
@@ -69,6 +69,16 @@ def test_death(gt_ranks):
         gt_ranks.run(exits_on, 2)
     assert caught.value.rank == 2
     gt_ranks.run(summed, 1.0)
+
+def dies_later(rank):
+    if dist.get_rank() == rank: threading.Timer(0.2, os._exit, [3]).start()
+    return os.getpid()
+
+def test_death_between_calls(gt_ranks):
+    pid = gt_ranks.run(dies_later, 1)[1]
+    while os.path.exists(f"/proc/{pid}"): time.sleep(0.05)
+    time.sleep(0.2)
+    assert pid not in gt_ranks.run(os.getpid)
 
 @pytest.mark.gt_world("ranks", size=2, timeout=1.5)
 def test_limit(gt_ranks):
@@ -161,7 +171,7 @@ def run(module_suite):
 def test_functions_on_ranks(run):
     wrong = {name: run.text(name) for name in run.reports if run.outcome(name) not in ("passed", "skipped")}
     assert wrong.keys() == {"test_fails"}, wrong
-    assert len(run.reports) == 26
+    assert len(run.reports) == 27
     assert run.outcome("test_size_too_large") == "skipped"
     assert "needs 5 ranks, --gt-gpus gives 4" in run.output
     call = run.reports["test_results_in_the_order_of_ranks"]["call"]

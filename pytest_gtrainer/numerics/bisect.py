@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, fx
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils import _pytree as pytree
 
 from pytest_gtrainer.conventions import BACKWARD, direction, node_fqn
 from pytest_gtrainer.numerics._torch import OpOverload
@@ -28,7 +29,7 @@ from pytest_gtrainer.numerics.bits import NoBytes
 from pytest_gtrainer.numerics.compare import Difference, Outcome, Pairs, Verdict, difference_of
 from pytest_gtrainer.numerics.record import Key
 from pytest_gtrainer.numerics.replays import Run, Values, flat_inputs, local_run, run_in_world
-from pytest_gtrainer.numerics.verdict_text import text
+from pytest_gtrainer.numerics.verdict_text import cut, text
 from pytest_gtrainer.passes._torch import WAIT, compiled, copied_lazily
 from pytest_gtrainer.passes.bound import BoundPass
 from pytest_gtrainer.passes.pipeline import apply_graph_passes
@@ -55,7 +56,8 @@ class Bisection:
         number, total: the pass's place among all, from 1; 0 if ``equal``.
         name: the pass that changes a bit, with its options.
         verdict: how the results after that pass differ from those before all passes, on this rank.
-        node: the first node whose value differs on this rank, as the difference of its value.
+        node: the first node whose value differs on this rank, as the difference of its value; if none that both
+            graphs have differs, the one that gives the first result that does.
         where: that node in words, with the rank where all ranks are in this process.
         made: the nodes that it is computed from and that the pass made, in words, in graph order.
         replays: how often the graph was run.
@@ -82,7 +84,7 @@ class Bisection:
         return "\n".join([*lines, f"  first node whose value differs: {self.where}{element}", *found, *self._made()])
 
     def _made(self) -> list[str]:
-        return [f"  computed from what the pass made: {'; '.join(self.made)}"] if self.made else []
+        return cut("computed from what the pass made", self.made)
 
 
 def bisect_passes(
@@ -208,6 +210,7 @@ def _with_node(found: Bisection, before: fx.GraphModule, after: fx.GraphModule, 
     old = {node.name for node in before.graph.nodes}
     nodes = list(after.graph.nodes)
     new = {node for node in nodes if node.name not in old}
+    several = len({key.rank for key in actual}) > 1
     keys: dict[str, list[Key]] = {}
     for key in actual:
         keys.setdefault(key.name, []).append(key)
@@ -216,10 +219,23 @@ def _with_node(found: Bisection, before: fx.GraphModule, after: fx.GraphModule, 
             continue
         difference = _difference(keys.get(node.name, ()), actual, expected)
         if difference is not None:
-            several = len({key.rank for key in actual}) > 1
             where = _words(node) + (f" on rank {difference.key.rank}" if several else "")
             return replace(found, node=difference, where=where, made=_made(node, new, nodes))
-    return replace(found, made=_made(after.graph.output_node(), new, nodes))
+    return _with_result(found, after, new, several)
+
+
+def _with_result(found: Bisection, after: fx.GraphModule, new: set[fx.Node], several: bool) -> Bisection:
+    """Where the pass left no node whose value differs: the first result that does, and what gives it."""
+    output, nodes = after.graph.output_node(), list(after.graph.nodes)
+    first = found.verdict.first if found.verdict is not None else None
+    if first is None:
+        return replace(found, made=_made(output, new, nodes))
+    names = [*(output.meta.get("gt_outputs") or ())]
+    gives = pytree.tree_leaves(output.args[0])[names.index(first.key.name)] if first.key.name in names else None
+    where = f"the result {first.key.name}" + (f" = {_words(gives)}" if isinstance(gives, fx.Node) else "")
+    where += f" on rank {first.key.rank}" if several else ""
+    made = _made(gives if isinstance(gives, fx.Node) else output, new, nodes)
+    return replace(found, node=first, where=where, made=made)
 
 
 def _exposed(gm: fx.GraphModule) -> fx.GraphModule:
@@ -271,4 +287,5 @@ def _made(node: fx.Node, new: set[fx.Node], order: Sequence[fx.Node]) -> tuple[s
 def _words(node: fx.Node) -> str:
     fqn = node_fqn(node)
     pass_ = "backward" if direction(node) == BACKWARD else "forward"
-    return f"{node.name} = {node.target} in the {pass_}" + (f" of {fqn}" if fqn else "")
+    operator = node.target if isinstance(node.target, (str, OpOverload)) else node.target.__name__
+    return f"{node.name} = {operator} in the {pass_}" + (f" of {fqn}" if fqn else "")

@@ -87,7 +87,7 @@ def _distance(first: Difference) -> str:
 
 
 def _others(differences: Sequence[Difference]) -> list[str]:
-    return _cut("then at", [f"{where(one.key)}: {_amount(one)}" for one in differences])
+    return cut("then at", [f"{where(one.key)}: {_amount(one)}" for one in differences])
 
 
 def _amount(difference: Difference) -> str:
@@ -97,10 +97,11 @@ def _amount(difference: Difference) -> str:
 
 
 def _one_sided(side: str, keys: Sequence[Key]) -> list[str]:
-    return _cut(f"only in {side}", [where(key) for key in keys])
+    return cut(f"only in {side}", [where(key) for key in keys])
 
 
-def _cut(title: str, lines: list[str]) -> list[str]:
+def cut(title: str, lines: Sequence[str]) -> list[str]:
+    """The lines under a title, the first eight of them; none at all without lines."""
     if not lines:
         return []
     more = len(lines) - _MOST_LINES

@@ -128,6 +128,7 @@ def test_another_process_has_the_same_random_numbers_and_switches(some_threads, 
     """Else it would be blamed for what the first run was told."""
     monkeypatch.setenv("PYTHONHASHSEED", "1")
     with deterministic(DebugConfig(seed=5, deterministic_warn_only=True)), default_dtype(torch.float64):
+        by_process()  # the seed is not where it starts from
         with pytest.raises(BitwiseDifference, match="under this pressure: another process") as caught:
             assert_run_to_run(by_process, 2, pressures=[BY_NAME["another process"]])
         assert caught.value.verdict.compared == len(by_process())
@@ -136,10 +137,14 @@ def test_another_process_has_the_same_random_numbers_and_switches(some_threads, 
 
 def test_addresses_change_under_their_pressure():
     """In plain runs most stay, in some all move: what the least of them moves is compared."""
-    rows = [Pressure("plain", once).run(by_address)["addresses"] for _ in range(5)]
-    plain = min(int((a != b).sum()) for a, b in pairwise(rows))
-    pressed = int((BY_NAME["other addresses"].run(by_address)["addresses"] != rows[-1]).sum())
-    assert 2 * plain < pressed
+    moved: dict[str, list[int]] = {"plain": [], "under pressure": []}
+    for _ in range(6):
+        before = once(by_address)["addresses"]
+        moved["plain"].append(int((once(by_address)["addresses"] != before).sum()))
+        before = once(by_address)["addresses"]
+        after = BY_NAME["other addresses"].run(by_address)["addresses"]
+        moved["under pressure"].append(int((after != before).sum()))
+    assert min(moved["plain"]) < len(before) / 2 < min(moved["under pressure"]), moved
 
 
 def test_a_fresh_inductor_cache_is_another_folder():

@@ -97,7 +97,7 @@ def test_a_view_is_of_a_graph(run_here):
 
 
 RANKS = """
-import os, pytest
+import pytest
 on_ranks = pytest.mark.gt_world("ranks", size=2)
 
 @pytest.fixture(scope="module")
@@ -110,7 +110,7 @@ def test_here(breaks_at_the_end):
 
 @on_ranks
 def test_agree(gt_golden, gt_world):
-    gt_golden.check("the same" + os.environ.get("CHANGED", ""), "a")
+    gt_golden.check("the same", "a")
     gt_golden.check("also", "b")
 
 @on_ranks
@@ -128,24 +128,31 @@ def test_last(gt_golden, gt_world):
 """
 
 
-@pytest.mark.parametrize("workers", [(), ("-n1",)], ids=["alone", "under xdist"])
-def test_ranks_claim_and_the_parent_judges_and_writes(run, goldens, monkeypatch, workers):
-    result = run(RANKS, *workers, "--gt-update-goldens")
+DISAGREEMENT = [
+    "the golden differs between ranks, first on rank 1 at line 1:", "  rank 0: rank 0", "  rank 1: rank 1",
+]  # fmt: skip
+
+
+def test_ranks_claim_and_the_parent_writes(run, goldens):
+    """Here a worker of xdist is the parent."""
+    result = run(RANKS, "-n1", "--gt-update-goldens")
     result.assert_outcomes(passed=3, failed=2, errors=1)
-    problem = "the golden differs between ranks, first on rank 1 at line 1:"
-    result.stdout.fnmatch_lines([problem, "  rank 0: rank 0", "  rank 1: rank 1"])
+    result.stdout.fnmatch_lines(DISAGREEMENT)
     result.stdout.fnmatch_lines(["goldens   2 created, 1 different"])
     assert goldens() == {"test_it/test_agree@a.txt": "the same\n", "test_it/test_agree@b.txt": "also\n"}
-    if workers:
-        return
-    monkeypatch.setenv("CHANGED", "!")
-    result = run(None, "-k", "test_agree")
-    result.assert_outcomes(failed=1)
-    command = "  pytest test_it.py::test_agree --gt-update-goldens"
-    assert result.outlines.count(command) == 1
+
+
+def test_ranks_claim_and_the_parent_judges(run, goldens, put_goldens):
+    put_goldens("test_it/test_agree@a.txt", text="the same\n")
+    put_goldens("test_it/test_agree@b.txt", text="also\n")
+    before = goldens()
+    result = run(RANKS.replace('"the same"', '"the same!"'), "-k", "agree")
+    result.assert_outcomes(failed=2)
+    assert result.outlines.count("  pytest test_it.py::test_agree --gt-update-goldens") == 1
     result.stdout.fnmatch_lines(["*test_agree@a.txt differs", "-the same", "+the same!"])
-    result.stdout.fnmatch_lines(["goldens   1 different, 1 equal"])
-    assert goldens()["test_it/test_agree@a.txt"] == "the same\n"
+    result.stdout.fnmatch_lines(DISAGREEMENT)
+    result.stdout.fnmatch_lines(["goldens   2 different, 1 equal"])
+    assert goldens() == before
 
 
 UNFAITHFUL = """

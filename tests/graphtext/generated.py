@@ -164,14 +164,18 @@ def graphs(draw: st.DrawFn, steps: int = 12) -> tuple[fx.GraphModule, list[torch
     results = draw(st.lists(st.sampled_from([*pool, None]), min_size=1, max_size=3))
     graph.output(draw(st.sampled_from([tuple, list, lambda r: r[0], lambda r: {"a": r}]))(results))
     gm.recompile()
-    return _with_values(gm, inputs, draw(st.sampled_from([False, False, True]))), inputs
+    _add_values(gm, inputs, draw(st.sampled_from(["real", "real", "real", "fake", "symbolic", "symbolic"])))
+    return gm, inputs
 
 
-def _with_values(gm: fx.GraphModule, inputs: list[torch.Tensor], symbolic: bool) -> fx.GraphModule:
-    env = ShapeEnv() if symbolic else None
+def _add_values(gm: fx.GraphModule, inputs: list[torch.Tensor], kind: str) -> None:
+    """The value of every node: a real one, which is the quickest to make, or as a tracer has it."""
+    if kind == "real":
+        _Values(gm).run(*[value.clone() for value in inputs])  # one may be changed in place
+        return
+    env = ShapeEnv() if kind == "symbolic" else None
     with FakeTensorMode(allow_non_fake_inputs=True, shape_env=env) as mode:
         _Values(gm).run(*[mode.from_tensor(value) for value in inputs])
-    return gm
 
 
 class _Values(fx.Interpreter):

@@ -21,8 +21,7 @@ from __future__ import annotations
 
 import itertools
 import unittest
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -133,39 +132,53 @@ class Sweep:
         """The first rule that fits."""
         return next((rule for rule in self.rules if rule.fits(cell)), None)
 
-    @contextmanager
-    def judging(self, cell: Cell) -> Iterator[Judge]:
-        """Hand out what compares the cell's two sides as its rule demands; tells the table how it went.
+    def judging(self, cell: Cell) -> Judging:
+        """Hands out what compares the cell's two sides as its rule demands; tells the table how it went.
 
         Raises:
             UnknownCell: no rule fits; the body does not run.
             unittest.SkipTest: the cell cannot be judged here; pytest reports a skip with the reason.
             BitwiseDifference, ControlFailed: the claim is wrong.
         """
+        return Judging(self, cell)
+
+
+class Judging:
+    """The ``with`` block in which a cell is judged: a class, so that no failure shows contextlib's frames."""
+
+    def __init__(self, sweep: Sweep, cell: Cell) -> None:
+        self._sweep, self._cell, self._rule = sweep, cell, sweep.rule(cell)
+        self._judged: list[Verdict] = []
+
+    def __enter__(self) -> Judge:
         __tracebackhide__ = True
-        rule = self.rule(cell)
+        rule, name = self._rule, self._sweep.name
         if rule is None:
-            self._tell(cell, "UNKNOWN", "no rule fits")
-            raise UnknownCell(f"sweep {self.name!r} claims nothing about {cell}: add a rule that fits it")
+            self._tell("UNKNOWN", "no rule fits")
+            raise UnknownCell(f"sweep {name!r} claims nothing about {self._cell}: add a rule that fits it")
         if rule.claim == "not judged":
-            self._tell(cell, "not judged", rule.reason)
+            self._tell("not judged", rule.reason)
             raise unittest.SkipTest(f"not judged: {rule.reason}")
-        judged: list[Verdict] = []
-        try:
-            yield lambda actual, expected: judged.append(self._compare(cell, rule, actual, expected))
-        except BaseException:
-            self._tell(cell, "FAILED", f"claimed to be {rule.claim}")
-            raise
-        if not judged:
-            self._tell(cell, "FAILED", "nothing was compared")
-            raise AssertionError(f"sweep {self.name!r}: the test of {cell} compared nothing")
-        self._tell(cell, rule.claim, f"to {rule.to}" if rule.claim == "equal" else rule.reason)
-
-    def _compare(self, cell: Cell, rule: Rule, actual: Tensors, expected: Tensors) -> Verdict:
-        __tracebackhide__ = True
         compare = assert_bitwise_equal if rule.claim == "equal" else assert_bitwise_different
-        return compare(actual, expected, what=f"sweep {self.name}, {cell}")
 
-    def _tell(self, cell: Cell, result: str, why: str) -> None:
-        settings = {axis: shown(value) for axis, value in cell.settings}
-        facts.emit("sweep", sweep=self.name, settings=settings, result=result, why=why)
+        def judge(actual: Tensors, expected: Tensors) -> None:
+            __tracebackhide__ = True
+            self._judged.append(compare(actual, expected, what=f"sweep {name}, {self._cell}"))
+
+        return judge
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        __tracebackhide__ = True
+        rule = self._rule
+        assert rule is not None
+        if kind is not None:
+            self._tell("FAILED", f"claimed to be {rule.claim}")
+        elif not self._judged:
+            self._tell("FAILED", "nothing was compared")
+            raise AssertionError(f"sweep {self._sweep.name!r}: the test of {self._cell} compared nothing")
+        else:
+            self._tell(rule.claim, f"to {rule.to}" if rule.claim == "equal" else rule.reason)
+
+    def _tell(self, result: str, why: str) -> None:
+        settings = {axis: shown(value) for axis, value in self._cell.settings}
+        facts.emit("sweep", sweep=self._sweep.name, settings=settings, result=result, why=why)

@@ -164,6 +164,10 @@ def test_parameter_instead_of_a_fixture(value):
 def test_value_of_the_fixture(value):
     assert value == 0
 
+@pytest.mark.parametrize("value", [3], indirect=True)
+def test_parameter_that_the_fixture_ignores(value):
+    assert value == 0
+
 @pytest.fixture
 def named(request):
     request.node.add_marker("early")
@@ -285,6 +289,8 @@ def test_warnings_are_those_of_pytest(runs: dict[str, Run]) -> None:
     assert any("UserWarning: warned" in line for line in told["open"])
     assert any("LeakedFlagWarning" in line for line in told["open"])
     assert len(told["open"]) == len(told["closed"])
+    for run in runs.values():
+        assert ", 5 warnings, " in run.output, "each is given once, with its own test"
 
 
 HOOKS = """

@@ -50,12 +50,17 @@ def in_another_process(function: Function) -> Kept:
         return answer
 
 
+def _set_algorithms(mode: int) -> None:
+    """Of torch's two ways to say it the one that Inductor hears."""
+    torch.use_deterministic_algorithms(mode > 0, warn_only=mode == 1)
+
+
 # What a run takes from its process beside random numbers and what ``deterministic`` sets: how to read and to set it.
 _SWITCHES: dict[str, tuple[Callable[[], Any], Callable[[Any], None]]] = {
     "threads": (torch.get_num_threads, torch.set_num_threads),
     "default dtype": (torch.get_default_dtype, torch.set_default_dtype),
     "precision of products": (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
-    "algorithms": (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
+    "algorithms": (torch.get_deterministic_debug_mode, _set_algorithms),
 }
 
 

@@ -128,7 +128,8 @@ def test_another_process_has_the_same_random_numbers_and_switches(some_threads, 
     """Else it would be blamed for what the first run was told."""
     monkeypatch.setenv("PYTHONHASHSEED", "1")
     with deterministic(DebugConfig(seed=5, deterministic_warn_only=True)), default_dtype(torch.float64):
-        by_process()  # the seed is not where it starts from
+        by_process()  # the seed is not where it starts from,
+        torch.set_deterministic_debug_mode("error")  # nor are all switches those of the block
         with pytest.raises(BitwiseDifference, match="under this pressure: another process") as caught:
             assert_run_to_run(by_process, 2, pressures=[BY_NAME["another process"]])
         assert caught.value.verdict.compared == len(by_process())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 
 from pytest_gtrainer.golden.compare import difference
@@ -141,3 +143,19 @@ def test_the_number_of_lines_is_given():
 def test_what_is_no_statement_is_compared_as_a_line(damage):
     golden = "# gtrainer graph v2\n" + damage
     assert "\n+" in said(golden, golden + "  and more\n")
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_garbage_collection_is_as_it_was(enabled):
+    """It is off while graphs are compared; what others have frozen stays so."""
+    was_enabled = gc.isenabled()
+    (gc.enable if enabled else gc.disable)()
+    gc.freeze()
+    frozen = gc.get_freeze_count()
+    try:
+        assert diff(GRAPH, GRAPH.replace("aten.", "prims."))
+        assert gc.isenabled() == enabled
+        assert 0 < gc.get_freeze_count() <= frozen
+    finally:
+        gc.unfreeze()
+        (gc.enable if was_enabled else gc.disable)()

@@ -104,24 +104,44 @@ def test_artifacts_are_not_run_as_tests(run_here, pytester):
     run_here(None).assert_outcomes(passed=1, failed=2)
 
 
-FIXTURE = """
+RANKS = """
 import pytest
+on_ranks = pytest.mark.gt_world("ranks", size=2)
 
 def test_alone(gt_artifacts):
     (gt_artifacts / "trace.json").write_text("parent")
 
-@pytest.mark.gt_world("ranks", size=2)
+@on_ranks
 def test_on_ranks(gt_artifacts, gt_world):
     (gt_artifacts / "trace.json").write_text(str(gt_world.rank))
+
+@on_ranks
+def test_differs(gt_golden, gt_world):
+    gt_golden.check("new")
+
+@on_ranks
+def test_disagrees(gt_golden, gt_world):
+    gt_golden.check(str(gt_world.rank))
 """
 
 
-def test_the_fixture_is_a_folder_of_the_test_and_of_each_rank(run, saved):
-    run(FIXTURE, "--gt-artifacts=out").assert_outcomes(passed=2)
-    assert saved() == {
+def test_ranks_have_folders_of_their_own_and_leave_their_golden_once(run, put_goldens, saved):
+    """And both texts where they disagree."""
+    put_goldens("test_it/test_differs.txt")
+    result = run(RANKS, "--gt-artifacts=out")
+    result.assert_outcomes(passed=2, failed=2)
+    result.stdout.fnmatch_lines(["*the golden differs between ranks, *", "*  out/test_it/*/rank1.obtained.txt"])
+    files = saved()
+    difference = files.pop("test_it/test_differs/difference.diff")
+    assert "-test_differs\n+new\n" in difference
+    assert files == {
         "test_it/test_alone/trace.json": "parent",
         "test_it/test_on_ranks/rank0/trace.json": "0",
         "test_it/test_on_ranks/rank1/trace.json": "1",
+        "test_it/test_differs/golden.txt": "test_differs\n",
+        "test_it/test_differs/obtained.txt": "new\n",
+        "test_it/test_disagrees/rank0.obtained.txt": "0\n",
+        "test_it/test_disagrees/rank1.obtained.txt": "1\n",
     }
 
 
@@ -144,20 +164,3 @@ def test_other_parts_save_by_one_call(run_here, saved):
     run_here(SAVE, "--gt-artifacts=out").assert_outcomes(passed=2)
     assert saved() == {f"test_it/test_a-{x}/a_verdict__table~0acffe40": f"{x}" for x in (1, 2)}
     run_here(None).assert_outcomes(passed=2)
-
-
-def test_ranks_leave_their_golden_once(run, put_goldens, saved):
-    put_goldens("test_it/test_on_ranks.txt")
-    source = FIXTURE.replace('(gt_artifacts / "trace.json").write_text(str(gt_world.rank))', 'gt_golden.check("new")')
-    result = run(source.replace("gt_world):", "gt_world, gt_golden):"), "--gt-artifacts=out", "-kranks")
-    result.assert_outcomes(failed=1)
-    names = ("difference.diff", "golden.txt", "obtained.txt")
-    assert sorted(saved()) == [f"test_it/test_on_ranks/{name}" for name in names]
-
-
-def test_ranks_that_disagree_leave_both_texts(run, saved):
-    source = FIXTURE.replace('(gt_artifacts / "trace.json").write_text(', "gt_golden.check(")
-    result = run(source.replace("gt_world):", "gt_world, gt_golden):"), "--gt-artifacts=out", "-kranks")
-    result.assert_outcomes(failed=1)
-    assert saved() == {f"test_it/test_on_ranks/rank{rank}.obtained.txt": f"{rank}\n" for rank in (0, 1)}
-    result.stdout.fnmatch_lines(["*the golden differs between ranks, *", "*  out/test_it/*/rank1.obtained.txt"])

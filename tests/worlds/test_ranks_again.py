@@ -1,4 +1,4 @@
-"""What a test leaves behind on warm ranks does not disturb the next one; and a merge without any report."""
+"""What a test, or a whole run, leaves behind does not disturb the next one; and a merge without any report."""
 
 import pytest
 import torch
@@ -18,6 +18,22 @@ def test_an_extra_group_is_made_again_under_its_name(gt_world, time):
     name = extra_group(dist.group.WORLD.group_name)
     assert name.startswith(dist.group.WORLD.group_name)
     assert all_reduce(torch.ones(3), "sum", name).tolist() == [3.0] * 3
+
+
+def test_two_pytest_runs_in_one_process(pytester):
+    """As tests of plugins make them: the second forgets what the first has imported."""
+    pytester.makepyfile(
+        test_outer="""
+        INNER = "import pytest\\n@pytest.mark.gt_world('ranks', size=2)\\ndef test_it(gt_world): pass"
+
+        def test_twice(pytester):
+            pytester.makepyfile(INNER)
+            for _ in range(2):
+                pytester.runpytest_inprocess().assert_outcomes(passed=1)
+        """
+    )
+    # in a process of its own: here the modules may have been imported before
+    pytester.runpytest_subprocess("-p", "pytester").assert_outcomes(passed=1)
 
 
 def test_a_failure_of_which_no_rank_gave_a_report_names_what_was_told_first(request):

@@ -8,6 +8,10 @@ from typing import TYPE_CHECKING
 import pytest
 
 from pytest_gtrainer import devices, facts, options
+
+# here, not where it is used first: a pytest run in this process (``pytester``) forgets the modules that it imported,
+# and messages are told by their classes
+from pytest_gtrainer.worlds.ranks import wire  # noqa: F401
 from pytest_gtrainer.worlds.ranks.schedule import following
 from pytest_gtrainer.worlds.spec import SpecError, WorldSpec, spec_of
 from pytest_gtrainer.worlds.torchrun import launch as launches

@@ -168,6 +168,7 @@ class _Search:
         self._expected = run(stages[0].gm) if expected is None else expected
 
     def differs(self, number: int) -> bool:
+        """Whether the graph behind that many passes gives other bits, on any rank."""
         self.replays += 1
         values = self._run(self._stages[number].gm)
         if self._part:

@@ -81,6 +81,7 @@ class _Start:
 
     @contextmanager
     def there(self) -> Iterator[None]:
+        """Inside, the process that this arrived in has the same switches and random numbers."""
         with contextlib.ExitStack() as stack:
             if self.settings is not None:
                 config, nccl = self.settings

@@ -57,6 +57,8 @@ def once(function: Function) -> Kept:
 
 
 def inside(context: Callable[[], contextlib.AbstractContextManager[None]]) -> Callable[[Function], Kept]:
+    """A pressure that is one run inside of a context."""
+
     def run(function: Function) -> Kept:
         with context():
             return once(function)
@@ -66,6 +68,7 @@ def inside(context: Callable[[], contextlib.AbstractContextManager[None]]) -> Ca
 
 @contextmanager
 def threads(count: int) -> Iterator[None]:
+    """Operators run on ``count`` threads; not judged where the first run had as many."""
     before = torch.get_num_threads()
     if before == count:
         raise NotJudged(f"the first run had {count} already")
@@ -103,6 +106,7 @@ def busy_core() -> Iterator[None]:
 
 @contextmanager
 def fresh_inductor_cache() -> Iterator[None]:
+    """All is compiled anew, into an empty folder; not judged where nothing was compiled."""
     if "torch._inductor" not in sys.modules or "torch._dynamo" not in sys.modules:
         raise NotJudged("nothing was compiled: torch.compile is not loaded")
     from torch._inductor.utils import fresh_cache

@@ -105,6 +105,7 @@ class RandomStates:
 
     @classmethod
     def now(cls) -> RandomStates:
+        """Those of this moment; nothing is drawn, and CUDA is not started."""
         numpy = _numpy()
         return cls(
             python=random.getstate(),

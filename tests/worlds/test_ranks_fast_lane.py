@@ -352,3 +352,166 @@ def test_hooks_of_a_conftest_run_in_ranks(suite: Suite) -> None:
                 "makereport teardown", "logreport teardown"]  # fmt: skip
     for rank in range(2):
         assert (suite.folder / f"hooks{rank}").read_text().splitlines() == expected
+
+
+# In ranks alone: a hook of the conftest itself would make the lane look at the switches of every test anew.
+PARENT = """
+import pytest
+
+class Parent:
+    @pytest.hookimpl
+    def pytest_runtest_logfinish(self, nodeid):
+        if "test_shares" in nodeid:
+            self.skipped.add_marker(pytest.mark.skip(reason="thought better of it"))
+
+    def pytest_collection_modifyitems(self, items):
+        self.skipped = next((item for item in items if "test_skipped" in item.name), None)
+
+def pytest_configure(config):
+    if "gt_rank" not in getattr(config, "workerinput", {}):
+        config.pluginmanager.register(Parent())
+"""
+
+BETWEEN = {
+    "test_a.py": """
+        import os
+        import pytest, torch
+        pytestmark = pytest.mark.gt_world("ranks", size=2)
+
+        @pytest.mark.parametrize("n", range(2))
+        def test_phase(n):
+            assert os.environ["PYTEST_CURRENT_TEST"] == f"test_a.py::test_phase[{n}] (call)"
+
+        def test_leaks(): torch.backends.cudnn.deterministic = True
+        def test_after(): assert torch.backends.cudnn.deterministic
+        def test_puts_it_back(): torch.backends.cudnn.deterministic = False
+        def test_last(): pass
+        """,
+    "test_b.py": """
+        import pytest, torch
+        pytestmark = pytest.mark.gt_world("ranks", size=2)
+        torch.backends.cudnn.benchmark = True  # ranks import this between two tests
+
+        def test_of_a_file_that_sets_a_switch(): assert torch.backends.cudnn.benchmark
+        def test_quiet(): pass
+
+        def switch(): torch.set_float32_matmul_precision("high")
+
+        def test_calls(gt_ranks): gt_ranks.run(switch, size=2)
+        def test_after_a_call(): assert torch.get_float32_matmul_precision() == "high"
+        def test_last(): pass
+        """,
+    "test_c.py": """
+        import pytest, torch
+        pytestmark = pytest.mark.gt_world("ranks", size=2)
+
+        @pytest.fixture(scope="class")
+        def shared():
+            yield
+            torch.backends.mkldnn.enabled = False
+
+        class TestClass:
+            def test_shares(self, shared): pass
+            def test_skipped(self, shared): pass  # not known to be when the one before ends
+
+        def test_after_a_fixture_has_ended(): assert not torch.backends.mkldnn.enabled
+        def test_last(): pass
+        """,
+}
+
+
+def blamed(output: str) -> dict[str, set[str]]:
+    """The switches that tests were said to have changed, by test."""
+    found: dict[str, set[str]] = {}
+    for name, switch in re.findall(r"LeakedFlagWarning: \S*::(\w+) changed (\S+) from", output):
+        found.setdefault(name, set()).add(switch)
+    return found
+
+
+def test_what_changes_switches_between_two_tests_is_blamed_on_neither(suite: Suite) -> None:
+    """K3: as long as nobody's code runs between two tests the switches are read once for both, and no longer."""
+    suite.write("conftest.py", PARENT)
+    for name, source in BETWEEN.items():
+        suite.write(name, source)
+    run = suite.run("--gt-gpus=2")
+    assert "14 passed, 1 skipped" in run.output, run.output
+    deterministic = {"torch.backends.cudnn.deterministic"}
+    assert blamed(run.output) == {"test_leaks": deterministic, "test_puts_it_back": deterministic}
+
+
+TOGGLES = """
+import os, sys
+
+def pytest_runtest_logfinish():
+    assert "PYTEST_CURRENT_TEST" not in os.environ
+    if "torch" in sys.modules:
+        cudnn = sys.modules["torch"].backends.cudnn
+        cudnn.benchmark = not cudnn.benchmark
+"""
+
+
+def test_a_hook_that_changes_switches_between_tests_makes_no_test_a_leak(suite: Suite) -> None:
+    """K3"""
+    suite.write("conftest.py", TOGGLES)
+    suite.write("test_a.py", BETWEEN["test_a.py"])
+    run = suite.run("--gt-gpus=2")
+    assert "6 passed" in run.output, run.output
+    assert set(blamed(run.output)) == {"test_leaks", "test_puts_it_back"}
+
+
+BESIDE_A_PLAIN_TEST = """
+import pytest, torch
+on_ranks = pytest.mark.gt_world("ranks", size=2)
+
+@on_ranks
+def test_before(): pass
+def test_plain(): torch.backends.cudnn.benchmark = True
+@on_ranks
+def test_after(): pass
+@on_ranks
+def test_last(): pass
+"""
+
+
+def test_under_torchrun_a_test_in_the_process_of_rank_0_makes_none_on_ranks_a_leak(suite: Suite) -> None:
+    """K3"""
+    suite.write("conftest.py", "")
+    suite.write("test_it.py", BESIDE_A_PLAIN_TEST)
+    run = suite.run(launcher=("--standalone", "--nproc-per-node=2"))
+    assert "4 passed" in run.output, run.output
+    assert blamed(run.output) == {"test_plain": {"torch.backends.cudnn.benchmark"}}
+
+
+QUIET_AND_LOUD = """
+import logging, os, sys
+import pytest
+pytestmark = pytest.mark.gt_world("ranks", size=2)
+
+@pytest.mark.parametrize("n", range(3))
+def test_prints(n):
+    print("of test", n)
+    assert n != 1
+
+@pytest.mark.parametrize("n", range(3))
+def test_logs(n):
+    logger = logging.getLogger("mine.of.this.file")
+    logger.propagate = n == 2
+    logger.warning("of test %d", n)
+    assert n != 1
+
+def test_prints_last():
+    print("last of the file")
+"""
+
+
+def test_output_belongs_to_the_test_that_wrote_it(suite: Suite) -> None:
+    """Where nobody's code runs before and after a body, it is looked for once."""
+    suite.write("test_it.py", QUIET_AND_LOUD)
+    run = suite.run("--gt-gpus=2")
+    calls = {name: phases["call"] for name, phases in run.reports.items()}
+    for n in range(3):
+        assert calls[f"test_prints[{n}]"]["output"] == f"of test {n}\n"
+    for n in (1, 2):  # in the first one the logger stops to propagate when nobody listens to it any more
+        assert calls[f"test_logs[{n}]"]["log"].endswith(f"of test {n}")
+    assert calls["test_prints_last"]["output"] == "last of the file\n"
+    assert [name for name in run.reports if run.outcome(name) != "passed"] == ["test_prints[1]", "test_logs[1]"]

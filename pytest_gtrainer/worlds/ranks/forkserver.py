@@ -14,7 +14,7 @@ import os
 import shutil
 import signal
 import socket
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import NoReturn
@@ -28,6 +28,7 @@ GROUP_ROUNDS = 20
 def main(fd: int, folder: str, modules: Iterable[str]) -> NoReturn:
     """Serve the parent on the socket ``fd``; delete ``folder`` at the end."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # ranks may write to a terminal that is the parent's (-s)
     server = _Server(Connection(fd), folder)
     _preload(modules)
     threads = len(os.listdir("/proc/self/task"))
@@ -74,23 +75,24 @@ class _Server:
             _signal(command.pid, command.signum)
 
     def _fork(self, setup: wire.RankSetup) -> None:
-        rank_fd = _receive_fd(self.conn)
+        rank_fds = _receive_fds(self.conn)
         pid = os.fork()
         if pid == 0:
-            self._leave_to_rank(setup, rank_fd)
-        os.close(rank_fd)
+            self._leave_to_rank(setup, rank_fds)
+        for fd in rank_fds:
+            os.close(fd)
         with contextlib.suppress(OSError):
             os.setpgid(pid, pid)  # the rank does it too: whoever is first
         self.pids[os.pidfd_open(pid)] = pid
         self.conn.send(wire.Forked(pid))
 
-    def _leave_to_rank(self, setup: wire.RankSetup, rank_fd: int) -> NoReturn:
+    def _leave_to_rank(self, setup: wire.RankSetup, rank_fds: Sequence[int]) -> NoReturn:
         self.conn.close()
         for pidfd in self.pids:
             os.close(pidfd)
         from pytest_gtrainer.worlds.ranks.inside.process import become_rank
 
-        become_rank(setup, rank_fd, self.pid)
+        become_rank(setup, rank_fds, self.pid)
 
     def _reap(self, pidfd: int) -> None:
         pid = self.pids.pop(pidfd)
@@ -154,7 +156,8 @@ def _is_tracker(pid: int) -> bool:
     return False
 
 
-def _receive_fd(conn: Connection) -> int:
+def _receive_fds(conn: Connection) -> list[int]:
+    """Those of a rank's end of its channel."""
     with socket.socket(fileno=os.dup(conn.fileno())) as sock:
-        _, fds, _, _ = socket.recv_fds(sock, 1, 1)
-    return fds[0]
+        _, fds, _, _ = socket.recv_fds(sock, 1, 2)
+    return list(fds)

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from pytest_gtrainer.environment import lasting_environment
 from pytest_gtrainer.worlds.ranks import wire
+from pytest_gtrainer.worlds.ranks.channel import Channel, fd_pairs
 
 # The imports take 3 to 6 s of CPU time; xdist workers on a busy machine start theirs together.
 START_LIMIT = 300.0
@@ -74,6 +75,7 @@ class ForkServer:
         with theirs:
             self._process = self._start(theirs.fileno(), modules, live_output)
         self.conn = Connection(ours.detach())
+        self.fd = self.conn.fileno()
 
     def _start(self, fd: int, modules: list[str], live_output: bool) -> subprocess.Popen[bytes]:
         argument = json.dumps([fd, str(self.folder), sys.path, modules])
@@ -87,7 +89,9 @@ class ForkServer:
                 stdout=None if live_output else log,
                 stderr=None if live_output else log,
                 env={**lasting_environment(), **_ONE_THREAD},
-                start_new_session=True,  # Ctrl-C is the parent's to handle
+                # Ctrl-C is the parent's to handle. A session of its own would do, too, but Linux shares the time of
+                # its cores by session: gloo's threads then waited for the parent's.
+                process_group=0,
             )
 
     def wait_until_ready(self) -> None:
@@ -118,8 +122,8 @@ class ForkServer:
             return text or "it ended without a word"
         return "it ended without a word"
 
-    def fork(self, setups: list[wire.RankSetup]) -> list[tuple[int, Connection]]:
-        """Fork one rank per setup: pids and connections."""
+    def fork(self, setups: list[wire.RankSetup]) -> list[tuple[int, Channel]]:
+        """Fork one rank per setup: pids and channels."""
         self.wait_until_ready()
         try:
             return self._fork(setups)
@@ -127,23 +131,37 @@ class ForkServer:
             self.close()
             raise
 
-    def _fork(self, setups: list[wire.RankSetup]) -> list[tuple[int, Connection]]:
-        conns = [self._request(setup) for setup in setups]
+    def _fork(self, setups: list[wire.RankSetup]) -> list[tuple[int, Channel]]:
+        channels: list[Channel] = []
+        try:
+            for setup in setups:
+                ours, theirs = fd_pairs()
+                channels.append(Channel(*ours))
+                self._request(setup, theirs)
+            return list(zip(self._wait_for_pids(len(setups)), channels, strict=True))
+        except BaseException:
+            for channel in channels:
+                channel.close()
+            raise
+
+    def _request(self, setup: wire.RankSetup, fds: tuple[int, int]) -> None:
+        """Ask for a rank, whose end of its channel is handed over."""
+        try:
+            self.conn.send(wire.Fork(setup))
+            with socket.socket(fileno=os.dup(self.conn.fileno())) as sock:
+                socket.send_fds(sock, [b"f"], fds)
+        finally:
+            for fd in fds:
+                os.close(fd)
+
+    def _wait_for_pids(self, count: int) -> list[int]:
         end = time.monotonic() + START_LIMIT
-        while len(self._forked) < len(setups):
+        while len(self._forked) < count:
             if not self.alive or time.monotonic() > end:
                 raise RanksError(f"the process that forks ranks is gone: {self._log()}")
             self.pump(0.5)
         pids, self._forked = self._forked, []
-        return list(zip(pids, conns, strict=True))
-
-    def _request(self, setup: wire.RankSetup) -> Connection:
-        ours, theirs = socket.socketpair()
-        with theirs:
-            self.conn.send(wire.Fork(setup))
-            with socket.socket(fileno=os.dup(self.conn.fileno())) as sock:
-                socket.send_fds(sock, [b"f"], [theirs.fileno()])
-        return Connection(ours.detach())
+        return pids
 
     def pump(self, seconds: float = 0.0) -> None:
         """Take in what the forkserver says; wait up to ``seconds`` for the first word."""

@@ -50,6 +50,16 @@ class Outcome:
         """Whether a rank raised, if only to skip, or died, or anything befell one."""
         return bool(self.raised or self.incidents or self.dead or self.killed or self.unblocked_at is not None)
 
+    def agreed(self) -> wire.ItemDone | None:
+        """Any rank's answer, where all of them ran a test without trouble and said the same of it; else None."""
+        answers = list(self.answers.values())
+        first = answers[0] if answers else None
+        if self.is_troubled or len(answers) < self.size or not isinstance(first, wire.ItemDone):
+            return None
+        alike = (isinstance(each, wire.ItemDone) and each.reports == first.reports and each.state == first.state
+                 for each in answers)  # fmt: skip
+        return first if first.state.intact and all(alike) else None
+
     def is_consequence(self, rank: int) -> bool:
         """Whether the rank only failed because another one had ended the collective they shared."""
         told = self.raised.get(rank)

@@ -10,11 +10,11 @@ import signal
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from pytest_gtrainer.worlds.ranks import wire
+from pytest_gtrainer.worlds.ranks.channel import Channel
 from pytest_gtrainer.worlds.ranks.launcher import ForkServer, RanksError, readable
 from pytest_gtrainer.worlds.ranks.outcome import Outcome, disagreement
 from pytest_gtrainer.worlds.ranks.stacks import (
@@ -71,7 +71,7 @@ class RankProcess:
 
     rank: int
     pid: int
-    conn: Connection
+    channel: Channel
     captured: list[BinaryIO] = field(default_factory=list)
 
 
@@ -89,7 +89,7 @@ class Team:
         store = self._new_store()
         setups = [plan.setup(rank, self._folder, store) for rank in range(plan.size)]
         self.ranks = [
-            RankProcess(rank, pid, conn) for rank, (pid, conn) in enumerate(server.fork(setups))
+            RankProcess(rank, pid, channel) for rank, (pid, channel) in enumerate(server.fork(setups))
         ]
         try:
             self._wait_until_up()
@@ -104,17 +104,17 @@ class Team:
 
     def _wait_until_up(self) -> None:
         end = time.monotonic() + START_LIMIT
-        missing = {rank.conn: rank for rank in self.ranks}
+        missing = {rank.channel.fileno(): rank for rank in self.ranks}
         while missing:
-            ready = wait(list(missing), max(0.0, end - time.monotonic()))
+            ready = readable(missing, end - time.monotonic())
             if not ready:
                 self._give_up(f"{len(missing)} of {self.size} ranks were not ready within {START_LIMIT:g} s")
-            for conn in ready:
-                self._take_up(missing.pop(conn))  # type: ignore[call-overload]
+            for fd in sorted(ready):
+                self._take_up(missing.pop(fd))
 
     def _take_up(self, rank: RankProcess) -> None:
         try:
-            message: Any = wire.decode(rank.conn.recv_bytes())
+            message: Any = wire.decode(rank.channel.receive())
         except (EOFError, OSError):
             how = self.how_it_ended(rank)
             self._give_up(f"rank {rank.rank} {how} while it started\n{self.last_words(rank)}")
@@ -135,20 +135,19 @@ class Team:
         message = wire.encode(command)
         for rank in range(self.size) if ranks is None else ranks:
             with contextlib.suppress(OSError):
-                self.ranks[rank].conn.send_bytes(message)
+                self.ranks[rank].channel.send(message)
 
     def receive(self, ranks: Iterable[int], seconds: float) -> dict[int, object]:
         """The next message of those ``ranks`` that have one; None stands for a dead rank."""
-        conns = {self.ranks[rank].conn.fileno(): rank for rank in ranks}
-        ready = readable([*conns, self._server.conn.fileno()], seconds)
-        if self._server.conn.fileno() in ready:
+        fds = {self.ranks[rank].channel.fileno(): rank for rank in ranks}
+        read = {fd for fd, rank in fds.items() if self.ranks[rank].channel.has_message()}
+        ready = read | readable([*fds, self._server.fd], 0.0 if read else seconds)
+        if self._server.fd in ready:
             self._server.pump()
-        heard: dict[int, object] = {}
-        for fd, rank in conns.items():
-            if fd in ready:
-                heard[rank] = _next_message(self.ranks[rank].conn)
-            elif self._server.exit_status and self.ranks[rank].pid in self._server.exit_status:
-                heard[rank] = None  # a child of the rank still holds its connection open
+        heard = {rank: _next_message(self.ranks[rank].channel) for fd, rank in fds.items() if fd in ready}
+        if self._server.exit_status:
+            ended = (rank for rank in fds.values() if self.ranks[rank].pid in self._server.exit_status)
+            heard = dict.fromkeys(ended) | heard  # a child of the rank may still hold its connection open
         return heard
 
     def how_it_ended(self, rank: RankProcess) -> str:
@@ -186,6 +185,9 @@ class Team:
         Ranks that disagree have a collective under way that will never end, and destroying
         its group would wait for it: such a team is ended.
         """
+        agreed = outcome.agreed()
+        if agreed is not None and not agreed.state.subgroups:
+            return None
         if outcome.killed or outcome.dead or (outcome.is_troubled and self.has_lost_ranks()):
             return self.kill()
         states = {rank: answer.state for rank, answer in outcome.answers.items()}
@@ -236,15 +238,15 @@ class Team:
         self.alive = False
         self._server.kill([rank.pid for rank in self.ranks])
         for rank in self.ranks:
-            rank.conn.close()
+            rank.channel.close()
             for file in rank.captured:
                 file.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
-def _next_message(conn: Connection) -> object:
+def _next_message(channel: Channel) -> object:
     try:
-        return wire.decode(conn.recv_bytes())
+        return wire.decode(channel.receive())
     except (EOFError, OSError):
         return None
 

@@ -64,7 +64,7 @@ class NotReady:
 
 @dataclass(frozen=True, slots=True)
 class Fork:
-    """Fork a rank; the rank's end of its connection follows as a file descriptor."""
+    """Fork a rank; the rank's end of its channel follows as file descriptors."""
 
     setup: RankSetup
 

@@ -101,7 +101,7 @@ class Member:
         except BaseException:
             return messages.Began(traceback.format_exc())
         group = RankGroup(launch.rank, command.device, command.backend, index=launch.local_rank, meet=self._meet)
-        self._rank = Rank(session, group, self.tell)
+        self._rank = Rank(session, group, self.tell, shares_process=True)
         return messages.Began(None)
 
     def _basetemp(self, command: messages.Begin) -> str | None:

@@ -44,6 +44,11 @@ _KNOWN_PLUGINS = {
 }  # fmt: skip
 # Whose hooks of a fixture do nothing for a parameter.
 _KNOWN_OF_FIXTURES = {"fixtures", "setuponly", "setupplan", "gtrainer-leaks", "hypothesispytest", "unittest"}
+# Whose hooks between two tests leave torch's switches alone.
+_KNOWN_BETWEEN = {
+    "runner", "unittest", "faulthandler", "warnings", "assertion", "logging-plugin", "threadexception",
+    "unraisableexception", "gtrainer", "gtrainer-goldens", "gtrainer-inline", "gtrainer-rank-lane",
+}  # fmt: skip
 _HOOKS = ("setup", "call", "teardown", "makereport", "logreport")
 _CONDITIONS = {"skip", "skipif", "xfail"}
 _CAPTURING_FIXTURES = {"capsys", "capsysbinary", "capfd", "capfdbinary", "capteesys", "subtests"}
@@ -52,14 +57,17 @@ _CAPTURING_FIXTURES = {"capsys", "capsysbinary", "capfd", "capfdbinary", "captee
 class FastLane:
     """Stands in for ``pytest_runtest_protocol`` of pytest's runner; registered as ``gtrainer-rank-lane``."""
 
-    def __init__(self, config: pytest.Config, recorder: Recorder) -> None:
-        self._config, self._recorder = config, recorder
+    def __init__(self, config: pytest.Config, recorder: Recorder, *, shares_process: bool = False) -> None:
+        self._config, self._recorder, self._shares_process = config, recorder, shares_process
         self._capture: CaptureManager | None = config.pluginmanager.getplugin("capturemanager")
         self._logging: LoggingPlugin | None = config.pluginmanager.getplugin("logging-plugin")
         self._fds = self._captured_fds()
         self._open: bool | None = None
         self.fills_parameters = False
         self.guard: LeakGuard | None = None
+        self.untouched = False
+        """Whether nobody's code has run since the last test ended, which could have changed torch's switches."""
+        self._is_alone = False
         self.carriers: list[Any] = []
 
     def _captured_fds(self) -> tuple[int, ...]:
@@ -71,12 +79,18 @@ class FastLane:
     def pytest_plugin_registered(self) -> None:
         self._open = None  # a conftest, perhaps, with hooks
 
+    def pytest_collectstart(self) -> None:
+        self.untouched = False  # a test file is imported, perhaps
+
     def pytest_runtest_protocol(self, item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
+        untouched, self.untouched = self.untouched, False
         if not isinstance(item, pytest.Function) or not self._is_open() or not _is_simple(item):
             return None
         ihook = item.ihook
         ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
-        _Run(self, item, nextitem).run()
+        run = _Run(self, item, nextitem, untouched=untouched)
+        run.run()
+        self.untouched = self._is_alone and run.was_quiet
         ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
         return True
 
@@ -101,6 +115,9 @@ class FastLane:
         named = {each.plugin_name for caller in callers for each in caller.get_hookimpls()}
         self.fills_parameters = named <= _KNOWN_OF_FIXTURES
         self.guard = plugins.getplugin("gtrainer-leaks")
+        between = (hooks.pytest_runtest_protocol, hooks.pytest_runtest_logstart, hooks.pytest_runtest_logfinish)
+        named = {each.plugin_name for caller in between for each in caller.get_hookimpls()}
+        self._is_alone = not self._shares_process and named <= _KNOWN_BETWEEN
         self.carriers = self._recorder.carriers()
 
 
@@ -138,18 +155,22 @@ def _has_parameters_only(item: pytest.Function) -> bool:
 class _Run:
     """A test on the lane."""
 
-    def __init__(self, lane: FastLane, item: pytest.Function, nextitem: pytest.Item | None) -> None:
-        self.lane, self.item, self.nextitem = lane, item, nextitem
+    def __init__(
+        self, lane: FastLane, item: pytest.Function, nextitem: pytest.Item | None, *, untouched: bool
+    ) -> None:
+        self.lane, self.item, self.nextitem, self.untouched = lane, item, nextitem, untouched
         self.recorder, self.fds, self.guard = lane._recorder, lane._fds, lane.guard
         assert lane._capture is not None
         assert lane._logging is not None
         self.capture = lane._capture
         self.logs = Logs(lane._logging, item)
         self.has_fixtures = not _has_parameters_only(item)
+        # nobody's code runs before the body of a test without fixtures, whose file is set up already
+        self.is_bare = not self.has_fixtures and item.parent in item.session._setupstate.stack
         self.untold: list[QuietPhase] = []
         self.keywords: dict[str, Literal[1]] = {}
         self.marks = 0
-        self.on_lane = False
+        self.on_lane = self.was_quiet = False
 
     def run(self) -> None:
         item = self.item
@@ -163,6 +184,7 @@ class _Run:
             if item.session.shouldfail or item.session.shouldstop:
                 self.nextitem = None
             self._phase("teardown", self._teardown, nextitem=self.nextitem)
+            self.was_quiet = self.on_lane
             if self.on_lane:
                 self.recorder.add_passed(item, self.untold)
         finally:
@@ -180,11 +202,14 @@ class _Run:
 
     def _set_up(self) -> None:
         if self.guard is not None:
-            self.guard.begin()
+            self.guard.begin(untouched=self.untouched)
         if not self.has_fixtures and self.lane.fills_parameters and self.item.fixturenames:
             # as fixtures they would take a tenth of the test
             self.item.funcargs.update((name, self.item.callspec.params[name]) for name in self.item.fixturenames)
-        runner.pytest_runtest_setup(self.item)
+        if self.is_bare:
+            self.item.session._setupstate.setup(self.item)  # as below, without the variable PYTEST_CURRENT_TEST
+        else:
+            runner.pytest_runtest_setup(self.item)
         self._collect_exceptions()
 
     def _call(self) -> None:
@@ -196,10 +221,18 @@ class _Run:
             self.recorder.undo(self.item, before)
 
     def _teardown(self) -> None:
-        runner.pytest_runtest_teardown(self.item, self.nextitem)
+        if self._ends_bare():
+            self.item.session._setupstate.teardown_exact(self.nextitem)
+            os.environ.pop("PYTEST_CURRENT_TEST", None)
+        else:
+            runner.pytest_runtest_teardown(self.item, self.nextitem)
         self._collect_exceptions()
         if self.guard is not None:
             self.guard.end(self.item)
+
+    def _ends_bare(self) -> bool:
+        """Whether nobody's code runs after its body, either: no fixture of other tests ends here."""
+        return self.is_bare and self.nextitem is not None and self.nextitem.parent is self.item.parent
 
     def _collect_exceptions(self) -> None:
         """Of threads and of ``__del__``: as warnings."""
@@ -217,7 +250,8 @@ class _Run:
             self.logs.attach()
         self.logs.begin(when, apart=when == "setup" or self.has_fixtures)  # on the lane nothing has been logged since
         call = pytest.CallInfo.from_call(body, when)
-        if self._has_nothing_to_tell(call):
+        is_silent = self.is_bare if when == "setup" else when == "teardown" and self._ends_bare()
+        if (is_silent and call.excinfo is None) or self._has_nothing_to_tell(call):
             self.untold.append(self._quiet(call))
             return None
         return self._report(call)

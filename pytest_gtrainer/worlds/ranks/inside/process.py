@@ -9,25 +9,26 @@ import os
 import signal
 import sys
 import traceback
-from multiprocessing.connection import Connection
+from collections.abc import Sequence
 from typing import NoReturn
 
 from pytest_gtrainer.worlds.ranks import wire
+from pytest_gtrainer.worlds.ranks.channel import Channel
 from pytest_gtrainer.worlds.ranks.stacks import STACK_SIGNAL, log_file, stack_file
 
 _PR_SET_PDEATHSIG = 1
 
 
-def become_rank(setup: wire.RankSetup, fd: int, forkserver: int) -> NoReturn:
-    """Serve the parent on ``fd`` as a rank; never returns into the forkserver's code."""
+def become_rank(setup: wire.RankSetup, fds: Sequence[int], forkserver: int) -> NoReturn:
+    """Serve the parent on the channel of ``fds`` as a rank; never returns into the forkserver's code."""
     code = 1
     try:
         _die_with(forkserver)
-        conn = Connection(fd)
+        channel = Channel(*fds)
         _open_streams(setup)
         _open_stacks(setup)
         _take_environment(setup)
-        code = _serve(setup, conn)
+        code = _serve(setup, channel)
     except BaseException:
         traceback.print_exc()
     finally:
@@ -74,10 +75,10 @@ def _take_environment(setup: wire.RankSetup) -> None:
     os.chdir(setup.cwd)
 
 
-def _serve(setup: wire.RankSetup, conn: Connection) -> int:
+def _serve(setup: wire.RankSetup, channel: Channel) -> int:
     from pytest_gtrainer.worlds.ranks.inside.commands import serve
 
-    return serve(setup, conn)
+    return serve(setup, channel)
 
 
 def _flush() -> None:

@@ -16,6 +16,8 @@ from pytest_gtrainer.report.collected import Test
 from pytest_gtrainer.report.witness import Witness
 from pytest_gtrainer.worlds.spec import SpecError, spec_of
 
+_WANTED = pytest.StashKey[tuple[bool, bool]]()
+
 
 @contextmanager
 def witnessed(config: pytest.Config, item: pytest.Item | None = None) -> Iterator[None]:
@@ -23,15 +25,23 @@ def witnessed(config: pytest.Config, item: pytest.Item | None = None) -> Iterato
 
     Digests on every rank; graphs on one, where they are wanted.
     """
-    worker = getattr(config, "workerinput", {})
-    wants_graphs = options.get(config, "report") is not None
-    wants_digests = bool(worker.get("gt_digests") or config.getoption("xmlpath", None))
+    wants_graphs, wants_digests = _wanted(config)
     if not wants_graphs and not wants_digests:
         yield
         return
-    witness = Witness(graphs=wants_graphs and worker.get("gt_rank", 0) == 0, mesh=_mesh(item))
+    rank = getattr(config, "workerinput", {}).get("gt_rank", 0)
+    witness = Witness(graphs=wants_graphs and rank == 0, mesh=_mesh(item))
     with facts.watching(witness.watchers):
         yield
+
+
+def _wanted(config: pytest.Config) -> tuple[bool, bool]:
+    """Whether this run wants graphs and digests; every test asks."""
+    if _WANTED not in config.stash:
+        worker = getattr(config, "workerinput", {})
+        digests = bool(worker.get("gt_digests") or config.getoption("xmlpath", None))
+        config.stash[_WANTED] = options.get(config, "report") is not None, digests
+    return config.stash[_WANTED]
 
 
 def _mesh(item: pytest.Item | None) -> dict[str, int] | None:

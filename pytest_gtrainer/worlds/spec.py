@@ -23,6 +23,7 @@ MARKER_HELP = (
 )
 KINDS = ("fake", "simulated", "ranks")
 SIZE_PARAM = "gt_world_size"
+_READ = pytest.StashKey[tuple[pytest.Mark, "WorldSpec"]]()
 _FIELDS = ("size", "mesh", "nodes", "rank", "device", "timeout")
 DEVICES = ("cpu", "cuda")
 
@@ -146,6 +147,13 @@ def spec_of(item: pytest.Item) -> WorldSpec | None:
     marker = item.get_closest_marker(MARKER)
     if marker is None:
         return None
+    known = item.stash.get(_READ, None)
+    if known is None or known[0] is not marker:
+        item.stash[_READ] = known = marker, _read(item, marker)
+    return known[1]
+
+
+def _read(item: pytest.Item, marker: pytest.Mark) -> WorldSpec:
     if len(marker.args) > 1:
         raise SpecError(f"gt_world takes one positional argument, the kind; not {len(marker.args)}: {marker.args}")
     fields = dict(marker.kwargs)

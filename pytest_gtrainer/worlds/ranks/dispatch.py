@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import warnings
 from collections.abc import Callable, Mapping
@@ -40,7 +41,7 @@ def dispatch(
     """Stand in for pytest's own protocol of ``item``: the same hooks, the phases on ranks."""
     hooks = item.ihook
     hooks.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
-    reports = _reports(pool, item, spec, next_on_ranks)
+    reports = _reports(pool, item, spec, next_on_ranks, nextitem)
     for report in reports:
         if report.when != "teardown":
             hooks.pytest_runtest_logreport(report=report)
@@ -56,25 +57,56 @@ def dispatch(
 
 
 def _reports(
-    pool: Launcher, item: pytest.Item, spec: WorldSpec, next_on_ranks: pytest.Item | None
+    pool: Launcher,
+    item: pytest.Item,
+    spec: WorldSpec,
+    next_on_ranks: pytest.Item | None,
+    nextitem: pytest.Item | None,
 ) -> list[pytest.TestReport]:
     outcomes: list[Outcome] = []
+    ahead = _Ahead(item, nextitem)
     call = pytest.CallInfo.from_call(
-        lambda: outcomes.append(_run(pool, item, spec, next_on_ranks)),
+        lambda: outcomes.append(_run(pool, item, spec, next_on_ranks, ahead)),
         "call",
         reraise=NOT_A_FAILURE,
     )
     if not outcomes:
         return [item.ihook.pytest_runtest_makereport(item=item, call=call)]
     _repeat_warnings(item, outcomes[0])
-    return _merged(item, outcomes[0])
+    return _merged(item, outcomes[0], ahead)
 
 
-def _run(pool: Launcher, item: pytest.Item, spec: WorldSpec, next_on_ranks: pytest.Item | None) -> Outcome:
+class _Ahead:
+    """What this process does while the ranks run a test, so that nobody waits for it afterwards."""
+
+    def __init__(self, item: pytest.Item, nextitem: pytest.Item | None) -> None:
+        self._item, self._nextitem = item, nextitem
+        self._answer: wire.ItemDone | None = None
+        self._reports: RankReports = {}
+
+    def __call__(self, outcome: Outcome) -> None:
+        """Look at the next test, or read the first answer of a rank."""
+        if self._nextitem is not None:
+            with contextlib.suppress(Exception):  # its own turn will tell
+                getattr(self._nextitem, "location", None)  # a cached property, which reads the source
+            self._nextitem = None
+        elif self._answer is None and outcome.answers and not outcome.is_troubled:
+            answer = next(iter(outcome.answers.values()))
+            if isinstance(answer, wire.ItemDone) and answer.reports and _serialises_as_pytest(self._item.config):
+                self._answer, self._reports = answer, _rank_reports(self._item, answer)
+
+    def reports_of(self, answer: wire.ItemDone) -> RankReports:
+        """The reports of an answer."""
+        return self._reports if answer is self._answer else _rank_reports(self._item, answer)
+
+
+def _run(
+    pool: Launcher, item: pytest.Item, spec: WorldSpec, next_on_ranks: pytest.Item | None, ahead: _Ahead
+) -> Outcome:
     following = item_ref(next_on_ranks) if next_on_ranks is not None else None
     command = wire.RunItem(item_ref(item), following, item.location)
     try:
-        return pool.run(spec.size, command, limit_of(item.config, spec), item.nodeid)
+        return pool.run(spec.size, command, limit_of(item.config, spec), item.nodeid, ahead)
     except (RanksError, LeaseError) as error:
         pytest.fail(str(error), pytrace=False)
 
@@ -100,9 +132,9 @@ def chain_of(item: pytest.Item) -> tuple[str, ...]:
     return home.stash[_CHAIN]
 
 
-def _merged(item: pytest.Item, outcome: Outcome) -> list[pytest.TestReport]:
+def _merged(item: pytest.Item, outcome: Outcome, ahead: _Ahead) -> list[pytest.TestReport]:
     """The merged reports, judged also by what only the parent can compare."""
-    agreed = _agreed(item, outcome)
+    agreed = _agreed(outcome, ahead)
     if agreed is not None:
         merged, reports = list(agreed.values()), dict.fromkeys(outcome.answers, agreed)
     else:
@@ -115,19 +147,18 @@ def _merged(item: pytest.Item, outcome: Outcome) -> list[pytest.TestReport]:
     return merged
 
 
-def _agreed(item: pytest.Item, outcome: Outcome) -> RankReports | None:
+def _agreed(outcome: Outcome, ahead: _Ahead) -> RankReports | None:
     """The reports of any rank where all said the same, none failed, and none wrote anything; None elsewhere.
 
     What ``merge`` makes of these, for the price of reading them once.
     """
+    first = outcome.agreed()
+    if first is None or not first.reports:
+        return None
+    reports = ahead.reports_of(first)
+    if len(reports) != len(first.times) or any(each.sections or not each.passed for each in reports.values()):
+        return None
     answers = [answer for answer in outcome.answers.values() if isinstance(answer, wire.ItemDone)]
-    if outcome.is_troubled or len(answers) < outcome.size or not answers[0].state.intact or not answers[0].reports:
-        return None
-    if any(answer.reports != answers[0].reports or answer.state != answers[0].state for answer in answers):
-        return None
-    reports = _rank_reports(item, answers[0])
-    if len(reports) != len(answers[0].times) or any(each.sections or not each.passed for each in reports.values()):
-        return None
     for report, *times in zip(reports.values(), *(answer.times for answer in answers), strict=True):
         report.duration = max(duration for _, _, duration in times)
     return reports
@@ -148,10 +179,15 @@ def _rank_reports(item: pytest.Item, answer: wire.ItemDone) -> dict[Phase, pytes
     return {phase: _plain(restored[phase]) for phase in PHASES if phase in restored}
 
 
+def _serialises_as_pytest(config: pytest.Config) -> bool:
+    """Whether no plugin has a say in how reports are read."""
+    hook = config.hook.pytest_report_from_serializable
+    return {each.plugin_name for each in hook.get_hookimpls()} == wire.SERIALISERS
+
+
 def _reader(config: pytest.Config) -> Callable[[dict[str, Any]], Any]:
     """What makes a report of what a rank has sent."""
-    hook = config.hook.pytest_report_from_serializable
-    known = {each.plugin_name for each in hook.get_hookimpls()} == wire.SERIALISERS
+    hook, known = config.hook.pytest_report_from_serializable, _serialises_as_pytest(config)
 
     def read(data: dict[str, Any]) -> Any:
         if known and data.get("$report_type") == "TestReport":  # as pytest does, without its hook
@@ -195,16 +231,16 @@ def _judge(item: pytest.Item, merged: list[pytest.TestReport], reports: Mapping[
     call = next((report for report in merged if report.when == "call" and report.passed), None)
     if call is None:
         return
-    objections = []
+    objections, claims = [], {attribute: _claims(reports, attribute) for attribute in JUDGES.values()}
     for name, attribute in JUDGES.items():
         judge = getattr(item.config.pluginmanager.getplugin(name), "judge_ranks", None)
         if judge is not None:
-            objections.append(judge(item, _claims(reports, attribute)))
+            objections.append(judge(item, claims[attribute]))
     found = [objection for objection in objections if objection is not None]
     if found:
         call.outcome, call.longrepr = "failed", "\n\n".join(found)
     # Some expectations may be met by some ranks only; they are written where the run ends.
-    every = [claim for claims in _claims(reports, "gt_inline").values() for claim in claims]
+    every = [claim for claimed in claims["gt_inline"].values() for claim in claimed]
     call.gt_inline = [claim for n, claim in enumerate(every) if claim not in every[:n]]  # type: ignore[attr-defined]
 
 

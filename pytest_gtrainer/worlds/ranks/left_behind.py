@@ -13,10 +13,10 @@ from pytest_gtrainer.worlds.ranks.outcome import Outcome
 
 def tell(item: pytest.Item, outcome: Outcome, merged: list[pytest.TestReport]) -> None:
     """Add what the ranks say was left to the last of the merged reports, as ``--gt-leaked-resources`` has it."""
-    reaction = options.get(item.config, "leaked-resources")
     answers = [answer for answer in outcome.answers.values() if isinstance(answer, wire.ItemDone)]
     left = dict.fromkeys(what for answer in answers for what in answer.left)
-    if not left or reaction == "ignore":
+    reaction = options.get(item.config, "leaked-resources") if left else "ignore"
+    if reaction == "ignore":
         return
     last: Any = merged[-1]
     facts = [{"kind": "left", "test": item.nodeid, "what": what} for what in left]

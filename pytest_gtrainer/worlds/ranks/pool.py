@@ -19,7 +19,7 @@ from pytest_gtrainer.worlds.ranks.launcher import ForkServer
 from pytest_gtrainer.worlds.ranks.outcome import Outcome
 from pytest_gtrainer.worlds.ranks.progress import teller
 from pytest_gtrainer.worlds.ranks.team import Team, TeamPlan
-from pytest_gtrainer.worlds.ranks.watch import run_on
+from pytest_gtrainer.worlds.ranks.watch import Meanwhile, run_on
 
 # Idle ranks cost 20 MB each; twice the slots let worlds of two sizes alternate warm.
 IDLE_FACTOR = 2
@@ -57,7 +57,10 @@ class Launcher(Protocol):
 
     broken: str | None
 
-    def run(self, size: int, command: wire.RunItem | wire.CallFunction, limit: float, holder: str) -> Outcome:
+    def run(
+        self, size: int, command: wire.RunItem | wire.CallFunction, limit: float, holder: str,
+        meanwhile: Meanwhile | None = None,
+    ) -> Outcome:  # fmt: skip
         """Run a command on ``size`` ranks."""
 
     def leave(self) -> None:
@@ -78,6 +81,7 @@ class Pool:
         self._teams: dict[TeamKey, Team] = {}  # the least recently used first
         self._devices_shared: sharing.Sharing | None = None
         self._seen: _Seen | None = None
+        self._is_fresh: bool = options.get(config, "fresh-ranks")
 
     @property
     def devices(self) -> Devices:
@@ -87,19 +91,23 @@ class Pool:
         """Begin importing in the background."""
         self._running_server()
 
-    def run(self, size: int, command: wire.RunItem | wire.CallFunction, limit: float, holder: str) -> Outcome:
+    def run(
+        self, size: int, command: wire.RunItem | wire.CallFunction, limit: float, holder: str,
+        meanwhile: Meanwhile | None = None,
+    ) -> Outcome:  # fmt: skip
         """Run a command on ``size`` ranks, once their devices are this process's to use.
 
         Args:
             limit: for the command, in seconds; waiting for devices has its own.
             holder: the test, told to those who wait in vain for the devices.
+            meanwhile: see ``run_on``.
 
         Raises:
             RanksError: the ranks could not be started.
             LeaseError: others held the devices for too long.
         """
         with self._lend(size, holder) as team:
-            return run_on(team, command, limit, holder, teller(self._config))
+            return run_on(team, command, limit, holder, teller(self._config), meanwhile)
 
     def leave(self) -> None:
         """Nothing: a test without ranks runs in this process, which is none of them."""
@@ -154,7 +162,7 @@ class Pool:
 
     def release(self, team: Team) -> None:
         """Give a team back after a test."""
-        if options.get(self._config, "fresh-ranks"):
+        if self._is_fresh:
             team.stop()
 
     def close(self, status: int = 0) -> None:

@@ -25,7 +25,7 @@ from pytest_gtrainer.devices import resolve
 from pytest_gtrainer.worlds.ranks import wire
 from pytest_gtrainer.worlds.ranks.launcher import RanksError
 from pytest_gtrainer.worlds.ranks.outcome import Outcome
-from pytest_gtrainer.worlds.ranks.watch import run_on
+from pytest_gtrainer.worlds.ranks.watch import Meanwhile, run_on
 from pytest_gtrainer.worlds.torchrun import messages
 from pytest_gtrainer.worlds.torchrun.launch import Launch
 from pytest_gtrainer.worlds.torchrun.member import Member, connect
@@ -55,8 +55,11 @@ class TorchrunPool:
         self._begun = self._stopping = False
         signal.signal(signal.SIGTERM, self._on_sigterm)
 
-    def run(self, size: int, command: wire.RunItem | wire.CallFunction, limit: float, holder: str) -> Outcome:
-        """Run a command on ``size`` ranks.
+    def run(
+        self, size: int, command: wire.RunItem | wire.CallFunction, limit: float, holder: str,
+        meanwhile: Meanwhile | None = None,
+    ) -> Outcome:  # fmt: skip
+        """Run a command on ``size`` ranks; this process is one of them, and has no time for ``meanwhile``.
 
         Raises:
             RanksError: a rank cannot be had any more.

@@ -1,9 +1,10 @@
 """Torch's own harnesses with tests on ranks that do nothing: the yardsticks of ``benchmarks.ranks``.
 
     python -m benchmarks.torch_harness spawned      one test of MultiProcessTestCase
-    python -m benchmarks.torch_harness continuous   for each line of stdin, as many of MultiProcContinuousTest
+    python -m benchmarks.torch_harness continuous   for each line of stdin, tests of MultiProcContinuousTest
 
-The latter answers each line with the seconds that each test took. BENCH_RANKS says how many ranks.
+A line is the name of a test and how many of it to run; the answer is the seconds that each took. BENCH_RANKS says how
+many ranks.
 """
 
 from __future__ import annotations
@@ -14,7 +15,11 @@ import sys
 import time
 import unittest
 
+import torch
+import torch.distributed as dist
 from torch.testing._internal.common_distributed import MultiProcContinuousTest, MultiProcessTestCase
+
+VALUE = torch.ones(2**18)
 
 
 class Continuous(MultiProcContinuousTest):
@@ -32,6 +37,9 @@ class Continuous(MultiProcContinuousTest):
 
     def test_empty(self) -> None:
         pass
+
+    def test_all_reduce(self) -> None:
+        dist.all_reduce(VALUE)
 
 
 class Spawned(MultiProcessTestCase):
@@ -61,7 +69,8 @@ def run(case: unittest.TestCase) -> float:
 
 def serve() -> None:
     for line in sys.stdin:
-        print(json.dumps([run(Continuous("test_empty")) for _ in range(int(line))]), flush=True)
+        name, count = line.split()
+        print(json.dumps([run(Continuous(name)) for _ in range(int(count))]), flush=True)
     Continuous.tearDownClass()
 
 

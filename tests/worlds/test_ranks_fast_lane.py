@@ -221,9 +221,13 @@ def run_suite(folder: Any, lane: str) -> Run:
     suite = Suite(folder)
     suite.write("test_it.py", SUITE)
     suite.write("closes_the_lane.py", CLOSES_THE_LANE)
-    path = os.pathsep.join([str(suite.folder), os.environ.get("PYTHONPATH", "")])
     plugin = ["-p", "closes_the_lane"] if lane == "closed" else []
-    return suite.run("--gt-gpus=2", *plugin, environ={"LANE": lane, "PYTHONPATH": path})
+    return suite.run("--gt-gpus=2", *plugin, environ={"LANE": lane, "PYTHONPATH": path_with(suite)})
+
+
+def path_with(suite: Suite) -> str:
+    """For a plugin beside the test files."""
+    return os.pathsep.join([str(suite.folder), os.environ.get("PYTHONPATH", "")])
 
 
 @pytest.fixture(scope="module")
@@ -515,3 +519,59 @@ def test_output_belongs_to_the_test_that_wrote_it(suite: Suite) -> None:
         assert calls[f"test_logs[{n}]"]["log"].endswith(f"of test {n}")
     assert calls["test_prints_last"]["output"] == "last of the file\n"
     assert [name for name in run.reports if run.outcome(name) != "passed"] == ["test_prints[1]", "test_logs[1]"]
+
+
+HOOKS_AROUND_A_BODY = """
+import logging
+import pytest
+
+def tell(what, node):
+    print(what, node.name)
+    logging.getLogger("mine").warning("%s %s", what, node.name)
+
+class InRanks:
+    def pytest_fixture_setup(self, request):
+        tell("before", request.node)
+
+    def pytest_fixture_post_finalizer(self, request):
+        tell("after", request.node)
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_pyfunc_call(self, pyfuncitem):
+        if "finalized" in pyfuncitem.name:
+            pyfuncitem.addfinalizer(lambda: tell("at the end of", pyfuncitem))
+
+def pytest_configure(config):
+    if "gt_rank" in getattr(config, "workerinput", {}):
+        config.pluginmanager.register(InRanks())
+"""
+
+AROUND_A_BODY = """
+import pytest
+pytestmark = pytest.mark.gt_world("ranks", size=2)
+
+def test_first(): pass
+@pytest.mark.parametrize("n", range(3))
+def test_parameter(n): assert n != 2
+def test_finalized(): pass
+def test_quiet(): pass
+def test_last(): assert False
+"""
+
+
+def test_output_around_a_body_belongs_to_its_phase(suite: Suite) -> None:
+    """Hooks of fixtures run for parameters, and finalizers, too, for a test that has no fixtures."""
+    suite.write("hooks.py", HOOKS_AROUND_A_BODY)
+    suite.write("test_it.py", AROUND_A_BODY)
+    run = suite.run("--gt-gpus=2", "-p", "hooks", environ={"PYTHONPATH": path_with(suite)})
+    ends = {name: phases["teardown"] for name, phases in run.reports.items()}
+    for n in range(3):
+        name = f"test_parameter[{n}]"
+        assert run.reports[name]["setup"]["output"] == f"before {name}\n"
+        assert run.reports[name]["setup"]["log"].endswith(f"before {name}")
+        assert ends[name]["output"] == f"before {name}\nafter {name}\n"
+        assert ends[name]["log"].endswith(f"after {name}")
+    assert ends["test_finalized"]["output"] == "at the end of test_finalized\n"
+    assert ends["test_finalized"]["log"].endswith("at the end of test_finalized")
+    for name in ("test_first", "test_quiet", "test_last"):
+        assert (ends[name]["output"], ends[name]["log"]) == ("", "")

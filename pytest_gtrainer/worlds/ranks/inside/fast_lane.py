@@ -166,7 +166,8 @@ class _Run:
         self.logs = Logs(lane._logging, item)
         self.has_fixtures = not _has_parameters_only(item)
         # nobody's code runs before the body of a test without fixtures, whose file is set up already
-        self.is_bare = not self.has_fixtures and item.parent in item.session._setupstate.stack
+        is_plain = not self.has_fixtures and (lane.fills_parameters or not item.fixturenames)
+        self.is_bare = is_plain and item.parent in item.session._setupstate.stack
         self.untold: list[QuietPhase] = []
         self.keywords: dict[str, Literal[1]] = {}
         self.marks = 0
@@ -231,8 +232,11 @@ class _Run:
             self.guard.end(self.item)
 
     def _ends_bare(self) -> bool:
-        """Whether nobody's code runs after its body, either: no fixture of other tests ends here."""
-        return self.is_bare and self.nextitem is not None and self.nextitem.parent is self.item.parent
+        """Whether nobody's code runs after its body, either: no fixture of other tests ends here, and no finalizer."""
+        if not self.is_bare or self.nextitem is None or self.nextitem.parent is not self.item.parent:
+            return False
+        finalizers, _ = self.item.session._setupstate.stack[self.item]
+        return len(finalizers) == 1  # the test's own, which does nothing
 
     def _collect_exceptions(self) -> None:
         """Of threads and of ``__del__``: as warnings."""
@@ -249,8 +253,8 @@ class _Run:
         if when == "setup" or self.has_fixtures:  # which may have silenced a logger for the root's handlers
             self.logs.attach()
         self.logs.begin(when, apart=when == "setup" or self.has_fixtures)  # on the lane nothing has been logged since
-        call = pytest.CallInfo.from_call(body, when)
         is_silent = self.is_bare if when == "setup" else when == "teardown" and self._ends_bare()
+        call = pytest.CallInfo.from_call(body, when)
         if (is_silent and call.excinfo is None) or self._has_nothing_to_tell(call):
             self.untold.append(self._quiet(call))
             return None

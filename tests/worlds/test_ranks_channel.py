@@ -143,3 +143,15 @@ def test_ranks_share_the_session_of_the_parent_and_not_its_process_group() -> No
     parent = int(Path(f"/proc/{forkserver}/stat").read_text().rpartition(")")[2].split()[1])
     assert os.getsid(0) == os.getsid(forkserver) == os.getsid(parent)
     assert len({os.getpgid(each) for each in (0, forkserver, parent)}) == 3
+
+
+@pytest.mark.gt_world("ranks", size=2)
+def test_programs_that_a_rank_starts_do_not_hold_its_channel() -> None:
+    """Such a program may outlive the rank, whose death shows in the end of its channel."""
+    pipes = [int(name) for name in os.listdir("/proc/self/fd") if _is_pipe(name)]
+    assert len([fd for fd in pipes if not os.get_inheritable(fd)]) == 2, "gloo's own are inherited"
+
+
+def _is_pipe(name: str) -> bool:
+    link = Path("/proc/self/fd", name)
+    return link.exists() and os.readlink(link).startswith("pipe:")

@@ -1,4 +1,4 @@
-"""T6: however a run ends, no process and no folder is left behind."""
+"""T6: however a run ends, no process and no folder is left behind; and no rank waits for who sits at the terminal."""
 
 from __future__ import annotations
 
@@ -47,3 +47,36 @@ def test_ending_the_run_ends_its_ranks(suite, how):
         process.kill()
     assert how is not signal.SIGINT or "KeyboardInterrupt" in output
     _wait_for(lambda: not suite.left_over(), suite.left_over())
+
+
+AT_A_TERMINAL = """
+import fcntl, os, pty, termios
+import pytest
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config):
+    if not hasattr(config, "workerinput"):
+        os.setsid()
+        config.terminal = pty.openpty()
+        fcntl.ioctl(config.terminal[1], termios.TIOCSCTTY, 0)
+"""
+
+ASKS = """
+import pytest
+
+@pytest.mark.gt_world("ranks", size=2, timeout=20)
+def test_asks():
+    with pytest.raises(OSError, match="No such device"):
+        open("/dev/tty").read(1)
+
+def test_this_process_has_a_terminal():
+    open("/dev/tty").close()
+"""
+
+
+def test_a_rank_that_asks_at_the_terminal_gets_an_error(suite):
+    """T3: in the background, where ranks are, who reads from a terminal is stopped until it is told to go on."""
+    suite.write("conftest.py", AT_A_TERMINAL)
+    suite.write("test_it.py", ASKS)
+    run = suite.run("--gt-gpus=2")
+    assert "2 passed" in run.output, run.output

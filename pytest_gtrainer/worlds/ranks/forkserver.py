@@ -8,12 +8,14 @@ end of the connection, or another parent process than at the start, ends it and 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import gc
 import importlib
 import os
 import shutil
 import signal
 import socket
+import termios
 from collections.abc import Iterable, Sequence
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -28,7 +30,7 @@ GROUP_ROUNDS = 20
 def main(fd: int, folder: str, modules: Iterable[str]) -> NoReturn:
     """Serve the parent on the socket ``fd``; delete ``folder`` at the end."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # ranks may write to a terminal that is the parent's (-s)
+    _leave_terminal()
     server = _Server(Connection(fd), folder)
     _preload(modules)
     threads = len(os.listdir("/proc/self/task"))
@@ -37,6 +39,15 @@ def main(fd: int, folder: str, modules: Iterable[str]) -> NoReturn:
     else:
         server.conn.send(wire.NotReady(f"a preloaded module started {threads - 1} threads"))
     server.serve()
+
+
+def _leave_terminal() -> None:
+    """Have no terminal, as in a session of one's own.
+
+    To read from the parent's (``getpass``), or to write to it after ``stty tostop``, would stop a rank for good.
+    """
+    with contextlib.suppress(OSError), open("/dev/tty", "rb", buffering=0) as terminal:
+        fcntl.ioctl(terminal, termios.TIOCNOTTY)
 
 
 def _preload(modules: Iterable[str]) -> None:
@@ -157,7 +168,9 @@ def _is_tracker(pid: int) -> bool:
 
 
 def _receive_fds(conn: Connection) -> list[int]:
-    """Those of a rank's end of its channel."""
+    """Those of a rank's end of its channel, which programs that the rank starts do not inherit."""
     with socket.socket(fileno=os.dup(conn.fileno())) as sock:
         _, fds, _, _ = socket.recv_fds(sock, 1, 2)
+    for fd in fds:
+        os.set_inheritable(fd, False)
     return list(fds)

@@ -7,7 +7,7 @@ import re
 import pytest
 
 SUITE = '''
-import os, signal, threading, time
+import fcntl, os, signal, sys, termios, threading, time
 import pytest
 from late import dist, torch
 from pytest_gtrainer import facts
@@ -85,6 +85,50 @@ def test_limit(gt_ranks):
     with pytest.raises(RankError, match=r"rank 0 did not end within 1.5 s, at test_it.py:\\d+ in hangs_on"):
         gt_ranks.run(hangs_on, 0)
     gt_ranks.run(summed, 1.0)
+
+LARGE = 100 * 2**20
+
+def once_part_of_the_answer_is_sent(do, *arguments):
+    main = threading.main_thread().ident
+    def has_sent():
+        there = sys._current_frames()[main].f_locals
+        if len(there.get("rest", "")) <= LARGE: return False
+        return any(fcntl.ioctl(there["self"]._outgoing, termios.FIONREAD, bytes(4)))
+    def watch():
+        while not has_sent(): time.sleep(0.0001)
+        do(*arguments)
+    threading.Thread(target=watch, daemon=True).start()
+    return bytes(LARGE)
+
+def stops_while_it_answers():
+    if dist.get_rank() == 1:
+        return once_part_of_the_answer_is_sent(os.kill, os.getpid(), signal.SIGSTOP)
+
+@pytest.mark.gt_world("ranks", size=2, timeout=4)
+def test_stopped_while_it_answers(gt_ranks):
+    with pytest.raises(RankError, match="rank 1 did not end within 4 s"):
+        gt_ranks.run(stops_while_it_answers)
+    gt_ranks.run(summed, 1.0)
+
+def dies_while_it_answers():
+    if dist.get_rank() == 1:
+        if os.fork() == 0:
+            os.setsid()
+            end = time.monotonic() + 60
+            while not os.path.exists("told") and time.monotonic() < end: time.sleep(0.05)
+            os._exit(0)
+        return once_part_of_the_answer_is_sent(os._exit, 4)
+
+def test_dies_while_it_answers_and_leaves_a_child(gt_ranks):
+    with pytest.raises(RankError, match="rank 1 exited with status 4"):
+        gt_ranks.run(dies_while_it_answers, size=2)
+    with open("told", "w"): gt_ranks.run(summed, 1.0, size=2)
+
+def test_numbers_of_dead_ranks_that_new_ones_get(gt_ranks):
+    gt_ranks.run(os.getpid, size=1)
+    free = [pid for pid in range(os.getpid(), os.getpid() + 20_000) if not os.path.exists(f"/proc/{pid}")]
+    gt_ranks._pool._running_server().exit_status.update(dict.fromkeys(free, 0))
+    assert len(gt_ranks.run(os.getpid, size=3)) == 3
 
 class Struck(Exception): pass
 
@@ -171,7 +215,7 @@ def run(module_suite):
 def test_functions_on_ranks(run):
     wrong = {name: run.text(name) for name in run.reports if run.outcome(name) not in ("passed", "skipped")}
     assert wrong.keys() == {"test_fails"}, wrong
-    assert len(run.reports) == 27
+    assert len(run.reports) == 30
     assert run.outcome("test_size_too_large") == "skipped"
     assert "needs 5 ranks, --gt-gpus gives 4" in run.output
     call = run.reports["test_results_in_the_order_of_ranks"]["call"]

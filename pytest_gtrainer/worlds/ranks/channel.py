@@ -47,14 +47,22 @@ class Channel:
             EOFError: the other end is closed, and there is no whole message any more.
         """
         while not self.has_message():
-            some = os.read(self._incoming, _AT_ONCE)
-            if not some:
-                raise EOFError
-            self._read += some
+            self.read()
         end = self._end()
         message = bytes(memoryview(self._read)[_LENGTH.size : end])
         del self._read[:end]
         return message
+
+    def read(self) -> None:
+        """Read what there is, at the most as much as fits into a pipe; waits only if there is nothing.
+
+        Raises:
+            EOFError: the other end is closed.
+        """
+        some = os.read(self._incoming, _AT_ONCE)
+        if not some:
+            raise EOFError
+        self._read += some
 
     def _end(self) -> int:
         """Where the message ends that ``_read`` begins with."""

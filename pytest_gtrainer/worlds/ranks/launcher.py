@@ -176,6 +176,7 @@ class ForkServer:
         if isinstance(message, wire.Exited):
             self.exit_status[message.pid] = message.status
         elif isinstance(message, wire.Forked):
+            self.exit_status.pop(message.pid, None)  # of one that had the number before
             self._forked.append(message.pid)
 
     def signal(self, pid: int, signum: int) -> None:

@@ -138,16 +138,20 @@ class Team:
                 self.ranks[rank].channel.send(message)
 
     def receive(self, ranks: Iterable[int], seconds: float) -> dict[int, object]:
-        """The next message of those ``ranks`` that have one; None stands for a dead rank."""
+        """The next message of those ``ranks`` that have one; None stands for a dead rank.
+
+        Waits for no rest of a message: its rank may have been stopped, or have died and left the pipe to a child.
+        """
         fds = {self.ranks[rank].channel.fileno(): rank for rank in ranks}
         read = {fd for fd, rank in fds.items() if self.ranks[rank].channel.has_message()}
-        ready = read | readable([*fds, self._server.fd], 0.0 if read else seconds)
+        ended = {fd for fd, rank in fds.items() if self.ranks[rank].pid in self._server.exit_status}
+        ready = read | readable([*fds, self._server.fd], 0.0 if read or ended else seconds)
         if self._server.fd in ready:
             self._server.pump()
-        heard = {rank: _next_message(self.ranks[rank].channel) for fd, rank in fds.items() if fd in ready}
-        if self._server.exit_status:
-            ended = (rank for rank in fds.values() if self.ranks[rank].pid in self._server.exit_status)
-            heard = dict.fromkeys(ended) | heard  # a child of the rank may still hold its connection open
+        heard: dict[int, object] = dict.fromkeys(fds[fd] for fd in ended - ready)  # all that they said is read
+        for fd, rank in fds.items():
+            if fd in ready:
+                heard.update((rank, message) for message in _next_message(self.ranks[rank].channel))
         return heard
 
     def how_it_ended(self, rank: RankProcess) -> str:
@@ -244,11 +248,14 @@ class Team:
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
-def _next_message(channel: Channel) -> object:
+def _next_message(channel: Channel) -> list[object]:
+    """The next message, or None for the end; nothing if there is more of it to come."""
     try:
-        return wire.decode(channel.receive())
+        if not channel.has_message():
+            channel.read()
+        return [wire.decode(channel.receive())] if channel.has_message() else []
     except (EOFError, OSError):
-        return None
+        return [None]
 
 
 def _read(file: BinaryIO) -> str:

@@ -10,7 +10,7 @@ from fixtures.models.expert_parallel import apply_expert_parallel
 from fixtures.models.loss import ce_step
 from pytest_gtrainer import assert_bitwise_different, assert_bitwise_equal, trace_step
 
-FLAVOR = "deepseek_v3/debug"
+FLAVOR = "deepseek_v3/debug_small"
 
 
 @pytest.mark.gt_world("ranks", size=4, mesh={"ep": 4})

@@ -23,7 +23,7 @@ def test_graph_equals_eager_fsdp2_with_odd_shards(gt_mesh, check_parity):
     check_parity(llama3_training(gt_mesh, "bf16_fp32", "debug_odd"))
 
 
-@on_eight_ranks
+@pytest.mark.gt_world("ranks", size=4, mesh={"fsdp": 4})
 def test_graph_equals_eager_fsdp2_with_chunked_loss(gt_mesh, check_parity):
     """The head runs inside the loss, and one bucket still holds norm and head (B2, C4)."""
     plan = get_default_transformer_block_buckets(2, chunked_loss_enabled=True)

@@ -1,5 +1,7 @@
 """Eager chunking: what is wrapped, what runs, what is refused."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -162,7 +164,7 @@ def test_a_moe_layer_takes_one_activation():
 def test_its_annotations_survive_tracing():
     """I3."""
     with torch.device("meta"):
-        model = deepseek_v3.DeepSeekV3(deepseek_v3.FLAVORS["debug"])
+        model = deepseek_v3.DeepSeekV3(replace(deepseek_v3.FLAVORS["debug"], moe=deepseek_v3.MoEConfig(n_experts=2)))
     with eager_chunked(model, ChunkConfig("layers.*.moe", num_chunks=2)):
         traced = trace_step(model, ce_step, (torch.zeros(2, 4, dtype=torch.int64),) * 2)
     customs = [node.meta["custom"] for node in traced.gm.graph.nodes if "chunk_id" in node.meta.get("custom", {})]

@@ -1,5 +1,6 @@
 """Chunked graphs on real ranks: expert parallelism and sharded parameters, against eager chunking under FSDP2."""
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -31,9 +32,9 @@ MODEL = deepseek_v3.DeepSeekV3Config(
 )  # fmt: skip
 
 
-def expert_parallel_model(mesh):
+def expert_parallel_model(mesh, config=MODEL):
     """Two layers, the experts of the second one on ``mesh``."""
-    model = deepseek_v3.DeepSeekV3(MODEL)
+    model = deepseek_v3.DeepSeekV3(config)
     model.init_weights()
     return apply_expert_parallel(model, mesh)
 
@@ -54,9 +55,15 @@ def training(mesh, policy, chunk):
 
 
 @pytest.mark.gt_world("ranks", size=2, mesh={"ep": 2})
-@pytest.mark.parametrize("config", [strict("layers.*"), strict("layers.*.moe", "sequence", 4)], ids=["blocks", "moe"])
+@pytest.mark.parametrize(
+    "config",
+    [
+        pytest.param(strict("layers.*"), id="blocks", marks=pytest.mark.long),
+        pytest.param(strict("layers.*.moe", "sequence", 4), id="moe"),
+    ],
+)
 def test_expert_parallelism_on_two_ranks(gt_world, gt_mesh, config):
-    """Every rank has other tokens, so every exchange other sizes."""
+    """Every rank has other tokens, so every exchange other sizes. In short each way to chunk has one of the worlds."""
     batch = token_batches(MODEL.vocab_size, "cpu", batch=4, seq=8)
     model = partial(expert_parallel_model, gt_mesh["ep"])
     check_equals_eager(Case(model=model, config=config, batch=lambda step: batch(step, gt_world.rank)))
@@ -67,7 +74,7 @@ def test_gradients_added_first_chunk_first(gt_world, gt_mesh, monkeypatch):
     """G14, the twin: on every rank."""
     batch = token_batches(MODEL.vocab_size, "cpu", batch=4, seq=8)
     case = Case(
-        model=partial(expert_parallel_model, gt_mesh["ep"]),
+        model=partial(expert_parallel_model, gt_mesh["ep"], replace(MODEL, n_layers=1, n_dense_layers=0)),
         config=strict("layers.*.moe", "sequence", 4),
         batch=lambda step: batch(step, gt_world.rank),
         steps=1,
@@ -80,7 +87,11 @@ def test_gradients_added_first_chunk_first(gt_world, gt_mesh, monkeypatch):
 
 @pytest.mark.gt_world("ranks", size=4, mesh={"efsdp": 2, "ep": 2})
 @pytest.mark.parametrize(
-    "chunk", [strict("layers.*", num_chunks=4), strict("layers.*.moe", "sequence")], ids=["blocks", "moe"]
+    "chunk",
+    [
+        pytest.param(strict("layers.*", num_chunks=4), id="blocks"),
+        pytest.param(strict("layers.*.moe", "sequence"), id="moe", marks=pytest.mark.long),
+    ],
 )
 def test_expert_parallelism_on_four_ranks_in_bf16(gt_mesh, chunk):
     """Uneven, data-dependent splits; sharded parameters, bucketed; the buffers are FSDP2's. Records hold loss,

@@ -1,5 +1,6 @@
 """Chunks that take turns: one's exchange runs while another computes, and no bit changes."""
 
+import copy
 from functools import partial
 
 import pytest
@@ -52,6 +53,23 @@ def by_eager_code(model):
         return trace_step(model, ce_step, BATCH(0, 0)).gm
 
 
+@pytest.fixture(scope="module")
+def kept():
+    return {}
+
+
+@pytest.fixture
+def graph(gt_mesh, kept):
+    """``graph(producer)``: the chunked graph, for this test alone; it is traced once."""
+
+    def make(producer=by_graph):
+        if producer not in kept:
+            kept[producer] = producer(model_on(gt_mesh["ep"]))
+        return copy.deepcopy(kept[producer])
+
+    return make
+
+
 def launches_and_waits(gm, direction):
     """Of all-to-alls, in order: the chunk, and whether it is launched or waited for."""
     for node in gm.graph.nodes:
@@ -63,9 +81,9 @@ def launches_and_waits(gm, direction):
 
 @pytest.mark.gt_world("fake", size=2, mesh={"ep": 2})
 @pytest.mark.parametrize("producer", [by_graph, by_eager_code])
-def test_the_order_of_exchanges(gt_mesh, producer):
+def test_the_order_of_exchanges(graph, producer):
     """I3: from either producer; counts, dispatch and combine forwards, two exchanges backwards, last chunk first."""
-    gm = producer(model_on(gt_mesh["ep"]))
+    gm = graph(producer)
     before = list(gm.graph.nodes)
     chunk_schedule_pass(gm)
     turn = ["wait 0", "launch 0", "wait 1", "launch 1"]
@@ -77,8 +95,8 @@ def test_the_order_of_exchanges(gt_mesh, producer):
 
 
 @pytest.mark.gt_world("fake", size=2, mesh={"ep": 2})
-def test_a_second_run_changes_nothing(gt_mesh):
-    gm = chunk_schedule_pass(by_graph(model_on(gt_mesh["ep"])))
+def test_a_second_run_changes_nothing(graph):
+    gm = chunk_schedule_pass(graph())
     once = list(gm.graph.nodes)
     assert list(chunk_schedule_pass(gm).graph.nodes) == once
 
@@ -137,8 +155,8 @@ def test_random_numbers_and_writes_keep_their_order(gt_mesh):
 
 
 @pytest.mark.gt_world("fake", size=2, mesh={"ep": 2})
-def test_an_exchange_that_belongs_to_no_chunk(gt_mesh):
-    gm = by_graph(model_on(gt_mesh["ep"]))
+def test_an_exchange_that_belongs_to_no_chunk(graph):
+    gm = graph()
     second = gm.graph.find_nodes(op="call_function", target=ALL_TO_ALL)[1]
     second.meta["custom"] = {"module_fqn": second.meta["custom"]["module_fqn"]}
     with pytest.raises(ChunkError, match=rf"{second.name} .* exchange of the chunked module layers\.1\.moe, but no"):
@@ -146,9 +164,9 @@ def test_an_exchange_that_belongs_to_no_chunk(gt_mesh):
 
 
 @pytest.mark.gt_world("fake", size=2, mesh={"ep": 2})
-def test_chunks_with_different_exchanges(gt_mesh):
-    gm = by_graph(model_on(gt_mesh["ep"]))
+def test_chunks_with_different_exchanges(graph):
+    gm = graph()
     moved = gm.graph.find_nodes(op="call_function", target=ALL_TO_ALL)[-1]
-    moved.meta["custom"]["chunk_id"] = 1
+    moved.meta["custom"] = {**moved.meta["custom"], "chunk_id": 1}
     with pytest.raises(ChunkError, match=r"layers\.1\.moe \(bwd\) do not have the same exchanges .*chunk 0 has"):
         chunk_schedule_pass(gm)

@@ -79,7 +79,7 @@ def test_execution_order_is_told_by_layout_and_bits(gt_world):
 @EIGHT
 def test_execution_order_of_routed_experts(gt_world):
     """S1: the same bug in the other model."""
-    config = functools.partial(deepseek_v3_training, precision="fp32", steps=1)
+    config = functools.partial(deepseek_v3_training, precision="fp32", flavor="debug_small", steps=1)
     with pytest.raises(LayoutDifference) as error:
         assert_simulated_parity(config, gt_world, payload_order="execution")
     text = str(error.value)

@@ -60,7 +60,7 @@ def test_a_last_bucket_without_the_loss_is_refused(gt_world):
 
 
 def check_deepseek_v3(world, **mesh):
-    config = functools.partial(deepseek_v3_training, precision="fp32", steps=1)
+    config = functools.partial(deepseek_v3_training, precision="fp32", flavor="debug_small", steps=1)
     parity = assert_simulated_parity(config, dataclasses.replace(world, mesh=mesh))
     assert parity.control.outcome == "different"
     return parity

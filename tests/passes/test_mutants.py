@@ -223,6 +223,13 @@ FILES = [words for words, one in MUTANTS.items() if one.killed_by.endswith(".fxg
 TESTS = [words for words in MUTANTS if words not in FILES]
 KILLED = (AssertionError, pytest.fail.Exception, RuntimeError)  # the last is what a lint raises
 
+
+@pytest.fixture(name="joint")
+def joint_under_the_mutant(make_joint):
+    """Traced anew: no graph of another mutant, and none for another."""
+    return make_joint()
+
+
 uneven_joint_of = test_bucketing.uneven_joint_of  # a fixture of killers there
 
 

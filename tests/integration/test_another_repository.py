@@ -25,7 +25,8 @@ def elsewhere(pytester, monkeypatch):
     return pytester
 
 
-def test_from_no_golden_to_green_also_under_xdist_and_without_it(elsewhere):
+def test_from_no_golden_to_green_and_to_a_changed_graph(elsewhere):
+    """Also under xdist and without it; every run is a process of its own."""
     missing = elsewhere.runpytest_subprocess()
     missing.assert_outcomes(failed=1)
     missing.stdout.fnmatch_lines(["*pytest test_mine.py::test_my_step --gt-update-goldens"])
@@ -35,18 +36,15 @@ def test_from_no_golden_to_green_also_under_xdist_and_without_it(elsewhere):
     created.assert_outcomes(passed=1)
     assert "all_gather_into_tensor" in (elsewhere.path / GOLDEN).read_text()
 
-    for options in ([], ["-n", "2"], ["-p", "no:xdist"]):
+    for options in (["-n", "2"], ["-p", "no:xdist"]):
         result = elsewhere.runpytest_subprocess(*options)
         result.assert_outcomes(passed=1)
         result.stdout.fnmatch_lines(["worlds*1 tests in ranks(2, *", "goldens*1 equal", "verdicts*1 equal"])
 
-
-def test_a_changed_graph_fails_and_says_what_changed(elsewhere):
-    elsewhere.runpytest_subprocess("--gt-update-goldens").assert_outcomes(passed=1)
     elsewhere.makepyfile(test_mine=TEST_FILE.replace(".square()", ".abs()"))
-    result = elsewhere.runpytest_subprocess()
-    result.assert_outcomes(failed=1)
-    result.stdout.fnmatch_lines(["*aten.abs*", "*pytest test_mine.py::test_my_step --gt-update-goldens"])
+    changed = elsewhere.runpytest_subprocess()
+    changed.assert_outcomes(failed=1)
+    changed.stdout.fnmatch_lines(["*aten.abs*", "*pytest test_mine.py::test_my_step --gt-update-goldens"])
 
 
 def test_with_the_plugin_disabled_only_the_fixtures_are_missing(elsewhere):

@@ -20,7 +20,7 @@ def example(tmp_path):
 
 def run(python, folder, *arguments):
     environ = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
-    command = [python, "-m", "pytest", "-q", "--gt-device=cpu", *arguments]
+    command = [python, "-m", "pytest", "-q", "--gt-device=cpu", "-p", "no:hypothesispytest", *arguments]
     done = subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=280)
     return done.stdout
 

@@ -29,7 +29,7 @@ def test_it(capfd):
 @pytest.fixture
 def command(tmp_path):
     (tmp_path / "test_it.py").write_text(TEST)
-    return [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "test_it.py"]
+    return [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:hypothesispytest", "test_it.py"]
 
 
 def test_a_terminal_shows_the_line_while_the_test_runs_and_captures(command, tmp_path):

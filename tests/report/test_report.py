@@ -25,8 +25,9 @@ def run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("reported")
     shutil.copy(SUITE, folder / "test_it.py")
     (folder / "pytest.ini").write_text("[pytest]\ngt_report = out/page.html\n")
-    command = [sys.executable, "-m", "pytest", "-q", "--junitxml=out/junit.xml", "--gt-device=cpu"]
+    options = ["-q", "-p", "no:hypothesispytest", "--junitxml=out/junit.xml", "--gt-device=cpu"]
     environ = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    command = [sys.executable, "-m", "pytest", *options]
     result = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=240, env=environ)
     assert result.returncode == 1, result.stdout + result.stderr
     return folder / "out", result.stdout

@@ -33,6 +33,9 @@ class Late:
 torch, dist = Late("torch"), Late("torch.distributed")
 """
 
+# Hypothesis would be imported to say a word at the end of each run.
+_QUICK = ("-p", "no:hypothesispytest")
+
 _RECORDING_CONFTEST = """
 import fcntl, glob, json, os, time
 from pathlib import Path
@@ -196,11 +199,11 @@ class Suite:
     ) -> subprocess.Popen[str]:
         """Start ``pytest *args``; with ``launcher``, torchrun's arguments, in each process that torchrun starts."""
         torchrun = ("-m", "torch.distributed.run", *launcher) if launcher else ()
-        environ = {**os.environ, **environ, "TMPDIR": str(self.folder / "tmp"), "RECORDS": str(self.records)}
+        environ = {**os.environ, "TMPDIR": str(self.folder / "tmp"), "RECORDS": str(self.records), **environ}
         for name in [name for name in environ if name.startswith("PYTEST_")]:
             del environ[name]
         return subprocess.Popen(
-            [sys.executable, *torchrun, "-m", "pytest", f"--rootdir={self.folder}", "--gt-device=cpu", *args],
+            [sys.executable, *torchrun, "-m", "pytest", f"--rootdir={self.folder}", "--gt-device=cpu", *_QUICK, *args],
             cwd=self.folder, env=environ, text=True,
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
             preexec_fn=_heed_ctrl_c,

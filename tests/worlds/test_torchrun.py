@@ -9,6 +9,7 @@ import time
 import pytest
 
 from pytest_gtrainer.worlds.torchrun.launch import Launch, read
+from tests.worlds.conftest import Suite
 
 SUITE = '''
 import os, signal, time
@@ -187,41 +188,49 @@ def test_nothing_is_left_over(run):
     assert run.left_over() == []
 
 
-def test_two_nodes(suite):
-    """Two launchers meet on loopback; a rank of the other node is reported on, and its end noticed."""
-    suite.write(
-        "test_it.py",
-        """
-        import os, socket, time
-        import pytest, torch
-        import torch.distributed as dist
+ON_TWO_NODES = """
+import os
+import pytest
+import torch.distributed as dist
 
-        pytestmark = pytest.mark.gt_world("ranks", size=2)
+pytestmark = pytest.mark.gt_world("ranks", size=2)
 
-        def test_nodes():
-            groups = [None, None]
-            dist.all_gather_object(groups, (os.environ["GROUP_RANK"], os.environ["LOCAL_RANK"], os.getppid()))
-            assert [group[:2] for group in groups] == [("0", "0"), ("1", "0")]
-            assert groups[0][2] != groups[1][2]
+def test_nodes():
+    groups = [None, None]
+    dist.all_gather_object(groups, (os.environ["GROUP_RANK"], os.environ["LOCAL_RANK"], os.getppid()))
+    assert [group[:2] for group in groups] == [("0", "0"), ("1", "0")]
+    assert groups[0][2] != groups[1][2]
 
-        def test_fails_there():
-            assert dist.get_rank() == 0
+def test_fails_there():
+    assert dist.get_rank() == 0
 
-        def test_ends_there():
-            if dist.get_rank() == 1: os._exit(3)
-            dist.barrier()
-        """,
-    )
+def test_ends_there():
+    if dist.get_rank() == 1: os._exit(3)
+    dist.barrier()
+"""
+
+
+def test_two_nodes(suite, tmp_path):
+    """Two launchers meet on loopback; a rank of the other node is reported on, and its end noticed.
+
+    Each has a temporary folder of its own: in one, the processes of the other would be waited for as strays.
+    """
+    suite.write("test_it.py", ON_TWO_NODES)
+    second = Suite(tmp_path / "second")
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-    launcher = ("--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}")
-    run = suite.run_together(*(suite.start(launcher=(*launcher, "--rdzv-id=two")) for _ in range(2)))
+    launcher = ("--nnodes=2", "--nproc-per-node=1", "--master-addr=127.0.0.1", f"--master-port={port}")
+    run = suite.run_together(
+        suite.start(launcher=(*launcher, "--node-rank=0")),
+        suite.start(launcher=(*launcher, "--node-rank=1"), environ={"TMPDIR": str(second.folder / "tmp")}),
+    )
     outcomes = {name: run.outcome(name) for name in run.reports}
     assert outcomes == {"test_nodes": "passed", "test_fails_there": "failed", "test_ends_there": "failed"}, run.output
     assert "rank 1: AssertionError: assert 1 == 0" in run.text("test_fails_there")
     assert "rank 1 has ended; torchrun tells how" in run.text("test_ends_there")
     assert run.status != 0
     _wait_until_nothing_is_left(suite)
+    _wait_until_nothing_is_left(second)
 
 
 def _wait_until_nothing_is_left(suite):

@@ -104,47 +104,6 @@ def test_artifacts_are_not_run_as_tests(run_here, pytester):
     run_here(None).assert_outcomes(passed=1, failed=2)
 
 
-RANKS = """
-import pytest
-on_ranks = pytest.mark.gt_world("ranks", size=2)
-
-def test_alone(gt_artifacts):
-    (gt_artifacts / "trace.json").write_text("parent")
-
-@on_ranks
-def test_on_ranks(gt_artifacts, gt_world):
-    (gt_artifacts / "trace.json").write_text(str(gt_world.rank))
-
-@on_ranks
-def test_differs(gt_golden, gt_world):
-    gt_golden.check("new")
-
-@on_ranks
-def test_disagrees(gt_golden, gt_world):
-    gt_golden.check(str(gt_world.rank))
-"""
-
-
-def test_ranks_have_folders_of_their_own_and_leave_their_golden_once(run, put_goldens, saved):
-    """And both texts where they disagree."""
-    put_goldens("test_it/test_differs.txt")
-    result = run(RANKS, "--gt-artifacts=out")
-    result.assert_outcomes(passed=2, failed=2)
-    result.stdout.fnmatch_lines(["*the golden differs between ranks, *", "*  out/test_it/*/rank1.obtained.txt"])
-    files = saved()
-    difference = files.pop("test_it/test_differs/difference.diff")
-    assert "-test_differs\n+new\n" in difference
-    assert files == {
-        "test_it/test_alone/trace.json": "parent",
-        "test_it/test_on_ranks/rank0/trace.json": "0",
-        "test_it/test_on_ranks/rank1/trace.json": "1",
-        "test_it/test_differs/golden.txt": "test_differs\n",
-        "test_it/test_differs/obtained.txt": "new\n",
-        "test_it/test_disagrees/rank0.obtained.txt": "0\n",
-        "test_it/test_disagrees/rank1.obtained.txt": "1\n",
-    }
-
-
 def test_the_fixture_is_a_temporary_folder_without_the_option(run_here, pytester):
     run_here("def test_a(gt_artifacts, tmp_path): assert gt_artifacts == tmp_path").assert_outcomes(passed=1)
 

@@ -125,28 +125,6 @@ def test_one_failure_has_its_command_already(run_here, put_goldens):
     result.stdout.no_fnmatch_line("to accept what a test obtained*")
 
 
-INLINE = """
-import expecttest, pytest
-
-def test_a(gt_golden): gt_golden.check("new")
-def test_b(): expecttest.assert_expected_inline("new", "old")
-
-@pytest.mark.xfail
-def test_c(): expecttest.assert_expected_inline("new", "old")
-
-@pytest.mark.gt_world("ranks", size=2)
-def test_d(gt_world): expecttest.assert_expected_inline("new", "old")
-"""
-
-
-def test_inline_expectations_are_in_the_list(run):
-    lines = run(INLINE).outlines
-    start = lines.index("to accept what a test obtained, when its difference is right:")
-    listed = [f"  pytest test_it.py::test_{which} --gt-update-goldens" for which in "abd"]
-    assert lines[start + 1 : start + 4] == listed
-    assert not lines[start + 4].startswith("  ")
-
-
 EXPECTED = """
 import pytest
 @pytest.mark.xfail

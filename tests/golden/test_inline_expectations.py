@@ -1,4 +1,4 @@
-"""``assert_expected_inline`` under the flags of goldens: in functions and classes, under xdist, on ranks."""
+"""``assert_expected_inline`` under the flags of goldens: in functions and classes, under xdist."""
 
 from __future__ import annotations
 
@@ -201,51 +201,6 @@ def test_what_passed_before_the_run_was_stopped_is_accepted(run, run_file, sourc
     result = run_file(text, *options, UPDATE)
     result.stdout.fnmatch_lines(["inline    2 updated"])
     assert source() == text.replace("old 1", "new").replace("old 2", "new")
-
-
-RANKS = HEAD + '''
-on_ranks = pytest.mark.gt_world("ranks", size=2)
-
-@on_ranks
-def test_agree(gt_world):
-    same(f"{gt_world.size} ranks\\n", """""")
-    if gt_world.rank == 1:
-        same("only here", """""")
-
-@on_ranks
-def test_disagree(gt_world):
-    same(f"rank {gt_world.rank}", """rank 0""")
-
-@on_ranks
-def test_fails_on_one(gt_world):
-    same("never", """""")
-    assert gt_world.rank == 0
-
-def function():
-    same("new", """old""")
-
-def test_function(gt_ranks):
-    gt_ranks.run(function, size=2)
-'''
-
-
-@pytest.mark.parametrize("workers", [
-    pytest.param((), id="alone", marks=pytest.mark.long), pytest.param(("-n1",), id="under xdist"),
-])  # fmt: skip
-def test_ranks_must_agree_and_the_parent_writes(run, run_file, source, workers):
-    result = run_file(RANKS, *workers, UPDATE)
-    result.assert_outcomes(passed=1, failed=3)
-    result.stdout.fnmatch_lines([
-        "test_it.py:14: one inline expectation, but different texts, so none is accepted: expect what all ranks have *",
-        "  rank 0: 'rank 0'", "  rank 1: 'rank 1'", "*RankError: rank ? raised AssertionError: Mismatch *",
-        "inline    2 created",
-    ])  # fmt: skip
-    accepted = '"""\\\n2 ranks\n"""', '"only here", """only here"""'
-    assert source() == RANKS.replace('""""""', accepted[0], 1).replace('"only here", """"""', accepted[1])
-    if not workers:
-        result = run(None, "-k", "agree")
-        result.assert_outcomes(passed=1, failed=1)
-        result.stdout.fnmatch_lines(["to accept what was obtained:", "  pytest test_it.py::test_disagree --gt-up*"])
 
 
 def test_ci_is_refused_by_flag_and_by_variable(run, run_file, source, monkeypatch):

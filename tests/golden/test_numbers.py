@@ -132,22 +132,6 @@ def test_a_damaged_file_is_one_sentence_and_kept(run_here, put_goldens, goldens,
     assert goldens() == {FILE: text}
 
 
-def test_numbers_of_all_ranks_must_agree(run, goldens):
-    """In a rank torch has one thread: the environment is that of the rank."""
-    source = """
-import pytest
-@pytest.mark.gt_world("ranks", size=2)
-@pytest.mark.parametrize("own", [0, 1])
-def test_loss(gt_golden, gt_world, own):
-    gt_golden.check([1.0, gt_world.rank * own])
-"""
-    result = run(source, "--gt-create-goldens")
-    result.assert_outcomes(passed=1, failed=1)
-    result.stdout.fnmatch_lines(["the golden differs between ranks, first on rank 1 at line *:", "  rank 0: 0"])
-    (text,) = goldens().values()
-    assert json.loads(text)["entries"][0]["environment"]["threads"] == 1
-
-
 # -- values
 
 

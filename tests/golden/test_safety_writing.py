@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from pytest_gtrainer.golden import store
+from tests.golden.conftest import QUICK
 
 # One test for each of 200 goldens; the process kills itself at the given fsync (two a golden).
 MANY = """
@@ -252,7 +253,7 @@ def test_two_runs_of_many_workers_at_once_lose_nothing(pytester, goldens, worker
     names = ("one", "both", "two")
     pytester.makepyfile(**{f"test_{name}": source for name in names})
     processes = [
-        pytester.popen([sys.executable, "-m", "pytest", "-p", "no:cacheprovider", f"-n{workers}",
+        pytester.popen([sys.executable, "-m", "pytest", *QUICK, f"-n{workers}",
                         "--basetemp", pytester.path / f"temp_{own}", f"test_{own}.py", "test_both.py",
                         "--gt-update-goldens"], stdin=subprocess.DEVNULL, stderr=subprocess.STDOUT)
         for own in ("one", "two")

@@ -312,34 +312,7 @@ def test_workers_that_stop_at_a_failure_remove_nothing(run, put_goldens, goldens
     assert len(goldens()) == len(USED) + len(UNUSED)
 
 
-# -- ranks and devices
-
-
-RANKS = """
-import pytest
-
-@pytest.mark.gt_world("ranks", size=2)
-def test_on_ranks(gt_golden, gt_world):
-    gt_golden.check("test_on_ranks")
-
-@pytest.mark.gt_world("ranks", size=2, device="cuda")
-def test_on_gpus(gt_golden, gt_world):
-    gt_golden.check("test_on_gpus")
-
-@pytest.mark.gt_world("ranks", size=4)
-def test_on_more(gt_golden, gt_world):
-    gt_golden.check("test_on_more")
-"""
-
-
-def test_what_ranks_check_is_used_and_what_they_would_check_is_not_judged(run, put_goldens):
-    own = ("test_on_ranks.txt", "test_on_gpus.txt", "test_on_more.txt")
-    put_goldens(*(f"test_it/{name}" for name in (*own, "test_on_ranks@old.txt")))
-    result = run(RANKS, "--gt-gpus=2", "--gt-device=cpu", "--gt-unused-goldens=fail")
-    result.assert_outcomes(passed=1, skipped=2)
-    result.stdout.fnmatch_lines(["goldens   1 equal, 2 not judged, 1 unused"])
-    assert told(result) == ["test_it/test_on_ranks@old.txt"]
-    assert result.ret == 1
+# -- devices
 
 
 GRAPH = '# gtrainer graph v2\ndefault = device("{}")\nif fwd:\n  a: f32[2] = aten.a()\n'

@@ -1,8 +1,7 @@
-"""Graphs and layouts as goldens, and goldens of tests that run on ranks."""
+"""Graphs and layouts as goldens."""
 
 from __future__ import annotations
 
-import pytest
 import torch
 import torch._dynamo
 
@@ -96,65 +95,6 @@ def test_a_view_is_of_a_graph(run_here):
     result.stdout.fnmatch_lines(["*TypeError: view='schedule' says how much of a graph to show, and this is of str"])
 
 
-RANKS = """
-import pytest
-on_ranks = pytest.mark.gt_world("ranks", size=2)
-
-@pytest.fixture(scope="module")
-def breaks_at_the_end():
-    yield
-    assert False
-
-def test_here(breaks_at_the_end):
-    pass
-
-@on_ranks
-def test_agree(gt_golden, gt_world):
-    gt_golden.check("the same", "a")
-    gt_golden.check("also", "b")
-
-@on_ranks
-def test_disagree(gt_golden, gt_world):
-    gt_golden.check(f"rank {gt_world.rank}")
-
-@on_ranks
-def test_fails_on_one(gt_golden, gt_world):
-    gt_golden.check("never written")
-    assert gt_world.rank == 0
-
-@on_ranks
-def test_last(gt_golden, gt_world):
-    gt_golden.check("never written")
-"""
-
-
-DISAGREEMENT = [
-    "the golden differs between ranks, first on rank 1 at line 1:", "  rank 0: rank 0", "  rank 1: rank 1",
-]  # fmt: skip
-
-
-def test_ranks_claim_and_the_parent_writes(run, goldens):
-    """Here a worker of xdist is the parent."""
-    result = run(RANKS, "-n1", "--gt-update-goldens")
-    result.assert_outcomes(passed=3, failed=2, errors=1)
-    result.stdout.fnmatch_lines(DISAGREEMENT)
-    result.stdout.fnmatch_lines(["goldens   2 created, 1 different"])
-    assert goldens() == {"test_it/test_agree@a.txt": "the same\n", "test_it/test_agree@b.txt": "also\n"}
-
-
-def test_ranks_claim_and_the_parent_judges(run, goldens, put_goldens):
-    put_goldens("test_it/test_agree@a.txt", text="the same\n")
-    put_goldens("test_it/test_agree@b.txt", text="also\n")
-    before = goldens()
-    result = run(RANKS.replace('"the same"', '"the same!"'), "-k", "agree")
-    result.assert_outcomes(failed=2)
-    assert result.outlines.count("  pytest test_it.py::test_agree --gt-update-goldens") == 1
-    result.stdout.fnmatch_lines(["*test_agree@a.txt differs", "-the same", "+the same!"])
-    result.stdout.fnmatch_lines(DISAGREEMENT)
-    result.stdout.fnmatch_lines(["goldens   2 different, 1 equal"])
-    assert goldens() == before
-
-
 UNFAITHFUL = """
 import itertools, torch
 from torch import fx
@@ -173,23 +113,19 @@ def graph_with(constant):
     x.meta["val"] = y.meta["val"] = torch.zeros(2)
     return fx.GraphModule({}, graph)
 
-MARKER
 @pytest.mark.parametrize("constant", [2, Restless()], ids=["plain", "restless"])
 def test_graph(gt_golden, constant):
     gt_golden.check(graph_with(constant))
 
-MARKER
 def test_caught(gt_golden):
     with pytest.raises(AssertionError):
         gt_golden.check(graph_with(Restless()))
 """
 
 
-@pytest.mark.parametrize("marker", ["", "@pytest.mark.gt_world('ranks', size=2)"], ids=["plain", "ranks"])
-def test_a_text_that_would_not_be_read_back_is_not_written(run_here, goldens, marker):
+def test_a_text_that_would_not_be_read_back_is_not_written(run_here, goldens):
     """The graph's twin, with a constant that a text can hold, is written."""
-    tests = "test_graph" if marker else "test_"
-    result = run_here(UNFAITHFUL.replace("MARKER", marker), "--gt-update-goldens", "-k", tests)
-    result.assert_outcomes(passed=1 if marker else 2, failed=1)
+    result = run_here(UNFAITHFUL, "--gt-update-goldens")
+    result.assert_outcomes(passed=2, failed=1)
     assert list(goldens()) == ["test_it/test_graph-plain.fxgraph"]
     result.stdout.fnmatch_lines(["*restless.fxgraph was not written: it would be read back as another graph: line *"])

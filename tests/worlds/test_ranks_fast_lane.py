@@ -325,29 +325,6 @@ def pytest_configure(config):
 """
 
 
-FIXTURE_HOOK = """
-def pytest_fixture_setup(fixturedef):
-    if fixturedef.argname == "n":
-        with open("parameters", "a") as file:
-            file.write("n")
-"""
-
-
-def test_hooks_of_fixtures_see_parameters(suite: Suite) -> None:
-    suite.write("conftest.py", FIXTURE_HOOK)
-    suite.write(
-        "test_it.py",
-        """
-        import pytest
-        @pytest.mark.gt_world("ranks", size=2)
-        @pytest.mark.parametrize("n", [1])
-        def test_empty(n): assert n == 1
-        """,
-    )
-    assert suite.run("--gt-gpus=2").status == 0
-    assert (suite.folder / "parameters").read_text() == "nn"
-
-
 def test_hooks_of_a_conftest_run_in_ranks(suite: Suite) -> None:
     suite.write("conftest.py", HOOKS)
     suite.write("test_it.py", 'import pytest\n@pytest.mark.gt_world("ranks", size=2)\ndef test_empty(): pass\n')
@@ -424,6 +401,15 @@ BETWEEN = {
 }
 
 
+@pytest.fixture(scope="module")
+def files_run(module_suite: Suite) -> Run:
+    """Several files in one run, on the lane."""
+    module_suite.write("parent.py", PARENT)
+    for name, source in {**BETWEEN, "test_it.py": QUIET_AND_LOUD}.items():
+        module_suite.write(name, source)
+    return module_suite.run("--gt-gpus=2", "-p", "parent", environ={"PYTHONPATH": path_with(module_suite)})
+
+
 def blamed(output: str) -> dict[str, set[str]]:
     """The switches that tests were said to have changed, by test."""
     found: dict[str, set[str]] = {}
@@ -432,18 +418,14 @@ def blamed(output: str) -> dict[str, set[str]]:
     return found
 
 
-def test_what_changes_switches_between_two_tests_is_blamed_on_neither(suite: Suite) -> None:
+def test_what_changes_switches_between_two_tests_is_blamed_on_neither(files_run: Run) -> None:
     """K3: as long as nobody's code runs between two tests the switches are read once for both, and no longer."""
-    suite.write("conftest.py", PARENT)
-    for name, source in BETWEEN.items():
-        suite.write(name, source)
-    run = suite.run("--gt-gpus=2")
-    assert "14 passed, 1 skipped" in run.output, run.output
+    assert "2 failed, 19 passed, 1 skipped" in files_run.output, files_run.output
     deterministic = {"torch.backends.cudnn.deterministic"}
-    assert blamed(run.output) == {"test_leaks": deterministic, "test_puts_it_back": deterministic}
+    assert blamed(files_run.output) == {"test_leaks": deterministic, "test_puts_it_back": deterministic}
 
 
-TOGGLES = """
+HOOKS_BETWEEN = """
 import os, sys
 
 def pytest_runtest_logfinish():
@@ -451,16 +433,30 @@ def pytest_runtest_logfinish():
     if "torch" in sys.modules:
         cudnn = sys.modules["torch"].backends.cudnn
         cudnn.benchmark = not cudnn.benchmark
+
+def pytest_fixture_setup(fixturedef):
+    if fixturedef.argname == "n":
+        with open("parameters", "a") as file:
+            file.write("n")
 """
 
 
-def test_a_hook_that_changes_switches_between_tests_makes_no_test_a_leak(suite: Suite) -> None:
-    """K3"""
-    suite.write("conftest.py", TOGGLES)
+@pytest.fixture(scope="module")
+def hooks_run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    suite = Suite(tmp_path_factory.mktemp("hooks") / "suite")
+    suite.write("conftest.py", HOOKS_BETWEEN)
     suite.write("test_a.py", BETWEEN["test_a.py"])
-    run = suite.run("--gt-gpus=2")
-    assert "6 passed" in run.output, run.output
-    assert set(blamed(run.output)) == {"test_leaks", "test_puts_it_back"}
+    return suite.run("--gt-gpus=2")
+
+
+def test_hooks_of_fixtures_see_parameters(hooks_run: Run) -> None:
+    assert (hooks_run.folder / "parameters").read_text() == "nn" * 2, "two tests on two ranks"
+
+
+def test_a_hook_that_changes_switches_between_tests_makes_no_test_a_leak(hooks_run: Run) -> None:
+    """K3"""
+    assert "6 passed" in hooks_run.output, hooks_run.output
+    assert set(blamed(hooks_run.output)) == {"test_leaks", "test_puts_it_back"}
 
 
 BESIDE_A_PLAIN_TEST = """
@@ -508,17 +504,16 @@ def test_prints_last():
 """
 
 
-def test_output_belongs_to_the_test_that_wrote_it(suite: Suite) -> None:
+def test_output_belongs_to_the_test_that_wrote_it(files_run: Run) -> None:
     """Where nobody's code runs before and after a body, it is looked for once."""
-    suite.write("test_it.py", QUIET_AND_LOUD)
-    run = suite.run("--gt-gpus=2")
-    calls = {name: phases["call"] for name, phases in run.reports.items()}
+    calls = {name: phases["call"] for name, phases in files_run.reports.items() if "call" in phases}
     for n in range(3):
         assert calls[f"test_prints[{n}]"]["output"] == f"of test {n}\n"
     for n in (1, 2):  # in the first one the logger stops to propagate when nobody listens to it any more
         assert calls[f"test_logs[{n}]"]["log"].endswith(f"of test {n}")
     assert calls["test_prints_last"]["output"] == "last of the file\n"
-    assert [name for name in run.reports if run.outcome(name) != "passed"] == ["test_prints[1]", "test_logs[1]"]
+    failed = [name for name in files_run.reports if files_run.outcome(name) == "failed"]
+    assert failed == ["test_prints[1]", "test_logs[1]"]
 
 
 HOOKS_AROUND_A_BODY = """

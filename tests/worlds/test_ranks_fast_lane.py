@@ -570,3 +570,52 @@ def test_output_around_a_body_belongs_to_its_phase(suite: Suite) -> None:
     assert ends["test_finalized"]["log"].endswith("at the end of test_finalized")
     for name in ("test_first", "test_quiet", "test_last"):
         assert (ends[name]["output"], ends[name]["log"]) == ("", "")
+
+
+UNUSUAL_LOGGERS = """
+import logging, unittest.mock
+import pytest
+pytestmark = pytest.mark.gt_world("ranks", size=2)
+
+class SetsByItself(logging.Logger):
+    __setattr__ = object.__setattr__
+
+class Computes(logging.Logger):
+    is_silent = False
+    propagate = property(lambda self: not Computes.is_silent, lambda self, value: None)
+
+@pytest.mark.parametrize("kind", [SetsByItself, Computes])
+def test_makes(kind):
+    logging.setLoggerClass(kind)
+    logging.getLogger(kind.__name__)
+    logging.setLoggerClass(logging.Logger)
+
+def test_silences():
+    logging.getLogger("SetsByItself").propagate = False
+    Computes.is_silent = True
+
+@pytest.mark.parametrize("name", ["SetsByItself", "Computes"])
+def test_logs(name):
+    logging.getLogger(name).warning("heard")
+
+@pytest.fixture(params=["class", "logger"])
+def mocked(request):
+    logger = logging.getLogger("mine")
+    logger.propagate = False
+    loggers = {"mock": unittest.mock.MagicMock(spec=logging.Logger)}
+    with (unittest.mock.patch("logging.Logger") if request.param == "class" else
+          unittest.mock.patch.dict(logging.root.manager.loggerDict, loggers)):
+        yield logger
+
+def test_logs_beside_a_mock(mocked):
+    mocked.warning("heard")
+"""
+
+
+def test_loggers_that_propagate_in_their_own_way_are_heard(suite: Suite) -> None:
+    suite.write("test_it.py", UNUSUAL_LOGGERS)
+    run = suite.run("--gt-gpus=2")
+    assert "7 passed" in run.output, run.output
+    for name in ("test_logs[SetsByItself]", "test_logs[Computes]",
+                 "test_logs_beside_a_mock[class]", "test_logs_beside_a_mock[logger]"):  # fmt: skip
+        assert run.reports[name]["call"]["log"].endswith("heard"), name

@@ -21,6 +21,8 @@ import pytest
 from _pytest.capture import CaptureManager, FDCaptureBase
 from _pytest.logging import LoggingPlugin, caplog_handler_key, caplog_records_key
 
+_Logger = logging.Logger  # whatever a fixture puts in its place
+
 
 def lighten(config: pytest.Config) -> None:
     """Put the cheaper parts into a session that has been configured."""
@@ -128,11 +130,13 @@ class _NotPropagating:
     """The loggers whose records the root logger does not see.
 
     To look through all of them took 5 % of an empty test: it is done again once ``propagate`` of any has been set,
-    which a new one does, too.
+    which a new one does, too. Those whose class has its own way to set it are looked at every time.
     """
 
     def __init__(self) -> None:
         self._found: list[logging.Logger] | None = None
+        self._unwatched: list[logging.Logger] = []
+        self._known = 0
         self._is_watching = False
 
     def watch(self) -> None:
@@ -149,10 +153,18 @@ class _NotPropagating:
         logging.Logger.__setattr__ = noticing  # type: ignore[method-assign, assignment]
 
     def __call__(self) -> list[logging.Logger]:
-        if self._found is None:
-            known = logging.root.manager.loggerDict.values()
-            self._found = [each for each in known if isinstance(each, logging.Logger) and not each.propagate]
-        return self._found
+        known = logging.root.manager.loggerDict
+        if self._found is None or self._known != len(known):
+            self._known = len(known)
+            loggers = [each for each in known.values() if isinstance(each, _Logger)]
+            self._unwatched = [each for each in loggers if not _is_watched(type(each))]
+            self._found = [each for each in loggers if _is_watched(type(each)) and not each.propagate]
+        # a mock of a logger may have no such attribute
+        return self._found + [each for each in self._unwatched if not getattr(each, "propagate", True)]
+
+
+def _is_watched(kind: type) -> bool:
+    return kind.__setattr__ is _Logger.__setattr__ and not hasattr(kind, "propagate")
 
 
 _not_propagating = _NotPropagating()

@@ -162,7 +162,7 @@ NEW = many(lambda n: "new" if n % 3 == 0 else "\\\nnew" + "\n" * (n % 3))
 
 def test_workers_send_their_expectations_and_one_process_writes(run, run_file, pytester, source):
     (pytester.path / "test_two.py").write_text("#\n" + OLD)
-    result = run_file(OLD, "-n4", UPDATE)
+    result = run_file(OLD, "-n2", UPDATE)
     result.assert_outcomes(passed=20)
     result.stdout.fnmatch_lines(["inline    20 updated"])
     assert source() == NEW

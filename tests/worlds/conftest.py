@@ -60,6 +60,8 @@ def record_report(report):
             file.write(json.dumps(record) + "\\n")
 
 def record_footprint(nodeid):
+    if the_config.pluginmanager.hasplugin("dsession"):
+        return  # the workers of xdist tell it
     worker = getattr(the_config, "workerinput", {})
     pid = str(os.getpid())
     below = descendants(pid)
@@ -152,7 +154,7 @@ class Run:
     output: str
     reports: dict[str, dict[str, dict[str, Any]]]
     footprints: list[dict[str, Any]]
-    """After each test, in the process that has dispatched it.
+    """After each test, in the process that has dispatched it, under xdist a worker.
 
     ``processes`` below it, ``strays`` of the run below nobody, its open ``files``, ``folders`` below TMPDIR's,
     ``ports`` that all of them listen on, ``locks`` of slots that are held, private memory in ``kib``.

@@ -61,15 +61,17 @@ def record_report(report):
 
 def record_footprint(nodeid):
     if the_config.pluginmanager.hasplugin("dsession"):
-        return  # the workers of xdist tell it
-    worker = getattr(the_config, "workerinput", {})
+        return  # the workers of xdist do it
     pid = str(os.getpid())
     below = descendants(pid)
     ranks = set(below) - set(children(pid))
     end = time.monotonic() + 20
     while strays() and time.monotonic() < end:
         time.sleep(0.05)
-    footprint = dict(test=nodeid.split("::")[-1], worker=worker.get("workerid"), processes=len(below), strays=strays(),
+    worker = getattr(the_config, "workerinput", {}).get("workerid")
+    if worker is None:
+        return  # to read all of this takes longer than a test, and nobody looks at it
+    footprint = dict(test=nodeid.split("::")[-1], worker=worker, processes=len(below), strays=strays(),
                      files=len(os.listdir("/proc/self/fd")), folders=len(glob.glob(os.environ["TMPDIR"] + "/*/*")),
                      ports=ports([pid, *below]), locks=locks(), kib=kib("self"),
                      kib_of_ranks=max(map(kib, ranks), default=0))
@@ -154,7 +156,7 @@ class Run:
     output: str
     reports: dict[str, dict[str, dict[str, Any]]]
     footprints: list[dict[str, Any]]
-    """After each test, in the process that has dispatched it, under xdist a worker.
+    """After each test, in the worker of xdist that has dispatched it.
 
     ``processes`` below it, ``strays`` of the run below nobody, its open ``files``, ``folders`` below TMPDIR's,
     ``ports`` that all of them listen on, ``locks`` of slots that are held, private memory in ``kib``.
@@ -176,7 +178,7 @@ class Run:
 
     def footprint(self, name: str) -> dict[str, Any]:
         """What there was after a test that ran in a worker of xdist."""
-        return next(each for each in self.footprints if each["test"] == name and each["worker"])
+        return next(each for each in self.footprints if each["test"] == name)
 
     def left_over(self) -> list[str]:
         return left_over(self.folder)

@@ -31,7 +31,7 @@ def bits(value):
     return value if value is None else (value.dtype, value.contiguous().view(torch.uint8).tolist())
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(graphs())
 def test_a_generated_graph_comes_back(drawn):
     assert_comes_back(*drawn)

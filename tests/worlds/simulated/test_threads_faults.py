@@ -47,8 +47,17 @@ def no_thread_left():
     assert not dist.is_initialized()
 
 
+@pytest.fixture(scope="module")
+def only_what_is_new():
+    """What was there before these tests is not looked at by the collector, again and again."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
 @pytest.fixture
-def nothing_left():
+def nothing_left(only_what_is_new):
     """No process group or state of the process outlives a run, failed or not."""
     yield
     gc.collect()

@@ -106,11 +106,11 @@ ROUGH = functools.partial(llama3_training, precision="bf16_fp32", steps=1)
 
 @functools.cache
 def trained(**net):
-    return simulated_eager(ROUGH, NetModel.of_world(16, **net)).record
+    return simulated_eager(ROUGH, NetModel.of_world(8, **net)).record
 
 
 def test_two_nodes_add_in_another_order_than_one():
-    """S1: what makes the net visible; 16 ranks, two nodes, two channels. On one node channels change nothing."""
+    """S1: what makes the net visible; 8 ranks, two nodes, two channels. On one node channels change nothing."""
     assert_bitwise_equal(trained(nodes=1, channels=1), trained(nodes=1, channels=2))
     assert_bitwise_different(trained(nodes=2, channels=2), trained(nodes=1, channels=2))
 
@@ -118,7 +118,7 @@ def test_two_nodes_add_in_another_order_than_one():
 def test_a_run_is_the_same_every_time():
     """Turns are handed on in a fixed order, whatever the system does with the threads."""
     assert_bitwise_equal(
-        simulated_eager(ROUGH, NetModel.of_world(16, nodes=2, channels=2)).record, trained(nodes=2, channels=2)
+        simulated_eager(ROUGH, NetModel.of_world(8, nodes=2, channels=2)).record, trained(nodes=2, channels=2)
     )
 
 

@@ -6,6 +6,9 @@ PYTEST := $(PY) -m pytest
 WORKERS ?= 2
 BENCHMARKS := digest records operators simulated graphtext graphdiff threads chunking ranks passes tracing
 
+# Tests start hundreds of processes: each would compile this package anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: run test test-transformers check-long chunk-matrix bench simulate soak report-check docs lint env clean
 
 run: env          ## the main job: trace, rewrite, pin and prove a training step on 8 ranks

@@ -216,8 +216,8 @@ class GoldenPlugin:
     def _begin(self) -> None:
         self._outcomes, self._pending, self._claimed, self._ranks_facts = [], [], set(), None
 
-    @pytest.hookimpl(tryfirst=True)
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> Generator[None, None, None]:
         """Before anybody counts a report or sends it on: write what the test has left to write."""
         if report.nodeid == self._running:
             if report.when == "setup":
@@ -229,6 +229,7 @@ class GoldenPlugin:
             if report.when == "teardown":
                 self._finish(report)
         self._remember(report)
+        yield
 
     def _remember(self, report: pytest.TestReport) -> None:
         """Keep what the summary says of a report."""

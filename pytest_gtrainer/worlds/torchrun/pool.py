@@ -102,7 +102,7 @@ class TorchrunPool:
         if not team.alive:
             self.broken = _why(outcome, self._office)
         if self._launch.rank in team.stuck:
-            _report_without_pytest(holder, outcome)
+            _report_without_pytest(holder, outcome, self._member.stderr)
         return outcome
 
     def _grouped(self, size: int) -> TorchrunTeam:
@@ -203,10 +203,10 @@ def _tell(text: str) -> None:
     facts.tell("progress", text=text)
 
 
-def _report_without_pytest(holder: str, outcome: Outcome) -> None:
+def _report_without_pytest(holder: str, outcome: Outcome, stderr: int) -> None:
     """The last resort where the main thread, which alone can report to pytest, will never return."""
     told = "\n".join(f"{incident.text}\n{text}" for incident in outcome.incidents for _, text in incident.details)
-    os.write(2, f"gtrainer: {holder} FAILED and cannot be ended on rank 0; the run ends here\n{told}\n".encode())
+    os.write(stderr, f"gtrainer: {holder} FAILED and cannot be ended on rank 0; the run ends here\n{told}\n".encode())
     os._exit(1)
 
 

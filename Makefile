@@ -9,7 +9,7 @@ BENCHMARKS := digest records operators simulated graphtext graphdiff threads chu
 # Tests start hundreds of processes: each would compile this package anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: run test test-transformers check-long chunk-matrix bench simulate soak report-check docs lint env clean
+.PHONY: run test gpu test-transformers check-long chunk-matrix bench simulate soak report-check docs lint env clean
 
 run: env          ## the main job: trace, rewrite, pin and prove a training step on 8 ranks
 	$(PYTEST) --gt-gpus=8 -m "not long" tests/parity
@@ -20,6 +20,9 @@ test: env lint    ## every test, long checks in short form
 test-transformers: env ## bucketing on Llama and Mixtral of the transformers package, which this installs
 	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[transformers]'
 	$(PYTEST) --gt-gpus=8 -rs tests/integration/test_*_of_transformers.py
+
+gpu: $(if $(filter .venv/bin/python,$(PY)),env) ## what one GPU can judge, with a table of what held; PY=python3 takes an environment that has torch
+	$(PYTEST) --gt-gpus=1 --gt-device=cuda --gt-require=cuda tests/gpu
 
 check-long: env   ## the long forms too
 	$(PYTEST) --gt-gpus=8

@@ -37,8 +37,8 @@ class WorldSpec:
     """A checked ``gt_world`` marker.
 
     ``mesh`` maps dimension names to extents whose product is ``size``, outermost first.
-    ``rank`` is the rank that a fake world plays; ``device`` the one that the ranks must be on, None
-    for any; ``timeout`` is in seconds, None for the default.
+    ``rank`` is the rank that a fake world plays; ``device`` the one that ranks, or the tensors of a fake world, must be
+    on, None for any; ``timeout`` is in seconds, None for the default.
     """
 
     kind: str
@@ -78,13 +78,16 @@ def make_spec(kind: Any = None, *, kinds: Collection[str] = KINDS, **fields: Any
             f"gt_world's mesh {product} multiplies to {math.prod(mesh.values())}, but its size is {size}: "
             "make them equal, or leave one of them out"
         )
+    device = _device(fields.get("device"))
+    if kind == "simulated" and device == "cuda":
+        raise SpecError('gt_world("simulated", device="cuda"): a simulated world adds on the CPU; leave device out')
     return WorldSpec(
         kind,
         size,
         MappingProxyType(dict(mesh)),
         _nodes(fields.get("nodes", 1), size),
         _rank(fields.get("rank", 0), size),
-        _device(fields.get("device")),
+        device,
         _timeout(fields.get("timeout")),
     )
 

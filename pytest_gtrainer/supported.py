@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib import metadata
 
 TORCH = "2.13"
-"""Its private modules are used; each ``_torch.py`` says which, and was read against this version."""
+"""Its private modules are used; ``_torch`` says which, a module a topic, and was read against this version."""
 
 
 def complaint(version: str | None = None) -> str | None:

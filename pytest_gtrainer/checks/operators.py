@@ -10,8 +10,8 @@ from fnmatch import fnmatchcase
 import torch
 from torch import fx
 
+from pytest_gtrainer._torch.graph_text import higher_order_operators, operator_names
 from pytest_gtrainer.checks.errors import CheckError
-from pytest_gtrainer.graphtext._torch import higher_order_operators, operator_names
 from pytest_gtrainer.graphtext.errors import nearest
 from pytest_gtrainer.graphtext.operators import operator_of
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import fx
 
+from pytest_gtrainer._torch.graph_text import OpOverload
 from pytest_gtrainer.graphtext import header
-from pytest_gtrainer.graphtext._torch import OpOverload
 from pytest_gtrainer.graphtext.digested import constants
 from pytest_gtrainer.graphtext.errors import TextError
 from pytest_gtrainer.graphtext.operators import operator_text

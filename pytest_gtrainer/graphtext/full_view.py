@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from pytest_gtrainer._torch.graph_text import plain_attributes
 from pytest_gtrainer.conventions import node_fqn
-from pytest_gtrainer.graphtext._torch import plain_attributes
 from pytest_gtrainer.graphtext.folding import INDENT, fold
 from pytest_gtrainer.graphtext.groups import groups_of
 from pytest_gtrainer.graphtext.lines import input_sections, output_sections, schedule_sections

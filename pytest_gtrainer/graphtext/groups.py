@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from pytest_gtrainer.graphtext._torch import ResolvedGroup, groups_with_ranks, named_groups, resolve_group
+from pytest_gtrainer._torch.graph_text import ResolvedGroup, groups_with_ranks, named_groups, resolve_group
 from pytest_gtrainer.graphtext.operators import operator_of, word
 
 _MESH = "mesh_"

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from pytest_gtrainer.graphtext._torch import append_node
+from pytest_gtrainer._torch.graph_text import append_node
 from pytest_gtrainer.graphtext.errors import nearest
 from pytest_gtrainer.graphtext.literals import bytes_of
 from pytest_gtrainer.graphtext.registry import UnknownOperator, operator_named

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from pytest_gtrainer.graphtext._torch import append_node
+from pytest_gtrainer._torch.graph_text import append_node
 from pytest_gtrainer.graphtext.errors import TextError, nearest
 from pytest_gtrainer.graphtext.groups import names_of_groups
 from pytest_gtrainer.graphtext.operands import Operands, input_key_at

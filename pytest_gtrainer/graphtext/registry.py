@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from pytest_gtrainer.graphtext._torch import higher_order_operators, operator_names, operator_overload
+from pytest_gtrainer._torch.graph_text import higher_order_operators, operator_names, operator_overload
 from pytest_gtrainer.graphtext.errors import nearest
 from pytest_gtrainer.graphtext.operators import word
 

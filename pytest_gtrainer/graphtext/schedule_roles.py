@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from pytest_gtrainer.graphtext._torch import is_view, overload
+from pytest_gtrainer._torch.graph_text import is_view, overload
 from pytest_gtrainer.graphtext.operators import operator_of
 from pytest_gtrainer.graphtext.scopes import Scope, is_computed, is_item
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from pytest_gtrainer.graphtext._torch import expression, static_type
+from pytest_gtrainer._torch.graph_text import expression, static_type
 from pytest_gtrainer.graphtext.groups import Group
 from pytest_gtrainer.graphtext.literals import PLAIN, SPELLINGS, other_constant, spell_literal, tensor_content
 from pytest_gtrainer.graphtext.operators import Operator, word

@@ -13,7 +13,7 @@ from typing import Any
 
 import sympy  # type: ignore[import-untyped]
 
-from pytest_gtrainer.graphtext._torch import hint, is_unbacked
+from pytest_gtrainer._torch.graph_text import hint, is_unbacked
 from pytest_gtrainer.graphtext.paths import Layer, spell_from
 
 _KIND = re.compile(r"[a-z]+")

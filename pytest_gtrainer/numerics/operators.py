@@ -20,14 +20,14 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
-from pytest_gtrainer.conventions import BACKWARD, FORWARD, direction, node_fqn
-from pytest_gtrainer.numerics._torch import (
+from pytest_gtrainer._torch.autograd import (
     OpOverload,
     TorchDispatchMode,
     in_backward,
     last_made_node,
     watching_backward,
 )
+from pytest_gtrainer.conventions import BACKWARD, FORWARD, direction, node_fqn
 from pytest_gtrainer.numerics.bits import NoBytes, dtype_name, plain
 from pytest_gtrainer.numerics.compare import Outcome, compare
 from pytest_gtrainer.numerics.digest import digest_of_bytes

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from pytest_gtrainer.passes._torch import WAIT, value_like, values_of_split
+from pytest_gtrainer._torch.passes import WAIT, value_like, values_of_split
 
 aten = torch.ops.aten
 

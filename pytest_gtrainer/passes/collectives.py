@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from pytest_gtrainer._torch.passes import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, WAIT, is_control_dependency
 from pytest_gtrainer.conventions import direction, node_fqn
-from pytest_gtrainer.passes._torch import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, WAIT, is_control_dependency
 from pytest_gtrainer.passes.bucket_plan import PlanError
 from pytest_gtrainer.passes.effects import mutates
 

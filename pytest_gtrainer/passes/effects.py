@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import fx
 from torch._ops import OpOverload
 
-from pytest_gtrainer.passes._torch import draws_random_numbers, is_collective, is_impure
+from pytest_gtrainer._torch.passes import draws_random_numbers, is_collective, is_impure
 
 
 def mutates(node: fx.Node) -> bool:

@@ -28,9 +28,9 @@ from typing import Any
 import torch
 from torch import fx
 
+from pytest_gtrainer._torch.passes import add_control_dependencies, is_control_dependency
 from pytest_gtrainer.conventions import BACKWARD, FORWARD, node_fqn
 from pytest_gtrainer.conventions import direction as direction_of
-from pytest_gtrainer.passes._torch import add_control_dependencies, is_control_dependency
 from pytest_gtrainer.passes.bucket_plan import Bucket, BucketPlan, Plan, PlanError
 from pytest_gtrainer.passes.build import BucketBuilder
 from pytest_gtrainer.passes.collectives import (

@@ -21,8 +21,8 @@ import torch
 from torch import fx
 
 from pytest_gtrainer import facts
+from pytest_gtrainer._torch.passes import ALL_GATHER, REDUCE_SCATTER, group_ranks
 from pytest_gtrainer.conventions import direction, node_fqn
-from pytest_gtrainer.passes._torch import ALL_GATHER, REDUCE_SCATTER, group_ranks
 from pytest_gtrainer.passes.bucket_plan import layer_of
 from pytest_gtrainer.passes.collectives import (
     all_reduce_behind,

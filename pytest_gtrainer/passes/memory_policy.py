@@ -13,8 +13,8 @@ from typing import Any
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
+from pytest_gtrainer._torch.passes import is_view
 from pytest_gtrainer.conventions import FORWARD, direction
-from pytest_gtrainer.passes._torch import is_view
 from pytest_gtrainer.passes.collectives import Member, fsdp_all_gathers
 from pytest_gtrainer.passes.graph_pass import graph_pass
 

@@ -18,8 +18,8 @@ from typing import Any
 
 from torch import fx
 
+from pytest_gtrainer._torch.passes import log_artefact
 from pytest_gtrainer.graphtext.rendering import render
-from pytest_gtrainer.passes._torch import log_artefact
 
 _pipelines = itertools.count()
 _AWKWARD = re.compile(r"[^\w.-]")  # in a file's name

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pytest_gtrainer._torch.fsdp2 import annotate, is_block_mask, split_block_mask
 from pytest_gtrainer.passes.chunking.annotations import BODY, EAGER, MATERIALIZATION, SPLIT_BOUNDARY, annotation
 from pytest_gtrainer.passes.chunking.config import MOE, ChunkConfig
 from pytest_gtrainer.passes.chunking.errors import ChunkError
-from pytest_gtrainer.references._torch import annotate, is_block_mask, split_block_mask
 
 MASKS = frozenset({"mask", "masks", "attn_mask", "attention_mask", "attention_masks", "block_mask"})
 POSITIONS = frozenset({"positions", "position_ids"})

@@ -11,9 +11,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
+from pytest_gtrainer._torch.fsdp2 import FSDP2Policy, fully_shard
 from pytest_gtrainer.numerics.record import Record
 from pytest_gtrainer.passes.layout import BucketLayout
-from pytest_gtrainer.references._torch import FSDP2Policy, fully_shard
 from pytest_gtrainer.references.chunked import eager_chunked
 from pytest_gtrainer.references.config import TrainConfig, bucket_modules, finished, new_model
 from pytest_gtrainer.references.layout import eager_bucket_layout

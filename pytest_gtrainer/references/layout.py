@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from pytest_gtrainer._torch import fsdp2
 from pytest_gtrainer.passes.layout import (
     ALL_GATHER_NAME,
     ALL_REDUCE_NAME,
@@ -16,7 +17,6 @@ from pytest_gtrainer.passes.layout import (
     Payload,
     Slot,
 )
-from pytest_gtrainer.references import _torch
 
 
 def eager_bucket_layout(model: nn.Module) -> BucketLayout:
@@ -28,7 +28,7 @@ def eager_bucket_layout(model: nn.Module) -> BucketLayout:
     Raises:
         ValueError: no module of ``model`` has parameters managed by ``fully_shard``.
     """
-    groups = _torch.parameter_groups(model)
+    groups = fsdp2.parameter_groups(model)
     if not groups:
         raise ValueError(f"{type(model).__name__} has no parameters managed by fully_shard: wrap it, and run one step")
     if all(parameter.grad is None for parameter in model.parameters()):
@@ -43,14 +43,14 @@ def _payloads(group: object, names: dict[int, str]) -> list[Payload]:
     scatter = _reduce_scatter(group, names)
     if scatter is None:
         return [gather]
-    between_replicas = _torch.all_reduce_group(group)
+    between_replicas = fsdp2.all_reduce_group(group)
     if between_replicas is None:
         return [gather, scatter]
     return [gather, scatter, replace(scatter, collective=ALL_REDUCE_NAME, ranks=_ranks(between_replicas))]
 
 
 def _all_gather(group: object, names: dict[int, str]) -> Payload:
-    sizes, dtype = _torch.all_gather_inputs(group)
+    sizes, dtype = fsdp2.all_gather_inputs(group)
     fqns = [names[id(p.sharded_param)] for p in group.fsdp_params]  # type: ignore[attr-defined]
     ranks = _ranks(group._all_gather_process_group)  # type: ignore[attr-defined]
     return Payload(ALL_GATHER_NAME, dtype, ranks, "", _slots(fqns, sizes))
@@ -65,7 +65,7 @@ def _reduce_scatter(group: object, names: dict[int, str]) -> Payload | None:
     ranks = _ranks(group._reduce_scatter_process_group)  # type: ignore[attr-defined]
     sizes = [_shard_bytes(p, len(ranks), dtype) for p in trained]
     fqns = [names[id(p.sharded_param)] for p in trained]
-    op = _torch.reduce_op(group, dtype, trained[0].sharded_param.device.type)
+    op = fsdp2.reduce_op(group, dtype, trained[0].sharded_param.device.type)
     return Payload(REDUCE_SCATTER_NAME, dtype, ranks, op, _slots(fqns, sizes))
 
 
@@ -74,7 +74,7 @@ def _shard_bytes(parameter: object, ranks: int, dtype: torch.dtype) -> int:
     dim = parameter.fsdp_placement.dim  # type: ignore[attr-defined]
     if dim:  # FSDP2 chunks along the sharded dim and concatenates on dim 0 first
         size[0], size[dim] = size[0] * ranks, size[dim] // ranks
-    return _torch.padded_numel(torch.Size(size), ranks) // ranks * dtype.itemsize
+    return fsdp2.padded_numel(torch.Size(size), ranks) // ranks * dtype.itemsize
 
 
 def _ranks(group: dist.ProcessGroup) -> tuple[int, ...]:

@@ -11,8 +11,8 @@ from itertools import zip_longest
 import torch.distributed as dist
 from torch import fx
 
+from pytest_gtrainer._torch.passes import WAIT, group_ranks
 from pytest_gtrainer.conventions import node_fqn
-from pytest_gtrainer.passes._torch import WAIT, group_ranks
 
 
 class RanksDisagree(AssertionError):

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from pytest_gtrainer.tracing._torch import annotate, without_annotation
+from pytest_gtrainer._torch.tracing import annotate, without_annotation
 
 KEY = "module_fqn"
 LOSS_FQN = "loss"

@@ -21,7 +21,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 
-from pytest_gtrainer.tracing._torch import annotate, current_annotation
+from pytest_gtrainer._torch.tracing import annotate, current_annotation
 from pytest_gtrainer.tracing.fqns import KEY
 
 MODES = ("fully_shard", "replicate", "hybrid_shard")

@@ -29,9 +29,7 @@ from torch import fx, nn
 from torch.distributed.tensor import DTensor
 
 from pytest_gtrainer import facts
-from pytest_gtrainer.conventions import DYNAMIC_DIMS, GATHERS_ONCE
-from pytest_gtrainer.long_work import long_work
-from pytest_gtrainer.tracing._torch import (
+from pytest_gtrainer._torch.tracing import (
     FakeTensor,
     FakeTensorMode,
     GuardOnDataDependentSymNode,
@@ -44,6 +42,8 @@ from pytest_gtrainer.tracing._torch import (
     pytree,
     tracing_backward_metadata,
 )
+from pytest_gtrainer.conventions import DYNAMIC_DIMS, GATHERS_ONCE
+from pytest_gtrainer.long_work import long_work
 from pytest_gtrainer.tracing.fqns import KEY, LOSS_FQN, annotate_module_fqns
 from pytest_gtrainer.tracing.sharding import reusing_gathers
 from pytest_gtrainer.tracing.state import ModelState, local, managed_order, rewrap

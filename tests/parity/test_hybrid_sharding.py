@@ -4,7 +4,7 @@ import pytest
 
 from fixtures.training import llama3_training
 from pytest_gtrainer import assert_bitwise_different
-from pytest_gtrainer.passes._torch import ALL_REDUCE, REDUCE_SCATTER
+from pytest_gtrainer._torch.passes import ALL_REDUCE, REDUCE_SCATTER
 from pytest_gtrainer.references.eager import EagerRun
 from pytest_gtrainer.references.graph import GraphRun
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from pytest_gtrainer import bucket_layout, deduplicate_fsdp_unshard_chains_pass
-from pytest_gtrainer.passes._torch import ALL_GATHER, REDUCE_SCATTER
+from pytest_gtrainer._torch.passes import ALL_GATHER, REDUCE_SCATTER
 
 pytestmark = pytest.mark.gt_world("fake", size=4, mesh={"fsdp": 4})
 

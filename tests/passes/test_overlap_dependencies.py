@@ -8,7 +8,7 @@ import torch
 
 from pytest_gtrainer import bucket_layout
 from pytest_gtrainer import joint_transformer_block_bucketing_reordering_pass as joint_pass
-from pytest_gtrainer.passes._torch import ALL_GATHER, REDUCE_SCATTER, is_control_dependency
+from pytest_gtrainer._torch.passes import ALL_GATHER, REDUCE_SCATTER, is_control_dependency
 
 pytestmark = pytest.mark.gt_world("fake", size=4, mesh={"fsdp": 4})
 

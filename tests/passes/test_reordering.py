@@ -5,7 +5,7 @@ from itertools import pairwise
 import pytest
 
 from pytest_gtrainer import joint_transformer_block_bucketing_reordering_pass as joint_pass
-from pytest_gtrainer.passes._torch import ALL_GATHER, REDUCE_SCATTER, WAIT
+from pytest_gtrainer._torch.passes import ALL_GATHER, REDUCE_SCATTER, WAIT
 
 pytestmark = pytest.mark.gt_world("fake", size=4, mesh={"fsdp": 4})
 

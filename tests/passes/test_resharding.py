@@ -14,7 +14,7 @@ from pytest_gtrainer import (
     selective_activation_remat_pass,
     tag_with_memory_policy_pass,
 )
-from pytest_gtrainer.passes._torch import ALL_GATHER
+from pytest_gtrainer._torch.passes import ALL_GATHER
 from pytest_gtrainer.references.eager import EagerRun
 from pytest_gtrainer.references.graph import GraphRun
 

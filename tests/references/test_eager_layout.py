@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch import nn
 
 from pytest_gtrainer import eager_bucket_layout
-from pytest_gtrainer.references._torch import FSDP2Policy, fully_shard
+from pytest_gtrainer._torch.fsdp2 import FSDP2Policy, fully_shard
 
 
 class Inner(nn.Module):

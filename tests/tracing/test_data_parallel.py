@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from pytest_gtrainer import MixedPrecisionPolicy, data_parallel, trace_step
-from pytest_gtrainer.passes._torch import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
+from pytest_gtrainer._torch.passes import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from pytest_gtrainer.worlds.fake import fake_world
 from pytest_gtrainer.worlds.mesh import make_mesh
 from pytest_gtrainer.worlds.spec import make_spec

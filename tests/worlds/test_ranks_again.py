@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed._functional_collectives import all_reduce
 
-from pytest_gtrainer.passes._torch import extra_group
+from pytest_gtrainer._torch.passes import extra_group
 from pytest_gtrainer.worlds.ranks import wire
 from pytest_gtrainer.worlds.ranks.merge import merge
 from pytest_gtrainer.worlds.ranks.outcome import Incident, Outcome

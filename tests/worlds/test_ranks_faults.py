@@ -189,7 +189,7 @@ def test_finds_it_unchanged(request):
     assert not torch.are_deterministic_algorithms_enabled()
 
 def test_leaves_groups():
-    from pytest_gtrainer.passes._torch import extra_group
+    from pytest_gtrainer._torch.passes import extra_group
     dist.new_group([0, 1])
     extra_group(dist.group.WORLD.group_name)  # as a pass does; it is the world's
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 import torch
 from torch import fx
 
+from pytest_gtrainer._torch.chunking import is_engine_addition
+from pytest_gtrainer._torch.passes import ALL_REDUCE, REDUCE_SCATTER
 from pytest_gtrainer.conventions import BACKWARD, GATHERS_ONCE, direction
-from pytest_gtrainer.passes._torch import ALL_REDUCE, REDUCE_SCATTER
-from pytest_gtrainer.passes.chunking._torch import is_engine_addition
 from pytest_gtrainer.passes.collectives import chain_to_output, only_wait
 
 _REDUCTIONS = (REDUCE_SCATTER, ALL_REDUCE)

@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import fx
 
+from pytest_gtrainer._torch.chunking import is_engine_addition
 from pytest_gtrainer.conventions import BACKWARD, FORWARD, direction, node_fqn
-from pytest_gtrainer.passes.chunking._torch import is_engine_addition
 from pytest_gtrainer.passes.chunking.config import ChunkConfig
 from pytest_gtrainer.passes.chunking.errors import ChunkError
 from pytest_gtrainer.passes.chunking.reductions import gathers_once, reduction_steps

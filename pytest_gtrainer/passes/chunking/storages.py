@@ -10,8 +10,8 @@ import operator
 
 from torch import fx
 
-from pytest_gtrainer.passes._torch import WAIT, is_view, written_operands
-from pytest_gtrainer.passes.chunking._torch import returns_an_operand
+from pytest_gtrainer._torch.chunking import returns_an_operand
+from pytest_gtrainer._torch.passes import WAIT, is_view, written_operands
 
 
 class Storages:

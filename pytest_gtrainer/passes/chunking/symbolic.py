@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from pytest_gtrainer.conventions import DYNAMIC_DIMS
-from pytest_gtrainer.passes.chunking._torch import (
+from pytest_gtrainer._torch.chunking import (
     Expression,
     Symbol,
     expression_of,
@@ -25,6 +24,7 @@ from pytest_gtrainer.passes.chunking._torch import (
     strided_like,
     symbols_of,
 )
+from pytest_gtrainer.conventions import DYNAMIC_DIMS
 from pytest_gtrainer.passes.chunking.config import ChunkConfig
 from pytest_gtrainer.passes.chunking.errors import ChunkError, described
 

@@ -18,7 +18,7 @@ from pytest_gtrainer import (
     eager_chunked,
     trace_step,
 )
-from pytest_gtrainer.passes._torch import REDUCE_SCATTER
+from pytest_gtrainer._torch.passes import REDUCE_SCATTER
 
 POLICIES = {
     "fp32": MixedPrecisionPolicy(),

@@ -27,7 +27,7 @@ from pytest_gtrainer import (
     eager_chunked,
     trace_step,
 )
-from pytest_gtrainer.passes._torch import ALL_TO_ALL, WAIT
+from pytest_gtrainer._torch.passes import ALL_TO_ALL, WAIT
 from pytest_gtrainer.passes.chunking import schedule
 
 CONFIG = strict("layers.*.moe", num_chunks=2)

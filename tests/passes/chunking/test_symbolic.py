@@ -21,7 +21,7 @@ from pytest_gtrainer import (
     concretize_chunk_symbolic_shapes_pass,
     trace_step,
 )
-from pytest_gtrainer.passes.chunking._torch import symbols_of
+from pytest_gtrainer._torch.chunking import symbols_of
 from pytest_gtrainer.tracing.step import FixedExtentError
 
 aten = torch.ops.aten

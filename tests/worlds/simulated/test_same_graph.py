@@ -11,8 +11,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from fixtures.training import llama3_training
 from pytest_gtrainer import annotate_module_fqns
+from pytest_gtrainer._torch.tracing import new_fake_mode
 from pytest_gtrainer.references.graph import GraphRun
-from pytest_gtrainer.tracing._torch import new_fake_mode
 from pytest_gtrainer.worlds.fake import fake_world
 from pytest_gtrainer.worlds.mesh import make_mesh
 from pytest_gtrainer.worlds.simulated.errors import DependsOnRank

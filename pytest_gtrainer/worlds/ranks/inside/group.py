@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch.distributed import c10d_logger
 from torch.distributed import distributed_c10d as c10d
 
+from pytest_gtrainer._torch.mesh_caches import forget_meshes
 from pytest_gtrainer.conventions import EXTRA_GROUP
-from pytest_gtrainer.worlds.mesh_caches import forget_meshes
 from pytest_gtrainer.worlds.ranks import wire
 
 # The parent's limit for a test ends a blocked collective long before this does.

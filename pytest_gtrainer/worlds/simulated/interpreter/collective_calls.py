@@ -12,9 +12,9 @@ from typing import Any
 
 from torch import Tensor, fx
 
+from pytest_gtrainer._torch.interpreter import OpOverload
 from pytest_gtrainer.worlds.simulated import collectives
 from pytest_gtrainer.worlds.simulated.errors import CollectiveMismatch, NoModel
-from pytest_gtrainer.worlds.simulated.interpreter._torch import OpOverload
 from pytest_gtrainer.worlds.simulated.interpreter.values import interned
 from pytest_gtrainer.worlds.simulated.net import Net
 

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, fx
 from torch.distributed.device_mesh import DeviceMesh
 
+from pytest_gtrainer._torch.interpreter import OpOverload, group_of, root_ranks
 from pytest_gtrainer.worlds.simulated.errors import NoModel
-from pytest_gtrainer.worlds.simulated.interpreter._torch import OpOverload, group_of, root_ranks
 from pytest_gtrainer.worlds.simulated.interpreter.binding import named_arguments
 
 Partition = tuple[tuple[int, ...], ...]

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from pytest_gtrainer._torch.interpreter import COMPILED_CODE, HigherOrderOperator, OpOverload
 from pytest_gtrainer.worlds.simulated.errors import NoModel
-from pytest_gtrainer.worlds.simulated.interpreter._torch import COMPILED_CODE, HigherOrderOperator, OpOverload
 from pytest_gtrainer.worlds.simulated.interpreter.binding import named_arguments
 from pytest_gtrainer.worlds.simulated.interpreter.collective_calls import is_collective
 

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from pytest_gtrainer._torch.interpreter import ALL_GATHER_OUT, PRE_BUCKET_ALL_GATHER, OpOverload
 from pytest_gtrainer.worlds.simulated.errors import DependsOnRank
-from pytest_gtrainer.worlds.simulated.interpreter._torch import ALL_GATHER_OUT, PRE_BUCKET_ALL_GATHER, OpOverload
 from pytest_gtrainer.worlds.simulated.interpreter.groups import GROUP, RankGraph, group_name
 from pytest_gtrainer.worlds.simulated.interpreter.naming import described, input_name
 from pytest_gtrainer.worlds.simulated.interpreter.operators import attribute

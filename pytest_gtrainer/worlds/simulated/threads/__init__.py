@@ -1,7 +1,7 @@
 """The reference of a simulated world: eager code, unmodified, on threads as ranks.
 
 *Ranks* are threads of one process, of which one runs at a time (``team``). Each has its own
-``torch.distributed`` (``_torch``), whose groups (``group``) hand every collective to a *meeting*
+``torch.distributed`` (``_torch.threads``), whose groups (``group``) hand every collective to a *meeting*
 (``meetings``), where the last member carries it out for all (``operations``); sums are added in the order of
 a net model. Process-wide state that ranks have for themselves is swapped with the turn (``state``).
 

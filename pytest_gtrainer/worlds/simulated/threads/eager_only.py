@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from pytest_gtrainer.worlds.simulated.threads._torch import tracing_hooks
+from pytest_gtrainer._torch.threads import tracing_hooks
 from pytest_gtrainer.worlds.simulated.threads.faults import NotOnThreads
 
 

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pytest_gtrainer._torch.threads import BACKEND, Work, reduction_of, unseen_by_modes
 from pytest_gtrainer.worlds.simulated.errors import CollectiveMismatch, NoModel
-from pytest_gtrainer.worlds.simulated.threads import _torch
 from pytest_gtrainer.worlds.simulated.threads.faults import ranks_text, stacks
 from pytest_gtrainer.worlds.simulated.threads.meetings import Meeting, Place
 from pytest_gtrainer.worlds.simulated.threads.messages import Route
@@ -67,7 +67,7 @@ class World:
         return self._places[key]
 
 
-class _Work(_torch.Work):
+class _Work(Work):
     """A collective or a message under way, as one rank sees it."""
 
     def __init__(self, team: Team, rank: int, event: Event, outputs: list[Tensor]) -> None:
@@ -116,7 +116,7 @@ class ThreadGroup(dist.ProcessGroup):
         return _Work(self._world.team, self._global_rank, meeting, outputs)
 
     def _hold(self, meeting: Meeting) -> None:
-        with self._failing_all(), torch.no_grad(), _torch.unseen_by_modes():
+        with self._failing_all(), torch.no_grad(), unseen_by_modes():
             meeting.hold()
         self._world.team.announce(meeting)
 
@@ -227,7 +227,7 @@ class ThreadGroup(dist.ProcessGroup):
         return "ranks on threads"
 
     def getBackendName(self) -> str:
-        return _torch.BACKEND
+        return BACKEND
 
     def shutdown(self) -> None:
         """Nothing is held that could be shut down."""
@@ -249,7 +249,7 @@ def _done() -> Event:
 
 
 def _reduction(opts: Any) -> Reduction:
-    return Reduction("sum") if opts is None else Reduction(*_torch.reduction_of(opts.reduceOp))
+    return Reduction("sum") if opts is None else Reduction(*reduction_of(opts.reduceOp))
 
 
 def _unmodelled(name: str) -> Callable[..., NoReturn]:

@@ -8,16 +8,17 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
+import torch.distributed as dist
 
+from pytest_gtrainer._torch.mesh_caches import forget_meshes
+from pytest_gtrainer._torch.threads import become_rank, drop_groups, isolated_threads, register_default_group
 from pytest_gtrainer.long_work import long_work
-from pytest_gtrainer.worlds.mesh_caches import forget_meshes
 from pytest_gtrainer.worlds.ranks.inside.hygiene import restored
-from pytest_gtrainer.worlds.simulated.threads import _torch
 from pytest_gtrainer.worlds.simulated.threads.eager_only import eager_only
-from pytest_gtrainer.worlds.simulated.threads.faults import ranks_text, standstill, time_limit
+from pytest_gtrainer.worlds.simulated.threads.faults import NotOnThreads, ranks_text, standstill, time_limit
 from pytest_gtrainer.worlds.simulated.threads.group import ThreadGroup, World
 from pytest_gtrainer.worlds.simulated.threads.state import SwappedStates, state_kept
 from pytest_gtrainer.worlds.simulated.threads.team import Released, Team
@@ -29,6 +30,19 @@ LIMIT = 300.0
 _GRACE = 2.0
 _NAMES_A_RUN = 1_000_000
 _runs = itertools.count(1)
+
+
+class NoStore(dist.Store):
+    """The store of ranks on threads: there is none, as a rank that waits for a key would keep the turn."""
+
+    def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise NotOnThreads("ranks on threads have no store: exchange values by collectives (broadcast_object_list)")
+
+    set = get = add = wait = check = compare_set = delete_key = num_keys = _refuse
+
+
+def _refuse(what: str) -> NoReturn:
+    raise NotOnThreads(what)
 
 
 def run_threads(
@@ -54,7 +68,7 @@ def run_threads(
     crew = _Crew(size, function, args, net)
     with ExitStack() as stack:
         kept = restored(), state_kept(), warnings.catch_warnings()
-        for context in (*kept, eager_only(crew.is_rank), _torch.isolated_threads()):
+        for context in (*kept, eager_only(crew.is_rank), isolated_threads(_refuse)):
             stack.enter_context(context)
         stack.callback(forget_meshes)
         torch.set_num_threads(1)  # a thread that enters a parallel region starts a pool of its own
@@ -138,15 +152,15 @@ class _Crew:
 
     @contextmanager
     def _as_rank(self, rank: int) -> Iterator[None]:
-        _torch.become_rank(self._first_group)
+        become_rank(self._first_group)
         members = range(self._team.size)
         with torch.autograd.set_multithreading_enabled(False):
-            _torch.register_default_group(ThreadGroup(self._world, rank, str(self._first_group), members))
+            register_default_group(ThreadGroup(self._world, rank, str(self._first_group), members), NoStore())
             try:
                 yield
             finally:
                 if rank not in self._team.abandoned:
-                    _torch.drop_groups()
+                    drop_groups()
 
     def _end(self) -> list[int]:
         """Get every thread to its end; those stuck in a call of C have their turn taken away, and are returned.

@@ -35,26 +35,15 @@ except ImportError as error:  # pragma: no cover - needs another torch
         f"pytest-gtrainer {__name__} reads torch 2.13 and found torch {torch.__version__}: {error}"
     ) from error
 
-from pytest_gtrainer.worlds.simulated.threads.faults import NotOnThreads
-
 BACKEND = "threaded"
 Work = dist._Work
-
-
-class NoStore(dist.Store):
-    """The store of ranks on threads: there is none, as a rank that waits for a key would keep the turn."""
-
-    def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
-        raise NotOnThreads("ranks on threads have no store: exchange values by collectives (broadcast_object_list)")
-
-    set = get = add = wait = check = compare_set = delete_key = num_keys = _refuse
 
 
 class _Worlds(ThreadLocalWorld):
     """Every rank's thread has process groups of its own, threads that were there before those of the process."""
 
-    def __init__(self, outside: Any) -> None:
-        self._outside = outside
+    def __init__(self, outside: Any, refuse: Callable[[str], NoReturn]) -> None:
+        self._outside, self._refuse = outside, refuse
         self._outsiders = {thread.ident for thread in threading.enumerate()}
         self._ranks = threading.local()
 
@@ -62,7 +51,7 @@ class _Worlds(ThreadLocalWorld):
         if getattr(self._ranks, "is_rank", False):
             return super()._get_world()
         if threading.get_ident() not in self._outsiders:
-            raise NotOnThreads("a thread that a rank started uses torch.distributed: let the rank itself call it")
+            self._refuse("a thread that a rank started uses torch.distributed: let the rank itself call it")
         return self._outside
 
     def enter(self) -> None:
@@ -71,10 +60,14 @@ class _Worlds(ThreadLocalWorld):
 
 
 @contextmanager
-def isolated_threads() -> Iterator[None]:
-    """Threads that call ``become_rank`` have their own ``torch.distributed``; nothing of them is left afterwards."""
+def isolated_threads(refuse: Callable[[str], NoReturn]) -> Iterator[None]:
+    """Threads that call ``become_rank`` have their own ``torch.distributed``; nothing of them is left afterwards.
+
+    Args:
+        refuse: raises for a thread that is no rank and was started by one.
+    """
     outside = c10d._world
-    c10d._world = _Worlds(outside)
+    c10d._world = _Worlds(outside, refuse)
     _set_thread_isolation_mode(True)
     try:
         yield
@@ -89,11 +82,11 @@ def become_rank(first_group: int) -> None:
     c10d._world.group_count = first_group
 
 
-def register_default_group(group: dist.ProcessGroup) -> None:
+def register_default_group(group: dist.ProcessGroup, store: dist.Store) -> None:
     """Make ``group`` the default one of the calling thread, as ``init_process_group`` does for a process."""
     name = c10d._process_group_name([], use_hashed_name=False)
     ranks = {rank: rank for rank in range(group.size())}
-    c10d._register_pg_in_world(group, BACKEND, NoStore(), name, f"cpu:{BACKEND}", ranks)
+    c10d._register_pg_in_world(group, BACKEND, store, name, f"cpu:{BACKEND}", ranks)
     c10d._world.default_pg = group
 
 

@@ -1,0 +1,1 @@
+"""The private names of torch: a module a topic, and nowhere else in this package."""

@@ -143,10 +143,6 @@ class InlinePlugin:
 
     # -- ranks
 
-    def has_untold(self) -> bool:
-        """Whether the next report will carry something."""
-        return bool(self._observed)
-
     def judge_ranks(self, item: pytest.Item, claims: Mapping[int, list[dict[str, Any]]]) -> str | None:
         """Why a test fails whose ranks have obtained different texts for one expectation."""
         seen = [(f"rank {rank}", Expectation(**each)) for rank in sorted(claims) for each in claims[rank]]

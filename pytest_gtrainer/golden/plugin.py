@@ -178,10 +178,6 @@ class GoldenPlugin:
             report.gt_goldens = [c.to_json() for c in self._recorded.pop(item.nodeid, [])]  # type: ignore[attr-defined]
         return report
 
-    def has_untold(self) -> bool:
-        """Whether the next report of a rank will carry something."""
-        return bool(self._recorded or self._pending)
-
     def judge_ranks(self, item: pytest.Item, claims: Mapping[int, list[dict[str, Any]]]) -> str | None:
         """Judge what the ranks of a test have claimed; returns why the test fails."""
         by_rank = {rank: [Claim(**claim) for claim in claimed] for rank, claimed in claims.items()}

@@ -102,7 +102,7 @@ class Member:
         except BaseException:
             return messages.Began(traceback.format_exc())
         group = RankGroup(launch.rank, command.device, command.backend, index=launch.local_rank, meet=self._meet)
-        self._rank = Rank(session, group, self.tell, shares_process=True)
+        self._rank = Rank(session, group, self.tell)
         return messages.Began(None)
 
     def _basetemp(self, command: messages.Begin) -> str | None:

@@ -18,7 +18,6 @@ from pytest_gtrainer.worlds.ranks import wire
 from pytest_gtrainer.worlds.ranks.channel import Channel
 from pytest_gtrainer.worlds.ranks.inside import hygiene
 from pytest_gtrainer.worlds.ranks.inside.collection import Collection, CollectionDiffers
-from pytest_gtrainer.worlds.ranks.inside.fast_lane import FastLane
 from pytest_gtrainer.worlds.ranks.inside.group import RankGroup
 from pytest_gtrainer.worlds.ranks.inside.recorder import Recorder, cut, plain, raised, summary_of
 from pytest_gtrainer.worlds.ranks.inside.session import capture_fds, close_session, make_session
@@ -65,27 +64,13 @@ def in_this_process(send: Callable[[object], None]) -> Callable[[object], None]:
 class Rank:
     """A pytest session on a process group."""
 
-    def __init__(
-        self,
-        session: pytest.Session,
-        group: RankGroup,
-        send: Callable[[object], None],
-        *,
-        shares_process: bool = False,
-    ) -> None:
-        """Take over a session.
-
-        Args:
-            send: takes messages that must not wait.
-            shares_process: whether other code than commands runs here between tests, as in torchrun's rank 0.
-        """
+    def __init__(self, session: pytest.Session, group: RankGroup, send: Callable[[object], None]) -> None:
+        """Take over a session; ``send`` takes messages that must not wait."""
         self.session, self.group, self.send = session, group, send
         self.config = session.config
         self.collection = Collection(self.session)
         self.recorder = Recorder(self.config, send)
         self.config.pluginmanager.register(self.recorder, "gtrainer-rank-recorder")
-        self.lane = FastLane(self.config, self.recorder, shares_process=shares_process)
-        self.config.pluginmanager.register(self.lane, "gtrainer-rank-lane")
 
     @functools.singledispatchmethod
     def obey(self, command: Any) -> object:
@@ -108,7 +93,7 @@ class Rank:
             if command.location is not None:
                 vars(item).setdefault("location", command.location)  # a cached property, which reads the source
             # The parent may have changed its mind about what comes after the last test.
-            self._tear_down_before(item)
+            self.session._setupstate.teardown_exact(item)
             self.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
         except CollectionDiffers as error:
             return f"does not find the test: {error}"
@@ -118,13 +103,6 @@ class Rank:
             return f"broke off: {summary_of(error)}"
         return None
 
-    def _tear_down_before(self, item: pytest.Item) -> None:
-        """End what the test does not share with the one before."""
-        state = self.session._setupstate
-        if not state.stack.keys() <= set(item.listchain()):
-            self.lane.untouched = False
-        state.teardown_exact(item)
-
     def _following(self, ref: wire.ItemRef | None) -> pytest.Item | None:
         try:
             return self.collection.find(ref) if ref is not None else None
@@ -133,7 +111,6 @@ class Rank:
 
     @obey.register
     def call_function(self, command: wire.CallFunction) -> wire.CallDone:
-        self.lane.untouched = False
         hygiene.seed_everything()
         with facts.collecting() as seen:
             result, error = self._attempt(command)

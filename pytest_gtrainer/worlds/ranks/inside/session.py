@@ -13,7 +13,6 @@ from _pytest.config import _prepareconfig
 from _pytest.main import Session
 
 from pytest_gtrainer.worlds.ranks import wire
-from pytest_gtrainer.worlds.ranks.inside.lighter import lighten
 from pytest_gtrainer.worlds.trace_log import let_torch_loggers_propagate
 
 # These print, time out, write files or start processes: the parent does that, once.
@@ -53,7 +52,6 @@ def start_session(config: pytest.Config, worker: Mapping[str, Any], basetemp: st
     session: pytest.Session = Session.from_config(config)
     session.exitstatus = pytest.ExitCode.OK
     config._do_configure()
-    lighten(config)
     let_torch_loggers_propagate()
     config.hook.pytest_sessionstart(session=session)
     _calm_hypothesis()

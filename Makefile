@@ -9,13 +9,25 @@ BENCHMARKS := digest records operators simulated graphtext graphdiff threads chu
 # Tests start hundreds of processes: each would compile this package anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: run test gpu test-transformers check-long chunk-matrix bench simulate soak report-check docs lint env clean
+.PHONY: run test gpu test-torch test-transformers check-long chunk-matrix bench simulate soak report-check docs lint env clean
 
 run: env          ## the main job: trace, rewrite, pin and prove a training step on 8 ranks
 	$(PYTEST) --gt-gpus=8 -m "not long" tests/parity
 
 test: env lint    ## every test, long checks in short form
 	$(PYTEST) --gt-gpus=8 -m "not long" -n $(WORKERS) --dist worksteal
+
+# For CI on CPU only: torch without CUDA's libraries (.ci/light_torch.py). torch is kept in build/, 1.4 GB a version.
+TORCH ?= 2.15.0
+LIGHT = build/test-torch-$(TORCH)-$(shell $(PYTHON) -c "import sys; print(sys.implementation.cache_tag)")
+# Each break that another torch brought was found in one of these.
+MEETS_TORCH := $(addprefix tests/,tracing references parity models passes worlds/simulated worlds/test_ranks_gloo.py golden)
+
+test-torch:       ## what meets torch, under TORCH=2.15.0 and PYTHON=python3.12; needs gcc and binutils
+	$(PYTHON) .ci/light_torch.py $(TORCH) $(LIGHT)
+	grep -v '^torch==' constraints.txt > $(LIGHT)/constraints.txt
+	$(LIGHT)/bin/python -m pip install --quiet --disable-pip-version-check -c $(LIGHT)/constraints.txt -e '.[test]'
+	$(LIGHT)/bin/python -m pytest --gt-gpus=8 -m "not long" -n $(WORKERS) --dist worksteal $(MEETS_TORCH)
 
 test-transformers: env ## bucketing on Llama and Mixtral of the transformers package, which this installs
 	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[transformers]'

@@ -143,5 +143,5 @@ def _is_graph(value: Any) -> bool:
 
 
 def _is_layout(value: Any) -> bool:
-    module = sys.modules.get("pytest_gtrainer.passes.layout")
+    module = sys.modules.get("pytest_gtrainer.graph.layout")
     return module is not None and isinstance(value, module.BucketLayout)

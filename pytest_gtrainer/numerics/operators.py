@@ -27,7 +27,7 @@ from pytest_gtrainer._torch.autograd import (
     last_made_node,
     watching_backward,
 )
-from pytest_gtrainer.conventions import BACKWARD, FORWARD, direction, node_fqn
+from pytest_gtrainer.graph.conventions import BACKWARD, FORWARD, direction, node_fqn
 from pytest_gtrainer.numerics.bits import NoBytes, dtype_name, plain
 from pytest_gtrainer.numerics.compare import Outcome, compare
 from pytest_gtrainer.numerics.digest import digest_of_bytes

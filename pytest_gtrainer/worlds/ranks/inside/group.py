@@ -19,7 +19,6 @@ from torch.distributed import c10d_logger
 from torch.distributed import distributed_c10d as c10d
 
 from pytest_gtrainer._torch.mesh_caches import forget_meshes
-from pytest_gtrainer.conventions import EXTRA_GROUP
 from pytest_gtrainer.worlds.ranks import wire
 
 # The parent's limit for a test ends a blocked collective long before this does.
@@ -155,8 +154,11 @@ class RankGroup:
         """
         left = []
         for group, name in c10d._world.pg_names.items() if self._is_intact() else ():
-            of_others = group.group_desc.startswith(_MESH_GROUPS) or name.endswith(EXTRA_GROUP)
-            if group is not self._default and not of_others:
+            if group is self._default or group.group_desc.startswith(_MESH_GROUPS):
+                continue
+            from pytest_gtrainer._torch.passes import is_extra_group
+
+            if not is_extra_group(name):
                 left.append(f"a process group of {self._label(group)}")
         grown = self.memory() - memory_before
         if grown > MEMORY_TOLERANCE:

@@ -33,7 +33,8 @@ def test_a_failed_call_shows_the_remote_traceback_and_none_of_our_frames(run):
 def test_a_long_wait_names_the_ranks_that_are_waited_for(run):
     """A line every so often, where the run has a terminal."""
     where = r"at test_functions.py:\d+ in hangs_on \(rank 0\), waiting in barrier \(rank 1\)"
-    assert re.search(r"gtrainer: test_functions.py::test_limit has run for \d s of 1.5: " + where, run.output), run.output
+    line = r"gtrainer: test_functions.py::test_limit has run for \d s of 1.5: " + where
+    assert re.search(line, run.output), run.output
 
 
 def test_worlds_of_many_sizes_stay_within_a_limit(run):

@@ -18,14 +18,14 @@ from types import FrameType
 from typing import Any
 
 import pytest
-from _pytest.config import _prepareconfig
 
 from pytest_gtrainer import facts
 from pytest_gtrainer.devices import resolve
 from pytest_gtrainer.worlds.ranks import wire
+from pytest_gtrainer.worlds.ranks.inside.session import parsed
 from pytest_gtrainer.worlds.ranks.launcher import RanksError
 from pytest_gtrainer.worlds.ranks.outcome import Outcome
-from pytest_gtrainer.worlds.ranks.watch import Meanwhile, run_on
+from pytest_gtrainer.worlds.ranks.watch import run_on
 from pytest_gtrainer.worlds.torchrun import messages
 from pytest_gtrainer.worlds.torchrun.launch import Launch
 from pytest_gtrainer.worlds.torchrun.member import Member, connect
@@ -48,18 +48,15 @@ class TorchrunPool:
         self.broken: str | None = None
         self._store = connect()
         arguments = [str(argument) for argument in config.invocation_params.args]
-        self._member = Member(launch, self._store, lambda: _prepareconfig(arguments))
+        self._member = Member(launch, self._store, lambda: parsed(arguments))
         self._office = Office(self._store, launch.size)
         self._places = (f"group{number}" for number in itertools.count())
         self._team: TorchrunTeam | None = None
         self._begun = self._stopping = False
         signal.signal(signal.SIGTERM, self._on_sigterm)
 
-    def run(
-        self, size: int, command: wire.RunItem | wire.CallFunction, limit: float, holder: str,
-        meanwhile: Meanwhile | None = None,
-    ) -> Outcome:  # fmt: skip
-        """Run a command on ``size`` ranks; this process is one of them, and has no time for ``meanwhile``.
+    def run(self, size: int, command: wire.RunItem | wire.CallFunction, limit: float, holder: str) -> Outcome:
+        """Run a command on ``size`` ranks; this process is one of them.
 
         Raises:
             RanksError: a rank cannot be had any more.

@@ -9,7 +9,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from _pytest.runner import collect_one_node
 
 from pytest_gtrainer.worlds.ranks.wire import ItemRef
 
@@ -80,7 +79,8 @@ class Collection:
 
     def _child(self, node: pytest.Collector, path: Path) -> pytest.Collector:
         if path not in self._nodes:
-            report = collect_one_node(node)
+            node.ihook.pytest_collectstart(collector=node)
+            report: pytest.CollectReport = node.ihook.pytest_make_collect_report(collector=node)
             if not report.passed:
                 raise CollectionDiffers(f"collecting {node.nodeid} failed in this rank:\n{report.longrepr}")
             for child in report.result:

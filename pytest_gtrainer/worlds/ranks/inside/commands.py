@@ -26,7 +26,7 @@ from pytest_gtrainer.worlds.ranks.inside.session import capture_fds, close_sessi
 def serve(setup: wire.RankSetup, channel: Channel) -> int:
     """Start as a rank, then obey until told to stop: the exit status."""
     torch.set_num_threads(1)
-    send = in_this_process(lambda message: channel.send(wire.encode(message)))
+    send = in_this_process(lambda message: channel.send(pickle.dumps(message)))
     try:
         group = RankGroup(setup.rank, setup.device, setup.backend)
         group.join(setup.store, setup.size)
@@ -37,7 +37,7 @@ def serve(setup: wire.RankSetup, channel: Channel) -> int:
     send(wire.Up(capture_fds(rank.config)))
     while True:
         try:
-            command = wire.decode(channel.receive())
+            command = pickle.loads(channel.receive())
         except EOFError:
             return 0  # the parent is gone
         answer = rank.obey(command)

@@ -18,10 +18,6 @@ OUTPUT_LIMIT = 64 * 1024
 SUMMARY_LIMIT = 300
 # gloo's words when the rank at the other end is gone.
 LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
-# Of a report; what users and plugins attach to it can be anything.
-_PLAIN_FIELDS = {
-    "$report_type", "nodeid", "location", "keywords", "outcome", "longrepr", "when", "sections", *wire.TIMES,
-}  # fmt: skip
 
 
 class Recorder:
@@ -34,10 +30,11 @@ class Recorder:
         self._times: list[tuple[float, ...]] = []
         self._warnings: list[wire.WarningRecord] = []
 
-    def take(self) -> tuple[bytes, tuple[tuple[float, ...], ...], tuple[wire.WarningRecord, ...]]:
+    def take(
+        self,
+    ) -> tuple[tuple[dict[str, Any], ...], tuple[tuple[float, ...], ...], tuple[wire.WarningRecord, ...]]:
         """The reports (see ``wire.ItemDone``), their times, and the warnings since the last call."""
-        reports = _packed(self._reports) if self._reports else b""
-        taken = reports, tuple(self._times), tuple(self._warnings)
+        taken = tuple(self._reports), tuple(self._times), tuple(self._warnings)
         self._reports, self._times, self._warnings = [], [], []
         return taken
 
@@ -64,16 +61,9 @@ class Recorder:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         report.sections = [(title, cut(text)) for title, text in report.sections]
-        data = _of_a_pass(report) if self._serialises_as_pytest() else None
-        if data is None:
-            data = plain(self._config.hook.pytest_report_to_serializable(config=self._config, report=report))
+        data = plain(self._config.hook.pytest_report_to_serializable(config=self._config, report=report))
         self._times.append(tuple(data.pop(name) for name in wire.TIMES))
         self._reports.append(data)
-
-    def _serialises_as_pytest(self) -> bool:
-        """Whether no plugin has a say in how reports are serialised."""
-        own = self._config.hook.pytest_report_to_serializable.get_hookimpls()
-        return len(own) == len(wire.SERIALISERS) and {each.plugin_name for each in own} == wire.SERIALISERS
 
     def pytest_warning_recorded(
         self, warning_message: Any, when: str, nodeid: str, location: tuple[str, int, str] | None
@@ -92,24 +82,6 @@ class Recorder:
                 location,
             )
         )
-
-
-def _packed(reports: list[dict[str, Any]]) -> bytes:
-    try:
-        return wire.pack(reports)
-    except ValueError:  # pytest's own fields are not looked at one by one; a keyword may be of a class of the user's
-        return wire.pack(plain(reports))
-
-
-def _of_a_pass(report: pytest.TestReport) -> dict[str, Any] | None:
-    """What ``pytest_report_to_serializable`` and ``plain`` make of a phase that passed; None for other reports."""
-    if type(report) is not pytest.TestReport or report.longrepr is not None:
-        return None
-    data = report._to_json()
-    data["$report_type"] = "TestReport"
-    for name in data.keys() - _PLAIN_FIELDS:
-        data[name] = plain(data[name])
-    return data
 
 
 def raised(when: str, excinfo: pytest.ExceptionInfo[BaseException]) -> wire.Raised:

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
-from _pytest.capture import CaptureManager
 from _pytest.config import _prepareconfig
-from _pytest.main import Session
 
 from pytest_gtrainer.worlds.ranks import wire
 from pytest_gtrainer.worlds.trace_log import let_torch_loggers_propagate
@@ -35,7 +33,12 @@ NEUTRAL_OPTIONS: dict[str, Any] = {
 
 def make_session(setup: wire.RankSetup) -> pytest.Session:
     """Configure pytest as the parent is, and start a session without collecting."""
-    return start_session(_prepareconfig(list(setup.args)), setup.worker, setup.basetemp)
+    return start_session(parsed(setup.args), setup.worker, setup.basetemp)
+
+
+def parsed(arguments: Sequence[str]) -> pytest.Config:
+    """Pytest's configuration for a command line, as ``pytest.main`` makes it: there is no public way to it."""
+    return _prepareconfig(list(arguments))
 
 
 def start_session(config: pytest.Config, worker: Mapping[str, Any], basetemp: str | None) -> pytest.Session:
@@ -49,7 +52,7 @@ def start_session(config: pytest.Config, worker: Mapping[str, Any], basetemp: st
     config.option.basetemp = basetemp
     config.workerinput = dict(worker)  # type: ignore[attr-defined]
     config.workeroutput = {}  # type: ignore[attr-defined]
-    session: pytest.Session = Session.from_config(config)
+    session = pytest.Session.from_config(config)
     session.exitstatus = pytest.ExitCode.OK
     config._do_configure()
     let_torch_loggers_propagate()
@@ -80,7 +83,7 @@ def _calm_hypothesis() -> None:
 
 def capture_fds(config: pytest.Config) -> tuple[int, ...]:
     """The files that hold captured stdout and stderr; the parent reads them when a rank dies."""
-    manager: CaptureManager | None = config.pluginmanager.getplugin("capturemanager")
+    manager = config.pluginmanager.getplugin("capturemanager")
     capturing = manager._global_capturing if manager is not None else None
     streams = (capturing.out, capturing.err) if capturing is not None else ()
     files = (getattr(stream, "tmpfile", None) for stream in streams)

@@ -6,7 +6,8 @@ import contextlib
 from collections.abc import Callable
 
 import pytest
-from _pytest.capture import CaptureManager
+
+from pytest_gtrainer._pytest_private import capture_manager
 
 EVERY_SECONDS = 60.0
 
@@ -18,7 +19,7 @@ def teller(config: pytest.Config) -> Tell:
 
     def tell(text: str) -> None:
         reporter: pytest.TerminalReporter | None = config.pluginmanager.getplugin("terminalreporter")
-        capture: CaptureManager | None = config.pluginmanager.getplugin("capturemanager")
+        capture = capture_manager(config)
         if reporter is None:
             return
         # a test that calls functions on ranks is being captured meanwhile

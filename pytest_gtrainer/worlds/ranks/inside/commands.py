@@ -14,6 +14,8 @@ import pytest
 import torch
 
 from pytest_gtrainer import facts
+from pytest_gtrainer._pytest_private import setup_state
+from pytest_gtrainer._torch.process import forget_compiled
 from pytest_gtrainer.worlds.ranks import wire
 from pytest_gtrainer.worlds.ranks.channel import Channel
 from pytest_gtrainer.worlds.ranks.inside import hygiene
@@ -95,7 +97,7 @@ class Rank:
     def run_item(self, command: wire.RunItem) -> wire.ItemDone:
         memory = self.group.memory()
         trouble = self._run(command)
-        hygiene.forget_compiled()
+        forget_compiled()
         reports, times, warnings = self.recorder.take()
         return wire.ItemDone(reports, times, warnings, trouble, self.group.state(), self.group.left_behind(memory))
 
@@ -120,7 +122,7 @@ class Rank:
 
     def _tear_down_before(self, item: pytest.Item) -> None:
         """End what the test does not share with the one before."""
-        state = self.session._setupstate
+        state = setup_state(self.session)
         if not state.stack.keys() <= set(item.listchain()):
             self.lane.untouched = False
         state.teardown_exact(item)
@@ -137,7 +139,7 @@ class Rank:
         hygiene.seed_everything()
         with facts.collecting() as seen:
             result, error = self._attempt(command)
-        hygiene.forget_compiled()
+        forget_compiled()
         return wire.CallDone(result, error, self._written(), tuple(plain(seen)), self.group.state())
 
     def _attempt(self, command: wire.CallFunction) -> tuple[bytes | None, str | None]:

@@ -11,6 +11,7 @@ from typing import Any, Literal, NamedTuple
 
 import pytest
 
+from pytest_gtrainer._pytest_private import report_to_json
 from pytest_gtrainer.facts import Fact
 from pytest_gtrainer.worlds.ranks import wire
 from pytest_gtrainer.worlds.ranks.inside import hygiene
@@ -150,7 +151,7 @@ def _of_a_pass(report: pytest.TestReport) -> dict[str, Any] | None:
     """What ``pytest_report_to_serializable`` and ``plain`` make of a phase that passed; None for other reports."""
     if type(report) is not pytest.TestReport or report.longrepr is not None:
         return None
-    data = report._to_json()
+    data = report_to_json(report)
     data["$report_type"] = "TestReport"
     for name in data.keys() - _PLAIN_FIELDS:
         data[name] = plain(data[name])

@@ -1,6 +1,4 @@
-"""Torch's private parts that numerics relies on; a new torch breaks this file first.
-
-Read against torch 2.13:
+"""Autograd: the number of each node, and the start of a backward.
 
 - a ``TorchDispatchMode`` sees every operator below autograd, also those of the backward;
 - ``torch.autograd._get_sequence_nr`` is the number of the next autograd node: inside an operator of the forward, that
@@ -18,17 +16,20 @@ from typing import Any
 
 import torch
 
-try:
+from pytest_gtrainer._torch import private_names
+
+with private_names():
     from torch._C import _current_graph_task_id
-    from torch._ops import OpOverload
     from torch.autograd import _engine_run_backward, _get_sequence_nr
     from torch.utils._python_dispatch import TorchDispatchMode
-except ImportError as error:  # pragma: no cover - needs another torch
-    raise ImportError(
-        f"pytest-gtrainer {__name__} reads torch 2.13's autograd and found torch {torch.__version__}: {error}"
-    ) from error
 
-__all__ = ["OpOverload", "TorchDispatchMode", "in_backward", "last_made_node", "watching_backward"]
+ATTRIBUTES = {
+    "torch._C:_FunctionBase": ("_sequence_nr", "register_prehook", "register_hook", "next_functions"),
+    "torch.autograd.graph": ("_engine_run_backward",),
+    "torch.autograd": ("_engine_run_backward",),
+}
+
+__all__ = ["TorchDispatchMode", "in_backward", "last_made_node", "watching_backward"]
 
 
 def in_backward() -> bool:

@@ -1,9 +1,5 @@
-"""Torch's private parts that chunking relies on; a new torch breaks this file first.
+"""Sums of gradients, and symbols of data-dependent sizes.
 
-Read against torch 2.13:
-
-- an operator's ``_schema`` tells whether its result is an operand that it wrote to;
-- ``_LazyGraphModule`` generates its code when it is first run;
 - nodes that autograd's engine makes when it adds two gradients carry ``meta["is_gradient_acc"]``, and the
   ``seq_nr`` of whatever ran before; in graphs without that mark, an addition in the backward is the engine's
   if an operand of the backward has a smaller ``seq_nr``, because the backward counts down;
@@ -22,15 +18,23 @@ from typing import Any
 import sympy  # type: ignore[import-untyped]
 import torch
 from torch import fx
-from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import FakeTensor
 
-try:
-    from torch.fx._lazy_graph_module import _LazyGraphModule
-except ImportError as error:  # pragma: no cover - needs another torch
-    raise ImportError(
-        f"pytest-gtrainer {__name__} reads torch 2.13's graph modules and found torch {torch.__version__}: {error}"
-    ) from error
+from pytest_gtrainer._torch.operators import OpOverload, schema
+from pytest_gtrainer._torch.values import FakeTensor
+
+ATTRIBUTES = {
+    "torch.fx.experimental.symbolic_shapes:ShapeEnv": (
+        "create_unbacked_symint",
+        "ignore_fresh_unbacked_symbols",
+        "var_to_range",
+        "guards",
+        "deferred_runtime_asserts",
+        "simplify",
+        "create_symintnode",
+        "create_symboolnode",
+        "create_symfloatnode",
+    ),
+}
 
 _ADD = torch.ops.aten.add.Tensor
 _ACCUMULATE = {torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor}
@@ -40,7 +44,7 @@ def returns_an_operand(node: fx.Node) -> bool:
     """Whether the result is the operand that the operator writes to, as of ``add_``."""
     if not isinstance(node.target, OpOverload):
         return False
-    returns = node.target._schema.returns
+    returns = schema(node.target).returns
     return len(returns) == 1 and returns[0].alias_info is not None and returns[0].alias_info.is_write
 
 
@@ -57,12 +61,6 @@ def _counts_up(node: fx.Node) -> bool:
     own = node.meta.get("seq_nr")
     backward = [source.meta.get("seq_nr") for source in node.all_input_nodes if source.meta.get("autograd_backward")]
     return own is not None and any(number is not None and number < own for number in backward)
-
-
-def lazy_graph_module(attributes: dict[str, Any], graph: fx.Graph) -> fx.GraphModule:
-    """A GraphModule of the graph, and of what its ``get_attr`` nodes name; its code is made when it is needed."""
-    made: fx.GraphModule = _LazyGraphModule(attributes, graph)
-    return made
 
 
 Symbol = sympy.Symbol

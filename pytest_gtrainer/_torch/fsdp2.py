@@ -1,9 +1,8 @@
-"""FSDP2's private parts that references read; a new torch breaks this file first.
+"""FSDP2: its parameter groups, and what their collectives carry.
 
-Read against torch 2.13: after a model's first forward each ``FSDPModule`` holds
+After a model's first forward each ``FSDPModule`` holds
 ``_get_fsdp_state()._fsdp_param_groups``, and a group its ``fsdp_params`` in payload order,
-``_all_gather_process_group``, ``_reduce_scatter_process_group``, ``_reduce_dtype``, and with replicas
-(``_is_hsdp``) ``_all_reduce_process_group``. The
+its process groups, and with replicas (``_is_hsdp``) one more. The
 all-gather inputs come from FSDP2's own ``_get_param_all_gather_inputs``, casts and pads
 included; ``_get_dim0_padded_size`` gives a gradient's padded size. ``annotate`` of
 ``torch.fx.traceback`` puts keys into ``node.meta["custom"]`` of nodes traced inside; pipelining's
@@ -17,7 +16,9 @@ from typing import Any
 
 import torch
 
-try:
+from pytest_gtrainer._torch import private_names
+
+with private_names():
     from torch.distributed.fsdp import FSDPModule, fully_shard
     from torch.distributed.fsdp import MixedPrecisionPolicy as FSDP2Policy
     from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
@@ -27,14 +28,27 @@ try:
     )
     from torch.distributed.fsdp._fully_shard._fsdp_common import _get_dim0_padded_size
     from torch.fx.traceback import annotate
-except ImportError as error:  # pragma: no cover - needs another torch
-    raise ImportError(
-        f"pytest-gtrainer {__name__} reads torch 2.13's FSDP2 and found torch {torch.__version__}: {error}"
-    ) from error
+
+ATTRIBUTES = {
+    "torch.distributed.fsdp:FSDPModule": ("_get_fsdp_state",),
+    "torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState": ("_fsdp_param_groups",),
+    "torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup": (
+        "fsdp_params",
+        "gradient_divide_factor",
+        "force_sum_reduction_for_comms",
+        "_all_gather_process_group",
+        "_reduce_scatter_process_group",
+        "_all_reduce_process_group",
+        "_is_hsdp",
+        "_reduce_dtype",
+    ),
+    "torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam": ("_orig_size",),
+}
 
 __all__ = [
     "FSDP2Policy",
     "FSDPModule",
+    "all_gather_group",
     "all_gather_inputs",
     "all_reduce_group",
     "annotate",
@@ -42,8 +56,11 @@ __all__ = [
     "is_block_mask",
     "padded_numel",
     "parameter_groups",
+    "reduce_dtype",
     "reduce_op",
+    "reduce_scatter_group",
     "split_block_mask",
+    "unsharded_size",
 ]
 
 
@@ -83,6 +100,26 @@ def padded_numel(size: torch.Size, ranks: int) -> int:
     return int(_get_dim0_padded_size(size, ranks).numel())
 
 
+def all_gather_group(group: Any) -> Any:
+    """The group that gathers parameters."""
+    return group._all_gather_process_group
+
+
+def reduce_scatter_group(group: Any) -> Any:
+    """The group that reduces gradients and scatters them."""
+    return group._reduce_scatter_process_group
+
+
+def reduce_dtype(group: Any) -> torch.dtype | None:
+    """The dtype that the policy reduces in; None for that of the parameters."""
+    return group._reduce_dtype
+
+
+def unsharded_size(parameter: Any) -> list[int]:
+    """The size that an ``FSDPParam`` has when it is whole."""
+    return list(parameter._orig_size)
+
+
 def all_reduce_group(group: Any) -> Any:
     """The group that reduces shards between replicas, with the op of the reduce-scatter; None without replicas."""
     return group._all_reduce_process_group if group._is_hsdp else None
@@ -91,7 +128,7 @@ def all_reduce_group(group: Any) -> Any:
 def reduce_op(group: Any, dtype: torch.dtype, device_type: str) -> str:
     """The reduction FSDP2 asks the group's reduce-scatter for: "avg", "sum", ..."""
     _, _, op, _ = _get_gradient_divide_factors(
-        group._reduce_scatter_process_group,
+        reduce_scatter_group(group),
         all_reduce_group(group),
         dtype,
         device_type,

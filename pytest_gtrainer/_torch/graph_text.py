@@ -1,4 +1,4 @@
-"""The private parts of torch that graph text relies on, in one place, read against torch 2.13.
+"""What graph text writes and reads: groups, operators, symbols, nodes.
 
 - ``distributed_c10d._resolve_process_group(name)`` gives the group that a functional
   collective names in its ``group_name`` argument, or raises ``RuntimeError``.
@@ -29,14 +29,39 @@ import torch
 import torch.distributed as dist
 import torch.utils.checkpoint
 from torch import fx
-from torch._ops import HigherOrderOperator, OpOverload, _higher_order_ops
-from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
-from torch.utils._sympy.numbers import int_oo
-from torch.utils._sympy.symbol import SymT, make_symbol, symbol_is_type
-from torch.utils._sympy.value_ranges import ValueRanges
 
-__all__ = ["HigherOrderOperator", "OpOverload", "Overload", "ResolvedGroup", "overload", "resolve_group"]
+from pytest_gtrainer._torch import private_names
+from pytest_gtrainer._torch.operators import HigherOrderOperator, OpOverload, schema
+from pytest_gtrainer._torch.values import FakeTensor, FakeTensorMode
+
+with private_names():
+    from torch._ops import _higher_order_ops
+    from torch.utils._sympy import functions
+    from torch.utils._sympy.numbers import int_oo
+    from torch.utils._sympy.symbol import SymT, make_symbol, symbol_is_type
+    from torch.utils._sympy.value_ranges import ValueRanges
+
+ATTRIBUTES = {
+    "torch.fx:Graph": ("_insert", "_len", "_find_nodes_lookup_table", "_graph_namespace"),
+    "torch.fx.graph:_Namespace": ("create_name", "associate_name_with_obj"),
+    "torch:Tensor": ("_has_symbolic_sizes_strides",),
+    "torch._subclasses.fake_tensor:FakeTensor": ("_fake_device",),
+    "torch.distributed.distributed_c10d:_World": ("pg_map",),
+    "torch.fx.experimental.symbolic_shapes:ShapeEnv": (
+        "backed_var_to_val",
+        "var_to_range",
+        "var_to_sources",
+        "symbol_guard_counter",
+        "unbacked_symint_counter",
+        "unbacked_symfloat_counter",
+        "create_symintnode",
+        "create_symboolnode",
+        "create_symfloatnode",
+    ),
+}
+
+__all__ = ["Overload", "ResolvedGroup", "functions", "overload", "resolve_group"]
 
 _STRIDED = torch.strided
 POLICIES = {policy.name.lower(): policy for policy in torch.utils.checkpoint.CheckpointPolicy}
@@ -93,9 +118,9 @@ class Overload:
 
 def overload(target: OpOverload) -> Overload:
     """Read the dispatcher's schema of an operator."""
-    schema = target._schema
-    namespace, _, name = schema.name.partition("::")
-    return Overload(namespace, name, schema.overload_name, tuple(arg.name for arg in schema.arguments))
+    named = schema(target)
+    namespace, _, name = named.name.partition("::")
+    return Overload(namespace, name, named.overload_name, tuple(arg.name for arg in named.arguments))
 
 
 def is_view(target: Any) -> bool:

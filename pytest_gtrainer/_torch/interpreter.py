@@ -1,6 +1,4 @@
-"""Torch's private parts that the interpreter relies on; a new torch breaks this file first.
-
-Read against torch 2.13:
+"""Collectives of a graph, as the interpreter of simulated ranks replays them.
 
 - functional collectives are the operators of ``_c10d_functional`` (and ``_c10d_functional_autograd``, of
   the same names), their group an argument by name; ``_dtensor.shard_dim_alltoall`` is DTensor's own;
@@ -18,20 +16,18 @@ import torch
 import torch.distributed._functional_collectives
 from torch.distributed.device_mesh import DeviceMesh
 
-try:
-    from torch._ops import HigherOrderOperator, OpOverload
+from pytest_gtrainer._torch import private_names
+
+with private_names():
     from torch.distributed.distributed_c10d import _resolve_process_group
-except ImportError as error:  # pragma: no cover - needs another torch
-    raise ImportError(
-        f"pytest-gtrainer {__name__} reads torch 2.13 and found torch {torch.__version__}: {error}"
-    ) from error
+
+ATTRIBUTES = {"torch.distributed.device_mesh:DeviceMesh": ("_get_root_mesh",)}
 
 __all__ = [
     "ALL_GATHER_OUT",
     "COMPILED_CODE",
+    "COMPILED_MODULES",
     "PRE_BUCKET_ALL_GATHER",
-    "HigherOrderOperator",
-    "OpOverload",
     "group_of",
     "root_ranks",
 ]
@@ -39,6 +35,7 @@ __all__ = [
 ALL_GATHER_OUT = torch.ops._c10d_functional.all_gather_into_tensor_out.default
 PRE_BUCKET_ALL_GATHER = "bucketing::_pre_bucket_all_gather"
 COMPILED_CODE = "inductor_compiled_code"
+COMPILED_MODULES = "torch._inductor"
 
 
 def group_of(name: str) -> tuple[int, ...]:

@@ -1,38 +1,35 @@
-"""Torch's private parts that passes rely on; a new torch breaks this file first.
-
-Read against torch 2.13:
+"""Collectives of a graph, the groups they name, and effects of operators.
 
 - functional collectives are the operators of ``torch.ops._c10d_functional``; a group is an argument
   by name, resolved by ``torch.distributed.distributed_c10d._resolve_process_group``;
 - ``distributed_c10d._new_process_group_helper`` is what ``new_group`` calls, and takes a name (``new_group``
   counts, or hashes the number of groups a rank has, and ranks that make groups in another order disagree);
   ``_world`` holds the tables of groups, which ``destroy_process_group`` empties;
-- ``_LazyGraphModule`` generates its code when it is first run, however often ``recompile`` is called;
 - ``torch._inductor.fx_passes.control_dependencies.preserve_node_ordering`` wraps nodes in the higher-order
   operator ``control_deps(nodes to stand behind, body, *operands)``, which keeps their name and metadata;
 - ``FakeTensor(mode, meta_tensor, device)`` makes a fake tensor without dispatching an operator;
-- ``OpOverload.tags`` and ``_schema``; ``Node.is_impure``; ``OpOverload.is_view``;
-- ``fx.Graph.graph_copy`` copies all nodes but the output, with shallow copies of their metadata;
+- ``OpOverload.tags``; ``Node.is_impure``; ``OpOverload.is_view``;
 - ``torch._logging.trace_structured`` writes to the log that ``TORCH_TRACE`` asks for; tlparse shows its event
   "artifact" as a file, of the encoding that stands in its metadata.
 """
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 
 # registers torch.ops._c10d_functional's meta kernels
-import torch.distributed._functional_collectives
+import torch.distributed._functional_collectives as functional_collectives
 from torch import fx
 from torch._logging import trace_structured
-from torch._ops import HigherOrderOperator, OpOverload
-from torch._subclasses.fake_tensor import FakeTensor
 
-try:
+from pytest_gtrainer._torch import private_names
+from pytest_gtrainer._torch.operators import HigherOrderOperator, OpOverload, schema
+from pytest_gtrainer._torch.values import FakeTensor
+
+with private_names():
     from torch.distributed import distributed_c10d
     from torch.distributed.distributed_c10d import (
         GroupName,
@@ -40,11 +37,14 @@ try:
         _new_process_group_helper,
         _resolve_process_group,
     )
-    from torch.fx._lazy_graph_module import _LazyGraphModule
-except ImportError as error:  # pragma: no cover - needs another torch
-    raise ImportError(
-        f"pytest-gtrainer {__name__} reads torch 2.13's process groups and found torch {torch.__version__}: {error}"
-    ) from error
+
+ATTRIBUTES = {
+    "torch.distributed.distributed_c10d:_World": ("pg_map", "pg_names", "pg_group_ranks"),
+    "torch._ops:OpOverload": ("is_view", "tags"),
+    "torch.fx:Node": ("is_impure",),
+}
+
+__all__ = ["functional_collectives"]
 
 _ops = torch.ops._c10d_functional
 ALL_GATHER = _ops.all_gather_into_tensor.default
@@ -172,7 +172,7 @@ def written_operands(node: fx.Node) -> list[fx.Node]:
     if not isinstance(node.target, OpOverload):
         return []
     written: list[fx.Node] = []
-    for place, argument in enumerate(node.target._schema.arguments):
+    for place, argument in enumerate(schema(node.target).arguments):
         if argument.is_write:
             given = node.args[place] if place < len(node.args) else None
             fx.node.map_arg(node.kwargs.get(argument.name, given), written.append)
@@ -187,26 +187,3 @@ def draws_random_numbers(target: OpOverload) -> bool:
 def is_impure(node: fx.Node, *, random: bool) -> bool:
     """Torch's own word on effects: writes, assertions, profiler marks; with ``random`` also random numbers."""
     return bool(node.is_impure(impure_random=random))
-
-
-def copied_lazily(gm: fx.GraphModule) -> fx.GraphModule:
-    """The same graph in nodes of its own, without code until somebody runs it or asks for it.
-
-    Names and metadata are kept; each node's ``meta`` is a dict of its own, its values are shared.
-    """
-    old = gm.graph
-    new = fx.Graph(tracer_cls=old._tracer_cls)
-    results = new.graph_copy(old, {})
-    output = new.output(results)
-    output.meta = copy.copy(old.output_node().meta)
-    new.set_codegen(copy.deepcopy(old._codegen))
-    copied: fx.GraphModule = _LazyGraphModule(gm, new)
-    copied.meta, copied.shape_env = dict(gm.meta), gm.shape_env
-    return copied
-
-
-def compiled(gm: fx.GraphModule) -> fx.GraphModule:
-    """An ordinary GraphModule of the graph, with its code."""
-    done = fx.GraphModule(gm, gm.graph)
-    done.meta, done.shape_env = gm.meta, gm.shape_env
-    return done

@@ -1,38 +1,52 @@
-"""Torch's private parts that the simulated world needs, read against torch 2.13.
+"""The process groups of a process: which live, how many were made, an end that does not wait.
 
-- ``distributed_c10d._world`` holds the process groups of a process and may be replaced. ``_World`` itself only
-  looks at tables of the module; torch's ``ThreadLocalWorld`` has tables of its own. ``group_count`` numbers the
-  groups, and with them their names.
-- Groups are registered by name in C++ too: ``_unregister_process_group(name)`` takes one out.
+- ``pg_map``, ``pg_names`` and ``group_count`` of ``distributed_c10d._world`` have no public reader.
+- ``_get_sequence_number_for_group`` counts what was issued on a group.
+- ``_abort_process_group`` does not wait for collectives that never end, as ``destroy_process_group`` does.
+- ``c10d_logger`` logs every failed collective with all its arguments, on each rank that waited.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import torch.distributed as dist
-from torch._C._distributed_c10d import _unregister_process_group
+from torch.distributed import c10d_logger
 from torch.distributed import distributed_c10d as c10d
-from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.testing._internal.distributed.multi_threaded_pg import ThreadLocalWorld
 
-_NAMES = itertools.count(1_000_000_000, 1_000_000)
-"""No name of a group means anything elsewhere."""
+ATTRIBUTES = {
+    "torch.distributed.distributed_c10d:_World": ("pg_map", "pg_names", "group_count"),
+    "torch.distributed:ProcessGroup": ("_get_sequence_number_for_group",),
+}
 
 
-@contextmanager
-def fake_group_beside(rank: int, size: int) -> Iterator[None]:
-    """A fake default group beside the groups of this process, which are out of sight meanwhile."""
-    outside = c10d._world
-    c10d._world = ThreadLocalWorld()
-    c10d._world.group_count = next(_NAMES)
-    try:
-        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
-        yield
-    finally:
-        for group in list(c10d._world.pg_map):
-            _unregister_process_group(group.group_name)
-        del ThreadLocalWorld._world.world  # its tables belong to the thread, and would be there again
-        c10d._world = outside
+def live_groups() -> list[dist.ProcessGroup]:
+    """All groups of this process, in the order in which they were made."""
+    return list(c10d._world.pg_map)
+
+
+def names_of_live_groups() -> dict[dist.ProcessGroup, str]:
+    """Those groups with their names."""
+    return dict(c10d._world.pg_names)
+
+
+def groups_made() -> int:
+    """How many groups were made since the default one was, those that have ended included."""
+    return int(c10d._world.group_count)
+
+
+def issued_on(group: dist.ProcessGroup) -> int:
+    """Collectives, sends and receives that were issued on a group.
+
+    Raises:
+        RuntimeError: its backend does not count.
+    """
+    return int(group._get_sequence_number_for_group())
+
+
+def abort_all_groups() -> None:
+    """End all groups without waiting for collectives under way."""
+    c10d._abort_process_group()
+
+
+def silence_collective_log() -> None:
+    """Disable the logger of failed collectives: pytest captures what merely does not propagate."""
+    c10d_logger._c10d_logger.disabled = True

@@ -1,6 +1,4 @@
-"""Torch's private parts that ranks on threads need; a new torch breaks this file first.
-
-Read against torch 2.13:
+"""Ranks on threads: torch.distributed once a thread.
 
 - ``distributed_c10d._world`` holds the process groups of a process and may be replaced ("experimental
   extension point"); ``ThreadLocalWorld`` is torch's own replacement with one set for each thread.
@@ -23,7 +21,9 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-try:
+from pytest_gtrainer._torch import private_names
+
+with private_names():
     from torch._C._distributed_c10d import (  # type: ignore[attr-defined]
         _set_thread_isolation_mode,
         _unregister_all_process_groups,
@@ -32,10 +32,36 @@ try:
     from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
     from torch.testing._internal.distributed.multi_threaded_pg import ThreadLocalWorld
     from torch.utils._python_dispatch import _disable_current_modes
-except ImportError as error:  # pragma: no cover - needs another torch
-    raise ImportError(
-        f"pytest-gtrainer {__name__} reads torch 2.13 and found torch {torch.__version__}: {error}"
-    ) from error
+
+ATTRIBUTES = {
+    "torch.testing._internal.distributed.multi_threaded_pg:ThreadLocalWorld": (
+        "_get_world",
+        "default_pg",
+        "group_count",
+    ),
+}
+CALLED_ON_US = {
+    "pytest_gtrainer.worlds.simulated.threads.group:ThreadGroup": {
+        "torch.distributed.distributed_c10d:_new_group_with_tag": ("new_group",),
+        "torch.distributed.distributed_c10d:batch_isend_irecv": ("_get_backend",),
+        "torch.distributed.distributed_c10d:isend": ("send",),
+        "torch.distributed.distributed_c10d:irecv": ("recv",),
+        "torch.distributed.distributed_c10d:all_reduce": ("allreduce",),
+        "torch.distributed.distributed_c10d:broadcast": ("broadcast",),
+        "torch.distributed.distributed_c10d:all_gather": ("allgather",),
+        "torch.distributed.distributed_c10d:all_gather_into_tensor": ("all_gather_single",),
+        "torch.distributed.distributed_c10d:reduce_scatter": ("reduce_scatter",),
+        "torch.distributed.distributed_c10d:reduce_scatter_tensor": ("reduce_scatter_single",),
+        "torch.distributed.distributed_c10d:gather": ("gather",),
+        "torch.distributed.distributed_c10d:scatter": ("scatter",),
+        "torch.distributed.distributed_c10d:all_to_all": ("alltoall",),
+        "torch.distributed.distributed_c10d:all_to_all_single": ("all_to_all_single",),
+        "torch.distributed.distributed_c10d:barrier": ("barrier",),
+    },
+    "pytest_gtrainer._torch.threads:_Worlds": {
+        "torch.testing._internal.distributed.multi_threaded_pg:ThreadLocalWorld": ("_get_world",),
+    },
+}
 
 BACKEND = "threaded"
 Work = dist._Work

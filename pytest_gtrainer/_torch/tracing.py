@@ -1,6 +1,4 @@
-"""Torch's private parts that tracing relies on; a new torch breaks this file first.
-
-Read against torch 2.13:
+"""Tracing: metadata of the backward, annotations, fake modes.
 
 - ``torch.fx.traceback.annotate`` puts keys into ``node.meta["custom"]`` of nodes traced inside.
 - ``torch.fx.traceback.current_meta`` is the dict it edits (only read and restored here), and
@@ -26,22 +24,26 @@ from typing import Any
 
 import torch
 
-try:
-    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from pytest_gtrainer._torch import private_names
+
+with private_names():
     from torch.compiler import _non_strict_tracing_context, _patch_engine_backward
     from torch.fx import traceback as fx_traceback
     from torch.fx.experimental.proxy_tensor import make_fx
     from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
     from torch.fx.traceback import annotate
-    from torch.utils import _pytree as pytree
-except ImportError as error:  # pragma: no cover - needs another torch
-    raise ImportError(
-        f"pytest-gtrainer {__name__} reads torch 2.13's tracing internals and found torch {torch.__version__}: {error}"
-    ) from error
+
+from pytest_gtrainer._torch.values import FakeTensorMode
+
+ATTRIBUTES = {
+    "torch.fx.experimental.symbolic_shapes:ShapeEnv": (
+        "create_unbacked_symint",
+        "ignore_fresh_unbacked_symbols",
+        "simplify",
+    ),
+}
 
 __all__ = [
-    "FakeTensor",
-    "FakeTensorMode",
     "GuardOnDataDependentSymNode",
     "annotate",
     "current_annotation",
@@ -50,7 +52,6 @@ __all__ = [
     "marked_backward",
     "new_extent",
     "new_fake_mode",
-    "pytree",
     "tracing_backward_metadata",
     "without_annotation",
 ]

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, fx, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils import _pytree as pytree
 
+from pytest_gtrainer._torch.values import pytree
 from pytest_gtrainer.numerics.record import Key
 from pytest_gtrainer.numerics.seeds import random_states_kept, random_states_now
 from pytest_gtrainer.tracing.state import ModelState, local

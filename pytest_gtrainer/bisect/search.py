@@ -21,10 +21,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, fx
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils import _pytree as pytree
 
-from pytest_gtrainer._torch.autograd import OpOverload
-from pytest_gtrainer._torch.passes import WAIT, compiled, copied_lazily
+from pytest_gtrainer._torch.graph_modules import compiled, copied_lazily
+from pytest_gtrainer._torch.operators import OpOverload, schema
+from pytest_gtrainer._torch.passes import WAIT
+from pytest_gtrainer._torch.values import pytree
 from pytest_gtrainer.bisect.replays import Run, Values, flat_inputs, local_run, run_in_world
 from pytest_gtrainer.graph.conventions import BACKWARD, direction, node_fqn
 from pytest_gtrainer.numerics.bits import NoBytes
@@ -257,7 +258,7 @@ def _has_value(node: fx.Node) -> bool:
     if not isinstance(node.target, OpOverload):
         return False
     is_launch = node.target.namespace == "_c10d_functional" and node.target is not WAIT
-    returns = node.target._schema.returns
+    returns = schema(node.target).returns
     return not is_launch and len(returns) == 1 and str(returns[0].type) == "Tensor"
 
 

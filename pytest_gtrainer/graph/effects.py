@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from torch import fx
-from torch._ops import OpOverload
 
+from pytest_gtrainer._torch.operators import OpOverload, schema
 from pytest_gtrainer._torch.passes import draws_random_numbers, is_collective, is_impure
 
 
 def mutates(node: fx.Node) -> bool:
     """Whether the operator writes to an operand."""
-    return isinstance(node.target, OpOverload) and bool(node.target._schema.is_mutable)
+    return isinstance(node.target, OpOverload) and bool(schema(node.target).is_mutable)
 
 
 def is_random(node: fx.Node) -> bool:
@@ -26,7 +26,7 @@ def is_random(node: fx.Node) -> bool:
 def _argument(node: fx.Node, name: str) -> object:
     """The value of an operator's argument, its default where it is not given; None if it has none of that name."""
     assert isinstance(node.target, OpOverload)
-    for place, argument in enumerate(node.target._schema.arguments):
+    for place, argument in enumerate(schema(node.target).arguments):
         if argument.name == name:
             given: object = node.args[place] if place < len(node.args) else argument.default_value
             return node.kwargs.get(name, given)

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from torch import fx
-from torch.utils import _pytree as pytree
 
+from pytest_gtrainer._torch.values import pytree
 from pytest_gtrainer.graphtext.literals import digest_of
 
 

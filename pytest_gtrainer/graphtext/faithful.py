@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import fx
 
-from pytest_gtrainer._torch.graph_text import OpOverload
+from pytest_gtrainer._torch.operators import OpOverload
 from pytest_gtrainer.graphtext import header
 from pytest_gtrainer.graphtext.digested import constants
 from pytest_gtrainer.graphtext.errors import TextError

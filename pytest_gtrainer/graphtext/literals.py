@@ -8,9 +8,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch._subclasses import FakeTensor
 
-from pytest_gtrainer._torch.graph_text import HigherOrderOperator, OpOverload
+from pytest_gtrainer._torch.operators import HigherOrderOperator, OpOverload
+from pytest_gtrainer._torch.values import FakeTensor
 from pytest_gtrainer.graphtext.operators import operator_text
 from pytest_gtrainer.graphtext.vocabulary import DTYPES, spell_dtype
 

@@ -10,7 +10,8 @@ from typing import Any
 
 from torch import fx
 
-from pytest_gtrainer._torch.graph_text import HigherOrderOperator, OpOverload, overload
+from pytest_gtrainer._torch.graph_text import overload
+from pytest_gtrainer._torch.operators import HigherOrderOperator, OpOverload
 from pytest_gtrainer.graphtext.paths import spell
 
 COLLECTIVE_NAMESPACES = frozenset({"_c10d_functional", "_c10d_functional_autograd", "bucketing", "symm_mem"})

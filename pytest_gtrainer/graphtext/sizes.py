@@ -10,11 +10,10 @@ from typing import Any
 
 import sympy  # type: ignore[import-untyped]
 import torch
-from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
-from torch.utils._sympy import functions
 
-from pytest_gtrainer._torch.graph_text import backed_symbol, fake_tensor, symbolic, unbacked_symbol
+from pytest_gtrainer._torch.graph_text import backed_symbol, fake_tensor, functions, symbolic, unbacked_symbol
+from pytest_gtrainer._torch.values import FakeTensorMode
 from pytest_gtrainer.graphtext.paths import Layer, split_layer
 from pytest_gtrainer.graphtext.scoping import Place, path_at
 from pytest_gtrainer.graphtext.syntax import chain, integer, refuse, shown

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pytest_gtrainer._torch.values import is_traceable_wrapper_subclass
+
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _WORD = 8
 _PIECE = 4 << 20  # elements
@@ -70,7 +72,7 @@ def _require_bytes(tensor: Tensor) -> None:
         raise NoBytes(f"a {'fake' if kind == 'FakeTensor' else 'meta'} tensor holds no values")
     if tensor.layout is not torch.strided or tensor.is_quantized:
         raise NoBytes(f"a {tensor.layout} tensor of {tensor.dtype} has no plain bytes: convert it first")
-    if torch.utils._python_dispatch.is_traceable_wrapper_subclass(tensor):
+    if is_traceable_wrapper_subclass(tensor):
         raise NoBytes(f"a {kind} wraps other tensors: compare its parts")
 
 

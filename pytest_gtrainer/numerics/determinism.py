@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from pytest_gtrainer._torch.process import inductor_config, set_deterministic_algorithms
 from pytest_gtrainer.environment import variable
 from pytest_gtrainer.numerics import knobs
 from pytest_gtrainer.numerics.configs import DebugConfig
@@ -181,7 +182,7 @@ def _read_workspace() -> None:
 @contextmanager
 def _inductor() -> Iterator[None]:
     """Inductor's own flags, without importing it (0.7 s): by its variables until it is loaded."""
-    loaded = _inductor_config()
+    loaded = inductor_config()
     before = {name: getattr(loaded, name) for name in _INDUCTOR} if loaded is not None else {}
     try:
         with ExitStack() as stack:
@@ -191,7 +192,7 @@ def _inductor() -> Iterator[None]:
                     setattr(loaded, name, value)
             yield
     finally:
-        loaded = _inductor_config()
+        loaded = inductor_config()
         if loaded is not None:
             for name, (_, from_variable) in _INDUCTOR.items():
                 # one that was loaded inside the block gets what it would have read outside
@@ -217,11 +218,7 @@ def _algorithms(*, warn_only: bool) -> Iterator[None]:
         torch.is_deterministic_algorithms_warn_only_enabled(),
     )
     try:
-        torch._C._set_deterministic_algorithms(True, warn_only=warn_only)
+        set_deterministic_algorithms(True, warn_only=warn_only)
         yield
     finally:
-        torch._C._set_deterministic_algorithms(before[0], warn_only=before[1])
-
-
-def _inductor_config() -> Any:
-    return sys.modules.get("torch._inductor.config")
+        set_deterministic_algorithms(before[0], warn_only=before[1])

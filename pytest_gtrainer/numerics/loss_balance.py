@@ -11,8 +11,9 @@ from typing import Literal
 
 import torch
 import torch.distributed as dist
-import torch.distributed._functional_collectives as funcol
 from torch import Tensor
+
+from pytest_gtrainer._torch.passes import functional_collectives
 
 
 def balanced_loss(
@@ -51,4 +52,4 @@ def balanced_loss(
 
 def _total(tokens: Tensor | int, device: torch.device, group: dist.ProcessGroup | None) -> Tensor:
     count = torch.as_tensor(tokens, dtype=torch.int64, device=device)
-    return funcol.all_reduce(count.detach().reshape(()), "sum", group)
+    return functional_collectives.all_reduce(count.detach().reshape(()), "sum", group)

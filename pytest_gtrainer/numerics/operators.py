@@ -18,15 +18,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
-from torch.utils import _pytree as pytree
 
-from pytest_gtrainer._torch.autograd import (
-    OpOverload,
-    TorchDispatchMode,
-    in_backward,
-    last_made_node,
-    watching_backward,
-)
+from pytest_gtrainer._torch.autograd import TorchDispatchMode, in_backward, last_made_node, watching_backward
+from pytest_gtrainer._torch.operators import OpOverload, schema
+from pytest_gtrainer._torch.values import pytree
 from pytest_gtrainer.graph.conventions import BACKWARD, FORWARD, direction, node_fqn
 from pytest_gtrainer.numerics.bits import NoBytes, dtype_name, plain
 from pytest_gtrainer.numerics.compare import Outcome, compare
@@ -190,7 +185,7 @@ def computes(operator: OpOverload) -> bool:
     """Whether an operator's output is a value that both sides compute."""
     if operator.namespace not in _COMPUTING or operator.is_view:
         return False
-    name = operator._schema.name.partition("::")[2]
+    name = schema(operator).name.partition("::")[2]
     return not name.startswith(("empty", "new_empty", "detach", "alias", "resize", "set_", "_local_scalar", "lift"))
 
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
+from pytest_gtrainer._torch.process import compiles, forget_all_compiled, fresh_cache, keep_stream_busy
 from pytest_gtrainer.numerics.entries import Tensors, entries
 from pytest_gtrainer.numerics.record import Key
 from pytest_gtrainer.numerics.seeds import random_states_kept
@@ -107,16 +108,14 @@ def busy_core() -> Iterator[None]:
 @contextmanager
 def fresh_inductor_cache() -> Iterator[None]:
     """All is compiled anew, into an empty folder; not judged where nothing was compiled."""
-    if "torch._inductor" not in sys.modules or "torch._dynamo" not in sys.modules:
+    if not compiles():
         raise NotJudged("nothing was compiled: torch.compile is not loaded")
-    from torch._inductor.utils import fresh_cache
-
-    torch._dynamo.reset()
+    forget_all_compiled()
     try:
         with fresh_cache():
             yield
     finally:
-        torch._dynamo.reset()  # what was compiled in there refers to files that are gone
+        forget_all_compiled()  # what was compiled in there refers to files that are gone
 
 
 @contextmanager
@@ -134,7 +133,7 @@ def stream_jitter() -> Iterator[None]:
     for index in range(_POOL):
         for priority in (0, -1):
             with torch.cuda.stream(torch.cuda.Stream(priority=priority)):
-                torch.cuda._sleep(1_000_000 * (3 * index % 4 + 1))
+                keep_stream_busy(1_000_000 * (3 * index % 4 + 1))
     try:
         with torch.cuda.stream(torch.cuda.Stream()):
             yield

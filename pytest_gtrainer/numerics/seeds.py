@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from pytest_gtrainer._torch.process import waiting_seeds
+
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
@@ -112,7 +114,7 @@ class RandomStates:
             numpy=numpy.random.get_state() if numpy is not None else None,
             cpu=torch.get_rng_state(),
             cuda=torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None,
-            waiting=dict(vars(torch.cuda._lazy_seed_tracker)),
+            waiting=dict(waiting_seeds()),
         )
 
     def put_back(self) -> None:
@@ -124,7 +126,7 @@ class RandomStates:
             numpy.random.set_state(self.numpy)
         if self.cuda is not None:
             torch.cuda.set_rng_state_all(self.cuda)
-        vars(torch.cuda._lazy_seed_tracker).update(self.waiting)
+        waiting_seeds().update(self.waiting)
 
 
 def random_states_now() -> Callable[[], None]:

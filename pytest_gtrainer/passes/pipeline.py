@@ -19,7 +19,7 @@ from typing import Any
 from torch import fx
 
 from pytest_gtrainer import facts
-from pytest_gtrainer._torch.passes import compiled, copied_lazily
+from pytest_gtrainer._torch.graph_modules import compiled, copied_lazily
 from pytest_gtrainer.graph.bucket_plan import BucketPlan, get_default_transformer_block_buckets
 from pytest_gtrainer.graph.payload_order import PayloadOrder
 from pytest_gtrainer.passes.bound import BoundPass, bind_options

@@ -52,7 +52,7 @@ def _payloads(group: object, names: dict[int, str]) -> list[Payload]:
 def _all_gather(group: object, names: dict[int, str]) -> Payload:
     sizes, dtype = fsdp2.all_gather_inputs(group)
     fqns = [names[id(p.sharded_param)] for p in group.fsdp_params]  # type: ignore[attr-defined]
-    ranks = _ranks(group._all_gather_process_group)  # type: ignore[attr-defined]
+    ranks = _ranks(fsdp2.all_gather_group(group))
     return Payload(ALL_GATHER_NAME, dtype, ranks, "", _slots(fqns, sizes))
 
 
@@ -61,8 +61,8 @@ def _reduce_scatter(group: object, names: dict[int, str]) -> Payload | None:
     trained = [p for p in group.fsdp_params if p.sharded_param.grad is not None]  # type: ignore[attr-defined]
     if not trained:
         return None
-    dtype = group._reduce_dtype or trained[0].param_dtype or trained[0].orig_dtype  # type: ignore[attr-defined]
-    ranks = _ranks(group._reduce_scatter_process_group)  # type: ignore[attr-defined]
+    dtype = fsdp2.reduce_dtype(group) or trained[0].param_dtype or trained[0].orig_dtype
+    ranks = _ranks(fsdp2.reduce_scatter_group(group))
     sizes = [_shard_bytes(p, len(ranks), dtype) for p in trained]
     fqns = [names[id(p.sharded_param)] for p in trained]
     op = fsdp2.reduce_op(group, dtype, trained[0].sharded_param.device.type)
@@ -70,7 +70,7 @@ def _reduce_scatter(group: object, names: dict[int, str]) -> Payload | None:
 
 
 def _shard_bytes(parameter: object, ranks: int, dtype: torch.dtype) -> int:
-    size = list(parameter._orig_size)  # type: ignore[attr-defined]
+    size = fsdp2.unsharded_size(parameter)
     dim = parameter.fsdp_placement.dim  # type: ignore[attr-defined]
     if dim:  # FSDP2 chunks along the sharded dim and concatenates on dim 0 first
         size[0], size[dim] = size[0] * ranks, size[dim] // ranks

@@ -14,6 +14,7 @@ from torch import fx
 
 import pytest_gtrainer
 from pytest_gtrainer import extensions, facts, graphtext
+from pytest_gtrainer._torch.values import pytree
 from pytest_gtrainer.checks.matcher import run_checks
 from pytest_gtrainer.checks.subject import Subject
 from pytest_gtrainer.checks.syntax import parse_check
@@ -171,7 +172,7 @@ class _Run:
 
 
 def _flat(value: Any) -> list[Any]:
-    leaves: list[Any] = torch.utils._pytree.tree_leaves(value)
+    leaves: list[Any] = pytree.tree_leaves(value)
     return leaves
 
 

@@ -21,6 +21,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 
+from pytest_gtrainer._torch.modules import parameters_of
 from pytest_gtrainer._torch.tracing import annotate, current_annotation
 from pytest_gtrainer.tracing.fqns import KEY
 
@@ -113,13 +114,13 @@ def data_parallel(
     access = _Access(policy, "avg" if gradient_divide_factor is None else "sum", gradient_divide_factor)
     shards: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules():
-        names = [n for n, p in module._parameters.items() if p is not None and not isinstance(p, DTensor)]
+        names = [n for n, p in parameters_of(module).items() if p is not None and not isinstance(p, DTensor)]
         for name in names:
-            parameter = module._parameters[name]
+            parameter = parameters_of(module)[name]
             assert parameter is not None
             if parameter not in shards:
                 shards[parameter] = _shard(parameter, mesh, placements)
-            module._parameters[name] = shards[parameter]
+            parameters_of(module)[name] = shards[parameter]
         _gather_on_access(module, names, access)
     return model
 
@@ -129,7 +130,7 @@ def _check_no_foreign_dtensors(model: nn.Module) -> None:
     foreign = {
         f"{path}.{name}".lstrip("."): parameter
         for path, module in model.named_modules()
-        for name, parameter in module._parameters.items()
+        for name, parameter in parameters_of(module).items()
         if isinstance(parameter, DTensor) and not isinstance(getattr(type(module), name, None), property)
     }
     if foreign:
@@ -185,11 +186,11 @@ def _without_gathers(describe: Callable[[Any], str]) -> Callable[[Any], str]:
 
 def _property(name: str, access: _Access) -> property:
     def read(module: nn.Module) -> torch.Tensor:
-        if name not in module._parameters:
+        if name not in parameters_of(module):
             raise AttributeError(f"{type(module).__name__!r} object has no attribute {name!r}")
         if _describing.get():
-            return module._parameters[name]
-        return _read(module._parameters[name], access)
+            return parameters_of(module)[name]
+        return _read(parameters_of(module)[name], access)
 
     return property(read)
 

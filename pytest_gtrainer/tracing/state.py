@@ -11,6 +11,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from pytest_gtrainer._torch.modules import buffers_of, parameters_of
+
 Slot = tuple[dict[str, Any], str]
 
 
@@ -67,7 +69,7 @@ class ModelState:
         names: dict[int, str] = {id(t): n for n, t in [*buffers.items(), *parameters.items()]}
         slots: dict[str, list[Slot]] = {n: [] for n in [*parameters, *buffers]}
         for module in model.modules():
-            for table in (module._parameters, module._buffers):
+            for table in (parameters_of(module), buffers_of(module)):
                 for key, tensor in table.items():
                     if tensor is not None:
                         slots[names[id(tensor)]].append((table, key))

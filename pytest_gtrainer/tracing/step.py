@@ -30,8 +30,6 @@ from torch.distributed.tensor import DTensor
 
 from pytest_gtrainer import facts
 from pytest_gtrainer._torch.tracing import (
-    FakeTensor,
-    FakeTensorMode,
     GuardOnDataDependentSymNode,
     annotate,
     is_fixed,
@@ -39,9 +37,9 @@ from pytest_gtrainer._torch.tracing import (
     marked_backward,
     new_extent,
     new_fake_mode,
-    pytree,
     tracing_backward_metadata,
 )
+from pytest_gtrainer._torch.values import FakeTensor, FakeTensorMode, local_part, pytree
 from pytest_gtrainer.graph.conventions import DYNAMIC_DIMS, GATHERS_ONCE
 from pytest_gtrainer.long_work import long_work
 from pytest_gtrainer.tracing.fqns import KEY, LOSS_FQN, annotate_module_fqns
@@ -351,7 +349,7 @@ def _fake_mode_of(tensors: list[Any]) -> FakeTensorMode:
 
 
 def _plain(value: Any) -> Any:
-    return value._local_tensor if isinstance(value, DTensor) else value
+    return local_part(value) if isinstance(value, DTensor) else value
 
 
 def _device_of(state: ModelState) -> torch.device:

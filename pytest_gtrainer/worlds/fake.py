@@ -11,9 +11,7 @@ from contextlib import contextmanager
 
 import torch.distributed as dist
 
-# Private: the only home of the fake backend and its store in torch 2.13.
-from torch.testing._internal.distributed.fake_pg import FakeStore
-
+from pytest_gtrainer._torch.fake_groups import FakeStore
 from pytest_gtrainer._torch.mesh_caches import forget_meshes
 from pytest_gtrainer.worlds.spec import WorldSpec
 from pytest_gtrainer.worlds.world import World

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import torch
 from torch import fx
-from torch._ops import OpOverload
 
+from pytest_gtrainer._torch.operators import OpOverload
 from pytest_gtrainer._torch.passes import ALL_TO_ALL, WAIT, is_collective
 from pytest_gtrainer.graph.conventions import BACKWARD, FORWARD, direction
 from pytest_gtrainer.passes.chunking.config import SEQUENCE, ChunkConfig

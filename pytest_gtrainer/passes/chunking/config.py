@@ -9,8 +9,8 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
+from pytest_gtrainer._torch.values import pytree
 from pytest_gtrainer.passes.chunking.errors import ChunkError
 
 BATCH, SEQUENCE = "batch", "sequence"

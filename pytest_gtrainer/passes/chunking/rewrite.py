@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from pytest_gtrainer._torch.chunking import Renaming, lazy_graph_module, renew_symbols
+from pytest_gtrainer._torch.chunking import Renaming, renew_symbols
+from pytest_gtrainer._torch.graph_modules import empty_graph, finished
 from pytest_gtrainer._torch.passes import value_like, values_of_split
 from pytest_gtrainer.graph.chunks import BODY, GRAPH, MATERIALIZATION, SPLIT_BOUNDARY, annotation
 from pytest_gtrainer.graph.conventions import BACKWARD, FORWARD, direction
@@ -56,7 +57,7 @@ class Rewrite:
         self.twins, self.regions, self.storages, self.dim = twins, regions, storages, dim
         self.region_of = {node: region for region in regions for node in region.body}
         self.sums = Sums(twins, self.region_of)
-        self.graph = fx.Graph(tracer_cls=twins.full.graph._tracer_cls)
+        self.graph = empty_graph(like=twins.full.graph)
         self.whole: dict[fx.Node, fx.Node] = {}
         self.chunks: dict[fx.Node, list[fx.Node]] = {}
         self.cut: dict[fx.Node, list[fx.Node]] = {}
@@ -77,13 +78,10 @@ class Rewrite:
 
     def _finished(self) -> fx.GraphModule:
         full = self.twins.full
-        self.graph.set_codegen(full.graph._codegen)
         for node in list(self.graph.find_nodes(op="get_attr")):
             if not node.users:
                 self.graph.erase_node(node)
-        self.graph.lint()
-        made = lazy_graph_module(self.attributes, self.graph)
-        made.meta, made.shape_env = dict(full.meta), full.shape_env
+        made = finished(self.graph, full, self.attributes)
         made.meta[CHUNKING] = self.counts
         return made
 

@@ -19,11 +19,11 @@ from pytest_gtrainer._torch.chunking import (
     Symbol,
     expression_of,
     failed_guards,
-    lazy_graph_module,
     replaced,
     strided_like,
     symbols_of,
 )
+from pytest_gtrainer._torch.graph_modules import empty_graph, finished
 from pytest_gtrainer.graph.conventions import DYNAMIC_DIMS
 from pytest_gtrainer.passes.chunking.config import ChunkConfig
 from pytest_gtrainer.passes.chunking.errors import ChunkError, described
@@ -131,7 +131,7 @@ class _Substitution:
 
     def __init__(self, gm: fx.GraphModule, extents: Extents, numbers: str) -> None:
         self.gm, self.extents, self.numbers = gm, extents, numbers
-        self.graph = fx.Graph(tracer_cls=gm.graph._tracer_cls)
+        self.graph = empty_graph(like=gm.graph)
         self.known: dict[fx.Node, Any] = {}
         self.attributes: dict[str, Any] = {}
 
@@ -150,11 +150,7 @@ class _Substitution:
             self.known[node] = copied
             if node.op == "get_attr":
                 self.attributes[str(node.target)] = self._attribute(str(node.target))
-        self.graph.set_codegen(self.gm.graph._codegen)
-        self.graph.lint()
-        made = lazy_graph_module(self.attributes, self.graph)
-        made.meta, made.shape_env = dict(self.gm.meta), self.gm.shape_env
-        return made
+        return finished(self.graph, self.gm, self.attributes)
 
     def _mapped(self, arguments: Any) -> Any:
         """Arguments with the new nodes, literals for sizes, and numbers for symbols."""

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.utils import _pytree as pytree
 
+from pytest_gtrainer._torch.values import pytree
 from pytest_gtrainer.graph.layout import BucketLayout
 from pytest_gtrainer.long_work import long_work
 from pytest_gtrainer.numerics.record import Record

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from pytest_gtrainer import options
+from pytest_gtrainer._pytest_private import tear_down
 from pytest_gtrainer.report.witness import shown_only
 from pytest_gtrainer.worlds.ranks import left_behind, wire
 from pytest_gtrainer.worlds.ranks.launcher import RanksError
@@ -216,7 +217,7 @@ def _claims(reports: Mapping[int, RankReports], attribute: str) -> dict[int, lis
 
 def _tear_down_here(item: pytest.Item, nextitem: pytest.Item | None) -> None:
     call = pytest.CallInfo.from_call(
-        lambda: item.session._setupstate.teardown_exact(nextitem), "teardown", reraise=NOT_A_FAILURE
+        lambda: tear_down(item.session, nextitem), "teardown", reraise=NOT_A_FAILURE
     )
     if call.excinfo is not None:
         report = item.ihook.pytest_runtest_makereport(item=item, call=call)

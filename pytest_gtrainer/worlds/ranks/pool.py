@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import pytest
 
 from pytest_gtrainer import options
+from pytest_gtrainer._pytest_private import base_temp
 from pytest_gtrainer.devices import Devices, resolve
 from pytest_gtrainer.environment import lasting_environment, raw_lasting_environment
 from pytest_gtrainer.worlds.ranks import sharing, wire
@@ -196,7 +197,7 @@ class Pool:
             cwd=str(config.invocation_params.dir),
             args=tuple(str(arg) for arg in config.invocation_params.args),
             worker=_worker_input(config, size),
-            basetemp=str(config._tmp_path_factory.getbasetemp()),  # type: ignore[attr-defined]
+            basetemp=str(base_temp(config)),
             environ=environ,
             sys_path=tuple(sys.path),
             live_output=config.getoption("capture", "fd") == "no",

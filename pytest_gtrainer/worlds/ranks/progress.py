@@ -7,6 +7,8 @@ from collections.abc import Callable
 
 import pytest
 
+from pytest_gtrainer._pytest_private import capture_manager
+
 EVERY_SECONDS = 60.0
 
 Tell = Callable[[str], None]
@@ -17,7 +19,7 @@ def teller(config: pytest.Config) -> Tell:
 
     def tell(text: str) -> None:
         reporter: pytest.TerminalReporter | None = config.pluginmanager.getplugin("terminalreporter")
-        capture = config.pluginmanager.getplugin("capturemanager")
+        capture = capture_manager(config)
         if reporter is None:
             return
         # a test that calls functions on ranks is being captured meanwhile

@@ -17,6 +17,7 @@ from typing import Protocol
 
 import pytest
 
+from pytest_gtrainer._pytest_private import base_temp
 from pytest_gtrainer.devices import BUS_ORDER, Devices
 from pytest_gtrainer.worlds.ranks.leases import Lease, Slots
 from pytest_gtrainer.worlds.ranks.progress import Tell
@@ -53,7 +54,7 @@ def of(
         return GpuSharing(slots, {gpu.uuid: gpu.entry for gpu in devices.gpus}, limit, stop_ranks, tell)
     if hasattr(config, "workerinput"):
         # the folder above a worker's own is the run's
-        folder = config._tmp_path_factory.getbasetemp().parent / "gtrainer-leases"  # type: ignore[attr-defined]
+        folder = base_temp(config).parent / "gtrainer-leases"
         return CpuSharing(Slots(folder, [f"cpu{slot}" for slot in range(devices.slots)]), limit, tell)
     return Alone()
 

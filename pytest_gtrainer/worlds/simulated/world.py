@@ -12,8 +12,8 @@ from dataclasses import replace
 
 import torch.distributed as dist
 
+from pytest_gtrainer._torch.fake_groups import fake_group_beside
 from pytest_gtrainer._torch.mesh_caches import forget_meshes
-from pytest_gtrainer._torch.process_groups import fake_group_beside
 from pytest_gtrainer.worlds.fake import fake_world
 from pytest_gtrainer.worlds.simulated.net import Net, NetModel
 from pytest_gtrainer.worlds.spec import WorldSpec

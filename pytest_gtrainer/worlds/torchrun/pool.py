@@ -20,9 +20,9 @@ from typing import Any
 import pytest
 
 from pytest_gtrainer import facts
+from pytest_gtrainer._pytest_private import base_temp, prepared_config
 from pytest_gtrainer.devices import resolve
 from pytest_gtrainer.worlds.ranks import wire
-from pytest_gtrainer.worlds.ranks.inside.session import parsed
 from pytest_gtrainer.worlds.ranks.launcher import RanksError
 from pytest_gtrainer.worlds.ranks.outcome import Outcome
 from pytest_gtrainer.worlds.ranks.watch import run_on
@@ -48,7 +48,7 @@ class TorchrunPool:
         self.broken: str | None = None
         self._store = connect()
         arguments = [str(argument) for argument in config.invocation_params.args]
-        self._member = Member(launch, self._store, lambda: parsed(arguments))
+        self._member = Member(launch, self._store, lambda: prepared_config(arguments))
         self._office = Office(self._store, launch.size)
         self._places = (f"group{number}" for number in itertools.count())
         self._team: TorchrunTeam | None = None
@@ -120,7 +120,7 @@ class TorchrunPool:
         """Have every process start its session."""
         found = resolve(self._config)
         ranks = range(self._launch.size)
-        basetemp = self._config._tmp_path_factory.getbasetemp()  # type: ignore[attr-defined]
+        basetemp = base_temp(self._config)
         self._office.send(messages.Begin(found.kind, found.backend, socket.gethostname(), str(basetemp)), ranks)
         late = self._office.await_all(messages.Began, ranks, START_LIMIT)
         if late:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from pytest_gtrainer._pytest_private import add_initial_path, collectors_of
 from pytest_gtrainer.worlds.ranks.wire import ItemRef
 
 
@@ -55,7 +56,7 @@ class Collection:
 
     def _collect(self, chain: list[Path]) -> None:
         session = self._session
-        session._initialpaths |= {chain[-1]}
+        add_initial_path(session, chain[-1])
         node = self._root(chain[0])
         for path in chain[1:]:
             node = self._child(node, path)
@@ -71,7 +72,7 @@ class Collection:
 
     def _root(self, path: Path) -> pytest.Collector:
         if path not in self._nodes:
-            found = self._session._collect_path(path, {})
+            found = collectors_of(self._session, path)
             if not found:
                 raise CollectionDiffers(f"{path} cannot be collected in this rank")
             self._nodes[path] = found[0]

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from pytest_gtrainer import facts
+from pytest_gtrainer._torch.process import forget_compiled
 from pytest_gtrainer.worlds.ranks import wire
 from pytest_gtrainer.worlds.ranks.channel import Channel
 from pytest_gtrainer.worlds.ranks.inside import hygiene
@@ -80,7 +81,7 @@ class Rank:
     def run_item(self, command: wire.RunItem) -> wire.ItemDone:
         memory = self.group.memory()
         trouble = self._run(command)
-        hygiene.forget_compiled()
+        forget_compiled()
         reports, times, warnings = self.recorder.take()
         return wire.ItemDone(reports, times, warnings, trouble, self.group.state(), self.group.left_behind(memory))
 
@@ -114,7 +115,7 @@ class Rank:
         hygiene.seed_everything()
         with facts.collecting() as seen:
             result, error = self._attempt(command)
-        hygiene.forget_compiled()
+        forget_compiled()
         return wire.CallDone(result, error, self._written(), tuple(plain(seen)), self.group.state())
 
     def _attempt(self, command: wire.CallFunction) -> tuple[bytes | None, str | None]:

@@ -14,11 +14,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-# Private: torch's tables of live groups have no public reader in 2.13.
-from torch.distributed import c10d_logger
-from torch.distributed import distributed_c10d as c10d
-
 from pytest_gtrainer._torch.mesh_caches import forget_meshes
+from pytest_gtrainer._torch.process_groups import (
+    abort_all_groups,
+    groups_made,
+    issued_on,
+    live_groups,
+    names_of_live_groups,
+    silence_collective_log,
+)
 from pytest_gtrainer.worlds.ranks import wire
 
 # The parent's limit for a test ends a blocked collective long before this does.
@@ -48,8 +52,7 @@ class RankGroup:
         self._default: dist.ProcessGroup | None = None
         self._points: Counter[int] = Counter()  # sends and receives, by group
         self._known: Counter[int] = Counter()  # collectives that were told already, by group
-        # It logs every failed collective with all its arguments, on each rank that waited.
-        c10d_logger._c10d_logger.disabled = True  # pytest captures what merely does not propagate
+        silence_collective_log()
         if backend == "gloo":
             self._count_points()
 
@@ -90,7 +93,7 @@ class RankGroup:
             return
         with contextlib.suppress(RuntimeError):  # the peers may be gone already
             if self.backend == "nccl":
-                c10d._abort_process_group()  # destroying waits for collectives that will never end
+                abort_all_groups()  # destroying waits for collectives that will never end
             else:
                 dist.destroy_process_group()
         _forget_last_error()
@@ -100,19 +103,20 @@ class RankGroup:
         """What the test has issued on the groups that exist, for comparison with the other ranks."""
         if not self._is_intact():
             return wire.GroupState(intact=False, groups_made=0)
-        subgroups = len(c10d._world.pg_map) - 1
-        return wire.GroupState(True, c10d._world.group_count, subgroups, self._issued())
+        subgroups = len(live_groups()) - 1
+        return wire.GroupState(True, groups_made(), subgroups, self._issued())
 
     def _is_intact(self) -> bool:
         return dist.is_initialized() and dist.group.WORLD is self._default
 
     def _issued(self) -> dict[str, int]:
         """Sequence numbers by the ranks of a group: its name may differ between ranks."""
-        if len(c10d._world.pg_map) == 1 and self._default is not None:
+        groups = live_groups()
+        if len(groups) == 1 and self._default is not None:
             return self._issued_by_all(self._default)
         issued: dict[str, int] = {}
         same_ranks: Counter[str] = Counter()
-        for group in c10d._world.pg_map:
+        for group in groups:
             label = self._label(group)
             same_ranks[label] += 1
             if same_ranks[label] > 1:
@@ -130,7 +134,7 @@ class RankGroup:
 
     def _issued_on(self, group: dist.ProcessGroup) -> int:
         """Collectives on a group since this was last asked."""
-        total = group._get_sequence_number_for_group() - self._points[id(group)]
+        total = issued_on(group) - self._points[id(group)]
         before, self._known[id(group)] = self._known[id(group)], total
         return total - before
 
@@ -153,7 +157,7 @@ class RankGroup:
         below 1 MiB.
         """
         left = []
-        for group, name in c10d._world.pg_names.items() if self._is_intact() else ():
+        for group, name in names_of_live_groups().items() if self._is_intact() else ():
             if group is self._default or group.group_desc.startswith(_MESH_GROUPS):
                 continue
             from pytest_gtrainer._torch.passes import is_extra_group
@@ -175,7 +179,7 @@ class RankGroup:
         """
         if not self._is_intact():
             return
-        made = [group for group in c10d._world.pg_map if group is not self._default]
+        made = [group for group in live_groups() if group is not self._default]
         for group in made:
             self._points.pop(id(group), None)
             self._known.pop(id(group), None)

@@ -62,13 +62,6 @@ def _restore_limits(limits: list[tuple[int, int]]) -> None:
                 resource.setrlimit(which, limit)
 
 
-def forget_compiled() -> None:
-    """Empty dynamo's caches, if the test has compiled something: a later one might hit them, or their limit."""
-    frames = sys.modules.get("torch._dynamo.convert_frame")
-    if frames is not None and frames.FRAME_COUNTER > 0:  # private: the only count that costs nothing to read
-        torch._dynamo.reset()
-
-
 def _restore_environ(before: dict[bytes, bytes]) -> None:
     now = _environ()
     if now == before:

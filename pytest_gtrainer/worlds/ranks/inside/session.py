@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
-from _pytest.config import _prepareconfig
 
+from pytest_gtrainer._pytest_private import (
+    captured_streams,
+    configure,
+    prepared_config,
+    tear_down,
+    unconfigure,
+)
 from pytest_gtrainer.worlds.ranks import wire
 from pytest_gtrainer.worlds.trace_log import let_torch_loggers_propagate
 
@@ -33,12 +39,7 @@ NEUTRAL_OPTIONS: dict[str, Any] = {
 
 def make_session(setup: wire.RankSetup) -> pytest.Session:
     """Configure pytest as the parent is, and start a session without collecting."""
-    return start_session(parsed(setup.args), setup.worker, setup.basetemp)
-
-
-def parsed(arguments: Sequence[str]) -> pytest.Config:
-    """Pytest's configuration for a command line, as ``pytest.main`` makes it: there is no public way to it."""
-    return _prepareconfig(list(arguments))
+    return start_session(prepared_config(setup.args), setup.worker, setup.basetemp)
 
 
 def start_session(config: pytest.Config, worker: Mapping[str, Any], basetemp: str | None) -> pytest.Session:
@@ -54,7 +55,7 @@ def start_session(config: pytest.Config, worker: Mapping[str, Any], basetemp: st
     config.workeroutput = {}  # type: ignore[attr-defined]
     session = pytest.Session.from_config(config)
     session.exitstatus = pytest.ExitCode.OK
-    config._do_configure()
+    configure(config)
     let_torch_loggers_propagate()
     config.hook.pytest_sessionstart(session=session)
     _calm_hypothesis()
@@ -83,10 +84,7 @@ def _calm_hypothesis() -> None:
 
 def capture_fds(config: pytest.Config) -> tuple[int, ...]:
     """The files that hold captured stdout and stderr; the parent reads them when a rank dies."""
-    manager = config.pluginmanager.getplugin("capturemanager")
-    capturing = manager._global_capturing if manager is not None else None
-    streams = (capturing.out, capturing.err) if capturing is not None else ()
-    files = (getattr(stream, "tmpfile", None) for stream in streams)
+    files = (getattr(stream, "tmpfile", None) for stream in captured_streams(config))
     return tuple(fd for file in files if (fd := _fileno(file)) is not None)
 
 
@@ -99,6 +97,6 @@ def _fileno(file: Any) -> int | None:
 
 def close_session(session: pytest.Session) -> None:
     """Tear down what is still set up, and let plugins finish."""
-    session._setupstate.teardown_exact(None)
+    tear_down(session, None)
     session.config.hook.pytest_sessionfinish(session=session, exitstatus=pytest.ExitCode.OK)
-    session.config._ensure_unconfigure()
+    unconfigure(session.config)

@@ -8,6 +8,8 @@ from typing import Any
 
 from torch import fx
 
+from pytest_gtrainer._torch.operators import schema
+
 Arguments = tuple[Sequence[Any], dict[str, Any]]
 Binder = Callable[[Sequence[Any]], Arguments]
 
@@ -69,6 +71,5 @@ def _filled(tree: Any, values: Sequence[Any]) -> Any:
 
 def named_arguments(node: fx.Node) -> dict[str, Any]:
     """The arguments of an operator by the names in its schema."""
-    schema = node.target._schema
-    named = {argument.name: given for argument, given in zip(schema.arguments, node.args, strict=False)}
+    named = {argument.name: given for argument, given in zip(schema(node.target).arguments, node.args, strict=False)}
     return {**named, **node.kwargs}

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from pytest_gtrainer._torch.interpreter import OpOverload
+from pytest_gtrainer._torch.operators import OpOverload, schema
 from pytest_gtrainer.worlds.simulated import collectives
 from pytest_gtrainer.worlds.simulated.errors import CollectiveMismatch, NoModel
 from pytest_gtrainer.worlds.simulated.interpreter.values import interned
@@ -62,7 +62,7 @@ def handler_of(node: fx.Node) -> Handler:
 
 def _name(node: fx.Node) -> str:
     target: Any = node.target
-    return str(target._schema.name).rpartition("::")[2]
+    return str(schema(target).name).rpartition("::")[2]
 
 
 def _all_gather(net: Net, calls: Sequence[Call]) -> list[Any]:

@@ -7,6 +7,7 @@ from itertools import chain, groupby
 
 from torch import fx
 
+from pytest_gtrainer._torch.operators import schema
 from pytest_gtrainer.worlds.simulated.interpreter.binding import binder, named_arguments
 from pytest_gtrainer.worlds.simulated.interpreter.blocks import Segment
 from pytest_gtrainer.worlds.simulated.interpreter.collective_calls import (
@@ -102,7 +103,7 @@ class _Compiler:
         return CollectiveStep(
             node.all_input_nodes,
             binder(node),
-            [argument.name for argument in node.target._schema.arguments],
+            [argument.name for argument in schema(node.target).arguments],
             partition,
             self._nets[partition],
             handler,

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, fx
 from torch.distributed.device_mesh import DeviceMesh
 
-from pytest_gtrainer._torch.interpreter import OpOverload, group_of, root_ranks
+from pytest_gtrainer._torch.interpreter import group_of, root_ranks
+from pytest_gtrainer._torch.operators import OpOverload, schema
 from pytest_gtrainer.worlds.simulated.errors import NoModel
 from pytest_gtrainer.worlds.simulated.interpreter.binding import named_arguments
 
@@ -79,7 +80,7 @@ def group_names(gm: fx.GraphModule) -> list[str]:
 
 def _names(graph: fx.Graph) -> Iterator[str]:
     for node in graph.nodes:
-        if isinstance(node.target, OpOverload) and any(arg.name == GROUP for arg in node.target._schema.arguments):
+        if isinstance(node.target, OpOverload) and any(arg.name == GROUP for arg in schema(node.target).arguments):
             yield group_name(node)
 
 

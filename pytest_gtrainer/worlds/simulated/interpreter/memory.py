@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from pytest_gtrainer._torch.values import storage_of
 from pytest_gtrainer.worlds.simulated.interpreter.values import PerRank, at, tensors_in
 
 ALIGNMENT = 16
@@ -49,11 +50,6 @@ def make_private(values: Values, written: Iterable[fx.Node], size: int) -> set[i
     for node in shared:
         values[node] = PerRank(copies[rank].moved(at(values[node], rank)) for rank in range(size))
     return storages
-
-
-def storage_of(tensor: Tensor) -> int:
-    """What tells memory from other memory: equal for a tensor and its views."""
-    return tensor.untyped_storage()._cdata
 
 
 def storages_of(value: Any) -> set[int]:

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from pytest_gtrainer._torch.interpreter import COMPILED_CODE, HigherOrderOperator, OpOverload
+from pytest_gtrainer._torch.interpreter import COMPILED_CODE, COMPILED_MODULES
+from pytest_gtrainer._torch.operators import HigherOrderOperator, OpOverload, schema
 from pytest_gtrainer.worlds.simulated.errors import NoModel
 from pytest_gtrainer.worlds.simulated.interpreter.binding import named_arguments
 from pytest_gtrainer.worlds.simulated.interpreter.collective_calls import is_collective
@@ -18,12 +19,12 @@ _DRAWING = ("run_and_save_rng_state", "run_with_rng_state")
 
 def written_nodes(node: fx.Node) -> list[fx.Node]:
     """The nodes whose values the operator writes to, by its schema."""
-    if not isinstance(node.target, OpOverload) or not node.target._schema.is_mutable:
+    if not isinstance(node.target, OpOverload) or not schema(node.target).is_mutable:
         return []
     named = named_arguments(node)
     written = [
         named[argument.name]
-        for argument in node.target._schema.arguments
+        for argument in schema(node.target).arguments
         if argument.alias_info is not None and argument.alias_info.is_write and argument.name in named
     ]
     found: list[fx.Node] = []
@@ -91,7 +92,7 @@ def _is_compiled(called: Any) -> bool:
     if isinstance(called, HigherOrderOperator):
         return bool(called.name() == COMPILED_CODE)
     homes = (getattr(called, "__module__", None), type(called).__module__)
-    return any(str(home).startswith("torch._inductor") for home in homes)
+    return any(str(home).startswith(COMPILED_MODULES) for home in homes)
 
 
 def _called_name(called: Any) -> str:

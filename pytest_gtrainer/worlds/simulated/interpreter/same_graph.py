@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from pytest_gtrainer._torch.interpreter import ALL_GATHER_OUT, PRE_BUCKET_ALL_GATHER, OpOverload
+from pytest_gtrainer._torch.interpreter import ALL_GATHER_OUT, PRE_BUCKET_ALL_GATHER
+from pytest_gtrainer._torch.operators import OpOverload, schema
 from pytest_gtrainer.worlds.simulated.errors import DependsOnRank
 from pytest_gtrainer.worlds.simulated.interpreter.groups import GROUP, RankGraph, group_name
 from pytest_gtrainer.worlds.simulated.interpreter.naming import described, input_name
@@ -68,10 +69,10 @@ def _without_rank(graph: RankGraph, node: fx.Node, arguments: Any) -> Any:
     if not isinstance(node.target, OpOverload):
         return arguments
     args = list(arguments[0])
-    for place, argument in enumerate(node.target._schema.arguments[: len(args)]):
+    for place, argument in enumerate(schema(node.target).arguments[: len(args)]):
         if argument.name == GROUP:
             args[place] = graph.partitions.get(args[place], args[place])
-        elif argument.name == "rank" and node.target._schema.name == PRE_BUCKET_ALL_GATHER:
+        elif argument.name == "rank" and schema(node.target).name == PRE_BUCKET_ALL_GATHER:
             args[place] = "own rank"
     if _is_own_part(graph, node):
         args[2:] = ["own part"]

@@ -1,0 +1,101 @@
+"""The private names of pytest: what a rank's own session needs, and nowhere else in this package.
+
+- ``_prepareconfig`` parses a command line and loads plugins and conftest files; ``Config._do_configure`` and
+  ``_ensure_unconfigure`` are what ``pytest.main`` does with the result before and after a session.
+- ``Session._setupstate`` is the stack of what is set up; ``teardown_exact(item)`` ends what ``item`` does not need.
+- ``Session._initialpaths`` are the files to collect from, ``Session._collect_path`` makes the node of a path, and
+  ``collect_one_node`` is its collection with the hooks: collecting a second time by ``perform_collect`` drops
+  fixtures of conftest files (pytest 9.1 and later).
+- ``CaptureManager._global_capturing`` holds the files of captured output.
+- ``Config._tmp_path_factory`` makes the folders of this run, also before the first test asks for one.
+- ``TestReport._to_json`` and ``_from_json`` are the public hooks for reports less the calls of hooks.
+
+``python -m pytest_gtrainer doctor`` reads this file as it reads the topics of ``pytest_gtrainer._torch``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from _pytest.capture import CaptureManager
+from _pytest.config import _prepareconfig
+from _pytest.main import Session
+from _pytest.runner import collect_one_node
+
+__all__ = ["CaptureManager", "Session", "collect_one_node"]
+
+ATTRIBUTES = {
+    "_pytest.config:Config": ("_do_configure", "_ensure_unconfigure"),
+    "_pytest.tmpdir:pytest_configure": ("_tmp_path_factory",),
+    "_pytest.main:Session": ("_setupstate", "_initialpaths", "_collect_path"),
+    "_pytest.runner:SetupState": ("teardown_exact",),
+    "_pytest.capture:CaptureManager": ("_global_capturing",),
+    "_pytest.reports:TestReport": ("_to_json", "_from_json"),
+}
+
+
+def prepared_config(args: Sequence[str]) -> pytest.Config:
+    """Parse a command line, with its plugins and conftest files."""
+    return _prepareconfig(list(args))
+
+
+def configure(config: pytest.Config) -> None:
+    """Call ``pytest_configure`` of every plugin."""
+    config._do_configure()
+
+
+def unconfigure(config: pytest.Config) -> None:
+    """Call ``pytest_unconfigure``, and what plugins have registered as clean-up."""
+    config._ensure_unconfigure()
+
+
+def setup_state(session: pytest.Session) -> Any:
+    """The stack of what is set up."""
+    return session._setupstate
+
+
+def tear_down(session: pytest.Session, next_item: pytest.Item | None) -> None:
+    """End everything that is set up and that ``next_item`` does not need; all of it for None."""
+    setup_state(session).teardown_exact(next_item)
+
+
+def add_initial_path(session: pytest.Session, path: Path) -> None:
+    """Let the session collect from this file, as if the command line named it."""
+    session._initialpaths |= {path}
+
+
+def collectors_of(session: pytest.Session, path: Path) -> Sequence[pytest.Collector]:
+    """The nodes that plugins make of a path."""
+    return session._collect_path(path, {})
+
+
+def capture_manager(config: pytest.Config) -> CaptureManager | None:
+    """The plugin that captures output; None where it is switched off."""
+    manager: CaptureManager | None = config.pluginmanager.getplugin("capturemanager")
+    return manager
+
+
+def captured_streams(config: pytest.Config) -> tuple[Any, ...]:
+    """What captures stdout and stderr; none where nothing is captured."""
+    manager = capture_manager(config)
+    capturing = manager._global_capturing if manager is not None else None
+    return (capturing.out, capturing.err) if capturing is not None else ()
+
+
+def base_temp(config: pytest.Config) -> Path:
+    """The folder of this run's, or this worker's, temporary files."""
+    folder: Path = config._tmp_path_factory.getbasetemp()  # type: ignore[attr-defined]
+    return folder
+
+
+def report_to_json(report: pytest.TestReport) -> dict[str, Any]:
+    """A report as plain values."""
+    return report._to_json()
+
+
+def report_from_json(data: dict[str, Any]) -> pytest.TestReport:
+    """The report that gave these values."""
+    return pytest.TestReport._from_json(data)

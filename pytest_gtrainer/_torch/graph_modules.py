@@ -1,0 +1,61 @@
+"""Graphs and graph modules: copies that cost little.
+
+- ``_LazyGraphModule`` generates its code when it is first run, however often ``recompile`` is called.
+- ``Graph._tracer_cls`` and ``Graph._codegen`` go with a graph's calling convention, and so into its copies.
+- ``Graph.graph_copy`` copies all nodes but the output, with shallow copies of their metadata.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from torch import fx
+
+from pytest_gtrainer._torch import private_names
+
+with private_names():
+    from torch.fx._lazy_graph_module import _LazyGraphModule
+
+ATTRIBUTES = {"torch.fx:Graph": ("_tracer_cls", "_codegen")}
+
+
+def empty_graph(like: fx.Graph) -> fx.Graph:
+    """A graph without nodes, of the same tracer."""
+    return fx.Graph(tracer_cls=like._tracer_cls)
+
+
+def finished(graph: fx.Graph, like: fx.GraphModule, attributes: dict[str, Any]) -> fx.GraphModule:
+    """The graph as a module that is called as ``like`` is; its code is made when it is needed.
+
+    Args:
+        attributes: what its ``get_attr`` nodes name.
+    """
+    graph.set_codegen(like.graph._codegen)
+    graph.lint()
+    made: fx.GraphModule = _LazyGraphModule(attributes, graph)
+    made.meta, made.shape_env = dict(like.meta), like.shape_env
+    return made
+
+
+def copied_lazily(gm: fx.GraphModule) -> fx.GraphModule:
+    """The same graph in nodes of its own, without code until somebody runs it or asks for it.
+
+    Names and metadata are kept; each node's ``meta`` is a dict of its own, its values are shared.
+    """
+    old = gm.graph
+    new = empty_graph(old)
+    results = new.graph_copy(old, {})
+    output = new.output(results)
+    output.meta = copy.copy(old.output_node().meta)
+    new.set_codegen(copy.deepcopy(old._codegen))
+    copied: fx.GraphModule = _LazyGraphModule(gm, new)
+    copied.meta, copied.shape_env = dict(gm.meta), gm.shape_env
+    return copied
+
+
+def compiled(gm: fx.GraphModule) -> fx.GraphModule:
+    """An ordinary GraphModule of the graph, with its code."""
+    done = fx.GraphModule(gm, gm.graph)
+    done.meta, done.shape_env = gm.meta, gm.shape_env
+    return done

@@ -1,0 +1,63 @@
+"""State of the process that decides bits: deterministic algorithms, seeds that wait for CUDA, what was compiled.
+
+- ``torch._C._set_deterministic_algorithms`` is ``torch.use_deterministic_algorithms`` less its import of Inductor.
+- ``torch.cuda._lazy_seed_tracker`` holds seeds that were set before CUDA started.
+- ``torch.cuda._sleep(cycles)`` keeps a stream busy.
+- ``torch._dynamo.convert_frame.FRAME_COUNTER`` counts what was compiled; no other count costs nothing to read.
+- Inductor's and dynamo's modules are looked at only where somebody has imported them: importing them takes seconds.
+"""
+
+from __future__ import annotations
+
+import sys
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import torch.cuda
+
+ATTRIBUTES = {"torch._dynamo.convert_frame": ("FRAME_COUNTER",)}
+
+
+def set_deterministic_algorithms(on: bool, *, warn_only: bool) -> None:
+    torch._C._set_deterministic_algorithms(on, warn_only=warn_only)
+
+
+def waiting_seeds() -> dict[str, Any]:
+    """The seeds that wait for CUDA to start, to be copied or updated."""
+    return vars(torch.cuda._lazy_seed_tracker)
+
+
+def keep_stream_busy(cycles: int) -> None:
+    """The current CUDA stream sleeps."""
+    torch.cuda._sleep(cycles)
+
+
+def inductor_config() -> Any:
+    """Inductor's configuration; None while nobody has imported it."""
+    return sys.modules.get("torch._inductor.config")
+
+
+def compiles() -> bool:
+    """Whether dynamo and Inductor are loaded."""
+    return "torch._inductor" in sys.modules and "torch._dynamo" in sys.modules
+
+
+def fresh_cache() -> AbstractContextManager[Any]:
+    """Inductor compiles into an empty folder inside."""
+    from torch._inductor.utils import fresh_cache
+
+    fresh: AbstractContextManager[Any] = fresh_cache()
+    return fresh
+
+
+def forget_compiled() -> None:
+    """Empty dynamo's caches, if something was compiled: a later test might hit them, or their limit."""
+    frames = sys.modules.get("torch._dynamo.convert_frame")
+    if frames is not None and frames.FRAME_COUNTER > 0:
+        torch._dynamo.reset()
+
+
+def forget_all_compiled() -> None:
+    """Empty dynamo's caches, which refer to files of Inductor's."""
+    torch._dynamo.reset()

@@ -6,7 +6,7 @@ import re
 from importlib import metadata
 
 FIRST, LAST = (2, 13), (2, 15)
-"""The oldest and the newest minor version. Private parts of torch are used, and were read in each version between them."""
+"""The oldest and the newest minor version. Private parts of torch are used, and were read in all versions between."""
 
 _MINOR = re.compile(r"(\d+)\.(\d+)(?![0-9])")
 
@@ -19,6 +19,11 @@ def minor_version(version: str) -> tuple[int, int] | None:
     """
     found = _MINOR.match(version)
     return (int(found[1]), int(found[2])) if found else None
+
+
+def installed_minor() -> tuple[int, int] | None:
+    """The minor version of the torch that is installed; None if its version does not begin with one."""
+    return minor_version(metadata.version("torch"))
 
 
 def complaint(version: str | None = None) -> str | None:
@@ -36,6 +41,6 @@ passes and ranks may not. `python -m pytest_gtrainer doctor` says which'
         return None
     first, last = (".".join(map(str, bound)) for bound in (FIRST, LAST))
     return (
-        f"torch {found} is outside of the supported range, {first} to {last}: graph text, goldens and digests may work; "
-        "tracing, passes and ranks may not. `python -m pytest_gtrainer doctor` says which"
+        f"torch {found} is outside of the supported range, {first} to {last}: graph text, goldens and digests may "
+        "work; tracing, passes and ranks may not. `python -m pytest_gtrainer doctor` says which"
     )

@@ -67,7 +67,8 @@ def difference(kind: str, golden: str, obtained: str, limit: int = LIMIT) -> str
         return None
     (old, in_golden), (new, in_obtained) = respelled(old, spellings), respelled(new, spellings)
     words = ", ".join(str(spelling) for spelling in spellings if spelling in in_golden | in_obtained)
-    note = f"made with torch {made}, running {running}" + (f", and told in the newer one's words: {words}" * bool(words))
+    told = f", and told in the newer one's words: {words}" if words else ""
+    note = f"made with torch {made}, running {running}{told}"
     return "\n".join(explain(old, new, [note], limit))
 
 

@@ -1,9 +1,9 @@
 """What versions of torch call differently, so that one golden serves them all. No torch here.
 
 ``SPELLINGS`` is the table: an operator that a version of torch put in place of another, where the two compute
-the same value with the same strides. A graph's text always says what torch said. Two texts of which one was made
-before such a version and the other since are compared in the words of the newer one; texts of the same side are compared as
-they are, so that a spelling hides nothing while torch stays. docs/goldens.md says why it is done so.
+the same value with the same strides. A graph's text always says what torch said. If one of two texts was made
+before such a version and the other since, they are compared in the words of the newer one. Else they are
+compared as they are, so that a spelling hides nothing while torch stays. docs/goldens.md says why it is so.
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ SPELLINGS = (
         since=(2, 14),
         before="aten.detach",
         after="aten.alias",
-        reason="below autograd a detach is an alias, and since 2.14 it is dispatched as one. An alias that a user wrote "
-        "looks the same then: across 2.14 it is not told from a detach. Both give their operand, in its storage.",
+        reason="below autograd a detach is an alias, and since 2.14 it is dispatched as one. An alias that a user "
+        "wrote looks the same: across 2.14 it is not told from a detach. Both give their operand, in its storage.",
     ),
     Spelling(
         since=(2, 15),
         before="aten.view",
         after="aten._unsafe_view",
         of="aten.addmm",
-        reason="`linear` with a bias flattens an input of three dimensions, and folds the product back by `_unsafe_view`, "
-        "as `matmul` always did. The product has no other reader, so it makes no difference that autograd tracks the view.",
+        reason="`linear` with a bias flattens an input of three dimensions. It folds the product back by "
+        "`_unsafe_view`, as `matmul` always did: a view that autograd does not track, which the values do not show.",
     ),
 )
 
@@ -73,7 +73,7 @@ def spellings_between(made: str | None, running: str | None) -> tuple[Spelling, 
 
 
 def same_but_for(spellings: Iterable[Spelling], old: Sequence[Record], new: Sequence[Record]) -> bool:
-    """Whether two graphs are equal, line by line, in one spelling; the names of values follow from it, and so may differ."""
+    """Whether two graphs are equal, line by line, in one spelling. Names of values follow from it, and may differ."""
     if [(section, heading) for section, heading, _ in old] != [(section, heading) for section, heading, _ in new]:
         return False
     return _content(dataflow(old), tuple(spellings)) == _content(dataflow(new), tuple(spellings))

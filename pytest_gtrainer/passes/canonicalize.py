@@ -21,7 +21,7 @@ _DETACHES = (aten.detach.default, aten.alias.default)
 _RULES_OF = {
     aten.detach.default: {"detach"},
     aten.alias.default: {"detach", "view"},
-    **dict.fromkeys((*_RESHAPES, aten.reshape.default, aten.expand.default), {"view"}),
+    **{view: {"view"} for view in (*_RESHAPES, aten.reshape.default, aten.expand.default)},
     aten.slice.Tensor: {"slice"},
     aten.constant_pad_nd.default: {"pad"},
 }

@@ -9,7 +9,7 @@ BENCHMARKS := digest records operators simulated graphtext graphdiff threads chu
 # Tests start hundreds of processes: each would compile this package anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: run test gpu test-torch test-transformers check-long chunk-matrix bench simulate soak report-check docs lint env clean
+.PHONY: run test gpu test-torch test-transformers check-long chunk-matrix bench simulate soak report-check docs dist check-install lint env clean
 
 run: env          ## the main job: trace, rewrite, pin and prove a training step on 8 ranks
 	$(PYTEST) --gt-gpus=8 -m "not long" tests/parity
@@ -60,6 +60,16 @@ docs:             ## the site, in build/site; a warning fails. It needs neither 
 	build/docs/bin/python -m pip install --quiet --disable-pip-version-check \
 		"mkdocs>=1.6,<2" "mkdocstrings[python]>=0.30,<2" "pytest>=9,<10"
 	PYTHONPATH=. build/docs/bin/python -m mkdocs build --strict
+
+dist:             ## the wheel and the source archive, in dist/, as an index would take them
+	test -x build/dist/bin/python || $(PYTHON) -m venv build/dist
+	build/dist/bin/python -m pip install --quiet --disable-pip-version-check "build>=1.2" "twine>=6.1"
+	rm -rf dist
+	build/dist/bin/python -m build --quiet
+	build/dist/bin/python -m twine check --strict dist/*
+
+check-install: env ## the documentation, followed in clean environments of Python 3.11 to 3.13 that hold the wheel alone
+	$(PYTEST) -rs tests/integration/test_clean_install.py
 
 lint: env
 	$(PY) -m ruff check .

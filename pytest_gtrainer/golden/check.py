@@ -14,8 +14,8 @@ from pytest_gtrainer.golden.claims import Claim
 from pytest_gtrainer.golden.environment import environment_of
 from pytest_gtrainer.golden.naming import golden_path, id_of
 from pytest_gtrainer.golden.store import normal
+from pytest_gtrainer.marker import spec_of
 from pytest_gtrainer.supported import installed_minor
-from pytest_gtrainer.worlds.spec import spec_of
 
 if TYPE_CHECKING:
     from pytest_gtrainer.golden.plugin import GoldenPlugin

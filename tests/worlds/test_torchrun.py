@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from pytest_gtrainer.worlds.torchrun.launch import Launch, read
+from pytest_gtrainer.launch import Launch, read
 from tests.worlds.conftest import Suite
 
 SUITE = '''

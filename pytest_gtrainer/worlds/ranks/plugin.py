@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING
 import pytest
 
 from pytest_gtrainer import devices, facts, options
+from pytest_gtrainer import launch as launches
+from pytest_gtrainer.marker import spec_of
 
 # here, not where it is used first: a pytest run in this process (``pytester``) forgets the modules that it imported,
 # and messages are told by their classes
 from pytest_gtrainer.worlds.ranks import wire  # noqa: F401
 from pytest_gtrainer.worlds.ranks.schedule import following
-from pytest_gtrainer.worlds.spec import SpecError, WorldSpec, spec_of
-from pytest_gtrainer.worlds.torchrun import launch as launches
+from pytest_gtrainer.worlds.spec import SpecError, WorldSpec
 
 if TYPE_CHECKING:
     from pytest_gtrainer.worlds.ranks.pool import Launcher

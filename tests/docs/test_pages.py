@@ -84,3 +84,16 @@ def test_a_behaviour_without_a_test_is_told_and_a_bar_does_not_end_a_cell(genera
 def test_generated_pages(generated):
     assert "| D2 | Payload order is eager FSDP2's" in generated.behaviours_page()
     assert "| `--gt-report FILE` | `gt_report` |" in generated.options_page()
+
+
+def test_the_architecture_names_rooms_and_files_that_exist():
+    """Each room of the picture has its floor in the test of imports, and each file of the tables is there."""
+    from tests.test_import_directions import ROOMS
+
+    text = (PAGES / "architecture.md").read_text()
+    package = ROOT / "pytest_gtrainer"
+    named = {name for name in re.findall(r"`([a-z_/]+(?:/|\.py))`", text) if not name.startswith("tests/")}
+    assert len(named) > 15
+    assert {name for name in named if not (package / name).exists()} == set()
+    picture = text.partition("## Rooms")[2].partition("## Who")[0]
+    assert {room for rooms in ROOMS for room in rooms if not re.search(rf"\b{room}\b", picture)} == set()

@@ -149,7 +149,7 @@ def _examined_call(entry: CalledOnUs) -> Finding:
     if ours is None:
         return finding(f"changed: {class_name} has no {entry.method} of its own")
     objections = [objection for call in calls if (objection := call.objection(ours, bound=False))]
-    return finding(f"changed: {objections[0]}" if objections else "")
+    return finding(f"changed: torch's call does not fit ours: {objections[0]}" if objections else "")
 
 
 def _calls(caller: Any, method: str) -> list[Call] | None:

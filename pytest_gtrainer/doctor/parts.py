@@ -18,7 +18,7 @@ WORLDS = {
     'gt_world("fake")': "worlds.fake",
     'gt_world("simulated")': "worlds.simulated.world",
     "ranks on threads": "worlds.simulated.threads.run",
-    'gt_world("ranks")': "worlds.ranks.inside.group",
+    'gt_world("ranks")': "worlds.ranks.inside.commands",
     "gt_golden of graphs": "graphtext.rendering",
     "pass files": "testing.running",
 }
@@ -94,8 +94,12 @@ def modules_standing_on(topic: str) -> set[str]:
 
 
 def told(modules: Iterable[str]) -> list[str]:
-    """What users call the parts that are in these modules; a module's own name where there is no other."""
-    short = {module.removeprefix(f"{PACKAGE}.") for module in modules}
-    homes: dict[str, str] = {**_HOME, **WORLDS}
-    names = sorted((name for name, home in homes.items() if home in short), key=str.lower)
-    return names or sorted(short)
+    """What users call the parts that are in these modules, or else in the nearest that import them."""
+    homes = {name: f"{PACKAGE}.{home}" for name, home in {**_HOME, **WORLDS}.items()}
+    reached = set(modules)
+    while True:
+        names = sorted((name for name, home in homes.items() if home in reached), key=str.lower)
+        above = {module for module, imports in _all_imports().items() if imports.names.keys() & reached}
+        if names or above <= reached:
+            return names or sorted(module.removeprefix(f"{PACKAGE}.") for module in reached)
+        reached |= above

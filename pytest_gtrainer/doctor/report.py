@@ -52,7 +52,8 @@ def report(*, verbose: bool = False) -> tuple[str, bool]:
     if not has_torch:
         lines += ["torch is not installed: reading graph text and goldens as text works, everything else needs it"]
     in_order = has_torch and not any(found.problem for each in findings.values() for found in each)
-    return "\n".join([*lines, "", *_conclusion(in_order, has_torch, broken, verbose)]), in_order
+    conclusion = ["Everything is in order."] if in_order else _conclusion(findings, broken, verbose)
+    return "\n".join([*lines, "", *conclusion]), in_order
 
 
 def _version(package: str) -> str | None:
@@ -124,20 +125,22 @@ def _topic(topic: Topic, findings: list[Finding], verbose: bool) -> Iterator[str
     yield from _listed("may fail", told(modules_using(topic.module, users)), verbose)
 
 
-def _listed(what: str, names: list[str], verbose: bool) -> Iterator[str]:
+def _listed(what: str, names: list[str], verbose: bool, indent: str = " " * 13) -> Iterator[str]:
     shown = names if verbose or len(names) <= 2 * _SHOWN else names[: 2 * _SHOWN]
     more = f" and {len(names) - len(shown)} more" if len(shown) < len(names) else ""
     text = f"{what}: {', '.join(shown)}{more}" if names else f"{what}: nothing"
-    yield from textwrap.wrap(text, _WIDTH, initial_indent=" " * 13, subsequent_indent=" " * 15)
+    yield from textwrap.wrap(text, _WIDTH, initial_indent=indent, subsequent_indent=f"{indent}  ")
 
 
-def _conclusion(in_order: bool, has_torch: bool, broken: set[str], verbose: bool) -> Iterator[str]:
-    if in_order:
-        yield "Everything is in order."
-        return
+def _conclusion(findings: dict[str, list[Finding]], broken: set[str], verbose: bool) -> Iterator[str]:
+    weak: set[str] = set()
+    for topic, found in findings.items():
+        if topic not in broken:
+            weak |= modules_using(topic, set().union(*(each.users for each in found if each.problem)))
     if broken:
-        yield from textwrap.wrap(
-            f"{len(broken)} modules of pytest-gtrainer do not import. Out of order: {', '.join(told(broken))}.", _WIDTH
-        )
-    if has_torch and not verbose:
+        count = f"{len(broken)} modules of pytest-gtrainer do not import; out of order"
+        yield from _listed(count, told(broken), True, "")
+    if weak - broken:
+        yield from _listed("May fail", told(weak - broken), True, "")
+    if not verbose:
         yield "Every name: python -m pytest_gtrainer doctor --verbose"

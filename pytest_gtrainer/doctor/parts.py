@@ -17,7 +17,7 @@ PACKAGE = "pytest_gtrainer"
 WORLDS = {
     'gt_world("fake")': "worlds.fake",
     'gt_world("simulated")': "worlds.simulated.world",
-    "ranks on threads": "worlds.simulated.threads.run",
+    'eager code in gt_world("simulated")': "worlds.simulated.threads.run",
     'gt_world("ranks")': "worlds.ranks.inside.commands",
     "gt_golden of graphs": "graphtext.rendering",
     "pass files": "testing.running",

@@ -1,4 +1,4 @@
-"""The private names of pytest: what a rank's own session needs, and nowhere else in this package.
+"""Private names of pytest: the session of a rank.
 
 - ``_prepareconfig`` parses a command line and loads plugins and conftest files; ``Config._do_configure`` and
   ``_ensure_unconfigure`` are what ``pytest.main`` does with the result before and after a session.

@@ -1,4 +1,4 @@
-"""Collectives of a graph, as the interpreter of simulated ranks replays them.
+"""Collectives of a graph, as simulated ranks replay them.
 
 - functional collectives are the operators of ``_c10d_functional`` (and ``_c10d_functional_autograd``, of
   the same names), their group an argument by name; ``_dtensor.shard_dim_alltoall`` is DTensor's own;

@@ -1,4 +1,4 @@
-"""DTensor's caches, which outlive the process groups of the meshes they hold.
+"""DTensor's caches, which outlive the process groups of their meshes.
 
 Two DeviceMeshes over the same ranks with the same names are equal, whatever their groups. So
 a cache keyed by mesh hands a later test the mesh of an earlier one, whose groups are gone

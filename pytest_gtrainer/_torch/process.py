@@ -1,4 +1,4 @@
-"""State of the process that decides bits: deterministic algorithms, seeds that wait for CUDA, what was compiled.
+"""State of the process: deterministic algorithms, seeds for CUDA, compiled code.
 
 - ``torch._C._set_deterministic_algorithms`` is ``torch.use_deterministic_algorithms`` less its import of Inductor.
 - ``torch.cuda._lazy_seed_tracker`` holds seeds that were set before CUDA started.

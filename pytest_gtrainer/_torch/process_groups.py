@@ -1,4 +1,4 @@
-"""The process groups of a process: which live, how many were made, an end that does not wait.
+"""Process groups: which live, how many were made, an end that does not wait.
 
 - ``pg_map``, ``pg_names`` and ``group_count`` of ``distributed_c10d._world`` have no public reader.
 - ``_get_sequence_number_for_group`` counts what was issued on a group.

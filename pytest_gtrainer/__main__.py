@@ -1,0 +1,35 @@
+"""``python -m pytest_gtrainer``: commands that are no tests."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+import pytest_gtrainer
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command; its exit status: 0 if all is in order, 1 if not, 2 for a command line that means nothing."""
+    parser = argparse.ArgumentParser(prog="python -m pytest_gtrainer", description="pytest-gtrainer beside the tests.")
+    parser.add_argument("--version", action="version", version=f"pytest-gtrainer {pytest_gtrainer.__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
+    doctor = commands.add_parser(
+        "doctor",
+        help="what this installation can do: torch, pytest, devices, and every private name that we rely on",
+        description="What this installation can do. Exit status: 0 if everything is in order, 1 if not.",
+    )
+    doctor.add_argument("-v", "--verbose", action="store_true", help="every name in a line, lists in full")
+    given = parser.parse_args(arguments)
+    if given.command is None:
+        parser.print_help()
+        return 0
+    from pytest_gtrainer.doctor.report import report
+
+    text, in_order = report(verbose=given.verbose)
+    print(text)
+    return 0 if in_order else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,288 @@
+"""A topic's contract, read in its source: names that it imports or spells out, and how it calls them."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+MODULE = ""
+"""The user of what runs while the topic is imported: without it the topic does not import."""
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """The arguments that a call passes: how many by position, which by name.
+
+    Attributes:
+        partial: whether there are more, by ``*`` or ``**``.
+    """
+
+    positional: int
+    keywords: tuple[str, ...]
+    partial: bool
+
+    @classmethod
+    def of(cls, node: ast.Call) -> Call:
+        starred = sum(isinstance(argument, ast.Starred) for argument in node.args)
+        keywords = tuple(keyword.arg for keyword in node.keywords if keyword.arg is not None)
+        return cls(len(node.args) - starred, keywords, starred > 0 or len(keywords) < len(node.keywords))
+
+    def objection(self, signature: inspect.Signature, *, bound: bool = True) -> str | None:
+        """Why a function of that signature refuses the call, None if it does not.
+
+        Args:
+            bound: False for a method that was taken from its class: the instance comes first.
+        """
+        bind = signature.bind_partial if self.partial else signature.bind
+        try:
+            bind(*[None] * (self.positional + (not bound)), **dict.fromkeys(self.keywords))
+        except TypeError as error:
+            return str(error)
+        return None
+
+
+@dataclass(slots=True)
+class Need:
+    """One name of torch or pytest.
+
+    Attributes:
+        path: dotted, ``torch.fx.traceback.annotate``; of an attribute the owner, as ``ATTRIBUTES`` writes it.
+        attribute: of the owner; None for a name with a path of its own.
+        users: the functions and classes of the topic that use it; ``MODULE`` is the topic itself.
+        optional: whether the topic does without it.
+    """
+
+    path: str
+    attribute: str | None = None
+    users: set[str] = field(default_factory=set)
+    calls: list[Call] = field(default_factory=list)
+    optional: bool = False
+
+    @property
+    def name(self) -> str:
+        return self.path if self.attribute is None else f"{self.path.replace(':', '.')}.{self.attribute}"
+
+
+@dataclass(frozen=True, slots=True)
+class CalledOnUs:
+    """A method of ours that a function of the host calls: ``caller`` and ``ours`` are ``module:name``."""
+
+    ours: str
+    method: str
+    caller: str
+
+
+@dataclass(frozen=True, slots=True)
+class Topic:
+    """A file of private names.
+
+    Attributes:
+        module: its dotted name.
+        needs: in the order of the source, imports first.
+        unowned: private attributes that are neither imported nor in ``ATTRIBUTES``.
+        unused: entries of ``ATTRIBUTES`` that the source does not use.
+    """
+
+    module: str
+    title: str
+    needs: list[Need]
+    called: list[CalledOnUs]
+    unowned: set[str]
+    unused: set[str]
+
+    @property
+    def name(self) -> str:
+        return self.module.rpartition(".")[2].strip("_")
+
+
+def read_topic(file: Path, module: str, hosts: tuple[str, ...]) -> Topic:
+    """Read the source of a topic; imports nothing.
+
+    Args:
+        hosts: the packages whose names are meant, ``("torch",)``.
+    """
+    tree = ast.parse(file.read_text())
+    tables = {name: ast.literal_eval(value) for name, value in _assignments(tree) if name in _TABLES}
+    reader = _Reader(hosts, tables.get("ATTRIBUTES", {}))
+    reader.bind(tree)
+    reader.visit(tree)
+    reader.spread(tree)
+    called = [
+        CalledOnUs(ours, method, caller)
+        for ours, callers in tables.get("CALLED_ON_US", {}).items()
+        for caller, methods in callers.items()
+        for method in methods
+    ]
+    used = reader.attributes_used
+    return Topic(
+        module=module,
+        title=(ast.get_docstring(tree) or "").partition("\n")[0].rstrip("."),
+        needs=sorted(reader.needs.values(), key=lambda need: need.attribute is not None),
+        called=called,
+        unowned={name for name in reader.unresolved if is_private(name)} - reader.owned,
+        unused=reader.owned - used,
+    )
+
+
+_TABLES = ("ATTRIBUTES", "CALLED_ON_US")
+
+
+def is_private(name: str) -> bool:
+    """Whether a dotted name has a part with an underscore in front.
+
+    >>> [is_private(name) for name in ("torch._C", "fx.Graph", "__name__")]
+    [True, False, False]
+    """
+    return any(part.startswith("_") and not part.startswith("__") for part in name.split("."))
+
+
+def _assignments(tree: ast.AST) -> Iterator[tuple[str, ast.expr]]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name):
+            yield node.targets[0].id, node.value
+
+
+def imported_names(node: ast.Import | ast.ImportFrom) -> Iterator[tuple[str, str, str]]:
+    """Of an import: the name that it binds, what that stands for, and what is looked up."""
+    if isinstance(node, ast.ImportFrom):
+        for alias in node.names:
+            path = f"{node.module}.{alias.name}"
+            yield alias.asname or alias.name, path, path
+    else:
+        for alias in node.names:
+            yield alias.asname or alias.name.partition(".")[0], (
+                alias.name if alias.asname else alias.name.partition(".")[0]
+            ), alias.name
+
+
+class _Reader(ast.NodeVisitor):
+    def __init__(self, hosts: tuple[str, ...], attributes: dict[str, tuple[str, ...]]) -> None:
+        self._hosts = hosts
+        self.needs: dict[tuple[str, str | None], Need] = {}
+        self._owners: dict[str, list[str]] = {}
+        for owner, names in attributes.items():
+            for name in names:
+                self._owners.setdefault(name, []).append(owner)
+        self.owned = set(self._owners)
+        self.unresolved: set[str] = set()
+        self.attributes_used: set[str] = set()
+        self._bound: dict[str, str] = {}
+        self._user = MODULE
+        self._optional = False
+
+    def bind(self, tree: ast.Module) -> None:
+        """Remember what the names of the file stand for, wherever they are bound."""
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                self._bound |= {bound: path for bound, path, _ in imported_names(node) if self._is_host(path)}
+        for name, value in _assignments(tree):
+            path = self._path(value)
+            if path is not None and name not in self._bound:
+                self._bound[name] = path
+
+    def spread(self, tree: ast.Module) -> None:
+        """A function that calls another one of the file uses what that one uses."""
+        names = {
+            node.name: {inner.id for inner in ast.walk(node) if isinstance(inner, ast.Name)}
+            for node in tree.body
+            if isinstance(node, ast.FunctionDef | ast.ClassDef)
+        }
+        for need in self.needs.values():
+            before = -1
+            while before != len(need.users):
+                before = len(need.users)
+                need.users |= {name for name, inner in names.items() if inner & (need.users - {MODULE})}
+
+    def _is_host(self, path: str) -> bool:
+        return path.partition(".")[0] in self._hosts
+
+    def _path(self, node: ast.AST) -> str | None:
+        """The dotted name that an expression spells out, None if it is something else."""
+        if isinstance(node, ast.Name):
+            return self._bound.get(node.id)
+        if isinstance(node, ast.Attribute):
+            base = self._path(node.value)
+            return None if base is None else f"{base}.{node.attr}"
+        return None
+
+    def _need(self, path: str, attribute: str | None = None) -> Need:
+        need = self.needs.setdefault((path, attribute), Need(path, attribute, optional=self._optional))
+        need.users.add(self._user)
+        need.optional = need.optional and self._optional
+        return need
+
+    def _attribute(self, name: str) -> list[Need]:
+        self.attributes_used.add(name)
+        return [self._need(owner, name) for owner in self._owners.get(name, ())]
+
+    def _visit_definition(self, node: ast.FunctionDef | ast.ClassDef) -> None:
+        outside = self._user
+        if isinstance(node, ast.ClassDef):
+            for base in node.bases:
+                self.visit(base)
+        self._user = self._user or node.name
+        for inner in node.body:
+            self.visit(inner)
+        for decorator in node.decorator_list:
+            self.visit(decorator)
+        self._user = outside
+
+    visit_FunctionDef = visit_ClassDef = _visit_definition
+
+    def visit_If(self, node: ast.If) -> None:
+        if isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
+            return
+        self.generic_visit(node)
+
+    def visit_Try(self, node: ast.Try) -> None:
+        caught = any(
+            "ImportError" in ast.unparse(handler.type or ast.Constant("")) and not _raises(handler)
+            for handler in node.handlers
+        )
+        before, self._optional = self._optional, self._optional or caught
+        for statement in node.body:
+            self.visit(statement)
+        self._optional = before
+        for inner in (*node.handlers, *node.orelse, *node.finalbody):
+            self.visit(inner)
+
+    def _visit_import(self, node: ast.Import | ast.ImportFrom) -> None:
+        for _, _, path in imported_names(node):
+            if self._is_host(path):
+                self._need(path)
+
+    visit_Import = visit_ImportFrom = _visit_import
+
+    def visit_Name(self, node: ast.Name) -> None:
+        if isinstance(node.ctx, ast.Load) and node.id in self._bound:
+            self._need(self._bound[node.id])
+
+    def visit_Attribute(self, node: ast.Attribute) -> None:
+        path = self._path(node)
+        if path is not None:
+            self._need(path)
+            for part in path.split(".")[1:]:
+                if part in self._owners:
+                    self._attribute(part)
+            return
+        self.visit(node.value)
+        if node.attr in self._owners:
+            self._attribute(node.attr)
+        elif not (isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")):
+            self.unresolved.add(node.attr)
+
+    def visit_Call(self, node: ast.Call) -> None:
+        path, call = self._path(node.func), Call.of(node)
+        if path is not None:
+            self._need(path).calls.append(call)
+        if isinstance(node.func, ast.Attribute) and node.func.attr in self._owners:
+            for need in self._attribute(node.func.attr):
+                need.calls.append(call)
+        self.generic_visit(node)
+
+
+def _raises(handler: ast.ExceptHandler) -> bool:
+    return any(isinstance(node, ast.Raise) for node in ast.walk(handler))

@@ -1,0 +1,146 @@
+"""One screen: versions, devices, and each topic in a line, with what is out of order below it."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import platform
+import textwrap
+import warnings
+from collections.abc import Iterator
+from importlib import metadata
+
+import pytest_gtrainer
+from pytest_gtrainer.doctor.contract import Need, Topic, read_topic
+from pytest_gtrainer.doctor.examination import ROOT, Finding, Missing, examine, find
+from pytest_gtrainer.doctor.parts import PACKAGE, broken_modules, modules_standing_on, modules_using, told
+from pytest_gtrainer.numerics import knobs
+from pytest_gtrainer.numerics.knobs import KNOBS
+from pytest_gtrainer.supported import complaint
+
+_WIDTH = 110
+_SHOWN = 6  # problems of one topic, and parts, without --verbose
+_OTHERS = ("pytest-xdist", "expecttest", "numpy")
+
+
+def topics() -> list[Topic]:
+    """Every file of private names: those of torch by name, the switches of torch, and that of pytest."""
+    files = sorted(path for path in (ROOT / "_torch").glob("*.py") if path.stem != "__init__")
+    of_torch = [read_topic(path, f"{PACKAGE}._torch.{path.stem}", ("torch",)) for path in files]
+    switches = [Need(knob.name.removesuffix("()"), users={"KNOBS"}) for knob in KNOBS if not knob.is_variable]
+    of_torch.append(Topic(knobs.__name__, "Switches that decide bits", switches, [], set(), set()))
+    return [*of_torch, read_topic(ROOT / "_pytest_private.py", f"{PACKAGE}._pytest_private", ("pytest", "_pytest"))]
+
+
+def report(*, verbose: bool = False) -> tuple[str, bool]:
+    """The text, and whether everything is in order.
+
+    Args:
+        verbose: every name in a line of its own, and lists in full.
+    """
+    lines = list(_installation())
+    has_torch = _version("torch") is not None
+    read = [topic for topic in topics() if has_torch or topic.name == "pytest_private"]
+    with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):  # of torch's modules, at their import
+        warnings.simplefilter("ignore")
+        findings = {topic.module: examine(topic) for topic in read}
+    broken = broken_modules(findings)
+    lines.append("")
+    for topic in read:
+        lines += _topic(topic, findings[topic.module], verbose)
+    if not has_torch:
+        lines += ["torch is not installed: reading graph text and goldens as text works, everything else needs it"]
+    in_order = has_torch and not any(found.problem for each in findings.values() for found in each)
+    conclusion = ["Everything is in order."] if in_order else _conclusion(findings, broken, verbose)
+    return "\n".join([*lines, "", *conclusion]), in_order
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _installation() -> Iterator[str]:
+    torch_version = _version("torch")
+    if torch_version is not None:
+        with contextlib.suppress(Missing):
+            torch_version = find("torch.__version__")
+    yield (
+        f"pytest-gtrainer {pytest_gtrainer.__version__}, torch {torch_version or 'not installed'}, "
+        f"Python {platform.python_version()}, pytest {_version('pytest') or 'not installed'}"
+    )
+    others = (f"{name} {_version(name) or 'not installed'}" for name in _OTHERS)
+    yield f"beside     {', '.join(others)}"
+    if torch_version is None:
+        return
+    unsupported = complaint(torch_version)
+    if unsupported:
+        yield from textwrap.wrap(f"versions   {unsupported}", _WIDTH, subsequent_indent=" " * 11)
+    yield f"devices    {_devices()}"
+    yield f"backends   {_backends()}"
+
+
+def _devices() -> str:
+    cores = f"CPU with {len(os.sched_getaffinity(0))} cores"
+    try:
+        cuda = find("torch.cuda")
+        count = cuda.device_count() if cuda.is_available() else 0
+        names = [cuda.get_device_name(index) for index in range(count)]
+    except Exception as error:  # a driver that does not fit, for one
+        return f"{cores}; CUDA fails: {error}"
+    return f"{cores}; {', '.join(f'cuda:{index} {name}' for index, name in enumerate(names)) or 'no CUDA device'}"
+
+
+def _backends() -> str:
+    try:
+        dist = find("torch.distributed")
+    except Missing as error:
+        return f"none: no {error}"
+    if not dist.is_available():
+        return "none: this torch is built without torch.distributed"
+    kinds = ("gloo", "nccl", "mpi", "ucc")
+    return ", ".join(f"{kind} {'yes' if getattr(dist, f'is_{kind}_available')() else 'no'}" for kind in kinds)
+
+
+def _topic(topic: Topic, findings: list[Finding], verbose: bool) -> Iterator[str]:
+    problems = [found for found in findings if found.problem]
+    state = "out of order" if problems else "in order"
+    count = f"{len(findings) - len(problems)} of {len(findings)}"
+    yield f"{state:<13}{topic.name:<16}{count:<10}{topic.title}"
+    shown = findings if verbose else problems[:_SHOWN]
+    for found in shown:
+        text = f"{found.name}: {found.problem or found.note or 'present'}"
+        yield from textwrap.wrap(text, _WIDTH, initial_indent=" " * 13, subsequent_indent=" " * 15)
+    if len(shown) < len(problems):
+        yield f"{'':13}and {len(problems) - len(shown)} more: --verbose"
+    if not problems:
+        return
+    if any(found.stops_import for found in problems):
+        yield from _listed("does not import, nor do", told(modules_standing_on(topic.module)), verbose)
+        return
+    users = set().union(*(found.users for found in problems))
+    yield from _listed("may fail", told(modules_using(topic.module, users)), verbose)
+
+
+def _listed(what: str, names: list[str], verbose: bool, indent: str = " " * 13) -> Iterator[str]:
+    shown = names if verbose or len(names) <= 2 * _SHOWN else names[: 2 * _SHOWN]
+    more = f" and {len(names) - len(shown)} more" if len(shown) < len(names) else ""
+    text = f"{what}: {', '.join(shown)}{more}" if names else f"{what}: nothing"
+    yield from textwrap.wrap(text, _WIDTH, initial_indent=indent, subsequent_indent=f"{indent}  ")
+
+
+def _conclusion(findings: dict[str, list[Finding]], broken: set[str], verbose: bool) -> Iterator[str]:
+    weak: set[str] = set()
+    for topic, found in findings.items():
+        if topic not in broken:
+            weak |= modules_using(topic, set().union(*(each.users for each in found if each.problem)))
+    if broken:
+        count = f"{len(broken)} modules of pytest-gtrainer do not import; out of order"
+        yield from _listed(count, told(broken), True, "")
+    if weak - broken:
+        yield from _listed("May fail", told(weak - broken), True, "")
+    if not verbose:
+        yield "Every name: python -m pytest_gtrainer doctor --verbose"

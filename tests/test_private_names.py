@@ -1,0 +1,96 @@
+"""Private names of torch and pytest stand in the files that say so, and those files say all of them once."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from pytest_gtrainer.doctor.contract import Topic, imported_names, is_private, read_topic
+from pytest_gtrainer.doctor.report import topics
+
+PACKAGE = Path(__file__).parents[1] / "pytest_gtrainer"
+ALLOWED = (PACKAGE / "_torch", PACKAGE / "_pytest_private.py")
+# Gone with the issue that shrinks the package.
+GOING = (PACKAGE / "worlds/ranks/inside/fast_lane.py", PACKAGE / "worlds/ranks/inside/lighter.py")
+STANDARD_LIBRARY = ("sys", "os", "subprocess")
+NAMED_TUPLES = ("_replace", "_asdict", "_fields")
+
+
+def private_names(source: str) -> Iterator[str]:
+    """Private names of others that a file uses: by import, or as attributes of what it did not define itself.
+
+    Operators are no private names: ``aten._unsafe_view`` is what graphs, and goldens, call it.
+    """
+    tree = ast.parse(source)
+    own = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    own |= {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    own |= {node.attr for node in ast.walk(tree) if is_of_self(node)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            for _, _, path in imported_names(node):
+                if path.partition(".")[0] in ("torch", "pytest", "_pytest") and is_private(path):
+                    yield f"line {node.lineno}: import of {path}"
+        elif isinstance(node, ast.Attribute) and is_private(node.attr) and not is_of_self(node):
+            text = ast.unparse(node.value)
+            if node.attr in own or node.attr in NAMED_TUPLES or text in STANDARD_LIBRARY or text.endswith("aten"):
+                continue
+            yield f"line {node.lineno}: {text}.{node.attr}"
+
+
+def is_of_self(node: ast.AST) -> bool:
+    return isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
+
+
+def test_private_names_of_torch_and_pytest_stand_in_their_files():
+    offenders = [
+        f"{file.relative_to(PACKAGE)}, {found}"
+        for file in sorted(PACKAGE.rglob("*.py"))
+        if file not in GOING and not any(file.is_relative_to(allowed) for allowed in ALLOWED)
+        for found in private_names(file.read_text())
+    ]
+    assert not offenders, "move these to a topic of _torch, or to _pytest_private.py:\n" + "\n".join(offenders)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "from torch._ops import OpOverload",
+        "import torch.utils._pytree as pytree",
+        "from _pytest.main import Session",
+        "import torch\ntorch._C._set_deterministic_algorithms(True)",
+        "def ranks(mesh): return mesh._get_root_mesh()",
+    ],
+)
+def test_the_reader_of_sources_finds_one(source: str):
+    """The twin."""
+    assert list(private_names(source))
+
+
+def files_of_private_names() -> list[Topic]:
+    return [topic for topic in topics() if topic.name != "knobs"]
+
+
+@pytest.mark.parametrize("topic", files_of_private_names(), ids=lambda topic: topic.name)
+def test_a_topic_says_whose_attributes_it_uses_and_no_others(topic: Topic):
+    assert not topic.unowned, f"{topic.module}: put these into ATTRIBUTES, by the class that has them"
+    assert not topic.unused, f"{topic.module}: ATTRIBUTES names what the file does not use"
+
+
+def test_a_table_that_has_drifted_is_found(tmp_path: Path):
+    """The twin."""
+    file = tmp_path / "topic.py"
+    file.write_text('ATTRIBUTES = {"torch.fx:Graph": ("_len",)}\n\n\ndef f(graph):\n    return graph._insert\n')
+    topic = read_topic(file, "topic", ("torch",))
+    assert (topic.unowned, topic.unused) == ({"_insert"}, {"_len"})
+
+
+def test_the_package_of_topics_imports_none_of_them():
+    probe = "import sys, pytest_gtrainer._torch; print(*sys.modules)"
+    loaded = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True).stdout.split()
+    assert "pytest_gtrainer._torch" in loaded
+    assert not [name for name in loaded if name == "torch" or name.startswith("pytest_gtrainer._torch.")]

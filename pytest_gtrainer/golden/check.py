@@ -96,7 +96,7 @@ class Golden:
         if _is_layout(value):
             return "graph", self._layout_text(value)
         if isinstance(value, _NUMBERS):
-            numbers = values.Entry(environment_of(self._item), values.plain(value))
+            numbers = values.Entry(values.decisive(environment_of(self._item)), values.plain(value))
             return "numbers", values.text_of(self._made_by(), [numbers])
         kind = type(value).__name__
         raise TypeError(f"a golden is made of an FX graph, a traced step, a layout, a text or numbers; not of {kind}")

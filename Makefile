@@ -15,7 +15,7 @@ run: env          ## the main job: trace, rewrite, pin and prove a training step
 	$(PYTEST) --gt-gpus=8 -m "not long" tests/parity
 
 test: env lint    ## every test, long checks in short form
-	$(PYTEST) --gt-gpus=8 -m "not long" -n $(WORKERS) --dist worksteal
+	$(PYTEST) --gt-gpus=8 -m "not long" -n $(WORKERS) --dist loadgroup
 
 # For CI on CPU only: torch without CUDA's libraries (.ci/light_torch.py). torch is kept in build/, 1.4 GB a version.
 TORCH ?= 2.15.0

@@ -56,6 +56,8 @@ def start_session(config: pytest.Config, worker: Mapping[str, Any], basetemp: st
     session = pytest.Session.from_config(config)
     session.exitstatus = pytest.ExitCode.OK
     configure(config)
+    for line in set(worker.get("gt_markers", ())) - set(config.getini("markers")):
+        config.addinivalue_line("markers", line)
     let_torch_loggers_propagate()
     config.hook.pytest_sessionstart(session=session)
     _calm_hypothesis()

@@ -31,7 +31,8 @@ def lighten(config: pytest.Config) -> None:
     for stream in (streams.out, streams.err) if streams is not None else ():
         if isinstance(stream, FDCaptureBase):
             stream.snap = _reading_if_written(stream)  # type: ignore[method-assign]
-    if not getattr(sys.flags, "context_aware_warnings", False):  # else there is no one list of filters
+    # without the flag there is one list of filters; pytest 9.0 has no such method
+    if not getattr(sys.flags, "context_aware_warnings", False) and hasattr(config, "_catch_configured_warnings"):
         config._catch_configured_warnings = _with_known_filters(config)  # type: ignore[method-assign]
     plugin: LoggingPlugin | None = config.pluginmanager.getplugin("logging-plugin")
     _not_propagating.watch()

@@ -15,7 +15,7 @@ run: env          ## the main job: trace, rewrite, pin and prove a training step
 	$(PYTEST) --gt-gpus=8 -m "not long" tests/parity
 
 test: env lint    ## every test, long checks in short form
-	$(PYTEST) --gt-gpus=8 -m "not long" -n $(WORKERS) --dist loadgroup
+	$(PYTEST) --gt-gpus=8 -m "not long" -n $(WORKERS) --dist loadfile
 
 test-transformers: env ## bucketing on Llama and Mixtral of the transformers package, which this installs
 	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[transformers]'

@@ -15,7 +15,7 @@ run: env          ## the main job: trace, rewrite, pin and prove a training step
 	$(PYTEST) --gt-gpus=8 -m "not long" tests/parity
 
 test: env lint    ## every test, long checks in short form
-	$(PYTEST) --gt-gpus=8 -m "not long" -n $(WORKERS) --dist loadgroup
+	$(PYTEST) --gt-gpus=8 -m "not long" -n $(WORKERS) --dist loadfile
 
 # For CI on CPU only: torch without CUDA's libraries (.ci/light_torch.py). It is kept in build/, 1.4 GB a version, and
 # so are the environments. Not part of .ci/run: 11 minutes of CPU where 5 are allowed. Run it before a change that meets

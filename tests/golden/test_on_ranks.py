@@ -11,7 +11,6 @@ import pytest
 from pytest_gtrainer.testing import ProjectRun, run_project
 from tests.golden.conftest import QUICK
 
-pytestmark = pytest.mark.xdist_group("test_on_ranks.py")  # its tests share what takes long to make
 HEAD = """
 import os, pytest, expecttest
 from expecttest import assert_expected_inline as same

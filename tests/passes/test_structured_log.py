@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.xdist_group("test_structured_log.py")  # its tests share what takes long to make
 PIPELINE = """
 from pytest_gtrainer import apply_graph_passes, bind_options, graphtext
 from pytest_gtrainer import canonicalize_graph_pass, eliminate_dead_code_pass

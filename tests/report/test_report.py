@@ -16,7 +16,6 @@ from pytest_gtrainer.report.collected import Test as Collected
 from pytest_gtrainer.report.html import RunTold, details_of, render_page
 from pytest_gtrainer.report.witness import packed, unpacked
 
-pytestmark = pytest.mark.xdist_group("test_report.py")  # its tests share what takes long to make
 SUITE = Path(__file__).parent / "suite.py"
 
 

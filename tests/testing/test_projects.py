@@ -4,7 +4,6 @@ import pytest
 
 from pytest_gtrainer.testing import run_project
 
-pytestmark = pytest.mark.xdist_group("test_projects.py")  # its tests share what takes long to make
 SUITE = """
 import pytest, torch
 from pytest_gtrainer import Record, assert_bitwise_equal

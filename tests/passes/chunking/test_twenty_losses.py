@@ -9,7 +9,6 @@ from fixtures.models import chunkable
 from fixtures.models.chunkable import net
 from pytest_gtrainer import assert_bitwise_different, assert_bitwise_equal
 
-pytestmark = pytest.mark.xdist_group("test_twenty_losses.py")  # its tests share what takes long to make
 CASE = Case(model=net(chunkable.Attention, chunkable.grouped_moe), config=strict("layers.*"), steps=20)
 STRATEGIES = {
     "transformer-batch": strict("layers.*"),

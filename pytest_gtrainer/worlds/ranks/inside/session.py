@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from collections.abc import Mapping
 from typing import Any
 
 import pytest
+from _pytest._io import TerminalWriter
 from _pytest.capture import CaptureManager
 from _pytest.config import _prepareconfig
 from _pytest.main import Session
@@ -57,7 +59,18 @@ def start_session(config: pytest.Config, worker: Mapping[str, Any], basetemp: st
     let_torch_loggers_propagate()
     config.hook.pytest_sessionstart(session=session)
     _calm_hypothesis()
+    if pytest.version_tuple < (9, 1):
+        config.pluginmanager.register(_NoTerminal(), "terminalreporter")
     return session
+
+
+class _NoTerminal:
+    """Where pytest 9.0 looks for what colours the explanation of a failed ``==``; without it that would fail."""
+
+    isatty = False
+
+    def __init__(self) -> None:
+        self._tw = TerminalWriter(io.StringIO())
 
 
 def _make_silent(config: pytest.Config) -> None:

@@ -41,6 +41,8 @@ test-oldest-pytest: ## what meets pytest, under pytest 9.0.1
 	grep -v -e '^torch==' -e '^pytest==' constraints.txt > $(OLDEST)/constraints.txt
 	$(OLDEST)/bin/python -m pip install --quiet --disable-pip-version-check -c $(OLDEST)/constraints.txt \
 		-e '.[test]' pytest==9.0.1
+	$(OLDEST)/bin/python -m pip install --quiet --disable-pip-version-check -c $(OLDEST)/constraints.txt --no-deps --upgrade \
+		--target $(OLDEST)/beside pytest-timeout pytest-randomly
 	$(OLDEST)/bin/python -m pytest --gt-gpus=8 -m "not long" -n $(WORKERS) --dist worksteal $(MEETS_PYTEST)
 
 test-transformers: env ## bucketing on Llama and Mixtral of the transformers package, which this installs

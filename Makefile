@@ -36,11 +36,13 @@ test-torch:       ## what meets torch, under TORCH=2.15.0 and PYTHON=python3.12;
 OLDEST = build/test-oldest-pytest-$(TAG)
 MEETS_PYTEST := tests/test_*.py $(addprefix tests/,testing integration golden report) $(wildcard tests/worlds/test_*.py)
 
-test-oldest-pytest: ## what meets pytest, under pytest 9.0.0
+test-oldest-pytest: ## what meets pytest, under pytest 9.0.1
 	$(PYTHON) .ci/light_torch.py $(shell sed -n 's/^torch==//p' constraints.txt) $(OLDEST)
 	grep -v -e '^torch==' -e '^pytest==' constraints.txt > $(OLDEST)/constraints.txt
 	$(OLDEST)/bin/python -m pip install --quiet --disable-pip-version-check -c $(OLDEST)/constraints.txt \
-		-e '.[test]' pytest==9.0.0
+		-e '.[test]' pytest==9.0.1
+	$(OLDEST)/bin/python -m pip install --quiet --disable-pip-version-check -c $(OLDEST)/constraints.txt --no-deps --upgrade \
+		--target $(OLDEST)/beside pytest-timeout pytest-randomly
 	$(OLDEST)/bin/python -m pytest --gt-gpus=8 -m "not long" -n $(WORKERS) --dist worksteal $(MEETS_PYTEST)
 
 test-transformers: env ## bucketing on Llama and Mixtral of the transformers package, which this installs

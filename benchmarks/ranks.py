@@ -25,7 +25,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks.paired import Goal, report
-from pytest_gtrainer.worlds.ranks.pool import PRELOAD
+from pytest_gtrainer.ranks.pool import PRELOAD
 
 CONFTEST = """
 import json, os, time

@@ -53,14 +53,9 @@ def unconfigure(config: pytest.Config) -> None:
     config._ensure_unconfigure()
 
 
-def setup_state(session: pytest.Session) -> Any:
-    """The stack of what is set up."""
-    return session._setupstate
-
-
 def tear_down(session: pytest.Session, next_item: pytest.Item | None) -> None:
     """End everything that is set up and that ``next_item`` does not need; all of it for None."""
-    setup_state(session).teardown_exact(next_item)
+    session._setupstate.teardown_exact(next_item)
 
 
 def add_initial_path(session: pytest.Session, path: Path) -> None:

@@ -16,7 +16,7 @@ from pytest_gtrainer.worlds.spec import KINDS, WorldSpec
 
 if TYPE_CHECKING:
     from pytest_gtrainer.golden.check import Golden
-    from pytest_gtrainer.worlds.ranks.caller import RankCaller
+    from pytest_gtrainer.ranks.caller import RankCaller
     from pytest_gtrainer.worlds.world import World
 
 
@@ -48,7 +48,7 @@ def _entered(spec: WorldSpec, config: pytest.Config) -> Iterator[World]:
         with simulated_world(spec) as world:
             yield world
     elif spec.kind == "ranks":
-        from pytest_gtrainer.worlds.ranks.world import ranks_world
+        from pytest_gtrainer.ranks.world import ranks_world
 
         with ranks_world(spec, config) as world:
             yield world
@@ -95,7 +95,7 @@ def gt_artifacts(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 @pytest.fixture
 def gt_ranks(request: pytest.FixtureRequest) -> RankCaller:
     """``gt_ranks.run(fn, *args)``: run a function on real ranks; the test itself stays here."""
-    from pytest_gtrainer.worlds.ranks.caller import caller_of
+    from pytest_gtrainer.ranks.caller import caller_of
 
     return caller_of(request)
 

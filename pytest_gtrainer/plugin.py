@@ -22,6 +22,8 @@ from pytest_gtrainer.golden import inline
 from pytest_gtrainer.golden.plugin import GoldenPlugin
 from pytest_gtrainer.golden.unused import UnusedGoldens
 from pytest_gtrainer.leaks import LeakGuard
+from pytest_gtrainer.ranks.plugin import RanksPlugin, is_rank
+from pytest_gtrainer.ranks.torchrun.follower import follow
 from pytest_gtrainer.report.bisection import BisectPlugin
 from pytest_gtrainer.report.net_table import NetTable
 from pytest_gtrainer.report.plugin import ReportPlugin, witnessed
@@ -30,9 +32,7 @@ from pytest_gtrainer.report.properties import JUnitProperties
 from pytest_gtrainer.report.summary import SummaryPlugin
 from pytest_gtrainer.report.sweep_table import SweepTables
 from pytest_gtrainer.report.verdicts import VerdictTables
-from pytest_gtrainer.worlds.ranks.plugin import RanksPlugin, is_rank
 from pytest_gtrainer.worlds.spec import SpecError
-from pytest_gtrainer.worlds.torchrun.follower import follow
 
 FACTS = pytest.StashKey[list[facts.Fact]]()
 

@@ -12,7 +12,8 @@ import pytest
 import pytest_gtrainer
 
 ROOMS = (
-    {"plugin", "fixtures", "__main__"},
+    {"plugin", "__main__"},
+    {"fixtures"},
     {"ranks", "testing", "doctor"},
     {"report"},
     {"golden"},

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from pytest_gtrainer import assert_bitwise_equal, compare, digest
+from pytest_gtrainer import assert_bitwise_different, assert_bitwise_equal, compare, digest
 from pytest_gtrainer.numerics.digest import ALGORITHMS
 
 DTYPES = [
@@ -48,8 +48,8 @@ def test_comparisons_find_the_element(cuda):
     actual = expected.clone()
     actual[3, 7] = torch.nextafter(actual[3, 7], torch.tensor(torch.inf, device=cuda))
     assert_bitwise_equal({"w": expected.clone()}, {"w": expected})
+    assert_bitwise_different({"w": actual}, {"w": expected})
     verdict = compare({"w": actual}, {"w": expected})
-    assert verdict.outcome == "different"
     assert (verdict.first.element, verdict.differing_elements) == ((3, 7), 1)
 
 

@@ -14,9 +14,9 @@ import pytest
 
 from pytest_gtrainer import devices
 from pytest_gtrainer.devices import Gpu, confined
-from pytest_gtrainer.worlds.ranks import progress
-from pytest_gtrainer.worlds.ranks.leases import LeaseError, Slots
-from pytest_gtrainer.worlds.ranks.sharing import GpuSharing
+from pytest_gtrainer.ranks import progress
+from pytest_gtrainer.ranks.leases import LeaseError, Slots
+from pytest_gtrainer.ranks.sharing import GpuSharing
 
 NAMES = ("GPU-a", "GPU-b", "GPU-c", "GPU-d")
 SOON = 20.0
@@ -24,7 +24,7 @@ SOON = 20.0
 HOLDER = """
 import sys, time
 from pathlib import Path
-from pytest_gtrainer.worlds.ranks.leases import Slots
+from pytest_gtrainer.ranks.leases import Slots
 lease = Slots(Path(sys.argv[1]), sys.argv[3:]).acquire(int(sys.argv[2]), 10, "tests/test_a.py::test_b")
 print("held", flush=True)
 time.sleep(600)
@@ -106,7 +106,7 @@ def test_who_dies_in_the_middle_of_a_grab_leaves_nothing(slots, tmp_path):
     grabber = """
 import os, signal, sys
 from pathlib import Path
-from pytest_gtrainer.worlds.ranks import leases
+from pytest_gtrainer.ranks import leases
 slots = leases.Slots(Path(sys.argv[1]), sys.argv[2:])
 with slots._standing_in_line(4), slots._door():
     held = [leases._lock(slots._path(name)).acquire() for name in slots.names[:2]]

@@ -6,9 +6,9 @@ import torch.distributed as dist
 from torch.distributed._functional_collectives import all_reduce
 
 from pytest_gtrainer._torch.passes import extra_group
-from pytest_gtrainer.worlds.ranks import wire
-from pytest_gtrainer.worlds.ranks.merge import merge
-from pytest_gtrainer.worlds.ranks.outcome import Incident, Outcome
+from pytest_gtrainer.ranks import wire
+from pytest_gtrainer.ranks.merge import merge
+from pytest_gtrainer.ranks.outcome import Incident, Outcome
 
 
 @pytest.mark.gt_world("ranks", size=3)

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from pytest_gtrainer.worlds.ranks.launcher import END_LIMIT
+from pytest_gtrainer.ranks.launcher import END_LIMIT
 
 SUITE = """
 import time

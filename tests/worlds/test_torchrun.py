@@ -16,7 +16,7 @@ import os, signal, time
 import pytest, torch
 import torch.distributed as dist
 from pytest_gtrainer import facts
-from pytest_gtrainer.worlds.ranks import progress
+from pytest_gtrainer.ranks import progress
 
 def written(text):
     with open(os.path.join(os.path.dirname(__file__), "progress"), "a") as file: file.write(text + "\\n")

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from pytest_gtrainer._torch.mesh_caches import forget_meshes
 from pytest_gtrainer._torch.threads import become_rank, drop_groups, isolated_threads, register_default_group
 from pytest_gtrainer.long_work import long_work
-from pytest_gtrainer.worlds.ranks.inside.hygiene import restored
+from pytest_gtrainer.worlds.hygiene import restored
 from pytest_gtrainer.worlds.simulated.threads.eager_only import eager_only
 from pytest_gtrainer.worlds.simulated.threads.faults import NotOnThreads, ranks_text, standstill, time_limit
 from pytest_gtrainer.worlds.simulated.threads.group import ThreadGroup, World

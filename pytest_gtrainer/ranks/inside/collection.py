@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from pytest_gtrainer._pytest_private import add_initial_path, collectors_of
-from pytest_gtrainer.worlds.ranks.wire import ItemRef
+from pytest_gtrainer.ranks.wire import ItemRef
 
 
 class CollectionDiffers(Exception):

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import time
 
-from pytest_gtrainer.worlds.ranks import progress, wire
-from pytest_gtrainer.worlds.ranks.outcome import Incident, Outcome, by_value
-from pytest_gtrainer.worlds.ranks.progress import Tell
-from pytest_gtrainer.worlds.ranks.stacks import readable, waiting_in, whereabouts
-from pytest_gtrainer.worlds.ranks.team import Team
+from pytest_gtrainer.ranks import progress, wire
+from pytest_gtrainer.ranks.outcome import Incident, Outcome, by_value
+from pytest_gtrainer.ranks.progress import Tell
+from pytest_gtrainer.ranks.stacks import readable, waiting_in, whereabouts
+from pytest_gtrainer.ranks.team import Team
 
 # Ranks that fail alike do so within moments of each other: leave them the time.
 UNBLOCK_AFTER = 0.25

@@ -23,7 +23,7 @@ from pytest_gtrainer._torch.process_groups import (
     names_of_live_groups,
     silence_collective_log,
 )
-from pytest_gtrainer.worlds.ranks import wire
+from pytest_gtrainer.ranks import wire
 
 # The parent's limit for a test ends a blocked collective long before this does.
 COLLECTIVE_LIMIT = timedelta(hours=24)

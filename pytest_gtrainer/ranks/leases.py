@@ -22,8 +22,8 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from pytest_gtrainer.worlds.ranks import progress
-from pytest_gtrainer.worlds.ranks.progress import Tell
+from pytest_gtrainer.ranks import progress
+from pytest_gtrainer.ranks.progress import Tell
 
 POLL_SECONDS = 0.02
 _SAFE = "-_."

@@ -12,9 +12,9 @@ import traceback
 from collections.abc import Sequence
 from typing import NoReturn
 
-from pytest_gtrainer.worlds.ranks import wire
-from pytest_gtrainer.worlds.ranks.channel import Channel
-from pytest_gtrainer.worlds.ranks.stacks import STACK_SIGNAL, log_file, stack_file
+from pytest_gtrainer.ranks import wire
+from pytest_gtrainer.ranks.channel import Channel
+from pytest_gtrainer.ranks.stacks import STACK_SIGNAL, log_file, stack_file
 
 _PR_SET_PDEATHSIG = 1
 
@@ -76,7 +76,7 @@ def _take_environment(setup: wire.RankSetup) -> None:
 
 
 def _serve(setup: wire.RankSetup, channel: Channel) -> int:
-    from pytest_gtrainer.worlds.ranks.inside.commands import serve
+    from pytest_gtrainer.ranks.inside.commands import serve
 
     return serve(setup, channel)
 

@@ -15,12 +15,12 @@ from pytest_gtrainer import options
 from pytest_gtrainer._pytest_private import base_temp
 from pytest_gtrainer.devices import Devices, resolve
 from pytest_gtrainer.environment import lasting_environment, raw_lasting_environment
-from pytest_gtrainer.worlds.ranks import sharing, wire
-from pytest_gtrainer.worlds.ranks.launcher import ForkServer
-from pytest_gtrainer.worlds.ranks.outcome import Outcome
-from pytest_gtrainer.worlds.ranks.progress import teller
-from pytest_gtrainer.worlds.ranks.team import Team, TeamPlan
-from pytest_gtrainer.worlds.ranks.watch import run_on
+from pytest_gtrainer.ranks import sharing, wire
+from pytest_gtrainer.ranks.launcher import ForkServer
+from pytest_gtrainer.ranks.outcome import Outcome
+from pytest_gtrainer.ranks.progress import teller
+from pytest_gtrainer.ranks.team import Team, TeamPlan
+from pytest_gtrainer.ranks.watch import run_on
 
 # Idle ranks cost 20 MB each; twice the slots let worlds of two sizes alternate warm.
 IDLE_FACTOR = 2
@@ -35,9 +35,9 @@ PRELOAD = (
     # tracing and every optimiser import it at their first use: once here, or once in each rank
     "torch._dynamo",
     "pytest_gtrainer.plugin",
-    "pytest_gtrainer.worlds.ranks.world",
-    "pytest_gtrainer.worlds.ranks.inside.process",
-    "pytest_gtrainer.worlds.ranks.inside.commands",
+    "pytest_gtrainer.ranks.world",
+    "pytest_gtrainer.ranks.inside.process",
+    "pytest_gtrainer.ranks.inside.commands",
 )
 
 

@@ -17,7 +17,7 @@ from pytest_gtrainer._pytest_private import (
     tear_down,
     unconfigure,
 )
-from pytest_gtrainer.worlds.ranks import wire
+from pytest_gtrainer.ranks import wire
 from pytest_gtrainer.worlds.trace_log import let_torch_loggers_propagate
 
 # These print, time out, write files or start processes: the parent does that, once.

@@ -9,14 +9,14 @@ from collections.abc import Iterable, Mapping
 
 import torch.distributed as dist
 
-from pytest_gtrainer.worlds.ranks import wire
-from pytest_gtrainer.worlds.ranks.launcher import RanksError
-from pytest_gtrainer.worlds.ranks.outcome import Outcome, disagreement
-from pytest_gtrainer.worlds.torchrun import messages
-from pytest_gtrainer.worlds.torchrun.line import Lines
-from pytest_gtrainer.worlds.torchrun.mailbox import Mailbox, Reader
-from pytest_gtrainer.worlds.torchrun.member import DRIVER, mailbox_of
-from pytest_gtrainer.worlds.torchrun.neighbour import in_words
+from pytest_gtrainer.ranks import wire
+from pytest_gtrainer.ranks.launcher import RanksError
+from pytest_gtrainer.ranks.outcome import Outcome, disagreement
+from pytest_gtrainer.ranks.torchrun import messages
+from pytest_gtrainer.ranks.torchrun.line import Lines
+from pytest_gtrainer.ranks.torchrun.mailbox import Mailbox, Reader
+from pytest_gtrainer.ranks.torchrun.member import DRIVER, mailbox_of
+from pytest_gtrainer.ranks.torchrun.neighbour import in_words
 
 START_LIMIT = 300.0
 SETTLE_LIMIT = 20.0

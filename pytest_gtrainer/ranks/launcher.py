@@ -18,8 +18,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from pytest_gtrainer.environment import lasting_environment
-from pytest_gtrainer.worlds.ranks import wire
-from pytest_gtrainer.worlds.ranks.channel import Channel, fd_pairs
+from pytest_gtrainer.ranks import wire
+from pytest_gtrainer.ranks.channel import Channel, fd_pairs
 
 # The imports take 3 to 6 s of CPU time; xdist workers on a busy machine start theirs together.
 START_LIMIT = 300.0
@@ -29,7 +29,7 @@ _BOOT = """\
 import json, sys
 fd, folder, path, modules = json.loads(sys.argv[1])
 sys.path[:] = path
-from pytest_gtrainer.worlds.ranks.forkserver import main
+from pytest_gtrainer.ranks.forkserver import main
 main(fd, folder, modules)
 """
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from pytest_gtrainer.worlds.ranks import wire
+from pytest_gtrainer.ranks import wire
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,8 +19,8 @@ import pytest
 
 from pytest_gtrainer._pytest_private import base_temp
 from pytest_gtrainer.devices import BUS_ORDER, Devices
-from pytest_gtrainer.worlds.ranks.leases import Lease, Slots
-from pytest_gtrainer.worlds.ranks.progress import Tell
+from pytest_gtrainer.ranks.leases import Lease, Slots
+from pytest_gtrainer.ranks.progress import Tell
 
 LOOK_EVERY = 0.5
 

@@ -10,7 +10,7 @@ from types import FrameType
 import pytest
 
 from pytest_gtrainer import launch as launches
-from pytest_gtrainer.worlds.torchrun.messages import Farewell
+from pytest_gtrainer.ranks.torchrun.messages import Farewell
 
 # torchrun kills what has not ended 30 s after its SIGTERM.
 HOLD_SECONDS = 15.0
@@ -23,7 +23,7 @@ def follow(config: pytest.Config) -> int | None:
         return None
     if config.option.help or config.option.version:
         return 0
-    from pytest_gtrainer.worlds.torchrun.member import Member, connect
+    from pytest_gtrainer.ranks.torchrun.member import Member, connect
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is rank 0's to handle
     member = Member(launch, connect(), lambda: config)

@@ -21,7 +21,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import NoReturn
 
-from pytest_gtrainer.worlds.ranks import wire
+from pytest_gtrainer.ranks import wire
 
 PARENT_CHECK_SECONDS = 2.0
 GROUP_ROUNDS = 20
@@ -101,7 +101,7 @@ class _Server:
         self.conn.close()
         for pidfd in self.pids:
             os.close(pidfd)
-        from pytest_gtrainer.worlds.ranks.inside.process import become_rank
+        from pytest_gtrainer.ranks.inside.process import become_rank
 
         become_rank(setup, rank_fds, self.pid)
 

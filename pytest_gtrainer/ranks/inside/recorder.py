@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from pytest_gtrainer.worlds.ranks import wire
-from pytest_gtrainer.worlds.ranks.inside import hygiene
-from pytest_gtrainer.worlds.ranks.stacks import collective_of, depth_of_collective
+from pytest_gtrainer.ranks import wire
+from pytest_gtrainer.ranks.stacks import collective_of, depth_of_collective
+from pytest_gtrainer.worlds import hygiene
 
 OUTPUT_LIMIT = 64 * 1024
 SUMMARY_LIMIT = 300

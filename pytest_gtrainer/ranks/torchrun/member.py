@@ -17,14 +17,14 @@ import torch
 import torch.distributed as dist
 
 from pytest_gtrainer.launch import Launch
-from pytest_gtrainer.worlds.ranks import wire
-from pytest_gtrainer.worlds.ranks.inside.commands import Rank, in_this_process
-from pytest_gtrainer.worlds.ranks.inside.group import RankGroup
-from pytest_gtrainer.worlds.ranks.inside.session import start_session
-from pytest_gtrainer.worlds.torchrun import messages, neighbour
-from pytest_gtrainer.worlds.torchrun.interrupt import Interruptor, stacks_of_threads
-from pytest_gtrainer.worlds.torchrun.line import hold_line
-from pytest_gtrainer.worlds.torchrun.mailbox import Mailbox, Reader
+from pytest_gtrainer.ranks import wire
+from pytest_gtrainer.ranks.inside.commands import Rank, in_this_process
+from pytest_gtrainer.ranks.inside.group import RankGroup
+from pytest_gtrainer.ranks.inside.session import start_session
+from pytest_gtrainer.ranks.torchrun import messages, neighbour
+from pytest_gtrainer.ranks.torchrun.interrupt import Interruptor, stacks_of_threads
+from pytest_gtrainer.ranks.torchrun.line import hold_line
+from pytest_gtrainer.ranks.torchrun.mailbox import Mailbox, Reader
 
 DRIVER = "driver"
 

@@ -23,13 +23,13 @@ from pytest_gtrainer import facts
 from pytest_gtrainer._pytest_private import base_temp, prepared_config
 from pytest_gtrainer.devices import resolve
 from pytest_gtrainer.launch import Launch
-from pytest_gtrainer.worlds.ranks import wire
-from pytest_gtrainer.worlds.ranks.launcher import RanksError
-from pytest_gtrainer.worlds.ranks.outcome import Outcome
-from pytest_gtrainer.worlds.ranks.watch import run_on
-from pytest_gtrainer.worlds.torchrun import messages
-from pytest_gtrainer.worlds.torchrun.member import Member, connect
-from pytest_gtrainer.worlds.torchrun.team import START_LIMIT, Office, TorchrunTeam
+from pytest_gtrainer.ranks import wire
+from pytest_gtrainer.ranks.launcher import RanksError
+from pytest_gtrainer.ranks.outcome import Outcome
+from pytest_gtrainer.ranks.torchrun import messages
+from pytest_gtrainer.ranks.torchrun.member import Member, connect
+from pytest_gtrainer.ranks.torchrun.team import START_LIMIT, Office, TorchrunTeam
+from pytest_gtrainer.ranks.watch import run_on
 
 FAREWELL_LIMIT = 10.0
 # torchrun sends SIGTERM when a rank has died: the death itself is the better thing to report.

@@ -14,11 +14,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from pytest_gtrainer.worlds.ranks import wire
-from pytest_gtrainer.worlds.ranks.channel import Channel
-from pytest_gtrainer.worlds.ranks.launcher import ForkServer, RanksError, readable
-from pytest_gtrainer.worlds.ranks.outcome import Outcome, disagreement
-from pytest_gtrainer.worlds.ranks.stacks import (
+from pytest_gtrainer.ranks import wire
+from pytest_gtrainer.ranks.channel import Channel
+from pytest_gtrainer.ranks.launcher import ForkServer, RanksError, readable
+from pytest_gtrainer.ranks.outcome import Outcome, disagreement
+from pytest_gtrainer.ranks.stacks import (
     STACK_SIGNAL,
     fatal_error,
     log_file,

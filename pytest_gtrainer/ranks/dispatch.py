@@ -11,13 +11,13 @@ import pytest
 
 from pytest_gtrainer import options
 from pytest_gtrainer._pytest_private import tear_down
+from pytest_gtrainer.ranks import left_behind, wire
+from pytest_gtrainer.ranks.launcher import RanksError
+from pytest_gtrainer.ranks.leases import LeaseError
+from pytest_gtrainer.ranks.merge import PHASES, Phase, RankReports, merge
+from pytest_gtrainer.ranks.outcome import Incident, Outcome, disagreement
+from pytest_gtrainer.ranks.pool import Launcher
 from pytest_gtrainer.report.witness import shown_only
-from pytest_gtrainer.worlds.ranks import left_behind, wire
-from pytest_gtrainer.worlds.ranks.launcher import RanksError
-from pytest_gtrainer.worlds.ranks.leases import LeaseError
-from pytest_gtrainer.worlds.ranks.merge import PHASES, Phase, RankReports, merge
-from pytest_gtrainer.worlds.ranks.outcome import Incident, Outcome, disagreement
-from pytest_gtrainer.worlds.ranks.pool import Launcher
 from pytest_gtrainer.worlds.spec import WorldSpec
 
 GOLDENS = "gtrainer-goldens"

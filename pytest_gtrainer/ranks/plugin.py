@@ -13,12 +13,12 @@ from pytest_gtrainer.marker import spec_of
 
 # here, not where it is used first: a pytest run in this process (``pytester``) forgets the modules that it imported,
 # and messages are told by their classes
-from pytest_gtrainer.worlds.ranks import wire  # noqa: F401
-from pytest_gtrainer.worlds.ranks.schedule import following
+from pytest_gtrainer.ranks import wire  # noqa: F401
+from pytest_gtrainer.ranks.schedule import following
 from pytest_gtrainer.worlds.spec import SpecError, WorldSpec
 
 if TYPE_CHECKING:
-    from pytest_gtrainer.worlds.ranks.pool import Launcher
+    from pytest_gtrainer.ranks.pool import Launcher
 
 
 def is_rank(config: pytest.Config) -> bool:
@@ -96,12 +96,12 @@ class RanksPlugin:
         return self._pool
 
     def _own_ranks(self) -> Launcher:
-        from pytest_gtrainer.worlds.ranks.pool import Pool
+        from pytest_gtrainer.ranks.pool import Pool
 
         return Pool(self.config)
 
     def _ranks_of(self, launch: launches.Launch) -> Launcher:
-        from pytest_gtrainer.worlds.torchrun.pool import TorchrunPool
+        from pytest_gtrainer.ranks.torchrun.pool import TorchrunPool
 
         return TorchrunPool(self.config, launch)
 
@@ -147,7 +147,7 @@ class RanksPlugin:
             if self._pool is not None:
                 self._pool.leave()
             return None
-        from pytest_gtrainer.worlds.ranks.dispatch import dispatch
+        from pytest_gtrainer.ranks.dispatch import dispatch
 
         dispatch(self.pool, item, spec, self._next_on_ranks(item, spec, nextitem), nextitem)
         return True

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from pytest_gtrainer import options
-from pytest_gtrainer.worlds.ranks import wire
-from pytest_gtrainer.worlds.ranks.outcome import Outcome
+from pytest_gtrainer.ranks import wire
+from pytest_gtrainer.ranks.outcome import Outcome
 
 
 def tell(item: pytest.Item, outcome: Outcome, merged: list[pytest.TestReport]) -> None:

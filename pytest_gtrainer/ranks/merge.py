@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import pytest
 
-from pytest_gtrainer.worlds.ranks.outcome import Incident, Outcome, by_value, rank_list
+from pytest_gtrainer.ranks.outcome import Incident, Outcome, by_value, rank_list
 
 Phase = Literal["setup", "call", "teardown"]
 PHASES: tuple[Phase, ...] = ("setup", "call", "teardown")

@@ -110,7 +110,8 @@ class Reader:
     def _prepare(self, modules: list[Any]) -> None:
         """See how to read the knobs of these modules.
 
-        Torch's configuration takes 3 us a value: it is read here, until one of these has been set or a module loaded.
+        Those of inductor's configuration are read here, until one of them has been set or a module loaded: each time
+        they would cost a test on ranks 0.09 ms in every rank, a fifth of an empty one.
         """
         by_home = dict(zip(self._homes, modules, strict=True))
         self._modules, self._getters, self._overrides = modules, [], []
@@ -120,7 +121,7 @@ class Reader:
             if module is None:
                 self._getters.append(functools.partial(_same, NOT_LOADED))
                 continue
-            get = _bound(path, module)
+            get = _reading(module, attribute)
             if type(module).__name__ == "ConfigModuleInstance":
                 self._overrides.append(override_of(module, attribute))
                 get = functools.partial(_same, get())
@@ -132,13 +133,8 @@ def _same(value: Any) -> Any:
     return value
 
 
-def _bound(path: str, module: object) -> Callable[[], Any]:
+def _reading(module: object, attribute: str) -> Callable[[], Any]:
     """What reads a knob of ``module``."""
-    attribute = path.partition(":")[2]
-    behind = vars(getattr(module, "m", module))  # of torch's modules with properties, the module without
-    if attribute in behind and not hasattr(type(module), attribute):
-        own = vars(module)  # what was set there hides what is behind
-        return lambda: own[attribute] if attribute in own else behind[attribute]
     get = attrgetter(attribute.removesuffix("()"))
     return (lambda: get(module)()) if attribute.endswith("()") else (lambda: get(module))
 

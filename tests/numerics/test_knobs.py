@@ -46,6 +46,30 @@ def test_a_reader_sees_every_change_of_a_configuration():
     assert read() == before
 
 
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("torch.are_deterministic_algorithms_enabled()", "torch.use_deterministic_algorithms(True)"),
+        ("torch.backends.cudnn.benchmark", "torch.backends.cudnn.benchmark = True"),
+        ("torch.backends.cuda.matmul.fp32_precision", "torch.backends.cuda.matmul.fp32_precision = 'tf32'"),
+        ("torch.backends.cuda.flash_sdp_enabled()", "torch.backends.cuda.enable_flash_sdp(False)"),
+    ],
+)
+def test_a_reader_sees_every_change_of_a_switch(name: str, change: str):
+    """A reader keeps how to read, not what it has read. In a process of its own: not all can be put back."""
+    probe = f"""
+import torch
+from pytest_gtrainer.numerics import knobs
+read = knobs.Reader(knobs.KNOBS)
+before = read()
+{change}
+changed = {{name for name, value in read().items() if value != before[name]}}
+assert {name!r} in changed, changed
+"""
+    done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 def test_the_documentation_shows_the_table():
     assert knobs.table() in DOCUMENT.read_text()
 

@@ -9,7 +9,7 @@ BENCHMARKS := digest records operators simulated graphtext graphdiff threads chu
 # Tests start hundreds of processes: each would compile this package anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: run test test-transformers check-long chunk-matrix bench simulate soak report-check docs lint env clean
+.PHONY: run test gpu test-torch test-transformers check-long chunk-matrix bench simulate soak report-check docs dist check-install lint env clean
 
 run: env          ## the main job: trace, rewrite, pin and prove a training step on 8 ranks
 	$(PYTEST) --gt-gpus=8 -m "not long" tests/parity
@@ -17,9 +17,24 @@ run: env          ## the main job: trace, rewrite, pin and prove a training step
 test: env lint    ## every test, long checks in short form
 	$(PYTEST) --gt-gpus=8 -m "not long" -n $(WORKERS) --dist worksteal
 
+# For CI on CPU only: torch without CUDA's libraries (.ci/light_torch.py). torch is kept in build/, 1.4 GB a version.
+TORCH ?= 2.15.0
+LIGHT = build/test-torch-$(TORCH)-$(shell $(PYTHON) -c "import sys; print(sys.implementation.cache_tag)")
+# Each break that another torch brought was found in one of these.
+MEETS_TORCH := $(addprefix tests/,tracing references parity models passes worlds/simulated worlds/test_ranks_gloo.py golden)
+
+test-torch:       ## what meets torch, under TORCH=2.15.0 and PYTHON=python3.12; needs gcc and binutils
+	$(PYTHON) .ci/light_torch.py $(TORCH) $(LIGHT)
+	grep -v '^torch==' constraints.txt > $(LIGHT)/constraints.txt
+	$(LIGHT)/bin/python -m pip install --quiet --disable-pip-version-check -c $(LIGHT)/constraints.txt -e '.[test]'
+	$(LIGHT)/bin/python -m pytest --gt-gpus=8 -m "not long" -n $(WORKERS) --dist worksteal $(MEETS_TORCH)
+
 test-transformers: env ## bucketing on Llama and Mixtral of the transformers package, which this installs
 	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[transformers]'
 	$(PYTEST) --gt-gpus=8 -rs tests/integration/test_*_of_transformers.py
+
+gpu: $(if $(filter .venv/bin/python,$(PY)),env) ## what one GPU can judge, with a table of what held; PY=python3 takes an environment that has torch
+	$(PYTEST) --gt-gpus=1 --gt-device=cuda --gt-require=cuda tests/gpu
 
 check-long: env   ## the long forms too
 	$(PYTEST) --gt-gpus=8
@@ -45,6 +60,16 @@ docs:             ## the site, in build/site; a warning fails. It needs neither 
 	build/docs/bin/python -m pip install --quiet --disable-pip-version-check \
 		"mkdocs>=1.6,<2" "mkdocstrings[python]>=0.30,<2" "pytest>=9,<10"
 	PYTHONPATH=. build/docs/bin/python -m mkdocs build --strict
+
+dist:             ## the wheel and the source archive, in dist/, as an index would take them
+	test -x build/dist/bin/python || $(PYTHON) -m venv build/dist
+	build/dist/bin/python -m pip install --quiet --disable-pip-version-check "build>=1.2" "twine>=6.1"
+	rm -rf dist
+	build/dist/bin/python -m build --quiet
+	build/dist/bin/python -m twine check --strict dist/*
+
+check-install: env ## the documentation, followed in clean environments of Python 3.11 to 3.13 that hold the wheel alone
+	$(PYTEST) -rs tests/integration/test_clean_install.py
 
 lint: env
 	$(PY) -m ruff check .

@@ -3,6 +3,7 @@
 import pytest
 
 pytest_plugins = ["pytester"]
+collect_ignore = ["fixtures/suites"]  # runs of their own, which tests start
 
 
 @pytest.fixture

@@ -27,8 +27,8 @@ from fixtures.models import llama3
 from fixtures.training import llama3_training
 from pytest_gtrainer import TrainConfig
 from pytest_gtrainer.numerics.weight_digests import WeightDigests
-from pytest_gtrainer.worlds.simulated.graph_training import SimulatedGraphRun
-from pytest_gtrainer.worlds.simulated.threads.training import simulated_eager
+from pytest_gtrainer.references.simulated.eager import simulated_eager
+from pytest_gtrainer.references.simulated.graph import SimulatedGraphRun
 from pytest_gtrainer.worlds.simulated.world import net_of, simulated_world
 from pytest_gtrainer.worlds.spec import make_spec
 

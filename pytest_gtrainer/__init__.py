@@ -19,7 +19,7 @@ _HOME: dict[str, str] = {
     "TracedStep": "tracing.step",
     "trace_step": "tracing.step",
     # passes
-    "get_default_transformer_block_buckets": "passes.bucket_plan",
+    "get_default_transformer_block_buckets": "graph.bucket_plan",
     "joint_transformer_block_bucketing_reordering_pass": "passes.joint",
     "transformer_block_bucketing_reordering_pass": "passes.joint",
     "deduplicate_fsdp_unshard_chains_pass": "passes.deduplicate",
@@ -39,15 +39,15 @@ _HOME: dict[str, str] = {
     "LossConfig": "passes.pipeline",
     "bind_options": "passes.bound",
     # layouts
-    "BucketLayout": "passes.layout",
-    "bucket_layout": "passes.layout",
-    "assert_same_layout": "passes.layout",
+    "BucketLayout": "graph.layout",
+    "bucket_layout": "graph.layout",
+    "assert_same_layout": "graph.layout",
     "eager_bucket_layout": "references.layout",
     # references
     "TrainConfig": "references.config",
     "eager_chunked": "references.chunked",
-    "train_eager": "references.eager",
-    "train_graph": "references.graph",
+    "train_eager": "references.training",
+    "train_graph": "references.training",
     # numerics
     "Record": "numerics.record",
     "digest": "numerics.digest",
@@ -64,7 +64,7 @@ _HOME: dict[str, str] = {
     "Sweep": "numerics.sweep",
     "Rule": "numerics.sweep",
     "assert_run_to_run": "numerics.run_to_run",
-    "bisect_passes": "numerics.bisect",
+    "bisect_passes": "bisect.search",
     "capture_operators": "numerics.operators",
     "compare_operators": "numerics.operators",
     # worlds
@@ -72,9 +72,9 @@ _HOME: dict[str, str] = {
     "WorldSpec": "worlds.spec",
     # simulated world
     "NetModel": "worlds.simulated.net",
-    "assert_simulated_parity": "worlds.simulated.parity",
+    "assert_simulated_parity": "references.simulated.parity",
     "sweep_nets": "worlds.simulated.sweep",
-    "VacuousCheck": "worlds.simulated.parity",
+    "VacuousCheck": "references.simulated.parity",
     # schedules
     "timeline": "report.timeline",
     "CostModel": "report.costs",

@@ -8,7 +8,6 @@
   fixtures of conftest files (pytest 9.1 and later).
 - ``CaptureManager._global_capturing`` holds the files of captured output.
 - ``Config._tmp_path_factory`` makes the folders of this run, also before the first test asks for one.
-- ``TestReport._to_json`` and ``_from_json`` are the public hooks for reports less the calls of hooks.
 
 ``python -m pytest_gtrainer doctor`` reads this file as it reads the topics of ``pytest_gtrainer._torch``.
 """
@@ -33,7 +32,6 @@ ATTRIBUTES = {
     "_pytest.main:Session": ("_setupstate", "_initialpaths", "_collect_path"),
     "_pytest.runner:SetupState": ("teardown_exact",),
     "_pytest.capture:CaptureManager": ("_global_capturing",),
-    "_pytest.reports:TestReport": ("_to_json", "_from_json"),
 }
 
 
@@ -89,13 +87,3 @@ def base_temp(config: pytest.Config) -> Path:
     """The folder of this run's, or this worker's, temporary files."""
     folder: Path = config._tmp_path_factory.getbasetemp()  # type: ignore[attr-defined]
     return folder
-
-
-def report_to_json(report: pytest.TestReport) -> dict[str, Any]:
-    """A report as plain values."""
-    return report._to_json()
-
-
-def report_from_json(data: dict[str, Any]) -> pytest.TestReport:
-    """The report that gave these values."""
-    return pytest.TestReport._from_json(data)

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 import pytest
 
+from pytest_gtrainer import launch as launches
 from pytest_gtrainer import options
 from pytest_gtrainer.environment import raw_environment
-from pytest_gtrainer.worlds.torchrun import launch as launches
 
 DEFAULT_CPU_SLOTS = 8
 

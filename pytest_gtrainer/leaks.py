@@ -31,12 +31,11 @@ class LeakGuard:
     def __init__(self, config: pytest.Config) -> None:
         self._reaction = options.get(config, "leaked-flags")
         self._before: list[Any] | None = None
-        self._after: list[Any] | None = None
         self._by_wide_fixtures: set[tuple[str, str, str]] = set()
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_setup(self, item: pytest.Item) -> Generator[None, None, None]:
-        self.begin()
+        self._before = _read()
         return (yield)
 
     @pytest.hookimpl(wrapper=True)
@@ -53,30 +52,14 @@ class LeakGuard:
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_teardown(self, item: pytest.Item) -> Generator[None, None, None]:
         yield
-        self.end(item)
-
-    def begin(self, *, untouched: bool = False) -> None:
-        """A test begins.
-
-        Args:
-            untouched: nobody's code has run since the last test ended; then the switches are as they were.
-        """
-        self._before = self._after if untouched and self._after is not None else _read()
-        self._after = None
-
-    def end(self, item: pytest.Item) -> None:
-        """The test is over: blame it for what it left."""
+        before, self._before = self._before, None
         leaked = {
             name: (old, new)
-            for name, (old, new) in self._changes().items()
+            for name, (old, new) in _changes_since(before).items()
             if (name, str(old), str(new)) not in self._by_wide_fixtures
         }
         if leaked:
             self.blame(item, leaked)
-
-    def _changes(self) -> Changes:
-        before, self._before, self._after = self._before, None, _read()
-        return _between(before, self._after)
 
     def blame(self, item: pytest.Item, leaked: Changes) -> None:
         """Say that the test has left these switches changed; fails it if that is asked for."""
@@ -97,10 +80,7 @@ def _read() -> list[Any] | None:
 
 
 def _changes_since(before: list[Any] | None) -> Changes:
-    return _between(before, _read())
-
-
-def _between(before: list[Any] | None, after: list[Any] | None) -> Changes:
+    after = _read()
     if before is None or after is None or before == after:
         return {}
     return changes(_read_guarded.named(before), _read_guarded.named(after))

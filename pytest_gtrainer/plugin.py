@@ -9,7 +9,7 @@ from collections.abc import Generator
 
 import pytest
 
-from pytest_gtrainer import devices, extensions, facts, hookspecs, options, supported
+from pytest_gtrainer import devices, extensions, facts, hookspecs, launch, marker, options, supported
 from pytest_gtrainer.fixtures import (  # noqa: F401 - pytest finds fixtures by their names here
     gt_artifacts,
     gt_deterministic,
@@ -30,9 +30,8 @@ from pytest_gtrainer.report.properties import JUnitProperties
 from pytest_gtrainer.report.summary import SummaryPlugin
 from pytest_gtrainer.report.sweep_table import SweepTables
 from pytest_gtrainer.report.verdicts import VerdictTables
-from pytest_gtrainer.worlds import spec
 from pytest_gtrainer.worlds.ranks.plugin import RanksPlugin, is_rank
-from pytest_gtrainer.worlds.torchrun import launch
+from pytest_gtrainer.worlds.spec import SpecError
 from pytest_gtrainer.worlds.torchrun.follower import follow
 
 FACTS = pytest.StashKey[list[facts.Fact]]()
@@ -62,7 +61,7 @@ def pytest_report_header() -> str | None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", spec.MARKER_HELP)
+    config.addinivalue_line("markers", marker.MARKER_HELP)
     options.check(config)
     extensions.remember(config)
     launch.check(config)
@@ -102,18 +101,18 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     extensions.parametrise(metafunc)
-    sizes = spec.parametrised_sizes(metafunc.definition)
+    sizes = marker.parametrised_sizes(metafunc.definition)
     if sizes is not None:
-        metafunc.fixturenames.append(spec.SIZE_PARAM)
-        metafunc.parametrize(spec.SIZE_PARAM, sizes, ids=[f"size{size}" for size in sizes])
+        metafunc.fixturenames.append(marker.SIZE_PARAM)
+        metafunc.parametrize(marker.SIZE_PARAM, sizes, ids=[f"size{size}" for size in sizes])
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     problem = None
     try:
-        spec.spec_of(item)
-    except spec.SpecError as error:
+        marker.spec_of(item)
+    except SpecError as error:
         problem = str(error)
     if problem is not None:  # outside the except clause, or pytest shows both exceptions
         pytest.fail(problem, pytrace=False)

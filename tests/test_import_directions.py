@@ -1,12 +1,40 @@
-"""What imports what: a trainer uses the lower half without pytest, and reading a text needs no torch."""
+"""What imports what: downwards only, a lower half that a trainer uses without pytest, and texts read without torch."""
 
+import ast
+import itertools
 import pkgutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 import pytest_gtrainer
+
+ROOMS = (
+    {"plugin", "fixtures", "__main__"},
+    {"ranks", "testing", "doctor"},
+    {"report"},
+    {"golden"},
+    {"leaks"},
+    {"devices"},
+    {"launch", "marker"},
+    {"extensions", "options"},
+    {"hookspecs"},
+    # ---- above imports pytest; below does not
+    {"bisect"},
+    {"references"},
+    {"worlds"},
+    {"numerics"},
+    {"passes", "tracing", "checks"},
+    {"graphtext"},
+    {"graph"},
+    {"_torch", "_pytest_private", "long_work"},
+    {"facts", "environment", "supported"},
+)
+"""From the top: a room imports from rooms below it, never from one beside it. docs/architecture.md draws them."""
+
+ROOT = Path(pytest_gtrainer.__path__[0])
 
 LOWER_HALF = ("checks", "graphtext", "numerics", "passes", "tracing", "references")
 
@@ -41,3 +69,72 @@ def test_what_does_not_import_torch(modules):
 def test_the_probe_sees_an_import():
     """The twin."""
     assert not leaves_out(["pytest_gtrainer.plugin"], "_pytest")
+
+
+def name_of(path):
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+MODULES = {name_of(path): path for path in ROOT.rglob("*.py") if path != ROOT / "__init__.py"}
+
+
+def imported_by(source):
+    """Modules of ours that a source imports: at its head, inside functions, and for annotations only."""
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        names = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        for name in names:
+            package, _, name = name.partition(".")
+            while package == "pytest_gtrainer" and name and name not in MODULES:
+                name = name.rpartition(".")[0]
+            if package == "pytest_gtrainer" and name:
+                found.add(name)
+    return found
+
+
+IMPORTS = {name: imported_by(path.read_text()) - {name} for name, path in MODULES.items()}
+
+
+def upwards(imports):
+    """Imports from a room that is not below."""
+    floor = {room: number for number, rooms in enumerate(ROOMS) for room in rooms}
+    for name, others in sorted(imports.items()):
+        for other in sorted(others):
+            here, there = name.partition(".")[0], other.partition(".")[0]
+            if here != there and floor[here] >= floor[there]:
+                yield f"{name} imports {other}"
+
+
+def circle(imports):
+    """Modules that import each other in a circle; empty if there is none."""
+    left = dict(imports)
+    while free := [name for name, others in left.items() if not others & left.keys()]:
+        for name in free:
+            del left[name]
+    while leaves := [name for name in left if not any(name in others for others in left.values())]:
+        for name in leaves:
+            del left[name]
+    return sorted(left)
+
+
+def test_every_import_goes_down():
+    """Also those inside functions and for annotations."""
+    unknown = {name.partition(".")[0] for name in MODULES} - set(itertools.chain(*ROOMS))
+    assert not unknown, f"rooms without a floor: {unknown}; add them to ROOMS"
+    assert not list(upwards(IMPORTS))
+
+
+def test_no_circles():
+    assert not circle(IMPORTS)
+
+
+def test_an_import_upwards_and_a_circle_are_seen():
+    """The twin."""
+    lazy = imported_by("def f():\n    from pytest_gtrainer.golden import store")
+    assert lazy == {"golden.store"}
+    assert list(upwards({"numerics.bits": lazy})) == ["numerics.bits imports golden.store"]
+    assert circle({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": set()}) == ["b", "c"]

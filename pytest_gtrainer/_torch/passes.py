@@ -28,7 +28,6 @@ from torch._logging import trace_structured
 from pytest_gtrainer._torch import private_names
 from pytest_gtrainer._torch.operators import HigherOrderOperator, OpOverload, schema
 from pytest_gtrainer._torch.values import FakeTensor
-from pytest_gtrainer.conventions import EXTRA_GROUP
 
 with private_names():
     from torch.distributed import distributed_c10d
@@ -53,6 +52,9 @@ REDUCE_SCATTER = _ops.reduce_scatter_tensor.default
 ALL_REDUCE = _ops.all_reduce.default
 ALL_TO_ALL = _ops.all_to_all_single.default
 WAIT = _ops.wait_tensor.default
+
+EXTRA_GROUP = ":extra"
+"""Ends the names of process groups that passes make; they are gone with their world (F4)."""
 
 _COLLECTIVES = ("_c10d_functional", "_c10d_functional_autograd", "c10d", "c10d_functional")
 

@@ -3,7 +3,9 @@
 - ``distributed_c10d._world`` holds the process groups of a process and may be replaced ("experimental
   extension point"); ``ThreadLocalWorld`` is torch's own replacement with one set for each thread.
 - With thread isolation mode on, C++ keeps its registries of groups and of pending collectives by thread.
-- A default group with a ``new_group`` method makes the subgroups itself.
+- A default group with a ``new_group`` method makes the subgroups itself; torch 2.14 also passes it ``backend``.
+- Since torch 2.14 ``batch_isend_irecv`` asks any ``ProcessGroup``, subclasses too, for
+  ``_get_backend(device).supports_coalescing``; before, only those whose type it is.
 - Meshes of threads are told apart, in DTensor's caches too, if the backend's name is "threaded".
 - A Python subclass of ``ProcessGroup`` serves both ``torch.distributed`` and functional collectives.
 - ``ReduceOp.PREMUL_SUM(factor)`` gives its factor only by ``__getstate__``.

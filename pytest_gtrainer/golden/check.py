@@ -14,7 +14,8 @@ from pytest_gtrainer.golden.claims import Claim
 from pytest_gtrainer.golden.environment import environment_of
 from pytest_gtrainer.golden.naming import golden_path, id_of
 from pytest_gtrainer.golden.store import normal
-from pytest_gtrainer.worlds.spec import spec_of
+from pytest_gtrainer.marker import spec_of
+from pytest_gtrainer.supported import installed_minor
 
 if TYPE_CHECKING:
     from pytest_gtrainer.golden.plugin import GoldenPlugin
@@ -41,7 +42,7 @@ class Golden:
         self._item = item
         self._names: set[str] = set()
 
-    def check(self, value: Any, name: str | None = None, *, view: str = WHOLE) -> None:
+    def check(self, value: Any, name: str | None = None, *, view: str = WHOLE, per: str | None = None) -> None:
         """Compare ``value`` with the golden of this test, or of this test and ``name``.
 
         Numbers (exact, in lists and dicts of any depth, digests as texts among them) are compared
@@ -53,20 +54,30 @@ class Golden:
                 text, or numbers.
             name: tells several goldens of one test apart.
             view: how much of a graph to show.
+            per: "torch" keeps a file for each minor version of torch that changes the value. A file holds from
+                its version on, until one of a newer version lies beside it.
 
         Raises:
             GoldenMismatch: the golden is missing or different, and is not being updated; or the text of a
                 graph, about to be written, would be read back as another graph.
-            ValueError: the test has checked a golden of this name already.
+            ValueError: the test has checked a golden of this name already; ``per`` is something else, or given for
+                numbers, which are kept per environment anyway.
             TypeError: ``value`` is none of these.
         """
         __tracebackhide__ = True
         if (name or "") in self._names:
             which = f"named {name!r}" if name else "without a name"
             raise ValueError(f"this test has checked a golden {which} already: give each check its own name")
+        if per not in (None, "torch"):
+            raise ValueError(f'per={per!r}: a golden is kept per="torch", or without it serves all versions')
         kind, text = self._text(value, view)
+        if per is not None and kind == "numbers":
+            raise ValueError('per="torch" is not for numbers: their file has an entry for each environment anyway')
+        minor = installed_minor()
+        if per is not None and minor is None:
+            raise ValueError('per="torch" needs a version like 2.15, and that of the installed torch does not begin so')
+        path = golden_path(id_of(self._item), name, kind, minor if per else None)
         self._names.add(name or "")
-        path = golden_path(id_of(self._item), name, kind)
         whole = self._whole_graph(value, view)
         claim = Claim(name or "", path.as_posix(), kind, text, whole)
         is_whole = view == WHOLE and _is_graph(value)
@@ -85,7 +96,7 @@ class Golden:
         if _is_layout(value):
             return "graph", self._layout_text(value)
         if isinstance(value, _NUMBERS):
-            numbers = values.Entry(environment_of(self._item), values.plain(value))
+            numbers = values.Entry(values.decisive(environment_of(self._item)), values.plain(value))
             return "numbers", values.text_of(self._made_by(), [numbers])
         kind = type(value).__name__
         raise TypeError(f"a golden is made of an FX graph, a traced step, a layout, a text or numbers; not of {kind}")
@@ -143,5 +154,5 @@ def _is_graph(value: Any) -> bool:
 
 
 def _is_layout(value: Any) -> bool:
-    module = sys.modules.get("pytest_gtrainer.passes.layout")
+    module = sys.modules.get("pytest_gtrainer.graph.layout")
     return module is not None and isinstance(value, module.BucketLayout)

@@ -1,8 +1,8 @@
 """Judging a text against its golden, and showing where they differ.
 
 Graphs and layouts are compared as unfolded records, so that another way of folding fails no golden,
-and without their headers; numbers with the golden's numbers of the same environment. Texts are
-compared as they are.
+and without their headers. What only another version of torch spells differently is no difference
+(``torch_spellings``). Numbers are compared with the golden's numbers of the same environment, texts as they are.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Literal
 from pytest_gtrainer.golden import values
 from pytest_gtrainer.graphtext import TextError, header, unfold
 from pytest_gtrainer.graphtext.differences import LIMIT, explain, text_diff
+from pytest_gtrainer.graphtext.torch_spellings import respelled, same_but_for, spellings_between
 from pytest_gtrainer.graphtext.unfolding import are_alike
 
 
@@ -57,7 +58,18 @@ def difference(kind: str, golden: str, obtained: str, limit: int = LIMIT) -> str
     new = unfold(obtained)
     if old == new:
         return None
-    return "\n".join(explain(old, new, _torch_note(golden, obtained), limit))
+    made, running = header.read(golden).get("torch"), header.read(obtained).get("torch")
+    spellings = spellings_between(made, running)
+    if not spellings:
+        note = f"made with torch {made or 'of an unknown version'}, running {running}"
+        return "\n".join(explain(old, new, [note] if made != running else [], limit))
+    if same_but_for(spellings, old, new):
+        return None
+    (old, in_golden), (new, in_obtained) = respelled(old, spellings), respelled(new, spellings)
+    words = ", ".join(str(spelling) for spelling in spellings if spelling in in_golden | in_obtained)
+    told = f", and told in the newer one's words: {words}" if words else ""
+    note = f"made with torch {made}, running {running}{told}"
+    return "\n".join(explain(old, new, [note], limit))
 
 
 def _judge_numbers(golden: str, obtained: str) -> Finding:
@@ -100,11 +112,6 @@ def _graph_damage(golden: str) -> str | None:
     if version < header.VERSION:
         return (
             f"the golden has the old format v{version}, where this pytest-gtrainer reads v{header.VERSION}: "
-            "remake it, at a commit whose graph you trust"
+            "remake it with --gt-update-goldens, at a commit whose graph you trust"
         )
     return None
-
-
-def _torch_note(golden: str, obtained: str) -> list[str]:
-    made, running = header.read(golden).get("torch"), header.read(obtained).get("torch")
-    return [f"made with torch {made}, running {running}"] if made != running else []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pytest_gtrainer import devices, extensions
-from pytest_gtrainer.worlds.spec import spec_of
+from pytest_gtrainer.marker import spec_of
 
 
 def environment_of(item: pytest.Item) -> dict[str, str | int]:

@@ -1,13 +1,15 @@
 """Where a golden lies: a path made from the test's id, safe on any file system.
 
 Terms: the *stem* of a test is the path that its goldens have in common, ``golden/tests/test_a/test_c-8``.
-A golden is its test's stem, ``@`` and the check's name if it has one, and a suffix that tells its kind.
+A golden is its test's stem, ``@`` and the check's name if it has one, ``@torch=2.15`` if it is kept per
+version of torch, and a suffix that tells its kind.
 """
 
 from __future__ import annotations
 
 import hashlib
 import re
+from collections.abc import Iterable
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING
 
@@ -18,11 +20,12 @@ FOLDER = "golden"
 SUFFIXES = {"graph": ".fxgraph", "text": ".txt", "numbers": ".numbers.json"}
 _LONGEST = 80
 _UNSAFE = re.compile(r"[^A-Za-z0-9_.,=+-]")
+_OF_TORCH = re.compile(r"(?P<rest>.*)@torch=(?P<major>\d+)\.(?P<minor>\d+)(?P<suffix>\.[a-z.]+)")
 _RESERVED = re.compile(r"(con|prn|aux|nul|com\d|lpt\d)(\..*)?", re.IGNORECASE)
 
 
-def golden_path(nodeid: str, name: str | None, kind: str) -> PurePosixPath:
-    """The file of a check, relative to the root directory.
+def golden_path(nodeid: str, name: str | None, kind: str, torch: tuple[int, int] | None = None) -> PurePosixPath:
+    """The file of a check, relative to the root directory; ``torch`` is the minor version that it is kept for.
 
     >>> str(golden_path("tests/test_a.py::TestB::test_c[8-x]", None, "graph"))
     'golden/tests/test_a/TestB.test_c-8-x.fxgraph'
@@ -30,10 +33,44 @@ def golden_path(nodeid: str, name: str | None, kind: str) -> PurePosixPath:
     'golden/tests/test_a/test_c@after.txt'
     >>> str(golden_path("test_a.py::test_c[a/b]", None, "text"))
     'golden/test_a/test_c-a_b~c14cddc0.txt'
+    >>> str(golden_path("test_a.py::test_c", "after", "graph", (2, 15)))
+    'golden/test_a/test_c@after@torch=2.15.fxgraph'
+
+    Raises:
+        ValueError: the name is what a version is told by.
     """
+    if name is not None and _OF_TORCH.fullmatch(f"@{name}{SUFFIXES[kind]}"):
+        raise ValueError(f"the name {name!r} is how goldens kept per version of torch are named: give per='torch'")
     stem = stem_of_test(nodeid)
     named = f"@{safe(name)}" if name is not None else ""
-    return stem.with_name(stem.name + named + SUFFIXES[kind])
+    version = "@torch={}.{}".format(*torch) if torch else ""
+    return stem.with_name(stem.name + named + version + SUFFIXES[kind])
+
+
+def torch_of(path: PurePosixPath) -> tuple[int, int] | None:
+    """The minor version of torch that a golden is kept for; None if it serves all.
+
+    >>> torch_of(PurePosixPath("golden/test_a/test_c@torch=2.15.fxgraph")), torch_of(PurePosixPath("test_c@after.txt"))
+    ((2, 15), None)
+    """
+    found = _OF_TORCH.fullmatch(path.name)
+    return (int(found["major"]), int(found["minor"])) if found else None
+
+
+def standing(path: PurePosixPath, there: Iterable[str]) -> PurePosixPath:
+    """Which of the files beside it holds in place of a golden kept per version: the newest that is no newer.
+
+    >>> files = ["test_c@torch=2.9.txt", "test_c@torch=2.13.txt", "test_c@torch=2.15.txt", "test_c@x@torch=2.14.txt"]
+    >>> str(standing(PurePosixPath("golden/test_c@torch=2.14.txt"), files))
+    'golden/test_c@torch=2.13.txt'
+    """
+    own = _OF_TORCH.fullmatch(path.name)
+    if own is None:
+        return path
+    found = filter(None, map(_OF_TORCH.fullmatch, there))
+    kin = [path.with_name(other[0]) for other in found if other.group("rest", "suffix") == own.group("rest", "suffix")]
+    older = [other for other in kin if (torch_of(other) or ()) <= (torch_of(path) or ())]
+    return max(older, key=lambda other: torch_of(other) or (), default=path)
 
 
 def id_of(item: pytest.Item) -> str:

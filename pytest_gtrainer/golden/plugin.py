@@ -16,8 +16,8 @@ import functools
 import os
 import shlex
 from collections.abc import Callable, Generator, Iterator, Mapping
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, replace
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import pytest
@@ -25,7 +25,7 @@ import pytest
 from pytest_gtrainer import facts
 from pytest_gtrainer.golden import artifacts, modes, store, values
 from pytest_gtrainer.golden.claims import Claim, disagreement
-from pytest_gtrainer.golden.naming import FOLDER, SUFFIXES, id_of, safe
+from pytest_gtrainer.golden.naming import FOLDER, SUFFIXES, id_of, safe, standing, torch_of
 
 _MOST_COMMANDS = 8
 _MOST_ARTIFACT_LINES = 20_000
@@ -95,8 +95,9 @@ class GoldenPlugin:
 
     def _judge(self, item: pytest.Item, claim: Claim) -> tuple[list[facts.Fact], str | None]:
         """What is to be counted, nothing while it awaits the test's end; and the failure's text."""
-        self._claimed.add(claim.path)
-        path = self.root / claim.path
+        held = self._standing(claim)
+        self._claimed |= {claim.path, held.path}
+        path = self.root / held.path
         try:
             golden = store.read(path, self.root)
         except store.GoldenFileError as error:
@@ -112,12 +113,25 @@ class GoldenPlugin:
 
         finding = judge(claim.kind, golden, claim.text)
         if finding.outcome == "equal":
-            return [_fact(claim, "equal")], None
+            return [_fact(held, "equal")], None
         if finding.outcome == "not judged":
             return self._not_judged(item, claim, finding.reasons), None
-        if self.modes.updates and finding.replaceable:
-            return self._await(claim, "updated"), None
-        return self._failed(item, claim, "different", f"{claim.path} differs\n{finding.reasons}", golden)
+        is_new = held.path != claim.path
+        if (self.modes.creates if is_new else self.modes.updates) and finding.replaceable:
+            return self._await(claim, "created" if is_new else "updated"), None
+        problem = f"{held.path} differs\n{finding.reasons}"
+        if is_new:
+            problem += f"\n\nit stays as it is: what is accepted goes to {claim.path}, for this torch and newer ones"
+        return self._failed(item, claim, "different", problem, golden)
+
+    def _standing(self, claim: Claim) -> Claim:
+        """The claim on the file that holds here: of goldens kept per version of torch it may be an older one's."""
+        path = PurePosixPath(claim.path)
+        if torch_of(path) is None:
+            return claim
+        folder = (self.root / path).parent
+        there = sorted(os.listdir(folder)) if folder.is_dir() else []
+        return replace(claim, path=standing(path, there).as_posix())
 
     def _await(self, claim: Claim, outcome: str) -> list[facts.Fact]:
         self._pending.append(_Pending(claim, outcome))
@@ -177,10 +191,6 @@ class GoldenPlugin:
         elif call.when in ("call", "teardown"):
             report.gt_goldens = [c.to_json() for c in self._recorded.pop(item.nodeid, [])]  # type: ignore[attr-defined]
         return report
-
-    def has_untold(self) -> bool:
-        """Whether the next report of a rank will carry something."""
-        return bool(self._recorded or self._pending)
 
     def judge_ranks(self, item: pytest.Item, claims: Mapping[int, list[dict[str, Any]]]) -> str | None:
         """Judge what the ranks of a test have claimed; returns why the test fails."""

@@ -6,9 +6,10 @@ A golden belongs to the test that its path is made from. It is *unused* if
 - or no test that was collected is its test, although the file of its test was collected, or is gone.
 
 So the goldens of tests that failed, were skipped, deselected or not reached are used, those of files
-that were not collected (ignored, skipped as a whole) too, and those of parameters where the set of
-parameters is empty here. One that only a GPU could judge (its devices, its environments or its name
-say so) is *not judged* where there is none. What a full run is, ``coverage`` says.
+that were not collected (ignored, skipped as a whole) too, those of parameters where the set of
+parameters is empty here, and those kept for another version of torch. One that only a GPU could judge
+(its devices, its environments or its name say so) is *not judged* where there is none. What a full run
+is, ``coverage`` says.
 
 What was collected is known to the process that collects, under xdist to each worker, which sends it
 when it ends; what a test came to, to all processes that its reports pass through.
@@ -27,8 +28,9 @@ from pytest_gtrainer.golden import store, tree
 from pytest_gtrainer.golden.coverage import asks_for_a_part
 from pytest_gtrainer.golden.evidence import Collection, Outcome
 from pytest_gtrainer.golden.modes import PRUNE, given
-from pytest_gtrainer.golden.naming import SUFFIXES, stem_of_golden, stem_of_test
+from pytest_gtrainer.golden.naming import SUFFIXES, stem_of_golden, stem_of_test, torch_of
 from pytest_gtrainer.golden.plugin import GoldenPlugin
+from pytest_gtrainer.supported import installed_minor
 
 _WORKER_OUTPUT = "gt_unowned_goldens"
 _MOST_SHOWN = 8
@@ -132,8 +134,8 @@ class UnusedGoldens:
         return set(self._collection.unowned(self.root))
 
     def _unclaimed(self, files: list[PurePosixPath]) -> set[PurePosixPath]:
-        """Goldens of tests that have passed without checking them."""
-        stems = tree.by_stem(files)
+        """Goldens of tests that have passed without checking them; those for another torch are not for this run."""
+        stems = tree.by_stem([path for path in files if torch_of(path) in (None, installed_minor())])
         return {
             path
             for nodeid, test in self._tests.items()

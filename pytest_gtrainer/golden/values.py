@@ -18,6 +18,9 @@ _MARK = re.compile(r"numbers v(\d+)")
 _MOST_WORDS = 12
 _DEEPEST = 50
 
+_WHEEL = re.compile(r"\+(cpu|xpu|cu\d+|rocm[\d.]+)$")
+"""The tag of a wheel: which devices it was built for, besides the CPU."""
+
 Environment = Mapping[str, Any]
 
 
@@ -39,6 +42,24 @@ class Entry:
         torch 2.13.0, device cpu, instructions AVX2, threads 2
         """
         return ", ".join(f"{name} {value}" for name, value in self.environment.items())
+
+
+def decisive(environment: Environment) -> Environment:
+    """What of an environment changes bits, which is all but the tag of a wheel where the CPU computes.
+
+    The wheels of one release are built from one source, with one compiler and one MKL and oneDNN for the CPU:
+    ``2.15.0+cpu`` and ``2.15.0+cu132`` give the same bits there. On a GPU the tag stays, as it says which cuBLAS
+    and cuDNN came along. So does any other tag: it names a build of somebody's own, which may hold anything. A
+    release is another source and another oneDNN, so its number stays whole.
+
+    >>> decisive({"torch": "2.15.0+cu132", "device": "cpu"}), decisive({"torch": "2.15.0a0+git1f2e", "device": "cpu"})
+    ({'torch': '2.15.0', 'device': 'cpu'}, {'torch': '2.15.0a0+git1f2e', 'device': 'cpu'})
+    >>> decisive({"torch": "2.15.0+cu132", "device": "cuda NVIDIA H100"})
+    {'torch': '2.15.0+cu132', 'device': 'cuda NVIDIA H100'}
+    """
+    if environment.get("device") != "cpu" or "torch" not in environment:
+        return environment
+    return {**environment, "torch": _WHEEL.sub("", str(environment["torch"]))}
 
 
 def plain(value: Any, place: str = "") -> Any:
@@ -103,7 +124,10 @@ def entries_of(text: str) -> list[Entry]:
     content = _content(text)
     found = content.get("entries")
     try:
-        return [Entry(dict(each["environment"]), plain(each["values"])) for each in found]  # type: ignore[union-attr]
+        return [
+            Entry(decisive(dict(each["environment"])), plain(each["values"]))
+            for each in found  # type: ignore[union-attr]
+        ]
     except (TypeError, KeyError, ValueError):
         raise NumbersError("has no list of entries with environment and values: restore or remake it") from None
 
@@ -126,7 +150,7 @@ def _content(text: str) -> dict[str, Any]:
 
 
 def merged(golden: str, obtained: str) -> str:
-    """A golden with the one entry of an obtained text in place of that of an equal environment, or added.
+    """A golden with the one entry of an obtained text in place of those of an equal environment, or added.
 
     Raises:
         NumbersError: the golden cannot be read, so that its other entries would be lost.
@@ -134,8 +158,9 @@ def merged(golden: str, obtained: str) -> str:
     (new,) = entries_of(obtained)
     old = entries_of(golden)
     fields = {name: value for name, value in _content(obtained).items() if name not in ("gtrainer", "entries")}
-    places = [index for index, entry in enumerate(old) if entry.environment == new.environment] or [len(old)]
-    return text_of(fields, [*old[: places[0]], new, *old[places[0] + 1 :]])
+    others = [entry for entry in old if entry.environment != new.environment]
+    place = next((index for index, entry in enumerate(old) if entry.environment == new.environment), len(old))
+    return text_of(fields, [*others[:place], new, *others[place:]])
 
 
 def devices(text: str) -> set[str]:

@@ -13,7 +13,8 @@ import torch
 from torch import fx
 
 from pytest_gtrainer._torch.graph_text import plain_attributes
-from pytest_gtrainer.conventions import node_fqn
+from pytest_gtrainer.graph.conventions import node_fqn
+from pytest_gtrainer.graph.payload_order import managed_order
 from pytest_gtrainer.graphtext.folding import INDENT, fold
 from pytest_gtrainer.graphtext.groups import groups_of
 from pytest_gtrainer.graphtext.lines import input_sections, output_sections, schedule_sections
@@ -23,7 +24,6 @@ from pytest_gtrainer.graphtext.scopes import Scopes, is_computed, is_item, scope
 from pytest_gtrainer.graphtext.sections import Section
 from pytest_gtrainer.graphtext.spelling import Speller
 from pytest_gtrainer.graphtext.symbols import Backed
-from pytest_gtrainer.passes.payload_order import managed_order
 
 
 def draw(gm: fx.GraphModule, mesh: Mapping[str, int]) -> tuple[list[str], list[Section]]:

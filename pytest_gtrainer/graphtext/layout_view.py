@@ -13,13 +13,13 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from torch import fx
 
+from pytest_gtrainer.graph.layout import BucketLayout, Payload, bucket_layout
 from pytest_gtrainer.graphtext import header as headers
 from pytest_gtrainer.graphtext.folding import fold
 from pytest_gtrainer.graphtext.groups import Group, groups_of, groups_of_ranks
 from pytest_gtrainer.graphtext.paths import Layer, spell_from, split_layer
 from pytest_gtrainer.graphtext.sections import Key, Line, Section
 from pytest_gtrainer.graphtext.vocabulary import spell_dtype
-from pytest_gtrainer.passes.layout import BucketLayout, Payload, bucket_layout
 
 NOTHING = "payloads = []"
 """What a layout without any payload says, so that its text is not empty."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 from collections.abc import Callable
 from typing import Any
@@ -54,7 +55,9 @@ def tensor_content(value: torch.Tensor) -> str:
 
 
 def _tensor_digest(value: torch.Tensor) -> str:
-    return "sha256:" + hashlib.sha256(bytes_of(value).numpy().tobytes()).hexdigest()[:16]
+    content = bytes_of(value)
+    memory = ctypes.string_at(content.data_ptr(), content.numel())  # `numpy()` would need NumPy
+    return "sha256:" + hashlib.sha256(memory).hexdigest()[:16]
 
 
 def bytes_of(value: torch.Tensor) -> torch.Tensor:

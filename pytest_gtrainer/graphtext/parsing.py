@@ -14,6 +14,7 @@ import torch
 from torch import fx, nn
 
 from pytest_gtrainer._torch.graph_text import append_node
+from pytest_gtrainer.graph.chunks import EAGER, MATERIALIZATION, SPLIT_BOUNDARY, told_in_words
 from pytest_gtrainer.graphtext.errors import TextError, nearest
 from pytest_gtrainer.graphtext.groups import names_of_groups
 from pytest_gtrainer.graphtext.operands import Operands, input_key_at
@@ -24,7 +25,6 @@ from pytest_gtrainer.graphtext.sections import Key
 from pytest_gtrainer.graphtext.sizes import At, Sizes, may_be_symbolic
 from pytest_gtrainer.graphtext.syntax import Program, Statement, chain, integer, read, refuse, shown
 from pytest_gtrainer.graphtext.tags import AT, CHUNK, MISMARKED, TAGS, UNOWNED, apply_tag
-from pytest_gtrainer.passes.chunking.annotations import EAGER, MATERIALIZATION, SPLIT_BOUNDARY, told_in_words
 
 _KIND_OF_SPACE = {"P": "parameter", "B": "buffer", "I": "input"}
 _FOREIGN = {"fwd": "fwd", "bwd": "bwd"}

@@ -17,9 +17,9 @@ from typing import Any
 from torch import fx
 
 from pytest_gtrainer._torch.graph_text import POLICIES
-from pytest_gtrainer.conventions import direction, node_fqn
+from pytest_gtrainer.graph import chunks as chunks
+from pytest_gtrainer.graph.conventions import direction, node_fqn
 from pytest_gtrainer.graphtext.paths import is_word
-from pytest_gtrainer.passes.chunking import annotations as chunks
 
 UNOWNED = "unowned"
 AT = "at"

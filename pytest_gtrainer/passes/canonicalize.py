@@ -1,7 +1,8 @@
-"""One spelling for what a trace says in several: detaches, views that change nothing, transposes that cancel."""
+"""One spelling for what a trace says in several: detaches, views and pads of nothing, transposes that cancel."""
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -9,21 +10,23 @@ import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from pytest_gtrainer._torch.passes import is_view, written_operands
 from pytest_gtrainer.passes.graph_pass import graph_pass
 
 aten = torch.ops.aten
 _RESHAPES = (aten.view.default, aten._unsafe_view.default)
 _TRANSPOSES = (aten.t.default, aten.transpose.int, aten.permute.default)
-_RULE_OF = {
-    aten.detach.default: "detach",
-    aten.slice.Tensor: "slice",
-    **dict.fromkeys(
-        (*_RESHAPES, aten.reshape.default, aten.alias.default, aten.expand.default),
-        "view",
-    ),
+_DETACHES = (aten.detach.default, aten.alias.default)
+"""Since torch 2.14 ``detach`` reaches the dispatcher as ``alias``, which nothing tells from one that a user wrote."""
+_RULES_OF = {
+    aten.detach.default: {"detach"},
+    aten.alias.default: {"detach", "view"},
+    **{view: {"view"} for view in (*_RESHAPES, aten.reshape.default, aten.expand.default)},
+    aten.slice.Tensor: {"slice"},
+    aten.constant_pad_nd.default: {"pad"},
 }
-RULES = ("detach", "view", "slice", "transpose", "reshape")
-DEFAULT_RULES = ("detach", "view", "slice", "transpose")
+RULES = ("detach", "view", "slice", "pad", "transpose", "reshape")
+DEFAULT_RULES = ("detach", "view", "slice", "pad", "transpose")
 
 
 @graph_pass
@@ -33,15 +36,19 @@ def canonicalize_graph_pass(
     *,
     rules: Collection[str] = DEFAULT_RULES,
 ) -> bool:
-    """Remove ``detach``, identity views and slices, and transposes that cancel, in place.
+    """Remove ``detach``, identity views and slices, pads of nothing, and transposes that cancel, in place.
 
-    Values, strides and aliasing stay as they are. An output keeps a node of its own where it would
+    Values, strides and what is seen of aliasing stay as they are. An output keeps a node of its own where it would
     otherwise be a graph input. One walk; run on its own output, it changes nothing.
 
     Args:
         rules: which of ``RULES`` to apply, by default all but the last.
 
-            - "detach", "view", "slice": what gives its operand goes;
+            - "detach", "view", "slice": what gives its operand goes. ``alias`` goes by "detach" as well as by
+              "view", since torch 2.14 spells a detach so;
+            - "pad": a pad that adds nothing, and so only copies, goes, unless something writes to the copy or to
+              what it copies, or the copy is returned. Since torch 2.15 DTensor pads on every rank while it is
+              traced, also where there is nothing to add;
             - "transpose": a transpose of a transpose gives way to what went in. The backward of a
               linear layer transposes the forward's transposed weight, and so ceases to need it;
             - "reshape": ``view`` and ``_unsafe_view`` are spelled ``reshape``. To be asked for before a
@@ -59,7 +66,7 @@ def canonicalize_graph_pass(
     for node in list(gm.graph.nodes):
         if "transpose" in rules and _cancels(node):
             changed |= _give_way(node, node.all_input_nodes[0].all_input_nodes[0])
-        elif _RULE_OF.get(node.target) in rules and _is_identity(node):
+        elif not _RULES_OF.get(node.target, set()).isdisjoint(rules) and _is_identity(node):
             changed |= _give_way(node, node.all_input_nodes[0])
         elif "reshape" in rules and node.target in _RESHAPES:
             node.target, changed = aten.reshape.default, True
@@ -67,8 +74,41 @@ def canonicalize_graph_pass(
 
 
 def _is_identity(node: fx.Node) -> bool:
-    """Whether the view's value is its input, in shape, strides and storage."""
-    return node.target is aten.detach.default or _same_layout(node.all_input_nodes[0], node)
+    """Whether the node's value is its input, in shape and strides, and nothing can tell their storages apart."""
+    if node.target in _DETACHES:
+        return True
+    source = node.all_input_nodes[0]
+    if node.target is aten.constant_pad_nd.default and not _pads_nothing_unseen(node, source):
+        return False
+    return _same_layout(source, node)
+
+
+def _pads_nothing_unseen(node: fx.Node, source: fx.Node) -> bool:
+    """Whether a pad adds no element, and nobody would notice if its result were ``source`` itself."""
+    pads: Any = node.args[1]
+    if not all(type(pad) is int and pad == 0 for pad in pads):
+        return False
+    copies, originals = _sharing(node), _sharing(source)
+    users = [(value, user) for value in copies | originals for user in value.users]
+    is_written = any(value in written_operands(user) for value, user in users)
+    return not is_written and not any(user.op == "output" for value in copies for user in value.users)
+
+
+def _sharing(node: fx.Node) -> set[fx.Node]:
+    """The values in the storage of a value, itself among them."""
+    while _is_same_storage(node):
+        node = node.all_input_nodes[0]
+    found, left = set[fx.Node](), [node]
+    while left:
+        value = left.pop()
+        found.add(value)
+        left += [user for user in value.users if _is_same_storage(user) and user.all_input_nodes[0] is value]
+    return found
+
+
+def _is_same_storage(node: fx.Node) -> bool:
+    """Whether a node's value lies in the storage of its first operand: a view, one of several, or written in place."""
+    return is_view(node.target) or node.target is operator.getitem or bool(written_operands(node))
 
 
 def _cancels(node: fx.Node) -> bool:
@@ -93,7 +133,7 @@ def _give_way(node: fx.Node, source: fx.Node) -> bool:
 
 
 def _same_layout(before: fx.Node, after: fx.Node) -> bool:
-    """Whether two values, one a view of the other, have equal dtype, shape and strides."""
+    """Whether two values, one a view or a copy of the other, have equal dtype, shape and strides."""
     ours, theirs = before.meta.get("val"), after.meta.get("val")
     if not isinstance(ours, torch.Tensor) or not isinstance(theirs, torch.Tensor):
         return False

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import fx
 
-from pytest_gtrainer.passes.effects import has_effect
+from pytest_gtrainer.graph.effects import has_effect
 from pytest_gtrainer.passes.graph_pass import graph_pass
 
 

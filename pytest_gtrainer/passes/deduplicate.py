@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import fx
 
-from pytest_gtrainer.passes.collectives import Member, fsdp_all_gathers
+from pytest_gtrainer.graph.collectives import Member, fsdp_all_gathers
 from pytest_gtrainer.passes.graph_pass import graph_pass
 
 

@@ -17,8 +17,8 @@ import torch
 from torch import fx
 
 from pytest_gtrainer._torch.passes import ALL_REDUCE
-from pytest_gtrainer.passes.bucket_plan import PlanError
-from pytest_gtrainer.passes.collectives import Member, fsdp_reduce_scatters, is_wait, only_wait
+from pytest_gtrainer.graph.bucket_plan import PlanError
+from pytest_gtrainer.graph.collectives import Member, fsdp_reduce_scatters, is_wait, only_wait
 from pytest_gtrainer.passes.graph_pass import graph_pass
 
 aten = torch.ops.aten

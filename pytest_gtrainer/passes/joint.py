@@ -29,18 +29,18 @@ import torch
 from torch import fx
 
 from pytest_gtrainer._torch.passes import add_control_dependencies, is_control_dependency
-from pytest_gtrainer.conventions import BACKWARD, FORWARD, node_fqn
-from pytest_gtrainer.conventions import direction as direction_of
-from pytest_gtrainer.passes.bucket_plan import Bucket, BucketPlan, Plan, PlanError
-from pytest_gtrainer.passes.build import BucketBuilder
-from pytest_gtrainer.passes.collectives import (
+from pytest_gtrainer.graph.bucket_plan import Bucket, BucketPlan, Plan, PlanError
+from pytest_gtrainer.graph.collectives import (
     Member,
     fsdp_all_gathers,
     fsdp_reduce_scatters,
     group_size_of,
 )
+from pytest_gtrainer.graph.conventions import BACKWARD, FORWARD, node_fqn
+from pytest_gtrainer.graph.conventions import direction as direction_of
+from pytest_gtrainer.graph.payload_order import Key, PayloadOrder, sort_key
+from pytest_gtrainer.passes.build import BucketBuilder
 from pytest_gtrainer.passes.graph_pass import graph_pass
-from pytest_gtrainer.passes.payload_order import Key, PayloadOrder, sort_key
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,8 +14,8 @@ from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from pytest_gtrainer._torch.passes import is_view
-from pytest_gtrainer.conventions import FORWARD, direction
-from pytest_gtrainer.passes.collectives import Member, fsdp_all_gathers
+from pytest_gtrainer.graph.collectives import Member, fsdp_all_gathers
+from pytest_gtrainer.graph.conventions import FORWARD, direction
 from pytest_gtrainer.passes.graph_pass import graph_pass
 
 RECOMPUTE = "recompute"

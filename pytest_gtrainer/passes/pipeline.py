@@ -20,8 +20,9 @@ from torch import fx
 
 from pytest_gtrainer import facts
 from pytest_gtrainer._torch.graph_modules import compiled, copied_lazily
+from pytest_gtrainer.graph.bucket_plan import BucketPlan, get_default_transformer_block_buckets
+from pytest_gtrainer.graph.payload_order import PayloadOrder
 from pytest_gtrainer.passes.bound import BoundPass, bind_options
-from pytest_gtrainer.passes.bucket_plan import BucketPlan, get_default_transformer_block_buckets
 from pytest_gtrainer.passes.canonicalize import DEFAULT_RULES, canonicalize_graph_pass
 from pytest_gtrainer.passes.chunking.chunk import chunk_pass
 from pytest_gtrainer.passes.chunking.config import ChunkConfig
@@ -33,7 +34,6 @@ from pytest_gtrainer.passes.graph_pass import options_of, rewrite_of
 from pytest_gtrainer.passes.hsdp import reduce_scatter_before_all_reduce_pass
 from pytest_gtrainer.passes.joint import joint_transformer_block_bucketing_reordering_pass
 from pytest_gtrainer.passes.memory_policy import tag_with_memory_policy_pass
-from pytest_gtrainer.passes.payload_order import PayloadOrder
 from pytest_gtrainer.passes.process_groups import reassign_collective_pgs_pass
 from pytest_gtrainer.passes.remat import selective_activation_remat_pass
 from pytest_gtrainer.passes.structured_log import PipelineLog

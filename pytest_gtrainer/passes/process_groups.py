@@ -12,8 +12,8 @@ from typing import Any
 from torch import fx
 
 from pytest_gtrainer._torch.passes import extra_group, group_ranks, is_extra_group
-from pytest_gtrainer.passes.bucket_plan import PlanError
-from pytest_gtrainer.passes.collectives import Member, fsdp_all_gathers, group_of
+from pytest_gtrainer.graph.bucket_plan import PlanError
+from pytest_gtrainer.graph.collectives import Member, fsdp_all_gathers, group_of
 from pytest_gtrainer.passes.graph_pass import graph_pass
 
 

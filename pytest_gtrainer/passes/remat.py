@@ -21,9 +21,9 @@ from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from pytest_gtrainer._torch.passes import is_view, written_operands
-from pytest_gtrainer.conventions import BACKWARD, direction
-from pytest_gtrainer.passes.bucket_plan import PlanError
-from pytest_gtrainer.passes.effects import is_random, mutates
+from pytest_gtrainer.graph.bucket_plan import PlanError
+from pytest_gtrainer.graph.conventions import BACKWARD, direction
+from pytest_gtrainer.graph.effects import is_random, mutates
 from pytest_gtrainer.passes.graph_pass import graph_pass
 from pytest_gtrainer.passes.memory_policy import RECOMPUTE
 

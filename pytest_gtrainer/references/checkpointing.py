@@ -7,10 +7,10 @@ import functools
 from torch import fx, nn
 from torch.utils.checkpoint import checkpoint
 
-from pytest_gtrainer.conventions import BACKWARD, direction, node_fqn
+from pytest_gtrainer.graph.bucket_plan import layer_of
+from pytest_gtrainer.graph.conventions import BACKWARD, direction, node_fqn
+from pytest_gtrainer.graph.effects import is_random
 from pytest_gtrainer.numerics.configs import ActivationCheckpointConfig
-from pytest_gtrainer.passes.bucket_plan import layer_of
-from pytest_gtrainer.passes.effects import is_random
 
 
 class CannotRestore(ValueError):

@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from pytest_gtrainer._torch.fsdp2 import FSDP2Policy, fully_shard
+from pytest_gtrainer.graph.layout import BucketLayout
 from pytest_gtrainer.numerics.record import Record
-from pytest_gtrainer.passes.layout import BucketLayout
 from pytest_gtrainer.references.chunked import eager_chunked
-from pytest_gtrainer.references.config import TrainConfig, bucket_modules, finished, new_model
+from pytest_gtrainer.references.config import TrainConfig, bucket_modules, new_model
 from pytest_gtrainer.references.layout import eager_bucket_layout
 from pytest_gtrainer.references.train import Recorder, train
 
 if TYPE_CHECKING:
-    from pytest_gtrainer.worlds.world import World
+    pass
 
 
 class EagerRun:
@@ -72,17 +70,3 @@ def shard_eagerly(model: nn.Module, config: TrainConfig) -> nn.Module:
     if "" not in config.bucket_plan:
         fully_shard(model, mesh=config.mesh, mp_policy=policy)
     return model
-
-
-def train_eager(config: TrainConfig | Callable[[DeviceMesh], TrainConfig], *, world: World | None = None) -> Record:
-    """Train eagerly with ``fully_shard``, or DDP: loss, gradients, weights, ... per step, on this rank.
-
-    In a simulated ``world`` on all its ranks, as threads; ``config`` is then best a function that builds the
-    configuration from a rank's mesh.
-    """
-    if world is not None and world.kind == "simulated":
-        from pytest_gtrainer.worlds.simulated.threads.training import simulated_eager
-        from pytest_gtrainer.worlds.simulated.world import net_of
-
-        return simulated_eager(config, net_of(world), mesh=world.mesh).record
-    return EagerRun(finished(config, world)).run()

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
+from pytest_gtrainer.graph.layout import BucketLayout, bucket_layout
+from pytest_gtrainer.graph.payload_order import PayloadOrder
 from pytest_gtrainer.numerics.record import Record
 from pytest_gtrainer.numerics.seeds import random_states_kept
 from pytest_gtrainer.passes.bound import BoundPass
-from pytest_gtrainer.passes.layout import BucketLayout, bucket_layout
-from pytest_gtrainer.passes.payload_order import PayloadOrder
 from pytest_gtrainer.passes.pipeline import apply_graph_passes, construct_default_graph_passes
 from pytest_gtrainer.references.checkpointing import check_random_states
-from pytest_gtrainer.references.config import TrainConfig, bucket_modules, finished, new_model
+from pytest_gtrainer.references.config import TrainConfig, bucket_modules, new_model
 from pytest_gtrainer.references.same_collectives import assert_same_collectives
 from pytest_gtrainer.references.train import train
 from pytest_gtrainer.tracing.sharding import data_parallel
@@ -28,7 +27,7 @@ from pytest_gtrainer.tracing.step import TracedStep, trace_step
 _NOT_NEEDED = ("reassign_collective_pgs_pass",)
 
 if TYPE_CHECKING:
-    from pytest_gtrainer.worlds.world import World
+    pass
 
 
 class GraphRun:
@@ -122,28 +121,3 @@ def rewrite(
     )
     gm = apply_graph_passes(traced.gm, traced.example_inputs, default, disable=_NOT_NEEDED, twin=traced.twin)
     return traced.with_graph(gm)
-
-
-def train_graph(
-    config: TrainConfig | Callable[[DeviceMesh], TrainConfig],
-    *,
-    world: World | None = None,
-    passes: Sequence[BoundPass] | None = None,
-    payload_order: PayloadOrder = "managed",
-    reduce_scatter_first: bool = True,
-) -> Record:
-    """Train by the rewritten graph: loss, gradients, weights, ... per step, on this rank.
-
-    In a simulated ``world`` on all its ranks; ``config`` is then best a function that builds the
-    configuration from a rank's mesh. The options are those of ``rewrite``.
-    """
-    options: dict[str, Any] = {
-        "passes": passes,
-        "payload_order": payload_order,
-        "reduce_scatter_first": reduce_scatter_first,
-    }
-    if world is not None and world.kind == "simulated":
-        from pytest_gtrainer.worlds.simulated.graph_training import SimulatedGraphRun
-
-        return SimulatedGraphRun(config, world, **options).run()
-    return GraphRun(finished(config, world), **options).run()

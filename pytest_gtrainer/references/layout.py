@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from pytest_gtrainer._torch import fsdp2
-from pytest_gtrainer.passes.layout import (
+from pytest_gtrainer.graph.layout import (
     ALL_GATHER_NAME,
     ALL_REDUCE_NAME,
     REDUCE_SCATTER_NAME,

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from itertools import zip_longest
 
+import torch
 import torch.distributed as dist
 from torch import fx
 
 from pytest_gtrainer._torch.passes import WAIT, group_ranks
-from pytest_gtrainer.conventions import node_fqn
+from pytest_gtrainer.graph.conventions import node_fqn
 
 
 class RanksDisagree(AssertionError):
@@ -46,9 +47,25 @@ def assert_same_collectives(gm: fx.GraphModule) -> None:
     Raises:
         RanksDisagree: on every rank, with the first collective that differs and two ranks that differ in it.
     """
-    sequences: list[list[str]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(sequences, collective_sequence(gm))
+    sequences = [text.splitlines() for text in _gathered("\n".join(collective_sequence(gm)))]
     for rank, sequence in enumerate(sequences):
         for index, (first, other) in enumerate(zip_longest(sequences[0], sequence, fillvalue="nothing more")):
             if first != other:
                 raise RanksDisagree(f"collective {index} differs: rank 0 issues {first}, rank {rank} issues {other}")
+
+
+def _gathered(text: str) -> list[str]:
+    """Each rank's text, by rank. ``dist.all_gather_object`` does this too, but needs NumPy."""
+    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+    content = text.encode()
+    lengths = _all_gather(torch.tensor([len(content)], device=device))
+    longest = max(1, *(int(length) for length in lengths))
+    padded = torch.frombuffer(bytearray(content.ljust(longest)), dtype=torch.uint8).to(device)
+    rows = zip(_all_gather(padded), lengths, strict=True)
+    return [bytes(row[: int(length)].tolist()).decode() for row, length in rows]
+
+
+def _all_gather(tensor: torch.Tensor) -> list[torch.Tensor]:
+    rows = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
+    dist.all_gather(rows, tensor)
+    return rows

@@ -17,7 +17,7 @@ class BisectPlugin:
     def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, object, object]:
         if "torch" not in sys.modules:  # a test that rewrites graphs has imported it while it was collected
             return (yield)
-        from pytest_gtrainer.numerics.bisect_on_failure import Witness
+        from pytest_gtrainer.bisect.on_failure import Witness
 
         with facts.watching(Witness().watchers()):
             return (yield)

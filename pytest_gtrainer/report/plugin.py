@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 
 from pytest_gtrainer import extensions, facts, options
+from pytest_gtrainer.marker import spec_of
 from pytest_gtrainer.report.collected import Test
 from pytest_gtrainer.report.witness import Witness
-from pytest_gtrainer.worlds.spec import SpecError, spec_of
+from pytest_gtrainer.worlds.spec import SpecError
 
 _WANTED = pytest.StashKey[tuple[bool, bool]]()
 

@@ -27,9 +27,9 @@ from pytest_gtrainer import facts
 if TYPE_CHECKING:
     from torch import fx
 
+    from pytest_gtrainer.graph.layout import BucketLayout
     from pytest_gtrainer.numerics.compare import Verdict
     from pytest_gtrainer.numerics.record import Record
-    from pytest_gtrainer.passes.layout import BucketLayout
     from pytest_gtrainer.passes.pipeline import PassRun
 
 KINDS = frozenset({"graph_text", "pass", "schedule", "layout", "comparison", "not_shown"})
@@ -105,7 +105,7 @@ class Witness:
         if number >= _MOST_PIPELINES:
             facts.emit("not_shown", what=f"pipelines of passes after the first {_MOST_PIPELINES}", why="they are many")
             return
-        from pytest_gtrainer.passes.layout import bucket_layout
+        from pytest_gtrainer.graph.layout import bucket_layout
 
         try:
             layout = bucket_layout(result)

@@ -31,7 +31,7 @@ def fake_world(spec: WorldSpec) -> Iterator[World]:
         )
     dist.init_process_group("fake", store=FakeStore(), rank=spec.rank, world_size=spec.size)
     try:
-        yield World("fake", spec.size, spec.rank, spec.nodes, spec.mesh, device="cpu", backend="fake")
+        yield World("fake", spec.size, spec.rank, spec.nodes, spec.mesh, device=spec.device or "cpu", backend="fake")
     finally:
         dist.destroy_process_group()
         forget_meshes()

@@ -6,24 +6,13 @@ A *spec* is the marker's content, complete and valid: kind, size, mesh, nodes, r
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-import pytest
-
-from pytest_gtrainer import extensions
-
 MARKER = "gt_world"
-MARKER_HELP = (
-    'gt_world(kind, size=8, mesh={"fsdp": 8}, nodes=1, rank=0, device=None, timeout=None): run the test in a world of '
-    "process groups; kind is fake (structure only), simulated (all ranks in one process, sums as over several nodes) "
-    "or ranks (one process a rank); a list as size parametrises"
-)
 KINDS = ("fake", "simulated", "ranks")
-SIZE_PARAM = "gt_world_size"
-_READ = pytest.StashKey[tuple[pytest.Mark, "WorldSpec"]]()
 _FIELDS = ("size", "mesh", "nodes", "rank", "device", "timeout")
 DEVICES = ("cpu", "cuda")
 
@@ -37,8 +26,8 @@ class WorldSpec:
     """A checked ``gt_world`` marker.
 
     ``mesh`` maps dimension names to extents whose product is ``size``, outermost first.
-    ``rank`` is the rank that a fake world plays; ``device`` the one that the ranks must be on, None
-    for any; ``timeout`` is in seconds, None for the default.
+    ``rank`` is the rank that a fake world plays; ``device`` the one that ranks, or the tensors of a fake world, must be
+    on, None for any; ``timeout`` is in seconds, None for the default.
     """
 
     kind: str
@@ -78,13 +67,16 @@ def make_spec(kind: Any = None, *, kinds: Collection[str] = KINDS, **fields: Any
             f"gt_world's mesh {product} multiplies to {math.prod(mesh.values())}, but its size is {size}: "
             "make them equal, or leave one of them out"
         )
+    device = _device(fields.get("device"))
+    if kind == "simulated" and device == "cuda":
+        raise SpecError('gt_world("simulated", device="cuda"): a simulated world adds on the CPU; leave device out')
     return WorldSpec(
         kind,
         size,
         MappingProxyType(dict(mesh)),
         _nodes(fields.get("nodes", 1), size),
         _rank(fields.get("rank", 0), size),
-        _device(fields.get("device")),
+        device,
         _timeout(fields.get("timeout")),
     )
 
@@ -134,43 +126,3 @@ def _timeout(timeout: Any) -> float | None:
     if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 < timeout < math.inf:
         raise SpecError(f"gt_world's timeout is a number of seconds above 0; not {timeout!r}")
     return float(timeout)
-
-
-def spec_of(item: pytest.Item) -> WorldSpec | None:
-    """The spec of a collected test, None without the marker.
-
-    The nearest marker gives the kind; a parametrised size comes from the test's parameters.
-
-    Raises:
-        SpecError: as ``make_spec``.
-    """
-    marker = item.get_closest_marker(MARKER)
-    if marker is None:
-        return None
-    known = item.stash.get(_READ, None)
-    if known is None or known[0] is not marker:
-        item.stash[_READ] = known = marker, _read(item, marker)
-    return known[1]
-
-
-def _read(item: pytest.Item, marker: pytest.Mark) -> WorldSpec:
-    if len(marker.args) > 1:
-        raise SpecError(f"gt_world takes one positional argument, the kind; not {len(marker.args)}: {marker.args}")
-    fields = dict(marker.kwargs)
-    callspec = getattr(item, "callspec", None)
-    if callspec is not None and SIZE_PARAM in callspec.params:
-        fields["size"] = callspec.params[SIZE_PARAM]
-    if marker.args and "kind" in fields:
-        raise SpecError("gt_world got its kind twice")
-    kind = marker.args[0] if marker.args else fields.pop("kind", None)
-    more = () if kind in KINDS else extensions.worlds(item.config, KINDS)  # most tests ask no hook
-    return make_spec(kind, kinds=(*KINDS, *more), **fields)
-
-
-def parametrised_sizes(definition: pytest.Item) -> list[Any] | None:
-    """The sizes of a marker whose ``size`` is a list or tuple; None if it is not."""
-    marker = definition.get_closest_marker(MARKER)
-    size = marker.kwargs.get("size") if marker else None
-    if isinstance(size, Iterable) and not isinstance(size, str | bytes | Mapping):
-        return list(size)
-    return None

@@ -1,14 +1,13 @@
 """The documentation is true: the tutorial is followed, the table of behaviours is complete, pages name what exists."""
 
-import fnmatch
 import importlib.util
-import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from fixtures.pages import fits, follow
 
 ROOT = Path(__file__).parents[2]
 PAGES = ROOT / "docs"
@@ -24,52 +23,9 @@ def generated():
     return module
 
 
-def blocks(page):
-    """Language and content of each fenced block."""
-    return re.findall(r"^```(\w+)\n(.*?)^```", (PAGES / page).read_text(), re.DOTALL | re.MULTILINE)
-
-
-def commands(block):
-    """Each command with the pattern its output must match."""
-    for part in re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]:
-        command, _, output = part.partition("\n")
-        yield command, output
-
-
-def fits(output, expected):
-    """Whether the expected lines stand in the output in this order; ``...`` is anything, also many lines."""
-    rest = iter(output.splitlines())
-    for line in expected.splitlines():
-        if line.strip() == "...":
-            continue
-        pattern = "".join("[[]" if c == "[" else c for c in line).replace("...", "*").rstrip()
-        if not any(fnmatch.fnmatchcase(found, pattern) for found in rest):
-            return f"no line {line!r}"
-    return ""
-
-
-def follow(page, folder, path):
-    """Do what a page says in a folder; returns how many commands that were."""
-    environ = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_") and name != "CI"}
-    environ |= {"PATH": f"{path}{os.pathsep}{environ['PATH']}", "CUDA_VISIBLE_DEVICES": ""}
-    done = 0
-    for language, text in blocks(page):
-        name = re.match(r"# (\S+\.py)\n", text)
-        if language == "python" and name:
-            (folder / name[1]).write_text(text)
-        for command, expected in commands(text) if language == "console" else ():
-            told = subprocess.run(
-                command, shell=True, cwd=folder, env=environ, capture_output=True, text=True, timeout=240
-            )
-            problem = fits(told.stdout + told.stderr, expected)
-            assert not problem, f"$ {command}\n{told.stdout}{told.stderr}\n{problem}"
-            done += 1
-    return done
-
-
 @pytest.mark.long
 def test_the_tutorial_is_followed_literally(tmp_path):
-    assert follow("tutorial.md", tmp_path, Path(sys.executable).parent) == 10
+    assert follow(PAGES / "tutorial.md", tmp_path, Path(sys.executable).parent) == 10
     assert (tmp_path / "report.html").stat().st_size > 10_000
 
 
@@ -128,3 +84,16 @@ def test_a_behaviour_without_a_test_is_told_and_a_bar_does_not_end_a_cell(genera
 def test_generated_pages(generated):
     assert "| D2 | Payload order is eager FSDP2's" in generated.behaviours_page()
     assert "| `--gt-report FILE` | `gt_report` |" in generated.options_page()
+
+
+def test_the_architecture_names_rooms_and_files_that_exist():
+    """Each room of the picture has its floor in the test of imports, and each file of the tables is there."""
+    from tests.test_import_directions import ROOMS
+
+    text = (PAGES / "architecture.md").read_text()
+    package = ROOT / "pytest_gtrainer"
+    named = {name for name in re.findall(r"`([a-z_/]+(?:/|\.py))`", text) if not name.startswith("tests/")}
+    assert len(named) > 15
+    assert {name for name in named if not (package / name).exists()} == set()
+    picture = text.partition("## Rooms")[2].partition("## Who")[0]
+    assert {room for rooms in ROOMS for room in rooms if not re.search(rf"\b{room}\b", picture)} == set()

@@ -44,7 +44,7 @@ GRAPH = "# gtrainer graph v2\nif fwd:\n  with norm:\n    a: f32[2] = aten.a()\n"
 @pytest.mark.parametrize(("golden", "sentence"), [
     (GRAPH.replace("if", "<<<<<<< ours\nif"), "the golden has merge conflict marks at line 2: resolve *"),
     (GRAPH.replace("v2", "v7"), "the golden has format v7 and this pytest-gtrainer reads v2: *, so upgrade"),
-    (GRAPH.replace("v2", "v1"), "the golden has the old format v1, where this pytest-gtrainer reads v2: remake it, *"),
+    (GRAPH.replace("v2", "v1"), "the golden has the old format v1, *: remake it with --gt-update-goldens, at a *"),
     ("if fwd:\n  a: f32[2] = aten.a()\n", "the golden does not begin with `# gtrainer graph v2`: *"),
     (GRAPH.replace("if fwd", "if x:\n  x\nfor x"), "the golden is not graph text: line 4: expected `for *"),
 ])  # fmt: skip

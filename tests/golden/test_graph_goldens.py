@@ -68,7 +68,7 @@ def test_of_a_partial_view_the_whole_graph_is_kept_too(run_here, pytester, monke
 
 LAYOUT = """
 import os, torch
-from pytest_gtrainer.passes.layout import BucketLayout, Payload, Slot
+from pytest_gtrainer.graph.layout import BucketLayout, Payload, Slot
 
 def test_layout(gt_golden):
     slots = [Slot("layers.0.a", 0, 16), Slot("layers.0.b", 16, 32)]

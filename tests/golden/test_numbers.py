@@ -38,7 +38,7 @@ def test_a_file_tells_the_environment_and_every_bit(run_here, goldens):
         "remake": "pytest test_it.py::test_loss --gt-update-goldens",
     }  # fmt: skip
     assert entry["environment"] == {
-        "torch": torch.__version__, "device": "cpu",
+        "torch": torch.__version__.partition("+")[0], "device": "cpu",
         "instructions": torch.backends.cpu.get_cpu_capability(), "threads": torch.get_num_threads(),
     }  # fmt: skip
     assert list(entry["values"]) == ["9", "10", "digest", "losses"]
@@ -87,6 +87,33 @@ def test_a_flag_adds_this_environment_and_keeps_the_others(run_here, goldens, py
     run_here(None).stdout.fnmatch_lines(["goldens   1 equal"])
     run_here(SOURCE.format([2.0]), "--gt-update-goldens").stdout.fnmatch_lines(["goldens   1 updated"])
     assert [entry["values"] for entry in json.loads(goldens()[FILE])["entries"]] == [[7.0], [2.0]]
+
+
+@pytest.mark.parametrize(
+    ("made", "device", "outcome"),
+    [
+        ("{release}+cpu", "cpu", "equal"), ("{release}+cu132", "cpu", "equal"), ("{release}", "cpu", "equal"),
+        ("{release}+git1f2e3d", "cpu", "not judged"), ("2.12.0+cpu", "cpu", "not judged"),
+        ("{release}+cpu", "cuda NVIDIA H100", "not judged"),
+    ],
+)  # fmt: skip
+def test_the_tag_of_a_wheel_changes_no_bit_on_the_cpu(run_here, goldens, pytester, made, device, outcome):
+    """Neither in files of before, which hold it; another source, a build of one's own, another device do."""
+    run_here(SOURCE.format([1.0]), "--gt-create-goldens")
+    content = json.loads(goldens()[FILE])
+    release = torch.__version__.partition("+")[0]
+    content["entries"][0]["environment"] |= {"torch": made.format(release=release), "device": device}
+    (pytester.path / "golden" / FILE).write_text(json.dumps(content))
+    run_here(None).stdout.fnmatch_lines([f"goldens   1 {outcome}"])
+
+
+def test_wheels_of_one_release_share_an_entry(run_here, goldens, pytester):
+    run_here(SOURCE.format([1.0]), "--gt-create-goldens")
+    content = json.loads(goldens()[FILE])
+    content["entries"][0]["environment"]["torch"] += "+cu132"
+    (pytester.path / "golden" / FILE).write_text(json.dumps(content))
+    run_here(SOURCE.format([2.0]), "--gt-update-goldens").stdout.fnmatch_lines(["goldens   1 updated"])
+    assert [entry["values"] for entry in json.loads(goldens()[FILE])["entries"]] == [[2.0]]
 
 
 CHANGES = ("torch.set_num_threads(torch.get_num_threads() + 1)", "torch.set_default_device('meta')")

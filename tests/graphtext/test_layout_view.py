@@ -11,8 +11,8 @@ from torch import nn
 
 from pytest_gtrainer import BucketLayout, TrainConfig, eager_bucket_layout
 from pytest_gtrainer._torch.fsdp2 import fully_shard
+from pytest_gtrainer.graph.layout import Payload, Slot
 from pytest_gtrainer.graphtext import TextError, parse, records, render, render_layout, unfold
-from pytest_gtrainer.passes.layout import Payload, Slot
 from pytest_gtrainer.references.graph import GraphRun
 from tests.graphtext.toy import toy_graph
 

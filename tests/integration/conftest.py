@@ -46,10 +46,16 @@ def _make_environment(folder, package):
 
 
 @pytest.fixture(scope="session")
-def installed(tmp_path_factory):
-    """The wheel, built from this tree and installed."""
-    folder = tmp_path_factory.mktemp("installed")
+def wheel(tmp_path_factory):
+    """Built from this tree."""
+    folder = tmp_path_factory.mktemp("wheel")
     command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", folder, ROOT]
     subprocess.run(command, check=True)
-    (wheel,) = folder.glob("*.whl")
-    return _make_environment(folder / "env", wheel)
+    (built,) = folder.glob("*.whl")
+    return built
+
+
+@pytest.fixture(scope="session")
+def installed(wheel, tmp_path_factory):
+    """The wheel, installed."""
+    return _make_environment(tmp_path_factory.mktemp("installed") / "env", wheel)

@@ -43,6 +43,7 @@ MARKERS = [
     ('"fake", size=8, nodes=3', "gt_world's 8 ranks do not divide over 3 nodes"),
     ('"fake", size=8, rank=8', "gt_world's rank lies in 0..7; not 8"),
     ('"ranks", device="tpu"', "gt_world's device is one of cpu, cuda; not 'tpu'"),
+    ('"simulated", device="cuda"', 'gt_world("simulated", device="cuda"): a simulated world adds on the CPU'),
     ('"ranks", timeout=-1', "gt_world's timeout is a number of seconds above 0; not -1"),
     ('"ranks", sizes=8', "gt_world takes size, mesh, nodes, rank, device, timeout; not sizes"),
 ]

@@ -15,7 +15,7 @@ from pytest_gtrainer import (
     assert_same_layout,
     bucket_layout,
 )
-from pytest_gtrainer.passes.layout import LayoutDifference
+from pytest_gtrainer.graph.layout import LayoutDifference
 from pytest_gtrainer.references.eager import EagerRun
 from pytest_gtrainer.references.graph import GraphRun
 

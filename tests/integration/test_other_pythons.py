@@ -3,24 +3,16 @@
 Torch is not installed there: what is run works without it, which is the plugin, its options, summary and report.
 """
 
-import glob
 import os
-import shutil
 import subprocess
-import sys
 import sysconfig
 import zipfile
 
 import pytest
 
+from fixtures.pythons import other_pythons
+
 pytestmark = pytest.mark.long
-PLACES = (
-    "~/.pyenv/versions/*/bin",
-    "~/.local/share/uv/python/*/bin",
-    "/opt/python/*/bin",
-    "/usr/bin",
-    "/usr/local/bin",
-)
 PROJECT = """
 from pytest_gtrainer.facts import emit
 
@@ -28,16 +20,6 @@ def test_it(tmp_path, gt_artifacts):
     emit("verdict", outcome="equal", what="nothing")
     assert gt_artifacts == tmp_path
 """
-
-
-def other_pythons():
-    """Minor version and path of each; a shim of pyenv that leads nowhere is none."""
-    path = os.pathsep.join([*(folder for place in PLACES for folder in glob.glob(os.path.expanduser(place))),
-                            os.environ["PATH"]])  # fmt: skip
-    for minor in range(11, 20):
-        python = shutil.which(f"python3.{minor}", path=path)
-        if python and minor != sys.version_info.minor and subprocess.run([python, "-c", ""]).returncode == 0:
-            yield minor, python
 
 
 OTHERS = dict(other_pythons())

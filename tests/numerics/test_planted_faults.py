@@ -18,8 +18,8 @@ from pytest_gtrainer import (
     deterministic,
     train_eager,
 )
+from pytest_gtrainer.graph.layout import LayoutDifference
 from pytest_gtrainer.numerics.assertions import BitwiseDifference
-from pytest_gtrainer.passes.layout import LayoutDifference
 from pytest_gtrainer.references.graph import GraphRun
 from tests.numerics.samples import flip_bit
 from tests.numerics.test_bisect import BATCH, Net, pipeline, traced_net
@@ -46,7 +46,7 @@ class Spoiling:
 @pytest.mark.gt_world("simulated", size=6, nodes=1)
 def test_one_bit_in_one_weight_at_step_3_on_rank_5(gt_world):
     """Every rank sees its consequences at step 4; the origin is the weight of rank 5 at step 3."""
-    from pytest_gtrainer.worlds.simulated.threads.training import simulated_eager
+    from pytest_gtrainer.references.simulated.eager import simulated_eager
     from pytest_gtrainer.worlds.simulated.world import net_of
 
     def config(mesh):
@@ -65,7 +65,7 @@ def test_one_bit_in_one_weight_at_step_3_on_rank_5(gt_world):
 @pytest.mark.gt_world("simulated", size=4, nodes=2)
 def test_swapped_bucket_members(gt_mesh, gt_world):
     """The layout names the bucket and the parameters; no arithmetic is needed."""
-    from pytest_gtrainer.worlds.simulated.threads.training import simulated_eager
+    from pytest_gtrainer.references.simulated.eager import simulated_eager
     from pytest_gtrainer.worlds.simulated.world import net_of
 
     def config(mesh):

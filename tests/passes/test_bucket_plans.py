@@ -3,7 +3,7 @@
 import pytest
 
 from pytest_gtrainer import get_default_transformer_block_buckets
-from pytest_gtrainer.passes.bucket_plan import Plan, PlanError, expert_fsdp_degree
+from pytest_gtrainer.graph.bucket_plan import Plan, PlanError, expert_fsdp_degree
 
 DENSE_PARTS = ["attention_norm", "attention", "ffn_norm", "moe.router", "moe.shared_experts"]
 
@@ -70,9 +70,26 @@ def test_sizes_that_no_model_has_are_refused():
         expert_fsdp_degree(dp_shard=8, ep=0)
 
 
-def test_the_innermost_entry_decides():
-    plan = Plan([["layers.1.attention", "layers.1.moe.router"], "layers.1.moe.routed_experts", "layers.10"])
-    assert plan.bucket_of("layers.1.moe.routed_experts.w1").label == "layers.1.moe.routed_experts"
+NESTED = ["", "layers.1", "layers.1.moe", "layers.1.moe.routed_experts"]
+
+
+@pytest.mark.parametrize("entries", [NESTED, NESTED[::-1]], ids=["outermost first", "innermost first"])
+def test_the_innermost_entry_decides(entries):
+    plan = Plan(entries)
+    found = {fqn: plan.bucket_of(fqn).label for fqn in (
+        "layers.1.moe.routed_experts.w1", "layers.1.moe.routed_experts", "layers.1.moe.router", "layers.1", "layers.10",
+    )}  # fmt: skip
+    assert found == {
+        "layers.1.moe.routed_experts.w1": "layers.1.moe.routed_experts",
+        "layers.1.moe.routed_experts": "layers.1.moe.routed_experts",
+        "layers.1.moe.router": "layers.1.moe",
+        "layers.1": "layers.1",
+        "layers.10": "the root",
+    }
+
+
+def test_what_no_entry_covers_is_in_no_bucket():
+    plan = Plan([["layers.1.attention", "layers.1.moe.router"], "layers.10"])
     assert plan.bucket_of("layers.1.attention.wq").label == "layers.1.attention+layers.1.moe.router"
     assert plan.bucket_of("layers.1") is None
 

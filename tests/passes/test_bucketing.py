@@ -5,10 +5,16 @@ import copy
 import pytest
 import torch
 
-from pytest_gtrainer import bucket_layout, data_parallel, get_default_transformer_block_buckets, trace_step
+from pytest_gtrainer import (
+    bucket_layout,
+    canonicalize_graph_pass,
+    data_parallel,
+    get_default_transformer_block_buckets,
+    trace_step,
+)
 from pytest_gtrainer import joint_transformer_block_bucketing_reordering_pass as joint_pass
 from pytest_gtrainer._torch.passes import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, WAIT
-from pytest_gtrainer.passes.bucket_plan import PlanError
+from pytest_gtrainer.graph.bucket_plan import PlanError
 from pytest_gtrainer.worlds.fake import fake_world
 from pytest_gtrainer.worlds.mesh import make_mesh
 from pytest_gtrainer.worlds.spec import make_spec
@@ -23,7 +29,8 @@ def uneven_joint_of(make_net):
     def trace(rank):
         with fake_world(make_spec("fake", size=4, rank=rank)) as world:
             model = data_parallel(make_net(3, 10), make_mesh(world))
-            return trace_step(model, lambda m, t: m(t).sum(), (torch.zeros(2, 3, dtype=torch.int64),))
+            traced = trace_step(model, lambda m, t: m(t).sum(), (torch.zeros(2, 3, dtype=torch.int64),))
+            return traced.with_graph(canonicalize_graph_pass(traced.gm))  # since torch 2.15 all ranks pad, by nothing
 
     return trace
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from pytest_gtrainer import BucketLayout, assert_same_layout
-from pytest_gtrainer.passes.layout import LayoutDifference, Payload, Slot
+from pytest_gtrainer.graph.layout import LayoutDifference, Payload, Slot
 
 W1, W2, SCALE = "layers.0.w1.weight", "layers.0.w2.weight", "layers.0.scale"
 

@@ -14,9 +14,10 @@ import pytest
 import torch
 
 from pytest_gtrainer import get_default_transformer_block_buckets
-from pytest_gtrainer.passes import canonicalize, collectives, dead_code, hsdp, joint, pipeline, process_groups, remat
+from pytest_gtrainer.graph import collectives
+from pytest_gtrainer.graph.payload_order import sort_key
+from pytest_gtrainer.passes import canonicalize, dead_code, hsdp, joint, pipeline, process_groups, remat
 from pytest_gtrainer.passes.build import BucketBuilder
-from pytest_gtrainer.passes.payload_order import sort_key
 from pytest_gtrainer.testing import run_pass_file
 from tests.passes import test_bucketing
 

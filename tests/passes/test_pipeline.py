@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from torch import fx
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from pytest_gtrainer import (
     LossConfig,
@@ -254,6 +255,13 @@ def test_a_word_is_one_name_not_its_letters(neg_of_detach):
     assert operators(canonicalize_graph_pass(neg_of_detach, rules="detach")) == ["exp", "neg"]
     with pytest.raises(ValueError, match="keep_unsharded names 'norm', of which no parameter is gathered"):
         tag_with_memory_policy_pass(neg_of_detach, keep_unsharded="norm")
+
+
+def test_a_traced_detach_goes_by_its_rule():
+    """Since torch 2.14 it is traced as ``alias``."""
+    gm = make_fx(lambda x: x.exp().detach().neg())(torch.ones(2))
+    assert operators(gm) in (["exp", "detach", "neg"], ["exp", "alias", "neg"])
+    assert operators(canonicalize_graph_pass(gm, rules=["detach"])) == ["exp", "neg"]
 
 
 OUR_NAMES = ("gt_input", "gt_outputs", "gt_managed_order")

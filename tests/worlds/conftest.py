@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,133 +19,10 @@ from typing import Any
 import pytest
 
 LIMIT = 400
-
-# The process that owns the tests needs no torch: with this a suite's files do not make it pay for the import.
-_LATE = """
-import importlib
-
-class Late:
-    def __init__(self, name):
-        self.name = name
-
-    def __getattr__(self, attribute):
-        return getattr(importlib.import_module(self.name), attribute)
-
-torch, dist = Late("torch"), Late("torch.distributed")
-"""
+SUITES = Path(__file__).parents[2] / "fixtures" / "suites"
 
 # Hypothesis would be imported to say a word at the end of each run.
 _QUICK = ("-p", "no:hypothesispytest")
-
-_RECORDING_CONFTEST = """
-import fcntl, glob, json, os, time
-from pathlib import Path
-
-def pytest_configure(config):
-    time.sleep(float(os.environ.get("SLOW_START", 0)))
-    config.records = not hasattr(config, "workerinput")
-    global the_config
-    the_config = config
-    if "gt_rank" not in getattr(config, "workerinput", {}):
-        config.pluginmanager.register(Recording())
-
-def record_report(report):
-    if the_config.records:
-        name = report.nodeid.split("::")[-1]
-        record = dict(name=name, when=report.when, outcome=report.outcome, text=report.longreprtext,
-                      output=report.capstdout, facts=getattr(report, "gt_facts", []),
-                      xfailed=hasattr(report, "wasxfail"), duration=report.duration, log=report.caplog,
-                      errors=report.capstderr, properties=report.user_properties, keywords=sorted(report.keywords),
-                      location=report.location)
-        with open(os.environ["RECORDS"], "a") as file:
-            file.write(json.dumps(record) + "\\n")
-
-def record_footprint(nodeid):
-    if the_config.pluginmanager.hasplugin("dsession"):
-        return  # the workers of xdist do it
-    pid = str(os.getpid())
-    below = descendants(pid)
-    ranks = set(below) - set(children(pid))
-    end = time.monotonic() + 20
-    while strays() and time.monotonic() < end:
-        time.sleep(0.05)
-    worker = getattr(the_config, "workerinput", {}).get("workerid")
-    if worker is None:
-        return  # to read all of this takes longer than a test, and nobody looks at it
-    footprint = dict(test=nodeid.split("::")[-1], worker=worker, processes=len(below), strays=strays(),
-                     files=len(os.listdir("/proc/self/fd")), folders=len(glob.glob(os.environ["TMPDIR"] + "/*/*")),
-                     ports=ports([pid, *below]), locks=locks(), kib=kib("self"),
-                     kib_of_ranks=max(map(kib, ranks), default=0))
-    with open(os.environ["RECORDS"] + ".footprints", "a") as file:
-        file.write(json.dumps(footprint) + "\\n")
-
-class Recording:
-    # not hooks of the conftest itself: those would keep ranks off their fast lane
-    pytest_runtest_logreport = staticmethod(record_report)
-    pytest_runtest_logfinish = staticmethod(record_footprint)
-
-def kib(pid):
-    try:
-        lines = open(f"/proc/{pid}/smaps_rollup").read().splitlines()
-        return sum(int(line.split()[1]) for line in lines if line.startswith("Private_"))
-    except OSError:
-        return 0
-
-def children(pid):
-    try:
-        return [child for child in open(f"/proc/{pid}/task/{pid}/children").read().split() if lives(child)]
-    except OSError:
-        return []
-
-def lives(pid):
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-
-def descendants(pid):
-    return [each for child in children(pid) for each in [child, *descendants(child)]]
-
-def of_this_run():
-    # parent and name of whoever has inherited the folder for temporary files, by process number
-    wanted, found = f"TMPDIR={os.environ['TMPDIR']}".encode(), {}
-    for process in Path("/proc").glob("[0-9]*"):
-        try:
-            if wanted in (process / "environ").read_bytes().split(bytes(1)):
-                name, _, fields = (process / "stat").read_text().rpartition(")")
-                found[process.name] = fields.split()[1], name
-        except OSError:
-            pass
-    return found
-
-def strays():
-    # processes of the run that are not, or no longer, below the first one
-    found, root = of_this_run(), str(os.getpid())
-    while found[root][0] in found:
-        root = found[root][0]
-    tree = {root, *descendants(root)}
-    return [name for pid, (_, name) in found.items() if pid not in tree]
-
-def ports(pids):
-    # how many ports the processes listen on
-    rows = [line.split() for table in glob.glob("/proc/net/tcp*") for line in open(table)]
-    listening = {f"socket:[{row[9]}]" for row in rows if row[3] == "0A"}
-    held = set()
-    for link in (link for pid in pids for link in glob.glob(f"/proc/{pid}/fd/*")):
-        try:
-            held.add(os.readlink(link))
-        except OSError:
-            pass
-    return len(held & listening)
-
-def locks():
-    # slots of the run that somebody holds
-    held = set()
-    for path in Path(os.environ["TMPDIR"]).glob("*/*/gtrainer-leases/slot-*"):
-        with path.open() as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                held.add(path.name)
-    return sorted(held)
-"""
 
 
 @dataclass(frozen=True)
@@ -192,22 +70,27 @@ class Suite:
         self.records = folder / "records"
         (folder / "tmp").mkdir(parents=True)
         (folder / "pytest.ini").write_text("[pytest]\n")
-        self.write("conftest.py", _RECORDING_CONFTEST)
-        self.write("late.py", _LATE)
+        self.take("recording")
+
+    def take(self, name: str) -> None:
+        """Add the files of ``fixtures/suites/name``."""
+        shutil.copytree(SUITES / name, self.folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))
 
     def write(self, name: str, source: str) -> None:
         (self.folder / name).write_text(textwrap.dedent(source))
 
     def start(
-        self, *args: str, launcher: tuple[str, ...] = (), environ: Mapping[str, str] = MappingProxyType({})
+        self, *args: str, launcher: tuple[str, ...] = (), environ: Mapping[str, str] = MappingProxyType({}),
+        without_plugin: bool = False,
     ) -> subprocess.Popen[str]:
         """Start ``pytest *args``; with ``launcher``, torchrun's arguments, in each process that torchrun starts."""
+        plugin = ("-p", "no:gtrainer") if without_plugin else ("--gt-device=cpu",)
         torchrun = ("-m", "torch.distributed.run", *launcher) if launcher else ()
         environ = {**os.environ, "TMPDIR": str(self.folder / "tmp"), "RECORDS": str(self.records), **environ}
         for name in [name for name in environ if name.startswith("PYTEST_")]:
             del environ[name]
         return subprocess.Popen(
-            [sys.executable, *torchrun, "-m", "pytest", f"--rootdir={self.folder}", "--gt-device=cpu", *_QUICK, *args],
+            [sys.executable, *torchrun, "-m", "pytest", f"--rootdir={self.folder}", *plugin, *_QUICK, *args],
             cwd=self.folder, env=environ, text=True,
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
             preexec_fn=_heed_ctrl_c,

@@ -9,333 +9,7 @@ from pathlib import Path
 import pytest
 
 PLAIN_IDS = "disable_test_id_escaping_and_forfeit_all_rights_to_community_support"
-SUITE = '''
-import ctypes, multiprocessing, os, resource, signal, sys, time
-import pytest
-from late import dist, torch
 
-pytestmark = pytest.mark.gt_world("ranks", size=3)
-rank = lambda: dist.get_rank()
-
-class Unpicklable(Exception):
-    def __init__(self, message):
-        super().__init__(message)
-        self.handle = lambda: None
-
-class Local(Exception):
-    def __init__(self, message, *, code):
-        super().__init__(message)
-        self.code = code
-
-class AtStep(AssertionError):
-    def __init__(self, *origin):
-        super().__init__(f"differs at {origin}")
-        self.gt_origin = origin
-
-@pytest.fixture
-def broken_on_one():
-    assert rank() != 2, "the fixture broke"
-
-@pytest.fixture
-def ends_badly():
-    yield
-    assert rank() != 1, "the end broke"
-
-def test_raises_while_others_wait():
-    group = dist.group.WORLD
-    print("written before", rank())
-    assert rank() != 1, "only here"
-    dist.barrier()
-
-def test_good_after_that():
-    dist.barrier()
-
-def test_all_raise_alike():
-    assert rank() == 7
-
-def test_two_errors():
-    if rank() == 0: time.sleep(0.15); raise KeyError("second")
-    if rank() == 2: raise ValueError("first")
-
-def test_origin():
-    time.sleep((0, 0.05, 0.15)[rank()])
-    raise AtStep(9 - rank(), rank())
-
-def test_killed():
-    print("the last words")
-    if rank() == 2: os.kill(os.getpid(), signal.SIGKILL)
-    dist.barrier()
-
-def test_good_after_a_death():
-    dist.barrier()
-
-def test_segmentation_fault():
-    if rank() == 0: ctypes.string_at(0)
-    dist.barrier()
-
-def test_os_exit():
-    if rank() == 1: os._exit(0)
-
-def test_sys_exit():
-    if rank() == 1: sys.exit("enough")
-
-def test_forks_and_dies():
-    if rank() == 0:
-        if os.fork() == 0: time.sleep(600)
-        os._exit(5)
-    dist.barrier()
-
-@pytest.mark.gt_world("ranks", size=3, timeout=2)
-def test_hangs():
-    def never_comes():
-        time.sleep(600)
-    if rank() == 1: never_comes()
-    dist.all_reduce(torch.ones(1))
-
-def test_good_after_a_hang():
-    dist.barrier()
-
-def test_skips_on_one():
-    if rank() == 1: pytest.skip("not me")
-
-def test_skips_while_others_wait():
-    if rank() == 1: pytest.skip("nor me")
-    dist.barrier()
-
-@pytest.mark.xfail(raises=ZeroDivisionError, strict=True)
-def test_xfails_while_others_wait():
-    if rank() == 1: 1 / 0
-    dist.barrier()
-
-def test_counts_differ():
-    if rank() == 0: dist.all_reduce(torch.ones(1), async_op=True)
-
-def test_counts_differ_in_a_subgroup():
-    group = dist.new_group([0, 2])
-    if rank() == 2: dist.all_reduce(torch.ones(1), group=group, async_op=True)
-
-def test_counts_agree_again():
-    dist.barrier()
-
-def test_unpicklable():
-    raise Unpicklable("with a handle")
-
-def test_pytest_exit():
-    pytest.exit("I stop here")
-
-def test_setup_fails_on_one(broken_on_one):
-    dist.barrier()
-
-def test_teardown_fails_on_one(ends_badly): pass
-
-def test_writes_100_megabytes():
-    if rank() == 0:
-        for _ in range(100): sys.stdout.write("x" * 1_000_000)
-    assert rank() != 0
-
-def test_writes_in_another_encoding():
-    os.write(1, "caf\u00e9".encode("latin-1") + bytes([255, 254]))
-    assert rank() != 1
-
-def test_exception_of_this_file():
-    if rank() == 2: raise Local("mine", code=7)
-
-@pytest.mark.gt_world("ranks", size=3, timeout=2)
-def test_different_collectives():
-    if rank() == 0: dist.barrier()
-    else: dist.all_reduce(torch.ones(1000))
-
-@pytest.mark.gt_world("ranks", size=3, timeout=2)
-def test_one_never_reaches_the_barrier():
-    if rank() != 1: dist.barrier()
-
-@pytest.fixture
-def skipping_on_one():
-    if rank() == 1: pytest.skip("no such thing here")
-
-def test_skips_in_a_fixture_on_one(skipping_on_one): pass
-
-@pytest.mark.xfail(strict=True)
-def test_xpasses_strictly_on_one():
-    assert rank() == 1
-
-@pytest.mark.parametrize("word", ["a b", "x/y", "..", "🙂"])
-def test_odd_ids(word, tmp_path, request):
-    dist.barrier()
-    assert word in request.node.name
-
-def test_fp8_all_to_all():
-    sent = torch.ones(3).to(torch.float8_e4m3fn)
-    dist.all_to_all_single(torch.empty_like(sent), sent)
-
-def test_good_after_fp8():
-    value = torch.ones(1)
-    dist.all_reduce(value)
-    assert value.item() == 3
-
-def test_changes_its_process(tmp_path):
-    os.chdir(tmp_path)
-    os.environ["LEFT_BEHIND"] = "1"
-    torch.set_default_dtype(torch.float64)
-    torch.set_num_threads(2)
-    torch.use_deterministic_algorithms(True)
-    if rank() == 1: raise KeyError("after the changes")
-
-def test_finds_it_unchanged(request):
-    assert os.getcwd() == str(request.config.rootpath)
-    assert "LEFT_BEHIND" not in os.environ
-    assert torch.get_default_dtype() == torch.float32
-    assert torch.get_num_threads() == 1
-    assert not torch.are_deterministic_algorithms_enabled()
-
-def test_leaves_groups():
-    from pytest_gtrainer._torch.passes import extra_group
-    dist.new_group([0, 1])
-    extra_group(dist.group.WORLD.group_name)  # as a pass does; it is the world's
-
-def test_no_space_left():
-    if rank() == 0:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
-        with open("large", "wb", buffering=0) as file:
-            while True: file.write(bytes(1000))
-    dist.barrier()
-
-def test_no_space_left_for_output():
-    if rank() == 0:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
-        for _ in range(1000): os.write(1, bytes([46]) * 1000)
-    dist.barrier()
-
-def test_out_of_memory_by_a_limit():
-    if rank() == 0:
-        resource.setrlimit(resource.RLIMIT_AS, (2**33, resource.RLIM_INFINITY))
-        torch.empty(2**34, dtype=torch.uint8)
-    dist.barrier()
-
-def test_good_within_no_limits():
-    assert resource.getrlimit(resource.RLIMIT_FSIZE)[0] == resource.RLIM_INFINITY
-    assert torch.empty(2**34, dtype=torch.uint8, device="meta").numel() == 2**34
-    assert resource.getrlimit(resource.RLIMIT_AS)[0] == resource.RLIM_INFINITY
-
-def test_pytest_exit_on_one():
-    if rank() == 2: pytest.exit("rank 2 has had enough")
-    dist.barrier()
-
-def test_shares_memory_and_dies():
-    from torch import multiprocessing as processes
-    processes.set_sharing_strategy("file_system")
-    _, name, _ = torch.ones(1000).untyped_storage()._share_filename_cpu_()
-    semaphore = processes.get_context("spawn").Semaphore()
-    with open("shared", "a") as file:
-        print(name.decode().strip("/"), "sem." + semaphore._semlock.name.strip("/"), file=file)
-    dist.barrier()
-    if rank() == 0: os.kill(os.getpid(), signal.SIGKILL)
-    dist.barrier()
-
-def test_leaves_a_child():
-    if rank() == 0:
-        child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,), daemon=True)
-        child.start()
-        os._exit(0)
-
-def test_kills_its_forkserver():
-    if rank() == 1: os.kill(os.getppid(), signal.SIGKILL)
-    time.sleep(60)
-
-def test_good_on_a_new_forkserver():
-    dist.barrier()
-
-def test_forks_and_goes_on():
-    child = os.fork()
-    if child: os.waitpid(child, 0)
-
-def test_judged_by_itself_after_a_fork():
-    assert rank() == 7
-
-@pytest.fixture
-def broken_at_the_end():
-    yield
-    raise ValueError("the end of all broke")
-
-def test_call_and_teardown_fail(broken_at_the_end):
-    assert rank() == 7
-
-def test_call_and_teardown_fail_on_other_ranks(ends_badly):
-    if rank() == 0:
-        time.sleep(0.3)
-        assert rank() == 7
-
-def test_missing_golden_before_a_subtest(subtests, gt_golden):
-    gt_golden.check("text")
-    with subtests.test("a"): pass
-
-@pytest.fixture
-def late_golden(gt_golden):
-    yield
-    gt_golden.check("text")
-
-def test_missing_golden_in_teardown(late_golden): pass
-
-def test_expects_a_failed_collective():
-    sent = torch.ones(3).to(torch.float8_e4m3fn)
-    with pytest.raises(RuntimeError, match="Invalid scalar type"):
-        dist.all_to_all_single(torch.empty_like(sent), sent)
-
-def test_good_after_an_expected_failure():
-    value = torch.ones(1)
-    dist.all_reduce(value)
-    assert value.item() == 3
-
-def test_compiles():
-    compiled = torch.compile(lambda x: x + 1, backend="eager")
-    assert compiled(torch.ones(1)).item() == 2
-    from torch._dynamo import convert_frame
-    assert convert_frame.FRAME_COUNTER > 0
-
-def test_finds_nothing_compiled():
-    from torch._dynamo import convert_frame
-    assert convert_frame.FRAME_COUNTER == 0
-
-def test_good_at_the_end():
-    dist.barrier()
-'''
-
-LEASES = """
-import os, subprocess, sys
-import pytest
-from late import dist
-from pytest_gtrainer.worlds.ranks.leases import Slots
-
-on_ranks = pytest.mark.gt_world("ranks", size=3)
-taken = []
-HOLDER = '''
-import os, signal, sys
-from pathlib import Path
-from pytest_gtrainer.worlds.ranks.leases import Slots
-lease = Slots(Path(sys.argv[1]), ["cpu0", "cpu1", "cpu2"]).acquire(3, 5)
-os.kill(os.getpid(), signal.SIGKILL)
-'''
-
-@pytest.fixture
-def folder(tmp_path_factory):
-    return tmp_path_factory.getbasetemp().parent / "gtrainer-leases"
-
-def test_somebody_takes_a_slot(folder):
-    taken.append(Slots(folder, ["cpu0"]).acquire(1, 5, "somebody else"))
-
-@on_ranks
-def test_waits_in_vain(): pass
-
-def test_somebody_gives_it_back():
-    taken.pop().release()
-
-def test_somebody_dies_with_all_slots(folder):
-    assert subprocess.run([sys.executable, "-c", HOLDER, str(folder)]).returncode == -9
-
-@on_ranks
-def test_good_after_a_stale_lease():
-    dist.barrier()
-"""
 
 # test: outcome, what its report says, what it must not say
 TABLE = {
@@ -346,7 +20,7 @@ TABLE = {
     ),
     "test_all_raise_alike": ("failed", ["assert 0 == 7"], ["waited"]),
     "test_two_errors": ("failed", ["ValueError: first", "rank 0: KeyError: 'second'", "rank 1: passed"], []),
-    "test_origin": ("failed", ["differs at (7, 2)\n\ntest_it.py", "rank 0: AtStep: differs at (9, 0)"], []),
+    "test_origin": ("failed", ["differs at (7, 2)\n\ntest_faults.py", "rank 0: AtStep: differs at (9, 0)"], []),
     "test_killed": (
         "failed",
         ["rank 2 was killed by SIGKILL", "the last words", "ranks 0, 1: waited in barrier"],
@@ -359,7 +33,7 @@ TABLE = {
     "test_hangs": (
         "failed",
         [
-            "rank 1 did not end within 2 s, at test_it.py",
+            "rank 1 did not end within 2 s, at test_faults.py",
             "in never_comes",
             "ranks 0, 2: did not end within 2 s, waiting in all_reduce",
             "--- Python stacks [ranks 0, 2] ---",
@@ -459,8 +133,7 @@ TABLE = {
 @pytest.fixture(scope="module")
 def run(module_suite):
     """In a worker, which leases slots; the rendezvous port of the environment is taken, and nobody must want it."""
-    module_suite.write("test_it.py", SUITE)
-    module_suite.write("test_leases.py", LEASES)
+    module_suite.take("ranks_faults")
     module_suite.write("pytest.ini", f"[pytest]\n{PLAIN_IDS} = true\n")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         rendezvous = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(taken.getsockname()[1])}
@@ -509,7 +182,7 @@ def test_too_much_output_is_cut(run):
 
 def test_what_a_test_left_is_attributed_to_it(run):
     """K3, T8: in the summary, a line a topic."""
-    assert "left      1 a process group of ranks 0, 1 by test_it.py::test_leaves_groups" in run.output
+    assert "left      1 a process group of ranks 0, 1 by test_faults.py::test_leaves_groups" in run.output
     assert "test_changes_its_process changed deterministic algorithms from" in run.output
 
 

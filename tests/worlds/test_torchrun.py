@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from pytest_gtrainer.worlds.torchrun.launch import Launch, read
+from pytest_gtrainer.launch import Launch, read
 from tests.worlds.conftest import Suite
 
 SUITE = '''
@@ -245,20 +245,41 @@ def test_the_death_of_rank_0_ends_all(suite):
     suite.write(
         "test_it.py",
         """
-        import os, signal
+        import os, signal, time
         import pytest, torch.distributed as dist
         @pytest.mark.gt_world("ranks", size=3)
         def test_kills_rank_0():
             if dist.get_rank() == 0: os.kill(os.getpid(), signal.SIGKILL)
+            if dist.get_rank() == 1: time.sleep(60)  # its test has not ended, so its output is captured
             dist.barrier()
         """,
     )
     run = suite.run(launcher=("--standalone", "--nproc-per-node=3"))
     for rank in (1, 2):
-        # torchrun may have taken the status before anybody else could read it
-        how = "(was killed by SIGKILL|has ended; torchrun tells how)"
-        line = f"rank 0, which reports for all ranks, {how}, when test_it.py::test_kills_rank_0 ran"
-        assert re.search(f"gtrainer: {line}: rank {rank} ends too", run.output), run.output
+        line = "rank 0, which reports for all ranks, was killed by SIGKILL, when test_it.py::test_kills_rank_0 ran"
+        assert f"gtrainer: {line}: rank {rank} ends too" in run.output, run.output
+    assert run.status != 0
+    _wait_until_nothing_is_left(suite)
+
+
+def test_a_test_that_rank_0_cannot_end_is_told(suite):
+    """T3: its main thread alone could report to pytest; the line is not captured with the test's output."""
+    suite.write(
+        "test_it.py",
+        """
+        import time
+        import pytest
+        @pytest.mark.gt_world("ranks", size=2, timeout=2)
+        def test_never_ends(gt_world):
+            while gt_world.rank == 0:
+                try: time.sleep(60)
+                except BaseException: pass
+        """,
+    )
+    run = suite.run(launcher=("--standalone", "--nproc-per-node=2"))
+    line = "gtrainer: test_it.py::test_never_ends FAILED and cannot be ended on rank 0; the run ends here"
+    assert line in run.output, run.output
+    assert "rank 0 did not end within 2 s" in run.output
     assert run.status != 0
     _wait_until_nothing_is_left(suite)
 

@@ -10,7 +10,7 @@ from torch import fx
 
 from pytest_gtrainer._torch.operators import OpOverload
 from pytest_gtrainer._torch.passes import ALL_TO_ALL, WAIT, is_collective
-from pytest_gtrainer.conventions import BACKWARD, FORWARD, direction
+from pytest_gtrainer.graph.conventions import BACKWARD, FORWARD, direction
 from pytest_gtrainer.passes.chunking.config import SEQUENCE, ChunkConfig
 from pytest_gtrainer.passes.chunking.errors import ChunkError, described
 from pytest_gtrainer.passes.chunking.reductions import gradient_reductions

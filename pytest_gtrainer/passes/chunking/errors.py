@@ -7,7 +7,7 @@ import re
 import torch
 from torch import fx
 
-from pytest_gtrainer.conventions import node_fqn
+from pytest_gtrainer.graph.conventions import node_fqn
 
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)')
 

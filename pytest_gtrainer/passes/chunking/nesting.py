@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pytest_gtrainer.passes.bucket_plan import BucketPlan
+from pytest_gtrainer.graph.bucket_plan import BucketPlan
 from pytest_gtrainer.passes.chunking.config import MOE, ChunkConfig
 from pytest_gtrainer.passes.chunking.errors import ChunkError
 

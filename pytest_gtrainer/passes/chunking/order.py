@@ -13,10 +13,10 @@ from typing import TypeAlias
 
 from torch import fx
 
+from pytest_gtrainer.graph.effects import is_random
 from pytest_gtrainer.passes.chunking.errors import ChunkError, described
 from pytest_gtrainer.passes.chunking.regions import Region
 from pytest_gtrainer.passes.chunking.storages import Storages
-from pytest_gtrainer.passes.effects import is_random
 
 Unit: TypeAlias = fx.Node | Region
 

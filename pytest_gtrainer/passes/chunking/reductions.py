@@ -12,8 +12,8 @@ from torch import fx
 
 from pytest_gtrainer._torch.chunking import is_engine_addition
 from pytest_gtrainer._torch.passes import ALL_REDUCE, REDUCE_SCATTER
-from pytest_gtrainer.conventions import BACKWARD, GATHERS_ONCE, direction
-from pytest_gtrainer.passes.collectives import chain_to_output, only_wait
+from pytest_gtrainer.graph.collectives import chain_to_output, only_wait
+from pytest_gtrainer.graph.conventions import BACKWARD, GATHERS_ONCE, direction
 
 _REDUCTIONS = (REDUCE_SCATTER, ALL_REDUCE)
 

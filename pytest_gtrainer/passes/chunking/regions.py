@@ -17,13 +17,13 @@ import torch
 from torch import fx
 
 from pytest_gtrainer._torch.chunking import is_engine_addition
-from pytest_gtrainer.conventions import BACKWARD, FORWARD, direction, node_fqn
+from pytest_gtrainer.graph.conventions import BACKWARD, FORWARD, direction, node_fqn
+from pytest_gtrainer.graph.effects import is_random, mutates
 from pytest_gtrainer.passes.chunking.config import ChunkConfig
 from pytest_gtrainer.passes.chunking.errors import ChunkError
 from pytest_gtrainer.passes.chunking.reductions import gathers_once, reduction_steps
 from pytest_gtrainer.passes.chunking.storages import Storages
 from pytest_gtrainer.passes.chunking.twins import Twins
-from pytest_gtrainer.passes.effects import is_random, mutates
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,8 +19,8 @@ from torch import fx
 from pytest_gtrainer._torch.chunking import Renaming, renew_symbols
 from pytest_gtrainer._torch.graph_modules import empty_graph, finished
 from pytest_gtrainer._torch.passes import value_like, values_of_split
-from pytest_gtrainer.conventions import BACKWARD, FORWARD, direction
-from pytest_gtrainer.passes.chunking.annotations import BODY, GRAPH, MATERIALIZATION, SPLIT_BOUNDARY, annotation
+from pytest_gtrainer.graph.chunks import BODY, GRAPH, MATERIALIZATION, SPLIT_BOUNDARY, annotation
+from pytest_gtrainer.graph.conventions import BACKWARD, FORWARD, direction
 from pytest_gtrainer.passes.chunking.errors import ChunkError, described
 from pytest_gtrainer.passes.chunking.order import units_in_order
 from pytest_gtrainer.passes.chunking.regions import Region

@@ -18,8 +18,8 @@ from typing import Any
 from torch import fx
 
 from pytest_gtrainer._torch.passes import ALL_TO_ALL
-from pytest_gtrainer.conventions import direction, node_fqn
-from pytest_gtrainer.passes.chunking.annotations import BODY, told_by
+from pytest_gtrainer.graph.chunks import BODY, told_by
+from pytest_gtrainer.graph.conventions import direction, node_fqn
 from pytest_gtrainer.passes.chunking.errors import ChunkError, described
 from pytest_gtrainer.passes.chunking.order import dependencies
 from pytest_gtrainer.passes.chunking.regions import Key

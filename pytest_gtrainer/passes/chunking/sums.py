@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from pytest_gtrainer._torch.chunking import is_engine_addition
-from pytest_gtrainer.conventions import FORWARD
+from pytest_gtrainer.graph.conventions import FORWARD
 from pytest_gtrainer.passes.chunking.regions import Key, Region, alike, propagates
 from pytest_gtrainer.passes.chunking.twins import Twins
 

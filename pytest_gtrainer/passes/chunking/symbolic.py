@@ -24,7 +24,7 @@ from pytest_gtrainer._torch.chunking import (
     symbols_of,
 )
 from pytest_gtrainer._torch.graph_modules import empty_graph, finished
-from pytest_gtrainer.conventions import DYNAMIC_DIMS
+from pytest_gtrainer.graph.conventions import DYNAMIC_DIMS
 from pytest_gtrainer.passes.chunking.config import ChunkConfig
 from pytest_gtrainer.passes.chunking.errors import ChunkError, described
 

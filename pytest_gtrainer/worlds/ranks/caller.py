@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 
 from pytest_gtrainer import devices, facts
+from pytest_gtrainer.marker import spec_of
 from pytest_gtrainer.worlds.ranks import wire
 from pytest_gtrainer.worlds.ranks.dispatch import chain_of, limit_of
 from pytest_gtrainer.worlds.ranks.merge import earliest_incident
 from pytest_gtrainer.worlds.ranks.outcome import Outcome, disagreement
 from pytest_gtrainer.worlds.ranks.pool import Launcher
-from pytest_gtrainer.worlds.spec import WorldSpec, spec_of
+from pytest_gtrainer.worlds.spec import WorldSpec
 
 
 class RankError(Exception):

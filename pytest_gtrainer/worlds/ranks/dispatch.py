@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import sys
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
 
 from pytest_gtrainer import options
-from pytest_gtrainer._pytest_private import report_from_json, tear_down
+from pytest_gtrainer._pytest_private import tear_down
 from pytest_gtrainer.report.witness import shown_only
 from pytest_gtrainer.worlds.ranks import left_behind, wire
 from pytest_gtrainer.worlds.ranks.launcher import RanksError
@@ -42,7 +41,7 @@ def dispatch(
     """Stand in for pytest's own protocol of ``item``: the same hooks, the phases on ranks."""
     hooks = item.ihook
     hooks.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
-    reports = _reports(pool, item, spec, next_on_ranks, nextitem)
+    reports = _reports(pool, item, spec, next_on_ranks)
     for report in reports:
         if report.when != "teardown":
             hooks.pytest_runtest_logreport(report=report)
@@ -58,56 +57,25 @@ def dispatch(
 
 
 def _reports(
-    pool: Launcher,
-    item: pytest.Item,
-    spec: WorldSpec,
-    next_on_ranks: pytest.Item | None,
-    nextitem: pytest.Item | None,
+    pool: Launcher, item: pytest.Item, spec: WorldSpec, next_on_ranks: pytest.Item | None
 ) -> list[pytest.TestReport]:
     outcomes: list[Outcome] = []
-    ahead = _Ahead(item, nextitem)
     call = pytest.CallInfo.from_call(
-        lambda: outcomes.append(_run(pool, item, spec, next_on_ranks, ahead)),
+        lambda: outcomes.append(_run(pool, item, spec, next_on_ranks)),
         "call",
         reraise=NOT_A_FAILURE,
     )
     if not outcomes:
         return [item.ihook.pytest_runtest_makereport(item=item, call=call)]
     _repeat_warnings(item, outcomes[0])
-    return _merged(item, outcomes[0], ahead)
+    return _merged(item, outcomes[0])
 
 
-class _Ahead:
-    """What this process does while the ranks run a test, so that nobody waits for it afterwards."""
-
-    def __init__(self, item: pytest.Item, nextitem: pytest.Item | None) -> None:
-        self._item, self._nextitem = item, nextitem
-        self._answer: wire.ItemDone | None = None
-        self._reports: RankReports = {}
-
-    def __call__(self, outcome: Outcome) -> None:
-        """Look at the next test, or read the first answer of a rank."""
-        if self._nextitem is not None:
-            with contextlib.suppress(Exception):  # its own turn will tell
-                getattr(self._nextitem, "location", None)  # a cached property, which reads the source
-            self._nextitem = None
-        elif self._answer is None and outcome.answers and not outcome.is_troubled:
-            answer = next(iter(outcome.answers.values()))
-            if isinstance(answer, wire.ItemDone) and answer.reports and _serialises_as_pytest(self._item.config):
-                self._answer, self._reports = answer, _rank_reports(self._item, answer)
-
-    def reports_of(self, answer: wire.ItemDone) -> RankReports:
-        """The reports of an answer."""
-        return self._reports if answer is self._answer else _rank_reports(self._item, answer)
-
-
-def _run(
-    pool: Launcher, item: pytest.Item, spec: WorldSpec, next_on_ranks: pytest.Item | None, ahead: _Ahead
-) -> Outcome:
+def _run(pool: Launcher, item: pytest.Item, spec: WorldSpec, next_on_ranks: pytest.Item | None) -> Outcome:
     following = item_ref(next_on_ranks) if next_on_ranks is not None else None
     command = wire.RunItem(item_ref(item), following, item.location)
     try:
-        return pool.run(spec.size, command, limit_of(item.config, spec), item.nodeid, ahead)
+        return pool.run(spec.size, command, limit_of(item.config, spec), item.nodeid)
     except (RanksError, LeaseError) as error:
         pytest.fail(str(error), pytrace=False)
 
@@ -133,9 +101,9 @@ def chain_of(item: pytest.Item) -> tuple[str, ...]:
     return home.stash[_CHAIN]
 
 
-def _merged(item: pytest.Item, outcome: Outcome, ahead: _Ahead) -> list[pytest.TestReport]:
+def _merged(item: pytest.Item, outcome: Outcome) -> list[pytest.TestReport]:
     """The merged reports, judged also by what only the parent can compare."""
-    agreed = _agreed(outcome, ahead)
+    agreed = _agreed(item, outcome)
     if agreed is not None:
         merged, reports = list(agreed.values()), dict.fromkeys(outcome.answers, agreed)
     else:
@@ -148,7 +116,7 @@ def _merged(item: pytest.Item, outcome: Outcome, ahead: _Ahead) -> list[pytest.T
     return merged
 
 
-def _agreed(outcome: Outcome, ahead: _Ahead) -> RankReports | None:
+def _agreed(item: pytest.Item, outcome: Outcome) -> RankReports | None:
     """The reports of any rank where all said the same, none failed, and none wrote anything; None elsewhere.
 
     What ``merge`` makes of these, for the price of reading them once.
@@ -156,7 +124,7 @@ def _agreed(outcome: Outcome, ahead: _Ahead) -> RankReports | None:
     first = outcome.agreed()
     if first is None or not first.reports:
         return None
-    reports = ahead.reports_of(first)
+    reports = _rank_reports(item, first)
     if len(reports) != len(first.times) or any(each.sections or not each.passed for each in reports.values()):
         return None
     answers = [answer for answer in outcome.answers.values() if isinstance(answer, wire.ItemDone)]
@@ -168,35 +136,15 @@ def _agreed(outcome: Outcome, ahead: _Ahead) -> RankReports | None:
 def _rank_reports(item: pytest.Item, answer: wire.ItemDone) -> dict[Phase, pytest.TestReport]:
     """One report a phase. A rank sends more where the test has subtests: the first that failed counts."""
     restored: dict[str, Any] = {}
-    read = _reader(item.config)
-    for data, times in zip(wire.unpack(answer.reports), answer.times, strict=True):
-        data |= zip(wire.TIMES, times, strict=True)
-        report: Any = read(data)
+    for told, times in zip(answer.reports, answer.times, strict=True):
+        data = {**told, **dict(zip(wire.TIMES, times, strict=True))}
+        report: Any = item.config.hook.pytest_report_from_serializable(config=item.config, data=data)
         known = restored.get(report.when)
         kept = known if known is not None and known.failed else report
         for name in CARRIED:
             setattr(kept, name, _attached(known, name) + _attached(report, name))
         restored[report.when] = kept
     return {phase: _plain(restored[phase]) for phase in PHASES if phase in restored}
-
-
-def _serialises_as_pytest(config: pytest.Config) -> bool:
-    """Whether no plugin has a say in how reports are read."""
-    hook = config.hook.pytest_report_from_serializable
-    return {each.plugin_name for each in hook.get_hookimpls()} == wire.SERIALISERS
-
-
-def _reader(config: pytest.Config) -> Callable[[dict[str, Any]], Any]:
-    """What makes a report of what a rank has sent."""
-    hook, known = config.hook.pytest_report_from_serializable, _serialises_as_pytest(config)
-
-    def read(data: dict[str, Any]) -> Any:
-        if known and data.get("$report_type") == "TestReport":  # as pytest does, without its hook
-            del data["$report_type"]
-            return report_from_json(data)
-        return hook(config=config, data=data)
-
-    return read
 
 
 def _attached(report: pytest.TestReport | None, name: str) -> list[Any]:

@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING
 import pytest
 
 from pytest_gtrainer import devices, facts, options
+from pytest_gtrainer import launch as launches
+from pytest_gtrainer.marker import spec_of
 
 # here, not where it is used first: a pytest run in this process (``pytester``) forgets the modules that it imported,
 # and messages are told by their classes
 from pytest_gtrainer.worlds.ranks import wire  # noqa: F401
 from pytest_gtrainer.worlds.ranks.schedule import following
-from pytest_gtrainer.worlds.spec import SpecError, WorldSpec, spec_of
-from pytest_gtrainer.worlds.torchrun import launch as launches
+from pytest_gtrainer.worlds.spec import SpecError, WorldSpec
 
 if TYPE_CHECKING:
     from pytest_gtrainer.worlds.ranks.pool import Launcher
@@ -36,6 +37,15 @@ def ranks_spec(item: pytest.Item) -> WorldSpec | None:
     return spec
 
 
+def _spec_with_devices(item: pytest.Item) -> WorldSpec | None:
+    """The spec of a test that needs what the run may not have: ranks, or a GPU for a fake world's tensors."""
+    try:
+        spec = spec_of(item)
+    except SpecError:
+        return None
+    return spec if spec is not None and spec.kind == "fake" and spec.device == "cuda" else ranks_spec(item)
+
+
 def missing(spec: WorldSpec, found: devices.Devices) -> str | None:
     """What ``spec`` needs and the run has not; None if it can run.
 
@@ -44,7 +54,12 @@ def missing(spec: WorldSpec, found: devices.Devices) -> str | None:
     'needs 16 ranks, --gt-gpus gives 8'
     >>> missing(make_spec("ranks", size=2, device="cuda"), devices.Devices("cpu", 8))
     'needs cuda ranks, the run has cpu ranks: not judged'
+    >>> missing(make_spec("fake", size=512, device="cuda"), devices.Devices("cpu", 8))
+    'needs a GPU for the tensors of its fake world, the run has none: not judged'
     """
+    if spec.kind == "fake":
+        on_cuda = found.kind == "cuda"
+        return None if on_cuda else "needs a GPU for the tensors of its fake world, the run has none: not judged"
     if spec.device is not None and spec.device != found.kind:
         return f"needs {spec.device} ranks, the run has {found.kind} ranks: not judged"
     if spec.size > found.slots:
@@ -112,7 +127,7 @@ class RanksPlugin:
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_setup(self, item: pytest.Item) -> None:
         """Skip what there are no devices for; such a test is not dispatched, so its setup comes here."""
-        spec = ranks_spec(item)
+        spec = _spec_with_devices(item)
         found = devices.resolve(self.config)
         cause = missing(spec, found) if spec is not None else None
         if spec is None or cause is None:

@@ -20,7 +20,7 @@ from pytest_gtrainer.worlds.ranks.launcher import ForkServer
 from pytest_gtrainer.worlds.ranks.outcome import Outcome
 from pytest_gtrainer.worlds.ranks.progress import teller
 from pytest_gtrainer.worlds.ranks.team import Team, TeamPlan
-from pytest_gtrainer.worlds.ranks.watch import Meanwhile, run_on
+from pytest_gtrainer.worlds.ranks.watch import run_on
 
 # Idle ranks cost 20 MB each; twice the slots let worlds of two sizes alternate warm.
 IDLE_FACTOR = 2
@@ -34,7 +34,6 @@ PRELOAD = (
     "torch.fx.experimental.proxy_tensor",
     # tracing and every optimiser import it at their first use: once here, or once in each rank
     "torch._dynamo",
-    "_pytest.config",
     "pytest_gtrainer.plugin",
     "pytest_gtrainer.worlds.ranks.world",
     "pytest_gtrainer.worlds.ranks.inside.process",
@@ -58,10 +57,7 @@ class Launcher(Protocol):
 
     broken: str | None
 
-    def run(
-        self, size: int, command: wire.RunItem | wire.CallFunction, limit: float, holder: str,
-        meanwhile: Meanwhile | None = None,
-    ) -> Outcome:  # fmt: skip
+    def run(self, size: int, command: wire.RunItem | wire.CallFunction, limit: float, holder: str) -> Outcome:
         """Run a command on ``size`` ranks."""
 
     def leave(self) -> None:
@@ -92,23 +88,19 @@ class Pool:
         """Begin importing in the background."""
         self._running_server()
 
-    def run(
-        self, size: int, command: wire.RunItem | wire.CallFunction, limit: float, holder: str,
-        meanwhile: Meanwhile | None = None,
-    ) -> Outcome:  # fmt: skip
+    def run(self, size: int, command: wire.RunItem | wire.CallFunction, limit: float, holder: str) -> Outcome:
         """Run a command on ``size`` ranks, once their devices are this process's to use.
 
         Args:
             limit: for the command, in seconds; waiting for devices has its own.
             holder: the test, told to those who wait in vain for the devices.
-            meanwhile: see ``run_on``.
 
         Raises:
             RanksError: the ranks could not be started.
             LeaseError: others held the devices for too long.
         """
         with self._lend(size, holder) as team:
-            return run_on(team, command, limit, holder, teller(self._config), meanwhile)
+            return run_on(team, command, limit, holder, teller(self._config))
 
     def leave(self) -> None:
         """Nothing: a test without ranks runs in this process, which is none of them."""

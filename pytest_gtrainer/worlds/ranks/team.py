@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import pickle
 import shutil
 import signal
 import time
@@ -114,7 +115,7 @@ class Team:
 
     def _take_up(self, rank: RankProcess) -> None:
         try:
-            message: Any = wire.decode(rank.channel.receive())
+            message: Any = pickle.loads(rank.channel.receive())
         except (EOFError, OSError):
             how = self.how_it_ended(rank)
             self._give_up(f"rank {rank.rank} {how} while it started\n{self.last_words(rank)}")
@@ -132,7 +133,7 @@ class Team:
 
     def send(self, command: object, ranks: Iterable[int] | None = None) -> None:
         """Send a command to all ranks, or to some; the dead are noticed elsewhere."""
-        message = wire.encode(command)
+        message = pickle.dumps(command)
         for rank in range(self.size) if ranks is None else ranks:
             with contextlib.suppress(OSError):
                 self.ranks[rank].channel.send(message)
@@ -253,7 +254,7 @@ def _next_message(channel: Channel) -> list[object]:
     try:
         if not channel.has_message():
             channel.read()
-        return [wire.decode(channel.receive())] if channel.has_message() else []
+        return [pickle.loads(channel.receive())] if channel.has_message() else []
     except (EOFError, OSError):
         return [None]
 

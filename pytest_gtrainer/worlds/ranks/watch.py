@@ -9,7 +9,6 @@ still stuck a while later gives its stack and the whole team is killed.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 
 from pytest_gtrainer.worlds.ranks import progress, wire
 from pytest_gtrainer.worlds.ranks.outcome import Incident, Outcome, by_value
@@ -26,8 +25,6 @@ BUSY_LIMIT = 8.0
 # A rank that skipped: see every so often whether the others wait for it.
 LOOK_EVERY = 1.0
 
-Meanwhile = Callable[[Outcome], None]
-
 
 def run_on(
     team: Team,
@@ -35,20 +32,15 @@ def run_on(
     limit: float,
     holder: str = "",
     tell: Tell | None = None,
-    meanwhile: Meanwhile | None = None,
 ) -> Outcome:
     """Send the command to every rank and gather what they say; returns within the limits.
 
-    Args:
-        holder: the test, for the lines that ``tell`` gets every so often while it runs.
-        meanwhile: gets the outcome as far as it is known, each time that the ranks are left to themselves.
+    ``holder`` is the test, for the lines that ``tell`` gets every so often while it runs.
     """
     watch = _Watch(team, limit, holder, tell)
     team.busy = True
     team.send(command)
     while watch.pending:
-        if meanwhile is not None:
-            meanwhile(watch.outcome)
         watch.hear(team.receive(watch.pending, watch.patience()))
         watch.act()
     watch.finish()

@@ -1,7 +1,4 @@
-"""The messages between the parent, the forkserver and the ranks; each is encoded by itself.
-
-Those that every test needs are named tuples of plain types, which are marshalled: pickle looks up their classes and
-calls back into them, which took as long as the rest of a rank's answer. All others are pickled.
+"""The messages between the parent, the forkserver and the ranks; each is pickled by itself.
 
 Terms: the *parent* is the pytest process that owns the tests; the *forkserver* is the process
 that forks ranks for it; a *rank* is one process of a world.
@@ -9,17 +6,9 @@ that forks ranks for it; a *rank* is one process of a world.
 
 from __future__ import annotations
 
-import marshal
-import pickle
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
-
-# Without references to objects that occur twice, which depend on who else holds them: equal content, equal bytes.
-_MARSHAL_VERSION = 2
-SERIALISERS = {"reports", "subtests"}
-"""The plugins of pytest that turn reports into plain data and back."""
-_RUN_ITEM, _ITEM_DONE, _PICKLED = b"R", b"D", b"P"
 
 # --- parent and forkserver ---------------------------------------------------------------
 
@@ -207,14 +196,14 @@ class ItemDone(NamedTuple):
     """The rank is through with a test.
 
     Attributes:
-        reports: one serialised report per phase, of plain types only, without its times; packed (``pack``), so that
-            equal ones of several ranks are seen to be equal, and read once.
+        reports: one serialised report per phase, of plain types only; without its times, so that those of several
+            ranks are equal where the ranks have told the same.
         times: start, stop and duration of each of them.
         trouble: what kept the rank from running the test at all, or stopped the session.
         left: what the test has left behind, in words.
     """
 
-    reports: bytes
+    reports: tuple[dict[str, Any], ...]
     times: tuple[tuple[float, ...], ...]
     warnings: tuple[WarningRecord, ...]
     trouble: str | None
@@ -253,63 +242,3 @@ class Stopped:
     """The rank ends now; ``error`` is what its last teardown raised."""
 
     error: str | None
-
-
-# --- encoding --------------------------------------------------------------------------------
-
-
-def encode(message: object) -> bytes:
-    """A message as bytes."""
-    try:
-        if type(message) is RunItem:
-            return _RUN_ITEM + marshal.dumps(_bare_run(message), _MARSHAL_VERSION)
-        if type(message) is ItemDone:
-            return _ITEM_DONE + marshal.dumps(_bare_done(message), _MARSHAL_VERSION)
-    except ValueError:  # not of plain types after all: a text of a class of its own
-        pass
-    return _PICKLED + pickle.dumps(message)
-
-
-def _bare_run(message: RunItem) -> Any:
-    following = tuple(message.next_item) if message.next_item is not None else None
-    return tuple(message.item), following, message.location
-
-
-def _bare_done(message: ItemDone) -> Any:
-    reports, times, warnings, trouble, state, left = message
-    return reports, times, tuple(map(tuple, warnings)), trouble, tuple(state), left
-
-
-def decode(data: bytes) -> object:
-    """The message that ``encode`` was given.
-
-    >>> message = RunItem(ItemRef("test_it.py::test_a", ("/tests", "/tests/test_it.py")), None)
-    >>> decode(encode(message)) == message, decode(encode(LeaveGroup()))
-    (True, LeaveGroup())
-    """
-    kind, body = data[:1], memoryview(data)[1:]
-    if kind == _RUN_ITEM:
-        item, following, location = marshal.loads(body)
-        return RunItem(ItemRef(*item), ItemRef(*following) if following is not None else None, location)
-    if kind == _ITEM_DONE:
-        reports, times, warnings, trouble, state, left = marshal.loads(body)
-        told = tuple(WarningRecord(*each) for each in warnings)
-        return ItemDone(reports, times, told, trouble, GroupState(*state), left)
-    return pickle.loads(body)
-
-
-def pack(data: Any) -> bytes:
-    """Plain data (``recorder.plain``) as bytes; equal data, equal bytes.
-
-    >>> unpack(pack([{"when": "call", "sections": ()}]))
-    [{'when': 'call', 'sections': ()}]
-
-    Raises:
-        ValueError: something in it is not of a builtin type.
-    """
-    return marshal.dumps(data, _MARSHAL_VERSION)
-
-
-def unpack(data: bytes) -> Any:
-    """The data that ``pack`` was given."""
-    return marshal.loads(data)

@@ -9,7 +9,7 @@ from types import FrameType
 
 import pytest
 
-from pytest_gtrainer.worlds.torchrun import launch as launches
+from pytest_gtrainer import launch as launches
 from pytest_gtrainer.worlds.torchrun.messages import Farewell
 
 # torchrun kills what has not ended 30 s after its SIGTERM.

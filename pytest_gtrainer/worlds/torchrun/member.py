@@ -16,13 +16,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from pytest_gtrainer.launch import Launch
 from pytest_gtrainer.worlds.ranks import wire
 from pytest_gtrainer.worlds.ranks.inside.commands import Rank, in_this_process
 from pytest_gtrainer.worlds.ranks.inside.group import RankGroup
 from pytest_gtrainer.worlds.ranks.inside.session import start_session
 from pytest_gtrainer.worlds.torchrun import messages, neighbour
 from pytest_gtrainer.worlds.torchrun.interrupt import Interruptor, stacks_of_threads
-from pytest_gtrainer.worlds.torchrun.launch import Launch
 from pytest_gtrainer.worlds.torchrun.line import hold_line
 from pytest_gtrainer.worlds.torchrun.mailbox import Mailbox, Reader
 
@@ -102,7 +102,7 @@ class Member:
         except BaseException:
             return messages.Began(traceback.format_exc())
         group = RankGroup(launch.rank, command.device, command.backend, index=launch.local_rank, meet=self._meet)
-        self._rank = Rank(session, group, self.tell, shares_process=True)
+        self._rank = Rank(session, group, self.tell)
         return messages.Began(None)
 
     def _basetemp(self, command: messages.Begin) -> str | None:

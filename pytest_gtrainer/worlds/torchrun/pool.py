@@ -22,12 +22,12 @@ import pytest
 from pytest_gtrainer import facts
 from pytest_gtrainer._pytest_private import base_temp, prepared_config
 from pytest_gtrainer.devices import resolve
+from pytest_gtrainer.launch import Launch
 from pytest_gtrainer.worlds.ranks import wire
 from pytest_gtrainer.worlds.ranks.launcher import RanksError
 from pytest_gtrainer.worlds.ranks.outcome import Outcome
-from pytest_gtrainer.worlds.ranks.watch import Meanwhile, run_on
+from pytest_gtrainer.worlds.ranks.watch import run_on
 from pytest_gtrainer.worlds.torchrun import messages
-from pytest_gtrainer.worlds.torchrun.launch import Launch
 from pytest_gtrainer.worlds.torchrun.member import Member, connect
 from pytest_gtrainer.worlds.torchrun.team import START_LIMIT, Office, TorchrunTeam
 
@@ -55,11 +55,8 @@ class TorchrunPool:
         self._begun = self._stopping = False
         signal.signal(signal.SIGTERM, self._on_sigterm)
 
-    def run(
-        self, size: int, command: wire.RunItem | wire.CallFunction, limit: float, holder: str,
-        meanwhile: Meanwhile | None = None,
-    ) -> Outcome:  # fmt: skip
-        """Run a command on ``size`` ranks; this process is one of them, and has no time for ``meanwhile``.
+    def run(self, size: int, command: wire.RunItem | wire.CallFunction, limit: float, holder: str) -> Outcome:
+        """Run a command on ``size`` ranks; this process is one of them.
 
         Raises:
             RanksError: a rank cannot be had any more.

@@ -15,8 +15,8 @@ from fixtures.models.expert_parallel import apply_expert_parallel
 from fixtures.models.loss import ce_step
 from pytest_gtrainer import MixedPrecisionPolicy, data_parallel, trace_step
 from pytest_gtrainer._torch.passes import ALL_GATHER
-from pytest_gtrainer.conventions import direction, node_fqn
-from pytest_gtrainer.passes.chunking.annotations import BODY, MATERIALIZATION, SPLIT_BOUNDARY, told_by
+from pytest_gtrainer.graph.chunks import BODY, MATERIALIZATION, SPLIT_BOUNDARY, told_by
+from pytest_gtrainer.graph.conventions import direction, node_fqn
 from pytest_gtrainer.passes.chunking.rewrite import CHUNKING
 
 aten = torch.ops.aten

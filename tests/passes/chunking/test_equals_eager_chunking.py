@@ -10,7 +10,7 @@ from fixtures.models.chunkable import net
 from fixtures.models.chunked_loss import chunked_ce_step
 from fixtures.models.flex import Flex, FlexNet
 from fixtures.rewritten_by_hand import offloaded, rematerialised
-from pytest_gtrainer.passes.chunking.annotations import GRAPH
+from pytest_gtrainer.graph.chunks import GRAPH
 
 BLOCKS = {
     "sdpa": {"model": net(chunkable.Attention, chunkable.Attention)},

@@ -16,11 +16,11 @@ from pytest_gtrainer import (
     train_eager,
     train_graph,
 )
-from pytest_gtrainer.passes.bucket_plan import PlanError
-from pytest_gtrainer.passes.layout import LayoutDifference, assert_same_layout
+from pytest_gtrainer.graph.bucket_plan import PlanError
+from pytest_gtrainer.graph.layout import LayoutDifference, assert_same_layout
+from pytest_gtrainer.references.simulated.eager import simulated_eager
+from pytest_gtrainer.references.simulated.graph import SimulatedGraphRun
 from pytest_gtrainer.worlds.simulated.errors import DependsOnRank
-from pytest_gtrainer.worlds.simulated.graph_training import SimulatedGraphRun
-from pytest_gtrainer.worlds.simulated.threads.training import simulated_eager
 
 CONFIG = functools.partial(llama3_training, precision="fp32", steps=2)
 EIGHT = pytest.mark.gt_world("simulated", size=8, nodes=2)

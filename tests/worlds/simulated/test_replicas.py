@@ -15,7 +15,7 @@ from pytest_gtrainer import (
     train_eager,
     train_graph,
 )
-from pytest_gtrainer.passes.layout import LayoutDifference
+from pytest_gtrainer.graph.layout import LayoutDifference
 
 CONFIG = functools.partial(llama3_training, precision="fp32", steps=1)
 EIGHT = pytest.mark.gt_world("simulated", size=8, nodes=2)

@@ -17,6 +17,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from fixtures.training import llama3_training
 from pytest_gtrainer import NetModel
+from pytest_gtrainer.references.simulated.eager import simulated_eager
 from pytest_gtrainer.worlds.simulated.errors import CollectiveMismatch, NoModel
 from pytest_gtrainer.worlds.simulated.threads import NotOnThreads, Standstill, TimeLimit, run_threads
 from pytest_gtrainer.worlds.simulated.threads import run as run_module
@@ -24,7 +25,6 @@ from pytest_gtrainer.worlds.simulated.threads.faults import is_ours
 from pytest_gtrainer.worlds.simulated.threads.group import ThreadGroup
 from pytest_gtrainer.worlds.simulated.threads.state import SwappedStates
 from pytest_gtrainer.worlds.simulated.threads.team import Team
-from pytest_gtrainer.worlds.simulated.threads.training import simulated_eager
 
 NET = NetModel(1, 4)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from pytest_gtrainer._pytest_private import add_initial_path, collect_one_node, collectors_of
+from pytest_gtrainer._pytest_private import add_initial_path, collectors_of
 from pytest_gtrainer.worlds.ranks.wire import ItemRef
 
 
@@ -80,7 +80,8 @@ class Collection:
 
     def _child(self, node: pytest.Collector, path: Path) -> pytest.Collector:
         if path not in self._nodes:
-            report = collect_one_node(node)
+            node.ihook.pytest_collectstart(collector=node)
+            report: pytest.CollectReport = node.ihook.pytest_make_collect_report(collector=node)
             if not report.passed:
                 raise CollectionDiffers(f"collecting {node.nodeid} failed in this rank:\n{report.longrepr}")
             for child in report.result:

@@ -14,13 +14,11 @@ import pytest
 import torch
 
 from pytest_gtrainer import facts
-from pytest_gtrainer._pytest_private import setup_state
 from pytest_gtrainer._torch.process import forget_compiled
 from pytest_gtrainer.worlds.ranks import wire
 from pytest_gtrainer.worlds.ranks.channel import Channel
 from pytest_gtrainer.worlds.ranks.inside import hygiene
 from pytest_gtrainer.worlds.ranks.inside.collection import Collection, CollectionDiffers
-from pytest_gtrainer.worlds.ranks.inside.fast_lane import FastLane
 from pytest_gtrainer.worlds.ranks.inside.group import RankGroup
 from pytest_gtrainer.worlds.ranks.inside.recorder import Recorder, cut, plain, raised, summary_of
 from pytest_gtrainer.worlds.ranks.inside.session import capture_fds, close_session, make_session
@@ -29,7 +27,7 @@ from pytest_gtrainer.worlds.ranks.inside.session import capture_fds, close_sessi
 def serve(setup: wire.RankSetup, channel: Channel) -> int:
     """Start as a rank, then obey until told to stop: the exit status."""
     torch.set_num_threads(1)
-    send = in_this_process(lambda message: channel.send(wire.encode(message)))
+    send = in_this_process(lambda message: channel.send(pickle.dumps(message)))
     try:
         group = RankGroup(setup.rank, setup.device, setup.backend)
         group.join(setup.store, setup.size)
@@ -40,7 +38,7 @@ def serve(setup: wire.RankSetup, channel: Channel) -> int:
     send(wire.Up(capture_fds(rank.config)))
     while True:
         try:
-            command = wire.decode(channel.receive())
+            command = pickle.loads(channel.receive())
         except EOFError:
             return 0  # the parent is gone
         answer = rank.obey(command)
@@ -67,27 +65,13 @@ def in_this_process(send: Callable[[object], None]) -> Callable[[object], None]:
 class Rank:
     """A pytest session on a process group."""
 
-    def __init__(
-        self,
-        session: pytest.Session,
-        group: RankGroup,
-        send: Callable[[object], None],
-        *,
-        shares_process: bool = False,
-    ) -> None:
-        """Take over a session.
-
-        Args:
-            send: takes messages that must not wait.
-            shares_process: whether other code than commands runs here between tests, as in torchrun's rank 0.
-        """
+    def __init__(self, session: pytest.Session, group: RankGroup, send: Callable[[object], None]) -> None:
+        """Take over a session; ``send`` takes messages that must not wait."""
         self.session, self.group, self.send = session, group, send
         self.config = session.config
         self.collection = Collection(self.session)
         self.recorder = Recorder(self.config, send)
         self.config.pluginmanager.register(self.recorder, "gtrainer-rank-recorder")
-        self.lane = FastLane(self.config, self.recorder, shares_process=shares_process)
-        self.config.pluginmanager.register(self.lane, "gtrainer-rank-lane")
 
     @functools.singledispatchmethod
     def obey(self, command: Any) -> object:
@@ -110,7 +94,7 @@ class Rank:
             if command.location is not None:
                 vars(item).setdefault("location", command.location)  # a cached property, which reads the source
             # The parent may have changed its mind about what comes after the last test.
-            self._tear_down_before(item)
+            self.session._setupstate.teardown_exact(item)
             self.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
         except CollectionDiffers as error:
             return f"does not find the test: {error}"
@@ -120,13 +104,6 @@ class Rank:
             return f"broke off: {summary_of(error)}"
         return None
 
-    def _tear_down_before(self, item: pytest.Item) -> None:
-        """End what the test does not share with the one before."""
-        state = setup_state(self.session)
-        if not state.stack.keys() <= set(item.listchain()):
-            self.lane.untouched = False
-        state.teardown_exact(item)
-
     def _following(self, ref: wire.ItemRef | None) -> pytest.Item | None:
         try:
             return self.collection.find(ref) if ref is not None else None
@@ -135,7 +112,6 @@ class Rank:
 
     @obey.register
     def call_function(self, command: wire.CallFunction) -> wire.CallDone:
-        self.lane.untouched = False
         hygiene.seed_everything()
         with facts.collecting() as seen:
             result, error = self._attempt(command)

@@ -23,7 +23,6 @@ from pytest_gtrainer._torch.process_groups import (
     names_of_live_groups,
     silence_collective_log,
 )
-from pytest_gtrainer.conventions import EXTRA_GROUP
 from pytest_gtrainer.worlds.ranks import wire
 
 # The parent's limit for a test ends a blocked collective long before this does.
@@ -159,8 +158,11 @@ class RankGroup:
         """
         left = []
         for group, name in names_of_live_groups().items() if self._is_intact() else ():
-            of_others = group.group_desc.startswith(_MESH_GROUPS) or name.endswith(EXTRA_GROUP)
-            if group is not self._default and not of_others:
+            if group is self._default or group.group_desc.startswith(_MESH_GROUPS):
+                continue
+            from pytest_gtrainer._torch.passes import is_extra_group
+
+            if not is_extra_group(name):
                 left.append(f"a process group of {self._label(group)}")
         grown = self.memory() - memory_before
         if grown > MEMORY_TOLERANCE:

@@ -38,39 +38,21 @@ def restored() -> Iterator[Changes]:
 
     Gives a mapping that in the end holds those changes that decide the bits of others: by name, before and after.
     """
-    before = Snapshot()
+    environ, cwd = _environ(), os.getcwd()
+    limits = [resource.getrlimit(which) for which in _LIMITS]
+    settings = [setting.read() for setting in _TORCH_SETTINGS]
     changes: Changes = {}
     try:
         yield changes
     finally:
-        changes.update(before.restore())
-
-
-class Snapshot:
-    """What there is now, of all that the body of a test may change in the process."""
-
-    __slots__ = ("_cwd", "_environ", "_limits", "_settings")
-
-    def __init__(self) -> None:
-        self._environ, self._cwd, self._limits = _environ(), os.getcwd(), _limits()
-        self._settings = [setting.read() for setting in _TORCH_SETTINGS]
-
-    def restore(self) -> Changes:
-        """Put it back; the changes that decide the bits of others, by name, before and after."""
-        changes: Changes = {}
-        _restore_limits(self._limits)
-        _restore_environ(self._environ)
-        os.chdir(self._cwd)
-        for setting, value in zip(_TORCH_SETTINGS, self._settings, strict=True):
+        _restore_limits(limits)
+        _restore_environ(environ)
+        os.chdir(cwd)
+        for setting, value in zip(_TORCH_SETTINGS, settings, strict=True):
             found = setting.read()
             if found != value:  # writing the determinism flags imports half of inductor
                 setting.write(value)
                 changes.update({setting.name: (value, found)} if setting.decides_bits else {})
-        return changes
-
-
-def _limits() -> list[tuple[int, int]]:
-    return list(map(resource.getrlimit, _LIMITS))
 
 
 def _restore_limits(limits: list[tuple[int, int]]) -> None:

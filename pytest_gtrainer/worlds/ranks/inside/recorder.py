@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import time
 import traceback
-from collections.abc import Callable, Generator, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterator
 from types import TracebackType
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 import pytest
 
-from pytest_gtrainer._pytest_private import report_to_json
-from pytest_gtrainer.facts import Fact
 from pytest_gtrainer.worlds.ranks import wire
 from pytest_gtrainer.worlds.ranks.inside import hygiene
 from pytest_gtrainer.worlds.ranks.stacks import collective_of, depth_of_collective
@@ -21,28 +18,10 @@ OUTPUT_LIMIT = 64 * 1024
 SUMMARY_LIMIT = 300
 # gloo's words when the rank at the other end is gone.
 LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
-# The plugins that send something along with reports.
-_CARRIERS = ("gtrainer-goldens", "gtrainer-inline")
-# Of a report; what users and plugins attach to it can be anything.
-_PLAIN_FIELDS = {
-    "$report_type", "nodeid", "location", "keywords", "outcome", "longrepr", "when", "sections", *wire.TIMES,
-}  # fmt: skip
-
-
-class QuietPhase(NamedTuple):
-    """A phase that passed, and of which there is nothing else to tell."""
-
-    call: pytest.CallInfo[None]
-    keywords: dict[str, Literal[1]]
-    facts: list[Fact]
 
 
 class Recorder:
-    """Hooks of a rank's session. ``send`` takes the message that must not wait.
-
-    Attributes:
-        before_a_report: called before the next report is taken.
-    """
+    """Hooks of a rank's session. ``send`` takes the message that must not wait."""
 
     def __init__(self, config: pytest.Config, send: Callable[[wire.Raised], None]) -> None:
         self._config = config
@@ -50,12 +29,12 @@ class Recorder:
         self._reports: list[dict[str, Any]] = []
         self._times: list[tuple[float, ...]] = []
         self._warnings: list[wire.WarningRecord] = []
-        self.before_a_report: Callable[[], None] | None = None
 
-    def take(self) -> tuple[bytes, tuple[tuple[float, ...], ...], tuple[wire.WarningRecord, ...]]:
+    def take(
+        self,
+    ) -> tuple[tuple[dict[str, Any], ...], tuple[tuple[float, ...], ...], tuple[wire.WarningRecord, ...]]:
         """The reports (see ``wire.ItemDone``), their times, and the warnings since the last call."""
-        reports = _packed(self._reports) if self._reports else b""
-        taken = reports, tuple(self._times), tuple(self._warnings)
+        taken = tuple(self._reports), tuple(self._times), tuple(self._warnings)
         self._reports, self._times, self._warnings = [], [], []
         return taken
 
@@ -70,56 +49,21 @@ class Recorder:
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_call(self, item: pytest.Item) -> Generator[None, object, object]:
-        with self.undone(item):
-            return (yield)
-
-    @contextmanager
-    def undone(self, item: pytest.Item) -> Iterator[None]:
         """Put back what the body of a test changed in the process, and blame the test for what decides bits."""
-        before = hygiene.Snapshot()
+        changes: hygiene.Changes = {}
         try:
-            yield
+            with hygiene.restored() as changes:
+                return (yield)
         finally:
-            self.undo(item, before)
-
-    def undo(self, item: pytest.Item, before: hygiene.Snapshot) -> None:
-        """The end of ``undone``."""
-        changes = before.restore()
-        guard = self._config.pluginmanager.getplugin("gtrainer-leaks") if changes else None
-        if guard is not None:
-            guard.blame(item, changes)
-
-    def carriers(self) -> list[Any]:
-        """The plugins that may have something to send along with the next report, facts apart (``has_untold``)."""
-        plugins = (self._config.pluginmanager.getplugin(name) for name in _CARRIERS)
-        return [each for each in plugins if each is not None]
-
-    def add_passed(self, item: pytest.Item, phases: Iterable[QuietPhase]) -> None:
-        """Add the reports of phases that have passed, and of which there is nothing else to tell."""
-        common: dict[str, Any] = {
-            "nodeid": item.nodeid, "location": item.location, "outcome": "passed", "longrepr": None,
-            "user_properties": [], "sections": [], "$report_type": "TestReport",
-        }  # fmt: skip
-        for phase in phases:
-            call = phase.call
-            told = {"when": call.when, "keywords": phase.keywords, "gt_facts": plain(phase.facts)}
-            self._reports.append(common | told)
-            self._times.append((call.start, call.stop, call.duration))
+            guard = self._config.pluginmanager.getplugin("gtrainer-leaks") if changes else None
+            if guard is not None:
+                guard.blame(item, changes)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        if self.before_a_report is not None:
-            self.before_a_report()
         report.sections = [(title, cut(text)) for title, text in report.sections]
-        data = _of_a_pass(report) if self._serialises_as_pytest() else None
-        if data is None:
-            data = plain(self._config.hook.pytest_report_to_serializable(config=self._config, report=report))
+        data = plain(self._config.hook.pytest_report_to_serializable(config=self._config, report=report))
         self._times.append(tuple(data.pop(name) for name in wire.TIMES))
         self._reports.append(data)
-
-    def _serialises_as_pytest(self) -> bool:
-        """Whether no plugin has a say in how reports are serialised."""
-        own = self._config.hook.pytest_report_to_serializable.get_hookimpls()
-        return len(own) == len(wire.SERIALISERS) and {each.plugin_name for each in own} == wire.SERIALISERS
 
     def pytest_warning_recorded(
         self, warning_message: Any, when: str, nodeid: str, location: tuple[str, int, str] | None
@@ -138,24 +82,6 @@ class Recorder:
                 location,
             )
         )
-
-
-def _packed(reports: list[dict[str, Any]]) -> bytes:
-    try:
-        return wire.pack(reports)
-    except ValueError:  # pytest's own fields are not looked at one by one; a keyword may be of a class of the user's
-        return wire.pack(plain(reports))
-
-
-def _of_a_pass(report: pytest.TestReport) -> dict[str, Any] | None:
-    """What ``pytest_report_to_serializable`` and ``plain`` make of a phase that passed; None for other reports."""
-    if type(report) is not pytest.TestReport or report.longrepr is not None:
-        return None
-    data = report_to_json(report)
-    data["$report_type"] = "TestReport"
-    for name in data.keys() - _PLAIN_FIELDS:
-        data[name] = plain(data[name])
-    return data
 
 
 def raised(when: str, excinfo: pytest.ExceptionInfo[BaseException]) -> wire.Raised:

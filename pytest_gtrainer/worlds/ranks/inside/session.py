@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from pytest_gtrainer._pytest_private import (
-    Session,
     captured_streams,
     configure,
     prepared_config,
@@ -18,7 +17,6 @@ from pytest_gtrainer._pytest_private import (
     unconfigure,
 )
 from pytest_gtrainer.worlds.ranks import wire
-from pytest_gtrainer.worlds.ranks.inside.lighter import lighten
 from pytest_gtrainer.worlds.trace_log import let_torch_loggers_propagate
 
 # These print, time out, write files or start processes: the parent does that, once.
@@ -55,10 +53,9 @@ def start_session(config: pytest.Config, worker: Mapping[str, Any], basetemp: st
     config.option.basetemp = basetemp
     config.workerinput = dict(worker)  # type: ignore[attr-defined]
     config.workeroutput = {}  # type: ignore[attr-defined]
-    session: pytest.Session = Session.from_config(config)
+    session = pytest.Session.from_config(config)
     session.exitstatus = pytest.ExitCode.OK
     configure(config)
-    lighten(config)
     let_torch_loggers_propagate()
     config.hook.pytest_sessionstart(session=session)
     _calm_hypothesis()

@@ -210,10 +210,20 @@ class ThreadGroup(dist.ProcessGroup):
     # --- what torch asks a group for ---
 
     def new_group(
-        self, ranks: list[int], timeout: Any = None, pg_options: Any = None, group_name: str = "", group_desc: str = ""
+        self,
+        ranks: list[int],
+        timeout: Any = None,
+        backend: Any = None,  # torch 2.14 passes it, too
+        pg_options: Any = None,
+        group_name: str = "",
+        group_desc: str = "",
     ) -> ThreadGroup | None:
         """The subgroup of these global ranks; None for a rank that is not in it."""
         return ThreadGroup(self._world, self._global_rank, group_name, ranks) if self._global_rank in ranks else None
+
+    def _get_backend(self, device: torch.device) -> ThreadGroup:
+        """What moves tensors of a device: the group itself, which coalesces nothing. Asked since torch 2.14."""
+        return self
 
     def size(self) -> int:
         return len(self._members)

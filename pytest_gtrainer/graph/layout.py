@@ -22,9 +22,8 @@ from torch import fx
 
 from pytest_gtrainer import facts
 from pytest_gtrainer._torch.passes import ALL_GATHER, REDUCE_SCATTER, group_ranks
-from pytest_gtrainer.conventions import direction, node_fqn
-from pytest_gtrainer.passes.bucket_plan import layer_of
-from pytest_gtrainer.passes.collectives import (
+from pytest_gtrainer.graph.bucket_plan import layer_of
+from pytest_gtrainer.graph.collectives import (
     all_reduce_behind,
     chain_to_output,
     group_of,
@@ -34,6 +33,7 @@ from pytest_gtrainer.passes.collectives import (
     results_of,
     wait_of,
 )
+from pytest_gtrainer.graph.conventions import direction, node_fqn
 
 ALL_GATHER_NAME, REDUCE_SCATTER_NAME, ALL_REDUCE_NAME = "all_gather", "reduce_scatter", "all_reduce"
 KINDS = (ALL_GATHER_NAME, REDUCE_SCATTER_NAME, ALL_REDUCE_NAME)

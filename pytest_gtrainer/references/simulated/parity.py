@@ -12,18 +12,18 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from pytest_gtrainer import facts
+from pytest_gtrainer.graph.layout import REDUCE_SCATTER_NAME, BucketLayout, LayoutDifference, assert_same_layout
+from pytest_gtrainer.graph.payload_order import PayloadOrder
 from pytest_gtrainer.numerics.assertions import BitwiseDifference, explained
 from pytest_gtrainer.numerics.compare import Verdict, compare
 from pytest_gtrainer.numerics.record import Record
-from pytest_gtrainer.passes.layout import REDUCE_SCATTER_NAME, BucketLayout, LayoutDifference, assert_same_layout
-from pytest_gtrainer.passes.payload_order import PayloadOrder
 from pytest_gtrainer.references.config import TrainConfig
+from pytest_gtrainer.references.simulated.eager import ConfigOfMesh, SimulatedRun, simulated_eager
+from pytest_gtrainer.references.simulated.graph import SimulatedGraphRun
+from pytest_gtrainer.references.simulated.paths import Paths
 from pytest_gtrainer.worlds.simulated.checks import check_choice
-from pytest_gtrainer.worlds.simulated.graph_training import SimulatedGraphRun
 from pytest_gtrainer.worlds.simulated.net import Net
-from pytest_gtrainer.worlds.simulated.paths import Paths
 from pytest_gtrainer.worlds.simulated.sweep import row_of
-from pytest_gtrainer.worlds.simulated.threads.training import ConfigOfMesh, SimulatedRun, simulated_eager
 from pytest_gtrainer.worlds.simulated.world import net_of
 from pytest_gtrainer.worlds.world import World
 

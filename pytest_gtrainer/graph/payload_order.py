@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-from pytest_gtrainer.passes.bucket_plan import Bucket
-from pytest_gtrainer.passes.collectives import Member
+from pytest_gtrainer.graph.bucket_plan import Bucket
+from pytest_gtrainer.graph.collectives import Member
 
 ORDERS = ("managed", "registration", "execution")
 PayloadOrder = str | Sequence[str]

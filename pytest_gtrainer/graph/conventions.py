@@ -6,8 +6,6 @@
   read, so that its gradient is complete before it is reduced;
 - ``meta["gt_dynamic_dims"]`` there: per dimension that the graph keeps as a symbol, by name, the symbol and the
   extent of the example.
-
-And how a process group is told to be a pass's: by the end of its name.
 """
 
 from __future__ import annotations
@@ -17,8 +15,6 @@ from torch import fx
 FORWARD, BACKWARD = "fwd", "bwd"
 GATHERS_ONCE = "gt_gathers_once"
 DYNAMIC_DIMS = "gt_dynamic_dims"
-EXTRA_GROUP = ":extra"
-"""Ends the names of process groups that passes make; they are gone with their world (F4)."""
 
 
 def direction(node: fx.Node) -> str:

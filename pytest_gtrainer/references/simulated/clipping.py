@@ -14,9 +14,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from pytest_gtrainer.references.config import TrainConfig
+from pytest_gtrainer.references.simulated.eager import ConfigOfMesh
 from pytest_gtrainer.worlds.simulated.net import Net
 from pytest_gtrainer.worlds.simulated.threads.run import LIMIT, run_threads
-from pytest_gtrainer.worlds.simulated.threads.training import ConfigOfMesh
 
 Gradients = Sequence[tuple[nn.Parameter, nn.Parameter]]
 """Of one rank: its shards as parameters, with their gradients, each beside the parameter of rank 0's model."""

@@ -26,11 +26,11 @@ from pytest_gtrainer._torch.graph_modules import compiled, copied_lazily
 from pytest_gtrainer._torch.operators import OpOverload, schema
 from pytest_gtrainer._torch.passes import WAIT
 from pytest_gtrainer._torch.values import pytree
-from pytest_gtrainer.conventions import BACKWARD, direction, node_fqn
+from pytest_gtrainer.bisect.replays import Run, Values, flat_inputs, local_run, run_in_world
+from pytest_gtrainer.graph.conventions import BACKWARD, direction, node_fqn
 from pytest_gtrainer.numerics.bits import NoBytes
 from pytest_gtrainer.numerics.compare import Difference, Outcome, Pairs, Verdict, difference_of
 from pytest_gtrainer.numerics.record import Key
-from pytest_gtrainer.numerics.replays import Run, Values, flat_inputs, local_run, run_in_world
 from pytest_gtrainer.numerics.verdict_text import cut, text
 from pytest_gtrainer.passes.bound import BoundPass
 from pytest_gtrainer.passes.pipeline import apply_graph_passes

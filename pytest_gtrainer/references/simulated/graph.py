@@ -17,15 +17,16 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from pytest_gtrainer._torch.values import pytree
+from pytest_gtrainer.graph.layout import BucketLayout
 from pytest_gtrainer.long_work import long_work
 from pytest_gtrainer.numerics.record import Record
 from pytest_gtrainer.numerics.weight_digests import tell_weights
-from pytest_gtrainer.passes.layout import BucketLayout
 from pytest_gtrainer.references.config import Batch, TrainConfig, new_model
 from pytest_gtrainer.references.graph import GraphRun, shard_traceably
+from pytest_gtrainer.references.simulated.clipping import Gradients, clip_on_all
+from pytest_gtrainer.references.simulated.eager import ConfigOfMesh, config_of_mesh
 from pytest_gtrainer.references.train import Recorder, record_random_states
 from pytest_gtrainer.tracing.state import ModelState, local
-from pytest_gtrainer.worlds.simulated.clipping import Gradients, clip_on_all
 from pytest_gtrainer.worlds.simulated.interpreter import (
     Interpreter,
     PerRank,
@@ -37,7 +38,6 @@ from pytest_gtrainer.worlds.simulated.interpreter.run import one_thread
 from pytest_gtrainer.worlds.simulated.interpreter.values import of_rank
 from pytest_gtrainer.worlds.simulated.threads.run import LIMIT, run_threads
 from pytest_gtrainer.worlds.simulated.threads.state import ProcessState, read_state, state_kept, write_state
-from pytest_gtrainer.worlds.simulated.threads.training import ConfigOfMesh, config_of_mesh
 from pytest_gtrainer.worlds.simulated.world import net_of, played_by
 from pytest_gtrainer.worlds.world import World
 

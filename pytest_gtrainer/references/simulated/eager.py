@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from pytest_gtrainer.graph.layout import BucketLayout
 from pytest_gtrainer.numerics.record import Record
-from pytest_gtrainer.passes.layout import BucketLayout
 from pytest_gtrainer.references.config import TrainConfig
 from pytest_gtrainer.references.eager import EagerRun
 from pytest_gtrainer.references.train import Recorder

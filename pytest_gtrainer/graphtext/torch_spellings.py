@@ -1,0 +1,119 @@
+"""What versions of torch call differently, so that one golden serves them all. No torch here.
+
+``SPELLINGS`` is the table: an operator that a version of torch put in place of another, where the two compute
+the same value with the same strides. A graph's text always says what torch said. If one of two texts was made
+before such a version and the other since, they are compared in the words of the newer one. Else they are
+compared as they are, so that a spelling hides nothing while torch stays. docs/goldens.md says why it is so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pytest_gtrainer.graphtext.dataflow import Dataflow, Value, dataflow
+from pytest_gtrainer.graphtext.sections import Record
+from pytest_gtrainer.supported import minor_version
+
+
+@dataclass(frozen=True, slots=True)
+class Spelling:
+    """An operator that torch spells in another way.
+
+    Attributes:
+        since: the version that brought it.
+        before, after: the operator in older and in newer versions, without ``.default``.
+        reason: what changed in torch, and what therefore cannot be told apart.
+        of: the operator that the first operand comes from; "" for any.
+    """
+
+    since: tuple[int, int]
+    before: str
+    after: str
+    reason: str
+    of: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.after} for {self.before}" + (f" of {self.of}" if self.of else "")
+
+
+SPELLINGS = (
+    Spelling(
+        since=(2, 14),
+        before="aten.detach",
+        after="aten.alias",
+        reason="below autograd a detach is an alias, and since 2.14 it is dispatched as one. An alias that a user "
+        "wrote looks the same: across 2.14 it is not told from a detach. Both give their operand, in its storage.",
+    ),
+    Spelling(
+        since=(2, 15),
+        before="aten.view",
+        after="aten._unsafe_view",
+        of="aten.addmm",
+        reason="`linear` with a bias flattens an input of three dimensions. It folds the product back by "
+        "`_unsafe_view`, as `matmul` always did: a view that autograd does not track, which the values do not show.",
+    ),
+)
+
+
+def spellings_between(made: str | None, running: str | None) -> tuple[Spelling, ...]:
+    """What one of two versions of torch spells differently; nothing if a version is not known.
+
+    >>> [str(spelling) for spelling in spellings_between("2.15.0+cu132", "2.14.1")]
+    ['aten._unsafe_view for aten.view of aten.addmm']
+    >>> spellings_between("2.14.0", "2.14.1+cpu"), spellings_between(None, "2.15.0")
+    ((), ())
+    """
+    versions = [minor_version(version) if version else None for version in (made, running)]
+    known = [version for version in versions if version is not None]
+    if len(known) < 2:
+        return ()
+    return tuple(spelling for spelling in SPELLINGS if min(known) < spelling.since <= max(known))
+
+
+def same_but_for(spellings: Iterable[Spelling], old: Sequence[Record], new: Sequence[Record]) -> bool:
+    """Whether two graphs are equal, line by line, in one spelling. Names of values follow from it, and may differ."""
+    if [(section, heading) for section, heading, _ in old] != [(section, heading) for section, heading, _ in new]:
+        return False
+    return _content(dataflow(old), tuple(spellings)) == _content(dataflow(new), tuple(spellings))
+
+
+def respelled(records: Sequence[Record], spellings: Iterable[Spelling]) -> tuple[tuple[Record, ...], set[Spelling]]:
+    """The records in the words of the newer torch, for people to read, and the spellings that these lines needed."""
+    made, used = list(records), set()
+    graph = dataflow(records)
+    for value in graph.values:
+        spelling = _spelling_of(value, graph, spellings)
+        if spelling is not None:
+            used.add(spelling)
+            before, after = (f" = {operator}(" for operator in (spelling.before, spelling.after))
+            record = made[value.record]
+            made[value.record] = record._replace(text=record.text.replace(before, after, 1))
+    return tuple(made), used
+
+
+def _spelling_of(value: Value, graph: Dataflow, spellings: Iterable[Spelling]) -> Spelling | None:
+    """The spelling by which an operator has another name in newer versions."""
+    for spelling in spellings:
+        if value.operator == spelling.before:
+            source = graph.values[value.sources[0]].operator if value.sources else ""
+            if spelling.of in ("", source):
+                return spelling
+    return None
+
+
+def _content(graph: Dataflow, spellings: Sequence[Spelling]) -> list[Any]:
+    """All that a graph's text says but the names of its values, in the words of the newer torch."""
+    values = []
+    for value in graph.values:
+        spelling = _spelling_of(value, graph, spellings)
+        operator = spelling.after if spelling is not None else value.operator
+        values.append(value._replace(name="", operator=operator))
+    bodies = [(name, _body(lines, spellings)) for name, lines in graph.bodies.items()]
+    return [values, graph.inputs, graph.results, graph.definitions, graph.others, bodies]
+
+
+def _body(lines: Sequence[Record], spellings: Sequence[Spelling]) -> list[Any]:
+    places = [(section, heading) for section, heading, _ in lines]
+    return [places, _content(dataflow(lines), spellings)]

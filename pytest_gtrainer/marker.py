@@ -1,0 +1,59 @@
+"""The ``gt_world`` marker of a collected test: which world it asks for, and its sizes if there are several."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import pytest
+
+from pytest_gtrainer import extensions
+from pytest_gtrainer.worlds.spec import KINDS, MARKER, SpecError, WorldSpec, make_spec
+
+MARKER_HELP = (
+    'gt_world(kind, size=8, mesh={"fsdp": 8}, nodes=1, rank=0, device=None, timeout=None): run the test in a world of '
+    "process groups; kind is fake (structure only), simulated (all ranks in one process, sums as over several nodes) "
+    "or ranks (one process a rank); a list as size parametrises"
+)
+SIZE_PARAM = "gt_world_size"
+_READ = pytest.StashKey[tuple[pytest.Mark, WorldSpec]]()
+
+
+def spec_of(item: pytest.Item) -> WorldSpec | None:
+    """The spec of a collected test, None without the marker.
+
+    The nearest marker gives the kind; a parametrised size comes from the test's parameters.
+
+    Raises:
+        SpecError: as ``make_spec``.
+    """
+    marker = item.get_closest_marker(MARKER)
+    if marker is None:
+        return None
+    known = item.stash.get(_READ, None)
+    if known is None or known[0] is not marker:
+        item.stash[_READ] = known = marker, _read(item, marker)
+    return known[1]
+
+
+def _read(item: pytest.Item, marker: pytest.Mark) -> WorldSpec:
+    if len(marker.args) > 1:
+        raise SpecError(f"gt_world takes one positional argument, the kind; not {len(marker.args)}: {marker.args}")
+    fields = dict(marker.kwargs)
+    callspec = getattr(item, "callspec", None)
+    if callspec is not None and SIZE_PARAM in callspec.params:
+        fields["size"] = callspec.params[SIZE_PARAM]
+    if marker.args and "kind" in fields:
+        raise SpecError("gt_world got its kind twice")
+    kind = marker.args[0] if marker.args else fields.pop("kind", None)
+    more = () if kind in KINDS else extensions.worlds(item.config, KINDS)  # most tests ask no hook
+    return make_spec(kind, kinds=(*KINDS, *more), **fields)
+
+
+def parametrised_sizes(definition: pytest.Item) -> list[Any] | None:
+    """The sizes of a marker whose ``size`` is a list or tuple; None if it is not."""
+    marker = definition.get_closest_marker(MARKER)
+    size = marker.kwargs.get("size") if marker else None
+    if isinstance(size, Iterable) and not isinstance(size, str | bytes | Mapping):
+        return list(size)
+    return None

@@ -1,0 +1,67 @@
+"""Memory of a GPU: what a test leaves there is told, and a training run leaves nothing."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+
+from fixtures.training import llama3_training
+from pytest_gtrainer import train_eager, train_graph
+
+SUITE = """
+import pytest, torch
+KEPT = []
+@pytest.mark.gt_world("ranks", size=1, device="cuda")
+def test_leaves_memory(gt_world):
+    KEPT.append(torch.zeros(8 << 20, dtype=torch.uint8, device="cuda"))
+@pytest.mark.gt_world("ranks", size=1, device="cuda")
+def test_leaves_none(gt_world):
+    torch.zeros(8 << 20, dtype=torch.uint8, device="cuda")
+"""
+
+
+def test_memory_that_a_test_leaves_is_told(cuda, pytester):
+    """The summary names test and amount, or the test fails on request; one that frees its memory is not named."""
+    pytester.makepyfile(SUITE)
+    told = pytester.runpytest_subprocess("--gt-gpus=1")
+    told.assert_outcomes(passed=2)
+    assert "8 MiB of GPU memory" in told.stdout.str()
+    assert "test_leaves_memory" in told.stdout.str()
+    assert "test_leaves_none" not in told.stdout.str()
+    failed = pytester.runpytest_subprocess("--gt-gpus=1", "--gt-leaked-resources=fail")
+    failed.assert_outcomes(passed=1, failed=1)
+
+
+@pytest.mark.gt_world("ranks", size=1, device="cuda")
+def test_training_leaves_nothing(gt_mesh, record_property):
+    """Both sides, two steps each, twice: what is allocated afterwards does not grow."""
+    held = []
+    for _ in range(3):
+        train_eager(llama3_training(gt_mesh, "bf16_fp32", steps=2))
+        train_graph(llama3_training(gt_mesh, "bf16_fp32", steps=2))
+        gc.collect()
+        held.append(torch.cuda.memory_allocated())
+    record_property("measured", " ".join(f"{each / 2**20:.1f}" for each in held) + " MiB after each of three runs")
+    assert held[2] - held[1] < 2**20
+
+
+@pytest.mark.gt_world("ranks", size=1, device="cuda")
+def test_the_peak_of_a_step(gt_mesh, record_property):
+    """A step's peak is that of its largest live set, not of all it ever makes: the graph frees as it goes."""
+    from pytest_gtrainer.references.graph import GraphRun
+
+    run = GraphRun(llama3_training(gt_mesh, "bf16_fp32", steps=1))
+    made = sum(
+        value.numel() * value.element_size()
+        for node in run.traced.gm.graph.nodes
+        for value in torch.utils._pytree.tree_leaves(node.meta.get("val"))
+        if isinstance(value, torch.Tensor) and node.op == "call_function"
+    )
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    run.run()
+    peak = torch.cuda.max_memory_allocated() - before
+    record_property("measured", f"peak {peak / 2**20:.1f} MiB, of {made / 2**20:.1f} MiB that the graph makes")
+    assert peak < made

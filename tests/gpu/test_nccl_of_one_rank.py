@@ -1,0 +1,63 @@
+"""NCCL with a single rank: what it computes, and the main job over it.
+
+One rank adds nothing up, so no order of sums shows here; what shows is that every collective of both sides runs on
+CUDA tensors, in the dtypes of training, and that layout and bits of both sides agree.
+"""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fixtures.training import PRECISIONS, deepseek_v3_training, llama3_training
+from pytest_gtrainer import MixedPrecisionPolicy, assert_bitwise_different, train_eager, train_graph
+
+pytestmark = pytest.mark.gt_world("ranks", size=1, device="cuda")
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def test_the_world_is_on_the_gpu(gt_world, gt_mesh):
+    """A rank has its GPU set, the backend is NCCL, and the mesh is one of CUDA."""
+    assert (gt_world.device, gt_world.backend, gt_mesh.device_type) == ("cuda", "nccl", "cuda")
+    assert (dist.get_backend(), torch.cuda.current_device()) == ("nccl", 0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_collectives(gt_world, dtype):
+    """Of one rank: gathers and exchanges copy, sums and averages are the identity."""
+    value = torch.arange(5, device="cuda").to(dtype)
+    for op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG, dist.ReduceOp.MAX):
+        reduced, scattered = value.clone(), torch.empty_like(value)
+        dist.all_reduce(reduced, op=op)
+        dist.reduce_scatter_tensor(scattered, value, op=op)
+        assert reduced.tolist() == scattered.tolist() == [0, 1, 2, 3, 4]
+    gathered, exchanged = torch.empty_like(value), torch.empty_like(value)
+    dist.all_gather_into_tensor(gathered, value)
+    dist.all_to_all_single(exchanged, value)
+    assert gathered.tolist() == exchanged.tolist() == [0, 1, 2, 3, 4]
+
+
+def test_a_scaled_sum():
+    """NCCL has PREMUL_SUM, which gloo refuses: the factor is applied before the sum."""
+    value = torch.ones(3, device="cuda")
+    dist.all_reduce(value, op=dist._make_nccl_premul_sum(0.5))
+    assert value.tolist() == [0.5, 0.5, 0.5]
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_llama3_trains_as_eager_fsdp2(gt_mesh, gt_deterministic, check_parity, precision):
+    """The main job: layouts, then loss, gradients, weights and optimiser state of every step, bit for bit."""
+    check_parity(llama3_training(gt_mesh, precision))
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_deepseek_v3_trains_as_eager_fsdp2(gt_mesh, gt_deterministic, check_parity, precision):
+    """The same with routed experts."""
+    check_parity(deepseek_v3_training(gt_mesh, precision))
+
+
+def test_gradients_rounded_to_bf16_differ(gt_mesh, gt_deterministic):
+    """The twin that must differ: another reduce dtype on one side."""
+    exact = llama3_training(gt_mesh, "bf16_fp32", steps=2)
+    in_bf16 = MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16)
+    rounded = llama3_training(gt_mesh, "bf16_fp32", steps=2, mp_policy=in_bf16)
+    assert_bitwise_different(train_graph(rounded), train_eager(exact))

@@ -1,0 +1,81 @@
+"""In an environment that holds the wheel, torch and what the wheel declares, the documentation can be followed.
+
+Judged under each Python of ``PYTHONS`` that is found, by ``make check-install``. Where the index has no CPU build of torch, its CUDA
+build is installed without CUDA's libraries (``.ci/light_torch.py``). What cannot be judged is skipped by name: a
+Python that is not found, a torch that the index lacks. Anything else fails.
+"""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fixtures.pages import follow
+from fixtures.pythons import other_pythons
+
+ROOT = Path(__file__).parents[2]
+TORCH = next(
+    line.removeprefix("torch==").strip()
+    for line in (ROOT / "constraints.txt").read_text().splitlines()
+    if line.startswith("torch==")
+)
+FOUND = {sys.version_info.minor: sys.executable, **dict(other_pythons())}
+NOT_ON_THE_INDEX = 3
+PAGES = ("loss-differs", "goldens-in-ci", "two-nodes")
+pytestmark = pytest.mark.long
+
+
+@pytest.fixture(scope="module", params=[11, 12, 13], ids=lambda minor: f"3.{minor}")
+def clean(request, tmp_path_factory, wheel):
+    """The folder of commands of an environment with the wheel and what it declares; no version of those is pinned."""
+    if request.param not in FOUND:
+        pytest.skip(f"no Python 3.{request.param} was found: the wheel is not judged under it")
+    folder = tmp_path_factory.mktemp("clean") / "env"
+    made = subprocess.run(
+        [FOUND[request.param], ROOT / ".ci" / "light_torch.py", TORCH, folder], capture_output=True, text=True
+    )
+    if made.returncode == NOT_ON_THE_INDEX:
+        pytest.skip(made.stderr)
+    assert made.returncode == 0, made.stderr
+    python = folder / "bin" / "python"
+    subprocess.run([python, "-m", "pip", "install", "-q", wheel], check=True)
+    return folder / "bin"
+
+
+@pytest.fixture
+def tutorial(clean, tmp_path):
+    """A folder in which the tutorial has been followed."""
+    assert follow(ROOT / "docs" / "tutorial.md", tmp_path, clean) == 10
+    return tmp_path
+
+
+def test_it_holds_what_the_wheel_declares_and_no_numpy(clean, tmp_path):
+    """So that the tests below judge a user's environment, not one of ours."""
+    probe = "import importlib.util as u; print(u.find_spec('numpy'), u.find_spec('fixtures'))"
+    run = [clean / "python", "-c", probe]
+    assert subprocess.run(run, cwd=tmp_path, capture_output=True, text=True).stdout == "None None\n"
+    check = subprocess.run([clean / "python", "-m", "pip", "check"], cwd=tmp_path, capture_output=True, text=True)
+    assert check.stdout == "No broken requirements found.\n"
+
+
+def test_the_tutorial_and_the_how_tos_are_followed(clean, tutorial):
+    for page in PAGES:
+        assert follow(ROOT / "docs" / "how-to" / f"{page}.md", tutorial, clean) > 0
+
+
+def test_the_examples_of_the_readme_are_followed(clean, tmp_path):
+    assert follow(ROOT / "README.md", tmp_path, clean) == 2
+
+
+def test_the_pass_and_the_workflow_of_a_repository_are_followed(clean, tmp_path):
+    """``examples/downstream`` by the pages that speak of it."""
+    copy = shutil.copytree(ROOT / "examples" / "downstream", tmp_path / "downstream")
+    for page in ("add-a-pass", "ci-matrix"):
+        assert follow(ROOT / "docs" / "how-to" / f"{page}.md", copy, clean) > 0
+
+
+def test_every_how_to_is_followed():
+    written = {page.stem for page in (ROOT / "docs" / "how-to").glob("*.md")}
+    assert written == {*PAGES, "add-a-pass", "ci-matrix"}

@@ -9,17 +9,20 @@ BENCHMARKS := digest records operators simulated graphtext graphdiff threads chu
 # Tests start hundreds of processes: each would compile this package anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: run test gpu test-torch test-transformers check-long chunk-matrix bench simulate soak report-check docs dist check-install lint env clean
+.PHONY: run test gpu test-torch test-oldest-pytest test-transformers check-long chunk-matrix bench simulate soak report-check docs dist check-install lint env clean
 
 run: env          ## the main job: trace, rewrite, pin and prove a training step on 8 ranks
 	$(PYTEST) --gt-gpus=8 -m "not long" tests/parity
 
 test: env lint    ## every test, long checks in short form
-	$(PYTEST) --gt-gpus=8 -m "not long" -n $(WORKERS) --dist worksteal
+	$(PYTEST) --gt-gpus=8 -m "not long" -n $(WORKERS) --dist loadfile
 
-# For CI on CPU only: torch without CUDA's libraries (.ci/light_torch.py). torch is kept in build/, 1.4 GB a version.
+# For CI on CPU only: torch without CUDA's libraries (.ci/light_torch.py). It is kept in build/, 1.4 GB a version, and
+# so are the environments. Not part of .ci/run: 11 minutes of CPU where 5 are allowed. Run it before a change that meets
+# torch is called done.
 TORCH ?= 2.15.0
-LIGHT = build/test-torch-$(TORCH)-$(shell $(PYTHON) -c "import sys; print(sys.implementation.cache_tag)")
+TAG = $(shell $(PYTHON) -c "import sys; print(sys.implementation.cache_tag)")
+LIGHT = build/test-torch-$(TORCH)-$(TAG)
 # Each break that another torch brought was found in one of these.
 MEETS_TORCH := $(addprefix tests/,tracing references parity models passes worlds/simulated worlds/test_ranks_gloo.py golden)
 
@@ -28,6 +31,19 @@ test-torch:       ## what meets torch, under TORCH=2.15.0 and PYTHON=python3.12;
 	grep -v '^torch==' constraints.txt > $(LIGHT)/constraints.txt
 	$(LIGHT)/bin/python -m pip install --quiet --disable-pip-version-check -c $(LIGHT)/constraints.txt -e '.[test]'
 	$(LIGHT)/bin/python -m pytest --gt-gpus=8 -m "not long" -n $(WORKERS) --dist worksteal $(MEETS_TORCH)
+
+# The oldest pytest that pyproject.toml allows, beside the torch of constraints.txt.
+OLDEST = build/test-oldest-pytest-$(TAG)
+MEETS_PYTEST := tests/test_*.py $(addprefix tests/,testing integration golden report) $(wildcard tests/worlds/test_*.py)
+
+test-oldest-pytest: ## what meets pytest, under pytest 9.0.1
+	$(PYTHON) .ci/light_torch.py $(shell sed -n 's/^torch==//p' constraints.txt) $(OLDEST)
+	grep -v -e '^torch==' -e '^pytest==' constraints.txt > $(OLDEST)/constraints.txt
+	$(OLDEST)/bin/python -m pip install --quiet --disable-pip-version-check -c $(OLDEST)/constraints.txt \
+		-e '.[test]' pytest==9.0.1
+	$(OLDEST)/bin/python -m pip install --quiet --disable-pip-version-check -c $(OLDEST)/constraints.txt --no-deps --upgrade \
+		--target $(OLDEST)/beside pytest-timeout pytest-randomly
+	$(OLDEST)/bin/python -m pytest --gt-gpus=8 -m "not long" -n $(WORKERS) --dist worksteal $(MEETS_PYTEST)
 
 test-transformers: env ## bucketing on Llama and Mixtral of the transformers package, which this installs
 	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[transformers]'

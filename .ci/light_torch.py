@@ -169,7 +169,7 @@ def _compile(library: Path, versioned: dict[str, list[str]], others: list[str]) 
     names = sorted({name for group in (*versioned.values(), others) for name in group})
     source = "long stub(void) { return 35; }\n"
     source += "".join(f'long {name}(void) __attribute__((alias("stub")));\n' for name in names)
-    script = "".join(f"{version} {{ global: {' '.join(f'{n};' for n in own)} }};\n" for version, own in versioned.items())
+    script = "".join(f"{version} {{ global: {'; '.join(own)}; }};\n" for version, own in versioned.items())
     with tempfile.TemporaryDirectory() as work:
         versions, command = Path(work, "versions"), ["gcc", "-shared", "-fPIC", "-w", f"-Wl,-soname,{library.name}"]
         if script:
@@ -182,7 +182,7 @@ def _require_tools() -> None:
     missing = [tool for tool in TOOLS if shutil.which(tool) is None]
     if missing:
         packages = " and ".join(dict.fromkeys(TOOLS[tool] for tool in missing))
-        raise Refused(f"{', '.join(missing)} not found: stubs of CUDA's libraries need gcc and binutils; install {packages}")
+        raise Refused(f"{', '.join(missing)} not found, which make stubs of CUDA's libraries: install {packages}")
 
 
 def _metadata(site: Path) -> Path:

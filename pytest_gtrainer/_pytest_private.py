@@ -6,6 +6,7 @@
 - ``Session._initialpaths`` are the files to collect from, ``Session._collect_path`` makes the node of a path, and
   ``collect_one_node`` is its collection with the hooks: collecting a second time by ``perform_collect`` drops
   fixtures of conftest files (pytest 9.1 and later).
+- ``Config.get_terminal_writer`` of pytest 9.0 reads ``_tw`` of the plugin "terminalreporter", which a rank has not.
 - ``CaptureManager._global_capturing`` holds the files of captured output.
 - ``Config._tmp_path_factory`` makes the folders of this run, also before the first test asks for one.
 
@@ -14,11 +15,13 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+from _pytest._io import TerminalWriter
 from _pytest.capture import CaptureManager
 from _pytest.config import _prepareconfig
 from _pytest.main import Session
@@ -87,3 +90,12 @@ def base_temp(config: pytest.Config) -> Path:
     """The folder of this run's, or this worker's, temporary files."""
     folder: Path = config._tmp_path_factory.getbasetemp()  # type: ignore[attr-defined]
     return folder
+
+
+class NoTerminal:
+    """Where pytest 9.0 looks for what colours the explanation of a failed ``==``; without it that would fail."""
+
+    isatty = False
+
+    def __init__(self) -> None:
+        self._tw = TerminalWriter(io.StringIO())

@@ -1,8 +1,8 @@
 """In an environment that holds the wheel, torch and what the wheel declares, the documentation can be followed.
 
-Judged under each Python of ``PYTHONS`` that is found, by ``make check-install``. Where the index has no CPU build of torch, its CUDA
-build is installed without CUDA's libraries (``.ci/light_torch.py``). What cannot be judged is skipped by name: a
-Python that is not found, a torch that the index lacks. Anything else fails.
+Where the index has no CPU build of torch for a Python, its CUDA build is installed without CUDA's libraries, by
+``.ci/light_torch.py``. What cannot be judged is skipped by name: a Python that is not found, a torch that the index
+lacks for it. Anything else fails.
 """
 
 import shutil
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from fixtures.pages import follow
+from fixtures.pages import environment, follow
 from fixtures.pythons import other_pythons
 
 ROOT = Path(__file__).parents[2]
@@ -27,20 +27,25 @@ PAGES = ("loss-differs", "goldens-in-ci", "two-nodes")
 pytestmark = pytest.mark.long
 
 
+def run(commands, *command, cwd=None):
+    """A command as a user runs it, with those of the folder ``commands`` before all others."""
+    environ = environment(commands)
+    command = [shutil.which(command[0], path=environ["PATH"]), *command[1:]]
+    return subprocess.run(command, cwd=cwd, env=environ, capture_output=True, text=True)
+
+
 @pytest.fixture(scope="module", params=[11, 12, 13], ids=lambda minor: f"3.{minor}")
 def clean(request, tmp_path_factory, wheel):
-    """The folder of commands of an environment with the wheel and what it declares; no version of those is pinned."""
+    """The commands of an environment that holds the wheel and what it declares, in the versions that a user gets."""
     if request.param not in FOUND:
         pytest.skip(f"no Python 3.{request.param} was found: the wheel is not judged under it")
     folder = tmp_path_factory.mktemp("clean") / "env"
-    made = subprocess.run(
-        [FOUND[request.param], ROOT / ".ci" / "light_torch.py", TORCH, folder], capture_output=True, text=True
-    )
+    made = run(folder / "bin", FOUND[request.param], ROOT / ".ci" / "light_torch.py", TORCH, folder)
     if made.returncode == NOT_ON_THE_INDEX:
         pytest.skip(made.stderr)
     assert made.returncode == 0, made.stderr
-    python = folder / "bin" / "python"
-    subprocess.run([python, "-m", "pip", "install", "-q", wheel], check=True)
+    added = run(folder / "bin", "python", "-m", "pip", "install", "-q", wheel)
+    assert added.returncode == 0, added.stderr
     return folder / "bin"
 
 
@@ -53,11 +58,9 @@ def tutorial(clean, tmp_path):
 
 def test_it_holds_what_the_wheel_declares_and_no_numpy(clean, tmp_path):
     """So that the tests below judge a user's environment, not one of ours."""
-    probe = "import importlib.util as u; print(u.find_spec('numpy'), u.find_spec('fixtures'))"
-    run = [clean / "python", "-c", probe]
-    assert subprocess.run(run, cwd=tmp_path, capture_output=True, text=True).stdout == "None None\n"
-    check = subprocess.run([clean / "python", "-m", "pip", "check"], cwd=tmp_path, capture_output=True, text=True)
-    assert check.stdout == "No broken requirements found.\n"
+    probe = "import importlib.util as u; print(*map(u.find_spec, ('numpy', 'fixtures')))"
+    assert run(clean, "python", "-c", probe, cwd=tmp_path).stdout == "None None\n"
+    assert run(clean, "python", "-m", "pip", "check", cwd=tmp_path).stdout == "No broken requirements found.\n"
 
 
 def test_the_tutorial_and_the_how_tos_are_followed(clean, tutorial):

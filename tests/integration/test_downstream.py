@@ -5,17 +5,23 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+
+from fixtures.pages import blocks, commands
 
 ROOT = Path(__file__).parents[2]
+EXAMPLE = ROOT / "examples" / "downstream"
+WORKFLOW = EXAMPLE / ".github" / "workflows" / "tests.yml"
 
 
 @pytest.fixture
 def example(tmp_path):
     """A copy of the example, so that nothing is written into the tree."""
-    return shutil.copytree(ROOT / "examples" / "downstream", tmp_path / "downstream")
+    return shutil.copytree(EXAMPLE, tmp_path / "downstream")
 
 
 def run(python, folder, *arguments):
@@ -51,11 +57,40 @@ def test_it_is_green_without_the_bug_from_an_installed_wheel(example, installed)
     assert_caught(run(installed.python, example, "--with-bug"))
 
 
-def test_its_ci_file_runs_options_that_exist():
-    """So that who copies it is not met by a usage error."""
+def workflow():
+    """Its jobs, each with the commands that it runs."""
+    yaml = pytest.importorskip("yaml", reason="needs the extra `test`: pip install -e '.[test]'")
+    jobs = yaml.safe_load(WORKFLOW.read_text())["jobs"]
+    return {name: (job, [step["run"] for step in job["steps"] if "run" in step]) for name, job in jobs.items()}
+
+
+def test_its_workflow_runs_options_that_exist():
+    """So that who copies it is not met by a usage error; on GPUs nothing falls back to the CPU."""
     from pytest_gtrainer.options import OPTIONS
 
-    text = (ROOT / "examples" / "downstream" / ".github" / "workflows" / "tests.yml").read_text()
-    used = set(re.findall(r"(--gt-[\w-]+)", text))
-    assert used
-    assert used <= {option.flag for option in OPTIONS}
+    tests = {name: runs[-1] for name, (_, runs) in workflow().items()}
+    assert set(tests) == {"cpu", "gpu"}
+    for command in tests.values():
+        used = set(re.findall(r"(--gt-[\w-]+)", command))
+        assert used
+        assert used <= {option.flag for option in OPTIONS}
+    assert "--gt-require=ranks" in tests["cpu"]
+    assert {"--gt-device=cuda", "--gt-require=cuda"} <= set(tests["gpu"].split())
+
+
+def test_its_workflow_has_two_versions_of_torch_that_it_allows():
+    """Both are installed first, and by the same version that the job is named after."""
+    (allowed,) = tomllib.loads((EXAMPLE / "pyproject.toml").read_text())["project"]["dependencies"]
+    for job, (install, *_) in workflow().values():
+        versions = job["strategy"]["matrix"]["torch"]
+        assert len(versions) == 2
+        assert all(version in Requirement(allowed).specifier for version in versions)
+        assert install.startswith("pip install torch==${{ matrix.torch }}")
+
+
+def test_the_page_shows_the_workflow_and_runs_its_commands():
+    page = ROOT / "docs" / "how-to" / "ci-matrix.md"
+    shown = dict(blocks(page))
+    assert shown["yaml"] == WORKFLOW.read_text()
+    followed = [command for language, text in blocks(page) if language == "console" for command, _ in commands(text)]
+    assert followed == [f"CI=1 {runs[-1]}" for _, runs in workflow().values()]

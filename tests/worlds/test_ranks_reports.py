@@ -193,3 +193,20 @@ def blamed(output: str) -> dict[str, set[str]]:
     for name, switch in re.findall(r"LeakedFlagWarning: \S*::(\w+) changed (\S+) from", output):
         found.setdefault(name, set()).add(switch)
     return found
+
+
+GROUPED = """
+import pytest
+pytestmark = pytest.mark.xdist_group("ours")
+
+@pytest.mark.gt_world("ranks", size=2)
+def test_on_ranks(gt_world): assert gt_world.size == 2
+"""
+
+
+def test_marks_of_plugins_that_ranks_do_without_are_known_there(suite: Suite) -> None:
+    """That of xdist's groups, for one: with strict markers an unknown one fails the file."""
+    suite.write("pytest.ini", "[pytest]\naddopts = --strict-markers\n")
+    suite.write("test_it.py", GROUPED)
+    run = suite.run("-n1", "--dist=loadgroup", "--gt-gpus=2")
+    assert "1 passed" in run.output, run.output

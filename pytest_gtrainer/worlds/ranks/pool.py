@@ -235,6 +235,8 @@ def _worker_input(config: pytest.Config, size: int) -> dict[str, Any]:
         "workercount": size,
         "testrunuid": outer.get("testrunuid", f"gtrainer{os.getpid()}"),
         "mainargv": outer.get("mainargv", sys.argv),
+        # of plugins, too, that ranks do without: xdist's, one of time limits
+        "gt_markers": config.getini("markers"),
         # ranks write no JUnit file: what it says of digests they have to be asked for
         "gt_digests": bool(getattr(config.option, "xmlpath", None)),
     }

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from pytest_gtrainer._pytest_private import (
+    NoTerminal,
     captured_streams,
     configure,
     prepared_config,
@@ -56,9 +57,13 @@ def start_session(config: pytest.Config, worker: Mapping[str, Any], basetemp: st
     session = pytest.Session.from_config(config)
     session.exitstatus = pytest.ExitCode.OK
     configure(config)
+    for line in set(worker.get("gt_markers", ())) - set(config.getini("markers")):
+        config.addinivalue_line("markers", line)
     let_torch_loggers_propagate()
     config.hook.pytest_sessionstart(session=session)
     _calm_hypothesis()
+    if pytest.version_tuple < (9, 1):
+        config.pluginmanager.register(NoTerminal(), "terminalreporter")
     return session
 
 

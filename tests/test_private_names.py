@@ -15,8 +15,6 @@ from pytest_gtrainer.doctor.report import topics
 
 PACKAGE = Path(__file__).parents[1] / "pytest_gtrainer"
 ALLOWED = (PACKAGE / "_torch", PACKAGE / "_pytest_private.py")
-# Gone with the issue that shrinks the package.
-GOING = (PACKAGE / "worlds/ranks/inside/fast_lane.py", PACKAGE / "worlds/ranks/inside/lighter.py")
 STANDARD_LIBRARY = ("sys", "os", "subprocess")
 NAMED_TUPLES = ("_replace", "_asdict", "_fields")
 
@@ -50,7 +48,7 @@ def test_private_names_of_torch_and_pytest_stand_in_their_files():
     offenders = [
         f"{file.relative_to(PACKAGE)}, {found}"
         for file in sorted(PACKAGE.rglob("*.py"))
-        if file not in GOING and not any(file.is_relative_to(allowed) for allowed in ALLOWED)
+        if not any(file.is_relative_to(allowed) for allowed in ALLOWED)
         for found in private_names(file.read_text())
     ]
     assert not offenders, "move these to a topic of _torch, or to _pytest_private.py:\n" + "\n".join(offenders)

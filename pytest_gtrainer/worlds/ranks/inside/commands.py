@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from pytest_gtrainer import facts
+from pytest_gtrainer._pytest_private import tear_down
 from pytest_gtrainer._torch.process import forget_compiled
 from pytest_gtrainer.worlds.ranks import wire
 from pytest_gtrainer.worlds.ranks.channel import Channel
@@ -94,7 +95,7 @@ class Rank:
             if command.location is not None:
                 vars(item).setdefault("location", command.location)  # a cached property, which reads the source
             # The parent may have changed its mind about what comes after the last test.
-            self.session._setupstate.teardown_exact(item)
+            tear_down(self.session, item)
             self.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
         except CollectionDiffers as error:
             return f"does not find the test: {error}"

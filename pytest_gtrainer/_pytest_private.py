@@ -3,9 +3,8 @@
 - ``_prepareconfig`` parses a command line and loads plugins and conftest files; ``Config._do_configure`` and
   ``_ensure_unconfigure`` are what ``pytest.main`` does with the result before and after a session.
 - ``Session._setupstate`` is the stack of what is set up; ``teardown_exact(item)`` ends what ``item`` does not need.
-- ``Session._initialpaths`` are the files to collect from, ``Session._collect_path`` makes the node of a path, and
-  ``collect_one_node`` is its collection with the hooks: collecting a second time by ``perform_collect`` drops
-  fixtures of conftest files (pytest 9.1 and later).
+- ``Session._initialpaths`` are the files to collect from, and ``Session._collect_path`` makes the node of a path:
+  collecting a second time by ``perform_collect`` drops fixtures of conftest files (pytest 9.1 and later).
 - ``Config.get_terminal_writer`` of pytest 9.0 reads ``_tw`` of the plugin "terminalreporter", which a rank has not.
 - ``CaptureManager._global_capturing`` holds the files of captured output.
 - ``Config._tmp_path_factory`` makes the folders of this run, also before the first test asks for one.
@@ -24,10 +23,6 @@ import pytest
 from _pytest._io import TerminalWriter
 from _pytest.capture import CaptureManager
 from _pytest.config import _prepareconfig
-from _pytest.main import Session
-from _pytest.runner import collect_one_node
-
-__all__ = ["CaptureManager", "Session", "collect_one_node"]
 
 ATTRIBUTES = {
     "_pytest.config:Config": ("_do_configure", "_ensure_unconfigure"),

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 import pytest_gtrainer
-from pytest_gtrainer.doctor.contract import Topic
+from pytest_gtrainer.doctor.contract import CalledOnUs, Topic
+from pytest_gtrainer.doctor.examination import examine
 from pytest_gtrainer.doctor.report import topics
 
 ROOT = Path(pytest_gtrainer.__file__).parents[1]
@@ -153,3 +154,17 @@ def test_the_documentation_shows_every_topic(topic: Topic):
     """Its output is quoted of a torch that this suite does not run on; only the topics are ours to compare."""
     lines = (ROOT / "docs" / "doctor.md").read_text().splitlines()
     assert any(line[13:].startswith(f"{topic.name} ") and line.endswith(f"  {topic.title}") for line in lines)
+
+
+def test_a_method_that_torch_calls_must_be_our_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """But not where torch asks for its own class first, as ``batch_isend_irecv`` did in 2.13."""
+    (tmp_path / "their_torch.py").write_text(
+        "def asks(group): return group.split_group(1)\n"
+        "def asks_its_own(group): return type(group) is int and group.split_group(1)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    ours = "pytest_gtrainer.worlds.simulated.threads.group:ThreadGroup"
+    called = [CalledOnUs(ours, "split_group", f"their_torch:{name}") for name in ("asks", "asks_its_own")]
+    asked, not_asked = examine(Topic("topic", "", [], called, set(), set()))
+    assert asked.problem == "changed: ThreadGroup has no split_group of its own"
+    assert not not_asked.problem

@@ -9,13 +9,16 @@ BENCHMARKS := digest records operators simulated graphtext graphdiff threads chu
 # Tests start hundreds of processes: each would compile this package anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: run test gpu test-torch test-oldest-pytest test-transformers check-long chunk-matrix bench simulate soak report-check docs dist check-install lint env clean
+.PHONY: run test check gpu test-torch test-oldest-pytest test-transformers check-long chunk-matrix bench simulate soak report-check docs dist check-install lint env clean
 
 run: env          ## the main job: trace, rewrite, pin and prove a training step on 8 ranks
 	$(PYTEST) --gt-gpus=8 -m "not long" tests/parity
 
-test: env lint    ## every test, long checks in short form
-	$(PYTEST) --gt-gpus=8 -m "not long" -n $(WORKERS) --dist loadfile
+test: env lint    ## the fast tier, which a developer waits for
+	$(PYTEST) --gt-gpus=8 -m "not long and not second_tier" -n $(WORKERS) --dist loadfile
+
+check: env        ## the rest, long checks in short form
+	$(PYTEST) --gt-gpus=8 -m "not long and second_tier" -n $(WORKERS) --dist loadfile
 
 # For CI on CPU only: torch without CUDA's libraries (.ci/light_torch.py). It is kept in build/, 1.4 GB a version, and
 # so are the environments. Not part of .ci/run: 11 minutes of CPU where 5 are allowed. Run it before a change that meets

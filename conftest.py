@@ -1,5 +1,7 @@
 """Set-up shared by all tests of the repository."""
 
+from pathlib import Path
+
 import pytest
 
 pytest_plugins = ["pytester"]
@@ -11,3 +13,19 @@ def pytester(pytester: pytest.Pytester) -> pytest.Pytester:
     """Its processes do without hypothesis, which would be imported to say a word at the end of each run."""
     pytester.plugins.append("no:hypothesispytest")
     return pytester
+
+
+SECOND_TIER = Path(__file__).parent / "tests" / "second_tier.txt"
+
+
+def second_tier() -> tuple[str, ...]:
+    """How the ids of tests begin that ``make check`` runs and ``make test`` leaves out."""
+    lines = SECOND_TIER.read_text().splitlines()
+    return tuple(f"tests/{line}" for line in lines if line and not line.startswith("#"))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    beginnings = second_tier()
+    for item in items:
+        if item.nodeid.startswith(beginnings):
+            item.add_marker("second_tier")

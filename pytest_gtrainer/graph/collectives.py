@@ -13,9 +13,11 @@ import torch
 from torch import fx
 
 from pytest_gtrainer._torch.passes import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, WAIT, is_control_dependency
-from pytest_gtrainer.graph.bucket_plan import PlanError
-from pytest_gtrainer.graph.conventions import direction, node_fqn
-from pytest_gtrainer.graph.effects import mutates
+from pytest_gtrainer.graph.nodes import direction, mutates, node_fqn
+
+
+class PlanError(ValueError):
+    """A plan that does not fit the graph or model; the message names what does not."""
 
 
 def is_all_gather(node: fx.Node) -> bool:

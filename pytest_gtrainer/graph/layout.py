@@ -33,7 +33,7 @@ from pytest_gtrainer.graph.collectives import (
     results_of,
     wait_of,
 )
-from pytest_gtrainer.graph.conventions import direction, node_fqn
+from pytest_gtrainer.graph.nodes import direction, node_fqn
 
 ALL_GATHER_NAME, REDUCE_SCATTER_NAME, ALL_REDUCE_NAME = "all_gather", "reduce_scatter", "all_reduce"
 KINDS = (ALL_GATHER_NAME, REDUCE_SCATTER_NAME, ALL_REDUCE_NAME)

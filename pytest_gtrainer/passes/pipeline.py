@@ -10,6 +10,9 @@ that this package does not have (offload), or does not have yet, are given by ``
 
 from __future__ import annotations
 
+import itertools
+import os
+import re
 import sys
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -20,23 +23,57 @@ from torch import fx
 
 from pytest_gtrainer import facts
 from pytest_gtrainer._torch.graph_modules import compiled, copied_lazily
-from pytest_gtrainer.graph.bucket_plan import BucketPlan, get_default_transformer_block_buckets
-from pytest_gtrainer.graph.payload_order import PayloadOrder
-from pytest_gtrainer.passes.bound import BoundPass, bind_options
-from pytest_gtrainer.passes.canonicalize import DEFAULT_RULES, canonicalize_graph_pass
+from pytest_gtrainer._torch.passes import log_artefact
+from pytest_gtrainer.graph.bucket_plan import BucketPlan, PayloadOrder, get_default_transformer_block_buckets
+from pytest_gtrainer.graphtext.rendering import render
+from pytest_gtrainer.passes.canonicalize import DEFAULT_RULES, canonicalize_graph_pass, eliminate_dead_code_pass
 from pytest_gtrainer.passes.chunking.chunk import chunk_pass
-from pytest_gtrainer.passes.chunking.config import ChunkConfig
-from pytest_gtrainer.passes.chunking.nesting import check_nesting
+from pytest_gtrainer.passes.chunking.config import ChunkConfig, check_nesting
 from pytest_gtrainer.passes.chunking.schedule import chunk_schedule_pass
-from pytest_gtrainer.passes.dead_code import eliminate_dead_code_pass
-from pytest_gtrainer.passes.deduplicate import deduplicate_fsdp_unshard_chains_pass
-from pytest_gtrainer.passes.graph_pass import options_of, rewrite_of
-from pytest_gtrainer.passes.hsdp import reduce_scatter_before_all_reduce_pass
+from pytest_gtrainer.passes.collectives import (
+    deduplicate_fsdp_unshard_chains_pass,
+    reassign_collective_pgs_pass,
+    reduce_scatter_before_all_reduce_pass,
+)
+from pytest_gtrainer.passes.graph_pass import BoundPass, bind_options, options_of, rewrite_of
 from pytest_gtrainer.passes.joint import joint_transformer_block_bucketing_reordering_pass
-from pytest_gtrainer.passes.memory_policy import tag_with_memory_policy_pass
-from pytest_gtrainer.passes.process_groups import reassign_collective_pgs_pass
-from pytest_gtrainer.passes.remat import selective_activation_remat_pass
-from pytest_gtrainer.passes.structured_log import PipelineLog
+from pytest_gtrainer.passes.remat import selective_activation_remat_pass, tag_with_memory_policy_pass
+
+_pipelines = itertools.count()
+_AWKWARD = re.compile(r"[^\w.-]")  # in a file's name
+
+
+class PipelineLog:
+    """What one pipeline leaves in the log."""
+
+    def __init__(self) -> None:
+        self._name = f"gt_passes_{next(_pipelines)}"
+        self._overview: list[dict[str, Any]] = []
+        self._last: tuple[fx.GraphModule, str] | None = None
+
+    @classmethod
+    def if_wanted(cls) -> PipelineLog | None:
+        """A new one if the process was started with ``TORCH_TRACE``."""
+        return cls() if os.environ.get("TORCH_TRACE") else None
+
+    def add(self, run: Mapping[str, Any], before: fx.GraphModule, after: fx.GraphModule) -> None:
+        """Log what a pass did; ``run`` is what the overview says of it."""
+        texts = {"before": self._text(before), "after": self._text(after)}
+        changed = texts["before"] != texts["after"]
+        stem = f"{self._name}_{len(self._overview):02}_{_AWKWARD.sub('_', run['name'])}"
+        for side, text in texts.items() if changed else ():
+            log_artefact(f"{stem}_{side}", text)
+        self._overview.append({**run, "changed": changed})
+
+    def close(self) -> None:
+        """Log the overview."""
+        log_artefact(f"{self._name}_overview", self._overview)
+
+    def _text(self, gm: fx.GraphModule) -> str:
+        if self._last is None or self._last[0] is not gm:  # a pass's graph is the next one's before
+            self._last = gm, render(gm)
+        return self._last[1]
+
 
 SLOTS = (
     "dead_code",

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from torch import fx
 
     from pytest_gtrainer.graph.layout import BucketLayout
-    from pytest_gtrainer.numerics.compare import Verdict
     from pytest_gtrainer.numerics.record import Record
+    from pytest_gtrainer.numerics.verdict import Verdict
     from pytest_gtrainer.passes.pipeline import PassRun
 
 KINDS = frozenset({"graph_text", "pass", "schedule", "layout", "comparison", "not_shown"})

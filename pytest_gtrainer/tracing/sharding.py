@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from pytest_gtrainer._torch.modules import parameters_of
 from pytest_gtrainer._torch.tracing import annotate, current_annotation
-from pytest_gtrainer.tracing.fqns import KEY
+from pytest_gtrainer.tracing.model import KEY
 
 MODES = ("fully_shard", "replicate", "hybrid_shard")
 

@@ -40,11 +40,10 @@ from pytest_gtrainer._torch.tracing import (
     tracing_backward_metadata,
 )
 from pytest_gtrainer._torch.values import FakeTensor, FakeTensorMode, local_part, pytree
-from pytest_gtrainer.graph.conventions import DYNAMIC_DIMS, GATHERS_ONCE
+from pytest_gtrainer.graph.nodes import DYNAMIC_DIMS, GATHERS_ONCE
 from pytest_gtrainer.long_work import long_work
-from pytest_gtrainer.tracing.fqns import KEY, LOSS_FQN, annotate_module_fqns
+from pytest_gtrainer.tracing.model import KEY, LOSS_FQN, ModelState, annotate_module_fqns, local, managed_order, rewrap
 from pytest_gtrainer.tracing.sharding import reusing_gathers
-from pytest_gtrainer.tracing.state import ModelState, local, managed_order, rewrap
 
 Step = Callable[..., torch.Tensor]
 

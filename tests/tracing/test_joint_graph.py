@@ -7,7 +7,7 @@ import torch
 from torch import fx, nn
 
 from pytest_gtrainer import trace_step
-from pytest_gtrainer.tracing.fqns import module_fqn
+from pytest_gtrainer.tracing.model import module_fqn
 
 
 def nodes_of(traced):

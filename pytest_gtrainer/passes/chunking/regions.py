@@ -16,14 +16,105 @@ from dataclasses import dataclass, field
 import torch
 from torch import fx
 
-from pytest_gtrainer._torch.chunking import is_engine_addition
-from pytest_gtrainer.graph.conventions import BACKWARD, FORWARD, direction, node_fqn
-from pytest_gtrainer.graph.effects import is_random, mutates
-from pytest_gtrainer.passes.chunking.config import ChunkConfig
-from pytest_gtrainer.passes.chunking.errors import ChunkError
-from pytest_gtrainer.passes.chunking.reductions import gathers_once, reduction_steps
-from pytest_gtrainer.passes.chunking.storages import Storages
+from pytest_gtrainer._torch.chunking import is_engine_addition, returns_an_operand
+from pytest_gtrainer._torch.passes import ALL_REDUCE, REDUCE_SCATTER, WAIT, is_view, written_operands
+from pytest_gtrainer.graph.collectives import chain_to_output, only_wait
+from pytest_gtrainer.graph.nodes import BACKWARD, FORWARD, GATHERS_ONCE, direction, is_random, mutates, node_fqn
+from pytest_gtrainer.passes.chunking.config import ChunkConfig, ChunkError
 from pytest_gtrainer.passes.chunking.twins import Twins
+
+
+class Storages:
+    """The storage of every node of a graph, as the node that made it.
+
+    Attributes:
+        of: the storage.
+        written: what a node writes to, for nodes that write.
+    """
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self.of: dict[fx.Node, fx.Node] = {}
+        self.written: dict[fx.Node, list[fx.Node]] = {}
+        for node in graph.nodes:
+            writes = written_operands(node) if node.op == "call_function" else []
+            if writes:
+                self.written[node] = [self.of[operand] for operand in writes]
+            self.of[node] = self._storage(node, writes)
+
+    def _storage(self, node: fx.Node, writes: list[fx.Node]) -> fx.Node:
+        if writes and returns_an_operand(node):
+            return self.of[writes[0]]
+        shows = node.op == "call_function" and (is_view(node.target) or node.target in (operator.getitem, WAIT))
+        return self.of[node.all_input_nodes[0]] if shows and node.all_input_nodes else node
+
+
+_REDUCTIONS = (REDUCE_SCATTER, ALL_REDUCE)
+
+
+def gathers_once(graph: fx.Graph) -> bool:
+    """Whether a parameter is gathered once however often it is read."""
+    return bool(graph.output_node().meta.get(GATHERS_ONCE))
+
+
+def gradient_reductions(graph: fx.Graph) -> set[fx.Node]:
+    """The collectives of gradients: their result reaches the output by unary steps, or by another of them."""
+    output = graph.output_node()
+    found: set[fx.Node] = set()
+    for node in reversed(graph.nodes):
+        if node.target in _REDUCTIONS and direction(node) == BACKWARD:
+            wait = only_wait(node)
+            if wait is not None and (chain_to_output(wait, output) is not None or set(wait.users) & found):
+                found.add(node)
+    return found
+
+
+def reduction_steps(graph: fx.Graph, *, up_to_casts: bool = False) -> set[fx.Node]:
+    """All nodes of the gradients' reductions: casts and pads before the collective, and what is behind it.
+
+    The steps before it were made by the backward of one gather, and so carry its ``seq_nr``.
+
+    Args:
+        up_to_casts: only what a sum of gradients may move in front of: no cast to another dtype or device, and
+            no reduction with such a cast behind it (J2).
+    """
+    steps: set[fx.Node] = set()
+    for launch in gradient_reductions(graph):
+        behind = _behind(launch)
+        if up_to_casts and any(_casts(node) for node in behind):
+            continue
+        steps.update(behind)
+        todo = [launch]
+        while todo:
+            node = todo.pop()
+            steps.add(node)
+            before = [source for source in node.all_input_nodes if _is_of_the_same_gather(source, launch)]
+            todo += [source for source in before if source not in steps and not (up_to_casts and _casts(source))]
+    return steps
+
+
+def _behind(launch: fx.Node) -> list[fx.Node]:
+    """What becomes of the result, up to the output or to autograd's addition of another gradient."""
+    found: list[fx.Node] = []
+    todo = list(launch.users)
+    while todo:
+        node = todo.pop()
+        if node.op == "call_function" and not is_engine_addition(node):
+            found.append(node)
+            todo += node.users
+    return found
+
+
+def _casts(node: fx.Node) -> bool:
+    if node.target is not torch.ops.aten._to_copy.default:
+        return False
+    value, given = node.meta["val"], node.all_input_nodes[0].meta["val"]
+    return (value.dtype, value.device) != (given.dtype, given.device)
+
+
+def _is_of_the_same_gather(node: fx.Node, launch: fx.Node) -> bool:
+    number = launch.meta.get("seq_nr")
+    same = direction(node) == BACKWARD and number is not None and node.meta.get("seq_nr") == number
+    return same and not is_engine_addition(node)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,24 +9,123 @@ in the nodes of the new graph.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import fx
 
-from pytest_gtrainer._torch.chunking import Renaming, renew_symbols
+from pytest_gtrainer._torch.chunking import Renaming, is_engine_addition, renew_symbols
 from pytest_gtrainer._torch.graph_modules import empty_graph, finished
 from pytest_gtrainer._torch.passes import value_like, values_of_split
 from pytest_gtrainer.graph.chunks import BODY, GRAPH, MATERIALIZATION, SPLIT_BOUNDARY, annotation
-from pytest_gtrainer.graph.conventions import BACKWARD, FORWARD, direction
-from pytest_gtrainer.passes.chunking.errors import ChunkError, described
-from pytest_gtrainer.passes.chunking.order import units_in_order
-from pytest_gtrainer.passes.chunking.regions import Region
-from pytest_gtrainer.passes.chunking.storages import Storages
-from pytest_gtrainer.passes.chunking.sums import Contributions, Sums
+from pytest_gtrainer.graph.nodes import BACKWARD, FORWARD, direction
+from pytest_gtrainer.passes.chunking.config import ChunkError, described
+from pytest_gtrainer.passes.chunking.regions import Key, Region, Storages, alike, propagates
+from pytest_gtrainer.passes.chunking.schedule import units_in_order
 from pytest_gtrainer.passes.chunking.twins import Twins, constant
+
+
+@dataclass(frozen=True, slots=True)
+class Contributions:
+    """Consecutive contributions of one region, or (``region`` None) one from outside, as they arrive.
+
+    Of a region, nodes may be outside: gradients that enter it and are passed on as they are.
+    """
+
+    region: Region | None
+    nodes: tuple[fx.Node, ...]
+
+
+class Sums:
+    """Additions outside of all bodies to which a body contributes.
+
+    Attributes:
+        tops: per sum its last addition, and what arrives in order.
+        partial: its additions before that; only the next one reads them.
+    """
+
+    def __init__(self, twins: Twins, region_of: Mapping[fx.Node, Region]) -> None:
+        self.tops: dict[fx.Node, list[Contributions]] = {}
+        self.partial: set[fx.Node] = set()
+        arriving: dict[fx.Node, list[fx.Node]] = {}
+        regions = {region.key: region for region in region_of.values()}
+        for node in twins.full.graph.nodes:
+            if node not in region_of and is_engine_addition(node):
+                older, newer = operands(node)
+                if older in arriving and len(older.users) == 1:
+                    self.partial.add(older)
+                    arriving[node] = [*arriving[older], newer]
+                else:
+                    arriving[node] = [older, newer]
+        for node, nodes in arriving.items():
+            if node not in self.partial and any(source in region_of for source in nodes):
+                groups = _grouped(nodes, region_of)
+                self.tops[node] = _with_passed_on(groups, node, twins, regions) if twins.carries(node) else groups
+        involved = {add for top in self.tops for add in _chain(top, self.partial)}
+        self.partial &= involved
+
+
+def operands(addition: fx.Node) -> tuple[fx.Node, fx.Node]:
+    """The older and the newer gradient that an addition of the engine's adds."""
+    older, newer = addition.args
+    assert isinstance(older, fx.Node)
+    assert isinstance(newer, fx.Node)
+    return older, newer
+
+
+def _chain(top: fx.Node, partial: set[fx.Node]) -> list[fx.Node]:
+    chain = []
+    node, _ = operands(top)
+    while node in partial:
+        chain.append(node)
+        node, _ = operands(node)
+    return chain
+
+
+def _grouped(nodes: list[fx.Node], region_of: Mapping[fx.Node, Region]) -> list[Contributions]:
+    groups: list[Contributions] = []
+    for node in nodes:
+        region = region_of.get(node)
+        if groups and region is not None and groups[-1].region is region:
+            groups[-1] = Contributions(region, (*groups[-1].nodes, node))
+        else:
+            groups.append(Contributions(region, (node,)))
+    return groups
+
+
+def _with_passed_on(
+    groups: list[Contributions], top: fx.Node, twins: Twins, regions: Mapping[Key, Region]
+) -> list[Contributions]:
+    """The groups of an activation's gradient, with what is passed on inside a region in that region's group."""
+    contributing = [group.region for group in groups if group.region is not None]
+    if len(contributing) != 1:
+        return groups
+    (region,) = contributing
+    place = next(place for place, group in enumerate(groups) if group.region is region)
+    behind, before = _uses_outside(regions.get(Key(region.key.root, FORWARD)), top, twins)
+    first, last = min(place, behind), max(place, len(groups) - 1 - before)
+    inner = tuple(node for group in groups[first : last + 1] for node in group.nodes)
+    return [*groups[:first], Contributions(region, inner), *groups[last + 1 :]]
+
+
+def _uses_outside(forward: Region | None, gradient: fx.Node, twins: Twins) -> tuple[int, int]:
+    """How many uses the activation has behind the region in the forward, and how many in front of it."""
+    if forward is None:
+        return 0, 0
+    body = set(forward.body)
+    entering = {s: None for node in forward.body for s in node.all_input_nodes if s not in body and twins.carries(s)}
+    uses = [
+        user
+        for source in entering
+        if alike(source.meta["val"], gradient.meta["val"])
+        for user in source.users
+        if user not in body and propagates(user)
+    ]
+    behind = sum(use > forward.body[0] for use in uses)
+    return behind, len(uses) - behind
+
 
 aten = torch.ops.aten
 CHUNKING = "gt_chunking"

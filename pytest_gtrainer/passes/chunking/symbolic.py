@@ -24,9 +24,8 @@ from pytest_gtrainer._torch.chunking import (
     symbols_of,
 )
 from pytest_gtrainer._torch.graph_modules import empty_graph, finished
-from pytest_gtrainer.graph.conventions import DYNAMIC_DIMS
-from pytest_gtrainer.passes.chunking.config import ChunkConfig
-from pytest_gtrainer.passes.chunking.errors import ChunkError, described
+from pytest_gtrainer.graph.nodes import DYNAMIC_DIMS
+from pytest_gtrainer.passes.chunking.config import ChunkConfig, ChunkError, described
 
 aten = torch.ops.aten
 Extents = dict[Symbol, int]

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from pytest_gtrainer.passes.chunking.errors import ChunkError, described
+from pytest_gtrainer.passes.chunking.config import ChunkError, described
 
 
 class Twins:

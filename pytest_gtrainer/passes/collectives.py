@@ -1,9 +1,5 @@
-"""Hybrid sharding: reduce-scatter inside a shard group first, then all-reduce between the replicas.
-
-DTensor reduces a gradient over a (replicate, shard) mesh dimension by dimension: it all-reduces the
-whole gradient between replicas and then scatters it. FSDP2 scatters first and all-reduces what is
-left, a shard. The sums are the same terms in another association, so the bits differ; and DTensor
-sends as many times more as a shard group has ranks.
+"""What is done to single collectives, before they are bucketed: one all-gather a parameter, the order of hybrid
+sharding, and process groups.
 """
 
 from __future__ import annotations
@@ -16,10 +12,46 @@ from typing import Any
 import torch
 from torch import fx
 
-from pytest_gtrainer._torch.passes import ALL_REDUCE
-from pytest_gtrainer.graph.bucket_plan import PlanError
-from pytest_gtrainer.graph.collectives import Member, fsdp_reduce_scatters, is_wait, only_wait
+from pytest_gtrainer._torch.passes import ALL_REDUCE, extra_group, group_ranks, is_extra_group
+from pytest_gtrainer.graph.collectives import (
+    Member,
+    PlanError,
+    fsdp_all_gathers,
+    fsdp_reduce_scatters,
+    group_of,
+    is_wait,
+    only_wait,
+)
 from pytest_gtrainer.passes.graph_pass import graph_pass
+
+
+@graph_pass
+def deduplicate_fsdp_unshard_chains_pass(gm: fx.GraphModule, example_inputs: Sequence[Any] | None = None) -> bool:
+    """Let every later reader of a gathered parameter use the first all-gather, in place.
+
+    Only all-gathers of the same parameter, direction, group and dtype are duplicates: a gather
+    recomputed in the backward stays. Values stay bit for bit; the gradient contributions still
+    have a reduction each, which only a tracer can join (``trace_step(reuse_gathers=True)``).
+    Linear in nodes; a graph without duplicates is left as it is.
+    """
+    first: dict[tuple[Any, ...], Member] = {}
+    duplicates = []
+    for member in fsdp_all_gathers(gm):
+        key = (member.position, member.direction, member.signature)
+        if first.setdefault(key, member) is not member:
+            duplicates.append((member, first[key]))
+    for member, kept in duplicates:
+        member.wait.replace_all_uses_with(kept.wait)
+        _erase(gm.graph, member)
+    return bool(duplicates)
+
+
+def _erase(graph: fx.Graph, member: Member) -> None:
+    """Drop the duplicate and what fed it alone."""
+    for node in (member.wait, member.launch, *reversed(member.chain)):
+        if not node.users:
+            graph.erase_node(node)
+
 
 aten = torch.ops.aten
 _PADDING = {
@@ -111,3 +143,35 @@ def _apply(swap: _Swap) -> None:
     swap.launch.append(swap.wait)
     for node in (swap.launch, swap.wait):
         node.meta["val"] = swap.value
+
+
+@graph_pass
+def reassign_collective_pgs_pass(gm: fx.GraphModule, example_inputs: Sequence[Any] | None = None) -> bool:
+    """Move FSDP's all-gathers to an extra process group with the same ranks, in place (F1).
+
+    Each group that carries such an all-gather has one extra group, made at the first call in a world
+    and gone with it (F4). Reduce-scatters stay, and so do all-gathers that are not FSDP's though
+    they share the group (F2). The number of nodes does not change. Run it before bucketing, so that
+    the buckets are in the new group (F3), and on every rank of the groups: making one is collective.
+
+    Raises:
+        PlanError: the graph is bucketed already.
+    """
+    members = [member for member in fsdp_all_gathers(gm) if not is_extra_group(group_of(member.launch))]
+    _check_not_bucketed(members)
+    # made in one order on all ranks, by ranks and then as the graph has them, or groups that overlap would wait
+    # for each other
+    sources = sorted(dict.fromkeys(group_of(member.launch) for member in members), key=group_ranks)
+    extras = {name: extra_group(name) for name in sources}
+    for member in members:
+        launch = member.launch
+        launch.args = (*launch.args[:-1], extras[group_of(launch)])
+    return bool(members)
+
+
+def _check_not_bucketed(members: list[Member]) -> None:
+    bucketed = [member.parameter for member in members if "fsdp_bucket" in member.launch.meta]
+    if bucketed:
+        raise PlanError(
+            f"the all-gather of {', '.join(bucketed)} is in a bucket: reassign process groups before bucketing"
+        )

@@ -1,4 +1,4 @@
-"""What a node does beside computing its value: write, draw random numbers, communicate, assert."""
+"""What a node of a graph is."""
 
 from __future__ import annotations
 
@@ -6,6 +6,25 @@ from torch import fx
 
 from pytest_gtrainer._torch.operators import OpOverload, schema
 from pytest_gtrainer._torch.passes import draws_random_numbers, is_collective, is_impure
+
+FORWARD, BACKWARD = "fwd", "bwd"
+GATHERS_ONCE = "gt_gathers_once"
+DYNAMIC_DIMS = "gt_dynamic_dims"
+
+
+def direction(node: fx.Node) -> str:
+    """ "bwd" for nodes the backward made, else "fwd" (A3)."""
+    return BACKWARD if node.meta.get("autograd_backward") else FORWARD
+
+
+def node_fqn(node: fx.Node) -> str:
+    """Module FQN of a node: from ``custom``, else the innermost of ``nn_module_stack``, else "" (D12)."""
+    meta = node.meta
+    custom = meta.get("custom")
+    if custom and (fqn := custom.get("module_fqn")):
+        return str(fqn)
+    stack = meta.get("nn_module_stack") or meta.get("fwd_nn_module_stack")
+    return str(next(reversed(stack.values()))[0]) if stack else ""
 
 
 def mutates(node: fx.Node) -> bool:

@@ -27,8 +27,8 @@ from pytest_gtrainer.bisect.search import (
     run_as,
 )
 from pytest_gtrainer.facts import Watcher
-from pytest_gtrainer.numerics.record import Key, Record, Tensors
-from pytest_gtrainer.numerics.verdict import Verdict
+from pytest_gtrainer.numerics.record import Record, Tensors
+from pytest_gtrainer.numerics.verdict import Key, Verdict
 
 if TYPE_CHECKING:
     from pytest_gtrainer.worlds.simulated.interpreter import RandomStates, RankGraph

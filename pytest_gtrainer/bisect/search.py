@@ -29,9 +29,8 @@ from pytest_gtrainer._torch.values import pytree
 from pytest_gtrainer.graph.nodes import BACKWARD, direction, node_fqn
 from pytest_gtrainer.numerics.bits import NoBytes
 from pytest_gtrainer.numerics.compare import Pairs, difference_of
-from pytest_gtrainer.numerics.record import Key
 from pytest_gtrainer.numerics.seeds import random_states_kept, random_states_now
-from pytest_gtrainer.numerics.verdict import Difference, Outcome, Verdict, cut, text
+from pytest_gtrainer.numerics.verdict import Difference, Key, Outcome, Verdict, cut, text
 from pytest_gtrainer.passes.graph_pass import BoundPass
 from pytest_gtrainer.passes.pipeline import apply_graph_passes
 from pytest_gtrainer.tracing.model import ModelState, local

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from torch import nn
+
 from pytest_gtrainer.graph.collectives import Member, PlanError
 
 PlanEntry = str | list[str]
@@ -195,11 +197,11 @@ def _check_one_layer(bucket: Bucket) -> None:
 
 ORDERS = ("managed", "registration", "execution")
 PayloadOrder = str | Sequence[str]
-Key = Callable[[Bucket, Member], tuple[int, ...]]
+PayloadKey = Callable[[Bucket, Member], tuple[int, ...]]
 
 
-def managed_order(parameter_fqns: Iterable[str]) -> list[str]:
-    """All parameters of a model in FSDP2's order, given in ``named_parameters`` order.
+def managed_order(parameter_fqns: Iterable[str], below: str = "") -> list[str]:
+    """All parameters of a model in FSDP2's order, from their names in ``named_parameters`` order.
 
     In that order modules appear in registration order, which suffices to know the tree. Since
     the walk is depth first, the order within any one module is a contiguous part of it.
@@ -207,29 +209,33 @@ def managed_order(parameter_fqns: Iterable[str]) -> list[str]:
     >>> managed_order(["scale", "w.weight", "w.bias", "norm.weight"])
     ['w.weight', 'w.bias', 'norm.weight', 'scale']
     """
-    tree = _Node()
+    own: list[str] = []
+    children: dict[str, list[str]] = {}
     for fqn in parameter_fqns:
-        tree.add(fqn.split("."), fqn)
-    return list(tree.walk())
+        child, dot, _ = fqn.removeprefix(below).partition(".")
+        (children.setdefault(child, []) if dot else own).append(fqn)
+    return [*(fqn for child, fqns in children.items() for fqn in managed_order(fqns, f"{below}{child}.")), *own]
 
 
-class _Node:
-    """A module: its children and its own parameters, each in order of first appearance."""
+def managed_order_of(model: nn.Module) -> list[str]:
+    """The same, as torch's walk over the modules themselves gives it.
 
-    def __init__(self) -> None:
-        self.children: dict[str, _Node] = {}
-        self.own: list[str] = []
+    A module or parameter registered twice counts where the walk comes to it first, under the name it has in
+    ``named_parameters``.
+    """
+    names = {parameter: fqn for fqn, parameter in model.named_parameters()}
+    seen: set[nn.Module] = set()
+    ordered: dict[str, None] = {}
 
-    def add(self, path: list[str], fqn: str) -> None:
-        if len(path) == 1:
-            self.own.append(fqn)
-        else:
-            self.children.setdefault(path[0], _Node()).add(path[1:], fqn)
+    def walk(module: nn.Module) -> None:
+        seen.add(module)
+        for child in module.children():
+            if child not in seen:
+                walk(child)
+        ordered.update(dict.fromkeys(names[parameter] for parameter in module.parameters(recurse=False)))
 
-    def walk(self) -> Iterable[str]:
-        for child in self.children.values():
-            yield from child.walk()
-        yield from self.own
+    walk(model)
+    return list(ordered)
 
 
 def root_index(bucket: Bucket, parameter: str) -> int:
@@ -249,7 +255,7 @@ def sort_key(
     parameter_fqns: Sequence[str],
     graph_position: Callable[[Member], int],
     managed: Sequence[str] | None = None,
-) -> Key:
+) -> PayloadKey:
     """The key that puts a bucket's members into payload order.
 
     ``parameter_fqns`` are in registration order; ``managed`` is FSDP2's order where a tracer that

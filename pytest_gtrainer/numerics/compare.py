@@ -26,8 +26,8 @@ from torch import Tensor
 from pytest_gtrainer import facts
 from pytest_gtrainer.numerics import bits
 from pytest_gtrainer.numerics.bits import ulp_distance
-from pytest_gtrainer.numerics.record import PHASES, Key, Record, Tensors, entries
-from pytest_gtrainer.numerics.verdict import Difference, Outcome, Verdict
+from pytest_gtrainer.numerics.record import OUTSIDE_A_RUN, Record, Tensors, entries
+from pytest_gtrainer.numerics.verdict import PHASES, Difference, Key, Outcome, Verdict
 
 _MOST_NUMBERS = 4
 
@@ -98,7 +98,8 @@ class Pairs:
 
     def verdict(self, doubts: list[str], faults: list[str]) -> Verdict:
         """Compare every pair; a fault makes it different, a doubt at most unverified."""
-        differences = sorted(self._differences(), key=lambda difference: _origin_order(difference.key))
+        places = {phase: place for place, phase in enumerate((OUTSIDE_A_RUN, *PHASES))}
+        differences = sorted(self._differences(), key=lambda one: (*one.key[:2], places[one.key.phase]))
         unverified = doubts + self.doubts + self._vacuous()
         return Verdict(
             outcome=_outcome(bool(differences or faults), bool(unverified), self.one_sided),
@@ -141,11 +142,6 @@ def _outcome(proven: bool, doubtful: bool, one_sided: bool) -> Outcome:
     if doubtful:
         return "unverified"
     return "different" if one_sided else "equal"
-
-
-def _origin_order(key: Key) -> tuple[int, int, int]:
-    phase = PHASES.index(key.phase) if key.phase else -1
-    return key.step, key.rank, phase
 
 
 def _same_memory(a: Tensor, b: Tensor) -> bool:

@@ -31,7 +31,8 @@ import xxhash
 from torch import Tensor
 
 from pytest_gtrainer.numerics.bits import byte_view, is_dtensor, memory, plain
-from pytest_gtrainer.numerics.record import Key, Record, Tensors, entries
+from pytest_gtrainer.numerics.record import Record, Tensors, entries
+from pytest_gtrainer.numerics.verdict import Key
 
 _WORD = 8
 _POSITION = (0x9E3779B97F4A7C15, 0xD1B54A32D192ED03)

@@ -13,13 +13,14 @@ from __future__ import annotations
 
 from collections.abc import ItemsView, Iterable, Iterator, Mapping
 from os import PathLike
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from pytest_gtrainer.numerics import record_file
 from pytest_gtrainer.numerics.bits import plain
+from pytest_gtrainer.numerics.verdict import PHASES, Key
 
 _ANYWHERE = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})
 _LEADING = "module"
@@ -38,20 +39,6 @@ def normalised(name: str) -> str:
     while path and path[0] == _LEADING:
         del path[0]
     return ".".join([*path, last])
-
-
-PHASES = ("rng", "loss", "gradient", "clipped", "weight", "optimizer", "buffer")
-"""In the order of a step: random states before it, the loss, gradients before and after clipping, and what the
-optimiser leaves."""
-
-
-class Key(NamedTuple):
-    """Where in a run a tensor was captured; ``gradient`` is taken before clipping, ``clipped`` after."""
-
-    step: int
-    rank: int
-    phase: str
-    name: str
 
 
 class Record:

@@ -28,9 +28,9 @@ from pytest_gtrainer import facts
 from pytest_gtrainer._torch.process import compiles, forget_all_compiled, fresh_cache, keep_stream_busy
 from pytest_gtrainer.numerics.compare import BitwiseDifference, compare
 from pytest_gtrainer.numerics.determinism import DebugConfig, active, deterministic
-from pytest_gtrainer.numerics.record import Key, Tensors, entries
+from pytest_gtrainer.numerics.record import Tensors, entries
 from pytest_gtrainer.numerics.seeds import RandomStates, random_states_kept
-from pytest_gtrainer.numerics.verdict import Verdict
+from pytest_gtrainer.numerics.verdict import Key, Verdict
 
 Kept = dict[str, torch.Tensor]
 Function = Callable[[], Tensors]

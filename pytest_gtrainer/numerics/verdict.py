@@ -1,12 +1,32 @@
-"""What a comparison of tensors found, and how a person reads it: on a terminal, or as a table."""
+"""What a comparison of tensors found, and how a person reads it: on a terminal, or as a table.
+
+No torch here: reports order their rows by the same phases.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
-from pytest_gtrainer.numerics.record import Key
+PHASES = ("rng", "loss", "gradient", "clipped", "weight", "optimizer", "buffer")
+"""In the order of a step: random states before it, the loss, gradients before and after clipping, and what the
+optimiser leaves."""
+
+
+def page_order(step: int, rank: int, phase: str) -> tuple[int, int, int]:
+    """What sorts the digests of a page: by step, then by phase, then by rank."""
+    return step, PHASES.index(phase), rank
+
+
+class Key(NamedTuple):
+    """Where in a run a tensor was captured; ``gradient`` is taken before clipping, ``clipped`` after."""
+
+    step: int
+    rank: int
+    phase: str
+    name: str
+
 
 Outcome = Literal["equal", "different", "unverified"]
 

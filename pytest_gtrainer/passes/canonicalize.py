@@ -10,8 +10,7 @@ import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from pytest_gtrainer._torch.passes import is_view, written_operands
-from pytest_gtrainer.graph.nodes import has_effect
+from pytest_gtrainer.graph.nodes import has_effect, is_view, written_operands
 from pytest_gtrainer.passes.graph_pass import graph_pass
 
 aten = torch.ops.aten

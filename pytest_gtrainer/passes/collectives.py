@@ -19,9 +19,9 @@ from pytest_gtrainer.graph.collectives import (
     fsdp_all_gathers,
     fsdp_reduce_scatters,
     group_of,
-    is_wait,
     only_wait,
 )
+from pytest_gtrainer.graph.nodes import is_wait
 from pytest_gtrainer.passes.graph_pass import graph_pass
 
 

@@ -36,7 +36,7 @@ from pytest_gtrainer._torch.passes import (
     value_like,
     values_of_split,
 )
-from pytest_gtrainer.graph.bucket_plan import Bucket, BucketPlan, Key, PayloadOrder, Plan, sort_key
+from pytest_gtrainer.graph.bucket_plan import Bucket, BucketPlan, PayloadKey, PayloadOrder, Plan, sort_key
 from pytest_gtrainer.graph.collectives import (
     Member,
     PlanError,
@@ -279,7 +279,7 @@ def _check_values(members: list[Member]) -> None:
             raise PlanError(f'the collective of {member.parameter} lacks meta["val"]: trace on fake tensors')
 
 
-def _payload_key(gm: fx.GraphModule, members: list[Member], order: PayloadOrder) -> Key:
+def _payload_key(gm: fx.GraphModule, members: list[Member], order: PayloadOrder) -> PayloadKey:
     """The payload order of one kind of collective; positions are in registration order (A1, A5)."""
     place = {node: index for index, node in enumerate(gm.graph.nodes)}
     parameters = [member.parameter for member in sorted(members, key=lambda member: member.position)]
@@ -287,7 +287,7 @@ def _payload_key(gm: fx.GraphModule, members: list[Member], order: PayloadOrder)
     return sort_key(order, parameters, lambda member: place[member.launch], managed)
 
 
-def _merges(plan: Plan, members: list[Member], key: Key, direction: str | None) -> list[Merge]:
+def _merges(plan: Plan, members: list[Member], key: PayloadKey, direction: str | None) -> list[Merge]:
     """Group members by bucket, direction and signature (D1), in order of their first launch."""
     groups: dict[tuple[Any, ...], list[Member]] = {}
     for member in members:

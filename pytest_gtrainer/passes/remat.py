@@ -20,9 +20,8 @@ from typing import Any
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from pytest_gtrainer._torch.passes import is_view, written_operands
 from pytest_gtrainer.graph.collectives import Member, PlanError, fsdp_all_gathers
-from pytest_gtrainer.graph.nodes import BACKWARD, FORWARD, direction, is_random, mutates
+from pytest_gtrainer.graph.nodes import BACKWARD, FORWARD, direction, is_random, is_view, mutates, written_operands
 from pytest_gtrainer.passes.graph_pass import graph_pass
 
 RECOMPUTE = "recompute"

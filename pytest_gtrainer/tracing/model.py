@@ -69,39 +69,12 @@ def annotate_module_fqns(model: nn.Module) -> FqnAnnotation:
     return FqnAnnotation(handles)
 
 
-def module_fqn(meta: dict[str, Any]) -> str:
-    """The FQN in a node's ``meta``, "" if it has none."""
-    custom = meta.get("custom")
-    return custom.get(KEY, "") if custom else ""
-
-
 Slot = tuple[dict[str, Any], str]
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """The plain tensor of this rank: a DTensor's local shard, else the tensor itself."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def managed_order(model: nn.Module) -> list[str]:
-    """Parameters in the order in which FSDP2 manages them: modules depth first, children before own ones.
-
-    As torch 2.13's ``_get_managed_modules``: a module or parameter registered twice counts where
-    the walk comes to it first, under the name it has in ``named_parameters``.
-    """
-    names = {id(parameter): fqn for fqn, parameter in model.named_parameters()}
-    seen: set[nn.Module] = set()
-    ordered: dict[str, None] = {}
-
-    def walk(module: nn.Module) -> None:
-        seen.add(module)
-        for child in module.children():
-            if child not in seen:
-                walk(child)
-        ordered.update(dict.fromkeys(names[id(parameter)] for parameter in module.parameters(recurse=False)))
-
-    walk(model)
-    return list(ordered)
 
 
 def rewrap(plain: torch.Tensor, like: torch.Tensor) -> torch.Tensor:

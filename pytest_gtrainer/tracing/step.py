@@ -40,9 +40,10 @@ from pytest_gtrainer._torch.tracing import (
     tracing_backward_metadata,
 )
 from pytest_gtrainer._torch.values import FakeTensor, FakeTensorMode, local_part, pytree
+from pytest_gtrainer.graph.bucket_plan import managed_order_of
 from pytest_gtrainer.graph.nodes import DYNAMIC_DIMS, GATHERS_ONCE
 from pytest_gtrainer.long_work import long_work
-from pytest_gtrainer.tracing.model import KEY, LOSS_FQN, ModelState, annotate_module_fqns, local, managed_order, rewrap
+from pytest_gtrainer.tracing.model import KEY, LOSS_FQN, ModelState, annotate_module_fqns, local, rewrap
 from pytest_gtrainer.tracing.sharding import reusing_gathers
 
 Step = Callable[..., torch.Tensor]
@@ -257,7 +258,7 @@ class _Tracing:
             gm = make_fx(joint)(*symbolic)
         _inherit_forward_metadata(gm)
         _inherit_from_the_caller(gm)
-        _name_inputs(gm, state, len(flat_inputs), managed_order(self.model))
+        _name_inputs(gm, state, len(flat_inputs), managed_order_of(self.model))
         output = gm.graph.output_node()
         output.meta[GATHERS_ONCE] = self.reuse_gathers
         if dynamic_dims:

@@ -35,15 +35,13 @@ def test_a_knob_that_does_not_exist_is_an_error():
         knobs.Knob("torch.backends.cudnn:deterministick", "CUDA", "", "", "").read()
 
 
-def test_a_reader_sees_every_change_of_a_configuration():
-    """A reader keeps what it has read of torch's configuration until something is set there."""
+def test_reading_sees_every_change_of_a_configuration():
     config = importlib.import_module("torch._inductor.config")
-    read = knobs.Reader(KNOBS)
-    before, name = read(), "torch._inductor.config.deterministic"
+    before, name = knobs.values(), "torch._inductor.config.deterministic"
     for value in (True, False):
         with config.patch(deterministic=value):
-            assert read()[name] is value
-    assert read() == before
+            assert knobs.values()[name] is value
+    assert knobs.values() == before
 
 
 def test_the_documentation_shows_the_table():

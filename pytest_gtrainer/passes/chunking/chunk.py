@@ -10,9 +10,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from pytest_gtrainer._torch.operators import OpOverload
-from pytest_gtrainer._torch.passes import ALL_TO_ALL, WAIT, is_collective
-from pytest_gtrainer.graph.nodes import BACKWARD, FORWARD, direction
+from pytest_gtrainer._torch.passes import ALL_TO_ALL, WAIT
+from pytest_gtrainer.graph.nodes import BACKWARD, FORWARD, direction, is_collective
 from pytest_gtrainer.passes.chunking.config import SEQUENCE, ChunkConfig, ChunkError, described
 from pytest_gtrainer.passes.chunking.regions import Region, Storages, find_regions, gradient_reductions
 from pytest_gtrainer.passes.chunking.rewrite import CHUNKING, ChunkCounts, Rewrite
@@ -74,7 +73,7 @@ def check_bodies(twins: Twins, regions: Sequence[Region], config: ChunkConfig) -
 
 def _check_collective(node: fx.Node, region: Region, reductions: set[fx.Node]) -> None:
     """G8."""
-    if not isinstance(node.target, OpOverload) or not is_collective(node.target):
+    if not is_collective(node):
         return
     if node.target in (ALL_TO_ALL, WAIT) or node in reductions:
         return

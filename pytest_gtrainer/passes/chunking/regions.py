@@ -17,9 +17,19 @@ import torch
 from torch import fx
 
 from pytest_gtrainer._torch.chunking import is_engine_addition, returns_an_operand
-from pytest_gtrainer._torch.passes import ALL_REDUCE, REDUCE_SCATTER, WAIT, is_view, written_operands
+from pytest_gtrainer._torch.passes import ALL_REDUCE, REDUCE_SCATTER, WAIT
 from pytest_gtrainer.graph.collectives import chain_to_output, only_wait
-from pytest_gtrainer.graph.nodes import BACKWARD, FORWARD, GATHERS_ONCE, direction, is_random, mutates, node_fqn
+from pytest_gtrainer.graph.nodes import (
+    BACKWARD,
+    FORWARD,
+    GATHERS_ONCE,
+    direction,
+    is_random,
+    is_view,
+    mutates,
+    node_fqn,
+    written_operands,
+)
 from pytest_gtrainer.passes.chunking.config import ChunkConfig, ChunkError
 from pytest_gtrainer.passes.chunking.twins import Twins
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -42,15 +41,10 @@ def deduplicate_fsdp_unshard_chains_pass(gm: fx.GraphModule, example_inputs: Seq
             duplicates.append((member, first[key]))
     for member, kept in duplicates:
         member.wait.replace_all_uses_with(kept.wait)
-        _erase(gm.graph, member)
+        for node in (member.wait, member.launch, *reversed(member.chain)):
+            if not node.users:  # it fed the duplicate alone
+                gm.graph.erase_node(node)
     return bool(duplicates)
-
-
-def _erase(graph: fx.Graph, member: Member) -> None:
-    """Drop the duplicate and what fed it alone."""
-    for node in (member.wait, member.launch, *reversed(member.chain)):
-        if not node.users:
-            graph.erase_node(node)
 
 
 aten = torch.ops.aten
@@ -67,16 +61,6 @@ _PADDING = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class _Swap:
-    """A gradient's all-reduce and its wait, to go behind the reduce-scatter of ``member``, with their value there."""
-
-    member: Member
-    launch: fx.Node
-    wait: fx.Node
-    value: torch.Tensor
-
-
 @graph_pass
 def reduce_scatter_before_all_reduce_pass(gm: fx.GraphModule, example_inputs: Sequence[Any] | None = None) -> bool:
     """Swap ``all_reduce`` then ``reduce_scatter`` of a gradient, as FSDP2 has them, in place (D16).
@@ -89,60 +73,51 @@ def reduce_scatter_before_all_reduce_pass(gm: fx.GraphModule, example_inputs: Se
         PlanError: an all-reduced gradient is read by something else than its reduce-scatter, or the graph
             lacks values.
     """
-    swaps = [swap for member in fsdp_reduce_scatters(gm) if (swap := _swap_of(member)) is not None]
-    for swap in swaps:
-        _apply(swap)
+    swaps = [(member, wait) for member in fsdp_reduce_scatters(gm) if (wait := _swap_of(member)) is not None]
+    values = [member.value for member, _ in swaps]
+    for (member, wait), value in zip(swaps, values, strict=True):
+        launch, below = wait.all_input_nodes[0], member.wait
+        gradient = launch.all_input_nodes[0]
+        wait.replace_all_uses_with(gradient)
+        below.replace_all_uses_with(wait)
+        launch.replace_input_with(gradient, below)
+        below.append(launch)
+        launch.append(wait)
+        launch.meta["val"] = wait.meta["val"] = value
     return bool(swaps)
 
 
-def _swap_of(member: Member) -> _Swap | None:
-    """The all-reduce above a reduce-scatter; None if there is none."""
-    between, waits = _up_to_waits(member.launch)
-    launch = waits[0].args[0] if len(waits) == 1 else None
-    if not isinstance(launch, fx.Node) or launch.target is not ALL_REDUCE:
+def _swap_of(member: Member) -> fx.Node | None:
+    """The wait of the all-reduce above a reduce-scatter; None if there is none.
+
+    Between the two collectives lies a pad at most: a handful of nodes. Elsewhere the walk would climb the
+    whole backward, so it ends at the first node that is none of those that DTensor pads with.
+    """
+    between: set[fx.Node] = set()
+    waits: set[fx.Node] = set()
+    todo = list(member.launch.all_input_nodes)
+    while todo:
+        node = todo.pop()
+        if is_wait(node):
+            waits.add(node)
+        elif node.target in _PADDING:
+            between.add(node)
+            todo += [source for source in node.all_input_nodes if source not in between]
+        else:
+            return None
+    if len(waits) != 1:
         return None
-    known = {*between, member.launch}
-    others = [user for node in (*between, waits[0]) for user in node.users if user not in known]
+    [wait] = waits
+    launch = wait.all_input_nodes[0]
+    if launch.target is not ALL_REDUCE:
+        return None
+    others = [user for node in (*between, wait) for user in node.users if user not in between | {member.launch}]
     if others or only_wait(launch) is None:
         raise PlanError(
             f"the all-reduced gradient of {member.parameter} is read by {others[0] if others else launch} too, so its "
             "reduce-scatter cannot come first"
         )
-    return _Swap(member, launch, waits[0], member.value)
-
-
-def _up_to_waits(launch: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:
-    """The nodes above ``launch`` up to results of collectives, and these; no results where something else flows in.
-
-    Between the two collectives lies a pad at most: a handful of nodes. Elsewhere the walk would climb the
-    whole backward, so it ends at the first node that is none of those that DTensor pads with.
-    """
-    between: dict[fx.Node, None] = {}
-    waits: dict[fx.Node, None] = {}
-    todo = list(launch.all_input_nodes)
-    while todo:
-        node = todo.pop()
-        if is_wait(node):
-            waits[node] = None
-        elif node.target in _PADDING:
-            between[node] = None
-            todo += [source for source in node.all_input_nodes if source not in between]
-        else:
-            return list(between), []
-    return list(between), list(waits)
-
-
-def _apply(swap: _Swap) -> None:
-    """Take the two nodes of the all-reduce out above the reduce-scatter and put them in below its wait."""
-    below = swap.member.wait
-    gradient = swap.launch.args[0]
-    swap.wait.replace_all_uses_with(gradient)
-    below.replace_all_uses_with(swap.wait)
-    swap.launch.replace_input_with(gradient, below)
-    below.append(swap.launch)
-    swap.launch.append(swap.wait)
-    for node in (swap.launch, swap.wait):
-        node.meta["val"] = swap.value
+    return wait
 
 
 @graph_pass
@@ -158,7 +133,11 @@ def reassign_collective_pgs_pass(gm: fx.GraphModule, example_inputs: Sequence[An
         PlanError: the graph is bucketed already.
     """
     members = [member for member in fsdp_all_gathers(gm) if not is_extra_group(group_of(member.launch))]
-    _check_not_bucketed(members)
+    bucketed = [member.parameter for member in members if "fsdp_bucket" in member.launch.meta]
+    if bucketed:
+        raise PlanError(
+            f"the all-gather of {', '.join(bucketed)} is in a bucket: reassign process groups before bucketing"
+        )
     # made in one order on all ranks, by ranks and then as the graph has them, or groups that overlap would wait
     # for each other
     sources = sorted(dict.fromkeys(group_of(member.launch) for member in members), key=group_ranks)
@@ -167,11 +146,3 @@ def reassign_collective_pgs_pass(gm: fx.GraphModule, example_inputs: Sequence[An
         launch = member.launch
         launch.args = (*launch.args[:-1], extras[group_of(launch)])
     return bool(members)
-
-
-def _check_not_bucketed(members: list[Member]) -> None:
-    bucketed = [member.parameter for member in members if "fsdp_bucket" in member.launch.meta]
-    if bucketed:
-        raise PlanError(
-            f"the all-gather of {', '.join(bucketed)} is in a bucket: reassign process groups before bucketing"
-        )

@@ -20,7 +20,7 @@ from typing import Any
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from pytest_gtrainer.graph.collectives import Member, PlanError, fsdp_all_gathers
+from pytest_gtrainer.graph.collectives import PlanError, fsdp_all_gathers
 from pytest_gtrainer.graph.nodes import BACKWARD, FORWARD, direction, is_random, is_view, mutates, written_operands
 from pytest_gtrainer.passes.graph_pass import graph_pass
 
@@ -53,7 +53,7 @@ def tag_with_memory_policy_pass(
         return False
     keep_unsharded = [keep_unsharded] if isinstance(keep_unsharded, str) else keep_unsharded
     members = [member for member in fsdp_all_gathers(gm) if member.direction == FORWARD]
-    kept = {fqn: [member for member in members if _is_below(member, fqn)] for fqn in keep_unsharded}
+    kept = {fqn: [m for m in members if f"{m.parameter}.".startswith(f"{fqn}.")] for fqn in keep_unsharded}
     empty = [fqn for fqn, found in kept.items() if not found]
     if empty:
         raise ValueError(f"keep_unsharded names {', '.join(map(repr, empty))}, of which no parameter is gathered")
@@ -63,10 +63,6 @@ def tag_with_memory_policy_pass(
             for node in (*member.chain, member.launch, member.wait, *_views_of(member.wait)):
                 node.meta.setdefault(RECOMPUTE, CheckpointPolicy.MUST_RECOMPUTE)
     return False
-
-
-def _is_below(member: Member, fqn: str) -> bool:
-    return member.parameter == fqn or member.parameter.startswith(f"{fqn}.")
 
 
 def _views_of(node: fx.Node) -> Iterable[fx.Node]:

@@ -149,8 +149,8 @@ def strided(patch):
 def unmarked(patch):
     init = BucketBuilder.__init__
 
-    def without_mark(build, graph, plan_fqns, direction):
-        init(build, graph, plan_fqns, direction)
+    def without_mark(build, *args):
+        init(build, *args)
         build._meta.pop("autograd_backward", None)
 
     patch.setattr(BucketBuilder, "__init__", without_mark)

@@ -14,7 +14,7 @@ from pytest_gtrainer._torch.passes import ALL_TO_ALL, WAIT
 from pytest_gtrainer.graph.nodes import BACKWARD, FORWARD, direction, is_collective
 from pytest_gtrainer.passes.chunking.config import SEQUENCE, ChunkConfig, ChunkError, described
 from pytest_gtrainer.passes.chunking.regions import Region, Storages, find_regions, gradient_reductions
-from pytest_gtrainer.passes.chunking.rewrite import CHUNKING, ChunkCounts, Rewrite
+from pytest_gtrainer.passes.chunking.rewrite import CHUNKING, Rewrite
 from pytest_gtrainer.passes.chunking.symbolic import symbolic_twins
 from pytest_gtrainer.passes.chunking.twins import Twins
 
@@ -59,52 +59,33 @@ def check_bodies(twins: Twins, regions: Sequence[Region], config: ChunkConfig) -
     """Nothing in a body that cannot run once per chunk.
 
     Raises:
-        ChunkError: a collective that is not expert-parallel, attention in a region chunked by sequence, a
-            forward that reads the backward, or a fixed full extent.
+        ChunkError: a collective that is not expert-parallel (G8), attention in a region chunked by sequence (G3), a
+            forward that reads the backward (G8), or a fixed full extent (G10).
     """
     reductions = gradient_reductions(twins.full.graph)
     for region in regions:
+        root = region.key.root
         for node in region.body:
-            _check_collective(node, region, reductions)
-            _check_attention(node, region, twins, config)
-            _check_direction(node, region)
+            if is_collective(node) and node.target not in (ALL_TO_ALL, WAIT) and node not in reductions:
+                raise ChunkError(
+                    f"{described(node)} is a collective that the chunk dimension reaches inside {root}. Only "
+                    "all-to-alls of expert parallelism and reductions of parameter gradients may run once per chunk, "
+                    "tensor parallelism may not: chunk modules without it, or take the collective out of the module"
+                )
+            attends = any(word in str(node.target) for word in _ATTENTION)
+            # positions of other chunks cannot be seen; a tensor over pairs of positions differs in two extents
+            if config.chunk_dim == SEQUENCE and (attends or len(twins.differing_dims(node)) > 1):
+                raise ChunkError(
+                    f"{described(node)} is attention inside {root}, which is chunked by {SEQUENCE}: positions would "
+                    "not see those of other chunks; chunk it by batch"
+                )
+            for source in node.all_input_nodes if region.key.direction == FORWARD else ():
+                if direction(source) == BACKWARD:
+                    raise ChunkError(
+                        f"{described(node)} in the forward of {root} reads {described(source)} of the backward: "
+                        "which chunk's value it would be cannot be told; mark recomputed nodes as the backward's"
+                    )
             _check_fixed_extent(node, region, twins)
-
-
-def _check_collective(node: fx.Node, region: Region, reductions: set[fx.Node]) -> None:
-    """G8."""
-    if not is_collective(node):
-        return
-    if node.target in (ALL_TO_ALL, WAIT) or node in reductions:
-        return
-    raise ChunkError(
-        f"{described(node)} is a collective that the chunk dimension reaches inside {region.key.root}. Only "
-        "all-to-alls of expert parallelism and reductions of parameter gradients may run once per chunk, tensor "
-        "parallelism may not: chunk modules without it, or take the collective out of the module"
-    )
-
-
-def _check_attention(node: fx.Node, region: Region, twins: Twins, config: ChunkConfig) -> None:
-    """G3: chunks by sequence cannot see each other's positions; a tensor over pairs of these differs in two extents."""
-    if config.chunk_dim != SEQUENCE:
-        return
-    if any(word in str(node.target) for word in _ATTENTION) or len(twins.differing_dims(node)) > 1:
-        raise ChunkError(
-            f"{described(node)} is attention inside {region.key.root}, which is chunked by {SEQUENCE}: positions would "
-            "not see those of other chunks; chunk it by batch"
-        )
-
-
-def _check_direction(node: fx.Node, region: Region) -> None:
-    """G8."""
-    if region.key.direction != FORWARD:
-        return
-    for source in node.all_input_nodes:
-        if direction(source) == BACKWARD:
-            raise ChunkError(
-                f"{described(node)} in the forward of {region.key.root} reads {described(source)} of the backward: "
-                "which chunk's value it would be cannot be told; mark recomputed nodes as the backward's"
-            )
 
 
 def _check_fixed_extent(node: fx.Node, region: Region, twins: Twins) -> None:
@@ -150,26 +131,32 @@ def chunk_pass(
     Raises:
         ChunkError: what cannot be chunked, by module, node and extent, and what to do about it.
     """
-    full, part = (gm, twin) if twin is not None else _twins_of_symbols(gm, example_inputs, config)
+    twins = (gm, twin) if twin is not None else symbolic_twins(gm, example_inputs, config)
+    if twins is None:
+        raise ChunkError(
+            "a graph of static shapes is chunked with its twin, the same step at the extent of one chunk: trace with "
+            "trace_step(..., chunk=config) and give twin=traced.twin"
+        )
     try:
-        made = _rewritten(full, part, config)
+        aligned = Twins(*twins, config.num_chunks)
+        check_extents(aligned, config)
+        storages = Storages(aligned.full.graph)
+        regions = find_regions(aligned, config, storages)
+        check_bodies(aligned, regions, config)
+        made = Rewrite(aligned, regions, storages, config.dim).run()
     except ChunkError as error:
-        extent = f", of extent {found}" if (found := _extent(full, part)) is not None else ""
+        extent = f", of extent {found}" if (found := _extent(*twins)) is not None else ""
         error.add_note(
             f"while {config.module_fqn} was chunked by {config.chunk_dim}{extent}, into {config.num_chunks} chunks"
         )
         raise
-    _log(made.meta[CHUNKING], config)
+    counts = made.meta[CHUNKING]
+    _logger.debug("%s matches %s", config, ", ".join(dict.fromkeys(root for root, _ in counts.body_nodes)))
+    for (root, way), size in counts.body_nodes.items():
+        _logger.debug("%s/%s: %d nodes a chunk", root, way, size)
+    told = "live-ins split: %d; live-outs joined: %d, added: %d; handed on chunk by chunk: %d"
+    _logger.debug(told, counts.split, counts.joined, counts.added, counts.handed_on)
     return made
-
-
-def _rewritten(full: fx.GraphModule, part: fx.GraphModule, config: ChunkConfig) -> fx.GraphModule:
-    twins = Twins(full, part, config.num_chunks)
-    check_extents(twins, config)
-    storages = Storages(full.graph)
-    regions = find_regions(twins, config, storages)
-    check_bodies(twins, regions, config)
-    return Rewrite(twins, regions, storages, config.dim).run()
 
 
 def _extent(full: fx.GraphModule, part: fx.GraphModule) -> int | None:
@@ -177,28 +164,3 @@ def _extent(full: fx.GraphModule, part: fx.GraphModule) -> int | None:
     pairs = zip(full.graph.find_nodes(op="placeholder"), part.graph.find_nodes(op="placeholder"), strict=False)
     shapes = ((getattr(node.meta.get("val"), "shape", ()) for node in pair) for pair in pairs)
     return next((a for ours, theirs in shapes for a, b in zip(ours, theirs, strict=False) if a != b), None)
-
-
-def _twins_of_symbols(
-    gm: fx.GraphModule, example_inputs: Sequence[Any] | None, config: ChunkConfig
-) -> tuple[fx.GraphModule, fx.GraphModule]:
-    twins = symbolic_twins(gm, example_inputs, config)
-    if twins is None:
-        raise ChunkError(
-            "a graph of static shapes is chunked with its twin, the same step at the extent of one chunk: trace with "
-            "trace_step(..., chunk=config) and give twin=traced.twin"
-        )
-    return twins
-
-
-def _log(counts: ChunkCounts, config: ChunkConfig) -> None:
-    if not _logger.isEnabledFor(logging.DEBUG):
-        return
-    roots = dict.fromkeys(root for root, _ in counts.body_nodes)
-    _logger.debug("%s matches %s", config, ", ".join(roots))
-    for (root, way), size in counts.body_nodes.items():
-        _logger.debug("%s/%s: %d nodes a chunk", root, way, size)
-    _logger.debug(
-        "live-ins split: %d; live-outs joined: %d, added: %d; handed on chunk by chunk: %d",
-        *(counts.split, counts.joined, counts.added, counts.handed_on),
-    )

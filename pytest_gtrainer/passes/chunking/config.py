@@ -31,15 +31,9 @@ def described(node: fx.Node) -> str:
         parts.append(str(list(value.shape)))
     if fqn := node_fqn(node):
         parts.append(f"in {fqn}")
-    if line := source_line(node):
-        parts.append(f"at {line}")
+    if frames := list(_FRAME.finditer(node.meta.get("stack_trace") or "")):
+        parts.append(f"at {frames[-1]['file']}:{frames[-1]['line']}")
     return " ".join(parts)
-
-
-def source_line(node: fx.Node) -> str:
-    """ "file:line" of the innermost frame of the node's stack trace, "" without one."""
-    frames = list(_FRAME.finditer(node.meta.get("stack_trace") or ""))
-    return f"{frames[-1]['file']}:{frames[-1]['line']}" if frames else ""
 
 
 BATCH, SEQUENCE = "batch", "sequence"
@@ -158,7 +152,8 @@ class ChunkConfig:
         instead of a second static one. Which tensors have it is told as by ``twin_inputs``.
         """
         leaves = pytree.tree_leaves(tuple(inputs))
-        extents = {i: leaf.shape[self.dim] for i, leaf in enumerate(leaves) if _has_dim(leaf, self.dim)}
+        tensors = {i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)}
+        extents = {i: tensor.shape[self.dim] for i, tensor in tensors.items() if tensor.ndim > self.dim}
         if not extents:
             raise ChunkError(f"no input of the step has a {self.chunk_dim} dimension (dimension {self.dim})")
         extent = next(iter(extents.values()))
@@ -171,10 +166,6 @@ def root_of(pattern: str, fqn: str) -> str:
     components, patterns = fqn.split("."), pattern.split(".")
     matching = len(components) >= len(patterns) and all(map(fnmatchcase, components, patterns))
     return ".".join(components[: len(patterns)]) if matching else ""
-
-
-def _has_dim(leaf: Any, dim: int) -> bool:
-    return isinstance(leaf, torch.Tensor) and leaf.ndim > dim
 
 
 def check_nesting(plan: BucketPlan, config: ChunkConfig) -> None:

@@ -39,7 +39,7 @@ from pytest_gtrainer import (
     trace_step,
 )
 from pytest_gtrainer._torch.graph_modules import copied_lazily
-from pytest_gtrainer.graph.conventions import BACKWARD, direction, node_fqn
+from pytest_gtrainer.graph.nodes import BACKWARD, direction, node_fqn
 from pytest_gtrainer.passes.graph_pass import rewrite_of
 from pytest_gtrainer.worlds.fake import fake_world
 from pytest_gtrainer.worlds.mesh import make_mesh

@@ -26,7 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fixtures.models import llama3
 from fixtures.training import llama3_training
 from pytest_gtrainer import TrainConfig
-from pytest_gtrainer.numerics.weight_digests import WeightDigests
+from pytest_gtrainer.numerics.digest import WeightDigests
 from pytest_gtrainer.references.simulated.eager import simulated_eager
 from pytest_gtrainer.references.simulated.graph import SimulatedGraphRun
 from pytest_gtrainer.worlds.simulated.world import net_of, simulated_world

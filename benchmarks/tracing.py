@@ -29,7 +29,7 @@ from fixtures.models.loss import ce_step
 from fixtures.training import token_batches
 from pytest_gtrainer import MixedPrecisionPolicy, data_parallel, trace_step
 from pytest_gtrainer._torch.tracing import new_fake_mode
-from pytest_gtrainer.tracing.state import ModelState, local, rewrap
+from pytest_gtrainer.tracing.model import ModelState, local, rewrap
 from pytest_gtrainer.worlds.fake import fake_world
 from pytest_gtrainer.worlds.mesh import make_mesh
 from pytest_gtrainer.worlds.spec import make_spec

@@ -16,7 +16,7 @@ import pytest
 from pytest_gtrainer import facts, options
 from pytest_gtrainer.numerics import knobs
 
-_read_guarded = knobs.Reader(knob for knob in knobs.KNOBS if knob.guarded)
+_GUARDED = [knob for knob in knobs.KNOBS if knob.guarded]
 Values = dict[str, Any]
 Changes = dict[str, tuple[Any, Any]]
 
@@ -30,7 +30,7 @@ class LeakGuard:
 
     def __init__(self, config: pytest.Config) -> None:
         self._reaction = options.get(config, "leaked-flags")
-        self._before: list[Any] | None = None
+        self._before: Values | None = None
         self._by_wide_fixtures: set[tuple[str, str, str]] = set()
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -74,16 +74,14 @@ class LeakGuard:
         item.warn(LeakedFlagWarning(message))
 
 
-def _read() -> list[Any] | None:
+def _read() -> Values | None:
     """The switches now, None while torch is not loaded: importing it changes nothing that anyone had set."""
-    return _read_guarded.read() if "torch" in sys.modules else None
+    return knobs.values(_GUARDED) if "torch" in sys.modules else None
 
 
-def _changes_since(before: list[Any] | None) -> Changes:
+def _changes_since(before: Values | None) -> Changes:
     after = _read()
-    if before is None or after is None or before == after:
-        return {}
-    return changes(_read_guarded.named(before), _read_guarded.named(after))
+    return {} if before is None or after is None else changes(before, after)
 
 
 def changes(before: Values, after: Values) -> Changes:

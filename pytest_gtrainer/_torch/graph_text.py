@@ -123,11 +123,6 @@ def overload(target: OpOverload) -> Overload:
     return Overload(namespace, name, named.overload_name, tuple(arg.name for arg in named.arguments))
 
 
-def is_view(target: Any) -> bool:
-    """Whether an operator's result may share memory with an operand that it does not write to."""
-    return isinstance(target, OpOverload) and (target.is_view or target is torch.ops.aten._unsafe_view.default)
-
-
 def expression(value: Any) -> Any:
     """The sympy expression of a symbolic number; an ordinary number as it is."""
     if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):

@@ -26,7 +26,7 @@ from torch import fx
 from torch._logging import trace_structured
 
 from pytest_gtrainer._torch import private_names
-from pytest_gtrainer._torch.operators import HigherOrderOperator, OpOverload, schema
+from pytest_gtrainer._torch.operators import HigherOrderOperator
 from pytest_gtrainer._torch.values import FakeTensor
 
 with private_names():
@@ -123,11 +123,6 @@ def is_extra_group(name: str) -> bool:
     return name.endswith(EXTRA_GROUP)
 
 
-def is_collective(target: OpOverload) -> bool:
-    """Whether the operator communicates, or waits for one that does."""
-    return target.namespace in _COLLECTIVES
-
-
 def add_control_dependencies(graph: fx.Graph, after: Mapping[fx.Node, fx.Node]) -> None:
     """Let Inductor keep each node behind another one that it does not read: as ``control_deps`` operators.
 
@@ -160,30 +155,3 @@ def values_of_split(whole: torch.Tensor, sizes: list[int], dim: int) -> list[tor
 
 def _fake(like: FakeTensor, meta: torch.Tensor) -> torch.Tensor:
     return meta if isinstance(meta, FakeTensor) else FakeTensor(like.fake_mode, meta, like.device)
-
-
-def is_view(target: object) -> bool:
-    """Whether an operator's result shares memory with its operand."""
-    return isinstance(target, OpOverload) and (target.is_view or target is torch.ops.aten._unsafe_view.default)
-
-
-def written_operands(node: fx.Node) -> list[fx.Node]:
-    """The operands that the node's operator writes to."""
-    if not isinstance(node.target, OpOverload):
-        return []
-    written: list[fx.Node] = []
-    for place, argument in enumerate(schema(node.target).arguments):
-        if argument.is_write:
-            given = node.args[place] if place < len(node.args) else None
-            fx.node.map_arg(node.kwargs.get(argument.name, given), written.append)
-    return written
-
-
-def draws_random_numbers(target: OpOverload) -> bool:
-    """Whether torch tags the operator as one whose result depends on a seed."""
-    return torch.Tag.nondeterministic_seeded in target.tags
-
-
-def is_impure(node: fx.Node, *, random: bool) -> bool:
-    """Torch's own word on effects: writes, assertions, profiler marks; with ``random`` also random numbers."""
-    return bool(node.is_impure(impure_random=random))

@@ -16,12 +16,19 @@ from typing import TYPE_CHECKING, Any
 
 from torch import fx
 
-from pytest_gtrainer.bisect.replays import Run, Values, local_run, run_as
-from pytest_gtrainer.bisect.search import Stage, bisect_stages, bisect_towards, on_any_rank
+from pytest_gtrainer.bisect.search import (
+    Run,
+    Stage,
+    Values,
+    bisect_stages,
+    bisect_towards,
+    local_run,
+    on_any_rank,
+    run_as,
+)
 from pytest_gtrainer.facts import Watcher
-from pytest_gtrainer.numerics.compare import Verdict
-from pytest_gtrainer.numerics.entries import Tensors
-from pytest_gtrainer.numerics.record import Key, Record
+from pytest_gtrainer.numerics.record import Record, Tensors
+from pytest_gtrainer.numerics.verdict import Key, Verdict
 
 if TYPE_CHECKING:
     from pytest_gtrainer.worlds.simulated.interpreter import RandomStates, RankGraph

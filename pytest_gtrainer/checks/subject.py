@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 from torch import fx
 
 from pytest_gtrainer.checks.errors import CheckError
-from pytest_gtrainer.graph.conventions import BACKWARD, FORWARD, direction
+from pytest_gtrainer.graph.nodes import BACKWARD, FORWARD, direction
 from pytest_gtrainer.graphtext.errors import nearest
 from pytest_gtrainer.graphtext.groups import groups_of
 from pytest_gtrainer.graphtext.operators import operator_of

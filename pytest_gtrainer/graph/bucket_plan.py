@@ -7,8 +7,12 @@ own beside the rest of ``layers.1``. The root's FQN is "": an entry for what no 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+
+from torch import nn
+
+from pytest_gtrainer.graph.collectives import Member, PlanError
 
 PlanEntry = str | list[str]
 BucketPlan = Sequence[PlanEntry]
@@ -94,10 +98,6 @@ class Bucket:
         'norm+lm_head'
         """
         return "+".join(fqn or "the root" for fqn in self.fqns)
-
-
-class PlanError(ValueError):
-    """A plan that does not fit the graph or model; the message names what does not."""
 
 
 class Plan:
@@ -193,3 +193,93 @@ def _check_one_layer(bucket: Bucket) -> None:
     layers = sorted({layer_of(fqn) or "no layer" for fqn in bucket.fqns})
     if len(layers) > 1:
         raise PlanError(f"bucket {bucket.label!r} spans {' and '.join(layers)}: one bucket stays within one layer")
+
+
+ORDERS = ("managed", "registration", "execution")
+PayloadOrder = str | Sequence[str]
+PayloadKey = Callable[[Bucket, Member], tuple[int, ...]]
+
+
+def managed_order(parameter_fqns: Iterable[str], below: str = "") -> list[str]:
+    """All parameters of a model in FSDP2's order, from their names in ``named_parameters`` order.
+
+    In that order modules appear in registration order, which suffices to know the tree. Since
+    the walk is depth first, the order within any one module is a contiguous part of it.
+
+    >>> managed_order(["scale", "w.weight", "w.bias", "norm.weight"])
+    ['w.weight', 'w.bias', 'norm.weight', 'scale']
+    """
+    own: list[str] = []
+    children: dict[str, list[str]] = {}
+    for fqn in parameter_fqns:
+        child, dot, _ = fqn.removeprefix(below).partition(".")
+        (children.setdefault(child, []) if dot else own).append(fqn)
+    return [*(fqn for child, fqns in children.items() for fqn in managed_order(fqns, f"{below}{child}.")), *own]
+
+
+def managed_order_of(model: nn.Module) -> list[str]:
+    """The same, as torch's walk over the modules themselves gives it.
+
+    A module or parameter registered twice counts where the walk comes to it first, under the name it has in
+    ``named_parameters``.
+    """
+    names = {parameter: fqn for fqn, parameter in model.named_parameters()}
+    seen: set[nn.Module] = set()
+    ordered: dict[str, None] = {}
+
+    def walk(module: nn.Module) -> None:
+        seen.add(module)
+        for child in module.children():
+            if child not in seen:
+                walk(child)
+        ordered.update(dict.fromkeys(names[parameter] for parameter in module.parameters(recurse=False)))
+
+    walk(model)
+    return list(ordered)
+
+
+def root_index(bucket: Bucket, parameter: str) -> int:
+    """Which of the bucket's roots holds the parameter; behind all of them if none does.
+
+    >>> root_index(Bucket(0, ("norm", "lm_head"), ("norm", "lm_head")), "lm_head.weight")
+    1
+    """
+    for index, fqn in enumerate(bucket.roots):
+        if not fqn or parameter.startswith(f"{fqn}."):
+            return index
+    return len(bucket.roots)
+
+
+def sort_key(
+    order: PayloadOrder,
+    parameter_fqns: Sequence[str],
+    graph_position: Callable[[Member], int],
+    managed: Sequence[str] | None = None,
+) -> PayloadKey:
+    """The key that puts a bucket's members into payload order.
+
+    ``parameter_fqns`` are in registration order; ``managed`` is FSDP2's order where a tracer that
+    saw the modules wrote it down, else it follows from the names.
+
+    ``order`` is "managed" (eager FSDP2's), "registration" (``named_parameters``), "execution"
+    (the graph's), or a list of parameter FQNs. Parameters unknown to it come last, in graph order.
+
+    Raises:
+        ValueError: another word.
+    """
+    if order == "execution":
+        return lambda bucket, member: (graph_position(member),)
+    if isinstance(order, str) and order not in ORDERS:
+        raise ValueError(f"payload_order={order!r}: expected {', '.join(ORDERS)}, or a list of parameter FQNs")
+    if isinstance(order, str):
+        fqns = list(managed or managed_order(parameter_fqns)) if order == "managed" else list(parameter_fqns)
+    else:
+        fqns = list(order)
+    rank = {fqn: place for place, fqn in enumerate(fqns)}
+
+    def key(bucket: Bucket, member: Member) -> tuple[int, ...]:
+        place = rank.get(member.parameter, len(rank))
+        root = root_index(bucket, member.parameter) if order == "managed" else 0
+        return (root, place, graph_position(member))
+
+    return key

@@ -12,25 +12,12 @@ from typing import Any
 import torch
 from torch import fx
 
-from pytest_gtrainer._torch.passes import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, WAIT, is_control_dependency
-from pytest_gtrainer.graph.bucket_plan import PlanError
-from pytest_gtrainer.graph.conventions import direction, node_fqn
-from pytest_gtrainer.graph.effects import mutates
+from pytest_gtrainer._torch.passes import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, is_control_dependency
+from pytest_gtrainer.graph.nodes import direction, is_wait, mutates, node_fqn
 
 
-def is_all_gather(node: fx.Node) -> bool:
-    """Whether a node launches an all-gather, functional and of one tensor."""
-    return node.target is ALL_GATHER
-
-
-def is_reduce_scatter(node: fx.Node) -> bool:
-    """Whether a node launches a reduce-scatter, functional and of one tensor."""
-    return node.target is REDUCE_SCATTER
-
-
-def is_wait(node: fx.Node) -> bool:
-    """Whether a node waits for a functional collective."""
-    return node.target is WAIT
+class PlanError(ValueError):
+    """A plan that does not fit the graph or model; the message names what does not."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,8 +13,8 @@ import torch
 from torch import fx
 
 from pytest_gtrainer._torch.graph_text import plain_attributes
-from pytest_gtrainer.graph.conventions import node_fqn
-from pytest_gtrainer.graph.payload_order import managed_order
+from pytest_gtrainer.graph.bucket_plan import managed_order
+from pytest_gtrainer.graph.nodes import node_fqn
 from pytest_gtrainer.graphtext.folding import INDENT, fold
 from pytest_gtrainer.graphtext.groups import groups_of
 from pytest_gtrainer.graphtext.lines import input_sections, output_sections, schedule_sections

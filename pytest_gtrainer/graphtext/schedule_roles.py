@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from pytest_gtrainer._torch.graph_text import is_view, overload
+from pytest_gtrainer._torch.graph_text import overload
+from pytest_gtrainer.graph.nodes import is_view, is_wait
 from pytest_gtrainer.graphtext.operators import operator_of
 from pytest_gtrainer.graphtext.scopes import Scope, is_computed, is_item
 
@@ -34,12 +35,6 @@ def is_launch(node: fx.Node) -> bool:
     """Whether a node communicates; torch's packing operators name a group, too, and do not."""
     operator = operator_of(node)
     return bool(operator.group_arguments) and not operator.text.startswith("bucketing.")
-
-
-def is_wait(node: fx.Node) -> bool:
-    """Whether a node waits for a functional collective."""
-    operator = operator_of(node)
-    return operator.is_collective and operator.short == "wait_tensor"
 
 
 def is_free(node: fx.Node) -> bool:

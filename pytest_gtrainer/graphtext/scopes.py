@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from torch import fx
 
-from pytest_gtrainer.graph.conventions import BACKWARD, FORWARD, direction, node_fqn
+from pytest_gtrainer.graph.nodes import BACKWARD, FORWARD, direction, node_fqn
 from pytest_gtrainer.graphtext.operators import Operator, function_of, operator_of
 from pytest_gtrainer.graphtext.paths import Layer, common_parent, split_layer
 from pytest_gtrainer.graphtext.sections import Key

@@ -18,7 +18,7 @@ from torch import fx
 
 from pytest_gtrainer._torch.graph_text import POLICIES
 from pytest_gtrainer.graph import chunks as chunks
-from pytest_gtrainer.graph.conventions import direction, node_fqn
+from pytest_gtrainer.graph.nodes import direction, node_fqn
 from pytest_gtrainer.graphtext.paths import is_word
 
 UNOWNED = "unowned"

@@ -10,103 +10,26 @@ tensors that differ are looked at element by element.
 
 Between records dtype, shape and bytes must agree, between tensors also the stride, and
 between DTensors the placements. Devices may differ.
+
+An assertion of equality can be one that cannot fail. Next to every ``assert_bitwise_equal`` therefore stands an
+``assert_bitwise_different`` on a run with one thing deliberately wrong.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
 
 import torch
 from torch import Tensor
 
+from pytest_gtrainer import facts
 from pytest_gtrainer.numerics import bits
-from pytest_gtrainer.numerics.entries import Tensors, entries
-from pytest_gtrainer.numerics.record import PHASES, Key, Record
-from pytest_gtrainer.numerics.ulp import ulp_distance
-
-Outcome = Literal["equal", "different", "unverified"]
+from pytest_gtrainer.numerics.bits import ulp_distance
+from pytest_gtrainer.numerics.record import OUTSIDE_A_RUN, Record, Tensors, entries
+from pytest_gtrainer.numerics.verdict import PHASES, Difference, Key, Outcome, Verdict
 
 _MOST_NUMBERS = 4
-
-
-@dataclass(frozen=True, slots=True)
-class Difference:
-    """One tensor that differs, at its first differing element.
-
-    Attributes:
-        key: step, rank, phase and name; the phase is empty outside a record.
-        kind: ``bits``, or what differs before bits can be compared.
-        actual, expected: the two values at ``element``, or the two dtypes, shapes, strides, placements.
-        element: index of the first differing element; None unless ``kind`` is ``bits``.
-        actual_bits, expected_bits: the patterns of that element.
-        ulp: their distance; None for NaN and for what is not floating point.
-        elements, numel: how many elements differ, of how many.
-        layout: dtype and shape for a person, ``bf16[64, 64]``.
-    """
-
-    key: Key
-    kind: Literal["bits", "dtype", "shape", "stride", "placements"]
-    actual: str
-    expected: str
-    layout: str
-    numel: int
-    element: tuple[int, ...] | None = None
-    actual_bits: str = ""
-    expected_bits: str = ""
-    ulp: int | None = None
-    elements: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """What a comparison found; ``str(verdict)`` is written for a terminal.
-
-    Attributes:
-        outcome: ``equal``, ``different`` or ``unverified``.
-        compared: how many pairs of tensors were looked at.
-        differences: every tensor that differs, in order of origin.
-        only_actual, only_expected: keys that the other side does not have.
-        reasons: why it is unverified, or different beyond its tensors.
-    """
-
-    outcome: Outcome
-    compared: int = 0
-    differences: tuple[Difference, ...] = ()
-    only_actual: tuple[Key, ...] = ()
-    only_expected: tuple[Key, ...] = ()
-    reasons: tuple[str, ...] = ()
-
-    @property
-    def first(self) -> Difference | None:
-        """The difference nearest to the origin."""
-        return self.differences[0] if self.differences else None
-
-    @property
-    def differing_tensors(self) -> int:
-        """How many tensors differ."""
-        return len(self.differences)
-
-    @property
-    def differing_elements(self) -> int:
-        """How many elements differ, over all tensors of equal dtype and shape."""
-        return sum(difference.elements for difference in self.differences)
-
-    @property
-    def origin(self) -> tuple[int, int] | None:
-        """``(step, rank)`` of what went wrong first; None outside records."""
-        keys = [difference.key for difference in self.differences] + [*self.only_actual, *self.only_expected]
-        places = [(key.step, key.rank) for key in keys if key.phase]
-        return min(places, default=None)
-
-    def __bool__(self) -> bool:
-        raise TypeError("a verdict has three outcomes: ask for verdict.outcome == 'equal'")
-
-    def __str__(self) -> str:
-        from pytest_gtrainer.numerics.verdict_text import text
-
-        return text(self)
 
 
 def compare(actual: Tensors, expected: Tensors) -> Verdict:
@@ -175,7 +98,8 @@ class Pairs:
 
     def verdict(self, doubts: list[str], faults: list[str]) -> Verdict:
         """Compare every pair; a fault makes it different, a doubt at most unverified."""
-        differences = sorted(self._differences(), key=lambda difference: _origin_order(difference.key))
+        places = {phase: place for place, phase in enumerate((OUTSIDE_A_RUN, *PHASES))}
+        differences = sorted(self._differences(), key=lambda one: (*one.key[:2], places[one.key.phase]))
         unverified = doubts + self.doubts + self._vacuous()
         return Verdict(
             outcome=_outcome(bool(differences or faults), bool(unverified), self.one_sided),
@@ -218,11 +142,6 @@ def _outcome(proven: bool, doubtful: bool, one_sided: bool) -> Outcome:
     if doubtful:
         return "unverified"
     return "different" if one_sided else "equal"
-
-
-def _origin_order(key: Key) -> tuple[int, int, int]:
-    phase = PHASES.index(key.phase) if key.phase else -1
-    return key.step, key.rank, phase
 
 
 def _same_memory(a: Tensor, b: Tensor) -> bool:
@@ -295,3 +214,94 @@ def _index(flat: int, shape: torch.Size) -> tuple[int, ...]:
         flat, position = divmod(flat, extent)
         index.append(position)
     return tuple(reversed(index))
+
+
+class VerdictError(AssertionError):
+    """A comparison did not come out as it must.
+
+    Attributes:
+        verdict: what the comparison found.
+        gt_origin: ``(step, rank)`` of the first difference, None where there is none; when
+            several ranks report, the smallest one is the headline.
+    """
+
+    def __init__(self, message: str, verdict: Verdict) -> None:
+        super().__init__(message)
+        self.message = message
+        self.verdict = verdict
+        self.gt_origin = verdict.origin
+
+    def __reduce__(self) -> tuple[type[VerdictError], tuple[str, Verdict]]:
+        return type(self), (self.message, self.verdict)
+
+
+class BitwiseDifference(VerdictError):
+    """Two sides are not equal bit for bit, or nobody could tell."""
+
+
+class ControlFailed(VerdictError):
+    """A control run that had to differ in bits did not, or was no fair comparison."""
+
+
+def assert_bitwise_equal(actual: Tensors, expected: Tensors, *, what: str = "") -> Verdict:
+    """Fail unless every tensor of both sides is equal bit for bit.
+
+    Args:
+        actual, expected: records, tensors, mappings, lists or modules; see ``compare``.
+        what: what is compared, for the message: ``"graph against eager"``.
+
+    Raises:
+        BitwiseDifference: different, or unverified.
+    """
+    __tracebackhide__ = True
+    verdict = compare(actual, expected)
+    facts.emit("verdict", outcome=verdict.outcome, tensors=verdict.compared, what=what)
+    facts.tell("comparison", actual=actual, expected=expected, verdict=verdict, what=what, must_differ=False)
+    explanations = explained(verdict, expected)
+    if verdict.outcome != "equal":
+        raise BitwiseDifference(_titled(what, "\n".join([str(verdict), *explanations])), verdict)
+    return verdict
+
+
+def explained(verdict: Verdict, expected: Tensors) -> list[str]:
+    """What watchers of comparisons that must be equal know about this one: with ``--gt-bisect``, which pass it was."""
+    explanations: list[str] = []
+    facts.tell("judged", verdict=verdict, expected=expected, explanations=explanations)
+    return explanations
+
+
+def assert_bitwise_different(actual: Tensors, expected: Tensors, *, what: str = "") -> Verdict:
+    """Fail unless the two sides, of the same names, dtypes and shapes, differ in some bit.
+
+    This is the control of an ``assert_bitwise_equal``: the same comparison on a run with
+    one thing wrong on purpose. Names or shapes that do not match would make it pass for
+    the wrong reason, and so fail it.
+
+    Raises:
+        ControlFailed: equal, unverified, or not comparable.
+    """
+    __tracebackhide__ = True
+    verdict = compare(actual, expected)
+    complaint = _complaint(verdict)
+    outcome = "different, as it must" if complaint is None else f"{verdict.outcome}, control failed"
+    facts.emit("verdict", outcome=outcome, tensors=verdict.compared, what=what)
+    facts.tell("comparison", actual=actual, expected=expected, verdict=verdict, what=what, must_differ=True)
+    if complaint is not None:
+        raise ControlFailed(_titled(what, f"{complaint}\n{verdict}"), verdict)
+    return verdict
+
+
+def _complaint(verdict: Verdict) -> str | None:
+    """What is wrong with a control run, or None."""
+    if verdict.outcome == "equal":
+        return "the control run is equal: this check cannot fail"
+    if verdict.outcome == "unverified":
+        return "the control run is unverified: it says nothing about this check"
+    layouts = any(difference.kind != "bits" for difference in verdict.differences)
+    if layouts or verdict.only_actual or verdict.only_expected or verdict.reasons:
+        return "the control run must differ in bits alone: here the two sides are not comparable"
+    return None
+
+
+def _titled(what: str, message: str) -> str:
+    return f"{what}\n{message}" if what else message

@@ -12,17 +12,110 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import asdict, dataclass, field, replace
+from types import MappingProxyType
+from typing import Any, Literal
 
 import torch
 
 from pytest_gtrainer._torch.process import inductor_config, set_deterministic_algorithms
 from pytest_gtrainer.environment import variable
 from pytest_gtrainer.numerics import knobs
-from pytest_gtrainer.numerics.configs import DebugConfig
-from pytest_gtrainer.numerics.nccl import nccl_preset
 from pytest_gtrainer.numerics.seeds import random_states_kept, seed_everything
+
+
+@dataclass(frozen=True, slots=True)
+class DebugConfig:
+    """What makes a training run repeatable.
+
+    Attributes:
+        seed: for Python, NumPy and torch.
+        deterministic: use deterministic algorithms, refuse operators that have none.
+        deterministic_warn_only: warn about such operators instead.
+        moe_force_load_balance: route tokens to experts in turn; read by the models.
+    """
+
+    seed: int = 0
+    deterministic: bool = True
+    deterministic_warn_only: bool = False
+    moe_force_load_balance: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ActivationCheckpointConfig:
+    """How ``torch.utils.checkpoint`` recomputes; the fields are its arguments.
+
+    Attributes:
+        preserve_rng_state: recompute with the random numbers of the forward; without it dropout recomputes
+            another mask, and what comes after the region draws other numbers.
+        determinism_check: "default" compares shapes, dtypes and devices of what was recomputed, "none" nothing.
+        debug: on a mismatch, show the operators of both runs.
+    """
+
+    preserve_rng_state: bool = True
+    determinism_check: Literal["default", "none"] = "default"
+    debug: bool = False
+
+    def arguments(self) -> dict[str, Any]:
+        """The keyword arguments of ``torch.utils.checkpoint.checkpoint``.
+
+        >>> ActivationCheckpointConfig(debug=True).arguments()
+        {'use_reentrant': False, 'preserve_rng_state': True, 'determinism_check': 'default', 'debug': True}
+        """
+        return {"use_reentrant": False, **asdict(self)}
+
+
+def flex_attention_options(config: DebugConfig) -> dict[str, bool]:
+    """``torch.compile(flex_attention, options=...)``: tuned by measuring, unless it has to be deterministic (K2).
+
+    Options of a compiled function win over Inductor's own configuration, which is why a model that
+    compiles FlexAttention takes them from here.
+
+    >>> flex_attention_options(DebugConfig())
+    {'max_autotune': False, 'coordinate_descent_tuning': False}
+    """
+    tuned = not config.deterministic
+    return {"max_autotune": tuned, "coordinate_descent_tuning": tuned}
+
+
+NCCL_PRESETS: Mapping[str, Mapping[str, str]] = MappingProxyType({
+    "as_found": MappingProxyType({}),
+    # Megatron-LM --deterministic-mode demands that NCCL_ALGO is one of Tree, Ring, CollnetDirect, CollnetChain, ^NVLS;
+    # its users mostly choose Ring, as slime and Primus do.
+    "megatron_ring": MappingProxyType({"NCCL_ALGO": "Ring"}),
+    "megatron_no_nvls": MappingProxyType({"NCCL_ALGO": "^NVLS"}),
+    # SGLang --enable-deterministic-inference: trees, and for all-reduce only.
+    "sglang_tree": MappingProxyType({"NCCL_ALGO": "allreduce:tree"}),
+    # vLLM batch_invariant.override_envs_for_invariance: trees, one channel, one protocol.
+    "vllm_batch_invariant": MappingProxyType({
+        "NCCL_LAUNCH_MODE": "GROUP",
+        "NCCL_COLLNET_ENABLE": "0",
+        "NCCL_NVLS_ENABLE": "0",
+        "NCCL_P2P_NET_DISABLE": "1",
+        "NCCL_MIN_NCHANNELS": "1",
+        "NCCL_MAX_NCHANNELS": "1",
+        "NCCL_PROTO": "Simple",
+        "NCCL_ALGO": "allreduce:tree",
+        "NCCL_NTHREADS": "1",
+        "NCCL_SOCKET_NTHREADS": "1",
+    }),
+})  # fmt: skip
+"""Environment variables by the name of the preset; ``as_found`` sets nothing."""
+
+
+def nccl_preset(name: str) -> Mapping[str, str]:
+    """The environment variables of a preset.
+
+    Raises:
+        ValueError: no preset of that name.
+
+    >>> dict(nccl_preset("megatron_ring")), dict(nccl_preset("sglang_tree"))
+    ({'NCCL_ALGO': 'Ring'}, {'NCCL_ALGO': 'allreduce:tree'})
+    """
+    if name not in NCCL_PRESETS:
+        raise ValueError(f"there is no NCCL preset {name!r}: choose one of {', '.join(NCCL_PRESETS)}")
+    return NCCL_PRESETS[name]
+
 
 _WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 _WORKSPACE_VALUES = (":4096:8", ":16:8")

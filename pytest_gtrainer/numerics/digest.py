@@ -18,7 +18,8 @@ digests are comparable if they were made by the same algorithm, which stands in 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -30,9 +31,57 @@ import xxhash
 from torch import Tensor
 
 from pytest_gtrainer.numerics.bits import byte_view, is_dtensor, memory, plain
-from pytest_gtrainer.numerics.entries import Tensors, entries
-from pytest_gtrainer.numerics.mixing import mix128
-from pytest_gtrainer.numerics.record import Key, Record
+from pytest_gtrainer.numerics.record import Record, Tensors, entries
+from pytest_gtrainer.numerics.verdict import Key
+
+_WORD = 8
+_POSITION = (0x9E3779B97F4A7C15, 0xD1B54A32D192ED03)
+_STEPS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
+_LAST = 31
+
+
+def mix128(view: Tensor) -> bytes:
+    """Sixteen bytes for a byte view ``uint8[n]``, on any device.
+
+    >>> a = torch.arange(40, dtype=torch.uint8)
+    >>> mix128(a) == mix128(a.clone()), mix128(a) == mix128(a.flip(0))
+    (True, False)
+    """
+    words = _words(view)
+    positions = torch.arange(1, words.numel() + 1, device=view.device)
+    sums = [_mixed(words ^ _mixed(positions * _signed(constant))).sum() for constant in _POSITION]
+    return b"".join(int(total).to_bytes(_WORD, "little", signed=True) for total in torch.stack(sums).tolist())
+
+
+def _words(view: Tensor) -> Tensor:
+    """The bytes as ``int64``, with zeros behind the last; copied where they do not lie on a word."""
+    rest = -view.numel() % _WORD
+    if rest:
+        view = torch.nn.functional.pad(view, (0, rest))
+    elif view.storage_offset() % _WORD:
+        view = view.clone()
+    return view.view(torch.int64)
+
+
+def _mixed(words: Tensor) -> Tensor:
+    for shift, factor in _STEPS:
+        words = (words ^ _shifted(words, shift)) * _signed(factor)
+    return words ^ _shifted(words, _LAST)
+
+
+def _shifted(words: Tensor, count: int) -> Tensor:
+    """Shifted right, with zeros coming in: torch's own shift of a negative number brings in ones."""
+    return (words >> count) & ((1 << (64 - count)) - 1)
+
+
+def _signed(constant: int) -> int:
+    """The 64-bit constant as torch takes it.
+
+    >>> _signed(2**64 - 1)
+    -1
+    """
+    return constant - 2**64 if constant >= 2**63 else constant
+
 
 _LEAF = 4 << 20
 
@@ -190,3 +239,78 @@ def _framed(*parts: object) -> bytes:
     """
     header = repr(parts).encode()
     return b"%d:%s" % (len(header), header)
+
+
+class WeightDigests:
+    """Takes what a ``Record`` takes and keeps of each step and rank a digest of its weights.
+
+    >>> import torch
+    >>> kept = WeightDigests()
+    >>> kept.add(0, 0, "weight", "w", torch.ones(2)); kept.add(0, 0, "loss", "loss", torch.ones(()))
+    >>> other = WeightDigests()
+    >>> other.add(0, 0, "weight", "w", -torch.ones(2))
+    >>> list(kept.steps), kept.steps == other.steps
+    ([0], False)
+    """
+
+    def __init__(self) -> None:
+        self._tensors: dict[str, Tensor] = {}
+        self._place: tuple[int, int] | None = None
+        self._ranks: dict[int, dict[int, str]] = {}
+
+    def add(self, step: int, rank: int, phase: str, name: str, tensor: Tensor) -> None:
+        """Note a tensor; of weights a digest is made as soon as another step or rank begins."""
+        if phase != "weight":
+            return
+        if self._place != (step, rank):
+            self._close()
+            self._place = (step, rank)
+        self._tensors[name] = tensor.detach().clone()
+
+    def _close(self) -> None:
+        if self._place is not None:
+            step, rank = self._place
+            self._ranks.setdefault(step, {})[rank] = digest(self._tensors)
+        self._place, self._tensors = None, {}
+
+    @property
+    def steps(self) -> dict[int, str]:
+        """One digest for all ranks of every step."""
+        self._close()
+        return {step: _joined(ranks) for step, ranks in sorted(self._ranks.items())}
+
+    @classmethod
+    def merged(cls, parts: Iterable[WeightDigests]) -> WeightDigests:
+        """The digests of ranks that were kept apart."""
+        whole = cls()
+        for part in parts:
+            part._close()
+            for step, ranks in part._ranks.items():
+                whole._ranks.setdefault(step, {}).update(ranks)
+        return whole
+
+
+def _joined(ranks: dict[int, str]) -> str:
+    text = "\n".join(f"{rank} {told}" for rank, told in sorted(ranks.items()))
+    return f"xxh3_128:{xxhash.xxh3_128(text.encode()).hexdigest()}"
+
+
+VARIABLE = "GT_WEIGHT_HASH"
+
+
+def tell_weights(step: int, rank: int, side: str, weights: Iterable[tuple[str, Tensor]]) -> None:
+    """Print a digest of this rank's weights if ``GT_WEIGHT_HASH=1``: a line per step and rank, to be compared by eye.
+
+    Weights that lie on a GPU stay there: of them it is a ``mix128``.
+
+    >>> import torch
+    >>> os.environ[VARIABLE] = "1"
+    >>> tell_weights(3, 5, "eager", [("w", torch.zeros(2))])
+    weights step 3 rank 5 xxh3_128:2997c89bb6d3041c53e8ce44f4f6f76f eager
+    >>> del os.environ[VARIABLE]
+    """
+    if os.environ.get(VARIABLE) == "1":
+        told = dict(weights)
+        on_host = all(tensor.device.type == "cpu" for tensor in told.values())
+        made = digest(told, algorithm="xxh3_128" if on_host else "mix128")
+        print(f"weights step {step} rank {rank} {made} {side}", flush=True)

@@ -7,16 +7,12 @@ there is no value. This module itself does not import torch.
 
 from __future__ import annotations
 
-import functools
 import os
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
-
-from pytest_gtrainer._torch.config_modules import override_of
-from pytest_gtrainer.environment import raw_environment
 
 _RANDOMNESS = "torch: notes/randomness"
 _ACCURACY = "torch: notes/numerical_accuracy"
@@ -68,82 +64,17 @@ class Knob:
 
     def read(self) -> Any:
         """The value in effect; ``NOT_LOADED`` while its module is not imported, None for an unset variable."""
-        return Reader([self])()[self.name]
-
-
-class Reader:
-    """Reads the same knobs before and after every test: what can be prepared for it is."""
-
-    def __init__(self, knobs: Iterable[Knob]) -> None:
-        knobs = tuple(knobs)
-        variables = [knob.name for knob in knobs if knob.is_variable]
-        self._variables = [os.fsencode(name) for name in variables]
-        self._paths = [knob.path for knob in knobs if not knob.is_variable]
-        self._names = variables + [path.replace(":", ".") for path in self._paths]
-        self._homes = list(dict.fromkeys(path.partition(":")[0] for path in self._paths))
-        self._modules: list[Any] = []
-        self._getters: list[Callable[[], Any]] = []
-        self._overrides: list[Callable[[], Any]] = []
-        self._set: list[Any] = []
-
-    def __call__(self) -> dict[str, Any]:
-        """The values in effect, by name; see ``Knob.read``."""
-        return self.named(self.read())
-
-    def read(self) -> list[Any]:
-        """The values in effect, for comparison."""
-        modules = list(map(sys.modules.get, self._homes))
-        overrides = [get() for get in self._overrides]
-        if modules != self._modules or overrides != self._set:
-            self._prepare(modules)
-        values: list[Any] = list(map(raw_environment().get, self._variables))
+        if self.is_variable:
+            return os.environ.get(self.name)
+        home, _, attribute = self.path.partition(":")
+        module = sys.modules.get(home)
+        if module is None:
+            return NOT_LOADED
         try:
-            return values + [get() for get in self._getters]
-        except RuntimeError:
-            return values + [_tried(get) for get in self._getters]
-
-    def named(self, values: list[Any]) -> dict[str, Any]:
-        """Values of ``read`` by name."""
-        shown = [value if value is None else os.fsdecode(value) for value in values[: len(self._variables)]]
-        return dict(zip(self._names, shown + values[len(self._variables) :], strict=True))
-
-    def _prepare(self, modules: list[Any]) -> None:
-        """See how to read the knobs of these modules.
-
-        Those of inductor's configuration are read here, until one of them has been set or a module loaded: each time
-        they would cost a test on ranks 0.09 ms in every rank, a fifth of an empty one.
-        """
-        by_home = dict(zip(self._homes, modules, strict=True))
-        self._modules, self._getters, self._overrides = modules, [], []
-        for path in self._paths:
-            home, _, attribute = path.partition(":")
-            module = by_home[home]
-            if module is None:
-                self._getters.append(functools.partial(_same, NOT_LOADED))
-                continue
-            get = _reading(module, attribute)
-            if type(module).__name__ == "ConfigModuleInstance":
-                self._overrides.append(override_of(module, attribute))
-                get = functools.partial(_same, get())
-            self._getters.append(get)
-        self._set = [get() for get in self._overrides]
-
-
-def _same(value: Any) -> Any:
-    return value
-
-
-def _reading(module: object, attribute: str) -> Callable[[], Any]:
-    """What reads a knob of ``module``."""
-    get = attrgetter(attribute.removesuffix("()"))
-    return (lambda: get(module)()) if attribute.endswith("()") else (lambda: get(module))
-
-
-def _tried(get: Callable[[], Any]) -> Any:
-    try:
-        return get()
-    except RuntimeError as error:  # two ways to set a precision that were mixed cannot be read
-        return f"cannot be read: {str(error).splitlines()[0]}"
+            value = attrgetter(attribute.removesuffix("()"))(module)
+            return value() if attribute.endswith("()") else value
+        except RuntimeError as error:  # two ways to set a precision that were mixed cannot be read
+            return f"cannot be read: {str(error).splitlines()[0]}"
 
 
 def _all(*paths: str, devices: str, effect: str, documented: str) -> Iterable[Knob]:
@@ -273,9 +204,7 @@ KNOBS: tuple[Knob, ...] = (
 
 def values(knobs: Iterable[Knob] = KNOBS) -> dict[str, Any]:
     """What is in effect, by name."""
-    knobs = tuple(knobs)
-    found = Reader(knobs)()
-    return {knob.name: found[knob.name] for knob in knobs}
+    return {knob.name: knob.read() for knob in knobs}
 
 
 def table() -> str:

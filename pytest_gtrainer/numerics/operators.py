@@ -22,10 +22,11 @@ from torch import Tensor, fx, nn
 from pytest_gtrainer._torch.autograd import TorchDispatchMode, in_backward, last_made_node, watching_backward
 from pytest_gtrainer._torch.operators import OpOverload, schema
 from pytest_gtrainer._torch.values import pytree
-from pytest_gtrainer.graph.conventions import BACKWARD, FORWARD, direction, node_fqn
+from pytest_gtrainer.graph.nodes import BACKWARD, FORWARD, direction, node_fqn
 from pytest_gtrainer.numerics.bits import NoBytes, dtype_name, plain
-from pytest_gtrainer.numerics.compare import Outcome, compare
+from pytest_gtrainer.numerics.compare import compare
 from pytest_gtrainer.numerics.digest import digest_of_bytes
+from pytest_gtrainer.numerics.verdict import Outcome
 
 _OUTSIDE_THE_MODEL = "loss"
 _COMPUTING = ("aten", "prims", "_quantized", "quantized", "mkldnn", "onednn")

@@ -4,33 +4,41 @@ A *record* maps ``Key(step, rank, phase, name)`` to a copy of a tensor in host m
 *phases* are in order of origin: a wrong loss causes a wrong gradient, that a wrong weight.
 A *partial* record speaks for one rank of its world; ``Record.merged`` joins the partial
 records of all ranks into one that speaks for the world.
+
+``entries`` gives the tensors of a record, and of anything else that a person wants compared or digested, by the same
+keys.
 """
 
 from __future__ import annotations
 
-from collections.abc import ItemsView, Iterable, Iterator
+from collections.abc import ItemsView, Iterable, Iterator, Mapping
 from os import PathLike
-from typing import NamedTuple
+from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from pytest_gtrainer.numerics import record_file
 from pytest_gtrainer.numerics.bits import plain
-from pytest_gtrainer.numerics.names import normalised
+from pytest_gtrainer.numerics.verdict import PHASES, Key
 
-PHASES = ("rng", "loss", "gradient", "clipped", "weight", "optimizer", "buffer")
-"""In the order of a step: random states before it, the loss, gradients before and after clipping, and what the
-optimiser leaves."""
+_ANYWHERE = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})
+_LEADING = "module"
 
 
-class Key(NamedTuple):
-    """Where in a run a tensor was captured; ``gradient`` is taken before clipping, ``clipped`` after."""
+def normalised(name: str) -> str:
+    """The name without wrapper prefixes; ``module.`` goes only where it leads.
 
-    step: int
-    rank: int
-    phase: str
-    name: str
+    >>> normalised("_orig_mod.layers.0._checkpoint_wrapped_module.wq.weight")
+    'layers.0.wq.weight'
+    >>> normalised("module.module.wq.weight"), normalised("layers.module.weight")
+    ('wq.weight', 'layers.module.weight')
+    """
+    *path, last = name.split(".")
+    path = [part for part in path if part not in _ANYWHERE]
+    while path and path[0] == _LEADING:
+        del path[0]
+    return ".".join([*path, last])
 
 
 class Record:
@@ -192,3 +200,55 @@ def _require_disjoint(whole: Record, part: Record) -> None:
     twice = sorted({*whole.ranks} & {*part.ranks})
     if twice:
         raise ValueError(f"ranks {twice} are in more than one of the records to merge")
+
+
+Tensors: TypeAlias = "Tensor | nn.Module | Record | Mapping[str, Any] | list[Any] | tuple[Any, ...]"
+
+OUTSIDE_A_RUN = ""
+
+
+def entries(value: Tensors) -> dict[Key, Tensor]:
+    """Every tensor in ``value`` by its key; the phase is empty outside a ``Record``.
+
+    ``None`` in a container (a parameter without gradient) is no entry.
+
+    Raises:
+        TypeError: something that is not a tensor, naming where.
+        ValueError: two tensors of one name after wrapper prefixes are gone.
+    """
+    if isinstance(value, Record):
+        return dict(value.items())
+    found: dict[Key, Tensor] = {}
+    for name, tensor in _named(value, ""):
+        key = Key(0, 0, OUTSIDE_A_RUN, normalised(name))
+        if key in found:
+            raise ValueError(f"two tensors are named {key.name!r}")
+        found[key] = tensor
+    return found
+
+
+def _named(value: Any, name: str) -> Iterator[tuple[str, Tensor]]:
+    if isinstance(value, Tensor):
+        yield name, value
+    elif isinstance(value, nn.Module):
+        yield from _of_module(value, name)
+    elif isinstance(value, Mapping):
+        for key, part in value.items():
+            yield from _named(part, _joined(name, str(key)))
+    elif isinstance(value, (list, tuple)):
+        for index, part in enumerate(value):
+            yield from _named(part, f"{name}[{index}]")
+    elif value is not None or not name:
+        where = f" at {name!r}" if name else ""
+        raise TypeError(f"expected tensors, got {type(value).__name__}{where}")
+
+
+def _of_module(module: nn.Module, name: str) -> Iterator[tuple[str, Tensor]]:
+    for key, tensor in module.named_parameters(remove_duplicate=False):
+        yield _joined(name, key), tensor
+    for key, tensor in module.named_buffers(remove_duplicate=False):
+        yield _joined(name, key), tensor
+
+
+def _joined(prefix: str, name: str) -> str:
+    return f"{prefix}.{name}" if prefix else name

@@ -8,28 +8,256 @@ is *not judged*: counted and named, never passed.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+import contextlib
+import importlib
+import importlib.util
+import os
+import pickle
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
 
 import torch
 
 from pytest_gtrainer import facts
-from pytest_gtrainer.numerics.assertions import BitwiseDifference
-from pytest_gtrainer.numerics.compare import Verdict, compare
-from pytest_gtrainer.numerics.other_process import in_another_process
-from pytest_gtrainer.numerics.pressures import (
-    Function,
-    Kept,
-    NotJudged,
-    Pressure,
-    busy_core,
-    fresh_inductor_cache,
-    inside,
-    once,
-    other_addresses,
-    stream_jitter,
-    threads,
-)
+from pytest_gtrainer._torch.process import compiles, forget_all_compiled, fresh_cache, keep_stream_busy
+from pytest_gtrainer.numerics.compare import BitwiseDifference, compare
+from pytest_gtrainer.numerics.determinism import DebugConfig, active, deterministic
+from pytest_gtrainer.numerics.record import Tensors, entries
+from pytest_gtrainer.numerics.seeds import RandomStates, random_states_kept
+from pytest_gtrainer.numerics.verdict import Key, Verdict
+
+Kept = dict[str, torch.Tensor]
+Function = Callable[[], Tensors]
+_POOL = 32  # streams of one priority that torch has for a device
+
+
+class NotJudged(Exception):
+    """A pressure that cannot be applied here; the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pressure:
+    """Something on which a result must not depend.
+
+    Attributes:
+        name: for reports.
+        run: calls the function under pressure; its result, kept.
+    """
+
+    name: str
+    run: Callable[[Function], Kept]
+
+
+def kept(value: Tensors) -> Kept:
+    """Copies of all tensors, by name."""
+    return {_name(key): tensor.detach().clone() for key, tensor in entries(value).items()}
+
+
+def _name(key: Key) -> str:
+    return key.name if not key.phase else f"step {key.step}, rank {key.rank}, {key.phase} of {key.name}"
+
+
+def once(function: Function) -> Kept:
+    with random_states_kept():
+        return kept(function())
+
+
+def inside(context: Callable[[], contextlib.AbstractContextManager[None]]) -> Callable[[Function], Kept]:
+    """A pressure that is one run inside of a context."""
+
+    def run(function: Function) -> Kept:
+        with context():
+            return once(function)
+
+    return run
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    """Operators run on ``count`` threads; not judged where the first run had as many."""
+    before = torch.get_num_threads()
+    if before == count:
+        raise NotJudged(f"the first run had {count} already")
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@contextmanager
+def other_addresses() -> Iterator[None]:
+    """Blocks of many sizes are taken before the run, every second one is given back: new ones come to lie elsewhere."""
+    sizes = [64 * 3**power for power in range(12) for _ in range(4)]
+    blocks: list[torch.Tensor | None] = [torch.empty(size, dtype=torch.uint8) for size in sizes]
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+        blocks += [torch.empty(size, dtype=torch.uint8, device="cuda") for size in sizes]
+    for index in range(0, len(blocks), 2):
+        blocks[index] = None
+    yield
+    del blocks
+
+
+@contextmanager
+def busy_core() -> Iterator[None]:
+    """Another process takes the time of a core, and ends with this one."""
+    busy = "import os, sys\nparent = int(sys.argv[1])\nwhile os.getppid() == parent: sum(range(20000))"
+    with subprocess.Popen([sys.executable, "-S", "-c", busy, str(os.getpid())]) as process:
+        try:
+            yield
+        finally:
+            process.kill()
+
+
+@contextmanager
+def fresh_inductor_cache() -> Iterator[None]:
+    """All is compiled anew, into an empty folder; not judged where nothing was compiled."""
+    if not compiles():
+        raise NotJudged("nothing was compiled: torch.compile is not loaded")
+    forget_all_compiled()
+    try:
+        with fresh_cache():
+            yield
+    finally:
+        forget_all_compiled()  # what was compiled in there refers to files that are gone
+
+
+@contextmanager
+def stream_jitter() -> Iterator[None]:
+    """The run goes to a stream of its own, and what it takes of torch's streams is late by irregular times.
+
+    ``torch.cuda.Stream()`` hands out the streams of a pool in turn, one pool a priority; here each of them first has
+    to sleep for up to 4 million cycles, about 2 ms. Work that waits for its inputs gives the same bits all the same.
+    """
+    if not torch.cuda.is_available():
+        raise NotJudged("needs a GPU")
+    if not torch.cuda.is_initialized():
+        raise NotJudged("the run does not use CUDA")
+    torch.cuda.synchronize()  # what came before the run is none of its business
+    for index in range(_POOL):
+        for priority in (0, -1):
+            with torch.cuda.stream(torch.cuda.Stream(priority=priority)):
+                keep_stream_busy(1_000_000 * (3 * index % 4 + 1))
+    try:
+        with torch.cuda.stream(torch.cuda.Stream()):
+            yield
+    finally:
+        torch.cuda.synchronize()
+
+
+PROCESS_LIMIT = 300.0
+
+_CHILD = """
+import pickle, sys
+sys.path[:] = pickle.loads(bytes.fromhex(sys.argv[1]))
+import torch
+from pytest_gtrainer.numerics.run_to_run import _answer
+_answer(sys.argv[2])
+"""
+
+
+def in_another_process(function: Function) -> Kept:
+    """A new Python, with another order of sets and other addresses, from the same random states and switches."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        raise NotJudged("another process is no rank of this world")
+    with tempfile.TemporaryDirectory() as folder:
+        call = Path(folder) / "call"
+        call.write_bytes(_pickled(function))
+        command = [sys.executable, "-c", _CHILD, pickle.dumps(sys.path).hex(), str(call)]
+        environment = {**os.environ, "PYTHONHASHSEED": "1" if os.environ.get("PYTHONHASHSEED") != "1" else "2"}
+        done = subprocess.run(command, capture_output=True, text=True, timeout=PROCESS_LIMIT, env=environment)
+        if done.returncode:
+            raise RuntimeError(f"the run in another process failed:\n{done.stderr}")
+        answer: Kept = torch.load(call.with_suffix(".answer"), weights_only=True)
+        return answer
+
+
+def _set_algorithms(mode: int) -> None:
+    """Of torch's two ways to say it the one that Inductor hears."""
+    torch.use_deterministic_algorithms(mode > 0, warn_only=mode == 1)
+
+
+# What a run takes from its process beside random numbers and what ``deterministic`` sets: how to read and to set it.
+_SWITCHES: dict[str, tuple[Callable[[], Any], Callable[[Any], None]]] = {
+    "threads": (torch.get_num_threads, torch.set_num_threads),
+    "default dtype": (torch.get_default_dtype, torch.set_default_dtype),
+    "precision of products": (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+    "algorithms": (torch.get_deterministic_debug_mode, _set_algorithms),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class _Start:
+    """Where a run in another process starts from."""
+
+    random: RandomStates
+    switches: dict[str, Any]
+    settings: tuple[DebugConfig, str] | None
+
+    @classmethod
+    def here(cls) -> _Start:
+        random = replace(RandomStates.now(), waiting={})  # those are functions; and for a CUDA that no run has started
+        block = active()
+        switches = {name: read() for name, (read, _) in _SWITCHES.items()}
+        return cls(random, switches, None if block is None else (block.config, block.nccl))
+
+    @contextmanager
+    def there(self) -> Iterator[None]:
+        """Inside, the process that this arrived in has the same switches and random numbers."""
+        with contextlib.ExitStack() as stack:
+            if self.settings is not None:
+                config, nccl = self.settings
+                stack.enter_context(deterministic(config, nccl=nccl))
+            for name, (read, write) in _SWITCHES.items():
+                if read() != self.switches[name]:
+                    write(self.switches[name])
+            self.random.put_back()
+            yield
+
+
+def _pickled(function: Function) -> bytes:
+    module_name, qualname = _importable(function)
+    file = getattr(sys.modules[module_name], "__file__", None)
+    return pickle.dumps((module_name, file, _Start.here(), qualname))
+
+
+def _importable(function: Function) -> tuple[str, str]:
+    """Module and name by which another process finds the function."""
+    module_name, qualname = getattr(function, "__module__", ""), getattr(function, "__qualname__", "")
+    found: Any = None if module_name == "__main__" else sys.modules.get(module_name)
+    for part in qualname.split("."):
+        found = getattr(found, part, None)
+    if found is not function:
+        name = qualname or repr(function)
+        raise NotJudged(f"another process cannot import {name}: define it with def at the top level of a module")
+    return module_name, qualname
+
+
+def _answer(path: str) -> None:
+    """In the other process: import the module by its file, run the function, leave its result."""
+    module_name, file, start, qualname = pickle.loads(Path(path).read_bytes())
+    try:
+        module = importlib.import_module(module_name)
+    except ImportError:
+        spec = importlib.util.spec_from_file_location(module_name, file)
+        if spec is None or spec.loader is None:
+            raise
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[module_name] = module
+        spec.loader.exec_module(module)
+    function: Any = module
+    for part in qualname.split("."):
+        function = getattr(function, part)
+    with start.there():
+        torch.save(kept(function()), Path(path).with_suffix(".answer"))
+
 
 PRESSURES: tuple[Pressure, ...] = (
     Pressure("1 thread", inside(lambda: threads(1))),

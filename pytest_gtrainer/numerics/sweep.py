@@ -28,9 +28,9 @@ from typing import Any, Literal
 import torch
 
 from pytest_gtrainer import facts
-from pytest_gtrainer.numerics.assertions import assert_bitwise_different, assert_bitwise_equal
-from pytest_gtrainer.numerics.compare import Verdict
-from pytest_gtrainer.numerics.entries import Tensors
+from pytest_gtrainer.numerics.compare import assert_bitwise_different, assert_bitwise_equal
+from pytest_gtrainer.numerics.record import Tensors
+from pytest_gtrainer.numerics.verdict import Verdict
 
 Claim = Literal["equal", "different", "not judged"]
 Judge = Callable[[Tensors, Tensors], None]

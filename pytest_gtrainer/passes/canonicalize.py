@@ -10,7 +10,7 @@ import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from pytest_gtrainer._torch.passes import is_view, written_operands
+from pytest_gtrainer.graph.nodes import has_effect, is_view, written_operands
 from pytest_gtrainer.passes.graph_pass import graph_pass
 
 aten = torch.ops.aten
@@ -145,3 +145,18 @@ def _same(ours: Sequence[Any], theirs: Sequence[Any]) -> bool:
     return len(ours) == len(theirs) and all(
         statically_known_true(a == b) for a, b in zip(ours, theirs, strict=True)
     )
+
+
+@graph_pass
+def eliminate_dead_code_pass(gm: fx.GraphModule, example_inputs: Sequence[Any] | None = None) -> bool:
+    """Remove nodes without users, in place; mutations, collectives and random operators stay (M5).
+
+    A collective that nobody waits for stays because the other ranks issue theirs; a random operator
+    because the numbers that later ones draw depend on it. Inputs stay. One walk from the output up.
+    """
+    dead = False
+    for node in reversed(gm.graph.nodes):
+        if not node.users and not has_effect(node):
+            gm.graph.erase_node(node)
+            dead = True
+    return dead

@@ -21,6 +21,7 @@ payload order (D2, D3) and coverage (B6) are stricter here.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -28,19 +29,89 @@ from typing import Any
 import torch
 from torch import fx
 
-from pytest_gtrainer._torch.passes import add_control_dependencies, is_control_dependency
-from pytest_gtrainer.graph.bucket_plan import Bucket, BucketPlan, Plan, PlanError
+from pytest_gtrainer._torch.passes import (
+    WAIT,
+    add_control_dependencies,
+    is_control_dependency,
+    value_like,
+    values_of_split,
+)
+from pytest_gtrainer.graph.bucket_plan import Bucket, BucketPlan, PayloadKey, PayloadOrder, Plan, sort_key
 from pytest_gtrainer.graph.collectives import (
     Member,
+    PlanError,
     fsdp_all_gathers,
     fsdp_reduce_scatters,
     group_size_of,
 )
-from pytest_gtrainer.graph.conventions import BACKWARD, FORWARD, node_fqn
-from pytest_gtrainer.graph.conventions import direction as direction_of
-from pytest_gtrainer.graph.payload_order import Key, PayloadOrder, sort_key
-from pytest_gtrainer.passes.build import BucketBuilder
+from pytest_gtrainer.graph.nodes import BACKWARD, FORWARD, node_fqn
+from pytest_gtrainer.graph.nodes import direction as direction_of
 from pytest_gtrainer.passes.graph_pass import graph_pass
+
+aten = torch.ops.aten
+
+
+class BucketBuilder:
+    """Creates the nodes of one bucket's collective in front of an anchor.
+
+    Every node gets its ``val``, ``meta["fsdp_bucket"]``, and the backward's mark (D8).
+    """
+
+    def __init__(self, graph: fx.Graph, plan_fqns: tuple[str, ...], direction: str, anchor: fx.Node) -> None:
+        self.graph, self.anchor = graph, anchor
+        self._meta: dict[str, Any] = {"fsdp_bucket": {"plan_fqns": list(plan_fqns), "direction": direction}}
+        if direction == "bwd":
+            self._meta["autograd_backward"] = True
+
+    def mark(self, node: fx.Node) -> None:
+        """Make an existing node part of the bucket."""
+        node.meta.update(self._meta)
+
+    def call(self, target: Any, args: tuple[Any, ...], val: Any, kwargs: dict[str, Any] | None = None) -> fx.Node:
+        """A node in front of the anchor, whose fake value is ``val``."""
+        with self.graph.inserting_before(self.anchor):
+            node = self.graph.call_function(target, args, kwargs)
+        node.meta.update(self._meta, val=val)
+        return node
+
+    def reshape(self, node: fx.Node, shape: list[int]) -> fx.Node:
+        """A view where strides allow, else a contiguous copy."""
+        val = node.meta["val"]
+        if list(val.shape) == shape and val.is_contiguous():
+            return node
+        return self.call(aten.reshape.default, (node, shape), value_like(val, shape))
+
+    def cat(self, nodes: list[fx.Node], dim: int) -> fx.Node:
+        """The nodes one behind the other along ``dim``; a single one as it is."""
+        if len(nodes) == 1:
+            return nodes[0]
+        shape = list(nodes[0].meta["val"].shape)
+        shape[dim] = sum(node.meta["val"].shape[dim] for node in nodes)
+        val = value_like(nodes[0].meta["val"], shape)
+        return self.call(aten.cat.default, (nodes, dim) if dim else (nodes,), val)
+
+    def launch(self, like: fx.Node, payload: fx.Node, numel: int) -> fx.Node:
+        """The collective ``like``, on a flat payload, giving ``numel`` elements."""
+        return self.call(like.target, (payload, *like.args[1:]), value_like(payload.meta["val"], [numel]))
+
+    def wait(self, launch: fx.Node) -> fx.Node:
+        return self.call(WAIT, (launch,), launch.meta["val"])
+
+    def split(self, node: fx.Node, sizes: list[int], dim: int) -> list[fx.Node]:
+        """Views of ``node``, ``sizes`` wide along ``dim``."""
+        parts = values_of_split(node.meta["val"], sizes, dim)
+        split = self.call(aten.split_with_sizes.default, (node, sizes, dim) if dim else (node, sizes), parts)
+        return [self.call(operator.getitem, (split, index), part) for index, part in enumerate(parts)]
+
+    def contiguous(self, node: fx.Node) -> fx.Node:
+        """A copy, also where a strided view would do: a strided operand changes the bits of a later sum (D13)."""
+        val = node.meta["val"]
+        kwargs = {"memory_format": torch.contiguous_format}
+        return self.call(aten.clone.default, (node,), value_like(val, val.shape), kwargs)
+
+    def view(self, node: fx.Node, shape: list[int]) -> fx.Node:
+        val = node.meta["val"]
+        return node if list(val.shape) == shape else self.call(aten.view.default, (node, shape), value_like(val, shape))
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +127,15 @@ class Merge:
     first_launch: fx.Node
     last_launch: fx.Node
     first_wait: fx.Node
+
+    @property
+    def inputs(self) -> list[fx.Node]:
+        """What the members send: shards of parameters, or gradients."""
+        return [member.launch.all_input_nodes[0] for member in self.members]
+
+    def build(self, graph: fx.Graph, anchor: fx.Node) -> BucketBuilder:
+        """What creates the bucket's nodes right before ``anchor``."""
+        return BucketBuilder(graph, self.bucket.fqns, self.direction, anchor)
 
 
 @graph_pass
@@ -85,7 +165,7 @@ def joint_transformer_block_bucketing_reordering_pass(
     Raises:
         PlanError: the plan does not fit the graph; the graph is untouched.
     """
-    return _bucket(gm, bucket_plan, payload_order, _Overlap(reorder, insert_overlap_deps))
+    return _bucket(gm, bucket_plan, payload_order, reorder, insert_overlap_deps)
 
 
 @graph_pass
@@ -115,93 +195,68 @@ def transformer_block_bucketing_reordering_pass(
             "the graph has nodes of the backward: for a joint graph use "
             "joint_transformer_block_bucketing_reordering_pass"
         )
-    return _bucket(gm, bucket_plan, payload_order, _Overlap(reorder, insert_overlap_deps), direction)
-
-
-@dataclass(frozen=True, slots=True)
-class _Overlap:
-    """Whether collectives are moved to overlap compute, and whether control dependencies say so."""
-
-    reorder: bool
-    dependencies: bool
+    return _bucket(gm, bucket_plan, payload_order, reorder, insert_overlap_deps, direction)
 
 
 def _bucket(
-    gm: fx.GraphModule, bucket_plan: BucketPlan, order: PayloadOrder, overlap: _Overlap, direction: str | None = None
+    gm: fx.GraphModule,
+    bucket_plan: BucketPlan,
+    order: PayloadOrder,
+    reorder: bool,
+    dependencies: bool,
+    direction: str | None = None,
 ) -> bool:
     """Plan and check all, then build. ``direction`` is that of all nodes; None where each says its own."""
     plan = Plan(bucket_plan)
     if any("fsdp_bucket" in node.meta and is_control_dependency(node) for node in gm.graph.nodes):
         return False  # E7: the waits of this pass, wrapped
-    gathers = fsdp_all_gathers(gm)
-    scatters = fsdp_reduce_scatters(gm)
-    if not gathers and not scatters:
-        return False  # E6
-    if _is_done([*gathers, *scatters]):
-        return False
+    gathers, scatters = fsdp_all_gathers(gm), fsdp_reduce_scatters(gm)
+    members = [*gathers, *scatters]
+    marked = [m for m in members if "fsdp_bucket" in m.launch.meta]
+    if len(marked) == len(members):
+        return False  # E6: there are none; E7: every single member that is left carries its bucket's mark
+    if marked:
+        raise PlanError("the graph is bucketed in part: run the pass once, on the graph as traced")
     _check_plan(plan, gm, gathers, scatters)
-    _check_values([*gathers, *scatters])
+    for member in members:  # what building needs is there, so that nothing fails half way (D11)
+        nodes = (member.launch.args[0], member.launch, member.wait)
+        if not all(isinstance(node, fx.Node) and isinstance(node.meta.get("val"), torch.Tensor) for node in nodes):
+            raise PlanError(f'the collective of {member.parameter} lacks meta["val"]: trace on fake tensors')
     gather_merges = _merges(plan, gathers, _payload_key(gm, gathers, order), direction)
     scatter_merges = _merges(plan, scatters, _payload_key(gm, scatters, order), direction)
     behind: dict[fx.Node, fx.Node] = {}
     for way in (FORWARD, BACKWARD):
-        merges = [m for m in gather_merges if m.direction == way]
-        behind |= _build_all_gathers(gm.graph, merges, overlap.reorder)
-    behind |= _build_reduce_scatters(gm.graph, scatter_merges, overlap.reorder)
-    if overlap.dependencies:
+        behind |= _build_all_gathers(gm.graph, [m for m in gather_merges if m.direction == way], reorder)
+    behind |= _build_reduce_scatters(gm.graph, scatter_merges, reorder)
+    if dependencies:
         add_control_dependencies(gm.graph, behind)
     return True
-
-
-def _is_done(members: list[Member]) -> bool:
-    """Whether the pass ran before: every remaining single member carries its bucket's mark."""
-    marked = [m for m in members if "fsdp_bucket" in m.launch.meta]
-    if marked and len(marked) < len(members):
-        raise PlanError("the graph is bucketed in part: run the pass once, on the graph as traced")
-    return len(marked) == len(members) and bool(marked)
 
 
 def _check_plan(plan: Plan, gm: fx.GraphModule, gathers: list[Member], scatters: list[Member]) -> None:
     """Names exist (B5), and every sharded parameter is in exactly one bucket per direction (B6)."""
     fqns = {node_fqn(node) for node in gm.graph.nodes}
     plan.check_names(fqns | {member.parameter for member in gathers})
-    for kind, members in (("all-gather", gathers), ("reduce-scatter", scatters)):
-        lost = [m.parameter for m in members if plan.bucket_of(m.bucket_fqn) is None]
+    twice = "trace with reuse_gathers=True, or run deduplicate_fsdp_unshard_chains_pass first"
+    added = "trace with reuse_gathers=True, so that its contributions are added before they are reduced"
+    for kind, members, advice in (("all-gather", gathers, twice), ("reduce-scatter", scatters, added)):
+        lost = [m for m in members if plan.bucket_of(m.bucket_fqn) is None]
         if lost:
-            where = sorted({m.bucket_fqn or "the root" for m in members if plan.bucket_of(m.bucket_fqn) is None})
+            where = sorted({m.bucket_fqn or "the root" for m in lost})
             raise PlanError(
-                f"the bucket plan covers no {kind} of {', '.join(lost)} (read in {', '.join(where)}): "
-                'add that module to the plan; the root is ""'
+                f"the bucket plan covers no {kind} of {', '.join(m.parameter for m in lost)} (read in "
+                f'{", ".join(where)}): add that module to the plan; the root is ""'
             )
-        _check_once(kind, members)
+        seen: set[tuple[str, str]] = set()
+        for member in members:
+            if (member.parameter, member.direction) in seen:
+                raise PlanError(
+                    f"{member.parameter} has more than one {kind} in the {member.direction} direction: {advice}"
+                )
+            seen.add((member.parameter, member.direction))
 
 
-_ONCE = {
-    "all-gather": "trace with reuse_gathers=True, or run deduplicate_fsdp_unshard_chains_pass first",
-    "reduce-scatter": "trace with reuse_gathers=True, so that its contributions are added before they are reduced",
-}
-
-
-def _check_once(kind: str, members: list[Member]) -> None:
-    seen: set[tuple[str, str]] = set()
-    for member in members:
-        key = (member.parameter, member.direction)
-        if key in seen:
-            raise PlanError(
-                f"{member.parameter} has more than one {kind} in the {member.direction} direction: {_ONCE[kind]}"
-            )
-        seen.add(key)
-
-
-def _check_values(members: list[Member]) -> None:
-    """What building needs is there, so that nothing fails half way (D11)."""
-    for member in members:
-        nodes = (member.launch.args[0], member.launch, member.wait)
-        if not all(isinstance(node, fx.Node) and isinstance(node.meta.get("val"), torch.Tensor) for node in nodes):
-            raise PlanError(f'the collective of {member.parameter} lacks meta["val"]: trace on fake tensors')
-
-
-def _payload_key(gm: fx.GraphModule, members: list[Member], order: PayloadOrder) -> Key:
+def _payload_key(gm: fx.GraphModule, members: list[Member], order: PayloadOrder) -> PayloadKey:
     """The payload order of one kind of collective; positions are in registration order (A1, A5)."""
     place = {node: index for index, node in enumerate(gm.graph.nodes)}
     parameters = [member.parameter for member in sorted(members, key=lambda member: member.position)]
@@ -209,7 +264,7 @@ def _payload_key(gm: fx.GraphModule, members: list[Member], order: PayloadOrder)
     return sort_key(order, parameters, lambda member: place[member.launch], managed)
 
 
-def _merges(plan: Plan, members: list[Member], key: Key, direction: str | None) -> list[Merge]:
+def _merges(plan: Plan, members: list[Member], key: PayloadKey, direction: str | None) -> list[Merge]:
     """Group members by bucket, direction and signature (D1), in order of their first launch."""
     groups: dict[tuple[Any, ...], list[Member]] = {}
     for member in members:
@@ -218,16 +273,9 @@ def _merges(plan: Plan, members: list[Member], key: Key, direction: str | None) 
         groups.setdefault((bucket, direction or member.direction, member.signature), []).append(member)
     merges = []
     for (bucket, way, _), group in groups.items():
-        merges.append(
-            Merge(
-                bucket,
-                way,
-                tuple(sorted(group, key=lambda member: key(bucket, member))),
-                first_launch=group[0].launch,
-                last_launch=group[-1].launch,
-                first_wait=min(member.wait for member in group),
-            )
-        )
+        ordered = tuple(sorted(group, key=lambda member: key(bucket, member)))
+        first_wait = min(member.wait for member in group)
+        merges.append(Merge(bucket, way, ordered, group[0].launch, group[-1].launch, first_wait))
     return merges
 
 
@@ -261,33 +309,31 @@ def _launch_all_gather(graph: fx.Graph, merge: Merge, anchor: fx.Node) -> fx.Nod
 
     The chains from the parameters move along: casts and, on some ranks only, pads (D14).
     """
-    build = BucketBuilder(graph, merge.bucket.fqns, merge.direction).before(anchor)
+    build = merge.build(graph, anchor)
     for member in merge.members:
         for node in member.chain:
             if anchor < node:
                 anchor.prepend(node)
-    if len(merge.members) == 1:
-        only = merge.members[0]
-        build.mark(only.launch)
-        if only.launch is not anchor:
-            anchor.prepend(only.launch)
-        return only.launch
-    flat = [build.reshape(shard, [shard.meta["val"].numel()]) for shard in _inputs(merge)]
-    payload = build.cat(flat, 0)
     like = merge.members[0].launch
+    if len(merge.members) == 1:
+        build.mark(like)
+        if like is not anchor:
+            anchor.prepend(like)
+        return like
+    payload = build.cat([build.reshape(shard, [shard.meta["val"].numel()]) for shard in merge.inputs], 0)
     return build.launch(like, payload, payload.meta["val"].numel() * group_size_of(like))
 
 
 def _wait_all_gather(graph: fx.Graph, merge: Merge, launch: fx.Node) -> fx.Node:
     """Copy each parameter out of the gathered payload, contiguous, at the earliest member wait (D13)."""
-    build = BucketBuilder(graph, merge.bucket.fqns, merge.direction).before(merge.first_wait)
+    build = merge.build(graph, merge.first_wait)
     if len(merge.members) == 1:
         build.mark(merge.members[0].wait)
         return merge.members[0].wait
     size = group_size_of(launch)
     wait = build.wait(launch)
     rows = build.view(wait, [size, launch.meta["val"].numel() // size])
-    columns = build.split(rows, [shard.meta["val"].numel() for shard in _inputs(merge)], 1)
+    columns = build.split(rows, [shard.meta["val"].numel() for shard in merge.inputs], 1)
     for member, column in zip(merge.members, columns, strict=True):
         whole = build.view(build.contiguous(column), list(member.wait.meta["val"].shape))
         member.wait.replace_all_uses_with(whole)
@@ -297,44 +343,36 @@ def _wait_all_gather(graph: fx.Graph, merge: Merge, launch: fx.Node) -> fx.Node:
 def _build_reduce_scatters(graph: fx.Graph, merges: list[Merge], defer: bool) -> dict[fx.Node, fx.Node]:
     """Build launch blocks; with ``defer``, wait i stands right behind launch i + 1 (E2).
 
-    Returns which wait stands behind which launch of another.
+    Row r of a payload is rank r's part of every gradient, in member order (D4). Returns which wait stands behind which
+    launch of another.
     """
     behind: dict[fx.Node, fx.Node] = {}
     returned: dict[fx.Node, fx.Node] = {}
     waiting: tuple[Merge, fx.Node] | None = None
     for merge in sorted(merges, key=lambda merge: merge.last_launch):
         anchor = merge.last_launch.next
-        launch = _launch_reduce_scatter(graph, merge, anchor)
+        build, launch = merge.build(graph, anchor), merge.members[0].launch
+        if len(merge.members) == 1:
+            build.mark(launch)
+        else:
+            size = group_size_of(launch)
+            rows = [build.reshape(grad, [size, grad.meta["val"].numel() // size]) for grad in merge.inputs]
+            payload = build.cat(rows, 1)
+            numel = payload.meta["val"].numel()
+            launch = build.launch(launch, build.reshape(payload, [numel]), numel // size)
         if waiting is not None:
             behind[_wait_reduce_scatter(graph, *waiting, anchor, returned)] = launch
         waiting = (merge, launch)
         if not defer:
             _wait_reduce_scatter(graph, *waiting, anchor, returned)
             waiting = None
+    output = graph.output_node()
     if waiting is not None:
-        _wait_reduce_scatter(graph, *waiting, graph.output_node(), returned)
-    _return_instead(graph.output_node(), returned)
+        _wait_reduce_scatter(graph, *waiting, output, returned)
+    # all results at once: one by one each would copy the whole list of gradients
+    output.args = fx.node.map_arg(output.args, lambda node: returned.get(node, node))
     _erase(graph, merges)
     return behind
-
-
-def _return_instead(output: fx.Node, of: dict[fx.Node, fx.Node]) -> None:
-    """Exchange results of the graph, all at once: one by one each would copy the whole list of gradients."""
-    output.args = fx.node.map_arg(output.args, lambda node: of.get(node, node))
-
-
-def _launch_reduce_scatter(graph: fx.Graph, merge: Merge, anchor: fx.Node) -> fx.Node:
-    """Row r of the payload is rank r's part of every gradient, in member order (D4)."""
-    build = BucketBuilder(graph, merge.bucket.fqns, merge.direction).before(anchor)
-    if len(merge.members) == 1:
-        build.mark(merge.members[0].launch)
-        return merge.members[0].launch
-    like = merge.members[0].launch
-    size = group_size_of(like)
-    rows = [build.reshape(grad, [size, grad.meta["val"].numel() // size]) for grad in _inputs(merge)]
-    payload = build.cat(rows, 1)
-    numel = payload.meta["val"].numel()
-    return build.launch(like, build.reshape(payload, [numel]), numel // size)
 
 
 def _wait_reduce_scatter(
@@ -345,7 +383,7 @@ def _wait_reduce_scatter(
     A result that the graph returns as it is goes into ``returned``, with what takes its place. Where replicas
     reduce the shards between them, they do so with the payload as it is, as FSDP2 does (D16).
     """
-    build = BucketBuilder(graph, merge.bucket.fqns, merge.direction).before(anchor)
+    build = merge.build(graph, anchor)
     first = merge.members[0]
     if len(merge.members) == 1:
         for node in (first.wait, *(first.all_reduce or ())):
@@ -367,11 +405,6 @@ def _wait_reduce_scatter(
         else:
             returned[result] = view
     return wait
-
-
-def _inputs(merge: Merge) -> list[fx.Node]:
-    """What the members send: shards of parameters, or gradients."""
-    return [member.launch.all_input_nodes[0] for member in merge.members]
 
 
 def _move_before(anchor: fx.Node, nodes: Sequence[fx.Node]) -> None:

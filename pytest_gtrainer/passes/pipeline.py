@@ -10,6 +10,9 @@ that this package does not have (offload), or does not have yet, are given by ``
 
 from __future__ import annotations
 
+import itertools
+import os
+import re
 import sys
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -20,23 +23,57 @@ from torch import fx
 
 from pytest_gtrainer import facts
 from pytest_gtrainer._torch.graph_modules import compiled, copied_lazily
-from pytest_gtrainer.graph.bucket_plan import BucketPlan, get_default_transformer_block_buckets
-from pytest_gtrainer.graph.payload_order import PayloadOrder
-from pytest_gtrainer.passes.bound import BoundPass, bind_options
-from pytest_gtrainer.passes.canonicalize import DEFAULT_RULES, canonicalize_graph_pass
+from pytest_gtrainer._torch.passes import log_artefact
+from pytest_gtrainer.graph.bucket_plan import BucketPlan, PayloadOrder, get_default_transformer_block_buckets
+from pytest_gtrainer.graphtext.rendering import render
+from pytest_gtrainer.passes.canonicalize import DEFAULT_RULES, canonicalize_graph_pass, eliminate_dead_code_pass
 from pytest_gtrainer.passes.chunking.chunk import chunk_pass
-from pytest_gtrainer.passes.chunking.config import ChunkConfig
-from pytest_gtrainer.passes.chunking.nesting import check_nesting
+from pytest_gtrainer.passes.chunking.config import ChunkConfig, check_nesting
 from pytest_gtrainer.passes.chunking.schedule import chunk_schedule_pass
-from pytest_gtrainer.passes.dead_code import eliminate_dead_code_pass
-from pytest_gtrainer.passes.deduplicate import deduplicate_fsdp_unshard_chains_pass
-from pytest_gtrainer.passes.graph_pass import options_of, rewrite_of
-from pytest_gtrainer.passes.hsdp import reduce_scatter_before_all_reduce_pass
+from pytest_gtrainer.passes.collectives import (
+    deduplicate_fsdp_unshard_chains_pass,
+    reassign_collective_pgs_pass,
+    reduce_scatter_before_all_reduce_pass,
+)
+from pytest_gtrainer.passes.graph_pass import BoundPass, bind_options, options_of, rewrite_of
 from pytest_gtrainer.passes.joint import joint_transformer_block_bucketing_reordering_pass
-from pytest_gtrainer.passes.memory_policy import tag_with_memory_policy_pass
-from pytest_gtrainer.passes.process_groups import reassign_collective_pgs_pass
-from pytest_gtrainer.passes.remat import selective_activation_remat_pass
-from pytest_gtrainer.passes.structured_log import PipelineLog
+from pytest_gtrainer.passes.remat import selective_activation_remat_pass, tag_with_memory_policy_pass
+
+_pipelines = itertools.count()
+_AWKWARD = re.compile(r"[^\w.-]")  # in a file's name
+
+
+class PipelineLog:
+    """What one pipeline leaves in the log."""
+
+    def __init__(self) -> None:
+        self._name = f"gt_passes_{next(_pipelines)}"
+        self._overview: list[dict[str, Any]] = []
+        self._last: tuple[fx.GraphModule, str] | None = None
+
+    @classmethod
+    def if_wanted(cls) -> PipelineLog | None:
+        """A new one if the process was started with ``TORCH_TRACE``."""
+        return cls() if os.environ.get("TORCH_TRACE") else None
+
+    def add(self, run: Mapping[str, Any], before: fx.GraphModule, after: fx.GraphModule) -> None:
+        """Log what a pass did; ``run`` is what the overview says of it."""
+        texts = {"before": self._text(before), "after": self._text(after)}
+        changed = texts["before"] != texts["after"]
+        stem = f"{self._name}_{len(self._overview):02}_{_AWKWARD.sub('_', run['name'])}"
+        for side, text in texts.items() if changed else ():
+            log_artefact(f"{stem}_{side}", text)
+        self._overview.append({**run, "changed": changed})
+
+    def close(self) -> None:
+        """Log the overview."""
+        log_artefact(f"{self._name}_overview", self._overview)
+
+    def _text(self, gm: fx.GraphModule) -> str:
+        if self._last is None or self._last[0] is not gm:  # a pass's graph is the next one's before
+            self._last = gm, render(gm)
+        return self._last[1]
+
 
 SLOTS = (
     "dead_code",
@@ -138,7 +175,9 @@ def construct_default_graph_passes(
             that reaches out of a chunked layer, or chunks beside tensor parallelism.
     """
     plan = _plan(n_layers, loss, moe_layers, expert_fsdp_degree, bucket_plan)
-    _check_slots(extra or {})
+    unknown = [slot for slot in extra or () if slot not in SLOTS]
+    if unknown:
+        raise ValueError(f"there is no slot {', '.join(map(repr, unknown))}; there are {', '.join(SLOTS)}")
     if chunk is not None:
         chunk.check_tensor_parallel(tensor_parallel_degree)
         check_nesting(plan, chunk)
@@ -148,11 +187,12 @@ def construct_default_graph_passes(
         payload_order=payload_order,
         reorder=reorder,
     )
+    gathering: dict[str, Any] = {"reshard_after_forward": True, "keep_unsharded": keep_unsharded}
     ours = {
         "dead_code": [bind_options(eliminate_dead_code_pass)],
         "canonicalize": [bind_options(canonicalize_graph_pass, rules=canonical_rules)],
         "deduplicate": [bind_options(deduplicate_fsdp_unshard_chains_pass)],
-        "memory_policy": [_memory_policy(keep_unsharded)] * reshard_after_forward,
+        "memory_policy": [bind_options(tag_with_memory_policy_pass, **gathering)] * reshard_after_forward,
         "remat": [bind_options(selective_activation_remat_pass)] * reshard_after_forward,
         "chunk": [] if chunk is None else [bind_options(chunk_pass, config=chunk)],
         "chunk_schedule": [bind_options(chunk_schedule_pass)] * schedule_chunks,
@@ -160,10 +200,6 @@ def construct_default_graph_passes(
         "bucketing": [bind_options(reduce_scatter_before_all_reduce_pass)] * reduce_scatter_first + [bucketing],
     }
     return [step for slot in SLOTS for step in (*ours.get(slot, ()), *(extra or {}).get(slot, ()))]
-
-
-def _memory_policy(keep_unsharded: Collection[str]) -> BoundPass:
-    return bind_options(tag_with_memory_policy_pass, reshard_after_forward=True, keep_unsharded=keep_unsharded)
 
 
 def _plan(
@@ -186,12 +222,6 @@ def _plan(
         moe_layers=moe_layers,
         expert_fsdp_degree=expert_fsdp_degree,
     )
-
-
-def _check_slots(extra: Mapping[str, Sequence[BoundPass]]) -> None:
-    unknown = [slot for slot in extra if slot not in SLOTS]
-    if unknown:
-        raise ValueError(f"there is no slot {', '.join(map(repr, unknown))}; there are {', '.join(SLOTS)}")
 
 
 def to_whoever_looks(line: str) -> None:
@@ -232,16 +262,16 @@ def apply_graph_passes(
         TypeError: a pass of the list is not bound, or returns something else than a graph.
         Whatever a pass raises, with a note that names the pass.
     """
-    steps = _without(_bound(passes), disable)
+    steps = _enabled(list(passes), disable)
     runs: list[PassRun] = []
     log = PipelineLog.if_wanted()
-    watchers = _watchers(observer, log)
-    is_watched = bool(watchers) or facts.is_watched("graph_pass")
+    is_watched = log is not None or observer is not None or facts.is_watched("graph_pass")
     started, current = time.perf_counter(), copied_lazily(gm)
     other = None if twin is None else copied_lazily(twin)
     for number, step in enumerate(steps, 1):
         if progress is not None and time.perf_counter() - started >= long:
-            progress(f"graph passes: {step.name} ({number} of {len(steps)}), {_seconds(started):.1f} s so far")
+            spent = f"{time.perf_counter() - started:.1f} s so far"
+            progress(f"graph passes: {step.name} ({number} of {len(steps)}), {spent}")
         before = current
         if is_watched:
             current = copied_lazily(before)
@@ -251,10 +281,12 @@ def apply_graph_passes(
         else:
             current = _run(step, current, example_inputs)
             other = None if other is None else _run(step, other, None)
-        runs.append(PassRun(step.name, step.fingerprint, _seconds(begun)))
+        runs.append(PassRun(step.name, step.fingerprint, time.perf_counter() - begun))
         facts.tell("graph_pass", run=runs[-1], before=before, after=current)
-        for watch in watchers:
-            watch(runs[-1], before, current)
+        if log is not None:
+            log.add(asdict(runs[-1]), before, current)
+        if observer is not None:
+            observer(step.name, before, current)
     if log is not None:
         log.close()
     current.graph.lint()
@@ -264,27 +296,12 @@ def apply_graph_passes(
     return done
 
 
-def _watchers(
-    observer: Observer | None, log: PipelineLog | None
-) -> list[Callable[[PassRun, fx.GraphModule, fx.GraphModule], None]]:
-    found: list[Callable[[PassRun, fx.GraphModule, fx.GraphModule], None]] = []
-    if log is not None:
-        found.append(lambda run, before, after: log.add(asdict(run), before, after))
-    if observer is not None:
-        found.append(lambda run, before, after: observer(run.name, before, after))
-    return found
-
-
-def _bound(passes: Iterable[BoundPass]) -> list[BoundPass]:
-    steps = list(passes)
+def _enabled(steps: list[BoundPass], disable: Collection[str]) -> list[BoundPass]:
+    """The passes that run: all are bound, and those to disable are among them."""
     for index, step in enumerate(steps):
         if not isinstance(step, BoundPass):
             name = getattr(step, "__name__", type(step).__name__)
             raise TypeError(f"pass {index} of the list, {name}, has no options bound: give bind_options({name}, ...)")
-    return steps
-
-
-def _without(steps: list[BoundPass], disable: Collection[str]) -> list[BoundPass]:
     names = [step.name for step in steps]
     disable = [disable] if isinstance(disable, str) else disable
     unknown = [name for name in disable if name not in names]
@@ -304,19 +321,12 @@ def _run(step: BoundPass, gm: fx.GraphModule, example_inputs: Sequence[Any] | No
     rewrite = rewrite_of(step.function)
     try:
         if rewrite is None:
-            return _returned(step.function(gm, example_inputs, **{**given, **step.options}))
+            result = step.function(gm, example_inputs, **{**given, **step.options})
+            if not isinstance(result, fx.GraphModule):
+                raise TypeError(f"a pass returns a GraphModule, this one returned a {type(result).__name__}")
+            return result
         rewrite(gm, example_inputs, **{**given, **step.options})
     except Exception as error:
         error.add_note(f"in the graph pass {step}")
         raise
     return gm
-
-
-def _returned(result: object) -> fx.GraphModule:
-    if not isinstance(result, fx.GraphModule):
-        raise TypeError(f"a pass returns a GraphModule, this one returned a {type(result).__name__}")
-    return result
-
-
-def _seconds(since: float) -> float:
-    return time.perf_counter() - since

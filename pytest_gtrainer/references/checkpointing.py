@@ -8,9 +8,8 @@ from torch import fx, nn
 from torch.utils.checkpoint import checkpoint
 
 from pytest_gtrainer.graph.bucket_plan import layer_of
-from pytest_gtrainer.graph.conventions import BACKWARD, direction, node_fqn
-from pytest_gtrainer.graph.effects import is_random
-from pytest_gtrainer.numerics.configs import ActivationCheckpointConfig
+from pytest_gtrainer.graph.nodes import BACKWARD, direction, is_random, node_fqn
+from pytest_gtrainer.numerics.determinism import ActivationCheckpointConfig
 
 
 class CannotRestore(ValueError):

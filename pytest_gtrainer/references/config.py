@@ -11,8 +11,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from pytest_gtrainer.graph.bucket_plan import LOSS, BucketPlan, Plan, PlanError, layer_of
-from pytest_gtrainer.numerics.configs import ActivationCheckpointConfig
+from pytest_gtrainer.graph.bucket_plan import LOSS, BucketPlan, Plan, layer_of
+from pytest_gtrainer.graph.collectives import PlanError
+from pytest_gtrainer.numerics.determinism import ActivationCheckpointConfig
 from pytest_gtrainer.passes.chunking.config import ChunkConfig
 from pytest_gtrainer.references.checkpointing import checkpoint_layers
 from pytest_gtrainer.tracing.sharding import MixedPrecisionPolicy

@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from pytest_gtrainer.graph.bucket_plan import PayloadOrder
 from pytest_gtrainer.graph.layout import BucketLayout, bucket_layout
-from pytest_gtrainer.graph.payload_order import PayloadOrder
 from pytest_gtrainer.numerics.record import Record
 from pytest_gtrainer.numerics.seeds import random_states_kept
-from pytest_gtrainer.passes.bound import BoundPass
+from pytest_gtrainer.passes.graph_pass import BoundPass
 from pytest_gtrainer.passes.pipeline import apply_graph_passes, construct_default_graph_passes
 from pytest_gtrainer.references.checkpointing import check_random_states
 from pytest_gtrainer.references.config import TrainConfig, bucket_modules, new_model

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import fx
 
 from pytest_gtrainer._torch.passes import WAIT, group_ranks
-from pytest_gtrainer.graph.conventions import node_fqn
+from pytest_gtrainer.graph.nodes import node_fqn
 
 
 class RanksDisagree(AssertionError):

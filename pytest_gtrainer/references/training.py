@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from pytest_gtrainer.graph.payload_order import PayloadOrder
+from pytest_gtrainer.graph.bucket_plan import PayloadOrder
 from pytest_gtrainer.numerics.record import Record
-from pytest_gtrainer.passes.bound import BoundPass
+from pytest_gtrainer.passes.graph_pass import BoundPass
 from pytest_gtrainer.references.config import TrainConfig, finished
 from pytest_gtrainer.references.eager import EagerRun
 from pytest_gtrainer.references.graph import GraphRun

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from pytest_gtrainer.facts import Fact
+from pytest_gtrainer.numerics.verdict import page_order
 from pytest_gtrainer.report.witness import shown_only
 
 ORDER = ("failed", "error", "xpassed", "passed", "xfailed", "skipped")
@@ -75,14 +76,9 @@ class Test:
 
 def _joined(parts: list[Fact]) -> dict[str, Any]:
     leader = min(parts, key=lambda part: (part["first"] is None, (part["first"] or [0, 0])[:2]))
-    rows = {side: sorted((tuple(row) for part in parts for row in part[side]), key=_place)
+    rows = {side: sorted((tuple(row) for part in parts for row in part[side]), key=lambda row: page_order(*row[:3]))
             for side in ("actual", "expected")}  # fmt: skip
     return {**leader, "tensors": sum(part["tensors"] for part in parts), **rows}
-
-
-def _place(row: tuple[Any, ...]) -> tuple[Any, ...]:
-    from_phase = {"loss": 0, "gradient": 1, "weight": 2, "optimizer": 3, "buffer": 4}
-    return row[0], from_phase.get(row[2], 9), row[1]
 
 
 def world_label(fact: Fact) -> str:

@@ -23,7 +23,7 @@ class VerdictTables:
         report = yield
         verdict = _verdict_of(call)
         if verdict is not None and report.failed:
-            from pytest_gtrainer.numerics.verdict_text import table
+            from pytest_gtrainer.numerics.verdict import table
 
             path = artifacts.save(item, NAME, table(verdict))
             if path is not None:
@@ -33,7 +33,7 @@ class VerdictTables:
 
 def _verdict_of(call: pytest.CallInfo[Any]) -> Any:
     """The verdict of the comparison that failed, None for every other outcome; imports nothing."""
-    assertions = sys.modules.get("pytest_gtrainer.numerics.assertions")
+    assertions = sys.modules.get("pytest_gtrainer.numerics.compare")
     if call.excinfo is None or assertions is None or not isinstance(call.excinfo.value, assertions.VerdictError):
         return None
     return call.excinfo.value.verdict

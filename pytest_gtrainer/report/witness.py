@@ -23,13 +23,14 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from pytest_gtrainer import facts
+from pytest_gtrainer.numerics.verdict import page_order
 
 if TYPE_CHECKING:
     from torch import fx
 
     from pytest_gtrainer.graph.layout import BucketLayout
-    from pytest_gtrainer.numerics.compare import Verdict
     from pytest_gtrainer.numerics.record import Record
+    from pytest_gtrainer.numerics.verdict import Verdict
     from pytest_gtrainer.passes.pipeline import PassRun
 
 KINDS = frozenset({"graph_text", "pass", "schedule", "layout", "comparison", "not_shown"})
@@ -219,12 +220,11 @@ def _schedule(gm: fx.GraphModule, mesh: Mapping[str, int] | None) -> dict[str, A
 def table(record: Record) -> list[list[Any]]:
     """``[step, rank, phase, digest]``: one digest for all tensors of a phase."""
     from pytest_gtrainer.numerics.digest import digest
-    from pytest_gtrainer.numerics.record import PHASES
 
     parts: dict[tuple[int, int, str], dict[str, Any]] = {}
     for key, tensor in record.items():
         parts.setdefault((key.step, key.rank, key.phase), {})[key.name] = tensor
-    ordered = sorted(parts, key=lambda place: (place[0], PHASES.index(place[2]), place[1]))
+    ordered = sorted(parts, key=lambda place: page_order(*place))
     return [[*place, digest(parts[place]).partition(":")[2][:16]] for place in ordered]
 
 

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from pytest_gtrainer._torch.modules import parameters_of
 from pytest_gtrainer._torch.tracing import annotate, current_annotation
-from pytest_gtrainer.tracing.fqns import KEY
+from pytest_gtrainer.tracing.model import KEY
 
 MODES = ("fully_shard", "replicate", "hybrid_shard")
 
@@ -48,13 +48,6 @@ class _Access:
     policy: MixedPrecisionPolicy
     op: str
     divide_by: float | None
-
-    def gather_dtype(self, parameter: torch.Tensor) -> torch.dtype:
-        return self.policy.param_dtype or parameter.dtype
-
-    def reduce_dtype(self, parameter: torch.Tensor) -> torch.dtype:
-        return self.policy.reduce_dtype or self.gather_dtype(parameter)
-
 
 _describing: ContextVar[bool] = ContextVar("describing", default=False)
 _gathers: ContextVar[dict[int, torch.Tensor] | None] = ContextVar("gathers", default=None)
@@ -106,27 +99,6 @@ def data_parallel(
     scalars = [fqn for fqn, parameter in model.named_parameters() if parameter.ndim == 0]
     if scalars and mode != "replicate":
         raise ValueError(f"{', '.join(scalars)} has no dimension to shard: give it shape (1,), as FSDP2 asks for")
-    _check_no_foreign_dtensors(model)
-    policy = mp_policy or MixedPrecisionPolicy()
-    placements = _placements(mode, mesh)
-    if policy.reduce_dtype is torch.float16 or (policy.reduce_dtype is None and policy.param_dtype is torch.float16):
-        raise ValueError("a reduce_dtype of torch.float16 is not supported: use torch.bfloat16 or torch.float32")
-    access = _Access(policy, "avg" if gradient_divide_factor is None else "sum", gradient_divide_factor)
-    shards: dict[nn.Parameter, nn.Parameter] = {}
-    for module in model.modules():
-        names = [n for n, p in parameters_of(module).items() if p is not None and not isinstance(p, DTensor)]
-        for name in names:
-            parameter = parameters_of(module)[name]
-            assert parameter is not None
-            if parameter not in shards:
-                shards[parameter] = _shard(parameter, mesh, placements)
-            parameters_of(module)[name] = shards[parameter]
-        _gather_on_access(module, names, access)
-    return model
-
-
-def _check_no_foreign_dtensors(model: nn.Module) -> None:
-    """What was sharded here is a property of its module's class."""
     foreign = {
         f"{path}.{name}".lstrip("."): parameter
         for path, module in model.named_modules()
@@ -140,6 +112,28 @@ def _check_no_foreign_dtensors(model: nn.Module) -> None:
             f"{name}{more} is a DTensor already, {first.placements} over {first.device_mesh}: data parallelism of "
             "tensor-parallel parameters (_StridedShard) is not supported, give plain parameters"
         )
+    policy = mp_policy or MixedPrecisionPolicy()
+    placements = _placements(mode, mesh)
+    if policy.reduce_dtype is torch.float16 or (policy.reduce_dtype is None and policy.param_dtype is torch.float16):
+        raise ValueError("a reduce_dtype of torch.float16 is not supported: use torch.bfloat16 or torch.float32")
+    access = _Access(policy, "avg" if gradient_divide_factor is None else "sum", gradient_divide_factor)
+    shards: dict[nn.Parameter, nn.Parameter] = {}
+    for module in model.modules():
+        names = [n for n, p in parameters_of(module).items() if p is not None and not isinstance(p, DTensor)]
+        for name in names:
+            parameter = parameters_of(module)[name]
+            assert parameter is not None
+            if parameter not in shards:
+                # src_data_rank=None: values are equal on all ranks already, nothing is sent
+                shard = distribute_tensor(parameter.detach(), mesh, placements, src_data_rank=None)
+                shards[parameter] = nn.Parameter(shard, requires_grad=parameter.requires_grad)
+            parameters_of(module)[name] = shards[parameter]
+        if names:  # a class of the module's own, whose parameters are properties
+            cls = type(module)
+            described = {"__module__": cls.__module__, "extra_repr": _of_shards(cls.extra_repr)}
+            properties = {name: _property(name, access) for name in names}
+            module.__class__ = type(cls.__name__, (cls,), {**described, **properties})
+    return model
 
 
 def _placements(mode: str, mesh: DeviceMesh) -> list[Placement]:
@@ -155,24 +149,12 @@ def _placements(mode: str, mesh: DeviceMesh) -> list[Placement]:
     return placements
 
 
-def _shard(parameter: nn.Parameter, mesh: DeviceMesh, placements: list[Placement]) -> nn.Parameter:
-    # src_data_rank=None: values are equal on all ranks already, nothing is sent
-    shard = distribute_tensor(parameter.detach(), mesh, placements, src_data_rank=None)
-    return nn.Parameter(shard, requires_grad=parameter.requires_grad)
+def _of_shards(describe: Callable[[Any], str]) -> Callable[[Any], str]:
+    """``extra_repr`` that reads shards.
 
-
-def _gather_on_access(module: nn.Module, names: list[str], access: _Access) -> None:
-    """Give ``module`` a class of its own whose parameters are properties."""
-    if names:
-        cls = type(module)
-        properties = {name: _property(name, access) for name in names}
-        described = {"__module__": cls.__module__, "extra_repr": _without_gathers(cls.extra_repr)}
-        module.__class__ = type(cls.__name__, (cls,), {**described, **properties})
-
-
-def _without_gathers(describe: Callable[[Any], str]) -> Callable[[Any], str]:
-    """``extra_repr`` that reads shards: some look at their parameters, and who prints a model on one rank, as pytest
-    does of a failed test's arguments, would wait for the others for ever."""
+    Some look at their parameters. Printing a model on one rank, as pytest prints the arguments of a failed test, would
+    then wait for the other ranks for ever.
+    """
 
     def extra_repr(module: nn.Module) -> str:
         token = _describing.set(True)
@@ -214,25 +196,22 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, parameter: DTensor, access: _Access) -> torch.Tensor:
         ctx.access, ctx.mesh, ctx.placements = access, parameter.device_mesh, parameter.placements
-        ctx.dtype, ctx.reduce_dtype = parameter.dtype, access.reduce_dtype(parameter)
+        gather_dtype = access.policy.param_dtype or parameter.dtype
+        ctx.dtype, ctx.reduce_dtype = parameter.dtype, access.policy.reduce_dtype or gather_dtype
         # a Function on a leaf has another seq_nr in the forward than in the backward (torch 2.13),
         # so its backward cannot inherit the FQN by seq_nr
         ctx.fqn = current_annotation(KEY)
         replicate = [Replicate()] * parameter.device_mesh.ndim
-        whole = parameter.redistribute(placements=replicate, forward_dtype=access.gather_dtype(parameter))
+        whole = parameter.redistribute(placements=replicate, forward_dtype=gather_dtype)
         # a replicated parameter is used as it is: a view, because a Function must not return its input
         return whole.to_local().view_as(whole.to_local())
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[DTensor, None]:
         with annotate({KEY: ctx.fqn}) if ctx.fqn else nullcontext():
-            return _reduced(ctx, grad), None
-
-
-def _reduced(ctx: Any, grad: torch.Tensor) -> DTensor:
-    partial = [Partial(ctx.access.op)] * ctx.mesh.ndim
-    unreduced = DTensor.from_local(grad.to(ctx.reduce_dtype), ctx.mesh, partial, run_check=False)
-    reduced = unreduced.redistribute(placements=ctx.placements)
-    if ctx.access.divide_by is not None:
-        reduced = reduced / ctx.access.divide_by
-    return reduced.to(ctx.dtype)
+            partial = [Partial(ctx.access.op)] * ctx.mesh.ndim
+            unreduced = DTensor.from_local(grad.to(ctx.reduce_dtype), ctx.mesh, partial, run_check=False)
+            reduced = unreduced.redistribute(placements=ctx.placements)
+            if ctx.access.divide_by is not None:
+                reduced = reduced / ctx.access.divide_by
+            return reduced.to(ctx.dtype), None

@@ -18,8 +18,8 @@ from __future__ import annotations
 import copy
 import os
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -40,11 +40,11 @@ from pytest_gtrainer._torch.tracing import (
     tracing_backward_metadata,
 )
 from pytest_gtrainer._torch.values import FakeTensor, FakeTensorMode, local_part, pytree
-from pytest_gtrainer.graph.conventions import DYNAMIC_DIMS, GATHERS_ONCE
+from pytest_gtrainer.graph.bucket_plan import managed_order_of
+from pytest_gtrainer.graph.nodes import BACKWARD, DYNAMIC_DIMS, GATHERS_ONCE, direction
 from pytest_gtrainer.long_work import long_work
-from pytest_gtrainer.tracing.fqns import KEY, LOSS_FQN, annotate_module_fqns
+from pytest_gtrainer.tracing.model import KEY, LOSS_FQN, ModelState, annotate_module_fqns, local, rewrap
 from pytest_gtrainer.tracing.sharding import reusing_gathers
-from pytest_gtrainer.tracing.state import ModelState, local, managed_order, rewrap
 
 Step = Callable[..., torch.Tensor]
 
@@ -113,7 +113,11 @@ class TracedStep:
             ValueError: the model's state, or the structure, shapes, dtypes or scalars of
                 ``inputs``, are not the traced ones, or this is another rank (D15).
         """
-        self._check_rank()
+        if self.rank is not None and dist.is_initialized() and dist.get_rank() != self.rank:
+            raise ValueError(
+                f"the step was traced as rank {self.rank} and this is rank {dist.get_rank()}: a graph holds the group "
+                "names and pads of its rank, so trace on every rank"
+            )
         state = ModelState.of(model)
         self._check(state, inputs)
         flat = [local(tensor) for tensor in [*state.tensors, *pytree.tree_leaves(inputs)]]
@@ -122,17 +126,13 @@ class TracedStep:
         with torch.no_grad():
             loss, *gradients = self.gm(*flat)
             for fqn, gradient in zip(self.trainable_fqns, gradients, strict=True):
-                if gradient is not None:
-                    _accumulate(state.parameters[fqn], gradient)
+                parameter = state.parameters[fqn]
+                if gradient is not None and parameter.grad is not None:
+                    local(parameter.grad).add_(gradient)
+                elif gradient is not None:  # as autograd would: in memory of its own, in the parameter's strides
+                    own = torch.empty_like(local(parameter), dtype=gradient.dtype)
+                    parameter.grad = rewrap(own.copy_(gradient), parameter)
         return loss
-
-    def _check_rank(self) -> None:
-        """Names of groups and pads are baked into the graph, and they are the tracing rank's."""
-        if self.rank is not None and dist.is_initialized() and dist.get_rank() != self.rank:
-            raise ValueError(
-                f"the step was traced as rank {self.rank} and this is rank {dist.get_rank()}: a graph holds the group "
-                "names and pads of its rank, so trace on every rank"
-            )
 
     def _check(self, state: ModelState, inputs: tuple[Any, ...]) -> None:
         if state.fqns != self.state_fqns:
@@ -166,15 +166,6 @@ def _describe(value: Any) -> str:
     if not isinstance(value, torch.Tensor):
         return repr(value)
     return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
-
-
-def _accumulate(parameter: nn.Parameter, gradient: torch.Tensor) -> None:
-    """Write the gradient as autograd would: in memory of its own, in the parameter's strides."""
-    if parameter.grad is not None:
-        local(parameter.grad).add_(gradient)
-        return
-    own = torch.empty_like(local(parameter), dtype=gradient.dtype)
-    parameter.grad = rewrap(own.copy_(gradient), parameter)
 
 
 def trace_step(
@@ -218,7 +209,9 @@ def trace_step(
             "no parameter of the model requires a gradient, so there is no backward to trace: "
             "call requires_grad_() on what is to be trained"
         )
-    tracing = _Tracing(model, step, state, _fake_mode_of([*state.tensors, *flat_inputs]), reuse_gathers)
+    plain = (local_part(t) if isinstance(t, DTensor) else t for t in [*state.tensors, *flat_inputs])
+    mode = next((t.fake_mode for t in plain if isinstance(t, FakeTensor)), None) or new_fake_mode()
+    tracing = _Tracing(model, step, state, mode, reuse_gathers)
     gm, fakes = tracing.run(flat_inputs, spec, dynamic_dims or {})
     if twin_inputs is None and chunk is not None:
         twin_inputs = chunk.twin_inputs(inputs)
@@ -241,30 +234,38 @@ class _Tracing:
         self, flat_inputs: list[Any], spec: pytree.TreeSpec, dynamic_dims: DynamicDims | None = None
     ) -> tuple[fx.GraphModule, list[Any]]:
         """The joint graph, and fake tensors of its inputs, of the given extents."""
-        state, device = self.state, _device_of(self.state)
-        fakes = [
-            _fake(local(t), self.mode, device) if isinstance(t, torch.Tensor) else t
-            for t in [*state.tensors, *flat_inputs]
-        ]
-        joint = _joint(self.model, self.step, state, spec, self.reuse_gathers)
-        extents = {name: new_extent(self.mode) for name in dynamic_dims or ()}
-        symbolic = _with_extents(fakes, len(state.fqns), dynamic_dims or {}, extents)
+        dynamic_dims = dynamic_dims or {}
+        values = [*map(local, self.state.tensors), *flat_inputs]
+        mesh = next((t.device_mesh for t in self.state.tensors if isinstance(t, DTensor)), None)
+        device = torch.device(mesh.device_type if mesh is not None else "cpu")
+        fakes = [self._fake(value, device) if isinstance(value, torch.Tensor) else value for value in values]
+        extents = {name: new_extent(self.mode) for name in dynamic_dims}
         with ExitStack() as stack:
             stack.enter_context(annotate_module_fqns(self.model))
             stack.enter_context(tracing_backward_metadata())
             stack.enter_context(self.mode)
             stack.enter_context(long_work(f"tracing a step of {type(self.model).__name__}"))
-            stack.enter_context(_fixing_refused(bool(extents)))
-            gm = make_fx(joint)(*symbolic)
-        _inherit_forward_metadata(gm)
-        _inherit_from_the_caller(gm)
-        _name_inputs(gm, state, len(flat_inputs), managed_order(self.model))
-        output = gm.graph.output_node()
-        output.meta[GATHERS_ONCE] = self.reuse_gathers
+            try:
+                gm = make_fx(self._joint(spec))(*self._symbolic(fakes, dynamic_dims, extents))
+            except GuardOnDataDependentSymNode as error:
+                if not extents:
+                    raise
+                raise FixedExtentError(
+                    f"the step asks for the number of a size that is not known{_place(error)}: "
+                    f"{str(error).splitlines()[0]} Keep Python's decisions off dynamic extents, or trace a static "
+                    "twin (chunk=) instead"
+                ) from error
+        fixed = [f"{name} to {int(extent)}" for name, extent in extents.items() if is_fixed(extent)]
+        if fixed:
+            raise FixedExtentError(
+                f"the step fixes the dynamic dimension {', '.join(fixed)}: take extents from x.shape[i], or write -1 "
+                "in a view, and name every input that has the dimension in dynamic_dims"
+            )
+        _inherit_metadata(gm)
+        self._name(gm, len(flat_inputs))
         if dynamic_dims:
-            _check_extents(extents)
             places = {name: places[0] for name, places in dynamic_dims.items()}
-            output.meta[DYNAMIC_DIMS] = {
+            gm.graph.output_node().meta[DYNAMIC_DIMS] = {
                 name: (extents[name], flat_inputs[leaf].shape[dim]) for name, (leaf, dim) in places.items()
             }
         return gm, fakes
@@ -283,43 +284,80 @@ class _Tracing:
             ) from error
         return gm
 
+    def _fake(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """A fake tensor of this mode; of a meta tensor on the given device."""
+        if isinstance(tensor, FakeTensor):
+            return tensor
+        if tensor.is_meta:
+            with self.mode:
+                return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device)
+        return self.mode.from_tensor(tensor.detach(), static_shapes=True)
 
-def _with_extents(
-    fakes: list[Any], num_state: int, dynamic_dims: DynamicDims, extents: Mapping[str, torch.SymInt]
-) -> list[Any]:
-    """The fake inputs with symbols for the extents of dynamic dimensions, contiguous."""
-    shapes: dict[int, list[Any]] = {}
-    for name, places in dynamic_dims.items():
-        for leaf, dim in places:
-            shapes.setdefault(leaf, list(fakes[num_state + leaf].shape))[dim] = extents[name]
-    symbolic = list(fakes)
-    for leaf, shape in shapes.items():
-        fake = fakes[num_state + leaf]
-        with fake.fake_mode:
-            symbolic[num_state + leaf] = torch.empty(shape, dtype=fake.dtype, device=fake.device)
-    return symbolic
+    def _symbolic(
+        self, fakes: list[Any], dynamic_dims: DynamicDims, extents: Mapping[str, torch.SymInt]
+    ) -> list[Any]:
+        """The fake inputs with symbols for the extents of dynamic dimensions, contiguous."""
+        num_state = len(self.state.fqns)
+        shapes: dict[int, list[Any]] = {}
+        for name, places in dynamic_dims.items():
+            for leaf, dim in places:
+                shapes.setdefault(num_state + leaf, list(fakes[num_state + leaf].shape))[dim] = extents[name]
+        symbolic = list(fakes)
+        for index, shape in shapes.items():
+            with self.mode:
+                symbolic[index] = torch.empty(shape, dtype=fakes[index].dtype, device=fakes[index].device)
+        return symbolic
 
+    def _joint(self, spec: pytree.TreeSpec) -> Callable[..., tuple[torch.Tensor | None, ...]]:
+        """The function to trace: local tensors in, loss and local gradients out, None without a gradient."""
+        state = self.state
 
-@contextmanager
-def _fixing_refused(dynamic: bool) -> Iterator[None]:
-    try:
-        yield
-    except GuardOnDataDependentSymNode as error:
-        if not dynamic:
-            raise
-        raise FixedExtentError(
-            f"the step asks for the number of a size that is not known{_place(error)}: {str(error).splitlines()[0]} "
-            "Keep Python's decisions off dynamic extents, or trace a static twin (chunk=) instead"
-        ) from error
+        def joint(*flat: Any) -> tuple[torch.Tensor | None, ...]:
+            count = len(state.fqns)
+            with torch.no_grad():
+                # a view where nothing wraps the input: the input itself must not become a leaf that requires grad
+                pairs = zip(flat[:count], state.tensors, strict=True)
+                tensors = [rewrap(t, own) if isinstance(own, DTensor) else t.view_as(t) for t, own in pairs]
+            for tensor, own in zip(tensors, state.tensors, strict=True):
+                tensor.requires_grad_(own.requires_grad)
+            inputs = pytree.tree_unflatten(list(flat[count:]), spec)
+            with state.exchanged(tensors), reusing_gathers() if self.reuse_gathers else nullcontext():
+                with annotate({KEY: LOSS_FQN}):
+                    loss = self.step(self.model, *inputs)
+                    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+                        shown = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
+                        raise ValueError(f"the step must return a scalar loss, it returned {shown}")
+                    if not loss.requires_grad:
+                        raise ValueError(
+                            "the loss does not depend on a parameter that requires a gradient: is the step under "
+                            "no_grad?"
+                        )
+                    value = loss.detach()
+                reassigned = state.reassigned(tensors)
+                if reassigned:
+                    raise ValueError(
+                        f"the forward replaces {', '.join(reassigned)} by another tensor, which a graph cannot: "
+                        "update it in place (copy_, add_)"
+                    )
+                with marked_backward(), annotate({KEY: LOSS_FQN}):
+                    seed = torch.ones_like(loss)
+                wanted = [tensor for tensor in tensors if tensor.requires_grad]
+                gradients = torch.autograd.grad(loss, wanted, seed, allow_unused=True)
+                with marked_backward(), torch.no_grad():
+                    return (value, *(None if gradient is None else local(gradient) for gradient in gradients))
 
+        return joint
 
-def _check_extents(extents: Mapping[str, torch.SymInt]) -> None:
-    fixed = [f"{name} to {int(extent)}" for name, extent in extents.items() if is_fixed(extent)]
-    if fixed:
-        raise FixedExtentError(
-            f"the step fixes the dynamic dimension {', '.join(fixed)}: take extents from x.shape[i], or write -1 in a "
-            "view, and name every input that has the dimension in dynamic_dims"
-        )
+    def _name(self, gm: fx.GraphModule, num_inputs: int) -> None:
+        """Note what inputs and results are."""
+        names = [("parameter", fqn) for fqn in self.state.parameters] + [("buffer", fqn) for fqn in self.state.buffers]
+        names += [("input", str(index)) for index in range(num_inputs)]
+        for node, (kind, fqn) in zip(gm.graph.find_nodes(op="placeholder"), names, strict=True):
+            node.meta["gt_input"] = {"kind": kind, "fqn": fqn}
+        output = gm.graph.output_node()
+        output.meta["gt_outputs"] = ("loss", *self.state.trainable)
+        output.meta["gt_managed_order"] = tuple(managed_order_of(self.model))
+        output.meta[GATHERS_ONCE] = self.reuse_gathers
 
 
 def _place(error: BaseException) -> str:
@@ -343,123 +381,28 @@ def _flatten_inputs(inputs: tuple[Any, ...]) -> tuple[list[Any], pytree.TreeSpec
     return [leaf for _, leaf in paths], spec
 
 
-def _fake_mode_of(tensors: list[Any]) -> FakeTensorMode:
-    """The mode of the first fake tensor among them, else a new one."""
-    return next((t.fake_mode for t in map(_plain, tensors) if isinstance(t, FakeTensor)), None) or new_fake_mode()
+def _inherit_metadata(gm: fx.GraphModule) -> None:
+    """Copy ``custom`` to nodes that the backward made (A4).
 
-
-def _plain(value: Any) -> Any:
-    return local_part(value) if isinstance(value, DTensor) else value
-
-
-def _device_of(state: ModelState) -> torch.device:
-    """Where meta tensors are taken to lie: the device of the mesh, the CPU without one."""
-    mesh = next((t.device_mesh for t in state.tensors if isinstance(t, DTensor)), None)
-    return torch.device(mesh.device_type if mesh is not None else "cpu")
-
-
-def _fake(tensor: torch.Tensor, mode: FakeTensorMode, device: torch.device) -> torch.Tensor:
-    if isinstance(tensor, FakeTensor):
-        return tensor
-    if tensor.is_meta:
-        with mode:
-            return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device)
-    return mode.from_tensor(tensor.detach(), static_shapes=True)
-
-
-def _joint(
-    model: nn.Module, step: Step, state: ModelState, spec: pytree.TreeSpec, reuse_gathers: bool
-) -> Callable[..., tuple[torch.Tensor | None, ...]]:
-    """The function to trace: local tensors in, loss and local gradients out."""
-
-    def joint(*flat: Any) -> tuple[torch.Tensor | None, ...]:
-        count = len(state.fqns)
-        tensors = [_live(plain, own) for plain, own in zip(flat[:count], state.tensors, strict=True)]
-        inputs = pytree.tree_unflatten(list(flat[count:]), spec)
-        wanted = [t for t, own in zip(tensors, state.tensors, strict=True) if own.requires_grad]
-        with ExitStack() as stack:
-            stack.enter_context(state.exchanged(tensors))
-            if reuse_gathers:
-                stack.enter_context(reusing_gathers())
-            with annotate({KEY: LOSS_FQN}):
-                loss = step(model, *inputs)
-                _check_loss(loss)
-                value = loss.detach()
-            reassigned = state.reassigned(tensors)
-            if reassigned:
-                raise ValueError(
-                    f"the forward replaces {', '.join(reassigned)} by another tensor, which a graph cannot: "
-                    "update it in place (copy_, add_)"
-                )
-            gradients = _backward(loss, wanted)
-        return (value, *gradients)
-
-    return joint
-
-
-def _backward(loss: torch.Tensor, wanted: list[torch.Tensor]) -> list[torch.Tensor | None]:
-    """Local gradients of ``wanted``, None for a parameter the loss does not depend on."""
-    with marked_backward(), annotate({KEY: LOSS_FQN}):
-        seed = torch.ones_like(loss)
-    gradients = torch.autograd.grad(loss, wanted, seed, allow_unused=True)
-    with marked_backward(), torch.no_grad():
-        return [None if gradient is None else local(gradient) for gradient in gradients]
-
-
-def _live(plain: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
-    """The traced tensor that stands for ``own``: of its kind, a leaf that requires what it requires."""
-    with torch.no_grad():
-        # a view where nothing wraps the input: the input itself must not become a leaf that requires grad
-        tensor = rewrap(plain, own) if isinstance(own, DTensor) else plain.view_as(plain)
-    return tensor.requires_grad_(own.requires_grad)
-
-
-def _check_loss(loss: Any) -> None:
-    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-        shown = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
-        raise ValueError(f"the step must return a scalar loss, it returned {shown}")
-    if not loss.requires_grad:
-        raise ValueError("the loss does not depend on a parameter that requires a gradient: is the step under no_grad?")
-
-
-def _graph_modules(gm: fx.GraphModule) -> Iterator[fx.GraphModule]:
-    """The module and those that its operators run (branches of a ``cond``, say), outer ones first."""
-    return (module for module in gm.modules() if isinstance(module, fx.GraphModule))
-
-
-def _inherit_forward_metadata(gm: fx.GraphModule) -> None:
-    """A backward node gets a copy of ``custom`` of the first forward node with its ``seq_nr`` (A4)."""
-    nodes = [node for module in _graph_modules(gm) for node in module.graph.nodes if "seq_nr" in node.meta]
+    A backward node gets that of the first forward node with its ``seq_nr``. A node of a nested graph (a branch of a
+    ``cond``, say) without ``custom`` gets that of the node that names the graph: the backward of a nested graph is
+    differentiated apart, so no forward node has the ``seq_nr`` of its nodes.
+    """
+    modules = [module for module in gm.modules() if isinstance(module, fx.GraphModule)]  # outer ones first
+    nodes = [node for module in modules for node in module.graph.nodes if "seq_nr" in node.meta]
     first: dict[int, dict[str, Any]] = {}
     for node in nodes:
-        if not node.meta.get("autograd_backward"):
+        if direction(node) != BACKWARD:
             first.setdefault(node.meta["seq_nr"], node.meta.get("custom") or {})
     for node in nodes:
-        if node.meta.get("autograd_backward") and not node.meta.get("is_gradient_acc"):
+        if direction(node) == BACKWARD and not node.meta.get("is_gradient_acc"):
             inherited = first.get(node.meta["seq_nr"])
             if inherited:
                 node.meta["custom"] = {**node.meta.get("custom", {}), **copy.deepcopy(inherited)}
-
-
-def _inherit_from_the_caller(gm: fx.GraphModule) -> None:
-    """A node of a nested graph without ``custom`` gets a copy of that of the node that names the graph (A4).
-
-    The backward of a nested graph is differentiated apart, so no forward node has the ``seq_nr`` of its nodes.
-    """
-    for module in _graph_modules(gm):
+    for module in modules:
         for caller in module.graph.find_nodes(op="get_attr"):
             nested = getattr(module, str(caller.target), None)
             if isinstance(nested, fx.GraphModule) and caller.meta.get("custom"):
                 for node in nested.graph.nodes:
                     if not node.meta.get("custom"):
                         node.meta["custom"] = copy.deepcopy(caller.meta["custom"])
-
-
-def _name_inputs(gm: fx.GraphModule, state: ModelState, num_inputs: int, managed: list[str]) -> None:
-    names = [("parameter", fqn) for fqn in state.parameters] + [("buffer", fqn) for fqn in state.buffers]
-    names += [("input", str(index)) for index in range(num_inputs)]
-    placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
-    for node, (kind, fqn) in zip(placeholders, names, strict=True):
-        node.meta["gt_input"] = {"kind": kind, "fqn": fqn}
-    gm.graph.output_node().meta["gt_outputs"] = ("loss", *state.trainable)
-    gm.graph.output_node().meta["gt_managed_order"] = tuple(managed)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-import random
 import resource
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,16 +15,7 @@ import torch
 from pytest_gtrainer.environment import raw_environment
 
 SEED = 1234
-
-
-def seed_everything() -> None:
-    """The same random numbers on every rank, for every test, in every run."""
-    random.seed(SEED)
-    torch.default_generator.manual_seed(SEED)
-    if torch.cuda.is_initialized():  # else torch.manual_seed would queue a call, with a stack, for every test
-        torch.cuda.manual_seed_all(SEED)
-    if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed(SEED)
+"""Of every test on every rank, in every run."""
 
 
 Changes = dict[str, tuple[Any, Any]]

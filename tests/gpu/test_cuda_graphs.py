@@ -8,7 +8,7 @@ import torch
 from fixtures.training import llama3_training
 from pytest_gtrainer import assert_bitwise_different, assert_bitwise_equal
 from pytest_gtrainer.references.graph import GraphRun
-from pytest_gtrainer.tracing.state import ModelState, local
+from pytest_gtrainer.tracing.model import ModelState, local
 
 pytestmark = pytest.mark.gt_world("ranks", size=1, device="cuda")
 

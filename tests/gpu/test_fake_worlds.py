@@ -40,7 +40,7 @@ def test_graph_text_comes_back(gt_mesh):
 
 
 def _local_state(model):
-    from pytest_gtrainer.tracing.state import ModelState, local
+    from pytest_gtrainer.tracing.model import ModelState, local
 
     return [local(tensor) for tensor in ModelState.of(model).tensors]
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from pytest_gtrainer import assert_run_to_run
-from pytest_gtrainer.numerics.assertions import BitwiseDifference
+from pytest_gtrainer.numerics.compare import BitwiseDifference
 from pytest_gtrainer.numerics.run_to_run import PRESSURES
 
 JITTER = [pressure for pressure in PRESSURES if pressure.name == "stream jitter"]
@@ -43,7 +43,7 @@ def test_a_run_that_does_not_wait_is_caught(cuda):
 
 def test_streams_are_really_late(cuda, record_property):
     """Each of torch's streams sleeps before the run's own work, by irregular times."""
-    from pytest_gtrainer.numerics.pressures import stream_jitter
+    from pytest_gtrainer.numerics.run_to_run import stream_jitter
 
     times = []
     with stream_jitter():

@@ -9,7 +9,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from pytest_gtrainer._torch.graph_text import expression
-from pytest_gtrainer.graph.conventions import direction, node_fqn
+from pytest_gtrainer.graph.nodes import direction, node_fqn
 from pytest_gtrainer.graphtext import constants, parse, records, render, unfold
 from pytest_gtrainer.graphtext.scopes import is_computed, is_item
 from pytest_gtrainer.graphtext.spelling import is_contiguous

@@ -13,9 +13,9 @@ import pytest
 
 from fixtures.models import deepseek_v3, llama3
 from fixtures.training import deepseek_v3_training, llama3_training
-from pytest_gtrainer.graph.conventions import node_fqn
+from pytest_gtrainer.graph.nodes import node_fqn
 from pytest_gtrainer.graphtext import constants, header, parse, records, render, unfold
-from pytest_gtrainer.numerics.assertions import assert_bitwise_different, assert_bitwise_equal
+from pytest_gtrainer.numerics.compare import assert_bitwise_different, assert_bitwise_equal
 from pytest_gtrainer.references.config import new_model
 from pytest_gtrainer.references.graph import GraphRun, rewrite, shard_traceably, trace_config
 from tests.graphtext.same import assert_same_graph

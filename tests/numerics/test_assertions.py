@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from pytest_gtrainer import Record, assert_bitwise_different, assert_bitwise_equal, facts
-from pytest_gtrainer.numerics.assertions import BitwiseDifference, ControlFailed
+from pytest_gtrainer.numerics.compare import BitwiseDifference, ControlFailed
 from tests.numerics.samples import NAMES
 from tests.numerics.test_compare import faulty
 

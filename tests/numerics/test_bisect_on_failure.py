@@ -69,7 +69,7 @@ ONE_BIT = """
     from fixtures.training import llama3_training
     from pytest_gtrainer import assert_bitwise_equal, bind_options, construct_default_graph_passes
     from pytest_gtrainer import train_eager, train_graph
-    from pytest_gtrainer.passes.dead_code import eliminate_dead_code_pass
+    from pytest_gtrainer.passes.canonicalize import eliminate_dead_code_pass
 
     aten = torch.ops.aten
 

@@ -10,8 +10,16 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from pytest_gtrainer.numerics.bits import NoBytes, byte_view, count_differing, differing, pattern, same_bytes, value
-from pytest_gtrainer.numerics.ulp import ulp_distance
+from pytest_gtrainer.numerics.bits import (
+    NoBytes,
+    byte_view,
+    count_differing,
+    differing,
+    pattern,
+    same_bytes,
+    ulp_distance,
+    value,
+)
 from tests.numerics.samples import ALL, FLOATS, FP8
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from pytest_gtrainer import Record, Verdict, compare
-from pytest_gtrainer.numerics.record import PHASES, Key
+from pytest_gtrainer.numerics.verdict import PHASES, Key
 from tests.numerics.samples import ALL, NAMES, flip_bit, make_run
 
 

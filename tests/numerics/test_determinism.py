@@ -16,8 +16,7 @@ from torch.nn.attention.flex_attention import flex_attention
 
 from pytest_gtrainer import DebugConfig, deterministic, flex_attention_options, mesh_seed
 from pytest_gtrainer.numerics import determinism, knobs
-from pytest_gtrainer.numerics.determinism import DeterminismError
-from pytest_gtrainer.numerics.nccl import NCCL_PRESETS
+from pytest_gtrainer.numerics.determinism import NCCL_PRESETS, DeterminismError
 from pytest_gtrainer.numerics.seeds import distinct_seed
 
 

@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pytest_gtrainer import digest
-from pytest_gtrainer.numerics.digest import digest_of_bytes, digests
-from pytest_gtrainer.numerics.mixing import mix128
+from pytest_gtrainer.numerics.digest import digest_of_bytes, digests, mix128
 from tests.numerics.samples import ALL, flip_bit
 
 PATHS = {

@@ -19,7 +19,7 @@ from pytest_gtrainer import (
     train_eager,
 )
 from pytest_gtrainer.graph.layout import LayoutDifference
-from pytest_gtrainer.numerics.assertions import BitwiseDifference
+from pytest_gtrainer.numerics.compare import BitwiseDifference
 from pytest_gtrainer.references.graph import GraphRun
 from tests.numerics.samples import flip_bit
 from tests.numerics.test_bisect import BATCH, Net, pipeline, traced_net

@@ -11,9 +11,9 @@ import torch
 from pytest_gtrainer import Record, assert_bitwise_different, assert_bitwise_equal, compare, digest
 from pytest_gtrainer.numerics import record_file
 from pytest_gtrainer.numerics.bits import NoBytes
-from pytest_gtrainer.numerics.names import normalised
-from pytest_gtrainer.numerics.record import PHASES, Key
+from pytest_gtrainer.numerics.record import normalised
 from pytest_gtrainer.numerics.record_file import LARGE
+from pytest_gtrainer.numerics.verdict import PHASES, Key
 from tests.numerics.samples import ALL, flip_bit, make_run
 
 

@@ -15,9 +15,8 @@ import pytest
 import torch
 
 from pytest_gtrainer import DebugConfig, assert_run_to_run, deterministic
-from pytest_gtrainer.numerics.assertions import BitwiseDifference
-from pytest_gtrainer.numerics.pressures import NotJudged, Pressure, once
-from pytest_gtrainer.numerics.run_to_run import PRESSURES
+from pytest_gtrainer.numerics.compare import BitwiseDifference
+from pytest_gtrainer.numerics.run_to_run import PRESSURES, NotJudged, Pressure, once
 
 BY_NAME = {pressure.name: pressure for pressure in PRESSURES}
 X = torch.randn(10_007, generator=torch.Generator().manual_seed(0))

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pytest_gtrainer.numerics import weight_digests
-from pytest_gtrainer.numerics.weight_digests import tell_weights
+from pytest_gtrainer.numerics import digest as weight_digests
+from pytest_gtrainer.numerics.digest import tell_weights
 
 
 @pytest.mark.parametrize(("device", "algorithm"), [("cpu", "xxh3_128"), ("meta", "mix128")])

@@ -7,7 +7,7 @@ import pytest
 from pytest_gtrainer import assert_bitwise_different, assert_bitwise_equal, assert_same_layout, facts
 from pytest_gtrainer.references.eager import EagerRun
 from pytest_gtrainer.references.graph import GraphRun
-from pytest_gtrainer.tracing.state import ModelState, local
+from pytest_gtrainer.tracing.model import ModelState, local
 
 
 @pytest.fixture

@@ -3,7 +3,8 @@
 import pytest
 
 from pytest_gtrainer import get_default_transformer_block_buckets
-from pytest_gtrainer.graph.bucket_plan import Plan, PlanError, expert_fsdp_degree
+from pytest_gtrainer.graph.bucket_plan import Plan, expert_fsdp_degree
+from pytest_gtrainer.graph.collectives import PlanError
 
 DENSE_PARTS = ["attention_norm", "attention", "ffn_norm", "moe.router", "moe.shared_experts"]
 

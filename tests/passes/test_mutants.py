@@ -15,9 +15,10 @@ import torch
 
 from pytest_gtrainer import get_default_transformer_block_buckets
 from pytest_gtrainer.graph import collectives
-from pytest_gtrainer.graph.payload_order import sort_key
-from pytest_gtrainer.passes import canonicalize, dead_code, hsdp, joint, pipeline, process_groups, remat
-from pytest_gtrainer.passes.build import BucketBuilder
+from pytest_gtrainer.graph.bucket_plan import sort_key
+from pytest_gtrainer.passes import canonicalize, joint, pipeline, remat
+from pytest_gtrainer.passes import collectives as single
+from pytest_gtrainer.passes.joint import BucketBuilder
 from pytest_gtrainer.testing import run_pass_file
 from tests.passes import test_bucketing
 
@@ -127,7 +128,7 @@ def groups_merged(patch):
     "test_process_groups::test_each_source_has_one_extra_group_of_its_ranks",
 )
 def no_extra_group(patch):
-    patch.setattr(process_groups, "extra_group", lambda name: name)
+    patch.setattr(single, "extra_group", lambda name: name)
 
 
 @mutant("every all-gather of a group moves", "process_groups/fsdp_moves.fxgraph")
@@ -136,7 +137,7 @@ def all_move(patch):
         launches = gm.graph.find_nodes(op="call_function", target=collectives.ALL_GATHER)
         return [SimpleNamespace(launch=launch, parameter="") for launch in launches]
 
-    patch.setattr(process_groups, "fsdp_all_gathers", every)
+    patch.setattr(single, "fsdp_all_gathers", every)
 
 
 @mutant("gathered members leave as strided views", "test_bucketing::test_gathered_members_leave_contiguous")
@@ -148,8 +149,8 @@ def strided(patch):
 def unmarked(patch):
     init = BucketBuilder.__init__
 
-    def without_mark(build, graph, plan_fqns, direction):
-        init(build, graph, plan_fqns, direction)
+    def without_mark(build, *args):
+        init(build, *args)
         build._meta.pop("autograd_backward", None)
 
     patch.setattr(BucketBuilder, "__init__", without_mark)
@@ -189,7 +190,7 @@ def pads_decide(patch):
 
 @mutant("replicas reduce the whole gradient first", "hsdp/both_are_bucketed.fxgraph")
 def not_swapped(patch):
-    patch.setattr(hsdp, "_swap_of", lambda member: None)
+    patch.setattr(single, "_swap_of", lambda member: None)
 
 
 @mutant("a duplicate of another dtype is dropped", "deduplicate/no_duplicates.fxgraph")
@@ -217,7 +218,7 @@ def any_view(patch):
 
 @mutant("what nobody reads has no effect", "dead_code/what_has_an_effect_stays.fxgraph")
 def no_effect(patch):
-    patch.setattr(dead_code, "has_effect", lambda node: node.op in ("placeholder", "output"))
+    patch.setattr(canonicalize, "has_effect", lambda node: node.op in ("placeholder", "output"))
 
 
 FILES = [words for words, one in MUTANTS.items() if one.killed_by.endswith(".fxgraph")]

@@ -19,8 +19,7 @@ from pytest_gtrainer import (
     selective_activation_remat_pass,
     tag_with_memory_policy_pass,
 )
-from pytest_gtrainer.passes.canonicalize import RULES
-from pytest_gtrainer.passes.dead_code import eliminate_dead_code_pass
+from pytest_gtrainer.passes.canonicalize import RULES, eliminate_dead_code_pass
 
 PLAN = ["tok_embeddings", "layers.0", "layers.1", ["norm", "lm_head"]]
 RESHARD = [bind_options(tag_with_memory_policy_pass), bind_options(selective_activation_remat_pass)]

@@ -6,7 +6,7 @@ from torch import fx
 from pytest_gtrainer import joint_transformer_block_bucketing_reordering_pass as joint_pass
 from pytest_gtrainer import transformer_block_bucketing_reordering_pass as separate_pass
 from pytest_gtrainer._torch.passes import ALL_GATHER, REDUCE_SCATTER
-from pytest_gtrainer.graph.bucket_plan import PlanError
+from pytest_gtrainer.graph.collectives import PlanError
 
 pytestmark = pytest.mark.gt_world("fake", size=4, mesh={"fsdp": 4})
 

@@ -95,7 +95,7 @@ def test_tlparse_reads_it(log, tmp_path):
 
 def test_without_the_variable_nothing_is_rendered(monkeypatch):
     """The twin."""
-    from pytest_gtrainer.passes.structured_log import PipelineLog
+    from pytest_gtrainer.passes.pipeline import PipelineLog
 
     monkeypatch.delenv("TORCH_TRACE", raising=False)
     assert PipelineLog.if_wanted() is None

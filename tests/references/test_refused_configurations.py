@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from pytest_gtrainer import TrainConfig
-from pytest_gtrainer.graph.bucket_plan import PlanError
+from pytest_gtrainer.graph.collectives import PlanError
 from pytest_gtrainer.references.eager import EagerRun
 from pytest_gtrainer.references.graph import GraphRun
 

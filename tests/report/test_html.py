@@ -4,6 +4,7 @@ import re
 
 import pytest
 
+from pytest_gtrainer.numerics.verdict import PHASES
 from pytest_gtrainer.report import html
 from pytest_gtrainer.report.collected import Test as Collected
 from pytest_gtrainer.report.html import RunTold, details_of, render_page
@@ -52,3 +53,12 @@ def test_what_tests_are_called_is_text_and_no_markup():
     assert "t[&lt;script&gt;&#34;]" in page
     for markup in ("<b>run", "<i>made", "<u>summary", "[<script>"):
         assert markup not in page
+
+
+def test_digests_of_several_ranks_stand_in_the_order_of_a_step():
+    """Random states first, clipped gradients behind gradients: the phases of ``numerics``, not an order of the page."""
+    rows = [[0, rank, phase, "digest"] for phase in sorted(PHASES) for rank in (1, 0)]
+    told = {"kind": "comparison", "first": None, "tensors": 1, "expected": []}
+    halves = {0: [{**told, "actual": rows[::2]}], 1: [{**told, "actual": rows[1::2]}]}
+    [merged] = Collected("test", shown=halves).comparisons()
+    assert [(phase, rank) for _, rank, phase, _ in merged["actual"]] == [(p, r) for p in PHASES for r in (0, 1)]

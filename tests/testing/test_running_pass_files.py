@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from pytest_gtrainer.checks import CheckError, CheckFailure
-from pytest_gtrainer.numerics.assertions import BitwiseDifference
+from pytest_gtrainer.numerics.compare import BitwiseDifference
 from pytest_gtrainer.testing import PassFileError, run_pass_file
 from tests.testing.conftest import BODY
 

@@ -7,7 +7,7 @@ import torch
 from torch import fx, nn
 
 from pytest_gtrainer import trace_step
-from pytest_gtrainer.tracing.fqns import module_fqn
+from pytest_gtrainer.graph.nodes import node_fqn
 
 
 def nodes_of(traced):
@@ -32,10 +32,10 @@ def test_every_module_stamps_its_own_fqn_and_the_code_around_the_model_is_the_lo
     """A2: two instances of one class differ, a parameterless module has a name, the root has none."""
     traced = trace_step(net, train_step, inputs)
     forward = [node for node in nodes_of(traced) if not node.meta.get("autograd_backward")]
-    by_fqn = {module_fqn(node.meta) for node in forward}
+    by_fqn = {node_fqn(node) for node in forward}
     assert {"layers.0", "layers.1", "layers.0.w", "layers.1.w", "layers.1.act", "head", "loss"} <= by_fqn
     (counter,) = [node for node in forward if node.target is torch.ops.aten.add_.Tensor]
-    assert module_fqn(counter.meta) == ""
+    assert node_fqn(counter) == ""
 
 
 def test_only_nodes_of_the_backward_are_marked(net, inputs, train_step):
@@ -50,7 +50,7 @@ def test_a_backward_node_has_its_own_copy_of_the_forward_annotation(net, inputs,
     """A4: the gradient of layers.1's weight belongs to layers.1.w; editing it leaves the forward alone."""
     traced = trace_step(net, train_step, inputs)
     backward = [node for node in nodes_of(traced) if node.meta.get("autograd_backward")]
-    assert {"layers.0.w", "layers.1.w", "head", "loss"} <= {module_fqn(node.meta) for node in backward}
+    assert {"layers.0.w", "layers.1.w", "head", "loss"} <= {node_fqn(node) for node in backward}
     customs = [id(node.meta["custom"]) for node in nodes_of(traced) if "custom" in node.meta]
     assert len(customs) == len(set(customs))
 
@@ -65,7 +65,7 @@ def test_nodes_of_nested_graphs_have_names_and_directions_too(inputs, train_step
     traced = trace_step(nn.Sequential(nn.Linear(8, 4), Branching()), train_step, inputs)
     nested = [module for name, module in traced.gm.named_modules() if name and isinstance(module, fx.GraphModule)]
     nodes = [node for gm in nested for node in gm.graph.nodes if node.op == "call_function"]
-    assert {module_fqn(node.meta) for node in nodes} == {"1"}
+    assert {node_fqn(node) for node in nodes} == {"1"}
     forward = [node for node in nodes if not node.meta.get("autograd_backward")]
     assert [node.target for node in forward] == [torch.ops.aten.sin.default, torch.ops.aten.cos.default]
     assert torch.ops.aten.mul.Tensor in {node.target for node in nodes if node.meta.get("autograd_backward")}

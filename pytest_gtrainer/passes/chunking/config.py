@@ -3,15 +3,38 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
+from torch import fx
 
 from pytest_gtrainer._torch.values import pytree
-from pytest_gtrainer.passes.chunking.errors import ChunkError
+from pytest_gtrainer.graph.bucket_plan import BucketPlan
+from pytest_gtrainer.graph.nodes import node_fqn
+
+_FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)')
+
+
+class ChunkError(ValueError):
+    """A region cannot be chunked as asked; the message says which, where, and what to do."""
+
+
+def described(node: fx.Node) -> str:
+    """A node as messages show it: name, operator, extents, module and, if it is known, source line."""
+    parts = [f"{node.name} = {node.target}" if node.op == "call_function" else f"{node.op} {node.target}"]
+    value = node.meta.get("val")
+    if isinstance(value, torch.Tensor):
+        parts.append(str(list(value.shape)))
+    if fqn := node_fqn(node):
+        parts.append(f"in {fqn}")
+    if frames := list(_FRAME.finditer(node.meta.get("stack_trace") or "")):
+        parts.append(f"at {frames[-1]['file']}:{frames[-1]['line']}")
+    return " ".join(parts)
+
 
 BATCH, SEQUENCE = "batch", "sequence"
 _DIMENSIONS = {BATCH: 0, SEQUENCE: 1}
@@ -129,7 +152,8 @@ class ChunkConfig:
         instead of a second static one. Which tensors have it is told as by ``twin_inputs``.
         """
         leaves = pytree.tree_leaves(tuple(inputs))
-        extents = {i: leaf.shape[self.dim] for i, leaf in enumerate(leaves) if _has_dim(leaf, self.dim)}
+        tensors = {i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)}
+        extents = {i: tensor.shape[self.dim] for i, tensor in tensors.items() if tensor.ndim > self.dim}
         if not extents:
             raise ChunkError(f"no input of the step has a {self.chunk_dim} dimension (dimension {self.dim})")
         extent = next(iter(extents.values()))
@@ -144,5 +168,21 @@ def root_of(pattern: str, fqn: str) -> str:
     return ".".join(components[: len(patterns)]) if matching else ""
 
 
-def _has_dim(leaf: Any, dim: int) -> bool:
-    return isinstance(leaf, torch.Tensor) and leaf.ndim > dim
+def check_nesting(plan: BucketPlan, config: ChunkConfig) -> None:
+    """A bucket with modules of a chunked layer has modules of this layer alone.
+
+    Its collectives would else hang on two regions, one of which runs in chunks long before the other.
+
+    Raises:
+        ChunkError: a bucket reaches out of a chunked layer, by both names.
+    """
+    for entry in plan:
+        fqns = [entry] if isinstance(entry, str) else list(entry)
+        for root in dict.fromkeys(root for fqn in fqns if (root := config.root_of(fqn))):
+            layer = root.rpartition(".")[0] if config.kind == MOE else root
+            beyond = [fqn for fqn in fqns if fqn != layer and not fqn.startswith(f"{layer}.")]
+            if beyond:
+                raise ChunkError(
+                    f"the bucket [{', '.join(fqns)}] holds a part of the chunked {root} and, beyond {layer}, "
+                    f"{', '.join(beyond)}: put what lies in {layer} into buckets of its own"
+                )

@@ -16,18 +16,106 @@ from dataclasses import dataclass, field
 import torch
 from torch import fx
 
-from pytest_gtrainer._torch.chunking import is_engine_addition
-from pytest_gtrainer.graph.conventions import BACKWARD, FORWARD, direction, node_fqn
-from pytest_gtrainer.graph.effects import is_random, mutates
-from pytest_gtrainer.passes.chunking.config import ChunkConfig
-from pytest_gtrainer.passes.chunking.errors import ChunkError
-from pytest_gtrainer.passes.chunking.reductions import gathers_once, reduction_steps
-from pytest_gtrainer.passes.chunking.storages import Storages
+from pytest_gtrainer._torch.chunking import is_engine_addition, returns_an_operand
+from pytest_gtrainer._torch.passes import ALL_REDUCE, REDUCE_SCATTER, WAIT
+from pytest_gtrainer.graph.collectives import chain_to_output, only_wait
+from pytest_gtrainer.graph.nodes import (
+    BACKWARD,
+    FORWARD,
+    GATHERS_ONCE,
+    direction,
+    is_random,
+    is_view,
+    mutates,
+    node_fqn,
+    written_operands,
+)
+from pytest_gtrainer.passes.chunking.config import ChunkConfig, ChunkError
 from pytest_gtrainer.passes.chunking.twins import Twins
 
 
+class Storages:
+    """The storage of every node of a graph, as the node that made it.
+
+    Attributes:
+        of: the storage.
+        written: what a node writes to, for nodes that write.
+    """
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self.of: dict[fx.Node, fx.Node] = {}
+        self.written: dict[fx.Node, list[fx.Node]] = {}
+        for node in graph.nodes:
+            self.of[node] = node
+            if node.op != "call_function":
+                continue
+            writes = written_operands(node)
+            if writes:
+                self.written[node] = [self.of[operand] for operand in writes]
+            if writes and returns_an_operand(node):
+                self.of[node] = self.of[writes[0]]
+            elif (is_view(node.target) or node.target in (operator.getitem, WAIT)) and node.all_input_nodes:
+                self.of[node] = self.of[node.all_input_nodes[0]]
+
+_REDUCTIONS = (REDUCE_SCATTER, ALL_REDUCE)
+
+
+def gradient_reductions(graph: fx.Graph) -> set[fx.Node]:
+    """The collectives of gradients: their result reaches the output by unary steps, or by another of them."""
+    output = graph.output_node()
+    found: set[fx.Node] = set()
+    for node in reversed(graph.nodes):
+        if node.target in _REDUCTIONS and direction(node) == BACKWARD:
+            wait = only_wait(node)
+            if wait is not None and (chain_to_output(wait, output) is not None or set(wait.users) & found):
+                found.add(node)
+    return found
+
+
+def reduction_steps(graph: fx.Graph, *, up_to_casts: bool = False) -> set[fx.Node]:
+    """All nodes of the gradients' reductions: casts and pads before the collective, and what is behind it.
+
+    The steps before it were made by the backward of one gather, and so carry its ``seq_nr``. Those behind it go up to
+    the output, or to autograd's addition of another gradient.
+
+    Args:
+        up_to_casts: only what a sum of gradients may move in front of: no cast to another dtype or device, and
+            no reduction with such a cast behind it (J2).
+    """
+    steps: set[fx.Node] = set()
+    for launch in gradient_reductions(graph):
+        behind: list[fx.Node] = []
+        todo = list(launch.users)
+        while todo:
+            node = todo.pop()
+            if node.op == "call_function" and not is_engine_addition(node):
+                behind.append(node)
+                todo += node.users
+        if up_to_casts and any(_casts(node) for node in behind):
+            continue
+        steps.update(behind)
+        number = launch.meta.get("seq_nr")
+        todo = [launch]
+        while todo:
+            node = todo.pop()
+            steps.add(node)
+            for source in node.all_input_nodes if number is not None else ():
+                same = direction(source) == BACKWARD and source.meta.get("seq_nr") == number
+                same = same and not is_engine_addition(source) and source not in steps
+                if same and not (up_to_casts and _casts(source)):
+                    todo.append(source)
+    return steps
+
+
+def _casts(node: fx.Node) -> bool:
+    if node.target is not torch.ops.aten._to_copy.default:
+        return False
+    value, given = node.meta["val"], node.all_input_nodes[0].meta["val"]
+    return (value.dtype, value.device) != (given.dtype, given.device)
+
+
 @dataclass(frozen=True, slots=True)
-class Key:
+class RegionKey:
     """A region: one root in one direction."""
 
     root: str
@@ -38,7 +126,7 @@ class Key:
 class Region:
     """What every chunk of one root repeats in one direction, in graph order."""
 
-    key: Key
+    key: RegionKey
     body: list[fx.Node] = field(default_factory=list)
 
 
@@ -48,105 +136,107 @@ def find_regions(twins: Twins, config: ChunkConfig, storages: Storages) -> list[
     Raises:
         ChunkError: no module of the graph matches (G2), or the chunk dimension reaches none that does.
     """
-    search = _Search(twins, config, storages)
-    regions: dict[Key, Region] = {}
+    search = _BodySearch(twins, config, storages)
+    regions: dict[RegionKey, Region] = {}
     for node, key in search.members().items():
         regions.setdefault(key, Region(key)).body.append(node)
-    _check_matches(search.roots, regions, config, twins.full)
+    names = set(search.roots.values())
+    if not names:
+        outermost = sorted({node_fqn(node).partition(".")[0] for node in twins.full.graph.nodes} - {""})
+        raise ChunkError(
+            f"module_fqn={config.module_fqn!r} matches no module of the graph; its outermost modules are "
+            f"{', '.join(outermost) or 'not annotated'}"
+        )
+    untouched = sorted(names - {key.root for key in regions})
+    if untouched:
+        raise ChunkError(
+            f"nothing in {', '.join(untouched)} depends on the {config.chunk_dim} dimension: "
+            "is the twin traced at another extent of it?"
+        )
     return list(regions.values())
 
 
-class _Search:
+class _BodySearch:
     """One search for bodies; ``roots`` is the root of every node that lies in one."""
 
     def __init__(self, twins: Twins, config: ChunkConfig, storages: Storages) -> None:
         self.twins, self.graph, self.storages = twins, twins.full.graph, storages
-        self.shared = _left_to_the_sum(self.graph, config)
-        self.roots = {
-            node: root for node in self.graph.nodes if (root := config.root_of(node_fqn(node))) and _calls(node)
-        }
-        self.written = self._written()
-        self.found: dict[fx.Node, Key] = {}
-        self.entering: dict[Key, dict[fx.Node, None]] = {}
+        self.shared: set[fx.Node] = set()  # steps of gradients' reductions that no chunk repeats
+        if self.graph.output_node().meta.get(GATHERS_ONCE):
+            self.shared = reduction_steps(self.graph)
+        elif config.early_grad_accumulation:
+            self.shared = reduction_steps(self.graph, up_to_casts=True)
+        self.calls = [node for node in self.graph.nodes if node.op == "call_function"]
+        self.roots = {node: root for node in self.calls if (root := config.root_of(node_fqn(node)))}
+        self.written: dict[RegionKey, set[fx.Node]] = {}  # per region the memory that it writes to
+        for node, written in storages.written.items():
+            if node in self.roots:
+                self.written.setdefault(RegionKey(self.roots[node], direction(node)), set()).update(written)
+        self.found: dict[fx.Node, RegionKey] = {}
+        self.entering: dict[RegionKey, dict[fx.Node, None]] = {}
 
-    def members(self) -> dict[fx.Node, Key]:
+    def members(self) -> dict[fx.Node, RegionKey]:
         """Every node of a body, with its region."""
         loose: dict[fx.Node, None] = {}
-        for node in self.graph.nodes:
-            if not _calls(node) or node in self.shared:
+        for node in self.calls:
+            if node in self.shared:
                 continue
-            root = self.roots.get(node)
+            root = self.roots.get(node, "")
             if node.target is operator.getitem:
                 key = self.found.get(node.all_input_nodes[0])
                 loose |= {node: None} if node.all_input_nodes[0] in loose else {}
             elif root and not is_engine_addition(node):
-                own = Key(root, direction(node))
+                own = RegionKey(root, direction(node))
                 key = own if self._is_influenced(node, own) else None
             else:
                 key = None if node_fqn(node) and not is_engine_addition(node) else self._followed(node)
                 loose |= {node: None} if key is not None else {}
             if key is not None:
-                self._add(node, key)
+                self.found[node] = key
+                entering = [source for source in node.all_input_nodes if self.twins.carries(source)]
+                self.entering.setdefault(key, {}).update((s, None) for s in entering if self.found.get(s) != key)
         for node in reversed(loose):
             if not self._stays(node):
                 del self.found[node]
         return self.found
 
-    def _add(self, node: fx.Node, key: Key) -> None:
-        self.found[node] = key
-        entering = [source for source in node.all_input_nodes if self.twins.carries(source)]
-        self.entering.setdefault(key, {}).update((s, None) for s in entering if self.found.get(s) != key)
-
-    def _written(self) -> dict[Key, set[fx.Node]]:
-        """Per region the memory that it writes to."""
-        written: dict[Key, set[fx.Node]] = {}
-        for node, storages in self.storages.written.items():
-            if root := self.roots.get(node):
-                written.setdefault(Key(root, direction(node)), set()).update(storages)
-        return written
-
-    def _is_influenced(self, node: fx.Node, key: Key) -> bool:
+    def _is_influenced(self, node: fx.Node, key: RegionKey) -> bool:
         if self.twins.differs(node) or is_random(node) or mutates(node):
             return True
         written = self.written.get(key)
         if written and any(self.storages.of[near] in written for near in (node, *node.all_input_nodes)):
             return True
-        return any(self._influences(source, key) for source in node.all_input_nodes)
+        return any(
+            self._is_in(source, key.root)
+            or self.twins.carries(source)
+            or (source.op == "get_attr" and self.twins.differs(source))
+            for source in node.all_input_nodes
+        )
 
-    def _influences(self, source: fx.Node, key: Key) -> bool:
-        home = self.found.get(source)
-        if home is not None and home.root == key.root:
-            return True
-        return self.twins.carries(source) or (source.op == "get_attr" and self.twins.differs(source))
+    def _is_in(self, node: fx.Node, root: str) -> bool:
+        home = self.found.get(node)
+        return home is not None and home.root == root
 
-    def _followed(self, node: fx.Node) -> Key | None:
+    def _followed(self, node: fx.Node) -> RegionKey | None:
         """The region that a node without a module may belong to: that of its newest operand."""
-        for source in reversed(node.all_input_nodes):
-            home = self.found.get(source)
-            if home is not None and home.direction == direction(node):
-                return home
-        return None
+        homes = (self.found.get(source) for source in reversed(node.all_input_nodes))
+        return next((home for home in homes if home is not None and home.direction == direction(node)), None)
 
     def _stays(self, node: fx.Node) -> bool:
-        """Whether a node without a module is part of the body: the body reads it, or it is a chunk's own gradient."""
-        key = self.found[node]
-        if any(self._reads(user, key) for user in node.users):
-            return True
-        return is_engine_addition(node) and self.twins.carries(node) and self._adds_within(node, key)
+        """Whether a node without a module is part of the body: the body reads it, or it is a chunk's own gradient.
 
-    def _reads(self, user: fx.Node, key: Key) -> bool:
-        home = self.found.get(user)
-        return home is not None and home.root == key.root
-
-    def _adds_within(self, node: fx.Node, key: Key) -> bool:
-        """Whether all that an addition adds comes from uses inside the region.
-
-        An operand from outside may be the gradient that enters the region, passed on by a residual
-        addition inside it. It comes from outside if a value that enters the region forwards is used outside, too.
+        It is if all that the addition adds comes from uses inside the region. An operand from outside may be the
+        gradient that enters the region, passed on by a residual addition inside it. It comes from outside if a value
+        that enters the region forwards is used outside, too.
         """
+        key = self.found[node]
+        if any(self._is_in(user, key.root) for user in node.users):
+            return True
+        if not is_engine_addition(node) or not self.twins.carries(node):
+            return False
         if all(self.found.get(source) == key for source in node.all_input_nodes):
             return True
-        forward, value = Key(key.root, FORWARD), node.meta["val"]
+        forward, value = RegionKey(key.root, FORWARD), node.meta["val"]
         entering = (source for source in self.entering.get(forward, ()) if alike(source.meta["val"], value))
         return not any(
             self.found.get(user) != forward and propagates(user) for source in entering for user in source.users
@@ -162,32 +252,3 @@ def propagates(user: fx.Node) -> bool:
     """Whether a use may have a gradient."""
     value = user.meta.get("val")
     return direction(user) != BACKWARD and isinstance(value, torch.Tensor) and value.is_floating_point()
-
-
-def _left_to_the_sum(graph: fx.Graph, config: ChunkConfig) -> set[fx.Node]:
-    """The steps of gradients' reductions that no chunk repeats."""
-    if gathers_once(graph):
-        return reduction_steps(graph)
-    return reduction_steps(graph, up_to_casts=True) if config.early_grad_accumulation else set()
-
-
-def _calls(node: fx.Node) -> bool:
-    return node.op == "call_function"
-
-
-def _check_matches(
-    roots: dict[fx.Node, str], regions: dict[Key, Region], config: ChunkConfig, gm: fx.GraphModule
-) -> None:
-    names = set(roots.values())
-    if not names:
-        outermost = sorted({node_fqn(node).partition(".")[0] for node in gm.graph.nodes} - {""})
-        raise ChunkError(
-            f"module_fqn={config.module_fqn!r} matches no module of the graph; its outermost modules are "
-            f"{', '.join(outermost) or 'not annotated'}"
-        )
-    untouched = sorted(names - {key.root for key in regions})
-    if untouched:
-        raise ChunkError(
-            f"nothing in {', '.join(untouched)} depends on the {config.chunk_dim} dimension: "
-            "is the twin traced at another extent of it?"
-        )

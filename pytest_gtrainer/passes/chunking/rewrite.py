@@ -9,24 +9,93 @@ in the nodes of the new graph.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx
 
-from pytest_gtrainer._torch.chunking import Renaming, renew_symbols
+from pytest_gtrainer._torch.chunking import Renaming, is_engine_addition, renew_symbols
 from pytest_gtrainer._torch.graph_modules import empty_graph, finished
 from pytest_gtrainer._torch.passes import value_like, values_of_split
 from pytest_gtrainer.graph.chunks import BODY, GRAPH, MATERIALIZATION, SPLIT_BOUNDARY, annotation
-from pytest_gtrainer.graph.conventions import BACKWARD, FORWARD, direction
-from pytest_gtrainer.passes.chunking.errors import ChunkError, described
-from pytest_gtrainer.passes.chunking.order import units_in_order
-from pytest_gtrainer.passes.chunking.regions import Region
-from pytest_gtrainer.passes.chunking.storages import Storages
-from pytest_gtrainer.passes.chunking.sums import Contributions, Sums
+from pytest_gtrainer.graph.nodes import BACKWARD, FORWARD, direction
+from pytest_gtrainer.passes.chunking.config import ChunkError, described
+from pytest_gtrainer.passes.chunking.regions import Region, RegionKey, Storages, alike, propagates
+from pytest_gtrainer.passes.chunking.schedule import units_in_order
 from pytest_gtrainer.passes.chunking.twins import Twins, constant
+
+
+@dataclass(frozen=True, slots=True)
+class Contributions:
+    """Consecutive contributions of one region, or (``region`` None) one from outside, as they arrive.
+
+    Of a region, nodes may be outside: gradients that enter it and are passed on as they are.
+    """
+
+    region: Region | None
+    nodes: tuple[fx.Node, ...]
+
+
+class Sums:
+    """Additions outside of all bodies to which a body contributes.
+
+    Attributes:
+        tops: per sum its last addition, and what arrives in order.
+        partial: its additions before that; only the next one reads them.
+    """
+
+    def __init__(self, twins: Twins, region_of: Mapping[fx.Node, Region]) -> None:
+        self.tops: dict[fx.Node, list[Contributions]] = {}
+        self.partial: set[fx.Node] = set()
+        regions = {region.key: region for region in region_of.values()}
+        arriving: dict[fx.Node, list[fx.Node]] = {}
+        chains: dict[fx.Node, list[fx.Node]] = {}
+        continued: set[fx.Node] = set()
+        for node in twins.full.graph.nodes:
+            if node not in region_of and is_engine_addition(node):
+                older, newer = cast("tuple[fx.Node, fx.Node]", node.args)
+                arriving[node], chains[node] = [older, newer], []
+                if older in chains and len(older.users) == 1:
+                    continued.add(older)
+                    arriving[node], chains[node] = [*arriving[older], newer], [*chains[older], older]
+        for node, nodes in arriving.items():
+            if node not in continued and any(source in region_of for source in nodes):
+                groups: list[Contributions] = []
+                for source in nodes:
+                    region = region_of.get(source)
+                    if groups and region is not None and groups[-1].region is region:
+                        groups[-1] = Contributions(region, (*groups[-1].nodes, source))
+                    else:
+                        groups.append(Contributions(region, (source,)))
+                self.tops[node] = _with_passed_on(groups, node, twins, regions) if twins.carries(node) else groups
+                self.partial.update(chains[node])
+
+
+def _with_passed_on(
+    groups: list[Contributions], top: fx.Node, twins: Twins, regions: Mapping[RegionKey, Region]
+) -> list[Contributions]:
+    """The groups of an activation's gradient, with what is passed on inside a region in that region's group."""
+    contributing = [group.region for group in groups if group.region is not None]
+    if len(contributing) != 1:
+        return groups
+    (region,) = contributing
+    place = next(place for place, group in enumerate(groups) if group.region is region)
+    behind = before = 0  # uses that the activation has outside, behind the region in the forward and in front of it
+    forward = regions.get(RegionKey(region.key.root, FORWARD))
+    if forward is not None:
+        body = set(forward.body)
+        read = dict.fromkeys(source for node in forward.body for source in node.all_input_nodes)
+        entering = [source for source in read if source not in body and twins.carries(source)]
+        of_its_kind = [source for source in entering if alike(source.meta["val"], top.meta["val"])]
+        uses = [use for source in of_its_kind for use in source.users if use not in body and propagates(use)]
+        behind = sum(use > forward.body[0] for use in uses)
+        before = len(uses) - behind
+    first, last = min(place, behind), max(place, len(groups) - 1 - before)
+    inner = tuple(node for group in groups[first : last + 1] for node in group.nodes)
+    return [*groups[:first], Contributions(region, inner), *groups[last + 1 :]]
+
 
 aten = torch.ops.aten
 CHUNKING = "gt_chunking"
@@ -71,9 +140,13 @@ class Rewrite:
             if isinstance(unit, Region):
                 self._emit_region(unit)
             elif unit in self.sums.tops:
-                self._emit_sum(unit)
+                terms = [term for group in self.sums.tops[unit] for term in self._terms(group, unit)]
+                self.whole[unit] = self._fold(terms, unit)
             elif unit not in self.sums.partial:
-                self._emit_node(unit)
+                self.whole[unit] = self.graph.node_copy(unit, self._whole)
+                self.whole[unit].meta = dict(unit.meta)
+                if unit.op in ("get_attr", "call_module"):
+                    self.attributes[str(unit.target)] = constant(self.twins.full, unit)
         return self._finished()
 
     def _finished(self) -> fx.GraphModule:
@@ -86,17 +159,6 @@ class Rewrite:
         return made
 
     # what is not chunked
-
-    def _emit_node(self, node: fx.Node) -> None:
-        copied = self.graph.node_copy(node, self._whole)
-        copied.meta = dict(node.meta)
-        self.whole[node] = copied
-        if node.op in ("get_attr", "call_module"):
-            self.attributes[str(node.target)] = constant(self.twins.full, node)
-
-    def _emit_sum(self, top: fx.Node) -> None:
-        terms = [term for group in self.sums.tops[top] for term in self._terms(group, top)]
-        self.whole[top] = self._fold(terms, top)
 
     def _terms(self, group: Contributions, top: fx.Node) -> list[fx.Node]:
         """What arrives at a sum from one group."""
@@ -124,15 +186,30 @@ class Rewrite:
     def _emit_region(self, region: Region) -> None:
         body = set(region.body)
         entering = {source for node in region.body for source in node.all_input_nodes if source not in body}
-        parts = {source: parts for source in sorted(entering) if (parts := self._entering(source, region)) is not None}
-        chunks = range(self.twins.num_chunks)
-        copies = [{source: pieces[chunk] for source, pieces in parts.items()} for chunk in chunks]
+        copies: list[dict[fx.Node, fx.Node]] = [{} for _ in range(self.twins.num_chunks)]
+        for source in sorted(entering):
+            home = self.region_of.get(source)
+            if home is not None and home.key.root == region.key.root:
+                self.counts.handed_on += 1
+                pieces = self.chunks[source]
+            elif self.twins.has_unknown_extent(source):
+                raise ChunkError(
+                    f"{described(source)} has an extent that is known only at run time, so {region.key.root} cannot "
+                    "read it chunk by chunk: compute it inside the module"
+                )
+            elif (dim := self.twins.dim(source)) is not None:
+                pieces = self._cut(source, dim, region)
+            else:
+                continue  # all chunks read the same
+            for known, piece in zip(copies, pieces, strict=True):
+                known[source] = piece
         self._emit_bodies(region, copies)
         for node in region.body:
             self.chunks[node] = [known[node] for known in copies]
         self.counts.body_nodes[region.key.root, region.key.direction] = len(region.body)
+        taken = (self.region_of, self.sums.tops, self.sums.partial)
         for node in region.body:
-            if self._is_read_whole(node):
+            if any(all(user not in known for known in taken) for user in node.users):
                 self._whole(node)
 
     def _emit_bodies(self, region: Region, copies: list[dict[fx.Node, fx.Node]]) -> None:
@@ -145,16 +222,12 @@ class Rewrite:
         order = range(self.twins.num_chunks)
         return order[::-1] if region.key.direction == BACKWARD else order
 
-    def _is_read_whole(self, node: fx.Node) -> bool:
-        taken = (self.region_of, self.sums.tops, self.sums.partial)
-        return any(all(user not in known for known in taken) for user in node.users)
-
     def _copy(self, node: fx.Node, known: dict[fx.Node, fx.Node], chunk: int, region: Region) -> fx.Node:
         """A body's node for one chunk: arguments and metadata of the part."""
-        part, full_of = self.twins.part_of[node], self.twins.full_of
+        part = self.twins.part_of[node]
 
         def mapped(source: fx.Node) -> fx.Node:
-            ours = full_of[source]
+            ours = self.twins.full_of[source]
             if ours.op == "get_attr" and self.twins.differs(ours):
                 return self._constant_of_part(ours)
             return known[ours] if ours in known else self._whole(ours)
@@ -163,8 +236,7 @@ class Rewrite:
         copied = self.graph.create_node(node.op, node.target, args, kwargs, f"{node.name}_chunk{chunk}")
         copied.meta = dict(part.meta)
         renew_symbols(copied.meta, self.renamings[chunk])
-        custom = {**(node.meta.get("custom") or {}), **annotation(region.key.root, BODY, GRAPH, chunk)}
-        copied.meta["custom"] = custom
+        copied.meta["custom"] = {**(node.meta.get("custom") or {}), **annotation(region.key.root, BODY, GRAPH, chunk)}
         return copied
 
     def _constant_of_part(self, node: fx.Node) -> fx.Node:
@@ -179,22 +251,6 @@ class Rewrite:
         return self.constants[node]
 
     # boundaries
-
-    def _entering(self, source: fx.Node, region: Region) -> list[fx.Node] | None:
-        """The chunks of what a body reads from outside; None if all chunks read the same."""
-        home = self.region_of.get(source)
-        if home is not None and home.key.root == region.key.root:
-            self.counts.handed_on += 1
-            return self.chunks[source]
-        if self.twins.has_unknown_extent(source):
-            raise ChunkError(
-                f"{described(source)} has an extent that is known only at run time, so {region.key.root} cannot read "
-                "it chunk by chunk: compute it inside the module"
-            )
-        dim = self.twins.dim(source)
-        if dim is None:
-            return None
-        return self._cut(source, dim, region)
 
     def _cut(self, source: fx.Node, dim: int, region: Region) -> list[fx.Node]:
         if source not in self.cut:
@@ -233,26 +289,40 @@ class Rewrite:
         return copied
 
     def _whole(self, node: fx.Node) -> fx.Node:
-        """What stands for a value of the given graph where all of it is read."""
+        """What stands for a value of the given graph where all of it is read.
+
+        A live-out is joined, added, or of its last chunk if all share its memory: a buffer's, that a write returns.
+        """
         if node in self.whole:
             return self.whole[node]
-        made = self._materialized(node, self.region_of[node])
+        region, pieces = self.region_of[node], self.chunks[node]
+        if self.storages.of[node] not in self.region_of:
+            made = pieces[self._chunk_order(region)[-1]]
+        elif self._leaving_dim(node, region) is not None:
+            made = self._joined(node, pieces, region)
+        else:
+            self.counts.added += 1
+            made = self._fold(pieces[::-1], node)
         self.whole[node] = made
         return made
 
-    def _materialized(self, node: fx.Node, region: Region) -> fx.Node:
-        """A live-out for those outside the body: joined, added, or of its last chunk where all share its memory."""
-        if self._shows_state(node):
-            return self.chunks[node][self._chunk_order(region)[-1]]
-        self._check_leaving(node, region)
-        if self.twins.dim(node) is not None:
-            return self._joined(node, self.chunks[node], region)
-        self.counts.added += 1
-        return self._fold(self.chunks[node][::-1], node)
-
-    def _shows_state(self, node: fx.Node) -> bool:
-        """Whether the memory is not the chunk's: a buffer's that a write returns."""
-        return self.storages.of[node] not in self.region_of
+    def _leaving_dim(self, node: fx.Node, region: Region) -> int | None:
+        """The dimension along which a live-out is joined; None if its chunks are added."""
+        dim = reason = None
+        if not isinstance(node.meta.get("val"), torch.Tensor):
+            reason = "is no tensor"
+        elif self.twins.has_unknown_extent(node):
+            reason = "has an extent that is known only at run time"
+        elif (dim := self.twins.dim(node)) is None and region.key.direction == FORWARD:
+            reason = "does not have the chunk dimension"
+        if reason is not None:
+            users = [user for user in node.users if user not in self.region_of]
+            raise ChunkError(
+                f"{described(node)} leaves the chunked module {region.key.root} but {reason}, so the chunks' values "
+                f"cannot be put together for {', '.join(described(user) for user in users[:3])}: compute it outside "
+                "the module, or use it inside"
+            )
+        return dim
 
     def _joined(self, node: fx.Node, pieces: list[fx.Node], region: Region) -> fx.Node:
         self.counts.joined += 1
@@ -274,22 +344,6 @@ class Rewrite:
                 f"{described(node)} {does} the chunked module {region.key.root} with strides "
                 f"{list(node.meta['val'].stride())}; eager chunking hands over contiguous tensors, for which other "
                 "operators may run: make it .contiguous()"
-            )
-
-    def _check_leaving(self, node: fx.Node, region: Region) -> None:
-        reason = None
-        if not isinstance(node.meta.get("val"), torch.Tensor):
-            reason = "is no tensor"
-        elif self.twins.has_unknown_extent(node):
-            reason = "has an extent that is known only at run time"
-        elif self.twins.dim(node) is None and region.key.direction == FORWARD:
-            reason = "does not have the chunk dimension"
-        if reason is not None:
-            users = [user for user in node.users if user not in self.region_of]
-            raise ChunkError(
-                f"{described(node)} leaves the chunked module {region.key.root} but {reason}, so the chunks' values "
-                f"cannot be put together for {', '.join(described(user) for user in users[:3])}: compute it outside "
-                "the module, or use it inside"
             )
 
     def _boundary(

@@ -11,33 +11,92 @@ backwards the last one, as the chunks stand in the graph. The order is a topolog
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
 
 from torch import fx
 
 from pytest_gtrainer._torch.passes import ALL_TO_ALL
 from pytest_gtrainer.graph.chunks import BODY, told_by
-from pytest_gtrainer.graph.conventions import direction, node_fqn
-from pytest_gtrainer.passes.chunking.errors import ChunkError, described
-from pytest_gtrainer.passes.chunking.order import dependencies
-from pytest_gtrainer.passes.chunking.regions import Key
-from pytest_gtrainer.passes.chunking.storages import Storages
+from pytest_gtrainer.graph.nodes import direction, is_random, node_fqn
+from pytest_gtrainer.passes.chunking.config import ChunkError, described
+from pytest_gtrainer.passes.chunking.regions import Region, RegionKey, Storages
 from pytest_gtrainer.passes.graph_pass import graph_pass
+
+Unit: TypeAlias = fx.Node | Region
+
+
+def units_in_order(nodes: Sequence[fx.Node], region_of: Mapping[fx.Node, Region], storages: Storages) -> list[Unit]:
+    """Nodes and regions, each once, after all that they depend on.
+
+    Raises:
+        ChunkError: a region depends on what depends on it (G17).
+    """
+    places: dict[Unit, int] = {}
+    for place, node in enumerate(nodes):
+        places.setdefault(region_of.get(node, node), place)
+    before = dependencies(nodes, region_of, storages)
+    ordered = dict.fromkeys(_in_order(before, places))
+    stuck = [unit for unit in before if unit not in ordered]
+    if stuck:
+        region = next(unit for unit in stuck if isinstance(unit, Region))
+        unit = next(source for source in before[region] if source not in ordered)
+        through = unit if isinstance(unit, fx.Node) else unit.body[0]
+        raise ChunkError(
+            f"the {region.key.direction} region of {region.key.root} leaves and re-enters the module: it depends on "
+            f"{described(through)}, which depends on it. Move what lies between into the module, or out of it"
+        )
+    return list(ordered)
+
+
+def _in_order(before: Mapping[Unit, Collection[Unit]], places: Mapping[Unit, Any]) -> Iterator[Unit]:
+    """A topological sort: of the units that depend on nothing that is left, the one whose place is first."""
+    readers: dict[Unit, list[Unit]] = {}
+    for unit, sources in before.items():
+        for source in sources:
+            readers.setdefault(source, []).append(unit)
+    waiting = {unit: len(sources) for unit, sources in before.items()}
+    ready = [(places[unit], unit) for unit, count in waiting.items() if not count]
+    heapq.heapify(ready)
+    while ready:
+        _, unit = heapq.heappop(ready)
+        yield unit
+        for reader in readers.get(unit, ()):
+            waiting[reader] -= 1
+            if not waiting[reader]:
+                heapq.heappush(ready, (places[reader], reader))
+
+
+def dependencies(
+    nodes: Sequence[fx.Node], region_of: Mapping[fx.Node, Region], storages: Storages
+) -> dict[Unit, dict[Unit, None]]:
+    """What each unit must stand behind: what it reads, and by memory and random numbers what the order decides."""
+    before: dict[Unit, dict[Unit, None]] = {}
+    writer: dict[fx.Node, Unit] = {}
+    readers: dict[fx.Node, list[Unit]] = {}
+    written = {storage for found in storages.written.values() for storage in found}
+    drawer: Unit | None = None
+    for node in nodes:
+        unit = region_of.get(node, node)
+        sources = before.setdefault(unit, {})
+        sources.update((region_of.get(source, source), None) for source in node.all_input_nodes)
+        for storage in {storages.of[source] for source in node.all_input_nodes} & written if written else ():
+            if storage in writer:
+                sources[writer[storage]] = None
+            readers.setdefault(storage, []).append(unit)
+        for storage in storages.written.get(node, ()):
+            sources.update((reader, None) for reader in readers.pop(storage, ()))
+            writer[storage] = unit
+        if is_random(node):
+            if drawer is not None:
+                sources[drawer] = None
+            drawer = unit
+        sources.pop(unit, None)
+    return before
+
 
 Turn = tuple[int, int, int, int]
 """Where a node wants to stand: the place of its region, its stage, the chunk's rank there, its own place."""
-
-
-@dataclass(slots=True)
-class _Chunked:
-    """A region as its nodes tell: per chunk its nodes, chunks and nodes in graph order."""
-
-    chunks: dict[int, list[fx.Node]] = field(default_factory=dict)
-
-    def exchanges(self) -> dict[int, list[fx.Node]]:
-        return {chunk: [n for n in nodes if n.target is ALL_TO_ALL] for chunk, nodes in self.chunks.items()}
 
 
 @graph_pass
@@ -50,104 +109,70 @@ def chunk_schedule_pass(gm: fx.GraphModule, example_inputs: Sequence[Any] | None
         ChunkError: an all-to-all of a chunked module belongs to no chunk, or chunks have different ones.
     """
     nodes = list(gm.graph.nodes)
-    regions = _regions(nodes)
-    _check_labels(nodes, regions)
-    exchanging = {key: region for key, region in regions.items() if any(region.exchanges().values())}
-    for key, region in exchanging.items():
-        _check_equal(key, region)
-    ordered = list(_in_turns(nodes, _turns(nodes, exchanging)))
+    output = nodes[-1]
+    turns = _turns(nodes, _exchanging(nodes))
+    before = dependencies(nodes, {}, Storages(gm.graph))
+    del before[output]  # it stays the last one, whether or not it reads everything
+    ordered = [*_in_order(before, turns), output]
     if ordered == nodes:
         return False
-    *moving, output = ordered
-    for node in moving:
+    for node in ordered[:-1]:
         output.prepend(node)
     return True
 
 
-def _regions(nodes: Sequence[fx.Node]) -> dict[Key, _Chunked]:
-    regions: dict[Key, _Chunked] = {}
+def _exchanging(nodes: Sequence[fx.Node]) -> list[dict[int, list[fx.Node]]]:
+    """The regions with all-to-alls, as their nodes tell: per chunk its nodes, chunks and nodes in graph order."""
+    regions: dict[RegionKey, dict[int, list[fx.Node]]] = {}
     for node in nodes:
         told = told_by(node.meta.get("custom") or {})
         if told is not None and told.role == BODY and told.chunk_id is not None:
-            region = regions.setdefault(Key(told.fqn, direction(node)), _Chunked())
-            region.chunks.setdefault(told.chunk_id, []).append(node)
-    return regions
-
-
-def _check_labels(nodes: Sequence[fx.Node], regions: Mapping[Key, _Chunked]) -> None:
+            region = regions.setdefault(RegionKey(told.fqn, direction(node)), {})
+            region.setdefault(told.chunk_id, []).append(node)
     roots = {key.root for key in regions}
     for node in nodes:
         if node.target is not ALL_TO_ALL or told_by(node.meta.get("custom") or {}) is not None:
             continue
-        fqn = node_fqn(node)
-        root = next((root for root in roots if fqn == root or fqn.startswith(f"{root}.")), None)
+        root = next((root for root in roots if f"{node_fqn(node)}.".startswith(f"{root}.")), None)
         if root is not None:
             raise ChunkError(
                 f"{described(node)} is an exchange of the chunked module {root}, but no chunk's: its annotation "
                 "was lost on the way; keep meta['custom'] in the passes before this one"
             )
+    found = []
+    for key, region in regions.items():
+        exchanges = {
+            chunk: [f"{n.target} in {node_fqn(n)} over group {n.args[-1]!r}" for n in part if n.target is ALL_TO_ALL]
+            for chunk, part in region.items()
+        }
+        (first, ours), *others = exchanges.items()
+        for chunk, theirs in others:
+            if ours != theirs:
+                raise ChunkError(
+                    f"the chunks of {key.root} ({key.direction}) do not have the same exchanges and cannot take turns: "
+                    f"chunk {first} has {', '.join(ours) or 'none'}, chunk {chunk} has {', '.join(theirs) or 'none'}"
+                )
+        if ours:
+            found.append(region)
+    return found
 
 
-def _check_equal(key: Key, region: _Chunked) -> None:
-    first, *others = region.exchanges().items()
-    for chunk, launches in others:
-        ours, theirs = [_label(launch) for launch in first[1]], [_label(launch) for launch in launches]
-        if ours != theirs:
-            raise ChunkError(
-                f"the chunks of {key.root} ({key.direction}) do not have the same exchanges and cannot take turns: "
-                f"chunk {first[0]} has {', '.join(ours) or 'none'}, chunk {chunk} has {', '.join(theirs) or 'none'}"
-            )
-
-
-def _label(launch: fx.Node) -> str:
-    return f"{launch.target} in {node_fqn(launch)} over group {launch.args[-1]!r}"
-
-
-def _turns(nodes: Sequence[fx.Node], regions: Mapping[Key, _Chunked]) -> dict[fx.Node, Turn]:
+def _turns(nodes: Sequence[fx.Node], regions: Sequence[dict[int, list[fx.Node]]]) -> dict[Unit, Turn]:
     places = {node: place for place, node in enumerate(nodes)}
-    turns: dict[fx.Node, Turn] = {node: (place, 0, 0, 0) for node, place in places.items()}
-    for region in regions.values():
-        start = min(places[chunk[0]] for chunk in region.chunks.values())
-        for rank, chunk in enumerate(region.chunks.values()):
+    turns: dict[Unit, Turn] = {node: (place, 0, 0, 0) for node, place in places.items()}
+    chunked: set[fx.Node] = set()
+    for region in regions:
+        start = min(places[chunk[0]] for chunk in region.values())
+        for rank, chunk in enumerate(region.values()):
             stage = 0
             for node in chunk:
                 turns[node] = (start, stage, rank, places[node])
                 stage += node.target is ALL_TO_ALL
-    chunked = {node for region in regions.values() for chunk in region.chunks.values() for node in chunk}
+            chunked.update(chunk)
     for node in nodes:
-        if node not in chunked and not node_fqn(node):
-            _follow(node, turns, chunked)
+        # a node without a module, as autograd's additions are, takes its turn with the latest of a chunk that it reads
+        read = [turns[source] for source in node.all_input_nodes if source in chunked]
+        if read and node not in chunked and not node_fqn(node):
+            turns[node] = (*max(read)[:3], places[node])
+            chunked.add(node)
     return turns
-
-
-def _follow(node: fx.Node, turns: dict[fx.Node, Turn], chunked: set[fx.Node]) -> None:
-    """A node without a module, as autograd's additions are, takes its turn with the latest of a chunk that it reads."""
-    latest = max((turns[source] for source in node.all_input_nodes if source in chunked), default=None)
-    if latest is not None:
-        start, stage, rank, _ = latest
-        turns[node] = (start, stage, rank, turns[node][0])
-        chunked.add(node)
-
-
-def _in_turns(nodes: Sequence[fx.Node], turns: Mapping[fx.Node, Turn]) -> Iterator[fx.Node]:
-    """The nodes by their turns, as far as what they depend on allows."""
-    before = dependencies(nodes, {}, Storages(nodes[0].graph))
-    readers: dict[fx.Node, list[fx.Node]] = {}
-    waiting = {}
-    for node in nodes:
-        sources = [source for source in before[node] if isinstance(source, fx.Node)]
-        waiting[node] = len(sources)
-        for source in sources:
-            readers.setdefault(source, []).append(node)
-    output = nodes[-1]
-    waiting[output] += 1  # it stays the last one, whether or not it reads everything
-    ready = [(turns[node], node) for node in nodes if not waiting[node]]
-    heapq.heapify(ready)
-    while ready:
-        _, node = heapq.heappop(ready)
-        yield node
-        for reader in readers.get(node, ()):
-            waiting[reader] -= 1
-            if not waiting[reader]:
-                heapq.heappush(ready, (turns[reader], reader))
-    yield output

@@ -24,9 +24,9 @@ from pytest_gtrainer._torch.chunking import (
     symbols_of,
 )
 from pytest_gtrainer._torch.graph_modules import empty_graph, finished
-from pytest_gtrainer.graph.conventions import DYNAMIC_DIMS
-from pytest_gtrainer.passes.chunking.config import ChunkConfig
-from pytest_gtrainer.passes.chunking.errors import ChunkError, described
+from pytest_gtrainer.graph.nodes import DYNAMIC_DIMS
+from pytest_gtrainer.passes.chunking.config import ChunkConfig, ChunkError, described
+from pytest_gtrainer.passes.chunking.twins import constant
 
 aten = torch.ops.aten
 Extents = dict[Symbol, int]
@@ -60,23 +60,19 @@ def symbolic_twins(
     extents = input_extents(gm, example_inputs)
     if not extents:
         return None
-    symbol = _chunk_symbol(gm, extents, config)
-    part = config.chunk_extent(extents[symbol], f"{config.module_fqn}, symbol {symbol}")
-    return at_extents(gm, extents), at_extents(gm, {**extents, symbol: part})
-
-
-def _chunk_symbol(gm: fx.GraphModule, extents: Extents, config: ChunkConfig) -> Symbol:
     named = gm.graph.output_node().meta.get(DYNAMIC_DIMS, {})
     if config.chunk_dim in named:
         symbol: Symbol = expression_of(named[config.chunk_dim][0])
-        return symbol
-    if len(extents) == 1 and not named:
-        return next(iter(extents))
-    known = ", ".join([*named, *(f"{symbol} = {extent}" for symbol, extent in extents.items() if not named)])
-    raise ChunkError(
-        f"the graph's dynamic dimensions are {known}: which of them is the {config.chunk_dim} dimension cannot be "
-        f"told; trace with trace_step(..., dynamic_dims=config.dynamic_dims(inputs))"
-    )
+    elif len(extents) == 1 and not named:
+        [symbol] = extents
+    else:
+        known = ", ".join([*named, *(f"{symbol} = {extent}" for symbol, extent in extents.items() if not named)])
+        raise ChunkError(
+            f"the graph's dynamic dimensions are {known}: which of them is the {config.chunk_dim} dimension cannot be "
+            f"told; trace with trace_step(..., dynamic_dims=config.dynamic_dims(inputs))"
+        )
+    part = config.chunk_extent(extents[symbol], f"{config.module_fqn}, symbol {symbol}")
+    return at_extents(gm, extents), at_extents(gm, {**extents, symbol: part})
 
 
 def input_extents(gm: fx.GraphModule, example_inputs: Sequence[Any] | None) -> Extents:
@@ -85,7 +81,8 @@ def input_extents(gm: fx.GraphModule, example_inputs: Sequence[Any] | None) -> E
     Raises:
         ChunkError: neither is known.
     """
-    traced = {expression_of(symbol): extent for symbol, extent in _dynamic_dims(gm).values()}
+    named: Mapping[str, tuple[torch.SymInt, int]] = gm.graph.output_node().meta.get(DYNAMIC_DIMS, {})
+    traced = {expression_of(symbol): extent for symbol, extent in named.values()}
     extents: Extents = {}
     for index, node in enumerate(gm.graph.find_nodes(op="placeholder")):
         given = example_inputs[index] if example_inputs is not None and index < len(example_inputs) else None
@@ -103,11 +100,6 @@ def input_extents(gm: fx.GraphModule, example_inputs: Sequence[Any] | None) -> E
     return extents
 
 
-def _dynamic_dims(gm: fx.GraphModule) -> Mapping[str, tuple[torch.SymInt, int]]:
-    found: Mapping[str, tuple[torch.SymInt, int]] = gm.graph.output_node().meta.get(DYNAMIC_DIMS, {})
-    return found
-
-
 def at_extents(gm: fx.GraphModule, extents: Extents) -> fx.GraphModule:
     """A new graph with numbers for symbols.
 
@@ -122,7 +114,14 @@ def at_extents(gm: fx.GraphModule, extents: Extents) -> fx.GraphModule:
         )
     made = _Substitution(gm, extents, numbers).run()
     made.graph.output_node().meta.pop(DYNAMIC_DIMS, None)
-    _check_none_left(made, extents)
+    for node in (n for module in made.modules() if isinstance(module, fx.GraphModule) for n in module.graph.nodes):
+        seen: list[Expression] = [*symbols_of(node.meta.get("val")), *symbols_of([node.args, node.kwargs])]
+        left = [symbol for symbol in seen if symbol in extents]
+        if left:  # H1
+            raise ChunkError(
+                f"{described(node)} still refers to {left[0]} after its extent was put in: values may hold symbols "
+                "in tensors, numbers, and lists or tuples of them"
+            )
     return made
 
 
@@ -149,7 +148,10 @@ class _Substitution:
                 copied.meta.pop("tensor_meta", None)
             self.known[node] = copied
             if node.op == "get_attr":
-                self.attributes[str(node.target)] = self._attribute(str(node.target))
+                found = constant(self.gm, node)
+                is_graph = isinstance(found, fx.GraphModule)
+                found = _Substitution(found, self.extents, self.numbers).run() if is_graph else found
+                self.attributes[str(node.target)] = found
         return finished(self.graph, self.gm, self.attributes)
 
     def _mapped(self, arguments: Any) -> Any:
@@ -170,9 +172,12 @@ class _Substitution:
         if node.target is aten._assert_scalar.default:
             return self._states(node, self._mapped(node.args)[0], str(node.args[1]))
         name = getattr(getattr(node.target, "overloadpacket", None), "__name__", "")
-        if name in _RANGES:
-            return self._states_range(node)
-        return False
+        number = self._mapped(node.args)[0] if name in _RANGES else None
+        if not isinstance(number, int):
+            return False
+        least, most = node.kwargs.get("min"), node.kwargs.get("max")
+        inside = (least is None or number >= least) and (most is None or number <= most)
+        return self._states(node, inside, f"{number} is not within {least} and {most}")
 
     def _states(self, node: fx.Node, fact: Any, message: str) -> bool:
         if isinstance(fact, fx.Node | torch.SymBool):
@@ -184,22 +189,6 @@ class _Substitution:
             )
         return True
 
-    def _states_range(self, node: fx.Node) -> bool:
-        number = self._mapped(node.args)[0]
-        if not isinstance(number, int):
-            return False
-        least, most = node.kwargs.get("min"), node.kwargs.get("max")
-        inside = (least is None or number >= least) and (most is None or number <= most)
-        return self._states(node, inside, f"{number} is not within {least} and {most}")
-
-    def _attribute(self, name: str) -> Any:
-        found: Any = self.gm
-        for part in name.split("."):
-            found = getattr(found, part)
-        if isinstance(found, fx.GraphModule):
-            return _Substitution(found, self.extents, self.numbers).run()
-        return found
-
     def value(self, value: Any) -> Any:
         """A value with numbers for symbols; sizes that depend on data stay symbolic."""
         if isinstance(value, _SYMBOLIC):
@@ -210,16 +199,3 @@ class _Substitution:
             shape, stride = [self.value(e) for e in value.shape], [self.value(e) for e in value.stride()]
             return strided_like(value, shape, stride)
         return value
-
-
-def _check_none_left(gm: fx.GraphModule, extents: Extents) -> None:
-    """H1."""
-    for module in gm.modules():
-        for node in module.graph.nodes if isinstance(module, fx.GraphModule) else ():
-            seen: list[Expression] = [*symbols_of(node.meta.get("val")), *symbols_of([node.args, node.kwargs])]
-            left = [symbol for symbol in seen if symbol in extents]
-            if left:
-                raise ChunkError(
-                    f"{described(node)} still refers to {left[0]} after its extent was put in: values may hold symbols "
-                    "in tensors, numbers, and lists or tuples of them"
-                )

@@ -10,13 +10,14 @@ refused (G18). *Cost.* Linear in nodes, a few microseconds each.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import fx
 
-from pytest_gtrainer.passes.chunking.errors import ChunkError, described
+from pytest_gtrainer.passes.chunking.config import ChunkError, described
 
 
 class Twins:
@@ -32,9 +33,12 @@ class Twins:
         self.full, self.part, self.num_chunks = full, part, num_chunks
         self.part_of = dict(aligned(full, part))
         self.full_of = {part: full for full, part in self.part_of.items()}
-        pairs = self.part_of.items()
-        self._differs = {node for node, twin in pairs if differs(node, twin) or self._constant_differs(node)}
-        self._dims = {node: dims for node in self._differs if (dims := self._find_differing_dims(node))}
+        self._differs = {node for node, twin in self.part_of.items() if _differ(full, node, part, twin)}
+        self._dims: dict[fx.Node, list[int]] = {}
+        for node in self._differs:
+            value = node.meta.get("val")
+            if isinstance(value, torch.Tensor) and (dims := _differing_dims(value, self.part_of[node].meta["val"])):
+                self._dims[node] = dims
 
     def differs(self, node: fx.Node) -> bool:
         """Whether the node's own extents, literals or constant depend on the chunk dimension."""
@@ -47,10 +51,6 @@ class Twins:
     def differing_dims(self, node: fx.Node) -> list[int]:
         """The dimensions of a tensor whose known extents differ; none of anything else."""
         return self._dims.get(node, [])
-
-    def _find_differing_dims(self, node: fx.Node) -> list[int]:
-        value = node.meta.get("val")
-        return _differing_dims(value, self.part_of[node].meta["val"]) if isinstance(value, torch.Tensor) else []
 
     def has_unknown_extent(self, node: fx.Node) -> bool:
         """Whether an extent is known only at run time."""
@@ -74,15 +74,6 @@ class Twins:
             )
         return dims[0]
 
-    def _constant_differs(self, node: fx.Node) -> bool:
-        if node.op != "get_attr":
-            return False
-        ours, theirs = constant(self.full, node), constant(self.part, self.part_of[node])
-        if isinstance(ours, torch.Tensor) and isinstance(theirs, torch.Tensor):
-            return ours is not theirs and not _equal(ours, theirs)
-        return isinstance(ours, fx.GraphModule) and isinstance(theirs, fx.GraphModule) and nested_differ(ours, theirs)
-
-
 def constant(gm: fx.GraphModule, node: fx.Node) -> Any:
     """What a ``get_attr`` node names."""
     found: Any = gm
@@ -91,44 +82,40 @@ def constant(gm: fx.GraphModule, node: fx.Node) -> Any:
     return found
 
 
-def _equal(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
-    same_kind = ours.shape == theirs.shape and ours.dtype == theirs.dtype and ours.device == theirs.device
-    return same_kind and (ours.is_meta or bool(torch.equal(ours, theirs)))
-
-
 def aligned(full: fx.GraphModule, part: fx.GraphModule) -> Iterator[tuple[fx.Node, fx.Node]]:
     """Nodes of the two graphs in pairs.
 
     Raises:
         ChunkError: a pair differs in its operator, or in whose results it reads (G18).
     """
-    ours, theirs = list(full.graph.nodes), list(part.graph.nodes)
-    known: dict[fx.Node, fx.Node] = {}
-    for node, twin in zip(ours, theirs, strict=False):
-        same = node.op == twin.op and (node.op != "call_function" or node.target == twin.target)
+    known: dict[fx.Node | None, fx.Node | None] = {}
+    for node, twin in itertools.zip_longest(full.graph.nodes, part.graph.nodes):
+        same = node is not None and twin is not None and node.op == twin.op
+        same = same and (node.op != "call_function" or node.target == twin.target)
         if not same or [known.get(source) for source in node.all_input_nodes] != twin.all_input_nodes:
-            raise _misaligned(node, twin)
+            ours, theirs = (described(one) if one is not None else "nothing" for one in (node, twin))
+            raise ChunkError(
+                "the operators of the step depend on the chunk dimension's extent. The first that differ: at full "
+                f"extent {ours}, at the extent of one chunk {theirs}. Leave loops over that dimension and branches on "
+                "its extent (an extent of 1 included) out of the model"
+            )
         known[node] = twin
         yield node, twin
-    if len(ours) != len(theirs):
-        raise _misaligned(ours[len(theirs)], None) if len(ours) > len(theirs) else _misaligned(None, theirs[len(ours)])
 
 
-def _misaligned(node: fx.Node | None, twin: fx.Node | None) -> ChunkError:
-    full = described(node) if node is not None else "nothing"
-    part = described(twin) if twin is not None else "nothing"
-    return ChunkError(
-        "the operators of the step depend on the chunk dimension's extent. The first that differ: at full extent "
-        f"{full}, at the extent of one chunk {part}. Leave loops over that dimension and branches on its "
-        "extent (an extent of 1 included) out of the model"
-    )
-
-
-def differs(node: fx.Node, twin: fx.Node) -> bool:
-    """Whether two nodes that correspond differ in the extents of their values or in a literal."""
+def _differ(full: fx.GraphModule, node: fx.Node, part: fx.GraphModule, twin: fx.Node) -> bool:
+    """Whether two nodes that correspond differ in the extents of their values, in a literal, or in a constant."""
     if _extents_differ(node.meta.get("val"), twin.meta.get("val")):
         return True
-    return _literals_differ(node.args, twin.args) or _literals_differ(node.kwargs, twin.kwargs)
+    if node.op != "get_attr":
+        return _literals_differ(node.args, twin.args) or _literals_differ(node.kwargs, twin.kwargs)
+    ours, theirs = constant(full, node), constant(part, twin)
+    if isinstance(ours, fx.GraphModule) and isinstance(theirs, fx.GraphModule):
+        return any(_differ(ours, inner, theirs, other) for inner, other in aligned(ours, theirs))
+    if ours is theirs or not isinstance(ours, torch.Tensor) or not isinstance(theirs, torch.Tensor):
+        return False
+    same_kind = ours.shape == theirs.shape and ours.dtype == theirs.dtype and ours.device == theirs.device
+    return not same_kind or not (ours.is_meta or torch.equal(ours, theirs))
 
 
 def _extents_differ(ours: Any, theirs: Any) -> bool:
@@ -143,11 +130,8 @@ def _extents_differ(ours: Any, theirs: Any) -> bool:
 
 def _differing_dims(ours: torch.Tensor, theirs: torch.Tensor) -> list[int]:
     """Dimensions of known extents that differ."""
-    return [dim for dim, (a, b) in enumerate(zip(ours.shape, theirs.shape, strict=True)) if _known_to_differ(a, b)]
-
-
-def _known_to_differ(ours: Any, theirs: Any) -> bool:
-    return type(ours) is int and type(theirs) is int and ours != theirs
+    pairs = enumerate(zip(ours.shape, theirs.shape, strict=True))
+    return [dim for dim, (a, b) in pairs if type(a) is int and type(b) is int and a != b]
 
 
 def _literals_differ(ours: Any, theirs: Any) -> bool:
@@ -163,19 +147,3 @@ def _literals_differ(ours: Any, theirs: Any) -> bool:
     if isinstance(ours, torch.SymInt | torch.SymFloat | torch.SymBool):
         return False  # both are of data, and no literal of the chunk dimension
     return type(ours) is not type(theirs) or bool(ours != theirs)
-
-
-def nested_differ(ours: fx.GraphModule, theirs: fx.GraphModule) -> bool:
-    """Whether two nested graphs that correspond differ anywhere in extents, literals or constants."""
-    pairs = aligned(ours, theirs)
-    return any(
-        differs(node, twin)
-        or (node.op == "get_attr" and _nested_constants_differ(constant(ours, node), constant(theirs, twin)))
-        for node, twin in pairs
-    )
-
-
-def _nested_constants_differ(ours: Any, theirs: Any) -> bool:
-    if isinstance(ours, fx.GraphModule):
-        return nested_differ(ours, theirs)
-    return isinstance(ours, torch.Tensor) and not _equal(ours, theirs)

@@ -16,6 +16,7 @@ import torch
 from pytest_gtrainer import facts
 from pytest_gtrainer._pytest_private import tear_down
 from pytest_gtrainer._torch.process import forget_compiled
+from pytest_gtrainer.numerics.seeds import seed_everything
 from pytest_gtrainer.ranks import wire
 from pytest_gtrainer.ranks.channel import Channel
 from pytest_gtrainer.ranks.inside.collection import Collection, CollectionDiffers
@@ -88,7 +89,7 @@ class Rank:
 
     def _run(self, command: wire.RunItem) -> str | None:
         """Run the whole protocol of a test; what stopped it, if something outside a phase did."""
-        hygiene.seed_everything()
+        seed_everything(hygiene.SEED, later=False)
         try:
             item = self.collection.find(command.item)
             following = self._following(command.next_item)
@@ -113,7 +114,7 @@ class Rank:
 
     @obey.register
     def call_function(self, command: wire.CallFunction) -> wire.CallDone:
-        hygiene.seed_everything()
+        seed_everything(hygiene.SEED, later=False)
         with facts.collecting() as seen:
             result, error = self._attempt(command)
         forget_compiled()

@@ -19,14 +19,14 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from pytest_gtrainer._torch.values import pytree
 from pytest_gtrainer.graph.layout import BucketLayout
 from pytest_gtrainer.long_work import long_work
+from pytest_gtrainer.numerics.digest import tell_weights
 from pytest_gtrainer.numerics.record import Record
-from pytest_gtrainer.numerics.weight_digests import tell_weights
 from pytest_gtrainer.references.config import Batch, TrainConfig, new_model
 from pytest_gtrainer.references.graph import GraphRun, shard_traceably
 from pytest_gtrainer.references.simulated.clipping import Gradients, clip_on_all
 from pytest_gtrainer.references.simulated.eager import ConfigOfMesh, config_of_mesh
 from pytest_gtrainer.references.train import Recorder, record_random_states
-from pytest_gtrainer.tracing.state import ModelState, local
+from pytest_gtrainer.tracing.model import ModelState, local
 from pytest_gtrainer.worlds.simulated.interpreter import (
     Interpreter,
     PerRank,

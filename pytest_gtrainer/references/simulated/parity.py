@@ -12,11 +12,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from pytest_gtrainer import facts
+from pytest_gtrainer.graph.bucket_plan import PayloadOrder
 from pytest_gtrainer.graph.layout import REDUCE_SCATTER_NAME, BucketLayout, LayoutDifference, assert_same_layout
-from pytest_gtrainer.graph.payload_order import PayloadOrder
-from pytest_gtrainer.numerics.assertions import BitwiseDifference, explained
-from pytest_gtrainer.numerics.compare import Verdict, compare
+from pytest_gtrainer.numerics.compare import BitwiseDifference, compare, explained
 from pytest_gtrainer.numerics.record import Record
+from pytest_gtrainer.numerics.verdict import Verdict
 from pytest_gtrainer.references.config import TrainConfig
 from pytest_gtrainer.references.simulated.eager import ConfigOfMesh, SimulatedRun, simulated_eager
 from pytest_gtrainer.references.simulated.graph import SimulatedGraphRun

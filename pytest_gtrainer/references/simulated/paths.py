@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 
 from pytest_gtrainer.graph.layout import ALL_REDUCE_NAME, REDUCE_SCATTER_NAME, BucketLayout, Payload
-from pytest_gtrainer.numerics.compare import Difference, Verdict
 from pytest_gtrainer.numerics.record import Record
+from pytest_gtrainer.numerics.verdict import Difference, Verdict
 from pytest_gtrainer.worlds.simulated.net import Net
 
 GroupOf = Callable[[int, tuple[int, ...]], tuple[int, ...]]

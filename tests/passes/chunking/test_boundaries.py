@@ -16,7 +16,7 @@ from fixtures.models.loss import ce_step
 from pytest_gtrainer import MixedPrecisionPolicy, data_parallel, trace_step
 from pytest_gtrainer._torch.passes import ALL_GATHER
 from pytest_gtrainer.graph.chunks import BODY, MATERIALIZATION, SPLIT_BOUNDARY, told_by
-from pytest_gtrainer.graph.conventions import direction, node_fqn
+from pytest_gtrainer.graph.nodes import direction, node_fqn
 from pytest_gtrainer.passes.chunking.rewrite import CHUNKING
 
 aten = torch.ops.aten

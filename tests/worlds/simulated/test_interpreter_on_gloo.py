@@ -16,7 +16,7 @@ from pytest_gtrainer import NetModel, assert_bitwise_different, assert_bitwise_e
 from pytest_gtrainer.references.config import adamw
 from pytest_gtrainer.references.graph import GraphRun
 from pytest_gtrainer.references.train import local_tensor
-from pytest_gtrainer.tracing.state import ModelState
+from pytest_gtrainer.tracing.model import ModelState
 from pytest_gtrainer.worlds.simulated.gloo import GlooNet
 from pytest_gtrainer.worlds.simulated.interpreter import Interpreter, PerRank, RankGraph
 from pytest_gtrainer.worlds.simulated.interpreter.values import of_rank

@@ -14,7 +14,7 @@ from fixtures.models.loss import ce_step
 from fixtures.training import deepseek_v3_training, llama3_training
 from pytest_gtrainer import VacuousCheck, assert_simulated_parity, sweep_nets
 from pytest_gtrainer.graph.layout import LayoutDifference
-from pytest_gtrainer.numerics.assertions import BitwiseDifference
+from pytest_gtrainer.numerics.compare import BitwiseDifference
 
 CONFIG = functools.partial(llama3_training, precision="fp32", steps=1)
 EIGHT = pytest.mark.gt_world("simulated", size=8, nodes=2)

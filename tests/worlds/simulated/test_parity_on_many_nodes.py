@@ -16,7 +16,7 @@ from pytest_gtrainer import (
     train_eager,
     train_graph,
 )
-from pytest_gtrainer.graph.bucket_plan import PlanError
+from pytest_gtrainer.graph.collectives import PlanError
 from pytest_gtrainer.graph.layout import LayoutDifference, assert_same_layout
 from pytest_gtrainer.references.simulated.eager import simulated_eager
 from pytest_gtrainer.references.simulated.graph import SimulatedGraphRun

@@ -12,7 +12,8 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from pytest_gtrainer._torch.operators import OpOverload, schema
+from pytest_gtrainer._torch.operators import schema
+from pytest_gtrainer.graph.nodes import is_collective
 from pytest_gtrainer.worlds.simulated import collectives
 from pytest_gtrainer.worlds.simulated.errors import CollectiveMismatch, NoModel
 from pytest_gtrainer.worlds.simulated.interpreter.values import interned
@@ -21,15 +22,9 @@ from pytest_gtrainer.worlds.simulated.net import Net
 Call = dict[str, Any]
 Handler = Callable[[Net, Sequence[Call]], list[Any]]
 
-NAMESPACES = ("_c10d_functional", "_c10d_functional_autograd", "c10d", "c10d_functional", "symm_mem", "_dtensor")
 _PASSED_THROUGH = ("wait_tensor", "_wrap_tensor_autograd")
 _WRITTEN = {"all_gather_into_tensor_out": "out", "reduce_scatter_tensor_out": "out", "all_reduce_": "input",
             "broadcast_": "input", "all_reduce_coalesced_": "inputs"}  # fmt: skip
-
-
-def is_collective(node: fx.Node) -> bool:
-    """Whether the operator communicates, modelled or not."""
-    return isinstance(node.target, OpOverload) and node.target.namespace in NAMESPACES
 
 
 def passes_through(node: fx.Node) -> bool:

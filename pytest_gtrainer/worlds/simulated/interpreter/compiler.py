@@ -8,11 +8,11 @@ from itertools import chain, groupby
 from torch import fx
 
 from pytest_gtrainer._torch.operators import schema
+from pytest_gtrainer.graph.nodes import is_collective, written_operands
 from pytest_gtrainer.worlds.simulated.interpreter.binding import binder, named_arguments
 from pytest_gtrainer.worlds.simulated.interpreter.blocks import Segment
 from pytest_gtrainer.worlds.simulated.interpreter.collective_calls import (
     handler_of,
-    is_collective,
     is_reduction,
     passes_through,
     written_argument,
@@ -23,10 +23,9 @@ from pytest_gtrainer.worlds.simulated.interpreter.nested import NestedStep, chec
 from pytest_gtrainer.worlds.simulated.interpreter.operators import (
     attribute,
     check_callable,
+    draws,
     graphs_called,
     has_collectives,
-    is_random,
-    written_nodes,
 )
 from pytest_gtrainer.worlds.simulated.interpreter.program import Part, Plain, Program, Single
 from pytest_gtrainer.worlds.simulated.interpreter.steps import CollectiveStep, ConstantStep, EffectStep, Step
@@ -88,7 +87,7 @@ class _Compiler:
             check_nested(node)
             target = graphs[0] if node.op == "call_module" else node.target
             return NestedStep(target, node.all_input_nodes, binder(node), {id(g): self.program(g) for g in graphs})
-        written, random = written_nodes(node), is_random(node, gm)
+        written, random = written_operands(node), draws(node, gm)
         if not written and not random:
             return None
         assert callable(node.target)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import fx
 
-from pytest_gtrainer.graph.conventions import node_fqn
+from pytest_gtrainer.graph.nodes import node_fqn
 
 
 def input_name(node: fx.Node) -> str:

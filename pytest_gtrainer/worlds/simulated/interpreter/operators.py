@@ -9,36 +9,14 @@ import torch
 from torch import fx
 
 from pytest_gtrainer._torch.interpreter import COMPILED_CODE, COMPILED_MODULES
-from pytest_gtrainer._torch.operators import HigherOrderOperator, OpOverload, schema
+from pytest_gtrainer._torch.operators import HigherOrderOperator
+from pytest_gtrainer.graph.nodes import is_collective, is_random
 from pytest_gtrainer.worlds.simulated.errors import NoModel
-from pytest_gtrainer.worlds.simulated.interpreter.binding import named_arguments
-from pytest_gtrainer.worlds.simulated.interpreter.collective_calls import is_collective
-
-_DRAWING = ("run_and_save_rng_state", "run_with_rng_state")
 
 
-def written_nodes(node: fx.Node) -> list[fx.Node]:
-    """The nodes whose values the operator writes to, by its schema."""
-    if not isinstance(node.target, OpOverload) or not schema(node.target).is_mutable:
-        return []
-    named = named_arguments(node)
-    written = [
-        named[argument.name]
-        for argument in schema(node.target).arguments
-        if argument.alias_info is not None and argument.alias_info.is_write and argument.name in named
-    ]
-    found: list[fx.Node] = []
-    fx.node.map_arg(written, found.append)
-    return found
-
-
-def is_random(node: fx.Node, root: torch.nn.Module) -> bool:
+def draws(node: fx.Node, root: torch.nn.Module) -> bool:
     """Whether the operator, or a graph that it calls, draws random numbers."""
-    if isinstance(node.target, OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags:
-        return True
-    if isinstance(node.target, HigherOrderOperator) and node.target.name() in _DRAWING:
-        return True
-    return any(is_random(inner, graph) for graph in graphs_called(node, root) for inner in graph.graph.nodes)
+    return is_random(node) or any(draws(n, graph) for graph in graphs_called(node, root) for n in graph.graph.nodes)
 
 
 def has_collectives(gm: fx.GraphModule) -> bool:

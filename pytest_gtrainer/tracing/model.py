@@ -1,17 +1,73 @@
-"""The parameters and buffers of a model as one ordered list, and their exchange for traced ones."""
+"""What a trace needs of a model: the names of its modules on nodes, and its state as one list."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.utils.hooks import RemovableHandle
 
 from pytest_gtrainer._torch.modules import buffers_of, parameters_of
+from pytest_gtrainer._torch.tracing import annotate, without_annotation
+
+KEY = "module_fqn"
+LOSS_FQN = "loss"
+
+
+class FqnAnnotation:
+    """What ``annotate_module_fqns`` put on a model; ``remove()`` takes it off, as leaving a ``with`` block does."""
+
+    def __init__(self, handles: list[RemovableHandle]) -> None:
+        self._handles = handles
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def __enter__(self) -> FqnAnnotation:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.remove()
+
+
+class _Scope:
+    """Enters a context when a module's forward starts and leaves it when it ends; re-entrant."""
+
+    def __init__(self, fqn: str) -> None:
+        self.fqn = fqn
+        self._open: list[AbstractContextManager[None]] = []
+
+    def before(self, module: nn.Module, args: Any) -> None:
+        # the root's own operators belong to no module, even where the step around it is the loss
+        context = annotate({KEY: self.fqn}) if self.fqn else without_annotation(KEY)
+        context.__enter__()
+        self._open.append(context)
+
+    def after(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._open.pop().__exit__(None, None, None)
+
+
+def annotate_module_fqns(model: nn.Module) -> FqnAnnotation:
+    """Stamp every node traced inside a submodule's forward with the submodule's FQN.
+
+    Each named submodule except the root gets its own FQN, two instances of one class and
+    parameterless modules included; the innermost wins. A module registered under two names
+    has the first. Annotating twice is harmless. Eager runs are unaffected.
+    """
+    handles = []
+    for fqn, module in model.named_modules():
+        scope = _Scope(fqn)
+        handles.append(module.register_forward_pre_hook(scope.before, prepend=True))
+        handles.append(module.register_forward_hook(scope.after, always_call=True))
+    return FqnAnnotation(handles)
+
 
 Slot = tuple[dict[str, Any], str]
 
@@ -19,27 +75,6 @@ Slot = tuple[dict[str, Any], str]
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """The plain tensor of this rank: a DTensor's local shard, else the tensor itself."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def managed_order(model: nn.Module) -> list[str]:
-    """Parameters in the order in which FSDP2 manages them: modules depth first, children before own ones.
-
-    As torch 2.13's ``_get_managed_modules``: a module or parameter registered twice counts where
-    the walk comes to it first, under the name it has in ``named_parameters``.
-    """
-    names = {id(parameter): fqn for fqn, parameter in model.named_parameters()}
-    seen: set[nn.Module] = set()
-    ordered: dict[str, None] = {}
-
-    def walk(module: nn.Module) -> None:
-        seen.add(module)
-        for child in module.children():
-            if child not in seen:
-                walk(child)
-        ordered.update(dict.fromkeys(names[id(parameter)] for parameter in module.parameters(recurse=False)))
-
-    walk(model)
-    return list(ordered)
 
 
 def rewrap(plain: torch.Tensor, like: torch.Tensor) -> torch.Tensor:

@@ -1,14 +1,111 @@
-"""A verdict as text for a terminal: what differs first, by how much, and where else."""
+"""What a comparison of tensors found, and how a person reads it: on a terminal, or as a table.
+
+No torch here: reports order their rows by the same phases.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
 
-from pytest_gtrainer.numerics.record import Key
+PHASES = ("rng", "loss", "gradient", "clipped", "weight", "optimizer", "buffer")
+"""In the order of a step: random states before it, the loss, gradients before and after clipping, and what the
+optimiser leaves."""
 
-if TYPE_CHECKING:
-    from pytest_gtrainer.numerics.compare import Difference, Verdict
+
+def page_order(step: int, rank: int, phase: str) -> tuple[int, int, int]:
+    """What sorts the digests of a page: by step, then by phase, then by rank."""
+    return step, PHASES.index(phase), rank
+
+
+class Key(NamedTuple):
+    """Where in a run a tensor was captured; ``gradient`` is taken before clipping, ``clipped`` after."""
+
+    step: int
+    rank: int
+    phase: str
+    name: str
+
+
+Outcome = Literal["equal", "different", "unverified"]
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """One tensor that differs, at its first differing element.
+
+    Attributes:
+        key: step, rank, phase and name; the phase is empty outside a record.
+        kind: ``bits``, or what differs before bits can be compared.
+        actual, expected: the two values at ``element``, or the two dtypes, shapes, strides, placements.
+        element: index of the first differing element; None unless ``kind`` is ``bits``.
+        actual_bits, expected_bits: the patterns of that element.
+        ulp: their distance; None for NaN and for what is not floating point.
+        elements, numel: how many elements differ, of how many.
+        layout: dtype and shape for a person, ``bf16[64, 64]``.
+    """
+
+    key: Key
+    kind: Literal["bits", "dtype", "shape", "stride", "placements"]
+    actual: str
+    expected: str
+    layout: str
+    numel: int
+    element: tuple[int, ...] | None = None
+    actual_bits: str = ""
+    expected_bits: str = ""
+    ulp: int | None = None
+    elements: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What a comparison found; ``str(verdict)`` is written for a terminal.
+
+    Attributes:
+        outcome: ``equal``, ``different`` or ``unverified``.
+        compared: how many pairs of tensors were looked at.
+        differences: every tensor that differs, in order of origin.
+        only_actual, only_expected: keys that the other side does not have.
+        reasons: why it is unverified, or different beyond its tensors.
+    """
+
+    outcome: Outcome
+    compared: int = 0
+    differences: tuple[Difference, ...] = ()
+    only_actual: tuple[Key, ...] = ()
+    only_expected: tuple[Key, ...] = ()
+    reasons: tuple[str, ...] = ()
+
+    @property
+    def first(self) -> Difference | None:
+        """The difference nearest to the origin."""
+        return self.differences[0] if self.differences else None
+
+    @property
+    def differing_tensors(self) -> int:
+        """How many tensors differ."""
+        return len(self.differences)
+
+    @property
+    def differing_elements(self) -> int:
+        """How many elements differ, over all tensors of equal dtype and shape."""
+        return sum(difference.elements for difference in self.differences)
+
+    @property
+    def origin(self) -> tuple[int, int] | None:
+        """``(step, rank)`` of what went wrong first; None outside records."""
+        keys = [difference.key for difference in self.differences] + [*self.only_actual, *self.only_expected]
+        places = [(key.step, key.rank) for key in keys if key.phase]
+        return min(places, default=None)
+
+    def __bool__(self) -> bool:
+        raise TypeError("a verdict has three outcomes: ask for verdict.outcome == 'equal'")
+
+    def __str__(self) -> str:
+        return text(self)
+
 
 _MOST_LINES = 8
 _WORDS = {"clipped": "clipped gradient", "optimizer": "optimizer state", "rng": "random state"}

@@ -1,0 +1,108 @@
+"""What a node of a graph is: where it belongs, and what it does beside computing its value.
+
+Where it belongs stands in ``node.meta``, as graph trainers write it, so graphs traced elsewhere go straight in:
+
+- ``meta["custom"]["module_fqn"]``, else ``nn_module_stack``: the module that a node belongs to;
+- ``meta["autograd_backward"]``: True on nodes that the backward made, the one source of direction;
+- ``meta["gt_gathers_once"]`` on the output node: True if a parameter is gathered once however often it is read, so that
+  its gradient is complete before it is reduced;
+- ``meta["gt_dynamic_dims"]`` there: per dimension that the graph keeps as a symbol, by name, the symbol and the
+  extent of the example.
+
+What it does is told by its operator: it communicates, waits, draws random numbers, shows memory, writes to it.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from pytest_gtrainer._torch.operators import HigherOrderOperator, OpOverload, schema
+from pytest_gtrainer._torch.passes import WAIT
+
+FORWARD, BACKWARD = "fwd", "bwd"
+GATHERS_ONCE = "gt_gathers_once"
+DYNAMIC_DIMS = "gt_dynamic_dims"
+
+_COMMUNICATING = ("_c10d_functional", "_c10d_functional_autograd", "c10d", "c10d_functional", "symm_mem", "_dtensor")
+_DRAWING = ("run_and_save_rng_state", "run_with_rng_state")
+
+
+def direction(node: fx.Node) -> str:
+    """ "bwd" for nodes the backward made, else "fwd" (A3)."""
+    return BACKWARD if node.meta.get("autograd_backward") else FORWARD
+
+
+def node_fqn(node: fx.Node) -> str:
+    """Module FQN of a node: from ``custom``, else the innermost of ``nn_module_stack``, else "" (D12)."""
+    meta = node.meta
+    custom = meta.get("custom")
+    if custom and (fqn := custom.get("module_fqn")):
+        return str(fqn)
+    stack = meta.get("nn_module_stack") or meta.get("fwd_nn_module_stack")
+    return str(next(reversed(stack.values()))[0]) if stack else ""
+
+
+def is_collective(node: fx.Node) -> bool:
+    """Whether the operator communicates, or waits for one that does."""
+    return isinstance(node.target, OpOverload) and node.target.namespace in _COMMUNICATING
+
+
+def is_wait(node: fx.Node) -> bool:
+    """Whether a node waits for a functional collective."""
+    return node.target is WAIT
+
+
+def is_random(node: fx.Node) -> bool:
+    """Whether the node draws from a random generator.
+
+    Attention without dropout does not, though torch tags its operator as if it did.
+    """
+    target = node.target
+    if isinstance(target, HigherOrderOperator):
+        return target.name() in _DRAWING
+    if not isinstance(target, OpOverload) or torch.Tag.nondeterministic_seeded not in target.tags:
+        return False
+    for place, argument in enumerate(schema(target).arguments):
+        if argument.name == "dropout_p":
+            given: object = node.args[place] if place < len(node.args) else argument.default_value
+            return node.kwargs.get("dropout_p", given) != 0.0
+    return True
+
+
+def is_view(target: object) -> bool:
+    """Whether an operator's result shares memory with its operand, to which it does not write."""
+    return isinstance(target, OpOverload) and (target.is_view or target is torch.ops.aten._unsafe_view.default)
+
+
+def mutates(node: fx.Node) -> bool:
+    """Whether the operator writes to an operand."""
+    return isinstance(node.target, OpOverload) and bool(schema(node.target).is_mutable)
+
+
+def written_operands(node: fx.Node) -> list[fx.Node]:
+    """The operands that the node's operator writes to."""
+    if not isinstance(node.target, OpOverload):
+        return []
+    written: list[fx.Node] = []
+    for place, argument in enumerate(schema(node.target).arguments):
+        if argument.is_write:
+            given = node.args[place] if place < len(node.args) else None
+            fx.node.map_arg(node.kwargs.get(argument.name, given), written.append)
+    return written
+
+
+def has_effect(node: fx.Node) -> bool:
+    """Whether the node must stay though nobody reads it (M5): mutations, collectives, random operators, assertions.
+
+    What cannot be judged from here stays too: modules, methods, operators that run graphs.
+    """
+    if node.op in ("placeholder", "output", "call_module", "call_method"):
+        return True
+    if node.op == "get_attr":
+        return False
+    if isinstance(node.target, OpOverload):
+        return is_random(node) or is_collective(node) or bool(node.is_impure(impure_random=False))
+    # Python's operators on sizes and tuples have none
+    plain = getattr(node.target, "__module__", "") in ("_operator", "math", "builtins") or node.target is getattr
+    return not plain or bool(node.is_impure(impure_random=True))

@@ -73,7 +73,7 @@ _HOME: dict[str, str] = {
     # simulated world
     "NetModel": "worlds.simulated.net",
     "assert_simulated_parity": "references.simulated.parity",
-    "sweep_nets": "worlds.simulated.sweep",
+    "sweep_nets": "worlds.simulated.net",
     "VacuousCheck": "references.simulated.parity",
     # schedules
     "timeline": "report.timeline",

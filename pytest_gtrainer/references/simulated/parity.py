@@ -21,9 +21,7 @@ from pytest_gtrainer.references.config import TrainConfig
 from pytest_gtrainer.references.simulated.eager import ConfigOfMesh, SimulatedRun, simulated_eager
 from pytest_gtrainer.references.simulated.graph import SimulatedGraphRun
 from pytest_gtrainer.references.simulated.paths import Paths
-from pytest_gtrainer.worlds.simulated.checks import check_choice
-from pytest_gtrainer.worlds.simulated.net import Net
-from pytest_gtrainer.worlds.simulated.sweep import row_of
+from pytest_gtrainer.worlds.simulated.net import Net, check_choice, row_of
 from pytest_gtrainer.worlds.simulated.world import net_of
 from pytest_gtrainer.worlds.world import World
 

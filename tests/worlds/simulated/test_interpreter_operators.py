@@ -12,7 +12,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from pytest_gtrainer import NetModel
 from pytest_gtrainer._torch.tracing import new_fake_mode
-from pytest_gtrainer.worlds.simulated.errors import CollectiveMismatch, NoModel
+from pytest_gtrainer.worlds.simulated import CollectiveMismatch, NoModel
 from pytest_gtrainer.worlds.simulated.interpreter import Interpreter, PerRank, RandomStates, RankGraph
 from tests.worlds.simulated.graphs import c10d, different, graph_of, interpreter_of, numbers, wait, world_group
 

@@ -13,8 +13,7 @@ from typing import Any
 from torch import Tensor, fx
 
 from pytest_gtrainer._torch.operators import OpOverload, schema
-from pytest_gtrainer.worlds.simulated import collectives
-from pytest_gtrainer.worlds.simulated.errors import CollectiveMismatch, NoModel
+from pytest_gtrainer.worlds.simulated import CollectiveMismatch, NoModel, collectives
 from pytest_gtrainer.worlds.simulated.interpreter.values import interned
 from pytest_gtrainer.worlds.simulated.net import Net
 

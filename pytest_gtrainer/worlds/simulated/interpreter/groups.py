@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from pytest_gtrainer._torch.interpreter import group_of, root_ranks
 from pytest_gtrainer._torch.operators import OpOverload, schema
-from pytest_gtrainer.worlds.simulated.errors import NoModel
+from pytest_gtrainer.worlds.simulated import NoModel
 from pytest_gtrainer.worlds.simulated.interpreter.binding import named_arguments
 
 Partition = tuple[tuple[int, ...], ...]

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
-from pytest_gtrainer.worlds.simulated.errors import CollectiveMismatch, NoModel
+from pytest_gtrainer.worlds.simulated import CollectiveMismatch, NoModel
 from pytest_gtrainer.worlds.simulated.interpreter.binding import Binder
 from pytest_gtrainer.worlds.simulated.interpreter.steps import Frame
 from pytest_gtrainer.worlds.simulated.interpreter.values import PerRank, interned, of_rank

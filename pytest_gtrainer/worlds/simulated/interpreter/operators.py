@@ -10,7 +10,7 @@ from torch import fx
 
 from pytest_gtrainer._torch.interpreter import COMPILED_CODE, COMPILED_MODULES
 from pytest_gtrainer._torch.operators import HigherOrderOperator, OpOverload, schema
-from pytest_gtrainer.worlds.simulated.errors import NoModel
+from pytest_gtrainer.worlds.simulated import NoModel
 from pytest_gtrainer.worlds.simulated.interpreter.binding import named_arguments
 from pytest_gtrainer.worlds.simulated.interpreter.collective_calls import is_collective
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from pytest_gtrainer.worlds.simulated.errors import DependsOnRank
+from pytest_gtrainer.worlds.simulated import DependsOnRank
 from pytest_gtrainer.worlds.simulated.interpreter.blocks import Block, Segment, blocks_of
 from pytest_gtrainer.worlds.simulated.interpreter.lifetimes import source_of
 from pytest_gtrainer.worlds.simulated.interpreter.naming import described, input_name

@@ -15,7 +15,7 @@ from torch import fx
 
 from pytest_gtrainer._torch.interpreter import ALL_GATHER_OUT, PRE_BUCKET_ALL_GATHER
 from pytest_gtrainer._torch.operators import OpOverload, schema
-from pytest_gtrainer.worlds.simulated.errors import DependsOnRank
+from pytest_gtrainer.worlds.simulated import DependsOnRank
 from pytest_gtrainer.worlds.simulated.interpreter.groups import GROUP, RankGraph, group_name
 from pytest_gtrainer.worlds.simulated.interpreter.naming import described, input_name
 from pytest_gtrainer.worlds.simulated.interpreter.operators import attribute

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from torch import fx
 
-from pytest_gtrainer.worlds.simulated.errors import DependsOnRank
+from pytest_gtrainer.worlds.simulated import DependsOnRank
 from pytest_gtrainer.worlds.simulated.interpreter.binding import Binder
 from pytest_gtrainer.worlds.simulated.interpreter.collective_calls import Handler, written_result
 from pytest_gtrainer.worlds.simulated.interpreter.groups import Partition

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pytest_gtrainer._torch.threads import BACKEND, Work, reduction_of, unseen_by_modes
-from pytest_gtrainer.worlds.simulated.errors import CollectiveMismatch, NoModel
+from pytest_gtrainer.worlds.simulated import CollectiveMismatch, NoModel
 from pytest_gtrainer.worlds.simulated.threads.faults import ranks_text, stacks
 from pytest_gtrainer.worlds.simulated.threads.meetings import Meeting, Place
 from pytest_gtrainer.worlds.simulated.threads.messages import Route

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from pytest_gtrainer.worlds.simulated.errors import CollectiveMismatch
+from pytest_gtrainer.worlds.simulated import CollectiveMismatch
 from pytest_gtrainer.worlds.simulated.threads.faults import ranks_text
 from pytest_gtrainer.worlds.simulated.threads.messages import PostOffice
 from pytest_gtrainer.worlds.simulated.threads.operations import Call

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from pytest_gtrainer.worlds.simulated.errors import CollectiveMismatch
+from pytest_gtrainer.worlds.simulated import CollectiveMismatch
 from pytest_gtrainer.worlds.simulated.threads.operations import fill, texts
 from pytest_gtrainer.worlds.simulated.threads.team import Event
 

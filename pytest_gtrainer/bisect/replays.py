@@ -19,7 +19,7 @@ from pytest_gtrainer.numerics.seeds import random_states_kept, random_states_now
 from pytest_gtrainer.tracing.state import ModelState, local
 
 if TYPE_CHECKING:
-    from pytest_gtrainer.worlds.simulated.interpreter import RandomStates, RankGraph
+    from pytest_gtrainer.worlds.simulated.interpreter import RankGraph, RankRandomStates
     from pytest_gtrainer.worlds.simulated.net import Net
     from pytest_gtrainer.worlds.world import World
 
@@ -57,13 +57,16 @@ def run_in_world(inputs: Sequence[Sequence[Any]], world: World, meshes: Sequence
     return _on_all(lambda gm: RankGraph.of(gm, *meshes), net_of(world), merged)
 
 
-def run_as(graph: RankGraph, net: Net, inputs: Sequence[Any], random: RandomStates) -> Run:
+def run_as(graph: RankGraph, net: Net, inputs: Sequence[Any], random: RankRandomStates) -> Run:
     """Runs other graphs as ``Interpreter(graph, net, random=random).run(inputs)`` is about to run this one."""
     return _on_all(graph.with_graph, net, inputs, random.copy())
 
 
 def _on_all(
-    ranked: Callable[[fx.GraphModule], RankGraph], net: Net, inputs: Sequence[Any], random: RandomStates | None = None
+    ranked: Callable[[fx.GraphModule], RankGraph],
+    net: Net,
+    inputs: Sequence[Any],
+    random: RankRandomStates | None = None,
 ) -> Run:
     from pytest_gtrainer.worlds.simulated.interpreter import Interpreter
     from pytest_gtrainer.worlds.simulated.interpreter.values import of_rank

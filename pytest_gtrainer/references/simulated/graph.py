@@ -30,14 +30,14 @@ from pytest_gtrainer.tracing.state import ModelState, local
 from pytest_gtrainer.worlds.simulated.interpreter import (
     Interpreter,
     PerRank,
-    RandomStates,
     RankGraph,
+    RankRandomStates,
     check_same_on_all,
 )
-from pytest_gtrainer.worlds.simulated.interpreter.run import one_thread
+from pytest_gtrainer.worlds.simulated.interpreter.program import one_thread
 from pytest_gtrainer.worlds.simulated.interpreter.values import of_rank
 from pytest_gtrainer.worlds.simulated.threads.run import LIMIT, run_threads
-from pytest_gtrainer.worlds.simulated.threads.state import ProcessState, read_state, state_kept, write_state
+from pytest_gtrainer.worlds.simulated.threads.team import ProcessState, read_state, state_kept, write_state
 from pytest_gtrainer.worlds.simulated.world import net_of, played_by
 from pytest_gtrainer.worlds.world import World
 
@@ -105,7 +105,7 @@ class SimulatedGraphRun:
 
     def _run_on_all(self, ranks: Sequence[_Rank], inputs: Sequence[PerRank]) -> Any:
         """Run the graph; every rank draws from its own random numbers."""
-        random = RandomStates.of_ranks([rank.process.torch_random for rank in ranks])
+        random = RankRandomStates.of_ranks([rank.process.torch_random for rank in ranks])
         self._interpreter.random = random
         output = self._interpreter.run(inputs)
         for rank in ranks:

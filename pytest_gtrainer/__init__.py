@@ -42,7 +42,7 @@ _HOME: dict[str, str] = {
     "BucketLayout": "graph.layout",
     "bucket_layout": "graph.layout",
     "assert_same_layout": "graph.layout",
-    "eager_bucket_layout": "references.layout",
+    "eager_bucket_layout": "references.eager",
     # references
     "TrainConfig": "references.config",
     "eager_chunked": "references.chunked",

@@ -42,7 +42,7 @@ _HOME: dict[str, str] = {
     "BucketLayout": "graph.layout",
     "bucket_layout": "graph.layout",
     "assert_same_layout": "graph.layout",
-    "eager_bucket_layout": "references.layout",
+    "eager_bucket_layout": "references.eager",
     # references
     "TrainConfig": "references.config",
     "eager_chunked": "references.chunked",
@@ -73,7 +73,7 @@ _HOME: dict[str, str] = {
     # simulated world
     "NetModel": "worlds.simulated.net",
     "assert_simulated_parity": "references.simulated.parity",
-    "sweep_nets": "worlds.simulated.sweep",
+    "sweep_nets": "worlds.simulated.net",
     "VacuousCheck": "references.simulated.parity",
     # schedules
     "timeline": "report.timeline",

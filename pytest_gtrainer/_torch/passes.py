@@ -1,4 +1,4 @@
-"""Collectives of a graph, the groups they name, and effects of operators.
+"""Collectives of a graph, and the groups they name.
 
 - functional collectives are the operators of ``torch.ops._c10d_functional``; a group is an argument
   by name, resolved by ``torch.distributed.distributed_c10d._resolve_process_group``;
@@ -8,7 +8,6 @@
 - ``torch._inductor.fx_passes.control_dependencies.preserve_node_ordering`` wraps nodes in the higher-order
   operator ``control_deps(nodes to stand behind, body, *operands)``, which keeps their name and metadata;
 - ``FakeTensor(mode, meta_tensor, device)`` makes a fake tensor without dispatching an operator;
-- ``OpOverload.tags``; ``Node.is_impure``; ``OpOverload.is_view``;
 - ``torch._logging.trace_structured`` writes to the log that ``TORCH_TRACE`` asks for; tlparse shows its event
   "artifact" as a file, of the encoding that stands in its metadata.
 """
@@ -40,8 +39,6 @@ with private_names():
 
 ATTRIBUTES = {
     "torch.distributed.distributed_c10d:_World": ("pg_map", "pg_names", "pg_group_ranks"),
-    "torch._ops:OpOverload": ("is_view", "tags"),
-    "torch.fx:Node": ("is_impure",),
 }
 
 __all__ = ["functional_collectives"]
@@ -55,8 +52,6 @@ WAIT = _ops.wait_tensor.default
 
 EXTRA_GROUP = ":extra"
 """Ends the names of process groups that passes make; they are gone with their world (F4)."""
-
-_COLLECTIVES = ("_c10d_functional", "_c10d_functional_autograd", "c10d", "c10d_functional")
 
 
 def log_artefact(name: str, content: object) -> None:

@@ -31,7 +31,7 @@ from pytest_gtrainer.numerics.record import Record, Tensors
 from pytest_gtrainer.numerics.verdict import Key, Verdict
 
 if TYPE_CHECKING:
-    from pytest_gtrainer.worlds.simulated.interpreter import RandomStates, RankGraph
+    from pytest_gtrainer.worlds.simulated.interpreter import RankGraph, RankRandomStates
     from pytest_gtrainer.worlds.simulated.net import Net
 
 MOST_REPLAYS = 8
@@ -103,7 +103,7 @@ class Witness:
     def _see_replay(self, gm: fx.GraphModule, inputs: list[Any]) -> None:
         self._keep(gm, lambda: local_run(inputs))
 
-    def _see_replay_on_all(self, graph: RankGraph, net: Net, inputs: list[Any], random: RandomStates) -> None:
+    def _see_replay_on_all(self, graph: RankGraph, net: Net, inputs: list[Any], random: RankRandomStates) -> None:
         self._keep(graph.gm, lambda: run_as(graph, net, inputs, random))
 
     def _keep(self, gm: fx.GraphModule, run: Callable[[], Run]) -> None:

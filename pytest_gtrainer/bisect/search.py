@@ -37,7 +37,7 @@ from pytest_gtrainer.tracing.model import ModelState, local
 from pytest_gtrainer.tracing.step import TracedStep
 
 if TYPE_CHECKING:
-    from pytest_gtrainer.worlds.simulated.interpreter import RandomStates, RankGraph
+    from pytest_gtrainer.worlds.simulated.interpreter import RankGraph, RankRandomStates
     from pytest_gtrainer.worlds.simulated.net import Net
     from pytest_gtrainer.worlds.world import World
 
@@ -76,13 +76,16 @@ def run_in_world(inputs: Sequence[Sequence[Any]], world: World, meshes: Sequence
     return _on_all(lambda gm: RankGraph.of(gm, *meshes), net_of(world), merged)
 
 
-def run_as(graph: RankGraph, net: Net, inputs: Sequence[Any], random: RandomStates) -> Run:
+def run_as(graph: RankGraph, net: Net, inputs: Sequence[Any], random: RankRandomStates) -> Run:
     """Runs other graphs as ``Interpreter(graph, net, random=random).run(inputs)`` is about to run this one."""
     return _on_all(graph.with_graph, net, inputs, random.copy())
 
 
 def _on_all(
-    ranked: Callable[[fx.GraphModule], RankGraph], net: Net, inputs: Sequence[Any], random: RandomStates | None = None
+    ranked: Callable[[fx.GraphModule], RankGraph],
+    net: Net,
+    inputs: Sequence[Any],
+    random: RankRandomStates | None = None,
 ) -> Run:
     from pytest_gtrainer.worlds.simulated.interpreter import Interpreter
     from pytest_gtrainer.worlds.simulated.interpreter.values import of_rank

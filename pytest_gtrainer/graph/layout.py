@@ -3,7 +3,7 @@
 A layout needs no arithmetic, so it is compared before bits: it finds the same class of bug
 (a wrong payload order, a lost parameter, a wrong group or dtype) and names the parameter.
 ``bucket_layout`` reads it off a graph's nodes, not off what a pass says it did;
-``references.layout.eager_bucket_layout`` reads it off ``fully_shard``'s own buffers.
+``references.eager.eager_bucket_layout`` reads it off ``fully_shard``'s own buffers.
 
 Limit: only one end of a payload has names in a graph, the parameters that go into an
 all-gather and the gradients that come out of a reduce-scatter. A pass that packs in one order

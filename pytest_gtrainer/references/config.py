@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial, update_wrapper
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
 
 from pytest_gtrainer.graph.bucket_plan import LOSS, BucketPlan, Plan, layer_of
 from pytest_gtrainer.graph.collectives import PlanError
 from pytest_gtrainer.numerics.determinism import ActivationCheckpointConfig
 from pytest_gtrainer.passes.chunking.config import ChunkConfig
-from pytest_gtrainer.references.checkpointing import checkpoint_layers
 from pytest_gtrainer.tracing.sharding import MixedPrecisionPolicy
 
 if TYPE_CHECKING:
@@ -50,7 +51,7 @@ class TrainConfig:
         optimizer: makes the optimiser of the trainable parameters.
         max_norm: clip gradients to this norm; they are recorded before and after.
         activation_checkpoint: let the backward recompute every layer, both sides by ``torch.utils.checkpoint``; a
-            graph refuses to restore random numbers, see ``references.checkpointing``.
+            graph refuses to restore random numbers, see ``references.graph.CannotRestore``.
         chunk: let the modules it matches run in chunks: ``eager_chunked`` on the eager side, ``chunk_pass`` on the
             graph's, which needs a second trace.
         record_rng: record the states of all random generators before each step.
@@ -80,18 +81,14 @@ class TrainConfig:
             raise ValueError(f"a mesh has one dimension, or two (replicate, shard); this one is {self.mesh.ndim}-D")
         if self.hybrid and self.submeshes:
             raise ValueError("submeshes beside a 2-D mesh are not supported: hybrid sharding is for the whole model")
-        if self.replicate:
-            self._check_replicated()
+        if self.replicate and (self.hybrid or self.submeshes):
+            raise ValueError("replicate=True is for a 1-D mesh without submeshes: a 2-D mesh replicates and shards")
+        if self.replicate and self.mp_policy != MixedPrecisionPolicy():
+            raise ValueError(f"replicate=True with {self.mp_policy}: DDP has no dtypes of its own, leave mp_policy out")
         entries = {entry for entry in self.bucket_plan if isinstance(entry, str)}
         unknown = sorted(set(self.submeshes) - entries)
         if unknown:
             raise PlanError(f"submeshes names {', '.join(unknown)}, which is no entry of the bucket plan")
-
-    def _check_replicated(self) -> None:
-        if self.hybrid or self.submeshes:
-            raise ValueError("replicate=True is for a 1-D mesh without submeshes: a 2-D mesh replicates and shards")
-        if self.mp_policy != MixedPrecisionPolicy():
-            raise ValueError(f"replicate=True with {self.mp_policy}: DDP has no dtypes of its own, leave mp_policy out")
 
     @property
     def hybrid(self) -> bool:
@@ -126,6 +123,24 @@ def new_model(config: TrainConfig) -> nn.Module:
     return model if config.activation_checkpoint is None else checkpoint_layers(model, config.activation_checkpoint)
 
 
+def checkpoint_layers(model: nn.Module, config: ActivationCheckpointConfig) -> nn.Module:
+    """Let the backward recompute every layer (``layers.0``, ...) of ``model``, in place, before anything shards it.
+
+    Names stay, and what hooks a layer's call (``fully_shard``, annotations) is outside of what is recomputed.
+
+    Raises:
+        ValueError: the model has no layers.
+    """
+    layers = [module for fqn, module in model.named_modules() if fqn and layer_of(fqn) == fqn]
+    if not layers:
+        outermost = ", ".join(name for name, _ in model.named_children())
+        raise ValueError(f"the model has no layers such as layers.0 to checkpoint; its outermost are {outermost}")
+    for layer in layers:
+        recomputed = partial(checkpoint, layer.forward, **config.arguments())
+        layer.forward = update_wrapper(recomputed, layer.forward)  # its signature is read: eager_chunked
+    return model
+
+
 def bucket_modules(model: nn.Module, plan: BucketPlan) -> list[tuple[str, list[nn.Module]]]:
     """What eager FSDP2 wraps for each bucket, with its label; nested ones before those that contain them.
 
@@ -141,22 +156,11 @@ def bucket_modules(model: nn.Module, plan: BucketPlan) -> list[tuple[str, list[n
             f"the bucket plan names {', '.join(map(repr, missing))}, which the model does not have; "
             f"its outermost modules are {outermost}"
         )
-    _check_layers(modules, [fqn for bucket in buckets for fqn in bucket.fqns])
-    inner_first = sorted(buckets, key=lambda bucket: -max(_depth(fqn) for fqn in bucket.roots))
-    return [(bucket.label, [modules[fqn] for fqn in bucket.roots if fqn in modules]) for bucket in inner_first]
-
-
-def _depth(fqn: str) -> int:
-    """How many modules contain it; the root's is 0."""
-    return fqn.count(".") + 1 if fqn else 0
-
-
-def _check_layers(modules: Mapping[str, nn.Module], planned: list[str]) -> None:
-    covered = {layer_of(fqn) for fqn in planned}
-    left_out = [fqn for fqn in modules if layer_of(fqn) == fqn and fqn not in covered and _has_parameters(modules[fqn])]
+    layers = [fqn for fqn, module in modules.items() if layer_of(fqn) == fqn and any(True for _ in module.parameters())]
+    covered = {layer_of(fqn) for bucket in buckets for fqn in bucket.fqns}
+    left_out = [fqn for fqn in layers if fqn not in covered]
     if left_out:
         raise PlanError(f"the bucket plan leaves out {', '.join(left_out)}")
-
-
-def _has_parameters(module: nn.Module) -> bool:
-    return next(module.parameters(), None) is not None
+    # by the number of modules around them, of which the root has none
+    inner_first = sorted(buckets, key=lambda bucket: -max(fqn.count(".") + 1 if fqn else 0 for fqn in bucket.roots))
+    return [(bucket.label, [modules[fqn] for fqn in bucket.roots if fqn in modules]) for bucket in inner_first]

@@ -1,24 +1,30 @@
-"""The reference: the model trained eagerly with torch's own ``fully_shard``."""
+"""The reference: the model trained eagerly with torch's own ``fully_shard``, and the bucket layout of that."""
 
 from __future__ import annotations
 
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from pytest_gtrainer._torch import fsdp2
 from pytest_gtrainer._torch.fsdp2 import FSDP2Policy, fully_shard
-from pytest_gtrainer.graph.layout import BucketLayout
+from pytest_gtrainer.graph.layout import (
+    ALL_GATHER_NAME,
+    ALL_REDUCE_NAME,
+    REDUCE_SCATTER_NAME,
+    BucketLayout,
+    Payload,
+    Slot,
+)
 from pytest_gtrainer.numerics.record import Record
 from pytest_gtrainer.references.chunked import eager_chunked
 from pytest_gtrainer.references.config import TrainConfig, bucket_modules, new_model
-from pytest_gtrainer.references.layout import eager_bucket_layout
-from pytest_gtrainer.references.train import Recorder, train
-
-if TYPE_CHECKING:
-    pass
+from pytest_gtrainer.references.train import TensorSink, train
 
 
 class EagerRun:
@@ -28,9 +34,9 @@ class EagerRun:
         self.config = config
         self.model = new_model(config)
         self._side = "eager DDP" if config.replicate else "eager fully_shard"
-        self._trained = _replicated(self.model, config) if config.replicate else shard_eagerly(self.model, config)
+        self._trained = replicate_eagerly(self.model, config) if config.replicate else shard_eagerly(self.model, config)
 
-    def run(self, recorder: Recorder | None = None) -> Record:
+    def run(self, recorder: TensorSink | None = None) -> Record:
         """Train for ``config.steps`` steps; see ``references.train.train`` for what is recorded."""
         chunk = self.config.chunk
         with nullcontext() if chunk is None else eager_chunked(self.model, chunk):
@@ -46,7 +52,8 @@ class EagerRun:
         return loss
 
 
-def _replicated(model: nn.Module, config: TrainConfig) -> nn.Module:
+def replicate_eagerly(model: nn.Module, config: TrainConfig) -> nn.Module:
+    """DDP over the mesh, with buckets of the configured size."""
     # a list of one is for all buckets; bucket_cap_mb itself is not heeded in the first step
     limits: Any = None if config.ddp_bucket_mb is None else [config.ddp_bucket_mb]
     return DistributedDataParallel(model, device_mesh=config.mesh, bucket_cap_mb_list=limits)
@@ -70,3 +77,60 @@ def shard_eagerly(model: nn.Module, config: TrainConfig) -> nn.Module:
     if "" not in config.bucket_plan:
         fully_shard(model, mesh=config.mesh, mp_policy=policy)
     return model
+
+
+def eager_bucket_layout(model: nn.Module) -> BucketLayout:
+    """Which parameter sits at which byte of FSDP2's all-gathers, reduce-scatters and, of replicas, all-reduces.
+
+    Call it after a backward, while gradients are there: FSDP2 finishes its set-up in the first
+    forward, and reduces the parameters that got a gradient.
+
+    Raises:
+        ValueError: no module of ``model`` has parameters managed by ``fully_shard``.
+    """
+    groups = fsdp2.parameter_groups(model)
+    if not groups:
+        raise ValueError(f"{type(model).__name__} has no parameters managed by fully_shard: wrap it, and run one step")
+    if all(parameter.grad is None for parameter in model.parameters()):
+        raise ValueError(f"{type(model).__name__} has no gradients: run a backward first, and keep them")
+    names = {id(parameter): fqn for fqn, parameter in model.named_parameters()}
+    payloads = [payload for group in groups for payload in _payloads(group, names)]
+    return BucketLayout(tuple(payloads))
+
+
+def _payloads(group: Any, names: dict[int, str]) -> list[Payload]:
+    sizes, dtype = fsdp2.all_gather_inputs(group)
+    ranks = _ranks(fsdp2.all_gather_group(group))
+    gathered = _slots([names[id(parameter.sharded_param)] for parameter in group.fsdp_params], sizes)
+    gather = Payload(ALL_GATHER_NAME, dtype, ranks, "", gathered)
+    # parameters without a gradient, frozen or unused, are gathered and not reduced
+    trained = [parameter for parameter in group.fsdp_params if parameter.sharded_param.grad is not None]
+    if not trained:
+        return [gather]
+    dtype = fsdp2.reduce_dtype(group) or trained[0].param_dtype or trained[0].orig_dtype
+    ranks = _ranks(fsdp2.reduce_scatter_group(group))
+    sizes = [_shard_bytes(parameter, len(ranks), dtype) for parameter in trained]
+    reduced = _slots([names[id(parameter.sharded_param)] for parameter in trained], sizes)
+    op = fsdp2.reduce_op(group, dtype, trained[0].sharded_param.device.type)
+    scatter = Payload(REDUCE_SCATTER_NAME, dtype, ranks, op, reduced)
+    replicas = fsdp2.all_reduce_group(group)
+    if replicas is None:
+        return [gather, scatter]
+    return [gather, scatter, replace(scatter, collective=ALL_REDUCE_NAME, ranks=_ranks(replicas))]
+
+
+def _shard_bytes(parameter: Any, ranks: int, dtype: torch.dtype) -> int:
+    size = fsdp2.unsharded_size(parameter)
+    dim = parameter.fsdp_placement.dim
+    if dim:  # FSDP2 chunks along the sharded dim and concatenates on dim 0 first
+        size[0], size[dim] = size[0] * ranks, size[dim] // ranks
+    return fsdp2.padded_numel(torch.Size(size), ranks) // ranks * dtype.itemsize
+
+
+def _ranks(group: dist.ProcessGroup) -> tuple[int, ...]:
+    return tuple(dist.get_process_group_ranks(group))
+
+
+def _slots(fqns: list[str], sizes: list[int]) -> tuple[Slot, ...]:
+    offsets = [sum(sizes[:index]) for index in range(len(sizes))]
+    return tuple(Slot(*row) for row in zip(fqns, offsets, sizes, strict=True))

@@ -1,24 +1,30 @@
-"""The subject: the same training step as one graph, traced, rewritten and replayed."""
+"""The subject: the same training step as one graph, traced, rewritten and replayed.
+
+Before a graph runs on ranks: do they all issue the same collectives in the same order? (D14) Only some ranks pad
+uneven shards, so their graphs differ. If their collectives did, ranks would wait for each other in different ones:
+an abort on gloo, a hang on NCCL.
+"""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from itertools import zip_longest
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import fx, nn
 
+from pytest_gtrainer._torch.passes import WAIT, group_ranks
 from pytest_gtrainer.graph.bucket_plan import PayloadOrder
 from pytest_gtrainer.graph.layout import BucketLayout, bucket_layout
+from pytest_gtrainer.graph.nodes import BACKWARD, direction, is_random, node_fqn
 from pytest_gtrainer.numerics.record import Record
 from pytest_gtrainer.numerics.seeds import random_states_kept
 from pytest_gtrainer.passes.graph_pass import BoundPass
 from pytest_gtrainer.passes.pipeline import apply_graph_passes, construct_default_graph_passes
-from pytest_gtrainer.references.checkpointing import check_random_states
 from pytest_gtrainer.references.config import TrainConfig, bucket_modules, new_model
-from pytest_gtrainer.references.same_collectives import assert_same_collectives
 from pytest_gtrainer.references.train import train
 from pytest_gtrainer.tracing.sharding import data_parallel
 from pytest_gtrainer.tracing.step import TracedStep, trace_step
@@ -26,8 +32,13 @@ from pytest_gtrainer.tracing.step import TracedStep, trace_step
 # a second group a mesh buys overlap, which nobody measures here, and costs its set-up on every rank
 _NOT_NEEDED = ("reassign_collective_pgs_pass",)
 
-if TYPE_CHECKING:
-    pass
+
+class CannotRestore(ValueError):
+    """A graph would have to put random states back, which no operator of it does."""
+
+
+class RanksDisagree(AssertionError):
+    """The ranks' graphs issue different collectives; the message names the first."""
 
 
 class GraphRun:
@@ -86,7 +97,15 @@ def trace_config(config: TrainConfig, model: nn.Module) -> TracedStep:
     """
     with random_states_kept():
         traced = trace_step(model, config.step, config.batch(0, dist.get_rank()), chunk=config.chunk)
-    check_random_states(traced.gm, config.activation_checkpoint)
+    checkpoint = config.activation_checkpoint
+    # what a checkpoint puts back before it recomputes, a graph cannot: then the backward may not draw
+    for node in traced.gm.graph.nodes if checkpoint is not None and checkpoint.preserve_rng_state else ():
+        if direction(node) == BACKWARD and is_random(node):
+            raise CannotRestore(
+                f"{node.target} in the backward of {node_fqn(node)} would draw other random numbers than the forward "
+                "did: a graph has no operator that restores their state, so ask for preserve_rng_state=False, on both "
+                "sides, or train without dropout"
+            )
     return traced
 
 
@@ -121,3 +140,49 @@ def rewrite(
     )
     gm = apply_graph_passes(traced.gm, traced.example_inputs, default, disable=_NOT_NEEDED, twin=traced.twin)
     return traced.with_graph(gm)
+
+
+# --- the same collectives on all ranks
+
+
+def collective_sequence(gm: fx.GraphModule) -> list[str]:
+    """The launches of collectives in graph order: operator, dtype, ranks of the group, and where they come from."""
+    sequence = []
+    for node in gm.graph.nodes:
+        if str(node.target).startswith("_c10d_functional.") and node.target is not WAIT:
+            dtype, shape, where = str(node.meta["val"].dtype).removeprefix("torch."), "any shape", node_fqn(node)
+            if "fsdp_bucket" in node.meta:  # data-dependent and uneven sizes differ by right; a bucket's do not
+                shape, where = str(list(node.meta["val"].shape)), "+".join(node.meta["fsdp_bucket"]["plan_fqns"])
+            size = len(group_ranks(str(node.args[-1])))
+            sequence.append(f"{node.target} {dtype} {shape} of {where} over {size} ranks")
+    return sequence
+
+
+def assert_same_collectives(gm: fx.GraphModule) -> None:
+    """Compare this rank's sequence with all others; every rank must call it.
+
+    Raises:
+        RanksDisagree: on every rank, with the first collective that differs and two ranks that differ in it.
+    """
+    sequences = [text.splitlines() for text in _gathered("\n".join(collective_sequence(gm)))]
+    for rank, sequence in enumerate(sequences):
+        for index, (first, other) in enumerate(zip_longest(sequences[0], sequence, fillvalue="nothing more")):
+            if first != other:
+                raise RanksDisagree(f"collective {index} differs: rank 0 issues {first}, rank {rank} issues {other}")
+
+
+def _gathered(text: str) -> list[str]:
+    """Each rank's text, by rank. ``dist.all_gather_object`` does this too, but needs NumPy."""
+    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+    content = text.encode()
+    lengths = _all_gather(torch.tensor([len(content)], device=device))
+    longest = max(1, *(int(length) for length in lengths))
+    padded = torch.frombuffer(bytearray(content.ljust(longest)), dtype=torch.uint8).to(device)
+    rows = zip(_all_gather(padded), lengths, strict=True)
+    return [bytes(row[: int(length)].tolist()).decode() for row, length in rows]
+
+
+def _all_gather(tensor: torch.Tensor) -> list[torch.Tensor]:
+    rows = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
+    dist.all_gather(rows, tensor)
+    return rows

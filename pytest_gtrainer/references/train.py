@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 import torch
@@ -16,7 +16,7 @@ from pytest_gtrainer.numerics.seeds import random_state
 from pytest_gtrainer.references.config import TrainConfig
 
 
-class Recorder(Protocol):
+class TensorSink(Protocol):
     """What a training run tells its tensors to: a ``Record``, or something that keeps less."""
 
     def add(self, step: int, rank: int, phase: str, name: str, tensor: torch.Tensor) -> None:
@@ -29,7 +29,7 @@ def train(
     model: nn.Module,
     compute_gradients: Callable[..., torch.Tensor],
     side: str,
-    recorder: Recorder | None = None,
+    recorder: TensorSink | None = None,
 ) -> Record:
     """Train ``model`` and record loss, gradients, weights, optimiser state and buffers of every step.
 
@@ -43,7 +43,7 @@ def train(
         raise ValueError('a fake world moves no data, so training in it means nothing: use gt_world("ranks")')
     rank, world = dist.get_rank(), dist.get_world_size()
     empty = Record(world_size=world, rank=rank, meta={"side": side})
-    record: Recorder = empty if recorder is None else recorder
+    record: TensorSink = empty if recorder is None else recorder
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = config.optimizer(parameters)
     for step in range(config.steps):
@@ -52,12 +52,12 @@ def train(
             record_random_states(record, step, rank)
         loss = compute_gradients(*config.batch(step, rank))
         record.add(step, rank, "loss", "loss", local_tensor(loss))
-        _record_gradients(record, step, rank, "gradient", model)
+        record_gradients(record, step, rank, "gradient", model.named_parameters())
         if config.max_norm is not None:
             nn.utils.clip_grad_norm_(parameters, config.max_norm)
-            _record_gradients(record, step, rank, "clipped", model)
+            record_gradients(record, step, rank, "clipped", model.named_parameters())
         optimizer.step()
-        _record_state(record, step, rank, model, optimizer)
+        record_state(record, step, rank, model.named_parameters(), optimizer, model.named_buffers())
         tell_weights(step, rank, side, ((name, local_tensor(value)) for name, value in model.named_parameters()))
     return empty
 
@@ -67,24 +67,31 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().to_local() if isinstance(tensor, DTensor) else tensor.detach()
 
 
-def record_random_states(record: Recorder, step: int, rank: int) -> None:
+def record_random_states(record: TensorSink, step: int, rank: int) -> None:
     """What the process draws from next, a state for each generator."""
     for name, state in random_state().items():
         record.add(step, rank, "rng", name, state)
 
 
-def _record_gradients(record: Recorder, step: int, rank: int, phase: str, model: nn.Module) -> None:
-    for name, parameter in model.named_parameters():
+Named = Iterable[tuple[str, torch.Tensor]]
+
+
+def record_gradients(record: TensorSink, step: int, rank: int, phase: str, parameters: Named) -> None:
+    """The gradients of those parameters that have one."""
+    for name, parameter in parameters:
         if parameter.grad is not None:
             record.add(step, rank, phase, name, local_tensor(parameter.grad))
 
 
-def _record_state(record: Recorder, step: int, rank: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    for name, parameter in model.named_parameters():
+def record_state(
+    record: TensorSink, step: int, rank: int, parameters: Named, optimizer: torch.optim.Optimizer, buffers: Named
+) -> None:
+    """Weights, what the optimiser keeps of each, and buffers."""
+    for name, parameter in parameters:
         record.add(step, rank, "weight", name, local_tensor(parameter))
         state: dict[str, Any] = optimizer.state.get(parameter, {})
         for key, value in state.items():
             if isinstance(value, torch.Tensor):
                 record.add(step, rank, "optimizer", f"{name}.{key}", local_tensor(value))
-    for name, buffer in model.named_buffers():
+    for name, buffer in buffers:
         record.add(step, rank, "buffer", name, local_tensor(buffer))

@@ -18,8 +18,8 @@ from pytest_gtrainer import (
     train_eager,
     train_graph,
 )
-from pytest_gtrainer.references.checkpointing import CannotRestore, checkpoint_layers
-from pytest_gtrainer.references.graph import GraphRun
+from pytest_gtrainer.references.config import checkpoint_layers
+from pytest_gtrainer.references.graph import CannotRestore, GraphRun
 
 OTHERWISE = ActivationCheckpointConfig(preserve_rng_state=False, determinism_check="none", debug=True)
 

@@ -6,8 +6,7 @@ import torch
 from fixtures.training import llama3_training
 from pytest_gtrainer import train_eager
 from pytest_gtrainer._torch.passes import REDUCE_SCATTER
-from pytest_gtrainer.references.graph import GraphRun
-from pytest_gtrainer.references.same_collectives import RanksDisagree, assert_same_collectives
+from pytest_gtrainer.references.graph import GraphRun, RanksDisagree, assert_same_collectives
 
 
 @pytest.mark.gt_world("ranks", size=4)

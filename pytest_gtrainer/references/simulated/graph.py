@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from pytest_gtrainer._torch.values import pytree
 from pytest_gtrainer.graph.layout import BucketLayout
@@ -23,21 +23,20 @@ from pytest_gtrainer.numerics.digest import tell_weights
 from pytest_gtrainer.numerics.record import Record
 from pytest_gtrainer.references.config import Batch, TrainConfig, new_model
 from pytest_gtrainer.references.graph import GraphRun, shard_traceably
-from pytest_gtrainer.references.simulated.clipping import Gradients, clip_on_all
-from pytest_gtrainer.references.simulated.eager import ConfigOfMesh, config_of_mesh
-from pytest_gtrainer.references.train import Recorder, record_random_states
+from pytest_gtrainer.references.simulated.eager import ConfigOfMesh, Gradients, clip_on_all, config_of_mesh, mesh_of
+from pytest_gtrainer.references.train import TensorSink, record_gradients, record_random_states, record_state
 from pytest_gtrainer.tracing.model import ModelState, local
 from pytest_gtrainer.worlds.simulated.interpreter import (
     Interpreter,
     PerRank,
-    RandomStates,
     RankGraph,
+    RankRandomStates,
     check_same_on_all,
 )
-from pytest_gtrainer.worlds.simulated.interpreter.run import one_thread
+from pytest_gtrainer.worlds.simulated.interpreter.program import one_thread
 from pytest_gtrainer.worlds.simulated.interpreter.values import of_rank
 from pytest_gtrainer.worlds.simulated.threads.run import LIMIT, run_threads
-from pytest_gtrainer.worlds.simulated.threads.state import ProcessState, read_state, state_kept, write_state
+from pytest_gtrainer.worlds.simulated.threads.team import ProcessState, read_state, state_kept, write_state
 from pytest_gtrainer.worlds.simulated.world import net_of, played_by
 from pytest_gtrainer.worlds.world import World
 
@@ -55,13 +54,16 @@ class SimulatedGraphRun:
         net = net_of(world)
         build, mesh = config_of_mesh(config, world.size, world.mesh)
         self._build, self._extents = build, mesh
-        self._mesh, self._net = _mesh(mesh), net
+        self._mesh, self._net = mesh_of(mesh), net
         self.config = build(self._mesh)
         with state_kept():
             self._run = GraphRun(self.config, **options)
             graph = _rank_graph(self._run, self._mesh)
             if world.size > 1:
-                check_same_on_all(graph, _traced_by_last(build, mesh, world.size, options))
+                with played_by(world.size - 1):
+                    own = mesh_of(mesh)
+                    last = _rank_graph(GraphRun(build(own), **options), own)
+                check_same_on_all(graph, last)
         self._interpreter = Interpreter(graph, net)
         self.group_of = graph.group_of
         self._starts = run_threads(world.size, _start, build, mesh, net=net, timeout=LIMIT)
@@ -77,10 +79,10 @@ class SimulatedGraphRun:
         other._interpreter = Interpreter(_rank_graph(other._run, self._mesh), self._net)
         return other
 
-    def run(self, recorder: Recorder | None = None, *, steps: int | None = None) -> Record:
+    def run(self, recorder: TensorSink | None = None, *, steps: int | None = None) -> Record:
         """Train for ``steps``, else ``config.steps``: the record of all ranks, empty if a ``recorder`` takes all."""
         empty = Record(world_size=len(self._starts), meta={"side": "rewritten graph"})
-        record: Recorder = empty if recorder is None else recorder
+        record: TensorSink = empty if recorder is None else recorder
         ranks = [_Rank(rank, self._run, start) for rank, start in enumerate(self._starts)]
         state = [PerRank(tensors) for tensors in zip(*(rank.tensors for rank in ranks), strict=True)]
         steps = steps or self.config.steps
@@ -90,11 +92,15 @@ class SimulatedGraphRun:
                 self._step(step, ranks, state, record)
         return empty
 
-    def _step(self, step: int, ranks: Sequence[_Rank], state: Sequence[PerRank], record: Recorder) -> None:
+    def _step(self, step: int, ranks: Sequence[_Rank], state: Sequence[PerRank], record: TensorSink) -> None:
         batches = [pytree.tree_leaves(rank.next_batch(self.config, step, record)) for rank in ranks]
         inputs = [PerRank(values) for values in zip(*batches, strict=True)]
-        output = self._run_on_all(ranks, [*state, *inputs])
+        # every rank draws from its own random numbers
+        random = RankRandomStates.of_ranks([rank.process.torch_random for rank in ranks])
+        self._interpreter.random = random
+        output = self._interpreter.run([*state, *inputs])
         for rank in ranks:
+            rank.process = replace(rank.process, torch_random=of_rank(random.states, rank.rank))
             rank.take(record, step, *of_rank(output, rank.rank))
         if self.config.max_norm is not None:
             clip_on_all([rank.gradients for rank in ranks], self._build, self._extents, self.config, self._net)
@@ -103,50 +109,29 @@ class SimulatedGraphRun:
         for rank in ranks:
             rank.finish_step(record, step)
 
-    def _run_on_all(self, ranks: Sequence[_Rank], inputs: Sequence[PerRank]) -> Any:
-        """Run the graph; every rank draws from its own random numbers."""
-        random = RandomStates.of_ranks([rank.process.torch_random for rank in ranks])
-        self._interpreter.random = random
-        output = self._interpreter.run(inputs)
-        for rank in ranks:
-            rank.process = replace(rank.process, torch_random=of_rank(random.states, rank.rank))
-        return output
-
-
-def _mesh(extents: Mapping[str, int]) -> DeviceMesh:
-    return init_device_mesh("cpu", tuple(extents.values()), mesh_dim_names=tuple(extents))
-
 
 def _rank_graph(run: GraphRun, mesh: DeviceMesh) -> RankGraph:
     return RankGraph.of(run.traced.gm, mesh, run.config.mesh, *run.config.submeshes.values())
 
 
-def _traced_by_last(
-    build: ConfigOfMesh, extents: Mapping[str, int], size: int, options: Mapping[str, Any]
-) -> RankGraph:
-    with played_by(size - 1):
-        mesh = _mesh(extents)
-        return _rank_graph(GraphRun(build(mesh), **options), mesh)
-
-
 @dataclass(frozen=True, slots=True)
-class _Start:
+class InitialRank:
     """What a rank holds before the first step: its shards, in the order of the graph's inputs, and random numbers."""
 
     tensors: list[torch.Tensor]
     process: ProcessState
 
 
-def _start(rank: int, build: ConfigOfMesh, extents: Mapping[str, int]) -> _Start:
-    config = build(_mesh(extents))
+def _start(rank: int, build: ConfigOfMesh, extents: Mapping[str, int]) -> InitialRank:
+    config = build(mesh_of(extents))
     model = shard_traceably(new_model(config), config)
-    return _Start([local(tensor).detach().clone() for tensor in ModelState.of(model).tensors], read_state())
+    return InitialRank([local(tensor).detach().clone() for tensor in ModelState.of(model).tensors], read_state())
 
 
 class _Rank:
     """One rank's shards, their optimiser, and its random numbers."""
 
-    def __init__(self, rank: int, run: GraphRun, start: _Start) -> None:
+    def __init__(self, rank: int, run: GraphRun, start: InitialRank) -> None:
         self.rank, self.process = rank, start.process
         self.tensors = [tensor.clone() for tensor in start.tensors]
         state = ModelState.of(run.model)
@@ -164,14 +149,14 @@ class _Rank:
         yield
         self.process = read_state()
 
-    def next_batch(self, config: TrainConfig, step: int, record: Recorder) -> Batch:
+    def next_batch(self, config: TrainConfig, step: int, record: TensorSink) -> Batch:
         """The inputs of a step, and before it what ``references.train.train`` records before it."""
         with self._process():
             if config.record_rng:
                 record_random_states(record, step, self.rank)
             return config.batch(step, self.rank)
 
-    def take(self, record: Recorder, step: int, loss: torch.Tensor, *gradients: torch.Tensor | None) -> None:
+    def take(self, record: TensorSink, step: int, loss: torch.Tensor, *gradients: torch.Tensor | None) -> None:
         """Record loss and gradients, and keep these; as ``references.train.train`` does."""
         record.add(step, self.rank, "loss", "loss", loss)
         self._optimizer.zero_grad()
@@ -187,25 +172,14 @@ class _Rank:
         pairs = ((self._parameters[fqn], self._models[fqn]) for fqn in self._trainable)
         return [pair for pair in pairs if pair[0].grad is not None]
 
-    def record_gradients(self, record: Recorder, step: int, phase: str) -> None:
-        for fqn in self._trainable:
-            gradient = self._parameters[fqn].grad
-            if gradient is not None:
-                record.add(step, self.rank, phase, fqn, gradient)
+    def record_gradients(self, record: TensorSink, step: int, phase: str) -> None:
+        record_gradients(record, step, self.rank, phase, self._parameters.items())
 
-    def finish_step(self, record: Recorder, step: int) -> None:
+    def finish_step(self, record: TensorSink, step: int) -> None:
         """Step, and record what that leaves."""
         with self._process():
             self._optimizer.step()
-        self._record_state(record, step)
+        count = len(self._parameters)
+        buffers = zip(self._fqns[count:], self.tensors[count:], strict=True)
+        record_state(record, step, self.rank, self._parameters.items(), self._optimizer, buffers)
         tell_weights(step, self.rank, "rewritten graph", self._parameters.items())
-
-    def _record_state(self, record: Recorder, step: int) -> None:
-        for fqn, parameter in self._parameters.items():
-            record.add(step, self.rank, "weight", fqn, parameter)
-            state: dict[str, Any] = self._optimizer.state.get(parameter, {})
-            for key, value in state.items():
-                if isinstance(value, torch.Tensor):
-                    record.add(step, self.rank, "optimizer", f"{fqn}.{key}", value)
-        for fqn, tensor in zip(self._fqns[len(self._parameters) :], self.tensors[len(self._parameters) :], strict=True):
-            record.add(step, self.rank, "buffer", fqn, tensor)

@@ -3,29 +3,41 @@
 A layout that differs names the parameter without any arithmetic. Bits find what a layout cannot see. The
 control packs payloads in another order: where that gives the same bits too, the check could not have
 failed, and is an error instead of a pass (S3).
+
+A difference is told with its *path*: where the element sits on either side, and in which order each side adds it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
+import torch
+
 from pytest_gtrainer import facts
 from pytest_gtrainer.graph.bucket_plan import PayloadOrder
-from pytest_gtrainer.graph.layout import REDUCE_SCATTER_NAME, BucketLayout, LayoutDifference, assert_same_layout
-from pytest_gtrainer.numerics.compare import BitwiseDifference, compare, explained
+from pytest_gtrainer.graph.layout import (
+    ALL_REDUCE_NAME,
+    REDUCE_SCATTER_NAME,
+    BucketLayout,
+    LayoutDifference,
+    Payload,
+    assert_same_layout,
+)
+from pytest_gtrainer.numerics.compare import BitwiseDifference, Difference, Verdict, compare, explained
 from pytest_gtrainer.numerics.record import Record
-from pytest_gtrainer.numerics.verdict import Verdict
 from pytest_gtrainer.references.config import TrainConfig
 from pytest_gtrainer.references.simulated.eager import ConfigOfMesh, SimulatedRun, simulated_eager
 from pytest_gtrainer.references.simulated.graph import SimulatedGraphRun
-from pytest_gtrainer.references.simulated.paths import Paths
-from pytest_gtrainer.worlds.simulated.checks import check_choice
-from pytest_gtrainer.worlds.simulated.net import Net
-from pytest_gtrainer.worlds.simulated.sweep import row_of
+from pytest_gtrainer.worlds.simulated.net import Net, check_choice, row_of
 from pytest_gtrainer.worlds.simulated.world import net_of
 from pytest_gtrainer.worlds.world import World
+
+GroupOf = Callable[[int, tuple[int, ...]], tuple[int, ...]]
+_AROUND = 2
+_REDUCTIONS = (REDUCE_SCATTER_NAME, ALL_REDUCE_NAME)
 
 
 class VacuousCheck(Exception):
@@ -157,3 +169,77 @@ def _changed(config: TrainConfig | ConfigOfMesh, **fields: object) -> TrainConfi
     if isinstance(config, TrainConfig):
         return replace(config, **fields)  # type: ignore[arg-type]
     return lambda mesh: replace(config(mesh), **fields)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True, slots=True)
+class Paths:
+    """Tells the path of a gradient's element through the reductions of several sides.
+
+    Attributes:
+        layouts: by side, "graph" and "eager"; of rank 0.
+        group_of: the group of a rank that stands for the same dimension of the mesh as these ranks of rank 0.
+    """
+
+    net: Net
+    layouts: Mapping[str, BucketLayout]
+    group_of: GroupOf
+
+    def of_first(self, verdict: Verdict, record: Record) -> Iterator[str]:
+        """Lines about the first gradient that differs, which ``record`` has; none if no gradient does."""
+        for found in verdict.differences:
+            if found.key.phase == "gradient" and found.element is not None:
+                element = _Element.of(found, record[found.key])
+                for side, layout in self.layouts.items():
+                    yield from self._of_side(side, layout, element)
+                return
+
+    def _of_side(self, side: str, layout: BucketLayout, element: _Element) -> Iterator[str]:
+        payloads = [payload for name in _REDUCTIONS for payload in layout.of(name)]
+        own = [payload for payload in payloads if element.parameter in payload.parameters]
+        if not layout.payloads:
+            yield f"  {side}: {self._path_alone(element)}"
+        elif not own:
+            yield f"  {side}: no reduction of its layout holds {element.parameter}"
+        for payload in own:
+            place = payload.parameters.index(element.parameter)
+            yield f"  {side}: bucket {payload.label!r}, {payload.collective}, {self._path(element, payload, place)}"
+            yield from (f"    {line}" for line in _neighbours(payload, place))
+
+    def _path(self, element: _Element, payload: Payload, place: int) -> str:
+        item = payload.dtype.itemsize
+        offset = payload.slots[place].offset // item + element.offset
+        count = sum(slot.nbytes for slot in payload.slots) // item
+        ranks = self.group_of(element.rank, payload.ranks)
+        net = self.net if len(ranks) == self.net.size else self.net.for_group(ranks)
+        path = net.explain(payload.collective, offset, count, payload.dtype, ranks.index(element.rank))
+        return f"element {offset} of {count}, {path}"
+
+    def _path_alone(self, element: _Element) -> str:
+        """Of a replicated parameter's gradient, which no bucket holds."""
+        path = self.net.explain(ALL_REDUCE_NAME, element.offset, element.count, element.dtype)
+        return f"reduced by itself, element {element.offset} of {element.count}, {path}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Element:
+    """One element of one rank's gradient: its number ``offset`` among the ``count`` that the rank holds."""
+
+    rank: int
+    parameter: str
+    offset: int
+    count: int
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, found: Difference, gradient: torch.Tensor) -> _Element:
+        assert found.element is not None
+        shape = gradient.shape
+        offset = sum(index * math.prod(shape[dim + 1 :]) for dim, index in enumerate(found.element))
+        return cls(found.key.rank, found.key.name, offset, gradient.numel(), gradient.dtype)
+
+
+def _neighbours(payload: Payload, place: int) -> Iterator[str]:
+    for at in range(max(place - _AROUND, 0), min(place + _AROUND + 1, len(payload.slots))):
+        slot = payload.slots[at]
+        mark = ">" if at == place else " "
+        yield f"{mark} byte {slot.offset}: {slot.parameter}, {slot.nbytes} bytes"

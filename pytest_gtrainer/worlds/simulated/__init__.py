@@ -1,1 +1,27 @@
-"""The simulated world: all ranks in one process, true values, sums in the order of a multi-node ring."""
+"""The simulated world: all ranks in one process, true values, sums in the order of a multi-node ring.
+
+In: a graph that one rank traced, or a function of eager code; and a net, which says in which order ranks add.
+Out: what every rank would hold, bit for bit. Read ``net`` first, then the files in the order of the data:
+
+- ``rings``, ``ring_sum``, ``net``, ``gloo``: who adds when, and the sum itself for all ranks at once;
+- ``collectives``: every collective over what the ranks of a group give, one entry a rank; both rooms below call it;
+- ``threads``: eager code, unmodified, on threads as ranks;
+- ``interpreter``: one traced graph, replayed for all ranks;
+- ``world``: the world of a test.
+
+What a simulated world refuses is an error of this module; each message is one sentence for the author of the test.
+"""
+
+from __future__ import annotations
+
+
+class NoModel(NotImplementedError):
+    """A collective, a reduction or another operator that a simulated world does not model (S5)."""
+
+
+class CollectiveMismatch(AssertionError):
+    """Ranks come to the same collective with different operations, sizes, dtypes or splits (S5)."""
+
+
+class DependsOnRank(ValueError):
+    """A graph, or an input of it, is valid for one rank only (S4)."""

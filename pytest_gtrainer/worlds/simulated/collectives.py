@@ -1,46 +1,150 @@
-"""What collectives do to the tensors of all members of a group, each as one operation on all of them.
+"""Collectives over what the ranks of a group give, each as few operations on the tensors of all of them.
 
-Inputs come as a list by rank in the group. Where all members get the same, there is one tensor for all
-of them. Sums are the net's; what only moves data needs none.
+One entry a rank: a collective takes the *contributions* of all members, in the order of their ranks in the
+group, and gives back a list of tensors for each. Where all members get the same, there is one tensor for all.
+Sums are the net's; what only moves data needs none. Both the ranks on threads and the graph interpreter carry
+their collectives out here, after they have checked, each in its own words, that the members agree.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from math import prod
 
 import torch
 from torch import Tensor
 
+from pytest_gtrainer.worlds.simulated import CollectiveMismatch
 from pytest_gtrainer.worlds.simulated.net import Net
 
-
-def all_gather(inputs: Sequence[Tensor]) -> Tensor:
-    """Everybody's tensors one after the other, along the first dimension."""
-    return torch.cat(list(inputs))
+PART_BYTES = 1 << 26
+"""Of all members' inputs that are copied at a time to be reduced."""
 
 
-def reduce_scatter(net: Net, inputs: list[Tensor], op: str) -> list[Tensor]:
-    """Every member's part, along the first dimension, of the reduced tensors; empties ``inputs``."""
-    shape = (inputs[0].shape[0] // len(inputs), *inputs[0].shape[1:])
-    return [part.view(shape) for part in net.reduce_scatter(stacked(inputs), op)]
+@dataclass(slots=True, kw_only=True)
+class Contribution:
+    """What one rank gives to a collective.
 
-
-def all_reduce(net: Net, inputs: list[Tensor], op: str) -> Tensor:
-    """The reduced tensor; empties ``inputs``."""
-    shape = inputs[0].shape
-    return net.all_reduce(stacked(inputs), op).view(shape)
-
-
-def all_to_all(inputs: Sequence[Tensor], sends: Sequence[Sequence[int]]) -> list[Tensor]:
-    """Rows to the members they are for: ``sends[i][j]`` rows of member i's tensor go to member j.
-
-    >>> first, second = all_to_all([torch.tensor([1, 2, 3]), torch.tensor([4])], [[1, 2], [0, 1]])
-    >>> first.tolist(), second.tolist()
-    ([1], [2, 3, 4])
+    Attributes:
+        rank: in the world.
+        inputs: a tensor for each of several collectives in one, or for each member where lists are exchanged; a
+            collective takes them out, so that their memory can go while it runs.
+        op, factor: of a reduction; the factor multiplies every input of a "premul_sum" first, in its dtype.
+        root: the member that gives or gets, by its rank in the group.
+        sends, receives: rows, or elements of a list's tensors, to and from each member.
+        dims: the dimension that is gathered, and the one that is sharded.
     """
-    counts = torch.tensor([list(row) for row in sends])
-    arrived = torch.cat(list(inputs)).index_select(0, _by_destination(counts))
-    return list(arrived.split(counts.sum(0).tolist()))
+
+    rank: int
+    inputs: list[Tensor]
+    op: str = "sum"
+    factor: float | None = None
+    root: int = 0
+    sends: Sequence[int] = field(default_factory=list)
+    receives: Sequence[int] = field(default_factory=list)
+    dims: tuple[int, int] = (0, 0)
+
+
+Contributions = Sequence[Contribution]
+Collective = Callable[[Net, Contributions], list[list[Tensor]]]
+
+
+def _each(given: Contributions) -> Iterator[list[Tensor]]:
+    """Every member's first tensor, then every member's second, ...; of one shape and dtype, and taken out."""
+    while given[0].inputs:
+        yield [own.inputs.pop(0) for own in given]
+
+
+def barrier(net: Net, given: Contributions) -> list[list[Tensor]]:
+    """Nothing moves."""
+    return [[] for _ in given]
+
+
+def all_gather(net: Net, given: Contributions) -> list[list[Tensor]]:
+    """Everybody's tensors one after the other, along the first dimension."""
+    return [[torch.cat(inputs) for inputs in _each(given)]] * len(given)
+
+
+def all_reduce(net: Net, given: Contributions) -> list[list[Tensor]]:
+    """Every tensor is reduced by itself, as NCCL does with coalesced ones (gloo joins those to one)."""
+    results = []
+    for inputs in _each(given):
+        shape = inputs[0].shape
+        results.append(_reduced(stacked(inputs), given[0], net.all_reduce).view(shape) if prod(shape) else inputs[0])
+    return [results] * len(given)
+
+
+def reduce_scatter(net: Net, given: Contributions) -> list[list[Tensor]]:
+    """Every member's part, along the first dimension, of the reduced tensors."""
+    results: list[list[Tensor]] = [[] for _ in given]
+    for inputs in _each(given):
+        rows, *rest = inputs[0].shape
+        if rows % len(given):
+            raise CollectiveMismatch(f"{rows} rows do not divide over {len(given)} ranks: pad them")
+        for result, shard in zip(results, _shards(net, inputs, given[0]), strict=True):
+            result.append(shard.view(rows // len(given), *rest))
+    return results
+
+
+def _shards(net: Net, inputs: list[Tensor], how: Contribution) -> Iterator[Tensor]:
+    """Some destinations at a time, unless the tensors lie in one buffer: a copy of all would double the memory."""
+    members, rows = len(inputs), _uncopied(inputs)
+    if not inputs[0].numel():
+        yield from inputs
+    elif rows is not None or not net.by_destination:
+        yield from _reduced(stacked(inputs) if rows is None else rows, how, net.reduce_scatter)
+    else:
+        step = max(1, PART_BYTES // inputs[0].nbytes)
+        by_destination = [tensor.reshape(members, -1) for tensor in inputs]
+        for start in range(0, members, step):
+            some = range(start, min(start + step, members))
+            copied = stacked([shards[some.start : some.stop] for shards in by_destination])
+            yield from _reduced(copied, how, partial(net.reduce_scatter, destinations=some))
+
+
+def _reduced(rows: Tensor, how: Contribution, by_net: Callable[[Tensor, str], Tensor]) -> Tensor:
+    if how.op != "premul_sum":
+        return by_net(rows, how.op)
+    return by_net(rows * torch.tensor(how.factor, dtype=torch.float32).to(rows.dtype), "sum")
+
+
+def broadcast(net: Net, given: Contributions) -> list[list[Tensor]]:
+    """What the root has."""
+    return [[tensor.clone() for tensor in given[given[0].root].inputs]] * len(given)
+
+
+def gather(net: Net, given: Contributions) -> list[list[Tensor]]:
+    """Every member's tensor to the root."""
+    return [[own.inputs[0] for own in given] if member == given[0].root else [] for member in range(len(given))]
+
+
+def scatter(net: Net, given: Contributions) -> list[list[Tensor]]:
+    """A tensor for each member from the root."""
+    return [[tensor] for tensor in given[given[0].root].inputs]
+
+
+def exchange_lists(net: Net, given: Contributions) -> list[list[Tensor]]:
+    """Tensor j of member i to member j, of any size."""
+    _check_sizes(given, "element")
+    return [[own.inputs[member] for own in given] for member in range(len(given))]
+
+
+def all_to_all(net: Net, given: Contributions) -> list[list[Tensor]]:
+    """Rows to the members they are for: ``sends[j]`` rows of a member's tensor go to member j.
+
+    >>> one = Contribution(rank=0, inputs=[torch.tensor([1, 2, 3])], sends=[1, 2], receives=[1, 0])
+    >>> other = Contribution(rank=1, inputs=[torch.tensor([4])], sends=[0, 1], receives=[2, 1])
+    >>> all_to_all(None, [one, other])
+    [[tensor([1])], [tensor([2, 3, 4])]]
+    """
+    _check_sizes(given, "row")
+    counts = torch.tensor([list(own.sends) for own in given])
+    width = prod(given[0].inputs[0].shape[1:])
+    rows = torch.cat([own.inputs[0].reshape(own.inputs[0].shape[0], width) for own in given])
+    arrived = rows.index_select(0, _by_destination(counts)).split(counts.sum(0).tolist())
+    return [[part.view(len(part), *own.inputs[0].shape[1:])] for part, own in zip(arrived, given, strict=True)]
 
 
 def _by_destination(counts: Tensor) -> Tensor:
@@ -56,18 +160,29 @@ def _by_destination(counts: Tensor) -> Tensor:
     return starts[blocks] + within
 
 
-def exchange_dims(inputs: Sequence[Tensor], gather_dim: int, shard_dim: int) -> list[Tensor]:
-    """From shards along ``gather_dim`` to shards along ``shard_dim``."""
-    whole = torch.cat(list(inputs), gather_dim)
-    return [shard.contiguous() for shard in whole.chunk(len(inputs), shard_dim)]
+def exchange_dims(net: Net, given: Contributions) -> list[list[Tensor]]:
+    """From shards along one dimension to shards along another."""
+    gathered, sharded = given[0].dims
+    whole = torch.cat([own.inputs[0] for own in given], gathered)
+    return [[shard.contiguous()] for shard in whole.chunk(len(given), sharded)]
+
+
+def _check_sizes(given: Contributions, unit: str) -> None:
+    """What each member sends to another is what that one expects."""
+    for place, source in enumerate(given):
+        for target, size in zip(given, source.sends, strict=True):
+            if target.receives[place] != size:
+                raise CollectiveMismatch(
+                    f"rank {source.rank} sends {size} {unit}{'s' * (size != 1)} to rank {target.rank}, "
+                    f"which expects {target.receives[place]} from it"
+                )
 
 
 def stacked(inputs: list[Tensor]) -> Tensor:
     """``[members, elements]``; empties ``inputs`` on the way, or there would be two copies of everything."""
-    first, count = inputs[0], len(inputs)
-    rows = first.reshape(1, -1).expand(count, -1) if all(given is first for given in inputs) else _side_by_side(inputs)
+    rows = _uncopied(inputs)
     if rows is None:
-        rows = first.new_empty(count, first.numel())
+        rows = inputs[0].new_empty(len(inputs), inputs[0].numel())
         inputs.reverse()
         for row in rows:
             row.copy_(inputs.pop().reshape(-1))
@@ -75,12 +190,28 @@ def stacked(inputs: list[Tensor]) -> Tensor:
     return rows
 
 
-def _side_by_side(tensors: Sequence[Tensor]) -> Tensor | None:
-    """The tensors as rows without a copy, if they lie next to each other in one buffer."""
+def _uncopied(tensors: Sequence[Tensor]) -> Tensor | None:
+    """``[members, elements]``, if all members give one tensor, or theirs lie next to each other in one buffer."""
     first, size = tensors[0], tensors[0].numel()
+    if all(tensor is first for tensor in tensors):
+        return first.reshape(1, -1).expand(len(tensors), -1)
     start, storage = first.storage_offset(), first.untyped_storage().data_ptr()
     for index, tensor in enumerate(tensors):
         beside = tensor.storage_offset() == start + index * size and tensor.untyped_storage().data_ptr() == storage
         if not beside or not tensor.is_contiguous():
             return None
     return first.as_strided((len(tensors), size), (size, 1))
+
+
+def texts(tensors: Sequence[Tensor]) -> str:
+    """Dtypes and sizes.
+
+    >>> texts([torch.zeros(2, 3), torch.zeros(0, dtype=torch.int8)])
+    'float32[6], int8[0]'
+    """
+    return ", ".join(f"{dtype_text(tensor)}[{tensor.numel()}]" for tensor in tensors)
+
+
+def dtype_text(tensor: Tensor) -> str:
+    """A dtype without its module: "float32"."""
+    return str(tensor.dtype).removeprefix("torch.")

@@ -17,13 +17,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from pytest_gtrainer.worlds.simulated import runs
-from pytest_gtrainer.worlds.simulated.checks import check_count, check_element, check_members, check_rows
-from pytest_gtrainer.worlds.simulated.net import Path
-from pytest_gtrainer.worlds.simulated.orders import after_rank, told
-from pytest_gtrainer.worlds.simulated.reductions import check_reduction
-from pytest_gtrainer.worlds.simulated.ring_sum import Reduction, ring_sum, units_of
-from pytest_gtrainer.worlds.simulated.runs import Run
+from pytest_gtrainer.worlds.simulated.net import Path, check_count, check_element, check_members, check_rows
+from pytest_gtrainer.worlds.simulated.ring_sum import Reduction, Stretch, check_reduction, chunks, ring_sum, units_of
+from pytest_gtrainer.worlds.simulated.rings import after_rank
 
 SEGMENT_BYTES = 1 << 20
 SEGMENTS_PER_RANK = 2
@@ -73,7 +69,7 @@ class GlooNet:
         check_reduction("all_reduce", op, inputs.dtype)
         check_rows("all_reduce", inputs, self.size)
         count, itemsize = inputs.shape[1], inputs.dtype.itemsize
-        units = units_of(self._runs(count, itemsize), 1, count, itemsize)
+        units = units_of(self._stretches(count, itemsize), 1, count, itemsize)
         return ring_sum(inputs, units, self._order()[None], Reduction(op, inputs.dtype, "divide"))
 
     def explain(self, collective: str, offset: int, count: int, dtype: torch.dtype, destination: int = 0) -> Path:
@@ -81,11 +77,11 @@ class GlooNet:
         check_element(collective, offset, count)
         if collective == "reduce_scatter":
             offset, count = destination * count + offset, self.size * count
-        run = next(run for run in self._runs(count, dtype.itemsize) if offset in run)
-        return Path(0, told(self._order(), run.place, self.members))
+        part = next(part for part in self._stretches(count, dtype.itemsize) if offset in part)
+        return Path.of(0, self._order(), part.place, self.members)
 
-    def _runs(self, count: int, itemsize: int) -> list[Run]:
-        return runs.chunks(Run(0, 0, count), run_length(count, itemsize, self.size)) if count else []
+    def _stretches(self, count: int, itemsize: int) -> list[Stretch]:
+        return chunks(Stretch(0, 0, count), run_length(count, itemsize, self.size)) if count else []
 
     def _order(self) -> Tensor:
         return after_rank((0, *range(self.size - 1, 0, -1)))

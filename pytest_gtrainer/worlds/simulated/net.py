@@ -16,25 +16,25 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import product
 from pathlib import Path as FilePath
 from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
-from pytest_gtrainer.worlds.simulated import runs
-from pytest_gtrainer.worlds.simulated.checks import (
-    check_choice,
-    check_count,
-    check_element,
-    check_members,
-    check_rows,
+from pytest_gtrainer.worlds.simulated import ring_sum as sums
+from pytest_gtrainer.worlds.simulated.ring_sum import Reduction, Stretch, check_reduction, ring_sum, units_of
+from pytest_gtrainer.worlds.simulated.rings import (
+    Rings,
+    after_place,
+    after_rank,
+    as_listed,
+    check_rings,
+    rail_rings,
+    read_rings,
+    restrict,
 )
-from pytest_gtrainer.worlds.simulated.orders import after_place, after_rank, as_listed, told
-from pytest_gtrainer.worlds.simulated.reductions import check_reduction
-from pytest_gtrainer.worlds.simulated.ring_sum import Reduction, ring_sum, units_of
-from pytest_gtrainer.worlds.simulated.rings import Rings, check_rings, rail_rings, read_rings, restrict
-from pytest_gtrainer.worlds.simulated.runs import Run
 
 ACCUMULATIONS = ("wire", "fp32")
 AVERAGES = ("premultiply", "divide")
@@ -78,6 +78,12 @@ class Path:
     channel: int
     ranks: tuple[int, ...]
 
+    @classmethod
+    def of(cls, channel: int, order: Tensor, place: int, members: Sequence[int] | None) -> Path:
+        """From one place on; ``order[hop, place]`` are ranks of the group that ``members`` are, if not of the world."""
+        ranks: list[int] = order[:, place].tolist()
+        return cls(channel, tuple(ranks if members is None else (members[rank] for rank in ranks)))
+
     def __str__(self) -> str:
         return f"channel {self.channel}, summed in the order of ranks {' '.join(map(str, self.ranks))}"
 
@@ -119,24 +125,22 @@ class NetModel:
             check_count(name, getattr(self, name))
         if self.channels is not None:
             check_count("channels", self.channels)
-        check_choice("partition", self.partition, runs.PARTITIONS)
+        check_choice("partition", self.partition, sums.PARTITIONS)
         check_choice("accumulate", self.accumulate, ACCUMULATIONS)
         check_choice("average", self.average, AVERAGES)
         if self.rings is not None:
             object.__setattr__(self, "rings", tuple(tuple(ring) for ring in self.rings))
-            self._check_rings(self.rings)
+            if not self.rings:
+                raise ValueError("rings is empty: give one ring for each channel, or None for rail rings")
+            check_rings(self.rings, self.world_size)
+            if self.channels not in (None, len(self.rings)):
+                raise ValueError(
+                    f"channels={self.channels}, but there are {len(self.rings)} rings: "
+                    "leave channels out, or give as many rings"
+                )
         if self.members is not None:
             object.__setattr__(self, "members", tuple(self.members))
             check_members(self.members, self.world_size)
-
-    def _check_rings(self, rings: Rings) -> None:
-        if not rings:
-            raise ValueError("rings is empty: give one ring for each channel, or None for rail rings")
-        check_rings(rings, self.world_size)
-        if self.channels not in (None, len(rings)):
-            raise ValueError(
-                f"channels={self.channels}, but there are {len(rings)} rings: leave channels out, or give as many rings"
-            )
 
     @classmethod
     def of_world(cls, size: int, nodes: int = 1, **fields: Any) -> NetModel:
@@ -213,40 +217,33 @@ class NetModel:
             ValueError: another collective, or an element outside of the payload.
         """
         check_element(collective, offset, count)
-        run = next(run for run in self._runs(collective, count, dtype.itemsize) if offset in run)
-        place = run.place if collective == "all_reduce" else destination
-        return Path(run.channel, told(_orders(self, collective)[run.channel], place, self.members))
+        part = next(part for part in self._stretches(collective, count, dtype.itemsize) if offset in part)
+        place = part.place if collective == "all_reduce" else destination
+        return Path.of(part.channel, _orders(self, collective)[part.channel], place, self.members)
 
     def _reduce(self, collective: str, inputs: Tensor, orders: Tensor, payloads: int, op: str) -> Tensor:
         size, dtype = inputs.shape[1] // payloads, inputs.dtype
         wide = self.accumulate == "fp32" and dtype.is_floating_point
         accumulator = torch.promote_types(dtype, torch.float32) if wide else dtype
-        units = units_of(self._runs(collective, size, dtype.itemsize), payloads, size, dtype.itemsize)
+        units = units_of(self._stretches(collective, size, dtype.itemsize), payloads, size, dtype.itemsize)
         return ring_sum(inputs, units, orders, Reduction(op, accumulator, self.average))
 
-    def _runs(self, collective: str, count: int, itemsize: int) -> list[Run]:
+    def _stretches(self, collective: str, count: int, itemsize: int) -> list[Stretch]:
         """Which element of a payload goes around which ring, and where it starts there."""
         if not count:
             return []
         if self.accumulate == "fp32":
-            return [Run(0, 0, count)]
-        if collective == "reduce_scatter":
-            return self._parts(count, itemsize, chunks=1)
-        parts = self._parts(count, itemsize, chunks=self.size)
-        return [chunk for part in parts for chunk in runs.chunks(part, self._chunk(part, itemsize))]
-
-    def _parts(self, count: int, itemsize: int, chunks: int) -> list[Run]:
-        """What goes through one channel; a round-robin piece holds so many chunks."""
-        channels = len(_rings(self))
-        if self.partition == "contiguous":
-            return runs.contiguous(count, channels, itemsize)
-        return runs.round_robin(count, channels, chunks * max(1, self.chunk_bytes // itemsize))
-
-    def _chunk(self, part: Run, itemsize: int) -> int:
-        """Elements of one chunk of an all-reduce."""
-        if self.partition == "contiguous":
-            return runs.whole_words(-(-part.length // self.size), itemsize)
-        return max(1, self.chunk_bytes // itemsize)
+            return [Stretch(0, 0, count)]
+        chunks = 1 if collective == "reduce_scatter" else self.size  # of a part that goes through one channel
+        contiguous, piece = self.partition == "contiguous", max(1, self.chunk_bytes // itemsize)
+        if contiguous:
+            parts = sums.contiguous(count, len(_rings(self)), itemsize)
+        else:
+            parts = sums.round_robin(count, len(_rings(self)), chunks * piece)
+        if chunks == 1:
+            return parts
+        pieces = [sums.whole_words(-(-part.length // chunks), itemsize) if contiguous else piece for part in parts]
+        return [chunk for part, length in zip(parts, pieces, strict=True) for chunk in sums.chunks(part, length)]
 
 
 @lru_cache(maxsize=256)
@@ -261,3 +258,94 @@ def _orders(net: NetModel, collective: str) -> Tensor:
     """``[channel, hop, place]``: who adds when; the places of a reduce-scatter are the ranks."""
     order = after_rank if collective == "reduce_scatter" else after_place
     return torch.stack([(as_listed if net.accumulate == "fp32" else order)(ring) for ring in _rings(net)])
+
+
+# --- what a net is built from and given; one sentence each
+
+
+def check_count(name: str, value: object) -> None:
+    """Raise ValueError unless ``value`` is a whole number, 1 or more."""
+    if type(value) is not int or value < 1:
+        raise ValueError(f"{name}={value!r}: give a whole number, 1 or more")
+
+
+def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
+    """Raise ValueError unless ``value`` is one of ``choices``."""
+    if value not in choices:
+        raise ValueError(f"{name}={value!r}: use one of {', '.join(choices)}")
+
+
+def check_members(members: tuple[int, ...], size: int) -> None:
+    """Raise ValueError unless ``members`` are different ranks of a world of ``size``."""
+    if not members:
+        raise ValueError("a group without ranks has no net: name at least one rank")
+    if len(set(members)) < len(members):
+        raise ValueError(f"the group {members} repeats a rank: name each once")
+    outside = [rank for rank in members if not 0 <= rank < size]
+    if outside:
+        raise ValueError(f"rank {outside[0]} of the group is not in the world of {size} ranks: they are 0..{size - 1}")
+
+
+def check_rows(collective: str, inputs: Tensor, ranks: int, *, parts: int = 1) -> None:
+    """Raise ValueError unless ``inputs`` has one row for each rank, of so many equal parts."""
+    if inputs.dim() != 2 or inputs.shape[0] != ranks:
+        raise ValueError(f"{collective} takes one row for each of {ranks} ranks; not shape {tuple(inputs.shape)}")
+    if inputs.shape[1] % parts:
+        raise ValueError(f"{collective} of {inputs.shape[1]} elements over {parts} ranks: pad them first")
+
+
+def check_element(collective: str, offset: int, count: int) -> None:
+    """Raise ValueError unless the collective reduces, and its payload of ``count`` elements has this one."""
+    check_choice("collective", collective, ("reduce_scatter", "all_reduce"))
+    if not 0 <= offset < count:
+        raise ValueError(f"element {offset} is not in a payload of {count}")
+
+
+# --- one test under many nets
+
+
+FIELDS = ("ranks", "nodes", "channels", "partition", "accumulate")
+"""What tells the nets of a sweep apart; the columns of its table."""
+
+
+def sweep_nets(
+    size: int,
+    *,
+    nodes: Sequence[int] = (1, 2),
+    channels: Sequence[int] = (1, CHANNELS),
+    partition: Sequence[str] = ("contiguous",),
+    accumulate: Sequence[str] = ("wire",),
+    **fields: Any,
+) -> list[Any]:
+    """Nets of ``size`` ranks for ``pytest.mark.parametrize``: every combination, each with its id.
+
+    >>> [parameter.id for parameter in sweep_nets(16, nodes=[2], channels=[1, 4])]
+    ['nodes2-channels1-contiguous-wire', 'nodes2-channels4-contiguous-wire']
+
+    Args:
+        fields: of all nets; see ``NetModel``.
+
+    Raises:
+        ValueError: as ``NetModel.of_world``.
+    """
+    import pytest
+
+    return [
+        pytest.param(
+            NetModel.of_world(size, count, channels=each, partition=parts, accumulate=sums, **fields),
+            id=f"nodes{count}-channels{each}-{parts}-{sums}",
+        )
+        for count, each, parts, sums in product(nodes, channels, partition, accumulate)
+    ]
+
+
+def row_of(net: Net) -> dict[str, Any]:
+    """The net in a table's words; "-" for what a net of another kind does not have.
+
+    >>> row_of(NetModel(2, 8))
+    {'ranks': 16, 'nodes': 2, 'channels': 4, 'partition': 'contiguous', 'accumulate': 'wire'}
+    """
+    row = {name: getattr(net, name, "-") for name in FIELDS}
+    if isinstance(net, NetModel):
+        row["channels"] = net.channels or len(net.rings or ()) or CHANNELS
+    return {**row, "ranks": net.size}

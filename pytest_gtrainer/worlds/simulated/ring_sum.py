@@ -1,27 +1,62 @@
 """The sum around rings, for all elements of all ranks at once.
 
-Idea: *units* are runs of elements with one order; hop k of many units is one gather of rows and one
-addition. Invariant: a unit's partial sum is rounded to the dtype of the accumulator after every hop, exactly
-as if rank after rank had added. Cost: as many gathers and additions as ranks, in blocks that stay in the
-cache, so that every input byte comes from memory once, whatever the rings. Plain sums of fp32 are faster by
-another way, ``bags``.
+Terms. A *payload* is what one rank gets from a reduce-scatter, or the whole tensor of an all-reduce. A
+*stretch* of it goes around one ring, and starts there behind one *place*: in a reduce-scatter behind the rank
+whose payload it is, in an all-reduce behind a place of the ring that the stretch names.
+
+Idea: *units* are stretches of elements with one order and one length; hop k of many units is one gather of rows
+and one addition. Invariant: a unit's partial sum is rounded to the dtype of the accumulator after every hop,
+exactly as if rank after rank had added. Cost: as many gathers and additions as ranks, in blocks that stay in the
+cache, so that every input byte comes from memory once, whatever the rings.
+
+Plain sums of fp32 are faster in one pass over memory, by torch's ``embedding_bag``: a bag of rows is summed row
+after row into an accumulator of zeros, which is what a ring does, without the partial sums that hop after hop
+would write and read again. Relied on, and compared with the specification by tests: rows of a bag are added in
+the order of its indices, in fp32, one rounding each. Only a sum of nothing but negative zeros differs, as 0 + -0
+is 0; that is put right afterwards.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from pytest_gtrainer.worlds.simulated.bags import fits_bags, sum_in_bags
-from pytest_gtrainer.worlds.simulated.reductions import HOPS, averaging_factor
-from pytest_gtrainer.worlds.simulated.runs import Run
+from pytest_gtrainer.worlds.simulated import NoModel
+
+HOPS: dict[str, Callable[..., Any]] = {
+    "sum": torch.add,
+    "avg": torch.add,
+    "product": torch.mul,
+    "max": torch.maximum,
+    "min": torch.minimum,
+}
+"""How a rank combines what arrives with what it has; ``(arrived, own, out=...)``."""
+
+_FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 BLOCK_BYTES = 1 << 18
 """Of one hop's rows: large enough to hide the cost of a call, small enough for the cache."""
 ROW_BYTES = 1 << 14
+
+
+def check_reduction(collective: str, op: str, dtype: torch.dtype) -> None:
+    """Refuse what no net models.
+
+    Raises:
+        NoModel: naming the collective, the op or the dtype, and what to use instead.
+    """
+    if op not in HOPS:
+        raise NoModel(f"{collective} with op {op!r} has no model in a simulated world: use one of {', '.join(HOPS)}")
+    if dtype not in (*_FLOATS, *_INTEGERS):
+        raise NoModel(f"{collective} of {dtype} has no model in a simulated world: cast to a floating dtype first")
+    if op == "avg" and dtype in _INTEGERS:
+        raise NoModel(f"{collective} averages {dtype}, which backends truncate differently: sum it and divide")
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,9 +68,74 @@ class Reduction:
     average: str
 
     def factor(self, ranks: int, dtype: torch.dtype) -> Tensor | None:
-        """What every input is multiplied by first."""
+        """What every input is multiplied by first: 1 / ranks, rounded to the dtype of the wire."""
         premultiplies = self.op == "avg" and self.average == "premultiply"
-        return averaging_factor(ranks, dtype) if premultiplies else None
+        return torch.tensor(1.0 / ranks, dtype=dtype) if premultiplies else None
+
+
+# --- which elements of a payload are summed in which order
+
+
+PARTITIONS = ("contiguous", "round-robin")
+WORD = 16  # bytes: the word in which kernels move data, at which parts and chunks begin
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """``length`` elements from ``start`` on."""
+
+    channel: int
+    start: int
+    length: int
+    place: int = 0
+
+    def __contains__(self, offset: int) -> bool:
+        return self.start <= offset < self.start + self.length
+
+
+def contiguous(total: int, channels: int, itemsize: int) -> list[Stretch]:
+    """One part for each channel, as NCCL does since 2.20.3.
+
+    >>> contiguous(20, 2, itemsize=4)
+    [Stretch(channel=0, start=0, length=12, place=0), Stretch(channel=1, start=12, length=8, place=0)]
+    """
+    part = whole_words(-(-total // channels), itemsize)
+    return [Stretch(channel, start, length) for channel, (start, length) in enumerate(_cut(0, total, part))]
+
+
+def round_robin(total: int, channels: int, piece: int) -> list[Stretch]:
+    """Pieces of ``piece`` elements dealt to the channels in turn, as NCCL did before 2.20.3.
+
+    >>> [(part.channel, part.start, part.length) for part in round_robin(7, 2, piece=2)]
+    [(0, 0, 2), (1, 2, 2), (0, 4, 2), (1, 6, 1)]
+    """
+    return [Stretch(index % channels, start, length) for index, (start, length) in enumerate(_cut(0, total, piece))]
+
+
+def chunks(part: Stretch, length: int) -> list[Stretch]:
+    """A part of an all-reduce as chunks, each of which starts behind the next place of the ring.
+
+    >>> chunks(Stretch(1, start=10, length=5), length=2)  # doctest: +NORMALIZE_WHITESPACE
+    [Stretch(channel=1, start=10, length=2, place=0), Stretch(channel=1, start=12, length=2, place=1),
+     Stretch(channel=1, start=14, length=1, place=2)]
+    """
+    cuts = _cut(part.start, part.length, length)
+    return [Stretch(part.channel, start, size, place) for place, (start, size) in enumerate(cuts)]
+
+
+def whole_words(elements: int, itemsize: int) -> int:
+    """``elements`` rounded up to whole words.
+
+    >>> whole_words(9, itemsize=2), whole_words(9, itemsize=8)
+    (16, 10)
+    """
+    word = max(1, WORD // itemsize)
+    return -(-elements // word) * word
+
+
+def _cut(start: int, total: int, length: int) -> Iterator[tuple[int, int]]:
+    for offset in range(0, total, length):
+        yield start + offset, min(length, total - offset)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,25 +158,24 @@ class Units:
             yield Units(self.length, channel, place, offset)
 
 
-def units_of(runs: Sequence[Run], payloads: int, size: int, itemsize: int) -> list[Units]:
-    """The units of ``payloads`` payloads of ``size`` elements, one behind the other, all with these runs.
+def units_of(stretches: Sequence[Stretch], payloads: int, size: int, itemsize: int) -> list[Units]:
+    """The units of ``payloads`` payloads of ``size`` elements, one behind the other, all with these stretches.
 
     With several payloads it is their number that gives the place: they belong to the ranks.
     """
     longest = max(1, ROW_BYTES // itemsize)
     by_length: dict[int, list[tuple[int, int, int]]] = {}
-    for run in runs:
-        for start in range(run.start, run.start + run.length, longest):
-            length = min(longest, run.start + run.length - start)
-            by_length.setdefault(length, []).append((run.channel, run.place, start))
-    return [_units(length, torch.tensor(rows), payloads, size) for length, rows in by_length.items()]
-
-
-def _units(length: int, rows: Tensor, payloads: int, size: int) -> Units:
-    payload = torch.arange(payloads)
-    channel, place, start = rows.t()
-    places = place.repeat(payloads) if payloads == 1 else payload.repeat_interleave(len(rows))
-    return Units(length, channel.repeat(payloads), places, (payload[:, None] * size + start).flatten())
+    for part in stretches:
+        for start in range(part.start, part.start + part.length, longest):
+            length = min(longest, part.start + part.length - start)
+            by_length.setdefault(length, []).append((part.channel, part.place, start))
+    units = []
+    for length, rows in by_length.items():
+        payload = torch.arange(payloads)
+        channel, place, start = torch.tensor(rows).t()
+        places = place.repeat(payloads) if payloads == 1 else payload.repeat_interleave(len(rows))
+        units.append(Units(length, channel.repeat(payloads), places, (payload[:, None] * size + start).flatten()))
+    return units
 
 
 def ring_sum(inputs: Tensor, units: Sequence[Units], orders: Tensor, reduction: Reduction) -> Tensor:
@@ -98,8 +197,8 @@ def ring_sum(inputs: Tensor, units: Sequence[Units], orders: Tensor, reduction: 
 
 def _summed(inputs: Tensor, units: Units, orders: Tensor, reduction: Reduction) -> Iterator[tuple[Units, Tensor]]:
     """Blocks of the units, and for each ``[units, length]`` in the dtype of partial sums."""
-    if fits_bags(inputs, units, reduction):
-        yield units, sum_in_bags(inputs, units, orders)
+    if _fits_bags(inputs, units, reduction):
+        yield units, _sum_in_bags(inputs, units, orders)
         return
     flat, length = inputs.view(-1), units.length
     rows = flat.as_strided((flat.numel() - length + 1, length), (1, 1))  # row i begins at element i
@@ -122,3 +221,25 @@ def _sum_block(rows: Tensor, sources: Tensor, reduction: Reduction) -> Tensor:
             own.mul_(factor)
         hop(partial, own, out=partial)
     return partial
+
+
+def _fits_bags(inputs: Tensor, units: Units, reduction: Reduction) -> bool:
+    """Whether the units are whole rows of a table that ``inputs``, ``[ranks, elements]``, can be seen as."""
+    plain = reduction.op in ("sum", "avg") and reduction.factor(len(inputs), inputs.dtype) is None
+    if not plain or inputs.dtype != torch.float32:  # which no net adds in another dtype
+        return False
+    return inputs.shape[1] % units.length == 0 and not bool((units.offset % units.length).any())
+
+
+def _sum_in_bags(inputs: Tensor, units: Units, orders: Tensor) -> Tensor:
+    """``[units, length]``; ``orders[channel, hop, place]`` are the ranks that add."""
+    rows = inputs.view(-1, units.length)
+    bags = (orders[units.channel, :, units.place] * inputs.shape[1] + units.offset[:, None]) // units.length
+    summed = F.embedding_bag(bags, rows, mode="sum")
+    negative = summed.eq(0)  # a sum is -0 if, and only if, every term is
+    for hop in bags.t():
+        if not negative.any():
+            return summed
+        own = rows[hop]
+        negative &= own.eq(0) & own.signbit()
+    return summed.masked_fill_(negative, -0.0)

@@ -6,6 +6,8 @@ has the form of NCCL's own log lines, one for each channel, and comments behind 
     # two nodes of four
     Channel 00/02 : 0 1 2 3 4 5 6 7
     Channel 01/02 : 0 3 2 5 4 7 6 1
+
+An *order* is a tensor of the ranks that add, hop after hop, from every place of a ring on.
 """
 
 from __future__ import annotations
@@ -13,6 +15,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+
+import torch
+from torch import Tensor
 
 Ring = tuple[int, ...]
 Rings = tuple[Ring, ...]
@@ -49,7 +54,34 @@ def restrict(ring: Ring, members: Sequence[int]) -> Ring:
     return tuple(place[rank] for rank in ring if rank in place)
 
 
-_EVERY_RANK = "list every rank of the world once"
+def after_rank(ring: Ring) -> Tensor:
+    """``[hop, rank]``: the sum for a rank starts behind it and ends with it.
+
+    >>> after_rank((0, 2, 1)).tolist()
+    [[2, 0, 1], [1, 2, 0], [0, 1, 2]]
+    """
+    places = sorted(range(len(ring)), key=ring.__getitem__)
+    return after_place(ring)[:, places]
+
+
+def after_place(ring: Ring) -> Tensor:
+    """``[hop, place]``: a sum starts behind the place of the ring and ends with it.
+
+    >>> after_place((0, 2, 1)).tolist()
+    [[2, 1, 0], [1, 0, 2], [0, 2, 1]]
+    """
+    size = len(ring)
+    places = torch.arange(size)
+    return torch.tensor(ring)[(places + 1 + places[:, None]) % size]
+
+
+def as_listed(ring: Ring) -> Tensor:
+    """``[hop, place]``: every sum starts with the first rank of the ring.
+
+    >>> as_listed((0, 2, 1)).tolist()
+    [[0, 0, 0], [2, 2, 2], [1, 1, 1]]
+    """
+    return torch.tensor(ring)[:, None].expand(-1, len(ring))
 
 
 def check_rings(rings: Sequence[Ring], size: int) -> None:
@@ -58,26 +90,18 @@ def check_rings(rings: Sequence[Ring], size: int) -> None:
     Raises:
         ValueError: naming the channel and the rank.
     """
+    everyone = set(range(size))
     for channel, ring in enumerate(rings):
-        repeated = sorted({rank for rank in ring if ring.count(rank) > 1})
-        if repeated:
-            raise ValueError(
-                f"the ring of channel {channel} visits rank {repeated[0]} more than once, {_short(ring)}: {_EVERY_RANK}"
-            )
-        unknown = sorted(set(ring) - set(range(size)))
-        if unknown:
-            raise ValueError(
-                f"the ring of channel {channel} visits rank {unknown[0]}, but ranks are 0..{size - 1}: {_EVERY_RANK}"
-            )
-        missing = sorted(set(range(size)) - set(ring))
-        if missing:
-            raise ValueError(
-                f"the ring of channel {channel} leaves out rank {missing[0]} of {size}, {_short(ring)}: {_EVERY_RANK}"
-            )
-
-
-def _short(ring: Ring) -> str:
-    return " ".join(map(str, ring[:16])) + (" ..." if len(ring) > 16 else "")
+        visited, short = set(ring), " ".join(map(str, ring[:16])) + (" ..." if len(ring) > 16 else "")
+        if repeated := sorted(rank for rank in visited if ring.count(rank) > 1):
+            wrong = f"visits rank {repeated[0]} more than once, {short}"
+        elif unknown := sorted(visited - everyone):
+            wrong = f"visits rank {unknown[0]}, but ranks are 0..{size - 1}"
+        elif missing := sorted(everyone - visited):
+            wrong = f"leaves out rank {missing[0]} of {size}, {short}"
+        else:
+            continue
+        raise ValueError(f"the ring of channel {channel} {wrong}: list every rank of the world once")
 
 
 def read_rings(path: str | Path) -> Rings:

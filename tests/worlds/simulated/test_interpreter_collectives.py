@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from pytest_gtrainer import NetModel
-from pytest_gtrainer.worlds.simulated.errors import CollectiveMismatch, NoModel
+from pytest_gtrainer.worlds.simulated import CollectiveMismatch, NoModel
 from pytest_gtrainer.worlds.simulated.interpreter import Interpreter, PerRank, RankGraph, interpret
 from pytest_gtrainer.worlds.simulated.interpreter.values import of_rank
 from tests.worlds.simulated.graphs import c10d, different, graph_of, interpreter_of, numbers, run, wait, world_group

@@ -12,8 +12,8 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from pytest_gtrainer import NetModel
 from pytest_gtrainer._torch.tracing import new_fake_mode
-from pytest_gtrainer.worlds.simulated.errors import CollectiveMismatch, NoModel
-from pytest_gtrainer.worlds.simulated.interpreter import Interpreter, PerRank, RandomStates, RankGraph
+from pytest_gtrainer.worlds.simulated import CollectiveMismatch, NoModel
+from pytest_gtrainer.worlds.simulated.interpreter import Interpreter, PerRank, RankGraph, RankRandomStates
 from tests.worlds.simulated.graphs import c10d, different, graph_of, interpreter_of, numbers, wait, world_group
 
 aten = torch.ops.aten
@@ -38,7 +38,7 @@ def test_every_rank_draws_from_a_generator_of_its_own():
     """Two runs go on where the ranks are; the process's generator stays where it is."""
     x = different(RANKS, 8)
     seeds = [3, 3, 5, 7]
-    interpreter = alone(make_fx(noisy)(x[0]), random=RandomStates.seeded(seeds))
+    interpreter = alone(make_fx(noisy)(x[0]), random=RankRandomStates.seeded(seeds))
     torch.manual_seed(0)
     before = torch.get_rng_state()
     runs = [interpreter.run([x]), interpreter.run([x])]
@@ -61,7 +61,7 @@ def test_ranks_that_start_alike_draw_alike_once():
 
 def test_draws_of_different_ranks_differ():
     """The twin: with seeds of their own, the same operands give others."""
-    noise, _ = alone(make_fx(noisy)(numbers(8)), random=RandomStates.seeded(range(4))).run([numbers(8)])
+    noise, _ = alone(make_fx(noisy)(numbers(8)), random=RankRandomStates.seeded(range(4))).run([numbers(8)])
     assert not torch.equal(noise[0], noise[1])
 
 
@@ -73,7 +73,7 @@ def test_random_numbers_into_memory_of_all_ranks():
         torch.ops.aten.normal_(buffer, 0.0, 1.0)
         return view + 0
 
-    views = alone(make_fx(step)(numbers(8)), random=RandomStates.seeded(range(4))).run([numbers(8)])
+    views = alone(make_fx(step)(numbers(8)), random=RankRandomStates.seeded(range(4))).run([numbers(8)])
     for rank, view in enumerate(views):
         torch.manual_seed(rank)
         assert torch.equal(view, torch.empty(8).normal_().view(2, 4))
@@ -124,7 +124,7 @@ def test_a_branch_may_draw():
         return torch.cond(predicate, lambda x: torch.rand_like(x), lambda x: x + 1, (x,))
 
     gm = make_fx(step)(torch.tensor(True), numbers(3))
-    result = alone(gm, random=RandomStates.seeded(range(4))).run([torch.tensor(True), numbers(3)])
+    result = alone(gm, random=RankRandomStates.seeded(range(4))).run([torch.tensor(True), numbers(3)])
     for rank, own in enumerate(result):
         torch.manual_seed(rank)
         assert torch.equal(own, torch.rand(3))

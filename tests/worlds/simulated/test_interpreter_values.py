@@ -15,7 +15,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pytest_gtrainer import NetModel
-from pytest_gtrainer.worlds.simulated.errors import DependsOnRank
+from pytest_gtrainer.worlds.simulated import DependsOnRank
 from pytest_gtrainer.worlds.simulated.interpreter import Interpreter, PerRank, RankGraph
 from pytest_gtrainer.worlds.simulated.interpreter.values import at, of_rank
 from tests.worlds.simulated.graphs import Counted, c10d, different, interpreter_of, numbers, run, wait, world_group

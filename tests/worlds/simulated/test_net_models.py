@@ -10,7 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from pytest_gtrainer import NetModel
-from pytest_gtrainer.worlds.simulated.reductions import NoModel
+from pytest_gtrainer.worlds.simulated import NoModel
 from tests.worlds.simulated import specification
 from tests.worlds.simulated.buckets import sees_the_order_of_a_bucket
 

@@ -20,7 +20,7 @@ from pytest_gtrainer.graph.collectives import PlanError
 from pytest_gtrainer.graph.layout import LayoutDifference, assert_same_layout
 from pytest_gtrainer.references.simulated.eager import simulated_eager
 from pytest_gtrainer.references.simulated.graph import SimulatedGraphRun
-from pytest_gtrainer.worlds.simulated.errors import DependsOnRank
+from pytest_gtrainer.worlds.simulated import DependsOnRank
 
 CONFIG = functools.partial(llama3_training, precision="fp32", steps=2)
 EIGHT = pytest.mark.gt_world("simulated", size=8, nodes=2)

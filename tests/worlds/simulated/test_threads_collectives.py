@@ -13,8 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from pytest_gtrainer import NetModel
+from pytest_gtrainer.worlds.simulated import collectives
 from pytest_gtrainer.worlds.simulated.gloo import GlooNet
-from pytest_gtrainer.worlds.simulated.threads import operations, run_threads
+from pytest_gtrainer.worlds.simulated.threads import run_threads
 
 RANKS = 3
 
@@ -232,7 +233,7 @@ def test_large_reduce_scatters_are_done_in_parts(monkeypatch):
     """Every destination's shard by itself gives the bits of all together."""
     net = NetModel(2, 3, channels=2)
     together = run_threads(6, scattered, net=net)
-    monkeypatch.setattr(operations, "PART_BYTES", 1)
+    monkeypatch.setattr(collectives, "PART_BYTES", 1)
     in_parts = run_threads(6, scattered, net=net)
     assert all(torch.equal(*pair) for pair in zip(tree_leaves(together), tree_leaves(in_parts), strict=True))
     elsewhere = run_threads(6, scattered, net=NetModel(1, 6, channels=2))

@@ -18,13 +18,11 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from fixtures.training import llama3_training
 from pytest_gtrainer import NetModel
 from pytest_gtrainer.references.simulated.eager import simulated_eager
-from pytest_gtrainer.worlds.simulated.errors import CollectiveMismatch, NoModel
+from pytest_gtrainer.worlds.simulated import CollectiveMismatch, NoModel
 from pytest_gtrainer.worlds.simulated.threads import NotOnThreads, Standstill, TimeLimit, run_threads
 from pytest_gtrainer.worlds.simulated.threads import run as run_module
-from pytest_gtrainer.worlds.simulated.threads.faults import is_ours
 from pytest_gtrainer.worlds.simulated.threads.group import ThreadGroup
-from pytest_gtrainer.worlds.simulated.threads.state import SwappedStates
-from pytest_gtrainer.worlds.simulated.threads.team import Team
+from pytest_gtrainer.worlds.simulated.threads.team import ThreadTeam, is_ours
 
 NET = NetModel(1, 4)
 
@@ -136,8 +134,8 @@ def other_message(rank):
         (other_dtype, "ranks 0-2: reduce_scatter (sum) of float32[4]; rank 3: reduce_scatter (sum) of bfloat16[4]"),
         (other_reduction, "ranks 0, 1: all_reduce (avg) of float32[4]; ranks 2, 3: all_reduce (sum) of float32[4]"),
         (other_root, "ranks 0, 2: broadcast from member 0 of float32[4]; ranks 1, 3: broadcast from member 1"),
-        (other_splits, "all_to_all: rank 0 sends 1 to rank 2, which expects 2 from it"),
-        (other_list, "all_gather: rank 3 sends 2 to rank 1, which expects 5 from it"),
+        (other_splits, "all_to_all: rank 0 sends 1 row to rank 2, which expects 2 from it"),
+        (other_list, "all_gather: rank 3 sends 2 elements to rank 1, which expects 5 from it"),
         (other_message, "rank 0 sends float32[3] to rank 1, which receives float32[4]"),
     ],
 )
@@ -333,7 +331,7 @@ def test_ranks_that_take_turns_may_take_longer_together():
 
 
 def test_a_rank_that_comes_back_late_does_not_disturb_whose_turn_it_is():
-    team = Team(3, SwappedStates(3), Standstill)
+    team = ThreadTeam(3, Standstill)
     team.start()
     team.abandon(0)
     team.end(0)

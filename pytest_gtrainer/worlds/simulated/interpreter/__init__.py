@@ -3,12 +3,13 @@
 A value is *uniform*, the same on all ranks and computed once, or *per rank*. Collectives are carried out
 by a net model among the ranks of their groups; every other operator is the plain one, so bits are those
 of a replay on real ranks.
+
+In: a ``RankGraph`` (``groups``), its inputs for all ranks (``values``), a net. ``program`` compiles it, from what
+each node is (``operators``), to ``blocks`` of plain operators and ``steps`` for all others, and runs it.
 """
 
-from pytest_gtrainer.worlds.simulated.interpreter.groups import RankGraph
-from pytest_gtrainer.worlds.simulated.interpreter.random_states import RandomStates
-from pytest_gtrainer.worlds.simulated.interpreter.run import Interpreter, interpret
-from pytest_gtrainer.worlds.simulated.interpreter.same_graph import check_same_on_all
-from pytest_gtrainer.worlds.simulated.interpreter.values import PerRank
+from pytest_gtrainer.worlds.simulated.interpreter.groups import RankGraph, check_same_on_all
+from pytest_gtrainer.worlds.simulated.interpreter.program import Interpreter, interpret
+from pytest_gtrainer.worlds.simulated.interpreter.values import PerRank, RankRandomStates
 
-__all__ = ["Interpreter", "PerRank", "RandomStates", "RankGraph", "check_same_on_all", "interpret"]
+__all__ = ["Interpreter", "PerRank", "RankGraph", "RankRandomStates", "check_same_on_all", "interpret"]

@@ -3,21 +3,52 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from torch import fx
+import torch
+from torch import Tensor, fx
 
-from pytest_gtrainer.worlds.simulated.errors import DependsOnRank
-from pytest_gtrainer.worlds.simulated.interpreter.binding import Binder
-from pytest_gtrainer.worlds.simulated.interpreter.collective_calls import Handler, written_result
+from pytest_gtrainer.worlds.simulated import CollectiveMismatch, DependsOnRank, NoModel, collectives
+from pytest_gtrainer.worlds.simulated.collectives import Collective, Contribution, dtype_text
+from pytest_gtrainer.worlds.simulated.interpreter.blocks import Scratch
 from pytest_gtrainer.worlds.simulated.interpreter.groups import Partition
-from pytest_gtrainer.worlds.simulated.interpreter.lifetimes import source_of
-from pytest_gtrainer.worlds.simulated.interpreter.memory import Values, make_private, reaches, storages_of
-from pytest_gtrainer.worlds.simulated.interpreter.random_states import RandomStates
-from pytest_gtrainer.worlds.simulated.interpreter.scratch import Scratch
-from pytest_gtrainer.worlds.simulated.interpreter.values import Kinds, PerRank, at, is_per_rank
+from pytest_gtrainer.worlds.simulated.interpreter.operators import Binder, short_name, source_of
+from pytest_gtrainer.worlds.simulated.interpreter.values import (
+    Kinds,
+    PerRank,
+    RankRandomStates,
+    Values,
+    at,
+    interned,
+    is_per_rank,
+    make_private,
+    of_rank,
+    reaches,
+    storages_of,
+)
 from pytest_gtrainer.worlds.simulated.net import Net
+
+COND = torch.ops.higher_order.cond
+INVOKE_SUBGRAPH = torch.ops.higher_order.invoke_subgraph
+
+_COLLECTIVES: dict[str, Collective] = {
+    "all_gather_into_tensor": collectives.all_gather,
+    "all_gather_into_tensor_out": collectives.all_gather,
+    "all_gather_into_tensor_coalesced": collectives.all_gather,
+    "reduce_scatter_tensor": collectives.reduce_scatter,
+    "reduce_scatter_tensor_out": collectives.reduce_scatter,
+    "reduce_scatter_tensor_coalesced": collectives.reduce_scatter,
+    "all_reduce": collectives.all_reduce,
+    "all_reduce_": collectives.all_reduce,
+    "all_reduce_coalesced": collectives.all_reduce,
+    "all_reduce_coalesced_": collectives.all_reduce,
+    "all_to_all_single": collectives.all_to_all,
+    "broadcast": collectives.broadcast,
+    "broadcast_": collectives.broadcast,
+    "shard_dim_alltoall": collectives.exchange_dims,
+}
 
 
 @dataclass(slots=True)
@@ -28,7 +59,7 @@ class Frame:
     """
 
     kinds: Kinds
-    random: RandomStates
+    random: RankRandomStates
     scratch: Scratch
     values: Values
     inputs: Sequence[tuple[str, Any]]
@@ -84,25 +115,18 @@ class EffectStep:
     random: bool
 
     def run(self, frame: Frame, dying: frozenset[fx.Node]) -> Any:
-        uniform = not is_per_rank(frame.of(self.operands)) and not (self.random and not frame.random.uniform)
-        if uniform:
-            return self._uniform(frame)
+        operands, size = frame.of(self.operands), frame.kinds.size
+        if not is_per_rank(operands) and not (self.random and not frame.random.uniform):
+            with frame.random.drawn_uniformly() if self.random else nullcontext():
+                return self._call(operands)
         if self.written:
             frame.own_memory(self.written)
-        return frame.kinds.value([self._of(rank, frame) for rank in range(frame.kinds.size)])
-
-    def _uniform(self, frame: Frame) -> Any:
-        if not self.random:
-            return self._call(frame.of(self.operands))
-        with frame.random.drawn_uniformly():
-            return self._call(frame.of(self.operands))
-
-    def _of(self, rank: int, frame: Frame) -> Any:
-        own = [at(value, rank) for value in frame.of(self.operands)]
-        if not self.random:
-            return self._call(own)
-        with frame.random.drawn_by(rank, frame.kinds.size):
-            return self._call(own)
+            operands = frame.of(self.operands)
+        results = []
+        for rank in range(size):
+            with frame.random.drawn_by(rank, size) if self.random else nullcontext():
+                results.append(self._call([at(value, rank) for value in operands]))
+        return frame.kinds.value(results)
 
     def _call(self, own: Sequence[Any]) -> Any:
         args, kwargs = self.bind(own)
@@ -124,36 +148,42 @@ class CollectiveStep:
     names: Sequence[str]
     partition: Partition
     nets: Sequence[Net]
-    handler: Handler
+    collective: Collective
     written: tuple[str, Sequence[fx.Node]] | None
 
     def run(self, frame: Frame, dying: frozenset[fx.Node]) -> Any:
         calls = self._calls(frame)
         if self.written is None:
-            self._give_up(frame, dying)
+            for node in dying.intersection(map(source_of, self.operands)):
+                value = frame.values[node]
+                if type(value) is PerRank:
+                    value[:] = [None] * len(value)  # a reduction needs the memory of operands that die
         results: list[Any] = [None] * frame.kinds.size
         for ranks, net in zip(self.partition, self.nets, strict=True):
-            for rank, result in zip(ranks, self.handler(net, [calls[rank] for rank in ranks]), strict=True):
-                results[rank] = result
+            is_list = "inputs" in calls[ranks[0]]
+            given = _contributions([calls[rank] for rank in ranks], ranks)
+            for rank, result in zip(ranks, self.collective(net, given), strict=True):
+                results[rank] = result if is_list else result[0]
         frame.scratch.give_back()
         if self.written is None or self._nobody_sees(frame, dying):
             return frame.kinds.value(results)
-        return self._write(frame, results)
+        argument, nodes = self.written
+        frame.own_memory(nodes)
+        written = []
+        for call, result in zip(self._calls(frame), results, strict=True):
+            target = call[argument]
+            pairs = [(target, result)] if isinstance(target, Tensor) else zip(target, result, strict=True)
+            copied = [own.copy_(value) for own, value in pairs]
+            written.append(copied[0] if isinstance(target, Tensor) else copied)
+        return frame.kinds.value(written)
 
     def _calls(self, frame: Frame) -> list[dict[str, Any]]:
         """Every rank's arguments by name."""
         operands, calls = frame.of(self.operands), []
         for rank in range(frame.kinds.size):
             args, kwargs = self.bind([at(value, rank) for value in operands])
-            calls.append({"rank": rank, **dict(zip(self.names, args, strict=False)), **kwargs})
+            calls.append({**dict(zip(self.names, args, strict=False)), **kwargs})
         return calls
-
-    def _give_up(self, frame: Frame, dying: frozenset[fx.Node]) -> None:
-        """Hold on to no operand that dies: a reduction needs its memory."""
-        for node in dying.intersection(map(source_of, self.operands)):
-            value = frame.values[node]
-            if type(value) is PerRank:
-                value[:] = [None] * len(value)
 
     def _nobody_sees(self, frame: Frame, dying: frozenset[fx.Node]) -> bool:
         """No value that lives on looks into the memory that is written to: then the result may lie elsewhere."""
@@ -162,11 +192,94 @@ class CollectiveStep:
         live = [value for node, value in frame.values.items() if node not in dying]
         return not any(reaches(value, storages) for value in [*live, *(value for _, value in frame.inputs)])
 
-    def _write(self, frame: Frame, results: list[Any]) -> Any:
-        assert self.written is not None
-        argument, nodes = self.written
-        frame.own_memory(nodes)
-        targets = [call[argument] for call in self._calls(frame)]
-        return frame.kinds.value(
-            [written_result(target, result) for target, result in zip(targets, results, strict=True)]
+
+def collective_of(node: fx.Node) -> Collective:
+    """What carries the collective out.
+
+    Raises:
+        NoModel: naming the operator.
+    """
+    known = _COLLECTIVES if str(node.target).startswith(("_c10d_functional", "_dtensor")) else {}
+    if short_name(node) not in known:
+        names = ", ".join(sorted(_COLLECTIVES))
+        raise NoModel(f"{node.target} ({node.name}) has no model in a simulated world, which has {names}")
+    return known[short_name(node)]
+
+
+def _contributions(calls: Sequence[dict[str, Any]], ranks: Sequence[int]) -> list[Contribution]:
+    """What these ranks, a group, give; taken out of their arguments.
+
+    Raises:
+        CollectiveMismatch: they do not agree; names the first rank that differs.
+    """
+    members = calls[0].get("group_size", len(ranks))
+    if members != len(ranks):
+        raise CollectiveMismatch(f"the graph was traced for a group of {members}, it has {len(ranks)}")
+    given = [
+        Contribution(
+            rank=rank,
+            inputs=list(call.pop("inputs")) if "inputs" in call else [call.pop("input")],
+            op=str(call.get("reduce_op")).lower(),
+            root=call.get("src", 0),
+            sends=list(map(int, call.get("input_split_sizes", ()))),
+            receives=list(map(int, call.get("output_split_sizes", ()))),
+            dims=(call.get("gather_dim", 0), call.get("shard_dim", 0)),
         )
+        for rank, call in zip(ranks, calls, strict=True)
+    ]
+    counts = sorted({len(own.inputs) for own in given})
+    if len(counts) > 1:
+        raise CollectiveMismatch(f"the ranks give lists of {' and '.join(map(str, counts))} tensors")
+    by_rows = "input_split_sizes" in calls[0]
+    for own in given:
+        rows = own.inputs[0].shape[0] if by_rows else 0
+        if by_rows and (len(own.sends) != members or len(own.receives) != members or sum(own.sends) != rows):
+            raise CollectiveMismatch(
+                f"rank {own.rank} splits {rows} rows into {own.sends} and receives {own.receives}, "
+                f"in a group of {members} ranks"
+            )
+        for first, tensor in zip(given[0].inputs, own.inputs, strict=True):
+            if tensor.shape[by_rows:] != first.shape[by_rows:] or tensor.dtype != first.dtype:
+                one, other = (f"{dtype_text(each)}{list(each.shape)}" for each in (first, tensor))
+                raise CollectiveMismatch(f"rank {ranks[0]} gives {one}, rank {own.rank} gives {other}")
+    return given
+
+
+@dataclass(frozen=True, slots=True)
+class NestedStep:
+    """A graph that communicates, or is a module, called with values of this one: its nodes are steps like those here.
+
+    ``runs`` carry out the graphs, by their identity. ``bind`` gives the arguments of the call with nodes' values
+    filled in, uniform or per rank. A graph that an operator calls and that does not communicate needs none of this:
+    the operator is plain.
+    """
+
+    target: Any
+    operands: Sequence[fx.Node]
+    bind: Binder
+    runs: dict[int, Callable[[Sequence[Any], RankRandomStates], Any]]
+
+    def run(self, frame: Frame, dying: frozenset[fx.Node]) -> Any:
+        args, _ = self.bind(frame.of(self.operands))
+        graph, given = self._called(args)
+        output = self.runs[id(graph)](given, frame.random)
+        return frame.kinds.value(interned([of_rank(output, rank) for rank in range(frame.kinds.size)]))
+
+    def _called(self, args: Sequence[Any]) -> tuple[Any, list[Any]]:
+        """The graph and what it is called with."""
+        if self.target is COND:
+            predicate, if_true, if_false, given = args
+            return (if_true if _decided(predicate) else if_false), list(given)
+        if self.target is INVOKE_SUBGRAPH:
+            return args[0], list(args[2:])
+        return self.target, list(args)
+
+
+def _decided(predicate: Any) -> bool:
+    """The one way that all ranks go."""
+    ways = {bool(own) for own in (predicate if type(predicate) is PerRank else [predicate])}
+    if len(ways) > 1:
+        raise CollectiveMismatch(
+            "the ranks disagree on the predicate of a cond with a collective in it: some would wait forever"
+        )
+    return ways.pop()

@@ -3,15 +3,29 @@
 A value is *uniform*, one object for all ranks, or ``PerRank``. Its *kind* says which ranks share: the
 ranks of a group, for example, share what they gathered. An operator runs once for each class of
 ranks that share all its operands, never more often.
+
+Before ranks write into tensors, memory that they share becomes memory of their own (S7): a uniform value, or one
+tensor that a collective gave to many ranks, exists once. Every live value that looks into that memory, through
+views too, gets a copy for each rank.
+
+The state of the random generator is a value like any other, though the process has one generator: uniform while
+all ranks have drawn the same, then per rank.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, fx
+
+from pytest_gtrainer._torch.values import storage_of
+
+ALIGNMENT = 16
+Values = dict[fx.Node, Any]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -79,14 +93,11 @@ class Kinds:
         result = self.uniform
         for kind in kinds:
             if kind is not result:
-                result = self._refined(result, kind)
+                key = (result, kind)
+                if key not in self._common:
+                    self._common[key] = self.by_key(list(zip(result.class_of, kind.class_of, strict=True)))
+                result = self._common[key]
         return result
-
-    def _refined(self, one: Kind, other: Kind) -> Kind:
-        key = (one, other)
-        if key not in self._common:
-            self._common[key] = self.by_key(list(zip(one.class_of, other.class_of, strict=True)))
-        return self._common[key]
 
     def value(self, own: Sequence[Any], kind: Kind | None = None) -> Any:
         """The value that is ``own[rank]`` on every rank."""
@@ -131,3 +142,156 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
             yield from tensors_in(item)
     elif isinstance(value, dict):
         yield from tensors_in(list(value.values()))
+
+
+# --- memory
+
+
+@dataclass(frozen=True, slots=True)
+class _Span:
+    """The bytes of one storage that a tensor can reach."""
+
+    storage: int
+    start: int
+    stop: int
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> _Span:
+        last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        start = tensor.storage_offset() * tensor.itemsize
+        stop = start + (last + 1) * tensor.itemsize if tensor.numel() else start
+        return cls(storage_of(tensor), start, stop)
+
+
+def make_private(values: Values, written: Iterable[fx.Node], size: int) -> set[int]:
+    """Rebind ``values`` so that ranks can write to ``written`` without seeing each other's writes.
+
+    Returns:
+        The storages whose contents were copied, none if the ranks' memory was apart already.
+    """
+    storages = {storage for node in written for storage in storages_of(values[node])}
+    shared = [node for node, value in values.items() if reaches(value, storages)]
+    if _are_apart([values[node] for node in shared], storages):
+        return set()
+    copies = [_Copies(rank, [at(values[node], rank) for node in shared], storages) for rank in range(size)]
+    for node in shared:
+        values[node] = PerRank(copies[rank].moved(at(values[node], rank)) for rank in range(size))
+    return storages
+
+
+def storages_of(value: Any) -> set[int]:
+    """The memory of all tensors in ``value``, of all ranks."""
+    return {storage_of(tensor) for tensor in tensors_in(value)}
+
+
+def reaches(value: Any, storages: set[int]) -> bool:
+    """Whether a tensor in ``value``, of any rank, lies in one of ``storages``."""
+    return any(storage_of(tensor) in storages for tensor in tensors_in(value))
+
+
+def _are_apart(values: list[Any], storages: set[int]) -> bool:
+    """No uniform value among them, and no two ranks reach the same byte."""
+    if any(type(value) is not PerRank for value in values):
+        return False
+    reached = sorted(
+        {
+            (span.storage, span.start, span.stop, rank)
+            for value in values
+            for rank, own in enumerate(value)
+            for span in map(_Span.of, tensors_in(own))
+            if span.storage in storages
+        }
+    )
+    furthest: dict[int, tuple[int, int]] = {}  # of each storage: where the spans so far end, and whose they are
+    for storage, start, stop, rank in reached:
+        end, owner = furthest.get(storage, (0, rank))
+        if start < end and owner != rank:
+            return False
+        furthest[storage] = max((end, owner), (stop, rank))
+    return True
+
+
+class _Copies:
+    """One rank's copies of what its values reach in shared storages."""
+
+    def __init__(self, rank: int, own: list[Any], storages: set[int]) -> None:
+        bounds: dict[int, tuple[int, int, Tensor]] = {}
+        for tensor in tensors_in(own):
+            span = _Span.of(tensor)
+            if span.storage in storages:
+                start, stop, _ = bounds.get(span.storage, (span.start, span.stop, tensor))
+                bounds[span.storage] = (min(start, span.start), max(stop, span.stop), tensor)
+        self._copies = {}
+        for storage, (start, stop, tensor) in bounds.items():
+            start -= start % ALIGNMENT
+            window = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage(), start, (stop - start,), (1,))
+            self._copies[storage] = window.clone(), start
+
+    def moved(self, own: Any) -> Any:
+        """The value over the copies."""
+        if isinstance(own, Tensor) and storage_of(own) in self._copies:
+            copy, start = self._copies[storage_of(own)]
+            offset = own.storage_offset() - start // own.itemsize
+            return own.new_empty(0).set_(copy.untyped_storage(), offset, own.shape, own.stride())
+        return type(own)(self.moved(item) for item in own) if isinstance(own, list | tuple) else own
+
+
+# --- random numbers
+
+
+class RankRandomStates:
+    """The states of all ranks; a run continues from them, and leaves them where its ranks got to.
+
+    Args:
+        states: one state for all ranks, or one for each; by default the one that the process has now.
+    """
+
+    def __init__(self, states: torch.Tensor | Sequence[torch.Tensor] | None = None) -> None:
+        if states is None:
+            states = torch.get_rng_state()
+        self.states: Any = states if isinstance(states, torch.Tensor) else PerRank(states)
+
+    @classmethod
+    def seeded(cls, seeds: Sequence[int]) -> RankRandomStates:
+        """Every rank as after ``torch.manual_seed`` with its seed."""
+        return cls([torch.Generator().manual_seed(seed).get_state() for seed in seeds])
+
+    @classmethod
+    def of_ranks(cls, states: Sequence[torch.Tensor]) -> RankRandomStates:
+        """These states, one of each rank, as one where all are equal."""
+        alike = all(torch.equal(states[0], state) for state in states)
+        return cls(states[0] if alike else states)
+
+    def copy(self) -> RankRandomStates:
+        """The same states, to continue from apart from these."""
+        return RankRandomStates(self.states.clone() if self.uniform else list(self.states))
+
+    @property
+    def uniform(self) -> bool:
+        return type(self.states) is not PerRank
+
+    @contextmanager
+    def drawn_uniformly(self) -> Iterator[None]:
+        """What is drawn inside, all ranks draw alike."""
+        torch.set_rng_state(self.states)
+        yield
+        self.states = torch.get_rng_state()
+
+    @contextmanager
+    def drawn_by(self, rank: int, size: int) -> Iterator[None]:
+        """What is drawn inside, ``rank`` draws."""
+        if self.uniform:
+            self.states = PerRank([self.states] * size)
+        torch.set_rng_state(self.states[rank])
+        yield
+        self.states[rank] = torch.get_rng_state()
+
+
+@contextmanager
+def generator_kept() -> Iterator[None]:
+    """The process's own generator is as before at the end."""
+    state = torch.get_rng_state()
+    try:
+        yield
+    finally:
+        torch.set_rng_state(state)

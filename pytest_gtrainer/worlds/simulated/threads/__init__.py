@@ -2,17 +2,18 @@
 
 *Ranks* are threads of one process, of which one runs at a time (``team``). Each has its own
 ``torch.distributed`` (``_torch.threads``), whose groups (``group``) hand every collective to a *meeting*
-(``meetings``), where the last member carries it out for all (``operations``); sums are added in the order of
-a net model. Process-wide state that ranks have for themselves is swapped with the turn (``state``).
+(``meetings``), where the last member carries it out for all (``collectives``); sums are added in the order of
+a net model. Process-wide state that ranks have for themselves is swapped with the turn.
 
 Runs as it is: ``fully_shard``, HSDP, expert parallelism, DDP, DTensor, distributed checkpoints, send and recv.
-Refused: tracing and compiling (``eager_only``), and so FlexAttention; stores; threads of a rank that
+Refused: tracing and compiling (``run``), and so FlexAttention; stores; threads of a rank that
 communicate; ``reduce``, and reductions and tensors that the net has no model for. Works differently: hooks
 on all modules of a process (``register_module_forward_hook``, the module tree of ``CommDebugMode``) see all
 ranks; a dispatch mode does not see collectives; torch's switches are shared. FSDP1 needs an accelerator.
 """
 
-from pytest_gtrainer.worlds.simulated.threads.faults import NotOnThreads, Standstill, TimeLimit
+from pytest_gtrainer.worlds.simulated.threads.faults import Standstill, TimeLimit
 from pytest_gtrainer.worlds.simulated.threads.run import run_threads
+from pytest_gtrainer.worlds.simulated.threads.team import NotOnThreads
 
 __all__ = ["NotOnThreads", "Standstill", "TimeLimit", "run_threads"]

@@ -8,35 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NoReturn
+from math import prod
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from pytest_gtrainer._torch.threads import BACKEND, Work, reduction_of, unseen_by_modes
-from pytest_gtrainer.worlds.simulated.errors import CollectiveMismatch, NoModel
-from pytest_gtrainer.worlds.simulated.threads.faults import ranks_text, stacks
-from pytest_gtrainer.worlds.simulated.threads.meetings import Meeting, Place
-from pytest_gtrainer.worlds.simulated.threads.messages import Route
-from pytest_gtrainer.worlds.simulated.threads.operations import (
-    AllGather,
-    AllGatherList,
-    AllReduce,
-    AllToAll,
-    AllToAllList,
-    Barrier,
-    Broadcast,
-    Call,
-    Gather,
-    ReduceScatter,
-    Reduction,
-    Scatter,
-)
-from pytest_gtrainer.worlds.simulated.threads.team import Event, Team
-
-if TYPE_CHECKING:
-    from pytest_gtrainer.worlds.simulated.net import Net
+from pytest_gtrainer.worlds.simulated import CollectiveMismatch, NoModel, collectives
+from pytest_gtrainer.worlds.simulated.collectives import Collective, Contribution, dtype_text, texts
+from pytest_gtrainer.worlds.simulated.net import Net
+from pytest_gtrainer.worlds.simulated.threads.faults import stacks
+from pytest_gtrainer.worlds.simulated.threads.meetings import Issued, MeetingPlace, Route
+from pytest_gtrainer.worlds.simulated.threads.team import Awaited, ThreadTeam, ranks_text
 
 _UNMODELLED = (
     "_start_coalescing",
@@ -48,29 +33,29 @@ _UNMODELLED = (
 )
 
 
-class World:
+class SharedGroups:
     """What the groups of all ranks share: the team, the net, and a place for every group."""
 
-    def __init__(self, team: Team, net: Net) -> None:
+    def __init__(self, team: ThreadTeam, net: Net) -> None:
         self.team = team
         self._net = net
-        self._places: dict[tuple[str, tuple[int, ...]], Place] = {}
+        self._places: dict[tuple[str, tuple[int, ...]], MeetingPlace] = {}
 
-    def place(self, name: str, ranks: tuple[int, ...]) -> Place:
+    def place(self, name: str, ranks: tuple[int, ...]) -> MeetingPlace:
         """Where the group of this name and these global ranks meets."""
         key = name, ranks
         if key not in self._places:
             same = sum(members == ranks for _, members in self._places)
             text = f"the group of {ranks_text(ranks)}" + (f" (group {same + 1} of these)" if same else "")
             whole = ranks == tuple(range(self.team.size))
-            self._places[key] = Place(ranks, self._net if whole else self._net.for_group(ranks), text)
+            self._places[key] = MeetingPlace(ranks, self._net if whole else self._net.for_group(ranks), text)
         return self._places[key]
 
 
 class _Work(Work):
     """A collective or a message under way, as one rank sees it."""
 
-    def __init__(self, team: Team, rank: int, event: Event, outputs: list[Tensor]) -> None:
+    def __init__(self, team: ThreadTeam, rank: int, event: Awaited, outputs: list[Tensor]) -> None:
         super().__init__()
         self._team, self._rank, self._event, self._outputs = team, rank, event, outputs
 
@@ -100,25 +85,26 @@ class _Work(Work):
 class ThreadGroup(dist.ProcessGroup):
     """A group as one rank of it sees it."""
 
-    def __init__(self, world: World, rank: int, name: str, ranks: Sequence[int]) -> None:
+    def __init__(self, shared: SharedGroups, rank: int, name: str, ranks: Sequence[int]) -> None:
         super().__init__(ranks.index(rank), len(ranks))
-        self._world, self._global_rank, self._name = world, rank, name
+        self._shared, self._global_rank, self._name = shared, rank, name
         self._members = tuple(ranks)
-        self._place = world.place(name, self._members)
+        self._place = shared.place(name, self._members)
 
-    def _issue(self, call: Call, outputs: list[Tensor]) -> _Work:
-        self._world.team.check(self._global_rank)
-        _check_devices(call.name, outputs)
-        call.check(len(self._members))
-        meeting = self._place.arrive(self.rank(), call)
+    def _issue(
+        self, collective: Collective, text: str, inputs: Sequence[Tensor], outputs: list[Tensor], **details: Any
+    ) -> _Work:
+        """Come to a collective; ``text`` as in ``Issued``, ``details`` as in ``Contribution``."""
+        team = self._shared.team
+        team.check(self._global_rank)
+        _check_devices(text, outputs)
+        given = Contribution(rank=self._global_rank, inputs=list(inputs), **details)
+        meeting = self._place.arrive(self.rank(), Issued(text, collective, given, outputs))
         if meeting.is_complete:
-            self._hold(meeting)
-        return _Work(self._world.team, self._global_rank, meeting, outputs)
-
-    def _hold(self, meeting: Meeting) -> None:
-        with self._failing_all(), torch.no_grad(), unseen_by_modes():
-            meeting.hold()
-        self._world.team.announce(meeting)
+            with self._failing_all(), torch.no_grad(), unseen_by_modes():
+                meeting.hold()
+            team.announce(meeting)
+        return _Work(team, self._global_rank, meeting, outputs)
 
     @contextmanager
     def _failing_all(self) -> Iterator[None]:
@@ -127,14 +113,16 @@ class ThreadGroup(dist.ProcessGroup):
             yield
         except Exception as error:
             if isinstance(error, CollectiveMismatch):
-                error.add_note(stacks(self._world.team))
-            self._world.team.fail(self._global_rank, error)
+                error.add_note(stacks(self._shared.team))
+            self._shared.team.fail(self._global_rank, error)
             raise
 
     # --- collectives, as torch.distributed and functional collectives call them ---
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> _Work:
-        return self._issue(AllReduce(tensors=tensors, reduction=_reduction(opts)), tensors)
+        how, details = _reduction(opts)
+        text = f"all_reduce ({how}) of {texts(tensors)}"
+        return self._issue(collectives.all_reduce, text, tensors, tensors, **details)
 
     allreduce_coalesced = allreduce
 
@@ -142,7 +130,11 @@ class ThreadGroup(dist.ProcessGroup):
         return self.reduce_scatter_single_coalesced([output], [given], opts)
 
     def reduce_scatter_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> _Work:
-        return self._issue(ReduceScatter(outputs=outputs, inputs=inputs, reduction=_reduction(opts)), outputs)
+        how, details = _reduction(opts)
+        for output, given in zip(outputs, inputs, strict=True):
+            self._check_parts("reduce_scatter", "input", given, "output", output)
+        text = f"reduce_scatter ({how}) of {texts(inputs)}"
+        return self._issue(collectives.reduce_scatter, text, inputs, outputs, **details)
 
     def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> _Work:
         whole = [torch.cat([part.reshape(-1) for part in parts]) for parts in inputs]
@@ -152,36 +144,64 @@ class ThreadGroup(dist.ProcessGroup):
         return self.all_gather_single_coalesced([output], [given], opts)
 
     def all_gather_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> _Work:
-        return self._issue(AllGather(outputs=outputs, inputs=inputs), outputs)
+        for output, given in zip(outputs, inputs, strict=True):
+            self._check_parts("all_gather", "output", output, "input", given)
+        return self._issue(collectives.all_gather, f"all_gather of {texts(inputs)}", inputs, outputs)
 
     def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> _Work:
-        return self._issue(AllGatherList(outputs=outputs[0], given=inputs[0]), outputs[0])
+        given = [inputs[0]] * len(self._members)
+        return self._exchange(f"all_gather into a list of {dtype_text(inputs[0])}", outputs[0], given)
+
+    def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> _Work:
+        return self._exchange(f"all_to_all of a list of {dtype_text(inputs[0])}", outputs, inputs)
+
+    def _exchange(self, text: str, outputs: list[Tensor], inputs: list[Tensor]) -> _Work:
+        """A tensor to every member, and one from each."""
+        for tensors in (outputs, inputs):
+            self._check_count(text, tensors)
+        sends, receives = ([tensor.numel() for tensor in tensors] for tensors in (inputs, outputs))
+        return self._issue(collectives.exchange_lists, text, inputs, outputs, sends=sends, receives=receives)
 
     def broadcast(self, tensors: list[Tensor], opts: Any = None) -> _Work:
-        return self._issue(Broadcast(tensors=tensors, root=opts.rootRank), tensors)
+        root = opts.rootRank
+        text = f"broadcast from member {root} of {texts(tensors)}"
+        return self._issue(collectives.broadcast, text, tensors, tensors, root=root)
 
     def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> _Work:
-        received = outputs[0] if outputs else []
-        return self._issue(Gather(outputs=received, given=inputs[0], root=opts.rootRank), received)
+        root, received = opts.rootRank, outputs[0] if outputs else []
+        if root == self.rank():
+            self._check_count("gather", received)
+        text = f"gather to member {root} of {texts(inputs[:1])}"
+        return self._issue(collectives.gather, text, inputs[:1], received, root=root)
 
     def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> _Work:
-        sent = inputs[0] if inputs else []
-        return self._issue(Scatter(output=outputs[0], inputs=sent, root=opts.rootRank), outputs)
+        root, sent = opts.rootRank, inputs[0] if inputs else []
+        if root == self.rank():
+            self._check_count("scatter", sent)
+        text = f"scatter from member {root} of {texts(outputs[:1])}"
+        return self._issue(collectives.scatter, text, sent, outputs[:1], root=root)
 
     def all_to_all_single(
         self, output: Tensor, given: Tensor, output_splits: list[int], input_splits: list[int], opts: Any = None
     ) -> _Work:
-        sends, receives = self._splits(given, input_splits), self._splits(output, output_splits)
-        return self._issue(AllToAll(output=output, given=given, sends=sends, receives=receives), [output])
-
-    def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> _Work:
-        return self._issue(AllToAllList(outputs=outputs, inputs=inputs), outputs)
+        members, splits = len(self._members), []
+        for what, tensor, asked in (("input", given, input_splits), ("output", output, output_splits)):
+            rows = tensor.shape[0] if tensor.dim() else 0
+            own = list(asked) or [rows // members] * members
+            if len(own) != members or sum(own) != rows:
+                raise ValueError(
+                    f"all_to_all: the {what} has {rows} rows, but its splits {own} have {len(own)} entries "
+                    f"for {members} ranks that sum to {sum(own)}"
+                )
+            splits.append(own)
+        text = f"all_to_all of rows of {dtype_text(given)}[{prod(given.shape[1:])}]"
+        return self._issue(collectives.all_to_all, text, [given], [output], sends=splits[0], receives=splits[1])
 
     def barrier(self, opts: Any = None) -> _Work:
-        return self._issue(Barrier(), [])
+        return self._issue(collectives.barrier, "barrier", [], [])
 
     def send(self, tensors: list[Tensor], destination: int, tag: int = 0) -> _Work:
-        team = self._world.team
+        team = self._shared.team
         team.check(self._global_rank)
         _check_devices("send", tensors)
         route = Route(self._global_rank, self._members[destination], tag)
@@ -189,10 +209,12 @@ class ThreadGroup(dist.ProcessGroup):
             received = self._place.post.send(route, tensors[0])
         if received is not None:
             team.announce(received)
-        return _Work(team, self._global_rank, _done(), tensors)
+        done = Awaited()
+        done.happened = True
+        return _Work(team, self._global_rank, done, tensors)
 
     def recv(self, tensors: list[Tensor], source: int, tag: int = 0) -> _Work:
-        team = self._world.team
+        team = self._shared.team
         team.check(self._global_rank)
         route = Route(self._members[source], self._global_rank, tag)
         with self._failing_all(), torch.no_grad():
@@ -203,9 +225,17 @@ class ThreadGroup(dist.ProcessGroup):
     def reduce(self, tensors: list[Tensor], opts: Any = None) -> NoReturn:
         raise NoModel("the order of additions in reduce has no model in a simulated world: use all_reduce")
 
-    def _splits(self, tensor: Tensor, splits: list[int]) -> list[int]:
+    def _check_parts(self, name: str, whole_name: str, whole: Tensor, part_name: str, part: Tensor) -> None:
         members = len(self._members)
-        return list(splits) or [tensor.shape[0] // members] * members
+        if whole.numel() != part.numel() * members or whole.dtype != part.dtype:
+            raise ValueError(
+                f"{name}: the {whole_name} {texts([whole])} must be {members} times the {part_name} {texts([part])}"
+            )
+
+    def _check_count(self, text: str, tensors: Sequence[Tensor]) -> None:
+        if len(tensors) != len(self._members):
+            name = text.partition(" ")[0]
+            raise ValueError(f"{name}: a list of {len(tensors)} tensors for {len(self._members)} ranks")
 
     # --- what torch asks a group for ---
 
@@ -219,7 +249,7 @@ class ThreadGroup(dist.ProcessGroup):
         group_desc: str = "",
     ) -> ThreadGroup | None:
         """The subgroup of these global ranks; None for a rank that is not in it."""
-        return ThreadGroup(self._world, self._global_rank, group_name, ranks) if self._global_rank in ranks else None
+        return ThreadGroup(self._shared, self._global_rank, group_name, ranks) if self._global_rank in ranks else None
 
     def _get_backend(self, device: torch.device) -> ThreadGroup:
         """What moves tensors of a device: the group itself, which coalesces nothing. Asked since torch 2.14."""
@@ -246,20 +276,17 @@ class ThreadGroup(dist.ProcessGroup):
         return f"ThreadGroup(rank {self._global_rank} of {list(self._members)})"
 
 
-def _check_devices(name: str, tensors: list[Tensor]) -> None:
+def _check_devices(text: str, tensors: list[Tensor]) -> None:
     elsewhere = {tensor.device.type for tensor in tensors} - {"cpu"}
     if elsewhere:
+        name = text.partition(" ")[0]
         raise NoModel(f"{name} of tensors on {', '.join(sorted(elsewhere))}: a simulated world computes on the CPU")
 
 
-def _done() -> Event:
-    event = Event()
-    event.happened = True
-    return event
-
-
-def _reduction(opts: Any) -> Reduction:
-    return Reduction("sum") if opts is None else Reduction(*reduction_of(opts.reduceOp))
+def _reduction(opts: Any) -> tuple[str, dict[str, Any]]:
+    """A reduce op in words, and as a ``Contribution`` has it."""
+    op, factor = ("sum", None) if opts is None else reduction_of(opts.reduceOp)
+    return op if factor is None else f"{op} {factor:g}", {"op": op, "factor": factor}
 
 
 def _unmodelled(name: str) -> Callable[..., NoReturn]:

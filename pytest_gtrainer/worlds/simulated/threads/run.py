@@ -8,23 +8,25 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 
 from pytest_gtrainer._torch.mesh_caches import forget_meshes
-from pytest_gtrainer._torch.threads import become_rank, drop_groups, isolated_threads, register_default_group
+from pytest_gtrainer._torch.threads import (
+    become_rank,
+    drop_groups,
+    isolated_threads,
+    register_default_group,
+    tracing_hooks,
+)
 from pytest_gtrainer.long_work import long_work
 from pytest_gtrainer.worlds.hygiene import restored
-from pytest_gtrainer.worlds.simulated.threads.eager_only import eager_only
-from pytest_gtrainer.worlds.simulated.threads.faults import NotOnThreads, ranks_text, standstill, time_limit
-from pytest_gtrainer.worlds.simulated.threads.group import ThreadGroup, World
-from pytest_gtrainer.worlds.simulated.threads.state import SwappedStates, state_kept
-from pytest_gtrainer.worlds.simulated.threads.team import Released, Team
-
-if TYPE_CHECKING:
-    from pytest_gtrainer.worlds.simulated.net import Net
+from pytest_gtrainer.worlds.simulated.net import Net
+from pytest_gtrainer.worlds.simulated.threads.faults import standstill, time_limit
+from pytest_gtrainer.worlds.simulated.threads.group import SharedGroups, ThreadGroup
+from pytest_gtrainer.worlds.simulated.threads.team import NotOnThreads, Released, ThreadTeam, ranks_text, state_kept
 
 LIMIT = 300.0
 _GRACE = 2.0
@@ -39,10 +41,6 @@ class NoStore(dist.Store):
         raise NotOnThreads("ranks on threads have no store: exchange values by collectives (broadcast_object_list)")
 
     set = get = add = wait = check = compare_set = delete_key = num_keys = _refuse
-
-
-def _refuse(what: str) -> NoReturn:
-    raise NotOnThreads(what)
 
 
 def run_threads(
@@ -64,11 +62,16 @@ def run_threads(
         TimeLimit: a rank ran for longer than ``timeout``.
         ValueError: the net is one of another size.
     """
-    _check(size, net, timeout)
+    if size < 1:
+        raise ValueError(f"run_threads: size is a whole number, 1 or more; not {size!r}")
+    if net.size != size:
+        raise ValueError(f"run_threads: a net of {net.size} ranks for {size} ranks; make both the same")
+    if not timeout > 0:
+        raise ValueError(f"run_threads: timeout is a number of seconds above 0; not {timeout!r}")
     crew = _Crew(size, function, args, net)
     with ExitStack() as stack:
         kept = restored(), state_kept(), warnings.catch_warnings()
-        for context in (*kept, eager_only(crew.is_rank), isolated_threads(_refuse)):
+        for context in (*kept, tracing_hooks(crew.refuse_tracing), isolated_threads(_refuse)):
             stack.enter_context(context)
         stack.callback(forget_meshes)
         torch.set_num_threads(1)  # a thread that enters a parallel region starts a pool of its own
@@ -76,21 +79,16 @@ def run_threads(
             return crew.run(timeout)
 
 
-def _check(size: int, net: Net, timeout: float) -> None:
-    if size < 1:
-        raise ValueError(f"run_threads: size is a whole number, 1 or more; not {size!r}")
-    if net.size != size:
-        raise ValueError(f"run_threads: a net of {net.size} ranks for {size} ranks; make both the same")
-    if not timeout > 0:
-        raise ValueError(f"run_threads: timeout is a number of seconds above 0; not {timeout!r}")
+def _refuse(what: str) -> NoReturn:
+    raise NotOnThreads(what)
 
 
 class _Crew:
     """The threads of one run."""
 
     def __init__(self, size: int, function: Callable[..., Any], args: tuple[Any, ...], net: Net) -> None:
-        self._team = Team(size, SwappedStates(size), standstill)
-        self._world = World(self._team, net)
+        self._team = ThreadTeam(size, standstill)
+        self._groups = SharedGroups(self._team, net)
         self._function, self._args = function, args
         self._results: list[Any] = [None] * size
         self._first_group = next(_runs) * _NAMES_A_RUN  # no name of a group means anything elsewhere
@@ -98,8 +96,13 @@ class _Crew:
             threading.Thread(target=self._be, args=(rank,), name=f"rank {rank}", daemon=True) for rank in range(size)
         ]
 
-    def is_rank(self, identifier: int) -> bool:
-        return identifier in self._team.threads.values()
+    def refuse_tracing(self, what: str) -> None:
+        """Nothing is traced or compiled on a rank (W2): torch's tracers keep process-wide state, of one at a time."""
+        if threading.get_ident() in self._team.threads.values():
+            raise NotOnThreads(
+                f"{what} inside run_threads: ranks on threads run eager code only; "
+                "trace in the test itself and replay with train_graph"
+            )
 
     def run(self, timeout: float) -> list[Any]:
         team = self._team
@@ -115,10 +118,15 @@ class _Crew:
         failure = team.take_error()
         if failure is None:
             return self._results
+        rank, raised = failure
+        if rank is not None:
+            raised.add_note(f"raised on rank {rank} of {team.size} ranks on threads")
+        if stuck:
+            raised.add_note(f"{ranks_text(stuck)}: still in a call that cannot be interrupted")
         try:
-            raise self._explained(*failure, stuck)
+            raise raised
         finally:
-            del failure  # the error's traceback has this frame
+            del failure, raised  # the error's traceback has this frame
 
     def _start(self) -> None:
         try:
@@ -142,20 +150,17 @@ class _Crew:
         except BaseException as error:
             team.fail(rank, error)
         finally:
-            self._hand_on_for_good(rank)
-
-    def _hand_on_for_good(self, rank: int) -> None:
-        try:
-            self._team.end(rank)
-        except Released:  # an interrupt that came late; there is one at most
-            self._team.end(rank)
+            try:
+                team.end(rank)
+            except Released:  # an interrupt that came late; there is one at most
+                team.end(rank)
 
     @contextmanager
     def _as_rank(self, rank: int) -> Iterator[None]:
         become_rank(self._first_group)
         members = range(self._team.size)
         with torch.autograd.set_multithreading_enabled(False):
-            register_default_group(ThreadGroup(self._world, rank, str(self._first_group), members), NoStore())
+            register_default_group(ThreadGroup(self._groups, rank, str(self._first_group), members), NoStore())
             try:
                 yield
             finally:
@@ -183,10 +188,3 @@ class _Crew:
             time.sleep(0.005)
             interrupted = interrupted or (time.monotonic() > begin + _GRACE / 4 and self._team.interrupt(rank))
         return self._team.running != rank
-
-    def _explained(self, rank: int | None, error: BaseException, stuck: list[int]) -> BaseException:
-        if rank is not None:
-            error.add_note(f"raised on rank {rank} of {self._team.size} ranks on threads")
-        if stuck:
-            error.add_note(f"{ranks_text(stuck)}: still in a call that cannot be interrupted")
-        return error

@@ -1,30 +1,48 @@
-"""The team: threads as ranks, of which exactly one runs at a time.
+"""The team: threads as ranks, of which exactly one runs at a time, each with its own process state.
 
 A rank runs until it has to *wait* for an event (another rank's part of a collective). Then it hands
 the *turn* to the next rank that can run, in the order in which ranks became able to. So a run
 is the same every time, nothing of torch is ever entered by two ranks at once, state that a process has
 only once can be swapped when the turn goes over, and ranks that wait for each other in a circle
 are noticed at once: nobody is left who could run.
+
+What a process has once and every rank has for itself is swapped with the turn: random numbers, the default
+dtype, RANK in the environment. So seeds, and draws, in the code of a rank are what they would be in a process
+of its own. Not told apart are torch's other switches (deterministic algorithms, backend flags), the working
+directory, modules and their globals.
 """
 
 from __future__ import annotations
 
 import ctypes
+import os
+import random
 import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
 
-from pytest_gtrainer.worlds.simulated.threads.faults import NotOnThreads, is_ours
+import torch
+
+_HERE = str(Path(__file__).parent)
+_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+
+
+class NotOnThreads(RuntimeError):
+    """Something that ranks on threads must not do, tracing and compiling above all."""
 
 
 class Released(BaseException):
     """Ends a rank whose team has failed elsewhere; no failure of its own, and not to be caught."""
 
 
-class Event:
+class Awaited:
     """Something ranks wait for; it happens once."""
 
     __slots__ = ("happened", "waiting")
@@ -38,42 +56,103 @@ class Event:
         return "waiting"
 
 
-class RankStates(Protocol):
-    """State that the process has once and every rank for itself."""
+def ranks_text(ranks: Iterable[int]) -> str:
+    """Ranks in words.
 
-    def save(self, rank: int) -> None: ...
+    >>> ranks_text([3]), ranks_text([5, 0, 1, 2])
+    ('rank 3', 'ranks 0-2, 5')
+    """
+    ordered = sorted(ranks)
+    runs: list[list[int]] = []
+    for rank in ordered:
+        if runs and runs[-1][-1] == rank - 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    texts = [f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs]
+    return ("rank " if len(ordered) == 1 else "ranks ") + ", ".join(texts)
 
-    def load(self, rank: int) -> None: ...
+
+@dataclass(frozen=True, slots=True)
+class ProcessState:
+    """Random numbers and default dtype of a rank."""
+
+    torch_random: torch.Tensor
+    python_random: tuple[Any, ...]
+    numpy_random: Any
+    default_dtype: torch.dtype
 
 
-class Team:
+@contextmanager
+def state_kept() -> Iterator[None]:
+    """Put the caller's random numbers back at the end."""
+    state = read_state()
+    try:
+        yield
+    finally:
+        write_state(state)
+
+
+def read_state() -> ProcessState:
+    """What the process has now."""
+    numpy = sys.modules.get("numpy")
+    return ProcessState(
+        torch.get_rng_state(),
+        random.getstate(),
+        numpy.random.get_state() if numpy else None,
+        torch.get_default_dtype(),
+    )
+
+
+def write_state(state: ProcessState) -> None:
+    """Give it to the process."""
+    torch.set_rng_state(state.torch_random)
+    random.setstate(state.python_random)
+    if state.numpy_random is not None:
+        numpy = sys.modules["numpy"].random
+        wanted = state.numpy_random
+        name, key, *position = numpy.get_state()
+        if (name, position) != (wanted[0], list(wanted[2:])) or not (key == wanted[1]).all():
+            numpy.set_state(wanted)  # slow, and rarely needed: few trainers draw from it between collectives
+    if torch.get_default_dtype() != state.default_dtype:
+        torch.set_default_dtype(state.default_dtype)
+
+
+def is_here(filename: str) -> bool:
+    """Whether a file is one of those that run ranks on threads."""
+    return filename.startswith(_HERE)
+
+
+def is_ours(frame: FrameType) -> bool:
+    """Whether a thread is in a line of ours, or in a semaphore that one takes."""
+    while frame.f_code.co_filename == threading.__file__ and frame.f_back is not None:
+        frame = frame.f_back
+    return is_here(frame.f_code.co_filename)
+
+
+class ThreadTeam:
     """The turns of ``size`` ranks.
 
     Args:
-        states: what is swapped when the turn goes from one rank to another.
         stalled: makes the error for "no rank can run" from what each rank waits for.
     """
 
-    def __init__(self, size: int, states: RankStates, stalled: Callable[[Team], BaseException]) -> None:
+    def __init__(self, size: int, stalled: Callable[[ThreadTeam], BaseException]) -> None:
         self.size = size
         self.all_ended = threading.Event()
-        self.waiting: dict[int, Event] = {}
+        self.waiting: dict[int, Awaited] = {}
         self.ended: set[int] = set()
         self.abandoned: set[int] = set()
         self.threads: dict[int, int] = {}  # rank to identifier of its thread
         self.failed = False
+        self.running: int | None = None  # the rank that has the turn, since ``last_turn``
         self.last_turn = time.monotonic()
         self._error: tuple[int | None, BaseException] | None = None
-        self._states, self._stalled = states, stalled
+        self._stalled = stalled
+        self._states = [read_state()] * size  # of every rank that has not the turn; all start with the caller's
         self._lock = threading.RLock()
         self._ready = deque(range(size))
-        self._running: int | None = None
         self._turns = [threading.Semaphore(0) for _ in range(size)]
-
-    @property
-    def running(self) -> int | None:
-        """The rank that has the turn, since ``last_turn``."""
-        return self._running
 
     def start(self) -> None:
         """Give the turn to the first rank; every rank's thread has to ``join`` first or later."""
@@ -87,7 +166,7 @@ class Team:
                 raise Released
         self._await_turn(rank)
 
-    def wait(self, rank: int, event: Event) -> None:
+    def wait(self, rank: int, event: Awaited) -> None:
         """Return when ``event`` has happened, and it is the rank's turn.
 
         Raises:
@@ -99,7 +178,7 @@ class Team:
                 return
             event.waiting.append(rank)
             self.waiting[rank] = event
-            self._states.save(rank)
+            self._states[rank] = read_state()
             self._hand_on()
         self._await_turn(rank)
 
@@ -108,11 +187,11 @@ class Team:
         with self._lock:
             self.check(rank)
             self._ready.append(rank)
-            self._states.save(rank)
+            self._states[rank] = read_state()
             self._hand_on()
         self._await_turn(rank)
 
-    def announce(self, event: Event) -> None:
+    def announce(self, event: Awaited) -> None:
         """The event has happened: those that wait for it can run."""
         with self._lock:
             event.happened = True
@@ -124,7 +203,7 @@ class Team:
     def end(self, rank: int) -> None:
         """The rank's thread has nothing more to do."""
         with self._lock:
-            if rank == self._running:  # not one that was abandoned, nor one that comes a second time
+            if rank == self.running:  # not one that was abandoned, nor one that comes a second time
                 self.ended.add(rank)
                 self._hand_on()
 
@@ -151,7 +230,7 @@ class Team:
         """Make the rank's thread raise Released at its next line of Python, if that is one of its own code."""
         with self._lock:
             frame = sys._current_frames().get(self.threads.get(rank, 0))
-            if rank != self._running or frame is None or is_ours(frame):
+            if rank != self.running or frame is None or is_ours(frame):
                 return False
             identifier = ctypes.c_ulong(self.threads[rank])
             return bool(ctypes.pythonapi.PyThreadState_SetAsyncExc(identifier, ctypes.py_object(Released)))
@@ -161,25 +240,26 @@ class Team:
         with self._lock:
             self.abandoned.add(rank)
             self.ended.add(rank)
-            if rank == self._running:
+            if rank == self.running:
                 self._hand_on()
             elif rank in self._ready:
                 self._ready.remove(rank)
 
     def _hand_on(self) -> None:
-        self._running = None
+        self.running = None
         if not self._ready and self.waiting:
             self.fail(None, self._stalled(self))
-        self._running = self._ready.popleft() if self._ready else None
+        self.running = self._ready.popleft() if self._ready else None
         self.last_turn = time.monotonic()
-        if self._running is None:
+        if self.running is None:
             self.all_ended.set()
         else:
-            self._turns[self._running].release()
+            self._turns[self.running].release()
 
     def _await_turn(self, rank: int) -> None:
         self._turns[rank].acquire()
-        self._states.load(rank)
+        write_state(self._states[rank])
+        os.environ.update(zip(_VARIABLES, map(str, (rank, rank, self.size, self.size)), strict=True))
         self.check(rank)
 
     def check(self, rank: int) -> None:

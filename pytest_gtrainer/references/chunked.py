@@ -62,23 +62,17 @@ def eager_chunked(model: nn.Module, config: ChunkConfig) -> EagerChunking:
     if not roots:
         outermost = ", ".join(name for name, _ in model.named_children())
         raise ChunkError(f"module_fqn={config.module_fqn!r} matches no module of the model; outermost are {outermost}")
-    fresh = {fqn: module for fqn, module in roots.items() if not _is_wrapped(fqn, module, config)}
+    own = {fqn: module.__dict__.get("forward") for fqn, module in roots.items()}
+    chunked = {fqn: forward.config for fqn, forward in own.items() if isinstance(forward, _ChunkedForward)}
+    for fqn, theirs in chunked.items():
+        if (theirs.chunk_dim, theirs.num_chunks) != (config.chunk_dim, config.num_chunks):
+            raise ChunkError(
+                f"{fqn} runs in {theirs.num_chunks} chunks by {theirs.chunk_dim} already: remove() that chunking first"
+            )
+    fresh = {fqn: module for fqn, module in roots.items() if fqn not in chunked}
     for fqn, module in fresh.items():
-        own = module.__dict__.get("forward")
-        module.forward = _ChunkedForward(module.forward, config, fqn, own)
+        module.forward = _ChunkedForward(module.forward, config, fqn, own[fqn])
     return EagerChunking(tuple(roots), list(fresh.values()))
-
-
-def _is_wrapped(fqn: str, module: nn.Module, config: ChunkConfig) -> bool:
-    present = module.__dict__.get("forward")
-    if not isinstance(present, _ChunkedForward):
-        return False
-    theirs, ours = present.config, config
-    if (theirs.chunk_dim, theirs.num_chunks) != (ours.chunk_dim, ours.num_chunks):
-        raise ChunkError(
-            f"{fqn} runs in {theirs.num_chunks} chunks by {theirs.chunk_dim} already: remove() that chunking first"
-        )
-    return True
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,35 +115,29 @@ class _ChunkedForward:
         part = self.config.chunk_extent(extent, self.fqn)
         parts = {names[0]: [piece.contiguous() for piece in activation.split(part, self.config.dim)]}
         for name in names[1:]:
-            parts[name] = self._split_extra(name, arguments, activation)
+            parts[name] = self._split_beside(name, arguments, activation)
         return [{name: pieces[index] for name, pieces in parts.items()} for index in range(self.config.num_chunks)]
 
-    def _split_extra(self, name: str, arguments: Mapping[str, Any], activation: Tensor) -> list[Any]:
-        """An argument beside the activation, once per chunk."""
-        value, count = arguments[name], self.config.num_chunks
+    def _split_beside(self, name: str, arguments: Mapping[str, Any], activation: Tensor) -> list[Any]:
+        """An argument beside the activation, once per chunk: along the batch if it has one, else shared."""
+        value, count, batch = arguments[name], self.config.num_chunks, activation.shape[0]
         if value is None or (name in SHARED and isinstance(value, Tensor)):
             return [value] * count
         if name in MASKS and is_block_mask(value):
             return split_block_mask(value, count)
-        if name in MASKS | POSITIONS and isinstance(value, Tensor):
-            return self._split_by_batch(name, value, arguments, activation)
-        raise self._refused(arguments, "beside the activation, a block takes masks, positions and rotary caches")
-
-    def _split_by_batch(
-        self, name: str, value: Tensor, arguments: Mapping[str, Any], activation: Tensor
-    ) -> list[Tensor]:
-        batch, *_ = activation.shape
+        if name not in MASKS | POSITIONS or not isinstance(value, Tensor):
+            raise self._refused(arguments, "beside the activation, a block takes masks, positions and rotary caches")
         seq = activation.shape[1] if activation.ndim > 1 else -1
         pairs_of_positions = name in MASKS and value.ndim == 2 and tuple(value.shape) == (seq, seq)
         if pairs_of_positions and batch == seq:
             raise self._refused(arguments, f"whether {name} has a batch dimension cannot be told: give it as 4-D")
         if pairs_of_positions or value.ndim == 0 or value.shape[0] == 1:
-            return [value] * self.config.num_chunks
-        if value.shape[0] != batch:
-            if name in POSITIONS and value.ndim == 1:
-                return [value] * self.config.num_chunks
-            raise self._refused(arguments, f"the first extent of {name} is neither the batch's nor 1")
-        return [piece.contiguous() for piece in value.split(batch // self.config.num_chunks)]
+            return [value] * count
+        if value.shape[0] == batch:
+            return [piece.contiguous() for piece in value.split(batch // count)]
+        if name in POSITIONS and value.ndim == 1:
+            return [value] * count
+        raise self._refused(arguments, f"the first extent of {name} is neither the batch's nor 1")
 
     def _join(self, outputs: list[Any]) -> Any:
         first = outputs[0]

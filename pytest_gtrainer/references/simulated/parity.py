@@ -13,8 +13,8 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-
-import torch
+from functools import partial
+from typing import Any
 
 from pytest_gtrainer import facts
 from pytest_gtrainer.graph.bucket_plan import PayloadOrder
@@ -23,13 +23,12 @@ from pytest_gtrainer.graph.layout import (
     REDUCE_SCATTER_NAME,
     BucketLayout,
     LayoutDifference,
-    Payload,
     assert_same_layout,
 )
-from pytest_gtrainer.numerics.compare import BitwiseDifference, Difference, Verdict, compare, explained
+from pytest_gtrainer.numerics.compare import BitwiseDifference, Verdict, compare, explained
 from pytest_gtrainer.numerics.record import Record
 from pytest_gtrainer.references.config import TrainConfig
-from pytest_gtrainer.references.simulated.eager import ConfigOfMesh, SimulatedRun, simulated_eager
+from pytest_gtrainer.references.simulated.eager import ConfigOfMesh, SimulatedRun, config_of_mesh, simulated_eager
 from pytest_gtrainer.references.simulated.graph import SimulatedGraphRun
 from pytest_gtrainer.worlds.simulated.net import Net, check_choice, row_of
 from pytest_gtrainer.worlds.simulated.world import net_of
@@ -89,7 +88,7 @@ def assert_simulated_parity(
         eager = simulated_eager(config, net, mesh=world.mesh)
         record = _compared(subject, eager, net, row)
         control = _control(config, world, subject, record)
-        row.result = "equal" if control.outcome == "different" else "equal, and so in every order"
+        row["result"] = "equal" if control.outcome == "different" else "equal, and so in every order"
         if control.outcome != "different" and invisible == "refuse":
             raise VacuousCheck(
                 "payloads packed in another order give the same bits under this net, so this check could not fail: "
@@ -99,29 +98,29 @@ def assert_simulated_parity(
     return Parity(record, eager.record, control, eager.layout)
 
 
-@dataclass(slots=True)
-class _Row:
-    result: str = ""
-
-
 @contextmanager
-def _row_of_table(net: Net) -> Iterator[_Row]:
-    """Tell the summary what came out for this net, whatever that is."""
-    row = _Row()
+def _row_of_table(net: Net) -> Iterator[dict[str, Any]]:
+    """Tell the summary what came out for this net, whatever that is: the row's ``result``."""
+    row = {**row_of(net), "result": ""}
     try:
         yield row
     except Exception as error:
-        row.result = row.result or f"stopped by {type(error).__name__}"
+        row["result"] = row["result"] or f"stopped by {type(error).__name__}"
         raise
     finally:
-        facts.emit("net", **row_of(net), result=row.result)
+        facts.emit("net", **row)
 
 
-def _compared(subject: SimulatedGraphRun, eager: SimulatedRun, net: Net, row: _Row) -> Record:
+def _compared(subject: SimulatedGraphRun, eager: SimulatedRun, net: Net, row: dict[str, Any]) -> Record:
     """Train by the graph; layouts and bits must be equal."""
     __tracebackhide__ = True
     layout = subject.layout()
-    misplaced = "" if subject.config.replicate else _layout_difference(layout, eager.layout)
+    misplaced = ""
+    if not subject.config.replicate:
+        try:
+            assert_same_layout(layout, eager.layout)
+        except LayoutDifference as difference:
+            misplaced = str(difference)
     record = subject.run()
     verdict = compare(record, eager.record)
     what = "graph against eager"
@@ -129,35 +128,26 @@ def _compared(subject: SimulatedGraphRun, eager: SimulatedRun, net: Net, row: _R
     facts.tell("comparison", actual=record, expected=eager.record, verdict=verdict, what=what, must_differ=False)
     explanations = explained(verdict, eager.record)
     if verdict.outcome != "equal":
-        row.result = _first(verdict)
-        paths = Paths(net, {"graph": layout, "eager": eager.layout}, subject.group_of)
-        told = "\n".join([str(verdict), *paths.of_first(verdict, record), *explanations])
+        at = verdict.first.key if verdict.first else None
+        row["result"] = f"DIFFERENT at step {at.step}, {at.phase} of {at.name}" if at else "UNVERIFIED"
+        layouts = {"graph": layout, "eager": eager.layout}
+        paths = paths_of_first(net, layouts, subject.group_of, verdict, record)
+        told = "\n".join([str(verdict), *paths, *explanations])
         if misplaced:
             raise LayoutDifference(f"{misplaced}\nand therefore bits are {told}")
         raise BitwiseDifference(told, verdict)
     if misplaced:
-        row.result = "layouts differ, bits do not"
+        row["result"] = "layouts differ, bits do not"
         raise LayoutDifference(f"{misplaced}\nall bits are equal under this net: only the layout tells")
     return record
-
-
-def _layout_difference(graph: BucketLayout, eager: BucketLayout) -> str:
-    try:
-        assert_same_layout(graph, eager)
-    except LayoutDifference as difference:
-        return str(difference)
-    return ""
-
-
-def _first(verdict: Verdict) -> str:
-    first = verdict.first
-    return f"DIFFERENT at step {first.key.step}, {first.key.phase} of {first.key.name}" if first else "UNVERIFIED"
 
 
 def _control(config: TrainConfig | ConfigOfMesh, world: World, subject: SimulatedGraphRun, record: Record) -> Verdict:
     """The first step with every payload packed otherwise, against what the graph gave."""
     if subject.config.replicate:
-        other = simulated_eager(_changed(config, steps=1, ddp_bucket_mb=None), net_of(world), mesh=world.mesh).record
+        build, mesh = config_of_mesh(config, world.size, world.mesh)
+        other_buckets = partial(replace, steps=1, ddp_bucket_mb=None)
+        other = simulated_eager(lambda own: other_buckets(build(own)), net_of(world), mesh=mesh).record
     else:
         scatters = subject.layout().of(REDUCE_SCATTER_NAME)
         backwards = [slot.parameter for payload in scatters for slot in reversed(payload.slots)]
@@ -165,81 +155,37 @@ def _control(config: TrainConfig | ConfigOfMesh, world: World, subject: Simulate
     return compare(*({str(key): value for key, value in side.select(step=0).items()} for side in (other, record)))
 
 
-def _changed(config: TrainConfig | ConfigOfMesh, **fields: object) -> TrainConfig | ConfigOfMesh:
-    if isinstance(config, TrainConfig):
-        return replace(config, **fields)  # type: ignore[arg-type]
-    return lambda mesh: replace(config(mesh), **fields)  # type: ignore[arg-type]
+def paths_of_first(
+    net: Net, layouts: Mapping[str, BucketLayout], group_of: GroupOf, verdict: Verdict, record: Record
+) -> Iterator[str]:
+    """Lines about the first gradient that differs, which ``record`` has; none if no gradient does.
 
-
-@dataclass(frozen=True, slots=True)
-class Paths:
-    """Tells the path of a gradient's element through the reductions of several sides.
-
-    Attributes:
+    Args:
         layouts: by side, "graph" and "eager"; of rank 0.
         group_of: the group of a rank that stands for the same dimension of the mesh as these ranks of rank 0.
     """
-
-    net: Net
-    layouts: Mapping[str, BucketLayout]
-    group_of: GroupOf
-
-    def of_first(self, verdict: Verdict, record: Record) -> Iterator[str]:
-        """Lines about the first gradient that differs, which ``record`` has; none if no gradient does."""
-        for found in verdict.differences:
-            if found.key.phase == "gradient" and found.element is not None:
-                element = _Element.of(found, record[found.key])
-                for side, layout in self.layouts.items():
-                    yield from self._of_side(side, layout, element)
-                return
-
-    def _of_side(self, side: str, layout: BucketLayout, element: _Element) -> Iterator[str]:
-        payloads = [payload for name in _REDUCTIONS for payload in layout.of(name)]
-        own = [payload for payload in payloads if element.parameter in payload.parameters]
-        if not layout.payloads:
-            yield f"  {side}: {self._path_alone(element)}"
+    gradients = (found for found in verdict.differences if found.key.phase == "gradient")
+    found = next((found for found in gradients if found.element is not None), None)
+    if found is None or found.element is None:
+        return
+    name, gradient = found.key.name, record[found.key]
+    offset = sum(index * math.prod(gradient.shape[dim + 1 :]) for dim, index in enumerate(found.element))
+    for side, layout in layouts.items():
+        own = [payload for each in _REDUCTIONS for payload in layout.of(each) if name in payload.parameters]
+        if not layout.payloads:  # a replicated parameter's gradient, which no bucket holds
+            path = net.explain(ALL_REDUCE_NAME, offset, gradient.numel(), gradient.dtype)
+            yield f"  {side}: reduced by itself, element {offset} of {gradient.numel()}, {path}"
         elif not own:
-            yield f"  {side}: no reduction of its layout holds {element.parameter}"
+            yield f"  {side}: no reduction of its layout holds {name}"
         for payload in own:
-            place = payload.parameters.index(element.parameter)
-            yield f"  {side}: bucket {payload.label!r}, {payload.collective}, {self._path(element, payload, place)}"
-            yield from (f"    {line}" for line in _neighbours(payload, place))
-
-    def _path(self, element: _Element, payload: Payload, place: int) -> str:
-        item = payload.dtype.itemsize
-        offset = payload.slots[place].offset // item + element.offset
-        count = sum(slot.nbytes for slot in payload.slots) // item
-        ranks = self.group_of(element.rank, payload.ranks)
-        net = self.net if len(ranks) == self.net.size else self.net.for_group(ranks)
-        path = net.explain(payload.collective, offset, count, payload.dtype, ranks.index(element.rank))
-        return f"element {offset} of {count}, {path}"
-
-    def _path_alone(self, element: _Element) -> str:
-        """Of a replicated parameter's gradient, which no bucket holds."""
-        path = self.net.explain(ALL_REDUCE_NAME, element.offset, element.count, element.dtype)
-        return f"reduced by itself, element {element.offset} of {element.count}, {path}"
-
-
-@dataclass(frozen=True, slots=True)
-class _Element:
-    """One element of one rank's gradient: its number ``offset`` among the ``count`` that the rank holds."""
-
-    rank: int
-    parameter: str
-    offset: int
-    count: int
-    dtype: torch.dtype
-
-    @classmethod
-    def of(cls, found: Difference, gradient: torch.Tensor) -> _Element:
-        assert found.element is not None
-        shape = gradient.shape
-        offset = sum(index * math.prod(shape[dim + 1 :]) for dim, index in enumerate(found.element))
-        return cls(found.key.rank, found.key.name, offset, gradient.numel(), gradient.dtype)
-
-
-def _neighbours(payload: Payload, place: int) -> Iterator[str]:
-    for at in range(max(place - _AROUND, 0), min(place + _AROUND + 1, len(payload.slots))):
-        slot = payload.slots[at]
-        mark = ">" if at == place else " "
-        yield f"{mark} byte {slot.offset}: {slot.parameter}, {slot.nbytes} bytes"
+            place, item = payload.parameters.index(name), payload.dtype.itemsize
+            begin, count = payload.slots[place].offset // item, sum(slot.nbytes for slot in payload.slots) // item
+            ranks = group_of(found.key.rank, payload.ranks)
+            its_net = net if len(ranks) == net.size else net.for_group(ranks)
+            member = ranks.index(found.key.rank)
+            path = its_net.explain(payload.collective, begin + offset, count, payload.dtype, member)
+            where = f"element {begin + offset} of {count}, {path}"
+            yield f"  {side}: bucket {payload.label!r}, {payload.collective}, {where}"
+            for at in range(max(place - _AROUND, 0), min(place + _AROUND + 1, len(payload.slots))):
+                slot, mark = payload.slots[at], ">" if at == place else " "
+                yield f"    {mark} byte {slot.offset}: {slot.parameter}, {slot.nbytes} bytes"

@@ -10,14 +10,13 @@ Established against torch 2.13's gloo: no differing element for 2 to 8 ranks, fp
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from pytest_gtrainer.worlds.simulated.net import Path, check_count, check_element, check_members, check_rows
+from pytest_gtrainer.worlds.simulated.net import Net, Path, check_count, check_element, check_rows
 from pytest_gtrainer.worlds.simulated.ring_sum import Reduction, Stretch, check_reduction, chunks, ring_sum, units_of
 from pytest_gtrainer.worlds.simulated.rings import after_rank
 
@@ -26,8 +25,8 @@ SEGMENTS_PER_RANK = 2
 
 
 @dataclass(frozen=True, slots=True)
-class GlooNet:
-    """gloo over ``ranks`` ranks; ``members`` as in ``NetModel``.
+class GlooNet(Net):
+    """gloo over ``ranks`` ranks; it knows nothing of the world around a subgroup.
 
     Raises:
         ValueError: in one sentence, naming the value.
@@ -40,32 +39,20 @@ class GlooNet:
 
     def __post_init__(self) -> None:
         check_count("ranks", self.ranks)
-        if self.members is not None:
-            object.__setattr__(self, "members", tuple(self.members))
-            check_members(self.members, self.ranks)
+        self._check_members()
 
     @property
-    def size(self) -> int:
-        """Number of ranks that this net connects."""
-        return self.ranks if self.members is None else len(self.members)
-
-    def for_group(self, ranks: Sequence[int]) -> GlooNet:
-        """The net of a subgroup; gloo knows nothing of the world around it."""
-        return replace(self, members=tuple(ranks))
+    def world_size(self) -> int:
+        return self.ranks
 
     def reduce_scatter(self, inputs: Tensor, op: str, destinations: range | None = None) -> Tensor:
-        """As ``NetModel.reduce_scatter``, but of all shards together: segments know no shards.
-
-        Raises:
-            ValueError: ``destinations`` are given.
-        """
+        """Of all shards together: segments know no shards."""
         if destinations is not None:
             raise ValueError(f"gloo reduces all shards together, not those of {destinations} alone: leave it out")
         check_rows("reduce_scatter", inputs, self.size, parts=self.size)
         return self.all_reduce(inputs, op).view(self.size, -1)
 
     def all_reduce(self, inputs: Tensor, op: str) -> Tensor:
-        """As ``NetModel.all_reduce``."""
         check_reduction("all_reduce", op, inputs.dtype)
         check_rows("all_reduce", inputs, self.size)
         count, itemsize = inputs.shape[1], inputs.dtype.itemsize
@@ -73,7 +60,6 @@ class GlooNet:
         return ring_sum(inputs, units, self._order()[None], Reduction(op, inputs.dtype, "divide"))
 
     def explain(self, collective: str, offset: int, count: int, dtype: torch.dtype, destination: int = 0) -> Path:
-        """As ``NetModel.explain``."""
         check_element(collective, offset, count)
         if collective == "reduce_scatter":
             offset, count = destination * count + offset, self.size * count

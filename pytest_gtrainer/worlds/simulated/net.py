@@ -13,12 +13,13 @@ the bits of a given system, whose rings, protocols and thresholds are its own.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
 from pathlib import Path as FilePath
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -41,36 +42,6 @@ AVERAGES = ("premultiply", "divide")
 CHANNELS = 4
 
 
-class Net(Protocol):
-    """What the interpreter and the ranks on threads ask of a net.
-
-    ``by_destination``: whether the shards of some destinations can be reduced without the others'.
-    """
-
-    by_destination: ClassVar[bool]
-
-    @property
-    def size(self) -> int:
-        """How many ranks it connects."""
-        ...
-
-    def for_group(self, ranks: Sequence[int]) -> Net:
-        """The net of a group of these ranks of its own."""
-        ...
-
-    def reduce_scatter(self, inputs: Tensor, op: str, destinations: range | None = None) -> Tensor:
-        """What the ranks of ``destinations``, else all, get of ``inputs``, one row a rank."""
-        ...
-
-    def all_reduce(self, inputs: Tensor, op: str) -> Tensor:
-        """What every rank gets of ``inputs``, one row a rank."""
-        ...
-
-    def explain(self, collective: str, offset: int, count: int, dtype: torch.dtype, destination: int = 0) -> Path:
-        """How the element at ``offset`` of a payload of ``count`` elements is summed."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class Path:
     """How one element is summed: its channel, and the ranks of the world in the order in which they add."""
@@ -88,8 +59,85 @@ class Path:
         return f"channel {self.channel}, summed in the order of ranks {' '.join(map(str, self.ranks))}"
 
 
+class Net(ABC):
+    """The order in which a group of ranks adds: what the interpreter and the ranks on threads ask of a net.
+
+    Attributes:
+        by_destination: whether the shards of some destinations can be reduced without the others'.
+        world_size: number of ranks of the whole world.
+        members: ranks of the subgroup that this is the net of, None for the whole world; see ``for_group``.
+    """
+
+    __slots__ = ()
+    by_destination: ClassVar[bool]
+    members: tuple[int, ...] | None
+
+    @property
+    @abstractmethod
+    def world_size(self) -> int: ...
+
+    @property
+    def size(self) -> int:
+        """Number of ranks that this net connects."""
+        return self.world_size if self.members is None else len(self.members)
+
+    def for_group(self, ranks: Sequence[int]) -> Self:
+        """The net as a subgroup of these ranks of the world sees it.
+
+        Raises:
+            ValueError: no ranks, a repeated one, or one that is not in the world.
+        """
+        return replace(self, members=tuple(ranks))  # type: ignore[type-var]
+
+    def _check_members(self) -> None:
+        if self.members is None:
+            return
+        members, size = tuple(self.members), self.world_size
+        object.__setattr__(self, "members", members)
+        if not members:
+            raise ValueError("a group without ranks has no net: name at least one rank")
+        if len(set(members)) < len(members):
+            raise ValueError(f"the group {members} repeats a rank: name each once")
+        outside = [rank for rank in members if not 0 <= rank < size]
+        if outside:
+            raise ValueError(
+                f"rank {outside[0]} of the group is not in the world of {size} ranks: they are 0..{size - 1}"
+            )
+
+    @abstractmethod
+    def reduce_scatter(self, inputs: Tensor, op: str, destinations: range | None = None) -> Tensor:
+        """``[n, n * m]``, a row for each rank's input, to ``[n, m]``, a row for each rank's result.
+
+        Args:
+            destinations: only the shards of these ranks of the group: ``[n, k * m]`` to ``[k, m]``.
+
+        Raises:
+            NoModel: the op or dtype is not modelled.
+            ValueError: ``destinations`` of a net that is not ``by_destination``.
+        """
+
+    @abstractmethod
+    def all_reduce(self, inputs: Tensor, op: str) -> Tensor:
+        """``[n, k]``, a row for each rank's input, to ``[k]``, which every rank gets.
+
+        Raises:
+            NoModel: the op or dtype is not modelled.
+        """
+
+    @abstractmethod
+    def explain(self, collective: str, offset: int, count: int, dtype: torch.dtype, destination: int = 0) -> Path:
+        """How the element at ``offset`` of a payload of ``count`` elements is summed.
+
+        The payload is what one rank gets: its shard of a reduce-scatter, the whole of an all-reduce.
+        ``destination`` is the rank, in the group, whose shard it is.
+
+        Raises:
+            ValueError: another collective, or an element outside of the payload.
+        """
+
+
 @dataclass(frozen=True, slots=True)
-class NetModel:
+class NetModel(Net):
     """Rings over several nodes, as NCCL builds them.
 
     Attributes:
@@ -138,9 +186,7 @@ class NetModel:
                     f"channels={self.channels}, but there are {len(self.rings)} rings: "
                     "leave channels out, or give as many rings"
                 )
-        if self.members is not None:
-            object.__setattr__(self, "members", tuple(self.members))
-            check_members(self.members, self.world_size)
+        self._check_members()
 
     @classmethod
     def of_world(cls, size: int, nodes: int = 1, **fields: Any) -> NetModel:
@@ -166,31 +212,9 @@ class NetModel:
 
     @property
     def world_size(self) -> int:
-        """Number of ranks of the whole world."""
         return self.nodes * self.ranks_per_node
 
-    @property
-    def size(self) -> int:
-        """Number of ranks that this net connects."""
-        return self.world_size if self.members is None else len(self.members)
-
-    def for_group(self, ranks: Sequence[int]) -> NetModel:
-        """The net as a subgroup of these ranks of the world sees it: the same rings, without the others.
-
-        Raises:
-            ValueError: no ranks, a repeated one, or one that is not in the world.
-        """
-        return replace(self, members=tuple(ranks))
-
     def reduce_scatter(self, inputs: Tensor, op: str, destinations: range | None = None) -> Tensor:
-        """``[n, n * m]``, a row for each rank's input, to ``[n, m]``, a row for each rank's result.
-
-        Args:
-            destinations: only the shards of these ranks of the group: ``[n, k * m]`` to ``[k, m]``.
-
-        Raises:
-            NoModel: the op or dtype is not modelled.
-        """
         wanted = range(self.size) if destinations is None else destinations
         check_reduction("reduce_scatter", op, inputs.dtype)
         check_rows("reduce_scatter", inputs, self.size, parts=len(wanted))
@@ -198,24 +222,11 @@ class NetModel:
         return self._reduce("reduce_scatter", inputs, orders, len(wanted), op).view(len(wanted), -1)
 
     def all_reduce(self, inputs: Tensor, op: str) -> Tensor:
-        """``[n, k]``, a row for each rank's input, to ``[k]``, which every rank gets.
-
-        Raises:
-            NoModel: the op or dtype is not modelled.
-        """
         check_reduction("all_reduce", op, inputs.dtype)
         check_rows("all_reduce", inputs, self.size)
         return self._reduce("all_reduce", inputs, _orders(self, "all_reduce"), 1, op)
 
     def explain(self, collective: str, offset: int, count: int, dtype: torch.dtype, destination: int = 0) -> Path:
-        """How the element at ``offset`` of a payload of ``count`` elements is summed.
-
-        The payload is what one rank gets: its shard of a reduce-scatter, the whole of an all-reduce.
-        ``destination`` is the rank, in the group, whose shard it is.
-
-        Raises:
-            ValueError: another collective, or an element outside of the payload.
-        """
         check_element(collective, offset, count)
         part = next(part for part in self._stretches(collective, count, dtype.itemsize) if offset in part)
         place = part.place if collective == "all_reduce" else destination
@@ -273,17 +284,6 @@ def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
     """Raise ValueError unless ``value`` is one of ``choices``."""
     if value not in choices:
         raise ValueError(f"{name}={value!r}: use one of {', '.join(choices)}")
-
-
-def check_members(members: tuple[int, ...], size: int) -> None:
-    """Raise ValueError unless ``members`` are different ranks of a world of ``size``."""
-    if not members:
-        raise ValueError("a group without ranks has no net: name at least one rank")
-    if len(set(members)) < len(members):
-        raise ValueError(f"the group {members} repeats a rank: name each once")
-    outside = [rank for rank in members if not 0 <= rank < size]
-    if outside:
-        raise ValueError(f"rank {outside[0]} of the group is not in the world of {size} ranks: they are 0..{size - 1}")
 
 
 def check_rows(collective: str, inputs: Tensor, ranks: int, *, parts: int = 1) -> None:

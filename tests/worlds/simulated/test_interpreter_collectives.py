@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from pytest_gtrainer import NetModel
 from pytest_gtrainer.worlds.simulated import CollectiveMismatch, NoModel
-from pytest_gtrainer.worlds.simulated.interpreter import Interpreter, PerRank, RankGraph, interpret
+from pytest_gtrainer.worlds.simulated.interpreter import Interpreter, PerRank, RankGraph
 from pytest_gtrainer.worlds.simulated.interpreter.values import of_rank
 from tests.worlds.simulated.graphs import c10d, different, graph_of, interpreter_of, numbers, run, wait, world_group
 
@@ -282,16 +282,6 @@ def test_ranks_that_give_lists_of_different_lengths(gt_world):
     gm = call(c10d.all_reduce_coalesced.default, "sum", world_group())
     with pytest.raises(CollectiveMismatch, match="the ranks give lists of 0 and 1 tensors"):
         interpreter_of(gm).run([PerRank([[torch.ones(1)], [], [], []])])
-
-
-def test_interpret_takes_and_gives_what_each_rank_has(gt_world):
-    """The one call that needs no terms."""
-    gm = call(c10d.all_gather_into_tensor.default, 4, world_group())
-    x = different(4, 2)
-    for own in interpret(gm, [[value] for value in x], NetModel.of_world(4)):
-        assert torch.equal(own, torch.cat(x))
-    with pytest.raises(ValueError, match="inputs are given for 3 ranks, the net connects 4"):
-        interpret(gm, [[value] for value in x[:3]], NetModel.of_world(4))
 
 
 def test_a_net_for_another_number_of_ranks_is_refused(gt_world):

@@ -20,6 +20,11 @@ aten = torch.ops.aten
 RANKS = 4
 
 
+def seeded(seeds):
+    """Every rank as after ``torch.manual_seed`` with its seed."""
+    return RankRandomStates([torch.Generator().manual_seed(seed).get_state() for seed in seeds])
+
+
 def alone(gm, *, random=None):
     """The interpreter for a graph without collectives, which needs no world."""
     return Interpreter(RankGraph(gm, 0, RANKS, {}), NetModel.of_world(RANKS), random=random)
@@ -38,7 +43,7 @@ def test_every_rank_draws_from_a_generator_of_its_own():
     """Two runs go on where the ranks are; the process's generator stays where it is."""
     x = different(RANKS, 8)
     seeds = [3, 3, 5, 7]
-    interpreter = alone(make_fx(noisy)(x[0]), random=RankRandomStates.seeded(seeds))
+    interpreter = alone(make_fx(noisy)(x[0]), random=seeded(seeds))
     torch.manual_seed(0)
     before = torch.get_rng_state()
     runs = [interpreter.run([x]), interpreter.run([x])]
@@ -61,7 +66,7 @@ def test_ranks_that_start_alike_draw_alike_once():
 
 def test_draws_of_different_ranks_differ():
     """The twin: with seeds of their own, the same operands give others."""
-    noise, _ = alone(make_fx(noisy)(numbers(8)), random=RankRandomStates.seeded(range(4))).run([numbers(8)])
+    noise, _ = alone(make_fx(noisy)(numbers(8)), random=seeded(range(4))).run([numbers(8)])
     assert not torch.equal(noise[0], noise[1])
 
 
@@ -73,7 +78,7 @@ def test_random_numbers_into_memory_of_all_ranks():
         torch.ops.aten.normal_(buffer, 0.0, 1.0)
         return view + 0
 
-    views = alone(make_fx(step)(numbers(8)), random=RankRandomStates.seeded(range(4))).run([numbers(8)])
+    views = alone(make_fx(step)(numbers(8)), random=seeded(range(4))).run([numbers(8)])
     for rank, view in enumerate(views):
         torch.manual_seed(rank)
         assert torch.equal(view, torch.empty(8).normal_().view(2, 4))
@@ -124,7 +129,7 @@ def test_a_branch_may_draw():
         return torch.cond(predicate, lambda x: torch.rand_like(x), lambda x: x + 1, (x,))
 
     gm = make_fx(step)(torch.tensor(True), numbers(3))
-    result = alone(gm, random=RankRandomStates.seeded(range(4))).run([torch.tensor(True), numbers(3)])
+    result = alone(gm, random=seeded(range(4))).run([torch.tensor(True), numbers(3)])
     for rank, own in enumerate(result):
         torch.manual_seed(rank)
         assert torch.equal(own, torch.rand(3))

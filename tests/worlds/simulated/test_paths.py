@@ -6,7 +6,7 @@ import torch
 
 from pytest_gtrainer import NetModel, Record, compare
 from pytest_gtrainer.graph.layout import BucketLayout, Payload, Slot
-from pytest_gtrainer.references.simulated.parity import Paths
+from pytest_gtrainer.references.simulated.parity import paths_of_first
 
 FOUR_NODES = NetModel(nodes=4, ranks_per_node=2, channels=2)
 SLOTS = (Slot("a", 0, 16), Slot("b", 16, 48))
@@ -35,7 +35,7 @@ def records_that_differ_at(rank, parameter, row, column):
 
 def lines_of(layouts, *where):
     one, other = records_that_differ_at(*where)
-    return list(Paths(FOUR_NODES, layouts, group_of).of_first(compare(one, other), one))
+    return list(paths_of_first(FOUR_NODES, layouts, group_of, compare(one, other), one))
 
 
 def test_a_rank_of_the_other_replica_goes_by_its_own_groups():
@@ -72,4 +72,4 @@ def test_where_no_gradient_differs_there_is_no_path():
     one, other = Record(world_size=1), Record(world_size=1)
     one.add(0, 0, "loss", "loss", torch.zeros(()))
     other.add(0, 0, "loss", "loss", torch.ones(()))
-    assert list(Paths(FOUR_NODES, {"graph": hybrid(*SLOTS)}, group_of).of_first(compare(one, other), one)) == []
+    assert list(paths_of_first(FOUR_NODES, {"graph": hybrid(*SLOTS)}, group_of, compare(one, other), one)) == []

@@ -9,7 +9,7 @@ each node is (``operators``), to ``blocks`` of plain operators and ``steps`` for
 """
 
 from pytest_gtrainer.worlds.simulated.interpreter.groups import RankGraph, check_same_on_all
-from pytest_gtrainer.worlds.simulated.interpreter.program import Interpreter, interpret
+from pytest_gtrainer.worlds.simulated.interpreter.program import Interpreter
 from pytest_gtrainer.worlds.simulated.interpreter.values import PerRank, RankRandomStates
 
-__all__ = ["Interpreter", "PerRank", "RankGraph", "RankRandomStates", "check_same_on_all", "interpret"]
+__all__ = ["Interpreter", "PerRank", "RankGraph", "RankRandomStates", "check_same_on_all"]

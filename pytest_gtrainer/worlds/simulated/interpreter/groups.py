@@ -82,11 +82,9 @@ class RankGraph:
 def group_names(gm: fx.GraphModule) -> list[str]:
     """Names of the groups in ``gm`` and graphs in it, each once."""
     nodes = (node for module in gm.modules() if isinstance(module, fx.GraphModule) for node in module.graph.nodes)
-    return list(dict.fromkeys(group_name(node) for node in nodes if _takes_a_group(node)))
-
-
-def _takes_a_group(node: fx.Node) -> bool:
-    return isinstance(node.target, OpOverload) and any(arg.name == GROUP for arg in schema(node.target).arguments)
+    called = (node for node in nodes if isinstance(node.target, OpOverload))
+    with_group = (node for node in called if any(arg.name == GROUP for arg in schema(node.target).arguments))
+    return list(dict.fromkeys(map(group_name, with_group)))
 
 
 def _partition(name: str, own: tuple[int, ...], size: int, meshes: Sequence[Tensor]) -> Partition:

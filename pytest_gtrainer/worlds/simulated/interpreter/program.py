@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.distributed.device_mesh import DeviceMesh
 
 from pytest_gtrainer import facts
 from pytest_gtrainer._torch.operators import schema
@@ -59,7 +58,6 @@ from pytest_gtrainer.worlds.simulated.interpreter.values import (
     RankRandomStates,
     at,
     generator_kept,
-    of_rank,
 )
 from pytest_gtrainer.worlds.simulated.net import Net
 
@@ -283,21 +281,3 @@ def one_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(threads)
-
-
-def interpret(
-    gm: fx.GraphModule, inputs_per_rank: Sequence[Sequence[Any]], net: Net, *meshes: DeviceMesh
-) -> list[Any]:
-    """Run ``gm`` once on all ranks: every rank's inputs in, every rank's outputs out.
-
-    Call it in the world that the graph was traced in. An input that is the same object on all ranks is
-    uniform. For several runs, or to keep values uniform between them, make an ``Interpreter``.
-
-    Raises:
-        As ``RankGraph.of``, ``Interpreter`` and its ``run``.
-    """
-    interpreter = Interpreter(RankGraph.of(gm, *meshes), net)
-    if len(inputs_per_rank) != net.size:
-        raise ValueError(f"inputs are given for {len(inputs_per_rank)} ranks, the net connects {net.size}")
-    output = interpreter.run([PerRank(values) for values in zip(*inputs_per_rank, strict=True)])
-    return [of_rank(output, rank) for rank in range(net.size)]

@@ -22,7 +22,6 @@ from pytest_gtrainer.worlds.simulated.interpreter.values import (
     Values,
     at,
     interned,
-    is_per_rank,
     make_private,
     of_rank,
     reaches,
@@ -116,7 +115,8 @@ class EffectStep:
 
     def run(self, frame: Frame, dying: frozenset[fx.Node]) -> Any:
         operands, size = frame.of(self.operands), frame.kinds.size
-        if not is_per_rank(operands) and not (self.random and not frame.random.uniform):
+        uniform = not any(type(value) is PerRank for value in operands)
+        if uniform and (not self.random or frame.random.uniform):
             with frame.random.drawn_uniformly() if self.random else nullcontext():
                 return self._call(operands)
         if self.written:

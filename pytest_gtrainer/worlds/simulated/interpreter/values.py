@@ -58,7 +58,6 @@ class Kinds:
         self._known: dict[tuple[int, ...], Kind] = {}
         self._common: dict[tuple[Kind, Kind], Kind] = {}
         self.uniform = self.by_key([None] * size)
-        self.single = self.by_key(range(size))
 
     def by_key(self, keys: Sequence[Hashable]) -> Kind:
         """Ranks with equal keys share."""
@@ -70,11 +69,6 @@ class Kinds:
                 classes[number].append(rank)
             self._known[class_of] = Kind(class_of, tuple(map(tuple, classes)))
         return self._known[class_of]
-
-    def of_partition(self, partition: Sequence[Sequence[int]]) -> Kind:
-        """The ranks of each part share."""
-        keys = {rank: number for number, ranks in enumerate(partition) for rank in ranks}
-        return self.by_key([keys[rank] for rank in range(self.size)])
 
     def of(self, value: Any) -> Kind:
         """The kind of a value, by identity of objects (equality of whole numbers) where it is not known yet.
@@ -118,10 +112,6 @@ def at(value: Any, rank: int) -> Any:
     return value[rank] if type(value) is PerRank else value
 
 
-def is_per_rank(values: Iterable[Any]) -> bool:
-    return any(type(value) is PerRank for value in values)
-
-
 def of_rank(value: Any, rank: int) -> Any:
     """What ``rank`` has of a value that may hold others, uniform or per rank.
 
@@ -147,20 +137,11 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 # --- memory
 
 
-@dataclass(frozen=True, slots=True)
-class _Span:
-    """The bytes of one storage that a tensor can reach."""
-
-    storage: int
-    start: int
-    stop: int
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> _Span:
-        last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-        start = tensor.storage_offset() * tensor.itemsize
-        stop = start + (last + 1) * tensor.itemsize if tensor.numel() else start
-        return cls(storage_of(tensor), start, stop)
+def _span(tensor: Tensor) -> tuple[int, int, int]:
+    """The storage of a tensor, and from which to which of its bytes the tensor reaches."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    start = tensor.storage_offset() * tensor.itemsize
+    return storage_of(tensor), start, start + (last + 1) * tensor.itemsize if tensor.numel() else start
 
 
 def make_private(values: Values, written: Iterable[fx.Node], size: int) -> set[int]:
@@ -195,11 +176,11 @@ def _are_apart(values: list[Any], storages: set[int]) -> bool:
         return False
     reached = sorted(
         {
-            (span.storage, span.start, span.stop, rank)
+            (*span, rank)
             for value in values
             for rank, own in enumerate(value)
-            for span in map(_Span.of, tensors_in(own))
-            if span.storage in storages
+            for span in map(_span, tensors_in(own))
+            if span[0] in storages
         }
     )
     furthest: dict[int, tuple[int, int]] = {}  # of each storage: where the spans so far end, and whose they are
@@ -217,10 +198,10 @@ class _Copies:
     def __init__(self, rank: int, own: list[Any], storages: set[int]) -> None:
         bounds: dict[int, tuple[int, int, Tensor]] = {}
         for tensor in tensors_in(own):
-            span = _Span.of(tensor)
-            if span.storage in storages:
-                start, stop, _ = bounds.get(span.storage, (span.start, span.stop, tensor))
-                bounds[span.storage] = (min(start, span.start), max(stop, span.stop), tensor)
+            storage, start, stop = _span(tensor)
+            if storage in storages:
+                first, last, _ = bounds.get(storage, (start, stop, tensor))
+                bounds[storage] = (min(first, start), max(last, stop), tensor)
         self._copies = {}
         for storage, (start, stop, tensor) in bounds.items():
             start -= start % ALIGNMENT
@@ -250,11 +231,6 @@ class RankRandomStates:
         if states is None:
             states = torch.get_rng_state()
         self.states: Any = states if isinstance(states, torch.Tensor) else PerRank(states)
-
-    @classmethod
-    def seeded(cls, seeds: Sequence[int]) -> RankRandomStates:
-        """Every rank as after ``torch.manual_seed`` with its seed."""
-        return cls([torch.Generator().manual_seed(seed).get_state() for seed in seeds])
 
     @classmethod
     def of_ranks(cls, states: Sequence[torch.Tensor]) -> RankRandomStates:

@@ -144,28 +144,26 @@ class Message(Awaited):
 class PostOffice:
     """Messages of one group on their way: sent and not received, or waited for and not sent."""
 
-    _sent: dict[Route, deque[Message]] = field(default_factory=dict)
+    _sent: dict[Route, deque[Tensor]] = field(default_factory=dict)
     _wanted: dict[Route, deque[Message]] = field(default_factory=dict)
 
     def send(self, route: Route, tensor: Tensor) -> Message | None:
         """The receiver's message, now filled, if it waits already."""
-        waiting = self._wanted.get(route)
-        if waiting:
-            return _deliver(tensor, waiting.popleft())
-        self._sent.setdefault(route, deque()).append(Message(route, tensor.detach().clone()))
+        if waiting := self._wanted.get(route):
+            return _delivered(tensor, waiting.popleft())
+        self._sent.setdefault(route, deque()).append(tensor.detach().clone())
         return None
 
     def receive(self, route: Route, tensor: Tensor) -> tuple[Message, bool]:
         """The message that will fill ``tensor``, and whether it has."""
         wanted = Message(route, tensor)
-        sent = self._sent.get(route)
-        if sent:
-            return _deliver(sent.popleft().tensor, wanted), True
+        if sent := self._sent.get(route):
+            return _delivered(sent.popleft(), wanted), True
         self._wanted.setdefault(route, deque()).append(wanted)
         return wanted, False
 
 
-def _deliver(sent: Tensor, wanted: Message) -> Message:
+def _delivered(sent: Tensor, wanted: Message) -> Message:
     if texts([sent]) != texts([wanted.tensor]):
         raise CollectiveMismatch(
             f"rank {wanted.route.source} sends {texts([sent])} to rank {wanted.route.destination}, "

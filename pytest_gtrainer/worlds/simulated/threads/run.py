@@ -43,9 +43,7 @@ class NoStore(dist.Store):
     set = get = add = wait = check = compare_set = delete_key = num_keys = _refuse
 
 
-def run_threads(
-    size: int, function: Callable[..., Any], *args: Any, net: Net, timeout: float = LIMIT
-) -> list[Any]:
+def run_threads(size: int, function: Callable[..., Any], *args: Any, net: Net, timeout: float = LIMIT) -> list[Any]:
     """Call ``function(rank, *args)`` on ``size`` ranks of this process: the results, in the order of ranks.
 
     Every rank finds ``torch.distributed`` initialised and makes meshes and groups as in a process of its
@@ -174,17 +172,14 @@ class _Crew:
         """
         team, stuck = self._team, []
         while (rank := team.running) is not None:
-            if not self._loses_turn(rank):
+            begin, interrupted = time.monotonic(), False
+            while team.running == rank and time.monotonic() < begin + _GRACE:
+                time.sleep(0.005)
+                interrupted = interrupted or (time.monotonic() > begin + _GRACE / 4 and team.interrupt(rank))
+            if team.running == rank:
                 stuck.append(rank)
                 team.abandon(rank)
         for rank, thread in enumerate(self._threads):
             if rank not in team.abandoned:
                 thread.join(_GRACE)
         return stuck
-
-    def _loses_turn(self, rank: int) -> bool:
-        begin, interrupted = time.monotonic(), False
-        while self._team.running == rank and time.monotonic() < begin + _GRACE:
-            time.sleep(0.005)
-            interrupted = interrupted or (time.monotonic() > begin + _GRACE / 4 and self._team.interrupt(rank))
-        return self._team.running != rank

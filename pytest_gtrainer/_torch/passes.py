@@ -1,4 +1,4 @@
-"""Collectives of a graph, the groups they name, and effects of operators.
+"""Functional collectives of a graph, the groups they name, and fake values of new nodes.
 
 - functional collectives are the operators of ``torch.ops._c10d_functional``; a group is an argument
   by name, resolved by ``torch.distributed.distributed_c10d._resolve_process_group``;
@@ -8,7 +8,7 @@
 - ``torch._inductor.fx_passes.control_dependencies.preserve_node_ordering`` wraps nodes in the higher-order
   operator ``control_deps(nodes to stand behind, body, *operands)``, which keeps their name and metadata;
 - ``FakeTensor(mode, meta_tensor, device)`` makes a fake tensor without dispatching an operator;
-- ``OpOverload.tags``; ``Node.is_impure``; ``OpOverload.is_view``;
+- ``OpOverload.tags``, ``OpOverload.is_view`` and ``Node.is_impure``, which ``graph.nodes`` asks;
 - ``torch._logging.trace_structured`` writes to the log that ``TORCH_TRACE`` asks for; tlparse shows its event
   "artifact" as a file, of the encoding that stands in its metadata.
 """

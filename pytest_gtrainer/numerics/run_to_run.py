@@ -29,7 +29,7 @@ from pytest_gtrainer._torch.process import compiles, forget_all_compiled, fresh_
 from pytest_gtrainer.numerics.compare import BitwiseDifference, compare
 from pytest_gtrainer.numerics.determinism import DebugConfig, active, deterministic
 from pytest_gtrainer.numerics.record import Tensors, entries
-from pytest_gtrainer.numerics.seeds import RandomStates, random_states_kept
+from pytest_gtrainer.numerics.seeds import GeneratorStates, random_states_kept
 from pytest_gtrainer.numerics.verdict import Key
 
 Kept = dict[str, torch.Tensor]
@@ -203,13 +203,14 @@ _SWITCHES: dict[str, tuple[Callable[[], Any], Callable[[Any], None]]] = {
 class _ProcessState:
     """Where a run in another process starts from."""
 
-    random: RandomStates
+    random: GeneratorStates
     switches: dict[str, Any]
     settings: tuple[DebugConfig, str] | None
 
     @classmethod
     def here(cls) -> _ProcessState:
-        random = replace(RandomStates.now(), waiting={})  # those are functions; and for a CUDA that no run has started
+        # what waits are functions, and for a CUDA that no run has started
+        random = replace(GeneratorStates.now(), waiting={})
         block = active()
         switches = {name: read() for name, (read, _) in _SWITCHES.items()}
         return cls(random, switches, None if block is None else (block.config, block.nccl))

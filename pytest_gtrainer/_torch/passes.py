@@ -1,4 +1,4 @@
-"""Collectives of a graph, and the groups they name.
+"""Functional collectives of a graph, the groups they name, and fake values of new nodes.
 
 - functional collectives are the operators of ``torch.ops._c10d_functional``; a group is an argument
   by name, resolved by ``torch.distributed.distributed_c10d._resolve_process_group``;

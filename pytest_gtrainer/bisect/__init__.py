@@ -1,1 +1,5 @@
-"""Which pass, and which node of its graph, is the first whose value differs; in any world that moves data."""
+"""Which pass of a pipeline changes a bit.
+
+A traced step, passes and inputs come in; a ``Bisection`` goes out. First file: ``search``; ``on_failure`` does the same
+for a comparison that fails.
+"""

@@ -1,6 +1,6 @@
 """Bisection without asking for it: what the passes and replays of a test leave behind, and what to do when bits differ.
 
-A ``Witness`` sees every pipeline that runs, and the inputs of the first replays of its result, in this process or on
+A ``PassWitness`` sees each pipeline that runs, and the inputs of the first replays of its result, in this process or on
 all ranks of a simulated world. When a bitwise comparison is made afterwards and differs, it bisects each of these
 pipelines. If records were compared, it does so on the inputs of the step where they begin to differ, for the pass
 behind the longest prefix that gives what was expected there; else, or if no prefix does, on the first inputs on which
@@ -51,9 +51,6 @@ class _Pipeline:
             found = bisect_towards(self.stages, self.runs[step], _results(expected, step))
             if found is not None:
                 return f"bisection of step {step}: {found}"
-        return self._explained_by_itself()
-
-    def _explained_by_itself(self) -> str:
         replays = 0
         for number, run in enumerate(self.runs, 1):
             found = bisect_stages(self.stages, run)
@@ -62,7 +59,6 @@ class _Pipeline:
             replays += found.replays
         told = f"bisection: no pass of {len(self.stages) - 1} changes a bit ({replays} replays)"
         return told + (f", on the inputs of the first {len(self.runs)} replays" if len(self.runs) > 1 else "")
-
 
 def _results(expected: Record, step: int) -> Values:
     """What a graph has to give at a step: losses, gradients before clipping and buffers, by rank and name."""
@@ -75,7 +71,7 @@ def _results(expected: Record, step: int) -> Values:
 
 
 @dataclass(slots=True)
-class Witness:
+class PassWitness:
     """Remembers pipelines and their first inputs; tells, once a comparison differs, where it came from."""
 
     _running: list[Stage] = field(default_factory=list)
@@ -115,11 +111,9 @@ class Witness:
         if on_any_rank(verdict.outcome == "different"):
             first = verdict.first.key.step if verdict.first is not None else None
             step = next((step for step in range(MOST_REPLAYS) if on_any_rank(first == step)), None)
-            explanations += self._explain(step, expected)
-
-    def _explain(self, step: int | None, expected: Tensors) -> list[str]:
-        """A text for each pipeline, or why there is none; ``step`` is where something differs first."""
-        replayed = [pipeline for pipeline in self._pipelines if pipeline.runs]
-        if not replayed:
-            return ["bisection: no graph was rewritten by apply_graph_passes and replayed before this comparison"]
-        return [pipeline.explained(step, expected) for pipeline in replayed]
+            replayed = [pipeline for pipeline in self._pipelines if pipeline.runs]
+            explanations += [pipeline.explained(step, expected) for pipeline in replayed]
+            if not replayed:
+                explanations.append(
+                    "bisection: no graph was rewritten by apply_graph_passes and replayed before this comparison"
+                )

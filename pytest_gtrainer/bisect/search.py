@@ -28,9 +28,9 @@ from pytest_gtrainer._torch.passes import WAIT
 from pytest_gtrainer._torch.values import pytree
 from pytest_gtrainer.graph.nodes import BACKWARD, direction, node_fqn
 from pytest_gtrainer.numerics.bits import NoBytes
-from pytest_gtrainer.numerics.compare import Pairs, difference_of
+from pytest_gtrainer.numerics.compare import TensorPairs, difference_of
 from pytest_gtrainer.numerics.seeds import random_states_kept, random_states_now
-from pytest_gtrainer.numerics.verdict import Difference, Key, Outcome, Verdict, cut, text
+from pytest_gtrainer.numerics.verdict import Difference, Key, Outcome, Verdict, cut
 from pytest_gtrainer.passes.graph_pass import BoundPass
 from pytest_gtrainer.passes.pipeline import apply_graph_passes
 from pytest_gtrainer.tracing.model import ModelState, local
@@ -171,14 +171,12 @@ class Bisection:
         if self.outcome == "equal":
             return f"no pass of {self.total} changes a bit ({self.replays} replays)"
         lines = [f"introduced by pass {self.number} of {self.total}, {self.name} ({self.replays} replays)"]
+        made = cut("computed from what the pass made", self.made)
         if self.node is None:
-            return "\n".join([*lines, "  no value that both graphs have differs on this rank", *self._made()])
-        found = text(Verdict("different", 1, (self.node,))).splitlines()[2:]
-        element = f", element ({', '.join(map(str, self.node.element))})" if self.node.element else ""
-        return "\n".join([*lines, f"  first node whose value differs: {self.where}{element}", *found, *self._made()])
-
-    def _made(self) -> list[str]:
-        return cut("computed from what the pass made", self.made)
+            return "\n".join([*lines, "  no value that both graphs have differs on this rank", *made])
+        place = self.node.place if self.node.kind == "bits" else ""
+        lines += [f"  first node whose value differs: {self.where}{place}", *self.node.sides()]
+        return "\n".join([*lines, *made])
 
 
 def bisect_passes(
@@ -212,12 +210,18 @@ def bisect_passes(
         stages.append(Stage(str(bound[len(stages) - 1]), after))
 
     apply_graph_passes(traced.gm, traced.example_inputs, bound, observer=keep, progress=None)
-    return bisect_stages(stages, _runner(inputs, world, meshes), every=every)
+    if world is not None and world.kind == "simulated":
+        run = run_in_world(inputs, world, meshes)
+    elif dist.is_initialized() and dist.get_backend() == "fake":
+        raise ValueError('a fake world moves no data, so no replay in it means anything: use gt_world("ranks")')
+    else:
+        run = local_run(flat_inputs(inputs))
+    return bisect_stages(stages, run, every=every)
 
 
 def bisect_stages(stages: Sequence[Stage], run: Run, *, every: bool = False) -> Bisection:
     """The same for graphs that are there already, the first of them before all passes."""
-    search = _Search(stages, run)
+    search = _PassSearch(stages, run)
     last = len(stages) - 1
     if every:
         guilty = next((number for number in range(1, last + 1) if search.differs(number)), None)
@@ -232,7 +236,7 @@ def bisect_towards(stages: Sequence[Stage], run: Run, expected: Values) -> Bisec
     Where reductions depend on the order of a payload, bucketing changes bits by right: the graph before all passes is
     then nothing to compare with, but what the passes are to arrive at is.
     """
-    search = _Search(stages, run, expected)
+    search = _PassSearch(stages, run, expected)
     last = len(stages) - 1
     if not search.differs(last):
         return None
@@ -240,7 +244,7 @@ def bisect_towards(stages: Sequence[Stage], run: Run, expected: Values) -> Bisec
     return None if right is None else _found(search, stages, right + 1, run)
 
 
-def _found(search: _Search, stages: Sequence[Stage], guilty: int | None, run: Run) -> Bisection:
+def _found(search: _PassSearch, stages: Sequence[Stage], guilty: int | None, run: Run) -> Bisection:
     last = len(stages) - 1
     if guilty is None:
         return Bisection("equal", last, replays=search.replays)
@@ -249,7 +253,7 @@ def _found(search: _Search, stages: Sequence[Stage], guilty: int | None, run: Ru
     return replace(found, replays=search.replays + 2)
 
 
-class _Search:
+class _PassSearch:
     """Replays stages and remembers what came out; ranks agree on what differs.
 
     Compared is with what the first stage gives, or with the part of the results that is ``expected``.
@@ -267,7 +271,7 @@ class _Search:
         values = self._run(self._stages[number].gm)
         if self._part:
             values = {key: value for key, value in values.items() if key in self._expected}
-        verdict = Pairs.of(values, self._expected).verdict([], [])
+        verdict = TensorPairs.of(values, self._expected).verdict()
         self.verdicts[number] = verdict
         return on_any_rank(verdict.outcome != "equal")
 
@@ -292,16 +296,9 @@ def on_any_rank(answer: bool) -> bool:
     return bool(votes.item())
 
 
-def _runner(inputs: Sequence[Any], world: World | None, meshes: Sequence[DeviceMesh]) -> Run:
-    if world is not None and world.kind == "simulated":
-        return run_in_world(inputs, world, meshes)
-    if dist.is_initialized() and dist.get_backend() == "fake":
-        raise ValueError('a fake world moves no data, so no replay in it means anything: use gt_world("ranks")')
-    return local_run(flat_inputs(inputs))
-
-
 def _with_node(found: Bisection, before: fx.GraphModule, after: fx.GraphModule, run: Run) -> Bisection:
-    expected, actual = (run(_exposed(gm)) for gm in (before, after))
+    """The first node that both graphs have and whose value differs; if there is none, what gives the first result."""
+    expected, actual = run(_exposed(before)), run(_exposed(after))
     old = {node.name for node in before.graph.nodes}
     nodes = list(after.graph.nodes)
     new = {node for node in nodes if node.name not in old}
@@ -310,19 +307,15 @@ def _with_node(found: Bisection, before: fx.GraphModule, after: fx.GraphModule, 
     for key in actual:
         keys.setdefault(key.name, []).append(key)
     for node in nodes:
-        if node in new:
-            continue
-        difference = _difference(keys.get(node.name, ()), actual, expected)
-        if difference is not None:
-            where = _words(node) + (f" on rank {difference.key.rank}" if several else "")
-            return replace(found, node=difference, where=where, made=_made(node, new, nodes))
-    return _with_result(found, after, new, several)
-
-
-def _with_result(found: Bisection, after: fx.GraphModule, new: set[fx.Node], several: bool) -> Bisection:
-    """Where the pass left no node whose value differs: the first result that does, and what gives it."""
-    output, nodes = after.graph.output_node(), list(after.graph.nodes)
-    first = found.verdict.first if found.verdict is not None else None
+        for key in keys.get(node.name, ()) if node not in new else ():
+            try:
+                difference = difference_of(key, actual[key], expected[key])
+            except (KeyError, NoBytes):
+                continue
+            if difference is not None:
+                where = _words(node) + (f" on rank {key.rank}" if several else "")
+                return replace(found, node=difference, where=where, made=_made(node, new, nodes))
+    output, first = after.graph.output_node(), found.verdict.first if found.verdict is not None else None
     if first is None:
         return replace(found, made=_made(output, new, nodes))
     names = [*(output.meta.get("gt_outputs") or ())]
@@ -353,18 +346,6 @@ def _has_value(node: fx.Node) -> bool:
     is_launch = node.target.namespace == "_c10d_functional" and node.target is not WAIT
     returns = schema(node.target).returns
     return not is_launch and len(returns) == 1 and str(returns[0].type) == "Tensor"
-
-
-def _difference(keys: Sequence[Key], actual: Values, expected: Values) -> Difference | None:
-    """How a node's value differs, on the first rank where it does."""
-    for key in keys:
-        try:
-            difference = difference_of(key, actual[key], expected[key])
-        except (KeyError, NoBytes):
-            continue
-        if difference is not None:
-            return difference
-    return None
 
 
 def _made(node: fx.Node, new: set[fx.Node], order: Sequence[fx.Node]) -> tuple[str, ...]:

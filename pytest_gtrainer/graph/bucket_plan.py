@@ -104,14 +104,26 @@ class Plan:
     """A checked plan that finds the bucket of a module FQN."""
 
     def __init__(self, entries: BucketPlan) -> None:
-        _check_entries(entries)
+        if isinstance(entries, str):
+            raise PlanError(f"the bucket plan is the word {entries!r}: give a list of entries, [{entries!r}]")
+        for index, entry in enumerate(entries):
+            fqns = entry if isinstance(entry, list | tuple) else [entry]
+            wrong = [fqn for fqn in fqns if not isinstance(fqn, str)]
+            if wrong:
+                raise PlanError(
+                    f"entry {index} of the bucket plan has {wrong[0]!r}: expected FQNs, or lists of FQNs"
+                )
         empty = [index for index, entry in enumerate(entries) if not entry and entry != ""]
         if empty:
             raise PlanError(f"entry {empty[0]} of the bucket plan is empty")
         self.buckets = _buckets([(entry,) if isinstance(entry, str) else tuple(entry) for entry in entries])
         self._by_fqn: dict[str, Bucket] = {}
         for bucket in self.buckets:
-            _check_one_layer(bucket)
+            layers = sorted({layer_of(fqn) or "no layer" for fqn in bucket.fqns})
+            if len(layers) > 1:
+                raise PlanError(
+                    f"bucket {bucket.label!r} spans {' and '.join(layers)}: one bucket stays within one layer"
+                )
             for fqn in bucket.fqns:
                 if fqn in self._by_fqn:
                     raise PlanError(f"the bucket plan names {fqn!r} twice")
@@ -165,16 +177,6 @@ def layer_of(fqn: str) -> str | None:
     return None
 
 
-def _check_entries(entries: BucketPlan) -> None:
-    if isinstance(entries, str):
-        raise PlanError(f"the bucket plan is the word {entries!r}: give a list of entries, [{entries!r}]")
-    for index, entry in enumerate(entries):
-        fqns = entry if isinstance(entry, list | tuple) else [entry]
-        wrong = [fqn for fqn in fqns if not isinstance(fqn, str)]
-        if wrong:
-            raise PlanError(f"entry {index} of the bucket plan has {wrong[0]!r}: expected FQNs, or lists of FQNs")
-
-
 def _buckets(entries: list[tuple[str, ...]]) -> tuple[Bucket, ...]:
     lists_of: dict[str, int] = {}
     for fqns in entries:
@@ -187,12 +189,6 @@ def _buckets(entries: list[tuple[str, ...]]) -> tuple[Bucket, ...]:
         return (layer,) if layer is not None and lists_of[layer] == 1 else fqns
 
     return tuple(Bucket(index, fqns, roots(fqns)) for index, fqns in enumerate(entries))
-
-
-def _check_one_layer(bucket: Bucket) -> None:
-    layers = sorted({layer_of(fqn) or "no layer" for fqn in bucket.fqns})
-    if len(layers) > 1:
-        raise PlanError(f"bucket {bucket.label!r} spans {' and '.join(layers)}: one bucket stays within one layer")
 
 
 ORDERS = ("managed", "registration", "execution")

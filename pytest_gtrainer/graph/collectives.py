@@ -119,7 +119,8 @@ def fsdp_all_gathers(gm: fx.GraphModule) -> list[Member]:
     members = []
     for launch in gm.graph.find_nodes(op="call_function", target=ALL_GATHER):
         found = _chain_to_input(launch)
-        if found is None or not _is_parameter(found[0]):
+        # buffers and user inputs may be gathered too; that is the model's business, not FSDP's
+        if found is None or found[0].meta.get("gt_input", {"kind": "parameter"})["kind"] != "parameter":
             continue
         source, chain = found
         parameter = input_name(source, positions[source], node_fqn(launch))
@@ -128,12 +129,6 @@ def fsdp_all_gathers(gm: fx.GraphModule) -> list[Member]:
             raise PlanError(f"the all-gather of {parameter} has {len(launch.users)} users, not just its one wait")
         members.append(Member(launch, wait, chain, parameter, positions[source]))
     return sorted(members, key=lambda member: member.launch)
-
-
-def _is_parameter(placeholder: fx.Node) -> bool:
-    """Buffers and user inputs may be gathered too; that is the model's business, not FSDP's."""
-    known = placeholder.meta.get("gt_input")
-    return known is None or known["kind"] == "parameter"
 
 
 def only_wait(launch: fx.Node) -> fx.Node | None:

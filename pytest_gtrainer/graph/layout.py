@@ -89,15 +89,12 @@ class BucketLayout:
         return tuple(payload for payload in self.payloads if payload.collective == collective)
 
     def __str__(self) -> str:
-        return "\n".join(line for payload in self.payloads for line in _lines(payload))
-
-
-def _lines(payload: Payload) -> Iterable[str]:
-    op = f" {payload.op}" if payload.op else ""
-    dtype = str(payload.dtype).removeprefix("torch.")
-    yield f"{payload.label}: {payload.collective}{op} {dtype} over {len(payload.ranks)} ranks"
-    for slot in payload.slots:
-        yield f"  {slot.offset:>10}  {slot.nbytes:>10}  {slot.parameter}"
+        lines = []
+        for payload in self.payloads:
+            op, dtype = f" {payload.op}" if payload.op else "", str(payload.dtype).removeprefix("torch.")
+            lines.append(f"{payload.label}: {payload.collective}{op} {dtype} over {len(payload.ranks)} ranks")
+            lines += [f"  {slot.offset:>10}  {slot.nbytes:>10}  {slot.parameter}" for slot in payload.slots]
+        return "\n".join(lines)
 
 
 class LayoutDifference(AssertionError):
@@ -123,25 +120,22 @@ def bucket_layout(gm: fx.GraphModule) -> BucketLayout:
         for node in gm.graph.find_nodes(op="call_function", target=REDUCE_SCATTER)
         for payload in _scatter_payloads(node, outputs)
     ]
-    return BucketLayout(tuple(_merge_directions([*(p for p in gathers if p is not None), *scatters])))
-
-
-def _merge_directions(payloads: list[Payload]) -> Iterable[Payload]:
     merged: dict[tuple[Payload, int], list[str]] = {}
     repeated: Counter[Payload] = Counter()
-    for payload in payloads:
+    for payload in [*(p for p in gathers if p is not None), *scatters]:
         merged.setdefault((replace(payload, directions=()), repeated[payload]), []).extend(payload.directions)
         repeated[payload] += 1
-    for (payload, _), directions in merged.items():
-        yield replace(payload, directions=tuple(directions))
+    return BucketLayout(tuple(replace(payload, directions=tuple(ways)) for (payload, _), ways in merged.items()))
 
 
 def _gather_payload(launch: fx.Node, positions: dict[fx.Node, int]) -> Payload | None:
     found = []
     for part in _parts(launch.all_input_nodes[0]):
-        source = _above(part)
-        if source is None:
-            return None
+        source = part  # up a chain of single-input nodes to the one graph input above it
+        while source.op != "placeholder":
+            if len(source.all_input_nodes) != 1 or is_wait(source):
+                return None
+            [source] = source.all_input_nodes
         value = part.meta["val"]
         name = input_name(source, positions[source], _module_of(launch))
         found.append((name, value.numel() * value.element_size()))
@@ -177,16 +171,6 @@ def _parts(payload: fx.Node) -> list[fx.Node]:
     return [payload]
 
 
-def _above(node: fx.Node) -> fx.Node | None:
-    """The one graph input above a chain of single-input nodes; None where it forks."""
-    while node.op != "placeholder":
-        inputs = node.all_input_nodes
-        if len(inputs) != 1 or is_wait(node):
-            return None
-        node = inputs[0]
-    return node
-
-
 def _scatter_payloads(launch: fx.Node, positions: dict[fx.Node, int]) -> Iterable[Payload]:
     """Follow the result through its wait and split to the outputs: order and widths come from the split.
 
@@ -197,7 +181,11 @@ def _scatter_payloads(launch: fx.Node, positions: dict[fx.Node, int]) -> Iterabl
     found = []
     wait = wait_of(launch)
     second = all_reduce_behind(wait)
-    for part in _split_of(second[1] if second else wait):
+    parts = [second[1] if second else wait]
+    split = next(iter(parts[0].users))
+    if split.target is torch.ops.aten.split_with_sizes.default and "fsdp_bucket" in split.meta:
+        parts = sorted((item for item in split.users if item.target is getitem), key=lambda item: item.args[1])
+    for part in parts:
         chain = chain_to_output(part, output)
         if chain is None:
             return
@@ -208,13 +196,6 @@ def _scatter_payloads(launch: fx.Node, positions: dict[fx.Node, int]) -> Iterabl
     for name, node in ((REDUCE_SCATTER_NAME, launch), (ALL_REDUCE_NAME, second[0] if second else None)):
         if node is not None:
             yield Payload(name, dtype, _ranks_of(node), str(node.args[1]), slots, (direction(node),))
-
-
-def _split_of(wait: fx.Node) -> list[fx.Node]:
-    split = next(iter(wait.users))
-    if split.target is torch.ops.aten.split_with_sizes.default and "fsdp_bucket" in split.meta:
-        return sorted((item for item in split.users if item.target is getitem), key=lambda item: item.args[1])
-    return [wait]
 
 
 def _slots(parts: list[tuple[str, int]]) -> tuple[Slot, ...]:
@@ -243,27 +224,25 @@ def assert_same_layout(actual: BucketLayout, expected: BucketLayout, *, actual_i
                 f"the {which} layout has no collective of parameters, so there is nothing to compare: "
                 "shard the model (data_parallel, fully_shard) first"
             )
-    problems = [line for kind in KINDS for line in _compare(kind, actual, expected)]
+    problems: list[str] = []
+    for kind in KINDS:
+        rest = list(actual.of(kind))
+        for wanted in expected.of(kind):
+            shared = [len(set(payload.parameters) & set(wanted.parameters)) for payload in rest]
+            if not any(shared):
+                problems.append(f"bucket {wanted.label!r}: no {kind} of {', '.join(wanted.parameters)}")
+                continue
+            problems += _compare_payloads(rest.pop(shared.index(max(shared))), wanted)
+        article = "a" if kind == REDUCE_SCATTER_NAME else "an"
+        for extra in rest:
+            named = ", ".join(extra.parameters)
+            problems.append(f"bucket {extra.label!r}: {article} {kind} of {named} that is not expected")
     facts.tell("layouts", actual=actual, expected=expected, problems=problems, actual_is=actual_is)
     if problems:
         shown = problems[:_MOST_LINES]
         if len(problems) > len(shown):
             shown.append(f"and {len(problems) - len(shown)} more differences")
         raise LayoutDifference("bucket layouts differ\n" + "\n".join(shown))
-
-
-def _compare(kind: str, actual: BucketLayout, expected: BucketLayout) -> Iterable[str]:
-    rest = list(actual.of(kind))
-    for wanted in expected.of(kind):
-        best = max(rest, key=lambda p: len(set(p.parameters) & set(wanted.parameters)), default=None)
-        if best is None or not set(best.parameters) & set(wanted.parameters):
-            yield f"bucket {wanted.label!r}: no {kind} of {', '.join(wanted.parameters)}"
-            continue
-        rest.remove(best)
-        yield from _compare_payloads(best, wanted)
-    for extra in rest:
-        article = "a" if kind == REDUCE_SCATTER_NAME else "an"
-        yield f"bucket {extra.label!r}: {article} {kind} of {', '.join(extra.parameters)} that is not expected"
 
 
 def _compare_payloads(actual: Payload, wanted: Payload) -> Iterable[str]:

@@ -56,17 +56,6 @@ def plain(tensor: Tensor) -> Tensor:
         tensor = tensor.to_local().detach()
     if type(tensor).__name__ == "AsyncCollectiveTensor":
         tensor = tensor.wait()
-    _require_bytes(tensor)
-    return tensor.resolve_conj().resolve_neg()
-
-
-def is_dtensor(tensor: Tensor) -> bool:
-    """Whether this is a DTensor; does not import DTensor (0.8 s), whoever made one has."""
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(tensor, module.DTensor)
-
-
-def _require_bytes(tensor: Tensor) -> None:
     kind = type(tensor).__name__
     if kind == "FakeTensor" or tensor.is_meta:
         raise NoBytes(f"a {'fake' if kind == 'FakeTensor' else 'meta'} tensor holds no values")
@@ -74,6 +63,13 @@ def _require_bytes(tensor: Tensor) -> None:
         raise NoBytes(f"a {tensor.layout} tensor of {tensor.dtype} has no plain bytes: convert it first")
     if is_traceable_wrapper_subclass(tensor):
         raise NoBytes(f"a {kind} wraps other tensors: compare its parts")
+    return tensor.resolve_conj().resolve_neg()
+
+
+def is_dtensor(tensor: Tensor) -> bool:
+    """Whether this is a DTensor; does not import DTensor (0.8 s), whoever made one has."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
 
 
 def byte_view(tensor: Tensor) -> Tensor:
@@ -111,7 +107,8 @@ def same_bytes(a: Tensor, b: Tensor) -> bool:
 
 def differing(a: Tensor, b: Tensor) -> Tensor:
     """Which elements of two tensors of one dtype and shape differ: ``bool[numel]``."""
-    sides = [_element_words(side) for side in (a, b)]
+    size, numel = a.element_size(), a.numel()  # of an element wider than a word, several words
+    sides = [byte_view(side).view(_INTEGERS[min(size, _WORD)]).reshape(numel, max(1, size // _WORD)) for side in (a, b)]
     return (sides[0] != sides[1]).any(dim=1)
 
 
@@ -130,13 +127,6 @@ def count_differing(a: Tensor, b: Tensor) -> tuple[int, int]:
             first = number * _PIECE + int(differs.to(torch.uint8).argmax())
         total += found
     return total, first
-
-
-def _element_words(tensor: Tensor) -> Tensor:
-    """Every element as integers of its own width, or as several words: ``int[numel, words]``."""
-    size = tensor.element_size()
-    integers = byte_view(tensor).view(_INTEGERS[min(size, _WORD)])
-    return integers.reshape(tensor.numel(), max(1, size // _WORD))
 
 
 def pattern(element: Tensor) -> str:

@@ -18,14 +18,13 @@ An assertion of equality can be one that cannot fail. Next to every ``assert_bit
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from pytest_gtrainer import facts
 from pytest_gtrainer.numerics import bits
-from pytest_gtrainer.numerics.bits import ulp_distance
 from pytest_gtrainer.numerics.record import OUTSIDE_A_RUN, Record, Tensors, entries
 from pytest_gtrainer.numerics.verdict import PHASES, Difference, Key, Outcome, Verdict
 
@@ -42,22 +41,17 @@ def compare(actual: Tensors, expected: Tensors) -> Verdict:
     """
     if isinstance(actual, Record) != isinstance(expected, Record):
         raise TypeError(f"cannot compare {type(actual).__name__} with {type(expected).__name__}")
-    tensors = Pairs.of(entries(actual), entries(expected))
+    tensors = TensorPairs.of(entries(actual), entries(expected))
+    doubts: list[str] = []
+    faults: list[str] = []
     if isinstance(actual, Record) and isinstance(expected, Record):
-        doubts, faults = _missing_ranks(actual, expected), _other_world(actual, expected)
-    else:
-        doubts, faults = [], []
+        for side, record in (("actual", actual), ("expected", expected)):
+            if record.missing:
+                steps, ranks = (sorted(set(places)) for places in zip(*record.missing, strict=True))
+                doubts.append(f"{side} has nothing of {_some('rank', ranks)} at {_some('step', steps)}: {record!r}")
+        if (actual.world_size, actual.rank) != (expected.world_size, expected.rank):
+            faults.append(f"not the same ranks: actual {actual!r}, expected {expected!r}")
     return tensors.verdict(doubts, faults)
-
-
-def _missing_ranks(actual: Record, expected: Record) -> list[str]:
-    doubts = []
-    for side, record in (("actual", actual), ("expected", expected)):
-        if record.missing:
-            ranks = sorted({rank for _, rank in record.missing})
-            steps = sorted({step for step, _ in record.missing})
-            doubts.append(f"{side} has nothing of {_some('rank', ranks)} at {_some('step', steps)}: {record!r}")
-    return doubts
 
 
 def _some(noun: str, numbers: Sequence[int]) -> str:
@@ -70,81 +64,60 @@ def _some(noun: str, numbers: Sequence[int]) -> str:
     return f"{noun}{'' if len(numbers) == 1 else 's'} {shown}{more}"
 
 
-def _other_world(actual: Record, expected: Record) -> list[str]:
-    sides = [(record.world_size, record.rank) for record in (actual, expected)]
-    return [] if sides[0] == sides[1] else [f"not the same ranks: actual {actual!r}, expected {expected!r}"]
-
-
 @dataclass(slots=True)
-class Pairs:
+class TensorPairs:
     """The tensors that both sides have, and the keys that only one side has."""
 
     common: dict[Key, tuple[Tensor, Tensor]]
     only_actual: list[Key]
     only_expected: list[Key]
-    doubts: list[str] = field(default_factory=list)
 
     @classmethod
-    def of(cls, actual: dict[Key, Tensor], expected: dict[Key, Tensor]) -> Pairs:
+    def of(cls, actual: dict[Key, Tensor], expected: dict[Key, Tensor]) -> TensorPairs:
         return cls(
             common={key: (actual[key], expected[key]) for key in expected if key in actual},
             only_actual=[key for key in actual if key not in expected],
             only_expected=[key for key in expected if key not in actual],
         )
 
-    @property
-    def one_sided(self) -> bool:
-        return bool(self.only_actual or self.only_expected)
+    def verdict(self, doubts: Sequence[str] = (), faults: Sequence[str] = ()) -> Verdict:
+        """Compare every pair; a fault makes it different, a doubt at most unverified.
 
-    def verdict(self, doubts: list[str], faults: list[str]) -> Verdict:
-        """Compare every pair; a fault makes it different, a doubt at most unverified."""
-        places = {phase: place for place, phase in enumerate((OUTSIDE_A_RUN, *PHASES))}
-        differences = sorted(self._differences(), key=lambda one: (*one.key[:2], places[one.key.phase]))
-        unverified = doubts + self.doubts + self._vacuous()
-        return Verdict(
-            outcome=_outcome(bool(differences or faults), bool(unverified), self.one_sided),
-            compared=len(self.common) - len(self.doubts),
-            differences=tuple(differences),
-            only_actual=tuple(self.only_actual),
-            only_expected=tuple(self.only_expected),
-            reasons=tuple(faults + unverified),
-        )
-
-    def _differences(self) -> list[Difference]:
-        found = []
+        A bit that differs is proof; names that one side lacks may only be a rank that is missing.
+        """
+        found: list[Difference] = []
+        unread: list[str] = []
         for key, (actual, expected) in self.common.items():
             try:
                 difference = difference_of(key, actual, expected)
             except bits.NoBytes as doubt:
-                self.doubts.append(f"{key.name or 'the tensor'}: {doubt}")
+                unread.append(f"{key.name or 'the tensor'}: {doubt}")
                 continue
             if difference is not None:
                 found.append(difference)
-        return found
+        empty: list[str] = []
+        if not self.common:
+            sides = (("actual", self.only_actual), ("expected", self.only_expected))
+            empty = [f"{side}: nothing was captured" for side, only in sides if not only]
+        elif all(_share_memory(*pair) for pair in self.common.values()):
+            empty = ["actual and expected are the same memory: clone one of them before it changes"]
+        unverified = [*doubts, *unread, *empty]
+        outcome: Outcome = "different" if self.only_actual or self.only_expected else "equal"
+        if found or faults:
+            outcome = "different"
+        elif unverified:
+            outcome = "unverified"
+        places = {phase: place for place, phase in enumerate((OUTSIDE_A_RUN, *PHASES))}
+        return Verdict(
+            outcome=outcome,
+            compared=len(self.common) - len(unread),
+            differences=tuple(sorted(found, key=lambda one: (*one.key[:2], places[one.key.phase]))),
+            only_actual=tuple(self.only_actual),
+            only_expected=tuple(self.only_expected),
+            reasons=(*faults, *unverified),
+        )
 
-    def _vacuous(self) -> list[str]:
-        empty = [
-            f"{side}: nothing was captured"
-            for side, only in (("actual", self.only_actual), ("expected", self.only_expected))
-            if not self.common and not only
-        ]
-        if empty:
-            return empty
-        if self.common and all(_same_memory(*pair) for pair in self.common.values()):
-            return ["actual and expected are the same memory: clone one of them before it changes"]
-        return []
-
-
-def _outcome(proven: bool, doubtful: bool, one_sided: bool) -> Outcome:
-    """A bit that differs is proof; names that one side lacks may only be a rank that is missing."""
-    if proven:
-        return "different"
-    if doubtful:
-        return "unverified"
-    return "different" if one_sided else "equal"
-
-
-def _same_memory(a: Tensor, b: Tensor) -> bool:
+def _share_memory(a: Tensor, b: Tensor) -> bool:
     if a is b:
         return True
     try:
@@ -160,32 +133,22 @@ def difference_of(key: Key, actual: Tensor, expected: Tensor) -> Difference | No
     Raises:
         NoBytes: one of them holds no values.
     """
-    placements = _placements(actual), _placements(expected)
     a, b = bits.plain(actual), bits.plain(expected)
-    layout = f"{bits.dtype_name(b.dtype)}{list(b.shape)}"
+    layout, numel = f"{bits.dtype_name(b.dtype)}{list(b.shape)}", b.numel()
     if a.dtype != b.dtype:
-        return Difference(key, "dtype", str(a.dtype), str(b.dtype), layout, b.numel())
+        return Difference(key, "dtype", str(a.dtype), str(b.dtype), layout, numel)
     if a.shape != b.shape:
-        return Difference(key, "shape", str(list(a.shape)), str(list(b.shape)), layout, b.numel())
+        return Difference(key, "shape", str(list(a.shape)), str(list(b.shape)), layout, numel)
     if a.stride() != b.stride():
-        return Difference(key, "stride", str(a.stride()), str(b.stride()), layout, b.numel())
-    if all(placements) and placements[0] != placements[1]:
-        return Difference(key, "placements", *placements, layout, b.numel())
+        return Difference(key, "stride", str(a.stride()), str(b.stride()), layout, numel)
+    if bits.is_dtensor(actual) and bits.is_dtensor(expected):
+        ours, theirs = (f"{side.placements} of {list(side.shape)}" for side in (actual, expected))
+        if ours != theirs:
+            return Difference(key, "placements", ours, theirs, layout, numel)
     if a.device != b.device:
         a, b = a.cpu(), b.cpu()
     if bits.same_bytes(bits.byte_view(a), bits.byte_view(b)):
         return None
-    return _first_element(key, a, b, layout)
-
-
-def _placements(tensor: Tensor) -> str:
-    """The placements and global shape of a DTensor; empty for any other tensor."""
-    if not bits.is_dtensor(tensor):
-        return ""
-    return f"{tensor.placements} of {list(tensor.shape)}"
-
-
-def _first_element(key: Key, a: Tensor, b: Tensor, layout: str) -> Difference:
     elements, flat = bits.count_differing(a, b)
     x, y = (side.reshape(-1)[flat] for side in (a, b))
     return Difference(
@@ -194,11 +157,11 @@ def _first_element(key: Key, a: Tensor, b: Tensor, layout: str) -> Difference:
         actual=bits.value(x),
         expected=bits.value(y),
         layout=layout,
-        numel=a.numel(),
+        numel=numel,
         element=_index(flat, a.shape),
         actual_bits=bits.pattern(x),
         expected_bits=bits.pattern(y),
-        ulp=ulp_distance(x, y),
+        ulp=bits.ulp_distance(x, y),
         elements=elements,
     )
 
@@ -282,25 +245,20 @@ def assert_bitwise_different(actual: Tensors, expected: Tensors, *, what: str = 
     """
     __tracebackhide__ = True
     verdict = compare(actual, expected)
-    complaint = _complaint(verdict)
+    layouts = any(difference.kind != "bits" for difference in verdict.differences)
+    complaint = None
+    if verdict.outcome == "equal":
+        complaint = "the control run is equal: this check cannot fail"
+    elif verdict.outcome == "unverified":
+        complaint = "the control run is unverified: it says nothing about this check"
+    elif layouts or verdict.only_actual or verdict.only_expected or verdict.reasons:
+        complaint = "the control run must differ in bits alone: here the two sides are not comparable"
     outcome = "different, as it must" if complaint is None else f"{verdict.outcome}, control failed"
     facts.emit("verdict", outcome=outcome, tensors=verdict.compared, what=what)
     facts.tell("comparison", actual=actual, expected=expected, verdict=verdict, what=what, must_differ=True)
     if complaint is not None:
         raise ControlFailed(_titled(what, f"{complaint}\n{verdict}"), verdict)
     return verdict
-
-
-def _complaint(verdict: Verdict) -> str | None:
-    """What is wrong with a control run, or None."""
-    if verdict.outcome == "equal":
-        return "the control run is equal: this check cannot fail"
-    if verdict.outcome == "unverified":
-        return "the control run is unverified: it says nothing about this check"
-    layouts = any(difference.kind != "bits" for difference in verdict.differences)
-    if layouts or verdict.only_actual or verdict.only_expected or verdict.reasons:
-        return "the control run must differ in bits alone: here the two sides are not comparable"
-    return None
 
 
 def _titled(what: str, message: str) -> str:

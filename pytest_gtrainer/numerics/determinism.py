@@ -103,20 +103,6 @@ NCCL_PRESETS: Mapping[str, Mapping[str, str]] = MappingProxyType({
 """Environment variables by the name of the preset; ``as_found`` sets nothing."""
 
 
-def nccl_preset(name: str) -> Mapping[str, str]:
-    """The environment variables of a preset.
-
-    Raises:
-        ValueError: no preset of that name.
-
-    >>> dict(nccl_preset("megatron_ring")), dict(nccl_preset("sglang_tree"))
-    ({'NCCL_ALGO': 'Ring'}, {'NCCL_ALGO': 'allreduce:tree'})
-    """
-    if name not in NCCL_PRESETS:
-        raise ValueError(f"there is no NCCL preset {name!r}: choose one of {', '.join(NCCL_PRESETS)}")
-    return NCCL_PRESETS[name]
-
-
 _WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 _WORKSPACE_VALUES = (":4096:8", ":16:8")
 
@@ -161,18 +147,9 @@ class Settings:
         """The values in effect now, one a line, with what they were before where that is something else."""
         lines = [f"{'seed':<72} {torch.initial_seed()}"]
         for name, value in knobs.values().items():
-            before = self._before.get(name, value)
-            changed = "" if _same(before, value) else f"  (was {_shown(before)})"
-            lines.append(f"{name:<72} {_shown(value)}{changed}")
+            now, before = ("unset" if v is None else v for v in (value, self._before.get(name, value)))
+            lines.append(f"{name:<72} {now}{'' if before == now else f'  (was {before})'}")
         return "\n".join(lines)
-
-
-def _same(before: Any, value: Any) -> bool:
-    return bool(before == value)
-
-
-def _shown(value: Any) -> str:
-    return "unset" if value is None else str(value)
 
 
 def active() -> Settings | None:
@@ -206,8 +183,7 @@ def deterministic(
         if config.deterministic:
             stack.enter_context(_cublas_workspace())
             stack.enter_context(_inductor())
-            stack.enter_context(_backends())
-            stack.enter_context(_algorithms(warn_only=config.deterministic_warn_only))
+            stack.enter_context(_flags(warn_only=config.deterministic_warn_only))
         seed_everything(config.seed)
         _active.append(settings)
         stack.callback(_active.pop)
@@ -223,7 +199,9 @@ def call_under(config: DebugConfig, nccl: str, function: Callable[..., Any], *ar
 @contextmanager
 def _nccl(preset: str) -> Iterator[None]:
     """NCCL reads its variables when a communicator is made; afterwards it is too late."""
-    wanted = nccl_preset(preset)
+    if preset not in NCCL_PRESETS:
+        raise ValueError(f"there is no NCCL preset {preset!r}: choose one of {', '.join(NCCL_PRESETS)}")
+    wanted = NCCL_PRESETS[preset]
     differing = {name: value for name, value in wanted.items() if os.environ.get(name) != value}
     if differing and _nccl_is_up():
         name, value = next(iter(differing.items()))
@@ -293,25 +271,16 @@ def _inductor() -> Iterator[None]:
 
 
 @contextmanager
-def _backends() -> Iterator[None]:
+def _flags(*, warn_only: bool) -> Iterator[None]:
+    """Flags of backends, and ``torch.use_deterministic_algorithms`` less its import of Inductor, see ``_inductor``."""
     cudnn, onednn = torch.backends.cudnn, torch.backends.mkldnn
-    before = cudnn.deterministic, cudnn.benchmark, onednn.deterministic
+    flags = cudnn.deterministic, cudnn.benchmark, onednn.deterministic
+    algorithms = torch.are_deterministic_algorithms_enabled()
+    warned_only = torch.is_deterministic_algorithms_warn_only_enabled()
     try:
         cudnn.deterministic, cudnn.benchmark, onednn.deterministic = True, False, True
-        yield
-    finally:
-        cudnn.deterministic, cudnn.benchmark, onednn.deterministic = before
-
-
-@contextmanager
-def _algorithms(*, warn_only: bool) -> Iterator[None]:
-    """``torch.use_deterministic_algorithms`` less its import of Inductor, see ``_inductor``."""
-    before = (
-        torch.are_deterministic_algorithms_enabled(),
-        torch.is_deterministic_algorithms_warn_only_enabled(),
-    )
-    try:
         set_deterministic_algorithms(True, warn_only=warn_only)
         yield
     finally:
-        set_deterministic_algorithms(before[0], warn_only=before[1])
+        set_deterministic_algorithms(algorithms, warn_only=warned_only)
+        cudnn.deterministic, cudnn.benchmark, onednn.deterministic = flags

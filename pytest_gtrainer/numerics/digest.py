@@ -47,20 +47,15 @@ def mix128(view: Tensor) -> bytes:
     >>> mix128(a) == mix128(a.clone()), mix128(a) == mix128(a.flip(0))
     (True, False)
     """
-    words = _words(view)
-    positions = torch.arange(1, words.numel() + 1, device=view.device)
-    sums = [_mixed(words ^ _mixed(positions * _signed(constant))).sum() for constant in _POSITION]
-    return b"".join(int(total).to_bytes(_WORD, "little", signed=True) for total in torch.stack(sums).tolist())
-
-
-def _words(view: Tensor) -> Tensor:
-    """The bytes as ``int64``, with zeros behind the last; copied where they do not lie on a word."""
     rest = -view.numel() % _WORD
     if rest:
         view = torch.nn.functional.pad(view, (0, rest))
     elif view.storage_offset() % _WORD:
         view = view.clone()
-    return view.view(torch.int64)
+    words = view.view(torch.int64)
+    positions = torch.arange(1, words.numel() + 1, device=view.device)
+    sums = [_mixed(words ^ _mixed(positions * _signed(constant))).sum() for constant in _POSITION]
+    return b"".join(int(total).to_bytes(_WORD, "little", signed=True) for total in torch.stack(sums).tolist())
 
 
 def _mixed(words: Tensor) -> Tensor:
@@ -109,17 +104,9 @@ class Algorithm:
     on_device: bool = False
 
 
-def _xxh3(view: Tensor) -> bytes:
-    return xxhash.xxh3_128_digest(memory(view))
-
-
-def _sha256(view: Tensor) -> bytes:
-    return hashlib.sha256(memory(view)).digest()
-
-
 ALGORITHMS: dict[str, Algorithm] = {
-    "xxh3_128": Algorithm(xxhash.xxh3_128, _xxh3),
-    "sha256": Algorithm(hashlib.sha256, _sha256),
+    "xxh3_128": Algorithm(xxhash.xxh3_128, lambda view: xxhash.xxh3_128_digest(memory(view))),
+    "sha256": Algorithm(hashlib.sha256, lambda view: hashlib.sha256(memory(view)).digest()),
     "mix128": Algorithm(xxhash.xxh3_128, mix128, on_device=True),
 }
 
@@ -208,12 +195,9 @@ class _Feeder:
             return
         parts = view.split(_LEAF)
         if view.device.type != "cpu":
-            yield from map(self._leaf_of_device, parts)
+            yield from (self.algorithm.leaf(part if self.algorithm.on_device else part.cpu()) for part in parts)
         else:
             yield from self._hashed(parts, stack)
-
-    def _leaf_of_device(self, part: Tensor) -> bytes:
-        return self.algorithm.leaf(part if self.algorithm.on_device else part.cpu())
 
     def _hashed(self, parts: Sequence[Tensor], stack: ExitStack) -> Iterator[bytes]:
         """Each thread has one run of leaves, the first this one: handing leaves over one by one costs as much time
@@ -223,13 +207,12 @@ class _Feeder:
         if self.pool is None:
             self.pool = stack.enter_context(ThreadPoolExecutor(self.threads - 1, "gtrainer-digest"))
         run = -(-len(parts) // self.threads)
-        others = [self.pool.submit(self._run, parts[start : start + run]) for start in range(run, len(parts), run)]
-        own = self._run(parts[:run])
-        return chain(own, *(other.result() for other in others))
 
-    def _run(self, parts: Sequence[Tensor]) -> list[bytes]:
-        return [self.algorithm.leaf(part) for part in parts]
+        def hashes(start: int) -> list[bytes]:
+            return [self.algorithm.leaf(part) for part in parts[start : start + run]]
 
+        others = [self.pool.submit(hashes, start) for start in range(run, len(parts), run)]
+        return chain(hashes(0), *(other.result() for other in others))
 
 def _framed(*parts: object) -> bytes:
     """Parts as one byte string that says its own length.
@@ -277,7 +260,11 @@ class WeightDigests:
     def steps(self) -> dict[int, str]:
         """One digest for all ranks of every step."""
         self._close()
-        return {step: _joined(ranks) for step, ranks in sorted(self._ranks.items())}
+        told = {}
+        for step, ranks in sorted(self._ranks.items()):
+            lines = "\n".join(f"{rank} {digested}" for rank, digested in sorted(ranks.items()))
+            told[step] = f"xxh3_128:{xxhash.xxh3_128(lines.encode()).hexdigest()}"
+        return told
 
     @classmethod
     def merged(cls, parts: Iterable[WeightDigests]) -> WeightDigests:
@@ -290,26 +277,18 @@ class WeightDigests:
         return whole
 
 
-def _joined(ranks: dict[int, str]) -> str:
-    text = "\n".join(f"{rank} {told}" for rank, told in sorted(ranks.items()))
-    return f"xxh3_128:{xxhash.xxh3_128(text.encode()).hexdigest()}"
-
-
-VARIABLE = "GT_WEIGHT_HASH"
-
-
 def tell_weights(step: int, rank: int, side: str, weights: Iterable[tuple[str, Tensor]]) -> None:
     """Print a digest of this rank's weights if ``GT_WEIGHT_HASH=1``: a line per step and rank, to be compared by eye.
 
     Weights that lie on a GPU stay there: of them it is a ``mix128``.
 
     >>> import torch
-    >>> os.environ[VARIABLE] = "1"
+    >>> os.environ["GT_WEIGHT_HASH"] = "1"
     >>> tell_weights(3, 5, "eager", [("w", torch.zeros(2))])
     weights step 3 rank 5 xxh3_128:2997c89bb6d3041c53e8ce44f4f6f76f eager
-    >>> del os.environ[VARIABLE]
+    >>> del os.environ["GT_WEIGHT_HASH"]
     """
-    if os.environ.get(VARIABLE) == "1":
+    if os.environ.get("GT_WEIGHT_HASH") == "1":
         told = dict(weights)
         on_host = all(tensor.device.type == "cpu" for tensor in told.values())
         made = digest(told, algorithm="xxh3_128" if on_host else "mix128")

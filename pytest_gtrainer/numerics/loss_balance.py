@@ -45,11 +45,7 @@ def balanced_loss(
     if gradients not in ("avg", "sum"):
         raise ValueError(f"gradients are reduced by 'avg' or 'sum'; not {gradients!r}")
     group = group if group is not None else dist.group.WORLD
-    total = _total(tokens, loss_sum.device, group)
+    count = torch.as_tensor(tokens, dtype=torch.int64, device=loss_sum.device).detach()
+    total = functional_collectives.all_reduce(count.reshape(()), "sum", group)
     scaled = loss_sum * dist.get_world_size(group) if gradients == "avg" else loss_sum
     return scaled / total
-
-
-def _total(tokens: Tensor | int, device: torch.device, group: dist.ProcessGroup | None) -> Tensor:
-    count = torch.as_tensor(tokens, dtype=torch.int64, device=device)
-    return functional_collectives.all_reduce(count.detach().reshape(()), "sum", group)

@@ -11,7 +11,8 @@ they are counted and named, and no verdict is built on them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -26,14 +27,13 @@ from pytest_gtrainer.graph.nodes import BACKWARD, FORWARD, direction, node_fqn
 from pytest_gtrainer.numerics.bits import NoBytes, dtype_name, plain
 from pytest_gtrainer.numerics.compare import compare
 from pytest_gtrainer.numerics.digest import digest_of_bytes
-from pytest_gtrainer.numerics.verdict import Outcome
+from pytest_gtrainer.numerics.verdict import Outcome, cut
 
 _OUTSIDE_THE_MODEL = "loss"
 _COMPUTING = ("aten", "prims", "_quantized", "quantized", "mkldnn", "onednn")
-_MOST_LINES = 8
 
 
-class Place(NamedTuple):
+class OperatorPlace(NamedTuple):
     """Which call of which operator, on either side: ``number`` counts its calls in this module and direction."""
 
     fqn: str
@@ -55,10 +55,10 @@ def _where(fqn: str, towards: str, operator: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class OperatorCall:
     """One call of an operator: digests of its outputs, and their layouts for a person."""
 
-    place: Place
+    place: OperatorPlace
     digests: tuple[str, ...]
     layout: str
 
@@ -71,8 +71,8 @@ class OperatorCapture:
         keep: a place whose outputs are kept whole, to be compared element by element in a second run.
     """
 
-    keep: Place | None = None
-    calls: list[Call] = field(default_factory=list)
+    keep: OperatorPlace | None = None
+    calls: list[OperatorCall] = field(default_factory=list)
     kept: list[Tensor] = field(default_factory=list)
     _counts: dict[tuple[str, str, str], int] = field(default_factory=dict)
 
@@ -90,8 +90,9 @@ class OperatorCapture:
         group = (fqn, towards, str(operator))
         index = self._counts.get(group, 0)
         self._counts[group] = index + 1
-        place = Place(*group, index)
-        self.calls.append(Call(place, digests, ", ".join(map(_layout, tensors))))
+        place = OperatorPlace(*group, index)
+        layouts = (f"{dtype_name(tensor.dtype)}{list(plain(tensor).shape)}" for tensor in tensors)
+        self.calls.append(OperatorCall(place, digests, ", ".join(layouts)))
         if place == self.keep:
             self.kept = [plain(tensor).clone() for tensor in tensors]
 
@@ -124,7 +125,7 @@ class _Noting(fx.Interpreter):
 
 
 @contextmanager
-def capture_operators(model: nn.Module, *, keep: Place | None = None) -> Iterator[OperatorCapture]:
+def capture_operators(model: nn.Module, *, keep: OperatorPlace | None = None) -> Iterator[OperatorCapture]:
     """Note every operator of an eager run inside the block, forward and backward.
 
     Args:
@@ -190,10 +191,6 @@ def computes(operator: OpOverload) -> bool:
     return not name.startswith(("empty", "new_empty", "detach", "alias", "resize", "set_", "_local_scalar", "lift"))
 
 
-def _layout(tensor: Tensor) -> str:
-    return f"{dtype_name(tensor.dtype)}{list(plain(tensor).shape)}"
-
-
 @dataclass(frozen=True, slots=True)
 class OperatorVerdict:
     """What a comparison of captures found; ``str(verdict)`` is written for a terminal.
@@ -207,11 +204,11 @@ class OperatorVerdict:
 
     outcome: Outcome
     compared: int
-    differing: tuple[tuple[Call, Call], ...]
+    differing: tuple[tuple[OperatorCall, OperatorCall], ...]
     unaligned: tuple[tuple[str, int, int], ...]
 
     @property
-    def first(self) -> Place | None:
+    def first(self) -> OperatorPlace | None:
         """The place of the first call that differs."""
         return self.differing[0][1].place if self.differing else None
 
@@ -224,41 +221,23 @@ class OperatorVerdict:
             actual, expected = self.differing[0]
             lines += [f"  first at {expected.place}", f"    actual   {actual.layout} {' '.join(actual.digests)}",
                       f"    expected {expected.layout} {' '.join(expected.digests)}"]  # fmt: skip
-            lines += _cut("then at", [str(other.place) for _, other in self.differing[1:]])
-        lines += _cut("not aligned", [f"{what}: {mine} times in actual, {theirs} in expected"
+            lines += cut("then at", [str(other.place) for _, other in self.differing[1:]])
+        lines += cut("not aligned", [f"{what}: {mine} times in actual, {theirs} in expected"
                                       for what, mine, theirs in self.unaligned])  # fmt: skip
         return "\n".join(lines)
 
 
-def _cut(title: str, lines: list[str]) -> list[str]:
-    more = [f"    and {len(lines) - _MOST_LINES} more"] if len(lines) > _MOST_LINES else []
-    return [f"  {title}", *(f"    {line}" for line in lines[:_MOST_LINES]), *more] if lines else []
-
-
 def compare_operators(actual: OperatorCapture, expected: OperatorCapture) -> OperatorVerdict:
     """Align the calls of two runs by place, and name those whose outputs differ."""
-    sides = [_grouped(capture.calls) for capture in (actual, expected)]
-    groups = list(dict.fromkeys([*sides[1], *sides[0]]))
-    counts = {group: (len(sides[0].get(group, ())), len(sides[1].get(group, ()))) for group in groups}
-    aligned = {group for group, (mine, theirs) in counts.items() if mine == theirs}
+    mine, theirs = (Counter(call.place[:3] for call in capture.calls) for capture in (actual, expected))
+    groups = list(dict.fromkeys([*theirs, *mine]))
+    aligned = {group for group in groups if mine[group] == theirs[group]}
     calls = {call.place: call for call in actual.calls}
     pairs = [(calls[call.place], call) for call in expected.calls if call.place[:3] in aligned]
     differing = tuple(pair for pair in pairs if (pair[0].digests, pair[0].layout) != (pair[1].digests, pair[1].layout))
-    unaligned = tuple((_where(*group), *counts[group]) for group in groups if group not in aligned)
-    return OperatorVerdict(_outcome(differing, pairs), len(pairs), differing, unaligned)
-
-
-def _outcome(differing: Sequence[object], pairs: Sequence[object]) -> Outcome:
-    if differing:
-        return "different"
-    return "equal" if pairs else "unverified"
-
-
-def _grouped(calls: Sequence[Call]) -> dict[tuple[str, str, str], list[Call]]:
-    groups: dict[tuple[str, str, str], list[Call]] = {}
-    for call in calls:
-        groups.setdefault((call.place.fqn, call.place.direction, call.place.operator), []).append(call)
-    return groups
+    unaligned = tuple((_where(*group), mine[group], theirs[group]) for group in groups if group not in aligned)
+    outcome: Outcome = "different" if differing else "equal" if pairs else "unverified"
+    return OperatorVerdict(outcome, len(pairs), differing, unaligned)
 
 
 def elements_of(actual: OperatorCapture, expected: OperatorCapture) -> str:

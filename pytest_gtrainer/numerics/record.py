@@ -85,18 +85,15 @@ class Record:
             NoBytes: the tensor holds no values (meta, fake).
         """
         key = Key(step, rank, phase, normalised(name))
-        self._check(key)
+        if phase not in PHASES:
+            raise ValueError(f"unknown phase {phase!r}: one of {', '.join(PHASES)}")
+        if rank not in self.expected_ranks:
+            raise ValueError(f"rank {rank} does not belong to {self!r}")
+        if key in self._tensors:
+            raise ValueError(f"{key} is recorded already")
         source = plain(tensor)
         copy = torch.empty(source.shape, dtype=source.dtype, device="cpu").copy_(source)
         self._tensors[key] = copy if self._spool is None else self._spool.keep(copy)
-
-    def _check(self, key: Key) -> None:
-        if key.phase not in PHASES:
-            raise ValueError(f"unknown phase {key.phase!r}: one of {', '.join(PHASES)}")
-        if key.rank not in self.expected_ranks:
-            raise ValueError(f"rank {key.rank} does not belong to {self!r}")
-        if key in self._tensors:
-            raise ValueError(f"{key} is recorded already")
 
     @property
     def expected_ranks(self) -> range:
@@ -173,7 +170,9 @@ class Record:
             raise ValueError(f"records of one world are merged, got world sizes {sorted(sizes)}")
         whole = cls(sizes.pop())
         for part in parts:
-            _require_disjoint(whole, part)
+            twice = sorted({*whole.ranks} & {*part.ranks})
+            if twice:
+                raise ValueError(f"ranks {twice} are in more than one of the records to merge")
             whole._tensors.update(part._tensors)
             whole.meta = part.meta | whole.meta
         return whole
@@ -194,12 +193,6 @@ class Record:
         record = cls(header["world_size"], header["rank"], header["meta"])
         record._tensors = {Key(*key): tensor for key, tensor in tensors}
         return record
-
-
-def _require_disjoint(whole: Record, part: Record) -> None:
-    twice = sorted({*whole.ranks} & {*part.ranks})
-    if twice:
-        raise ValueError(f"ranks {twice} are in more than one of the records to merge")
 
 
 Tensors: TypeAlias = "Tensor | nn.Module | Record | Mapping[str, Any] | list[Any] | tuple[Any, ...]"
@@ -231,7 +224,10 @@ def _named(value: Any, name: str) -> Iterator[tuple[str, Tensor]]:
     if isinstance(value, Tensor):
         yield name, value
     elif isinstance(value, nn.Module):
-        yield from _of_module(value, name)
+        for key, tensor in value.named_parameters(remove_duplicate=False):
+            yield _joined(name, key), tensor
+        for key, tensor in value.named_buffers(remove_duplicate=False):
+            yield _joined(name, key), tensor
     elif isinstance(value, Mapping):
         for key, part in value.items():
             yield from _named(part, _joined(name, str(key)))
@@ -241,13 +237,6 @@ def _named(value: Any, name: str) -> Iterator[tuple[str, Tensor]]:
     elif value is not None or not name:
         where = f" at {name!r}" if name else ""
         raise TypeError(f"expected tensors, got {type(value).__name__}{where}")
-
-
-def _of_module(module: nn.Module, name: str) -> Iterator[tuple[str, Tensor]]:
-    for key, tensor in module.named_parameters(remove_duplicate=False):
-        yield _joined(name, key), tensor
-    for key, tensor in module.named_buffers(remove_duplicate=False):
-        yield _joined(name, key), tensor
 
 
 def _joined(prefix: str, name: str) -> str:

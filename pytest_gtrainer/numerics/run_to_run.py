@@ -29,8 +29,8 @@ from pytest_gtrainer._torch.process import compiles, forget_all_compiled, fresh_
 from pytest_gtrainer.numerics.compare import BitwiseDifference, compare
 from pytest_gtrainer.numerics.determinism import DebugConfig, active, deterministic
 from pytest_gtrainer.numerics.record import Tensors, entries
-from pytest_gtrainer.numerics.seeds import RandomStates, random_states_kept
-from pytest_gtrainer.numerics.verdict import Key, Verdict
+from pytest_gtrainer.numerics.seeds import GeneratorStates, random_states_kept
+from pytest_gtrainer.numerics.verdict import Key
 
 Kept = dict[str, torch.Tensor]
 Function = Callable[[], Tensors]
@@ -56,11 +56,10 @@ class Pressure:
 
 def kept(value: Tensors) -> Kept:
     """Copies of all tensors, by name."""
-    return {_name(key): tensor.detach().clone() for key, tensor in entries(value).items()}
+    def name(key: Key) -> str:
+        return key.name if not key.phase else f"step {key.step}, rank {key.rank}, {key.phase} of {key.name}"
 
-
-def _name(key: Key) -> str:
-    return key.name if not key.phase else f"step {key.step}, rank {key.rank}, {key.phase} of {key.name}"
+    return {name(key): tensor.detach().clone() for key, tensor in entries(value).items()}
 
 
 def once(function: Function) -> Kept:
@@ -167,9 +166,17 @@ def in_another_process(function: Function) -> Kept:
     """A new Python, with another order of sets and other addresses, from the same random states and switches."""
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         raise NotJudged("another process is no rank of this world")
+    module_name, qualname = getattr(function, "__module__", ""), getattr(function, "__qualname__", "")
+    found: Any = None if module_name == "__main__" else sys.modules.get(module_name)
+    for part in qualname.split("."):
+        found = getattr(found, part, None)
+    if found is not function:
+        name = qualname or repr(function)
+        raise NotJudged(f"another process cannot import {name}: define it with def at the top level of a module")
     with tempfile.TemporaryDirectory() as folder:
         call = Path(folder) / "call"
-        call.write_bytes(_pickled(function))
+        file = getattr(sys.modules[module_name], "__file__", None)
+        call.write_bytes(pickle.dumps((module_name, file, _ProcessState.here(), qualname)))
         command = [sys.executable, "-c", _CHILD, pickle.dumps(sys.path).hex(), str(call)]
         environment = {**os.environ, "PYTHONHASHSEED": "1" if os.environ.get("PYTHONHASHSEED") != "1" else "2"}
         done = subprocess.run(command, capture_output=True, text=True, timeout=PROCESS_LIMIT, env=environment)
@@ -179,31 +186,31 @@ def in_another_process(function: Function) -> Kept:
         return answer
 
 
-def _set_algorithms(mode: int) -> None:
-    """Of torch's two ways to say it the one that Inductor hears."""
-    torch.use_deterministic_algorithms(mode > 0, warn_only=mode == 1)
-
-
 # What a run takes from its process beside random numbers and what ``deterministic`` sets: how to read and to set it.
 _SWITCHES: dict[str, tuple[Callable[[], Any], Callable[[Any], None]]] = {
     "threads": (torch.get_num_threads, torch.set_num_threads),
     "default dtype": (torch.get_default_dtype, torch.set_default_dtype),
     "precision of products": (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
-    "algorithms": (torch.get_deterministic_debug_mode, _set_algorithms),
+    # of torch's two ways to say it the one that Inductor hears
+    "algorithms": (
+        torch.get_deterministic_debug_mode,
+        lambda mode: torch.use_deterministic_algorithms(mode > 0, warn_only=mode == 1),
+    ),
 }
 
 
 @dataclass(frozen=True, slots=True)
-class _Start:
+class _ProcessState:
     """Where a run in another process starts from."""
 
-    random: RandomStates
+    random: GeneratorStates
     switches: dict[str, Any]
     settings: tuple[DebugConfig, str] | None
 
     @classmethod
-    def here(cls) -> _Start:
-        random = replace(RandomStates.now(), waiting={})  # those are functions; and for a CUDA that no run has started
+    def here(cls) -> _ProcessState:
+        # what waits are functions, and for a CUDA that no run has started
+        random = replace(GeneratorStates.now(), waiting={})
         block = active()
         switches = {name: read() for name, (read, _) in _SWITCHES.items()}
         return cls(random, switches, None if block is None else (block.config, block.nccl))
@@ -220,24 +227,6 @@ class _Start:
                     write(self.switches[name])
             self.random.put_back()
             yield
-
-
-def _pickled(function: Function) -> bytes:
-    module_name, qualname = _importable(function)
-    file = getattr(sys.modules[module_name], "__file__", None)
-    return pickle.dumps((module_name, file, _Start.here(), qualname))
-
-
-def _importable(function: Function) -> tuple[str, str]:
-    """Module and name by which another process finds the function."""
-    module_name, qualname = getattr(function, "__module__", ""), getattr(function, "__qualname__", "")
-    found: Any = None if module_name == "__main__" else sys.modules.get(module_name)
-    for part in qualname.split("."):
-        found = getattr(found, part, None)
-    if found is not function:
-        name = qualname or repr(function)
-        raise NotJudged(f"another process cannot import {name}: define it with def at the top level of a module")
-    return module_name, qualname
 
 
 def _answer(path: str) -> None:
@@ -325,14 +314,10 @@ def assert_run_to_run(
             report.not_judged[pressure.name] = str(reason)
             facts.emit("verdict", outcome="not judged", tensors=0, what=f"{what} under {pressure.name}: {reason}")
             continue
-        _judge(compare(result, first), pressure, report, what)
+        verdict = compare(result, first)
+        facts.emit("verdict", outcome=verdict.outcome, tensors=verdict.compared, what=what)
+        if verdict.outcome != "equal":
+            title = f"{what or 'the run'} does not repeat itself under this pressure: {pressure.name}"
+            raise BitwiseDifference(f"{title}\n{verdict}\nbefore that:\n{report}", verdict)
+        report.equal.append(pressure.name)
     return report
-
-
-def _judge(verdict: Verdict, pressure: Pressure, report: RunToRun, what: str) -> None:
-    __tracebackhide__ = True
-    facts.emit("verdict", outcome=verdict.outcome, tensors=verdict.compared, what=what)
-    if verdict.outcome != "equal":
-        title = f"{what or 'the run'} does not repeat itself under this pressure: {pressure.name}"
-        raise BitwiseDifference(f"{title}\n{verdict}\nbefore that:\n{report}", verdict)
-    report.equal.append(pressure.name)

@@ -102,7 +102,7 @@ def random_states_kept() -> Iterator[None]:
 
 
 @dataclass(frozen=True, slots=True)
-class RandomStates:
+class GeneratorStates:
     """Where every generator of this process was; can be pickled, and put back in another process.
 
     Attributes:
@@ -117,7 +117,7 @@ class RandomStates:
     waiting: dict[str, Any]
 
     @classmethod
-    def now(cls) -> RandomStates:
+    def now(cls) -> GeneratorStates:
         """Those of this moment; nothing is drawn, and CUDA is not started."""
         numpy = _numpy()
         return cls(
@@ -142,7 +142,7 @@ class RandomStates:
 
 def random_states_now() -> Callable[[], None]:
     """What puts every generator to where it is now; one that comes to life later it leaves as it is."""
-    return RandomStates.now().put_back
+    return GeneratorStates.now().put_back
 
 
 def _numpy() -> Any:

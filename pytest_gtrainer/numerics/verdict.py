@@ -5,7 +5,7 @@ No torch here: reports order their rows by the same phases.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -57,6 +57,32 @@ class Difference:
     expected_bits: str = ""
     ulp: int | None = None
     elements: int = 0
+
+    @property
+    def place(self) -> str:
+        """The element as it stands behind the name of the tensor."""
+        if self.element is None:
+            return f": {self.kind}"
+        return f", element {_tuple(self.element)}" if self.element else ""
+
+    @property
+    def amount(self) -> str:
+        """How much differs, in short."""
+        if self.kind != "bits":
+            return f"{self.kind} {self.actual}, expected {self.expected}"
+        return f"{self.elements} of {self.numel}"
+
+    def sides(self) -> list[str]:
+        """Both values with their bits, and how far they are apart: three lines."""
+        width = max(len(self.actual), len(self.expected))
+        actual = f"    actual   {self.actual:<{width}}  {self.actual_bits}".rstrip()
+        expected = f"    expected {self.expected:<{width}}  {self.expected_bits}".rstrip()
+        among = f"{self.elements} of {_count(self.numel, 'element')} of this {self.layout}"
+        if self.kind != "bits":
+            among = f"{self.layout} expected"
+        elif self.ulp is not None:
+            among = f"{f'{self.ulp} ULP apart' if self.ulp else 'equal values, other sign of zero'}; {among}"
+        return [actual, expected, f"    {among}"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,13 +139,22 @@ _WORDS = {"clipped": "clipped gradient", "optimizer": "optimizer state", "rng": 
 
 def text(verdict: Verdict) -> str:
     """The whole verdict; lists are cut after eight lines and say how much was left out."""
-    lines = [_headline(verdict), *(f"  {reason}" for reason in verdict.reasons)]
+    tensors = _count(verdict.compared, "tensor")
+    if verdict.differences:
+        elements = verdict.differing_elements
+        tensors += f", {_count(elements, 'element')}" if elements else ""
+        lines = [f"{verdict.outcome}: {verdict.differing_tensors} of {tensors}"]
+    else:
+        equal = ", no bit differs" if verdict.compared else ""
+        lines = [f"{verdict.outcome}: {tensors} compared{equal}"]
+    lines += [f"  {reason}" for reason in verdict.reasons]
     if verdict.first is not None:
-        lines += _first(verdict.first)
-    lines += _one_sided("actual", verdict.only_actual)
-    lines += _one_sided("expected", verdict.only_expected)
-    lines += _others(verdict.differences[1:])
-    return "\n".join(lines)
+        lines.append(f"  first at {where(verdict.first.key)}{verdict.first.place}")
+        lines += verdict.first.sides()
+    lines += cut("only in actual", [where(key) for key in verdict.only_actual])
+    lines += cut("only in expected", [where(key) for key in verdict.only_expected])
+    others = [(where(one.key), one) for one in verdict.differences[1:]]
+    return "\n".join([*lines, *cut("then at", [f"{place}: {one.amount}" for place, one in others])])
 
 
 def where(key: Key) -> str:
@@ -136,15 +171,6 @@ def where(key: Key) -> str:
     return f"step {key.step}, rank {key.rank}, {what}"
 
 
-def _headline(verdict: Verdict) -> str:
-    tensors = _count(verdict.compared, "tensor")
-    if not verdict.differences:
-        return f"{verdict.outcome}: {tensors} compared" + (", no bit differs" if verdict.compared else "")
-    if verdict.differing_elements:
-        tensors += f", {_count(verdict.differing_elements, 'element')}"
-    return f"{verdict.outcome}: {verdict.differing_tensors} of {tensors}"
-
-
 def _count(number: int, noun: str) -> str:
     """
     >>> _count(1, "tensor"), _count(2, "tensor")
@@ -153,48 +179,8 @@ def _count(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
-def _first(first: Difference) -> list[str]:
-    lines = [f"  first at {where(first.key)}" + _element(first)]
-    width = max(len(first.actual), len(first.expected))
-    for side, value, pattern in (
-        ("actual", first.actual, first.actual_bits),
-        ("expected", first.expected, first.expected_bits),
-    ):
-        lines.append(f"    {side:<8} {value:<{width}}  {pattern}".rstrip())
-    return [*lines, f"    {_distance(first)}"]
-
-
-def _element(first: Difference) -> str:
-    if first.element is None:
-        return f": {first.kind}"
-    return f", element {_tuple(first.element)}" if first.element else ""
-
-
 def _tuple(index: Sequence[int]) -> str:
     return f"({', '.join(map(str, index))})"
-
-
-def _distance(first: Difference) -> str:
-    if first.kind != "bits":
-        return f"{first.layout} expected"
-    among = f"{first.elements} of {_count(first.numel, 'element')} of this {first.layout}"
-    if first.ulp is None:
-        return among
-    return f"{'equal values, other sign of zero' if first.ulp == 0 else f'{first.ulp} ULP apart'}; {among}"
-
-
-def _others(differences: Sequence[Difference]) -> list[str]:
-    return cut("then at", [f"{where(one.key)}: {_amount(one)}" for one in differences])
-
-
-def _amount(difference: Difference) -> str:
-    if difference.kind != "bits":
-        return f"{difference.kind} {difference.actual}, expected {difference.expected}"
-    return f"{difference.elements} of {difference.numel}"
-
-
-def _one_sided(side: str, keys: Sequence[Key]) -> list[str]:
-    return cut(f"only in {side}", [where(key) for key in keys])
 
 
 def cut(title: str, lines: Sequence[str]) -> list[str]:
@@ -212,15 +198,12 @@ _COLUMNS = ("side", "step", "rank", "phase", "name", "layout", "kind", "element"
 
 def table(verdict: Verdict) -> str:
     """Everything that differs, as tab-separated lines with a heading, in order of origin: for a file."""
-    return "".join("\t".join(map(str, row)) + "\n" for row in [_COLUMNS, *_rows(verdict)])
-
-
-def _rows(verdict: Verdict) -> Iterator[tuple[object, ...]]:
+    rows: list[tuple[object, ...]] = [_COLUMNS]
     for one in verdict.differences:
         element = "" if one.element is None else _tuple(one.element)
-        yield ("both", *one.key, one.layout, one.kind, element, one.actual, one.actual_bits, one.expected,
-               one.expected_bits, "" if one.ulp is None else one.ulp, one.elements, one.numel)  # fmt: skip
+        rows.append(("both", *one.key, one.layout, one.kind, element, one.actual, one.actual_bits, one.expected,
+                     one.expected_bits, "" if one.ulp is None else one.ulp, one.elements, one.numel))  # fmt: skip
     blank = ("",) * (len(_COLUMNS) - 5)
-    for side, keys in (("actual", verdict.only_actual), ("expected", verdict.only_expected)):
-        for key in keys:
-            yield (side, *key, *blank)
+    rows += [("actual", *key, *blank) for key in verdict.only_actual]
+    rows += [("expected", *key, *blank) for key in verdict.only_expected]
+    return "".join("\t".join(map(str, row)) + "\n" for row in rows)

@@ -181,12 +181,8 @@ def construct_default_graph_passes(
     if chunk is not None:
         chunk.check_tensor_parallel(tensor_parallel_degree)
         check_nesting(plan, chunk)
-    bucketing = bind_options(
-        joint_transformer_block_bucketing_reordering_pass,
-        bucket_plan=plan,
-        payload_order=payload_order,
-        reorder=reorder,
-    )
+    packing: dict[str, Any] = {"bucket_plan": plan, "payload_order": payload_order, "reorder": reorder}
+    bucketing = bind_options(joint_transformer_block_bucketing_reordering_pass, **packing)
     gathering: dict[str, Any] = {"reshard_after_forward": True, "keep_unsharded": keep_unsharded}
     ours = {
         "dead_code": [bind_options(eliminate_dead_code_pass)],

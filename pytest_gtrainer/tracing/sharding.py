@@ -99,19 +99,7 @@ def data_parallel(
     scalars = [fqn for fqn, parameter in model.named_parameters() if parameter.ndim == 0]
     if scalars and mode != "replicate":
         raise ValueError(f"{', '.join(scalars)} has no dimension to shard: give it shape (1,), as FSDP2 asks for")
-    foreign = {
-        f"{path}.{name}".lstrip("."): parameter
-        for path, module in model.named_modules()
-        for name, parameter in parameters_of(module).items()
-        if isinstance(parameter, DTensor) and not isinstance(getattr(type(module), name, None), property)
-    }
-    if foreign:
-        name, first = next(iter(foreign.items()))
-        more = f" and {len(foreign) - 1} more" if len(foreign) > 1 else ""
-        raise ValueError(
-            f"{name}{more} is a DTensor already, {first.placements} over {first.device_mesh}: data parallelism of "
-            "tensor-parallel parameters (_StridedShard) is not supported, give plain parameters"
-        )
+    _refuse_foreign_dtensors(model)
     policy = mp_policy or MixedPrecisionPolicy()
     placements = _placements(mode, mesh)
     if policy.reduce_dtype is torch.float16 or (policy.reduce_dtype is None and policy.param_dtype is torch.float16):
@@ -134,6 +122,23 @@ def data_parallel(
             properties = {name: _property(name, access) for name in names}
             module.__class__ = type(cls.__name__, (cls,), {**described, **properties})
     return model
+
+
+def _refuse_foreign_dtensors(model: nn.Module) -> None:
+    """What was sharded here is a property of its module's class."""
+    foreign = {
+        f"{path}.{name}".lstrip("."): parameter
+        for path, module in model.named_modules()
+        for name, parameter in parameters_of(module).items()
+        if isinstance(parameter, DTensor) and not isinstance(getattr(type(module), name, None), property)
+    }
+    if foreign:
+        name, first = next(iter(foreign.items()))
+        more = f" and {len(foreign) - 1} more" if len(foreign) > 1 else ""
+        raise ValueError(
+            f"{name}{more} is a DTensor already, {first.placements} over {first.device_mesh}: data parallelism of "
+            "tensor-parallel parameters (_StridedShard) is not supported, give plain parameters"
+        )
 
 
 def _placements(mode: str, mesh: DeviceMesh) -> list[Placement]:

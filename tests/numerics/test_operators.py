@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fixtures.training import deepseek_v3_training, llama3_training
 from pytest_gtrainer import ActivationCheckpointConfig, capture_operators, compare_operators, deterministic, trace_step
-from pytest_gtrainer.numerics.operators import OperatorCapture, Place, elements_of
+from pytest_gtrainer.numerics.operators import OperatorCapture, OperatorPlace, elements_of
 from tests.numerics.samples import flip_bit
 
 
@@ -34,13 +34,13 @@ def step(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
 X = torch.linspace(-1, 1, 12).reshape(3, 4)
 
 
-def eager(model: nn.Module, *, keep: Place | None = None) -> OperatorCapture:
+def eager(model: nn.Module, *, keep: OperatorPlace | None = None) -> OperatorCapture:
     with capture_operators(model, keep=keep) as capture:
         step(model, X).backward()
     return capture
 
 
-def replayed(model: nn.Module, *, keep: Place | None = None) -> OperatorCapture:
+def replayed(model: nn.Module, *, keep: OperatorPlace | None = None) -> OperatorCapture:
     traced, capture = trace_step(model, step, (X,)), OperatorCapture(keep)
     traced.with_graph(capture.watch(traced.gm)).replay(model, X)
     return capture
@@ -68,7 +68,7 @@ def test_the_first_operator_that_differs_is_named():
     flip_bit(spoiled.second.weight.data, element=5, bit=20)
     verdict = compare_operators(replayed(spoiled), eager(Net()))
     assert verdict.outcome == "different"
-    assert verdict.first == Place("second", "fwd", "aten.addmm.default", 0)
+    assert verdict.first == OperatorPlace("second", "fwd", "aten.addmm.default", 0)
     lines = str(verdict).splitlines()
     assert lines[0] == f"different: {len(verdict.differing)} of {verdict.compared} operators"
     assert lines[1] == "  first at aten.addmm.default in the forward of second, call 0"
@@ -96,7 +96,7 @@ def test_operators_are_aligned_by_their_place_not_by_their_order():
     assert (verdict.outcome, verdict.unaligned) == ("equal", ())
     spoiled = Branches("right", "left")
     flip_bit(spoiled.left.bias.data, element=1, bit=20)
-    assert compare_operators(eager(spoiled), expected).first == Place("left", "fwd", "aten.addmm.default", 0)
+    assert compare_operators(eager(spoiled), expected).first == OperatorPlace("left", "fwd", "aten.addmm.default", 0)
 
 
 class Halved(torch.autograd.Function):
@@ -117,7 +117,7 @@ def test_a_difference_of_the_backward_is_found_in_the_backward():
             return Halved.apply(x)
 
     verdict = compare_operators(eager(Wrong()), eager(Net()))
-    assert verdict.first == Place("first", "bwd", "aten.mm.default", 0)
+    assert verdict.first == OperatorPlace("first", "bwd", "aten.mm.default", 0)
     assert str(verdict).splitlines()[-1] == (
         "    aten.mul.Tensor in the backward, of no module: 2 times in actual, 1 in expected"
     )
@@ -153,7 +153,7 @@ def test_a_dropped_restore_of_random_numbers_is_found_at_the_dropout():
     """K1: the recomputation draws another mask; with the restore two runs agree."""
     assert compare_operators(_checkpointed(), _checkpointed()).outcome == "equal"
     verdict = compare_operators(_checkpointed(preserve_rng_state=False), _checkpointed())
-    assert verdict.first == Place("drop", "bwd", "aten.bernoulli_.float", 0)
+    assert verdict.first == OperatorPlace("drop", "bwd", "aten.bernoulli_.float", 0)
 
 
 def test_nothing_captured_is_unverified():

@@ -13,6 +13,7 @@ from pytest_gtrainer import (
     bind_options,
     canonicalize_graph_pass,
     construct_default_graph_passes,
+    eliminate_dead_code_pass,
     graphtext,
     tag_with_memory_policy_pass,
 )
@@ -280,3 +281,16 @@ def test_a_graph_traced_elsewhere_goes_through_the_whole_pipeline(joint, plan):
     for node in joint.gm.graph.nodes:
         node.meta.pop("autograd_backward", None)
     assert apply_graph_passes(joint.gm, None, passes).code != expected.code  # they are what decides
+
+
+def test_a_collective_of_dtensor_that_nobody_reads_stays():
+    """M5: the other ranks issue theirs; the view next to it goes."""
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    graph.call_function(torch.ops.aten.view.default, (x, [-1]))
+    graph.call_function(torch.ops._dtensor.shard_dim_alltoall.default, (x, 0, 1, "a group"))
+    graph.output(x)
+    gm = eliminate_dead_code_pass(fx.GraphModule(torch.nn.Module(), graph))
+    assert [str(node.target) for node in gm.graph.nodes if node.op == "call_function"] == [
+        "_dtensor.shard_dim_alltoall.default"
+    ]

@@ -11,8 +11,7 @@ from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
-from pytest_gtrainer.graphtext.paths import spell
-from pytest_gtrainer.graphtext.sections import Line, Section
+from pytest_gtrainer.graphtext.sections import Line, Section, spell
 
 INDENT = "  "
 _SHORT = 8
@@ -153,29 +152,33 @@ def difference(model: Sequence[Line], lines: Sequence[Line]) -> list[str] | None
     new = {spell_line_name(line): line for line in lines}
     if len(old) != len(model) or len(new) != len(lines):
         return None
-    kept = _kept(list(old), list(new))
+    places = {name: place for place, name in enumerate(old)}
+    common = [name for name in new if name in places]
+    kept = {common[place] for place in rising([places[name] for name in common])}  # most names in one order
     drops = [f"{INDENT}drop({name})" for name in old if name not in kept]
     changed = [line for name, line in new.items() if name in kept and line != old[name]]
     return drops + _body(changed) + _insertions(new, kept)
 
 
-def _kept(old: list[str], new: list[str]) -> set[str]:
-    """The largest set of names that stand in both lists in the same order."""
-    places = {name: place for place, name in enumerate(old)}
-    common = [name for name in new if name in places]
-    ends: list[int] = []  # ends[k]: smallest place at which a rising run of k+1 names ends
-    holders: list[str] = []
-    before: dict[str, str | None] = {}
-    for name in common:
-        at = bisect.bisect_left(ends, places[name])
-        before[name] = holders[at - 1] if at else None
-        ends[at : at + 1], holders[at : at + 1] = [places[name]], [name]
-    kept = set()
-    name_ = holders[-1] if holders else None
-    while name_ is not None:
-        kept.add(name_)
-        name_ = before[name_]
-    return kept
+def rising(numbers: Sequence[int]) -> list[int]:
+    """Places of a longest rising subsequence of different numbers; n log n (patience sorting).
+
+    >>> rising([0, 1, 5, 2, 3, 4])
+    [0, 1, 3, 4, 5]
+    """
+    ends: list[int] = []  # ends[k]: the smallest number with which k+1 rising ones end
+    holders: list[int] = []
+    before: list[int] = []
+    for place, number in enumerate(numbers):
+        length = bisect.bisect_left(ends, number)
+        before.append(holders[length - 1] if length else -1)
+        ends[length : length + 1], holders[length : length + 1] = [number], [place]
+    places = []
+    place = holders[-1] if holders else -1
+    while place >= 0:
+        places.append(place)
+        place = before[place]
+    return places[::-1]
 
 
 def _insertions(new: dict[str, Line], kept: set[str]) -> list[str]:

@@ -14,10 +14,9 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from pytest_gtrainer._torch.graph_text import backed_symbol, fake_tensor, functions, symbolic, unbacked_symbol
 from pytest_gtrainer._torch.values import FakeTensorMode
-from pytest_gtrainer.graphtext.paths import Layer, split_layer
-from pytest_gtrainer.graphtext.scoping import Place, path_at
-from pytest_gtrainer.graphtext.syntax import chain, integer, refuse, shown
-from pytest_gtrainer.graphtext.vocabulary import DTYPE_OF
+from pytest_gtrainer.graphtext.literals import DTYPE_OF
+from pytest_gtrainer.graphtext.sections import Layer, split_layer
+from pytest_gtrainer.graphtext.syntax import Place, chain, integer, path_at, refuse, shown
 
 At = Callable[[Place], Any]
 NUMBERS = {"int": int, "float": float, "bool": bool}
@@ -206,7 +205,8 @@ class Sizes:
             return lambda place: kind([item(place) for item in items])
         device = self.device
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.MatMult):
-            device, node = _device(node.right), node.left
+            name = node.right.id if isinstance(node.right, ast.Name) else shown(node.right)
+            device, node = device_named(name, node.right), node.left
         if isinstance(node, ast.Subscript) and isinstance(node.value, ast.Name) and node.value.id in NUMBERS:
             number = integer(node.slice) if node.value.id == "int" else None
             return self.number_at(node.slice, NUMBERS[node.value.id]) if number is None else lambda place: number
@@ -280,8 +280,8 @@ def _elements(node: ast.expr) -> Sequence[ast.expr]:
     return node.elts if isinstance(node, ast.Tuple) else [node]
 
 
-def _device(node: ast.expr) -> torch.device:
-    name = node.id if isinstance(node, ast.Name) else shown(node)
+def device_named(name: str, node: ast.expr) -> torch.device:
+    """The device that a text names at ``node``."""
     try:
         return torch.device(name)
     except RuntimeError:

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from pytest_gtrainer.graphtext import TextError, records, render, unfold
 from pytest_gtrainer.graphtext.folding import fold
-from pytest_gtrainer.graphtext.paths import Layer
-from pytest_gtrainer.graphtext.sections import Key, Line, Section
+from pytest_gtrainer.graphtext.sections import Key, Layer, Line, Section
 from tests.graphtext.toy import toy_graph
 
 

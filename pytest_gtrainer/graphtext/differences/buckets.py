@@ -1,8 +1,9 @@
-"""Which parameters travel in which collective, and what has become of that.
+"""Which parameters travel in which collective, and what has become of that; lines of views that are no graphs.
 
 An all-gather's *members* are the parameters that go into its payload, in its order; those of a reduction
 the outputs that come out of it. Collectives without such members (of activations, of statistics) are none
-of this module's. Read off the dataflow in one walk, not off what a pass says it did.
+of this module's. Read off the dataflow in one walk, not off what a pass says it did. A payload of the view
+``layout`` is compared as a bucket; other lines of views are lost, gained, or in another order.
 """
 
 from __future__ import annotations
@@ -14,16 +15,18 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from pytest_gtrainer.graphtext.dataflow import Dataflow, Value
-from pytest_gtrainer.graphtext.differences.describing import (
+from pytest_gtrainer.graphtext.differences.remarks import (
     REDUCTIONS,
+    Remark,
+    Weight,
     collectives_of,
     is_collective,
     kind_of,
+    listed,
     module_of,
 )
-from pytest_gtrainer.graphtext.differences.remarks import Remark, Weight, listed
-from pytest_gtrainer.graphtext.references import Scope, dotted
-from pytest_gtrainer.graphtext.statements import HOLE
+from pytest_gtrainer.graphtext.sections import Record, Scope, scope_of
+from pytest_gtrainer.graphtext.syntax import HOLE, absolute, key_of
 
 _ITEM = re.compile(rf"{HOLE}((?:\[\d+\])+)")
 
@@ -49,7 +52,7 @@ class Bucket:
 
     @property
     def about(self) -> str:
-        return self.scope.modules[0]
+        return self.scope.owners[0]
 
 
 def buckets_of(graph: Dataflow) -> list[Bucket]:
@@ -88,7 +91,7 @@ def _gathered(graph: Dataflow, launch: Value, roots: dict[int, int]) -> list[str
     value = graph.values[payload]
     parts = [payload] if value.is_input else [_root(graph, source, roots) for source in value.sources]
     inputs = [graph.values[part].scope for part in parts]
-    return [dotted(scope.path) for scope in inputs] if all(scope.space == "P" for scope in inputs) else []
+    return [scope.owners[0] for scope in inputs] if all(scope.space == "P" for scope in inputs) else []
 
 
 _Trail = tuple[tuple[int, str], ...]
@@ -285,3 +288,45 @@ def _few(labels: Sequence[str]) -> str:
     if len(labels) == 2:
         return " and ".join(labels)
     return listed(labels, 3 if len(labels) == 3 else 1)
+
+
+_PAYLOAD = re.compile(r"payload\((?P<told>.*)\)")
+_SLOT = re.compile(r"(?P<path>.+): at\(.*\)")
+_KINDS = {"all_gather": "AG", "reduce_scatter": "RS"}
+
+
+def payloads_of(records: Iterable[Record]) -> list[Bucket]:
+    """The payloads of a layout."""
+    found: list[tuple[str, Scope, list[str]]] = []
+    for section, _, text in records:
+        space, layer = key_of(section)
+        slot = _SLOT.fullmatch(text)
+        if _PAYLOAD.fullmatch(text):
+            path = f"{layer.container}.{layer.number}" if layer else ""
+            found.append((_KINDS.get(space, space), scope_of((path,), "layout", is_bucket=True), []))
+        elif slot and found:
+            found[-1][2].append(absolute(slot["path"], layer))
+    return [Bucket(kind, scope, tuple(members)) for kind, scope, members in found]
+
+
+def line_remarks(old: Sequence[Record], new: Sequence[Record]) -> Iterator[Remark]:
+    """Lines lost and gained by section, or in another order."""
+    before, after = _by_section(old), _by_section(new)
+    for section in dict.fromkeys([*before, *after]):
+        was, now = before.get(section, []), after.get(section, [])
+        if was == now:
+            continue
+        changes = (("lost", Counter(was) - Counter(now)), ("gained", Counter(now) - Counter(was)))
+        told = ", ".join(f"{verb} {listed(list(lines), 2)}" for verb, lines in changes if lines)
+        space, _, module = absolute(section, None).partition(".")
+        text = f"{space} {module}".rstrip() + f": {told or 'lines in another order'}"
+        yield Remark(Weight.REST, text, module, told)
+    if list(before) != list(after) and set(before) == set(after):
+        yield Remark(Weight.REST, "sections stand in another order")
+
+
+def _by_section(records: Iterable[Record]) -> dict[str, list[str]]:
+    sections: dict[str, list[str]] = defaultdict(list)
+    for record in records:
+        sections[record.section].append(record.text)
+    return sections

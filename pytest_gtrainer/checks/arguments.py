@@ -154,7 +154,7 @@ class List:
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class CallPattern:
     """A call: of a checked node, or of an operand that no check has captured."""
 
     operator: OperatorPattern
@@ -166,7 +166,7 @@ class Call:
         return f"{self.operator.text}({', '.join(told)})"
 
 
-Argument = Any_ | Rest | Literal | Device | Name | List | Call
+Argument = Any_ | Rest | Literal | Device | Name | List | CallPattern
 
 
 def check_argument(pattern: Argument, subject: Subject) -> None:
@@ -179,13 +179,13 @@ def check_argument(pattern: Argument, subject: Subject) -> None:
     elif isinstance(pattern, List):
         for item in pattern.items:
             check_argument(item, subject)
-    elif isinstance(pattern, Call):
+    elif isinstance(pattern, CallPattern):
         pattern.operator.check(subject.schedule)
         for item in (*pattern.arguments, *(value for _, value in pattern.keywords)):
             check_argument(item, subject)
 
 
-def call_mismatch(pattern: Call, node: fx.Node, subject: Subject) -> str | None:
+def call_mismatch(pattern: CallPattern, node: fx.Node, subject: Subject) -> str | None:
     """Where a node's arguments differ from a call's, in words; None if they do not."""
     if node.op == "output":
         results = node.args[0] if isinstance(node.args[0], list | tuple) else node.args
@@ -216,12 +216,12 @@ def mismatch(pattern: Argument, value: Any, subject: Subject, *, is_group: bool 
         if not isinstance(value, list | tuple):
             return f"it is {_shown(value, subject)}, expected the list {pattern}"
         return _items_mismatch(pattern.items, value, [False] * len(value), subject)
-    if isinstance(pattern, Call):
+    if isinstance(pattern, CallPattern):
         return _nested_mismatch(pattern, value, subject)
     return None if _is(pattern, value, subject) else f"it is {_shown(value, subject)}, expected {pattern}"
 
 
-def _nested_mismatch(pattern: Call, value: Any, subject: Subject) -> str | None:
+def _nested_mismatch(pattern: CallPattern, value: Any, subject: Subject) -> str | None:
     if not isinstance(value, fx.Node) or value not in subject.place or not pattern.operator.matches(value):
         return f"it is {_shown(value, subject)}, expected {pattern}"
     found = call_mismatch(pattern, value, subject)
@@ -296,5 +296,5 @@ def names_in(patterns: Iterable[Argument]) -> Iterable[str]:
             yield pattern.text
         elif isinstance(pattern, List):
             yield from names_in(pattern.items)
-        elif isinstance(pattern, Call):
+        elif isinstance(pattern, CallPattern):
             yield from names_in((*pattern.arguments, *(value for _, value in pattern.keywords)))

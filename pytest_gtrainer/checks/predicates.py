@@ -9,7 +9,14 @@ from types import EllipsisType
 import torch
 from torch import fx
 
-from pytest_gtrainer.checks.arguments import OUTPUT, Call, OperatorPattern, call_mismatch, check_argument, names_in
+from pytest_gtrainer.checks.arguments import (
+    OUTPUT,
+    CallPattern,
+    OperatorPattern,
+    call_mismatch,
+    check_argument,
+    names_in,
+)
 from pytest_gtrainer.checks.subject import CheckError, Subject, is_called, is_within
 from pytest_gtrainer.graphtext.literals import spell_dtype
 from pytest_gtrainer.graphtext.operators import operator_of
@@ -53,7 +60,7 @@ class IsOperator(Predicate):
 
 @dataclass(frozen=True, slots=True)
 class HasArguments(Predicate):
-    call: Call
+    call: CallPattern
 
     def check(self, subject: Subject) -> None:
         check_argument(self.call, subject)

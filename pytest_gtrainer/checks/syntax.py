@@ -19,7 +19,17 @@ from typing import NamedTuple, TypeVar
 
 import torch
 
-from pytest_gtrainer.checks.arguments import Any_, Argument, Call, Device, List, Literal, Name, OperatorPattern, Rest
+from pytest_gtrainer.checks.arguments import (
+    Any_,
+    Argument,
+    CallPattern,
+    Device,
+    List,
+    Literal,
+    Name,
+    OperatorPattern,
+    Rest,
+)
 from pytest_gtrainer.checks.predicates import (
     KINDS,
     Check,
@@ -251,11 +261,11 @@ class _Reader:
 
     # -- arguments
 
-    def _arguments(self, operator: OperatorPattern) -> Call:
+    def _arguments(self, operator: OperatorPattern) -> CallPattern:
         items = self._until(")", self._argument_or_keyword)
         values = tuple(value for name, value in items if name is None)
         keywords = tuple((name, value) for name, value in items if name is not None)
-        return Call(operator, _with_one_rest(values), keywords)
+        return CallPattern(operator, _with_one_rest(values), keywords)
 
     def _argument_or_keyword(self) -> tuple[str | None, Argument]:
         is_keyword = self._next.kind == "word" and self._tokens[self._at + 1].text == "="

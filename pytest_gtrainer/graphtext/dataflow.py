@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from pytest_gtrainer.graphtext.header import TextError
-from pytest_gtrainer.graphtext.sections import Key, Layer, Record, Scope, scope_of
+from pytest_gtrainer.graphtext.sections import Layer, Record, Scope, SectionKey, scope_of
 from pytest_gtrainer.graphtext.syntax import (
     AT,
     CHUNK,
@@ -27,8 +27,8 @@ from pytest_gtrainer.graphtext.syntax import (
     SYMBOL,
     UNREADABLE,
     InputKey,
+    LinePlace,
     Origin,
-    Place,
     Statement,
     Template,
     absolute,
@@ -162,7 +162,7 @@ class _Resolver:
         self._record = 0
 
     def read(self, records: Iterable[Record]) -> Dataflow:
-        section, key = "", Key("", None)
+        section, key = "", SectionKey("", None)
         for self._record, record in enumerate(records):
             if record.section is not section:
                 section, key = record.section, key_of(record.section)
@@ -211,7 +211,7 @@ class _Resolver:
 
     # -- values
 
-    def _input(self, record: Record, key: Key) -> None:
+    def _input(self, record: Record, key: SectionKey) -> None:
         self._end_body()
         self._here.clear()  # as what it is called may have been looked for
         name, _, kind = record.text.partition(": ")
@@ -227,7 +227,7 @@ class _Resolver:
         scope = scope_of((f"{path}.#{repeat}" if repeat else path,), key.space)
         self._made.values.append(Value(scope, "", "", typed.text, "", operands, (), "", self._record))
 
-    def _computed(self, record: Record, key: Key, parts: Statement) -> None:
+    def _computed(self, record: Record, key: SectionKey, parts: Statement) -> None:
         if self._body is not None:
             self._end_body()
         section, heading, _ = record
@@ -284,7 +284,7 @@ class _Resolver:
             self._brought[place] += 1
         return known
 
-    def _tables(self, key: Key, names: Mapping[str, int]) -> _Tables:
+    def _tables(self, key: SectionKey, names: Mapping[str, int]) -> _Tables:
         """Look-ups as seen from a heading that stands over these names."""
 
         def find(origin: str) -> Mapping[str, int]:
@@ -295,7 +295,7 @@ class _Resolver:
                 if is_input(links):
                     place = self._inputs.get(input_key_at(links)(key.layer))
                     return {} if place is None else {"": place}
-                return self._names.setdefault(scope_at(links)(Place(*key)), {})
+                return self._names.setdefault(scope_at(links)(LinePlace(*key)), {})
             except UNREADABLE:
                 return {}
 
@@ -303,7 +303,7 @@ class _Resolver:
 
     # -- results
 
-    def _result(self, record: Record, key: Key) -> None:
+    def _result(self, record: Record, key: SectionKey) -> None:
         """``L.w = bwd.L.view``, ``yield loss``, ``yield from {'a': fwd.x}``."""
         self._end_body()
         name, _, text = record.text.partition(" = ")
@@ -320,14 +320,14 @@ class _Resolver:
 
 
 @functools.lru_cache(maxsize=1 << 16)
-def _scope_under(key: Key, heading: str) -> Scope:
+def _scope_under(key: SectionKey, heading: str) -> Scope:
     """The scope of a ``with`` heading.
 
-    >>> _scope_under(Key("bwd", Layer("layers", 3)), "L.attention"), _scope_under(Key("fwd", None), "")
+    >>> _scope_under(SectionKey("bwd", Layer("layers", 3)), "L.attention"), _scope_under(SectionKey("fwd", None), "")
     (bwd layers.3.attention, fwd _)
     """
     try:
-        return scope_at(links_of(heading or "_"))(Place(*key))
+        return scope_at(links_of(heading or "_"))(LinePlace(*key))
     except UNREADABLE:
         return scope_of((heading,), key.space)
 

@@ -19,7 +19,7 @@ _SHORT = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class LayerRun:
     """``count`` sections with equal lines, their layers ``step`` apart.
 
     ``visit`` says for the how many-th time the schedule comes to each of them.
@@ -64,7 +64,7 @@ def fold(sections: Sequence[Section]) -> list[str]:
     return text
 
 
-def _told_by_model(run: Run, model: Run | None) -> list[str] | None:
+def _told_by_model(run: LayerRun, model: LayerRun | None) -> list[str] | None:
     """The run as differences from its model; None if that is not much shorter."""
     if model is None or model is run:
         return None
@@ -77,7 +77,7 @@ def _told_by_model(run: Run, model: Run | None) -> list[str] | None:
     return [heading, f"{INDENT}like({model.section.key}{visit})", *edits]
 
 
-def runs_of(sections: Sequence[Section]) -> Iterable[Run]:
+def runs_of(sections: Sequence[Section]) -> Iterable[LayerRun]:
     """Cut the sections into runs, greedily."""
     visits = visits_of(section.key for section in sections)
     place = 0
@@ -88,7 +88,7 @@ def runs_of(sections: Sequence[Section]) -> Iterable[Run]:
             if found == 0 or (step and found != step):
                 break
             count, step = count + 1, found
-        yield Run(sections[place], count, step, visits[place])
+        yield LayerRun(sections[place], count, step, visits[place])
         place += count
 
 
@@ -117,9 +117,9 @@ def _step(one: Section, other: Section) -> int:
     return step if abs(step) == 1 else 0
 
 
-def _models(runs: Sequence[Run]) -> dict[tuple[str, str, int], Run]:
+def _models(runs: Sequence[LayerRun]) -> dict[tuple[str, str, int], LayerRun]:
     """For each place the run that stands for most layers: others are told by it."""
-    models: dict[tuple[str, str, int], Run] = {}
+    models: dict[tuple[str, str, int], LayerRun] = {}
     for run in runs:
         if run.section.key.layer is not None and run.section.key.space in ("fwd", "bwd"):
             models[run.place] = max(models.get(run.place, run), run, key=lambda r: (r.count, r.size))

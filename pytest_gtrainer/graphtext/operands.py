@@ -18,7 +18,7 @@ from pytest_gtrainer.graphtext.sections import Scope
 from pytest_gtrainer.graphtext.sizes import At, Sizes, device_named
 from pytest_gtrainer.graphtext.syntax import (
     InputKey,
-    Place,
+    LinePlace,
     Reference,
     input_key_at,
     integer,
@@ -105,7 +105,7 @@ class Operands:
     def _input_at(self, known: Reference, node: ast.expr) -> At:
         key_at, inputs = input_key_at(known.head), self._inputs
 
-        def find(place: Place) -> fx.Node:
+        def find(place: LinePlace) -> fx.Node:
             key = key_at(place.layer)
             if key not in inputs:
                 names = [f"{space}.{fqn}" for space, fqn, _ in inputs]
@@ -121,7 +121,7 @@ class Operands:
                 return lambda place: self._getter(name, value)
             return lambda place: value
 
-        def find(place: Place) -> Any:
+        def find(place: LinePlace) -> Any:
             found = self._values.get(place.scope, {}).get(name)
             if found is not None:
                 return found
@@ -135,7 +135,7 @@ class Operands:
         name, scope, values = known.name, scope_at(known.head), self._values
         target: list[Any] = []  # an operator as an argument looks like a value
 
-        def find(place: Place) -> Any:
+        def find(place: LinePlace) -> Any:
             where = scope(place)
             found = values.get(where, {}).get(name)
             if found is not None:
@@ -182,7 +182,7 @@ class Operands:
             kind: Callable[..., Any] = slice if name == "slice" else range
             ends = [self.operand_at(end) for end in node.args]
 
-            def made(place: Place) -> Any:
+            def made(place: LinePlace) -> Any:
                 try:
                     return kind(*[end(place) for end in ends])
                 except (TypeError, ValueError) as error:
@@ -231,7 +231,7 @@ class Operands:
             raise refuse(node, f"expected `const(f32[2], [1.0, 2.0])`, found `{shown(node)}`")
         if told is None:
             return like
-        values = self.operand_at(content[0])(Place("fwd", None))
+        values = self.operand_at(content[0])(LinePlace("fwd", None))
         return _filled(like, values, node)
 
 

@@ -30,11 +30,11 @@ from pytest_gtrainer.graphtext.operators import (
     operator_text,
 )
 from pytest_gtrainer.graphtext.rendering import render
-from pytest_gtrainer.graphtext.sections import Key
+from pytest_gtrainer.graphtext.sections import SectionKey
 from pytest_gtrainer.graphtext.sizes import At, Sizes, may_be_symbolic
 from pytest_gtrainer.graphtext.syntax import (
     Computed,
-    Place,
+    LinePlace,
     chain,
     computed,
     input_key_at,
@@ -46,11 +46,11 @@ from pytest_gtrainer.graphtext.syntax import (
     shown,
 )
 from pytest_gtrainer.graphtext.tags import tags_at
-from pytest_gtrainer.graphtext.unfolding import Program, Source, read
+from pytest_gtrainer.graphtext.unfolding import Source, TextProgram, read
 
 _KIND_OF_SPACE = {"P": "parameter", "B": "buffer", "I": "input"}
 _MOST_RANKS = 1 << 20
-_Make = Callable[[Place], None]
+_Make = Callable[[LinePlace], None]
 
 
 def parse(
@@ -114,7 +114,7 @@ class _Parser:
 
     def __init__(
         self,
-        program: Program,
+        program: TextProgram,
         sizes: Sizes,
         given: Mapping[str, Any],
         group_names: Mapping[str, str],
@@ -141,7 +141,7 @@ class _Parser:
             self._run(key, source)
         self._finish()
 
-    def _body(self, program: Program) -> fx.GraphModule:
+    def _body(self, program: TextProgram) -> fx.GraphModule:
         parser = _Parser(program, self._sizes.body(), self._given, self._group_names, self._allow)
         gm = fx.GraphModule(_root(parser.operands.attributes), parser.graph)
         gm.meta["gt_groups"] = parser.groups
@@ -157,7 +157,7 @@ class _Parser:
         elif call == "size" and argument is not None:
             self._sizes.define(name, _example(argument))
         elif name == "default" and call == "device":
-            self._sizes.device = self.operands.operand_at(node)(Place("fwd", None))
+            self._sizes.device = self.operands.operand_at(node)(LinePlace("fwd", None))
         elif (name, shown(node)) in (("owners", "inferred"), ("returns", "list"), ("returns", "value")):
             self._settings[name] = shown(node)
         elif name == "managed" and isinstance(node, ast.List):
@@ -168,7 +168,7 @@ class _Parser:
     def _define_group(self, symbol: str, node: ast.expr) -> None:
         ranks: tuple[int, ...] | None = None
         if not (isinstance(node, ast.Constant) and node.value is None):
-            value = self.operands.operand_at(node)(Place("fwd", None))
+            value = self.operands.operand_at(node)(LinePlace("fwd", None))
             if not _are_ranks(value):
                 raise refuse(node, f"expected the ranks of a group, `range(0, 8)` or `[0, 4]`, found `{shown(node)}`")
             ranks = tuple(value)
@@ -176,13 +176,13 @@ class _Parser:
 
     # -- statements
 
-    def _run(self, key: Key, source: Source) -> None:
+    def _run(self, key: SectionKey, source: Source) -> None:
         made = self._compiled.get((id(source), key.space))
         if made is None:
             made = self._compiled[id(source), key.space] = self._compile(key, source)
-        made(Place(*key))
+        made(LinePlace(*key))
 
-    def _compile(self, key: Key, source: Source) -> _Make:
+    def _compile(self, key: SectionKey, source: Source) -> _Make:
         node = source.node
         if key.space == "out":
             return self._output(node)
@@ -192,13 +192,13 @@ class _Parser:
             raise refuse(node, f"expected `name: type = operator(...)`, found `{shown(node)}`")
         return self._input(key, node)
 
-    def _input(self, key: Key, node: ast.AnnAssign) -> _Make:
+    def _input(self, key: SectionKey, node: ast.AnnAssign) -> _Make:
         links = chain(node.target)
         if node.value is not None or len(links) < 2 or links[0].value != key.space:
             raise refuse(node, f"expected an input like `{key.space}.layers[0].w: f32[2, 4]`, found `{shown(node)}`")
         key_at, type_at = input_key_at(links), self._sizes.type_at(node.annotation)
 
-        def make(place: Place) -> None:
+        def make(place: LinePlace) -> None:
             source = key_at(place.layer)
             name = source[1].replace(".", "_") or "arg"
             made = append_node(self.graph, name if name.isidentifier() else f"arg_{name}", "placeholder", name, (), {})
@@ -219,7 +219,7 @@ class _Parser:
         arguments = [self.operands.operand_at(argument) for argument in call.args]
         keywords = {_keyword(item): self.operands.operand_at(item.value) for item in call.keywords}
 
-        def make(place: Place) -> None:
+        def make(place: LinePlace) -> None:
             place.scope = find_scope(place)
             args = tuple([argument(place) for argument in arguments])
             kwargs = {word: value(place) for word, value in keywords.items()} if keywords else {}
@@ -254,7 +254,7 @@ class _Parser:
         if isinstance(node, ast.Assign):
             path, value = path_at(chain(node.targets[0])), self.operands.operand_at(node.value)
 
-            def named(place: Place) -> None:
+            def named(place: LinePlace) -> None:
                 self._result_names.append(path(place.layer))
                 self._results.append(value(place))
 

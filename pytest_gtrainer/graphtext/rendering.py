@@ -29,12 +29,12 @@ from pytest_gtrainer.graphtext.literals import spell_dtype
 from pytest_gtrainer.graphtext.operators import Operator, groups_of, groups_of_ranks, operator_of, word
 from pytest_gtrainer.graphtext.scopes import Scopes, is_computed, is_item, names_of, scopes_of
 from pytest_gtrainer.graphtext.sections import (
-    Key,
     Layer,
     Line,
     Record,
     Scope,
     Section,
+    SectionKey,
     section_keys,
     spell_from,
     split_layer,
@@ -183,7 +183,7 @@ def _input_sections(scopes: Scopes, speller: Speller) -> Iterable[Section]:
     """One line an input, of neighbouring layers."""
     inputs = list(scopes.inputs)
     sources = scopes.inputs.values()
-    keys = [Key(s.space, split_layer(s.fqn)[0] if s.space in ("P", "B") else None) for s in sources]
+    keys = [SectionKey(s.space, split_layer(s.fqn)[0] if s.space in ("P", "B") else None) for s in sources]
     for key, here in stretches(keys):
         speller.enter_section(key)
         spelled = [(speller.reference(node), speller.type_of(node.meta.get("val"))) for node in inputs[here]]
@@ -233,7 +233,7 @@ def _output_sections(output: fx.Node, scopes: Scopes, speller: Speller) -> Itera
     result: Any = output.args[0]
     leaves = list(result) if isinstance(result, list | tuple) else [result]
     if isinstance(result, dict) or any(isinstance(leaf, list | tuple | dict) for leaf in leaves):
-        key = Key("out", None)
+        key = SectionKey("out", None)
         speller.enter_section(key)
         yield Section(key, (Line("", f"yield from {speller.argument(result)}"),))
         return
@@ -246,7 +246,7 @@ def _output_sections(output: fx.Node, scopes: Scopes, speller: Speller) -> Itera
         for leaf in leaves:  # a constant stands with its neighbour
             known = isinstance(leaf, fx.Node) and leaf in scopes.of
             layers.append(scopes.of[leaf].layer if known else layers[-1] if layers else None)
-    for key, here in stretches([Key("out", layer) for layer in layers]):
+    for key, here in stretches([SectionKey("out", layer) for layer in layers]):
         speller.enter_section(key)
         lines = []
         for fqn, leaf in zip(told[here], leaves[here], strict=True):
@@ -264,7 +264,7 @@ def _layout(layout: BucketLayout, mesh: Mapping[str, int], known: Mapping[tuple[
     placed = []
     for payload in layout.payloads:
         layers = {split_layer(fqn)[0] for fqn in payload.parameters}
-        placed.append((Key(payload.collective, layers.pop() if len(layers) == 1 else None), payload))
+        placed.append((SectionKey(payload.collective, layers.pop() if len(layers) == 1 else None), payload))
     kinds = {key.space: place for place, (key, _) in reversed(list(enumerate(placed)))}
     placed.sort(key=lambda pair: kinds[pair[0].space])
     sections = []

@@ -33,10 +33,10 @@ from pytest_gtrainer.graphtext.literals import spell_dtype
 from pytest_gtrainer.graphtext.operators import groups_of, operator_of, word
 from pytest_gtrainer.graphtext.scopes import is_computed, is_item, names_of, scopes_of, users_of
 from pytest_gtrainer.graphtext.sections import (
-    Key,
     Line,
     Scope,
     Section,
+    SectionKey,
     common_parent,
     scope_of,
     section_keys,
@@ -256,14 +256,14 @@ class _Schedule:
         self._packed = packed_tensors(self._serves)
         self._names = names_of(found, self._symbols.values())
         self._speller = Speller(gm, found, self._names, groups, "cpu", {}, backed)
-        self._key = Key("fwd", None)
+        self._key = SectionKey("fwd", None)
 
     # -- sections
 
     def sections(self) -> Iterable[Section]:
         """What is shown, in the order of the schedule."""
         shown = [node for node in self._nodes if node not in self._serves and not is_free(node)]
-        own = [Key(self._scopes[node].space, self._scopes[node].layer) for node in shown]
+        own = [SectionKey(self._scopes[node].space, self._scopes[node].layer) for node in shown]
         keys = section_keys(own, [self._floats(node) for node in shown])
         for key, members in itertools.groupby(zip(keys, shown, strict=True), lambda pair: pair[0]):
             self._key = key

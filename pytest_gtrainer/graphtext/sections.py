@@ -141,7 +141,7 @@ _REACH = 4
 """At most so many stretches of other layers lie inside one."""
 
 
-class Key(NamedTuple):
+class SectionKey(NamedTuple):
     """What a section belongs to: a space, and in it a layer or none."""
 
     space: str
@@ -167,7 +167,7 @@ class Scope:
     owners: tuple[str, ...]
     space: str
     is_bucket: bool
-    key: Key
+    key: SectionKey
     is_nowhere: bool
     floats: bool
 
@@ -180,7 +180,7 @@ class Scope:
         return f"{self.space} bucket({owners})" if self.is_bucket else f"{self.space} {owners}"
 
 
-_KEYS: dict[Key, Key] = {}
+_KEYS: dict[SectionKey, SectionKey] = {}
 """One object for equal keys: to tell neighbours apart is then to compare identities."""
 _SCOPES: dict[tuple[tuple[str, ...], str, bool], Scope] = {}
 
@@ -194,7 +194,7 @@ def scope_of(owners: tuple[str, ...], space: str, is_bucket: bool = False) -> Sc
     name = (owners, space, is_bucket)
     found = _SCOPES.get(name)
     if found is None:
-        key, is_nowhere = Key(space, split_layer(owners[0])[0]), owners == ("",)
+        key, is_nowhere = SectionKey(space, split_layer(owners[0])[0]), owners == ("",)
         found = _SCOPES.setdefault(
             name, Scope(*name, _KEYS.setdefault(key, key), is_nowhere, is_bucket or is_nowhere)
         )  # threads agree on one
@@ -236,7 +236,7 @@ class Record(NamedTuple):
 class Section:
     """A stretch of the schedule of one layer in one space."""
 
-    key: Key
+    key: SectionKey
     lines: tuple[Line, ...]
 
     def records(self) -> Iterable[Record]:
@@ -244,13 +244,13 @@ class Section:
         return [Record(section, line.heading, line.text) for line in self.lines]
 
 
-def section_keys(own: Sequence[Key], floating: Sequence[bool]) -> list[Key]:
+def section_keys(own: Sequence[SectionKey], floating: Sequence[bool]) -> list[SectionKey]:
     """In which section each line stands, given where it belongs and whether it may float.
 
     A floating line (a collective, or a value of no known module) never opens a section: it
     stands with its own layer if that comes next, else where the schedule has put it.
 
-    >>> a, b = Key("fwd", Layer("layers", 0)), Key("fwd", Layer("layers", 1))
+    >>> a, b = SectionKey("fwd", Layer("layers", 0)), SectionKey("fwd", Layer("layers", 1))
     >>> [str(key) for key in section_keys([a, b, b, b], [False, True, True, False])]
     ['fwd.layers[0]', 'fwd.layers[1]', 'fwd.layers[1]', 'fwd.layers[1]']
     >>> [str(key) for key in section_keys([a, b, a], [False, True, False])]
@@ -258,9 +258,9 @@ def section_keys(own: Sequence[Key], floating: Sequence[bool]) -> list[Key]:
     >>> [str(key) for key in section_keys([a, b, a, a, b], [False] * 5)]
     ['fwd.layers[0]', 'fwd.layers[0]', 'fwd.layers[0]', 'fwd.layers[0]', 'fwd.layers[1]']
     """
-    keys: list[Key | None] = [None] * len(own)
-    ahead: list[Key | None] = [None] * len(own)  # the next key that is known
-    following: Key | None = None
+    keys: list[SectionKey | None] = [None] * len(own)
+    ahead: list[SectionKey | None] = [None] * len(own)  # the next key that is known
+    following: SectionKey | None = None
     for place in range(len(own) - 1, -1, -1):
         if not floating[place] or (place + 1 < len(own) and keys[place + 1] == own[place]):
             keys[place] = following = own[place]
@@ -270,7 +270,7 @@ def section_keys(own: Sequence[Key], floating: Sequence[bool]) -> list[Key]:
             continue
         here, before, after = own[place], keys[place - 1] if place else None, ahead[place]
         if before is None:
-            keys[place] = Key(here.space, None)
+            keys[place] = SectionKey(here.space, None)
         elif before.space != here.space and after is not None and after.space == here.space:
             keys[place] = after  # the first collective of the backward does not stand in the forward
         else:
@@ -278,14 +278,14 @@ def section_keys(own: Sequence[Key], floating: Sequence[bool]) -> list[Key]:
     return _absorbed([key for key in keys if key is not None])
 
 
-def _absorbed(keys: list[Key]) -> list[Key]:
+def _absorbed(keys: list[SectionKey]) -> list[SectionKey]:
     """Give a layer the short stretches of its neighbours that the schedule has put inside it.
 
     Prefetching casts the parameters of layer 1 in the middle of layer 0; were that a section of
     its own, no two layers would be alike.
     """
     lengths = [(key, here.stop - here.start) for key, here in stretches(keys)]
-    absorbed: list[Key] = []
+    absorbed: list[SectionKey] = []
     place = 0
     while place < len(lengths):
         key, _ = lengths[place]
@@ -297,10 +297,10 @@ def _absorbed(keys: list[Key]) -> list[Key]:
     return absorbed
 
 
-def stretches(keys: Sequence[Key]) -> Iterable[tuple[Key, slice]]:
+def stretches(keys: Sequence[SectionKey]) -> Iterable[tuple[SectionKey, slice]]:
     """Neighbours of one key, with where they stand.
 
-    >>> a, b = Key("fwd", None), Key("bwd", None)
+    >>> a, b = SectionKey("fwd", None), SectionKey("bwd", None)
     >>> [(key.space, here.start, here.stop) for key, here in stretches([a, a, b])]
     [('fwd', 0, 2), ('bwd', 2, 3)]
     """
@@ -311,7 +311,7 @@ def stretches(keys: Sequence[Key]) -> Iterable[tuple[Key, slice]]:
         start = stop
 
 
-def _continuation(lengths: Sequence[tuple[Key, int]], place: int) -> int | None:
+def _continuation(lengths: Sequence[tuple[SectionKey, int]], place: int) -> int | None:
     """Where the layer of a stretch goes on, if what lies between is less than what comes then."""
     key, between = lengths[place][0], 0
     for later in range(place + 1, min(place + 2 + _REACH, len(lengths))):

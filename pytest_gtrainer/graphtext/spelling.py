@@ -29,7 +29,7 @@ from pytest_gtrainer.graphtext.literals import (
 )
 from pytest_gtrainer.graphtext.operators import Group, Operator, word
 from pytest_gtrainer.graphtext.scopes import Scope, Scopes, is_item, scope_of
-from pytest_gtrainer.graphtext.sections import Key, Layer, spell_from, spell_input
+from pytest_gtrainer.graphtext.sections import Layer, SectionKey, spell_from, spell_input
 
 _KIND = re.compile(r"[a-z]+")
 
@@ -161,7 +161,7 @@ class Speller:
         self._gm, self._inputs, self._names = gm, scopes.inputs, _Names(names, self._nameless)
         self._groups, self._device, self._bodies = groups, device, bodies
         self._symbols = Symbols(backed)
-        self._key = Key("fwd", None)
+        self._key = SectionKey("fwd", None)
         self._scope: Scope | None = None
         self._prefixes = _Prefixes(self._prefix)
         self._tensors: dict[Any, str] = {}
@@ -182,7 +182,7 @@ class Speller:
 
     # -- where we are
 
-    def enter_section(self, key: Key) -> None:
+    def enter_section(self, key: SectionKey) -> None:
         self._key, self._scope = key, None
         self._prefixes.clear()
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from pytest_gtrainer.graphtext.header import TextError
-from pytest_gtrainer.graphtext.sections import NOWHERE, Key, Layer, Scope, scope_of
+from pytest_gtrainer.graphtext.sections import NOWHERE, Layer, Scope, SectionKey, scope_of
 
 INPUT_SPACES = ("P", "B", "I", "A")
 COMPUTED_SPACES = ("fwd", "bwd")
@@ -135,7 +135,7 @@ def static_path(links: Sequence[Link]) -> str:
 
 
 @dataclass(slots=True)
-class Place:
+class LinePlace:
     """Where a statement stands: its section's space and layer, and the scope of its ``with``."""
 
     space: str
@@ -144,7 +144,7 @@ class Place:
 
 
 PathAt = Callable[[Layer | None], str]
-ScopeAt = Callable[[Place], Scope]
+ScopeAt = Callable[[LinePlace], Scope]
 
 
 def path_at(links: Sequence[Link]) -> PathAt:
@@ -185,7 +185,7 @@ def path_at(links: Sequence[Link]) -> PathAt:
 def scope_at(links: Sequence[Link]) -> ScopeAt:
     """The scope that a chain names: a module or a bucket, of the section's space or of another.
 
-    >>> scope_at(links_of("saved.bucket(L.moe, norm)"))(Place("bwd", Layer("layers", 3)))
+    >>> scope_at(links_of("saved.bucket(L.moe, norm)"))(LinePlace("bwd", Layer("layers", 3)))
     fwd bucket(layers.3.moe, norm)
     """
     space = None
@@ -205,18 +205,18 @@ def scope_at(links: Sequence[Link]) -> ScopeAt:
 
 
 @functools.lru_cache(maxsize=1 << 12)
-def key_of(section: str) -> Key:
+def key_of(section: str) -> SectionKey:
     """What a section's name says; one that cannot be read is a space.
 
     >>> key_of("bwd.layers[3]"), key_of("fwd")
-    (Key(space='bwd', layer=Layer(container='layers', number=3)), Key(space='fwd', layer=None))
+    (SectionKey(space='bwd', layer=Layer(container='layers', number=3)), SectionKey(space='fwd', layer=None))
     """
     try:
         space, *path = links_of(section)
         container, _, number = static_path(path).rpartition(".")
-        return Key(str(space.value), Layer(container, int(number)) if path else None)
+        return SectionKey(str(space.value), Layer(container, int(number)) if path else None)
     except UNREADABLE:
-        return Key(section, None)
+        return SectionKey(section, None)
 
 
 @functools.lru_cache(maxsize=1 << 16)

@@ -22,7 +22,7 @@ from pytest_gtrainer.graph import chunks
 from pytest_gtrainer.graph.conventions import direction, node_fqn
 from pytest_gtrainer.graphtext.header import nearest
 from pytest_gtrainer.graphtext.sections import is_word
-from pytest_gtrainer.graphtext.syntax import AT, CHUNK, PathAt, Place, chain, path_at, refuse, shown
+from pytest_gtrainer.graphtext.syntax import AT, CHUNK, LinePlace, PathAt, chain, path_at, refuse, shown
 
 UNOWNED = "unowned"
 MISMARKED = "mismarked"
@@ -81,7 +81,7 @@ def _is_literal(value: Any) -> bool:
 # -- reading
 
 
-def tags_at(nodes: Sequence[ast.expr], *, owned: bool) -> Callable[[dict[str, Any], Place], None]:
+def tags_at(nodes: Sequence[ast.expr], *, owned: bool) -> Callable[[dict[str, Any], LinePlace], None]:
     """What a line's tags and scope say, written into metadata as a function of the line's place.
 
     Raises:
@@ -109,7 +109,7 @@ def tags_at(nodes: Sequence[ast.expr], *, owned: bool) -> Callable[[dict[str, An
         else:
             raise refuse(node, f"`{name}` is no tag{nearest(name, TAGS)}")
 
-    def apply(meta: dict[str, Any], place: Place) -> None:
+    def apply(meta: dict[str, Any], place: LinePlace) -> None:
         scope = place.scope
         if (scope.space == "bwd") != mismarked:
             meta["autograd_backward"] = True

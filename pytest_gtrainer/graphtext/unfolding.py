@@ -19,7 +19,7 @@ from typing import NamedTuple
 from pytest_gtrainer.graphtext import header
 from pytest_gtrainer.graphtext.folding import INDENT, spell_line_name, visits_of
 from pytest_gtrainer.graphtext.header import TextError, nearest
-from pytest_gtrainer.graphtext.sections import Key, Layer, Line, Record
+from pytest_gtrainer.graphtext.sections import Layer, Line, Record, SectionKey
 from pytest_gtrainer.graphtext.syntax import chain, integer, refuse, shown, static_path
 
 SPACES = ("P", "B", "I", "A", "fwd", "bwd", "out")
@@ -134,7 +134,9 @@ def _blocks(text: str, known: dict[str, tuple[Line, ...]] | None = None) -> Iter
     for piece in _HEADINGS.split("\n".join(told)):
         first, _, body = piece.partition("\n")
         if not first or first.startswith(INDENT):  # before the first heading
-            _refuse_lines(piece, number)
+            for place, line in enumerate(piece.split("\n")):
+                if line:
+                    raise TextError("expected a section (`if fwd:`), found an indented line", number + place)
         else:
             if head:
                 block = TextBlock(*head, lines)
@@ -149,12 +151,6 @@ def _blocks(text: str, known: dict[str, tuple[Line, ...]] | None = None) -> Iter
         number += piece.count("\n") + 1
     if head:
         yield TextBlock(*head, lines)
-
-
-def _refuse_lines(piece: str, number: int) -> None:
-    for place, line in enumerate(piece.split("\n")):
-        if line:
-            raise TextError("expected a section (`if fwd:`), found an indented line", number + place)
 
 
 def _lines(body: str) -> Iterator[Line]:
@@ -224,21 +220,21 @@ class Source(NamedTuple):
 
 
 @dataclass(slots=True)
-class Program:
+class TextProgram:
     """A graph as its text has it: definitions, bodies, and the lines of its sections."""
 
     definitions: dict[str, ast.expr] = field(default_factory=dict)
-    bodies: dict[str, Program] = field(default_factory=dict)
+    bodies: dict[str, TextProgram] = field(default_factory=dict)
     blocks: list[TextBlock] = field(default_factory=list)
-    places: dict[str, Key] = field(default_factory=dict)
+    places: dict[str, SectionKey] = field(default_factory=dict)
 
-    def statements(self) -> Iterator[tuple[Key, Source]]:
+    def statements(self) -> Iterator[tuple[SectionKey, Source]]:
         """Every statement, unfolded, with the section that it stands in."""
         for key, line in expand(self.blocks):
             yield self.places[key], line.source
 
 
-def read(text: str) -> Program:
+def read(text: str) -> TextProgram:
     """The statements of a text.
 
     Raises:
@@ -263,8 +259,8 @@ def read(text: str) -> Program:
     return _program(tree.body)
 
 
-def _program(statements: Sequence[ast.stmt]) -> Program:
-    program, lines = Program(), 0
+def _program(statements: Sequence[ast.stmt]) -> TextProgram:
+    program, lines = TextProgram(), 0
     for node in statements:
         if isinstance(node, ast.FunctionDef):
             _define_body(program, node)
@@ -284,7 +280,7 @@ def _program(statements: Sequence[ast.stmt]) -> Program:
     return program
 
 
-def _define_body(program: Program, node: ast.FunctionDef) -> None:
+def _define_body(program: TextProgram, node: ast.FunctionDef) -> None:
     arguments = node.args
     if any((arguments.args, arguments.posonlyargs, arguments.kwonlyargs, arguments.vararg, arguments.kwarg)):
         raise refuse(node, f"a body takes its inputs in a section `if A:`: expected `def {node.name}():`")
@@ -295,29 +291,28 @@ def _define_body(program: Program, node: ast.FunctionDef) -> None:
     program.bodies[node.name] = _program(node.body)
 
 
-def _block(program: Program, node: ast.For | ast.If) -> TextBlock:
+def _block(program: TextProgram, node: ast.For | ast.If) -> TextBlock:
     if node.orelse:
         raise refuse(node.orelse[0], "a section has no `else`")
-    keys = _layer_keys(node) if isinstance(node, ast.For) else [_space_key(node.test)]
+    if isinstance(node, ast.For):
+        keys = _layer_keys(node)
+    elif isinstance(node.test, ast.Name) and node.test.id in SPACES:
+        keys = [SectionKey(node.test.id, None)]
+    else:
+        found = shown(node.test)
+        raise refuse(node.test, f"expected one of {', '.join(SPACES)}, found `{found}`{nearest(found, SPACES)}")
     named = {_name(key): key for key in keys}
     program.places |= named
     return TextBlock(node.lineno, tuple(named), tuple(_program_lines(node.body)))
 
 
-def _name(key: Key) -> str:
+def _name(key: SectionKey) -> str:
     """As ``ast.unparse`` spells it in ``like(...)``."""
     text = str(key)
     return text if text.isascii() and '"' not in text else ast.unparse(ast.parse(text, mode="eval"))
 
 
-def _space_key(test: ast.expr) -> Key:
-    if not isinstance(test, ast.Name) or test.id not in SPACES:
-        near = nearest(shown(test), SPACES)
-        raise refuse(test, f"expected one of {', '.join(SPACES)}, found `{shown(test)}`{near}")
-    return Key(test.id, None)
-
-
-def _layer_keys(node: ast.For) -> list[Key]:
+def _layer_keys(node: ast.For) -> list[SectionKey]:
     """The sections of ``for i in fwd.layers[0:8]:``."""
     expected = "expected `for i in fwd.layers[0]:` or `for i in fwd.layers[0:8]:`"
     if not isinstance(node.target, ast.Name) or node.target.id != "i" or not isinstance(node.iter, ast.Subscript):
@@ -329,7 +324,7 @@ def _layer_keys(node: ast.For) -> list[Key]:
     if any(token.relative for token in path):
         raise refuse(node.iter, "a section's own path is not relative")
     container = static_path(path)
-    return [Key(str(space.value), Layer(container, number)) for number in numbers]
+    return [SectionKey(str(space.value), Layer(container, number)) for number in numbers]
 
 
 def _numbers(place: ast.expr, expected: str) -> Sequence[int]:

@@ -95,7 +95,6 @@ def change_type(draw: st.DrawFn, gm: fx.GraphModule, node: fx.Node) -> bool:
 @settings(max_examples=100, deadline=None)
 @given(changed())
 def test_every_change_of_the_dataflow_changes_it(pair):
-    gm, other = pair
     numbers = Numbers()
     one, another = (digests_of(dataflow(records(graph)), numbers) for graph in pair)
     assert one.whole != another.whole

@@ -32,7 +32,7 @@ _ITEM = re.compile(rf"{HOLE}((?:\[\d+\])+)")
 
 
 @dataclass(frozen=True, slots=True)
-class Bucket:
+class LaunchedBucket:
     """A collective of parameters or of their gradients."""
 
     kind: str
@@ -55,7 +55,7 @@ class Bucket:
         return self.scope.owners[0]
 
 
-def buckets_of(graph: Dataflow) -> list[Bucket]:
+def buckets_of(graph: Dataflow) -> list[LaunchedBucket]:
     """The buckets of a graph in the order in which it launches them."""
     launches = {place: kind for place, value in collectives_of(graph) if (kind := kind_of(value)) is not None}
     returned = _returned(graph, [place for place, kind in launches.items() if kind in REDUCTIONS])
@@ -68,7 +68,7 @@ def buckets_of(graph: Dataflow) -> list[Bucket]:
         else:
             members = _gathered(graph, value, roots)
         if members:
-            found.append(Bucket(kind, value.scope, tuple(members)))
+            found.append(LaunchedBucket(kind, value.scope, tuple(members)))
     return found
 
 
@@ -132,7 +132,7 @@ def _trail(arguments: str, sources: Sequence[int], trails: Mapping[int, _Trail])
 # -- what has changed
 
 
-def bucket_remarks(old: Sequence[Bucket], new: Sequence[Bucket]) -> tuple[list[Remark], set[Scope]]:
+def bucket_remarks(old: Sequence[LaunchedBucket], new: Sequence[LaunchedBucket]) -> tuple[list[Remark], set[Scope]]:
     """Sentences on buckets merged, split, lost, gained or reordered, and the scopes that they explain."""
     remarks: list[Remark] = []
     explained: set[Scope] = set()
@@ -145,13 +145,13 @@ def bucket_remarks(old: Sequence[Bucket], new: Sequence[Bucket]) -> tuple[list[R
     return remarks, explained
 
 
-Said = tuple[Remark, Sequence[Bucket]]
+Said = tuple[Remark, Sequence[LaunchedBucket]]
 
 
 class _Change:
     """What has become of the buckets of one kind and direction."""
 
-    def __init__(self, old: Sequence[Bucket], new: Sequence[Bucket]) -> None:
+    def __init__(self, old: Sequence[LaunchedBucket], new: Sequence[LaunchedBucket]) -> None:
         self.old, self.new = old, new
         self._members = [[_told_apart(bucket.members) for bucket in side] for side in (old, new)]
         self._homes = [
@@ -182,7 +182,7 @@ class _Change:
             if not self._origins[place]:
                 yield self._gone(bucket, "gained")
 
-    def _gone(self, bucket: Bucket, verb: str) -> Said:
+    def _gone(self, bucket: LaunchedBucket, verb: str) -> Said:
         text = f"{verb} {bucket.kind} {bucket.label} of {listed(_inside(bucket, bucket.members))}"
         return Remark(Weight.BUCKET, text, bucket.about, f"{verb} {bucket.sort} buckets"), [bucket]
 
@@ -243,18 +243,20 @@ class _Change:
             groups[self._homes[1].get(member)].append(member[0])
         return groups.items()
 
-    def _members_said(self, now: Bucket, verb: str, names: Sequence[str], to: str = "") -> Remark:
+    def _members_said(self, now: LaunchedBucket, verb: str, names: Sequence[str], to: str = "") -> Remark:
         text = f"{now.kind} {now.label} {verb} {listed(names)}{to}"
         return Remark(Weight.BUCKET, text, now.about, f"{verb} members of {now.sort}")
 
-    def _reordered(self, bucket: Bucket, now: Bucket, kept: Sequence[str], order: Sequence[str]) -> Said:
+    def _reordered(
+        self, bucket: LaunchedBucket, now: LaunchedBucket, kept: Sequence[str], order: Sequence[str]
+    ) -> Said:
         was, stands = next((a, b) for a, b in zip(kept, order, strict=True) if a != b)
         stands, was = _inside(now, [stands, was])
         text = f"{now.kind} {now.label}: members in another order: {stands} where {was} was"
         return Remark(Weight.BUCKET, text, now.about, f"order of members of {now.sort}"), [bucket, now]
 
 
-def _inside(bucket: Bucket, members: Sequence[str]) -> list[str]:
+def _inside(bucket: LaunchedBucket, members: Sequence[str]) -> list[str]:
     """Names as seen from the bucket's module, if it has one."""
     prefix = f"{bucket.about}."
     if not all(member.startswith(prefix) for member in members):
@@ -277,7 +279,7 @@ def _most(homes: Counter[int]) -> int | None:
     return min(homes, key=lambda place: (-homes[place], place)) if homes else None
 
 
-def _of_several(buckets: Sequence[Bucket]) -> str:
+def _of_several(buckets: Sequence[LaunchedBucket]) -> str:
     labels = [bucket.label for bucket in buckets]
     if all(bucket.scope.is_bucket for bucket in buckets):
         return "buckets " + _few([label.removeprefix("bucket ") for label in labels])
@@ -295,7 +297,7 @@ _SLOT = re.compile(r"(?P<path>.+): at\(.*\)")
 _KINDS = {"all_gather": "AG", "reduce_scatter": "RS"}
 
 
-def payloads_of(records: Iterable[Record]) -> list[Bucket]:
+def payloads_of(records: Iterable[Record]) -> list[LaunchedBucket]:
     """The payloads of a layout."""
     found: list[tuple[str, Scope, list[str]]] = []
     for section, _, text in records:
@@ -306,7 +308,7 @@ def payloads_of(records: Iterable[Record]) -> list[Bucket]:
             found.append((_KINDS.get(space, space), scope_of((path,), "layout", is_bucket=True), []))
         elif slot and found:
             found[-1][2].append(absolute(slot["path"], layer))
-    return [Bucket(kind, scope, tuple(members)) for kind, scope, members in found]
+    return [LaunchedBucket(kind, scope, tuple(members)) for kind, scope, members in found]
 
 
 def line_remarks(old: Sequence[Record], new: Sequence[Record]) -> Iterator[Remark]:

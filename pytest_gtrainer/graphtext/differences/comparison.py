@@ -41,7 +41,7 @@ def sides_of(old: Iterable[Record], new: Iterable[Record]) -> tuple[Side, Side]:
 
 
 @dataclass(frozen=True, slots=True)
-class Pairs:
+class ValuePairs:
     """For each value of one side its place on the other, None if it has none there.
 
     Attributes:
@@ -63,19 +63,19 @@ class Pairs:
         return [place for place in self.left[1] if new.values[place].operator]
 
 
-def paired(old: Side, new: Side) -> Pairs:
+def paired(old: Side, new: Side) -> ValuePairs:
     """Pair the values of two graphs."""
-    search = _Search((old, new))
+    search = _PairSearch((old, new))
     elsewhere = search.run()
     to_new, to_old = search.partners
     places = [(place, partner) for place, partner in enumerate(to_new) if partner is not None]
-    return Pairs(to_new, to_old, places, sorted(elsewhere), search.left)
+    return ValuePairs(to_new, to_old, places, sorted(elsewhere), search.left)
 
 
 _Keys = Sequence[Hashable]
 
 
-class _Search:
+class _PairSearch:
     """The partners found so far, and the places that are left; the old side first.
 
     Keys are those of the places that are left, one list a side.
@@ -180,7 +180,7 @@ class Comparison:
 
     before: Side
     after: Side
-    pairs: Pairs
+    pairs: ValuePairs
     definitions: dict[int, int]
     others: list[tuple[int, int, Value, Value]]
     explained: frozenset[Scope] = frozenset()
@@ -257,13 +257,13 @@ def own(value: Value) -> tuple[object, ...]:
     return value.scope, value.operator, value.type, value.arguments, value.tags
 
 
-def _others(before: Side, after: Side, pairs: Pairs) -> list[tuple[int, int, Value, Value]]:
+def _others(before: Side, after: Side, pairs: ValuePairs) -> list[tuple[int, int, Value, Value]]:
     ours, theirs = before.digests.values, after.digests.values
     old, new = before.graph.values, after.graph.values
     return [(was, now, old[was], new[now]) for was, now in pairs.places if ours[was] != theirs[now]]
 
 
-def _definitions(old: Dataflow, new: Dataflow, pairs: Pairs) -> dict[int, int]:
+def _definitions(old: Dataflow, new: Dataflow, pairs: ValuePairs) -> dict[int, int]:
     """Definitions of one name stand for one another if anything uses both; else those used in the same places."""
     uses: Counter[tuple[int, int]] = Counter()
     for place in old.users:

@@ -20,7 +20,7 @@ from pytest_gtrainer.graphtext.dataflow import Dataflow, Value
 from pytest_gtrainer.graphtext.differences.comparison import Comparison, Side, own
 from pytest_gtrainer.graphtext.differences.remarks import (
     NAMESPACE,
-    Event,
+    CollectiveEvent,
     Remark,
     Weight,
     about,
@@ -39,7 +39,8 @@ def verdict(comparison: Comparison) -> Remark:
     if not comparison.same_dataflow:
         return Remark(Weight.VERDICT, f"the dataflow differs{_first_origin(comparison)}")
     is_annotated = _is_annotated(comparison)
-    moved = _moved(comparison)
+    places = [new for old, new in comparison.pairs.places if comparison.old.values[old].operator]
+    moved = len(places) - len(rising(places))
     notes = "other modules, buckets or tags" if is_annotated else ""
     if moved:
         schedule = f"other schedule ({moved} of {len(list(comparison.old.computed))} operators moved)"
@@ -62,11 +63,6 @@ def _is_annotated(comparison: Comparison) -> bool:
 def _annotations(side: Side) -> Iterator[tuple[object, ...]]:
     for digest, value in zip(side.digests.values, side.graph.values, strict=True):
         yield digest, value.scope, value.tags
-
-
-def _moved(comparison: Comparison) -> int:
-    places = [new for old, new in comparison.pairs.places if comparison.old.values[old].operator]
-    return len(places) - len(rising(places))
 
 
 def _first_origin(comparison: Comparison) -> str:
@@ -128,7 +124,7 @@ def _spelled(found: Effects, digests: Sequence[int]) -> dict[int, str]:
 
 
 _Places = Sequence[tuple[int, int]]
-_Events = Mapping[int, Event]
+_Events = Mapping[int, CollectiveEvent]
 _MOST = 2 / 3
 """The part of a layer's compute that is called most of it."""
 
@@ -258,7 +254,8 @@ def _events_against_events(comparison: Comparison, ruler: _Ruler, events: _Event
     waits = [pair for pair in still if events[pair[0]].step == "wait"]
     launches = [pair for pair in still if events[pair[0]].step == "launch"]
     held = [waits[number] for number in rising([now for _, now in waits])]
-    passed = list(_passed(launches, held)) or [*_passed(waits, held), *_out_of_order(launches)]
+    kept = [launches[number] for number in rising([now for _, now in launches])]
+    passed = list(_passed(launches, held)) or [*_passed(waits, held), *_passed(launches, kept)]
     for place, side, other in passed:
         text = f"{events[place]} moved {side} the {events[other]}"
         gist = f"{events[place].step} {events[place].collective.split()[0]} {side} event"
@@ -274,11 +271,6 @@ def _passed(events: _Places, held: _Places) -> Iterator[tuple[int, str, int]]:
             yield place, "behind", old[stands - 1]
         elif stands < was:
             yield place, "before", old[stands]
-
-
-def _out_of_order(events: _Places) -> Iterator[tuple[int, str, int]]:
-    kept = [events[number] for number in rising([now for _, now in events])]
-    return _passed(events, kept)
 
 
 def _others(comparison: Comparison, pairs: _Places) -> Remark:

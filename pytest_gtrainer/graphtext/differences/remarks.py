@@ -273,7 +273,7 @@ def _kind(operator: str) -> str | None:
     return next((short for begin, short in KINDS.items() if name.startswith(begin)), name)
 
 
-class Event(NamedTuple):
+class CollectiveEvent(NamedTuple):
     """The launch of a collective, or the wait for it."""
 
     step: str
@@ -290,20 +290,20 @@ def collectives_of(graph: Dataflow) -> Iterator[tuple[int, Value]]:
             yield place, value
 
 
-def events_of(graph: Dataflow) -> Mapping[int, Event]:
+def events_of(graph: Dataflow) -> Mapping[int, CollectiveEvent]:
     """All launches and waits, by the places of the values; collectives of one name are counted."""
     names: dict[int, str] = {}
-    events: dict[int, Event] = {}
+    events: dict[int, CollectiveEvent] = {}
     seen: Counter[str] = Counter()
     for place, value in collectives_of(graph):
         if (kind := kind_of(value)) is not None:
             label = f"{kind} {module_of(value.scope)}".rstrip() + ("/bwd" if value.scope.space == "bwd" else "")
             seen[label] += 1
             names[place] = label if seen[label] == 1 else f"{label}#{seen[label]}"
-            events[place] = Event("launch", names[place])
+            events[place] = CollectiveEvent("launch", names[place])
         else:
             source = next((names[source] for source in value.sources if source in names), reference_to(value))
-            events[place] = Event("wait", source)
+            events[place] = CollectiveEvent("wait", source)
     return events
 
 

@@ -16,9 +16,9 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 
-from pytest_gtrainer.graphtext import dataflow, differences, extents, paths, references, statements
+from pytest_gtrainer.graphtext import dataflow, differences, equivalence, sections, syntax
 
-LIMIT = 2.0
+LIMIT = 4.0
 _OPERATORS = ("mul", "add", "sub", "div", "maximum")
 
 
@@ -91,7 +91,7 @@ def cases(nodes: int) -> Mapping[str, tuple[list[str], list[str]]]:
 
 def forget() -> None:
     """Empty the caches of what texts say."""
-    for module in (dataflow, extents, paths, references, statements):
+    for module in (dataflow, equivalence, sections, syntax):
         for function in vars(module).values():
             if hasattr(function, "cache_clear"):
                 function.cache_clear()

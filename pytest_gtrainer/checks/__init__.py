@@ -21,6 +21,6 @@ knows, a module that the graph does not have, a name that nothing has captured, 
 from __future__ import annotations
 
 from pytest_gtrainer.checks.checker import GraphChecker, assert_graph, check_graph
-from pytest_gtrainer.checks.errors import CheckError, CheckFailure
+from pytest_gtrainer.checks.subject import CheckError, CheckFailure
 
 __all__ = ["CheckError", "CheckFailure", "GraphChecker", "assert_graph", "check_graph"]

@@ -1,23 +1,99 @@
-"""Patterns of a call's arguments: ``(g, _, ..., [a, b], 2.0, "avg", fsdp, dtype=bf16, t(layers.0.w))``.
+"""Patterns of operators and of a call's arguments.
 
-A bare word stands for a value that a check has captured, a graph input, a word of graph text
-(``bf16``, ``contiguous_format``) or a process group's symbol, depending on what stands there.
+An operator is named ``mm``, ``aten.mm``, ``aten.add.Tensor``, ``_c10d_functional.*``, ``output``. Arguments are
+``(g, _, ..., [a, b], 2.0, "avg", fsdp, dtype=bf16, t(layers.0.w))``. A bare word stands for a value that a check
+has captured, a graph input, a word of graph text (``bf16``, ``contiguous_format``) or a process group's symbol,
+depending on what stands there.
 """
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
 from torch import fx
 
-from pytest_gtrainer.checks.operators import OperatorPattern
-from pytest_gtrainer.checks.subject import Subject
+from pytest_gtrainer._torch.graph_text import higher_order_operators, operator_names
+from pytest_gtrainer.checks.subject import CheckError, Subject
+from pytest_gtrainer.graphtext.header import nearest
+from pytest_gtrainer.graphtext.literals import CONSTANTS, spell_dtype
 from pytest_gtrainer.graphtext.operators import operator_of
 from pytest_gtrainer.graphtext.scopes import is_item
-from pytest_gtrainer.graphtext.vocabulary import CONSTANTS, spell_dtype
+
+OUTPUT = "output"
+
+
+@dataclass(frozen=True, slots=True)
+class OperatorPattern:
+    """The name of an operator: its last word alone, or its path, with or without the overload."""
+
+    text: str
+
+    def matches(self, node: fx.Node) -> bool:
+        if node.op == "output" or self.text == OUTPUT:
+            return node.op == self.text
+        found = operator_of(node)
+        return _fits(self.text, found.text.split("."), found.short)
+
+    def check(self, used: Sequence[fx.Node]) -> None:
+        """Raises ``CheckError`` if neither the graph nor torch has such an operator."""
+        if self.text == OUTPUT or any(self.matches(node) for node in used):
+            return
+        if not _is_known(self.text):
+            last = self.text.removesuffix(".default").rpartition(".")[2]
+            hint = nearest(last, {name for _, name, _ in _registered()})
+            raise CheckError(f"no operator is called {self.text!r}{hint}")
+
+
+def _fits(pattern: str, path: Sequence[str], name: str) -> bool:
+    """Whether a pattern names an operator: one word is its name, more are the beginning of its path.
+
+    >>> path = ["aten", "add", "Tensor"]
+    >>> [_fits(text, path, "add") for text in ("add", "aten.add", "aten.add.Tensor", "aten.*", "Tensor", "aten.a")]
+    [True, True, True, True, False, False]
+    >>> _fits("aten.mm.default", ["aten", "mm"], "mm"), _fits("aten.add.default", path, "add")
+    (True, False)
+    """
+    parts = pattern.split(".")
+    if len(parts) == 1:
+        return fnmatchcase(name, pattern)
+    if len(parts) > len(path) and parts[-1] == "default":
+        parts.pop()
+    return len(parts) <= len(path) and all(map(fnmatchcase, path, parts))
+
+
+def _is_known(pattern: str) -> bool:
+    home, _, name = pattern.rpartition(".")
+    if any(_fits(pattern, path, path[1]) for path in _registered()):
+        return True
+    if home in ("", "operator") and hasattr(operator, name):
+        return True
+    if home in ("", "method") and hasattr(torch.Tensor, name):
+        return True
+    if home.startswith("torch"):
+        return _attribute_exists(pattern)
+    return any(_fits(pattern, ("hop", known), known) for known in higher_order_operators())
+
+
+def _attribute_exists(path: str) -> bool:
+    found: object = torch
+    for part in path.split(".")[1:]:
+        found = getattr(found, part, None)
+    return found is not None
+
+
+def _registered() -> list[tuple[str, str, str]]:
+    """Namespace, name and overload of every operator of the dispatcher."""
+    found = []
+    for spelled in operator_names():
+        namespace, _, rest = spelled.partition("::")
+        name, _, overload = rest.partition(".")
+        found.append((namespace, name, overload or "default"))
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +154,7 @@ class List:
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class CallPattern:
     """A call: of a checked node, or of an operand that no check has captured."""
 
     operator: OperatorPattern
@@ -90,7 +166,7 @@ class Call:
         return f"{self.operator.text}({', '.join(told)})"
 
 
-Argument = Any_ | Rest | Literal | Device | Name | List | Call
+Argument = Any_ | Rest | Literal | Device | Name | List | CallPattern
 
 
 def check_argument(pattern: Argument, subject: Subject) -> None:
@@ -103,13 +179,13 @@ def check_argument(pattern: Argument, subject: Subject) -> None:
     elif isinstance(pattern, List):
         for item in pattern.items:
             check_argument(item, subject)
-    elif isinstance(pattern, Call):
+    elif isinstance(pattern, CallPattern):
         pattern.operator.check(subject.schedule)
         for item in (*pattern.arguments, *(value for _, value in pattern.keywords)):
             check_argument(item, subject)
 
 
-def call_mismatch(pattern: Call, node: fx.Node, subject: Subject) -> str | None:
+def call_mismatch(pattern: CallPattern, node: fx.Node, subject: Subject) -> str | None:
     """Where a node's arguments differ from a call's, in words; None if they do not."""
     if node.op == "output":
         results = node.args[0] if isinstance(node.args[0], list | tuple) else node.args
@@ -140,12 +216,12 @@ def mismatch(pattern: Argument, value: Any, subject: Subject, *, is_group: bool 
         if not isinstance(value, list | tuple):
             return f"it is {_shown(value, subject)}, expected the list {pattern}"
         return _items_mismatch(pattern.items, value, [False] * len(value), subject)
-    if isinstance(pattern, Call):
+    if isinstance(pattern, CallPattern):
         return _nested_mismatch(pattern, value, subject)
     return None if _is(pattern, value, subject) else f"it is {_shown(value, subject)}, expected {pattern}"
 
 
-def _nested_mismatch(pattern: Call, value: Any, subject: Subject) -> str | None:
+def _nested_mismatch(pattern: CallPattern, value: Any, subject: Subject) -> str | None:
     if not isinstance(value, fx.Node) or value not in subject.place or not pattern.operator.matches(value):
         return f"it is {_shown(value, subject)}, expected {pattern}"
     found = call_mismatch(pattern, value, subject)
@@ -220,5 +296,5 @@ def names_in(patterns: Iterable[Argument]) -> Iterable[str]:
             yield pattern.text
         elif isinstance(pattern, List):
             yield from names_in(pattern.items)
-        elif isinstance(pattern, Call):
+        elif isinstance(pattern, CallPattern):
             yield from names_in((*pattern.arguments, *(value for _, value in pattern.keywords)))

@@ -11,12 +11,20 @@ from typing import TypedDict, Unpack
 import torch
 from torch import fx
 
-from pytest_gtrainer.checks.check import Check, Pattern
-from pytest_gtrainer.checks.errors import CheckError
+from pytest_gtrainer.checks.arguments import OperatorPattern
 from pytest_gtrainer.checks.matcher import Matcher, run_checks
-from pytest_gtrainer.checks.operators import OperatorPattern
-from pytest_gtrainer.checks.predicates import HasType, InBucket, InDirection, InModule, Predicate, UsedBy, Where
-from pytest_gtrainer.checks.subject import Subject
+from pytest_gtrainer.checks.predicates import (
+    Check,
+    HasType,
+    InBucket,
+    InDirection,
+    InModule,
+    Pattern,
+    Predicate,
+    UsedBy,
+    Where,
+)
+from pytest_gtrainer.checks.subject import CheckError, Subject
 from pytest_gtrainer.checks.syntax import parse_check, parse_pattern
 
 _HERE = os.path.dirname(__file__)

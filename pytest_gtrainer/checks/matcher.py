@@ -1,4 +1,4 @@
-"""The search: where it stands, what it has captured, which `never` still waits for its end.
+"""The search, and its failures in words: the check, where the search stood, what came nearest and how it differs.
 
 A ``then`` takes the first node that matches behind the last match, and does not come back to it,
 as FileCheck does. So the cost is one walk over the schedule for a run of checks, and one for
@@ -7,12 +7,13 @@ each ``count`` and ``start``.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
-from pytest_gtrainer.checks import report
-from pytest_gtrainer.checks.check import Check
-from pytest_gtrainer.checks.errors import CheckError
-from pytest_gtrainer.checks.subject import Subject
+from pytest_gtrainer.checks.predicates import Check
+from pytest_gtrainer.checks.subject import CheckError, CheckFailure, Subject
+
+_MOST = 8
+"""A failure shows so many nodes of a count."""
 
 
 def run_checks(subject: Subject, checks: Iterable[Check]) -> None:
@@ -34,6 +35,7 @@ class Matcher:
 
     def __init__(self, subject: Subject) -> None:
         self._subject = subject
+        self._schedule = subject.schedule
         self._at = -1  # the last match's place in the schedule
         self._waiting: list[Check] = []
         self._last: Check | None = None
@@ -70,9 +72,9 @@ class Matcher:
 
     def _end_waiting(self) -> None:
         __tracebackhide__ = True
-        if self._waiting and self._at == len(self._subject.schedule) - 1:
+        if self._waiting and self._at == len(self._schedule) - 1:
             raise CheckError(f"{self._waiting[0]}\nnothing follows the graph's output, so this `never` cannot fail")
-        self._judge_waiting(len(self._subject.schedule))
+        self._judge_waiting(len(self._schedule))
 
     def _judge_waiting(self, end: int) -> None:
         """No node from behind the last match up to ``end`` may match a waiting `never`."""
@@ -80,37 +82,44 @@ class Matcher:
         for check in self._waiting:
             for place in range(self._at + 1, end):
                 if self._matches(check, place):
-                    raise report.forbidden(check, self._subject, self._at, place, end)
+                    since = f"the match at {self._at}" if self._at >= 0 else "the start"
+                    upto = "the end" if end == len(self._schedule) else f"the match at {end}"
+                    told = f"it matches between {since} and {upto}\n{self._subject.line(place)}"
+                    raise self._failure(check, told)
         self._waiting.clear()
 
     def _matches(self, check: Check, place: int) -> bool:
-        return check.pattern.matches(self._subject.schedule[place], self._subject)
+        return check.pattern.matches(self._schedule[place], self._subject)
 
     def _arrive(self, check: Check, place: int) -> None:
         self._at = place
-        self._capture(check)
-
-    def _capture(self, check: Check) -> None:
         if check.pattern.name:
-            self._subject.captures[check.pattern.name] = self._subject.schedule[self._at]
+            self._subject.captures[check.pattern.name] = self._schedule[place]
 
     # -- kinds of checks
 
     def _then(self, check: Check) -> None:
         __tracebackhide__ = True
-        for place in range(self._at + 1, len(self._subject.schedule)):
+        for place in range(self._at + 1, len(self._schedule)):
             if self._matches(check, place):
                 self._judge_waiting(place)
                 return self._arrive(check, place)
-        raise report.not_found(check, self._subject, self._at)
+        stood = "no node matches; the search began at the graph's first node"
+        if self._at >= 0:
+            stood = f"no node matches behind the last match, which is\n{self._subject.line(self._at)}"
+        raise self._failure(check, stood, *self._nearest(check, self._at))
 
     def _next(self, check: Check) -> None:
         __tracebackhide__ = True
         if self._waiting:
             raise CheckError(f"between a match and its next node there is nothing, so `{self._waiting[0]}` cannot fail")
         place = self._at + 1
-        if place == len(self._subject.schedule) or not self._matches(check, place):
-            raise report.other_next(check, self._subject, place)
+        if place == len(self._schedule):
+            raise self._failure(check, "nothing follows the graph's output")
+        if not self._matches(check, place):
+            later = next((p for p in range(len(self._schedule)) if self._matches(check, p)), None)
+            told = [] if later is None else [f"a node that matches stands at\n{self._subject.line(later)}"]
+            raise self._failure(check, f"the next node does not match\n{self._differing(check, place)}", *told)
         self._arrive(check, place)
 
     def _same(self, check: Check) -> None:
@@ -118,16 +127,46 @@ class Matcher:
         if self._at < 0:
             raise CheckError("`same` speaks of the last match, and there is none yet: begin with `then` or `next`")
         if not self._matches(check, self._at):
-            raise report.not_same(check, self._subject, self._at)
-        self._capture(check)
+            raise self._failure(check, f"the last match is not such a node\n{self._differing(check, self._at)}")
+        self._arrive(check, self._at)
 
     def _count(self, check: Check) -> None:
         __tracebackhide__ = True
-        found = [place for place in range(len(self._subject.schedule)) if self._matches(check, place)]
+        found = [place for place in range(len(self._schedule)) if self._matches(check, place)]
         if len(found) != check.number:
-            raise report.other_count(check, self._subject, found)
+            lines = [self._subject.line(place) for place in found[:_MOST]]
+            lines += [f"and {len(found) - _MOST} more"] if len(found) > _MOST else []
+            told = "\n".join([f"the graph has {len(found)}", *lines])
+            raise self._failure(check, told, *self._nearest(check, -1, besides=found))
 
     def _start(self, check: Check) -> None:
         __tracebackhide__ = True
         self._end_waiting()
         self._at = -1
+
+    # -- failures
+
+    def _failure(self, check: Check, *paragraphs: str) -> CheckFailure:
+        subject = self._subject
+        places = {name: subject.place[subject.captures[name]] for name in check.pattern.captures_used(subject)}
+        used = [f"{name} is\n{subject.line(place)}" for name, place in places.items()]
+        return CheckFailure("\n".join([str(check), *paragraphs, *used]))
+
+    def _differing(self, check: Check, place: int) -> str:
+        """A node, and below it how it differs."""
+        words = check.pattern.differences(self._schedule[place], self._subject)
+        return "\n".join([self._subject.line(place), *(f"        {line}" for line in words)])
+
+    def _nearest(self, check: Check, at: int, besides: Sequence[int] = ()) -> list[str]:
+        """The node of that operator that differs least; of equals the first behind the search's beginning."""
+        pattern, subject = check.pattern, self._subject
+        places = [
+            p for p, node in enumerate(self._schedule) if pattern.has_operator(node, subject) and p not in besides
+        ]
+        if not places:
+            return [] if besides else ["no node of the graph has that operator"]
+        distance = {place: len(pattern.differences(self._schedule[place], subject)) for place in places}
+        best = min(places, key=lambda place: (distance[place], place <= at, place))
+        if distance[best] == 0:
+            return [f"a node that matches stands before that\n{subject.line(best)}"]
+        return [f"the nearest is\n{self._differing(check, best)}"]

@@ -1,4 +1,4 @@
-"""Predicates of a pattern: each says in words how a node differs, or nothing."""
+"""Predicates of a pattern, each of which says in words how a node differs; patterns, and checks made of them."""
 
 from __future__ import annotations
 
@@ -9,12 +9,18 @@ from types import EllipsisType
 import torch
 from torch import fx
 
-from pytest_gtrainer.checks.arguments import Call, call_mismatch, check_argument, names_in
-from pytest_gtrainer.checks.errors import CheckError
-from pytest_gtrainer.checks.operators import OUTPUT, OperatorPattern
-from pytest_gtrainer.checks.subject import Subject, is_called, is_within, users_of
+from pytest_gtrainer.checks.arguments import (
+    OUTPUT,
+    CallPattern,
+    OperatorPattern,
+    call_mismatch,
+    check_argument,
+    names_in,
+)
+from pytest_gtrainer.checks.subject import CheckError, Subject, is_called, is_within
+from pytest_gtrainer.graphtext.literals import spell_dtype
 from pytest_gtrainer.graphtext.operators import operator_of
-from pytest_gtrainer.graphtext.vocabulary import spell_dtype
+from pytest_gtrainer.graphtext.scopes import users_of
 
 Extent = int | None | EllipsisType
 """An extent, None for any one, ``...`` for any number of them."""
@@ -54,7 +60,7 @@ class IsOperator(Predicate):
 
 @dataclass(frozen=True, slots=True)
 class HasArguments(Predicate):
-    call: Call
+    call: CallPattern
 
     def check(self, subject: Subject) -> None:
         check_argument(self.call, subject)
@@ -240,3 +246,70 @@ def _extent_fits(found: object, wanted: Extent) -> bool:
 def _extents(extents: Sequence[object]) -> str:
     told = ["_" if e is None else "..." if e is ... else str(e) for e in extents]
     return f"[{', '.join(told) or '()'}]"
+
+
+KINDS = ("then", "next", "same", "never", "count", "start")
+
+
+@dataclass(frozen=True, slots=True)
+class Pattern:
+    """What a node must be, operator first, and the name under which a match is captured."""
+
+    predicates: tuple[Predicate, ...] = ()
+    name: str | None = None
+
+    def check(self, subject: Subject) -> None:
+        """Raises ``CheckError`` if no node can fit."""
+        for predicate in self.predicates:
+            predicate.check(subject)
+
+    def differences(self, node: fx.Node, subject: Subject) -> list[str]:
+        """How a node differs, in words; of another operator that alone is told."""
+        found = []
+        for predicate in self.predicates:
+            words = predicate.difference(node, subject)
+            if words is not None:
+                found.append(words)
+                if isinstance(predicate, IsOperator):
+                    break
+        return found
+
+    def matches(self, node: fx.Node, subject: Subject) -> bool:
+        return all(predicate.difference(node, subject) is None for predicate in self.predicates)
+
+    def has_operator(self, node: fx.Node, subject: Subject) -> bool:
+        """Whether the node's operator is the one that is asked for, if any is."""
+        return all(p.difference(node, subject) is None for p in self.predicates if isinstance(p, IsOperator))
+
+    def captures_used(self, subject: Subject) -> Iterable[str]:
+        """The captured names that the pattern speaks of."""
+        words = dict.fromkeys(word for predicate in self.predicates for word in predicate.names())
+        return [word for word in words if word in subject.captures]
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """What is asked of a graph.
+
+    Attributes:
+        kind: one of ``KINDS``; number: of a ``count``.
+        text: as written; place: file and line.
+    """
+
+    kind: str
+    pattern: Pattern
+    text: str
+    place: str
+    number: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.kind == "start":
+            if self.pattern != Pattern():
+                raise CheckError("`start` stands alone: it sends the search back to the first node")
+        elif not self.pattern.predicates:
+            raise CheckError(f"this `{self.kind}` says nothing of the node, so it checks nothing")
+        if self.pattern.name and self.kind in ("never", "count"):
+            raise CheckError(f"`{self.kind}` finds no one node that could be called {self.pattern.name!r}")
+
+    def __str__(self) -> str:
+        return f"{self.place}: {self.text}"

@@ -1,19 +1,25 @@
-"""The graph that is checked: its schedule, and what names in checks stand for."""
+"""The graph that is checked: its schedule, and what names in checks stand for; what goes wrong with a check."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from fnmatch import fnmatchcase
 
 from torch import fx
 
-from pytest_gtrainer.checks.errors import CheckError
 from pytest_gtrainer.graph.nodes import BACKWARD, FORWARD, direction
-from pytest_gtrainer.graphtext.errors import nearest
-from pytest_gtrainer.graphtext.groups import groups_of
-from pytest_gtrainer.graphtext.operators import operator_of
+from pytest_gtrainer.graphtext.header import nearest
+from pytest_gtrainer.graphtext.operators import groups_of, operator_of
 from pytest_gtrainer.graphtext.rendering import records
-from pytest_gtrainer.graphtext.scopes import Scopes, is_computed, is_item, scopes_of
+from pytest_gtrainer.graphtext.scopes import is_computed, is_item, scopes_of
+
+
+class CheckError(ValueError):
+    """A check that cannot be read, cannot match or cannot fail; says where it stands and the way out."""
+
+
+class CheckFailure(AssertionError):
+    """A graph is not as a check says; the message names the check, where the search stood, and what came nearest."""
 
 
 def is_within(fqn: str, pattern: str) -> bool:
@@ -59,7 +65,8 @@ class Subject:
         self.captures: dict[str, fx.Node] = {}
         self.groups = groups_of(gm, mesh or {})
         self._scopes = scopes_of(nodes)
-        self._modules = _owners(self._scopes) | (_owners(scopes_of(before.graph.nodes)) if before else set())
+        all_scopes = [self._scopes, *([scopes_of(before.graph.nodes)] if before else [])]
+        self._modules = {fqn for scopes in all_scopes for scope in scopes.of.values() for fqn in scope.owners}
         self._lines: list[str] = []
 
     # -- where nodes belong
@@ -139,16 +146,3 @@ class Subject:
             computed = [record for record in told if record.section.partition(".")[0] in (FORWARD, BACKWARD)]
             self._lines = [*map(str, computed), "output"]
         return self._lines
-
-
-def _owners(scopes: Scopes) -> set[str]:
-    return {fqn for scope in scopes.of.values() for fqn in scope.owners}
-
-
-def users_of(node: fx.Node) -> Iterable[fx.Node]:
-    """Who uses a node, or an item of it."""
-    for user in node.users:
-        if is_item(user):
-            yield from users_of(user)
-        else:
-            yield user

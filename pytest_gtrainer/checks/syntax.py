@@ -13,16 +13,26 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 
-from pytest_gtrainer.checks.arguments import Any_, Argument, Call, Device, List, Literal, Name, Rest
-from pytest_gtrainer.checks.check import KINDS, Check, Pattern
-from pytest_gtrainer.checks.errors import CheckError
-from pytest_gtrainer.checks.operators import OperatorPattern
+from pytest_gtrainer.checks.arguments import (
+    Any_,
+    Argument,
+    CallPattern,
+    Device,
+    List,
+    Literal,
+    Name,
+    OperatorPattern,
+    Rest,
+)
 from pytest_gtrainer.checks.predicates import (
+    KINDS,
+    Check,
     ComesFrom,
     Extent,
     HasArguments,
@@ -31,12 +41,56 @@ from pytest_gtrainer.checks.predicates import (
     InDirection,
     InModule,
     IsOperator,
+    Pattern,
     Predicate,
     UsedBy,
 )
-from pytest_gtrainer.checks.tokens import END, Token, tokens_of
-from pytest_gtrainer.graphtext.errors import nearest
-from pytest_gtrainer.graphtext.vocabulary import DTYPE_OF
+from pytest_gtrainer.checks.subject import CheckError
+from pytest_gtrainer.graphtext.header import nearest
+from pytest_gtrainer.graphtext.literals import DTYPE_OF
+
+_TOKEN = re.compile(
+    r"""\s*(?:
+      (?P<string> "[^"]*" | '[^']*')
+    | (?P<number> -?(?:\d+(?:\.\d+)?(?:[eE][-+]?\d+)?|inf\b|nan\b))
+    | (?P<mark>   -> | \.\.\. | [()\[\],=])
+    | (?P<word>   [A-Za-z_*](?:-(?!>)|[\w*])* (?:\.(?:-(?!>)|[\w*])+)*)
+    )""",
+    re.VERBOSE,
+)
+
+
+class Token(NamedTuple):
+    """A word, a number, a string, or a mark of punctuation; "end" behind the last."""
+
+    kind: str
+    text: str
+
+
+END = Token("end", "")
+
+
+def tokens_of(text: str) -> list[Token]:
+    """The tokens of a text, ``END`` behind them.
+
+    >>> [token.text for token in tokens_of("aten.mm(g, ...) -> f32[2] in layers.*")]
+    ['aten.mm', '(', 'g', ',', '...', ')', '->', 'f32', '[', '2', ']', 'in', 'layers.*', '']
+
+    Raises:
+        CheckError: a character that no check has.
+    """
+    found: list[Token] = []
+    place = 0
+    text = text.rstrip()
+    while place < len(text):
+        match = _TOKEN.match(text, place)
+        if match is None or match.lastgroup is None:
+            raise CheckError(f"{text[place:].lstrip()[:1]!r} at column {place + 1} is not part of a check")
+        shown = match[match.lastgroup]
+        found.append(Token(match.lastgroup, shown[1:-1] if match.lastgroup == "string" else shown))
+        place = match.end()
+    return [*found, END]
+
 
 CLAUSES = ("in", "->", "from", "used", "as")
 _CONSTANTS = {"None": None, "True": True, "False": False}
@@ -207,11 +261,11 @@ class _Reader:
 
     # -- arguments
 
-    def _arguments(self, operator: OperatorPattern) -> Call:
+    def _arguments(self, operator: OperatorPattern) -> CallPattern:
         items = self._until(")", self._argument_or_keyword)
         values = tuple(value for name, value in items if name is None)
         keywords = tuple((name, value) for name, value in items if name is not None)
-        return Call(operator, _with_one_rest(values), keywords)
+        return CallPattern(operator, _with_one_rest(values), keywords)
 
     def _argument_or_keyword(self) -> tuple[str | None, Argument]:
         is_keyword = self._next.kind == "word" and self._tokens[self._at + 1].text == "="

@@ -111,7 +111,7 @@ class Golden:
 
     def _unfaithful(self, value: Any, claim: Claim) -> str | None:
         """Why a graph's text is not to be written: it would be read back as another graph."""
-        from pytest_gtrainer.graphtext.faithful import unfaithful
+        from pytest_gtrainer.graphtext.parsing import unfaithful
 
         spec = spec_of(self._item)
         where = unfaithful(getattr(value, "gm", value), claim.text, mesh=spec.mesh if spec else None)
@@ -120,7 +120,7 @@ class Golden:
         )
 
     def _layout_text(self, layout: Any) -> str:
-        from pytest_gtrainer.graphtext.layout_view import render_layout
+        from pytest_gtrainer.graphtext.rendering import render_layout
 
         spec = spec_of(self._item)
         return render_layout(layout, header=self._header(), mesh=spec.mesh if spec else None)

@@ -28,25 +28,24 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from pytest_gtrainer.graphtext.errors import TextError
+from pytest_gtrainer.graphtext.header import TextError
 from pytest_gtrainer.graphtext.sections import Record
 from pytest_gtrainer.graphtext.unfolding import unfold
 
 if TYPE_CHECKING:
     from pytest_gtrainer.graphtext.differences import diff
-    from pytest_gtrainer.graphtext.digested import constants
-    from pytest_gtrainer.graphtext.layout_view import render_layout
+    from pytest_gtrainer.graphtext.literals import constants
     from pytest_gtrainer.graphtext.parsing import parse
-    from pytest_gtrainer.graphtext.rendering import records, render
+    from pytest_gtrainer.graphtext.rendering import records, render, render_layout
 
 __all__ = ["Record", "TextError", "constants", "diff", "parse", "records", "render", "render_layout", "unfold"]
 _HOME = {
-    "constants": "digested",
+    "constants": "literals",
     "diff": "differences",
     "parse": "parsing",
     "records": "rendering",
     "render": "rendering",
-    "render_layout": "layout_view",
+    "render_layout": "rendering",
 }
 
 

@@ -7,25 +7,40 @@ layers it stands for.
 
 from __future__ import annotations
 
+import ast
+import functools
 import re
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from pytest_gtrainer.graphtext.errors import TextError
-from pytest_gtrainer.graphtext.references import (
+from pytest_gtrainer.graphtext.header import TextError
+from pytest_gtrainer.graphtext.sections import Layer, Record, Scope, SectionKey, scope_of
+from pytest_gtrainer.graphtext.syntax import (
+    AT,
+    CHUNK,
     COMPUTED_SPACES,
+    HOLE,
     INPUT_SPACES,
-    Reference,
-    Scope,
+    SYMBOL,
+    UNREADABLE,
+    InputKey,
+    LinePlace,
+    Origin,
+    Statement,
+    Template,
     absolute,
-    dotted,
-    place_of,
-    scope_of,
+    input_key_at,
+    is_input,
+    key_of,
+    links_of,
+    operand_template,
+    scope_at,
+    statement,
+    type_template,
 )
-from pytest_gtrainer.graphtext.sections import Record
-from pytest_gtrainer.graphtext.statements import HOLE, SYMBOL, Statement, argument_parts, statement, type_parts
 from pytest_gtrainer.graphtext.unfolding import unfold
 
 _DEFINITION = re.compile(r"(?P<name>\w+) = (?P<value>.*)")
@@ -117,27 +132,28 @@ class Dataflow:
 
 def dataflow(records: Iterable[Record]) -> Dataflow:
     """The values of a graph; what a reference does not find is taken as a literal."""
-    return _Reader().read(records)
+    with warnings.catch_warnings(action="ignore"):  # an odd escape in a string is no news to anybody
+        return _Resolver().read(records)
 
 
-class _Tables(dict[tuple[str | None, str], Mapping[str, int]]):
-    """Where a name is looked up, by the space and path that stand before it, as seen from one heading."""
+class _Tables(dict[str, Mapping[str, int]]):
+    """Where a name is looked up, by what stands before it, as seen from one heading."""
 
-    def __init__(self, find: Callable[[str | None, str], Mapping[str, int]]) -> None:
+    def __init__(self, find: Callable[[str], Mapping[str, int]]) -> None:
         self._find = find
 
-    def __missing__(self, origin: tuple[str | None, str]) -> Mapping[str, int]:
-        table = self[origin] = self._find(*origin)
+    def __missing__(self, origin: str) -> Mapping[str, int]:
+        table = self[origin] = self._find(origin)
         return table
 
 
-class _Reader:
+class _Resolver:
     """Resolves names in one walk over the records."""
 
     def __init__(self) -> None:
         self._made = Dataflow()
         self._defined: dict[str, int] = {}
-        self._inputs: dict[tuple[str, str], int] = {}
+        self._inputs: dict[InputKey, int] = {}
         self._names: dict[Scope, dict[str, int]] = {}
         self._here: dict[tuple[str, str], tuple[Scope, dict[str, int], _Tables]] = {}
         self._symbols: dict[str, Symbol] = {}
@@ -146,18 +162,17 @@ class _Reader:
         self._record = 0
 
     def read(self, records: Iterable[Record]) -> Dataflow:
-        section, space = "", ""
+        section, key = "", SectionKey("", None)
         for self._record, record in enumerate(records):
             if record.section is not section:
-                section = record.section
-                space = place_of(section).space
-            if space in COMPUTED_SPACES and (parts := statement(record.text)) is not None:
-                self._computed(record, parts)
-            elif space in INPUT_SPACES and ": " in record.text:
-                self._input(record)
-            elif space == "out":
-                self._result(record)
-            elif record.section == "":
+                section, key = record.section, key_of(record.section)
+            if key.space in COMPUTED_SPACES and (parts := statement(record.text)) is not None:
+                self._computed(record, key, parts)
+            elif key.space in INPUT_SPACES and ": " in record.text:
+                self._input(record, key)
+            elif key.space == "out":
+                self._result(record, key)
+            elif section == "":
                 self._head(record)
             else:
                 self._made.others.append(record)
@@ -196,51 +211,61 @@ class _Reader:
 
     # -- values
 
-    def _input(self, record: Record) -> None:
+    def _input(self, record: Record, key: SectionKey) -> None:
         self._end_body()
         self._here.clear()  # as what it is called may have been looked for
         name, _, kind = record.text.partition(": ")
-        space, layer = place_of(record.section)
-        path = absolute(name[1:].removeprefix("."), layer) if name[:1] == space else name
-        typed, symbols = type_parts(kind)
+        typed = type_template(kind)
         place = len(self._made.values)
-        self._inputs[space, path] = place
+        try:
+            _, path, repeat = source = input_key_at(links_of(name))(key.layer)
+        except UNREADABLE:
+            _, path, repeat = source = key.space, name, 0
+        self._inputs[source] = place
         self._made.inputs.append(place)
-        operands = self._noted(tuple([self._symbol(symbol, record.section, place) for symbol in symbols]))
-        self._made.values.append(Value(Scope(space, path), "", "", typed, "", operands, (), "", self._record))
+        operands = self._noted(tuple([self._symbol(symbol, key.layer, place) for symbol in typed.symbols]))
+        scope = scope_of((f"{path}.#{repeat}" if repeat else path,), key.space)
+        self._made.values.append(Value(scope, "", "", typed.text, "", operands, (), "", self._record))
 
-    def _computed(self, record: Record, parts: Statement) -> None:
+    def _computed(self, record: Record, key: SectionKey, parts: Statement) -> None:
         if self._body is not None:
             self._end_body()
         section, heading, _ = record
-        name, kind, symbols, tags, operator, arguments, references, sizes = parts
-        scope, names, tables = self._here.get((section, heading)) or self._enter(section, heading)
+        name, (kind, _, symbols), tags, operator, (arguments, references, sizes) = parts
+        here = self._here.get((section, heading))
+        if here is None:
+            scope = _scope_under(key, heading)
+            names = self._names.setdefault(scope, {})
+            here = self._here[section, heading] = scope, names, self._tables(key, names)
+        scope, names, tables = here
         place = len(self._made.values)
-        found = tuple([tables[space, path].get(known) for space, path, known, _ in references])
+        found = tuple([tables[origin].get(known) for origin, known in references])
         operands: tuple[Operand, ...] = found  # type: ignore[assignment]  # all of them, as mostly
         sources: tuple[int, ...] = found  # type: ignore[assignment]
         if None in found or symbols or sizes:
-            operands = self._all_operands(parts, found, section)
+            typed = [self._symbol(symbol, key.layer, place) for symbol in symbols]
+            operands = self._noted((*typed, *self._completed(parts.arguments, found, key.layer, place)))
             sources = tuple([known for known in operands if isinstance(known, int) and known >= 0])
         if tags:
             self._made.tagged.append(place)
-            tags = absolute(tags, place_of(section).layer) if "(" in tags else tags
+            tags = _absolute_tags(tags, key.layer) if "(" in tags else tags
         self._made.values.append(Value(scope, name, operator, kind, arguments, operands, sources, tags, self._record))
         names[name] = place
 
-    def _enter(self, section: str, heading: str) -> tuple[Scope, dict[str, int], _Tables]:
-        scope = scope_of(section, heading)
-        names = self._names.setdefault(scope, {})
-        here = self._here[section, heading] = scope, names, self._tables(section, names)
-        return here
+    def _completed(
+        self, template: Template, found: Sequence[int | None], layer: Layer | None, place: int
+    ) -> list[Operand]:
+        """What stands in the holes of arguments, given the values that were found; then their symbols."""
+        pairs = zip(template.references, found, strict=True)
+        operands = [self._unfound(known, layer) if value is None else value for known, value in pairs]
+        return [*operands, *[self._symbol(symbol, layer, place) for symbol in template.symbols]]
 
-    def _all_operands(self, parts: Statement, found: Sequence[int | None], section: str) -> tuple[Operand, ...]:
-        """The operands with symbols, and with what stands for references that were not found."""
-        place = len(self._made.values)
-        typed = [self._symbol(symbol, section, place) for symbol in parts.symbols]
-        operands = self._completed(parts.references, found, section)
-        sizes = [self._symbol(size, section, place) for size in parts.sizes]
-        return self._noted((*typed, *operands, *sizes))
+    def _unfound(self, known: Origin, layer: Layer | None) -> Operand:
+        """What stands for a reference that names no value: a definition, or a literal."""
+        origin, name = known
+        if not origin and name in self._defined:
+            return self._defined[name]
+        return absolute(f"{origin}.{name}" if origin and name else origin or name, layer)
 
     def _noted(self, operands: tuple[Operand, ...]) -> tuple[Operand, ...]:
         """The operands of the next value, which is a user of definitions if one is among them."""
@@ -248,66 +273,81 @@ class _Reader:
             self._made.users.append(len(self._made.values))
         return operands
 
-    def _symbol(self, text: str, section: str, place: int) -> Operand:
+    def _symbol(self, text: str, layer: Layer | None, place: int) -> Operand:
         """A symbol belongs to the value that first mentions it."""
         if text in self._defined:
             return self._defined[text]
-        name = absolute(text, place_of(section).layer)
+        name = absolute(text, layer)
         known = self._symbols.get(name)
         if known is None:
             known = self._symbols[name] = Symbol(place, self._brought[place])
             self._brought[place] += 1
         return known
 
-    def _completed(self, references: Sequence[Reference], found: Sequence[int | None], section: str) -> list[Operand]:
-        """What references stand for, given the values that were found: those, definitions, literals."""
-        pairs = zip(references, found, strict=True)
-        return [self._unfound(known, section) if value is None else value for known, value in pairs]
-
-    def _unfound(self, known: Reference, section: str) -> Operand:
-        space, path, name, _ = known
-        if known.is_input:
-            return f"{space}.{path}"
-        if not path and name in self._defined:
-            return self._defined[name]
-        return absolute(f"{path}.{name}" if path else name, place_of(section).layer)
-
-    def _tables(self, section: str, names: Mapping[str, int]) -> _Tables:
+    def _tables(self, key: SectionKey, names: Mapping[str, int]) -> _Tables:
         """Look-ups as seen from a heading that stands over these names."""
-        here, layer = place_of(section)
 
-        def find(space: str | None, path: str) -> Mapping[str, int]:
-            if space in INPUT_SPACES:  # the path is all of its name
-                place = self._inputs.get((str(space), absolute(path, layer)))
-                return {} if place is None else {"": place}
-            return self._names.setdefault(Scope(space or here, absolute(path, layer)), {}) if path else names
+        def find(origin: str) -> Mapping[str, int]:
+            if not origin:
+                return names
+            try:
+                links = links_of(origin)
+                if is_input(links):
+                    place = self._inputs.get(input_key_at(links)(key.layer))
+                    return {} if place is None else {"": place}
+                return self._names.setdefault(scope_at(links)(LinePlace(*key)), {})
+            except UNREADABLE:
+                return {}
 
         return _Tables(find)
 
     # -- results
 
-    def _result(self, record: Record) -> None:
+    def _result(self, record: Record, key: SectionKey) -> None:
+        """``L.w = bwd.L.view``, ``yield loss``, ``yield from {'a': fwd.x}``."""
         self._end_body()
-        name, text = _result_parts(record.text)
-        arguments, references, sizes = argument_parts(text)
-        tables = self._tables(record.section, {})
-        found = [tables[space, path].get(known) for space, path, known, _ in references]
-        operands = self._completed(references, found, record.section)
-        symbols = [self._symbol(size, record.section, len(self._made.values)) for size in sizes]
-        name = dotted(absolute(name, place_of(record.section).layer))
-        self._made.results.append(Result(name, arguments, (*operands, *symbols), self._record))
+        name, _, text = record.text.partition(" = ")
+        before = ""
+        if record.text.startswith("yield "):
+            name, text = "", record.text.removeprefix("yield ")
+            before = "from " if text.startswith("from ") else ""
+        returned = operand_template(text.removeprefix(before))
+        tables = self._tables(key, {})
+        found = [tables[origin].get(known) for origin, known in returned.references]
+        operands = self._completed(returned, found, key.layer, len(self._made.values))
+        name = absolute(name, key.layer)
+        self._made.results.append(Result(name, before + returned.text, tuple(operands), self._record))
 
 
-def _result_parts(text: str) -> tuple[str, str]:
-    """The name and the value of a line of the outputs.
+@functools.lru_cache(maxsize=1 << 16)
+def _scope_under(key: SectionKey, heading: str) -> Scope:
+    """The scope of a ``with`` heading.
 
-    >>> _result_parts("L.w = bwd.L.view"), _result_parts("yield from {'a': fwd.x}")
-    (('L.w', 'bwd.L.view'), ('', "from {'a': fwd.x}"))
+    >>> _scope_under(SectionKey("bwd", Layer("layers", 3)), "L.attention"), _scope_under(SectionKey("fwd", None), "")
+    (bwd layers.3.attention, fwd _)
     """
-    if text.startswith("yield "):
-        return "", text.removeprefix("yield ")
-    name, _, value = text.partition(" = ")
-    return name, value
+    try:
+        return scope_at(links_of(heading or "_"))(LinePlace(*key))
+    except UNREADABLE:
+        return scope_of((heading,), key.space)
+
+
+@functools.lru_cache(maxsize=1 << 12)
+def _absolute_tags(tags: str, layer: Layer | None) -> str:
+    """Tags with full names for the paths in them.
+
+    >>> _absolute_tags("must_save | at(L.moe) | custom(stage=1)", Layer("layers", 3))
+    'must_save | at(layers.3.moe) | custom(stage=1)'
+    """
+    paths = []
+    for node in ast.walk(ast.parse(tags, mode="eval")):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in (AT, CHUNK) and node.args:
+            paths.append(node.args[0])
+    source = tags.encode()
+    for path in sorted(paths, key=lambda path: path.col_offset, reverse=True):
+        start, end = path.col_offset, path.end_col_offset or 0
+        source = source[:start] + absolute(source[start:end].decode(), layer).encode() + source[end:]
+    return source.decode()
 
 
 def _records_of_body(lines: Sequence[Record]) -> tuple[Record, ...]:

@@ -11,8 +11,7 @@ from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
-from pytest_gtrainer.graphtext.paths import spell
-from pytest_gtrainer.graphtext.sections import Line, Section
+from pytest_gtrainer.graphtext.sections import Line, Section, spell
 
 INDENT = "  "
 _SHORT = 8
@@ -20,7 +19,7 @@ _SHORT = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class LayerRun:
     """``count`` sections with equal lines, their layers ``step`` apart.
 
     ``visit`` says for the how many-th time the schedule comes to each of them.
@@ -65,7 +64,7 @@ def fold(sections: Sequence[Section]) -> list[str]:
     return text
 
 
-def _told_by_model(run: Run, model: Run | None) -> list[str] | None:
+def _told_by_model(run: LayerRun, model: LayerRun | None) -> list[str] | None:
     """The run as differences from its model; None if that is not much shorter."""
     if model is None or model is run:
         return None
@@ -78,7 +77,7 @@ def _told_by_model(run: Run, model: Run | None) -> list[str] | None:
     return [heading, f"{INDENT}like({model.section.key}{visit})", *edits]
 
 
-def runs_of(sections: Sequence[Section]) -> Iterable[Run]:
+def runs_of(sections: Sequence[Section]) -> Iterable[LayerRun]:
     """Cut the sections into runs, greedily."""
     visits = visits_of(section.key for section in sections)
     place = 0
@@ -89,7 +88,7 @@ def runs_of(sections: Sequence[Section]) -> Iterable[Run]:
             if found == 0 or (step and found != step):
                 break
             count, step = count + 1, found
-        yield Run(sections[place], count, step, visits[place])
+        yield LayerRun(sections[place], count, step, visits[place])
         place += count
 
 
@@ -118,9 +117,9 @@ def _step(one: Section, other: Section) -> int:
     return step if abs(step) == 1 else 0
 
 
-def _models(runs: Sequence[Run]) -> dict[tuple[str, str, int], Run]:
+def _models(runs: Sequence[LayerRun]) -> dict[tuple[str, str, int], LayerRun]:
     """For each place the run that stands for most layers: others are told by it."""
-    models: dict[tuple[str, str, int], Run] = {}
+    models: dict[tuple[str, str, int], LayerRun] = {}
     for run in runs:
         if run.section.key.layer is not None and run.section.key.space in ("fwd", "bwd"):
             models[run.place] = max(models.get(run.place, run), run, key=lambda r: (r.count, r.size))
@@ -153,29 +152,33 @@ def difference(model: Sequence[Line], lines: Sequence[Line]) -> list[str] | None
     new = {spell_line_name(line): line for line in lines}
     if len(old) != len(model) or len(new) != len(lines):
         return None
-    kept = _kept(list(old), list(new))
+    places = {name: place for place, name in enumerate(old)}
+    common = [name for name in new if name in places]
+    kept = {common[place] for place in rising([places[name] for name in common])}  # most names in one order
     drops = [f"{INDENT}drop({name})" for name in old if name not in kept]
     changed = [line for name, line in new.items() if name in kept and line != old[name]]
     return drops + _body(changed) + _insertions(new, kept)
 
 
-def _kept(old: list[str], new: list[str]) -> set[str]:
-    """The largest set of names that stand in both lists in the same order."""
-    places = {name: place for place, name in enumerate(old)}
-    common = [name for name in new if name in places]
-    ends: list[int] = []  # ends[k]: smallest place at which a rising run of k+1 names ends
-    holders: list[str] = []
-    before: dict[str, str | None] = {}
-    for name in common:
-        at = bisect.bisect_left(ends, places[name])
-        before[name] = holders[at - 1] if at else None
-        ends[at : at + 1], holders[at : at + 1] = [places[name]], [name]
-    kept = set()
-    name_ = holders[-1] if holders else None
-    while name_ is not None:
-        kept.add(name_)
-        name_ = before[name_]
-    return kept
+def rising(numbers: Sequence[int]) -> list[int]:
+    """Places of a longest rising subsequence of different numbers; n log n (patience sorting).
+
+    >>> rising([0, 1, 5, 2, 3, 4])
+    [0, 1, 3, 4, 5]
+    """
+    ends: list[int] = []  # ends[k]: the smallest number with which k+1 rising ones end
+    holders: list[int] = []
+    before: list[int] = []
+    for place, number in enumerate(numbers):
+        length = bisect.bisect_left(ends, number)
+        before.append(holders[length - 1] if length else -1)
+        ends[length : length + 1], holders[length : length + 1] = [number], [place]
+    places = []
+    place = holders[-1] if holders else -1
+    while place >= 0:
+        places.append(place)
+        place = before[place]
+    return places[::-1]
 
 
 def _insertions(new: dict[str, Line], kept: set[str]) -> list[str]:

@@ -1,18 +1,57 @@
-"""How constants are spelled: those that a text can hold as they are, the others by a digest."""
+"""How constants are spelled: by a word of torch, by a literal, or by a digest. These tables are read both ways.
+
+``constants`` gives what a text tells by a digest or a path only, for ``parse`` beside the text.
+"""
 
 from __future__ import annotations
 
 import ctypes
 import hashlib
-from collections.abc import Callable
-from typing import Any
+import operator
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
 
 import torch
+from torch import fx
 
 from pytest_gtrainer._torch.operators import HigherOrderOperator, OpOverload
-from pytest_gtrainer._torch.values import FakeTensor
+from pytest_gtrainer._torch.values import FakeTensor, pytree
 from pytest_gtrainer.graphtext.operators import operator_text
-from pytest_gtrainer.graphtext.vocabulary import DTYPES, spell_dtype
+
+_T = TypeVar("_T")
+
+DTYPES: dict[torch.dtype, str] = {
+    torch.float64: "f64", torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16",
+    torch.int64: "i64", torch.int32: "i32", torch.int16: "i16", torch.int8: "i8",
+    torch.uint64: "u64", torch.uint32: "u32", torch.uint16: "u16", torch.uint8: "u8", torch.bool: "b8",
+    torch.complex128: "c128", torch.complex64: "c64", torch.complex32: "c32",
+}  # fmt: skip
+"""Dtypes with a short name; the others (``float8_e4m3fn``) have torch's."""
+
+
+def _named(kind: type[_T]) -> dict[str, _T]:
+    return {name: value for name, value in vars(torch).items() if isinstance(value, kind)}
+
+
+_LONG = {str(dtype).removeprefix("torch."): dtype for dtype in _named(torch.dtype).values()}
+DTYPE_OF: dict[str, torch.dtype] = {word: dtype for word, dtype in _LONG.items() if dtype not in DTYPES}
+DTYPE_OF |= {word: dtype for dtype, word in DTYPES.items()}
+
+LAYOUTS = {str(layout).removeprefix("torch."): layout for layout in _named(torch.layout).values()}
+FORMATS = {str(form).removeprefix("torch."): form for form in _named(torch.memory_format).values()}
+CONSTANTS: dict[str, object] = {**DTYPE_OF, **LAYOUTS, **FORMATS, "inf": float("inf"), "nan": float("nan")}
+CONSTANTS |= {"infj": complex(0, float("inf")), "nanj": complex(0, float("nan"))}
+"""What a bare word that is no value of the graph stands for."""
+
+
+def spell_dtype(dtype: torch.dtype) -> str:
+    """``bf16``; a dtype without a short name has torch's.
+
+    >>> spell_dtype(torch.bfloat16), spell_dtype(torch.float8_e5m2)
+    ('bf16', 'float8_e5m2')
+    """
+    return DTYPES.get(dtype) or str(dtype).removeprefix("torch.")
+
 
 _SMALL = 8
 """Constant tensors of at most so many elements show their values, larger ones a digest."""
@@ -51,13 +90,9 @@ def tensor_content(value: torch.Tensor) -> str:
         return "None"
     if value.numel() <= _SMALL and value.dtype in DTYPES:
         return repr(value.tolist())
-    return repr(_tensor_digest(value))
-
-
-def _tensor_digest(value: torch.Tensor) -> str:
     content = bytes_of(value)
     memory = ctypes.string_at(content.data_ptr(), content.numel())  # `numpy()` would need NumPy
-    return "sha256:" + hashlib.sha256(memory).hexdigest()[:16]
+    return repr("sha256:" + hashlib.sha256(memory).hexdigest()[:16])
 
 
 def bytes_of(value: torch.Tensor) -> torch.Tensor:
@@ -90,3 +125,29 @@ def digest_of(value: Any) -> str | None:
     if spell_literal(value) is not None or isinstance(value, slice | torch.SymInt | torch.SymFloat | torch.SymBool):
         return None
     return object_digest(value)
+
+
+def constants(gm: fx.GraphModule) -> dict[str, Any]:
+    """Large constants and objects without a spelling by their digest, called modules by their path.
+
+    Bodies included. ``parse(render(gm), constants=constants(gm))`` is the graph again.
+    """
+    found: dict[str, Any] = {}
+    for module in gm.modules():
+        if isinstance(module, fx.GraphModule):
+            for node in module.graph.nodes:
+                if node.op == "call_module":
+                    found[str(node.target)] = module.get_submodule(str(node.target))
+                found |= {digest: value for value in _values(module, node) if (digest := digest_of(value))}
+    return found
+
+
+def _values(gm: fx.GraphModule, node: fx.Node) -> Iterator[Any]:
+    """The constants that a node names or holds."""
+    if node.op == "get_attr":
+        value = operator.attrgetter(str(node.target))(gm)
+        if not isinstance(value, fx.GraphModule):
+            yield value
+    for leaf in pytree.tree_leaves((node.args, node.kwargs)):
+        if not isinstance(leaf, fx.Node):
+            yield leaf

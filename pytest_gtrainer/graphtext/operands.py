@@ -11,17 +11,23 @@ import torch
 from torch import fx
 
 from pytest_gtrainer._torch.graph_text import append_node
-from pytest_gtrainer.graphtext.errors import nearest
-from pytest_gtrainer.graphtext.literals import bytes_of
-from pytest_gtrainer.graphtext.registry import UnknownOperator, operator_named
-from pytest_gtrainer.graphtext.scopes import Scope
-from pytest_gtrainer.graphtext.scoping import Place, path_at, scope_at
-from pytest_gtrainer.graphtext.sizes import At, Sizes
-from pytest_gtrainer.graphtext.syntax import Token, chain, integer, refuse, shown
-from pytest_gtrainer.graphtext.vocabulary import CONSTANTS
+from pytest_gtrainer.graphtext.header import nearest
+from pytest_gtrainer.graphtext.literals import CONSTANTS, bytes_of
+from pytest_gtrainer.graphtext.operators import UnknownOperator, operator_named
+from pytest_gtrainer.graphtext.sections import Scope
+from pytest_gtrainer.graphtext.sizes import At, Sizes, device_named
+from pytest_gtrainer.graphtext.syntax import (
+    InputKey,
+    LinePlace,
+    Reference,
+    input_key_at,
+    integer,
+    reference,
+    refuse,
+    scope_at,
+    shown,
+)
 
-_INPUT_SPACES = ("P", "B", "I", "A")
-_OTHER_SPACES = {"saved": "fwd", "fwd": "fwd", "bwd": "bwd"}
 _PLAIN = (int, float, complex, str, bool, type(None))
 _ITEM_META = ("custom", "autograd_backward", "fsdp_bucket", "nn_module_stack")
 
@@ -33,14 +39,14 @@ class Operands:
         self._graph, self._sizes, self._given, self._allow = graph, sizes, given, allow
         self.names: dict[str, Any] = {}  # definitions and bodies
         self.attributes: dict[str, Any] = {}
-        self._inputs: dict[tuple[str, str, int], fx.Node] = {}
+        self._inputs: dict[InputKey, fx.Node] = {}
         self._values: dict[Scope, dict[str, fx.Node]] = {}
         self._items: dict[tuple[fx.Node, int], fx.Node] = {}
         self._getters: dict[str, fx.Node] = {}
 
     # -- values
 
-    def add_input(self, key: tuple[str, str, int], node: fx.Node, at: ast.expr) -> None:
+    def add_input(self, key: InputKey, node: fx.Node, at: ast.expr) -> None:
         if key in self._inputs:
             raise refuse(at, f"there is an input `{shown(at)}` already")
         self._inputs[key] = node
@@ -65,7 +71,7 @@ class Operands:
             items = [self.operand_at(item) for item in node.elts]
             kind = tuple if isinstance(node, ast.Tuple) else list
             return lambda place: kind([item(place) for item in items])
-        if isinstance(node, ast.Dict) and all(_is_key(key) for key in node.keys):
+        if isinstance(node, ast.Dict) and all(isinstance(k, ast.Constant) or integer(k) is not None for k in node.keys):
             keys = [ast.literal_eval(key) for key in node.keys if key is not None]
             values = [self.operand_at(value) for value in node.values]
             return lambda place: {key: value(place) for key, value in zip(keys, values, strict=True)}
@@ -88,29 +94,22 @@ class Operands:
     # -- names
 
     def _name_at(self, node: ast.expr) -> At:
-        tokens = chain(node)
-        first = tokens[0].value
-        if first in _INPUT_SPACES and len(tokens) > 1:
-            return self._input_at(tokens, node)
-        items = []
-        while len(tokens) > 1 and tokens[-1].kind == "index" and not tokens[-1].relative:
-            items.append(int(tokens.pop().value))  # type: ignore[arg-type]
-        if tokens[-1].kind != "name":
-            raise refuse(node, f"expected a value like `L.attention.mm`, found `{shown(node)}`")
-        find = self._bare_at(str(first), node) if len(tokens) == 1 else self._value_at(tokens, node)
-        if not items:
+        known = reference(node)
+        if known.is_input:
+            return self._input_at(known, node)
+        find = self._value_at(known, node) if known.head else self._bare_at(known.name, node)
+        if not known.items:
             return find
-        return lambda place: self._item(find(place), items[::-1], node)
+        return lambda place: self._item(find(place), known.items, node)
 
-    def _input_at(self, tokens: list[Token], node: ast.expr) -> At:
-        key_at = input_key_at(tokens)
-        inputs = self._inputs
+    def _input_at(self, known: Reference, node: ast.expr) -> At:
+        key_at, inputs = input_key_at(known.head), self._inputs
 
-        def find(place: Place) -> fx.Node:
-            key = key_at(place)
+        def find(place: LinePlace) -> fx.Node:
+            key = key_at(place.layer)
             if key not in inputs:
-                known = [f"{space}.{fqn}" for space, fqn, _ in inputs]
-                raise refuse(node, f"there is no input `{shown(node)}`{nearest(f'{key[0]}.{key[1]}', known)}")
+                names = [f"{space}.{fqn}" for space, fqn, _ in inputs]
+                raise refuse(node, f"there is no input `{shown(node)}`{nearest(f'{key[0]}.{key[1]}', names)}")
             return inputs[key]
 
         return find
@@ -122,7 +121,7 @@ class Operands:
                 return lambda place: self._getter(name, value)
             return lambda place: value
 
-        def find(place: Place) -> Any:
+        def find(place: LinePlace) -> Any:
             found = self._values.get(place.scope, {}).get(name)
             if found is not None:
                 return found
@@ -132,12 +131,11 @@ class Operands:
 
         return find
 
-    def _value_at(self, tokens: list[Token], node: ast.expr) -> At:
-        name = str(tokens[-1].value)
-        scope, values = scope_at(tokens[:-1], _OTHER_SPACES), self._values
+    def _value_at(self, known: Reference, node: ast.expr) -> At:
+        name, scope, values = known.name, scope_at(known.head), self._values
         target: list[Any] = []  # an operator as an argument looks like a value
 
-        def find(place: Place) -> Any:
+        def find(place: LinePlace) -> Any:
             where = scope(place)
             found = values.get(where, {}).get(name)
             if found is not None:
@@ -158,24 +156,21 @@ class Operands:
         known = [", ".join(known.owners) for known in self._values if known.space == scope.space]
         return f"no `{name}`: nothing before this line is in {scope.space} of `{where}`{nearest(where, known)}"
 
-    def _item(self, node: Any, items: list[int], at: ast.expr) -> fx.Node:
+    def _item(self, node: Any, items: tuple[int, ...], at: ast.expr) -> fx.Node:
         for item in items:
             if not isinstance(node, fx.Node):
                 raise refuse(at, f"`{shown(at)}`: only a value of several outputs has items")
-            known = self._items.get((node, item))
-            if known is None:
-                known = self._items[node, item] = self._take(node, item, at)
-            node = known
+            taken = self._items.get((node, item))
+            if taken is None:
+                value = _one_of(node.meta.get("val"), item, at)
+                taken = append_node(self._graph, "getitem", "call_function", operator.getitem, (node, item), {})
+                taken.meta.update({key: node.meta[key] for key in _ITEM_META if key in node.meta})
+                if value is not None:
+                    taken.meta["val"] = value
+                self._items[node, item] = taken
+            node = taken
         found: fx.Node = node
         return found
-
-    def _take(self, node: fx.Node, item: int, at: ast.expr) -> fx.Node:
-        value = _one_of(node.meta.get("val"), item, at)
-        taken = append_node(self._graph, "getitem", "call_function", operator.getitem, (node, item), {})
-        taken.meta.update({key: node.meta[key] for key in _ITEM_META if key in node.meta})
-        if value is not None:
-            taken.meta["val"] = value
-        return taken
 
     # -- constants
 
@@ -186,20 +181,20 @@ class Operands:
         if name in ("slice", "range") and 1 <= len(node.args) <= 3 and not node.keywords:
             kind: Callable[..., Any] = slice if name == "slice" else range
             ends = [self.operand_at(end) for end in node.args]
-            return lambda place: _range_of(kind, [end(place) for end in ends], node)
+
+            def made(place: LinePlace) -> Any:
+                try:
+                    return kind(*[end(place) for end in ends])
+                except (TypeError, ValueError) as error:
+                    raise refuse(node, f"`{shown(node)}`: {error}") from None
+
+            return made
         if name == "sym" and len(node.args) == 1:
             return self._sizes.operand_at(node.args[0])
         if name == "device" and len(node.args) == 1 and isinstance(node.args[0], ast.Constant):
-            return self._device_at(node)
+            device = device_named(str(node.args[0].value), node)
+            return lambda place: device
         raise refuse(node, f"expected an operand, found `{shown(node)}`: an operator stands in a line of its own")
-
-    def _device_at(self, node: ast.Call) -> At:
-        name = str(node.args[0].value)  # type: ignore[attr-defined]
-        try:
-            device = torch.device(name)
-        except RuntimeError:
-            raise refuse(node, f"`{name}` is no device: expected `cpu`, `cuda`, ...") from None
-        return lambda place: device
 
     def _constant_at(self, node: ast.Call) -> At:
         """``const(f32[2], [1.0, 2.0])``, ``const(f32[64], "sha256:...")``, ``const("Enum", "digest")``."""
@@ -236,7 +231,7 @@ class Operands:
             raise refuse(node, f"expected `const(f32[2], [1.0, 2.0])`, found `{shown(node)}`")
         if told is None:
             return like
-        values = self.operand_at(content[0])(Place("fwd", None))
+        values = self.operand_at(content[0])(LinePlace("fwd", None))
         return _filled(like, values, node)
 
 
@@ -291,17 +286,6 @@ def _layout(value: torch.Tensor) -> Any:
     return value.dtype, value.shape, value.device.type, value.layout is torch.strided and value.stride()
 
 
-def _range_of(kind: Callable[..., Any], ends: list[Any], node: ast.Call) -> Any:
-    try:
-        return kind(*ends)
-    except (TypeError, ValueError) as error:
-        raise refuse(node, f"`{shown(node)}`: {error}") from None
-
-
-def _is_key(node: ast.expr | None) -> bool:
-    return isinstance(node, ast.Constant) or integer(node) is not None
-
-
 def _complex(node: ast.expr) -> complex | None:
     """A complex number as ``repr`` spells it, signs of zeros included."""
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add | ast.Sub):
@@ -323,13 +307,3 @@ def _part(node: ast.expr, kinds: tuple[type, ...], unit: str) -> float | None:
     if isinstance(node, ast.Constant) and type(node.value) in kinds:
         return float(node.value.imag if unit else node.value)  # type: ignore[union-attr, arg-type]
     return None
-
-
-def input_key_at(tokens: list[Token]) -> Callable[[Place], tuple[str, str, int]]:
-    """Space, full name and repetition of an input: ``P.L.wq.weight``, ``I[0]``, ``P.w["#1"]``."""
-    space, tokens, repeat = str(tokens[0].value), tokens[1:], 0
-    last = tokens[-1]
-    if last.kind == "word" and str(last.value)[:1] == "#" and str(last.value)[1:].isdecimal() and len(tokens) > 1:
-        tokens, repeat = tokens[:-1], int(str(last.value)[1:])
-    path = path_at(tokens)
-    return lambda place: (space, path(place.layer), repeat)

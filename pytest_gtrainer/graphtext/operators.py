@@ -1,18 +1,38 @@
-"""How operators are spelled: ``aten.add.Tensor``, ``operator.add``, ``hop.flex_attention``."""
+"""Operators and process groups by name, both ways: what the text writes for them, and what a name in it stands for.
+
+An operator is spelled ``aten.add.Tensor``, ``operator.add``, ``hop.flex_attention``, and found in torch's registries
+only, never by evaluating a text. A name that no registry knows is refused. Since a parsed graph can be run, so are
+operators that touch files or run code which the graph does not show.
+
+A process group is a symbol, ``fsdp = group(range(0, 8))``, instead of a name that drifts.
+"""
 
 from __future__ import annotations
 
 import functools
 import keyword
-from collections.abc import Callable
+import math
+import operator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import fx
 
-from pytest_gtrainer._torch.graph_text import overload
+from pytest_gtrainer._torch.graph_text import (
+    ResolvedGroup,
+    groups_with_ranks,
+    higher_order_operators,
+    named_groups,
+    operator_names,
+    operator_overload,
+    overload,
+    resolve_group,
+)
 from pytest_gtrainer._torch.operators import HigherOrderOperator, OpOverload
-from pytest_gtrainer.graphtext.paths import spell
+from pytest_gtrainer.graphtext.header import nearest
+from pytest_gtrainer.graphtext.sections import spell
 
 COLLECTIVE_NAMESPACES = frozenset({"_c10d_functional", "_c10d_functional_autograd", "bucketing", "symm_mem"})
 
@@ -65,7 +85,15 @@ def function_of(target: Callable[..., Any]) -> Operator:
 
 def _described(target: Callable[..., Any]) -> Operator:
     if isinstance(target, OpOverload):
-        return _overload(target)
+        schema = overload(target)
+        parts = [schema.namespace, schema.name, schema.overload]
+        places = [place for place, name in enumerate(schema.arguments) if name == "group_name"]
+        return Operator(
+            ".".join(word(part) for part in parts if part),
+            schema.name,
+            frozenset([*places, "group_name"] if places else ()),
+            is_collective=schema.namespace in COLLECTIVE_NAMESPACES,
+        )
     if isinstance(target, HigherOrderOperator):
         return Operator(f"hop.{word(target.name())}", target.name())
     home = target.__module__ if hasattr(target, "__module__") else ""
@@ -73,21 +101,6 @@ def _described(target: Callable[..., Any]) -> Operator:
     # `operator.add` is really `_operator.add`
     path = [*(home or "").removeprefix("_").split("."), name]
     return Operator(".".join(word(part) for part in path if part), word(name))
-
-
-def _overload(target: OpOverload) -> Operator:
-    schema = overload(target)
-    parts = [schema.namespace, schema.name, schema.overload]
-    groups: set[int | str] = set()
-    for place, name in enumerate(schema.arguments):
-        if name == "group_name":
-            groups |= {place, name}
-    return Operator(
-        ".".join(word(part) for part in parts if part),
-        schema.name,
-        frozenset(groups),
-        is_collective=schema.namespace in COLLECTIVE_NAMESPACES,
-    )
 
 
 @functools.lru_cache(maxsize=1 << 12)
@@ -103,3 +116,241 @@ def word(text: str) -> str:
         return text
     likeness = "".join(c if c.isalnum() else "_" for c in text)
     return likeness if likeness.isidentifier() else f"_{likeness}"
+
+
+NAMESPACES = frozenset({"aten", "prims", "_c10d_functional", "_c10d_functional_autograd", "bucketing", "fsdp"})
+"""Namespaces whose operators compute and communicate, and do nothing else."""
+
+FORBIDDEN = frozenset({"aten.from_file"})
+"""Operators of these namespaces that touch files."""
+
+HIGHER_ORDER = frozenset({
+    "cond", "while_loop", "scan", "associative_scan", "map_impl", "flex_attention", "flex_attention_backward",
+    "invoke_subgraph", "wrap_with_set_grad_enabled", "wrap_with_autocast", "tag_activation_checkpoint",
+    "auto_functionalized", "auto_functionalized_v2", "with_effects", "run_and_save_rng_state",
+    "run_with_rng_state", "graphsafe_run_with_rng_state", "out_dtype",
+})  # fmt: skip
+"""Higher-order operators that run nothing but the bodies and operators which they are given."""
+
+_OPERATOR = (
+    "add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "neg", "pos", "abs", "getitem", "eq", "ne", "lt",
+    "le", "gt", "ge", "and_", "or_", "xor", "not_", "invert", "lshift", "rshift", "matmul", "is_", "is_not",
+    "iadd", "isub", "imul", "itruediv",
+)  # fmt: skip
+FUNCTIONS: dict[str, Callable[..., Any]] = {
+    **{f"operator.{name}": getattr(operator, name) for name in _OPERATOR},
+    **{f"math.{name}": getattr(math, name) for name in ("ceil", "floor", "sqrt", "trunc")},
+    **{f"torch.{name}": getattr(torch, name) for name in (
+        "sym_int", "sym_float", "sym_max", "sym_min", "sym_not", "sym_ite", "sym_sum", "_check",
+    )},
+    "builtins.max": max, "builtins.min": min, "builtins.round": round,
+}  # fmt: skip
+"""Plain functions that a text may call."""
+
+
+class UnknownOperator(LookupError):
+    """A name that is no operator, or one that a text may not call; the message says which."""
+
+
+def operator_named(spelled: str, allow: Iterable[str] = ()) -> Callable[..., Any]:
+    """The operator that a text spells ``spelled``.
+
+    Args:
+        spelled: ``aten.add.Tensor``, ``operator.add``, ``hop.cond``; a part that is a keyword of
+            Python carries ``__kw``.
+        allow: further namespaces of registered operators.
+
+    Raises:
+        UnknownOperator: torch knows none of that name, or it is not one that a text may call.
+    """
+    name = ".".join(part.removesuffix("__kw") for part in spelled.split("."))
+    if name in FUNCTIONS:
+        return FUNCTIONS[name]
+    space, _, rest = name.partition(".")
+    if space == "hop":
+        known = {word(key): found for key, found in higher_order_operators().items()}
+        if rest not in known:
+            raise UnknownOperator(f"torch has no higher-order operator `{rest}`{nearest(rest, known)}")
+        if rest not in HIGHER_ORDER:
+            raise UnknownOperator(f"hop.{rest} may run code that the graph does not show: no text may call it")
+        return known[rest]
+    if not rest or space not in NAMESPACES.union(allow):
+        raise UnknownOperator(_no_namespace(name, space, rest))
+    packet, _, overload = rest.partition(".")
+    if f"{space}.{packet}" in FORBIDDEN:
+        raise UnknownOperator(f"{space}.{packet} touches files: no text may call it")
+    found = operator_overload(space, packet, overload)
+    if found is None:
+        raise UnknownOperator(f"torch has no operator `{name}`{_alternatives(space, packet)}")
+    return found
+
+
+_METHODS = frozenset({
+    "bfloat16", "bool", "byte", "char", "cpu", "cuda", "double", "element_size", "float", "half", "int", "long",
+    "ndimension", "nelement", "short",
+})  # fmt: skip
+"""Methods of a tensor that only call an operator of another name."""
+
+
+def is_method(name: str) -> bool:
+    """Whether a text may call the method ``name`` of a tensor: those that are operators."""
+    known = operator_names()
+    return name in _METHODS or any(found == f"aten::{name}" or found.startswith(f"aten::{name}.") for found in known)
+
+
+def _no_namespace(name: str, space: str, rest: str) -> str:
+    if not rest:
+        return f"`{name}` is no operator: expected one like `aten.add.Tensor`, `operator.add` or `hop.cond`"
+    if space in ("operator", "math", "torch", "builtins"):
+        return f"`{name}` is not one of the functions that a text may call{nearest(name, FUNCTIONS)}"
+    near = nearest(space, NAMESPACES)
+    return f"the namespace of `{name}` is not allowed{near}: if its operators are safe to run, give allow=[{space!r}]"
+
+
+def _alternatives(space: str, packet: str) -> str:
+    """The overloads of a known operator, or the operator that looks most like an unknown one."""
+    names = [name.partition("::")[2] for name in operator_names() if name.startswith(f"{space}::")]
+    overloads = sorted(name for name in names if name.partition(".")[0] == packet)
+    if overloads:
+        return f": it has {', '.join(f'{space}.{name}' for name in overloads)}"
+    return nearest(f"{space}.{packet}", {f"{space}.{name.partition('.')[0]}" for name in names})
+
+
+_MESH = "mesh_"
+_UNSAID = ("undefined", "default_pg", "")
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """A process group as the text shows it."""
+
+    symbol: str
+    ranks: tuple[int, ...] | None
+
+    def __str__(self) -> str:
+        return f"{self.symbol} = group({spell_ranks(self.ranks)})"
+
+
+def spell_ranks(ranks: Sequence[int] | None) -> str:
+    """Ranks as a range where they are one.
+
+    >>> spell_ranks([0, 1, 2, 3]), spell_ranks([0, 4]), spell_ranks([0, 1, 3]), spell_ranks([5])
+    ('range(0, 4)', 'range(0, 8, 4)', '[0, 1, 3]', '[5]')
+    """
+    if ranks is None:
+        return "None"
+    if len(ranks) < 2:
+        return repr(list(ranks))
+    step = ranks[1] - ranks[0]
+    if step <= 0 or list(ranks) != list(range(ranks[0], ranks[-1] + 1, step)):
+        return repr(list(ranks))
+    end = ranks[0] + step * len(ranks)
+    return f"range({ranks[0]}, {end})" if step == 1 else f"range({ranks[0]}, {end}, {step})"
+
+
+def mesh_dimension(ranks: Sequence[int], mesh: Mapping[str, int]) -> str | None:
+    """The dimension of a mesh over all ranks, outermost first, along which these ranks lie.
+
+    >>> mesh = {"dp": 2, "fsdp": 4}
+    >>> mesh_dimension([0, 4], mesh), mesh_dimension([4, 5, 6, 7], mesh), mesh_dimension([0, 1], mesh)
+    ('dp', 'fsdp', None)
+    """
+    stride = math.prod(mesh.values())
+    for name, extent in mesh.items():
+        stride //= extent
+        first = ranks[0] // stride % extent if ranks else 0
+        if first == 0 and list(ranks) == [ranks[0] + place * stride for place in range(extent)]:
+            return name
+    return None
+
+
+def groups_of(
+    gm: fx.GraphModule, mesh: Mapping[str, int], collectives: Iterable[fx.Node] | None = None
+) -> dict[str, Group]:
+    """The groups that a graph's collectives name, in order of first use; all nodes are asked if they are not given."""
+    told: Mapping[str, tuple[int, ...] | None] = gm.meta.get("gt_groups", {})  # what the text said that it came from
+    groups: dict[str, Group] = {}
+    taken: set[str] = set()
+    nodes = gm.graph.nodes if collectives is None else collectives
+    for name in (name for node in nodes if node.op == "call_function" for name in _group_names(node)):
+        if name not in groups:
+            found = resolve_group(name)
+            role = word(name) if found is None and name in told else _role(found, mesh)
+            groups[name] = Group(_unused(role, taken), found.ranks if found else told.get(name))
+    return groups
+
+
+def names_of_groups(told: Mapping[str, tuple[int, ...] | None], given: Mapping[str, str]) -> dict[str, str]:
+    """For each symbol of a text the name of a group of this process, each group for one symbol only.
+
+    A group of its ranks that the text would call so, else any other of its ranks; where there is none
+    the symbol itself.
+    """
+    names = {symbol: given[symbol] for symbol in told if symbol in given}
+    free = {name: group for name, group in named_groups().items() if name not in names.values()}
+    for any_name in (False, True):
+        for symbol, ranks in told.items():
+            alike = [(name, group) for name, group in free.items() if group.ranks == ranks]
+            fits = (
+                n for n, group in alike if any_name or group.description == _MESH + symbol or symbol == _role(group, {})
+            )
+            if symbol not in names and (name := next(fits, None)) is not None:
+                names[symbol] = name
+                del free[name]
+    return {symbol: names.get(symbol, symbol) for symbol in told}
+
+
+def groups_of_ranks(
+    needed: Iterable[tuple[int, ...]], mesh: Mapping[str, int], known: Mapping[tuple[int, ...], str]
+) -> dict[tuple[int, ...], Group]:
+    """Groups that are known by their ranks alone, in order of first use; some may have a symbol already."""
+    groups: dict[tuple[int, ...], Group] = {}
+    taken = set(known.values())
+    for ranks in needed:
+        if ranks not in groups:
+            symbol = known.get(ranks)
+            if symbol is None:  # as the mesh that made a group of these ranks called it, else as any other
+                found = sorted(groups_with_ranks(ranks), key=lambda group: (not _is_of_mesh(group), group.description))
+                symbol = _unused(_role(found[0] if found else ResolvedGroup(ranks, ""), mesh), taken)
+            groups[ranks] = Group(symbol, ranks)
+    return groups
+
+
+def _is_of_mesh(group: ResolvedGroup) -> bool:
+    return group.description.startswith(_MESH) and group.description != "mesh_default"
+
+
+def _group_names(node: fx.Node) -> Iterator[str]:
+    for place in operator_of(node).group_arguments:
+        value = _argument(node, place)
+        if isinstance(value, str):
+            yield value
+
+
+def _argument(node: fx.Node, place: int | str) -> object:
+    """The argument of a node at a position or under a name; None if it has none there."""
+    if isinstance(place, str):
+        return node.kwargs.get(place)
+    return node.args[place] if place < len(node.args) else None
+
+
+def _role(found: ResolvedGroup | None, mesh: Mapping[str, int]) -> str:
+    if found is None:
+        return "group"
+    if _is_of_mesh(found):
+        return word(found.description.removeprefix(_MESH))
+    dimension = mesh_dimension(found.ranks, mesh)
+    if dimension is not None:
+        return word(dimension)
+    if found.description not in _UNSAID and found.description.isidentifier():
+        return found.description
+    return "world" if found.description == "default_pg" else "group"
+
+
+def _unused(symbol: str, taken: set[str]) -> str:
+    count, name = 1, symbol
+    while name in taken:
+        count += 1
+        name = f"{symbol}_{count}"
+    taken.add(name)
+    return name

@@ -2,34 +2,55 @@
 
 A line is compiled once, whatever the number of layers it stands for, and then made into one
 node for each. Linear in nodes; nothing of the text is ever evaluated as Python.
+
+``unfaithful`` says whether a text is all that it takes to make its graph again: asked before it becomes a golden.
 """
 
 from __future__ import annotations
 
 import ast
 from collections.abc import Callable, Iterable, Mapping
+from itertools import zip_longest
 from typing import Any
 
 import torch
 from torch import fx, nn
 
 from pytest_gtrainer._torch.graph_text import append_node
-from pytest_gtrainer.graph.chunks import EAGER, MATERIALIZATION, SPLIT_BOUNDARY, told_in_words
-from pytest_gtrainer.graphtext.errors import TextError, nearest
-from pytest_gtrainer.graphtext.groups import names_of_groups
-from pytest_gtrainer.graphtext.operands import Operands, input_key_at
-from pytest_gtrainer.graphtext.registry import UnknownOperator, is_method, operator_named
-from pytest_gtrainer.graphtext.scopes import Scope, scope_of
-from pytest_gtrainer.graphtext.scoping import PathAt, Place, ScopeAt, path_at, scope_at
-from pytest_gtrainer.graphtext.sections import Key
+from pytest_gtrainer._torch.operators import OpOverload
+from pytest_gtrainer.graphtext import header
+from pytest_gtrainer.graphtext.header import TextError
+from pytest_gtrainer.graphtext.literals import constants as constants_of
+from pytest_gtrainer.graphtext.operands import Operands
+from pytest_gtrainer.graphtext.operators import (
+    UnknownOperator,
+    is_method,
+    names_of_groups,
+    operator_named,
+    operator_text,
+)
+from pytest_gtrainer.graphtext.rendering import render
+from pytest_gtrainer.graphtext.sections import SectionKey
 from pytest_gtrainer.graphtext.sizes import At, Sizes, may_be_symbolic
-from pytest_gtrainer.graphtext.syntax import Program, Statement, chain, integer, read, refuse, shown
-from pytest_gtrainer.graphtext.tags import AT, CHUNK, MISMARKED, TAGS, UNOWNED, apply_tag
+from pytest_gtrainer.graphtext.syntax import (
+    Computed,
+    LinePlace,
+    chain,
+    computed,
+    input_key_at,
+    integer,
+    links_of,
+    path_at,
+    refuse,
+    scope_at,
+    shown,
+)
+from pytest_gtrainer.graphtext.tags import tags_at
+from pytest_gtrainer.graphtext.unfolding import Source, TextProgram, read
 
 _KIND_OF_SPACE = {"P": "parameter", "B": "buffer", "I": "input"}
-_FOREIGN = {"fwd": "fwd", "bwd": "bwd"}
 _MOST_RANKS = 1 << 20
-_Make = Callable[[Place], None]
+_Make = Callable[[LinePlace], None]
 
 
 def parse(
@@ -93,7 +114,7 @@ class _Parser:
 
     def __init__(
         self,
-        program: Program,
+        program: TextProgram,
         sizes: Sizes,
         given: Mapping[str, Any],
         group_names: Mapping[str, str],
@@ -116,11 +137,11 @@ class _Parser:
             self.operands.names[symbol] = name
         for name, body in program.bodies.items():
             self.operands.names[name] = self._body(body)
-        for key, statement in program.statements():
-            self._run(key, statement)
+        for key, source in program.statements():
+            self._run(key, source)
         self._finish()
 
-    def _body(self, program: Program) -> fx.GraphModule:
+    def _body(self, program: TextProgram) -> fx.GraphModule:
         parser = _Parser(program, self._sizes.body(), self._given, self._group_names, self._allow)
         gm = fx.GraphModule(_root(parser.operands.attributes), parser.graph)
         gm.meta["gt_groups"] = parser.groups
@@ -134,9 +155,9 @@ class _Parser:
         if call == "group" and argument is not None:
             self._define_group(name, argument)
         elif call == "size" and argument is not None:
-            self._sizes.define(name, self._example(argument))
+            self._sizes.define(name, _example(argument))
         elif name == "default" and call == "device":
-            self._sizes.device = self.operands.operand_at(node)(Place("fwd", None))
+            self._sizes.device = self.operands.operand_at(node)(LinePlace("fwd", None))
         elif (name, shown(node)) in (("owners", "inferred"), ("returns", "list"), ("returns", "value")):
             self._settings[name] = shown(node)
         elif name == "managed" and isinstance(node, ast.List):
@@ -144,17 +165,10 @@ class _Parser:
         else:
             raise refuse(node, f"expected a definition like `{name} = group(range(0, 8))`, found `{shown(node)}`")
 
-    def _example(self, node: ast.expr) -> int | float:
-        if (number := integer(node)) is not None:
-            return number
-        if isinstance(node, ast.Constant) and type(node.value) is float:
-            return node.value
-        raise refuse(node, f"expected the example of a symbol, `size(16)`, found `{shown(node)}`")
-
     def _define_group(self, symbol: str, node: ast.expr) -> None:
         ranks: tuple[int, ...] | None = None
         if not (isinstance(node, ast.Constant) and node.value is None):
-            value = self.operands.operand_at(node)(Place("fwd", None))
+            value = self.operands.operand_at(node)(LinePlace("fwd", None))
             if not _are_ranks(value):
                 raise refuse(node, f"expected the ranks of a group, `range(0, 8)` or `[0, 4]`, found `{shown(node)}`")
             ranks = tuple(value)
@@ -162,30 +176,30 @@ class _Parser:
 
     # -- statements
 
-    def _run(self, key: Key, statement: Statement) -> None:
-        made = self._compiled.get((id(statement), key.space))
+    def _run(self, key: SectionKey, source: Source) -> None:
+        made = self._compiled.get((id(source), key.space))
         if made is None:
-            made = self._compiled[id(statement), key.space] = self._compile(key, statement)
-        made(Place(*key))
+            made = self._compiled[id(source), key.space] = self._compile(key, source)
+        made(LinePlace(*key))
 
-    def _compile(self, key: Key, statement: Statement) -> _Make:
-        node = statement.node
+    def _compile(self, key: SectionKey, source: Source) -> _Make:
+        node = source.node
         if key.space == "out":
             return self._output(node)
-        if not isinstance(node, ast.AnnAssign):
+        if key.space in ("fwd", "bwd") and (parts := computed(node)) is not None:
+            return self._computed(parts, source.scope)
+        if key.space in ("fwd", "bwd") or not isinstance(node, ast.AnnAssign):
             raise refuse(node, f"expected `name: type = operator(...)`, found `{shown(node)}`")
-        if key.space in ("fwd", "bwd"):
-            return self._computed(key, node, statement.scope)
         return self._input(key, node)
 
-    def _input(self, key: Key, node: ast.AnnAssign) -> _Make:
-        tokens = chain(node.target)
-        if node.value is not None or len(tokens) < 2 or tokens[0].value != key.space:
+    def _input(self, key: SectionKey, node: ast.AnnAssign) -> _Make:
+        links = chain(node.target)
+        if node.value is not None or len(links) < 2 or links[0].value != key.space:
             raise refuse(node, f"expected an input like `{key.space}.layers[0].w: f32[2, 4]`, found `{shown(node)}`")
-        key_at, type_at = input_key_at(tokens), self._sizes.type_at(node.annotation)
+        key_at, type_at = input_key_at(links), self._sizes.type_at(node.annotation)
 
-        def make(place: Place) -> None:
-            source = key_at(place)
+        def make(place: LinePlace) -> None:
+            source = key_at(place.layer)
             name = source[1].replace(".", "_") or "arg"
             made = append_node(self.graph, name if name.isidentifier() else f"arg_{name}", "placeholder", name, (), {})
             made.target = made.name
@@ -196,82 +210,43 @@ class _Parser:
 
         return make
 
-    def _computed(self, key: Key, node: ast.AnnAssign, scope: ast.expr | None) -> _Make:
-        if not isinstance(node.target, ast.Name) or not isinstance(node.value, ast.Call):
-            raise refuse(node, f"expected `name: type = operator(...)`, found `{shown(node)}`")
-        find_scope: ScopeAt = scope_at(chain(scope), _FOREIGN) if scope is not None else _nowhere
-        name, call = node.target.id, node.value
-        kind, tags = _split_tags(node.annotation)
-        type_at, tagged = self._sizes.type_at(kind), self._tags(tags)
+    def _computed(self, parts: Computed, scope: ast.expr | None) -> _Make:
+        at, call = parts.name, parts.call
+        find_scope = scope_at(links_of("_") if scope is None else chain(scope))
+        type_at = self._sizes.type_at(parts.type)
+        tagged = tags_at(parts.tags, owned=self._settings.get("owners") != "inferred")
         op, target = self._operator(call.func)
         arguments = [self.operands.operand_at(argument) for argument in call.args]
         keywords = {_keyword(item): self.operands.operand_at(item.value) for item in call.keywords}
-        at = node.target
 
-        def make(place: Place) -> None:
+        def make(place: LinePlace) -> None:
             place.scope = find_scope(place)
             args = tuple([argument(place) for argument in arguments])
             kwargs = {word: value(place) for word, value in keywords.items()} if keywords else {}
-            made = append_node(self.graph, name, op, target, args, kwargs)
-            tagged(made, place)
+            made = append_node(self.graph, at.id, op, target, args, kwargs)
+            tagged(made.meta, place)
             _set_value(made, type_at(place))
-            self.operands.add(place.scope, name, made, at)
+            self.operands.add(place.scope, at.id, made, at)
 
         return make
 
     def _operator(self, node: ast.expr) -> tuple[str, Any]:
-        tokens = chain(node)
-        first = tokens[0].value
-        if first == "module" and len(tokens) > 1:
-            path = path_at(tokens[1:])(None)
+        links = chain(node)
+        first = links[0].value
+        if first == "module" and len(links) > 1:
+            path = path_at(links[1:])(None)
             if path not in self._given:
                 raise refuse(node, f"no text holds the module `{path}`: give constants={{{path!r}: module}}")
             self.operands.attributes.setdefault(path, self._given[path])
             return "call_module", path
-        if first == "method" and len(tokens) == 2:
-            if not is_method(str(tokens[1].value)):
-                raise refuse(node, f"`{tokens[1].value}` is no operator of a tensor, so no text may call it")
-            return "call_method", tokens[1].value
+        if first == "method" and len(links) == 2:
+            if not is_method(str(links[1].value)):
+                raise refuse(node, f"`{links[1].value}` is no operator of a tensor, so no text may call it")
+            return "call_method", links[1].value
         try:
             return "call_function", operator_named(ast.unparse(node), self._allow)
         except UnknownOperator as error:
             raise refuse(node, str(error)) from None
-
-    def _tags(self, nodes: list[ast.expr]) -> Callable[[fx.Node, Place], None]:
-        """What a line's scope and tags say, as metadata."""
-        owned, mismarked = self._settings.get("owners") != "inferred", False
-        own_path: PathAt | None = None
-        chunked: tuple[PathAt, list[Any]] | None = None
-        extra: dict[str, Any] = {}
-        for node in nodes:
-            name, values = _tag(node)
-            if name == UNOWNED:
-                owned = False
-            elif name == MISMARKED:
-                mismarked = True
-            elif name == AT:
-                own_path = path_at(chain(values["path"]))
-            elif name == CHUNK:
-                chunked = path_at(chain(values["path"])), values["words"]
-            elif not apply_tag(extra, name, values):
-                raise refuse(node, f"`{name}` is no tag{nearest(name, TAGS)}")
-        custom = extra.pop("custom", None)
-
-        def apply(node: fx.Node, place: Place) -> None:
-            meta, scope = node.meta, place.scope
-            if (scope.space == "bwd") != mismarked:
-                meta["autograd_backward"] = True
-            fqn = scope.owners[0] if owned else ""
-            if scope.is_bucket:
-                meta["fsdp_bucket"] = {"plan_fqns": list(scope.owners), "direction": scope.space}
-                fqn = own_path(place.layer) if own_path else ""
-            told = told_in_words(chunked[0](place.layer), *chunked[1]) if chunked else {}
-            if fqn or custom or told:
-                meta["custom"] = ({"module_fqn": fqn} if fqn else {}) | told | (custom or {})
-            if extra:
-                meta.update(extra)
-
-        return apply
 
     # -- results
 
@@ -279,7 +254,7 @@ class _Parser:
         if isinstance(node, ast.Assign):
             path, value = path_at(chain(node.targets[0])), self.operands.operand_at(node.value)
 
-            def named(place: Place) -> None:
+            def named(place: LinePlace) -> None:
                 self._result_names.append(path(place.layer))
                 self._results.append(value(place))
 
@@ -317,8 +292,12 @@ def _are_ranks(value: Any) -> bool:
     return is_short and all(type(rank) is int and rank >= 0 for rank in value)
 
 
-def _nowhere(place: Place) -> Scope:
-    return scope_of(("",), place.space)
+def _example(node: ast.expr) -> int | float:
+    if (number := integer(node)) is not None:
+        return number
+    if isinstance(node, ast.Constant) and type(node.value) is float:
+        return node.value
+    raise refuse(node, f"expected the example of a symbol, `size(16)`, found `{shown(node)}`")
 
 
 def _set_value(node: fx.Node, value: Any) -> None:
@@ -332,45 +311,40 @@ def _keyword(item: ast.keyword) -> str:
     return item.arg.removesuffix("__kw")
 
 
-def _split_tags(node: ast.expr) -> tuple[ast.expr, list[ast.expr]]:
-    """``f32[2] | must_save`` as the type and its tags."""
-    tags: list[ast.expr] = []
-    while isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitOr):
-        tags.append(node.right)
-        node = node.left
-    return node, tags[::-1]
+def unfaithful(gm: fx.GraphModule, text: str, *, mesh: Mapping[str, int] | None = None) -> str | None:
+    """Where ``text``, the full view of ``gm``, would be read back as another graph; None if nowhere.
+
+    A graph that calls what no text may call (a function of Python, a lambda) cannot be read back at all;
+    its text is only compared, and nothing is said of it.
+    """
+    namespaces = _namespaces(gm)
+    if namespaces is None:
+        return None
+    try:
+        reread = render(parse(text, constants=constants_of(gm), allow=namespaces), mesh=mesh)
+    except TextError as error:
+        return f"{error}\n  text:  {_shown(text.splitlines()[error.line - 1])}"
+    told, again = header.body(text).splitlines(), header.body(reread).splitlines()
+    first = len(text.splitlines()) - len(told) + 1
+    for number, (one, other) in enumerate(zip_longest(told, again), start=first):
+        if one != other:
+            return f"line {number}\n  text:  {_shown(one)}\n  again: {_shown(other)}"
+    return None
 
 
-class _Numbers(ast.NodeTransformer):
-    """The numbers that Python has no literal for."""
-
-    def visit_Name(self, node: ast.Name) -> ast.expr:
-        return ast.copy_location(ast.Constant(float(node.id)), node) if node.id in ("inf", "nan") else node
+def _shown(line: str | None) -> str:
+    return "(ends here)" if line is None else line.strip()
 
 
-def _chunk(node: ast.Call) -> dict[str, Any]:
-    """``chunk(path, 0)``, ``chunk(path, split_boundary, eager)``."""
-    words = [item.id if isinstance(item, ast.Name) else getattr(item, "value", None) for item in node.args[1:]]
-    known = len(words) in (1, 2) and (type(words[0]) is int or words[0] in (SPLIT_BOUNDARY, MATERIALIZATION))
-    if not known or words[1:] not in ([], [EAGER]):
-        raise refuse(node, f"expected `chunk(path, 0)` or `chunk(path, split_boundary)`, found `{shown(node)}`")
-    return {"path": node.args[0], "words": words}
-
-
-def _tag(node: ast.expr) -> tuple[str, dict[str, Any]]:
-    if isinstance(node, ast.Name):
-        return node.id, {}
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == AT and len(node.args) == 1:
-        return AT, {"path": node.args[0]}
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == CHUNK:
-        return CHUNK, _chunk(node)
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and not node.args:
-        values: dict[str, Any] = {}
-        for item in node.keywords:
-            try:
-                value = ast.literal_eval(_Numbers().visit(item.value))
-            except (ValueError, TypeError):
-                raise refuse(item.value, f"expected a literal, found `{shown(item.value)}`") from None
-            values |= value if item.arg is None and isinstance(value, dict) else {str(item.arg): value}
-        return node.func.id, values
-    raise refuse(node, f"expected a tag like `must_save` or `custom(stage=1)`, found `{shown(node)}`")
+def _namespaces(gm: fx.GraphModule) -> set[str] | None:
+    """The namespaces of the operators that a graph calls, bodies included; None if it calls anything else."""
+    graphs = [module.graph for module in gm.modules() if isinstance(module, fx.GraphModule)]
+    calls = [node for graph in graphs for node in graph.nodes]
+    targets = {node.target for node in calls if node.op == "call_function"}
+    namespaces = {target.namespace for target in targets if isinstance(target, OpOverload)}
+    methods = {str(node.target) for node in calls if node.op == "call_method"}
+    try:
+        are_known = all(operator_named(operator_text(target), namespaces) is target for target in targets)
+    except UnknownOperator:
+        return None
+    return namespaces if are_known and all(map(is_method, methods)) else None

@@ -1,19 +1,54 @@
-"""From an FX graph to its text: the sections of a view, folded."""
+"""From an FX graph to its text: the sections of a view, folded. The views ``full`` and ``layout``.
+
+- ``full`` shows every operator, and all that it takes to make the graph again. One walk over the nodes finds
+  where each belongs, a second one names and spells them. Graphs inside the graph are drawn the same way.
+- ``layout`` shows which parameter sits at which byte of which collective. A section is a kind of collective, in
+  it a layer where all parameters of a payload belong to one. A ``payload`` line says group, dtype, where the graph
+  issues it, reduction and bytes of one rank's slice; below it stand its parameters, each ``at`` a byte of it.
+- ``schedule`` has a module of its own, ``schedule_view``.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
+import torch
 from torch import fx
 
-from pytest_gtrainer.graphtext import full_view, layout_view, schedule_view
+from pytest_gtrainer._torch.graph_text import plain_attributes
+from pytest_gtrainer.graph.bucket_plan import managed_order
+from pytest_gtrainer.graph.layout import BucketLayout, bucket_layout
+from pytest_gtrainer.graph.nodes import node_fqn
 from pytest_gtrainer.graphtext import header as headers
-from pytest_gtrainer.graphtext.folding import fold
-from pytest_gtrainer.graphtext.sections import Record, Section
+from pytest_gtrainer.graphtext import schedule_view
+from pytest_gtrainer.graphtext.folding import INDENT, fold
+from pytest_gtrainer.graphtext.literals import spell_dtype
+from pytest_gtrainer.graphtext.operators import Operator, groups_of, groups_of_ranks, operator_of, word
+from pytest_gtrainer.graphtext.scopes import Scopes, is_computed, is_item, names_of, scopes_of
+from pytest_gtrainer.graphtext.sections import (
+    Layer,
+    Line,
+    Record,
+    Scope,
+    Section,
+    SectionKey,
+    section_keys,
+    spell_from,
+    split_layer,
+    stretches,
+)
+from pytest_gtrainer.graphtext.spelling import Backed, Speller
+from pytest_gtrainer.graphtext.tags import tags_of
 from pytest_gtrainer.graphtext.unfolding import unfold
 
-_VIEWS = {"full": full_view.draw, "schedule": schedule_view.draw, "layout": layout_view.draw}
-VIEWS = tuple(_VIEWS)
+VIEWS = ("full", "schedule", "layout")
+NOTHING = "payloads = []"
+"""What a layout without any payload says, so that its text is not empty."""
+_Drawn = tuple[list[str], list[Section]]
+"""Definitions at the head, then sections, before they are folded."""
 
 
 def render(
@@ -37,21 +72,211 @@ def render(
     Raises:
         ValueError: an unknown view; a layout whose process groups nobody knows.
     """
-    preamble, sections = _draw(gm, view, mesh)
-    told = {} if view == "full" else {"view": view}
-    lines = [*headers.write({**told, **(header or {})}), *preamble, *fold(sections)]
-    return "\n".join(lines) + "\n"
+    return _written({**({} if view == "full" else {"view": view}), **(header or {})}, _draw(gm, view, mesh or {}))
+
+
+def render_layout(
+    layout: BucketLayout, *, header: Mapping[str, str] | None = None, mesh: Mapping[str, int] | None = None
+) -> str:
+    """The text of a layout, of a graph or of an eager model.
+
+    Args:
+        layout: from ``bucket_layout`` or ``eager_bucket_layout``.
+        header: comment lines that say what made it, never compared.
+        mesh: dimensions and extents over all ranks, outermost first; names the process groups
+            that do not say themselves which dimension they belong to.
+    """
+    return _written({"view": "layout", **(header or {})}, _layout(layout, mesh or {}, {}))
 
 
 def records(gm: fx.GraphModule, view: str = "full", *, mesh: Mapping[str, int] | None = None) -> tuple[Record, ...]:
     """The lines of the graph's text, unfolded: what two graphs are compared by."""
-    preamble, sections = _draw(gm, view, mesh)
-    told = unfold("\n".join(preamble))
-    return told + tuple(record for section in sections for record in section.records())
+    preamble, sections = _draw(gm, view, mesh or {})
+    return unfold("\n".join(preamble)) + tuple(record for section in sections for record in section.records())
 
 
-def _draw(gm: fx.GraphModule, view: str, mesh: Mapping[str, int] | None) -> tuple[list[str], list[Section]]:
-    """Definitions at the head, then sections, before they are folded."""
-    if view not in _VIEWS:
-        raise ValueError(f"view {view!r}: this version has {', '.join(VIEWS)}")
-    return _VIEWS[view](gm, mesh or {})
+def _written(header: Mapping[str, str], drawn: _Drawn) -> str:
+    preamble, sections = drawn
+    return "\n".join([*headers.write(header), *preamble, *fold(sections)]) + "\n"
+
+
+def _draw(gm: fx.GraphModule, view: str, mesh: Mapping[str, int]) -> _Drawn:
+    if view == "full":
+        with plain_attributes():
+            return _full(gm, mesh, Backed(), is_body=False)
+    if view == "schedule":
+        return schedule_view.draw(gm, mesh)
+    if view == "layout":
+        known = {group.ranks: group.symbol for group in reversed(groups_of(gm, mesh).values()) if group.ranks}
+        return _layout(bucket_layout(gm), mesh, known)
+    raise ValueError(f"view {view!r}: this version has {', '.join(VIEWS)}")
+
+
+# -- the view `full`
+
+
+def _full(gm: fx.GraphModule, mesh: Mapping[str, int], backed: Backed, *, is_body: bool) -> _Drawn:
+    scopes = scopes_of(gm.graph.nodes)
+    groups = groups_of(gm, mesh, scopes.collectives)
+    tensors = (node.meta.get("val") for node in gm.graph.nodes if node.op != "get_attr" and not is_item(node))
+    device = next((value.device.type for value in tensors if isinstance(value, torch.Tensor)), "cpu")
+    bodies, bodies_text = _bodies(gm, mesh, backed)
+    settings = _settings(gm, scopes)
+    names = names_of(scopes, [*(group.symbol for group in groups.values()), *bodies.values()])
+    speller = Speller(gm, scopes, names, groups, device, bodies, backed)
+    sections = [
+        *_input_sections(scopes, speller),
+        *_schedule_sections(scopes, [name for _, name in names.values()], speller),
+        *_output_sections(gm.graph.output_node(), scopes, speller),
+    ]
+    definitions = [str(group) for group in groups.values()]
+    definitions += [] if is_body else backed.definitions()
+    definitions += [f'default = device("{device}")'] if device != "cpu" else []
+    return definitions + settings + bodies_text, sections
+
+
+def _settings(gm: fx.GraphModule, scopes: Scopes) -> list[str]:
+    """What holds for the graph as a whole, where it is not what it usually is."""
+    output = gm.graph.output_node()
+    told = []
+    if scopes.unowned and not any(node_fqn(node) for node in scopes.computed):
+        told.append("owners = inferred")
+        scopes.unowned.clear()
+    if not isinstance(output.args[0], tuple):
+        told.append("returns = list" if isinstance(output.args[0], list) else "returns = value")
+    managed = output.meta.get("gt_managed_order")
+    parameters = [source.fqn for source in scopes.inputs.values() if source.space == "P"]
+    if managed is not None and list(managed) != managed_order(parameters):
+        told.append(f"managed = {list(managed)}")
+    return told
+
+
+def _bodies(gm: fx.GraphModule, mesh: Mapping[str, int], backed: Backed) -> tuple[dict[str, str], list[str]]:
+    """Graphs inside the graph by their attributes, and their text: equal bodies have one name, after their user.
+
+    They are told as they are used, since where the nodes that hold them stand says nothing.
+    """
+    holders = gm.graph.find_nodes(op="get_attr")
+    held = {node: body for node in holders if isinstance(body := _attribute(gm, str(node.target)), fx.GraphModule)}
+    names: dict[str, str] = {}
+    by_content: dict[str, str] = {}
+    for user in gm.graph.nodes if held else ():
+        for operand in user.all_input_nodes:
+            body = held.pop(operand, None)
+            if body is None:
+                continue
+            definitions, sections = _full(body, mesh, backed, is_body=True)
+            content = "\n".join(INDENT + line for line in [*definitions, *fold(sections)])
+            short = operator_of(user).short if is_computed(user) else user.op
+            names[str(operand.target)] = by_content.setdefault(content, word(f"{short}_graph_{len(by_content)}"))
+    text = [line for content, name in by_content.items() for line in [f"def {name}():", *content.splitlines()]]
+    return names, text
+
+
+def _attribute(gm: Any, target: str) -> Any:
+    for part in target.split("."):
+        gm = getattr(gm, part, None)
+    return gm
+
+
+def _input_sections(scopes: Scopes, speller: Speller) -> Iterable[Section]:
+    """One line an input, of neighbouring layers."""
+    inputs = list(scopes.inputs)
+    sources = scopes.inputs.values()
+    keys = [SectionKey(s.space, split_layer(s.fqn)[0] if s.space in ("P", "B") else None) for s in sources]
+    for key, here in stretches(keys):
+        speller.enter_section(key)
+        spelled = [(speller.reference(node), speller.type_of(node.meta.get("val"))) for node in inputs[here]]
+        yield Section(key, tuple([Line("", f"{name}: {kind}") for name, kind in spelled]))
+
+
+def _schedule_sections(scopes: Scopes, names: Sequence[str], speller: Speller) -> Iterable[Section]:
+    """One line a computed value, in the order of the schedule; ``names`` begin with theirs."""
+    every = zip(scopes.operators, scopes.owners, strict=True)
+    floating = [operator.is_collective or scope.floats for operator, scope in every]
+    columns = (scopes.computed, names, scopes.values, scopes.operators, scopes.owners)
+    lines = _Lines(scopes, speller)
+    for key, here in stretches(section_keys([scope.key for scope in scopes.owners], floating)):
+        speller.enter_section(key)
+        yield Section(key, tuple(lines.of(zip(*[column[here] for column in columns], strict=True))))
+
+
+class _Lines:
+    """Makes the lines of computed values. Equal lines are one object: layers repeat them, by the thousand."""
+
+    def __init__(self, scopes: Scopes, speller: Speller) -> None:
+        self._tagged, self._unowned, self._speller = scopes.tagged, scopes.unowned, speller
+        self._known: defaultdict[str, dict[str, Line]] = defaultdict(dict)
+
+    def of(self, computed: Iterable[tuple[fx.Node, str, Any, Operator, Scope]]) -> list[Line]:
+        """The lines of neighbours in the section that the speller has entered."""
+        types, spell_call = self._speller.types, self._speller.call
+        lines: list[Line] = []
+        entered = None
+        for node, name, value, operator, scope in computed:
+            if scope is not entered:
+                entered, heading = scope, self._speller.enter_scope(scope)
+                known = self._known[heading]
+            kind = types[type(value)](value)
+            if node in self._tagged:
+                kind = " | ".join([kind, *tags_of(node, node in self._unowned, self._speller.module)])
+            text = f"{name}: {kind} = {spell_call(node, operator)}"
+            line = known.get(text)
+            if line is None:
+                line = known[text] = Line(heading, text)
+            lines.append(line)
+        return lines
+
+
+def _output_sections(output: fx.Node, scopes: Scopes, speller: Speller) -> Iterable[Section]:
+    """One line a returned value: by the name the tracer gives it, else in the layer it comes from."""
+    result: Any = output.args[0]
+    leaves = list(result) if isinstance(result, list | tuple) else [result]
+    if isinstance(result, dict) or any(isinstance(leaf, list | tuple | dict) for leaf in leaves):
+        key = SectionKey("out", None)
+        speller.enter_section(key)
+        yield Section(key, (Line("", f"yield from {speller.argument(result)}"),))
+        return
+    told = output.meta.get("gt_outputs")
+    layers: list[Layer | None] = []
+    if told is not None and len(told) == len(leaves):
+        layers = [split_layer(fqn)[0] for fqn in told]
+    else:
+        told = [None] * len(leaves)
+        for leaf in leaves:  # a constant stands with its neighbour
+            known = isinstance(leaf, fx.Node) and leaf in scopes.of
+            layers.append(scopes.of[leaf].layer if known else layers[-1] if layers else None)
+    for key, here in stretches([SectionKey("out", layer) for layer in layers]):
+        speller.enter_section(key)
+        lines = []
+        for fqn, leaf in zip(told[here], leaves[here], strict=True):
+            value = speller.argument(leaf)
+            lines.append(Line("", f"yield {value}" if fqn is None else f"{spell_from(fqn, key.layer)} = {value}"))
+        yield Section(key, tuple(lines))
+
+
+# -- the view `layout`
+
+
+def _layout(layout: BucketLayout, mesh: Mapping[str, int], known: Mapping[tuple[int, ...], str]) -> _Drawn:
+    """A layout; ``known`` are symbols of groups by their ranks."""
+    groups = groups_of_ranks([payload.ranks for payload in layout.payloads], mesh, known)
+    placed = []
+    for payload in layout.payloads:
+        layers = {split_layer(fqn)[0] for fqn in payload.parameters}
+        placed.append((SectionKey(payload.collective, layers.pop() if len(layers) == 1 else None), payload))
+    kinds = {key.space: place for place, (key, _) in reversed(list(enumerate(placed)))}
+    placed.sort(key=lambda pair: kinds[pair[0].space])
+    sections = []
+    for key, members in itertools.groupby(placed, lambda pair: pair[0]):
+        lines = []
+        for _, payload in members:
+            told = [groups[payload.ranks].symbol, spell_dtype(payload.dtype), *payload.directions]
+            told += [f'op="{payload.op}"'] if payload.op else []
+            nbytes = sum(slot.nbytes for slot in payload.slots)
+            lines.append(Line("", f"payload({', '.join(told)}, bytes={nbytes:_})"))
+            for slot in payload.slots:
+                path = spell_from(slot.parameter, key.layer)
+                lines.append(Line("", f"{path}: at({slot.offset:_}, bytes={slot.nbytes:_})"))
+        sections.append(Section(key, tuple(lines)))
+    return [str(group) for group in groups.values()] or [NOTHING], sections

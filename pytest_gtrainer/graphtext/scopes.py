@@ -1,4 +1,4 @@
-"""To which module or bucket, and to which space, each value of a graph belongs.
+"""To which module or bucket, and to which space, each value of a graph belongs, and its name there.
 
 The tracer says it in the metadata that ``conventions`` names, in ``meta["fsdp_bucket"]`` and,
 for placeholders, ``meta["gt_input"]``. Where the module is not said (a gradient that autograd
@@ -7,9 +7,10 @@ accumulates belongs to no module), it follows from the operands; such nodes are 
 
 from __future__ import annotations
 
-import functools
+import keyword
 import operator
-from collections.abc import Iterable, Mapping
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -17,72 +18,15 @@ from torch import fx
 
 from pytest_gtrainer.graph.nodes import BACKWARD, FORWARD, direction, node_fqn
 from pytest_gtrainer.graphtext.operators import Operator, function_of, operator_of
-from pytest_gtrainer.graphtext.paths import Layer, common_parent, split_layer
-from pytest_gtrainer.graphtext.sections import Key
+from pytest_gtrainer.graphtext.sections import NOWHERE, RESERVED, Scope, common_parent, scope_of, split_layer
 from pytest_gtrainer.graphtext.tags import OWN_KEY, has_tags
 
 _SPACE_OF_KIND = {"parameter": "P", "buffer": "B", "input": "I"}
-INPUT_SPACES = ("P", "B", "I", "A")
 _CALLS = ("call_function", "call_module", "call_method")
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Scope:
-    """Where values are numbered: the owning modules (several only of a bucket) in one space.
-
-    Made by ``scope_of``, so that equal scopes are one object: each line is looked up by its scope
-    several times, and identity is what is cheapest to look up.
-
-    Attributes:
-        key: the section that its lines belong to.
-        is_nowhere: whether no module is known.
-        floats: whether its lines may stand in the section of another layer.
-    """
-
-    owners: tuple[str, ...]
-    space: str
-    is_bucket: bool
-    key: Key
-    is_nowhere: bool
-    floats: bool
-
-    @property
-    def layer(self) -> Layer | None:
-        return self.key.layer
-
-
-@functools.cache
-def _key_of(space: str, layer: Layer | None) -> Key:
-    """One object for equal keys: to tell neighbours apart is then to compare identities."""
-    return Key(space, layer)
-
-
-_SCOPES: dict[tuple[tuple[str, ...], str, bool], Scope] = {}
-
-
-def scope_of(owners: tuple[str, ...], space: str, is_bucket: bool = False) -> Scope:
-    """The one scope of these modules in this space.
-
-    >>> scope_of(("norm",), "fwd") is scope_of(("norm",), "fwd"), scope_of(("norm",), "bwd").space
-    (True, 'bwd')
-    """
-    name = (owners, space, is_bucket)
-    found = _SCOPES.get(name)
-    if found is None:
-        key, is_nowhere = _key_of(space, split_layer(owners[0])[0]), owners == ("",)
-        found = _SCOPES.setdefault(name, Scope(*name, key, is_nowhere, is_bucket or is_nowhere))  # threads agree on one
-    return found
 
 
 _OF_MODULE: dict[str, dict[str, Scope]] = {FORWARD: {}, BACKWARD: {}}
 """Of single modules: what most values belong to is found by one look-up of a text."""
-
-
-def _scope_of_module(fqn: str, space: str) -> Scope:
-    return _OF_MODULE[space].setdefault(fqn, scope_of((fqn,), space))
-
-
-NOWHERE = scope_of(("",), "fwd")
 
 
 class Input(NamedTuple):
@@ -134,10 +78,10 @@ def is_computed(node: fx.Node) -> bool:
     return node.op in _CALLS and not is_item(node)
 
 
-def _input(node: fx.Node, position: int) -> tuple[str, str]:
-    """Space and full name of a placeholder; without ``gt_input`` it is an argument by position."""
-    meta = node.meta.get("gt_input")
-    return ("A", str(position)) if meta is None else (_SPACE_OF_KIND[meta["kind"]], meta["fqn"])
+def users_of(node: fx.Node) -> Iterator[fx.Node]:
+    """The nodes that a value goes into, looking through the picking of outputs."""
+    for user in node.users:
+        yield from users_of(user) if is_item(user) else [user]
 
 
 def scopes_of(nodes: Iterable[fx.Node]) -> Scopes:
@@ -162,7 +106,10 @@ def scopes_of(nodes: Iterable[fx.Node]) -> Scopes:
             operators.append(known)
             values.append(meta.get("val"))
         elif op == "placeholder":
-            key = _input(node, len(found.inputs))
+            told = node.meta.get("gt_input")  # without it an argument by position
+            key: tuple[str, str] = (
+                ("A", str(len(found.inputs))) if told is None else (_SPACE_OF_KIND[told["kind"]], told["fqn"])
+            )
             found.inputs[node] = Input(*key, seen.get(key, 0))
             seen[key] = seen.get(key, 0) + 1
             of[node] = scope_of((key[1].rpartition(".")[0],), key[0])
@@ -188,7 +135,7 @@ def _scope(node: fx.Node, found: Scopes) -> Scope:
     if not fqn and (fqn := _inferred(node, found.of)):
         found.unowned.add(node)
         found.tagged.add(node)
-    return _OF_MODULE[space].get(fqn) or _scope_of_module(fqn, space)
+    return _OF_MODULE[space].get(fqn) or _OF_MODULE[space].setdefault(fqn, scope_of((fqn,), space))
 
 
 def _inferred(node: fx.Node, scopes: dict[fx.Node, Scope]) -> str:
@@ -206,3 +153,42 @@ def _inferred(node: fx.Node, scopes: dict[fx.Node, Scope]) -> str:
         if scope.layer is not None:
             return f"{scope.layer.container}.{scope.layer.number}"
     return common
+
+
+WORDS = RESERVED | {"i", "inf", "nan", "const", "device"} | frozenset(keyword.kwlist)
+"""Names that mean something else where a value could stand."""
+
+
+class Namer:
+    """Hands out names, each once in its scope.
+
+    >>> from pytest_gtrainer.graphtext.scopes import scope_of
+    >>> namer, scope = Namer(), scope_of(("norm",), "fwd")
+    >>> [namer.name(scope, short) for short in ("mul", "add", "mul", "is")]
+    ['mul', 'add', 'mul_1', 'is_']
+    """
+
+    def __init__(self, taken: Iterable[str] = ()) -> None:
+        self._words = WORDS | frozenset(taken)
+        self._uses: defaultdict[Scope, dict[str, int]] = defaultdict(dict)
+
+    def name(self, scope: Scope, short: str) -> str:
+        uses = self._uses[scope]
+        name = base = f"{short}_" if short in self._words else short
+        while name in uses:  # also where an operator is itself called `view_1`
+            uses[base] += 1
+            name = f"{base}_{uses[base] - 1}"
+        uses[name] = 1
+        return name
+
+
+def names_of(scopes: Scopes, taken: Iterable[str]) -> dict[fx.Node, tuple[Scope, str]]:
+    """The scope and the name in it of every computed value, in the order of the schedule; then ``topk[1]`` of items."""
+    name = Namer(taken).name
+    named = zip(scopes.computed, scopes.owners, scopes.operators, strict=True)
+    names = {node: (scope, name(scope, operator.short)) for node, scope, operator in named}
+    for item in scopes.items:
+        source, place = item.args
+        if (known := names.get(source)) is not None:
+            names[item] = (known[0], f"{known[1]}[{place}]")
+    return names

@@ -1,19 +1,147 @@
-"""Sections of the schedule, and the records that a text unfolds to. No torch here."""
+"""Where things stand: module paths, layers, scopes, sections, and the records that a text unfolds to. No torch here.
+
+``layers.3.attention.wq`` is a *path*; ``layers.3`` is its *layer*. A *scope* is the module or bucket in which values
+are numbered, a *key* says to which section its lines belong.
+"""
 
 from __future__ import annotations
 
+import functools
 import itertools
+import keyword
+import unicodedata
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from pytest_gtrainer.graphtext.paths import Layer
+NEAR = 2
+"""Layers up to this far away are spelled relative to the section's own."""
+
+RESERVED = frozenset({"P", "B", "I", "A", "L", "_", "fwd", "bwd", "saved", "bucket"})
+"""First words of a reference, which no module path may begin with unquoted."""
+
+
+class Layer(NamedTuple):
+    """An element of a numbered container: ``layers.3``."""
+
+    container: str
+    number: int
+
+    def __str__(self) -> str:
+        return f"{spell(self.container)}[{self.number}]"
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def split_layer(fqn: str) -> tuple[Layer | None, str]:
+    """The layer that a module belongs to, and the rest of its path.
+
+    >>> split_layer("layers.3.attention.wq")
+    (Layer(container='layers', number=3), 'attention.wq')
+    >>> split_layer("norm")
+    (None, 'norm')
+    """
+    parts = fqn.split(".")
+    for place, part in enumerate(parts):
+        if place and _is_index(part):
+            return Layer(".".join(parts[:place]), int(part)), ".".join(parts[place + 1 :])
+    return None, fqn
+
+
+def _is_index(part: str) -> bool:
+    return part.isascii() and part.isdecimal() and str(int(part)) == part
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def spell(fqn: str) -> str:
+    """A module path as a Python expression; the root is ``_``.
+
+    >>> spell("layers.3.moe.experts.0"), spell("heads.en-de"), spell("L.x"), spell("")
+    ('layers[3].moe.experts[0]', 'heads["en-de"]', '_["L"].x', '_')
+    """
+    if not fqn:
+        return "_"
+    first, *rest = fqn.split(".")
+    plain = is_word(first) and first not in RESERVED
+    return (first if plain else f"_[{_quoted(first)}]") + _tail(rest)
+
+
+def _tail(parts: list[str]) -> str:
+    return "".join(f"[{p}]" if _is_index(p) else f".{p}" if is_word(p) else f"[{_quoted(p)}]" for p in parts)
+
+
+def is_word(part: str) -> bool:
+    """Whether Python reads it as this name: some letters it reads as others.
+
+    >>> is_word("wq"), is_word("class"), is_word("\ufb01")
+    (True, False, False)
+    """
+    is_name = part.isidentifier() and not keyword.iskeyword(part)
+    return is_name and (part.isascii() or unicodedata.normalize("NFKC", part) == part)
+
+
+def _quoted(part: str) -> str:
+    r"""A name in quotes.
+
+    >>> print(_quoted("en-de"), _quoted('a"b'), _quoted("a\\b"))
+    "en-de" "a\"b" "a\\b"
+    """
+    escaped = part.replace("\\", "\\\\").replace('"', '\\"')
+    return '"' + "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in escaped) + '"'
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def spell_from(fqn: str, here: Layer | None) -> str:
+    """A module path as seen from a layer.
+
+    >>> here = Layer("layers", 3)
+    >>> spell_from("layers.3.attention", here), spell_from("layers.2", here), spell_from("norm", here)
+    ('L.attention', 'layers[i-1]', 'norm')
+    >>> spell_from("layers.0.attention", here)
+    'layers[0].attention'
+    """
+    layer, rest = split_layer(fqn)
+    if layer is None or here is None or layer.container != here.container:
+        return spell(fqn)
+    distance = layer.number - here.number
+    if abs(distance) > NEAR:
+        return spell(fqn)
+    head = f"{spell(layer.container)}[i{distance:+d}]" if distance else "L"
+    return head + _tail(rest.split(".") if rest else [])
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def spell_input(space: str, fqn: str, here: Layer | None) -> str:
+    """A graph input as seen from a layer.
+
+    >>> spell_input("P", "layers.3.wq.weight", Layer("layers", 3)), spell_input("I", "0.tokens", None)
+    ('P.L.wq.weight', 'I[0].tokens')
+    """
+    if _is_index(fqn.partition(".")[0]):
+        return space + _tail(fqn.split("."))
+    return f"{space}.{spell_from(fqn, here)}"
+
+
+def common_parent(fqns: list[str]) -> str:
+    """The longest path that all of them begin with.
+
+    >>> common_parent(["layers.3.attention.wq", "layers.3.attention.wo"]), common_parent(["a", "b"])
+    ('layers.3.attention', '')
+    """
+    if len(fqns) == 1:
+        return fqns[0]
+    shared = []
+    for parts in zip(*(fqn.split(".") for fqn in fqns)):  # noqa: B905 - the shortest path ends it
+        if len(set(parts)) > 1:
+            break
+        shared.append(parts[0])
+    return ".".join(shared)
+
 
 _REACH = 4
 """At most so many stretches of other layers lie inside one."""
 
 
-class Key(NamedTuple):
+class SectionKey(NamedTuple):
     """What a section belongs to: a space, and in it a layer or none."""
 
     space: str
@@ -21,6 +149,59 @@ class Key(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.space}.{self.layer}" if self.layer else self.space
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Scope:
+    """Where values are numbered: the owning modules (several only of a bucket) in one space.
+
+    Made by ``scope_of``, so that equal scopes are one object: each line is looked up by its scope
+    several times, and identity is what is cheapest to look up.
+
+    Attributes:
+        key: the section that its lines belong to.
+        is_nowhere: whether no module is known.
+        floats: whether its lines may stand in the section of another layer.
+    """
+
+    owners: tuple[str, ...]
+    space: str
+    is_bucket: bool
+    key: SectionKey
+    is_nowhere: bool
+    floats: bool
+
+    @property
+    def layer(self) -> Layer | None:
+        return self.key.layer
+
+    def __repr__(self) -> str:
+        owners = ", ".join(owner or "_" for owner in self.owners)
+        return f"{self.space} bucket({owners})" if self.is_bucket else f"{self.space} {owners}"
+
+
+_KEYS: dict[SectionKey, SectionKey] = {}
+"""One object for equal keys: to tell neighbours apart is then to compare identities."""
+_SCOPES: dict[tuple[tuple[str, ...], str, bool], Scope] = {}
+
+
+def scope_of(owners: tuple[str, ...], space: str, is_bucket: bool = False) -> Scope:
+    """The one scope of these modules in this space.
+
+    >>> scope_of(("norm",), "fwd") is scope_of(("norm",), "fwd"), scope_of(("norm",), "bwd").space
+    (True, 'bwd')
+    """
+    name = (owners, space, is_bucket)
+    found = _SCOPES.get(name)
+    if found is None:
+        key, is_nowhere = SectionKey(space, split_layer(owners[0])[0]), owners == ("",)
+        found = _SCOPES.setdefault(
+            name, Scope(*name, _KEYS.setdefault(key, key), is_nowhere, is_bucket or is_nowhere)
+        )  # threads agree on one
+    return found
+
+
+NOWHERE = scope_of(("",), "fwd")
 
 
 class Line(NamedTuple):
@@ -55,7 +236,7 @@ class Record(NamedTuple):
 class Section:
     """A stretch of the schedule of one layer in one space."""
 
-    key: Key
+    key: SectionKey
     lines: tuple[Line, ...]
 
     def records(self) -> Iterable[Record]:
@@ -63,13 +244,13 @@ class Section:
         return [Record(section, line.heading, line.text) for line in self.lines]
 
 
-def section_keys(own: Sequence[Key], floating: Sequence[bool]) -> list[Key]:
+def section_keys(own: Sequence[SectionKey], floating: Sequence[bool]) -> list[SectionKey]:
     """In which section each line stands, given where it belongs and whether it may float.
 
     A floating line (a collective, or a value of no known module) never opens a section: it
     stands with its own layer if that comes next, else where the schedule has put it.
 
-    >>> a, b = Key("fwd", Layer("layers", 0)), Key("fwd", Layer("layers", 1))
+    >>> a, b = SectionKey("fwd", Layer("layers", 0)), SectionKey("fwd", Layer("layers", 1))
     >>> [str(key) for key in section_keys([a, b, b, b], [False, True, True, False])]
     ['fwd.layers[0]', 'fwd.layers[1]', 'fwd.layers[1]', 'fwd.layers[1]']
     >>> [str(key) for key in section_keys([a, b, a], [False, True, False])]
@@ -77,14 +258,19 @@ def section_keys(own: Sequence[Key], floating: Sequence[bool]) -> list[Key]:
     >>> [str(key) for key in section_keys([a, b, a, a, b], [False] * 5)]
     ['fwd.layers[0]', 'fwd.layers[0]', 'fwd.layers[0]', 'fwd.layers[0]', 'fwd.layers[1]']
     """
-    keys = _joined_to_what_follows(own, floating)
-    ahead = _next_known(keys)
+    keys: list[SectionKey | None] = [None] * len(own)
+    ahead: list[SectionKey | None] = [None] * len(own)  # the next key that is known
+    following: SectionKey | None = None
+    for place in range(len(own) - 1, -1, -1):
+        if not floating[place] or (place + 1 < len(own) and keys[place + 1] == own[place]):
+            keys[place] = following = own[place]
+        ahead[place] = following
     for place, key in enumerate(keys):
         if key is not None:
             continue
         here, before, after = own[place], keys[place - 1] if place else None, ahead[place]
         if before is None:
-            keys[place] = Key(here.space, None)
+            keys[place] = SectionKey(here.space, None)
         elif before.space != here.space and after is not None and after.space == here.space:
             keys[place] = after  # the first collective of the backward does not stand in the forward
         else:
@@ -92,14 +278,14 @@ def section_keys(own: Sequence[Key], floating: Sequence[bool]) -> list[Key]:
     return _absorbed([key for key in keys if key is not None])
 
 
-def _absorbed(keys: list[Key]) -> list[Key]:
+def _absorbed(keys: list[SectionKey]) -> list[SectionKey]:
     """Give a layer the short stretches of its neighbours that the schedule has put inside it.
 
     Prefetching casts the parameters of layer 1 in the middle of layer 0; were that a section of
     its own, no two layers would be alike.
     """
     lengths = [(key, here.stop - here.start) for key, here in stretches(keys)]
-    absorbed: list[Key] = []
+    absorbed: list[SectionKey] = []
     place = 0
     while place < len(lengths):
         key, _ = lengths[place]
@@ -111,10 +297,10 @@ def _absorbed(keys: list[Key]) -> list[Key]:
     return absorbed
 
 
-def stretches(keys: Sequence[Key]) -> Iterable[tuple[Key, slice]]:
+def stretches(keys: Sequence[SectionKey]) -> Iterable[tuple[SectionKey, slice]]:
     """Neighbours of one key, with where they stand.
 
-    >>> a, b = Key("fwd", None), Key("bwd", None)
+    >>> a, b = SectionKey("fwd", None), SectionKey("bwd", None)
     >>> [(key.space, here.start, here.stop) for key, here in stretches([a, a, b])]
     [('fwd', 0, 2), ('bwd', 2, 3)]
     """
@@ -125,7 +311,7 @@ def stretches(keys: Sequence[Key]) -> Iterable[tuple[Key, slice]]:
         start = stop
 
 
-def _continuation(lengths: Sequence[tuple[Key, int]], place: int) -> int | None:
+def _continuation(lengths: Sequence[tuple[SectionKey, int]], place: int) -> int | None:
     """Where the layer of a stretch goes on, if what lies between is less than what comes then."""
     key, between = lengths[place][0], 0
     for later in range(place + 1, min(place + 2 + _REACH, len(lengths))):
@@ -136,21 +322,3 @@ def _continuation(lengths: Sequence[tuple[Key, int]], place: int) -> int | None:
             return None
         between += length
     return None
-
-
-def _joined_to_what_follows(own: Sequence[Key], floating: Sequence[bool]) -> list[Key | None]:
-    """The keys of fixed lines, and of floating lines directly before a line of their own key."""
-    keys: list[Key | None] = [None] * len(own)
-    for place in range(len(own) - 1, -1, -1):
-        if not floating[place] or (place + 1 < len(own) and keys[place + 1] == own[place]):
-            keys[place] = own[place]
-    return keys
-
-
-def _next_known(keys: Sequence[Key | None]) -> list[Key | None]:
-    known: list[Key | None] = [None] * len(keys)
-    ahead: Key | None = None
-    for place in range(len(keys) - 1, -1, -1):
-        ahead = keys[place] or ahead
-        known[place] = ahead
-    return known

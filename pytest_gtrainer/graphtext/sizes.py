@@ -14,12 +14,11 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from pytest_gtrainer._torch.graph_text import backed_symbol, fake_tensor, functions, symbolic, unbacked_symbol
 from pytest_gtrainer._torch.values import FakeTensorMode
-from pytest_gtrainer.graphtext.paths import Layer, split_layer
-from pytest_gtrainer.graphtext.scoping import Place, path_at
-from pytest_gtrainer.graphtext.syntax import chain, integer, refuse, shown
-from pytest_gtrainer.graphtext.vocabulary import DTYPE_OF
+from pytest_gtrainer.graphtext.literals import DTYPE_OF
+from pytest_gtrainer.graphtext.sections import Layer, split_layer
+from pytest_gtrainer.graphtext.syntax import LinePlace, chain, integer, path_at, refuse, shown
 
-At = Callable[[Place], Any]
+At = Callable[[LinePlace], Any]
 NUMBERS = {"int": int, "float": float, "bool": bool}
 _FUNCTIONS: dict[str, Any] = {
     **{name: getattr(functions, name) for name in functions.__all__ if name[0].isupper()},
@@ -100,7 +99,7 @@ class Sizes:
             return lambda place: -positive(place)
         expression = self._expression_at(node)
 
-        def evaluated(place: Place) -> Any:
+        def evaluated(place: LinePlace) -> Any:
             value = expression(place)
             try:
                 return symbolic(self.env, value, kind) if value.free_symbols else kind(value)
@@ -115,7 +114,7 @@ class Sizes:
             return self.number_at(node)
         expression = self._expression_at(node)
 
-        def evaluated(place: Place) -> Any:
+        def evaluated(place: LinePlace) -> Any:
             kind = _kind_of(expression(place))
             return self.number_at(node, kind)(place)
 
@@ -152,7 +151,7 @@ class Sizes:
         operands = [self._expression_at(part) for part in parts]
         grows = function in _GROWING
 
-        def composed(place: Place) -> Any:
+        def composed(place: LinePlace) -> Any:
             values = [operand(place) for operand in operands]
             if grows and not self._is_moderate(*values):
                 raise refuse(node, f"expected a power of a symbol, at most {_HIGHEST}, found `{shown(node)}`")
@@ -206,7 +205,8 @@ class Sizes:
             return lambda place: kind([item(place) for item in items])
         device = self.device
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.MatMult):
-            device, node = _device(node.right), node.left
+            name = node.right.id if isinstance(node.right, ast.Name) else shown(node.right)
+            device, node = device_named(name, node.right), node.left
         if isinstance(node, ast.Subscript) and isinstance(node.value, ast.Name) and node.value.id in NUMBERS:
             number = integer(node.slice) if node.value.id == "int" else None
             return self.number_at(node.slice, NUMBERS[node.value.id]) if number is None else lambda place: number
@@ -224,7 +224,7 @@ class Sizes:
             raise refuse(node, f"`{node.value.id}` is no dtype: expected `f32`, `bf16`, `i64`, ...")
         sizes = self._sizes_at(_elements(node.slice), spelled_strides, whole)
 
-        def make(place: Place) -> torch.Tensor:
+        def make(place: LinePlace) -> torch.Tensor:
             shape, strides = sizes(place)
             try:
                 return self._tensor(shape, strides, dtype, device)
@@ -236,20 +236,20 @@ class Sizes:
 
     def _sizes_at(
         self, shape: Sequence[ast.expr], strides: Sequence[ast.expr] | None, whole: ast.expr
-    ) -> Callable[[Place], tuple[tuple[Any, ...], tuple[Any, ...]]]:
+    ) -> Callable[[LinePlace], tuple[tuple[Any, ...], tuple[Any, ...]]]:
         """Shape and strides; those of numbers only are made once, as a line may stand for a hundred layers."""
         extents = [self.number_at(extent) for extent in shape]
         steps = None if strides is None else [self.number_at(stride) for stride in strides]
         if steps is not None and len(steps) != len(extents):
             raise refuse(whole, f"{len(extents)} extents and {len(steps)} strides")
 
-        def evaluated(place: Place) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        def evaluated(place: LinePlace) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
             numbers = tuple([extent(place) for extent in extents])
             return numbers, self._contiguous(numbers) if steps is None else tuple([step(place) for step in steps])
 
         if any(integer(number) is None for number in (*shape, *(strides or ()))):
             return evaluated
-        fixed = evaluated(Place("fwd", None))
+        fixed = evaluated(LinePlace("fwd", None))
         return lambda place: fixed
 
     def _tensor(
@@ -280,8 +280,8 @@ def _elements(node: ast.expr) -> Sequence[ast.expr]:
     return node.elts if isinstance(node, ast.Tuple) else [node]
 
 
-def _device(node: ast.expr) -> torch.device:
-    name = node.id if isinstance(node, ast.Name) else shown(node)
+def device_named(name: str, node: ast.expr) -> torch.device:
+    """The device that a text names at ``node``."""
     try:
         return torch.device(name)
     except RuntimeError:

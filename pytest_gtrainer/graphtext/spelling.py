@@ -1,22 +1,101 @@
-"""How types, constants, references and arguments are spelled, as seen from a section."""
+"""How types, symbols, constants, references and arguments are spelled, as seen from a section.
+
+An unbacked symbol is numbered inside the layer that brings it in, so two MoE layers, each with its own data-dependent
+sizes, have the same text. A backed symbol belongs to the whole graph, bodies included, and is defined with its hint:
+``s0 = size(16)``.
+"""
 
 from __future__ import annotations
 
+import operator
+import re
+from collections import Counter
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
+import sympy  # type: ignore[import-untyped]
 import torch
 from torch import fx
 
-from pytest_gtrainer._torch.graph_text import expression, static_type
-from pytest_gtrainer.graphtext.groups import Group
-from pytest_gtrainer.graphtext.literals import PLAIN, SPELLINGS, other_constant, spell_literal, tensor_content
-from pytest_gtrainer.graphtext.operators import Operator, word
-from pytest_gtrainer.graphtext.paths import Layer, spell_from, spell_input
-from pytest_gtrainer.graphtext.scopes import Input, Scope, Scopes, is_item, scope_of
-from pytest_gtrainer.graphtext.sections import Key
-from pytest_gtrainer.graphtext.symbols import Backed, Symbols
-from pytest_gtrainer.graphtext.vocabulary import spell_dtype
+from pytest_gtrainer._torch.graph_text import expression, hint, is_unbacked, static_type
+from pytest_gtrainer.graphtext.literals import (
+    PLAIN,
+    SPELLINGS,
+    other_constant,
+    spell_dtype,
+    spell_literal,
+    tensor_content,
+)
+from pytest_gtrainer.graphtext.operators import Group, Operator, word
+from pytest_gtrainer.graphtext.scopes import Scope, Scopes, is_item, scope_of
+from pytest_gtrainer.graphtext.sections import Layer, SectionKey, spell_from, spell_input
+
+_KIND = re.compile(r"[a-z]+")
+
+
+@dataclass(slots=True)
+class Backed:
+    """The backed symbols of a graph and its bodies, and what is known of their values."""
+
+    names: dict[sympy.Symbol, str] = field(default_factory=dict)
+    hints: dict[str, Any] = field(default_factory=dict)
+    _counts: Counter[str] = field(default_factory=Counter)
+
+    def name(self, symbol: sympy.Symbol, value: Any) -> str:
+        if symbol not in self.names:
+            kind = _kind(symbol)
+            self.names[symbol] = f"{kind}{self._counts[kind]}"
+            self._counts[kind] += 1
+            self.hints[self.names[symbol]] = hint(symbol, value)
+        return self.names[symbol]
+
+    def definitions(self) -> list[str]:
+        """``s0 = size(16)`` for each."""
+        return [f"{name} = size({known})" for name, known in self.hints.items()]
+
+
+def _kind(symbol: sympy.Symbol) -> str:
+    found = _KIND.match(symbol.name)
+    return found[0] if found else "s"
+
+
+class Symbols:
+    """Spells expressions over sizes, as seen from a layer."""
+
+    def __init__(self, backed: Backed) -> None:
+        self._backed = backed
+        self._owner: dict[sympy.Symbol, tuple[Layer | None, str]] = {}
+        self._counts: Counter[tuple[Layer | None, str]] = Counter()
+        self._spelled: dict[tuple[Any, Layer | None], str] = {}
+
+    def spell(self, expression: sympy.Basic, value: Any, here: Layer | None) -> str:
+        """The expression of a symbolic ``value`` over canonical symbols; terms are sorted after the renaming."""
+        known = self._spelled.get((expression, here))
+        if known is None:
+            free = sorted(expression.free_symbols, key=lambda symbol: (len(symbol.name), symbol.name))
+            renamed = {symbol: _like(symbol, self._name(symbol, value, here)) for symbol in free}
+            known = self._spelled[expression, here] = str(expression.xreplace(renamed))
+        return known
+
+    def _name(self, symbol: sympy.Symbol, value: Any, here: Layer | None) -> str:
+        if not is_unbacked(symbol):
+            return self._backed.name(symbol, value)
+        if symbol not in self._owner:
+            kind = _kind(symbol)
+            count = self._counts[here, kind]
+            self._counts[here, kind] += 1
+            self._owner[symbol] = (here, f"{kind}{count}")
+        layer, name = self._owner[symbol]
+        if layer is None:
+            return name
+        return f"{spell_from(f'{layer.container}.{layer.number}', here)}.{name}"
+
+
+def _like(symbol: sympy.Symbol, name: str) -> sympy.Symbol:
+    """Under another name, with the assumptions that decide how an expression is printed."""
+    return sympy.Symbol(name, integer=symbol.is_integer, real=symbol.is_real)
+
 
 _SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 _PLAIN = frozenset(PLAIN)
@@ -82,13 +161,18 @@ class Speller:
         self._gm, self._inputs, self._names = gm, scopes.inputs, _Names(names, self._nameless)
         self._groups, self._device, self._bodies = groups, device, bodies
         self._symbols = Symbols(backed)
-        self._key = Key("fwd", None)
+        self._key = SectionKey("fwd", None)
         self._scope: Scope | None = None
         self._prefixes = _Prefixes(self._prefix)
         self._tensors: dict[Any, str] = {}
         self._spell = _ByType({
-            fx.Node: self.reference, list: self._list, tuple: self._tuple, dict: self._dict, slice: self._slice,
-            **SPELLINGS, object: self._literal,
+            fx.Node: self.reference,
+            list: self._list,
+            tuple: lambda items: _tuple([self.argument(item) for item in items]),
+            dict: lambda items: f"{{{', '.join(f'{key!r}: {self.argument(item)}' for key, item in items.items())}}}",
+            slice: lambda s: f"slice({', '.join(map(self.argument, (s.start, s.stop, s.step)))})",
+            **SPELLINGS,
+            object: self._literal,
         })  # fmt: skip
         self.types = _ByType({
             torch.Tensor: self._tensor_type, **dict.fromkeys(_NUMBERS, self._number_type), object: lambda value: "_",
@@ -98,7 +182,7 @@ class Speller:
 
     # -- where we are
 
-    def enter_section(self, key: Key) -> None:
+    def enter_section(self, key: SectionKey) -> None:
         self._key, self._scope = key, None
         self._prefixes.clear()
 
@@ -111,13 +195,9 @@ class Speller:
         path = self._path(scope)
         return path if scope.space == self._key.space else f"{scope.space}.{path}"
 
-    @property
-    def _here(self) -> Layer | None:
-        return self._key.layer
-
     def module(self, fqn: str) -> str:
         """A module path as seen from the section."""
-        return spell_from(fqn, self._here)
+        return spell_from(fqn, self._key.layer)
 
     def _path(self, scope: Scope) -> str:
         here = self._key.layer
@@ -136,14 +216,12 @@ class Speller:
         """A value without a line in the schedule."""
         if is_item(node):
             return f"{self.reference(node.args[0])}[{node.args[1]}]"
-        if node.op == "get_attr":
-            return self._attribute(str(node.target))
-        return self._input(self._inputs[node])
-
-    def _input(self, source: Input) -> str:
-        space, fqn, repeat = source
-        spelled = spell_input(space, fqn, self._here if space in ("P", "B") else None)
-        return f'{spelled}["#{repeat}"]' if repeat else spelled
+        if node.op != "get_attr":
+            space, fqn, repeat = self._inputs[node]
+            spelled = spell_input(space, fqn, self._key.layer if space in ("P", "B") else None)
+            return f'{spelled}["#{repeat}"]' if repeat else spelled
+        target = str(node.target)
+        return self._bodies.get(target) or self._literal(operator.attrgetter(target)(self._gm))
 
     def _prefix(self, scope: Scope) -> str:
         """What stands before the name of a value of another scope."""
@@ -153,14 +231,6 @@ class Speller:
             return f"{self._path(scope)}."
         from_backward = scope.space == "fwd" and self._key.space == "bwd"
         return f"{'saved' if from_backward else scope.space}.{self._path(scope)}."
-
-    def _attribute(self, target: str) -> str:
-        if target in self._bodies:
-            return self._bodies[target]
-        value: Any = self._gm
-        for part in target.split("."):
-            value = getattr(value, part)
-        return self._literal(value)
 
     # -- arguments
 
@@ -201,15 +271,6 @@ class Speller:
         spell = self._spell
         return f"[{', '.join([spell[type(item)](item) for item in value])}]"
 
-    def _tuple(self, value: tuple[Any, ...]) -> str:
-        return _tuple([self.argument(item) for item in value])
-
-    def _dict(self, value: dict[Any, Any]) -> str:
-        return "{" + ", ".join(f"{key!r}: {self.argument(item)}" for key, item in value.items()) + "}"
-
-    def _slice(self, value: slice) -> str:
-        return f"slice({', '.join(self.argument(end) for end in (value.start, value.stop, value.step))})"
-
     def _literal(self, value: Any) -> str:
         known = spell_literal(value)
         if known is not None:
@@ -233,7 +294,7 @@ class Speller:
     def size(self, value: Any) -> str:
         """A number, symbolic or not: an extent, a stride, the value of a scalar."""
         if isinstance(value, _SYMBOLIC):
-            return self._symbols.spell(expression(value), value, self._here)
+            return self._symbols.spell(expression(value), value, self._key.layer)
         return repr(value)
 
     def _tensor_type(self, value: torch.Tensor) -> str:

@@ -1,96 +1,36 @@
-"""From a text to statements, by the standard library's ``ast``: what is not in the grammar is refused.
+"""The one reader of what stands in a line: chains, paths, scopes, references, statements. No torch here.
 
-``unfolding`` reads canonical texts line by line, which is all that comparing goldens needs;
-this reads what a person writes: other indentation, lines that go on, comments. Nothing is
-evaluated here, and torch is not needed.
+It reads syntax trees of Python. ``parsing`` gives it trees of a whole text, to make a graph; ``dataflow`` gives it
+one record at a time, to compare graphs. Nothing is evaluated; what is not in the grammar is refused.
 
-Terms: a *definition* is an assignment at the head; a *body* is a graph inside the graph.
+A *chain* is what names something: ``saved.layers[i-1].mm``. A text says most lines once for many layers, so a
+chain is compiled once, into a function of the *place* where it stands.
 """
 
 from __future__ import annotations
 
 import ast
+import functools
 import re
-import warnings
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
-from pytest_gtrainer.graphtext import header
-from pytest_gtrainer.graphtext.errors import TextError, nearest
-from pytest_gtrainer.graphtext.paths import Layer
-from pytest_gtrainer.graphtext.sections import Key, Line
-from pytest_gtrainer.graphtext.unfolding import MOST_LAYERS, Block, counted, expand
+from pytest_gtrainer.graphtext.header import TextError
+from pytest_gtrainer.graphtext.sections import NOWHERE, Layer, Scope, SectionKey, scope_of
 
-SPACES = ("P", "B", "I", "A", "fwd", "bwd", "out")
-EDITS = ("like", "drop", "after")
-_BODY_NAME = re.compile(r"\w+_graph_\d+", re.ASCII)
+INPUT_SPACES = ("P", "B", "I", "A")
+COMPUTED_SPACES = ("fwd", "bwd")
+HOLE, SYMBOL = "\0", "\1"
+"""Stand in a template for a reference, and for the symbol of a size."""
+_SPACES = {"saved": "fwd", "fwd": "fwd", "bwd": "bwd"}
+"""First words of a chain that name a space other than the section's own."""
+AT, CHUNK = "at", "chunk"
+"""Tags that name a module path first."""
+_SYMBOL = re.compile(r"[a-z]+\d+")
 _LONGEST = 100_000
-
-
-class Token(NamedTuple):
-    """A link of a chain like ``saved.layers[i-1].mm``: a name, an index or the arguments of a call."""
-
-    kind: str
-    value: str | int | tuple[ast.expr, ...]
-    node: ast.expr
-    relative: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Statement:
-    """One line of a section, and the module or bucket that it stands under."""
-
-    node: ast.stmt
-    scope: ast.expr | None
-
-
-@dataclass(slots=True)
-class Program:
-    """A graph as its text has it: definitions, bodies, and the lines of its sections."""
-
-    definitions: dict[str, ast.expr] = field(default_factory=dict)
-    bodies: dict[str, Program] = field(default_factory=dict)
-    blocks: list[Block] = field(default_factory=list)
-    places: dict[str, Key] = field(default_factory=dict)
-
-    def statements(self) -> Iterator[tuple[Key, Statement]]:
-        """Every statement, unfolded, with the section that it stands in."""
-        for key, line in expand(self.blocks):
-            yield self.places[key], line.source
-
-
-def read(text: str) -> Program:
-    """The statements of a text.
-
-    Raises:
-        TextError: it is not Python, or not the part of Python that graph text is.
-    """
-    _check_version(text)
-    try:
-        with warnings.catch_warnings(action="ignore"):  # an odd escape in a string is no news to anybody
-            tree = ast.parse(text)
-    except SyntaxError as error:
-        raise TextError(f"{error.msg}: graph text is a part of Python", error.lineno or 1, error.offset or 0) from None
-    except (ValueError, RecursionError, MemoryError) as error:
-        reason = "it is nested too deeply" if not isinstance(error, ValueError) else str(error)
-        raise TextError(f"this cannot be read as Python: {reason}", 1) from None
-    return _program(tree.body)
-
-
-def _check_version(text: str) -> None:
-    view = header.read(text).get("view")
-    if view in header.PARTIAL_VIEWS:
-        raise TextError(f"this is the {view} view of a graph, a part of it: render the full view to parse it", 1)
-    version = header.version_of(text)
-    if version is None or version == header.VERSION:
-        return
-    remake = header.read(text).get("remake")
-    if version > header.VERSION:
-        advice = "it was made by a newer pytest-gtrainer, so upgrade"
-    else:
-        advice = f"remake it with `{remake}`" if remake else "render the graph again"
-    raise TextError(f"format v{version}, and this pytest-gtrainer reads v{header.VERSION}: {advice}", 1)
+UNREADABLE = (TextError, SyntaxError, ValueError, RecursionError, MemoryError)
+"""What reading a text that nobody has checked may raise."""
 
 
 def refuse(node: ast.AST, message: str) -> TextError:
@@ -104,90 +44,6 @@ def shown(node: ast.AST) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-def _program(statements: Sequence[ast.stmt]) -> Program:
-    program, lines = Program(), 0
-    for node in statements:
-        if isinstance(node, ast.FunctionDef):
-            _define_body(program, node)
-        elif isinstance(node, ast.Assign):
-            name = node.targets[0]
-            if len(node.targets) > 1 or not isinstance(name, ast.Name):
-                raise refuse(node, f"expected a definition like `fsdp = group(range(0, 8))`, found `{shown(node)}`")
-            if name.id in program.definitions:
-                raise refuse(node, f"`{name.id}` is defined twice")
-            program.definitions[name.id] = node.value
-        elif isinstance(node, ast.For | ast.If):
-            block = _block(program, node)
-            lines = counted(block, block.lines, lines)
-            program.blocks.append(block)
-        else:
-            raise refuse(node, f"expected a section (`if fwd:`, `for i in fwd.layers[0]:`), found `{shown(node)}`")
-    return program
-
-
-def _define_body(program: Program, node: ast.FunctionDef) -> None:
-    arguments = node.args
-    if any((arguments.args, arguments.posonlyargs, arguments.kwonlyargs, arguments.vararg, arguments.kwarg)):
-        raise refuse(node, f"a body takes its inputs in a section `if A:`: expected `def {node.name}():`")
-    if node.decorator_list or node.returns:
-        raise refuse(node, f"expected `def {node.name}():` and no more")
-    if node.name in program.bodies or not _BODY_NAME.fullmatch(node.name):
-        raise refuse(node, f"a body's name is its own and ends like `cond_graph_0`, found `{node.name}`")
-    program.bodies[node.name] = _program(node.body)
-
-
-def _block(program: Program, node: ast.For | ast.If) -> Block:
-    if node.orelse:
-        raise refuse(node.orelse[0], "a section has no `else`")
-    keys = _layer_keys(node) if isinstance(node, ast.For) else [_space_key(node.test)]
-    named = {_name(key): key for key in keys}
-    program.places |= named
-    return Block(node.lineno, tuple(named), tuple(_lines(node.body)))
-
-
-def _name(key: Key) -> str:
-    """As ``ast.unparse`` spells it in ``like(...)``."""
-    text = str(key)
-    return text if text.isascii() and '"' not in text else ast.unparse(ast.parse(text, mode="eval"))
-
-
-def _space_key(test: ast.expr) -> Key:
-    if not isinstance(test, ast.Name) or test.id not in SPACES:
-        near = nearest(shown(test), SPACES)
-        raise refuse(test, f"expected one of {', '.join(SPACES)}, found `{shown(test)}`{near}")
-    return Key(test.id, None)
-
-
-def _layer_keys(node: ast.For) -> list[Key]:
-    """The sections of ``for i in fwd.layers[0:8]:``."""
-    expected = "expected `for i in fwd.layers[0]:` or `for i in fwd.layers[0:8]:`"
-    if not isinstance(node.target, ast.Name) or node.target.id != "i" or not isinstance(node.iter, ast.Subscript):
-        raise refuse(node, f"{expected}, found `{shown(node)}`")
-    numbers = _numbers(node.iter.slice, expected)
-    space, *path = chain(node.iter.value)
-    if space.kind != "name" or space.value not in SPACES or not path:
-        raise refuse(node.iter, f"{expected}, found `{shown(node.iter)}`")
-    if any(token.relative for token in path):
-        raise refuse(node.iter, "a section's own path is not relative")
-    container = static_path(path)
-    return [Key(str(space.value), Layer(container, number)) for number in numbers]
-
-
-def _numbers(place: ast.expr, expected: str) -> Sequence[int]:
-    if (number := integer(place)) is not None and number >= 0:
-        return [number]
-    if not isinstance(place, ast.Slice):
-        raise refuse(place, f"{expected}, found the index `{shown(place)}`")
-    first, step = integer(place.lower), integer(place.step) if place.step else 1
-    stop = integer(place.upper) if place.upper else (-1 if step == -1 else None)
-    if first is None or stop is None or step not in (1, -1) or first < 0:
-        raise refuse(place, f"{expected}: a range has a first layer, an end and at most the step -1")
-    count = max(0, (stop - first) * step)  # len(range(...)) has no number beyond a machine word
-    if not 0 < count <= MOST_LAYERS:
-        raise refuse(place, f"expected 1 to {MOST_LAYERS} layers, found {count}")
-    return range(first, stop, step)
-
-
 def integer(node: ast.expr | None) -> int | None:
     """A whole number, with its sign; None if it is something else."""
     if isinstance(node, ast.Constant) and type(node.value) is int:
@@ -198,89 +54,398 @@ def integer(node: ast.expr | None) -> int | None:
     return None
 
 
-def _lines(statements: Sequence[ast.stmt]) -> Iterator[Line]:
-    for node in statements:
-        if not isinstance(node, ast.With):
-            yield _line(node, "", None)
-            continue
-        if len(node.items) != 1 or node.items[0].optional_vars is not None:
-            raise refuse(node, "expected one module or bucket, `with layers[0].attention:`")
-        scope = node.items[0].context_expr
-        heading = ast.unparse(scope)
-        for inner in node.body:
-            yield _line(inner, heading, scope)
-
-
-def _line(node: ast.stmt, heading: str, scope: ast.expr | None) -> Line:
-    """A statement under its name."""
-    source = Statement(node, scope)
-    if isinstance(node, ast.AnnAssign):
-        name = node.target.id if isinstance(node.target, ast.Name) else ast.unparse(node.target)
-        return Line(heading, name, source)
-    if isinstance(node, ast.Assign) and len(node.targets) == 1:
-        return Line(heading, ast.unparse(node.targets[0]) + " =", source)
-    if isinstance(node, ast.Expr):
-        value = node.value
-        is_edit = isinstance(value, ast.Call) and isinstance(value.func, ast.Name) and value.func.id in EDITS
-        if is_edit or isinstance(value, ast.Yield | ast.YieldFrom):
-            return Line(heading, ast.unparse(node), source)
-    expected = "expected `mm: f32[2, 4] = aten.mm(x, y)`"
-    raise refuse(node, f"{expected}, found `{shown(node)}`")
-
-
 # -- chains
 
 
-def chain(node: ast.expr) -> list[Token]:
+class Link(NamedTuple):
+    """A link of a chain: a name, a quoted word, an index, or the arguments of a call; ``node`` ends with it."""
+
+    kind: str
+    value: str | int | tuple[ast.expr, ...]
+    node: ast.expr
+    relative: bool = False
+
+
+def chain(node: ast.expr) -> list[Link]:
     """The links of a chain, from its first name on.
 
-    >>> [token.value for token in chain(ast.parse("saved.layers[i-1].mm", mode="eval").body)]
+    >>> [link.value for link in chain(ast.parse("saved.layers[i-1].mm", mode="eval").body)]
     ['saved', 'layers', -1, 'mm']
     """
-    tokens: list[Token] = []
+    links: list[Link] = []
     here: ast.expr = node
     while not isinstance(here, ast.Name):
-        if len(tokens) > _LONGEST:
+        if len(links) > _LONGEST:
             raise refuse(node, "this chain is too long")
         if isinstance(here, ast.Attribute):
-            tokens.append(Token("name", here.attr, here))
+            links.append(Link("name", here.attr, here))
             here = here.value
         elif isinstance(here, ast.Subscript):
-            tokens.append(_index(here))
+            links.append(_index(here))
             here = here.value
         elif isinstance(here, ast.Call) and not here.keywords:
-            tokens.append(Token("call", tuple(here.args), here))
+            links.append(Link("call", tuple(here.args), here))
             here = here.func
         else:
             raise refuse(here, f"expected a name like `L.attention.mm`, found `{shown(here)}`")
-    tokens.append(Token("name", here.id, here))
-    return tokens[::-1]
+    links.append(Link("name", here.id, here))
+    return links[::-1]
 
 
-def _index(node: ast.Subscript) -> Token:
+def _index(node: ast.Subscript) -> Link:
     """``[3]``, ``["en-de"]``, ``[i+1]``."""
     place = node.slice
     if isinstance(place, ast.Constant) and isinstance(place.value, str):
-        return Token("word", place.value, node)
+        return Link("word", place.value, node)
     if (number := integer(place)) is not None:
-        return Token("index", number, node)
+        return Link("index", number, node)
     if isinstance(place, ast.Name) and place.id == "i":
-        return Token("index", 0, node, relative=True)
+        return Link("index", 0, node, relative=True)
     if isinstance(place, ast.BinOp) and isinstance(place.left, ast.Name) and place.left.id == "i":
         distance = integer(place.right)
         if distance is not None and isinstance(place.op, ast.Add | ast.Sub):
-            return Token("index", distance if isinstance(place.op, ast.Add) else -distance, node, relative=True)
+            return Link("index", distance if isinstance(place.op, ast.Add) else -distance, node, relative=True)
     raise refuse(place, f'expected an index like `[3]`, `[i-1]` or `["name"]`, found `[{shown(place)}]`')
 
 
-def static_path(tokens: Sequence[Token]) -> str:
+@functools.lru_cache(maxsize=1 << 16)
+def links_of(text: str) -> tuple[Link, ...]:
+    """The links of a chain that stands alone.
+
+    Raises:
+        TextError, SyntaxError and others, ``UNREADABLE``: it is none.
+    """
+    return tuple(chain(ast.parse(text, mode="eval").body))
+
+
+def static_path(links: Sequence[Link]) -> str:
     """The module path of links that do not depend on the section.
 
-    >>> static_path(chain(ast.parse('heads["en-de"].layers[3]', mode="eval").body))
+    >>> static_path(links_of('heads["en-de"].layers[3]'))
     'heads.en-de.layers.3'
     """
-    for token in tokens:
-        if token.kind == "call" or (token.kind == "index" and int(token.value) < 0):  # type: ignore[arg-type]
-            raise refuse(token.node, f"expected a module path, found `{shown(token.node)}`")
-    names = [str(token.value) for token in tokens]
-    return ".".join(names[1:] if names[0] == "_" else names)
+    for link in links:
+        if link.kind == "call" or (link.kind == "index" and int(link.value) < 0):  # type: ignore[arg-type]
+            raise refuse(link.node, f"expected a module path, found `{shown(link.node)}`")
+    names = [str(link.value) for link in links]
+    return ".".join(names[1:] if names[:1] == ["_"] else names)
+
+
+# -- chains as functions of where they stand
+
+
+@dataclass(slots=True)
+class LinePlace:
+    """Where a statement stands: its section's space and layer, and the scope of its ``with``."""
+
+    space: str
+    layer: Layer | None
+    scope: Scope = NOWHERE
+
+
+PathAt = Callable[[Layer | None], str]
+ScopeAt = Callable[[LinePlace], Scope]
+
+
+def path_at(links: Sequence[Link]) -> PathAt:
+    """The module path of a chain, as a function of the section's layer.
+
+    >>> here = Layer("layers", 3)
+    >>> path_at(links_of("L.moe"))(here), path_at(links_of("layers[i-1]"))(here), path_at(links_of("norm"))(None)
+    ('layers.3.moe', 'layers.2', 'norm')
+
+    Raises:
+        TextError: at once, what can be no path; when called, one that is relative where there is no layer.
+    """
+    first = links[0]
+    if first.value == "L" and first.kind == "name":
+        head, distance, rest, link = "", 0, links[1:], first
+    else:
+        place = next((place for place, link in enumerate(links) if link.relative), None)
+        if place is None:
+            fixed = static_path(links)
+            return lambda here: fixed
+        link = links[place]
+        if not place:
+            raise refuse(link.node, f"expected the layers' module before `[...]`, found `{shown(link.node)}`")
+        head, distance, rest = static_path(links[:place]), int(link.value), links[place + 1 :]  # type: ignore[arg-type]
+    tail = "".join(f".{name}" for name in (static_path(rest).split(".") if rest else []))
+
+    def relative(here: Layer | None) -> str:
+        if here is None:
+            raise refuse(link.node, f"`{shown(link.node)}` is relative to a layer, and this section has none")
+        number = here.number + distance
+        if number < 0:
+            raise refuse(link.node, f"layer {number} of `{head}` does not exist")
+        return f"{head or here.container}.{number}{tail}"
+
+    return relative
+
+
+def scope_at(links: Sequence[Link]) -> ScopeAt:
+    """The scope that a chain names: a module or a bucket, of the section's space or of another.
+
+    >>> scope_at(links_of("saved.bucket(L.moe, norm)"))(LinePlace("bwd", Layer("layers", 3)))
+    fwd bucket(layers.3.moe, norm)
+    """
+    space = None
+    if links[0].kind == "name" and links[0].value in _SPACES and len(links) > 1:
+        space, links = _SPACES[str(links[0].value)], links[1:]
+    is_bucket = links[0].value == "bucket" and links[0].kind == "name"
+    if is_bucket:
+        roots = links[1].value if len(links) == 2 else None
+        if not isinstance(roots, tuple) or not roots:
+            raise refuse(links[-1].node, f"expected `bucket(layers[0])`, found `{shown(links[-1].node)}`")
+        owners = [path_at(chain(root)) for root in roots]
+    else:
+        owners = [path_at(links)]
+    return lambda place: scope_of(
+        tuple([owner(place.layer) for owner in owners]), place.space if space is None else space, is_bucket
+    )
+
+
+@functools.lru_cache(maxsize=1 << 12)
+def key_of(section: str) -> SectionKey:
+    """What a section's name says; one that cannot be read is a space.
+
+    >>> key_of("bwd.layers[3]"), key_of("fwd")
+    (SectionKey(space='bwd', layer=Layer(container='layers', number=3)), SectionKey(space='fwd', layer=None))
+    """
+    try:
+        space, *path = links_of(section)
+        container, _, number = static_path(path).rpartition(".")
+        return SectionKey(str(space.value), Layer(container, int(number)) if path else None)
+    except UNREADABLE:
+        return SectionKey(section, None)
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def absolute(text: str, layer: Layer | None) -> str:
+    """A chain by its full name, whichever layer it is seen from; as it is where it is no path."""
+    try:
+        return path_at(links_of(text))(layer)
+    except UNREADABLE:
+        return text
+
+
+# -- references
+
+
+class Reference(NamedTuple):
+    """What names a value: output ``[1]`` of ``topk`` in ``L`` of the forward is ``saved.L.topk[1]``.
+
+    Attributes:
+        head: what stands before the name; of an input its whole chain.
+        name: "" for an input.
+        end: the node that ends with the name.
+    """
+
+    head: Sequence[Link]
+    name: str
+    items: tuple[int, ...]
+    end: ast.expr
+
+    @property
+    def is_input(self) -> bool:
+        return not self.name
+
+
+def reference(node: ast.expr) -> Reference:
+    """A reference taken apart.
+
+    Raises:
+        TextError: it is none.
+    """
+    links = chain(node)
+    if is_input(links):
+        return Reference(links, "", (), node)
+    items = []
+    while len(links) > 1 and links[-1].kind == "index" and not links[-1].relative:
+        items.append(int(links.pop().value))  # type: ignore[arg-type]
+    last = links.pop()
+    if last.kind != "name":
+        raise refuse(node, f"expected a value like `L.attention.mm`, found `{shown(node)}`")
+    return Reference(links, str(last.value), tuple(items[::-1]), last.node)
+
+
+def is_input(links: Sequence[Link]) -> bool:
+    """Whether a chain names an input of the graph: ``P.L.w``, ``I[0]``."""
+    return links[0].value in INPUT_SPACES and len(links) > 1
+
+
+InputKey = tuple[str, str, int]
+"""Space, full name and repetition."""
+
+
+def input_key_at(links: Sequence[Link]) -> Callable[[Layer | None], InputKey]:
+    """The key of an input: ``P.L.wq.weight``, ``I[0]``, ``P.w["#1"]``."""
+    space, links, repeat = str(links[0].value), links[1:], 0
+    last = links[-1]
+    if last.kind == "word" and str(last.value)[:1] == "#" and str(last.value)[1:].isdecimal() and len(links) > 1:
+        links, repeat = links[:-1], int(str(last.value)[1:])
+    path = path_at(links)
+    return lambda here: (space, path(here), repeat)
+
+
+# -- statements
+
+
+class Computed(NamedTuple):
+    """``mm: bf16[2] | must_save = aten.mm(x, y)`` as trees."""
+
+    name: ast.Name
+    type: ast.expr
+    tags: list[ast.expr]
+    call: ast.Call
+
+
+def computed(node: ast.stmt) -> Computed | None:
+    """A computed value's line taken apart; None if it is none."""
+    if not isinstance(node, ast.AnnAssign) or not isinstance(node.target, ast.Name):
+        return None
+    if not isinstance(node.value, ast.Call):
+        return None
+    kind, tags = node.annotation, []
+    while isinstance(kind, ast.BinOp) and isinstance(kind.op, ast.BitOr):
+        tags.append(kind.right)
+        kind = kind.left
+    return Computed(node.target, kind, tags[::-1], node.value)
+
+
+Origin = tuple[str, str]
+"""What stands before a name, and the name; of an input all of it, and nothing."""
+
+
+class Template(NamedTuple):
+    """A text with a hole for each reference, whose items stay, and for each symbol of a size."""
+
+    text: str
+    references: tuple[Origin, ...] = ()
+    symbols: tuple[str, ...] = ()
+
+
+class Statement(NamedTuple):
+    """``mm: bf16[2, L.u0] | must_save = aten.mm(x, L.y[1], alpha=2)``, with what is left of it wherever it stands."""
+
+    name: str
+    type: Template
+    tags: str
+    operator: str
+    arguments: Template
+
+
+@functools.lru_cache(maxsize=1 << 17)
+def statement(text: str) -> Statement | None:
+    """A computed value's line; None if it is none.
+
+    >>> found = statement("mm: bf16[2, L.u0] | must_save = aten.mm(x, L.y[1], 1e-05, dtype=f32)")
+    >>> found.type, found.tags
+    (Template(text='bf16[2, \\x01]', references=(), symbols=('L.u0',)), 'must_save')
+    >>> found.arguments[:2]
+    ('\\x00, \\x00[1], 1e-05, dtype=\\x00', (('', 'x'), ('L', 'y'), ('', 'f32')))
+    """
+    try:
+        (node,) = ast.parse(text).body
+    except UNREADABLE:
+        return None
+    parts = computed(node)
+    if parts is None:
+        return None
+    name, kind, tags, call = parts
+    source = text.encode()  # columns of a syntax tree are bytes
+    return Statement(
+        source[: _end(name)].decode(),
+        type_template(source[kind.col_offset : _end(kind)].decode()),
+        source[_end(kind) + len(" | ") : _end(tags[-1])].decode() if tags else "",
+        source[call.func.col_offset : _end(call.func)].decode(),
+        _template(
+            source,
+            [*call.args, *[keyword.value for keyword in call.keywords]],
+            _end(call.func) + 1,
+            _end(call) - 1,
+        ),
+    )
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def type_template(text: str) -> Template:
+    """A type, with holes for its symbols.
+
+    >>> type_template("bf16[L.u0 + L.u1, 64]"), type_template("float8_e4m3fn[4, 4][1, 4] @ cuda").symbols
+    (Template(text='bf16[\\x01 + \\x01, 64]', references=(), symbols=('L.u0', 'L.u1')), ())
+    """
+    try:
+        holes = [(node, None) for node in _symbols(ast.parse(text, mode="eval").body)]
+        return _filled(text.encode(), holes, 0, len(text.encode()))
+    except UNREADABLE:
+        return Template(text)
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def operand_template(text: str) -> Template:
+    """An operand, or several in a container."""
+    try:
+        return _template(text.encode(), [ast.parse(text, mode="eval").body], 0, len(text.encode()))
+    except UNREADABLE:
+        return Template(text)
+
+
+def _template(source: bytes, operands: Sequence[ast.expr], start: int, end: int) -> Template:
+    return _filled(source, [hole for operand in operands for hole in _holes(operand)], start, end)
+
+
+def _end(node: ast.expr) -> int:
+    return node.end_col_offset or 0
+
+
+def _filled(source: bytes, holes: Sequence[tuple[ast.expr, Reference | None]], start: int, end: int) -> Template:
+    """What stands between two columns, with its holes: references, or symbols."""
+    pieces: list[str] = []
+    references: list[Origin] = []
+    symbols: list[str] = []
+    for node, known in sorted(holes, key=lambda hole: hole[0].col_offset):
+        pieces.append(source[start : node.col_offset].decode())
+        start = _end(node if known is None else known.end)
+        if known is None:
+            symbols.append(source[node.col_offset : start].decode())
+        else:
+            head = _end(known.head[-1].node) if known.head else node.col_offset
+            references.append((source[node.col_offset : head].decode(), known.name))
+        pieces.append(SYMBOL if known is None else HOLE)
+    pieces.append(source[start:end].decode())
+    return Template("".join(pieces), tuple(references), tuple(symbols))
+
+
+def _holes(node: ast.expr) -> Iterator[tuple[ast.expr, Reference | None]]:
+    """The references of an operand, and the symbols of its sizes, which have None."""
+    if isinstance(node, ast.Constant):
+        return
+    if isinstance(node, ast.Name):
+        yield node, Reference((), node.id, (), node)
+        return
+    if isinstance(node, ast.Call):
+        is_size = isinstance(node.func, ast.Name) and node.func.id == "sym"
+        for part in [*node.args, *[keyword.value for keyword in node.keywords]]:
+            yield from [(symbol, None) for symbol in _symbols(part)] if is_size else _holes(part)
+        return
+    if isinstance(node, ast.Attribute | ast.Subscript):
+        try:
+            yield node, reference(node)
+            return
+        except TextError:  # a type, as of a constant
+            pass
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.expr):
+            yield from _holes(child)
+
+
+def _symbols(node: ast.expr) -> Iterator[ast.expr]:
+    """The symbols in a type or a size; what stands before `[` or `(` is none."""
+    if isinstance(node, ast.Name | ast.Attribute):
+        if _SYMBOL.fullmatch(node.id if isinstance(node, ast.Name) else node.attr):
+            yield node
+        return
+    skipped = node.value if isinstance(node, ast.Subscript) else node.func if isinstance(node, ast.Call) else None
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.expr) and not (child is skipped and isinstance(child, ast.Name | ast.Attribute)):
+            yield from _symbols(child)

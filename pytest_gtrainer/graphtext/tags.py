@@ -11,20 +11,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import ast
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import fx
 
 from pytest_gtrainer._torch.graph_text import POLICIES
-from pytest_gtrainer.graph import chunks as chunks
+from pytest_gtrainer.graph import chunks
 from pytest_gtrainer.graph.nodes import direction, node_fqn
-from pytest_gtrainer.graphtext.paths import is_word
+from pytest_gtrainer.graphtext.header import nearest
+from pytest_gtrainer.graphtext.sections import is_word
+from pytest_gtrainer.graphtext.syntax import AT, CHUNK, LinePlace, PathAt, chain, path_at, refuse, shown
 
 UNOWNED = "unowned"
-AT = "at"
 MISMARKED = "mismarked"
-CHUNK = "chunk"
 TAGS = (UNOWNED, AT, MISMARKED, CHUNK, "custom", *POLICIES)
 _PLAIN = (bool, int, float, str, type(None))
 OWN_KEY = "module_fqn"
@@ -77,12 +78,84 @@ def _is_literal(value: Any) -> bool:
     return type(value) in _PLAIN
 
 
-def apply_tag(meta: dict[str, Any], name: str, values: dict[str, Any]) -> bool:
-    """Write what a tag says back into ``meta``; False if there is no such tag."""
-    if name == "custom":
-        meta["custom"] = {**meta.get("custom", {}), **values}
-    elif name in POLICIES and not values:
-        meta["recompute"] = POLICIES[name]
-    else:
-        return False
-    return True
+# -- reading
+
+
+def tags_at(nodes: Sequence[ast.expr], *, owned: bool) -> Callable[[dict[str, Any], LinePlace], None]:
+    """What a line's tags and scope say, written into metadata as a function of the line's place.
+
+    Raises:
+        TextError: one of them is no tag.
+    """
+    mismarked = False
+    own_path: PathAt | None = None
+    chunked: tuple[PathAt, list[Any]] | None = None
+    custom: dict[str, Any] = {}
+    extra: dict[str, Any] = {}
+    for node in nodes:
+        name, values = _read(node)
+        if name == UNOWNED:
+            owned = False
+        elif name == MISMARKED:
+            mismarked = True
+        elif name == AT:
+            own_path = path_at(chain(values["path"]))
+        elif name == CHUNK:
+            chunked = path_at(chain(values["path"])), values["words"]
+        elif name == "custom":
+            custom |= values
+        elif name in POLICIES and not values:
+            extra["recompute"] = POLICIES[name]
+        else:
+            raise refuse(node, f"`{name}` is no tag{nearest(name, TAGS)}")
+
+    def apply(meta: dict[str, Any], place: LinePlace) -> None:
+        scope = place.scope
+        if (scope.space == "bwd") != mismarked:
+            meta["autograd_backward"] = True
+        fqn = scope.owners[0] if owned else ""
+        if scope.is_bucket:
+            meta["fsdp_bucket"] = {"plan_fqns": list(scope.owners), "direction": scope.space}
+            fqn = own_path(place.layer) if own_path else ""
+        told = chunks.told_in_words(chunked[0](place.layer), *chunked[1]) if chunked else {}
+        if fqn or custom or told:
+            meta["custom"] = ({OWN_KEY: fqn} if fqn else {}) | told | custom
+        meta.update(extra)
+
+    return apply
+
+
+class _Numbers(ast.NodeTransformer):
+    """The numbers that Python has no literal for."""
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        return ast.copy_location(ast.Constant(float(node.id)), node) if node.id in ("inf", "nan") else node
+
+
+def _chunk(node: ast.Call) -> dict[str, Any]:
+    """``chunk(path, 0)``, ``chunk(path, split_boundary, eager)``."""
+    words = [item.id if isinstance(item, ast.Name) else getattr(item, "value", None) for item in node.args[1:]]
+    boundaries = (chunks.SPLIT_BOUNDARY, chunks.MATERIALIZATION)
+    known = len(words) in (1, 2) and (type(words[0]) is int or words[0] in boundaries)
+    if not known or words[1:] not in ([], [chunks.EAGER]):
+        raise refuse(node, f"expected `chunk(path, 0)` or `chunk(path, split_boundary)`, found `{shown(node)}`")
+    return {"path": node.args[0], "words": words}
+
+
+def _read(node: ast.expr) -> tuple[str, dict[str, Any]]:
+    if isinstance(node, ast.Name):
+        return node.id, {}
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == AT and len(node.args) == 1:
+        return AT, {"path": node.args[0]}
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == CHUNK:
+        return CHUNK, _chunk(node)
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and not node.args:
+        values: dict[str, Any] = {}
+        for item in node.keywords:
+            try:
+                value = ast.literal_eval(_Numbers().visit(item.value))
+            except (ValueError, TypeError):
+                raise refuse(item.value, f"expected a literal, found `{shown(item.value)}`") from None
+            values |= value if item.arg is None and isinstance(value, dict) else {str(item.arg): value}
+        return node.func.id, values
+    raise refuse(node, f"expected a tag like `must_save` or `custom(stage=1)`, found `{shown(node)}`")

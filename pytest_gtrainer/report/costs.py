@@ -22,7 +22,7 @@ from torch import fx
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 from pytest_gtrainer.graphtext.operators import operator_of
-from pytest_gtrainer.graphtext.schedule_roles import is_free, payload_of
+from pytest_gtrainer.graphtext.schedule_view import is_free, payload_of
 
 _CPU_ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
 

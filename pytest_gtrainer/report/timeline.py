@@ -33,10 +33,9 @@ from typing import Any
 
 from torch import fx
 
-from pytest_gtrainer.graph.nodes import direction, node_fqn
-from pytest_gtrainer.graphtext.groups import Group, groups_of
-from pytest_gtrainer.graphtext.operators import operator_of
-from pytest_gtrainer.graphtext.schedule_roles import group_of, is_launch, is_wait
+from pytest_gtrainer.graph.nodes import direction, is_wait, node_fqn
+from pytest_gtrainer.graphtext.operators import Group, groups_of, operator_of
+from pytest_gtrainer.graphtext.schedule_view import group_of, is_launch
 from pytest_gtrainer.graphtext.scopes import is_computed
 from pytest_gtrainer.report.costs import CostModel
 

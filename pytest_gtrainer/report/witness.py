@@ -116,7 +116,7 @@ class Witness:
             facts.emit("layout", pipeline=number, sides=[["rewritten graph", payloads(layout)]], problems=[])
 
     def _schedule(self, key: str, gm: fx.GraphModule) -> None:
-        from pytest_gtrainer.graphtext.schedule_roles import communicates
+        from pytest_gtrainer.graphtext.schedule_view import communicates
 
         if communicates(gm):
             facts.emit("schedule", key=key, packed=packed(json.dumps(_schedule(gm, self._mesh))))
@@ -158,8 +158,8 @@ def _guarded(what: str, take_down: facts.Watcher) -> facts.Watcher:
 def words(old: str, new: str) -> list[str]:
     """What changed between two graph texts, in words."""
     from pytest_gtrainer.graphtext import unfold
+    from pytest_gtrainer.graphtext.differences import words as in_words
     from pytest_gtrainer.graphtext.differences.comparison import Comparison
-    from pytest_gtrainer.graphtext.differences.words import words as in_words
 
     before, after = unfold(old), unfold(new)
     return in_words(Comparison.of(before, after)) if before != after else []

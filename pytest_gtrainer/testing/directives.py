@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from pytest_gtrainer.graphtext.errors import nearest
+from pytest_gtrainer.graphtext.header import nearest
 
 ONCE = ("world", "mesh", "golden", "values", "result", "again", "raises")
 OFTEN = ("passes", "check")

@@ -19,7 +19,7 @@ from pytest_gtrainer.checks.matcher import run_checks
 from pytest_gtrainer.checks.subject import Subject
 from pytest_gtrainer.checks.syntax import parse_check
 from pytest_gtrainer.golden.compare import difference
-from pytest_gtrainer.graphtext.errors import nearest
+from pytest_gtrainer.graphtext.header import nearest
 from pytest_gtrainer.numerics.compare import assert_bitwise_equal
 from pytest_gtrainer.testing.directives import PassFileError
 from pytest_gtrainer.testing.pass_file import PassCall, PassFile, read_pass_file

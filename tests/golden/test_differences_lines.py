@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from pytest_gtrainer.graphtext import diff, unfold
 from pytest_gtrainer.graphtext.differences import LIMIT, text_diff
-from pytest_gtrainer.graphtext.differences.hunks import graph_diff
-from pytest_gtrainer.graphtext.differences.lines import Change, changes
+from pytest_gtrainer.graphtext.differences.lines import Change, changes, graph_diff
 
 NUMBERED = [f"line {number}" for number in range(4000)]
 REPEATED = [f"line {number * 7 % 200}" for number in range(4000)]

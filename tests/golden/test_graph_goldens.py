@@ -6,7 +6,6 @@ import torch
 import torch._dynamo
 
 # Once for all runs in this process: these register operators, which can be done only once.
-import pytest_gtrainer.graphtext.layout_view
 import pytest_gtrainer.graphtext.rendering  # noqa: F401
 
 GRAPH = """

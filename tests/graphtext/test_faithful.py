@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from pytest_gtrainer.graphtext import parse, render
-from pytest_gtrainer.graphtext.faithful import unfaithful
+from pytest_gtrainer.graphtext.parsing import unfaithful
 
 aten = torch.ops.aten
 TEXT = """# gtrainer graph v2

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from pytest_gtrainer.graphtext import TextError, records, render, unfold
 from pytest_gtrainer.graphtext.folding import fold
-from pytest_gtrainer.graphtext.paths import Layer
-from pytest_gtrainer.graphtext.sections import Key, Line, Section
+from pytest_gtrainer.graphtext.sections import Layer, Line, Section, SectionKey
 from tests.graphtext.toy import toy_graph
 
 
@@ -26,7 +25,7 @@ def test_a_text_unfolds_to_its_records():
 
 
 def section(number: int, *lines: str, space: str = "fwd") -> Section:
-    return Section(Key(space, Layer("layers", number)), tuple(Line("L", line) for line in lines))
+    return Section(SectionKey(space, Layer("layers", number)), tuple(Line("L", line) for line in lines))
 
 
 BODY = [f"{name}: f32[2] = aten.{name}({operand})" for operand, name in pairwise("xabcdefghijklmnop")]

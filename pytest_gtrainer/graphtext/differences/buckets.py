@@ -1,8 +1,9 @@
-"""Which parameters travel in which collective, and what has become of that.
+"""Which parameters travel in which collective, and what has become of that; lines of views that are no graphs.
 
 An all-gather's *members* are the parameters that go into its payload, in its order; those of a reduction
 the outputs that come out of it. Collectives without such members (of activations, of statistics) are none
-of this module's. Read off the dataflow in one walk, not off what a pass says it did.
+of this module's. Read off the dataflow in one walk, not off what a pass says it did. A payload of the view
+``layout`` is compared as a bucket; other lines of views are lost, gained, or in another order.
 """
 
 from __future__ import annotations
@@ -14,22 +15,24 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from pytest_gtrainer.graphtext.dataflow import Dataflow, Value
-from pytest_gtrainer.graphtext.differences.describing import (
+from pytest_gtrainer.graphtext.differences.remarks import (
     REDUCTIONS,
+    Remark,
+    Weight,
     collectives_of,
     is_collective,
     kind_of,
+    listed,
     module_of,
 )
-from pytest_gtrainer.graphtext.differences.remarks import Remark, Weight, listed
-from pytest_gtrainer.graphtext.references import Scope, dotted
-from pytest_gtrainer.graphtext.statements import HOLE
+from pytest_gtrainer.graphtext.sections import Record, Scope, scope_of
+from pytest_gtrainer.graphtext.syntax import HOLE, absolute, key_of
 
 _ITEM = re.compile(rf"{HOLE}((?:\[\d+\])+)")
 
 
 @dataclass(frozen=True, slots=True)
-class Bucket:
+class LaunchedBucket:
     """A collective of parameters or of their gradients."""
 
     kind: str
@@ -49,10 +52,10 @@ class Bucket:
 
     @property
     def about(self) -> str:
-        return self.scope.modules[0]
+        return self.scope.owners[0]
 
 
-def buckets_of(graph: Dataflow) -> list[Bucket]:
+def buckets_of(graph: Dataflow) -> list[LaunchedBucket]:
     """The buckets of a graph in the order in which it launches them."""
     launches = {place: kind for place, value in collectives_of(graph) if (kind := kind_of(value)) is not None}
     returned = _returned(graph, [place for place, kind in launches.items() if kind in REDUCTIONS])
@@ -65,7 +68,7 @@ def buckets_of(graph: Dataflow) -> list[Bucket]:
         else:
             members = _gathered(graph, value, roots)
         if members:
-            found.append(Bucket(kind, value.scope, tuple(members)))
+            found.append(LaunchedBucket(kind, value.scope, tuple(members)))
     return found
 
 
@@ -88,7 +91,7 @@ def _gathered(graph: Dataflow, launch: Value, roots: dict[int, int]) -> list[str
     value = graph.values[payload]
     parts = [payload] if value.is_input else [_root(graph, source, roots) for source in value.sources]
     inputs = [graph.values[part].scope for part in parts]
-    return [dotted(scope.path) for scope in inputs] if all(scope.space == "P" for scope in inputs) else []
+    return [scope.owners[0] for scope in inputs] if all(scope.space == "P" for scope in inputs) else []
 
 
 _Trail = tuple[tuple[int, str], ...]
@@ -129,7 +132,7 @@ def _trail(arguments: str, sources: Sequence[int], trails: Mapping[int, _Trail])
 # -- what has changed
 
 
-def bucket_remarks(old: Sequence[Bucket], new: Sequence[Bucket]) -> tuple[list[Remark], set[Scope]]:
+def bucket_remarks(old: Sequence[LaunchedBucket], new: Sequence[LaunchedBucket]) -> tuple[list[Remark], set[Scope]]:
     """Sentences on buckets merged, split, lost, gained or reordered, and the scopes that they explain."""
     remarks: list[Remark] = []
     explained: set[Scope] = set()
@@ -142,13 +145,13 @@ def bucket_remarks(old: Sequence[Bucket], new: Sequence[Bucket]) -> tuple[list[R
     return remarks, explained
 
 
-Said = tuple[Remark, Sequence[Bucket]]
+Said = tuple[Remark, Sequence[LaunchedBucket]]
 
 
 class _Change:
     """What has become of the buckets of one kind and direction."""
 
-    def __init__(self, old: Sequence[Bucket], new: Sequence[Bucket]) -> None:
+    def __init__(self, old: Sequence[LaunchedBucket], new: Sequence[LaunchedBucket]) -> None:
         self.old, self.new = old, new
         self._members = [[_told_apart(bucket.members) for bucket in side] for side in (old, new)]
         self._homes = [
@@ -179,7 +182,7 @@ class _Change:
             if not self._origins[place]:
                 yield self._gone(bucket, "gained")
 
-    def _gone(self, bucket: Bucket, verb: str) -> Said:
+    def _gone(self, bucket: LaunchedBucket, verb: str) -> Said:
         text = f"{verb} {bucket.kind} {bucket.label} of {listed(_inside(bucket, bucket.members))}"
         return Remark(Weight.BUCKET, text, bucket.about, f"{verb} {bucket.sort} buckets"), [bucket]
 
@@ -240,18 +243,20 @@ class _Change:
             groups[self._homes[1].get(member)].append(member[0])
         return groups.items()
 
-    def _members_said(self, now: Bucket, verb: str, names: Sequence[str], to: str = "") -> Remark:
+    def _members_said(self, now: LaunchedBucket, verb: str, names: Sequence[str], to: str = "") -> Remark:
         text = f"{now.kind} {now.label} {verb} {listed(names)}{to}"
         return Remark(Weight.BUCKET, text, now.about, f"{verb} members of {now.sort}")
 
-    def _reordered(self, bucket: Bucket, now: Bucket, kept: Sequence[str], order: Sequence[str]) -> Said:
+    def _reordered(
+        self, bucket: LaunchedBucket, now: LaunchedBucket, kept: Sequence[str], order: Sequence[str]
+    ) -> Said:
         was, stands = next((a, b) for a, b in zip(kept, order, strict=True) if a != b)
         stands, was = _inside(now, [stands, was])
         text = f"{now.kind} {now.label}: members in another order: {stands} where {was} was"
         return Remark(Weight.BUCKET, text, now.about, f"order of members of {now.sort}"), [bucket, now]
 
 
-def _inside(bucket: Bucket, members: Sequence[str]) -> list[str]:
+def _inside(bucket: LaunchedBucket, members: Sequence[str]) -> list[str]:
     """Names as seen from the bucket's module, if it has one."""
     prefix = f"{bucket.about}."
     if not all(member.startswith(prefix) for member in members):
@@ -274,7 +279,7 @@ def _most(homes: Counter[int]) -> int | None:
     return min(homes, key=lambda place: (-homes[place], place)) if homes else None
 
 
-def _of_several(buckets: Sequence[Bucket]) -> str:
+def _of_several(buckets: Sequence[LaunchedBucket]) -> str:
     labels = [bucket.label for bucket in buckets]
     if all(bucket.scope.is_bucket for bucket in buckets):
         return "buckets " + _few([label.removeprefix("bucket ") for label in labels])
@@ -285,3 +290,45 @@ def _few(labels: Sequence[str]) -> str:
     if len(labels) == 2:
         return " and ".join(labels)
     return listed(labels, 3 if len(labels) == 3 else 1)
+
+
+_PAYLOAD = re.compile(r"payload\((?P<told>.*)\)")
+_SLOT = re.compile(r"(?P<path>.+): at\(.*\)")
+_KINDS = {"all_gather": "AG", "reduce_scatter": "RS"}
+
+
+def payloads_of(records: Iterable[Record]) -> list[LaunchedBucket]:
+    """The payloads of a layout."""
+    found: list[tuple[str, Scope, list[str]]] = []
+    for section, _, text in records:
+        space, layer = key_of(section)
+        slot = _SLOT.fullmatch(text)
+        if _PAYLOAD.fullmatch(text):
+            path = f"{layer.container}.{layer.number}" if layer else ""
+            found.append((_KINDS.get(space, space), scope_of((path,), "layout", is_bucket=True), []))
+        elif slot and found:
+            found[-1][2].append(absolute(slot["path"], layer))
+    return [LaunchedBucket(kind, scope, tuple(members)) for kind, scope, members in found]
+
+
+def line_remarks(old: Sequence[Record], new: Sequence[Record]) -> Iterator[Remark]:
+    """Lines lost and gained by section, or in another order."""
+    before, after = _by_section(old), _by_section(new)
+    for section in dict.fromkeys([*before, *after]):
+        was, now = before.get(section, []), after.get(section, [])
+        if was == now:
+            continue
+        changes = (("lost", Counter(was) - Counter(now)), ("gained", Counter(now) - Counter(was)))
+        told = ", ".join(f"{verb} {listed(list(lines), 2)}" for verb, lines in changes if lines)
+        space, _, module = absolute(section, None).partition(".")
+        text = f"{space} {module}".rstrip() + f": {told or 'lines in another order'}"
+        yield Remark(Weight.REST, text, module, told)
+    if list(before) != list(after) and set(before) == set(after):
+        yield Remark(Weight.REST, "sections stand in another order")
+
+
+def _by_section(records: Iterable[Record]) -> dict[str, list[str]]:
+    sections: dict[str, list[str]] = defaultdict(list)
+    for record in records:
+        sections[record.section].append(record.text)
+    return sections

@@ -1,6 +1,10 @@
-"""What stands in another place of the schedule.
+"""What the schedule does otherwise: the verdict, effects, and what stands in another place.
 
-Compute that keeps its order is the ruler: a launch or a wait has moved if another number of its operators
+The *verdict* is the first sentence: has the dataflow changed, or only the schedule, or only how it is spelled? With
+it stands what equal dataflow does not promise: that random numbers are drawn and values changed in place in the same
+order.
+
+Compute that keeps its order is the ruler of moves: a launch or a wait has moved if another number of its operators
 stands before it. What only serves a collective (casts of parameters, packing) moves with it and is not told.
 """
 
@@ -8,14 +12,17 @@ from __future__ import annotations
 
 import bisect
 import itertools
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from pytest_gtrainer.graphtext.dataflow import Dataflow
-from pytest_gtrainer.graphtext.differences.comparison import Comparison, own
-from pytest_gtrainer.graphtext.differences.describing import (
+from pytest_gtrainer.graphtext.dataflow import Dataflow, Value
+from pytest_gtrainer.graphtext.differences.comparison import Comparison, Side, own
+from pytest_gtrainer.graphtext.differences.remarks import (
     NAMESPACE,
-    Event,
+    CollectiveEvent,
+    Remark,
+    Weight,
     about,
     events_of,
     is_collective,
@@ -23,11 +30,101 @@ from pytest_gtrainer.graphtext.differences.describing import (
     unit_of,
     what,
 )
-from pytest_gtrainer.graphtext.differences.order import rising
-from pytest_gtrainer.graphtext.differences.remarks import Remark, Weight
+from pytest_gtrainer.graphtext.equivalence import Effects, effects, histories_by_digest
+from pytest_gtrainer.graphtext.folding import rising
+
+
+def verdict(comparison: Comparison) -> Remark:
+    """What kind of difference it is."""
+    if not comparison.same_dataflow:
+        return Remark(Weight.VERDICT, f"the dataflow differs{_first_origin(comparison)}")
+    is_annotated = _is_annotated(comparison)
+    places = [new for old, new in comparison.pairs.places if comparison.old.values[old].operator]
+    moved = len(places) - len(rising(places))
+    notes = "other modules, buckets or tags" if is_annotated else ""
+    if moved:
+        schedule = f"other schedule ({moved} of {len(list(comparison.old.computed))} operators moved)"
+        return Remark(Weight.VERDICT, "same dataflow, " + schedule + (f", {notes}" if notes else ""))
+    if notes:
+        return Remark(Weight.VERDICT, f"same dataflow, same schedule, {notes}")
+    if comparison.old.definitions != comparison.new.definitions:
+        return Remark(Weight.VERDICT, "same dataflow, same schedule, other definitions at the head")
+    return Remark(Weight.VERDICT, "same dataflow, same schedule: only the spelling differs")
+
+
+def _is_annotated(comparison: Comparison) -> bool:
+    """Whether modules or tags are others; not if all values have partners in their modules, and no tags."""
+    pairs = comparison.pairs
+    if not any(pairs.left) and not pairs.elsewhere and not comparison.old.tagged and not comparison.new.tagged:
+        return False
+    return Counter(_annotations(comparison.before)) != Counter(_annotations(comparison.after))
+
+
+def _annotations(side: Side) -> Iterator[tuple[object, ...]]:
+    for digest, value in zip(side.digests.values, side.graph.values, strict=True):
+        yield digest, value.scope, value.tags
+
+
+def _first_origin(comparison: Comparison) -> str:
+    """The first operator that the other side does not have: all that it is computed from is there."""
+    for title, side, other in (
+        (", first at", comparison.after, comparison.before),
+        (", without", comparison.before, comparison.after),
+    ):
+        known = set(other.digests.values)
+        for digest, value in zip(side.digests.values, side.graph.values, strict=True):
+            if digest not in known:
+                return f"{title} {what(value)}"
+    return ""
+
+
+# -- effects
+
+
+def effect_remarks(comparison: Comparison) -> Iterator[Remark]:
+    """Changes of order that may change results although the dataflow is the same."""
+    if not comparison.same_dataflow:
+        return
+    old, new = effects(comparison.old), effects(comparison.new)
+    yield from _draws(comparison, old, new)
+    yield from _histories(comparison, old, new)
+
+
+def _draws(comparison: Comparison, old: Effects, new: Effects) -> Iterator[Remark]:
+    before, after = comparison.before.digests.values, comparison.after.digests.values
+    for ours, theirs in zip(old.draws, new.draws, strict=True):
+        if before[ours] != after[theirs]:
+            was, now = comparison.old.values[ours], comparison.new.values[theirs]
+            text = f"random numbers are drawn in another order, so results differ: {what(now)} before {what(was)}"
+            yield Remark(Weight.EFFECT, _told_apart(text, was, now), about(now))
+            return
+
+
+def _told_apart(text: str, was: Value, now: Value) -> str:
+    if what(was) != what(now):
+        return text
+    return text.partition(": ")[0] + f": {reference_to(now)} before {reference_to(was)}"
+
+
+def _histories(comparison: Comparison, old: Effects, new: Effects) -> Iterator[Remark]:
+    """Storages with other readers before or after one of their changes."""
+    left = Counter(_spelled(new, comparison.after.digests.values).values())
+    for storage, history in _spelled(old, comparison.before.digests.values).items():
+        if left[history] > 0:
+            left[history] -= 1
+            continue
+        changer = next(place for place, _ in old.histories[storage] if place is not None)
+        changed, value = comparison.old.values[storage], comparison.old.values[changer]
+        text = f"results may differ: what reads {reference_to(changed)} and {what(value)}, which changes it in place"
+        yield Remark(Weight.EFFECT, f"{text}, stand in another order", about(value), "in place")
+
+
+def _spelled(found: Effects, digests: Sequence[int]) -> dict[int, str]:
+    return {storage: repr((digests[storage], history)) for storage, history in histories_by_digest(found, digests)}
+
 
 _Places = Sequence[tuple[int, int]]
-_Events = Mapping[int, Event]
+_Events = Mapping[int, CollectiveEvent]
 _MOST = 2 / 3
 """The part of a layer's compute that is called most of it."""
 
@@ -157,7 +254,8 @@ def _events_against_events(comparison: Comparison, ruler: _Ruler, events: _Event
     waits = [pair for pair in still if events[pair[0]].step == "wait"]
     launches = [pair for pair in still if events[pair[0]].step == "launch"]
     held = [waits[number] for number in rising([now for _, now in waits])]
-    passed = list(_passed(launches, held)) or [*_passed(waits, held), *_out_of_order(launches)]
+    kept = [launches[number] for number in rising([now for _, now in launches])]
+    passed = list(_passed(launches, held)) or [*_passed(waits, held), *_passed(launches, kept)]
     for place, side, other in passed:
         text = f"{events[place]} moved {side} the {events[other]}"
         gist = f"{events[place].step} {events[place].collective.split()[0]} {side} event"
@@ -173,11 +271,6 @@ def _passed(events: _Places, held: _Places) -> Iterator[tuple[int, str, int]]:
             yield place, "behind", old[stands - 1]
         elif stands < was:
             yield place, "before", old[stands]
-
-
-def _out_of_order(events: _Places) -> Iterator[tuple[int, str, int]]:
-    kept = [events[number] for number in rising([now for _, now in events])]
-    return _passed(events, kept)
 
 
 def _others(comparison: Comparison, pairs: _Places) -> Remark:

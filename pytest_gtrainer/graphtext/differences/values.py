@@ -1,25 +1,36 @@
-"""What has changed of values that are still there: type, literals, operands, process group, module, tags."""
+"""What has changed but its place: values that are still there, operators lost and gained, inputs, outputs, the head.
+
+Of a value: type, literals, operands, process group, module, tags. Of operators: how many, by module, and of
+collectives in all. Of the boundary: inputs, outputs, process groups, symbols, conventions.
+"""
 
 from __future__ import annotations
 
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
+from operator import attrgetter
 
-from pytest_gtrainer.graphtext.dataflow import Dataflow, Operand, Value
+from pytest_gtrainer.graphtext.dataflow import Dataflow, Definition, Operand, Result, Value
 from pytest_gtrainer.graphtext.differences.comparison import Comparison
-from pytest_gtrainer.graphtext.differences.describing import (
+from pytest_gtrainer.graphtext.differences.remarks import (
+    NAMESPACE,
+    Remark,
+    Weight,
     about,
     dtypes,
+    is_collective,
     kind_of,
+    listed,
     module_of,
     reference_to,
     what,
     where,
     without_dtypes,
 )
-from pytest_gtrainer.graphtext.differences.remarks import Remark, Weight
-from pytest_gtrainer.graphtext.statements import HOLE, SYMBOL
+from pytest_gtrainer.graphtext.equivalence import short_name
+from pytest_gtrainer.graphtext.sections import Scope
+from pytest_gtrainer.graphtext.syntax import HOLE, SYMBOL
 
 _LONGEST = 60
 _ITEMS = re.compile(rf"{HOLE}(?:\[-?\d+\])+")
@@ -192,3 +203,118 @@ def tag_remarks(comparison: Comparison) -> Iterator[Remark]:
             continue
         change = f"{was.tags or 'none'} became {now.tags or 'none'}"
         yield Remark(Weight.MODULE, f"tags of {what(now)}: {change}", about(now), change)
+
+
+def operator_remarks(comparison: Comparison) -> Iterator[Remark]:
+    """What values were lost and gained, by module; collectives of changed buckets are told there."""
+    old, new, pairs = comparison.old, comparison.new, comparison.pairs
+    by_scope: dict[Scope, dict[str, Counter[str]]] = defaultdict(lambda: defaultdict(Counter))
+    for verb, graph, places in (("lost", old, pairs.lost(old)), ("gained", new, pairs.gained(new))):
+        for place in places:
+            value = graph.values[place]
+            if value.scope in comparison.explained and (value.scope.is_bucket or is_collective(value)):
+                continue
+            by_scope[value.scope][verb][value.operator] += 1
+    for scope, changes in by_scope.items():
+        told = ", ".join(f"{verb} {_counted(counts)}" for verb, counts in changes.items())
+        yield Remark(Weight.OPERATOR, f"{where(scope)}: {told}", scope.owners[0], told)
+
+
+def _counted(counts: Counter[str]) -> str:
+    return listed([f"{count} {operator}" if count > 1 else operator for operator, count in counts.items()], 4)
+
+
+def collective_remarks(comparison: Comparison) -> Iterator[Remark]:
+    """How many of each collective there are, where that has changed."""
+    old, new = _collectives(comparison.old), _collectives(comparison.new)
+    for name in dict.fromkeys([*old, *new]):
+        if old[name] != new[name]:
+            yield Remark(Weight.COLLECTIVE, f"{name}: {old[name]} became {new[name]}")
+
+
+def _collectives(graph: Dataflow) -> Counter[str]:
+    counts: Counter[str] = Counter()
+    for operator, count in Counter(map(attrgetter("operator"), graph.values)).items():
+        if operator.startswith(NAMESPACE):
+            counts[short_name(operator)] += count
+    return counts
+
+
+def boundary_remarks(comparison: Comparison) -> Iterator[Remark]:
+    """What a graph takes, returns, and says at its head."""
+    yield from _definitions(comparison)
+    yield from _inputs(comparison)
+    yield from _outputs(comparison)
+
+
+_KINDS = {"group": "process group", "size": "symbol"}
+
+
+def _definitions(comparison: Comparison) -> Iterator[Remark]:
+    old, new = comparison.old.definitions, comparison.new.definitions
+    for place, was in enumerate(old):
+        kind = _KINDS.get(was.kind, was.kind)
+        if place not in comparison.definitions:
+            yield Remark(Weight.GROUP, f"lost {kind} {_shown_definition(was)}")
+        elif was.content != (now := new[comparison.definitions[place]]).content:
+            yield Remark(Weight.GROUP, f"{kind} {now.name}: {was.content} became {now.content}")
+    kept = set(comparison.definitions.values())
+    for place, now in enumerate(new):
+        if place not in kept:
+            yield Remark(Weight.GROUP, f"gained {_KINDS.get(now.kind, now.kind)} {_shown_definition(now)}")
+
+
+def _shown_definition(definition: Definition) -> str:
+    return f"{definition.name} = {definition.content}" if definition.content else definition.name
+
+
+def _inputs(comparison: Comparison) -> Iterator[Remark]:
+    sides = zip(("lost", "gained"), (comparison.old, comparison.new), comparison.pairs.left, strict=True)
+    for verb, graph, left in sides:
+        for value in map(graph.values.__getitem__, left):
+            if value.is_input:
+                yield Remark(Weight.BOUNDARY, f"{verb} {what(value)}", about(value), f"{verb} {value.scope.space}")
+    to_new = comparison.pairs.to_new
+    places = [new for old in comparison.old.inputs if (new := to_new[old]) is not None]
+    if places != sorted(places):
+        yield Remark(Weight.BOUNDARY, "inputs stand in another order")
+
+
+def _outputs(comparison: Comparison) -> Iterator[Remark]:
+    old, new = _named(comparison.old), _named(comparison.new)
+    for name in dict.fromkeys([*old, *new]):
+        was, now = old.get(name), new.get(name)
+        if was is None or now is None:
+            verb = "gained" if was is None else "lost"
+            yield Remark(Weight.BOUNDARY, f"{verb} output {name}", name, f"{verb} output")
+            continue
+        is_same = was.arguments == now.arguments and comparison.same_operands(was.operands, now.operands)
+        pairs = list(zip(was.operands, now.operands, strict=False))
+        if not is_same and (len(was.operands) != len(now.operands) or not all(comparison.is_said(*p) for p in pairs)):
+            after, before = _shown_result(comparison.new, now), _shown_result(comparison.old, was)
+            text = f"output {name} is {after} instead of {before}"
+            yield Remark(Weight.BOUNDARY, text, name, "output")
+    common = [name for name in old if name in new]
+    if common != [name for name in new if name in old]:
+        yield Remark(Weight.BOUNDARY, "outputs stand in another order")
+
+
+def _named(graph: Dataflow) -> dict[str, Result]:
+    """The results by their names or positions."""
+    named: dict[str, Result] = {}
+    for position, result in enumerate(graph.results):
+        name = result.name or str(position)
+        named[name if name not in named else f"{name}#{position}"] = result
+    return named
+
+
+def _shown_result(graph: Dataflow, result: Result) -> str:
+    """What is returned, as an operand is called."""
+    text = result.arguments
+    for operand in result.operands:
+        if isinstance(operand, int) and operand >= 0:
+            spelled = reference_to(graph.values[operand])
+        else:
+            spelled = str(operand)
+        text = text.replace("\0", spelled, 1)
+    return text

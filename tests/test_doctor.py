@@ -100,7 +100,7 @@ def test_all_is_in_order_on_this_torch():
         ("fsdp2", "FSDPParamGroup._is_hsdp: missing may fail: eager_bucket_layout"),
         ("process", "torch.cuda._sleep: missing may fail: assert_run_to_run"),
         ("passes", "_new_process_group_helper: changed: too many positional arguments"),
-        ("passes", "may fail: joint_transformer_block_bucketing_reordering_pass, reassign_collective_pgs_pass"),
+        ("passes", "may fail: deduplicate_fsdp_unshard_chains_pass"),
         ("threads", "ThreadGroup.new_group, called by torch.distributed.distributed_c10d._new_group_with_tag: changed: "
                     "torch's call does not fit ours: got an unexpected keyword argument 'colour'"),
         ("threads", "batch_isend_irecv: missing: torch does not call it there"),

@@ -115,7 +115,8 @@ def test_what_is_missing_or_changed_is_named_with_what_stands_on_it(damaged, top
 
 
 def test_a_damaged_installation_is_a_failure_without_a_traceback(damaged):
-    assert (damaged.returncode, damaged.stderr) == (1, "")
+    assert damaged.returncode == 1
+    assert "Traceback" not in damaged.stderr  # torch itself may say there what it misses
 
 
 def test_exactly_the_modules_that_it_names_do_not_import(damaged):
@@ -126,7 +127,8 @@ def test_exactly_the_modules_that_it_names_do_not_import(damaged):
 def test_it_works_without_torch_and_without_pytest():
     probe = f"import sys; sys.path[:0] = [{str(ROOT)!r}]; from pytest_gtrainer.__main__ import main; sys.exit(main())"
     done = ask("-I", "-S", "-c", probe, "doctor", cwd=ROOT)
-    assert (done.returncode, done.stderr) == (1, "")
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
     assert "torch not installed" in done.stdout
     assert "pytest_private  0 of" in done.stdout
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from benchmarks.graphdiff import cases, forget
@@ -83,8 +83,12 @@ def test_the_corpus():
     assert len(SMALL) > 10
 
 
+A_DETACH = "if I:\n  I.x: f32[2, 3]\nif fwd:\n  detach: f32[2, 3] = aten.detach(I.x)\nif out:\n  yield fwd._.detach\n"
+
+
 @settings(max_examples=150, deadline=None)
 @given(edited())
+@example((A_DETACH, A_DETACH.replace("I.x: f32", "I.x: _")))  # a type without a dtype
 def test_something_is_said_exactly_if_records_differ(texts):
     old, new = texts
     said = diff(old, new)

@@ -48,8 +48,9 @@ def type_remarks(comparison: Comparison) -> Iterator[Remark]:
 
 def _type_remark(was: Value, now: Value) -> Remark:
     before, after = _shown_type(was), _shown_type(now)
-    if without_dtypes(before) == without_dtypes(after):
-        old, new = next((a, b) for a, b in zip(dtypes(before), dtypes(after), strict=True) if a != b)
+    olds, news = dtypes(before), dtypes(after)
+    if len(olds) == len(news) and without_dtypes(before) == without_dtypes(after):
+        old, new = next((a, b) for a, b in zip(olds, news, strict=True) if a != b)
         return Remark(Weight.DTYPE, f"dtype of {what(now)}: {old} became {new}", about(now), f"{old} became {new}")
     gist = "type of inputs" if now.is_input else "type"
     return Remark(Weight.ARGUMENT, f"type of {what(now)}: {_became(before, after)}", about(now), gist)

@@ -9,7 +9,7 @@ BENCHMARKS := digest records operators simulated graphtext graphdiff threads chu
 # Tests start hundreds of processes: each would compile this package anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: run test check gpu test-torch test-oldest-pytest test-transformers check-long chunk-matrix bench simulate soak report-check docs dist check-install lint env clean
+.PHONY: run test check gpu test-torch test-oldest-pytest test-transformers check-long chunk-matrix bench simulate soak mutants report-check docs dist check-install lint env clean
 
 run: env          ## the main job: trace, rewrite, pin and prove a training step on 8 ranks
 	$(PYTEST) --gt-gpus=8 -m "not long" tests/parity
@@ -70,6 +70,11 @@ simulate: env     ## 64, 128 and 256 simulated ranks, 25 steps: digests of the w
 report-check: env ## the page of --gt-report in headless Chromium, with screenshots; needs Debian's chromium
 	command -v chromium >/dev/null || apt-get install -y --no-install-recommends chromium fonts-dejavu-core
 	$(PYTEST) -rP tests/report/browser_check.py
+
+# mutmut brings twenty packages, which stand beside the environment: only this command needs them.
+mutants: env      ## mutation testing: SAMPLE=200 mutants of PACKAGES="passes numerics", drawn by SEED=0; what survives is shown
+	$(PY) -m pip install --quiet --disable-pip-version-check --upgrade --target build/mutants-tool "mutmut>=3.8,<4"
+	$(PY) .ci/mutants.py $(PACKAGES) --sample $(or $(SAMPLE),200) --seed $(or $(SEED),0)
 
 soak: env         ## 1,000 tests on ranks in one run, one in ten with a fault
 	$(PYTEST) -s tests/worlds/test_soak.py -m long

@@ -33,6 +33,7 @@ def expensive():
     return {"pid": os.getpid()}
 
 @on(3)
+@pytest.mark.xdist_group("ours")
 def test_collective(gt_world, expensive, tmp_path):
     value = torch.tensor([float(gt_world.rank)])
     dist.all_reduce(value)
@@ -152,12 +153,15 @@ TABLE = {
 @pytest.fixture(scope="module")
 def run(module_suite):
     module_suite.write("test_it.py", SUITE)
-    return module_suite.run("-p", "no:randomly", launcher=("--standalone", "--nproc-per-node=3"))
+    return module_suite.run("-p", "no:randomly", "--strict-markers", launcher=("--standalone", "--nproc-per-node=3"))
 
 
 @pytest.mark.parametrize("name", TABLE)
 def test_under_torchrun(run, name):
-    """T1 to T4, T7; a rank that dies ends the run, as torchrun replaces none, and its test is reported first."""
+    """T1 to T4, T7; a rank that dies ends the run, as torchrun replaces none, and its test is reported first.
+
+    Marks are strict, and ranks know those of plugins that they do without: xdist's in ``test_collective``.
+    """
     outcome, expected = TABLE[name]
     assert run.outcome(name) == outcome, run.text(name)
     for line in expected:

@@ -1,4 +1,4 @@
-"""How many devices there are, and on which the ranks run; decided without importing torch.
+"""How many devices there are, on which the ranks run, and how torchrun has started this process; without torch.
 
 Terms: a *slot* is the right to run one rank. With GPUs a slot is a GPU; without, it is a
 CPU slot, of which ``--gt-gpus`` says how many there are.
@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import pytest
 
-from pytest_gtrainer import launch as launches
 from pytest_gtrainer import options
-from pytest_gtrainer.environment import raw_environment
 
 DEFAULT_CPU_SLOTS = 8
 
@@ -67,20 +65,16 @@ def visible_gpus(*, to_lease: bool = True) -> tuple[Gpu, ...]:
         pytest.UsageError: which GPUs the variable means is not known without CUDA.
     """
     present, visible = _nvml_gpus(), os.environ.get("CUDA_VISIBLE_DEVICES")
-    if to_lease:
-        _check_order([kind for _, kind in present], visible, os.environ.get("CUDA_DEVICE_ORDER"))
-    return confined([uuid for uuid, _ in present], visible)
-
-
-def _check_order(kinds: Sequence[str], visible: str | None, order: str | None) -> None:
-    """Refuse indices that count GPUs of several kinds in the order of their speed, which only CUDA itself knows."""
-    counts = any(entry.strip().isdecimal() for entry in (visible or "").split(","))
-    if counts and len(set(kinds)) > 1 and order != BUS_ORDER["CUDA_DEVICE_ORDER"]:
+    kinds = dict.fromkeys(kind for _, kind in present)
+    is_counted = any(entry.strip().isdecimal() for entry in (visible or "").split(","))
+    by_bus = os.environ.get("CUDA_DEVICE_ORDER") == BUS_ORDER["CUDA_DEVICE_ORDER"]
+    if to_lease and is_counted and len(kinds) > 1 and not by_bus:
         raise pytest.UsageError(
-            f"CUDA_VISIBLE_DEVICES={visible} counts GPUs of several kinds ({', '.join(dict.fromkeys(kinds))}), and "
+            f"CUDA_VISIBLE_DEVICES={visible} counts GPUs of several kinds ({', '.join(kinds)}), and "
             "CUDA puts the fastest kind first: set CUDA_DEVICE_ORDER=PCI_BUS_ID, to count them as nvidia-smi does, "
             "or name them by UUID"
         )
+    return confined([uuid for uuid, _ in present], visible)
 
 
 def confined(uuids: Sequence[str], visible: str | None) -> tuple[Gpu, ...]:
@@ -129,24 +123,19 @@ def _nvml_gpus() -> list[tuple[str, str]]:
         count = ctypes.c_uint(0)
         if nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)) != 0:
             return []
-        return [_nvml_gpu(nvml, index) for index in range(count.value)]
+        gpus = []
+        for index in range(count.value):
+            device, uuid, kind = ctypes.c_void_p(), ctypes.create_string_buffer(96), ctypes.create_string_buffer(96)
+            if nvml.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(device)) == 0:  # what fails leaves its text empty
+                nvml.nvmlDeviceGetUUID(device, uuid, len(uuid))
+                nvml.nvmlDeviceGetName(device, kind, len(kind))
+            gpus.append((uuid.value.decode() or f"GPU-without-uuid-{index}", kind.value.decode()))
+        return gpus
     finally:
         nvml.nvmlShutdown()
 
 
-def _nvml_gpu(nvml: ctypes.CDLL, index: int) -> tuple[str, str]:
-    device, texts = ctypes.c_void_p(), [ctypes.create_string_buffer(96) for _ in range(2)]
-    found = nvml.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(device)) == 0
-    asked = [
-        found and ask(device, text, len(text)) == 0
-        for ask, text in zip((nvml.nvmlDeviceGetUUID, nvml.nvmlDeviceGetName), texts, strict=True)
-    ]
-    uuid, kind = (text.value.decode() if known else "" for text, known in zip(texts, asked, strict=True))
-    return uuid or f"GPU-without-uuid-{index}", kind
-
-
-_ORDERING = (b"CUDA_VISIBLE_DEVICES", b"CUDA_DEVICE_ORDER")
-_RESOLVED = pytest.StashKey[tuple[list[bytes | None], Devices]]()
+_RESOLVED = pytest.StashKey[tuple[list[str | None], Devices]]()
 
 
 def resolve(config: pytest.Config) -> Devices:
@@ -156,7 +145,7 @@ def resolve(config: pytest.Config) -> Devices:
         pytest.UsageError: CUDA was asked for and is absent, fewer GPUs than promised, or it is not known which.
     """
     # every test asks: the driver answers once
-    surroundings = list(map(raw_environment().get, _ORDERING))
+    surroundings = [os.environ.get(name) for name in ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER")]
     known = config.stash.get(_RESOLVED, None)
     if known is None or known[0] != surroundings:
         config.stash[_RESOLVED] = known = surroundings, _resolved(config)
@@ -166,12 +155,23 @@ def resolve(config: pytest.Config) -> Devices:
 def _resolved(config: pytest.Config) -> Devices:
     promised: int | None = options.get(config, "gpus")
     wanted: str = options.get(config, "device")
-    launch = launches.of(config)
+    launch = launch_of(config)
     gpus = () if wanted == "cpu" else visible_gpus(to_lease=launch is None)
     if not gpus and wanted == "cuda":
         raise pytest.UsageError("--gt-device=cuda: no GPU is visible; use --gt-device=cpu, or auto")
     if launch is not None:
-        return _of_torchrun(launch, promised, gpus)
+        # the ranks that torchrun has started, over all nodes; this node's GPUs say what they are on
+        if promised is not None and promised > launch.size:
+            raise pytest.UsageError(
+                f"--gt-gpus={promised}: torchrun has started {launch.size} ranks; promise at most {launch.size}, or "
+                "have torchrun start more"
+            )
+        if gpus and len(gpus) < launch.local_size:
+            raise pytest.UsageError(
+                f"torchrun has started {launch.local_size} ranks on a node where {len(gpus)} GPUs are visible; start "
+                "as many as there are GPUs, or use --gt-device=cpu"
+            )
+        return Devices("cuda" if gpus else "cpu", promised or launch.size, gpus, "torchrun has started")
     if not gpus:
         return Devices("cpu", promised or DEFAULT_CPU_SLOTS)
     if promised is not None and promised > len(gpus):
@@ -182,16 +182,79 @@ def _resolved(config: pytest.Config) -> Devices:
     return Devices("cuda", promised or len(gpus), gpus[:promised])
 
 
-def _of_torchrun(launch: launches.Launch, promised: int | None, gpus: Sequence[Gpu]) -> Devices:
-    """The ranks that torchrun has started, over all nodes; this node's GPUs say what they are on."""
-    if promised is not None and promised > launch.size:
+# --- torchrun --------------------------------------------------------------------------------------
+
+_OF_TORCHRUN = (
+    "TORCHELASTIC_RUN_ID", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
+)  # fmt: skip
+_LAUNCH = pytest.StashKey["Launch | None"]()
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """The place of this process among those that torchrun has started.
+
+    Attributes:
+        local_rank: among the ``local_size`` processes of the same node.
+    """
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is the process that owns the tests and reports for all."""
+        return self.rank == 0
+
+    @property
+    def is_beside_the_driver(self) -> bool:
+        """Whether it is on rank 0's node; torchrun counts ranks node by node."""
+        return self.rank == self.local_rank
+
+    @property
+    def watched(self) -> tuple[int, ...]:
+        """The ranks of the same node whose end this process is to notice.
+
+        The next one in a circle; rank 0, which reports, sees all of its node, so that each has two who may see how it
+        ends before torchrun forgets it.
+        """
+        first = self.rank - self.local_rank
+        if self.leads:
+            return tuple(range(1, self.local_size))
+        return (first + (self.local_rank + 1) % self.local_size,) if self.local_size > 1 else ()
+
+
+def launch_in(environ: Mapping[str, str]) -> Launch | None:
+    """The launch that the environment tells of, None without torchrun.
+
+    >>> launch_in({"RANK": "3"})
+    >>> launch_in(dict.fromkeys(_OF_TORCHRUN, "1"))
+    Launch(rank=1, size=1, local_rank=1, local_size=1)
+    """
+    if not all(name in environ for name in _OF_TORCHRUN):
+        return None
+    return Launch(*(int(environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")))
+
+
+def launch_of(config: pytest.Config) -> Launch | None:
+    """The launch of this pytest process: None without torchrun, and in the session of a rank."""
+    if _LAUNCH not in config.stash:
+        is_worker = hasattr(config, "workerinput")
+        config.stash[_LAUNCH] = None if is_worker else launch_in(os.environ)
+    return config.stash[_LAUNCH]
+
+
+def check_launch(config: pytest.Config) -> None:
+    """Refuse what cannot be had under torchrun.
+
+    Raises:
+        pytest.UsageError: in one sentence.
+    """
+    launch = launch_of(config)
+    if launch is not None and (config.getoption("tx", None) or config.getoption("numprocesses", None)):
         raise pytest.UsageError(
-            f"--gt-gpus={promised}: torchrun has started {launch.size} ranks; promise at most {launch.size}, or have "
-            "torchrun start more"
+            f"torchrun has started the {launch.size} ranks of this run, and xdist would start processes of its own: "
+            "leave out -n and --dist"
         )
-    if gpus and len(gpus) < launch.local_size:
-        raise pytest.UsageError(
-            f"torchrun has started {launch.local_size} ranks on a node where {len(gpus)} GPUs are visible; start as "
-            "many as there are GPUs, or use --gt-device=cpu"
-        )
-    return Devices("cuda" if gpus else "cpu", promised or launch.size, tuple(gpus), "torchrun has started")

@@ -34,7 +34,7 @@ def _required_spec(request: pytest.FixtureRequest) -> WorldSpec:
 @contextmanager
 def _entered(spec: WorldSpec, config: pytest.Config) -> Iterator[World]:
     """Enter the world that ``spec`` asks for, and leave it without a trace."""
-    from pytest_gtrainer.worlds.trace_log import keep_trace_log_quiet
+    from pytest_gtrainer.worlds.hygiene import keep_trace_log_quiet
 
     keep_trace_log_quiet()
     if spec.kind == "fake":
@@ -48,7 +48,7 @@ def _entered(spec: WorldSpec, config: pytest.Config) -> Iterator[World]:
         with simulated_world(spec) as world:
             yield world
     elif spec.kind == "ranks":
-        from pytest_gtrainer.ranks.world import ranks_world
+        from pytest_gtrainer.ranks.plugin import ranks_world
 
         with ranks_world(spec, config) as world:
             yield world

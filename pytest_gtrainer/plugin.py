@@ -9,7 +9,7 @@ from collections.abc import Generator
 
 import pytest
 
-from pytest_gtrainer import devices, extensions, facts, hookspecs, launch, marker, options, supported
+from pytest_gtrainer import devices, extensions, facts, hookspecs, marker, options, supported
 from pytest_gtrainer.fixtures import (  # noqa: F401 - pytest finds fixtures by their names here
     gt_artifacts,
     gt_deterministic,
@@ -22,8 +22,7 @@ from pytest_gtrainer.golden import inline
 from pytest_gtrainer.golden.plugin import GoldenPlugin
 from pytest_gtrainer.golden.unused import UnusedGoldens
 from pytest_gtrainer.leaks import LeakGuard
-from pytest_gtrainer.ranks.plugin import RanksPlugin, is_rank
-from pytest_gtrainer.ranks.torchrun.follower import follow
+from pytest_gtrainer.ranks.plugin import RanksPlugin, follow, is_rank
 from pytest_gtrainer.report.bisection import BisectPlugin
 from pytest_gtrainer.report.net_table import NetTable
 from pytest_gtrainer.report.plugin import ReportPlugin, witnessed
@@ -64,7 +63,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", marker.MARKER_HELP)
     options.check(config)
     extensions.remember(config)
-    launch.check(config)
+    devices.check_launch(config)
     if options.get(config, "gpus") or options.get(config, "device") != "auto":
         devices.resolve(config)  # a promise that cannot be kept stops the run here
     goldens = GoldenPlugin(config)

@@ -19,7 +19,7 @@ ROOMS = (
     {"golden"},
     {"leaks"},
     {"devices"},
-    {"launch", "marker"},
+    {"marker"},
     {"extensions", "options"},
     {"hookspecs"},
     # ---- above imports pytest; below does not

@@ -18,7 +18,7 @@ WORLDS = {
     'gt_world("fake")': "worlds.fake",
     'gt_world("simulated")': "worlds.simulated.world",
     'eager code in gt_world("simulated")': "worlds.simulated.threads.run",
-    'gt_world("ranks")': "ranks.inside.commands",
+    'gt_world("ranks")': "ranks.inside.rank",
     "gt_golden of graphs": "graphtext.rendering",
     "pass files": "testing.running",
 }

@@ -12,10 +12,9 @@ import pytest
 from pytest_gtrainer import devices, facts
 from pytest_gtrainer.marker import spec_of
 from pytest_gtrainer.ranks import wire
-from pytest_gtrainer.ranks.dispatch import chain_of, limit_of
-from pytest_gtrainer.ranks.merge import earliest_incident
-from pytest_gtrainer.ranks.outcome import Outcome, disagreement
+from pytest_gtrainer.ranks.plugin import chain_of, limit_of
 from pytest_gtrainer.ranks.pool import Launcher
+from pytest_gtrainer.ranks.watch import RanksOutcome, disagreement
 from pytest_gtrainer.worlds.spec import WorldSpec
 
 
@@ -61,7 +60,7 @@ class RankCaller:
         """
         __tracebackhide__ = True
         spec = spec_of(self._item)
-        command = wire.CallFunction(_payload(function, *_deterministically(function, args)), chain_of(self._item))
+        command = wire.CallFunction(_payload(function, args), chain_of(self._item))
         limit = limit_of(self._config, spec)
         outcome = self._pool.run(self._size(size, spec), command, limit, self._item.nodeid)
         return self._results(outcome)
@@ -78,7 +77,7 @@ class RankCaller:
             pytest.skip(cause)
         return wanted
 
-    def _results(self, outcome: Outcome) -> list[Any]:
+    def _results(self, outcome: RanksOutcome) -> list[Any]:
         __tracebackhide__ = True
         _raise_failure(outcome)
         answers = {rank: answer for rank, answer in sorted(outcome.answers.items())
@@ -94,40 +93,33 @@ class RankCaller:
         return [pickle.loads(answer.result or b"") for answer in answers.values()]
 
 
-def _deterministically(function: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Callable[..., Any], Any]:
-    """The call to make on a rank: under the settings of this process, if it is inside ``deterministic``."""
-    determinism = sys.modules.get("pytest_gtrainer.numerics.determinism")
-    settings = determinism.active() if determinism is not None else None
-    if determinism is None or settings is None:
-        return function, args
-    return determinism.call_under, (settings.config, settings.nccl, function, *args)
-
-
-def _payload(named: Callable[..., Any], function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
-    """The call as bytes; ``named`` is the function that the user gave."""
+def _payload(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
+    """The call as bytes: under the settings of this process, if it is inside ``deterministic``."""
     __tracebackhide__ = True
-    name = getattr(named, "__qualname__", repr(named))
+    name = getattr(function, "__qualname__", repr(function))
     if "<lambda>" in name or "<locals>" in name:
         raise TypeError(
             f"gt_ranks.run: {name} has no name that another process could import it by: "
             "define it with def at the top level of the test file, and hand over what it needs as arguments"
         )
+    determinism = sys.modules.get("pytest_gtrainer.numerics.determinism")
+    settings = determinism.active() if determinism is not None else None
+    if determinism is not None and settings is not None:
+        function, args = determinism.call_under, (settings.config, settings.nccl, function, *args)
     try:
         return pickle.dumps((function, args))
     except Exception as error:
-        raise TypeError(
-            f"gt_ranks.run: {name} or its arguments cannot be sent to another process: {error}"
-        ) from error
+        raise TypeError(f"gt_ranks.run: {name} or its arguments cannot be sent to another process: {error}") from error
 
 
-def _raise_failure(outcome: Outcome) -> None:
+def _raise_failure(outcome: RanksOutcome) -> None:
     """Raise what happened first, if something did."""
     __tracebackhide__ = True
     errors = {rank: answer.error for rank, answer in outcome.answers.items()
               if isinstance(answer, wire.CallDone) and answer.error is not None}  # fmt: skip
     causes = [rank for rank in errors if not outcome.is_consequence(rank)] or list(errors)
     first = min(causes, key=lambda rank: outcome.raised[rank].time, default=None)
-    incident = earliest_incident(outcome)
+    incident = outcome.first_cause()
     if incident is not None and (first is None or incident.time < outcome.raised[first].time
                                  or outcome.is_consequence(first)):  # fmt: skip
         details = "".join(f"\n\n--- {title} ---\n{text}" for title, text in incident.details)

@@ -16,16 +16,14 @@ import contextlib
 import hashlib
 import os
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from pytest_gtrainer.ranks import progress
-from pytest_gtrainer.ranks.progress import Tell
-
 POLL_SECONDS = 0.02
+TELL_EVERY = 60.0
 _SAFE = "-_."
 
 
@@ -64,12 +62,20 @@ class Slots:
     def __init__(self, folder: Path, names: Sequence[str]) -> None:
         self.names = tuple(names)
         self._folder = folder
-        _make_own(folder)
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        owner = folder.lstat().st_uid
+        if owner != os.getuid():
+            raise LeaseError(
+                f"{folder}, where this user's leases would lie, belongs to user {owner}: remove it, or set TMPDIR to "
+                "another folder, the same for all runs"
+            )
         self._line = folder / "line"
         self._line.mkdir(exist_ok=True)
         self._digest = hashlib.sha256("\n".join(self.names).encode()).hexdigest()[:16]
 
-    def acquire(self, count: int, limit: float, holder: str = "", tell: Tell | None = None) -> Lease:
+    def acquire(
+        self, count: int, limit: float, holder: str = "", tell: Callable[[str], None] = lambda text: None
+    ) -> Lease:
         """Wait for ``count`` slots, at most ``limit`` seconds.
 
         Args:
@@ -83,7 +89,7 @@ class Slots:
         if count > len(self.names):
             raise ValueError(f"{count} slots were asked for, there are {len(self.names)}")
         start = time.monotonic()
-        next_line = start + progress.EVERY_SECONDS
+        next_line = start + TELL_EVERY
         with self._standing_in_line(count) as ticket:
             while True:
                 before = self._first_in_line(ticket)
@@ -94,9 +100,9 @@ class Slots:
                 if now > start + limit:
                     advice = "end their holders, or wait longer with --gt-lease-timeout"
                     raise LeaseError(f"{self._waiting('waited', count, limit, before)}; {advice}")
-                if tell is not None and now > next_line:
+                if now > next_line:
                     tell(f"{holder} {self._waiting('has waited', count, now - start, before)}")
-                    next_line = now + progress.EVERY_SECONDS
+                    next_line = now + TELL_EVERY
                 time.sleep(POLL_SECONDS)
 
     def wanted(self) -> bool:
@@ -154,7 +160,9 @@ class Slots:
                 lock.acquire(timeout=0)
                 taken[name] = lock
             if len(taken) == count:
-                self._sign(taken, holder)
+                for held in taken:  # said in files beside the locks: taking a lock may empty its file
+                    text = f"process {os.getpid()} ({holder})" if holder else f"process {os.getpid()}"
+                    self._path(held, "holder").write_text(text)
                 return Lease(tuple(taken), list(taken.values()))
         Lease((), list(taken.values())).release()
         return None
@@ -162,22 +170,16 @@ class Slots:
     def _path(self, name: str, kind: str = "slot") -> Path:
         return self._folder / (f"{kind}-" + "".join(c if c.isalnum() or c in _SAFE else "_" for c in name))
 
-    def _sign(self, names: Iterable[str], holder: str) -> None:
-        """Say who holds slots, in files beside the locks: taking a lock may empty its file."""
-        for name in names:
-            text = f"process {os.getpid()} ({holder})" if holder else f"process {os.getpid()}"
-            self._path(name, "holder").write_text(text)
-
     def _waiting(self, verb: str, count: int, seconds: float, before: str | None) -> str:
-        held = [name for name in self.names if _is_held(self._path(name))]
-        holders = "; ".join(f"{name} by {self._holder(name)}" for name in held) or "none"
+        holders = {}
+        for name in self.names:
+            if _is_held(self._path(name)):
+                holders[name] = "a process that has just taken it"
+                with contextlib.suppress(OSError):
+                    holders[name] = self._path(name, "holder").read_text()
+        told = "; ".join(f"{name} by {holder}" for name, holder in holders.items()) or "none"
         text = f"{verb} {seconds:.3g} s for {count} of {len(self.names)} slots ({', '.join(self.names)}), held are: "
-        return text + holders + (f"; before it in line: {_owner_of(before)}" if before is not None else "")
-
-    def _holder(self, name: str) -> str:
-        with contextlib.suppress(OSError):
-            return self._path(name, "holder").read_text()
-        return "a process that has just taken it"
+        return text + told + (f"; before it in line: {_owner_of(before)}" if before is not None else "")
 
 
 def _owner_of(ticket: str) -> str:
@@ -188,17 +190,6 @@ def _owner_of(ticket: str) -> str:
     """
     size, _, pid, _ = ticket.split("-")
     return f"process {pid} for {10**6 - int(size)}"
-
-
-def _make_own(folder: Path) -> None:
-    """Make the folder, for this user only; refuse one that somebody else has made."""
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    owner = folder.lstat().st_uid
-    if owner != os.getuid():
-        raise LeaseError(
-            f"{folder}, where this user's leases would lie, belongs to user {owner}: remove it, or set TMPDIR to "
-            "another folder, the same for all runs"
-        )
 
 
 def _is_held(path: Path) -> bool:

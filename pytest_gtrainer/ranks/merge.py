@@ -1,6 +1,6 @@
-"""One report per phase from the reports of all ranks; the same for every launcher of ranks.
+"""From what ranks have said of a test to the reports that pytest gets; the same for every launcher of ranks.
 
-A rank's *verdict* is what its test came to. Failed wins over everything; xfailed over passed;
+What a test came to on one rank is its *result*. Failed wins over everything; xfailed over passed;
 a skip must be agreed. The *headline* of a failure is the earliest event in time, unless
 exceptions say themselves where the fault lies (``gt_origin``): then the smallest of those.
 A rank that only failed because another one had left the collective is a *consequence*: one
@@ -9,59 +9,158 @@ line, never the headline.
 
 from __future__ import annotations
 
-import enum
+import sys
+import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import pytest
 
-from pytest_gtrainer.ranks.outcome import Incident, Outcome, by_value, rank_list
+from pytest_gtrainer import options
+from pytest_gtrainer.ranks import wire
+from pytest_gtrainer.ranks.watch import Incident, RanksOutcome, by_value, rank_list
+from pytest_gtrainer.report.witness import shown_only
 
 Phase = Literal["setup", "call", "teardown"]
 PHASES: tuple[Phase, ...] = ("setup", "call", "teardown")
 RankReports = Mapping[Phase, pytest.TestReport]
 
-
-class Verdict(enum.Enum):
-    """What a test came to on one rank."""
-
-    PASSED = "passed"
-    FAILED = "failed"
-    SKIPPED = "skipped"
-    XFAILED = "xfailed"
-    XPASSED_STRICT = "passed against a strict xfail"
-
-    def __str__(self) -> str:
-        return self.value
+# The plugins that compare what the ranks have sent with their reports, and the attribute it is in.
+JUDGES = {"gtrainer-goldens": "gt_goldens", "gtrainer-inline": "gt_inline"}
+CARRIED = (*JUDGES.values(), "gt_facts")
+FIELDS = ("nodeid", "location", "keywords", "outcome", "longrepr", "when", "sections", "duration", *CARRIED)
 
 
-def verdict_of(reports: RankReports) -> Verdict:
-    """The verdict of a rank from its phases."""
+def reports_of(item: pytest.Item, outcome: RanksOutcome) -> list[pytest.TestReport]:
+    """The reports of a test that ran on ranks, in the order of their phases, and judged by what ranks have sent along.
+
+    Its warnings are given to pytest on the way.
+    """
+    _repeat_warnings(item, outcome)
+    done = {rank: answer for rank, answer in outcome.done.items() if answer.reports}
+    agreed = outcome.agreed()
+    if agreed is not None and done:  # reading the reports once is enough: those of the slowest rank
+        times = zip(*(answer.times for answer in done.values()), strict=True)
+        slowest = tuple(max(each, key=lambda each: each[-1]) for each in times)
+        reports = dict.fromkeys(done, _rank_reports(item, agreed._replace(times=slowest)))
+    else:
+        reports = {rank: _rank_reports(item, answer) for rank, answer in done.items()}
+    if not outcome.incidents and outcome.unblocked_at is None and not outcome.raised:
+        text = outcome.disagreement()
+        if text is not None:  # ranks that issued different collectives fail the test even if all passed
+            outcome.incidents.append(Incident(0.0, None, text))
+    merged = merge(item, outcome, reports)
+    _judge(item, merged, reports)
+    _tell_left_behind(item, outcome, merged)
+    # what every rank has told for the report of the run, not only the rank whose report is shown
+    shown = {rank: shown_only(facts) for rank, facts in _claims(reports, "gt_facts").items()}
+    for report in merged:
+        report.gt_shown = shown if report is merged[-1] else {}  # type: ignore[attr-defined]
+    return merged
+
+
+def _repeat_warnings(item: pytest.Item, outcome: RanksOutcome) -> None:
+    """Give the ranks' warnings to pytest as if they came from here, equal ones once."""
+    for record in dict.fromkeys(record for answer in outcome.done.values() for record in answer.warnings):
+        module, name = record.category
+        found = getattr(sys.modules.get(module), name, None)
+        category = found if isinstance(found, type) and issubclass(found, Warning) else UserWarning
+        arguments = {
+            "warning_message": warnings.WarningMessage(record.text, category, record.filename, record.lineno),
+            "when": record.when,
+            "nodeid": record.nodeid,
+            "location": record.location,
+        }
+        item.ihook.pytest_warning_recorded.call_historic(kwargs=arguments)
+
+
+def _rank_reports(item: pytest.Item, answer: wire.ItemDone) -> RankReports:
+    """One report a phase. A rank sends more where the test has subtests: the first that failed counts."""
+    restored: dict[Phase, pytest.TestReport] = {}
+    for told, times in zip(answer.reports, answer.times, strict=True):
+        data = {**told, **dict(zip(wire.TIMES, times, strict=True))}
+        report: Any = item.config.hook.pytest_report_from_serializable(config=item.config, data=data)
+        known = restored.get(report.when)
+        kept = known if known is not None and known.failed else report
+        for name in CARRIED:
+            setattr(kept, name, [*getattr(known, name, []), *getattr(report, name, [])])
+        restored[report.when] = kept
+    for phase, kept in restored.items():
+        if type(kept) is not pytest.TestReport:  # pytest counts its kind for subtests apart, and not as a failed test
+            restored[phase] = pytest.TestReport(**{name: getattr(kept, name) for name in FIELDS})
+    return {phase: restored[phase] for phase in PHASES if phase in restored}
+
+
+def _judge(item: pytest.Item, merged: list[pytest.TestReport], reports: Mapping[int, RankReports]) -> None:
+    """Let the plugins of goldens and inline expectations compare what the ranks claim; an objection fails the call."""
+    call: Any = next((report for report in merged if report.when == "call" and report.passed), None)
+    if call is None:
+        return
+    claims = {plugin: _claims(reports, attribute) for plugin, attribute in JUDGES.items()}
+    objections = []
+    for plugin, claimed in claims.items():
+        judge = getattr(item.config.pluginmanager.getplugin(plugin), "judge_ranks", None)
+        objection = judge(item, claimed) if judge is not None else None
+        if objection is not None:
+            objections.append(objection)
+    if objections:
+        call.outcome, call.longrepr = "failed", "\n\n".join(objections)
+    # Some expectations may be met by some ranks only; they are written where the run ends.
+    every = [claim for claimed in claims["gtrainer-inline"].values() for claim in claimed]
+    call.gt_inline = [claim for n, claim in enumerate(every) if claim not in every[:n]]
+
+
+def _claims(reports: Mapping[int, RankReports], attribute: str) -> dict[int, list[Any]]:
+    """What each rank has sent with its reports of all phases; ranks that agree share their reports."""
+    found: dict[int, list[Any]] = {}
+    for phases in reports.values():
+        if id(phases) not in found:
+            found[id(phases)] = [claim for report in phases.values() for claim in getattr(report, attribute, ())]
+    return {rank: found[id(phases)] for rank, phases in reports.items()}
+
+
+def _tell_left_behind(item: pytest.Item, outcome: RanksOutcome, merged: list[pytest.TestReport]) -> None:
+    """Add what the ranks say was left to the last of the merged reports, as ``--gt-leaked-resources`` has it."""
+    left = dict.fromkeys(what for answer in outcome.done.values() for what in answer.left)
+    reaction = options.get(item.config, "leaked-resources") if left else "ignore"
+    if reaction == "ignore":
+        return
+    last: Any = merged[-1]
+    facts = [{"kind": "left", "test": item.nodeid, "what": what} for what in left]
+    last.gt_facts = [*getattr(last, "gt_facts", []), *facts]
+    if reaction == "fail" and not last.failed:
+        last.outcome = "failed"
+        last.longrepr = (
+            f"the test has left {', '.join(left)} behind: destroy the groups that it makes, and drop the references to "
+            "tensors on the GPU"
+        )
+
+
+# --- one report a phase from those of all ranks ---------------------------------------------------
+
+STRICT = "passed against a strict xfail"
+
+
+def result_of(reports: RankReports) -> str:
+    """What a test came to on one rank: passed, failed, skipped, xfailed, or ``STRICT``."""
     failed = [report for report in reports.values() if report.failed]
     if failed:
-        strict = all(str(report.longrepr).startswith("[XPASS(strict)]") for report in failed)
-        return Verdict.XPASSED_STRICT if strict else Verdict.FAILED
+        return STRICT if all(str(report.longrepr).startswith("[XPASS(strict)]") for report in failed) else "failed"
     for report in reports.values():
         if report.skipped:
-            return Verdict.XFAILED if hasattr(report, "wasxfail") else Verdict.SKIPPED
-    return Verdict.PASSED
+            return "xfailed" if hasattr(report, "wasxfail") else "skipped"
+    return "passed"
 
 
-def merge(item: pytest.Item, outcome: Outcome, reports: Mapping[int, RankReports]) -> list[pytest.TestReport]:
+def merge(item: pytest.Item, outcome: RanksOutcome, reports: Mapping[int, RankReports]) -> list[pytest.TestReport]:
     """The reports of a test that ran on ranks, in the order of their phases."""
     return _Merge(item, outcome, reports).reports()
 
 
-def earliest_incident(outcome: Outcome) -> Incident | None:
-    """The first incident that is not a mere consequence."""
-    causes = [incident for incident in outcome.incidents if not incident.is_consequence]
-    return min(causes, key=lambda incident: incident.time, default=None)
-
-
 @dataclass(slots=True)
 class _Event:
-    """Something that makes the test fail: a rank's exception, or an incident."""
+    """Something that makes the test fail: a rank's exception, or, without a report, an incident."""
 
     time: float
     rank: int | None
@@ -69,49 +168,43 @@ class _Event:
     text: str
     origin: tuple[Any, ...] | None = None
     report: pytest.TestReport | None = None
-    incident: Incident | None = None
 
 
 class _Merge:
-    def __init__(self, item: pytest.Item, outcome: Outcome, reports: Mapping[int, RankReports]) -> None:
-        self.item, self.outcome, self.by_rank = item, outcome, reports
-        self.verdicts = {rank: verdict_of(phases) for rank, phases in reports.items()}
-        self.events = sorted(self._events(), key=lambda event: event.time)
+    def __init__(self, item: pytest.Item, outcome: RanksOutcome, reports: Mapping[int, RankReports]) -> None:
+        self.item, self.outcome, self.by_rank = item, outcome, dict(sorted(reports.items()))
+        self.results = {rank: result_of(phases) for rank, phases in self.by_rank.items()}
+        causes = [incident for incident in outcome.incidents if not incident.is_consequence]
+        incidents = [_Event(incident.time, incident.rank, "call", incident.text) for incident in causes]
+        self.events = sorted([*incidents, *self._failures()], key=lambda event: event.time)
 
     def reports(self) -> list[pytest.TestReport]:
         if not self.events and not self.by_rank:
             self.events = [self._without_reports()]
         if self.events:
             return self._failed(self._headline())
-        xfailed = self._ranks_with(Verdict.XFAILED)
-        if xfailed:
-            return self._like(xfailed[0])
-        text = self._disagreement()
-        if text is not None:
-            return self._failed(_Event(0.0, None, "call", text))
-        if self._ranks_with(Verdict.XPASSED_STRICT):
-            return self._like(self._ranks_with(Verdict.XPASSED_STRICT)[0])
-        return self._like(min(self.by_rank))
+        found = set(self.results.values())
+        if "xfailed" not in found and len(found) > 1 and found != {"passed", STRICT}:
+            said = {rank: self._result_line(rank) for rank in self.results}  # skip here, pass there
+            return self._failed(_Event(0.0, None, "call", f"the ranks do not agree: {by_value(said)}"))
+        shown = next(result for result in ("xfailed", STRICT, *found) if result in found)
+        like = next(rank for rank, result in self.results.items() if result == shown)
+        return [self._with_output(report, phase) for phase, report in self.by_rank[like].items()]
 
     # --- what happened ----------------------------------------------------------------------
 
-    def _events(self) -> Iterable[_Event]:
-        for incident in self.outcome.incidents:
-            if not incident.is_consequence:
-                yield _Event(incident.time, incident.rank, "call", incident.text, incident=incident)
-        for rank, verdict in self.verdicts.items():
-            if verdict is Verdict.FAILED and not self.outcome.is_consequence(rank):
-                yield from self._failures(rank)
-
-    def _failures(self, rank: int) -> Iterable[_Event]:
-        """A rank's failed phases; what it told while it ran is about the first."""
-        told = self.outcome.raised.get(rank)
-        for phase, report in self.by_rank[rank].items():
-            if report.failed:
-                time = told.time if told else float("inf")
-                origin = told.origin if told and phase == "call" else None
-                yield _Event(time, rank, phase, self._summary(rank), origin, report)
-                told = None
+    def _failures(self) -> Iterable[_Event]:
+        """The failed phases of ranks; what a rank told while it ran is about the first."""
+        for rank, result in self.results.items():
+            told = self.outcome.raised.get(rank)
+            if result != "failed" or self.outcome.is_consequence(rank):
+                continue
+            for phase, report in self.by_rank[rank].items():
+                if report.failed:
+                    time = told.time if told else float("inf")
+                    origin = told.origin if told and phase == "call" else None
+                    yield _Event(time, rank, phase, self._summary(rank), origin, report)
+                    told = None
 
     def _without_reports(self) -> _Event:
         """No rank came to a report, and each was waiting for another: what was told first."""
@@ -120,36 +213,28 @@ class _Merge:
             rank, told = raised
             return _Event(told.time, rank, "call", f"rank {rank} raised {told.summary}")
         first = min(self.outcome.incidents, key=lambda incident: incident.time, default=None)
-        text = first.text if first is not None else "no rank has given a report"
-        return _Event(0.0, first.rank if first is not None else None, "call", text, incident=first)
+        if first is None:
+            return _Event(0.0, None, "call", "no rank has given a report")
+        return _Event(0.0, first.rank, "call", first.text)
 
     def _headline(self) -> _Event:
-        with_origin = [event for event in self.events if event.origin is not None]
-        if with_origin and self.events[0].phase == "call" and self.events[0].incident is None:
-            return _smallest_origin(with_origin)
-        return self.events[0]
+        first, with_origin = self.events[0], [event for event in self.events if event.origin is not None]
+        if with_origin and first.phase == "call" and first.report is not None:
+            try:
+                return min(with_origin, key=lambda event: event.origin or ())
+            except TypeError:  # origins that do not compare
+                return with_origin[0]
+        return first
 
-    def _ranks_with(self, *verdicts: Verdict) -> list[int]:
-        return sorted(rank for rank, verdict in self.verdicts.items() if verdict in verdicts)
-
-    def _disagreement(self) -> str | None:
-        """Why a test without a failure of its own fails all the same: skip here, pass there."""
-        if len(set(self.verdicts.values())) <= 1 or set(self.verdicts.values()) == {
-            Verdict.PASSED, Verdict.XPASSED_STRICT,
-        }:  # fmt: skip
-            return None
-        said = {rank: self._verdict_line(rank) for rank in self.verdicts}
-        return f"the ranks do not agree: {by_value(said)}"
-
-    def _verdict_line(self, rank: int) -> str:
-        verdict = self.verdicts[rank]
-        if verdict is Verdict.FAILED:
+    def _result_line(self, rank: int) -> str:
+        result = self.results[rank]
+        if result == "failed":
             return self._summary(rank)
-        if verdict is Verdict.SKIPPED:
+        if result == "skipped":
             reason = next(report.longrepr for report in self.by_rank[rank].values() if report.skipped)
             said = str(reason[-1]) if isinstance(reason, tuple) else str(reason)
             return f"skipped: {said.removeprefix('Skipped: ')}"
-        return str(verdict)
+        return result
 
     def _summary(self, rank: int) -> str:
         """A rank's failure in one line."""
@@ -162,10 +247,6 @@ class _Merge:
         return told.summary
 
     # --- the reports --------------------------------------------------------------------------
-
-    def _like(self, base: int) -> list[pytest.TestReport]:
-        """The reports of one rank, with the output of all."""
-        return [self._with_output(report, phase) for phase, report in self.by_rank[base].items()]
 
     def _failed(self, headline: _Event) -> list[pytest.TestReport]:
         failure = self._failure_report(headline)
@@ -183,25 +264,23 @@ class _Merge:
     def _failure_report(self, headline: _Event) -> pytest.TestReport:
         if headline.report is not None:
             report = headline.report
-            _name_rank(report, headline.rank)
+            crash: Any = getattr(report.longrepr, "reprcrash", None)
+            if crash is not None and headline.rank is not None:  # it is what the short summary shows
+                crash.message = f"[rank {headline.rank}] {crash.message}"
         else:
             report = self._made(headline.phase, "failed", headline.text)
         _append(report, "ranks", self._other_ranks(headline))
-        for (title, text), ranks in self._details().items():
+        details: dict[tuple[str, str], list[int]] = {}  # stacks and last outputs, equal texts once
+        for incident in self.outcome.incidents:
+            for detail in incident.details if incident.rank is not None else ():
+                details.setdefault(detail, []).append(incident.rank)  # type: ignore[arg-type]
+        for (title, text), ranks in details.items():
             _append(report, f"{title} [{rank_list(ranks)}]", text)
         return report
 
-    def _details(self) -> dict[tuple[str, str], list[int]]:
-        """The stacks and last outputs, equal texts once."""
-        found: dict[tuple[str, str], list[int]] = {}
-        for incident in self.outcome.incidents:
-            for detail in incident.details if incident.rank is not None else ():
-                found.setdefault(detail, []).append(incident.rank)  # type: ignore[arg-type]
-        return found
-
     def _other_ranks(self, headline: _Event) -> str:
         """A line for each thing that the ranks did, beginning with the headline's."""
-        said = {rank: self._verdict_line(rank) for rank in self.verdicts}
+        said = {rank: self._result_line(rank) for rank in self.results}
         for incident in self.outcome.incidents:
             if incident.rank is not None:
                 said[incident.rank] = incident.text.removeprefix(f"rank {incident.rank} ")
@@ -212,45 +291,26 @@ class _Merge:
 
     def _passed(self, phase: Phase) -> pytest.TestReport:
         """A phase that did not fail by itself: a rank's report of it if one passed, else an empty one."""
-        for rank in sorted(self.by_rank):
-            report = self.by_rank[rank].get(phase)
+        for phases in self.by_rank.values():
+            report = phases.get(phase)
             if report is not None and report.passed:
                 return report
         return self._made(phase, "passed", None)
 
-    def _made(
-        self, phase: Phase, outcome: Literal["passed", "failed"], longrepr: str | None
-    ) -> pytest.TestReport:
+    def _made(self, phase: Phase, outcome: Literal["passed", "failed"], longrepr: str | None) -> pytest.TestReport:
         keywords: Mapping[str, Literal[1]] = dict.fromkeys(self.item.keywords, 1)
         return pytest.TestReport(self.item.nodeid, self.item.location, keywords, outcome, longrepr, phase)
 
     def _with_output(self, report: pytest.TestReport, phase: Phase) -> pytest.TestReport:
         """Add what every rank wrote in that phase, equal texts once."""
         writers: dict[tuple[str, str], list[int]] = {}
-        phases = [(rank, self.by_rank[rank].get(phase)) for rank in sorted(self.by_rank)]
+        phases = [(rank, phases.get(phase)) for rank, phases in self.by_rank.items()]
         for rank, other in phases:
             for section in other.sections if other is not None else ():
                 writers.setdefault(section, []).append(rank)
-        report.sections = [
-            (f"{title} [{rank_list(ranks)}]", text) for (title, text), ranks in writers.items()
-        ]
+        report.sections = [(f"{title} [{rank_list(ranks)}]", text) for (title, text), ranks in writers.items()]
         report.duration = max((other.duration for _, other in phases if other is not None), default=0.0)
         return report
-
-
-def _smallest_origin(events: list[_Event]) -> _Event:
-    """The first of ``events``, which are in the order of time, with the smallest origin."""
-    try:
-        return min(events, key=lambda event: event.origin or ())
-    except TypeError:  # origins that do not compare
-        return events[0]
-
-
-def _name_rank(report: pytest.TestReport, rank: int | None) -> None:
-    """Put the rank before the message that the short summary shows."""
-    crash: Any = getattr(report.longrepr, "reprcrash", None)
-    if crash is not None and rank is not None:
-        crash.message = f"[rank {rank}] {crash.message}"
 
 
 def _append(report: pytest.TestReport, title: str, text: str) -> None:

@@ -1,29 +1,65 @@
-"""Dispatch of tests to real ranks, from the process that owns the tests."""
+"""Dispatch of tests to real ranks, from the process that owns the tests; and their world as a test sees it."""
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import pytest
 
 from pytest_gtrainer import devices, facts, options
-from pytest_gtrainer import launch as launches
+from pytest_gtrainer._pytest_private import tear_down
 from pytest_gtrainer.marker import spec_of
 
-# here, not where it is used first: a pytest run in this process (``pytester``) forgets the modules that it imported,
-# and messages are told by their classes
-from pytest_gtrainer.ranks import wire  # noqa: F401
-from pytest_gtrainer.ranks.schedule import following
+# here, not where they are used first: a pytest run in this process (``pytester``) forgets the modules that it
+# imported, and messages are told by their classes
+from pytest_gtrainer.ranks import wire
+from pytest_gtrainer.ranks.leases import LeaseError
+from pytest_gtrainer.ranks.merge import reports_of
+from pytest_gtrainer.ranks.team import RanksError
 from pytest_gtrainer.worlds.spec import SpecError, WorldSpec
+from pytest_gtrainer.worlds.world import World
 
 if TYPE_CHECKING:
     from pytest_gtrainer.ranks.pool import Launcher
+    from pytest_gtrainer.ranks.watch import RanksOutcome
+
+# Anything else that strikes during dispatch, a plugin's time limit for one, is the test's failure.
+NOT_A_FAILURE = (KeyboardInterrupt, pytest.exit.Exception)
+_CHAIN = pytest.StashKey[tuple[str, ...]]()
 
 
 def is_rank(config: pytest.Config) -> bool:
     """Whether this pytest session is itself one rank of a world."""
     return "gt_rank" in getattr(config, "workerinput", {})
+
+
+def follow(config: pytest.Config) -> int | None:
+    """Stand in for pytest's own main loop in a rank of torchrun that follows; None where there is nothing to follow."""
+    launch = devices.launch_of(config)
+    if launch is None or launch.leads:
+        return None
+    if config.option.help or config.option.version:
+        return 0
+    from pytest_gtrainer.ranks.torchrun.process import TorchrunProcess
+
+    return TorchrunProcess(launch, lambda: config).follow()
+
+
+@contextmanager
+def ranks_world(spec: WorldSpec, config: pytest.Config) -> Iterator[World]:
+    """In a rank, the world on its warm default group; in the parent, the world without a rank.
+
+    Groups that the test makes are cleared away by the rank when the test is over.
+    """
+    worker = getattr(config, "workerinput", {})
+    if "gt_rank" in worker:
+        device, backend = worker["gt_device"], worker["gt_backend"]
+    else:
+        found = devices.resolve(config)
+        device, backend = found.kind, found.backend
+    yield World("ranks", spec.size, worker.get("gt_rank"), spec.nodes, spec.mesh, device, backend)
 
 
 def ranks_spec(item: pytest.Item) -> WorldSpec | None:
@@ -35,15 +71,6 @@ def ranks_spec(item: pytest.Item) -> WorldSpec | None:
     if spec is None or spec.kind != "ranks" or "gt_ranks" in getattr(item, "fixturenames", ()):
         return None
     return spec
-
-
-def _spec_with_devices(item: pytest.Item) -> WorldSpec | None:
-    """The spec of a test that needs what the run may not have: ranks, or a GPU for a fake world's tensors."""
-    try:
-        spec = spec_of(item)
-    except SpecError:
-        return None
-    return spec if spec is not None and spec.kind == "fake" and spec.device == "cuda" else ranks_spec(item)
 
 
 def missing(spec: WorldSpec, found: devices.Devices) -> str | None:
@@ -84,26 +111,22 @@ class RanksPlugin:
     def __init__(self, config: pytest.Config) -> None:
         self.config = config
         self._pool: Launcher | None = None
-        self._launch = launches.of(config)
+        self._launch = devices.launch_of(config)
         self._session: pytest.Session | None = None
         self._following: Mapping[pytest.Item, pytest.Item] | None = None
 
     @property
     def pool(self) -> Launcher:
         """Who has the ranks of this pytest process."""
-        if self._pool is None:
-            self._pool = self._own_ranks() if self._launch is None else self._ranks_of(self._launch)
+        if self._pool is None and self._launch is not None:
+            from pytest_gtrainer.ranks.torchrun.pool import TorchrunPool
+
+            self._pool = TorchrunPool(self.config, self._launch)
+        elif self._pool is None:
+            from pytest_gtrainer.ranks.pool import Pool
+
+            self._pool = Pool(self.config)
         return self._pool
-
-    def _own_ranks(self) -> Launcher:
-        from pytest_gtrainer.ranks.pool import Pool
-
-        return Pool(self.config)
-
-    def _ranks_of(self, launch: launches.Launch) -> Launcher:
-        from pytest_gtrainer.ranks.torchrun.pool import TorchrunPool
-
-        return TorchrunPool(self.config, launch)
 
     # --- before ---------------------------------------------------------------------------
 
@@ -127,7 +150,12 @@ class RanksPlugin:
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_setup(self, item: pytest.Item) -> None:
         """Skip what there are no devices for; such a test is not dispatched, so its setup comes here."""
-        spec = _spec_with_devices(item)
+        try:
+            spec = spec_of(item)
+        except SpecError:
+            return
+        if spec is None or (spec.kind, spec.device) != ("fake", "cuda"):
+            spec = ranks_spec(item)
         found = devices.resolve(self.config)
         cause = missing(spec, found) if spec is not None else None
         if spec is None or cause is None:
@@ -147,14 +175,8 @@ class RanksPlugin:
             if self._pool is not None:
                 self._pool.leave()
             return None
-        from pytest_gtrainer.ranks.dispatch import dispatch
-
-        dispatch(self.pool, item, spec, self._next_on_ranks(item, spec, nextitem), nextitem)
+        self._dispatch(item, spec, nextitem)
         return True
-
-    def _size_on_ranks(self, item: pytest.Item) -> int | None:
-        spec = self._spec_on_ranks(item)
-        return spec.size if spec is not None else None
 
     def _spec_on_ranks(self, item: pytest.Item) -> WorldSpec | None:
         """What a test wants that ranks run; None if it runs here, if only to be skipped."""
@@ -165,15 +187,64 @@ class RanksPlugin:
             return None  # pytest shows what it would do, and runs no test
         return spec if missing(spec, devices.resolve(self.config)) is None else None
 
-    def _next_on_ranks(
-        self, item: pytest.Item, spec: WorldSpec, nextitem: pytest.Item | None
-    ) -> pytest.Item | None:
-        """The next test on the same ranks; under xdist only the very next test is known."""
+    def _dispatch(self, item: pytest.Item, spec: WorldSpec, nextitem: pytest.Item | None) -> None:
+        """Stand in for pytest's own protocol of ``item``: the same hooks, the phases on ranks."""
+        hooks = item.ihook
+        hooks.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
+        outcomes: list[RanksOutcome] = []
+        call = pytest.CallInfo.from_call(
+            lambda: outcomes.append(self._run(item, spec, nextitem)), "call", reraise=NOT_A_FAILURE
+        )
+        if outcomes:
+            reports = reports_of(item, outcomes[0])
+        else:
+            reports = [hooks.pytest_runtest_makereport(item=item, call=call)]
+        for report in reports:
+            if report.when != "teardown":
+                hooks.pytest_runtest_logreport(report=report)
+        # What earlier tests have set up in this process, and the next one does not share: if that fails,
+        # it must be told before the last report, with which goldens are written.
+        call = pytest.CallInfo.from_call(lambda: tear_down(item.session, nextitem), "teardown", reraise=NOT_A_FAILURE)
+        if call.excinfo is not None:
+            hooks.pytest_runtest_logreport(report=hooks.pytest_runtest_makereport(item=item, call=call))
+        for report in reports:
+            if report.when == "teardown":
+                hooks.pytest_runtest_logreport(report=report)
+        hooks.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
+        if self.pool.broken is not None:
+            item.session.shouldfail = self.pool.broken
+
+    def _run(self, item: pytest.Item, spec: WorldSpec, nextitem: pytest.Item | None) -> RanksOutcome:
+        following = self._next_on_ranks(item, spec, nextitem)
+        next_item = _item_ref(following) if following is not None else None
+        command = wire.RunItem(_item_ref(item), next_item, item.location)
+        try:
+            return self.pool.run(spec.size, command, limit_of(item.config, spec), item.nodeid)
+        except (RanksError, LeaseError) as error:
+            pytest.fail(str(error), pytrace=False)
+
+    def _next_on_ranks(self, item: pytest.Item, spec: WorldSpec, nextitem: pytest.Item | None) -> pytest.Item | None:
+        """The next test on as many ranks, in the order of the session; under xdist only the very next one is known.
+
+        What it shares with the present one stays set up there.
+        """
+
+        def size_of(other: pytest.Item) -> int | None:
+            found = self._spec_on_ranks(other)
+            return found.size if found is not None else None
+
         if hasattr(self.config, "workerinput"):
-            same = nextitem is not None and self._size_on_ranks(nextitem) == spec.size
-            return nextitem if same else None
+            return nextitem if nextitem is not None and size_of(nextitem) == spec.size else None
         if self._following is None:
-            self._following = following(item.session.items, self._size_on_ranks)
+            found: dict[pytest.Item, pytest.Item] = {}
+            latest: dict[int, pytest.Item] = {}
+            for each in reversed(item.session.items):
+                size = size_of(each)
+                if size in latest:
+                    found[each] = latest[size]
+                if size is not None:
+                    latest[size] = each
+            self._following = found
         return self._following.get(item)
 
     # --- after -----------------------------------------------------------------------------
@@ -203,3 +274,23 @@ class RanksPlugin:
         if self._pool is not None:
             self._pool.close()
             self._pool = None
+
+
+def limit_of(config: pytest.Config, spec: WorldSpec | None) -> float:
+    """The limit of a test in seconds: the marker's, else ``--gt-timeout``."""
+    if spec is not None and spec.timeout is not None:
+        return spec.timeout
+    return float(options.get(config, "timeout"))
+
+
+def chain_of(item: pytest.Item) -> tuple[str, ...]:
+    """The directories and the file that lead to a test, outermost first."""
+    home = item.parent or item
+    if _CHAIN not in home.stash:
+        nodes = (node for node in item.listchain() if isinstance(node, pytest.Directory | pytest.File))
+        home.stash[_CHAIN] = tuple(str(node.path) for node in nodes)
+    return home.stash[_CHAIN]
+
+
+def _item_ref(item: pytest.Item) -> wire.ItemRef:
+    return wire.ItemRef(item.nodeid, chain_of(item))

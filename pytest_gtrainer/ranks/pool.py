@@ -1,29 +1,35 @@
-"""The pool: teams of ranks by what they are, kept warm up to a modest number of processes."""
+"""The pool: teams of ranks by what they are, kept warm up to a modest number of processes, on devices that others want.
+
+A lease on CPU slots lasts one test: idle ranks cost nothing but 20 MB each. A lease on GPUs
+lasts as long as the ranks that have a context on them; it is given up, and the ranks with
+it, as soon as somebody else waits and no test runs here.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import sys
-from collections.abc import Iterator, Mapping
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol
 
 import pytest
 
-from pytest_gtrainer import options
-from pytest_gtrainer._pytest_private import base_temp
-from pytest_gtrainer.devices import Devices, resolve
-from pytest_gtrainer.environment import lasting_environment, raw_lasting_environment
-from pytest_gtrainer.ranks import sharing, wire
-from pytest_gtrainer.ranks.launcher import ForkServer
-from pytest_gtrainer.ranks.outcome import Outcome
-from pytest_gtrainer.ranks.progress import teller
-from pytest_gtrainer.ranks.team import Team, TeamPlan
-from pytest_gtrainer.ranks.watch import run_on
+from pytest_gtrainer import devices, options
+from pytest_gtrainer._pytest_private import base_temp, capture_manager
+from pytest_gtrainer.environment import lasting_environment
+from pytest_gtrainer.ranks import wire
+from pytest_gtrainer.ranks.leases import Lease, Slots
+from pytest_gtrainer.ranks.team import ForkServer, Team
+from pytest_gtrainer.ranks.watch import RanksOutcome, run_on
 
 # Idle ranks cost 20 MB each; twice the slots let worlds of two sizes alternate warm.
 IDLE_FACTOR = 2
+LOOK_EVERY = 0.5
 
 PRELOAD = (
     "torch",
@@ -35,17 +41,12 @@ PRELOAD = (
     # tracing and every optimiser import it at their first use: once here, or once in each rank
     "torch._dynamo",
     "pytest_gtrainer.plugin",
-    "pytest_gtrainer.ranks.world",
-    "pytest_gtrainer.ranks.inside.process",
-    "pytest_gtrainer.ranks.inside.commands",
+    "pytest_gtrainer.worlds.world",
+    "pytest_gtrainer.ranks.inside.rank",
 )
 
-
-_Items = frozenset[tuple[str, str]]
 # Number of ranks, device, environment.
-TeamKey = tuple[int, str, _Items]
-# What the environment of ranks was made from, and what came of it.
-_Seen = tuple[tuple[dict[bytes, bytes] | None, Mapping[str, str]], tuple[dict[str, str], _Items]]
+TeamKey = tuple[int, str, frozenset[tuple[str, str]]]
 
 
 class Launcher(Protocol):
@@ -57,7 +58,7 @@ class Launcher(Protocol):
 
     broken: str | None
 
-    def run(self, size: int, command: wire.RunItem | wire.CallFunction, limit: float, holder: str) -> Outcome:
+    def run(self, size: int, command: wire.RunItem | wire.CallFunction, limit: float, holder: str) -> RanksOutcome:
         """Run a command on ``size`` ranks."""
 
     def leave(self) -> None:
@@ -76,19 +77,10 @@ class Pool:
         self._config = config
         self._server: ForkServer | None = None
         self._teams: dict[TeamKey, Team] = {}  # the least recently used first
-        self._devices_shared: sharing.Sharing | None = None
-        self._seen: _Seen | None = None
-        self._is_fresh: bool = options.get(config, "fresh-ranks")
+        self._sharing: Sharing | None = None
+        self._live_output = config.getoption("capture", "fd") == "no"
 
-    @property
-    def devices(self) -> Devices:
-        return resolve(self._config)
-
-    def warm_up(self) -> None:
-        """Begin importing in the background."""
-        self._running_server()
-
-    def run(self, size: int, command: wire.RunItem | wire.CallFunction, limit: float, holder: str) -> Outcome:
+    def run(self, size: int, command: wire.RunItem | wire.CallFunction, limit: float, holder: str) -> RanksOutcome:
         """Run a command on ``size`` ranks, once their devices are this process's to use.
 
         Args:
@@ -99,82 +91,62 @@ class Pool:
             RanksError: the ranks could not be started.
             LeaseError: others held the devices for too long.
         """
-        with self._lend(size, holder) as team:
-            return run_on(team, command, limit, holder, teller(self._config))
+        if self._sharing is None:
+            self._sharing = sharing_of(self._config, self._stop_teams, self._tell)
+        with self._sharing.for_test(size, holder):
+            team = self._team(size, {**rank_environment(self._config), **self._sharing.environment()})
+            try:
+                outcome = run_on(team, command, limit, holder, self._tell)
+            except BaseException:  # a time limit, Ctrl-C: its ranks are still at work, and would answer the next test
+                team.kill()
+                raise
+            if options.get(self._config, "fresh-ranks"):
+                team.stop()
+            return outcome
 
     def leave(self) -> None:
         """Nothing: a test without ranks runs in this process, which is none of them."""
 
-    @contextlib.contextmanager
-    def _lend(self, size: int, holder: str) -> Iterator[Team]:
-        """A team of ``size`` ranks for one test, that ends with it if an exception of this process broke it off."""
-        with self._sharing().for_test(size, holder):
-            team = self.team(size)
-            try:
-                yield team
-            except BaseException:  # a time limit, Ctrl-C: its ranks are still at work, and would answer the next test
-                team.kill()
-                raise
-            self.release(team)
+    def close(self, status: int = 0) -> None:
+        """End all teams and the forkserver, and give all devices back; ``status`` is for other launchers."""
+        if self._sharing is not None:
+            self._sharing.close()
+            self._sharing = None
+        self._stop_teams()
+        if self._server is not None:
+            self._server.close()
+            self._server = None
 
-    def _sharing(self) -> sharing.Sharing:
-        if self._devices_shared is None:
-            limit = options.get(self._config, "lease-timeout")
-            self._devices_shared = sharing.of(self._config, self.devices, limit, self._stop_teams, teller(self._config))
-        return self._devices_shared
-
-    def team(self, size: int) -> Team:
-        """A team of ``size`` ranks in the present environment, started if there is none.
-
-        Raises:
-            RanksError: it could not be started.
-        """
-        environ, items = self._environment()
-        key = (size, self.devices.kind, items)
+    def _team(self, size: int, environ: Mapping[str, str]) -> Team:
+        """A team of ``size`` ranks in that environment, started if there is none."""
+        found = devices.resolve(self._config)
+        key = (size, found.kind, frozenset(environ.items()))
         team = self._teams.pop(key, None)
         if team is not None and team.alive and not team.has_lost_ranks():
             self._teams[key] = team
             return team
         if team is not None:
             team.kill()
-        self._make_room(size)
-        team = Team(self._running_server(), self._plan(size, environ))
-        self._teams[key] = team
+        self._make_room(size, found.slots)
+        config = self._config
+        plan = wire.RankSetup(
+            size=size,
+            device=found.kind,
+            backend=found.backend,
+            environ=environ,
+            sys_path=tuple(sys.path),
+            cwd=str(config.invocation_params.dir),
+            args=tuple(str(arg) for arg in config.invocation_params.args),
+            basetemp=str(base_temp(config)),
+            worker=worker_input(config, size),
+            live_output=self._live_output,
+        )
+        self._teams[key] = team = Team(self._running_server(), plan)
         return team
 
-    def _environment(self) -> tuple[dict[str, str], _Items]:
-        """What ranks start with now; to decode and hash it for every test took a tenth of this process's time."""
-        raw = raw_lasting_environment()
-        if raw is not None:
-            raw.pop(b"PYTEST_CURRENT_TEST", None)
-        seen = (raw, self._sharing().environment())
-        if raw is None or self._seen is None or self._seen[0] != seen:
-            environ = {**rank_environment(self.devices.kind), **self._sharing().environment()}
-            self._seen = seen, (environ, frozenset(environ.items()))
-        return self._seen[1]
-
-    def release(self, team: Team) -> None:
-        """Give a team back after a test."""
-        if self._is_fresh:
-            team.stop()
-
-    def close(self, status: int = 0) -> None:
-        """End all teams and the forkserver, and give all devices back; ``status`` is for other launchers."""
-        if self._devices_shared is not None:
-            self._devices_shared.close()
-            self._devices_shared = None
-        self._stop_teams()
-        if self._server is not None:
-            self._server.close()
-            self._server = None
-
-    def _stop_teams(self) -> None:
-        while self._teams:
-            self._teams.popitem()[1].stop()
-
-    def _make_room(self, size: int) -> None:
+    def _make_room(self, size: int, slots: int) -> None:
         self._teams = {key: team for key, team in self._teams.items() if team.alive}
-        limit = IDLE_FACTOR * max(self.devices.slots, size)
+        limit = IDLE_FACTOR * max(slots, size)
         while self._teams and sum(team.size for team in self._teams.values()) + size > limit:
             oldest = next(iter(self._teams))
             self._teams.pop(oldest).stop()
@@ -184,34 +156,33 @@ class Pool:
             self._server.close()
             self._server = None
         if self._server is None:
-            live = self._config.getoption("capture", "fd") == "no"
-            self._server = ForkServer(modules_to_preload(self._config), live_output=live)
+            self._server = ForkServer(modules_to_preload(self._config), live_output=self._live_output)
         return self._server
 
-    def _plan(self, size: int, environ: Mapping[str, str]) -> TeamPlan:
-        config, devices = self._config, self.devices
-        return TeamPlan(
-            size=size,
-            device=devices.kind,
-            backend=devices.backend,
-            cwd=str(config.invocation_params.dir),
-            args=tuple(str(arg) for arg in config.invocation_params.args),
-            worker=_worker_input(config, size),
-            basetemp=str(base_temp(config)),
-            environ=environ,
-            sys_path=tuple(sys.path),
-            live_output=config.getoption("capture", "fd") == "no",
-        )
+    def _stop_teams(self) -> None:
+        while self._teams:
+            self._teams.popitem()[1].stop()
+
+    def _tell(self, text: str) -> None:
+        """Write a line to the terminal of this process, if it has one: a worker of xdist has not."""
+        reporter: pytest.TerminalReporter | None = self._config.pluginmanager.getplugin("terminalreporter")
+        capture = capture_manager(self._config)
+        if reporter is None:
+            return
+        # a test that calls functions on ranks is being captured meanwhile
+        with capture.global_and_fixture_disabled() if capture is not None else contextlib.nullcontext():
+            reporter.ensure_newline()
+            reporter.write_line(f"gtrainer: {text}")
 
 
-def rank_environment(device: str) -> dict[str, str]:
+def rank_environment(config: pytest.Config) -> dict[str, str]:
     """The environment that ranks start with: the caller's, but for what pytest says of its present test.
 
     On GPUs also the workspace setting that deterministic cuBLAS needs before CUDA starts, which
     is when the group is made, long before a test could ask for it.
     """
-    wanted = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"} if device == "cuda" else {}
-    environ = {**wanted, **lasting_environment()}
+    on_gpus = devices.resolve(config).kind == "cuda"
+    environ = {**({"CUBLAS_WORKSPACE_CONFIG": ":4096:8"} if on_gpus else {}), **lasting_environment()}
     environ.pop("PYTEST_CURRENT_TEST", None)
     return environ
 
@@ -227,14 +198,17 @@ def modules_to_preload(config: pytest.Config) -> list[str]:
     return list(dict.fromkeys([*PRELOAD, *plugins, *seen]))
 
 
-def _worker_input(config: pytest.Config, size: int) -> dict[str, Any]:
-    """What plugins expect in a worker: the keys of xdist, and the seed of pytest-randomly."""
-    outer = getattr(config, "workerinput", {})
+def worker_input(config: pytest.Config, size: int) -> dict[str, Any]:
+    """``config.workerinput`` of ranks but for their rank: the keys of xdist, the seed of pytest-randomly, ours."""
+    outer, found = getattr(config, "workerinput", {}), devices.resolve(config)
     content = {
         "workerid": outer.get("workerid", "ranks"),
         "workercount": size,
         "testrunuid": outer.get("testrunuid", f"gtrainer{os.getpid()}"),
         "mainargv": outer.get("mainargv", sys.argv),
+        "gt_size": size,
+        "gt_device": found.kind,
+        "gt_backend": found.backend,
         # of plugins, too, that ranks do without: xdist's, one of time limits
         "gt_markers": config.getini("markers"),
         # ranks write no JUnit file: what it says of digests they have to be asked for
@@ -242,3 +216,119 @@ def _worker_input(config: pytest.Config, size: int) -> dict[str, Any]:
     }
     seed = getattr(config.option, "randomly_seed", None)
     return content if seed is None else {**content, "randomly_seed": seed}
+
+
+# --- sharing devices with the other workers of the run, and with other runs -----------------------
+
+
+def sharing_of(config: pytest.Config, stop_ranks: Callable[[], None], tell: Callable[[str], None]) -> Sharing:
+    """The way to share the devices of this process.
+
+    Args:
+        stop_ranks: ends the ranks of this process, before their GPUs are given back.
+        tell: gets a line every so often while somebody waits.
+    """
+    found, limit = devices.resolve(config), options.get(config, "lease-timeout")
+    if found.kind == "cuda":
+        folder = Path(tempfile.gettempdir()) / f"gtrainer-leases-{os.getuid()}"
+        slots = Slots(folder, [gpu.uuid for gpu in found.gpus])
+        return GpuSharing(slots, {gpu.uuid: gpu.entry for gpu in found.gpus}, limit, stop_ranks, tell)
+    if hasattr(config, "workerinput"):
+        # the folder above a worker's own is the run's
+        folder = base_temp(config).parent / "gtrainer-leases"
+        return CpuSharing(Slots(folder, [f"cpu{slot}" for slot in range(found.slots)]), limit, tell)
+    return Sharing()
+
+
+class Sharing:
+    """When devices are leased and given back; this one is for CPU slots that nobody else wants."""
+
+    def for_test(self, size: int, holder: str) -> contextlib.AbstractContextManager[None]:
+        """Devices for ``size`` ranks, this process's for the time of a test."""
+        return contextlib.nullcontext()
+
+    def environment(self) -> Mapping[str, str]:
+        """What confines the ranks to the devices that are leased."""
+        return {}
+
+    def close(self) -> None:
+        """Give everything back."""
+
+
+class CpuSharing(Sharing):
+    """CPU slots, for one test at a time."""
+
+    def __init__(self, slots: Slots, limit: float, tell: Callable[[str], None]) -> None:
+        self._slots, self._limit, self._tell = slots, limit, tell
+
+    @contextlib.contextmanager
+    def for_test(self, size: int, holder: str) -> Iterator[None]:
+        lease = self._slots.acquire(size, self._limit, holder, self._tell)
+        try:
+            yield
+        finally:
+            lease.release()
+
+
+class GpuSharing(Sharing):
+    """GPUs, kept between tests until somebody else waits for them.
+
+    Who waits may wait for a worker that has no more tests for a while, so a thread looks
+    for waiters whenever no test holds the lock.
+    """
+
+    def __init__(
+        self,
+        slots: Slots,
+        entries: Mapping[str, str],
+        limit: float,
+        stop_ranks: Callable[[], None],
+        tell: Callable[[str], None],
+    ) -> None:
+        self._slots, self._entries, self._limit = slots, entries, limit
+        self._stop_ranks, self._tell = stop_ranks, tell
+        self._lease: Lease | None = None
+        self._in_use = threading.Lock()
+        self._closed = threading.Event()
+        self._watcher: threading.Thread | None = None
+
+    @contextlib.contextmanager
+    def for_test(self, size: int, holder: str) -> Iterator[None]:
+        with self._in_use:
+            if self._lease is None or len(self._lease.slots) < size:
+                self._give_up()  # who holds some while waiting for more can wait for ever
+                self._lease = self._slots.acquire(size, self._limit, holder, self._tell)
+            if self._watcher is None:
+                self._watcher = threading.Thread(target=self._watch, name="gtrainer-leases", daemon=True)
+                self._watcher.start()
+            try:
+                yield
+            finally:
+                self._give_up_if_wanted()
+
+    def environment(self) -> Mapping[str, str]:
+        held = self._lease.slots if self._lease is not None else ()
+        return {"CUDA_VISIBLE_DEVICES": ",".join(self._entries[slot] for slot in held), **devices.BUS_ORDER}
+
+    def close(self) -> None:
+        self._closed.set()
+        with self._in_use:
+            self._give_up()
+
+    def _watch(self) -> None:
+        while not self._closed.wait(LOOK_EVERY):
+            if self._in_use.acquire(blocking=False):
+                try:
+                    self._give_up_if_wanted()
+                finally:
+                    self._in_use.release()
+
+    def _give_up_if_wanted(self) -> None:
+        if self._lease is not None and self._slots.wanted():
+            self._give_up()
+
+    def _give_up(self) -> None:
+        if self._lease is not None:
+            self._stop_ranks()
+            self._lease.release()
+            self._lease = None

@@ -1,4 +1,4 @@
-"""Runs one command on a team within limits, so that no fault of a rank makes the others wait.
+"""Runs one command on a team within limits, so that no fault of a rank makes the others wait; and what came of it.
 
 The idea: while nothing is wrong, wait for every rank's answer, up to the limit. When a rank
 has raised or died, the others may be blocked in a collective with it. So after a moment the
@@ -8,11 +8,12 @@ still stuck a while later gives its stack and the whole team is killed.
 
 from __future__ import annotations
 
+import math
 import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
-from pytest_gtrainer.ranks import progress, wire
-from pytest_gtrainer.ranks.outcome import Incident, Outcome, by_value
-from pytest_gtrainer.ranks.progress import Tell
+from pytest_gtrainer.ranks import wire
 from pytest_gtrainer.ranks.stacks import readable, waiting_in, whereabouts
 from pytest_gtrainer.ranks.team import Team
 
@@ -24,15 +25,136 @@ STUCK_AFTER = 1.0
 BUSY_LIMIT = 8.0
 # A rank that skipped: see every so often whether the others wait for it.
 LOOK_EVERY = 1.0
+# A test that takes long says where its ranks are.
+TELL_EVERY = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Incident:
+    """Something that befell a rank from outside its test's phases: a death, a limit, disagreement.
+
+    Attributes:
+        time: on the host's monotonic clock.
+        rank: None if it concerns all of them.
+        details: titled texts for the report: stacks, last output.
+        is_consequence: whether it only befell the rank because another one had failed before.
+    """
+
+    time: float
+    rank: int | None
+    text: str
+    details: tuple[tuple[str, str], ...] = ()
+    is_consequence: bool = False
+
+
+@dataclass(slots=True)
+class RanksOutcome:
+    """Everything that the ranks said in answer to one command, and what befell them.
+
+    Attributes:
+        answers: the final answer of every rank that gave one.
+        raised: the first exception of every rank that told one, a skip included.
+        dead: ranks whose process ended; ``killed`` if it was we who ended them all.
+        unblocked_at: when ranks blocked in a collective were made to raise; None if never.
+    """
+
+    size: int
+    answers: dict[int, wire.ItemDone | wire.CallDone] = field(default_factory=dict)
+    raised: dict[int, wire.Raised] = field(default_factory=dict)
+    incidents: list[Incident] = field(default_factory=list)
+    dead: set[int] = field(default_factory=set)
+    killed: bool = False
+    unblocked_at: float | None = None
+
+    @property
+    def done(self) -> dict[int, wire.ItemDone]:
+        """The answers of ranks that are through with a test."""
+        return {rank: answer for rank, answer in self.answers.items() if isinstance(answer, wire.ItemDone)}
+
+    def agreed(self) -> wire.ItemDone | None:
+        """Any rank's answer, where all of them ran a test without trouble and said the same of it; else None."""
+        is_troubled = self.raised or self.incidents or self.dead or self.killed or self.unblocked_at is not None
+        done = list(self.done.values())
+        if is_troubled or len(done) < self.size or not done[0].state.intact:
+            return None
+        return done[0] if all((each.reports, each.state) == (done[0].reports, done[0].state) for each in done) else None
+
+    def disagreement(self) -> str | None:
+        """How ranks whose groups are intact differ in the collectives they issued; None if they do not."""
+        return disagreement({rank: answer.state for rank, answer in self.answers.items() if answer.state.intact})
+
+    def first_cause(self) -> Incident | None:
+        """The earliest incident that is not a mere consequence."""
+        causes = [incident for incident in self.incidents if not incident.is_consequence]
+        return min(causes, key=lambda incident: incident.time, default=None)
+
+    def is_consequence(self, rank: int) -> bool:
+        """Whether the rank only failed because another one had ended the collective they shared."""
+        told = self.raised.get(rank)
+        if told is None or told.waiting_in is None or told.origin is not None:
+            return False
+        return bool(self.dead) or (self.unblocked_at is not None and told.time >= self.unblocked_at)
+
+    def condition(self) -> wire.GroupCondition:
+        """What the command has left of the process group."""
+        states = [answer.state for answer in self.answers.values()]
+        if self.dead or self.killed:
+            return "dead" if self.dead else "killed"
+        if self.unblocked_at is not None or not all(state.intact for state in states):
+            return "left"
+        if self.disagreement() is not None:
+            return "disagreeing"
+        return "with subgroups" if any(state.subgroups for state in states) else "fit"
+
+
+def disagreement(states: Mapping[int, wire.GroupState]) -> str | None:
+    """How ranks differ in the collectives they issued (None: they do not).
+
+    >>> state = wire.GroupState(intact=True, groups_made=1, issued={"all ranks": 3})
+    >>> disagreement({0: state, 1: state._replace(issued={"all ranks": 4})})
+    'the ranks issued different numbers of collectives on all ranks: 3 (rank 0), 4 (rank 1)'
+    """
+    for label in dict.fromkeys(label for state in states.values() for label in state.issued):
+        counts = {rank: state.issued[label] for rank, state in states.items() if label in state.issued}
+        if len(set(counts.values())) > 1:
+            return f"the ranks issued different numbers of collectives on {label}: {by_value(counts)}"
+    made = {rank: state.groups_made for rank, state in states.items()}
+    if len(set(made.values())) > 1:
+        return f"the ranks made different numbers of process groups: {by_value(made)}"
+    return None
+
+
+def by_value(values: Mapping[int, object]) -> str:
+    """Values with the ranks that have them, each value once.
+
+    >>> by_value({0: "a", 1: "b", 2: "a"})
+    'a (ranks 0, 2), b (rank 1)'
+    """
+    ranks: dict[object, list[int]] = {}
+    for rank in sorted(values):
+        ranks.setdefault(values[rank], []).append(rank)
+    return ", ".join(f"{value} ({rank_list(members)})" for value, members in ranks.items())
+
+
+def rank_list(ranks: list[int]) -> str:
+    """Ranks as a reader says them.
+
+    >>> rank_list([3]), rank_list([0, 1, 2, 5])
+    ('rank 3', 'ranks 0-2, 5')
+    """
+    spans: list[list[int]] = []
+    for rank in sorted(ranks):
+        if spans and spans[-1][-1] == rank - 1:
+            spans[-1].append(rank)
+        else:
+            spans.append([rank])
+    texts = [f"{span[0]}-{span[-1]}" if len(span) > 2 else ", ".join(map(str, span)) for span in spans]
+    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(texts)
 
 
 def run_on(
-    team: Team,
-    command: wire.RunItem | wire.CallFunction,
-    limit: float,
-    holder: str = "",
-    tell: Tell | None = None,
-) -> Outcome:
+    team: Team, command: wire.RunItem | wire.CallFunction, limit: float, holder: str, tell: Callable[[str], None]
+) -> RanksOutcome:
     """Send the command to every rank and gather what they say; returns within the limits.
 
     ``holder`` is the test, for the lines that ``tell`` gets every so often while it runs.
@@ -45,20 +167,18 @@ def run_on(
         watch.act()
     watch.finish()
     team.busy = False
-    team.heal(watch.outcome)
+    team.heal(watch.outcome.condition())
     return watch.outcome
 
 
 class _Watch:
-    def __init__(self, team: Team, limit: float, holder: str, tell: Tell | None) -> None:
-        self.team, self.limit = team, limit
-        self.holder, self.tell = holder, tell
-        self.outcome = Outcome(team.size)
+    def __init__(self, team: Team, limit: float, holder: str, tell: Callable[[str], None]) -> None:
+        self.team, self.limit, self.holder, self.tell = team, limit, holder, tell
+        self.outcome = RanksOutcome(team.size)
         self.pending = set(range(team.size))
         self.started = time.monotonic()
-        self.next_line = self.started + (progress.EVERY_SECONDS if tell is not None else float("inf"))
-        self.first_trouble: float | None = None
-        self.next_look: float | None = None
+        self.next_line = self.started + TELL_EVERY
+        self.first_trouble = self.next_look = math.inf
         self.freed_at: float | None = None  # when a rank last closed its connections to the others
         self.left: set[int] = set()  # told to leave their group, and it is not confirmed
 
@@ -69,25 +189,22 @@ class _Watch:
             if message is None:
                 self._died(rank)
             elif isinstance(message, wire.Raised):
-                self._raised(rank, message)
+                self.outcome.raised.setdefault(rank, message)
+                if message.is_skip:
+                    self.next_look = min(self.next_look, time.monotonic() + LOOK_EVERY)
+                else:
+                    self._trouble()
             elif isinstance(message, wire.ItemDone | wire.CallDone):
                 self._done(rank, message)
-
-    def _raised(self, rank: int, message: wire.Raised) -> None:
-        self.outcome.raised.setdefault(rank, message)
-        if message.is_skip:
-            self.next_look = self.next_look or time.monotonic() + LOOK_EVERY
-        else:
-            self._trouble()
 
     def _done(self, rank: int, message: wire.ItemDone | wire.CallDone) -> None:
         self.pending.discard(rank)
         self.outcome.answers[rank] = message
-        trouble = message.trouble if isinstance(message, wire.ItemDone) else message.error
-        if trouble is not None:
+        if isinstance(message, wire.ItemDone) and message.trouble is not None:
             self._trouble()
-        if isinstance(message, wire.ItemDone) and trouble is not None:
-            self.outcome.incidents.append(Incident(time.monotonic(), rank, f"rank {rank} {trouble}"))
+            self.outcome.incidents.append(Incident(time.monotonic(), rank, f"rank {rank} {message.trouble}"))
+        elif isinstance(message, wire.CallDone) and message.error is not None:
+            self._trouble()
         if self.outcome.unblocked_at is not None and self.pending:
             self._leave(rank)
 
@@ -96,49 +213,39 @@ class _Watch:
         self.outcome.dead.add(rank)
         self.freed_at = time.monotonic()
         self._trouble()
-        process = self.team.ranks[rank]
-        how = self.team.how_it_ended(process)
-        words = self.team.last_words(process)
+        how, words = self.team.how_it_ended(rank), self.team.last_words(rank)
         details = (("last output", words),) if words else ()
         self.outcome.incidents.append(Incident(time.monotonic(), rank, f"rank {rank} {how}", details))
 
     def _trouble(self) -> None:
-        self.first_trouble = self.first_trouble or time.monotonic()
+        self.first_trouble = min(self.first_trouble, time.monotonic())
 
     # --- acting ---------------------------------------------------------------------------
 
     def patience(self) -> float:
         """Seconds until something is due."""
-        due = [self.started + self.limit, self.next_line]
-        if self.first_trouble is not None and self.outcome.unblocked_at is None:
-            due.append(self.first_trouble + UNBLOCK_AFTER)
-        if self.next_look is not None:
-            due.append(self.next_look)
-        return max(0.0, min(due) - time.monotonic())
+        due = min(self.started + self.limit, self.next_line, self.next_look, self._unblock_due())
+        return max(0.0, due - time.monotonic())
+
+    def _unblock_due(self) -> float:
+        return self.first_trouble + UNBLOCK_AFTER if self.outcome.unblocked_at is None else math.inf
 
     def act(self) -> None:
         now = time.monotonic()
         if not self.pending:
             return
         if now >= self.started + self.limit:
-            self._give_up(f"did not end within {self.limit:g} s")
-        elif self.outcome.unblocked_at is None and self._is_due(now):
+            self._give_up(f"did not end within {self.limit:g} s", self.team.stacks(self.pending))
+        elif now >= self._unblock_due():
             self._unblock()
-        elif self.next_look is not None and now >= self.next_look:
+        elif now >= self.next_look:
             self._look()
         elif now >= self.next_line:
-            self._tell(now)
-
-    def _tell(self, now: float) -> None:
-        """Say where the ranks are that have not ended."""
-        self.next_line = now + progress.EVERY_SECONDS
-        stacks = self.team.stacks(self.pending)
-        where = by_value({rank: whereabouts(stack).removeprefix(", ") or "busy" for rank, stack in stacks.items()})
-        if self.tell is not None:
-            self.tell(f"{self.holder} has run for {now - self.started:.0f} s of {self.limit:g}: {where}")
-
-    def _is_due(self, now: float) -> bool:
-        return self.first_trouble is not None and now >= self.first_trouble + UNBLOCK_AFTER
+            self.next_line = now + TELL_EVERY
+            stacks = self.team.stacks(self.pending)
+            where = {rank: whereabouts(stack).removeprefix(", ") or "busy" for rank, stack in stacks.items()}
+            spent = f"{now - self.started:.0f} s of {self.limit:g}"
+            self.tell(f"{self.holder} has run for {spent}: {by_value(where)}")
 
     def _unblock(self) -> None:
         """Let the ranks that are through leave their groups."""
@@ -163,8 +270,7 @@ class _Watch:
         if unblocked_at is None:
             if waiting == self.pending:  # for the ranks that skipped
                 self._unblock()
-            return
-        if self._are_stuck(waiting, now) or now > unblocked_at + BUSY_LIMIT:
+        elif self._are_stuck(waiting, now) or now > unblocked_at + BUSY_LIMIT:
             self._give_up("did not end after another rank had failed", stacks)
 
     def _are_stuck(self, waiting: set[int], now: float) -> bool:
@@ -174,14 +280,13 @@ class _Watch:
         was_freed = self.freed_at is not None and now >= self.freed_at + STUCK_AFTER
         return was_freed and bool(waiting) and self.pending - set(self.outcome.raised) <= waiting
 
-    def _give_up(self, why: str, stacks: dict[int, str] | None = None) -> None:
+    def _give_up(self, why: str, stacks: dict[int, str]) -> None:
         """Blame the pending ranks, with their stacks, and kill the team."""
-        stacks = stacks if stacks is not None else self.team.stacks(self.pending)
         now = time.monotonic()
         for rank in sorted(self.pending, key=lambda rank: (waiting_in(stacks[rank]) is not None, rank)):
             text = f"rank {rank} {why}{whereabouts(stacks[rank])}"
             details = (("Python stacks", readable(stacks[rank])),)
-            is_consequence = self.first_trouble is not None
+            is_consequence = self.first_trouble < math.inf
             self.outcome.incidents.append(Incident(now, rank, text, details, is_consequence))
         self.pending.clear()
         self.outcome.killed = True

@@ -1,21 +1,24 @@
-"""The messages between the parent, the forkserver and the ranks; each is pickled by itself.
+"""What the processes of a world tell each other, and the pipes that carry it; each message is pickled by itself.
 
-Terms: the *parent* is the pytest process that owns the tests; the *forkserver* is the process
-that forks ranks for it; a *rank* is one process of a world.
+Terms: the *parent* is the pytest process that owns the tests; the *forkserver* is the process that forks ranks for it;
+a *rank* is one process of a world. Under torchrun there is no forkserver: rank 0 is the parent as well, and messages go
+through torchrun's store. A rank answers a command that has no result by sending the command back.
 """
 
 from __future__ import annotations
 
+import os
+import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 # --- parent and forkserver ---------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class RankSetup:
-    """All that a forked process needs to become a rank.
+    """All that a forked process needs to become a rank; the forkserver gets it with the rank's end of its channel.
 
     Attributes:
         folder: where the rank keeps its log and its stacks; ``store`` is the rendezvous file there.
@@ -24,12 +27,9 @@ class RankSetup:
         live_output: leave stdout and stderr as they are (``-s``).
     """
 
-    rank: int
     size: int
     device: str
     backend: str
-    folder: str
-    store: str
     environ: Mapping[str, str]
     sys_path: tuple[str, ...]
     cwd: str
@@ -37,46 +37,37 @@ class RankSetup:
     basetemp: str
     worker: Mapping[str, Any]
     live_output: bool
+    rank: int = 0
+    folder: str = ""
+    store: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Ready:
-    """The forkserver has imported everything and may fork: it has one thread."""
-
-
-@dataclass(frozen=True, slots=True)
-class NotReady:
-    """The forkserver cannot fork safely."""
-
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Fork:
-    """Fork a rank; the rank's end of its channel follows as file descriptors."""
-
-    setup: RankSetup
-
-
-@dataclass(frozen=True, slots=True)
-class Forked:
+class Forked(NamedTuple):
     pid: int
 
 
-@dataclass(frozen=True, slots=True)
-class SendSignal:
+class SendSignal(NamedTuple):
     """Signal a rank; a rank that has been reaped already is left alone."""
 
     pid: int
     signum: int
 
 
-@dataclass(frozen=True, slots=True)
-class Exited:
+class Exited(NamedTuple):
     """A rank has ended; ``status`` is negative for a signal."""
 
     pid: int
     status: int
+
+
+class Started(NamedTuple):
+    """The forkserver may fork, or a rank is ready; ``error`` says why not.
+
+    ``capture_fds`` are pytest's files of a forked rank's captured stdout and stderr.
+    """
+
+    error: str | None = None
+    capture_fds: tuple[int, ...] = ()
 
 
 # --- parent to rank ------------------------------------------------------------------------
@@ -94,7 +85,7 @@ class RunItem(NamedTuple):
 
     item: ItemRef
     next_item: ItemRef | None
-    location: tuple[str, int | None, str] | None = None
+    location: tuple[str, int | None, str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,11 +116,10 @@ class DropSubgroups:
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """Tear down what is still set up, and end."""
+    """Tear down what is still set up, and end; under torchrun with that exit status."""
 
+    status: int = 0
 
-TIMES = ("start", "stop", "duration")
-"""The times of a report, in the order of ``ItemDone.times``."""
 
 # --- rank to parent ------------------------------------------------------------------------
 
@@ -150,16 +140,12 @@ class GroupState(NamedTuple):
     issued: Mapping[str, int] = {}
 
 
-@dataclass(frozen=True, slots=True)
-class Up:
-    """The rank is ready; ``capture_fds`` are pytest's files of captured stdout and stderr."""
+GroupCondition = Literal["fit", "with subgroups", "disagreeing", "left", "killed", "dead"]
+"""What a command has left of the ranks' process group, the worse the later.
 
-    capture_fds: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class StartFailed:
-    text: str
+Ranks may have made groups beside it, have issued different collectives on it, or have left it; or all ranks were ended,
+or one has died.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,6 +178,10 @@ class WarningRecord(NamedTuple):
     location: tuple[str, int, str] | None
 
 
+TIMES = ("start", "stop", "duration")
+"""The times of a report, in the order of ``ItemDone.times``."""
+
+
 class ItemDone(NamedTuple):
     """The rank is through with a test.
 
@@ -222,23 +212,131 @@ class CallDone:
     state: GroupState
 
 
-@dataclass(frozen=True, slots=True)
-class LeftGroup:
-    pass
+# --- under torchrun --------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
-class JoinedGroup:
-    pass
+class Begin:
+    """Become a rank: start a pytest session like rank 0's, with this content of ``config.workerinput``.
+
+    ``basetemp`` is rank 0's folder for temporary files, on the node ``host``.
+    """
+
+    worker: Mapping[str, Any]
+    host: str
+    basetemp: str
 
 
 @dataclass(frozen=True, slots=True)
-class DroppedSubgroups:
-    pass
+class Interrupt:
+    """Make the running test raise, whatever it does."""
 
 
 @dataclass(frozen=True, slots=True)
-class Stopped:
-    """The rank ends now; ``error`` is what its last teardown raised."""
+class TellStacks:
+    """Answer at once, from a thread, with the Python stacks: ``number`` goes with the answer."""
 
-    error: str | None
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Stacks:
+    number: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Gone:
+    """A process has ended; ``status`` is negative for a signal, None if nobody could see it.
+
+    Told to rank 0; if it is rank 0 that has ended, to all others.
+    """
+
+    status: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class From:
+    """An envelope: which rank a message is of."""
+
+    rank: int
+    message: object
+
+
+# --- the channel of a forked rank --------------------------------------------------------------
+
+_LENGTH = struct.Struct("=Q")
+_AT_ONCE = 2**16
+
+
+class Channel:
+    """One end of two pipes between the parent and a rank: messages of any length in both directions, as bytes.
+
+    A socket pair would do with half as many files. But whoever waits to read from a socket is woken, for nothing, each
+    time that the other side has read from it: every rank once more in every test, in the middle of another rank's. And
+    a ``multiprocessing.connection.Connection`` reads the length of a message by itself, for the price of a second read.
+    """
+
+    def __init__(self, incoming: int, outgoing: int) -> None:
+        """Take over two file descriptors: to read from, and to write to."""
+        self._incoming, self._outgoing = incoming, outgoing
+        self._read = bytearray()
+
+    def fileno(self) -> int:
+        """The file that has something to read when a message has come, or the other end is closed."""
+        return self._incoming
+
+    def has_message(self) -> bool:
+        """Whether a message has been read already, with the one before: the file says nothing of it any more."""
+        return len(self._read) >= _LENGTH.size and len(self._read) >= self._end()
+
+    def send(self, message: bytes) -> None:
+        """Send a message; waits while the pipe is full.
+
+        Raises:
+            OSError: the other end is closed.
+        """
+        rest = memoryview(_LENGTH.pack(len(message)) + message)
+        while rest:
+            rest = rest[os.write(self._outgoing, rest) :]
+
+    def receive(self) -> bytes:
+        """The next message; waits for it.
+
+        Raises:
+            EOFError: the other end is closed, and there is no whole message any more.
+        """
+        while not self.has_message():
+            self.read()
+        end = self._end()
+        message = bytes(memoryview(self._read)[_LENGTH.size : end])
+        del self._read[:end]
+        return message
+
+    def read(self) -> None:
+        """Read what there is, at the most as much as fits into a pipe; waits only if there is nothing.
+
+        Raises:
+            EOFError: the other end is closed.
+        """
+        some = os.read(self._incoming, _AT_ONCE)
+        if not some:
+            raise EOFError
+        self._read += some
+
+    def _end(self) -> int:
+        """Where the message ends that ``_read`` begins with."""
+        return _LENGTH.size + int(_LENGTH.unpack_from(self._read)[0])
+
+    def close(self) -> None:
+        """Close this end."""
+        for fd in {self._incoming, self._outgoing} - {-1}:
+            os.close(fd)
+        self._incoming = self._outgoing = -1
+
+
+def fd_pairs() -> tuple[tuple[int, int], tuple[int, int]]:
+    """The file descriptors of both ends of a new channel."""
+    one_in, other_out = os.pipe()
+    other_in, one_out = os.pipe()
+    return (one_in, one_out), (other_in, other_out)

@@ -14,9 +14,9 @@ import pytest
 
 from pytest_gtrainer import devices
 from pytest_gtrainer.devices import Gpu, confined
-from pytest_gtrainer.ranks import progress
+from pytest_gtrainer.ranks import leases
 from pytest_gtrainer.ranks.leases import LeaseError, Slots
-from pytest_gtrainer.ranks.sharing import GpuSharing
+from pytest_gtrainer.ranks.pool import GpuSharing
 
 NAMES = ("GPU-a", "GPU-b", "GPU-c", "GPU-d")
 SOON = 20.0
@@ -206,7 +206,7 @@ def test_gpus_are_kept_until_somebody_waits(slots):
     """Between tests too: whoever waits may wait for a worker that has nothing to do."""
     stopped = []
     entries = {name: str(index) for index, name in enumerate(NAMES)}
-    sharing = GpuSharing(slots, entries, SOON, lambda: stopped.append(True))
+    sharing = GpuSharing(slots, entries, SOON, lambda: stopped.append(True), print)
     with sharing.for_test(2, "test_a"):
         assert sharing.environment() == {"CUDA_VISIBLE_DEVICES": "0,1", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
     with sharing.for_test(2, "test_b"):
@@ -220,7 +220,7 @@ def test_gpus_are_kept_until_somebody_waits(slots):
 def test_gpus_for_a_larger_world_are_asked_for_anew(slots):
     """Holding some while waiting for more, two workers could wait for each other."""
     stopped = []
-    sharing = GpuSharing(slots, dict(zip(NAMES, "0123", strict=True)), SOON, lambda: stopped.append(True))
+    sharing = GpuSharing(slots, dict(zip(NAMES, "0123", strict=True)), SOON, lambda: stopped.append(True), print)
     with sharing.for_test(1, "test_a"):
         pass
     with sharing.for_test(4, "test_b"):
@@ -275,7 +275,7 @@ def test_equal_gpus_may_be_counted(monkeypatch):
 
 def test_who_waits_for_long_says_so(slots, other_process, monkeypatch):
     process = other_process(4)
-    monkeypatch.setattr(progress, "EVERY_SECONDS", 0.1)
+    monkeypatch.setattr(leases, "TELL_EVERY", 0.1)
     told = []
 
     def tell(text):

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from pytest_gtrainer.ranks.channel import Channel, fd_pairs
+from pytest_gtrainer.ranks.wire import Channel, fd_pairs
 
 Ends = tuple[Channel, Channel]
 Action = Callable[[], object]

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from pytest_gtrainer.ranks.launcher import END_LIMIT
+from pytest_gtrainer.ranks.team import SERVER_END_LIMIT
 
 SUITE = """
 import time
@@ -42,7 +42,7 @@ def test_ending_the_run_ends_its_ranks(suite, how):
     try:
         _wait_for(lambda: len(list(suite.folder.glob("started*"))) == 2, "the ranks did not start")
         process.send_signal(how)
-        output, _ = process.communicate(timeout=END_LIMIT + 80)
+        output, _ = process.communicate(timeout=SERVER_END_LIMIT + 80)
     finally:
         process.kill()
     assert how is not signal.SIGINT or "KeyboardInterrupt" in output

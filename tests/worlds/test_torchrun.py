@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from pytest_gtrainer.launch import Launch, read
+from pytest_gtrainer.devices import Launch, launch_in
 from tests.worlds.conftest import Suite
 
 SUITE = '''
@@ -16,12 +16,12 @@ import os, signal, time
 import pytest, torch
 import torch.distributed as dist
 from pytest_gtrainer import facts
-from pytest_gtrainer.ranks import progress
+from pytest_gtrainer.ranks import watch
 
 def written(text):
     with open(os.path.join(os.path.dirname(__file__), "progress"), "a") as file: file.write(text + "\\n")
 
-progress.EVERY_SECONDS = 0.5
+watch.TELL_EVERY = 0.5
 terminal = facts.watching({"progress": written})
 terminal.__enter__()
 
@@ -33,6 +33,7 @@ def expensive():
     return {"pid": os.getpid()}
 
 @on(3)
+@pytest.mark.xdist_group("ours")
 def test_collective(gt_world, expensive, tmp_path):
     value = torch.tensor([float(gt_world.rank)])
     dist.all_reduce(value)
@@ -152,12 +153,15 @@ TABLE = {
 @pytest.fixture(scope="module")
 def run(module_suite):
     module_suite.write("test_it.py", SUITE)
-    return module_suite.run("-p", "no:randomly", launcher=("--standalone", "--nproc-per-node=3"))
+    return module_suite.run("-p", "no:randomly", "--strict-markers", launcher=("--standalone", "--nproc-per-node=3"))
 
 
 @pytest.mark.parametrize("name", TABLE)
 def test_under_torchrun(run, name):
-    """T1 to T4, T7; a rank that dies ends the run, as torchrun replaces none, and its test is reported first."""
+    """T1 to T4, T7; a rank that dies ends the run, as torchrun replaces none, and its test is reported first.
+
+    Marks are strict, and ranks know those of plugins that they do without: xdist's in ``test_collective``.
+    """
     outcome, expected = TABLE[name]
     assert run.outcome(name) == outcome, run.text(name)
     for line in expected:
@@ -336,4 +340,4 @@ def test_who_watches_whom_on_a_node():
     assert Launch(3, 4, 0, 1).watched == Launch(0, 4, 0, 1).watched == ()
     assert [Launch(rank, 3, rank, 3).watched for rank in range(3)] == [(1, 2), (2,), (0,)]
     assert [Launch(rank, 4, rank % 2, 2).is_beside_the_driver for rank in range(4)] == [True, True, False, False]
-    assert read(ENVIRONMENT) == Launch(0, 4, 0, 4)
+    assert launch_in(ENVIRONMENT) == Launch(0, 4, 0, 4)

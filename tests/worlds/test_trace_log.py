@@ -34,7 +34,7 @@ def test_on_ranks_the_log_is_written_where_it_is_asked_for(monkeypatch, asked):
     """A rank lets torch's loggers propagate; the one of TORCH_TRACE keeps its handler, which writes the file."""
     import logging
 
-    from pytest_gtrainer.worlds.trace_log import let_torch_loggers_propagate
+    from pytest_gtrainer.worlds.hygiene import let_torch_loggers_propagate
 
     monkeypatch.delenv("TORCH_TRACE", raising=False)
     if asked:

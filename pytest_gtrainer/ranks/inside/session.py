@@ -1,24 +1,29 @@
-"""The pytest session of a rank: the parent's options and plugins, without those that report."""
+"""The pytest session of a rank: the parent's options and plugins without those that report; its tests and reports."""
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
+import time
+import traceback
+from collections.abc import Callable, Generator, Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from pytest_gtrainer._pytest_private import (
     NoTerminal,
+    add_initial_path,
     captured_streams,
+    collectors_of,
     configure,
-    prepared_config,
     tear_down,
     unconfigure,
 )
 from pytest_gtrainer.ranks import wire
-from pytest_gtrainer.worlds.trace_log import let_torch_loggers_propagate
+from pytest_gtrainer.ranks.stacks import collective_of, depth_of_collective
+from pytest_gtrainer.worlds import hygiene
 
 # These print, time out, write files or start processes: the parent does that, once.
 PARENT_ONLY = (
@@ -37,10 +42,10 @@ NEUTRAL_OPTIONS: dict[str, Any] = {
     "xmlpath": None, "log_file": os.devnull, "cacheclear": False, "cacheshow": None, "pyargs": False,
 }  # fmt: skip
 
-
-def make_session(setup: wire.RankSetup) -> pytest.Session:
-    """Configure pytest as the parent is, and start a session without collecting."""
-    return start_session(prepared_config(setup.args), setup.worker, setup.basetemp)
+OUTPUT_LIMIT = 64 * 1024
+SUMMARY_LIMIT = 300
+# gloo's words when the rank at the other end is gone.
+LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
 
 
 def start_session(config: pytest.Config, worker: Mapping[str, Any], basetemp: str | None) -> pytest.Session:
@@ -50,25 +55,6 @@ def start_session(config: pytest.Config, worker: Mapping[str, Any], basetemp: st
         worker: the content of ``config.workerinput``; with it plugins behave as in a worker of xdist.
         basetemp: for temporary files; None leaves it to pytest.
     """
-    _make_silent(config)
-    config.option.basetemp = basetemp
-    config.workerinput = dict(worker)  # type: ignore[attr-defined]
-    config.workeroutput = {}  # type: ignore[attr-defined]
-    session = pytest.Session.from_config(config)
-    session.exitstatus = pytest.ExitCode.OK
-    configure(config)
-    for line in set(worker.get("gt_markers", ())) - set(config.getini("markers")):
-        config.addinivalue_line("markers", line)
-    let_torch_loggers_propagate()
-    config.hook.pytest_sessionstart(session=session)
-    _calm_hypothesis()
-    if pytest.version_tuple < (9, 1):
-        config.pluginmanager.register(NoTerminal(), "terminalreporter")
-    return session
-
-
-def _make_silent(config: pytest.Config) -> None:
-    """Take away what reports, selects, stops or branches."""
     for name in PARENT_ONLY:  # only now: the parser must know their options
         config.pluginmanager.consider_pluginarg(f"no:{name}")
     for name in PARENT_ONLY_OBJECTS:
@@ -77,27 +63,34 @@ def _make_silent(config: pytest.Config) -> None:
     for name, value in NEUTRAL_OPTIONS.items():
         if hasattr(config.option, name):
             setattr(config.option, name, value)
-
-
-def _calm_hypothesis() -> None:
-    """All ranks must draw the same examples, and none may write the shared database."""
+    config.option.basetemp = basetemp
+    config.workerinput = dict(worker)  # type: ignore[attr-defined]
+    config.workeroutput = {}  # type: ignore[attr-defined]
+    session = pytest.Session.from_config(config)
+    session.exitstatus = pytest.ExitCode.OK
+    configure(config)
+    for line in set(worker["gt_markers"]) - set(config.getini("markers")):
+        config.addinivalue_line("markers", line)
+    hygiene.let_torch_loggers_propagate()
+    config.hook.pytest_sessionstart(session=session)
     hypothesis = sys.modules.get("hypothesis")
-    if hypothesis is not None:
+    if hypothesis is not None:  # all ranks must draw the same examples, and none may write the shared database
         hypothesis.settings.register_profile("gtrainer-rank", derandomize=True, database=None, deadline=None)
         hypothesis.settings.load_profile("gtrainer-rank")
+    if pytest.version_tuple < (9, 1):
+        config.pluginmanager.register(NoTerminal(), "terminalreporter")
+    return session
 
 
 def capture_fds(config: pytest.Config) -> tuple[int, ...]:
     """The files that hold captured stdout and stderr; the parent reads them when a rank dies."""
-    files = (getattr(stream, "tmpfile", None) for stream in captured_streams(config))
-    return tuple(fd for file in files if (fd := _fileno(file)) is not None)
-
-
-def _fileno(file: Any) -> int | None:
-    try:
-        return int(file.fileno())
-    except (OSError, AttributeError):  # captured in memory (--capture=sys)
-        return None
+    found = []
+    for stream in captured_streams(config):
+        try:
+            found.append(int(stream.tmpfile.fileno()))
+        except (OSError, AttributeError):  # captured in memory (--capture=sys)
+            continue
+    return tuple(found)
 
 
 def close_session(session: pytest.Session) -> None:
@@ -105,3 +98,223 @@ def close_session(session: pytest.Session) -> None:
     tear_down(session, None)
     session.config.hook.pytest_sessionfinish(session=session, exitstatus=pytest.ExitCode.OK)
     unconfigure(session.config)
+
+
+# --- its tests ------------------------------------------------------------------------------------
+
+
+class CollectionDiffers(Exception):
+    """The rank does not find a test that the parent has; the message says why."""
+
+
+class CollectedTests:
+    """The parent's tests in this session, found by walking the parent's own chain of directories.
+
+    Collecting with ``Session.perform_collect`` a second time drops fixtures of conftest files
+    (pytest 9.1 and later), so one session walks each directory once, when a test first needs it.
+    """
+
+    def __init__(self, session: pytest.Session) -> None:
+        self._session = session
+        self._nodes: dict[Path, pytest.Collector] = {}
+        self._items: dict[str, pytest.Item] = {}
+        self._files: set[str] = set()
+        self._failures: list[str] = []
+        session.config.pluginmanager.register(self, "gtrainer-rank-collection")
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        if not report.passed:
+            self._failures.append(str(report.longrepr))
+
+    def find(self, ref: wire.ItemRef) -> pytest.Item:
+        """The session's own item for one of the parent's.
+
+        Raises:
+            CollectionDiffers: the file cannot be collected here, or does not give that test.
+        """
+        self.load(ref.chain)
+        item = self._items.get(ref.nodeid)
+        if item is None:
+            raise CollectionDiffers(
+                f"{ref.nodeid} was collected in the parent but not in this rank: "
+                "names and parameters of tests must be the same in every process"
+            )
+        return item
+
+    def load(self, chain: tuple[str, ...]) -> None:
+        """Collect the test file at the end of ``chain``, once."""
+        if chain[-1] in self._files:
+            return
+        session, root, file = self._session, Path(chain[0]), Path(chain[-1])
+        add_initial_path(session, file)
+        if root not in self._nodes:
+            found = collectors_of(session, root)
+            if not found:
+                raise CollectionDiffers(f"{root} cannot be collected in this rank")
+            self._nodes[root] = found[0]
+        node = self._nodes[root]
+        for part in chain[1:]:
+            node = self._child(node, Path(part))
+        self._failures.clear()
+        items = list(session.genitems(node))
+        if self._failures:
+            raise CollectionDiffers(f"collecting {file.name} failed in this rank:\n{self._failures[0]}")
+        self._items.update((item.nodeid, item) for item in items)
+        session.items = items[:]
+        session.config.hook.pytest_collection_modifyitems(session=session, config=session.config, items=session.items)
+        self._files.add(chain[-1])
+
+    def _child(self, node: pytest.Collector, path: Path) -> pytest.Collector:
+        if path not in self._nodes:
+            node.ihook.pytest_collectstart(collector=node)
+            report: pytest.CollectReport = node.ihook.pytest_make_collect_report(collector=node)
+            if not report.passed:
+                raise CollectionDiffers(f"collecting {node.nodeid} failed in this rank:\n{report.longrepr}")
+            for child in report.result:
+                if isinstance(child, pytest.File | pytest.Directory):
+                    self._nodes.setdefault(child.path, child)
+        if path not in self._nodes:
+            raise CollectionDiffers(f"{path} is not collected in this rank")
+        return self._nodes[path]
+
+
+# --- what they give -------------------------------------------------------------------------------
+
+
+class Recorder:
+    """Gathers reports and warnings for the parent, in plain types. ``send`` takes the message that must not wait."""
+
+    def __init__(self, config: pytest.Config, send: Callable[[wire.Raised], None]) -> None:
+        self._config = config
+        self._send = send
+        self._reports: list[dict[str, Any]] = []
+        self._times: list[tuple[float, ...]] = []
+        self._warnings: list[wire.WarningRecord] = []
+        config.pluginmanager.register(self, "gtrainer-rank-recorder")
+
+    def take(self) -> tuple[tuple[dict[str, Any], ...], tuple[tuple[float, ...], ...], tuple[wire.WarningRecord, ...]]:
+        """The reports, their times, and the warnings since the last call: see ``wire.ItemDone``."""
+        taken = tuple(self._reports), tuple(self._times), tuple(self._warnings)
+        self._reports, self._times, self._warnings = [], [], []
+        return taken
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_makereport(
+        self, item: pytest.Item, call: pytest.CallInfo[None]
+    ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+        if call.excinfo is not None:
+            self._send(raised(call.when, call.excinfo.value))
+            hide_collective_frames(call.excinfo.value)
+        return (yield)
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_call(self, item: pytest.Item) -> Generator[None, object, object]:
+        """Put back what the body of a test changed in the process, and blame the test for what decides bits."""
+        changes: hygiene.Changes = {}
+        try:
+            with hygiene.restored() as changes:
+                return (yield)
+        finally:
+            guard = self._config.pluginmanager.getplugin("gtrainer-leaks") if changes else None
+            if guard is not None:
+                guard.blame(item, changes)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        report.sections = [(title, cut(text)) for title, text in report.sections]
+        data = plain(self._config.hook.pytest_report_to_serializable(config=self._config, report=report))
+        self._times.append(tuple(data.pop(name) for name in wire.TIMES))
+        self._reports.append(data)
+
+    def pytest_warning_recorded(
+        self, warning_message: Any, when: str, nodeid: str, location: tuple[str, int, str] | None
+    ) -> None:
+        if when != "runtest":
+            return  # the parent has given those of configuration and collection itself
+        text, category = str(warning_message.message), warning_message.category
+        name = (category.__module__, category.__qualname__)
+        place = (warning_message.filename, warning_message.lineno)
+        self._warnings.append(wire.WarningRecord(text, name, *place, when, nodeid, location))
+
+
+def raised(when: str, error: BaseException) -> wire.Raised:
+    """What the parent must know of an exception before its report is made."""
+    origin = getattr(error, "gt_origin", None)
+    waiting_in = collective_of(_frames_of(error))
+    if waiting_in is None and any(sign in _str_of(error) for sign in LOST_PEER):
+        waiting_in = "a collective"
+    return wire.Raised(
+        time=time.monotonic(),
+        when=when,
+        summary=summary_of(error),
+        is_skip=isinstance(error, pytest.skip.Exception),
+        waiting_in=waiting_in,
+        origin=plain(origin) if isinstance(origin, tuple) else None,
+    )
+
+
+def _frames_of(error: BaseException) -> list[tuple[str, str]]:
+    """File and function of every frame that the exception went through, innermost first."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return [(frame.f_code.co_filename, frame.f_code.co_name) for frame in reversed(frames)]
+
+
+def hide_collective_frames(error: BaseException) -> None:
+    """End the traceback at the call of the collective.
+
+    The frames below say nothing more, and to show them pytest parses torch's largest files:
+    4 s of CPU time in every rank.
+    """
+    entries, entry = [], error.__traceback__
+    while entry is not None:
+        entries.append(entry)
+        entry = entry.tb_next
+    keep = len(entries) - depth_of_collective(_frames_of(error))
+    if 0 < keep < len(entries):
+        entries[keep - 1].tb_next = None
+
+
+def _str_of(error: BaseException) -> str:
+    """The message, also of an exception whose ``str`` fails."""
+    try:
+        return str(error)
+    except Exception as failure:
+        return f"<str() of it raised {type(failure).__name__}>"
+
+
+def summary_of(error: BaseException) -> str:
+    """Type and first line of the message."""
+    lines = _str_of(error).strip().splitlines()
+    text = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    return text[:SUMMARY_LIMIT]
+
+
+def cut(text: str) -> str:
+    """Head and tail of an output too long to send.
+
+    >>> cut("short")
+    'short'
+    """
+    if len(text) <= OUTPUT_LIMIT:
+        return text
+    half = OUTPUT_LIMIT // 2
+    return f"{text[:half]}\n[... {len(text) - 2 * half} characters cut ...]\n{text[-half:]}"
+
+
+def plain(value: Any) -> Any:
+    """Only builtin types, so that the parent can read it without the classes of the test.
+
+    >>> plain({"a": (1, 2.5, None), "b": {3}, 4: b"x"})
+    {'a': (1, 2.5, None), 'b': '{3}', 4: b'x'}
+    """
+    if value is None or type(value) in (bool, int, float, str, bytes):
+        return value
+    if isinstance(value, dict):
+        return {plain(key): plain(content) for key, content in value.items()}
+    if isinstance(value, tuple):
+        return tuple(plain(content) for content in value)
+    if isinstance(value, list):
+        return [plain(content) for content in value]
+    for builtin in (bool, int, float, str):
+        if isinstance(value, builtin):
+            return builtin(value)
+    return repr(value)

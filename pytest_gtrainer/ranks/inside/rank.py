@@ -1,0 +1,337 @@
+"""A rank: its process groups, kept warm between tests, and the loop that takes commands, obeys and answers."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import os
+import pickle
+import sys
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from pytest_gtrainer import facts
+from pytest_gtrainer._pytest_private import prepared_config, tear_down
+from pytest_gtrainer._torch.mesh_caches import forget_meshes
+from pytest_gtrainer._torch.process import forget_compiled
+from pytest_gtrainer._torch.process_groups import (
+    abort_all_groups,
+    groups_made,
+    issued_on,
+    live_groups,
+    names_of_live_groups,
+    silence_collective_log,
+)
+from pytest_gtrainer.numerics.seeds import seed_everything
+from pytest_gtrainer.ranks import wire
+from pytest_gtrainer.ranks.inside.session import (
+    CollectedTests,
+    CollectionDiffers,
+    Recorder,
+    capture_fds,
+    close_session,
+    cut,
+    plain,
+    raised,
+    start_session,
+    summary_of,
+)
+from pytest_gtrainer.worlds import hygiene
+
+# The parent's limit for a test ends a blocked collective long before this does.
+COLLECTIVE_LIMIT = timedelta(hours=24)
+
+MEMORY_TOLERANCE = 2**20
+_MESH_GROUPS = "mesh_"
+
+Meeting = Callable[[str, int], dist.Store]
+
+
+def serve(setup: wire.RankSetup, channel: wire.Channel) -> int:
+    """Start as a rank, then obey until told to stop: the exit status."""
+    torch.set_num_threads(1)
+    send = in_this_process(lambda message: channel.send(pickle.dumps(message)))
+    try:
+        group = RankGroup(setup.rank, setup.device, setup.backend)
+        group.join(setup.store, setup.size)
+        rank = Rank(start_session(prepared_config(setup.args), setup.worker, setup.basetemp), group, send)
+    except BaseException:
+        send(wire.Started(traceback.format_exc()))
+        return 1
+    send(wire.Started(None, capture_fds(rank.session.config)))
+    answer: object = None
+    while not isinstance(answer, wire.Stop):
+        try:
+            command = pickle.loads(channel.receive())
+        except EOFError:
+            break  # the parent is gone
+        answer = rank.obey(command)
+        send(answer)
+    return 0
+
+
+def in_this_process(send: Callable[[object], None]) -> Callable[[object], None]:
+    """``send``, which ends any other process: a test that forks and lets the child return.
+
+    The child has the rank's connection; its answers would be taken for the rank's own.
+    """
+    own = os.getpid()
+
+    def guarded(message: object) -> None:
+        if os.getpid() != own:
+            os._exit(1)
+        send(message)
+
+    return guarded
+
+
+class Rank:
+    """A pytest session on a process group."""
+
+    def __init__(self, session: pytest.Session, group: RankGroup, send: Callable[[object], None]) -> None:
+        """Take over a session; ``send`` takes messages that must not wait."""
+        self.session, self.group, self._send = session, group, send
+        self._tests = CollectedTests(session)
+        self._recorder = Recorder(session.config, send)
+
+    def obey(self, command: object) -> object:
+        """Obey a command: its result, or the command itself if it has none."""
+        match command:
+            case wire.RunItem():
+                return self._run_item(command)
+            case wire.CallFunction():
+                return self._call_function(command)
+            case wire.LeaveGroup():
+                self.group.leave()
+            case wire.JoinGroup():
+                self.group.join(command.store, command.size)
+            case wire.DropSubgroups():
+                self.group.drop_subgroups()
+            case wire.Stop():
+                try:
+                    close_session(self.session)
+                except BaseException:  # the last test has been reported
+                    traceback.print_exc()
+            case _:
+                raise TypeError(f"no such command: {command!r}")
+        return command
+
+    def _run_item(self, command: wire.RunItem) -> wire.ItemDone:
+        """Run the whole protocol of a test; ``trouble`` is what stopped it, if something outside a phase did."""
+        memory, trouble = self.group.memory(), None
+        seed_everything(hygiene.SEED, later=False)
+        try:
+            item, following = self._tests.find(command.item), None
+            if command.next_item is not None:
+                with contextlib.suppress(CollectionDiffers):  # its own turn will tell
+                    following = self._tests.find(command.next_item)
+            vars(item).setdefault("location", command.location)  # a cached property, which reads the source
+            # The parent may have changed its mind about what comes after the last test.
+            tear_down(self.session, item)
+            item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
+        except CollectionDiffers as error:
+            trouble = f"does not find the test: {error}"
+        except pytest.exit.Exception as error:
+            trouble = f"called pytest.exit: {error}"
+        except BaseException as error:
+            trouble = f"broke off: {summary_of(error)}"
+        forget_compiled()
+        return wire.ItemDone(*self._recorder.take(), trouble, self.group.state(), self.group.left_behind(memory))
+
+    def _call_function(self, command: wire.CallFunction) -> wire.CallDone:
+        seed_everything(hygiene.SEED, later=False)
+        capture = self.session.config.pluginmanager.getplugin("capturemanager")
+        result = told = None
+        with facts.collecting() as seen:
+            try:
+                self._tests.load(command.chain)
+                function, args = pickle.loads(command.payload)
+                with hygiene.restored(), _resumed(capture):
+                    result = _pickled(function(*args))
+            except BaseException as error:
+                self._send(raised("call", error))
+                told = _traceback_below_here(error)
+        forget_compiled()
+        written = capture.read_global_capture() if capture is not None else ("", "")
+        return wire.CallDone(result, told, cut("".join(written)), tuple(plain(seen)), self.group.state())
+
+
+@contextlib.contextmanager
+def _resumed(capture: Any) -> Iterator[None]:
+    """Captured as pytest does around a phase; collecting, too, leaves the capture suspended."""
+    if capture is None:
+        yield
+        return
+    capture.resume_global_capture()
+    try:
+        yield
+    finally:
+        capture.suspend_global_capture()
+
+
+def _pickled(result: Any) -> bytes:
+    try:
+        return pickle.dumps(result)
+    except Exception as error:
+        raise TypeError(
+            f"the result, of type {type(result).__name__}, cannot be pickled ({error}): "
+            "return tensors, numbers, strings, and containers of them"
+        ) from None
+
+
+def _traceback_below_here(error: BaseException) -> str:
+    """The traceback without this module's own frames on top."""
+    shown = error.__traceback__
+    while shown is not None and shown.tb_frame.f_code.co_filename == __file__ and shown.tb_next is not None:
+        shown = shown.tb_next
+    return "".join(traceback.format_exception(type(error), error, shown))
+
+
+class RankGroup:
+    """The default group of a rank, and what the tests have made beside it."""
+
+    def __init__(
+        self, rank: int, device: str, backend: str, *, index: int | None = None, meet: Meeting | None = None
+    ) -> None:
+        """Nothing is joined yet.
+
+        Args:
+            index: of the rank's GPU among those it sees; by default its rank.
+            meet: gives the store at a place, for a number of ranks; by default the place is a file.
+        """
+        self.rank, self.size, self.device, self.backend = rank, 0, device, backend
+        self._index = rank if index is None else index
+        self._meet = meet or dist.FileStore
+        self._default: dist.ProcessGroup | None = None
+        self._points: Counter[int] = Counter()  # sends and receives, by group
+        self._known: Counter[int] = Counter()  # collectives that were told already, by group
+        silence_collective_log()
+        # gloo adds sends and receives to the collectives: ranks may differ in them
+        for name in ("send", "recv", "recv_anysource") if backend == "gloo" else ():
+            setattr(dist.ProcessGroup, name, self._counting(getattr(dist.ProcessGroup, name)))
+
+    def _counting(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(method)
+        def counted(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
+            self._points[id(group)] += 1
+            return method(group, *args, **kwargs)
+
+        return counted
+
+    def join(self, place: str, size: int) -> None:
+        """Make the default group anew, of ``size`` ranks that meet at ``place``."""
+        self.leave()
+        self.size = size
+        if self.device == "cuda":
+            torch.cuda.set_device(self._index)
+        store = self._meet(place, size)
+        dist.init_process_group(self.backend, store=store, rank=self.rank, world_size=size, timeout=COLLECTIVE_LIMIT)
+        self._default = dist.group.WORLD
+        if self.backend == "gloo":
+            # a rank that waits for one it has no connection with would not notice that one's end
+            dist.all_to_all_single(torch.empty(size), torch.zeros(size))
+            self._issued()
+
+    def leave(self) -> None:
+        """Destroy all groups, which makes ranks that are blocked with this one raise."""
+        self._default = None
+        self._points.clear()
+        self._known.clear()
+        if not dist.is_initialized():
+            return
+        with contextlib.suppress(RuntimeError):  # the peers may be gone already
+            if self.backend == "nccl":
+                abort_all_groups()  # destroying waits for collectives that will never end
+            else:
+                dist.destroy_process_group()
+        _forget_last_error()
+        gc.collect()  # gloo closes its connections only with the last reference, a test's model's too
+
+    def state(self) -> wire.GroupState:
+        """What the test has issued on the groups that exist, for comparison with the other ranks."""
+        if not self._is_intact():
+            return wire.GroupState(intact=False, groups_made=0)
+        subgroups = len(live_groups()) - 1
+        return wire.GroupState(True, groups_made(), subgroups, self._issued())
+
+    def _is_intact(self) -> bool:
+        return dist.is_initialized() and dist.group.WORLD is self._default
+
+    def _issued(self) -> dict[str, int]:
+        """Collectives since this was last asked, by the ranks of a group: its name may differ between ranks."""
+        issued: dict[str, int] = {}
+        same_ranks: Counter[str] = Counter()
+        for group in live_groups():
+            label = self._label(group)
+            same_ranks[label] += 1
+            if same_ranks[label] > 1:
+                label += f" (group {same_ranks[label]} of these)"
+            with contextlib.suppress(RuntimeError):  # a backend that does not count
+                total = issued_on(group) - self._points[id(group)]
+                before, self._known[id(group)] = self._known[id(group)], total
+                issued[label] = total - before
+        return issued
+
+    def _label(self, group: dist.ProcessGroup) -> str:
+        ranks = dist.get_process_group_ranks(group) if group is not self._default else range(self.size)
+        return "all ranks" if len(ranks) == self.size else "ranks " + ", ".join(map(str, ranks))
+
+    def memory(self) -> int:
+        """Bytes that torch has allocated on this rank's GPU."""
+        return torch.cuda.memory_allocated() if self.device == "cuda" else 0
+
+    def left_behind(self, memory_before: int) -> tuple[str, ...]:
+        """What a test has left: groups of its own making, and GPU memory.
+
+        The groups of a DeviceMesh and of graph passes are not counted, as no test can destroy them, nor is memory
+        below 1 MiB.
+        """
+        left = []
+        for group, name in names_of_live_groups().items() if self._is_intact() else ():
+            if group is self._default or group.group_desc.startswith(_MESH_GROUPS):
+                continue
+            from pytest_gtrainer._torch.passes import is_extra_group
+
+            if not is_extra_group(name):
+                left.append(f"a process group of {self._label(group)}")
+        grown = self.memory() - memory_before
+        if grown > MEMORY_TOLERANCE:
+            gc.collect()
+            grown = self.memory() - memory_before
+        if grown > MEMORY_TOLERANCE:
+            left.append(f"{grown / 2**20:.0f} MiB of GPU memory")
+        return tuple(left)
+
+    def drop_subgroups(self) -> None:
+        """Destroy every group but the default one: a group lives no longer than its test.
+
+        Blocks where a collective that another rank never issued is still under way.
+        """
+        if not self._is_intact():
+            return
+        made = [group for group in live_groups() if group is not self._default]
+        for group in made:
+            self._points.pop(id(group), None)
+            self._known.pop(id(group), None)
+            with contextlib.suppress(RuntimeError, ValueError):
+                dist.destroy_process_group(group)
+        if made:
+            del made, group  # gloo closes connections with the last reference: now, while ranks are idle
+            forget_meshes()  # the next test may make an equal mesh, whose groups are others
+            _forget_last_error()
+            gc.collect()
+
+
+def _forget_last_error() -> None:
+    """Drop the interpreter's references to the last traceback, whose frames may hold groups."""
+    for name in ("last_type", "last_value", "last_traceback", "last_exc"):
+        if hasattr(sys, name):
+            delattr(sys, name)

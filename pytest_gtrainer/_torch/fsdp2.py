@@ -48,17 +48,15 @@ ATTRIBUTES = {
 __all__ = [
     "FSDP2Policy",
     "FSDPModule",
-    "all_gather_group",
     "all_gather_inputs",
-    "all_reduce_group",
     "annotate",
     "fully_shard",
+    "groups_of",
     "is_block_mask",
     "padded_numel",
     "parameter_groups",
     "reduce_dtype",
     "reduce_op",
-    "reduce_scatter_group",
     "split_block_mask",
     "unsharded_size",
 ]
@@ -100,14 +98,13 @@ def padded_numel(size: torch.Size, ranks: int) -> int:
     return int(_get_dim0_padded_size(size, ranks).numel())
 
 
-def all_gather_group(group: Any) -> Any:
-    """The group that gathers parameters."""
-    return group._all_gather_process_group
+def groups_of(group: Any) -> tuple[Any, Any, Any]:
+    """The process groups that gather parameters, reduce-scatter gradients, and all-reduce those between replicas.
 
-
-def reduce_scatter_group(group: Any) -> Any:
-    """The group that reduces gradients and scatters them."""
-    return group._reduce_scatter_process_group
+    The last uses the op of the reduce-scatter, and is None without replicas.
+    """
+    replicas = group._all_reduce_process_group if group._is_hsdp else None
+    return group._all_gather_process_group, group._reduce_scatter_process_group, replicas
 
 
 def reduce_dtype(group: Any) -> torch.dtype | None:
@@ -120,16 +117,12 @@ def unsharded_size(parameter: Any) -> list[int]:
     return list(parameter._orig_size)
 
 
-def all_reduce_group(group: Any) -> Any:
-    """The group that reduces shards between replicas, with the op of the reduce-scatter; None without replicas."""
-    return group._all_reduce_process_group if group._is_hsdp else None
-
-
 def reduce_op(group: Any, dtype: torch.dtype, device_type: str) -> str:
     """The reduction FSDP2 asks the group's reduce-scatter for: "avg", "sum", ..."""
+    _, scatters, replicas = groups_of(group)
     _, _, op, _ = _get_gradient_divide_factors(
-        reduce_scatter_group(group),
-        all_reduce_group(group),
+        scatters,
+        replicas,
         dtype,
         device_type,
         group.gradient_divide_factor,

@@ -8,8 +8,7 @@ from contextlib import contextmanager
 import pytest
 
 from pytest_gtrainer import devices
-from pytest_gtrainer.worlds.spec import WorldSpec
-from pytest_gtrainer.worlds.world import World
+from pytest_gtrainer.worlds.spec import World, WorldSpec
 
 
 @contextmanager

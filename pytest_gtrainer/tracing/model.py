@@ -9,11 +9,12 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
-from pytest_gtrainer._torch.modules import buffers_of, parameters_of
 from pytest_gtrainer._torch.tracing import annotate, without_annotation
+from pytest_gtrainer._torch.values import buffers_of, parameters_of
 
 KEY = "module_fqn"
 LOSS_FQN = "loss"
@@ -77,13 +78,12 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def rewrap(plain: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """``plain`` as the local shard of a DTensor like ``like``, or as it is."""
+def rewrap(plain: torch.Tensor, like: torch.Tensor, mesh: DeviceMesh | None = None) -> torch.Tensor:
+    """``plain`` as the local shard of a DTensor like ``like``, on its mesh or another; as it is if that is none."""
     if not isinstance(like, DTensor):
         return plain
-    return DTensor.from_local(
-        plain, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
-    )
+    mesh = mesh or like.device_mesh
+    return DTensor.from_local(plain, mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride())
 
 
 @dataclass(frozen=True, slots=True)

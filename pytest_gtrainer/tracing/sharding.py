@@ -21,8 +21,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 
-from pytest_gtrainer._torch.modules import parameters_of
 from pytest_gtrainer._torch.tracing import annotate, current_annotation
+from pytest_gtrainer._torch.values import parameters_of
 from pytest_gtrainer.tracing.model import KEY
 
 MODES = ("fully_shard", "replicate", "hybrid_shard")

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from pytest_gtrainer._torch.mesh_caches import forget_meshes
 from pytest_gtrainer._torch.process_groups import (
     abort_all_groups,
+    forget_meshes,
     groups_made,
     issued_on,
     live_groups,

@@ -13,9 +13,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from fixtures.training import deepseek_v3_training, llama3_training
 from pytest_gtrainer import NetModel, assert_bitwise_different, assert_bitwise_equal, data_parallel, trace_step
-from pytest_gtrainer.references.config import adamw
+from pytest_gtrainer.references.config import adamw, local_tensor
 from pytest_gtrainer.references.graph import GraphRun
-from pytest_gtrainer.references.train import local_tensor
 from pytest_gtrainer.tracing.model import ModelState
 from pytest_gtrainer.worlds.simulated.gloo import GlooNet
 from pytest_gtrainer.worlds.simulated.interpreter import Interpreter, PerRank, RankGraph

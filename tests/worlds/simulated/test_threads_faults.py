@@ -17,7 +17,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from fixtures.training import llama3_training
 from pytest_gtrainer import NetModel
-from pytest_gtrainer.references.simulated.eager import simulated_eager
+from pytest_gtrainer.references.simulated import simulated_eager
 from pytest_gtrainer.worlds.simulated import CollectiveMismatch, NoModel
 from pytest_gtrainer.worlds.simulated.threads import NotOnThreads, Standstill, TimeLimit, run_threads
 from pytest_gtrainer.worlds.simulated.threads import run as run_module

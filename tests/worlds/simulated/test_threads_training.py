@@ -17,7 +17,7 @@ from benchmarks import simulate
 from fixtures.training import deepseek_v3_training, llama3_training
 from pytest_gtrainer import NetModel, Record, assert_bitwise_different, assert_bitwise_equal
 from pytest_gtrainer.references.eager import EagerRun
-from pytest_gtrainer.references.simulated.eager import simulated_eager
+from pytest_gtrainer.references.simulated import simulated_eager
 from pytest_gtrainer.worlds.simulated.gloo import GlooNet
 from pytest_gtrainer.worlds.simulated.threads import run_threads
 

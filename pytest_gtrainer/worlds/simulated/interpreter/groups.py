@@ -19,8 +19,9 @@ import torch
 from torch import Tensor, fx
 from torch.distributed.device_mesh import DeviceMesh
 
-from pytest_gtrainer._torch.interpreter import ALL_GATHER_OUT, PRE_BUCKET_ALL_GATHER, group_of, root_ranks
-from pytest_gtrainer._torch.operators import OpOverload, schema
+from pytest_gtrainer._torch.passes import ALL_GATHER_OUT, PRE_BUCKET_ALL_GATHER, root_ranks
+from pytest_gtrainer._torch.process_groups import group_ranks
+from pytest_gtrainer._torch.values import OpOverload, schema
 from pytest_gtrainer.worlds.simulated import DependsOnRank
 from pytest_gtrainer.worlds.simulated.collectives import dtype_text
 from pytest_gtrainer.worlds.simulated.interpreter.operators import (
@@ -62,7 +63,7 @@ class RankGraph:
         """
         size = torch.distributed.get_world_size()
         tensors = tuple(root_ranks(mesh) for mesh in meshes)
-        partitions = {name: _partition(name, group_of(name), size, tensors) for name in group_names(gm)}
+        partitions = {name: _partition(name, group_ranks(name), size, tensors) for name in group_names(gm)}
         return cls(gm, torch.distributed.get_rank(), size, partitions, tensors)
 
     def with_graph(self, gm: fx.GraphModule) -> RankGraph:
@@ -70,7 +71,7 @@ class RankGraph:
         names = group_names(gm)
         known = {name: self.partitions[name] for name in names if name in self.partitions}
         others = [name for name in names if name not in known]
-        partitions = {name: _partition(name, group_of(name), self.size, self.meshes) for name in others}
+        partitions = {name: _partition(name, group_ranks(name), self.size, self.meshes) for name in others}
         return replace(self, gm=gm, partitions={**known, **partitions})
 
     def group_of(self, rank: int, ranks: tuple[int, ...]) -> tuple[int, ...]:

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from pytest_gtrainer._torch.interpreter import COMPILED_CODE, COMPILED_MODULES
-from pytest_gtrainer._torch.operators import HigherOrderOperator, schema
+from pytest_gtrainer._torch.passes import COMPILED_CODE, COMPILED_MODULES
+from pytest_gtrainer._torch.values import HigherOrderOperator, schema
 from pytest_gtrainer.graph.nodes import is_collective, is_random, node_fqn
 from pytest_gtrainer.worlds.simulated import NoModel
 

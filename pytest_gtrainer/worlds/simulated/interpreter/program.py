@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx
 
 from pytest_gtrainer import facts
-from pytest_gtrainer._torch.operators import schema
+from pytest_gtrainer._torch.values import schema
 from pytest_gtrainer.graph.nodes import is_collective, written_operands
 from pytest_gtrainer.worlds.simulated import DependsOnRank, NoModel
 from pytest_gtrainer.worlds.simulated.interpreter.blocks import (

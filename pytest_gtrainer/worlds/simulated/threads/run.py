@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from pytest_gtrainer._torch.mesh_caches import forget_meshes
+from pytest_gtrainer._torch.process_groups import forget_meshes
 from pytest_gtrainer._torch.threads import (
     become_rank,
     drop_groups,

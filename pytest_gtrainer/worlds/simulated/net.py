@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from pytest_gtrainer.worlds.simulated import ring_sum as sums
-from pytest_gtrainer.worlds.simulated.ring_sum import Reduction, Stretch, check_reduction, ring_sum, units_of
+from pytest_gtrainer.worlds.simulated.ring_sum import Stretch, check_reduction, ring_sum, units_of
 from pytest_gtrainer.worlds.simulated.rings import (
     Rings,
     after_place,
@@ -216,28 +216,32 @@ class NetModel(Net):
 
     def reduce_scatter(self, inputs: Tensor, op: str, destinations: range | None = None) -> Tensor:
         wanted = range(self.size) if destinations is None else destinations
-        check_reduction("reduce_scatter", op, inputs.dtype)
-        check_rows("reduce_scatter", inputs, self.size, parts=len(wanted))
         orders = _orders(self, "reduce_scatter")[:, :, wanted.start : wanted.stop]
         return self._reduce("reduce_scatter", inputs, orders, len(wanted), op).view(len(wanted), -1)
 
     def all_reduce(self, inputs: Tensor, op: str) -> Tensor:
-        check_reduction("all_reduce", op, inputs.dtype)
-        check_rows("all_reduce", inputs, self.size)
         return self._reduce("all_reduce", inputs, _orders(self, "all_reduce"), 1, op)
 
     def explain(self, collective: str, offset: int, count: int, dtype: torch.dtype, destination: int = 0) -> Path:
-        check_element(collective, offset, count)
+        check_choice("collective", collective, ("reduce_scatter", "all_reduce"))
+        if not 0 <= offset < count:
+            raise ValueError(f"element {offset} is not in a payload of {count}")
         part = next(part for part in self._stretches(collective, count, dtype.itemsize) if offset in part)
         place = part.place if collective == "all_reduce" else destination
         return Path.of(part.channel, _orders(self, collective)[part.channel], place, self.members)
 
     def _reduce(self, collective: str, inputs: Tensor, orders: Tensor, payloads: int, op: str) -> Tensor:
+        check_reduction(collective, op, inputs.dtype)
+        if inputs.dim() != 2 or inputs.shape[0] != self.size:
+            shape = tuple(inputs.shape)
+            raise ValueError(f"{collective} takes one row for each of {self.size} ranks; not shape {shape}")
+        if inputs.shape[1] % payloads:
+            raise ValueError(f"{collective} of {inputs.shape[1]} elements over {payloads} ranks: pad them first")
         size, dtype = inputs.shape[1] // payloads, inputs.dtype
         wide = self.accumulate == "fp32" and dtype.is_floating_point
         accumulator = torch.promote_types(dtype, torch.float32) if wide else dtype
         units = units_of(self._stretches(collective, size, dtype.itemsize), payloads, size, dtype.itemsize)
-        return ring_sum(inputs, units, orders, Reduction(op, accumulator, self.average))
+        return ring_sum(inputs, units, orders, op, accumulator=accumulator, average=self.average)
 
     def _stretches(self, collective: str, count: int, itemsize: int) -> list[Stretch]:
         """Which element of a payload goes around which ring, and where it starts there."""
@@ -284,21 +288,6 @@ def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
     """Raise ValueError unless ``value`` is one of ``choices``."""
     if value not in choices:
         raise ValueError(f"{name}={value!r}: use one of {', '.join(choices)}")
-
-
-def check_rows(collective: str, inputs: Tensor, ranks: int, *, parts: int = 1) -> None:
-    """Raise ValueError unless ``inputs`` has one row for each rank, of so many equal parts."""
-    if inputs.dim() != 2 or inputs.shape[0] != ranks:
-        raise ValueError(f"{collective} takes one row for each of {ranks} ranks; not shape {tuple(inputs.shape)}")
-    if inputs.shape[1] % parts:
-        raise ValueError(f"{collective} of {inputs.shape[1]} elements over {parts} ranks: pad them first")
-
-
-def check_element(collective: str, offset: int, count: int) -> None:
-    """Raise ValueError unless the collective reduces, and its payload of ``count`` elements has this one."""
-    check_choice("collective", collective, ("reduce_scatter", "all_reduce"))
-    if not 0 <= offset < count:
-        raise ValueError(f"element {offset} is not in a payload of {count}")
 
 
 # --- one test under many nets

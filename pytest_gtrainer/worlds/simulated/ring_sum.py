@@ -8,12 +8,6 @@ Idea: *units* are stretches of elements with one order and one length; hop k of 
 and one addition. Invariant: a unit's partial sum is rounded to the dtype of the accumulator after every hop,
 exactly as if rank after rank had added. Cost: as many gathers and additions as ranks, in blocks that stay in the
 cache, so that every input byte comes from memory once, whatever the rings.
-
-Plain sums of fp32 are faster in one pass over memory, by torch's ``embedding_bag``: a bag of rows is summed row
-after row into an accumulator of zeros, which is what a ring does, without the partial sums that hop after hop
-would write and read again. Relied on, and compared with the specification by tests: rows of a bag are added in
-the order of its indices, in fp32, one rounding each. Only a sum of nothing but negative zeros differs, as 0 + -0
-is 0; that is put right afterwards.
 """
 
 from __future__ import annotations
@@ -23,7 +17,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from pytest_gtrainer.worlds.simulated import NoModel
@@ -57,20 +50,6 @@ def check_reduction(collective: str, op: str, dtype: torch.dtype) -> None:
         raise NoModel(f"{collective} of {dtype} has no model in a simulated world: cast to a floating dtype first")
     if op == "avg" and dtype in _INTEGERS:
         raise NoModel(f"{collective} averages {dtype}, which backends truncate differently: sum it and divide")
-
-
-@dataclass(frozen=True, slots=True)
-class Reduction:
-    """What is computed: the op, the dtype of partial sums, and where an average is divided."""
-
-    op: str
-    accumulator: torch.dtype
-    average: str
-
-    def factor(self, ranks: int, dtype: torch.dtype) -> Tensor | None:
-        """What every input is multiplied by first: 1 / ranks, rounded to the dtype of the wire."""
-        premultiplies = self.op == "avg" and self.average == "premultiply"
-        return torch.tensor(1.0 / ranks, dtype=dtype) if premultiplies else None
 
 
 # --- which elements of a payload are summed in which order
@@ -178,68 +157,36 @@ def units_of(stretches: Sequence[Stretch], payloads: int, size: int, itemsize: i
     return units
 
 
-def ring_sum(inputs: Tensor, units: Sequence[Units], orders: Tensor, reduction: Reduction) -> Tensor:
+def ring_sum(
+    inputs: Tensor, units: Sequence[Units], orders: Tensor, op: str, *, accumulator: torch.dtype, average: str
+) -> Tensor:
     """Reduce ``[ranks, elements]`` to ``[elements]``.
 
     Args:
         units: they cover all elements.
         orders: ``[channel, hop, place]``, the rank that adds.
+        accumulator: the dtype of partial sums.
+        average: what an "avg" does: "premultiply" every input by 1 / ranks, rounded to the dtype of the wire, or
+            "divide" the sum.
     """
-    inputs = inputs.contiguous()
-    out = inputs.new_empty(inputs.shape[1])
+    (ranks, elements), flat, hop = inputs.shape, inputs.contiguous().view(-1), HOPS[op]
+    factor = torch.tensor(1.0 / ranks, dtype=inputs.dtype) if op == "avg" and average == "premultiply" else None
+    out = inputs.new_empty(elements)
     for same_length in units:
-        for block, summed in _summed(inputs, same_length, orders, reduction):
-            if reduction.op == "avg" and reduction.factor(len(inputs), inputs.dtype) is None:
-                summed.div_(len(inputs))
-            out[(block.offset[:, None] + torch.arange(block.length)).view(-1)] = summed.view(-1).to(out.dtype)
+        length = same_length.length
+        rows = flat.as_strided((flat.numel() - length + 1, length), (1, 1))  # row i begins at element i
+        for block in same_length.blocks(flat.itemsize):
+            sources = (orders[block.channel, :, block.place].t() * elements + block.offset).contiguous()
+            own = rows.index_select(0, sources[0])
+            if factor is not None:
+                own.mul_(factor)
+            partial = own.to(accumulator, copy=True)
+            for source in sources[1:]:
+                torch.index_select(rows, 0, source, out=own)
+                if factor is not None:
+                    own.mul_(factor)
+                hop(partial, own, out=partial)
+            if op == "avg" and factor is None:
+                partial.div_(ranks)
+            out[(block.offset[:, None] + torch.arange(length)).view(-1)] = partial.view(-1).to(out.dtype)
     return out
-
-
-def _summed(inputs: Tensor, units: Units, orders: Tensor, reduction: Reduction) -> Iterator[tuple[Units, Tensor]]:
-    """Blocks of the units, and for each ``[units, length]`` in the dtype of partial sums."""
-    if _fits_bags(inputs, units, reduction):
-        yield units, _sum_in_bags(inputs, units, orders)
-        return
-    flat, length = inputs.view(-1), units.length
-    rows = flat.as_strided((flat.numel() - length + 1, length), (1, 1))  # row i begins at element i
-    for block in units.blocks(flat.itemsize):
-        sources = orders[block.channel, :, block.place].t() * inputs.shape[1] + block.offset
-        yield block, _sum_block(rows, sources.contiguous(), reduction)
-
-
-def _sum_block(rows: Tensor, sources: Tensor, reduction: Reduction) -> Tensor:
-    """Hop after hop; ``sources[hop, unit]`` are the rows to add."""
-    hop, ranks = HOPS[reduction.op], len(sources)
-    factor = reduction.factor(ranks, rows.dtype)
-    own = rows.index_select(0, sources[0])
-    if factor is not None:
-        own.mul_(factor)
-    partial = own.to(reduction.accumulator, copy=True)
-    for source in sources[1:]:
-        torch.index_select(rows, 0, source, out=own)
-        if factor is not None:
-            own.mul_(factor)
-        hop(partial, own, out=partial)
-    return partial
-
-
-def _fits_bags(inputs: Tensor, units: Units, reduction: Reduction) -> bool:
-    """Whether the units are whole rows of a table that ``inputs``, ``[ranks, elements]``, can be seen as."""
-    plain = reduction.op in ("sum", "avg") and reduction.factor(len(inputs), inputs.dtype) is None
-    if not plain or inputs.dtype != torch.float32:  # which no net adds in another dtype
-        return False
-    return inputs.shape[1] % units.length == 0 and not bool((units.offset % units.length).any())
-
-
-def _sum_in_bags(inputs: Tensor, units: Units, orders: Tensor) -> Tensor:
-    """``[units, length]``; ``orders[channel, hop, place]`` are the ranks that add."""
-    rows = inputs.view(-1, units.length)
-    bags = (orders[units.channel, :, units.place] * inputs.shape[1] + units.offset[:, None]) // units.length
-    summed = F.embedding_bag(bags, rows, mode="sum")
-    negative = summed.eq(0)  # a sum is -0 if, and only if, every term is
-    for hop in bags.t():
-        if not negative.any():
-            return summed
-        own = rows[hop]
-        negative &= own.eq(0) & own.signbit()
-    return summed.masked_fill_(negative, -0.0)

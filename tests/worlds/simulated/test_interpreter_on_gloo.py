@@ -16,9 +16,9 @@ from pytest_gtrainer import NetModel, assert_bitwise_different, assert_bitwise_e
 from pytest_gtrainer.references.config import adamw
 from pytest_gtrainer.references.graph import GraphRun
 from pytest_gtrainer.tracing.model import ModelState, local
-from pytest_gtrainer.worlds.simulated.gloo import GlooNet
 from pytest_gtrainer.worlds.simulated.interpreter import Interpreter, PerRank, RankGraph
 from pytest_gtrainer.worlds.simulated.interpreter.values import of_rank
+from tests.worlds.simulated.gloo import GlooNet
 from tests.worlds.simulated.graphs import data_movement, different, interpreter_of
 
 

@@ -45,21 +45,7 @@ ATTRIBUTES = {
     "torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam": ("_orig_size",),
 }
 
-__all__ = [
-    "FSDP2Policy",
-    "FSDPModule",
-    "all_gather_inputs",
-    "annotate",
-    "fully_shard",
-    "groups_of",
-    "is_block_mask",
-    "padded_numel",
-    "parameter_groups",
-    "reduce_dtype",
-    "reduce_op",
-    "split_block_mask",
-    "unsharded_size",
-]
+__all__ = ["FSDP2Policy", "FSDPModule", "annotate", "fully_shard"]
 
 
 def is_block_mask(value: Any) -> bool:

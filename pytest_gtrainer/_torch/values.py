@@ -41,14 +41,8 @@ __all__ = [
     "FakeTensorMode",
     "HigherOrderOperator",
     "OpOverload",
-    "buffers_of",
-    "faked",
     "is_traceable_wrapper_subclass",
-    "local_part",
-    "parameters_of",
     "pytree",
-    "schema",
-    "storage_of",
 ]
 
 

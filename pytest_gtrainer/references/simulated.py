@@ -172,7 +172,8 @@ class SimulatedGraphRun:
         """Train for ``steps``, else ``config.steps``: the record of all ranks, empty if a ``recorder`` takes all."""
         empty = Record(world_size=len(self._starts), meta={"side": "rewritten graph"})
         record: TensorSink = empty if recorder is None else recorder
-        ranks = [_Rank(rank, self._run, *start, record) for rank, start in enumerate(self._starts)]
+        starts = enumerate(self._starts)
+        ranks = [_Rank(rank, self._run, tensors, process, record) for rank, (tensors, process) in starts]
         state = [PerRank(tensors) for tensors in zip(*(rank.tensors for rank in ranks), strict=True)]
         steps = steps or self.config.steps
         with state_kept(), one_thread(), long_work(f"simulating {len(ranks)} ranks by the graph") as at:

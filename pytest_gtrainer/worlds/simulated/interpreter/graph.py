@@ -29,8 +29,8 @@ from pytest_gtrainer._torch.passes import (
 from pytest_gtrainer._torch.process_groups import group_ranks
 from pytest_gtrainer._torch.values import HigherOrderOperator, OpOverload, schema
 from pytest_gtrainer.graph.nodes import is_collective, is_random, node_fqn
+from pytest_gtrainer.tracing.model import tensor_text
 from pytest_gtrainer.worlds.simulated import DependsOnRank, NoModel
-from pytest_gtrainer.worlds.simulated.collectives import dtype_text
 
 Partition = tuple[tuple[int, ...], ...]
 _GROUP = "group_name"
@@ -272,7 +272,7 @@ def _value(value: Any) -> str:
     '(float32[2, 3], 1, None)'
     """
     if isinstance(value, Tensor):
-        return f"{dtype_text(value)}{list(value.shape)}"
+        return tensor_text(value)
     if isinstance(value, list | tuple):
         return "(" + ", ".join(map(_value, value)) + ")"
     return str(value)

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, fx
 
 from pytest_gtrainer._torch.values import schema
+from pytest_gtrainer.tracing.model import tensor_text
 from pytest_gtrainer.worlds.simulated import CollectiveMismatch, DependsOnRank, NoModel, collectives
-from pytest_gtrainer.worlds.simulated.collectives import Collective, Contribution, dtype_text
+from pytest_gtrainer.worlds.simulated.collectives import Collective, Contribution
 from pytest_gtrainer.worlds.simulated.interpreter.graph import (
     Partition,
     described,
@@ -249,8 +250,9 @@ def _contributions(calls: Sequence[dict[str, Any]], ranks: Sequence[int]) -> lis
             )
         for first, tensor in zip(given[0].inputs, own.inputs, strict=True):
             if tensor.shape[by_rows:] != first.shape[by_rows:] or tensor.dtype != first.dtype:
-                one, other = (f"{dtype_text(each)}{list(each.shape)}" for each in (first, tensor))
-                raise CollectiveMismatch(f"rank {ranks[0]} gives {one}, rank {own.rank} gives {other}")
+                raise CollectiveMismatch(
+                    f"rank {ranks[0]} gives {tensor_text(first)}, rank {own.rank} gives {tensor_text(tensor)}"
+                )
     return given
 
 

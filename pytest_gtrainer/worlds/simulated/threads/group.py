@@ -11,9 +11,10 @@ A sender never waits: its tensor is copied. Messages with the same tag arrive in
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partialmethod
 from math import prod
 from typing import Any, NoReturn
 
@@ -355,6 +356,9 @@ class ThreadGroup(dist.ProcessGroup):
     def reduce(self, tensors: list[Tensor], opts: Any = None) -> NoReturn:
         raise NoModel("the order of additions in reduce has no model in a simulated world: use all_reduce")
 
+    def _refuse(self, name: str, *args: Any, **kwargs: Any) -> NoReturn:
+        raise NoModel(f"{name} has no model in a simulated world; its groups do the usual collectives")
+
     def _check_parts(self, name: str, whole_name: str, whole: Tensor, part_name: str, part: Tensor) -> None:
         members = len(self._members)
         if whole.numel() != part.numel() * members or whole.dtype != part.dtype:
@@ -412,12 +416,5 @@ def _reduction(opts: Any) -> tuple[str, dict[str, Any]]:
     return op if factor is None else f"{op} {factor:g}", {"op": op, "factor": factor}
 
 
-def _unmodelled(name: str) -> Callable[..., NoReturn]:
-    def refuse(self: ThreadGroup, *args: Any, **kwargs: Any) -> NoReturn:
-        raise NoModel(f"{name.lstrip('_')} has no model in a simulated world; its groups do the usual collectives")
-
-    return refuse
-
-
 for _name in _UNMODELLED:
-    setattr(ThreadGroup, _name, _unmodelled(_name))
+    setattr(ThreadGroup, _name, partialmethod(ThreadGroup._refuse, _name.lstrip("_")))

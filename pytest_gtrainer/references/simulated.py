@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from pytest_gtrainer._torch.fake_groups import fake_group_beside
 from pytest_gtrainer._torch.values import pytree
 from pytest_gtrainer.graph.layout import BucketLayout
 from pytest_gtrainer.long_work import long_work
@@ -35,7 +36,7 @@ from pytest_gtrainer.references.config import (
 from pytest_gtrainer.references.eager import EagerRun
 from pytest_gtrainer.references.graph import GraphRun, shard_traceably
 from pytest_gtrainer.tracing.model import ModelState, local, rewrap
-from pytest_gtrainer.worlds.fake import net_of, played_by
+from pytest_gtrainer.worlds.fake import net_of
 from pytest_gtrainer.worlds.simulated.interpreter import (
     Interpreter,
     PerRank,
@@ -47,7 +48,7 @@ from pytest_gtrainer.worlds.simulated.interpreter.program import one_thread
 from pytest_gtrainer.worlds.simulated.interpreter.values import of_rank
 from pytest_gtrainer.worlds.simulated.net import Net
 from pytest_gtrainer.worlds.simulated.threads.run import LIMIT, run_threads
-from pytest_gtrainer.worlds.simulated.threads.team import ProcessState, read_state, state_kept, write_state
+from pytest_gtrainer.worlds.simulated.threads.team import ProcessState, state_kept
 from pytest_gtrainer.worlds.spec import World
 
 ConfigOfMesh = Callable[[DeviceMesh], TrainConfig]
@@ -143,7 +144,7 @@ class SimulatedGraphRun:
             self._run = GraphRun(self.config, **options)
             graph = _rank_graph(self._run, self._mesh)
             if world.size > 1:
-                with played_by(world.size - 1):
+                with fake_group_beside(world.size - 1, world.size):
                     own = mesh_of(self._extents)
                     last = _rank_graph(GraphRun(self._build(own), **options), own)
                 check_same_on_all(graph, last)
@@ -155,7 +156,7 @@ class SimulatedGraphRun:
         """What a rank holds at first: its shards, in the order of the graph's inputs, and random numbers."""
         config = self._build(mesh_of(self._extents))
         model = shard_traceably(new_model(config), config)
-        return [local(tensor).detach().clone() for tensor in ModelState.of(model).tensors], read_state()
+        return [local(tensor).detach().clone() for tensor in ModelState.of(model).tensors], ProcessState.now()
 
     def layout(self) -> BucketLayout:
         """Where the rewritten graph puts each parameter."""
@@ -182,11 +183,12 @@ class SimulatedGraphRun:
                 batches = [pytree.tree_leaves(rank.next_batch(self.config, step)) for rank in ranks]
                 inputs = [PerRank(values) for values in zip(*batches, strict=True)]
                 # every rank draws from its own random numbers
-                random = RankRandomStates.of_ranks([rank.process.torch_random for rank in ranks])
+                random = RankRandomStates.of_ranks([rank.process.generators.cpu for rank in ranks])
                 self._interpreter.random = random
                 output = self._interpreter.run([*state, *inputs])
                 for rank in ranks:
-                    rank.process = replace(rank.process, torch_random=of_rank(random.states, rank.rank))
+                    generators = replace(rank.process.generators, cpu=of_rank(random.states, rank.rank))
+                    rank.process = replace(rank.process, generators=generators)
                     rank.take(step, *of_rank(output, rank.rank))
                 if self.config.max_norm is not None:
                     run_threads(len(ranks), self._clip, ranks, net=self._net)
@@ -231,9 +233,9 @@ class _Rank:
     @contextmanager
     def _process(self) -> Iterator[None]:
         """Inside, random numbers are drawn from the rank's own."""
-        write_state(self.process)
+        self.process.put_back()
         yield
-        self.process = read_state()
+        self.process = ProcessState.now()
 
     def next_batch(self, config: TrainConfig, step: int) -> Batch:
         """The inputs of a step; before it, what is recorded before it."""

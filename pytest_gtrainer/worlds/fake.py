@@ -16,7 +16,7 @@ from dataclasses import replace
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from pytest_gtrainer._torch.fake_groups import FakeStore, fake_group_beside
+from pytest_gtrainer._torch.fake_groups import FakeStore
 from pytest_gtrainer._torch.process_groups import forget_meshes
 from pytest_gtrainer.worlds.simulated.net import Net, NetModel
 from pytest_gtrainer.worlds.spec import World, WorldSpec
@@ -64,21 +64,6 @@ def net_of(world: World) -> Net:
     if net.size != world.size:
         raise ValueError(f"the net connects {net.size} ranks, the world has {world.size}: make both the same")
     return net
-
-
-@contextmanager
-def played_by(rank: int) -> Iterator[None]:
-    """The same fake world as another rank sees it: to trace there what that rank would trace.
-
-    Meshes must be made anew inside. The groups of the world outside are there again afterwards.
-    """
-    size = dist.get_world_size()
-    forget_meshes()  # equal meshes share caches, and with them names of groups
-    try:
-        with fake_group_beside(rank, size):
-            yield
-    finally:
-        forget_meshes()
 
 
 def make_mesh(world: World) -> DeviceMesh:

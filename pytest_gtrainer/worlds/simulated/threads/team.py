@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import random
 import sys
 import threading
 import time
@@ -30,9 +29,10 @@ from dataclasses import dataclass
 from itertools import dropwhile, groupby, takewhile
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 import torch
+
+from pytest_gtrainer.numerics.seeds import GeneratorStates
 
 _HERE = str(Path(__file__).parent)
 _TORCH = str(Path(torch.__file__).parent)
@@ -99,40 +99,28 @@ def by_text(texts: Mapping[int, str]) -> dict[str, list[int]]:
 class ProcessState:
     """Random numbers and default dtype of a rank."""
 
-    torch_random: torch.Tensor
-    python_random: tuple[Any, ...]
-    numpy_random: Any
+    generators: GeneratorStates
     default_dtype: torch.dtype
+
+    @classmethod
+    def now(cls) -> ProcessState:
+        """What the process has now."""
+        return cls(GeneratorStates.now(), torch.get_default_dtype())
+
+    def put_back(self) -> None:
+        """Give it to the process."""
+        self.generators.put_back()
+        torch.set_default_dtype(self.default_dtype)
 
 
 @contextmanager
 def state_kept() -> Iterator[None]:
     """Put the caller's random numbers back at the end."""
-    state = read_state()
+    state = ProcessState.now()
     try:
         yield
     finally:
-        write_state(state)
-
-
-def read_state() -> ProcessState:
-    """What the process has now."""
-    numpy = sys.modules.get("numpy")
-    return ProcessState(
-        torch.get_rng_state(),
-        random.getstate(),
-        numpy.random.get_state() if numpy else None,
-        torch.get_default_dtype(),
-    )
-
-
-def write_state(state: ProcessState) -> None:
-    """Give it to the process."""
-    torch.set_rng_state(state.torch_random)
-    random.setstate(state.python_random)
-    if state.numpy_random is not None:
-        sys.modules["numpy"].random.set_state(state.numpy_random)
-    torch.set_default_dtype(state.default_dtype)
+        state.put_back()
 
 
 # --- the turns
@@ -159,7 +147,7 @@ class ThreadTeam:
         self.running: int | None = None  # the rank that has the turn, since ``last_turn``
         self.last_turn = time.monotonic()
         self._error: tuple[int | None, BaseException] | None = None
-        self._states = [read_state()] * size  # of every rank that has not the turn; all start with the caller's
+        self._states = [ProcessState.now()] * size  # of every rank that has not the turn; all start with the caller's
         self._lock = threading.RLock()
         self._ready = deque(range(size))
         self._turns = [threading.Semaphore(0) for _ in range(size)]
@@ -184,7 +172,7 @@ class ThreadTeam:
                 return
             event.waiting.append(rank)
             self.waiting[rank] = event
-            self._states[rank] = read_state()
+            self._states[rank] = ProcessState.now()
             self.hand_on()
         self._await_turn(rank)
 
@@ -193,7 +181,7 @@ class ThreadTeam:
         with self._lock:
             self.check(rank)
             self._ready.append(rank)
-            self._states[rank] = read_state()
+            self._states[rank] = ProcessState.now()
             self.hand_on()
         self._await_turn(rank)
 
@@ -265,7 +253,7 @@ class ThreadTeam:
 
     def _await_turn(self, rank: int) -> None:
         self._turns[rank].acquire()
-        write_state(self._states[rank])
+        self._states[rank].put_back()
         os.environ.update(zip(_VARIABLES, map(str, (rank, rank, self.size, self.size)), strict=True))
         self.check(rank)
 

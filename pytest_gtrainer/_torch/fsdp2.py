@@ -79,11 +79,6 @@ def all_gather_inputs(group: Any) -> tuple[list[int], torch.dtype]:
     return [sum(t.numel() * t.element_size() for t in tensors) for tensors in inputs], dtype
 
 
-def padded_numel(size: torch.Size, ranks: int) -> int:
-    """Elements of a gradient of ``size``, padded so that ``ranks`` divide dim 0."""
-    return int(_get_dim0_padded_size(size, ranks).numel())
-
-
 def groups_of(group: Any) -> tuple[Any, Any, Any]:
     """The process groups that gather parameters, reduce-scatter gradients, and all-reduce those between replicas.
 
@@ -98,9 +93,12 @@ def reduce_dtype(group: Any) -> torch.dtype | None:
     return group._reduce_dtype
 
 
-def unsharded_size(parameter: Any) -> list[int]:
-    """The size that an ``FSDPParam`` has when it is whole."""
-    return list(parameter._orig_size)
+def shard_numel(parameter: Any, ranks: int) -> int:
+    """Elements that each of so many ranks gets of an ``FSDPParam``'s gradient, padded so that they divide dim 0."""
+    size, dim = list(parameter._orig_size), parameter.fsdp_placement.dim
+    if dim:  # FSDP2 chunks along the sharded dim and concatenates on dim 0 first
+        size[0], size[dim] = size[0] * ranks, size[dim] // ranks
+    return int(_get_dim0_padded_size(torch.Size(size), ranks).numel()) // ranks
 
 
 def reduce_op(group: Any, dtype: torch.dtype, device_type: str) -> str:

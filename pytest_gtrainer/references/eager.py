@@ -34,7 +34,13 @@ class EagerRun:
         self.config = config
         self.model = new_model(config)
         self._side = "eager DDP" if config.replicate else "eager fully_shard"
-        self._trained = replicate_eagerly(self.model, config) if config.replicate else shard_eagerly(self.model, config)
+        self._trained = self.model
+        if config.replicate:
+            # a list of one is for all buckets; bucket_cap_mb itself is not heeded in the first step
+            limits: Any = None if config.ddp_bucket_mb is None else [config.ddp_bucket_mb]
+            self._trained = DistributedDataParallel(self.model, device_mesh=config.mesh, bucket_cap_mb_list=limits)
+        else:
+            shard_eagerly(self.model, config)
 
     def run(self, recorder: TensorSink | None = None) -> Record:
         """Train for ``config.steps`` steps; see ``references.config.train`` for what is recorded."""
@@ -52,14 +58,7 @@ class EagerRun:
         return loss
 
 
-def replicate_eagerly(model: nn.Module, config: TrainConfig) -> nn.Module:
-    """DDP over the mesh, with buckets of the configured size."""
-    # a list of one is for all buckets; bucket_cap_mb itself is not heeded in the first step
-    limits: Any = None if config.ddp_bucket_mb is None else [config.ddp_bucket_mb]
-    return DistributedDataParallel(model, device_mesh=config.mesh, bucket_cap_mb_list=limits)
-
-
-def shard_eagerly(model: nn.Module, config: TrainConfig) -> nn.Module:
+def shard_eagerly(model: nn.Module, config: TrainConfig) -> None:
     """Apply ``fully_shard`` once per bucket, then to the root."""
     policy = FSDP2Policy(
         param_dtype=config.mp_policy.param_dtype,
@@ -76,7 +75,6 @@ def shard_eagerly(model: nn.Module, config: TrainConfig) -> nn.Module:
             modules[0].set_force_sum_reduction_for_comms(True)
     if "" not in config.bucket_plan:
         fully_shard(model, mesh=config.mesh, mp_policy=policy)
-    return model
 
 
 def eager_bucket_layout(model: nn.Module) -> BucketLayout:
@@ -115,7 +113,7 @@ def _payloads(group: Any, names: dict[int, str]) -> list[Payload]:
         return [gather]
     dtype = fsdp2.reduce_dtype(group) or trained[0].param_dtype or trained[0].orig_dtype
     op = fsdp2.reduce_op(group, dtype, trained[0].sharded_param.device.type)
-    sizes = [_shard_bytes(parameter, scatters.size(), dtype) for parameter in trained]
+    sizes = [fsdp2.shard_numel(parameter, scatters.size()) * dtype.itemsize for parameter in trained]
     scatter = Payload(REDUCE_SCATTER_NAME, dtype, _ranks(scatters), op, slots(trained, sizes))
     if replicas is None:
         return [gather, scatter]
@@ -124,11 +122,3 @@ def _payloads(group: Any, names: dict[int, str]) -> list[Payload]:
 
 def _ranks(group: dist.ProcessGroup) -> tuple[int, ...]:
     return tuple(dist.get_process_group_ranks(group))
-
-
-def _shard_bytes(parameter: Any, ranks: int, dtype: torch.dtype) -> int:
-    size = fsdp2.unsharded_size(parameter)
-    dim = parameter.fsdp_placement.dim
-    if dim:  # FSDP2 chunks along the sharded dim and concatenates on dim 0 first
-        size[0], size[dim] = size[0] * ranks, size[dim] // ranks
-    return fsdp2.padded_numel(torch.Size(size), ranks) // ranks * dtype.itemsize

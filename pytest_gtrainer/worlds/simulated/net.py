@@ -24,17 +24,24 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor
 
-from pytest_gtrainer.worlds.simulated import ring_sum as sums
-from pytest_gtrainer.worlds.simulated.ring_sum import Stretch, check_reduction, ring_sum, units_of
 from pytest_gtrainer.worlds.simulated.rings import (
+    PARTITIONS,
     Rings,
+    Stretch,
     after_place,
     after_rank,
     as_listed,
+    check_reduction,
     check_rings,
+    chunks,
+    contiguous,
     rail_rings,
     read_rings,
     restrict,
+    ring_sum,
+    round_robin,
+    units_of,
+    whole_words,
 )
 
 ACCUMULATIONS = ("wire", "fp32")
@@ -173,7 +180,7 @@ class NetModel(Net):
             check_count(name, getattr(self, name))
         if self.channels is not None:
             check_count("channels", self.channels)
-        check_choice("partition", self.partition, sums.PARTITIONS)
+        check_choice("partition", self.partition, PARTITIONS)
         check_choice("accumulate", self.accumulate, ACCUMULATIONS)
         check_choice("average", self.average, AVERAGES)
         if self.rings is not None:
@@ -249,16 +256,17 @@ class NetModel(Net):
             return []
         if self.accumulate == "fp32":
             return [Stretch(0, 0, count)]
-        chunks = 1 if collective == "reduce_scatter" else self.size  # of a part that goes through one channel
-        contiguous, piece = self.partition == "contiguous", max(1, self.chunk_bytes // itemsize)
-        if contiguous:
-            parts = sums.contiguous(count, len(_rings(self)), itemsize)
+        chunks_of_part = 1 if collective == "reduce_scatter" else self.size
+        piece = max(1, self.chunk_bytes // itemsize)
+        if self.partition == "contiguous":
+            parts = contiguous(count, len(_rings(self)), itemsize)
+            lengths = [whole_words(-(-part.length // chunks_of_part), itemsize) for part in parts]
         else:
-            parts = sums.round_robin(count, len(_rings(self)), chunks * piece)
-        if chunks == 1:
+            parts = round_robin(count, len(_rings(self)), chunks_of_part * piece)
+            lengths = [piece] * len(parts)
+        if chunks_of_part == 1:
             return parts
-        pieces = [sums.whole_words(-(-part.length // chunks), itemsize) if contiguous else piece for part in parts]
-        return [chunk for part, length in zip(parts, pieces, strict=True) for chunk in sums.chunks(part, length)]
+        return [chunk for part, length in zip(parts, lengths, strict=True) for chunk in chunks(part, length)]
 
 
 @lru_cache(maxsize=256)

@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from pytest_gtrainer.worlds.simulated.net import Net, Path, check_count
-from pytest_gtrainer.worlds.simulated.ring_sum import Stretch, check_reduction, chunks, ring_sum, units_of
-from pytest_gtrainer.worlds.simulated.rings import after_rank
+from pytest_gtrainer.worlds.simulated.rings import Stretch, after_rank, check_reduction, chunks, ring_sum, units_of
 
 SEGMENT_BYTES = 1 << 20
 SEGMENTS_PER_RANK = 2

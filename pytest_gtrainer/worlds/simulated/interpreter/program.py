@@ -230,15 +230,45 @@ class RankProgram:
                     )
 
 
-class _Compiler:
-    """Makes programs of a graph and of those in it; ``_nets`` are those of the groups of a partition."""
+class Interpreter:
+    """A graph, ready to run on all ranks of a world as often as wanted.
 
-    def __init__(self, graph: RankGraph, net: Net) -> None:
+    Args:
+        graph: what one rank traced; it must not depend on the rank, see ``check_same_on_all``.
+        net: the order of reductions, for as many ranks as the graph was traced for.
+        random: random generator states of the ranks, by default all as the process's is now.
+
+    Raises:
+        NoModel: the graph has an operator without a model in a simulated world, named in the message.
+        ValueError: the net is for another number of ranks.
+    """
+
+    def __init__(self, graph: RankGraph, net: Net, *, random: RankRandomStates | None = None) -> None:
+        if net.size != graph.size:
+            raise ValueError(f"the net connects {net.size} ranks, the graph was traced for {graph.size}")
+        self.random = random or RankRandomStates()
+        self._graph, self._net = graph, net
         self._kinds = Kinds(graph.size)
-        self._partitions = graph.partitions
         self._nets = {part: [net.for_group(ranks) for ranks in part] for part in set(graph.partitions.values())}
+        self._program = self._compile(graph.gm)
 
-    def program(self, gm: fx.GraphModule) -> RankProgram:
+    def run(self, inputs: Sequence[Any]) -> Any:
+        """Outputs, in the structure that the graph returns; inputs and outputs are uniform or ``PerRank``.
+
+        Tensors that the graph writes to (buffers) are written to, as in a replay. Runs without autograd, and
+        on one thread, as ranks do: some kernels' bits depend on the number, and waking threads for small
+        tensors costs more than it gives.
+
+        Raises:
+            CollectiveMismatch: ranks come to a collective with different sizes or splits.
+            DependsOnRank: an input has not the traced shape on every rank, or belongs to all ranks and is
+                written to by each.
+        """
+        facts.tell("replay_on_all", graph=self._graph, net=self._net, inputs=inputs, random=self.random)
+        with torch.no_grad(), torch.random.fork_rng(devices=[]), one_thread():
+            return self._program.run(inputs, self.random)
+
+    def _compile(self, gm: fx.GraphModule) -> RankProgram:
         output, placeholders = gm.graph.output_node(), gm.graph.find_nodes(op="placeholder")
         computed = [node for node in gm.graph.nodes if node.op not in ("placeholder", "output")]
         nodes = [node for node in computed if not passes_through(node)]  # a wait has the value of what it waits for
@@ -280,49 +310,12 @@ class _Compiler:
                     f"{node.target} ({node.name}) calls a graph with a collective, which has a model only in cond, "
                     "invoke_subgraph and called modules: inline it"
                 )
-            return NestedStep(node, {id(graph): self.program(graph).run for graph in graphs})
+            return NestedStep(node, {id(graph): self._compile(graph).run for graph in graphs})
         written, random = written_operands(node), draws(node, gm)
         return EffectStep(node, written, random) if written or random else None
 
     def _partition(self, node: fx.Node) -> Partition:
-        return self._partitions[group_name(node)]
-
-
-class Interpreter:
-    """A graph, ready to run on all ranks of a world as often as wanted.
-
-    Args:
-        graph: what one rank traced; it must not depend on the rank, see ``check_same_on_all``.
-        net: the order of reductions, for as many ranks as the graph was traced for.
-        random: random generator states of the ranks, by default all as the process's is now.
-
-    Raises:
-        NoModel: the graph has an operator without a model in a simulated world, named in the message.
-        ValueError: the net is for another number of ranks.
-    """
-
-    def __init__(self, graph: RankGraph, net: Net, *, random: RankRandomStates | None = None) -> None:
-        if net.size != graph.size:
-            raise ValueError(f"the net connects {net.size} ranks, the graph was traced for {graph.size}")
-        self.random = random or RankRandomStates()
-        self._graph, self._net = graph, net
-        self._program = _Compiler(graph, net).program(graph.gm)
-
-    def run(self, inputs: Sequence[Any]) -> Any:
-        """Outputs, in the structure that the graph returns; inputs and outputs are uniform or ``PerRank``.
-
-        Tensors that the graph writes to (buffers) are written to, as in a replay. Runs without autograd, and
-        on one thread, as ranks do: some kernels' bits depend on the number, and waking threads for small
-        tensors costs more than it gives.
-
-        Raises:
-            CollectiveMismatch: ranks come to a collective with different sizes or splits.
-            DependsOnRank: an input has not the traced shape on every rank, or belongs to all ranks and is
-                written to by each.
-        """
-        facts.tell("replay_on_all", graph=self._graph, net=self._net, inputs=inputs, random=self.random)
-        with torch.no_grad(), torch.random.fork_rng(devices=[]), one_thread():
-            return self._program.run(inputs, self.random)
+        return self._graph.partitions[group_name(node)]
 
 
 @contextmanager

@@ -41,10 +41,8 @@ from pytest_gtrainer import (
 from pytest_gtrainer._torch.graph_modules import copied_lazily
 from pytest_gtrainer.graph.nodes import BACKWARD, direction, node_fqn
 from pytest_gtrainer.passes.graph_pass import rewrite_of
-from pytest_gtrainer.worlds.fake import fake_world
-from pytest_gtrainer.worlds.mesh import make_mesh
-from pytest_gtrainer.worlds.spec import make_spec
-from pytest_gtrainer.worlds.world import World
+from pytest_gtrainer.worlds.fake import fake_world, make_mesh
+from pytest_gtrainer.worlds.spec import World, make_spec
 
 OURS, THEIRS, RECOMPILE = "joint bucketing, recompiled", "torch, forward only, recompiled", "recompile"
 GOALS = [Goal(OURS, THEIRS, 1 / 5), Goal(OURS, RECOMPILE, 1.5)]

@@ -27,9 +27,8 @@ from fixtures.models import llama3
 from fixtures.training import llama3_training
 from pytest_gtrainer import TrainConfig
 from pytest_gtrainer.numerics.digest import WeightDigests
-from pytest_gtrainer.references.simulated.eager import simulated_eager
-from pytest_gtrainer.references.simulated.graph import SimulatedGraphRun
-from pytest_gtrainer.worlds.simulated.world import net_of, simulated_world
+from pytest_gtrainer.references.simulated import SimulatedGraphRun, simulated_eager
+from pytest_gtrainer.worlds.fake import net_of, simulated_world
 from pytest_gtrainer.worlds.spec import make_spec
 
 LIMITS = {("graph", 64): (60, 2), ("eager", 64): (120, 4), ("graph", 256): (300, 2), ("eager", 256): (600, 4)}

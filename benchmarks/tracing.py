@@ -30,10 +30,8 @@ from fixtures.training import token_batches
 from pytest_gtrainer import MixedPrecisionPolicy, data_parallel, trace_step
 from pytest_gtrainer._torch.tracing import new_fake_mode
 from pytest_gtrainer.tracing.model import ModelState, local, rewrap
-from pytest_gtrainer.worlds.fake import fake_world
-from pytest_gtrainer.worlds.mesh import make_mesh
-from pytest_gtrainer.worlds.spec import make_spec
-from pytest_gtrainer.worlds.world import World
+from pytest_gtrainer.worlds.fake import fake_world, make_mesh
+from pytest_gtrainer.worlds.spec import World, make_spec
 
 MAX_RATIO, MAX_EXPONENT = 1.1, 1.2
 OURS, PLAIN = "trace_step", "plain make_fx"

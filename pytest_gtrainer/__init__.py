@@ -68,13 +68,13 @@ _HOME: dict[str, str] = {
     "capture_operators": "numerics.operators",
     "compare_operators": "numerics.operators",
     # worlds
-    "World": "worlds.world",
+    "World": "worlds.spec",
     "WorldSpec": "worlds.spec",
     # simulated world
     "NetModel": "worlds.simulated.net",
-    "assert_simulated_parity": "references.simulated.parity",
+    "assert_simulated_parity": "references.parity",
     "sweep_nets": "worlds.simulated.net",
-    "VacuousCheck": "references.simulated.parity",
+    "VacuousCheck": "references.parity",
     # schedules
     "timeline": "report.timeline",
     "CostModel": "report.costs",

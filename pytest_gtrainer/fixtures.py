@@ -17,7 +17,7 @@ from pytest_gtrainer.worlds.spec import KINDS, WorldSpec
 if TYPE_CHECKING:
     from pytest_gtrainer.golden.check import Golden
     from pytest_gtrainer.ranks.caller import RankCaller
-    from pytest_gtrainer.worlds.world import World
+    from pytest_gtrainer.worlds.spec import World
 
 
 def _required_spec(request: pytest.FixtureRequest) -> WorldSpec:
@@ -43,7 +43,7 @@ def _entered(spec: WorldSpec, config: pytest.Config) -> Iterator[World]:
         with fake_world(spec) as world:
             yield world
     elif spec.kind == "simulated":
-        from pytest_gtrainer.worlds.simulated.world import simulated_world
+        from pytest_gtrainer.worlds.fake import simulated_world
 
         with simulated_world(spec) as world:
             yield world
@@ -71,7 +71,7 @@ def gt_world(request: pytest.FixtureRequest) -> Iterator[World]:
 @pytest.fixture
 def gt_mesh(gt_world: World, request: pytest.FixtureRequest) -> Any:
     """The DeviceMesh of the test's world, with the marker's dimension names."""
-    from pytest_gtrainer.worlds.mesh import make_mesh
+    from pytest_gtrainer.worlds.fake import make_mesh
 
     return make_mesh(gt_world)
 

@@ -16,8 +16,7 @@ if TYPE_CHECKING:
     from torch import fx, nn
 
     from pytest_gtrainer.worlds.simulated.net import NetModel
-    from pytest_gtrainer.worlds.spec import WorldSpec
-    from pytest_gtrainer.worlds.world import World
+    from pytest_gtrainer.worlds.spec import World, WorldSpec
 
     EnterWorld = Callable[[WorldSpec], AbstractContextManager[World]]
 

@@ -3,7 +3,6 @@
 - nodes that autograd's engine makes when it adds two gradients carry ``meta["is_gradient_acc"]``, and the
   ``seq_nr`` of whatever ran before; in graphs without that mark, an addition in the backward is the engine's
   if an operand of the backward has a smaller ``seq_nr``, because the backward counts down;
-- ``FakeTensor(mode, meta_tensor, device)`` makes a fake tensor without dispatching an operator;
 - ``meta["unbacked_bindings"]`` tells which symbols of data-dependent sizes a node makes; symbols are made by
   ``ShapeEnv.create_unbacked_symint``, their ranges are in ``ShapeEnv.var_to_range``;
 - what a trace relied on is in ``ShapeEnv.guards`` (of symbols with hints) and ``deferred_runtime_asserts``
@@ -19,8 +18,7 @@ import sympy  # type: ignore[import-untyped]
 import torch
 from torch import fx
 
-from pytest_gtrainer._torch.operators import OpOverload, schema
-from pytest_gtrainer._torch.values import FakeTensor
+from pytest_gtrainer._torch.values import FakeTensor, OpOverload, faked, schema
 
 ATTRIBUTES = {
     "torch.fx.experimental.symbolic_shapes:ShapeEnv": (
@@ -36,7 +34,6 @@ ATTRIBUTES = {
     ),
 }
 
-_ADD = torch.ops.aten.add.Tensor
 _ACCUMULATE = {torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor}
 
 
@@ -54,10 +51,8 @@ def is_engine_addition(node: fx.Node) -> bool:
         return False
     if len(node.args) != 2 or node.kwargs or not all(isinstance(operand, fx.Node) for operand in node.args):
         return False
-    return bool(node.meta.get("is_gradient_acc")) or _counts_up(node)
-
-
-def _counts_up(node: fx.Node) -> bool:
+    if node.meta.get("is_gradient_acc"):
+        return True
     own = node.meta.get("seq_nr")
     backward = [source.meta.get("seq_nr") for source in node.all_input_nodes if source.meta.get("autograd_backward")]
     return own is not None and any(number is not None and number < own for number in backward)
@@ -77,7 +72,10 @@ def renew_symbols(meta: dict[str, Any], renaming: Renaming) -> None:
     if bindings:
         shape_env = _shape_env_of(meta["val"])
         for symbol in bindings:
-            renaming.setdefault(symbol, _fresh(shape_env, symbol))
+            if symbol not in renaming:
+                with shape_env.ignore_fresh_unbacked_symbols():
+                    renaming[symbol] = shape_env.create_unbacked_symint().node.expr
+                shape_env.var_to_range[renaming[symbol]] = shape_env.var_to_range[symbol]
         meta["unbacked_bindings"] = {renaming[symbol]: path for symbol, path in bindings.items()}
     if renaming and "val" in meta:
         meta["val"] = _renamed(meta["val"], renaming)
@@ -91,13 +89,6 @@ def _shape_env_of(value: Any) -> Any:
         return next((found for item in value if (found := _shape_env_of(item)) is not None), None)
     sizes = (extent for extent in value.shape if isinstance(extent, torch.SymInt)) if torch.is_tensor(value) else ()
     return next((extent.node.shape_env for extent in sizes), None)
-
-
-def _fresh(shape_env: Any, like: sympy.Symbol) -> sympy.Symbol:
-    with shape_env.ignore_fresh_unbacked_symbols():
-        symbol = shape_env.create_unbacked_symint().node.expr
-    shape_env.var_to_range[symbol] = shape_env.var_to_range[like]
-    return symbol
 
 
 def _renamed(value: Any, renaming: Renaming) -> Any:
@@ -118,7 +109,7 @@ def strided_like(like: torch.Tensor, shape: list[Any], stride: list[Any]) -> tor
     """A value of other extents for ``meta["val"]``; for a fake one without the mode's dispatch."""
     if not isinstance(like, FakeTensor):
         return like.new_empty_strided(shape, stride)
-    return FakeTensor(like.fake_mode, torch.empty_strided(shape, stride, dtype=like.dtype, device="meta"), like.device)
+    return faked(torch.empty_strided(shape, stride, dtype=like.dtype, device="meta"), like)
 
 
 def expression_of(value: Any) -> Any:
@@ -153,22 +144,17 @@ def replaced(value: Any, numbers: dict[sympy.Symbol, int]) -> Any:
 
 
 def failed_guards(gm: fx.GraphModule, numbers: dict[sympy.Symbol, int]) -> list[str]:
-    """What the trace relied on and the numbers make false."""
-    found = next(
-        (e for n in gm.graph.find_nodes(op="placeholder") if (e := _shape_env_of(n.meta.get("val"))) is not None), None
-    )
+    """What the trace relied on and the numbers make false, and where somebody stated it."""
+    values = (node.meta.get("val") for node in gm.graph.find_nodes(op="placeholder"))
+    found = next((env for value in values if (env := _shape_env_of(value)) is not None), None)
     if found is None:
         return []
     table = {symbol: sympy.Integer(number) for symbol, number in numbers.items()}
-    deferred = [fact for facts in found.deferred_runtime_asserts.values() for fact in facts]
-    facts = [(fact.expr, fact) for fact in deferred] + [(guard.expr, None) for guard in found.guards]
-    return [f"{expr}{_stated_at(fact)}" for expr, fact in facts if expr.xreplace(table) == sympy.false]
-
-
-def _stated_at(fact: Any) -> str:
-    """Where somebody stated it: the innermost frame that is not torch's."""
-    if fact is None:
-        return ""
-    torch_itself = os.path.dirname(torch.__file__)
-    frames = [f for f in fact.stack.summary() if os.path.isfile(f.filename) and not f.filename.startswith(torch_itself)]
-    return f", stated at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+    failed = []
+    for fact in (fact for facts in found.deferred_runtime_asserts.values() for fact in facts):
+        if fact.expr.xreplace(table) == sympy.false:
+            files = [frame for frame in fact.stack.summary() if os.path.isfile(frame.filename)]
+            theirs = [frame for frame in files if not frame.filename.startswith(os.path.dirname(torch.__file__))]
+            stated = f", stated at {theirs[-1].filename}:{theirs[-1].lineno}" if theirs else ""
+            failed.append(f"{fact.expr}{stated}")
+    return failed + [str(guard.expr) for guard in found.guards if guard.expr.xreplace(table) == sympy.false]

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from pytest_gtrainer._torch import private_names
+from pytest_gtrainer._torch.process_groups import forget_meshes
 
 with private_names():
     from torch._C._distributed_c10d import _unregister_process_group
@@ -34,8 +35,12 @@ _NAMES = itertools.count(1_000_000_000, 1_000_000)
 
 @contextmanager
 def fake_group_beside(rank: int, size: int) -> Iterator[None]:
-    """A fake default group beside the groups of this process, which are out of sight meanwhile."""
+    """A fake default group beside the groups of this process, which are out of sight meanwhile.
+
+    So a rank of a fake world traces what another one would. Meshes must be made anew inside.
+    """
     outside = c10d._world
+    forget_meshes()  # equal meshes share caches, and with them names of groups
     c10d._world = ThreadLocalWorld()
     c10d._world.group_count = next(_NAMES)
     try:
@@ -46,3 +51,4 @@ def fake_group_beside(rank: int, size: int) -> Iterator[None]:
             _unregister_process_group(group.group_name)
         del ThreadLocalWorld._world.world  # its tables belong to the thread, and would be there again
         c10d._world = outside
+        forget_meshes()

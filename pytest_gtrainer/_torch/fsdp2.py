@@ -45,23 +45,7 @@ ATTRIBUTES = {
     "torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam": ("_orig_size",),
 }
 
-__all__ = [
-    "FSDP2Policy",
-    "FSDPModule",
-    "all_gather_group",
-    "all_gather_inputs",
-    "all_reduce_group",
-    "annotate",
-    "fully_shard",
-    "is_block_mask",
-    "padded_numel",
-    "parameter_groups",
-    "reduce_dtype",
-    "reduce_op",
-    "reduce_scatter_group",
-    "split_block_mask",
-    "unsharded_size",
-]
+__all__ = ["FSDP2Policy", "FSDPModule", "annotate", "fully_shard"]
 
 
 def is_block_mask(value: Any) -> bool:
@@ -95,19 +79,13 @@ def all_gather_inputs(group: Any) -> tuple[list[int], torch.dtype]:
     return [sum(t.numel() * t.element_size() for t in tensors) for tensors in inputs], dtype
 
 
-def padded_numel(size: torch.Size, ranks: int) -> int:
-    """Elements of a gradient of ``size``, padded so that ``ranks`` divide dim 0."""
-    return int(_get_dim0_padded_size(size, ranks).numel())
+def groups_of(group: Any) -> tuple[Any, Any, Any]:
+    """The process groups that gather parameters, reduce-scatter gradients, and all-reduce those between replicas.
 
-
-def all_gather_group(group: Any) -> Any:
-    """The group that gathers parameters."""
-    return group._all_gather_process_group
-
-
-def reduce_scatter_group(group: Any) -> Any:
-    """The group that reduces gradients and scatters them."""
-    return group._reduce_scatter_process_group
+    The last uses the op of the reduce-scatter, and is None without replicas.
+    """
+    replicas = group._all_reduce_process_group if group._is_hsdp else None
+    return group._all_gather_process_group, group._reduce_scatter_process_group, replicas
 
 
 def reduce_dtype(group: Any) -> torch.dtype | None:
@@ -115,21 +93,20 @@ def reduce_dtype(group: Any) -> torch.dtype | None:
     return group._reduce_dtype
 
 
-def unsharded_size(parameter: Any) -> list[int]:
-    """The size that an ``FSDPParam`` has when it is whole."""
-    return list(parameter._orig_size)
-
-
-def all_reduce_group(group: Any) -> Any:
-    """The group that reduces shards between replicas, with the op of the reduce-scatter; None without replicas."""
-    return group._all_reduce_process_group if group._is_hsdp else None
+def shard_numel(parameter: Any, ranks: int) -> int:
+    """Elements that each of so many ranks gets of an ``FSDPParam``'s gradient, padded so that they divide dim 0."""
+    size, dim = list(parameter._orig_size), parameter.fsdp_placement.dim
+    if dim:  # FSDP2 chunks along the sharded dim and concatenates on dim 0 first
+        size[0], size[dim] = size[0] * ranks, size[dim] // ranks
+    return int(_get_dim0_padded_size(torch.Size(size), ranks).numel()) // ranks
 
 
 def reduce_op(group: Any, dtype: torch.dtype, device_type: str) -> str:
     """The reduction FSDP2 asks the group's reduce-scatter for: "avg", "sum", ..."""
+    _, scatters, replicas = groups_of(group)
     _, _, op, _ = _get_gradient_divide_factors(
-        reduce_scatter_group(group),
-        all_reduce_group(group),
+        scatters,
+        replicas,
         dtype,
         device_type,
         group.gradient_divide_factor,

@@ -1,10 +1,7 @@
 """What graph text writes and reads: groups, operators, symbols, nodes.
 
-- ``distributed_c10d._resolve_process_group(name)`` gives the group that a functional
-  collective names in its ``group_name`` argument, or raises ``RuntimeError``.
 - ``ProcessGroup.group_desc`` is ``mesh_<dimension>`` for a group made by ``init_device_mesh``
   and ``default_pg`` for the world, also where a mesh uses the world as its one dimension.
-- ``OpOverload._schema`` (``name``, ``overload_name``, ``arguments``), the dispatcher's schema.
 - ``SymInt.node`` (a ``SymNode`` with ``expr`` and ``shape_env``), ``ShapeEnv.backed_var_to_val``, and
   ``symbol_is_type`` with ``SymT`` to tell a data-dependent symbol from one with a known example.
 - ``torch._C._dispatch_find_schema_or_throw`` and ``_dispatch_get_all_op_names``: the operators of
@@ -13,7 +10,6 @@
 - ``fx.Graph``: ``_insert``, ``_len``, ``_find_nodes_lookup_table`` and ``_graph_namespace``, as
   ``create_node`` uses them; it spends three quarters of its time on checks that a parser has made.
 - ``torch._C.DisableTorchFunctionSubclass``, the context in which ``__torch_function__`` is not looked for.
-- ``FakeTensor(mode, meta_tensor, device)``, a sixth of the cost of making one through the mode.
 - ``ShapeEnv``: the tables that ``create_symbol`` and ``create_unbacked_symint`` fill; these look for the
   user's line on the stack, which takes milliseconds, imports Inductor, and is no line here.
 """
@@ -32,8 +28,8 @@ from torch import fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from pytest_gtrainer._torch import private_names
-from pytest_gtrainer._torch.operators import HigherOrderOperator, OpOverload, schema
-from pytest_gtrainer._torch.values import FakeTensor, FakeTensorMode
+from pytest_gtrainer._torch.process_groups import group_named, live_groups
+from pytest_gtrainer._torch.values import FakeTensor, FakeTensorMode, HigherOrderOperator, OpOverload, schema
 
 with private_names():
     from torch._ops import _higher_order_ops
@@ -47,7 +43,6 @@ ATTRIBUTES = {
     "torch.fx.graph:_Namespace": ("create_name", "associate_name_with_obj"),
     "torch:Tensor": ("_has_symbolic_sizes_strides",),
     "torch._subclasses.fake_tensor:FakeTensor": ("_fake_device",),
-    "torch.distributed.distributed_c10d:_World": ("pg_map",),
     "torch.fx.experimental.symbolic_shapes:ShapeEnv": (
         "backed_var_to_val",
         "var_to_range",
@@ -63,7 +58,6 @@ ATTRIBUTES = {
 
 __all__ = ["Overload", "ResolvedGroup", "functions", "overload", "resolve_group"]
 
-_STRIDED = torch.strided
 POLICIES = {policy.name.lower(): policy for policy in torch.utils.checkpoint.CheckpointPolicy}
 
 
@@ -74,36 +68,28 @@ class ResolvedGroup:
     ranks: tuple[int, ...]
     description: str
 
+    @classmethod
+    def of(cls, group: dist.ProcessGroup) -> ResolvedGroup:
+        """Its ranks and description."""
+        return cls(tuple(dist.get_process_group_ranks(group)), group.group_desc)
+
 
 def resolve_group(name: str) -> ResolvedGroup | None:
     """The process group of that name; None if this process has none."""
-    if not dist.is_available() or not dist.is_initialized():
-        return None
     try:
-        group = dist.distributed_c10d._resolve_process_group(name)
-        return ResolvedGroup(tuple(dist.get_process_group_ranks(group)), group.group_desc)
-    except (RuntimeError, ValueError):
+        return ResolvedGroup.of(group_named(name)) if dist.is_initialized() else None
+    except ValueError:
         return None
-
-
-def groups_with_ranks(ranks: tuple[int, ...]) -> list[ResolvedGroup]:
-    """This process's groups of these ranks."""
-    if not dist.is_available() or not dist.is_initialized():
-        return []
-    groups = dist.distributed_c10d._world.pg_map
-    described = [ResolvedGroup(tuple(dist.get_process_group_ranks(group)), group.group_desc) for group in groups]
-    return [group for group in described if group.ranks == ranks]
 
 
 def named_groups() -> dict[str, ResolvedGroup]:
     """This process's groups by name, in the order in which they were made."""
-    if not dist.is_available() or not dist.is_initialized():
-        return {}
-    groups = dist.distributed_c10d._world.pg_map
-    return {
-        group.group_name: ResolvedGroup(tuple(dist.get_process_group_ranks(group)), group.group_desc)
-        for group in groups
-    }
+    return {group.group_name: ResolvedGroup.of(group) for group in live_groups()} if dist.is_initialized() else {}
+
+
+def groups_with_ranks(ranks: tuple[int, ...]) -> list[ResolvedGroup]:
+    """This process's groups of these ranks."""
+    return [group for group in named_groups().values() if group.ranks == ranks]
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +118,7 @@ def expression(value: Any) -> Any:
 
 def static_type(value: torch.Tensor) -> tuple[Any, ...] | None:
     """Dtype, shape, device, and strides unless contiguous; None if it has no strides, or a size may be symbolic."""
-    if value._has_symbolic_sizes_strides or value.layout is not _STRIDED:
+    if value._has_symbolic_sizes_strides or value.layout is not torch.strided:
         return None
     device = value._fake_device if type(value) is FakeTensor else value.device
     if value.is_contiguous():  # asked in a quarter of the time that telling the strides takes

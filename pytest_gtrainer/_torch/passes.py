@@ -1,13 +1,15 @@
-"""Functional collectives of a graph, the groups they name, and fake values of new nodes.
+"""Functional collectives of a graph, extra groups for them, fake values of new nodes.
 
-- functional collectives are the operators of ``torch.ops._c10d_functional``; a group is an argument
-  by name, resolved by ``torch.distributed.distributed_c10d._resolve_process_group``;
+- functional collectives are the operators of ``torch.ops._c10d_functional``; a group is an argument by name;
+- ``bucketing._pre_bucket_all_gather`` (registered by ``torch._inductor.fx_passes.bucketing``) takes the rank as
+  its argument ``rank``, and lays the rank's part at this place of a buffer for the whole group;
+- ``torch.ops.higher_order.inductor_compiled_code`` calls what Inductor compiled;
+- ``DeviceMesh._get_root_mesh`` is the mesh that a submesh was cut out of, its ``mesh`` holds all ranks;
 - ``distributed_c10d._new_process_group_helper`` is what ``new_group`` calls, and takes a name (``new_group``
   counts, or hashes the number of groups a rank has, and ranks that make groups in another order disagree);
   ``_world`` holds the tables of groups, which ``destroy_process_group`` empties;
 - ``torch._inductor.fx_passes.control_dependencies.preserve_node_ordering`` wraps nodes in the higher-order
   operator ``control_deps(nodes to stand behind, body, *operands)``, which keeps their name and metadata;
-- ``FakeTensor(mode, meta_tensor, device)`` makes a fake tensor without dispatching an operator;
 - ``torch._logging.trace_structured`` writes to the log that ``TORCH_TRACE`` asks for; tlparse shows its event
   "artifact" as a file, of the encoding that stands in its metadata.
 """
@@ -23,21 +25,18 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional_collectives
 from torch import fx
 from torch._logging import trace_structured
+from torch.distributed.device_mesh import DeviceMesh
 
 from pytest_gtrainer._torch import private_names
-from pytest_gtrainer._torch.operators import HigherOrderOperator
-from pytest_gtrainer._torch.values import FakeTensor
+from pytest_gtrainer._torch.process_groups import group_named
+from pytest_gtrainer._torch.values import FakeTensor, HigherOrderOperator, faked
 
 with private_names():
     from torch.distributed import distributed_c10d
-    from torch.distributed.distributed_c10d import (
-        GroupName,
-        _get_default_timeout,
-        _new_process_group_helper,
-        _resolve_process_group,
-    )
+    from torch.distributed.distributed_c10d import GroupName, _get_default_timeout, _new_process_group_helper
 
 ATTRIBUTES = {
+    "torch.distributed.device_mesh:DeviceMesh": ("_get_root_mesh",),
     "torch.distributed.distributed_c10d:_World": ("pg_map", "pg_names", "pg_group_ranks"),
 }
 
@@ -49,6 +48,10 @@ REDUCE_SCATTER = _ops.reduce_scatter_tensor.default
 ALL_REDUCE = _ops.all_reduce.default
 ALL_TO_ALL = _ops.all_to_all_single.default
 WAIT = _ops.wait_tensor.default
+ALL_GATHER_OUT = _ops.all_gather_into_tensor_out.default
+PRE_BUCKET_ALL_GATHER = "bucketing::_pre_bucket_all_gather"
+COMPILED_CODE = "inductor_compiled_code"
+COMPILED_MODULES = "torch._inductor"
 
 EXTRA_GROUP = ":extra"
 """Ends the names of process groups that passes make; they are gone with their world (F4)."""
@@ -65,20 +68,9 @@ def log_artefact(name: str, content: object) -> None:
     )
 
 
-def group_ranks(name: str) -> tuple[int, ...]:
-    """Global ranks of the process group called ``name``, in group order.
-
-    Raises:
-        ValueError: there is no such group in this process.
-    """
-    return tuple(dist.get_process_group_ranks(_group(name)))
-
-
-def _group(name: str) -> dist.ProcessGroup:
-    try:
-        return _resolve_process_group(name)
-    except (RuntimeError, ValueError, KeyError) as error:
-        raise ValueError(f"process group {name!r} of the graph does not exist in this process: {error}") from None
+def root_ranks(mesh: DeviceMesh) -> torch.Tensor:
+    """All ranks of the mesh that ``mesh`` was cut out of, in its shape."""
+    return mesh._get_root_mesh().mesh
 
 
 def extra_group(name: str) -> str:
@@ -88,7 +80,7 @@ def extra_group(name: str) -> str:
     the members agree on the source's name, which is the prefix of the group's keys in the store; and torch's
     own table finds it again while the world lives, and has forgotten it afterwards.
     """
-    source, extra = _group(name), name + EXTRA_GROUP
+    source, extra = group_named(name), name + EXTRA_GROUP
     world = distributed_c10d._world  # looked up anew: a simulated world puts another one in its place
     if extra in world.pg_names.values():
         return extra
@@ -137,7 +129,7 @@ def value_like(like: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
     """A contiguous value of another shape for ``meta["val"]``; for a fake one without the mode's dispatch."""
     if not isinstance(like, FakeTensor):
         return like.new_empty(shape)
-    return _fake(like, torch.empty(shape, dtype=like.dtype, device="meta"))
+    return faked(torch.empty(shape, dtype=like.dtype, device="meta"), like)
 
 
 def values_of_split(whole: torch.Tensor, sizes: list[int], dim: int) -> list[torch.Tensor]:
@@ -145,8 +137,4 @@ def values_of_split(whole: torch.Tensor, sizes: list[int], dim: int) -> list[tor
     if not isinstance(whole, FakeTensor):
         return list(whole.split_with_sizes(sizes, dim))
     meta = torch.empty_strided(whole.shape, whole.stride(), dtype=whole.dtype, device="meta")
-    return [_fake(whole, part) for part in meta.split_with_sizes(sizes, dim)]
-
-
-def _fake(like: FakeTensor, meta: torch.Tensor) -> torch.Tensor:
-    return meta if isinstance(meta, FakeTensor) else FakeTensor(like.fake_mode, meta, like.device)
+    return [faked(part, whole) for part in meta.split_with_sizes(sizes, dim)]

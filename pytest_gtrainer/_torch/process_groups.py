@@ -1,13 +1,20 @@
-"""Process groups: which live, how many were made, an end that does not wait.
+"""Process groups: which live, how many were made, an end that does not wait, what outlives them.
 
+- ``distributed_c10d._resolve_process_group(name)`` gives the group that a functional collective names.
 - ``pg_map``, ``pg_names`` and ``group_count`` of ``distributed_c10d._world`` have no public reader.
 - ``_get_sequence_number_for_group`` counts what was issued on a group.
 - ``_abort_process_group`` does not wait for collectives that never end, as ``destroy_process_group`` does.
 - ``c10d_logger`` logs every failed collective with all its arguments, on each rank that waited.
+- Two DeviceMeshes over the same ranks with the same names are equal, whatever their groups. So DTensor's caches hand
+  a later test the mesh of an earlier one, whose groups are gone ("Could not resolve the process group registered
+  under the name 1"), or, worse, whose group names now belong to others. A world that ends therefore empties them.
 """
 
 from __future__ import annotations
 
+import sys
+
+import torch
 import torch.distributed as dist
 from torch.distributed import c10d_logger
 from torch.distributed import distributed_c10d as c10d
@@ -16,6 +23,23 @@ ATTRIBUTES = {
     "torch.distributed.distributed_c10d:_World": ("pg_map", "pg_names", "group_count"),
     "torch.distributed:ProcessGroup": ("_get_sequence_number_for_group",),
 }
+
+
+def group_named(name: str) -> dist.ProcessGroup:
+    """The process group that a graph calls ``name``.
+
+    Raises:
+        ValueError: there is no such group in this process.
+    """
+    try:
+        return c10d._resolve_process_group(name)
+    except (RuntimeError, ValueError, KeyError) as error:
+        raise ValueError(f"process group {name!r} of the graph does not exist in this process: {error}") from None
+
+
+def group_ranks(name: str) -> tuple[int, ...]:
+    """Global ranks of the process group called ``name``, in group order; raises as ``group_named``."""
+    return tuple(dist.get_process_group_ranks(group_named(name)))
 
 
 def live_groups() -> list[dist.ProcessGroup]:
@@ -50,3 +74,20 @@ def abort_all_groups() -> None:
 def silence_collective_log() -> None:
     """Disable the logger of failed collectives: pytest captures what merely does not propagate."""
     c10d_logger._c10d_logger.disabled = True
+
+
+def forget_meshes() -> None:
+    """Empty DTensor's caches of sharding propagation, of redistribution plans and of what these cost.
+
+    What ``torch.distributed.tensor.debug._clear_sharding_prop_cache`` does (that module needs NumPy), and the caches
+    around redistribution. Does nothing where DTensor was never imported.
+    """
+    if "torch.distributed.tensor" not in sys.modules:
+        return
+    from torch.distributed.tensor import DTensor, _collective_utils, _redistribute
+
+    DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
+    torch._C._clear_DTensor_sharding_propagator_cache()
+    _redistribute._gen_transform_infos.cache_clear()
+    _redistribute.clear_redistribute_planner_cache()
+    _collective_utils.MeshTopoInfo.build_from_mesh.cache_clear()

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -43,18 +43,7 @@ ATTRIBUTES = {
     ),
 }
 
-__all__ = [
-    "GuardOnDataDependentSymNode",
-    "annotate",
-    "current_annotation",
-    "is_fixed",
-    "make_fx",
-    "marked_backward",
-    "new_extent",
-    "new_fake_mode",
-    "tracing_backward_metadata",
-    "without_annotation",
-]
+__all__ = ["GuardOnDataDependentSymNode", "annotate", "make_fx"]
 
 
 def new_fake_mode() -> FakeTensorMode:
@@ -83,17 +72,10 @@ def tracing_backward_metadata() -> Iterator[None]:
         stack.enter_context(_non_strict_tracing_context())
         stack.enter_context(_patch_engine_backward())
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))
-        stack.enter_context(_independent_of_earlier_calls())
+        dynamo = sys.modules.get("torch._dynamo")
+        if dynamo is not None:  # a trace is a function of its arguments, not of earlier calls
+            stack.enter_context(dynamo.config.patch(automatic_dynamic_shapes=False))
         yield
-
-
-def _independent_of_earlier_calls() -> AbstractContextManager[object]:
-    """A trace is a function of its arguments; what nobody has imported yet has no earlier calls."""
-    dynamo = sys.modules.get("torch._dynamo")
-    if dynamo is None:
-        return nullcontext()
-    patched: AbstractContextManager[object] = dynamo.config.patch(automatic_dynamic_shapes=False)
-    return patched
 
 
 def marked_backward() -> AbstractContextManager[None]:

@@ -1,20 +1,27 @@
-"""Values of a graph: fake tensors, wrapped tensors, memory, containers.
+"""What graphs and modules hold: operators, tensors, memory, containers.
 
+- ``OpOverload._schema`` is the dispatcher's schema: ``name``, ``arguments`` (each with ``name``, ``is_write``,
+  ``alias_info``, ``default_value``), ``returns``, ``is_mutable``.
+- ``FakeTensor(mode, meta_tensor, device)`` makes a fake tensor without dispatching an operator.
 - ``torch.utils._pytree`` flattens containers; torch's own tracing flattens with it, so leaves come in its order.
 - A *traceable wrapper subclass* holds other tensors and has no bytes of its own.
 - ``DTensor._local_tensor`` is this rank's part; ``to_local`` would be recorded in a trace.
 - ``UntypedStorage._cdata`` is the address of the storage object: equal for a tensor and its views.
+- A class may hide a parameter behind a property, so ``getattr`` does not give what a module holds in
+  ``_parameters``; writing to that table does not run ``__setattr__``.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from pytest_gtrainer._torch import private_names
 
 with private_names():
+    from torch._ops import HigherOrderOperator, OpOverload
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
     from torch.utils import _pytree as pytree
     from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -22,12 +29,31 @@ with private_names():
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-__all__ = ["FakeTensor", "FakeTensorMode", "is_traceable_wrapper_subclass", "local_part", "pytree", "storage_of"]
-
 ATTRIBUTES = {
+    "torch._ops:OpOverload": ("_schema",),
     "torch:UntypedStorage": ("_cdata",),
     "torch.distributed.tensor:DTensor": ("_local_tensor",),
+    "torch.nn:Module": ("_parameters", "_buffers"),
 }
+
+__all__ = [
+    "FakeTensor",
+    "FakeTensorMode",
+    "HigherOrderOperator",
+    "OpOverload",
+    "is_traceable_wrapper_subclass",
+    "pytree",
+]
+
+
+def schema(operator: OpOverload) -> Any:
+    """The dispatcher's schema of an operator."""
+    return operator._schema
+
+
+def faked(meta: torch.Tensor, like: FakeTensor) -> FakeTensor:
+    """A meta tensor as a fake one, of the mode and device of another."""
+    return meta if isinstance(meta, FakeTensor) else FakeTensor(like.fake_mode, meta, like.device)
 
 
 def storage_of(tensor: torch.Tensor) -> int:
@@ -38,3 +64,13 @@ def storage_of(tensor: torch.Tensor) -> int:
 def local_part(tensor: DTensor) -> torch.Tensor:
     """This rank's part of a DTensor, itself and no view."""
     return tensor._local_tensor
+
+
+def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
+    """The module's own parameters by name: its table, not a copy."""
+    return module._parameters
+
+
+def buffers_of(module: nn.Module) -> dict[str, torch.Tensor | None]:
+    """The module's own buffers by name: its table, not a copy."""
+    return module._buffers

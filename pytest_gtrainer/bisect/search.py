@@ -23,9 +23,8 @@ from torch import Tensor, fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from pytest_gtrainer._torch.graph_modules import compiled, copied_lazily
-from pytest_gtrainer._torch.operators import OpOverload, schema
 from pytest_gtrainer._torch.passes import WAIT
-from pytest_gtrainer._torch.values import pytree
+from pytest_gtrainer._torch.values import OpOverload, pytree, schema
 from pytest_gtrainer.graph.nodes import BACKWARD, direction, node_fqn
 from pytest_gtrainer.numerics.bits import NoBytes
 from pytest_gtrainer.numerics.compare import TensorPairs, difference_of
@@ -39,7 +38,7 @@ from pytest_gtrainer.tracing.step import TracedStep
 if TYPE_CHECKING:
     from pytest_gtrainer.worlds.simulated.interpreter import RankGraph, RankRandomStates
     from pytest_gtrainer.worlds.simulated.net import Net
-    from pytest_gtrainer.worlds.world import World
+    from pytest_gtrainer.worlds.spec import World
 
 
 Values = dict[Key, Tensor]
@@ -69,8 +68,8 @@ def local_run(flat: Sequence[Any]) -> Run:
 
 def run_in_world(inputs: Sequence[Sequence[Any]], world: World, meshes: Sequence[DeviceMesh]) -> Run:
     """Runs a graph on all ranks of a simulated world, which have these flat inputs."""
+    from pytest_gtrainer.worlds.fake import net_of
     from pytest_gtrainer.worlds.simulated.interpreter import PerRank, RankGraph
-    from pytest_gtrainer.worlds.simulated.world import net_of
 
     merged = [PerRank(values) for values in zip(*inputs, strict=True)]
     return _on_all(lambda gm: RankGraph.of(gm, *meshes), net_of(world), merged)

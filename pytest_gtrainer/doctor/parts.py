@@ -16,7 +16,7 @@ PACKAGE = "pytest_gtrainer"
 # What users name that is no public name of the package, by the module that makes it.
 WORLDS = {
     'gt_world("fake")': "worlds.fake",
-    'gt_world("simulated")': "worlds.simulated.world",
+    'gt_world("simulated")': "worlds.fake",
     'eager code in gt_world("simulated")': "worlds.simulated.threads.run",
     'gt_world("ranks")': "ranks.inside.rank",
     "gt_golden of graphs": "graphtext.rendering",

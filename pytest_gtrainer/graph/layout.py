@@ -21,7 +21,8 @@ import torch
 from torch import fx
 
 from pytest_gtrainer import facts
-from pytest_gtrainer._torch.passes import ALL_GATHER, REDUCE_SCATTER, group_ranks
+from pytest_gtrainer._torch.passes import ALL_GATHER, REDUCE_SCATTER
+from pytest_gtrainer._torch.process_groups import group_ranks
 from pytest_gtrainer.graph.bucket_plan import layer_of
 from pytest_gtrainer.graph.collectives import (
     all_reduce_behind,

@@ -17,8 +17,8 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from pytest_gtrainer._torch.operators import HigherOrderOperator, OpOverload, schema
 from pytest_gtrainer._torch.passes import WAIT
+from pytest_gtrainer._torch.values import HigherOrderOperator, OpOverload, schema
 
 FORWARD, BACKWARD = "fwd", "bwd"
 GATHERS_ONCE = "gt_gathers_once"

@@ -30,7 +30,7 @@ from pytest_gtrainer._torch.graph_text import (
     overload,
     resolve_group,
 )
-from pytest_gtrainer._torch.operators import HigherOrderOperator, OpOverload
+from pytest_gtrainer._torch.values import HigherOrderOperator, OpOverload
 from pytest_gtrainer.graphtext.header import nearest
 from pytest_gtrainer.graphtext.sections import spell
 

@@ -17,7 +17,7 @@ import torch
 from torch import fx, nn
 
 from pytest_gtrainer._torch.graph_text import append_node
-from pytest_gtrainer._torch.operators import OpOverload
+from pytest_gtrainer._torch.values import OpOverload
 from pytest_gtrainer.graphtext import header
 from pytest_gtrainer.graphtext.header import TextError
 from pytest_gtrainer.graphtext.literals import constants as constants_of

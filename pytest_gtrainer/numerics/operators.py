@@ -21,8 +21,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from pytest_gtrainer._torch.autograd import TorchDispatchMode, in_backward, last_made_node, watching_backward
-from pytest_gtrainer._torch.operators import OpOverload, schema
-from pytest_gtrainer._torch.values import pytree
+from pytest_gtrainer._torch.values import OpOverload, pytree, schema
 from pytest_gtrainer.graph.nodes import BACKWARD, FORWARD, direction, node_fqn
 from pytest_gtrainer.numerics.bits import NoBytes, dtype_name, plain
 from pytest_gtrainer.numerics.compare import compare

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from pytest_gtrainer._torch.passes import ALL_REDUCE, extra_group, group_ranks, is_extra_group
+from pytest_gtrainer._torch.passes import ALL_REDUCE, extra_group, is_extra_group
+from pytest_gtrainer._torch.process_groups import group_ranks
 from pytest_gtrainer.graph.collectives import (
     Member,
     PlanError,

@@ -6,8 +6,9 @@ This is what a chunked graph is equal to, bit for bit, with early gradient accum
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from pytest_gtrainer._torch.fsdp2 import annotate, is_block_mask, split_block_mask
 from pytest_gtrainer.graph.chunks import BODY, EAGER, MATERIALIZATION, SPLIT_BOUNDARY, annotation
 from pytest_gtrainer.passes.chunking.config import MOE, ChunkConfig, ChunkError
+from pytest_gtrainer.tracing.model import Attachment, tensor_text
 
 MASKS = frozenset({"mask", "masks", "attn_mask", "attention_mask", "attention_masks", "block_mask"})
 POSITIONS = frozenset({"positions", "position_ids"})
@@ -23,30 +25,22 @@ SHARED = frozenset({"rope", "rope_cache", "freqs_cis", "freqs", "position_embedd
 """Names of a block's parameters beside its activation: cut along the batch if they have it, or shared by all chunks."""
 
 
-class EagerChunking:
-    """What ``eager_chunked`` put on a model; ``remove()`` takes it off, as leaving a ``with`` block does.
+class EagerChunking(Attachment):
+    """What ``eager_chunked`` put on a model; ``remove()`` gives the modules their own forward back.
 
     Attributes:
         fqns: the modules that run in chunks.
     """
 
-    def __init__(self, fqns: tuple[str, ...], wrapped: list[nn.Module]) -> None:
+    def __init__(self, fqns: tuple[str, ...], wrapped: Iterable[nn.Module]) -> None:
+        super().__init__([partial(_unwrap, module) for module in wrapped])
         self.fqns = fqns
-        self._wrapped = wrapped
 
-    def remove(self) -> None:
-        """Give the modules their own forward back; a second call does nothing."""
-        for module in self._wrapped:
-            replaced = module.__dict__.pop("forward").replaced
-            if replaced is not None:
-                module.forward = replaced
-        self._wrapped.clear()
 
-    def __enter__(self) -> EagerChunking:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.remove()
+def _unwrap(module: nn.Module) -> None:
+    replaced = module.__dict__.pop("forward").replaced
+    if replaced is not None:
+        module.forward = replaced
 
 
 def eager_chunked(model: nn.Module, config: ChunkConfig) -> EagerChunking:
@@ -71,8 +65,8 @@ def eager_chunked(model: nn.Module, config: ChunkConfig) -> EagerChunking:
             )
     fresh = {fqn: module for fqn, module in roots.items() if fqn not in chunked}
     for fqn, module in fresh.items():
-        module.forward = _ChunkedForward(module.forward, config, fqn, own[fqn])
-    return EagerChunking(tuple(roots), list(fresh.values()))
+        module.forward = _ChunkedForward(module.forward, config, fqn, own[fqn], inspect.signature(module.forward))
+    return EagerChunking(tuple(roots), fresh.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,10 +77,7 @@ class _ChunkedForward:
     config: ChunkConfig
     fqn: str
     replaced: Callable[..., Any] | None
-    signature: inspect.Signature = field(init=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "signature", inspect.signature(self.run))
+    signature: inspect.Signature
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         bound = self.signature.bind(*args, **kwargs)
@@ -140,39 +131,29 @@ class _ChunkedForward:
         raise self._refused(arguments, f"the first extent of {name} is neither the batch's nor 1")
 
     def _join(self, outputs: list[Any]) -> Any:
-        first = outputs[0]
-        if isinstance(first, Tensor):
-            return torch.cat([self._joinable(output) for output in outputs], self.config.dim)
+        """The chunks' outputs as one; unless batches are joined, gradients are made contiguous, as the graph's are."""
+        first, dim = outputs[0], self.config.dim
         if type(first) in (tuple, list) and all(isinstance(item, Tensor) for item in first):
             return type(first)(self._join(list(items)) for items in zip(*outputs, strict=True))
-        raise TypeError(
-            f"{self.fqn} returns a {type(first).__name__}: "
-            "a chunked module returns a tensor, or a tuple or list of tensors"
-        )
-
-    def _joinable(self, output: Tensor) -> Tensor:
-        """A chunk's output; unless batches are joined its gradient is made contiguous, as the graph's is."""
-        if output.ndim <= self.config.dim:
-            raise ChunkError(
-                f"{self.fqn} returns a tensor of {output.ndim} dimensions, which has no {self.config.chunk_dim} "
-                "dimension to be joined along: return it with that dimension, or keep it inside the module"
+        if not isinstance(first, Tensor):
+            raise TypeError(
+                f"{self.fqn} returns a {type(first).__name__}: "
+                "a chunked module returns a tensor, or a tuple or list of tensors"
             )
-        if self.config.dim and output.requires_grad:
-            output.register_hook(lambda gradient: gradient.contiguous())
-        return output
+        for output in outputs:
+            if output.ndim <= dim:
+                raise ChunkError(
+                    f"{self.fqn} returns a tensor of {output.ndim} dimensions, which has no {self.config.chunk_dim} "
+                    "dimension to be joined along: return it with that dimension, or keep it inside the module"
+                )
+            if dim and output.requires_grad:
+                output.register_hook(lambda gradient: gradient.contiguous())
+        return torch.cat(outputs, dim)
 
     def _refused(self, arguments: Mapping[str, Any], why: str) -> ChunkError:
-        observed = ", ".join(f"{name}: {_kind(value)}" for name, value in arguments.items())
+        values = arguments.values()
+        kinds = [tensor_text(value) if isinstance(value, Tensor) else type(value).__name__ for value in values]
+        observed = ", ".join(map(": ".join, zip(arguments, kinds, strict=True)))
         return ChunkError(
             f"{self.fqn} was called with ({observed}), which cannot be chunked by {self.config.chunk_dim}: {why}"
         )
-
-
-def _kind(value: Any) -> str:
-    """
-    >>> _kind(torch.zeros(2, 3)), _kind(4)
-    ('float32[2, 3]', 'int')
-    """
-    if isinstance(value, Tensor):
-        return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
-    return type(value).__name__

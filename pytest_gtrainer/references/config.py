@@ -1,13 +1,14 @@
-"""One configuration for both sides of a comparison, so that they cannot differ by accident."""
+"""What both sides of a comparison share: one configuration, so that they cannot differ by accident, and one loop."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial, update_wrapper
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -16,11 +17,15 @@ from torch.utils.checkpoint import checkpoint
 from pytest_gtrainer.graph.bucket_plan import LOSS, BucketPlan, Plan, layer_of
 from pytest_gtrainer.graph.collectives import PlanError
 from pytest_gtrainer.numerics.determinism import ActivationCheckpointConfig
+from pytest_gtrainer.numerics.digest import tell_weights
+from pytest_gtrainer.numerics.record import Record
+from pytest_gtrainer.numerics.seeds import random_state
 from pytest_gtrainer.passes.chunking.config import ChunkConfig
+from pytest_gtrainer.tracing.model import local
 from pytest_gtrainer.tracing.sharding import MixedPrecisionPolicy
 
 if TYPE_CHECKING:
-    from pytest_gtrainer.worlds.world import World
+    from pytest_gtrainer.worlds.spec import World
 
 Batch = tuple[Any, ...]
 
@@ -106,7 +111,7 @@ def finished(config: TrainConfig | Callable[[DeviceMesh], TrainConfig], world: W
         return config
     if world is None:
         raise ValueError("a function that builds the configuration needs a mesh: give world=gt_world too")
-    from pytest_gtrainer.worlds.mesh import make_mesh
+    from pytest_gtrainer.worlds.fake import make_mesh
 
     return config(make_mesh(world))
 
@@ -164,3 +169,82 @@ def bucket_modules(model: nn.Module, plan: BucketPlan) -> list[tuple[str, list[n
     # by the number of modules around them, of which the root has none
     inner_first = sorted(buckets, key=lambda bucket: -max(fqn.count(".") + 1 if fqn else 0 for fqn in bucket.roots))
     return [(bucket.label, [modules[fqn] for fqn in bucket.roots if fqn in modules]) for bucket in inner_first]
+
+
+# --- the training loop, and what it records
+
+
+class TensorSink(Protocol):
+    """What a training run tells its tensors to: a ``Record``, or something that keeps less."""
+
+    def add(self, step: int, rank: int, phase: str, name: str, tensor: torch.Tensor) -> None:
+        """Take a tensor of a step and rank; ``phase`` is one of ``numerics.record.PHASES``."""
+        ...
+
+
+def train(
+    config: TrainConfig,
+    model: nn.Module,
+    compute_gradients: Callable[..., torch.Tensor],
+    side: str,
+    recorder: TensorSink | None = None,
+) -> Record:
+    """Train ``model`` and record loss, gradients, weights, optimiser state and buffers of every step.
+
+    ``compute_gradients(*inputs)`` returns the loss and fills ``.grad``. With a ``recorder`` the record that
+    is returned stays empty. ``GT_WEIGHT_HASH=1`` prints a line with a digest of the weights after every step.
+
+    Raises:
+        ValueError: under a fake process group, whose collectives move no data (W1).
+    """
+    if dist.get_backend() == "fake":
+        raise ValueError('a fake world moves no data, so training in it means nothing: use gt_world("ranks")')
+    rank, world = dist.get_rank(), dist.get_world_size()
+    empty = Record(world_size=world, rank=rank, meta={"side": side})
+    record: TensorSink = empty if recorder is None else recorder
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = config.optimizer(parameters)
+    for step in range(config.steps):
+        optimizer.zero_grad()
+        if config.record_rng:
+            record_random_states(record, step, rank)
+        loss = compute_gradients(*config.batch(step, rank))
+        record.add(step, rank, "loss", "loss", local(loss.detach()))
+        record_gradients(record, step, rank, "gradient", model.named_parameters())
+        if config.max_norm is not None:
+            nn.utils.clip_grad_norm_(parameters, config.max_norm)
+            record_gradients(record, step, rank, "clipped", model.named_parameters())
+        optimizer.step()
+        record_state(record, step, rank, model.named_parameters(), optimizer, model.named_buffers())
+        tell_weights(step, rank, side, ((name, local(value.detach())) for name, value in model.named_parameters()))
+    return empty
+
+
+def record_random_states(record: TensorSink, step: int, rank: int) -> None:
+    """What the process draws from next, a state for each generator."""
+    for name, state in random_state().items():
+        record.add(step, rank, "rng", name, state)
+
+
+Named = Iterable[tuple[str, torch.Tensor]]
+
+
+def record_gradients(record: TensorSink, step: int, rank: int, phase: str, parameters: Named) -> None:
+    """The gradients of those parameters that have one."""
+    for name, parameter in parameters:
+        if parameter.grad is not None:
+            record.add(step, rank, phase, name, local(parameter.grad.detach()))
+
+
+def record_state(
+    record: TensorSink, step: int, rank: int, parameters: Named, optimizer: torch.optim.Optimizer, buffers: Named
+) -> None:
+    """Weights, what the optimiser keeps of each, and buffers."""
+    for name, parameter in parameters:
+        record.add(step, rank, "weight", name, local(parameter.detach()))
+        state: dict[str, Any] = optimizer.state.get(parameter, {})
+        for key, value in state.items():
+            if isinstance(value, torch.Tensor):
+                record.add(step, rank, "optimizer", f"{name}.{key}", local(value.detach()))
+    for name, buffer in buffers:
+        record.add(step, rank, "buffer", name, local(buffer.detach()))

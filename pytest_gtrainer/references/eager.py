@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import replace
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -23,8 +24,7 @@ from pytest_gtrainer.graph.layout import (
 )
 from pytest_gtrainer.numerics.record import Record
 from pytest_gtrainer.references.chunked import eager_chunked
-from pytest_gtrainer.references.config import TrainConfig, bucket_modules, new_model
-from pytest_gtrainer.references.train import TensorSink, train
+from pytest_gtrainer.references.config import TensorSink, TrainConfig, bucket_modules, new_model, train
 
 
 class EagerRun:
@@ -34,10 +34,16 @@ class EagerRun:
         self.config = config
         self.model = new_model(config)
         self._side = "eager DDP" if config.replicate else "eager fully_shard"
-        self._trained = replicate_eagerly(self.model, config) if config.replicate else shard_eagerly(self.model, config)
+        self._trained = self.model
+        if config.replicate:
+            # a list of one is for all buckets; bucket_cap_mb itself is not heeded in the first step
+            limits: Any = None if config.ddp_bucket_mb is None else [config.ddp_bucket_mb]
+            self._trained = DistributedDataParallel(self.model, device_mesh=config.mesh, bucket_cap_mb_list=limits)
+        else:
+            shard_eagerly(self.model, config)
 
     def run(self, recorder: TensorSink | None = None) -> Record:
-        """Train for ``config.steps`` steps; see ``references.train.train`` for what is recorded."""
+        """Train for ``config.steps`` steps; see ``references.config.train`` for what is recorded."""
         chunk = self.config.chunk
         with nullcontext() if chunk is None else eager_chunked(self.model, chunk):
             return train(self.config, self.model, self._compute_gradients, self._side, recorder)
@@ -52,14 +58,7 @@ class EagerRun:
         return loss
 
 
-def replicate_eagerly(model: nn.Module, config: TrainConfig) -> nn.Module:
-    """DDP over the mesh, with buckets of the configured size."""
-    # a list of one is for all buckets; bucket_cap_mb itself is not heeded in the first step
-    limits: Any = None if config.ddp_bucket_mb is None else [config.ddp_bucket_mb]
-    return DistributedDataParallel(model, device_mesh=config.mesh, bucket_cap_mb_list=limits)
-
-
-def shard_eagerly(model: nn.Module, config: TrainConfig) -> nn.Module:
+def shard_eagerly(model: nn.Module, config: TrainConfig) -> None:
     """Apply ``fully_shard`` once per bucket, then to the root."""
     policy = FSDP2Policy(
         param_dtype=config.mp_policy.param_dtype,
@@ -76,7 +75,6 @@ def shard_eagerly(model: nn.Module, config: TrainConfig) -> nn.Module:
             modules[0].set_force_sum_reduction_for_comms(True)
     if "" not in config.bucket_plan:
         fully_shard(model, mesh=config.mesh, mp_policy=policy)
-    return model
 
 
 def eager_bucket_layout(model: nn.Module) -> BucketLayout:
@@ -99,38 +97,28 @@ def eager_bucket_layout(model: nn.Module) -> BucketLayout:
 
 
 def _payloads(group: Any, names: dict[int, str]) -> list[Payload]:
+    """What one parameter group gathers and reduces, by the names of its parameters' shards."""
+    gathers, scatters, replicas = fsdp2.groups_of(group)
+
+    def slots(parameters: list[Any], sizes: list[int]) -> tuple[Slot, ...]:
+        offsets = list(accumulate(sizes, initial=0))[:-1]
+        fqns = [names[id(parameter.sharded_param)] for parameter in parameters]
+        return tuple(map(Slot, fqns, offsets, sizes))
+
     sizes, dtype = fsdp2.all_gather_inputs(group)
-    ranks = _ranks(fsdp2.all_gather_group(group))
-    gathered = _slots([names[id(parameter.sharded_param)] for parameter in group.fsdp_params], sizes)
-    gather = Payload(ALL_GATHER_NAME, dtype, ranks, "", gathered)
+    gather = Payload(ALL_GATHER_NAME, dtype, _ranks(gathers), "", slots(group.fsdp_params, sizes))
     # parameters without a gradient, frozen or unused, are gathered and not reduced
     trained = [parameter for parameter in group.fsdp_params if parameter.sharded_param.grad is not None]
     if not trained:
         return [gather]
     dtype = fsdp2.reduce_dtype(group) or trained[0].param_dtype or trained[0].orig_dtype
-    ranks = _ranks(fsdp2.reduce_scatter_group(group))
-    sizes = [_shard_bytes(parameter, len(ranks), dtype) for parameter in trained]
-    reduced = _slots([names[id(parameter.sharded_param)] for parameter in trained], sizes)
     op = fsdp2.reduce_op(group, dtype, trained[0].sharded_param.device.type)
-    scatter = Payload(REDUCE_SCATTER_NAME, dtype, ranks, op, reduced)
-    replicas = fsdp2.all_reduce_group(group)
+    sizes = [fsdp2.shard_numel(parameter, scatters.size()) * dtype.itemsize for parameter in trained]
+    scatter = Payload(REDUCE_SCATTER_NAME, dtype, _ranks(scatters), op, slots(trained, sizes))
     if replicas is None:
         return [gather, scatter]
     return [gather, scatter, replace(scatter, collective=ALL_REDUCE_NAME, ranks=_ranks(replicas))]
 
 
-def _shard_bytes(parameter: Any, ranks: int, dtype: torch.dtype) -> int:
-    size = fsdp2.unsharded_size(parameter)
-    dim = parameter.fsdp_placement.dim
-    if dim:  # FSDP2 chunks along the sharded dim and concatenates on dim 0 first
-        size[0], size[dim] = size[0] * ranks, size[dim] // ranks
-    return fsdp2.padded_numel(torch.Size(size), ranks) // ranks * dtype.itemsize
-
-
 def _ranks(group: dist.ProcessGroup) -> tuple[int, ...]:
     return tuple(dist.get_process_group_ranks(group))
-
-
-def _slots(fqns: list[str], sizes: list[int]) -> tuple[Slot, ...]:
-    offsets = [sum(sizes[:index]) for index in range(len(sizes))]
-    return tuple(Slot(*row) for row in zip(fqns, offsets, sizes, strict=True))

@@ -16,7 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import fx, nn
 
-from pytest_gtrainer._torch.passes import WAIT, group_ranks
+from pytest_gtrainer._torch.passes import WAIT
+from pytest_gtrainer._torch.process_groups import group_ranks
 from pytest_gtrainer.graph.bucket_plan import PayloadOrder
 from pytest_gtrainer.graph.layout import BucketLayout, bucket_layout
 from pytest_gtrainer.graph.nodes import BACKWARD, direction, is_random, node_fqn
@@ -24,8 +25,7 @@ from pytest_gtrainer.numerics.record import Record
 from pytest_gtrainer.numerics.seeds import random_states_kept
 from pytest_gtrainer.passes.graph_pass import BoundPass
 from pytest_gtrainer.passes.pipeline import apply_graph_passes, construct_default_graph_passes
-from pytest_gtrainer.references.config import TrainConfig, bucket_modules, new_model
-from pytest_gtrainer.references.train import train
+from pytest_gtrainer.references.config import TrainConfig, bucket_modules, new_model, train
 from pytest_gtrainer.tracing.sharding import data_parallel
 from pytest_gtrainer.tracing.step import TracedStep, trace_step
 
@@ -55,7 +55,7 @@ class GraphRun:
         self.traced = rewrite(self._as_traced, config, **options)
 
     def run(self) -> Record:
-        """Train for ``config.steps`` steps; see ``references.train.train`` for what is recorded.
+        """Train for ``config.steps`` steps; see ``references.config.train`` for what is recorded.
 
         Raises:
             RanksDisagree: the ranks' graphs issue different collectives; nothing has run then.

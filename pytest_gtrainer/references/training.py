@@ -15,7 +15,7 @@ from pytest_gtrainer.references.eager import EagerRun
 from pytest_gtrainer.references.graph import GraphRun
 
 if TYPE_CHECKING:
-    from pytest_gtrainer.worlds.world import World
+    from pytest_gtrainer.worlds.spec import World
 
 
 def train_eager(config: TrainConfig | Callable[[DeviceMesh], TrainConfig], *, world: World | None = None) -> Record:
@@ -25,8 +25,8 @@ def train_eager(config: TrainConfig | Callable[[DeviceMesh], TrainConfig], *, wo
     configuration from a rank's mesh.
     """
     if world is not None and world.kind == "simulated":
-        from pytest_gtrainer.references.simulated.eager import simulated_eager
-        from pytest_gtrainer.worlds.simulated.world import net_of
+        from pytest_gtrainer.references.simulated import simulated_eager
+        from pytest_gtrainer.worlds.fake import net_of
 
         return simulated_eager(config, net_of(world), mesh=world.mesh).record
     return EagerRun(finished(config, world)).run()
@@ -51,7 +51,7 @@ def train_graph(
         "reduce_scatter_first": reduce_scatter_first,
     }
     if world is not None and world.kind == "simulated":
-        from pytest_gtrainer.references.simulated.graph import SimulatedGraphRun
+        from pytest_gtrainer.references.simulated import SimulatedGraphRun
 
         return SimulatedGraphRun(config, world, **options).run()
     return GraphRun(finished(config, world), **options).run()

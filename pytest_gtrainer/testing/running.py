@@ -23,10 +23,8 @@ from pytest_gtrainer.graphtext.header import nearest
 from pytest_gtrainer.numerics.compare import assert_bitwise_equal
 from pytest_gtrainer.testing.directives import PassFileError
 from pytest_gtrainer.testing.pass_file import PassCall, PassFile, read_pass_file
-from pytest_gtrainer.worlds.fake import fake_world
-from pytest_gtrainer.worlds.mesh import make_mesh
-from pytest_gtrainer.worlds.spec import WorldSpec
-from pytest_gtrainer.worlds.world import World
+from pytest_gtrainer.worlds.fake import fake_world, make_mesh
+from pytest_gtrainer.worlds.spec import World, WorldSpec
 
 if TYPE_CHECKING:
     from pytest_gtrainer.golden.check import Golden

@@ -2,35 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.utils.hooks import RemovableHandle
 
-from pytest_gtrainer._torch.modules import buffers_of, parameters_of
 from pytest_gtrainer._torch.tracing import annotate, without_annotation
+from pytest_gtrainer._torch.values import buffers_of, parameters_of
 
 KEY = "module_fqn"
 LOSS_FQN = "loss"
 
 
-class FqnAnnotation:
-    """What ``annotate_module_fqns`` put on a model; ``remove()`` takes it off, as leaving a ``with`` block does."""
+class Attachment:
+    """What was put on a model; ``remove()`` takes it off, as leaving a ``with`` block does."""
 
-    def __init__(self, handles: list[RemovableHandle]) -> None:
-        self._handles = handles
+    def __init__(self, undo: Iterable[Callable[[], object]]) -> None:
+        self._undo = list(undo)
 
     def remove(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        """Take it off; a second call does nothing."""
+        while self._undo:
+            self._undo.pop()()
 
-    def __enter__(self) -> FqnAnnotation:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -54,19 +54,28 @@ class _Scope:
         self._open.pop().__exit__(None, None, None)
 
 
-def annotate_module_fqns(model: nn.Module) -> FqnAnnotation:
+def annotate_module_fqns(model: nn.Module) -> Attachment:
     """Stamp every node traced inside a submodule's forward with the submodule's FQN.
 
     Each named submodule except the root gets its own FQN, two instances of one class and
     parameterless modules included; the innermost wins. A module registered under two names
     has the first. Annotating twice is harmless. Eager runs are unaffected.
     """
-    handles = []
+    undo = []
     for fqn, module in model.named_modules():
         scope = _Scope(fqn)
-        handles.append(module.register_forward_pre_hook(scope.before, prepend=True))
-        handles.append(module.register_forward_hook(scope.after, always_call=True))
-    return FqnAnnotation(handles)
+        undo.append(module.register_forward_pre_hook(scope.before, prepend=True).remove)
+        undo.append(module.register_forward_hook(scope.after, always_call=True).remove)
+    return Attachment(undo)
+
+
+def tensor_text(tensor: torch.Tensor) -> str:
+    """Dtype and shape.
+
+    >>> tensor_text(torch.ones(2, 3))
+    'float32[2, 3]'
+    """
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
 
 
 Slot = tuple[dict[str, Any], str]
@@ -77,13 +86,12 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def rewrap(plain: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """``plain`` as the local shard of a DTensor like ``like``, or as it is."""
+def rewrap(plain: torch.Tensor, like: torch.Tensor, mesh: DeviceMesh | None = None) -> torch.Tensor:
+    """``plain`` as the local shard of a DTensor like ``like``, on its mesh or another; as it is if that is none."""
     if not isinstance(like, DTensor):
         return plain
-    return DTensor.from_local(
-        plain, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
-    )
+    mesh = mesh or like.device_mesh
+    return DTensor.from_local(plain, mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride())
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,13 +138,14 @@ class ModelState:
     @contextmanager
     def exchanged(self, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
         """Let the model use ``tensors``, in the order of ``fqns``; put its own back afterwards."""
-        self._install(tensors)
+
+        def install(them: Sequence[torch.Tensor]) -> None:
+            for fqn, tensor in zip(self.fqns, them, strict=True):
+                for table, key in self.slots[fqn]:
+                    table[key] = tensor
+
+        install(tensors)
         try:
             yield
         finally:
-            self._install(self.tensors)
-
-    def _install(self, tensors: Sequence[torch.Tensor]) -> None:
-        for fqn, tensor in zip(self.fqns, tensors, strict=True):
-            for table, key in self.slots[fqn]:
-                table[key] = tensor
+            install(self.tensors)

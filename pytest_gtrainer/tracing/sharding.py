@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import partial, partialmethod
 from typing import Any
 
 import torch
@@ -21,11 +22,15 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 
-from pytest_gtrainer._torch.modules import parameters_of
 from pytest_gtrainer._torch.tracing import annotate, current_annotation
+from pytest_gtrainer._torch.values import parameters_of
 from pytest_gtrainer.tracing.model import KEY
 
-MODES = ("fully_shard", "replicate", "hybrid_shard")
+PLACEMENTS: dict[str, list[Placement]] = {
+    "fully_shard": [Shard(0)],
+    "replicate": [Replicate()],
+    "hybrid_shard": [Replicate(), Shard(0)],
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +53,7 @@ class _Access:
     policy: MixedPrecisionPolicy
     op: str
     divide_by: float | None
+
 
 _describing: ContextVar[bool] = ContextVar("describing", default=False)
 _gathers: ContextVar[dict[int, torch.Tensor] | None] = ContextVar("gathers", default=None)
@@ -100,26 +106,29 @@ def data_parallel(
     if scalars and mode != "replicate":
         raise ValueError(f"{', '.join(scalars)} has no dimension to shard: give it shape (1,), as FSDP2 asks for")
     _refuse_foreign_dtensors(model)
+    if mode not in PLACEMENTS:
+        raise ValueError(f"mode={mode!r}: expected one of {', '.join(PLACEMENTS)}")
+    placements = PLACEMENTS[mode]
+    if mesh.ndim != len(placements):
+        raise ValueError(f"mode={mode!r} needs a {len(placements)}-D mesh, this one is {mesh.ndim}-D: {mesh}")
     policy = mp_policy or MixedPrecisionPolicy()
-    placements = _placements(mode, mesh)
     if policy.reduce_dtype is torch.float16 or (policy.reduce_dtype is None and policy.param_dtype is torch.float16):
         raise ValueError("a reduce_dtype of torch.float16 is not supported: use torch.bfloat16 or torch.float32")
     access = _Access(policy, "avg" if gradient_divide_factor is None else "sum", gradient_divide_factor)
     shards: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules():
-        names = [n for n, p in parameters_of(module).items() if p is not None and not isinstance(p, DTensor)]
-        for name in names:
-            parameter = parameters_of(module)[name]
-            assert parameter is not None
+        table = parameters_of(module)
+        plain = {name: p for name, p in table.items() if p is not None and not isinstance(p, DTensor)}
+        for name, parameter in plain.items():
             if parameter not in shards:
                 # src_data_rank=None: values are equal on all ranks already, nothing is sent
                 shard = distribute_tensor(parameter.detach(), mesh, placements, src_data_rank=None)
                 shards[parameter] = nn.Parameter(shard, requires_grad=parameter.requires_grad)
-            parameters_of(module)[name] = shards[parameter]
-        if names:  # a class of the module's own, whose parameters are properties
+            table[name] = shards[parameter]
+        if plain:  # a class of the module's own, whose parameters are properties
             cls = type(module)
-            described = {"__module__": cls.__module__, "extra_repr": _of_shards(cls.extra_repr)}
-            properties = {name: _property(name, access) for name in names}
+            described = {"__module__": cls.__module__, "extra_repr": partialmethod(_describe_shards, cls.extra_repr)}
+            properties = {name: property(partial(_read, name, access)) for name in plain}
             module.__class__ = type(cls.__name__, (cls,), {**described, **properties})
     return model
 
@@ -141,49 +150,25 @@ def _refuse_foreign_dtensors(model: nn.Module) -> None:
         )
 
 
-def _placements(mode: str, mesh: DeviceMesh) -> list[Placement]:
-    if mode not in MODES:
-        raise ValueError(f"mode={mode!r}: expected one of {', '.join(MODES)}")
-    placements: list[Placement] = {
-        "fully_shard": [Shard(0)],
-        "replicate": [Replicate()],
-        "hybrid_shard": [Replicate(), Shard(0)],
-    }[mode]
-    if mesh.ndim != len(placements):
-        raise ValueError(f"mode={mode!r} needs a {len(placements)}-D mesh, this one is {mesh.ndim}-D: {mesh}")
-    return placements
-
-
-def _of_shards(describe: Callable[[Any], str]) -> Callable[[Any], str]:
+def _describe_shards(module: nn.Module, describe: Callable[[Any], str]) -> str:
     """``extra_repr`` that reads shards.
 
     Some look at their parameters. Printing a model on one rank, as pytest prints the arguments of a failed test, would
     then wait for the other ranks for ever.
     """
-
-    def extra_repr(module: nn.Module) -> str:
-        token = _describing.set(True)
-        try:
-            return describe(module)
-        finally:
-            _describing.reset(token)
-
-    return extra_repr
+    token = _describing.set(True)
+    try:
+        return describe(module)
+    finally:
+        _describing.reset(token)
 
 
-def _property(name: str, access: _Access) -> property:
-    def read(module: nn.Module) -> torch.Tensor:
-        if name not in parameters_of(module):
-            raise AttributeError(f"{type(module).__name__!r} object has no attribute {name!r}")
-        if _describing.get():
-            return parameters_of(module)[name]
-        return _read(parameters_of(module)[name], access)
-
-    return property(read)
-
-
-def _read(parameter: Any, access: _Access) -> torch.Tensor:
-    if not isinstance(parameter, DTensor):  # swapped for a plain tensor by somebody: their business
+def _read(name: str, access: _Access, module: nn.Module) -> torch.Tensor:
+    """What the attribute of a sharded parameter gives."""
+    if name not in parameters_of(module):
+        raise AttributeError(f"{type(module).__name__!r} object has no attribute {name!r}")
+    parameter: Any = parameters_of(module)[name]
+    if _describing.get() or not isinstance(parameter, DTensor):  # swapped for a plain tensor by somebody
         return parameter
     cache = _gathers.get()
     if cache is None:

@@ -21,6 +21,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import torch
@@ -43,7 +44,7 @@ from pytest_gtrainer._torch.values import FakeTensor, FakeTensorMode, local_part
 from pytest_gtrainer.graph.bucket_plan import managed_order_of
 from pytest_gtrainer.graph.nodes import BACKWARD, DYNAMIC_DIMS, GATHERS_ONCE, direction
 from pytest_gtrainer.long_work import long_work
-from pytest_gtrainer.tracing.model import KEY, LOSS_FQN, ModelState, annotate_module_fqns, local, rewrap
+from pytest_gtrainer.tracing.model import KEY, LOSS_FQN, ModelState, annotate_module_fqns, local, rewrap, tensor_text
 from pytest_gtrainer.tracing.sharding import reusing_gathers
 
 Step = Callable[..., torch.Tensor]
@@ -119,9 +120,8 @@ class TracedStep:
                 "names and pads of its rank, so trace on every rank"
             )
         state = ModelState.of(model)
-        self._check(state, inputs)
         flat = [local(tensor) for tensor in [*state.tensors, *pytree.tree_leaves(inputs)]]
-        self._check_values(flat)
+        self._check(state, inputs, flat)
         facts.tell("replay", gm=self.gm, inputs=flat)
         with torch.no_grad():
             loss, *gradients = self.gm(*flat)
@@ -134,7 +134,8 @@ class TracedStep:
                     parameter.grad = rewrap(own.copy_(gradient), parameter)
         return loss
 
-    def _check(self, state: ModelState, inputs: tuple[Any, ...]) -> None:
+    def _check(self, state: ModelState, inputs: tuple[Any, ...], flat: list[Any]) -> None:
+        """What the graph has baked in: the state, the structure, shapes and dtypes, scalars among the inputs."""
         if state.fqns != self.state_fqns:
             missing = sorted(set(self.state_fqns) - set(state.fqns))
             extra = sorted(set(state.fqns) - set(self.state_fqns))
@@ -148,9 +149,6 @@ class TracedStep:
         spec = pytree.tree_structure(inputs)
         if spec != self.input_spec:
             raise ValueError(f"inputs are structured as {spec}, the step was traced with {self.input_spec}")
-
-    def _check_values(self, flat: list[Any]) -> None:
-        """What the graph has baked in: shapes, dtypes, and the scalars among the inputs."""
         names = [*self.state_fqns, *(f"input {index}" for index in range(len(flat) - self.num_static_inputs))]
         for name, value, traced in zip(names, flat, self.example_inputs, strict=True):
             ours, theirs = _describe(value), _describe(traced)
@@ -159,13 +157,7 @@ class TracedStep:
 
 
 def _describe(value: Any) -> str:
-    """
-    >>> _describe(torch.ones(2, 3)), _describe(2.0)
-    ('float32[2, 3]', '2.0')
-    """
-    if not isinstance(value, torch.Tensor):
-        return repr(value)
-    return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+    return tensor_text(value) if isinstance(value, torch.Tensor) else repr(value)
 
 
 def trace_step(
@@ -231,10 +223,9 @@ class _Tracing:
     reuse_gathers: bool
 
     def run(
-        self, flat_inputs: list[Any], spec: pytree.TreeSpec, dynamic_dims: DynamicDims | None = None
+        self, flat_inputs: list[Any], spec: pytree.TreeSpec, dynamic_dims: DynamicDims = MappingProxyType({})
     ) -> tuple[fx.GraphModule, list[Any]]:
         """The joint graph, and fake tensors of its inputs, of the given extents."""
-        dynamic_dims = dynamic_dims or {}
         values = [*map(local, self.state.tensors), *flat_inputs]
         mesh = next((t.device_mesh for t in self.state.tensors if isinstance(t, DTensor)), None)
         device = torch.device(mesh.device_type if mesh is not None else "cpu")
@@ -293,9 +284,7 @@ class _Tracing:
                 return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device)
         return self.mode.from_tensor(tensor.detach(), static_shapes=True)
 
-    def _symbolic(
-        self, fakes: list[Any], dynamic_dims: DynamicDims, extents: Mapping[str, torch.SymInt]
-    ) -> list[Any]:
+    def _symbolic(self, fakes: list[Any], dynamic_dims: DynamicDims, extents: Mapping[str, torch.SymInt]) -> list[Any]:
         """The fake inputs with symbols for the extents of dynamic dimensions, contiguous."""
         num_state = len(self.state.fqns)
         shapes: dict[int, list[Any]] = {}

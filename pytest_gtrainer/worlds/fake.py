@@ -1,20 +1,25 @@
-"""The fake world: torch's fake process group, any size, one process, no data moved.
+"""Worlds of one process, on torch's fake process group of any size, and the mesh of any world.
 
-Use it for structure (graphs, plans, order). All-gather repeats the local value and
-reduce-scatter ignores its op, so values produced by its collectives mean nothing.
+The *fake* world is for structure (graphs, plans, order). All-gather repeats the local value and reduce-scatter
+ignores its op, so values produced by its collectives mean nothing.
+
+The *simulated* world of a test has the structure of a fake one, and a net model for values. The body of the test
+runs once, as rank 0; values come through ``train_eager(world=...)`` and ``train_graph(world=...)``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from pytest_gtrainer._torch.fake_groups import FakeStore
-from pytest_gtrainer._torch.mesh_caches import forget_meshes
-from pytest_gtrainer.worlds.spec import WorldSpec
-from pytest_gtrainer.worlds.world import World
+from pytest_gtrainer._torch.process_groups import forget_meshes
+from pytest_gtrainer.worlds.simulated.net import Net, NetModel
+from pytest_gtrainer.worlds.spec import World, WorldSpec
 
 
 @contextmanager
@@ -35,3 +40,38 @@ def fake_world(spec: WorldSpec) -> Iterator[World]:
     finally:
         dist.destroy_process_group()
         forget_meshes()
+
+
+@contextmanager
+def simulated_world(spec: WorldSpec) -> Iterator[World]:
+    """A world of ``spec.size`` ranks on ``spec.nodes`` nodes, with the default rings between them."""
+    with fake_world(spec) as world:
+        yield replace(world, kind="simulated", backend="simulated", net=NetModel.of_world(spec.size, spec.nodes))
+
+
+def net_of(world: World) -> Net:
+    """The net of a simulated world.
+
+    Raises:
+        ValueError: it is another world.
+    """
+    if world.kind != "simulated" or world.net is None:
+        raise ValueError(
+            f"a world of kind {world.kind!r} has no net model: mark the test "
+            f'gt_world("simulated", size={world.size}, nodes=2)'
+        )
+    net: Net = world.net  # type: ignore[assignment]
+    if net.size != world.size:
+        raise ValueError(f"the net connects {net.size} ranks, the world has {world.size}: make both the same")
+    return net
+
+
+def make_mesh(world: World) -> DeviceMesh:
+    """A DeviceMesh over all ranks of ``world``, with the dimension names of its marker.
+
+    Raises:
+        RuntimeError: no process group is up (a test that stays in the parent has none).
+    """
+    if not dist.is_initialized():
+        raise RuntimeError("no process group in this process: build the mesh inside the function given to gt_ranks.run")
+    return init_device_mesh(world.device, tuple(world.mesh.values()), mesh_dim_names=tuple(world.mesh))

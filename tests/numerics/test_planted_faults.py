@@ -46,8 +46,8 @@ class Spoiling:
 @pytest.mark.gt_world("simulated", size=6, nodes=1)
 def test_one_bit_in_one_weight_at_step_3_on_rank_5(gt_world):
     """Every rank sees its consequences at step 4; the origin is the weight of rank 5 at step 3."""
-    from pytest_gtrainer.references.simulated.eager import simulated_eager
-    from pytest_gtrainer.worlds.simulated.world import net_of
+    from pytest_gtrainer.references.simulated import simulated_eager
+    from pytest_gtrainer.worlds.fake import net_of
 
     def config(mesh):
         return llama3_training(mesh, "fp32", steps=5)
@@ -65,8 +65,8 @@ def test_one_bit_in_one_weight_at_step_3_on_rank_5(gt_world):
 @pytest.mark.gt_world("simulated", size=4, nodes=2)
 def test_swapped_bucket_members(gt_mesh, gt_world):
     """The layout names the bucket and the parameters; no arithmetic is needed."""
-    from pytest_gtrainer.references.simulated.eager import simulated_eager
-    from pytest_gtrainer.worlds.simulated.world import net_of
+    from pytest_gtrainer.references.simulated import simulated_eager
+    from pytest_gtrainer.worlds.fake import net_of
 
     def config(mesh):
         return llama3_training(mesh, "bf16_fp32", steps=1)

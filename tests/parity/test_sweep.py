@@ -16,8 +16,8 @@ from fixtures.training import deepseek_v3_training, llama3_training, token_batch
 from pytest_gtrainer import ChunkConfig, Record, Rule, Sweep, train_eager
 from pytest_gtrainer.numerics.sweep import Cell
 from pytest_gtrainer.references.config import TrainConfig
-from pytest_gtrainer.references.simulated.graph import SimulatedGraphRun
-from pytest_gtrainer.worlds.world import World
+from pytest_gtrainer.references.simulated import SimulatedGraphRun
+from pytest_gtrainer.worlds.spec import World
 
 MODELS = {"llama3": llama3_training, "deepseek_v3": deepseek_v3_training}
 CHUNKS = {"llama3": ChunkConfig("layers.*"), "deepseek_v3": ChunkConfig("layers.*.moe", "sequence")}

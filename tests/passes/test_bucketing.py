@@ -15,8 +15,7 @@ from pytest_gtrainer import (
 from pytest_gtrainer import joint_transformer_block_bucketing_reordering_pass as joint_pass
 from pytest_gtrainer._torch.passes import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, WAIT
 from pytest_gtrainer.graph.collectives import PlanError
-from pytest_gtrainer.worlds.fake import fake_world
-from pytest_gtrainer.worlds.mesh import make_mesh
+from pytest_gtrainer.worlds.fake import fake_world, make_mesh
 from pytest_gtrainer.worlds.spec import make_spec
 
 pytestmark = pytest.mark.gt_world("fake", size=4, mesh={"fsdp": 4})

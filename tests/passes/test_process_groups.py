@@ -6,7 +6,8 @@ import torch.distributed as dist
 
 from pytest_gtrainer import graphtext
 from pytest_gtrainer import reassign_collective_pgs_pass as reassign
-from pytest_gtrainer._torch.passes import ALL_GATHER, group_ranks
+from pytest_gtrainer._torch.passes import ALL_GATHER
+from pytest_gtrainer._torch.process_groups import group_ranks
 from pytest_gtrainer.worlds.fake import fake_world
 from pytest_gtrainer.worlds.spec import make_spec
 

@@ -121,7 +121,8 @@ def test_groups_are_those_of_the_files_world(write):
     seen = []
 
     def look_pass(gm, example_inputs):
-        from pytest_gtrainer._torch.passes import ALL_GATHER, group_ranks
+        from pytest_gtrainer._torch.passes import ALL_GATHER
+        from pytest_gtrainer._torch.process_groups import group_ranks
 
         seen.extend(group_ranks(node.args[-1]) for node in gm.graph.find_nodes(op="call_function", target=ALL_GATHER))
         return gm

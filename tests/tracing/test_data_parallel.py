@@ -9,8 +9,7 @@ from torch.distributed.tensor import DTensor
 
 from pytest_gtrainer import MixedPrecisionPolicy, data_parallel, trace_step
 from pytest_gtrainer._torch.passes import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
-from pytest_gtrainer.worlds.fake import fake_world
-from pytest_gtrainer.worlds.mesh import make_mesh
+from pytest_gtrainer.worlds.fake import fake_world, make_mesh
 from pytest_gtrainer.worlds.spec import make_spec
 
 pytestmark = pytest.mark.gt_world("fake", size=4, mesh={"fsdp": 4})

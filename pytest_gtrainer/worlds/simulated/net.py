@@ -24,17 +24,24 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor
 
-from pytest_gtrainer.worlds.simulated import ring_sum as sums
-from pytest_gtrainer.worlds.simulated.ring_sum import Reduction, Stretch, check_reduction, ring_sum, units_of
 from pytest_gtrainer.worlds.simulated.rings import (
+    PARTITIONS,
     Rings,
+    Stretch,
     after_place,
     after_rank,
     as_listed,
+    check_reduction,
     check_rings,
+    chunks,
+    contiguous,
     rail_rings,
     read_rings,
     restrict,
+    ring_sum,
+    round_robin,
+    units_of,
+    whole_words,
 )
 
 ACCUMULATIONS = ("wire", "fp32")
@@ -173,7 +180,7 @@ class NetModel(Net):
             check_count(name, getattr(self, name))
         if self.channels is not None:
             check_count("channels", self.channels)
-        check_choice("partition", self.partition, sums.PARTITIONS)
+        check_choice("partition", self.partition, PARTITIONS)
         check_choice("accumulate", self.accumulate, ACCUMULATIONS)
         check_choice("average", self.average, AVERAGES)
         if self.rings is not None:
@@ -216,28 +223,32 @@ class NetModel(Net):
 
     def reduce_scatter(self, inputs: Tensor, op: str, destinations: range | None = None) -> Tensor:
         wanted = range(self.size) if destinations is None else destinations
-        check_reduction("reduce_scatter", op, inputs.dtype)
-        check_rows("reduce_scatter", inputs, self.size, parts=len(wanted))
         orders = _orders(self, "reduce_scatter")[:, :, wanted.start : wanted.stop]
         return self._reduce("reduce_scatter", inputs, orders, len(wanted), op).view(len(wanted), -1)
 
     def all_reduce(self, inputs: Tensor, op: str) -> Tensor:
-        check_reduction("all_reduce", op, inputs.dtype)
-        check_rows("all_reduce", inputs, self.size)
         return self._reduce("all_reduce", inputs, _orders(self, "all_reduce"), 1, op)
 
     def explain(self, collective: str, offset: int, count: int, dtype: torch.dtype, destination: int = 0) -> Path:
-        check_element(collective, offset, count)
+        check_choice("collective", collective, ("reduce_scatter", "all_reduce"))
+        if not 0 <= offset < count:
+            raise ValueError(f"element {offset} is not in a payload of {count}")
         part = next(part for part in self._stretches(collective, count, dtype.itemsize) if offset in part)
         place = part.place if collective == "all_reduce" else destination
         return Path.of(part.channel, _orders(self, collective)[part.channel], place, self.members)
 
     def _reduce(self, collective: str, inputs: Tensor, orders: Tensor, payloads: int, op: str) -> Tensor:
+        check_reduction(collective, op, inputs.dtype)
+        if inputs.dim() != 2 or inputs.shape[0] != self.size:
+            shape = tuple(inputs.shape)
+            raise ValueError(f"{collective} takes one row for each of {self.size} ranks; not shape {shape}")
+        if inputs.shape[1] % payloads:
+            raise ValueError(f"{collective} of {inputs.shape[1]} elements over {payloads} ranks: pad them first")
         size, dtype = inputs.shape[1] // payloads, inputs.dtype
         wide = self.accumulate == "fp32" and dtype.is_floating_point
         accumulator = torch.promote_types(dtype, torch.float32) if wide else dtype
         units = units_of(self._stretches(collective, size, dtype.itemsize), payloads, size, dtype.itemsize)
-        return ring_sum(inputs, units, orders, Reduction(op, accumulator, self.average))
+        return ring_sum(inputs, units, orders, op, accumulator=accumulator, average=self.average)
 
     def _stretches(self, collective: str, count: int, itemsize: int) -> list[Stretch]:
         """Which element of a payload goes around which ring, and where it starts there."""
@@ -245,16 +256,17 @@ class NetModel(Net):
             return []
         if self.accumulate == "fp32":
             return [Stretch(0, 0, count)]
-        chunks = 1 if collective == "reduce_scatter" else self.size  # of a part that goes through one channel
-        contiguous, piece = self.partition == "contiguous", max(1, self.chunk_bytes // itemsize)
-        if contiguous:
-            parts = sums.contiguous(count, len(_rings(self)), itemsize)
+        chunks_of_part = 1 if collective == "reduce_scatter" else self.size
+        piece = max(1, self.chunk_bytes // itemsize)
+        if self.partition == "contiguous":
+            parts = contiguous(count, len(_rings(self)), itemsize)
+            lengths = [whole_words(-(-part.length // chunks_of_part), itemsize) for part in parts]
         else:
-            parts = sums.round_robin(count, len(_rings(self)), chunks * piece)
-        if chunks == 1:
+            parts = round_robin(count, len(_rings(self)), chunks_of_part * piece)
+            lengths = [piece] * len(parts)
+        if chunks_of_part == 1:
             return parts
-        pieces = [sums.whole_words(-(-part.length // chunks), itemsize) if contiguous else piece for part in parts]
-        return [chunk for part, length in zip(parts, pieces, strict=True) for chunk in sums.chunks(part, length)]
+        return [chunk for part, length in zip(parts, lengths, strict=True) for chunk in chunks(part, length)]
 
 
 @lru_cache(maxsize=256)
@@ -284,21 +296,6 @@ def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
     """Raise ValueError unless ``value`` is one of ``choices``."""
     if value not in choices:
         raise ValueError(f"{name}={value!r}: use one of {', '.join(choices)}")
-
-
-def check_rows(collective: str, inputs: Tensor, ranks: int, *, parts: int = 1) -> None:
-    """Raise ValueError unless ``inputs`` has one row for each rank, of so many equal parts."""
-    if inputs.dim() != 2 or inputs.shape[0] != ranks:
-        raise ValueError(f"{collective} takes one row for each of {ranks} ranks; not shape {tuple(inputs.shape)}")
-    if inputs.shape[1] % parts:
-        raise ValueError(f"{collective} of {inputs.shape[1]} elements over {parts} ranks: pad them first")
-
-
-def check_element(collective: str, offset: int, count: int) -> None:
-    """Raise ValueError unless the collective reduces, and its payload of ``count`` elements has this one."""
-    check_choice("collective", collective, ("reduce_scatter", "all_reduce"))
-    if not 0 <= offset < count:
-        raise ValueError(f"element {offset} is not in a payload of {count}")
 
 
 # --- one test under many nets

@@ -12,8 +12,7 @@ from fixtures.training import llama3_training
 from pytest_gtrainer import MixedPrecisionPolicy, NetModel
 from pytest_gtrainer.references.config import new_model
 from pytest_gtrainer.references.graph import rewrite, shard_traceably, trace_config
-from pytest_gtrainer.worlds.fake import fake_world
-from pytest_gtrainer.worlds.mesh import make_mesh
+from pytest_gtrainer.worlds.fake import fake_world, make_mesh
 from pytest_gtrainer.worlds.simulated.interpreter import Interpreter, PerRank, RankGraph
 from pytest_gtrainer.worlds.simulated.interpreter.values import of_rank
 from pytest_gtrainer.worlds.spec import make_spec

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from pytest_gtrainer import NetModel
-from pytest_gtrainer.worlds.simulated.gloo import GlooNet, run_length
+from tests.worlds.simulated.gloo import GlooNet, run_length
 
 OPS = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG, "product": dist.ReduceOp.PRODUCT, "max": dist.ReduceOp.MAX}
 LENGTHS = [1, 3, 7, 8, 33, 1001]

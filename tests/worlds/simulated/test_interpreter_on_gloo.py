@@ -15,11 +15,10 @@ from fixtures.training import deepseek_v3_training, llama3_training
 from pytest_gtrainer import NetModel, assert_bitwise_different, assert_bitwise_equal, data_parallel, trace_step
 from pytest_gtrainer.references.config import adamw
 from pytest_gtrainer.references.graph import GraphRun
-from pytest_gtrainer.references.train import local_tensor
-from pytest_gtrainer.tracing.model import ModelState
-from pytest_gtrainer.worlds.simulated.gloo import GlooNet
+from pytest_gtrainer.tracing.model import ModelState, local
 from pytest_gtrainer.worlds.simulated.interpreter import Interpreter, PerRank, RankGraph
 from pytest_gtrainer.worlds.simulated.interpreter.values import of_rank
+from tests.worlds.simulated.gloo import GlooNet
 from tests.worlds.simulated.graphs import data_movement, different, interpreter_of
 
 
@@ -36,7 +35,7 @@ class Simulated:
     def __init__(self, traced, model, net, mesh):
         state = ModelState.of(model)
         self.graph, self.net = RankGraph.of(traced.gm, mesh), net
-        own = [local_tensor(tensor).clone() for tensor in state.tensors]
+        own = [local(tensor.detach()).clone() for tensor in state.tensors]
         self.tensors = [PerRank(tensors) for tensors in zip(*of_all_ranks(own), strict=True)]
         self.trained = [fqn in state.trainable for fqn in state.fqns]
 
@@ -151,7 +150,7 @@ def test_replicas_on_six_ranks(gt_mesh, gt_world, mode):
     simulated = Simulated(traced, model, GlooNet(6), mesh)
     other = Simulated(traced, model, NetModel(2, 3), mesh)
     loss = traced.replay(model, *batches[gt_world.rank])
-    gradients = [local_tensor(parameter.grad) for parameter in model.parameters()]
+    gradients = [local(parameter.grad) for parameter in model.parameters()]
     actual, different = (next(run.steps([batches]))[gt_world.rank] for run in (simulated, other))
     assert_bitwise_equal(bits([*actual["loss"], *actual["gradient"]]), bits([loss, *gradients]))
     assert_bitwise_different(bits(different["gradient"]), bits(gradients))
@@ -166,7 +165,7 @@ def test_tensor_parallelism_on_four_ranks(gt_mesh, gt_world):
     traced = trace_step(model, lambda model, x: model(x).square().mean(), batches[0])
     simulated = Simulated(traced, model, GlooNet(4), gt_mesh)
     loss = traced.replay(model, *batches[gt_world.rank])
-    gradients = [local_tensor(parameter.grad) for parameter in model.parameters()]
+    gradients = [local(parameter.grad) for parameter in model.parameters()]
     ranks = next(simulated.steps([batches]))
     actual, other = ranks[gt_world.rank], ranks[gt_world.rank ^ 2]
     assert_bitwise_equal(bits([*actual["loss"], *actual["gradient"]]), bits([loss, *gradients]))

@@ -18,8 +18,7 @@ from pytest_gtrainer import (
 )
 from pytest_gtrainer.graph.collectives import PlanError
 from pytest_gtrainer.graph.layout import LayoutDifference, assert_same_layout
-from pytest_gtrainer.references.simulated.eager import simulated_eager
-from pytest_gtrainer.references.simulated.graph import SimulatedGraphRun
+from pytest_gtrainer.references.simulated import SimulatedGraphRun, simulated_eager
 from pytest_gtrainer.worlds.simulated import DependsOnRank
 
 CONFIG = functools.partial(llama3_training, precision="fp32", steps=2)

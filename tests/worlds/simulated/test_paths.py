@@ -6,7 +6,7 @@ import torch
 
 from pytest_gtrainer import NetModel, Record, compare
 from pytest_gtrainer.graph.layout import BucketLayout, Payload, Slot
-from pytest_gtrainer.references.simulated.parity import paths_of_first
+from pytest_gtrainer.references.parity import paths_of_first
 
 FOUR_NODES = NetModel(nodes=4, ranks_per_node=2, channels=2)
 SLOTS = (Slot("a", 0, 16), Slot("b", 16, 48))

@@ -13,8 +13,7 @@ from fixtures.training import llama3_training
 from pytest_gtrainer import annotate_module_fqns
 from pytest_gtrainer._torch.tracing import new_fake_mode
 from pytest_gtrainer.references.graph import GraphRun
-from pytest_gtrainer.worlds.fake import fake_world
-from pytest_gtrainer.worlds.mesh import make_mesh
+from pytest_gtrainer.worlds.fake import fake_world, make_mesh
 from pytest_gtrainer.worlds.simulated import DependsOnRank
 from pytest_gtrainer.worlds.simulated.interpreter import RankGraph, check_same_on_all
 from pytest_gtrainer.worlds.spec import make_spec

@@ -14,8 +14,8 @@ from torch.utils._pytree import tree_leaves
 
 from pytest_gtrainer import NetModel
 from pytest_gtrainer.worlds.simulated import collectives
-from pytest_gtrainer.worlds.simulated.gloo import GlooNet
 from pytest_gtrainer.worlds.simulated.threads import run_threads
+from tests.worlds.simulated.gloo import GlooNet
 
 RANKS = 3
 

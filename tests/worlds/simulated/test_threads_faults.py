@@ -17,7 +17,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from fixtures.training import llama3_training
 from pytest_gtrainer import NetModel
-from pytest_gtrainer.references.simulated.eager import simulated_eager
+from pytest_gtrainer.references.simulated import simulated_eager
 from pytest_gtrainer.worlds.simulated import CollectiveMismatch, NoModel
 from pytest_gtrainer.worlds.simulated.threads import NotOnThreads, Standstill, TimeLimit, run_threads
 from pytest_gtrainer.worlds.simulated.threads import run as run_module
@@ -331,8 +331,8 @@ def test_ranks_that_take_turns_may_take_longer_together():
 
 
 def test_a_rank_that_comes_back_late_does_not_disturb_whose_turn_it_is():
-    team = ThreadTeam(3, Standstill)
-    team.start()
+    team = ThreadTeam(3)
+    team.hand_on()
     team.abandon(0)
     team.end(0)
     assert team.running == 1

@@ -17,9 +17,9 @@ from benchmarks import simulate
 from fixtures.training import deepseek_v3_training, llama3_training
 from pytest_gtrainer import NetModel, Record, assert_bitwise_different, assert_bitwise_equal
 from pytest_gtrainer.references.eager import EagerRun
-from pytest_gtrainer.references.simulated.eager import simulated_eager
-from pytest_gtrainer.worlds.simulated.gloo import GlooNet
+from pytest_gtrainer.references.simulated import simulated_eager
 from pytest_gtrainer.worlds.simulated.threads import run_threads
+from tests.worlds.simulated.gloo import GlooNet
 
 TRAININGS = {
     "llama3": ({"fsdp": 4}, functools.partial(llama3_training, precision="fp32", flavor="debug_odd", steps=2)),

@@ -4,11 +4,11 @@ A value is *uniform*, the same on all ranks and computed once, or *per rank*. Co
 by a net model among the ranks of their groups; every other operator is the plain one, so bits are those
 of a replay on real ranks.
 
-In: a ``RankGraph`` (``groups``), its inputs for all ranks (``values``), a net. ``program`` compiles it, from what
-each node is (``operators``), to ``blocks`` of plain operators and ``steps`` for all others, and runs it.
+In: a ``RankGraph`` (``graph``), its inputs for all ranks (``values``), a net. ``program`` compiles it, from what
+each node is, to blocks of plain operators and ``steps`` for all others, and runs it.
 """
 
-from pytest_gtrainer.worlds.simulated.interpreter.groups import RankGraph, check_same_on_all
+from pytest_gtrainer.worlds.simulated.interpreter.graph import RankGraph, check_same_on_all
 from pytest_gtrainer.worlds.simulated.interpreter.program import Interpreter
 from pytest_gtrainer.worlds.simulated.interpreter.values import PerRank, RankRandomStates
 

@@ -1,9 +1,18 @@
-"""Programs: a graph compiled once to segments of plain nodes and single steps, and run on all ranks."""
+"""Programs: a graph compiled once to segments of plain nodes and single steps, and run on all ranks.
+
+A *segment* is a run of plain operators between two steps, replayed rank by rank: all of a rank's nodes run before
+the next rank's, as one generated function. What a rank needs only inside is gone before the next rank allocates, so
+memory does not grow with ranks, and the caches stay warm. Its nodes are sorted into *blocks* by kind: what all ranks
+share runs once, what a group shares once a group.
+
+Invariant: nothing in a block draws random numbers, writes to its operands or communicates, so the order of
+ranks cannot matter.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import chain, groupby
 from typing import Any
@@ -12,33 +21,22 @@ import torch
 from torch import Tensor, fx
 
 from pytest_gtrainer import facts
-from pytest_gtrainer._torch.operators import schema
 from pytest_gtrainer.graph.nodes import is_collective, written_operands
 from pytest_gtrainer.worlds.simulated import DependsOnRank, NoModel
-from pytest_gtrainer.worlds.simulated.interpreter.blocks import (
-    Lifetimes,
-    OperatorBlock,
-    Scratch,
-    Segment,
-    blocks_of,
-    inputs_of,
-)
-from pytest_gtrainer.worlds.simulated.interpreter.groups import Partition, RankGraph
-from pytest_gtrainer.worlds.simulated.interpreter.operators import (
+from pytest_gtrainer.worlds.simulated.interpreter.graph import (
+    Partition,
+    RankGraph,
     attribute,
-    binder,
     check_callable,
     described,
     draws,
     graphs_called,
     group_name,
-    has_collectives,
     input_name,
-    is_reduction,
-    named_arguments,
+    nodes_within,
     passes_through,
+    short_name,
     source_of,
-    written_argument,
 )
 from pytest_gtrainer.worlds.simulated.interpreter.steps import (
     COND,
@@ -51,68 +49,142 @@ from pytest_gtrainer.worlds.simulated.interpreter.steps import (
     Step,
     collective_of,
 )
-from pytest_gtrainer.worlds.simulated.interpreter.values import (
-    Kind,
-    Kinds,
-    PerRank,
-    RankRandomStates,
-    at,
-    generator_kept,
-)
+from pytest_gtrainer.worlds.simulated.interpreter.values import Kind, Kinds, PerRank, RankRandomStates, Scratch, at
 from pytest_gtrainer.worlds.simulated.net import Net
 
-Piece = Sequence[fx.Node]
+
+class _Finder(fx.Interpreter):
+    """Remembers the node that it runs."""
+
+    last: fx.Node
+
+    def run_node(self, n: fx.Node) -> Any:
+        self.last = n
+        return super().run_node(n)
+
+
+class _Rows:
+    """Copies of what the ranks are about to reduce, side by side in the order of their group."""
+
+    def __init__(self, order: Sequence[int], scratch: Scratch) -> None:
+        self._place = {rank: place for place, rank in enumerate(order)}
+        self._scratch = scratch
+        self._rows: Tensor | None = None
+
+    def keep(self, result: Tensor, rank: int) -> Tensor:
+        if self._rows is None:
+            self._rows = self._scratch.rows(len(self._place), result)
+        if result.shape != self._rows.shape[1:] or result.dtype != self._rows.dtype:
+            return result  # the ranks disagree, which the reduction will say
+        return self._rows[self._place[rank]].copy_(result)
 
 
 @dataclass(frozen=True, slots=True)
-class Single:
-    """A node with a step of its own; nobody needs ``dying`` after it."""
+class OperatorBlock:
+    """Nodes of one kind, as one function from the values of ``inputs`` to those of ``outputs``."""
 
-    node: fx.Node
-    step: Step
+    kind: Kind
+    graph: fx.GraphModule
+    inputs: Sequence[fx.Node]
+    outputs: Sequence[fx.Node]
     dying: frozenset[fx.Node]
+    reduced: Mapping[fx.Node, Sequence[int]]
 
     def run(self, frame: Frame) -> None:
+        """Add the values of ``outputs`` to the frame's."""
+        given = [frame.values[node] for node in self.inputs]
+        dying = [frame.values[node] for node in self.dying if type(frame.values[node]) is PerRank]
+        results: list[list[Any]] = [[None] * frame.kinds.size for _ in self.outputs]
+        rows = [_Rows(self.reduced[node], frame.scratch) if node in self.reduced else None for node in self.outputs]
+        for ranks in self.kind.classes:
+            own = self._call([at(value, ranks[0]) for value in given], ranks[0])
+            for index, result in enumerate(own):
+                row = rows[index]
+                kept = result if row is None else row.keep(result, ranks[0])
+                for rank in ranks:
+                    results[index][rank] = kept
+            for value in dying:
+                for rank in ranks:
+                    value[rank] = None
+        for node, result in zip(self.outputs, results, strict=True):
+            frame.values[node] = result[0] if self.kind is frame.kinds.uniform else PerRank(result, self.kind)
+
+    def _call(self, own: list[Any], rank: int) -> Sequence[Any]:
         try:
-            frame.values[self.node] = self.step.run(frame, self.dying)
+            return self.graph.forward(*own)
         except Exception as error:
-            error.add_note(f"in {described(self.node)}")
+            finder = _Finder(self.graph)  # runs one node after the other: nothing here has effects
+            with suppress(Exception):
+                finder.run(*own)
+            error.add_note(f"in {described(finder.last)}, for rank {rank}")
             raise
 
 
-@dataclass(frozen=True, slots=True)
-class Plain:
-    """A segment, and its blocks for every combination of kinds that its inputs have had."""
+def inputs_of(nodes: Sequence[fx.Node]) -> list[fx.Node]:
+    """Nodes before these that they use, each once."""
+    own = set(nodes)
+    used = (source_of(given) for node in nodes for given in node.all_input_nodes)
+    return list(dict.fromkeys(given for given in used if given not in own))
 
-    segment: Segment
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """A run of plain nodes in a graph.
+
+    Attributes:
+        inputs: nodes before it that it uses.
+        needed: nodes of it that somebody behind it uses.
+        reduced: nodes that only the reduction right behind it uses, and the order in which it wants its ranks.
+        plans: its blocks for every combination of kinds that its inputs have had.
+    """
+
+    nodes: Sequence[fx.Node]
+    inputs: Sequence[fx.Node]
+    needed: frozenset[fx.Node]
+    reduced: Mapping[fx.Node, Sequence[int]]
     plans: dict[tuple[Kind, ...], list[OperatorBlock]] = field(default_factory=dict)
 
-    @property
-    def dying(self) -> frozenset[fx.Node]:
-        return self.segment.dying
-
-    def run(self, frame: Frame) -> None:
-        inputs = self.segment.inputs
-        kinds = tuple(map(frame.kinds.of, frame.of(inputs)))
+    def run(self, frame: Frame, dying: frozenset[fx.Node]) -> None:
+        kinds = tuple(map(frame.kinds.of, frame.of(self.inputs)))
         if kinds not in self.plans:
-            self.plans[kinds] = blocks_of(self.segment, dict(zip(inputs, kinds, strict=True)), frame.kinds)
+            self.plans[kinds] = self._blocks(dict(zip(self.inputs, kinds, strict=True)), frame.kinds, dying)
         for block in self.plans[kinds]:
-            block.run(frame.values, frame.scratch, frame.kinds)
+            block.run(frame)
 
-
-Part = Single | Plain
+    def _blocks(self, kind_of: dict[fx.Node, Kind], kinds: Kinds, dying: frozenset[fx.Node]) -> list[OperatorBlock]:
+        """Coarser kinds first: they use nothing of finer ones. Made from the last to the first."""
+        by_kind: dict[Kind, list[fx.Node]] = {}
+        for node in self.nodes:
+            kind_of[node] = kinds.common(kind_of[source_of(given)] for given in node.all_input_nodes)
+            by_kind.setdefault(kind_of[node], []).append(node)
+        blocks: list[OperatorBlock] = []
+        used_later: set[fx.Node] = set()
+        for kind, nodes in sorted(by_kind.items(), key=lambda part: len(part[0].classes), reverse=True):
+            inputs = inputs_of(nodes)
+            outputs = [node for node in nodes if node in self.needed or node in used_later]
+            graph = fx.Graph()
+            copies = {node: graph.placeholder(node.name) for node in inputs}
+            for node in nodes:
+                copies[node] = graph.node_copy(node, lambda given: copies[source_of(given)])  # noqa: B023
+            graph.output(tuple(copies[node] for node in outputs))
+            module = fx.GraphModule(torch.nn.Module(), graph)
+            ending = frozenset(node for node in inputs if node in dying and node not in used_later)
+            reduced = {node: self.reduced[node] for node in outputs if node in self.reduced and node not in used_later}
+            blocks.append(OperatorBlock(kind, module, inputs, outputs, ending, reduced))
+            used_later.update(inputs)
+        return blocks[::-1]
 
 
 @dataclass(frozen=True, slots=True)
 class RankProgram:
-    """The parts of a graph, in its order.
+    """The parts of a graph, in its order, each with the nodes whose values nobody needs after it.
 
     ``placeholders`` are the nodes of its inputs, ``output`` is what it returns, with nodes in it.
     """
 
     kinds: Kinds
     placeholders: Sequence[fx.Node]
-    parts: Sequence[Part]
+    parts: Sequence[tuple[Step | Segment, frozenset[fx.Node]]]
     output: Any
     scratch: Scratch = field(default_factory=Scratch)
 
@@ -124,9 +196,9 @@ class RankProgram:
         own = [self.kinds.value(list(value)) if type(value) is PerRank else value for value in inputs]  # may be emptied
         values = dict(zip(self.placeholders, own, strict=True))
         frame = Frame(self.kinds, random, self.scratch, values, list(zip(names, inputs, strict=True)))
-        for part in self.parts:
-            part.run(frame)
-            for node in part.dying:
+        for part, dying in self.parts:
+            part.run(frame, dying)
+            for node in dying:
                 values.pop(node, None)
         return fx.node.map_arg(self.output, lambda node: values[source_of(node)])
 
@@ -158,83 +230,6 @@ class RankProgram:
                     )
 
 
-class _Compiler:
-    """Makes programs of a graph and of those in it; ``_nets`` are those of the groups of a partition."""
-
-    def __init__(self, graph: RankGraph, net: Net) -> None:
-        self._kinds = Kinds(graph.size)
-        self._partitions = graph.partitions
-        self._nets = {part: [net.for_group(ranks) for ranks in part] for part in set(graph.partitions.values())}
-
-    def program(self, gm: fx.GraphModule) -> RankProgram:
-        computed = [node for node in gm.graph.nodes if node.op not in ("placeholder", "output")]
-        nodes = [node for node in computed if not passes_through(node)]  # a wait has the value of what it waits for
-        steps = {node: self._step(node, gm) for node in nodes}
-        pieces: list[Piece] = []  # runs of plain nodes, and every other node by itself
-        for plain, run in groupby(nodes, key=lambda node: steps[node] is None):
-            piece = list(run)
-            pieces += [piece] if plain else [[node] for node in piece]
-        lifetimes = Lifetimes(gm.graph, pieces)
-        parts = [self._part(index, pieces, steps, lifetimes) for index in range(len(pieces))]
-        return RankProgram(self._kinds, gm.graph.find_nodes(op="placeholder"), parts, gm.graph.output_node().args[0])
-
-    def _part(
-        self, index: int, pieces: Sequence[Piece], steps: Mapping[fx.Node, Step | None], lifetimes: Lifetimes
-    ) -> Part:
-        first, dying = pieces[index][0], lifetimes.dying(index)
-        step = steps[first]
-        if step is not None:
-            return Single(first, step, dying)
-        following = pieces[index + 1][0] if index + 1 < len(pieces) else None
-        needed = lifetimes.needed(index)
-        reduced: dict[fx.Node, Sequence[int]] = {}
-        if following is not None and is_reduction(following):
-            order = tuple(chain.from_iterable(self._partition(following)))
-            reduced = {node: order for node in needed if lifetimes.only_in(index + 1, node)}
-        return Plain(Segment(pieces[index], inputs_of(pieces[index]), needed, dying, reduced))
-
-    def _step(self, node: fx.Node, gm: fx.GraphModule) -> Step | None:
-        """None for a plain node."""
-        if node.op == "get_attr":
-            return ConstantStep(attribute(gm, str(node.target)))
-        check_callable(node, gm)
-        if is_collective(node):
-            return self._collective(node)
-        graphs = list(graphs_called(node, gm))
-        if node.op == "call_module" or any(map(has_collectives, graphs)):
-            if node.op != "call_module" and node.target not in (COND, INVOKE_SUBGRAPH):
-                raise NoModel(
-                    f"{node.target} ({node.name}) calls a graph with a collective, which has a model only in cond, "
-                    "invoke_subgraph and called modules: inline it"
-                )
-            target = graphs[0] if node.op == "call_module" else node.target
-            return NestedStep(target, node.all_input_nodes, binder(node), {id(g): self.program(g).run for g in graphs})
-        written, random = written_operands(node), draws(node, gm)
-        if not written and not random:
-            return None
-        assert callable(node.target)
-        return EffectStep(node.target, node.all_input_nodes, binder(node), written, random)
-
-    def _collective(self, node: fx.Node) -> CollectiveStep:
-        collective = collective_of(node)  # first: it refuses what is no collective that we know
-        partition, argument = self._partition(node), written_argument(node)
-        written: list[fx.Node] = []
-        if argument is not None:
-            fx.node.map_arg(named_arguments(node)[argument], written.append)
-        return CollectiveStep(
-            node.all_input_nodes,
-            binder(node),
-            [argument.name for argument in schema(node.target).arguments],
-            partition,
-            self._nets[partition],
-            collective,
-            (argument, written) if argument is not None else None,
-        )
-
-    def _partition(self, node: fx.Node) -> Partition:
-        return self._partitions[group_name(node)]
-
-
 class Interpreter:
     """A graph, ready to run on all ranks of a world as often as wanted.
 
@@ -253,7 +248,9 @@ class Interpreter:
             raise ValueError(f"the net connects {net.size} ranks, the graph was traced for {graph.size}")
         self.random = random or RankRandomStates()
         self._graph, self._net = graph, net
-        self._program = _Compiler(graph, net).program(graph.gm)
+        self._kinds = Kinds(graph.size)
+        self._nets = {part: [net.for_group(ranks) for ranks in part] for part in set(graph.partitions.values())}
+        self._program = self._compile(graph.gm)
 
     def run(self, inputs: Sequence[Any]) -> Any:
         """Outputs, in the structure that the graph returns; inputs and outputs are uniform or ``PerRank``.
@@ -268,8 +265,57 @@ class Interpreter:
                 written to by each.
         """
         facts.tell("replay_on_all", graph=self._graph, net=self._net, inputs=inputs, random=self.random)
-        with torch.no_grad(), generator_kept(), one_thread():
+        with torch.no_grad(), torch.random.fork_rng(devices=[]), one_thread():
             return self._program.run(inputs, self.random)
+
+    def _compile(self, gm: fx.GraphModule) -> RankProgram:
+        output, placeholders = gm.graph.output_node(), gm.graph.find_nodes(op="placeholder")
+        computed = [node for node in gm.graph.nodes if node.op not in ("placeholder", "output")]
+        nodes = [node for node in computed if not passes_through(node)]  # a wait has the value of what it waits for
+        steps = {node: self._step(node, gm) for node in nodes}
+        pieces: list[list[fx.Node]] = []  # runs of plain nodes, and every other node by itself
+        for plain, run in groupby(nodes, key=lambda node: steps[node] is None):
+            piece = list(run)
+            pieces += [piece] if plain else [[node] for node in piece]
+        users: dict[fx.Node, set[int]] = {node: set() for node in [*placeholders, *nodes]}  # pieces, and the output
+        for index, piece in enumerate([*pieces, [output]]):
+            for given in chain.from_iterable(node.all_input_nodes for node in piece):
+                users[source_of(given)].add(index)
+        parts: list[tuple[Step | Segment, frozenset[fx.Node]]] = []
+        for index, piece in enumerate(pieces):
+            inputs = inputs_of(piece)
+            dying = frozenset(node for node in [*inputs, *piece] if max(users[node], default=index) <= index)
+            needed = frozenset(piece) - dying
+            behind = pieces[index + 1][0] if index + 1 < len(pieces) else output
+            reduced: dict[fx.Node, Sequence[int]] = {}
+            if is_collective(behind) and short_name(behind).startswith(("reduce_scatter_tensor", "all_reduce")):
+                order = tuple(chain.from_iterable(self._partition(behind)))
+                reduced = {node: order for node in needed if users[node] == {index + 1}}
+            parts.append((steps[piece[0]] or Segment(piece, inputs, needed, reduced), dying))
+        return RankProgram(self._kinds, placeholders, parts, output.args[0])
+
+    def _step(self, node: fx.Node, gm: fx.GraphModule) -> Step | None:
+        """None for a plain node."""
+        if node.op == "get_attr":
+            return ConstantStep(node, attribute(gm, str(node.target)))
+        check_callable(node, gm)
+        if is_collective(node):
+            collective, written_argument = collective_of(node)  # first: it refuses what is no collective that we know
+            partition = self._partition(node)
+            return CollectiveStep(node, partition, self._nets[partition], collective, written_argument)
+        graphs = graphs_called(node, gm)
+        if node.op == "call_module" or any(is_collective(inner) for graph in graphs for inner in nodes_within(graph)):
+            if node.op != "call_module" and node.target not in (COND, INVOKE_SUBGRAPH):
+                raise NoModel(
+                    f"{node.target} ({node.name}) calls a graph with a collective, which has a model only in cond, "
+                    "invoke_subgraph and called modules: inline it"
+                )
+            return NestedStep(node, {id(graph): self._compile(graph).run for graph in graphs})
+        written, random = written_operands(node), draws(node, gm)
+        return EffectStep(node, written, random) if written or random else None
+
+    def _partition(self, node: fx.Node) -> Partition:
+        return self._graph.partitions[group_name(node)]
 
 
 @contextmanager

@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, fx
 
+from pytest_gtrainer._torch.values import schema
+from pytest_gtrainer.tracing.model import tensor_text
 from pytest_gtrainer.worlds.simulated import CollectiveMismatch, DependsOnRank, NoModel, collectives
-from pytest_gtrainer.worlds.simulated.collectives import Collective, Contribution, dtype_text
-from pytest_gtrainer.worlds.simulated.interpreter.blocks import Scratch
-from pytest_gtrainer.worlds.simulated.interpreter.groups import Partition
-from pytest_gtrainer.worlds.simulated.interpreter.operators import Binder, short_name, source_of
+from pytest_gtrainer.worlds.simulated.collectives import Collective, Contribution
+from pytest_gtrainer.worlds.simulated.interpreter.graph import (
+    Partition,
+    described,
+    named_arguments,
+    short_name,
+    source_of,
+)
 from pytest_gtrainer.worlds.simulated.interpreter.values import (
     Kinds,
     PerRank,
     RankRandomStates,
+    Scratch,
     Values,
     at,
     interned,
@@ -32,21 +40,21 @@ from pytest_gtrainer.worlds.simulated.net import Net
 COND = torch.ops.higher_order.cond
 INVOKE_SUBGRAPH = torch.ops.higher_order.invoke_subgraph
 
-_COLLECTIVES: dict[str, Collective] = {
-    "all_gather_into_tensor": collectives.all_gather,
-    "all_gather_into_tensor_out": collectives.all_gather,
-    "all_gather_into_tensor_coalesced": collectives.all_gather,
-    "reduce_scatter_tensor": collectives.reduce_scatter,
-    "reduce_scatter_tensor_out": collectives.reduce_scatter,
-    "reduce_scatter_tensor_coalesced": collectives.reduce_scatter,
-    "all_reduce": collectives.all_reduce,
-    "all_reduce_": collectives.all_reduce,
-    "all_reduce_coalesced": collectives.all_reduce,
-    "all_reduce_coalesced_": collectives.all_reduce,
-    "all_to_all_single": collectives.all_to_all,
-    "broadcast": collectives.broadcast,
-    "broadcast_": collectives.broadcast,
-    "shard_dim_alltoall": collectives.exchange_dims,
+_COLLECTIVES: dict[str, tuple[Collective, str | None]] = {
+    "all_gather_into_tensor": (collectives.all_gather, None),
+    "all_gather_into_tensor_out": (collectives.all_gather, "out"),
+    "all_gather_into_tensor_coalesced": (collectives.all_gather, None),
+    "reduce_scatter_tensor": (collectives.reduce_scatter, None),
+    "reduce_scatter_tensor_out": (collectives.reduce_scatter, "out"),
+    "reduce_scatter_tensor_coalesced": (collectives.reduce_scatter, None),
+    "all_reduce": (collectives.all_reduce, None),
+    "all_reduce_": (collectives.all_reduce, "input"),
+    "all_reduce_coalesced": (collectives.all_reduce, None),
+    "all_reduce_coalesced_": (collectives.all_reduce, "inputs"),
+    "all_to_all_single": (collectives.all_to_all, None),
+    "broadcast": (collectives.broadcast, None),
+    "broadcast_": (collectives.broadcast, "input"),
+    "shard_dim_alltoall": (collectives.exchange_dims, None),
 }
 
 
@@ -67,6 +75,11 @@ class Frame:
         """The values of nodes."""
         return [self.values[source_of(node)] for node in nodes]
 
+    def of_ranks(self, nodes: Sequence[fx.Node]) -> list[list[Any]]:
+        """The values of nodes on each rank."""
+        values = self.of(nodes)
+        return [[at(value, rank) for value in values] for rank in range(self.kinds.size)]
+
     def own_memory(self, written: Sequence[fx.Node]) -> None:
         """Give every rank memory of its own for what it is about to write to (S7).
 
@@ -81,80 +94,80 @@ class Frame:
                 )
 
 
-class Step(Protocol):
+@dataclass(frozen=True, slots=True)
+class Step(ABC):
     """One node; nobody needs the values of ``dying`` after it."""
 
-    def run(self, frame: Frame, dying: frozenset[fx.Node]) -> Any: ...
+    node: fx.Node
+
+    def run(self, frame: Frame, dying: frozenset[fx.Node]) -> None:
+        """Add the node's value to the frame."""
+        try:
+            frame.values[self.node] = self.value(frame, dying)
+        except Exception as error:
+            error.add_note(f"in {described(self.node)}")
+            raise
+
+    @abstractmethod
+    def value(self, frame: Frame, dying: frozenset[fx.Node]) -> Any: ...
+
+    def arguments(self, own: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Arguments and keywords, with the values of ``node.all_input_nodes`` filled in."""
+        known = dict(zip(self.node.all_input_nodes, own, strict=True))
+        args, kwargs = fx.node.map_arg((self.node.args, self.node.kwargs), known.__getitem__)
+        return args, kwargs
 
 
 @dataclass(frozen=True, slots=True)
-class ConstantStep:
+class ConstantStep(Step):
     """An attribute of the graph's module."""
 
-    value: Any
+    constant: Any
 
-    def run(self, frame: Frame, dying: frozenset[fx.Node]) -> Any:
-        return self.value
+    def value(self, frame: Frame, dying: frozenset[fx.Node]) -> Any:
+        return self.constant
 
 
 @dataclass(frozen=True, slots=True)
-class EffectStep:
-    """An operator that writes to operands or draws random numbers: its effect is on every rank by itself.
+class EffectStep(Step):
+    """An operator that writes to the values of ``written`` or draws random numbers: on every rank by itself."""
 
-    Attributes:
-        operands: the nodes that ``bind`` takes the values of.
-        written: the nodes whose values it writes to.
-        random: whether it draws.
-    """
-
-    target: Callable[..., Any]
-    operands: Sequence[fx.Node]
-    bind: Binder
     written: Sequence[fx.Node]
     random: bool
 
-    def run(self, frame: Frame, dying: frozenset[fx.Node]) -> Any:
-        operands, size = frame.of(self.operands), frame.kinds.size
+    def value(self, frame: Frame, dying: frozenset[fx.Node]) -> Any:
+        operands, size = frame.of(self.node.all_input_nodes), frame.kinds.size
         uniform = not any(type(value) is PerRank for value in operands)
         if uniform and (not self.random or frame.random.uniform):
             with frame.random.drawn_uniformly() if self.random else nullcontext():
                 return self._call(operands)
         if self.written:
             frame.own_memory(self.written)
-            operands = frame.of(self.operands)
         results = []
-        for rank in range(size):
+        for rank, own in enumerate(frame.of_ranks(self.node.all_input_nodes)):
             with frame.random.drawn_by(rank, size) if self.random else nullcontext():
-                results.append(self._call([at(value, rank) for value in operands]))
+                results.append(self._call(own))
         return frame.kinds.value(results)
 
     def _call(self, own: Sequence[Any]) -> Any:
-        args, kwargs = self.bind(own)
-        return self.target(*args, **kwargs)
+        args, kwargs = self.arguments(own)
+        assert callable(self.node.target)
+        return self.node.target(*args, **kwargs)
 
 
 @dataclass(frozen=True, slots=True)
-class CollectiveStep:
-    """A collective among the ranks of each group.
+class CollectiveStep(Step):
+    """A collective among the ranks of each group, with the nets of these."""
 
-    Attributes:
-        names: of the arguments that ``bind`` gives by position.
-        nets: those of the groups.
-        written: the argument that the result is written to, in place, and the nodes in it.
-    """
-
-    operands: Sequence[fx.Node]
-    bind: Binder
-    names: Sequence[str]
     partition: Partition
     nets: Sequence[Net]
     collective: Collective
-    written: tuple[str, Sequence[fx.Node]] | None
+    written: str | None
 
-    def run(self, frame: Frame, dying: frozenset[fx.Node]) -> Any:
+    def value(self, frame: Frame, dying: frozenset[fx.Node]) -> Any:
         calls = self._calls(frame)
         if self.written is None:
-            for node in dying.intersection(map(source_of, self.operands)):
+            for node in dying.intersection(map(source_of, self.node.all_input_nodes)):
                 value = frame.values[node]
                 if type(value) is PerRank:
                     value[:] = [None] * len(value)  # a reduction needs the memory of operands that die
@@ -165,36 +178,33 @@ class CollectiveStep:
             for rank, result in zip(ranks, self.collective(net, given), strict=True):
                 results[rank] = result if is_list else result[0]
         frame.scratch.give_back()
-        if self.written is None or self._nobody_sees(frame, dying):
+        if self.written is None:
             return frame.kinds.value(results)
-        argument, nodes = self.written
-        frame.own_memory(nodes)
+        targets: list[fx.Node] = []
+        fx.node.map_arg(named_arguments(self.node)[self.written], targets.append)
+        storages = {storage for value in frame.of(targets) for storage in storages_of(value)}
+        live = [value for node, value in frame.values.items() if node not in dying]
+        if not any(reaches(value, storages) for value in [*live, *(value for _, value in frame.inputs)]):
+            return frame.kinds.value(results)  # nobody sees the memory that is written to: it may lie elsewhere
+        frame.own_memory(targets)
         written = []
         for call, result in zip(self._calls(frame), results, strict=True):
-            target = call[argument]
-            pairs = [(target, result)] if isinstance(target, Tensor) else zip(target, result, strict=True)
-            copied = [own.copy_(value) for own, value in pairs]
-            written.append(copied[0] if isinstance(target, Tensor) else copied)
+            target = call[self.written]
+            if isinstance(target, Tensor):
+                written.append(target.copy_(result))
+            else:
+                written.append([own.copy_(value) for own, value in zip(target, result, strict=True)])
         return frame.kinds.value(written)
 
     def _calls(self, frame: Frame) -> list[dict[str, Any]]:
         """Every rank's arguments by name."""
-        operands, calls = frame.of(self.operands), []
-        for rank in range(frame.kinds.size):
-            args, kwargs = self.bind([at(value, rank) for value in operands])
-            calls.append({**dict(zip(self.names, args, strict=False)), **kwargs})
-        return calls
-
-    def _nobody_sees(self, frame: Frame, dying: frozenset[fx.Node]) -> bool:
-        """No value that lives on looks into the memory that is written to: then the result may lie elsewhere."""
-        assert self.written is not None
-        storages = {storage for value in frame.of(self.written[1]) for storage in storages_of(value)}
-        live = [value for node, value in frame.values.items() if node not in dying]
-        return not any(reaches(value, storages) for value in [*live, *(value for _, value in frame.inputs)])
+        names = [argument.name for argument in schema(self.node.target).arguments]
+        calls = map(self.arguments, frame.of_ranks(self.node.all_input_nodes))
+        return [{**dict(zip(names, args, strict=False)), **kwargs} for args, kwargs in calls]
 
 
-def collective_of(node: fx.Node) -> Collective:
-    """What carries the collective out.
+def collective_of(node: fx.Node) -> tuple[Collective, str | None]:
+    """What carries the collective out, and the name of the argument that it writes its result to, if any.
 
     Raises:
         NoModel: naming the operator.
@@ -240,46 +250,35 @@ def _contributions(calls: Sequence[dict[str, Any]], ranks: Sequence[int]) -> lis
             )
         for first, tensor in zip(given[0].inputs, own.inputs, strict=True):
             if tensor.shape[by_rows:] != first.shape[by_rows:] or tensor.dtype != first.dtype:
-                one, other = (f"{dtype_text(each)}{list(each.shape)}" for each in (first, tensor))
-                raise CollectiveMismatch(f"rank {ranks[0]} gives {one}, rank {own.rank} gives {other}")
+                raise CollectiveMismatch(
+                    f"rank {ranks[0]} gives {tensor_text(first)}, rank {own.rank} gives {tensor_text(tensor)}"
+                )
     return given
 
 
 @dataclass(frozen=True, slots=True)
-class NestedStep:
+class NestedStep(Step):
     """A graph that communicates, or is a module, called with values of this one: its nodes are steps like those here.
 
-    ``runs`` carry out the graphs, by their identity. ``bind`` gives the arguments of the call with nodes' values
-    filled in, uniform or per rank. A graph that an operator calls and that does not communicate needs none of this:
-    the operator is plain.
+    ``runs`` carry out the graphs that the node calls, by their identity. A graph that an operator calls and that does
+    not communicate needs none of this: the operator is plain.
     """
 
-    target: Any
-    operands: Sequence[fx.Node]
-    bind: Binder
     runs: dict[int, Callable[[Sequence[Any], RankRandomStates], Any]]
 
-    def run(self, frame: Frame, dying: frozenset[fx.Node]) -> Any:
-        args, _ = self.bind(frame.of(self.operands))
-        graph, given = self._called(args)
-        output = self.runs[id(graph)](given, frame.random)
-        return frame.kinds.value(interned([of_rank(output, rank) for rank in range(frame.kinds.size)]))
-
-    def _called(self, args: Sequence[Any]) -> tuple[Any, list[Any]]:
-        """The graph and what it is called with."""
-        if self.target is COND:
+    def value(self, frame: Frame, dying: frozenset[fx.Node]) -> Any:
+        args, _ = self.arguments(frame.of(self.node.all_input_nodes))
+        if self.node.target is COND:
             predicate, if_true, if_false, given = args
-            return (if_true if _decided(predicate) else if_false), list(given)
-        if self.target is INVOKE_SUBGRAPH:
-            return args[0], list(args[2:])
-        return self.target, list(args)
-
-
-def _decided(predicate: Any) -> bool:
-    """The one way that all ranks go."""
-    ways = {bool(own) for own in (predicate if type(predicate) is PerRank else [predicate])}
-    if len(ways) > 1:
-        raise CollectiveMismatch(
-            "the ranks disagree on the predicate of a cond with a collective in it: some would wait forever"
-        )
-    return ways.pop()
+            ways = {bool(own) for own in (predicate if type(predicate) is PerRank else [predicate])}
+            if len(ways) > 1:
+                raise CollectiveMismatch(
+                    "the ranks disagree on the predicate of a cond with a collective in it: some would wait forever"
+                )
+            run = self.runs[id(if_true if ways.pop() else if_false)]
+        elif self.node.target is INVOKE_SUBGRAPH:
+            run, given = self.runs[id(args[0])], args[2:]
+        else:
+            (run,), given = self.runs.values(), args
+        output = run(list(given), frame.random)
+        return frame.kinds.value(interned([of_rank(output, rank) for rank in range(frame.kinds.size)]))

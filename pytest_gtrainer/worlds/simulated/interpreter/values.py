@@ -24,8 +24,9 @@ from torch import Tensor, fx
 
 from pytest_gtrainer._torch.values import storage_of
 
-ALIGNMENT = 16
 Values = dict[fx.Node, Any]
+_ALIGNMENT = 16
+_ROW_ALIGNMENT = 64
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -174,17 +175,10 @@ def _are_apart(values: list[Any], storages: set[int]) -> bool:
     """No uniform value among them, and no two ranks reach the same byte."""
     if any(type(value) is not PerRank for value in values):
         return False
-    reached = sorted(
-        {
-            (*span, rank)
-            for value in values
-            for rank, own in enumerate(value)
-            for span in map(_span, tensors_in(own))
-            if span[0] in storages
-        }
-    )
+    owned = ((rank, own) for value in values for rank, own in enumerate(value))
+    spans = {(*_span(tensor), rank) for rank, own in owned for tensor in tensors_in(own)}
     furthest: dict[int, tuple[int, int]] = {}  # of each storage: where the spans so far end, and whose they are
-    for storage, start, stop, rank in reached:
+    for storage, start, stop, rank in sorted(span for span in spans if span[0] in storages):
         end, owner = furthest.get(storage, (0, rank))
         if start < end and owner != rank:
             return False
@@ -204,7 +198,7 @@ class _Copies:
                 bounds[storage] = (min(first, start), max(last, stop), tensor)
         self._copies = {}
         for storage, (start, stop, tensor) in bounds.items():
-            start -= start % ALIGNMENT
+            start -= start % _ALIGNMENT
             window = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage(), start, (stop - start,), (1,))
             self._copies[storage] = window.clone(), start
 
@@ -215,6 +209,33 @@ class _Copies:
             offset = own.storage_offset() - start // own.itemsize
             return own.new_empty(0).set_(copy.untyped_storage(), offset, own.shape, own.stride())
         return type(own)(self.moved(item) for item in own) if isinstance(own, list | tuple) else own
+
+
+class Scratch:
+    """One buffer for what ranks are about to reduce, cut into rows until it is given back.
+
+    It serves all reductions: a new one each time would cost more than the reduction, as the operating system has to
+    clear it.
+    """
+
+    def __init__(self) -> None:
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._used = 0
+
+    def rows(self, count: int, like: Tensor) -> Tensor:
+        """``[count, *like.shape]`` of uninitialised memory."""
+        size = count * like.numel() * like.itemsize
+        start = -(-self._used // _ROW_ALIGNMENT) * _ROW_ALIGNMENT
+        if start + size > self._buffer.numel():
+            if self._used:
+                return like.new_empty(count, *like.shape)
+            start, self._buffer = 0, torch.empty(size, dtype=torch.uint8)
+        self._used = start + size
+        return self._buffer[start : start + size].view(like.dtype).view(count, *like.shape)
+
+    def give_back(self) -> None:
+        """Nobody reads the rows any more."""
+        self._used = 0
 
 
 # --- random numbers
@@ -261,13 +282,3 @@ class RankRandomStates:
         torch.set_rng_state(self.states[rank])
         yield
         self.states[rank] = torch.get_rng_state()
-
-
-@contextmanager
-def generator_kept() -> Iterator[None]:
-    """The process's own generator is as before at the end."""
-    state = torch.get_rng_state()
-    try:
-        yield
-    finally:
-        torch.set_rng_state(state)

@@ -1,13 +1,20 @@
-"""The process group of a rank on a thread: hands every collective to its group's meeting.
+"""The process group of a rank on a thread, and the meetings where its collectives are carried out.
 
-A collective returns a work at once; waiting for the work gives the turn to other ranks until the last
+The n-th call that a rank makes on a group belongs to the n-th *meeting* of that group. The last member to
+arrive finds the calls of all, checks that they agree (S5), and carries the collective out for all of them
+at once. A collective returns a work at once; waiting for the work gives the turn to other ranks until the last
 member has arrived. So collectives may be issued ahead and on several groups in any order.
+
+A sender never waits: its tensor is copied. Messages with the same tag arrive in the order in which they were sent.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import defaultdict, deque
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partialmethod
 from math import prod
 from typing import Any, NoReturn
 
@@ -19,9 +26,7 @@ from pytest_gtrainer._torch.threads import BACKEND, Work, reduction_of, unseen_b
 from pytest_gtrainer.worlds.simulated import CollectiveMismatch, NoModel, collectives
 from pytest_gtrainer.worlds.simulated.collectives import Collective, Contribution, dtype_text, texts
 from pytest_gtrainer.worlds.simulated.net import Net
-from pytest_gtrainer.worlds.simulated.threads.faults import stacks
-from pytest_gtrainer.worlds.simulated.threads.meetings import Issued, MeetingPlace, Route
-from pytest_gtrainer.worlds.simulated.threads.team import Awaited, ThreadTeam, ranks_text
+from pytest_gtrainer.worlds.simulated.threads.team import Awaited, ThreadTeam, by_text, ranks_text
 
 _UNMODELLED = (
     "_start_coalescing",
@@ -31,6 +36,121 @@ _UNMODELLED = (
     "recv_anysource",
     "split_group",
 )
+
+
+@dataclass(frozen=True, slots=True)
+class Issued:
+    """One rank's call of a collective, and where its results go.
+
+    ``text`` begins with the collective's name and holds everything in which the members must agree.
+    """
+
+    text: str
+    collective: Collective
+    given: Contribution
+    outputs: Sequence[Tensor]
+
+
+class Meeting(Awaited):
+    """One collective of a group, from its first call to its end."""
+
+    __slots__ = ("calls", "place", "where")
+
+    def __init__(self, place: MeetingPlace, number: int) -> None:
+        super().__init__()
+        self.place, self.where = place, f"collective {number} of {place.text}"
+        self.calls: dict[int, Issued] = {}  # by rank in the world
+
+    @property
+    def is_complete(self) -> bool:
+        return len(self.calls) == len(self.place.ranks)
+
+    def __str__(self) -> str:
+        call = next(iter(self.calls.values()))
+        missing = [rank for rank in self.place.ranks if rank not in self.calls]
+        return f"waiting in {call.text} ({self.where}) for {ranks_text(missing)}"
+
+    def hold(self) -> None:
+        """Carry the collective out; every member's call is here.
+
+        Raises:
+            CollectiveMismatch: the calls do not agree.
+        """
+        said = by_text({rank: call.text for rank, call in self.calls.items()})
+        if len(said) > 1:
+            whose = "; ".join(f"{ranks_text(ranks)}: {text}" for text, ranks in said.items())
+            raise CollectiveMismatch(f"the ranks disagree in {self.where}; {whose}")
+        calls = [self.calls[rank] for rank in self.place.ranks]
+        for call in calls:
+            exact = call.given.sends  # else shapes do not matter, sizes do
+            call.given.inputs = [t.detach() if exact else t.detach().reshape(-1) for t in call.given.inputs]
+        try:
+            results = calls[0].collective(self.place.net, [call.given for call in calls])
+        except CollectiveMismatch as error:
+            name = calls[0].text.partition(" ")[0]
+            raise CollectiveMismatch(f"the ranks disagree in {self.where}, {name}: {error}") from None
+        for call, values in zip(calls, results, strict=True):
+            for output, value in zip(call.outputs, values, strict=True):
+                _fill(output, value)
+        self.calls.clear()  # a work may outlive the tensors
+
+
+def _fill(output: Tensor, values: Tensor) -> None:
+    """Write ``values``, of as many elements and the same dtype, to ``output``."""
+    if texts([output]) != texts([values]):
+        raise ValueError(f"a collective gives {texts([values])}, but its output is {texts([output])}: make them equal")
+    # .data: autograd does not see that a collective writes, as it does not with other backends
+    output.data.copy_(values.detach().reshape(output.shape))
+
+
+Route = tuple[int, int, int]
+"""From which rank to which, of the world, under which tag."""
+
+
+class Message(Awaited):
+    """A tensor that a rank waits for; it happens when it is received."""
+
+    __slots__ = ("route", "tensor")
+
+    def __init__(self, route: Route, tensor: Tensor) -> None:
+        super().__init__()
+        self.route, self.tensor = route, tensor
+
+    def __str__(self) -> str:
+        return f"waiting in recv of {texts([self.tensor])} from rank {self.route[0]}"
+
+    def receive(self, sent: Tensor) -> None:
+        """Write what was sent to the tensor."""
+        source, destination, _ = self.route
+        if texts([sent]) != texts([self.tensor]):
+            raise CollectiveMismatch(
+                f"rank {source} sends {texts([sent])} to rank {destination}, which receives {texts([self.tensor])}"
+            )
+        _fill(self.tensor, sent)
+
+
+class MeetingPlace:
+    """Where the members of one group meet, in every collective again; ``text`` tells it from other groups.
+
+    Messages wait here: those sent and not received, and those wanted and not sent.
+    """
+
+    def __init__(self, ranks: tuple[int, ...], net: Net, text: str) -> None:
+        self.ranks, self.net, self.text = ranks, net, text
+        self.sent: defaultdict[Route, deque[Tensor]] = defaultdict(deque)
+        self.wanted: defaultdict[Route, deque[Message]] = defaultdict(deque)
+        self._counts = dict.fromkeys(ranks, 0)
+        self._open: dict[int, Meeting] = {}
+
+    def arrive(self, rank: int, call: Issued) -> Meeting:
+        """The member comes to its next collective."""
+        number = self._counts[rank]
+        self._counts[rank] += 1
+        meeting = self._open.setdefault(number, Meeting(self, number))
+        meeting.calls[rank] = call
+        if meeting.is_complete:
+            del self._open[number]
+        return meeting
 
 
 class SharedGroups:
@@ -87,7 +207,7 @@ class ThreadGroup(dist.ProcessGroup):
 
     def __init__(self, shared: SharedGroups, rank: int, name: str, ranks: Sequence[int]) -> None:
         super().__init__(ranks.index(rank), len(ranks))
-        self._shared, self._global_rank, self._name = shared, rank, name
+        self._shared, self._team, self._global_rank, self._name = shared, shared.team, rank, name
         self._members = tuple(ranks)
         self._place = shared.place(name, self._members)
 
@@ -95,26 +215,33 @@ class ThreadGroup(dist.ProcessGroup):
         self, collective: Collective, text: str, inputs: Sequence[Tensor], outputs: list[Tensor], **details: Any
     ) -> _Work:
         """Come to a collective; ``text`` as in ``Issued``, ``details`` as in ``Contribution``."""
-        team = self._shared.team
-        team.check(self._global_rank)
-        _check_devices(text, outputs)
+        self._check(text, outputs)
         given = Contribution(rank=self._global_rank, inputs=list(inputs), **details)
-        meeting = self._place.arrive(self.rank(), Issued(text, collective, given, outputs))
+        meeting = self._place.arrive(self._global_rank, Issued(text, collective, given, outputs))
         if meeting.is_complete:
-            with self._failing_all(), torch.no_grad(), unseen_by_modes():
+            with self._failing_all(), unseen_by_modes():
                 meeting.hold()
-            team.announce(meeting)
-        return _Work(team, self._global_rank, meeting, outputs)
+            self._team.announce(meeting)
+        return _Work(self._team, self._global_rank, meeting, outputs)
+
+    def _check(self, text: str, tensors: list[Tensor]) -> None:
+        """What has to hold for every call, whose name ``text`` begins with."""
+        self._team.check(self._global_rank)
+        elsewhere = {tensor.device.type for tensor in tensors} - {"cpu"}
+        if elsewhere:
+            name, devices = text.partition(" ")[0], ", ".join(sorted(elsewhere))
+            raise NoModel(f"{name} of tensors on {devices}: a simulated world computes on the CPU")
 
     @contextmanager
     def _failing_all(self) -> Iterator[None]:
-        """An error is the team's, even if the rank's own code catches it."""
+        """Inside, without autograd, an error is the team's, even if the rank's own code catches it."""
         try:
-            yield
+            with torch.no_grad():
+                yield
         except Exception as error:
             if isinstance(error, CollectiveMismatch):
-                error.add_note(stacks(self._shared.team))
-            self._shared.team.fail(self._global_rank, error)
+                error.add_note(self._team.stacks())
+            self._team.fail(self._global_rank, error)
             raise
 
     # --- collectives, as torch.distributed and functional collectives call them ---
@@ -201,29 +328,36 @@ class ThreadGroup(dist.ProcessGroup):
         return self._issue(collectives.barrier, "barrier", [], [])
 
     def send(self, tensors: list[Tensor], destination: int, tag: int = 0) -> _Work:
-        team = self._shared.team
-        team.check(self._global_rank)
-        _check_devices("send", tensors)
-        route = Route(self._global_rank, self._members[destination], tag)
-        with self._failing_all(), torch.no_grad():
-            received = self._place.post.send(route, tensors[0])
-        if received is not None:
-            team.announce(received)
+        self._check("send", tensors)
+        route = self._global_rank, self._members[destination], tag
+        if waiting := self._place.wanted[route]:
+            message = waiting.popleft()
+            with self._failing_all():
+                message.receive(tensors[0])
+            self._team.announce(message)
+        else:
+            self._place.sent[route].append(tensors[0].detach().clone())
         done = Awaited()
         done.happened = True
-        return _Work(team, self._global_rank, done, tensors)
+        return _Work(self._team, self._global_rank, done, tensors)
 
     def recv(self, tensors: list[Tensor], source: int, tag: int = 0) -> _Work:
-        team = self._shared.team
-        team.check(self._global_rank)
-        route = Route(self._members[source], self._global_rank, tag)
-        with self._failing_all(), torch.no_grad():
-            message, has_come = self._place.post.receive(route, tensors[0])
-        message.happened = has_come
-        return _Work(team, self._global_rank, message, tensors)
+        self._check("recv", tensors)
+        route = self._members[source], self._global_rank, tag
+        message = Message(route, tensors[0])
+        if sent := self._place.sent[route]:
+            with self._failing_all():
+                message.receive(sent.popleft())
+            message.happened = True
+        else:
+            self._place.wanted[route].append(message)
+        return _Work(self._team, self._global_rank, message, tensors)
 
     def reduce(self, tensors: list[Tensor], opts: Any = None) -> NoReturn:
         raise NoModel("the order of additions in reduce has no model in a simulated world: use all_reduce")
+
+    def _refuse(self, name: str, *args: Any, **kwargs: Any) -> NoReturn:
+        raise NoModel(f"{name} has no model in a simulated world; its groups do the usual collectives")
 
     def _check_parts(self, name: str, whole_name: str, whole: Tensor, part_name: str, part: Tensor) -> None:
         members = len(self._members)
@@ -276,25 +410,11 @@ class ThreadGroup(dist.ProcessGroup):
         return f"ThreadGroup(rank {self._global_rank} of {list(self._members)})"
 
 
-def _check_devices(text: str, tensors: list[Tensor]) -> None:
-    elsewhere = {tensor.device.type for tensor in tensors} - {"cpu"}
-    if elsewhere:
-        name = text.partition(" ")[0]
-        raise NoModel(f"{name} of tensors on {', '.join(sorted(elsewhere))}: a simulated world computes on the CPU")
-
-
 def _reduction(opts: Any) -> tuple[str, dict[str, Any]]:
     """A reduce op in words, and as a ``Contribution`` has it."""
     op, factor = ("sum", None) if opts is None else reduction_of(opts.reduceOp)
     return op if factor is None else f"{op} {factor:g}", {"op": op, "factor": factor}
 
 
-def _unmodelled(name: str) -> Callable[..., NoReturn]:
-    def refuse(self: ThreadGroup, *args: Any, **kwargs: Any) -> NoReturn:
-        raise NoModel(f"{name.lstrip('_')} has no model in a simulated world; its groups do the usual collectives")
-
-    return refuse
-
-
 for _name in _UNMODELLED:
-    setattr(ThreadGroup, _name, _unmodelled(_name))
+    setattr(ThreadGroup, _name, partialmethod(ThreadGroup._refuse, _name.lstrip("_")))

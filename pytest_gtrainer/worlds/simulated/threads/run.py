@@ -6,14 +6,14 @@ import itertools
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 
-from pytest_gtrainer._torch.mesh_caches import forget_meshes
+from pytest_gtrainer._torch.process_groups import forget_meshes
 from pytest_gtrainer._torch.threads import (
     become_rank,
     drop_groups,
@@ -24,9 +24,15 @@ from pytest_gtrainer._torch.threads import (
 from pytest_gtrainer.long_work import long_work
 from pytest_gtrainer.worlds.hygiene import restored
 from pytest_gtrainer.worlds.simulated.net import Net
-from pytest_gtrainer.worlds.simulated.threads.faults import standstill, time_limit
 from pytest_gtrainer.worlds.simulated.threads.group import SharedGroups, ThreadGroup
-from pytest_gtrainer.worlds.simulated.threads.team import NotOnThreads, Released, ThreadTeam, ranks_text, state_kept
+from pytest_gtrainer.worlds.simulated.threads.team import (
+    NotOnThreads,
+    Released,
+    ThreadTeam,
+    TimeLimit,
+    ranks_text,
+    state_kept,
+)
 
 LIMIT = 300.0
 _GRACE = 2.0
@@ -85,13 +91,14 @@ class _Crew:
     """The threads of one run."""
 
     def __init__(self, size: int, function: Callable[..., Any], args: tuple[Any, ...], net: Net) -> None:
-        self._team = ThreadTeam(size, standstill)
+        self._team = ThreadTeam(size)
         self._groups = SharedGroups(self._team, net)
         self._function, self._args = function, args
         self._results: list[Any] = [None] * size
         self._first_group = next(_runs) * _NAMES_A_RUN  # no name of a group means anything elsewhere
         self._threads = [
-            threading.Thread(target=self._be, args=(rank,), name=f"rank {rank}", daemon=True) for rank in range(size)
+            threading.Thread(target=self._be_rank, args=(rank,), name=f"rank {rank}", daemon=True)
+            for rank in range(size)
         ]
 
     def refuse_tracing(self, what: str) -> None:
@@ -108,7 +115,8 @@ class _Crew:
             self._start()
             while not team.all_ended.wait(team.last_turn + timeout - time.monotonic()):
                 if time.monotonic() > team.last_turn + timeout:
-                    team.fail(None, time_limit(team, timeout))
+                    what = f"a rank ran for {timeout:g} seconds without coming to a collective: {team.situation()}"
+                    team.fail(None, TimeLimit(what))
                     break
         except BaseException as error:  # an interrupt of the thread that waits
             team.fail(None, error)
@@ -135,14 +143,22 @@ class _Crew:
             for rank, thread in enumerate(self._threads):
                 if thread.ident is None:
                     self._team.abandon(rank)
-        self._team.start()
+        self._team.hand_on()
 
-    def _be(self, rank: int) -> None:
+    def _be_rank(self, rank: int) -> None:
+        """What each thread runs: the function, as a rank with a default group of its own."""
         team = self._team
         try:
             team.join(rank)
-            with self._as_rank(rank):
-                self._results[rank] = self._function(rank, *self._args)
+            become_rank(self._first_group)
+            with torch.autograd.set_multithreading_enabled(False):
+                members = range(team.size)
+                register_default_group(ThreadGroup(self._groups, rank, str(self._first_group), members), NoStore())
+                try:
+                    self._results[rank] = self._function(rank, *self._args)
+                finally:
+                    if rank not in team.abandoned:
+                        drop_groups()
         except Released:
             pass
         except BaseException as error:
@@ -152,18 +168,6 @@ class _Crew:
                 team.end(rank)
             except Released:  # an interrupt that came late; there is one at most
                 team.end(rank)
-
-    @contextmanager
-    def _as_rank(self, rank: int) -> Iterator[None]:
-        become_rank(self._first_group)
-        members = range(self._team.size)
-        with torch.autograd.set_multithreading_enabled(False):
-            register_default_group(ThreadGroup(self._groups, rank, str(self._first_group), members), NoStore())
-            try:
-                yield
-            finally:
-                if rank not in self._team.abandoned:
-                    drop_groups()
 
     def _end(self) -> list[int]:
         """Get every thread to its end; those stuck in a call of C have their turn taken away, and are returned.

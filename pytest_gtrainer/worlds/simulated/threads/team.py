@@ -10,28 +10,43 @@ What a process has once and every rank has for itself is swapped with the turn: 
 dtype, RANK in the environment. So seeds, and draws, in the code of a rank are what they would be in a process
 of its own. Not told apart are torch's other switches (deterministic algorithms, backend flags), the working
 directory, modules and their globals.
+
+What goes wrong is told in words: who waits for what, and where; the stacks of all ranks.
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
-import random
 import sys
 import threading
 import time
+import traceback
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import dropwhile, groupby, takewhile
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 import torch
 
+from pytest_gtrainer.numerics.seeds import GeneratorStates
+
 _HERE = str(Path(__file__).parent)
+_TORCH = str(Path(torch.__file__).parent)
 _VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+_MOST_STACKS = 6
+_MOST_FRAMES = 12
+
+
+class Standstill(AssertionError):
+    """Every rank that has not ended waits for another one."""
+
+
+class TimeLimit(AssertionError):
+    """A rank ran for too long without coming to a collective or to its end."""
 
 
 class NotOnThreads(RuntimeError):
@@ -63,81 +78,65 @@ def ranks_text(ranks: Iterable[int]) -> str:
     ('rank 3', 'ranks 0-2, 5')
     """
     ordered = sorted(ranks)
-    runs: list[list[int]] = []
-    for rank in ordered:
-        if runs and runs[-1][-1] == rank - 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
-    texts = [f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs]
+    runs = groupby(enumerate(ordered), key=lambda numbered: numbered[1] - numbered[0])
+    lists = [[rank for _, rank in run] for _, run in runs]
+    texts = [f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in lists]
     return ("rank " if len(ordered) == 1 else "ranks ") + ", ".join(texts)
+
+
+def by_text(texts: Mapping[int, str]) -> dict[str, list[int]]:
+    """The ranks that say each text."""
+    groups: dict[str, list[int]] = {}
+    for rank, text in sorted(texts.items()):
+        groups.setdefault(text, []).append(rank)
+    return groups
+
+
+# --- the process's state, which every rank has for itself
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessState:
     """Random numbers and default dtype of a rank."""
 
-    torch_random: torch.Tensor
-    python_random: tuple[Any, ...]
-    numpy_random: Any
+    generators: GeneratorStates
     default_dtype: torch.dtype
+
+    @classmethod
+    def now(cls) -> ProcessState:
+        """What the process has now."""
+        return cls(GeneratorStates.now(), torch.get_default_dtype())
+
+    def put_back(self) -> None:
+        """Give it to the process."""
+        self.generators.put_back()
+        torch.set_default_dtype(self.default_dtype)
 
 
 @contextmanager
 def state_kept() -> Iterator[None]:
     """Put the caller's random numbers back at the end."""
-    state = read_state()
+    state = ProcessState.now()
     try:
         yield
     finally:
-        write_state(state)
+        state.put_back()
 
 
-def read_state() -> ProcessState:
-    """What the process has now."""
-    numpy = sys.modules.get("numpy")
-    return ProcessState(
-        torch.get_rng_state(),
-        random.getstate(),
-        numpy.random.get_state() if numpy else None,
-        torch.get_default_dtype(),
-    )
-
-
-def write_state(state: ProcessState) -> None:
-    """Give it to the process."""
-    torch.set_rng_state(state.torch_random)
-    random.setstate(state.python_random)
-    if state.numpy_random is not None:
-        numpy = sys.modules["numpy"].random
-        wanted = state.numpy_random
-        name, key, *position = numpy.get_state()
-        if (name, position) != (wanted[0], list(wanted[2:])) or not (key == wanted[1]).all():
-            numpy.set_state(wanted)  # slow, and rarely needed: few trainers draw from it between collectives
-    if torch.get_default_dtype() != state.default_dtype:
-        torch.set_default_dtype(state.default_dtype)
-
-
-def is_here(filename: str) -> bool:
-    """Whether a file is one of those that run ranks on threads."""
-    return filename.startswith(_HERE)
+# --- the turns
 
 
 def is_ours(frame: FrameType) -> bool:
     """Whether a thread is in a line of ours, or in a semaphore that one takes."""
     while frame.f_code.co_filename == threading.__file__ and frame.f_back is not None:
         frame = frame.f_back
-    return is_here(frame.f_code.co_filename)
+    return frame.f_code.co_filename.startswith(_HERE)
 
 
 class ThreadTeam:
-    """The turns of ``size`` ranks.
+    """The turns of ``size`` ranks; every rank's thread has to ``join``, before or after the first ``hand_on``."""
 
-    Args:
-        stalled: makes the error for "no rank can run" from what each rank waits for.
-    """
-
-    def __init__(self, size: int, stalled: Callable[[ThreadTeam], BaseException]) -> None:
+    def __init__(self, size: int) -> None:
         self.size = size
         self.all_ended = threading.Event()
         self.waiting: dict[int, Awaited] = {}
@@ -148,15 +147,10 @@ class ThreadTeam:
         self.running: int | None = None  # the rank that has the turn, since ``last_turn``
         self.last_turn = time.monotonic()
         self._error: tuple[int | None, BaseException] | None = None
-        self._stalled = stalled
-        self._states = [read_state()] * size  # of every rank that has not the turn; all start with the caller's
+        self._states = [ProcessState.now()] * size  # of every rank that has not the turn; all start with the caller's
         self._lock = threading.RLock()
         self._ready = deque(range(size))
         self._turns = [threading.Semaphore(0) for _ in range(size)]
-
-    def start(self) -> None:
-        """Give the turn to the first rank; every rank's thread has to ``join`` first or later."""
-        self._hand_on()
 
     def join(self, rank: int) -> None:
         """The calling thread is ``rank`` from now on; returns at its first turn."""
@@ -178,8 +172,8 @@ class ThreadTeam:
                 return
             event.waiting.append(rank)
             self.waiting[rank] = event
-            self._states[rank] = read_state()
-            self._hand_on()
+            self._states[rank] = ProcessState.now()
+            self.hand_on()
         self._await_turn(rank)
 
     def give_way(self, rank: int) -> None:
@@ -187,8 +181,8 @@ class ThreadTeam:
         with self._lock:
             self.check(rank)
             self._ready.append(rank)
-            self._states[rank] = read_state()
-            self._hand_on()
+            self._states[rank] = ProcessState.now()
+            self.hand_on()
         self._await_turn(rank)
 
     def announce(self, event: Awaited) -> None:
@@ -205,7 +199,7 @@ class ThreadTeam:
         with self._lock:
             if rank == self.running:  # not one that was abandoned, nor one that comes a second time
                 self.ended.add(rank)
-                self._hand_on()
+                self.hand_on()
 
     def fail(self, rank: int | None, error: BaseException) -> None:
         """Keep the first error, and make every waiting rank able to run, to be released."""
@@ -241,14 +235,15 @@ class ThreadTeam:
             self.abandoned.add(rank)
             self.ended.add(rank)
             if rank == self.running:
-                self._hand_on()
+                self.hand_on()
             elif rank in self._ready:
                 self._ready.remove(rank)
 
-    def _hand_on(self) -> None:
+    def hand_on(self) -> None:
+        """Give the turn to the next rank that can run."""
         self.running = None
         if not self._ready and self.waiting:
-            self.fail(None, self._stalled(self))
+            self.fail(None, Standstill(f"no rank can go on: {self.situation()}"))
         self.running = self._ready.popleft() if self._ready else None
         self.last_turn = time.monotonic()
         if self.running is None:
@@ -258,7 +253,7 @@ class ThreadTeam:
 
     def _await_turn(self, rank: int) -> None:
         self._turns[rank].acquire()
-        write_state(self._states[rank])
+        self._states[rank].put_back()
         os.environ.update(zip(_VARIABLES, map(str, (rank, rank, self.size, self.size)), strict=True))
         self.check(rank)
 
@@ -273,3 +268,45 @@ class ThreadTeam:
             raise NotOnThreads(f"a thread that rank {rank} started called a collective: let the rank itself call it")
         if self.failed:
             raise Released
+
+    def situation(self) -> str:
+        """What each rank does, and the stacks."""
+        frames = self._frames()
+        doing = dict.fromkeys(range(self.size), "waiting for its turn")
+        doing |= {rank: f"{event}{_whereabouts(frames.get(rank))}" for rank, event in self.waiting.items()}
+        if self.running is not None:
+            doing[self.running] = f"running{_whereabouts(frames.get(self.running))}"
+        doing |= dict.fromkeys(self.ended, "ended")
+        told = "; ".join(f"{ranks_text(ranks)}: {text}" for text, ranks in by_text(doing).items())
+        return f"{told}\n\n{self.stacks()}"
+
+    def stacks(self) -> str:
+        """The Python stacks of all ranks that have not ended, equal ones once, outermost call first."""
+        stacks = by_text({rank: _stack(frame) for rank, frame in self._frames().items() if rank not in self.ended})
+        parts = [f"--- {ranks_text(ranks)} ---\n{text}" for text, ranks in stacks.items() if text]
+        more = [f"... and {len(parts) - _MOST_STACKS} more"] if len(parts) > _MOST_STACKS else []
+        return "\n".join(parts[:_MOST_STACKS] + more)
+
+    def _frames(self) -> dict[int, FrameType]:
+        current = sys._current_frames()
+        return {rank: current[thread] for rank, thread in sorted(self.threads.items()) if thread in current}
+
+
+def _stack(frame: FrameType) -> str:
+    """The frames of the function that the rank runs; of torch's the innermost, which is the collective."""
+    entries = dropwhile(
+        lambda entry: entry.filename.startswith((_HERE, threading.__file__)), traceback.extract_stack(frame)
+    )
+    inner = list(takewhile(lambda entry: not entry.filename.startswith(_HERE), entries))
+    shown = [entry for entry in inner[:-1] if not entry.filename.startswith(_TORCH)] + inner[-1:]
+    return "".join(traceback.format_list(shown[-_MOST_FRAMES:]))
+
+
+def _whereabouts(frame: FrameType | None) -> str:
+    """The innermost line that belongs neither to torch nor to us, to be added to a sentence."""
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if not name.startswith((_TORCH, "<", _HERE, threading.__file__)):
+            return f", at {Path(name).name}:{frame.f_lineno} in {frame.f_code.co_name}"
+        frame = frame.f_back
+    return ""

@@ -28,11 +28,16 @@ from pytest_gtrainer.graph.layout import (
 from pytest_gtrainer.numerics.compare import BitwiseDifference, Verdict, compare, explained
 from pytest_gtrainer.numerics.record import Record
 from pytest_gtrainer.references.config import TrainConfig
-from pytest_gtrainer.references.simulated.eager import ConfigOfMesh, SimulatedRun, config_of_mesh, simulated_eager
-from pytest_gtrainer.references.simulated.graph import SimulatedGraphRun
+from pytest_gtrainer.references.simulated import (
+    ConfigOfMesh,
+    SimulatedGraphRun,
+    SimulatedRun,
+    config_of_mesh,
+    simulated_eager,
+)
+from pytest_gtrainer.worlds.fake import net_of
 from pytest_gtrainer.worlds.simulated.net import Net, check_choice, row_of
-from pytest_gtrainer.worlds.simulated.world import net_of
-from pytest_gtrainer.worlds.world import World
+from pytest_gtrainer.worlds.spec import World
 
 GroupOf = Callable[[int, tuple[int, ...]], tuple[int, ...]]
 _AROUND = 2

@@ -16,9 +16,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from pytest_gtrainer.worlds.simulated.net import Net, Path, check_count, check_element, check_rows
-from pytest_gtrainer.worlds.simulated.ring_sum import Reduction, Stretch, check_reduction, chunks, ring_sum, units_of
-from pytest_gtrainer.worlds.simulated.rings import after_rank
+from pytest_gtrainer.worlds.simulated.net import Net, Path, check_count
+from pytest_gtrainer.worlds.simulated.rings import Stretch, after_rank, check_reduction, chunks, ring_sum, units_of
 
 SEGMENT_BYTES = 1 << 20
 SEGMENTS_PER_RANK = 2
@@ -49,18 +48,15 @@ class GlooNet(Net):
         """Of all shards together: segments know no shards."""
         if destinations is not None:
             raise ValueError(f"gloo reduces all shards together, not those of {destinations} alone: leave it out")
-        check_rows("reduce_scatter", inputs, self.size, parts=self.size)
         return self.all_reduce(inputs, op).view(self.size, -1)
 
     def all_reduce(self, inputs: Tensor, op: str) -> Tensor:
         check_reduction("all_reduce", op, inputs.dtype)
-        check_rows("all_reduce", inputs, self.size)
         count, itemsize = inputs.shape[1], inputs.dtype.itemsize
         units = units_of(self._stretches(count, itemsize), 1, count, itemsize)
-        return ring_sum(inputs, units, self._order()[None], Reduction(op, inputs.dtype, "divide"))
+        return ring_sum(inputs, units, self._order()[None], op, accumulator=inputs.dtype, average="divide")
 
     def explain(self, collective: str, offset: int, count: int, dtype: torch.dtype, destination: int = 0) -> Path:
-        check_element(collective, offset, count)
         if collective == "reduce_scatter":
             offset, count = destination * count + offset, self.size * count
         part = next(part for part in self._stretches(count, dtype.itemsize) if offset in part)

@@ -1,0 +1,263 @@
+"""Both sides of a training run on all ranks of a simulated world.
+
+The eager side is ``EagerRun``, the same as on real ranks, on threads. The graph is traced by rank 0, and by the last
+rank to see that it is the same, and replayed in the interpreter; what every rank holds at the start comes from the
+same code that shards the model on real ranks, run on threads. So does clipping: a norm of gradients is a sum over
+ranks, in an order that is the net's.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from pytest_gtrainer._torch.fake_groups import fake_group_beside
+from pytest_gtrainer._torch.values import pytree
+from pytest_gtrainer.graph.layout import BucketLayout
+from pytest_gtrainer.long_work import long_work
+from pytest_gtrainer.numerics.digest import tell_weights
+from pytest_gtrainer.numerics.record import Record
+from pytest_gtrainer.references.config import (
+    Batch,
+    TensorSink,
+    TrainConfig,
+    new_model,
+    record_gradients,
+    record_random_states,
+    record_state,
+)
+from pytest_gtrainer.references.eager import EagerRun
+from pytest_gtrainer.references.graph import GraphRun, shard_traceably
+from pytest_gtrainer.tracing.model import ModelState, local, rewrap
+from pytest_gtrainer.worlds.fake import net_of
+from pytest_gtrainer.worlds.simulated.interpreter import (
+    Interpreter,
+    PerRank,
+    RankGraph,
+    RankRandomStates,
+    check_same_on_all,
+)
+from pytest_gtrainer.worlds.simulated.interpreter.program import one_thread
+from pytest_gtrainer.worlds.simulated.interpreter.values import of_rank
+from pytest_gtrainer.worlds.simulated.net import Net
+from pytest_gtrainer.worlds.simulated.threads.run import LIMIT, run_threads
+from pytest_gtrainer.worlds.simulated.threads.team import ProcessState, state_kept
+from pytest_gtrainer.worlds.spec import World
+
+ConfigOfMesh = Callable[[DeviceMesh], TrainConfig]
+
+
+def config_of_mesh(
+    config: TrainConfig | ConfigOfMesh, size: int, mesh: Mapping[str, int] | None = None
+) -> tuple[ConfigOfMesh, dict[str, int]]:
+    """What builds the configuration from a rank's mesh, and that mesh's dimensions.
+
+    Raises:
+        ValueError: a finished configuration that needs more than one mesh.
+    """
+    if not isinstance(config, TrainConfig):
+        return config, dict(mesh or {"fsdp": size})
+    finished, own = config, config.mesh
+    if config.submeshes or own.ndim != 1 or own.size() != size:
+        raise ValueError(
+            f"a configuration whose parameters are sharded over {own} and {len(config.submeshes)} submeshes cannot be "
+            f"moved to {size} other ranks: hand over a function that builds it from a rank's mesh"
+        )
+    return lambda other: replace(finished, mesh=other), {(own.mesh_dim_names or ("fsdp",))[0]: size}
+
+
+def mesh_of(extents: Mapping[str, int]) -> DeviceMesh:
+    """The calling rank's mesh of these dimensions, outermost first."""
+    return init_device_mesh("cpu", tuple(extents.values()), mesh_dim_names=tuple(extents))
+
+
+# --- the eager side
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedRun:
+    """What eager training on all ranks left: the record of the world, and FSDP2's layout on rank 0."""
+
+    record: Record
+    layout: BucketLayout
+
+
+def simulated_eager(
+    config: TrainConfig | ConfigOfMesh,
+    net: Net,
+    *,
+    mesh: Mapping[str, int] | None = None,
+    steps: int | None = None,
+    timeout: float = LIMIT,
+    recorders: Sequence[TensorSink] | None = None,
+) -> SimulatedRun:
+    """Train with ``fully_shard`` on ``net.size`` ranks, whose reductions add in the order of ``net``.
+
+    Args:
+        config: builds the configuration from a rank's mesh. A finished configuration will do if its mesh is
+            one dimension of all ranks and nothing else in it, its model in particular, holds a mesh.
+        mesh: dimension names and extents, outermost first; by default that of ``config``, else ``{"fsdp": size}``.
+        steps: instead of the configuration's.
+        timeout: as ``run_threads``.
+        recorders: one for each rank that takes what would be recorded; the record is then empty.
+
+    Raises:
+        ValueError: a finished configuration that needs more than one mesh.
+    """
+    build, extents = config_of_mesh(config, net.size, mesh)
+
+    def train_rank(rank: int) -> tuple[Record, BucketLayout | None]:
+        own = build(mesh_of(extents))
+        run = EagerRun(own if steps is None else replace(own, steps=steps))
+        record = run.run(recorders[rank] if recorders else None)
+        return record, run.layout() if rank == 0 else None
+
+    records, layouts = zip(*run_threads(net.size, train_rank, net=net, timeout=timeout), strict=True)
+    return SimulatedRun(Record.merged(records), layouts[0])
+
+
+# --- the graph's side
+
+
+class SimulatedGraphRun:
+    """A rewritten graph, ready to train all ranks of a simulated world; every ``run`` starts anew.
+
+    Raises:
+        DependsOnRank: rank 0 and the last rank trace different graphs; names the first node (S4).
+        ValueError: the world is no simulated one.
+    """
+
+    def __init__(self, config: TrainConfig | ConfigOfMesh, world: World, **options: Any) -> None:
+        """``options`` are those of ``references.graph.rewrite``."""
+        self._net = net_of(world)
+        self._build, self._extents = config_of_mesh(config, world.size, world.mesh)
+        self._mesh = mesh_of(self._extents)
+        self.config = self._build(self._mesh)
+        with state_kept():
+            self._run = GraphRun(self.config, **options)
+            graph = _rank_graph(self._run, self._mesh)
+            if world.size > 1:
+                with fake_group_beside(world.size - 1, world.size):
+                    own = mesh_of(self._extents)
+                    last = _rank_graph(GraphRun(self._build(own), **options), own)
+                check_same_on_all(graph, last)
+        self._interpreter = Interpreter(graph, self._net)
+        self.group_of = graph.group_of
+        self._starts = run_threads(world.size, self._start, net=self._net)
+
+    def _start(self, rank: int) -> tuple[list[torch.Tensor], ProcessState]:
+        """What a rank holds at first: its shards, in the order of the graph's inputs, and random numbers."""
+        config = self._build(mesh_of(self._extents))
+        model = shard_traceably(new_model(config), config)
+        return [local(tensor).detach().clone() for tensor in ModelState.of(model).tensors], ProcessState.now()
+
+    def layout(self) -> BucketLayout:
+        """Where the rewritten graph puts each parameter."""
+        return self._run.layout()
+
+    def rewritten(self, **options: Any) -> SimulatedGraphRun:
+        """The same trace and start, rewritten with other options."""
+        other = copy.copy(self)
+        other._run = self._run.rewritten(**options)
+        other._interpreter = Interpreter(_rank_graph(other._run, self._mesh), self._net)
+        return other
+
+    def run(self, recorder: TensorSink | None = None, *, steps: int | None = None) -> Record:
+        """Train for ``steps``, else ``config.steps``: the record of all ranks, empty if a ``recorder`` takes all."""
+        empty = Record(world_size=len(self._starts), meta={"side": "rewritten graph"})
+        record: TensorSink = empty if recorder is None else recorder
+        starts = enumerate(self._starts)
+        ranks = [_Rank(rank, self._run, tensors, process, record) for rank, (tensors, process) in starts]
+        state = [PerRank(tensors) for tensors in zip(*(rank.tensors for rank in ranks), strict=True)]
+        steps = steps or self.config.steps
+        with state_kept(), one_thread(), long_work(f"simulating {len(ranks)} ranks by the graph") as at:
+            for step in range(steps):
+                at(f"step {step + 1} of {steps}")
+                batches = [pytree.tree_leaves(rank.next_batch(self.config, step)) for rank in ranks]
+                inputs = [PerRank(values) for values in zip(*batches, strict=True)]
+                # every rank draws from its own random numbers
+                random = RankRandomStates.of_ranks([rank.process.generators.cpu for rank in ranks])
+                self._interpreter.random = random
+                output = self._interpreter.run([*state, *inputs])
+                for rank in ranks:
+                    generators = replace(rank.process.generators, cpu=of_rank(random.states, rank.rank))
+                    rank.process = replace(rank.process, generators=generators)
+                    rank.take(step, *of_rank(output, rank.rank))
+                if self.config.max_norm is not None:
+                    run_threads(len(ranks), self._clip, ranks, net=self._net)
+                    for rank in ranks:
+                        record_gradients(record, step, rank.rank, "clipped", rank.parameters.items())
+                for rank in ranks:
+                    rank.finish_step(step)
+        return empty
+
+    def _clip(self, rank: int, ranks: Sequence[_Rank]) -> None:
+        """Clip one rank's gradients in place: as DTensors of its thread's mesh, over the memory that the graph left."""
+        mesh = self._build(mesh_of(self._extents)).mesh
+        models, shards = ModelState.of(self._run.model).parameters, []
+        for fqn, own in ranks[rank].parameters.items():
+            if own.grad is not None:
+                shards.append(nn.Parameter(rewrap(own.detach(), models[fqn], mesh)))
+                shards[-1].grad = rewrap(own.grad, models[fqn], mesh)
+        assert self.config.max_norm is not None
+        nn.utils.clip_grad_norm_(shards, self.config.max_norm)
+
+
+def _rank_graph(run: GraphRun, mesh: DeviceMesh) -> RankGraph:
+    return RankGraph.of(run.traced.gm, mesh, run.config.mesh, *run.config.submeshes.values())
+
+
+class _Rank:
+    """One rank's shards, their optimiser, and its random numbers; it records as ``references.config.train`` does."""
+
+    def __init__(
+        self, rank: int, run: GraphRun, tensors: Sequence[torch.Tensor], process: ProcessState, record: TensorSink
+    ) -> None:
+        self.rank, self.process, self._record = rank, process, record
+        self.tensors = [tensor.clone() for tensor in tensors]
+        self._trainable = run.traced.trainable_fqns
+        named = dict(zip(run.traced.state_fqns, self.tensors, strict=True))
+        self._buffers = {fqn: named[fqn] for fqn in run.traced.buffer_fqns}
+        self.parameters = {
+            fqn: nn.Parameter(named[fqn], requires_grad=fqn in self._trainable) for fqn in run.traced.parameter_fqns
+        }
+        self._optimizer = run.config.optimizer([self.parameters[fqn] for fqn in self._trainable])
+
+    @contextmanager
+    def _process(self) -> Iterator[None]:
+        """Inside, random numbers are drawn from the rank's own."""
+        self.process.put_back()
+        yield
+        self.process = ProcessState.now()
+
+    def next_batch(self, config: TrainConfig, step: int) -> Batch:
+        """The inputs of a step; before it, what is recorded before it."""
+        with self._process():
+            if config.record_rng:
+                record_random_states(self._record, step, self.rank)
+            return config.batch(step, self.rank)
+
+    def take(self, step: int, loss: torch.Tensor, *gradients: torch.Tensor | None) -> None:
+        """Record loss and gradients, and keep these."""
+        self._record.add(step, self.rank, "loss", "loss", loss)
+        self._optimizer.zero_grad()
+        for fqn, gradient in zip(self._trainable, gradients, strict=True):
+            if gradient is not None:
+                parameter = self.parameters[fqn]
+                parameter.grad = torch.empty_like(parameter, dtype=gradient.dtype).copy_(gradient)
+        record_gradients(self._record, step, self.rank, "gradient", self.parameters.items())
+
+    def finish_step(self, step: int) -> None:
+        """Step, and record what that leaves."""
+        with self._process():
+            self._optimizer.step()
+        parameters = self.parameters.items()
+        record_state(self._record, step, self.rank, parameters, self._optimizer, self._buffers.items())
+        tell_weights(step, self.rank, "rewritten graph", parameters)

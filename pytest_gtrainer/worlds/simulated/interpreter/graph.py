@@ -1,0 +1,278 @@
+"""What a traced graph is to the interpreter: its nodes, its groups, and whether it is the same on all ranks.
+
+A graph names the groups of the rank that traced it, which stand for dimensions of the device mesh: "my
+group along ep". The *partition* of a group is every rank's group along the same dimension.
+
+One graph serves all ranks only if the first rank's is also the last one's (S4). Ranks that are neither are taken to
+be like one of them: shards, pads and offsets that depend on the rank show at one of the two ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import combinations, zip_longest
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.distributed.device_mesh import DeviceMesh
+
+from pytest_gtrainer._torch.passes import (
+    ALL_GATHER_OUT,
+    COMPILED_CODE,
+    COMPILED_MODULES,
+    PRE_BUCKET_ALL_GATHER,
+    root_ranks,
+)
+from pytest_gtrainer._torch.process_groups import group_ranks
+from pytest_gtrainer._torch.values import HigherOrderOperator, OpOverload, schema
+from pytest_gtrainer.graph.nodes import is_collective, is_random, node_fqn
+from pytest_gtrainer.tracing.model import tensor_text
+from pytest_gtrainer.worlds.simulated import DependsOnRank, NoModel
+
+Partition = tuple[tuple[int, ...], ...]
+_GROUP = "group_name"
+_PASSED_THROUGH = ("wait_tensor", "_wrap_tensor_autograd")
+
+
+# --- nodes
+
+
+def input_name(node: fx.Node) -> str:
+    """What a placeholder stands for: "parameter layers.0.wq.weight" where the tracer said so."""
+    known = node.meta.get("gt_input")
+    return f"{known['kind']} {known['fqn']}" if known else f"input {node.name}"
+
+
+def described(node: fx.Node) -> str:
+    """A node by its name, operator and module."""
+    fqn = node_fqn(node)
+    return f"{node.name} ({node.target}{f', {fqn}' if fqn else ''})"
+
+
+def short_name(node: fx.Node) -> str:
+    """The operator's name without its namespace and overload."""
+    target: Any = node.target
+    return str(schema(target).name).rpartition("::")[2]
+
+
+def named_arguments(node: fx.Node) -> dict[str, Any]:
+    """The arguments of an operator by the names in its schema."""
+    named = {argument.name: given for argument, given in zip(schema(node.target).arguments, node.args, strict=False)}
+    return {**named, **node.kwargs}
+
+
+def group_name(node: fx.Node) -> str:
+    """The group of a collective.
+
+    Raises:
+        NoModel: it is no name.
+    """
+    name = named_arguments(node)[_GROUP]
+    if not isinstance(name, str):
+        raise NoModel(f"{node.target} ({node.name}) takes its group from the graph: trace with groups by name")
+    return name
+
+
+def attribute(root: torch.nn.Module, target: str) -> Any:
+    """What a ``get_attr`` node stands for."""
+    value: Any = root
+    for name in target.split("."):
+        value = getattr(value, name)
+    return value
+
+
+def graphs_called(node: fx.Node, root: torch.nn.Module) -> list[fx.GraphModule]:
+    """The graphs that a node calls: as a module, or as arguments of a higher-order operator."""
+    called: list[Any] = [root.get_submodule(str(node.target))] if node.op == "call_module" else []
+    called += [attribute(root, str(given.target)) for given in node.all_input_nodes if given.op == "get_attr"]
+    return [module for module in called if isinstance(module, fx.GraphModule)]
+
+
+def nodes_within(gm: fx.GraphModule) -> Iterator[fx.Node]:
+    """The nodes of a graph, and of graphs in it."""
+    for module in gm.modules():
+        if isinstance(module, fx.GraphModule):
+            yield from module.graph.nodes
+
+
+def passes_through(node: fx.Node) -> bool:
+    """Whether a collective's operator gives its argument back: a wait."""
+    return is_collective(node) and short_name(node) in _PASSED_THROUGH
+
+
+def source_of(node: fx.Node) -> fx.Node:
+    """The node whose value this one has: what a wait waits for, else itself."""
+    while passes_through(node):
+        node = node.all_input_nodes[0]
+    return node
+
+
+def draws(node: fx.Node, root: torch.nn.Module) -> bool:
+    """Whether the operator, or a graph that it calls, draws random numbers."""
+    return is_random(node) or any(draws(inner, gm) for gm in graphs_called(node, root) for inner in gm.graph.nodes)
+
+
+def check_callable(node: fx.Node, root: torch.nn.Module) -> None:
+    """Refuse what is no operator that could be replayed rank by rank.
+
+    Raises:
+        NoModel: compiled code, or a module that is no graph.
+    """
+    called: Any = root.get_submodule(str(node.target)) if node.op == "call_module" else node.target
+    homes = (getattr(called, "__module__", None), type(called).__module__)
+    compiled = any(str(home).startswith(COMPILED_MODULES) for home in homes)
+    if isinstance(called, HigherOrderOperator):
+        compiled = called.name() == COMPILED_CODE
+    if compiled:
+        name = getattr(called, "__name__", None) or type(called).__name__
+        raise NoModel(
+            f"{node.name} calls code that Inductor compiled ({name}): "
+            "a simulated world replays operators, so take the graph before it is compiled"
+        )
+    if node.op == "call_module" and not isinstance(called, fx.GraphModule):
+        raise NoModel(f"{node.name} calls the module {node.target}, a {type(called).__name__}: trace into it")
+    if node.op == "call_method":
+        raise NoModel(f"{node.name} calls the method {node.target!r}: trace to operators, with make_fx")
+
+
+# --- groups
+
+
+@dataclass(frozen=True, slots=True)
+class RankGraph:
+    """A graph as one rank traced it, with its groups known on all ranks.
+
+    Attributes:
+        rank: the rank that traced it; size: the number of ranks.
+        partitions: by group name; each is a partition of the ranks.
+        meshes: the ranks of the meshes that the groups were looked up in.
+    """
+
+    gm: fx.GraphModule
+    rank: int
+    size: int
+    partitions: Mapping[str, Partition]
+    meshes: tuple[Tensor, ...] = field(default=(), compare=False)
+
+    @classmethod
+    def of(cls, gm: fx.GraphModule, *meshes: DeviceMesh) -> RankGraph:
+        """Look the groups of ``gm`` up, in the world that it was traced in: call it while that is there.
+
+        Args:
+            meshes: device meshes whose dimensions, or several of them flattened, the groups are.
+
+        Raises:
+            ValueError: a group that is no dimension of a mesh; pass its mesh, or build a RankGraph by hand.
+        """
+        rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+        return cls(gm, rank, size, {}, tuple(map(root_ranks, meshes))).with_graph(gm)
+
+    def with_graph(self, gm: fx.GraphModule) -> RankGraph:
+        """Another graph of the same rank and meshes, before a pass for example; as ``of``, in the same world."""
+        called = (node for node in nodes_within(gm) if isinstance(node.target, OpOverload))
+        with_group = (node for node in called if any(arg.name == _GROUP for arg in schema(node.target).arguments))
+        names = dict.fromkeys(map(group_name, with_group))
+        return replace(self, gm=gm, partitions={name: self._partition(name) for name in names})
+
+    def _partition(self, name: str) -> Partition:
+        if name in self.partitions:
+            return self.partitions[name]
+        own = group_ranks(name)
+        if len(own) == self.size:
+            return (own,)
+        if len(own) == 1:
+            return tuple((rank,) for rank in range(self.size))
+        for mesh in self.meshes:
+            for partition in _partitions_of(mesh):
+                if own in partition and sum(map(len, partition)) == self.size:
+                    return partition
+        raise ValueError(
+            f"process group {name!r} of ranks {' '.join(map(str, own))} is no dimension of the meshes given: give the "
+            "mesh that it belongs to, one that covers all ranks"
+        )
+
+    def group_of(self, rank: int, ranks: tuple[int, ...]) -> tuple[int, ...]:
+        """The group of ``rank`` along the dimension of the mesh that ``ranks`` are a group of in this graph."""
+        partition = next(partition for partition in self.partitions.values() if ranks in partition)
+        return next(group for group in partition if rank in group)
+
+
+def _partitions_of(mesh: Tensor) -> Iterator[Partition]:
+    """The groups along every dimension of a mesh, and along several flattened into one; ranks ascend."""
+    for count in range(1, mesh.ndim + 1):
+        for dims in combinations(range(mesh.ndim), count):
+            others = [dim for dim in range(mesh.ndim) if dim not in dims]
+            extent = prod(mesh.shape[dim] for dim in dims)
+            groups = mesh.permute(*others, *dims).reshape(-1, extent)
+            yield tuple(tuple(sorted(group)) for group in groups.tolist())
+
+
+# --- the same graph on all ranks
+
+
+def check_same_on_all(first: RankGraph, last: RankGraph) -> None:
+    """Refuse a graph that is another on the last rank than on the first.
+
+    Names of nodes and of groups may differ; groups must stand for the same dimension of the mesh.
+
+    Raises:
+        DependsOnRank: naming the first node that differs.
+    """
+    pairs = zip_longest(_lines(first, first.gm), _lines(last, last.gm), fillvalue=("nothing more", ""))
+    for (ours, where), (theirs, elsewhere) in pairs:
+        if ours != theirs:
+            raise DependsOnRank(
+                f"the graph depends on the rank, first at {where or elsewhere}: rank {first.rank} has {ours}, "
+                f"rank {last.rank} has {theirs}; a simulated world replays one graph on all ranks: choose sizes that "
+                "the ranks divide, and code that does not ask for its rank"
+            )
+
+
+def _lines(graph: RankGraph, gm: fx.GraphModule, prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Every node without what may differ between ranks, and in which place it stands."""
+    numbers = {node: f"%{index}" for index, node in enumerate(gm.graph.nodes)}
+    for index, node in enumerate(gm.graph.nodes):
+        target = "" if node.op in ("placeholder", "output") else str(node.target)
+        held = attribute(gm, target) if node.op in ("get_attr", "call_module") else None
+        if node.op == "get_attr":
+            target = f"{_value(held)} {held.tolist()}" if isinstance(held, Tensor) else type(held).__name__
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), numbers.__getitem__)
+        if isinstance(node.target, OpOverload):
+            args = _without_rank(graph, node, args)
+        line = f"{node.op} {target}{(args, kwargs)} -> {_value(node.meta.get('val'))}"
+        yield line, f"node {prefix}{index}, {input_name(node) if node.op == 'placeholder' else described(node)}"
+        if isinstance(held, fx.GraphModule):
+            yield from _lines(graph, held, f"{prefix}{index}.")
+
+
+def _without_rank(graph: RankGraph, node: fx.Node, args: Sequence[Any]) -> list[Any]:
+    """A group by its ranks everywhere; the place of the own part in a gather's buffer by that."""
+    told = list(args)
+    for place, argument in enumerate(schema(node.target).arguments[: len(told)]):
+        if argument.name == _GROUP:
+            told[place] = graph.partitions.get(told[place], told[place])
+        elif argument.name == "rank" and schema(node.target).name == PRE_BUCKET_ALL_GATHER:
+            told[place] = "own rank"
+    if node.target is torch.ops.aten.slice.Tensor and len(node.args) == 4:
+        buffer, _, start, stop = node.args  # perhaps the rank's own place in a buffer that a gather fills
+        for user in buffer.users:
+            if user.target is ALL_GATHER_OUT and user.kwargs["out"] is buffer:
+                own = next(ranks for ranks in graph.partitions[group_name(user)] if graph.rank in ranks)
+                if start == own.index(graph.rank) * (stop - start):
+                    told[2:] = ["own part"]
+    return told
+
+
+def _value(value: Any) -> str:
+    """
+    >>> _value((torch.ones(2, 3), 1, None))
+    '(float32[2, 3], 1, None)'
+    """
+    if isinstance(value, Tensor):
+        return tensor_text(value)
+    if isinstance(value, list | tuple):
+        return "(" + ", ".join(map(_value, value)) + ")"
+    return str(value)

@@ -79,9 +79,9 @@ def gt_mesh(gt_world: World, request: pytest.FixtureRequest) -> Any:
 @pytest.fixture
 def gt_golden(request: pytest.FixtureRequest) -> Golden:
     """``gt_golden.check(value)``: compare with the golden file of this test."""
-    from pytest_gtrainer.golden.check import golden_of
+    from pytest_gtrainer.golden.check import Golden
 
-    return golden_of(request)
+    return Golden(request.node)
 
 
 @pytest.fixture

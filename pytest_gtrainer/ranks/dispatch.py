@@ -17,7 +17,7 @@ from pytest_gtrainer.ranks.leases import LeaseError
 from pytest_gtrainer.ranks.merge import PHASES, Phase, RankReports, merge
 from pytest_gtrainer.ranks.outcome import Incident, Outcome, disagreement
 from pytest_gtrainer.ranks.pool import Launcher
-from pytest_gtrainer.report.witness import shown_only
+from pytest_gtrainer.report.collected import shown_only
 from pytest_gtrainer.worlds.spec import WorldSpec
 
 GOLDENS = "gtrainer-goldens"

@@ -153,12 +153,16 @@ def imported_names(node: ast.Import | ast.ImportFrom) -> Iterator[tuple[str, str
             yield alias.asname or alias.name, path, path
     else:
         for alias in node.names:
-            yield alias.asname or alias.name.partition(".")[0], (
-                alias.name if alias.asname else alias.name.partition(".")[0]
-            ), alias.name
+            yield (
+                alias.asname or alias.name.partition(".")[0],
+                (alias.name if alias.asname else alias.name.partition(".")[0]),
+                alias.name,
+            )
 
 
 class _Reader(ast.NodeVisitor):
+    """Walks the source of a topic and gathers what it needs of the hosts."""
+
     def __init__(self, hosts: tuple[str, ...], attributes: dict[str, tuple[str, ...]]) -> None:
         self._hosts = hosts
         self.needs: dict[tuple[str, str | None], Need] = {}
@@ -218,7 +222,7 @@ class _Reader(ast.NodeVisitor):
         self.attributes_used.add(name)
         return [self._need(owner, name) for owner in self._owners.get(name, ())]
 
-    def _visit_definition(self, node: ast.FunctionDef | ast.ClassDef) -> None:
+    def visit_FunctionDef(self, node: ast.FunctionDef | ast.ClassDef) -> None:
         outside = self._user
         if isinstance(node, ast.ClassDef):
             for base in node.bases:
@@ -230,7 +234,7 @@ class _Reader(ast.NodeVisitor):
             self.visit(decorator)
         self._user = outside
 
-    visit_FunctionDef = visit_ClassDef = _visit_definition
+    visit_ClassDef = visit_FunctionDef
 
     def visit_If(self, node: ast.If) -> None:
         if isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
@@ -239,7 +243,8 @@ class _Reader(ast.NodeVisitor):
 
     def visit_Try(self, node: ast.Try) -> None:
         caught = any(
-            "ImportError" in ast.unparse(handler.type or ast.Constant("")) and not _raises(handler)
+            "ImportError" in ast.unparse(handler.type or ast.Constant(""))
+            and not any(isinstance(inner, ast.Raise) for inner in ast.walk(handler))
             for handler in node.handlers
         )
         before, self._optional = self._optional, self._optional or caught
@@ -249,12 +254,12 @@ class _Reader(ast.NodeVisitor):
         for inner in (*node.handlers, *node.orelse, *node.finalbody):
             self.visit(inner)
 
-    def _visit_import(self, node: ast.Import | ast.ImportFrom) -> None:
+    def visit_Import(self, node: ast.Import | ast.ImportFrom) -> None:
         for _, _, path in imported_names(node):
             if self._is_host(path):
                 self._need(path)
 
-    visit_Import = visit_ImportFrom = _visit_import
+    visit_ImportFrom = visit_Import
 
     def visit_Name(self, node: ast.Name) -> None:
         if isinstance(node.ctx, ast.Load) and node.id in self._bound:
@@ -282,7 +287,3 @@ class _Reader(ast.NodeVisitor):
             for need in self._attribute(node.func.attr):
                 need.calls.append(call)
         self.generic_visit(node)
-
-
-def _raises(handler: ast.ExceptHandler) -> bool:
-    return any(isinstance(node, ast.Raise) for node in ast.walk(handler))

@@ -3,45 +3,12 @@
 from __future__ import annotations
 
 import ast
-import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 MODULE = ""
 """The user of what runs while the topic is imported: without it the topic does not import."""
-
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    """The arguments that a call passes: how many by position, which by name.
-
-    Attributes:
-        partial: whether there are more, by ``*`` or ``**``.
-    """
-
-    positional: int
-    keywords: tuple[str, ...]
-    partial: bool
-
-    @classmethod
-    def of(cls, node: ast.Call) -> Call:
-        starred = sum(isinstance(argument, ast.Starred) for argument in node.args)
-        keywords = tuple(keyword.arg for keyword in node.keywords if keyword.arg is not None)
-        return cls(len(node.args) - starred, keywords, starred > 0 or len(keywords) < len(node.keywords))
-
-    def objection(self, signature: inspect.Signature, *, bound: bool = True) -> str | None:
-        """Why a function of that signature refuses the call, None if it does not.
-
-        Args:
-            bound: False for a method that was taken from its class: the instance comes first.
-        """
-        bind = signature.bind_partial if self.partial else signature.bind
-        try:
-            bind(*[None] * (self.positional + (not bound)), **dict.fromkeys(self.keywords))
-        except TypeError as error:
-            return str(error)
-        return None
 
 
 @dataclass(slots=True)
@@ -58,7 +25,7 @@ class Need:
     path: str
     attribute: str | None = None
     users: set[str] = field(default_factory=set)
-    calls: list[Call] = field(default_factory=list)
+    calls: list[ast.Call] = field(default_factory=list)
     optional: bool = False
 
     @property
@@ -105,29 +72,28 @@ def read_topic(file: Path, module: str, hosts: tuple[str, ...]) -> Topic:
         hosts: the packages whose names are meant, ``("torch",)``.
     """
     tree = ast.parse(file.read_text())
-    tables = {name: ast.literal_eval(value) for name, value in _assignments(tree) if name in _TABLES}
-    reader = _Reader(hosts, tables.get("ATTRIBUTES", {}))
+    tables = dict(_assignments(tree))
+    attributes, called_on_us = (
+        ast.literal_eval(tables[name]) if name in tables else {} for name in ("ATTRIBUTES", "CALLED_ON_US")
+    )
+    reader = _Reader(hosts, attributes)
     reader.bind(tree)
     reader.visit(tree)
     reader.spread(tree)
     called = [
         CalledOnUs(ours, method, caller)
-        for ours, callers in tables.get("CALLED_ON_US", {}).items()
+        for ours, callers in called_on_us.items()
         for caller, methods in callers.items()
         for method in methods
     ]
-    used = reader.attributes_used
     return Topic(
         module=module,
         title=(ast.get_docstring(tree) or "").partition("\n")[0].rstrip("."),
         needs=sorted(reader.needs.values(), key=lambda need: need.attribute is not None),
         called=called,
         unowned={name for name in reader.unresolved if is_private(name)} - reader.owned,
-        unused=reader.owned - used,
+        unused=reader.owned - reader.attributes_used,
     )
-
-
-_TABLES = ("ATTRIBUTES", "CALLED_ON_US")
 
 
 def is_private(name: str) -> bool:
@@ -280,10 +246,10 @@ class _Reader(ast.NodeVisitor):
             self.unresolved.add(node.attr)
 
     def visit_Call(self, node: ast.Call) -> None:
-        path, call = self._path(node.func), Call.of(node)
+        path = self._path(node.func)
         if path is not None:
-            self._need(path).calls.append(call)
+            self._need(path).calls.append(node)
         if isinstance(node.func, ast.Attribute) and node.func.attr in self._owners:
             for need in self._attribute(node.func.attr):
-                need.calls.append(call)
+                need.calls.append(node)
         self.generic_visit(node)

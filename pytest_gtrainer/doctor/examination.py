@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pytest_gtrainer.doctor.contract import MODULE, Call, CalledOnUs, Need, Topic
+from pytest_gtrainer.doctor.contract import MODULE, CalledOnUs, Need, Topic
 
 ROOT = Path(__file__).parents[1]
 
@@ -100,10 +100,27 @@ def diagnose(need: Need) -> Diagnosis:
     except (TypeError, ValueError):  # functions of C++ do not tell
         signature = None
     for call in need.calls:
-        objection = call.objection(signature, bound=bound) if signature is not None else None
-        if objection is not None:
-            return told(f"changed: {objection}")
+        refusal = signature and objection(call, signature, bound=bound)
+        if refusal:
+            return told(f"changed: {refusal}")
     return told("")
+
+
+def objection(call: ast.Call, signature: inspect.Signature, *, bound: bool = True) -> str | None:
+    """Why a function of that signature refuses the arguments of a call, None if it does not.
+
+    Args:
+        bound: False for a method that was taken from its class: the instance comes first.
+    """
+    given = [argument for argument in call.args if not isinstance(argument, ast.Starred)]
+    by_name = {keyword.arg: keyword for keyword in call.keywords if keyword.arg is not None}
+    has_more = len(given) < len(call.args) or len(by_name) < len(call.keywords)  # by `*` or `**`
+    bind = signature.bind_partial if has_more else signature.bind
+    try:
+        bind(*([] if bound else [None]), *given, **by_name)
+    except TypeError as error:
+        return str(error)
+    return None
 
 
 def _has(owner: Any, name: str) -> bool:
@@ -152,9 +169,8 @@ def diagnose_call(entry: CalledOnUs) -> Diagnosis:
     if ours is None:
         return told(f"changed: {class_name} has no {entry.method} of its own")
     for node in sorted(found, key=lambda node: node.lineno):
-        objection = Call.of(node).objection(ours, bound=False)
-        if objection is not None:
-            return told(f"changed: torch's call does not fit ours: {objection}")
+        if refusal := objection(node, ours, bound=False):
+            return told(f"changed: torch's call does not fit ours: {refusal}")
     return told("")
 
 

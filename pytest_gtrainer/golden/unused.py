@@ -5,14 +5,9 @@ A golden belongs to the test that its path is made from. It is *unused* if
 - its test has run and passed, and has not checked it;
 - or no test that was collected is its test, although the file of its test was collected, or is gone.
 
-So the goldens of tests that failed, were skipped, deselected or not reached are used, those of files
-that were not collected (ignored, skipped as a whole) too, those of parameters where the set of
-parameters is empty here, and those kept for another version of torch. One that only a GPU could judge
-(its devices, its environments or its name say so) is *not judged* where there is none.
-
-A run is *full* if it asks for no part of the tests (``asks_for_a_part``) and came to its end: nothing failed
-in collection, each test that was to run has run, no xdist worker died. Failed, skipped and deselected tests
-(``-m``, ``--deselect``, a conftest) do not make it less: their goldens are known to be theirs.
+So goldens of tests that failed, were skipped, deselected or not reached are used. One that only a GPU could judge
+(its devices, its environments or its name say so) is *not judged* where there is none. A run is *full* if it asks for
+no part of the tests (``asks_for_a_part``) and came to its end. docs/goldens.md has all of the rules.
 
 What was collected is known to the process that collects, under xdist to each worker, which sends it
 when it ends; what a test came to, to all processes that its reports pass through.

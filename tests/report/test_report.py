@@ -1,5 +1,6 @@
 """``--gt-report``: what reaches the page from tests in this process and on ranks, and in which order."""
 
+import base64
 import json
 import os
 import re
@@ -7,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
+import zlib
 from pathlib import Path
 
 import pytest
@@ -14,7 +16,7 @@ import pytest
 from pytest_gtrainer.facts import Fact
 from pytest_gtrainer.report.collected import Test as Collected
 from pytest_gtrainer.report.html import details_of, render_page
-from pytest_gtrainer.report.witness import packed, unpacked
+from pytest_gtrainer.report.witness import packed
 
 SUITE = Path(__file__).parent / "suite.py"
 
@@ -40,6 +42,11 @@ def page(run):
 
 def names(page):
     return re.findall(r'<span class="name">test_it.py::(\w+)', page)
+
+
+def unpacked(text):
+    """As the page's script does: "deflate" of base64."""
+    return zlib.decompress(base64.b64decode(text)).decode()
 
 
 def details(page, name):

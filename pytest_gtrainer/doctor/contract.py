@@ -91,8 +91,8 @@ def read_topic(file: Path, module: str, hosts: tuple[str, ...]) -> Topic:
         title=(ast.get_docstring(tree) or "").partition("\n")[0].rstrip("."),
         needs=sorted(reader.needs.values(), key=lambda need: need.attribute is not None),
         called=called,
-        unowned={name for name in reader.unresolved if is_private(name)} - reader.owned,
-        unused=reader.owned - reader.attributes_used,
+        unowned={name for name in reader.unresolved if is_private(name)},
+        unused=reader.owners.keys() - {attribute for _, attribute in reader.needs},
     )
 
 
@@ -113,17 +113,13 @@ def _assignments(tree: ast.AST) -> Iterator[tuple[str, ast.expr]]:
 
 def imported_names(node: ast.Import | ast.ImportFrom) -> Iterator[tuple[str, str, str]]:
     """Of an import: the name that it binds, what that stands for, and what is looked up."""
-    if isinstance(node, ast.ImportFrom):
-        for alias in node.names:
+    for alias in node.names:
+        if isinstance(node, ast.ImportFrom):
             path = f"{node.module}.{alias.name}"
             yield alias.asname or alias.name, path, path
-    else:
-        for alias in node.names:
-            yield (
-                alias.asname or alias.name.partition(".")[0],
-                (alias.name if alias.asname else alias.name.partition(".")[0]),
-                alias.name,
-            )
+        else:
+            bound = alias.asname or alias.name.partition(".")[0]
+            yield bound, alias.name if alias.asname else bound, alias.name
 
 
 class _Reader(ast.NodeVisitor):
@@ -132,13 +128,11 @@ class _Reader(ast.NodeVisitor):
     def __init__(self, hosts: tuple[str, ...], attributes: dict[str, tuple[str, ...]]) -> None:
         self._hosts = hosts
         self.needs: dict[tuple[str, str | None], Need] = {}
-        self._owners: dict[str, list[str]] = {}
+        self.owners: dict[str, list[str]] = {}  # classes, by attribute
         for owner, names in attributes.items():
             for name in names:
-                self._owners.setdefault(name, []).append(owner)
-        self.owned = set(self._owners)
+                self.owners.setdefault(name, []).append(owner)
         self.unresolved: set[str] = set()
-        self.attributes_used: set[str] = set()
         self._bound: dict[str, str] = {}
         self._user = MODULE
         self._optional = False
@@ -185,8 +179,7 @@ class _Reader(ast.NodeVisitor):
         return need
 
     def _attribute(self, name: str) -> list[Need]:
-        self.attributes_used.add(name)
-        return [self._need(owner, name) for owner in self._owners.get(name, ())]
+        return [self._need(owner, name) for owner in self.owners.get(name, ())]
 
     def visit_FunctionDef(self, node: ast.FunctionDef | ast.ClassDef) -> None:
         outside = self._user
@@ -236,20 +229,19 @@ class _Reader(ast.NodeVisitor):
         if path is not None:
             self._need(path)
             for part in path.split(".")[1:]:
-                if part in self._owners:
-                    self._attribute(part)
+                self._attribute(part)
             return
         self.visit(node.value)
-        if node.attr in self._owners:
-            self._attribute(node.attr)
-        elif not (isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")):
+        if not self._attribute(node.attr) and not (
+            isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
+        ):
             self.unresolved.add(node.attr)
 
     def visit_Call(self, node: ast.Call) -> None:
         path = self._path(node.func)
         if path is not None:
             self._need(path).calls.append(node)
-        if isinstance(node.func, ast.Attribute) and node.func.attr in self._owners:
+        if isinstance(node.func, ast.Attribute):
             for need in self._attribute(node.func.attr):
                 need.calls.append(node)
         self.generic_visit(node)

@@ -273,10 +273,6 @@ class GoldenPlugin:
         repeated = [f"{flag}={value}" for flag, value in shown.items() if value is not None]
         return shlex.join(["pytest", here + separator + rest, *repeated, "--gt-update-goldens"])
 
-    def remake_command(self, item: pytest.Item) -> str:
-        """The command for a golden's header: from the root, the same for everyone."""
-        return shlex.join(["pytest", id_of(item), "--gt-update-goldens"])
-
 
 def has_passed(outcomes: Iterable[tuple[str | None, str]]) -> bool:
     """Whether these phases and their outcomes are those of a test that has passed, teardown included."""

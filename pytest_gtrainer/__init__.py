@@ -77,7 +77,7 @@ _HOME: dict[str, str] = {
     "VacuousCheck": "references.parity",
     # schedules
     "timeline": "report.timeline",
-    "CostModel": "report.costs",
+    "CostModel": "report.timeline",
     # text
     "graphtext": "graphtext",
     "check_graph": "checks.checker",

@@ -89,11 +89,7 @@ def rank_starts(config: pytest.Config) -> None:
 def rank_ends(config: pytest.Config) -> None:
     """In a rank: its last test is over."""
     config.hook.pytest_gtrainer_rank_teardown(config=config, **_rank(config))
-    _save_coverage()
-
-
-def _save_coverage() -> None:
-    """What coverage has measured in this rank: it may not wait for the process to exit, as then nobody waits for it."""
+    # what coverage has measured in this rank: not at the process's exit, as then nobody waits for it
     coverage = sys.modules.get("coverage")
     current = coverage.Coverage.current() if coverage is not None else None
     if current is not None:

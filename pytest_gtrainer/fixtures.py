@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +16,7 @@ from pytest_gtrainer.worlds.spec import KINDS, WorldSpec
 
 if TYPE_CHECKING:
     from pytest_gtrainer.golden.check import Golden
+    from pytest_gtrainer.hookspecs import EnterWorld
     from pytest_gtrainer.ranks.caller import RankCaller
     from pytest_gtrainer.worlds.spec import World
 
@@ -31,37 +32,25 @@ def _required_spec(request: pytest.FixtureRequest) -> WorldSpec:
     return spec
 
 
-@contextmanager
-def _entered(spec: WorldSpec, config: pytest.Config) -> Iterator[World]:
-    """Enter the world that ``spec`` asks for, and leave it without a trace."""
-    from pytest_gtrainer.worlds.hygiene import keep_trace_log_quiet
-
-    keep_trace_log_quiet()
-    if spec.kind == "fake":
-        from pytest_gtrainer.worlds.fake import fake_world
-
-        with fake_world(spec) as world:
-            yield world
-    elif spec.kind == "simulated":
-        from pytest_gtrainer.worlds.fake import simulated_world
-
-        with simulated_world(spec) as world:
-            yield world
-    elif spec.kind == "ranks":
-        from pytest_gtrainer.ranks.plugin import ranks_world
-
-        with ranks_world(spec, config) as world:
-            yield world
-    else:
-        with extensions.worlds(config, KINDS)[spec.kind](spec) as world:
-            yield world
-
-
 @pytest.fixture
 def gt_world(request: pytest.FixtureRequest) -> Iterator[World]:
     """The process groups that the test's ``gt_world`` marker asks for."""
     spec = _required_spec(request)
-    with _entered(spec, request.config) as world:
+    from pytest_gtrainer.worlds.hygiene import keep_trace_log_quiet
+
+    keep_trace_log_quiet()
+    enter: EnterWorld
+    if spec.kind == "fake":
+        from pytest_gtrainer.worlds.fake import fake_world as enter
+    elif spec.kind == "simulated":
+        from pytest_gtrainer.worlds.fake import simulated_world as enter
+    elif spec.kind == "ranks":
+        from pytest_gtrainer.ranks.plugin import ranks_world
+
+        enter = partial(ranks_world, config=request.config)
+    else:
+        enter = extensions.worlds(request.config, KINDS)[spec.kind]
+    with enter(spec) as world:
         facts.emit("world", world=world.kind, size=world.size, device=world.device, backend=world.backend)
         if "gt_net" in request.fixturenames:
             world = replace(world, net=request.getfixturevalue("gt_net"))
@@ -79,9 +68,9 @@ def gt_mesh(gt_world: World, request: pytest.FixtureRequest) -> Any:
 @pytest.fixture
 def gt_golden(request: pytest.FixtureRequest) -> Golden:
     """``gt_golden.check(value)``: compare with the golden file of this test."""
-    from pytest_gtrainer.golden.check import golden_of
+    from pytest_gtrainer.golden.check import Golden
 
-    return golden_of(request)
+    return Golden(request.node)
 
 
 @pytest.fixture

@@ -32,31 +32,23 @@ def long_work(what: str, *, first: float | None = None) -> Iterator[Callable[[st
     if not facts.is_watched("progress"):
         yield lambda place: None
         return
-    teller = _Teller(what, FIRST_SECONDS if first is None else first)
-    teller.start()
-    try:
-        yield teller.note
-    finally:
-        teller.end()
+    place, ended = "", threading.Event()
 
-
-class _Teller(threading.Thread):
-    """Tells from a thread of its own: the work is in calls that do not come back to say anything."""
-
-    def __init__(self, what: str, first: float) -> None:
-        super().__init__(name=f"progress of {what}", daemon=True)
-        self._what, self._first, self._place = what, first, ""
-        self._ended = threading.Event()
-
-    def note(self, place: str) -> None:
-        self._place = f", {place}"
-
-    def run(self) -> None:
-        begun, pause = time.monotonic(), self._first
-        while not self._ended.wait(pause):
-            facts.tell("progress", text=f"{self._what}{self._place}: {time.monotonic() - begun:.0f} s so far")
+    def tell() -> None:
+        begun, pause = time.monotonic(), FIRST_SECONDS if first is None else first
+        while not ended.wait(pause):
+            facts.tell("progress", text=f"{what}{place}: {time.monotonic() - begun:.0f} s so far")
             pause = EVERY_SECONDS
 
-    def end(self) -> None:
-        self._ended.set()
-        self.join()
+    def note(where: str) -> None:
+        nonlocal place
+        place = f", {where}"
+
+    # a thread of its own: the work is in calls that do not come back to say anything
+    thread = threading.Thread(target=tell, name=f"progress of {what}", daemon=True)
+    thread.start()
+    try:
+        yield note
+    finally:
+        ended.set()
+        thread.join()

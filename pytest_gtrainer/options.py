@@ -111,10 +111,7 @@ def get(config: pytest.Config, name: str) -> Any:
         return bool(raw)
     if raw is None or raw == "":
         return option.default
-    return _parsed(option, str(raw), source)
-
-
-def _parsed(option: Option, raw: str, source: str) -> Any:
+    raw = str(raw)
     if option.choices and raw not in option.choices:
         raise pytest.UsageError(f"{source}={raw}: expected one of {', '.join(option.choices)}")
     try:

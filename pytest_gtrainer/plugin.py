@@ -23,14 +23,9 @@ from pytest_gtrainer.golden.plugin import GoldenPlugin
 from pytest_gtrainer.golden.unused import UnusedGoldens
 from pytest_gtrainer.leaks import LeakGuard
 from pytest_gtrainer.ranks.plugin import RanksPlugin, follow, is_rank
-from pytest_gtrainer.report.bisection import BisectPlugin
-from pytest_gtrainer.report.net_table import NetTable
-from pytest_gtrainer.report.plugin import ReportPlugin, witnessed
-from pytest_gtrainer.report.progress import show_on_terminal
-from pytest_gtrainer.report.properties import JUnitProperties
-from pytest_gtrainer.report.summary import SummaryPlugin
-from pytest_gtrainer.report.sweep_table import SweepTables
-from pytest_gtrainer.report.verdicts import VerdictTables
+from pytest_gtrainer.report.failures import BisectPlugin, VerdictTables
+from pytest_gtrainer.report.plugin import JUnitProperties, ReportPlugin, witnessed
+from pytest_gtrainer.report.terminal import SummaryPlugin
 from pytest_gtrainer.worlds.spec import SpecError
 
 FACTS = pytest.StashKey[list[facts.Fact]]()
@@ -78,17 +73,13 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(RanksPlugin(config), "gtrainer-ranks")
         config.pluginmanager.register(UnusedGoldens(config, goldens), "gtrainer-unused-goldens")
         config.pluginmanager.register(SummaryPlugin(config), "gtrainer-summary")
-        config.pluginmanager.register(NetTable(), "gtrainer-net-table")
-        config.pluginmanager.register(SweepTables(), "gtrainer-sweep-tables")
         if config.getoption("xmlpath", None):
             config.pluginmanager.register(JUnitProperties(), "gtrainer-junit")
-        report = ReportPlugin.of(config)
-        if report is not None:
-            config.pluginmanager.register(report, "gtrainer-report")
+        if options.get(config, "report") is not None and not hasattr(config, "workerinput"):
+            config.pluginmanager.register(ReportPlugin(config), "gtrainer-report")
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
-    show_on_terminal(session.config)
     if is_rank(session.config):
         extensions.rank_starts(session.config)
 
@@ -119,7 +110,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    with facts.collecting() as sink, witnessed(item.config, item):
+    with facts.collecting() as sink, witnessed(item):
         item.stash[FACTS] = sink
         return (yield)
 

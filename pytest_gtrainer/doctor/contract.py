@@ -3,45 +3,12 @@
 from __future__ import annotations
 
 import ast
-import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 MODULE = ""
 """The user of what runs while the topic is imported: without it the topic does not import."""
-
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    """The arguments that a call passes: how many by position, which by name.
-
-    Attributes:
-        partial: whether there are more, by ``*`` or ``**``.
-    """
-
-    positional: int
-    keywords: tuple[str, ...]
-    partial: bool
-
-    @classmethod
-    def of(cls, node: ast.Call) -> Call:
-        starred = sum(isinstance(argument, ast.Starred) for argument in node.args)
-        keywords = tuple(keyword.arg for keyword in node.keywords if keyword.arg is not None)
-        return cls(len(node.args) - starred, keywords, starred > 0 or len(keywords) < len(node.keywords))
-
-    def objection(self, signature: inspect.Signature, *, bound: bool = True) -> str | None:
-        """Why a function of that signature refuses the call, None if it does not.
-
-        Args:
-            bound: False for a method that was taken from its class: the instance comes first.
-        """
-        bind = signature.bind_partial if self.partial else signature.bind
-        try:
-            bind(*[None] * (self.positional + (not bound)), **dict.fromkeys(self.keywords))
-        except TypeError as error:
-            return str(error)
-        return None
 
 
 @dataclass(slots=True)
@@ -58,7 +25,7 @@ class Need:
     path: str
     attribute: str | None = None
     users: set[str] = field(default_factory=set)
-    calls: list[Call] = field(default_factory=list)
+    calls: list[ast.Call] = field(default_factory=list)
     optional: bool = False
 
     @property
@@ -105,29 +72,28 @@ def read_topic(file: Path, module: str, hosts: tuple[str, ...]) -> Topic:
         hosts: the packages whose names are meant, ``("torch",)``.
     """
     tree = ast.parse(file.read_text())
-    tables = {name: ast.literal_eval(value) for name, value in _assignments(tree) if name in _TABLES}
-    reader = _Reader(hosts, tables.get("ATTRIBUTES", {}))
+    tables = dict(_assignments(tree))
+    attributes, called_on_us = (
+        ast.literal_eval(tables[name]) if name in tables else {} for name in ("ATTRIBUTES", "CALLED_ON_US")
+    )
+    reader = _Reader(hosts, attributes)
     reader.bind(tree)
     reader.visit(tree)
     reader.spread(tree)
     called = [
         CalledOnUs(ours, method, caller)
-        for ours, callers in tables.get("CALLED_ON_US", {}).items()
+        for ours, callers in called_on_us.items()
         for caller, methods in callers.items()
         for method in methods
     ]
-    used = reader.attributes_used
     return Topic(
         module=module,
         title=(ast.get_docstring(tree) or "").partition("\n")[0].rstrip("."),
         needs=sorted(reader.needs.values(), key=lambda need: need.attribute is not None),
         called=called,
-        unowned={name for name in reader.unresolved if is_private(name)} - reader.owned,
-        unused=reader.owned - used,
+        unowned={name for name in reader.unresolved if is_private(name)},
+        unused=reader.owners.keys() - {attribute for _, attribute in reader.needs},
     )
-
-
-_TABLES = ("ATTRIBUTES", "CALLED_ON_US")
 
 
 def is_private(name: str) -> bool:
@@ -147,28 +113,26 @@ def _assignments(tree: ast.AST) -> Iterator[tuple[str, ast.expr]]:
 
 def imported_names(node: ast.Import | ast.ImportFrom) -> Iterator[tuple[str, str, str]]:
     """Of an import: the name that it binds, what that stands for, and what is looked up."""
-    if isinstance(node, ast.ImportFrom):
-        for alias in node.names:
+    for alias in node.names:
+        if isinstance(node, ast.ImportFrom):
             path = f"{node.module}.{alias.name}"
             yield alias.asname or alias.name, path, path
-    else:
-        for alias in node.names:
-            yield alias.asname or alias.name.partition(".")[0], (
-                alias.name if alias.asname else alias.name.partition(".")[0]
-            ), alias.name
+        else:
+            bound = alias.asname or alias.name.partition(".")[0]
+            yield bound, alias.name if alias.asname else bound, alias.name
 
 
 class _Reader(ast.NodeVisitor):
+    """Walks the source of a topic and gathers what it needs of the hosts."""
+
     def __init__(self, hosts: tuple[str, ...], attributes: dict[str, tuple[str, ...]]) -> None:
         self._hosts = hosts
         self.needs: dict[tuple[str, str | None], Need] = {}
-        self._owners: dict[str, list[str]] = {}
+        self.owners: dict[str, list[str]] = {}  # classes, by attribute
         for owner, names in attributes.items():
             for name in names:
-                self._owners.setdefault(name, []).append(owner)
-        self.owned = set(self._owners)
+                self.owners.setdefault(name, []).append(owner)
         self.unresolved: set[str] = set()
-        self.attributes_used: set[str] = set()
         self._bound: dict[str, str] = {}
         self._user = MODULE
         self._optional = False
@@ -215,10 +179,9 @@ class _Reader(ast.NodeVisitor):
         return need
 
     def _attribute(self, name: str) -> list[Need]:
-        self.attributes_used.add(name)
-        return [self._need(owner, name) for owner in self._owners.get(name, ())]
+        return [self._need(owner, name) for owner in self.owners.get(name, ())]
 
-    def _visit_definition(self, node: ast.FunctionDef | ast.ClassDef) -> None:
+    def visit_FunctionDef(self, node: ast.FunctionDef | ast.ClassDef) -> None:
         outside = self._user
         if isinstance(node, ast.ClassDef):
             for base in node.bases:
@@ -230,7 +193,7 @@ class _Reader(ast.NodeVisitor):
             self.visit(decorator)
         self._user = outside
 
-    visit_FunctionDef = visit_ClassDef = _visit_definition
+    visit_ClassDef = visit_FunctionDef
 
     def visit_If(self, node: ast.If) -> None:
         if isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
@@ -239,7 +202,8 @@ class _Reader(ast.NodeVisitor):
 
     def visit_Try(self, node: ast.Try) -> None:
         caught = any(
-            "ImportError" in ast.unparse(handler.type or ast.Constant("")) and not _raises(handler)
+            "ImportError" in ast.unparse(handler.type or ast.Constant(""))
+            and not any(isinstance(inner, ast.Raise) for inner in ast.walk(handler))
             for handler in node.handlers
         )
         before, self._optional = self._optional, self._optional or caught
@@ -249,12 +213,12 @@ class _Reader(ast.NodeVisitor):
         for inner in (*node.handlers, *node.orelse, *node.finalbody):
             self.visit(inner)
 
-    def _visit_import(self, node: ast.Import | ast.ImportFrom) -> None:
+    def visit_Import(self, node: ast.Import | ast.ImportFrom) -> None:
         for _, _, path in imported_names(node):
             if self._is_host(path):
                 self._need(path)
 
-    visit_Import = visit_ImportFrom = _visit_import
+    visit_ImportFrom = visit_Import
 
     def visit_Name(self, node: ast.Name) -> None:
         if isinstance(node.ctx, ast.Load) and node.id in self._bound:
@@ -265,24 +229,19 @@ class _Reader(ast.NodeVisitor):
         if path is not None:
             self._need(path)
             for part in path.split(".")[1:]:
-                if part in self._owners:
-                    self._attribute(part)
+                self._attribute(part)
             return
         self.visit(node.value)
-        if node.attr in self._owners:
-            self._attribute(node.attr)
-        elif not (isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")):
+        if not self._attribute(node.attr) and not (
+            isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
+        ):
             self.unresolved.add(node.attr)
 
     def visit_Call(self, node: ast.Call) -> None:
-        path, call = self._path(node.func), Call.of(node)
+        path = self._path(node.func)
         if path is not None:
-            self._need(path).calls.append(call)
-        if isinstance(node.func, ast.Attribute) and node.func.attr in self._owners:
+            self._need(path).calls.append(node)
+        if isinstance(node.func, ast.Attribute):
             for need in self._attribute(node.func.attr):
-                need.calls.append(call)
+                need.calls.append(node)
         self.generic_visit(node)
-
-
-def _raises(handler: ast.ExceptHandler) -> bool:
-    return any(isinstance(node, ast.Raise) for node in ast.walk(handler))

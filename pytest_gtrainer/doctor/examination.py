@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pytest_gtrainer.doctor.contract import MODULE, Call, CalledOnUs, Need, Topic
+from pytest_gtrainer.doctor.contract import MODULE, CalledOnUs, Need, Topic
 
 ROOT = Path(__file__).parents[1]
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class Diagnosis:
     """What became of one name.
 
     Attributes:
@@ -44,9 +44,9 @@ class Missing(Exception):
     """The first part of a dotted name that does not exist."""
 
 
-def examine(topic: Topic) -> list[Finding]:
+def examine(topic: Topic) -> list[Diagnosis]:
     """Every name of the topic, in its order."""
-    return [_examined(need) for need in topic.needs] + [_examined_call(entry) for entry in topic.called]
+    return [*map(diagnose, topic.needs), *map(diagnose_call, topic.called)]
 
 
 def find(path: str) -> Any:
@@ -78,35 +78,49 @@ def find(path: str) -> Any:
     return found
 
 
-def _examined(need: Need) -> Finding:
-    def finding(problem: str, note: str = "") -> Finding:
-        return Finding(need.name, "" if need.optional else problem, frozenset(need.users), note or problem)
+def diagnose(need: Need) -> Diagnosis:
+    """Whether a name is there, and takes the calls that the topic makes."""
+
+    def told(problem: str) -> Diagnosis:
+        return Diagnosis(need.name, "" if need.optional else problem, frozenset(need.users), problem)
 
     try:
         found = find(need.path)
     except Missing as error:
-        return finding("missing" if need.attribute is None else f"missing: no {error}")
+        return told("missing" if need.attribute is None else f"missing: no {error}")
     bound = True
     if need.attribute is not None:
         if not _has(found, need.attribute):
-            return finding("missing")
+            return told("missing")
         bound = not inspect.isclass(found)
         found = getattr(found, need.attribute, None)
         bound = bound or not inspect.isfunction(found)
-    for call in need.calls:
-        signature = _signature(found)
-        objection = signature and call.objection(signature, bound=bound)
-        if objection:
-            return finding(f"changed: {objection}")
-    return finding("")
-
-
-def _signature(function: object) -> inspect.Signature | None:
-    """None of what does not tell, as functions of C++ do not."""
     try:
-        return inspect.signature(function) if callable(function) else None
-    except (TypeError, ValueError):
-        return None
+        signature = inspect.signature(found) if need.calls and callable(found) else None
+    except (TypeError, ValueError):  # functions of C++ do not tell
+        signature = None
+    for call in need.calls:
+        refusal = signature and objection(call, signature, bound=bound)
+        if refusal:
+            return told(f"changed: {refusal}")
+    return told("")
+
+
+def objection(call: ast.Call, signature: inspect.Signature, *, bound: bool = True) -> str | None:
+    """Why a function of that signature refuses the arguments of a call, None if it does not.
+
+    Args:
+        bound: False for a method that was taken from its class: the instance comes first.
+    """
+    given = [argument for argument in call.args if not isinstance(argument, ast.Starred)]
+    by_name = {keyword.arg: keyword for keyword in call.keywords if keyword.arg is not None}
+    has_more = len(given) < len(call.args) or len(by_name) < len(call.keywords)  # by `*` or `**`
+    bind = signature.bind_partial if has_more else signature.bind
+    try:
+        bind(*([] if bound else [None]), *given, **by_name)
+    except TypeError as error:
+        return str(error)
+    return None
 
 
 def _has(owner: Any, name: str) -> bool:
@@ -129,77 +143,47 @@ def _source(thing: Any) -> str:
 # --- what is called on us ------------------------------------------------------------------------
 
 
-def _examined_call(entry: CalledOnUs) -> Finding:
+def diagnose_call(entry: CalledOnUs) -> Diagnosis:
+    """Whether a function of torch still calls a method of ours, as the method takes it."""
     class_name = entry.ours.partition(":")[2]
     name = f"{class_name}.{entry.method}, called by {entry.caller.replace(':', '.')}"
 
-    def finding(problem: str, note: str = "") -> Finding:
-        return Finding(name, problem, frozenset({entry.ours}), note or problem)
+    def told(problem: str, note: str = "") -> Diagnosis:
+        return Diagnosis(name, problem, frozenset({entry.ours}), note or problem)
 
     try:
         caller = find(entry.caller)
     except Missing:
-        return finding("missing: torch has no such function")
-    calls = _calls(caller, entry.method)
-    if calls is None:
-        return finding("missing: torch does not call it there")
-    if not calls:
-        return finding("", "called on torch's own groups only")
+        return told("missing: torch has no such function")
+    tree = ast.parse(_source(caller) or "0")
+    found = {node for node in ast.walk(tree) if isinstance(node, ast.Call)
+             and isinstance(node.func, ast.Attribute) and node.func.attr == entry.method}  # fmt: skip
+    if not found:
+        return told("missing: torch does not call it there")
+    for node in ast.walk(tree):  # what stands behind `type(group) is ProcessGroup and` is called on no object of ours
+        if isinstance(node, ast.BoolOp) and re.match(r"type\(\w+\) is ", ast.unparse(node.values[0])):
+            found -= set(ast.walk(node))
+    if not found:
+        return told("", "called on torch's own groups only")
     ours = _own_signature(entry)
     if ours is None:
-        return finding(f"changed: {class_name} has no {entry.method} of its own")
-    objections = [objection for call in calls if (objection := call.objection(ours, bound=False))]
-    return finding(f"changed: torch's call does not fit ours: {objections[0]}" if objections else "")
-
-
-def _calls(caller: Any, method: str) -> list[Call] | None:
-    """The calls of ``anything.method(...)`` in a function of torch; None if there are none at all.
-
-    One behind ``type(group) is ProcessGroup and`` is not on an object of ours, and is left out.
-    """
-    tree = ast.parse(_source(caller) or "0")
-    found = [node for node in ast.walk(tree) if _is_call_of(node, method)]
-    guarded = {
-        inner
-        for node in ast.walk(tree)
-        if isinstance(node, ast.BoolOp) and re.match(r"type\(\w+\) is ", ast.unparse(node.values[0]))
-        for inner in ast.walk(node)
-    }
-    return [Call.of(node) for node in found if node not in guarded] if found else None  # type: ignore[arg-type]
-
-
-def _is_call_of(node: ast.AST, method: str) -> bool:
-    return isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == method
+        return told(f"changed: {class_name} has no {entry.method} of its own")
+    for node in sorted(found, key=lambda node: node.lineno):
+        if refusal := objection(node, ours, bound=False):
+            return told(f"changed: torch's call does not fit ours: {refusal}")
+    return told("")
 
 
 def _own_signature(entry: CalledOnUs) -> inspect.Signature | None:
     """The signature of our method, read in the source: its module may not import here."""
     module, _, class_name = entry.ours.partition(":")
     tree = ast.parse(ROOT.parent.joinpath(*module.split(".")).with_suffix(".py").read_text())
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ClassDef) and node.name == class_name:
-            for inner in node.body:
-                if isinstance(inner, ast.FunctionDef) and inner.name == entry.method:
-                    return _signature_of(inner.args)
+    classes = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef) and node.name == class_name]
+    for node in classes[0].body if classes else ():
+        if isinstance(node, ast.FunctionDef) and node.name == entry.method:
+            arguments = node.args  # as those of a lambda, which leaves annotations out; what defaults are is no matter
+            arguments.defaults = [ast.Constant(None) for _ in arguments.defaults]
+            arguments.kw_defaults = [default and ast.Constant(None) for default in arguments.kw_defaults]
+            likeness = ast.fix_missing_locations(ast.Expression(ast.Lambda(arguments, ast.Constant(None))))
+            return inspect.signature(eval(compile(likeness, module, "eval")))
     return None
-
-
-def _signature_of(arguments: ast.arguments) -> inspect.Signature:
-    by_position = [*arguments.posonlyargs, *arguments.args]
-    required = len(by_position) - len(arguments.defaults)
-    made = [
-        inspect.Parameter(
-            argument.arg,
-            inspect.Parameter.POSITIONAL_OR_KEYWORD,
-            default=inspect.Parameter.empty if place < required else None,
-        )
-        for place, argument in enumerate(by_position)
-    ]
-    if arguments.vararg:
-        made.append(inspect.Parameter(arguments.vararg.arg, inspect.Parameter.VAR_POSITIONAL))
-    for argument, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True):
-        empty = inspect.Parameter.empty
-        made.append(inspect.Parameter(argument.arg, inspect.Parameter.KEYWORD_ONLY, default=default or empty))
-    if arguments.kwarg:
-        made.append(inspect.Parameter(arguments.kwarg.arg, inspect.Parameter.VAR_KEYWORD))
-    return inspect.Signature(made)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from pytest_gtrainer import _HOME
 from pytest_gtrainer.doctor.contract import MODULE, imported_names
-from pytest_gtrainer.doctor.examination import ROOT, Finding
+from pytest_gtrainer.doctor.examination import ROOT, Diagnosis
 
 PACKAGE = "pytest_gtrainer"
 
@@ -61,7 +61,7 @@ def _read(body: Iterable[ast.AST], imports: _Imports, modules: Iterable[str], *,
         _read(ast.iter_child_nodes(node), imports, modules, eager=inside)
 
 
-def broken_modules(findings: dict[str, list[Finding]]) -> set[str]:
+def broken_modules(findings: dict[str, list[Diagnosis]]) -> set[str]:
     """The modules that do not import, since a topic does not, the topics included.
 
     Args:
@@ -90,7 +90,7 @@ def modules_using(topic: str, users: Iterable[str]) -> set[str]:
 
 def modules_standing_on(topic: str) -> set[str]:
     """The modules that do not import without a topic, itself not included."""
-    return broken_modules({topic: [Finding("", "missing", frozenset({MODULE}))]}) - {topic}
+    return broken_modules({topic: [Diagnosis("", "missing", frozenset({MODULE}))]}) - {topic}
 
 
 def told(modules: Iterable[str]) -> list[str]:

@@ -13,7 +13,7 @@ from importlib import metadata
 
 import pytest_gtrainer
 from pytest_gtrainer.doctor.contract import Need, Topic, read_topic
-from pytest_gtrainer.doctor.examination import ROOT, Finding, Missing, examine, find
+from pytest_gtrainer.doctor.examination import ROOT, Diagnosis, Missing, examine, find
 from pytest_gtrainer.doctor.parts import PACKAGE, broken_modules, modules_standing_on, modules_using, told
 from pytest_gtrainer.numerics import knobs
 from pytest_gtrainer.numerics.knobs import KNOBS
@@ -21,6 +21,7 @@ from pytest_gtrainer.supported import complaint
 
 _WIDTH = 110
 _SHOWN = 6  # problems of one topic, and parts, without --verbose
+_BACKENDS = ("gloo", "nccl", "mpi", "ucc")
 _OTHERS = ("pytest-xdist", "expecttest", "numpy")
 
 
@@ -39,21 +40,33 @@ def report(*, verbose: bool = False) -> tuple[str, bool]:
     Args:
         verbose: every name in a line of its own, and lists in full.
     """
-    lines = list(_installation())
+    lines = list(installation())
     has_torch = _version("torch") is not None
     read = [topic for topic in topics() if has_torch or topic.name == "pytest_private"]
     with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):  # of torch's modules, at their import
         warnings.simplefilter("ignore")
         findings = {topic.module: examine(topic) for topic in read}
-    broken = broken_modules(findings)
     lines.append("")
     for topic in read:
-        lines += _topic(topic, findings[topic.module], verbose)
+        lines += lines_of(topic, findings[topic.module], verbose)
     if not has_torch:
         lines += ["torch is not installed: reading graph text and goldens as text works, everything else needs it"]
     in_order = has_torch and not any(found.problem for each in findings.values() for found in each)
-    conclusion = ["Everything is in order."] if in_order else _conclusion(findings, broken, verbose)
-    return "\n".join([*lines, "", *conclusion]), in_order
+    if in_order:
+        return "\n".join([*lines, "", "Everything is in order."]), True
+    lines.append("")
+    broken, weak = broken_modules(findings), set()
+    for topic_module, found in findings.items():
+        if topic_module not in broken:
+            weak |= modules_using(topic_module, set().union(*(each.users for each in found if each.problem)))
+    if broken:
+        count = f"{len(broken)} modules of pytest-gtrainer do not import; out of order"
+        lines += listed(count, told(broken), True, "")
+    if weak - broken:
+        lines += listed("May fail", told(weak - broken), True, "")
+    if not verbose:
+        lines.append("Every name: python -m pytest_gtrainer doctor --verbose")
+    return "\n".join(lines), False
 
 
 def _version(package: str) -> str | None:
@@ -63,7 +76,8 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _installation() -> Iterator[str]:
+def installation() -> Iterator[str]:
+    """Versions, devices and backends, a line each."""
     torch_version = _version("torch")
     if torch_version is not None:
         with contextlib.suppress(Missing):
@@ -79,33 +93,26 @@ def _installation() -> Iterator[str]:
     unsupported = complaint(torch_version)
     if unsupported:
         yield from textwrap.wrap(f"versions   {unsupported}", _WIDTH, subsequent_indent=" " * 11)
-    yield f"devices    {_devices()}"
-    yield f"backends   {_backends()}"
-
-
-def _devices() -> str:
-    cores = f"CPU with {len(os.sched_getaffinity(0))} cores"
     try:
         cuda = find("torch.cuda")
-        count = cuda.device_count() if cuda.is_available() else 0
-        names = [cuda.get_device_name(index) for index in range(count)]
+        names = [cuda.get_device_name(index) for index in range(cuda.device_count() if cuda.is_available() else 0)]
+        gpus = ", ".join(f"cuda:{index} {name}" for index, name in enumerate(names)) or "no CUDA device"
     except Exception as error:  # a driver that does not fit, for one
-        return f"{cores}; CUDA fails: {error}"
-    return f"{cores}; {', '.join(f'cuda:{index} {name}' for index, name in enumerate(names)) or 'no CUDA device'}"
-
-
-def _backends() -> str:
+        gpus = f"CUDA fails: {error}"
+    yield f"devices    CPU with {len(os.sched_getaffinity(0))} cores; {gpus}"
     try:
         dist = find("torch.distributed")
+        has = {kind: dist.is_available() and getattr(dist, f"is_{kind}_available")() for kind in _BACKENDS}
+        backends = ", ".join(f"{kind} {'yes' if has[kind] else 'no'}" for kind in has)
+        if not dist.is_available():
+            backends = "none: this torch is built without torch.distributed"
     except Missing as error:
-        return f"none: no {error}"
-    if not dist.is_available():
-        return "none: this torch is built without torch.distributed"
-    kinds = ("gloo", "nccl", "mpi", "ucc")
-    return ", ".join(f"{kind} {'yes' if getattr(dist, f'is_{kind}_available')() else 'no'}" for kind in kinds)
+        backends = f"none: no {error}"
+    yield f"backends   {backends}"
 
 
-def _topic(topic: Topic, findings: list[Finding], verbose: bool) -> Iterator[str]:
+def lines_of(topic: Topic, findings: list[Diagnosis], verbose: bool) -> Iterator[str]:
+    """The state of a topic; below it what is out of order, and the parts that stand on it."""
     problems = [found for found in findings if found.problem]
     state = "out of order" if problems else "in order"
     count = f"{len(findings) - len(problems)} of {len(findings)}"
@@ -119,28 +126,14 @@ def _topic(topic: Topic, findings: list[Finding], verbose: bool) -> Iterator[str
     if not problems:
         return
     if any(found.stops_import for found in problems):
-        yield from _listed("does not import, nor do", told(modules_standing_on(topic.module)), verbose)
+        yield from listed("does not import, nor do", told(modules_standing_on(topic.module)), verbose)
         return
     users = set().union(*(found.users for found in problems))
-    yield from _listed("may fail", told(modules_using(topic.module, users)), verbose)
+    yield from listed("may fail", told(modules_using(topic.module, users)), verbose)
 
 
-def _listed(what: str, names: list[str], verbose: bool, indent: str = " " * 13) -> Iterator[str]:
+def listed(what: str, names: list[str], verbose: bool, indent: str = " " * 13) -> Iterator[str]:
     shown = names if verbose or len(names) <= 2 * _SHOWN else names[: 2 * _SHOWN]
     more = f" and {len(names) - len(shown)} more" if len(shown) < len(names) else ""
     text = f"{what}: {', '.join(shown)}{more}" if names else f"{what}: nothing"
     yield from textwrap.wrap(text, _WIDTH, initial_indent=indent, subsequent_indent=f"{indent}  ")
-
-
-def _conclusion(findings: dict[str, list[Finding]], broken: set[str], verbose: bool) -> Iterator[str]:
-    weak: set[str] = set()
-    for topic, found in findings.items():
-        if topic not in broken:
-            weak |= modules_using(topic, set().union(*(each.users for each in found if each.problem)))
-    if broken:
-        count = f"{len(broken)} modules of pytest-gtrainer do not import; out of order"
-        yield from _listed(count, told(broken), True, "")
-    if weak - broken:
-        yield from _listed("May fail", told(weak - broken), True, "")
-    if not verbose:
-        yield "Every name: python -m pytest_gtrainer doctor --verbose"

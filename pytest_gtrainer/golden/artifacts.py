@@ -52,24 +52,23 @@ def save(item: pytest.Item, name: str, text: str) -> Path | None:
     Raises:
         store.GoldenFileError: it could not be written.
     """
-    place = _folder_of(item)
-    if place is None:
+    top, place = folder(item.config), _place_of(item)
+    if top is None or place is None:
         return None
-    top = folder(item.config)
-    assert top is not None
-    store.write(place / safe(name, fold_case=False), top, text)
-    return place / safe(name, fold_case=False)
+    path = place / safe(name, fold_case=False)
+    store.write(path, top, text)
+    return path
 
 
 def folder_of(item: pytest.Item) -> Path | None:
     """The test's folder, made for it to write to; None without ``--gt-artifacts``."""
-    place = _folder_of(item)
+    place = _place_of(item)
     if place is not None:
         place.mkdir(parents=True, exist_ok=True)
     return place
 
 
-def _folder_of(item: pytest.Item) -> Path | None:
+def _place_of(item: pytest.Item) -> Path | None:
     top = folder(item.config)
     if top is None:
         return None

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from pytest_gtrainer.extensions import scrubbed
+from pytest_gtrainer import devices, extensions
 from pytest_gtrainer.golden import artifacts, values
 from pytest_gtrainer.golden.claims import Claim
-from pytest_gtrainer.golden.environment import environment_of
 from pytest_gtrainer.golden.naming import golden_path, id_of
 from pytest_gtrainer.golden.store import normal
 from pytest_gtrainer.marker import spec_of
@@ -28,19 +28,18 @@ class GoldenMismatch(AssertionError):
     """A golden is missing or differs; the message says how, and the command to accept it."""
 
 
-def golden_of(request: pytest.FixtureRequest) -> Golden:
-    """The ``Golden`` of the running test."""
-    plugin: GoldenPlugin = request.config.pluginmanager.getplugin("gtrainer-goldens")
-    return Golden(plugin, request.node)
-
-
 class Golden:
     """Compares what a test computes with the files a person has accepted."""
 
-    def __init__(self, plugin: GoldenPlugin, item: pytest.Item) -> None:
-        self._plugin = plugin
+    def __init__(self, item: pytest.Item) -> None:
+        self._plugin: GoldenPlugin = item.config.pluginmanager.getplugin("gtrainer-goldens")
         self._item = item
+        self._spec = spec_of(item)
+        self._mesh = self._spec.mesh if self._spec else None
         self._names: set[str] = set()
+        nodeid = id_of(item)
+        # the command is the one from the root, the same for everyone
+        self._made_by = {"test": nodeid, "remake": shlex.join(["pytest", nodeid, "--gt-update-goldens"])}
 
     def check(self, value: Any, name: str | None = None, *, view: str = WHOLE, per: str | None = None) -> None:
         """Compare ``value`` with the golden of this test, or of this test and ``name``.
@@ -73,15 +72,27 @@ class Golden:
         kind, text = self._text(value, view)
         if per is not None and kind == "numbers":
             raise ValueError('per="torch" is not for numbers: their file has an entry for each environment anyway')
-        minor = installed_minor()
+        minor = installed_minor() if per else None
         if per is not None and minor is None:
             raise ValueError('per="torch" needs a version like 2.15, and that of the installed torch does not begin so')
-        path = golden_path(id_of(self._item), name, kind, minor if per else None)
+        path = golden_path(id_of(self._item), name, kind, minor)
         self._names.add(name or "")
-        whole = self._whole_graph(value, view)
-        claim = Claim(name or "", path.as_posix(), kind, text, whole)
-        is_whole = view == WHOLE and _is_graph(value)
-        failure = self._plugin.claim(self._item, claim, lambda: self._unfaithful(value, claim) if is_whole else None)
+        rank = getattr(self._item.config, "workerinput", {}).get("gt_rank", 0)
+        # what an artifact shows beside a partial view; where ranks agree, one of them is enough
+        wants_whole = view != WHOLE and rank == 0 and artifacts.folder(self._item.config) is not None
+        claim = Claim(name or "", path.as_posix(), kind, text, self._graph_text(value, WHOLE) if wants_whole else "")
+
+        def unfit() -> str | None:
+            """Why a graph's text is not to be written: it would be read back as another graph."""
+            if view != WHOLE or not _is_graph(value):
+                return None
+            from pytest_gtrainer.graphtext.parsing import unfaithful
+
+            where = unfaithful(getattr(value, "gm", value), text, mesh=self._mesh)
+            told = f"{claim.path} was not written: it would be read back as another graph: {where}"
+            return told if where is not None else None
+
+        failure = self._plugin.claim(self._item, claim, unfit)
         if failure is not None:
             raise GoldenMismatch(failure)
 
@@ -93,59 +104,33 @@ class Golden:
             raise TypeError(f"view={view!r} says how much of a graph to show, and this is of {type(value).__name__}")
         if isinstance(value, str):
             return "text", normal(value)
-        if _is_layout(value):
-            return "graph", self._layout_text(value)
+        layouts = sys.modules.get("pytest_gtrainer.graph.layout")
+        if layouts is not None and isinstance(value, layouts.BucketLayout):
+            from pytest_gtrainer.graphtext.rendering import render_layout
+
+            return "graph", render_layout(value, header=self._header(), mesh=self._mesh)
         if isinstance(value, _NUMBERS):
             numbers = values.Entry(values.decisive(environment_of(self._item)), values.plain(value))
-            return "numbers", values.text_of(self._made_by(), [numbers])
+            return "numbers", values.text_of(self._made_by, [numbers])
         kind = type(value).__name__
         raise TypeError(f"a golden is made of an FX graph, a traced step, a layout, a text or numbers; not of {kind}")
 
     def _graph_text(self, value: Any, view: str) -> str:
         from pytest_gtrainer.graphtext import render
 
-        spec = spec_of(self._item)
-        graph = getattr(value, "gm", value)
-        text = render(graph, view, header=self._header(), mesh=spec.mesh if spec else None)
-        return scrubbed(self._item.config, text)
-
-    def _unfaithful(self, value: Any, claim: Claim) -> str | None:
-        """Why a graph's text is not to be written: it would be read back as another graph."""
-        from pytest_gtrainer.graphtext.parsing import unfaithful
-
-        spec = spec_of(self._item)
-        where = unfaithful(getattr(value, "gm", value), claim.text, mesh=spec.mesh if spec else None)
-        return (
-            None if where is None else f"{claim.path} was not written: it would be read back as another graph: {where}"
-        )
-
-    def _layout_text(self, layout: Any) -> str:
-        from pytest_gtrainer.graphtext.rendering import render_layout
-
-        spec = spec_of(self._item)
-        return render_layout(layout, header=self._header(), mesh=spec.mesh if spec else None)
-
-    def _whole_graph(self, value: Any, view: str) -> str:
-        """What an artifact shows beside a partial view; where ranks agree, one of them is enough."""
-        if view == WHOLE or artifacts.folder(self._item.config) is None:
-            return ""
-        rank = getattr(self._item.config, "workerinput", {}).get("gt_rank", 0)
-        return self._graph_text(value, WHOLE) if rank == 0 else ""
+        text = render(getattr(value, "gm", value), view, header=self._header(), mesh=self._mesh)
+        return extensions.scrubbed(self._item.config, text)
 
     def _header(self) -> Mapping[str, str]:
         """What a golden's reader may want to know of its making."""
         import torch
 
-        made_by, spec = self._made_by(), spec_of(self._item)
-        fields = {"test": made_by["test"]}
+        fields, spec = {"test": self._made_by["test"]}, self._spec
         if spec is not None:
             played = f", rank {spec.rank}" if spec.kind == "fake" else ""
             fields["world"] = f"{spec.kind}, {spec.size} ranks{played}"
             fields["mesh"] = ", ".join(f"{name}={extent}" for name, extent in spec.mesh.items())
-        return {**fields, "torch": str(torch.__version__), "remake": made_by["remake"]}
-
-    def _made_by(self) -> Mapping[str, str]:
-        return {"test": id_of(self._item), "remake": self._plugin.remake_command(self._item)}
+        return {**fields, "torch": str(torch.__version__), "remake": self._made_by["remake"]}
 
 
 def _is_graph(value: Any) -> bool:
@@ -153,6 +138,21 @@ def _is_graph(value: Any) -> bool:
     return fx is not None and isinstance(getattr(value, "gm", value), fx.GraphModule)
 
 
-def _is_layout(value: Any) -> bool:
-    module = sys.modules.get("pytest_gtrainer.graph.layout")
-    return module is not None and isinstance(value, module.BucketLayout)
+def environment_of(item: pytest.Item) -> dict[str, str | int]:
+    """What a test's numbers depend on: torch, device, the CPU's instruction set as torch uses it, threads.
+
+    The device is that of the test's ranks; without ranks, torch's default device.
+    """
+    import torch
+
+    spec = spec_of(item)
+    on_ranks = spec is not None and spec.kind == "ranks"
+    device = devices.resolve(item.config).kind if on_ranks else str(torch.get_default_device().type)
+    return {
+        "torch": str(torch.__version__),
+        # of a GPU its model, too: other models add in other orders
+        "device": f"cuda {torch.cuda.get_device_name()}" if device == "cuda" else device,
+        "instructions": torch.backends.cpu.get_cpu_capability(),
+        "threads": torch.get_num_threads(),
+        **extensions.environment(item.config),
+    }

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
+from itertools import zip_longest
 
 _GROUP = re.compile(r"^(\s*\w+ = group)\(.*\)$", re.MULTILINE)
 
@@ -24,9 +24,6 @@ class Claim:
     text: str
     graph: str = ""
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
     @property
     def common_text(self) -> str:
         """What all ranks must have in common: of a process group each has its own ranks.
@@ -37,22 +34,13 @@ class Claim:
         return _GROUP.sub(r"\1()", self.text) if self.kind == "graph" else self.text
 
 
-@dataclass(frozen=True, slots=True)
-class Disagreement:
-    """In words, how two ranks claim different things; and what, if both check the same goldens."""
+def disagreement(claims: Mapping[int, list[Claim]]) -> tuple[str, dict[int, Claim]] | None:
+    """How the first rank that claims something else than the lowest rank does so, and both claims of that golden.
 
-    text: str
-    claims: Mapping[int, Claim]
-
-    def __str__(self) -> str:
-        return self.text
-
-
-def disagreement(claims: Mapping[int, list[Claim]]) -> Disagreement | None:
-    """Where the first rank that claims something else than the lowest rank does so.
+    There are no claims to show where the two check other goldens.
 
     >>> claims = {0: [Claim("", "", "text", "a\\nb\\n")], 3: [Claim("", "", "text", "a\\nc\\n")]}
-    >>> print(disagreement(claims))
+    >>> print(disagreement(claims)[0])
     the golden differs between ranks, first on rank 3 at line 2:
       rank 0: b
       rank 3: c
@@ -60,25 +48,18 @@ def disagreement(claims: Mapping[int, list[Claim]]) -> Disagreement | None:
     if not claims:
         return None
     first, *others = sorted(claims)
-    expected = claims[first]
     for rank in others:
-        if [claim.name for claim in claims[rank]] != [claim.name for claim in expected]:
-            names = {r: [claim.name or "its only golden" for claim in claims[r]] for r in (first, rank)}
-            text = f"ranks check other goldens: rank {first} {names[first]}, rank {rank} {names[rank]}"
-            return Disagreement(text, {})
-        for mine, other in zip(expected, claims[rank], strict=True):
-            if mine.common_text != other.common_text:
-                return Disagreement(_first_difference(mine, other, first, rank), {first: mine, rank: other})
+        names = {r: [claim.name for claim in claims[r]] for r in (first, rank)}
+        if names[first] != names[rank]:
+            shown = {r: [name or "its only golden" for name in names[r]] for r in names}
+            return f"ranks check other goldens: rank {first} {shown[first]}, rank {rank} {shown[rank]}", {}
+        for mine, other in zip(claims[first], claims[rank], strict=True):
+            if mine.common_text == other.common_text:
+                continue
+            pairs = enumerate(zip_longest(mine.common_text.splitlines(), other.common_text.splitlines()), start=1)
+            number, lines = next((number, pair) for number, pair in pairs if pair[0] != pair[1])
+            one, two = ("(ends here)" if line is None else line.strip() for line in lines)
+            what = f"golden {mine.name!r}" if mine.name else "the golden"
+            where = f"{what} differs between ranks, first on rank {rank} at line {number}"
+            return f"{where}:\n  rank {first}: {one}\n  rank {rank}: {two}", {first: mine, rank: other}
     return None
-
-
-def _first_difference(one: Claim, other: Claim, rank: int, other_rank: int) -> str:
-    lines, other_lines = one.common_text.splitlines(), other.common_text.splitlines()
-    shortest = min(len(lines), len(other_lines))
-    place = next((k for k in range(shortest) if lines[k] != other_lines[k]), shortest)
-    what = f"golden {one.name!r}" if one.name else "the golden"
-    shown = [text[place] if place < len(text) else "(ends here)" for text in (lines, other_lines)]
-    return (
-        f"{what} differs between ranks, first on rank {other_rank} at line {place + 1}:\n"
-        f"  rank {rank}: {shown[0].strip()}\n  rank {other_rank}: {shown[1].strip()}"
-    )

@@ -35,10 +35,22 @@ EQUAL = Finding("equal")
 
 def judge(kind: str, golden: str, obtained: str, limit: int = LIMIT) -> Finding:
     """Compare a golden with what was obtained; both texts have ``\\n`` line ends."""
-    if kind == "numbers":
-        return _judge_numbers(golden, obtained)
-    found = difference(kind, golden, obtained, limit)
-    return EQUAL if found is None else Finding("different", found)
+    if kind != "numbers":
+        found = difference(kind, golden, obtained, limit)
+        return EQUAL if found is None else Finding("different", found)
+    if damage := _damage(kind, golden):
+        return Finding("different", damage, replaceable=False)
+    try:
+        known = values.entries_of(golden)
+    except values.NumbersError as error:
+        return Finding("different", f"the golden {error}", replaceable=False)
+    (new,) = values.entries_of(obtained)
+    old = next((entry for entry in known if entry.environment == new.environment), None)
+    if old is None:
+        others = f"but for {known[0] if len(known) == 1 else f'{len(known)} others'}" if known else "nor for any other"
+        return Finding("not judged", f"has no numbers for this environment ({new}), {others}")
+    said = values.differences(old.values, new.values)
+    return Finding("different", "\n".join([f"in this environment ({new})", *said])) if said else EQUAL
 
 
 def difference(kind: str, golden: str, obtained: str, limit: int = LIMIT) -> str | None:
@@ -72,46 +84,24 @@ def difference(kind: str, golden: str, obtained: str, limit: int = LIMIT) -> str
     return "\n".join(explain(old, new, [note], limit))
 
 
-def _judge_numbers(golden: str, obtained: str) -> Finding:
-    if damage := _damage("numbers", golden):
-        return Finding("different", damage, replaceable=False)
-    try:
-        known = values.entries_of(golden)
-    except values.NumbersError as error:
-        return Finding("different", f"the golden {error}", replaceable=False)
-    (new,) = values.entries_of(obtained)
-    old = next((entry for entry in known if entry.environment == new.environment), None)
-    if old is None:
-        return Finding("not judged", _unknown_environment(known, new))
-    said = values.differences(old.values, new.values)
-    return Finding("different", "\n".join([f"in this environment ({new})", *said])) if said else EQUAL
-
-
-def _unknown_environment(known: list[values.Entry], new: values.Entry) -> str:
-    others = f"but for {known[-1]}" if len(known) == 1 else f"but for {len(known)} others"
-    return f"has no numbers for this environment ({new}), {others if known else 'nor for any other'}"
-
-
 def _damage(kind: str, golden: str) -> str | None:
     """Why a golden cannot be compared at all."""
     for number, line in enumerate(golden.split("\n"), start=1):
         if line.startswith(("<<<<<<< ", ">>>>>>> ")):
             return f"the golden has merge conflict marks at line {number}: resolve the merge, or remake it"
-    return _graph_damage(golden) if kind == "graph" else None
-
-
-def _graph_damage(golden: str) -> str | None:
-    version = header.version_of(golden)
+    if kind != "graph":
+        return None
+    version, ours = header.version_of(golden), header.VERSION
     if version is None:
-        return f"the golden does not begin with `# gtrainer graph v{header.VERSION}`: restore or remake it"
-    if version > header.VERSION:
+        return f"the golden does not begin with `# gtrainer graph v{ours}`: restore or remake it"
+    if version > ours:
         return (
-            f"the golden has format v{version} and this pytest-gtrainer reads v{header.VERSION}: "
+            f"the golden has format v{version} and this pytest-gtrainer reads v{ours}: "
             "it was made by a newer one, so upgrade"
         )
-    if version < header.VERSION:
+    if version < ours:
         return (
-            f"the golden has the old format v{version}, where this pytest-gtrainer reads v{header.VERSION}: "
+            f"the golden has the old format v{version}, where this pytest-gtrainer reads v{ours}: "
             "remake it with --gt-update-goldens, at a commit whose graph you trust"
         )
     return None

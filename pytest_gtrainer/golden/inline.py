@@ -7,31 +7,35 @@ While tests run nothing is written. Each process observes its tests' expectation
 sends them along with the reports (attribute ``gt_inline``): a rank to its parent, an xdist worker to
 the controller. The process that all reports come to accepts them once, at the end, also those of workers that
 crashed later. Only tests that have passed count, teardown included.
-Where expecttest is not installed all of this does nothing.
+
+Relied on of expecttest 0.3 and later: its classes and functions reach ``assert_expected_inline`` by that name in the
+module, and where ``EXPECTTEST_ACCEPT`` is not set it raises AssertionError if the texts differ.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
-from collections.abc import Generator, Iterable, Mapping
+import sys
+import traceback
+from collections.abc import Callable, Generator, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import pytest
 
-from pytest_gtrainer import options
 from pytest_gtrainer.facts import Fact
-from pytest_gtrainer.golden import _expecttest, literals, store
-from pytest_gtrainer.golden.modes import modes_of
+from pytest_gtrainer.golden import literals, store
+from pytest_gtrainer.golden.plugin import GoldenPlugin, has_passed, modes_of, refuse_in_ci
 
-if TYPE_CHECKING:
-    from pytest_gtrainer.golden.plugin import GoldenPlugin
-
+ACCEPT_VARIABLE = "EXPECTTEST_ACCEPT"
 _SHOWN = 60
 _Who = TypeVar("_Who")
 Place = tuple[str, int, str]
+_sessions: list[InlinePlugin] = []
+"""The pytest sessions of this process, the innermost last."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +61,48 @@ def prepare(early_config: pytest.Config) -> None:
     """Before a conftest can import expecttest's function by name."""
     names = ("gt_update_goldens", "gt_create_goldens")
     asked = any(getattr(early_config.known_args_namespace, name) or early_config.getini(name) for name in names)
-    if asked or _by_variable():
-        _expecttest.prepare()
+    if asked or os.environ.get(ACCEPT_VARIABLE):
+        ask_sessions()
+
+
+def ask_sessions() -> None:
+    """Let expecttest ask the innermost session about each expectation, for the rest of the process.
+
+    Where that session accepts none, or there is no session, its function does as ever.
+    """
+    try:
+        import expecttest
+    except ImportError:  # goldens work without it
+        return
+    original: Callable[..., None] = expecttest.assert_expected_inline
+    if hasattr(original, "__wrapped__"):
+        return
+
+    @functools.wraps(original)
+    def assert_expected_inline(
+        actual: str, expect: str, skip: int = 0, *, pos: Any = None, expect_filters: Any = None, **others: Any
+    ) -> None:
+        __tracebackhide__ = True
+        if not _sessions or not _sessions[-1].accepts:
+            original(actual, expect, skip + 1, pos=pos, expect_filters=expect_filters, **others)
+            return
+        if pos is None:
+            caller = sys._getframe(1 + skip)
+            pos = expecttest.PositionInfo(caller.f_code.co_filename, caller.f_lineno)
+        if expect_filters is not None:
+            actual = expecttest.replace_many(expect_filters, actual)
+        record = _sessions[-1].record
+        try:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.delenv(ACCEPT_VARIABLE, raising=False)  # so that it writes no file by itself
+                original(actual, expect, pos=pos, **others)
+        except AssertionError:
+            if not isinstance(actual, str) or not record(pos.filename, pos.lineno, expect, actual):
+                raise
+        else:
+            record(pos.filename, pos.lineno, expect, expect)
+
+    expecttest.assert_expected_inline = assert_expected_inline
 
 
 def register(config: pytest.Config) -> None:
@@ -70,7 +114,7 @@ def register(config: pytest.Config) -> None:
     plugin = InlinePlugin(config)
     config.pluginmanager.register(plugin, "gtrainer-inline")
     if plugin.accepts and not hasattr(config, "workerinput"):
-        _refuse_in_ci(config)
+        refuse_in_ci(config, [ACCEPT_VARIABLE], "the changes")
         config.pluginmanager.register(AcceptancePlugin(config), "gtrainer-inline-acceptance")
 
 
@@ -79,19 +123,16 @@ class InlinePlugin:
 
     def __init__(self, config: pytest.Config) -> None:
         self.config = config
-        chosen = modes_of(config)
-        self._accepts_any = chosen.updates or _by_variable()
-        self.accepts = self._accepts_any or chosen.creates  # the latter only where nothing is expected yet
+        modes = modes_of(config)
+        self._accepts_any = modes.updates or bool(os.environ.get(ACCEPT_VARIABLE))
+        self.accepts = self._accepts_any or modes.creates  # the latter only where nothing is expected yet
         self._digests: dict[str, str] = {}
         self._running = False
         self._observed: list[Expectation] = []
-        self._recorder = self._record if self.accepts else None
         if self.accepts:
-            _expecttest.prepare()
-        _expecttest.enter(self._recorder)
-
-    def pytest_unconfigure(self) -> None:
-        _expecttest.leave(self._recorder)
+            ask_sessions()
+        _sessions.append(self)
+        config.add_cleanup(lambda: _sessions.remove(self))
 
     # -- while tests run
 
@@ -108,37 +149,37 @@ class InlinePlugin:
         finally:
             self._running = False
 
-    def _record(self, file: str, line: int, expected: str, obtained: str) -> bool:
+    def record(self, file: str, line: int, expected: str, obtained: str) -> bool:
         """Keep an expectation of the running test; False if it must fail, as it is not to be accepted."""
         __tracebackhide__ = True
         if not self._running:
             return False
         if obtained != expected and expected and not self._accepts_any:
             return False
-        if obtained != expected and _expecttest.spell('""""""', obtained) is None:
+        if obtained != expected and literals.spell('""""""', obtained) is None:
             pytest.fail("the obtained text is not printable ASCII, as inline expectations are: use gt_golden.check")
-        digest = self._digests.setdefault(file, digest_of(Path(file)))
-        self._observed.append(Expectation(self._below_root(file), line, expected, obtained, digest))
+        if file not in self._digests:
+            self._digests[file] = digest_of(Path(file))
+        path, root = (Path(os.path.realpath(each)) for each in (file, self.config.rootpath))
+        shown = path.relative_to(root).as_posix() if path.is_relative_to(root) else str(path)
+        self._observed.append(Expectation(shown, line, expected, obtained, self._digests[file]))
         return True
 
-    def _below_root(self, file: str) -> str:
-        path = Path(os.path.realpath(file))
-        root = Path(os.path.realpath(self.config.rootpath))
-        return path.relative_to(root).as_posix() if path.is_relative_to(root) else str(path)
-
     @pytest.hookimpl(wrapper=True)
-    def pytest_runtest_makereport(
-        self, item: pytest.Item, call: pytest.CallInfo[None]
-    ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo[None]) -> Generator[None, Any, Any]:
         """Send the expectations along; say how to accept one that has failed."""
         report = yield
         if self._observed:
-            report.gt_inline = [asdict(each) for each in self._observed]  # type: ignore[attr-defined]
+            report.gt_inline = [asdict(each) for each in self._observed]
             self._observed = []
-        if report.failed and call.excinfo is not None and _expecttest.is_mismatch(call.excinfo.value):
+        if report.failed and call.excinfo is not None and is_mismatch(call.excinfo.value):
             goldens: GoldenPlugin = self.config.pluginmanager.getplugin("gtrainer-goldens")
-            report.gt_accept = goldens.accept_command(item)  # type: ignore[attr-defined]
-            _append(report, f"to accept what was obtained:\n  {report.gt_accept}")
+            report.gt_accept = goldens.accept_command(item)
+            text = f"to accept what was obtained:\n  {report.gt_accept}"
+            if hasattr(report.longrepr, "addsection"):
+                report.longrepr.addsection("inline expectation", text)
+            else:
+                report.longrepr = f"{report.longrepr}\n\n{text}"
         return report
 
     # -- ranks
@@ -149,6 +190,15 @@ class InlinePlugin:
         way_out = "expect what all ranks have in common"
         problems = (disagreement(those, way_out) for those in by_place(seen).values())
         return next((problem for problem in problems if problem is not None), None)
+
+
+def is_mismatch(error: BaseException) -> bool:
+    """Whether this is the failure of an inline expectation."""
+    library = sys.modules.get("expecttest")
+    if library is None or not isinstance(error, AssertionError):
+        return False
+    codes = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return any(code.co_name == "assert_expected_inline" and code.co_filename == library.__file__ for code in codes)
 
 
 def by_place(seen: Iterable[tuple[_Who, Expectation]]) -> dict[Place, list[tuple[_Who, Expectation]]]:
@@ -173,9 +223,9 @@ def disagreement(seen: Iterable[tuple[str, Expectation]], way_out: str) -> str |
         texts.setdefault(each.obtained, who)
     if len(texts) < 2:
         return None
-    said = "".join(f"\n  {who}: {_head(text)}" for text, who in texts.items())
     problem = f"one inline expectation, but different texts, so none is accepted: {way_out}"
-    return f"{each.file}:{each.line}: {problem}{said}"
+    said = [f"  {who}: {text[:_SHOWN]!r}{'…' if len(text) > _SHOWN else ''}" for text, who in texts.items()]
+    return "\n".join([f"{each.file}:{each.line}: {problem}", *said])
 
 
 def digest_of(path: Path) -> str:
@@ -190,45 +240,14 @@ def digest(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
 
 
-def _head(text: str) -> str:
-    return repr(text) if len(text) <= _SHOWN else f"{text[:_SHOWN]!r}…"
-
-
-def _append(report: pytest.TestReport, text: str) -> None:
-    longrepr: Any = report.longrepr
-    if hasattr(longrepr, "addsection"):
-        longrepr.addsection("inline expectation", text)
-    else:
-        report.longrepr = f"{longrepr}\n\n{text}"
-
-
-def _by_variable() -> bool:
-    """expecttest's own way to ask for it."""
-    return bool(os.environ.get(_expecttest.ACCEPT_VARIABLE)) and _expecttest.module() is not None
-
-
-def _refuse_in_ci(config: pytest.Config) -> None:
-    in_ci = os.environ.get("CI", "").lower() not in ("", "0", "false")
-    if in_ci and not options.get(config, "goldens-in-ci"):
-        raise pytest.UsageError(
-            f"{_expecttest.ACCEPT_VARIABLE} is refused where CI is set, as nobody would review the changes: "
-            "accept on your machine, or give --gt-goldens-in-ci too"
-        )
-
-
 @dataclass(slots=True)
 class _Test:
     """What the reports of one test have told."""
 
     nodeid: str
     location: tuple[str, int | None, str]
-    outcomes: list[tuple[str | None, str]] = field(default_factory=list)
+    outcomes: set[tuple[str | None, str]] = field(default_factory=set)
     expectations: list[Expectation] = field(default_factory=list)
-
-    @property
-    def has_passed(self) -> bool:
-        phases = {when for when, _ in self.outcomes}
-        return {"call", "teardown"} <= phases and all(outcome == "passed" for _, outcome in self.outcomes)
 
 
 class AcceptancePlugin:
@@ -243,7 +262,7 @@ class AcceptancePlugin:
         key = report.nodeid, id(getattr(report, "node", None))  # xdist: the worker, as two may run one test
         if key not in self._tests or report.when == "setup":  # again: a plugin repeats the test
             self._tests[key] = _Test(report.nodeid, report.location)
-        self._tests[key].outcomes.append((report.when, report.outcome))
+        self._tests[key].outcomes.add((report.when, report.outcome))
         self._tests[key].expectations += [Expectation(**each) for each in getattr(report, "gt_inline", ())]
 
     @pytest.hookimpl(wrapper=True)
@@ -254,7 +273,8 @@ class AcceptancePlugin:
             self._accept()
 
     def _accept(self) -> None:
-        passed = [(test, each) for test in self._tests.values() if test.has_passed for each in test.expectations]
+        tests = [test for test in self._tests.values() if has_passed(test.outcomes)]
+        passed = [(test, each) for test in tests for each in test.expectations]
         edits: dict[str, dict[literals.Edit, _Test]] = {}
         for seen in by_place(passed).values():
             problem = disagreement(((test.nodeid, each) for test, each in seen), "give each its own")
@@ -274,7 +294,7 @@ class AcceptancePlugin:
         def edited(source: bytes) -> bytes:
             if imported != {digest(source)}:
                 raise literals.EditError("was changed while the tests ran")
-            new, problems = literals.rewritten(source, edits, _expecttest.spell)
+            new, problems = literals.rewritten(source, edits)
             refused.update(problems)
             return new
 
@@ -290,13 +310,10 @@ class AcceptancePlugin:
         else:
             for edit, problem in refused.items():
                 self._fail(edits[edit], f"{file}:{edit.line}: the inline expectation is not accepted: {problem}")
-            self._count(file, edits.keys() - refused.keys())
-
-    def _count(self, file: str, edits: set[literals.Edit]) -> None:
-        late_facts: list[Fact] = self.config.pluginmanager.getplugin("gtrainer-goldens").late_facts
-        for edit in edits:
-            outcome = "updated" if edit.old else "created"
-            late_facts.append({"kind": "inline", "outcome": outcome, "name": f"{file}:{edit.line}"})
+            late_facts: list[Fact] = self.config.pluginmanager.getplugin("gtrainer-goldens").late_facts
+            for edit in edits.keys() - refused.keys():
+                outcome = "updated" if edit.old else "created"
+                late_facts.append({"kind": "inline", "outcome": outcome, "name": f"{file}:{edit.line}"})
 
     def _fail(self, test: _Test, problem: str) -> None:
         """One more report of a test, as it has ended already."""

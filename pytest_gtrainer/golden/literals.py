@@ -11,12 +11,10 @@ import ast
 import io
 import re
 import tokenize
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-_LINE_END = re.compile(r"\r\n|\r|\n")
-# (literal, text) to a literal in the same style that reads as the text; None if there is none
-Speller = Callable[[str, str], str | None]
+_LINE_END = re.compile(rb"\r\n|\r|\n")
 
 
 class EditError(Exception):
@@ -32,7 +30,7 @@ class Edit:
     new: str
 
 
-def rewritten(source: bytes, edits: Iterable[Edit], spell: Speller) -> tuple[bytes, dict[Edit, str]]:
+def rewritten(source: bytes, edits: Iterable[Edit]) -> tuple[bytes, dict[Edit, str]]:
     """The source after all edits that can be made, and why each of the others cannot.
 
     Encoding, line ends and byte-order mark stay as they are.
@@ -57,32 +55,37 @@ def rewritten(source: bytes, edits: Iterable[Edit], spell: Speller) -> tuple[byt
             literals[literal] = edit
         except EditError as error:
             refused[edit] = str(error)
-    lines = [0, *(found.end() for found in _LINE_END.finditer(text))]
+
+    utf8 = text.encode()  # what the columns of a syntax tree count
+    starts = [0, *(found.end() for found in _LINE_END.finditer(utf8))]
+    line_end = _LINE_END.search(utf8)
     replacements = []
     for literal, edit in literals.items():
-        replacement = _replacement(text, _span(text, lines, literal), edit, spell)
-        if replacement is None:
+        start = starts[literal.lineno - 1] + literal.col_offset
+        end = starts[(literal.end_lineno or 0) - 1] + (literal.end_col_offset or 0)
+        spelled = spell(_LINE_END.sub(b"\n", utf8[start:end]).decode(), edit.new)
+        if spelled is None:
             refused[edit] = "the obtained text has characters that an inline expectation cannot hold"
         else:
             literal.value = edit.new
-            replacements.append(replacement)
-    return _replaced(text, tree, replacements).encode(encoding), refused
+            replacements.append((start, end, spelled.encode().replace(b"\n", line_end[0] if line_end else b"\n")))
+    for start, end, new in sorted(replacements, reverse=True):
+        utf8 = utf8[:start] + new + utf8[end:]
+    try:
+        is_as_meant = _dumped(ast.parse(utf8.decode())) == _dumped(tree)
+    except SyntaxError:
+        is_as_meant = False
+    if not is_as_meant:
+        raise EditError("cannot be edited without changing more than its expectations")
+    return utf8.decode().encode(encoding), refused
 
 
-@dataclass(frozen=True, slots=True)
-class _Replacement:
-    start: int
-    end: int
-    spelled: str
-
-
-def _replacement(text: str, span: tuple[int, int], edit: Edit, spell: Speller) -> _Replacement | None:
-    start, end = span
-    spelled = spell(_LINE_END.sub("\n", text[start:end]), edit.new)
-    if spelled is None:
-        return None
-    line_end = _LINE_END.search(text)
-    return _Replacement(start, end, spelled.replace("\n", line_end[0] if line_end else "\n"))
+def _dumped(tree: ast.AST) -> str:
+    """A tree as text, without the prefix of literals like u"…"."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant):
+            node.kind = None
+    return ast.dump(tree)
 
 
 def find_literal(calls: Iterable[ast.Call], line: int, value: str) -> ast.Constant:
@@ -95,61 +98,37 @@ def find_literal(calls: Iterable[ast.Call], line: int, value: str) -> ast.Consta
     >>> find_literal([call, call.args[0]], 1, "b").col_offset
     18
     """
-    found = [
-        (call, literals)
-        for call in calls
-        if call.lineno <= line <= (call.end_lineno or 0) and (literals := _literals(call, value))
-    ]
+    found = []
+    for call in calls:
+        arguments = [*call.args, *(keyword.value for keyword in call.keywords)]
+        literals = [node for node in arguments if isinstance(node, ast.Constant)]
+        # the type first: under -bb to compare bytes with a string is an error
+        literals = [node for node in literals if isinstance(node.value, str) and node.value == value]
+        if literals and call.lineno <= line <= (call.end_lineno or 0):
+            found.append((call, max(literals, key=lambda node: (node.lineno, node.col_offset))))
     if not found:
         raise EditError("there is no string literal that reads as the old expectation in the call there")
     last = max(call.lineno for call, _ in found)
-    (outermost, literals), *others = ((call, those) for call, those in found if call.lineno == last)
-    if not all(_contains(outermost, call) for call, _ in others):
+    (outermost, literal), *others = ((call, literal) for call, literal in found if call.lineno == last)
+    inside = set(ast.walk(outermost))
+    if any(call not in inside for call, _ in others):
         raise EditError("two calls there have the same expectation: put them on lines of their own")
-    return max(literals, key=lambda literal: (literal.lineno, literal.col_offset))
+    return literal
 
 
-def _literals(call: ast.Call, value: str) -> list[ast.Constant]:
-    arguments = [*call.args, *(keyword.value for keyword in call.keywords)]
-    # the type first: under -bb to compare bytes with a string is an error
-    return [
-        node
-        for node in arguments
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value == value
-    ]
+def spell(literal: str, text: str) -> str | None:
+    r'''A literal that reads as ``text``, in the style of another; None if expecttest writes none.
 
+    >>> print(spell('r"""one"""', "a'b"), spell("'one'", "a'b"), spell("'one'", chr(0)))
+    r"""a'b""" """a'b""" None
+    '''
+    from expecttest import replace_string_literal
 
-def _contains(outer: ast.Call, inner: ast.Call) -> bool:
-    begins = outer.lineno, outer.col_offset
-    ends = outer.end_lineno or 0, outer.end_col_offset or 0
-    return begins <= (inner.lineno, inner.col_offset) and (inner.end_lineno or 0, inner.end_col_offset or 0) <= ends
-
-
-def _span(text: str, starts: list[int], node: ast.Constant) -> tuple[int, int]:
-    """Where a node stands in the text, whose lines start there; its columns count bytes of UTF-8."""
-
-    def place(line: int, column: int) -> int:
-        start = starts[line - 1]
-        return start + len(text[start : start + column].encode()[:column].decode())
-
-    return place(node.lineno, node.col_offset), place(node.end_lineno or 0, node.end_col_offset or 0)
-
-
-def _replaced(text: str, tree: ast.AST, replacements: list[_Replacement]) -> str:
-    """``tree`` has the new values already: the new text must read as it."""
-    for one in sorted(replacements, key=lambda one: one.start, reverse=True):
-        text = text[: one.start] + one.spelled + text[one.end :]
-    try:
-        is_the_same = _without_prefixes(ast.parse(text)) == _without_prefixes(tree)
-    except SyntaxError:
-        is_the_same = False
-    if not is_the_same:
-        raise EditError("cannot be edited without changing more than its expectations")
-    return text
-
-
-def _without_prefixes(tree: ast.AST) -> str:
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Constant):
-            node.kind = None  # the u of u"…"
-    return ast.dump(tree)
+    for template in (literal, '""""""'):
+        try:
+            spelled, _ = replace_string_literal(template, 1, template.count("\n") + 1, text)
+        except AssertionError:  # not printable ASCII
+            return None
+        if ast.literal_eval(f"({spelled})") == text:
+            return str(spelled)
+    return None

@@ -15,28 +15,21 @@ from __future__ import annotations
 import functools
 import os
 import shlex
-from collections.abc import Callable, Generator, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Generator, Iterable, Mapping
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 import pytest
 
-from pytest_gtrainer import facts
-from pytest_gtrainer.golden import artifacts, modes, store, values
+from pytest_gtrainer import facts, options
+from pytest_gtrainer.golden import artifacts, store, values
 from pytest_gtrainer.golden.claims import Claim, disagreement
 from pytest_gtrainer.golden.naming import FOLDER, SUFFIXES, id_of, safe, standing, torch_of
 
+UPDATE, CREATE, PRUNE = "update-goldens", "create-goldens", "prune-goldens"
 _MOST_COMMANDS = 8
 _MOST_ARTIFACT_LINES = 20_000
-
-
-@dataclass(frozen=True, slots=True)
-class _Pending:
-    """A claim to be written if its test passes."""
-
-    claim: Claim
-    outcome: str
 
 
 class GoldenPlugin:
@@ -49,20 +42,20 @@ class GoldenPlugin:
     def __init__(self, config: pytest.Config) -> None:
         self.config = config
         self.root = config.rootpath
-        self.modes = modes.modes_of(config)
+        self.modes = modes_of(config)
         self.late_facts: list[facts.Fact] = []
         self._artifacts = artifacts.folder(config)
         self._is_rank = "gt_rank" in getattr(config, "workerinput", {})
         self._recorded: dict[str, list[Claim]] = {}  # in a rank: what its reports will carry
         self._running: str | None = None
-        self._pending: list[_Pending] = []
+        self._pending: list[tuple[Claim, str]] = []  # to be written if the running test passes, and the outcome
         self._claimed: set[str] = set()  # paths, by the running test
         self._ranks_facts: list[facts.Fact] | None = None  # None: the running test has not been judged as one on ranks
-        self._outcomes: list[tuple[str | None, str]] = []  # of the running test: phase, outcome
+        self._outcomes: set[tuple[str | None, str]] = set()  # of the running test: phase, outcome
         self._commands: dict[str, None] = {}  # of failed tests, in order
         self._unjudged: dict[str, str] = {}  # numbers in an unknown environment: path, sentence
         if not hasattr(config, "workerinput"):
-            modes.refuse_in_ci(config, self.modes)
+            refuse_in_ci(config, self.modes.flags, f"{FOLDER}/")
             artifacts.check(config)
 
     # -- before
@@ -86,8 +79,7 @@ class GoldenPlugin:
             is_asked = self.modes.creates and self.config.workerinput["gt_rank"] == 0  # type: ignore[attr-defined]
             return unfit() if is_asked else None
         told, failure = self._judge(item, claim)
-        is_pending = bool(self._pending) and self._pending[-1].claim is claim
-        if is_pending and (failure := unfit()) is not None:
+        if self._pending and self._pending[-1][0] is claim and (failure := unfit()) is not None:
             self._pending.pop()
         for fact in told:
             facts.emit(**fact)
@@ -95,36 +87,40 @@ class GoldenPlugin:
 
     def _judge(self, item: pytest.Item, claim: Claim) -> tuple[list[facts.Fact], str | None]:
         """What is to be counted, nothing while it awaits the test's end; and the failure's text."""
-        held = self._standing(claim)
+        held = self._held(claim)
         self._claimed |= {claim.path, held.path}
-        path = self.root / held.path
         try:
-            golden = store.read(path, self.root)
+            golden = store.read(self.root / held.path, self.root)
         except store.GoldenFileError as error:
-            may_replace = self.modes.updates and isinstance(error, store.DamagedGolden)
-            if may_replace and claim.kind != "numbers":
-                return self._await(claim, "updated"), None
+            if self.modes.updates and isinstance(error, store.DamagedGolden) and claim.kind != "numbers":
+                return self._await(claim, "updated")
             return self._failed(item, claim, "different", str(error))
         if golden is None:
             if self.modes.creates:
-                return self._await(claim, "created"), None
+                return self._await(claim, "created")
             return self._failed(item, claim, "missing", f"{claim.path} is missing\nobtained:\n{_head(claim.text)}")
         from pytest_gtrainer.golden.compare import judge
 
         finding = judge(claim.kind, golden, claim.text)
         if finding.outcome == "equal":
             return [_fact(held, "equal")], None
-        if finding.outcome == "not judged":
-            return self._not_judged(item, claim, finding.reasons), None
-        is_new = held.path != claim.path
-        if (self.modes.creates if is_new else self.modes.updates) and finding.replaceable:
-            return self._await(claim, "created" if is_new else "updated"), None
+        is_new, is_judged = held.path != claim.path, finding.outcome != "not judged"
+        outcome = "created" if is_new or not is_judged else "updated"
+        if finding.replaceable and (self.modes.creates if outcome == "created" else self.modes.updates):
+            return self._await(claim, outcome)
+        if not is_judged:  # numbers of another environment
+            try:
+                kept = artifacts.save(item, _artifact(claim, "obtained"), claim.text)
+                where = f"; obtained: {artifacts.shown(kept)}" if kept is not None else ""
+            except store.GoldenFileError as error:
+                where = f"; {error}"
+            return [_fact(claim, "not judged", why=finding.reasons + where)], None
         problem = f"{held.path} differs\n{finding.reasons}"
         if is_new:
             problem += f"\n\nit stays as it is: what is accepted goes to {claim.path}, for this torch and newer ones"
         return self._failed(item, claim, "different", problem, golden)
 
-    def _standing(self, claim: Claim) -> Claim:
+    def _held(self, claim: Claim) -> Claim:
         """The claim on the file that holds here: of goldens kept per version of torch it may be an older one's."""
         path = PurePosixPath(claim.path)
         if torch_of(path) is None:
@@ -133,50 +129,34 @@ class GoldenPlugin:
         there = sorted(os.listdir(folder)) if folder.is_dir() else []
         return replace(claim, path=standing(path, there).as_posix())
 
-    def _await(self, claim: Claim, outcome: str) -> list[facts.Fact]:
-        self._pending.append(_Pending(claim, outcome))
-        return []
-
-    def _not_judged(self, item: pytest.Item, claim: Claim, why: str) -> list[facts.Fact]:
-        """Numbers of another environment: new ones, for a flag that lets new ones be written."""
-        if self.modes.creates:
-            return self._await(claim, "created")
-        try:
-            kept = artifacts.save(item, _artifact(claim, "obtained"), claim.text)
-        except store.GoldenFileError as error:
-            return [_fact(claim, "not judged", why=f"{why}; {error}")]
-        where = f"; obtained: {artifacts.shown(kept)}" if kept is not None else ""
-        return [_fact(claim, "not judged", why=why + where)]
+    def _await(self, claim: Claim, outcome: str) -> tuple[list[facts.Fact], None]:
+        self._pending.append((claim, outcome))
+        return [], None
 
     def _failed(
         self, item: pytest.Item, claim: Claim, outcome: str, problem: str, golden: str | None = None
     ) -> tuple[list[facts.Fact], str]:
-        command = self.accept_command(item)
-        parts = [problem, *self._kept(item, claim, golden), f"to accept what was obtained:\n  {command}"]
-        return [_fact(claim, outcome), {"kind": "accept", "command": command}], "\n\n".join(parts)
-
-    def _kept(self, item: pytest.Item, claim: Claim, golden: str | None) -> Iterator[str]:
-        """Save what a reader of the failure may want to look at; yields a paragraph that says where."""
-        if self._artifacts is None:
-            return
+        """Save what a reader of the failure may want to look at, and say where it is and how to accept it."""
         texts = {"obtained": claim.text, "graph": claim.graph}
-        if golden is not None:
+        if golden is not None and self._artifacts is not None:
             from pytest_gtrainer.golden.compare import judge
 
             difference = judge(claim.kind, golden, claim.text, _MOST_ARTIFACT_LINES).reasons
             texts |= {"golden": golden, "difference": difference + "\n"}
-        yield from self._saved(item, {_artifact(claim, what): text for what, text in texts.items() if text})
+        saved = self._saved(item, {_artifact(claim, what): text for what, text in texts.items() if text})
+        command = self.accept_command(item)
+        parts = [problem, *saved, f"to accept what was obtained:\n  {command}"]
+        return [_fact(claim, outcome), {"kind": "accept", "command": command}], "\n\n".join(parts)
 
-    def _saved(self, item: pytest.Item, texts: Mapping[str, str]) -> Iterator[str]:
-        """Save texts by name; yields a paragraph that says where, or why not."""
+    def _saved(self, item: pytest.Item, texts: Mapping[str, str]) -> list[str]:
+        """Save texts by name; a paragraph that says where, or why not."""
         if self._artifacts is None or not texts:
-            return
+            return []
         try:
             kept = [artifacts.save(item, name, text) for name, text in texts.items()]
         except store.GoldenFileError as error:
-            yield f"nothing saved in {artifacts.shown(self._artifacts)}: {error}"
-        else:
-            yield "\n".join(["saved:", *(f"  {artifacts.shown(path)}" for path in kept if path is not None)])
+            return [f"nothing saved in {artifacts.shown(self._artifacts)}: {error}"]
+        return ["\n".join(["saved:", *(f"  {artifacts.shown(path)}" for path in kept if path is not None)])]
 
     # -- ranks
 
@@ -189,7 +169,7 @@ class GoldenPlugin:
         if not self._is_rank:
             report.gt_claims = sorted(self._claimed)  # type: ignore[attr-defined]
         elif call.when in ("call", "teardown"):
-            report.gt_goldens = [c.to_json() for c in self._recorded.pop(item.nodeid, [])]  # type: ignore[attr-defined]
+            report.gt_goldens = list(map(asdict, self._recorded.pop(item.nodeid, [])))  # type: ignore[attr-defined]
         return report
 
     def judge_ranks(self, item: pytest.Item, claims: Mapping[int, list[dict[str, Any]]]) -> str | None:
@@ -200,10 +180,10 @@ class GoldenPlugin:
             return None
         conflict = disagreement(by_rank)
         if conflict is not None:
+            text, claimed = conflict
             self._ranks_facts.append({"kind": "golden", "outcome": "different", "name": item.nodeid})
-            claimed = conflict.claims.items()
-            texts = {f"rank{rank}.{_artifact(claim, 'obtained')}": claim.text for rank, claim in claimed}
-            return "\n\n".join([conflict.text, *self._saved(item, texts)])
+            texts = {f"rank{rank}.{_artifact(claim, 'obtained')}": claim.text for rank, claim in claimed.items()}
+            return "\n\n".join([text, *self._saved(item, texts)])
         failures = []
         for claim in by_rank[min(by_rank)]:
             told, failure = self._judge(item, claim)
@@ -224,56 +204,45 @@ class GoldenPlugin:
             self._begin()
 
     def _begin(self) -> None:
-        self._outcomes, self._pending, self._claimed, self._ranks_facts = [], [], set(), None
+        self._outcomes, self._pending, self._claimed, self._ranks_facts = set(), [], set(), None
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> Generator[None, None, None]:
         """Before anybody counts a report or sends it on: write what the test has left to write."""
         if report.nodeid == self._running:
             if report.when == "setup":
-                self._outcomes = []  # a plugin that runs a test again begins here
-            self._outcomes.append((report.when, report.outcome))
+                self._outcomes = set()  # a plugin that runs a test again begins here
+            self._outcomes.add((report.when, report.outcome))
             if report.when == "call" and self._ranks_facts is not None:
                 report.gt_claims = sorted(self._claimed)  # type: ignore[attr-defined]
                 _add_facts(report, self._ranks_facts)
             if report.when == "teardown":
                 self._finish(report)
-        self._remember(report)
-        yield
-
-    def _remember(self, report: pytest.TestReport) -> None:
-        """Keep what the summary says of a report."""
         told: list[facts.Fact] = getattr(report, "gt_facts", [])
         if report.failed:
             commands = [fact["command"] for fact in told if fact["kind"] == "accept"]
             commands += [report.gt_accept] if hasattr(report, "gt_accept") else []
             self._commands |= dict.fromkeys(commands)
         self._unjudged |= {fact["name"]: fact["why"] for fact in told if fact["kind"] == "golden" and "why" in fact}
+        yield
 
     def _finish(self, teardown: pytest.TestReport) -> None:
         """Write the test's goldens if it has passed, else forget them; what fails, fails the teardown."""
-        phases = {when for when, _ in self._outcomes}
-        passed = {"call", "teardown"} <= phases and all(outcome == "passed" for _, outcome in self._outcomes)
         pending, self._pending = self._pending, []
         problems = []
-        for each in pending if passed else ():
+        for claim, outcome in pending if has_passed(self._outcomes) else ():
+            # of a golden of numbers, those of other environments stay
+            merge = functools.partial(values.merged, obtained=claim.text) if claim.kind == "numbers" else None
             try:
-                self._write(each.claim)
+                store.write(self.root / claim.path, self.root, claim.text, merge)
             except store.GoldenFileError as error:
                 problems.append(str(error))
+            except values.NumbersError as error:
+                problems.append(f"{claim.path} was not written: it {error}")
             else:
-                _add_facts(teardown, [_fact(each.claim, each.outcome)])
+                _add_facts(teardown, [_fact(claim, outcome)])
         if problems:
             teardown.outcome, teardown.longrepr = "failed", "\n".join(problems)
-
-    def _write(self, claim: Claim) -> None:
-        merge = None
-        if claim.kind == "numbers":  # those of other environments stay
-            merge = functools.partial(values.merged, obtained=claim.text)
-        try:
-            store.write(self.root / claim.path, self.root, claim.text, merge)
-        except values.NumbersError as error:
-            raise store.GoldenFileError(f"{claim.path} was not written: it {error}") from error
 
     # -- at the end
 
@@ -286,14 +255,13 @@ class GoldenPlugin:
         """What the run's summary says below the counts: how to accept, and what was not judged."""
         lines = []
         if len(self._commands) > 1:
-            shown = list(self._commands)[:_MOST_COMMANDS]
-            lines += ["to accept what a test obtained, when its difference is right:", *(f"  {line}" for line in shown)]
-            left = len(self._commands) - len(shown)
-            lines += [f"  … and {left} more: each failure ends in its command"] if left else []
-        shown_unjudged = list(self._unjudged.items())[:_MOST_COMMANDS]
-        lines += [f"not judged: {path} {why}" for path, why in shown_unjudged]
-        left = len(self._unjudged) - len(shown_unjudged)
-        return [*lines, f"… and {left} more not judged"] if left else lines
+            lines += ["to accept what a test obtained, when its difference is right:"]
+            lines += [f"  {command}" for command in list(self._commands)[:_MOST_COMMANDS]]
+        if len(self._commands) > _MOST_COMMANDS:
+            lines += [f"  … and {len(self._commands) - _MOST_COMMANDS} more: each failure ends in its command"]
+        lines += [f"not judged: {path} {why}" for path, why in list(self._unjudged.items())[:_MOST_COMMANDS]]
+        left = len(self._unjudged) - _MOST_COMMANDS
+        return [*lines, f"… and {left} more not judged"] if left > 0 else lines
 
     # -- commands
 
@@ -301,15 +269,15 @@ class GoldenPlugin:
         """What to type, here and now, to accept this test's goldens."""
         path, separator, rest = id_of(item).partition("::")
         here = Path(os.path.relpath(self.root / path, self.config.invocation_params.dir)).as_posix()
-        given = []
-        for name in ("gpus", "device"):
-            value = self.config.getoption(f"--gt-{name}")
-            given += [f"--gt-{name}={value}"] if value is not None else []
-        return shlex.join(["pytest", here + separator + rest, *given, "--gt-update-goldens"])
+        shown = {f"--gt-{name}": self.config.getoption(f"--gt-{name}") for name in ("gpus", "device")}
+        repeated = [f"{flag}={value}" for flag, value in shown.items() if value is not None]
+        return shlex.join(["pytest", here + separator + rest, *repeated, "--gt-update-goldens"])
 
-    def remake_command(self, item: pytest.Item) -> str:
-        """The command for a golden's header: from the root, the same for everyone."""
-        return shlex.join(["pytest", id_of(item), "--gt-update-goldens"])
+
+def has_passed(outcomes: Iterable[tuple[str | None, str]]) -> bool:
+    """Whether these phases and their outcomes are those of a test that has passed, teardown included."""
+    phases, results = {phase for phase, _ in outcomes}, {result for _, result in outcomes}
+    return {"call", "teardown"} <= phases and results == {"passed"}
 
 
 def _fact(claim: Claim, outcome: str, **more: str) -> facts.Fact:
@@ -331,3 +299,64 @@ def _head(text: str, limit: int = 20) -> str:
     lines = text.splitlines()
     rest = [f"… and {len(lines) - limit} more lines"] if len(lines) > limit else []
     return "\n".join([*lines[:limit], *rest])
+
+
+# -- what a run may do with the files under golden/: nothing, unless a flag says so
+
+
+@dataclass(frozen=True, slots=True)
+class Modes:
+    """Which goldens a run writes or removes.
+
+    ``unused`` is what happens to those that no test checks: "warn", "fail", "ignore" or "prune".
+    """
+
+    creates: bool
+    updates: bool
+    unused: str
+
+    @property
+    def flags(self) -> list[str]:
+        """The flags that let this run write."""
+        asked = {UPDATE: self.updates, CREATE: self.creates and not self.updates, PRUNE: self.unused == "prune"}
+        return [f"--gt-{name}" for name, is_asked in asked.items() if is_asked]
+
+
+def modes_of(config: pytest.Config) -> Modes:
+    """The modes of a run; a flag on the command line wins over what the ini file says.
+
+    Raises:
+        pytest.UsageError: two that exclude each other.
+    """
+    update, create = given(config, UPDATE), given(config, CREATE)
+    if not update and not create:
+        update, create = options.get(config, UPDATE), options.get(config, CREATE)
+    if update and create:
+        raise pytest.UsageError(
+            f"--gt-{UPDATE} and --gt-{CREATE} exclude each other, as updating writes missing goldens too: give one"
+        )
+    unused: str = options.get(config, "unused-goldens")
+    if options.get(config, PRUNE):
+        if given(config, PRUNE) and given(config, "unused-goldens") and unused == "ignore":
+            raise pytest.UsageError("--gt-prune-goldens and --gt-unused-goldens=ignore exclude each other: give one")
+        unused = "prune"
+    return Modes(creates=create or update, updates=update, unused=unused)
+
+
+def given(config: pytest.Config, name: str) -> bool:
+    """Whether the command line itself has an option."""
+    return config.getoption(f"--gt-{name}") is not None
+
+
+def refuse_in_ci(config: pytest.Config, flags: list[str], written: str) -> None:
+    """Where CI is set nobody would review what is written.
+
+    Raises:
+        pytest.UsageError: a flag lets the run write, and ``--gt-goldens-in-ci`` is not given.
+    """
+    in_ci = os.environ.get("CI", "").lower() not in ("", "0", "false")
+    if in_ci and flags and not options.get(config, "goldens-in-ci"):
+        raise pytest.UsageError(
+            f"{' and '.join(flags)} {'is' if len(flags) == 1 else 'are'} refused where CI is set, as nobody would "
+            f"review {written}: run it on your machine, or give --gt-goldens-in-ci too"
+        )

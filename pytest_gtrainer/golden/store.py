@@ -52,13 +52,22 @@ def read(path: Path, root: Path) -> str | None:
         DamagedGolden: there is a file, but not of text.
         GoldenFileError: there is something else than a file inside ``root``, or it cannot be read.
     """
-    shown = _shown(path, root)
-    raw = _content(path, root)
-    if raw is None:
+    status = _status(path, root)
+    if status is None:
         return None
-    damage = _damage(raw)
+    size, raw = status.st_size, b""
+    try:
+        if size <= LONGEST:  # else it is refused unread
+            # a pipe may have come since it was a file: it must not be waited for
+            with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+                raw = file.read(LONGEST + 1)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise GoldenFileError(_unreachable(error, path, root)) from error
+    damage = _damage(raw, max(size, len(raw)))
     if damage is not None:
-        raise DamagedGolden(f"{shown} {damage}: restore or remake it")
+        raise DamagedGolden(f"{_shown(path, root)} {damage}: restore or remake it")
     return normal(raw.decode("utf-8-sig"))
 
 
@@ -88,7 +97,10 @@ def write(path: Path, root: Path, text: str, merge: Callable[[str], str] | None 
         if golden is not None and merge is not None:
             text = merge(golden)
             _refuse_unreadable(text, path, root)
-        _make_folders(target.parent)
+        missing = [folder for folder in target.parents if not folder.exists()]
+        target.parent.mkdir(parents=True, exist_ok=True)
+        for folder in reversed(missing):
+            _sync_folder(folder.parent)
         _replace(target, text.encode("utf-8"))
 
 
@@ -126,11 +138,6 @@ def remove(path: Path, root: Path) -> None:
         raise GoldenFileError(f"{_shown(path, root)} was not removed: {_reason(error)}") from error
 
 
-def is_temporary(path: Path) -> bool:
-    """Whether a file is no golden, but was to become one: its writer is at work, or was killed."""
-    return _TEMPORARY.fullmatch(path.name) is not None
-
-
 # -- what lies there
 
 
@@ -165,35 +172,16 @@ def _unreachable(error: OSError, path: Path, root: Path) -> str:
     return f"{_shown(path, root)} cannot be read: {error.strerror}"
 
 
-def _content(path: Path, root: Path) -> bytes | None:
-    status = _status(path, root)
-    if status is None:
-        return None
-    if status.st_size > LONGEST:  # said without reading it
-        raise DamagedGolden(f"{_shown(path, root)} {_too_long(status.st_size)}: restore or remake it")
-    try:
-        with open(path, "rb", opener=_open_without_waiting) as file:
-            return file.read(LONGEST + 1)
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        raise GoldenFileError(_unreachable(error, path, root)) from error
+def _damage(raw: bytes, size: int) -> str | None:
+    """Why a file of that size, which begins with these bytes, is no golden.
 
-
-def _open_without_waiting(name: str, flags: int) -> int:
-    return os.open(name, flags | getattr(os, "O_NONBLOCK", 0))  # a pipe may have come since it was a file
-
-
-def _damage(raw: bytes) -> str | None:
-    """Why these bytes are no golden.
-
-    >>> _damage(b""), _damage(b"a\\xff"), _damage(b"a\\0"), _damage(b"a")
-    ('is empty', 'is not valid UTF-8 at byte 1', 'has a NUL byte at byte 1', None)
+    >>> [_damage(raw, len(raw)) for raw in (b"", b"a\\xff", b"a\\0", b"a")]
+    ['is empty', 'is not valid UTF-8 at byte 1', 'has a NUL byte at byte 1', None]
     """
+    if size > LONGEST:
+        return f"has {size / 2**20:.0f} MiB, where a golden has at most {LONGEST // 2**20}"
     if not raw.removeprefix(codecs.BOM_UTF8):
         return "is empty"
-    if len(raw) > LONGEST:
-        return _too_long(len(raw))
     if b"\0" in raw:
         return f"has a NUL byte at byte {raw.index(0)}"
     try:
@@ -203,12 +191,9 @@ def _damage(raw: bytes) -> str | None:
     return None
 
 
-def _too_long(size: int) -> str:
-    return f"has {size / 2**20:.0f} MiB, where a golden has at most {LONGEST // 2**20}"
-
-
 def _refuse_unreadable(text: str, path: Path, root: Path) -> None:
-    damage = _damage(text.encode("utf-8", errors="surrogatepass"))
+    raw = text.encode("utf-8", errors="surrogatepass")
+    damage = _damage(raw, len(raw))
     if damage is not None:
         raise GoldenFileError(f"{_shown(path, root)} was not written: the obtained text {damage}")
 
@@ -270,18 +255,8 @@ def _replace(path: Path, content: bytes) -> None:
     _sync_folder(path.parent)
 
 
-def _make_folders(folder: Path) -> None:
-    """Make a folder and those above it, and make that durable."""
-    missing = [place for place in (folder, *folder.parents) if not place.exists()]
-    folder.mkdir(parents=True, exist_ok=True)
-    for place in reversed(missing):
-        _sync_folder(place.parent)
-
-
 def _sync_folder(folder: Path) -> None:
-    """Make what was renamed or made in a folder durable, where the system knows how to."""
-    if os.name != "posix":
-        return
+    """Make what was renamed or made in a folder durable."""
     with contextlib.suppress(OSError):  # some network file systems refuse; the file is whole all the same
         handle = os.open(folder, os.O_RDONLY)
         try:
@@ -294,28 +269,19 @@ def _sweep(folder: Path) -> None:
     """Remove the stale temporaries of a folder."""
     for name in os.listdir(folder):
         found = _TEMPORARY.fullmatch(name)
-        if found is not None:
-            with contextlib.suppress(OSError):
-                if _is_stale(found, folder / name):
-                    (folder / name).unlink()
-
-
-def _is_stale(temporary: re.Match[str], path: Path) -> bool:
-    if temporary["host"] == _host() and not _may_be_alive(int(temporary["pid"])):
-        return True
-    return time.time() - path.stat().st_mtime > _STALE_SECONDS
-
-
-def _may_be_alive(pid: int) -> bool:
-    if os.name != "posix":
-        return True  # elsewhere signal 0 is not a question
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except (PermissionError, OverflowError):
-        return True
-    return True
+        if found is None:
+            continue
+        with contextlib.suppress(OSError):
+            is_stale = time.time() - (folder / name).stat().st_mtime > _STALE_SECONDS
+            if found["host"] == _host():
+                try:
+                    os.kill(int(found["pid"]), 0)
+                except ProcessLookupError:
+                    is_stale = True
+                except (PermissionError, OverflowError):
+                    pass  # somebody else's process, or no number of one
+            if is_stale:
+                (folder / name).unlink()
 
 
 def _host() -> str:
@@ -328,8 +294,7 @@ def _lock_file(root: Path) -> str:
     A lock in the tree would be left there and committed; another user could not open ours.
     """
     key = hashlib.sha256(str(root.resolve()).encode(errors="backslashreplace")).hexdigest()[:32]
-    user = os.getuid() if hasattr(os, "getuid") else ""
-    return os.path.join(tempfile.gettempdir(), f"gtrainer-golden-{user}-{key}.lock")
+    return os.path.join(tempfile.gettempdir(), f"gtrainer-golden-{os.getuid()}-{key}.lock")
 
 
 def _shown(path: Path, root: Path) -> str:

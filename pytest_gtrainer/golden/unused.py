@@ -5,11 +5,9 @@ A golden belongs to the test that its path is made from. It is *unused* if
 - its test has run and passed, and has not checked it;
 - or no test that was collected is its test, although the file of its test was collected, or is gone.
 
-So the goldens of tests that failed, were skipped, deselected or not reached are used, those of files
-that were not collected (ignored, skipped as a whole) too, those of parameters where the set of
-parameters is empty here, and those kept for another version of torch. One that only a GPU could judge
-(its devices, its environments or its name say so) is *not judged* where there is none. What a full run
-is, ``coverage`` says.
+So goldens of tests that failed, were skipped, deselected or not reached are used. One that only a GPU could judge
+(its devices, its environments or its name say so) is *not judged* where there is none. A run is *full* if it asks for
+no part of the tests (``asks_for_a_part``) and came to its end. docs/goldens.md has all of the rules.
 
 What was collected is known to the process that collects, under xdist to each worker, which sends it
 when it ends; what a test came to, to all processes that its reports pass through.
@@ -17,23 +15,44 @@ when it ends; what a test came to, to all processes that its reports pass throug
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable
-from pathlib import PurePosixPath
+import glob
+import os
+import re
+from collections import defaultdict
+from collections.abc import Generator, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import pytest
 
 from pytest_gtrainer import devices
-from pytest_gtrainer.golden import store, tree
-from pytest_gtrainer.golden.coverage import asks_for_a_part
-from pytest_gtrainer.golden.evidence import Collection, Outcome
-from pytest_gtrainer.golden.modes import PRUNE, given
-from pytest_gtrainer.golden.naming import SUFFIXES, stem_of_golden, stem_of_test, torch_of
-from pytest_gtrainer.golden.plugin import GoldenPlugin
+from pytest_gtrainer.golden import store, values
+from pytest_gtrainer.golden.naming import (
+    FOLDER,
+    SUFFIXES,
+    id_of,
+    place_of_tests,
+    safe,
+    stem_of_golden,
+    stem_of_test,
+    torch_of,
+)
+from pytest_gtrainer.golden.plugin import PRUNE, GoldenPlugin, given, has_passed
 from pytest_gtrainer.supported import installed_minor
 
 _WORKER_OUTPUT = "gt_unowned_goldens"
 _MOST_SHOWN = 8
+_ON_GPU = re.compile(r"""device\(["']cuda|@ cuda""")
+_GPU_WORD = re.compile(r"cuda|gpu|nccl", re.IGNORECASE)
+_PARTS = {
+    "keyword": "-k selects tests",
+    "lf": "--lf selects tests",
+    "stepwise": "--stepwise stops at a failure",
+    "collectonly": "--collect-only runs no test",
+    "setupplan": "--setup-plan runs no test",  # it sets the next one, too
+    "setuponly": "--setup-only runs no test",
+}
 
 
 class UnusedGoldens:
@@ -48,10 +67,12 @@ class UnusedGoldens:
         self._selected: set[str] = set()
         self._tests: dict[str, Outcome] = {}
         self._cut: str | None = None  # why the run has not come to its end
-        self._workers_unowned: set[str] | None = None
+        self._workers_unowned: set[PurePosixPath] | None = None
         self._lines: list[str] = []
         if given(config, PRUNE) and not hasattr(config, "workerinput"):
-            _refuse_a_part(config)
+            part = asks_for_a_part(config, goldens_below(self.root))
+            if part is not None:
+                raise pytest.UsageError(f"--gt-prune-goldens removes goldens only after a run of all tests, and {part}")
 
     # -- collecting
 
@@ -61,7 +82,8 @@ class UnusedGoldens:
     ) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
         report = yield
         if isinstance(collector, pytest.File):
-            self._collection.add_file(collector.nodeid, report.outcome)
+            places = self._collection.collected if report.passed else self._collection.uncertain
+            places.add(place_of_tests(collector.nodeid))
         return report
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
@@ -91,8 +113,8 @@ class UnusedGoldens:
         if error is not None or told is None:
             self._cut = f"worker {node.gateway.id} has died"
         else:
-            agreed = self._workers_unowned
-            self._workers_unowned = set(told) if agreed is None else agreed & set(told)
+            agreed, paths = self._workers_unowned, set(map(PurePosixPath, told))
+            self._workers_unowned = paths if agreed is None else agreed & paths
 
     # -- concluding
 
@@ -100,54 +122,28 @@ class UnusedGoldens:
         output = getattr(self.config, "workeroutput", None)
         if output is not None:
             output[_WORKER_OUTPUT] = [str(path) for path in self._collection.unowned(self.root)]
-        elif self._mode != "ignore" or any(test.lacks_devices for test in self._tests.values()):
-            self._conclude(session, exitstatus)
-
-    def _conclude(self, session: pytest.Session, exitstatus: int) -> None:
-        files = tree.goldens(self.root)
+            return
+        lacking = {stem_of_test(nodeid) for nodeid, test in self._tests.items() if test.lacks_devices}
+        files = goldens_below(self.root) if lacking or self._mode != "ignore" else []
         if not files:
             return
-        unused, unjudged = self._sorted_out(files)
+        unjudged = {path for path in files if stem_of_golden(path) in lacking}
+        # a project that never checks goldens may use the folder's name for something else
+        are_ours = any(test.claims for test in self._tests.values()) or any(
+            not path.name.endswith(SUFFIXES["text"]) for path in files
+        )
         part = asks_for_a_part(self.config, files) or self._stopped(exitstatus)
-        if self._mode != "ignore" and self._are_ours(files):
-            if part is None:
-                self._tell(session, unused)
-            elif self._mode != "warn":
-                self._lines.append(f"unused goldens were not looked for: {part}")
-        self._count("not judged", unjudged if part is None else self._skipped(files))
-
-    def _sorted_out(self, files: list[PurePosixPath]) -> tuple[list[PurePosixPath], list[PurePosixPath]]:
-        """The goldens that no test uses, and those that could not be judged here."""
-        loose = {*self._unowned(), *self._unclaimed(files)} & set(files)
-        has_gpu = devices.resolve(self.config).kind == "cuda"
-        unjudged = {*self._skipped(files), *(path for path in loose if not has_gpu and tree.needs_gpu(path, self.root))}
-        kept = {(self.root / path).resolve() for path in files if path not in loose}  # where a link in use leads to
-        unused = [path for path in loose - unjudged if self._is_link(path) or (self.root / path).resolve() not in kept]
-        return sorted(unused), sorted(unjudged)
-
-    def _is_link(self, path: PurePosixPath) -> bool:
-        return (self.root / path).is_symlink()
-
-    def _unowned(self) -> set[PurePosixPath]:
-        if self._workers_unowned is not None:
-            return {PurePosixPath(path) for path in self._workers_unowned}
-        return set(self._collection.unowned(self.root))
-
-    def _unclaimed(self, files: list[PurePosixPath]) -> set[PurePosixPath]:
-        """Goldens of tests that have passed without checking them; those for another torch are not for this run."""
-        stems = tree.by_stem([path for path in files if torch_of(path) in (None, installed_minor())])
-        return {
-            path
-            for nodeid, test in self._tests.items()
-            if test.is_complete
-            for path in stems.get(stem_of_test(nodeid), ())
-            if str(path) not in (test.claims or ())
-        }
-
-    def _skipped(self, files: list[PurePosixPath]) -> list[PurePosixPath]:
-        """Goldens of tests that were skipped for want of devices."""
-        stems = {stem_of_test(nodeid) for nodeid, test in self._tests.items() if test.lacks_devices}
-        return [path for path in files if stem_of_golden(path) in stems]
+        if part is None:
+            loose = self._loose(files) - unjudged
+            kept = {(self.root / path).resolve() for path in files if path not in loose}  # where links in use lead to
+            if devices.resolve(self.config).kind != "cuda":
+                unjudged |= {path for path in loose if needs_gpu(path, self.root)}
+            if self._mode != "ignore" and are_ours:
+                found = {path: self.root / path for path in sorted(loose - unjudged)}
+                self._tell(session, [name for name, at in found.items() if at.is_symlink() or at.resolve() not in kept])
+        elif self._mode in ("fail", "prune") and are_ours:
+            self._lines.append(f"unused goldens were not looked for: {part}")
+        self._count("not judged", sorted(unjudged))
 
     def _stopped(self, exitstatus: int) -> str | None:
         """Why a run has not come to its end."""
@@ -156,40 +152,40 @@ class UnusedGoldens:
         left = [nodeid for nodeid in self._selected if nodeid not in self._tests or not self._tests[nodeid].has_ended]
         return self._cut or (f"{len(left)} tests did not run" if left else None)
 
-    def _are_ours(self, files: list[PurePosixPath]) -> bool:
-        """Whether the folder is one of goldens: who never checks any may have another use of its name."""
-        claimed = any(test.claims for test in self._tests.values())
-        return claimed or any(not path.name.endswith(SUFFIXES["text"]) for path in files)
-
-    # -- telling
+    def _loose(self, files: list[PurePosixPath]) -> set[PurePosixPath]:
+        """Goldens without a test, and those of tests that passed without checking them; not those for another torch."""
+        unowned = self._workers_unowned
+        found = set(self._collection.unowned(self.root)) if unowned is None else unowned & set(files)
+        stems = by_stem(path for path in files if torch_of(path) in (None, installed_minor()))
+        for nodeid, test in self._tests.items():
+            if test.claims is not None and has_passed(test.outcomes):  # so it has come to all of its checks
+                found |= {path for path in stems.get(stem_of_test(nodeid), ()) if str(path) not in test.claims}
+        return found
 
     def _tell(self, session: pytest.Session, unused: list[PurePosixPath]) -> None:
         if self._mode == "prune":
-            unused = self._prune(unused)
+            found, unused = unused, []
+            for path in found:
+                try:
+                    store.remove(self.root / path, self.root)
+                except store.GoldenFileError as error:
+                    self._lines.append(str(error))
+                    unused.append(path)
+                else:
+                    self._lines.append(f"removed {path}")
+            self._count("removed", [path for path in found if path not in unused])
         self._count("unused", unused)
         if not unused:
             return
         self._lines.append("goldens that no test checks (--gt-prune-goldens removes them):")
-        self._lines += _bounded(unused)
+        self._lines += [f"  {path}" for path in unused[:_MOST_SHOWN]]
+        if len(unused) > _MOST_SHOWN:
+            self._lines.append(f"  … and {len(unused) - _MOST_SHOWN} more")
         if self._mode == "warn":
             return
         self._lines.append("a run with unused goldens has failed, as --gt-unused-goldens=fail was given")
         if session.exitstatus == pytest.ExitCode.OK:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
-
-    def _prune(self, unused: list[PurePosixPath]) -> list[PurePosixPath]:
-        """Remove goldens, and say so; returns those that are still there."""
-        left = []
-        for path in unused:
-            try:
-                store.remove(self.root / path, self.root)
-            except store.GoldenFileError as error:
-                self._lines.append(str(error))
-                left.append(path)
-            else:
-                self._lines.append(f"removed {path}")
-        self._count("removed", [path for path in unused if path not in left])
-        return left
 
     def _count(self, outcome: str, paths: Iterable[PurePosixPath]) -> None:
         facts = ({"kind": "golden", "outcome": outcome, "name": str(path)} for path in paths)
@@ -200,12 +196,151 @@ class UnusedGoldens:
         return self._lines
 
 
-def _refuse_a_part(config: pytest.Config) -> None:
-    part = asks_for_a_part(config, tree.goldens(config.rootpath))
-    if part is not None:
-        raise pytest.UsageError(f"--gt-prune-goldens removes goldens only after a run of all tests, and {part}")
+# -- what a run has shown
 
 
-def _bounded(paths: list[PurePosixPath]) -> list[str]:
-    left = len(paths) - _MOST_SHOWN
-    return [f"  {path}" for path in paths[:_MOST_SHOWN]] + ([f"  … and {left} more"] if left > 0 else [])
+@dataclass(slots=True)
+class Collection:
+    """What a process has collected, before anything was deselected."""
+
+    stems: set[PurePosixPath] = field(default_factory=set)
+    empty_sets: set[PurePosixPath] = field(default_factory=set)  # stems of tests without any parameters here
+    collected: set[PurePosixPath] = field(default_factory=set)  # places of files
+    uncertain: set[PurePosixPath] = field(default_factory=set)  # places of files that were skipped, or failed
+
+    def add(self, items: Iterable[pytest.Item]) -> None:
+        for item in items:
+            nodeid = id_of(item)
+            self.stems.add(stem_of_test(nodeid))
+            skips = (str(mark.kwargs.get("reason", "")) for mark in item.iter_markers("skip"))
+            if any(reason.startswith("got empty parameter set") for reason in skips):
+                self.empty_sets.add(stem_of_test(nodeid.partition("[")[0]))
+
+    def unowned(self, root: Path) -> list[PurePosixPath]:
+        """The goldens of which it is known that no test is theirs."""
+        gone: dict[PurePosixPath, bool] = {}
+        found = []
+        for stem, files in by_stem(goldens_below(root)).items():
+            place = stem.parent
+            has_empty_set = any(test.parent == place and stem.name.startswith(f"{test.name}-")
+                                for test in self.empty_sets)  # fmt: skip
+            if stem in self.stems or has_empty_set or place in self.uncertain:
+                continue
+            if place not in self.collected and place not in gone:
+                gone[place] = not has_test_file(place, root)
+            if place in self.collected or gone[place]:
+                found += files
+        return found
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What the reports of a test have told."""
+
+    outcomes: set[tuple[str | None, str]] = field(default_factory=set)  # phase, outcome
+    claims: set[str] | None = None  # paths; None: nobody has told
+    lacks_devices: bool = False
+
+    def add(self, report: pytest.TestReport) -> None:
+        self.outcomes.add((report.when, report.outcome))
+        told: list[str] | None = getattr(report, "gt_claims", None)
+        if told is not None:
+            self.claims = {*(self.claims or ()), *told}
+        self.lacks_devices |= any(fact["kind"] == "skip" for fact in getattr(report, "gt_facts", ()))
+
+    @property
+    def has_ended(self) -> bool:
+        return any(when == "teardown" for when, _ in self.outcomes)
+
+
+def asks_for_a_part(config: pytest.Config, goldens: Iterable[PurePosixPath]) -> str | None:
+    """What on the command line makes a run one of a part of the tests; None if nothing does.
+
+    The paths it is given, if any, have to cover those of ``testpaths`` (the root directory where there are none), or
+    all places that have goldens.
+    """
+    for name, reason in _PARTS.items():
+        if getattr(config.option, name, None):
+            return reason
+    node_ids = [argument for argument in config.args if "::" in argument]
+    if node_ids:
+        return f"{node_ids[0]} names a test"
+    root = config.rootpath
+    starts = [(config.invocation_params.dir / argument).resolve() for argument in config.args]
+    patterns: list[str] = config.getini("testpaths")
+    homes = [root / path for pattern in patterns for path in glob.iglob(pattern, root_dir=root, recursive=True)]
+    if all(any(home.resolve().is_relative_to(start) for start in starts) for home in homes or [root]):
+        return None
+    places = [_place(start, root.resolve()) for start in starts if start.is_relative_to(root.resolve())]
+    if all(any(golden.is_relative_to(place) for place in places) for golden in goldens):
+        return None
+    return f"{' '.join(config.args)} does not hold all tests"
+
+
+def _place(start: Path, root: Path) -> PurePosixPath:
+    """The folder of the goldens of all tests at or below a path in the tree."""
+    relative = PurePosixPath(start.relative_to(root).as_posix())
+    if start.is_file():
+        return place_of_tests(str(relative))
+    return PurePosixPath(FOLDER, *(safe(part, fold_case=False) for part in relative.parts))
+
+
+# -- the files that lie in a tree
+
+
+def goldens_below(root: Path) -> list[PurePosixPath]:
+    """All goldens, as paths below the root directory, in order; links to folders are not followed."""
+    found = []
+    for folder, _, names in os.walk(root / FOLDER):
+        below = PurePosixPath(Path(folder).relative_to(root).as_posix())
+        found += [below / name for name in names if stem_of_golden(below / name) is not None]
+    return sorted(found)
+
+
+def by_stem(files: Iterable[PurePosixPath]) -> Mapping[PurePosixPath, list[PurePosixPath]]:
+    """Goldens by the test that they belong to."""
+    found: dict[PurePosixPath, list[PurePosixPath]] = defaultdict(list)
+    for file in files:
+        stem = stem_of_golden(file)
+        if stem is not None:
+            found[stem].append(file)
+    return found
+
+
+def has_test_file(place: PurePosixPath, root: Path) -> bool:
+    """Whether a file lies where the tests of a folder of goldens would.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     Path(folder, "test_a.py").touch()
+    ...     [has_test_file(PurePosixPath(FOLDER, name), Path(folder)) for name in ("test_a", "test_b")]
+    [True, False]
+    """
+
+    def lies_in(folder: Path, part: str, *below: str) -> bool:
+        try:
+            entries = list(folder.iterdir())
+        except OSError:  # a file, or a folder that may not be read: it has no tests either
+            return False
+        if below:
+            return any(lies_in(entry, *below) for entry in entries if safe(entry.name, fold_case=False) == part)
+        return any(entry.is_file() and safe(entry.stem, fold_case=False) == part for entry in entries)
+
+    return lies_in(root, *place.relative_to(FOLDER).parts)
+
+
+def needs_gpu(path: PurePosixPath, root: Path) -> bool:
+    """Whether only a run with a GPU could say what a golden is good for.
+
+    It says so itself (a graph by its devices, numbers by their environments), or its
+    name does: a text has no other place to say it.
+    """
+    if _GPU_WORD.search(path.name):
+        return True
+    try:
+        text = store.read(root / path, root) or ""
+    except store.GoldenFileError:
+        return False
+    if path.name.endswith(SUFFIXES["numbers"]):
+        return values.devices(text) - {"cpu"} != set()
+    return path.suffix == SUFFIXES["graph"] and _ON_GPU.search(text) is not None

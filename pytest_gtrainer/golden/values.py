@@ -122,18 +122,6 @@ def entries_of(text: str) -> list[Entry]:
     Raises:
         NumbersError: the text is no golden of numbers, or of a newer format.
     """
-    content = _content(text)
-    found = content.get("entries")
-    try:
-        return [
-            Entry(decisive(dict(each["environment"])), plain(each["values"]))
-            for each in found  # type: ignore[union-attr]
-        ]
-    except (TypeError, KeyError, ValueError):
-        raise NumbersError("has no list of entries with environment and values: restore or remake it") from None
-
-
-def _content(text: str) -> dict[str, Any]:
     try:
         content = json.loads(text)
     except ValueError as error:
@@ -147,7 +135,10 @@ def _content(text: str) -> dict[str, Any]:
         raise NumbersError(
             f"has format v{mark[1]} and this pytest-gtrainer reads v{VERSION}: it was made by a newer one, so upgrade"
         )
-    return content
+    try:
+        return [Entry(decisive(dict(each["environment"])), plain(each["values"])) for each in content["entries"]]
+    except (TypeError, KeyError, ValueError):
+        raise NumbersError("has no list of entries with environment and values: restore or remake it") from None
 
 
 def merged(golden: str, obtained: str) -> str:
@@ -158,7 +149,7 @@ def merged(golden: str, obtained: str) -> str:
     """
     (new,) = entries_of(obtained)
     old = entries_of(golden)
-    fields = {name: value for name, value in _content(obtained).items() if name not in ("gtrainer", "entries")}
+    fields = {name: value for name, value in json.loads(obtained).items() if name not in ("gtrainer", "entries")}
     others = [entry for entry in old if entry.environment != new.environment]
     place = next((index for index, entry in enumerate(old) if entry.environment == new.environment), len(old))
     return text_of(fields, [*others[:place], new, *others[place:]])

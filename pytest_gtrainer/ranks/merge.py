@@ -20,7 +20,7 @@ import pytest
 from pytest_gtrainer import options
 from pytest_gtrainer.ranks import wire
 from pytest_gtrainer.ranks.watch import Incident, RanksOutcome, by_value, rank_list
-from pytest_gtrainer.report.witness import shown_only
+from pytest_gtrainer.report.collected import shown_only
 
 Phase = Literal["setup", "call", "teardown"]
 PHASES: tuple[Phase, ...] = ("setup", "call", "teardown")

@@ -18,8 +18,7 @@ from pytest_gtrainer.ranks import wire
 from pytest_gtrainer.ranks.leases import LeaseError
 from pytest_gtrainer.ranks.merge import reports_of
 from pytest_gtrainer.ranks.team import RanksError
-from pytest_gtrainer.worlds.spec import SpecError, WorldSpec
-from pytest_gtrainer.worlds.world import World
+from pytest_gtrainer.worlds.spec import SpecError, World, WorldSpec
 
 if TYPE_CHECKING:
     from pytest_gtrainer.ranks.pool import Launcher

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any
 
 import pytest
 
 from pytest_gtrainer.facts import Fact
 from pytest_gtrainer.numerics.verdict import page_order
-from pytest_gtrainer.report.witness import shown_only
 
 ORDER = ("failed", "error", "xpassed", "passed", "xfailed", "skipped")
 """Outcomes as a reader wants them: failures first."""
+_SHOWN = frozenset({"graph_text", "pass", "schedule", "layout", "comparison", "not_shown"})
+"""Kinds of the facts that only the report reads; ``witness`` says what they are."""
 
 
 @dataclass(slots=True)
@@ -70,15 +72,16 @@ class Test:
     def comparisons(self) -> list[dict[str, Any]]:
         """The comparisons of all ranks, the n-th of each rank as one; the first difference is the smallest."""
         by_rank = [[fact for fact in told if fact["kind"] == "comparison"] for _, told in sorted(self.shown.items())]
-        return [_joined([told[place] for told in by_rank if place < len(told)])
-                for place in range(max(map(len, by_rank), default=0))]  # fmt: skip
-
-
-def _joined(parts: list[Fact]) -> dict[str, Any]:
-    leader = min(parts, key=lambda part: (part["first"] is None, (part["first"] or [0, 0])[:2]))
-    rows = {side: sorted((tuple(row) for part in parts for row in part[side]), key=lambda row: page_order(*row[:3]))
-            for side in ("actual", "expected")}  # fmt: skip
-    return {**leader, "tensors": sum(part["tensors"] for part in parts), **rows}
+        joined = []
+        for nth in zip_longest(*by_rank):
+            parts = [part for part in nth if part is not None]  # a rank may have compared less often
+            leader = min(parts, key=lambda part: (part["first"] is None, (part["first"] or [0, 0])[:2]))
+            one = {**leader, "tensors": sum(part["tensors"] for part in parts)}
+            for side in ("actual", "expected"):
+                rows = (tuple(row) for part in parts for row in part[side])
+                one[side] = sorted(rows, key=lambda row: page_order(*row[:3]))
+            joined.append(one)
+        return joined
 
 
 def world_label(fact: Fact) -> str:
@@ -90,6 +93,16 @@ def world_label(fact: Fact) -> str:
     if fact["world"] == "fake":
         return f"fake({fact['size']})"
     return f"{fact['world']}({fact['size']}, {fact['backend']} on {fact['device']})"
+
+
+def shown_only(told: Iterable[Fact]) -> list[Fact]:
+    """The facts that only the report reads."""
+    return [fact for fact in told if fact["kind"] in _SHOWN]
+
+
+def without_shown(told: Iterable[Fact]) -> list[Fact]:
+    """The facts that others read, too."""
+    return [fact for fact in told if fact["kind"] not in _SHOWN]
 
 
 def in_order(tests: Iterable[Test]) -> list[Test]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from importlib import resources
 from typing import Any
 
@@ -22,22 +21,13 @@ _MOST_OUTPUT = 200_000  # characters of a section that the page keeps
 _MOST_WORDS = 2_000
 
 
-@dataclass(frozen=True, slots=True)
-class RunTold:
-    """What the head of the page says of the run.
+def render_page(title: str, made: str, summary: Sequence[str], tests: Sequence[Test]) -> str:
+    """The page, with failures first.
 
-    Attributes:
+    Args:
         made: versions, devices, the command line.
         summary: the lines of the run's summary.
     """
-
-    title: str
-    made: str
-    summary: Sequence[str]
-
-
-def render_page(run: RunTold, tests: Sequence[Test]) -> str:
-    """The page, with failures first."""
     from jinja2 import Environment
 
     source = resources.files(__package__) / "template"
@@ -47,7 +37,7 @@ def render_page(run: RunTold, tests: Sequence[Test]) -> str:
     counts = Counter(test.outcome for test in tests)
     ordered = in_order(tests)
     return Environment(autoescape=True, trim_blocks=True).from_string(body).render(
-        run={"title": run.title, "made": run.made, "summary": run.summary,
+        run={"title": title, "made": made, "summary": summary,
              "counts": [(name, counts[name]) for name in ORDER if counts[name]]},
         tests=[_row(test) for test in ordered],
         texts={fact["key"]: fact["packed"] for test in ordered for fact in test.of("graph_text")},
@@ -58,8 +48,14 @@ def render_page(run: RunTold, tests: Sequence[Test]) -> str:
 
 
 def _row(test: Test) -> dict[str, str]:
+    """The line of a test, whose words the page's search looks through."""
     details = details_of(test)
-    headline = _headline(test)
+    headline = ""  # of a failure, as the terminal's short summary shows it
+    failed = next((report for report in test.reports if report.failed), None)
+    if failed is not None:
+        crash = getattr(failed.longrepr, "reprcrash", None)
+        told = str(crash.message) if crash is not None else failed.longreprtext
+        headline = told.strip().partition("\n")[0][:300]
     passes = " ".join(each["name"] for pipeline in details["pipelines"] for each in pipeline["passes"])
     words = f"{test.name} {test.outcome} {test.world} {passes} {headline}"
     return {
@@ -73,38 +69,23 @@ def _row(test: Test) -> dict[str, str]:
     }
 
 
-def _headline(test: Test) -> str:
-    """The line of a failure that the terminal's short summary shows."""
-    for report in test.reports:
-        if report.failed:
-            crash = getattr(report.longrepr, "reprcrash", None)
-            told = crash.message if crash is not None else report.longreprtext.strip()
-            return str(told.strip().partition("\n")[0])[:300] if told.strip() else ""
-    return ""
-
-
 def details_of(test: Test) -> dict[str, Any]:
     """All that the page draws when a test is opened."""
-    pipelines = _pipelines(test)
+    pipelines: dict[int, dict[str, Any]] = {}
+    for fact in test.of("pass"):
+        pipelines.setdefault(fact["pipeline"], {"passes": [], "layouts": []})["passes"].append(_without_kind(fact))
+    layouts: list[dict[str, Any]] = []  # of no pipeline: two sides that were compared
+    for fact in test.of("layout"):
+        found = pipelines[fact["pipeline"]]["layouts"] if fact["pipeline"] in pipelines else layouts
+        found.append(_without_kind(fact))
     return {
         "failures": [[report.when, report.longreprtext] for report in test.reports if report.failed],
         "comparisons": test.comparisons(),
-        "layouts": [_without_kind(fact) for fact in test.of("layout") if fact["pipeline"] not in pipelines],
+        "layouts": layouts,
         "pipelines": list(pipelines.values()),
         "said": _said(test),
         "sections": [[title, _cut(text)] for report in test.reports[-1:] for title, text in report.sections],
     }
-
-
-def _pipelines(test: Test) -> dict[int, dict[str, Any]]:
-    found: dict[int, dict[str, Any]] = {}
-    for fact in test.of("pass"):
-        place = found.setdefault(fact["pipeline"], {"passes": [], "layouts": []})
-        place["passes"].append(_without_kind(fact))
-    for fact in test.of("layout"):
-        if fact["pipeline"] in found:
-            found[fact["pipeline"]]["layouts"].append(_without_kind(fact))
-    return found
 
 
 def _said(test: Test) -> list[str]:

@@ -1,9 +1,19 @@
-"""The schedule of a graph as a picture: what would run when, under a stated cost model.
+"""The schedule of a graph as a picture: what would run when, under a stated cost model, a roofline.
 
 One lane computes, in the order of the graph; each process group is a lane of its own, as a communication
 stream is. A collective starts when the compute lane comes to its launch and its own lane is free; a wait holds
 the compute lane until the collective has ended. What is held there is *exposed*, the rest of the communication is
 *overlapped* with compute.
+
+Nothing is measured. The figures order schedules of one graph; they predict no machine. Known to be coarse:
+every node is a kernel of its own (no fusion), a view costs nothing, a graph inside the graph costs the bytes of
+its operands and results, two collectives in different groups do not share a link.
+
+- compute: ``max(flops / flops_per_second, bytes / bytes_per_second) + overhead``, bytes being those of all tensors
+  that go in and come out. Operations are counted by torch's own formulas (``torch.utils.flop_counter``), which know
+  products, convolutions and attention, on shapes alone; all other operators count as bytes.
+- collective of n ranks: ``latency + wire / link``, where a rank puts on the wire ``(n-1)/n`` of the larger side of an
+  all-gather, reduce-scatter or all-to-all, and twice that of an all-reduce, as rings do.
 
 >>> from pytest_gtrainer.graphtext import parse
 >>> gm = parse('''fsdp = group(range(0, 2))
@@ -26,20 +36,91 @@ compute 1.00 ms, communication 2.00 ms, of it overlapped 1.00 ms, exposed 1.00 m
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import fx
+from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 from pytest_gtrainer.graph.nodes import direction, is_wait, node_fqn
-from pytest_gtrainer.graphtext.operators import Group, groups_of, operator_of
-from pytest_gtrainer.graphtext.schedule_view import group_of, is_launch
+from pytest_gtrainer.graphtext.operators import groups_of, operator_of
+from pytest_gtrainer.graphtext.schedule_view import group_of, is_free, is_launch, payload_of
 from pytest_gtrainer.graphtext.scopes import is_computed
-from pytest_gtrainer.report.costs import CostModel
 
 COMPUTE = "compute"
+_CPU_ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
+
+
+@dataclass(frozen=True, slots=True)
+class CostModel:
+    """Rates of an imagined accelerator; the defaults are round figures of one of 2023.
+
+    Attributes:
+        flops_per_second: of products, as reached, not as advertised.
+        bytes_per_second: of a rank's memory.
+        overhead: seconds a kernel takes at least.
+        link: bytes per second that a rank puts on the wire in a collective.
+        latency: seconds a collective takes at least.
+    """
+
+    flops_per_second: float = 400e12
+    bytes_per_second: float = 2e12
+    overhead: float = 4e-6
+    link: float = 50e9
+    latency: float = 20e-6
+
+    def __post_init__(self) -> None:
+        for name in ("flops_per_second", "bytes_per_second", "link"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"a cost model's {name} is a rate above 0, not {getattr(self, name)!r}")
+
+    def __str__(self) -> str:
+        return (
+            f"{self.flops_per_second:.3g} flop/s, memory {self.bytes_per_second:.3g} B/s, link {self.link:.3g} B/s, "
+            f"{self.overhead * 1e6:g} µs a kernel, {self.latency * 1e6:g} µs a collective"
+        )
+
+    def compute_seconds(self, node: fx.Node) -> float:
+        """How long a node computes; 0 for views and the arithmetic of sizes."""
+        if is_free(node):
+            return 0.0
+        moved = sum(_nbytes(tensor) for part in (*node.all_input_nodes, node) for tensor in _tensors(part))
+        return max(flops_of(node) / self.flops_per_second, moved / self.bytes_per_second) + self.overhead
+
+    def collective_seconds(self, launch: fx.Node, ranks: int) -> float:
+        """How long a collective of so many ranks communicates."""
+        trips = 2 if operator_of(launch).short.startswith("all_reduce") else 1
+        wire = trips * sum(_nbytes(tensor) for tensor in payload_of(launch)) * (ranks - 1) / max(ranks, 1)
+        return self.latency + wire / self.link
+
+
+def flops_of(node: fx.Node) -> float:
+    """Floating-point operations by torch's formula for the operator; 0 where it has none."""
+    formula = flop_registry.get(getattr(node.target, "overloadpacket", node.target))
+    try:
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda operand: operand.meta.get("val"))
+        if formula is not None:
+            return float(formula(*args, **kwargs, out_val=node.meta.get("val")))
+        if getattr(node.target, "__name__", "").startswith(_CPU_ATTENTION + ".default"):
+            return float(sdpa_flop_count(*(operand.shape for operand in args[:3])))
+    except (TypeError, ValueError, AssertionError, AttributeError):  # sizes that are not known numbers
+        pass
+    return 0.0
+
+
+def _tensors(node: fx.Node) -> list[torch.Tensor]:
+    """The results of a node, as its metadata has them."""
+    value = node.meta.get("val")
+    found = value if isinstance(value, list | tuple) else [value]
+    return [tensor for tensor in found if isinstance(tensor, torch.Tensor)]
+
+
+def _nbytes(tensor: torch.Tensor) -> int:
+    elements = tensor.numel()
+    return elements * tensor.element_size() if type(elements) is int else 0  # a size that only the run knows
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,64 +203,41 @@ class Timeline:
         Path(path).write_text(json.dumps(self.to_chrome_trace()), encoding="utf-8")
 
 
-def timeline(
-    gm: fx.GraphModule, model: CostModel | None = None, *, mesh: Mapping[str, int] | None = None
-) -> Timeline:
+def timeline(gm: fx.GraphModule, model: CostModel | None = None, *, mesh: Mapping[str, int] | None = None) -> Timeline:
     """What would run when, under a cost model. ``mesh`` names the groups, as in ``graphtext.render``.
 
     Cost: one walk over the nodes.
     """
-    run = _Run(model or CostModel(), groups_of(gm, mesh or {}))
-    run.all(node for node in gm.graph.nodes if is_computed(node))
-    return Timeline(tuple(run.spans), run.model, max([run.now, *run.free.values()]))
-
-
-@dataclass(slots=True)
-class _Run:
-    """The state of a walk: the time of the compute lane, when each group's lane is free, when collectives end."""
-
-    model: CostModel
-    groups: Mapping[str, Group]
-    now: float = 0.0
-    free: dict[str, float] = field(default_factory=dict)
-    ends: dict[fx.Node, float] = field(default_factory=dict)
-    spans: list[Span] = field(default_factory=list)
-
-    def all(self, nodes: Iterable[fx.Node]) -> None:
-        for node in nodes:
-            if is_launch(node):
-                self.launch(node)
-            elif is_wait(node):
-                self.wait(node)
-            else:
-                self.compute(node)
-
-    def compute(self, node: fx.Node) -> None:
-        seconds = self.model.compute_seconds(node)
-        if seconds:
-            self.spans.append(Span(COMPUTE, self.now, seconds, _place(node), "compute"))
-            self.now += seconds
-
-    def launch(self, node: fx.Node) -> None:
-        group = self.groups.get(group_of(node) or "")
-        lane = group.symbol if group else "group"
-        seconds = self.model.collective_seconds(node, len(group.ranks or ()) if group else 1)
-        start = max(self.now, self.free.get(lane, 0.0))
-        self.spans.append(Span(lane, start, seconds, f"{operator_of(node).short} {_place(node)}", "collective"))
-        self.free[lane] = self.ends[node] = start + seconds
-
-    def wait(self, node: fx.Node) -> None:
-        ended = max((self.ends.get(operand, 0.0) for operand in _launches(node)), default=0.0)
-        if ended > self.now:
-            self.spans.append(Span(COMPUTE, self.now, ended - self.now, f"waits: {_place(node)}", "exposed"))
-            self.now = ended
-
-
-def _launches(wait: fx.Node) -> Iterator[fx.Node]:
-    """The collectives that a wait is for; of a coalesced one by way of its outputs."""
-    for operand in wait.all_input_nodes:
-        yield operand
-        yield from operand.all_input_nodes
+    model = model or CostModel()
+    groups = groups_of(gm, mesh or {})
+    now = 0.0  # of the compute lane
+    free: dict[str, float] = {}  # when each group's lane is
+    ends: dict[fx.Node, float] = {}  # of collectives
+    spans = []
+    for node in gm.graph.nodes:
+        if not is_computed(node):
+            continue
+        if is_launch(node):
+            group = groups.get(group_of(node) or "")
+            lane = group.symbol if group else "group"
+            seconds = model.collective_seconds(node, len(group.ranks or ()) if group else 1)
+            start = max(now, free.get(lane, 0.0))
+            spans.append(Span(lane, start, seconds, f"{operator_of(node).short} {_place(node)}", "collective"))
+            free[lane] = ends[node] = start + seconds
+        elif is_wait(node):
+            # of a coalesced collective the launch lies behind one of its outputs
+            operands = node.all_input_nodes
+            launches = [*operands, *(behind for operand in operands for behind in operand.all_input_nodes)]
+            ended = max((ends.get(launch, 0.0) for launch in launches), default=0.0)
+            if ended > now:
+                spans.append(Span(COMPUTE, now, ended - now, f"waits: {_place(node)}", "exposed"))
+                now = ended
+        else:
+            seconds = model.compute_seconds(node)
+            if seconds:
+                spans.append(Span(COMPUTE, now, seconds, _place(node), "compute"))
+                now += seconds
+    return Timeline(tuple(spans), model, max([now, *free.values()]))
 
 
 def _place(node: fx.Node) -> str:

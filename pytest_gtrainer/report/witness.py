@@ -19,7 +19,7 @@ import base64
 import hashlib
 import json
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from pytest_gtrainer import facts
@@ -33,12 +33,12 @@ if TYPE_CHECKING:
     from pytest_gtrainer.numerics.verdict import Verdict
     from pytest_gtrainer.passes.pipeline import PassRun
 
-KINDS = frozenset({"graph_text", "pass", "schedule", "layout", "comparison", "not_shown"})
-"""Kinds of the facts that only the report reads."""
 _MOST_CHANGES = 2_000
 _MOST_SPANS = 6_000
 _MOST_PIPELINES = 8
 """Of a test that runs more pipelines than that, the first ones are shown."""
+_TOPICS = {"comparison": "a comparison", "graph_pass": "a pass", "graph_passes": "a pipeline", "layouts": "a layout"}
+"""What a witness watches, each by its method of that name."""
 
 
 class Witness:
@@ -58,16 +58,12 @@ class Witness:
     @property
     def watchers(self) -> dict[str, facts.Watcher]:
         """What to hand to ``facts.watching``."""
-        found: dict[str, facts.Watcher] = {"comparison": _guarded("a comparison", self._comparison)}
-        if self._graphs:
-            found["graph_pass"] = _guarded("a pass", self._pass)
-            found["graph_passes"] = _guarded("a pipeline", self._passes)
-            found["layouts"] = _guarded("a layout", self._layouts)
-        return found
+        topics = _TOPICS if self._graphs else ("comparison",)
+        return {topic: _guarded(_TOPICS[topic], getattr(self, topic)) for topic in topics}
 
     # --- graphs ------------------------------------------------------------------------------
 
-    def _pass(self, run: PassRun, before: fx.GraphModule, after: fx.GraphModule) -> None:
+    def graph_pass(self, run: PassRun, before: fx.GraphModule, after: fx.GraphModule) -> None:
         if self._pipeline >= _MOST_PIPELINES:
             return
         (old, old_key), (new, new_key) = self._text(before), self._text(after)
@@ -90,17 +86,19 @@ class Witness:
         """A graph's text and its key; sent along when it is new. A pass's graph is the next one's before."""
         if self._last is None or self._last[0] is not gm:
             from pytest_gtrainer.graphtext import render
+            from pytest_gtrainer.graphtext.schedule_view import communicates
 
             text = render(gm, mesh=self._mesh)
             key = hashlib.sha256(text.encode()).hexdigest()[:16]
             if key not in self._texts:
                 self._texts.add(key)
                 facts.emit("graph_text", key=key, lines=text.count("\n"), packed=packed(text))
-                self._schedule(key, gm)
+                if communicates(gm):
+                    facts.emit("schedule", key=key, packed=packed(json.dumps(schedule(gm, self._mesh))))
             self._last = gm, text, key
         return self._last[1], self._last[2]
 
-    def _passes(self, given: fx.GraphModule, result: fx.GraphModule) -> None:
+    def graph_passes(self, given: fx.GraphModule, result: fx.GraphModule) -> None:
         number, self._pipeline = self._pipeline, self._pipeline + 1
         self._last = None
         if number >= _MOST_PIPELINES:
@@ -115,19 +113,13 @@ class Witness:
         if layout.payloads:
             facts.emit("layout", pipeline=number, sides=[["rewritten graph", payloads(layout)]], problems=[])
 
-    def _schedule(self, key: str, gm: fx.GraphModule) -> None:
-        from pytest_gtrainer.graphtext.schedule_view import communicates
-
-        if communicates(gm):
-            facts.emit("schedule", key=key, packed=packed(json.dumps(_schedule(gm, self._mesh))))
-
-    def _layouts(self, actual: BucketLayout, expected: BucketLayout, problems: list[str], actual_is: str) -> None:
+    def layouts(self, actual: BucketLayout, expected: BucketLayout, problems: list[str], actual_is: str) -> None:
         sides = [[actual_is, payloads(actual)], ["expected", payloads(expected)]]
         facts.emit("layout", pipeline=None, sides=sides, problems=problems[:100])
 
     # --- numbers -----------------------------------------------------------------------------
 
-    def _comparison(self, actual: Any, expected: Any, verdict: Verdict, what: str, must_differ: bool) -> None:
+    def comparison(self, actual: Any, expected: Any, verdict: Verdict, what: str, must_differ: bool) -> None:
         from pytest_gtrainer.numerics.record import Record
 
         sides = [table(side) if isinstance(side, Record) else [] for side in (actual, expected)]
@@ -197,7 +189,7 @@ def payloads(layout: BucketLayout) -> list[dict[str, Any]]:
     ]
 
 
-def _schedule(gm: fx.GraphModule, mesh: Mapping[str, int] | None) -> dict[str, Any]:
+def schedule(gm: fx.GraphModule, mesh: Mapping[str, int] | None) -> dict[str, Any]:
     """A timeline in plain types: lanes, and spans of times in microseconds, neighbours as one."""
     from pytest_gtrainer.report.timeline import timeline
 
@@ -231,24 +223,7 @@ def table(record: Record) -> list[list[Any]]:
 def packed(text: str) -> str:
     """A text as base64 of zlib's format, which browsers read ("deflate").
 
-    >>> unpacked(packed("graph")), len(packed("a" * 100_000)) < 400
-    ('graph', True)
+    >>> zlib.decompress(base64.b64decode(packed("graph"))), len(packed("a" * 100_000)) < 400
+    (b'graph', True)
     """
     return base64.b64encode(zlib.compress(text.encode(), 6)).decode()
-
-
-def unpacked(text: str) -> str:
-    """The text that ``packed`` packed."""
-    return zlib.decompress(base64.b64decode(text)).decode()
-
-
-def shown_only(told: Iterable[facts.Fact]) -> list[facts.Fact]:
-    """The facts that only the report reads."""
-    return [fact for fact in told if fact["kind"] in KINDS]
-
-
-def without_shown(told: Iterable[facts.Fact]) -> list[facts.Fact]:
-    """The facts that others read, too."""
-    return [fact for fact in told if fact["kind"] not in KINDS]
-
-

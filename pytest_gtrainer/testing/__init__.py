@@ -15,6 +15,7 @@ package does not import torch: files are found when tests are collected.
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 from pytest_gtrainer.testing.pass_file import PassFile, PassFileError, pass_files
@@ -36,13 +37,10 @@ __all__ = [
 ]
 
 
+_HOME = {"run_pass_file": "pytest_gtrainer.testing.running", "parse": "pytest_gtrainer.graphtext"}
+
+
 def __getattr__(name: str) -> Any:
-    if name == "run_pass_file":
-        from pytest_gtrainer.testing.running import run_pass_file
-
-        return run_pass_file
-    if name == "parse":
-        from pytest_gtrainer.graphtext import parse
-
-        return parse
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOME[name]), name)

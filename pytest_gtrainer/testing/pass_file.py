@@ -1,11 +1,15 @@
-"""A pass file as read: the passes, the world, and what is expected. No torch here."""
+"""A pass file as read: the passes, the world, and what is expected. No torch here.
+
+What it says stands in *directives*: comment lines of a graph file like ``# name: value``. Any other comment is for
+the reader. One that looks like a directive and is none is an error: a misspelled check would check nothing.
+"""
 
 from __future__ import annotations
 
 import ast
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -13,14 +17,33 @@ from typing import Any
 
 import pytest
 
-from pytest_gtrainer.testing.directives import Directive, PassFileError, directives_of
+from pytest_gtrainer.graphtext.header import nearest
 from pytest_gtrainer.worlds.spec import MARKER, SpecError, WorldSpec, make_spec
 
 SUFFIX = ".fxgraph"
-_WORLD = re.compile(r"fake,? (?P<size>\d+)(?: ranks)?(?:, rank (?P<rank>\d+))?")
-_DIMENSION = re.compile(r"(?P<name>\w+)=(?P<extent>\d+)")
+ONCE = ("world", "mesh", "golden", "values", "result", "again", "raises")
+OFTEN = ("passes", "check")
+_OF_HEADER = ("test", "torch", "remake")
+"""Fields of a golden's header, which says what made it."""
 _WORDS = {"values": "same", "result": "unchanged", "again": "unchanged"}
 """Directives with one word: results bit for bit as before; the graph as it was; a second run changes nothing."""
+_LINE = re.compile(r"\s*#\s*(?P<name>[A-Za-z_-]+)\s*:\s*(?P<value>.*?)\s*")
+_LOST_CHECK = re.compile(r"\s*#\s*check\b(?!\s*:)", re.IGNORECASE)
+_WORLD = re.compile(r"fake,? (?P<size>\d+)(?: ranks)?(?:, rank (?P<rank>\d+))?")
+_DIMENSION = re.compile(r"(?P<name>\w+)=(?P<extent>\d+)")
+
+
+class PassFileError(ValueError):
+    """A pass file that cannot be read or expects nothing; the message names file and line."""
+
+
+@dataclass(frozen=True, slots=True)
+class Directive:
+    """``# name: value`` at ``place``, a file and a line."""
+
+    name: str
+    value: str
+    place: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,24 +95,21 @@ def pass_files(folder: str | os.PathLike[str]) -> list[Any]:
         PassFileError: there is none.
     """
     root = Path(folder)
-    paths = sorted(root.rglob(f"*{SUFFIX}"))
-    if not paths:
+    found = []
+    for path in sorted(root.rglob(f"*{SUFFIX}")):
+        try:
+            world = read_pass_file(path).world
+        except PassFileError:
+            world = None  # told by the test
+        marks = []
+        if world is not None:
+            marker = getattr(pytest.mark, MARKER)
+            marks.append(marker(world.kind, size=world.size, mesh=dict(world.mesh), rank=world.rank))
+        name = ".".join(path.relative_to(root).with_suffix("").parts)
+        found.append(pytest.param(path, id=name, marks=marks))
+    if not found:
         raise PassFileError(f"there is no *{SUFFIX} file below {root}")
-    return [pytest.param(path, id=_id(path.relative_to(root)), marks=_marks(path)) for path in paths]
-
-
-def _id(path: Path) -> str:
-    return ".".join(path.with_suffix("").parts)
-
-
-def _marks(path: Path) -> list[pytest.MarkDecorator]:
-    try:
-        world = read_pass_file(path).world
-    except PassFileError:
-        return []  # told by the test
-    if world is None:
-        return []
-    return [getattr(pytest.mark, MARKER)(world.kind, size=world.size, mesh=dict(world.mesh), rank=world.rank)]
+    return found
 
 
 def read_pass_file(path: str | os.PathLike[str]) -> PassFile:
@@ -98,96 +118,106 @@ def read_pass_file(path: str | os.PathLike[str]) -> PassFile:
     Raises:
         PassFileError: in one sentence, with file and line.
     """
-    file = _shown(path)
+    relative = os.path.relpath(path)
+    file = os.fspath(path) if relative.startswith("..") else relative
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise PassFileError(f"{file} cannot be read: {error}") from None
     directives = directives_of(text, file)
-    once = {directive.name: directive for directive in directives}
+    once = {directive.name: directive for directive in directives if directive.name in ONCE}
+    for name in ("golden", "raises"):
+        if name in once and not once[name].value:
+            raise PassFileError(f"{once[name].place}: `# {name}:` says nothing")
+    for name, word in _WORDS.items():
+        if name in once and once[name].value != word:
+            raise PassFileError(f"{once[name].place}: expected `# {name}: {word}`, found {once[name].value!r}")
     passes = tuple(call for directive in directives if directive.name == "passes" for call in _calls(directive))
     if not passes:
         raise PassFileError(f"{file} names no pass: add a line like `# passes: canonicalize_graph_pass`")
-    words = {name: _word(once.get(name)) for name in _WORDS}
     checks = tuple(directive for directive in directives if directive.name == "check")
-    raises = _value(once.get("raises"))
-    judged = bool(checks or raises or words["result"])
+    is_judged = checks or "raises" in once or "result" in once
     return PassFile(
         file=file,
         text=text,
         passes=passes,
         world=_world(once.get("world"), once.get("mesh")),
-        golden=_value(once.get("golden")) or (None if judged else "full"),
-        raises=raises,
+        golden=once["golden"].value if "golden" in once else None if is_judged else "full",
+        raises=once["raises"].value if "raises" in once else None,
         checks=checks,
-        **words,
+        **{name: name in once for name in _WORDS},
     )
 
 
-def _shown(path: str | os.PathLike[str]) -> str:
-    relative = os.path.relpath(path)
-    return os.fspath(path) if relative.startswith("..") else relative
+def directives_of(text: str, file: str) -> list[Directive]:
+    """The directives of a text, in order.
 
+    >>> [(d.name, d.value) for d in directives_of("# D4: offsets.\\n# check: then mm\\nif P:\\n", "x")]
+    [('check', 'then mm')]
 
-def _value(directive: Directive | None) -> str | None:
-    if directive is not None and not directive.value:
-        raise PassFileError(f"{directive.place}: `# {directive.name}:` says nothing")
-    return directive.value if directive else None
-
-
-def _word(directive: Directive | None) -> bool:
-    if directive is None:
-        return False
-    expected = _WORDS[directive.name]
-    if directive.value != expected:
-        raise PassFileError(f"{directive.place}: expected `# {directive.name}: {expected}`, found {directive.value!r}")
-    return True
+    Raises:
+        PassFileError: a line that is almost a directive, or a second one where one is enough.
+    """
+    found: list[Directive] = []
+    first: dict[str, str] = {}  # place, by name
+    for number, line in enumerate(text.splitlines(), start=1):
+        place = f"{file}:{number}"
+        if _LOST_CHECK.match(line):
+            raise PassFileError(f"{place}: {line.strip()}\na check is written `# check: then aten.mm`, with a colon")
+        match = _LINE.fullmatch(line)
+        if match is None:
+            continue
+        name = match["name"]
+        if name in ONCE and name in first:
+            raise PassFileError(f"{place}: there is a `# {name}:` at {first[name]} already")
+        if name in ONCE or name in OFTEN:
+            first.setdefault(name, place)
+            found.append(Directive(name, match["value"], place))
+        elif name not in _OF_HEADER and (hint := nearest(name.lower(), (*ONCE, *OFTEN))):
+            raise PassFileError(f"{place}: there is no directive `# {name}:`{hint}")
+    return found
 
 
 def _world(world: Directive | None, mesh: Directive | None) -> WorldSpec | None:
-    if world is None and mesh is None:
-        return None
     if world is None:
-        assert mesh is not None
-        raise PassFileError(f"{mesh.place}: a mesh needs its world, such as `# world: fake 8`")
+        if mesh is not None:
+            raise PassFileError(f"{mesh.place}: a mesh needs its world, such as `# world: fake 8`")
+        return None
     found = _WORLD.fullmatch(world.value)
     if found is None:
         raise PassFileError(f"{world.place}: expected a world like `fake 8` or `fake 8, rank 3`, found {world.value!r}")
-    extents = {"mesh": _mesh(mesh)} if mesh else {}
+    extents = {}
+    if mesh is not None:
+        parts = [_DIMENSION.fullmatch(part.strip()) for part in mesh.value.split(",")]
+        if not all(parts):
+            raise PassFileError(f"{mesh.place}: expected a mesh like `fsdp=4, tp=2`, found {mesh.value!r}")
+        extents["mesh"] = {part["name"]: int(part["extent"]) for part in parts if part}
     try:
         return make_spec("fake", size=int(found["size"]), rank=int(found["rank"] or 0), **extents)
     except SpecError as error:
         raise PassFileError(f"{world.place}: {error}") from None
 
 
-def _mesh(directive: Directive) -> dict[str, int]:
-    found = [_DIMENSION.fullmatch(part.strip()) for part in directive.value.split(",")]
-    if not all(found):
-        raise PassFileError(f"{directive.place}: expected a mesh like `fsdp=4, tp=2`, found {directive.value!r}")
-    return {match["name"]: int(match["extent"]) for match in found if match}
-
-
-def _calls(directive: Directive) -> Iterable[PassCall]:
+def _calls(directive: Directive) -> Iterator[PassCall]:
     """``a; b(option=[1, 2])``: names, and options as literals of Python. Nothing is evaluated."""
+    place = directive.place
     try:
         statements = ast.parse(directive.value).body
     except SyntaxError as error:
-        raise PassFileError(f"{directive.place}: {error.msg}: {directive.value}") from None
+        raise PassFileError(f"{place}: {error.msg}: {directive.value}") from None
     for statement in statements:
-        yield _call(statement, directive.place)
-
-
-def _call(statement: ast.stmt, place: str) -> PassCall:
-    called = statement.value if isinstance(statement, ast.Expr) else None
-    if isinstance(called, ast.Name):
-        return PassCall(called.id, MappingProxyType({}), place)
-    if not isinstance(called, ast.Call) or not isinstance(called.func, ast.Name) or called.args:
-        raise PassFileError(f"{place}: expected passes like `a_pass; b_pass(option=2)`, found {ast.unparse(statement)}")
-    options = {}
-    for keyword in called.keywords:
-        try:
-            options[str(keyword.arg)] = ast.literal_eval(keyword.value)
-        except ValueError:
-            told = f"{keyword.arg or '**'}={ast.unparse(keyword.value)}"
-            raise PassFileError(f"{place}: an option is a literal of Python, and {told} is not") from None
-    return PassCall(called.func.id, MappingProxyType(options), place)
+        called = statement.value if isinstance(statement, ast.Expr) else None
+        keywords: list[ast.keyword] = []
+        if isinstance(called, ast.Call) and not called.args:
+            keywords, called = called.keywords, called.func
+        if not isinstance(called, ast.Name):
+            written = ast.unparse(statement)
+            raise PassFileError(f"{place}: expected passes like `a_pass; b_pass(option=2)`, found {written}")
+        options = {}
+        for keyword in keywords:
+            try:
+                options[str(keyword.arg)] = ast.literal_eval(keyword.value)
+            except ValueError:
+                told = f"{keyword.arg or '**'}={ast.unparse(keyword.value)}"
+                raise PassFileError(f"{place}: an option is a literal of Python, and {told} is not") from None
+        yield PassCall(called.id, MappingProxyType(options), place)

@@ -96,15 +96,12 @@ def _tests(junit: ElementTree.Element) -> Iterator[tuple[str, ToldByTest]]:
             kind: tuple(value for name, value in properties if name == f"gt_{kind}")
             for kind in ("world", "verdict", "golden", "digest")
         }
-        outcome, message = _outcome(case)
-        world = values["world"][0] if values["world"] else ""
+        outcome, message = "passed", ""
+        for tag, name in (("failure", "failed"), ("error", "error"), ("skipped", "skipped")):
+            found = case.find(tag)
+            if found is not None:
+                outcome, message = name, found.text or found.get("message") or ""
+                break
+        world = "".join(values["world"][:1])
         told = ToldByTest(outcome, message, world, values["verdict"], values["golden"], values["digest"])
         yield "::".join(part for part in (case.get("classname"), case.get("name")) if part), told
-
-
-def _outcome(case: ElementTree.Element) -> tuple[str, str]:
-    for tag, outcome in (("failure", "failed"), ("error", "error"), ("skipped", "skipped")):
-        found = case.find(tag)
-        if found is not None:
-            return outcome, found.text or found.get("message") or ""
-    return "passed", ""

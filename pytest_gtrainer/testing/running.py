@@ -21,8 +21,7 @@ from pytest_gtrainer.checks.syntax import parse_check
 from pytest_gtrainer.golden.compare import difference
 from pytest_gtrainer.graphtext.header import nearest
 from pytest_gtrainer.numerics.compare import assert_bitwise_equal
-from pytest_gtrainer.testing.directives import PassFileError
-from pytest_gtrainer.testing.pass_file import PassCall, PassFile, read_pass_file
+from pytest_gtrainer.testing.pass_file import PassFile, PassFileError, read_pass_file
 from pytest_gtrainer.worlds.fake import fake_world, make_mesh
 from pytest_gtrainer.worlds.spec import World, WorldSpec
 
@@ -56,23 +55,19 @@ def run_pass_file(
             f"{file.file} has no check and so is compared with a golden: "
             "give run_pass_file(path, golden=gt_golden), or write `# check:` lines"
         )
-    steps = [(call, _pass_called(call, passes or {})) for call in file.passes]
+    known = {**registered_passes(), **(passes or {})}
+    for call in file.passes:
+        if call.name not in known:
+            hint = nearest(call.name, known) or f"; there are {', '.join(sorted(known))}"
+            raise PassFileError(f"{call.place}: no pass is called {call.name!r}{hint}")
     with _world_of(file.world):
-        return _Run(file, steps).judge(golden)
+        return _Run(file, known).judge(golden)
 
 
 def registered_passes() -> dict[str, Pass]:
     """Our passes, by their public names, and those that hooks give (``pytest_gtrainer_passes``)."""
     names = [name for name in pytest_gtrainer.__all__ if name.endswith("_pass")]
     return {**{name: getattr(pytest_gtrainer, name) for name in names}, **extensions.passes()}
-
-
-def _pass_called(call: PassCall, given: Mapping[str, Pass]) -> Pass:
-    known = {**registered_passes(), **given}
-    if call.name not in known:
-        hint = nearest(call.name, known) or f"; there are {', '.join(sorted(known))}"
-        raise PassFileError(f"{call.place}: no pass is called {call.name!r}{hint}")
-    return known[call.name]
 
 
 @contextmanager
@@ -95,8 +90,9 @@ def _world_of(spec: WorldSpec | None) -> Iterator[None]:
 class _Run:
     """One file's graph, before and after its passes."""
 
-    def __init__(self, file: PassFile, steps: list[tuple[PassCall, Pass]]) -> None:
-        self._file, self._steps = file, steps
+    def __init__(self, file: PassFile, known: Mapping[str, Pass]) -> None:
+        self._file, self._known = file, known
+        self._mesh = file.world.mesh if file.world else None
         self._before, self._gm = self._parse(), self._parse()
         self._inputs = [node.meta.get("val") for node in self._gm.graph.find_nodes(op="placeholder")]
 
@@ -107,23 +103,35 @@ class _Run:
             raise PassFileError(f"{self._file.file}, {error}") from None
 
     def _text(self, gm: fx.GraphModule) -> str:
-        return graphtext.render(gm, mesh=self._file.world.mesh if self._file.world else None)
+        return graphtext.render(gm, mesh=self._mesh)
 
     def judge(self, golden: Golden | None) -> fx.GraphModule:
         __tracebackhide__ = True
         file = self._file
-        if file.raises is not None:
-            self._must_raise(file.raises)
-        else:
+        said = None
+        try:
             self._run()
+        except Exception as error:
+            if file.raises is None:
+                raise
+            said = f"{type(error).__name__}: {error}"
+        if file.raises is not None and (said is None or file.raises not in said):
+            found = f"but it says\n  {said}" if said is not None else "but none was raised"
+            raise AssertionError(f"{file.file}: expected an error that says\n  {file.raises}\n{found}")
         if file.result or file.raises is not None:
             self._assert_text(self._text(self._before), "the passes changed the graph, which had to stay as it was")
         if file.values:
-            self._assert_values()
+            results = []
+            inputs = [_sample(value, file.file) for value in self._inputs]
+            self._gm.recompile()  # passes leave that to the end of a pipeline
+            for gm in (self._gm, self._before):
+                given = copy.deepcopy(inputs)
+                leaves = [*pytree.tree_leaves(gm(*given)), *given]
+                results.append([value for value in leaves if isinstance(value, torch.Tensor)])
+            assert_bitwise_equal(*results, what=f"{file.file}, after the passes against before")
         if file.checks:
             checks = [parse_check(directive.value, directive.place) for directive in file.checks]
-            mesh = file.world.mesh if file.world else None
-            run_checks(Subject(self._gm, before=self._before, mesh=mesh), checks)
+            run_checks(Subject(self._gm, before=self._before, mesh=self._mesh), checks)
         if file.golden and golden is not None:
             golden.check(self._gm, view=file.golden)
         if file.again:
@@ -133,45 +141,15 @@ class _Run:
         return self._gm
 
     def _run(self) -> None:
-        for call, step in self._steps:
-            self._gm = step(self._gm, self._inputs, **call.options)
+        for call in self._file.passes:
+            self._gm = self._known[call.name](self._gm, self._inputs, **call.options)
             self._gm.graph.lint()
-
-    def _must_raise(self, words: str) -> None:
-        __tracebackhide__ = True
-        try:
-            self._run()
-        except Exception as error:
-            said = f"{type(error).__name__}: {error}"
-            if words in said:
-                return
-            found = f"but it says\n  {said}"
-        else:
-            found = "but none was raised"
-        raise AssertionError(f"{self._file.file}: expected an error that says\n  {words}\n{found}")
 
     def _assert_text(self, expected: str, what: str) -> None:
         __tracebackhide__ = True
         found = self._text(self._gm)
         if found != expected:
             raise AssertionError(f"{self._file.file}: {what}\n{difference('graph', expected, found)}")
-
-    def _assert_values(self) -> None:
-        """Run both graphs on the same inputs. In a fake world an all-gather repeats the shard."""
-        __tracebackhide__ = True
-        inputs = [_sample(value, self._file.file) for value in self._inputs]
-        results = []
-        self._gm.recompile()  # passes leave that to the end of a pipeline
-        for gm in (self._gm, self._before):
-            given = copy.deepcopy(inputs)
-            returned = gm(*given)
-            results.append([value for value in [*_flat(returned), *given] if isinstance(value, torch.Tensor)])
-        assert_bitwise_equal(*results, what=f"{self._file.file}, after the passes against before")
-
-
-def _flat(value: Any) -> list[Any]:
-    leaves: list[Any] = pytree.tree_leaves(value)
-    return leaves
 
 
 def _sample(value: Any, file: str) -> torch.Tensor:

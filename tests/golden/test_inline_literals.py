@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pytest_gtrainer.golden._expecttest import spell
+from pytest_gtrainer.golden import literals
 from pytest_gtrainer.golden.literals import Edit, EditError, rewritten
 
 
 def after(source: bytes | str, *edits: Edit) -> bytes | str:
     """The source with all edits made."""
-    new, refused = rewritten(source.encode() if isinstance(source, str) else source, edits, spell)
+    new, refused = rewritten(source.encode() if isinstance(source, str) else source, edits)
     assert refused == {}
     return new.decode() if isinstance(source, str) else new
 
@@ -87,7 +87,7 @@ NOWHERE = "there is no string literal that reads as the old expectation in the c
 def test_what_cannot_be_edited_is_one_sentence_and_the_rest_is_edited(source, line, problem):
     more = "\nsame(x, '''fine''')"
     edit = Edit(line, "old", "new")
-    new, refused = rewritten((source + more).encode(), [edit, Edit(source.count("\n") + 2, "fine", "well")], spell)
+    new, refused = rewritten((source + more).encode(), [edit, Edit(source.count("\n") + 2, "fine", "well")])
     assert new.decode() == source + more.replace("fine", "well")
     (said,) = refused.values()
     assert refused.keys() == {edit}
@@ -97,7 +97,7 @@ def test_what_cannot_be_edited_is_one_sentence_and_the_rest_is_edited(source, li
 def test_a_literal_is_edited_once():
     source = b"same(same(\n y, OLD), '''old''')"
     first, second = Edit(1, "old", "new"), Edit(2, "old", "newer")
-    new, refused = rewritten(source, [first, second], spell)
+    new, refused = rewritten(source, [first, second])
     assert new == source.replace(b"'''old", b"'''new")
     assert refused == {second: "another expectation has the only literal there that reads as the old text"}
 
@@ -105,13 +105,14 @@ def test_a_literal_is_edited_once():
 @pytest.mark.parametrize("source", [b"same(x,", b"# coding: none\n", b"\xff", b"a\0"])
 def test_what_is_not_python_is_one_sentence(source):
     with pytest.raises(EditError, match=r"^is not Python source \("):
-        rewritten(source, [Edit(1, "old", "new")], spell)
+        rewritten(source, [Edit(1, "old", "new")])
 
 
 @pytest.mark.parametrize("spelled", ["'new', more()", "'new'); more(", "'new", "'other'"])
-def test_a_spelling_that_would_change_more_is_refused(spelled):
+def test_a_spelling_that_would_change_more_is_refused(spelled, monkeypatch):
+    monkeypatch.setattr(literals, "spell", lambda literal, text: spelled)
     with pytest.raises(EditError, match="cannot be edited without changing more than its expectations"):
-        rewritten(b"same(x, 'old')", [Edit(1, "old", "new")], lambda literal, text: spelled)
+        rewritten(b"same(x, 'old')", [Edit(1, "old", "new")])
 
 
 printable = st.text(string.printable.replace("\r", ""), max_size=20)

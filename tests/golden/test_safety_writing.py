@@ -49,7 +49,7 @@ def states(folder: Path) -> dict[str, int]:
         number = int(found[1]) if (found := re.fullmatch(r"test_a-(\d+)\.txt", file.name)) else -1
         content = file.read_text()
         whole = next((state for state in ("old", "new") if content == text(state, number)), "neither")
-        what = whole if number >= 0 else "temporary" if store.is_temporary(file) else file.name
+        what = whole if number >= 0 else "temporary" if store._TEMPORARY.fullmatch(file.name) else file.name
         counts[what] = counts.get(what, 0) + 1
     return counts
 
@@ -165,7 +165,7 @@ def test_a_temporary_of_a_killed_writer_goes_and_that_of_a_live_one_stays(tmp_pa
     dying = "os.replace = lambda *_: os.kill(os.getpid(), signal.SIGKILL)\nstore.write(golden, root, 'half')\n"
     assert python(dying, golden, tmp_path) == -signal.SIGKILL
     (stale,) = golden.parent.iterdir()
-    assert store.is_temporary(stale)
+    assert store._TEMPORARY.fullmatch(stale.name)
     dead = stale.name.split("-")[2]
     live, elsewhere, old = (
         golden.with_name(f".gt-{writer}-00000000.tmp")

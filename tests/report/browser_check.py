@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from pytest_gtrainer.report.collected import Test as Collected
-from pytest_gtrainer.report.html import RunTold, render_page
+from pytest_gtrainer.report.html import render_page
 from pytest_gtrainer.report.witness import changed_lines, packed
 
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser")
@@ -180,7 +180,7 @@ def large_page():
         key, text = f"s{number}", packed(f"if P:\n  P.w{number}: f32[2]\n")
         told = {**one_pass, "before": key, "after": key, "changes": []}
         small[-1].add(_report([{"kind": "graph_text", "key": key, "packed": text}, told]))
-    return render_page(RunTold("a large run", "", []), [large, *small])
+    return render_page("a large run", "", [], [large, *small])
 
 
 def _report(facts):

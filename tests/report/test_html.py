@@ -7,7 +7,7 @@ import pytest
 from pytest_gtrainer.numerics.verdict import PHASES
 from pytest_gtrainer.report import html
 from pytest_gtrainer.report.collected import Test as Collected
-from pytest_gtrainer.report.html import RunTold, details_of, render_page
+from pytest_gtrainer.report.html import details_of, render_page
 
 
 def a_test(name="test_it", outcome="passed", longrepr=None, sections=(), **attributes):
@@ -43,13 +43,13 @@ def test_long_output_is_cut_and_says_so(monkeypatch):
 
 
 def test_a_failures_first_line_stands_in_the_list_and_in_what_is_searched():
-    page = render_page(RunTold("run", "", []), [a_test(outcome="failed", longrepr="ValueError: Twice\nmore")])
+    page = render_page("run", "", [], [a_test(outcome="failed", longrepr="ValueError: Twice\nmore")])
     assert '<p class="headline">ValueError: Twice</p>' in page
     assert "valueerror: twice" in re.search(r'data-words="([^"]*)"', page)[1]
 
 
 def test_what_tests_are_called_is_text_and_no_markup():
-    page = render_page(RunTold("<b>run", "<i>made", ["<u>summary"]), [a_test('t[<script>"]')])
+    page = render_page("<b>run", "<i>made", ["<u>summary"], [a_test('t[<script>"]')])
     assert "t[&lt;script&gt;&#34;]" in page
     for markup in ("<b>run", "<i>made", "<u>summary", "[<script>"):
         assert markup not in page

@@ -1,5 +1,6 @@
 """``--gt-report``: what reaches the page from tests in this process and on ranks, and in which order."""
 
+import base64
 import json
 import os
 import re
@@ -7,14 +8,15 @@ import shutil
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
+import zlib
 from pathlib import Path
 
 import pytest
 
 from pytest_gtrainer.facts import Fact
 from pytest_gtrainer.report.collected import Test as Collected
-from pytest_gtrainer.report.html import RunTold, details_of, render_page
-from pytest_gtrainer.report.witness import packed, unpacked
+from pytest_gtrainer.report.html import details_of, render_page
+from pytest_gtrainer.report.witness import packed
 
 SUITE = Path(__file__).parent / "suite.py"
 
@@ -40,6 +42,11 @@ def page(run):
 
 def names(page):
     return re.findall(r'<span class="name">test_it.py::(\w+)', page)
+
+
+def unpacked(text):
+    """As the page's script does: "deflate" of base64."""
+    return zlib.decompress(base64.b64decode(text)).decode()
 
 
 def details(page, name):
@@ -183,7 +190,7 @@ def test_a_thousand_tests_and_a_large_graph_are_a_small_first_page():
     """What a browser must lay out is a line a test; the rest is packed."""
     large = "".join(f"  with layers[{n}].mlp:\n    mm: f32[{n}, 64] = aten.mm(t_{n}, x)\n" for n in range(20_000))
     tests = [a_test(f"test_{number}", f"if P:\n  P.w{number}: f32[2]\n") for number in range(1_000)]
-    page = render_page(RunTold("run", "", []), [*tests, a_test("test_large", large, 40_000)])
+    page = render_page("run", "", [], [*tests, a_test("test_large", large, 40_000)])
     seen = re.sub(r"<(script|style)[^>]*>.*?</\1>", "", page, flags=re.DOTALL)
     assert seen.count("<section") == 1_001
     assert len(seen) < 700_000

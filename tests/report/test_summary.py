@@ -1,6 +1,6 @@
 """The lines at the end of a run."""
 
-from pytest_gtrainer.report.summary import summary_lines
+from pytest_gtrainer.report.terminal import summary_lines
 
 
 def test_each_topic_is_one_line_and_what_did_not_happen_is_none():

@@ -5,8 +5,7 @@ import json
 import pytest
 
 from pytest_gtrainer.graphtext import parse
-from pytest_gtrainer.report.costs import CostModel, flops_of
-from pytest_gtrainer.report.timeline import timeline
+from pytest_gtrainer.report.timeline import CostModel, flops_of, timeline
 
 SLOW = CostModel(flops_per_second=1e6, bytes_per_second=4e6, link=1e6, overhead=0.0, latency=0.0)
 """A second of compute for 1,000,000 elements of fp32 (read and written: 2 s); a second on the wire for 1 MB."""

@@ -20,10 +20,10 @@ import torch.distributed as dist
 
 from pytest_gtrainer import facts
 from pytest_gtrainer._pytest_private import prepared_config, tear_down
-from pytest_gtrainer._torch.mesh_caches import forget_meshes
 from pytest_gtrainer._torch.process import forget_compiled
 from pytest_gtrainer._torch.process_groups import (
     abort_all_groups,
+    forget_meshes,
     groups_made,
     issued_on,
     live_groups,

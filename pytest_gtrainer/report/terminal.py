@@ -1,0 +1,154 @@
+"""What a run says on the terminal: long work while it goes on, and at the end tables and a summary."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import ExitStack
+
+import pytest
+
+from pytest_gtrainer import facts
+from pytest_gtrainer.facts import Fact
+from pytest_gtrainer.report.collected import without_shown, world_label
+
+MOST_LINES = 18
+_TELLERS = ("goldens", "unused-goldens")
+_NET = ("ranks", "nodes", "channels", "partition", "accumulate")
+_TOPICS = (
+    ("worlds", "world", lambda fact: f"tests in {world_label(fact)}"),
+    ("goldens", "golden", lambda fact: fact["outcome"]),
+    ("inline", "inline", lambda fact: fact["outcome"]),
+    ("verdicts", "verdict", lambda fact: fact["outcome"]),
+    ("skipped", "skip", lambda fact: fact["cause"]),
+    ("leaked", "leak", lambda fact: f"{fact['test']} changed {fact['what']}"),
+    ("left", "left", lambda fact: f"{fact['what']} by {fact['test']}"),
+)
+"""The lines of the summary: title, kind of facts, what is counted."""
+
+
+class SummaryPlugin:
+    """Gathers the facts that reports carry and prints them once, if there are any."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self.config = config
+        self.facts: list[Fact] = []
+        self._nets: dict[str, list[Fact]] = {}  # by test function
+
+    def pytest_sessionstart(self) -> None:
+        """From now on write what is told on ``progress`` to the terminal, also while the output of a test is captured.
+
+        Only where a person looks: a terminal, not a file or a pipe, and not in a worker. The line goes to a copy of
+        the terminal's file descriptor, so that nothing is captured or has to stop capturing, and ends before the next.
+        """
+        reporter: pytest.TerminalReporter | None = self.config.pluginmanager.getplugin("terminalreporter")
+        if reporter is None or not reporter.isatty or hasattr(self.config, "workerinput"):
+            return
+        terminal = os.dup(sys.stdout.fileno())  # output is not captured yet
+
+        def write(text: str) -> None:
+            os.write(terminal, f"\ngtrainer: {text}\n".encode())
+
+        with ExitStack() as stack:
+            stack.callback(os.close, terminal)
+            stack.enter_context(facts.watching({"progress": write}))
+            self.config.add_cleanup(stack.pop_all().close)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        seen = without_shown(getattr(report, "gt_facts", []))
+        self.facts += seen
+        for fact in seen:
+            if fact["kind"] == "net":
+                self._nets.setdefault(report.nodeid.partition("[")[0], []).append(fact)
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        sweeps: dict[str, list[Fact]] = {}
+        for fact in self.facts:
+            if fact["kind"] == "sweep":
+                sweeps.setdefault(fact["sweep"], []).append(fact)
+        sections = [("-", f"sweep {name}", sweep_table(rows)) for name, rows in sweeps.items()]
+        for test, rows in self._nets.items():
+            if len({tuple(row[name] for name in _NET) for row in rows}) > 1:  # of several nets, not one net twice
+                sections.append(("-", f"nets of {test}", net_table(rows)))
+        sections.append(("=", "gtrainer", bounded(self.lines())))
+        for sign, title, lines in sections:
+            if lines:
+                terminalreporter.write_sep(sign, title)
+            for line in lines:
+                terminalreporter.write_line(line)
+
+    def lines(self) -> list[str]:
+        """All that there is to say; the terminal shows ``bounded`` lines of it, the page of a report all."""
+        goldens, unused = (self.config.pluginmanager.getplugin(f"gtrainer-{name}") for name in _TELLERS)
+        return summary_lines(self.facts + goldens.late_facts) + goldens.summary_lines() + unused.summary_lines()
+
+
+def bounded(lines: list[str], most: int = MOST_LINES) -> list[str]:
+    """At most so many lines; the last one then says how many there would be.
+
+    >>> bounded(["a", "b", "c", "d"], most=3)
+    ['a', 'b', '… and 2 more lines: --gt-report FILE has all of them']
+    """
+    if len(lines) <= most:
+        return lines
+    left = len(lines) - most + 1
+    return [*lines[: most - 1], f"… and {left} more lines: --gt-report FILE has all of them"]
+
+
+def summary_lines(facts: list[Fact]) -> list[str]:
+    """At most one line a topic, none for what did not happen.
+
+    >>> summary_lines([{"kind": "verdict", "outcome": "equal"}, {"kind": "verdict", "outcome": "equal"}])
+    ['verdicts  2 equal']
+    """
+    lines = []
+    for title, kind, label in _TOPICS:
+        counts = Counter(label(fact) for fact in facts if fact["kind"] == kind)
+        if counts:
+            lines.append(f"{title:<9} " + ", ".join(f"{n} {what}" for what, n in sorted(counts.items())))
+    return lines
+
+
+def net_table(rows: Sequence[Fact]) -> list[str]:
+    """The nets of a simulated world that a test ran under: the header and a line a net, in their order.
+
+    >>> row = {"ranks": 16, "nodes": 2, "channels": 4, "partition": "contiguous", "accumulate": "wire", "result": "a"}
+    >>> print("\\n".join(net_table([{**row, "nodes": 4, "result": "b"}, row])))
+    ranks  nodes  channels  partition   accumulate  result
+       16      2         4  contiguous  wire        a
+       16      4         4  contiguous  wire        b
+    """
+    names = (*_NET, "result")
+    ordered = sorted(rows, key=lambda row: [(isinstance(row[name], str), row[name]) for name in names])
+    return in_columns([names, *([row[name] for name in names] for row in ordered)])
+
+
+def sweep_table(rows: Sequence[Fact]) -> list[str]:
+    """Header, a line a cell, and the counts; cells that were not judged for one reason are one line.
+
+    >>> row = {"settings": {"batch": "2", "graph": "off"}, "result": "equal", "why": "to eager"}
+    >>> other = {"settings": {"batch": "2", "graph": "on"}, "result": "not judged", "why": "needs a GPU"}
+    >>> print("\\n".join(sweep_table([row, other])))
+    batch  graph  result  why
+    2      off    equal   to eager
+    1 cell not judged: needs a GPU
+    1 equal, 1 not judged
+    """
+    cells = [[*row["settings"].values(), row["result"], row["why"]] for row in rows if row["result"] != "not judged"]
+    lines = in_columns([[*rows[0]["settings"], "result", "why"], *cells]) if cells else []
+    for why, count in Counter(row["why"] for row in rows if row["result"] == "not judged").items():
+        lines.append(f"{count} cell{'' if count == 1 else 's'} not judged: {why}")
+    counts = Counter(row["result"] for row in rows)
+    return [*lines, ", ".join(f"{count} {result}" for result, count in counts.items())]
+
+
+def in_columns(rows: Sequence[Sequence[object]]) -> list[str]:
+    """Rows as lines, the header first; whole numbers stand to the right."""
+    columns = []
+    for header, *cells in zip(*rows, strict=True):
+        width = max(len(str(cell)) for cell in (header, *cells))
+        sign = ">" if all(isinstance(cell, int) for cell in cells) else "<"
+        columns.append([f"{cell!s:{sign}{width}}" for cell in (header, *cells)])
+    return ["  ".join(line).rstrip() for line in zip(*columns, strict=True)]

@@ -76,9 +76,9 @@ def late_wait(patch):
 def across_the_boundary(patch):
     kept = []
 
-    def both(graph, merges, prefetch):
+    def both(merges, prefetch):
         kept.extend(merges)
-        return build(graph, kept, prefetch) if any(m.direction == "bwd" for m in merges) else {}
+        return build(kept, prefetch) if any(m.direction == "bwd" for m in merges) else {}
 
     build = joint._build_all_gathers
     patch.setattr(joint, "_build_all_gathers", both)
@@ -162,7 +162,7 @@ def unmarked(patch):
 )
 def no_prefetch(patch):
     build = joint._build_all_gathers
-    patch.setattr(joint, "_build_all_gathers", lambda graph, merges, prefetch: build(graph, merges, False))
+    patch.setattr(joint, "_build_all_gathers", lambda merges, prefetch: build(merges, False))
 
 
 @mutant(
@@ -179,10 +179,10 @@ def no_deferral(patch):
     "test_bucketing::test_uneven_shards_do_not_change_the_sequence_of_collectives",
 )
 def pads_decide(patch):
-    def unless_padded(graph, merges, prefetch):
+    def unless_padded(merges, prefetch):
         chains = (node for merge in merges for member in merge.members for node in member.chain)
         padded = any(node.target is aten.constant_pad_nd.default for node in chains)
-        return build(graph, merges, prefetch and not padded)
+        return build(merges, prefetch and not padded)
 
     build = joint._build_all_gathers
     patch.setattr(joint, "_build_all_gathers", unless_padded)

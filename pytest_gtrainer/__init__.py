@@ -33,7 +33,7 @@ _HOME: dict[str, str] = {
     "ChunkError": "passes.chunking.config",
     "chunk_pass": "passes.chunking.chunk",
     "chunk_schedule_pass": "passes.chunking.schedule",
-    "concretize_chunk_symbolic_shapes_pass": "passes.chunking.symbolic",
+    "concretize_chunk_symbolic_shapes_pass": "passes.chunking.twins",
     "construct_default_graph_passes": "passes.pipeline",
     "apply_graph_passes": "passes.pipeline",
     "LossConfig": "passes.pipeline",

@@ -59,7 +59,7 @@ _HOME: dict[str, str] = {
     "DebugConfig": "numerics.determinism",
     "ActivationCheckpointConfig": "numerics.determinism",
     "flex_attention_options": "numerics.determinism",
-    "mesh_seed": "numerics.seeds",
+    "mesh_seed": "numerics.determinism",
     "balanced_loss": "numerics.loss_balance",
     "Sweep": "numerics.sweep",
     "Rule": "numerics.sweep",

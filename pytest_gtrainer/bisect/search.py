@@ -28,8 +28,8 @@ from pytest_gtrainer._torch.passes import WAIT
 from pytest_gtrainer._torch.values import pytree
 from pytest_gtrainer.graph.nodes import BACKWARD, direction, node_fqn
 from pytest_gtrainer.numerics.bits import NoBytes
-from pytest_gtrainer.numerics.compare import TensorPairs, difference_of
-from pytest_gtrainer.numerics.seeds import random_states_kept, random_states_now
+from pytest_gtrainer.numerics.compare import compare_entries, difference_of
+from pytest_gtrainer.numerics.determinism import GeneratorStates, random_states_kept
 from pytest_gtrainer.numerics.verdict import Difference, Key, Outcome, Verdict, cut
 from pytest_gtrainer.passes.graph_pass import BoundPass
 from pytest_gtrainer.passes.pipeline import apply_graph_passes
@@ -56,12 +56,12 @@ def flat_inputs(inputs: Sequence[Any]) -> list[Any]:
 
 def local_run(flat: Sequence[Any]) -> Run:
     """Runs a graph in this process, from its random states of now."""
-    kept, random_states = _copies(flat), random_states_now()
+    kept, random_states = _copies(flat), GeneratorStates.now()
 
     def run(gm: fx.GraphModule) -> Values:
         given = _copies(kept)
         with random_states_kept(), torch.no_grad():
-            random_states()
+            random_states.put_back()
             return _named(gm, gm(*given), given)
 
     return run
@@ -271,7 +271,7 @@ class _PassSearch:
         values = self._run(self._stages[number].gm)
         if self._part:
             values = {key: value for key, value in values.items() if key in self._expected}
-        verdict = TensorPairs.of(values, self._expected).verdict()
+        verdict = compare_entries(values, self._expected)
         self.verdicts[number] = verdict
         return on_any_rank(verdict.outcome != "equal")
 

@@ -105,23 +105,18 @@ def same_bytes(a: Tensor, b: Tensor) -> bool:
     return torch.equal(*words) and torch.equal(a[head:], b[head:])
 
 
-def differing(a: Tensor, b: Tensor) -> Tensor:
-    """Which elements of two tensors of one dtype and shape differ: ``bool[numel]``."""
-    size, numel = a.element_size(), a.numel()  # of an element wider than a word, several words
-    sides = [byte_view(side).view(_INTEGERS[min(size, _WORD)]).reshape(numel, max(1, size // _WORD)) for side in (a, b)]
-    return (sides[0] != sides[1]).any(dim=1)
-
-
 def count_differing(a: Tensor, b: Tensor) -> tuple[int, int]:
     """How many elements differ, and the place of the first in row-major order; piece by piece, -1 if none does.
 
     >>> count_differing(torch.tensor([1, 2, 3, 4]), torch.tensor([1, 0, 3, 0]))
     (2, 1)
     """
-    total, first = 0, -1
-    rows = [side.reshape(-1).split(_PIECE) for side in (a, b)]
-    for number, (x, y) in enumerate(zip(*rows, strict=True)):
-        differs = differing(x, y)
+    total, first, size = 0, -1, a.element_size()
+    pieces = [side.reshape(-1).split(_PIECE) for side in (a, b)]
+    for number, pair in enumerate(zip(*pieces, strict=True)):
+        rows = [byte_view(side).view(_INTEGERS[min(size, _WORD)]) for side in pair]
+        # an element wider than a word is several words
+        differs = (rows[0] != rows[1]).reshape(-1, max(1, size // _WORD)).any(dim=1)
         found = int(differs.sum())
         if found and first < 0:
             first = number * _PIECE + int(differs.to(torch.uint8).argmax())

@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from pytest_gtrainer.numerics.determinism import random_state
 from pytest_gtrainer.numerics.digest import tell_weights
 from pytest_gtrainer.numerics.record import Record
-from pytest_gtrainer.numerics.seeds import random_state
 from pytest_gtrainer.references.config import TrainConfig
 
 

@@ -16,7 +16,7 @@ import torch
 from pytest_gtrainer import facts
 from pytest_gtrainer._pytest_private import tear_down
 from pytest_gtrainer._torch.process import forget_compiled
-from pytest_gtrainer.numerics.seeds import seed_everything
+from pytest_gtrainer.numerics.determinism import seed_everything
 from pytest_gtrainer.ranks import wire
 from pytest_gtrainer.ranks.channel import Channel
 from pytest_gtrainer.ranks.inside.collection import Collection, CollectionDiffers

@@ -64,7 +64,7 @@ _HOME: dict[str, str] = {
     "Sweep": "numerics.sweep",
     "Rule": "numerics.sweep",
     "assert_run_to_run": "numerics.run_to_run",
-    "bisect_passes": "bisect.search",
+    "bisect_passes": "bisect",
     "capture_operators": "numerics.operators",
     "compare_operators": "numerics.operators",
     # worlds

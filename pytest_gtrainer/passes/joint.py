@@ -1,22 +1,16 @@
 """Bucketing and reordering of FSDP collectives in a joint forward and backward graph.
 
-Per bucket of the plan and direction, all-gathers of parameters become one all-gather and
-reduce-scatters of gradients one reduce-scatter, packed as eager FSDP2 packs them. Then
-launches move ahead and waits behind, so that communication overlaps compute:
+Per bucket of the plan and direction, all-gathers of parameters become one all-gather and reduce-scatters of gradients
+one reduce-scatter, packed as eager FSDP2 packs them. Then launches move ahead and waits behind: the all-gather of the
+next bucket is launched before the wait of this one (E1), the reduce-scatter of a bucket is waited for after the launch
+of the next (E2).
 
-- the all-gather of the next bucket is launched before the wait of this one (E1);
-- the reduce-scatter of a bucket is waited for after the launch of the next (E2).
-
-*Idea.* All that moves is a few blocks: the launch block of an all-gather depends on graph
-inputs only, so it may stand anywhere before its wait; the wait block of a reduce-scatter
-feeds the output only, so it may stand anywhere behind its launch. Each block is therefore
-built directly in its final place, and no other node moves (E4).
-
-*Invariant.* The plan of all blocks is made and checked before the first node is built, so a
-pass that refuses leaves the graph as it was (D11). *Cost.* Linear in nodes; one recompile.
-
-The pass restates torchtitan's graph_trainer pass of the same name (pull requests 2934, 3590);
-payload order (D2, D3) and coverage (B6) are stricter here.
+*Idea.* All that moves is a few blocks: the launch block of an all-gather depends on graph inputs only, so it may stand
+anywhere before its wait; the wait block of a reduce-scatter feeds the output only, so it may stand anywhere behind its
+launch. Each block is built directly in its final place, and no other node moves (E4). *Invariant.* The plan of all
+blocks is made and checked before the first node is built, so a pass that refuses leaves the graph as it was (D11).
+*Cost.* Linear in nodes; one recompile. *Source.* torchtitan's graph_trainer pass of the same name (pull requests 2934,
+3590); payload order (D2, D3) and coverage (B6) are stricter here.
 """
 
 from __future__ import annotations
@@ -36,7 +30,7 @@ from pytest_gtrainer._torch.passes import (
     value_like,
     values_of_split,
 )
-from pytest_gtrainer.graph.bucket_plan import Bucket, BucketPlan, PayloadKey, PayloadOrder, Plan, sort_key
+from pytest_gtrainer.graph.bucket_plan import Bucket, BucketPlan, PayloadOrder, Plan, sort_key
 from pytest_gtrainer.graph.collectives import (
     Member,
     PlanError,
@@ -211,8 +205,8 @@ def _bucket(
         nodes = (member.launch.args[0], member.launch, member.wait)
         if not all(isinstance(node, fx.Node) and isinstance(node.meta.get("val"), torch.Tensor) for node in nodes):
             raise PlanError(f'the collective of {member.parameter} lacks meta["val"]: trace on fake tensors')
-    gather_merges = _merges(plan, gathers, _payload_key(gm, gathers, order), direction)
-    scatter_merges = _merges(plan, scatters, _payload_key(gm, scatters, order), direction)
+    gather_merges = _merges(gm, plan, gathers, order, direction)
+    scatter_merges = _merges(gm, plan, scatters, order, direction)
     behind: dict[fx.Node, fx.Node] = {}
     for way in (FORWARD, BACKWARD):
         behind |= _build_all_gathers([m for m in gather_merges if m.direction == way], reorder)
@@ -248,20 +242,17 @@ def _check_plan(plan: Plan, gm: fx.GraphModule, gathers: list[Member], scatters:
             seen.add((member.parameter, member.direction))
 
 
-def _payload_key(gm: fx.GraphModule, members: list[Member], order: PayloadOrder) -> PayloadKey:
-    """The payload order of one kind of collective; positions are in registration order (A1, A5)."""
+def _merges(
+    gm: fx.GraphModule, plan: Plan, members: list[Member], order: PayloadOrder, direction: str | None
+) -> list[Merge]:
+    """Group members of one kind by bucket, direction and signature (D1), in order of their first launch."""
     place = {node: index for index, node in enumerate(gm.graph.nodes)}
     parameters = [member.parameter for member in sorted(members, key=lambda member: member.position)]
     managed = gm.graph.output_node().meta.get("gt_managed_order")
-    return sort_key(order, parameters, lambda member: place[member.launch], managed)
-
-
-def _merges(plan: Plan, members: list[Member], key: PayloadKey, direction: str | None) -> list[Merge]:
-    """Group members by bucket, direction and signature (D1), in order of their first launch."""
+    key = sort_key(order, parameters, lambda member: place[member.launch], managed)
     groups: dict[tuple[Any, ...], list[Member]] = {}
     for member in members:
         bucket = plan.bucket_of(member.bucket_fqn)
-        assert bucket is not None  # _check_plan
         groups.setdefault((bucket, direction or member.direction, member.signature), []).append(member)
     merges = []
     for (bucket, way, _), group in groups.items():

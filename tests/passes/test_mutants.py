@@ -59,7 +59,7 @@ def by_module(patch):
 @mutant("forward and backward in one bucket", "joint/recomputed_gathers.fxgraph")
 def one_direction(patch):
     merges = joint._merges
-    patch.setattr(joint, "_merges", lambda plan, members, key, direction: merges(plan, members, key, "fwd"))
+    patch.setattr(joint, "_merges", lambda gm, plan, members, order, direction: merges(gm, plan, members, order, "fwd"))
 
 
 @mutant("a wait placed after its use", "test_reordering::test_a_launch_stands_behind_its_inputs_and_before_its_wait")
@@ -109,7 +109,7 @@ def always_loss(patch):
 @mutant("a dropped parameter", "test_bucketing::test_each_bucket_is_one_all_gather_and_one_reduce_scatter")
 def dropped(patch):
     merges = joint._merges
-    patch.setattr(joint, "_merges", lambda plan, members, *rest: merges(plan, [members[0], *members[2:]], *rest))
+    patch.setattr(joint, "_merges", lambda gm, plan, given, *rest: merges(gm, plan, [given[0], *given[2:]], *rest))
 
 
 @mutant("a parameter in no bucket is not told", "joint/refused_uncovered_parameter.fxgraph")

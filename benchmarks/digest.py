@@ -1,11 +1,9 @@
 """Digest and comparison of a model against reading its memory once, and against sha256.
 
-    python -m benchmarks.digest [--gib 1] [--rounds 5] [--threads N]
+    python -m benchmarks.digest [--gib 1] [--rounds 5]
 
-Two tables: CPU seconds on one thread, and time on the clock with all of torch's threads, or ``--threads``. The
-yardsticks: an int64 sum over the same memory on as many threads, and ``sha256(tensor.numpy().tobytes())`` over as
-many bytes in fp16. Against sha256, which knows no threads, throughput counts, so its goal belongs to the clock: where
-the processor has instructions for sha256, one thread reads memory less than twenty times as fast as that.
+CPU seconds on one thread. The yardsticks: an int64 sum over the same memory, and ``sha256(tensor.numpy().tobytes())``
+over as many bytes in fp16.
 """
 
 from __future__ import annotations
@@ -22,7 +20,6 @@ from benchmarks.paired import Goal, measure, report
 from pytest_gtrainer import compare, digest
 
 GOALS = [Goal("digest", "read", 1.5), Goal("compare equal", "read both", 2)]
-THROUGHPUT = Goal("digest", "sha256 of tobytes", 1 / 20)
 
 
 def model_of(gib: float, dtype: torch.dtype) -> nn.Module:
@@ -54,7 +51,6 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gib", type=float, default=1.0, help="size of the model")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="of the second table")
     options = parser.parse_args()
     model, twin = (model_of(options.gib, torch.bfloat16) for _ in range(2))
     contestants = {
@@ -66,15 +62,8 @@ def main() -> int:
     half = model_of(options.gib, torch.float16)
     contestants["sha256 of tobytes"] = lambda: sha256(half)
     sizes = {name: options.gib * (2 if name in ("read both", "compare equal") else 1) for name in contestants}
-    met = True
-    for threads, clock, unit, goals in (
-        (1, time.process_time, "CPU seconds", GOALS),
-        (options.threads, time.perf_counter, "seconds on the clock", [*GOALS, THROUGHPUT]),
-    ):
-        torch.set_num_threads(threads)
-        print(f"-- threads: {threads}, {unit}")
-        met &= report(measure(contestants, options.rounds, clock), sizes, goals)
-    return 0 if met else 1
+    torch.set_num_threads(1)
+    return 0 if report(measure(contestants, options.rounds, time.process_time), sizes, GOALS) else 1
 
 
 if __name__ == "__main__":

@@ -14,20 +14,22 @@ from __future__ import annotations
 
 import argparse
 import functools
+import hashlib
 import multiprocessing
 import resource
 import sys
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fixtures.models import llama3
 from fixtures.training import llama3_training
-from pytest_gtrainer import TrainConfig
-from pytest_gtrainer.numerics.digest import WeightDigests
-from pytest_gtrainer.references.simulated import SimulatedGraphRun, simulated_eager
+from pytest_gtrainer import TrainConfig, digest
+from pytest_gtrainer.references.simulated import simulated_eager
+from pytest_gtrainer.references.simulated import SimulatedGraphRun
 from pytest_gtrainer.worlds.fake import net_of, simulated_world
 from pytest_gtrainer.worlds.spec import make_spec
 
@@ -43,6 +45,36 @@ class Run:
     cpu_seconds: float
     wall_seconds: float
     gigabytes: float
+
+
+class WeightDigests:
+    """Takes what a ``Record`` takes and keeps of each step and rank a digest of its weights."""
+
+    def __init__(self) -> None:
+        self.ranks: dict[tuple[int, int], str] = {}
+        self._tensors: dict[str, Tensor] = {}
+        self._place: tuple[int, int] | None = None
+
+    def add(self, step: int, rank: int, phase: str, name: str, tensor: Tensor) -> None:
+        """Note a tensor; of weights a digest is made as soon as another step or rank begins."""
+        if phase == "weight":
+            if self._place != (step, rank):
+                self.close()
+            self._place = (step, rank)
+            self._tensors[name] = tensor.detach().clone()
+
+    def close(self) -> None:
+        if self._place is not None:
+            self.ranks[self._place] = digest(self._tensors)
+        self._place, self._tensors = None, {}
+
+
+def steps_of(parts: Iterable[WeightDigests]) -> dict[int, str]:
+    """One digest for all ranks of every step."""
+    steps: dict[int, list[str]] = {}
+    for (step, rank), digested in sorted(place for part in parts for place in part.ranks.items()):
+        steps.setdefault(step, []).append(f"{rank} {digested}")
+    return {step: hashlib.sha256("\n".join(lines).encode()).hexdigest() for step, lines in steps.items()}
 
 
 def config_of(mesh: DeviceMesh, steps: int) -> TrainConfig:
@@ -64,14 +96,15 @@ def train(side: str, ranks: int, nodes: int, steps: int) -> Run:
     wall, cpu = time.perf_counter(), time.process_time()
     with simulated_world(make_spec("simulated", size=ranks, nodes=nodes)) as world:
         if side == "graph":
-            kept = WeightDigests()
-            SimulatedGraphRun(config, world).run(kept)
+            parts = [WeightDigests()]
+            SimulatedGraphRun(config, world).run(parts[0])
         else:
             parts = [WeightDigests() for _ in range(ranks)]
             simulated_eager(config, net_of(world), mesh=world.mesh, timeout=3600, recorders=parts)
-            kept = WeightDigests.merged(parts)
+    for part in parts:
+        part.close()
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9  # it counts KiB
-    return Run(kept.steps, time.process_time() - cpu, time.perf_counter() - wall, peak)
+    return Run(steps_of(parts), time.process_time() - cpu, time.perf_counter() - wall, peak)
 
 
 def main() -> int:

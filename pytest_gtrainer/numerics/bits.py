@@ -105,23 +105,18 @@ def same_bytes(a: Tensor, b: Tensor) -> bool:
     return torch.equal(*words) and torch.equal(a[head:], b[head:])
 
 
-def differing(a: Tensor, b: Tensor) -> Tensor:
-    """Which elements of two tensors of one dtype and shape differ: ``bool[numel]``."""
-    size, numel = a.element_size(), a.numel()  # of an element wider than a word, several words
-    sides = [byte_view(side).view(_INTEGERS[min(size, _WORD)]).reshape(numel, max(1, size // _WORD)) for side in (a, b)]
-    return (sides[0] != sides[1]).any(dim=1)
-
-
 def count_differing(a: Tensor, b: Tensor) -> tuple[int, int]:
     """How many elements differ, and the place of the first in row-major order; piece by piece, -1 if none does.
 
     >>> count_differing(torch.tensor([1, 2, 3, 4]), torch.tensor([1, 0, 3, 0]))
     (2, 1)
     """
-    total, first = 0, -1
-    rows = [side.reshape(-1).split(_PIECE) for side in (a, b)]
-    for number, (x, y) in enumerate(zip(*rows, strict=True)):
-        differs = differing(x, y)
+    total, first, size = 0, -1, a.element_size()
+    pieces = [side.reshape(-1).split(_PIECE) for side in (a, b)]
+    for number, pair in enumerate(zip(*pieces, strict=True)):
+        rows = [byte_view(side).view(_INTEGERS[min(size, _WORD)]) for side in pair]
+        # an element wider than a word is several words
+        differs = (rows[0] != rows[1]).reshape(-1, max(1, size // _WORD)).any(dim=1)
         found = int(differs.sum())
         if found and first < 0:
             first = number * _PIECE + int(differs.to(torch.uint8).argmax())
@@ -165,20 +160,7 @@ def dtype_name(dtype: torch.dtype) -> str:
     return _SHORT_NAMES.get(dtype, str(dtype).removeprefix("torch."))
 
 
-_SIGN_AND_MAGNITUDE = frozenset(
-    {
-        torch.float64,
-        torch.float32,
-        torch.float16,
-        torch.bfloat16,
-        torch.float8_e4m3fn,
-        torch.float8_e5m2,
-        torch.float8_e4m3fnuz,
-        torch.float8_e5m2fnuz,
-    }
-)
-# A power of two without a sign: its bits count its numbers as they are.
-_MAGNITUDE = frozenset({torch.float8_e8m0fnu})
+_MAGNITUDE = torch.float8_e8m0fnu  # a power of two without a sign: its bits count its numbers as they are
 
 
 def ulp_distance(a: Tensor, b: Tensor) -> int | None:
@@ -193,7 +175,7 @@ def ulp_distance(a: Tensor, b: Tensor) -> int | None:
     >>> ulp_distance(torch.tensor(0.0), torch.tensor(float("nan"))) is None
     True
     """
-    if a.dtype != b.dtype or a.dtype not in _SIGN_AND_MAGNITUDE | _MAGNITUDE:
+    if a.dtype != b.dtype or not a.is_floating_point() or a.dtype is torch.float4_e2m1fn_x2:
         return None
     if any(bool(side.to(torch.float64).isnan()) for side in (a, b)):
         return None
@@ -205,6 +187,6 @@ def _place(element: Tensor) -> int:
     raw = bytes(byte_view(element).tolist())
     sign = 1 << (8 * len(raw) - 1)
     unsigned = int.from_bytes(raw, sys.byteorder)
-    if element.dtype in _MAGNITUDE:
+    if element.dtype is _MAGNITUDE:
         return unsigned
     return sign - unsigned if unsigned & sign else unsigned

@@ -17,8 +17,7 @@ An assertion of equality can be one that cannot fail. Next to every ``assert_bit
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -41,7 +40,6 @@ def compare(actual: Tensors, expected: Tensors) -> Verdict:
     """
     if isinstance(actual, Record) != isinstance(expected, Record):
         raise TypeError(f"cannot compare {type(actual).__name__} with {type(expected).__name__}")
-    tensors = TensorPairs.of(entries(actual), entries(expected))
     doubts: list[str] = []
     faults: list[str] = []
     if isinstance(actual, Record) and isinstance(expected, Record):
@@ -51,7 +49,7 @@ def compare(actual: Tensors, expected: Tensors) -> Verdict:
                 doubts.append(f"{side} has nothing of {_some('rank', ranks)} at {_some('step', steps)}: {record!r}")
         if (actual.world_size, actual.rank) != (expected.world_size, expected.rank):
             faults.append(f"not the same ranks: actual {actual!r}, expected {expected!r}")
-    return tensors.verdict(doubts, faults)
+    return compare_entries(entries(actual), entries(expected), doubts, faults)
 
 
 def _some(noun: str, numbers: Sequence[int]) -> str:
@@ -64,58 +62,47 @@ def _some(noun: str, numbers: Sequence[int]) -> str:
     return f"{noun}{'' if len(numbers) == 1 else 's'} {shown}{more}"
 
 
-@dataclass(slots=True)
-class TensorPairs:
-    """The tensors that both sides have, and the keys that only one side has."""
+def compare_entries(
+    actual: Mapping[Key, Tensor], expected: Mapping[Key, Tensor], doubts: Sequence[str] = (), faults: Sequence[str] = ()
+) -> Verdict:
+    """Compare tensors by key; a fault makes them different, a doubt at most unverified.
 
-    common: dict[Key, tuple[Tensor, Tensor]]
-    only_actual: list[Key]
-    only_expected: list[Key]
+    A bit that differs is proof; names that one side lacks may only be a rank that is missing.
+    """
+    common = {key: (actual[key], tensor) for key, tensor in expected.items() if key in actual}
+    only_actual = tuple(key for key in actual if key not in common)
+    only_expected = tuple(key for key in expected if key not in common)
+    found: list[Difference] = []
+    unread: list[str] = []
+    for key, pair in common.items():
+        try:
+            difference = difference_of(key, *pair)
+        except bits.NoBytes as doubt:
+            unread.append(f"{key.name or 'the tensor'}: {doubt}")
+            continue
+        if difference is not None:
+            found.append(difference)
+    unverified = [*doubts, *unread]
+    if not common:
+        sides = (("actual", only_actual), ("expected", only_expected))
+        unverified += [f"{side}: nothing was captured" for side, only in sides if not only]
+    elif all(_share_memory(*pair) for pair in common.values()):
+        unverified.append("actual and expected are the same memory: clone one of them before it changes")
+    outcome: Outcome = "different" if only_actual or only_expected else "equal"
+    if found or faults:
+        outcome = "different"
+    elif unverified:
+        outcome = "unverified"
+    places = {phase: place for place, phase in enumerate((OUTSIDE_A_RUN, *PHASES))}
+    return Verdict(
+        outcome=outcome,
+        compared=len(common) - len(unread),
+        differences=tuple(sorted(found, key=lambda one: (*one.key[:2], places[one.key.phase]))),
+        only_actual=only_actual,
+        only_expected=only_expected,
+        reasons=(*faults, *unverified),
+    )
 
-    @classmethod
-    def of(cls, actual: dict[Key, Tensor], expected: dict[Key, Tensor]) -> TensorPairs:
-        return cls(
-            common={key: (actual[key], expected[key]) for key in expected if key in actual},
-            only_actual=[key for key in actual if key not in expected],
-            only_expected=[key for key in expected if key not in actual],
-        )
-
-    def verdict(self, doubts: Sequence[str] = (), faults: Sequence[str] = ()) -> Verdict:
-        """Compare every pair; a fault makes it different, a doubt at most unverified.
-
-        A bit that differs is proof; names that one side lacks may only be a rank that is missing.
-        """
-        found: list[Difference] = []
-        unread: list[str] = []
-        for key, (actual, expected) in self.common.items():
-            try:
-                difference = difference_of(key, actual, expected)
-            except bits.NoBytes as doubt:
-                unread.append(f"{key.name or 'the tensor'}: {doubt}")
-                continue
-            if difference is not None:
-                found.append(difference)
-        empty: list[str] = []
-        if not self.common:
-            sides = (("actual", self.only_actual), ("expected", self.only_expected))
-            empty = [f"{side}: nothing was captured" for side, only in sides if not only]
-        elif all(_share_memory(*pair) for pair in self.common.values()):
-            empty = ["actual and expected are the same memory: clone one of them before it changes"]
-        unverified = [*doubts, *unread, *empty]
-        outcome: Outcome = "different" if self.only_actual or self.only_expected else "equal"
-        if found or faults:
-            outcome = "different"
-        elif unverified:
-            outcome = "unverified"
-        places = {phase: place for place, phase in enumerate((OUTSIDE_A_RUN, *PHASES))}
-        return Verdict(
-            outcome=outcome,
-            compared=len(self.common) - len(unread),
-            differences=tuple(sorted(found, key=lambda one: (*one.key[:2], places[one.key.phase]))),
-            only_actual=tuple(self.only_actual),
-            only_expected=tuple(self.only_expected),
-            reasons=(*faults, *unverified),
-        )
 
 def _share_memory(a: Tensor, b: Tensor) -> bool:
     if a is b:
@@ -158,25 +145,12 @@ def difference_of(key: Key, actual: Tensor, expected: Tensor) -> Difference | No
         expected=bits.value(y),
         layout=layout,
         numel=numel,
-        element=_index(flat, a.shape),
+        element=tuple(map(int, torch.unravel_index(torch.tensor(flat), a.shape))),
         actual_bits=bits.pattern(x),
         expected_bits=bits.pattern(y),
         ulp=bits.ulp_distance(x, y),
         elements=elements,
     )
-
-
-def _index(flat: int, shape: torch.Size) -> tuple[int, ...]:
-    """The index of the ``flat``-th element in row-major order.
-
-    >>> _index(7, torch.Size([2, 5]))
-    (1, 2)
-    """
-    index = []
-    for extent in reversed(shape):
-        flat, position = divmod(flat, extent)
-        index.append(position)
-    return tuple(reversed(index))
 
 
 class VerdictError(AssertionError):

@@ -1,4 +1,4 @@
-"""Every switch of determinism, set together and restored whole.
+"""Every switch of determinism, set together and restored whole; seeds, and random states of Python, NumPy and torch.
 
 ``deterministic`` sets what makes one run repeat another bit for bit on one machine, and on
 exit, also after an exception, puts back every flag, generator and environment variable.
@@ -9,19 +9,21 @@ deterministic and is not proves nothing. All switches, set or left alone, are in
 from __future__ import annotations
 
 import os
+import random
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
-from types import MappingProxyType
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from pytest_gtrainer._torch.process import inductor_config, set_deterministic_algorithms
+from pytest_gtrainer._torch.process import inductor_config, set_deterministic_algorithms, waiting_seeds
 from pytest_gtrainer.environment import variable
 from pytest_gtrainer.numerics import knobs
-from pytest_gtrainer.numerics.seeds import random_states_kept, seed_everything
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,16 +80,16 @@ def flex_attention_options(config: DebugConfig) -> dict[str, bool]:
     return {"max_autotune": tuned, "coordinate_descent_tuning": tuned}
 
 
-NCCL_PRESETS: Mapping[str, Mapping[str, str]] = MappingProxyType({
-    "as_found": MappingProxyType({}),
+NCCL_PRESETS: Mapping[str, Mapping[str, str]] = {
+    "as_found": {},
     # Megatron-LM --deterministic-mode demands that NCCL_ALGO is one of Tree, Ring, CollnetDirect, CollnetChain, ^NVLS;
     # its users mostly choose Ring, as slime and Primus do.
-    "megatron_ring": MappingProxyType({"NCCL_ALGO": "Ring"}),
-    "megatron_no_nvls": MappingProxyType({"NCCL_ALGO": "^NVLS"}),
+    "megatron_ring": {"NCCL_ALGO": "Ring"},
+    "megatron_no_nvls": {"NCCL_ALGO": "^NVLS"},
     # SGLang --enable-deterministic-inference: trees, and for all-reduce only.
-    "sglang_tree": MappingProxyType({"NCCL_ALGO": "allreduce:tree"}),
+    "sglang_tree": {"NCCL_ALGO": "allreduce:tree"},
     # vLLM batch_invariant.override_envs_for_invariance: trees, one channel, one protocol.
-    "vllm_batch_invariant": MappingProxyType({
+    "vllm_batch_invariant": {
         "NCCL_LAUNCH_MODE": "GROUP",
         "NCCL_COLLNET_ENABLE": "0",
         "NCCL_NVLS_ENABLE": "0",
@@ -98,10 +100,9 @@ NCCL_PRESETS: Mapping[str, Mapping[str, str]] = MappingProxyType({
         "NCCL_ALGO": "allreduce:tree",
         "NCCL_NTHREADS": "1",
         "NCCL_SOCKET_NTHREADS": "1",
-    }),
-})  # fmt: skip
+    },
+}
 """Environment variables by the name of the preset; ``as_found`` sets nothing."""
-
 
 _WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 _WORKSPACE_VALUES = (":4096:8", ":16:8")
@@ -117,7 +118,6 @@ _INDUCTOR: Mapping[str, tuple[bool, str]] = {
 # Whether CUDA was first initialised inside one of our blocks: then it has the workspace,
 # although the variable is gone again.
 _cuda_started_here = False
-
 _active: list[Settings] = []
 
 
@@ -284,3 +284,119 @@ def _flags(*, warn_only: bool) -> Iterator[None]:
     finally:
         set_deterministic_algorithms(algorithms, warn_only=warned_only)
         cudnn.deterministic, cudnn.benchmark, onednn.deterministic = flags
+
+
+def seed_everything(seed: int, *, later: bool = True) -> None:
+    """Seed Python, torch and NumPy.
+
+    Args:
+        later: also what has not started: a device gets the seed when it starts, and NumPy is imported for it. Without
+            it neither happens, which costs a tenth.
+    """
+    random.seed(seed)
+    if later:
+        torch.manual_seed(seed % 2**64)
+    else:
+        torch.default_generator.manual_seed(seed % 2**64)
+        if torch.cuda.is_initialized():
+            torch.cuda.manual_seed_all(seed % 2**64)
+    numpy = _numpy() if later else sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed(seed % 2**32)
+
+
+def mesh_seed(seed: int, mesh: DeviceMesh, distinct: Sequence[str] = ()) -> int:
+    """This rank's seed: the base seed, plus its place along the mesh dimensions named in ``distinct`` (K4).
+
+    Raises:
+        ValueError: the mesh has no dimension of that name, or this rank is not on it.
+    """
+    names = mesh.mesh_dim_names or ()
+    unknown = [name for name in distinct if name not in names]
+    if unknown:
+        raise ValueError(f"the mesh has no dimension {', '.join(map(repr, unknown))}; its dimensions are {names}")
+    coordinates = mesh.get_coordinate()
+    if coordinates is None:
+        raise ValueError(f"this rank is not on {mesh}")
+    place = 0
+    for dim in map(names.index, distinct):
+        place = place * mesh.size(dim) + coordinates[dim]
+    return (seed + place) % 2**64
+
+
+def random_state() -> dict[str, torch.Tensor]:
+    """Every generator's state as a tensor, by name: ``python``, ``numpy``, ``torch.cpu``, ``torch.cuda.0``, ...
+
+    Nothing is initialised for it: of CUDA only if it runs, of NumPy only if it is loaded.
+    """
+    version, words, gauss = random.getstate()
+    states = {"python": torch.tensor([version, *words], dtype=torch.int64)}
+    if gauss is not None:
+        states["python.gauss"] = torch.tensor(gauss, dtype=torch.float64)
+    numpy = sys.modules.get("numpy") if "numpy.random" in sys.modules else None
+    if numpy is not None:
+        _, keys, position, has_gauss, cached = numpy.random.get_state()
+        states["numpy"] = torch.tensor([*keys.tolist(), position, has_gauss], dtype=torch.int64)
+        states["numpy.gauss"] = torch.tensor(cached, dtype=torch.float64)
+    states["torch.cpu"] = torch.get_rng_state()
+    if torch.cuda.is_initialized():
+        for index, state in enumerate(torch.cuda.get_rng_state_all()):
+            states[f"torch.cuda.{index}"] = state
+    return states
+
+
+@contextmanager
+def random_states_kept() -> Iterator[None]:
+    """Put every generator back; one that only came to life inside the block stays as it is."""
+    states = GeneratorStates.now()
+    try:
+        yield
+    finally:
+        states.put_back()
+
+
+@dataclass(frozen=True, slots=True)
+class GeneratorStates:
+    """Where every generator of this process was; can be pickled, and put back in another process.
+
+    Attributes:
+        cuda: one state a GPU; None where CUDA had not started.
+        waiting: seeds that wait for CUDA to start, which are process state too.
+    """
+
+    python: tuple[Any, ...]
+    numpy: Any
+    cpu: torch.Tensor
+    cuda: list[torch.Tensor] | None
+    waiting: dict[str, Any]
+
+    @classmethod
+    def now(cls) -> GeneratorStates:
+        """Those of this moment; nothing is drawn, and CUDA is not started."""
+        numpy = _numpy()
+        return cls(
+            python=random.getstate(),
+            numpy=numpy.random.get_state() if numpy is not None else None,
+            cpu=torch.get_rng_state(),
+            cuda=torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None,
+            waiting=dict(waiting_seeds()),
+        )
+
+    def put_back(self) -> None:
+        """Set every generator; one that came to life later is left as it is."""
+        random.setstate(self.python)
+        torch.set_rng_state(self.cpu)
+        numpy = _numpy()
+        if numpy is not None and self.numpy is not None:
+            numpy.random.set_state(self.numpy)
+        if self.cuda is not None:
+            torch.cuda.set_rng_state_all(self.cuda)
+        waiting_seeds().update(self.waiting)
+
+
+def _numpy() -> Any:
+    try:
+        import numpy
+    except ImportError:
+        return None
+    return numpy

@@ -5,9 +5,9 @@ is preceded by a header of known length, so that no byte can wander from one ten
 from a name, into the next. Strides and devices do not count; of a DTensor the local shard
 does, or on request the global tensor.
 
-The bytes of a tensor are cut into *leaves* of 4 MiB; a larger tensor is the hash of its leaves' hashes, in
-order. So leaves are hashed by several threads, and how many does not show in the digest. Bytes go to the
-hash where they lie: nothing is copied of contiguous tensors in host memory, and one leaf at a time of a GPU's.
+The bytes of a tensor are cut into *leaves* of 4 MiB; a larger tensor is the hash of its leaves' hashes, in order.
+Bytes go to the hash where they lie: nothing is copied of contiguous tensors in host memory, and one leaf at a time of
+a GPU's.
 
 ``xxh3_128`` runs at the speed of memory and finds every accident; it is not made against someone who wants two
 models to look the same. For that there is ``sha256``. ``mix128`` is computed by torch where the tensor lies, so
@@ -19,12 +19,8 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
-from dataclasses import dataclass
-from itertools import chain
-from typing import Any, Literal, Protocol
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Literal
 
 import torch
 import xxhash
@@ -34,10 +30,13 @@ from pytest_gtrainer.numerics.bits import byte_view, is_dtensor, memory, plain
 from pytest_gtrainer.numerics.record import Record, Tensors, entries
 from pytest_gtrainer.numerics.verdict import Key
 
+_LEAF = 4 << 20
 _WORD = 8
-_POSITION = (0x9E3779B97F4A7C15, 0xD1B54A32D192ED03)
-_STEPS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
-_LAST = 31
+# constants of splitmix64, as torch takes 64 bits: signed
+_POSITION = (0x9E3779B97F4A7C15 - 2**64, 0xD1B54A32D192ED03 - 2**64)
+_STEPS = ((30, 0xBF58476D1CE4E5B9 - 2**64), (27, 0x94D049BB133111EB - 2**64), (31, 1))
+
+Scope = Literal["local", "global"]
 
 
 def mix128(view: Tensor) -> bytes:
@@ -54,60 +53,22 @@ def mix128(view: Tensor) -> bytes:
         view = view.clone()
     words = view.view(torch.int64)
     positions = torch.arange(1, words.numel() + 1, device=view.device)
-    sums = [_mixed(words ^ _mixed(positions * _signed(constant))).sum() for constant in _POSITION]
+    sums = [_mixed(words ^ _mixed(positions * constant)).sum() for constant in _POSITION]
     return b"".join(int(total).to_bytes(_WORD, "little", signed=True) for total in torch.stack(sums).tolist())
 
 
 def _mixed(words: Tensor) -> Tensor:
     for shift, factor in _STEPS:
-        words = (words ^ _shifted(words, shift)) * _signed(factor)
-    return words ^ _shifted(words, _LAST)
+        # torch's own shift of a negative number brings in ones
+        words = (words ^ ((words >> shift) & ((1 << (64 - shift)) - 1))) * factor
+    return words
 
 
-def _shifted(words: Tensor, count: int) -> Tensor:
-    """Shifted right, with zeros coming in: torch's own shift of a negative number brings in ones."""
-    return (words >> count) & ((1 << (64 - count)) - 1)
-
-
-def _signed(constant: int) -> int:
-    """The 64-bit constant as torch takes it.
-
-    >>> _signed(2**64 - 1)
-    -1
-    """
-    return constant - 2**64 if constant >= 2**63 else constant
-
-
-_LEAF = 4 << 20
-
-Scope = Literal["local", "global"]
-
-
-class _Hash(Protocol):
-    def update(self, data: Any, /) -> None: ...
-    def digest(self) -> bytes: ...
-    def hexdigest(self) -> str: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Algorithm:
-    """How leaves are hashed, and how the parts are put together.
-
-    Attributes:
-        whole: the hash of headers and leaves.
-        leaf: the hash of one leaf, a byte view ``uint8[n]``.
-        on_device: whether ``leaf`` takes tensors wherever they are.
-    """
-
-    whole: Callable[[], _Hash]
-    leaf: Callable[[Tensor], bytes]
-    on_device: bool = False
-
-
-ALGORITHMS: dict[str, Algorithm] = {
-    "xxh3_128": Algorithm(xxhash.xxh3_128, lambda view: xxhash.xxh3_128_digest(memory(view))),
-    "sha256": Algorithm(hashlib.sha256, lambda view: hashlib.sha256(memory(view)).digest()),
-    "mix128": Algorithm(xxhash.xxh3_128, mix128, on_device=True),
+# by name the hash of headers and leaves, and the hash of one leaf, a byte view ``uint8[n]``
+ALGORITHMS: dict[str, tuple[Callable[..., Any], Callable[[Tensor], bytes]]] = {
+    "xxh3_128": (xxhash.xxh3_128, lambda view: xxhash.xxh3_128_digest(memory(view))),
+    "sha256": (hashlib.sha256, lambda view: hashlib.sha256(memory(view)).digest()),
+    "mix128": (xxhash.xxh3_128, mix128),
 }
 
 
@@ -130,89 +91,57 @@ def digest(value: Tensors, *, algorithm: str = "xxh3_128", scope: Scope = "local
     >>> digest(torch.zeros(2)) == digest(torch.tensor([0.0, -0.0]))
     False
     """
-    feeder = _Feeder.of(algorithm, scope)
-    hasher = feeder.algorithm.whole()
+    hasher = _hash(algorithm, scope)
     if isinstance(value, Record):
         hasher.update(_framed("record", value.world_size, value.rank))
-    with ExitStack() as stack:
-        for key, tensor in entries(value).items():
-            feeder.feed(hasher, key, tensor, stack)
+    for key, tensor in entries(value).items():
+        _feed(hasher, key, tensor, algorithm, scope)
     return f"{algorithm}:{hasher.hexdigest()}"
 
 
 def digests(value: Tensors, *, algorithm: str = "xxh3_128", scope: Scope = "local") -> dict[Key, str]:
     """The digest of every tensor by itself, name included; see ``digest``."""
-    feeder = _Feeder.of(algorithm, scope)
     found = {}
-    with ExitStack() as stack:
-        for key, tensor in entries(value).items():
-            hasher = feeder.algorithm.whole()
-            feeder.feed(hasher, key, tensor, stack)
-            found[key] = f"{algorithm}:{hasher.hexdigest()}"
+    for key, tensor in entries(value).items():
+        hasher = _hash(algorithm, scope)
+        _feed(hasher, key, tensor, algorithm, scope)
+        found[key] = f"{algorithm}:{hasher.hexdigest()}"
     return found
 
 
 def digest_of_bytes(tensor: Tensor) -> str:
     """A short digest of dtype, shape and bytes of one tensor, without a name; for many tensors of one process."""
     local = plain(tensor)
-    feeder = _Feeder(ALGORITHMS["xxh3_128"], "local", threads=1)
     hasher = xxhash.xxh3_128(b"%s%s" % (str(local.dtype).encode(), str(tuple(local.shape)).encode()))
-    for leaf in feeder.leaves(byte_view(local), ExitStack()):
+    for leaf in _leaves(local, "xxh3_128"):
         hasher.update(leaf)
     return hasher.hexdigest()
 
 
-@dataclass(slots=True)
-class _Feeder:
-    """Brings tensors to a hash; threads live as long as the stack that is handed in."""
+def _hash(algorithm: str, scope: str) -> Any:
+    if algorithm not in ALGORITHMS:
+        raise ValueError(f"unknown digest algorithm {algorithm!r}: one of {', '.join(ALGORITHMS)}")
+    if scope not in ("local", "global"):
+        raise ValueError(f"unknown scope {scope!r} of a digest: local (the shard) or global (the whole tensor)")
+    return ALGORITHMS[algorithm][0]()
 
-    algorithm: Algorithm
-    scope: Scope
-    threads: int
-    pool: ThreadPoolExecutor | None = None
 
-    @classmethod
-    def of(cls, algorithm: str, scope: str) -> _Feeder:
-        if algorithm not in ALGORITHMS:
-            raise ValueError(f"unknown digest algorithm {algorithm!r}: one of {', '.join(ALGORITHMS)}")
-        if scope not in ("local", "global"):
-            raise ValueError(f"unknown scope {scope!r} of a digest: local (the shard) or global (the whole tensor)")
-        return cls(ALGORITHMS[algorithm], scope, torch.get_num_threads())  # type: ignore[arg-type]
+def _feed(hasher: Any, key: Key, tensor: Tensor, algorithm: str, scope: Scope) -> None:
+    local = plain(tensor.full_tensor() if scope == "global" and is_dtensor(tensor) else tensor)
+    hasher.update(_framed(*key, str(local.dtype), *local.shape))
+    for leaf in _leaves(local, algorithm):
+        hasher.update(leaf)
 
-    def feed(self, hasher: _Hash, key: Key, tensor: Tensor, stack: ExitStack) -> None:
-        if self.scope == "global" and is_dtensor(tensor):
-            tensor = tensor.full_tensor()
-        local = plain(tensor)
-        hasher.update(_framed(*key, str(local.dtype), *local.shape))
-        for leaf in self.leaves(byte_view(local), stack):
-            hasher.update(leaf)
 
-    def leaves(self, view: Tensor, stack: ExitStack) -> Iterator[Any]:
-        """What stands for the bytes: themselves where one leaf holds them, else the hash of each leaf."""
-        if view.numel() <= _LEAF and not self.algorithm.on_device:
-            host = view.cpu()  # kept alive by this frame while its memory is read
-            yield memory(host)
-            return
-        parts = view.split(_LEAF)
-        if view.device.type != "cpu":
-            yield from (self.algorithm.leaf(part if self.algorithm.on_device else part.cpu()) for part in parts)
-        else:
-            yield from self._hashed(parts, stack)
+def _leaves(tensor: Tensor, algorithm: str) -> Iterator[Any]:
+    """What stands for the bytes: themselves where one leaf holds them, else the hash of each leaf."""
+    view, on_device = byte_view(tensor), algorithm == "mix128"
+    if view.numel() <= _LEAF and not on_device:
+        host = view.cpu()  # kept alive by this frame while its memory is read
+        yield memory(host)
+    else:
+        yield from (ALGORITHMS[algorithm][1](part if on_device else part.cpu()) for part in view.split(_LEAF))
 
-    def _hashed(self, parts: Sequence[Tensor], stack: ExitStack) -> Iterator[bytes]:
-        """Each thread has one run of leaves, the first this one: handing leaves over one by one costs as much time
-        as a tenth of a leaf."""
-        if self.threads == 1 or len(parts) == 1 or self.algorithm.on_device:
-            return map(self.algorithm.leaf, parts)
-        if self.pool is None:
-            self.pool = stack.enter_context(ThreadPoolExecutor(self.threads - 1, "gtrainer-digest"))
-        run = -(-len(parts) // self.threads)
-
-        def hashes(start: int) -> list[bytes]:
-            return [self.algorithm.leaf(part) for part in parts[start : start + run]]
-
-        others = [self.pool.submit(hashes, start) for start in range(run, len(parts), run)]
-        return chain(hashes(0), *(other.result() for other in others))
 
 def _framed(*parts: object) -> bytes:
     """Parts as one byte string that says its own length.
@@ -222,59 +151,6 @@ def _framed(*parts: object) -> bytes:
     """
     header = repr(parts).encode()
     return b"%d:%s" % (len(header), header)
-
-
-class WeightDigests:
-    """Takes what a ``Record`` takes and keeps of each step and rank a digest of its weights.
-
-    >>> import torch
-    >>> kept = WeightDigests()
-    >>> kept.add(0, 0, "weight", "w", torch.ones(2)); kept.add(0, 0, "loss", "loss", torch.ones(()))
-    >>> other = WeightDigests()
-    >>> other.add(0, 0, "weight", "w", -torch.ones(2))
-    >>> list(kept.steps), kept.steps == other.steps
-    ([0], False)
-    """
-
-    def __init__(self) -> None:
-        self._tensors: dict[str, Tensor] = {}
-        self._place: tuple[int, int] | None = None
-        self._ranks: dict[int, dict[int, str]] = {}
-
-    def add(self, step: int, rank: int, phase: str, name: str, tensor: Tensor) -> None:
-        """Note a tensor; of weights a digest is made as soon as another step or rank begins."""
-        if phase != "weight":
-            return
-        if self._place != (step, rank):
-            self._close()
-            self._place = (step, rank)
-        self._tensors[name] = tensor.detach().clone()
-
-    def _close(self) -> None:
-        if self._place is not None:
-            step, rank = self._place
-            self._ranks.setdefault(step, {})[rank] = digest(self._tensors)
-        self._place, self._tensors = None, {}
-
-    @property
-    def steps(self) -> dict[int, str]:
-        """One digest for all ranks of every step."""
-        self._close()
-        told = {}
-        for step, ranks in sorted(self._ranks.items()):
-            lines = "\n".join(f"{rank} {digested}" for rank, digested in sorted(ranks.items()))
-            told[step] = f"xxh3_128:{xxhash.xxh3_128(lines.encode()).hexdigest()}"
-        return told
-
-    @classmethod
-    def merged(cls, parts: Iterable[WeightDigests]) -> WeightDigests:
-        """The digests of ranks that were kept apart."""
-        whole = cls()
-        for part in parts:
-            part._close()
-            for step, ranks in part._ranks.items():
-                whole._ranks.setdefault(step, {}).update(ranks)
-        return whole
 
 
 def tell_weights(step: int, rank: int, side: str, weights: Iterable[tuple[str, Tensor]]) -> None:

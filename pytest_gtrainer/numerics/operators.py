@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +25,6 @@ from pytest_gtrainer._torch.autograd import TorchDispatchMode, in_backward, last
 from pytest_gtrainer._torch.values import OpOverload, pytree, schema
 from pytest_gtrainer.graph.nodes import BACKWARD, FORWARD, direction, node_fqn
 from pytest_gtrainer.numerics.bits import NoBytes, dtype_name, plain
-from pytest_gtrainer.numerics.compare import compare
 from pytest_gtrainer.numerics.digest import digest_of_bytes
 from pytest_gtrainer.numerics.verdict import Outcome, cut
 
@@ -97,18 +97,7 @@ class OperatorCapture:
 
     def watch(self, gm: fx.GraphModule) -> Callable[..., Any]:
         """The graph as a callable that notes every node: ``traced.with_graph(capture.watch(traced.gm))``."""
-        return _Watched(self, gm)
-
-
-class _Watched(nn.Module):
-    """Runs a graph node by node; stands where the graph stood."""
-
-    def __init__(self, capture: OperatorCapture, gm: fx.GraphModule) -> None:
-        super().__init__()
-        self.gm, self._interpreter = gm, _Noting(capture, gm)
-
-    def forward(self, *inputs: Any) -> Any:
-        return self._interpreter.run(*inputs)
+        return _Noting(self, gm).run
 
 
 class _Noting(fx.Interpreter):
@@ -135,10 +124,11 @@ def capture_operators(model: nn.Module, *, keep: OperatorPlace | None = None) ->
     mode = _EagerMode(capture)
     with ExitStack() as stack:
         for fqn, module in model.named_modules():
-            stack.callback(module.register_forward_pre_hook(mode.entering(fqn), prepend=True).remove)
+            enter = partial(mode.enter, fqn)
+            stack.callback(module.register_forward_pre_hook(enter, prepend=True).remove)
             stack.callback(module.register_forward_hook(mode.leave, always_call=True).remove)
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))
-        stack.enter_context(watching_backward(mode.begin, mode.end))
+        stack.enter_context(watching_backward(mode.running.append, mode.end))
         stack.enter_context(mode)
         yield capture
 
@@ -149,21 +139,18 @@ class _EagerMode(TorchDispatchMode):
     def __init__(self, capture: OperatorCapture) -> None:
         super().__init__()
         self._capture = capture
-        self._running: list[int] = []
+        self.running: list[int] = []
         self._modules: list[str] = []
         self._made_in: dict[int, str] = {}
 
-    def entering(self, fqn: str) -> Callable[..., None]:
-        return lambda *_: self._modules.append(fqn)
+    def enter(self, fqn: str, *_: Any) -> None:
+        self._modules.append(fqn)
 
     def leave(self, *_: Any) -> None:
         self._modules.pop()
 
-    def begin(self, node: int) -> None:
-        self._running.append(node)
-
     def end(self) -> None:
-        self._running.pop()
+        self.running.pop()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = func(*args, **(kwargs or {}))
@@ -177,7 +164,7 @@ class _EagerMode(TorchDispatchMode):
         elif towards == FORWARD:
             fqn = _OUTSIDE_THE_MODEL
         else:
-            return self._made_in.get(self._running[-1], "") if self._running else ""
+            return self._made_in.get(self.running[-1], "") if self.running else ""
         self._made_in.setdefault(last_made_node(), fqn)
         return fqn
 
@@ -237,8 +224,3 @@ def compare_operators(actual: OperatorCapture, expected: OperatorCapture) -> Ope
     unaligned = tuple((_where(*group), mine[group], theirs[group]) for group in groups if group not in aligned)
     outcome: Outcome = "different" if differing else "equal" if pairs else "unverified"
     return OperatorVerdict(outcome, len(pairs), differing, unaligned)
-
-
-def elements_of(actual: OperatorCapture, expected: OperatorCapture) -> str:
-    """The bits at the place that both runs were told to keep, as ``compare`` reports them."""
-    return str(compare(actual.kept, expected.kept))

@@ -27,9 +27,8 @@ import torch
 from pytest_gtrainer import facts
 from pytest_gtrainer._torch.process import compiles, forget_all_compiled, fresh_cache, keep_stream_busy
 from pytest_gtrainer.numerics.compare import BitwiseDifference, compare
-from pytest_gtrainer.numerics.determinism import DebugConfig, active, deterministic
+from pytest_gtrainer.numerics.determinism import DebugConfig, GeneratorStates, active, deterministic, random_states_kept
 from pytest_gtrainer.numerics.record import Tensors, entries
-from pytest_gtrainer.numerics.seeds import GeneratorStates, random_states_kept
 from pytest_gtrainer.numerics.verdict import Key
 
 Kept = dict[str, torch.Tensor]
@@ -56,6 +55,7 @@ class Pressure:
 
 def kept(value: Tensors) -> Kept:
     """Copies of all tensors, by name."""
+
     def name(key: Key) -> str:
         return key.name if not key.phase else f"step {key.step}, rank {key.rank}, {key.phase} of {key.name}"
 
@@ -176,7 +176,7 @@ def in_another_process(function: Function) -> Kept:
     with tempfile.TemporaryDirectory() as folder:
         call = Path(folder) / "call"
         file = getattr(sys.modules[module_name], "__file__", None)
-        call.write_bytes(pickle.dumps((module_name, file, _ProcessState.here(), qualname)))
+        call.write_bytes(pickle.dumps((module_name, file, qualname, _state())))
         command = [sys.executable, "-c", _CHILD, pickle.dumps(sys.path).hex(), str(call)]
         environment = {**os.environ, "PYTHONHASHSEED": "1" if os.environ.get("PYTHONHASHSEED") != "1" else "2"}
         done = subprocess.run(command, capture_output=True, text=True, timeout=PROCESS_LIMIT, env=environment)
@@ -199,39 +199,17 @@ _SWITCHES: dict[str, tuple[Callable[[], Any], Callable[[Any], None]]] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class _ProcessState:
-    """Where a run in another process starts from."""
-
-    random: GeneratorStates
-    switches: dict[str, Any]
-    settings: tuple[DebugConfig, str] | None
-
-    @classmethod
-    def here(cls) -> _ProcessState:
-        # what waits are functions, and for a CUDA that no run has started
-        random = replace(GeneratorStates.now(), waiting={})
-        block = active()
-        switches = {name: read() for name, (read, _) in _SWITCHES.items()}
-        return cls(random, switches, None if block is None else (block.config, block.nccl))
-
-    @contextmanager
-    def there(self) -> Iterator[None]:
-        """Inside, the process that this arrived in has the same switches and random numbers."""
-        with contextlib.ExitStack() as stack:
-            if self.settings is not None:
-                config, nccl = self.settings
-                stack.enter_context(deterministic(config, nccl=nccl))
-            for name, (read, write) in _SWITCHES.items():
-                if read() != self.switches[name]:
-                    write(self.switches[name])
-            self.random.put_back()
-            yield
+def _state() -> tuple[GeneratorStates, dict[str, Any], tuple[DebugConfig, str] | None]:
+    """Where a run starts from: random states, switches, and what ``deterministic`` was asked for."""
+    # what waits are functions, and for a CUDA that no run has started
+    states, block = replace(GeneratorStates.now(), waiting={}), active()
+    switches = {name: read() for name, (read, _) in _SWITCHES.items()}
+    return states, switches, None if block is None else (block.config, block.nccl)
 
 
 def _answer(path: str) -> None:
-    """In the other process: import the module by its file, run the function, leave its result."""
-    module_name, file, start, qualname = pickle.loads(Path(path).read_bytes())
+    """In the other process: import the module by its file, run the function from the same state, leave its result."""
+    module_name, file, qualname, (states, switches, block) = pickle.loads(Path(path).read_bytes())
     try:
         module = importlib.import_module(module_name)
     except ImportError:
@@ -244,7 +222,11 @@ def _answer(path: str) -> None:
     function: Any = module
     for part in qualname.split("."):
         function = getattr(function, part)
-    with start.there():
+    with deterministic(block[0], nccl=block[1]) if block is not None else contextlib.nullcontext():
+        for name, (read, write) in _SWITCHES.items():
+            if read() != switches[name]:
+                write(switches[name])
+        states.put_back()
         torch.save(kept(function()), Path(path).with_suffix(".answer"))
 
 
@@ -278,13 +260,6 @@ class RunToRun:
         return "\n".join([*lines, *(f"not judged   {name}: {why}" for name, why in self.not_judged.items())])
 
 
-def first_run(function: Function) -> Kept:
-    """A GPU that started in a run cannot have its generators put back to before: then the first run is the next one."""
-    started = torch.cuda.is_initialized()
-    result = once(function)
-    return result if torch.cuda.is_initialized() == started else once(function)
-
-
 def assert_run_to_run(
     function: Function, runs: int = 3, *, pressures: Sequence[Pressure] = PRESSURES, what: str = ""
 ) -> RunToRun:
@@ -305,7 +280,10 @@ def assert_run_to_run(
     __tracebackhide__ = True
     if runs < 2:
         raise ValueError(f"runs={runs}: one run has nothing to be compared with")
-    first, report = first_run(function), RunToRun()
+    report, cuda_started = RunToRun(), torch.cuda.is_initialized()
+    first = once(function)
+    if torch.cuda.is_initialized() != cuda_started:  # its generators cannot be put back to before it started
+        first = once(function)
     plain = [Pressure(f"run {number}", once) for number in range(2, runs + 1)]
     for pressure in (*plain, *pressures):
         try:

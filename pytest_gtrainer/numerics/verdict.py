@@ -110,11 +110,6 @@ class Verdict:
         return self.differences[0] if self.differences else None
 
     @property
-    def differing_tensors(self) -> int:
-        """How many tensors differ."""
-        return len(self.differences)
-
-    @property
     def differing_elements(self) -> int:
         """How many elements differ, over all tensors of equal dtype and shape."""
         return sum(difference.elements for difference in self.differences)
@@ -130,31 +125,26 @@ class Verdict:
         raise TypeError("a verdict has three outcomes: ask for verdict.outcome == 'equal'")
 
     def __str__(self) -> str:
-        return text(self)
+        """The whole verdict; lists are cut after eight lines and say how much was left out."""
+        tensors = _count(self.compared, "tensor")
+        if self.differences:
+            elements = self.differing_elements
+            tensors += f", {_count(elements, 'element')}" if elements else ""
+            lines = [f"{self.outcome}: {len(self.differences)} of {tensors}"]
+        else:
+            equal = ", no bit differs" if self.compared else ""
+            lines = [f"{self.outcome}: {tensors} compared{equal}"]
+        lines += [f"  {reason}" for reason in self.reasons]
+        if self.first is not None:
+            lines.append(f"  first at {where(self.first.key)}{self.first.place}")
+            lines += self.first.sides()
+        lines += cut("only in actual", [where(key) for key in self.only_actual])
+        lines += cut("only in expected", [where(key) for key in self.only_expected])
+        return "\n".join([*lines, *cut("then at", [f"{where(one.key)}: {one.amount}" for one in self.differences[1:]])])
 
 
 _MOST_LINES = 8
 _WORDS = {"clipped": "clipped gradient", "optimizer": "optimizer state", "rng": "random state"}
-
-
-def text(verdict: Verdict) -> str:
-    """The whole verdict; lists are cut after eight lines and say how much was left out."""
-    tensors = _count(verdict.compared, "tensor")
-    if verdict.differences:
-        elements = verdict.differing_elements
-        tensors += f", {_count(elements, 'element')}" if elements else ""
-        lines = [f"{verdict.outcome}: {verdict.differing_tensors} of {tensors}"]
-    else:
-        equal = ", no bit differs" if verdict.compared else ""
-        lines = [f"{verdict.outcome}: {tensors} compared{equal}"]
-    lines += [f"  {reason}" for reason in verdict.reasons]
-    if verdict.first is not None:
-        lines.append(f"  first at {where(verdict.first.key)}{verdict.first.place}")
-        lines += verdict.first.sides()
-    lines += cut("only in actual", [where(key) for key in verdict.only_actual])
-    lines += cut("only in expected", [where(key) for key in verdict.only_expected])
-    others = [(where(one.key), one) for one in verdict.differences[1:]]
-    return "\n".join([*lines, *cut("then at", [f"{place}: {one.amount}" for place, one in others])])
 
 
 def where(key: Key) -> str:

@@ -78,20 +78,16 @@ def _is_identity(node: fx.Node) -> bool:
     if node.target in _DETACHES:
         return True
     source = node.all_input_nodes[0]
-    if node.target is aten.constant_pad_nd.default and not _pads_nothing_unseen(node, source):
-        return False
+    if node.target is aten.constant_pad_nd.default:
+        pads: Any = node.args[1]
+        if not all(type(pad) is int and pad == 0 for pad in pads):
+            return False
+        copies, originals = _sharing(node), _sharing(source)
+        users = [(value, user) for value in copies | originals for user in value.users]
+        is_written = any(value in written_operands(user) for value, user in users)
+        if is_written or any(user.op == "output" for value in copies for user in value.users):
+            return False
     return _same_layout(source, node)
-
-
-def _pads_nothing_unseen(node: fx.Node, source: fx.Node) -> bool:
-    """Whether a pad adds no element, and nobody would notice if its result were ``source`` itself."""
-    pads: Any = node.args[1]
-    if not all(type(pad) is int and pad == 0 for pad in pads):
-        return False
-    copies, originals = _sharing(node), _sharing(source)
-    users = [(value, user) for value in copies | originals for user in value.users]
-    is_written = any(value in written_operands(user) for value, user in users)
-    return not is_written and not any(user.op == "output" for value in copies for user in value.users)
 
 
 def _sharing(node: fx.Node) -> set[fx.Node]:
@@ -112,10 +108,7 @@ def _is_same_storage(node: fx.Node) -> bool:
 
 
 def _cancels(node: fx.Node) -> bool:
-    """Whether the node undoes the transpose above it.
-
-    Transposes move no memory: what has the shape and strides of what went in is what went in.
-    """
+    """Whether the node undoes the transpose above it: they move no memory, so an equal layout is what went in."""
     inner = node.all_input_nodes[0] if node.target in _TRANSPOSES else node
     return inner is not node and inner.target in _TRANSPOSES and _same_layout(inner.all_input_nodes[0], node)
 

@@ -1,22 +1,16 @@
 """Bucketing and reordering of FSDP collectives in a joint forward and backward graph.
 
-Per bucket of the plan and direction, all-gathers of parameters become one all-gather and
-reduce-scatters of gradients one reduce-scatter, packed as eager FSDP2 packs them. Then
-launches move ahead and waits behind, so that communication overlaps compute:
+Per bucket of the plan and direction, all-gathers of parameters become one all-gather and reduce-scatters of gradients
+one reduce-scatter, packed as eager FSDP2 packs them. Then launches move ahead and waits behind: the all-gather of the
+next bucket is launched before the wait of this one (E1), the reduce-scatter of a bucket is waited for after the launch
+of the next (E2).
 
-- the all-gather of the next bucket is launched before the wait of this one (E1);
-- the reduce-scatter of a bucket is waited for after the launch of the next (E2).
-
-*Idea.* All that moves is a few blocks: the launch block of an all-gather depends on graph
-inputs only, so it may stand anywhere before its wait; the wait block of a reduce-scatter
-feeds the output only, so it may stand anywhere behind its launch. Each block is therefore
-built directly in its final place, and no other node moves (E4).
-
-*Invariant.* The plan of all blocks is made and checked before the first node is built, so a
-pass that refuses leaves the graph as it was (D11). *Cost.* Linear in nodes; one recompile.
-
-The pass restates torchtitan's graph_trainer pass of the same name (pull requests 2934, 3590);
-payload order (D2, D3) and coverage (B6) are stricter here.
+*Idea.* All that moves is a few blocks: the launch block of an all-gather depends on graph inputs only, so it may stand
+anywhere before its wait; the wait block of a reduce-scatter feeds the output only, so it may stand anywhere behind its
+launch. Each block is built directly in its final place, and no other node moves (E4). *Invariant.* The plan of all
+blocks is made and checked before the first node is built, so a pass that refuses leaves the graph as it was (D11).
+*Cost.* Linear in nodes; one recompile. *Source.* torchtitan's graph_trainer pass of the same name (pull requests 2934,
+3590); payload order (D2, D3) and coverage (B6) are stricter here.
 """
 
 from __future__ import annotations
@@ -36,7 +30,7 @@ from pytest_gtrainer._torch.passes import (
     value_like,
     values_of_split,
 )
-from pytest_gtrainer.graph.bucket_plan import Bucket, BucketPlan, PayloadKey, PayloadOrder, Plan, sort_key
+from pytest_gtrainer.graph.bucket_plan import Bucket, BucketPlan, PayloadOrder, Plan, sort_key
 from pytest_gtrainer.graph.collectives import (
     Member,
     PlanError,
@@ -51,74 +45,12 @@ from pytest_gtrainer.passes.graph_pass import graph_pass
 aten = torch.ops.aten
 
 
-class BucketBuilder:
-    """Creates the nodes of one bucket's collective in front of an anchor.
-
-    Every node gets its ``val``, ``meta["fsdp_bucket"]``, and the backward's mark (D8).
-    """
-
-    def __init__(self, graph: fx.Graph, plan_fqns: tuple[str, ...], direction: str, anchor: fx.Node) -> None:
-        self.graph, self.anchor = graph, anchor
-        self._meta: dict[str, Any] = {"fsdp_bucket": {"plan_fqns": list(plan_fqns), "direction": direction}}
-        if direction == "bwd":
-            self._meta["autograd_backward"] = True
-
-    def mark(self, node: fx.Node) -> None:
-        """Make an existing node part of the bucket."""
-        node.meta.update(self._meta)
-
-    def call(self, target: Any, args: tuple[Any, ...], val: Any, kwargs: dict[str, Any] | None = None) -> fx.Node:
-        """A node in front of the anchor, whose fake value is ``val``."""
-        with self.graph.inserting_before(self.anchor):
-            node = self.graph.call_function(target, args, kwargs)
-        node.meta.update(self._meta, val=val)
-        return node
-
-    def reshape(self, node: fx.Node, shape: list[int]) -> fx.Node:
-        """A view where strides allow, else a contiguous copy."""
-        val = node.meta["val"]
-        if list(val.shape) == shape and val.is_contiguous():
-            return node
-        return self.call(aten.reshape.default, (node, shape), value_like(val, shape))
-
-    def cat(self, nodes: list[fx.Node], dim: int) -> fx.Node:
-        """The nodes one behind the other along ``dim``; a single one as it is."""
-        if len(nodes) == 1:
-            return nodes[0]
-        shape = list(nodes[0].meta["val"].shape)
-        shape[dim] = sum(node.meta["val"].shape[dim] for node in nodes)
-        val = value_like(nodes[0].meta["val"], shape)
-        return self.call(aten.cat.default, (nodes, dim) if dim else (nodes,), val)
-
-    def launch(self, like: fx.Node, payload: fx.Node, numel: int) -> fx.Node:
-        """The collective ``like``, on a flat payload, giving ``numel`` elements."""
-        return self.call(like.target, (payload, *like.args[1:]), value_like(payload.meta["val"], [numel]))
-
-    def wait(self, launch: fx.Node) -> fx.Node:
-        return self.call(WAIT, (launch,), launch.meta["val"])
-
-    def split(self, node: fx.Node, sizes: list[int], dim: int) -> list[fx.Node]:
-        """Views of ``node``, ``sizes`` wide along ``dim``."""
-        parts = values_of_split(node.meta["val"], sizes, dim)
-        split = self.call(aten.split_with_sizes.default, (node, sizes, dim) if dim else (node, sizes), parts)
-        return [self.call(operator.getitem, (split, index), part) for index, part in enumerate(parts)]
-
-    def contiguous(self, node: fx.Node) -> fx.Node:
-        """A copy, also where a strided view would do: a strided operand changes the bits of a later sum (D13)."""
-        val = node.meta["val"]
-        kwargs = {"memory_format": torch.contiguous_format}
-        return self.call(aten.clone.default, (node,), value_like(val, val.shape), kwargs)
-
-    def view(self, node: fx.Node, shape: list[int]) -> fx.Node:
-        val = node.meta["val"]
-        return node if list(val.shape) == shape else self.call(aten.view.default, (node, shape), value_like(val, shape))
-
-
 @dataclass(frozen=True, slots=True)
 class Merge:
-    """Members that travel together, in payload order, and where their blocks belong by default.
+    """Members that travel together, in payload order.
 
-    ``first_launch``, ``last_launch`` and ``first_wait`` are members' nodes, in graph order (D5).
+    ``first_launch``, ``last_launch`` and ``first_wait`` are members' nodes, in graph order: where its blocks belong
+    by default (D5).
     """
 
     bucket: Bucket
@@ -133,9 +65,60 @@ class Merge:
         """What the members send: shards of parameters, or gradients."""
         return [member.launch.all_input_nodes[0] for member in self.members]
 
-    def build(self, graph: fx.Graph, anchor: fx.Node) -> BucketBuilder:
-        """What creates the bucket's nodes right before ``anchor``."""
-        return BucketBuilder(graph, self.bucket.fqns, self.direction, anchor)
+
+class BucketBuilder:
+    """Creates a bucket's nodes in front of an anchor, with ``val``, ``fsdp_bucket`` and the backward's mark (D8)."""
+
+    def __init__(self, merge: Merge, anchor: fx.Node) -> None:
+        self.anchor = anchor
+        fqns = list(merge.bucket.fqns)
+        self._meta: dict[str, Any] = {"fsdp_bucket": {"plan_fqns": fqns, "direction": merge.direction}}
+        if merge.direction == BACKWARD:
+            self._meta["autograd_backward"] = True
+
+    def mark(self, node: fx.Node) -> None:
+        node.meta.update(self._meta)
+
+    def call(self, target: Any, args: tuple[Any, ...], val: Any, kwargs: dict[str, Any] | None = None) -> fx.Node:
+        with self.anchor.graph.inserting_before(self.anchor):
+            node = self.anchor.graph.call_function(target, args, kwargs)
+        node.meta.update(self._meta, val=val)
+        return node
+
+    def reshape(self, node: fx.Node, shape: list[int]) -> fx.Node:
+        """A view where strides allow, else a contiguous copy."""
+        val = node.meta["val"]
+        if list(val.shape) == shape and val.is_contiguous():
+            return node
+        return self.call(aten.reshape.default, (node, shape), value_like(val, shape))
+
+    def cat(self, nodes: list[fx.Node], dim: int) -> fx.Node:
+        shape = list(nodes[0].meta["val"].shape)
+        shape[dim] = sum(node.meta["val"].shape[dim] for node in nodes)
+        val = value_like(nodes[0].meta["val"], shape)
+        return self.call(aten.cat.default, (nodes, dim) if dim else (nodes,), val)
+
+    def launch(self, like: fx.Node, payload: fx.Node, numel: int) -> fx.Node:
+        """The collective ``like``, on a flat payload, giving ``numel`` elements."""
+        return self.call(like.target, (payload, *like.args[1:]), value_like(payload.meta["val"], [numel]))
+
+    def wait(self, launch: fx.Node) -> fx.Node:
+        return self.call(WAIT, (launch,), launch.meta["val"])
+
+    def split(self, node: fx.Node, sizes: list[int], dim: int) -> list[fx.Node]:
+        parts = values_of_split(node.meta["val"], sizes, dim)
+        split = self.call(aten.split_with_sizes.default, (node, sizes, dim) if dim else (node, sizes), parts)
+        return [self.call(operator.getitem, (split, index), part) for index, part in enumerate(parts)]
+
+    def contiguous(self, node: fx.Node) -> fx.Node:
+        """A copy, also where a strided view would do: a strided operand changes the bits of a later sum (D13)."""
+        val = node.meta["val"]
+        kwargs = {"memory_format": torch.contiguous_format}
+        return self.call(aten.clone.default, (node,), value_like(val, val.shape), kwargs)
+
+    def view(self, node: fx.Node, shape: list[int]) -> fx.Node:
+        val = node.meta["val"]
+        return node if list(val.shape) == shape else self.call(aten.view.default, (node, shape), value_like(val, shape))
 
 
 @graph_pass
@@ -222,12 +205,15 @@ def _bucket(
         nodes = (member.launch.args[0], member.launch, member.wait)
         if not all(isinstance(node, fx.Node) and isinstance(node.meta.get("val"), torch.Tensor) for node in nodes):
             raise PlanError(f'the collective of {member.parameter} lacks meta["val"]: trace on fake tensors')
-    gather_merges = _merges(plan, gathers, _payload_key(gm, gathers, order), direction)
-    scatter_merges = _merges(plan, scatters, _payload_key(gm, scatters, order), direction)
+    gather_merges = _merges(gm, plan, gathers, order, direction)
+    scatter_merges = _merges(gm, plan, scatters, order, direction)
     behind: dict[fx.Node, fx.Node] = {}
     for way in (FORWARD, BACKWARD):
-        behind |= _build_all_gathers(gm.graph, [m for m in gather_merges if m.direction == way], reorder)
+        behind |= _build_all_gathers([m for m in gather_merges if m.direction == way], reorder)
     behind |= _build_reduce_scatters(gm.graph, scatter_merges, reorder)
+    for member in (m for merge in (*gather_merges, *scatter_merges) if len(merge.members) > 1 for m in merge.members):
+        for node in reversed((member.launch, member.wait, *(member.all_reduce or ()))):
+            gm.graph.erase_node(node)
     if dependencies:
         add_control_dependencies(gm.graph, behind)
     return True
@@ -256,20 +242,17 @@ def _check_plan(plan: Plan, gm: fx.GraphModule, gathers: list[Member], scatters:
             seen.add((member.parameter, member.direction))
 
 
-def _payload_key(gm: fx.GraphModule, members: list[Member], order: PayloadOrder) -> PayloadKey:
-    """The payload order of one kind of collective; positions are in registration order (A1, A5)."""
+def _merges(
+    gm: fx.GraphModule, plan: Plan, members: list[Member], order: PayloadOrder, direction: str | None
+) -> list[Merge]:
+    """Group members of one kind by bucket, direction and signature (D1), in order of their first launch."""
     place = {node: index for index, node in enumerate(gm.graph.nodes)}
     parameters = [member.parameter for member in sorted(members, key=lambda member: member.position)]
     managed = gm.graph.output_node().meta.get("gt_managed_order")
-    return sort_key(order, parameters, lambda member: place[member.launch], managed)
-
-
-def _merges(plan: Plan, members: list[Member], key: PayloadKey, direction: str | None) -> list[Merge]:
-    """Group members by bucket, direction and signature (D1), in order of their first launch."""
+    key = sort_key(order, parameters, lambda member: place[member.launch], managed)
     groups: dict[tuple[Any, ...], list[Member]] = {}
     for member in members:
         bucket = plan.bucket_of(member.bucket_fqn)
-        assert bucket is not None  # _check_plan
         groups.setdefault((bucket, direction or member.direction, member.signature), []).append(member)
     merges = []
     for (bucket, way, _), group in groups.items():
@@ -279,37 +262,33 @@ def _merges(plan: Plan, members: list[Member], key: PayloadKey, direction: str |
     return merges
 
 
-def _build_all_gathers(graph: fx.Graph, merges: list[Merge], prefetch: bool) -> dict[fx.Node, fx.Node]:
+def _build_all_gathers(merges: list[Merge], prefetch: bool) -> dict[fx.Node, fx.Node]:
     """Build launch and wait blocks; with ``prefetch``, launch i + 1 stands right before wait i (E1).
 
     Returns which wait stands behind which launch of another.
     """
     launches: dict[int, fx.Node] = {}
     behind: dict[fx.Node, fx.Node] = {}
-
-    def launch(index: int, anchor: fx.Node) -> None:
-        if index < len(merges) and index not in launches:
-            launches[index] = _launch_all_gather(graph, merges[index], anchor)
-
-    waits = sorted(range(len(merges)), key=lambda index: merges[index].first_wait)
-    for index in waits:
+    for index in sorted(range(len(merges)), key=lambda index: merges[index].first_wait):
         merge = merges[index]
-        launch(index, merge.first_launch)
-        if prefetch:
-            launch(index + 1, merge.first_wait)
-        wait = _wait_all_gather(graph, merge, launches[index])
-        if prefetch and index + 1 in launches:
+        anchors = {index: merge.first_launch}
+        if prefetch and index + 1 < len(merges):
+            anchors[index + 1] = merge.first_wait
+        for each, anchor in anchors.items():
+            if each not in launches:
+                launches[each] = _launch_all_gather(merges[each], anchor)
+        wait = _wait_all_gather(merge, launches[index])
+        if index + 1 in anchors:
             behind[wait] = launches[index + 1]
-    _erase(graph, merges)
     return behind
 
 
-def _launch_all_gather(graph: fx.Graph, merge: Merge, anchor: fx.Node) -> fx.Node:
+def _launch_all_gather(merge: Merge, anchor: fx.Node) -> fx.Node:
     """Flat concatenation of the members' shards, gathered, right before ``anchor``.
 
     The chains from the parameters move along: casts and, on some ranks only, pads (D14).
     """
-    build = merge.build(graph, anchor)
+    build = BucketBuilder(merge, anchor)
     for member in merge.members:
         for node in member.chain:
             if anchor < node:
@@ -324,12 +303,12 @@ def _launch_all_gather(graph: fx.Graph, merge: Merge, anchor: fx.Node) -> fx.Nod
     return build.launch(like, payload, payload.meta["val"].numel() * group_size_of(like))
 
 
-def _wait_all_gather(graph: fx.Graph, merge: Merge, launch: fx.Node) -> fx.Node:
+def _wait_all_gather(merge: Merge, launch: fx.Node) -> fx.Node:
     """Copy each parameter out of the gathered payload, contiguous, at the earliest member wait (D13)."""
-    build = merge.build(graph, merge.first_wait)
+    build = BucketBuilder(merge, merge.first_wait)
     if len(merge.members) == 1:
-        build.mark(merge.members[0].wait)
-        return merge.members[0].wait
+        build.mark(merge.first_wait)
+        return merge.first_wait
     size = group_size_of(launch)
     wait = build.wait(launch)
     rows = build.view(wait, [size, launch.meta["val"].numel() // size])
@@ -351,7 +330,7 @@ def _build_reduce_scatters(graph: fx.Graph, merges: list[Merge], defer: bool) ->
     waiting: tuple[Merge, fx.Node] | None = None
     for merge in sorted(merges, key=lambda merge: merge.last_launch):
         anchor = merge.last_launch.next
-        build, launch = merge.build(graph, anchor), merge.members[0].launch
+        build, launch = BucketBuilder(merge, anchor), merge.members[0].launch
         if len(merge.members) == 1:
             build.mark(launch)
         else:
@@ -361,29 +340,28 @@ def _build_reduce_scatters(graph: fx.Graph, merges: list[Merge], defer: bool) ->
             numel = payload.meta["val"].numel()
             launch = build.launch(launch, build.reshape(payload, [numel]), numel // size)
         if waiting is not None:
-            behind[_wait_reduce_scatter(graph, *waiting, anchor, returned)] = launch
+            behind[_wait_reduce_scatter(*waiting, anchor, returned)] = launch
         waiting = (merge, launch)
         if not defer:
-            _wait_reduce_scatter(graph, *waiting, anchor, returned)
+            _wait_reduce_scatter(*waiting, anchor, returned)
             waiting = None
     output = graph.output_node()
     if waiting is not None:
-        _wait_reduce_scatter(graph, *waiting, output, returned)
+        _wait_reduce_scatter(*waiting, output, returned)
     # all results at once: one by one each would copy the whole list of gradients
     output.args = fx.node.map_arg(output.args, lambda node: returned.get(node, node))
-    _erase(graph, merges)
     return behind
 
 
 def _wait_reduce_scatter(
-    graph: fx.Graph, merge: Merge, launch: fx.Node, anchor: fx.Node, returned: dict[fx.Node, fx.Node]
+    merge: Merge, launch: fx.Node, anchor: fx.Node, returned: dict[fx.Node, fx.Node]
 ) -> fx.Node:
     """Views of the reduced payload, and the members' chains to the output, right before ``anchor``.
 
     A result that the graph returns as it is goes into ``returned``, with what takes its place. Where replicas
     reduce the shards between them, they do so with the payload as it is, as FSDP2 does (D16).
     """
-    build = merge.build(graph, anchor)
+    build = BucketBuilder(merge, anchor)
     first = merge.members[0]
     if len(merge.members) == 1:
         for node in (first.wait, *(first.all_reduce or ())):
@@ -411,12 +389,3 @@ def _move_before(anchor: fx.Node, nodes: Sequence[fx.Node]) -> None:
     if anchor not in nodes:  # else they stand there already
         for node in nodes:
             anchor.prepend(node)
-
-
-def _erase(graph: fx.Graph, merges: list[Merge]) -> None:
-    """Drop the members' own collectives, now without users."""
-    for merge in merges:
-        if len(merge.members) > 1:
-            for member in merge.members:
-                for node in reversed((member.launch, member.wait, *(member.all_reduce or ()))):
-                    graph.erase_node(node)

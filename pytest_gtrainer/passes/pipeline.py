@@ -28,7 +28,7 @@ from pytest_gtrainer.graph.bucket_plan import BucketPlan, PayloadOrder, get_defa
 from pytest_gtrainer.graphtext.rendering import render
 from pytest_gtrainer.passes.canonicalize import DEFAULT_RULES, canonicalize_graph_pass, eliminate_dead_code_pass
 from pytest_gtrainer.passes.chunking.chunk import chunk_pass
-from pytest_gtrainer.passes.chunking.config import ChunkConfig, check_nesting
+from pytest_gtrainer.passes.chunking.config import ChunkConfig, check_surroundings
 from pytest_gtrainer.passes.chunking.schedule import chunk_schedule_pass
 from pytest_gtrainer.passes.collectives import (
     deduplicate_fsdp_unshard_chains_pass,
@@ -38,42 +38,6 @@ from pytest_gtrainer.passes.collectives import (
 from pytest_gtrainer.passes.graph_pass import BoundPass, bind_options, options_of, rewrite_of
 from pytest_gtrainer.passes.joint import joint_transformer_block_bucketing_reordering_pass
 from pytest_gtrainer.passes.remat import selective_activation_remat_pass, tag_with_memory_policy_pass
-
-_pipelines = itertools.count()
-_AWKWARD = re.compile(r"[^\w.-]")  # in a file's name
-
-
-class PipelineLog:
-    """What one pipeline leaves in the log."""
-
-    def __init__(self) -> None:
-        self._name = f"gt_passes_{next(_pipelines)}"
-        self._overview: list[dict[str, Any]] = []
-        self._last: tuple[fx.GraphModule, str] | None = None
-
-    @classmethod
-    def if_wanted(cls) -> PipelineLog | None:
-        """A new one if the process was started with ``TORCH_TRACE``."""
-        return cls() if os.environ.get("TORCH_TRACE") else None
-
-    def add(self, run: Mapping[str, Any], before: fx.GraphModule, after: fx.GraphModule) -> None:
-        """Log what a pass did; ``run`` is what the overview says of it."""
-        texts = {"before": self._text(before), "after": self._text(after)}
-        changed = texts["before"] != texts["after"]
-        stem = f"{self._name}_{len(self._overview):02}_{_AWKWARD.sub('_', run['name'])}"
-        for side, text in texts.items() if changed else ():
-            log_artefact(f"{stem}_{side}", text)
-        self._overview.append({**run, "changed": changed})
-
-    def close(self) -> None:
-        """Log the overview."""
-        log_artefact(f"{self._name}_overview", self._overview)
-
-    def _text(self, gm: fx.GraphModule) -> str:
-        if self._last is None or self._last[0] is not gm:  # a pass's graph is the next one's before
-            self._last = gm, render(gm)
-        return self._last[1]
-
 
 SLOTS = (
     "dead_code",
@@ -93,6 +57,8 @@ SLOTS = (
 CHUNKED_CROSS_ENTROPY = "chunked_cross_entropy"
 _LOSSES = ("cross_entropy", CHUNKED_CROSS_ENTROPY, "other")
 _LONG = 2.0  # seconds a pipeline runs before it says what it is doing
+_AWKWARD = re.compile(r"[^\w.-]")  # in a file's name
+_pipelines = itertools.count()
 
 Observer = Callable[[str, fx.GraphModule, fx.GraphModule], None]
 Progress = Callable[[str], None]
@@ -116,11 +82,6 @@ class LossConfig:
             raise ValueError(f"the loss {self.kind!r} is not known: choose one of {', '.join(_LOSSES)}")
         if self.num_chunks < 1 or (self.num_chunks > 1 and self.kind != CHUNKED_CROSS_ENTROPY):
             raise ValueError(f"{self.num_chunks} chunks of the loss {self.kind!r}: only {CHUNKED_CROSS_ENTROPY!r} has")
-
-    @property
-    def runs_the_head(self) -> bool:
-        """Whether the head's parameters are read inside the loss."""
-        return self.kind == CHUNKED_CROSS_ENTROPY
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,14 +121,12 @@ def construct_default_graph_passes(
         loss: the configured loss, by default cross entropy.
         bucket_plan: a plan by hand, for other models; instead of the model and its loss.
         payload_order, reorder: see ``joint_transformer_block_bucketing_reordering_pass``.
-        reduce_scatter_first: for hybrid sharding, see ``reduce_scatter_before_all_reduce_pass``; it runs right before
-            bucketing.
-        reshard_after_forward, keep_unsharded: gather parameters again in the backward, all but some: see
-            ``tag_with_memory_policy_pass``.
+        reduce_scatter_first: for hybrid sharding, right before bucketing: ``reduce_scatter_before_all_reduce_pass``.
+        reshard_after_forward, keep_unsharded: gather again in the backward, see ``tag_with_memory_policy_pass``.
         canonical_rules: see ``canonicalize_graph_pass``.
-        chunk: regions to run in chunks, see ``chunk_pass``; give ``apply_graph_passes`` the twin.
+        chunk: regions to run in chunks, see ``chunk_pass``; give ``apply_graph_passes`` the twin. A mesh with a
+            ``tensor_parallel_degree`` above 1 is refused.
         schedule_chunks: let them take turns, see ``chunk_schedule_pass``.
-        tensor_parallel_degree: of the mesh; above 1, ``chunk`` is refused.
         extra: passes of the caller's by slot; they run behind ours of that slot.
 
     Raises:
@@ -175,15 +134,12 @@ def construct_default_graph_passes(
             that reaches out of a chunked layer, or chunks beside tensor parallelism.
     """
     plan = _plan(n_layers, loss, moe_layers, expert_fsdp_degree, bucket_plan)
-    unknown = [slot for slot in extra or () if slot not in SLOTS]
-    if unknown:
+    if unknown := [slot for slot in extra or () if slot not in SLOTS]:
         raise ValueError(f"there is no slot {', '.join(map(repr, unknown))}; there are {', '.join(SLOTS)}")
     if chunk is not None:
-        chunk.check_tensor_parallel(tensor_parallel_degree)
-        check_nesting(plan, chunk)
-    packing: dict[str, Any] = {"bucket_plan": plan, "payload_order": payload_order, "reorder": reorder}
-    bucketing = bind_options(joint_transformer_block_bucketing_reordering_pass, **packing)
+        check_surroundings(chunk, plan, tensor_parallel_degree)
     gathering: dict[str, Any] = {"reshard_after_forward": True, "keep_unsharded": keep_unsharded}
+    packing: dict[str, Any] = {"bucket_plan": plan, "payload_order": payload_order, "reorder": reorder}
     ours = {
         "dead_code": [bind_options(eliminate_dead_code_pass)],
         "canonicalize": [bind_options(canonicalize_graph_pass, rules=canonical_rules)],
@@ -193,7 +149,8 @@ def construct_default_graph_passes(
         "chunk": [] if chunk is None else [bind_options(chunk_pass, config=chunk)],
         "chunk_schedule": [bind_options(chunk_schedule_pass)] * schedule_chunks,
         "process_groups": [bind_options(reassign_collective_pgs_pass)],
-        "bucketing": [bind_options(reduce_scatter_before_all_reduce_pass)] * reduce_scatter_first + [bucketing],
+        "bucketing": [bind_options(reduce_scatter_before_all_reduce_pass)] * reduce_scatter_first
+        + [bind_options(joint_transformer_block_bucketing_reordering_pass, **packing)],
     }
     return [step for slot in SLOTS for step in (*ours.get(slot, ()), *(extra or {}).get(slot, ()))]
 
@@ -205,19 +162,18 @@ def _plan(
     expert_fsdp_degree: int,
     by_hand: BucketPlan | None,
 ) -> BucketPlan:
-    if (n_layers is None) == (by_hand is None):
+    if n_layers is not None and by_hand is None:
+        return get_default_transformer_block_buckets(
+            n_layers,
+            chunked_loss_enabled=loss is not None and loss.kind == CHUNKED_CROSS_ENTROPY,
+            moe_layers=moe_layers,
+            expert_fsdp_degree=expert_fsdp_degree,
+        )
+    if n_layers is not None or by_hand is None:
         raise ValueError("give either n_layers, for the default plan of buckets, or a bucket_plan by hand")
-    if n_layers is None:
-        assert by_hand is not None
-        if loss is not None:
-            raise ValueError("a bucket_plan by hand says itself where the loss belongs: leave loss out")
-        return by_hand
-    return get_default_transformer_block_buckets(
-        n_layers,
-        chunked_loss_enabled=(loss or LossConfig()).runs_the_head,
-        moe_layers=moe_layers,
-        expert_fsdp_degree=expert_fsdp_degree,
-    )
+    if loss is not None:
+        raise ValueError("a bucket_plan by hand says itself where the loss belongs: leave loss out")
+    return by_hand
 
 
 def to_whoever_looks(line: str) -> None:
@@ -260,19 +216,17 @@ def apply_graph_passes(
     """
     steps = _enabled(list(passes), disable)
     runs: list[PassRun] = []
-    log = PipelineLog.if_wanted()
+    log = PipelineLog(gm) if os.environ.get("TORCH_TRACE") else None
     is_watched = log is not None or observer is not None or facts.is_watched("graph_pass")
     started, current = time.perf_counter(), copied_lazily(gm)
     other = None if twin is None else copied_lazily(twin)
     for number, step in enumerate(steps, 1):
-        if progress is not None and time.perf_counter() - started >= long:
-            spent = f"{time.perf_counter() - started:.1f} s so far"
-            progress(f"graph passes: {step.name} ({number} of {len(steps)}), {spent}")
-        before = current
-        if is_watched:
-            current = copied_lazily(before)
+        spent = time.perf_counter() - started
+        if progress is not None and spent >= long:
+            progress(f"graph passes: {step.name} ({number} of {len(steps)}), {spent:.1f} s so far")
+        before, current = current, copied_lazily(current) if is_watched else current
         begun = time.perf_counter()
-        if takes_twin(step):
+        if "twin" in options_of(step.function):  # it reads the twin, and so ends its use
             current, other = _run(step, current, example_inputs, twin=other), None
         else:
             current = _run(step, current, example_inputs)
@@ -280,7 +234,7 @@ def apply_graph_passes(
         runs.append(PassRun(step.name, step.fingerprint, time.perf_counter() - begun))
         facts.tell("graph_pass", run=runs[-1], before=before, after=current)
         if log is not None:
-            log.add(asdict(runs[-1]), before, current)
+            log.add(runs[-1], current)
         if observer is not None:
             observer(step.name, before, current)
     if log is not None:
@@ -290,6 +244,27 @@ def apply_graph_passes(
     done.meta["gt_passes"] = tuple(runs)
     facts.tell("graph_passes", given=gm, result=done)
     return done
+
+
+class PipelineLog:
+    """What one pipeline leaves in the log that ``TORCH_TRACE`` asks for: the graphs around each pass, an overview."""
+
+    def __init__(self, given: fx.GraphModule) -> None:
+        self._name = f"gt_passes_{next(_pipelines)}"
+        self._overview: list[dict[str, Any]] = []
+        self._text = render(given)
+
+    def add(self, run: PassRun, after: fx.GraphModule) -> None:
+        before, self._text = self._text, render(after)
+        changed = before != self._text
+        if changed:
+            stem = f"{self._name}_{len(self._overview):02}_{_AWKWARD.sub('_', run.name)}"
+            log_artefact(f"{stem}_before", before)
+            log_artefact(f"{stem}_after", self._text)
+        self._overview.append({**asdict(run), "changed": changed})
+
+    def close(self) -> None:
+        log_artefact(f"{self._name}_overview", self._overview)
 
 
 def _enabled(steps: list[BoundPass], disable: Collection[str]) -> list[BoundPass]:
@@ -308,21 +283,13 @@ def _enabled(steps: list[BoundPass], disable: Collection[str]) -> list[BoundPass
     return [step for step in steps if step.name not in disable]
 
 
-def takes_twin(step: BoundPass) -> bool:
-    """Whether a pass reads the graph's twin, and so ends its use."""
-    return "twin" in options_of(step.function)
-
-
 def _run(step: BoundPass, gm: fx.GraphModule, example_inputs: Sequence[Any] | None, **given: Any) -> fx.GraphModule:
     rewrite = rewrite_of(step.function)
     try:
-        if rewrite is None:
-            result = step.function(gm, example_inputs, **{**given, **step.options})
-            if not isinstance(result, fx.GraphModule):
-                raise TypeError(f"a pass returns a GraphModule, this one returned a {type(result).__name__}")
-            return result
-        rewrite(gm, example_inputs, **{**given, **step.options})
+        result = (rewrite or step.function)(gm, example_inputs, **{**given, **step.options})
+        if rewrite is None and not isinstance(result, fx.GraphModule):
+            raise TypeError(f"a pass returns a GraphModule, this one returned a {type(result).__name__}")
     except Exception as error:
         error.add_note(f"in the graph pass {step}")
         raise
-    return gm
+    return result if rewrite is None else gm

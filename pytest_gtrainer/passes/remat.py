@@ -87,8 +87,19 @@ def selective_activation_remat_pass(gm: fx.GraphModule, example_inputs: Sequence
         PlanError: a region to recompute draws random numbers, writes, or reads what is written to.
     """
     readers = [node for node in gm.graph.nodes if direction(node) == BACKWARD]
-    regions = _regions(readers)
-    _check(gm.graph, [node for _, region in regions for node in region])
+    done: set[fx.Node] = set()
+    regions = []  # for each backward node that is the first to need them: forward nodes to recompute, in graph order
+    for reader in readers:
+        region: set[fx.Node] = set()
+        todo = list(reader.all_input_nodes)
+        while todo:
+            node = todo.pop()
+            if _is_tagged(node) and node not in done and node not in region:
+                region.add(node)
+                todo += node.all_input_nodes
+        done |= region
+        regions.append((reader, sorted(region)))
+    _check(gm.graph, done)
     copies: dict[fx.Node, fx.Node] = {}
     for reader, region in regions:
         for node in region:
@@ -100,24 +111,6 @@ def selective_activation_remat_pass(gm: fx.GraphModule, example_inputs: Sequence
     return bool(copies)
 
 
-def _regions(readers: list[fx.Node]) -> list[tuple[fx.Node, list[fx.Node]]]:
-    """For each backward node that is the first to need them: forward nodes to recompute, in graph order."""
-    done: set[fx.Node] = set()
-    regions = []
-    for reader in readers:
-        region: set[fx.Node] = set()
-        todo = list(reader.all_input_nodes)
-        while todo:
-            node = todo.pop()
-            if _is_tagged(node) and node not in done and node not in region:
-                region.add(node)
-                todo += node.all_input_nodes
-        if region:
-            done |= region
-            regions.append((reader, sorted(region)))
-    return regions
-
-
 def _is_tagged(node: fx.Node) -> bool:
     """Whether a forward value is to be recomputed; a part of several results that has no tag has theirs."""
     if node.target is operator.getitem and RECOMPUTE not in node.meta:
@@ -125,9 +118,9 @@ def _is_tagged(node: fx.Node) -> bool:
     return node.op != "placeholder" and direction(node) != BACKWARD and node.meta.get(RECOMPUTE) in _AGAIN
 
 
-def _check(graph: fx.Graph, region: list[fx.Node]) -> None:
+def _check(graph: fx.Graph, region: set[fx.Node]) -> None:
     written = {_storage_of(node) for writer in graph.nodes for node in written_operands(writer)} if region else set()
-    for node in region:
+    for node in sorted(region):
         if is_random(node):
             raise PlanError(f"{node} cannot be recomputed: it draws random numbers, and would draw others; save it")
         if mutates(node):

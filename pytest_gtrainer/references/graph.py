@@ -21,8 +21,8 @@ from pytest_gtrainer._torch.process_groups import group_ranks
 from pytest_gtrainer.graph.bucket_plan import PayloadOrder
 from pytest_gtrainer.graph.layout import BucketLayout, bucket_layout
 from pytest_gtrainer.graph.nodes import BACKWARD, direction, is_random, node_fqn
+from pytest_gtrainer.numerics.determinism import random_states_kept
 from pytest_gtrainer.numerics.record import Record
-from pytest_gtrainer.numerics.seeds import random_states_kept
 from pytest_gtrainer.passes.graph_pass import BoundPass
 from pytest_gtrainer.passes.pipeline import apply_graph_passes, construct_default_graph_passes
 from pytest_gtrainer.references.config import TrainConfig, bucket_modules, new_model, train

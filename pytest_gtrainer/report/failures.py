@@ -42,7 +42,7 @@ class BisectPlugin:
     def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, object, object]:
         if "torch" not in sys.modules:  # a test that rewrites graphs has imported it while it was collected
             return (yield)
-        from pytest_gtrainer.bisect.on_failure import PassWitness
+        from pytest_gtrainer.bisect import PassWitness
 
         with facts.watching(PassWitness().watchers()):
             return (yield)

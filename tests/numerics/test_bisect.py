@@ -8,7 +8,7 @@ from torch import nn
 
 from fixtures.training import llama3_training
 from pytest_gtrainer import bind_options, bisect_passes, trace_step
-from pytest_gtrainer.bisect.search import flat_inputs
+from pytest_gtrainer.bisect import flat_inputs
 from pytest_gtrainer.graph.nodes import node_fqn
 from pytest_gtrainer.passes.canonicalize import canonicalize_graph_pass, eliminate_dead_code_pass
 from pytest_gtrainer.references.config import new_model

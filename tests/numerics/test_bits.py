@@ -14,7 +14,6 @@ from pytest_gtrainer.numerics.bits import (
     NoBytes,
     byte_view,
     count_differing,
-    differing,
     pattern,
     same_bytes,
     ulp_distance,
@@ -27,7 +26,7 @@ from tests.numerics.samples import ALL, FLOATS, FP8
 def test_bytes_of_every_dtype(dtype: torch.dtype):
     tensor = torch.tensor([1, 0, 1, 1]).to(dtype)
     assert byte_view(tensor).numel() == 4 * tensor.element_size()
-    assert differing(tensor, torch.tensor([1, 1, 1, 1]).to(dtype)).tolist() == [False, True, False, False]
+    assert count_differing(tensor, torch.tensor([1, 1, 1, 1]).to(dtype)) == (1, 1)
 
 
 @pytest.mark.parametrize("shape", [(0,), (3, 0), (), (1,), (2, 3, 5)])

@@ -17,7 +17,6 @@ from torch.nn.attention.flex_attention import flex_attention
 from pytest_gtrainer import DebugConfig, deterministic, flex_attention_options, mesh_seed
 from pytest_gtrainer.numerics import determinism, knobs
 from pytest_gtrainer.numerics.determinism import NCCL_PRESETS, DeterminismError
-from pytest_gtrainer.numerics.seeds import distinct_seed
 
 
 def snapshot() -> dict[str, Any]:
@@ -179,18 +178,9 @@ def test_seeds_that_numpy_does_not_take(seed: int):
         assert torch.initial_seed() == seed % 2**64
 
 
-def test_distinct_seeds_of_a_mesh():
-    """K4: distinct over the dimensions that ask, shared over the others."""
-    assert distinct_seed(7, []) == 7
-    seeds = {distinct_seed(7, [(pp, 4), (tp, 2)]) for pp in range(4) for tp in range(2)}
-    assert seeds == set(range(7, 15))
-    with pytest.raises(ValueError, match="coordinate 4 is not on a mesh dimension of size 4"):
-        distinct_seed(0, [(4, 4)])
-
-
 @pytest.mark.gt_world("fake", size=8, mesh={"pp": 2, "dp": 2, "tp": 2}, rank=5)
 def test_seeds_of_a_device_mesh(gt_mesh):
-    """K4: rank 5 is (pp 1, dp 0, tp 1)."""
+    """K4: distinct over the dimensions that ask, shared over the others; rank 5 is (pp 1, dp 0, tp 1)."""
     assert mesh_seed(40, gt_mesh) == 40
     assert mesh_seed(40, gt_mesh, distinct=["pp"]) == 41
     assert mesh_seed(40, gt_mesh, distinct=["dp"]) == 40

@@ -8,8 +8,15 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from fixtures.training import deepseek_v3_training, llama3_training
-from pytest_gtrainer import ActivationCheckpointConfig, capture_operators, compare_operators, deterministic, trace_step
-from pytest_gtrainer.numerics.operators import OperatorCapture, OperatorPlace, elements_of
+from pytest_gtrainer import (
+    ActivationCheckpointConfig,
+    capture_operators,
+    compare,
+    compare_operators,
+    deterministic,
+    trace_step,
+)
+from pytest_gtrainer.numerics.operators import OperatorCapture, OperatorPlace
 from tests.numerics.samples import flip_bit
 
 
@@ -128,7 +135,7 @@ def test_the_elements_of_the_first_operator():
     spoiled = Net()
     flip_bit(spoiled.second.weight.data, element=5, bit=20)
     first = compare_operators(replayed(spoiled), eager(Net())).first
-    text = elements_of(replayed(spoiled, keep=first), eager(Net(), keep=first))
+    text = str(compare(replayed(spoiled, keep=first).kept, eager(Net(), keep=first).kept))
     assert "first at [0], element (0, 0)" in text
     assert "of this f32[3, 4]" in text
 

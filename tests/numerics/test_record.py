@@ -9,10 +9,9 @@ import pytest
 import torch
 
 from pytest_gtrainer import Record, assert_bitwise_different, assert_bitwise_equal, compare, digest
-from pytest_gtrainer.numerics import record_file
+from pytest_gtrainer.numerics import record as records
 from pytest_gtrainer.numerics.bits import NoBytes
-from pytest_gtrainer.numerics.record import normalised
-from pytest_gtrainer.numerics.record_file import LARGE
+from pytest_gtrainer.numerics.record import LARGE, normalised
 from pytest_gtrainer.numerics.verdict import PHASES, Key
 from tests.numerics.samples import ALL, flip_bit, make_run
 
@@ -129,8 +128,8 @@ def test_every_dtype_survives_the_disk(tmp_path, dtype: torch.dtype):
 
 def test_large_tensors_are_written_piece_by_piece(tmp_path, monkeypatch: pytest.MonkeyPatch):
     """Also to the file that a spooled record maps at once: its last piece may not wait in a buffer."""
-    monkeypatch.setattr(record_file, "_PIECE", 64)
-    monkeypatch.setattr(record_file, "LARGE", 100)
+    monkeypatch.setattr(records, "_PIECE", 64)
+    monkeypatch.setattr(records, "LARGE", 100)
     in_memory, spooled = Record(), Record(spool=tmp_path)
     for size in (64, 128, 150, 1001):
         for record in (in_memory, spooled):

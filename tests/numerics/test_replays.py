@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from pytest_gtrainer import assert_bitwise_different, assert_bitwise_equal
-from pytest_gtrainer.bisect.search import flat_inputs, local_run
+from pytest_gtrainer.bisect import flat_inputs, local_run
 from tests.numerics.test_bisect import BATCH, Net, traced_net
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from pytest_gtrainer import compare
-from pytest_gtrainer.numerics.seeds import random_state, random_states_kept
+from pytest_gtrainer.numerics.determinism import random_state, random_states_kept
 
 DRAWS = {
     "python": lambda: random.random(),

@@ -59,7 +59,7 @@ def by_module(patch):
 @mutant("forward and backward in one bucket", "joint/recomputed_gathers.fxgraph")
 def one_direction(patch):
     merges = joint._merges
-    patch.setattr(joint, "_merges", lambda plan, members, key, direction: merges(plan, members, key, "fwd"))
+    patch.setattr(joint, "_merges", lambda gm, plan, members, order, direction: merges(gm, plan, members, order, "fwd"))
 
 
 @mutant("a wait placed after its use", "test_reordering::test_a_launch_stands_behind_its_inputs_and_before_its_wait")
@@ -76,9 +76,9 @@ def late_wait(patch):
 def across_the_boundary(patch):
     kept = []
 
-    def both(graph, merges, prefetch):
+    def both(merges, prefetch):
         kept.extend(merges)
-        return build(graph, kept, prefetch) if any(m.direction == "bwd" for m in merges) else {}
+        return build(kept, prefetch) if any(m.direction == "bwd" for m in merges) else {}
 
     build = joint._build_all_gathers
     patch.setattr(joint, "_build_all_gathers", both)
@@ -109,7 +109,7 @@ def always_loss(patch):
 @mutant("a dropped parameter", "test_bucketing::test_each_bucket_is_one_all_gather_and_one_reduce_scatter")
 def dropped(patch):
     merges = joint._merges
-    patch.setattr(joint, "_merges", lambda plan, members, *rest: merges(plan, [members[0], *members[2:]], *rest))
+    patch.setattr(joint, "_merges", lambda gm, plan, given, *rest: merges(gm, plan, [given[0], *given[2:]], *rest))
 
 
 @mutant("a parameter in no bucket is not told", "joint/refused_uncovered_parameter.fxgraph")
@@ -162,7 +162,7 @@ def unmarked(patch):
 )
 def no_prefetch(patch):
     build = joint._build_all_gathers
-    patch.setattr(joint, "_build_all_gathers", lambda graph, merges, prefetch: build(graph, merges, False))
+    patch.setattr(joint, "_build_all_gathers", lambda merges, prefetch: build(merges, False))
 
 
 @mutant(
@@ -179,10 +179,10 @@ def no_deferral(patch):
     "test_bucketing::test_uneven_shards_do_not_change_the_sequence_of_collectives",
 )
 def pads_decide(patch):
-    def unless_padded(graph, merges, prefetch):
+    def unless_padded(merges, prefetch):
         chains = (node for merge in merges for member in merge.members for node in member.chain)
         padded = any(node.target is aten.constant_pad_nd.default for node in chains)
-        return build(graph, merges, prefetch and not padded)
+        return build(merges, prefetch and not padded)
 
     build = joint._build_all_gathers
     patch.setattr(joint, "_build_all_gathers", unless_padded)

@@ -10,6 +10,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from torch import fx
+
+from pytest_gtrainer import apply_graph_passes, bind_options, eliminate_dead_code_pass
+from pytest_gtrainer.passes import pipeline
 
 PIPELINE = """
 from pytest_gtrainer import apply_graph_passes, bind_options, graphtext
@@ -95,9 +100,12 @@ def test_tlparse_reads_it(log, tmp_path):
 
 def test_without_the_variable_nothing_is_rendered(monkeypatch):
     """The twin."""
-    from pytest_gtrainer.passes.pipeline import PipelineLog
-
+    rendered = []
+    monkeypatch.setattr(pipeline, "render", lambda gm: rendered.append(gm) or "")
+    gm = fx.symbolic_trace(torch.nn.ReLU())
     monkeypatch.delenv("TORCH_TRACE", raising=False)
-    assert PipelineLog.if_wanted() is None
+    apply_graph_passes(gm, None, [bind_options(eliminate_dead_code_pass)])
+    assert not rendered
     monkeypatch.setenv("TORCH_TRACE", "folder")
-    assert PipelineLog.if_wanted() is not None
+    apply_graph_passes(gm, None, [bind_options(eliminate_dead_code_pass)])
+    assert len(rendered) == 2

@@ -11,6 +11,6 @@ Terms, used in all modules:
 - *twins* are two graphs of the same step, the full one at extent B and the part at B/N, node for
   node. What differs between them depends on the chunk dimension.
 
-``config`` says what is chunked, ``twins`` aligns, ``regions`` finds bodies, ``schedule`` orders, ``rewrite`` makes the
-new graph, ``chunk`` is the pass, with what it refuses: start there. ``symbolic`` makes twins of one symbolic trace.
+``config`` says what is chunked, ``twins`` makes and aligns them, ``regions`` finds bodies, ``schedule`` orders,
+``rewrite`` makes the new graph, ``chunk`` is the pass, with what it refuses: start there.
 """

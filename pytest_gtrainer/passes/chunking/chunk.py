@@ -15,8 +15,7 @@ from pytest_gtrainer.graph.nodes import BACKWARD, FORWARD, direction, is_collect
 from pytest_gtrainer.passes.chunking.config import SEQUENCE, ChunkConfig, ChunkError, described
 from pytest_gtrainer.passes.chunking.regions import Region, Storages, find_regions, gradient_reductions
 from pytest_gtrainer.passes.chunking.rewrite import CHUNKING, Rewrite
-from pytest_gtrainer.passes.chunking.symbolic import symbolic_twins
-from pytest_gtrainer.passes.chunking.twins import Twins
+from pytest_gtrainer.passes.chunking.twins import Twins, symbolic_twins
 
 aten = torch.ops.aten
 _ATTENTION = ("scaled_dot_product", "flex_attention")
@@ -74,7 +73,7 @@ def check_bodies(twins: Twins, regions: Sequence[Region], config: ChunkConfig) -
                 )
             attends = any(word in str(node.target) for word in _ATTENTION)
             # positions of other chunks cannot be seen; a tensor over pairs of positions differs in two extents
-            if config.chunk_dim == SEQUENCE and (attends or len(twins.differing_dims(node)) > 1):
+            if config.chunk_dim == SEQUENCE and (attends or len(twins.dims.get(node, ())) > 1):
                 raise ChunkError(
                     f"{described(node)} is attention inside {root}, which is chunked by {SEQUENCE}: positions would "
                     "not see those of other chunks; chunk it by batch"
@@ -93,7 +92,7 @@ def _check_fixed_extent(node: fx.Node, region: Region, twins: Twins) -> None:
     if node.target not in _RESHAPES:
         return
     source = node.all_input_nodes[0]
-    dims, given_dims = twins.differing_dims(node), twins.differing_dims(source)
+    dims, given_dims = twins.dims.get(node, []), twins.dims.get(source, [])
     if len(dims) != 1 or len(given_dims) != 1:
         return
     dim, given = *dims, *given_dims

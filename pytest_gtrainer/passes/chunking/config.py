@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -98,7 +97,7 @@ class ChunkConfig:
         >>> ChunkConfig("layers.*").matches("layers.3"), ChunkConfig("layers.*").matches("layers.3.moe")
         (True, False)
         """
-        return root_of(self.module_fqn, fqn) == fqn != ""
+        return self.root_of(fqn) == fqn != ""
 
     def root_of(self, fqn: str) -> str:
         """The root that the module ``fqn`` is, or lies in; "" if it is in none.
@@ -106,7 +105,9 @@ class ChunkConfig:
         >>> ChunkConfig("layers.*").root_of("layers.3.moe.router"), ChunkConfig("layers.*").root_of("norm")
         ('layers.3', '')
         """
-        return root_of(self.module_fqn, fqn)
+        components, patterns = fqn.split("."), self.module_fqn.split(".")
+        matching = len(components) >= len(patterns) and all(map(fnmatchcase, components, patterns))
+        return ".".join(components[: len(patterns)]) if matching else ""
 
     def chunk_extent(self, extent: int, what: str) -> int:
         """The extent of one chunk.
@@ -120,17 +121,6 @@ class ChunkConfig:
                 f"chunks; choose num_chunks among the divisors of {extent}"
             )
         return extent // self.num_chunks
-
-    def check_tensor_parallel(self, degree: int) -> None:
-        """
-        Raises:
-            ChunkError: tensor parallelism beside chunks (G3).
-        """
-        if degree != 1:
-            raise ChunkError(
-                f"{self.module_fqn} cannot run in chunks at a tensor-parallel degree of {degree}: its collectives on "
-                "activations would run once per chunk; chunk with a degree of 1, or leave chunk= out"
-            )
 
     def twin_inputs(self, inputs: Sequence[Any]) -> tuple[Any, ...]:
         """The inputs of a step at the extent of one chunk, for the trace of its twin.
@@ -160,22 +150,19 @@ class ChunkConfig:
         return {self.chunk_dim: [(leaf, self.dim) for leaf, own in extents.items() if own == extent]}
 
 
-@functools.lru_cache(maxsize=65536)
-def root_of(pattern: str, fqn: str) -> str:
-    """The leading part of ``fqn`` that matches ``pattern`` component by component; "" if none does."""
-    components, patterns = fqn.split("."), pattern.split(".")
-    matching = len(components) >= len(patterns) and all(map(fnmatchcase, components, patterns))
-    return ".".join(components[: len(patterns)]) if matching else ""
-
-
-def check_nesting(plan: BucketPlan, config: ChunkConfig) -> None:
-    """A bucket with modules of a chunked layer has modules of this layer alone.
+def check_surroundings(config: ChunkConfig, plan: BucketPlan, tensor_parallel_degree: int) -> None:
+    """Chunks beside tensor parallelism and buckets: a bucket with modules of a chunked layer has those alone.
 
     Its collectives would else hang on two regions, one of which runs in chunks long before the other.
 
     Raises:
-        ChunkError: a bucket reaches out of a chunked layer, by both names.
+        ChunkError: tensor parallelism (G3), or a bucket reaches out of a chunked layer, by both names.
     """
+    if tensor_parallel_degree != 1:
+        raise ChunkError(
+            f"{config.module_fqn} cannot run in chunks at a tensor-parallel degree of {tensor_parallel_degree}: its "
+            "collectives on activations would run once per chunk; chunk with a degree of 1, or leave chunk= out"
+        )
     for entry in plan:
         fqns = [entry] if isinstance(entry, str) else list(entry)
         for root in dict.fromkeys(root for fqn in fqns if (root := config.root_of(fqn))):

@@ -57,6 +57,7 @@ class Storages:
             elif (is_view(node.target) or node.target in (operator.getitem, WAIT)) and node.all_input_nodes:
                 self.of[node] = self.of[node.all_input_nodes[0]]
 
+
 _REDUCTIONS = (REDUCE_SCATTER, ALL_REDUCE)
 
 
@@ -189,7 +190,10 @@ class _BodySearch:
                 own = RegionKey(root, direction(node))
                 key = own if self._is_influenced(node, own) else None
             else:
-                key = None if node_fqn(node) and not is_engine_addition(node) else self._followed(node)
+                key = None
+                if not node_fqn(node) or is_engine_addition(node):  # it follows its newest operand in this direction
+                    homes = (self.found.get(source) for source in reversed(node.all_input_nodes))
+                    key = next((home for home in homes if home and home.direction == direction(node)), None)
                 loose |= {node: None} if key is not None else {}
             if key is not None:
                 self.found[node] = key
@@ -201,7 +205,7 @@ class _BodySearch:
         return self.found
 
     def _is_influenced(self, node: fx.Node, key: RegionKey) -> bool:
-        if self.twins.differs(node) or is_random(node) or mutates(node):
+        if node in self.twins.differing or is_random(node) or mutates(node):
             return True
         written = self.written.get(key)
         if written and any(self.storages.of[near] in written for near in (node, *node.all_input_nodes)):
@@ -209,18 +213,13 @@ class _BodySearch:
         return any(
             self._is_in(source, key.root)
             or self.twins.carries(source)
-            or (source.op == "get_attr" and self.twins.differs(source))
+            or (source.op == "get_attr" and source in self.twins.differing)
             for source in node.all_input_nodes
         )
 
     def _is_in(self, node: fx.Node, root: str) -> bool:
         home = self.found.get(node)
         return home is not None and home.root == root
-
-    def _followed(self, node: fx.Node) -> RegionKey | None:
-        """The region that a node without a module may belong to: that of its newest operand."""
-        homes = (self.found.get(source) for source in reversed(node.all_input_nodes))
-        return next((home for home in homes if home is not None and home.direction == direction(node)), None)
 
     def _stays(self, node: fx.Node) -> bool:
         """Whether a node without a module is part of the body: the body reads it, or it is a chunk's own gradient.

@@ -24,7 +24,7 @@ from pytest_gtrainer.graph.nodes import BACKWARD, FORWARD, direction
 from pytest_gtrainer.passes.chunking.config import ChunkError, described
 from pytest_gtrainer.passes.chunking.regions import Region, RegionKey, Storages, alike, propagates
 from pytest_gtrainer.passes.chunking.schedule import units_in_order
-from pytest_gtrainer.passes.chunking.twins import Twins, constant
+from pytest_gtrainer.passes.chunking.twins import Twins, constant, has_unknown_extent
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,14 +147,10 @@ class Rewrite:
                 self.whole[unit].meta = dict(unit.meta)
                 if unit.op in ("get_attr", "call_module"):
                     self.attributes[str(unit.target)] = constant(self.twins.full, unit)
-        return self._finished()
-
-    def _finished(self) -> fx.GraphModule:
-        full = self.twins.full
         for node in list(self.graph.find_nodes(op="get_attr")):
             if not node.users:
                 self.graph.erase_node(node)
-        made = finished(self.graph, full, self.attributes)
+        made = finished(self.graph, self.twins.full, self.attributes)
         made.meta[CHUNKING] = self.counts
         return made
 
@@ -192,7 +188,7 @@ class Rewrite:
             if home is not None and home.key.root == region.key.root:
                 self.counts.handed_on += 1
                 pieces = self.chunks[source]
-            elif self.twins.has_unknown_extent(source):
+            elif has_unknown_extent(source):
                 raise ChunkError(
                     f"{described(source)} has an extent that is known only at run time, so {region.key.root} cannot "
                     "read it chunk by chunk: compute it inside the module"
@@ -228,8 +224,8 @@ class Rewrite:
 
         def mapped(source: fx.Node) -> fx.Node:
             ours = self.twins.full_of[source]
-            if ours.op == "get_attr" and self.twins.differs(ours):
-                return self._constant_of_part(ours)
+            if ours.op == "get_attr" and ours in self.twins.differing:
+                return self._constant_of_part(source, ours)
             return known[ours] if ours in known else self._whole(ours)
 
         args, kwargs = fx.node.map_arg(part.args, mapped), fx.node.map_arg(part.kwargs, mapped)
@@ -239,16 +235,14 @@ class Rewrite:
         copied.meta["custom"] = {**(node.meta.get("custom") or {}), **annotation(region.key.root, BODY, GRAPH, chunk)}
         return copied
 
-    def _constant_of_part(self, node: fx.Node) -> fx.Node:
+    def _constant_of_part(self, part: fx.Node, full: fx.Node) -> fx.Node:
         """A constant or nested graph at the extent of one chunk, under a name of its own."""
-        if node not in self.constants:
-            name = f"{str(node.target).replace('.', '_')}_of_chunk"
-            part = self.twins.part_of[node]
+        if part not in self.constants:
+            name = f"{str(full.target).replace('.', '_')}_of_chunk"
             self.attributes[name] = constant(self.twins.part, part)
-            made = self.graph.create_node("get_attr", name, name=name)
-            made.meta = dict(part.meta)
-            self.constants[node] = made
-        return self.constants[node]
+            self.constants[part] = self.graph.create_node("get_attr", name, name=name)
+            self.constants[part].meta = dict(part.meta)
+        return self.constants[part]
 
     # boundaries
 
@@ -311,7 +305,7 @@ class Rewrite:
         dim = reason = None
         if not isinstance(node.meta.get("val"), torch.Tensor):
             reason = "is no tensor"
-        elif self.twins.has_unknown_extent(node):
+        elif has_unknown_extent(node):
             reason = "has an extent that is known only at run time"
         elif (dim := self.twins.dim(node)) is None and region.key.direction == FORWARD:
             reason = "does not have the chunk dimension"

@@ -30,7 +30,7 @@ from pytest_gtrainer._torch.process_groups import (
     names_of_live_groups,
     silence_collective_log,
 )
-from pytest_gtrainer.numerics.seeds import seed_everything
+from pytest_gtrainer.numerics.determinism import seed_everything
 from pytest_gtrainer.ranks import wire
 from pytest_gtrainer.ranks.inside.session import (
     CollectedTests,

@@ -32,7 +32,7 @@ from types import FrameType
 
 import torch
 
-from pytest_gtrainer.numerics.seeds import GeneratorStates
+from pytest_gtrainer.numerics.determinism import GeneratorStates
 
 _HERE = str(Path(__file__).parent)
 _TORCH = str(Path(torch.__file__).parent)

@@ -1,4 +1,4 @@
-"""Which pass of a pipeline changes a bit, and at which node.
+"""Which pass of a pipeline changes a bit, and at which node: on request, and for a comparison that fails.
 
 The graph is replayed on real values after a prefix of the passes, always from the same inputs, random states and
 buffers, and its results are compared with those of the graph before any pass. Between a prefix that is equal and a
@@ -8,12 +8,19 @@ pass takes an earlier one's difference back, halving may name another pass that 
 
 Then the graphs before and after that pass are run with all their values as results. Nodes that the pass left have kept
 their names: the first of those whose value differs is reported, with the nodes the pass made that it is computed from.
+
+Without asking for it: a ``PassWitness`` sees each pipeline that runs, and the inputs of the first replays of its
+result, in this process or on all ranks of a simulated world. When a bitwise comparison is made afterwards and differs,
+it bisects each of these pipelines. If records were compared, it does so on the inputs of the step where they begin to
+differ, for the pass behind the longest prefix that gives what was expected there; else, or if no prefix does, on the
+first inputs on which the passes change a bit of what the graph gives without them. On real ranks every rank must come
+to the same comparison: they vote, and all replay together.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from operator import getitem
 from typing import TYPE_CHECKING, Any
 
@@ -24,11 +31,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from pytest_gtrainer._torch.graph_modules import compiled, copied_lazily
 from pytest_gtrainer._torch.passes import WAIT
-from pytest_gtrainer._torch.values import OpOverload, pytree, schema
+from pytest_gtrainer._torch.values import pytree
+from pytest_gtrainer.facts import Watcher
 from pytest_gtrainer.graph.nodes import BACKWARD, direction, node_fqn
 from pytest_gtrainer.numerics.bits import NoBytes
-from pytest_gtrainer.numerics.compare import TensorPairs, difference_of
-from pytest_gtrainer.numerics.seeds import random_states_kept, random_states_now
+from pytest_gtrainer.numerics.compare import compare_entries, difference_of
+from pytest_gtrainer.numerics.determinism import GeneratorStates, random_states_kept
+from pytest_gtrainer.numerics.record import Record, Tensors
 from pytest_gtrainer.numerics.verdict import Difference, Key, Outcome, Verdict, cut
 from pytest_gtrainer.passes.graph_pass import BoundPass
 from pytest_gtrainer.passes.pipeline import apply_graph_passes
@@ -40,6 +49,8 @@ if TYPE_CHECKING:
     from pytest_gtrainer.worlds.simulated.net import Net
     from pytest_gtrainer.worlds.spec import World
 
+MOST_REPLAYS = 8
+"""Of how many replays of a graph the inputs are kept."""
 
 Values = dict[Key, Tensor]
 """By ``Key(0, rank, "", name)``; where a process has one rank only, that is 0."""
@@ -55,45 +66,32 @@ def flat_inputs(inputs: Sequence[Any]) -> list[Any]:
 
 def local_run(flat: Sequence[Any]) -> Run:
     """Runs a graph in this process, from its random states of now."""
-    kept, random_states = _copies(flat), random_states_now()
+    kept, random_states = _copies(flat), GeneratorStates.now()
 
     def run(gm: fx.GraphModule) -> Values:
         given = _copies(kept)
         with random_states_kept(), torch.no_grad():
-            random_states()
+            random_states.put_back()
             return _named(gm, gm(*given), given)
 
     return run
 
 
-def run_in_world(inputs: Sequence[Sequence[Any]], world: World, meshes: Sequence[DeviceMesh]) -> Run:
-    """Runs a graph on all ranks of a simulated world, which have these flat inputs."""
-    from pytest_gtrainer.worlds.fake import net_of
-    from pytest_gtrainer.worlds.simulated.interpreter import PerRank, RankGraph
-
-    merged = [PerRank(values) for values in zip(*inputs, strict=True)]
-    return _on_all(lambda gm: RankGraph.of(gm, *meshes), net_of(world), merged)
-
-
-def run_as(graph: RankGraph, net: Net, inputs: Sequence[Any], random: RankRandomStates) -> Run:
-    """Runs other graphs as ``Interpreter(graph, net, random=random).run(inputs)`` is about to run this one."""
-    return _on_all(graph.with_graph, net, inputs, random.copy())
-
-
-def _on_all(
+def run_on_all(
     ranked: Callable[[fx.GraphModule], RankGraph],
     net: Net,
     inputs: Sequence[Any],
     random: RankRandomStates | None = None,
 ) -> Run:
+    """Runs a graph on all ranks of a simulated world as ``Interpreter(ranked(gm), net, random=random).run(inputs)``."""
     from pytest_gtrainer.worlds.simulated.interpreter import Interpreter
     from pytest_gtrainer.worlds.simulated.interpreter.values import of_rank
 
-    kept = _copies(inputs)
+    kept, states = _copies(inputs), random.copy() if random else None
 
     def run(gm: fx.GraphModule) -> Values:
         given = _copies(kept)
-        output = Interpreter(ranked(gm), net, random=random.copy() if random else None).run(given)
+        output = Interpreter(ranked(gm), net, random=states.copy() if states else None).run(given)
         values: Values = {}
         for rank in range(net.size):
             values |= _named(gm, of_rank(output, rank), [of_rank(value, rank) for value in given], rank)
@@ -210,7 +208,11 @@ def bisect_passes(
 
     apply_graph_passes(traced.gm, traced.example_inputs, bound, observer=keep, progress=None)
     if world is not None and world.kind == "simulated":
-        run = run_in_world(inputs, world, meshes)
+        from pytest_gtrainer.worlds.simulated.interpreter import PerRank, RankGraph
+        from pytest_gtrainer.worlds.fake import net_of
+
+        merged = [PerRank(values) for values in zip(*inputs, strict=True)]
+        run = run_on_all(lambda gm: RankGraph.of(gm, *meshes), net_of(world), merged)
     elif dist.is_initialized() and dist.get_backend() == "fake":
         raise ValueError('a fake world moves no data, so no replay in it means anything: use gt_world("ranks")')
     else:
@@ -220,13 +222,19 @@ def bisect_passes(
 
 def bisect_stages(stages: Sequence[Stage], run: Run, *, every: bool = False) -> Bisection:
     """The same for graphs that are there already, the first of them before all passes."""
-    search = _PassSearch(stages, run)
-    last = len(stages) - 1
+    search, last = _PassSearch(stages, run), len(stages) - 1
     if every:
-        guilty = next((number for number in range(1, last + 1) if search.differs(number)), None)
+        guilty = next((number for number in range(1, last + 1) if search.differs(number)), 0)
     else:
-        guilty = search.halving(0, last) if last and search.differs(last) else None
-    return _found(search, stages, guilty, run)
+        # behind an equal prefix, with a different one: what holds of both ends holds to the last
+        equal, guilty = 0, last if last and search.differs(last) else 0
+        while guilty - equal > 1:
+            middle = (equal + guilty) // 2
+            if search.differs(middle):
+                guilty = middle
+            else:
+                equal = middle
+    return search.found(guilty) if guilty else Bisection("equal", last, replays=search.replays)
 
 
 def bisect_towards(stages: Sequence[Stage], run: Run, expected: Values) -> Bisection | None:
@@ -235,21 +243,11 @@ def bisect_towards(stages: Sequence[Stage], run: Run, expected: Values) -> Bisec
     Where reductions depend on the order of a payload, bucketing changes bits by right: the graph before all passes is
     then nothing to compare with, but what the passes are to arrive at is.
     """
-    search = _PassSearch(stages, run, expected)
-    last = len(stages) - 1
+    search, last = _PassSearch(stages, run, expected), len(stages) - 1
     if not search.differs(last):
         return None
     right = next((number for number in range(last - 1, -1, -1) if not search.differs(number)), None)
-    return None if right is None else _found(search, stages, right + 1, run)
-
-
-def _found(search: _PassSearch, stages: Sequence[Stage], guilty: int | None, run: Run) -> Bisection:
-    last = len(stages) - 1
-    if guilty is None:
-        return Bisection("equal", last, replays=search.replays)
-    found = Bisection("different", last, guilty, stages[guilty].name, search.verdicts[guilty])
-    found = _with_node(found, stages[guilty - 1].gm, stages[guilty].gm, run)
-    return replace(found, replays=search.replays + 2)
+    return None if right is None else search.found(right + 1)
 
 
 class _PassSearch:
@@ -270,19 +268,15 @@ class _PassSearch:
         values = self._run(self._stages[number].gm)
         if self._part:
             values = {key: value for key, value in values.items() if key in self._expected}
-        verdict = TensorPairs.of(values, self._expected).verdict()
+        verdict = compare_entries(values, self._expected)
         self.verdicts[number] = verdict
         return on_any_rank(verdict.outcome != "equal")
 
-    def halving(self, equal: int, different: int) -> int:
-        """The pass behind an equal prefix with a different one: what holds of both ends holds to the last."""
-        while different - equal > 1:
-            middle = (equal + different) // 2
-            if self.differs(middle):
-                different = middle
-            else:
-                equal = middle
-        return different
+    def found(self, guilty: int) -> Bisection:
+        """The pass of that number, with the node at which it changes a bit."""
+        found = Bisection("different", len(self._stages) - 1, guilty, self._stages[guilty].name, self.verdicts[guilty])
+        found = _with_node(found, self._stages[guilty - 1].gm, self._stages[guilty].gm, self._run)
+        return replace(found, replays=self.replays + 2)
 
 
 def on_any_rank(answer: bool) -> bool:
@@ -364,3 +358,81 @@ def _words(node: fx.Node) -> str:
     pass_ = "backward" if direction(node) == BACKWARD else "forward"
     operator = node.target if isinstance(node.target, (str, OpOverload)) else node.target.__name__
     return f"{node.name} = {operator} in the {pass_}" + (f" of {fqn}" if fqn else "")
+
+
+@dataclass(slots=True)
+class _Pipeline:
+    """The graphs between passes, and how to run them from the inputs of each of the result's first replays."""
+
+    stages: list[Stage]
+    result: fx.GraphModule
+    runs: list[Run] = field(default_factory=list)
+
+    def explained(self, step: int | None, expected: Tensors) -> str:
+        if step is not None and step < len(self.runs) and isinstance(expected, Record):
+            found = bisect_towards(self.stages, self.runs[step], _results(expected, step))
+            if found is not None:
+                return f"bisection of step {step}: {found}"
+        replays = 0
+        for number, run in enumerate(self.runs, 1):
+            found = bisect_stages(self.stages, run)
+            if found.outcome == "different":
+                return f"bisection{f' of replay {number}' if number > 1 else ''}: {found}"
+            replays += found.replays
+        told = f"bisection: no pass of {len(self.stages) - 1} changes a bit ({replays} replays)"
+        return told + (f", on the inputs of the first {len(self.runs)} replays" if len(self.runs) > 1 else "")
+
+
+def _results(expected: Record, step: int) -> Values:
+    """What a graph has to give at a step: losses, gradients before clipping and buffers, by rank and name."""
+    values: Values = {}
+    for (_, rank, phase, name), tensor in expected.select(step=step).items():
+        if phase in ("loss", "gradient", "buffer"):
+            place = 0 if expected.rank is not None else rank  # a process of one rank calls it 0
+            values[Key(0, place, "", name if phase != "buffer" else f"{name} afterwards")] = tensor
+    return values
+
+
+@dataclass(slots=True)
+class PassWitness:
+    """Remembers pipelines and their first inputs; tells, once a comparison differs, where it came from."""
+
+    _running: list[Stage] = field(default_factory=list)
+    _pipelines: list[_Pipeline] = field(default_factory=list)
+
+    def watchers(self) -> Mapping[str, Watcher]:
+        """What to hand to ``facts.watching``."""
+        return {
+            "graph_pass": self._see_pass,
+            "graph_passes": self._see_pipeline,
+            "replay": lambda gm, inputs: self._keep(gm, lambda: local_run(inputs)),
+            "replay_on_all": lambda graph, net, inputs, random: self._keep(
+                graph.gm, lambda: run_on_all(graph.with_graph, net, inputs, random)
+            ),
+            "judged": self._see_judged,
+        }
+
+    def _see_pass(self, run: Any, before: fx.GraphModule, after: fx.GraphModule) -> None:
+        self._running = self._running or [Stage("", before)]
+        self._running.append(Stage(run.name, after))
+
+    def _see_pipeline(self, given: fx.GraphModule, result: fx.GraphModule) -> None:
+        if self._running:
+            self._pipelines.append(_Pipeline(self._running, result))
+        self._running = []
+
+    def _keep(self, gm: fx.GraphModule, run: Callable[[], Run]) -> None:
+        for pipeline in self._pipelines:
+            if pipeline.result is gm and len(pipeline.runs) < MOST_REPLAYS:
+                pipeline.runs.append(run())
+
+    def _see_judged(self, verdict: Verdict, expected: Tensors, explanations: list[str]) -> None:
+        if on_any_rank(verdict.outcome == "different"):
+            first = verdict.first.key.step if verdict.first is not None else None
+            step = next((step for step in range(MOST_REPLAYS) if on_any_rank(first == step)), None)
+            replayed = [pipeline for pipeline in self._pipelines if pipeline.runs]
+            explanations += [pipeline.explained(step, expected) for pipeline in replayed]
+            if not replayed:
+                explanations.append(
+                    "bisection: no graph was rewritten by apply_graph_passes and replayed before this comparison"
+                )

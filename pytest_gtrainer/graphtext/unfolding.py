@@ -19,7 +19,7 @@ from typing import NamedTuple
 from pytest_gtrainer.graphtext import header
 from pytest_gtrainer.graphtext.folding import INDENT, spell_line_name, visits_of
 from pytest_gtrainer.graphtext.header import TextError, nearest
-from pytest_gtrainer.graphtext.sections import Layer, Line, Record, SectionKey
+from pytest_gtrainer.graphtext.sections import GraphLine, Layer, Line, SectionKey
 from pytest_gtrainer.graphtext.syntax import chain, integer, refuse, shown, static_path
 
 SPACES = ("P", "B", "I", "A", "fwd", "bwd", "out")
@@ -53,15 +53,15 @@ class TextBlock:
         return edit["name"] if edit and edit["kind"] == "like" else None
 
 
-def unfold(text: str) -> tuple[Record, ...]:
+def unfold(text: str) -> tuple[GraphLine, ...]:
     """The records of a graph text. Comments at its head count for nothing.
 
     Raises:
         TextError: with the line.
     """
-    records: list[Record] = []
+    records: list[GraphLine] = []
     for key, lines in _sections(list(_blocks(text))):
-        records += [Record(key, heading, told) for heading, told, _ in lines]
+        records += [GraphLine(key, heading, told) for heading, told, _ in lines]
     return tuple(records)
 
 

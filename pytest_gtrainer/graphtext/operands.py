@@ -1,8 +1,9 @@
-"""Operands of a text: references, literals, constants. Compiled once, evaluated where they stand."""
+"""Operands of a text: references, literals, constants, as the values that they stand for."""
 
 from __future__ import annotations
 
 import ast
+import contextlib
 import operator
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -12,10 +13,10 @@ from torch import fx
 
 from pytest_gtrainer._torch.graph_text import append_node
 from pytest_gtrainer.graphtext.header import nearest
-from pytest_gtrainer.graphtext.literals import CONSTANTS, bytes_of
+from pytest_gtrainer.graphtext.literals import CONSTANTS, PLAIN, bytes_of
 from pytest_gtrainer.graphtext.operators import UnknownOperator, operator_named
 from pytest_gtrainer.graphtext.sections import Scope
-from pytest_gtrainer.graphtext.sizes import At, Sizes, device_named
+from pytest_gtrainer.graphtext.sizes import Sizes, device_named
 from pytest_gtrainer.graphtext.syntax import (
     InputKey,
     LinePlace,
@@ -28,7 +29,6 @@ from pytest_gtrainer.graphtext.syntax import (
     shown,
 )
 
-_PLAIN = (int, float, complex, str, bool, type(None))
 _ITEM_META = ("custom", "autograd_backward", "fsdp_bucket", "nn_module_stack")
 
 
@@ -43,8 +43,7 @@ class Operands:
         self._values: dict[Scope, dict[str, fx.Node]] = {}
         self._items: dict[tuple[fx.Node, int], fx.Node] = {}
         self._getters: dict[str, fx.Node] = {}
-
-    # -- values
+        self._references: dict[ast.expr, tuple[Reference, Callable[[Any], Any] | None]] = {}
 
     def add_input(self, key: InputKey, node: fx.Node, at: ast.expr) -> None:
         if key in self._inputs:
@@ -57,160 +56,126 @@ class Operands:
             raise refuse(at, f"`{name}` is defined twice in this module: values are named once, `{name}_1`")
         values[name] = node
 
-    def operand_at(self, node: ast.expr) -> At:
-        """An operand as a function of where it stands.
+    def operand(self, node: ast.expr, place: LinePlace) -> Any:
+        """What an operand stands for.
 
         Raises:
             TextError: it is none.
         """
-        if isinstance(node, ast.Constant) and type(node.value) in _PLAIN:
-            return lambda place: node.value
+        if isinstance(node, ast.Constant) and type(node.value) in PLAIN:
+            return node.value
         if isinstance(node, ast.Attribute | ast.Subscript | ast.Name):
-            return self._name_at(node)
+            return self._named(node, place)
         if isinstance(node, ast.Tuple | ast.List):
-            items = [self.operand_at(item) for item in node.elts]
-            kind = tuple if isinstance(node, ast.Tuple) else list
-            return lambda place: kind([item(place) for item in items])
+            items = [self.operand(item, place) for item in node.elts]
+            return tuple(items) if isinstance(node, ast.Tuple) else items
         if isinstance(node, ast.Dict) and all(isinstance(k, ast.Constant) or integer(k) is not None for k in node.keys):
             keys = [ast.literal_eval(key) for key in node.keys if key is not None]
-            values = [self.operand_at(value) for value in node.values]
-            return lambda place: {key: value(place) for key, value in zip(keys, values, strict=True)}
+            return dict(zip(keys, [self.operand(value, place) for value in node.values], strict=True))
         if isinstance(node, ast.Call):
-            return self._call_at(node)
-        return self._number_at(node)
-
-    def _number_at(self, node: ast.expr) -> At:
-        """``-1``, ``-inf``, ``(1+2j)``."""
-        if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
-            if isinstance(node.operand, ast.Constant) and type(node.operand.value) in (int, float):
-                negative = -node.operand.value  # type: ignore[operator]
-                return lambda place: negative
-            if isinstance(node.operand, ast.Name) and node.operand.id in ("inf", "nan"):
-                return lambda place: -float(node.operand.id)  # type: ignore[attr-defined]
-        if (number := _complex(node)) is not None:
-            return lambda place: number
+            return self._called(node, place)
+        spelled = ast.unparse(node).replace(" ", "")
+        for kind in (int, float, complex):  # `-1`, `-inf`, `-0-1j`: as `repr` spells them, signs of zeros included
+            with contextlib.suppress(ValueError):
+                return kind(spelled)
         raise refuse(node, f"expected an operand, found `{shown(node)}`")
 
     # -- names
 
-    def _name_at(self, node: ast.expr) -> At:
-        known = reference(node)
-        if known.is_input:
-            return self._input_at(known, node)
-        find = self._value_at(known, node) if known.head else self._bare_at(known.name, node)
-        if not known.items:
-            return find
-        return lambda place: self._item(find(place), known.items, node)
-
-    def _input_at(self, known: Reference, node: ast.expr) -> At:
-        key_at, inputs = input_key_at(known.head), self._inputs
-
-        def find(place: LinePlace) -> fx.Node:
-            key = key_at(place.layer)
-            if key not in inputs:
-                names = [f"{space}.{fqn}" for space, fqn, _ in inputs]
+    def _named(self, node: ast.expr, place: LinePlace) -> Any:
+        """What a name stands for: an input, a value or an output of it, a definition, a constant, an operator."""
+        known, find = self._references.get(node) or self._read(node)
+        if find is not None and known.is_input:
+            key = find(place.layer)
+            if key not in self._inputs:
+                names = [f"{space}.{fqn}" for space, fqn, _ in self._inputs]
                 raise refuse(node, f"there is no input `{shown(node)}`{nearest(f'{key[0]}.{key[1]}', names)}")
-            return inputs[key]
+            return self._inputs[key]
+        if find is None and known.name in self.names:
+            found = self.names[known.name]
+            if isinstance(found, fx.GraphModule):
+                found = self._getter(known.name, lambda: found)
+        else:
+            scope = place.scope if find is None else find(place)
+            found = self._values.get(scope, {}).get(known.name)
+            if found is None:
+                found = self._constant_named(node, known.name, scope, is_bare=find is None)
+        for item in known.items:
+            found = self._item(found, item, node)
+        return found
 
-        return find
+    def _read(self, node: ast.expr) -> tuple[Reference, Callable[[Any], Any] | None]:
+        """A reference, and what finds its key or scope; read once, as a line may stand for a hundred layers."""
+        known = reference(node)
+        find = input_key_at(known.head) if known.is_input else scope_at(known.head) if known.head else None
+        self._references[node] = known, find
+        return known, find
 
-    def _bare_at(self, name: str, node: ast.expr) -> At:
-        if name in self.names:
-            value = self.names[name]
-            if isinstance(value, fx.GraphModule):
-                return lambda place: self._getter(name, value)
-            return lambda place: value
-
-        def find(place: LinePlace) -> Any:
-            found = self._values.get(place.scope, {}).get(name)
-            if found is not None:
-                return found
-            if name in CONSTANTS:
-                return CONSTANTS[name]
-            raise refuse(node, self._unknown(name, place.scope))
-
-        return find
-
-    def _value_at(self, known: Reference, node: ast.expr) -> At:
-        name, scope, values = known.name, scope_at(known.head), self._values
-        target: list[Any] = []  # an operator as an argument looks like a value
-
-        def find(place: LinePlace) -> Any:
-            where = scope(place)
-            found = values.get(where, {}).get(name)
-            if found is not None:
-                return found
-            if not target:
-                try:
-                    target.append(operator_named(ast.unparse(node), self._allow))
-                except UnknownOperator:
-                    raise refuse(node, self._unknown(name, where)) from None
-            return target[0]
-
-        return find
-
-    def _unknown(self, name: str, scope: Scope) -> str:
+    def _constant_named(self, node: ast.expr, name: str, scope: Scope, *, is_bare: bool) -> Any:
+        """What a name stands for that no value has: a word of torch, or an operator as an argument."""
+        if is_bare and name in CONSTANTS:
+            return CONSTANTS[name]
+        if not is_bare:
+            with contextlib.suppress(UnknownOperator):
+                return operator_named(ast.unparse(node), self._allow)
         where = ", ".join(scope.owners) or "_"
         if scope in self._values:
-            return f"no `{name}` before this line in {scope.space} of `{where}`{nearest(name, self._values[scope])}"
-        known = [", ".join(known.owners) for known in self._values if known.space == scope.space]
-        return f"no `{name}`: nothing before this line is in {scope.space} of `{where}`{nearest(where, known)}"
+            hint = nearest(name, self._values[scope])
+            raise refuse(node, f"no `{name}` before this line in {scope.space} of `{where}`{hint}")
+        hint = nearest(where, [", ".join(known.owners) for known in self._values if known.space == scope.space])
+        raise refuse(node, f"no `{name}`: nothing before this line is in {scope.space} of `{where}`{hint}")
 
-    def _item(self, node: Any, items: tuple[int, ...], at: ast.expr) -> fx.Node:
-        for item in items:
-            if not isinstance(node, fx.Node):
-                raise refuse(at, f"`{shown(at)}`: only a value of several outputs has items")
-            taken = self._items.get((node, item))
-            if taken is None:
-                value = _one_of(node.meta.get("val"), item, at)
-                taken = append_node(self._graph, "getitem", "call_function", operator.getitem, (node, item), {})
-                taken.meta.update({key: node.meta[key] for key in _ITEM_META if key in node.meta})
-                if value is not None:
-                    taken.meta["val"] = value
-                self._items[node, item] = taken
-            node = taken
-        found: fx.Node = node
-        return found
+    def _item(self, source: Any, item: int, at: ast.expr) -> fx.Node:
+        """One of several outputs, or a row of a tensor, as a graph of Python takes it."""
+        if not isinstance(source, fx.Node):
+            raise refuse(at, f"`{shown(at)}`: only a value of several outputs has items")
+        taken = self._items.get((source, item))
+        if taken is not None:
+            return taken
+        value, known = source.meta.get("val"), None
+        if isinstance(value, tuple | list):
+            if not -len(value) <= item < len(value):
+                raise refuse(at, f"`{shown(at)}`: there are {len(value)} outputs")
+            known = value[item]
+        elif isinstance(value, torch.Tensor):
+            try:
+                known = value.select(0, item)
+            except (IndexError, RuntimeError) as error:
+                raise refuse(at, f"`{shown(at)}`: {error}") from None
+        taken = append_node(self._graph, "getitem", "call_function", operator.getitem, (source, item), {})
+        taken.meta.update({key: source.meta[key] for key in _ITEM_META if key in source.meta})
+        if known is not None:
+            taken.meta["val"] = known
+        self._items[source, item] = taken
+        return taken
 
     # -- constants
 
-    def _call_at(self, node: ast.Call) -> At:
+    def _called(self, node: ast.Call, place: LinePlace) -> Any:
         name = node.func.id if isinstance(node.func, ast.Name) else ""
         if name == "const" and 1 <= len(node.args) <= 2 and not node.keywords:
-            return self._constant_at(node)
+            kind, *content = node.args
+            if not isinstance(kind, ast.Constant):  # `const(f32[2], [1.0, 2.0])`, `const(f32[64], "sha256:...")`
+                key = ast.unparse(node)
+                return self._getter(key, lambda: self._tensor(self._sizes.value(kind, place), content, node))
+            digest = content[0] if content and isinstance(content[0], ast.Constant) else kind
+            return self._by_digest(str(digest.value), node)  # `const("Enum", "digest")`
         if name in ("slice", "range") and 1 <= len(node.args) <= 3 and not node.keywords:
-            kind: Callable[..., Any] = slice if name == "slice" else range
-            ends = [self.operand_at(end) for end in node.args]
-
-            def made(place: LinePlace) -> Any:
-                try:
-                    return kind(*[end(place) for end in ends])
-                except (TypeError, ValueError) as error:
-                    raise refuse(node, f"`{shown(node)}`: {error}") from None
-
-            return made
+            ends = [self.operand(end, place) for end in node.args]
+            try:
+                return slice(*ends) if name == "slice" else range(*ends)
+            except (TypeError, ValueError) as error:
+                raise refuse(node, f"`{shown(node)}`: {error}") from None
         if name == "sym" and len(node.args) == 1:
-            return self._sizes.operand_at(node.args[0])
+            return self._sizes.operand(node.args[0], place)
         if name == "device" and len(node.args) == 1 and isinstance(node.args[0], ast.Constant):
-            device = device_named(str(node.args[0].value), node)
-            return lambda place: device
+            return device_named(str(node.args[0].value), node)
         raise refuse(node, f"expected an operand, found `{shown(node)}`: an operator stands in a line of its own")
 
-    def _constant_at(self, node: ast.Call) -> At:
-        """``const(f32[2], [1.0, 2.0])``, ``const(f32[64], "sha256:...")``, ``const("Enum", "digest")``."""
-        kind, *content = node.args
-        key = ast.unparse(node)
-        if isinstance(kind, ast.Constant):
-            digest = content[0].value if content and isinstance(content[0], ast.Constant) else kind.value
-            value = self._by_digest(str(digest), node)
-            return lambda place: value
-        type_at = self._sizes.type_at(kind)
-        return lambda place: self._getter(key, None, lambda: self._tensor(type_at(place), content, node))
-
-    def _getter(self, key: str, value: Any, make: Callable[[], Any] | None = None) -> fx.Node:
+    def _getter(self, key: str, make: Callable[[], Any]) -> fx.Node:
         """The ``get_attr`` of a body or constant, one for all its uses."""
         if key not in self._getters:
-            value = make() if make else value
+            value = make()
             name = key if key.isidentifier() else f"_constant{len(self.attributes)}"
             self.attributes[name] = value
             node = self._getters[key] = append_node(self._graph, name, "get_attr", name, (), {})
@@ -220,7 +185,8 @@ class Operands:
 
     def _by_digest(self, digest: str, node: ast.Call) -> Any:
         if digest not in self._given:
-            raise refuse(node, f"`{shown(node)}` is told by its digest only: {_GIVE}")
+            give = "give constants=graphtext.constants(gm) of the graph that was rendered"
+            raise refuse(node, f"`{shown(node)}` is told by its digest only: {give}")
         return self._given[digest]
 
     def _tensor(self, like: Any, content: list[ast.expr], node: ast.Call) -> torch.Tensor:
@@ -231,35 +197,16 @@ class Operands:
             raise refuse(node, f"expected `const(f32[2], [1.0, 2.0])`, found `{shown(node)}`")
         if told is None:
             return like
-        values = self.operand_at(content[0])(LinePlace("fwd", None))
-        return _filled(like, values, node)
-
-
-def _one_of(value: Any, item: int, at: ast.expr) -> Any:
-    """One of several outputs, or a row of a tensor, as a graph of Python takes it; None if nothing is known."""
-    if isinstance(value, tuple | list):
-        if not -len(value) <= item < len(value):
-            raise refuse(at, f"`{shown(at)}`: there are {len(value)} outputs")
-        return value[item]
-    try:
-        return value.select(0, item) if isinstance(value, torch.Tensor) else None
-    except (IndexError, RuntimeError) as error:
-        raise refuse(at, f"`{shown(at)}`: {error}") from None
-
-
-_GIVE = "give constants=graphtext.constants(gm) of the graph that was rendered"
-
-
-def _filled(like: torch.Tensor, values: Any, node: ast.Call) -> torch.Tensor:
-    try:
-        tensor = torch.tensor(values, dtype=like.dtype).reshape(like.shape)
-        made = _laid_out(tensor, like)
-        if repr(made.tolist()) != repr(tensor.tolist()):
-            raise ValueError("elements of one place in memory are told to differ")
+        values = self.operand(content[0], LinePlace("fwd", None))
+        try:
+            tensor = torch.tensor(values, dtype=like.dtype).reshape(like.shape)
+            made = _laid_out(tensor, like)
+            if repr(made.tolist()) != repr(tensor.tolist()):
+                raise ValueError("elements of one place in memory are told to differ")
+        except (TypeError, ValueError, RuntimeError, OverflowError, AssertionError) as error:
+            message = str(error).partition("\n")[0]
+            raise refuse(node, f"these values do not make the constant's type: {message}") from None
         return made
-    except (TypeError, ValueError, RuntimeError, OverflowError, AssertionError) as error:
-        message = str(error).partition("\n")[0]
-        raise refuse(node, f"these values do not make the constant's type: {message}") from None
 
 
 def _laid_out(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
@@ -284,26 +231,3 @@ def _as_told(given: Any, like: torch.Tensor | None, node: ast.Call) -> torch.Ten
 
 def _layout(value: torch.Tensor) -> Any:
     return value.dtype, value.shape, value.device.type, value.layout is torch.strided and value.stride()
-
-
-def _complex(node: ast.expr) -> complex | None:
-    """A complex number as ``repr`` spells it, signs of zeros included."""
-    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add | ast.Sub):
-        real, imaginary = _part(node.left, (int, float), ""), _part(node.right, (complex,), "j")
-        if real is None or imaginary is None:
-            return None
-        return complex(real, imaginary if isinstance(node.op, ast.Add) else -imaginary)
-    imaginary = _part(node, (complex,), "j")
-    return None if imaginary is None else complex(0.0, imaginary)
-
-
-def _part(node: ast.expr, kinds: tuple[type, ...], unit: str) -> float | None:
-    """The real or the imaginary part of a number."""
-    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
-        part = _part(node.operand, kinds, unit)
-        return None if part is None else -part
-    if isinstance(node, ast.Name) and node.id in (f"inf{unit}", f"nan{unit}"):
-        return float(node.id.removesuffix("j"))
-    if isinstance(node, ast.Constant) and type(node.value) in kinds:
-        return float(node.value.imag if unit else node.value)  # type: ignore[union-attr, arg-type]
-    return None

@@ -1,7 +1,7 @@
 """From a text to the graph again: ``parse(render(gm))`` is ``gm``, runnable.
 
-A line is compiled once, whatever the number of layers it stands for, and then made into one
-node for each. Linear in nodes; nothing of the text is ever evaluated as Python.
+A line is made into one node for each layer that it stands for. Linear in nodes; nothing of the text is ever
+evaluated as Python.
 
 ``unfaithful`` says whether a text is all that it takes to make its graph again: asked before it becomes a golden.
 """
@@ -9,7 +9,7 @@ node for each. Linear in nodes; nothing of the text is ever evaluated as Python.
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from itertools import zip_longest
 from typing import Any
 
@@ -31,10 +31,12 @@ from pytest_gtrainer.graphtext.operators import (
 )
 from pytest_gtrainer.graphtext.rendering import render
 from pytest_gtrainer.graphtext.sections import SectionKey
-from pytest_gtrainer.graphtext.sizes import At, Sizes, may_be_symbolic
+from pytest_gtrainer.graphtext.sizes import Sizes, may_be_symbolic
 from pytest_gtrainer.graphtext.syntax import (
+    COMPUTED_SPACES,
     Computed,
     LinePlace,
+    ScopeAt,
     chain,
     computed,
     input_key_at,
@@ -45,12 +47,11 @@ from pytest_gtrainer.graphtext.syntax import (
     scope_at,
     shown,
 )
-from pytest_gtrainer.graphtext.tags import tags_at
+from pytest_gtrainer.graphtext.tags import write_tags
 from pytest_gtrainer.graphtext.unfolding import Source, TextProgram, read
 
 _KIND_OF_SPACE = {"P": "parameter", "B": "buffer", "I": "input"}
 _MOST_RANKS = 1 << 20
-_Make = Callable[[LinePlace], None]
 
 
 def parse(
@@ -125,7 +126,8 @@ class _Parser:
         self._sizes, self._given, self._group_names, self._allow = sizes, given, group_names, allow
         self.operands = Operands(self.graph, sizes, given, allow)
         self._settings: dict[str, Any] = {}
-        self._compiled: dict[tuple[int, str], _Make] = {}
+        self._scopes: dict[ast.expr | None, ScopeAt] = {}
+        self._targets: dict[ast.expr, tuple[str, Any]] = {}
         self._results: list[Any] = []
         self._result_names: list[str] = []
         self._whole: list[Any] = []
@@ -152,119 +154,112 @@ class _Parser:
     def _define(self, name: str, node: ast.expr) -> None:
         call = node.func.id if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) else ""
         argument = node.args[0] if isinstance(node, ast.Call) and len(node.args) == 1 else None
+        nowhere = LinePlace("fwd", None)
         if call == "group" and argument is not None:
-            self._define_group(name, argument)
+            ranks = self.operands.operand(argument, nowhere)
+            if ranks is not None and not _are_ranks(ranks):
+                told = shown(argument)
+                raise refuse(argument, f"expected the ranks of a group, `range(0, 8)` or `[0, 4]`, found `{told}`")
+            self._ranks[name] = None if ranks is None else tuple(ranks)
         elif call == "size" and argument is not None:
-            self._sizes.define(name, _example(argument))
+            example = argument.value if isinstance(argument, ast.Constant) else integer(argument)
+            if not isinstance(example, int | float) or isinstance(example, bool):
+                raise refuse(argument, f"expected the example of a symbol, `size(16)`, found `{shown(argument)}`")
+            self._sizes.define(name, example)
         elif name == "default" and call == "device":
-            self._sizes.device = self.operands.operand_at(node)(LinePlace("fwd", None))
+            self._sizes.device = self.operands.operand(node, nowhere)
         elif (name, shown(node)) in (("owners", "inferred"), ("returns", "list"), ("returns", "value")):
             self._settings[name] = shown(node)
         elif name == "managed" and isinstance(node, ast.List):
-            self._settings[name] = tuple([_fqn(item) for item in node.elts])
+            for item in node.elts:
+                if not isinstance(item, ast.Constant) or not isinstance(item.value, str):
+                    raise refuse(item, f"expected a list of parameter names, found `{shown(item)}`")
+            self._settings[name] = tuple(ast.literal_eval(node))
         else:
             raise refuse(node, f"expected a definition like `{name} = group(range(0, 8))`, found `{shown(node)}`")
-
-    def _define_group(self, symbol: str, node: ast.expr) -> None:
-        ranks: tuple[int, ...] | None = None
-        if not (isinstance(node, ast.Constant) and node.value is None):
-            value = self.operands.operand_at(node)(LinePlace("fwd", None))
-            if not _are_ranks(value):
-                raise refuse(node, f"expected the ranks of a group, `range(0, 8)` or `[0, 4]`, found `{shown(node)}`")
-            ranks = tuple(value)
-        self._ranks[symbol] = ranks
 
     # -- statements
 
     def _run(self, key: SectionKey, source: Source) -> None:
-        made = self._compiled.get((id(source), key.space))
-        if made is None:
-            made = self._compiled[id(source), key.space] = self._compile(key, source)
-        made(LinePlace(*key))
-
-    def _compile(self, key: SectionKey, source: Source) -> _Make:
-        node = source.node
+        node, place = source.node, LinePlace(*key)
         if key.space == "out":
-            return self._output(node)
-        if key.space in ("fwd", "bwd") and (parts := computed(node)) is not None:
-            return self._computed(parts, source.scope)
-        if key.space in ("fwd", "bwd") or not isinstance(node, ast.AnnAssign):
+            self._result(node, place)
+        elif key.space not in COMPUTED_SPACES and isinstance(node, ast.AnnAssign):
+            self._input(node, place)
+        elif key.space in COMPUTED_SPACES and (parts := computed(node)) is not None:
+            self._computed(parts, source.scope, place)
+        else:
             raise refuse(node, f"expected `name: type = operator(...)`, found `{shown(node)}`")
-        return self._input(key, node)
 
-    def _input(self, key: SectionKey, node: ast.AnnAssign) -> _Make:
-        links = chain(node.target)
-        if node.value is not None or len(links) < 2 or links[0].value != key.space:
-            raise refuse(node, f"expected an input like `{key.space}.layers[0].w: f32[2, 4]`, found `{shown(node)}`")
-        key_at, type_at = input_key_at(links), self._sizes.type_at(node.annotation)
+    def _input(self, node: ast.AnnAssign, place: LinePlace) -> None:
+        links, space = chain(node.target), place.space
+        if node.value is not None or len(links) < 2 or links[0].value != space:
+            raise refuse(node, f"expected an input like `{space}.layers[0].w: f32[2, 4]`, found `{shown(node)}`")
+        _, fqn, _ = key = input_key_at(links)(place.layer)
+        name = fqn.replace(".", "_") or "arg"
+        made = append_node(self.graph, name if name.isidentifier() else f"arg_{name}", "placeholder", name, (), {})
+        made.target = made.name
+        if space in _KIND_OF_SPACE:
+            made.meta["gt_input"] = {"kind": _KIND_OF_SPACE[space], "fqn": fqn}
+        self._set_value(made, node.annotation, place)
+        self.operands.add_input(key, made, node.target)
 
-        def make(place: LinePlace) -> None:
-            source = key_at(place.layer)
-            name = source[1].replace(".", "_") or "arg"
-            made = append_node(self.graph, name if name.isidentifier() else f"arg_{name}", "placeholder", name, (), {})
-            made.target = made.name
-            if source[0] in _KIND_OF_SPACE:
-                made.meta["gt_input"] = {"kind": _KIND_OF_SPACE[source[0]], "fqn": source[1]}
-            _set_value(made, type_at(place))
-            self.operands.add_input(source, made, node.target)
+    def _computed(self, parts: Computed, heading: ast.expr | None, place: LinePlace) -> None:
+        if heading not in self._scopes:
+            self._scopes[heading] = scope_at(links_of("_") if heading is None else chain(heading))
+        place.scope = self._scopes[heading](place)
+        name, call = parts.name.id, parts.call
+        op, target = self._targets.get(call.func) or self._target(call.func)
+        args = tuple([self.operands.operand(argument, place) for argument in call.args])
+        kwargs = {}
+        for item in call.keywords:
+            if item.arg is None:
+                raise refuse(item.value, "expected named arguments, found `**`")
+            kwargs[item.arg.removesuffix("__kw")] = self.operands.operand(item.value, place)
+        made = append_node(self.graph, name, op, target, args, kwargs)
+        write_tags(made.meta, parts.tags, place, owned=self._settings.get("owners") != "inferred")
+        self._set_value(made, parts.type, place)
+        self.operands.add(place.scope, name, made, parts.name)
 
-        return make
+    def _set_value(self, node: fx.Node, kind: ast.expr, place: LinePlace) -> None:
+        value = self._sizes.value(kind, place)
+        if value is not None:
+            node.meta["val"] = value
 
-    def _computed(self, parts: Computed, scope: ast.expr | None) -> _Make:
-        at, call = parts.name, parts.call
-        find_scope = scope_at(links_of("_") if scope is None else chain(scope))
-        type_at = self._sizes.type_at(parts.type)
-        tagged = tags_at(parts.tags, owned=self._settings.get("owners") != "inferred")
-        op, target = self._operator(call.func)
-        arguments = [self.operands.operand_at(argument) for argument in call.args]
-        keywords = {_keyword(item): self.operands.operand_at(item.value) for item in call.keywords}
-
-        def make(place: LinePlace) -> None:
-            place.scope = find_scope(place)
-            args = tuple([argument(place) for argument in arguments])
-            kwargs = {word: value(place) for word, value in keywords.items()} if keywords else {}
-            made = append_node(self.graph, at.id, op, target, args, kwargs)
-            tagged(made.meta, place)
-            _set_value(made, type_at(place))
-            self.operands.add(place.scope, at.id, made, at)
-
-        return make
-
-    def _operator(self, node: ast.expr) -> tuple[str, Any]:
+    def _target(self, node: ast.expr) -> tuple[str, Any]:
+        """What a line calls; looked up once, as a line may stand for a hundred layers."""
         links = chain(node)
-        first = links[0].value
+        first, word = links[0].value, str(links[-1].value)
         if first == "module" and len(links) > 1:
             path = path_at(links[1:])(None)
             if path not in self._given:
                 raise refuse(node, f"no text holds the module `{path}`: give constants={{{path!r}: module}}")
             self.operands.attributes.setdefault(path, self._given[path])
-            return "call_module", path
-        if first == "method" and len(links) == 2:
-            if not is_method(str(links[1].value)):
-                raise refuse(node, f"`{links[1].value}` is no operator of a tensor, so no text may call it")
-            return "call_method", links[1].value
-        try:
-            return "call_function", operator_named(ast.unparse(node), self._allow)
-        except UnknownOperator as error:
-            raise refuse(node, str(error)) from None
+            found: tuple[str, Any] = "call_module", path
+        elif first == "method" and len(links) == 2:
+            if not is_method(word):
+                raise refuse(node, f"`{word}` is no operator of a tensor, so no text may call it")
+            found = "call_method", word
+        else:
+            try:
+                found = "call_function", operator_named(ast.unparse(node), self._allow)
+            except UnknownOperator as error:
+                raise refuse(node, str(error)) from None
+        self._targets[node] = found
+        return found
 
     # -- results
 
-    def _output(self, node: ast.stmt) -> _Make:
+    def _result(self, node: ast.stmt, place: LinePlace) -> None:
         if isinstance(node, ast.Assign):
-            path, value = path_at(chain(node.targets[0])), self.operands.operand_at(node.value)
-
-            def named(place: LinePlace) -> None:
-                self._result_names.append(path(place.layer))
-                self._results.append(value(place))
-
-            return named
+            self._result_names.append(path_at(chain(node.targets[0]))(place.layer))
+            self._results.append(self.operands.operand(node.value, place))
+            return
         inner = node.value if isinstance(node, ast.Expr) else None
         if not isinstance(inner, ast.Yield | ast.YieldFrom) or inner.value is None:
             raise refuse(node, f"expected `loss = ...` or `yield ...`, found `{shown(node)}`")
-        result: At = self.operands.operand_at(inner.value)
         into = self._whole if isinstance(inner, ast.YieldFrom) else self._results
-        return lambda place: into.append(result(place))
+        into.append(self.operands.operand(inner.value, place))
 
     def _finish(self) -> None:
         results: Any = tuple(self._results)
@@ -281,34 +276,9 @@ class _Parser:
             output.meta["gt_managed_order"] = self._settings["managed"]
 
 
-def _fqn(node: ast.expr) -> str:
-    if isinstance(node, ast.Constant) and isinstance(node.value, str):
-        return node.value
-    raise refuse(node, f"expected a list of parameter names, found `{shown(node)}`")
-
-
 def _are_ranks(value: Any) -> bool:
     is_short = isinstance(value, range | list) and len(value) <= _MOST_RANKS
     return is_short and all(type(rank) is int and rank >= 0 for rank in value)
-
-
-def _example(node: ast.expr) -> int | float:
-    if (number := integer(node)) is not None:
-        return number
-    if isinstance(node, ast.Constant) and type(node.value) is float:
-        return node.value
-    raise refuse(node, f"expected the example of a symbol, `size(16)`, found `{shown(node)}`")
-
-
-def _set_value(node: fx.Node, value: Any) -> None:
-    if value is not None:
-        node.meta["val"] = value
-
-
-def _keyword(item: ast.keyword) -> str:
-    if item.arg is None:
-        raise refuse(item.value, "expected named arguments, found `**`")
-    return item.arg.removesuffix("__kw")
 
 
 def unfaithful(gm: fx.GraphModule, text: str, *, mesh: Mapping[str, int] | None = None) -> str | None:

@@ -136,13 +136,9 @@ class Subject:
     # -- lines
 
     def line(self, place: int) -> str:
-        """A node of the schedule as a message shows it: its place and its record of graph text."""
-        return f"{place:>6}  {self._spelled()[place]}"
-
-    def _spelled(self) -> list[str]:
-        """One text for each node of the schedule; the schedule's records are in its order."""
+        """A node of the schedule as a message shows it: its place and its line of graph text."""
         if not self._lines:
             told = lines_of(self._gm, mesh=self._mesh)
-            computed = [record for record in told if record.section.partition(".")[0] in (FORWARD, BACKWARD)]
-            self._lines = [*map(str, computed), "output"]
-        return self._lines
+            computed = [line for line in told if line.section.partition(".")[0] in (FORWARD, BACKWARD)]
+            self._lines = [*map(str, computed), "output"]  # in the order of the schedule
+        return f"{place:>6}  {self._lines[place]}"

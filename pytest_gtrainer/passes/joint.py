@@ -38,7 +38,7 @@ from pytest_gtrainer._torch.passes import (
 )
 from pytest_gtrainer.graph.bucket_plan import Bucket, BucketPlan, PayloadKey, PayloadOrder, Plan, sort_key
 from pytest_gtrainer.graph.collectives import (
-    Member,
+    FsdpCollective,
     PlanError,
     fsdp_all_gathers,
     fsdp_reduce_scatters,
@@ -123,7 +123,7 @@ class Merge:
 
     bucket: Bucket
     direction: str
-    members: tuple[Member, ...]
+    members: tuple[FsdpCollective, ...]
     first_launch: fx.Node
     last_launch: fx.Node
     first_wait: fx.Node
@@ -233,7 +233,7 @@ def _bucket(
     return True
 
 
-def _check_plan(plan: Plan, gm: fx.GraphModule, gathers: list[Member], scatters: list[Member]) -> None:
+def _check_plan(plan: Plan, gm: fx.GraphModule, gathers: list[FsdpCollective], scatters: list[FsdpCollective]) -> None:
     """Names exist (B5), and every sharded parameter is in exactly one bucket per direction (B6)."""
     fqns = {node_fqn(node) for node in gm.graph.nodes}
     plan.check_names(fqns | {member.parameter for member in gathers})
@@ -256,7 +256,7 @@ def _check_plan(plan: Plan, gm: fx.GraphModule, gathers: list[Member], scatters:
             seen.add((member.parameter, member.direction))
 
 
-def _payload_key(gm: fx.GraphModule, members: list[Member], order: PayloadOrder) -> PayloadKey:
+def _payload_key(gm: fx.GraphModule, members: list[FsdpCollective], order: PayloadOrder) -> PayloadKey:
     """The payload order of one kind of collective; positions are in registration order (A1, A5)."""
     place = {node: index for index, node in enumerate(gm.graph.nodes)}
     parameters = [member.parameter for member in sorted(members, key=lambda member: member.position)]
@@ -264,9 +264,9 @@ def _payload_key(gm: fx.GraphModule, members: list[Member], order: PayloadOrder)
     return sort_key(order, parameters, lambda member: place[member.launch], managed)
 
 
-def _merges(plan: Plan, members: list[Member], key: PayloadKey, direction: str | None) -> list[Merge]:
+def _merges(plan: Plan, members: list[FsdpCollective], key: PayloadKey, direction: str | None) -> list[Merge]:
     """Group members by bucket, direction and signature (D1), in order of their first launch."""
-    groups: dict[tuple[Any, ...], list[Member]] = {}
+    groups: dict[tuple[Any, ...], list[FsdpCollective]] = {}
     for member in members:
         bucket = plan.bucket_of(member.bucket_fqn)
         assert bucket is not None  # _check_plan

@@ -114,10 +114,10 @@ class Plan:
             if wrong := [fqn for fqn in fqns if not isinstance(fqn, str)]:
                 raise PlanError(f"entry {index} of the bucket plan has {wrong[0]!r}: expected FQNs, or lists of FQNs")
             fqns_of.append(fqns)
-        layers = [layer_of(fqns[0]) if len(fqns) > 1 else None for fqns in fqns_of]
+        layer_of_list = [layer_of(fqns[0]) if len(fqns) > 1 else None for fqns in fqns_of]
         roots = [
-            (layer,) if layer is not None and layers.count(layer) == 1 else fqns
-            for layer, fqns in zip(layers, fqns_of, strict=True)
+            (layer,) if layer is not None and layer_of_list.count(layer) == 1 else fqns
+            for layer, fqns in zip(layer_of_list, fqns_of, strict=True)
         ]
         self.buckets = tuple(map(Bucket, range(len(roots)), fqns_of, roots))
         self._by_fqn: dict[str, Bucket] = {}

@@ -21,7 +21,7 @@ from pytest_gtrainer._torch.operators import OpOverload
 from pytest_gtrainer.graphtext import header
 from pytest_gtrainer.graphtext.header import TextError
 from pytest_gtrainer.graphtext.literals import constants as constants_of
-from pytest_gtrainer.graphtext.operands import Operands
+from pytest_gtrainer.graphtext.operands import Operands, Sizes, may_be_symbolic
 from pytest_gtrainer.graphtext.operators import (
     UnknownOperator,
     is_method,
@@ -31,7 +31,6 @@ from pytest_gtrainer.graphtext.operators import (
 )
 from pytest_gtrainer.graphtext.rendering import render
 from pytest_gtrainer.graphtext.sections import SectionKey
-from pytest_gtrainer.graphtext.sizes import Sizes, may_be_symbolic
 from pytest_gtrainer.graphtext.syntax import (
     COMPUTED_SPACES,
     Computed,

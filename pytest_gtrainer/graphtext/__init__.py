@@ -28,9 +28,9 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from pytest_gtrainer.graphtext.folding import unfold
 from pytest_gtrainer.graphtext.header import TextError
 from pytest_gtrainer.graphtext.sections import GraphLine
-from pytest_gtrainer.graphtext.unfolding import unfold
 
 if TYPE_CHECKING:
     from pytest_gtrainer.graphtext.differences import diff

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from pytest_gtrainer.graphtext.folding import unfold
 from pytest_gtrainer.graphtext.header import TextError
 from pytest_gtrainer.graphtext.sections import GraphLine, Layer, Scope, SectionKey, scope_of
 from pytest_gtrainer.graphtext.syntax import (
@@ -41,7 +42,6 @@ from pytest_gtrainer.graphtext.syntax import (
     statement,
     type_template,
 )
-from pytest_gtrainer.graphtext.unfolding import unfold
 
 _DEFINITION = re.compile(r"(?P<name>\w+) = (?P<value>.*)")
 _HEADS = ("if ", "for ", "def ")

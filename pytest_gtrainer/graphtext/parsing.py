@@ -1,7 +1,10 @@
 """From a text to the graph again: ``parse(render(gm))`` is ``gm``, runnable.
 
-A line is made into one node for each layer that it stands for. Linear in nodes; nothing of the text is ever
-evaluated as Python.
+A text may be what a person writes, with another indentation, lines that go on, comments. It is read by the standard
+library's ``ast``; what is not in the grammar is refused, and nothing is ever evaluated as Python. A line is made into
+one node for each layer that it stands for. Linear in nodes.
+
+Terms: a *definition* is an assignment at the head; a *body* is a graph inside the graph.
 
 ``unfaithful`` says whether a text is all that it takes to make its graph again: asked before it becomes a golden.
 """
@@ -9,7 +12,9 @@ evaluated as Python.
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterable, Mapping
+import re
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import zip_longest
 from typing import Any
 
@@ -19,7 +24,8 @@ from torch import fx, nn
 from pytest_gtrainer._torch.graph_text import append_node
 from pytest_gtrainer._torch.operators import OpOverload
 from pytest_gtrainer.graphtext import header
-from pytest_gtrainer.graphtext.header import TextError
+from pytest_gtrainer.graphtext.folding import MOST_LAYERS, TextBlock, counted, expand
+from pytest_gtrainer.graphtext.header import TextError, nearest
 from pytest_gtrainer.graphtext.literals import constants as constants_of
 from pytest_gtrainer.graphtext.operands import Operands, Sizes, may_be_symbolic
 from pytest_gtrainer.graphtext.operators import (
@@ -30,7 +36,7 @@ from pytest_gtrainer.graphtext.operators import (
     operator_text,
 )
 from pytest_gtrainer.graphtext.rendering import render
-from pytest_gtrainer.graphtext.sections import SectionKey
+from pytest_gtrainer.graphtext.sections import Layer, Line, SectionKey
 from pytest_gtrainer.graphtext.syntax import (
     COMPUTED_SPACES,
     Computed,
@@ -45,12 +51,15 @@ from pytest_gtrainer.graphtext.syntax import (
     refuse,
     scope_at,
     shown,
+    static_path,
 )
 from pytest_gtrainer.graphtext.tags import write_tags
-from pytest_gtrainer.graphtext.unfolding import Source, TextProgram, read
 
 _KIND_OF_SPACE = {"P": "parameter", "B": "buffer", "I": "input"}
 _MOST_RANKS = 1 << 20
+_SPACES = ("P", "B", "I", "A", "fwd", "bwd", "out")
+_EDITS = ("like", "drop", "after")
+_BODY_NAME = re.compile(r"\w+_graph_\d+", re.ASCII)
 
 
 def parse(
@@ -72,41 +81,112 @@ def parse(
     Raises:
         TextError: the text is not graph text; says line, column and what was expected.
     """
-    graph, attributes, known = parse_graph(text, constants=constants, groups=groups, allow=allow)
-    gm = fx.GraphModule(_root(attributes), graph)
-    gm.meta["gt_groups"] = known
-    return gm
+    return _parsed(text, constants, groups, allow).module()
 
 
-def parse_graph(
-    text: str,
-    *,
-    constants: Mapping[str, Any] | None = None,
-    groups: Mapping[str, str] | None = None,
-    allow: Iterable[str] = (),
-) -> tuple[fx.Graph, dict[str, Any], dict[str, tuple[int, ...] | None]]:
-    """As ``parse``, before anything is compiled: the graph, its attributes, and ranks of groups by name."""
+def parse_graph(text: str) -> fx.Graph:
+    """As ``parse``, before anything is compiled."""
+    return _parsed(text, None, None, ()).graph
+
+
+def _parsed(
+    text: str, constants: Mapping[str, Any] | None, groups: Mapping[str, str] | None, allow: Iterable[str]
+) -> _Parser:
+    statements, sizes = _statements(text), Sizes(symbolic=may_be_symbolic(text))
     try:
-        parser = _Parser(read(text), Sizes(symbolic=may_be_symbolic(text)), constants or {}, groups or {}, tuple(allow))
+        return _Parser(statements, sizes, constants or {}, groups or {}, tuple(allow))
     except RecursionError:
         raise TextError("something in this text is nested too deeply", 1) from None
-    return parser.graph, parser.operands.attributes, parser.groups
 
 
-def _root(attributes: Mapping[str, Any]) -> nn.Module:
-    root = nn.Module()
-    for path, value in attributes.items():
-        *parents, name = path.split(".")
-        owner = root
-        for parent in parents:
-            if not hasattr(owner, parent):
-                owner.add_module(parent, nn.Module())
-            owner = getattr(owner, parent)
-        if isinstance(value, torch.Tensor):
-            owner.register_buffer(name, value)
+def _statements(text: str) -> list[ast.stmt]:
+    """The statements of a text.
+
+    Raises:
+        TextError: it is not Python, or of another version of the format, or only a view.
+    """
+    fields, version = header.read(text), header.version_of(text)
+    if (view := fields.get("view")) in header.PARTIAL_VIEWS:
+        raise TextError(f"this is the {view} view of a graph, a part of it: render the full view to parse it", 1)
+    if version is not None and version != header.VERSION:
+        advice = f"remake it with `{fields['remake']}`" if "remake" in fields else "render the graph again"
+        if version > header.VERSION:
+            advice = "it was made by a newer pytest-gtrainer, so upgrade"
+        raise TextError(f"format v{version}, and this pytest-gtrainer reads v{header.VERSION}: {advice}", 1)
+    try:
+        with warnings.catch_warnings(action="ignore"):  # an odd escape in a string is no news to anybody
+            return ast.parse(text).body
+    except SyntaxError as error:
+        raise TextError(f"{error.msg}: graph text is a part of Python", error.lineno or 1, error.offset or 0) from None
+    except (ValueError, RecursionError, MemoryError) as error:
+        reason = "it is nested too deeply" if not isinstance(error, ValueError) else str(error)
+        raise TextError(f"this cannot be read as Python: {reason}", 1) from None
+
+
+def _keys_of(node: ast.For | ast.If) -> list[SectionKey]:
+    """The sections that ``if fwd:`` or ``for i in fwd.layers[0:8]:`` stands for."""
+    if node.orelse:
+        raise refuse(node.orelse[0], "a section has no `else`")
+    if isinstance(node, ast.If):
+        if isinstance(node.test, ast.Name) and node.test.id in _SPACES:
+            return [SectionKey(node.test.id, None)]
+        found = shown(node.test)
+        raise refuse(node.test, f"expected one of {', '.join(_SPACES)}, found `{found}`{nearest(found, _SPACES)}")
+    expected = "expected `for i in fwd.layers[0]:` or `for i in fwd.layers[0:8]:`"
+    if not isinstance(node.target, ast.Name) or node.target.id != "i" or not isinstance(node.iter, ast.Subscript):
+        raise refuse(node, f"{expected}, found `{shown(node)}`")
+    numbers = _numbers(node.iter.slice, expected)
+    space, *path = chain(node.iter.value)
+    if space.kind != "name" or space.value not in _SPACES or not path:
+        raise refuse(node.iter, f"{expected}, found `{shown(node.iter)}`")
+    if any(link.relative for link in path):
+        raise refuse(node.iter, "a section's own path is not relative")
+    container = static_path(path)
+    return [SectionKey(str(space.value), Layer(container, number)) for number in numbers]
+
+
+def _numbers(place: ast.expr, expected: str) -> Sequence[int]:
+    """The layers of ``[3]`` and ``[0:8]``."""
+    if (number := integer(place)) is not None and number >= 0:
+        return [number]
+    if not isinstance(place, ast.Slice):
+        raise refuse(place, f"{expected}, found the index `{shown(place)}`")
+    first, step = integer(place.lower), integer(place.step) if place.step else 1
+    stop = integer(place.upper) if place.upper else (-1 if step == -1 else None)
+    if first is None or stop is None or step not in (1, -1) or first < 0:
+        raise refuse(place, f"{expected}: a range has a first layer, an end and at most the step -1")
+    count = max(0, (stop - first) * step)  # len(range(...)) has no number beyond a machine word
+    if not 0 < count <= MOST_LAYERS:
+        raise refuse(place, f"expected 1 to {MOST_LAYERS} layers, found {count}")
+    return range(first, stop, step)
+
+
+def _lines(statements: Sequence[ast.stmt], scope: ast.expr | None = None) -> Iterator[Line]:
+    """Statements under their names, each with its syntax tree and that of the module or bucket it stands under."""
+    heading = "" if scope is None else ast.unparse(scope)
+    for node in statements:
+        if isinstance(node, ast.With) and scope is None:
+            if len(node.items) != 1 or node.items[0].optional_vars is not None:
+                raise refuse(node, "expected one module or bucket, `with layers[0].attention:`")
+            yield from _lines(node.body, node.items[0].context_expr)
+            continue
+        value = node.value if isinstance(node, ast.Expr) else None
+        is_edit = isinstance(value, ast.Call) and isinstance(value.func, ast.Name) and value.func.id in _EDITS
+        if isinstance(node, ast.AnnAssign):
+            name = node.target.id if isinstance(node.target, ast.Name) else ast.unparse(node.target)
+        elif isinstance(node, ast.Assign) and len(node.targets) == 1:
+            name = ast.unparse(node.targets[0]) + " ="
+        elif is_edit or isinstance(value, ast.Yield | ast.YieldFrom):
+            name = ast.unparse(node)
         else:
-            setattr(owner, name, value)
-    return root
+            raise refuse(node, f"expected `mm: f32[2, 4] = aten.mm(x, y)`, found `{shown(node)}`")
+        yield Line(heading, name, (node, scope))
+
+
+def _spelled(key: SectionKey) -> str:
+    """As ``ast.unparse`` spells it in ``like(...)``."""
+    text = str(key)
+    return text if text.isascii() and '"' not in text else ast.unparse(ast.parse(text, mode="eval"))
 
 
 class _Parser:
@@ -114,7 +194,7 @@ class _Parser:
 
     def __init__(
         self,
-        program: TextProgram,
+        statements: Sequence[ast.stmt],
         sizes: Sizes,
         given: Mapping[str, Any],
         group_names: Mapping[str, str],
@@ -131,22 +211,53 @@ class _Parser:
         self._result_names: list[str] = []
         self._whole: list[Any] = []
         self._ranks: dict[str, tuple[int, ...] | None] = {}
-        for name, value in program.definitions.items():
-            self._define(name, value)
+        self._blocks: list[TextBlock] = []
+        self._keys: dict[str, SectionKey] = {}  # by what ``like(...)`` calls them
+        bodies = self._read(statements)
         for symbol, name in names_of_groups(self._ranks, group_names).items():
             self.groups[name] = self._ranks[symbol]
             self.operands.names[symbol] = name
-        for name, body in program.bodies.items():
-            self.operands.names[name] = self._body(body)
-        for key, source in program.statements():
-            self._run(key, source)
+        for body in bodies:
+            parser = _Parser(body.body, sizes.body(), given, group_names, allow)
+            self.operands.names[body.name] = parser.module()
+        for name, lines in expand(self._blocks):
+            for line in lines:
+                self._run(self._keys[name], *line.source)
         self._finish()
 
-    def _body(self, program: TextProgram) -> fx.GraphModule:
-        parser = _Parser(program, self._sizes.body(), self._given, self._group_names, self._allow)
-        gm = fx.GraphModule(_root(parser.operands.attributes), parser.graph)
-        gm.meta["gt_groups"] = parser.groups
+    def module(self) -> fx.GraphModule:
+        gm = fx.GraphModule(_root(self.operands.attributes), self.graph)
+        gm.meta["gt_groups"] = self.groups
         return gm
+
+    def _read(self, statements: Sequence[ast.stmt]) -> list[ast.FunctionDef]:
+        """Evaluate the definitions, keep the sections as blocks; gives the bodies."""
+        definitions: set[str] = set()
+        bodies: dict[str, ast.FunctionDef] = {}
+        total = 0
+        for node in statements:
+            if isinstance(node, ast.FunctionDef):
+                if ast.unparse(node.args) or node.decorator_list or node.returns:
+                    raise refuse(node, f"a body takes its inputs in a section `if A:`: expected `def {node.name}():`")
+                if node.name in bodies or not _BODY_NAME.fullmatch(node.name):
+                    raise refuse(node, f"a body's name is its own and ends like `cond_graph_0`, found `{node.name}`")
+                bodies[node.name] = node
+            elif isinstance(node, ast.Assign):
+                name = node.targets[0]
+                if len(node.targets) > 1 or not isinstance(name, ast.Name):
+                    raise refuse(node, f"expected a definition like `fsdp = group(range(0, 8))`, found `{shown(node)}`")
+                if name.id in definitions:
+                    raise refuse(node, f"`{name.id}` is defined twice")
+                definitions.add(name.id)
+                self._define(name.id, node.value)
+            elif isinstance(node, ast.For | ast.If):
+                named = {_spelled(key): key for key in _keys_of(node)}
+                self._keys |= named
+                self._blocks.append(TextBlock(node.lineno, tuple(named), tuple(_lines(node.body))))
+                total = counted(self._blocks[-1], self._blocks[-1].lines, total)
+            else:
+                raise refuse(node, f"expected a section (`if fwd:`, `for i in fwd.layers[0]:`), found `{shown(node)}`")
+        return list(bodies.values())
 
     # -- definitions
 
@@ -179,14 +290,14 @@ class _Parser:
 
     # -- statements
 
-    def _run(self, key: SectionKey, source: Source) -> None:
-        node, place = source.node, LinePlace(*key)
+    def _run(self, key: SectionKey, node: ast.stmt, heading: ast.expr | None) -> None:
+        place = LinePlace(*key)
         if key.space == "out":
             self._result(node, place)
         elif key.space not in COMPUTED_SPACES and isinstance(node, ast.AnnAssign):
             self._input(node, place)
         elif key.space in COMPUTED_SPACES and (parts := computed(node)) is not None:
-            self._computed(parts, source.scope, place)
+            self._computed(parts, heading, place)
         else:
             raise refuse(node, f"expected `name: type = operator(...)`, found `{shown(node)}`")
 
@@ -273,6 +384,22 @@ class _Parser:
             output.meta["gt_outputs"] = tuple(self._result_names)
         if "managed" in self._settings:
             output.meta["gt_managed_order"] = self._settings["managed"]
+
+
+def _root(attributes: Mapping[str, Any]) -> nn.Module:
+    root = nn.Module()
+    for path, value in attributes.items():
+        *parents, name = path.split(".")
+        owner = root
+        for parent in parents:
+            if not hasattr(owner, parent):
+                owner.add_module(parent, nn.Module())
+            owner = getattr(owner, parent)
+        if isinstance(value, torch.Tensor):
+            owner.register_buffer(name, value)
+        else:
+            setattr(owner, name, value)
+    return root
 
 
 def _are_ranks(value: Any) -> bool:

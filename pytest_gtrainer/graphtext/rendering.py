@@ -24,7 +24,7 @@ from pytest_gtrainer.graph.layout import BucketLayout, bucket_layout
 from pytest_gtrainer.graph.nodes import node_fqn
 from pytest_gtrainer.graphtext import header as headers
 from pytest_gtrainer.graphtext import schedule_view
-from pytest_gtrainer.graphtext.folding import INDENT, fold
+from pytest_gtrainer.graphtext.folding import INDENT, fold, unfold
 from pytest_gtrainer.graphtext.literals import spell_dtype
 from pytest_gtrainer.graphtext.operators import Operator, groups_of, groups_of_ranks, operator_of, word
 from pytest_gtrainer.graphtext.scopes import Scopes, is_computed, is_item, names_of, scopes_of
@@ -42,7 +42,6 @@ from pytest_gtrainer.graphtext.sections import (
 )
 from pytest_gtrainer.graphtext.spelling import Backed, Speller
 from pytest_gtrainer.graphtext.tags import tags_of
-from pytest_gtrainer.graphtext.unfolding import unfold
 
 VIEWS = ("full", "schedule", "layout")
 NOTHING = "payloads = []"

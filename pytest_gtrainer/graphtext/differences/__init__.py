@@ -42,8 +42,8 @@ from pytest_gtrainer.graphtext.differences.values import (
     tag_remarks,
     type_remarks,
 )
+from pytest_gtrainer.graphtext.folding import unfold
 from pytest_gtrainer.graphtext.sections import GraphLine
-from pytest_gtrainer.graphtext.unfolding import unfold
 
 __all__ = ["LIMIT", "diff", "explain", "text_diff"]
 

@@ -3,7 +3,7 @@
 Used where a whole golden would say too much: ``then aten.mm in layers.0 as m``, ``next
 wait_tensor(m)``, ``never reduce_scatter_tensor in fwd``. The same words stand in comment lines
 of graph files (``# check: …``), in texts (``assert_graph``) and as methods (``check_graph``).
-The data flow is ``tokens → syntax → check → matcher → report``; nothing here imports pytest.
+The data flow is ``tokens → syntax → pattern → search → report``; nothing here imports pytest.
 
 Terms:
 

@@ -8,6 +8,7 @@ depending on what stands there.
 
 from __future__ import annotations
 
+import contextlib
 import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from torch import fx
 from pytest_gtrainer._torch.graph_text import higher_order_operators, operator_names
 from pytest_gtrainer.checks.subject import CheckError, Subject
 from pytest_gtrainer.graphtext.header import nearest
-from pytest_gtrainer.graphtext.literals import CONSTANTS, spell_dtype
+from pytest_gtrainer.graphtext.literals import CONSTANTS, spell_literal
 from pytest_gtrainer.graphtext.operators import operator_of
 from pytest_gtrainer.graphtext.scopes import is_item
 
@@ -43,10 +44,11 @@ class OperatorPattern:
         """Raises ``CheckError`` if neither the graph nor torch has such an operator."""
         if self.text == OUTPUT or any(self.matches(node) for node in used):
             return
-        if not _is_known(self.text):
-            last = self.text.removesuffix(".default").rpartition(".")[2]
-            hint = nearest(last, {name for _, name, _ in _registered()})
-            raise CheckError(f"no operator is called {self.text!r}{hint}")
+        registered = [name.replace("::", ".").split(".") for name in operator_names()]
+        if _is_known(self.text, registered):
+            return
+        last = self.text.removesuffix(".default").rpartition(".")[2]
+        raise CheckError(f"no operator is called {self.text!r}{nearest(last, {path[1] for path in registered})}")
 
 
 def _fits(pattern: str, path: Sequence[str], name: str) -> bool:
@@ -66,70 +68,33 @@ def _fits(pattern: str, path: Sequence[str], name: str) -> bool:
     return len(parts) <= len(path) and all(map(fnmatchcase, path, parts))
 
 
-def _is_known(pattern: str) -> bool:
+def _is_known(pattern: str, registered: Iterable[Sequence[str]]) -> bool:
+    """Whether there is such an operator: of the dispatcher, of Python, a method, a function, or of higher order."""
     home, _, name = pattern.rpartition(".")
-    if any(_fits(pattern, path, path[1]) for path in _registered()):
+    owners = {"": (operator, torch.Tensor), "operator": (operator,), "method": (torch.Tensor,)}
+    if any(_fits(pattern, path, path[1]) for path in registered):
         return True
-    if home in ("", "operator") and hasattr(operator, name):
-        return True
-    if home in ("", "method") and hasattr(torch.Tensor, name):
+    if any(hasattr(owner, name) for owner in owners.get(home, ())):
         return True
     if home.startswith("torch"):
-        return _attribute_exists(pattern)
+        with contextlib.suppress(AttributeError):
+            return operator.attrgetter(pattern.partition(".")[2])(torch) is not None
+        return False
     return any(_fits(pattern, ("hop", known), known) for known in higher_order_operators())
-
-
-def _attribute_exists(path: str) -> bool:
-    found: object = torch
-    for part in path.split(".")[1:]:
-        found = getattr(found, part, None)
-    return found is not None
-
-
-def _registered() -> list[tuple[str, str, str]]:
-    """Namespace, name and overload of every operator of the dispatcher."""
-    found = []
-    for spelled in operator_names():
-        namespace, _, rest = spelled.partition("::")
-        name, _, overload = rest.partition(".")
-        found.append((namespace, name, overload or "default"))
-    return found
-
-
-@dataclass(frozen=True, slots=True)
-class Any_:
-    """``_``: whatever stands there."""
-
-    def __str__(self) -> str:
-        return "_"
-
-
-@dataclass(frozen=True, slots=True)
-class Rest:
-    """``...``: any number of arguments; at the end of a call, keywords too."""
-
-    def __str__(self) -> str:
-        return "..."
 
 
 @dataclass(frozen=True, slots=True)
 class Literal:
-    """A number, a string, None, True or False."""
+    """A constant as graph text spells it: ``2.0``, ``'avg'``, ``None``, ``device("cuda")``."""
 
-    value: object
-
-    def __str__(self) -> str:
-        return repr(self.value)
-
-
-@dataclass(frozen=True, slots=True)
-class Device:
-    """``device("cuda")``: the type only, as in graph text."""
-
-    kind: str
+    text: str
 
     def __str__(self) -> str:
-        return f'device("{self.kind}")'
+        return self.text
+
+
+ANY, REST = Literal("_"), Literal("...")
+"""Whatever stands there; any number of arguments, and at the end of a call keywords, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,15 +131,14 @@ class CallPattern:
         return f"{self.operator.text}({', '.join(told)})"
 
 
-Argument = Any_ | Rest | Literal | Device | Name | List | CallPattern
+Argument = Literal | Name | List | CallPattern
 
 
 def check_argument(pattern: Argument, subject: Subject) -> None:
     """Raises ``CheckError`` for a pattern that stands for nothing in this graph."""
     if isinstance(pattern, Name):
         symbols = {group.symbol for group in subject.groups.values()}
-        whole = _input_by_index(pattern, subject)
-        if pattern.text not in CONSTANTS and pattern.text not in symbols and whole is None:
+        if pattern.text not in CONSTANTS and pattern.text not in symbols and not _input_by_index(pattern, subject):
             subject.check_name(pattern.text)
     elif isinstance(pattern, List):
         for item in pattern.items:
@@ -189,83 +153,64 @@ def call_mismatch(pattern: CallPattern, node: fx.Node, subject: Subject) -> str 
     """Where a node's arguments differ from a call's, in words; None if they do not."""
     if node.op == "output":
         results = node.args[0] if isinstance(node.args[0], list | tuple) else node.args
-        return _items_mismatch(pattern.arguments, results, [False] * len(results), subject)
+        return _items_mismatch(pattern.arguments, results, subject)
     groups = operator_of(node).group_arguments
-    is_group = [place in groups for place in range(len(node.args))]
-    found = _items_mismatch(pattern.arguments, node.args, is_group, subject)
-    if found:
+    if found := _items_mismatch(pattern.arguments, node.args, subject, groups):
         return found
     wanted = dict(pattern.keywords)
     for name, value in wanted.items():
         if name not in node.kwargs:
             return f"it has no argument {name}=, expected {name}={value}"
-        if found := mismatch(value, node.kwargs[name], subject, is_group=name in groups):
+        if found := _mismatch(value, node.kwargs[name], subject, is_group=name in groups):
             return f"{name}: {found}"
-    is_open = pattern.arguments and isinstance(pattern.arguments[-1], Rest)
     extra = [name for name in node.kwargs if name not in wanted]
-    return f"it has {extra[0]}= too (`...` at the end would leave it open)" if extra and not is_open else None
-
-
-def mismatch(pattern: Argument, value: Any, subject: Subject, *, is_group: bool = False) -> str | None:
-    """How an argument differs from its pattern, in words; None if it does not."""
-    if isinstance(pattern, Any_):
-        return None
-    if is_group and isinstance(value, str) and value in subject.groups:
-        return _group_mismatch(pattern, value, subject)
-    if isinstance(pattern, List):
-        if not isinstance(value, list | tuple):
-            return f"it is {_shown(value, subject)}, expected the list {pattern}"
-        return _items_mismatch(pattern.items, value, [False] * len(value), subject)
-    if isinstance(pattern, CallPattern):
-        return _nested_mismatch(pattern, value, subject)
-    return None if _is(pattern, value, subject) else f"it is {_shown(value, subject)}, expected {pattern}"
-
-
-def _nested_mismatch(pattern: CallPattern, value: Any, subject: Subject) -> str | None:
-    if not isinstance(value, fx.Node) or value not in subject.place or not pattern.operator.matches(value):
-        return f"it is {_shown(value, subject)}, expected {pattern}"
-    found = call_mismatch(pattern, value, subject)
-    return f"in {pattern.operator.text}: {found}" if found else None
+    if extra and pattern.arguments[-1:] != (REST,):
+        return f"it has {extra[0]}= too (`...` at the end would leave it open)"
+    return None
 
 
 def _items_mismatch(
-    patterns: Sequence[Argument], values: Sequence[Any], is_group: Sequence[bool], subject: Subject
+    patterns: Sequence[Argument], values: Sequence[Any], subject: Subject, groups: frozenset[int | str] = frozenset()
 ) -> str | None:
-    gaps = [place for place, pattern in enumerate(patterns) if isinstance(pattern, Rest)]
-    given = len(patterns) - len(gaps)
-    if len(values) < given or (len(values) > given and not gaps):
-        more = " or more" if gaps else ""
-        return f"there are {len(values)}, expected {given}{more}: ({', '.join(map(str, patterns))})"
-    head = gaps[0] if gaps else len(patterns)
-    tail = len(patterns) - head - 1 if gaps else 0
+    """How a list differs; ``groups`` are the places in it that name a process group."""
+    head = patterns.index(REST) if REST in patterns else len(patterns)
+    tail = max(len(patterns) - head - 1, 0)
+    if len(values) < head + tail or (len(values) > head and REST not in patterns):
+        more = " or more" if REST in patterns else ""
+        return f"there are {len(values)}, expected {head + tail}{more}: ({', '.join(map(str, patterns))})"
     pairs = [(place, place) for place in range(head)]
     pairs += [(len(patterns) - place, len(values) - place) for place in range(tail, 0, -1)]
     for wanted, place in pairs:
-        if found := mismatch(patterns[wanted], values[place], subject, is_group=is_group[place]):
+        if found := _mismatch(patterns[wanted], values[place], subject, is_group=place in groups):
             return f"number {place + 1}: {found}"
     return None
 
 
-def _group_mismatch(pattern: Argument, name: str, subject: Subject) -> str | None:
-    group = subject.groups[name]
+def _mismatch(pattern: Argument, value: Any, subject: Subject, *, is_group: bool = False) -> str | None:
+    """How an argument differs from its pattern, in words; None if it does not."""
+    if pattern == ANY:
+        return None
+    if is_group and isinstance(value, str) and (group := subject.groups.get(value)):
+        if not isinstance(pattern, List):
+            return None if str(pattern) == group.symbol else f"it is the group {group}, expected {pattern}"
+        ranks = list(group.ranks or ())
+        return None if str(pattern) == str(ranks) else f"it is {group}, expected the ranks {pattern}"
     if isinstance(pattern, List):
-        ranks = [item.value if isinstance(item, Literal) else None for item in pattern.items]
-        return None if ranks == list(group.ranks or ()) else f"it is {group}, expected the ranks {pattern}"
-    return None if str(pattern) == group.symbol else f"it is the group {group}, expected {pattern}"
-
-
-def _is(pattern: Argument, value: Any, subject: Subject) -> bool:
-    if isinstance(pattern, Name):
-        return _is_named(pattern, value, subject)
-    if isinstance(pattern, Device):
-        return isinstance(value, torch.device) and value.type == pattern.kind
-    # by spelling: True is not 1, and -0.0 is not 0.0
-    return isinstance(pattern, Literal) and not isinstance(value, fx.Node) and repr(value) == repr(pattern.value)
-
-
-def _is_named(pattern: Name, value: Any, subject: Subject) -> bool:
+        if not isinstance(value, list | tuple):
+            return f"it is {_shown(value, subject)}, expected the list {pattern}"
+        return _items_mismatch(pattern.items, value, subject)
     if not isinstance(value, fx.Node):
-        return pattern.item is None and pattern.text in CONSTANTS and repr(value) == repr(CONSTANTS[pattern.text])
+        fits = str(pattern) == spell_literal(value)  # by spelling: True is not 1, and -0.0 is not 0.0
+    elif isinstance(pattern, CallPattern):
+        fits = value in subject.place and pattern.operator.matches(value)
+        if fits and (found := call_mismatch(pattern, value, subject)):
+            return f"in {pattern.operator.text}: {found}"
+    else:
+        fits = isinstance(pattern, Name) and _is_named(pattern, value, subject)
+    return None if fits else f"it is {_shown(value, subject)}, expected {pattern}"
+
+
+def _is_named(pattern: Name, value: fx.Node, subject: Subject) -> bool:
     if (whole := _input_by_index(pattern, subject)) is not None:
         return subject.is_named(value, whole)
     if pattern.item is None:
@@ -275,10 +220,9 @@ def _is_named(pattern: Name, value: Any, subject: Subject) -> bool:
 
 def _input_by_index(pattern: Name, subject: Subject) -> str | None:
     """``A[0]`` is the graph input without a name at position 0, unless A is a capture."""
-    if pattern.item is None or pattern.text in subject.captures:
-        return None
     name = f"{pattern.text}.{pattern.item}"
-    return name if subject.inputs_called(name) else None
+    is_input = pattern.item is not None and pattern.text not in subject.captures and subject.inputs_called(name)
+    return name if is_input else None
 
 
 def _shown(value: Any, subject: Subject) -> str:
@@ -286,7 +230,7 @@ def _shown(value: Any, subject: Subject) -> str:
         return subject.name_of(value)
     if isinstance(value, list | tuple):
         return f"[{', '.join(_shown(item, subject) for item in value)}]"
-    return spell_dtype(value) if isinstance(value, torch.dtype) else repr(value)
+    return spell_literal(value) or repr(value)
 
 
 def names_in(patterns: Iterable[Argument]) -> Iterable[str]:

@@ -1,4 +1,9 @@
-"""Checks as methods, and as a text."""
+"""Checks as methods and as a text, the search that runs them, and its failures in words.
+
+A ``then`` takes the first node that matches behind the last match, and does not come back to it, as FileCheck does.
+So the cost is one walk over the schedule for a run of checks, and one for each ``count`` and ``start``. A failure
+says the check, where the search stood, and what came nearest and how it differs.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +17,6 @@ import torch
 from torch import fx
 
 from pytest_gtrainer.checks.arguments import OperatorPattern
-from pytest_gtrainer.checks.matcher import Matcher, run_checks
 from pytest_gtrainer.checks.predicates import (
     Check,
     HasType,
@@ -24,10 +28,12 @@ from pytest_gtrainer.checks.predicates import (
     UsedBy,
     Where,
 )
-from pytest_gtrainer.checks.subject import CheckError, Subject
+from pytest_gtrainer.checks.subject import CheckError, CheckFailure, Subject
 from pytest_gtrainer.checks.syntax import parse_check, parse_pattern
 
 _HERE = os.path.dirname(__file__)
+_MOST = 8
+"""A failure shows so many nodes of a count."""
 
 
 class Conditions(TypedDict, total=False):
@@ -149,40 +155,39 @@ class GraphChecker:
         __tracebackhide__ = True
         if self._matcher is None:
             raise CheckError("checks stand in a block, which ends them: `with check_graph(gm) as check:`")
-        place = _place()
+        place, text = _place(), _as_text(kind, node, conditions, number)
         try:
-            check = Check(kind, _pattern(node, conditions), _as_text(kind, node, conditions, number), place, number)
+            check = Check(kind, _pattern(node, conditions), text, place, number)
         except CheckError as error:
-            raise CheckError(f"{place}: {_as_text(kind, node, conditions, number)}\n{error}") from None
+            raise CheckError(f"{place}: {text}\n{error}") from None
         self._matcher.run(check)
         return self
 
 
 def _pattern(node: str, conditions: Conditions) -> Pattern:
+    """The node's text, and the conditions as further predicates."""
     said = parse_pattern(node)
     unknown = sorted(set(conditions) - set(Conditions.__annotations__))
     if unknown:
         raise CheckError(f"there is no condition {unknown[0]!r}; there are {', '.join(Conditions.__annotations__)}")
     if said.name and "name" in conditions:
         raise CheckError(f"a node gets one name, not {said.name} and {conditions['name']}")
-    return Pattern((*said.predicates, *_predicates(conditions)), conditions.get("name", said.name))
-
-
-def _predicates(conditions: Conditions) -> Iterable[Predicate]:
+    found: list[Predicate] = [*said.predicates]
     if "direction" in conditions:
-        yield InDirection(conditions["direction"])
+        found.append(InDirection(conditions["direction"]))
     if "module" in conditions:
-        yield InModule(conditions["module"])
+        found.append(InModule(conditions["module"]))
     if "bucket" in conditions:
         bucket = conditions["bucket"]
-        yield InBucket((bucket,) if isinstance(bucket, str) else tuple(bucket))
+        found.append(InBucket((bucket,) if isinstance(bucket, str) else tuple(bucket)))
     if "dtype" in conditions or "shape" in conditions:
         shape = conditions.get("shape")
-        yield HasType(conditions.get("dtype"), None if shape is None else tuple(shape))
+        found.append(HasType(conditions.get("dtype"), None if shape is None else tuple(shape)))
     if "users" in conditions:
-        yield UsedBy(OperatorPattern(conditions["users"]))
+        found.append(UsedBy(OperatorPattern(conditions["users"])))
     if "where" in conditions:
-        yield Where(conditions["where"])
+        found.append(Where(conditions["where"]))
+    return Pattern(tuple(found), conditions.get("name", said.name))
 
 
 def _as_text(kind: str, node: str, conditions: Conditions, number: int | None) -> str:
@@ -203,3 +208,155 @@ def _place(*, with_line: bool = True) -> str:
     path = os.path.relpath(frame.f_code.co_filename)
     file = frame.f_code.co_filename if path.startswith("..") else path
     return f"{file}:{frame.f_lineno}" if with_line else file
+
+
+def run_checks(subject: Subject, checks: Iterable[Check]) -> None:
+    """Check a graph.
+
+    Raises:
+        CheckFailure: the graph is not as a check says.
+        CheckError: a check cannot match or cannot fail, or there is none.
+    """
+    __tracebackhide__ = True
+    matcher = Matcher(subject)
+    for check in checks:
+        matcher.run(check)
+    matcher.finish()
+
+
+class Matcher:
+    """Runs checks one by one; ``finish`` judges what waits for the end."""
+
+    def __init__(self, subject: Subject) -> None:
+        self._subject = subject
+        self._schedule = subject.schedule
+        self._at = -1  # the last match's place in the schedule
+        self._waiting: list[Check] = []
+        self._last: Check | None = None
+
+    def run(self, check: Check) -> None:
+        __tracebackhide__ = True
+        self._last = check
+        try:
+            check.pattern.check(self._subject)
+            steps = {
+                "then": self._then,
+                "next": self._next,
+                "same": self._same,
+                "never": self._waiting.append,
+                "count": self._count,
+                "start": self._start,
+            }
+            steps[check.kind](check)
+        except CheckError as error:
+            raise CheckError(f"{check}\n{error}") from None
+
+    def finish(self) -> None:
+        """Judge every `never` that no match has ended.
+
+        Raises:
+            CheckError: nothing was checked.
+        """
+        __tracebackhide__ = True
+        if self._last is None:
+            raise CheckError("there is no check, so nothing was checked: add one, such as `then aten.mm in layers.0`")
+        if self._last.kind == "start":
+            raise CheckError(f"{self._last}\nnothing is checked after this `start`: remove it or add a check")
+        self._end_waiting(len(self._schedule))
+
+    def _end_waiting(self, end: int) -> None:
+        """No node from behind the last match up to ``end`` may match a waiting `never`."""
+        __tracebackhide__ = True
+        if self._waiting and self._at == len(self._schedule) - 1:
+            raise CheckError(f"{self._waiting[0]}\nnothing follows the graph's output, so this `never` cannot fail")
+        for check in self._waiting:
+            for place in range(self._at + 1, end):
+                if self._matches(check, place):
+                    since = f"the match at {self._at}" if self._at >= 0 else "the start"
+                    upto = "the end" if end == len(self._schedule) else f"the match at {end}"
+                    told = f"it matches between {since} and {upto}\n{self._subject.line(place)}"
+                    raise self._failure(check, told)
+        self._waiting.clear()
+
+    def _matches(self, check: Check, place: int) -> bool:
+        return check.pattern.matches(self._schedule[place], self._subject)
+
+    def _arrive(self, check: Check, place: int) -> None:
+        self._at = place
+        if check.pattern.name:
+            self._subject.captures[check.pattern.name] = self._schedule[place]
+
+    # -- kinds of checks
+
+    def _then(self, check: Check) -> None:
+        __tracebackhide__ = True
+        for place in range(self._at + 1, len(self._schedule)):
+            if self._matches(check, place):
+                self._end_waiting(place)
+                return self._arrive(check, place)
+        stood = "no node matches; the search began at the graph's first node"
+        if self._at >= 0:
+            stood = f"no node matches behind the last match, which is\n{self._subject.line(self._at)}"
+        raise self._failure(check, stood, *self._nearest(check, self._at))
+
+    def _next(self, check: Check) -> None:
+        __tracebackhide__ = True
+        if self._waiting:
+            raise CheckError(f"between a match and its next node there is nothing, so `{self._waiting[0]}` cannot fail")
+        place = self._at + 1
+        if place == len(self._schedule):
+            raise self._failure(check, "nothing follows the graph's output")
+        if not self._matches(check, place):
+            later = next((p for p in range(len(self._schedule)) if self._matches(check, p)), None)
+            told = [] if later is None else [f"a node that matches stands at\n{self._subject.line(later)}"]
+            raise self._failure(check, f"the next node does not match\n{self._differing(check, place)}", *told)
+        self._arrive(check, place)
+
+    def _same(self, check: Check) -> None:
+        __tracebackhide__ = True
+        if self._at < 0:
+            raise CheckError("`same` speaks of the last match, and there is none yet: begin with `then` or `next`")
+        if not self._matches(check, self._at):
+            raise self._failure(check, f"the last match is not such a node\n{self._differing(check, self._at)}")
+        self._arrive(check, self._at)
+
+    def _count(self, check: Check) -> None:
+        __tracebackhide__ = True
+        found = [place for place in range(len(self._schedule)) if self._matches(check, place)]
+        if len(found) != check.number:
+            lines = [self._subject.line(place) for place in found[:_MOST]]
+            lines += [f"and {len(found) - _MOST} more"] if len(found) > _MOST else []
+            told = "\n".join([f"the graph has {len(found)}", *lines])
+            raise self._failure(check, told, *self._nearest(check, -1, besides=found))
+
+    def _start(self, check: Check) -> None:
+        __tracebackhide__ = True
+        self._end_waiting(len(self._schedule))
+        self._at = -1
+
+    # -- failures
+
+    def _failure(self, check: Check, *paragraphs: str) -> CheckFailure:
+        subject = self._subject
+        places = {name: subject.place[subject.captures[name]] for name in check.pattern.captures_used(subject)}
+        used = [f"{name} is\n{subject.line(place)}" for name, place in places.items()]
+        return CheckFailure("\n".join([str(check), *paragraphs, *used]))
+
+    def _differing(self, check: Check, place: int) -> str:
+        """A node, and below it how it differs."""
+        words = check.pattern.differences(self._schedule[place], self._subject)
+        return "\n".join([self._subject.line(place), *(f"        {line}" for line in words)])
+
+    def _nearest(self, check: Check, at: int, besides: Sequence[int] = ()) -> list[str]:
+        """The node of that operator that differs least; of equals the first behind the search's beginning."""
+        pattern, subject = check.pattern, self._subject
+        places = [
+            p for p, node in enumerate(self._schedule) if pattern.has_operator(node, subject) and p not in besides
+        ]
+        if not places:
+            return [] if besides else ["no node of the graph has that operator"]
+        distance = {place: len(pattern.differences(self._schedule[place], subject)) for place in places}
+        best = min(places, key=lambda place: (distance[place], place <= at, place))
+        if distance[best] == 0:
+            return [f"a node that matches stands before that\n{subject.line(best)}"]
+        return [f"the nearest is\n{self._differing(check, best)}"]

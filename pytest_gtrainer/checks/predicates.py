@@ -139,7 +139,8 @@ class HasType(Predicate):
     def difference(self, node: fx.Node, subject: Subject) -> str | None:
         value = node.meta.get("val")
         if not isinstance(value, torch.Tensor):
-            return f"its value is {_kind(value)}, expected one tensor"
+            kind = "not known" if value is None else f"of type {type(value).__name__}"
+            return f"its value is {kind}, expected one tensor"
         if self.dtype is not None and value.dtype is not self.dtype:
             return f"its dtype is {spell_dtype(value.dtype)}, expected {spell_dtype(self.dtype)}"
         layout = (("shape is", tuple(value.shape), self.shape), ("strides are", value.stride(), self.strides))
@@ -220,10 +221,6 @@ def _told(fqns: Sequence[str]) -> str:
     return ", ".join(fqn or "the root" for fqn in fqns) or "none"
 
 
-def _kind(value: object) -> str:
-    return "not known" if value is None else f"of type {type(value).__name__}"
-
-
 def _extents_fit(found: Sequence[object], wanted: Sequence[Extent]) -> bool:
     """
     >>> _extents_fit((2, 3, 4), (2, ..., None)), _extents_fit((2,), (2, None)), _extents_fit((), (...,))
@@ -235,12 +232,10 @@ def _extents_fit(found: Sequence[object], wanted: Sequence[Extent]) -> bool:
         if len(found) < gap + tail:
             return False
         found, wanted = [*found[:gap], *found[len(found) - tail :]], [*wanted[:gap], *wanted[gap + 1 :]]
-    return len(found) == len(wanted) and all(map(_extent_fits, found, wanted))
-
-
-def _extent_fits(found: object, wanted: Extent) -> bool:
-    """A symbolic extent fits `_` only: comparing it would add a guard."""
-    return wanted is None or (type(found) is int and found == wanted)
+    if len(found) != len(wanted):
+        return False
+    pairs = zip(found, wanted, strict=True)  # a symbolic extent fits `_` only: comparing it would add a guard
+    return all(want is None or (type(extent) is int and extent == want) for extent, want in pairs)
 
 
 def _extents(extents: Sequence[object]) -> str:

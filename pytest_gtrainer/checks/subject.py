@@ -10,7 +10,7 @@ from torch import fx
 from pytest_gtrainer.graph.nodes import BACKWARD, FORWARD, direction
 from pytest_gtrainer.graphtext.header import nearest
 from pytest_gtrainer.graphtext.operators import groups_of, operator_of
-from pytest_gtrainer.graphtext.rendering import records
+from pytest_gtrainer.graphtext.rendering import lines_of
 from pytest_gtrainer.graphtext.scopes import is_computed, is_item, scopes_of
 
 
@@ -136,13 +136,9 @@ class Subject:
     # -- lines
 
     def line(self, place: int) -> str:
-        """A node of the schedule as a message shows it: its place and its record of graph text."""
-        return f"{place:>6}  {self._spelled()[place]}"
-
-    def _spelled(self) -> list[str]:
-        """One text for each node of the schedule; the schedule's records are in its order."""
+        """A node of the schedule as a message shows it: its place and its line of graph text."""
         if not self._lines:
-            told = records(self._gm, mesh=self._mesh)
-            computed = [record for record in told if record.section.partition(".")[0] in (FORWARD, BACKWARD)]
-            self._lines = [*map(str, computed), "output"]
-        return self._lines
+            told = lines_of(self._gm, mesh=self._mesh)
+            computed = [line for line in told if line.section.partition(".")[0] in (FORWARD, BACKWARD)]
+            self._lines = [*map(str, computed), "output"]  # in the order of the schedule
+        return f"{place:>6}  {self._lines[place]}"

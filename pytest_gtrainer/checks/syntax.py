@@ -20,15 +20,14 @@ from typing import NamedTuple, TypeVar
 import torch
 
 from pytest_gtrainer.checks.arguments import (
-    Any_,
+    ANY,
+    REST,
     Argument,
     CallPattern,
-    Device,
     List,
     Literal,
     Name,
     OperatorPattern,
-    Rest,
 )
 from pytest_gtrainer.checks.predicates import (
     KINDS,
@@ -93,7 +92,6 @@ def tokens_of(text: str) -> list[Token]:
 
 
 CLAUSES = ("in", "->", "from", "used", "as")
-_CONSTANTS = {"None": None, "True": True, "False": False}
 _T = TypeVar("_T")
 
 
@@ -104,7 +102,7 @@ def parse_check(text: str, place: str) -> Check:
         CheckError: says the place and what was expected.
     """
     try:
-        reader = _Reader(tokens_of(text))
+        reader = _Grammar(tokens_of(text))
         kind = reader.word("one of " + ", ".join(KINDS))
         if kind not in KINDS:
             raise CheckError(f"a check begins with {', '.join(KINDS)}, not {kind!r}{nearest(kind, KINDS)}")
@@ -120,10 +118,10 @@ def parse_pattern(text: str) -> Pattern:
     >>> [type(p).__name__ for p in parse_pattern("mm(x, _) in bwd layers.0 as m").predicates]
     ['IsOperator', 'HasArguments', 'InDirection', 'InModule']
     """
-    return _Reader(tokens_of(text)).pattern()
+    return _Grammar(tokens_of(text)).pattern()
 
 
-class _Reader:
+class _Grammar:
     """Recursive descent over the tokens, one method a rule of the grammar."""
 
     def __init__(self, tokens: list[Token]) -> None:
@@ -170,27 +168,20 @@ class _Reader:
         predicates: list[Predicate] = []
         names: list[str] = []
         if self._next is not END and self._next.text not in CLAUSES:
-            predicates += self._call()
+            operator = OperatorPattern(self.word("an operator"))
+            predicates.append(IsOperator(operator))
+            if self._accept("("):
+                predicates.append(HasArguments(self._call(operator)))
         while self._next is not END:
             if self._accept("as"):
-                names.append(self._capture())
+                names.append(self.word("a name"))
+                if not names[-1].isidentifier() or names[-1] == "_":
+                    raise CheckError(f"a node's name is a plain word, not {names[-1]!r}")
             else:
                 predicates += self._clause()
         if len(names) > 1:
             raise CheckError(f"a node gets one name, not {' and '.join(names)}")
         return Pattern(tuple(predicates), names[0] if names else None)
-
-    def _call(self) -> list[Predicate]:
-        operator = OperatorPattern(self.word("an operator"))
-        if not self._accept("("):
-            return [IsOperator(operator)]
-        return [IsOperator(operator), HasArguments(self._arguments(operator))]
-
-    def _capture(self) -> str:
-        name = self.word("a name")
-        if not name.isidentifier() or name == "_":
-            raise CheckError(f"a node's name is a plain word, not {name!r}")
-        return name
 
     def _clause(self) -> list[Predicate]:
         if self._accept("in"):
@@ -261,15 +252,15 @@ class _Reader:
 
     # -- arguments
 
-    def _arguments(self, operator: OperatorPattern) -> CallPattern:
+    def _call(self, operator: OperatorPattern) -> CallPattern:
+        """What stands in parentheses, behind the opening one."""
         items = self._until(")", self._argument_or_keyword)
         values = tuple(value for name, value in items if name is None)
         keywords = tuple((name, value) for name, value in items if name is not None)
         return CallPattern(operator, _with_one_rest(values), keywords)
 
     def _argument_or_keyword(self) -> tuple[str | None, Argument]:
-        is_keyword = self._next.kind == "word" and self._tokens[self._at + 1].text == "="
-        if not is_keyword:
+        if self._next.kind != "word" or self._tokens[self._at + 1].text != "=":
             return None, self._argument()
         name = self._take().text
         self._expect("=")
@@ -277,47 +268,38 @@ class _Reader:
 
     def _argument(self) -> Argument:
         token = self._next
-        if token.kind == "number":
-            return Literal(_number(self._take().text))
-        if token.kind == "string":
-            return Literal(self._take().text)
-        if self._accept("..."):
-            return Rest()
+        if token.kind in ("number", "string"):
+            return Literal(_spelled(self._take()))
+        if self._accept("...") or self._accept("_"):
+            return REST if token.text == "..." else ANY
         if self._accept("[") or self._accept("("):
             return List(_with_one_rest(self._until("]" if token.text == "[" else ")", self._argument)))
-        return self._word_argument()
-
-    def _word_argument(self) -> Argument:
         word = self.word("an argument")
-        if word == "_":
-            return Any_()
-        if word in _CONSTANTS:
-            return Literal(_CONSTANTS[word])
-        if self._accept("("):
-            return self._called(word)
-        if not self._accept("["):
+        if word in ("None", "True", "False"):
+            return Literal(word)
+        if self._accept("["):
+            item = self.whole_number("the number of an output")
+            self._expect("]")
+            return Name(word, item)
+        if not self._accept("("):
             return Name(word)
-        item = self.whole_number("the number of an output")
-        self._expect("]")
-        return Name(word, item)
-
-    def _called(self, word: str) -> Argument:
-        call = self._arguments(OperatorPattern(word))
-        values = [item.value for item in call.arguments if isinstance(item, Literal)]
-        bounds = [value for value in values if isinstance(value, int)]
+        call = self._call(OperatorPattern(word))
+        literals = [item.text for item in call.arguments if isinstance(item, Literal)]
+        bounds = [int(text) for text in literals if text.removeprefix("-").isdecimal()]
         if word == "range" and 1 <= len(bounds) <= 3:
-            return List(tuple(Literal(rank) for rank in range(*bounds)))
-        if word == "device":
-            return Device(str(values[0]) if values else "")
-        return call
+            return List(tuple(Literal(str(rank)) for rank in range(*bounds)))
+        return Literal(f'device("{literals[0][1:-1]}")') if word == "device" and literals else call
 
 
 def _with_one_rest(items: Iterable[Argument]) -> tuple[Argument, ...]:
     found = tuple(items)
-    if found.count(Rest()) > 1:
+    if found.count(REST) > 1:
         raise CheckError("a list of arguments has one `...` at most")
     return found
 
 
-def _number(text: str) -> int | float:
-    return int(text) if text.removeprefix("-").isdecimal() else float(text)
+def _spelled(token: Token) -> str:
+    """A number or a string as graph text spells it: ``1e-5`` is ``1e-05``."""
+    if token.kind == "string":
+        return repr(token.text)
+    return repr(int(token.text) if token.text.removeprefix("-").isdecimal() else float(token.text))

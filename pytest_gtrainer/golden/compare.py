@@ -13,8 +13,8 @@ from typing import Literal
 from pytest_gtrainer.golden import values
 from pytest_gtrainer.graphtext import TextError, header, unfold
 from pytest_gtrainer.graphtext.differences import LIMIT, explain, text_diff
+from pytest_gtrainer.graphtext.folding import are_alike
 from pytest_gtrainer.graphtext.torch_spellings import respelled, same_but_for, spellings_between
-from pytest_gtrainer.graphtext.unfolding import are_alike
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from pytest_gtrainer.graph.collectives import Member, PlanError
+from pytest_gtrainer.graph.collectives import FsdpCollective, PlanError
 
 PlanEntry = str | list[str]
 BucketPlan = Sequence[PlanEntry]
@@ -106,17 +106,20 @@ class Plan:
     def __init__(self, entries: BucketPlan) -> None:
         if isinstance(entries, str):
             raise PlanError(f"the bucket plan is the word {entries!r}: give a list of entries, [{entries!r}]")
+        fqns_of: list[tuple[str, ...]] = []
         for index, entry in enumerate(entries):
-            fqns = entry if isinstance(entry, list | tuple) else [entry]
-            wrong = [fqn for fqn in fqns if not isinstance(fqn, str)]
-            if wrong:
-                raise PlanError(
-                    f"entry {index} of the bucket plan has {wrong[0]!r}: expected FQNs, or lists of FQNs"
-                )
-        empty = [index for index, entry in enumerate(entries) if not entry and entry != ""]
-        if empty:
-            raise PlanError(f"entry {empty[0]} of the bucket plan is empty")
-        self.buckets = _buckets([(entry,) if isinstance(entry, str) else tuple(entry) for entry in entries])
+            fqns = tuple(entry) if isinstance(entry, list | tuple) else (entry,)
+            if not fqns:
+                raise PlanError(f"entry {index} of the bucket plan is empty")
+            if wrong := [fqn for fqn in fqns if not isinstance(fqn, str)]:
+                raise PlanError(f"entry {index} of the bucket plan has {wrong[0]!r}: expected FQNs, or lists of FQNs")
+            fqns_of.append(fqns)
+        layer_of_list = [layer_of(fqns[0]) if len(fqns) > 1 else None for fqns in fqns_of]
+        roots = [
+            (layer,) if layer is not None and layer_of_list.count(layer) == 1 else fqns
+            for layer, fqns in zip(layer_of_list, fqns_of, strict=True)
+        ]
+        self.buckets = tuple(map(Bucket, range(len(roots)), fqns_of, roots))
         self._by_fqn: dict[str, Bucket] = {}
         for bucket in self.buckets:
             layers = sorted({layer_of(fqn) or "no layer" for fqn in bucket.fqns})
@@ -177,23 +180,9 @@ def layer_of(fqn: str) -> str | None:
     return None
 
 
-def _buckets(entries: list[tuple[str, ...]]) -> tuple[Bucket, ...]:
-    lists_of: dict[str, int] = {}
-    for fqns in entries:
-        layer = layer_of(fqns[0]) if len(fqns) > 1 else None
-        if layer is not None:
-            lists_of[layer] = lists_of.get(layer, 0) + 1
-
-    def roots(fqns: tuple[str, ...]) -> tuple[str, ...]:
-        layer = layer_of(fqns[0]) if len(fqns) > 1 else None
-        return (layer,) if layer is not None and lists_of[layer] == 1 else fqns
-
-    return tuple(Bucket(index, fqns, roots(fqns)) for index, fqns in enumerate(entries))
-
-
 ORDERS = ("managed", "registration", "execution")
 PayloadOrder = str | Sequence[str]
-PayloadKey = Callable[[Bucket, Member], tuple[int, ...]]
+PayloadKey = Callable[[Bucket, FsdpCollective], tuple[int, ...]]
 
 
 def managed_order(parameter_fqns: Iterable[str], below: str = "") -> list[str]:
@@ -234,22 +223,10 @@ def managed_order_of(model: nn.Module) -> list[str]:
     return list(ordered)
 
 
-def root_index(bucket: Bucket, parameter: str) -> int:
-    """Which of the bucket's roots holds the parameter; behind all of them if none does.
-
-    >>> root_index(Bucket(0, ("norm", "lm_head"), ("norm", "lm_head")), "lm_head.weight")
-    1
-    """
-    for index, fqn in enumerate(bucket.roots):
-        if not fqn or parameter.startswith(f"{fqn}."):
-            return index
-    return len(bucket.roots)
-
-
 def sort_key(
     order: PayloadOrder,
     parameter_fqns: Sequence[str],
-    graph_position: Callable[[Member], int],
+    graph_position: Callable[[FsdpCollective], int],
     managed: Sequence[str] | None = None,
 ) -> PayloadKey:
     """The key that puts a bucket's members into payload order.
@@ -265,17 +242,19 @@ def sort_key(
     """
     if order == "execution":
         return lambda bucket, member: (graph_position(member),)
-    if isinstance(order, str) and order not in ORDERS:
-        raise ValueError(f"payload_order={order!r}: expected {', '.join(ORDERS)}, or a list of parameter FQNs")
-    if isinstance(order, str):
-        fqns = list(managed or managed_order(parameter_fqns)) if order == "managed" else list(parameter_fqns)
-    else:
+    if not isinstance(order, str):
         fqns = list(order)
+    elif order not in ORDERS:
+        raise ValueError(f"payload_order={order!r}: expected {', '.join(ORDERS)}, or a list of parameter FQNs")
+    else:
+        fqns = list(managed or managed_order(parameter_fqns)) if order == "managed" else list(parameter_fqns)
     rank = {fqn: place for place, fqn in enumerate(fqns)}
 
-    def key(bucket: Bucket, member: Member) -> tuple[int, ...]:
-        place = rank.get(member.parameter, len(rank))
-        root = root_index(bucket, member.parameter) if order == "managed" else 0
-        return (root, place, graph_position(member))
+    def key(bucket: Bucket, member: FsdpCollective) -> tuple[int, ...]:
+        root = 0
+        if order == "managed":  # which of the bucket's roots holds the parameter; behind all of them if none does
+            holds = [not fqn or member.parameter.startswith(f"{fqn}.") for fqn in bucket.roots]
+            root = [*holds, True].index(True)
+        return (root, rank.get(member.parameter, len(rank)), graph_position(member))
 
     return key

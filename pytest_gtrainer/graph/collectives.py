@@ -21,7 +21,7 @@ class PlanError(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Member:
+class FsdpCollective:
     """One parameter's collective.
 
     Attributes:
@@ -109,7 +109,7 @@ def results_of(gm: fx.GraphModule) -> list[Any]:
     return list(results) if isinstance(results, list | tuple) else [results]
 
 
-def fsdp_all_gathers(gm: fx.GraphModule) -> list[Member]:
+def fsdp_all_gathers(gm: fx.GraphModule) -> list[FsdpCollective]:
     """The all-gathers of parameters, in graph order: exactly one graph input is their ancestor (D6).
 
     Raises:
@@ -127,7 +127,7 @@ def fsdp_all_gathers(gm: fx.GraphModule) -> list[Member]:
         wait = only_wait(launch)
         if wait is None:
             raise PlanError(f"the all-gather of {parameter} has {len(launch.users)} users, not just its one wait")
-        members.append(Member(launch, wait, chain, parameter, positions[source]))
+        members.append(FsdpCollective(launch, wait, chain, parameter, positions[source]))
     return sorted(members, key=lambda member: member.launch)
 
 
@@ -170,12 +170,10 @@ def _chain_to_input(launch: fx.Node) -> tuple[fx.Node, tuple[fx.Node, ...]] | No
             return None
         else:
             todo += node.all_input_nodes
-    if source is None:
-        return None
-    return source, tuple(sorted(seen - {source}))
+    return None if source is None else (source, tuple(sorted(seen - {source})))
 
 
-def fsdp_reduce_scatters(gm: fx.GraphModule) -> list[Member]:
+def fsdp_reduce_scatters(gm: fx.GraphModule) -> list[FsdpCollective]:
     """The reduce-scatters of gradients, in graph order: their result reaches the output by unary steps (D6)."""
     output = gm.graph.output_node()
     positions: dict[fx.Node, int] = {}
@@ -188,21 +186,18 @@ def fsdp_reduce_scatters(gm: fx.GraphModule) -> list[Member]:
         chain = chain_to_output(wait, output) if wait is not None else None
         if wait is not None and chain is not None:
             position = positions[chain[-1] if chain else wait]
-            members.append(Member(launch, wait, chain, output_name(output, position, node_fqn(launch)), position))
+            parameter = output_name(output, position, node_fqn(launch))
+            members.append(FsdpCollective(launch, wait, chain, parameter, position))
     return sorted(members, key=lambda member: member.launch)
 
 
 def chain_to_output(start: fx.Node, output: fx.Node) -> tuple[fx.Node, ...] | None:
     """Nodes after ``start`` up to the output, each the only user of the one before and of nothing else."""
-    chain: list[fx.Node] = []
-    node = start
-    while True:
-        users = list(node.users)
-        if len(users) != 1:
-            return None
+    chain = [start]
+    while len(users := list(chain[-1].users)) == 1:
         if users[0] is output:
-            return tuple(chain)
-        node = users[0]
-        if len(node.all_input_nodes) != 1:
+            return tuple(chain[1:])
+        if len(users[0].all_input_nodes) != 1:
             return None
-        chain.append(node)
+        chain.append(users[0])
+    return None

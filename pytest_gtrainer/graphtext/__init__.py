@@ -1,6 +1,6 @@
 """Graph text: a canonical, readable text of an FX graph, in a subset of Python.
 
-``render`` writes it and ``parse`` reads it back; ``records`` gives the lines unfolded, ``unfold``
+``render`` writes it and ``parse`` reads it back; ``lines_of`` gives the lines unfolded, ``unfold``
 those of a text; ``diff`` says how two texts differ. ``render_layout`` writes the layout of an eager
 model as that of a graph. Importing this package does not import torch: a golden is read and
 compared without.
@@ -15,7 +15,7 @@ Terms:
 - A *layer*: an element of a numbered container, ``layers[3]``.
 - A *section*: a stretch of the schedule that belongs to one layer in one space. References
   inside are relative to it, so that equal layers have equal text.
-- A *record*: one line of one section, unfolded. Graphs are compared as records, so the way
+- A *graph line*: one line of one section, unfolded. Graphs are compared line by line, so the way
   of folding is presentation only.
 
 What the text leaves out, on purpose: node names, process group names, storage offsets,
@@ -28,22 +28,22 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from pytest_gtrainer.graphtext.folding import unfold
 from pytest_gtrainer.graphtext.header import TextError
-from pytest_gtrainer.graphtext.sections import Record
-from pytest_gtrainer.graphtext.unfolding import unfold
+from pytest_gtrainer.graphtext.sections import GraphLine
 
 if TYPE_CHECKING:
     from pytest_gtrainer.graphtext.differences import diff
     from pytest_gtrainer.graphtext.literals import constants
     from pytest_gtrainer.graphtext.parsing import parse
-    from pytest_gtrainer.graphtext.rendering import records, render, render_layout
+    from pytest_gtrainer.graphtext.rendering import lines_of, render, render_layout
 
-__all__ = ["Record", "TextError", "constants", "diff", "parse", "records", "render", "render_layout", "unfold"]
+__all__ = ["GraphLine", "TextError", "constants", "diff", "lines_of", "parse", "render", "render_layout", "unfold"]
 _HOME = {
     "constants": "literals",
     "diff": "differences",
     "parse": "parsing",
-    "records": "rendering",
+    "lines_of": "rendering",
     "render": "rendering",
     "render_layout": "rendering",
 }

@@ -16,8 +16,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from pytest_gtrainer.graphtext.folding import unfold
 from pytest_gtrainer.graphtext.header import TextError
-from pytest_gtrainer.graphtext.sections import Layer, Record, Scope, SectionKey, scope_of
+from pytest_gtrainer.graphtext.sections import GraphLine, Layer, Scope, SectionKey, scope_of
 from pytest_gtrainer.graphtext.syntax import (
     AT,
     CHUNK,
@@ -41,7 +42,6 @@ from pytest_gtrainer.graphtext.syntax import (
     statement,
     type_template,
 )
-from pytest_gtrainer.graphtext.unfolding import unfold
 
 _DEFINITION = re.compile(r"(?P<name>\w+) = (?P<value>.*)")
 _HEADS = ("if ", "for ", "def ")
@@ -116,8 +116,8 @@ class Dataflow:
     definitions: list[Definition] = field(default_factory=list)
     values: list[Value] = field(default_factory=list)
     results: list[Result] = field(default_factory=list)
-    bodies: dict[str, tuple[Record, ...]] = field(default_factory=dict)
-    others: list[Record] = field(default_factory=list)
+    bodies: dict[str, tuple[GraphLine, ...]] = field(default_factory=dict)
+    others: list[GraphLine] = field(default_factory=list)
     """Records that are no statements of a graph: those of the views."""
     inputs: list[int] = field(default_factory=list)
     users: list[int] = field(default_factory=list)
@@ -130,7 +130,7 @@ class Dataflow:
         return (place for place, value in enumerate(self.values) if value.operator)
 
 
-def dataflow(records: Iterable[Record]) -> Dataflow:
+def dataflow(records: Iterable[GraphLine]) -> Dataflow:
     """The values of a graph; what a reference does not find is taken as a literal."""
     with warnings.catch_warnings(action="ignore"):  # an odd escape in a string is no news to anybody
         return _Resolver().read(records)
@@ -158,10 +158,10 @@ class _Resolver:
         self._here: dict[tuple[str, str], tuple[Scope, dict[str, int], _Tables]] = {}
         self._symbols: dict[str, Symbol] = {}
         self._brought: Counter[int] = Counter()
-        self._body: list[Record] | None = None
+        self._body: list[GraphLine] | None = None
         self._record = 0
 
-    def read(self, records: Iterable[Record]) -> Dataflow:
+    def read(self, records: Iterable[GraphLine]) -> Dataflow:
         section, key = "", SectionKey("", None)
         for self._record, record in enumerate(records):
             if record.section is not section:
@@ -181,7 +181,7 @@ class _Resolver:
 
     # -- definitions
 
-    def _head(self, record: Record) -> None:
+    def _head(self, record: GraphLine) -> None:
         found = _DEFINITION.fullmatch(record.text)
         if record.text.startswith(_BODY) and not record.heading:
             self._end_body()
@@ -211,7 +211,7 @@ class _Resolver:
 
     # -- values
 
-    def _input(self, record: Record, key: SectionKey) -> None:
+    def _input(self, record: GraphLine, key: SectionKey) -> None:
         self._end_body()
         self._here.clear()  # as what it is called may have been looked for
         name, _, kind = record.text.partition(": ")
@@ -227,7 +227,7 @@ class _Resolver:
         scope = scope_of((f"{path}.#{repeat}" if repeat else path,), key.space)
         self._made.values.append(Value(scope, "", "", typed.text, "", operands, (), "", self._record))
 
-    def _computed(self, record: Record, key: SectionKey, parts: Statement) -> None:
+    def _computed(self, record: GraphLine, key: SectionKey, parts: Statement) -> None:
         if self._body is not None:
             self._end_body()
         section, heading, _ = record
@@ -303,7 +303,7 @@ class _Resolver:
 
     # -- results
 
-    def _result(self, record: Record, key: SectionKey) -> None:
+    def _result(self, record: GraphLine, key: SectionKey) -> None:
         """``L.w = bwd.L.view``, ``yield loss``, ``yield from {'a': fwd.x}``."""
         self._end_body()
         name, _, text = record.text.partition(" = ")
@@ -350,7 +350,7 @@ def _absolute_tags(tags: str, layer: Layer | None) -> str:
     return source.decode()
 
 
-def _records_of_body(lines: Sequence[Record]) -> tuple[Record, ...]:
+def _records_of_body(lines: Sequence[GraphLine]) -> tuple[GraphLine, ...]:
     """A body's own records; its lines as they are where its text cannot be read.
 
     Its sections have lost their indent, and so are told by their first word.

@@ -1,21 +1,35 @@
-"""Folding: runs of equal layers print once, and layers much like another as differences.
+"""Folding and unfolding: runs of equal layers print once, and layers much like another as differences.
 
-Presentation only: ``unfolding.unfold`` gives the same records whatever was folded. Cost: a
-walk over the lines and, for each layer that starts no run, one sort-like pass over its lines.
+Presentation only: ``unfold`` gives the same lines whatever was folded. Cost: a walk over the lines and, for each layer
+that starts no run, one sort-like pass over its lines. ``unfold`` reads canonical texts line by line and does not look
+inside statements, which is all that comparing goldens needs; no torch here.
 """
 
 from __future__ import annotations
 
 import bisect
+import re
 from collections import Counter
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from pytest_gtrainer.graphtext.sections import Line, Section, spell
+from pytest_gtrainer.graphtext.header import TextError, nearest
+from pytest_gtrainer.graphtext.sections import GraphLine, Line, Section, SectionKey, spell
 
 INDENT = "  "
+MOST_LAYERS = 100_000
+MOST_LINES = 1 << 20
+"""Of a heading, and of a text with its layers counted out: a damaged number must not take all memory."""
 _SHORT = 8
 """Sections of at most so many lines are read faster than their differences from another."""
+_LAYERS = re.compile(
+    r"for i in (?P<path>.+)\[(?P<first>[0-9]{1,9})(?P<range>:(?P<stop>[0-9]{0,9})(?P<down>:-1)?)?\]:(  # .*)?"
+)
+_SPACE = re.compile(r"if (?P<space>\w+):")
+_HEADINGS = re.compile(rf"\n(?!{INDENT}|\n|\Z)")
+"""Before a heading or a definition; empty and indented lines belong to the one above."""
+_UNDER_A_MODULE = 2 * INDENT
+_EDIT = re.compile(r"(?P<kind>like|drop|after)\((?P<name>.*)\)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,11 +42,7 @@ class LayerRun:
     section: Section
     count: int
     step: int
-    visit: int = 1
-
-    @property
-    def size(self) -> int:
-        return len(self.section.lines)
+    visit: int
 
     @property
     def place(self) -> tuple[str, str, int]:
@@ -55,21 +65,22 @@ class LayerRun:
 
 def fold(sections: Sequence[Section]) -> list[str]:
     """The text of the sections."""
-    runs = list(runs_of(sections))
-    models = _models(runs)
+    runs = list(_runs_of(sections))
+    models: dict[tuple[str, str, int], LayerRun] = {}  # at each place the run of most layers: others are told by it
+    for run in runs:
+        if run.section.key.layer is not None and run.section.key.space in ("fwd", "bwd"):
+            models[run.place] = max(models.get(run.place, run), run, key=lambda r: (r.count, len(r.section.lines)))
     text: list[str] = []
     for run in runs:
-        told = _told_by_model(run, models.get(run.place))
+        told = _told_by(models[run.place], run) if models.get(run.place, run) is not run else None
         text += [run.heading, *_body(run.section.lines)] if told is None else told
     return text
 
 
-def _told_by_model(run: LayerRun, model: LayerRun | None) -> list[str] | None:
+def _told_by(model: LayerRun, run: LayerRun) -> list[str] | None:
     """The run as differences from its model; None if that is not much shorter."""
-    if model is None or model is run:
-        return None
-    edits = difference(model.section.lines, run.section.lines)
-    if edits is None or 2 * len(edits) >= run.size or (edits and run.size <= _SHORT):
+    edits, size = _difference(model.section.lines, run.section.lines), len(run.section.lines)
+    if edits is None or 2 * len(edits) >= size or (edits and size <= _SHORT):
         return None
     visit = f", visit={model.visit}" if model.visit > 1 else ""
     note = f"as {model.section.key}{visit}" + (", but for" if edits else "")
@@ -77,9 +88,13 @@ def _told_by_model(run: LayerRun, model: LayerRun | None) -> list[str] | None:
     return [heading, f"{INDENT}like({model.section.key}{visit})", *edits]
 
 
-def runs_of(sections: Sequence[Section]) -> Iterable[LayerRun]:
+def _runs_of(sections: Sequence[Section]) -> Iterator[LayerRun]:
     """Cut the sections into runs, greedily."""
-    visits = visits_of(section.key for section in sections)
+    seen: Counter[SectionKey] = Counter()
+    visits = []
+    for section in sections:
+        seen[section.key] += 1
+        visits.append(seen[section.key])
     place = 0
     while place < len(sections):
         count, step = 1, 0
@@ -90,20 +105,6 @@ def runs_of(sections: Sequence[Section]) -> Iterable[LayerRun]:
             count, step = count + 1, found
         yield LayerRun(sections[place], count, step, visits[place])
         place += count
-
-
-def visits_of(keys: Iterable[Hashable]) -> list[int]:
-    """For each key the number of times it has come so far.
-
-    >>> visits_of("abac")
-    [1, 1, 2, 1]
-    """
-    seen: Counter[Hashable] = Counter()
-    visits = []
-    for key in keys:
-        seen[key] += 1
-        visits.append(seen[key])
-    return visits
 
 
 def _step(one: Section, other: Section) -> int:
@@ -117,15 +118,6 @@ def _step(one: Section, other: Section) -> int:
     return step if abs(step) == 1 else 0
 
 
-def _models(runs: Sequence[LayerRun]) -> dict[tuple[str, str, int], LayerRun]:
-    """For each place the run that stands for most layers: others are told by it."""
-    models: dict[tuple[str, str, int], LayerRun] = {}
-    for run in runs:
-        if run.section.key.layer is not None and run.section.key.space in ("fwd", "bwd"):
-            models[run.place] = max(models.get(run.place, run), run, key=lambda r: (r.count, r.size))
-    return models
-
-
 def _body(lines: Iterable[Line]) -> list[str]:
     text: list[str] = []
     heading = ""
@@ -133,31 +125,40 @@ def _body(lines: Iterable[Line]) -> list[str]:
         if line.heading and line.heading != heading:
             text.append(f"{INDENT}with {line.heading}:")
         heading = line.heading
-        text.append((INDENT * 2 if heading else INDENT) + line.text)
+        text.append((_UNDER_A_MODULE if heading else INDENT) + line.text)
     return text
 
 
-def spell_line_name(line: Line) -> str:
+def _edit_name(line: Line) -> str:
     """How an edit names a line: ``bucket(L).wait_tensor``."""
     return f"{line.heading}.{line.name}" if line.heading else line.name
 
 
-def difference(model: Sequence[Line], lines: Sequence[Line]) -> list[str] | None:
+def _difference(model: Sequence[Line], lines: Sequence[Line]) -> list[str] | None:
     """``lines`` as edits of ``model``, printed; None where lines have no names to tell them apart.
 
     Three kinds, in this order: ``drop(name)``; lines that replace the model's line of the same
     name in its place; ``after(name)`` with lines to insert there, ``after()`` at the front.
     """
-    old = {spell_line_name(line): line for line in model}
-    new = {spell_line_name(line): line for line in lines}
+    old = {_edit_name(line): line for line in model}
+    new = {_edit_name(line): line for line in lines}
     if len(old) != len(model) or len(new) != len(lines):
         return None
     places = {name: place for place, name in enumerate(old)}
     common = [name for name in new if name in places]
     kept = {common[place] for place in rising([places[name] for name in common])}  # most names in one order
-    drops = [f"{INDENT}drop({name})" for name in old if name not in kept]
-    changed = [line for name, line in new.items() if name in kept and line != old[name]]
-    return drops + _body(changed) + _insertions(new, kept)
+    text = [f"{INDENT}drop({name})" for name in old if name not in kept]
+    text += _body(line for name, line in new.items() if name in kept and line != old[name])
+    inserted: dict[str, list[Line]] = {}
+    anchor = ""
+    for name, line in new.items():
+        if name in kept:
+            anchor = name
+        else:
+            inserted.setdefault(anchor, []).append(line)
+    for anchor, group in inserted.items():
+        text += [f"{INDENT}after({anchor})", *_body(group)]
+    return text
 
 
 def rising(numbers: Sequence[int]) -> list[int]:
@@ -181,15 +182,160 @@ def rising(numbers: Sequence[int]) -> list[int]:
     return places[::-1]
 
 
-def _insertions(new: dict[str, Line], kept: set[str]) -> list[str]:
-    text: list[str] = []
-    anchor, inserted = "", list[Line]()
-    for name, line in [*new.items(), ("", Line("", ""))]:
-        if name and name not in kept:
-            inserted.append(line)
+# -- unfolding
+
+
+@dataclass(frozen=True, slots=True)
+class TextBlock:
+    """A heading's layers (none: one section without a layer) and the lines below, as printed."""
+
+    number: int
+    keys: tuple[str, ...]
+    lines: tuple[Line, ...]
+
+    @property
+    def model(self) -> str | None:
+        """The section that this one is told by."""
+        edit = _EDIT.fullmatch(self.lines[0].text) if self.lines else None
+        return edit["name"] if edit and edit["kind"] == "like" else None
+
+
+def unfold(text: str) -> tuple[GraphLine, ...]:
+    """The lines of a graph text. Comments at its head count for nothing.
+
+    Raises:
+        TextError: with the line.
+    """
+    sections = expand(list(_blocks(text, {})))
+    return tuple([GraphLine(key, heading, told) for key, lines in sections for heading, told, _ in lines])
+
+
+def are_alike(text: str, other: str) -> bool:
+    """Whether two texts have the same lines, told quickly; False may also be for sections cut in another way.
+
+    Raises:
+        TextError: as ``unfold``.
+    """
+    known: dict[str, tuple[Line, ...]] = {}
+    return list(expand(list(_blocks(text, known)))) == list(expand(list(_blocks(other, known))))
+
+
+def expand(blocks: Sequence[TextBlock]) -> Iterator[tuple[str, Sequence[Line]]]:
+    """Every section with its lines: layers counted out, edits applied.
+
+    Raises:
+        TextError: a `like`, `drop` or `after` names nothing.
+    """
+    models: dict[str, Sequence[Line]] = {}  # what `like` may name: sections printed in full, by key and visit
+    visits: Counter[str] = Counter()
+    for block in blocks:
+        visits.update(block.keys)
+        if block.model is None:
+            models |= {f"{key}, visit={visits[key]}" if visits[key] > 1 else key: block.lines for key in block.keys}
+    total = 0
+    for block in blocks:
+        lines = block.lines
+        if block.model is not None:
+            if block.model not in models:
+                hint = nearest(block.model, models)
+                raise TextError(f"like({block.model}): no section of that name is told in full{hint}", block.number)
+            lines = tuple(_edited(models[block.model], block))
+        total = counted(block, lines, total)
+        for key in block.keys:
+            yield key, lines
+
+
+def counted(block: TextBlock, lines: Sequence[Line], before: int) -> int:
+    """How many lines a text has after a block of these lines, its layers counted out.
+
+    Raises:
+        TextError: more than ``MOST_LINES``.
+    """
+    total = before + len(block.keys) * max(len(lines), 1)
+    if total > MOST_LINES:
+        raise TextError(f"expected at most {MOST_LINES} lines, layers counted out, found {total}", block.number)
+    return total
+
+
+def _blocks(text: str, known: dict[str, tuple[Line, ...]]) -> Iterator[TextBlock]:
+    """The blocks of a text; ``known`` holds what stands below headings, as layers repeat it."""
+    head: tuple[int, tuple[str, ...]] | None = None
+    lines: tuple[Line, ...] = ()
+    number, total = 1, 0
+    told = ["" if line.startswith("#") or line.isspace() else line for line in text.splitlines()]
+    for piece in _HEADINGS.split("\n".join(told)):
+        first, _, body = piece.partition("\n")
+        if not first or first.startswith(INDENT):  # before the first heading
+            for place, line in enumerate(piece.split("\n")):
+                if line:
+                    raise TextError("expected a section (`if fwd:`), found an indented line", number + place)
+        else:
+            if head:
+                block = TextBlock(*head, lines)
+                total = counted(block, lines, total)
+                yield block
+            head = number, _keys(first, number)
+            if body not in known:
+                known[body] = tuple(_lines(body))
+            lines = known[body]
+            if head[1] == ("",):
+                lines = (Line("", first), *lines)  # a definition at the head of the text
+        number += piece.count("\n") + 1
+    if head:
+        yield TextBlock(*head, lines)
+
+
+def _lines(body: str) -> Iterator[Line]:
+    """The lines below a heading, with the modules that they stand under."""
+    heading = ""
+    for raw in body.split("\n"):
+        if raw.startswith(_UNDER_A_MODULE):  # most are
+            yield Line(heading, raw[len(_UNDER_A_MODULE) :])
             continue
-        if inserted:
-            text += [f"{INDENT}after({anchor})", *_body(inserted)]
-            inserted = []
-        anchor = name
-    return text
+        line = raw.removeprefix(INDENT)
+        if line.startswith("with ") and line.endswith(":"):
+            heading = line[len("with ") : -1]
+        elif line:
+            heading = ""
+            yield Line(heading, line)
+
+
+def _keys(raw: str, number: int) -> tuple[str, ...]:
+    """The sections that a heading stands for; a definition stands for itself."""
+    if found := _SPACE.fullmatch(raw):
+        return (found["space"],)
+    if not raw.startswith("for "):
+        return ("",)
+    if not (found := _LAYERS.fullmatch(raw)):
+        raise TextError(f"expected `for i in fwd.layers[0:8]:`, found {raw[:80]!r}", number)
+    first = int(found["first"])
+    if found["range"] is None:
+        return (f"{found['path']}[{first}]",)
+    step = -1 if found["down"] else 1
+    stop = int(found["stop"]) if found["stop"] else -1
+    layers = range(first, stop, step)
+    if not 0 < len(layers) <= MOST_LAYERS:
+        raise TextError(f"expected 1 to {MOST_LAYERS} layers, found {len(layers)}", number)
+    return tuple([f"{found['path']}[{index}]" for index in layers])
+
+
+def _edited(model: Sequence[Line], block: TextBlock) -> list[Line]:
+    """Apply the edits that ``_difference`` printed."""
+    lines = {_edit_name(line): [line] for line in model}
+    front: list[Line] = []
+    target: list[Line] | None = None
+    for line in block.lines[1:]:
+        edit = _EDIT.fullmatch(line.text) if not line.heading else None
+        if edit is None and target is not None:
+            target.append(line)
+            continue
+        name = edit["name"] if edit else _edit_name(line)
+        if name and name not in lines:
+            raise TextError(f"{block.model} has no line {name}{nearest(name, lines)}", block.number)
+        if edit is None:
+            lines[name][0] = line
+        elif edit["kind"] == "drop":
+            del lines[name]
+        else:
+            target = lines[name] if name else front
+    return front + [line for group in lines.values() for line in group]

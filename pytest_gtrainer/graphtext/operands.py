@@ -1,35 +1,258 @@
-"""Operands of a text: references, literals, constants. Compiled once, evaluated where they stand."""
+"""Operands and types of a text, as the values that they stand for: nodes, literals, constants, sizes, fake tensors."""
 
 from __future__ import annotations
 
 import ast
+import contextlib
 import operator
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import sympy  # type: ignore[import-untyped]
 import torch
 from torch import fx
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from pytest_gtrainer._torch.graph_text import append_node
+from pytest_gtrainer._torch.graph_text import (
+    append_node,
+    backed_symbol,
+    fake_tensor,
+    functions,
+    symbolic,
+    unbacked_symbol,
+)
+from pytest_gtrainer._torch.values import FakeTensorMode
 from pytest_gtrainer.graphtext.header import nearest
-from pytest_gtrainer.graphtext.literals import CONSTANTS, bytes_of
+from pytest_gtrainer.graphtext.literals import CONSTANTS, DTYPE_OF, PLAIN, bytes_of
 from pytest_gtrainer.graphtext.operators import UnknownOperator, operator_named
-from pytest_gtrainer.graphtext.sections import Scope
-from pytest_gtrainer.graphtext.sizes import At, Sizes, device_named
+from pytest_gtrainer.graphtext.sections import Layer, Scope, split_layer
 from pytest_gtrainer.graphtext.syntax import (
     InputKey,
     LinePlace,
     Reference,
+    chain,
     input_key_at,
     integer,
+    path_at,
     reference,
     refuse,
     scope_at,
     shown,
 )
 
-_PLAIN = (int, float, complex, str, bool, type(None))
+_NUMBERS = {"int": int, "float": float, "bool": bool}
+_FUNCTIONS: dict[str, Any] = {
+    **{name: getattr(functions, name) for name in functions.__all__ if name[0].isupper()},
+    "Max": functions.Max, "Min": functions.Min, "Eq": sympy.Eq, "Ne": sympy.Ne, "Abs": sympy.Abs,
+    "ceiling": sympy.ceiling, "floor": sympy.floor, "And": sympy.And, "Or": sympy.Or, "Not": sympy.Not,
+}  # fmt: skip
+_BINARY: dict[type, Callable[[Any, Any], Any]] = {
+    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
+    ast.FloorDiv: functions.FloorDiv, ast.Mod: functions.Mod, ast.Pow: operator.pow,
+    ast.BitAnd: sympy.And, ast.BitOr: sympy.Or,
+}  # fmt: skip
+_COMPARE: dict[type, Callable[[Any, Any], Any]] = {
+    ast.Lt: sympy.Lt, ast.LtE: sympy.Le, ast.Gt: sympy.Gt, ast.GtE: sympy.Ge,
+}  # fmt: skip
+_Layout = tuple[torch.dtype, tuple[Any, ...], tuple[Any, ...]]
+_LARGEST = 2**62
+_GROWING = (operator.pow, functions.FloatPow, functions.PowByNatural, functions.LShift, functions.RShift)
+_HIGHEST = 64
+"""The highest power: numbers are evaluated at once, and one such line could take forever."""
 _ITEM_META = ("custom", "autograd_backward", "fsdp_bucket", "nn_module_stack")
+_SYMBOL = re.compile(r"\b(s|u|zf|zuf)\d+\b")
+
+
+def may_be_symbolic(text: str) -> bool:
+    """Whether a text may name a symbol; the first shape environment of a process takes seconds to import.
+
+    >>> may_be_symbolic("f32[4, u0]"), may_be_symbolic("sum_1: f32[4]")
+    (True, False)
+    """
+    return _SYMBOL.search(text) is not None
+
+
+class Sizes:
+    """Symbols of one parsed text, and what is made of them.
+
+    A backed symbol is defined at the head; a data-dependent one is new where it is first named.
+    """
+
+    def __init__(self, *, symbolic: bool) -> None:
+        self._env = ShapeEnv() if symbolic else None
+        self.mode = FakeTensorMode(shape_env=self._env, allow_non_fake_inputs=True)
+        self.device = torch.device("cpu")
+        self._backed: dict[str, Any] = {}
+        self._unbacked: dict[tuple[Layer | None, str], Any] = {}
+        self._fixed: dict[ast.expr, _Layout] = {}
+
+    def body(self) -> Sizes:
+        """For a body: the same backed symbols, data-dependent ones of its own."""
+        other = Sizes(symbolic=False)
+        other._env, other.mode, other._backed = self._env, self.mode, self._backed
+        return other
+
+    @property
+    def env(self) -> ShapeEnv:
+        """Where the symbols live; only asked for where there are some."""
+        assert self._env is not None
+        return self._env
+
+    def define(self, name: str, example: int | float) -> None:
+        self._backed[name] = backed_symbol(self.env, len(self._backed), example)
+
+    # -- numbers
+
+    def number(self, node: ast.expr, place: LinePlace, kind: type = int) -> Any:
+        """A size: a number, or a symbolic one."""
+        if (number := integer(node)) is not None:
+            if abs(number) > _LARGEST:
+                raise refuse(node, f"{number} is no size of a tensor")
+            return kind(number)
+        if isinstance(node, ast.Constant) and kind is type(node.value):
+            return node.value
+        if kind is float and isinstance(node, ast.Name) and node.id in ("inf", "nan"):
+            return float(node.id)
+        if kind is float and isinstance(node, ast.UnaryOp) and isinstance(node.operand, ast.Constant | ast.Name):
+            return -self.number(node.operand, place, kind)
+        value = self._expression(node, place)
+        try:
+            return symbolic(self.env, value, kind) if value.free_symbols else kind(value)
+        except (TypeError, ValueError, OverflowError):
+            raise refuse(node, f"`{shown(node)}` is no number of the kind `{kind.__name__}`") from None
+
+    def operand(self, node: ast.expr, place: LinePlace) -> Any:
+        """A symbolic operand, of the kind that its expression has: a comparison, a whole number, or any other."""
+        if integer(node) is not None:
+            return self.number(node, place)
+        expression = self._expression(node, place)
+        if expression.is_Relational or expression.is_Boolean:
+            return self.number(node, place, bool)
+        return self.number(node, place, int if expression.is_integer or expression.is_rational else float)
+
+    def _expression(self, node: ast.expr, place: LinePlace) -> Any:
+        """A size as a sympy expression."""
+        parts: Sequence[ast.expr]
+        function: Callable[..., Any]
+        if (number := integer(node)) is not None:
+            return sympy.Integer(number)
+        if isinstance(node, ast.Constant) and type(node.value) is float:
+            return sympy.Float(node.value)
+        if isinstance(node, ast.Name | ast.Attribute):
+            return self._symbol(node, place)
+        if isinstance(node, ast.BinOp) and type(node.op) in _BINARY:
+            function, parts = _BINARY[type(node.op)], [node.left, node.right]
+        elif isinstance(node, ast.Compare) and len(node.ops) == 1 and type(node.ops[0]) in _COMPARE:
+            function, parts = _COMPARE[type(node.ops[0])], [node.left, node.comparators[0]]
+        elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub | ast.Invert):
+            function, parts = operator.neg if isinstance(node.op, ast.USub) else sympy.Not, [node.operand]
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in _FUNCTIONS:
+            function, parts = _FUNCTIONS[node.func.id], node.args
+        else:
+            raise refuse(node, f"expected a size like `4`, `s0` or `2*u0 + 1`, found `{shown(node)}`")
+        values = [self._expression(part, place) for part in parts]
+        if function in _GROWING and not self._is_moderate(values):
+            raise refuse(node, f"expected a power of a symbol, at most {_HIGHEST}, found `{shown(node)}`")
+        try:
+            return function(*values)
+        except (TypeError, ValueError, ZeroDivisionError, AssertionError) as error:
+            raise refuse(node, f"`{shown(node)}` is no size: {error or type(error).__name__}") from None
+
+    def _is_moderate(self, values: Sequence[Any]) -> bool:
+        """Whether a power is quick to evaluate, with the examples of its symbols too."""
+        if len(values) != 2 or not any(value.free_symbols for value in values):
+            return False
+        known = self.env.backed_var_to_val
+        base, exponent = (abs(value.xreplace(known)) for value in values)
+        if exponent.is_number and not exponent <= _HIGHEST:
+            return False
+        return not base.is_number or bool(base <= _LARGEST)
+
+    def _symbol(self, node: ast.expr, place: LinePlace) -> Any:
+        *path, last = chain(node)
+        name = str(last.value)
+        if not path and name in self._backed:
+            return self._backed[name]
+        if not name.startswith(("u", "zuf")) or not name.lstrip("uzf").isdecimal():
+            raise refuse(node, f"`{name}` is no symbol: define it at the head, `{name} = size(16)`")
+        owner = split_layer(path_at(path)(place.layer))[0] if path else None  # a layer's own is `L.u0`
+        if (owner, name) not in self._unbacked:
+            self._unbacked[owner, name] = unbacked_symbol(self.env, name.startswith("z"))
+        return self._unbacked[owner, name]
+
+    # -- types
+
+    def value(self, node: ast.expr, place: LinePlace) -> Any:
+        """What a type stands for: a fake tensor, a number, a container of them, None for ``_``.
+
+        Raises:
+            TextError: it is no type.
+        """
+        if isinstance(node, ast.Name) and node.id == "_":
+            return None
+        if isinstance(node, ast.Tuple | ast.List):
+            items = [self.value(item, place) for item in node.elts]
+            return tuple(items) if isinstance(node, ast.Tuple) else items
+        device = self.device
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.MatMult):
+            name = node.right.id if isinstance(node.right, ast.Name) else shown(node.right)
+            device, node = device_named(name, node.right), node.left
+        if isinstance(node, ast.Subscript) and isinstance(node.value, ast.Name) and node.value.id in _NUMBERS:
+            number = integer(node.slice) if node.value.id == "int" else None
+            return self.number(node.slice, place, _NUMBERS[node.value.id]) if number is None else number
+        dtype, shape, strides = self._fixed.get(node) or self._layout(node, place)
+        try:
+            if node in self._fixed:
+                return fake_tensor(self.mode, shape, strides, dtype, device)
+            with self.mode:
+                return torch.empty_strided(shape, strides, dtype=dtype, device=device)
+        except (RuntimeError, TypeError, ValueError, OverflowError, AttributeError, AssertionError) as error:
+            reason = str(error).partition("\n")[0]
+            raise refuse(node, f"there is no tensor `{shown(node)}`: {reason}") from None
+
+    def _layout(self, node: ast.expr, place: LinePlace) -> _Layout:
+        """Dtype, shape and strides; those of numbers only are read once, as a line may stand for a hundred layers."""
+        whole, steps = node, None
+        if isinstance(node, ast.Subscript) and isinstance(node.value, ast.Subscript):
+            steps, node = _elements(node.slice), node.value
+        if not isinstance(node, ast.Subscript) or not isinstance(node.value, ast.Name):
+            raise refuse(whole, f"expected a type like `f32[2, 4]`, `int[u0]` or `_`, found `{shown(whole)}`")
+        dtype = DTYPE_OF.get(node.value.id)
+        if dtype is None:
+            raise refuse(node, f"`{node.value.id}` is no dtype: expected `f32`, `bf16`, `i64`, ...")
+        shape = tuple([self.number(extent, place) for extent in _elements(node.slice)])
+        if steps is None:
+            strides = _contiguous(shape)
+        elif len(steps) == len(shape):
+            strides = tuple([self.number(step, place) for step in steps])
+        else:
+            raise refuse(whole, f"{len(shape)} extents and {len(steps)} strides")
+        found = dtype, shape, strides
+        if all(type(number) is int for number in shape + strides):
+            self._fixed[whole] = found
+        return found
+
+
+def _contiguous(shape: Sequence[Any]) -> tuple[Any, ...]:
+    strides: list[Any] = []
+    step: Any = 1
+    for extent in reversed(shape):
+        strides.append(step)
+        step = max(extent, 1) * step if type(extent) is int else extent * step
+    return tuple(strides[::-1])
+
+
+def _elements(node: ast.expr) -> Sequence[ast.expr]:
+    return node.elts if isinstance(node, ast.Tuple) else [node]
+
+
+def device_named(name: str, node: ast.expr) -> torch.device:
+    """The device that a text names at ``node``."""
+    try:
+        return torch.device(name)
+    except RuntimeError:
+        raise refuse(node, f"`{name}` is no device: expected `cpu`, `cuda`, ...") from None
 
 
 class Operands:
@@ -43,8 +266,7 @@ class Operands:
         self._values: dict[Scope, dict[str, fx.Node]] = {}
         self._items: dict[tuple[fx.Node, int], fx.Node] = {}
         self._getters: dict[str, fx.Node] = {}
-
-    # -- values
+        self._references: dict[ast.expr, tuple[Reference, Callable[[Any], Any] | None]] = {}
 
     def add_input(self, key: InputKey, node: fx.Node, at: ast.expr) -> None:
         if key in self._inputs:
@@ -57,160 +279,126 @@ class Operands:
             raise refuse(at, f"`{name}` is defined twice in this module: values are named once, `{name}_1`")
         values[name] = node
 
-    def operand_at(self, node: ast.expr) -> At:
-        """An operand as a function of where it stands.
+    def operand(self, node: ast.expr, place: LinePlace) -> Any:
+        """What an operand stands for.
 
         Raises:
             TextError: it is none.
         """
-        if isinstance(node, ast.Constant) and type(node.value) in _PLAIN:
-            return lambda place: node.value
+        if isinstance(node, ast.Constant) and type(node.value) in PLAIN:
+            return node.value
         if isinstance(node, ast.Attribute | ast.Subscript | ast.Name):
-            return self._name_at(node)
+            return self._named(node, place)
         if isinstance(node, ast.Tuple | ast.List):
-            items = [self.operand_at(item) for item in node.elts]
-            kind = tuple if isinstance(node, ast.Tuple) else list
-            return lambda place: kind([item(place) for item in items])
+            items = [self.operand(item, place) for item in node.elts]
+            return tuple(items) if isinstance(node, ast.Tuple) else items
         if isinstance(node, ast.Dict) and all(isinstance(k, ast.Constant) or integer(k) is not None for k in node.keys):
             keys = [ast.literal_eval(key) for key in node.keys if key is not None]
-            values = [self.operand_at(value) for value in node.values]
-            return lambda place: {key: value(place) for key, value in zip(keys, values, strict=True)}
+            return dict(zip(keys, [self.operand(value, place) for value in node.values], strict=True))
         if isinstance(node, ast.Call):
-            return self._call_at(node)
-        return self._number_at(node)
-
-    def _number_at(self, node: ast.expr) -> At:
-        """``-1``, ``-inf``, ``(1+2j)``."""
-        if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
-            if isinstance(node.operand, ast.Constant) and type(node.operand.value) in (int, float):
-                negative = -node.operand.value  # type: ignore[operator]
-                return lambda place: negative
-            if isinstance(node.operand, ast.Name) and node.operand.id in ("inf", "nan"):
-                return lambda place: -float(node.operand.id)  # type: ignore[attr-defined]
-        if (number := _complex(node)) is not None:
-            return lambda place: number
+            return self._called(node, place)
+        spelled = ast.unparse(node).replace(" ", "")
+        for kind in (int, float, complex):  # `-1`, `-inf`, `-0-1j`: as `repr` spells them, signs of zeros included
+            with contextlib.suppress(ValueError):
+                return kind(spelled)
         raise refuse(node, f"expected an operand, found `{shown(node)}`")
 
     # -- names
 
-    def _name_at(self, node: ast.expr) -> At:
-        known = reference(node)
-        if known.is_input:
-            return self._input_at(known, node)
-        find = self._value_at(known, node) if known.head else self._bare_at(known.name, node)
-        if not known.items:
-            return find
-        return lambda place: self._item(find(place), known.items, node)
-
-    def _input_at(self, known: Reference, node: ast.expr) -> At:
-        key_at, inputs = input_key_at(known.head), self._inputs
-
-        def find(place: LinePlace) -> fx.Node:
-            key = key_at(place.layer)
-            if key not in inputs:
-                names = [f"{space}.{fqn}" for space, fqn, _ in inputs]
+    def _named(self, node: ast.expr, place: LinePlace) -> Any:
+        """What a name stands for: an input, a value or an output of it, a definition, a constant, an operator."""
+        known, find = self._references.get(node) or self._read(node)
+        if find is not None and known.is_input:
+            key = find(place.layer)
+            if key not in self._inputs:
+                names = [f"{space}.{fqn}" for space, fqn, _ in self._inputs]
                 raise refuse(node, f"there is no input `{shown(node)}`{nearest(f'{key[0]}.{key[1]}', names)}")
-            return inputs[key]
+            return self._inputs[key]
+        if find is None and known.name in self.names:
+            found = self.names[known.name]
+            if isinstance(found, fx.GraphModule):
+                found = self._getter(known.name, lambda: found)
+        else:
+            scope = place.scope if find is None else find(place)
+            found = self._values.get(scope, {}).get(known.name)
+            if found is None:
+                found = self._constant_named(node, known.name, scope, is_bare=find is None)
+        for item in known.items:
+            found = self._item(found, item, node)
+        return found
 
-        return find
+    def _read(self, node: ast.expr) -> tuple[Reference, Callable[[Any], Any] | None]:
+        """A reference, and what finds its key or scope; read once, as a line may stand for a hundred layers."""
+        known = reference(node)
+        find = input_key_at(known.head) if known.is_input else scope_at(known.head) if known.head else None
+        self._references[node] = known, find
+        return known, find
 
-    def _bare_at(self, name: str, node: ast.expr) -> At:
-        if name in self.names:
-            value = self.names[name]
-            if isinstance(value, fx.GraphModule):
-                return lambda place: self._getter(name, value)
-            return lambda place: value
-
-        def find(place: LinePlace) -> Any:
-            found = self._values.get(place.scope, {}).get(name)
-            if found is not None:
-                return found
-            if name in CONSTANTS:
-                return CONSTANTS[name]
-            raise refuse(node, self._unknown(name, place.scope))
-
-        return find
-
-    def _value_at(self, known: Reference, node: ast.expr) -> At:
-        name, scope, values = known.name, scope_at(known.head), self._values
-        target: list[Any] = []  # an operator as an argument looks like a value
-
-        def find(place: LinePlace) -> Any:
-            where = scope(place)
-            found = values.get(where, {}).get(name)
-            if found is not None:
-                return found
-            if not target:
-                try:
-                    target.append(operator_named(ast.unparse(node), self._allow))
-                except UnknownOperator:
-                    raise refuse(node, self._unknown(name, where)) from None
-            return target[0]
-
-        return find
-
-    def _unknown(self, name: str, scope: Scope) -> str:
+    def _constant_named(self, node: ast.expr, name: str, scope: Scope, *, is_bare: bool) -> Any:
+        """What a name stands for that no value has: a word of torch, or an operator as an argument."""
+        if is_bare and name in CONSTANTS:
+            return CONSTANTS[name]
+        if not is_bare:
+            with contextlib.suppress(UnknownOperator):
+                return operator_named(ast.unparse(node), self._allow)
         where = ", ".join(scope.owners) or "_"
         if scope in self._values:
-            return f"no `{name}` before this line in {scope.space} of `{where}`{nearest(name, self._values[scope])}"
-        known = [", ".join(known.owners) for known in self._values if known.space == scope.space]
-        return f"no `{name}`: nothing before this line is in {scope.space} of `{where}`{nearest(where, known)}"
+            hint = nearest(name, self._values[scope])
+            raise refuse(node, f"no `{name}` before this line in {scope.space} of `{where}`{hint}")
+        hint = nearest(where, [", ".join(known.owners) for known in self._values if known.space == scope.space])
+        raise refuse(node, f"no `{name}`: nothing before this line is in {scope.space} of `{where}`{hint}")
 
-    def _item(self, node: Any, items: tuple[int, ...], at: ast.expr) -> fx.Node:
-        for item in items:
-            if not isinstance(node, fx.Node):
-                raise refuse(at, f"`{shown(at)}`: only a value of several outputs has items")
-            taken = self._items.get((node, item))
-            if taken is None:
-                value = _one_of(node.meta.get("val"), item, at)
-                taken = append_node(self._graph, "getitem", "call_function", operator.getitem, (node, item), {})
-                taken.meta.update({key: node.meta[key] for key in _ITEM_META if key in node.meta})
-                if value is not None:
-                    taken.meta["val"] = value
-                self._items[node, item] = taken
-            node = taken
-        found: fx.Node = node
-        return found
+    def _item(self, source: Any, item: int, at: ast.expr) -> fx.Node:
+        """One of several outputs, or a row of a tensor, as a graph of Python takes it."""
+        if not isinstance(source, fx.Node):
+            raise refuse(at, f"`{shown(at)}`: only a value of several outputs has items")
+        taken = self._items.get((source, item))
+        if taken is not None:
+            return taken
+        value, known = source.meta.get("val"), None
+        if isinstance(value, tuple | list):
+            if not -len(value) <= item < len(value):
+                raise refuse(at, f"`{shown(at)}`: there are {len(value)} outputs")
+            known = value[item]
+        elif isinstance(value, torch.Tensor):
+            try:
+                known = value.select(0, item)
+            except (IndexError, RuntimeError) as error:
+                raise refuse(at, f"`{shown(at)}`: {error}") from None
+        taken = append_node(self._graph, "getitem", "call_function", operator.getitem, (source, item), {})
+        taken.meta.update({key: source.meta[key] for key in _ITEM_META if key in source.meta})
+        if known is not None:
+            taken.meta["val"] = known
+        self._items[source, item] = taken
+        return taken
 
     # -- constants
 
-    def _call_at(self, node: ast.Call) -> At:
+    def _called(self, node: ast.Call, place: LinePlace) -> Any:
         name = node.func.id if isinstance(node.func, ast.Name) else ""
         if name == "const" and 1 <= len(node.args) <= 2 and not node.keywords:
-            return self._constant_at(node)
+            kind, *content = node.args
+            if not isinstance(kind, ast.Constant):  # `const(f32[2], [1.0, 2.0])`, `const(f32[64], "sha256:...")`
+                key = ast.unparse(node)
+                return self._getter(key, lambda: self._tensor(self._sizes.value(kind, place), content, node))
+            digest = content[0] if content and isinstance(content[0], ast.Constant) else kind
+            return self._by_digest(str(digest.value), node)  # `const("Enum", "digest")`
         if name in ("slice", "range") and 1 <= len(node.args) <= 3 and not node.keywords:
-            kind: Callable[..., Any] = slice if name == "slice" else range
-            ends = [self.operand_at(end) for end in node.args]
-
-            def made(place: LinePlace) -> Any:
-                try:
-                    return kind(*[end(place) for end in ends])
-                except (TypeError, ValueError) as error:
-                    raise refuse(node, f"`{shown(node)}`: {error}") from None
-
-            return made
+            ends = [self.operand(end, place) for end in node.args]
+            try:
+                return slice(*ends) if name == "slice" else range(*ends)
+            except (TypeError, ValueError) as error:
+                raise refuse(node, f"`{shown(node)}`: {error}") from None
         if name == "sym" and len(node.args) == 1:
-            return self._sizes.operand_at(node.args[0])
+            return self._sizes.operand(node.args[0], place)
         if name == "device" and len(node.args) == 1 and isinstance(node.args[0], ast.Constant):
-            device = device_named(str(node.args[0].value), node)
-            return lambda place: device
+            return device_named(str(node.args[0].value), node)
         raise refuse(node, f"expected an operand, found `{shown(node)}`: an operator stands in a line of its own")
 
-    def _constant_at(self, node: ast.Call) -> At:
-        """``const(f32[2], [1.0, 2.0])``, ``const(f32[64], "sha256:...")``, ``const("Enum", "digest")``."""
-        kind, *content = node.args
-        key = ast.unparse(node)
-        if isinstance(kind, ast.Constant):
-            digest = content[0].value if content and isinstance(content[0], ast.Constant) else kind.value
-            value = self._by_digest(str(digest), node)
-            return lambda place: value
-        type_at = self._sizes.type_at(kind)
-        return lambda place: self._getter(key, None, lambda: self._tensor(type_at(place), content, node))
-
-    def _getter(self, key: str, value: Any, make: Callable[[], Any] | None = None) -> fx.Node:
+    def _getter(self, key: str, make: Callable[[], Any]) -> fx.Node:
         """The ``get_attr`` of a body or constant, one for all its uses."""
         if key not in self._getters:
-            value = make() if make else value
+            value = make()
             name = key if key.isidentifier() else f"_constant{len(self.attributes)}"
             self.attributes[name] = value
             node = self._getters[key] = append_node(self._graph, name, "get_attr", name, (), {})
@@ -220,7 +408,8 @@ class Operands:
 
     def _by_digest(self, digest: str, node: ast.Call) -> Any:
         if digest not in self._given:
-            raise refuse(node, f"`{shown(node)}` is told by its digest only: {_GIVE}")
+            give = "give constants=graphtext.constants(gm) of the graph that was rendered"
+            raise refuse(node, f"`{shown(node)}` is told by its digest only: {give}")
         return self._given[digest]
 
     def _tensor(self, like: Any, content: list[ast.expr], node: ast.Call) -> torch.Tensor:
@@ -231,35 +420,16 @@ class Operands:
             raise refuse(node, f"expected `const(f32[2], [1.0, 2.0])`, found `{shown(node)}`")
         if told is None:
             return like
-        values = self.operand_at(content[0])(LinePlace("fwd", None))
-        return _filled(like, values, node)
-
-
-def _one_of(value: Any, item: int, at: ast.expr) -> Any:
-    """One of several outputs, or a row of a tensor, as a graph of Python takes it; None if nothing is known."""
-    if isinstance(value, tuple | list):
-        if not -len(value) <= item < len(value):
-            raise refuse(at, f"`{shown(at)}`: there are {len(value)} outputs")
-        return value[item]
-    try:
-        return value.select(0, item) if isinstance(value, torch.Tensor) else None
-    except (IndexError, RuntimeError) as error:
-        raise refuse(at, f"`{shown(at)}`: {error}") from None
-
-
-_GIVE = "give constants=graphtext.constants(gm) of the graph that was rendered"
-
-
-def _filled(like: torch.Tensor, values: Any, node: ast.Call) -> torch.Tensor:
-    try:
-        tensor = torch.tensor(values, dtype=like.dtype).reshape(like.shape)
-        made = _laid_out(tensor, like)
-        if repr(made.tolist()) != repr(tensor.tolist()):
-            raise ValueError("elements of one place in memory are told to differ")
+        values = self.operand(content[0], LinePlace("fwd", None))
+        try:
+            tensor = torch.tensor(values, dtype=like.dtype).reshape(like.shape)
+            made = _laid_out(tensor, like)
+            if repr(made.tolist()) != repr(tensor.tolist()):
+                raise ValueError("elements of one place in memory are told to differ")
+        except (TypeError, ValueError, RuntimeError, OverflowError, AssertionError) as error:
+            message = str(error).partition("\n")[0]
+            raise refuse(node, f"these values do not make the constant's type: {message}") from None
         return made
-    except (TypeError, ValueError, RuntimeError, OverflowError, AssertionError) as error:
-        message = str(error).partition("\n")[0]
-        raise refuse(node, f"these values do not make the constant's type: {message}") from None
 
 
 def _laid_out(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
@@ -273,37 +443,13 @@ def _laid_out(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 def _as_told(given: Any, like: torch.Tensor | None, node: ast.Call) -> torch.Tensor:
     """A constant by its digest, which is of its bytes: equal bytes of other types have one digest."""
-    if like is None or not isinstance(given, torch.Tensor) or _layout(given) == _layout(like):
+    if like is None or not isinstance(given, torch.Tensor):
         found: torch.Tensor = given
         return found
+    ours, theirs = [(t.dtype, t.shape, t.device.type, t.layout is torch.strided and t.stride()) for t in (given, like)]
+    if ours == theirs:
+        return given
     flat = bytes_of(given)
     if flat.numel() != like.numel() * like.element_size():
         raise refuse(node, f"the constant given is {given.dtype} {list(given.shape)}, not `{shown(node.args[0])}`")
     return _laid_out(flat.view(like.dtype).reshape(like.shape), like)
-
-
-def _layout(value: torch.Tensor) -> Any:
-    return value.dtype, value.shape, value.device.type, value.layout is torch.strided and value.stride()
-
-
-def _complex(node: ast.expr) -> complex | None:
-    """A complex number as ``repr`` spells it, signs of zeros included."""
-    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add | ast.Sub):
-        real, imaginary = _part(node.left, (int, float), ""), _part(node.right, (complex,), "j")
-        if real is None or imaginary is None:
-            return None
-        return complex(real, imaginary if isinstance(node.op, ast.Add) else -imaginary)
-    imaginary = _part(node, (complex,), "j")
-    return None if imaginary is None else complex(0.0, imaginary)
-
-
-def _part(node: ast.expr, kinds: tuple[type, ...], unit: str) -> float | None:
-    """The real or the imaginary part of a number."""
-    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
-        part = _part(node.operand, kinds, unit)
-        return None if part is None else -part
-    if isinstance(node, ast.Name) and node.id in (f"inf{unit}", f"nan{unit}"):
-        return float(node.id.removesuffix("j"))
-    if isinstance(node, ast.Constant) and type(node.value) in kinds:
-        return float(node.value.imag if unit else node.value)  # type: ignore[union-attr, arg-type]
-    return None

@@ -24,14 +24,14 @@ from pytest_gtrainer.graph.layout import BucketLayout, bucket_layout
 from pytest_gtrainer.graph.nodes import node_fqn
 from pytest_gtrainer.graphtext import header as headers
 from pytest_gtrainer.graphtext import schedule_view
-from pytest_gtrainer.graphtext.folding import INDENT, fold
+from pytest_gtrainer.graphtext.folding import INDENT, fold, unfold
 from pytest_gtrainer.graphtext.literals import spell_dtype
 from pytest_gtrainer.graphtext.operators import Operator, groups_of, groups_of_ranks, operator_of, word
 from pytest_gtrainer.graphtext.scopes import Scopes, is_computed, is_item, names_of, scopes_of
 from pytest_gtrainer.graphtext.sections import (
+    GraphLine,
     Layer,
     Line,
-    Record,
     Scope,
     Section,
     SectionKey,
@@ -42,7 +42,6 @@ from pytest_gtrainer.graphtext.sections import (
 )
 from pytest_gtrainer.graphtext.spelling import Backed, Speller
 from pytest_gtrainer.graphtext.tags import tags_of
-from pytest_gtrainer.graphtext.unfolding import unfold
 
 VIEWS = ("full", "schedule", "layout")
 NOTHING = "payloads = []"
@@ -89,10 +88,10 @@ def render_layout(
     return _written({"view": "layout", **(header or {})}, _layout(layout, mesh or {}, {}))
 
 
-def records(gm: fx.GraphModule, view: str = "full", *, mesh: Mapping[str, int] | None = None) -> tuple[Record, ...]:
+def lines_of(gm: fx.GraphModule, view: str = "full", *, mesh: Mapping[str, int] | None = None) -> tuple[GraphLine, ...]:
     """The lines of the graph's text, unfolded: what two graphs are compared by."""
     preamble, sections = _draw(gm, view, mesh or {})
-    return unfold("\n".join(preamble)) + tuple(record for section in sections for record in section.records())
+    return unfold("\n".join(preamble)) + tuple(line for section in sections for line in section.unfolded())
 
 
 def _written(header: Mapping[str, str], drawn: _Drawn) -> str:

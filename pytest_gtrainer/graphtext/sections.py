@@ -221,7 +221,7 @@ class Line(NamedTuple):
         return target if colon else self.text
 
 
-class Record(NamedTuple):
+class GraphLine(NamedTuple):
     """One line of one section, unfolded."""
 
     section: str
@@ -239,9 +239,9 @@ class Section:
     key: SectionKey
     lines: tuple[Line, ...]
 
-    def records(self) -> Iterable[Record]:
+    def unfolded(self) -> list[GraphLine]:
         section = str(self.key)
-        return [Record(section, line.heading, line.text) for line in self.lines]
+        return [GraphLine(section, line.heading, line.text) for line in self.lines]
 
 
 def section_keys(own: Sequence[SectionKey], floating: Sequence[bool]) -> list[SectionKey]:

@@ -22,7 +22,7 @@ from pytest_gtrainer.graph import chunks
 from pytest_gtrainer.graph.nodes import direction, node_fqn
 from pytest_gtrainer.graphtext.header import nearest
 from pytest_gtrainer.graphtext.sections import is_word
-from pytest_gtrainer.graphtext.syntax import AT, CHUNK, LinePlace, PathAt, chain, path_at, refuse, shown
+from pytest_gtrainer.graphtext.syntax import AT, CHUNK, LinePlace, chain, path_at, refuse, shown
 
 UNOWNED = "unowned"
 MISMARKED = "mismarked"
@@ -81,48 +81,55 @@ def _is_literal(value: Any) -> bool:
 # -- reading
 
 
-def tags_at(nodes: Sequence[ast.expr], *, owned: bool) -> Callable[[dict[str, Any], LinePlace], None]:
-    """What a line's tags and scope say, written into metadata as a function of the line's place.
+def write_tags(meta: dict[str, Any], tags: Sequence[ast.expr], place: LinePlace, *, owned: bool) -> None:
+    """Write what a line's tags and scope say into the metadata of its node.
 
     Raises:
         TextError: one of them is no tag.
     """
-    mismarked = False
-    own_path: PathAt | None = None
-    chunked: tuple[PathAt, list[Any]] | None = None
+    mismarked, own_fqn = False, ""
+    told: dict[str, Any] = {}
     custom: dict[str, Any] = {}
-    extra: dict[str, Any] = {}
-    for node in nodes:
-        name, values = _read(node)
-        if name == UNOWNED:
+    for node in tags:
+        name, arguments = (node.func, node.args) if isinstance(node, ast.Call) else (node, None)
+        kind = name.id if isinstance(name, ast.Name) else ""
+        if kind == AT and arguments and len(arguments) == 1:
+            own_fqn = path_at(chain(arguments[0]))(place.layer)
+        elif kind == CHUNK and arguments is not None:
+            told = _chunk(node, arguments, place)
+        elif not kind or arguments:
+            raise refuse(node, f"expected a tag like `must_save` or `custom(stage=1)`, found `{shown(node)}`")
+        elif kind == "custom":
+            custom |= _annotations_at(node.keywords if isinstance(node, ast.Call) else [])
+        elif kind == UNOWNED:
             owned = False
-        elif name == MISMARKED:
+        elif kind == MISMARKED:
             mismarked = True
-        elif name == AT:
-            own_path = path_at(chain(values["path"]))
-        elif name == CHUNK:
-            chunked = path_at(chain(values["path"])), values["words"]
-        elif name == "custom":
-            custom |= values
-        elif name in POLICIES and not values:
-            extra["recompute"] = POLICIES[name]
+        elif kind in POLICIES:
+            meta["recompute"] = POLICIES[kind]
         else:
-            raise refuse(node, f"`{name}` is no tag{nearest(name, TAGS)}")
+            raise refuse(node, f"`{kind}` is no tag{nearest(kind, TAGS)}")
+    scope = place.scope
+    if (scope.space == "bwd") != mismarked:
+        meta["autograd_backward"] = True
+    fqn = scope.owners[0] if owned else ""
+    if scope.is_bucket:
+        meta["fsdp_bucket"] = {"plan_fqns": list(scope.owners), "direction": scope.space}
+        fqn = own_fqn
+    if fqn or custom or told:
+        meta["custom"] = ({OWN_KEY: fqn} if fqn else {}) | told | custom
 
-    def apply(meta: dict[str, Any], place: LinePlace) -> None:
-        scope = place.scope
-        if (scope.space == "bwd") != mismarked:
-            meta["autograd_backward"] = True
-        fqn = scope.owners[0] if owned else ""
-        if scope.is_bucket:
-            meta["fsdp_bucket"] = {"plan_fqns": list(scope.owners), "direction": scope.space}
-            fqn = own_path(place.layer) if own_path else ""
-        told = chunks.told_in_words(chunked[0](place.layer), *chunked[1]) if chunked else {}
-        if fqn or custom or told:
-            meta["custom"] = ({OWN_KEY: fqn} if fqn else {}) | told | custom
-        meta.update(extra)
 
-    return apply
+def _chunk(node: ast.expr, arguments: Sequence[ast.expr], place: LinePlace) -> dict[str, Any]:
+    """``chunk(path, 0)``, ``chunk(path, split_boundary, eager)``."""
+    words: list[Any] = []
+    for word in arguments[1:]:
+        words.append(word.id if isinstance(word, ast.Name) else getattr(word, "value", None))
+    boundaries = (chunks.SPLIT_BOUNDARY, chunks.MATERIALIZATION)
+    known = len(words) in (1, 2) and (type(words[0]) is int or words[0] in boundaries)
+    if not known or words[1:] not in ([], [chunks.EAGER]):
+        raise refuse(node, f"expected `chunk(path, 0)` or `chunk(path, split_boundary)`, found `{shown(node)}`")
+    return chunks.told_in_words(path_at(chain(arguments[0]))(place.layer), *words)
 
 
 class _Numbers(ast.NodeTransformer):
@@ -132,30 +139,13 @@ class _Numbers(ast.NodeTransformer):
         return ast.copy_location(ast.Constant(float(node.id)), node) if node.id in ("inf", "nan") else node
 
 
-def _chunk(node: ast.Call) -> dict[str, Any]:
-    """``chunk(path, 0)``, ``chunk(path, split_boundary, eager)``."""
-    words = [item.id if isinstance(item, ast.Name) else getattr(item, "value", None) for item in node.args[1:]]
-    boundaries = (chunks.SPLIT_BOUNDARY, chunks.MATERIALIZATION)
-    known = len(words) in (1, 2) and (type(words[0]) is int or words[0] in boundaries)
-    if not known or words[1:] not in ([], [chunks.EAGER]):
-        raise refuse(node, f"expected `chunk(path, 0)` or `chunk(path, split_boundary)`, found `{shown(node)}`")
-    return {"path": node.args[0], "words": words}
-
-
-def _read(node: ast.expr) -> tuple[str, dict[str, Any]]:
-    if isinstance(node, ast.Name):
-        return node.id, {}
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == AT and len(node.args) == 1:
-        return AT, {"path": node.args[0]}
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == CHUNK:
-        return CHUNK, _chunk(node)
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and not node.args:
-        values: dict[str, Any] = {}
-        for item in node.keywords:
-            try:
-                value = ast.literal_eval(_Numbers().visit(item.value))
-            except (ValueError, TypeError):
-                raise refuse(item.value, f"expected a literal, found `{shown(item.value)}`") from None
-            values |= value if item.arg is None and isinstance(value, dict) else {str(item.arg): value}
-        return node.func.id, values
-    raise refuse(node, f"expected a tag like `must_save` or `custom(stage=1)`, found `{shown(node)}`")
+def _annotations_at(keywords: Sequence[ast.keyword]) -> dict[str, Any]:
+    """``custom(stage=1, **{2: 3})``."""
+    values: dict[str, Any] = {}
+    for item in keywords:
+        try:
+            value = ast.literal_eval(_Numbers().visit(item.value))
+        except (ValueError, TypeError):
+            raise refuse(item.value, f"expected a literal, found `{shown(item.value)}`") from None
+        values |= value if item.arg is None and isinstance(value, dict) else {str(item.arg): value}
+    return values

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pytest_gtrainer.graphtext.dataflow import Dataflow, Value, dataflow
-from pytest_gtrainer.graphtext.sections import Record
+from pytest_gtrainer.graphtext.sections import GraphLine
 from pytest_gtrainer.supported import minor_version
 
 
@@ -72,14 +72,16 @@ def spellings_between(made: str | None, running: str | None) -> tuple[Spelling, 
     return tuple(spelling for spelling in SPELLINGS if min(known) < spelling.since <= max(known))
 
 
-def same_but_for(spellings: Iterable[Spelling], old: Sequence[Record], new: Sequence[Record]) -> bool:
+def same_but_for(spellings: Iterable[Spelling], old: Sequence[GraphLine], new: Sequence[GraphLine]) -> bool:
     """Whether two graphs are equal, line by line, in one spelling. Names of values follow from it, and may differ."""
     if [(section, heading) for section, heading, _ in old] != [(section, heading) for section, heading, _ in new]:
         return False
     return _content(dataflow(old), tuple(spellings)) == _content(dataflow(new), tuple(spellings))
 
 
-def respelled(records: Sequence[Record], spellings: Iterable[Spelling]) -> tuple[tuple[Record, ...], set[Spelling]]:
+def respelled(
+    records: Sequence[GraphLine], spellings: Iterable[Spelling]
+) -> tuple[tuple[GraphLine, ...], set[Spelling]]:
     """The records in the words of the newer torch, for people to read, and the spellings that these lines needed."""
     made, used = list(records), set()
     graph = dataflow(records)
@@ -114,6 +116,6 @@ def _content(graph: Dataflow, spellings: Sequence[Spelling]) -> list[Any]:
     return [values, graph.inputs, graph.results, graph.definitions, graph.others, bodies]
 
 
-def _body(lines: Sequence[Record], spellings: Sequence[Spelling]) -> list[Any]:
+def _body(lines: Sequence[GraphLine], spellings: Sequence[Spelling]) -> list[Any]:
     places = [(section, heading) for section, heading, _ in lines]
     return [places, _content(dataflow(lines), spellings)]

@@ -14,7 +14,7 @@ from torch import fx
 from pytest_gtrainer._torch.passes import ALL_REDUCE, extra_group, is_extra_group
 from pytest_gtrainer._torch.process_groups import group_ranks
 from pytest_gtrainer.graph.collectives import (
-    Member,
+    FsdpCollective,
     PlanError,
     fsdp_all_gathers,
     fsdp_reduce_scatters,
@@ -34,7 +34,7 @@ def deduplicate_fsdp_unshard_chains_pass(gm: fx.GraphModule, example_inputs: Seq
     have a reduction each, which only a tracer can join (``trace_step(reuse_gathers=True)``).
     Linear in nodes; a graph without duplicates is left as it is.
     """
-    first: dict[tuple[Any, ...], Member] = {}
+    first: dict[tuple[Any, ...], FsdpCollective] = {}
     duplicates = []
     for member in fsdp_all_gathers(gm):
         key = (member.position, member.direction, member.signature)
@@ -88,7 +88,7 @@ def reduce_scatter_before_all_reduce_pass(gm: fx.GraphModule, example_inputs: Se
     return bool(swaps)
 
 
-def _swap_of(member: Member) -> fx.Node | None:
+def _swap_of(member: FsdpCollective) -> fx.Node | None:
     """The wait of the all-reduce above a reduce-scatter; None if there is none.
 
     Between the two collectives lies a pad at most: a handful of nodes. Elsewhere the walk would climb the

@@ -32,7 +32,7 @@ from pytest_gtrainer._torch.passes import (
 )
 from pytest_gtrainer.graph.bucket_plan import Bucket, BucketPlan, PayloadOrder, Plan, sort_key
 from pytest_gtrainer.graph.collectives import (
-    Member,
+    FsdpCollective,
     PlanError,
     fsdp_all_gathers,
     fsdp_reduce_scatters,
@@ -55,7 +55,7 @@ class Merge:
 
     bucket: Bucket
     direction: str
-    members: tuple[Member, ...]
+    members: tuple[FsdpCollective, ...]
     first_launch: fx.Node
     last_launch: fx.Node
     first_wait: fx.Node
@@ -219,7 +219,7 @@ def _bucket(
     return True
 
 
-def _check_plan(plan: Plan, gm: fx.GraphModule, gathers: list[Member], scatters: list[Member]) -> None:
+def _check_plan(plan: Plan, gm: fx.GraphModule, gathers: list[FsdpCollective], scatters: list[FsdpCollective]) -> None:
     """Names exist (B5), and every sharded parameter is in exactly one bucket per direction (B6)."""
     fqns = {node_fqn(node) for node in gm.graph.nodes}
     plan.check_names(fqns | {member.parameter for member in gathers})
@@ -243,14 +243,14 @@ def _check_plan(plan: Plan, gm: fx.GraphModule, gathers: list[Member], scatters:
 
 
 def _merges(
-    gm: fx.GraphModule, plan: Plan, members: list[Member], order: PayloadOrder, direction: str | None
+    gm: fx.GraphModule, plan: Plan, members: list[FsdpCollective], order: PayloadOrder, direction: str | None
 ) -> list[Merge]:
     """Group members of one kind by bucket, direction and signature (D1), in order of their first launch."""
     place = {node: index for index, node in enumerate(gm.graph.nodes)}
     parameters = [member.parameter for member in sorted(members, key=lambda member: member.position)]
     managed = gm.graph.output_node().meta.get("gt_managed_order")
     key = sort_key(order, parameters, lambda member: place[member.launch], managed)
-    groups: dict[tuple[Any, ...], list[Member]] = {}
+    groups: dict[tuple[Any, ...], list[FsdpCollective]] = {}
     for member in members:
         bucket = plan.bucket_of(member.bucket_fqn)
         groups.setdefault((bucket, direction or member.direction, member.signature), []).append(member)

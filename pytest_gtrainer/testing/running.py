@@ -15,7 +15,7 @@ from torch import fx
 import pytest_gtrainer
 from pytest_gtrainer import extensions, facts, graphtext
 from pytest_gtrainer._torch.values import pytree
-from pytest_gtrainer.checks.matcher import run_checks
+from pytest_gtrainer.checks.checker import run_checks
 from pytest_gtrainer.checks.subject import Subject
 from pytest_gtrainer.checks.syntax import parse_check
 from pytest_gtrainer.golden.compare import difference

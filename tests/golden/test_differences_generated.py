@@ -13,14 +13,14 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from benchmarks.graphdiff import cases, forget
-from pytest_gtrainer.graphtext import Record, diff, unfold
+from pytest_gtrainer.graphtext import GraphLine, diff, unfold
 
 ROOT = Path(__file__).parents[2]
 TEXTS = sorted([*ROOT.glob("fixtures/graphs/*/*.fxgraph"), *ROOT.glob("golden/tests/passes/**/*.fxgraph")])
 _NUMBERED = re.compile(r"(.+)\[(\d+)\]")
 
 
-def text_of(records: Sequence[Record]) -> str:
+def text_of(records: Sequence[GraphLine]) -> str:
     """The records as a text, with nothing folded."""
     lines = []
     for section, members in itertools.groupby(records, key=lambda record: record.section):
@@ -31,26 +31,26 @@ def text_of(records: Sequence[Record]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def small() -> list[tuple[Record, ...]]:
+def small() -> list[tuple[GraphLine, ...]]:
     found = [unfold(path.read_text()) for path in TEXTS]
     return [records for records in found if len(records) < 200 and unfold(text_of(records)) == records]
 
 
-def dropped(draw: st.DrawFn, records: list[Record]) -> None:
+def dropped(draw: st.DrawFn, records: list[GraphLine]) -> None:
     del records[draw(st.integers(0, len(records) - 1))]
 
 
-def repeated(draw: st.DrawFn, records: list[Record]) -> None:
+def repeated(draw: st.DrawFn, records: list[GraphLine]) -> None:
     place = draw(st.integers(0, len(records) - 1))
     records.insert(draw(st.integers(0, len(records))), records[place])
 
 
-def exchanged(draw: st.DrawFn, records: list[Record]) -> None:
+def exchanged(draw: st.DrawFn, records: list[GraphLine]) -> None:
     place = draw(st.integers(1, len(records) - 1))
     records[place - 1 : place + 1] = records[place - 1 : place + 1][::-1]
 
 
-def reworded(draw: st.DrawFn, records: list[Record]) -> None:
+def reworded(draw: st.DrawFn, records: list[GraphLine]) -> None:
     """One word of a line for another one that stands somewhere."""
     place, other = draw(st.integers(0, len(records) - 1)), draw(st.integers(0, len(records) - 1))
     words, others = (re.findall(r"\w+", records[number].text) for number in (place, other))
@@ -60,7 +60,7 @@ def reworded(draw: st.DrawFn, records: list[Record]) -> None:
         records[place] = records[place]._replace(text=text)
 
 
-def moved(draw: st.DrawFn, records: list[Record]) -> None:
+def moved(draw: st.DrawFn, records: list[GraphLine]) -> None:
     record = records.pop(draw(st.integers(0, len(records) - 1)))
     records.insert(draw(st.integers(0, len(records))), record)
 

@@ -10,7 +10,7 @@ from torch.utils import _pytree as pytree
 
 from pytest_gtrainer._torch.graph_text import expression
 from pytest_gtrainer.graph.nodes import direction, node_fqn
-from pytest_gtrainer.graphtext import constants, parse, records, render, unfold
+from pytest_gtrainer.graphtext import constants, lines_of, parse, render, unfold
 from pytest_gtrainer.graphtext.scopes import is_computed, is_item
 from pytest_gtrainer.graphtext.spelling import is_contiguous
 
@@ -22,7 +22,7 @@ def assert_comes_back(gm: fx.GraphModule, *inputs: torch.Tensor) -> fx.GraphModu
     again.graph.lint()
     assert_same_graph(again, gm)
     assert render(again) == text
-    assert unfold(text) == records(gm)
+    assert unfold(text) == lines_of(gm)
     if inputs:
         expected, got = gm(*[x.clone() for x in inputs]), again(*[x.clone() for x in inputs])
         torch.testing.assert_close(got, expected, rtol=0, atol=0, equal_nan=True)

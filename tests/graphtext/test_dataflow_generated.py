@@ -10,7 +10,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import fx
 
-from pytest_gtrainer.graphtext import records
+from pytest_gtrainer.graphtext import lines_of
 from pytest_gtrainer.graphtext.dataflow import dataflow
 from pytest_gtrainer.graphtext.equivalence import Numbers, digests_of
 from pytest_gtrainer.graphtext.scopes import is_computed
@@ -36,7 +36,7 @@ def in_another_order(gm: fx.GraphModule, seed: int) -> fx.GraphModule:
 
 def assert_same_dataflow(gm: fx.GraphModule, other: fx.GraphModule) -> None:
     numbers = Numbers()
-    one, another = (digests_of(dataflow(records(graph)), numbers) for graph in (gm, other))
+    one, another = (digests_of(dataflow(lines_of(graph)), numbers) for graph in (gm, other))
     assert one.whole == another.whole
     assert sorted(one.values) == sorted(another.values)
 
@@ -76,7 +76,7 @@ def change_literal(draw: st.DrawFn, gm: fx.GraphModule, node: fx.Node) -> bool:
 def change_operand(draw: st.DrawFn, gm: fx.GraphModule, node: fx.Node) -> bool:
     """Another value that is not computed alike."""
     nodes = [known for known in gm.graph.nodes if known.op == "placeholder"] + computed(gm)
-    graph = dataflow(records(gm))
+    graph = dataflow(lines_of(gm))
     told = dict(zip(nodes, digests_of(graph, Numbers()).values, strict=True))
     now = draw(st.sampled_from(nodes))
     was = next((operand for operand in node.all_input_nodes if operand in told), None)
@@ -96,5 +96,5 @@ def change_type(draw: st.DrawFn, gm: fx.GraphModule, node: fx.Node) -> bool:
 @given(changed())
 def test_every_change_of_the_dataflow_changes_it(pair):
     numbers = Numbers()
-    one, another = (digests_of(dataflow(records(graph)), numbers) for graph in pair)
+    one, another = (digests_of(dataflow(lines_of(graph)), numbers) for graph in pair)
     assert one.whole != another.whole

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pytest_gtrainer.graphtext import TextError, records, render, unfold
+from pytest_gtrainer.graphtext import TextError, lines_of, render, unfold
 from pytest_gtrainer.graphtext.folding import fold
 from pytest_gtrainer.graphtext.sections import Layer, Line, Section, SectionKey
 from tests.graphtext.toy import toy_graph
@@ -21,7 +21,7 @@ def test_the_text_does_not_grow_with_the_layers():
 
 def test_a_text_unfolds_to_its_records():
     for graph in (toy_graph(1), toy_graph(6), toy_graph(6, {2: torch.sin}), toy_graph(6, {5: torch.sin})):
-        assert unfold(render(graph)) == records(graph)
+        assert unfold(render(graph)) == lines_of(graph)
 
 
 def section(number: int, *lines: str, space: str = "fwd") -> Section:
@@ -66,7 +66,7 @@ lines = st.lists(st.tuples(names, names), max_size=8, unique_by=lambda pair: pai
 def test_folding_loses_nothing(layers: list[tuple[int, tuple[str, ...]]]):
     sections = [section(number, *body) for number, body in layers if body]
     neighbours = [s for k, s in enumerate(sections) if k == 0 or sections[k - 1].key != s.key]
-    expected = tuple(record for section in neighbours for record in section.records())
+    expected = tuple(record for section in neighbours for record in section.unfolded())
     assert unfold("\n".join(fold(neighbours))) == expected
 
 

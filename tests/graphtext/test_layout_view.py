@@ -12,7 +12,7 @@ from torch import nn
 from pytest_gtrainer import BucketLayout, TrainConfig, eager_bucket_layout
 from pytest_gtrainer._torch.fsdp2 import fully_shard
 from pytest_gtrainer.graph.layout import Payload, Slot
-from pytest_gtrainer.graphtext import TextError, parse, records, render, render_layout, unfold
+from pytest_gtrainer.graphtext import TextError, lines_of, parse, render, render_layout, unfold
 from pytest_gtrainer.references.graph import GraphRun
 from tests.graphtext.toy import toy_graph
 
@@ -48,7 +48,7 @@ def layout(text: str) -> str:
     gm = parse(text)
     drawn = render(gm, "layout")
     ast.parse(drawn)
-    assert unfold(drawn) == records(gm, "layout")
+    assert unfold(drawn) == lines_of(gm, "layout")
     header = "# gtrainer graph v2\n# view: layout\n"
     assert drawn.startswith(header)
     return drawn.removeprefix(header)

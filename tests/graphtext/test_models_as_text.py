@@ -14,7 +14,7 @@ import pytest
 from fixtures.models import deepseek_v3, llama3
 from fixtures.training import deepseek_v3_training, llama3_training
 from pytest_gtrainer.graph.nodes import node_fqn
-from pytest_gtrainer.graphtext import constants, header, parse, records, render, unfold
+from pytest_gtrainer.graphtext import constants, header, lines_of, parse, render, unfold
 from pytest_gtrainer.numerics.compare import assert_bitwise_different, assert_bitwise_equal
 from pytest_gtrainer.references.config import new_model
 from pytest_gtrainer.references.graph import GraphRun, rewrite, shard_traceably, trace_config
@@ -31,7 +31,7 @@ def text_and_records(mesh, monkeypatch, architecture: str, layers: int):
     monkeypatch.setitem(flavors, "this", dataclasses.replace(flavors["debug"], n_layers=layers))
     config = training(mesh, "bf16_fp32", "this")
     gm = rewrite(trace_config(config, shard_traceably(config.model(), config)), config).gm
-    return render(gm, mesh={"fsdp": 8}), records(gm, mesh={"fsdp": 8})
+    return render(gm, mesh={"fsdp": 8}), lines_of(gm, mesh={"fsdp": 8})
 
 
 @pytest.mark.gt_world("fake", size=8)
@@ -48,7 +48,7 @@ def test_a_model_told_and_read_back(gt_mesh, monkeypatch, architecture):
     assert render(bucketed_again.gm) == render(bucketed.gm)
     assert_same_graph(read_back(bucketed.gm), bucketed.gm)
     text = render(bucketed.gm, mesh={"fsdp": 8})
-    assert unfold(text) == records(bucketed.gm, mesh={"fsdp": 8})
+    assert unfold(text) == lines_of(bucketed.gm, mesh={"fsdp": 8})
     ast.parse(text)
     assert len(text.splitlines()) < most_lines, "equal layers are told once"
     assert "with bucket(layers[i+1]" in text

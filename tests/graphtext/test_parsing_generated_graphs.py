@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils import _pytree as pytree
 
-from pytest_gtrainer.graphtext import constants, parse, records, render, unfold
+from pytest_gtrainer.graphtext import constants, lines_of, parse, render, unfold
 from tests.graphtext.generated import graphs
 from tests.graphtext.same import assert_same_graph
 
@@ -21,7 +21,7 @@ def assert_comes_back(gm, inputs):
     again.graph.lint()
     assert_same_graph(again, gm)
     assert render(again) == text
-    assert unfold(text) == records(gm)
+    assert unfold(text) == lines_of(gm)
     expected, got = (module(*copy.deepcopy(inputs)) for module in (gm, again))
     for one, other in zip(pytree.tree_leaves(expected), pytree.tree_leaves(got), strict=True):
         assert bits(one) == bits(other)

@@ -13,7 +13,7 @@ from torch import fx
 
 from fixtures.models import llama3
 from fixtures.training import llama3_training
-from pytest_gtrainer.graphtext import TextError, parse, records, render, unfold
+from pytest_gtrainer.graphtext import TextError, lines_of, parse, render, unfold
 from pytest_gtrainer.references.graph import rewrite, shard_traceably, trace_config
 from tests.graphtext.toy import small_graph, toy_graph
 
@@ -97,7 +97,7 @@ def schedule(graph: fx.GraphModule | str) -> str:
     gm = parse(graph) if isinstance(graph, str) else graph
     text = render(gm, "schedule")
     ast.parse(text)
-    assert unfold(text) == records(gm, "schedule")
+    assert unfold(text) == lines_of(gm, "schedule")
     header = "# gtrainer graph v2\n# view: schedule\n"
     assert text.startswith(header)
     return text.removeprefix(header)

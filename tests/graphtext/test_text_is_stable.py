@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import fx
 
-from pytest_gtrainer.graphtext import records, render
+from pytest_gtrainer.graphtext import lines_of, render
 from tests.graphtext.toy import small_graph, toy_graph
 
 
@@ -73,7 +73,7 @@ def test_a_group_of_no_process_group_is_still_a_symbol():
 
 
 def test_a_change_in_one_layer_leaves_the_others_alone():
-    before, after = records(toy_graph(6)), records(toy_graph(6, {3: lambda x: torch.sin(x) * torch.cos(x)}))
+    before, after = lines_of(toy_graph(6)), lines_of(toy_graph(6, {3: lambda x: torch.sin(x) * torch.cos(x)}))
     changed = {record.section for record in {*before} ^ {*after}}
     assert changed == {"fwd.layers[3]"}
 

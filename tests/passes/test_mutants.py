@@ -119,8 +119,8 @@ def no_coverage(patch):
 
 @mutant("an all-gather in the wrong group", "joint/groups_stay_apart.fxgraph")
 def groups_merged(patch):
-    signature = collectives.Member.signature.fget
-    patch.setattr(collectives.Member, "signature", property(lambda member: signature(member)[:1]))
+    signature = collectives.FsdpCollective.signature.fget
+    patch.setattr(collectives.FsdpCollective, "signature", property(lambda member: signature(member)[:1]))
 
 
 @mutant(
@@ -195,7 +195,7 @@ def not_swapped(patch):
 
 @mutant("a duplicate of another dtype is dropped", "deduplicate/no_duplicates.fxgraph")
 def any_duplicate(patch):
-    patch.setattr(collectives.Member, "signature", property(lambda member: ()))
+    patch.setattr(collectives.FsdpCollective, "signature", property(lambda member: ()))
 
 
 @mutant(

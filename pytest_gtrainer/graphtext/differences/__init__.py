@@ -42,8 +42,8 @@ from pytest_gtrainer.graphtext.differences.values import (
     tag_remarks,
     type_remarks,
 )
-from pytest_gtrainer.graphtext.sections import Record
-from pytest_gtrainer.graphtext.unfolding import unfold
+from pytest_gtrainer.graphtext.folding import unfold
+from pytest_gtrainer.graphtext.sections import GraphLine
 
 __all__ = ["LIMIT", "diff", "explain", "text_diff"]
 
@@ -61,7 +61,9 @@ def diff(old_text: str, new_text: str, limit: int = LIMIT) -> str:
         return "" if old == new else "\n".join(explain(old, new, limit=limit))
 
 
-def explain(old: Sequence[Record], new: Sequence[Record], notes: Iterable[str] = (), limit: int = LIMIT) -> list[str]:
+def explain(
+    old: Sequence[GraphLine], new: Sequence[GraphLine], notes: Iterable[str] = (), limit: int = LIMIT
+) -> list[str]:
     """How two sequences of records that are not equal differ: sentences, notes, an empty line, a diff."""
     with _uncollected():
         comparison = Comparison.of(old, new)

@@ -25,7 +25,7 @@ from pytest_gtrainer.graphtext.differences.remarks import (
     listed,
     module_of,
 )
-from pytest_gtrainer.graphtext.sections import Record, Scope, scope_of
+from pytest_gtrainer.graphtext.sections import GraphLine, Scope, scope_of
 from pytest_gtrainer.graphtext.syntax import HOLE, absolute, key_of
 
 _ITEM = re.compile(rf"{HOLE}((?:\[\d+\])+)")
@@ -297,7 +297,7 @@ _SLOT = re.compile(r"(?P<path>.+): at\(.*\)")
 _KINDS = {"all_gather": "AG", "reduce_scatter": "RS"}
 
 
-def payloads_of(records: Iterable[Record]) -> list[LaunchedBucket]:
+def payloads_of(records: Iterable[GraphLine]) -> list[LaunchedBucket]:
     """The payloads of a layout."""
     found: list[tuple[str, Scope, list[str]]] = []
     for section, _, text in records:
@@ -311,7 +311,7 @@ def payloads_of(records: Iterable[Record]) -> list[LaunchedBucket]:
     return [LaunchedBucket(kind, scope, tuple(members)) for kind, scope, members in found]
 
 
-def line_remarks(old: Sequence[Record], new: Sequence[Record]) -> Iterator[Remark]:
+def line_remarks(old: Sequence[GraphLine], new: Sequence[GraphLine]) -> Iterator[Remark]:
     """Lines lost and gained by section, or in another order."""
     before, after = _by_section(old), _by_section(new)
     for section in dict.fromkeys([*before, *after]):
@@ -327,7 +327,7 @@ def line_remarks(old: Sequence[Record], new: Sequence[Record]) -> Iterator[Remar
         yield Remark(Weight.REST, "sections stand in another order")
 
 
-def _by_section(records: Iterable[Record]) -> dict[str, list[str]]:
+def _by_section(records: Iterable[GraphLine]) -> dict[str, list[str]]:
     sections: dict[str, list[str]] = defaultdict(list)
     for record in records:
         sections[record.section].append(record.text)

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pytest_gtrainer.graphtext.dataflow import Dataflow, Operand, Value
 from pytest_gtrainer.graphtext.dataflow import dataflow as dataflow_of
 from pytest_gtrainer.graphtext.equivalence import Digests, Numbers, digests_of
-from pytest_gtrainer.graphtext.sections import Record, Scope
+from pytest_gtrainer.graphtext.sections import GraphLine, Scope
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class Side:
     digests: Digests
 
 
-def sides_of(old: Iterable[Record], new: Iterable[Record]) -> tuple[Side, Side]:
+def sides_of(old: Iterable[GraphLine], new: Iterable[GraphLine]) -> tuple[Side, Side]:
     """The two graphs to compare."""
     numbers = Numbers()
     before, after = dataflow_of(old), dataflow_of(new)
@@ -186,7 +186,7 @@ class Comparison:
     explained: frozenset[Scope] = frozenset()
 
     @classmethod
-    def of(cls, old: Iterable[Record], new: Iterable[Record]) -> Comparison:
+    def of(cls, old: Iterable[GraphLine], new: Iterable[GraphLine]) -> Comparison:
         before, after = sides_of(old, new)
         pairs = paired(before, after)
         definitions = _definitions(before.graph, after.graph, pairs)
@@ -221,7 +221,7 @@ class Comparison:
             return old.number == new.number and self.pairs.to_new[old.value] == new.value
         return old == new
 
-    def renumbered(self, old: Sequence[Record], new: Sequence[Record]) -> Iterator[tuple[int, int]]:
+    def renumbered(self, old: Sequence[GraphLine], new: Sequence[GraphLine]) -> Iterator[tuple[int, int]]:
         """Records that differ and yet say the same in both graphs, with other names for values."""
         ours, theirs = self.old.values, self.new.values
         for place, other in self.pairs.places:

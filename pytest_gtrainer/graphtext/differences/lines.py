@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 from pytest_gtrainer.graphtext.differences.remarks import WIDTH, cut, ranges
 from pytest_gtrainer.graphtext.folding import rising
-from pytest_gtrainer.graphtext.sections import Record
+from pytest_gtrainer.graphtext.sections import GraphLine
 
 _SMALL = 2048
 """``difflib`` compares gaps of at most so many pairs of lines."""
@@ -183,7 +183,7 @@ def text_diff(old: Sequence[str], new: Sequence[str], limit: int = LIMIT) -> lis
 
 
 def graph_diff(
-    old: Sequence[Record], new: Sequence[Record], same: Iterable[tuple[int, int]] = (), limit: int = LIMIT
+    old: Sequence[GraphLine], new: Sequence[GraphLine], same: Iterable[tuple[int, int]] = (), limit: int = LIMIT
 ) -> list[str]:
     """Differences section by section; what is the same in many layers is shown once.
 
@@ -211,7 +211,7 @@ def _bounded(lines: Iterator[str], limit: int) -> list[str]:
 # -- sections
 
 
-def _section_diffs(old: Sequence[Record], new: Sequence[Record], keys: Sequence[Record]) -> Iterator[str]:
+def _section_diffs(old: Sequence[GraphLine], new: Sequence[GraphLine], keys: Sequence[GraphLine]) -> Iterator[str]:
     """The diffs of sections by ``keys``; their order, if that has changed and no section was lost or gained."""
     before, after, by = _by_section(old), _by_section(new), _by_section(keys)
     sections: dict[_Lines, list[str]] = defaultdict(list)
@@ -234,7 +234,7 @@ def _section_diffs(old: Sequence[Record], new: Sequence[Record], keys: Sequence[
         yield from _body(left, right, hunks(left, right))
 
 
-def _by_section(records: Iterable[Record]) -> dict[str, _Lines]:
+def _by_section(records: Iterable[GraphLine]) -> dict[str, _Lines]:
     """Lines by section, all visits of the schedule to it together."""
     sections: dict[str, list[str]] = defaultdict(list)
     for section, heading, text in records:

@@ -20,8 +20,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from pytest_gtrainer.graphtext.dataflow import Dataflow, Definition, Operand, Value, dataflow
-from pytest_gtrainer.graphtext.syntax import HOLE, SYMBOL
+from pytest_gtrainer.graphtext.dataflow import HOLE, SYMBOL, Dataflow, Definition, Operand, Value, dataflow
 
 _COMMUTATIVE = {"Max", "Min"}
 _OTHER_SIGN = {"+": "-", "-": "+"}
@@ -128,7 +127,7 @@ def digests_of(graph: Dataflow, mixer: Numbers) -> Digests:
     parts = [
         *sorted(f"{name} = {content}" for name, _, content in said),
         *[values[place] for place in graph.inputs],
-        *sorted(values[place] for place in graph.computed),
+        *sorted(digest for digest, value in zip(values, graph.values, strict=True) if not value.is_input),
         *[
             mixer.of([name, _mixed(what, operands, values, definitions, mixer)])
             for name, what, operands, _ in graph.results

@@ -14,7 +14,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from pytest_gtrainer.graphtext.dataflow import Dataflow, Value
+from pytest_gtrainer.graphtext.dataflow import HOLE, Dataflow, Value
 from pytest_gtrainer.graphtext.differences.remarks import (
     REDUCTIONS,
     Remark,
@@ -26,7 +26,7 @@ from pytest_gtrainer.graphtext.differences.remarks import (
     module_of,
 )
 from pytest_gtrainer.graphtext.sections import GraphLine, Scope, scope_of
-from pytest_gtrainer.graphtext.syntax import HOLE, absolute, key_of
+from pytest_gtrainer.graphtext.syntax import absolute, key_of
 
 _ITEM = re.compile(rf"{HOLE}((?:\[\d+\])+)")
 

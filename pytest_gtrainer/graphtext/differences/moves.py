@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from pytest_gtrainer.graphtext.dataflow import Dataflow, Value
-from pytest_gtrainer.graphtext.differences.comparison import Comparison, Side, own
+from pytest_gtrainer.graphtext.differences.comparison import Comparison, own
 from pytest_gtrainer.graphtext.differences.remarks import (
     NAMESPACE,
     CollectiveEvent,
@@ -38,31 +38,25 @@ def verdict(comparison: Comparison) -> Remark:
     """What kind of difference it is."""
     if not comparison.same_dataflow:
         return Remark(Weight.VERDICT, f"the dataflow differs{_first_origin(comparison)}")
-    is_annotated = _is_annotated(comparison)
+    annotations = [
+        Counter(
+            (digest, value.scope, value.tags)
+            for digest, value in zip(side.digests.values, side.graph.values, strict=True)
+        )
+        for side in (comparison.before, comparison.after)
+    ]
     places = [new for old, new in comparison.pairs.places if comparison.old.values[old].operator]
     moved = len(places) - len(rising(places))
-    notes = "other modules, buckets or tags" if is_annotated else ""
+    notes = "other modules, buckets or tags" if annotations[0] != annotations[1] else ""
     if moved:
-        schedule = f"other schedule ({moved} of {len(list(comparison.old.computed))} operators moved)"
-        return Remark(Weight.VERDICT, "same dataflow, " + schedule + (f", {notes}" if notes else ""))
+        operators = sum(not value.is_input for value in comparison.old.values)
+        text = f"same dataflow, other schedule ({moved} of {operators} operators moved)"
+        return Remark(Weight.VERDICT, text + (f", {notes}" if notes else ""))
     if notes:
         return Remark(Weight.VERDICT, f"same dataflow, same schedule, {notes}")
     if comparison.old.definitions != comparison.new.definitions:
         return Remark(Weight.VERDICT, "same dataflow, same schedule, other definitions at the head")
     return Remark(Weight.VERDICT, "same dataflow, same schedule: only the spelling differs")
-
-
-def _is_annotated(comparison: Comparison) -> bool:
-    """Whether modules or tags are others; not if all values have partners in their modules, and no tags."""
-    pairs = comparison.pairs
-    if not any(pairs.left) and not pairs.elsewhere and not comparison.old.tagged and not comparison.new.tagged:
-        return False
-    return Counter(_annotations(comparison.before)) != Counter(_annotations(comparison.after))
-
-
-def _annotations(side: Side) -> Iterator[tuple[object, ...]]:
-    for digest, value in zip(side.digests.values, side.graph.values, strict=True):
-        yield digest, value.scope, value.tags
 
 
 def _first_origin(comparison: Comparison) -> str:

@@ -11,7 +11,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from operator import attrgetter
 
-from pytest_gtrainer.graphtext.dataflow import Dataflow, Definition, Operand, Result, Value
+from pytest_gtrainer.graphtext.dataflow import HOLE, SYMBOL, Dataflow, Definition, Operand, Result, Value
 from pytest_gtrainer.graphtext.differences.comparison import Comparison
 from pytest_gtrainer.graphtext.differences.remarks import (
     NAMESPACE,
@@ -30,7 +30,6 @@ from pytest_gtrainer.graphtext.differences.remarks import (
 )
 from pytest_gtrainer.graphtext.equivalence import short_name
 from pytest_gtrainer.graphtext.sections import Scope
-from pytest_gtrainer.graphtext.syntax import HOLE, SYMBOL
 
 _LONGEST = 60
 _ITEMS = re.compile(rf"{HOLE}(?:\[-?\d+\])+")
@@ -195,15 +194,11 @@ def module_remarks(comparison: Comparison) -> Iterator[Remark]:
 
 def tag_remarks(comparison: Comparison) -> Iterator[Remark]:
     """Recompute policies and other tags."""
-    to_new, to_old = comparison.pairs.to_new, comparison.pairs.to_old
-    tagged = {old for old in comparison.old.tagged if to_new[old] is not None}
-    tagged |= {old for new in comparison.new.tagged if (old := to_old[new]) is not None}
-    for old in sorted(tagged):
-        was, now = comparison.old.values[old], comparison.new.values[to_new[old]]  # type: ignore[index]
-        if was.tags == now.tags:
-            continue
-        change = f"{was.tags or 'none'} became {now.tags or 'none'}"
-        yield Remark(Weight.MODULE, f"tags of {what(now)}: {change}", about(now), change)
+    for old, new in comparison.pairs.places:
+        was, now = comparison.old.values[old], comparison.new.values[new]
+        if was.tags != now.tags:
+            change = f"{was.tags or 'none'} became {now.tags or 'none'}"
+            yield Remark(Weight.MODULE, f"tags of {what(now)}: {change}", about(now), change)
 
 
 def operator_remarks(comparison: Comparison) -> Iterator[Remark]:

@@ -32,6 +32,10 @@ class Side:
     graph: Dataflow
     digests: Digests
 
+    def digested(self) -> Iterator[tuple[int, Value]]:
+        """Each value with its digest."""
+        return zip(self.digests.values, self.graph.values, strict=True)
+
 
 def sides_of(old: Iterable[GraphLine], new: Iterable[GraphLine]) -> tuple[Side, Side]:
     """The two graphs to compare."""

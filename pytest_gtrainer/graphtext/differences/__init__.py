@@ -22,7 +22,6 @@ from dataclasses import replace
 from itertools import islice
 
 from pytest_gtrainer.graphtext.differences.buckets import (
-    LaunchedBucket,
     bucket_remarks,
     buckets_of,
     line_remarks,
@@ -34,11 +33,13 @@ from pytest_gtrainer.graphtext.differences.moves import effect_remarks, move_rem
 from pytest_gtrainer.graphtext.differences.remarks import Remark, Weight, sentences
 from pytest_gtrainer.graphtext.differences.values import (
     argument_remarks,
-    boundary_remarks,
     collective_remarks,
+    definition_remarks,
     group_remarks,
+    input_remarks,
     module_remarks,
     operator_remarks,
+    output_remarks,
     tag_remarks,
     type_remarks,
 )
@@ -88,47 +89,37 @@ _MOST = 5_000
 
 
 def words(comparison: Comparison) -> list[str]:
-    """At most a dozen sentences, the weightiest first; at least one if the records differ."""
-    is_graph = comparison.old.values or comparison.new.values
-    return sentences(_graph_remarks(comparison) if is_graph else _view_remarks(comparison), _MOST_SENTENCES)
+    """At most a dozen sentences, the weightiest first; at least one if the lines differ."""
+    return sentences(_remarks(comparison), _MOST_SENTENCES)
 
 
-def _graph_remarks(comparison: Comparison) -> Iterator[Remark]:
-    yield verdict(comparison)
-    yield from effect_remarks(comparison)
-    said, explained = bucket_remarks(buckets_of(comparison.old), buckets_of(comparison.new))
+def _remarks(comparison: Comparison) -> Iterator[Remark]:
+    """All that there is to say. A view has no values, so it has neither a verdict nor most of the rest."""
+    old, new = comparison.old, comparison.new
+    is_graph = old.values or new.values
+    if is_graph:
+        yield verdict(comparison)
+        yield from effect_remarks(comparison)
+    buckets, others = [buckets_of(side) if is_graph else payloads_of(side.others) for side in (old, new)]
+    said, explained = bucket_remarks(buckets, others)
     yield from said
+    if not is_graph and [b for b in buckets if b in set(others)] != [b for b in others if b in set(buckets)]:
+        yield Remark(Weight.BUCKET, "payloads are issued in another order")
     comparison = replace(comparison, explained=frozenset(explained))
-    yield from boundary_remarks(comparison)
-    yield from group_remarks(comparison)
-    yield from collective_remarks(comparison)
-    yield from operator_remarks(comparison)
+    for find in (
+        definition_remarks,
+        input_remarks,
+        output_remarks,
+        group_remarks,
+        collective_remarks,
+        operator_remarks,
+    ):
+        yield from find(comparison)
     for find in (type_remarks, argument_remarks, module_remarks, tag_remarks, move_remarks):
         yield from islice(find(comparison), _MOST)
-    yield from _body_remarks(comparison)
-    yield from line_remarks(comparison.old.others, comparison.new.others)
-
-
-def _body_remarks(comparison: Comparison) -> Iterator[Remark]:
-    """What differs inside of bodies."""
     for place, other in comparison.definitions.items():
-        was, now = comparison.old.definitions[place].name, comparison.new.definitions[other].name
-        if was in comparison.old.bodies and comparison.old.bodies[was] != comparison.new.bodies[now]:
-            inside = Comparison.of(comparison.old.bodies[was], comparison.new.bodies[now])
-            for sentence in words(inside)[:3]:
+        was, now = old.definitions[place].name, new.definitions[other].name
+        if was in old.bodies and old.bodies[was] != new.bodies[now]:
+            for sentence in words(Comparison.of(old.bodies[was], new.bodies[now]))[:3]:
                 yield Remark(Weight.OPERATOR, f"in {now}: {sentence}")
-
-
-def _view_remarks(comparison: Comparison) -> Iterator[Remark]:
-    sides = [payloads_of(graph.others) for graph in (comparison.old, comparison.new)]
-    yield from bucket_remarks(*sides)[0]
-    yield from _launches_reordered(*sides)
-    yield from boundary_remarks(comparison)
-    yield from line_remarks(comparison.old.others, comparison.new.others)
-
-
-def _launches_reordered(old: Sequence[LaunchedBucket], new: Sequence[LaunchedBucket]) -> Iterator[Remark]:
-    kept = [bucket for bucket in old if bucket in set(new)]
-    order = [bucket for bucket in new if bucket in set(old)]
-    if kept != order:
-        yield Remark(Weight.BUCKET, "payloads are issued in another order")
+    yield from line_remarks(old.others, new.others)

@@ -190,7 +190,6 @@ REDUCTIONS = ("RS", "AR")
 NAMESPACE = "_c10d_functional"
 """What operators of collectives begin with."""
 _INPUTS = {"P": "parameter", "B": "buffer", "I": "input", "A": "argument"}
-_DTYPE = re.compile(r"\b[a-z]+\d\w*(?=\[)")
 
 
 @functools.lru_cache(maxsize=1 << 14)
@@ -305,16 +304,3 @@ def events_of(graph: Dataflow) -> Mapping[int, CollectiveEvent]:
             source = next((names[source] for source in value.sources if source in names), reference_to(value))
             events[place] = CollectiveEvent("wait", source)
     return events
-
-
-def dtypes(kind: str) -> Sequence[str]:
-    """The dtypes of a type.
-
-    >>> dtypes("(bf16[2, 3][1, 2], float8_e4m3fn[4], int[5])")
-    ['bf16', 'float8_e4m3fn']
-    """
-    return _DTYPE.findall(kind)
-
-
-def without_dtypes(kind: str) -> str:
-    return _DTYPE.sub("_", kind)

@@ -1,6 +1,6 @@
 """What differs between two graph texts: in words first, then in bounded, folded lines. No torch here.
 
-In come two sequences of records, out go sentences and lines. Read ``comparison`` first: it says which value of one
+In come two sequences of lines, out go sentences and lines. Read ``comparison`` first: it says which value of one
 graph is which of the other. From it, ``words`` puts at most a dozen sentences together:
 
 - ``moves``: the verdict (dataflow, schedule or spelling), effects, collectives moved against compute;
@@ -24,11 +24,10 @@ from itertools import islice
 from pytest_gtrainer.graphtext.differences.buckets import (
     bucket_remarks,
     buckets_of,
-    line_remarks,
     payloads_of,
 )
 from pytest_gtrainer.graphtext.differences.comparison import Comparison
-from pytest_gtrainer.graphtext.differences.lines import LIMIT, graph_diff, text_diff
+from pytest_gtrainer.graphtext.differences.lines import LIMIT, graph_diff, line_remarks, text_diff
 from pytest_gtrainer.graphtext.differences.moves import effect_remarks, move_remarks, verdict
 from pytest_gtrainer.graphtext.differences.remarks import Remark, Weight, sentences
 from pytest_gtrainer.graphtext.differences.values import (
@@ -49,28 +48,6 @@ from pytest_gtrainer.graphtext.unfolding import unfold
 __all__ = ["LIMIT", "diff", "explain", "text_diff"]
 
 
-def diff(old_text: str, new_text: str, limit: int = LIMIT) -> str:
-    """How two graph texts differ, in words and then in at most ``limit`` lines; "" if they do not.
-
-    Headers, comments and the way of folding count for nothing.
-
-    Raises:
-        TextError: one of them is not graph text.
-    """
-    with _uncollected():
-        old, new = unfold(old_text), unfold(new_text)
-        return "" if old == new else "\n".join(explain(old, new, limit=limit))
-
-
-def explain(
-    old: Sequence[GraphLine], new: Sequence[GraphLine], notes: Iterable[str] = (), limit: int = LIMIT
-) -> list[str]:
-    """How two sequences of records that are not equal differ: sentences, notes, an empty line, a diff."""
-    with _uncollected():
-        comparison = Comparison.of(old, new)
-        return [*words(comparison), *notes, "", *graph_diff(old, new, comparison.renumbered(old, new), limit)]
-
-
 @contextmanager
 def _uncollected() -> Iterator[None]:
     """Half of the time would go into looking for garbage among lines and values that are all in use."""
@@ -83,14 +60,48 @@ def _uncollected() -> Iterator[None]:
             gc.enable()
 
 
-_MOST_SENTENCES = 12
+@_uncollected()
+def diff(old_text: str, new_text: str, limit: int = LIMIT) -> str:
+    """How two graph texts differ, in words and then in at most ``limit`` lines; "" if they do not.
+
+    Headers, comments and the way of folding count for nothing.
+
+    Raises:
+        TextError: one of them is not graph text.
+    """
+    old, new = unfold(old_text), unfold(new_text)
+    return "" if old == new else "\n".join(explain(old, new, limit=limit))
+
+
+@_uncollected()
+def explain(
+    old: Sequence[GraphLine], new: Sequence[GraphLine], notes: Iterable[str] = (), limit: int = LIMIT
+) -> list[str]:
+    """How two sequences of lines that are not equal differ: sentences, notes, an empty line, a diff."""
+    comparison = Comparison.of(old, new)
+    return [*words(comparison), *notes, "", *graph_diff(old, new, comparison.renumbered(old, new), limit)]
+
+
+_FINDERS = (
+    definition_remarks,
+    input_remarks,
+    output_remarks,
+    group_remarks,
+    collective_remarks,
+    operator_remarks,
+    type_remarks,
+    argument_remarks,
+    module_remarks,
+    tag_remarks,
+    move_remarks,
+)
 _MOST = 5_000
 """Of so many differences of one sort the rest is not looked at, so that time stays bounded."""
 
 
 def words(comparison: Comparison) -> list[str]:
     """At most a dozen sentences, the weightiest first; at least one if the lines differ."""
-    return sentences(_remarks(comparison), _MOST_SENTENCES)
+    return sentences(_remarks(comparison), limit=12)
 
 
 def _remarks(comparison: Comparison) -> Iterator[Remark]:
@@ -103,19 +114,11 @@ def _remarks(comparison: Comparison) -> Iterator[Remark]:
     buckets, others = [buckets_of(side) if is_graph else payloads_of(side.others) for side in (old, new)]
     said, explained = bucket_remarks(buckets, others)
     yield from said
-    if not is_graph and [b for b in buckets if b in set(others)] != [b for b in others if b in set(buckets)]:
+    common = set(buckets) & set(others)
+    if not is_graph and [b for b in buckets if b in common] != [b for b in others if b in common]:
         yield Remark(Weight.BUCKET, "payloads are issued in another order")
     comparison = replace(comparison, explained=frozenset(explained))
-    for find in (
-        definition_remarks,
-        input_remarks,
-        output_remarks,
-        group_remarks,
-        collective_remarks,
-        operator_remarks,
-    ):
-        yield from find(comparison)
-    for find in (type_remarks, argument_remarks, module_remarks, tag_remarks, move_remarks):
+    for find in _FINDERS:
         yield from islice(find(comparison), _MOST)
     for place, other in comparison.definitions.items():
         was, now = old.definitions[place].name, new.definitions[other].name

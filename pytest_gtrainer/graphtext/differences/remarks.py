@@ -77,6 +77,15 @@ def cut(line: str, width: int = WIDTH) -> str:
     return line if len(line) <= width else line[: width - 1] + "…"
 
 
+def same_start(old: str, new: str) -> int:
+    """How many characters two lines begin with alike.
+
+    >>> same_start("f32[2]", "f32[4]"), same_start("mm", "mm_1")
+    (4, 2)
+    """
+    return next((place for place, (a, b) in enumerate(zip(old, new, strict=False)) if a != b), min(len(old), len(new)))
+
+
 def _layers_together(remarks: Iterable[Remark]) -> list[tuple[Remark, int]]:
     """One remark for all layers of which the same is said, with the number of times it was."""
     numbers: dict[Remark, list[int]] = defaultdict(list)

@@ -23,6 +23,7 @@ from pytest_gtrainer.graphtext.differences.remarks import (
     listed,
     module_of,
     reference_to,
+    same_start,
     what,
     where,
 )
@@ -59,7 +60,7 @@ def _became(old: str, new: str) -> str:
     >>> _became("[" + "f32[2], " * 20 + "f32[3]]", "[" + "f32[2], " * 20 + "f32[4]]")
     '…f32[2], f32[2], f32[3]] became …f32[2], f32[2], f32[4]]'
     """
-    same = next((place for place, (a, b) in enumerate(zip(old, new, strict=False)) if a != b), min(len(old), len(new)))
+    same = same_start(old, new)
     start = max(same - _LONGEST // 3, 0) if max(len(old), len(new)) > _LONGEST else 0
     before, after = (cut(("…" if start else "") + text[start:], _LONGEST) for text in (old, new))
     return f"{before} became {after}"

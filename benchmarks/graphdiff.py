@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 
 from pytest_gtrainer.graphtext import dataflow, differences, equivalence, sections, syntax
 
-LIMIT = 4.0
+LIMIT = 2.0
 _OPERATORS = ("mul", "add", "sub", "div", "maximum")
 
 

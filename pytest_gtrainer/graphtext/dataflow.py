@@ -1,8 +1,8 @@
-"""The dataflow of a graph, read from its records without torch.
+"""The dataflow of a graph, read from its lines without torch.
 
 A *value* is an input or one statement's result; its operands are places of earlier values, found by
-resolving relative names. One walk over the records; a text is taken apart once, whatever the number of
-layers it stands for.
+resolving relative names. A *template* is what a line says apart from names: a text with a hole for each.
+One walk over the lines; a text is taken apart once, whatever the number of layers it stands for.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import ast
 import functools
 import re
 import warnings
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -23,29 +23,208 @@ from pytest_gtrainer.graphtext.syntax import (
     AT,
     CHUNK,
     COMPUTED_SPACES,
-    HOLE,
     INPUT_SPACES,
-    SYMBOL,
     UNREADABLE,
     InputKey,
     LinePlace,
-    Origin,
-    Statement,
-    Template,
     absolute,
+    computed,
     input_key_at,
     is_input,
     key_of,
     links_of,
-    operand_template,
+    reference,
     scope_at,
-    statement,
-    type_template,
 )
 
+HOLE, SYMBOL = "\0", "\1"
+"""Stand in a template for a reference, and for the symbol of a size."""
+_SYMBOL = re.compile(r"[a-z]+\d+")
 _DEFINITION = re.compile(r"(?P<name>\w+) = (?P<value>.*)")
 _HEADS = ("if ", "for ", "def ")
 _BODY = "def "
+
+
+# -- lines as templates
+
+Origin = tuple[str, str]
+"""What stands before a name, and the name; of an input all of it, and nothing."""
+
+
+class Template(NamedTuple):
+    """A text with a hole for each reference, whose items stay, and for each symbol of a size."""
+
+    text: str
+    references: tuple[Origin, ...] = ()
+    symbols: tuple[str, ...] = ()
+
+
+class Statement(NamedTuple):
+    """``mm: bf16[2, L.u0] | must_save = aten.mm(x, L.y[1], alpha=2)``, with what is left of it wherever it stands."""
+
+    name: str
+    type: Template
+    tags: str
+    operator: str
+    arguments: Template
+
+
+class _Hole(NamedTuple):
+    """Columns of a reference, which is an origin and then a name; a symbol has no ``name``."""
+
+    start: int
+    origin_end: int
+    name: int | None
+    end: int
+
+
+class _Form(NamedTuple):
+    """Where a template stands in a line, by columns."""
+
+    start: int
+    end: int
+    holes: Sequence[_Hole]
+
+    def of(self, line: str) -> Template:
+        place = self.start
+        pieces: list[str] = []
+        references: list[Origin] = []
+        symbols: list[str] = []
+        for start, origin_end, name, end in self.holes:
+            pieces.append(line[place:start])
+            if name is None:
+                pieces.append(SYMBOL)
+                symbols.append(line[start:end])
+            else:
+                pieces.append(HOLE)
+                references.append((line[start:origin_end], line[name:end]))
+            place = end
+        pieces.append(line[place : self.end])
+        return Template("".join(pieces), tuple(references), tuple(symbols))
+
+
+_DIGITS = str.maketrans("123456789", "0" * 9)
+
+
+def _shape(text: str) -> str:
+    """A text with 0 for all digits: texts of one shape have one syntax tree, but for names and numbers.
+
+    A graph's names end in numbers, so its lines have few shapes, and only shapes are parsed.
+
+    >>> _shape("mm_12: f32[64] = aten.mm(x_11, L.y[1])")
+    'mm_00: f00[00] = aten.mm(x_00, L.y[0])'
+    """
+    return text.translate(_DIGITS)
+
+
+def statement(text: str) -> Statement | None:
+    """A computed value's line; None if it is none.
+
+    >>> found = statement("mm: bf16[2, L.u0] | must_save = aten.mm(x, L.y[1], 1e-05, dtype=f32)")
+    >>> found.type, found.tags
+    (Template(text='bf16[2, \\x01]', references=(), symbols=('L.u0',)), 'must_save')
+    >>> found.arguments[:2]
+    ('\\x00, \\x00[1], 1e-05, dtype=\\x00', (('', 'x'), ('L', 'y'), ('', 'f32')))
+    """
+    form = _statement_form(_shape(text))
+    if form is None:
+        return None
+    name, kind, tags, operator, arguments = form
+    return Statement(text[name], kind.of(text), text[tags], text[operator], arguments.of(text))
+
+
+@functools.lru_cache(maxsize=1 << 14)
+def _statement_form(shape: str) -> tuple[slice, _Form, slice, slice, _Form] | None:
+    """Where name, type, tags, operator and arguments stand in lines of a shape; None if these are no statements."""
+    try:
+        (node,) = ast.parse(shape).body
+        _count_characters(node, shape)
+        parts = computed(node)
+        if parts is None:
+            return None
+        name, kind, tags, call = parts
+        arguments = [*call.args, *[keyword.value for keyword in call.keywords]]
+        return (
+            slice(_end(name)),
+            _Form(kind.col_offset, _end(kind), sorted(map(_symbol_hole, _symbols(kind)))),
+            slice(_end(kind) + len(" | "), _end(tags[-1]) if tags else 0),
+            slice(call.func.col_offset, _end(call.func)),
+            _Form(_end(call.func) + 1, _end(call) - 1, sorted(hole for part in arguments for hole in _holes(part))),
+        )
+    except UNREADABLE:
+        return None
+
+
+@functools.lru_cache(maxsize=1 << 14)
+def template(text: str, is_type: bool = False) -> Template:
+    """An operand, or several in a container; or a type, which has holes for its symbols.
+
+    >>> template("bf16[L.u0 + L.u1, 64]", is_type=True)
+    Template(text='bf16[\\x01 + \\x01, 64]', references=(), symbols=('L.u0', 'L.u1'))
+    >>> template("float8_e4m3fn[4, 4][1, 4] @ cuda", is_type=True).symbols
+    ()
+    """
+    try:
+        node = ast.parse(text, mode="eval").body
+        _count_characters(node, text)
+        holes = map(_symbol_hole, _symbols(node)) if is_type else _holes(node)
+        return _Form(0, len(text), sorted(holes)).of(text)
+    except UNREADABLE:
+        return Template(text)
+
+
+def _count_characters(tree: ast.AST, text: str) -> None:
+    """Let the columns of a syntax tree count characters; ``ast`` counts bytes."""
+    source = text.encode()
+    for node in () if text.isascii() else ast.walk(tree):
+        if isinstance(node, ast.expr):
+            node.col_offset = len(source[: node.col_offset].decode())
+            node.end_col_offset = len(source[: node.end_col_offset].decode())
+
+
+def _end(node: ast.expr) -> int:
+    return node.end_col_offset or 0
+
+
+def _holes(node: ast.expr) -> Iterator[_Hole]:
+    """The references of an operand, and the symbols of its sizes."""
+    if isinstance(node, ast.Constant):
+        return
+    if isinstance(node, ast.Call):
+        is_size = isinstance(node.func, ast.Name) and node.func.id == "sym"
+        for part in [*node.args, *[keyword.value for keyword in node.keywords]]:
+            yield from map(_symbol_hole, _symbols(part)) if is_size else _holes(part)
+        return
+    if isinstance(node, ast.Name | ast.Attribute | ast.Subscript):
+        try:
+            head, name, _, last = reference(node)
+            start, end = node.col_offset, _end(last)
+            yield _Hole(start, _end(head[-1].node) if head else start, end - len(name), end)
+            return
+        except TextError:  # a type, as of a constant
+            pass
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.expr):
+            yield from _holes(child)
+
+
+def _symbol_hole(node: ast.expr) -> _Hole:
+    return _Hole(node.col_offset, node.col_offset, None, _end(node))
+
+
+def _symbols(node: ast.expr) -> Iterator[ast.expr]:
+    """The symbols in a type or a size; what stands before `[` or `(` is none."""
+    if isinstance(node, ast.Name | ast.Attribute):
+        if _SYMBOL.fullmatch(node.id if isinstance(node, ast.Name) else node.attr):
+            yield node
+        return
+    skipped = node.value if isinstance(node, ast.Subscript) else node.func if isinstance(node, ast.Call) else None
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.expr) and not (child is skipped and isinstance(child, ast.Name | ast.Attribute)):
+            yield from _symbols(child)
+
+
+# -- graphs
 
 
 class Symbol(NamedTuple):
@@ -109,227 +288,180 @@ class Definition(NamedTuple):
     content: str
 
 
-@dataclass(slots=True)
+@dataclass
 class Dataflow:
-    """A graph's values in the order of the schedule, and what it returns."""
+    """A graph's values in the order of the schedule, and what it returns.
+
+    Attributes:
+        bodies: the lines of graphs inside the graph.
+        others: lines that are no statements of a graph: those of the views.
+    """
 
     definitions: list[Definition] = field(default_factory=list)
     values: list[Value] = field(default_factory=list)
     results: list[Result] = field(default_factory=list)
     bodies: dict[str, tuple[GraphLine, ...]] = field(default_factory=dict)
     others: list[GraphLine] = field(default_factory=list)
-    """Records that are no statements of a graph: those of the views."""
-    inputs: list[int] = field(default_factory=list)
-    users: list[int] = field(default_factory=list)
-    tagged: list[int] = field(default_factory=list)
-    """The places of inputs, of values that name a definition, of values with tags."""
 
-    @property
-    def computed(self) -> Iterator[int]:
-        """The places of what is no input."""
-        return (place for place, value in enumerate(self.values) if value.operator)
+    @functools.cached_property
+    def inputs(self) -> list[int]:
+        """The places of inputs."""
+        return [place for place, value in enumerate(self.values) if value.is_input]
+
+    @functools.cached_property
+    def users(self) -> list[int]:
+        """The places of values that name a definition."""
+        mixed = [(place, value) for place, value in enumerate(self.values) if value.operands is not value.sources]
+        return [place for place, value in mixed if any(isinstance(o, int) and o < 0 for o in value.operands)]
 
 
-def dataflow(records: Iterable[GraphLine]) -> Dataflow:
+def dataflow(lines: Iterable[GraphLine]) -> Dataflow:
     """The values of a graph; what a reference does not find is taken as a literal."""
     with warnings.catch_warnings(action="ignore"):  # an odd escape in a string is no news to anybody
-        return _Resolver().read(records)
+        return _Resolver().read(tuple(lines))
 
 
-class _Tables(dict[str, Mapping[str, int]]):
-    """Where a name is looked up, by what stands before it, as seen from one heading."""
+class _Heading(NamedTuple):
+    """What lines under one heading share; ``find`` gives the values that what stands before a name leads to."""
 
-    def __init__(self, find: Callable[[str], Mapping[str, int]]) -> None:
-        self._find = find
-
-    def __missing__(self, origin: str) -> Mapping[str, int]:
-        table = self[origin] = self._find(origin)
-        return table
+    key: SectionKey
+    scope: Scope
+    find: Callable[[str], Mapping[str, int]]
 
 
 class _Resolver:
-    """Resolves names in one walk over the records."""
+    """Resolves names in one walk over the lines."""
 
     def __init__(self) -> None:
         self._made = Dataflow()
         self._defined: dict[str, int] = {}
         self._inputs: dict[InputKey, int] = {}
-        self._names: dict[Scope, dict[str, int]] = {}
-        self._here: dict[tuple[str, str], tuple[Scope, dict[str, int], _Tables]] = {}
+        self._names: dict[Scope, dict[str, int]] = defaultdict(dict)
         self._symbols: dict[str, Symbol] = {}
         self._brought: Counter[int] = Counter()
-        self._body: list[GraphLine] | None = None
-        self._record = 0
 
-    def read(self, records: Iterable[GraphLine]) -> Dataflow:
-        section, key = "", SectionKey("", None)
-        for self._record, record in enumerate(records):
-            if record.section is not section:
-                section, key = record.section, key_of(record.section)
-            if key.space in COMPUTED_SPACES and (parts := statement(record.text)) is not None:
-                self._computed(record, key, parts)
-            elif key.space in INPUT_SPACES and ": " in record.text:
-                self._input(record, key)
-            elif key.space == "out":
-                self._result(record, key)
-            elif section == "":
-                self._head(record)
-            else:
-                self._made.others.append(record)
-        self._end_body()
+    def read(self, lines: Sequence[GraphLine]) -> Dataflow:
+        self._head([line for line in lines if not line.section])
+        heading_of = functools.cache(self._heading)
+        for number, line in enumerate(lines):
+            section, heading, text = line
+            under = heading_of(section, heading)
+            space = under.key.space
+            if space in COMPUTED_SPACES and (parts := statement(text)) is not None:
+                self._computed(number, under, parts)
+            elif space in INPUT_SPACES and ": " in text:
+                self._input(number, under.key, text)
+            elif space == "out":
+                self._result(number, under, text)
+            elif section:
+                self._made.others.append(line)
         return self._made
 
-    # -- definitions
+    def _head(self, lines: Iterable[GraphLine]) -> None:
+        """Definitions, then bodies; one ends where the next begins."""
+        bodies: list[list[GraphLine]] = []
+        for line in lines:
+            if line.text.startswith(_BODY) and not line.heading:
+                bodies.append([line])
+            elif bodies:
+                bodies[-1].append(line)
+            elif found := _DEFINITION.fullmatch(line.text):
+                kind = found["value"].partition("(")[0]
+                kind = kind if kind in ("group", "size") else "convention"
+                self._made.definitions.append(Definition(found["name"], kind, found["value"]))
+            else:
+                self._made.others.append(line)
+        for first, *inner in bodies:
+            name = first.text.removeprefix(_BODY).partition("(")[0]
+            self._made.bodies[name] = _lines_of_body(inner)
+            self._made.definitions.append(Definition(name, "body", ""))
+        self._defined = {definition.name: ~place for place, definition in enumerate(self._made.definitions)}
 
-    def _head(self, record: GraphLine) -> None:
-        found = _DEFINITION.fullmatch(record.text)
-        if record.text.startswith(_BODY) and not record.heading:
-            self._end_body()
-            self._body = [record]
-        elif self._body is not None:
-            self._body.append(record)
-        elif found is None:
-            self._made.others.append(record)
-        else:
-            kind = found["value"].partition("(")[0]
-            kind = kind if kind in ("group", "size") else "convention"
-            self._define(Definition(found["name"], kind, found["value"]))
+    def _heading(self, section: str, heading: str) -> _Heading:
+        key = key_of(section)
+        here = LinePlace(*key)
+        try:
+            scope = scope_at(links_of(heading or "_"))(here)
+        except UNREADABLE:
+            scope = scope_of((heading,), key.space)
 
-    def _define(self, definition: Definition) -> None:
-        self._made.definitions.append(definition)
-        self._defined[definition.name] = -len(self._made.definitions)
+        def find(origin: str) -> Mapping[str, int]:
+            if not origin:
+                return self._names[scope]
+            try:
+                links = links_of(origin)
+                if is_input(links):
+                    place = self._inputs.get(input_key_at(links)(key.layer))
+                    return {} if place is None else {"": place}
+                return self._names[scope_at(links)(here)]
+            except UNREADABLE:
+                return {}
 
-    def _end_body(self) -> None:
-        """A body ends where another begins, or with the head."""
-        if self._body is None:
-            return
-        first, *lines = self._body
-        self._body = None
-        name = first.text.removeprefix(_BODY).partition("(")[0]
-        self._made.bodies[name] = _records_of_body(lines)
-        self._define(Definition(name, "body", ""))
+        return _Heading(key, scope, functools.cache(find))
 
-    # -- values
-
-    def _input(self, record: GraphLine, key: SectionKey) -> None:
-        self._end_body()
-        self._here.clear()  # as what it is called may have been looked for
-        name, _, kind = record.text.partition(": ")
-        typed = type_template(kind)
+    def _input(self, number: int, key: SectionKey, text: str) -> None:
+        name, _, kind = text.partition(": ")
+        typed = template(kind, is_type=True)
         place = len(self._made.values)
         try:
             _, path, repeat = source = input_key_at(links_of(name))(key.layer)
         except UNREADABLE:
             _, path, repeat = source = key.space, name, 0
         self._inputs[source] = place
-        self._made.inputs.append(place)
-        operands = self._noted(tuple([self._symbol(symbol, key.layer, place) for symbol in typed.symbols]))
+        operands = tuple([self._symbol(symbol, key.layer, place) for symbol in typed.symbols])
         scope = scope_of((f"{path}.#{repeat}" if repeat else path,), key.space)
-        self._made.values.append(Value(scope, "", "", typed.text, "", operands, (), "", self._record))
+        self._made.values.append(Value(scope, "", "", typed.text, "", operands, (), "", number))
 
-    def _computed(self, record: GraphLine, key: SectionKey, parts: Statement) -> None:
-        if self._body is not None:
-            self._end_body()
-        section, heading, _ = record
+    def _computed(self, number: int, under: _Heading, parts: Statement) -> None:
         name, (kind, _, symbols), tags, operator, (arguments, references, sizes) = parts
-        here = self._here.get((section, heading))
-        if here is None:
-            scope = _scope_under(key, heading)
-            names = self._names.setdefault(scope, {})
-            here = self._here[section, heading] = scope, names, self._tables(key, names)
-        scope, names, tables = here
+        (_, layer), scope, find = under
         place = len(self._made.values)
-        found = tuple([tables[origin].get(known) for origin, known in references])
+        found = tuple([find(origin).get(known) for origin, known in references])
         operands: tuple[Operand, ...] = found  # type: ignore[assignment]  # all of them, as mostly
         sources: tuple[int, ...] = found  # type: ignore[assignment]
         if None in found or symbols or sizes:
-            typed = [self._symbol(symbol, key.layer, place) for symbol in symbols]
-            operands = self._noted((*typed, *self._completed(parts.arguments, found, key.layer, place)))
+            typed = [self._symbol(symbol, layer, place) for symbol in symbols]
+            operands = (*typed, *self._operands(parts.arguments, found, layer))
             sources = tuple([known for known in operands if isinstance(known, int) and known >= 0])
-        if tags:
-            self._made.tagged.append(place)
-            tags = _absolute_tags(tags, key.layer) if "(" in tags else tags
-        self._made.values.append(Value(scope, name, operator, kind, arguments, operands, sources, tags, self._record))
-        names[name] = place
+        if "(" in tags:
+            tags = _absolute_tags(tags, layer)
+        self._made.values.append(Value(scope, name, operator, kind, arguments, operands, sources, tags, number))
+        self._names[scope][name] = place
 
-    def _completed(
-        self, template: Template, found: Sequence[int | None], layer: Layer | None, place: int
-    ) -> list[Operand]:
-        """What stands in the holes of arguments, given the values that were found; then their symbols."""
-        pairs = zip(template.references, found, strict=True)
-        operands = [self._unfound(known, layer) if value is None else value for known, value in pairs]
-        return [*operands, *[self._symbol(symbol, layer, place) for symbol in template.symbols]]
-
-    def _unfound(self, known: Origin, layer: Layer | None) -> Operand:
-        """What stands for a reference that names no value: a definition, or a literal."""
-        origin, name = known
-        if not origin and name in self._defined:
-            return self._defined[name]
-        return absolute(f"{origin}.{name}" if origin and name else origin or name, layer)
-
-    def _noted(self, operands: tuple[Operand, ...]) -> tuple[Operand, ...]:
-        """The operands of the next value, which is a user of definitions if one is among them."""
-        if any(isinstance(operand, int) and operand < 0 for operand in operands):
-            self._made.users.append(len(self._made.values))
-        return operands
+    def _operands(self, told: Template, found: Sequence[int | None], layer: Layer | None) -> list[Operand]:
+        """What stands in the holes, given the values that were found: a definition or a literal for None; symbols."""
+        operands: list[Operand] = []
+        for (origin, name), value in zip(told.references, found, strict=True):
+            if value is not None:
+                operands.append(value)
+            elif not origin and name in self._defined:
+                operands.append(self._defined[name])
+            else:
+                operands.append(absolute(f"{origin}.{name}" if origin and name else origin or name, layer))
+        return [*operands, *[self._symbol(symbol, layer, len(self._made.values)) for symbol in told.symbols]]
 
     def _symbol(self, text: str, layer: Layer | None, place: int) -> Operand:
         """A symbol belongs to the value that first mentions it."""
         if text in self._defined:
             return self._defined[text]
         name = absolute(text, layer)
-        known = self._symbols.get(name)
-        if known is None:
-            known = self._symbols[name] = Symbol(place, self._brought[place])
+        if name not in self._symbols:
+            self._symbols[name] = Symbol(place, self._brought[place])
             self._brought[place] += 1
-        return known
+        return self._symbols[name]
 
-    def _tables(self, key: SectionKey, names: Mapping[str, int]) -> _Tables:
-        """Look-ups as seen from a heading that stands over these names."""
-
-        def find(origin: str) -> Mapping[str, int]:
-            if not origin:
-                return names
-            try:
-                links = links_of(origin)
-                if is_input(links):
-                    place = self._inputs.get(input_key_at(links)(key.layer))
-                    return {} if place is None else {"": place}
-                return self._names.setdefault(scope_at(links)(LinePlace(*key)), {})
-            except UNREADABLE:
-                return {}
-
-        return _Tables(find)
-
-    # -- results
-
-    def _result(self, record: GraphLine, key: SectionKey) -> None:
+    def _result(self, number: int, under: _Heading, text: str) -> None:
         """``L.w = bwd.L.view``, ``yield loss``, ``yield from {'a': fwd.x}``."""
-        self._end_body()
-        name, _, text = record.text.partition(" = ")
+        name, _, returned = text.partition(" = ")
         before = ""
-        if record.text.startswith("yield "):
-            name, text = "", record.text.removeprefix("yield ")
-            before = "from " if text.startswith("from ") else ""
-        returned = operand_template(text.removeprefix(before))
-        tables = self._tables(key, {})
-        found = [tables[origin].get(known) for origin, known in returned.references]
-        operands = self._completed(returned, found, key.layer, len(self._made.values))
-        name = absolute(name, key.layer)
-        self._made.results.append(Result(name, before + returned.text, tuple(operands), self._record))
-
-
-@functools.lru_cache(maxsize=1 << 16)
-def _scope_under(key: SectionKey, heading: str) -> Scope:
-    """The scope of a ``with`` heading.
-
-    >>> _scope_under(SectionKey("bwd", Layer("layers", 3)), "L.attention"), _scope_under(SectionKey("fwd", None), "")
-    (bwd layers.3.attention, fwd _)
-    """
-    try:
-        return scope_at(links_of(heading or "_"))(LinePlace(*key))
-    except UNREADABLE:
-        return scope_of((heading,), key.space)
+        if text.startswith("yield "):
+            name, returned = "", text.removeprefix("yield ")
+            before = "from " if returned.startswith("from ") else ""
+        told = template(returned.removeprefix(before))
+        found = [under.find(origin).get(known) for origin, known in told.references]
+        operands = self._operands(told, found, under.key.layer)
+        name = absolute(name, under.key.layer)
+        self._made.results.append(Result(name, before + told.text, tuple(operands), number))
 
 
 @functools.lru_cache(maxsize=1 << 12)
@@ -339,19 +471,20 @@ def _absolute_tags(tags: str, layer: Layer | None) -> str:
     >>> _absolute_tags("must_save | at(L.moe) | custom(stage=1)", Layer("layers", 3))
     'must_save | at(layers.3.moe) | custom(stage=1)'
     """
+    tree = ast.parse(tags, mode="eval")
+    _count_characters(tree, tags)
     paths = []
-    for node in ast.walk(ast.parse(tags, mode="eval")):
+    for node in ast.walk(tree):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in (AT, CHUNK) and node.args:
             paths.append(node.args[0])
-    source = tags.encode()
     for path in sorted(paths, key=lambda path: path.col_offset, reverse=True):
-        start, end = path.col_offset, path.end_col_offset or 0
-        source = source[:start] + absolute(source[start:end].decode(), layer).encode() + source[end:]
-    return source.decode()
+        start, end = path.col_offset, _end(path)
+        tags = tags[:start] + absolute(tags[start:end], layer) + tags[end:]
+    return tags
 
 
-def _records_of_body(lines: Sequence[GraphLine]) -> tuple[GraphLine, ...]:
-    """A body's own records; its lines as they are where its text cannot be read.
+def _lines_of_body(lines: Sequence[GraphLine]) -> tuple[GraphLine, ...]:
+    """The lines of a body as of a graph; as they are where their text cannot be read.
 
     Its sections have lost their indent, and so are told by their first word.
     """

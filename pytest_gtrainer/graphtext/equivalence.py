@@ -15,13 +15,12 @@ from __future__ import annotations
 import ast
 import functools
 import re
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from pytest_gtrainer.graphtext.dataflow import Dataflow, Definition, Operand, Value, dataflow
-from pytest_gtrainer.graphtext.syntax import HOLE, SYMBOL
+from pytest_gtrainer.graphtext.dataflow import HOLE, SYMBOL, Dataflow, Operand, Value, dataflow
 
 _COMMUTATIVE = {"Max", "Min"}
 _OTHER_SIGN = {"+": "-", "-": "+"}
@@ -64,13 +63,8 @@ def _spell(node: ast.AST, meanings: Sequence[str]) -> str:
     inner = [_spell(child, meanings) for child in ast.iter_child_nodes(node) if not isinstance(child, ast.expr_context)]
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in _COMMUTATIVE:
         inner[1:] = sorted(inner[1:])
-    return f"{type(node).__name__}{_plain(node)}({', '.join(inner)})"
-
-
-def _plain(node: ast.AST) -> str:
-    """What a node says beside its children."""
-    told = [value for _, value in ast.iter_fields(node) if not isinstance(value, ast.AST | list)]
-    return repr(told) if told else ""
+    beside = [value for _, value in ast.iter_fields(node) if not isinstance(value, ast.AST | list)]
+    return f"{type(node).__name__}{beside or ''}({', '.join(inner)})"
 
 
 def _terms(node: ast.expr, sign: str, meanings: Sequence[str]) -> list[str]:
@@ -120,62 +114,48 @@ class Digests:
     definitions: list[int]
 
 
-def digests_of(graph: Dataflow, mixer: Numbers) -> Digests:
-    """The digests of a graph and of its parts."""
-    definitions = [_of_definition(graph, definition, mixer) for definition in graph.definitions]
-    values = _values(graph, definitions, mixer)
-    said = [d for d in graph.definitions if d.kind == "convention" and d.name != "owners"]
-    parts = [
-        *sorted(f"{name} = {content}" for name, _, content in said),
-        *[values[place] for place in graph.inputs],
-        *sorted(values[place] for place in graph.computed),
-        *[
-            mixer.of([name, _mixed(what, operands, values, definitions, mixer)])
-            for name, what, operands, _ in graph.results
-        ],
-        *sorted(mixer.of(sorted(values[user] for user in users)) for users in _users_of_twin_groups(graph)),
-        *[str(record) for record in graph.others],
-    ]
-    return Digests(mixer.of(parts), values, definitions)
-
-
-def _of_definition(graph: Dataflow, definition: Definition, mixer: Numbers) -> int:
-    """A definition's digest says what it stands for, never its number: that follows from the schedule."""
-    name, kind, content = definition
-    if kind == "group":
-        return mixer.of([kind, _NUMBER.sub("", name), content])
-    if kind == "body":
-        return mixer.of([kind, digests_of(dataflow(graph.bodies[name]), mixer).whole])
-    return mixer.of([kind, name])
-
-
-def _users_of_twin_groups(graph: Dataflow) -> Iterable[list[int]]:
-    """Groups of one mesh dimension and the same ranks have equal digests: who shares one is told here."""
-    alike: dict[tuple[str, str], list[int]] = defaultdict(list)
-    for place, (name, kind, content) in enumerate(graph.definitions):
+def digests_of(graph: Dataflow, numbers: Numbers) -> Digests:
+    """The digests of a graph and of its parts. A definition's says what it stands for, never its number."""
+    definitions: list[int] = []
+    for name, kind, content in graph.definitions:
         if kind == "group":
-            alike[_NUMBER.sub("", name), content].append(place)
-    users: dict[int, list[int]] = {place: [] for places in alike.values() if len(places) > 1 for place in places}
-    for user in graph.users if users else ():
-        for operand in graph.values[user].operands:
-            if isinstance(operand, int) and ~operand in users:
-                users[~operand].append(user)
-    return users.values()
-
-
-def _values(graph: Dataflow, definitions: Sequence[int], mixer: Numbers) -> list[int]:
-    digests: list[int] = []
-    for scope, _, operator, kind, arguments, operands, sources, *_ in graph.values:
-        what = f"{operator}\n{kind}\n{arguments}" if operator else f"{scope.space}.{scope.owners[0]}\n{kind}"
-        if operands is sources:  # all of them are values, as mostly
-            digests.append(mixer.of((what, *[digests[source] for source in sources])))
+            definitions.append(numbers.of([kind, _NUMBER.sub("", name), content]))
+        elif kind == "body":
+            definitions.append(numbers.of([kind, digests_of(dataflow(graph.bodies[name]), numbers).whole]))
         else:
-            digests.append(_mixed(what, operands, digests, definitions, mixer))
-    return digests
+            definitions.append(numbers.of([kind, name]))
+
+    values: list[int] = []
+    for scope, _, operator, kind, arguments, operands, *_ in graph.values:
+        what = f"{operator}\n{kind}\n{arguments}" if operator else f"{scope.space}.{scope.owners[0]}\n{kind}"
+        values.append(_mixed(what, operands, values, definitions, numbers))
+    results = [
+        numbers.of([name, _mixed(what, operands, values, definitions, numbers)])
+        for name, what, operands, _ in graph.results
+    ]
+
+    # groups of one mesh dimension and the same ranks have equal digests: who shares one is told by its users
+    groups = {~place: definitions[place] for place, told in enumerate(graph.definitions) if told.kind == "group"}
+    alike = Counter(groups.values())
+    twins: dict[Operand, list[int]] = {operand: [] for operand, digest in groups.items() if alike[digest] > 1}
+    for user in graph.users if twins else ():
+        for operand in graph.values[user].operands:
+            if operand in twins:
+                twins[operand].append(values[user])
+
+    parts = [
+        *sorted(str(d) for d in graph.definitions if d.kind == "convention" and d.name != "owners"),
+        *[values[place] for place in graph.inputs],
+        *sorted(digest for digest, value in zip(values, graph.values, strict=True) if not value.is_input),
+        *results,
+        *sorted(numbers.of(sorted(users)) for users in twins.values()),
+        *map(str, graph.others),
+    ]
+    return Digests(numbers.of(parts), values, definitions)
 
 
 def _mixed(
-    what: str, operands: Sequence[Operand], digests: Sequence[int], definitions: Sequence[int], mixer: Numbers
+    what: str, operands: Sequence[Operand], digests: Sequence[int], definitions: Sequence[int], numbers: Numbers
 ) -> int:
     """The digest of a statement whose operands have digests."""
     parts: list[Any] = []
@@ -188,20 +168,14 @@ def _mixed(
         else:
             source, number = operand
             symbols.append((str(digests[source]) if source < len(digests) else "new") + f".{number}")
-    if len(symbols) > 1:
-        what = "\n".join(_in_order(what, symbols))
-    else:
-        parts += symbols
-    return mixer.of([what, *parts])
-
-
-def _in_order(what: str, symbols: Sequence[str]) -> Iterator[str]:
-    """Each part of a statement that names symbols, spelled without regard to their numbers."""
-    start = 0
+    if len(symbols) < 2:
+        return numbers.of([what, *parts, *symbols])
+    spelled, start = [], 0  # without regard to the numbers of symbols
     for part in what.split("\n"):
         meanings = symbols[start : start + part.count(SYMBOL)]
-        yield canonical(part, meanings) if len(meanings) > 1 else "\n".join([part, *meanings])
+        spelled.append(canonical(part, meanings) if len(meanings) > 1 else "\n".join([part, *meanings]))
         start += len(meanings)
+    return numbers.of(["\n".join(spelled), *parts])
 
 
 _RANDOM = frozenset({
@@ -213,6 +187,7 @@ _RANDOM = frozenset({
     "run_with_rng_state", "uniform", "uniform_"
 })  # fmt: skip
 _OUT = f"out={HOLE}"
+_FRACTION = re.compile(r"\d\.\d+(e-\d+)?")
 _VIEWS = frozenset({
     "_conj", "_reshape_alias", "_unsafe_view", "alias", "as_strided", "chunk", "detach", "diagonal", "expand",
     "expand_as", "flatten", "lift_fresh", "movedim", "narrow", "permute", "real", "reshape", "select", "set",
@@ -240,40 +215,24 @@ def is_random(value: Value) -> bool:
     """Whether it draws random numbers; attention does so if its dropout is not zero."""
     name = short_name(value.operator)
     if name.startswith("_scaled_dot_product"):
-        return any(_is_probability(argument) for argument in value.arguments.split(", "))
+        arguments = value.arguments.split(", ")
+        return any(0 < float(argument) <= 1 for argument in arguments if _FRACTION.fullmatch(argument))
     return name in _RANDOM
-
-
-def _is_probability(argument: str) -> bool:
-    try:
-        return "." in argument and 0 < float(argument) <= 1
-    except ValueError:
-        return False
 
 
 def written(value: Value) -> list[int]:
     """The values that a statement changes in place."""
+    name = short_name(value.operator)
     if (place := value.arguments.find(_OUT)) >= 0:
-        return [source for source in [value.operand_at(place + len(_OUT) - 1)] if source is not None]
-    if not _changes(value.operator):
+        target = value.operand_at(place + len(_OUT) - 1)
+        return [] if target is None else [target]
+    if value.operator.startswith("operator."):
+        return list(value.sources[:1]) if name in _PYTHON_IN_PLACE else []
+    if not name.endswith("_") or name.endswith("__"):
         return []
-    if value.arguments.startswith("[") and not value.operator.startswith("operator."):
+    if value.arguments.startswith("["):
         return list(value.sources)  # of several lists we do not know which are written
     return list(value.sources[:1])
-
-
-@functools.lru_cache(maxsize=1 << 12)
-def _changes(operator: str) -> bool:
-    """Whether an operator changes something in place, by its name."""
-    name = short_name(operator)
-    if operator.startswith("operator."):
-        return name in _PYTHON_IN_PLACE
-    return name.endswith("_") and not name.endswith("__")
-
-
-@functools.lru_cache(maxsize=1 << 12)
-def _is_view(operator: str) -> bool:
-    return short_name(operator) in _VIEWS
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,47 +243,28 @@ class Effects:
     since the change before.
     """
 
-    draws: list[int] = field(default_factory=list)
-    histories: dict[int, list[tuple[int | None, list[int]]]] = field(default_factory=dict)
+    draws: list[int]
+    histories: dict[int, list[tuple[int | None, list[int]]]]
 
 
 def effects(graph: Dataflow) -> Effects:
     """The effects of a graph; values are told by their places."""
-    found = Effects([place for place, value in enumerate(graph.values) if value.operator and is_random(value)])
     targets = [written(value) for value in graph.values]
-    if not any(targets):
-        return found
-    storages = _storages(graph, targets)
+    storages: list[int] = []  # for each value one that stands for its storage
+    for place, (value, own) in enumerate(zip(graph.values, targets, strict=True)):
+        base = own or (value.sources[:1] if short_name(value.operator) in _VIEWS else ())
+        storages.append(storages[base[0]] if base else place)
+
     changed = {storages[target] for of in targets for target in of}
+    histories: dict[int, list[tuple[int | None, list[int]]]] = defaultdict(list)
     readers: dict[int, list[int]] = defaultdict(list)
     for place, value in enumerate(graph.values):
-        own = {storages[target] for target in targets[place]}
+        changed_here = {storages[target] for target in targets[place]}
         for storage in {storages[source] for source in value.sources} & changed:
-            if storage in own:
-                found.histories.setdefault(storage, []).append((place, readers.pop(storage, [])))
+            if storage in changed_here:
+                histories[storage].append((place, readers.pop(storage, [])))
             elif storages[place] != storage:
                 readers[storage].append(place)
     for storage, rest in readers.items():
-        found.histories.setdefault(storage, []).append((None, rest))
-    return found
-
-
-def _storages(graph: Dataflow, targets: Sequence[Sequence[int]]) -> list[int]:
-    """For each value one that stands for its storage, given what each changes in place."""
-    storages: list[int] = []
-    for place, (value, own) in enumerate(zip(graph.values, targets, strict=True)):
-        base = own or (value.sources[:1] if _is_view(value.operator) else ())
-        storages.append(storages[base[0]] if base else place)
-    return storages
-
-
-def histories_by_digest(found: Effects, digests: Sequence[int]) -> Iterator[tuple[int, list[object]]]:
-    """Each storage with what happens to it, in a form that two graphs may be compared by."""
-    for storage, changes in found.histories.items():
-        yield (
-            storage,
-            [
-                (None if change is None else digests[change], sorted(digests[reader] for reader in readers))
-                for change, readers in changes
-            ],
-        )
+        histories[storage].append((None, rest))
+    return Effects([place for place, value in enumerate(graph.values) if is_random(value)], histories)

@@ -1,7 +1,7 @@
 """The one reader of what stands in a line: chains, paths, scopes, references, statements. No torch here.
 
 It reads syntax trees of Python. ``parsing`` gives it trees of a whole text, to make a graph; ``dataflow`` gives it
-one record at a time, to compare graphs. Nothing is evaluated; what is not in the grammar is refused.
+one line at a time, to compare graphs. Nothing is evaluated; what is not in the grammar is refused.
 
 A *chain* is what names something: ``saved.layers[i-1].mm``. A text says most lines once for many layers, so a
 chain is compiled once, into a function of the *place* where it stands.
@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import ast
 import functools
-import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -21,13 +20,10 @@ from pytest_gtrainer.graphtext.sections import NOWHERE, Layer, Scope, SectionKey
 
 INPUT_SPACES = ("P", "B", "I", "A")
 COMPUTED_SPACES = ("fwd", "bwd")
-HOLE, SYMBOL = "\0", "\1"
-"""Stand in a template for a reference, and for the symbol of a size."""
 _SPACES = {"saved": "fwd", "fwd": "fwd", "bwd": "bwd"}
 """First words of a chain that name a space other than the section's own."""
 AT, CHUNK = "at", "chunk"
 """Tags that name a module path first."""
-_SYMBOL = re.compile(r"[a-z]+\d+")
 _LONGEST = 100_000
 UNREADABLE = (TextError, SyntaxError, ValueError, RecursionError, MemoryError)
 """What reading a text that nobody has checked may raise."""
@@ -279,6 +275,8 @@ InputKey = tuple[str, str, int]
 
 def input_key_at(links: Sequence[Link]) -> Callable[[Layer | None], InputKey]:
     """The key of an input: ``P.L.wq.weight``, ``I[0]``, ``P.w["#1"]``."""
+    if not is_input(links):
+        raise refuse(links[-1].node, f"expected an input like `P.L.w`, found `{shown(links[-1].node)}`")
     space, links, repeat = str(links[0].value), links[1:], 0
     last = links[-1]
     if last.kind == "word" and str(last.value)[:1] == "#" and str(last.value)[1:].isdecimal() and len(links) > 1:
@@ -310,142 +308,3 @@ def computed(node: ast.stmt) -> Computed | None:
         tags.append(kind.right)
         kind = kind.left
     return Computed(node.target, kind, tags[::-1], node.value)
-
-
-Origin = tuple[str, str]
-"""What stands before a name, and the name; of an input all of it, and nothing."""
-
-
-class Template(NamedTuple):
-    """A text with a hole for each reference, whose items stay, and for each symbol of a size."""
-
-    text: str
-    references: tuple[Origin, ...] = ()
-    symbols: tuple[str, ...] = ()
-
-
-class Statement(NamedTuple):
-    """``mm: bf16[2, L.u0] | must_save = aten.mm(x, L.y[1], alpha=2)``, with what is left of it wherever it stands."""
-
-    name: str
-    type: Template
-    tags: str
-    operator: str
-    arguments: Template
-
-
-@functools.lru_cache(maxsize=1 << 17)
-def statement(text: str) -> Statement | None:
-    """A computed value's line; None if it is none.
-
-    >>> found = statement("mm: bf16[2, L.u0] | must_save = aten.mm(x, L.y[1], 1e-05, dtype=f32)")
-    >>> found.type, found.tags
-    (Template(text='bf16[2, \\x01]', references=(), symbols=('L.u0',)), 'must_save')
-    >>> found.arguments[:2]
-    ('\\x00, \\x00[1], 1e-05, dtype=\\x00', (('', 'x'), ('L', 'y'), ('', 'f32')))
-    """
-    try:
-        (node,) = ast.parse(text).body
-    except UNREADABLE:
-        return None
-    parts = computed(node)
-    if parts is None:
-        return None
-    name, kind, tags, call = parts
-    source = text.encode()  # columns of a syntax tree are bytes
-    return Statement(
-        source[: _end(name)].decode(),
-        type_template(source[kind.col_offset : _end(kind)].decode()),
-        source[_end(kind) + len(" | ") : _end(tags[-1])].decode() if tags else "",
-        source[call.func.col_offset : _end(call.func)].decode(),
-        _template(
-            source,
-            [*call.args, *[keyword.value for keyword in call.keywords]],
-            _end(call.func) + 1,
-            _end(call) - 1,
-        ),
-    )
-
-
-@functools.lru_cache(maxsize=1 << 16)
-def type_template(text: str) -> Template:
-    """A type, with holes for its symbols.
-
-    >>> type_template("bf16[L.u0 + L.u1, 64]"), type_template("float8_e4m3fn[4, 4][1, 4] @ cuda").symbols
-    (Template(text='bf16[\\x01 + \\x01, 64]', references=(), symbols=('L.u0', 'L.u1')), ())
-    """
-    try:
-        holes = [(node, None) for node in _symbols(ast.parse(text, mode="eval").body)]
-        return _filled(text.encode(), holes, 0, len(text.encode()))
-    except UNREADABLE:
-        return Template(text)
-
-
-@functools.lru_cache(maxsize=1 << 16)
-def operand_template(text: str) -> Template:
-    """An operand, or several in a container."""
-    try:
-        return _template(text.encode(), [ast.parse(text, mode="eval").body], 0, len(text.encode()))
-    except UNREADABLE:
-        return Template(text)
-
-
-def _template(source: bytes, operands: Sequence[ast.expr], start: int, end: int) -> Template:
-    return _filled(source, [hole for operand in operands for hole in _holes(operand)], start, end)
-
-
-def _end(node: ast.expr) -> int:
-    return node.end_col_offset or 0
-
-
-def _filled(source: bytes, holes: Sequence[tuple[ast.expr, Reference | None]], start: int, end: int) -> Template:
-    """What stands between two columns, with its holes: references, or symbols."""
-    pieces: list[str] = []
-    references: list[Origin] = []
-    symbols: list[str] = []
-    for node, known in sorted(holes, key=lambda hole: hole[0].col_offset):
-        pieces.append(source[start : node.col_offset].decode())
-        start = _end(node if known is None else known.end)
-        if known is None:
-            symbols.append(source[node.col_offset : start].decode())
-        else:
-            head = _end(known.head[-1].node) if known.head else node.col_offset
-            references.append((source[node.col_offset : head].decode(), known.name))
-        pieces.append(SYMBOL if known is None else HOLE)
-    pieces.append(source[start:end].decode())
-    return Template("".join(pieces), tuple(references), tuple(symbols))
-
-
-def _holes(node: ast.expr) -> Iterator[tuple[ast.expr, Reference | None]]:
-    """The references of an operand, and the symbols of its sizes, which have None."""
-    if isinstance(node, ast.Constant):
-        return
-    if isinstance(node, ast.Name):
-        yield node, Reference((), node.id, (), node)
-        return
-    if isinstance(node, ast.Call):
-        is_size = isinstance(node.func, ast.Name) and node.func.id == "sym"
-        for part in [*node.args, *[keyword.value for keyword in node.keywords]]:
-            yield from [(symbol, None) for symbol in _symbols(part)] if is_size else _holes(part)
-        return
-    if isinstance(node, ast.Attribute | ast.Subscript):
-        try:
-            yield node, reference(node)
-            return
-        except TextError:  # a type, as of a constant
-            pass
-    for child in ast.iter_child_nodes(node):
-        if isinstance(child, ast.expr):
-            yield from _holes(child)
-
-
-def _symbols(node: ast.expr) -> Iterator[ast.expr]:
-    """The symbols in a type or a size; what stands before `[` or `(` is none."""
-    if isinstance(node, ast.Name | ast.Attribute):
-        if _SYMBOL.fullmatch(node.id if isinstance(node, ast.Name) else node.attr):
-            yield node
-        return
-    skipped = node.value if isinstance(node, ast.Subscript) else node.func if isinstance(node, ast.Call) else None
-    for child in ast.iter_child_nodes(node):
-        if isinstance(child, ast.expr) and not (child is skipped and isinstance(child, ast.Name | ast.Attribute)):
-            yield from _symbols(child)

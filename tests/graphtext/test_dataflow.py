@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pytest_gtrainer.graphtext import unfold
-from pytest_gtrainer.graphtext.dataflow import Symbol, dataflow
+from pytest_gtrainer.graphtext.dataflow import Symbol, dataflow, statement
 from pytest_gtrainer.graphtext.equivalence import Numbers, digests_of, effects, is_random, written
 
 TEXT = """\
@@ -63,6 +63,30 @@ def test_a_heading_may_name_another_space():
     text = "if I:\n  I[0]: f32[2]\nif fwd:\n  with bwd.norm:\n    sin: f32[2] = aten.sin(I[0])\n"
     read = "  with norm:\n    cos: f32[2] = aten.cos(bwd.norm.sin)\n"
     assert dataflow(unfold(text + read)).values[2].sources == (1,)
+
+
+def test_an_operator_among_the_inputs_is_no_reason_to_give_up():
+    """A line that was moved by hand: it is no input, and its name alone says where it stands."""
+    text = "for i in P.layers[0]:\n  P.L.w: f32[2]\n  mm: f32[2] = aten.mm(P.L.w, P.L.w)\n"
+    assert [value.scope.owners for value in dataflow(unfold(text)).values] == [("layers.0.w",), ("mm",)]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        pytest.param("mm_{}: f32[{}, u{}] = aten.mm(x_{}, L.y[{}], {}, dtype=f32)", id="numbers"),
+        pytest.param('mm_{}: f32[{}, u{}] = aten.mm("é", x_{}, "é", L.y[{}], {}, dtype=f32)', id="not ASCII"),
+    ],
+)
+def test_lines_that_differ_in_numbers_are_told_apart(line):
+    """Only one of them is parsed: the others have its columns."""
+    for numbers in ((1, 2, 3, 4, 5, 6.5), (9, 8, 7, 6, 5, 4.25), (10, 11, 12, 13, 14, 1.5)):
+        name, size, symbol, operand, item, literal = numbers
+        found = statement(line.format(*numbers))
+        assert found.name == f"mm_{name}"
+        assert (found.type.text, found.type.symbols) == (f"f32[{size}, \1]", (f"u{symbol}",))
+        assert found.arguments.references == (("", f"x_{operand}"), ("L", "y"), ("", "f32"))
+        assert found.arguments.text.endswith(f"\0[{item}], {literal}, dtype=\0")
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,9 @@
-"""Which parameters travel in which collective, and what has become of that; lines of views that are no graphs.
+"""Which parameters travel in which collective, and what has become of that.
 
 An all-gather's *members* are the parameters that go into its payload, in its order; those of a reduction
 the outputs that come out of it. Collectives without such members (of activations, of statistics) are none
 of this module's. Read off the dataflow in one walk, not off what a pass says it did. A payload of the view
-``layout`` is compared as a bucket; other lines of views are lost, gained, or in another order.
+``layout`` is compared as a bucket.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from __future__ import annotations
 import itertools
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 
-from pytest_gtrainer.graphtext.dataflow import Dataflow, Value
+from pytest_gtrainer.graphtext.dataflow import HOLE, Dataflow
 from pytest_gtrainer.graphtext.differences.remarks import (
     REDUCTIONS,
     Remark,
@@ -26,7 +26,7 @@ from pytest_gtrainer.graphtext.differences.remarks import (
     module_of,
 )
 from pytest_gtrainer.graphtext.sections import GraphLine, Scope, scope_of
-from pytest_gtrainer.graphtext.syntax import HOLE, absolute, key_of
+from pytest_gtrainer.graphtext.syntax import absolute, key_of
 
 _ITEM = re.compile(rf"{HOLE}((?:\[\d+\])+)")
 
@@ -58,17 +58,22 @@ class LaunchedBucket:
 def buckets_of(graph: Dataflow) -> list[LaunchedBucket]:
     """The buckets of a graph in the order in which it launches them."""
     launches = {place: kind for place, value in collectives_of(graph) if (kind := kind_of(value)) is not None}
-    returned = _returned(graph, [place for place, kind in launches.items() if kind in REDUCTIONS])
+    returned = _returned(graph, {place for place, kind in launches.items() if kind in REDUCTIONS})
     roots: dict[int, int] = {}
     found = []
     for place, kind in launches.items():
-        value = graph.values[place]
+        launch, members = graph.values[place], []
         if kind in REDUCTIONS:
-            members = [name for _, name in sorted(returned.get(place, ()))]
-        else:
-            members = _gathered(graph, value, roots)
+            members = [name for _, name in sorted(returned[place])]
+        elif launch.sources:
+            payload = _root(graph, launch.sources[0], roots)
+            value = graph.values[payload]
+            parts = [payload] if value.is_input else [_root(graph, source, roots) for source in value.sources]
+            inputs = [graph.values[part].scope for part in parts]
+            if all(scope.space == "P" for scope in inputs):  # none if anything else is in the payload
+                members = [scope.owners[0] for scope in inputs]
         if members:
-            found.append(LaunchedBucket(kind, value.scope, tuple(members)))
+            found.append(LaunchedBucket(kind, launch.scope, tuple(members)))
     return found
 
 
@@ -83,34 +88,21 @@ def _root(graph: Dataflow, place: int, known: dict[int, int]) -> int:
     return root
 
 
-def _gathered(graph: Dataflow, launch: Value, roots: dict[int, int]) -> list[str]:
-    """The parameters in a payload; none if anything else is in it."""
-    if not launch.sources:
-        return []
-    payload = _root(graph, launch.sources[0], roots)
-    value = graph.values[payload]
-    parts = [payload] if value.is_input else [_root(graph, source, roots) for source in value.sources]
-    inputs = [graph.values[part].scope for part in parts]
-    return [scope.owners[0] for scope in inputs] if all(scope.space == "P" for scope in inputs) else []
-
-
 _Trail = tuple[tuple[int, str], ...]
 """The reductions above a value, each with the items by which it was taken apart."""
 
 
-def _returned(graph: Dataflow, reductions: Sequence[int]) -> dict[int, list[tuple[str, str]]]:
+def _returned(graph: Dataflow, reductions: Set[int]) -> Mapping[int, list[tuple[str, str]]]:
     """For each reduction its outputs, each with the items by which it was taken apart."""
+    outputs: dict[int, list[tuple[str, str]]] = defaultdict(list)
     trails: dict[int, _Trail] = {}
-    launches = set(reductions)
-    for place in range(min(launches, default=len(graph.values)), len(graph.values)):
-        value = graph.values[place]
+    for place, value in enumerate(graph.values):
         trail = _trail(value.arguments, value.sources, trails)
-        if place in launches:
+        if place in reductions:
             trail = (*trail, (place, ""))
         if trail:
             trails[place] = trail
-    outputs: dict[int, list[tuple[str, str]]] = defaultdict(list)
-    for number, (name, arguments, operands, _) in enumerate(graph.results if trails else ()):
+    for number, (name, arguments, operands, _) in enumerate(graph.results):
         sources = [operand for operand in operands if isinstance(operand, int) and operand >= 0]
         for reduction, items in _trail(arguments, sources, trails):
             outputs[reduction].append((items, name or f"output {number}"))
@@ -127,9 +119,6 @@ def _trail(arguments: str, sources: Sequence[int], trails: Mapping[int, _Trail])
         return above
     item = "".join(f"{int(number):06}" for number in re.findall(r"\d+", found[1]))
     return tuple([(reduction, items + item) for reduction, items in above])
-
-
-# -- what has changed
 
 
 def bucket_remarks(old: Sequence[LaunchedBucket], new: Sequence[LaunchedBucket]) -> tuple[list[Remark], set[Scope]]:
@@ -196,8 +185,11 @@ class _Change:
         for heir, places in into.items():
             partner = [partners[heir]] if heir in partners else []
             sources = [self.old[place] for place in sorted([*places, *partner])]
-            target = self.new[heir]
-            text = f"{target.kind} {_of_several(sources)} merged into {target.label}"
+            target, labels, prefix = self.new[heir], [source.label for source in sources], ""
+            if all(source.scope.is_bucket for source in sources):
+                prefix, labels = "buckets ", [label.removeprefix("bucket ") for label in labels]
+            told = " and ".join(labels) if len(labels) == 2 else listed(labels, 3 if len(labels) == 3 else 1)
+            text = f"{target.kind} {prefix}{told} merged into {target.label}"
             yield Remark(Weight.BUCKET, text, sources[0].about), [*sources, target]
 
     def _split(self) -> Iterator[Said]:
@@ -221,39 +213,28 @@ class _Change:
         return [place for place in made if self.new[place].scope.is_bucket or len(self.new[place].members) > 1]
 
     def _members_changed(self, place: int, heir: int) -> Iterator[Said]:
+        """Members that came, that went, and those that stand in another order."""
         bucket, now = self.old[place], self.new[heir]
         mine, theirs = self._members[0][place], self._members[1][heir]
+        left: dict[int | None, list[str]] = defaultdict(list)  # by the new bucket that they are in, None for none
+        for member in mine:
+            left[self._homes[1].get(member)].append(member[0])
         come = [name for name, count in theirs if (name, count) not in self._homes[0]]
-        if come:
-            yield self._members_said(now, "gained", come), [bucket, now]
+        changes = [("gained", come, "")] if come else []
         told = {heir, *self._parts(place)}
-        for where, names in self._leavers(mine):
+        for where, names in left.items():
             if where not in told:
-                to = "" if where is None else f" to {self.new[where].label}"
-                yield self._members_said(now, "lost", names, to), [bucket, now]
+                changes.append(("lost", names, "" if where is None else f" to {self.new[where].label}"))
+        for verb, names, to in changes:
+            text = f"{now.kind} {now.label} {verb} {listed(names)}{to}"
+            yield Remark(Weight.BUCKET, text, now.about, f"{verb} members of {now.sort}"), [bucket, now]
+
         common = set(mine) & set(theirs)
         kept, order = ([name for name, count in side if (name, count) in common] for side in (mine, theirs))
         if kept != order:
-            yield self._reordered(bucket, now, kept, order)
-
-    def _leavers(self, members: Iterable[tuple[str, int]]) -> Iterable[tuple[int | None, list[str]]]:
-        """The members by the new bucket that they are in, None for none."""
-        groups: dict[int | None, list[str]] = defaultdict(list)
-        for member in members:
-            groups[self._homes[1].get(member)].append(member[0])
-        return groups.items()
-
-    def _members_said(self, now: LaunchedBucket, verb: str, names: Sequence[str], to: str = "") -> Remark:
-        text = f"{now.kind} {now.label} {verb} {listed(names)}{to}"
-        return Remark(Weight.BUCKET, text, now.about, f"{verb} members of {now.sort}")
-
-    def _reordered(
-        self, bucket: LaunchedBucket, now: LaunchedBucket, kept: Sequence[str], order: Sequence[str]
-    ) -> Said:
-        was, stands = next((a, b) for a, b in zip(kept, order, strict=True) if a != b)
-        stands, was = _inside(now, [stands, was])
-        text = f"{now.kind} {now.label}: members in another order: {stands} where {was} was"
-        return Remark(Weight.BUCKET, text, now.about, f"order of members of {now.sort}"), [bucket, now]
+            stands, was = _inside(now, next([b, a] for a, b in zip(kept, order, strict=True) if a != b))
+            text = f"{now.kind} {now.label}: members in another order: {stands} where {was} was"
+            yield Remark(Weight.BUCKET, text, now.about, f"order of members of {now.sort}"), [bucket, now]
 
 
 def _inside(bucket: LaunchedBucket, members: Sequence[str]) -> list[str]:
@@ -279,19 +260,6 @@ def _most(homes: Counter[int]) -> int | None:
     return min(homes, key=lambda place: (-homes[place], place)) if homes else None
 
 
-def _of_several(buckets: Sequence[LaunchedBucket]) -> str:
-    labels = [bucket.label for bucket in buckets]
-    if all(bucket.scope.is_bucket for bucket in buckets):
-        return "buckets " + _few([label.removeprefix("bucket ") for label in labels])
-    return _few(labels)
-
-
-def _few(labels: Sequence[str]) -> str:
-    if len(labels) == 2:
-        return " and ".join(labels)
-    return listed(labels, 3 if len(labels) == 3 else 1)
-
-
 _PAYLOAD = re.compile(r"payload\((?P<told>.*)\)")
 _SLOT = re.compile(r"(?P<path>.+): at\(.*\)")
 _KINDS = {"all_gather": "AG", "reduce_scatter": "RS"}
@@ -309,26 +277,3 @@ def payloads_of(records: Iterable[GraphLine]) -> list[LaunchedBucket]:
         elif slot and found:
             found[-1][2].append(absolute(slot["path"], layer))
     return [LaunchedBucket(kind, scope, tuple(members)) for kind, scope, members in found]
-
-
-def line_remarks(old: Sequence[GraphLine], new: Sequence[GraphLine]) -> Iterator[Remark]:
-    """Lines lost and gained by section, or in another order."""
-    before, after = _by_section(old), _by_section(new)
-    for section in dict.fromkeys([*before, *after]):
-        was, now = before.get(section, []), after.get(section, [])
-        if was == now:
-            continue
-        changes = (("lost", Counter(was) - Counter(now)), ("gained", Counter(now) - Counter(was)))
-        told = ", ".join(f"{verb} {listed(list(lines), 2)}" for verb, lines in changes if lines)
-        space, _, module = absolute(section, None).partition(".")
-        text = f"{space} {module}".rstrip() + f": {told or 'lines in another order'}"
-        yield Remark(Weight.REST, text, module, told)
-    if list(before) != list(after) and set(before) == set(after):
-        yield Remark(Weight.REST, "sections stand in another order")
-
-
-def _by_section(records: Iterable[GraphLine]) -> dict[str, list[str]]:
-    sections: dict[str, list[str]] = defaultdict(list)
-    for record in records:
-        sections[record.section].append(record.text)
-    return sections

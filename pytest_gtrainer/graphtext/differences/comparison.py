@@ -32,136 +32,77 @@ class Side:
     graph: Dataflow
     digests: Digests
 
+    @classmethod
+    def of(cls, lines: Iterable[GraphLine], numbers: Numbers) -> Side:
+        graph = dataflow_of(lines)
+        return cls(graph, digests_of(graph, numbers))
 
-def sides_of(old: Iterable[GraphLine], new: Iterable[GraphLine]) -> tuple[Side, Side]:
-    """The two graphs to compare."""
-    numbers = Numbers()
-    before, after = dataflow_of(old), dataflow_of(new)
-    return Side(before, digests_of(before, numbers)), Side(after, digests_of(after, numbers))
+    def digested(self) -> Iterator[tuple[int, Value]]:
+        """Each value with its digest."""
+        return zip(self.digests.values, self.graph.values, strict=True)
 
 
-@dataclass(frozen=True, slots=True)
 class ValuePairs:
     """For each value of one side its place on the other, None if it has none there.
 
     Attributes:
         places: on both sides, in the order of the old schedule.
         elsewhere: those of ``places`` that may be in another module than before.
-        left: the places of either side that have none on the other.
+        left: the places of either side that have no partner.
     """
 
-    to_new: list[int | None]
-    to_old: list[int | None]
-    places: list[tuple[int, int]]
-    elsewhere: list[tuple[int, int]]
-    left: tuple[list[int], list[int]]
+    def __init__(self, old: Side, new: Side) -> None:
+        self.to_new: list[int | None] = [None] * len(old.graph.values)
+        self.to_old: list[int | None] = [None] * len(new.graph.values)
+        self.left = (list(range(len(self.to_new))), list(range(len(self.to_old))))
+        self.elsewhere: list[tuple[int, int]] = []
+        self._pair(*[[(value.scope, digest) for digest, value in side.digested()] for side in (old, new)])
+        if any(self.left):
+            self._pair_inexactly(old, new)
+        self.places = [(place, partner) for place, partner in enumerate(self.to_new) if partner is not None]
 
-    def lost(self, old: Dataflow) -> list[int]:
-        return [place for place in self.left[0] if old.values[place].operator]
-
-    def gained(self, new: Dataflow) -> list[int]:
-        return [place for place in self.left[1] if new.values[place].operator]
-
-
-def paired(old: Side, new: Side) -> ValuePairs:
-    """Pair the values of two graphs."""
-    search = _PairSearch((old, new))
-    elsewhere = search.run()
-    to_new, to_old = search.partners
-    places = [(place, partner) for place, partner in enumerate(to_new) if partner is not None]
-    return ValuePairs(to_new, to_old, places, sorted(elsewhere), search.left)
-
-
-_Keys = Sequence[Hashable]
-
-
-class _PairSearch:
-    """The partners found so far, and the places that are left; the old side first.
-
-    Keys are those of the places that are left, one list a side.
-    """
-
-    def __init__(self, sides: tuple[Side, Side]) -> None:
-        old, new = (len(side.graph.values) for side in sides)
-        self._sides = sides
-        self.partners: tuple[list[int | None], list[int | None]] = ([None] * old, [None] * new)
-        self.left = (list(range(old)), list(range(new)))
-
-    def run(self) -> list[tuple[int, int]]:
-        """Find partners; returns the pairs that were found in any module."""
-        digests = [side.digests.values for side in self._sides]
-        scopes = [[value.scope for value in side.graph.values] for side in self._sides]
-        self._pair([list(zip(*told, strict=True)) for told in zip(scopes, digests, strict=True)])
-        if not any(self.left):
-            return []
+    def _pair_inexactly(self, old: Side, new: Side) -> None:
         known: dict[Hashable, int] = {}
-        own, around = zip(*[_rings(side.graph, known) for side in self._sides], strict=True)
-        self._pair(self._of_left(around))  # the inner ring says the module, too
-        self._pair(self._by_operands(own))
-        self._pair(self._of_left(own))
+        (ours, ours_around), (theirs, theirs_around) = (_rings(side.graph, known) for side in (old, new))
+        self._pair(ours_around, theirs_around)  # the inner ring says the module, too
+        kept = [place if partner is not None else None for place, partner in enumerate(self.to_new)]
+        self._pair(_with_operands(ours, old.graph, kept), _with_operands(theirs, new.graph, self.to_old))
+        self._pair(ours, theirs)
         for by_name in (True, False):
-            self._pair(self._by_operator(by_name))
-        return self._pair(self._of_left(digests))
+            self._pair(*[
+                [(value.scope, value.operator, value.name if by_name else "") for value in side.graph.values]
+                for side in (old, new)
+            ])  # fmt: skip
+        self.elsewhere = sorted(self._pair(old.digests.values, new.digests.values))
 
-    def _pair(self, keys: Sequence[_Keys]) -> list[tuple[int, int]]:
-        """Pair what is left and has equal keys, in the order of the schedules."""
+    def _pair(self, ours: Sequence[Hashable], theirs: Sequence[Hashable]) -> list[tuple[int, int]]:
+        """Pair what is left and has equal keys, in the order of the schedules. A value without key has no partner."""
         first: dict[Hashable, int] = {}
         later: dict[int, int] = {}  # the next place with the same key
-        for place, key in zip(reversed(self.left[0]), reversed(keys[0]), strict=True):
+        for place in reversed(self.left[0]):
+            key = ours[place]
             if key in first:
                 later[place] = first[key]
             first[key] = place
         found: list[tuple[int, int]] = []
-        for place, key in zip(self.left[1], keys[1], strict=True):
-            partner = first.pop(key, None)
+        for place in self.left[1]:
+            key = theirs[place]
+            partner = None if key is None else first.pop(key, None)
             if partner is not None:
                 found.append((partner, place))
+                self.to_new[partner], self.to_old[place] = place, partner
                 if partner in later:
                     first[key] = later[partner]
-        self._keep(found)
-        return found
-
-    def _keep(self, found: Iterable[tuple[int, int]]) -> None:
-        to_new, to_old = self.partners
-        for old, new in found:
-            to_new[old], to_old[new] = new, old
-        for left, partners in zip(self.left, self.partners, strict=True):
+        for left, partners in zip(self.left, (self.to_new, self.to_old), strict=True):
             left[:] = [place for place in left if partners[place] is None]
-
-    def _of_left(self, keys: Sequence[_Keys]) -> list[_Keys]:
-        return [[of[place] for place in left] for of, left in zip(keys, self.left, strict=True)]
-
-    def _by_operands(self, own: Sequence[Sequence[int]]) -> list[_Keys]:
-        """By the value itself and those of its operands that have a partner; without any it is like no other."""
-        to_new, to_old = self.partners
-        ours = [None if partner is None else place for place, partner in enumerate(to_new)]
-        keys: list[_Keys] = []
-        for side, rings, names, left in zip(self._sides, own, (ours, to_old), self.left, strict=True):
-            told = [(rings[place], [names[source] for source in side.graph.values[place].sources]) for place in left]
-            unlike = [("like no other", id(side), place) for place in left]
-            keys.append([
-                (ring, *known) if known.count(None) < len(known) else alone
-                for (ring, known), alone in zip(told, unlike, strict=True)
-            ])  # fmt: skip
-        return keys
-
-    def _by_operator(self, by_name: bool) -> list[_Keys]:
-        return [
-            [
-                (value.scope, value.operator, value.name if by_name else "")
-                for value in map(side.graph.values.__getitem__, left)
-            ]
-            for side, left in zip(self._sides, self.left, strict=True)
-        ]
+        return found
 
 
 def _rings(graph: Dataflow, known: dict[Hashable, int]) -> tuple[list[int], list[int]]:
     """For one ring and for two the numbers of all values; ``known`` hands out equal numbers to equal keys."""
     own: list[int] = []
-    for scope, _, operator, kind, arguments, operands, sources, *_ in graph.values:
-        literals: tuple[str, ...] = ()
-        if operands is not sources:
-            literals = tuple([operand for operand in operands if isinstance(operand, str)])
+    for scope, _, operator, kind, arguments, operands, *_ in graph.values:
+        literals = tuple([operand for operand in operands if isinstance(operand, str)])
         own.append(known.setdefault((scope, operator, kind, arguments, literals), len(known)))
     around = [
         known.setdefault((number, *[own[source] for source in value.sources]), len(known))
@@ -170,27 +111,34 @@ def _rings(graph: Dataflow, known: dict[Hashable, int]) -> tuple[list[int], list
     return own, around
 
 
+def _with_operands(rings: Sequence[int], graph: Dataflow, names: Sequence[int | None]) -> list[Hashable]:
+    """Each ring with those operands that have a partner, by their ``names``; no key without any."""
+    keys: list[Hashable] = []
+    for ring, value in zip(rings, graph.values, strict=True):
+        operands = [names[source] for source in value.sources]
+        keys.append((ring, *operands) if operands.count(None) < len(operands) else None)
+    return keys
+
+
 @dataclass(frozen=True, slots=True)
 class Comparison:
     """The sides, their pairs, and the scopes whose change a bucket's explains.
 
-    ``definitions`` has for each definition of the old side the one of the new side that stands for it;
-    ``others`` are the pairs of values that do not compute the same, places first.
+    ``definitions`` has for each definition of the old side the one of the new side that stands for it.
     """
 
     before: Side
     after: Side
     pairs: ValuePairs
     definitions: dict[int, int]
-    others: list[tuple[int, int, Value, Value]]
     explained: frozenset[Scope] = frozenset()
 
     @classmethod
     def of(cls, old: Iterable[GraphLine], new: Iterable[GraphLine]) -> Comparison:
-        before, after = sides_of(old, new)
-        pairs = paired(before, after)
-        definitions = _definitions(before.graph, after.graph, pairs)
-        return cls(before, after, pairs, definitions, _others(before, after, pairs))
+        numbers = Numbers()
+        before, after = Side.of(old, numbers), Side.of(new, numbers)
+        pairs = ValuePairs(before, after)
+        return cls(before, after, pairs, _definitions(before.graph, after.graph, pairs))
 
     @property
     def old(self) -> Dataflow:
@@ -204,12 +152,33 @@ class Comparison:
     def same_dataflow(self) -> bool:
         return self.before.digests.whole == self.after.digests.whole
 
-    def changed(self) -> Iterator[tuple[int, int, Value, Value]]:
-        """Pairs of values that do not compute the same, places first, apart from explained ones."""
-        explained = self.explained
-        for pair in self.others:
-            if not explained or (pair[2].scope not in explained and pair[3].scope not in explained):
-                yield pair
+    def changed(self) -> Iterator[tuple[int, Value, Value]]:
+        """Pairs of values that do not compute the same, apart from explained ones, with the place of the new one."""
+        ours, theirs = self.before.digests.values, self.after.digests.values
+        for place, other in self.pairs.places:
+            was, now = self.old.values[place], self.new.values[other]
+            if ours[place] != theirs[other] and self.explained.isdisjoint((was.scope, now.scope)):
+                yield other, was, now
+
+    def left(self) -> Iterator[tuple[str, Value]]:
+        """Values without a partner: those that were "lost", then those that were "gained"."""
+        for verb, graph, left in zip(("lost", "gained"), (self.old, self.new), self.pairs.left, strict=True):
+            for place in left:
+                yield verb, graph.values[place]
+
+    def renumbered(self, old: Sequence[GraphLine], new: Sequence[GraphLine]) -> Iterator[tuple[int, int]]:
+        """Lines that differ and yet say the same in both graphs, with other names for values."""
+        for place, other in self.pairs.places:
+            was, now = self.old.values[place], self.new.values[other]
+            is_same = own(was) == own(now) and self.same_operands(was.operands, now.operands)
+            if is_same and old[was.record] != new[now.record]:
+                yield was.record, now.record
+        for one, another in zip(self.old.results, self.new.results, strict=False):
+            if one[:2] == another[:2] and self.same_operands(one.operands, another.operands):
+                yield one.record, another.record
+
+    def same_operands(self, old: Sequence[Operand], new: Sequence[Operand]) -> bool:
+        return len(old) == len(new) and all(map(self.same_operand, old, new))
 
     def same_operand(self, old: Operand, new: Operand) -> bool:
         """Whether an operand is the same value, definition or literal on both sides."""
@@ -221,35 +190,15 @@ class Comparison:
             return old.number == new.number and self.pairs.to_new[old.value] == new.value
         return old == new
 
-    def renumbered(self, old: Sequence[GraphLine], new: Sequence[GraphLine]) -> Iterator[tuple[int, int]]:
-        """Records that differ and yet say the same in both graphs, with other names for values."""
-        ours, theirs = self.old.values, self.new.values
-        for place, other in self.pairs.places:
-            was, now = ours[place], theirs[other]
-            if old[was.record] != new[now.record] and self.reads_the_same(was, now) and own(was) == own(now):
-                yield was.record, now.record
-        for one, another in zip(self.old.results, self.new.results, strict=False):
-            if one[:2] == another[:2] and self.same_operands(one.operands, another.operands):
-                yield one.record, another.record
-
-    def reads_the_same(self, was: Value, now: Value) -> bool:
-        """Whether all operands of a value are the same on both sides."""
-        if was.operands is was.sources:  # all are values, as mostly
-            to_new = self.pairs.to_new
-            return [to_new[source] for source in was.sources] == list(now.operands)
-        return self.same_operands(was.operands, now.operands)
-
-    def same_operands(self, old: Sequence[Operand], new: Sequence[Operand]) -> bool:
-        return len(old) == len(new) and all(map(self.same_operand, old, new))
-
     def is_said(self, old: Operand, new: Operand) -> bool:
         """Whether other sentences say why an operand is another: it was lost, gained or in a bucket that changed."""
-        return self._is_new(old, self.old, self.pairs.to_new) or self._is_new(new, self.new, self.pairs.to_old)
-
-    def _is_new(self, operand: Operand, graph: Dataflow, partners: list[int | None]) -> bool:
-        if not isinstance(operand, int) or operand < 0:
-            return False
-        return partners[operand] is None or graph.values[operand].scope in self.explained
+        sides = ((old, self.old, self.pairs.to_new), (new, self.new, self.pairs.to_old))
+        return any(
+            isinstance(operand, int)
+            and operand >= 0
+            and (partners[operand] is None or graph.values[operand].scope in self.explained)
+            for operand, graph, partners in sides
+        )
 
 
 def own(value: Value) -> tuple[object, ...]:
@@ -257,20 +206,13 @@ def own(value: Value) -> tuple[object, ...]:
     return value.scope, value.operator, value.type, value.arguments, value.tags
 
 
-def _others(before: Side, after: Side, pairs: ValuePairs) -> list[tuple[int, int, Value, Value]]:
-    ours, theirs = before.digests.values, after.digests.values
-    old, new = before.graph.values, after.graph.values
-    return [(was, now, old[was], new[now]) for was, now in pairs.places if ours[was] != theirs[now]]
-
-
 def _definitions(old: Dataflow, new: Dataflow, pairs: ValuePairs) -> dict[int, int]:
     """Definitions of one name stand for one another if anything uses both; else those used in the same places."""
     uses: Counter[tuple[int, int]] = Counter()
     for place in old.users:
         other = pairs.to_new[place]
-        if other is None:
-            continue
-        for was, now in zip(old.values[place].operands, new.values[other].operands, strict=False):
+        operands = () if other is None else new.values[other].operands
+        for was, now in zip(old.values[place].operands, operands, strict=False):
             if isinstance(was, int) and isinstance(now, int) and was < 0 and now < 0:
                 uses[~was, ~now] += 1
     named = {definition.name: place for place, definition in enumerate(new.definitions)}
@@ -281,10 +223,8 @@ def _definitions(old: Dataflow, new: Dataflow, pairs: ValuePairs) -> dict[int, i
         return not (keeps_name and uses[pair]), -uses[pair]
 
     found: dict[int, int] = {}
-    taken: set[int] = set()
     for was, now in sorted(uses, key=rank):
-        is_free = was not in found and now not in taken
+        is_free = was not in found and now not in found.values()
         if is_free and old.definitions[was].kind == new.definitions[now].kind:
             found[was] = now
-            taken.add(now)
     return found

@@ -20,9 +20,10 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from pytest_gtrainer.graphtext.differences.remarks import WIDTH, cut, ranges
+from pytest_gtrainer.graphtext.differences.remarks import WIDTH, Remark, Weight, cut, listed, ranges, same_start
 from pytest_gtrainer.graphtext.folding import rising
 from pytest_gtrainer.graphtext.sections import GraphLine
+from pytest_gtrainer.graphtext.syntax import absolute
 
 _SMALL = 2048
 """``difflib`` compares gaps of at most so many pairs of lines."""
@@ -47,58 +48,39 @@ def changes(old: Sequence[str], new: Sequence[str]) -> list[Change]:
     >>> changes("abcd", "axcde")
     [Change(first=1, last=2, begin=1, end=2), Change(first=4, last=4, begin=4, end=5)]
     """
-    return list(_joined(_changes(old, new, Change(0, len(old), 0, len(new)), 0)))
-
-
-def _joined(found: Iterator[Change]) -> Iterator[Change]:
-    """Neighbours without an equal line between them are one."""
-    last: Change | None = None
-    for change in found:
-        if last and (last.last, last.end) == (change.first, change.begin):
-            last = Change(last.first, change.last, last.begin, change.end)
-            continue
-        if last:
-            yield last
-        last = change
-    if last:
-        yield last
+    joined: list[Change] = []
+    for change in _changes(old, new, Change(0, len(old), 0, len(new)), 0):
+        if joined and (joined[-1].last, joined[-1].end) == (change.first, change.begin):  # no equal line between them
+            joined[-1] = joined[-1]._replace(last=change.last, end=change.end)
+        else:
+            joined.append(change)
+    return joined
 
 
 def _changes(old: Sequence[str], new: Sequence[str], gap: Change, depth: int) -> Iterator[Change]:
-    gap = _trimmed(old, new, gap)
-    first, last, begin, end = gap
-    if first == last or begin == end:
-        if first != last or begin != end:
-            yield gap
-        return
-    if (last - first) * (end - begin) <= _SMALL:
-        yield from _small(old, new, gap)
-        return
-    anchors = _anchors(old[first:last], new[begin:end]) if depth < _DEPTH else []
-    if not anchors:
-        yield from _few(old, new, gap) or [gap]
-        return
-    for at, to in [*anchors, (last - first, end - begin)]:
-        yield from _changes(old, new, Change(first, gap.first + at, begin, gap.begin + to), depth + 1)
-        first, begin = gap.first + at, gap.begin + to
-
-
-def _trimmed(old: Sequence[str], new: Sequence[str], gap: Change) -> Change:
-    """Without the lines that both sides begin and end with."""
     first, last, begin, end = gap
     while first < last and begin < end and old[first] == new[begin]:
         first, begin = first + 1, begin + 1
     while first < last and begin < end and old[last - 1] == new[end - 1]:
         last, end = last - 1, end - 1
-    return Change(first, last, begin, end)
-
-
-def _small(old: Sequence[str], new: Sequence[str], gap: Change) -> Iterator[Change]:
-    first, last, begin, end = gap
-    matcher = difflib.SequenceMatcher(None, old[first:last], new[begin:end], autojunk=False)
-    for tag, i, j, k, m in matcher.get_opcodes():
-        if tag != "equal":
-            yield Change(first + i, first + j, begin + k, begin + m)
+    gap = Change(first, last, begin, end)
+    if first == last or begin == end:
+        if first != last or begin != end:
+            yield gap
+        return
+    ours, theirs = old[first:last], new[begin:end]
+    if len(ours) * len(theirs) <= _SMALL:
+        for tag, i, j, k, m in difflib.SequenceMatcher(None, ours, theirs, autojunk=False).get_opcodes():
+            if tag != "equal":
+                yield Change(first + i, first + j, begin + k, begin + m)
+        return
+    anchors = _anchors(ours, theirs) if depth < _DEPTH else []
+    if not anchors:
+        yield from _few(old, new, gap) or [gap]
+        return
+    for at, to in [*anchors, (len(ours), len(theirs))]:
+        yield from _changes(old, new, Change(first, gap.first + at, begin, gap.begin + to), depth + 1)
+        first, begin = gap.first + at, gap.begin + to
 
 
 def _anchors(old: Sequence[str], new: Sequence[str]) -> list[tuple[int, int]]:
@@ -298,22 +280,30 @@ def _shown(old: Sequence[str], new: Sequence[str], group: Sequence[Change]) -> I
 
 
 def _replaced(lost: Sequence[str], gained: Sequence[str]) -> Iterator[str]:
-    if len(lost) == len(gained):
-        pairs = [_fitted(*pair) for pair in zip(lost[:_MOST_LINES], gained[:_MOST_LINES], strict=True)]
-        lost_shown, gained_shown = [old for old, _ in pairs], [new for _, new in pairs]
-    else:
-        lost_shown, gained_shown = list(lost[:_MOST_LINES]), list(gained[:_MOST_LINES])
-    for sign, lines, count in (("-", lost_shown, len(lost)), ("+", gained_shown, len(gained))):
+    """Lines in place of others; a pair that begins to differ out of sight is cut in the middle."""
+    shown = list(lost[:_MOST_LINES]), list(gained[:_MOST_LINES])
+    for place, pair in enumerate(zip(*shown, strict=True) if len(lost) == len(gained) else ()):
+        start = same_start(*pair) - _LEAD
+        if start > WIDTH - 2 * _LEAD and max(map(len, pair)) >= WIDTH:
+            for lines, line in zip(shown, pair, strict=True):
+                lines[place] = f"{line[:_LEAD]}…{line[start:]}"
+    for sign, lines, count in (("-", shown[0], len(lost)), ("+", shown[1], len(gained))):
         yield from (cut(sign + line) for line in lines)
         if count > len(lines):
             yield f"{sign}… {count - len(lines)} more lines"
 
 
-def _fitted(old: str, new: str) -> tuple[str, str]:
-    """Two lines, cut in the middle where they begin to differ out of sight."""
-    same = next((place for place, (a, b) in enumerate(zip(old, new, strict=False)) if a != b), 0)
-    if same <= WIDTH - _LEAD or max(len(old), len(new)) < WIDTH:
-        return old, new
-    start = same - _LEAD
-    head = old[:_LEAD]
-    return f"{head}…{old[start:]}", f"{head}…{new[start:]}"
+def line_remarks(old: Sequence[GraphLine], new: Sequence[GraphLine]) -> Iterator[Remark]:
+    """Lines of views that were lost and gained by section, or that stand in another order."""
+    before, after = _by_section(old), _by_section(new)
+    for section in dict.fromkeys([*before, *after]):
+        was, now = before.get(section, ()), after.get(section, ())
+        if was == now:
+            continue
+        changes = (("lost", Counter(was) - Counter(now)), ("gained", Counter(now) - Counter(was)))
+        told = ", ".join(f"{verb} {listed(list(lines), 2)}" for verb, lines in changes if lines)
+        space, _, module = absolute(section, None).partition(".")
+        text = f"{space} {module}".rstrip() + f": {told or 'lines in another order'}"
+        yield Remark(Weight.REST, text, module, told)
+    if list(before) != list(after) and set(before) == set(after):
+        yield Remark(Weight.REST, "sections stand in another order")

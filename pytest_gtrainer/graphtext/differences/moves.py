@@ -13,14 +13,11 @@ from __future__ import annotations
 import bisect
 import itertools
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 
-from pytest_gtrainer.graphtext.dataflow import Dataflow, Value
-from pytest_gtrainer.graphtext.differences.comparison import Comparison, Side, own
+from pytest_gtrainer.graphtext.dataflow import Dataflow
+from pytest_gtrainer.graphtext.differences.comparison import Comparison, own
 from pytest_gtrainer.graphtext.differences.remarks import (
-    NAMESPACE,
-    CollectiveEvent,
     Remark,
     Weight,
     about,
@@ -30,86 +27,52 @@ from pytest_gtrainer.graphtext.differences.remarks import (
     unit_of,
     what,
 )
-from pytest_gtrainer.graphtext.equivalence import Effects, effects, histories_by_digest
+from pytest_gtrainer.graphtext.equivalence import Effects, effects
 from pytest_gtrainer.graphtext.folding import rising
 
 
 def verdict(comparison: Comparison) -> Remark:
-    """What kind of difference it is."""
+    """What kind of difference it is. Another dataflow begins at an operator that reads only what is on both sides."""
+    before, after = comparison.before, comparison.after
     if not comparison.same_dataflow:
-        return Remark(Weight.VERDICT, f"the dataflow differs{_first_origin(comparison)}")
-    is_annotated = _is_annotated(comparison)
+        for title, side, other in ((", first at", after, before), (", without", before, after)):
+            known = set(other.digests.values)
+            for digest, value in side.digested():
+                if digest not in known:
+                    return Remark(Weight.VERDICT, f"the dataflow differs{title} {what(value)}")
+        return Remark(Weight.VERDICT, "the dataflow differs")
+    annotations = [
+        Counter((digest, value.scope, value.tags) for digest, value in side.digested()) for side in (before, after)
+    ]
+    notes = "other modules, buckets or tags" if annotations[0] != annotations[1] else ""
     places = [new for old, new in comparison.pairs.places if comparison.old.values[old].operator]
-    moved = len(places) - len(rising(places))
-    notes = "other modules, buckets or tags" if is_annotated else ""
-    if moved:
-        schedule = f"other schedule ({moved} of {len(list(comparison.old.computed))} operators moved)"
-        return Remark(Weight.VERDICT, "same dataflow, " + schedule + (f", {notes}" if notes else ""))
-    if notes:
-        return Remark(Weight.VERDICT, f"same dataflow, same schedule, {notes}")
-    if comparison.old.definitions != comparison.new.definitions:
-        return Remark(Weight.VERDICT, "same dataflow, same schedule, other definitions at the head")
-    return Remark(Weight.VERDICT, "same dataflow, same schedule: only the spelling differs")
-
-
-def _is_annotated(comparison: Comparison) -> bool:
-    """Whether modules or tags are others; not if all values have partners in their modules, and no tags."""
-    pairs = comparison.pairs
-    if not any(pairs.left) and not pairs.elsewhere and not comparison.old.tagged and not comparison.new.tagged:
-        return False
-    return Counter(_annotations(comparison.before)) != Counter(_annotations(comparison.after))
-
-
-def _annotations(side: Side) -> Iterator[tuple[object, ...]]:
-    for digest, value in zip(side.digests.values, side.graph.values, strict=True):
-        yield digest, value.scope, value.tags
-
-
-def _first_origin(comparison: Comparison) -> str:
-    """The first operator that the other side does not have: all that it is computed from is there."""
-    for title, side, other in (
-        (", first at", comparison.after, comparison.before),
-        (", without", comparison.before, comparison.after),
-    ):
-        known = set(other.digests.values)
-        for digest, value in zip(side.digests.values, side.graph.values, strict=True):
-            if digest not in known:
-                return f"{title} {what(value)}"
-    return ""
-
-
-# -- effects
+    if moved := len(places) - len(rising(places)):
+        operators = sum(not value.is_input for value in comparison.old.values)
+        text = f"same dataflow, other schedule ({moved} of {operators} operators moved)"
+        return Remark(Weight.VERDICT, text + (f", {notes}" if notes else ""))
+    if not notes and comparison.old.definitions != comparison.new.definitions:
+        notes = "other definitions at the head"
+    return Remark(
+        Weight.VERDICT, f"same dataflow, same schedule{f', {notes}' if notes else ': only the spelling differs'}"
+    )
 
 
 def effect_remarks(comparison: Comparison) -> Iterator[Remark]:
     """Changes of order that may change results although the dataflow is the same."""
     if not comparison.same_dataflow:
         return
-    old, new = effects(comparison.old), effects(comparison.new)
-    yield from _draws(comparison, old, new)
-    yield from _histories(comparison, old, new)
-
-
-def _draws(comparison: Comparison, old: Effects, new: Effects) -> Iterator[Remark]:
     before, after = comparison.before.digests.values, comparison.after.digests.values
+    old, new = effects(comparison.old), effects(comparison.new)
     for ours, theirs in zip(old.draws, new.draws, strict=True):
         if before[ours] != after[theirs]:
             was, now = comparison.old.values[ours], comparison.new.values[theirs]
-            text = f"random numbers are drawn in another order, so results differ: {what(now)} before {what(was)}"
-            yield Remark(Weight.EFFECT, _told_apart(text, was, now), about(now))
-            return
+            told = what if what(was) != what(now) else reference_to
+            text = f"random numbers are drawn in another order, so results differ: {told(now)} before {told(was)}"
+            yield Remark(Weight.EFFECT, text, about(now))
+            break
 
-
-def _told_apart(text: str, was: Value, now: Value) -> str:
-    if what(was) != what(now):
-        return text
-    return text.partition(": ")[0] + f": {reference_to(now)} before {reference_to(was)}"
-
-
-def _histories(comparison: Comparison, old: Effects, new: Effects) -> Iterator[Remark]:
-    """Storages with other readers before or after one of their changes."""
-    left = Counter(_spelled(new, comparison.after.digests.values).values())
-    for storage, history in _spelled(old, comparison.before.digests.values).items():
+    left = Counter(_histories(new, after).values())
+    for storage, history in _histories(old, before).items():
         if left[history] > 0:
             left[history] -= 1
             continue
@@ -119,147 +82,119 @@ def _histories(comparison: Comparison, old: Effects, new: Effects) -> Iterator[R
         yield Remark(Weight.EFFECT, f"{text}, stand in another order", about(value), "in place")
 
 
-def _spelled(found: Effects, digests: Sequence[int]) -> dict[int, str]:
-    return {storage: repr((digests[storage], history)) for storage, history in histories_by_digest(found, digests)}
+def _histories(found: Effects, digests: Sequence[int]) -> dict[int, str]:
+    """What happens to each storage, in a form that two graphs may be compared by."""
+    return {
+        storage: repr((digests[storage], [
+            (None if change is None else digests[change], sorted(digests[reader] for reader in readers))
+            for change, readers in changes
+        ]))
+        for storage, changes in found.histories.items()
+    }  # fmt: skip
 
 
 _Places = Sequence[tuple[int, int]]
-_Events = Mapping[int, CollectiveEvent]
 _MOST = 2 / 3
 """The part of a layer's compute that is called most of it."""
 
 
 def move_remarks(comparison: Comparison) -> Iterator[Remark]:
-    """Collectives moved against compute and against each other, then compute, then all else."""
-    pairs = [pair for pair in comparison.pairs.places if comparison.old.values[pair[0]].operator]
-    if all(one[1] < other[1] for one, other in itertools.pairwise(pairs)):
+    """Collectives moved against compute and against each other, then compute; if it is none of these, all else."""
+    values = comparison.old.values
+    pairs = [pair for pair in comparison.pairs.places if values[pair[0]].operator]
+    kept = set(rising([new for _, new in pairs]))
+    if len(kept) == len(pairs):
         return
     serving = _serving(comparison.old)
     compute = [pair for pair in pairs if not serving[pair[0]]]
-    ruler = _Ruler.of(comparison.old, compute)
-    events = events_of(comparison.old)
-    remarks = itertools.chain(
-        _events_against_compute(comparison, ruler, events),
-        _events_against_events(comparison, ruler, events),
-        _compute_moved(comparison, ruler, compute),
-    )
-    first = next(remarks, None)
-    yield _others(comparison, pairs) if first is None else first
-    yield from remarks
-
-
-@dataclass(frozen=True, slots=True)
-class _Ruler:
-    """Compute in the order that both sides have, by its places.
-
-    ``stretches`` has for each of its places the bounds of the stretch of one layer that it lies in.
-    """
-
-    graph: Dataflow
-    old: list[int]
-    new: list[int]
-    stretches: list[tuple[int, int]]
-
-    @classmethod
-    def of(cls, graph: Dataflow, compute: _Places) -> _Ruler:
-        kept = rising([new for _, new in compute])
-        old, new = [compute[place][0] for place in kept], [compute[place][1] for place in kept]
-        return cls(graph, old, new, _stretches([unit_of(graph.values[place].scope) for place in old]))
-
-    def has_passed(self, place: int, now: int) -> bool:
-        return bisect.bisect(self.old, place) != bisect.bisect(self.new, now)
-
-    def _most(self, mark: int, start: int, end: int) -> tuple[int, str]:
-        """The one of two neighbouring stretches of which more was passed, by a place of it, and how much that is."""
-
-        def passed(place: int) -> int:
-            first, last = self.stretches[place]
-            return min(last, end) - max(first, start)
-
-        first, last = self.stretches[mark]
-        other = first - 1 if mark == end - 1 else last
-        if start <= other < end and passed(other) > passed(mark):
-            mark = other
-            first, last = self.stretches[mark]
-        part = passed(mark) / (last - first)
-        return mark, "the compute of" if part == 1 else "most of the compute of" if part > _MOST else ""
-
-    def way(self, place: int, now: int, subject: str) -> str:
-        """That something moved from ``place`` to ``now``: behind or before which compute."""
-        was, stands = bisect.bisect(self.old, place), bisect.bisect(self.new, now)
-        if stands > was:
-            side, mark, start, end = "behind", stands - 1, was, stands
-        else:
-            side, mark, start, end = "before", stands, stands, was
-        value = self.graph.values[place]
-        most, amount = self._most(mark, start, end)
-        unit = unit_of(self.graph.values[self.old[most]].scope)
-        if amount and unit and (is_collective(value) or unit_of(value.scope) != unit):
-            return f"{subject} moved {side} {amount} {unit}"
-        passed = self.graph.values[self.old[mark]]
-        if subject == what(passed):
-            return f"{reference_to(value)} moved {side} {reference_to(passed)}"
-        return f"{subject} moved {side} {what(passed)}"
-
-
-def _stretches(units: Sequence[str]) -> list[tuple[int, int]]:
-    """For each place the bounds of the equal neighbours.
-
-    >>> _stretches("aab")
-    [(0, 2), (0, 2), (2, 3)]
-    """
-    bounds: list[tuple[int, int]] = []
-    for _, members in itertools.groupby(units):
-        start, length = len(bounds), len(list(members))
-        bounds += [(start, start + length)] * length
-    return bounds
+    ruler = _Ruler(comparison.old, compute)
+    is_told = False
+    for remark in itertools.chain(_event_moves(comparison, ruler), _compute_moves(comparison, ruler, compute)):
+        is_told = True
+        yield remark
+    if not is_told:  # casts, packing and unpacking that moved on their own
+        moved = [old for place, (old, _) in enumerate(pairs) if place not in kept]
+        more = f" (and {len(moved) - 1} more operators)" if len(moved) > 1 else ""
+        first = values[moved[0]]
+        yield Remark(Weight.REST, f"{what(first)} stands in another place{more}", about(first))
 
 
 def _serving(graph: Dataflow) -> list[bool]:
     """Whether a value is a collective, is in a bucket, or is made of parameters only."""
-    communicated = [value.operator.startswith(NAMESPACE) or value.scope.is_bucket for value in graph.values]
+    communicated = [is_collective(value) or value.scope.is_bucket for value in graph.values]
     serving: list[bool] = []
     for value, is_communicated in zip(graph.values, communicated, strict=True):
-        if is_communicated or not value.operator:
+        if is_communicated or value.is_input:
             serving.append(is_communicated or value.scope.space == "P")
-            continue
-        is_prepared = bool(value.sources)
-        for source in value.sources:
-            is_prepared = is_prepared and serving[source] and not communicated[source]
-        serving.append(is_prepared)
+        else:
+            prepared = [serving[source] and not communicated[source] for source in value.sources]
+            serving.append(bool(prepared) and all(prepared))
     return serving
 
 
-def _compute_moved(comparison: Comparison, ruler: _Ruler, compute: _Places) -> Iterator[Remark]:
-    """Compute that is the same but for what it reads, in another place."""
-    for place, now in compute:
-        value = comparison.old.values[place]
-        if ruler.has_passed(place, now) and own(value) == own(comparison.new.values[now]):
-            yield Remark(Weight.REST, ruler.way(place, now, what(value)), about(value), "compute")
+class _Ruler:
+    """Compute in the order that both sides have: its places, their layers, and the bounds of each one's layer."""
+
+    def __init__(self, graph: Dataflow, compute: _Places) -> None:
+        kept = [compute[place] for place in rising([new for _, new in compute])]
+        self.graph = graph
+        self.old, self.new = [old for old, _ in kept], [new for _, new in kept]
+        self.units = [unit_of(graph.values[place].scope) for place in self.old]
+        self.stretches: list[tuple[int, int]] = []
+        for _, members in itertools.groupby(self.units):
+            first, length = len(self.stretches), len(list(members))
+            self.stretches += [(first, first + length)] * length
+
+    def has_passed(self, place: int, now: int) -> bool:
+        return bisect.bisect(self.old, place) != bisect.bisect(self.new, now)
+
+    def way(self, place: int, now: int, subject: str) -> str:
+        """That something moved from ``place`` to ``now``: behind or before which compute.
+
+        Of the two layers next to where it stands now, that is the one of which more was passed.
+        """
+        was, stands = bisect.bisect(self.old, place), bisect.bisect(self.new, now)
+        start, end = sorted((was, stands))
+        side, mark = ("behind", end - 1) if stands > was else ("before", start)
+
+        def passed(bounds: tuple[int, int]) -> int:
+            return min(bounds[1], end) - max(bounds[0], start)
+
+        most = self.stretches[mark]
+        other = most[0] - 1 if side == "behind" else most[1]
+        if start <= other < end:
+            most = max(most, self.stretches[other], key=passed)
+        unit, part = self.units[most[0]], passed(most) / (most[1] - most[0])
+        value, last = self.graph.values[place], self.graph.values[self.old[mark]]
+        if part > _MOST and unit and (is_collective(value) or unit_of(value.scope) != unit):
+            return f"{subject} moved {side} {'' if part == 1 else 'most of '}the compute of {unit}"
+        if subject == what(last):
+            return f"{reference_to(value)} moved {side} {reference_to(last)}"
+        return f"{subject} moved {side} {what(last)}"
 
 
-def _events_against_compute(comparison: Comparison, ruler: _Ruler, events: _Events) -> Iterator[Remark]:
+def _event_moves(comparison: Comparison, ruler: _Ruler) -> Iterator[Remark]:
+    """Launches and waits that passed compute, then those that only passed one another."""
+    values, events = comparison.old.values, events_of(comparison.old)
+    still: dict[str, list[tuple[int, int]]] = {"launch": [], "wait": []}
     for place, event in events.items():
         now = comparison.pairs.to_new[place]
-        if now is not None and ruler.has_passed(place, now):
-            text = ruler.way(place, now, str(event))
-            gist = f"{event.step} {event.collective.split()[0]} {'behind' if ' moved behind ' in text else 'before'}"
-            yield Remark(Weight.MOVE, text, about(comparison.old.values[place]), gist)
+        if now is None:
+            continue
+        if not ruler.has_passed(place, now):
+            still[event.step].append((place, now))
+            continue
+        text = ruler.way(place, now, str(event))
+        gist = f"{event.step} {event.collective.split()[0]} {'behind' if ' moved behind ' in text else 'before'}"
+        yield Remark(Weight.MOVE, text, about(values[place]), gist)
 
-
-def _events_against_events(comparison: Comparison, ruler: _Ruler, events: _Events) -> Iterator[Remark]:
-    """Launches and waits that only passed one another: launches against waits, else each kind by itself."""
-    paired = [(place, now) for place in events if (now := comparison.pairs.to_new[place]) is not None]
-    still = [pair for pair in paired if not ruler.has_passed(*pair)]
-    waits = [pair for pair in still if events[pair[0]].step == "wait"]
-    launches = [pair for pair in still if events[pair[0]].step == "launch"]
-    held = [waits[number] for number in rising([now for _, now in waits])]
-    kept = [launches[number] for number in rising([now for _, now in launches])]
+    launches, waits = still["launch"], still["wait"]
+    kept, held = ([side[number] for number in rising([now for _, now in side])] for side in (launches, waits))
     passed = list(_passed(launches, held)) or [*_passed(waits, held), *_passed(launches, kept)]
     for place, side, other in passed:
         text = f"{events[place]} moved {side} the {events[other]}"
         gist = f"{events[place].step} {events[place].collective.split()[0]} {side} event"
-        yield Remark(Weight.MOVE, text, about(comparison.old.values[place]), gist)
+        yield Remark(Weight.MOVE, text, about(values[place]), gist)
 
 
 def _passed(events: _Places, held: _Places) -> Iterator[tuple[int, str, int]]:
@@ -273,11 +208,9 @@ def _passed(events: _Places, held: _Places) -> Iterator[tuple[int, str, int]]:
             yield place, "before", old[stands]
 
 
-def _others(comparison: Comparison, pairs: _Places) -> Remark:
-    """Casts, packing and unpacking that moved on their own."""
-    kept = set(rising([new for _, new in pairs]))
-    moved = [old for place, (old, _) in enumerate(pairs) if place not in kept]
-    first = comparison.old.values[moved[0]]
-    text = f"{what(first)} stands in another place"
-    more = f" (and {len(moved) - 1} more operators)" if len(moved) > 1 else ""
-    return Remark(Weight.REST, text + more, about(first))
+def _compute_moves(comparison: Comparison, ruler: _Ruler, compute: _Places) -> Iterator[Remark]:
+    """Compute that is the same but for what it reads, in another place."""
+    for place, now in compute:
+        value = comparison.old.values[place]
+        if ruler.has_passed(place, now) and own(value) == own(comparison.new.values[now]):
+            yield Remark(Weight.REST, ruler.way(place, now, what(value)), about(value), "compute")

@@ -77,6 +77,15 @@ def cut(line: str, width: int = WIDTH) -> str:
     return line if len(line) <= width else line[: width - 1] + "…"
 
 
+def same_start(old: str, new: str) -> int:
+    """How many characters two lines begin with alike.
+
+    >>> same_start("f32[2]", "f32[4]"), same_start("mm", "mm_1")
+    (4, 2)
+    """
+    return next((place for place, (a, b) in enumerate(zip(old, new, strict=False)) if a != b), min(len(old), len(new)))
+
+
 def _layers_together(remarks: Iterable[Remark]) -> list[tuple[Remark, int]]:
     """One remark for all layers of which the same is said, with the number of times it was."""
     numbers: dict[Remark, list[int]] = defaultdict(list)
@@ -190,7 +199,6 @@ REDUCTIONS = ("RS", "AR")
 NAMESPACE = "_c10d_functional"
 """What operators of collectives begin with."""
 _INPUTS = {"P": "parameter", "B": "buffer", "I": "input", "A": "argument"}
-_DTYPE = re.compile(r"\b[a-z]+\d\w*(?=\[)")
 
 
 @functools.lru_cache(maxsize=1 << 14)
@@ -305,16 +313,3 @@ def events_of(graph: Dataflow) -> Mapping[int, CollectiveEvent]:
             source = next((names[source] for source in value.sources if source in names), reference_to(value))
             events[place] = CollectiveEvent("wait", source)
     return events
-
-
-def dtypes(kind: str) -> Sequence[str]:
-    """The dtypes of a type.
-
-    >>> dtypes("(bf16[2, 3][1, 2], float8_e4m3fn[4], int[5])")
-    ['bf16', 'float8_e4m3fn']
-    """
-    return _DTYPE.findall(kind)
-
-
-def without_dtypes(kind: str) -> str:
-    return _DTYPE.sub("_", kind)

@@ -28,8 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fixtures.models import llama3
 from fixtures.training import llama3_training
 from pytest_gtrainer import TrainConfig, digest
-from pytest_gtrainer.references.simulated import simulated_eager
-from pytest_gtrainer.references.simulated import SimulatedGraphRun
+from pytest_gtrainer.references.simulated import SimulatedGraphRun, simulated_eager
 from pytest_gtrainer.worlds.fake import net_of, simulated_world
 from pytest_gtrainer.worlds.spec import make_spec
 

@@ -31,7 +31,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from pytest_gtrainer._torch.graph_modules import compiled, copied_lazily
 from pytest_gtrainer._torch.passes import WAIT
-from pytest_gtrainer._torch.values import pytree
+from pytest_gtrainer._torch.values import OpOverload, pytree, schema
 from pytest_gtrainer.facts import Watcher
 from pytest_gtrainer.graph.nodes import BACKWARD, direction, node_fqn
 from pytest_gtrainer.numerics.bits import NoBytes
@@ -208,8 +208,8 @@ def bisect_passes(
 
     apply_graph_passes(traced.gm, traced.example_inputs, bound, observer=keep, progress=None)
     if world is not None and world.kind == "simulated":
-        from pytest_gtrainer.worlds.simulated.interpreter import PerRank, RankGraph
         from pytest_gtrainer.worlds.fake import net_of
+        from pytest_gtrainer.worlds.simulated.interpreter import PerRank, RankGraph
 
         merged = [PerRank(values) for values in zip(*inputs, strict=True)]
         run = run_on_all(lambda gm: RankGraph.of(gm, *meshes), net_of(world), merged)

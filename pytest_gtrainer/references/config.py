@@ -16,10 +16,9 @@ from torch.utils.checkpoint import checkpoint
 
 from pytest_gtrainer.graph.bucket_plan import LOSS, BucketPlan, Plan, layer_of
 from pytest_gtrainer.graph.collectives import PlanError
-from pytest_gtrainer.numerics.determinism import ActivationCheckpointConfig
+from pytest_gtrainer.numerics.determinism import ActivationCheckpointConfig, random_state
 from pytest_gtrainer.numerics.digest import tell_weights
 from pytest_gtrainer.numerics.record import Record
-from pytest_gtrainer.numerics.determinism import random_state
 from pytest_gtrainer.passes.chunking.config import ChunkConfig
 from pytest_gtrainer.tracing.model import local
 from pytest_gtrainer.tracing.sharding import MixedPrecisionPolicy

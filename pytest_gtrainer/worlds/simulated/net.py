@@ -40,7 +40,6 @@ from pytest_gtrainer.worlds.simulated.rings import (
     restrict,
     ring_sum,
     round_robin,
-    units_of,
     whole_words,
 )
 
@@ -244,11 +243,17 @@ class NetModel(Net):
             raise ValueError(f"{collective} takes one row for each of {self.size} ranks; not shape {shape}")
         if inputs.shape[1] % payloads:
             raise ValueError(f"{collective} of {inputs.shape[1]} elements over {payloads} ranks: pad them first")
-        size, dtype = inputs.shape[1] // payloads, inputs.dtype
+        dtype = inputs.dtype
         wide = self.accumulate == "fp32" and dtype.is_floating_point
-        accumulator = torch.promote_types(dtype, torch.float32) if wide else dtype
-        units = units_of(self._stretches(collective, size, dtype.itemsize), payloads, size, dtype.itemsize)
-        return ring_sum(inputs, units, orders, op, accumulator=accumulator, average=self.average)
+        return ring_sum(
+            inputs,
+            self._stretches(collective, inputs.shape[1] // payloads, dtype.itemsize),
+            orders,
+            op,
+            accumulator=torch.promote_types(dtype, torch.float32) if wide else dtype,
+            average=self.average,
+            payloads=payloads,
+        )
 
     def _stretches(self, collective: str, count: int, itemsize: int) -> list[Stretch]:
         """Which element of a payload goes around which ring, and where it starts there."""

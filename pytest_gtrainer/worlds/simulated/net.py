@@ -34,12 +34,11 @@ from pytest_gtrainer.worlds.simulated.rings import (
     check_reduction,
     check_rings,
     chunks,
-    contiguous,
+    dealt,
     rail_rings,
     read_rings,
     restrict,
     ring_sum,
-    round_robin,
     whole_words,
 )
 
@@ -261,16 +260,14 @@ class NetModel(Net):
             return []
         if self.accumulate == "fp32":
             return [Stretch(0, 0, count)]
+        channels, is_contiguous = len(_rings(self)), self.partition == "contiguous"
         chunks_of_part = 1 if collective == "reduce_scatter" else self.size
         piece = max(1, self.chunk_bytes // itemsize)
-        if self.partition == "contiguous":
-            parts = contiguous(count, len(_rings(self)), itemsize)
-            lengths = [whole_words(-(-part.length // chunks_of_part), itemsize) for part in parts]
-        else:
-            parts = round_robin(count, len(_rings(self)), chunks_of_part * piece)
-            lengths = [piece] * len(parts)
+        one_each = whole_words(-(-count // channels), itemsize)
+        parts = dealt(count, channels, one_each if is_contiguous else chunks_of_part * piece)
         if chunks_of_part == 1:
             return parts
+        lengths = [whole_words(-(-p.length // chunks_of_part), itemsize) if is_contiguous else piece for p in parts]
         return [chunk for part, length in zip(parts, lengths, strict=True) for chunk in chunks(part, length)]
 
 

@@ -232,20 +232,10 @@ class Stretch:
         return self.start <= offset < self.start + self.length
 
 
-def contiguous(total: int, channels: int, itemsize: int) -> list[Stretch]:
-    """One part for each channel, as NCCL does since 2.20.3.
+def dealt(total: int, channels: int, piece: int) -> list[Stretch]:
+    """Pieces of ``piece`` elements, dealt to the channels in turn.
 
-    >>> contiguous(20, 2, itemsize=4)
-    [Stretch(channel=0, start=0, length=12, place=0), Stretch(channel=1, start=12, length=8, place=0)]
-    """
-    part = whole_words(-(-total // channels), itemsize)
-    return [Stretch(channel, start, length) for channel, (start, length) in enumerate(_cut(0, total, part))]
-
-
-def round_robin(total: int, channels: int, piece: int) -> list[Stretch]:
-    """Pieces of ``piece`` elements dealt to the channels in turn, as NCCL did before 2.20.3.
-
-    >>> [(part.channel, part.start, part.length) for part in round_robin(7, 2, piece=2)]
+    >>> [(part.channel, part.start, part.length) for part in dealt(7, 2, piece=2)]
     [(0, 0, 2), (1, 2, 2), (0, 4, 2), (1, 6, 1)]
     """
     return [Stretch(index % channels, start, length) for index, (start, length) in enumerate(_cut(0, total, piece))]

@@ -119,16 +119,6 @@ class Step(ABC):
 
 
 @dataclass(frozen=True, slots=True)
-class ConstantStep(Step):
-    """An attribute of the graph's module."""
-
-    constant: Any
-
-    def value(self, frame: Frame, dying: frozenset[fx.Node]) -> Any:
-        return self.constant
-
-
-@dataclass(frozen=True, slots=True)
 class EffectStep(Step):
     """An operator that writes to the values of ``written`` or draws random numbers: on every rank by itself."""
 

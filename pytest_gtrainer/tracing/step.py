@@ -19,8 +19,9 @@ import copy
 import os
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from types import MappingProxyType
 from typing import Any, Protocol
 
@@ -231,13 +232,10 @@ class _Tracing:
         device = torch.device(mesh.device_type if mesh is not None else "cpu")
         fakes = [self._fake(value, device) if isinstance(value, torch.Tensor) else value for value in values]
         extents = {name: new_extent(self.mode) for name in dynamic_dims}
-        with ExitStack() as stack:
-            stack.enter_context(annotate_module_fqns(self.model))
-            stack.enter_context(tracing_backward_metadata())
-            stack.enter_context(self.mode)
-            stack.enter_context(long_work(f"tracing a step of {type(self.model).__name__}"))
+        work = f"tracing a step of {type(self.model).__name__}"
+        with annotate_module_fqns(self.model), tracing_backward_metadata(), self.mode, long_work(work):
             try:
-                gm = make_fx(self._joint(spec))(*self._symbolic(fakes, dynamic_dims, extents))
+                gm = make_fx(partial(self._joint, spec))(*self._symbolic(fakes, dynamic_dims, extents))
             except GuardOnDataDependentSymNode as error:
                 if not extents:
                     raise
@@ -297,45 +295,40 @@ class _Tracing:
                 symbolic[index] = torch.empty(shape, dtype=fakes[index].dtype, device=fakes[index].device)
         return symbolic
 
-    def _joint(self, spec: pytree.TreeSpec) -> Callable[..., tuple[torch.Tensor | None, ...]]:
+    def _joint(self, spec: pytree.TreeSpec, *flat: Any) -> tuple[torch.Tensor | None, ...]:
         """The function to trace: local tensors in, loss and local gradients out, None without a gradient."""
         state = self.state
-
-        def joint(*flat: Any) -> tuple[torch.Tensor | None, ...]:
-            count = len(state.fqns)
-            with torch.no_grad():
-                # a view where nothing wraps the input: the input itself must not become a leaf that requires grad
-                pairs = zip(flat[:count], state.tensors, strict=True)
-                tensors = [rewrap(t, own) if isinstance(own, DTensor) else t.view_as(t) for t, own in pairs]
-            for tensor, own in zip(tensors, state.tensors, strict=True):
-                tensor.requires_grad_(own.requires_grad)
-            inputs = pytree.tree_unflatten(list(flat[count:]), spec)
-            with state.exchanged(tensors), reusing_gathers() if self.reuse_gathers else nullcontext():
-                with annotate({KEY: LOSS_FQN}):
-                    loss = self.step(self.model, *inputs)
-                    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-                        shown = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
-                        raise ValueError(f"the step must return a scalar loss, it returned {shown}")
-                    if not loss.requires_grad:
-                        raise ValueError(
-                            "the loss does not depend on a parameter that requires a gradient: is the step under "
-                            "no_grad?"
-                        )
-                    value = loss.detach()
-                reassigned = state.reassigned(tensors)
-                if reassigned:
+        count = len(state.fqns)
+        with torch.no_grad():
+            # a view where nothing wraps the input: the input itself must not become a leaf that requires grad
+            pairs = zip(flat[:count], state.tensors, strict=True)
+            tensors = [rewrap(t, own) if isinstance(own, DTensor) else t.view_as(t) for t, own in pairs]
+        for tensor, own in zip(tensors, state.tensors, strict=True):
+            tensor.requires_grad_(own.requires_grad)
+        inputs = pytree.tree_unflatten(list(flat[count:]), spec)
+        with state.exchanged(tensors), reusing_gathers() if self.reuse_gathers else nullcontext():
+            with annotate({KEY: LOSS_FQN}):
+                loss = self.step(self.model, *inputs)
+                if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+                    shown = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
+                    raise ValueError(f"the step must return a scalar loss, it returned {shown}")
+                if not loss.requires_grad:
                     raise ValueError(
-                        f"the forward replaces {', '.join(reassigned)} by another tensor, which a graph cannot: "
-                        "update it in place (copy_, add_)"
+                        "the loss does not depend on a parameter that requires a gradient: is the step under no_grad?"
                     )
-                with marked_backward(), annotate({KEY: LOSS_FQN}):
-                    seed = torch.ones_like(loss)
-                wanted = [tensor for tensor in tensors if tensor.requires_grad]
-                gradients = torch.autograd.grad(loss, wanted, seed, allow_unused=True)
-                with marked_backward(), torch.no_grad():
-                    return (value, *(None if gradient is None else local(gradient) for gradient in gradients))
-
-        return joint
+                value = loss.detach()
+            reassigned = state.reassigned(tensors)
+            if reassigned:
+                raise ValueError(
+                    f"the forward replaces {', '.join(reassigned)} by another tensor, which a graph cannot: "
+                    "update it in place (copy_, add_)"
+                )
+            with marked_backward(), annotate({KEY: LOSS_FQN}):
+                seed = torch.ones_like(loss)
+            wanted = [tensor for tensor in tensors if tensor.requires_grad]
+            gradients = torch.autograd.grad(loss, wanted, seed, allow_unused=True)
+            with marked_backward(), torch.no_grad():
+                return (value, *(None if gradient is None else local(gradient) for gradient in gradients))
 
     def _name(self, gm: fx.GraphModule, num_inputs: int) -> None:
         """Note what inputs and results are."""

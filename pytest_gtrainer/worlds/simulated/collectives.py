@@ -90,11 +90,11 @@ def reduce_scatter(net: Net, given: Contributions) -> list[list[Tensor]]:
 
 def _shards(net: Net, inputs: list[Tensor], how: Contribution) -> Iterator[Tensor]:
     """Some destinations at a time, unless the tensors lie in one buffer: a copy of all would double the memory."""
-    members, rows = len(inputs), _uncopied(inputs)
+    members = len(inputs)
     if not inputs[0].numel():
         yield from inputs
-    elif rows is not None or not net.by_destination:
-        yield from _reduced(stacked(inputs) if rows is None else rows, how, net.reduce_scatter)
+    elif _uncopied(inputs) is not None or not net.by_destination:
+        yield from _reduced(stacked(inputs), how, net.reduce_scatter)
     else:
         step = max(1, PART_BYTES // inputs[0].nbytes)
         by_destination = [tensor.reshape(members, -1) for tensor in inputs]

@@ -34,13 +34,11 @@ from pytest_gtrainer.worlds.simulated.rings import (
     check_reduction,
     check_rings,
     chunks,
-    contiguous,
+    dealt,
     rail_rings,
     read_rings,
     restrict,
     ring_sum,
-    round_robin,
-    units_of,
     whole_words,
 )
 
@@ -244,11 +242,17 @@ class NetModel(Net):
             raise ValueError(f"{collective} takes one row for each of {self.size} ranks; not shape {shape}")
         if inputs.shape[1] % payloads:
             raise ValueError(f"{collective} of {inputs.shape[1]} elements over {payloads} ranks: pad them first")
-        size, dtype = inputs.shape[1] // payloads, inputs.dtype
+        dtype = inputs.dtype
         wide = self.accumulate == "fp32" and dtype.is_floating_point
-        accumulator = torch.promote_types(dtype, torch.float32) if wide else dtype
-        units = units_of(self._stretches(collective, size, dtype.itemsize), payloads, size, dtype.itemsize)
-        return ring_sum(inputs, units, orders, op, accumulator=accumulator, average=self.average)
+        return ring_sum(
+            inputs,
+            self._stretches(collective, inputs.shape[1] // payloads, dtype.itemsize),
+            orders,
+            op,
+            accumulator=torch.promote_types(dtype, torch.float32) if wide else dtype,
+            average=self.average,
+            payloads=payloads,
+        )
 
     def _stretches(self, collective: str, count: int, itemsize: int) -> list[Stretch]:
         """Which element of a payload goes around which ring, and where it starts there."""
@@ -256,16 +260,14 @@ class NetModel(Net):
             return []
         if self.accumulate == "fp32":
             return [Stretch(0, 0, count)]
+        channels, is_contiguous = len(_rings(self)), self.partition == "contiguous"
         chunks_of_part = 1 if collective == "reduce_scatter" else self.size
         piece = max(1, self.chunk_bytes // itemsize)
-        if self.partition == "contiguous":
-            parts = contiguous(count, len(_rings(self)), itemsize)
-            lengths = [whole_words(-(-part.length // chunks_of_part), itemsize) for part in parts]
-        else:
-            parts = round_robin(count, len(_rings(self)), chunks_of_part * piece)
-            lengths = [piece] * len(parts)
+        one_each = whole_words(-(-count // channels), itemsize)
+        parts = dealt(count, channels, one_each if is_contiguous else chunks_of_part * piece)
         if chunks_of_part == 1:
             return parts
+        lengths = [whole_words(-(-p.length // chunks_of_part), itemsize) if is_contiguous else piece for p in parts]
         return [chunk for part, length in zip(parts, lengths, strict=True) for chunk in chunks(part, length)]
 
 

@@ -232,20 +232,10 @@ class Stretch:
         return self.start <= offset < self.start + self.length
 
 
-def contiguous(total: int, channels: int, itemsize: int) -> list[Stretch]:
-    """One part for each channel, as NCCL does since 2.20.3.
+def dealt(total: int, channels: int, piece: int) -> list[Stretch]:
+    """Pieces of ``piece`` elements, dealt to the channels in turn.
 
-    >>> contiguous(20, 2, itemsize=4)
-    [Stretch(channel=0, start=0, length=12, place=0), Stretch(channel=1, start=12, length=8, place=0)]
-    """
-    part = whole_words(-(-total // channels), itemsize)
-    return [Stretch(channel, start, length) for channel, (start, length) in enumerate(_cut(0, total, part))]
-
-
-def round_robin(total: int, channels: int, piece: int) -> list[Stretch]:
-    """Pieces of ``piece`` elements dealt to the channels in turn, as NCCL did before 2.20.3.
-
-    >>> [(part.channel, part.start, part.length) for part in round_robin(7, 2, piece=2)]
+    >>> [(part.channel, part.start, part.length) for part in dealt(7, 2, piece=2)]
     [(0, 0, 2), (1, 2, 2), (0, 4, 2), (1, 6, 1)]
     """
     return [Stretch(index % channels, start, length) for index, (start, length) in enumerate(_cut(0, total, piece))]
@@ -277,30 +267,13 @@ def _cut(start: int, total: int, length: int) -> Iterator[tuple[int, int]]:
         yield start + offset, min(length, total - offset)
 
 
-@dataclass(frozen=True, slots=True)
-class Units:
-    """Units of one length: by unit, the channel and place that give its order, and where it begins.
+def _units(
+    stretches: Sequence[Stretch], payloads: int, size: int, itemsize: int
+) -> Iterator[tuple[int, Tensor, Tensor, Tensor]]:
+    """The length of some units, and by unit the channel and place that give its order, and where it begins.
 
-    ``offset`` counts from the beginning of a rank's input, and of the output.
-    """
-
-    length: int
-    channel: Tensor
-    place: Tensor
-    offset: Tensor
-
-    def blocks(self, itemsize: int) -> Iterator[Units]:
-        """As many units together as a block has room for."""
-        step = max(1, BLOCK_BYTES // (self.length * itemsize))
-        columns = (column.split(step) for column in (self.channel, self.place, self.offset))
-        for channel, place, offset in zip(*columns, strict=True):
-            yield Units(self.length, channel, place, offset)
-
-
-def units_of(stretches: Sequence[Stretch], payloads: int, size: int, itemsize: int) -> list[Units]:
-    """The units of ``payloads`` payloads of ``size`` elements, one behind the other, all with these stretches.
-
-    With several payloads it is their number that gives the place: they belong to the ranks.
+    ``payloads`` payloads of ``size`` elements lie one behind the other, all with these stretches. With several it is
+    their number that gives the place: they belong to the ranks.
     """
     longest = max(1, ROW_BYTES // itemsize)
     by_length: dict[int, list[tuple[int, int, int]]] = {}
@@ -308,22 +281,27 @@ def units_of(stretches: Sequence[Stretch], payloads: int, size: int, itemsize: i
         for start in range(part.start, part.start + part.length, longest):
             length = min(longest, part.start + part.length - start)
             by_length.setdefault(length, []).append((part.channel, part.place, start))
-    units = []
     for length, rows in by_length.items():
-        payload = torch.arange(payloads)
         channel, place, start = torch.tensor(rows).t()
-        places = place.repeat(payloads) if payloads == 1 else payload.repeat_interleave(len(rows))
-        units.append(Units(length, channel.repeat(payloads), places, (payload[:, None] * size + start).flatten()))
-    return units
+        payload = torch.arange(payloads).repeat_interleave(len(rows))
+        places = place if payloads == 1 else payload
+        yield length, channel.repeat(payloads), places, payload * size + start.repeat(payloads)
 
 
 def ring_sum(
-    inputs: Tensor, units: Sequence[Units], orders: Tensor, op: str, *, accumulator: torch.dtype, average: str
+    inputs: Tensor,
+    stretches: Sequence[Stretch],
+    orders: Tensor,
+    op: str,
+    *,
+    accumulator: torch.dtype,
+    average: str,
+    payloads: int = 1,
 ) -> Tensor:
     """Reduce ``[ranks, elements]`` to ``[elements]``.
 
     Args:
-        units: they cover all elements.
+        stretches: of each payload; they cover all its elements.
         orders: ``[channel, hop, place]``, the rank that adds.
         accumulator: the dtype of partial sums.
         average: what an "avg" does: "premultiply" every input by 1 / ranks, rounded to the dtype of the wire, or
@@ -332,11 +310,11 @@ def ring_sum(
     (ranks, elements), flat, hop = inputs.shape, inputs.contiguous().view(-1), HOPS[op]
     factor = torch.tensor(1.0 / ranks, dtype=inputs.dtype) if op == "avg" and average == "premultiply" else None
     out = inputs.new_empty(elements)
-    for same_length in units:
-        length = same_length.length
+    for length, *units in _units(stretches, payloads, elements // payloads, flat.itemsize):
         rows = flat.as_strided((flat.numel() - length + 1, length), (1, 1))  # row i begins at element i
-        for block in same_length.blocks(flat.itemsize):
-            sources = (orders[block.channel, :, block.place].t() * elements + block.offset).contiguous()
+        together = max(1, BLOCK_BYTES // (length * flat.itemsize))
+        for channel, place, offset in zip(*(column.split(together) for column in units), strict=True):
+            sources = (orders[channel, :, place].t() * elements + offset).contiguous()
             own = rows.index_select(0, sources[0])
             if factor is not None:
                 own.mul_(factor)
@@ -348,5 +326,5 @@ def ring_sum(
                 hop(partial, own, out=partial)
             if op == "avg" and factor is None:
                 partial.div_(ranks)
-            out[(block.offset[:, None] + torch.arange(length)).view(-1)] = partial.view(-1).to(out.dtype)
+            out[(offset[:, None] + torch.arange(length)).view(-1)] = partial.view(-1).to(out.dtype)
     return out

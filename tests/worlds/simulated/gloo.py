@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from pytest_gtrainer.worlds.simulated.net import Net, Path, check_count
-from pytest_gtrainer.worlds.simulated.rings import Stretch, after_rank, check_reduction, chunks, ring_sum, units_of
+from pytest_gtrainer.worlds.simulated.rings import Stretch, after_rank, check_reduction, chunks, ring_sum
 
 SEGMENT_BYTES = 1 << 20
 SEGMENTS_PER_RANK = 2
@@ -53,8 +53,8 @@ class GlooNet(Net):
     def all_reduce(self, inputs: Tensor, op: str) -> Tensor:
         check_reduction("all_reduce", op, inputs.dtype)
         count, itemsize = inputs.shape[1], inputs.dtype.itemsize
-        units = units_of(self._stretches(count, itemsize), 1, count, itemsize)
-        return ring_sum(inputs, units, self._order()[None], op, accumulator=inputs.dtype, average="divide")
+        stretches = self._stretches(count, itemsize)
+        return ring_sum(inputs, stretches, self._order()[None], op, accumulator=inputs.dtype, average="divide")
 
     def explain(self, collective: str, offset: int, count: int, dtype: torch.dtype, destination: int = 0) -> Path:
         if collective == "reduce_scatter":

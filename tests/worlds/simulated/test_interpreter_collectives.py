@@ -123,6 +123,22 @@ def test_a_gather_into_a_buffer_fills_it_only_if_somebody_looks(gt_world, looked
         same(result, torch.cat(x))
 
 
+def test_a_buffer_of_all_ranks_that_groups_fill_is_one_for_each(gt_world):
+    """S7 for collectives: what one group writes, another must not see."""
+    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    name = mesh["shard"].get_group().group_name
+    x = different(4, 2)
+
+    def into_buffer(x):
+        buffer = torch.empty(4)
+        view = buffer.view(2, 2)
+        wait(c10d.all_gather_into_tensor_out(x, 2, name, out=buffer))
+        return view * 1
+
+    result = run(into_buffer, x, meshes=[mesh["shard"]])
+    same(result, PerRank(torch.stack([x[a], x[b]]) for a, b in ((0, 1), (0, 1), (2, 3), (2, 3))))
+
+
 def test_shards_of_another_dimension(gt_world):
     x = different(4, 8, 2)
     operator = torch.ops._dtensor.shard_dim_alltoall.default

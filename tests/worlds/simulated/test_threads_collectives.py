@@ -64,7 +64,13 @@ def sent(rank):
     works = [dist.P2POp(dist.isend, numbers(rank, 3), after), dist.P2POp(dist.irecv, received, before)]
     for work in dist.batch_isend_irecv(works):
         work.wait()
-    return root, part, objects, received
+    later = numbers(rank, 3)
+    if rank == 0:
+        dist.send(later, 1)
+        later.zero_()  # what was sent is the receiver's
+    elif rank == 1:
+        dist.recv(later, 0)
+    return root, part, objects, received, later
 
 
 def exchanged(rank):

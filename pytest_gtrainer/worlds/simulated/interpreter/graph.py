@@ -29,8 +29,8 @@ from pytest_gtrainer._torch.passes import (
 from pytest_gtrainer._torch.process_groups import group_ranks
 from pytest_gtrainer._torch.values import HigherOrderOperator, OpOverload, schema
 from pytest_gtrainer.graph.nodes import is_collective, is_random, node_fqn
-from pytest_gtrainer.tracing.model import tensor_text
 from pytest_gtrainer.worlds.simulated import DependsOnRank, NoModel
+from pytest_gtrainer.worlds.simulated.collectives import dtype_text
 
 Partition = tuple[tuple[int, ...], ...]
 _GROUP = "group_name"
@@ -238,11 +238,11 @@ def _lines(graph: RankGraph, gm: fx.GraphModule, prefix: str = "") -> Iterator[t
         target = "" if node.op in ("placeholder", "output") else str(node.target)
         held = attribute(gm, target) if node.op in ("get_attr", "call_module") else None
         if node.op == "get_attr":
-            target = f"{_value(held)} {held.tolist()}" if isinstance(held, Tensor) else type(held).__name__
+            target = f"{value_text(held)} {held.tolist()}" if isinstance(held, Tensor) else type(held).__name__
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), numbers.__getitem__)
         if isinstance(node.target, OpOverload):
             args = _without_rank(graph, node, args)
-        line = f"{node.op} {target}{(args, kwargs)} -> {_value(node.meta.get('val'))}"
+        line = f"{node.op} {target}{(args, kwargs)} -> {value_text(node.meta.get('val'))}"
         yield line, f"node {prefix}{index}, {input_name(node) if node.op == 'placeholder' else described(node)}"
         if isinstance(held, fx.GraphModule):
             yield from _lines(graph, held, f"{prefix}{index}.")
@@ -266,13 +266,13 @@ def _without_rank(graph: RankGraph, node: fx.Node, args: Sequence[Any]) -> list[
     return told
 
 
-def _value(value: Any) -> str:
+def value_text(value: Any) -> str:
     """
-    >>> _value((torch.ones(2, 3), 1, None))
+    >>> value_text((torch.ones(2, 3), 1, None))
     '(float32[2, 3], 1, None)'
     """
     if isinstance(value, Tensor):
-        return tensor_text(value)
+        return f"{dtype_text(value)}{list(value.shape)}"
     if isinstance(value, list | tuple):
-        return "(" + ", ".join(map(_value, value)) + ")"
+        return "(" + ", ".join(map(value_text, value)) + ")"
     return str(value)

@@ -42,7 +42,6 @@ from pytest_gtrainer.worlds.simulated.interpreter.steps import (
     COND,
     INVOKE_SUBGRAPH,
     CollectiveStep,
-    ConstantStep,
     EffectStep,
     Frame,
     NestedStep,
@@ -179,11 +178,13 @@ class Segment:
 class RankProgram:
     """The parts of a graph, in its order, each with the nodes whose values nobody needs after it.
 
-    ``placeholders`` are the nodes of its inputs, ``output`` is what it returns, with nodes in it.
+    ``placeholders`` are the nodes of its inputs, ``constants`` are attributes of its module; ``output`` is what it
+    returns, with nodes in it.
     """
 
     kinds: Kinds
     placeholders: Sequence[fx.Node]
+    constants: Mapping[fx.Node, Any]
     parts: Sequence[tuple[Step | Segment, frozenset[fx.Node]]]
     output: Any
     scratch: Scratch = field(default_factory=Scratch)
@@ -194,7 +195,7 @@ class RankProgram:
         self._check_inputs(names, inputs)
         self.scratch.give_back()
         own = [self.kinds.value(list(value)) if type(value) is PerRank else value for value in inputs]  # may be emptied
-        values = dict(zip(self.placeholders, own, strict=True))
+        values = {**self.constants, **dict(zip(self.placeholders, own, strict=True))}
         frame = Frame(self.kinds, random, self.scratch, values, list(zip(names, inputs, strict=True)))
         for part, dying in self.parts:
             part.run(frame, dying)
@@ -270,14 +271,16 @@ class Interpreter:
 
     def _compile(self, gm: fx.GraphModule) -> RankProgram:
         output, placeholders = gm.graph.output_node(), gm.graph.find_nodes(op="placeholder")
-        computed = [node for node in gm.graph.nodes if node.op not in ("placeholder", "output")]
+        constants = {node: attribute(gm, str(node.target)) for node in gm.graph.find_nodes(op="get_attr")}
+        computed = [node for node in gm.graph.nodes if node.op not in ("placeholder", "get_attr", "output")]
         nodes = [node for node in computed if not passes_through(node)]  # a wait has the value of what it waits for
         steps = {node: self._step(node, gm) for node in nodes}
         pieces: list[list[fx.Node]] = []  # runs of plain nodes, and every other node by itself
         for plain, run in groupby(nodes, key=lambda node: steps[node] is None):
             piece = list(run)
             pieces += [piece] if plain else [[node] for node in piece]
-        users: dict[fx.Node, set[int]] = {node: set() for node in [*placeholders, *nodes]}  # pieces, and the output
+        # the pieces that use each value; the output counts as one more
+        users: dict[fx.Node, set[int]] = {node: set() for node in [*placeholders, *constants, *nodes]}
         for index, piece in enumerate([*pieces, [output]]):
             for given in chain.from_iterable(node.all_input_nodes for node in piece):
                 users[source_of(given)].add(index)
@@ -292,12 +295,10 @@ class Interpreter:
                 order = tuple(chain.from_iterable(self._partition(behind)))
                 reduced = {node: order for node in needed if users[node] == {index + 1}}
             parts.append((steps[piece[0]] or Segment(piece, inputs, needed, reduced), dying))
-        return RankProgram(self._kinds, placeholders, parts, output.args[0])
+        return RankProgram(self._kinds, placeholders, constants, parts, output.args[0])
 
     def _step(self, node: fx.Node, gm: fx.GraphModule) -> Step | None:
         """None for a plain node."""
-        if node.op == "get_attr":
-            return ConstantStep(node, attribute(gm, str(node.target)))
         check_callable(node, gm)
         if is_collective(node):
             collective, written_argument = collective_of(node)  # first: it refuses what is no collective that we know

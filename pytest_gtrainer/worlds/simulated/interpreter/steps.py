@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, fx
 
 from pytest_gtrainer._torch.values import schema
-from pytest_gtrainer.tracing.model import tensor_text
 from pytest_gtrainer.worlds.simulated import CollectiveMismatch, DependsOnRank, NoModel, collectives
 from pytest_gtrainer.worlds.simulated.collectives import Collective, Contribution
 from pytest_gtrainer.worlds.simulated.interpreter.graph import (
@@ -21,6 +20,7 @@ from pytest_gtrainer.worlds.simulated.interpreter.graph import (
     named_arguments,
     short_name,
     source_of,
+    value_text,
 )
 from pytest_gtrainer.worlds.simulated.interpreter.values import (
     Kinds,
@@ -116,16 +116,6 @@ class Step(ABC):
         known = dict(zip(self.node.all_input_nodes, own, strict=True))
         args, kwargs = fx.node.map_arg((self.node.args, self.node.kwargs), known.__getitem__)
         return args, kwargs
-
-
-@dataclass(frozen=True, slots=True)
-class ConstantStep(Step):
-    """An attribute of the graph's module."""
-
-    constant: Any
-
-    def value(self, frame: Frame, dying: frozenset[fx.Node]) -> Any:
-        return self.constant
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,7 +241,7 @@ def _contributions(calls: Sequence[dict[str, Any]], ranks: Sequence[int]) -> lis
         for first, tensor in zip(given[0].inputs, own.inputs, strict=True):
             if tensor.shape[by_rows:] != first.shape[by_rows:] or tensor.dtype != first.dtype:
                 raise CollectiveMismatch(
-                    f"rank {ranks[0]} gives {tensor_text(first)}, rank {own.rank} gives {tensor_text(tensor)}"
+                    f"rank {ranks[0]} gives {value_text(first)}, rank {own.rank} gives {value_text(tensor)}"
                 )
     return given
 

@@ -94,9 +94,9 @@ class Kinds:
                 result = self._common[key]
         return result
 
-    def value(self, own: Sequence[Any], kind: Kind | None = None) -> Any:
+    def value(self, own: Sequence[Any]) -> Any:
         """The value that is ``own[rank]`` on every rank."""
-        value = PerRank(own, kind)
+        value = PerRank(own)
         return own[0] if self.of(value) is self.uniform else value
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from pytest_gtrainer import extensions, facts
 from pytest_gtrainer.marker import spec_of
-from pytest_gtrainer.worlds.spec import KINDS, WorldSpec
+from pytest_gtrainer.worlds.spec import KINDS
 
 if TYPE_CHECKING:
     from pytest_gtrainer.golden.check import Golden
@@ -21,7 +21,9 @@ if TYPE_CHECKING:
     from pytest_gtrainer.worlds.spec import World
 
 
-def _required_spec(request: pytest.FixtureRequest) -> WorldSpec:
+@pytest.fixture
+def gt_world(request: pytest.FixtureRequest) -> Iterator[World]:
+    """The process groups that the test's ``gt_world`` marker asks for."""
     spec = spec_of(request.node)
     if spec is None:
         pytest.fail(
@@ -29,13 +31,6 @@ def _required_spec(request: pytest.FixtureRequest) -> WorldSpec:
             '@pytest.mark.gt_world("ranks", size=8)',
             pytrace=False,
         )
-    return spec
-
-
-@pytest.fixture
-def gt_world(request: pytest.FixtureRequest) -> Iterator[World]:
-    """The process groups that the test's ``gt_world`` marker asks for."""
-    spec = _required_spec(request)
     from pytest_gtrainer.worlds.hygiene import keep_trace_log_quiet
 
     keep_trace_log_quiet()

@@ -33,12 +33,11 @@ c10d.batch_isend_irecv = another_torch.batch_isend_irecv
 c10d.barrier = another_torch.barrier
 
 from pytest_gtrainer.__main__ import main
-from pytest_gtrainer.doctor import parts
 from pytest_gtrainer.doctor.examination import examine
-from pytest_gtrainer.doctor.report import topics
+from pytest_gtrainer.doctor.report import broken_modules, topics
 
 status = main(["doctor"])
-said = parts.broken_modules({topic.module: examine(topic) for topic in topics()})
+said = broken_modules({topic.module: examine(topic) for topic in topics()})
 for name in sorted(said):
     try:
         importlib.import_module(name)

@@ -1,8 +1,8 @@
 """Goldens: one file, one writer, reviewed by people.
 
-- ``check`` is the ``gt_golden`` fixture; it makes ``claims``: texts that a test says its goldens should hold, in a
-  rank only recorded, and judged by the parent. ``values`` makes texts of numbers.
-- ``naming`` says where a golden lies, ``compare`` judges a text against it, ``store`` reads and writes files.
+- ``check`` is the ``gt_golden`` fixture; ``values`` makes texts of numbers.
+- ``naming`` says where a golden lies and what a claim is, ``compare`` judges a text against it, ``store`` reads and
+  writes files.
 - ``plugin`` has the hooks and says what the run may write, ``artifacts`` keeps what failures obtained.
 - ``unused`` finds what no test checks, in a run of all tests.
 - ``inline`` does the same for expectations in source files, which ``literals`` edits.

@@ -11,8 +11,7 @@ import pytest
 
 from pytest_gtrainer import devices, extensions
 from pytest_gtrainer.golden import artifacts, values
-from pytest_gtrainer.golden.claims import Claim
-from pytest_gtrainer.golden.naming import golden_path, id_of
+from pytest_gtrainer.golden.naming import Claim, golden_path, id_of
 from pytest_gtrainer.golden.store import normal
 from pytest_gtrainer.marker import spec_of
 from pytest_gtrainer.supported import installed_minor

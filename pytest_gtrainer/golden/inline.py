@@ -22,7 +22,7 @@ import traceback
 from collections.abc import Callable, Generator, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import pytest
 
@@ -32,7 +32,6 @@ from pytest_gtrainer.golden.plugin import GoldenPlugin, has_passed, modes_of, re
 
 ACCEPT_VARIABLE = "EXPECTTEST_ACCEPT"
 _SHOWN = 60
-_Who = TypeVar("_Who")
 Place = tuple[str, int, str]
 _sessions: list[InlinePlugin] = []
 """The pytest sessions of this process, the innermost last."""
@@ -187,9 +186,7 @@ class InlinePlugin:
     def judge_ranks(self, item: pytest.Item, claims: Mapping[int, list[dict[str, Any]]]) -> str | None:
         """Why a test fails whose ranks have obtained different texts for one expectation."""
         seen = [(f"rank {rank}", Expectation(**each)) for rank in sorted(claims) for each in claims[rank]]
-        way_out = "expect what all ranks have in common"
-        problems = (disagreement(those, way_out) for those in by_place(seen).values())
-        return next((problem for problem in problems if problem is not None), None)
+        return next(iter(disagreements(seen, "expect what all ranks have in common").values()), None)
 
 
 def is_mismatch(error: BaseException) -> bool:
@@ -201,31 +198,25 @@ def is_mismatch(error: BaseException) -> bool:
     return any(code.co_name == "assert_expected_inline" and code.co_filename == library.__file__ for code in codes)
 
 
-def by_place(seen: Iterable[tuple[_Who, Expectation]]) -> dict[Place, list[tuple[_Who, Expectation]]]:
-    """The expectations of each literal."""
-    places: dict[Place, list[tuple[_Who, Expectation]]] = {}
-    for who, each in seen:
-        places.setdefault(each.place, []).append((who, each))
-    return places
-
-
-def disagreement(seen: Iterable[tuple[str, Expectation]], way_out: str) -> str | None:
-    """If the expectations of one literal came to different texts: where, and who has obtained which.
+def disagreements(seen: Iterable[tuple[str, Expectation]], way_out: str) -> dict[Place, str]:
+    """The literals for which different texts were obtained, each with a message: where, and who has obtained which.
 
     >>> one, two = (Expectation("test_a.py", 3, "", text, "") for text in ("x", "y"))
-    >>> print(disagreement([("rank 0", one), ("rank 1", one), ("rank 2", two)], "expect less"))
+    >>> print(*disagreements([("rank 0", one), ("rank 1", one), ("rank 2", two)], "expect less").values())
     test_a.py:3: one inline expectation, but different texts, so none is accepted: expect less
       rank 0: 'x'
       rank 2: 'y'
     """
-    texts: dict[str, str] = {}
+    first: dict[Place, dict[str, str]] = {}  # of each text, who has obtained it
     for who, each in seen:
-        texts.setdefault(each.obtained, who)
-    if len(texts) < 2:
-        return None
-    problem = f"one inline expectation, but different texts, so none is accepted: {way_out}"
-    said = [f"  {who}: {text[:_SHOWN]!r}{'…' if len(text) > _SHOWN else ''}" for text, who in texts.items()]
-    return "\n".join([f"{each.file}:{each.line}: {problem}", *said])
+        first.setdefault(each.place, {}).setdefault(each.obtained, who)
+    found = {}
+    for (file, line, expected), texts in first.items():
+        if len(texts) > 1:
+            problem = f"one inline expectation, but different texts, so none is accepted: {way_out}"
+            said = [f"  {who}: {text[:_SHOWN]!r}{'…' if len(text) > _SHOWN else ''}" for text, who in texts.items()]
+            found[file, line, expected] = "\n".join([f"{file}:{line}: {problem}", *said])
+    return found
 
 
 def digest_of(path: Path) -> str:
@@ -276,11 +267,13 @@ class AcceptancePlugin:
         tests = [test for test in self._tests.values() if has_passed(test.outcomes)]
         passed = [(test, each) for test in tests for each in test.expectations]
         edits: dict[str, dict[literals.Edit, _Test]] = {}
-        for seen in by_place(passed).values():
-            problem = disagreement(((test.nodeid, each) for test, each in seen), "give each its own")
-            test, each = seen[0]
-            if problem is not None:
-                self._fail(test, problem)
+        problems = disagreements(((test.nodeid, each) for test, each in passed), "give each its own")
+        first: dict[Place, tuple[_Test, Expectation]] = {}
+        for test, each in passed:
+            first.setdefault(each.place, (test, each))
+        for place, (test, each) in first.items():
+            if place in problems:
+                self._fail(test, problems[place])
             elif each.obtained != each.expected:
                 edits.setdefault(each.file, {})[literals.Edit(each.line, each.expected, each.obtained)] = test
         for file in sorted(edits):

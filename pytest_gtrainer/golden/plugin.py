@@ -24,8 +24,7 @@ import pytest
 
 from pytest_gtrainer import facts, options
 from pytest_gtrainer.golden import artifacts, store, values
-from pytest_gtrainer.golden.claims import Claim, disagreement
-from pytest_gtrainer.golden.naming import FOLDER, SUFFIXES, id_of, safe, standing, torch_of
+from pytest_gtrainer.golden.naming import FOLDER, SUFFIXES, Claim, disagreement, id_of, safe, standing, torch_of
 
 UPDATE, CREATE, PRUNE = "update-goldens", "create-goldens", "prune-goldens"
 _MOST_COMMANDS = 8

@@ -196,7 +196,7 @@ def assert_bitwise_equal(actual: Tensors, expected: Tensors, *, what: str = "") 
     facts.tell("comparison", actual=actual, expected=expected, verdict=verdict, what=what, must_differ=False)
     explanations = explained(verdict, expected)
     if verdict.outcome != "equal":
-        raise BitwiseDifference(_titled(what, "\n".join([str(verdict), *explanations])), verdict)
+        raise BitwiseDifference("\n".join(filter(None, [what, str(verdict), *explanations])), verdict)
     return verdict
 
 
@@ -231,9 +231,5 @@ def assert_bitwise_different(actual: Tensors, expected: Tensors, *, what: str = 
     facts.emit("verdict", outcome=outcome, tensors=verdict.compared, what=what)
     facts.tell("comparison", actual=actual, expected=expected, verdict=verdict, what=what, must_differ=True)
     if complaint is not None:
-        raise ControlFailed(_titled(what, f"{complaint}\n{verdict}"), verdict)
+        raise ControlFailed("\n".join(filter(None, [what, complaint, str(verdict)])), verdict)
     return verdict
-
-
-def _titled(what: str, message: str) -> str:
-    return f"{what}\n{message}" if what else message

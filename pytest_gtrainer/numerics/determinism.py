@@ -107,13 +107,14 @@ NCCL_PRESETS: Mapping[str, Mapping[str, str]] = {
 _WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 _WORKSPACE_VALUES = (":4096:8", ":16:8")
 
-_INDUCTOR: Mapping[str, tuple[bool, str]] = {
-    "deterministic": (True, "TORCHINDUCTOR_DETERMINISTIC"),
-    "max_autotune": (False, "TORCHINDUCTOR_MAX_AUTOTUNE"),
-    "max_autotune_pointwise": (False, "TORCHINDUCTOR_MAX_AUTOTUNE_POINTWISE"),
-    "max_autotune_gemm": (False, "TORCHINDUCTOR_MAX_AUTOTUNE_GEMM"),
-    "coordinate_descent_tuning": (False, "TORCHINDUCTOR_COORDINATE_DESCENT_TUNING"),
+_INDUCTOR = {
+    "deterministic": True,
+    "max_autotune": False,
+    "max_autotune_pointwise": False,
+    "max_autotune_gemm": False,
+    "coordinate_descent_tuning": False,
 }
+"""Flags of Inductor's configuration; at its import each is read from ``TORCHINDUCTOR_`` and its name in capitals."""
 
 # Whether CUDA was first initialised inside one of our blocks: then it has the workspace,
 # although the variable is gone again.
@@ -253,21 +254,21 @@ def _read_workspace() -> None:
 @contextmanager
 def _inductor() -> Iterator[None]:
     """Inductor's own flags, without importing it (0.7 s): by its variables until it is loaded."""
+    variables = {name: f"TORCHINDUCTOR_{name.upper()}" for name in _INDUCTOR}
     loaded = inductor_config()
     before = {name: getattr(loaded, name) for name in _INDUCTOR} if loaded is not None else {}
     try:
         with ExitStack() as stack:
-            for name, (value, from_variable) in _INDUCTOR.items():
-                stack.enter_context(variable(from_variable, "1" if value else "0"))
+            for name, value in _INDUCTOR.items():
+                stack.enter_context(variable(variables[name], "1" if value else "0"))
                 if loaded is not None:
                     setattr(loaded, name, value)
             yield
     finally:
         loaded = inductor_config()
-        if loaded is not None:
-            for name, (_, from_variable) in _INDUCTOR.items():
-                # one that was loaded inside the block gets what it would have read outside
-                setattr(loaded, name, before.get(name, os.environ.get(from_variable) == "1"))
+        for name in _INDUCTOR if loaded is not None else ():
+            # one that was loaded inside the block gets what it would have read outside
+            setattr(loaded, name, before.get(name, os.environ.get(variables[name]) == "1"))
 
 
 @contextmanager

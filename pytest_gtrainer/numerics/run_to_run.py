@@ -19,6 +19,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from pytest_gtrainer._torch.process import compiles, forget_all_compiled, fresh_
 from pytest_gtrainer.numerics.compare import BitwiseDifference, compare
 from pytest_gtrainer.numerics.determinism import DebugConfig, GeneratorStates, active, deterministic, random_states_kept
 from pytest_gtrainer.numerics.record import Tensors, entries
-from pytest_gtrainer.numerics.verdict import Key
+from pytest_gtrainer.numerics.verdict import where
 
 Kept = dict[str, torch.Tensor]
 Function = Callable[[], Tensors]
@@ -54,12 +55,8 @@ class Pressure:
 
 
 def kept(value: Tensors) -> Kept:
-    """Copies of all tensors, by name."""
-
-    def name(key: Key) -> str:
-        return key.name if not key.phase else f"step {key.step}, rank {key.rank}, {key.phase} of {key.name}"
-
-    return {name(key): tensor.detach().clone() for key, tensor in entries(value).items()}
+    """Copies of all tensors, by their place in words."""
+    return {where(key): tensor.detach().clone() for key, tensor in entries(value).items()}
 
 
 def once(function: Function) -> Kept:
@@ -167,9 +164,10 @@ def in_another_process(function: Function) -> Kept:
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         raise NotJudged("another process is no rank of this world")
     module_name, qualname = getattr(function, "__module__", ""), getattr(function, "__qualname__", "")
-    found: Any = None if module_name == "__main__" else sys.modules.get(module_name)
-    for part in qualname.split("."):
-        found = getattr(found, part, None)
+    try:
+        found = attrgetter(qualname)(None if module_name == "__main__" else sys.modules.get(module_name))
+    except AttributeError:
+        found = None
     if found is not function:
         name = qualname or repr(function)
         raise NotJudged(f"another process cannot import {name}: define it with def at the top level of a module")
@@ -219,9 +217,7 @@ def _answer(path: str) -> None:
         module = importlib.util.module_from_spec(spec)
         sys.modules[module_name] = module
         spec.loader.exec_module(module)
-    function: Any = module
-    for part in qualname.split("."):
-        function = getattr(function, part)
+    function = attrgetter(qualname)(module)
     with deterministic(block[0], nccl=block[1]) if block is not None else contextlib.nullcontext():
         for name, (read, write) in _SWITCHES.items():
             if read() != switches[name]:

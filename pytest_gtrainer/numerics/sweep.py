@@ -54,13 +54,11 @@ class Cell:
         >>> str(Cell((("batch", 2), ("remat", True), ("attention", "sdpa"))))
         'batch2-remat_on-sdpa'
         """
-        return "-".join(_id(axis, value) for axis, value in self.settings)
-
-
-def _id(axis: str, value: Any) -> str:
-    if isinstance(value, bool):
-        return f"{axis}_{shown(value)}"
-    return value if isinstance(value, str) else f"{axis}{value}"
+        words = (
+            value if isinstance(value, str) else f"{axis}{'_' if isinstance(value, bool) else ''}{shown(value)}"
+            for axis, value in self.settings
+        )
+        return "-".join(words)
 
 
 def shown(value: Any) -> str:

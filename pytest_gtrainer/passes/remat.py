@@ -101,8 +101,8 @@ def selective_activation_remat_pass(gm: fx.GraphModule, example_inputs: Sequence
         regions.append((reader, sorted(region)))
     _check(gm.graph, done)
     copies: dict[fx.Node, fx.Node] = {}
-    for reader, region in regions:
-        for node in region:
+    for reader, nodes in regions:
+        for node in nodes:
             with gm.graph.inserting_before(reader):
                 copies[node] = _copy(node, copies)
     for reader in readers:

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import pickle
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
-from pytest_gtrainer import Record, assert_bitwise_different, assert_bitwise_equal
+from pytest_gtrainer import Record, assert_bitwise_different, assert_bitwise_equal, facts
 from pytest_gtrainer.numerics.compare import BitwiseDifference, ControlFailed
 from tests.numerics.samples import NAMES
 from tests.numerics.test_compare import faulty
@@ -82,30 +79,26 @@ def test_the_error_is_an_assertion_error_and_travels_between_processes(run):
     assert (str(there), there.gt_origin, there.verdict) == (str(caught.value), (0, 1), caught.value.verdict)
 
 
-def test_every_verdict_is_told():
-    """Each once. In a process of its own, where no other run collects facts."""
-    probe = """
-import pytest
-from pytest_gtrainer import assert_bitwise_different, assert_bitwise_equal, facts
-from tests.numerics.samples import make_run
-from tests.numerics.test_compare import faulty
-
-one, other = make_run(), faulty((0, 0, "loss", "loss"))
-with facts.collecting() as seen:
-    assert_bitwise_equal(one, make_run())
-    assert_bitwise_different(other, one)
-    for check, sides in (
-        (assert_bitwise_equal, (other, one)),
-        (assert_bitwise_equal, ({}, {})),
-        (assert_bitwise_different, (one, make_run())),
-    ):
-        with pytest.raises(AssertionError):
-            check(*sides)
-print(*(fact["outcome"] for fact in seen), sep="; ")
-"""
-    root = Path(__file__).parents[2]
-    done = subprocess.run([sys.executable, "-c", probe], cwd=root, capture_output=True, text=True, check=False)
-    assert done.stdout == "equal; different, as it must; different; unverified; equal, control failed\n", done.stderr
+def test_every_verdict_is_told(run):
+    """Each once. A run with ``--junitxml`` tells comparisons with their digests beside them."""
+    one, other = run(), faulty((0, 0, "loss", "loss"))
+    with facts.collecting() as seen:
+        assert_bitwise_equal(one, run())
+        assert_bitwise_different(other, one)
+        for check, sides in (
+            (assert_bitwise_equal, (other, one)),
+            (assert_bitwise_equal, ({}, {})),
+            (assert_bitwise_different, (one, run())),
+        ):
+            with pytest.raises(AssertionError):
+                check(*sides)
+    assert [fact["outcome"] for fact in seen if fact["kind"] == "verdict"] == [
+        "equal",
+        "different, as it must",
+        "different",
+        "unverified",
+        "equal, control failed",
+    ]
 
 
 def test_the_failure_points_at_the_caller(pytester: pytest.Pytester):

@@ -28,16 +28,9 @@ _RESHAPES = {
 
 
 def check_extents(twins: Twins, config: ChunkConfig) -> None:
-    """The graphs' inputs are N to 1 in the chunk dimension, or equal (G9).
-
-    Raises:
-        ChunkError: an extent that does not divide, or a twin at another extent.
-    """
-    differing = 0
-    for node in twins.full.graph.find_nodes(op="placeholder"):
-        if not twins.carries(node):
-            continue
-        differing += 1
+    """The graphs' inputs are N to 1 in the chunk dimension, or equal (G9)."""
+    differing = [node for node in twins.full.graph.find_nodes(op="placeholder") if twins.carries(node)]
+    for node in differing:
         pairs = zip(node.meta["val"].shape, twins.part_of[node].meta["val"].shape, strict=True)
         for ours, theirs in ((a, b) for a, b in pairs if a != b):
             wanted = config.chunk_extent(ours, f"{config.module_fqn} reads {described(node)}")
@@ -55,11 +48,8 @@ def check_extents(twins: Twins, config: ChunkConfig) -> None:
 
 
 def check_bodies(twins: Twins, regions: Sequence[Region], config: ChunkConfig) -> None:
-    """Nothing in a body that cannot run once per chunk.
-
-    Raises:
-        ChunkError: a collective that is not expert-parallel (G8), attention in a region chunked by sequence (G3), a
-            forward that reads the backward (G8), or a fixed full extent (G10).
+    """Nothing in a body that cannot run once per chunk: a collective that is not expert-parallel (G8), attention by
+    sequence (G3), a forward that reads the backward (G8), a fixed full extent (G10).
     """
     reductions = gradient_reductions(twins.full.graph)
     for region in regions:

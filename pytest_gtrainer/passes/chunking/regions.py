@@ -132,11 +132,7 @@ class Region:
 
 
 def find_regions(twins: Twins, config: ChunkConfig, storages: Storages) -> list[Region]:
-    """The regions of a graph, each with a body that is not empty, in graph order.
-
-    Raises:
-        ChunkError: no module of the graph matches (G2), or the chunk dimension reaches none that does.
-    """
+    """The regions of a graph in graph order; no module must match in vain (G2), and no body be empty."""
     search = _BodySearch(twins, config, storages)
     regions: dict[RegionKey, Region] = {}
     for node, key in search.members().items():

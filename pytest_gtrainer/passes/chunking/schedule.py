@@ -27,11 +27,7 @@ Unit: TypeAlias = fx.Node | Region
 
 
 def units_in_order(nodes: Sequence[fx.Node], region_of: Mapping[fx.Node, Region], storages: Storages) -> list[Unit]:
-    """Nodes and regions, each once, after all that they depend on.
-
-    Raises:
-        ChunkError: a region depends on what depends on it (G17).
-    """
+    """Nodes and regions, each once, after all that they depend on; refuses a region that depends on itself (G17)."""
     places: dict[Unit, int] = {}
     for place, node in enumerate(nodes):
         places.setdefault(region_of.get(node, node), place)

@@ -62,11 +62,7 @@ class Twins:
         return node in self.dims
 
     def dim(self, node: fx.Node) -> int | None:
-        """The dimension along which the full tensor is the chunks' tensors one behind the other; None without one.
-
-        Raises:
-            ChunkError: several dimensions differ, or the extents are not N to 1.
-        """
+        """The dimension along which the full tensor is the chunks' tensors one behind the other; None without one."""
         if not self.carries(node):
             return None
         (dim, *others), part = self.dims[node], self.part_of[node].meta["val"]
@@ -93,11 +89,7 @@ def constant(gm: fx.GraphModule, node: fx.Node) -> Any:
 
 
 def aligned(full: fx.GraphModule, part: fx.GraphModule) -> Iterator[tuple[fx.Node, fx.Node]]:
-    """Nodes of the two graphs in pairs.
-
-    Raises:
-        ChunkError: a pair differs in its operator, or in whose results it reads (G18).
-    """
+    """Nodes of the two graphs in pairs; refuses a pair of other operators, or that reads others (G18)."""
     known: dict[fx.Node | None, fx.Node | None] = {}
     for node, twin in itertools.zip_longest(full.graph.nodes, part.graph.nodes):
         same = node is not None and twin is not None and node.op == twin.op
@@ -183,11 +175,7 @@ def concretize_chunk_symbolic_shapes_pass(
 def symbolic_twins(
     gm: fx.GraphModule, example_inputs: Sequence[Any] | None, config: ChunkConfig
 ) -> tuple[fx.GraphModule, fx.GraphModule] | None:
-    """The graph at its extents, and with the chunk dimension's divided by N; None if its inputs have no symbols.
-
-    Raises:
-        ChunkError: which symbol the chunk dimension is cannot be told, or N does not divide its extent (G9).
-    """
+    """The graph at its extents, and with the chunk dimension's divided by N; None if its inputs have no symbols."""
     extents = input_extents(gm, example_inputs)
     if not extents:
         return None
@@ -207,11 +195,7 @@ def symbolic_twins(
 
 
 def input_extents(gm: fx.GraphModule, example_inputs: Sequence[Any] | None) -> Extents:
-    """A number for every symbol that is an extent of an input: the example's, else that of the trace.
-
-    Raises:
-        ChunkError: neither is known.
-    """
+    """A number for every symbol that is an extent of an input: the example's, else that of the trace."""
     named: Mapping[str, tuple[torch.SymInt, int]] = gm.graph.output_node().meta.get(DYNAMIC_DIMS, {})
     traced = {expression_of(symbol): extent for symbol, extent in named.values()}
     extents: Extents = {}
@@ -232,11 +216,7 @@ def input_extents(gm: fx.GraphModule, example_inputs: Sequence[Any] | None) -> E
 
 
 def at_extents(gm: fx.GraphModule, extents: Extents) -> fx.GraphModule:
-    """A new graph with numbers for symbols.
-
-    Raises:
-        ChunkError: a guard is false for these numbers (H2), or a symbol is left (H1).
-    """
+    """A new graph with numbers for symbols; refuses numbers that make a guard false (H2)."""
     numbers = ", ".join(f"{symbol} = {number}" for symbol, number in extents.items())
     for message in failed_guards(gm, extents):
         raise ChunkError(

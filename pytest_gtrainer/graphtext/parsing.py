@@ -36,6 +36,7 @@ from pytest_gtrainer.graphtext.operators import (
     operator_named,
 )
 from pytest_gtrainer.graphtext.rendering import render
+from pytest_gtrainer.graphtext.scopes import write_tags
 from pytest_gtrainer.graphtext.sections import Layer, Line, SectionKey
 from pytest_gtrainer.graphtext.syntax import (
     COMPUTED_SPACES,
@@ -53,7 +54,6 @@ from pytest_gtrainer.graphtext.syntax import (
     shown,
     static_path,
 )
-from pytest_gtrainer.graphtext.tags import write_tags
 
 _KIND_OF_SPACE = {"P": "parameter", "B": "buffer", "I": "input"}
 _MOST_RANKS = 1 << 20

@@ -28,7 +28,7 @@ from pytest_gtrainer.graphtext import schedule_view
 from pytest_gtrainer.graphtext.folding import INDENT, fold, unfold
 from pytest_gtrainer.graphtext.literals import spell_dtype
 from pytest_gtrainer.graphtext.operators import groups_of, groups_of_ranks, operator_of, word
-from pytest_gtrainer.graphtext.scopes import Scopes, is_computed, is_item, names_of, scopes_of
+from pytest_gtrainer.graphtext.scopes import Scopes, is_computed, is_item, names_of, scopes_of, tags_of
 from pytest_gtrainer.graphtext.sections import (
     GraphLine,
     Layer,
@@ -41,7 +41,6 @@ from pytest_gtrainer.graphtext.sections import (
     stretches,
 )
 from pytest_gtrainer.graphtext.spelling import Backed, Speller
-from pytest_gtrainer.graphtext.tags import tags_of
 
 VIEWS = ("full", "schedule", "layout")
 NOTHING = "payloads = []"

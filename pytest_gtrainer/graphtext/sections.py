@@ -127,14 +127,8 @@ def common_parent(fqns: list[str]) -> str:
     >>> common_parent(["layers.3.attention.wq", "layers.3.attention.wo"]), common_parent(["a", "b"])
     ('layers.3.attention', '')
     """
-    if len(fqns) == 1:
-        return fqns[0]
-    shared = []
-    for parts in zip(*(fqn.split(".") for fqn in fqns)):  # noqa: B905 - the shortest path ends it
-        if len(set(parts)) > 1:
-            break
-        shared.append(parts[0])
-    return ".".join(shared)
+    levels = zip(*(fqn.split(".") for fqn in fqns))  # noqa: B905 - the shortest path ends it
+    return ".".join(names[0] for names in itertools.takewhile(lambda names: len(set(names)) == 1, levels))
 
 
 _REACH = 4

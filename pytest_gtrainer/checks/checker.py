@@ -88,15 +88,11 @@ def assert_graph(
         CheckError: a check cannot be read, cannot match or cannot fail, or there is none.
     """
     __tracebackhide__ = True
-    file = _place(with_line=False)
-    run_checks(Subject(gm, before=before, mesh=mesh), list(checks_in(checks, file)))
-
-
-def checks_in(text: str, file: str) -> Iterable[Check]:
-    """The checks of a text, a line each."""
-    for number, line in enumerate(text.splitlines(), start=1):
+    file, found = _place().rpartition(":")[0], list[Check]()
+    for number, line in enumerate(checks.splitlines(), start=1):
         if line.strip() and not line.lstrip().startswith("#"):
-            yield parse_check(line, f"{file}, line {number} of the checks")
+            found.append(parse_check(line, f"{file}, line {number} of the checks"))
+    run_checks(Subject(gm, before=before, mesh=mesh), found)
 
 
 class GraphChecker:
@@ -200,14 +196,14 @@ def _as_text(kind: str, node: str, conditions: Conditions, number: int | None) -
     return ", ".join([told.strip(), *(f"{name}={value!r}" for name, value in conditions.items())])
 
 
-def _place(*, with_line: bool = True) -> str:
+def _place() -> str:
     """File and line of the code that called this package, relative to where one stands if below."""
     frame = sys._getframe(1)
     while frame.f_back is not None and os.path.dirname(frame.f_code.co_filename) == _HERE:
         frame = frame.f_back
     path = os.path.relpath(frame.f_code.co_filename)
     file = frame.f_code.co_filename if path.startswith("..") else path
-    return f"{file}:{frame.f_lineno}" if with_line else file
+    return f"{file}:{frame.f_lineno}"
 
 
 def run_checks(subject: Subject, checks: Iterable[Check]) -> None:

@@ -12,6 +12,7 @@ and unpacks in another is found by bits.
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -130,8 +131,11 @@ def bucket_layout(gm: fx.GraphModule) -> BucketLayout:
 
 
 def _gather_payload(launch: fx.Node, positions: dict[fx.Node, int]) -> Payload | None:
+    packed = launch.all_input_nodes[0]
+    # DTensor concatenates too, to pad a single tensor: a bucket's carries the bucket's mark
+    is_bucket = packed.target is torch.ops.aten.cat.default and "fsdp_bucket" in packed.meta
     found = []
-    for part in _parts(launch.all_input_nodes[0]):
+    for part in packed.all_input_nodes if is_bucket else [packed]:
         source = part  # up a chain of single-input nodes to the one graph input above it
         while source.op != "placeholder":
             if len(source.all_input_nodes) != 1 or is_wait(source):
@@ -160,16 +164,6 @@ def _module_of(launch: fx.Node) -> str:
     """Where a collective belongs: its bucket's first module, else the module it was traced in."""
     bucket = launch.meta.get("fsdp_bucket")
     return bucket["plan_fqns"][0] if bucket else node_fqn(launch)
-
-
-def _parts(payload: fx.Node) -> list[fx.Node]:
-    """The nodes a bucket's payload is concatenated from; itself if it is one parameter's.
-
-    DTensor concatenates too, to pad a single tensor: a bucket's carries the bucket's mark.
-    """
-    if payload.target is torch.ops.aten.cat.default and "fsdp_bucket" in payload.meta:
-        return payload.all_input_nodes
-    return [payload]
 
 
 def _scatter_payloads(launch: fx.Node, positions: dict[fx.Node, int]) -> Iterable[Payload]:
@@ -201,11 +195,8 @@ def _scatter_payloads(launch: fx.Node, positions: dict[fx.Node, int]) -> Iterabl
 
 def _slots(parts: list[tuple[str, int]]) -> tuple[Slot, ...]:
     """Parameters and their bytes, one behind the other."""
-    slots, offset = [], 0
-    for parameter, nbytes in parts:
-        slots.append(Slot(parameter, offset, nbytes))
-        offset += nbytes
-    return tuple(slots)
+    offsets = itertools.accumulate((nbytes for _, nbytes in parts), initial=0)
+    return tuple(Slot(parameter, offset, nbytes) for (parameter, nbytes), offset in zip(parts, offsets, strict=False))
 
 
 def assert_same_layout(actual: BucketLayout, expected: BucketLayout, *, actual_is: str = "graph") -> None:

@@ -7,6 +7,7 @@ reader and never compared, apart from the format version.
 from __future__ import annotations
 
 import difflib
+import itertools
 import re
 from collections.abc import Iterable, Mapping
 
@@ -67,9 +68,7 @@ def read(text: str) -> dict[str, str]:
     {'torch': '2.13.0'}
     """
     fields = {}
-    for line in text.splitlines():
-        if not line.startswith("#"):
-            break
+    for line in itertools.takewhile(_is_comment, text.splitlines()):
         name, colon, value = line[1:].partition(":")
         if colon:
             fields[name.strip()] = value.strip()
@@ -78,8 +77,8 @@ def read(text: str) -> dict[str, str]:
 
 def body(text: str) -> str:
     """The text without its header."""
-    lines = text.splitlines(keepends=True)
-    start = 0
-    while start < len(lines) and lines[start].startswith("#"):
-        start += 1
-    return "".join(lines[start:])
+    return "".join(itertools.dropwhile(_is_comment, text.splitlines(keepends=True)))
+
+
+def _is_comment(line: str) -> bool:
+    return line.startswith("#")

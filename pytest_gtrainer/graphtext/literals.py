@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from pytest_gtrainer._torch.values import FakeTensor, HigherOrderOperator, OpOverload, pytree
-from pytest_gtrainer.graphtext.operators import operator_text
+from pytest_gtrainer._torch.operators import HigherOrderOperator, OpOverload
+from pytest_gtrainer._torch.values import FakeTensor, pytree
+from pytest_gtrainer.graphtext.operators import function_of
 
 DTYPES: dict[torch.dtype, str] = {
     torch.float64: "f64", torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16",
@@ -71,7 +72,7 @@ def spell_literal(value: Any) -> str | None:
     spell = SPELLINGS.get(type(value))
     if spell is not None:
         return spell(value)
-    return operator_text(value) if isinstance(value, OpOverload | HigherOrderOperator) else None
+    return function_of(value).text if isinstance(value, OpOverload | HigherOrderOperator) else None
 
 
 def tensor_content(value: torch.Tensor) -> str:

@@ -13,7 +13,7 @@ import functools
 import keyword
 import math
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,7 +34,7 @@ from pytest_gtrainer._torch.values import HigherOrderOperator, OpOverload
 from pytest_gtrainer.graphtext.header import nearest
 from pytest_gtrainer.graphtext.sections import spell
 
-COLLECTIVE_NAMESPACES = frozenset({"_c10d_functional", "_c10d_functional_autograd", "bucketing", "symm_mem"})
+_FLOATING = frozenset({"_c10d_functional", "_c10d_functional_autograd", "bucketing", "symm_mem"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,13 +45,14 @@ class Operator:
         text: its full spelling.
         short: what its values are named after.
         group_arguments: positions and names of arguments that are process group names.
-        is_collective: whether it communicates, or packs and unpacks what is communicated.
+        floats: whether it communicates, or packs and unpacks what is communicated, so that the schedule puts its
+            lines among those of other layers.
     """
 
     text: str
     short: str
     group_arguments: frozenset[int | str] = frozenset()
-    is_collective: bool = False
+    floats: bool = False
 
 
 def operator_of(node: fx.Node) -> Operator:
@@ -61,11 +62,6 @@ def operator_of(node: fx.Node) -> Operator:
     path = str(node.target)
     text = f"module.{spell(path)}" if node.op == "call_module" else f"method.{path}"
     return Operator(text, word(path.rpartition(".")[2]))
-
-
-def operator_text(target: Callable[..., Any]) -> str:
-    """The full spelling of an operator that is the argument of another."""
-    return function_of(target).text
 
 
 _KNOWN: dict[int, tuple[Callable[..., Any], Operator]] = {}
@@ -92,7 +88,7 @@ def _described(target: Callable[..., Any]) -> Operator:
             ".".join(word(part) for part in parts if part),
             schema.name,
             frozenset([*places, "group_name"] if places else ()),
-            is_collective=schema.namespace in COLLECTIVE_NAMESPACES,
+            floats=schema.namespace in _FLOATING,
         )
     if isinstance(target, HigherOrderOperator):
         return Operator(f"hop.{word(target.name())}", target.name())
@@ -174,8 +170,15 @@ def operator_named(spelled: str, allow: Iterable[str] = ()) -> Callable[..., Any
         if rest not in HIGHER_ORDER:
             raise UnknownOperator(f"hop.{rest} may run code that the graph does not show: no text may call it")
         return known[rest]
-    if not rest or space not in NAMESPACES.union(allow):
-        raise UnknownOperator(_no_namespace(name, space, rest))
+    if not rest:
+        raise UnknownOperator(
+            f"`{name}` is no operator: expected one like `aten.add.Tensor`, `operator.add` or `hop.cond`"
+        )
+    if space in ("operator", "math", "torch", "builtins"):
+        raise UnknownOperator(f"`{name}` is not one of the functions that a text may call{nearest(name, FUNCTIONS)}")
+    if space not in NAMESPACES.union(allow):
+        advice = f"if its operators are safe to run, give allow=[{space!r}]"
+        raise UnknownOperator(f"the namespace of `{name}` is not allowed{nearest(space, NAMESPACES)}: {advice}")
     packet, _, overload = rest.partition(".")
     if f"{space}.{packet}" in FORBIDDEN:
         raise UnknownOperator(f"{space}.{packet} touches files: no text may call it")
@@ -196,15 +199,6 @@ def is_method(name: str) -> bool:
     """Whether a text may call the method ``name`` of a tensor: those that are operators."""
     known = operator_names()
     return name in _METHODS or any(found == f"aten::{name}" or found.startswith(f"aten::{name}.") for found in known)
-
-
-def _no_namespace(name: str, space: str, rest: str) -> str:
-    if not rest:
-        return f"`{name}` is no operator: expected one like `aten.add.Tensor`, `operator.add` or `hop.cond`"
-    if space in ("operator", "math", "torch", "builtins"):
-        return f"`{name}` is not one of the functions that a text may call{nearest(name, FUNCTIONS)}"
-    near = nearest(space, NAMESPACES)
-    return f"the namespace of `{name}` is not allowed{near}: if its operators are safe to run, give allow=[{space!r}]"
 
 
 def _alternatives(space: str, packet: str) -> str:
@@ -271,12 +265,15 @@ def groups_of(
     told: Mapping[str, tuple[int, ...] | None] = gm.meta.get("gt_groups", {})  # what the text said that it came from
     groups: dict[str, Group] = {}
     taken: set[str] = set()
-    nodes = gm.graph.nodes if collectives is None else collectives
-    for name in (name for node in nodes if node.op == "call_function" for name in _group_names(node)):
-        if name not in groups:
-            found = resolve_group(name)
-            role = word(name) if found is None and name in told else _role(found, mesh)
-            groups[name] = Group(_unused(role, taken), found.ranks if found else told.get(name))
+    for node in gm.graph.nodes if collectives is None else collectives:
+        if node.op != "call_function" or not (places := function_of(node.target).group_arguments):
+            continue
+        arguments = {**dict(enumerate(node.args)), **node.kwargs}
+        for name in [arguments.get(place) for place in places]:
+            if isinstance(name, str) and name not in groups:
+                found = resolve_group(name)
+                role = word(name) if found is None and name in told else _role(found, mesh)
+                groups[name] = Group(_unused(role, taken), found.ranks if found else told.get(name))
     return groups
 
 
@@ -318,20 +315,6 @@ def groups_of_ranks(
 
 def _is_of_mesh(group: ResolvedGroup) -> bool:
     return group.description.startswith(_MESH) and group.description != "mesh_default"
-
-
-def _group_names(node: fx.Node) -> Iterator[str]:
-    for place in operator_of(node).group_arguments:
-        value = _argument(node, place)
-        if isinstance(value, str):
-            yield value
-
-
-def _argument(node: fx.Node, place: int | str) -> object:
-    """The argument of a node at a position or under a name; None if it has none there."""
-    if isinstance(place, str):
-        return node.kwargs.get(place)
-    return node.args[place] if place < len(node.args) else None
 
 
 def _role(found: ResolvedGroup | None, mesh: Mapping[str, int]) -> str:

@@ -30,12 +30,13 @@ from pytest_gtrainer.graphtext.literals import constants as constants_of
 from pytest_gtrainer.graphtext.operands import Operands, Sizes, may_be_symbolic
 from pytest_gtrainer.graphtext.operators import (
     UnknownOperator,
+    function_of,
     is_method,
     names_of_groups,
     operator_named,
-    operator_text,
 )
 from pytest_gtrainer.graphtext.rendering import render
+from pytest_gtrainer.graphtext.scopes import write_tags
 from pytest_gtrainer.graphtext.sections import Layer, Line, SectionKey
 from pytest_gtrainer.graphtext.syntax import (
     COMPUTED_SPACES,
@@ -53,7 +54,6 @@ from pytest_gtrainer.graphtext.syntax import (
     shown,
     static_path,
 )
-from pytest_gtrainer.graphtext.tags import write_tags
 
 _KIND_OF_SPACE = {"P": "parameter", "B": "buffer", "I": "input"}
 _MOST_RANKS = 1 << 20
@@ -440,7 +440,7 @@ def _namespaces(gm: fx.GraphModule) -> set[str] | None:
     namespaces = {target.namespace for target in targets if isinstance(target, OpOverload)}
     methods = {str(node.target) for node in calls if node.op == "call_method"}
     try:
-        are_known = all(operator_named(operator_text(target), namespaces) is target for target in targets)
+        are_known = all(operator_named(function_of(target).text, namespaces) is target for target in targets)
     except UnknownOperator:
         return None
     return namespaces if are_known and all(map(is_method, methods)) else None

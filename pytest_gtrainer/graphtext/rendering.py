@@ -13,6 +13,7 @@ from __future__ import annotations
 import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -26,13 +27,12 @@ from pytest_gtrainer.graphtext import header as headers
 from pytest_gtrainer.graphtext import schedule_view
 from pytest_gtrainer.graphtext.folding import INDENT, fold, unfold
 from pytest_gtrainer.graphtext.literals import spell_dtype
-from pytest_gtrainer.graphtext.operators import Operator, groups_of, groups_of_ranks, operator_of, word
-from pytest_gtrainer.graphtext.scopes import Scopes, is_computed, is_item, names_of, scopes_of
+from pytest_gtrainer.graphtext.operators import groups_of, groups_of_ranks, operator_of, word
+from pytest_gtrainer.graphtext.scopes import Scopes, is_computed, is_item, names_of, scopes_of, tags_of
 from pytest_gtrainer.graphtext.sections import (
     GraphLine,
     Layer,
     Line,
-    Scope,
     Section,
     SectionKey,
     section_keys,
@@ -41,7 +41,6 @@ from pytest_gtrainer.graphtext.sections import (
     stretches,
 )
 from pytest_gtrainer.graphtext.spelling import Backed, Speller
-from pytest_gtrainer.graphtext.tags import tags_of
 
 VIEWS = ("full", "schedule", "layout")
 NOTHING = "payloads = []"
@@ -156,7 +155,7 @@ def _bodies(gm: fx.GraphModule, mesh: Mapping[str, int], backed: Backed) -> tupl
     They are told as they are used, since where the nodes that hold them stand says nothing.
     """
     holders = gm.graph.find_nodes(op="get_attr")
-    held = {node: body for node in holders if isinstance(body := _attribute(gm, str(node.target)), fx.GraphModule)}
+    held = {node: body for node in holders if isinstance(body := attrgetter(str(node.target))(gm), fx.GraphModule)}
     names: dict[str, str] = {}
     by_content: dict[str, str] = {}
     for user in gm.graph.nodes if held else ():
@@ -170,12 +169,6 @@ def _bodies(gm: fx.GraphModule, mesh: Mapping[str, int], backed: Backed) -> tupl
             names[str(operand.target)] = by_content.setdefault(content, word(f"{short}_graph_{len(by_content)}"))
     text = [line for content, name in by_content.items() for line in [f"def {name}():", *content.splitlines()]]
     return names, text
-
-
-def _attribute(gm: Any, target: str) -> Any:
-    for part in target.split("."):
-        gm = getattr(gm, part, None)
-    return gm
 
 
 def _input_sections(scopes: Scopes, speller: Speller) -> Iterable[Section]:
@@ -192,39 +185,27 @@ def _input_sections(scopes: Scopes, speller: Speller) -> Iterable[Section]:
 def _schedule_sections(scopes: Scopes, names: Sequence[str], speller: Speller) -> Iterable[Section]:
     """One line a computed value, in the order of the schedule; ``names`` begin with theirs."""
     every = zip(scopes.operators, scopes.owners, strict=True)
-    floating = [operator.is_collective or scope.floats for operator, scope in every]
+    floating = [operator.floats or scope.floats for operator, scope in every]
     columns = (scopes.computed, names, scopes.values, scopes.operators, scopes.owners)
-    lines = _Lines(scopes, speller)
+    types, spell_call = speller.types, speller.call
+    known: defaultdict[str, dict[str, Line]] = defaultdict(dict)  # layers repeat lines, by the thousand
     for key, here in stretches(section_keys([scope.key for scope in scopes.owners], floating)):
         speller.enter_section(key)
-        yield Section(key, tuple(lines.of(zip(*[column[here] for column in columns], strict=True))))
-
-
-class _Lines:
-    """Makes the lines of computed values. Equal lines are one object: layers repeat them, by the thousand."""
-
-    def __init__(self, scopes: Scopes, speller: Speller) -> None:
-        self._tagged, self._unowned, self._speller = scopes.tagged, scopes.unowned, speller
-        self._known: defaultdict[str, dict[str, Line]] = defaultdict(dict)
-
-    def of(self, computed: Iterable[tuple[fx.Node, str, Any, Operator, Scope]]) -> list[Line]:
-        """The lines of neighbours in the section that the speller has entered."""
-        types, spell_call = self._speller.types, self._speller.call
         lines: list[Line] = []
         entered = None
-        for node, name, value, operator, scope in computed:
+        for node, name, value, operator, scope in zip(*[column[here] for column in columns], strict=True):
             if scope is not entered:
-                entered, heading = scope, self._speller.enter_scope(scope)
-                known = self._known[heading]
+                entered, heading = scope, speller.enter_scope(scope)
+                below = known[heading]
             kind = types[type(value)](value)
-            if node in self._tagged:
-                kind = " | ".join([kind, *tags_of(node, node in self._unowned, self._speller.module)])
+            if node in scopes.tagged:
+                kind = " | ".join([kind, *tags_of(node, node in scopes.unowned, speller.module)])
             text = f"{name}: {kind} = {spell_call(node, operator)}"
-            line = known.get(text)
+            line = below.get(text)
             if line is None:
-                line = known[text] = Line(heading, text)
+                line = below[text] = Line(heading, text)
             lines.append(line)
-        return lines
+        yield Section(key, tuple(lines))
 
 
 def _output_sections(output: fx.Node, scopes: Scopes, speller: Speller) -> Iterable[Section]:

@@ -268,7 +268,7 @@ class _Schedule:
     def _floats(self, node: fx.Node) -> bool:
         """Whether a node may stand in the section of another layer."""
         scope = self._scopes[node]
-        return scope.is_bucket or scope.is_nowhere or operator_of(node).is_collective or is_launch(node)
+        return scope.is_bucket or scope.is_nowhere or operator_of(node).floats or is_launch(node)
 
     def _lines(self, nodes: Sequence[fx.Node]) -> Iterable[Line]:
         for _, members in itertools.groupby(nodes, self._stretch):

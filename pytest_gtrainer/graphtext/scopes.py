@@ -1,30 +1,54 @@
-"""To which module or bucket, and to which space, each value of a graph belongs, and its name there.
+"""What the metadata of a node says in a text, both ways: its module or bucket, its space, its name there, and its tags.
 
-The tracer says it in the metadata that ``conventions`` names, in ``meta["fsdp_bucket"]`` and,
+The tracer says it in the metadata that ``graph.nodes`` names, in ``meta["fsdp_bucket"]`` and,
 for placeholders, ``meta["gt_input"]``. Where the module is not said (a gradient that autograd
 accumulates belongs to no module), it follows from the operands; such nodes are *unowned*.
+
+*Tags* stand beside the type, ``f32[2] | must_save | custom(stage=1)``:
+
+- a policy of activation checkpointing, from ``meta["recompute"]``;
+- ``unowned``: no module is said, the heading's follows from the operands;
+- ``at(path)``: the module of a node in a bucket, where it has one (a bucket of one member keeps its own);
+- ``chunk(path, 0)``: the part that chunk 0 of the chunked module has, or ``chunk(path, split_boundary)``, what
+  stands at its boundary; with ``, eager`` where eager code made the chunks;
+- ``mismarked``: a node in a bucket of one direction that carries the mark of the other;
+- ``custom(...)``: annotations of the user's own, from ``meta["custom"]``.
 """
 
 from __future__ import annotations
 
+import ast
 import keyword
 import operator
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from torch import fx
 
+from pytest_gtrainer._torch.graph_text import POLICIES
+from pytest_gtrainer.graph import chunks
 from pytest_gtrainer.graph.nodes import BACKWARD, FORWARD, direction, node_fqn
+from pytest_gtrainer.graphtext.header import nearest
 from pytest_gtrainer.graphtext.operators import Operator, function_of, operator_of
-from pytest_gtrainer.graphtext.sections import NOWHERE, RESERVED, Scope, common_parent, scope_of, split_layer
-from pytest_gtrainer.graphtext.tags import OWN_KEY, has_tags
+from pytest_gtrainer.graphtext.sections import (
+    NOWHERE,
+    RESERVED,
+    Scope,
+    common_parent,
+    is_word,
+    scope_of,
+    split_layer,
+)
+from pytest_gtrainer.graphtext.syntax import AT, CHUNK, LinePlace, chain, path_at, refuse, shown
 
+UNOWNED, MISMARKED = "unowned", "mismarked"
+TAGS = (UNOWNED, AT, MISMARKED, CHUNK, "custom", *POLICIES)
+OWN_KEY = "module_fqn"
+_PLAIN = (bool, int, float, str, type(None))
 _SPACE_OF_KIND = {"parameter": "P", "buffer": "B", "input": "I"}
 _CALLS = ("call_function", "call_module", "call_method")
-
-
 _OF_MODULE: dict[str, dict[str, Scope]] = {FORWARD: {}, BACKWARD: {}}
 """Of single modules: what most values belong to is found by one look-up of a text."""
 
@@ -127,9 +151,10 @@ def _scope_told(meta: Mapping[str, Any]) -> Scope | None:
 
 def _scope(node: fx.Node, found: Scopes) -> Scope:
     meta, fqn, space = node.meta, node_fqn(node), direction(node)
-    if has_tags(meta, fqn, space):
+    custom, bucket = meta.get("custom"), meta.get("fsdp_bucket")
+    is_annotated = custom is not None and (len(custom) > 1 or OWN_KEY not in custom)
+    if is_annotated or "recompute" in meta or (bucket and (fqn or space != bucket["direction"])):
         found.tagged.add(node)
-    bucket = meta.get("fsdp_bucket")
     if bucket:
         return scope_of(tuple(bucket["plan_fqns"]), bucket["direction"], is_bucket=True)
     if not fqn and (fqn := _inferred(node, found.of)):
@@ -159,36 +184,134 @@ WORDS = RESERVED | {"i", "inf", "nan", "const", "device"} | frozenset(keyword.kw
 """Names that mean something else where a value could stand."""
 
 
-class Namer:
-    """Hands out names, each once in its scope.
-
-    >>> from pytest_gtrainer.graphtext.scopes import scope_of
-    >>> namer, scope = Namer(), scope_of(("norm",), "fwd")
-    >>> [namer.name(scope, short) for short in ("mul", "add", "mul", "is")]
-    ['mul', 'add', 'mul_1', 'is_']
-    """
-
-    def __init__(self, taken: Iterable[str] = ()) -> None:
-        self._words = WORDS | frozenset(taken)
-        self._uses: defaultdict[Scope, dict[str, int]] = defaultdict(dict)
-
-    def name(self, scope: Scope, short: str) -> str:
-        uses = self._uses[scope]
-        name = base = f"{short}_" if short in self._words else short
-        while name in uses:  # also where an operator is itself called `view_1`
-            uses[base] += 1
-            name = f"{base}_{uses[base] - 1}"
-        uses[name] = 1
-        return name
-
-
 def names_of(scopes: Scopes, taken: Iterable[str]) -> dict[fx.Node, tuple[Scope, str]]:
-    """The scope and the name in it of every computed value, in the order of the schedule; then ``topk[1]`` of items."""
-    name = Namer(taken).name
-    named = zip(scopes.computed, scopes.owners, scopes.operators, strict=True)
-    names = {node: (scope, name(scope, operator.short)) for node, scope, operator in named}
+    """The scope and the name in it of every computed value, in the order of the schedule; then ``topk[1]`` of items.
+
+    Each name is given once in its scope: ``mul``, ``add``, ``mul_1``, and ``is_`` as ``is`` is taken.
+    """
+    words = WORDS | frozenset(taken)
+    uses: defaultdict[Scope, dict[str, int]] = defaultdict(dict)
+    names: dict[fx.Node, tuple[Scope, str]] = {}
+    for node, scope, called in zip(scopes.computed, scopes.owners, scopes.operators, strict=True):
+        here, short = uses[scope], called.short
+        name = base = f"{short}_" if short in words else short
+        while name in here:  # also where an operator is itself called `view_1`
+            here[base] += 1
+            name = f"{base}_{here[base] - 1}"
+        here[name] = 1
+        names[node] = scope, name
     for item in scopes.items:
         source, place = item.args
         if (known := names.get(source)) is not None:
             names[item] = (known[0], f"{known[1]}[{place}]")
     return names
+
+
+# -- tags
+
+
+def tags_of(node: fx.Node, unowned: bool, spell: Callable[[str], str]) -> list[str]:
+    """The tags of a computed node, in a fixed order; ``spell`` spells a module path as seen from the line."""
+    meta = node.meta
+    tags = [UNOWNED] if unowned else []
+    bucket = meta.get("fsdp_bucket")
+    if bucket:
+        tags += [f"{AT}({spell(fqn)})"] if (fqn := node_fqn(node)) else []
+        tags += [MISMARKED] if direction(node) != bucket["direction"] else []
+    policy = meta.get("recompute")
+    if policy is not None:
+        tags.append(getattr(policy, "name", str(policy)).lower())
+    custom = meta.get("custom")
+    if custom and (len(custom) > 1 or OWN_KEY not in custom):
+        region = chunks.told_by(custom)
+        if region is not None:
+            tags.append(f"{CHUNK}({', '.join([spell(region.fqn), *region.words()])})")
+            custom = {key: value for key, value in custom.items() if key not in chunks.KEYS}
+        tags += _annotations(custom)
+    return tags
+
+
+def _annotations(custom: dict[Any, Any]) -> list[str]:
+    """Annotations that a text can hold; other values are left out."""
+    told = {key: custom[key] for key in custom if key != OWN_KEY and type(key) in _PLAIN and _is_literal(custom[key])}
+    words = sorted(key for key in told if isinstance(key, str) and is_word(key))
+    spelled = [f"{key}={told[key]!r}" for key in words]
+    odd = {key: value for key, value in sorted(told.items(), key=str) if key not in words}
+    spelled += [f"**{odd!r}"] if odd else []
+    return [f"custom({', '.join(spelled)})"] if spelled else []
+
+
+def _is_literal(value: Any) -> bool:
+    if type(value) in (list, tuple):
+        return all(_is_literal(item) for item in value)
+    return type(value) in _PLAIN
+
+
+def write_tags(meta: dict[str, Any], tags: Sequence[ast.expr], place: LinePlace, *, owned: bool) -> None:
+    """Write what a line's tags and scope say into the metadata of its node.
+
+    Raises:
+        TextError: one of them is no tag.
+    """
+    mismarked, own_fqn = False, ""
+    told: dict[str, Any] = {}
+    custom: dict[str, Any] = {}
+    for node in tags:
+        name, arguments = (node.func, node.args) if isinstance(node, ast.Call) else (node, None)
+        kind = name.id if isinstance(name, ast.Name) else ""
+        if kind == AT and arguments and len(arguments) == 1:
+            own_fqn = path_at(chain(arguments[0]))(place.layer)
+        elif kind == CHUNK and arguments is not None:
+            told = _chunk(node, arguments, place)
+        elif not kind or arguments:
+            raise refuse(node, f"expected a tag like `must_save` or `custom(stage=1)`, found `{shown(node)}`")
+        elif kind == "custom":
+            custom |= _annotations_at(node.keywords if isinstance(node, ast.Call) else [])
+        elif kind == UNOWNED:
+            owned = False
+        elif kind == MISMARKED:
+            mismarked = True
+        elif kind in POLICIES:
+            meta["recompute"] = POLICIES[kind]
+        else:
+            raise refuse(node, f"`{kind}` is no tag{nearest(kind, TAGS)}")
+    scope = place.scope
+    if (scope.space == "bwd") != mismarked:
+        meta["autograd_backward"] = True
+    fqn = scope.owners[0] if owned else ""
+    if scope.is_bucket:
+        meta["fsdp_bucket"] = {"plan_fqns": list(scope.owners), "direction": scope.space}
+        fqn = own_fqn
+    if fqn or custom or told:
+        meta["custom"] = ({OWN_KEY: fqn} if fqn else {}) | told | custom
+
+
+def _chunk(node: ast.expr, arguments: Sequence[ast.expr], place: LinePlace) -> dict[str, Any]:
+    """``chunk(path, 0)``, ``chunk(path, split_boundary, eager)``."""
+    words: list[Any] = []
+    for word in arguments[1:]:
+        words.append(word.id if isinstance(word, ast.Name) else getattr(word, "value", None))
+    boundaries = (chunks.SPLIT_BOUNDARY, chunks.MATERIALIZATION)
+    known = len(words) in (1, 2) and (type(words[0]) is int or words[0] in boundaries)
+    if not known or words[1:] not in ([], [chunks.EAGER]):
+        raise refuse(node, f"expected `chunk(path, 0)` or `chunk(path, split_boundary)`, found `{shown(node)}`")
+    return chunks.told_in_words(path_at(chain(arguments[0]))(place.layer), *words)
+
+
+class _Numbers(ast.NodeTransformer):
+    """The numbers that Python has no literal for."""
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        return ast.copy_location(ast.Constant(float(node.id)), node) if node.id in ("inf", "nan") else node
+
+
+def _annotations_at(keywords: Sequence[ast.keyword]) -> dict[str, Any]:
+    """``custom(stage=1, **{2: 3})``."""
+    values: dict[str, Any] = {}
+    for item in keywords:
+        try:
+            value = ast.literal_eval(_Numbers().visit(item.value))
+        except (ValueError, TypeError):
+            raise refuse(item.value, f"expected a literal, found `{shown(item.value)}`") from None
+        values |= value if item.arg is None and isinstance(value, dict) else {str(item.arg): value}
+    return values

@@ -127,14 +127,8 @@ def common_parent(fqns: list[str]) -> str:
     >>> common_parent(["layers.3.attention.wq", "layers.3.attention.wo"]), common_parent(["a", "b"])
     ('layers.3.attention', '')
     """
-    if len(fqns) == 1:
-        return fqns[0]
-    shared = []
-    for parts in zip(*(fqn.split(".") for fqn in fqns)):  # noqa: B905 - the shortest path ends it
-        if len(set(parts)) > 1:
-            break
-        shared.append(parts[0])
-    return ".".join(shared)
+    levels = zip(*(fqn.split(".") for fqn in fqns))  # noqa: B905 - the shortest path ends it
+    return ".".join(names[0] for names in itertools.takewhile(lambda names: len(set(names)) == 1, levels))
 
 
 _REACH = 4
@@ -286,14 +280,20 @@ def _absorbed(keys: list[SectionKey]) -> list[SectionKey]:
     """
     lengths = [(key, here.stop - here.start) for key, here in stretches(keys)]
     absorbed: list[SectionKey] = []
-    place = 0
-    while place < len(lengths):
-        key, _ = lengths[place]
-        last = place
-        while key.layer is not None and (again := _continuation(lengths, last)) is not None:
-            last = again
-        absorbed += [key] * sum(length for _, length in lengths[place : last + 1])
-        place = last + 1
+    first = 0
+    while first < len(lengths):
+        key, last, between, place = lengths[first][0], first, 0, first + 1
+        while key.layer is not None and place < min(last + 2 + _REACH, len(lengths)):
+            found, length = lengths[place]
+            if found.space != key.space or (found == key and between >= length):
+                break  # the layer goes on only if what lies between is less than what comes then
+            if found == key:
+                last, between = place, 0
+            else:
+                between += length
+            place += 1
+        absorbed += [key] * sum(length for _, length in lengths[first : last + 1])
+        first = last + 1
     return absorbed
 
 
@@ -309,16 +309,3 @@ def stretches(keys: Sequence[SectionKey]) -> Iterable[tuple[SectionKey, slice]]:
         stop = start + len(list(members))
         yield key, slice(start, stop)
         start = stop
-
-
-def _continuation(lengths: Sequence[tuple[SectionKey, int]], place: int) -> int | None:
-    """Where the layer of a stretch goes on, if what lies between is less than what comes then."""
-    key, between = lengths[place][0], 0
-    for later in range(place + 1, min(place + 2 + _REACH, len(lengths))):
-        found, length = lengths[later]
-        if found == key:
-            return later if between < length else None
-        if found.space != key.space:
-            return None
-        between += length
-    return None

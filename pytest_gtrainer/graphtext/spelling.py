@@ -74,7 +74,10 @@ class Symbols:
         known = self._spelled.get((expression, here))
         if known is None:
             free = sorted(expression.free_symbols, key=lambda symbol: (len(symbol.name), symbol.name))
-            renamed = {symbol: _like(symbol, self._name(symbol, value, here)) for symbol in free}
+            renamed = {  # with the assumptions that decide how an expression is printed
+                symbol: sympy.Symbol(self._name(symbol, value, here), integer=symbol.is_integer, real=symbol.is_real)
+                for symbol in free
+            }
             known = self._spelled[expression, here] = str(expression.xreplace(renamed))
         return known
 
@@ -90,11 +93,6 @@ class Symbols:
         if layer is None:
             return name
         return f"{spell_from(f'{layer.container}.{layer.number}', here)}.{name}"
-
-
-def _like(symbol: sympy.Symbol, name: str) -> sympy.Symbol:
-    """Under another name, with the assumptions that decide how an expression is printed."""
-    return sympy.Symbol(name, integer=symbol.is_integer, real=symbol.is_real)
 
 
 _SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
@@ -299,21 +297,20 @@ class Speller:
 
     def _tensor_type(self, value: torch.Tensor) -> str:
         kind = static_type(value)
-        known = self._tensors.get(kind)
-        if known is None:
-            known = self._spell_tensor(value)
-            if kind is not None:
-                self._tensors[kind] = known
-        return known
-
-    def _spell_tensor(self, value: torch.Tensor) -> str:
+        known = None if kind is None else self._tensors.get(kind)
+        if known is not None:
+            return known
         if value.layout is not torch.strided:
             return "_"  # it has no strides, and no fake tensor can be made from a text
         shape, strides = value.shape, value.stride()
         text = f"{spell_dtype(value.dtype)}[{', '.join(map(self.size, shape)) or '()'}]"
         if not is_contiguous([expression(e) for e in shape], [expression(s) for s in strides]):
             text += f"[{', '.join(map(self.size, strides))}]"
-        return text if value.device.type == self._device else f"{text} @ {value.device.type}"
+        if value.device.type != self._device:
+            text += f" @ {value.device.type}"
+        if kind is not None:
+            self._tensors[kind] = text
+        return text
 
 
 def is_contiguous(shape: list[Any], strides: list[Any]) -> bool:

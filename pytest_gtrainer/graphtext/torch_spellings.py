@@ -74,9 +74,8 @@ def spellings_between(made: str | None, running: str | None) -> tuple[Spelling, 
 
 def same_but_for(spellings: Iterable[Spelling], old: Sequence[GraphLine], new: Sequence[GraphLine]) -> bool:
     """Whether two graphs are equal, line by line, in one spelling. Names of values follow from it, and may differ."""
-    if [(section, heading) for section, heading, _ in old] != [(section, heading) for section, heading, _ in new]:
-        return False
-    return _content(dataflow(old), tuple(spellings)) == _content(dataflow(new), tuple(spellings))
+    known = tuple(spellings)
+    return _content(old, known) == _content(new, known)
 
 
 def respelled(
@@ -105,17 +104,12 @@ def _spelling_of(value: Value, graph: Dataflow, spellings: Iterable[Spelling]) -
     return None
 
 
-def _content(graph: Dataflow, spellings: Sequence[Spelling]) -> list[Any]:
+def _content(lines: Sequence[GraphLine], spellings: Sequence[Spelling]) -> list[Any]:
     """All that a graph's text says but the names of its values, in the words of the newer torch."""
-    values = []
+    graph, values = dataflow(lines), []
     for value in graph.values:
         spelling = _spelling_of(value, graph, spellings)
-        operator = spelling.after if spelling is not None else value.operator
-        values.append(value._replace(name="", operator=operator))
-    bodies = [(name, _body(lines, spellings)) for name, lines in graph.bodies.items()]
-    return [values, graph.inputs, graph.results, graph.definitions, graph.others, bodies]
-
-
-def _body(lines: Sequence[GraphLine], spellings: Sequence[Spelling]) -> list[Any]:
+        values.append(value._replace(name="", operator=spelling.after if spelling else value.operator))
     places = [(section, heading) for section, heading, _ in lines]
-    return [places, _content(dataflow(lines), spellings)]
+    bodies = [(name, _content(body, spellings)) for name, body in graph.bodies.items()]
+    return [places, values, graph.inputs, graph.results, graph.definitions, graph.others, bodies]

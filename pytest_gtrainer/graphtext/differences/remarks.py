@@ -60,8 +60,31 @@ class Remark(NamedTuple):
 
 
 def sentences(remarks: Iterable[Remark], limit: int) -> list[str]:
-    """The remarks as at most ``limit`` sentences, the weightiest first."""
-    said = _alike(_layers_together(remarks))
+    """The remarks as at most ``limit`` sentences, the weightiest first.
+
+    One remark stands for all layers of which it is said; of many with one gist, the one that holds of most layers.
+    """
+    numbers: dict[Remark, list[int]] = defaultdict(list)  # -1 for no layer
+    for remark in remarks:
+        layer, _ = split_layer(remark.about)
+        if layer is None:
+            numbers[remark].append(-1)
+        else:
+            text = _relative(remark.text, layer.container, layer.number)
+            numbers[remark._replace(text=text, about=layer.container)].append(layer.number)
+
+    groups: dict[tuple[Weight, str], list[tuple[Remark, int]]] = defaultdict(list)
+    for place, (remark, layers) in enumerate(numbers.items()):
+        groups[remark.weight, remark.gist or f"\0{place}"].append((_spelled(remark, layers), len(layers)))
+    said: list[tuple[Remark, int]] = []
+    for members in groups.values():
+        if len(members) <= _ALIKE:
+            said += members
+            continue
+        first = max(members, key=lambda pair: pair[1])[0]
+        more = f" (and {len(members) - 1} more like this)"
+        said.append((first._replace(text=cut(first.text, WIDTH - len(more)) + more), sum(n for _, n in members)))
+
     said.sort(key=lambda pair: (pair[0].weight, -pair[1]))
     left = len(said) - limit
     shown = [remark.text for remark, _ in said[: limit - 1 if left > 0 else limit]]
@@ -84,19 +107,6 @@ def same_start(old: str, new: str) -> int:
     (4, 2)
     """
     return next((place for place, (a, b) in enumerate(zip(old, new, strict=False)) if a != b), min(len(old), len(new)))
-
-
-def _layers_together(remarks: Iterable[Remark]) -> list[tuple[Remark, int]]:
-    """One remark for all layers of which the same is said, with the number of times it was."""
-    numbers: dict[Remark, list[int]] = defaultdict(list)  # -1 for no layer
-    for remark in remarks:
-        layer, _ = split_layer(remark.about)
-        if layer is None:
-            numbers[remark].append(-1)
-        else:
-            text = _relative(remark.text, layer.container, layer.number)
-            numbers[remark._replace(text=text, about=layer.container)].append(layer.number)
-    return [(_spelled(remark, layers), len(layers)) for remark, layers in numbers.items()]
 
 
 def _relative(text: str, container: str, number: int) -> str:
@@ -140,22 +150,6 @@ def ranges(numbers: Sequence[int]) -> list[str]:
         members = [number for _, number in run]
         spelled += [f"{members[0]}..{members[-1]}"] if len(members) > 2 else map(str, members)
     return spelled
-
-
-def _alike(remarks: Sequence[tuple[Remark, int]]) -> list[tuple[Remark, int]]:
-    """Many remarks with one gist become the one that holds of most layers."""
-    groups: dict[tuple[Weight, str], list[tuple[Remark, int]]] = defaultdict(list)
-    for place, (remark, count) in enumerate(remarks):
-        groups[remark.weight, remark.gist or f"\0{place}"].append((remark, count))
-    said = []
-    for members in groups.values():
-        if len(members) <= _ALIKE:
-            said += members
-            continue
-        first = max(members, key=lambda pair: pair[1])[0]
-        more = f" (and {len(members) - 1} more like this)"
-        said.append((first._replace(text=cut(first.text, WIDTH - len(more)) + more), sum(n for _, n in members)))
-    return said
 
 
 def listed(names: Sequence[str], most: int = 3) -> str:

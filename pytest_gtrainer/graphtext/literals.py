@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from pytest_gtrainer._torch.operators import HigherOrderOperator, OpOverload
-from pytest_gtrainer._torch.values import FakeTensor, pytree
+from pytest_gtrainer._torch.values import FakeTensor, HigherOrderOperator, OpOverload, pytree
 from pytest_gtrainer.graphtext.operators import function_of
 
 DTYPES: dict[torch.dtype, str] = {

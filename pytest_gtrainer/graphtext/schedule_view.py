@@ -20,7 +20,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections import Counter
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -69,44 +69,42 @@ def is_free(node: fx.Node) -> bool:
     return node.op == "call_function" and is_view(node.target)
 
 
-def weight(short: str) -> int:
-    """How early an operator is named among those of a stretch: waits for the device, products, others."""
-    return 0 if short in _SYNCS else 1 if _HEAVY.search(short) else 2
-
-
 def packing(nodes: Sequence[fx.Node], scopes: Mapping[fx.Node, Scope]) -> dict[fx.Node, fx.Node]:
     """The launch or wait that a node is shown as a part of."""
-    return _packed_before_launches(nodes, scopes) | _unpacked_after_waits(nodes, scopes)
+    from_inputs: set[fx.Node] = set()  # nothing but graph inputs has gone into these, and no collective
+    for node in nodes:
+        operands = operands_of(node)
+        known = all(operand in from_inputs or operand.op == "placeholder" for operand in operands)
+        if operands and known and not is_launch(node) and not is_wait(node):
+            from_inputs.add(node)
+
+    def same_bucket(node: fx.Node, event: fx.Node) -> bool:
+        return scopes[node].is_bucket and scopes[node] == scopes[event]
+
+    def is_packed(node: fx.Node, launch: fx.Node) -> bool:
+        return node in from_inputs or same_bucket(node, launch)
+
+    before = _serving(reversed(nodes), is_launch, users_of, is_packed)
+    return before | _serving(nodes, is_wait, operands_of, same_bucket)
 
 
-def _packed_before_launches(nodes: Sequence[fx.Node], scopes: Mapping[fx.Node, Scope]) -> dict[fx.Node, fx.Node]:
-    from_inputs = _computed_from_inputs(nodes)
-    serves: dict[fx.Node, fx.Node] = {}
-    near: set[fx.Node] = set()
-    for node in reversed(nodes):
-        if is_launch(node):
-            near.add(node)
-            continue
-        served = {serves.get(user, user) for user in users_of(node)}
-        launch = served.pop() if len(served) == 1 else None
-        if launch in near and (node in from_inputs or _same_bucket(node, launch, scopes)):
-            serves[node] = launch
-        elif not is_free(node):
-            near.clear()
-    return serves
-
-
-def _unpacked_after_waits(nodes: Iterable[fx.Node], scopes: Mapping[fx.Node, Scope]) -> dict[fx.Node, fx.Node]:
+def _serving(
+    nodes: Iterable[fx.Node],
+    is_event: Callable[[fx.Node], bool],
+    neighbours: Callable[[fx.Node], Iterable[fx.Node]],
+    may_serve: Callable[[fx.Node, fx.Node], bool],
+) -> dict[fx.Node, fx.Node]:
+    """The one event that a node's neighbours are or serve, with nothing but such nodes and free ones between them."""
     serves: dict[fx.Node, fx.Node] = {}
     near: set[fx.Node] = set()
     for node in nodes:
-        if is_wait(node):
+        if is_event(node):
             near.add(node)
             continue
-        served = {serves.get(operand, operand) for operand in operands_of(node)}
-        wait = served.pop() if len(served) == 1 else None
-        if wait in near and _same_bucket(node, wait, scopes):
-            serves[node] = wait
+        served = {serves.get(other, other) for other in neighbours(node)}
+        event = served.pop() if len(served) == 1 else None
+        if event in near and may_serve(node, event):
+            serves[node] = event
         elif not is_free(node):
             near.clear()
     return serves
@@ -121,21 +119,6 @@ def packed_tensors(serves: Mapping[fx.Node, fx.Node]) -> Counter[fx.Node]:
         if serves.get(_source(operand)) is not event
     }
     return Counter(event for _, event in into)
-
-
-def _same_bucket(node: fx.Node, event: fx.Node | None, scopes: Mapping[fx.Node, Scope]) -> bool:
-    return event is not None and scopes[node].is_bucket and scopes[node] == scopes[event]
-
-
-def _computed_from_inputs(nodes: Iterable[fx.Node]) -> set[fx.Node]:
-    """Nodes that nothing but graph inputs has gone into, and no collective."""
-    found: set[fx.Node] = set()
-    for node in nodes:
-        operands = operands_of(node)
-        known = all(operand in found or operand.op == "placeholder" for operand in operands)
-        if operands and known and not is_launch(node) and not is_wait(node):
-            found.add(node)
-    return found
 
 
 def operands_of(node: fx.Node) -> list[fx.Node]:
@@ -153,18 +136,13 @@ def payload_of(launch: fx.Node) -> list[torch.Tensor]:
     """What a collective moves: its result, or its operands where these are known to be larger."""
     sent = [tensor for operand in launch.all_input_nodes for tensor in _tensors(operand.meta.get("val"))]
     received = _tensors(launch.meta.get("val"))
-    sizes = [_known_elements(tensors) for tensors in (sent, received)]
-    return sent if None not in sizes and sizes[0] > sizes[1] else received  # type: ignore[operator]
+    sizes = [sum(tensor.numel() for tensor in tensors) for tensors in (sent, received)]
+    return sent if all(type(size) is int for size in sizes) and sizes[0] > sizes[1] else received
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
     found = value if isinstance(value, list | tuple) else [value]
     return [tensor for tensor in found if isinstance(tensor, torch.Tensor)]
-
-
-def _known_elements(tensors: Iterable[torch.Tensor]) -> int | None:
-    sizes = [tensor.numel() for tensor in tensors]
-    return sum(sizes) if all(type(size) is int for size in sizes) else None
 
 
 def group_of(launch: fx.Node) -> str | None:
@@ -253,26 +231,20 @@ class _Schedule:
         self._speller = Speller(gm, found, self._names, groups, "cpu", {}, backed)
         self._key = SectionKey("fwd", None)
 
-    # -- sections
-
     def sections(self) -> Iterable[Section]:
         """What is shown, in the order of the schedule."""
         shown = [node for node in self._nodes if node not in self._serves and not is_free(node)]
-        own = [SectionKey(self._scopes[node].space, self._scopes[node].layer) for node in shown]
-        keys = section_keys(own, [self._floats(node) for node in shown])
+        scopes = [self._scopes[node] for node in shown]
+        floats = [
+            scope.floats or operator_of(node).is_collective or is_launch(node)
+            for node, scope in zip(shown, scopes, strict=True)
+        ]
+        keys = section_keys([scope.key for scope in scopes], floats)
         for key, members in itertools.groupby(zip(keys, shown, strict=True), lambda pair: pair[0]):
             self._key = key
             self._speller.enter_section(key)
-            yield Section(key, tuple(self._lines([node for _, node in members])))
-
-    def _floats(self, node: fx.Node) -> bool:
-        """Whether a node may stand in the section of another layer."""
-        scope = self._scopes[node]
-        return scope.is_bucket or scope.is_nowhere or operator_of(node).floats or is_launch(node)
-
-    def _lines(self, nodes: Sequence[fx.Node]) -> Iterable[Line]:
-        for _, members in itertools.groupby(nodes, self._stretch):
-            yield Line("", self._line(list(members)))
+            stretches = itertools.groupby([node for _, node in members], self._stretch)
+            yield Section(key, tuple([Line("", self._line(list(nodes))) for _, nodes in stretches]))
 
     def _stretch(self, node: fx.Node) -> Hashable:
         """Equal for neighbours that share a line."""
@@ -282,8 +254,6 @@ class _Schedule:
             return node
         scope = self._scopes[node]
         return scope.space, scope.owners if scope.is_bucket else scope.layer or scope.owners[0].partition(".")[0]
-
-    # -- lines
 
     def _line(self, nodes: Sequence[fx.Node]) -> str:
         first = nodes[0]
@@ -297,26 +267,22 @@ class _Schedule:
         return f"compute({self._module(scopes)}, {', '.join(_kinds(nodes))}, ops={len(nodes)})"
 
     def _launch(self, node: fx.Node) -> Iterable[str]:
+        """Its name, group, payload by dtype (``bf16[256, 64]``; of several tensors all elements), and sums."""
         yield self._reference(node)
         if (group := group_of(node)) is not None:
             yield self._symbols[group]
         payload = payload_of(node)
         for dtype in dict.fromkeys(tensor.dtype for tensor in payload):
-            yield self._payload_type([tensor for tensor in payload if tensor.dtype == dtype])
+            shapes = [tensor.shape for tensor in payload if tensor.dtype == dtype]
+            shape = shapes[0] if len(shapes) == 1 else [sum(shape.numel() for shape in shapes)]
+            yield f"{spell_dtype(dtype)}[{', '.join(map(self._speller.size, shape)) or '()'}]"
         if (reduction := reduction_of(node)) is not None:
             yield f'op="{reduction}"'
         if payload:
-            yield f"bytes={self._number(sum(tensor.numel() * tensor.element_size() for tensor in payload))}"
+            size = sum(tensor.numel() * tensor.element_size() for tensor in payload)
+            yield f"bytes={f'{size:_}' if type(size) is int else self._speller.size(size)}"
         if (tensors := max(len(payload), self._packed[node])) > 1:
             yield f"tensors={tensors}"
-
-    def _payload_type(self, tensors: Sequence[torch.Tensor]) -> str:
-        """``bf16[256, 64]``; of several only how many elements they have."""
-        shape = tensors[0].shape if len(tensors) == 1 else [sum(tensor.numel() for tensor in tensors)]
-        return f"{spell_dtype(tensors[0].dtype)}[{', '.join(map(self._speller.size, shape)) or '()'}]"
-
-    def _number(self, value: int) -> str:
-        return f"{value:_}" if type(value) is int else self._speller.size(value)
 
     def _reference(self, node: fx.Node) -> str:
         """As the full text has it, but for buckets of many modules."""
@@ -344,8 +310,8 @@ class _Schedule:
 
 
 def _kinds(nodes: Sequence[fx.Node]) -> list[str]:
-    """The operators of a stretch with their numbers, those that weigh most first."""
+    """The operators of a stretch with their numbers: waits for the device, then products, then others."""
     counts = Counter(operator_of(node).short for node in nodes)
-    kinds = sorted(counts, key=lambda short: (weight(short), -counts[short]))
+    kinds = sorted(counts, key=lambda short: (short not in _SYNCS, _HEAVY.search(short) is None, -counts[short]))
     told = [f"{word(short)}*{counts[short]}" if counts[short] > 1 else word(short) for short in kinds[:_MOST_KINDS]]
     return told + ["..."] * (len(kinds) > _MOST_KINDS)

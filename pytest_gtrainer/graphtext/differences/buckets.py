@@ -19,7 +19,6 @@ from pytest_gtrainer.graphtext.differences.remarks import (
     REDUCTIONS,
     Remark,
     Weight,
-    collectives_of,
     is_collective,
     kind_of,
     listed,
@@ -57,7 +56,7 @@ class LaunchedBucket:
 
 def buckets_of(graph: Dataflow) -> list[LaunchedBucket]:
     """The buckets of a graph in the order in which it launches them."""
-    launches = {place: kind for place, value in collectives_of(graph) if (kind := kind_of(value)) is not None}
+    launches = {place: kind for place, value in enumerate(graph.values) if (kind := kind_of(value)) is not None}
     returned = _returned(graph, {place for place, kind in launches.items() if kind in REDUCTIONS})
     roots: dict[int, int] = {}
     found = []

@@ -62,8 +62,8 @@ class ValuePairs:
         self.places = [(place, partner) for place, partner in enumerate(self.to_new) if partner is not None]
 
     def _pair_inexactly(self, old: Side, new: Side) -> None:
-        known: dict[Hashable, int] = {}
-        (ours, ours_around), (theirs, theirs_around) = (_rings(side.graph, known) for side in (old, new))
+        numbers = Numbers()
+        (ours, ours_around), (theirs, theirs_around) = (_rings(side.graph, numbers) for side in (old, new))
         self._pair(ours_around, theirs_around)  # the inner ring says the module, too
         kept = [place if partner is not None else None for place, partner in enumerate(self.to_new)]
         self._pair(_with_operands(ours, old.graph, kept), _with_operands(theirs, new.graph, self.to_old))
@@ -98,17 +98,14 @@ class ValuePairs:
         return found
 
 
-def _rings(graph: Dataflow, known: dict[Hashable, int]) -> tuple[list[int], list[int]]:
-    """For one ring and for two the numbers of all values; ``known`` hands out equal numbers to equal keys."""
+def _rings(graph: Dataflow, numbers: Numbers) -> tuple[list[int], list[int]]:
+    """Of all values the number of one ring, and that of two."""
     own: list[int] = []
     for scope, _, operator, kind, arguments, operands, *_ in graph.values:
         literals = tuple([operand for operand in operands if isinstance(operand, str)])
-        own.append(known.setdefault((scope, operator, kind, arguments, literals), len(known)))
-    around = [
-        known.setdefault((number, *[own[source] for source in value.sources]), len(known))
-        for number, value in zip(own, graph.values, strict=True)
-    ]
-    return own, around
+        own.append(numbers.of((scope, operator, kind, arguments, literals)))
+    around = zip(own, graph.values, strict=True)
+    return own, [numbers.of((number, *[own[source] for source in value.sources])) for number, value in around]
 
 
 def _with_operands(rings: Sequence[int], graph: Dataflow, names: Sequence[int | None]) -> list[Hashable]:

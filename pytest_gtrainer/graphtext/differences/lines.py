@@ -170,8 +170,8 @@ def graph_diff(
     """Differences section by section; what is the same in many layers is shown once.
 
     Args:
-        old, new: the records.
-        same: places of records that are equal but for the numbers in names, which are not shown.
+        old, new: the graphs' lines.
+        same: places of lines that are equal but for the numbers in names, which are not shown.
         limit: the most lines.
     """
     keys = list(new)
@@ -181,7 +181,7 @@ def graph_diff(
     shown = _section_diffs(old, new, new if tuple(keys) == tuple(old) else keys)
     first = next(shown, None)
     if first is None:  # the same lines of the same sections, cut otherwise where the schedule comes back
-        return text_diff([str(record) for record in old], [str(record) for record in new], limit)
+        return text_diff([str(line) for line in old], [str(line) for line in new], limit)
     return _bounded(itertools.chain([first], shown), limit)
 
 

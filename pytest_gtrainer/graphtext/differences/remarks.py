@@ -10,10 +10,10 @@ collective is called by its kind and its bucket or module: ``AG layers.4``, ``RS
 
 from __future__ import annotations
 
-import functools
+import itertools
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from enum import IntEnum
 from typing import NamedTuple
 
@@ -60,8 +60,31 @@ class Remark(NamedTuple):
 
 
 def sentences(remarks: Iterable[Remark], limit: int) -> list[str]:
-    """The remarks as at most ``limit`` sentences, the weightiest first."""
-    said = _alike(_layers_together(remarks))
+    """The remarks as at most ``limit`` sentences, the weightiest first.
+
+    One remark stands for all layers of which it is said; of many with one gist, the one that holds of most layers.
+    """
+    numbers: dict[Remark, list[int]] = defaultdict(list)  # -1 for no layer
+    for remark in remarks:
+        layer, _ = split_layer(remark.about)
+        if layer is None:
+            numbers[remark].append(-1)
+        else:
+            text = _relative(remark.text, layer.container, layer.number)
+            numbers[remark._replace(text=text, about=layer.container)].append(layer.number)
+
+    groups: dict[tuple[Weight, str], list[tuple[Remark, int]]] = defaultdict(list)
+    for place, (remark, layers) in enumerate(numbers.items()):
+        groups[remark.weight, remark.gist or f"\0{place}"].append((_spelled(remark, layers), len(layers)))
+    said: list[tuple[Remark, int]] = []
+    for members in groups.values():
+        if len(members) <= _ALIKE:
+            said += members
+            continue
+        first = max(members, key=lambda pair: pair[1])[0]
+        more = f" (and {len(members) - 1} more like this)"
+        said.append((first._replace(text=cut(first.text, WIDTH - len(more)) + more), sum(n for _, n in members)))
+
     said.sort(key=lambda pair: (pair[0].weight, -pair[1]))
     left = len(said) - limit
     shown = [remark.text for remark, _ in said[: limit - 1 if left > 0 else limit]]
@@ -86,22 +109,6 @@ def same_start(old: str, new: str) -> int:
     return next((place for place, (a, b) in enumerate(zip(old, new, strict=False)) if a != b), min(len(old), len(new)))
 
 
-def _layers_together(remarks: Iterable[Remark]) -> list[tuple[Remark, int]]:
-    """One remark for all layers of which the same is said, with the number of times it was."""
-    numbers: dict[Remark, list[int]] = defaultdict(list)
-    counts: dict[Remark, int] = defaultdict(int)
-    for remark in remarks:
-        layer, _ = split_layer(remark.about)
-        if layer is None:
-            counts[remark] += 1
-            continue
-        text = _relative(remark.text, layer.container, layer.number)
-        key = remark._replace(text=text, about=layer.container)
-        numbers[key].append(layer.number)
-        counts[key] += 1
-    return [(_spelled(remark, numbers.get(remark, ())), count) for remark, count in counts.items()]
-
-
 def _relative(text: str, container: str, number: int) -> str:
     """Layers near ``number`` by their distance, ``layers.<+1>``.
 
@@ -113,18 +120,11 @@ def _relative(text: str, container: str, number: int) -> str:
         away = int(found[1]) - number
         return f"{container}.<{away:+d}>" if abs(away) <= NEAR else found[0]
 
-    return _layer_of(container).sub(distance, text)
-
-
-@functools.lru_cache(maxsize=256)
-def _layer_of(container: str) -> re.Pattern[str]:
-    return re.compile(rf"(?<![\w.]){re.escape(container)}\.(\d+)(?!\w)")
+    return re.sub(rf"(?<![\w.]){re.escape(container)}\.(\d+)(?!\w)", distance, text)
 
 
 def _spelled(remark: Remark, numbers: Sequence[int]) -> Remark:
     """A remark with its layers: one by its name, several as ranges."""
-    if not numbers:
-        return remark
     several = sorted(set(numbers))
     spans = ranges(several)
     if len(spans) > _MOST_RANGES:
@@ -145,32 +145,11 @@ def ranges(numbers: Sequence[int]) -> list[str]:
     >>> ranges([0, 1, 2, 5, 7, 8])
     ['0..2', '5', '7', '8']
     """
-    spans: list[list[int]] = []
-    for number in numbers:
-        if spans and number == spans[-1][1] + 1:
-            spans[-1][1] = number
-        else:
-            spans.append([number, number])
-    spelled = []
-    for first, last in spans:
-        spelled += [f"{first}..{last}"] if last - first > 1 else [str(n) for n in range(first, last + 1)]
+    spelled: list[str] = []
+    for _, run in itertools.groupby(enumerate(numbers), lambda pair: pair[1] - pair[0]):
+        members = [number for _, number in run]
+        spelled += [f"{members[0]}..{members[-1]}"] if len(members) > 2 else map(str, members)
     return spelled
-
-
-def _alike(remarks: Sequence[tuple[Remark, int]]) -> list[tuple[Remark, int]]:
-    """Many remarks with one gist become the one that holds of most layers."""
-    groups: dict[tuple[Weight, str], list[tuple[Remark, int]]] = defaultdict(list)
-    for place, (remark, count) in enumerate(remarks):
-        groups[remark.weight, remark.gist or f"\0{place}"].append((remark, count))
-    said = []
-    for members in groups.values():
-        if len(members) <= _ALIKE:
-            said += members
-            continue
-        first = max(members, key=lambda pair: pair[1])[0]
-        more = f" (and {len(members) - 1} more like this)"
-        said.append((first._replace(text=cut(first.text, WIDTH - len(more)) + more), sum(n for _, n in members)))
-    return said
 
 
 def listed(names: Sequence[str], most: int = 3) -> str:
@@ -196,12 +175,11 @@ KINDS = {
 """The usual abbreviations, by what operators' names begin with."""
 
 REDUCTIONS = ("RS", "AR")
-NAMESPACE = "_c10d_functional"
+_NAMESPACE = "_c10d_functional"
 """What operators of collectives begin with."""
 _INPUTS = {"P": "parameter", "B": "buffer", "I": "input", "A": "argument"}
 
 
-@functools.lru_cache(maxsize=1 << 14)
 def module_of(scope: Scope) -> str:
     """The module or bucket in short.
 
@@ -217,7 +195,6 @@ def module_of(scope: Scope) -> str:
     return "+".join(modules)
 
 
-@functools.lru_cache(maxsize=1 << 14)
 def where(scope: Scope) -> str:
     """The module with its direction.
 
@@ -250,7 +227,6 @@ def about(value: Value) -> str:
     return value.scope.owners[0]
 
 
-@functools.lru_cache(maxsize=1 << 14)
 def unit_of(scope: Scope) -> str:
     """What computes as a whole: a layer, or a module outside of layers.
 
@@ -265,18 +241,13 @@ def unit_of(scope: Scope) -> str:
 
 def is_collective(value: Value) -> bool:
     """Whether it launches a collective or waits for one."""
-    return value.operator.startswith(NAMESPACE)
+    return value.operator.startswith(_NAMESPACE)
 
 
 def kind_of(value: Value) -> str | None:
     """The abbreviation of the collective that a value launches; None if it launches none."""
-    return _kind(value.operator)
-
-
-@functools.lru_cache(maxsize=1 << 10)
-def _kind(operator: str) -> str | None:
-    name = short_name(operator)
-    if not operator.startswith(NAMESPACE) or name.startswith("wait_tensor"):
+    name = short_name(value.operator)
+    if not is_collective(value) or name.startswith("wait_tensor"):
         return None
     return next((short for begin, short in KINDS.items() if name.startswith(begin)), name)
 
@@ -291,25 +262,18 @@ class CollectiveEvent(NamedTuple):
         return f"{self.step} of {self.collective}"
 
 
-def collectives_of(graph: Dataflow) -> Iterator[tuple[int, Value]]:
-    """The launches and waits with their places."""
-    for place, value in enumerate(graph.values):
-        if value.operator.startswith(NAMESPACE):
-            yield place, value
-
-
 def events_of(graph: Dataflow) -> Mapping[int, CollectiveEvent]:
     """All launches and waits, by the places of the values; collectives of one name are counted."""
     names: dict[int, str] = {}
     events: dict[int, CollectiveEvent] = {}
     seen: Counter[str] = Counter()
-    for place, value in collectives_of(graph):
+    for place, value in enumerate(graph.values):
         if (kind := kind_of(value)) is not None:
             label = f"{kind} {module_of(value.scope)}".rstrip() + ("/bwd" if value.scope.space == "bwd" else "")
             seen[label] += 1
             names[place] = label if seen[label] == 1 else f"{label}#{seen[label]}"
             events[place] = CollectiveEvent("launch", names[place])
-        else:
+        elif is_collective(value):
             source = next((names[source] for source in value.sources if source in names), reference_to(value))
             events[place] = CollectiveEvent("wait", source)
     return events

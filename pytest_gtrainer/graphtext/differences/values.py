@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from pytest_gtrainer.graphtext.dataflow import HOLE, SYMBOL, Dataflow, Operand, Result, Value
 from pytest_gtrainer.graphtext.differences.comparison import Comparison
 from pytest_gtrainer.graphtext.differences.remarks import (
-    NAMESPACE,
     Remark,
     Weight,
     about,
@@ -183,7 +182,7 @@ def operator_remarks(comparison: Comparison) -> Iterator[Remark]:
 def collective_remarks(comparison: Comparison) -> Iterator[Remark]:
     """How many of each collective there are, where that has changed."""
     old, new = (
-        Counter(short_name(value.operator) for value in graph.values if value.operator.startswith(NAMESPACE))
+        Counter(short_name(value.operator) for value in graph.values if is_collective(value))
         for graph in (comparison.old, comparison.new)
     )
     for name in dict.fromkeys([*old, *new]):

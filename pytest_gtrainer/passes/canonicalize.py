@@ -135,9 +135,7 @@ def _same_layout(before: fx.Node, after: fx.Node) -> bool:
 
 def _same(ours: Sequence[Any], theirs: Sequence[Any]) -> bool:
     """Whether extents are known to be equal; a data-dependent one is not compared but recognised."""
-    return len(ours) == len(theirs) and all(
-        statically_known_true(a == b) for a, b in zip(ours, theirs, strict=True)
-    )
+    return len(ours) == len(theirs) and all(statically_known_true(a == b) for a, b in zip(ours, theirs, strict=True))
 
 
 @graph_pass

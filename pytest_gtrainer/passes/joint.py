@@ -353,9 +353,7 @@ def _build_reduce_scatters(graph: fx.Graph, merges: list[Merge], defer: bool) ->
     return behind
 
 
-def _wait_reduce_scatter(
-    merge: Merge, launch: fx.Node, anchor: fx.Node, returned: dict[fx.Node, fx.Node]
-) -> fx.Node:
+def _wait_reduce_scatter(merge: Merge, launch: fx.Node, anchor: fx.Node, returned: dict[fx.Node, fx.Node]) -> fx.Node:
     """Views of the reduced payload, and the members' chains to the output, right before ``anchor``.
 
     A result that the graph returns as it is goes into ``returned``, with what takes its place. Where replicas

@@ -232,9 +232,7 @@ def cuda_started(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 def test_too_late_for_cublas_is_an_error_and_changes_nothing(cuda_started: pytest.MonkeyPatch):
     """K6"""
     before = snapshot()
-    with pytest.raises(
-        DeterminismError, match="CUDA is already initialised and CUBLAS_WORKSPACE_CONFIG is None"
-    ):
+    with pytest.raises(DeterminismError, match="CUDA is already initialised and CUBLAS_WORKSPACE_CONFIG is None"):
         deterministic().__enter__()
     assert snapshot() == before
 

@@ -251,6 +251,8 @@ def section_keys(own: Sequence[SectionKey], floating: Sequence[bool]) -> list[Se
     ['fwd.layers[0]', 'fwd.layers[0]', 'fwd.layers[0]']
     >>> [str(key) for key in section_keys([a, b, a, a, b], [False] * 5)]
     ['fwd.layers[0]', 'fwd.layers[0]', 'fwd.layers[0]', 'fwd.layers[0]', 'fwd.layers[1]']
+    >>> [str(key) for key in section_keys([a, b, a], [False] * 3)]
+    ['fwd.layers[0]', 'fwd.layers[1]', 'fwd.layers[0]']
     """
     keys: list[SectionKey | None] = [None] * len(own)
     ahead: list[SectionKey | None] = [None] * len(own)  # the next key that is known

@@ -159,3 +159,10 @@ def test_garbage_collection_is_as_it_was(enabled):
     finally:
         gc.unfreeze()
         (gc.enable if was_enabled else gc.disable)()
+
+
+def test_a_schedule_says_what_changed_inside_of_a_body():
+    body = "def cond_graph_0():\n  if fwd:\n    launch(_.all_reduce, fsdp, f32[2], bytes=8)\n"
+    text = f"{body}if fwd:\n  call(L, cond, cond_graph_0)\n"
+    told = diff(text, text.replace("bytes=8", "bytes=16")).splitlines()[0]
+    assert told.startswith("in cond_graph_0: fwd: lost launch(_.all_reduce, fsdp, f32[2], bytes=8)")

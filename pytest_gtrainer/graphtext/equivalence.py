@@ -211,7 +211,7 @@ def short_name(operator: str) -> str:
     return parts[1] if len(parts) > 1 else operator
 
 
-def is_random(value: Value) -> bool:
+def draws_numbers(value: Value) -> bool:
     """Whether it draws random numbers; attention does so if its dropout is not zero."""
     name = short_name(value.operator)
     if name.startswith("_scaled_dot_product"):
@@ -267,4 +267,4 @@ def effects(graph: Dataflow) -> Effects:
                 readers[storage].append(place)
     for storage, rest in readers.items():
         histories[storage].append((None, rest))
-    return Effects([place for place, value in enumerate(graph.values) if is_random(value)], histories)
+    return Effects([place for place, value in enumerate(graph.values) if draws_numbers(value)], histories)

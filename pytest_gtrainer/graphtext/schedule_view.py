@@ -236,7 +236,7 @@ class _Schedule:
         shown = [node for node in self._nodes if node not in self._serves and not is_free(node)]
         scopes = [self._scopes[node] for node in shown]
         floats = [
-            scope.floats or operator_of(node).is_collective or is_launch(node)
+            scope.floats or operator_of(node).floats or is_launch(node)
             for node, scope in zip(shown, scopes, strict=True)
         ]
         keys = section_keys([scope.key for scope in scopes], floats)

@@ -6,7 +6,7 @@ import pytest
 
 from pytest_gtrainer.graphtext import unfold
 from pytest_gtrainer.graphtext.dataflow import Symbol, dataflow, statement
-from pytest_gtrainer.graphtext.equivalence import Numbers, digests_of, effects, is_random, written
+from pytest_gtrainer.graphtext.equivalence import Numbers, digests_of, draws_numbers, effects, written
 
 TEXT = """\
 fsdp = group(range(0, 8))
@@ -271,7 +271,7 @@ def test_what_is_changed_in_place(line, targets):
     ],
 )
 def test_what_draws_random_numbers(call, draws):
-    assert is_random(values_of(f"x: f32[2] = {call}").values[2]) == draws
+    assert draws_numbers(values_of(f"x: f32[2] = {call}").values[2]) == draws
 
 
 def test_a_view_shares_the_storage_that_is_changed():

@@ -19,7 +19,7 @@ from pytest_gtrainer.graphtext.differences.remarks import (
     REDUCTIONS,
     Remark,
     Weight,
-    is_collective,
+    communicates,
     kind_of,
     listed,
     module_of,
@@ -79,7 +79,7 @@ def buckets_of(graph: Dataflow) -> list[LaunchedBucket]:
 def _root(graph: Dataflow, place: int, known: dict[int, int]) -> int:
     """The value that one is made of by operators of one operand, collectives apart; ``known`` keeps it for others."""
     way = []
-    while place not in known and len(set((value := graph.values[place]).sources)) == 1 and not is_collective(value):
+    while place not in known and len(set((value := graph.values[place]).sources)) == 1 and not communicates(value):
         way.append(place)
         place = value.sources[0]
     root = known.get(place, place)

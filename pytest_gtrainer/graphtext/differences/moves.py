@@ -21,8 +21,8 @@ from pytest_gtrainer.graphtext.differences.remarks import (
     Remark,
     Weight,
     about,
+    communicates,
     events_of,
-    is_collective,
     reference_to,
     unit_of,
     what,
@@ -121,7 +121,7 @@ def move_remarks(comparison: Comparison) -> Iterator[Remark]:
 
 def _serving(graph: Dataflow) -> list[bool]:
     """Whether a value is a collective, is in a bucket, or is made of parameters only."""
-    communicated = [is_collective(value) or value.scope.is_bucket for value in graph.values]
+    communicated = [communicates(value) or value.scope.is_bucket for value in graph.values]
     serving: list[bool] = []
     for value, is_communicated in zip(graph.values, communicated, strict=True):
         if is_communicated or value.is_input:
@@ -166,7 +166,7 @@ class _Ruler:
             most = max(most, self.stretches[other], key=passed)
         unit, part = self.units[most[0]], passed(most) / (most[1] - most[0])
         value, last = self.graph.values[place], self.graph.values[self.old[mark]]
-        if part > _MOST and unit and (is_collective(value) or unit_of(value.scope) != unit):
+        if part > _MOST and unit and (communicates(value) or unit_of(value.scope) != unit):
             return f"{subject} moved {side} {'' if part == 1 else 'most of '}the compute of {unit}"
         if subject == what(last):
             return f"{reference_to(value)} moved {side} {reference_to(last)}"

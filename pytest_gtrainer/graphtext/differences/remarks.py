@@ -239,7 +239,7 @@ def unit_of(scope: Scope) -> str:
     return unit + ("/bwd" if scope.space == "bwd" else "")
 
 
-def is_collective(value: Value) -> bool:
+def communicates(value: Value) -> bool:
     """Whether it launches a collective or waits for one."""
     return value.operator.startswith(_NAMESPACE)
 
@@ -247,7 +247,7 @@ def is_collective(value: Value) -> bool:
 def kind_of(value: Value) -> str | None:
     """The abbreviation of the collective that a value launches; None if it launches none."""
     name = short_name(value.operator)
-    if not is_collective(value) or name.startswith("wait_tensor"):
+    if not communicates(value) or name.startswith("wait_tensor"):
         return None
     return next((short for begin, short in KINDS.items() if name.startswith(begin)), name)
 
@@ -273,7 +273,7 @@ def events_of(graph: Dataflow) -> Mapping[int, CollectiveEvent]:
             seen[label] += 1
             names[place] = label if seen[label] == 1 else f"{label}#{seen[label]}"
             events[place] = CollectiveEvent("launch", names[place])
-        elif is_collective(value):
+        elif communicates(value):
             source = next((names[source] for source in value.sources if source in names), reference_to(value))
             events[place] = CollectiveEvent("wait", source)
     return events

@@ -16,8 +16,8 @@ from pytest_gtrainer.graphtext.differences.remarks import (
     Remark,
     Weight,
     about,
+    communicates,
     cut,
-    is_collective,
     kind_of,
     listed,
     module_of,
@@ -167,7 +167,7 @@ def operator_remarks(comparison: Comparison) -> Iterator[Remark]:
     """What values were lost and gained, by module; collectives of changed buckets are told there."""
     by_scope: dict[Scope, dict[str, Counter[str]]] = defaultdict(lambda: defaultdict(Counter))
     for verb, value in comparison.left():
-        is_told = value.scope in comparison.explained and (value.scope.is_bucket or is_collective(value))
+        is_told = value.scope in comparison.explained and (value.scope.is_bucket or communicates(value))
         if not value.is_input and not is_told:
             by_scope[value.scope][verb][value.operator] += 1
     for scope, changes in by_scope.items():
@@ -182,7 +182,7 @@ def operator_remarks(comparison: Comparison) -> Iterator[Remark]:
 def collective_remarks(comparison: Comparison) -> Iterator[Remark]:
     """How many of each collective there are, where that has changed."""
     old, new = (
-        Counter(short_name(value.operator) for value in graph.values if is_collective(value))
+        Counter(short_name(value.operator) for value in graph.values if communicates(value))
         for graph in (comparison.old, comparison.new)
     )
     for name in dict.fromkeys([*old, *new]):

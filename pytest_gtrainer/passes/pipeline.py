@@ -17,7 +17,7 @@ import sys
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Literal, get_args
 
 from torch import fx
 
@@ -39,7 +39,7 @@ from pytest_gtrainer.passes.graph_pass import BoundPass, bind_options, options_o
 from pytest_gtrainer.passes.joint import joint_transformer_block_bucketing_reordering_pass
 from pytest_gtrainer.passes.remat import selective_activation_remat_pass, tag_with_memory_policy_pass
 
-SLOTS = (
+Slot = Literal[
     "dead_code",
     "canonicalize",
     "deduplicate",
@@ -51,7 +51,8 @@ SLOTS = (
     "process_groups",
     "bucketing",
     "concretize",
-)
+]
+SLOTS: tuple[Slot, ...] = get_args(Slot)
 """Places in the pipeline, in order. Without an entry of ``extra``, offload and concretize are empty."""
 
 CHUNKED_CROSS_ENTROPY = "chunked_cross_entropy"
@@ -140,7 +141,7 @@ def construct_default_graph_passes(
         check_surroundings(chunk, plan, tensor_parallel_degree)
     gathering: dict[str, Any] = {"reshard_after_forward": True, "keep_unsharded": keep_unsharded}
     packing: dict[str, Any] = {"bucket_plan": plan, "payload_order": payload_order, "reorder": reorder}
-    ours = {
+    ours: dict[Slot, list[BoundPass]] = {  # a slot that is misspelt or missing fails the check of types
         "dead_code": [bind_options(eliminate_dead_code_pass)],
         "canonicalize": [bind_options(canonicalize_graph_pass, rules=canonical_rules)],
         "deduplicate": [bind_options(deduplicate_fsdp_unshard_chains_pass)],

@@ -20,6 +20,7 @@ from pytest_gtrainer import (
 from pytest_gtrainer.passes.graph_pass import graph_pass
 from pytest_gtrainer.passes.pipeline import SLOTS
 
+# the passes that always run, in order: a new one is named here
 OURS = [
     "eliminate_dead_code_pass",
     "canonicalize_graph_pass",
@@ -73,7 +74,7 @@ def test_the_order_of_passes():
     extra = {slot: [bind_options(marked_pass, mark=slot)] for slot in reversed(SLOTS)}
     passes = construct_default_graph_passes(n_layers=2, extra=extra)
     slots = dict(zip(OURS, ["dead_code", "canonicalize", "deduplicate", "process_groups", "bucketing"], strict=True))
-    found = [slots.get(step.name) or step.options["mark"] for step in passes]
+    found = [slots.get(step.name) or step.options.get("mark", step.name) for step in passes]
     assert list(dict.fromkeys(found)) == list(SLOTS)
     assert [step.name for step in construct_default_graph_passes(n_layers=2)] == OURS
 

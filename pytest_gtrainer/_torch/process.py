@@ -3,7 +3,6 @@
 - ``torch._C._set_deterministic_algorithms`` is ``torch.use_deterministic_algorithms`` less its import of Inductor.
 - ``torch.cuda._lazy_seed_tracker`` holds seeds that were set before CUDA started.
 - ``torch.cuda._sleep(cycles)`` keeps a stream busy.
-- ``torch._dynamo.convert_frame.FRAME_COUNTER`` counts what was compiled; no other count costs nothing to read.
 - Inductor's and dynamo's modules are looked at only where somebody has imported them: importing them takes seconds.
 """
 
@@ -15,8 +14,6 @@ from typing import Any
 
 import torch
 import torch.cuda
-
-ATTRIBUTES = {"torch._dynamo.convert_frame": ("FRAME_COUNTER",)}
 
 
 def set_deterministic_algorithms(on: bool, *, warn_only: bool) -> None:
@@ -49,15 +46,3 @@ def fresh_cache() -> AbstractContextManager[Any]:
 
     fresh: AbstractContextManager[Any] = fresh_cache()
     return fresh
-
-
-def forget_compiled() -> None:
-    """Empty dynamo's caches, if something was compiled: a later test might hit them, or their limit."""
-    frames = sys.modules.get("torch._dynamo.convert_frame")
-    if frames is not None and frames.FRAME_COUNTER > 0:
-        torch._dynamo.reset()
-
-
-def forget_all_compiled() -> None:
-    """Empty dynamo's caches, which refer to files of Inductor's."""
-    torch._dynamo.reset()

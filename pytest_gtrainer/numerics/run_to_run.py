@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from pytest_gtrainer import facts
-from pytest_gtrainer._torch.process import compiles, forget_all_compiled, fresh_cache, keep_stream_busy
+from pytest_gtrainer._torch.process import compiles, fresh_cache, keep_stream_busy
 from pytest_gtrainer.numerics.compare import BitwiseDifference, compare
 from pytest_gtrainer.numerics.determinism import DebugConfig, GeneratorStates, active, deterministic, random_states_kept
 from pytest_gtrainer.numerics.record import Tensors, entries
@@ -117,12 +117,12 @@ def fresh_inductor_cache() -> Iterator[None]:
     """All is compiled anew, into an empty folder; not judged where nothing was compiled."""
     if not compiles():
         raise NotJudged("nothing was compiled: torch.compile is not loaded")
-    forget_all_compiled()
+    torch.compiler.reset()
     try:
         with fresh_cache():
             yield
     finally:
-        forget_all_compiled()  # what was compiled in there refers to files that are gone
+        torch.compiler.reset()  # what was compiled in there refers to files that are gone
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Process groups: which live, how many were made, an end that does not wait, what outlives them.
+"""Process groups: which live, how many were made, an end that does not wait; caches that outlive them and a test.
 
 - ``distributed_c10d._resolve_process_group(name)`` gives the group that a functional collective names.
 - ``pg_map``, ``pg_names`` and ``group_count`` of ``distributed_c10d._world`` have no public reader.
@@ -8,6 +8,7 @@
 - Two DeviceMeshes over the same ranks with the same names are equal, whatever their groups. So DTensor's caches hand
   a later test the mesh of an earlier one, whose groups are gone ("Could not resolve the process group registered
   under the name 1"), or, worse, whose group names now belong to others. A world that ends therefore empties them.
+- ``torch._dynamo.convert_frame.FRAME_COUNTER`` counts what was compiled; no other count costs nothing to read.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from torch.distributed import distributed_c10d as c10d
 ATTRIBUTES = {
     "torch.distributed.distributed_c10d:_World": ("pg_map", "pg_names", "group_count"),
     "torch.distributed:ProcessGroup": ("_get_sequence_number_for_group",),
+    "torch._dynamo.convert_frame": ("FRAME_COUNTER",),
 }
 
 
@@ -91,3 +93,13 @@ def forget_meshes() -> None:
     _redistribute._gen_transform_infos.cache_clear()
     _redistribute.clear_redistribute_planner_cache()
     _collective_utils.MeshTopoInfo.build_from_mesh.cache_clear()
+
+
+def forget_compiled() -> None:
+    """Empty dynamo's caches, if something was compiled: a later test might hit them, or their limit.
+
+    Not without asking: where there is a GPU, ``torch.compiler.reset`` imports Inductor, a second in each rank.
+    """
+    frames = sys.modules.get("torch._dynamo.convert_frame")
+    if frames is not None and frames.FRAME_COUNTER > 0:
+        torch.compiler.reset()

@@ -288,7 +288,8 @@ class _Grammar:
         bounds = [int(text) for text in literals if text.removeprefix("-").isdecimal()]
         if word == "range" and 1 <= len(bounds) <= 3:
             return List(tuple(Literal(str(rank)) for rank in range(*bounds)))
-        return Literal(f'device("{literals[0][1:-1]}")') if word == "device" and literals else call
+        names = [text[1:-1] for text in literals if text[:1] in ("'", '"')]
+        return Literal(f'device("{names[0]}")') if word == "device" and names else call
 
 
 def _with_one_rest(items: Iterable[Argument]) -> tuple[Argument, ...]:

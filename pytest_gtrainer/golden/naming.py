@@ -185,8 +185,9 @@ def disagreement(claims: Mapping[int, list[Claim]]) -> tuple[str, dict[int, Clai
         for mine, other in zip(claims[first], claims[rank], strict=True):
             if mine.common_text == other.common_text:
                 continue
-            pairs = enumerate(zip_longest(mine.common_text.splitlines(), other.common_text.splitlines()), start=1)
-            number, lines = next((number, pair) for number, pair in pairs if pair[0] != pair[1])
+            # not by `splitlines`: it also ends lines where texts may differ, at a form feed for one
+            texts = (claim.common_text.removesuffix("\n").split("\n") for claim in (mine, other))
+            number, lines = next(pair for pair in enumerate(zip_longest(*texts), start=1) if pair[1][0] != pair[1][1])
             one, two = ("(ends here)" if line is None else line.strip() for line in lines)
             what = f"golden {mine.name!r}" if mine.name else "the golden"
             where = f"{what} differs between ranks, first on rank {rank} at line {number}"

@@ -135,12 +135,14 @@ class UnusedGoldens:
         part = asks_for_a_part(self.config, files) or self._stopped(exitstatus)
         if part is None:
             loose = self._loose(files) - unjudged
-            kept = {(self.root / path).resolve() for path in files if path not in loose}  # where links in use lead to
-            if devices.resolve(self.config).kind != "cuda":
-                unjudged |= {path for path in loose if needs_gpu(path, self.root)}
+            used = {(self.root / path).resolve() for path in files if path not in loose}  # where links in use lead to
+            has_gpu = devices.resolve(self.config).kind == "cuda"
+            on_gpu = {path for path in loose if not has_gpu and needs_gpu(path, self.root)}
+            unjudged |= on_gpu
             if self._mode != "ignore" and are_ours:
-                found = {path: self.root / path for path in sorted(loose - unjudged)}
-                self._tell(session, [name for name, at in found.items() if at.is_symlink() or at.resolve() not in kept])
+                unused = {path: self.root / path for path in sorted(loose - on_gpu)}
+                gone = [name for name, at in unused.items() if at.is_symlink() or at.resolve() not in used]
+                self._tell(session, gone)
         elif self._mode in ("fail", "prune") and are_ours:
             self._lines.append(f"unused goldens were not looked for: {part}")
         self._count("not judged", sorted(unjudged))

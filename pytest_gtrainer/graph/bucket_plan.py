@@ -7,6 +7,7 @@ own beside the rest of ``layers.1``. The root's FQN is "": an entry for what no 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -115,8 +116,9 @@ class Plan:
                 raise PlanError(f"entry {index} of the bucket plan has {wrong[0]!r}: expected FQNs, or lists of FQNs")
             fqns_of.append(fqns)
         layer_of_list = [layer_of(fqns[0]) if len(fqns) > 1 else None for fqns in fqns_of]
+        lists_of = Counter(layer_of_list)
         roots = [
-            (layer,) if layer is not None and layer_of_list.count(layer) == 1 else fqns
+            (layer,) if layer is not None and lists_of[layer] == 1 else fqns
             for layer, fqns in zip(layer_of_list, fqns_of, strict=True)
         ]
         self.buckets = tuple(map(Bucket, range(len(roots)), fqns_of, roots))

@@ -335,7 +335,7 @@ class _Resolver:
     def __init__(self) -> None:
         self._made = Dataflow()
         self._defined: dict[str, int] = {}
-        self._inputs: dict[InputKey, int] = {}
+        self._inputs: dict[InputKey, dict[str, int]] = defaultdict(dict)
         self._names: dict[Scope, dict[str, int]] = defaultdict(dict)
         self._symbols: dict[str, Symbol] = {}
         self._brought: Counter[int] = Counter()
@@ -391,8 +391,7 @@ class _Resolver:
             try:
                 links = links_of(origin)
                 if is_input(links):
-                    place = self._inputs.get(input_key_at(links)(key.layer))
-                    return {} if place is None else {"": place}
+                    return self._inputs[input_key_at(links)(key.layer)]  # of one that comes later, too
                 return self._names[scope_at(links)(here)]
             except UNREADABLE:
                 return {}
@@ -407,7 +406,7 @@ class _Resolver:
             _, path, repeat = source = input_key_at(links_of(name))(key.layer)
         except UNREADABLE:
             _, path, repeat = source = key.space, name, 0
-        self._inputs[source] = place
+        self._inputs[source][""] = place
         operands = tuple([self._symbol(symbol, key.layer, place) for symbol in typed.symbols])
         scope = scope_of((f"{path}.#{repeat}" if repeat else path,), key.space)
         self._made.values.append(Value(scope, "", "", typed.text, "", operands, (), "", number))

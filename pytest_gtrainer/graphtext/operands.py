@@ -57,6 +57,7 @@ _COMPARE: dict[type, Callable[[Any, Any], Any]] = {
 }  # fmt: skip
 _Layout = tuple[torch.dtype, tuple[Any, ...], tuple[Any, ...]]
 _LARGEST = 2**62
+_NUMBER = re.compile(r"-?(inf|nan|\d)(?!inity)")  # Python reads `+5` and `-infinity`, too, which nothing writes
 _GROWING = (operator.pow, functions.FloatPow, functions.PowByNatural, functions.LShift, functions.RShift)
 _HIGHEST = 64
 """The highest power: numbers are evaluated at once, and one such line could take forever."""
@@ -298,9 +299,10 @@ class Operands:
         if isinstance(node, ast.Call):
             return self._called(node, place)
         spelled = ast.unparse(node).replace(" ", "")
-        for kind in (int, float, complex):  # `-1`, `-inf`, `-0-1j`: as `repr` spells them, signs of zeros included
-            with contextlib.suppress(ValueError):
-                return kind(spelled)
+        if _NUMBER.match(spelled):
+            for kind in (int, float, complex):  # `-1`, `-inf`, `-0-1j`: as `repr` spells them, signs of zeros included
+                with contextlib.suppress(ValueError):
+                    return kind(spelled)
         raise refuse(node, f"expected an operand, found `{shown(node)}`")
 
     # -- names

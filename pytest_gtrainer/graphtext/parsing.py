@@ -237,7 +237,9 @@ class _Parser:
         total = 0
         for node in statements:
             if isinstance(node, ast.FunctionDef):
-                if ast.unparse(node.args) or node.decorator_list or node.returns:
+                if node.decorator_list or node.returns:
+                    raise refuse(node, f"expected `def {node.name}():` and no more")
+                if ast.unparse(node.args):
                     raise refuse(node, f"a body takes its inputs in a section `if A:`: expected `def {node.name}():`")
                 if node.name in bodies or not _BODY_NAME.fullmatch(node.name):
                     raise refuse(node, f"a body's name is its own and ends like `cond_graph_0`, found `{node.name}`")

@@ -273,8 +273,9 @@ class _Schedule:
             yield self._symbols[group]
         payload = payload_of(node)
         for dtype in dict.fromkeys(tensor.dtype for tensor in payload):
-            shapes = [tensor.shape for tensor in payload if tensor.dtype == dtype]
-            shape = shapes[0] if len(shapes) == 1 else [sum(shape.numel() for shape in shapes)]
+            alike = [tensor for tensor in payload if tensor.dtype == dtype]
+            # a tensor's `numel` keeps symbols, that of a size puts numbers in their place
+            shape = alike[0].shape if len(alike) == 1 else [sum(tensor.numel() for tensor in alike)]
             yield f"{spell_dtype(dtype)}[{', '.join(map(self._speller.size, shape)) or '()'}]"
         if (reduction := reduction_of(node)) is not None:
             yield f'op="{reduction}"'

@@ -263,7 +263,7 @@ def write_tags(meta: dict[str, Any], tags: Sequence[ast.expr], place: LinePlace,
             own_fqn = path_at(chain(arguments[0]))(place.layer)
         elif kind == CHUNK and arguments is not None:
             told = _chunk(node, arguments, place)
-        elif not kind or arguments:
+        elif not kind or arguments or (kind != "custom" and isinstance(node, ast.Call) and node.keywords):
             raise refuse(node, f"expected a tag like `must_save` or `custom(stage=1)`, found `{shown(node)}`")
         elif kind == "custom":
             custom |= _annotations_at(node.keywords if isinstance(node, ast.Call) else [])

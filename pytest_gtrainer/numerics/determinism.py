@@ -372,15 +372,15 @@ class GeneratorStates:
     waiting: dict[str, Any]
 
     @classmethod
-    def now(cls) -> GeneratorStates:
-        """Those of this moment; nothing is drawn, and CUDA is not started."""
+    def now(cls, *, cuda: bool = True) -> GeneratorStates:
+        """Those of this moment, without ``cuda`` those of the CPU; nothing is drawn, and CUDA is not started."""
         numpy = _numpy()
         return cls(
             python=random.getstate(),
             numpy=numpy.random.get_state() if numpy is not None else None,
             cpu=torch.get_rng_state(),
-            cuda=torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None,
-            waiting=dict(waiting_seeds()),
+            cuda=torch.cuda.get_rng_state_all() if cuda and torch.cuda.is_initialized() else None,
+            waiting=dict(waiting_seeds()) if cuda else {},
         )
 
     def put_back(self) -> None:

@@ -55,8 +55,8 @@ class Pressure:
 
 
 def kept(value: Tensors) -> Kept:
-    """Copies of all tensors, by their place in words."""
-    return {where(key): tensor.detach().clone() for key, tensor in entries(value).items()}
+    """Copies of all tensors, by their names; those of a record by their place in words. No two share one."""
+    return {where(key) if key.phase else key.name: t.detach().clone() for key, t in entries(value).items()}
 
 
 def once(function: Function) -> Kept:

@@ -287,10 +287,13 @@ def _enabled(steps: list[BoundPass], disable: Collection[str]) -> list[BoundPass
 def _run(step: BoundPass, gm: fx.GraphModule, example_inputs: Sequence[Any] | None, **given: Any) -> fx.GraphModule:
     rewrite = rewrite_of(step.function)
     try:
-        result = (rewrite or step.function)(gm, example_inputs, **{**given, **step.options})
-        if rewrite is None and not isinstance(result, fx.GraphModule):
+        if rewrite is not None:  # one of ours, which changes the graph in place
+            rewrite(gm, example_inputs, **{**given, **step.options})
+            return gm
+        result = step.function(gm, example_inputs, **{**given, **step.options})
+        if not isinstance(result, fx.GraphModule):
             raise TypeError(f"a pass returns a GraphModule, this one returned a {type(result).__name__}")
+        return result
     except Exception as error:
         error.add_note(f"in the graph pass {step}")
         raise
-    return result if rewrite is None else gm

@@ -42,7 +42,8 @@ def reports_of(item: pytest.Item, outcome: RanksOutcome) -> list[pytest.TestRepo
     agreed = outcome.agreed()
     if agreed is not None and done:  # reading the reports once is enough: those of the slowest rank
         times = zip(*(answer.times for answer in done.values()), strict=True)
-        slowest = tuple(max(each, key=lambda each: each[-1]) for each in times)
+        duration = wire.TIMES.index("duration")
+        slowest = tuple(max(phase, key=lambda phase: phase[duration]) for phase in times)
         reports = dict.fromkeys(done, _rank_reports(item, agreed._replace(times=slowest)))
     else:
         reports = {rank: _rank_reports(item, answer) for rank, answer in done.items()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -43,6 +44,7 @@ def follow(config: pytest.Config) -> int | None:
         return 0
     from pytest_gtrainer.ranks.torchrun.process import TorchrunProcess
 
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is rank 0's to handle, also while this waits for the store
     return TorchrunProcess(launch, lambda: config).follow()
 
 

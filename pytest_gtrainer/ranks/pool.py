@@ -41,7 +41,6 @@ PRELOAD = (
     # tracing and every optimiser import it at their first use: once here, or once in each rank
     "torch._dynamo",
     "pytest_gtrainer.plugin",
-    "pytest_gtrainer.worlds.world",
     "pytest_gtrainer.ranks.inside.rank",
 )
 

@@ -270,3 +270,21 @@ def test_what_changed_inside_of_a_body():
         "in cond_graph_0: the dataflow differs, first at aten.cos in fwd _",
         "in cond_graph_0: fwd _: lost aten.sin, gained aten.cos",
     ]
+
+
+BELOW_ITS_USE = """\
+if fwd:
+  sin: f32[2] = aten.sin(I.x)
+  cos: f32[2] = aten.cos(I.x)
+if I:
+  I.x: f32[2]
+if fwd:
+  tan: f32[2] = aten.tan(I.x)
+if out:
+  yield tan
+"""
+
+
+def test_an_input_below_its_first_use_is_read_by_those_after_it():
+    (said,) = words(BELOW_ITS_USE, BELOW_ITS_USE.replace("tan(I.x)", "tan(cos)"))
+    assert said == "aten.tan in fwd _ reads cos instead of x as operand 1"

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import pytest
 
+from pytest_gtrainer.golden.naming import Claim, disagreement
 from pytest_gtrainer.testing import ProjectRun, run_project
 from tests.golden.conftest import QUICK
 
@@ -294,3 +295,10 @@ def test_what_was_accepted_passes_and_what_was_not_ends_in_its_command(checked):
     assert checked.run["test_inline_agrees"].outcome == "passed"
     command = f"pytest test_inline.py::test_inline_disagrees {FLAGS} --gt-update-goldens"
     assert f"to accept what was obtained:\n  {command}\n" in checked.run.output
+
+
+def test_ranks_whose_texts_differ_in_a_form_feed_disagree():
+    """It ends no line of a golden, though ``str.splitlines`` thinks so."""
+    claims = {rank: [Claim("", "", "text", text)] for rank, text in enumerate(["a\x0cb\n", "a\nb\n"])}
+    problem, _ = disagreement(claims)
+    assert problem.startswith("the golden differs between ranks, first on rank 1 at line 1")

@@ -74,6 +74,8 @@ WRONG = [
      "line 3, column 21: expected 1 to 100000 layers, found 99999999999999999999"),
     ("yield fwd.layers[0].mlp.relu", "yield fwd[i-1].mlp.relu",
      "line 8, column 9: expected the layers' module before `[...]`, found `fwd[i - 1]`"),
+    ("relu: f32[4, 4] =", "relu: f32[4, 4] | must_save(stage=1) =",
+     "line 6, column 23: expected a tag like `must_save` or `custom(stage=1)`, found `must_save(stage=1)`"),
     ("if P:\n", "fsdp = group(8)\nif P:\n",
      "line 1, column 14: expected the ranks of a group, `range(0, 8)` or `[0, 4]`, found `8`"),
     ("if P:\n", "a = group([0])\na = group([1])\nif P:\n", "line 2, column 1: `a` is defined twice"),

@@ -444,6 +444,34 @@ if fwd:
 """
 
 
+COALESCED = """\
+s0 = size(16)
+fsdp = group(range(0, 8))
+if I:
+  I.x: f32[s0, 4]
+if fwd:
+  nonzero: i64[u0, 2] = aten.nonzero(I.x)
+  all_reduce_coalesced: [f32[s0, 4], f32[s0, 4]] = _c10d_functional.all_reduce_coalesced([I.x, I.x], "sum", fsdp)
+  all_reduce_coalesced_1: [i64[u0, 2], i64[u0, 2]] = \
+_c10d_functional.all_reduce_coalesced([nonzero, nonzero], "sum", fsdp)
+if out:
+  yield all_reduce_coalesced[0]
+  yield all_reduce_coalesced_1[0]
+"""
+
+
+def test_the_size_of_several_tensors_keeps_its_symbols():
+    """And puts no guard on them."""
+    gm = parse(COALESCED)
+    lines = [line.strip() for line in render(gm, "schedule").splitlines() if "launch(" in line]
+    assert [line.partition("fsdp, ")[2] for line in lines] == [
+        'f32[8*s0], op="sum", bytes=32*s0, tensors=2)',
+        'i64[4*u0], op="sum", bytes=32*u0, tensors=2)',
+    ]
+    (x,) = gm.graph.find_nodes(op="placeholder")
+    assert x.meta["val"].fake_mode.shape_env.guards == []
+
+
 def test_a_view_is_no_graph():
     with pytest.raises(TextError) as error:
         parse(render(toy_graph(), "schedule"))

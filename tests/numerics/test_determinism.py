@@ -189,6 +189,17 @@ def test_seeds_of_a_device_mesh(gt_mesh):
         mesh_seed(40, gt_mesh, distinct=["ep"])
 
 
+PLACES = [
+    pytest.param(rank, marks=pytest.mark.gt_world("fake", size=8, mesh={"pp": 2, "dp": 2, "tp": 2}, rank=rank))
+    for rank in range(8)
+]
+
+
+@pytest.mark.parametrize("rank", PLACES)
+def test_seeds_of_all_places_are_distinct(gt_mesh, rank):
+    assert mesh_seed(40, gt_mesh, distinct=["pp", "dp", "tp"]) == 40 + rank
+
+
 @pytest.mark.parametrize("preset", [name for name in NCCL_PRESETS if name != "as_found"])
 def test_presets_of_nccl(preset: str):
     """Set by name, and gone afterwards; every variable is in the table of knobs."""

@@ -16,7 +16,7 @@ import torch
 
 from pytest_gtrainer import DebugConfig, assert_run_to_run, deterministic
 from pytest_gtrainer.numerics.compare import BitwiseDifference
-from pytest_gtrainer.numerics.run_to_run import PRESSURES, NotJudged, Pressure, once
+from pytest_gtrainer.numerics.run_to_run import PRESSURES, NotJudged, Pressure, kept, once
 
 BY_NAME = {pressure.name: pressure for pressure in PRESSURES}
 X = torch.randn(10_007, generator=torch.Generator().manual_seed(0))
@@ -271,3 +271,7 @@ def test_a_pressure_of_ones_own():
 def test_one_run_is_refused():
     with pytest.raises(ValueError, match="runs=1: one run has nothing to be compared with"):
         assert_run_to_run(repeatable, 1)
+
+
+def test_no_tensor_is_lost_to_a_name_that_reads_like_another():
+    assert len(kept({"": torch.ones(1), "the tensor": torch.zeros(1)})) == 2

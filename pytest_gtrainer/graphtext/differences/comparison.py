@@ -220,8 +220,10 @@ def _definitions(old: Dataflow, new: Dataflow, pairs: ValuePairs) -> dict[int, i
         return not (keeps_name and uses[pair]), -uses[pair]
 
     found: dict[int, int] = {}
+    taken: set[int] = set()
     for was, now in sorted(uses, key=rank):
-        is_free = was not in found and now not in found.values()
+        is_free = was not in found and now not in taken
         if is_free and old.definitions[was].kind == new.definitions[now].kind:
             found[was] = now
+            taken.add(now)
     return found

@@ -22,6 +22,7 @@ from pytest_gtrainer import facts
 from pytest_gtrainer._pytest_private import prepared_config, tear_down
 from pytest_gtrainer._torch.process_groups import (
     abort_all_groups,
+    forget_compiled,
     forget_meshes,
     groups_made,
     issued_on,
@@ -142,7 +143,7 @@ class Rank:
             trouble = f"called pytest.exit: {error}"
         except BaseException as error:
             trouble = f"broke off: {summary_of(error)}"
-        _forget_compiled()
+        forget_compiled()
         return wire.ItemDone(*self._recorder.take(), trouble, self.group.state(), self.group.left_behind(memory))
 
     def _call_function(self, command: wire.CallFunction) -> wire.CallDone:
@@ -158,15 +159,9 @@ class Rank:
             except BaseException as error:
                 self._send(raised("call", error))
                 told = _traceback_below_here(error)
-        _forget_compiled()
+        forget_compiled()
         written = capture.read_global_capture() if capture is not None else ("", "")
         return wire.CallDone(result, told, cut("".join(written)), tuple(plain(seen)), self.group.state())
-
-
-def _forget_compiled() -> None:
-    """A later test might hit what was compiled here, or dynamo's limit."""
-    if "torch._dynamo" in sys.modules:
-        torch.compiler.reset()
 
 
 @contextlib.contextmanager

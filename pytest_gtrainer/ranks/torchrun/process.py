@@ -71,7 +71,6 @@ class TorchrunProcess:
 
     def follow(self) -> int:
         """Collect and report nothing, and obey until the run is over: the exit status."""
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is rank 0's to handle
         while not isinstance(command := self.next_command(), wire.Stop):
             signal.signal(signal.SIGTERM, _hold)
             self.obey(command)

@@ -105,7 +105,7 @@ class ProcessState:
     @classmethod
     def now(cls) -> ProcessState:
         """What the process has now."""
-        return cls(GeneratorStates.now(), torch.get_default_dtype())
+        return cls(GeneratorStates.now(cuda=False), torch.get_default_dtype())  # a simulated world is on the CPU
 
     def put_back(self) -> None:
         """Give it to the process."""

@@ -8,7 +8,7 @@ Everyone works on the same graph, in turns, with garbage collection off; times a
 - rendering against ``gm.print_readable(print_output=False)``;
 - parsing, without recompile, against ``copy.deepcopy(gm)``;
 - checking against rendering: a golden check of an equal graph renders it, reads the file and compares. Three
-  goldens: the same text; one with another header; one told without folding, so that records are compared.
+  goldens: the same text; one with another header; one told without folding, so that lines are compared.
 
 The exponent is of a power of the number of nodes, fitted over all depths.
 """
@@ -81,13 +81,13 @@ def not_folded(text: str) -> str:
     """The same graph with every layer told in full."""
     lines = [line for line in text.splitlines() if line.startswith("#")]
     section = None
-    for record in unfold(text):
-        if record.section != section and record.section:
-            lines.append(f"if {record.section}:" if "[" not in record.section else f"for i in {record.section}:")
-        indent = "  " * bool(record.section)
-        lines += [f"{indent}with {record.heading}:"] * bool(record.heading)
-        lines.append(indent + "  " * bool(record.heading) + record.text)
-        section = record.section
+    for line in unfold(text):
+        if line.section != section and line.section:
+            lines.append(f"if {line.section}:" if "[" not in line.section else f"for i in {line.section}:")
+        indent = "  " * bool(line.section)
+        lines += [f"{indent}with {line.heading}:"] * bool(line.heading)
+        lines.append(indent + "  " * bool(line.heading) + line.text)
+        section = line.section
     return "\n".join(lines) + "\n"
 
 

@@ -248,7 +248,7 @@ class Value(NamedTuple):
         operands: what stands in the holes: the symbols of the type, the references, the other symbols.
         sources: the values among the operands, as often as they stand there; the operands if there is nothing else.
         tags: as written, but for paths, which are absolute.
-        record: its place among the records.
+        line: its place among the lines.
     """
 
     scope: Scope
@@ -259,7 +259,7 @@ class Value(NamedTuple):
     operands: tuple[Operand, ...]
     sources: tuple[int, ...]
     tags: str
-    record: int
+    line: int
 
     @property
     def is_input(self) -> bool:
@@ -277,7 +277,7 @@ class Result(NamedTuple):
     name: str
     arguments: str
     operands: tuple[Operand, ...]
-    record: int
+    line: int
 
 
 class Definition(NamedTuple):

@@ -1,4 +1,4 @@
-"""Where things stand: module paths, layers, scopes, sections, and the records that a text unfolds to. No torch here.
+"""Where things stand: module paths, layers, scopes, sections, and the lines that a text unfolds to. No torch here.
 
 ``layers.3.attention.wq`` is a *path*; ``layers.3`` is its *layer*. A *scope* is the module or bucket in which values
 are numbered, a *key* says to which section its lines belong.

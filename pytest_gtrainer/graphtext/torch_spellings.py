@@ -79,18 +79,18 @@ def same_but_for(spellings: Iterable[Spelling], old: Sequence[GraphLine], new: S
 
 
 def respelled(
-    records: Sequence[GraphLine], spellings: Iterable[Spelling]
+    lines: Sequence[GraphLine], spellings: Iterable[Spelling]
 ) -> tuple[tuple[GraphLine, ...], set[Spelling]]:
-    """The records in the words of the newer torch, for people to read, and the spellings that these lines needed."""
-    made, used = list(records), set()
-    graph = dataflow(records)
+    """The lines in the words of the newer torch, for people to read, and the spellings that these lines needed."""
+    made, used = list(lines), set()
+    graph = dataflow(lines)
     for value in graph.values:
         spelling = _spelling_of(value, graph, spellings)
         if spelling is not None:
             used.add(spelling)
             before, after = (f" = {operator}(" for operator in (spelling.before, spelling.after))
-            record = made[value.record]
-            made[value.record] = record._replace(text=record.text.replace(before, after, 1))
+            line = made[value.line]
+            made[value.line] = line._replace(text=line.text.replace(before, after, 1))
     return tuple(made), used
 
 

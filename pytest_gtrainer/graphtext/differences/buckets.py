@@ -264,10 +264,10 @@ _SLOT = re.compile(r"(?P<path>.+): at\(.*\)")
 _KINDS = {"all_gather": "AG", "reduce_scatter": "RS"}
 
 
-def payloads_of(records: Iterable[GraphLine]) -> list[LaunchedBucket]:
+def payloads_of(lines: Iterable[GraphLine]) -> list[LaunchedBucket]:
     """The payloads of a layout."""
     found: list[tuple[str, Scope, list[str]]] = []
-    for section, _, text in records:
+    for section, _, text in lines:
         space, layer = key_of(section)
         slot = _SLOT.fullmatch(text)
         if _PAYLOAD.fullmatch(text):

@@ -168,11 +168,11 @@ class Comparison:
         for place, other in self.pairs.places:
             was, now = self.old.values[place], self.new.values[other]
             is_same = own(was) == own(now) and self.same_operands(was.operands, now.operands)
-            if is_same and old[was.record] != new[now.record]:
-                yield was.record, now.record
+            if is_same and old[was.line] != new[now.line]:
+                yield was.line, now.line
         for one, another in zip(self.old.results, self.new.results, strict=False):
             if one[:2] == another[:2] and self.same_operands(one.operands, another.operands):
-                yield one.record, another.record
+                yield one.line, another.line
 
     def same_operands(self, old: Sequence[Operand], new: Sequence[Operand]) -> bool:
         return len(old) == len(new) and all(map(self.same_operand, old, new))

@@ -209,17 +209,17 @@ def _section_diffs(old: Sequence[GraphLine], new: Sequence[GraphLine], keys: Seq
     for changed, names in sections.items():
         yield cut(f"@@ {spell_sections(names)} @@")
         yield from bodies[changed]
-    visits = [[section for section, _ in itertools.groupby(record.section for record in side)] for side in (old, new)]
+    visits = [[section for section, _ in itertools.groupby(line.section for line in side)] for side in (old, new)]
     if visits[0] != visits[1] and set(before) == set(after):
         yield "@@ order of the sections @@"
         left, right = ([section or "definitions" for section in side] for side in visits)
         yield from _body(left, right, hunks(left, right))
 
 
-def _by_section(records: Iterable[GraphLine]) -> dict[str, _Lines]:
+def _by_section(lines: Iterable[GraphLine]) -> dict[str, _Lines]:
     """Lines by section, all visits of the schedule to it together."""
     sections: dict[str, list[str]] = defaultdict(list)
-    for section, heading, text in records:
+    for section, heading, text in lines:
         sections[section].append(f"{heading} | {text}" if heading else text)
     return {section: tuple(lines) for section, lines in sections.items()}
 

@@ -98,7 +98,7 @@ def forget_meshes() -> None:
 def forget_compiled() -> None:
     """Empty dynamo's caches, if something was compiled: a later test might hit them, or their limit.
 
-    Not without asking: where there is a GPU, ``torch.compiler.reset`` imports Inductor, a second in each rank.
+    Not without asking: where there is a GPU, that of torch 2.13 imports Inductor, a second in each rank.
     """
     frames = sys.modules.get("torch._dynamo.convert_frame")
     if frames is not None and frames.FRAME_COUNTER > 0:

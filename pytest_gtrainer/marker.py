@@ -57,3 +57,8 @@ def parametrised_sizes(definition: pytest.Item) -> list[Any] | None:
     if isinstance(size, Iterable) and not isinstance(size, str | bytes | Mapping):
         return list(size)
     return None
+
+
+def collected_id(item: pytest.Item) -> str:
+    """The node id that a test was collected with; xdist appends the group to it under ``--dist loadgroup``."""
+    return f"{item.parent.nodeid}::{item.name}" if item.parent is not None else item.nodeid

@@ -80,7 +80,7 @@ def _rank_reports(item: pytest.Item, answer: wire.ItemDone) -> RankReports:
     """One report a phase. A rank sends more where the test has subtests: the first that failed counts."""
     restored: dict[Phase, pytest.TestReport] = {}
     for told, times in zip(answer.reports, answer.times, strict=True):
-        data = {**told, **dict(zip(wire.TIMES, times, strict=True))}
+        data = {**told, **dict(zip(wire.TIMES, times, strict=True)), "nodeid": item.nodeid}
         report: Any = item.config.hook.pytest_report_from_serializable(config=item.config, data=data)
         known = restored.get(report.when)
         kept = known if known is not None and known.failed else report

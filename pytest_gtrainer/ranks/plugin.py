@@ -11,7 +11,7 @@ import pytest
 
 from pytest_gtrainer import devices, facts, options
 from pytest_gtrainer._pytest_private import tear_down
-from pytest_gtrainer.marker import spec_of
+from pytest_gtrainer.marker import collected_id, spec_of
 
 # here, not where they are used first: a pytest run in this process (``pytester``) forgets the modules that it
 # imported, and messages are told by their classes
@@ -294,4 +294,4 @@ def chain_of(item: pytest.Item) -> tuple[str, ...]:
 
 
 def _item_ref(item: pytest.Item) -> wire.ItemRef:
-    return wire.ItemRef(item.nodeid, chain_of(item))
+    return wire.ItemRef(collected_id(item), chain_of(item))

@@ -9,6 +9,7 @@
 - ``torch._ops._higher_order_ops``: higher-order operators by name.
 - ``fx.Graph``: ``_insert``, ``_len``, ``_find_nodes_lookup_table`` and ``_graph_namespace``, as
   ``create_node`` uses them; it spends three quarters of its time on checks that a parser has made.
+- ``torch._C._nn``: the functions of ``torch.nn.functional`` that are written in C++, as Dynamo's graphs call them.
 - ``torch._C.DisableTorchFunctionSubclass``, the context in which ``__torch_function__`` is not looked for.
 - ``ShapeEnv``: the tables that ``create_symbol`` and ``create_unbacked_symint`` fill; these look for the
   user's line on the stack, which takes milliseconds, imports Inductor, and is no line here.
@@ -72,6 +73,11 @@ class ResolvedGroup:
     def of(cls, group: dist.ProcessGroup) -> ResolvedGroup:
         """Its ranks and description."""
         return cls(tuple(dist.get_process_group_ranks(group)), group.group_desc)
+
+
+def plain_functions(home: str) -> Any:
+    """Where functions that Dynamo's graphs call live, by the module's name; None for another module."""
+    return {"torch": torch, "torch.nn.functional": torch.nn.functional, "torch._C._nn": torch._C._nn}.get(home)
 
 
 def resolve_group(name: str) -> ResolvedGroup | None:

@@ -30,6 +30,7 @@ from pytest_gtrainer.checks.predicates import (
 )
 from pytest_gtrainer.checks.subject import CheckError, CheckFailure, Subject
 from pytest_gtrainer.checks.syntax import parse_check, parse_pattern
+from pytest_gtrainer.graph.foreign import AnyGraph
 
 _HERE = os.path.dirname(__file__)
 _MOST = 8
@@ -53,7 +54,7 @@ class Conditions(TypedDict, total=False):
 
 
 def check_graph(
-    gm: fx.GraphModule, *, before: fx.GraphModule | None = None, mesh: Mapping[str, int] | None = None
+    gm: AnyGraph, *, before: AnyGraph | None = None, mesh: Mapping[str, int] | None = None
 ) -> GraphChecker:
     """Checks of a graph, one method each, in a ``with`` block that ends them::
 
@@ -62,6 +63,7 @@ def check_graph(
             check.never("reduce_scatter_tensor", direction="fwd")
 
     Args:
+        gm: a graph of any tracer, as ``graphtext.render`` takes it.
         before: the graph that a pass was given: modules that the pass has emptied may be named.
         mesh: dimensions and extents over all ranks, outermost first, which name the process groups.
     """
@@ -69,10 +71,10 @@ def check_graph(
 
 
 def assert_graph(
-    gm: fx.GraphModule,
+    gm: AnyGraph,
     checks: str,
     *,
-    before: fx.GraphModule | None = None,
+    before: AnyGraph | None = None,
     mesh: Mapping[str, int] | None = None,
 ) -> None:
     """Check a graph by a text, a check a line; empty lines and lines that begin with ``#`` say nothing::

@@ -7,6 +7,7 @@ from fnmatch import fnmatchcase
 
 from torch import fx
 
+from pytest_gtrainer.graph.foreign import AnyGraph, adopted
 from pytest_gtrainer.graph.nodes import BACKWARD, FORWARD, direction
 from pytest_gtrainer.graphtext.header import nearest
 from pytest_gtrainer.graphtext.operators import groups_of, operator_of
@@ -51,13 +52,14 @@ class Subject:
     """
 
     def __init__(
-        self, gm: fx.GraphModule, *, before: fx.GraphModule | None = None, mesh: Mapping[str, int] | None = None
+        self, gm: AnyGraph, *, before: AnyGraph | None = None, mesh: Mapping[str, int] | None = None
     ) -> None:
         """
         Args:
             before: the graph that a pass was given: modules that the pass has emptied are known too.
             mesh: dimensions and extents over all ranks, which name the process groups as in a text.
         """
+        gm = adopted(gm)
         self._gm, self._mesh = gm, mesh
         nodes = list(gm.graph.nodes)
         self.schedule = [node for node in nodes if is_computed(node) or node.op == "output"]
@@ -65,7 +67,7 @@ class Subject:
         self.captures: dict[str, fx.Node] = {}
         self.groups = groups_of(gm, mesh or {})
         self._scopes = scopes_of(nodes)
-        all_scopes = [self._scopes, *([scopes_of(before.graph.nodes)] if before else [])]
+        all_scopes = [self._scopes, *([scopes_of(adopted(before).graph.nodes)] if before else [])]
         self._modules = {fqn for scopes in all_scopes for scope in scopes.of.values() for fqn in scope.owners}
         self._lines: list[str] = []
 

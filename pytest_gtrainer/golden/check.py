@@ -40,7 +40,9 @@ class Golden:
         # the command is the one from the root, the same for everyone
         self._made_by = {"test": nodeid, "remake": shlex.join(["pytest", nodeid, "--gt-update-goldens"])}
 
-    def check(self, value: Any, name: str | None = None, *, view: str = WHOLE, per: str | None = None) -> None:
+    def check(
+        self, value: Any, name: str | None = None, *, view: str = WHOLE, per: str | None = None, names: Any = None
+    ) -> None:
         """Compare ``value`` with the golden of this test, or of this test and ``name``.
 
         Numbers (exact, in lists and dicts of any depth, digests as texts among them) are compared
@@ -48,12 +50,13 @@ class Golden:
         they are not judged, and kept with ``--gt-artifacts``.
 
         Args:
-            value: an FX graph, a traced step (anything with a graph as ``.gm``), a bucket layout, a
-                text, or numbers.
+            value: an FX graph (a ``GraphModule``, an ``fx.Graph``, an ``ExportedProgram``, of any tracer), a traced
+                step (anything with a graph as ``.gm``), a bucket layout, a text, or numbers.
             name: tells several goldens of one test apart.
             view: how much of a graph to show.
             per: "torch" keeps a file for each minor version of torch that changes the value. A file holds from
                 its version on, until one of a newer version lies beside it.
+            names: what the inputs of a graph are, as for ``graphtext.render``.
 
         Raises:
             GoldenMismatch: the golden is missing or different, and is not being updated; or the text of a
@@ -68,6 +71,12 @@ class Golden:
             raise ValueError(f"this test has checked a golden {which} already: give each check its own name")
         if per not in (None, "torch"):
             raise ValueError(f'per={per!r}: a golden is kept per="torch", or without it serves all versions')
+        if _is_graph(value):
+            from pytest_gtrainer.graph.foreign import adopted
+
+            value = adopted(getattr(value, "gm", value), names)
+        elif names is not None:
+            raise TypeError(f"names says what a graph's inputs are, and this golden is of {type(value).__name__}")
         kind, text = self._text(value, view)
         if per is not None and kind == "numbers":
             raise ValueError('per="torch" is not for numbers: their file has an entry for each environment anyway')
@@ -87,7 +96,7 @@ class Golden:
                 return None
             from pytest_gtrainer.graphtext.parsing import unfaithful
 
-            where = unfaithful(getattr(value, "gm", value), text, mesh=self._mesh)
+            where = unfaithful(value, text, mesh=self._mesh)
             told = f"{claim.path} was not written: it would be read back as another graph: {where}"
             return told if where is not None else None
 
@@ -117,7 +126,7 @@ class Golden:
     def _graph_text(self, value: Any, view: str) -> str:
         from pytest_gtrainer.graphtext import render
 
-        text = render(getattr(value, "gm", value), view, header=self._header(), mesh=self._mesh)
+        text = render(value, view, header=self._header(), mesh=self._mesh)
         return extensions.scrubbed(self._item.config, text)
 
     def _header(self) -> Mapping[str, str]:
@@ -133,8 +142,9 @@ class Golden:
 
 
 def _is_graph(value: Any) -> bool:
-    fx = sys.modules.get("torch.fx")  # who has a graph has imported it
-    return fx is not None and isinstance(getattr(value, "gm", value), fx.GraphModule)
+    torch = sys.modules.get("torch")  # who has a graph has imported it
+    graphs = () if torch is None else (torch.fx.GraphModule, torch.fx.Graph, torch.export.ExportedProgram)
+    return isinstance(getattr(value, "gm", value), graphs)
 
 
 def environment_of(item: pytest.Item) -> dict[str, str | int]:

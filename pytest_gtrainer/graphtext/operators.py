@@ -28,6 +28,7 @@ from pytest_gtrainer._torch.graph_text import (
     operator_names,
     operator_overload,
     overload,
+    plain_functions,
     resolve_group,
 )
 from pytest_gtrainer._torch.values import HigherOrderOperator, OpOverload
@@ -174,6 +175,8 @@ def operator_named(spelled: str, allow: Iterable[str] = ()) -> Callable[..., Any
         raise UnknownOperator(
             f"`{name}` is no operator: expected one like `aten.add.Tensor`, `operator.add` or `hop.cond`"
         )
+    if space == "torch" and (found := _torch_function(name)) is not None:
+        return found
     if space in ("operator", "math", "torch", "builtins"):
         raise UnknownOperator(f"`{name}` is not one of the functions that a text may call{nearest(name, FUNCTIONS)}")
     if space not in NAMESPACES.union(allow):
@@ -188,6 +191,15 @@ def operator_named(spelled: str, allow: Iterable[str] = ()) -> Callable[..., Any
     return found
 
 
+def _torch_function(name: str) -> Callable[..., Any] | None:
+    """A function of ``torch``, as Dynamo's graphs call it, that is an operator or made of operators; else None."""
+    home, _, last = name.rpartition(".")
+    if home != "torch.nn.functional" and (f"aten.{last}" in FORBIDDEN or not is_operator(last)):
+        return None
+    found = getattr(plain_functions(home), last, None)
+    return found if callable(found) and _described(found).text == name else None
+
+
 _METHODS = frozenset({
     "bfloat16", "bool", "byte", "char", "cpu", "cuda", "double", "element_size", "float", "half", "int", "long",
     "ndimension", "nelement", "short",
@@ -197,8 +209,12 @@ _METHODS = frozenset({
 
 def is_method(name: str) -> bool:
     """Whether a text may call the method ``name`` of a tensor: those that are operators."""
-    known = operator_names()
-    return name in _METHODS or any(found == f"aten::{name}" or found.startswith(f"aten::{name}.") for found in known)
+    return name in _METHODS or is_operator(name)
+
+
+def is_operator(name: str) -> bool:
+    """Whether ``aten`` has an operator of that name."""
+    return any(found == f"aten::{name}" or found.startswith(f"aten::{name}.") for found in operator_names())
 
 
 def _alternatives(space: str, packet: str) -> str:

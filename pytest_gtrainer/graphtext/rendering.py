@@ -21,6 +21,7 @@ from torch import fx
 
 from pytest_gtrainer._torch.graph_text import plain_attributes
 from pytest_gtrainer.graph.bucket_plan import managed_order
+from pytest_gtrainer.graph.foreign import AnyGraph, Names, adopted
 from pytest_gtrainer.graph.layout import BucketLayout, bucket_layout
 from pytest_gtrainer.graph.nodes import node_fqn
 from pytest_gtrainer.graphtext import header as headers
@@ -50,27 +51,32 @@ _Drawn = tuple[list[str], list[Section]]
 
 
 def render(
-    gm: fx.GraphModule,
+    gm: AnyGraph,
     view: str = "full",
     *,
+    names: Names | None = None,
     header: Mapping[str, str] | None = None,
     mesh: Mapping[str, int] | None = None,
 ) -> str:
     """The canonical text of a graph.
 
     Args:
-        gm: the graph, with ``meta["val"]`` and the metadata named in ``scopes``.
+        gm: the graph, with ``meta["val"]`` and the metadata named in ``scopes``; or one of Dynamo, AOTAutograd,
+            Inductor or ``torch.export``, whose own names are read.
         view: "full" shows every operator and can be parsed; "schedule" shows collectives, waits and
             how much is computed between them; "layout" which parameter sits at which byte of which
             collective.
+        names: what the inputs are, where the graph does not say it: the model, FQNs by placeholder, or the graph of
+            Dynamo that AOTAutograd was given.
         header: comment lines that say what made the graph, never compared.
         mesh: dimensions and extents over all ranks, outermost first; names the process groups
             that do not say themselves which dimension they belong to.
 
     Raises:
-        ValueError: an unknown view; a layout whose process groups nobody knows.
+        ValueError: an unknown view; a layout whose process groups nobody knows; ``names`` that do not fit.
     """
-    return _written({**({} if view == "full" else {"view": view}), **(header or {})}, _draw(gm, view, mesh or {}))
+    drawn = _draw(adopted(gm, names), view, mesh or {})
+    return _written({**({} if view == "full" else {"view": view}), **(header or {})}, drawn)
 
 
 def render_layout(
@@ -87,9 +93,9 @@ def render_layout(
     return _written({"view": "layout", **(header or {})}, _layout(layout, mesh or {}, {}))
 
 
-def lines_of(gm: fx.GraphModule, view: str = "full", *, mesh: Mapping[str, int] | None = None) -> tuple[GraphLine, ...]:
+def lines_of(gm: AnyGraph, view: str = "full", *, mesh: Mapping[str, int] | None = None) -> tuple[GraphLine, ...]:
     """The lines of the graph's text, unfolded: what two graphs are compared by."""
-    preamble, sections = _draw(gm, view, mesh or {})
+    preamble, sections = _draw(adopted(gm), view, mesh or {})
     return unfold("\n".join(preamble)) + tuple(line for section in sections for line in section.unfolded())
 
 

@@ -1,0 +1,119 @@
+"""What Dynamo and AOTAutograd say of a graph's inputs and outputs.
+
+- ``node._dynamo_source``, else ``meta["grapharg"].source``, on placeholders of Dynamo: the source, whose ``name`` is
+  its expression (a method before torch 2.14).
+- ``meta["desc"]`` on placeholders of AOTAutograd and Inductor, and on the output a list of them: descriptors of
+  ``torch._functorch._aot_autograd.descriptors``. ``PlainAOTInput.idx`` counts the inputs of Dynamo's graph,
+  ``ParamAOTInput.target`` is an FQN, ``SubclassGetAttrAOTInput.base`` the tensor whose attribute it is.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx
+
+from pytest_gtrainer._torch import private_names
+
+with private_names():
+    from torch._functorch._aot_autograd import descriptors as d
+    from torch.export import ExportedProgram
+
+__all__ = ["ExportedProgram"]
+
+_LOCAL = "_local_tensor"
+
+
+@dataclass(frozen=True, slots=True)
+class Input:
+    """An input by its FQN, or by the index of Dynamo's input and what is taken of it."""
+
+    kind: str = "input"
+    fqn: str | None = None
+    index: int | None = None
+    suffix: str = ""
+    is_tangent: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """A result of the compiled function, by its place."""
+
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """What the forward keeps for the backward."""
+
+
+@dataclass(frozen=True, slots=True)
+class Gradient:
+    """The gradient of an input."""
+
+    of: Input
+
+
+@dataclass(frozen=True, slots=True)
+class MutatedInput:
+    """The new value of an input that the function writes to."""
+
+    of: Input
+
+
+def source_of(node: fx.Node) -> str | None:
+    """The expression by which Dynamo found the input, None if it was not Dynamo."""
+    source = getattr(node, "_dynamo_source", None) or getattr(node.meta.get("grapharg"), "source", None)
+    name = getattr(source, "name", None)
+    return str(name() if callable(name) else name) if name is not None else None
+
+
+def described_input(node: fx.Node) -> Input | None:
+    """What AOTAutograd says of an input, None if it says nothing."""
+    return _input(node.meta.get("desc"))
+
+
+def _input(told: Any) -> Input | None:
+    match told:
+        case d.ParamAOTInput():
+            return Input("parameter", told.target)
+        case d.BufferAOTInput():
+            return Input("buffer", told.target)
+        case d.PlainAOTInput():
+            return Input(index=told.idx)
+        case d.TangentAOTInput():
+            of = described_output(told.output)
+            name = f"gradient.output_{of.index}" if isinstance(of, Output) else None
+            return Input("input", name, is_tangent=True)
+        case d.SubclassGetAttrAOTInput():
+            return _part_of(told.base, "" if told.attr == _LOCAL else f".{told.attr}")
+        case d.SubclassSizeAOTInput():
+            return _part_of(told.base, f".size.{told.idx}")
+        case d.SubclassStrideAOTInput():
+            return _part_of(told.base, f".stride.{told.idx}")
+    return None
+
+
+def _part_of(base: Any, suffix: str) -> Input | None:
+    whole = _input(base)
+    if whole is None:
+        return None
+    fqn = None if whole.fqn is None else whole.fqn + suffix
+    return Input(whole.kind, fqn, whole.index, whole.suffix + suffix, whole.is_tangent)
+
+
+def described_output(told: Any) -> Output | Saved | Gradient | MutatedInput | None:
+    """What AOTAutograd says of an output, None if that is nothing that a text names."""
+    match told:
+        case d.PlainAOTOutput():
+            return Output(told.idx)
+        case d.SavedForBackwardsAOTOutput():
+            return Saved()
+        case d.GradAOTOutput():
+            return Gradient(of) if (of := _input(told.grad_of)) is not None else None
+        case d.InputMutationAOTOutput():
+            return MutatedInput(of) if (of := _input(told.mutated_input)) is not None else None
+        case d.SubclassGetAttrAOTOutput():
+            return described_output(told.base) if told.attr == _LOCAL else None
+    return None

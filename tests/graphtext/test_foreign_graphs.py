@@ -1,0 +1,187 @@
+"""Graphs of Dynamo, AOTAutograd and torch.export show alike what ours show: names, types, modules, directions."""
+
+import copy
+
+import pytest
+import torch
+from torch import fx, nn
+from torch._dynamo.backends.common import aot_autograd
+
+from pytest_gtrainer import assert_graph, graphtext
+
+
+class Block(nn.Module):
+    def __init__(self, bias: bool = False):
+        super().__init__()
+        self.up = nn.Linear(8, 16, bias=bias)
+        self.norm = nn.LayerNorm(16)
+        self.down = nn.Linear(16, 8, bias=False)
+        self.register_buffer("scale", torch.ones(8))
+
+    def forward(self, x):
+        return x + self.down(torch.relu(self.norm(self.up(x)))) * self.scale
+
+
+class Model(nn.Module):
+    def __init__(self, bias: bool = False):
+        super().__init__()
+        self.layers = nn.ModuleList([Block(bias and i == 0) for i in range(2)])
+
+    def forward(self, x, mask=None):
+        for layer in self.layers:
+            x = layer(x)
+        return x if mask is None else x * mask["row"]
+
+
+def graphs_of(model: nn.Module, dtype: torch.dtype = torch.float32, rows: int = 4) -> dict[str, fx.GraphModule]:
+    """Dynamo's graph, and AOTAutograd's forward and backward, of one training step."""
+    found: dict[str, fx.GraphModule] = {}
+
+    def keep(which: str):
+        def compiler(gm: fx.GraphModule, inputs: object) -> fx.GraphModule:
+            found[which] = gm
+            return gm
+
+        return compiler
+
+    def backend(gm: fx.GraphModule, inputs: list[torch.Tensor]):
+        found["dynamo"] = copy.deepcopy(gm)
+        return aot_autograd(fw_compiler=keep("forward"), bw_compiler=keep("backward"))(gm, inputs)
+
+    torch.compiler.reset()
+    x = torch.randn(rows, 8, dtype=dtype)
+    torch.compile(model.to(dtype), backend=backend)(x, {"row": torch.ones(8, dtype=dtype)}).sum().backward()
+    return found
+
+
+@pytest.fixture(scope="module")
+def graphs() -> dict[str, fx.GraphModule]:
+    return graphs_of(Model())
+
+
+def test_a_graph_of_dynamo_names_inputs_and_types(graphs):
+    text = graphtext.render(graphs["dynamo"])
+    assert "  P.L.up.weight: f32[16, 8]\n" in text
+    assert "  B.L.scale: f32[8]\n" in text
+    assert "  I.x: f32[4, 8]\n" in text
+    assert "  I.mask.row: f32[8]\n" in text
+    assert "linear: f32[4, 16] = torch._C._nn.linear(I.x, P.L.up.weight, None)" in text
+    assert "L['" not in text
+    assert "A[" not in text
+    assert ": _\n" not in text
+
+
+@pytest.mark.parametrize("which", ["dynamo", "forward", "backward"])
+def test_the_text_is_read_back_as_the_same_graph(graphs, which):
+    text = graphtext.render(graphs[which], names=graphs["dynamo"])
+    assert graphtext.render(graphtext.parse(text)) == text
+
+
+def test_what_the_forward_keeps_has_one_name_in_both_graphs(graphs):
+    forward, backward = (graphtext.render(graphs[which], names=graphs["dynamo"]) for which in ("forward", "backward"))
+    assert "  L.up.mm = fwd.layers[0].up.mm\n" in forward
+    assert "  I.kept.layers[0].up.mm: f32[4, 16]\n" in backward
+    assert "  I.gradient.output_0: f32[4, 8]\n" in backward
+    assert "  output_0 = fwd.layers[1].mul_1\n" in forward
+
+
+def test_results_of_a_backward_are_named_after_what_they_are_gradients_of(graphs):
+    text = graphtext.render(graphs["backward"], names=graphs["dynamo"])
+    assert "for i in out.layers[0]:\n  L.up.weight = bwd.L.up.t_" in text
+    assert "\n  x = None\n" in text  # no gradient was asked for
+
+
+def test_without_names_descriptors_alone_name_nothing_wrongly(graphs):
+    text = graphtext.render(graphs["forward"])
+    assert "A[0]: f32[16, 8]\n" in text
+    assert "P." not in text
+
+
+@pytest.mark.parametrize("change", [{"dtype": torch.bfloat16}, {"rows": 5}])
+@pytest.mark.parametrize("which", ["dynamo", "forward", "backward"])
+def test_another_dtype_or_shape_is_another_text(graphs, change, which):
+    other = graphs_of(Model(), **change)
+    texts = [graphtext.render(each[which], names=each["dynamo"]) for each in (graphs, other)]
+    assert texts[0] != texts[1]
+
+
+@pytest.mark.parametrize("which", ["dynamo", "forward", "backward"])
+def test_another_parameter_renumbers_nothing(graphs, which):
+    other = graphs_of(Model(bias=True))
+    lines = [
+        {str(line) for line in graphtext.lines_of(graphtext.parse(graphtext.render(each[which], names=each["dynamo"])))}
+        for each in (graphs, other)
+    ]
+    changed = lines[0] ^ lines[1]
+    assert changed
+    assert not [line for line in changed if "layers.1" in line or "layers[1]" in line]
+
+
+def test_nodes_are_named_and_the_graph_is_only_read(graphs):
+    gm = copy.deepcopy(graphs["forward"])
+    text = graphtext.render(gm, names=graphs["dynamo"])
+    for node in gm.graph.nodes:
+        node.name = f"n_{node.name}"
+    before = [dict(node.meta) for node in gm.graph.nodes]
+    assert graphtext.render(gm, names=graphs["dynamo"]) == text
+    assert [dict(node.meta) for node in gm.graph.nodes] == before
+
+
+def test_a_bare_graph_and_an_exported_program_render():
+    model = Model()
+    program = torch.export.export(model, (torch.randn(4, 8),))
+    text = graphtext.render(program)
+    assert "P.L.up.weight: f32[16, 8]" in text
+    assert "aten.linear(I.x, P.L.up.weight)" in text
+    gm = fx.symbolic_trace(nn.ReLU())
+    assert graphtext.render(gm.graph) == graphtext.render(gm)
+
+
+def test_a_model_names_the_first_inputs_of_a_graph():
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    model = nn.Linear(8, 4)
+
+    def step(weight, bias, x):
+        return torch.func.functional_call(model, {"weight": weight, "bias": bias}, (x,))
+
+    gm = make_fx(step, tracing_mode="fake")(*model.parameters(), torch.randn(2, 8))
+    text = graphtext.render(gm, names=model)
+    assert "P.weight: f32[4, 8]" in text
+    assert "P.bias: f32[4]" in text
+    with pytest.raises(ValueError, match=r"has shape \[4, 8\], weight of the model \[3, 8\]"):
+        graphtext.render(gm, names=nn.Linear(8, 3))
+    with pytest.raises(ValueError, match=r"names has 'w', which is no input of the graph; these are bias_1,"):
+        graphtext.render(gm, names={"w": "weight"})
+
+
+def test_checks_know_modules_of_any_graph(graphs):
+    assert_graph(graphs["dynamo"], "count 2 linear in layers.1\nthen relu in layers.0")
+
+
+def test_gradient_of_a_custom_function_is_of_the_backward():
+    class Twice(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * 2
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return gradient * 2
+
+    class Uses(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(8))
+
+        def forward(self, x, mask):
+            return Twice.apply(x * self.weight) * mask["row"]
+
+    graphs = graphs_of(Uses())
+    text = graphtext.render(graphs["backward"], names=graphs["dynamo"])
+    assert "fwd" not in text.replace("fwd_", "")
+
+
+def test_what_is_no_graph_is_refused_by_name():
+    with pytest.raises(TypeError, match=r"3 is of type int, not a graph: give a GraphModule, an fx\.Graph, or"):
+        graphtext.render(3)

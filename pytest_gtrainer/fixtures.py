@@ -31,9 +31,6 @@ def gt_world(request: pytest.FixtureRequest) -> Iterator[World]:
             '@pytest.mark.gt_world("ranks", size=8)',
             pytrace=False,
         )
-    from pytest_gtrainer.worlds.hygiene import keep_trace_log_quiet
-
-    keep_trace_log_quiet()
     enter: EnterWorld
     if spec.kind == "fake":
         from pytest_gtrainer.worlds.fake import fake_world as enter

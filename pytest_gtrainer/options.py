@@ -73,6 +73,7 @@ OPTIONS: tuple[Option, ...] = (
     Option("artifacts", "keep what failed tests obtained, with differences, in a folder for each", metavar="DIR"),
     Option("report", "write a page: graphs before and after each pass, layouts, schedules, digests", metavar="FILE"),
     Option("bisect", "bisect a bitwise comparison that fails over the passes of the replayed graphs", is_flag=True),
+    Option("trace-log", "capture torch's structured trace in every test, as pytest does by itself", is_flag=True),
     Option("leaked-flags", "a test that leaves a global switch of torch changed (default: warn)", default="warn",
            choices=("warn", "fail", "ignore")),
     Option("leaked-resources", "a test on ranks that leaves a process group or GPU memory (default: warn)",

@@ -26,6 +26,7 @@ from pytest_gtrainer.ranks.plugin import RanksPlugin, follow, is_rank
 from pytest_gtrainer.report.failures import BisectPlugin, VerdictTables
 from pytest_gtrainer.report.plugin import JUnitProperties, ReportPlugin, witnessed
 from pytest_gtrainer.report.terminal import SummaryPlugin
+from pytest_gtrainer.worlds.hygiene import keep_trace_log_quiet
 from pytest_gtrainer.worlds.spec import SpecError
 
 FACTS = pytest.StashKey[list[facts.Fact]]()
@@ -110,6 +111,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    if not options.get(item.config, "trace-log"):
+        keep_trace_log_quiet()
     with facts.collecting() as sink, witnessed(item):
         item.stash[FACTS] = sink
         return (yield)

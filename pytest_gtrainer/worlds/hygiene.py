@@ -84,11 +84,17 @@ _TRACE = "torch.__trace"
 
 
 def keep_trace_log_quiet() -> None:
-    """Make ``torch.__trace`` a logger that pytest passes over, unless TORCH_TRACE asks for it."""
-    if "TORCH_TRACE" not in os.environ:
-        trace_log = logging.getLogger(_TRACE)
-        trace_log.handlers.clear()
-        trace_log.propagate = True
+    """Make ``torch.__trace`` a logger that pytest passes over, unless TORCH_TRACE asks for it.
+
+    Handlers that are not pytest's stay: who has put one there wants the records.
+    """
+    if "TORCH_TRACE" in os.environ:
+        return
+    trace_log = logging.getLogger(_TRACE)
+    trace_log.propagate = True
+    for handler in trace_log.handlers[:]:
+        if type(handler).__module__ == "_pytest.logging":
+            trace_log.removeHandler(handler)
 
 
 def let_torch_loggers_propagate() -> None:
@@ -96,13 +102,13 @@ def let_torch_loggers_propagate() -> None:
 
     About thirty of them print by themselves and do not propagate; to attach to each of them before every phase
     is a quarter of what pytest does for an empty test. Their records are captured as anybody's. The structured
-    trace is ``keep_trace_log_quiet``'s business.
+    trace stays as it is if TORCH_TRACE asks for it.
     """
     if "TORCH_LOGS" in os.environ or "TORCH_LOGS_OUT" in os.environ:
         return
-    keep_trace_log_quiet()
     for name, logger in logging.getLogger().manager.loggerDict.items():
-        if name == _TRACE or not isinstance(logger, logging.Logger) or logger.propagate:
+        asked_for = name == _TRACE and "TORCH_TRACE" in os.environ
+        if asked_for or not isinstance(logger, logging.Logger) or logger.propagate:
             continue
         if name.partition(".")[0] == "torch":
             logger.handlers.clear()

@@ -45,3 +45,37 @@ def test_on_ranks_the_log_is_written_where_it_is_asked_for(monkeypatch, asked):
     monkeypatch.setattr(log, "handlers", [handler])
     let_torch_loggers_propagate()
     assert (log.handlers, log.propagate) == (([handler], False) if asked else ([], True))
+
+
+COMPILES = """
+import logging
+import torch
+
+class Kept(logging.Handler):
+    def emit(self, record):
+        self.seen = True
+
+def test_first():
+    torch.compile(lambda x: x.relu(), backend="eager")(torch.ones(2))
+
+def test_fails():
+    torch.compile(lambda x: x.sin(), backend="eager")(torch.ones(2))
+    assert False
+
+def test_own_handler_sees_the_trace():
+    log, mine = logging.getLogger("torch.__trace"), Kept()
+    log.addHandler(mine)
+    torch.compile(lambda x: x.cos(), backend="eager")(torch.ones(2))
+    log.removeHandler(mine)
+    assert mine.seen
+"""
+
+
+@pytest.mark.parametrize("option", [[], ["--gt-trace-log"]], ids=["", "flag"])
+def test_no_test_captures_the_structured_trace_unless_asked(pytester, option):
+    """pytest attaches its handlers to a logger that does not propagate; torch then writes its whole trace to them."""
+    pytester.makepyfile(COMPILES)
+    result = pytester.runpytest_subprocess("--show-capture=log", *option)
+    result.assert_outcomes(passed=2, failed=1)
+    captured = [line for line in result.outlines if "torch.__trace" in line or line.startswith("DEBUG")]
+    assert bool(captured) == bool(option)

@@ -188,7 +188,7 @@ def paths_of_first(
             ranks = group_of(found.key.rank, payload.ranks)
             its_net = net if len(ranks) == net.size else net.for_group(ranks)
             member = ranks.index(found.key.rank)
-            path = its_net.explain(payload.collective, begin + offset, count, payload.dtype, member)
+            path = its_net.explain(payload.collective, begin + offset, count, payload.dtype, member, payload.op)
             where = f"element {begin + offset} of {count}, {path}"
             yield f"  {side}: bucket {payload.label!r}, {payload.collective}, {where}"
             for at in range(max(place - _AROUND, 0), min(place + _AROUND + 1, len(payload.slots))):

@@ -163,8 +163,16 @@ def test_explain_reads_as_a_sentence():
     [
         ({"channels": 0}, "channels=0: give a whole number, 1 or more"),
         ({"nodes": True}, "nodes=True: give a whole number, 1 or more"),
-        ({"partition": "even"}, "partition='even': use one of contiguous, round-robin"),
+        ({"partition": "even"}, "partition='even': use one of contiguous, cells, round-robin"),
         ({"accumulate": "fp64"}, "accumulate='fp64': use one of wire, fp32"),
+        ({"algorithm": "Tree"}, "algorithm='Tree': use one of ring, tree, pat"),
+        ({"protocol": "LL64"}, "protocol='LL64': use one of Simple, LL128, LL"),
+        ({"chunk_bytes": 0}, "chunk_bytes=0: give a whole number, 1 or more"),
+        (
+            {"algorithm": "pat", "accumulate": "fp32"},
+            "accumulate=\"fp32\" adds all ranks in one order, and algorithm='pat' does not",
+        ),
+        ({"trees": (((1,), ()),)}, "trees for 1 channels, of 2 ranks: give one of all 4 ranks for each of 4 channels"),
         ({"rings": []}, "rings is empty: give one ring for each channel"),
         ({"rings": [(0, 1, 1, 3)]}, "the ring of channel 0 visits rank 1 more than once, 0 1 1 3: list every rank"),
         ({"rings": [(0, 1, 2, 3), (0, 1, 2)]}, "the ring of channel 1 leaves out rank 3 of 4, 0 1 2: list every rank"),

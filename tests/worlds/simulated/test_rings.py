@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from pytest_gtrainer import NetModel
-from pytest_gtrainer.worlds.simulated.rings import rail_rings, read_rings, rings_from_log
+from pytest_gtrainer.worlds.simulated.logs import read_rings, rings_from_log
+from pytest_gtrainer.worlds.simulated.rings import rail_rings
 from tests.worlds.simulated.buckets import sees_the_order_of_a_bucket
 
 NETS = Path("fixtures/nets")

@@ -52,6 +52,7 @@ from pytest_gtrainer.worlds.simulated.trees import (
     Order,
     Tree,
     chains_of,
+    check_trees,
     mapped,
     pat_delta,
     pat_order,
@@ -250,12 +251,8 @@ class NetModel(Net):
                     "leave channels out, or give as many rings"
                 )
         if self.trees is not None:
-            channels = self.channels or len(self.rings or ()) or CHANNELS
-            if [len(tree) for tree in self.trees] != [self.world_size] * channels:
-                raise ValueError(
-                    f"trees for {len(self.trees)} channels, of {len(self.trees[0]) if self.trees else 0} ranks: "
-                    f"give one of all {self.world_size} ranks for each of {channels} channels"
-                )
+            object.__setattr__(self, "trees", tuple(tuple(map(tuple, tree)) for tree in self.trees))
+            check_trees(self.trees, self.world_size, self.channels or len(self.rings or ()) or CHANNELS)
         self._check_members()
 
     @classmethod
@@ -371,6 +368,8 @@ class NetModel(Net):
 
     def _parts(self, collective: str, count: int, itemsize: int) -> list[Stretch]:
         """Which element of a payload goes through which channel."""
+        if not count:
+            return []
         channels = len(_rings(self))
         if self.partition == "round-robin":
             around = self.size if collective == "all_reduce" and self.algorithm != "tree" else 1
@@ -384,10 +383,8 @@ class NetModel(Net):
 
     def _stretches(self, collective: str, count: int, itemsize: int) -> list[Stretch]:
         """Which element of a payload goes around which ring, and where it starts there."""
-        if not count:
-            return []
         if self.accumulate == "fp32":
-            return [Stretch(0, 0, count)]
+            return [Stretch(0, 0, count)] if count else []
         parts, chunk = self._parts(collective, count, itemsize), self._chunk(itemsize)
         if collective == "reduce_scatter":
             return parts

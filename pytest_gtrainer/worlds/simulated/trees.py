@@ -108,24 +108,43 @@ def tree_from(tree: Tree) -> Order:
     """The sum over a tree that is given by its children.
 
     Raises:
-        ValueError: there is more than one root, or a rank that the root does not reach.
+        ValueError: there is not one root, a rank has two parents, or the root does not reach it.
     """
-    below = {rank for children in tree for rank in children}
+    below = [rank for children in tree for rank in children]
     roots = [rank for rank in range(len(tree)) if rank not in below]
+    if unknown := sorted(set(below) - set(range(len(tree)))):
+        raise ValueError(f"rank {unknown[0]} is not one of its ranks, 0..{len(tree) - 1}")
+    if twice := [rank for rank in below if below.count(rank) > 1]:
+        raise ValueError(f"rank {twice[0]} has two parents")
+    if len(roots) != 1:
+        raise ValueError(f"a tree has one root, this one has {len(roots)}: ranks {' '.join(map(str, roots))}")
     reached: list[int] = []
 
     def sum_of(rank: int) -> Order:
-        if rank in reached:
-            raise ValueError(f"rank {rank} has two parents")
         reached.append(rank)
         return joined(rank, [sum_of(child) for child in tree[rank]])
 
-    if len(roots) != 1:
-        raise ValueError(f"a tree has one root, this one has {len(roots)}: ranks {' '.join(map(str, roots))}")
     order = sum_of(roots[0])
     if lost := sorted(set(range(len(tree))) - set(reached)):
         raise ValueError(f"rank {lost[0]} is not below the root, rank {roots[0]}")
     return order
+
+
+def check_trees(trees: Sequence[Tree], size: int, channels: int) -> None:
+    """Each channel needs a tree of all ranks of the world.
+
+    Raises:
+        ValueError: naming the channel and the rank.
+    """
+    if len(trees) != channels:
+        raise ValueError(f"there are {len(trees)} trees for {channels} channels: give one for each")
+    for channel, tree in enumerate(trees):
+        try:
+            if len(tree) != size:
+                raise ValueError(f"it has {len(tree)} of {size} ranks")
+            tree_from(tree)
+        except ValueError as error:
+            raise ValueError(f"the tree of channel {channel}: {error}") from None
 
 
 def chains_of(ring: Ring, node_of: Sequence[int]) -> list[list[int]]:
@@ -173,7 +192,7 @@ def pat_order(ranks: int, delta: int, distance: int = 0) -> Order:
     ``delta`` arrive from the highest down, those above from the lowest up, dimension 0 last (collectives.h:564-713).
 
     >>> pat_order(8, delta=8), pat_order(8, delta=2)
-    ((5, 4, (7, 6)), 0)
+    ((7, 6, 4, 5, 0, (3, 2), 1), (3, 2, 0, (7, 6, 4, 5), 1))
     """
     low = delta.bit_length() - 1
     top = (distance & -distance).bit_length() - 1 if distance else (ranks - 1).bit_length()

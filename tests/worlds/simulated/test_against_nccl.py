@@ -64,7 +64,6 @@ def shuffled_rings(size, channels, seed):
 
 
 NETS = [
-    NetModel(1, 1),
     NetModel(2, 1, channels=3),
     NetModel(1, 8, channels=2),
     NetModel(2, 4),
@@ -80,7 +79,7 @@ NETS = [
 @pytest.mark.parametrize("collective", COLLECTIVES)
 @pytest.mark.parametrize("partition", ["contiguous", "cells"])
 def test_rings_add_as_nccl_does(collective, partition):
-    """S1: rings that begin anywhere, groups in any order, chunks that loop; every length, dtype and op."""
+    """S9: rings that begin anywhere, groups in any order, chunks that loop; every length, dtype and op."""
     found = {
         (net, length, dtype, op, chunk): differing(
             replace(net, partition=partition, chunk_bytes=chunk), collective, length, dtype, op
@@ -136,7 +135,7 @@ TREES = [
 
 @pytest.mark.parametrize("net", TREES, ids=lambda net: f"{net.nodes}x{net.ranks_per_node}")
 def test_trees_add_as_nccl_does(net):
-    """Double binary trees over nodes, chains inside; groups of one rank a node, and of some nodes' ranks."""
+    """S9: double binary trees over nodes, chains inside; groups of one rank a node, and of some nodes' ranks."""
     for length in LENGTHS:
         for dtype in DTYPES:
             for op in ("sum", "avg"):
@@ -144,11 +143,11 @@ def test_trees_add_as_nccl_does(net):
 
 
 def test_pat_adds_as_nccl_does():
-    """2 to 33 ranks on as many nodes; shards so small that NCCL aggregates more of them, and large ones."""
+    """S9: 2 to 32 ranks on as many nodes; shards so small that NCCL aggregates more of them, and large ones."""
     found = {}
-    for size in [*range(2, 18), 32, 33]:
+    for size in [*range(2, 18), 32]:
         net = NetModel(size, 1, channels=2, algorithm="pat")
-        for length in (1, 40, 3000) if size < 32 else (1, 20_000):
+        for length in (1, 3000) if size < 32 else (1, 20_000):
             found[size, length] = differing(net, "reduce_scatter", length, torch.bfloat16, "sum", "pat")
     assert not any(found.values()), found
 

@@ -26,7 +26,7 @@ _RING = re.compile(
 )
 _NEXT = re.compile(r"Ring (?P<channel>\d+) : \d+ -> (?P<rank>\d+) -> (?P<next>\d+)")
 # connection 0 is that of collectives; SHM's lines name none
-_SENDS = re.compile(r"Channel (?P<channel>\d+)(?:/0)? : (?P<rank>\d+)\[\w+\] -> (?P<next>\d+)\[\w+\] (?!\[receive\])")
+_SENDS = re.compile(r"Channel (?P<channel>\d+)(?:/0)? : (?P<rank>\d+)\[\w+\] -> (?P<next>\d+)\[\w+\] ")
 _TREES = re.compile(r"Trees((?: \[\d+\] [-\d]+/[-\d]+/[-\d]+->\d+->[-\d]+)+)")
 _TREE = re.compile(r"\[(\d+)\] ([-\d]+)/([-\d]+)/([-\d]+)->(\d+)->[-\d]+")
 

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from fixtures.training import llama3_training
 from pytest_gtrainer import NetModel, assert_simulated_parity, sweep_nets
 from pytest_gtrainer.graph.layout import LayoutDifference
+from pytest_gtrainer.worlds.simulated.collectives import Contribution, reduce_scatter
 from pytest_gtrainer.worlds.simulated.interpreter.values import of_rank
 from pytest_gtrainer.worlds.simulated.net import row_of
 from pytest_gtrainer.worlds.simulated.threads import run_threads
@@ -72,6 +73,18 @@ def test_pat_in_a_graph_and_on_threads(gt_world):
     around = graphs.run(step, graphs.different(8, 320), net=replace(net, algorithm="ring"))
     assert all(torch.equal(of_rank(output, rank), eager[rank]) for rank in range(8))
     assert not all(torch.equal(of_rank(around, rank), eager[rank]) for rank in range(8))
+
+
+@pytest.mark.parametrize("op", ["sum", "premul_sum"])
+def test_a_sum_of_products_is_told_to_the_net(op):
+    """enqueue.cc:2009: FSDP2's PreMulSum goes around rings, a sum by PAT."""
+
+    def reduced(algorithm):
+        given = [Contribution(rank=r, inputs=[graphs.numbers(320, seed=r)], op=op, factor=0.7) for r in range(8)]
+        return [shard for (shard,) in reduce_scatter(NetModel(8, 1, algorithm=algorithm), given)]
+
+    same = all(map(torch.equal, reduced("pat"), reduced("ring")))
+    assert same == (op == "premul_sum")
 
 
 @pytest.mark.gt_world("simulated", size=8)

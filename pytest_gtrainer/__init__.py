@@ -71,6 +71,7 @@ _HOME: dict[str, str] = {
     "World": "worlds.spec",
     "WorldSpec": "worlds.spec",
     # simulated world
+    "Net": "worlds.simulated.net",
     "NetModel": "worlds.simulated.net",
     "assert_simulated_parity": "references.parity",
     "sweep_nets": "worlds.simulated.net",

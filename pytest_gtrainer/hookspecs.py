@@ -15,7 +15,7 @@ import pytest
 if TYPE_CHECKING:
     from torch import fx, nn
 
-    from pytest_gtrainer.worlds.simulated.net import NetModel
+    from pytest_gtrainer.worlds.simulated.net import Net
     from pytest_gtrainer.worlds.spec import World, WorldSpec
 
     EnterWorld = Callable[[WorldSpec], AbstractContextManager[World]]
@@ -48,7 +48,7 @@ def pytest_gtrainer_worlds(config: pytest.Config) -> Mapping[str, EnterWorld]:  
 
 
 @pytest.hookspec
-def pytest_gtrainer_nets(config: pytest.Config) -> Mapping[str, NetModel]:  # type: ignore[empty-body]
+def pytest_gtrainer_nets(config: pytest.Config) -> Mapping[str, Net]:  # type: ignore[empty-body]
     """Net models by name: a test in the simulated world that takes ``gt_net`` runs once with each, as its world's.
 
     Asked when tests are collected, and only if one takes ``gt_net``.

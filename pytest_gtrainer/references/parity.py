@@ -93,12 +93,14 @@ def assert_simulated_parity(
         eager = simulated_eager(config, net, mesh=world.mesh)
         record = _compared(subject, eager, net, row)
         control = _control(config, world, subject, record)
-        row["result"] = "equal" if control.outcome == "different" else "equal, and so in every order"
+        row["result"] = "equal" if control.outcome == "different" else "equal, but proves nothing: so is the control"
         if control.outcome != "different" and invisible == "refuse":
             raise VacuousCheck(
-                "payloads packed in another order give the same bits under this net, so this check could not fail: "
-                'take two nodes or more with two channels or more, accumulate="wire", and a reduction in the wire\'s '
-                "dtype whose sums are not exact"
+                "payloads packed in another order give the same bits under this net, so this check could not fail. "
+                "A reduce-scatter shows the order only where channels add in different orders: take two nodes or more "
+                "with two channels or more, or rings of your own that differ. An all-reduce shows it on one node, too, "
+                "but not between two ranks. No net shows it in fp32 accumulation or where sums are exact: take "
+                'accumulate="wire", and values that a sum rounds'
             )
     return Parity(record, eager.record, control, eager.layout)
 
@@ -188,7 +190,7 @@ def paths_of_first(
             ranks = group_of(found.key.rank, payload.ranks)
             its_net = net if len(ranks) == net.size else net.for_group(ranks)
             member = ranks.index(found.key.rank)
-            path = its_net.explain(payload.collective, begin + offset, count, payload.dtype, member)
+            path = its_net.explain(payload.collective, begin + offset, count, payload.dtype, member, payload.op)
             where = f"element {begin + offset} of {count}, {path}"
             yield f"  {side}: bucket {payload.label!r}, {payload.collective}, {where}"
             for at in range(max(place - _AROUND, 0), min(place + _AROUND + 1, len(payload.slots))):

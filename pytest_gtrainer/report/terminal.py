@@ -16,7 +16,7 @@ from pytest_gtrainer.report.collected import without_shown, world_label
 
 MOST_LINES = 18
 _TELLERS = ("goldens", "unused-goldens")
-_NET = ("ranks", "nodes", "channels", "partition", "accumulate")
+_NET = ("ranks", "nodes", "channels", "algorithm", "partition", "accumulate")
 _TOPICS = (
     ("worlds", "world", lambda fact: f"tests in {world_label(fact)}"),
     ("goldens", "golden", lambda fact: fact["outcome"]),
@@ -114,11 +114,11 @@ def summary_lines(facts: list[Fact]) -> list[str]:
 def net_table(rows: Sequence[Fact]) -> list[str]:
     """The nets of a simulated world that a test ran under: the header and a line a net, in their order.
 
-    >>> row = {"ranks": 16, "nodes": 2, "channels": 4, "partition": "contiguous", "accumulate": "wire", "result": "a"}
-    >>> print("\\n".join(net_table([{**row, "nodes": 4, "result": "b"}, row])))
-    ranks  nodes  channels  partition   accumulate  result
-       16      2         4  contiguous  wire        a
-       16      4         4  contiguous  wire        b
+    >>> row = {"ranks": 16, "nodes": 2, "channels": 4, "algorithm": "ring", "partition": "cells", "accumulate": "wire"}
+    >>> print("\\n".join(net_table([{**row, "algorithm": "tree", "result": "b"}, {**row, "result": "a"}])))
+    ranks  nodes  channels  algorithm  partition  accumulate  result
+       16      2         4  ring       cells      wire        a
+       16      2         4  tree       cells      wire        b
     """
     names = (*_NET, "result")
     ordered = sorted(rows, key=lambda row: [(isinstance(row[name], str), row[name]) for name in names])

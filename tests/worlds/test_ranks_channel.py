@@ -152,6 +152,14 @@ def test_programs_that_a_rank_starts_do_not_hold_its_channel() -> None:
     assert len([fd for fd in pipes if not os.get_inheritable(fd)]) == 2, "gloo's own are inherited"
 
 
+def test_a_rank_that_its_world_does_not_have_says_so(tmp_path: Path) -> None:
+    """gloo said "rank < size. 3 vs 2"."""
+    from pytest_gtrainer.ranks.inside.rank import RankGroup
+
+    with pytest.raises(ValueError, match=r"rank 3 cannot join a world of 2 ranks, which are 0\.\.1"):
+        RankGroup(3, "cpu", "nccl").join(str(tmp_path / "meet"), 2)
+
+
 def _is_pipe(name: str) -> bool:
     link = Path("/proc/self/fd", name)
     return link.exists() and os.readlink(link).startswith("pipe:")

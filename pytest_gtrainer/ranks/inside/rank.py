@@ -228,6 +228,8 @@ class RankGroup:
 
     def join(self, place: str, size: int) -> None:
         """Make the default group anew, of ``size`` ranks that meet at ``place``."""
+        if self.rank >= size:
+            raise ValueError(f"rank {self.rank} cannot join a world of {size} ranks, which are 0..{size - 1}")
         self.leave()
         self.size = size
         if self.device == "cuda":

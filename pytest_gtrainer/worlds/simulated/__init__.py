@@ -1,9 +1,9 @@
-"""The simulated world: all ranks in one process, true values, sums in the order of a multi-node ring.
+"""The simulated world: all ranks in one process, true values, sums in the order of multi-node rings and trees.
 
 In: a graph that one rank traced, or a function of eager code; and a net, which says in which order ranks add.
 Out: what every rank would hold, bit for bit. Read ``net`` first, then the files in the order of the data:
 
-- ``rings``, ``net``: who adds when, and the sum itself for all ranks at once;
+- ``rings``, ``trees``, ``logs``, ``net``: who adds when, and the sum itself for all ranks at once;
 - ``collectives``: every collective over what the ranks of a group give, one entry a rank; both rooms below call it;
 - ``threads``: eager code, unmodified, on threads as ranks;
 - ``interpreter``: one traced graph, replayed for all ranks.

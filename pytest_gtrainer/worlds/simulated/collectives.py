@@ -107,7 +107,7 @@ def _shards(net: Net, inputs: list[Tensor], how: Contribution) -> Iterator[Tenso
 def _reduced(rows: Tensor, how: Contribution, by_net: Callable[[Tensor, str], Tensor]) -> Tensor:
     if how.op != "premul_sum":
         return by_net(rows, how.op)
-    return by_net(rows * torch.tensor(how.factor, dtype=torch.float32).to(rows.dtype), "sum")
+    return by_net(rows * torch.tensor(how.factor, dtype=torch.float32).to(rows.dtype), how.op)
 
 
 def broadcast(net: Net, given: Contributions) -> list[list[Tensor]]:

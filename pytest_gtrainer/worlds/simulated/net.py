@@ -1,14 +1,17 @@
 """Net models: in which order, and with which roundings, a simulated world adds what its ranks send.
 
-Terms. A *ring* is an order of ranks in which each sends to the next. A *channel* is one ring and the
-part of every payload that goes around it. A *hop* is one addition, by the rank that a partial sum
+Terms. A *ring* is an order of ranks in which each sends to the next. A *channel* is one ring or tree and the
+part of every payload that goes through it. A *hop* is one addition, by the rank that a partial sum
 arrives at. Where the sum of an element starts, and so its rounding, depends on its channel and
 thereby on its offset in the payload: that is what makes the order of parameters in a bucket visible.
 
-The order is that of NCCL's ring kernels: in a reduce-scatter the shard of rank d is summed as
-next(d), next(next(d)), ..., d, with one rounding per hop in the dtype of the wire; an average
-multiplies every input by 1/N first. A net model exposes a dependence on order; it does not predict
-the bits of a given system, whose rings, protocols and thresholds are its own.
+The order is that of NCCL's kernels. Ring: in a reduce-scatter the shard of rank d is summed as
+next(d), next(next(d)), ..., d (reduce_scatter.h:38-54); in an all-reduce chunk i of a loop starts behind the
+i-th rank of the ring, counted from rank 0 (all_reduce.h:23-62, init.cc:797-802). Tree and PAT: see ``trees``. Every
+hop rounds once, in the dtype of the wire; an average multiplies every input by 1/N first. Lines are of NCCL 2.30.7.
+
+A net model exposes a dependence on order; it does not predict the bits of a given system, whose rings, protocols
+and thresholds are its own. Slices, in which a chunk is sent, change no order.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor
 
+from pytest_gtrainer.worlds.simulated.logs import read_rings, read_trees
 from pytest_gtrainer.worlds.simulated.rings import (
     PARTITIONS,
     Rings,
@@ -35,13 +39,32 @@ from pytest_gtrainer.worlds.simulated.rings import (
     check_rings,
     chunks,
     dealt,
+    from_zero,
+    in_cells,
+    looped,
+    parts_of,
     rail_rings,
-    read_rings,
     restrict,
     ring_sum,
     whole_words,
 )
+from pytest_gtrainer.worlds.simulated.trees import (
+    Order,
+    Tree,
+    chains_of,
+    check_trees,
+    mapped,
+    pat_delta,
+    pat_order,
+    told,
+    tree_from,
+    tree_over,
+    tree_sum,
+)
 
+ALGORITHMS = ("ring", "tree", "pat")
+PROTOCOLS = {"Simple": 2 << 20, "LL128": 576_000, "LL": 32 << 10}
+"""The bytes of a chunk of a ring all-reduce, with NCCL's default buffers (init.cc:809-813, enqueue.cc:2222-2227)."""
 ACCUMULATIONS = ("wire", "fp32")
 AVERAGES = ("premultiply", "divide")
 CHANNELS = 4
@@ -49,23 +72,39 @@ CHANNELS = 4
 
 @dataclass(frozen=True, slots=True)
 class Path:
-    """How one element is summed: its channel, and the ranks of the world in the order in which they add."""
+    """How one element is summed.
+
+    >>> str(Path(2, (3, 2, 1, 0, (7, 6)), "tree"))
+    'channel 2, tree, summed in the order of ranks 3 2 1 0 (7 6), where what stands in brackets arrives as one sum'
+
+    Attributes:
+        channel: its channel.
+        ranks: ranks of the world in the order in which they add; a tuple among them is a sum that arrives as one.
+        algorithm: what is told of a sum that does not go around a ring.
+    """
 
     channel: int
-    ranks: tuple[int, ...]
+    ranks: Order
+    algorithm: str = "ring"
 
     @classmethod
-    def of(cls, channel: int, order: Tensor, place: int, members: Sequence[int] | None) -> Path:
-        """From one place on; ``order[hop, place]`` are ranks of the group that ``members`` are, if not of the world."""
-        ranks: list[int] = order[:, place].tolist()
-        return cls(channel, tuple(ranks if members is None else (members[rank] for rank in ranks)))
+    def of(cls, channel: int, order: Order, members: Sequence[int] | None, algorithm: str = "ring") -> Path:
+        """From an order of ranks of the group that ``members`` are, if not of the world."""
+        return cls(channel, order if members is None else mapped(order, members), algorithm)
 
     def __str__(self) -> str:
-        return f"channel {self.channel}, summed in the order of ranks {' '.join(map(str, self.ranks))}"
+        by = "" if self.algorithm == "ring" else f" {self.algorithm},"
+        forks = any(isinstance(term, tuple) for term in self.ranks)
+        legend = ", where what stands in brackets arrives as one sum" if forks else ""
+        return f"channel {self.channel},{by} summed in the order of ranks {told(self.ranks)}{legend}"
 
 
 class Net(ABC):
-    """The order in which a group of ranks adds: what the interpreter and the ranks on threads ask of a net.
+    """The order in which a group of ranks adds: what a simulated world asks of a net, ``NetModel`` or one of your own.
+
+    One of your own is a frozen dataclass with a field ``members``. It is deterministic, and it adds: what only moves
+    data needs no net. An ``op`` is "sum", "avg", "product", "max", "min", or "premul_sum", a sum of inputs that come
+    multiplied. The table of a sweep calls it by the name of its class.
 
     Attributes:
         by_destination: whether the shards of some destinations can be reduced without the others'.
@@ -130,8 +169,10 @@ class Net(ABC):
         """
 
     @abstractmethod
-    def explain(self, collective: str, offset: int, count: int, dtype: torch.dtype, destination: int = 0) -> Path:
-        """How the element at ``offset`` of a payload of ``count`` elements is summed.
+    def explain(
+        self, collective: str, offset: int, count: int, dtype: torch.dtype, destination: int = 0, op: str = "sum"
+    ) -> Path:
+        """How the element at ``offset`` of a payload of ``count`` elements is summed: for messages.
 
         The payload is what one rank gets: its shard of a reduce-scatter, the whole of an all-reduce.
         ``destination`` is the rank, in the group, whose shard it is.
@@ -143,19 +184,28 @@ class Net(ABC):
 
 @dataclass(frozen=True, slots=True)
 class NetModel(Net):
-    """Rings over several nodes, as NCCL builds them.
+    """Rings and trees over several nodes, as NCCL builds them.
 
     Attributes:
         nodes, ranks_per_node: where the ranks lie; rank r is on node r // ranks_per_node.
         channels: number of channels; by default that of ``rings``, else 4.
-        partition: which part of a payload goes through which channel: "contiguous", one part each (NCCL
-            from 2.20.3 on), or "round-robin", pieces of ``chunk_bytes`` in turn (before).
+        partition: which part of a payload goes through which channel: "contiguous", one part each, in words of 16
+            bytes (NCCL 2.20.3 to 2.22.3), so that small payloads use all channels; "cells", one part each, in cells
+            of 32 KiB of traffic (2.29.2 and later; 16 KiB from 2.23.4 on), so that small payloads use few; or
+            "round-robin", pieces of ``chunk_bytes`` in turn (before).
         accumulate: "wire" rounds every hop to the payload's dtype; "fp32" adds all ranks in one order, in fp32
             or better, and rounds once, as NVLS and symmetric kernels do.
-        rings: one ring of all ranks for each channel, by default ``rail_rings``; see also ``from_log``.
+        rings: one ring of all ranks for each channel, by default ``rail_rings``; see also ``from_log``. A group has
+            those of the world without the other ranks.
         average: "premultiply" every input by 1/N, or "divide" the sum by N.
-        chunk_bytes: of the round-robin partition.
+        chunk_bytes: of an all-reduce by a ring, which loops over ranks * chunk_bytes, by default as the protocol has
+            it; in round-robin 512.
         members: ranks of the subgroup that this is the net of, None for the whole world; see ``for_group``.
+        algorithm: "ring"; "tree", a double binary tree over nodes for all-reduces; or "pat", for reduce-scatters with
+            one rank of the group a node that do not average, which NCCL leaves to rings (enqueue.cc:2009-2012,
+            tuning.cc:220). What tree and PAT do not serve goes around the rings.
+        protocol: "Simple", "LL128" or "LL": how long the chunks of an all-reduce are, and how small the cells.
+        trees: of all ranks for each channel, by default over the nodes' chains of ``rings``; see ``from_log``.
 
     Raises:
         ValueError: in one sentence, naming the value.
@@ -170,17 +220,26 @@ class NetModel(Net):
     accumulate: str = "wire"
     rings: Rings | None = None
     average: str = "premultiply"
-    chunk_bytes: int = 512
+    chunk_bytes: int | None = None
     members: tuple[int, ...] | None = None
+    algorithm: str = "ring"
+    protocol: str = "Simple"
+    trees: tuple[Tree, ...] | None = None
 
     def __post_init__(self) -> None:
-        for name in ("nodes", "ranks_per_node", "chunk_bytes"):
-            check_count(name, getattr(self, name))
-        if self.channels is not None:
-            check_count("channels", self.channels)
+        for name in ("nodes", "ranks_per_node", "channels", "chunk_bytes"):
+            if name in ("nodes", "ranks_per_node") or getattr(self, name) is not None:
+                check_count(name, getattr(self, name))
         check_choice("partition", self.partition, PARTITIONS)
         check_choice("accumulate", self.accumulate, ACCUMULATIONS)
         check_choice("average", self.average, AVERAGES)
+        check_choice("algorithm", self.algorithm, ALGORITHMS)
+        check_choice("protocol", self.protocol, tuple(PROTOCOLS))
+        if self.accumulate == "fp32" and self.algorithm != "ring":
+            raise ValueError(
+                f'accumulate="fp32" adds all ranks in one order, and algorithm={self.algorithm!r} does not: '
+                'take accumulate="wire", or leave the algorithm out'
+            )
         if self.rings is not None:
             object.__setattr__(self, "rings", tuple(tuple(ring) for ring in self.rings))
             if not self.rings:
@@ -191,6 +250,9 @@ class NetModel(Net):
                     f"channels={self.channels}, but there are {len(self.rings)} rings: "
                     "leave channels out, or give as many rings"
                 )
+        if self.trees is not None:
+            object.__setattr__(self, "trees", tuple(tuple(map(tuple, tree)) for tree in self.trees))
+            check_trees(self.trees, self.world_size, self.channels or len(self.rings or ()) or CHANNELS)
         self._check_members()
 
     @classmethod
@@ -209,11 +271,15 @@ class NetModel(Net):
     def from_log(cls, path: str | FilePath, nodes: int, **fields: Any) -> NetModel:
         """The net whose rings are in a file of channel lines, or in a log that NCCL wrote.
 
+        With ``algorithm="tree"`` also its trees, if the log has the lines ``Trees [0] ...`` of all ranks; without such
+        lines they are built over the rings.
+
         Raises:
-            ValueError: the file has no channels, or as ``of_world``.
+            ValueError: the file has no channels, or not all of a ring or tree; or as ``of_world``.
         """
         rings = read_rings(path)
-        return cls.of_world(len(rings[0]), nodes, rings=rings, **fields)
+        trees = read_trees(path) if fields.get("algorithm") == "tree" else None
+        return cls.of_world(len(rings[0]), nodes, **{"rings": rings, "trees": trees, **fields})
 
     @property
     def world_size(self) -> int:
@@ -221,27 +287,73 @@ class NetModel(Net):
 
     def reduce_scatter(self, inputs: Tensor, op: str, destinations: range | None = None) -> Tensor:
         wanted = range(self.size) if destinations is None else destinations
-        orders = _orders(self, "reduce_scatter")[:, :, wanted.start : wanted.stop]
-        return self._reduce("reduce_scatter", inputs, orders, len(wanted), op).view(len(wanted), -1)
+        count = self._payload("reduce_scatter", inputs, len(wanted), op)
+        if self._algorithm("reduce_scatter", op) == "ring":
+            orders = _orders(self, "reduce_scatter")[:, :, wanted.start : wanted.stop]
+            return self._ring_sum("reduce_scatter", inputs, orders, op, payloads=len(wanted)).view(len(wanted), -1)
+        rows, out = inputs.reshape(self.size, len(wanted), count), inputs.new_empty(len(wanted), count)
+        columns, targets = torch.arange(len(wanted)), torch.tensor(wanted)
+        for part in self._parts("reduce_scatter", count, inputs.itemsize):
+            own = rows.narrow(2, part.start, part.length)
+            order = pat_order(self.size, pat_delta(part.length * inputs.itemsize, self.size))
+
+            def behind(distance: int, own: Tensor = own) -> Tensor:
+                return own[(targets - distance) % self.size, columns]
+
+            sums = tree_sum(order, behind, op, self.average, self.size)
+            out.narrow(1, part.start, part.length).copy_(sums)
+        return out
 
     def all_reduce(self, inputs: Tensor, op: str) -> Tensor:
-        return self._reduce("all_reduce", inputs, _orders(self, "all_reduce"), 1, op)
+        count = self._payload("all_reduce", inputs, 1, op)
+        if self._algorithm("all_reduce", op) == "ring":
+            return self._ring_sum("all_reduce", inputs, _orders(self, "all_reduce"), op)
+        out = inputs.new_empty(count)
+        for part in self._parts("all_reduce", count, inputs.itemsize):
+            own = inputs.narrow(1, part.start, part.length)
+            out.narrow(0, part.start, part.length).copy_(
+                tree_sum(_tree_orders(self)[part.channel], own.__getitem__, op, self.average, self.size)
+            )
+        return out
 
-    def explain(self, collective: str, offset: int, count: int, dtype: torch.dtype, destination: int = 0) -> Path:
+    def explain(
+        self, collective: str, offset: int, count: int, dtype: torch.dtype, destination: int = 0, op: str = "sum"
+    ) -> Path:
         check_choice("collective", collective, ("reduce_scatter", "all_reduce"))
         if not 0 <= offset < count:
             raise ValueError(f"element {offset} is not in a payload of {count}")
-        part = next(part for part in self._stretches(collective, count, dtype.itemsize) if offset in part)
-        place = part.place if collective == "all_reduce" else destination
-        return Path.of(part.channel, _orders(self, collective)[part.channel], place, self.members)
+        algorithm = self._algorithm(collective, op)
+        cut = self._stretches if algorithm == "ring" else self._parts
+        part = next(part for part in cut(collective, count, dtype.itemsize) if offset in part)
+        if algorithm == "ring":
+            place = part.place if collective == "all_reduce" else destination
+            order: Order = tuple(_orders(self, collective)[part.channel][:, place].tolist())
+        elif algorithm == "tree":
+            order = _tree_orders(self)[part.channel]
+        else:
+            behind = [(destination - distance) % self.size for distance in range(self.size)]
+            order = mapped(pat_order(self.size, pat_delta(part.length * dtype.itemsize, self.size)), behind)
+        return Path.of(part.channel, order, self.members, algorithm)
 
-    def _reduce(self, collective: str, inputs: Tensor, orders: Tensor, payloads: int, op: str) -> Tensor:
+    def _algorithm(self, collective: str, op: str) -> str:
+        """What carries it out: rings do what tree and PAT do not serve."""
+        if self.algorithm == "tree" and collective == "all_reduce":
+            return "tree"
+        spread = len(set(_node_of(self))) == self.size
+        served = collective == "reduce_scatter" and op in ("sum", "product", "max", "min")
+        return "pat" if self.algorithm == "pat" and served and spread else "ring"
+
+    def _payload(self, collective: str, inputs: Tensor, payloads: int, op: str) -> int:
+        """Elements of a payload, of which ``inputs`` has several."""
         check_reduction(collective, op, inputs.dtype)
         if inputs.dim() != 2 or inputs.shape[0] != self.size:
             shape = tuple(inputs.shape)
             raise ValueError(f"{collective} takes one row for each of {self.size} ranks; not shape {shape}")
         if inputs.shape[1] % payloads:
             raise ValueError(f"{collective} of {inputs.shape[1]} elements over {payloads} ranks: pad them first")
+        return inputs.shape[1] // payloads
+
+    def _ring_sum(self, collective: str, inputs: Tensor, orders: Tensor, op: str, payloads: int = 1) -> Tensor:
         dtype = inputs.dtype
         wide = self.accumulate == "fp32" and dtype.is_floating_point
         return ring_sum(
@@ -254,28 +366,43 @@ class NetModel(Net):
             payloads=payloads,
         )
 
-    def _stretches(self, collective: str, count: int, itemsize: int) -> list[Stretch]:
-        """Which element of a payload goes around which ring, and where it starts there."""
+    def _parts(self, collective: str, count: int, itemsize: int) -> list[Stretch]:
+        """Which element of a payload goes through which channel."""
         if not count:
             return []
+        channels = len(_rings(self))
+        if self.partition == "round-robin":
+            around = self.size if collective == "all_reduce" and self.algorithm != "tree" else 1
+            return dealt(count, channels, around * self._chunk(itemsize))
+        if self.partition == "contiguous":
+            return parts_of(count, channels, whole_words(-(-count // channels), itemsize))
+        per_byte = 2 if collective == "all_reduce" else self.size
+        return parts_of(
+            count, channels, in_cells(count, itemsize, channels, per_byte * (4 if self.protocol == "LL" else 1))
+        )
+
+    def _stretches(self, collective: str, count: int, itemsize: int) -> list[Stretch]:
+        """Which element of a payload goes around which ring, and where it starts there."""
         if self.accumulate == "fp32":
-            return [Stretch(0, 0, count)]
-        channels, is_contiguous = len(_rings(self)), self.partition == "contiguous"
-        chunks_of_part = 1 if collective == "reduce_scatter" else self.size
-        piece = max(1, self.chunk_bytes // itemsize)
-        one_each = whole_words(-(-count // channels), itemsize)
-        parts = dealt(count, channels, one_each if is_contiguous else chunks_of_part * piece)
-        if chunks_of_part == 1:
+            return [Stretch(0, 0, count)] if count else []
+        parts, chunk = self._parts(collective, count, itemsize), self._chunk(itemsize)
+        if collective == "reduce_scatter":
             return parts
-        lengths = [whole_words(-(-p.length // chunks_of_part), itemsize) if is_contiguous else piece for p in parts]
-        return [chunk for part, length in zip(parts, lengths, strict=True) for chunk in chunks(part, length)]
+        if self.partition == "round-robin":
+            return [each for part in parts for each in chunks(part, chunk)]
+        return [each for part in parts for each in looped(part, self.size, chunk, itemsize)]
+
+    def _chunk(self, itemsize: int) -> int:
+        """Elements."""
+        usual = 512 if self.partition == "round-robin" else PROTOCOLS[self.protocol]
+        return max(1, (self.chunk_bytes or usual) // itemsize)
 
 
 @lru_cache(maxsize=256)
 def _rings(net: NetModel) -> Rings:
-    """The ring of every channel, restricted to the members, by rank in the group."""
+    """The ring of every channel, restricted to the members, by rank in the group and listed from its rank 0 on."""
     rings = net.rings or rail_rings(net.nodes, net.ranks_per_node, net.channels or CHANNELS)
-    return rings if net.members is None else tuple(restrict(ring, net.members) for ring in rings)
+    return tuple(from_zero(ring if net.members is None else restrict(ring, net.members)) for ring in rings)
 
 
 @lru_cache(maxsize=256)
@@ -283,6 +410,25 @@ def _orders(net: NetModel, collective: str) -> Tensor:
     """``[channel, hop, place]``: who adds when; the places of a reduce-scatter are the ranks."""
     order = after_rank if collective == "reduce_scatter" else after_place
     return torch.stack([(as_listed if net.accumulate == "fp32" else order)(ring) for ring in _rings(net)])
+
+
+@lru_cache(maxsize=256)
+def _node_of(net: NetModel) -> tuple[int, ...]:
+    """The node of each rank of the group."""
+    return tuple(rank // net.ranks_per_node for rank in net.members or range(net.world_size))
+
+
+@lru_cache(maxsize=256)
+def _tree_orders(net: NetModel) -> tuple[Order, ...]:
+    """Who adds when, by channel: NCCL doubles its channels, each half with a tree of its own (connect.cc:445-460)."""
+    if net.trees is not None and net.members is None:
+        return tuple(tree_from(tree) for tree in net.trees)
+    rings = _rings(net)
+    half = -(-len(rings) // 2)
+    return tuple(
+        tree_over(chains_of(rings[channel % half], _node_of(net)), second=channel >= half)
+        for channel in range(len(rings))
+    )
 
 
 # --- what a net is built from and given; one sentence each
@@ -303,7 +449,7 @@ def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
 # --- one test under many nets
 
 
-FIELDS = ("ranks", "nodes", "channels", "partition", "accumulate")
+FIELDS = ("ranks", "nodes", "channels", "algorithm", "partition", "accumulate")
 """What tells the nets of a sweep apart; the columns of its table."""
 
 
@@ -312,14 +458,15 @@ def sweep_nets(
     *,
     nodes: Sequence[int] = (1, 2),
     channels: Sequence[int] = (1, CHANNELS),
+    algorithm: Sequence[str] = ("ring",),
     partition: Sequence[str] = ("contiguous",),
     accumulate: Sequence[str] = ("wire",),
     **fields: Any,
 ) -> list[Any]:
     """Nets of ``size`` ranks for ``pytest.mark.parametrize``: every combination, each with its id.
 
-    >>> [parameter.id for parameter in sweep_nets(16, nodes=[2], channels=[1, 4])]
-    ['nodes2-channels1-contiguous-wire', 'nodes2-channels4-contiguous-wire']
+    >>> [parameter.id for parameter in sweep_nets(16, nodes=[2], channels=[4], algorithm=["ring", "tree"])]
+    ['nodes2-channels4-ring-contiguous-wire', 'nodes2-channels4-tree-contiguous-wire']
 
     Args:
         fields: of all nets; see ``NetModel``.
@@ -331,20 +478,22 @@ def sweep_nets(
 
     return [
         pytest.param(
-            NetModel.of_world(size, count, channels=each, partition=parts, accumulate=sums, **fields),
-            id=f"nodes{count}-channels{each}-{parts}-{sums}",
+            NetModel.of_world(size, count, channels=each, algorithm=by, partition=parts, accumulate=sums, **fields),
+            id=f"nodes{count}-channels{each}-{by}-{parts}-{sums}",
         )
-        for count, each, parts, sums in product(nodes, channels, partition, accumulate)
+        for count, each, by, parts, sums in product(nodes, channels, algorithm, partition, accumulate)
     ]
 
 
 def row_of(net: Net) -> dict[str, Any]:
-    """The net in a table's words; "-" for what a net of another kind does not have.
+    """The net in a table's words; a net of another kind goes by its name, with "-" for what it does not have.
 
     >>> row_of(NetModel(2, 8))
-    {'ranks': 16, 'nodes': 2, 'channels': 4, 'partition': 'contiguous', 'accumulate': 'wire'}
+    {'ranks': 16, 'nodes': 2, 'channels': 4, 'algorithm': 'ring', 'partition': 'contiguous', 'accumulate': 'wire'}
     """
     row = {name: getattr(net, name, "-") for name in FIELDS}
     if isinstance(net, NetModel):
         row["channels"] = net.channels or len(net.rings or ()) or CHANNELS
+    elif row["algorithm"] == "-":
+        row["algorithm"] = type(net).__name__
     return {**row, "ranks": net.size}

@@ -1,11 +1,6 @@
 """Rings: in which order the ranks of each channel send to each other, and the sum around them for all ranks at once.
 
-Rings differ between systems, so they are data: the rail rings below, a file, or lines of a log. A file
-has the form of NCCL's own log lines, one for each channel, and comments behind ``#``:
-
-    # two nodes of four
-    Channel 00/02 : 0 1 2 3 4 5 6 7
-    Channel 01/02 : 0 3 2 5 4 7 6 1
+Rings differ between systems, so they are data: the rail rings below, or what ``logs`` reads.
 
 Terms. An *order* is a tensor of the ranks that add, hop after hop, from every place of a ring on. A *payload* is what
 one rank gets from a reduce-scatter, or the whole tensor of an all-reduce. A *stretch* of it goes around one ring, and
@@ -20,10 +15,8 @@ cache, so that every input byte comes from memory once, whatever the rings.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,9 +26,6 @@ from pytest_gtrainer.worlds.simulated import NoModel
 
 Ring = tuple[int, ...]
 Rings = tuple[Ring, ...]
-
-# "Channel 03/0 : 0[1000] -> 1[2000] via P2P" tells of a connection, and does not match
-_LINE = re.compile(r"^(?P<who>.*?)Channel (?P<channel>\d+)/(?P<channels>\d+) *:(?P<ranks>(?:[ \t]+\d+)+)[ \t]*$")
 
 
 def rail_rings(nodes: int, ranks_per_node: int, channels: int) -> Rings:
@@ -64,6 +54,16 @@ def restrict(ring: Ring, members: Sequence[int]) -> Ring:
     """
     place = {rank: index for index, rank in enumerate(members)}
     return tuple(place[rank] for rank in ring if rank in place)
+
+
+def from_zero(ring: Ring) -> Ring:
+    """The same ring, listed from rank 0 on, as NCCL counts its places (``ring->index``, init.cc:797-802).
+
+    >>> from_zero((1, 0, 3, 2))
+    (0, 3, 2, 1)
+    """
+    zero = ring.index(0)
+    return ring[zero:] + ring[:zero]
 
 
 def after_rank(ring: Ring) -> Tensor:
@@ -116,79 +116,18 @@ def check_rings(rings: Sequence[Ring], size: int) -> None:
         raise ValueError(f"the ring of channel {channel} {wrong}: list every rank of the world once")
 
 
-def read_rings(path: str | Path) -> Rings:
-    """The rings in a file of channel lines, or in a log of NCCL.
-
-    Raises:
-        ValueError: as ``rings_from_log``, with the path.
-    """
-    try:
-        return rings_from_log(Path(path).read_text())
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from None
-
-
-def rings_from_log(text: str) -> Rings:
-    """The rings of the largest communicator in a log that NCCL wrote with ``NCCL_DEBUG=INFO``.
-
-    >>> rings_from_log('''
-    ... host:26:67 [0] NCCL INFO Channel 00/02 :    0   1   2   3
-    ... host:26:67 [0] NCCL INFO Channel 01/02 :    0   3   2   1
-    ... host:26:67 [0] NCCL INFO Channel 00/0 : 0[1000] -> 1[2000] via P2P/IPC
-    ... ''')
-    ((0, 1, 2, 3), (0, 3, 2, 1))
-
-    Raises:
-        ValueError: no channels, a channel of the communicator is missing, or there are several
-            communicators of that size with different rings.
-    """
-    found = list(_communicators(text))
-    if not found:
-        raise ValueError(
-            "no line like 'Channel 00/08 : 0 7 6 5': log with NCCL_DEBUG=INFO, and keep the lines of rank 0 whole"
-        )
-    size = max(len(ring) for rings in found for ring in rings)
-    largest = set(map(tuple, (rings for rings in found if len(rings[0]) == size)))
-    if len(largest) > 1:
-        raise ValueError(f"{len(largest)} communicators of {size} ranks with different rings: keep the lines of one")
-    (rings,) = largest
-    check_rings(rings, size)
-    return rings
-
-
-def _communicators(text: str) -> Iterator[list[Ring]]:
-    """The rings of each communicator: lines of one process that count channels from 0 up."""
-    open_: dict[tuple[str, int], dict[int, Ring]] = {}
-    for line in text.splitlines():
-        match = _LINE.match(line.split("#")[0])
-        if not match:
-            continue
-        key, channel = (match["who"], int(match["channels"])), int(match["channel"])
-        if channel in open_.get(key, {}):
-            yield _complete(open_.pop(key), key[1])
-        open_.setdefault(key, {})[channel] = tuple(map(int, match["ranks"].split()))
-    for (_, channels), rings in open_.items():
-        yield _complete(rings, channels)
-
-
-def _complete(rings: dict[int, Ring], channels: int) -> list[Ring]:
-    missing = [channel for channel in range(channels) if channel not in rings]
-    if missing or len(rings) > channels:
-        raise ValueError(f"the log has {len(rings)} of {channels} channels; channel {min(missing, default=0)} is amiss")
-    return [rings[channel] for channel in range(channels)]
-
-
 # --- the sum
 
 
 HOPS: dict[str, Callable[..., Any]] = {
     "sum": torch.add,
     "avg": torch.add,
+    "premul_sum": torch.add,
     "product": torch.mul,
     "max": torch.maximum,
     "min": torch.minimum,
 }
-"""How a rank combines what arrives with what it has; ``(arrived, own, out=...)``."""
+"""How a rank combines what arrives with what it has; ``(arrived, own, out=...)``. For "premul_sum" it is a product."""
 
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
@@ -215,8 +154,9 @@ def check_reduction(collective: str, op: str, dtype: torch.dtype) -> None:
 # --- which elements of a payload are summed in which order
 
 
-PARTITIONS = ("contiguous", "round-robin")
+PARTITIONS = ("contiguous", "cells", "round-robin")
 WORD = 16  # bytes: the word in which kernels move data, at which parts and chunks begin
+CELL_TRAFFIC = 32 << 10  # bytes over the wire, all hops of a payload together; NCCL 2.29.2 and later
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,6 +179,45 @@ def dealt(total: int, channels: int, piece: int) -> list[Stretch]:
     [(0, 0, 2), (1, 2, 2), (0, 4, 2), (1, 6, 1)]
     """
     return [Stretch(index % channels, start, length) for index, (start, length) in enumerate(_cut(0, total, piece))]
+
+
+def parts_of(total: int, channels: int, piece: int) -> list[Stretch]:
+    """One part for each channel: ``piece`` elements, and what is left for the last.
+
+    >>> [(part.channel, part.start, part.length) for part in parts_of(7, 2, piece=3)]
+    [(0, 0, 3), (1, 3, 4)]
+    """
+    starts = list(range(0, total, piece))[:channels]
+    return [
+        Stretch(channel, start, end - start)
+        for channel, (start, end) in enumerate(zip(starts, [*starts[1:], total], strict=True))
+    ]
+
+
+def in_cells(count: int, itemsize: int, channels: int, traffic_per_byte: int) -> int:
+    """Elements of a channel's part, in whole cells of ``CELL_TRAFFIC``, so that a small payload takes few channels.
+
+    As NCCL plans one collective by itself (enqueue.cc:573-709); ``traffic_per_byte`` is how often a byte is sent.
+
+    >>> in_cells(1000, 4, channels=4, traffic_per_byte=8), in_cells(1_000_000, 4, channels=4, traffic_per_byte=8)
+    (1024, 250880)
+    """
+    cell = -(-CELL_TRAFFIC // traffic_per_byte // WORD) * WORD
+    per_channel = -(-(max(CELL_TRAFFIC, count * itemsize * traffic_per_byte) // channels) // WORD) * WORD
+    return -(-per_channel // (cell * traffic_per_byte)) * cell // itemsize
+
+
+def looped(part: Stretch, places: int, longest: int, itemsize: int) -> list[Stretch]:
+    """A part of an all-reduce in loops of a chunk for each place, the last with shorter chunks (all_reduce.h:23-38).
+
+    >>> [(chunk.start, chunk.length, chunk.place) for chunk in looped(Stretch(0, 0, 20), 2, longest=8, itemsize=8)]
+    [(0, 8, 0), (8, 8, 1), (16, 2, 0), (18, 2, 1)]
+    """
+    found = []
+    for start, length in _cut(part.start, part.length, places * longest):
+        chunk = longest if length == places * longest else whole_words(-(-length // places), itemsize)
+        found += chunks(Stretch(part.channel, start, length), chunk)
+    return found
 
 
 def chunks(part: Stretch, length: int) -> list[Stretch]:

@@ -56,11 +56,13 @@ class GlooNet(Net):
         stretches = self._stretches(count, itemsize)
         return ring_sum(inputs, stretches, self._order()[None], op, accumulator=inputs.dtype, average="divide")
 
-    def explain(self, collective: str, offset: int, count: int, dtype: torch.dtype, destination: int = 0) -> Path:
+    def explain(
+        self, collective: str, offset: int, count: int, dtype: torch.dtype, destination: int = 0, op: str = "sum"
+    ) -> Path:
         if collective == "reduce_scatter":
             offset, count = destination * count + offset, self.size * count
         part = next(part for part in self._stretches(count, dtype.itemsize) if offset in part)
-        return Path.of(0, self._order(), part.place, self.members)
+        return Path.of(0, tuple(self._order()[:, part.place].tolist()), self.members)
 
     def _stretches(self, count: int, itemsize: int) -> list[Stretch]:
         return chunks(Stretch(0, 0, count), run_length(count, itemsize, self.size)) if count else []

@@ -18,7 +18,7 @@ def rounded(value, dtype):
 
 
 def ring_of(net, channel):
-    """Ranks in the order in which they send to each other, of the members of the net's group."""
+    """Ranks in the order in which they send to each other, of the net's group, from its first member on."""
     if net.rings is not None:
         whole = net.rings[channel]
     else:
@@ -26,7 +26,10 @@ def ring_of(net, channel):
         for node in range(net.nodes):
             for hop in range(net.ranks_per_node):
                 whole.append(node * net.ranks_per_node + (channel - hop) % net.ranks_per_node)
-    return [rank for rank in whole if net.members is None or rank in net.members]
+    members = members_of(net)
+    ring = [rank for rank in whole if rank in members]
+    first = ring.index(members[0])
+    return ring[first:] + ring[:first]
 
 
 def members_of(net):
@@ -48,12 +51,15 @@ def path_of(net, collective, offset, count, dtype, destination):
     if net.accumulate == "fp32":
         return ring_of(net, 0)
     channels, size = channels_of(net), len(members_of(net))
-    chunk = net.chunk_bytes // dtype.itemsize
+    chunk = (net.chunk_bytes or (2 << 20 if net.partition == "contiguous" else 512)) // dtype.itemsize
     if net.partition == "contiguous":
         part = words(math.ceil(count / channels), dtype.itemsize)
         channel = offset // part
         length = min(part, count - channel * part)
-        place = offset % part // words(math.ceil(length / size), dtype.itemsize)
+        loop = size * chunk
+        rest = length - offset % part // loop * loop
+        last = words(math.ceil(rest / size), dtype.itemsize)
+        place = offset % part % loop // (chunk if rest >= loop else last)
     elif collective == "reduce_scatter":
         channel, place = offset // chunk % channels, None
     else:

@@ -65,5 +65,5 @@ def test_two_nodes_see_that_buckets_are_packed_in_execution_order(step, partitio
     ids=["one node", "one channel", "accumulated in fp32"],
 )
 def test_where_nobody_sees_it(step, net):
-    """S1: on one node, with one channel, or accumulated in fp32."""
+    """S1: by reduce-scatters, on one node with rail rings, with one channel, or accumulated in fp32."""
     assert differing(step(net, "managed"), step(net, "execution")) == 0

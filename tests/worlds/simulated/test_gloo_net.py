@@ -69,6 +69,13 @@ def test_every_bit_of_real_gloo_on_three_ranks_and_in_a_subgroup(gt_world):
         dist.destroy_process_group(group)
 
 
+def test_where_gloo_hides_the_order_of_a_payload():
+    """W4: where a run of segments is a shard, which an even number of elements a rank decides, and no single width."""
+    for ranks in (2, 3, 4, 8):
+        hidden = [count for count in range(1, 100) if run_length(ranks * count, 4, ranks) == count]
+        assert hidden == list(range(2, 100, 2))
+
+
 def test_another_order_differs():
     """The twin: what real gloo is compared with could have differed."""
     inputs = numbers(4, 4 * 1001, torch.bfloat16)

@@ -118,7 +118,7 @@ def test_two_nodes_see_the_order_of_a_bucket(partition, channels):
 )
 @pytest.mark.parametrize("partition", ["contiguous", "round-robin"])
 def test_where_the_order_of_a_bucket_is_invisible(net, partition):
-    """S1: on one node (the ring is one cycle), with one channel, or accumulated in fp32."""
+    """S1: by a reduce-scatter, on one node with rail rings (one cycle), with one channel, or accumulated in fp32."""
     net = dataclasses.replace(net, partition=partition, chunk_bytes=64)
     assert not sees_the_order_of_a_bucket(net)
 
@@ -150,7 +150,16 @@ def test_a_world_of_one_gives_what_it_gets():
     inputs = numbers(1, 9)
     for op in ("sum", "avg"):
         assert torch.equal(NetModel(1, 1).reduce_scatter(inputs, op), inputs)
-        assert torch.equal(NetModel(1, 1).all_reduce(inputs, op), inputs[0])
+        for algorithm in ("ring", "tree", "pat"):
+            assert torch.equal(NetModel(1, 1, algorithm=algorithm).all_reduce(inputs, op), inputs[0])
+            assert torch.equal(NetModel(1, 1, algorithm=algorithm).reduce_scatter(inputs, op), inputs)
+
+
+@pytest.mark.parametrize("algorithm", ["ring", "tree", "pat"])
+def test_nothing_is_summed_to_nothing(algorithm):
+    net = NetModel(2, 1, algorithm=algorithm, partition="cells")
+    assert net.all_reduce(torch.empty(2, 0), "sum").shape == (0,)
+    assert net.reduce_scatter(torch.empty(2, 0), "sum").shape == (2, 0)
 
 
 def test_explain_reads_as_a_sentence():
@@ -163,13 +172,24 @@ def test_explain_reads_as_a_sentence():
     [
         ({"channels": 0}, "channels=0: give a whole number, 1 or more"),
         ({"nodes": True}, "nodes=True: give a whole number, 1 or more"),
-        ({"partition": "even"}, "partition='even': use one of contiguous, round-robin"),
+        ({"partition": "even"}, "partition='even': use one of contiguous, cells, round-robin"),
         ({"accumulate": "fp64"}, "accumulate='fp64': use one of wire, fp32"),
+        ({"algorithm": "Tree"}, "algorithm='Tree': use one of ring, tree, pat"),
+        ({"protocol": "LL64"}, "protocol='LL64': use one of Simple, LL128, LL"),
+        ({"chunk_bytes": 0}, "chunk_bytes=0: give a whole number, 1 or more"),
+        (
+            {"algorithm": "pat", "accumulate": "fp32"},
+            "accumulate=\"fp32\" adds all ranks in one order, and algorithm='pat' does not",
+        ),
+        ({"trees": (((1,), ()),)}, "there are 1 trees for 4 channels: give one for each"),
         ({"rings": []}, "rings is empty: give one ring for each channel"),
         ({"rings": [(0, 1, 1, 3)]}, "the ring of channel 0 visits rank 1 more than once, 0 1 1 3: list every rank"),
         ({"rings": [(0, 1, 2, 3), (0, 1, 2)]}, "the ring of channel 1 leaves out rank 3 of 4, 0 1 2: list every rank"),
         ({"rings": [(0, 1, 2, 4)]}, "the ring of channel 0 visits rank 4, but ranks are 0..3: list every rank"),
         ({"rings": [(0, 1, 2, 3)], "channels": 2}, "channels=2, but there are 1 rings: leave channels out"),
+        ({"channels": 1, "trees": [[[1], []]]}, "the tree of channel 0: it has 2 of 4 ranks"),
+        ({"channels": 1, "trees": [[[1], [4], [], []]]}, r"channel 0: rank 4 is not one of its ranks, 0\.\.3"),
+        ({"channels": 1, "trees": [[[1], [], [3], [2]]]}, "channel 0: rank 2 is not below the root, rank 0"),
         ({"members": ()}, "a group without ranks has no net"),
         ({"members": (1, 1)}, r"the group \(1, 1\) repeats a rank: name each once"),
         ({"members": (1, 4)}, "rank 4 of the group is not in the world of 4 ranks: they are 0..3"),

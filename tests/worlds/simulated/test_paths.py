@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from pytest_gtrainer import NetModel, Record, compare
@@ -66,6 +67,16 @@ def test_a_replicated_gradient_is_reduced_by_itself():
     assert lines_of({"graph": BucketLayout(())}, 3, "b", 1, 2) == [
         "  graph: reduced by itself, element 6 of 12, channel 0, summed in the order of ranks 2 3 4 5 6 7 0 1"
     ]
+
+
+@pytest.mark.parametrize(("op", "algorithm"), [("avg", ""), ("sum", " pat,")])
+def test_the_path_is_that_of_the_payloads_op(op, algorithm):
+    """S9: NCCL averages on rings, where it may sum by PAT."""
+    layouts = {"graph": BucketLayout((Payload("reduce_scatter", torch.float32, SHARDS[0], op, SLOTS),))}
+    one, other = records_that_differ_at(0, "b", 0, 0)
+    net = NetModel(nodes=8, ranks_per_node=1, algorithm="pat")
+    path, *_ = paths_of_first(net, layouts, group_of, compare(one, other), one)
+    assert f"element 4 of 16, channel 1,{algorithm} summed in the order of ranks" in path
 
 
 def test_where_no_gradient_differs_there_is_no_path():

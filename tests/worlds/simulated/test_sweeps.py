@@ -12,11 +12,11 @@ from pytest_gtrainer import NetModel, sweep_nets
 DOCUMENTATION = Path("docs/simulated-world.md").read_text()
 EXAMPLE = re.search(r"```python\n(# test_nets\.py\n.*?)```", DOCUMENTATION, re.DOTALL)[1]
 TABLE = """\
-ranks  nodes  channels  partition   accumulate  result
-    8      1         1  contiguous  wire        equal, and so in every order
-    8      1         4  contiguous  wire        equal, and so in every order
-    8      2         1  contiguous  wire        equal, and so in every order
-    8      2         4  contiguous  wire        equal"""
+ranks  nodes  channels  algorithm  partition   accumulate  result
+    8      1         1  ring       contiguous  wire        equal, but proves nothing: so is the control
+    8      1         4  ring       contiguous  wire        equal, but proves nothing: so is the control
+    8      2         1  ring       contiguous  wire        equal, but proves nothing: so is the control
+    8      2         4  ring       contiguous  wire        equal"""
 
 
 WRONG_ORDER = """
@@ -30,10 +30,10 @@ def test_wrong(gt_world, net):
     assert_simulated_parity(training, world, payload_order="execution")
 """
 TABLE_OF_WRONG_ORDER = """\
-ranks  nodes  channels  partition   accumulate  result
-    8      1         4  contiguous  wire        layouts differ, bits do not
-    8      2         4  contiguous  wire        DIFFERENT at step 0, gradient of second.weight
-    8      4         4  contiguous  wire        stopped by ValueError"""
+ranks  nodes  channels  algorithm  partition   accumulate  result
+    8      1         4  ring       contiguous  wire        layouts differ, bits do not
+    8      2         4  ring       contiguous  wire        DIFFERENT at step 0, gradient of second.weight
+    8      4         4  ring       contiguous  wire        stopped by ValueError"""
 
 
 def test_a_sweep_ends_in_a_table(pytester):
@@ -51,7 +51,7 @@ def test_a_sweep_ends_in_a_table(pytester):
 def test_every_combination_is_a_parameter():
     parameters = sweep_nets(16, nodes=[1, 2], channels=[1, 2], accumulate=["wire", "fp32"], average="divide")
     assert len(parameters) == 8
-    assert parameters[-1].id == "nodes2-channels2-contiguous-fp32"
+    assert parameters[-1].id == "nodes2-channels2-ring-contiguous-fp32"
     assert parameters[-1].values == (NetModel(2, 8, channels=2, accumulate="fp32", average="divide"),)
     with pytest.raises(ValueError, match="16 ranks do not divide over 3 nodes: change one of them"):
         sweep_nets(16, nodes=[3])

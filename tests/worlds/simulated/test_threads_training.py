@@ -110,7 +110,7 @@ def trained(**net):
 
 
 def test_two_nodes_add_in_another_order_than_one():
-    """S1: what makes the net visible; 8 ranks, two nodes, two channels. On one node channels change nothing."""
+    """S1: what makes the net visible; two nodes, two channels. With one node's rail rings channels change nothing."""
     assert_bitwise_equal(trained(nodes=1, channels=1), trained(nodes=1, channels=2))
     assert_bitwise_different(trained(nodes=2, channels=2), trained(nodes=1, channels=2))
 

@@ -1,0 +1,180 @@
+"""What NCCL's log (``NCCL_DEBUG=INFO``) tells of a net: the rings of each channel, and the trees.
+
+A file of rings has the form of the log's lines, one for each channel, and comments behind ``#``:
+
+    # two nodes of four
+    Channel 00/02 : 0 1 2 3 4 5 6 7
+    Channel 01/02 : 0 3 2 5 4 7 6 1
+
+NCCL 2.23.4 and later cut such a line at 127 characters (rings.cc:10-28), which 38 ranks exceed. What is cut is put
+together again from lines that every rank writes: ``Ring 00 : 3 -> 0 -> 1`` if ``NCCL_DEBUG_SUBSYS`` has GRAPH, or
+``Channel 00/0 : 0[0] -> 1[1] via P2P/CUMEM``, which tells of connections.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from pytest_gtrainer.worlds.simulated.rings import Ring, Rings, check_rings
+from pytest_gtrainer.worlds.simulated.trees import Tree
+
+_RING = re.compile(
+    r"^(?P<who>.*?)Channel (?P<channel>\d+)/(?P<channels>\d+) *:"
+    r"(?P<ranks>(?:[ \t]+\d+(?![\d.]))+)(?P<cut>[ \t\d]*\.\.\.)?[ \t]*$"
+)
+_NEXT = re.compile(r"Ring (?P<channel>\d+) : \d+ -> (?P<rank>\d+) -> (?P<next>\d+)")
+# connection 0 is that of collectives; SHM's lines name none
+_SENDS = re.compile(r"Channel (?P<channel>\d+)(?:/0)? : (?P<rank>\d+)\[\w+\] -> (?P<next>\d+)\[\w+\] ")
+_TREES = re.compile(r"Trees((?: \[\d+\] [-\d]+/[-\d]+/[-\d]+->\d+->[-\d]+)+)")
+_TREE = re.compile(r"\[(\d+)\] ([-\d]+)/([-\d]+)/([-\d]+)->(\d+)->[-\d]+")
+
+
+def read_rings(path: str | Path) -> Rings:
+    """The rings in a file of channel lines, or in a log of NCCL.
+
+    Raises:
+        ValueError: as ``rings_from_log``, with the path.
+    """
+    try:
+        return rings_from_log(Path(path).read_text())
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+
+
+def read_trees(path: str | Path) -> tuple[Tree, ...] | None:
+    """The trees in a log of NCCL; None if it has none.
+
+    Raises:
+        ValueError: as ``trees_from_log``, with the path.
+    """
+    try:
+        return trees_from_log(Path(path).read_text())
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+
+
+def rings_from_log(text: str) -> Rings:
+    """The rings of the largest communicator in a log that NCCL wrote with ``NCCL_DEBUG=INFO``.
+
+    >>> rings_from_log('''
+    ... host:26:67 [0] NCCL INFO Channel 00/02 :    0   1   2   3
+    ... host:26:67 [0] NCCL INFO Channel 01/02 :    0   3   2   1
+    ... host:26:67 [0] NCCL INFO Channel 00/0 : 0[1000] -> 1[2000] via P2P/IPC
+    ... ''')
+    ((0, 1, 2, 3), (0, 3, 2, 1))
+
+    Raises:
+        ValueError: no channels, a channel of the communicator is missing, there are several communicators of that
+            size with different rings, or a line is cut and the other lines do not tell what is missing.
+    """
+    found = list(_communicators(text))
+    if not found:
+        raise ValueError(
+            "no line like 'Channel 00/08 : 0 7 6 5': log with NCCL_DEBUG=INFO, and keep the lines of rank 0 whole"
+        )
+    size = max(len(ring) for rings in found for ring in rings)
+    largest = set(map(tuple, (rings for rings in found if len(rings[0]) == size)))
+    if len(largest) > 1:
+        raise ValueError(f"{len(largest)} communicators of {size} ranks with different rings: keep the lines of one")
+    (rings,) = largest
+    check_rings(rings, size)
+    return rings
+
+
+def _communicators(text: str) -> Iterator[list[Ring]]:
+    """The rings of each communicator: lines of one process that count channels from 0 up."""
+    open_: dict[tuple[str, int], dict[int, Ring]] = {}
+    for line in text.splitlines():
+        match = _RING.match(line.split("#")[0])
+        if not match:
+            continue
+        key, channel = (match["who"], int(match["channels"])), int(match["channel"])
+        if channel in open_.get(key, {}):
+            yield _complete(open_.pop(key), key[1])
+        ring = tuple(map(int, match["ranks"].split()))
+        open_.setdefault(key, {})[channel] = _continued(ring, channel, text) if match["cut"] else ring
+    for (_, channels), rings in open_.items():
+        yield _complete(rings, channels)
+
+
+def _complete(rings: dict[int, Ring], channels: int) -> list[Ring]:
+    missing = [channel for channel in range(channels) if channel not in rings]
+    if missing or len(rings) > channels:
+        raise ValueError(f"the log has {len(rings)} of {channels} channels; channel {min(missing, default=0)} is amiss")
+    return [rings[channel] for channel in range(channels)]
+
+
+def _continued(start: Ring, channel: int, text: str) -> Ring:
+    """The ring of a line that NCCL cut, from lines of other ranks; ``start`` is what it shows of whole numbers.
+
+    A rank connects its rings before its trees, so the connections above its line "Connected all rings" are the
+    ring's. Where a tree was connected first, a rank has several, and nothing is guessed.
+    """
+    begun = " ".join(map(str, start[:4]))
+    cut = (
+        f"NCCL cut the ring of channel {channel} at 127 characters, as 2.23.4 and later do: 'Channel ... : {begun} ...'"
+    )
+    way_out = 'log every rank with NCCL_DEBUG_SUBSYS=INIT,GRAPH, which adds lines like "Ring 00 : 3 -> 0 -> 1"'
+    follow = _followers(text, channel, _NEXT) or _followers(text, channel, _SENDS)
+    ring = [0]
+    while len(ring) <= len(follow):
+        targets = follow.get(ring[-1], set())
+        if len(targets) > 1:
+            several = ", ".join(map(str, sorted(targets)))
+            raise ValueError(f"{cut}; of rank {ring[-1]} the log has connections to ranks {several}: {way_out}")
+        if not targets:
+            break
+        (after,) = targets
+        if after == 0:
+            if tuple(ring[: len(start)]) != start or len(ring) < len(follow):
+                raise ValueError(f"{cut}; the connections of other lines are not those of this ring: {way_out}")
+            return tuple(ring)
+        ring.append(after)
+    raise ValueError(f"{cut}; no other line tells where rank {ring[-1]} sends: {way_out}")
+
+
+def _followers(text: str, channel: int, pattern: re.Pattern[str]) -> dict[int, set[int]]:
+    """By rank, the ranks that it sends to on a channel, before its process has connected all rings."""
+    found: dict[int, set[int]] = {}
+    connected: set[str] = set()
+    for line in text.splitlines():
+        who, info, _ = line.partition("NCCL INFO")
+        if info and "Connected all rings" in line:
+            connected.add(who)
+        match = pattern.search(line)
+        if match and int(match["channel"]) == channel and (not info or who not in connected):
+            found.setdefault(int(match["rank"]), set()).add(int(match["next"]))
+    return found
+
+
+def trees_from_log(text: str) -> tuple[Tree, ...] | None:
+    """The tree of every channel, from the lines ``Trees [0] 1/-1/-1->0->-1 ...`` that every rank writes (init.cc:1485).
+
+    >>> trees_from_log('''
+    ... NCCL INFO Trees [0] 1/2/-1->0->-1
+    ... NCCL INFO Trees [0] -1/-1/-1->1->0
+    ... NCCL INFO Trees [0] -1/-1/-1->2->0
+    ... ''')
+    (((1, 2), (), ()),)
+
+    Raises:
+        ValueError: the line of a rank is missing, or two lines of a rank differ.
+    """
+    by_channel: dict[int, dict[int, tuple[int, ...]]] = {}
+    for line in text.splitlines():
+        for match in _TREE.finditer(found[1] if (found := _TREES.search(line)) else ""):
+            channel, *children, rank = map(int, match.groups())
+            below = tuple(child for child in children if child >= 0)
+            if by_channel.setdefault(channel, {}).setdefault(rank, below) != below:
+                raise ValueError(f"two trees of channel {channel} for rank {rank}: keep the lines of one communicator")
+    if not by_channel:
+        return None
+    size = 1 + max(rank for tree in by_channel.values() for ranks in tree.items() for rank in (ranks[0], *ranks[1]))
+    for channel, tree in sorted(by_channel.items()):
+        if missing := sorted(set(range(size)) - set(tree)):
+            raise ValueError(
+                f"no line 'Trees [{channel}] ...' of rank {missing[0]}: every rank writes one, so keep the logs of all"
+            )
+    return tuple(tuple(tree[rank] for rank in range(size)) for _, tree in sorted(by_channel.items()))

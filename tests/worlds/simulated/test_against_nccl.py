@@ -1,0 +1,206 @@
+"""The nets against what NCCL's kernels do, restated in ``nccl``: bit for bit, on every rank."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+
+from pytest_gtrainer import NetModel
+from tests.worlds.simulated import nccl
+
+COLLECTIVES = ["reduce_scatter", "all_reduce"]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+LENGTHS = [1, 7, 16, 65, 333]
+
+
+def numbers(rows, columns, dtype):
+    """Of many sizes, so that a sum in another order has other bits in most elements."""
+    generator = torch.Generator().manual_seed(rows * 1000 + columns)
+    return (torch.randn(rows, columns, generator=generator, dtype=torch.float64) * 8).to(dtype)
+
+
+def rings_of(net):
+    """By channel, of a group's own ranks, listed as they come."""
+    size, per = net.nodes * net.ranks_per_node, net.ranks_per_node
+    rail = [
+        [node * per + (channel - hop) % per for node in range(net.nodes) for hop in range(per)]
+        for channel in range(net.channels or 4)
+    ]
+    members = list(net.members or range(size))
+    return [[members.index(rank) for rank in ring if rank in members] for ring in net.rings or rail]
+
+
+def chains_of(net):
+    """By channel and node: the group's ranks in the order of the ring, from where it enters the node."""
+    per, members = net.ranks_per_node, list(net.members or range(net.nodes * net.ranks_per_node))
+    chains = []
+    for listed in rings_of(net):
+        ring = listed[listed.index(0) :] + listed[: listed.index(0)]
+        nodes = [members[rank] // per for rank in ring]
+        while len(set(nodes)) > 1 and nodes[0] == nodes[-1]:
+            ring, nodes = ring[1:] + ring[:1], nodes[1:] + nodes[:1]
+        by_node = {node: [rank for rank, own in zip(ring, nodes, strict=True) if own == node] for node in nodes}
+        chains.append(sorted(by_node.values(), key=min))
+    return chains
+
+
+def differing(net, collective, length, dtype, op, algorithm="ring"):
+    """How many elements of all ranks differ from what NCCL's kernels give."""
+    inputs = numbers(net.size, length * (net.size if collective == "reduce_scatter" else 1), dtype)
+    theirs = nccl.reduced(
+        collective, algorithm, inputs, op, net=net, rings=rings_of(net), chains=chains_of(net),
+        protocol=net.protocol, chunk_bytes=net.chunk_bytes,
+    )  # fmt: skip
+    ours = getattr(net, collective)(inputs, op)
+    return int((ours.expand_as(theirs) != theirs).sum())
+
+
+def shuffled_rings(size, channels, seed):
+    rng = random.Random(seed)
+    return [rng.sample(range(size), size) for _ in range(channels)]
+
+
+NETS = [
+    NetModel(2, 1, channels=3),
+    NetModel(1, 8, channels=2),
+    NetModel(2, 4),
+    NetModel(3, 2, channels=5),
+    NetModel(2, 4).for_group((1, 2, 5, 7)),
+    NetModel(2, 4).for_group((6, 1, 3)),
+    NetModel(1, 5, rings=shuffled_rings(5, 3, seed=1)),
+    NetModel(2, 4, rings=shuffled_rings(8, 2, seed=2)),
+    NetModel(2, 4, rings=shuffled_rings(8, 2, seed=3)).for_group((7, 4, 3, 0, 2)),
+]
+
+
+@pytest.mark.parametrize("collective", COLLECTIVES)
+@pytest.mark.parametrize("partition", ["contiguous", "cells"])
+def test_rings_add_as_nccl_does(collective, partition):
+    """S9: rings that begin anywhere, groups in any order, chunks that loop; every length, dtype and op."""
+    found = {
+        (net, length, dtype, op, chunk): differing(
+            replace(net, partition=partition, chunk_bytes=chunk), collective, length, dtype, op
+        )
+        for net in NETS
+        for length in LENGTHS
+        for dtype in DTYPES
+        for op in ("sum", "avg")
+        for chunk in (None, 32)
+    }
+    assert {case: elements for case, elements in found.items() if elements} == {}, f"of {len(found)} comparisons"
+
+
+@pytest.mark.parametrize("protocol", ["Simple", "LL", "LL128"])
+@pytest.mark.parametrize("partition", ["contiguous", "cells"])
+@pytest.mark.parametrize("collective", COLLECTIVES)
+def test_the_chunks_and_cells_of_each_protocol(collective, partition, protocol):
+    """Payloads of a few bytes to several loops of chunks; the channels' cells, with and without a rest."""
+    net = NetModel(2, 2, channels=3, partition=partition, protocol=protocol)
+    lengths = [40, 4096, 24_577, 100_000] + ([2_100_000] if collective == "all_reduce" else [])
+    found = {length: differing(net, collective, length, torch.bfloat16, "sum") for length in lengths}
+    assert not any(found.values()), found
+
+
+def test_a_cell_more_than_the_channels_hold():
+    """Two bytes of traffic above a whole number of cells: the last channel takes the cell that is left."""
+    net = NetModel(1, 3, channels=3, partition="cells")
+    inputs = torch.randint(0, 9, (3, 3 * 16384 + 1), dtype=torch.int8)
+    theirs = nccl.reduced("all_reduce", "ring", inputs, "sum", net=net, rings=rings_of(net), chains=None)
+    assert nccl.cells(3 * 16384 + 1, 1, 3, 3, "all_reduce", "Simple")[-1] == (32768, 16385)
+    assert torch.equal(net.all_reduce(inputs, "sum").expand_as(theirs), theirs)
+    assert net.explain("all_reduce", 3 * 16384, 3 * 16384 + 1, torch.int8).channel == 2
+
+
+TREES = [
+    NetModel(nodes, per, channels=channels, algorithm="tree")
+    for nodes, per, channels in [
+        (1, 4, 2),
+        (2, 1, 1),
+        (2, 8, 4),
+        (3, 3, 2),
+        (4, 1, 3),
+        (5, 2, 4),
+        (7, 1, 2),
+        (16, 2, 2),
+    ]
+] + [
+    NetModel(4, 4, algorithm="tree").for_group((1, 5, 9, 13)),
+    NetModel(4, 4, algorithm="tree").for_group((14, 1, 2, 3, 9, 8)),
+    NetModel(2, 4, rings=shuffled_rings(8, 2, seed=5), algorithm="tree"),
+]
+
+
+@pytest.mark.parametrize("net", TREES, ids=lambda net: f"{net.nodes}x{net.ranks_per_node}")
+def test_trees_add_as_nccl_does(net):
+    """S9: double binary trees over nodes, chains inside; groups of one rank a node, and of some nodes' ranks."""
+    for length in LENGTHS:
+        for dtype in DTYPES:
+            for op in ("sum", "avg"):
+                assert differing(net, "all_reduce", length, dtype, op, "tree") == 0, (length, dtype, op)
+
+
+def test_pat_adds_as_nccl_does():
+    """S9: 2 to 32 ranks on as many nodes; shards so small that NCCL aggregates more of them, and large ones."""
+    found = {}
+    for size in [*range(2, 18), 32]:
+        net = NetModel(size, 1, channels=2, algorithm="pat")
+        for length in (1, 3000) if size < 32 else (1, 20_000):
+            found[size, length] = differing(net, "reduce_scatter", length, torch.bfloat16, "sum", "pat")
+    assert not any(found.values()), found
+
+
+@pytest.mark.parametrize("op", ["avg", "premul_sum"])
+def test_pat_leaves_to_rings_what_multiplies(op):
+    """enqueue.cc:2009: an average is a PreMulSum; and with two ranks on a node there is no PAT at all."""
+    inputs, pat = numbers(8, 8 * 40, torch.bfloat16), NetModel(8, 1, algorithm="pat")
+    ring = replace(pat, algorithm="ring")
+    assert torch.equal(pat.reduce_scatter(inputs, op), ring.reduce_scatter(inputs, op))
+    assert not torch.equal(pat.reduce_scatter(inputs, "sum"), ring.reduce_scatter(inputs, "sum"))
+    two = NetModel(4, 2, algorithm="pat")
+    assert torch.equal(two.reduce_scatter(inputs, "sum"), replace(two, algorithm="ring").reduce_scatter(inputs, "sum"))
+    assert two.for_group((0, 3, 5)).explain("reduce_scatter", 0, 8, torch.float32).algorithm == "pat"
+
+
+@pytest.mark.parametrize("algorithm", ["tree", "pat"])
+def test_the_path_is_that_of_the_sum(algorithm):
+    """Added by hand in the order that ``explain`` tells, every element has the same bits."""
+    net = NetModel(6, 2 if algorithm == "tree" else 1, algorithm=algorithm)
+    if algorithm == "tree":
+        net = net.for_group((11, 0, 3, 4, 9, 7, 2))
+    members = list(net.members or range(net.size))
+    collective = "all_reduce" if algorithm == "tree" else "reduce_scatter"
+    inputs = numbers(net.size, 50 if algorithm == "tree" else 50 * net.size, torch.bfloat16)
+    sums = getattr(net, collective)(inputs, "sum").view(-1)
+
+    def added(order, offset):
+        terms = [added(t, offset) if isinstance(t, tuple) else inputs[members.index(t), offset] for t in order]
+        total = terms[0]
+        for term in terms[1:]:
+            total = total + term
+        return total
+
+    for offset in range(sums.numel()):
+        path = net.explain(collective, offset % 50, 50, torch.bfloat16, offset // 50)
+        assert path.algorithm == algorithm
+        assert added(path.ranks, offset) == sums[offset], (offset, str(path))
+
+
+def test_algorithms_differ():
+    """The twin: what is compared with NCCL's trees could have differed, and so could the second tree from the first."""
+    inputs, tree = numbers(8, 256, torch.bfloat16), NetModel(4, 2, algorithm="tree")
+    assert not torch.equal(tree.all_reduce(inputs, "sum"), replace(tree, algorithm="ring").all_reduce(inputs, "sum"))
+    assert tree.explain("all_reduce", 0, 256, torch.float32) != tree.explain("all_reduce", 255, 256, torch.float32)
+    assert torch.equal(
+        tree.reduce_scatter(inputs, "sum"), replace(tree, algorithm="ring").reduce_scatter(inputs, "sum")
+    )
+
+
+def test_a_tree_reads_as_a_sentence():
+    path = NetModel(2, 4, channels=2, algorithm="tree").explain("all_reduce", 0, 8, torch.float32)
+    assert str(path) == (
+        "channel 0, tree, summed in the order of ranks 1 2 3 0 (5 6 7 4), "
+        "where what stands in brackets arrives as one sum"
+    )

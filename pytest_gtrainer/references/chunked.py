@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from pytest_gtrainer._torch.fsdp2 import annotate, is_block_mask, split_block_mask
 from pytest_gtrainer.graph.chunks import BODY, EAGER, MATERIALIZATION, SPLIT_BOUNDARY, annotation
 from pytest_gtrainer.passes.chunking.config import MOE, ChunkConfig, ChunkError
+from pytest_gtrainer.references.following import Following
 from pytest_gtrainer.tracing.model import Attachment, tensor_text
 
 MASKS = frozenset({"mask", "masks", "attn_mask", "attention_mask", "attention_masks", "block_mask"})
@@ -78,18 +80,35 @@ class _ChunkedForward:
     fqn: str
     replaced: Callable[..., Any] | None
     signature: inspect.Signature
+    followed: list[bool] = field(default_factory=list)  # not empty once a chunk was judged
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         bound = self.signature.bind(*args, **kwargs)
         with self._annotated(SPLIT_BOUNDARY):
             chunks = self._split(bound.arguments)
+        following = None if self.followed else self._following(bound.arguments, chunks[0])
         outputs = []
         for index, arguments in enumerate(chunks):
             part = inspect.BoundArguments(self.signature, arguments)
-            with self._annotated(BODY, index):
+            with self._annotated(BODY, index), following if following and not index else nullcontext():
                 outputs.append(self.run(*part.args, **part.kwargs))
         with self._annotated(MATERIALIZATION):
-            return self._join(outputs)
+            joined = self._join(outputs)
+        if following is not None:
+            following.check_returned(outputs[0])
+            self.followed.append(True)
+        return joined
+
+    def _following(self, whole: Mapping[str, Any], part: Mapping[str, Any]) -> Following | None:
+        """What judges the operators of the first chunk; None inside of compiled code, or where somebody answers."""
+        if torch.compiler.is_compiling() or self.config.module_fqn in self.config.row_wise:
+            return None
+        cut = [
+            (value, self.config.dim if place == 0 else 0)
+            for place, (name, value) in enumerate(part.items())
+            if isinstance(value, Tensor) and value.shape != whole[name].shape
+        ]
+        return Following(self.fqn, self.config, cut)
 
     def _annotated(self, role: str, chunk_id: int | None = None) -> Any:
         return annotate(annotation(self.fqn, role, EAGER, chunk_id))

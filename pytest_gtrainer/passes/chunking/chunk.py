@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+import operator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -12,13 +13,13 @@ from torch import fx
 
 from pytest_gtrainer._torch.passes import ALL_TO_ALL, WAIT
 from pytest_gtrainer.graph.nodes import BACKWARD, FORWARD, direction, is_collective
-from pytest_gtrainer.passes.chunking.config import SEQUENCE, ChunkConfig, ChunkError, described
+from pytest_gtrainer.passes.chunking.config import ChunkConfig, ChunkError, described
+from pytest_gtrainer.passes.chunking.mixing import INPUT, MADE, Call, Known, Operand, Rows, judge, mixing_error
 from pytest_gtrainer.passes.chunking.regions import Region, Storages, find_regions, gradient_reductions
 from pytest_gtrainer.passes.chunking.rewrite import CHUNKING, Rewrite
-from pytest_gtrainer.passes.chunking.twins import Twins, symbolic_twins
+from pytest_gtrainer.passes.chunking.twins import Twins, differing_dims, symbolic_twins
 
 aten = torch.ops.aten
-_ATTENTION = ("scaled_dot_product", "flex_attention")
 _RESHAPES = {
     aten.view.default,
     aten._unsafe_view.default,
@@ -47,11 +48,12 @@ def check_extents(twins: Twins, config: ChunkConfig) -> None:
         )
 
 
-def check_bodies(twins: Twins, regions: Sequence[Region], config: ChunkConfig) -> None:
-    """Nothing in a body that cannot run once per chunk: a collective that is not expert-parallel (G8), attention by
-    sequence (G3), a forward that reads the backward (G8), a fixed full extent (G10).
+def check_bodies(twins: Twins, regions: Sequence[Region], storages: Storages, config: ChunkConfig) -> None:
+    """Nothing in a body that cannot run once per chunk: a collective that is not expert-parallel (G8), an operator that
+    mixes rows (G3), a forward that reads the backward (G8), a fixed full extent (G10).
     """
     reductions = gradient_reductions(twins.full.graph)
+    following = _Following(twins, regions, storages, config)
     for region in regions:
         root = region.key.root
         for node in region.body:
@@ -61,13 +63,6 @@ def check_bodies(twins: Twins, regions: Sequence[Region], config: ChunkConfig) -
                     "all-to-alls of expert parallelism and reductions of parameter gradients may run once per chunk, "
                     "tensor parallelism may not: chunk modules without it, or take the collective out of the module"
                 )
-            attends = any(word in str(node.target) for word in _ATTENTION)
-            # positions of other chunks cannot be seen; a tensor over pairs of positions differs in two extents
-            if config.chunk_dim == SEQUENCE and (attends or len(twins.dims.get(node, ())) > 1):
-                raise ChunkError(
-                    f"{described(node)} is attention inside {root}, which is chunked by {SEQUENCE}: positions would "
-                    "not see those of other chunks; chunk it by batch"
-                )
             for source in node.all_input_nodes if region.key.direction == FORWARD else ():
                 if direction(source) == BACKWARD:
                     raise ChunkError(
@@ -75,6 +70,60 @@ def check_bodies(twins: Twins, regions: Sequence[Region], config: ChunkConfig) -
                         "which chunk's value it would be cannot be told; mark recomputed nodes as the backward's"
                     )
             _check_fixed_extent(node, region, twins)
+            if config.module_fqn not in config.row_wise:
+                following.check(node, root)
+
+
+class _Following:
+    """What is known of the values of all bodies, node by node in graph order."""
+
+    def __init__(self, twins: Twins, regions: Sequence[Region], storages: Storages, config: ChunkConfig) -> None:
+        self.twins, self.storages, self.config = twins, storages, config
+        self.bodies = {node for region in regions for node in region.body}
+        self.known: dict[fx.Node, list[Known]] = {}
+        self.written: dict[fx.Node, Known] = {}
+
+    def check(self, node: fx.Node, root: str) -> None:
+        """Note what a node gives; refuse it if it mixes rows."""
+        if node.target is operator.getitem:
+            source, index = node.args
+            found = self.known.get(source, [])
+            self.known[node] = [found[index]] if index < len(found) else [self._of(node)]
+            return
+        args, kwargs = (fx.node.map_arg(given, self._operand) for given in (node.args, node.kwargs))
+        call = Call(node.target, args, kwargs, list(self._results(node)))
+        wrong, self.known[node] = judge(call, described(node), self.config.row_wise)
+        if wrong is not None:
+            raise mixing_error(described(node), wrong, root, self.config)
+        for storage in self.storages.written.get(node, ()):
+            if self.storages.of[storage] in self.bodies:
+                self.written[storage] = self.known[node][0]
+            else:
+                self.known[node] = [None]  # a buffer, which goes from chunk to chunk
+
+    def _results(self, node: fx.Node) -> Iterator[tuple[Any, Sequence[int]]]:
+        ours, theirs = node.meta.get("val"), self.twins.part_of[node].meta.get("val")
+        pairs = zip(ours, theirs, strict=True) if isinstance(ours, list | tuple) else [(ours, theirs)]
+        for value, part in pairs:
+            is_tensor = isinstance(value, torch.Tensor) and isinstance(part, torch.Tensor)
+            yield value, (differing_dims(value, part) or _unknown_dims(value)) if is_tensor else ()
+
+    def _operand(self, node: fx.Node) -> Operand:
+        return Operand(node.meta.get("val"), self._of(node))
+
+    def _of(self, node: fx.Node) -> Known:
+        known = self.known.get(node, [None])[0]
+        if known is None and node in self.bodies:
+            return self.written.get(self.storages.of[node])
+        if known is None and (dims := self.twins.dims.get(node) or _unknown_dims(node.meta.get("val"))):
+            return Rows(tuple(dims), MADE if node.op == "get_attr" else INPUT)
+        return known
+
+
+def _unknown_dims(value: Any) -> list[int]:
+    """The dimensions of an extent that is known only at run time: rows that the data counts."""
+    shape = value.shape if isinstance(value, torch.Tensor) else ()
+    return [dim for dim, extent in enumerate(shape) if isinstance(extent, torch.SymInt)][:1]
 
 
 def _check_fixed_extent(node: fx.Node, region: Region, twins: Twins) -> None:
@@ -131,7 +180,7 @@ def chunk_pass(
         check_extents(aligned, config)
         storages = Storages(aligned.full.graph)
         regions = find_regions(aligned, config, storages)
-        check_bodies(aligned, regions, config)
+        check_bodies(aligned, regions, storages, config)
         made = Rewrite(aligned, regions, storages, config.dim).run()
     except ChunkError as error:
         extent = f", of extent {found}" if (found := _extent(*twins)) is not None else ""

@@ -51,6 +51,8 @@ class ChunkConfig:
         num_chunks: the number of equal chunks, at least 2.
         early_grad_accumulation: add the chunks' parameter gradients before they are communicated, which
             is faster; off, the result equals eager chunking bit for bit (J1).
+        row_wise: full names of operators (``"mylib::norm"``) that treat each row of the chunk dimension by itself,
+            where chunking cannot know it: operators of one's own, for which you answer.
 
     Raises:
         ChunkError: a value is none of these, or the two do not go together (G3).
@@ -60,6 +62,7 @@ class ChunkConfig:
     chunk_dim: str = BATCH
     num_chunks: int = 2
     early_grad_accumulation: bool = True
+    row_wise: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         kind = self.kind

@@ -169,6 +169,14 @@ class _BodySearch:
         for node, written in storages.written.items():
             if node in self.roots:
                 self.written.setdefault(RegionKey(self.roots[node], direction(node)), set()).update(written)
+        self.forward_of: dict[tuple[str, int | None], list[fx.Node]] = {}  # by root and autograd's number
+        self.with_backward: set[int | None] = {None}  # numbers of forwards whose backward runs an operator
+        for node in self.calls:
+            number = node.meta.get("seq_nr")
+            if direction(node) == BACKWARD:
+                self.with_backward |= set() if is_engine_addition(node) else {number}
+            elif node in self.roots:
+                self.forward_of.setdefault((self.roots[node], number), []).append(node)
         self.found: dict[fx.Node, RegionKey] = {}
         self.entering: dict[RegionKey, dict[fx.Node, None]] = {}
 
@@ -213,6 +221,23 @@ class _BodySearch:
             for source in node.all_input_nodes
         )
 
+    def _differentiated(self, node: fx.Node, root: str) -> fx.Node | None:
+        """What a gradient belongs to, if that is a value of parameters alone that each eager chunk computes anew and
+        whose backward hands the gradient on as it is, without an operator: the sum of two parameters, for one.
+
+        Its uses are read by the number that autograd gives an operator of the forward and those of its backward.
+        """
+        if is_engine_addition(node):
+            first, *others = (self._differentiated(source, root) for source in node.all_input_nodes)
+            return first if all(other is first for other in others) else None
+        uses = self.forward_of.get((root, node.meta.get("seq_nr")), ())
+        read = [source for use in uses for source in use.all_input_nodes]
+        return next((source for source in read if self._hands_gradients_on(source, root)), None)
+
+    def _hands_gradients_on(self, node: fx.Node, root: str) -> bool:
+        computed = node in self.roots and self.roots[node] == root and node not in self.found
+        return computed and not is_view(node.target) and node.meta.get("seq_nr") not in self.with_backward
+
     def _is_in(self, node: fx.Node, root: str) -> bool:
         home = self.found.get(node)
         return home is not None and home.root == root
@@ -225,7 +250,7 @@ class _BodySearch:
         that enters the region forwards is used outside, too.
         """
         key = self.found[node]
-        if any(self._is_in(user, key.root) for user in node.users):
+        if any(self._is_in(user, key.root) for user in node.users) or self._differentiated(node, key.root):
             return True
         if not is_engine_addition(node) or not self.twins.carries(node):
             return False

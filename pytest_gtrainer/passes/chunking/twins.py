@@ -54,7 +54,7 @@ class Twins:
         self.dims: dict[fx.Node, list[int]] = {}
         for node in self.differing:
             value = node.meta.get("val")
-            if isinstance(value, torch.Tensor) and (dims := _differing_dims(value, self.part_of[node].meta["val"])):
+            if isinstance(value, torch.Tensor) and (dims := differing_dims(value, self.part_of[node].meta["val"])):
                 self.dims[node] = dims
 
     def carries(self, node: fx.Node) -> bool:
@@ -124,13 +124,13 @@ def _extents_differ(ours: Any, theirs: Any) -> bool:
     if ours is None or theirs is None:  # a value nobody noted, as of some nodes of nested graphs
         return False
     if isinstance(ours, torch.Tensor):
-        return bool(_differing_dims(ours, theirs))
+        return bool(differing_dims(ours, theirs))
     if isinstance(ours, list | tuple):
         return any(map(_extents_differ, ours, theirs))
     return type(ours) is int and ours != theirs
 
 
-def _differing_dims(ours: torch.Tensor, theirs: torch.Tensor) -> list[int]:
+def differing_dims(ours: torch.Tensor, theirs: torch.Tensor) -> list[int]:
     """Dimensions of known extents that differ."""
     pairs = enumerate(zip(ours.shape, theirs.shape, strict=True))
     return [dim for dim, (a, b) in pairs if type(a) is int and type(b) is int and a != b]

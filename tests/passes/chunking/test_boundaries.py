@@ -14,6 +14,7 @@ from fixtures.models.chunkable import DIM, Net, net
 from fixtures.models.expert_parallel import apply_expert_parallel
 from fixtures.models.loss import ce_step
 from pytest_gtrainer import MixedPrecisionPolicy, data_parallel, trace_step
+from pytest_gtrainer._torch.chunking import symbols_of
 from pytest_gtrainer._torch.passes import ALL_GATHER
 from pytest_gtrainer.graph.chunks import BODY, MATERIALIZATION, SPLIT_BOUNDARY, told_by
 from pytest_gtrainer.graph.nodes import direction, node_fqn
@@ -166,6 +167,20 @@ def test_forward_values_reach_the_backward_of_their_own_chunk(gt_mesh):
                     type(extent) is int for extent in value.shape
                 )
     assert all(handed.values()), handed
+
+
+def test_chunks_have_sizes_of_the_data_of_their_own():
+    """G17: a size that one chunk's data makes is no other chunk's."""
+    _, gm = rewritten(net(chunkable.MoEBlock)(), strict("layers.*.moe", num_chunks=4), token_batch(0))
+    made = {}
+    for node in with_role(gm, BODY):
+        for symbol in node.meta.get("unbacked_bindings") or ():
+            made.setdefault(symbol, set()).add(told(node).chunk_id)
+    assert len(made) >= 4
+    assert all(len(chunks) == 1 for chunks in made.values()), made
+    for node in with_role(gm, BODY):
+        used = {symbol for symbol in symbols_of(node.meta.get("val")) if symbol in made}
+        assert all(made[symbol] == {told(node).chunk_id} for symbol in used), node
 
 
 def calls_of_chunking(layers):

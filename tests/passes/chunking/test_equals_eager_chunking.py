@@ -1,5 +1,7 @@
 """G1: a chunked graph equals eager chunking, bit for bit: both producers, against the eager run itself."""
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -76,6 +78,24 @@ def flex_attention_trains():
 def test_pairs(given, root, chunk_dim, chunks, dtype, producer):
     """G1, G3, G7, G12, G13, G15, G16, G20: two steps, so that an optimizer's lies between."""
     check_equals_eager(case_of(given, strict(root, chunk_dim, chunks), dtype, steps=2), producer)
+
+
+@pytest.mark.parametrize(
+    "block",
+    [chunkable.Shifted, chunkable.Literals],
+    ids=["a buffer read without the batch, then updated", "literals of the batch"],
+)
+def test_what_a_chunk_sees_though_no_tensor_of_the_operator_has_the_batch(block):
+    """G7, G15: the buffer as the chunk before has left it, and the numbers of a chunk."""
+    check_equals_eager(Case(model=net(block), config=strict("layers.*", num_chunks=4), steps=2))
+
+
+@pytest.mark.parametrize("options", [{}, {"thrice": True}, {"by_itself": True}], ids=["twice", "thrice", "by itself"])
+@pytest.mark.parametrize("chunks", [2, 4])
+def test_the_gradient_of_a_sum_of_parameters_is_complete_in_each_chunk(options, chunks):
+    """G14: its uses in one chunk are added before another chunk's."""
+    model = net(partial(chunkable.SumOfParameters, **options))
+    check_equals_eager(Case(model=model, config=strict("layers.*", num_chunks=chunks), steps=1))
 
 
 @pytest.mark.long

@@ -1,0 +1,383 @@
+"""Which operators mix rows: whether what a chunk computes depends on which rows are in it.
+
+*Idea.* Every value of a chunked module is followed by operator and dimension. A tensor with the chunk dimension is
+``Rows``; a value over all rows of a chunk, without that dimension, is a ``Statistic``. An operator mixes if it works
+along the chunk dimension (``_ALONG``), picks rows by their number (``_BY_NUMBER``), relates each row to each other one,
+or brings a statistic back into rows. A statistic that goes elsewhere is none of this: the part of a parameter's
+gradient is added to the others, a buffer goes from chunk to chunk.
+
+*Routing* is free, as a MoE layer does it: integers may be computed across rows (counts, offsets, orders), rows may be
+brought into an order of the data, and split by counts. Floating-point numbers computed from such integers are not.
+
+An operator is judged by one of four rules, else refused: it stands in a table here; it is tagged as pointwise, or
+shows memory; its dimensions tell all (``_BY_DIMENSIONS``: what it sums over is gone from its result); or it is the
+backward of one that was judged in the forward.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from pytest_gtrainer._torch.values import HigherOrderOperator, OpOverload, pytree, schema
+from pytest_gtrainer.graph.nodes import is_view
+from pytest_gtrainer.passes.chunking.config import ChunkConfig, ChunkError
+
+INPUT, ROUTED, ROUTING, NUMBERS, MADE = "input", "routed", "routing", "numbers", "made"
+"""What rows hold: data in place; data in an order of the data; integers across rows; 0, 1, ...; no data."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """A tensor with the chunk dimension: where it has it, and what its rows hold."""
+
+    dims: tuple[int, ...]
+    hold: str = INPUT
+
+
+@dataclass(frozen=True, slots=True)
+class Statistic:
+    """A value over all rows of a chunk, and the operator that made it, in words."""
+
+    made_by: str
+
+
+Known = Rows | Statistic | None
+
+
+@dataclass(frozen=True, slots=True)
+class Operand:
+    """A tensor or number among the arguments of an operator, and what is known of it."""
+
+    value: Any
+    known: Known
+
+    @property
+    def is_float(self) -> bool:
+        value = self.value
+        return value.is_floating_point() if isinstance(value, torch.Tensor) else isinstance(value, torch.SymFloat)
+
+
+class Call:
+    """One call of an operator.
+
+    Attributes:
+        name: the operator's, without namespace, overload and the underscore of an in-place one.
+        given: its arguments by name, tensors as ``Operand``.
+        results: its tensors, each with the dimensions that are the chunk dimension.
+    """
+
+    def __init__(
+        self, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], results: Sequence[tuple[Any, Sequence[int]]]
+    ) -> None:
+        self.target, self.results = target, results
+        self.given: dict[str, Any] = {str(place): value for place, value in enumerate(args)} | dict(kwargs)
+        self.name, self.full_name = str(getattr(target, "__name__", target)), str(target)
+        if isinstance(target, HigherOrderOperator):
+            self.name = self.full_name = target.name()
+        elif isinstance(target, OpOverload):
+            self.full_name = schema(target).name
+            self.name = self.full_name.partition("::")[2]
+            self.name = self.name.removesuffix("_") if not self.name.startswith("__") else self.name
+            arguments = enumerate(schema(target).arguments)
+            self.given = {
+                a.name: args[place] if place < len(args) else kwargs.get(a.name, a.default_value)
+                for place, a in arguments
+            }
+        self.operands = [leaf for leaf in pytree.tree_leaves([args, kwargs]) if isinstance(leaf, Operand)]
+        tags = target.tags if isinstance(target, OpOverload) else ()
+        self.pointwise = torch.Tag.pointwise in tags or self.name in _POINTWISE
+
+    def rows(self) -> list[tuple[Operand, Rows]]:
+        return [(operand, operand.known) for operand in self.operands if isinstance(operand.known, Rows)]
+
+    @property
+    def ndim(self) -> int:
+        """Dimensions of the first tensor."""
+        return next((o.value.ndim for o in self.operands if isinstance(o.value, torch.Tensor)), 0)
+
+
+Rule = Callable[[Call], Iterable[int]]
+
+
+def _named(argument: str) -> Rule:
+    """The dimensions that an argument names; all without one."""
+
+    def dims(call: Call) -> Iterable[int]:
+        found = call.given.get(argument)
+        if isinstance(found, int):
+            return [found]
+        return list(found) if found else range(call.ndim)
+
+    return dims
+
+
+def _last(count: int) -> Rule:
+    return lambda call: range(-count, 0)
+
+
+def _normalized(call: Call) -> Iterable[int]:
+    return range(-len(call.given["normalized_shape"]), 0)
+
+
+def _batch_norm(call: Call) -> Iterable[int]:
+    training = call.given.get("training", call.given.get("train", "no_training" not in call.name))
+    return [dim for dim in range(call.ndim) if dim != 1] if training and "no_update" not in call.name else ()
+
+
+def _behind_the_first(call: Call) -> Iterable[int]:
+    return range(1, call.ndim)
+
+
+def _pooled(call: Call) -> Iterable[int]:
+    digit = re.search(r"(\d)d", call.name)
+    return range(-int(digit[1]) if digit else -call.ndim, 0)
+
+
+def _sliced(call: Call) -> Iterable[int]:
+    dim: int = call.given["dim"]
+    start, end, step = (call.given.get(name) for name in ("start", "end", "step"))
+    extent = call.operands[0].value.shape[dim]
+    whole = start in (None, 0) and step == 1 and (end is None or (type(end) is type(extent) is int and end >= extent))
+    return () if whole else [dim]
+
+
+def _padded(call: Call) -> Iterable[int]:
+    pads = call.given["pad"] if "pad" in call.given else call.given["padding"]
+    return [-1 - place // 2 for place, pad in enumerate(pads) if pad != 0]
+
+
+def _repeated(call: Call) -> Iterable[int]:
+    repeats = call.given["repeats"]
+    return [place - len(repeats) for place, count in enumerate(repeats) if count != 1]
+
+
+def _concatenated(call: Call) -> Iterable[int]:
+    return [call.given["dim"]] if len(call.given["tensors"]) > 1 else ()
+
+
+def _names(words: str) -> frozenset[str]:
+    return frozenset(words.split())
+
+
+def _table(*entries: tuple[str, str, Rule]) -> dict[str, tuple[str, Rule]]:
+    return {name: (words, rule) for words, names, rule in entries for name in names.split()}
+
+
+_ALONG = _table(
+    ("takes the softmax over", "_softmax _log_softmax _safe_softmax softmax log_softmax", _named("dim")),
+    ("accumulates along", "cumsum cumprod logcumsumexp cummax cummin _cummax_helper _cummin_helper", _named("dim")),
+    ("orders the rows of", "sort argsort topk", _named("dim")),
+    ("normalises over", "native_layer_norm _fused_rms_norm layer_norm rms_norm", _normalized),
+    ("normalises over", "native_group_norm group_norm", _behind_the_first),
+    (
+        "takes batch statistics over",
+        "native_batch_norm _native_batch_norm_legit _native_batch_norm_legit_functional cudnn_batch_norm "
+        "_native_batch_norm_legit_no_training miopen_batch_norm batch_norm _batch_norm_with_update "
+        "_batch_norm_with_update_functional _batch_norm_no_update",
+        _batch_norm,
+    ),
+    (
+        "attends over",
+        "_scaled_dot_product_flash_attention _scaled_dot_product_flash_attention_for_cpu "
+        "_scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention "
+        "_scaled_dot_product_fused_attention_overrideable scaled_dot_product_attention flex_attention",
+        _last(2),
+    ),
+    ("convolves over", "convolution _convolution convolution_overrideable mkldnn_convolution", _behind_the_first),
+    (
+        "pools over",
+        "avg_pool1d avg_pool2d avg_pool3d _adaptive_avg_pool2d _adaptive_avg_pool3d max_pool2d_with_indices "
+        "max_pool3d_with_indices adaptive_max_pool2d adaptive_max_pool3d upsample_nearest1d upsample_nearest2d "
+        "upsample_nearest3d upsample_linear1d upsample_bilinear2d upsample_trilinear3d upsample_bicubic2d",
+        _pooled,
+    ),
+    ("transforms", "_fft_r2c _fft_c2c _fft_c2r", _named("dim")),
+)
+"""Operators whose values depend on others along some dimensions: in words, the names, and which dimensions."""
+
+_BY_NUMBER = _table(
+    ("reverses", "flip", _named("dims")),
+    ("rolls", "roll", _named("dims")),
+    ("rotates", "rot90", _named("dims")),
+    ("takes a part of", "slice narrow slice_scatter", _sliced),
+    ("takes a part of", "select unbind select_scatter", _named("dim")),
+    ("splits", "split split_with_sizes chunk", _named("dim")),
+    ("puts windows over", "unfold", _named("dimension")),
+    ("shows memory across", "as_strided as_strided_copy as_strided_scatter", lambda call: range(call.ndim)),
+    ("takes the diagonal of", "diagonal diagonal_copy", lambda call: [call.given["dim1"], call.given["dim2"]]),
+    ("cuts a triangle out of", "tril triu", _last(2)),
+    ("repeats", "repeat", _repeated),
+    ("puts rows behind each other along", "cat", _concatenated),
+    ("pads", "constant_pad_nd reflection_pad1d reflection_pad2d replication_pad1d replication_pad2d", _padded),
+)
+"""Operators that choose rows by their number, which in a chunk is another one."""
+
+_LOOKUPS = _names("index _unsafe_index gather index_select take_along_dim embedding")
+_WRITES = _names(
+    "scatter scatter_add scatter_reduce index_put _unsafe_index_put _index_put_impl index_add index_copy index_fill "
+    "index_reduce"
+)
+INDEXING = _LOOKUPS | _WRITES
+_POINTWISE = _names("_to_copy copy fill zero masked_fill floor_divide lift_fresh_copy detach alias clone where")
+_BY_DIMENSIONS = _names(
+    "sum mean amax amin max min aminmax prod var std var_mean std_mean linalg_vector_norm norm any all argmax argmin "
+    "logsumexp nansum count_nonzero histc bincount median nanmedian kthvalue mode mm bmm addmm baddbmm addbmm addmv mv "
+    "dot vdot linear matmul _grouped_mm _scaled_mm _scaled_grouped_mm _int_mm native_dropout dropout stack glu nonzero "
+    "nonzero_static masked_select _local_scalar_dense bernoulli wait_tensor all_to_all_single sym_size sym_numel "
+    "_assert_scalar _assert_async _assert_tensor_metadata embedding_dense_backward equal item squeeze"
+)
+_LIKE = re.compile(r".+_like$|^new_.+")
+
+
+def mixing_error(what: str, wrong: str, where: str, config: ChunkConfig) -> ChunkError:
+    """The refusal of an operator, named by ``what``, inside the module ``where``."""
+    vouch = (
+        ""
+        if "not known" not in wrong
+        else ("; if it treats each row by itself, say so: ChunkConfig(row_wise=(its name,)), as 'mylib::norm'")
+    )
+    return ChunkError(
+        f"{what} {wrong} inside {where}: there lies the {config.chunk_dim} dimension, by which {where} is chunked, so "
+        "rows of a chunk would not see those of the others and the numbers would not be the model's. Keep that "
+        f"dimension apart from those that the operator works along, or chunk modules without it{vouch}"
+    )
+
+
+def judge(call: Call, what: str, trusted: Sequence[str] = ()) -> tuple[str | None, list[Known]]:
+    """What a call does to rows, and what is known of its results.
+
+    Args:
+        what: the call in words, for the statistics that it makes.
+        trusted: full names of operators (``"mylib::norm"``) that somebody says to treat each row by itself.
+
+    Returns:
+        what is wrong, as a predicate ("sums over dimension 0"), or None; for each result what it is.
+    """
+    wrong = None if call.full_name in trusted else _wrong(call)
+    return wrong, [_result(call, value, tuple(dims), what) for value, dims in call.results]
+
+
+def _wrong(call: Call) -> str | None:
+    rows = call.rows()
+    if pair := next((dims for _, dims in call.results if len(dims) > 1), None):
+        return f"relates every row to every other one (dimensions {' and '.join(map(str, pair))})"
+    if _LIKE.match(call.name):
+        return None
+    if statistic := _statistic_in_rows(call):
+        return f"brings into rows a value over all of them ({statistic})"
+    if not rows:
+        return None
+    if call.name in INDEXING:
+        return _wrong_index(call)
+    words, rule = _ALONG.get(call.name) or _BY_NUMBER.get(call.name) or ("", None)
+    if rule is not None:
+        free = {ROUTED, ROUTING} if call.name in _BY_NUMBER else set()
+        for operand, known in rows:
+            computes_routing = call.name in _ALONG and not operand.is_float and known.hold not in (NUMBERS, MADE)
+            if operand.value.ndim != call.ndim or known.hold in free or computes_routing:
+                continue
+            hit = {dim % call.ndim for dim in rule(call)}.intersection(known.dims)
+            if hit:
+                return f"{words} dimension {min(hit)}"
+        return None
+    if call.pointwise or is_view(call.target) or call.name in _BY_DIMENSIONS or "backward" in call.name:
+        return None
+    numbers = [value for value, _ in _tensors(call)]
+    if not numbers or not any(v.is_floating_point() for v in [*numbers, *(o.value for o, _ in rows)]):
+        return None  # a size, or routing
+    dims = sorted({dim for _, known in rows for dim in known.dims})
+    return f"may mix dimension {', '.join(map(str, dims))}: what it does along its dimensions is not known"
+
+
+def _tensors(call: Call) -> list[tuple[torch.Tensor, Sequence[int]]]:
+    return [(value, dims) for value, dims in call.results if isinstance(value, torch.Tensor)]
+
+
+def _statistic_in_rows(call: Call) -> str | None:
+    """The statistic, or routing, that this call would bring into rows of floating-point numbers."""
+    if "backward" in call.name or not any(dims and value.is_floating_point() for value, dims in _tensors(call)):
+        return None
+    for operand in call.operands:
+        known = operand.known
+        if isinstance(known, Statistic) and (operand.is_float or call.pointwise):
+            return known.made_by
+        if isinstance(known, Rows) and known.hold == ROUTING and call.pointwise:
+            return "integers computed across rows"
+    return None
+
+
+def _wrong_index(call: Call) -> str | None:
+    """Whether rows are chosen by a fixed number; by their own number, or by numbers of the data, they may be."""
+    into, chosen = chosen_by(call)
+    for dim, index in chosen:
+        hold = index.known.hold if isinstance(index.known, Rows) else None
+        if isinstance(into.known, Rows) and dim in into.known.dims:
+            fixed = hold in (None, MADE) and not isinstance(index.known, Statistic)
+            if fixed and into.known.hold in (INPUT, NUMBERS):
+                return f"chooses rows of dimension {dim} by a fixed number"
+        elif into.known is None and hold == ROUTING and into.is_float and call.name in _LOOKUPS:
+            return "looks up numbers by integers computed across rows"
+    return None
+
+
+def chosen_by(call: Call) -> tuple[Operand, list[tuple[int, Operand]]]:
+    """What an indexing operator indexes, and in which of its dimensions by which tensor."""
+    into: Operand = call.given["self"] if "self" in call.given else call.given["weight"]
+    indices = call.given.get("indices", call.given.get("index"))
+    if isinstance(indices, Operand):
+        return into, [(call.given.get("dim", 0) % max(into.value.ndim, 1), indices)]
+    chosen: list[tuple[int, Operand]] = []
+    place = 0
+    for index in indices or ():
+        is_mask = index is not None and index.value.dtype in (torch.bool, torch.uint8)
+        width = index.value.ndim if is_mask else 1
+        chosen += [(place + axis, index) for axis in range(width) if index is not None]
+        place += width
+    return into, chosen
+
+
+def _result(call: Call, value: Any, dims: tuple[int, ...], what: str) -> Known:
+    rows = call.rows()
+    statistics = [o.known for o in call.operands if isinstance(o.known, Statistic)]
+    if _LIKE.match(call.name) or not (rows or statistics):
+        return Rows(dims, NUMBERS if _counts_rows(call) else MADE) if dims else None
+    if not dims:
+        return statistics[0] if statistics and not rows else Statistic(what)
+    hold = _hold(call, [known for _, known in rows], bool(statistics), value)
+    unknown = hold == INPUT and any(isinstance(value.shape[dim], torch.SymInt) for dim in dims)
+    return Rows(dims, ROUTED if unknown else hold)
+
+
+def _hold(call: Call, rows: Sequence[Rows], has_statistics: bool, value: Any) -> str:
+    holds = {known.hold for known in rows}
+    if call.name in INDEXING:
+        into, chosen = chosen_by(call)
+        if not isinstance(into.known, Rows):
+            return ROUTED if call.name in _WRITES else _first(holds)
+        by_data = [i.known for dim, i in chosen if dim in into.known.dims and isinstance(i.known, Rows)]
+        if any(known.hold not in (NUMBERS, MADE) for known in by_data):
+            return ROUTING if into.known.hold == ROUTING else ROUTED
+        return into.known.hold if into.known.hold != MADE else _first(holds)
+    if not (isinstance(value, torch.Tensor) and value.is_floating_point()):
+        along = _ALONG.get(call.name)
+        dims = {dim % call.ndim for dim in along[1](call)} if along and call.ndim else set()
+        if ROUTING in holds or has_statistics or any(dims.intersection(known.dims) for known in rows):
+            return ROUTING
+    if call.name == "all_to_all_single":
+        return ROUTED
+    if holds == {NUMBERS}:
+        return NUMBERS if is_view(call.target) or call.name in ("_to_copy", "clone") else MADE
+    return _first(holds)
+
+
+def _first(holds: set[str]) -> str:
+    return next((hold for hold in (INPUT, ROUTED, MADE) if hold in holds), INPUT)
+
+
+def _counts_rows(call: Call) -> bool:
+    return call.name == "arange" and call.given.get("start", 0) == 0 and call.given.get("step", 1) == 1

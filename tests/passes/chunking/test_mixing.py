@@ -1,0 +1,230 @@
+"""Operators along the chunk dimension: refused by graph and eager chunking alike, or equal to the whole model (G3)."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from fixtures.chunking import chunked, strict, token_batch
+from fixtures.models.chunkable import DIM, HEADS, Attention, Net
+from fixtures.models.loss import ce_step
+from pytest_gtrainer import ChunkConfig, ChunkError, assert_bitwise_different, eager_chunked, trace_step
+
+
+class Block(nn.Module):
+    """A linear layer, and what a test does with its output, ``[batch, seq, DIM]``."""
+
+    def __init__(self, then, extra=None) -> None:
+        super().__init__()
+        self.w = nn.Linear(DIM, DIM)
+        self.then, self.extra = then, extra() if extra else None
+
+    def forward(self, x):
+        return self.then(self.w(x)) if self.extra is None else self.then(self.w(x), self.extra)
+
+
+def model_of(then, extra=None):
+    torch.manual_seed(0)
+    return Net(lambda: Block(then, extra))
+
+
+def by_graph(model, config, inputs):
+    traced = trace_step(model, ce_step, inputs, chunk=config)
+    return traced.with_graph(chunked(traced, config)).replay(model, *inputs)
+
+
+def by_eager_code(model, config, inputs):
+    with eager_chunked(model, config):
+        return ce_step(model, *inputs)
+
+
+SIDES = pytest.mark.parametrize("side", [by_graph, by_eager_code])
+BATCH = strict("layers.*")
+
+
+def heads(x):
+    return x.unflatten(-1, (HEADS, -1)).transpose(-3, -2)
+
+
+def folded_attention(x):
+    q = heads(x.flatten(0, 1))
+    return x + F.scaled_dot_product_attention(q[None], q[None], q[None])[0].transpose(0, 1).flatten(1).unflatten(
+        0, x.shape[:2]
+    )
+
+
+def folded_plain_attention(x):
+    rows = x.flatten(0, 1)
+    return ((rows @ rows.T).softmax(-1) @ rows).unflatten(0, x.shape[:2])
+
+
+def contrastive(x):
+    rows = F.normalize(x.mean(1), dim=-1)
+    return x * torch.logsumexp(rows @ rows.T, 1)[:, None, None]
+
+
+def sorted_rows(x):
+    return x.sort(0).values
+
+
+def by_ranks(x):
+    return x * (x[:, 0, 0] > 0).cumsum(0)[:, None, None]
+
+
+MIXING = {
+    "attention, folded": (folded_attention, None, r"_scaled_dot_product_.* attends over dimension 2"),
+    "plain attention, folded": (folded_plain_attention, None, r"mm.* relates every row to every other one"),
+    "softmax": (lambda x: x.softmax(0), None, r"_softmax.* takes the softmax over dimension 0"),
+    "cumsum": (lambda x: x.cumsum(0), None, r"cumsum.* accumulates along dimension 0"),
+    "sort": (sorted_rows, None, r"sort.* orders the rows of dimension 0"),
+    "flip": (lambda x: x.flip(0), None, r"flip.* reverses dimension 0"),
+    "roll": (lambda x: x.roll(1, 0), None, r"roll.* rolls dimension 0"),
+    "first row": (lambda x: x - x[:1], None, r"slice.* takes a part of dimension 0"),
+    "mean": (lambda x: x - x.mean(0), None, r"sub.* brings into rows a value over all of them \(.*mean"),
+    "largest": (lambda x: x / x.abs().amax(), None, r"div.* brings into rows a value over all of them \(.*amax"),
+    "count": (lambda x: x / (x > 0).sum(), None, r"div.* brings into rows a value over all of them \(.*sum"),
+    "gram matrix": (
+        lambda x: x @ (x.flatten(0, 1).T @ x.flatten(0, 1)),
+        None,
+        r"brings into rows a value over all of them \(.*mm",
+    ),
+    "einsum": (lambda x: torch.einsum("bsd,csd->bcs", x, x).mean(1)[..., None] * x, None, r"every row to every other"),
+    "contrastive": (contrastive, None, r"relates every row to every other one \(dimensions 0 and 1\)"),
+    "batch norm": (
+        lambda x, norm: norm(x.transpose(1, 2)).transpose(1, 2).contiguous(),
+        lambda: nn.BatchNorm1d(DIM),
+        r"batch_norm.* takes batch statistics over dimension 0",
+    ),
+    "group norm, folded": (
+        lambda x, norm: norm(x.flatten(0, 1).T[None])[0].T.unflatten(0, x.shape[:2]),
+        lambda: nn.GroupNorm(2, DIM),
+        r"group_norm.* normalises over dimension 2",
+    ),
+    "layer norm, folded": (
+        lambda x: F.layer_norm(x.transpose(0, 2), x.shape[:1]).transpose(0, 2),
+        None,
+        r"native_layer_norm.* normalises over dimension 2",
+    ),
+    "convolution, folded": (
+        lambda x, conv: conv(x.flatten(0, 1).T[None])[0].T.unflatten(0, x.shape[:2]),
+        lambda: nn.Conv1d(DIM, DIM, 3, padding=1),
+        r"convolution.* convolves over dimension 2",
+    ),
+    "fixed order": (
+        lambda x: x[torch.arange(x.shape[0] - 1, -1, -1)],
+        None,
+        r"index.* chooses rows of dimension 0 by a fixed number",
+    ),
+    "numbers across rows": (by_ranks, None, r"mul.* brings into rows .* \(integers computed across rows"),
+    "an operator nobody knows": (
+        lambda x: x + torch.cdist(x.transpose(0, 1), x.transpose(0, 1)).sum(-1).T[..., None],
+        None,
+        "relates every row to every other one|may mix dimension 1: .* not known.*row_wise",
+    ),
+}
+
+
+@SIDES
+@pytest.mark.parametrize(("then", "extra", "message"), MIXING.values(), ids=MIXING)
+def test_an_operator_that_mixes_rows_is_refused(side, then, extra, message):
+    """By operator, module and dimension."""
+    with pytest.raises(ChunkError, match=message) as refused:
+        side(model_of(then, extra), BATCH, token_batch(0, 4, 6))
+    assert "inside layers.0: there lies the batch dimension" in str(refused.value)
+
+
+def last_of(x):
+    last = x[..., 0].argmax(1)
+    return x * x[torch.arange(x.shape[0]), last].unsqueeze(1)
+
+
+def routed(x):
+    rows = x.flatten(0, 1)
+    order = (rows[:, 0] > 0).long().argsort(stable=True)
+    out = torch.zeros_like(rows)
+    return x + out.index_add(0, order, rows[order].tanh()).unflatten(0, x.shape[:2])
+
+
+ROW_WISE = {
+    "softmax of others": (lambda x: x.softmax(1) + x.cumsum(2) + x.flip(1), None),
+    "attention": (
+        lambda x: x + F.scaled_dot_product_attention(heads(x), heads(x), heads(x)).transpose(1, 2).flatten(2),
+        None,
+    ),
+    "layer norm": (lambda x, norm: norm(x.flatten(0, 1)).unflatten(0, x.shape[:2]), lambda: nn.LayerNorm(DIM)),
+    "group norm": (lambda x, norm: norm(x.transpose(1, 2)).transpose(1, 2).contiguous(), lambda: nn.GroupNorm(2, DIM)),
+    "batch norm that does not train": (
+        lambda x, norm: norm(x.flatten(0, 1)).unflatten(0, x.shape[:2]),
+        lambda: nn.BatchNorm1d(DIM).eval(),
+    ),
+    "convolution": (
+        lambda x, conv: conv(x.transpose(1, 2)).transpose(1, 2).contiguous(),
+        lambda: nn.Conv1d(DIM, DIM, 3, padding=1),
+    ),
+    "row numbers": (last_of, None),
+    "routing": (routed, None),
+    "einsum": (lambda x: torch.einsum("bsd,btd->bst", x, x).softmax(-1) @ x, None),
+}
+
+
+@SIDES
+@pytest.mark.parametrize(("then", "extra"), ROW_WISE.values(), ids=ROW_WISE)
+def test_the_same_along_other_dimensions_gives_the_numbers_of_the_whole_model(side, then, extra):
+    """Nothing that a row computes for itself is refused; equal up to rounding, as kernels see other extents."""
+    inputs = token_batch(0, 4, 6)
+    expected = ce_step(model_of(then, extra), *inputs)
+    torch.testing.assert_close(side(model_of(then, extra), BATCH, inputs), expected)
+
+
+class FoldedAttention(Attention):
+    """Of ``[tokens, DIM]``: all tokens see all tokens in front of them."""
+
+    def forward(self, x):
+        return super().forward(x[None])[0]
+
+
+@SIDES
+@pytest.mark.parametrize("plain", [False, True])
+def test_attention_over_a_batch_that_is_folded_into_tokens(side, plain):
+    """A block by "batch" cuts what its attention attends over: other logits, in graph and eager code alike."""
+
+    class Tokens(Net):
+        def forward(self, tokens):
+            x = self.tok_embeddings(tokens).flatten(0, 1)
+            for layer in self.layers:
+                x = layer(x)
+            return self.lm_head(x).unflatten(0, tokens.shape)
+
+    model = Tokens(lambda: FoldedAttention(plain))
+    with pytest.raises(
+        ChunkError, match=r"(attends over dimension 2|every row to every other|over dimension \d).* inside layers\.0"
+    ):
+        side(model, BATCH, token_batch(0, 4, 6))
+    logits, vouched = model(token_batch(0, 4, 6)[0]), ChunkConfig("layers.*", row_wise=("layers.*",))
+    with eager_chunked(model, vouched):
+        assert_bitwise_different(model(token_batch(0, 4, 6)[0]), logits, what="what would have come")
+
+
+@SIDES
+def test_who_answers_for_an_operator_is_believed(side):
+    """``row_wise`` by the operator's full name."""
+
+    def then(x):
+        return x + torch.ops.gtrainer_tests.halved(x)
+
+    inputs = token_batch(0, 4, 6)
+    with pytest.raises(
+        ChunkError, match=r"halved.* may mix dimension 0: .* if it treats each row by itself, say so: .*row_wise"
+    ):
+        side(model_of(then), BATCH, inputs)
+    vouched = ChunkConfig("layers.*", early_grad_accumulation=False, row_wise=("gtrainer_tests::halved",))
+    torch.testing.assert_close(side(model_of(then), vouched, inputs), ce_step(model_of(then), *inputs))
+
+
+@torch.library.custom_op("gtrainer_tests::halved", mutates_args=())
+def halved(x: torch.Tensor) -> torch.Tensor:
+    return x * 0.5
+
+
+halved.register_fake(lambda x: torch.empty_like(x))
+halved.register_autograd(lambda ctx, grad: grad * 0.5)

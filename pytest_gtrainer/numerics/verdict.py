@@ -150,8 +150,10 @@ _WORDS = {"clipped": "clipped gradient", "optimizer": "optimizer state", "rng": 
 def where(key: Key) -> str:
     """A key in words.
 
-    >>> where(Key(1, 3, "gradient", "lm_head.weight")), where(Key(0, 0, "", "wq"))
-    ('step 1, rank 3, gradient of lm_head.weight', 'wq')
+    >>> where(Key(1, 3, "gradient", "lm_head.weight")), where(Key(0, 0, "", "wq")), where(Key(0, 0, "", ""))
+    ('step 1, rank 3, gradient of lm_head.weight', 'wq', 'the tensor')
+    >>> where(Key(0, 2, "loss", "loss")), where(Key(0, 2, "optimizer", "wq.exp_avg"))
+    ('step 0, rank 2, loss', 'step 0, rank 2, optimizer state of wq.exp_avg')
     """
     name = key.name or "the tensor"
     if not key.phase:

@@ -14,7 +14,7 @@ import numpy
 import pytest
 import torch
 
-from pytest_gtrainer import DebugConfig, assert_run_to_run, deterministic
+from pytest_gtrainer import DebugConfig, assert_run_to_run, deterministic, facts
 from pytest_gtrainer.numerics.compare import BitwiseDifference
 from pytest_gtrainer.numerics.run_to_run import PRESSURES, NotJudged, Pressure, kept, once
 
@@ -266,6 +266,28 @@ def test_a_pressure_of_ones_own():
 
     report = assert_run_to_run(repeatable, 2, pressures=[Pressure("weather", refuse)])
     assert report.not_judged == {"weather": "not today"}
+
+
+def test_every_run_is_told():
+    """For the summary: a pressure that cannot be applied is counted as not judged, with its reason."""
+
+    def refuse(function):
+        raise NotJudged("not today")
+
+    with facts.collecting() as seen:
+        report = assert_run_to_run(repeatable, 3, pressures=[Pressure("weather", refuse)], what="the sample")
+        drawn = iter(range(10))
+        with pytest.raises(BitwiseDifference):
+            assert_run_to_run(lambda: [torch.tensor(next(drawn))], 2, pressures=[])
+    assert (report.equal, seen) == (
+        ["run 2", "run 3"],
+        [
+            {"kind": "verdict", "outcome": "equal", "tensors": 2, "what": "the sample"},
+            {"kind": "verdict", "outcome": "equal", "tensors": 2, "what": "the sample"},
+            {"kind": "verdict", "outcome": "not judged", "tensors": 0, "what": "the sample under weather: not today"},
+            {"kind": "verdict", "outcome": "different", "tensors": 1, "what": ""},
+        ],
+    )
 
 
 def test_one_run_is_refused():

@@ -247,8 +247,8 @@ def table(packages: list[Package]) -> str:
             module = re.split(r"\.x[_ǁ]", function_of(mutant))[0]
             told = ends.setdefault(module, Counter())
             told.update(["mutants", *(["tried", package.outcomes[mutant]] if mutant in package.outcomes else [])])
-    ends = {module: told for module, told in ends.items() if told["tried"]}
-    ends["together"] = sum(ends.values(), Counter())
+    together = sum(ends.values(), Counter())
+    ends = {module: told for module, told in ends.items() if told["tried"]} | {"together": together}
     for name, told in ends.items():
         cells = [str(told[column]).rjust(len(column)) for column in ("mutants", "tried", *columns)]
         lines.append("  ".join([name.ljust(40), *cells]))

@@ -142,6 +142,16 @@ def test_an_operand_is_another_value():
     ]
 
 
+@pytest.mark.parametrize(
+    ("operands", "others"),
+    [("cos, sin, sin", ""), ("cos, tan, sin", " (and 1 more operand)"), ("cos, tan, cos", " (and 2 more operands)")],
+)
+def test_of_several_operands_that_are_others_the_first_is_told(operands, others):
+    lines = ["exp = aten.exp(I[0])", "sin = aten.sin(I[1])", "cos = aten.cos(I[0])", "tan = aten.tan(I[1])"]
+    old, new = (module(*lines, f"add = aten.addcmul({read})") for read in ("exp, sin, sin", operands))
+    assert words(old, new) == [f"aten.addcmul in fwd m reads m.cos instead of m.exp as operand 1{others}"]
+
+
 def test_a_group_where_a_value_was():
     old = "fsdp = group(range(0, 2))\nif I:\n  I[0]: f32[2]\nif fwd:\n  sin: f32[2] = aten.sin(I[0])\n"
     old += "  cos: f32[2] = aten.cos(sin)\n"
@@ -255,6 +265,13 @@ def test_outputs():
     assert words(unnamed, unnamed.replace("yield fwd.layers[0].add", "yield None")) == [
         "output 1 is None instead of layers.0.add"
     ]
+
+
+@pytest.mark.parametrize(("one", "other"), [("s0", "s1"), ("fsdp", "tp")])
+def test_an_output_that_is_defined_at_the_head(one, other):
+    head = "fsdp = group(range(0, 2))\ntp = group(range(0, 4))\ns0 = size(16)\ns1 = size(24)\n"
+    text = head + f"if I:\n  I[0]: f32[s0, s1]\nif out:\n  n = {one}\n  x = I[0]\n"
+    assert words(text, text.replace(f"n = {one}", f"n = {other}")) == [f"output n is {other} instead of {one}"]
 
 
 def test_definitions():

@@ -41,6 +41,8 @@ WRONG = [
      "line 6, column 11: `float32` is no dtype: expected `f32`, `bf16`, `i64`, ..."),
     ("relu: f32[4, 4]", "relu: f32[4, n]",
      "line 6, column 18: `n` is no symbol: define it at the head, `n = size(16)`"),
+    ("relu: f32[4, 4]", "relu: f32[4, Foo(4)]",
+     "line 6, column 18: expected a size like `4`, `s0` or `2*u0 + 1`, found `Foo(4)`"),
     ("relu: f32[4, 4]", "relu: f32[4, 4][1]", "line 6, column 11: 2 extents and 1 strides"),
     ("relu: f32[4, 4]", "relu: f32[-4, 4]",
      "line 6, column 11: there is no tensor `f32[-4, 4]`: "),

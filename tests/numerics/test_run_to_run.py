@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import os
 import random
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from itertools import pairwise
@@ -38,6 +40,7 @@ def by_number_of_threads() -> dict[str, torch.Tensor]:
 def by_process() -> dict[str, torch.Tensor]:
     """All that a process brings into a run; and last what must not matter, as the order of sets depends on it."""
     return {
+        "module": torch.tensor(list(__name__.encode())),
         "threads": torch.tensor(torch.get_num_threads()),
         "python": torch.tensor(random.random()),
         "numpy": torch.tensor(numpy.random.rand()),
@@ -124,13 +127,17 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 
 def test_another_process_has_the_same_random_numbers_and_switches(some_threads, monkeypatch: pytest.MonkeyPatch):
-    """Else it would be blamed for what the first run was told."""
+    """Else it would be blamed for what the first run was told. It finds a module that has no place on the path, too."""
+    spec = importlib.util.spec_from_file_location("without_a_place_on_the_path", __file__)
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, module)
+    spec.loader.exec_module(module)
     monkeypatch.setenv("PYTHONHASHSEED", "1")
     with deterministic(DebugConfig(seed=5, deterministic_warn_only=True)), default_dtype(torch.float64):
         by_process()  # the seed is not where it starts from,
         torch.set_deterministic_debug_mode("error")  # nor are all switches those of the block
         with pytest.raises(BitwiseDifference, match="under this pressure: another process") as caught:
-            assert_run_to_run(by_process, 2, pressures=[BY_NAME["another process"]])
+            assert_run_to_run(module.by_process, 2, pressures=[BY_NAME["another process"]])
         assert caught.value.verdict.compared == len(by_process())
     assert [difference.key.name for difference in caught.value.verdict.differences] == ["seed of hashes"]
 

@@ -154,19 +154,22 @@ class Package:
     def run(self, names: list[str], children: int) -> None:
         """Try these mutants."""
         done = self._python("-m", "mutmut", "run", "--max-children", str(children), *names, folder=self.copy)
+        if "Failed to run clean test" in done.stdout:
+            log = self._log(self._under_all_tests(mutant=""))
+            sys.exit(f"a test of {self.name} fails without a mutant, maybe now and then: see {log}")
         results = self._results()
         self.outcomes = {name: OUTCOMES.get(results[name], "hung") for name in sorted(names)}
         if "not run" in self.outcomes.values():
             sys.exit(f"mutmut could not run the mutants of {self.name}, see {self._log(done)}")
         uncalled = [name for name, outcome in self.outcomes.items() if outcome == "no test"]
         with ThreadPoolExecutor(children) as pool:
-            self.outcomes |= zip(uncalled, pool.map(self._outcome_under_all_tests, uncalled), strict=True)
+            for name, done in zip(uncalled, pool.map(self._under_all_tests, uncalled), strict=True):
+                self.outcomes[name] = "no test" if done.returncode == 0 else OUTCOMES.get(done.returncode, "hung")
 
-    def _outcome_under_all_tests(self, mutant: str) -> str:
-        """Of one whose function no test calls in its own process."""
+    def _under_all_tests(self, mutant: str) -> subprocess.CompletedProcess[str]:
+        """Where mutmut knows of no test to run; without a mutant, to see which test fails."""
         command = ["-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *OPTIONS, *self.tests]
-        done = self._python(*command, folder=self.copy / "mutants", MUTANT_UNDER_TEST=mutant)
-        return OUTCOMES.get(done.returncode, "hung")
+        return self._python(*command, folder=self.copy / "mutants", MUTANT_UNDER_TEST=mutant)
 
     def difference(self, mutant: str) -> str:
         """The mutant as a diff."""
@@ -219,6 +222,9 @@ def only_rewords(before: str, after: str) -> bool:
     return sentence and before.casefold() == after.replace("XX", "").casefold()
 
 
+_GUARD = re.compile(r",\s*(strict=\w+)?\)")
+
+
 def judge(package: Package, known: dict[tuple[str, str], str]) -> None:
     """Print the mutants that were not killed: each with its reason, or as a diff."""
     for mutant, outcome in package.outcomes.items():
@@ -227,6 +233,8 @@ def judge(package: Package, known: dict[tuple[str, str], str]) -> None:
         difference, function = package.difference(mutant), function_of(mutant)
         removed, changed = ([line[1:].strip() for line in difference.splitlines() if line[0] == sign] for sign in "-+")
         reason = next((known[function, line] for line in [*changed, "*"] if (function, line) in known), None)
+        if len({_GUARD.sub(")", "".join(lines)) for lines in (removed, changed)}) == 1:
+            reason = "whether zip looks at the lengths, which are equal"
         if only_rewords("\n".join(removed), "\n".join(changed)):
             package.outcomes[mutant] = "wording"
         elif reason is not None:

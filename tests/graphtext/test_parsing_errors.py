@@ -47,6 +47,8 @@ WRONG = [
     ("relu: f32[4, 4]", "relu: f32[-4, 4]",
      "line 6, column 11: there is no tensor `f32[-4, 4]`: "),
     ("relu: f32[4, 4]", "relu: f32[4, 4] | saved", "line 6, column 23: `saved` is no tag"),
+    ("relu: f32[4, 4]", "relu: f32[4, 4] | chunk(L.mlp, maybe)",
+     "line 6, column 23: expected `chunk(path, 0)` or `chunk(path, split_boundary)`, found `chunk(L.mlp, maybe)`"),
     ("relu: f32[4, 4] =", "relu =",
      "line 6, column 5: expected `name: type = operator(...)`, found `relu = aten.relu(mm)`"),
     ("  yield ", "  return ", "line 8, column 3: expected `mm: f32[2, 4] = aten.mm(x, y)`, found `return fwd."),

@@ -176,7 +176,11 @@ def _tuple(index: Sequence[int]) -> str:
 
 
 def cut(title: str, lines: Sequence[str]) -> list[str]:
-    """The lines under a title, the first eight of them; none at all without lines."""
+    """The lines under a title, the first eight of them; none at all without lines.
+
+    >>> cut("then at", "abcdefgh")[-1], cut("then at", "abcdefghi")[-2:], cut("then at", "")
+    ('    h', ['    h', '    and 1 more'], [])
+    """
     if not lines:
         return []
     more = len(lines) - _MOST_LINES

@@ -107,6 +107,8 @@ class TestUnverified:
         verdict = compare(model, model)
         assert verdict.outcome == "unverified"
         assert "the same memory" in str(verdict)
+        assert compare(model.state_dict(), model).outcome == "unverified", "other tensors over the same memory"
+        assert compare({name: each.clone() for name, each in model.state_dict().items()}, model).outcome == "equal"
 
     def test_some_tensors_with_themselves(self):
         """Tables that both sides share are no reason to doubt the rest."""

@@ -27,6 +27,14 @@ def test_it_keeps_a_copy():
     assert kept.is_contiguous()
 
 
+def test_it_keeps_values_where_new_tensors_have_none():
+    """A model that is made on the meta device records nothing there."""
+    weight, record = torch.ones(2), Record()
+    with torch.device("meta"):
+        record.add(0, 0, "weight", "w", weight)
+    assert record[0, 0, "weight", "w"].tolist() == [1, 1]
+
+
 def test_it_keeps_only_what_it_was_given_of_a_large_buffer():
     record = Record()
     record.add(0, 0, "weight", "w", torch.ones(1000)[:2])

@@ -259,6 +259,12 @@ def test_what_another_process_cannot_import_is_not_judged():
     assert "<lambda>: define it with def at the top level of a module" in report.not_judged["another process"]
 
 
+@pytest.mark.gt_world("fake", size=2)
+def test_a_rank_is_not_judged_by_another_process(gt_world):
+    report = assert_run_to_run(repeatable, 2, pressures=[BY_NAME["another process"]])
+    assert report.not_judged == {"another process": "another process is no rank of this world"}
+
+
 def test_threads_and_random_states_are_restored():
     threads, state = torch.get_num_threads(), torch.get_rng_state()
     with pytest.raises(BitwiseDifference):

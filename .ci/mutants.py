@@ -11,8 +11,9 @@ and for tests that never reach the mutant. mutmut's plain ``fork`` is not used e
 torch's threads have run, and a child then waits for them for ever; its fork server has run no test.
 
 Each package is copied to ``build/mutants/PACKAGE`` and mutated there; a tree that has not changed is not copied again.
-Examples in docstrings are tests, too. mutmut does not see what other processes call, ranks for example: a mutant that
-no test seems to call is tried once more with all tests of its package, half a minute each.
+Examples in docstrings are tests, too. A mutant that lives is tried once more in a process of its own, ten seconds each:
+what was remembered before the fork is then made anew. mutmut does not see what other processes call, ranks for example:
+a mutant that no test seems to call is tried so with all tests of its package, half a minute each.
 
 A mutant that survives is printed as a diff; one that no test can see is named with its reason in
 ``tests/equivalent_mutants.txt``. Changed letters of a sentence are counted as wording: tests hold a message's facts,
@@ -155,20 +156,23 @@ class Package:
         """Try these mutants."""
         done = self._python("-m", "mutmut", "run", "--max-children", str(children), *names, folder=self.copy)
         if "Failed to run clean test" in done.stdout:
-            log = self._log(self._under_all_tests(mutant=""))
+            log = self._log(self._alone(""))
             sys.exit(f"a test of {self.name} fails without a mutant, maybe now and then: see {log}")
         results = self._results()
         self.outcomes = {name: OUTCOMES.get(results[name], "hung") for name in sorted(names)}
         if "not run" in self.outcomes.values():
             sys.exit(f"mutmut could not run the mutants of {self.name}, see {self._log(done)}")
-        uncalled = [name for name, outcome in self.outcomes.items() if outcome == "no test"]
+        alive = [name for name, outcome in self.outcomes.items() if outcome in ("survived", "no test")]
         with ThreadPoolExecutor(children) as pool:
-            for name, done in zip(uncalled, pool.map(self._under_all_tests, uncalled), strict=True):
-                self.outcomes[name] = "no test" if done.returncode == 0 else OUTCOMES.get(done.returncode, "hung")
+            for name, done in zip(alive, pool.map(self._alone, alive), strict=True):
+                if done.returncode != 0:
+                    self.outcomes[name] = OUTCOMES.get(done.returncode, "hung")
 
-    def _under_all_tests(self, mutant: str) -> subprocess.CompletedProcess[str]:
-        """Where mutmut knows of no test to run; without a mutant, to see which test fails."""
-        command = ["-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *OPTIONS, *self.tests]
+    def _alone(self, mutant: str) -> subprocess.CompletedProcess[str]:
+        """A new process with the tests that call it, or with all where mutmut knows of none."""
+        shown = self._python("-m", "mutmut", "tests-for-mutant", mutant, folder=self.copy).stdout if mutant else ""
+        tests = [line for line in shown.splitlines() if "::" in line] or self.tests
+        command = ["-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *OPTIONS, *tests]
         return self._python(*command, folder=self.copy / "mutants", MUTANT_UNDER_TEST=mutant)
 
     def difference(self, mutant: str) -> str:

@@ -252,7 +252,7 @@ def effects(graph: Dataflow) -> Effects:
     targets = [written(value) for value in graph.values]
     storages: list[int] = []  # for each value one that stands for its storage
     for place, (value, own) in enumerate(zip(graph.values, targets, strict=True)):
-        base = own or (value.sources[:1] if short_name(value.operator) in _VIEWS else ())
+        base = own or (value.sources if short_name(value.operator) in _VIEWS else ())
         storages.append(storages[base[0]] if base else place)
 
     changed = {storages[target] for of in targets for target in of}

@@ -229,7 +229,7 @@ class _Schedule:
         self._packed = packed_tensors(self._serves)
         self._names = names_of(found, self._symbols.values())
         self._speller = Speller(gm, found, self._names, groups, "cpu", {}, backed)
-        self._key = SectionKey("fwd", None)
+        self._key: SectionKey  # of the section that is being spelled
 
     def sections(self) -> Iterable[Section]:
         """What is shown, in the order of the schedule."""

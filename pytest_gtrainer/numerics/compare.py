@@ -54,8 +54,8 @@ def compare(actual: Tensors, expected: Tensors) -> Verdict:
 
 def _some(noun: str, numbers: Sequence[int]) -> str:
     """
-    >>> _some("rank", [2]), _some("step", list(range(3, 20)))
-    ('rank 2', 'steps 3, 4, 5, 6 and 13 more')
+    >>> _some("rank", [2]), _some("rank", [2, 3, 4, 5]), _some("step", list(range(3, 20)))
+    ('rank 2', 'ranks 2, 3, 4, 5', 'steps 3, 4, 5, 6 and 13 more')
     """
     shown = ", ".join(map(str, numbers[:_MOST_NUMBERS]))
     more = f" and {len(numbers) - _MOST_NUMBERS} more" if len(numbers) > _MOST_NUMBERS else ""

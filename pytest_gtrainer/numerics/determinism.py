@@ -291,8 +291,8 @@ def seed_everything(seed: int, *, later: bool = True) -> None:
     """Seed Python, torch and NumPy.
 
     Args:
-        later: also what has not started: a device gets the seed when it starts, and NumPy is imported for it. Without
-            it neither happens, which costs a tenth.
+        later: also a device that has not started: it gets the seed when it starts. Without it that does not happen,
+            which costs a tenth.
     """
     random.seed(seed)
     if later:
@@ -301,7 +301,7 @@ def seed_everything(seed: int, *, later: bool = True) -> None:
         torch.default_generator.manual_seed(seed % 2**64)
         if torch.cuda.is_initialized():
             torch.cuda.manual_seed_all(seed % 2**64)
-    numpy = _numpy() if later else sys.modules.get("numpy")
+    numpy = _numpy()  # which torch has imported, if there is one
     if numpy is not None:
         numpy.random.seed(seed % 2**32)
 

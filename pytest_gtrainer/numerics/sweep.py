@@ -64,8 +64,8 @@ class Cell:
 def shown(value: Any) -> str:
     """A setting in the table.
 
-    >>> shown(True), shown(2)
-    ('on', '2')
+    >>> shown(True), shown(False), shown(2)
+    ('on', 'off', '2')
     """
     return ("off", "on")[value] if isinstance(value, bool) else str(value)
 

@@ -150,8 +150,10 @@ _WORDS = {"clipped": "clipped gradient", "optimizer": "optimizer state", "rng": 
 def where(key: Key) -> str:
     """A key in words.
 
-    >>> where(Key(1, 3, "gradient", "lm_head.weight")), where(Key(0, 0, "", "wq"))
-    ('step 1, rank 3, gradient of lm_head.weight', 'wq')
+    >>> where(Key(1, 3, "gradient", "lm_head.weight")), where(Key(0, 0, "", "wq")), where(Key(0, 0, "", ""))
+    ('step 1, rank 3, gradient of lm_head.weight', 'wq', 'the tensor')
+    >>> where(Key(0, 2, "loss", "loss")), where(Key(0, 2, "optimizer", "wq.exp_avg"))
+    ('step 0, rank 2, loss', 'step 0, rank 2, optimizer state of wq.exp_avg')
     """
     name = key.name or "the tensor"
     if not key.phase:
@@ -174,7 +176,11 @@ def _tuple(index: Sequence[int]) -> str:
 
 
 def cut(title: str, lines: Sequence[str]) -> list[str]:
-    """The lines under a title, the first eight of them; none at all without lines."""
+    """The lines under a title, the first eight of them; none at all without lines.
+
+    >>> cut("then at", "abcdefgh")[-1], cut("then at", "abcdefghi")[-2:], cut("then at", "")
+    ('    h', ['    h', '    and 1 more'], [])
+    """
     if not lines:
         return []
     more = len(lines) - _MOST_LINES

@@ -136,10 +136,29 @@ def test_an_item_of_what_was_lost_is_not_told():
     assert words(text + copied, text + "    sin: f32[1] = aten.sin(split[0])\n") == ["fwd m: lost aten.clone"]
 
 
+def test_a_literal_beside_an_operand_that_was_lost():
+    """The loss explains the operand, not the literal; the twin has another operand alone."""
+    old = module("exp = aten.exp(I[0])", "mul = aten.mul(exp, 2)")
+    new = module("expm1 = aten.expm1(I[0])", "mul = aten.mul(expm1, 3)")
+    lost = "fwd m: lost aten.exp, gained aten.expm1"
+    assert words(old, new) == [lost, "arguments of aten.mul in fwd m: ·, 2 became ·, 3"]
+    assert words(old, new.replace("3)", "2)")) == [lost]
+
+
 def test_an_operand_is_another_value():
     assert after(("(layers[i-1].add, L.mlp.relu", "(layers[i-1].mlp.relu, L.mlp.relu")) == [
         "aten.add.Tensor in fwd layers[1..3] reads layers[i-1].mlp.relu instead of layers[i-1].add as operand 1"
     ]
+
+
+@pytest.mark.parametrize(
+    ("operands", "others"),
+    [("cos, sin, sin", ""), ("cos, tan, sin", " (and 1 more operand)"), ("cos, tan, cos", " (and 2 more operands)")],
+)
+def test_of_several_operands_that_are_others_the_first_is_told(operands, others):
+    lines = ["exp = aten.exp(I[0])", "sin = aten.sin(I[1])", "cos = aten.cos(I[0])", "tan = aten.tan(I[1])"]
+    old, new = (module(*lines, f"add = aten.addcmul({read})") for read in ("exp, sin, sin", operands))
+    assert words(old, new) == [f"aten.addcmul in fwd m reads m.cos instead of m.exp as operand 1{others}"]
 
 
 def test_a_group_where_a_value_was():
@@ -255,6 +274,22 @@ def test_outputs():
     assert words(unnamed, unnamed.replace("yield fwd.layers[0].add", "yield None")) == [
         "output 1 is None instead of layers.0.add"
     ]
+
+
+@pytest.mark.parametrize(("one", "other"), [("s0", "s1"), ("fsdp", "tp")])
+def test_an_output_that_is_defined_at_the_head(one, other):
+    head = "fsdp = group(range(0, 2))\ntp = group(range(0, 4))\ns0 = size(16)\ns1 = size(24)\n"
+    text = head + f"if I:\n  I[0]: f32[s0, s1]\nif out:\n  n = {one}\n  x = I[0]\n"
+    assert words(text, text.replace(f"n = {one}", f"n = {other}")) == [f"output n is {other} instead of {one}"]
+
+
+def test_many_outputs_that_are_others_are_said_once():
+    lines = "".join(f"    x{n}: f32[2] = aten.op{n}()\n" for n in range(10))
+    text = f"if fwd:\n  with m:\n{lines}if out:\n" + "".join(f"  out{n} = fwd.m.x{n}\n" for n in range(10))
+    other = text
+    for number in range(0, 10, 2):
+        other = other.replace(f"out{number} = fwd.m.x{number}", f"out{number} = fwd.m.x{number + 1}")
+    assert words(text, other) == ["output out0 is m.x1 instead of m.x0 (and 4 more like this)"]
 
 
 def test_definitions():

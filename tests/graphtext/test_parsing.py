@@ -100,6 +100,23 @@ def test_annotations_and_policies():
     )
 
 
+@pytest.mark.parametrize(
+    "tag", ["chunk(L.moe, 0)", "chunk(L.moe, split_boundary)", "chunk(L.moe, materialization, eager)"]
+)
+def test_regions_of_chunking(tag):
+    text = f"""\
+# gtrainer graph v2
+if A:
+  A[0]: f32[2]
+for i in fwd.layers[3]:
+  with L.moe:
+    sin: f32[2] | {tag} = aten.sin(A[0])
+for i in out.layers[3]:
+  yield fwd.L.moe.sin
+"""
+    assert render(parse(text)) == text
+
+
 def test_nodes_without_a_module_stay_without():
     """Their heading follows from the operands; a pass must not take it for what the tracer said."""
     with fx.traceback.preserve_node_meta():
@@ -253,6 +270,26 @@ def test_process_groups_of_the_same_ranks_stay_apart(gt_mesh, order):
         value = graph.call_function(ALL_GATHER, (value, 4, groups[name].group_name))
     graph.output((value,))
     assert_comes_back(fx.GraphModule({}, graph))
+
+
+@pytest.mark.gt_world("fake", size=4)
+def test_groups_outside_of_meshes_are_called_as_the_program_called_them(gt_world):
+    """Also where the group is given by keyword; those without a name that Python could read are counted."""
+    described = {"experts": [0, 2], "my group": [0, 3], "undefined": [0, 1]}
+    names = [dist.new_group(ranks, group_desc=name).group_name for name, ranks in described.items()]
+    graph = fx.Graph()
+    value = graph.placeholder("v")
+    for name in names:
+        value = graph.call_function(ALL_GATHER, (value,), {"group_size": 2, "group_name": name})
+    graph.call_function(ALL_GATHER, (value, 4, dist.group.WORLD.group_name))
+    graph.output((value,))
+    head = render(fx.GraphModule({}, graph)).split("\nif ")[0].splitlines()[1:]
+    assert [line for line in head if "= group(" in line] == [
+        "experts = group(range(0, 4, 2))",
+        "group = group(range(0, 6, 3))",
+        "group_2 = group(range(0, 2))",
+        "world = group(range(0, 4))",
+    ]
 
 
 def test_a_group_that_this_process_lacks_keeps_its_symbol():

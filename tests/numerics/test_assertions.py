@@ -78,11 +78,11 @@ def test_the_error_is_an_assertion_error_and_travels_between_processes(run):
 
 
 def test_every_verdict_is_told(run):
-    """Each once. A run with ``--junitxml`` tells comparisons with their digests beside them."""
+    """Each once, with its number of tensors and with what was compared, for the summary and the report's page."""
     one, other = run(), faulty((0, 0, "loss", "loss"))
     with facts.collecting() as seen:
-        assert_bitwise_equal(one, run())
-        assert_bitwise_different(other, one)
+        assert_bitwise_equal(one, run(), what="graph against eager")
+        assert_bitwise_different(other, one, what="members swapped")
         for check, sides in (
             (assert_bitwise_equal, (other, one)),
             (assert_bitwise_equal, ({}, {})),
@@ -90,13 +90,40 @@ def test_every_verdict_is_told(run):
         ):
             with pytest.raises(AssertionError):
                 check(*sides)
-    assert [fact["outcome"] for fact in seen if fact["kind"] == "verdict"] == [
-        "equal",
-        "different, as it must",
-        "different",
-        "unverified",
-        "equal, control failed",
+    told = [(fact["outcome"], fact["tensors"], fact["what"]) for fact in seen if fact["kind"] == "verdict"]
+    assert told == [
+        ("equal", 28, "graph against eager"),
+        ("different, as it must", 28, "members swapped"),
+        ("different", 28, ""),
+        ("unverified", 0, ""),
+        ("equal, control failed", 28, ""),
     ]
+
+
+@pytest.mark.parametrize(("check", "must_differ"), [(assert_bitwise_equal, False), (assert_bitwise_different, True)])
+def test_who_watches_comparisons_sees_both_sides_and_the_verdict(run, check, must_differ: bool):
+    """The page of a failed test shows them; a bisection starts from them."""
+    sides = (run(), faulty((0, 0, "loss", "loss")) if must_differ else run())
+    seen = []
+    with facts.watching({"comparison": lambda **told: seen.append(told)}):
+        verdict = check(*sides, what="graph against eager")
+    [told] = seen
+    assert told.pop("actual") is sides[0]
+    assert told.pop("expected") is sides[1]
+    assert told.pop("verdict") is verdict
+    assert told == {"what": "graph against eager", "must_differ": must_differ}
+
+
+def test_what_a_watcher_explains_is_part_of_the_message(run):
+    """A bisection says which pass it was, after the verdict that it was told."""
+    expected = run()
+
+    def explain(verdict, expected, explanations):
+        explanations.append(f"{len(verdict.differences)} of {len(expected)}: it was the pass")
+
+    with facts.watching({"judged": explain}), pytest.raises(BitwiseDifference) as caught:
+        assert_bitwise_equal(faulty((0, 0, "loss", "loss")), expected)
+    assert str(caught.value).splitlines()[-1] == "1 of 28: it was the pass"
 
 
 def test_the_failure_points_at_the_caller(pytester: pytest.Pytester):

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from pytest_gtrainer import Record, Verdict, compare
-from pytest_gtrainer.numerics.verdict import PHASES, Key
+from pytest_gtrainer.numerics.verdict import PHASES, Key, table
 from tests.numerics.samples import ALL, NAMES, flip_bit, make_run
 
 
@@ -107,6 +107,8 @@ class TestUnverified:
         verdict = compare(model, model)
         assert verdict.outcome == "unverified"
         assert "the same memory" in str(verdict)
+        assert compare(model.state_dict(), model).outcome == "unverified", "other tensors over the same memory"
+        assert compare({name: each.clone() for name, each in model.state_dict().items()}, model).outcome == "equal"
 
     def test_some_tensors_with_themselves(self):
         """Tables that both sides share are no reason to doubt the rest."""
@@ -283,6 +285,25 @@ class TestOrigin:
 def test_a_verdict_is_neither_true_nor_false():
     with pytest.raises(TypeError, match="three outcomes"):
         bool(compare(torch.ones(1), torch.ones(1)))
+
+
+def test_the_table_has_a_row_for_each_tensor_that_differs_or_that_one_side_lacks():
+    """Tabs between all columns also where most are empty: a reader takes them by the heading."""
+    actual = {"w": torch.tensor([1.0, -0.0]), "n": torch.tensor([1, 2]), "a": torch.ones(1)}
+    expected = {"w": torch.tensor([1.0, 0.0]), "n": torch.tensor([1, 3]), "b": torch.ones(1), "s": torch.ones(())}
+    heading, *rows = [line.split("\t") for line in table(compare(actual, expected)).splitlines()]
+    assert heading == ["side", "step", "rank", "phase", "name", "layout", "kind", "element", "actual", "actual_bits",
+                       "expected", "expected_bits", "ulp", "differing", "of"]  # fmt: skip
+    assert rows == [
+        ["both", "0", "0", "", "w", "f32[2]", "bits", "(1)", "-0", "0x80000000", "0", "0x00000000", "0", "1", "2"],
+        ["both", "0", "0", "", "n", "i64[2]", "bits", "(1)", "2", "0x0000000000000002", "3", "0x0000000000000003",
+         "", "1", "2"],
+        ["actual", "0", "0", "", "a", *[""] * 10],
+        ["expected", "0", "0", "", "b", *[""] * 10],
+        ["expected", "0", "0", "", "s", *[""] * 10],
+    ]  # fmt: skip
+    [row] = table(compare({"w": torch.ones(2, 1)}, {"w": torch.ones(2)})).splitlines()[1:]
+    assert row.split("\t")[5:] == ["f32[2]", "shape", "", "[2, 1]", "", "[2]", "", "", "0", "2"]
 
 
 def test_a_verdict_travels_between_processes(run):

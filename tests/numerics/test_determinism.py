@@ -140,6 +140,10 @@ def test_the_report_tells_what_is_in_effect_and_what_it_was(monkeypatch: pytest.
     assert lines["OMP_NUM_THREADS"] == os.environ.get("OMP_NUM_THREADS", "unset")
 
 
+def test_the_report_of_settings_that_were_never_entered_tells_of_no_change():
+    assert "(was " not in determinism.Settings(DebugConfig()).report()
+
+
 def test_warn_only():
     """K1"""
     with deterministic(DebugConfig(deterministic_warn_only=True)):

@@ -128,6 +128,27 @@ def test_a_model_of_equal_leaves_in_another_order():
     assert on_path("leaves", torch.cat([a, b])) != on_path("leaves", torch.cat([b, a]))
 
 
+@pytest.mark.parametrize(
+    ("path", "expected"),
+    [
+        ("one leaf", "xxh3_128:4f4d352d7c9810e15a103321ebddf402"),
+        ("leaves", "xxh3_128:3fec367c4c234982595c0b5ec0e8fd38"),
+        ("sha256, leaves", "sha256:3a59ba5e4ab19412872ed68d1d52ae50a26643c6afe705e674dce1a8d9a20c86"),
+        ("mix128", "mix128:9bc6b1eb518fb9b47fdd09c44b176e4a"),
+        ("mix128, leaves", "mix128:6c19343a88274c0a54071417c437929c"),
+    ],
+)
+def test_digests_stay_what_they_are(path: str, expected: str):
+    """They stand in goldens: another version of this package that gives others would spoil them."""
+    assert on_path(path, {"w": torch.arange(40.0), "b": torch.ones(3, 1, dtype=torch.bfloat16)}) == expected
+
+
+def test_a_short_digest_of_many_leaves():
+    with mock.patch("pytest_gtrainer.numerics.digest._LEAF", 16):
+        row = torch.arange(40.0)
+        assert digest_of_bytes(row) == digest_of_bytes(row.clone()) != digest_of_bytes(row.flip(0))
+
+
 def test_a_short_digest_has_no_name_but_everything_else():
     row = torch.arange(6.0)
     assert digest_of_bytes(row) == digest_of_bytes(row.clone())

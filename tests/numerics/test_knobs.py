@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from pytest_gtrainer.numerics import knobs
 from pytest_gtrainer.numerics.knobs import KNOBS
@@ -33,6 +34,19 @@ def test_a_knob_that_does_not_exist_is_an_error():
     """The twin: reading does not make up a value."""
     with pytest.raises(AttributeError):
         knobs.Knob("torch.backends.cudnn:deterministick", "CUDA", "", "", "").read()
+
+
+def test_a_knob_that_torch_cannot_read_says_why():
+    """Here two ways to set a precision, mixed; it stands in a report, so one line of torch's error is enough."""
+    knob = next(knob for knob in KNOBS if knob.name == "torch.get_float32_matmul_precision()")
+    products = torch.backends.cuda.matmul
+    before, products.fp32_precision = products.fp32_precision, "tf32"
+    try:
+        with pytest.raises(RuntimeError) as error:
+            torch.get_float32_matmul_precision()
+        assert knob.read() == f"cannot be read: {str(error.value).splitlines()[0]}"
+    finally:
+        products.fp32_precision = before
 
 
 def test_reading_sees_every_change_of_a_configuration():

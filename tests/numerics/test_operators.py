@@ -16,6 +16,7 @@ from pytest_gtrainer import (
     deterministic,
     trace_step,
 )
+from pytest_gtrainer.numerics.digest import digest_of_bytes
 from pytest_gtrainer.numerics.operators import OperatorCapture, OperatorPlace
 from tests.numerics.samples import flip_bit
 
@@ -161,6 +162,28 @@ def test_a_dropped_restore_of_random_numbers_is_found_at_the_dropout():
     assert compare_operators(_checkpointed(), _checkpointed()).outcome == "equal"
     verdict = compare_operators(_checkpointed(preserve_rng_state=False), _checkpointed())
     assert verdict.first == OperatorPlace("drop", "bwd", "aten.bernoulli_.float", 0)
+
+
+def test_the_text_names_the_calls_that_differ_and_those_that_one_side_lacks():
+    def captured(*calls: tuple[str, float]) -> OperatorCapture:
+        capture = OperatorCapture()
+        for fqn, value in calls:
+            capture.note(fqn, "fwd", torch.ops.aten.sin.default, torch.full((2, 1), value))
+        return capture
+
+    actual = captured(("first", 1.0), ("second", 2.0), ("second", 3.0), ("", 0.0), ("left", 0.0))
+    expected = captured(("first", 1.0), ("second", 2.5), ("second", 3.5), ("", 0.0))
+    one, other = (digest_of_bytes(torch.full((2, 1), value)) for value in (2.0, 2.5))
+    assert str(compare_operators(actual, expected)).splitlines() == [
+        "different: 2 of 4 operators",
+        "  first at aten.sin.default in the forward of second, call 0",
+        f"    actual   f32[2, 1] {one}",
+        f"    expected f32[2, 1] {other}",
+        "  then at",
+        "    aten.sin.default in the forward of second, call 1",
+        "  not aligned",
+        "    aten.sin.default in the forward of left: 1 times in actual, 0 in expected",
+    ]
 
 
 def test_nothing_captured_is_unverified():

@@ -11,7 +11,7 @@ import torch
 from pytest_gtrainer import Record, assert_bitwise_different, assert_bitwise_equal, compare, digest
 from pytest_gtrainer.numerics import record as records
 from pytest_gtrainer.numerics.bits import NoBytes
-from pytest_gtrainer.numerics.record import LARGE, normalised
+from pytest_gtrainer.numerics.record import LARGE, entries, normalised
 from pytest_gtrainer.numerics.verdict import PHASES, Key
 from tests.numerics.samples import ALL, flip_bit, make_run
 
@@ -25,6 +25,14 @@ def test_it_keeps_a_copy():
     assert kept.tolist() == [[1, 1]] * 3
     assert not kept.requires_grad
     assert kept.is_contiguous()
+
+
+def test_it_keeps_values_where_new_tensors_have_none():
+    """A model that is made on the meta device records nothing there."""
+    weight, record = torch.ones(2), Record()
+    with torch.device("meta"):
+        record.add(0, 0, "weight", "w", weight)
+    assert record[0, 0, "weight", "w"].tolist() == [1, 1]
 
 
 def test_it_keeps_only_what_it_was_given_of_a_large_buffer():
@@ -231,6 +239,20 @@ def test_phases_come_in_the_order_of_a_step():
 def test_bad_input(make, message: str):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+def test_tensors_are_named_by_their_way_through_containers():
+    """As in a state dict: a difference is then looked for where its name says."""
+    layer = torch.nn.BatchNorm1d(1)
+    state = {"model": {"norm": layer, "w": torch.ones(1)}, "optimizer": [{"exp_avg": torch.ones(1)}, layer, None]}
+    norm = ["weight", "bias", "running_mean", "running_var", "num_batches_tracked"]
+    assert [key.name for key in entries(state)] == [
+        *(f"model.norm.{name}" for name in norm),
+        "model.w",
+        "optimizer[0].exp_avg",
+        *(f"optimizer[1].{name}" for name in norm),
+    ]
+    assert {key[:3] for key in entries(state)} == {(0, 0, "")}
 
 
 def test_a_tensor_without_values_is_refused():

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import os
 import random
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from itertools import pairwise
@@ -14,7 +16,7 @@ import numpy
 import pytest
 import torch
 
-from pytest_gtrainer import DebugConfig, assert_run_to_run, deterministic
+from pytest_gtrainer import DebugConfig, assert_run_to_run, deterministic, facts
 from pytest_gtrainer.numerics.compare import BitwiseDifference
 from pytest_gtrainer.numerics.run_to_run import PRESSURES, NotJudged, Pressure, kept, once
 
@@ -38,6 +40,7 @@ def by_number_of_threads() -> dict[str, torch.Tensor]:
 def by_process() -> dict[str, torch.Tensor]:
     """All that a process brings into a run; and last what must not matter, as the order of sets depends on it."""
     return {
+        "module": torch.tensor(list(__name__.encode())),
         "threads": torch.tensor(torch.get_num_threads()),
         "python": torch.tensor(random.random()),
         "numpy": torch.tensor(numpy.random.rand()),
@@ -124,13 +127,17 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 
 def test_another_process_has_the_same_random_numbers_and_switches(some_threads, monkeypatch: pytest.MonkeyPatch):
-    """Else it would be blamed for what the first run was told."""
+    """Else it would be blamed for what the first run was told. It finds a module that has no place on the path, too."""
+    spec = importlib.util.spec_from_file_location("without_a_place_on_the_path", __file__)
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, module)
+    spec.loader.exec_module(module)
     monkeypatch.setenv("PYTHONHASHSEED", "1")
     with deterministic(DebugConfig(seed=5, deterministic_warn_only=True)), default_dtype(torch.float64):
         by_process()  # the seed is not where it starts from,
         torch.set_deterministic_debug_mode("error")  # nor are all switches those of the block
         with pytest.raises(BitwiseDifference, match="under this pressure: another process") as caught:
-            assert_run_to_run(by_process, 2, pressures=[BY_NAME["another process"]])
+            assert_run_to_run(module.by_process, 2, pressures=[BY_NAME["another process"]])
         assert caught.value.verdict.compared == len(by_process())
     assert [difference.key.name for difference in caught.value.verdict.differences] == ["seed of hashes"]
 
@@ -252,6 +259,12 @@ def test_what_another_process_cannot_import_is_not_judged():
     assert "<lambda>: define it with def at the top level of a module" in report.not_judged["another process"]
 
 
+@pytest.mark.gt_world("fake", size=2)
+def test_a_rank_is_not_judged_by_another_process(gt_world):
+    report = assert_run_to_run(repeatable, 2, pressures=[BY_NAME["another process"]])
+    assert report.not_judged == {"another process": "another process is no rank of this world"}
+
+
 def test_threads_and_random_states_are_restored():
     threads, state = torch.get_num_threads(), torch.get_rng_state()
     with pytest.raises(BitwiseDifference):
@@ -266,6 +279,28 @@ def test_a_pressure_of_ones_own():
 
     report = assert_run_to_run(repeatable, 2, pressures=[Pressure("weather", refuse)])
     assert report.not_judged == {"weather": "not today"}
+
+
+def test_every_run_is_told():
+    """For the summary: a pressure that cannot be applied is counted as not judged, with its reason."""
+
+    def refuse(function):
+        raise NotJudged("not today")
+
+    with facts.collecting() as seen:
+        report = assert_run_to_run(repeatable, 3, pressures=[Pressure("weather", refuse)], what="the sample")
+        drawn = iter(range(10))
+        with pytest.raises(BitwiseDifference):
+            assert_run_to_run(lambda: [torch.tensor(next(drawn))], 2, pressures=[])
+    assert (report.equal, seen) == (
+        ["run 2", "run 3"],
+        [
+            {"kind": "verdict", "outcome": "equal", "tensors": 2, "what": "the sample"},
+            {"kind": "verdict", "outcome": "equal", "tensors": 2, "what": "the sample"},
+            {"kind": "verdict", "outcome": "not judged", "tensors": 0, "what": "the sample under weather: not today"},
+            {"kind": "verdict", "outcome": "different", "tensors": 1, "what": ""},
+        ],
+    )
 
 
 def test_one_run_is_refused():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import unittest
+
 import pytest
 
 from pytest_gtrainer import Rule, Sweep, facts
@@ -64,6 +66,18 @@ def test_a_cell_whose_test_compares_nothing_fails():
     sweep = Sweep("s", {"a": (1,)}, [Rule("equal", to="itself")])
     with pytest.raises(AssertionError, match="the test of a1 compared nothing"), sweep.judging(sweep.cells[0]):
         pass
+
+
+def test_a_cell_that_cannot_be_judged_is_skipped_with_the_reason():
+    sweep = Sweep("s", {"a": (1,)}, [Rule("not judged", reason="needs a GPU")])
+    with (
+        facts.collecting() as seen,
+        pytest.raises(unittest.SkipTest, match=r"^not judged: needs a GPU$"),
+        sweep.judging(sweep.cells[0]),
+    ):
+        pass
+    [fact] = seen
+    assert fact == {"kind": "sweep", "sweep": "s", "settings": {"a": "1"}, "result": "not judged", "why": "needs a GPU"}
 
 
 def test_a_rule_that_needs_a_gpu_gives_way_where_there_is_one(monkeypatch: pytest.MonkeyPatch):

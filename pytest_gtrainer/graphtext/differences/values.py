@@ -115,7 +115,7 @@ def _operand_remarks(comparison: Comparison, was: Value, now: Value) -> Iterator
     if len(other) > 1 and moved == Counter(new for _, _, new in other):
         text = f"operands of {what(now)} are in another order: {shown} where {before} was"
     else:
-        more = f" (and {len(other) - 1} more operands)" if len(other) > 1 else ""
+        more = f" (and {len(other) - 1} more operand{'s' if len(other) > 2 else ''})" if len(other) > 1 else ""
         text = f"{what(now)} reads {shown} instead of {before} as operand {number}{more}"
     yield Remark(Weight.OPERAND, text, about(now), "operands")
 

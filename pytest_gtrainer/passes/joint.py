@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -30,7 +30,7 @@ from pytest_gtrainer._torch.passes import (
     value_like,
     values_of_split,
 )
-from pytest_gtrainer.graph.bucket_plan import Bucket, BucketPlan, PayloadOrder, Plan, sort_key
+from pytest_gtrainer.graph.bucket_plan import LOSS, Bucket, BucketPlan, PayloadOrder, Plan, sort_key
 from pytest_gtrainer.graph.collectives import (
     FsdpCollective,
     PlanError,
@@ -50,7 +50,7 @@ class Merge:
     """Members that travel together, in payload order.
 
     ``first_launch``, ``last_launch`` and ``first_wait`` are members' nodes, in graph order: where its blocks belong
-    by default (D5).
+    by default (D5). The first all-gather of the backward has a node further ahead as its ``first_launch`` (E8).
     """
 
     bucket: Bucket
@@ -207,6 +207,8 @@ def _bucket(
             raise PlanError(f'the collective of {member.parameter} lacks meta["val"]: trace on fake tensors')
     gather_merges = _merges(gm, plan, gathers, order, direction)
     scatter_merges = _merges(gm, plan, scatters, order, direction)
+    if reorder:
+        gather_merges = _with_the_backwards_first_ahead(gm, plan, gather_merges, direction)
     behind: dict[fx.Node, fx.Node] = {}
     for way in (FORWARD, BACKWARD):
         behind |= _build_all_gathers([m for m in gather_merges if m.direction == way], reorder)
@@ -259,6 +261,30 @@ def _merges(
         ordered = tuple(sorted(group, key=lambda member: key(bucket, member)))
         first_wait = min(member.wait for member in group)
         merges.append(Merge(bucket, way, ordered, group[0].launch, group[-1].launch, first_wait))
+    return merges
+
+
+def _with_the_backwards_first_ahead(
+    gm: fx.GraphModule, plan: Plan, merges: list[Merge], direction: str | None
+) -> list[Merge]:
+    """Let the first all-gather of the backward be launched before the backward of any module of the plan (E8).
+
+    There eager FSDP2's first pre-backward hook runs: it unshards its group or, where the last group stays gathered,
+    prefetches the next one. So products of the last modules hide the all-gather, which has no earlier wait to stand
+    before. Behind the loss's own backward, as in FSDP2: the bucket is not held at the peak of the logits.
+    """
+    first = min((merge for merge in merges if merge.direction == BACKWARD), key=lambda m: m.first_wait, default=None)
+    if first is None:
+        return merges
+    # some ranks pad and others do not: what leads to an all-gather marks no place (D14)
+    moving = {node for merge in merges for m in merge.members for node in (*m.chain, m.launch, m.wait)}
+    for node in gm.graph.nodes:
+        if node is first.first_launch:
+            break
+        fqn, is_backward = node_fqn(node), BACKWARD in (direction, direction_of(node))
+        bucket = plan.bucket_of(fqn) if is_backward and node.op == "call_function" and node not in moving else None
+        if bucket is not None and (fqn != LOSS or LOSS in bucket.fqns):  # the root's bucket is not the loss's
+            return [replace(merge, first_launch=node) if merge is first else merge for merge in merges]
     return merges
 
 

@@ -45,6 +45,7 @@ import torch
 from torch import fx
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
+from pytest_gtrainer._torch.tracing import GuardOnDataDependentSymNode
 from pytest_gtrainer.graph.nodes import direction, is_wait, node_fqn
 from pytest_gtrainer.graphtext.operators import groups_of, operator_of
 from pytest_gtrainer.graphtext.schedule_view import group_of, is_free, is_launch, payload_of
@@ -103,10 +104,12 @@ def flops_of(node: fx.Node) -> float:
     try:
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda operand: operand.meta.get("val"))
         if formula is not None:
-            return float(formula(*args, **kwargs, out_val=node.meta.get("val")))
+            counted = formula(*args, **kwargs, out_val=node.meta.get("val"))
+            return float(counted) if isinstance(counted, int | float) else 0.0  # of a size that only the run knows
         if getattr(node.target, "__name__", "").startswith(_CPU_ATTENTION + ".default"):
             return float(sdpa_flop_count(*(operand.shape for operand in args[:3])))
-    except (TypeError, ValueError, AssertionError, AttributeError):  # sizes that are not known numbers
+    # sizes that are not known numbers
+    except (TypeError, ValueError, AssertionError, AttributeError, GuardOnDataDependentSymNode):
         pass
     return 0.0
 

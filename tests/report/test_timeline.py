@@ -89,6 +89,29 @@ def test_products_cost_operations_and_views_nothing():
     assert spans(PRODUCT, by_bytes) == [("compute", "compute", 0.0, 0.44)]  # 440,000 bytes
 
 
+TOKENS_OF_AN_EXPERT = """
+if I:
+  I[0]: f32[8, 4]
+  I[1]: f32[4, 4]
+  I[2]: b8[8]
+if fwd:
+  with _:
+    nonzero: i64[u0, 1] = aten.nonzero(I[2])
+    view: i64[u0] = aten.view(nonzero, [-1])
+    index: f32[u0, 4] = aten.index_select(I[0], 0, view)
+    mm: f32[u0, 4] = aten.mm(index, I[1])
+if out:
+  out[0] = mm
+"""
+
+
+def test_a_product_whose_size_only_the_run_knows_costs_no_operations():
+    """It raised, and no model with experts had a timeline."""
+    gm = parse(TOKENS_OF_AN_EXPERT)
+    assert [flops_of(node) for node in gm.graph.nodes if node.name.startswith("mm")] == [0.0]
+    assert timeline(gm, SLOW).seconds > 0
+
+
 def test_a_chrome_trace_has_a_named_lane_for_each_group_and_says_its_model(tmp_path):
     told = timeline(parse(TWO_GROUPS.format(second="ep")), SLOW)
     told.save_chrome_trace(tmp_path / "trace.json")

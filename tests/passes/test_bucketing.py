@@ -38,6 +38,13 @@ def found(gm, target):
     return gm.graph.find_nodes(op="call_function", target=target)
 
 
+def payload_of(layout, collective, label):
+    """The one payload of a bucket."""
+    of_bucket = [payload for payload in layout.of(collective) if payload.label == label]
+    assert len(of_bucket) == 1, f"{len(of_bucket)} {collective}s of bucket {label!r}, expected 1, in\n{layout}"
+    return of_bucket[0]
+
+
 def code_of(gm):
     gm.recompile()
     return gm.code
@@ -56,7 +63,7 @@ def test_payloads_are_in_fsdp2s_managed_order(joint, plan):
     layout = bucket_layout(joint_pass(joint.gm, bucket_plan=plan))
     names = ["w1.weight", "w1.bias", "w2.weight", "w3.weight", "norm.weight", "norm.bias", "scale"]
     for collective in ("all_gather", "reduce_scatter"):
-        (payload,) = [p for p in layout.of(collective) if p.label == "layers.1"]
+        payload = payload_of(layout, collective, "layers.1")
         assert payload.parameters == tuple(f"layers.1.{name}" for name in names)
 
 
@@ -66,7 +73,7 @@ def test_payloads_are_in_fsdp2s_managed_order(joint, plan):
 def test_other_orders_are_other_payloads(joint, plan, order, first):
     """The twins of D2: named_parameters order, execution order, an order by hand."""
     layout = bucket_layout(joint_pass(joint.gm, bucket_plan=plan, payload_order=order))
-    (payload,) = [p for p in layout.of("all_gather") if p.label == "layers.1"]
+    payload = payload_of(layout, "all_gather", "layers.1")
     assert payload.parameters[0] == f"layers.1.{first}"
 
 
@@ -76,7 +83,7 @@ def test_the_payload_is_the_flat_concatenation_of_shards(joint, plan):
     for payload in layout.payloads:
         ends = [slot.offset + slot.nbytes for slot in payload.slots]
         assert [slot.offset for slot in payload.slots] == [0, *ends[:-1]]
-    (payload,) = [p for p in layout.of("all_gather") if p.label == "layers.0"]
+    payload = payload_of(layout, "all_gather", "layers.0")
     assert sum(slot.nbytes for slot in payload.slots) == 2 * (3 * 64 + 8 + 8 + 8 + 8) // 4
 
 
@@ -96,9 +103,9 @@ def test_new_nodes_carry_their_bucket_and_direction(joint, plan):
 def test_gathered_members_leave_contiguous(joint, plan):
     """D13: also a parameter with one row a rank, whose part would fit a strided view."""
     gm = joint_pass(joint.gm, bucket_plan=plan)
-    clones = found(gm, torch.ops.aten.clone.default)
+    clones = [node for node in found(gm, torch.ops.aten.clone.default) if "fsdp_bucket" in node.meta]
     assert len(clones) >= 3 * 7
-    assert all(node.kwargs["memory_format"] is torch.contiguous_format for node in clones if "fsdp_bucket" in node.meta)
+    assert {node.kwargs["memory_format"] for node in clones} == {torch.contiguous_format}
 
 
 def test_the_outputs_are_those_of_the_graph_before(joint, plan):
@@ -171,8 +178,7 @@ def test_graphs_traced_elsewhere_need_the_conventions_only(joint, plan):
     layout = bucket_layout(joint_pass(joint.gm, bucket_plan=plan))
     names = ["w1.weight", "w1.bias", "w2.weight", "w3.weight", "norm.weight", "norm.bias", "scale"]
     wanted = [joint.parameter_fqns.index(f"layers.1.{name}") for name in names]
-    (gather,) = [p for p in layout.of("all_gather") if p.label == "layers.1"]
-    (scatter,) = [p for p in layout.of("reduce_scatter") if p.label == "layers.1"]
+    gather, scatter = (payload_of(layout, kind, "layers.1") for kind in ("all_gather", "reduce_scatter"))
     assert [int(name.rpartition(".input")[2]) for name in gather.parameters] == wanted
     assert [int(name.rpartition(".output")[2]) - 1 for name in scatter.parameters] == wanted
 
@@ -237,7 +243,7 @@ def test_what_is_gathered_but_no_parameter_is_left_alone(gt_mesh):
     bucketed = [node for node in found(gm, ALL_GATHER) if "fsdp_bucket" in node.meta]
     assert len(bucketed) == 1
     assert len(found(gm, ALL_GATHER)) == 3
-    assert all(torch.equal(*pair) for pair in zip(gm(*[t.clone() for t in inputs]), before, strict=True))
+    torch.testing.assert_close(list(gm(*[t.clone() for t in inputs])), before, rtol=0, atol=0)
 
 
 def test_a_reduce_scatter_that_is_added_to_another_is_no_gradient_yet(gt_mesh, make_net):

@@ -59,6 +59,13 @@ def test_dtype_group_and_op_are_compared(changes, words):
     assert difference(payload((W1, 8), (W2, 12), **changes)) == [f"bucket 'layers.0', reduce_scatter: {words}"]
 
 
+def test_a_size_is_compared_where_no_offset_tells_it():
+    """Of the last parameter of a bucket."""
+    assert difference(payload((W1, 8), (W2, 16))) == [
+        f"bucket 'layers.0', reduce_scatter: {W2} has 16 bytes, expected 12"
+    ]
+
+
 def test_a_bucket_split_in_two_and_a_missing_one_are_told():
     assert difference(payload((W1, 8)), payload((W2, 12))) == [
         f"bucket 'layers.0', reduce_scatter: {W2} is missing",

@@ -14,6 +14,7 @@ from pytest_gtrainer import (
     canonicalize_graph_pass,
     construct_default_graph_passes,
     eliminate_dead_code_pass,
+    facts,
     graphtext,
     tag_with_memory_policy_pass,
 )
@@ -139,6 +140,22 @@ def test_options_are_bound_when_the_list_is_built(neg_of_detach):
         bind_options(marking_pass)
 
 
+def test_a_pass_is_given_the_example_inputs(neg_of_detach):
+    """M3: one of ours and a trainer's own, and every one of a list; none where the caller has none."""
+    seen = []
+
+    def noting_pass(gm, example_inputs=None):
+        seen.append(example_inputs)
+        return gm
+
+    passes = [bind_options(noting_pass), bind_options(graph_pass(lambda gm, inputs=None: noting_pass(gm, inputs)))]
+    given = [torch.ones(2)]
+    apply_graph_passes(neg_of_detach, given, passes)
+    apply_graph_passes(neg_of_detach, None, passes)
+    assert seen[0] is seen[1] is given
+    assert seen[2:] == [None, None]
+
+
 def test_an_unknown_name_to_disable_is_refused_with_the_names(neg_of_detach):
     """M4: and a known one is left out."""
     passes = construct_default_graph_passes(n_layers=1)
@@ -216,6 +233,21 @@ def test_progress_is_told_on_long_pipelines(neg_of_detach):
     assert [line.split(",")[0] for line in lines] == [
         f"graph passes: {name} ({number} of 5)" for number, name in enumerate(OURS, 1)
     ]
+
+
+def test_progress_goes_to_a_watching_terminal_else_to_the_error_stream(neg_of_detach, monkeypatch, capsys):
+    monkeypatch.setattr(facts, "_watchers", [])  # whoever watches this run
+    steps, lines = construct_default_graph_passes(n_layers=1)[:2], []
+    with facts.watching({"progress": lambda text: lines.append(text)}):
+        apply_graph_passes(neg_of_detach, None, steps, long=0)
+    assert [line.split(",")[0] for line in lines] == [
+        f"graph passes: {name} ({number} of 2)" for number, name in enumerate(OURS[:2], 1)
+    ]
+    assert capsys.readouterr() == ("", "")
+    apply_graph_passes(neg_of_detach, None, steps, long=0)
+    out, err = capsys.readouterr()
+    assert not out
+    assert [line.split(",")[0] for line in err.splitlines()] == [line.split(",")[0] for line in lines]
 
 
 def test_the_result_tells_what_was_run(neg_of_detach):

@@ -98,6 +98,15 @@ def test_state_dict_and_parameters_see_shards_and_gather_nothing(gt_mesh, net):
     assert state["layers.0.w.weight"].to_local().shape == (2, 8)
 
 
+def test_sharding_sends_nothing(gt_mesh, net):
+    """Every rank has the values already."""
+    from torch.distributed.tensor.debug import CommDebugMode
+
+    with CommDebugMode() as comms:
+        data_parallel(net, gt_mesh)
+    assert comms.get_total_counts() == 0, dict(comms.get_comm_counts())
+
+
 @pytest.mark.gt_world("fake", size=8, mesh={"efsdp": 4, "ep": 2})
 def test_an_inner_module_may_have_a_mesh_of_its_own_and_divide_its_sum(gt_mesh, net, inputs, train_step):
     """As routed experts: gathered over 4, summed over 4 and divided by 8; the rest over all 8, averaged."""

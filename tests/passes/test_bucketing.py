@@ -1,6 +1,7 @@
 """What bucketing makes of the collectives, and what it refuses."""
 
 import copy
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from pytest_gtrainer import (
 from pytest_gtrainer import joint_transformer_block_bucketing_reordering_pass as joint_pass
 from pytest_gtrainer._torch.passes import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, WAIT
 from pytest_gtrainer.graph.collectives import PlanError
+from pytest_gtrainer.testing import run_pass_file
 from pytest_gtrainer.worlds.fake import fake_world, make_mesh
 from pytest_gtrainer.worlds.spec import make_spec
 
@@ -65,6 +67,20 @@ def test_payloads_are_in_fsdp2s_managed_order(joint, plan):
     for collective in ("all_gather", "reduce_scatter"):
         payload = payload_of(layout, collective, "layers.1")
         assert payload.parameters == tuple(f"layers.1.{name}" for name in names)
+
+
+@pytest.mark.parametrize(
+    ("entry", "names"),
+    [
+        (["norm", "lm_head"], ("norm.weight", "norm.bias", "lm_head.weight")),
+        (["lm_head", "norm"], ("lm_head.weight", "norm.weight", "norm.bias")),
+    ],
+)
+def test_modules_that_share_a_bucket_are_packed_as_they_are_listed(joint, plan, entry, names):
+    """D2: as ``fully_shard([a, b])`` walks them, whichever the model registers first."""
+    layout = bucket_layout(joint_pass(joint.gm, bucket_plan=[*plan[:-1], entry]))
+    for collective in ("all_gather", "reduce_scatter"):
+        assert payload_of(layout, collective, "+".join(entry)).parameters == names
 
 
 @pytest.mark.parametrize(
@@ -292,3 +308,16 @@ def test_parameters_of_the_root_have_an_entry_of_their_own(gt_mesh, make_net, pl
         joint_pass(traced.gm, bucket_plan=plan)
     layout = bucket_layout(joint_pass(traced.gm, bucket_plan=[*plan, ""]))
     assert ("position",) in [payload.parameters for payload in layout.of("all_gather")]
+
+
+@pytest.mark.gt_world("fake", size=4, mesh={"replicate": 2, "shard": 2})
+def test_the_layout_tells_what_replicas_reduce(gt_world):
+    """D16: behind each reduce-scatter the all-reduce of what it leaves, over other ranks, with the same slots."""
+    path = Path(__file__).parents[2] / "fixtures" / "graphs" / "hsdp" / "both_are_bucketed.fxgraph"
+    payloads = bucket_layout(run_pass_file(path)).payloads
+    both = [("reduce_scatter", (0, 1)), ("all_reduce", (0, 2))]
+    assert [(p.collective, p.ranks) for p in payloads] == [*both, *both, ("reduce_scatter", (0, 1))]
+    slots = [[(slot.parameter, slot.offset, slot.nbytes) for slot in p.slots] for p in payloads]
+    assert slots[0] == slots[1] == [("layers.1.a", 0, 8), ("layers.1.b", 8, 8)]
+    assert slots[2] == slots[3] == [("layers.0.a", 0, 8), ("layers.0.b", 8, 8)]
+    assert slots[4] == [("layers.0.c", 0, 8)]

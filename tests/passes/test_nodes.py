@@ -35,6 +35,11 @@ def call(target, *args, **kwargs):
     return graph.call_function(target, tuple(map(mapped, args)), given)
 
 
+def target_of(value):
+    """What a case is called."""
+    return str(value.target) if isinstance(value, fx.Node) else None
+
+
 STACK = {"0": ("layers.0", object), "1": ("layers.0.w", object)}
 
 
@@ -78,11 +83,11 @@ def test_the_direction_of_a_node():
         (call(torch.ops.higher_order.cond, "x", "y", "z", []), False),
         (call(operator.getitem, "x", 0), False),
     ],
-    ids=str,
+    ids=target_of,
 )
 def test_what_draws_random_numbers(node, random):
     """M5: attention draws only with dropout, however that is written."""
-    assert is_random(node) == random
+    assert is_random(node) == random, node.format_node()
 
 
 @pytest.mark.parametrize(
@@ -96,7 +101,7 @@ def test_what_draws_random_numbers(node, random):
         (call(aten._native_batch_norm_legit.default, "x", None, None, "y", "z", True, 0.1, 1e-5), ["y", "z"]),
         (call(operator.iadd, "x", "y"), []),
     ],
-    ids=str,
+    ids=target_of,
 )
 def test_what_is_written_to(node, written):
     """By position or by keyword, one operand or several; batch norm says so in one of its two spellings."""
@@ -133,11 +138,11 @@ def of_users(x):
         (call(operator.setitem, "x", 0, 1), True),
         (call(of_users, "x"), True),
     ],
-    ids=str,
+    ids=target_of,
 )
 def test_what_must_stay_though_nobody_reads_it(node, effect):
     """M5: and what cannot be judged from here."""
-    assert has_effect(node) == effect
+    assert has_effect(node) == effect, node.format_node()
     assert not is_collective(node) or effect
 
 

@@ -338,6 +338,26 @@ def test_what_is_no_pass_is_refused_by_name(neg_of_detach):
         canonicalize_graph_pass(torch.nn.Linear(2, 2))
 
 
+class Renaming:
+    """A pass that is no function."""
+
+    def __call__(self, gm, example_inputs=None, *, to="renamed"):
+        gm.meta["name"] = to
+        return gm
+
+
+def test_a_pass_that_is_an_object_has_the_name_of_its_class(neg_of_detach):
+    """M3, M6: in its fingerprint, in what is told of the run, and where it is not bound."""
+    step = bind_options(Renaming(), to="net")
+    assert str(step) == "Renaming(to='net')"
+    result = apply_graph_passes(neg_of_detach, None, [step])
+    assert ([run.name for run in result.meta["gt_passes"]], result.meta["name"]) == (["Renaming"], "net")
+    with pytest.raises(TypeError, match=r"pass 1 of the list, Renaming, has no options bound: give bind_options\(Rena"):
+        apply_graph_passes(neg_of_detach, None, [step, Renaming()])
+    with pytest.raises(TypeError, match="Renaming has no option into; its options are to"):
+        bind_options(Renaming(), into="net")
+
+
 def test_a_word_is_one_name_not_its_letters(neg_of_detach):
     assert operators(canonicalize_graph_pass(neg_of_detach, rules="detach")) == ["exp", "neg"]
     with pytest.raises(ValueError, match="keep_unsharded names 'norm', of which no parameter is gathered"):

@@ -175,7 +175,9 @@ def test_tensor_parallel_parameters_are_refused_by_name(gt_mesh, net):
     parallelize_module(net, gt_mesh["tp"], {"layers.0.w": ColwiseParallel()})
     with pytest.raises(ValueError, match=r"layers.0.w.weight and 1 more is a DTensor already, .*tp=2.*_StridedShard"):
         data_parallel(net, gt_mesh["fsdp"])
-    assert not any(isinstance(p, DTensor) for name, p in net.named_parameters() if not name.startswith("layers.0.w."))
+    assert not [n for n, p in net.named_parameters() if isinstance(p, DTensor) and not n.startswith("layers.0.w.")]
+    with pytest.raises(ValueError, match=r"^weight and 1 more is a DTensor already"):
+        data_parallel(net.layers[0].w, gt_mesh["fsdp"])
 
 
 def test_applied_twice_it_leaves_its_own_alone(gt_mesh, net, inputs, train_step):

@@ -95,11 +95,11 @@ def test_a_node_in_a_message():
     graph = fx.Graph()
     x = graph.placeholder("x")
     neg = graph.call_function(torch.ops.aten.neg.default, (x,))
-    assert (described(x), described(neg)) == ("placeholder x", "neg = aten.neg.default")
+    assert (described(x), described(neg)) == ("placeholder x", "neg_default = aten.neg.default")
     x.meta["val"] = torch.zeros(4, 6)
     trace = 'File "model.py", line 3, in forward\n  x = block(x)\nFile "block.py", line 12, in forward\n  -x\n'
     neg.meta |= {"val": torch.zeros(()), "custom": {"module_fqn": "layers.0"}, "stack_trace": trace}
     assert (described(x), described(neg)) == (
         "placeholder x [4, 6]",
-        "neg = aten.neg.default [] in layers.0 at block.py:12",
+        "neg_default = aten.neg.default [] in layers.0 at block.py:12",
     )

@@ -104,6 +104,15 @@ def test_blocks_in_a_row_hand_their_chunks_on(blocks):
     assert len([node for node in splits if node.target is aten.split_with_sizes.default]) == 3
 
 
+@pytest.mark.parametrize("block", [chunkable.Bare, chunkable.BareFirst])
+@pytest.mark.parametrize("chunk_dim", ["batch", "sequence"])
+def test_gradients_that_meet_outside_are_added_before_they_are_joined(block, chunk_dim):
+    """G6: chunk by chunk, in the chunks they are in; only what comes from outside is cut."""
+    _, gm = rewritten(net(block)(), strict("layers.*.moe", chunk_dim), token_batch(0))
+    counts = gm.meta[CHUNKING]
+    assert (counts.split, counts.joined, counts.added, counts.handed_on) == (2, 2, 4, 3)
+
+
 def test_copies_keep_their_module_and_direction():
     """G11: each also says its region, its role and, in a body, its chunk."""
     config = strict("layers.*", num_chunks=4)

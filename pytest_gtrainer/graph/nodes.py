@@ -104,5 +104,5 @@ def has_effect(node: fx.Node) -> bool:
     if isinstance(node.target, OpOverload):
         return is_random(node) or is_collective(node) or bool(node.is_impure(impure_random=False))
     # Python's operators on sizes and tuples have none
-    plain = getattr(node.target, "__module__", "") in ("_operator", "math", "builtins") or node.target is getattr
-    return not plain or bool(node.is_impure(impure_random=True))
+    plain = getattr(node.target, "__module__", "") in ("_operator", "math", "builtins")
+    return not plain or bool(node.is_impure())

@@ -135,7 +135,7 @@ def _same_layout(before: fx.Node, after: fx.Node) -> bool:
 
 def _same(ours: Sequence[Any], theirs: Sequence[Any]) -> bool:
     """Whether extents are known to be equal; a data-dependent one is not compared but recognised."""
-    return len(ours) == len(theirs) and all(statically_known_true(a == b) for a, b in zip(ours, theirs, strict=True))
+    return len(ours) == len(theirs) and all(map(statically_known_true, map(operator.eq, ours, theirs)))
 
 
 @graph_pass
@@ -145,9 +145,8 @@ def eliminate_dead_code_pass(gm: fx.GraphModule, example_inputs: Sequence[Any] |
     A collective that nobody waits for stays because the other ranks issue theirs; a random operator
     because the numbers that later ones draw depend on it. Inputs stay. One walk from the output up.
     """
-    dead = False
+    count = len(gm.graph.nodes)
     for node in reversed(gm.graph.nodes):
         if not node.users and not has_effect(node):
             gm.graph.erase_node(node)
-            dead = True
-    return dead
+    return len(gm.graph.nodes) < count

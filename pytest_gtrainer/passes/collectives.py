@@ -74,9 +74,9 @@ def reduce_scatter_before_all_reduce_pass(gm: fx.GraphModule, example_inputs: Se
         PlanError: an all-reduced gradient is read by something else than its reduce-scatter, or the graph
             lacks values.
     """
-    swaps = [(member, wait) for member in fsdp_reduce_scatters(gm) if (wait := _swap_of(member)) is not None]
-    values = [member.value for member, _ in swaps]
-    for (member, wait), value in zip(swaps, values, strict=True):
+    found = [(member, _swap_of(member)) for member in fsdp_reduce_scatters(gm)]
+    swaps = [(member, member.value, wait) for member, wait in found if wait is not None]
+    for member, value, wait in swaps:
         launch, below = wait.all_input_nodes[0], member.wait
         gradient = launch.all_input_nodes[0]
         wait.replace_all_uses_with(gradient)

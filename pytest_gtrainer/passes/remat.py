@@ -119,7 +119,7 @@ def _is_tagged(node: fx.Node) -> bool:
 
 
 def _check(graph: fx.Graph, region: set[fx.Node]) -> None:
-    written = {_storage_of(node) for writer in graph.nodes for node in written_operands(writer)} if region else set()
+    written = {_storage_of(node) for writer in graph.nodes for node in written_operands(writer)}
     for node in sorted(region):
         if is_random(node):
             raise PlanError(f"{node} cannot be recomputed: it draws random numbers, and would draw others; save it")

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from pytest_gtrainer import BucketLayout, TrainConfig, eager_bucket_layout
+from pytest_gtrainer import BucketLayout, TrainConfig, bucket_layout, eager_bucket_layout
 from pytest_gtrainer._torch.fsdp2 import fully_shard
 from pytest_gtrainer.graph.layout import Payload, Slot
 from pytest_gtrainer.graphtext import TextError, lines_of, parse, render, render_layout, unfold
@@ -155,6 +155,10 @@ def test_a_view_is_no_graph():
 def test_a_graph_whose_groups_nobody_knows_is_refused():
     with pytest.raises(ValueError, match="process group 'fsdp' of the graph does not exist in this process"):
         layout(GRAPH.replace("group(range(0, 2))", "group(None)"))
+    elsewhere = parse(GRAPH)  # by another tracer, which writes no groups down
+    del elsewhere.meta["gt_groups"]
+    with pytest.raises(ValueError, match="process group 'fsdp' of the graph does not exist in this process"):
+        bucket_layout(elsewhere)
 
 
 class Net(nn.Module):

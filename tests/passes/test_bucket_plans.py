@@ -1,9 +1,10 @@
 """Which modules travel together."""
 
 import pytest
+from torch import nn
 
 from pytest_gtrainer import get_default_transformer_block_buckets
-from pytest_gtrainer.graph.bucket_plan import Plan, expert_fsdp_degree
+from pytest_gtrainer.graph.bucket_plan import Plan, expert_fsdp_degree, managed_order, managed_order_of
 from pytest_gtrainer.graph.collectives import PlanError
 
 DENSE_PARTS = ["attention_norm", "attention", "ffn_norm", "moe.router", "moe.shared_experts"]
@@ -34,6 +35,7 @@ def test_a_moe_layer_has_two_buckets_where_experts_are_sharded():
         ({"mesh": {"efsdp": 4, "ep": 2}}, 4),
         ({"mesh": {"fsdp": 8}}, 1),
         ({"dp_shard": 8, "cp": 2, "tp": 1, "ep": 4}, 4),
+        ({"dp_shard": 4, "tp": 4, "ep": 2}, 8),
         ({"dp_shard": 2, "ep": 8}, 1),
     ],
 )
@@ -101,3 +103,11 @@ def test_a_layer_split_into_two_lists_is_wrapped_as_the_lists():
     two = Plan([["layers.0.a", "layers.0.b"], ["layers.0.c", "layers.0.d"]])
     assert [bucket.roots for bucket in one.buckets] == [("layers.0",), ("layers.0.experts",)]
     assert [bucket.roots for bucket in two.buckets] == [("layers.0.a", "layers.0.b"), ("layers.0.c", "layers.0.d")]
+
+
+def test_the_order_that_fsdp2_manages_parameters_in():
+    """D2: children before a module's own; of modules that know each other, each counts once."""
+    parent, child = nn.Linear(2, 2), nn.Linear(2, 2, bias=False)
+    parent.child, child.parent = child, parent
+    assert managed_order_of(parent) == ["child.weight", "weight", "bias"]
+    assert managed_order([name for name, _ in parent.named_parameters()]) == ["child.weight", "weight", "bias"]

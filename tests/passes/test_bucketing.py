@@ -1,6 +1,7 @@
 """What bucketing makes of the collectives, and what it refuses."""
 
 import copy
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from pytest_gtrainer import (
 from pytest_gtrainer import joint_transformer_block_bucketing_reordering_pass as joint_pass
 from pytest_gtrainer._torch.passes import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, WAIT
 from pytest_gtrainer.graph.collectives import PlanError
+from pytest_gtrainer.testing import run_pass_file
 from pytest_gtrainer.worlds.fake import fake_world, make_mesh
 from pytest_gtrainer.worlds.spec import make_spec
 
@@ -38,6 +40,13 @@ def found(gm, target):
     return gm.graph.find_nodes(op="call_function", target=target)
 
 
+def payload_of(layout, collective, label):
+    """The one payload of a bucket."""
+    of_bucket = [payload for payload in layout.of(collective) if payload.label == label]
+    assert len(of_bucket) == 1, f"{len(of_bucket)} {collective}s of bucket {label!r}, expected 1, in\n{layout}"
+    return of_bucket[0]
+
+
 def code_of(gm):
     gm.recompile()
     return gm.code
@@ -56,8 +65,22 @@ def test_payloads_are_in_fsdp2s_managed_order(joint, plan):
     layout = bucket_layout(joint_pass(joint.gm, bucket_plan=plan))
     names = ["w1.weight", "w1.bias", "w2.weight", "w3.weight", "norm.weight", "norm.bias", "scale"]
     for collective in ("all_gather", "reduce_scatter"):
-        (payload,) = [p for p in layout.of(collective) if p.label == "layers.1"]
+        payload = payload_of(layout, collective, "layers.1")
         assert payload.parameters == tuple(f"layers.1.{name}" for name in names)
+
+
+@pytest.mark.parametrize(
+    ("entry", "names"),
+    [
+        (["norm", "lm_head"], ("norm.weight", "norm.bias", "lm_head.weight")),
+        (["lm_head", "norm"], ("lm_head.weight", "norm.weight", "norm.bias")),
+    ],
+)
+def test_modules_that_share_a_bucket_are_packed_as_they_are_listed(joint, plan, entry, names):
+    """D2: as ``fully_shard([a, b])`` walks them, whichever the model registers first."""
+    layout = bucket_layout(joint_pass(joint.gm, bucket_plan=[*plan[:-1], entry]))
+    for collective in ("all_gather", "reduce_scatter"):
+        assert payload_of(layout, collective, "+".join(entry)).parameters == names
 
 
 @pytest.mark.parametrize(
@@ -66,7 +89,7 @@ def test_payloads_are_in_fsdp2s_managed_order(joint, plan):
 def test_other_orders_are_other_payloads(joint, plan, order, first):
     """The twins of D2: named_parameters order, execution order, an order by hand."""
     layout = bucket_layout(joint_pass(joint.gm, bucket_plan=plan, payload_order=order))
-    (payload,) = [p for p in layout.of("all_gather") if p.label == "layers.1"]
+    payload = payload_of(layout, "all_gather", "layers.1")
     assert payload.parameters[0] == f"layers.1.{first}"
 
 
@@ -76,7 +99,7 @@ def test_the_payload_is_the_flat_concatenation_of_shards(joint, plan):
     for payload in layout.payloads:
         ends = [slot.offset + slot.nbytes for slot in payload.slots]
         assert [slot.offset for slot in payload.slots] == [0, *ends[:-1]]
-    (payload,) = [p for p in layout.of("all_gather") if p.label == "layers.0"]
+    payload = payload_of(layout, "all_gather", "layers.0")
     assert sum(slot.nbytes for slot in payload.slots) == 2 * (3 * 64 + 8 + 8 + 8 + 8) // 4
 
 
@@ -96,9 +119,9 @@ def test_new_nodes_carry_their_bucket_and_direction(joint, plan):
 def test_gathered_members_leave_contiguous(joint, plan):
     """D13: also a parameter with one row a rank, whose part would fit a strided view."""
     gm = joint_pass(joint.gm, bucket_plan=plan)
-    clones = found(gm, torch.ops.aten.clone.default)
+    clones = [node for node in found(gm, torch.ops.aten.clone.default) if "fsdp_bucket" in node.meta]
     assert len(clones) >= 3 * 7
-    assert all(node.kwargs["memory_format"] is torch.contiguous_format for node in clones if "fsdp_bucket" in node.meta)
+    assert {node.kwargs["memory_format"] for node in clones} == {torch.contiguous_format}
 
 
 def test_the_outputs_are_those_of_the_graph_before(joint, plan):
@@ -171,8 +194,7 @@ def test_graphs_traced_elsewhere_need_the_conventions_only(joint, plan):
     layout = bucket_layout(joint_pass(joint.gm, bucket_plan=plan))
     names = ["w1.weight", "w1.bias", "w2.weight", "w3.weight", "norm.weight", "norm.bias", "scale"]
     wanted = [joint.parameter_fqns.index(f"layers.1.{name}") for name in names]
-    (gather,) = [p for p in layout.of("all_gather") if p.label == "layers.1"]
-    (scatter,) = [p for p in layout.of("reduce_scatter") if p.label == "layers.1"]
+    gather, scatter = (payload_of(layout, kind, "layers.1") for kind in ("all_gather", "reduce_scatter"))
     assert [int(name.rpartition(".input")[2]) for name in gather.parameters] == wanted
     assert [int(name.rpartition(".output")[2]) - 1 for name in scatter.parameters] == wanted
 
@@ -237,7 +259,7 @@ def test_what_is_gathered_but_no_parameter_is_left_alone(gt_mesh):
     bucketed = [node for node in found(gm, ALL_GATHER) if "fsdp_bucket" in node.meta]
     assert len(bucketed) == 1
     assert len(found(gm, ALL_GATHER)) == 3
-    assert all(torch.equal(*pair) for pair in zip(gm(*[t.clone() for t in inputs]), before, strict=True))
+    torch.testing.assert_close(list(gm(*[t.clone() for t in inputs])), before, rtol=0, atol=0)
 
 
 def test_a_reduce_scatter_that_is_added_to_another_is_no_gradient_yet(gt_mesh, make_net):
@@ -286,3 +308,16 @@ def test_parameters_of_the_root_have_an_entry_of_their_own(gt_mesh, make_net, pl
         joint_pass(traced.gm, bucket_plan=plan)
     layout = bucket_layout(joint_pass(traced.gm, bucket_plan=[*plan, ""]))
     assert ("position",) in [payload.parameters for payload in layout.of("all_gather")]
+
+
+@pytest.mark.gt_world("fake", size=4, mesh={"replicate": 2, "shard": 2})
+def test_the_layout_tells_what_replicas_reduce(gt_world):
+    """D16: behind each reduce-scatter the all-reduce of what it leaves, over other ranks, with the same slots."""
+    path = Path(__file__).parents[2] / "fixtures" / "graphs" / "hsdp" / "both_are_bucketed.fxgraph"
+    payloads = bucket_layout(run_pass_file(path)).payloads
+    both = [("reduce_scatter", (0, 1)), ("all_reduce", (0, 2))]
+    assert [(p.collective, p.ranks) for p in payloads] == [*both, *both, ("reduce_scatter", (0, 1))]
+    slots = [[(slot.parameter, slot.offset, slot.nbytes) for slot in p.slots] for p in payloads]
+    assert slots[0] == slots[1] == [("layers.1.a", 0, 8), ("layers.1.b", 8, 8)]
+    assert slots[2] == slots[3] == [("layers.0.a", 0, 8), ("layers.0.b", 8, 8)]
+    assert slots[4] == [("layers.0.c", 0, 8)]

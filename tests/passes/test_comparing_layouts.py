@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from pytest_gtrainer import BucketLayout, assert_same_layout
+from pytest_gtrainer import BucketLayout, assert_same_layout, facts
 from pytest_gtrainer.graph.layout import LayoutDifference, Payload, Slot
 
 W1, W2, SCALE = "layers.0.w1.weight", "layers.0.w2.weight", "layers.0.scale"
@@ -59,6 +59,13 @@ def test_dtype_group_and_op_are_compared(changes, words):
     assert difference(payload((W1, 8), (W2, 12), **changes)) == [f"bucket 'layers.0', reduce_scatter: {words}"]
 
 
+def test_a_size_is_compared_where_no_offset_tells_it():
+    """Of the last parameter of a bucket."""
+    assert difference(payload((W1, 8), (W2, 16))) == [
+        f"bucket 'layers.0', reduce_scatter: {W2} has 16 bytes, expected 12"
+    ]
+
+
 def test_a_bucket_split_in_two_and_a_missing_one_are_told():
     assert difference(payload((W1, 8)), payload((W2, 12))) == [
         f"bucket 'layers.0', reduce_scatter: {W2} is missing",
@@ -91,6 +98,19 @@ def test_long_differences_are_cut_and_counted():
     assert lines[4] == "bucket 'layers.0', reduce_scatter: and 7 more parameters of it sit elsewhere"
     assert len(lines) == 1 + 24 + 1
     assert lines[-1] == "and 16 more differences"
+
+
+def test_what_is_compared_is_told_to_those_who_watch():
+    """Reports show both layouts, and every problem, also those that the message cuts."""
+    told = []
+    other = payload((W2, 12), (W1, 8))
+    with facts.watching({"layouts": lambda **layouts: told.append(layouts)}):
+        assert_same_layout(BucketLayout((EXPECTED,)), BucketLayout((EXPECTED,)))
+        problems = difference(other)
+    assert told == [
+        {"actual": BucketLayout((one,)), "expected": BucketLayout((EXPECTED,)), "problems": list_, "actual_is": "graph"}
+        for one, list_ in ((EXPECTED, []), (other, problems))
+    ]
 
 
 def test_nothing_to_compare_is_an_error():

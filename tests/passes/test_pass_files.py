@@ -6,8 +6,11 @@ from pathlib import Path
 import pytest
 
 import pytest_gtrainer
+from pytest_gtrainer import graphtext
+from pytest_gtrainer.passes.graph_pass import rewrite_of
 from pytest_gtrainer.testing import pass_files, run_pass_file
 
+OURS = {name for name in pytest_gtrainer.__all__ if name.endswith("_pass")}
 GRAPHS = Path(__file__).parents[2] / "fixtures" / "graphs"
 WITHOUT_A_FILE = {
     "transformer_block_bucketing_reordering_pass": "it takes two graphs: tests/passes/test_separate_graphs.py",
@@ -19,11 +22,27 @@ WITHOUT_A_FILE = {
 
 @pytest.mark.parametrize("path", pass_files(GRAPHS))
 def test_pass_file(path, gt_golden):
-    run_pass_file(path, golden=gt_golden)
+    """What it expects; and each pass tells rightly whether it has changed its graph."""
+    passes = {name: truthful(getattr(pytest_gtrainer, name)) for name in OURS - set(WITHOUT_A_FILE)}
+    run_pass_file(path, golden=gt_golden, passes=passes)
+
+
+def truthful(a_pass):
+    """The pass; one that changes a graph and does not tell would leave the code of the graph before."""
+    rewrite = rewrite_of(a_pass)
+
+    def run(gm, *args, **options):
+        before, code = graphtext.render(gm), gm.code
+        told = rewrite(gm, *args, **options)
+        gm.recompile()
+        assert told or gm.code == code, f"{a_pass.__name__} changed the graph and did not tell"
+        assert not told or graphtext.render(gm) != before, f"{a_pass.__name__} told of a change and made none"
+        return gm
+
+    return run
 
 
 def test_every_pass_has_a_pass_file():
     named = {name for path in GRAPHS.rglob("*.fxgraph") for name in re.findall(r"\w+_pass\b", path.read_text())}
-    public = {name for name in pytest_gtrainer.__all__ if name.endswith("_pass")}
-    assert len(public) > len(WITHOUT_A_FILE)
-    assert public - named == set(WITHOUT_A_FILE)
+    assert len(OURS) > len(WITHOUT_A_FILE)
+    assert OURS - named == set(WITHOUT_A_FILE)

@@ -8,12 +8,15 @@ from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from pytest_gtrainer import (
+    ChunkConfig,
     LossConfig,
     apply_graph_passes,
     bind_options,
     canonicalize_graph_pass,
     construct_default_graph_passes,
     eliminate_dead_code_pass,
+    facts,
+    get_default_transformer_block_buckets,
     graphtext,
     tag_with_memory_policy_pass,
 )
@@ -79,6 +82,32 @@ def test_the_order_of_passes():
     assert [step.name for step in construct_default_graph_passes(n_layers=2)] == OURS
 
 
+def test_every_option_reaches_its_pass():
+    """M1, M3: with all that is off by default switched on, and the plan of a model with experts."""
+    chunk = ChunkConfig("layers.*.moe")
+    experts = {"moe_layers": [1], "expert_fsdp_degree": 2}
+    passes = construct_default_graph_passes(
+        n_layers=2, payload_order="execution", reorder=False, reduce_scatter_first=True, reshard_after_forward=True,
+        keep_unsharded=["norm"], canonical_rules=("view",), chunk=chunk, schedule_chunks=True, **experts,
+    )  # fmt: skip
+    plan = get_default_transformer_block_buckets(2, **experts)
+    assert [(step.name, dict(step.options)) for step in passes] == [
+        ("eliminate_dead_code_pass", {}),
+        ("canonicalize_graph_pass", {"rules": ("view",)}),
+        ("deduplicate_fsdp_unshard_chains_pass", {}),
+        ("tag_with_memory_policy_pass", {"reshard_after_forward": True, "keep_unsharded": ["norm"]}),
+        ("selective_activation_remat_pass", {}),
+        ("chunk_pass", {"config": chunk}),
+        ("chunk_schedule_pass", {}),
+        ("reassign_collective_pgs_pass", {}),
+        ("reduce_scatter_before_all_reduce_pass", {}),
+        (
+            "joint_transformer_block_bucketing_reordering_pass",
+            {"bucket_plan": plan, "payload_order": "execution", "reorder": False},
+        ),
+    ]
+
+
 @pytest.mark.parametrize(
     ("loss", "last"),
     [
@@ -101,7 +130,7 @@ def test_the_loss_is_in_the_last_bucket_if_it_is_chunked_cross_entropy(loss, las
         ({}, "give either n_layers, .* or a bucket_plan by hand"),
         ({"n_layers": 1, "bucket_plan": ["norm"]}, "give either n_layers"),
         ({"bucket_plan": ["norm"], "loss": LossConfig()}, "leave loss out"),
-        ({"n_layers": 1, "extra": {"prefetch": []}}, "there is no slot 'prefetch'; there are dead_code, canonicalize,"),
+        ({"n_layers": 1, "extra": {"prefetch": [], "sac": []}}, "no slot 'prefetch', 'sac'; there are dead_code, can"),
     ],
 )
 def test_a_pipeline_that_makes_no_sense_is_refused(arguments, words):
@@ -126,24 +155,65 @@ def test_options_are_bound_when_the_list_is_built(neg_of_detach):
     """M3: what happens to the caller's list afterwards does not matter, and a wrong option is told at once."""
     marks = ["seen"]
 
-    def marking_pass(gm, example_inputs=None, *, marks):
-        gm.meta["marks"] = list(marks)
+    def marking_pass(gm, example_inputs=None, *, marks, more=()):
+        gm.meta["marks"] = [*marks, *more]
         return gm
 
     step = bind_options(marking_pass, marks=marks)
     marks.append("late")
     assert apply_graph_passes(neg_of_detach, None, [step]).meta["marks"] == ["seen"]
-    with pytest.raises(TypeError, match="marking_pass has no option mark; its options are marks"):
-        bind_options(marking_pass, mark=1)
-    with pytest.raises(TypeError, match="marking_pass needs the option marks"):
-        bind_options(marking_pass)
+    with pytest.raises(TypeError, match=r"marking_pass has no option mark, sign; its options are marks, more$"):
+        bind_options(marking_pass, sign=0, marks=[], mark=1)
+    with pytest.raises(TypeError, match=r"marking_pass needs the option marks$"):
+        bind_options(marking_pass, more=["seen"])
+    with pytest.raises(TypeError, match="eliminate_dead_code_pass has no option mark; its options are none"):
+        bind_options(eliminate_dead_code_pass, mark=1)
+
+
+def test_a_pass_is_given_the_example_inputs(neg_of_detach):
+    """M3: one of ours and a trainer's own, and every one of a list; none where the caller has none."""
+    seen = []
+
+    def noting_pass(gm, example_inputs=None):
+        seen.append(example_inputs)
+        return gm
+
+    passes = [bind_options(noting_pass), bind_options(graph_pass(lambda gm, inputs=None: noting_pass(gm, inputs)))]
+    given = [torch.ones(2)]
+    apply_graph_passes(neg_of_detach, given, passes)
+    apply_graph_passes(neg_of_detach, None, passes)
+    assert seen[0] is seen[1] is given
+    assert seen[2:] == [None, None]
+
+
+def test_a_twin_goes_through_the_passes_in_front_of_the_one_that_reads_it(neg_of_detach):
+    """G12: as a copy, without the example inputs, which are not its own; what comes behind runs on the result alone."""
+    twin, given, seen = graphtext.parse(NEG_OF_DETACH), [torch.ones(2)], []
+
+    def noting_pass(gm, example_inputs=None):
+        seen.append(("noting", operators(gm), example_inputs))
+        return gm
+
+    def reading_pass(gm, example_inputs=None, *, twin=None):
+        assert twin is not gm
+        seen.append(("reading", operators(twin), example_inputs))
+        return gm
+
+    steps = [eliminate_dead_code_pass, noting_pass, reading_pass, noting_pass, canonicalize_graph_pass]
+    result = apply_graph_passes(neg_of_detach, given, map(bind_options, steps), twin=twin)
+    left = ["detach", "neg"]
+    assert [name for name, _, _ in seen] == ["noting", "noting", "reading", "noting"]
+    assert [found for _, found, _ in seen] == [left] * 4
+    assert [inputs for _, _, inputs in seen] == [given, None, given, given]
+    assert operators(result) == ["neg"]
+    assert operators(twin) == ["detach", "exp", "neg"]
 
 
 def test_an_unknown_name_to_disable_is_refused_with_the_names(neg_of_detach):
     """M4: and a known one is left out."""
     passes = construct_default_graph_passes(n_layers=1)
-    with pytest.raises(ValueError, match=r"no pass 'bucketing' to disable; there are eliminate_dead_code_pass, can"):
-        apply_graph_passes(neg_of_detach, None, passes, disable=["bucketing"])
+    with pytest.raises(ValueError, match="no pass 'bucketing', 'remat' to disable; there are eliminate_dead_"):
+        apply_graph_passes(neg_of_detach, None, passes, disable=["bucketing", OURS[0], "remat"])
     assert operators(apply_graph_passes(neg_of_detach, None, passes)) == ["neg"]
     kept = apply_graph_passes(neg_of_detach, None, passes, disable="eliminate_dead_code_pass")
     assert operators(kept) == ["exp", "neg"]
@@ -218,6 +288,21 @@ def test_progress_is_told_on_long_pipelines(neg_of_detach):
     ]
 
 
+def test_progress_goes_to_a_watching_terminal_else_to_the_error_stream(neg_of_detach, monkeypatch, capsys):
+    monkeypatch.setattr(facts, "_watchers", [])  # whoever watches this run
+    steps, lines = construct_default_graph_passes(n_layers=1)[:2], []
+    with facts.watching({"progress": lambda text: lines.append(text)}):
+        apply_graph_passes(neg_of_detach, None, steps, long=0)
+    assert [line.split(",")[0] for line in lines] == [
+        f"graph passes: {name} ({number} of 2)" for number, name in enumerate(OURS[:2], 1)
+    ]
+    assert capsys.readouterr() == ("", "")
+    apply_graph_passes(neg_of_detach, None, steps, long=0)
+    out, err = capsys.readouterr()
+    assert not out
+    assert [line.split(",")[0] for line in err.splitlines()] == [line.split(",")[0] for line in lines]
+
+
 def test_the_result_tells_what_was_run(neg_of_detach):
     """Names, fingerprints and seconds."""
     passes = construct_default_graph_passes(n_layers=1)
@@ -251,6 +336,26 @@ def test_what_is_no_pass_is_refused_by_name(neg_of_detach):
     assert failure.value.__notes__ == ["in the graph pass forgetful_pass()"]
     with pytest.raises(TypeError, match="canonicalize_graph_pass was given a Linear: expected a GraphModule"):
         canonicalize_graph_pass(torch.nn.Linear(2, 2))
+
+
+class Renaming:
+    """A pass that is no function."""
+
+    def __call__(self, gm, example_inputs=None, *, to="renamed"):
+        gm.meta["name"] = to
+        return gm
+
+
+def test_a_pass_that_is_an_object_has_the_name_of_its_class(neg_of_detach):
+    """M3, M6: in its fingerprint, in what is told of the run, and where it is not bound."""
+    step = bind_options(Renaming(), to="net")
+    assert str(step) == "Renaming(to='net')"
+    result = apply_graph_passes(neg_of_detach, None, [step])
+    assert ([run.name for run in result.meta["gt_passes"]], result.meta["name"]) == (["Renaming"], "net")
+    with pytest.raises(TypeError, match=r"pass 1 of the list, Renaming, has no options bound: give bind_options\(Rena"):
+        apply_graph_passes(neg_of_detach, None, [step, Renaming()])
+    with pytest.raises(TypeError, match="Renaming has no option into; its options are to"):
+        bind_options(Renaming(), into="net")
 
 
 def test_a_word_is_one_name_not_its_letters(neg_of_detach):

@@ -8,6 +8,7 @@ from pytest_gtrainer import graphtext
 from pytest_gtrainer import reassign_collective_pgs_pass as reassign
 from pytest_gtrainer._torch.passes import ALL_GATHER
 from pytest_gtrainer._torch.process_groups import group_ranks
+from pytest_gtrainer.passes import collectives
 from pytest_gtrainer.worlds.fake import fake_world
 from pytest_gtrainer.worlds.spec import make_spec
 
@@ -46,6 +47,22 @@ def test_each_source_has_one_extra_group_of_its_ranks(gt_mesh):
     assert len({*first, *(group.group_name for group in (one, two, world))}) == 6
     assert [group_ranks(name) for name in first] == [(0, 2), (0, 2), (0, 1, 2, 3), (0, 2)]
     assert groups_in(reassign(gathering(two, one))) == [first[1], first[0]]
+
+
+@pytest.mark.parametrize("order", [(1, 2, 3), (3, 2, 1), (2, 3, 1)], ids=str)
+def test_extra_groups_are_made_in_the_order_of_their_ranks(order, monkeypatch):
+    """F1: the same on every rank, whatever its graph or its names say first; else groups that overlap would wait."""
+    made = []
+
+    def making(name):
+        made.append(group_ranks(name))
+        return extra_group(name)
+
+    extra_group = collectives.extra_group
+    monkeypatch.setattr(collectives, "extra_group", making)
+    with fake_world(make_spec("fake", size=4)):
+        reassign(gathering(*(dist.new_group([0, other]) for other in order)))
+    assert made == [(0, 1), (0, 2), (0, 3)]
 
 
 @pytest.mark.gt_world("fake", size=4)
@@ -88,5 +105,5 @@ def test_extra_groups_gather_the_same_on_real_ranks(gt_mesh, gt_world):
     shard = torch.full((2,), float(dist.get_rank()))
     before = gm(shard, shard)
     after = reassign(gm)(shard, shard)
-    assert all(torch.equal(*pair) for pair in zip(after, before, strict=True))
+    torch.testing.assert_close(list(after), list(before), rtol=0, atol=0)
     assert len({*groups_in(gm), *(group.group_name for group in sources)}) == 4

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import logging
 import os
 import re
 import shutil
@@ -15,6 +16,7 @@ from torch import fx
 
 from pytest_gtrainer import apply_graph_passes, bind_options, eliminate_dead_code_pass
 from pytest_gtrainer.passes import pipeline
+from pytest_gtrainer.passes.graph_pass import graph_pass
 
 PIPELINE = """
 from pytest_gtrainer import apply_graph_passes, bind_options, graphtext
@@ -96,6 +98,39 @@ def test_tlparse_reads_it(log, tmp_path):
     assert "aten.neg" in after
     assert len(pages) == 3
     assert "gt_passes_0_01_canonicalize_graph_pass_after" in (tmp_path / "out" / "index.html").read_text()
+
+
+@graph_pass
+def adding_pass(gm, example_inputs=None, *, often=1):
+    for _ in range(often):
+        with gm.graph.inserting_before(gm.graph.output_node()):
+            gm.graph.call_function(torch.neg, (next(iter(gm.graph.nodes)),))
+    return often > 0
+
+
+def test_the_same_process_sees_what_is_logged(monkeypatch):
+    """Of two pipelines, each under a number of its own; what stood behind a pass stands before the next one."""
+    told = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append((record.metadata.get("artifact", {}).get("name"), record.payload))
+    monkeypatch.setattr(logging.getLogger("torch.__trace"), "handlers", [handler])
+    monkeypatch.setenv("TORCH_TRACE", "folder")
+    passes = [bind_options(adding_pass, often=often) for often in (1, 0, 2)]
+    for _ in range(2):
+        done = apply_graph_passes(fx.symbolic_trace(torch.nn.ReLU()), None, passes)
+    names = [name for name, _ in told]
+    numbers = [int(number) for number in re.findall(r"\bgt_passes_(\d+)_overview\b", " ".join(map(str, names)))]
+    ends = [*(f"{place}_adding_pass_{side}" for place in ("00", "02") for side in ("before", "after")), "overview"]
+    assert names == [f"gt_passes_{number}_{end}" for number in numbers for end in ends]
+    assert len(set(numbers)) == 2, "each pipeline has a number of its own"
+    before, middle, again, after, overview = (text for _, text in told[5:])
+    assert [text.count("torch.neg") for text in (before, middle, after)] == [0, 1, 3]
+    assert again == middle
+    runs = done.meta["gt_passes"]
+    assert json.loads(overview) == [
+        {"name": run.name, "fingerprint": run.fingerprint, "seconds": run.seconds, "changed": changed}
+        for run, changed in zip(runs, (True, False, True), strict=True)
+    ]
 
 
 def test_without_the_variable_nothing_is_rendered(monkeypatch):

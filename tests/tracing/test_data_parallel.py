@@ -98,6 +98,15 @@ def test_state_dict_and_parameters_see_shards_and_gather_nothing(gt_mesh, net):
     assert state["layers.0.w.weight"].to_local().shape == (2, 8)
 
 
+def test_sharding_sends_nothing(gt_mesh, net):
+    """Every rank has the values already."""
+    from torch.distributed.tensor.debug import CommDebugMode
+
+    with CommDebugMode() as comms:
+        data_parallel(net, gt_mesh)
+    assert comms.get_total_counts() == 0, dict(comms.get_comm_counts())
+
+
 @pytest.mark.gt_world("fake", size=8, mesh={"efsdp": 4, "ep": 2})
 def test_an_inner_module_may_have_a_mesh_of_its_own_and_divide_its_sum(gt_mesh, net, inputs, train_step):
     """As routed experts: gathered over 4, summed over 4 and divided by 8; the rest over all 8, averaged."""
@@ -166,7 +175,9 @@ def test_tensor_parallel_parameters_are_refused_by_name(gt_mesh, net):
     parallelize_module(net, gt_mesh["tp"], {"layers.0.w": ColwiseParallel()})
     with pytest.raises(ValueError, match=r"layers.0.w.weight and 1 more is a DTensor already, .*tp=2.*_StridedShard"):
         data_parallel(net, gt_mesh["fsdp"])
-    assert not any(isinstance(p, DTensor) for name, p in net.named_parameters() if not name.startswith("layers.0.w."))
+    assert not [n for n, p in net.named_parameters() if isinstance(p, DTensor) and not n.startswith("layers.0.w.")]
+    with pytest.raises(ValueError, match=r"^weight and 1 more is a DTensor already"):
+        data_parallel(net.layers[0].w, gt_mesh["fsdp"])
 
 
 def test_applied_twice_it_leaves_its_own_alone(gt_mesh, net, inputs, train_step):

@@ -25,7 +25,7 @@ def test_outputs_are_the_loss_and_the_gradients_of_trainable_parameters_in_order
     assert "layers.0.w.bias" not in wanted
     assert traced.trainable_fqns == tuple(wanted)
     assert torch.equal(loss, expected.detach())
-    assert all(torch.equal(gradient, wanted[name]) for name, gradient in zip(wanted, gradients, strict=True))
+    torch.testing.assert_close(dict(zip(wanted, gradients, strict=True)), wanted, rtol=0, atol=0)
 
 
 def test_every_module_stamps_its_own_fqn_and_the_code_around_the_model_is_the_loss(net, inputs, train_step):
@@ -40,10 +40,10 @@ def test_every_module_stamps_its_own_fqn_and_the_code_around_the_model_is_the_lo
 
 def test_only_nodes_of_the_backward_are_marked(net, inputs, train_step):
     """A3: forward operators come before the first mark, and every node after it is marked."""
-    marks = [bool(node.meta.get("autograd_backward")) for node in nodes_of(trace_step(net, train_step, inputs))]
-    first = marks.index(True)
-    assert 0 < first < len(marks)
-    assert all(marks[first:])
+    nodes = nodes_of(trace_step(net, train_step, inputs))
+    marked = [node for node in nodes if node.meta.get("autograd_backward")]
+    assert 0 < len(marked) < len(nodes)
+    assert nodes[-len(marked) :] == marked
 
 
 def test_a_backward_node_has_its_own_copy_of_the_forward_annotation(net, inputs, train_step):
@@ -81,6 +81,16 @@ def test_inputs_are_parameters_buffers_then_user_inputs(net, inputs, train_step)
     assert [(name["kind"], name["fqn"]) for name in names] == expected
     assert traced.state_fqns == (*dict(net.named_parameters()), "seen")
     assert traced.num_static_inputs == len(traced.state_fqns)
+
+
+def test_the_output_says_what_it_returns_and_in_which_order_fsdp2_manages_parameters(net, inputs, train_step):
+    """A1, D2: children before a module's own; and whether a parameter that is read again was gathered again."""
+    for once in (True, False):
+        meta = trace_step(net, train_step, inputs, reuse_gathers=once).gm.graph.output_node().meta
+        assert meta["gt_outputs"] == ("loss", *(name for name, p in net.named_parameters() if p.requires_grad))
+        block = ("w.weight", "w.bias", "scale")
+        assert meta["gt_managed_order"] == (*(f"layers.{i}.{name}" for i in (0, 1) for name in block), "head.weight")
+        assert meta["gt_gathers_once"] is once
 
 
 def test_a_nested_pytree_of_inputs_is_flattened(net, inputs):
@@ -141,9 +151,9 @@ def test_tracing_leaves_threads_and_the_model_as_they_were(net, inputs, train_st
     trace_step(net, watching, inputs)
     assert during == [False]
     assert torch.autograd.is_multithreading_enabled()
-    assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
-    assert not any(module._forward_hooks or module._forward_pre_hooks for module in net.modules())
-    assert all(parameter.grad is None for parameter in net.parameters())
+    torch.testing.assert_close(net.state_dict(), before, rtol=0, atol=0)
+    assert not [name for name, module in net.named_modules() if module._forward_hooks or module._forward_pre_hooks]
+    assert not [name for name, parameter in net.named_parameters() if parameter.grad is not None]
 
 
 def test_a_failing_step_leaves_the_model_usable(net, inputs, train_step):

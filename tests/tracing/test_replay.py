@@ -49,6 +49,16 @@ def test_a_model_with_other_names_is_refused(net, inputs, train_step):
         traced.replay(net, *inputs)
 
 
+def test_a_model_with_its_names_in_another_order_is_refused(net, inputs, train_step):
+    """A8: its gradients would go to the wrong parameters where shapes agree."""
+    traced = trace_step(net, train_step, inputs)
+    layers = net.layers
+    del net.layers
+    net.layers = layers
+    with pytest.raises(ValueError, match="the model is not the traced one: its state is in another order"):
+        traced.replay(net, *inputs)
+
+
 def test_scalars_shapes_dtypes_and_requires_grad_are_those_of_the_trace(net, inputs, train_step):
     """What the graph has baked in is checked, and the message names it."""
     x, y = inputs

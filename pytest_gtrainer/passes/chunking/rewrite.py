@@ -181,7 +181,8 @@ class Rewrite:
 
     def _emit_region(self, region: Region) -> None:
         body = set(region.body)
-        entering = {source for node in region.body for source in node.all_input_nodes if source not in body}
+        sources = (source for node in region.body for source in node.all_input_nodes if source not in body)
+        entering = {source for source in sources if source.op != "get_attr"}  # a constant is never cut
         copies: list[dict[fx.Node, fx.Node]] = [{} for _ in range(self.twins.num_chunks)]
         for source in sorted(entering):
             home = self.region_of.get(source)

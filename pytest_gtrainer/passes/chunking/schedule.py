@@ -91,8 +91,8 @@ def dependencies(
     return before
 
 
-Turn = tuple[int, int, int, int]
-"""Where a node wants to stand: the place of its region, its stage, the chunk's rank there, its own place."""
+Turn = tuple[int, ...]
+"""Where a node wants to stand: its place; of a chunk the place of its region, its stage, the chunk's rank, its own."""
 
 
 @graph_pass
@@ -155,7 +155,7 @@ def _exchanging(nodes: Sequence[fx.Node]) -> list[dict[int, list[fx.Node]]]:
 
 def _turns(nodes: Sequence[fx.Node], regions: Sequence[dict[int, list[fx.Node]]]) -> dict[Unit, Turn]:
     places = {node: place for place, node in enumerate(nodes)}
-    turns: dict[Unit, Turn] = {node: (place, 0, 0, 0) for node, place in places.items()}
+    turns: dict[Unit, Turn] = {node: (place,) for node, place in places.items()}
     chunked: set[fx.Node] = set()
     for region in regions:
         start = min(places[chunk[0]] for chunk in region.values())

@@ -89,11 +89,12 @@ def constant(gm: fx.GraphModule, node: fx.Node) -> Any:
 
 
 def aligned(full: fx.GraphModule, part: fx.GraphModule) -> Iterator[tuple[fx.Node, fx.Node]]:
-    """Nodes of the two graphs in pairs; refuses a pair of other operators, or that reads others (G18)."""
+    """Nodes of the two graphs in pairs; refuses a pair of other operators or dimensions, or that reads others (G18)."""
     known: dict[fx.Node | None, fx.Node | None] = {}
     for node, twin in itertools.zip_longest(full.graph.nodes, part.graph.nodes):
         same = node is not None and twin is not None and node.op == twin.op
         same = same and (node.op != "call_function" or node.target == twin.target)
+        same = same and getattr(node.meta.get("val"), "ndim", None) == getattr(twin.meta.get("val"), "ndim", None)
         if not same or [known.get(source) for source in node.all_input_nodes] != twin.all_input_nodes:
             ours, theirs = (described(one) if one is not None else "nothing" for one in (node, twin))
             raise ChunkError(

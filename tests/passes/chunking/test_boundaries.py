@@ -56,7 +56,7 @@ def test_what_is_of_parameters_alone_is_shared(gt_mesh):
     before, after = (of_parameters_alone(traced, graph) for graph in (traced.gm, gm))
     assert [node.target for node in after] == [node.target for node in before]
     assert {ALL_GATHER, aten._to_copy.default, aten.t.default} <= {node.target for node in after}
-    assert not any(told(node) for node in after)
+    assert not [node for node in after if told(node)]
 
 
 @pytest.mark.parametrize(("root", "chunk_dim"), [("layers.*", "batch"), ("layers.*.moe", "sequence")])
@@ -68,7 +68,7 @@ def test_a_chunk_is_copied_only_where_a_view_is_not_contiguous(root, chunk_dim):
     views = [node for node in cut if node.target is operator.getitem]
     assert len(views) == 2 * gm.meta[CHUNKING].split
     assert [copy.args[0] for copy in copies] == (views if chunk_dim == "sequence" else [])
-    assert all(node.meta["val"].is_contiguous() for node in copies or views)
+    assert not [node for node in copies or views if not node.meta["val"].is_contiguous()]
 
 
 class Gated(nn.Module):
@@ -103,6 +103,15 @@ def test_blocks_in_a_row_hand_their_chunks_on(blocks):
         ("layers.0", "bwd"),
     ]
     assert len([node for node in splits if node.target is aten.split_with_sizes.default]) == 3
+
+
+@pytest.mark.parametrize("block", [chunkable.Bare, chunkable.BareFirst])
+@pytest.mark.parametrize("chunk_dim", ["batch", "sequence"])
+def test_gradients_that_meet_outside_are_added_before_they_are_joined(block, chunk_dim):
+    """G6: chunk by chunk, in the chunks they are in; only what comes from outside is cut."""
+    _, gm = rewritten(net(block)(), strict("layers.*.moe", chunk_dim), token_batch(0))
+    counts = gm.meta[CHUNKING]
+    assert (counts.split, counts.joined, counts.added, counts.handed_on) == (2, 2, 4, 3)
 
 
 def test_copies_keep_their_module_and_direction():

@@ -55,6 +55,29 @@ def test_a_graph_without_a_match():
         chunk(root="blocks.*")
 
 
+class Deaf(nn.Module):
+    """Does not look at its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(DIM))
+
+    def forward(self, x):
+        return self.bias.tanh()
+
+
+class Beside(Net):
+    def forward(self, tokens):
+        x = self.tok_embeddings(tokens)
+        return self.lm_head(sum((layer(x) for layer in self.layers), x))
+
+
+def test_modules_that_the_dimension_does_not_reach():
+    """G2: all of them are named, beside one that can be chunked."""
+    with pytest.raises(ChunkError, match=r"^nothing in layers\.0, layers\.2 depends on the batch dimension"):
+        chunk(model=Beside(Deaf, lambda: Block(lambda x: x), Deaf))
+
+
 @pytest.mark.parametrize(("batch", "num_chunks"), [(3, 2), (2, 4)])
 def test_an_extent_that_does_not_divide(batch, num_chunks):
     """G9."""
@@ -82,6 +105,12 @@ def test_a_loop_over_the_batch():
     """G18."""
     with pytest.raises(ChunkError, match=r"depend on the chunk dimension's extent.* in layers\.0, at"):
         chunk(lambda x: torch.stack([row.tanh() for row in x]))
+
+
+def test_a_dimension_that_an_extent_of_one_loses():
+    """G18: the operators are the same, and give another number of dimensions."""
+    with pytest.raises(ChunkError, match=r"depend on .*squeeze.* \[2, 6, 16\] in layers\.0, .*squeeze.* \[6, 16\] in"):
+        chunk(lambda x: x.squeeze().reshape(x.shape), extents=(2, 6))
 
 
 def test_a_fixed_extent_that_a_chunk_does_not_have():

@@ -65,3 +65,31 @@ def test_values_that_are_lists_and_sizes():
     gm = check_equals_eager(Case(model=net(Splitting), config=strict("layers.*", num_chunks=4)))
     items = [node for node in gm.graph.nodes if node.target is operator.getitem and "_chunk" in node.name]
     assert items
+
+
+class Weighing(nn.Module):
+    """Its operands are constants of the graph: one of the model, and one of the batch in another dtype or value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Linear(DIM, DIM)
+
+    def forward(self, x):
+        weight = self.w.weight * torch.tensor([0.5, 2.0] * (DIM // 2))
+        return x + x @ weight / torch.tensor([float(len(x))]) + torch.tensor([[[3.0]]] * len(x))
+
+
+class WeighedNet(chunkable.Net):
+    def forward(self, tokens):
+        return super().forward(tokens) * torch.tensor(1.5)
+
+
+def test_constants_of_the_graph():
+    """G4: what is the same at either extent stands there once; what is not, by value or extent, is each chunk's own."""
+    gm = check_equals_eager(Case(model=lambda: WeighedNet(Weighing), config=strict("layers.*", num_chunks=4)))
+    constants = [node for node in gm.graph.nodes if node.op == "get_attr"]
+    values = {str(node.target): getattr(gm, str(node.target)).flatten().tolist() for node in constants}
+    assert len(values) == len(constants)
+    own = {name: values.pop(name) for name in [*values] if name.endswith("_of_chunk")}
+    assert sorted(own.values()) == [[2.0], [3.0, 3.0]]
+    assert sorted(values.values()) == [[0.5, 2.0] * (DIM // 2), [1.5]]

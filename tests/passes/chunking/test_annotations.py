@@ -1,0 +1,59 @@
+"""What nodes of chunked regions say of themselves, read back; and what is no such annotation."""
+
+import pytest
+
+from pytest_gtrainer.graph.chunks import (
+    BODY,
+    CHUNK_ID,
+    EAGER,
+    GRAPH,
+    MATERIALIZATION,
+    PRODUCER,
+    REGION_FQN,
+    ROLE,
+    SPLIT_BOUNDARY,
+    Told,
+    annotation,
+    told_by,
+    told_in_words,
+)
+
+
+@pytest.mark.parametrize(
+    ("told", "words"),
+    [
+        (Told("layers.0", BODY, GRAPH, 1), ["1"]),
+        (Told("layers.0.moe", BODY, EAGER, 0), ["0", "eager"]),
+        (Told("layers.0", SPLIT_BOUNDARY, GRAPH, None), ["split_boundary"]),
+        (Told("layers.1", MATERIALIZATION, EAGER, None), ["materialization", "eager"]),
+    ],
+    ids=str,
+)
+def test_an_annotation_is_read_back(told, words):
+    """G11, I3: from a node's keys, and from the words of a text."""
+    keys = annotation(told.fqn, told.role, told.producer, told.chunk_id)
+    assert told_by({"module_fqn": "layers.0.w", **keys}) == told
+    assert told.words() == words
+    place, *producer = words
+    assert told_in_words(told.fqn, int(place) if place.isdigit() else place, *producer) == keys
+
+
+OF_A_BODY, OF_A_BOUNDARY = annotation("layers.0", BODY, GRAPH, 1), annotation("layers.0", SPLIT_BOUNDARY, EAGER)
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"module_fqn": "layers.0"},
+        *({key: value for key, value in OF_A_BODY.items() if key != lacking} for lacking in OF_A_BODY),
+        {**OF_A_BODY, ROLE: "a role"},
+        {**OF_A_BODY, PRODUCER: "somebody"},
+        {**OF_A_BODY, REGION_FQN: ""},
+        {**OF_A_BODY, ROLE: MATERIALIZATION},
+        {**OF_A_BOUNDARY, CHUNK_ID: 1},
+        {**OF_A_BOUNDARY, ROLE: BODY},
+    ],
+    ids=str,
+)
+def test_what_is_no_annotation_of_ours(keys):
+    assert told_by(keys) is None

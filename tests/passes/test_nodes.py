@@ -1,0 +1,153 @@
+"""What a node is told to be: where it belongs, and what it does beside computing its value."""
+
+import math
+import operator
+
+import pytest
+import torch
+from torch import fx
+
+from pytest_gtrainer._torch.passes import ALL_GATHER, WAIT
+from pytest_gtrainer.graph.nodes import (
+    direction,
+    has_effect,
+    is_collective,
+    is_random,
+    is_view,
+    mutates,
+    node_fqn,
+    written_operands,
+)
+
+aten = torch.ops.aten
+SDPA = aten._scaled_dot_product_flash_attention_for_cpu.default
+
+
+def call(target, *args, **kwargs):
+    """A node that calls ``target``; the letters x, y and z among its arguments, in lists too, are nodes."""
+    graph = fx.Graph()
+    inputs = {name: graph.placeholder(name) for name in "xyz"}
+
+    def mapped(value):
+        return [mapped(item) for item in value] if isinstance(value, list) else inputs.get(value, value)
+
+    given = {key: mapped(value) for key, value in kwargs.items()}
+    return graph.call_function(target, tuple(map(mapped, args)), given)
+
+
+def target_of(value):
+    """What a case is called."""
+    return str(value.target) if isinstance(value, fx.Node) else None
+
+
+STACK = {"0": ("layers.0", object), "1": ("layers.0.w", object)}
+
+
+@pytest.mark.parametrize(
+    ("meta", "fqn"),
+    [
+        ({}, ""),
+        ({"custom": {"module_fqn": "loss"}, "nn_module_stack": STACK}, "loss"),
+        ({"custom": {"chunk_id": 1}, "nn_module_stack": STACK}, "layers.0.w"),
+        ({"custom": None, "fwd_nn_module_stack": STACK}, "layers.0.w"),
+        ({"custom": {"module_fqn": ""}, "nn_module_stack": {}}, ""),
+    ],
+)
+def test_the_module_of_a_node(meta, fqn):
+    """D12: the annotation, else the innermost module of the stack."""
+    node = call(aten.neg.default, "x")
+    node.meta.update(meta)
+    assert node_fqn(node) == fqn
+
+
+def test_the_direction_of_a_node():
+    """A3: the mark, and nothing else."""
+    node = call(aten.neg.default, "x")
+    assert direction(node) == "fwd"
+    node.meta["autograd_backward"] = True
+    assert direction(node) == "bwd"
+
+
+@pytest.mark.parametrize(
+    ("node", "random"),
+    [
+        (call(aten.rand_like.default, "x"), True),
+        (call(aten.bernoulli_.float, "x"), True),
+        (call(aten.neg.default, "x"), False),
+        (call(SDPA, "x", "y", "z", 0.5), True),
+        (call(SDPA, "x", "y", "z", 0.0, True), False),
+        (call(SDPA, "x", "y", "z", dropout_p=0.5), True),
+        (call(SDPA, "x", "y", "z", dropout_p=0.0), False),
+        (call(SDPA, "x", "y", "z"), False),
+        (call(torch.ops.higher_order.run_and_save_rng_state, aten.neg.default, "x"), True),
+        (call(torch.ops.higher_order.cond, "x", "y", "z", []), False),
+        (call(operator.getitem, "x", 0), False),
+    ],
+    ids=target_of,
+)
+def test_what_draws_random_numbers(node, random):
+    """M5: attention draws only with dropout, however that is written."""
+    assert is_random(node) == random, node.format_node()
+
+
+@pytest.mark.parametrize(
+    ("node", "written"),
+    [
+        (call(aten.add_.Tensor, "x", "y"), ["x"]),
+        (call(aten.add.Tensor, "x", "y"), []),
+        (call(aten.add.out, "x", "y", out="z"), ["z"]),
+        (call(aten._foreach_add_.List, ["x", "y"], ["z", "z"]), ["x", "y"]),
+        (call(aten.native_batch_norm.default, "x", None, None, "y", "z", True, 0.1, 1e-5), []),
+        (call(aten._native_batch_norm_legit.default, "x", None, None, "y", "z", True, 0.1, 1e-5), ["y", "z"]),
+        (call(operator.iadd, "x", "y"), []),
+    ],
+    ids=target_of,
+)
+def test_what_is_written_to(node, written):
+    """By position or by keyword, one operand or several; batch norm says so in one of its two spellings."""
+    assert [operand.name for operand in written_operands(node)] == written
+    assert mutates(node) == bool(written)
+
+
+def test_what_shows_the_memory_of_its_operand():
+    views = (aten.view.default, aten.t.default, aten._unsafe_view.default, aten.split.Tensor, aten.detach.default)
+    assert [target for target in views if not is_view(target)] == []
+    others = (aten.add_.Tensor, aten.clone.default, aten.neg.default, operator.getitem)
+    assert [target for target in others if is_view(target)] == []
+
+
+def of_users(x):
+    return x
+
+
+@pytest.mark.parametrize(
+    ("node", "effect"),
+    [
+        (call(aten.neg.default, "x"), False),
+        (call(aten.rand_like.default, "x"), True),
+        (call(aten.add_.Tensor, "x", "y"), True),
+        (call(aten._assert_async.msg, "x", "words"), True),
+        (call(ALL_GATHER, "x", 2, "a group"), True),
+        (call(WAIT, "x"), True),
+        (call(torch.ops._dtensor.shard_dim_alltoall.default, "x", 0, 1, "a group"), True),
+        (call(torch.ops.higher_order.cond, "x", "y", "z", []), True),
+        (call(operator.mul, "x", 2), False),
+        (call(math.ceil, "x"), False),
+        (call(max, "x", 2), False),
+        (call(getattr, "x", "shape"), False),
+        (call(operator.setitem, "x", 0, 1), True),
+        (call(of_users, "x"), True),
+    ],
+    ids=target_of,
+)
+def test_what_must_stay_though_nobody_reads_it(node, effect):
+    """M5: and what cannot be judged from here."""
+    assert has_effect(node) == effect, node.format_node()
+    assert not is_collective(node) or effect
+
+
+def test_inputs_outputs_and_calls_of_modules_stay_and_constants_go():
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    nodes = [x, graph.call_method("neg", (x,)), graph.call_module("a", (x,)), graph.get_attr("b"), graph.output(x)]
+    assert [node.op for node in nodes if not has_effect(node)] == ["get_attr"]

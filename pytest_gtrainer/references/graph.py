@@ -96,7 +96,7 @@ def trace_config(config: TrainConfig, model: nn.Module) -> TracedStep:
         CannotRestore: a recomputed region draws random numbers that are to be those of the forward.
     """
     with random_states_kept():
-        traced = trace_step(model, config.step, config.batch(0, dist.get_rank()), chunk=config.chunk)
+        traced = trace_step(model, config.step, config.inputs(0, dist.get_rank()), chunk=config.chunk)
     checkpoint = config.activation_checkpoint
     # what a checkpoint puts back before it recomputes, a graph cannot: then the backward may not draw
     for node in traced.gm.graph.nodes if checkpoint is not None and checkpoint.preserve_rng_state else ():

@@ -40,7 +40,6 @@ from pytest_gtrainer.references.graph import GraphRun, texts_of_ranks
 from pytest_gtrainer.references.simulated import (
     ConfigOfMesh,
     SimulatedGraphRun,
-    SimulatedRun,
     config_of_mesh,
     simulated_eager,
 )

@@ -7,7 +7,16 @@ import torch
 from torch import nn
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
-from pytest_gtrainer import TrainConfig, VacuousCheck, assert_parity, construct_default_graph_passes
+from pytest_gtrainer import (
+    MixedPrecisionPolicy,
+    TrainConfig,
+    VacuousCheck,
+    assert_bitwise_different,
+    assert_bitwise_equal,
+    assert_parity,
+    construct_default_graph_passes,
+    train_graph,
+)
 from pytest_gtrainer.graph.layout import LayoutDifference
 from pytest_gtrainer.numerics.compare import BitwiseDifference
 from pytest_gtrainer.references.graph import texts_of_ranks
@@ -64,7 +73,9 @@ def test_equal_and_an_odd_payload_shows_it(training, gt_world):
     parity = assert_parity(training(steps=2), gt_world)
     assert "different" in seen_by_all(parity)
     assert len(parity.graph.select(step=1)) == len(parity.eager.select(step=0)) > 0
-    assert [sum(slot.nbytes for slot in payload.slots) for payload in parity.layout.of("reduce_scatter")] == [29 * 4] * 3
+    assert [sum(slot.nbytes for slot in payload.slots) for payload in parity.layout.of("reduce_scatter")] == [
+        29 * 4
+    ] * 3
 
 
 @FOUR
@@ -113,7 +124,7 @@ class Sums(nn.Module):
 )
 def test_what_else_hides_an_order(training, gt_world, shapes, words):
     with pytest.raises(VacuousCheck, match=words):
-        assert_parity(training(model=lambda: Sums(*shapes), bucket_plan=["values"]), gt_world)
+        assert_parity(training(model=lambda: Sums(*shapes), bucket_plan=[["values", ""]]), gt_world)
 
 
 @FOUR
@@ -163,6 +174,49 @@ def test_a_pipeline_of_ones_own(training, gt_world):
 
 def seen_by_all(parity):
     return texts_of_ranks(parity.control.outcome)
+
+
+BF16 = MixedPrecisionPolicy(torch.bfloat16)
+
+
+@FOUR
+def test_gradients_are_reduced_in_the_dtype_of_parameters_unless_told(training, gt_world):
+    """A12: on both sides; the twin reduces in fp32."""
+
+    def step(model, x):
+        return model(x.bfloat16()).float()
+
+    torch.manual_seed(0)
+    parity = assert_parity(training(mp_policy=BF16, step=step), gt_world)
+    assert {payload.dtype for payload in parity.layout.payloads} == {torch.bfloat16}
+    torch.manual_seed(0)
+    other = train_graph(training(mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32), step=step))
+    assert_bitwise_different(other.select(phase="gradient"), parity.graph.select(phase="gradient"))
+    assert_bitwise_equal(other.select(phase="loss"), parity.graph.select(phase="loss"))
+
+
+class Residual(Block):
+    """Keeps its input in fp32, and computes in bf16."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        assert x.dtype is torch.float32
+        return x + super().forward(x.bfloat16()).float()
+
+
+@FOUR
+def test_inputs_are_not_cast_where_a_module_begins(training, gt_world):
+    """A12: FSDP2 would by default (``cast_forward_inputs``), a graph has no such place; the twin does it by hand."""
+
+    def model():
+        built = Model(4)
+        built.layers = nn.ModuleList(Residual(4) for _ in range(3))
+        return built
+
+    torch.manual_seed(0)
+    parity = assert_parity(training(mp_policy=BF16, model=model), gt_world, invisible="report")
+    torch.manual_seed(0)
+    rounded = train_graph(training(mp_policy=BF16, model=model, step=lambda model, x: model(x.bfloat16().float())))
+    assert_bitwise_different(rounded.select(phase="loss"), parity.graph.select(phase="loss"))
 
 
 @FOUR

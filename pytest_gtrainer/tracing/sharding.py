@@ -100,8 +100,8 @@ def data_parallel(
 
     Raises:
         ValueError: unknown mode, a mesh of the wrong rank or without this process, a parameter without dimensions, a
-            parameter that somebody else has made a DTensor, or fp16 reduction (FSDP2 divides before and after it, which is
-            not modelled).
+            parameter that somebody else has made a DTensor, or fp16 reduction (FSDP2 divides before and after it,
+            which is not modelled).
     """
     scalars = [fqn for fqn, parameter in model.named_parameters() if parameter.ndim == 0]
     if scalars and mode != "replicate":

@@ -48,6 +48,8 @@ _HOME: dict[str, str] = {
     "eager_chunked": "references.chunked",
     "train_eager": "references.training",
     "train_graph": "references.training",
+    "assert_parity": "references.parity",
+    "VacuousCheck": "references.parity",
     # numerics
     "Record": "numerics.record",
     "digest": "numerics.digest",
@@ -75,7 +77,6 @@ _HOME: dict[str, str] = {
     "NetModel": "worlds.simulated.net",
     "assert_simulated_parity": "references.parity",
     "sweep_nets": "worlds.simulated.net",
-    "VacuousCheck": "references.parity",
     # schedules
     "timeline": "report.timeline",
     "CostModel": "report.timeline",

@@ -217,13 +217,15 @@ class Launch:
     def watched(self) -> tuple[int, ...]:
         """The ranks of the same node whose end this process is to notice.
 
-        The next one in a circle; rank 0, which reports, sees all of its node, so that each has two who may see how it
-        ends before torchrun forgets it.
+        The next one in a circle; rank 0, which reports, sees all of its node, and all of them see rank 0, so that
+        each has two who may see how it ends, and none learns of rank 0's end from one that may end, too.
         """
         first = self.rank - self.local_rank
         if self.leads:
             return tuple(range(1, self.local_size))
-        return (first + (self.local_rank + 1) % self.local_size,) if self.local_size > 1 else ()
+        following = first + (self.local_rank + 1) % self.local_size
+        watched = {following, 0} if self.is_beside_the_driver else {following}
+        return tuple(sorted(watched - {self.rank}))
 
 
 def launch_in(environ: Mapping[str, str]) -> Launch | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial, update_wrapper
@@ -89,15 +90,54 @@ class TrainConfig:
             raise ValueError("replicate=True is for a 1-D mesh without submeshes: a 2-D mesh replicates and shards")
         if self.replicate and self.mp_policy != MixedPrecisionPolicy():
             raise ValueError(f"replicate=True with {self.mp_policy}: DDP has no dtypes of its own, leave mp_policy out")
+        _check_mesh(self.mesh, "TrainConfig.mesh")
+        for name, mesh in self.submeshes.items():
+            _check_mesh(mesh, f"the mesh of {name!r} in submeshes")
+            if mesh.ndim != 1:
+                raise ValueError(
+                    f"submeshes has a {mesh.ndim}-D mesh for {name!r}: take the one dimension it is sharded over"
+                )
         entries = {entry for entry in self.bucket_plan if isinstance(entry, str)}
         unknown = sorted(set(self.submeshes) - entries)
         if unknown:
             raise PlanError(f"submeshes names {', '.join(unknown)}, which is no entry of the bucket plan")
 
+    def inputs(self, step: int, rank: int) -> Batch:
+        """The inputs of a step.
+
+        Raises:
+            TypeError: ``batch`` gives a tensor, whose rows would each be taken for an input.
+        """
+        batch = self.batch(step, rank)
+        if isinstance(batch, torch.Tensor):
+            raise TypeError(
+                "TrainConfig.batch returns a tensor: return a tuple of the step's inputs, (tensor,) for one"
+            )
+        return batch
+
     @property
     def hybrid(self) -> bool:
         """Whether parameters are replicated over one dimension of the mesh and sharded over the other."""
         return self.mesh.ndim == 2
+
+
+def _check_mesh(mesh: DeviceMesh, name: str) -> None:
+    """Data is parallel over the ranks of a mesh: each is in it once, and the calling process is one of them.
+
+    Raises:
+        ValueError: it is not so; torch would fail later, by the shape of some tensor or list.
+    """
+    ranks = mesh.mesh.flatten().tolist()
+    twice = next((rank for rank, count in Counter(ranks).items() if count > 1), None)
+    if twice is not None:
+        raise ValueError(
+            f"{name} has rank {twice} more than once, {mesh.mesh.tolist()}: its dimensions must not overlap"
+        )
+    if mesh.get_coordinate() is None:
+        raise ValueError(
+            f"rank {dist.get_rank()} of {dist.get_world_size()} is not in {name}, which has ranks {ranks}: "
+            "every rank that trains needs a mesh that it is part of"
+        )
 
 
 def finished(config: TrainConfig | Callable[[DeviceMesh], TrainConfig], world: World | None) -> TrainConfig:
@@ -207,7 +247,7 @@ def train(
         optimizer.zero_grad()
         if config.record_rng:
             record_random_states(record, step, rank)
-        loss = compute_gradients(*config.batch(step, rank))
+        loss = compute_gradients(*config.inputs(step, rank))
         record.add(step, rank, "loss", "loss", local(loss.detach()))
         record_gradients(record, step, rank, "gradient", model.named_parameters())
         if config.max_norm is not None:

@@ -65,7 +65,8 @@ def shard_eagerly(model: nn.Module, config: TrainConfig) -> None:
         reduce_dtype=config.mp_policy.reduce_dtype,
         cast_forward_inputs=False,  # a graph has no module boundary to cast at
     )
-    for label, modules in bucket_modules(model, config.bucket_plan):
+    buckets = bucket_modules(model, config.bucket_plan)
+    for label, modules in buckets:
         mesh = config.submeshes.get(label, config.mesh)
         target: Any = modules[0] if len(modules) == 1 else modules
         fully_shard(target, mesh=mesh, mp_policy=policy)
@@ -73,7 +74,7 @@ def shard_eagerly(model: nn.Module, config: TrainConfig) -> None:
             # a premultiplied sum, which gloo does not have, would be FSDP2's choice
             modules[0].set_gradient_divide_factor(float(config.mesh.size()))
             modules[0].set_force_sum_reduction_for_comms(True)
-    if "" not in config.bucket_plan:
+    if not any(model in modules for _, modules in buckets):
         fully_shard(model, mesh=config.mesh, mp_policy=policy)
 
 

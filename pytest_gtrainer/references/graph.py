@@ -96,7 +96,7 @@ def trace_config(config: TrainConfig, model: nn.Module) -> TracedStep:
         CannotRestore: a recomputed region draws random numbers that are to be those of the forward.
     """
     with random_states_kept():
-        traced = trace_step(model, config.step, config.batch(0, dist.get_rank()), chunk=config.chunk)
+        traced = trace_step(model, config.step, config.inputs(0, dist.get_rank()), chunk=config.chunk)
     checkpoint = config.activation_checkpoint
     # what a checkpoint puts back before it recomputes, a graph cannot: then the backward may not draw
     for node in traced.gm.graph.nodes if checkpoint is not None and checkpoint.preserve_rng_state else ():
@@ -164,15 +164,15 @@ def assert_same_collectives(gm: fx.GraphModule) -> None:
     Raises:
         RanksDisagree: on every rank, with the first collective that differs and two ranks that differ in it.
     """
-    sequences = [text.splitlines() for text in _gathered("\n".join(collective_sequence(gm)))]
+    sequences = [text.splitlines() for text in texts_of_ranks("\n".join(collective_sequence(gm)))]
     for rank, sequence in enumerate(sequences):
         for index, (first, other) in enumerate(zip_longest(sequences[0], sequence, fillvalue="nothing more")):
             if first != other:
                 raise RanksDisagree(f"collective {index} differs: rank 0 issues {first}, rank {rank} issues {other}")
 
 
-def _gathered(text: str) -> list[str]:
-    """Each rank's text, by rank. ``dist.all_gather_object`` does this too, but needs NumPy."""
+def texts_of_ranks(text: str) -> list[str]:
+    """Each rank's text, by rank; every rank must call it. ``dist.all_gather_object`` does this too, but needs NumPy."""
     device = "cuda" if dist.get_backend() == "nccl" else "cpu"
     content = text.encode()
     lengths = _all_gather(torch.tensor([len(content)], device=device))

@@ -1,20 +1,25 @@
-"""Does the rewritten graph train as eager code does, on many nodes? Layouts first, then bits, and a control.
+"""Does the rewritten graph train as eager code does? Layouts first, then bits, and a control.
 
 A layout that differs names the parameter without any arithmetic. Bits find what a layout cannot see. The
 control packs payloads in another order: where that gives the same bits too, the check could not have
 failed, and is an error instead of a pass (S3).
 
-A difference is told with its *path*: where the element sits on either side, and in which order each side adds it.
+In a simulated world a difference is told with its *path*: where the element sits on either side, and in which order
+each side adds it.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
 
 from pytest_gtrainer import facts
 from pytest_gtrainer.graph.bucket_plan import PayloadOrder
@@ -26,15 +31,19 @@ from pytest_gtrainer.graph.layout import (
     assert_same_layout,
 )
 from pytest_gtrainer.numerics.compare import BitwiseDifference, Verdict, compare, explained
+from pytest_gtrainer.numerics.determinism import GeneratorStates, random_states_kept
 from pytest_gtrainer.numerics.record import Record
-from pytest_gtrainer.references.config import TrainConfig
+from pytest_gtrainer.passes.graph_pass import BoundPass
+from pytest_gtrainer.references.config import TrainConfig, finished
+from pytest_gtrainer.references.eager import EagerRun
+from pytest_gtrainer.references.graph import GraphRun, texts_of_ranks
 from pytest_gtrainer.references.simulated import (
     ConfigOfMesh,
     SimulatedGraphRun,
-    SimulatedRun,
     config_of_mesh,
     simulated_eager,
 )
+from pytest_gtrainer.tracing.model import ModelState, local
 from pytest_gtrainer.worlds.fake import net_of
 from pytest_gtrainer.worlds.simulated.net import Net, check_choice, row_of
 from pytest_gtrainer.worlds.spec import World
@@ -50,18 +59,139 @@ class VacuousCheck(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Parity:
-    """Both sides of a check that has passed, the control's verdict, and the layout that both have."""
+    """Both sides of a check that has passed.
+
+    Attributes:
+        graph, eager: what each side recorded; on real ranks, on this rank.
+        control: the control against the graph; on real ranks, what this rank sees of it. None where the check has
+            failed on another rank: then there was no control.
+        layout: where both sides put each parameter.
+    """
 
     graph: Record
     eager: Record
-    control: Verdict
+    control: Verdict | None
     layout: BucketLayout
+
+
+def assert_parity(
+    config: TrainConfig | ConfigOfMesh,
+    world: World,
+    *,
+    passes: Sequence[BoundPass] | None = None,
+    payload_order: PayloadOrder = "managed",
+    reduce_scatter_first: bool = True,
+    invisible: str = "refuse",
+) -> Parity:
+    """Train by the rewritten graph and eagerly, in any world that moves data; layouts and every bit must be equal.
+
+    And the check must be able to fail. The control repeats the graph's first step from the same start, with every
+    payload packed backwards. If no rank sees another bit then, a wrong order of payloads would not be seen either.
+    Of a configuration with ``replicate=True`` the control is DDP with torch's own buckets.
+
+    On real ranks every rank calls this, and judges its own tensors. In a simulated world it is
+    ``assert_simulated_parity``.
+
+    Args:
+        config: a configuration on this rank's mesh, or a function that builds it from one.
+        passes: a pipeline of your own; the control still packs by the default one.
+        payload_order, reduce_scatter_first: of the graph; see ``references.graph.rewrite``.
+        invisible: what to do where the order of payloads does not show: "refuse", or "report" by ``Parity.control``.
+
+    Raises:
+        LayoutDifference: the graph packs other payloads than ``fully_shard``; names bucket and parameter, and
+            tells what comes of it in bits.
+        BitwiseDifference: step, rank, phase, parameter and element.
+        VacuousCheck: on every rank, if the control has the same bits on all of them; says why, and what to do.
+        ValueError: a world of one rank, or a fake one.
+    """
+    __tracebackhide__ = True
+    options: dict[str, Any] = {
+        "passes": passes, "payload_order": payload_order, "reduce_scatter_first": reduce_scatter_first,
+    }  # fmt: skip
+    if world.kind == "simulated":
+        return assert_simulated_parity(config, world, **options, invisible=invisible)
+    check_choice("invisible", invisible, ("refuse", "report"))
+    if world.size == 1:
+        raise ValueError('a world of 1 rank adds nothing, so no order can show: take gt_world("ranks", size=5), say')
+    config = finished(config, world)
+    with random_states_kept():  # both sides draw from the same random states
+        eager = EagerRun(config)
+        expected = eager.run()
+    graph = GraphRun(config, **options)
+    start, states = _copies(graph.model), GeneratorStates.now()
+    record = graph.run()
+    layouts = {"graph": graph.layout(), "eager": eager.layout()}
+    failure = None
+    try:
+        _check_equal(config, record, expected, layouts, "on this rank")
+    except AssertionError as error:
+        failure = error
+    failed = any(texts_of_ranks("failed" if failure is not None else ""))
+    if failure is not None:
+        raise failure
+    if failed:
+        return Parity(record, expected, None, layouts["eager"])
+    with random_states_kept():
+        states.put_back()
+        control = compare(*_first_steps(_control_on_ranks(graph, start), record))
+    if "different" not in texts_of_ranks(control.outcome) and invisible == "refuse":
+        cause, advice = _why_invisible(layouts["eager"], config)
+        raise VacuousCheck(
+            f"payloads packed in another order give the same bits on these ranks, because {cause}; so this check "
+            f'cannot fail: {advice}, or let the layouts and the other bits suffice (invisible="report")'
+        )
+    return Parity(record, expected, control, layouts["eager"])
+
+
+def _copies(model: nn.Module) -> list[torch.Tensor]:
+    return [local(tensor).detach().clone() for tensor in ModelState.of(model).tensors]
+
+
+def _control_on_ranks(graph: GraphRun, start: Sequence[torch.Tensor]) -> Record:
+    """The first step from the values of ``start``, every payload packed otherwise."""
+    config = replace(graph.config, steps=1)
+    if config.replicate:
+        return EagerRun(replace(config, ddp_bucket_mb=None)).run()
+    for tensor, value in zip(ModelState.of(graph.model).tensors, start, strict=True):
+        local(tensor).detach().copy_(value)
+    other = graph.rewritten(passes=None, payload_order=_backwards(graph.layout()))
+    other.config = config
+    return other.run()
+
+
+def _backwards(layout: BucketLayout) -> list[str]:
+    """The parameters of each reduced payload from the last to the first."""
+    payloads = layout.of(REDUCE_SCATTER_NAME)
+    return [slot.parameter for payload in payloads for slot in reversed(payload.slots)]
+
+
+def _first_steps(*records: Record) -> list[dict[str, torch.Tensor]]:
+    return [{str(key): value for key, value in record.select(step=0).items()} for record in records]
+
+
+def _why_invisible(layout: BucketLayout, config: TrainConfig) -> tuple[str, str]:
+    """Why no order of payloads shows on these ranks, and what to do about it."""
+    elsewhere = 'gt_world("simulated", nodes=2)'
+    reduced = [payload for each in _REDUCTIONS for payload in layout.of(each)]
+    if not config.replicate and all(len(payload.slots) < 2 for payload in reduced):
+        return "no bucket holds two parameters with gradients", "give a bucket_plan that packs more than one"
+    if max([config.mesh.size() if config.replicate else 0, *(len(payload.ranks) for payload in reduced)]) < 3:
+        return "two ranks add a + b, whichever is first", "take 3 ranks or more"
+    counts = {sum(slot.nbytes for slot in payload.slots) // payload.dtype.itemsize for payload in reduced}
+    if counts and dist.get_backend() == "gloo" and all(count % 2 == 0 for count in counts):
+        told = ", ".join(map(str, sorted(counts)))
+        cause = f"gloo adds whole shards where a rank's payload has an even number of elements ({told})"
+        return cause, f"take sizes that make it odd, or {elsewhere}"
+    cause = "every element is added in one order, or its sums are exact, as those of a few bf16 numbers in fp32 are"
+    return cause, f"take other sizes or dtypes, or {elsewhere}"
 
 
 def assert_simulated_parity(
     config: TrainConfig | ConfigOfMesh,
     world: World,
     *,
+    passes: Sequence[BoundPass] | None = None,
     payload_order: PayloadOrder = "managed",
     reduce_scatter_first: bool = True,
     invisible: str = "refuse",
@@ -70,6 +200,7 @@ def assert_simulated_parity(
 
     Args:
         config: builds the configuration from a rank's mesh; or a finished one, if its mesh is all it has.
+        passes: a pipeline of your own; the control still packs by the default one.
         payload_order, reduce_scatter_first: of the graph; see ``references.graph.rewrite``.
         invisible: what to do under a net that does not show the order of a payload: "refuse", or "report" in
             the table of a sweep over nets.
@@ -88,10 +219,12 @@ def assert_simulated_parity(
         raise ValueError("a world of 1 rank adds nothing, so no order can show: take size=16, nodes=2, for example")
     with _row_of_table(net) as row:
         subject = SimulatedGraphRun(
-            config, world, payload_order=payload_order, reduce_scatter_first=reduce_scatter_first
+            config, world, passes=passes, payload_order=payload_order, reduce_scatter_first=reduce_scatter_first
         )
         eager = simulated_eager(config, net, mesh=world.mesh)
-        record = _compared(subject, eager, net, row)
+        layouts, record = {"graph": subject.layout(), "eager": eager.layout}, subject.run()
+        paths = partial(paths_of_first, net, layouts, subject.group_of)
+        _check_equal(subject.config, record, eager.record, layouts, "under this net", row, paths)
         control = _control(config, world, subject, record)
         row["result"] = "equal" if control.outcome == "different" else "equal, but proves nothing: so is the control"
         if control.outcome != "different" and invisible == "refuse":
@@ -118,35 +251,39 @@ def _row_of_table(net: Net) -> Iterator[dict[str, Any]]:
         facts.emit("net", **row)
 
 
-def _compared(subject: SimulatedGraphRun, eager: SimulatedRun, net: Net, row: dict[str, Any]) -> Record:
-    """Train by the graph; layouts and bits must be equal."""
+def _check_equal(
+    config: TrainConfig,
+    record: Record,
+    expected: Record,
+    layouts: Mapping[str, BucketLayout],
+    where: str,
+    row: dict[str, Any] | None = None,
+    paths: Callable[[Verdict, Record], Iterable[str]] = lambda verdict, record: (),
+) -> None:
+    """Raise if layouts or bits of graph and eager differ; of a net the ``row`` of the table gets its result."""
     __tracebackhide__ = True
-    layout = subject.layout()
+    row = {} if row is None else row
     misplaced = ""
-    if not subject.config.replicate:
+    if not config.replicate:  # DDP has no buckets of parameters
         try:
-            assert_same_layout(layout, eager.layout)
+            assert_same_layout(layouts["graph"], layouts["eager"])
         except LayoutDifference as difference:
             misplaced = str(difference)
-    record = subject.run()
-    verdict = compare(record, eager.record)
+    verdict = compare(record, expected)
     what = "graph against eager"
     facts.emit("verdict", outcome=verdict.outcome, tensors=verdict.compared, what=what)
-    facts.tell("comparison", actual=record, expected=eager.record, verdict=verdict, what=what, must_differ=False)
-    explanations = explained(verdict, eager.record)
+    facts.tell("comparison", actual=record, expected=expected, verdict=verdict, what=what, must_differ=False)
+    explanations = explained(verdict, expected)
     if verdict.outcome != "equal":
         at = verdict.first.key if verdict.first else None
         row["result"] = f"DIFFERENT at step {at.step}, {at.phase} of {at.name}" if at else "UNVERIFIED"
-        layouts = {"graph": layout, "eager": eager.layout}
-        paths = paths_of_first(net, layouts, subject.group_of, verdict, record)
-        told = "\n".join([str(verdict), *paths, *explanations])
+        told = "\n".join([str(verdict), *paths(verdict, record), *explanations])
         if misplaced:
             raise LayoutDifference(f"{misplaced}\nand therefore bits are {told}")
         raise BitwiseDifference(told, verdict)
     if misplaced:
         row["result"] = "layouts differ, bits do not"
-        raise LayoutDifference(f"{misplaced}\nall bits are equal under this net: only the layout tells")
-    return record
+        raise LayoutDifference(f"{misplaced}\nall bits are equal {where}: only the layout tells")
 
 
 def _control(config: TrainConfig | ConfigOfMesh, world: World, subject: SimulatedGraphRun, record: Record) -> Verdict:
@@ -156,10 +293,8 @@ def _control(config: TrainConfig | ConfigOfMesh, world: World, subject: Simulate
         other_buckets = partial(replace, steps=1, ddp_bucket_mb=None)
         other = simulated_eager(lambda own: other_buckets(build(own)), net_of(world), mesh=mesh).record
     else:
-        scatters = subject.layout().of(REDUCE_SCATTER_NAME)
-        backwards = [slot.parameter for payload in scatters for slot in reversed(payload.slots)]
-        other = subject.rewritten(payload_order=backwards).run(steps=1)
-    return compare(*({str(key): value for key, value in side.select(step=0).items()} for side in (other, record)))
+        other = subject.rewritten(passes=None, payload_order=_backwards(subject.layout())).run(steps=1)
+    return compare(*_first_steps(other, record))
 
 
 def paths_of_first(

@@ -9,6 +9,7 @@ ranks, in an order that is the net's.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -60,8 +61,13 @@ def config_of_mesh(
     """What builds the configuration from a rank's mesh, and that mesh's dimensions.
 
     Raises:
-        ValueError: a finished configuration that needs more than one mesh.
+        ValueError: a finished configuration that needs more than one mesh; a mesh of more or fewer ranks.
     """
+    if mesh and math.prod(mesh.values()) != size:
+        told = " x ".join(f"{name}={extent}" for name, extent in mesh.items())
+        raise ValueError(
+            f"the mesh {told} has {math.prod(mesh.values())} ranks, the simulated world {size}: make them equal"
+        )
     if not isinstance(config, TrainConfig):
         return config, dict(mesh or {"fsdp": size})
     finished, own = config, config.mesh
@@ -242,7 +248,7 @@ class _Rank:
         with self._process():
             if config.record_rng:
                 record_random_states(self._record, step, self.rank)
-            return config.batch(step, self.rank)
+            return config.inputs(step, self.rank)
 
     def take(self, step: int, loss: torch.Tensor, *gradients: torch.Tensor | None) -> None:
         """Record loss and gradients, and keep these."""

@@ -43,7 +43,8 @@ def train_graph(
     """Train by the rewritten graph: loss, gradients, weights, ... per step, on this rank.
 
     In a simulated ``world`` on all its ranks; ``config`` is then best a function that builds the
-    configuration from a rank's mesh. The options are those of ``rewrite``.
+    configuration from a rank's mesh. The options are those of ``rewrite``. To compare the record with
+    ``train_eager``'s take ``assert_parity``, which refuses a comparison that could not have failed.
     """
     options: dict[str, Any] = {
         "passes": passes,

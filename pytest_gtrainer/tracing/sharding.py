@@ -18,6 +18,7 @@ from functools import partial, partialmethod
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
@@ -98,9 +99,9 @@ def data_parallel(
             (FSDP2's ``set_gradient_divide_factor``); by default the reduction averages.
 
     Raises:
-        ValueError: unknown mode, a mesh of the wrong rank, a parameter without dimensions, a parameter that
-            somebody else has made a DTensor, or fp16 reduction (FSDP2 divides before and after it, which is
-            not modelled).
+        ValueError: unknown mode, a mesh of the wrong rank or without this process, a parameter without dimensions, a
+            parameter that somebody else has made a DTensor, or fp16 reduction (FSDP2 divides before and after it,
+            which is not modelled).
     """
     scalars = [fqn for fqn, parameter in model.named_parameters() if parameter.ndim == 0]
     if scalars and mode != "replicate":
@@ -111,6 +112,11 @@ def data_parallel(
     placements = PLACEMENTS[mode]
     if mesh.ndim != len(placements):
         raise ValueError(f"mode={mode!r} needs a {len(placements)}-D mesh, this one is {mesh.ndim}-D: {mesh}")
+    if mesh.get_coordinate() is None:
+        raise ValueError(
+            f"rank {dist.get_rank()} of {dist.get_world_size()} is not in {mesh}: "
+            "every rank that trains needs a mesh that it is part of"
+        )
     policy = mp_policy or MixedPrecisionPolicy()
     if policy.reduce_dtype is torch.float16 or (policy.reduce_dtype is None and policy.param_dtype is torch.float16):
         raise ValueError("a reduce_dtype of torch.float16 is not supported: use torch.bfloat16 or torch.float32")

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import Shard
 
 from pytest_gtrainer import eager_bucket_layout
 from pytest_gtrainer._torch.fsdp2 import FSDP2Policy, fully_shard
@@ -121,6 +122,17 @@ def test_an_unused_parameter_is_gathered_and_not_reduced(gt_mesh, sent):
     assert [payload.parameters for payload in layout.of("all_gather")] == [("weight", "unused")]
     assert [payload.parameters for payload in layout.of("reduce_scatter")] == [("weight",)]
     assert [payload.numel() for kind, payload in sent if kind == "reduce_scatter"] == [16]
+
+
+@pytest.mark.gt_world("ranks", size=4, mesh={"fsdp": 4})
+def test_a_parameter_that_is_sharded_by_columns(gt_mesh, sent):
+    """6 rows of 8: two columns a rank, and no row of padding, as two of 8 rows would be if rows were shared out."""
+    model = nn.Linear(8, 6, bias=False)
+    fully_shard(model, mesh=gt_mesh, shard_placement_fn=lambda parameter: Shard(1))
+    model(torch.ones(1, 8)).sum().backward()
+    (payload,) = eager_bucket_layout(model).of("reduce_scatter")
+    assert [slot.nbytes for slot in payload.slots] == [12 * 4]
+    assert [payload.numel() for kind, payload in sent if kind == "reduce_scatter"] == [4 * 12]
 
 
 @pytest.mark.gt_world("ranks", size=2, mesh={"fsdp": 2})

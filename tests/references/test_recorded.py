@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import re
 
 import pytest
@@ -70,10 +71,11 @@ def test_a_simulated_graph_clips_as_eager_does(gt_world):
 
 
 class Drawing(nn.Module):
-    """Dropout between two layers, on every rank its own."""
+    """Dropout between two layers, on every rank its own; the first parameter is not used, and has no gradient."""
 
     def __init__(self) -> None:
         super().__init__()
+        self.unused = nn.Parameter(torch.ones(4))
         self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -81,17 +83,30 @@ class Drawing(nn.Module):
         return second(nn.functional.dropout(first(x), 0.5)).square().mean()
 
 
+class DrawingOptimizer(torch.optim.SGD):
+    """Adds a number of its own drawing to each rank's weights."""
+
+    @torch.no_grad()
+    def step(self) -> None:
+        super().step()
+        for parameter in self.param_groups[0]["params"]:
+            parameter.add_(float(torch.rand(())) * random.random())
+
+
 @pytest.mark.gt_world("simulated", size=2, nodes=1)
 def test_a_simulated_graph_draws_what_each_rank_draws(gt_world):
-    """By batches, which differ between ranks, and by the graph; the model's weights are drawn, too."""
+    """By batches, which differ between ranks, by the graph and by the optimiser; weights are drawn, too."""
 
     def config(mesh, draws=1):
         def batch(step, rank):
             torch.rand(rank * draws)
-            return (torch.rand(3, 8),)
+            for _ in range(rank * draws):
+                random.random()
+            return (torch.rand(3, 8) * random.random(),)
 
         return TrainConfig(model=Drawing, step=lambda model, x: model(x), batch=batch, mesh=mesh, steps=2,
-                           bucket_plan=["layers.0", "layers.1"], record_rng=True)  # fmt: skip
+                           bucket_plan=["layers.0", "layers.1"], record_rng=True,
+                           optimizer=lambda parameters: DrawingOptimizer(parameters, lr=0.1))  # fmt: skip
 
     before = torch.get_rng_state()
     graph = train_graph(config, world=gt_world)

@@ -1,10 +1,14 @@
 """Configurations that cannot be trained are refused in one sentence, before anything runs."""
 
+import re
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
-from pytest_gtrainer import TrainConfig
+from pytest_gtrainer import TrainConfig, data_parallel, train_eager, train_graph
 from pytest_gtrainer.graph.collectives import PlanError
 from pytest_gtrainer.references.eager import EagerRun
 from pytest_gtrainer.references.graph import GraphRun
@@ -69,6 +73,57 @@ def test_a_submesh_for_no_bucket_and_no_steps(config_with, gt_mesh):
         config_with(submeshes={"experts": gt_mesh})
     with pytest.raises(ValueError, match="steps=0: train for at least one step"):
         config_with(steps=0)
+
+
+@pytest.mark.parametrize("side", [EagerRun, GraphRun])
+def test_a_batch_whose_rows_would_be_the_inputs(config_with, side):
+    """Eager code would get three inputs of four numbers: "not enough values to unpack", or no error at all."""
+    config = config_with(batch=lambda step, rank: torch.ones(3, 4))
+    with pytest.raises(
+        TypeError, match=r"TrainConfig.batch returns a tensor: return a tuple of the step's inputs, \(te"
+    ):
+        config.inputs(0, 0)
+    with pytest.raises(TypeError, match=r"TrainConfig.batch returns a tensor"):
+        side(config)._compute_gradients(*config.inputs(0, 0))
+
+
+MESHES = {
+    "without this rank": ([0, 1], "rank 3 of 4 is not in {name}, which has ranks [0, 1]: every rank that trains needs"),
+    "a rank twice": ([[0, 1], [1, 3]], "{name} has rank 1 more than once, [[0, 1], [1, 3]]: its dimensions must not"),
+}
+
+
+@pytest.mark.gt_world("fake", size=4, rank=3)
+@pytest.mark.parametrize("case", MESHES)
+def test_a_mesh_that_cannot_be_trained_over(config_with, gt_mesh, case):
+    """torch says "list index out of range" or "b must be 2D" later, or nothing until ranks disagree."""
+    ranks, words = MESHES[case]
+    mesh, submesh = DeviceMesh("cpu", ranks), re.escape(words.format(name="the mesh of 'head' in submeshes"))
+    with pytest.raises(ValueError, match=re.escape(words.format(name="TrainConfig.mesh"))):
+        config_with(mesh=mesh)
+    with pytest.raises(ValueError, match=submesh):
+        config_with(submeshes={"head": mesh})
+
+
+@pytest.mark.gt_world("fake", size=4, rank=3)
+def test_a_model_sharded_over_other_ranks(gt_mesh):
+    with pytest.raises(ValueError, match=r"rank 3 of 4 is not in DeviceMesh\(.*: every rank that trains needs a mesh"):
+        data_parallel(Net(), DeviceMesh("cpu", [0, 1]))
+
+
+@pytest.mark.gt_world("fake", size=4, mesh={"efsdp": 2, "ep": 2})
+def test_a_submesh_of_two_dimensions(config_with, gt_mesh):
+    with pytest.raises(
+        ValueError, match="submeshes has a 2-D mesh for 'head': take the one dimension it is sharded over"
+    ):
+        config_with(mesh=gt_mesh["efsdp"], submeshes={"head": gt_mesh})
+
+
+@pytest.mark.gt_world("simulated", size=4)
+@pytest.mark.parametrize("train", [train_eager, train_graph])
+def test_a_simulated_mesh_of_other_ranks(config_with, gt_world, train):
+    with pytest.raises(ValueError, match="the mesh a=2 x b=3 has 6 ranks, the simulated world 4: make them equal"):
+        train(lambda mesh: config_with(mesh=mesh), world=replace(gt_world, mesh={"a": 2, "b": 3}))
 
 
 @pytest.mark.gt_world("fake", size=8, mesh={"replicate": 2, "shard": 2, "tp": 2})

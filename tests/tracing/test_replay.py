@@ -97,11 +97,18 @@ def test_an_existing_gradient_is_added_to_in_place(net, inputs, train_step):
     assert torch.equal(first, once + once)
 
 
-def test_an_unused_parameter_keeps_no_gradient(inputs, train_step):
-    """A9: None is skipped."""
-    model = nn.Linear(8, 4)
-    model.unused = nn.Parameter(torch.ones(3))
-    traced = trace_step(model, train_step, inputs)
-    traced.replay(model, *inputs)
-    assert model.unused.grad is None
-    assert model.weight.grad is not None
+@pytest.mark.parametrize("names", [("unused", "weight", "bias"), ("weight", "unused", "bias")], ids=" ".join)
+def test_an_unused_parameter_keeps_no_gradient_and_those_behind_it_have_theirs(inputs, names):
+    """A9: None is skipped, wherever it stands."""
+    shapes = {"unused": (3,), "weight": (4, 8), "bias": (4,)}
+    model = nn.ParameterDict({name: torch.ones(shapes[name]) for name in names})
+
+    def step(m, x, y):
+        return nn.functional.mse_loss(nn.functional.linear(x, m["weight"], m["bias"]), y)
+
+    eager = copy.deepcopy(model)
+    step(eager, *inputs).backward()
+    trace_step(model, step, inputs).replay(model, *inputs)
+    assert model["unused"].grad is None
+    assert gradients(model).keys() == {"weight", "bias"}
+    assert_bitwise_equal(gradients(model), gradients(eager))

@@ -8,7 +8,6 @@ import time
 
 import pytest
 
-from pytest_gtrainer.devices import Launch, launch_in
 from tests.worlds.conftest import Suite
 
 SUITE = '''
@@ -266,6 +265,28 @@ def test_the_death_of_rank_0_ends_all(suite):
     _wait_until_nothing_is_left(suite)
 
 
+def test_the_death_of_rank_0_is_seen_without_the_help_of_a_rank_that_dies_too(suite):
+    """T2: rank 2 kills rank 0 and itself, before any thread of it could tell of that."""
+    suite.write(
+        "test_it.py",
+        """
+        import os, signal, time
+        import pytest, torch, torch.distributed as dist
+        @pytest.mark.gt_world("ranks", size=3)
+        def test_kills_rank_0():
+            pid = torch.tensor([os.getpid()])
+            dist.broadcast(pid, 0)
+            if dist.get_rank() == 2:
+                for each in (int(pid), os.getpid()): os.kill(each, signal.SIGKILL)
+            time.sleep(60)
+        """,
+    )
+    run = suite.run(launcher=("--standalone", "--nproc-per-node=3"))
+    line = "rank 0, which reports for all ranks, was killed by SIGKILL, when test_it.py::test_kills_rank_0 ran"
+    assert f"gtrainer: {line}: rank 1 ends too" in run.output, run.output
+    _wait_until_nothing_is_left(suite)
+
+
 def test_a_test_that_rank_0_cannot_end_is_told(suite):
     """T3: its main thread alone could report to pytest; the line is not captured with the test's output."""
     suite.write(
@@ -332,12 +353,3 @@ def test_what_torchrun_cannot_have(pytester, monkeypatch, argument, sentence):
     result = pytester.runpytest_inprocess(argument, "--gt-device=cpu")
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     result.stderr.fnmatch_lines([f"*{sentence}*"])
-
-
-def test_who_watches_whom_on_a_node():
-    """Each sees the next one, in a circle, and rank 0 sees all; ranks 4 to 6 are those of one node."""
-    assert [Launch(rank, 8, rank - 4, 3).watched for rank in (4, 5, 6)] == [(5,), (6,), (4,)]
-    assert Launch(3, 4, 0, 1).watched == Launch(0, 4, 0, 1).watched == ()
-    assert [Launch(rank, 3, rank, 3).watched for rank in range(3)] == [(1, 2), (2,), (0,)]
-    assert [Launch(rank, 4, rank % 2, 2).is_beside_the_driver for rank in range(4)] == [True, True, False, False]
-    assert launch_in(ENVIRONMENT) == Launch(0, 4, 0, 4)

@@ -9,6 +9,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from types import FrameType
@@ -32,6 +33,7 @@ from pytest_gtrainer.ranks.torchrun.mailbox import (
     watch_neighbour,
 )
 
+SEEN_SECONDS = 0.5
 # torchrun kills what has not ended 30 s after its SIGTERM.
 HOLD_SECONDS = 15.0
 _INTERRUPT = signal.SIGRTMAX - 3 if hasattr(signal, "SIGRTMAX") else signal.SIGTERM
@@ -60,6 +62,7 @@ class TorchrunProcess:
         self._rank: Rank | None = None
         self._doing = "no test ran"
         self._over = False
+        self._telling = threading.Lock()  # the end of rank 0 may be seen by one thread and heard of by another
         self.stderr = os.dup(2)  # while a test runs its output is captured
         self._reader = Reader(self.store, mailbox_of(launch.rank), self._answer_at_once, self._lost)
         self._line: socket.socket | None = None
@@ -144,6 +147,8 @@ class TorchrunProcess:
         if self._over:
             return
         if rank == 0:
+            if status is None:
+                time.sleep(SEEN_SECONDS)  # another one of this node may have seen how, and tells us
             with contextlib.suppress(RuntimeError):  # the store has gone too: then all others see that themselves
                 for other in {*range(1, self.launch.size)} - {self.launch.rank}:
                     Mailbox(self.store, mailbox_of(other)).put(wire.Gone(status))
@@ -152,7 +157,7 @@ class TorchrunProcess:
 
     def _lost(self, status: int | None = None) -> None:
         """Nobody is there to report to: a line here and the exit status can still tell that something went wrong."""
-        if not self._over and not self.launch.leads:
+        if not self._over and not self.launch.leads and self._telling.acquire(blocking=False):
             how = ended_in_words(status)
             told = f"rank 0, which reports for all ranks, {how}, when {self._doing}: rank {self.launch.rank} ends too"
             os.write(self.stderr, f"gtrainer: {told}\n".encode())

@@ -1,0 +1,238 @@
+"""``assert_parity`` on real ranks: equal layouts and bits, and a check that could have failed (S3, L5)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
+
+from pytest_gtrainer import (
+    MixedPrecisionPolicy,
+    TrainConfig,
+    VacuousCheck,
+    assert_bitwise_different,
+    assert_bitwise_equal,
+    assert_parity,
+    construct_default_graph_passes,
+    train_graph,
+)
+from pytest_gtrainer.graph.layout import LayoutDifference
+from pytest_gtrainer.numerics.compare import BitwiseDifference
+from pytest_gtrainer.references.graph import texts_of_ranks
+
+PLAN = [f"layers.{index}" for index in range(3)]
+FOUR = pytest.mark.gt_world("ranks", size=4)
+
+
+class Block(nn.Module):
+    """Registered in another order than it runs in; over 4 ranks 28 elements each, and one more for 4 of ``scale``."""
+
+    def __init__(self, scale: int) -> None:
+        super().__init__()
+        self.second, self.first = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.scale = nn.Parameter(torch.ones(scale))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(nn.functional.dropout(self.first(x), 0.1).sin()) * self.scale.mean()
+
+
+class Model(nn.Module):
+    """Three blocks, a buffer that is updated; weights and dropout are drawn from the generator as it is."""
+
+    def __init__(self, scale: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block(scale) for _ in range(3))
+        self.register_buffer("seen", torch.ones(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.seen.add_(1)
+        for layer in self.layers:
+            x = x + layer(x)
+        return (x / self.seen).square().mean()
+
+
+@pytest.fixture
+def training(gt_mesh):
+    """``training(scale=4)``: 29 elements a rank and bucket, in which gloo shows an order; 30 by 8, and it does not."""
+
+    def batch(step, rank):
+        return (torch.randn(5, 6, generator=torch.Generator().manual_seed(9 * step + rank)),)
+
+    def make(scale=4, **changes):
+        fields = {"model": lambda: Model(scale), "step": lambda model, x: model(x), "batch": batch, "steps": 1}
+        return TrainConfig(**{**fields, "bucket_plan": PLAN, "mesh": gt_mesh, **changes})
+
+    return make
+
+
+@FOUR
+def test_equal_and_an_odd_payload_shows_it(training, gt_world):
+    """The control sees other gradients on some rank, and the records have both steps."""
+    parity = assert_parity(training(steps=2), gt_world)
+    assert "different" in seen_by_all(parity)
+    assert len(parity.graph.select(step=1)) == len(parity.eager.select(step=0)) > 0
+    assert [sum(slot.nbytes for slot in payload.slots) for payload in parity.layout.of("reduce_scatter")] == [
+        29 * 4
+    ] * 3
+
+
+@FOUR
+def test_a_check_that_cannot_fail_is_refused_with_the_cause(training, gt_world):
+    """W4: two more elements a rank, and gloo adds whole shards."""
+    with pytest.raises(VacuousCheck) as refused:
+        assert_parity(training(8), gt_world)
+    assert str(refused.value) == (
+        "payloads packed in another order give the same bits on these ranks, because gloo adds whole shards where a "
+        "rank's payload has an even number of elements (30); so this check cannot fail: take sizes that make it odd, "
+        'or gt_world("simulated", nodes=2), or let the layouts and the other bits suffice (invisible="report")'
+    )
+
+
+@FOUR
+def test_where_no_order_shows_that_can_be_reported(training, gt_world):
+    """The control repeats the step: same weights, buffers and dropout, or it would see a difference."""
+    assert assert_parity(training(8), gt_world, invisible="report").control.outcome == "equal"
+
+
+@pytest.mark.gt_world("ranks", size=2)
+def test_two_ranks_show_no_order(training, gt_world):
+    with pytest.raises(VacuousCheck, match=r"two ranks add a \+ b, whichever is first; .*take 3 ranks or more"):
+        assert_parity(training(2), gt_world)
+
+
+class Sums(nn.Module):
+    """Gradients of 1 and 2, whose sums are exact."""
+
+    def __init__(self, *shapes: tuple[int, ...]) -> None:
+        super().__init__()
+        self.values = nn.ParameterList(torch.ones(shape) for shape in shapes)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return sum((place + 1) * value.sum() for place, value in enumerate(self.values))
+
+
+@FOUR
+@pytest.mark.parametrize(
+    ("shapes", "words"),
+    [
+        ([(8, 3)], "no bucket holds two parameters with gradients; .*give a bucket_plan that packs more than one"),
+        ([(8, 3), (4,)], "or its sums are exact.*take other sizes or dtypes, or gt_world"),
+    ],
+    ids=["one parameter", "whole numbers"],
+)
+def test_what_else_hides_an_order(training, gt_world, shapes, words):
+    with pytest.raises(VacuousCheck, match=words):
+        assert_parity(training(model=lambda: Sums(*shapes), bucket_plan=[["values", ""]]), gt_world)
+
+
+@FOUR
+def test_execution_order_is_told_by_layout_and_by_bits_where_they_show(training, gt_world):
+    """L5, W4: what the control stands for. Elements of rank 0 are all added in one order, whatever theirs is."""
+    with pytest.raises(LayoutDifference, match=r"all_gather: layers\.0\.second\.weight sits at byte 56, exp") as told:
+        assert_parity(training(), gt_world, payload_order="execution")
+    equal = "all bits are equal on this rank: only the layout tells"
+    assert str(told.value).endswith(equal) or "\nand therefore bits are different: " in str(told.value)
+    assert set(texts_of_ranks(str(str(told.value).endswith(equal)))) == {"True", "False"}
+    with pytest.raises(LayoutDifference, match=equal):
+        assert_parity(training(8), gt_world, payload_order="execution")
+
+
+@FOUR
+def test_a_difference_on_one_rank_fails_there_and_holds_nobody_up(training, gt_world):
+    """The others know of it, and make no control, which would wait for the one that has failed."""
+
+    def step(model, x):
+        with torch.no_grad():
+            model.told.add_(2 if gt_world.rank == 1 and get_proxy_mode() is None else 1)
+        return model(x)
+
+    def model():
+        built = Model(4)
+        built.register_buffer("told", torch.zeros(()))
+        return built
+
+    if gt_world.rank == 1:
+        with pytest.raises(BitwiseDifference, match=r"first at step 0, rank 1, buffer of told"):
+            assert_parity(training(model=model, step=step), gt_world)
+    else:
+        assert assert_parity(training(model=model, step=step), gt_world).control is None
+    torch.distributed.barrier()
+
+
+@FOUR
+def test_a_pipeline_of_ones_own(training, gt_world):
+    """Without buckets its layout is none of FSDP2's; the default one in its place passes, control included."""
+    with pytest.raises(LayoutDifference):
+        assert_parity(training(), gt_world, passes=[])
+    passes = construct_default_graph_passes(bucket_plan=PLAN)
+    assert "different" in seen_by_all(assert_parity(training(), gt_world, passes=passes))
+    with pytest.raises(VacuousCheck):
+        assert_parity(training(8), gt_world, passes=passes)
+
+
+def seen_by_all(parity):
+    return texts_of_ranks(parity.control.outcome)
+
+
+BF16 = MixedPrecisionPolicy(torch.bfloat16)
+
+
+@FOUR
+def test_gradients_are_reduced_in_the_dtype_of_parameters_unless_told(training, gt_world):
+    """A12: on both sides; the twin reduces in fp32."""
+
+    def step(model, x):
+        return model(x.bfloat16()).float()
+
+    torch.manual_seed(0)
+    parity = assert_parity(training(mp_policy=BF16, step=step), gt_world)
+    assert {payload.dtype for payload in parity.layout.payloads} == {torch.bfloat16}
+    torch.manual_seed(0)
+    other = train_graph(training(mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32), step=step))
+    assert_bitwise_different(other.select(phase="gradient"), parity.graph.select(phase="gradient"))
+    assert_bitwise_equal(other.select(phase="loss"), parity.graph.select(phase="loss"))
+
+
+class Residual(Block):
+    """Keeps its input in fp32, and computes in bf16."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        assert x.dtype is torch.float32
+        return x + super().forward(x.bfloat16()).float()
+
+
+@FOUR
+def test_inputs_are_not_cast_where_a_module_begins(training, gt_world):
+    """A12: FSDP2 would by default (``cast_forward_inputs``), a graph has no such place; the twin does it by hand."""
+
+    def model():
+        built = Model(4)
+        built.layers = nn.ModuleList(Residual(4) for _ in range(3))
+        return built
+
+    torch.manual_seed(0)
+    parity = assert_parity(training(mp_policy=BF16, model=model), gt_world, invisible="report")
+    torch.manual_seed(0)
+    rounded = train_graph(training(mp_policy=BF16, model=model, step=lambda model, x: model(x.bfloat16().float())))
+    assert_bitwise_different(rounded.select(phase="loss"), parity.graph.select(phase="loss"))
+
+
+@FOUR
+def test_ddp_against_buckets_of_its_own_making(training, gt_world):
+    """D10: a ring adds an element in an order that depends on its place in the bucket."""
+    config = training(replicate=True)
+    assert "different" in seen_by_all(assert_parity(config, gt_world))
+
+
+@pytest.mark.gt_world("ranks", size=1)
+def test_one_rank_adds_nothing(training, gt_world):
+    with pytest.raises(ValueError, match=r"a world of 1 rank adds nothing, so no order can show: take gt_world"):
+        assert_parity(training(), gt_world)
+
+
+@FOUR
+def test_a_word_that_is_no_choice(training, gt_world):
+    with pytest.raises(ValueError, match="invisible='hide'"):
+        assert_parity(training(), gt_world, invisible="hide")

@@ -38,6 +38,15 @@ def found(gm, target):
     return gm.graph.find_nodes(op="call_function", target=target)
 
 
+def the_payload(layout, collective, label):
+    """The one payload of a bucket."""
+    found = [payload for payload in layout.of(collective) if payload.label == label]
+    assert len(found) == 1, (
+        f"{len(found)} {collective}s of {label}; there are {[p.label for p in layout.of(collective)]}"
+    )
+    return found[0]
+
+
 def code_of(gm):
     gm.recompile()
     return gm.code
@@ -56,7 +65,7 @@ def test_payloads_are_in_fsdp2s_managed_order(joint, plan):
     layout = bucket_layout(joint_pass(joint.gm, bucket_plan=plan))
     names = ["w1.weight", "w1.bias", "w2.weight", "w3.weight", "norm.weight", "norm.bias", "scale"]
     for collective in ("all_gather", "reduce_scatter"):
-        (payload,) = [p for p in layout.of(collective) if p.label == "layers.1"]
+        payload = the_payload(layout, collective, "layers.1")
         assert payload.parameters == tuple(f"layers.1.{name}" for name in names)
 
 
@@ -66,7 +75,7 @@ def test_payloads_are_in_fsdp2s_managed_order(joint, plan):
 def test_other_orders_are_other_payloads(joint, plan, order, first):
     """The twins of D2: named_parameters order, execution order, an order by hand."""
     layout = bucket_layout(joint_pass(joint.gm, bucket_plan=plan, payload_order=order))
-    (payload,) = [p for p in layout.of("all_gather") if p.label == "layers.1"]
+    payload = the_payload(layout, "all_gather", "layers.1")
     assert payload.parameters[0] == f"layers.1.{first}"
 
 
@@ -76,7 +85,7 @@ def test_the_payload_is_the_flat_concatenation_of_shards(joint, plan):
     for payload in layout.payloads:
         ends = [slot.offset + slot.nbytes for slot in payload.slots]
         assert [slot.offset for slot in payload.slots] == [0, *ends[:-1]]
-    (payload,) = [p for p in layout.of("all_gather") if p.label == "layers.0"]
+    payload = the_payload(layout, "all_gather", "layers.0")
     assert sum(slot.nbytes for slot in payload.slots) == 2 * (3 * 64 + 8 + 8 + 8 + 8) // 4
 
 
@@ -98,7 +107,8 @@ def test_gathered_members_leave_contiguous(joint, plan):
     gm = joint_pass(joint.gm, bucket_plan=plan)
     clones = found(gm, torch.ops.aten.clone.default)
     assert len(clones) >= 3 * 7
-    assert all(node.kwargs["memory_format"] is torch.contiguous_format for node in clones if "fsdp_bucket" in node.meta)
+    formats = {node.kwargs.get("memory_format") for node in clones if "fsdp_bucket" in node.meta}
+    assert formats == {torch.contiguous_format}
 
 
 def test_the_outputs_are_those_of_the_graph_before(joint, plan):
@@ -107,7 +117,8 @@ def test_the_outputs_are_those_of_the_graph_before(joint, plan):
     after = joint_pass(joint.gm, bucket_plan=plan)
     generator = torch.Generator().manual_seed(0)
     inputs = [
-        torch.randint(0, 16, t.shape, generator=generator) if t.dtype == torch.int64
+        torch.randint(0, 16, t.shape, generator=generator)
+        if t.dtype == torch.int64
         else torch.randn(t.shape, generator=generator)
         for t in joint.example_inputs
     ]
@@ -171,8 +182,7 @@ def test_graphs_traced_elsewhere_need_the_conventions_only(joint, plan):
     layout = bucket_layout(joint_pass(joint.gm, bucket_plan=plan))
     names = ["w1.weight", "w1.bias", "w2.weight", "w3.weight", "norm.weight", "norm.bias", "scale"]
     wanted = [joint.parameter_fqns.index(f"layers.1.{name}") for name in names]
-    (gather,) = [p for p in layout.of("all_gather") if p.label == "layers.1"]
-    (scatter,) = [p for p in layout.of("reduce_scatter") if p.label == "layers.1"]
+    gather, scatter = (the_payload(layout, kind, "layers.1") for kind in ("all_gather", "reduce_scatter"))
     assert [int(name.rpartition(".input")[2]) for name in gather.parameters] == wanted
     assert [int(name.rpartition(".output")[2]) - 1 for name in scatter.parameters] == wanted
 
@@ -237,7 +247,9 @@ def test_what_is_gathered_but_no_parameter_is_left_alone(gt_mesh):
     bucketed = [node for node in found(gm, ALL_GATHER) if "fsdp_bucket" in node.meta]
     assert len(bucketed) == 1
     assert len(found(gm, ALL_GATHER)) == 3
-    assert all(torch.equal(*pair) for pair in zip(gm(*[t.clone() for t in inputs]), before, strict=True))
+    after = gm(*[t.clone() for t in inputs])
+    differ = [place for place, pair in enumerate(zip(after, before, strict=True)) if not torch.equal(*pair)]
+    assert differ == [], "outputs that differ"
 
 
 def test_a_reduce_scatter_that_is_added_to_another_is_no_gradient_yet(gt_mesh, make_net):
@@ -253,6 +265,24 @@ def test_a_reduce_scatter_that_is_added_to_another_is_no_gradient_yet(gt_mesh, m
     scatters = bucket_layout(traced.gm).of("reduce_scatter")
     assert "lm_head.weight" not in {name for payload in scatters for name in payload.parameters}
     assert len(found(traced.gm, REDUCE_SCATTER)) == len(scatters) + 2
+
+
+def test_a_bucket_of_two_modules_is_packed_in_the_order_that_the_plan_lists_them(gt_mesh):
+    """D2: as ``fully_shard([lm_head, norm])`` packs it, whatever the registration and the execution; FSDP2 is asked."""
+    from fixtures.training import llama3_training
+    from pytest_gtrainer.references.eager import eager_bucket_layout, shard_eagerly
+    from pytest_gtrainer.references.graph import rewrite, shard_traceably, trace_config
+
+    for last in (["lm_head", "norm"], ["norm", "lm_head"]):
+        config = llama3_training(gt_mesh, "fp32", bucket_plan=["tok_embeddings", "layers.0", "layers.1", last])
+        graph = rewrite(trace_config(config, shard_traceably(config.model(), config)), config)
+        model = config.model()
+        shard_eagerly(model, config)
+        config.step(model, *config.batch(0, 0)).backward()
+        layouts = {"graph": bucket_layout(graph.gm), "eager": eager_bucket_layout(model)}
+        for side, layout in layouts.items():
+            found = [p.parameters for p in layout.payloads if "norm.weight" in p.parameters]
+            assert found == [tuple(f"{fqn}.weight" for fqn in last)] * 2, side
 
 
 def test_a_tie_between_a_module_and_its_child_has_fsdp2s_place(gt_mesh):

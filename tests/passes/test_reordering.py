@@ -82,8 +82,8 @@ def test_a_launch_stands_behind_its_inputs_and_before_its_wait(joint, plan):
     """Nothing is used before it is made, and no wait is the launch's neighbour where there is compute to hide."""
     gm = joint_pass(joint.gm, bucket_plan=plan)
     place = {node: index for index, node in enumerate(gm.graph.nodes)}
-    for node in gm.graph.nodes:
-        assert all(place[source] < place[node] for source in node.all_input_nodes)
+    late = [(n, source) for n in gm.graph.nodes for source in n.all_input_nodes if place[source] > place[n]]
+    assert late == [], "nodes that stand before what they read"
     gathers = [node for node in gm.graph.nodes if node.target is ALL_GATHER]
     hidden = [place[next(iter(node.users))] - place[node] for node in gathers[2:]]
     assert min(hidden) > 5

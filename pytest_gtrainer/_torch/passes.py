@@ -125,6 +125,11 @@ def is_control_dependency(node: fx.Node) -> bool:
     return isinstance(node.target, HigherOrderOperator) and node.target.name() == "control_deps"
 
 
+def is_bucketed_by_torch(node: fx.Node) -> bool:
+    """Whether the node is one of those that torch's (and torchtitan's) buckets are packed with."""
+    return str(getattr(node.target, "namespace", "")) == "bucketing"
+
+
 def value_like(like: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
     """A contiguous value of another shape for ``meta["val"]``; for a fake one without the mode's dispatch."""
     if not isinstance(like, FakeTensor):

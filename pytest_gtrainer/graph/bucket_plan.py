@@ -149,6 +149,26 @@ class Plan:
             fqn = fqn.rpartition(".")[0]
         return self._by_fqn.get("")
 
+    def check_ties(self, tied: Mapping[str, Sequence[str]]) -> None:
+        """A parameter that several modules hold is in one bucket, as FSDP2 manages it in one group.
+
+        Args:
+            tied: see ``tied_parameters``.
+
+        Raises:
+            PlanError: names the parameter and its buckets. What no entry covers is in the root's, which
+                ``fully_shard(model)`` manages.
+        """
+        for names in tied.values():
+            modules = [name.rpartition(".")[0] for name in names]
+            buckets = {bucket.label if bucket else "the root" for bucket in map(self.bucket_of, modules)}
+            if len(buckets) > 1:
+                raise PlanError(
+                    f"Parameter {names[0]!r} is shared with {', '.join(map(repr, names[1:]))} in another bucket "
+                    f"({', '.join(sorted(buckets))}): FSDP2 manages a shared/tied parameter in one group, so place "
+                    f"its modules in the same bucket, {modules!r}"
+                )
+
     def check_names(self, known: Iterable[str]) -> None:
         """Every entry must be a module of the graph (``known``: its FQNs, prefixes not needed).
 
@@ -167,6 +187,15 @@ class Plan:
                 f"the bucket plan names {', '.join(map(repr, missing))}, which the model does not have; "
                 f"its outermost modules are {', '.join(roots)}"
             )
+
+
+def tied_parameters(model: nn.Module) -> dict[str, tuple[str, ...]]:
+    """Names of each parameter that several modules hold, by the first of them; a module registered twice is one."""
+    names: dict[nn.Parameter, list[str]] = {}
+    for path, module in model.named_modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            names.setdefault(parameter, []).append(f"{path}.{name}".lstrip("."))
+    return {held[0]: tuple(held) for held in names.values() if len(held) > 1}
 
 
 def layer_of(fqn: str) -> str | None:

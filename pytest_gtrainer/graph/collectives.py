@@ -139,8 +139,12 @@ def only_wait(launch: fx.Node) -> fx.Node | None:
 
 def wait_of(launch: fx.Node) -> fx.Node:
     """The wait of a collective; a control dependency may have wrapped it, and another may hang on the launch."""
-    users = list(launch.users)
-    return next(user for user in users if is_wait(user) or (is_control_dependency(user) and launch in user.args[2:]))
+    for user in launch.users:
+        if is_wait(user) or (is_control_dependency(user) and launch in user.args[2:]):
+            return user
+    raise PlanError(
+        f"nothing waits for the collective {launch} of {node_fqn(launch) or 'the root'}: the graph is not whole"
+    )
 
 
 def all_reduce_behind(wait: fx.Node) -> tuple[fx.Node, fx.Node] | None:

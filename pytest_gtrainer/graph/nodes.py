@@ -14,6 +14,8 @@ What it does is told by its operator: it communicates, waits, draws random numbe
 
 from __future__ import annotations
 
+import operator
+
 import torch
 from torch import fx
 
@@ -90,6 +92,26 @@ def written_operands(node: fx.Node) -> list[fx.Node]:
             given = node.args[place] if place < len(node.args) else None
             fx.node.map_arg(node.kwargs.get(argument.name, given), written.append)
     return written
+
+
+def storage_of(node: fx.Node) -> fx.Node:
+    """The node whose memory a view, a part of one, or the result of an operator in place, shows."""
+    while True:
+        if (is_view(node.target) or node.target is operator.getitem) and node.all_input_nodes:
+            node = node.all_input_nodes[0]
+        elif (written := written_operands(node)) and any(result.is_write for result in schema(node.target).returns):
+            node = written[0]
+        else:
+            return node
+
+
+def writes(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
+    """The nodes whose memory is written to, each with those that write to it, in graph order."""
+    found: dict[fx.Node, list[fx.Node]] = {}
+    for node in graph.nodes:
+        for operand in written_operands(node):
+            found.setdefault(storage_of(operand), []).append(node)
+    return found
 
 
 def has_effect(node: fx.Node) -> bool:

@@ -21,7 +21,7 @@ from pytest_gtrainer.graph.collectives import (
     group_of,
     only_wait,
 )
-from pytest_gtrainer.graph.nodes import is_wait
+from pytest_gtrainer.graph.nodes import is_wait, storage_of, writes
 from pytest_gtrainer.passes.graph_pass import graph_pass
 
 
@@ -29,17 +29,23 @@ from pytest_gtrainer.passes.graph_pass import graph_pass
 def deduplicate_fsdp_unshard_chains_pass(gm: fx.GraphModule, example_inputs: Sequence[Any] | None = None) -> bool:
     """Let every later reader of a gathered parameter use the first all-gather, in place.
 
-    Only all-gathers of the same parameter, direction, group and dtype are duplicates: a gather
-    recomputed in the backward stays. Values stay bit for bit; the gradient contributions still
+    Only all-gathers of the same parameter, direction, group and dtype are duplicates, with no write to it in
+    between: a gather recomputed in the backward stays. Values stay bit for bit; the gradient contributions still
     have a reduction each, which only a tracer can join (``trace_step(reuse_gathers=True)``).
     Linear in nodes; a graph without duplicates is left as it is.
     """
     first: dict[tuple[Any, ...], FsdpCollective] = {}
     duplicates = []
+    written = writes(gm.graph)
     for member in fsdp_all_gathers(gm):
         key = (member.position, member.direction, member.signature)
-        if first.setdefault(key, member) is not member:
-            duplicates.append((member, first[key]))
+        kept = first.setdefault(key, member)
+        sent = (kept.launch, *kept.chain)
+        memory = {storage_of(node) for node in (kept.wait, *(above for node in sent for above in node.all_input_nodes))}
+        if any(kept.launch < writer < member.launch for node in memory for writer in written.get(node, ())):
+            first[key] = member  # the value was written to in between: a second gather gives another one
+        elif kept is not member:
+            duplicates.append((member, kept))
     for member, kept in duplicates:
         member.wait.replace_all_uses_with(kept.wait)
         for node in (member.wait, member.launch, *reversed(member.chain)):

@@ -21,6 +21,8 @@ from typing import Any, ParamSpec
 import torch
 from torch import fx
 
+from pytest_gtrainer.graph.nodes import direction, node_fqn
+
 P = ParamSpec("P")
 Pass = Callable[..., fx.GraphModule]
 Rewrite = Callable[..., bool]
@@ -37,13 +39,49 @@ def graph_pass(rewrite: Callable[P, bool]) -> Callable[P, fx.GraphModule]:
         if not isinstance(gm, fx.GraphModule):
             raise TypeError(f"{rewrite.__name__} was given a {type(gm).__name__}: expected a GraphModule")
         if rewrite(*args, **kwargs):
-            gm.graph.lint()
+            lint(gm.graph, rewrite.__name__)
             gm.recompile()
         return gm
 
     told = inspect.signature(rewrite).replace(return_annotation=fx.GraphModule)
     run.__dict__.update({_REWRITE: rewrite, "__signature__": told})
     return run
+
+
+def lint(graph: fx.Graph, by: str) -> None:
+    """``Graph.lint`` whose error says which bucket, module and parameter stand in the wrong order.
+
+    Args:
+        by: who left the graph so.
+
+    Raises:
+        RuntimeError: a node is used before it is defined, or whatever else torch finds.
+    """
+    try:
+        graph.lint()
+    except RuntimeError as error:
+        before: set[fx.Node] = set()
+        for node in graph.nodes:
+            if late := [operand for operand in node.all_input_nodes if operand not in before]:
+                raise RuntimeError(
+                    f"{by} left a graph out of order: {_told(node)} reads {_told(late[0])}, which stands behind it"
+                ) from error
+            before.add(node)
+        raise
+
+
+def _told(node: fx.Node) -> str:
+    """A node with its bucket or module, and the parameters that it is made from."""
+    bucket, above, todo = node.meta.get("fsdp_bucket"), {node}, [node]
+    while todo:
+        operands = [operand for operand in todo.pop().all_input_nodes if operand not in above]
+        above.update(operands)
+        todo += operands
+    inputs = [above_it.meta["gt_input"]["fqn"] for above_it in sorted(above) if "gt_input" in above_it.meta]
+    more = f" and {len(inputs) - 3} more" if len(inputs) > 3 else ""
+    where = f"bucket {'+'.join(bucket['plan_fqns'])!r}" if bucket else node_fqn(node) or "no module"
+    made_from = f", made from {', '.join(inputs[:3])}{more}" if inputs else ""
+    return f"{node} ({direction(node)}, {where}{made_from})"
 
 
 def rewrite_of(a_pass: Pass) -> Rewrite | None:

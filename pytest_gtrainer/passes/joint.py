@@ -26,6 +26,7 @@ from torch import fx
 from pytest_gtrainer._torch.passes import (
     WAIT,
     add_control_dependencies,
+    is_bucketed_by_torch,
     is_control_dependency,
     value_like,
     values_of_split,
@@ -36,9 +37,10 @@ from pytest_gtrainer.graph.collectives import (
     PlanError,
     fsdp_all_gathers,
     fsdp_reduce_scatters,
+    group_of,
     group_size_of,
 )
-from pytest_gtrainer.graph.nodes import BACKWARD, FORWARD, node_fqn
+from pytest_gtrainer.graph.nodes import BACKWARD, FORWARD, node_fqn, storage_of, writes
 from pytest_gtrainer.graph.nodes import direction as direction_of
 from pytest_gtrainer.passes.graph_pass import graph_pass
 
@@ -200,6 +202,11 @@ def _bucket(
         return False  # E6: there are none; E7: every single member that is left carries its bucket's mark
     if marked:
         raise PlanError("the graph is bucketed in part: run the pass once, on the graph as traced")
+    if foreign := [node for node in gm.graph.nodes if is_bucketed_by_torch(node)]:
+        raise PlanError(
+            f"the graph is bucketed already, by another pass ({foreign[0]}): run this one on the graph as traced, or "
+            "leave it out"
+        )
     _check_plan(plan, gm, gathers, scatters)
     for member in members:  # what building needs is there, so that nothing fails half way (D11)
         nodes = (member.launch.args[0], member.launch, member.wait)
@@ -209,9 +216,11 @@ def _bucket(
     scatter_merges = _merges(gm, plan, scatters, order, direction)
     if reorder:
         gather_merges = _with_the_backwards_first_ahead(gm, plan, gather_merges, direction)
+    by_way = [[merge for merge in gather_merges if merge.direction == way] for way in (FORWARD, BACKWARD)]
+    _check_writes(gm.graph, by_way, scatter_merges, reorder)
     behind: dict[fx.Node, fx.Node] = {}
-    for way in (FORWARD, BACKWARD):
-        behind |= _build_all_gathers([m for m in gather_merges if m.direction == way], reorder)
+    for merges in by_way:
+        behind |= _build_all_gathers(merges, reorder)
     behind |= _build_reduce_scatters(gm.graph, scatter_merges, reorder)
     for member in (m for merge in (*gather_merges, *scatter_merges) if len(merge.members) > 1 for m in merge.members):
         for node in reversed((member.launch, member.wait, *(member.all_reduce or ()))):
@@ -223,6 +232,7 @@ def _bucket(
 
 def _check_plan(plan: Plan, gm: fx.GraphModule, gathers: list[FsdpCollective], scatters: list[FsdpCollective]) -> None:
     """Names exist (B5), and every sharded parameter is in exactly one bucket per direction (B6)."""
+    plan.check_ties(gm.graph.output_node().meta.get("gt_tied", {}))
     fqns = {node_fqn(node) for node in gm.graph.nodes}
     plan.check_names(fqns | {member.parameter for member in gathers})
     twice = "trace with reuse_gathers=True, or run deduplicate_fsdp_unshard_chains_pass first"
@@ -235,13 +245,32 @@ def _check_plan(plan: Plan, gm: fx.GraphModule, gathers: list[FsdpCollective], s
                 f"the bucket plan covers no {kind} of {', '.join(m.parameter for m in lost)} (read in "
                 f'{", ".join(where)}): add that module to the plan; the root is ""'
             )
-        seen: set[tuple[str, str]] = set()
+        seen: dict[tuple[int, str], FsdpCollective] = {}
         for member in members:
-            if (member.parameter, member.direction) in seen:
-                raise PlanError(
-                    f"{member.parameter} has more than one {kind} in the {member.direction} direction: {advice}"
-                )
-            seen.add((member.parameter, member.direction))
+            first = seen.setdefault((member.position, member.direction), member)
+            if first is not member:
+                raise PlanError(_twice(plan, kind, first, member, advice))
+
+
+def _twice(plan: Plan, kind: str, first: FsdpCollective, second: FsdpCollective, advice: str) -> str:
+    """Why a parameter has two collectives, as far as the graph tells: a second read, another kind of gather, a tie."""
+    told = f"{first.parameter} has more than one {kind} in the {first.direction} direction: "
+    if kind == "reduce-scatter":
+        return told + advice
+    source = next(node for node in (*first.chain, first.launch)[0].all_input_nodes if node.op == "placeholder")
+    foreign = (
+        f"if {source} is no parameter (a gathered activation, sequence or tensor parallelism), say so: "
+        f"{source}.meta['gt_input'] = {{'kind': 'input', 'fqn': {source.name!r}}}"
+    )
+    where = [f"{m.launch} in {m.bucket_fqn or 'the root'} over {group_of(m.launch)}" for m in (first, second)]
+    if group_of(first.launch) != group_of(second.launch):
+        return f"{told}{' and '.join(where)}, in two groups, of which FSDP's is one; {foreign}"
+    buckets = [plan.bucket_of(member.bucket_fqn) for member in (first, second)]
+    if buckets[0] is not buckets[1]:
+        labels = " and ".join(bucket.label for bucket in buckets if bucket)
+        tie = f"if it is shared/tied, place its modules in the same bucket, they are in {labels}"
+        return f"{told}{advice}; {tie}"
+    return told + advice if "gt_input" in source.meta else f"{told}{advice}; {foreign}"
 
 
 def _merges(
@@ -288,24 +317,58 @@ def _with_the_backwards_first_ahead(
     return merges
 
 
-def _build_all_gathers(merges: list[Merge], prefetch: bool) -> dict[fx.Node, fx.Node]:
-    """Build launch and wait blocks; with ``prefetch``, launch i + 1 stands right before wait i (E1).
+def _launch_places(merges: list[Merge], prefetch: bool) -> list[fx.Node]:
+    """The node that each launch goes in front of; with ``prefetch``, launch i + 1 right before wait i (E1).
 
-    Returns which wait stands behind which launch of another.
+    In the order of the waits: a graph that was scheduled before may wait in another order than it launches.
     """
+    places: dict[int, fx.Node] = {}
+    for index in sorted(range(len(merges)), key=lambda index: merges[index].first_wait):
+        places.setdefault(index, merges[index].first_launch)
+        if prefetch and index + 1 < len(merges):
+            places.setdefault(index + 1, merges[index].first_wait)
+    return [places[index] for index in range(len(merges))]
+
+
+def _check_writes(
+    graph: fx.Graph, gathers: Sequence[Sequence[Merge]], scatters: Sequence[Merge], prefetch: bool
+) -> None:
+    """No collective may cross a write to what it sends: it would send other values."""
+    written = writes(graph)
+    if not written:
+        return
+    moves = [
+        (member, [read for node in (member.launch, *member.chain) for read in node.all_input_nodes], merge, place)
+        for merges in gathers
+        for merge, place in zip(merges, _launch_places(list(merges), prefetch), strict=True)
+        for member in merge.members
+    ]
+    moves += [(m, m.launch.all_input_nodes, merge, merge.last_launch) for merge in scatters for m in merge.members]
+    for member, sent, merge, place in moves:
+        memory = dict.fromkeys(map(storage_of, sent))
+        first, last = sorted((place, member.launch))
+        for writer in (writer for storage in memory for writer in written.get(storage, ())):
+            if first <= writer < last:  # the collective is built in front of its place
+                raise PlanError(
+                    f"{writer} writes to {member.parameter}, or its gradient, between {first} and {last}: in bucket "
+                    f"{merge.bucket.label!r} its collective would cross the write and send other values. Move the "
+                    "write before the first or behind the last collective of the bucket, or out of the graph"
+                )
+
+
+def _build_all_gathers(merges: list[Merge], prefetch: bool) -> dict[fx.Node, fx.Node]:
+    """Build launch and wait blocks. Returns which wait stands behind which launch of another."""
+    places = _launch_places(merges, prefetch)
     launches: dict[int, fx.Node] = {}
     behind: dict[fx.Node, fx.Node] = {}
     for index in sorted(range(len(merges)), key=lambda index: merges[index].first_wait):
-        merge = merges[index]
-        anchors = {index: merge.first_launch}
-        if prefetch and index + 1 < len(merges):
-            anchors[index + 1] = merge.first_wait
-        for each, anchor in anchors.items():
+        following = index + 1 if prefetch and index + 1 < len(merges) else index
+        for each in (index, following):
             if each not in launches:
-                launches[each] = _launch_all_gather(merges[each], anchor)
-        wait = _wait_all_gather(merge, launches[index])
-        if index + 1 in anchors:
-            behind[wait] = launches[index + 1]
+                launches[each] = _launch_all_gather(merges[each], places[each])
+        wait = _wait_all_gather(merges[index], launches[index])
+        if following != index:
+            behind[wait] = launches[following]
     return behind
 
 
@@ -410,6 +473,8 @@ def _wait_reduce_scatter(merge: Merge, launch: fx.Node, anchor: fx.Node, returne
 
 
 def _move_before(anchor: fx.Node, nodes: Sequence[fx.Node]) -> None:
-    if anchor not in nodes:  # else they stand there already
-        for node in nodes:
+    for node in nodes:
+        if node is anchor:  # it stands there already, and the others go behind it
+            anchor = anchor.next
+        else:
             anchor.prepend(node)

@@ -35,7 +35,7 @@ from pytest_gtrainer.passes.collectives import (
     reassign_collective_pgs_pass,
     reduce_scatter_before_all_reduce_pass,
 )
-from pytest_gtrainer.passes.graph_pass import BoundPass, bind_options, options_of, rewrite_of
+from pytest_gtrainer.passes.graph_pass import BoundPass, bind_options, lint, options_of, rewrite_of
 from pytest_gtrainer.passes.joint import joint_transformer_block_bucketing_reordering_pass
 from pytest_gtrainer.passes.remat import selective_activation_remat_pass, tag_with_memory_policy_pass
 
@@ -213,6 +213,7 @@ def apply_graph_passes(
     Raises:
         ValueError: ``disable`` names a pass that is not in the list.
         TypeError: a pass of the list is not bound, or returns something else than a graph.
+        RuntimeError: a pass left the graph out of order; the passes run once more to name it.
         Whatever a pass raises, with a note that names the pass.
     """
     steps = _enabled(list(passes), disable)
@@ -240,11 +241,20 @@ def apply_graph_passes(
             observer(step.name, before, current)
     if log is not None:
         log.close()
-    current.graph.lint()
+    try:
+        lint(current.graph, "the pipeline")
+    except RuntimeError:
+        if observer is not _lint_after:  # once more, to name the pass
+            apply_graph_passes(gm, example_inputs, steps, observer=_lint_after, progress=None, twin=twin)
+        raise
     done = compiled(current)
     done.meta["gt_passes"] = tuple(runs)
     facts.tell("graph_passes", given=gm, result=done)
     return done
+
+
+def _lint_after(name: str, before: fx.GraphModule, after: fx.GraphModule) -> None:
+    lint(after.graph, name)
 
 
 class PipelineLog:

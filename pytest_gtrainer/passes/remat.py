@@ -21,7 +21,7 @@ from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from pytest_gtrainer.graph.collectives import PlanError, fsdp_all_gathers
-from pytest_gtrainer.graph.nodes import BACKWARD, FORWARD, direction, is_random, is_view, mutates, written_operands
+from pytest_gtrainer.graph.nodes import BACKWARD, FORWARD, direction, is_random, is_view, mutates, storage_of, writes
 from pytest_gtrainer.passes.graph_pass import graph_pass
 
 RECOMPUTE = "recompute"
@@ -119,22 +119,15 @@ def _is_tagged(node: fx.Node) -> bool:
 
 
 def _check(graph: fx.Graph, region: set[fx.Node]) -> None:
-    written = {_storage_of(node) for writer in graph.nodes for node in written_operands(writer)}
+    written = writes(graph)
     for node in sorted(region):
         if is_random(node):
             raise PlanError(f"{node} cannot be recomputed: it draws random numbers, and would draw others; save it")
         if mutates(node):
             raise PlanError(f"{node} cannot be recomputed: it writes to an operand, and would do so twice; save it")
-        read = [source for source in node.all_input_nodes if _storage_of(source) in written]
+        read = [source for source in node.all_input_nodes if storage_of(source) in written]
         if read:
             raise PlanError(f"{node} cannot be recomputed: it reads {read[0]}, which the graph writes to; save it")
-
-
-def _storage_of(node: fx.Node) -> fx.Node:
-    """The node whose memory a view, or a part of one, shows."""
-    while (is_view(node.target) or node.target is operator.getitem) and node.all_input_nodes:
-        node = node.all_input_nodes[0]
-    return node
 
 
 def _copy(node: fx.Node, copies: dict[fx.Node, fx.Node]) -> fx.Node:

@@ -10,10 +10,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from pytest_gtrainer._torch import fsdp2
 from pytest_gtrainer._torch.fsdp2 import FSDP2Policy, fully_shard
+from pytest_gtrainer.graph.bucket_plan import Plan, tied_parameters
 from pytest_gtrainer.graph.layout import (
     ALL_GATHER_NAME,
     ALL_REDUCE_NAME,
@@ -59,15 +62,22 @@ class EagerRun:
 
 
 def shard_eagerly(model: nn.Module, config: TrainConfig) -> None:
-    """Apply ``fully_shard`` once per bucket, then to the root."""
+    """Apply ``fully_shard`` once per bucket, then to the root.
+
+    Raises:
+        PlanError: the plan does not fit the model, or has a tied parameter in two buckets.
+        ValueError: a parameter is sharded already, over ranks of its bucket's mesh.
+    """
     policy = FSDP2Policy(
         param_dtype=config.mp_policy.param_dtype,
         reduce_dtype=config.mp_policy.reduce_dtype,
         cast_forward_inputs=False,  # a graph has no module boundary to cast at
     )
+    Plan(config.bucket_plan).check_ties(tied_parameters(model))
     buckets = bucket_modules(model, config.bucket_plan)
     for label, modules in buckets:
         mesh = config.submeshes.get(label, config.mesh)
+        _refuse_overlap(label, modules, mesh)
         target: Any = modules[0] if len(modules) == 1 else modules
         fully_shard(target, mesh=mesh, mp_policy=policy)
         if label in config.submeshes:
@@ -76,6 +86,22 @@ def shard_eagerly(model: nn.Module, config: TrainConfig) -> None:
             modules[0].set_force_sum_reduction_for_comms(True)
     if not any(model in modules for _, modules in buckets):
         fully_shard(model, mesh=config.mesh, mp_policy=policy)
+
+
+def _refuse_overlap(label: str, modules: list[nn.Module], mesh: DeviceMesh) -> None:
+    """A parameter that is a DTensor already may be sharded again over other ranks only (experts over ``efsdp``)."""
+    inner = [own for module in modules for own in module.modules() if isinstance(own, fsdp2.FSDPModule)]
+    wrapped = {parameter for module in inner for parameter in module.parameters()}
+    for module in modules:
+        for name, parameter in module.named_parameters():
+            if not isinstance(parameter, DTensor) or parameter in wrapped:
+                continue
+            theirs = parameter.device_mesh
+            if len(set(mesh.mesh.flatten().tolist()) & set(theirs.mesh.flatten().tolist())) > 1:
+                raise ValueError(
+                    f"{name} of the bucket {label!r} is sharded already, over {theirs}, and {mesh} has the same ranks: "
+                    "give the bucket a mesh of other ranks (TrainConfig.submeshes), or shard the model once"
+                )
 
 
 def eager_bucket_layout(model: nn.Module) -> BucketLayout:

@@ -9,6 +9,7 @@ in ``named_parameters`` order (A1). Nodes carry the metadata that passes read:
 - ``meta["gt_input"]`` on placeholders: ``{"kind": "parameter" | "buffer" | "input", "fqn": ...}``;
 - ``meta["gt_outputs"]`` on the output node: "loss" and the FQNs of the gradients, in order;
 - ``meta["gt_managed_order"]`` there: parameters in the order in which FSDP2 manages them;
+- ``meta["gt_tied"]`` there: the names of parameters that several modules hold, by the first;
 - ``meta["gt_dynamic_dims"]`` there: per dynamic dimension its symbol and its extent in the example;
 - ``meta["gt_gathers_once"]`` there: whether a parameter read again is not gathered again.
 """
@@ -42,7 +43,7 @@ from pytest_gtrainer._torch.tracing import (
     tracing_backward_metadata,
 )
 from pytest_gtrainer._torch.values import FakeTensor, FakeTensorMode, local_part, pytree
-from pytest_gtrainer.graph.bucket_plan import managed_order_of
+from pytest_gtrainer.graph.bucket_plan import managed_order_of, tied_parameters
 from pytest_gtrainer.graph.nodes import BACKWARD, DYNAMIC_DIMS, GATHERS_ONCE, direction
 from pytest_gtrainer.long_work import long_work
 from pytest_gtrainer.tracing.model import KEY, LOSS_FQN, ModelState, annotate_module_fqns, local, rewrap, tensor_text
@@ -125,7 +126,14 @@ class TracedStep:
         self._check(state, inputs, flat)
         facts.tell("replay", gm=self.gm, inputs=flat)
         with torch.no_grad():
-            loss, *gradients = self.gm(*flat)
+            results = self.gm(*flat)
+            if not isinstance(results, list | tuple) or len(results) != 1 + len(self.trainable_fqns):
+                returned = len(results) if isinstance(results, list | tuple) else f"a {type(results).__name__}, not 1"
+                raise ValueError(
+                    f"the graph returns {returned} results, the step has {1 + len(self.trainable_fqns)}, loss and "
+                    "gradients: did a pass drop or add outputs?"
+                )
+            loss, *gradients = results
             for fqn, gradient in zip(self.trainable_fqns, gradients, strict=True):
                 parameter = state.parameters[fqn]
                 if gradient is not None and parameter.grad is not None:
@@ -339,6 +347,7 @@ class _Tracing:
         output = gm.graph.output_node()
         output.meta["gt_outputs"] = ("loss", *self.state.trainable)
         output.meta["gt_managed_order"] = tuple(managed_order_of(self.model))
+        output.meta["gt_tied"] = tied_parameters(self.model)
         output.meta[GATHERS_ONCE] = self.reuse_gathers
 
 

@@ -1,10 +1,12 @@
 """Which modules travel together."""
 
+from types import SimpleNamespace
+
 import pytest
 from torch import nn
 
 from pytest_gtrainer import get_default_transformer_block_buckets
-from pytest_gtrainer.graph.bucket_plan import Plan, expert_fsdp_degree, managed_order, managed_order_of
+from pytest_gtrainer.graph.bucket_plan import Plan, expert_fsdp_degree, managed_order, managed_order_of, sort_key
 from pytest_gtrainer.graph.collectives import PlanError
 
 DENSE_PARTS = ["attention_norm", "attention", "ffn_norm", "moe.router", "moe.shared_experts"]
@@ -36,6 +38,8 @@ def test_a_moe_layer_has_two_buckets_where_experts_are_sharded():
         ({"mesh": {"fsdp": 8}}, 1),
         ({"dp_shard": 8, "cp": 2, "tp": 1, "ep": 4}, 4),
         ({"dp_shard": 4, "tp": 4, "ep": 2}, 8),
+        ({"dp_shard": 2, "tp": 4, "ep": 2}, 4),
+        ({"dp_shard": 2, "cp": 3, "tp": 5}, 30),
         ({"dp_shard": 2, "ep": 8}, 1),
     ],
 )
@@ -95,6 +99,37 @@ def test_what_no_entry_covers_is_in_no_bucket():
     plan = Plan([["layers.1.attention", "layers.1.moe.router"], "layers.10"])
     assert plan.bucket_of("layers.1.attention.wq").label == "layers.1.attention+layers.1.moe.router"
     assert plan.bucket_of("layers.1") is None
+
+
+SIMILAR = ["norm_out", "norm_out_proj", "layers.1", "layers.10", "layers.1_extra"]
+
+
+def test_names_that_begin_alike_are_other_modules():
+    """Of a bucket are names equal to an entry, or behind it and a dot."""
+    for entries in (SIMILAR, SIMILAR[::-1]):
+        plan = Plan(entries)
+        assert {fqn: plan.bucket_of(f"{fqn}.weight").label for fqn in SIMILAR} == {fqn: fqn for fqn in SIMILAR}
+    plan = Plan(["norm_out", "layers.1"])
+    assert [plan.bucket_of(fqn) for fqn in ("norm_out_proj", "layers.10", "layers.1_extra", "norm_ou", "layers")] == [
+        None
+    ] * 5
+    with pytest.raises(PlanError, match=r"names 'norm_out', 'layers\.1', which"):
+        plan.check_names(["norm_out_proj.linear", "layers.10.attention"])
+
+
+@pytest.mark.parametrize("roots", [["norm_out", "norm_out_proj"], ["norm_out_proj", "norm_out"]], ids=" then ".join)
+def test_payloads_follow_the_entry_where_names_begin_alike(roots):
+    """D2: FSDP2 takes the modules in the order given; a parameter belongs to its own, not to one that begins alike."""
+    (bucket,) = Plan([roots]).buckets
+    members = [SimpleNamespace(parameter=f"{fqn}.weight") for fqn in sorted(roots)]
+    key = sort_key("managed", [member.parameter for member in members], lambda member: 0)
+    ordered = sorted(members, key=lambda member: key(bucket, member))
+    assert [member.parameter for member in ordered] == [f"{fqn}.weight" for fqn in roots]
+
+
+def test_the_managed_order_of_names_that_begin_alike():
+    names = ["out.a.weight", "out_proj.weight", "out.weight", "outer.b.weight", "out_scale"]
+    assert managed_order(names) == ["out.a.weight", "out.weight", "out_proj.weight", "outer.b.weight", "out_scale"]
 
 
 def test_a_layer_split_into_two_lists_is_wrapped_as_the_lists():

@@ -130,7 +130,8 @@ def test_the_outputs_are_those_of_the_graph_before(joint, plan):
     after = joint_pass(joint.gm, bucket_plan=plan)
     generator = torch.Generator().manual_seed(0)
     inputs = [
-        torch.randint(0, 16, t.shape, generator=generator) if t.dtype == torch.int64
+        torch.randint(0, 16, t.shape, generator=generator)
+        if t.dtype == torch.int64
         else torch.randn(t.shape, generator=generator)
         for t in joint.example_inputs
     ]
@@ -275,6 +276,24 @@ def test_a_reduce_scatter_that_is_added_to_another_is_no_gradient_yet(gt_mesh, m
     scatters = bucket_layout(traced.gm).of("reduce_scatter")
     assert "lm_head.weight" not in {name for payload in scatters for name in payload.parameters}
     assert len(found(traced.gm, REDUCE_SCATTER)) == len(scatters) + 2
+
+
+def test_a_bucket_of_two_modules_is_packed_in_the_order_that_the_plan_lists_them(gt_mesh):
+    """D2: as ``fully_shard([lm_head, norm])`` packs it, whatever the registration and the execution; FSDP2 is asked."""
+    from fixtures.training import llama3_training
+    from pytest_gtrainer.references.eager import eager_bucket_layout, shard_eagerly
+    from pytest_gtrainer.references.graph import rewrite, shard_traceably, trace_config
+
+    for last in (["lm_head", "norm"], ["norm", "lm_head"]):
+        config = llama3_training(gt_mesh, "fp32", bucket_plan=["tok_embeddings", "layers.0", "layers.1", last])
+        graph = rewrite(trace_config(config, shard_traceably(config.model(), config)), config)
+        model = config.model()
+        shard_eagerly(model, config)
+        config.step(model, *config.batch(0, 0)).backward()
+        layouts = {"graph": bucket_layout(graph.gm), "eager": eager_bucket_layout(model)}
+        for side, layout in layouts.items():
+            found = [p.parameters for p in layout.payloads if "norm.weight" in p.parameters]
+            assert found == [tuple(f"{fqn}.weight" for fqn in last)] * 2, side
 
 
 def test_a_tie_between_a_module_and_its_child_has_fsdp2s_place(gt_mesh):

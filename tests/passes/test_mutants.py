@@ -15,7 +15,7 @@ import torch
 
 from pytest_gtrainer import get_default_transformer_block_buckets
 from pytest_gtrainer.graph import collectives
-from pytest_gtrainer.graph.bucket_plan import sort_key
+from pytest_gtrainer.graph.bucket_plan import Plan, sort_key
 from pytest_gtrainer.passes import canonicalize, joint, pipeline, remat
 from pytest_gtrainer.passes import collectives as single
 from pytest_gtrainer.passes.joint import BucketBuilder
@@ -186,6 +186,24 @@ def pads_decide(patch):
 
     build = joint._build_all_gathers
     patch.setattr(joint, "_build_all_gathers", unless_padded)
+
+
+@mutant(
+    "the backward's first all-gather where its parameter is read",
+    "test_first_backward_gather::test_a_chain_that_leads_to_it_marks_no_place",
+)
+def not_ahead(patch):
+    patch.setattr(joint, "_with_the_backwards_first_ahead", lambda gm, plan, merges, direction: merges)
+
+
+@mutant("a collective crosses a write", "joint/refused_write_between.fxgraph")
+def writes_unseen(patch):
+    patch.setattr(joint, "writes", lambda graph: {})
+
+
+@mutant("a tie is not told", "test_tied_parameters::test_graph_and_eager_refuse_it_in_the_same_words")
+def ties_unseen(patch):
+    patch.setattr(Plan, "check_ties", lambda plan, tied: None)
 
 
 @mutant("replicas reduce the whole gradient first", "hsdp/both_are_bucketed.fxgraph")

@@ -66,6 +66,16 @@ def test_extra_groups_are_made_in_the_order_of_their_ranks(order, monkeypatch):
 
 
 @pytest.mark.gt_world("fake", size=4)
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0)], ids=str)
+def test_extras_are_made_in_one_order_whatever_the_graph_gathers_first(gt_mesh, order):
+    """F1: each rank's graph has an order of its own, and ranks that made overlapping groups so would wait for ever."""
+    sources = [dist.new_group([0, 3]), dist.new_group([0, 1]), dist.new_group([0, 1, 2])]
+    reassign(gathering(*(sources[place] for place in order)))
+    made = [name for name in dist.distributed_c10d._world.pg_names.values() if name.endswith(":extra")]
+    assert [group_ranks(name) for name in made] == [(0, 1), (0, 1, 2), (0, 3)]
+
+
+@pytest.mark.gt_world("fake", size=4)
 def test_an_extra_group_gets_no_extra_of_its_own(gt_mesh):
     """E7."""
     gm = reassign(gathering(gt_mesh.get_group()))

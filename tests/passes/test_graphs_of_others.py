@@ -1,0 +1,128 @@
+"""The joint pass on graphs that somebody has changed before: the same values, or a sentence."""
+
+import copy
+from unittest import mock
+
+import pytest
+import torch
+
+from pytest_gtrainer import data_parallel, trace_step
+from pytest_gtrainer import joint_transformer_block_bucketing_reordering_pass as joint_pass
+from pytest_gtrainer._torch.passes import ALL_GATHER, REDUCE_SCATTER, WAIT
+from pytest_gtrainer.graph.collectives import PlanError, fsdp_all_gathers, fsdp_reduce_scatters
+from pytest_gtrainer.graph.nodes import direction, node_fqn
+
+pytestmark = pytest.mark.gt_world("fake", size=4, mesh={"fsdp": 4})
+TOKENS = torch.arange(6).view(2, 3)
+
+
+def values(gm, traced):
+    """Under a fake group a gather repeats the shard and a reduction keeps its slice, so values carry over."""
+    generator = torch.Generator().manual_seed(0)
+    inputs = [torch.randn(t.shape, generator=generator) for t in traced.example_inputs[:-1]]
+    return gm(*inputs, TOKENS)
+
+
+def assert_same_values(gm, before, traced):
+    gm.graph.lint()
+    pairs = zip(values(gm, traced), values(before, traced), strict=True)
+    differ = [place for place, pair in enumerate(pairs) if pair[0] is not pair[1] and not torch.equal(*pair)]
+    assert differ == [], "outputs that differ"
+
+
+def scheduled(gm):
+    """All launches of parameters first, their waits as they were; waits of gradients last, in reversed order."""
+    first = next(node for node in gm.graph.nodes if node.op == "call_function")
+    for member in reversed(fsdp_all_gathers(gm)):
+        for node in (*member.chain, member.launch):
+            first.prepend(node)
+    output = gm.graph.output_node()
+    for member in reversed(fsdp_reduce_scatters(gm)):
+        for node in (member.wait, *member.chain):
+            output.prepend(node)
+    gm.recompile()
+    return gm
+
+
+def bucketed_by_torch(gm):
+    """Torch's own pass on the forward's all-gathers; the estimates of a GPU that it asks for are ours."""
+    from torch._inductor.fx_passes.overlap_manual_scheduling import manual_overlap_bucketing
+
+    def stack(node):
+        fqn = node_fqn(node)
+        return [] if not fqn or direction(node) == "bwd" else [(fqn, torch.nn.Module)]
+
+    utils = "torch._inductor.utils"
+    estimates = {"get_gpu_dram_gbps": 1000, "get_device_tflops": 100}
+    with mock.patch.multiple(utils, **{name: mock.Mock(return_value=value) for name, value in estimates.items()}):
+        return manual_overlap_bucketing(gm, [f"layers.{i}" for i in range(3)], module_stack_fn=stack)
+
+
+@pytest.mark.parametrize("reorder", [True, False])
+def test_a_graph_that_is_scheduled_already_is_bucketed_as_any(joint, plan, reorder):
+    """E1, E2, E6: waits in another order than launches; each bucket is one collective again."""
+    before = copy.deepcopy(joint.gm)
+    gm = joint_pass(scheduled(joint.gm), bucket_plan=plan, reorder=reorder)
+    for target in (ALL_GATHER, REDUCE_SCATTER):
+        assert len(gm.graph.find_nodes(op="call_function", target=target)) == len(plan)
+    assert_same_values(gm, before, joint)
+
+
+def test_frozen_parameters_are_gathered_and_not_reduced(gt_mesh, make_net, plan):
+    """B6: also where a whole bucket is frozen."""
+    net = make_net(3, 8)
+    net.layers[0].requires_grad_(False)
+    net.layers[1].w1.requires_grad_(False)
+    net.tok_embeddings.requires_grad_(False)
+    traced = trace_step(data_parallel(net, gt_mesh), lambda m, t: m(t).float().sum(), (TOKENS,))
+    before = copy.deepcopy(traced.gm)
+    gm = joint_pass(traced.gm, bucket_plan=plan)
+    assert len(gm.graph.find_nodes(op="call_function", target=ALL_GATHER)) == len(plan)
+    assert len(gm.graph.find_nodes(op="call_function", target=REDUCE_SCATTER)) == len(plan) - 2
+    assert_same_values(gm, before, traced)
+
+
+class ReadInTheBackward(torch.autograd.Function):
+    """Its backward reads a parameter that the forward does not."""
+
+    @staticmethod
+    def forward(ctx, x, module):
+        ctx.module = module
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        with torch.no_grad():
+            return gradient * ctx.module.scale, None
+
+
+def test_a_parameter_read_only_in_the_backward_has_a_bucket_there(gt_mesh, make_net, plan):
+    """B6, E3: gathered in the backward, by nobody before."""
+    net = make_net(3, 8)
+    net.layers[1].forward = lambda x, run=net.layers[1].norm: ReadInTheBackward.apply(run(x), net.layers[1])
+    traced = trace_step(data_parallel(net, gt_mesh), lambda m, t: m(t).float().sum(), (TOKENS,), reuse_gathers=False)
+    before = copy.deepcopy(traced.gm)
+    gm = joint_pass(traced.gm, bucket_plan=plan)
+    ways = {
+        node.meta["fsdp_bucket"]["direction"] for node in gm.graph.find_nodes(op="call_function", target=ALL_GATHER)
+    }
+    assert ways == {"fwd", "bwd"}
+    assert_same_values(gm, before, traced)
+
+
+def test_a_bucket_without_parameters_changes_nothing(joint, plan):
+    """B6: of an entry that has none, or of whose modules nothing is left."""
+    empty = copy.deepcopy(joint.gm)
+    node = next(node for node in empty.graph.nodes if node_fqn(node) == "layers.0.norm")
+    node.meta["custom"] = {"module_fqn": "rope"}
+    assert joint_pass(empty, bucket_plan=[*plan, "rope"]).code == joint_pass(joint.gm, bucket_plan=plan).code
+
+
+def test_a_graph_that_torch_has_bucketed_is_refused(joint, plan):
+    """Its all-gathers are others' buckets, so ours would cover a part of the parameters in silence."""
+    gm = bucketed_by_torch(joint.gm)
+    before = gm.code
+    with pytest.raises(PlanError, match="is bucketed already, by another pass"):
+        joint_pass(gm, bucket_plan=plan)
+    assert gm.code == before
+    assert any(node.target is WAIT for node in gm.graph.nodes)

@@ -1,0 +1,85 @@
+"""A parameter that modules of two buckets share, as GPT-2's head and embedding do, is refused on both sides."""
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+from pytest_gtrainer import TrainConfig, bucket_layout, data_parallel, trace_step
+from pytest_gtrainer import joint_transformer_block_bucketing_reordering_pass as joint_pass
+from pytest_gtrainer.graph.bucket_plan import tied_parameters
+from pytest_gtrainer.graph.collectives import PlanError
+from pytest_gtrainer.references.eager import shard_eagerly
+
+pytestmark = pytest.mark.gt_world("fake", size=4, mesh={"fsdp": 4})
+TOKENS = torch.zeros(2, 3, dtype=torch.int64)
+APART = ["wte", "h.0", "lm_head"]
+
+
+class Tied(nn.Module):
+    """The head has the embedding's weight; ``again`` is the first block, registered twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wte, self.h = nn.Embedding(16, 8), nn.ModuleList([nn.Linear(8, 8)])
+        self.lm_head = nn.Linear(8, 16, bias=False)
+        self.lm_head.weight = self.wte.weight
+        self.again = self.h[0]
+
+    def forward(self, tokens):
+        return self.lm_head(self.h[0](self.wte(tokens)))
+
+
+def step(model, tokens):
+    return model(tokens).sum()
+
+
+def refused_eagerly(plan, mesh):
+    config = TrainConfig(model=Tied, step=step, batch=lambda step, rank: (TOKENS,), bucket_plan=plan, mesh=mesh)
+    with pytest.raises(PlanError) as told:
+        shard_eagerly(Tied(), config)
+    return str(told.value)
+
+
+@pytest.mark.parametrize("plan", [APART, ["wte", "h.0"]], ids=["two buckets", "a bucket and the root"])
+def test_graph_and_eager_refuse_it_in_the_same_words(gt_mesh, plan):
+    """A10, B6, D11: torch's own refusal comes in the first forward, and speaks of the same cause and way out."""
+    traced = trace_step(data_parallel(Tied(), gt_mesh), step, (TOKENS,))
+    before = traced.gm.code
+    with pytest.raises(PlanError) as told:
+        joint_pass(traced.gm, bucket_plan=plan)
+    assert traced.gm.code == before
+    assert str(told.value) == refused_eagerly(plan, gt_mesh)
+    assert "Parameter 'wte.weight' is shared with 'lm_head.weight' in another bucket" in str(told.value)
+    assert "in the same bucket, ['wte', 'lm_head']" in str(told.value)
+    eager = Tied()
+    for fqn in plan:
+        fully_shard(eager.get_submodule(fqn), mesh=gt_mesh)
+    fully_shard(eager, mesh=gt_mesh)
+    with pytest.raises(ValueError, match="is shared with a parameter already managed by another FSDP group"):
+        eager(TOKENS)
+
+
+def test_in_one_bucket_it_is_gathered_and_reduced_once(gt_mesh):
+    """The twin, by the way out that the message gives."""
+    traced = trace_step(data_parallel(Tied(), gt_mesh), step, (TOKENS,))
+    layout = bucket_layout(joint_pass(traced.gm, bucket_plan=[["wte", "lm_head"], "h.0"]))
+    for kind in ("all_gather", "reduce_scatter"):
+        assert sorted(payload.parameters for payload in layout.of(kind)) == [
+            ("h.0.weight", "h.0.bias"),
+            ("wte.weight",),
+        ]
+
+
+def test_a_module_registered_twice_is_no_tie():
+    assert tied_parameters(Tied()) == {"wte.weight": ("wte.weight", "lm_head.weight")}
+
+
+def test_a_graph_that_gathers_it_in_both_buckets_is_told_of_the_tie(gt_mesh):
+    """B6: traced elsewhere nobody noted the tie; advice to trace otherwise would not do."""
+    traced = trace_step(data_parallel(Tied(), gt_mesh), step, (TOKENS,), reuse_gathers=False)
+    traced.gm.graph.output_node().meta.pop("gt_tied")
+    with pytest.raises(
+        PlanError, match="if it is shared/tied, place its modules in the same bucket, they are in wte and"
+    ):
+        joint_pass(traced.gm, bucket_plan=APART)

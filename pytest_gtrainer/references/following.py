@@ -9,6 +9,7 @@ that chunk computes is kept while it runs.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
@@ -27,10 +28,13 @@ from pytest_gtrainer.passes.chunking.mixing import (
     INPUT,
     MADE,
     NUMBERS,
+    ROUTED,
+    ROUTING,
     Call,
     Known,
     Operand,
     Rows,
+    Statistic,
     chosen_by,
     judge,
     mixing_error,
@@ -112,8 +116,17 @@ class Following(TorchDispatchMode):
             extent = into.value.shape[dim] if into.value.ndim else 0
             if index.known is None and self._key(index.value) in self.numbers and index.value.shape[:1] == (extent,):
                 found[id(index.value)] = Rows((0,), NUMBERS)
+            routed = isinstance(into.known, Rows) and into.known.hold == ROUTED and dim in into.known.dims
+            if routed and isinstance(index.known, Statistic) and index.value.shape[:1] == (extent,):
+                found[id(index.value)] = Rows((0,), ROUTING)  # an order of rows that counts of the data have made
             local = storage_of(into.value) in self.kept if _has_memory(into.value) else False
-            if into.known is None and index.known is not None and local and type(extent) is int and extent in self.extents:
+            if (
+                into.known is None
+                and index.known is not None
+                and local
+                and type(extent) is int
+                and extent in self.extents
+            ):
                 found[id(into.value)] = Rows((dim,), MADE)
 
         def told(operand: Any) -> Any:
@@ -165,7 +178,7 @@ class Following(TorchDispatchMode):
         front, passed = self._front(source, known), [1]
         for extent in result.shape:
             passed.append(passed[-1] * extent)
-        places = list(enumerate(zip(passed, passed[1:], strict=False)))
+        places = list(enumerate(itertools.pairwise(passed)))
         found = [dim for dim, (before, behind) in places if before <= front < behind]
         if self.part == 1:  # no place of its own tells it: alone, or merged with what is in front of it
             alone = [dim for dim, (before, behind) in places if before == behind == front]
@@ -178,7 +191,7 @@ class Following(TorchDispatchMode):
         if not isinstance(found, Rows) or not rows or not all(map(_is_plain, [result, *(o.value for o, _ in rows)])):
             return 1
         if call.name in _RESHAPES:
-            return max(1, self._front(rows[0][0].value, rows[0][1]) // math.prod(result.shape[: found.dims[0]]))
+            return max(1, self._front(rows[0][0].value, rows[0][1]) // (math.prod(result.shape[: found.dims[0]]) or 1))
         extent = result.shape[found.dims[0]]
         alike = [o.value for o, known in rows if o.value.shape[known.dims[0]] == extent]
         return max((self.in_front.get(self._key(value), 1) for value in alike), default=1)

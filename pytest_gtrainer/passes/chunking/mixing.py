@@ -223,7 +223,9 @@ _WRITES = _names(
     "index_reduce"
 )
 INDEXING = _LOOKUPS | _WRITES
-_POINTWISE = _names("_to_copy copy fill zero masked_fill floor_divide lift_fresh_copy detach alias clone where")
+_POINTWISE = _names(
+    "_to_copy copy fill zero masked_fill floor_divide lift_fresh_copy detach alias clone where _wrap_tensor_autograd"
+)
 _BY_DIMENSIONS = _names(
     "sum mean amax amin max min aminmax prod var std var_mean std_mean linalg_vector_norm norm any all argmax argmin "
     "logsumexp nansum count_nonzero histc bincount median nanmedian kthvalue mode mm bmm addmm baddbmm addbmm addmv mv "

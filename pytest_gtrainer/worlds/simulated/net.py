@@ -339,9 +339,9 @@ class NetModel(Net):
         """What carries it out: rings do what tree and PAT do not serve."""
         if self.algorithm == "tree" and collective == "all_reduce":
             return "tree"
-        spread = len(set(_node_of(self))) == self.size
-        served = collective == "reduce_scatter" and op in ("sum", "product", "max", "min")
-        return "pat" if self.algorithm == "pat" and served and spread else "ring"
+        if self.algorithm == "pat" and collective == "reduce_scatter" and op in ("sum", "product", "max", "min"):
+            return "pat" if len(set(_node_of(self))) == self.size else "ring"
+        return "ring"
 
     def _payload(self, collective: str, inputs: Tensor, payloads: int, op: str) -> int:
         """Elements of a payload, of which ``inputs`` has several."""

@@ -97,11 +97,18 @@ def test_rings_add_as_nccl_does(collective, partition):
 @pytest.mark.parametrize("partition", ["contiguous", "cells"])
 @pytest.mark.parametrize("collective", COLLECTIVES)
 def test_the_chunks_and_cells_of_each_protocol(collective, partition, protocol):
-    """Payloads of a few bytes to several loops of chunks; the channels' cells, with and without a rest."""
+    """S9: payloads of a few bytes to several loops of LL's chunks; the channels' cells, with and without a rest."""
     net = NetModel(2, 2, channels=3, partition=partition, protocol=protocol)
-    lengths = [40, 4096, 24_577, 100_000] + ([2_100_000] if collective == "all_reduce" else [])
+    lengths = [40, 4096, 24_577, 100_000]
     found = {length: differing(net, collective, length, torch.bfloat16, "sum") for length in lengths}
     assert not any(found.values()), found
+
+
+@pytest.mark.parametrize("protocol", nccl.CHUNK_BYTES)
+def test_a_loop_of_each_protocol_and_a_little_more(protocol):
+    """S9: all_reduce.h:23, with NCCL's own lengths of chunks."""
+    net, loop = NetModel(3, 1, channels=1, protocol=protocol), 3 * nccl.CHUNK_BYTES[protocol] // 2
+    assert differing(net, "all_reduce", loop + 1001, torch.bfloat16, "sum") == 0
 
 
 def test_a_cell_more_than_the_channels_hold():

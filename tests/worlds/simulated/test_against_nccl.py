@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from pytest_gtrainer import NetModel
+from pytest_gtrainer.worlds.simulated.trees import pat_delta, pat_order, tree_sum
 from tests.worlds.simulated import nccl
 
 COLLECTIVES = ["reduce_scatter", "all_reduce"]
@@ -157,6 +158,21 @@ def test_pat_adds_as_nccl_does():
         for length in (1, 3000) if size < 32 else (1, 20_000):
             found[size, length] = differing(net, "reduce_scatter", length, torch.bfloat16, "sum", "pat")
     assert not any(found.values()), found
+
+
+def test_what_pat_aggregates_and_in_which_order():
+    """S9: for parts of any size; and 64 ranks with large parts, along three dimensions below."""
+    for ranks in range(2, 40):
+        for size in (1, 100, 5000, 16_384, 32_768, 70_000, 10**6):
+            theirs = nccl.Pat(nccl.pat_chunk_bytes(size * ranks), size, 0, ranks).agg_delta
+            assert pat_delta(size, ranks) == theirs, (ranks, size)
+    inputs, out, wires = numbers(64, 64, torch.bfloat16), torch.empty(64, 1, dtype=torch.bfloat16), nccl.Wires()
+    pats = [nccl.Pat(1 << 16, 1 << 17, rank, 64) for rank in range(64)]
+    wires.run(nccl.pat_reduce_scatter(wires, pat, inputs[pat.rank], out[pat.rank], 1, (0, 1), "sum") for pat in pats)
+    order = pat_order(64, pats[0].agg_delta)
+    for to in range(64):
+        ours = tree_sum(order, lambda distance, to=to: inputs[(to - distance) % 64, to], "sum", "premultiply", 64)
+        assert ours == out[to, 0]
 
 
 @pytest.mark.parametrize("op", ["avg", "premul_sum"])

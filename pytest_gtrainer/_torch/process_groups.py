@@ -8,8 +8,8 @@
 - Two DeviceMeshes over the same ranks with the same names are equal, whatever their groups. So DTensor's caches hand
   a later test the mesh of an earlier one, whose groups are gone ("Could not resolve the process group registered
   under the name 1"), or, worse, whose group names now belong to others. A world that ends therefore empties them.
-- Operators of ``c10d`` take a group as a ``torch.ScriptObject``, which ``ProcessGroup.unbox`` opens; others its name, or
-  in graphs for all ranks a node whose ``meta["val"]`` is the group.
+- Operators of ``c10d`` take a group as a ``torch.ScriptObject``, which ``ProcessGroup.unbox`` opens; others its name,
+  or in graphs for all ranks a node whose ``meta["val"]`` is the group.
 - A ``ReduceOp`` has its kind as ``op``, and of ``PREMUL_SUM`` the factor, a number or a tensor, as the second of
   what ``__getstate__`` gives; it says neither in its text. Before 2.15 functional collectives know no factor.
 - ``torch._dynamo.convert_frame.FRAME_COUNTER`` counts what was compiled; no other count costs nothing to read.
@@ -142,7 +142,7 @@ def forget_groups(ended: Collection[dist.ProcessGroup]) -> None:
 
     A later test would find them there, and trace collectives of a group that is gone, or whose name another one has
     by now. Dicts, lists and sets of modules outside torch are emptied of them. What cannot be emptied, a tuple or a
-    plain name, is told by a warning. Tables of names alone cannot be told from other texts: goldens refuse such a graph.
+    plain name, is told by a warning. Tables of names alone look like any texts: goldens refuse a graph that uses them.
     """
     # what only the caller's list, the loop and the call hold is in no table; to look takes milliseconds
     gone = {id(group) for group in ended if sys.getrefcount(group) > 3}
@@ -166,8 +166,8 @@ def forget_groups(ended: Collection[dist.ProcessGroup]) -> None:
                 value -= {held for held in value if is_gone(held)}
             elif is_gone(value) or (type(value) is tuple and any(map(is_gone, value))):
                 warnings.warn(
-                    f"{name}.{variable} still holds a process group of a world that has ended: what a later test traces "
-                    "with it names a group that is gone. Set it anew where the world ends, in a fixture",
+                    f"{name}.{variable} still holds a process group of a world that has ended: what a later test "
+                    "traces with it names a group that is gone. Set it anew where the world ends, in a fixture",
                     stacklevel=2,
                 )
 

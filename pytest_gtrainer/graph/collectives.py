@@ -102,7 +102,7 @@ def launches(target: Any) -> bool:
 
 
 def kind_of(launch: fx.Node) -> str:
-    """``all_gather``, ``reduce_scatter``, ``all_reduce``, ``all_to_all``, ``broadcast``; "" of others, and where fused."""
+    """``all_gather``, ``reduce_scatter``, ``all_reduce``, ``all_to_all``, ``broadcast``; "" of any other."""
     name = schema(launch.target).name.partition("::")[2]  # type: ignore[arg-type]
     found = _KIND.search(name)
     if found is None or _FUSED in name:
@@ -120,8 +120,14 @@ def group_of(launch: fx.Node) -> str | None:
     return name_of_group(_argument(launch, "group_name", "process_group"), launch.graph.owning_module)
 
 
+def ranks_given(launch: fx.Node) -> tuple[int, ...] | None:
+    """The ranks that an operator of the older ``c10d_functional`` takes in place of a group."""
+    given = _argument(launch, "ranks")
+    return tuple(given) if isinstance(given, list | tuple) else None
+
+
 def reduction_of(launch: fx.Node) -> str | None:
-    """``sum``, ``avg``, ``premul_sum(0.25)`` of a collective that reduces; None of others, and of one that hides it."""
+    """``sum``, ``avg``, ``premul_sum(0.25)`` of a collective that reduces; None of others and of one that hides it."""
     return spell_reduction(_argument(launch, "reduce_op", "reduceOp", "red_op"))
 
 
@@ -134,7 +140,8 @@ def hides(launch: fx.Node) -> bool:
 def _argument(node: fx.Node, *names: str) -> Any:
     for place, argument in enumerate(schema(node.target).arguments):  # type: ignore[arg-type]
         if argument.name in names:
-            return node.args[place] if place < len(node.args) else node.kwargs.get(argument.name, argument.default_value)
+            given = node.args[place] if place < len(node.args) else node.kwargs.get(argument.name)
+            return argument.default_value if given is None else given
     return None
 
 

@@ -33,6 +33,7 @@ from pytest_gtrainer.graph.collectives import (
     kind_of,
     launches,
     output_name,
+    ranks_given,
     reduction_of,
     results_of,
 )
@@ -178,13 +179,17 @@ class _Reader:
                 found |= {part.source: None for part in state if part.source}
             elif isinstance(state, Unread):
                 found |= dict.fromkeys(_inputs_above(state.node))
-        return [input_name(node, self._inputs[node], _module_of(launch)) for node in found]
+        return [self._name(node, launch) for node in found]
+
+    def _name(self, source: fx.Node, launch: fx.Node) -> str:
+        if source.op == "get_attr":  # a parameter that the graph's module holds
+            return str(source.target)
+        return input_name(source, self._inputs[source], _module_of(launch))
 
     def _slots_of(self, parts: tuple[Part, ...], launch: fx.Node) -> tuple[Slot, ...]:
         offsets = itertools.accumulate((part.nbytes for part in parts), initial=0)
-        module = _module_of(launch)
         return tuple(
-            Slot(input_name(part.source, self._inputs[part.source], module), offset, part.nbytes)
+            Slot(self._name(part.source, launch), offset, part.nbytes)
             for part, offset in zip(parts, offsets, strict=False)
             if part.source is not None
         )
@@ -200,7 +205,7 @@ class _Reader:
             found: dict[tuple[int, int], list[Arrival]] = {}
             for arrival in arrivals(result, self._outputs):
                 found.setdefault((arrival.piece.at, arrival.piece.numel), []).append(arrival)
-            named = {place: [n for arrival in each for n in self._gradients(arrival, launch)] for place, each in found.items()}
+            named = {at: [n for one in each for n in self._gradients(one, launch)] for at, each in found.items()}
             if any(named.values()):
                 for place, arrivals_there in found.items():
                     if not named[place]:
@@ -226,8 +231,9 @@ class _Reader:
     def _refuse_unknown(self, launch: fx.Node, arrival: Arrival) -> None:
         """Where a result of the backward ends at an operator of which nobody knows what it does."""
         user = arrival.used_by
-        known = user is None or computes(user) or launches(user.target) or isinstance(user.target, HigherOrderOperator)
-        if user is None or known or not (chain := chain_to_output(user, self._output)) is not None:
+        if user is None or computes(user) or launches(user.target) or isinstance(user.target, HigherOrderOperator):
+            return
+        if (chain := chain_to_output(user, self._output)) is None:
             return
         last = chain[-1] if chain else user
         reached = Arrival(arrival.piece, tuple(self._outputs.get(last, ())), added=True)
@@ -236,13 +242,16 @@ class _Reader:
 
 
 def _unread(launch: fx.Node, verb: str, names: list[str], at: fx.Node) -> UnreadLayout:
-    told = ", ".join(names[:_MOST_MOVED]) + (f" and {len(names) - _MOST_MOVED} more" if len(names) > _MOST_MOVED else "")
+    more = f" and {len(names) - _MOST_MOVED} more" if len(names) > _MOST_MOVED else ""
     operator = getattr(at.target, "name", lambda: at.target)()
-    where = "is not an operator that a layout can read" if at is launch else f"at node {at.name} ({operator}) their order is lost"
-    what = f" ({operator})" if at is launch else ""
+    why = f"at node {at.name} ({operator}) their order is lost"
+    if at is launch:
+        why = f"{operator} is no collective that a layout knows"
+    told = ", ".join(names[:_MOST_MOVED]) + more
     return UnreadLayout(
-        f"the collective {launch.name}{what} {verb} {told}, and who sits where cannot be read: it {where}. "
-        "Pack by cat, copies, views and torch's own bucketing operators around functional collectives, or compare bits"
+        f"the collective {launch.name} {verb} {told}, and who sits where cannot be read: "
+        f"{why}. Pack by cat, copies, views and torch's own bucketing operators around functional collectives, "
+        "or compare bits"
     )
 
 
@@ -253,17 +262,22 @@ def _inputs_above(node: fx.Node) -> list[fx.Node]:
             if operand not in seen:
                 seen.add(operand)
                 todo.append(operand)
-    return sorted(one for one in seen if one.op == "placeholder" and one.meta.get("gt_input", {}).get("kind") != "buffer")
+    inputs = [one for one in seen if one.op == "placeholder"]
+    return sorted(one for one in inputs if one.meta.get("gt_input", {"kind": "parameter"})["kind"] == "parameter")
 
 
 def _ranks_of(launch: fx.Node) -> tuple[int, ...]:
     """Of the group in this process; of a graph parsed where there is none, as its text says."""
     name, owner = group_of(launch), launch.graph.owning_module
+    if name is None:
+        if (given := ranks_given(launch)) is None:
+            raise UnreadLayout(f"the collective {launch.name} ({launch.target}) names no process group")
+        return given
     told: Mapping[str, tuple[int, ...] | None] = {} if owner is None else owner.meta.get("gt_groups", {})
     try:
-        return group_ranks(str(name))
+        return group_ranks(name)
     except ValueError:
-        if (ranks := told.get(str(name))) is None:
+        if (ranks := told.get(name)) is None:
             raise
         return ranks
 

@@ -86,6 +86,8 @@ class _Reader:
             state[node] = _of_input(node)
         elif node.op == "output":
             return None
+        elif node.op == "get_attr":
+            state[node] = _of_attribute(node)
         elif late := [operand for operand in node.all_input_nodes if operand not in state]:
             raise ValueError(
                 f"the graph is not sorted: {node.name} uses {late[0].name} before it is defined, as torch's bucketing "
@@ -105,7 +107,8 @@ class _Reader:
     def _result(self, node: fx.Node) -> State:
         operands = [self._state[operand] for operand in _operands(node)]
         if any(isinstance(operand, str) for operand in operands):
-            return ACTIVATION
+            has_parameter = any(part.source for parts in operands if isinstance(parts, tuple) for part in parts)
+            return Unread(node) if has_parameter and _packs(node) else ACTIVATION  # a bucket of both is no activation
         joined = self._joined(node)
         if joined is not None:
             return joined
@@ -123,19 +126,20 @@ class _Reader:
 
     def _joined(self, node: fx.Node) -> State | None:
         """The parts of an operator that packs; None for all others."""
-        target, args = node.target, node.args
+        target: Any = node.target
+        args: Any = node.args
         if target is _aten.cat.default and _outermost(node):
-            return self._concatenated(args[0], [nbytes_of(tensor.meta.get("val")) for tensor in args[0]])  # type: ignore[union-attr]
+            return self._concatenated(args[0], [nbytes_of(tensor.meta.get("val")) for tensor in args[0]])
         if target is _aten.copy_.default:
             return self._concatenated([args[1]], [nbytes_of(node.meta.get("val"))])
         name = schema(target).name if isinstance(target, OpOverload) else ""
         if name == PRE_BUCKET_ALL_GATHER:
             tensors: Any = args[0]
-            widths = [dtypes_of_buckets()[index].itemsize for index in args[3]]  # type: ignore[union-attr, index]
+            widths = [dtypes_of_buckets()[index].itemsize for index in args[3]]
             sizes = [tensor.meta["val"].numel() * width for tensor, width in zip(tensors, widths, strict=True)]
         elif name == COPY_IN:
             tensors = args[0]
-            sizes = [size * args[1].meta["val"].element_size() for size in args[2]]  # type: ignore[union-attr, operator]
+            sizes = [size * args[1].meta["val"].element_size() for size in args[2]]
         else:
             base = args[0] if args else None
             if isinstance(base, fx.Node) and base in self._of_rank and _is_part_of_rank(node, base):
@@ -168,11 +172,19 @@ def _of_input(node: fx.Node) -> State:
     return (Part(None if kind == "buffer" else node, nbytes_of(value)),)
 
 
+def _of_attribute(node: fx.Node) -> State:
+    """A parameter that the graph's module holds; other constants are filling."""
+    value: Any = node.graph.owning_module
+    for name in str(node.target).split("."):
+        value = getattr(value, name, None)
+    return (Part(node if isinstance(value, torch.nn.Parameter) else None, nbytes_of(value)),)
+
+
 def _operands(node: fx.Node) -> list[fx.Node]:
     """The values that a node computes from; a control dependency reads none of those that it only stands behind."""
     if is_control_dependency(node):
         return [operand for operand in node.args[2:] if isinstance(operand, fx.Node)]
-    return [operand for operand in node.all_input_nodes if operand.op != "get_attr"]
+    return node.all_input_nodes
 
 
 def sent_operands(launch: fx.Node) -> list[fx.Node]:
@@ -182,7 +194,7 @@ def sent_operands(launch: fx.Node) -> list[fx.Node]:
         if not argument.name.startswith("out"):
             given = launch.args[place] if place < len(launch.args) else launch.kwargs.get(argument.name)
             fx.node.map_arg(given, found.append)
-    return [operand for operand in found if operand.op != "get_attr"]
+    return found
 
 
 def nbytes_of(value: Any) -> int:
@@ -205,6 +217,13 @@ def _scaled(parts: tuple[Part, ...], nbytes: int) -> tuple[Part, ...] | None:
     return tuple(Part(part.source, part.nbytes * nbytes // total) for part in parts)
 
 
+def _packs(node: fx.Node) -> bool:
+    """Whether an operator can be nothing but a bucket: torch's own, or ``cat`` of flat tensors."""
+    if node.target is _aten.cat.default:
+        return getattr(node.meta.get("val"), "ndim", 0) == 1
+    return isinstance(node.target, OpOverload) and schema(node.target).name in (PRE_BUCKET_ALL_GATHER, COPY_IN)
+
+
 def _outermost(node: fx.Node) -> bool:
     """Whether ``cat`` puts its tensors one behind the other in memory."""
     value, dim = node.meta.get("val"), node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)
@@ -217,12 +236,13 @@ def _is_part_of_rank(node: fx.Node, base: fx.Node) -> bool:
     """Whether a node takes this rank's part out of a buffer for all ranks."""
     if node.target is getitem:
         return node.args[1] == 0  # `all_gather_copy_in` gives it first
-    if node.target is not _aten.slice.Tensor or schema(base.target).name != PRE_BUCKET_ALL_GATHER:  # type: ignore[arg-type]
+    target: Any = base.target
+    if node.target is not _aten.slice.Tensor or schema(target).name != PRE_BUCKET_ALL_GATHER:
         return False
-    ranks, rank = base.args[1], base.args[4]
-    begin, end = (*node.args[2:4], None, None)[:2]
-    total = base.meta["val"].numel()
-    return begin == total // ranks * rank and min(end, total) == begin + total // ranks  # type: ignore
+    args: Any = base.args
+    share = base.meta["val"].numel() // args[1]
+    begin: Any = node.args[2] if len(node.args) > 2 else 0
+    return bool(begin == share * args[4]) and _numel(node) == share
 
 
 def _aliases(node: fx.Node) -> Iterator[fx.Node]:
@@ -297,7 +317,7 @@ def _below(piece: Piece, user: fx.Node) -> list[Piece] | None:
     """The piece in what a user makes of it; None if it computes with it, or the order is lost."""
     node, name = piece.node, short_name(user.target)
     size = _numel(node)
-    is_whole = (piece.low, piece.numel) == (0, size) or not piece.low and piece.numel > size  # less its pads
+    is_whole = piece.low == 0 and piece.numel >= size  # more where its pads have gone
     if name in ("split", "split_with_sizes", "unbind", "chunk") and _along_first(user):
         items = [item for item in user.users if item.target is getitem]
         widths = [tensor.numel() for tensor in user.meta["val"]]

@@ -300,14 +300,14 @@ def refuse_untold(gm: fx.GraphModule) -> None:
             where, name = f"{node.name} ({function_of(node.target).text})", group_of(node)
             if hides(node):
                 raise UntoldGroup(
-                    f"{where} is a collective in place: its graph holds group and reduction as objects that no text can "
-                    "tell, so a golden would accept others; trace torch.distributed._functional_collectives instead"
+                    f"{where} is a collective in place: its graph holds group and reduction as objects that no text "
+                    "can tell, so a golden would accept others; trace torch.distributed._functional_collectives instead"
                 )
             if name is not None and groups[name].ranks is None:
                 raise UntoldGroup(
-                    f"{where} communicates in process group {name!r}, which does not exist in this process, so a golden "
-                    "would say group(None) and accept any ranks: check it in the world it was traced in. If it was traced "
-                    "here, a table of groups has outlived the world of an earlier test: empty it where the world ends"
+                    f"{where} communicates in process group {name!r}, which does not exist in this process, so a "
+                    "golden would say group(None) and accept any ranks: check it in the world of its trace. If that is "
+                    "this one, a table of groups has outlived the world of an earlier test: empty it with its world"
                 )
 
 

@@ -27,12 +27,12 @@ from typing import Any
 import torch
 from torch import fx
 
-from pytest_gtrainer.graph.collectives import group_of, hides, is_fused, reduction_of
+from pytest_gtrainer.graph.collectives import group_of, hides, is_fused, ranks_given, reduction_of
 from pytest_gtrainer.graph.nodes import is_view, is_wait
 from pytest_gtrainer.graph.packing import sent_operands
 from pytest_gtrainer.graphtext.folding import INDENT, fold
 from pytest_gtrainer.graphtext.literals import spell_dtype
-from pytest_gtrainer.graphtext.operators import groups_of, operator_of, word
+from pytest_gtrainer.graphtext.operators import groups_of, operator_of, spell_ranks, word
 from pytest_gtrainer.graphtext.scopes import is_computed, is_item, names_of, scopes_of, users_of
 from pytest_gtrainer.graphtext.sections import (
     Line,
@@ -62,7 +62,7 @@ def is_launch(node: fx.Node) -> bool:
 def is_free(node: fx.Node) -> bool:
     """Whether a node costs nothing; an operator that copies only where it must counts as a view."""
     short = operator_of(node).short
-    if short in _SYNCS:
+    if short in _SYNCS or is_launch(node):  # that of some collectives is the operand itself
         return False
     if isinstance(node.meta.get("val"), _NUMBERS) or short in _GUARDS:
         return True
@@ -264,6 +264,8 @@ class _Schedule:
         yield self._reference(node)
         if (group := group_of(node)) is not None:
             yield self._symbols[group]
+        elif (ranks := ranks_given(node)) is not None:
+            yield f"group({spell_ranks(ranks)})"
         payload = payload_of(node)
         for dtype in dict.fromkeys(tensor.dtype for tensor in payload):
             alike = [tensor for tensor in payload if tensor.dtype == dtype]

@@ -208,7 +208,8 @@ class Timeline:
 def timeline(gm: fx.GraphModule, model: CostModel | None = None, *, mesh: Mapping[str, int] | None = None) -> Timeline:
     """What would run when, under a cost model. ``mesh`` names the groups, as in ``graphtext.render``.
 
-    An operator that uses a collective's result without a wait is held until it has ended. Cost: one walk over the nodes.
+    An operator that uses a collective's result without a wait is held until it has ended.
+    Cost: one walk over the nodes.
 
     Raises:
         ValueError: what a collective costs is not known: its group, or what it moves, is not told by the graph.
@@ -255,7 +256,7 @@ def _unknown(launch: fx.Node, group: Group | None) -> str:
     """Why nobody can tell what a collective costs."""
     told = f"a timeline cannot tell when {launch.name} ({operator_of(launch).text}) ends"
     if group is not None and not group.ranks:
-        return f"{told}: the ranks of its group {group.symbol} are not known here; draw it in the world it was traced in"
+        return f"{told}: the ranks of its group {group.symbol} are not known here, in the world of its trace they are"
     return f"{told}: what it moves, or in which group, is not told by its operands"
 
 

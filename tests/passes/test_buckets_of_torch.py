@@ -7,7 +7,6 @@ from itertools import accumulate
 from unittest import mock
 
 import pytest
-import torch
 from torch import fx, nn
 
 from fixtures.training import deepseek_v3_training, llama3_training
@@ -15,18 +14,19 @@ from pytest_gtrainer import assert_same_layout, bucket_layout, eager_bucket_layo
 from pytest_gtrainer.graph.collectives import fsdp_all_gathers, fsdp_reduce_scatters
 from pytest_gtrainer.graph.layout import LayoutDifference
 from pytest_gtrainer.graph.nodes import direction, node_fqn
-from pytest_gtrainer.graphtext import render
+from pytest_gtrainer.graphtext import lines_of
 from pytest_gtrainer.passes.canonicalize import canonicalize_graph_pass
 from pytest_gtrainer.references.config import new_model
 from pytest_gtrainer.references.eager import shard_eagerly
-from pytest_gtrainer.references.graph import trace_config
+from pytest_gtrainer.references.graph import shard_traceably, trace_config
 
 pytestmark = pytest.mark.gt_world("fake", size=4, mesh={"fsdp": 4}, rank=1)
 MODELS = {"llama3": llama3_training, "deepseek_v3": deepseek_v3_training}
 
 
 def traced(mesh, model: str) -> fx.GraphModule:
-    return canonicalize_graph_pass(trace_config(MODELS[model](mesh, "bf16_fp32")).gm)
+    config = MODELS[model](mesh, "bf16_fp32")
+    return canonicalize_graph_pass(trace_config(config, shard_traceably(new_model(config), config)).gm)
 
 
 def bucketed(gm: fx.GraphModule, mode: str, megabytes: float = 0.02) -> dict[str, set]:
@@ -74,22 +74,20 @@ def held(gm: fx.GraphModule, kind: str) -> set:
 @pytest.mark.parametrize("mode", ["default", "custom_ops", "custom_ops_multidtype", "coalesced"])
 @pytest.mark.parametrize("model", MODELS)
 def test_every_member_of_torchs_buckets_is_read(gt_mesh, model, mode):
-    """Each parameter at its byte, in torch's order; in the direction that it serves, which torch leaves unmarked."""
+    """D17: each parameter at its byte, in torch's order, and in the direction that it serves."""
     gm = traced(gt_mesh, model)
     expected = bucketed(gm, mode)
     assert {kind: held(gm, kind) for kind in expected} == expected
     assert {payload.directions for payload in bucket_layout(gm).of("reduce_scatter")} == {("bwd",)}
-    drawn = render(gm, "layout")
-    shown = {slot[0] for bucket in expected["all_gather"] for slot in bucket}
-    lines = drawn.partition("reduce_scatter")[0].count(": at(")
-    assert lines >= len(shown) or "# x" in drawn  # equal layers are told once
+    lines = [line.text for line in lines_of(gm, "layout")]  # with every layer
+    assert sum(": at(" in line for line in lines) == sum(len(bucket) for kind in expected.values() for bucket in kind)
 
 
 @pytest.mark.parametrize("model", MODELS)
 def test_buckets_of_torchs_scheduler_are_judged_by_name_against_eager(gt_mesh, model):
     """Manual overlap bucketing packs in execution order: the sets are eager's, the places are not (D2)."""
     config = MODELS[model](gt_mesh, "bf16_fp32")
-    gm = canonicalize_graph_pass(trace_config(config).gm)
+    gm = traced(gt_mesh, model)
     before = {slot.parameter for payload in bucket_layout(gm).of("all_gather") for slot in payload.slots}
     gm = manually_bucketed(gm, config.bucket_plan)
     layout = bucket_layout(gm)
@@ -100,7 +98,8 @@ def test_buckets_of_torchs_scheduler_are_judged_by_name_against_eager(gt_mesh, m
     with pytest.raises(LayoutDifference) as failure:
         assert_same_layout(layout, eager_bucket_layout(eager))
     told = str(failure.value).splitlines()[1:]
-    assert all(re.search(r"sits (at byte|elsewhere)|more parameters of it|more differences", line) for line in told), told
+    other = [line for line in told if not re.search(r"sits at byte|more parameters of it|more differences", line)]
+    assert not other, "\n".join(other)
     assert "bucket 'layers.0', reduce_scatter:" in str(failure.value)
 
 

@@ -64,7 +64,7 @@ def test_dtype_group_and_op_are_compared(changes, words):
     [("sum", "premul_sum(1.0)", 2), ("avg", "premul_sum(0.5)", 2), ("premul_sum(0.25)", "avg", 4)],
 )
 def test_a_premultiplied_sum_equals_what_gives_the_same_bits(ours, theirs, ranks):
-    """By one, and by 1/n of a power of two: multiplying then only moves exponents."""
+    """D18: by one, and by 1/n of a power of two: multiplying then only moves exponents."""
     both = [BucketLayout((payload((W1, 8), ranks=tuple(range(ranks)), op=op),)) for op in (ours, theirs)]
     assert_same_layout(*both)
 

@@ -140,7 +140,7 @@ def test_a_model_without_fully_shard_is_refused(gt_mesh):
     ],
 )
 def test_a_premultiplied_sum_is_named_with_its_factor(gt_mesh, factor, ops):
-    """D16: and the replicas' sum is plain then, as the reduce-scatter has divided already."""
+    """D16, D18: and the replicas' sum is plain then, as the reduce-scatter has divided already."""
     model = fully_shard(nn.Linear(4, 4), mesh=gt_mesh)
     if factor is not None:
         model.set_gradient_divide_factor(factor)

@@ -108,7 +108,8 @@ def test_the_outputs_are_those_of_the_graph_before(joint, plan):
     after = joint_pass(joint.gm, bucket_plan=plan)
     generator = torch.Generator().manual_seed(0)
     inputs = [
-        torch.randint(0, 16, t.shape, generator=generator) if t.dtype == torch.int64
+        torch.randint(0, 16, t.shape, generator=generator)
+        if t.dtype == torch.int64
         else torch.randn(t.shape, generator=generator)
         for t in joint.example_inputs
     ]

@@ -29,7 +29,7 @@ def traced(mesh, model: str) -> fx.GraphModule:
     return canonicalize_graph_pass(trace_config(config, shard_traceably(new_model(config), config)).gm)
 
 
-def bucketed(gm: fx.GraphModule, mode: str, megabytes: float = 0.02) -> dict[str, set]:
+def bucketed(gm: fx.GraphModule, mode: str, megabytes: float = 0.05) -> dict[str, set]:
     """Bucket both kinds by torch's own functions; what each bucket must hold, by torch's own choice of members."""
     from torch._inductor.fx_passes import bucketing
     from torch._inductor.pattern_matcher import stable_topological_sort
@@ -47,7 +47,7 @@ def bucketed(gm: fx.GraphModule, mode: str, megabytes: float = 0.02) -> dict[str
             alone += [[node] for bucket in buckets for node in bucket]
         else:
             alone += buckets
-            assert max(map(len, buckets)) > 3
+            assert max(map(len, buckets)) > 1
         expected[kind] = {slots([held[node] for node in bucket]) for bucket in alone}
         merge(gm, buckets, mode_here)
         stable_topological_sort(gm.graph)
@@ -115,7 +115,7 @@ def manually_bucketed(gm: fx.GraphModule, plan) -> fx.GraphModule:
         for way in ("fwd", "bwd")
         for fqns in plan
     ]
-    utils = "torch._inductor.utils"
-    speed = mock.patch(f"{utils}.get_device_tflops", return_value=100)
-    with mock.patch(f"{utils}.get_gpu_dram_gbps", return_value=1000), speed:
+    estimates = "torch.utils._runtime_estimation"
+    speed = mock.patch(f"{estimates}.get_device_tflops", return_value=100)
+    with mock.patch(f"{estimates}.get_gpu_dram_gbps", return_value=1000), speed:
         return manual_overlap_bucketing(fx.GraphModule(gm, gm.graph), both, module_stack_fn=stack)

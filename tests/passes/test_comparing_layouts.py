@@ -113,9 +113,7 @@ def test_a_bucket_split_in_two_and_a_missing_one_are_told():
 
 def test_a_payload_that_is_reduced_twice_is_told():
     """A10, C4: RS(a) + RS(b) is not RS(a + b) in bits."""
-    assert difference(EXPECTED, EXPECTED) == [
-        f"bucket 'layers.0': a reduce_scatter of {W1}, {W2} that is not expected"
-    ]
+    assert difference(EXPECTED, EXPECTED) == [f"bucket 'layers.0': a reduce_scatter of {W1}, {W2} that is not expected"]
 
 
 def test_another_collective_in_its_place_is_told():

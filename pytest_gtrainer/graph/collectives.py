@@ -103,7 +103,7 @@ def launches(target: Any) -> bool:
 
 def kind_of(launch: fx.Node) -> str:
     """``all_gather``, ``reduce_scatter``, ``all_reduce``, ``all_to_all``, ``broadcast``; "" of any other."""
-    name = schema(launch.target).name.partition("::")[2]  # type: ignore[arg-type]
+    name = schema(launch.target).name.partition("::")[2]
     found = _KIND.search(name)
     if found is None or _FUSED in name:
         return ""
@@ -112,7 +112,7 @@ def kind_of(launch: fx.Node) -> str:
 
 def is_fused(launch: fx.Node) -> bool:
     """Whether it computes products beside: its operands and results are not what it communicates."""
-    return _FUSED in schema(launch.target).name  # type: ignore[arg-type]
+    return _FUSED in schema(launch.target).name
 
 
 def group_of(launch: fx.Node) -> str | None:
@@ -133,12 +133,12 @@ def reduction_of(launch: fx.Node) -> str | None:
 
 def hides(launch: fx.Node) -> bool:
     """Whether group or reduction are objects which a graph does not tell, as those of ``c10d``'s operators in place."""
-    names = {argument.name for argument in schema(launch.target).arguments}  # type: ignore[arg-type]
+    names = {argument.name for argument in schema(launch.target).arguments}
     return "process_group" in names
 
 
 def _argument(node: fx.Node, *names: str) -> Any:
-    for place, argument in enumerate(schema(node.target).arguments):  # type: ignore[arg-type]
+    for place, argument in enumerate(schema(node.target).arguments):
         if argument.name in names:
             given = node.args[place] if place < len(node.args) else node.kwargs.get(argument.name)
             return argument.default_value if given is None else given

@@ -190,7 +190,7 @@ def _operands(node: fx.Node) -> list[fx.Node]:
 def sent_operands(launch: fx.Node) -> list[fx.Node]:
     """The tensors that go into a collective, without those that it only writes its result to."""
     found: list[fx.Node] = []
-    for place, argument in enumerate(schema(launch.target).arguments):  # type: ignore[arg-type]
+    for place, argument in enumerate(schema(launch.target).arguments):
         if not argument.name.startswith("out"):
             given = launch.args[place] if place < len(launch.args) else launch.kwargs.get(argument.name)
             fx.node.map_arg(given, found.append)
@@ -366,8 +366,9 @@ def _along_first(node: fx.Node) -> bool:
 
 def _begin(node: fx.Node) -> int | None:
     """The first element of a slice of what lies one behind the other; None for another slice."""
-    dim, begin, _, step = (*node.args[1:], *(0, 0, None, 1)[len(node.args) - 1 :])
-    value = node.args[0].meta.get("val")  # type: ignore[union-attr]
+    args: list[Any] = list(node.args)
+    dim, begin, _, step = (*args[1:], *(0, 0, None, 1)[len(args) - 1 :])
+    value = args[0].meta.get("val")
     if not isinstance(value, torch.Tensor) or dim != 0 or step != 1:
         return None
     if type(begin) is not int:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from contextlib import ExitStack
+from importlib import import_module
 from itertools import accumulate
 from unittest import mock
 
@@ -115,7 +117,9 @@ def manually_bucketed(gm: fx.GraphModule, plan) -> fx.GraphModule:
         for way in ("fwd", "bwd")
         for fqns in plan
     ]
-    estimates = "torch.utils._runtime_estimation"
-    speed = mock.patch(f"{estimates}.get_device_tflops", return_value=100)
-    with mock.patch(f"{estimates}.get_gpu_dram_gbps", return_value=1000), speed:
+    with ExitStack() as stubs:  # where torch looks them up differs between its versions
+        for home in map(import_module, ("torch._inductor.utils", "torch.utils._runtime_estimation")):
+            for name in ("get_gpu_dram_gbps", "get_device_tflops"):
+                if hasattr(home, name):
+                    stubs.enter_context(mock.patch.object(home, name, return_value=100))
         return manual_overlap_bucketing(fx.GraphModule(gm, gm.graph), both, module_stack_fn=stack)

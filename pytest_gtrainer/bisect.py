@@ -30,9 +30,9 @@ from torch import Tensor, fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from pytest_gtrainer._torch.graph_modules import compiled, copied_lazily
-from pytest_gtrainer._torch.passes import WAIT
 from pytest_gtrainer._torch.values import OpOverload, pytree, schema
 from pytest_gtrainer.facts import Watcher
+from pytest_gtrainer.graph.collectives import launches
 from pytest_gtrainer.graph.nodes import BACKWARD, direction, node_fqn
 from pytest_gtrainer.numerics.bits import NoBytes
 from pytest_gtrainer.numerics.compare import compare_entries, difference_of
@@ -336,9 +336,8 @@ def _has_value(node: fx.Node) -> bool:
         return isinstance(node.meta.get("val"), Tensor)
     if not isinstance(node.target, OpOverload):
         return False
-    is_launch = node.target.namespace == "_c10d_functional" and node.target is not WAIT
     returns = schema(node.target).returns
-    return not is_launch and len(returns) == 1 and str(returns[0].type) == "Tensor"
+    return not launches(node.target) and len(returns) == 1 and str(returns[0].type) == "Tensor"
 
 
 def _made(node: fx.Node, new: set[fx.Node], order: Sequence[fx.Node]) -> tuple[str, ...]:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from pytest_gtrainer._torch import private_names
+from pytest_gtrainer._torch.process_groups import spell_reduction
 
 with private_names():
     from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -82,7 +83,7 @@ def all_gather_inputs(group: Any) -> tuple[list[int], torch.dtype]:
 def groups_of(group: Any) -> tuple[Any, Any, Any]:
     """The process groups that gather parameters, reduce-scatter gradients, and all-reduce those between replicas.
 
-    The last uses the op of the reduce-scatter, and is None without replicas.
+    The last is None without replicas.
     """
     replicas = group._all_reduce_process_group if group._is_hsdp else None
     return group._all_gather_process_group, group._reduce_scatter_process_group, replicas
@@ -101,10 +102,13 @@ def shard_numel(parameter: Any, ranks: int) -> int:
     return int(_get_dim0_padded_size(torch.Size(size), ranks).numel()) // ranks
 
 
-def reduce_op(group: Any, dtype: torch.dtype, device_type: str) -> str:
-    """The reduction FSDP2 asks the group's reduce-scatter for: "avg", "sum", ..."""
+def reduce_ops(group: Any, dtype: torch.dtype, device_type: str) -> tuple[str, str]:
+    """The reductions FSDP2 asks reduce-scatter and all-reduce for: "avg", "sum", "premul_sum(0.25)".
+
+    With ``set_gradient_divide_factor`` the whole division belongs to the reduce-scatter: the replicas' sum is plain.
+    """
     _, scatters, replicas = groups_of(group)
-    _, _, op, _ = _get_gradient_divide_factors(
+    _, _, *ops = _get_gradient_divide_factors(
         scatters,
         replicas,
         dtype,
@@ -112,4 +116,5 @@ def reduce_op(group: Any, dtype: torch.dtype, device_type: str) -> str:
         group.gradient_divide_factor,
         group.force_sum_reduction_for_comms,
     )
-    return str(op).rpartition(".")[2].lower()
+    scatter, reduce = (str(spell_reduction(op)) for op in ops)
+    return scatter, reduce

@@ -2,7 +2,9 @@
 
 - functional collectives are the operators of ``torch.ops._c10d_functional``; a group is an argument by name;
 - ``bucketing._pre_bucket_all_gather`` (registered by ``torch._inductor.fx_passes.bucketing``) takes the rank as
-  its argument ``rank``, and lays the rank's part at this place of a buffer for the whole group;
+  its argument ``rank``, and lays the rank's part at this place of a buffer for the whole group; each tensor in the
+  dtype that ``_ALL_DTYPES`` has at its place of ``out_dtype_ints``. ``fsdp.all_gather_copy_in`` does the same
+  without a cast, and gives the rank's part first;
 - ``torch.ops.higher_order.inductor_compiled_code`` calls what Inductor compiled;
 - ``DeviceMesh._get_root_mesh`` is the mesh that a submesh was cut out of, its ``mesh`` holds all ranks;
 - ``distributed_c10d._new_process_group_helper`` is what ``new_group`` calls, and takes a name (``new_group``
@@ -48,13 +50,25 @@ REDUCE_SCATTER = _ops.reduce_scatter_tensor.default
 ALL_REDUCE = _ops.all_reduce.default
 ALL_TO_ALL = _ops.all_to_all_single.default
 WAIT = _ops.wait_tensor.default
+WAITS = (WAIT, torch.ops.c10d_functional.wait_tensor.default) + (
+    (_ops.wait_tensors.default,) if hasattr(_ops, "wait_tensors") else ()
+)
+"""``wait_tensors``, of several tensors, is there from torch 2.15 on; the older namespace is what bucketing calls."""
 ALL_GATHER_OUT = _ops.all_gather_into_tensor_out.default
 PRE_BUCKET_ALL_GATHER = "bucketing::_pre_bucket_all_gather"
+COPY_IN = "fsdp::all_gather_copy_in"
 COMPILED_CODE = "inductor_compiled_code"
 COMPILED_MODULES = "torch._inductor"
 
 EXTRA_GROUP = ":extra"
 """Ends the names of process groups that passes make; they are gone with their world (F4)."""
+
+
+def dtypes_of_buckets() -> tuple[torch.dtype, ...]:
+    """What the numbers of ``out_dtype_ints`` stand for. A graph that has them has imported this module of Inductor."""
+    from torch._inductor.fx_passes.bucketing import _ALL_DTYPES
+
+    return _ALL_DTYPES
 
 
 def log_artefact(name: str, content: object) -> None:

@@ -8,12 +8,21 @@
 - Two DeviceMeshes over the same ranks with the same names are equal, whatever their groups. So DTensor's caches hand
   a later test the mesh of an earlier one, whose groups are gone ("Could not resolve the process group registered
   under the name 1"), or, worse, whose group names now belong to others. A world that ends therefore empties them.
+- Operators of ``c10d`` take a group as a ``torch.ScriptObject``, which ``ProcessGroup.unbox`` opens; others its name,
+  or in graphs for all ranks a node whose ``meta["val"]`` is the group.
+- A ``ReduceOp`` has its kind as ``op``, and of ``PREMUL_SUM`` the factor, a number or a tensor, as the second of
+  what ``__getstate__`` gives; it says neither in its text. Before 2.15 functional collectives know no factor.
 - ``torch._dynamo.convert_frame.FRAME_COUNTER`` counts what was compiled; no other count costs nothing to read.
 """
 
 from __future__ import annotations
 
+import re
 import sys
+import warnings
+from collections.abc import Collection
+from types import ModuleType
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -42,6 +51,56 @@ def group_named(name: str) -> dist.ProcessGroup:
 def group_ranks(name: str) -> tuple[int, ...]:
     """Global ranks of the process group called ``name``, in group order; raises as ``group_named``."""
     return tuple(dist.get_process_group_ranks(group_named(name)))
+
+
+def name_of_group(given: Any, owner: Any) -> str | None:
+    """The name of a group as an operator's argument has it: a name, a node, or an object in the graph's module."""
+    if isinstance(given, str):
+        return given
+    value = getattr(given, "meta", {}).get("val")
+    if value is None and getattr(given, "op", "") == "get_attr":
+        value = getattr(owner, str(given.target), None)
+    if isinstance(value, torch.ScriptObject):
+        try:
+            value = dist.ProcessGroup.unbox(value)
+        except RuntimeError:  # it is none
+            return None
+    return getattr(value, "group_name", None)
+
+
+_PREMUL = re.compile(r"premul_sum\((.*)\)")
+
+
+def spell_reduction(given: Any) -> str | None:
+    """``sum``, ``avg``, ``premul_sum(0.25)``: a reduction by name or as ``ReduceOp``; None of anything else."""
+    if isinstance(given, str):
+        return given
+    if not isinstance(given, dist.ReduceOp | dist.ReduceOp.RedOpType):
+        return None
+    kind = getattr(given, "op", given).name.lower()
+    if kind != "premul_sum":
+        return str(kind)
+    factor = given.__getstate__()[1] if isinstance(given, dist.ReduceOp) else None
+    return f"premul_sum({factor if isinstance(factor, float) else 'a tensor'})"
+
+
+def plain_reduction(spelled: str, ranks: int) -> str:
+    """A reduction as the plainest one that gives the same bits: ``premul_sum`` by 1, and by 1/ranks for powers of two.
+
+    Each rank multiplies its input, then the products are added. By a power of two that moves exponents only, so it
+    makes no odds whether it happens before or after the sum, but for results so small that they lose bits.
+
+    >>> [plain_reduction(op, 4) for op in ("premul_sum(1.0)", "premul_sum(0.25)", "premul_sum(0.5)", "avg")]
+    ['sum', 'avg', 'premul_sum(0.5)', 'avg']
+    """
+    found = _PREMUL.fullmatch(spelled)
+    try:
+        factor = float(found[1]) if found else None
+    except ValueError:
+        return spelled
+    if factor == 1.0:
+        return "sum"
+    return "avg" if factor is not None and factor * ranks == 1.0 and ranks & (ranks - 1) == 0 else spelled
 
 
 def live_groups() -> list[dist.ProcessGroup]:
@@ -76,6 +135,41 @@ def abort_all_groups() -> None:
 def silence_collective_log() -> None:
     """Disable the logger of failed collectives: pytest captures what merely does not propagate."""
     c10d_logger._c10d_logger.disabled = True
+
+
+def forget_groups(ended: Collection[dist.ProcessGroup]) -> None:
+    """Take groups that have ended out of the tables that modules keep of them, such as a registry of extra groups.
+
+    A later test would find them there, and trace collectives of a group that is gone, or whose name another one has
+    by now. Dicts, lists and sets of modules outside torch are emptied of them. What cannot be emptied, a tuple or a
+    plain name, is told by a warning. Tables of names alone look like any texts: goldens refuse a graph that uses them.
+    """
+    # what only the caller's list, the loop and the call hold is in no table; to look takes milliseconds
+    gone = {id(group) for group in ended if sys.getrefcount(group) > 3}
+    if not gone:
+        return
+
+    def is_gone(value: object) -> bool:
+        return isinstance(value, dist.ProcessGroup) and id(value) in gone
+
+    for module in list(sys.modules.values()):
+        name = getattr(module, "__name__", "")
+        if name.partition(".")[0] == "torch" or not isinstance(module, ModuleType):
+            continue
+        for variable, value in list(vars(module).items()):
+            if type(value) is dict:
+                for key in [key for key, held in value.items() if is_gone(held) or is_gone(key)]:
+                    del value[key]
+            elif type(value) is list and value is not ended:
+                value[:] = [held for held in value if not is_gone(held)]
+            elif type(value) is set:
+                value -= {held for held in value if is_gone(held)}
+            elif is_gone(value) or (type(value) is tuple and any(map(is_gone, value))):
+                warnings.warn(
+                    f"{name}.{variable} still holds a process group of a world that has ended: what a later test "
+                    "traces with it names a group that is gone. Set it anew where the world ends, in a fixture",
+                    stacklevel=2,
+                )
 
 
 def forget_meshes() -> None:

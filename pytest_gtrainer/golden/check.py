@@ -63,6 +63,7 @@ class Golden:
                 graph, about to be written, would be read back as another graph.
             ValueError: the test has checked a golden of this name already; ``per`` is something else, or given for
                 numbers, which are kept per environment anyway.
+            UntoldGroup: a process group of the graph is not known here, so that its golden could not tell it.
             TypeError: ``value`` is none of these.
         """
         __tracebackhide__ = True
@@ -125,7 +126,9 @@ class Golden:
 
     def _graph_text(self, value: Any, view: str) -> str:
         from pytest_gtrainer.graphtext import render
+        from pytest_gtrainer.graphtext.operators import refuse_untold
 
+        refuse_untold(value)
         text = render(value, view, header=self._header(), mesh=self._mesh)
         return extensions.scrubbed(self._item.config, text)
 

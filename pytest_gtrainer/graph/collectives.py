@@ -1,4 +1,7 @@
-"""Collectives in a joint graph: what a node is, whose parameter it moves, in which group.
+"""Collectives in a graph: which nodes launch one, of which kind, in which group; whose parameter a member moves.
+
+Every reader of collectives (layouts, schedules, timelines, sequences) asks here. An operator of a communicating
+namespace that is not known not to launch anything does, so one that a later torch adds is told, not overlooked.
 
 Terms: a *member* is one parameter's all-gather or reduce-scatter; its *chain* is what lies
 between the parameter (or its gradient's output) and the collective: casts, pads, views.
@@ -6,6 +9,7 @@ between the parameter (or its gradient's output) and the collective: casts, pads
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +17,17 @@ import torch
 from torch import fx
 
 from pytest_gtrainer._torch.passes import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, is_control_dependency
-from pytest_gtrainer.graph.nodes import direction, is_wait, mutates, node_fqn
+from pytest_gtrainer._torch.process_groups import name_of_group, spell_reduction
+from pytest_gtrainer._torch.values import OpOverload, schema
+from pytest_gtrainer.graph.nodes import COMMUNICATING, direction, is_wait, mutates, node_fqn
+
+_STANDS_BESIDE = frozenset({
+    "wait_tensor", "wait_tensors", "_wrap_tensor_autograd", "mesh_get_process_group", "check_for_nan", "memset32_",
+    "stream_write_value32_", "_async_input_mm", "_rendezvous", "get_remote_tensors",
+})  # fmt: skip
+"""Operators of communicating namespaces that start nothing: waits, look-ups, what prepares memory."""
+_KIND = re.compile(r"all_?gather|reduce_scatter|all_?reduce|all_?to_?all|broadcast")
+_FUSED = "matmul"
 
 
 class PlanError(ValueError):
@@ -77,9 +91,58 @@ class FsdpCollective:
         return (self.launch.target, *self.launch.args[1:], value.dtype, value.device, second)
 
 
-def group_of(launch: fx.Node) -> str:
-    """Name of the collective's process group."""
-    return str(launch.args[-1])
+def launches(target: Any) -> bool:
+    """Whether an operator starts a collective, a send or a receive; torch's packing operators do not."""
+    if not isinstance(target, OpOverload):
+        return False
+    space, _, name = schema(target).name.partition("::")
+    if space in COMMUNICATING:
+        return name not in _STANDS_BESIDE
+    return space != "bucketing" and any(argument.name == "group_name" for argument in schema(target).arguments)
+
+
+def kind_of(launch: fx.Node) -> str:
+    """``all_gather``, ``reduce_scatter``, ``all_reduce``, ``all_to_all``, ``broadcast``; "" of any other."""
+    name = schema(launch.target).name.partition("::")[2]
+    found = _KIND.search(name)
+    if found is None or _FUSED in name:
+        return ""
+    return {"allgather": "all_gather", "allreduce": "all_reduce", "alltoall": "all_to_all"}.get(found[0], found[0])
+
+
+def is_fused(launch: fx.Node) -> bool:
+    """Whether it computes products beside: its operands and results are not what it communicates."""
+    return _FUSED in schema(launch.target).name
+
+
+def group_of(launch: fx.Node) -> str | None:
+    """Name of the process group that a collective communicates in; None where the graph names none."""
+    return name_of_group(_argument(launch, "group_name", "process_group"), launch.graph.owning_module)
+
+
+def ranks_given(launch: fx.Node) -> tuple[int, ...] | None:
+    """The ranks that an operator of the older ``c10d_functional`` takes in place of a group."""
+    given = _argument(launch, "ranks")
+    return tuple(given) if isinstance(given, list | tuple) else None
+
+
+def reduction_of(launch: fx.Node) -> str | None:
+    """``sum``, ``avg``, ``premul_sum(0.25)`` of a collective that reduces; None of others and of one that hides it."""
+    return spell_reduction(_argument(launch, "reduce_op", "reduceOp", "red_op"))
+
+
+def hides(launch: fx.Node) -> bool:
+    """Whether group or reduction are objects which a graph does not tell, as those of ``c10d``'s operators in place."""
+    names = {argument.name for argument in schema(launch.target).arguments}
+    return "process_group" in names
+
+
+def _argument(node: fx.Node, *names: str) -> Any:
+    for place, argument in enumerate(schema(node.target).arguments):
+        if argument.name in names:
+            given = node.args[place] if place < len(node.args) else node.kwargs.get(argument.name)
+            return argument.default_value if given is None else given
+    return None
 
 
 def group_size_of(launch: fx.Node) -> int:

@@ -22,19 +22,23 @@ import torch
 from torch import fx
 
 from pytest_gtrainer import facts
-from pytest_gtrainer._torch.passes import ALL_GATHER, REDUCE_SCATTER
-from pytest_gtrainer._torch.process_groups import group_ranks
+from pytest_gtrainer._torch.process_groups import group_ranks, plain_reduction
+from pytest_gtrainer._torch.values import HigherOrderOperator
 from pytest_gtrainer.graph.bucket_plan import layer_of
 from pytest_gtrainer.graph.collectives import (
-    all_reduce_behind,
     chain_to_output,
     group_of,
+    hides,
     input_name,
+    kind_of,
+    launches,
     output_name,
+    ranks_given,
+    reduction_of,
     results_of,
-    wait_of,
 )
-from pytest_gtrainer.graph.nodes import direction, is_wait, node_fqn
+from pytest_gtrainer.graph.nodes import BACKWARD, direction, node_fqn
+from pytest_gtrainer.graph.packing import Arrival, Part, State, Unread, arrivals, computes, packed
 
 ALL_GATHER_NAME, REDUCE_SCATTER_NAME, ALL_REDUCE_NAME = "all_gather", "reduce_scatter", "all_reduce"
 KINDS = (ALL_GATHER_NAME, REDUCE_SCATTER_NAME, ALL_REDUCE_NAME)
@@ -104,53 +108,171 @@ class LayoutDifference(AssertionError):
 
 
 def bucket_layout(gm: fx.GraphModule) -> BucketLayout:
-    """Layout of the graph's all-gathers of parameters and reduce-scatters of gradients.
+    """Layout of the graph's all-gathers of parameters, and of the reductions of gradients, whoever bucketed it.
 
-    An all-reduce of what a reduce-scatter leaves, as of replicas under hybrid sharding, is a payload too.
-    Offsets are bytes inside one rank's slice of the payload. A payload gathered once in each
-    direction is listed once, with both; repeated in one direction it is listed again.
+    A reduction is a reduce-scatter, or an all-reduce: of replicas under hybrid sharding, or of what is not sharded.
+    What of a graph's collectives is for activations alone is no part of it. Offsets are bytes inside one rank's slice
+    of the payload. A payload gathered once in each direction is listed once, with both; repeated in one direction it
+    is listed again. A coalesced collective is one payload for each tensor: every one is sent as it is.
 
     Raises:
+        UnreadLayout: parameters go into a collective, or gradients come out of one, and who sits where cannot be
+            read: the message names the node.
         ValueError: a process group of the graph does not exist here, and no text that it was parsed
             from said its ranks.
     """
-    inputs = {node: index for index, node in enumerate(gm.graph.find_nodes(op="placeholder"))}
-    gathers = [_gather_payload(node, inputs) for node in gm.graph.find_nodes(op="call_function", target=ALL_GATHER)]
-    outputs = {node: index for index, node in enumerate(results_of(gm)) if isinstance(node, fx.Node)}
-    scatters = [
-        payload
-        for node in gm.graph.find_nodes(op="call_function", target=REDUCE_SCATTER)
-        for payload in _scatter_payloads(node, outputs)
-    ]
+    reader = _Reader(gm)
+    payloads = [payload for node, sent in packed(gm).items() for payload in reader.payloads(node, sent)]
+    payloads.sort(key=lambda payload: payload.collective != ALL_GATHER_NAME)
     merged: dict[tuple[Payload, int], list[str]] = {}
     repeated: Counter[Payload] = Counter()
-    for payload in [*(p for p in gathers if p is not None), *scatters]:
+    for payload in payloads:
         merged.setdefault((replace(payload, directions=()), repeated[payload]), []).extend(payload.directions)
         repeated[payload] += 1
     return BucketLayout(tuple(replace(payload, directions=tuple(ways)) for (payload, _), ways in merged.items()))
 
 
-def _gather_payload(launch: fx.Node, positions: dict[fx.Node, int]) -> Payload | None:
-    packed = launch.all_input_nodes[0]
-    # DTensor concatenates too, to pad a single tensor: a bucket's carries the bucket's mark
-    is_bucket = packed.target is torch.ops.aten.cat.default and "fsdp_bucket" in packed.meta
-    found = []
-    for part in packed.all_input_nodes if is_bucket else [packed]:
-        source = part  # up a chain of single-input nodes to the one graph input above it
-        while source.op != "placeholder":
-            if len(source.all_input_nodes) != 1 or is_wait(source):
-                return None
-            [source] = source.all_input_nodes
-        value = part.meta["val"]
-        name = input_name(source, positions[source], _module_of(launch))
-        found.append((name, value.numel() * value.element_size()))
-    dtype = launch.meta["val"].dtype
-    return Payload(ALL_GATHER_NAME, dtype, _ranks_of(launch), "", _slots(found), (direction(launch),))
+class UnreadLayout(ValueError):
+    """A collective of parameters or gradients whose layout cannot be read; the message names the node."""
+
+
+class _Reader:
+    """Tells the payloads of one graph's collectives."""
+
+    def __init__(self, gm: fx.GraphModule) -> None:
+        self._output = gm.graph.output_node()
+        self._inputs = {node: index for index, node in enumerate(gm.graph.find_nodes(op="placeholder"))}
+        self._outputs: dict[fx.Node, list[int]] = {}
+        for index, result in enumerate(results_of(gm)):
+            if isinstance(result, fx.Node):
+                self._outputs.setdefault(result, []).append(index)
+        told = [node.meta["gt_input"] for node in self._inputs if "gt_input" in node.meta]
+        self._parameters = {each["fqn"] for each in told if each["kind"] == "parameter"}
+
+    def payloads(self, node: fx.Node, sent: list[State]) -> Iterable[Payload]:
+        """Of one collective; several where it is coalesced, none where it is of activations."""
+        kind, names = kind_of(node) if node.op == "call_function" else "", self._names_in(node, sent)
+        is_read = kind and not hides(node)
+        if kind == ALL_GATHER_NAME and is_read:
+            for state in sent:
+                if isinstance(state, Unread) and names:
+                    raise _unread(node, "gathers", names, state.node)
+                if isinstance(state, tuple) and (slots := self._slots_of(state, node)):
+                    yield self._payload(ALL_GATHER_NAME, node, slots)
+        elif kind in (REDUCE_SCATTER_NAME, ALL_REDUCE_NAME) and is_read:
+            yield from self._reductions(kind, node)
+        elif names:
+            raise _unread(node, "moves", names, node)
+        elif reached := [name for arrival in arrivals(node, self._outputs) for name in self._gradients(arrival, node)]:
+            raise _unread(node, "gives", reached, node)
+
+    def _payload(self, kind: str, node: fx.Node, slots: tuple[Slot, ...]) -> Payload:
+        value = node.meta.get("val")
+        dtype = (value[0] if isinstance(value, list | tuple) else value).dtype
+        return Payload(kind, dtype, _ranks_of(node), reduction_of(node) or "", slots, (direction(node),))
+
+    def _names_in(self, launch: fx.Node, sent: list[State]) -> list[str]:
+        """The parameters that go in; of an unread value those above the node that lost their order."""
+        found: dict[fx.Node, None] = {}
+        for state in sent:
+            if isinstance(state, tuple):
+                found |= {part.source: None for part in state if part.source}
+            elif isinstance(state, Unread):
+                found |= dict.fromkeys(_inputs_above(state.node))
+        return [self._name(node, launch) for node in found]
+
+    def _name(self, source: fx.Node, launch: fx.Node) -> str:
+        if source.op == "get_attr":  # a parameter that the graph's module holds
+            return str(source.target)
+        return input_name(source, self._inputs[source], _module_of(launch))
+
+    def _slots_of(self, parts: tuple[Part, ...], launch: fx.Node) -> tuple[Slot, ...]:
+        offsets = itertools.accumulate((part.nbytes for part in parts), initial=0)
+        return tuple(
+            Slot(self._name(part.source, launch), offset, part.nbytes)
+            for part, offset in zip(parts, offsets, strict=False)
+            if part.source is not None
+        )
+
+    def _reductions(self, kind: str, launch: fx.Node) -> Iterable[Payload]:
+        """Follow the results to the outputs: order and widths come from the splits on the way."""
+        value = launch.meta.get("val")
+        if isinstance(value, list | tuple):
+            results = sorted((user for user in launch.users if user.target is getitem), key=lambda item: item.args[1])
+        else:
+            results = [launch]
+        for result in results:
+            found: dict[tuple[int, int], list[Arrival]] = {}
+            for arrival in arrivals(result, self._outputs):
+                found.setdefault((arrival.piece.at, arrival.piece.numel), []).append(arrival)
+            named = {at: [n for one in each for n in self._gradients(one, launch)] for at, each in found.items()}
+            if any(named.values()):
+                for place, arrivals_there in found.items():
+                    if not named[place]:
+                        others = [name for names in named.values() for name in names]
+                        raise _unread(launch, "gives", others, arrivals_there[0].used_by or result)
+                width = result.meta["val"].element_size()
+                slots = [Slot(names[0], at * width, numel * width) for (at, numel), names in sorted(named.items())]
+                yield self._payload(kind, launch, tuple(slots))
+            else:
+                for arrival in itertools.chain(*found.values()):
+                    self._refuse_unknown(launch, arrival)
+
+    def _gradients(self, arrival: Arrival, launch: fx.Node) -> list[str]:
+        """The names of the gradients among the outputs that a part of a result arrives at."""
+        names = [output_name(self._output, position, _module_of(launch)) for position in arrival.outputs]
+        if kind_of(launch) == REDUCE_SCATTER_NAME and not arrival.added:
+            return names
+        # an all-reduced loss, or what a chunk of activations is added to, is no gradient
+        if self._parameters:
+            return [name for name in names if name in self._parameters]
+        return names if direction(launch) == BACKWARD else []
+
+    def _refuse_unknown(self, launch: fx.Node, arrival: Arrival) -> None:
+        """Where a result of the backward ends at an operator of which nobody knows what it does."""
+        user = arrival.used_by
+        if user is None or computes(user) or launches(user.target) or isinstance(user.target, HigherOrderOperator):
+            return
+        if (chain := chain_to_output(user, self._output)) is None:
+            return
+        last = chain[-1] if chain else user
+        reached = Arrival(arrival.piece, tuple(self._outputs.get(last, ())), added=True)
+        if names := self._gradients(reached, launch):
+            raise _unread(launch, "gives", names, user)
+
+
+def _unread(launch: fx.Node, verb: str, names: list[str], at: fx.Node) -> UnreadLayout:
+    more = f" and {len(names) - _MOST_MOVED} more" if len(names) > _MOST_MOVED else ""
+    operator = getattr(at.target, "name", lambda: at.target)()
+    why = f"at node {at.name} ({operator}) their order is lost"
+    if at is launch:
+        why = f"{operator} is no collective that a layout knows"
+    told = ", ".join(names[:_MOST_MOVED]) + more
+    return UnreadLayout(
+        f"the collective {launch.name} {verb} {told}, and who sits where cannot be read: "
+        f"{why}. Pack by cat, copies, views and torch's own bucketing operators around functional collectives, "
+        "or compare bits"
+    )
+
+
+def _inputs_above(node: fx.Node) -> list[fx.Node]:
+    todo, seen = [node], {node}
+    while todo:
+        for operand in todo.pop().all_input_nodes:
+            if operand not in seen:
+                seen.add(operand)
+                todo.append(operand)
+    inputs = [one for one in seen if one.op == "placeholder"]
+    return sorted(one for one in inputs if one.meta.get("gt_input", {"kind": "parameter"})["kind"] == "parameter")
 
 
 def _ranks_of(launch: fx.Node) -> tuple[int, ...]:
     """Of the group in this process; of a graph parsed where there is none, as its text says."""
     name, owner = group_of(launch), launch.graph.owning_module
+    if name is None:
+        if (given := ranks_given(launch)) is None:
+            raise UnreadLayout(f"the collective {launch.name} ({launch.target}) names no process group")
+        return given
     told: Mapping[str, tuple[int, ...] | None] = {} if owner is None else owner.meta.get("gt_groups", {})
     try:
         return group_ranks(name)
@@ -164,39 +286,6 @@ def _module_of(launch: fx.Node) -> str:
     """Where a collective belongs: its bucket's first module, else the module it was traced in."""
     bucket = launch.meta.get("fsdp_bucket")
     return bucket["plan_fqns"][0] if bucket else node_fqn(launch)
-
-
-def _scatter_payloads(launch: fx.Node, positions: dict[fx.Node, int]) -> Iterable[Payload]:
-    """Follow the result through its wait and split to the outputs: order and widths come from the split.
-
-    A result that is added to another before it is returned is no gradient yet: it is left out,
-    and a comparison then misses the parameter.
-    """
-    output = launch.graph.output_node()
-    found = []
-    wait = wait_of(launch)
-    second = all_reduce_behind(wait)
-    parts = [second[1] if second else wait]
-    split = next(iter(parts[0].users))
-    if split.target is torch.ops.aten.split_with_sizes.default and "fsdp_bucket" in split.meta:
-        parts = sorted((item for item in split.users if item.target is getitem), key=lambda item: item.args[1])
-    for part in parts:
-        chain = chain_to_output(part, output)
-        if chain is None:
-            return
-        position = positions[chain[-1] if chain else part]
-        value = part.meta["val"]
-        found.append((output_name(output, position, _module_of(launch)), value.numel() * value.element_size()))
-    dtype, slots = launch.meta["val"].dtype, _slots(found)
-    for name, node in ((REDUCE_SCATTER_NAME, launch), (ALL_REDUCE_NAME, second[0] if second else None)):
-        if node is not None:
-            yield Payload(name, dtype, _ranks_of(node), str(node.args[1]), slots, (direction(node),))
-
-
-def _slots(parts: list[tuple[str, int]]) -> tuple[Slot, ...]:
-    """Parameters and their bytes, one behind the other."""
-    offsets = itertools.accumulate((nbytes for _, nbytes in parts), initial=0)
-    return tuple(Slot(parameter, offset, nbytes) for (parameter, nbytes), offset in zip(parts, offsets, strict=False))
 
 
 def assert_same_layout(actual: BucketLayout, expected: BucketLayout, *, actual_is: str = "graph") -> None:
@@ -239,10 +328,14 @@ def assert_same_layout(actual: BucketLayout, expected: BucketLayout, *, actual_i
 
 def _compare_payloads(actual: Payload, wanted: Payload) -> Iterable[str]:
     where = f"bucket {wanted.label!r}, {wanted.collective}"
-    for what in ("dtype", "ranks", "op"):
+    for what in ("dtype", "ranks"):
         ours, theirs = getattr(actual, what), getattr(wanted, what)
         if ours != theirs:
             yield f"{where}: {what} is {ours}, expected {theirs}"
+    if plain_reduction(actual.op, len(wanted.ranks)) != plain_reduction(wanted.op, len(wanted.ranks)):
+        premultiplied = "premul_sum" in actual.op + wanted.op
+        why = " (premul_sum multiplies each rank's gradient before the sum, and rounds the product)" * premultiplied
+        yield f"{where}: op is {actual.op}, expected {wanted.op}{why}"
     ours_at = {slot.parameter: slot for slot in actual.slots}
     theirs_at = {slot.parameter: slot for slot in wanted.slots}
     for parameter in [name for name in theirs_at if name not in ours_at]:

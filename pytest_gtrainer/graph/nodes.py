@@ -19,20 +19,45 @@ import operator
 import torch
 from torch import fx
 
-from pytest_gtrainer._torch.passes import WAIT
+from pytest_gtrainer._torch.passes import WAITS
 from pytest_gtrainer._torch.values import HigherOrderOperator, OpOverload, schema
 
 FORWARD, BACKWARD = "fwd", "bwd"
 GATHERS_ONCE = "gt_gathers_once"
 DYNAMIC_DIMS = "gt_dynamic_dims"
 
-_COMMUNICATING = ("_c10d_functional", "_c10d_functional_autograd", "c10d", "c10d_functional", "symm_mem", "_dtensor")
+COMMUNICATING = ("_c10d_functional", "_c10d_functional_autograd", "c10d", "c10d_functional", "symm_mem", "_dtensor")
+_OF_TORCHS_BUCKET = "bucketing_custom_sources"
+"""Key of ``meta`` that ``torch._inductor.fx_passes.bucketing`` sets on every node that it makes."""
 _DRAWING = ("run_and_save_rng_state", "run_with_rng_state")
 
 
 def direction(node: fx.Node) -> str:
-    """ "bwd" for nodes the backward made, else "fwd" (A3)."""
-    return BACKWARD if node.meta.get("autograd_backward") else FORWARD
+    """ "bwd" for nodes the backward made, else "fwd" (A3).
+
+    Torch's bucketing sets no mark on the nodes that it makes: they are of the direction of what they serve.
+    """
+    meta = node.meta
+    if meta.get("autograd_backward"):
+        return BACKWARD
+    return _direction_of_bucket(node) if _OF_TORCHS_BUCKET in meta else FORWARD
+
+
+def _direction_of_bucket(node: fx.Node) -> str:
+    """By the nodes around torch's bucket: the first that use it, else those that go into it."""
+    for neighbours in (lambda one: list(one.users), lambda one: one.all_input_nodes):
+        todo, seen, found = [node], {node}, set()
+        while todo:
+            for other in neighbours(todo.pop()):
+                if other not in seen and other.op not in ("placeholder", "output", "get_attr"):
+                    seen.add(other)
+                    if _OF_TORCHS_BUCKET in other.meta:
+                        todo.append(other)
+                    else:
+                        found.add(bool(other.meta.get("autograd_backward")))
+        if found:
+            return BACKWARD if found == {True} else FORWARD
+    return FORWARD
 
 
 def node_fqn(node: fx.Node) -> str:
@@ -47,12 +72,12 @@ def node_fqn(node: fx.Node) -> str:
 
 def is_collective(node: fx.Node) -> bool:
     """Whether the operator communicates, or waits for one that does."""
-    return isinstance(node.target, OpOverload) and node.target.namespace in _COMMUNICATING
+    return isinstance(node.target, OpOverload) and node.target.namespace in COMMUNICATING
 
 
 def is_wait(node: fx.Node) -> bool:
-    """Whether a node waits for a functional collective."""
-    return node.target is WAIT
+    """Whether a node waits for a functional collective, or for several."""
+    return any(node.target is wait for wait in WAITS)
 
 
 def is_random(node: fx.Node) -> bool:

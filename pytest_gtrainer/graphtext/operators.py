@@ -32,6 +32,7 @@ from pytest_gtrainer._torch.graph_text import (
     resolve_group,
 )
 from pytest_gtrainer._torch.values import HigherOrderOperator, OpOverload
+from pytest_gtrainer.graph.collectives import group_of, hides, launches
 from pytest_gtrainer.graphtext.header import nearest
 from pytest_gtrainer.graphtext.sections import spell
 
@@ -48,12 +49,14 @@ class Operator:
         group_arguments: positions and names of arguments that are process group names.
         floats: whether it communicates, or packs and unpacks what is communicated, so that the schedule puts its
             lines among those of other layers.
+        launches: whether it starts a collective, a send or a receive.
     """
 
     text: str
     short: str
     group_arguments: frozenset[int | str] = frozenset()
     floats: bool = False
+    launches: bool = False
 
 
 def operator_of(node: fx.Node) -> Operator:
@@ -84,12 +87,13 @@ def _described(target: Callable[..., Any]) -> Operator:
     if isinstance(target, OpOverload):
         schema = overload(target)
         parts = [schema.namespace, schema.name, schema.overload]
-        places = [place for place, name in enumerate(schema.arguments) if name == "group_name"]
+        places = [place for place, name in enumerate(schema.arguments) if name in ("group_name", "process_group")]
         return Operator(
             ".".join(word(part) for part in parts if part),
             schema.name,
             frozenset([*places, "group_name"] if places else ()),
             floats=schema.namespace in _FLOATING,
+            launches=launches(target),
         )
     if isinstance(target, HigherOrderOperator):
         return Operator(f"hop.{word(target.name())}", target.name())
@@ -282,15 +286,45 @@ def groups_of(
     groups: dict[str, Group] = {}
     taken: set[str] = set()
     for node in gm.graph.nodes if collectives is None else collectives:
-        if node.op != "call_function" or not (places := function_of(node.target).group_arguments):
+        if node.op != "call_function" or not function_of(node.target).group_arguments:
             continue
-        arguments = {**dict(enumerate(node.args)), **node.kwargs}
-        for name in [arguments.get(place) for place in places]:
-            if isinstance(name, str) and name not in groups:
-                found = resolve_group(name)
-                role = word(name) if found is None and name in told else _role(found, mesh)
-                groups[name] = Group(_unused(role, taken), found.ranks if found else told.get(name))
+        name = group_of(node)
+        if name is not None and name not in groups:
+            found = resolve_group(name)
+            role = word(name) if found is None and name in told else _role(found, mesh)
+            groups[name] = Group(_unused(role, taken), found.ranks if found else told.get(name))
     return groups
+
+
+class UntoldGroup(ValueError):
+    """A collective whose process group or reduction the text of its graph cannot tell: two of them look alike."""
+
+
+def refuse_untold(gm: fx.GraphModule) -> None:
+    """Refuse a graph whose text would not tell in which ranks a collective communicates, graphs inside included.
+
+    Raises:
+        UntoldGroup: names collective and group, and the way out.
+    """
+    for module in gm.modules():
+        if not isinstance(module, fx.GraphModule):
+            continue
+        groups = groups_of(module, {})
+        for node in module.graph.nodes:
+            if node.op != "call_function" or not function_of(node.target).launches:
+                continue
+            where, name = f"{node.name} ({function_of(node.target).text})", group_of(node)
+            if hides(node):
+                raise UntoldGroup(
+                    f"{where} is a collective in place: its graph holds group and reduction as objects that no text "
+                    "can tell, so a golden would accept others; trace torch.distributed._functional_collectives instead"
+                )
+            if name is not None and groups[name].ranks is None:
+                raise UntoldGroup(
+                    f"{where} communicates in process group {name!r}, which does not exist in this process, so a "
+                    "golden would say group(None) and accept any ranks: check it in the world of its trace. If that is "
+                    "this one, a table of groups has outlived the world of an earlier test: empty it with its world"
+                )
 
 
 def names_of_groups(told: Mapping[str, tuple[int, ...] | None], given: Mapping[str, str]) -> dict[str, str]:

@@ -27,11 +27,12 @@ from typing import Any
 import torch
 from torch import fx
 
-from pytest_gtrainer._torch.graph_text import overload
+from pytest_gtrainer.graph.collectives import group_of, hides, is_fused, ranks_given, reduction_of
 from pytest_gtrainer.graph.nodes import is_view, is_wait
+from pytest_gtrainer.graph.packing import sent_operands
 from pytest_gtrainer.graphtext.folding import INDENT, fold
 from pytest_gtrainer.graphtext.literals import spell_dtype
-from pytest_gtrainer.graphtext.operators import groups_of, operator_of, word
+from pytest_gtrainer.graphtext.operators import groups_of, operator_of, spell_ranks, word
 from pytest_gtrainer.graphtext.scopes import is_computed, is_item, names_of, scopes_of, users_of
 from pytest_gtrainer.graphtext.sections import (
     Line,
@@ -54,15 +55,14 @@ _HEAVY = re.compile(r"mm$|attention|convolution")
 
 
 def is_launch(node: fx.Node) -> bool:
-    """Whether a node communicates; torch's packing operators name a group, too, and do not."""
-    operator = operator_of(node)
-    return bool(operator.group_arguments) and not operator.text.startswith("bucketing.")
+    """Whether a node starts a collective, a send or a receive."""
+    return operator_of(node).launches
 
 
 def is_free(node: fx.Node) -> bool:
     """Whether a node costs nothing; an operator that copies only where it must counts as a view."""
     short = operator_of(node).short
-    if short in _SYNCS:
+    if short in _SYNCS or is_launch(node):  # that of some collectives is the operand itself
         return False
     if isinstance(node.meta.get("val"), _NUMBERS) or short in _GUARDS:
         return True
@@ -133,8 +133,13 @@ def _source(node: fx.Node) -> fx.Node:
 
 
 def payload_of(launch: fx.Node) -> list[torch.Tensor]:
-    """What a collective moves: its result, or its operands where these are known to be larger."""
-    sent = [tensor for operand in launch.all_input_nodes for tensor in _tensors(operand.meta.get("val"))]
+    """What a collective moves: its result, or its operands where these are known to be larger.
+
+    A buffer for the result counts once, as the result. Of an operator that computes products beside, nothing is known.
+    """
+    if is_fused(launch):
+        return []
+    sent = [tensor for operand in sent_operands(launch) for tensor in _tensors(operand.meta.get("val"))]
     received = _tensors(launch.meta.get("val"))
     sizes = [sum(tensor.numel() for tensor in tensors) for tensors in (sent, received)]
     return sent if all(type(size) is int for size in sizes) and sizes[0] > sizes[1] else received
@@ -143,23 +148,6 @@ def payload_of(launch: fx.Node) -> list[torch.Tensor]:
 def _tensors(value: Any) -> list[torch.Tensor]:
     found = value if isinstance(value, list | tuple) else [value]
     return [tensor for tensor in found if isinstance(tensor, torch.Tensor)]
-
-
-def group_of(launch: fx.Node) -> str | None:
-    """The name of the process group that a collective communicates in."""
-    return _argument(launch, "group_name")
-
-
-def reduction_of(launch: fx.Node) -> str | None:
-    """``sum``, ``avg``, ... of a collective that reduces."""
-    return _argument(launch, "reduce_op")
-
-
-def _argument(node: fx.Node, name: str) -> str | None:
-    arguments = overload(node.target).arguments
-    place = arguments.index(name) if name in arguments else len(node.args)
-    value = node.args[place] if place < len(node.args) else node.kwargs.get(name)
-    return value if isinstance(value, str) else None
 
 
 def communicates(gm: fx.GraphModule) -> bool:
@@ -268,9 +256,16 @@ class _Schedule:
 
     def _launch(self, node: fx.Node) -> Iterable[str]:
         """Its name, group, payload by dtype (``bf16[256, 64]``; of several tensors all elements), and sums."""
+        if hides(node):
+            raise ValueError(
+                f"{node.name} is {operator_of(node).text}, a collective in place: its graph holds the group and the "
+                "reduction as objects that no text can tell; trace torch.distributed._functional_collectives instead"
+            )
         yield self._reference(node)
         if (group := group_of(node)) is not None:
             yield self._symbols[group]
+        elif (ranks := ranks_given(node)) is not None:
+            yield f"group({spell_ranks(ranks)})"
         payload = payload_of(node)
         for dtype in dict.fromkeys(tensor.dtype for tensor in payload):
             alike = [tensor for tensor in payload if tensor.dtype == dtype]

@@ -139,7 +139,7 @@ def reassign_collective_pgs_pass(gm: fx.GraphModule, example_inputs: Sequence[An
     Raises:
         PlanError: the graph is bucketed already.
     """
-    members = [member for member in fsdp_all_gathers(gm) if not is_extra_group(group_of(member.launch))]
+    members = [member for member in fsdp_all_gathers(gm) if not is_extra_group(str(group_of(member.launch)))]
     bucketed = [member.parameter for member in members if "fsdp_bucket" in member.launch.meta]
     if bucketed:
         raise PlanError(
@@ -147,9 +147,9 @@ def reassign_collective_pgs_pass(gm: fx.GraphModule, example_inputs: Sequence[An
         )
     # made in one order on all ranks, by ranks and then as the graph has them, or groups that overlap would wait
     # for each other
-    sources = sorted(dict.fromkeys(group_of(member.launch) for member in members), key=group_ranks)
+    sources = sorted(dict.fromkeys(str(group_of(member.launch)) for member in members), key=group_ranks)
     extras = {name: extra_group(name) for name in sources}
     for member in members:
         launch = member.launch
-        launch.args = (*launch.args[:-1], extras[group_of(launch)])
+        launch.args = (*launch.args[:-1], extras[str(group_of(launch))])
     return bool(members)

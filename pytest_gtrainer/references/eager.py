@@ -139,12 +139,12 @@ def _payloads(group: Any, names: dict[int, str]) -> list[Payload]:
     if not trained:
         return [gather]
     dtype = fsdp2.reduce_dtype(group) or trained[0].param_dtype or trained[0].orig_dtype
-    op = fsdp2.reduce_op(group, dtype, trained[0].sharded_param.device.type)
+    op, op_of_replicas = fsdp2.reduce_ops(group, dtype, trained[0].sharded_param.device.type)
     sizes = [fsdp2.shard_numel(parameter, scatters.size()) * dtype.itemsize for parameter in trained]
     scatter = Payload(REDUCE_SCATTER_NAME, dtype, _ranks(scatters), op, slots(trained, sizes))
     if replicas is None:
         return [gather, scatter]
-    return [gather, scatter, replace(scatter, collective=ALL_REDUCE_NAME, ranks=_ranks(replicas))]
+    return [gather, scatter, replace(scatter, collective=ALL_REDUCE_NAME, ranks=_ranks(replicas), op=op_of_replicas)]
 
 
 def _ranks(group: dist.ProcessGroup) -> tuple[int, ...]:

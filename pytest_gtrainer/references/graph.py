@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import fx, nn
 
-from pytest_gtrainer._torch.passes import WAIT
 from pytest_gtrainer._torch.process_groups import group_ranks
 from pytest_gtrainer.graph.bucket_plan import PayloadOrder
+from pytest_gtrainer.graph.collectives import group_of, launches
 from pytest_gtrainer.graph.layout import BucketLayout, bucket_layout
 from pytest_gtrainer.graph.nodes import BACKWARD, direction, is_random, node_fqn
 from pytest_gtrainer.numerics.determinism import random_states_kept
@@ -149,12 +149,15 @@ def collective_sequence(gm: fx.GraphModule) -> list[str]:
     """The launches of collectives in graph order: operator, dtype, ranks of the group, and where they come from."""
     sequence = []
     for node in gm.graph.nodes:
-        if str(node.target).startswith("_c10d_functional.") and node.target is not WAIT:
-            dtype, shape, where = str(node.meta["val"].dtype).removeprefix("torch."), "any shape", node_fqn(node)
+        if launches(node.target):
+            value = node.meta["val"]
+            value = value[0] if isinstance(value, list | tuple) and value else value
+            dtype, shape, where = str(getattr(value, "dtype", "no")).removeprefix("torch."), "any shape", node_fqn(node)
             if "fsdp_bucket" in node.meta:  # data-dependent and uneven sizes differ by right; a bucket's do not
-                shape, where = str(list(node.meta["val"].shape)), "+".join(node.meta["fsdp_bucket"]["plan_fqns"])
-            size = len(group_ranks(str(node.args[-1])))
-            sequence.append(f"{node.target} {dtype} {shape} of {where} over {size} ranks")
+                shape, where = str(list(value.shape)), "+".join(node.meta["fsdp_bucket"]["plan_fqns"])
+            group = group_of(node)
+            over = "a group that the graph does not name" if group is None else f"{len(group_ranks(group))} ranks"
+            sequence.append(f"{node.target} {dtype} {shape} of {where} over {over}")
     return sequence
 
 

@@ -13,7 +13,7 @@ its operands and results, two collectives in different groups do not share a lin
   that go in and come out. Operations are counted by torch's own formulas (``torch.utils.flop_counter``), which know
   products, convolutions and attention, on shapes alone; all other operators count as bytes.
 - collective of n ranks: ``latency + wire / link``, where a rank puts on the wire ``(n-1)/n`` of the larger side of an
-  all-gather, reduce-scatter or all-to-all, and twice that of an all-reduce, as rings do.
+  all-gather, reduce-scatter or all-to-all, and twice that of an all-reduce, as rings do; all of a broadcast or a send.
 
 >>> from pytest_gtrainer.graphtext import parse
 >>> gm = parse('''fsdp = group(range(0, 2))
@@ -46,9 +46,10 @@ from torch import fx
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 from pytest_gtrainer._torch.tracing import GuardOnDataDependentSymNode
+from pytest_gtrainer.graph.collectives import group_of, kind_of
 from pytest_gtrainer.graph.nodes import direction, is_wait, node_fqn
-from pytest_gtrainer.graphtext.operators import groups_of, operator_of
-from pytest_gtrainer.graphtext.schedule_view import group_of, is_free, is_launch, payload_of
+from pytest_gtrainer.graphtext.operators import Group, groups_of, operator_of
+from pytest_gtrainer.graphtext.schedule_view import is_free, is_launch, operands_of, payload_of
 from pytest_gtrainer.graphtext.scopes import is_computed
 
 COMPUTE = "compute"
@@ -93,8 +94,9 @@ class CostModel:
 
     def collective_seconds(self, launch: fx.Node, ranks: int) -> float:
         """How long a collective of so many ranks communicates."""
-        trips = 2 if operator_of(launch).short.startswith("all_reduce") else 1
-        wire = trips * sum(_nbytes(tensor) for tensor in payload_of(launch)) * (ranks - 1) / max(ranks, 1)
+        share = (ranks - 1) / max(ranks, 1)
+        trips = {"": 1.0, "broadcast": 1.0, "all_reduce": 2 * share}.get(kind_of(launch), share)
+        wire = trips * sum(_nbytes(tensor) for tensor in payload_of(launch))
         return self.latency + wire / self.link
 
 
@@ -209,7 +211,11 @@ class Timeline:
 def timeline(gm: fx.GraphModule, model: CostModel | None = None, *, mesh: Mapping[str, int] | None = None) -> Timeline:
     """What would run when, under a cost model. ``mesh`` names the groups, as in ``graphtext.render``.
 
+    An operator that uses a collective's result without a wait is held until it has ended.
     Cost: one walk over the nodes.
+
+    Raises:
+        ValueError: what a collective costs is not known: its group, or what it moves, is not told by the graph.
     """
     model = model or CostModel()
     groups = groups_of(gm, mesh or {})
@@ -222,8 +228,10 @@ def timeline(gm: fx.GraphModule, model: CostModel | None = None, *, mesh: Mappin
             continue
         if is_launch(node):
             group = groups.get(group_of(node) or "")
-            lane = group.symbol if group else "group"
-            seconds = model.collective_seconds(node, len(group.ranks or ()) if group else 1)
+            if group is None or not group.ranks or not payload_of(node):
+                raise ValueError(_unknown(node, group))
+            lane = group.symbol
+            seconds = model.collective_seconds(node, len(group.ranks))
             start = max(now, free.get(lane, 0.0))
             spans.append(Span(lane, start, seconds, f"{operator_of(node).short} {_place(node)}", "collective"))
             free[lane] = ends[node] = start + seconds
@@ -236,11 +244,23 @@ def timeline(gm: fx.GraphModule, model: CostModel | None = None, *, mesh: Mappin
                 spans.append(Span(COMPUTE, now, ended - now, f"waits: {_place(node)}", "exposed"))
                 now = ended
         else:
+            needed = max((ends.get(operand, 0.0) for operand in operands_of(node)), default=0.0)
+            if needed > now:  # no wait stands between
+                spans.append(Span(COMPUTE, now, needed - now, f"waits: {_place(node)}", "exposed"))
+                now = needed
             seconds = model.compute_seconds(node)
             if seconds:
                 spans.append(Span(COMPUTE, now, seconds, _place(node), "compute"))
                 now += seconds
     return Timeline(tuple(spans), model, max([now, *free.values()]))
+
+
+def _unknown(launch: fx.Node, group: Group | None) -> str:
+    """Why nobody can tell what a collective costs."""
+    told = f"a timeline cannot tell when {launch.name} ({operator_of(launch).text}) ends"
+    if group is not None and not group.ranks:
+        return f"{told}: the ranks of its group {group.symbol} are not known here, in the world of its trace they are"
+    return f"{told}: what it moves, or in which group, is not told by its operands"
 
 
 def _place(node: fx.Node) -> str:

@@ -93,8 +93,11 @@ class Witness:
             if key not in self._texts:
                 self._texts.add(key)
                 facts.emit("graph_text", key=key, lines=text.count("\n"), packed=packed(text))
-                if communicates(gm):
-                    facts.emit("schedule", key=key, packed=packed(json.dumps(schedule(gm, self._mesh))))
+                try:
+                    if communicates(gm):
+                        facts.emit("schedule", key=key, packed=packed(json.dumps(schedule(gm, self._mesh))))
+                except ValueError as error:  # a collective whose cost nobody can tell
+                    facts.emit("not_shown", what="a schedule", why=str(error)[:500])
             self._last = gm, text, key
         return self._last[1], self._last[2]
 
@@ -108,7 +111,8 @@ class Witness:
 
         try:
             layout = bucket_layout(result)
-        except ValueError:  # a group that does not exist here
+        except ValueError as error:  # a group that does not exist here, or a bucket that cannot be read
+            facts.emit("not_shown", what="a layout", why=str(error)[:500])
             return
         if layout.payloads:
             facts.emit("layout", pipeline=number, sides=[["rewritten graph", payloads(layout)]], problems=[])

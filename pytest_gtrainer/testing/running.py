@@ -142,12 +142,15 @@ class _Run:
         """Run both graphs on the same inputs. In a fake world an all-gather repeats the shard."""
         __tracebackhide__ = True
         inputs = [_sample(value, self._file.file) for value in self._inputs]
+        placeholders = enumerate(self._before.graph.find_nodes(op="placeholder"))
+        names = [node.meta["gt_input"]["fqn"] if "gt_input" in node.meta else f"A[{at}]" for at, node in placeholders]
         results = []
         self._gm.recompile()  # passes leave that to the end of a pipeline
         for gm in (self._gm, self._before):
             given = copy.deepcopy(inputs)
-            leaves = [*pytree.tree_leaves(gm(*given)), *given]
-            results.append([value for value in leaves if isinstance(value, torch.Tensor)])
+            outputs = dict(zip(_output_names(gm), pytree.tree_leaves(gm(*given)), strict=True))
+            left = {f"{name}, as the graph leaves it": value for name, value in zip(names, given, strict=True)}
+            results.append({n: value for n, value in (outputs | left).items() if isinstance(value, torch.Tensor)})
         assert_bitwise_equal(*results, what=f"{self._file.file}, after the passes against before")
 
     def _assert_text(self, expected: str, what: str) -> None:
@@ -155,6 +158,14 @@ class _Run:
         found = self._text(self._gm)
         if found != expected:
             raise AssertionError(f"{self._file.file}: {what}\n{difference('graph', expected, found)}")
+
+
+def _output_names(gm: fx.GraphModule) -> list[str]:
+    """The results as the file names them, ``output layers.0.w``; by their place where it does not."""
+    output = gm.graph.output_node()
+    results = pytree.tree_leaves(output.args[0])
+    told = output.meta.get("gt_outputs") or range(len(results))
+    return [f"output {name}" for name in told]
 
 
 def _sample(value: Any, file: str) -> torch.Tensor:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from pytest_gtrainer._torch.fake_groups import FakeStore
-from pytest_gtrainer._torch.process_groups import forget_meshes
+from pytest_gtrainer._torch.process_groups import forget_groups, forget_meshes, live_groups
 from pytest_gtrainer.worlds.simulated.net import Net, NetModel
 from pytest_gtrainer.worlds.spec import World, WorldSpec
 
@@ -38,8 +38,10 @@ def fake_world(spec: WorldSpec) -> Iterator[World]:
     try:
         yield World("fake", spec.size, spec.rank, spec.nodes, spec.mesh, device=spec.device or "cpu", backend="fake")
     finally:
+        ended = live_groups()
         dist.destroy_process_group()
         forget_meshes()
+        forget_groups(ended)
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from torch import nn
 
 from pytest_gtrainer import BucketLayout, TrainConfig, bucket_layout, eager_bucket_layout
 from pytest_gtrainer._torch.fsdp2 import fully_shard
-from pytest_gtrainer.graph.layout import Payload, Slot
+from pytest_gtrainer.graph.layout import Payload, Slot, UnreadLayout
 from pytest_gtrainer.graphtext import TextError, lines_of, parse, render, render_layout, unfold
 from pytest_gtrainer.references.graph import GraphRun
 from tests.graphtext.toy import toy_graph
@@ -231,3 +231,89 @@ def test_groups_without_a_process_group_are_named_by_the_mesh():
             for line in (f"  payload({group}, bf16, fwd, bwd, bytes=2_500_000)", f"  {name}: at(0, bytes=2_500_000)")
         ),
     ]
+
+
+TWO = """\
+fsdp = group(range(0, 2))
+if P:
+  P.a: f32[4]
+  P.b: f32[4]
+if I:
+  I.x: f32[4]
+if fwd:
+  with _:
+{body}
+if out:
+{out}
+"""
+
+
+def two(*body: str, out: str = "yield 1") -> str:
+    lines = "\n".join(f"    {line}" for line in body)
+    return layout(TWO.format(body=lines, out="\n".join(f"  {line}" for line in out.splitlines())))
+
+
+@pytest.mark.parametrize(
+    ("made", "lost_at"),
+    [
+        ("mix: f32[4] = aten.mul.Tensor(P.a, P.b)", "mix (aten::mul.Tensor)"),
+        ("mix: f32[4, 2] = aten.stack([P.a, P.b], 1)", "mix (aten::stack)"),
+        ("mix: f32[12] = aten.cat([P.a, P.b, I.x])", "mix (aten::cat)"),
+        ("mix: f32[8, 1] = aten.index_select(stack, 0, P.a)", "stack (aten::stack)"),
+    ],
+)
+def test_a_gather_of_parameters_whose_order_is_lost_is_refused(made, lost_at):
+    """D17: the message names collective, parameters and the node."""
+    first = ["stack: f32[4, 2] = aten.stack([P.a, P.b], 1)"] if "stack," in made else []
+    gather = "all_gather_into_tensor: f32[16] = _c10d_functional.all_gather_into_tensor(mix, 2, fsdp)"
+    with pytest.raises(UnreadLayout) as failure:
+        two(*first, made, gather)
+    words = f"gathers a, b, and who sits where cannot be read: at node {lost_at} their order is lost"
+    assert words in str(failure.value)
+
+
+def test_collectives_of_activations_are_no_part_of_a_layout():
+    """The twin: what a user's input goes into."""
+    assert two(
+        "mul: f32[4] = aten.mul.Tensor(P.a, I.x)",
+        "all_gather_into_tensor: f32[8] = _c10d_functional.all_gather_into_tensor(mul, 2, fsdp)",
+        'all_reduce: f32[4] = _c10d_functional.all_reduce(mul, "sum", fsdp)',
+        "wait_tensor: f32[4] = _c10d_functional.wait_tensor(all_reduce)",
+        out="loss = fwd._.wait_tensor",
+    ) == "payloads = []\n"
+
+
+REDUCED = (
+    'reduce_scatter_tensor: f32[9] = _c10d_functional.reduce_scatter_tensor(I.x, "avg", 2, fsdp)',
+    "wait_tensor: f32[9] = _c10d_functional.wait_tensor(reduce_scatter_tensor)",
+    "split_with_sizes: [f32[4], f32[1], f32[4]] = aten.split_with_sizes(wait_tensor, [4, 1, 4])",
+)
+
+
+def test_a_member_that_nobody_uses_keeps_its_place():
+    drawn = two(*REDUCED, out="a = fwd._.split_with_sizes[0]\nb = fwd._.split_with_sizes[2]")
+    assert "  a: at(0, bytes=16)\n  b: at(20, bytes=16)\n" in drawn
+
+
+def test_a_member_that_goes_elsewhere_is_refused():
+    """D17: half of the bucket is told of no gradient."""
+    sin = "sin: f32[4] = aten.add.Scalar(split_with_sizes[2], 1)", "mm: f32[4] = aten.mul.Tensor(sin, I.x)"
+    with pytest.raises(UnreadLayout, match=r"reduce_scatter_tensor gives a, .*at node mm \(aten::mul.Tensor\)"):
+        two(*REDUCED, *sin, out="a = fwd._.split_with_sizes[0]\nb = fwd._.mm")
+
+
+def test_gradients_that_are_only_all_reduced_are_told():
+    """As of DDP; each by itself, or in torch's bucket of them."""
+    assert two(
+        "cat: f32[8] = aten.cat([I.x, I.x])",
+        'all_reduce: f32[8] = _c10d_functional.all_reduce(cat, "avg", fsdp)',
+        "wait_tensor: f32[8] = _c10d_functional.wait_tensor(all_reduce)",
+        "split: [f32[4], f32[4]] = aten.split.Tensor(wait_tensor, 4)",
+        out="b = fwd._.split[0]\na = fwd._.split[1]",
+    ) == """\
+fsdp = group(range(0, 2))
+if all_reduce:
+  payload(fsdp, f32, fwd, op="avg", bytes=32)
+  b: at(0, bytes=16)
+  a: at(16, bytes=16)
+"""

@@ -15,6 +15,7 @@ from fixtures.models import llama3
 from fixtures.training import llama3_training
 from pytest_gtrainer.graphtext import TextError, lines_of, parse, render, unfold
 from pytest_gtrainer.references.graph import rewrite, shard_traceably, trace_config
+from pytest_gtrainer.report.timeline import timeline
 from tests.graphtext.toy import small_graph, toy_graph
 
 NORM = """\
@@ -310,6 +311,50 @@ def test_a_stretch_names_its_weightiest_operators_and_counts_all():
 if fwd:
   compute(_, mm, sin*2, exp, cos, tanh, ..., ops=7)
 """
+
+
+INTO_A_BUFFER = """\
+fsdp = group(range(0, 2))
+if P:
+  P.w: f32[4]
+if fwd:
+  with _:
+    empty: f32[8] = aten.empty.memory_format([8], device=device("cpu"), pin_memory=False)
+    all_gather_into_tensor_out: f32[8] = _c10d_functional.all_gather_into_tensor_out(P.w, 2, fsdp, out=empty)
+    wait_tensor: f32[8] = _c10d_functional.wait_tensor(all_gather_into_tensor_out)
+if out:
+  yield fwd._.wait_tensor
+"""
+
+
+def test_a_buffer_for_the_result_is_no_payload_of_its_own():
+    """The twin writes to a buffer that torch allocates: both move the same, in the schedule and in the timeline."""
+    functional = INTO_A_BUFFER.replace("_out(", "(").replace(", out=empty", "").replace("_out", "")
+    assert "launch(_.all_gather_into_tensor_out, fsdp, f32[8], bytes=32)\n" in schedule(INTO_A_BUFFER)
+    assert "launch(_.all_gather_into_tensor, fsdp, f32[8], bytes=32)\n" in schedule(functional)
+    seconds = [timeline(parse(text)).total("collective") for text in (INTO_A_BUFFER, functional)]
+    assert seconds[0] == seconds[1] > 0
+
+
+def test_a_timeline_of_a_group_that_nobody_knows_is_refused():
+    with pytest.raises(ValueError, match=r"cannot tell when all_gather_into_tensor_out .* group fsdp"):
+        timeline(parse(INTO_A_BUFFER.replace("group(range(0, 2))", "group(None)")))
+
+
+def test_who_reads_a_collective_without_a_wait_is_held_by_it():
+    """As of symmetric memory, whose operators return when they are done."""
+    gm = parse(INTO_A_BUFFER.replace("_c10d_functional.wait_tensor(", "aten.sin("))
+    told = timeline(gm)
+    assert told.exposed > 0
+    assert [span.kind for span in told.spans][-2:] == ["exposed", "compute"]
+
+
+def test_collectives_in_place_hide_their_group_and_are_refused_by_name():
+    gm = small_graph(lambda x: x.relu(), torch.zeros(4))
+    (relu,) = [node for node in gm.graph.nodes if node.op == "call_function"]
+    relu.target, relu.args = torch.ops.c10d.broadcast_.default, ([relu.args[0]], None, 0, 0)
+    with pytest.raises(ValueError, match=r"c10d\.broadcast_, a collective in place: .* trace .*_collectives"):
+        render(gm, "schedule")
 
 
 def test_packing_operators_of_torch_are_no_collectives():

@@ -59,10 +59,48 @@ def test_dtype_group_and_op_are_compared(changes, words):
     assert difference(payload((W1, 8), (W2, 12), **changes)) == [f"bucket 'layers.0', reduce_scatter: {words}"]
 
 
-def test_a_size_is_compared_where_no_offset_tells_it():
-    """Of the last parameter of a bucket."""
+@pytest.mark.parametrize(
+    ("ours", "theirs", "ranks"),
+    [("sum", "premul_sum(1.0)", 2), ("avg", "premul_sum(0.5)", 2), ("premul_sum(0.25)", "avg", 4)],
+)
+def test_a_premultiplied_sum_equals_what_gives_the_same_bits(ours, theirs, ranks):
+    """D18: by one, and by 1/n of a power of two: multiplying then only moves exponents."""
+    both = [BucketLayout((payload((W1, 8), ranks=tuple(range(ranks)), op=op),)) for op in (ours, theirs)]
+    assert_same_layout(*both)
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "ranks"),
+    [("avg", f"premul_sum({1 / 3})", 3), ("sum", "premul_sum(0.5)", 2), ("premul_sum(0.25)", "avg", 2)],
+)
+def test_another_premultiplied_sum_is_named_beside_what_stands_in_its_place(ours, theirs, ranks):
+    """The twin: a third is rounded before the sum, where an average may divide after it."""
+    both = [BucketLayout((payload((W1, 8), ranks=tuple(range(ranks)), op=op),)) for op in (ours, theirs)]
+    with pytest.raises(LayoutDifference) as failure:
+        assert_same_layout(*both)
+    assert f"op is {ours}, expected {theirs} (premul_sum multiplies each rank's gradient" in str(failure.value)
+
+
+def test_another_size_at_the_same_place_is_told():
+    """D4: the last parameter's width moves nobody else."""
     assert difference(payload((W1, 8), (W2, 16))) == [
         f"bucket 'layers.0', reduce_scatter: {W2} has 16 bytes, expected 12"
+    ]
+
+
+def test_layers_that_begin_alike_are_not_taken_for_each_other():
+    """layers.1 and layers.10, norm_out and norm_out_proj: by whole components."""
+    names = ["layers.1.w", "layers.10.w", "layers.1.w_proj", "norm_out.w", "norm_out_proj.w"]
+    buckets = [payload((names[0], 8), (names[2], 4)), *(payload((name, 8)) for name in (names[1], *names[3:]))]
+    assert [bucket.label for bucket in buckets] == ["layers.1", "layers.10", "norm_out", "norm_out_proj"]
+    other = [payload((names[1], 8), (names[2], 4)), payload((names[0], 8)), *buckets[2:]]
+    with pytest.raises(LayoutDifference) as failure:
+        assert_same_layout(BucketLayout(tuple(other)), BucketLayout(tuple(buckets)))
+    assert str(failure.value).splitlines()[1:] == [
+        "bucket 'layers.1', reduce_scatter: layers.1.w is missing",
+        "bucket 'layers.1', reduce_scatter: layers.10.w does not belong here",
+        "bucket 'layers.10': no reduce_scatter of layers.10.w",
+        "bucket 'layers.1': a reduce_scatter of layers.1.w that is not expected",
     ]
 
 
@@ -75,9 +113,7 @@ def test_a_bucket_split_in_two_and_a_missing_one_are_told():
 
 def test_a_payload_that_is_reduced_twice_is_told():
     """A10, C4: RS(a) + RS(b) is not RS(a + b) in bits."""
-    assert difference(EXPECTED, EXPECTED) == [
-        f"bucket 'layers.0': a reduce_scatter of {W1}, {W2} that is not expected"
-    ]
+    assert difference(EXPECTED, EXPECTED) == [f"bucket 'layers.0': a reduce_scatter of {W1}, {W2} that is not expected"]
 
 
 def test_another_collective_in_its_place_is_told():

@@ -139,3 +139,26 @@ def test_a_parameter_that_is_sharded_by_columns(gt_mesh, sent):
 def test_a_model_without_fully_shard_is_refused(gt_mesh):
     with pytest.raises(ValueError, match="Linear has no parameters managed by fully_shard"):
         eager_bucket_layout(nn.Linear(2, 2))
+
+
+@pytest.mark.gt_world("fake", size=4, mesh={"replicate": 2, "fsdp": 2})
+@pytest.mark.parametrize(
+    ("factor", "ops"),
+    [
+        (None, ["avg", "avg"]),
+        (1.0, ["premul_sum(1.0)", "sum"]),
+        (8.0, ["premul_sum(0.125)", "sum"]),
+        (2.0, ["avg", "sum"]),
+    ],
+)
+def test_a_premultiplied_sum_is_named_with_its_factor(gt_mesh, factor, ops):
+    """D16, D18: and the replicas' sum is plain then, as the reduce-scatter has divided already."""
+    model = fully_shard(nn.Linear(4, 4), mesh=gt_mesh)
+    if factor is not None:
+        model.set_gradient_divide_factor(factor)
+    model(torch.ones(1, 4)).sum().backward()
+    _, *reductions = eager_bucket_layout(model).payloads
+    assert [(payload.collective, payload.op) for payload in reductions] == [
+        ("reduce_scatter", ops[0]),
+        ("all_reduce", ops[1]),
+    ]

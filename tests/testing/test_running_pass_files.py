@@ -84,6 +84,14 @@ def test_values_must_be_those_of_before(write):
         run(write(*FAKE, "# values: same", "# check: then neg", passes="twice_pass"))
 
 
+def test_values_that_differ_are_named_as_the_file_names_them(write):
+    """An output by its name there, else by its place."""
+    named = BODY.replace("yield fwd._.neg", "w = fwd._.neg")
+    for body, name in ((BODY, "output 0"), (named, "output w")):
+        with pytest.raises(BitwiseDifference, match=f"first at {name}, element"):
+            run(write(*FAKE, "# values: same", "# check: then neg", passes="twice_pass", body=body))
+
+
 def test_a_second_run_must_change_nothing(write):
     run(write("# again: unchanged", "# check: then neg"))
     with pytest.raises(AssertionError, match=r"run on their own output, the passes changed it\n(.*\n)*.*gained.*neg"):

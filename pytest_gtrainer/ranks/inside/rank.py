@@ -23,6 +23,7 @@ from pytest_gtrainer._pytest_private import prepared_config, tear_down
 from pytest_gtrainer._torch.process_groups import (
     abort_all_groups,
     forget_compiled,
+    forget_groups,
     forget_meshes,
     groups_made,
     issued_on,
@@ -326,6 +327,7 @@ class RankGroup:
             with contextlib.suppress(RuntimeError, ValueError):
                 dist.destroy_process_group(group)
         if made:
+            forget_groups(made)
             del made, group  # gloo closes connections with the last reference: now, while ranks are idle
             forget_meshes()  # the next test may make an equal mesh, whose groups are others
             _forget_last_error()

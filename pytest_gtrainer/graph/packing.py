@@ -1,0 +1,377 @@
+"""What is packed into a collective and where its result goes, read off data movement: whoever bucketed the graph.
+
+The way up goes forward over the graph, once: each value is told as its *parts*, graph inputs and their bytes in the
+order in which they lie in memory. ``cat``, copies into a buffer and torch's packing operators (``bucketing::``,
+``fsdp::``) join parts; views and casts keep them; whatever has one parameter above it is one part. The way down
+follows a piece of the result through splits, slices, views and ``cat`` to the graph's outputs.
+
+A value that depends on a user's input is an *activation*, no payload of parameters. What has parameters above it
+and cannot be read is *unread*, with the node at which the order is lost; nothing is dropped for that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import accumulate
+from operator import getitem
+from typing import Any
+
+import torch
+from torch import fx
+
+from pytest_gtrainer._torch.passes import COPY_IN, PRE_BUCKET_ALL_GATHER, dtypes_of_buckets, is_control_dependency
+from pytest_gtrainer._torch.values import OpOverload, schema
+from pytest_gtrainer.graph.collectives import launches
+from pytest_gtrainer.graph.nodes import is_view, is_wait, written_operands
+
+_aten = torch.ops.aten
+_KEEPS_ORDER = frozenset({
+    "view", "reshape", "_unsafe_view", "_reshape_alias", "flatten", "squeeze", "unsqueeze", "alias", "detach", "clone",
+    "contiguous", "lift_fresh_copy", "_to_copy", "convert_element_type",
+})  # fmt: skip
+_MOVES = ("copy", "cat", "stack", "scatter", "split", "slice", "select", "index", "where", "set_")
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """``nbytes`` that come from one graph input; from none, so filling."""
+
+    source: fx.Node | None
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Unread:
+    """Parameters went in, and at ``node`` the order in which they lie is lost."""
+
+    node: fx.Node
+
+
+ACTIVATION = "activation"
+State = tuple[Part, ...] | Unread | str
+"""Parts, unread, or ``ACTIVATION``."""
+
+
+def short_name(target: Any) -> str:
+    """The operator's name without namespace and overload; of others as Python has it."""
+    if isinstance(target, OpOverload):
+        return str(schema(target).name).partition("::")[2]
+    return str(getattr(target, "__name__", target))
+
+
+def packed(gm: fx.GraphModule) -> dict[fx.Node, list[State]]:
+    """For each collective what its operands hold when it is launched; operands that it only writes to are left out.
+
+    Cost: one walk over the nodes.
+
+    Raises:
+        ValueError: a value is used before it is defined.
+    """
+    reader = _Reader()
+    return {node: sent for node in gm.graph.nodes if (sent := reader.step(node)) is not None}
+
+
+class _Reader:
+    """The state of every value so far."""
+
+    def __init__(self) -> None:
+        self._state: dict[fx.Node, State] = {}
+        self._of_rank: dict[fx.Node, tuple[Part, ...]] = {}  # of buffers for all ranks, the parts of this one
+
+    def step(self, node: fx.Node) -> list[State] | None:
+        """Read the next node; of a collective what goes in."""
+        state = self._state
+        if node.op == "placeholder":
+            state[node] = _of_input(node)
+        elif node.op == "output":
+            return None
+        elif node.op == "get_attr":
+            state[node] = _of_attribute(node)
+        elif late := [operand for operand in node.all_input_nodes if operand not in state]:
+            raise ValueError(
+                f"the graph is not sorted: {node.name} uses {late[0].name} before it is defined, as torch's bucketing "
+                "leaves a graph; call torch._inductor.pattern_matcher.stable_topological_sort(gm.graph) first"
+            )
+        else:
+            sent = [state[operand] for operand in sent_operands(node)] if launches(node.target) else None
+            state[node] = result = self._result(node)
+            for written in written_operands(node):
+                for alias in _aliases(written):
+                    if alias in state:
+                        known = alias is written and node.target is _aten.copy_.default
+                        state[alias] = result if known or isinstance(result, str) else Unread(node)
+            return sent
+        return None
+
+    def _result(self, node: fx.Node) -> State:
+        operands = [self._state[operand] for operand in _operands(node)]
+        if any(isinstance(operand, str) for operand in operands):
+            has_parameter = any(part.source for parts in operands if isinstance(parts, tuple) for part in parts)
+            return Unread(node) if has_parameter and _packs(node) else ACTIVATION  # a bucket of both is no activation
+        joined = self._joined(node)
+        if joined is not None:
+            return joined
+        unread = next((operand for operand in operands if isinstance(operand, Unread)), None)
+        sources = {part.source: None for parts in operands if isinstance(parts, tuple) for part in parts}
+        sources.pop(None, None)
+        if unread is None and len(sources) <= 1:
+            return (Part(next(iter(sources), None), nbytes_of(node.meta.get("val"))),)
+        only = operands[0] if len(operands) == 1 else None
+        if isinstance(only, tuple) and (is_wait(node) or short_name(node.target) in _KEEPS_ORDER):
+            return _scaled(only, nbytes_of(node.meta.get("val"))) or Unread(node)
+        if len(operands) > 1 and computes(node) and not _told_by_tracer(node):
+            return ACTIVATION  # of parameters and inputs, which only a tracer's metadata would tell apart
+        return unread or Unread(node)
+
+    def _joined(self, node: fx.Node) -> State | None:
+        """The parts of an operator that packs; None for all others."""
+        target: Any = node.target
+        args: Any = node.args
+        if target is _aten.cat.default and _outermost(node):
+            return self._concatenated(args[0], [nbytes_of(tensor.meta.get("val")) for tensor in args[0]])
+        if target is _aten.copy_.default:
+            return self._concatenated([args[1]], [nbytes_of(node.meta.get("val"))])
+        name = schema(target).name if isinstance(target, OpOverload) else ""
+        if name == PRE_BUCKET_ALL_GATHER:
+            tensors: Any = args[0]
+            widths = [dtypes_of_buckets()[index].itemsize for index in args[3]]
+            sizes = [tensor.meta["val"].numel() * width for tensor, width in zip(tensors, widths, strict=True)]
+        elif name == COPY_IN:
+            tensors = args[0]
+            sizes = [size * args[1].meta["val"].element_size() for size in args[2]]
+        else:
+            base = args[0] if args else None
+            if isinstance(base, fx.Node) and base in self._of_rank and _is_part_of_rank(node, base):
+                return self._of_rank[base]
+            return None
+        parts = self._concatenated(tensors, sizes)
+        if isinstance(parts, tuple):
+            self._of_rank[node] = parts
+            return Unread(node)
+        return parts
+
+    def _concatenated(self, tensors: Any, sizes: Iterable[int]) -> State:
+        """The parts of tensors one behind the other, each brought to its size."""
+        found: list[Part] = []
+        for tensor, size in zip(tensors, sizes, strict=True):
+            parts = self._state[tensor]
+            scaled = _scaled(parts, size) if isinstance(parts, tuple) else None
+            if scaled is None:
+                return parts if isinstance(parts, Unread) else Unread(tensor)
+            found += scaled
+        return tuple(found)
+
+
+def _of_input(node: fx.Node) -> State:
+    """A parameter; of an unknown kind too, unless it holds indices. A buffer is filling, as no layout names it."""
+    value, kind = node.meta.get("val"), node.meta.get("gt_input", {}).get("kind")
+    is_number = not isinstance(value, torch.Tensor) or value.dtype in (torch.int64, torch.bool)
+    if kind == "input" or (kind is None and is_number):
+        return ACTIVATION
+    return (Part(None if kind == "buffer" else node, nbytes_of(value)),)
+
+
+def _of_attribute(node: fx.Node) -> State:
+    """A parameter that the graph's module holds; other constants are filling."""
+    value: Any = node.graph.owning_module
+    for name in str(node.target).split("."):
+        value = getattr(value, name, None)
+    return (Part(node if isinstance(value, torch.nn.Parameter) else None, nbytes_of(value)),)
+
+
+def _operands(node: fx.Node) -> list[fx.Node]:
+    """The values that a node computes from; a control dependency reads none of those that it only stands behind."""
+    if is_control_dependency(node):
+        return [operand for operand in node.args[2:] if isinstance(operand, fx.Node)]
+    return node.all_input_nodes
+
+
+def sent_operands(launch: fx.Node) -> list[fx.Node]:
+    """The tensors that go into a collective, without those that it only writes its result to."""
+    found: list[fx.Node] = []
+    for place, argument in enumerate(schema(launch.target).arguments):
+        if not argument.name.startswith("out"):
+            given = launch.args[place] if place < len(launch.args) else launch.kwargs.get(argument.name)
+            fx.node.map_arg(given, found.append)
+    return found
+
+
+def nbytes_of(value: Any) -> int:
+    """Bytes of a tensor or of several; 0 for what is none, or of a size that only the run knows."""
+    if isinstance(value, list | tuple):
+        return sum(map(nbytes_of, value))
+    size = value.numel() * value.element_size() if isinstance(value, torch.Tensor) else 0
+    return size if type(size) is int else 0
+
+
+def _scaled(parts: tuple[Part, ...], nbytes: int) -> tuple[Part, ...] | None:
+    """The parts after a cast that makes ``nbytes`` of all; None if they do not divide so."""
+    total = sum(part.nbytes for part in parts)
+    if total == nbytes:
+        return parts
+    if len(parts) == 1:
+        return (Part(parts[0].source, nbytes),)
+    if not total or any(part.nbytes * nbytes % total for part in parts):
+        return None
+    return tuple(Part(part.source, part.nbytes * nbytes // total) for part in parts)
+
+
+def _packs(node: fx.Node) -> bool:
+    """Whether an operator can be nothing but a bucket: torch's own, or ``cat`` of flat tensors."""
+    if node.target is _aten.cat.default:
+        return getattr(node.meta.get("val"), "ndim", 0) == 1
+    return isinstance(node.target, OpOverload) and schema(node.target).name in (PRE_BUCKET_ALL_GATHER, COPY_IN)
+
+
+def _outermost(node: fx.Node) -> bool:
+    """Whether ``cat`` puts its tensors one behind the other in memory."""
+    value, dim = node.meta.get("val"), node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)
+    if not isinstance(value, torch.Tensor) or type(dim) is not int:
+        return False
+    return all(size == 1 for size in value.shape[: dim % value.ndim])
+
+
+def _is_part_of_rank(node: fx.Node, base: fx.Node) -> bool:
+    """Whether a node takes this rank's part out of a buffer for all ranks."""
+    if node.target is getitem:
+        return node.args[1] == 0  # `all_gather_copy_in` gives it first
+    target: Any = base.target
+    if node.target is not _aten.slice.Tensor or schema(target).name != PRE_BUCKET_ALL_GATHER:
+        return False
+    args: Any = base.args
+    share = base.meta["val"].numel() // args[1]
+    begin: Any = node.args[2] if len(node.args) > 2 else 0
+    return bool(begin == share * args[4]) and _numel(node) == share
+
+
+def _aliases(node: fx.Node) -> Iterator[fx.Node]:
+    """The values that share memory with this one, by views."""
+    while is_view(node.target) and node.all_input_nodes:
+        node = node.all_input_nodes[0]
+    todo = [node]
+    while todo:
+        yield (found := todo.pop())
+        todo += [user for user in found.users if is_view(user.target)]
+
+
+def computes(node: fx.Node) -> bool:
+    """Whether an operator of torch makes new numbers of its operands, more than to move or to cast them."""
+    if not isinstance(node.target, OpOverload) or node.target.namespace not in ("aten", "prims"):
+        return False
+    return not any(word in short_name(node.target) for word in _MOVES)
+
+
+def _told_by_tracer(node: fx.Node) -> bool:
+    """Whether the graph says which of its inputs are parameters."""
+    inputs = node.graph.find_nodes(op="placeholder", sort=False)
+    return bool(inputs) and "gt_input" in inputs[0].meta
+
+
+# -- the way down
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Elements ``at`` to ``at + numel`` of a result lie at ``low`` and following of ``node``."""
+
+    node: fx.Node
+    low: int
+    at: int
+    numel: int
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """Where a piece of a result ends: at outputs of the graph by position, or at a node that uses it."""
+
+    piece: Piece
+    outputs: tuple[int, ...]
+    used_by: fx.Node | None = None
+    added: bool = False
+
+
+def arrivals(result: fx.Node, outputs: dict[fx.Node, list[int]]) -> list[Arrival]:
+    """Where the parts of a collective's result go, in the order in which they lie in it."""
+    found: list[Arrival] = []
+    todo = [(Piece(result, 0, 0, _numel(result)), False)]
+    seen: set[tuple[Piece, bool]] = set()
+    while todo:
+        piece, added = todo.pop()
+        if (piece, added) in seen:
+            continue
+        seen.add((piece, added))
+        if piece.node in outputs:
+            found.append(Arrival(piece, tuple(outputs[piece.node]), added=added))
+        for user in piece.node.users:
+            if user.op == "output" or (is_control_dependency(user) and piece.node not in user.args[2:]):
+                continue
+            below = _below(piece, user)
+            todo += [(one, added or user.target is _aten.add.Tensor) for one in below or ()]
+            if below is None:
+                found.append(Arrival(piece, (), user))
+    return sorted(found, key=lambda arrival: arrival.piece.at)
+
+
+def _below(piece: Piece, user: fx.Node) -> list[Piece] | None:
+    """The piece in what a user makes of it; None if it computes with it, or the order is lost."""
+    node, name = piece.node, short_name(user.target)
+    size = _numel(node)
+    is_whole = piece.low == 0 and piece.numel >= size  # more where its pads have gone
+    if name in ("split", "split_with_sizes", "unbind", "chunk") and _along_first(user):
+        items = [item for item in user.users if item.target is getitem]
+        widths = [tensor.numel() for tensor in user.meta["val"]]
+        begins = [0, *accumulate(widths)]
+        cut = [_cut(piece, item, begins[item.args[1]], widths[item.args[1]]) for item in items]
+        return [one for one in cut if one is not None]
+    if user.target is getitem:  # of a collective of several tensors
+        return [Piece(user, 0, piece.at, _numel(user))]
+    if name == "slice" and (begin := _begin(user)) is not None:
+        others = [other for other in node.users if other.target is user.target]
+        if begin or len(others) > 1 or not is_whole:
+            one = _cut(piece, user, begin, _numel(user))
+            return [] if one is None else [one]
+    if user.target is _aten.cat.default and _outermost(user):
+        tensors: Any = user.args[0]
+        before = sum(_numel(tensor) for tensor in tensors[: tensors.index(node)])
+        return [Piece(user, piece.low + before, piece.at, piece.numel)]
+    is_sum = user.target is _aten.add.Tensor and _numel(user) == size
+    if len(_operands(user)) > 1 and not is_sum:
+        return None
+    if _numel(user) == size and (is_whole or is_wait(user) or launches(user.target) or name in _KEEPS_ORDER):
+        return [Piece(user, piece.low, piece.at, piece.numel)]
+    # a part as a whole: padding goes, or a further reduce-scatter takes a rank's share of it
+    known = isinstance(user.target, OpOverload) and (is_view(user.target) or launches(user.target))
+    return [Piece(user, 0, piece.at, piece.numel)] if is_whole and known else None
+
+
+def _cut(piece: Piece, into: fx.Node, begin: int, width: int) -> Piece | None:
+    """What of a piece lies in ``width`` elements from ``begin``."""
+    low, high = max(piece.low, begin), min(piece.low + piece.numel, begin + width)
+    return Piece(into, low - begin, piece.at + low - piece.low, high - low) if low < high else None
+
+
+def _numel(node: fx.Node) -> int:
+    value = node.meta.get("val")
+    size = value.numel() if isinstance(value, torch.Tensor) else 0
+    return size if type(size) is int else 0
+
+
+def _along_first(node: fx.Node) -> bool:
+    """Whether an operator splits what lies one behind the other in memory."""
+    dim = node.args[2] if len(node.args) > 2 else node.kwargs.get("dim", 0)
+    value = node.all_input_nodes[0].meta.get("val")
+    return isinstance(value, torch.Tensor) and type(dim) is int and all(s == 1 for s in value.shape[: dim % value.ndim])
+
+
+def _begin(node: fx.Node) -> int | None:
+    """The first element of a slice of what lies one behind the other; None for another slice."""
+    args: list[Any] = list(node.args)
+    dim, begin, _, step = (*args[1:], *(0, 0, None, 1)[len(args) - 1 :])
+    value = args[0].meta.get("val")
+    if not isinstance(value, torch.Tensor) or dim != 0 or step != 1:
+        return None
+    if type(begin) is not int:
+        return 0 if begin is None else None
+    row = value.numel() // value.shape[0] if value.shape[0] else 0
+    return (begin if begin >= 0 else begin + value.shape[0]) * row

@@ -121,7 +121,7 @@ def test_names_that_begin_alike_are_other_modules():
 def test_payloads_follow_the_entry_where_names_begin_alike(roots):
     """D2: FSDP2 takes the modules in the order given; a parameter belongs to its own, not to one that begins alike."""
     (bucket,) = Plan([roots]).buckets
-    members = [SimpleNamespace(parameter=f"{fqn}.weight") for fqn in sorted(roots)]
+    members = [SimpleNamespace(parameter=f"{fqn}.weight") for fqn in reversed(roots)]  # as registered
     key = sort_key("managed", [member.parameter for member in members], lambda member: 0)
     ordered = sorted(members, key=lambda member: key(bucket, member))
     assert [member.parameter for member in ordered] == [f"{fqn}.weight" for fqn in roots]

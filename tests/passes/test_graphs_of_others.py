@@ -52,9 +52,8 @@ def bucketed_by_torch(gm):
         fqn = node_fqn(node)
         return [] if not fqn or direction(node) == "bwd" else [(fqn, torch.nn.Module)]
 
-    utils = "torch._inductor.utils"
-    estimates = {"get_gpu_dram_gbps": 1000, "get_device_tflops": 100}
-    with mock.patch.multiple(utils, **{name: mock.Mock(return_value=value) for name, value in estimates.items()}):
+    estimates = {"get_gpu_dram_gbps": mock.Mock(return_value=1000), "get_device_tflops": mock.Mock(return_value=100)}
+    with mock.patch.multiple("torch.utils._runtime_estimation", **estimates):
         return manual_overlap_bucketing(gm, [f"layers.{i}" for i in range(3)], module_stack_fn=stack)
 
 

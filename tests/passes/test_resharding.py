@@ -19,6 +19,7 @@ from pytest_gtrainer import (
     trace_step,
 )
 from pytest_gtrainer._torch.passes import ALL_GATHER
+from pytest_gtrainer.graph.nodes import node_fqn
 from pytest_gtrainer.references.eager import EagerRun
 from pytest_gtrainer.references.graph import GraphRun
 
@@ -75,7 +76,7 @@ def test_modules_whose_names_begin_alike_are_resharded(gt_mesh, make_net):
     net.forward = lambda tokens: net.norm_out(run(tokens))
     traced = trace_step(data_parallel(net, gt_mesh), lambda m, t: m(t).sum(), (torch.zeros(2, 3, dtype=torch.int64),))
     gm = selective_activation_remat_pass(tag_with_memory_policy_pass(traced.gm, keep_unsharded=["layers.1", "norm"]))
-    again = {node.meta["custom"]["module_fqn"] for node in gm.graph.nodes if "recomputed" in node.name}
+    again = {node_fqn(node) for node in gm.graph.nodes if "recomputed" in node.name}
     assert {"layers.10.w1", "norm_out"} <= again
     assert not {fqn for fqn in again if f"{fqn}.".startswith(("layers.1.", "norm."))}
 

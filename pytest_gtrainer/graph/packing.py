@@ -367,7 +367,9 @@ def _along_first(node: fx.Node) -> bool:
 def _begin(node: fx.Node) -> int | None:
     """The first element of a slice of what lies one behind the other; None for another slice."""
     args: list[Any] = list(node.args)
-    dim, begin, _, step = (*args[1:], *(0, 0, None, 1)[len(args) - 1 :])
+    given: list[Any] = [0, 0, None, 1]
+    given[: len(args) - 1] = args[1:]
+    dim, begin, _, step = given
     value = args[0].meta.get("val")
     if not isinstance(value, torch.Tensor) or dim != 0 or step != 1:
         return None

@@ -50,9 +50,8 @@ REDUCE_SCATTER = _ops.reduce_scatter_tensor.default
 ALL_REDUCE = _ops.all_reduce.default
 ALL_TO_ALL = _ops.all_to_all_single.default
 WAIT = _ops.wait_tensor.default
-WAITS = (WAIT, torch.ops.c10d_functional.wait_tensor.default) + (
-    (_ops.wait_tensors.default,) if hasattr(_ops, "wait_tensors") else ()
-)
+_several = getattr(_ops, "wait_tensors", None)
+WAITS = (WAIT, torch.ops.c10d_functional.wait_tensor.default, *([_several.default] if _several is not None else []))
 """``wait_tensors``, of several tensors, is there from torch 2.15 on; the older namespace is what bucketing calls."""
 ALL_GATHER_OUT = _ops.all_gather_into_tensor_out.default
 PRE_BUCKET_ALL_GATHER = "bucketing::_pre_bucket_all_gather"

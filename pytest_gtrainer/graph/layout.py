@@ -36,7 +36,9 @@ from pytest_gtrainer.graph.collectives import (
     ranks_given,
     reduction_of,
     results_of,
+    wait_of,
 )
+from pytest_gtrainer.graph.foreign import AnyGraph, adopted
 from pytest_gtrainer.graph.nodes import BACKWARD, direction, node_fqn
 from pytest_gtrainer.graph.packing import Arrival, Part, State, Unread, arrivals, computes, packed
 
@@ -107,7 +109,7 @@ class LayoutDifference(AssertionError):
     """Two layouts differ; the message names bucket and parameters."""
 
 
-def bucket_layout(gm: fx.GraphModule) -> BucketLayout:
+def bucket_layout(gm: AnyGraph) -> BucketLayout:
     """Layout of the graph's all-gathers of parameters, and of the reductions of gradients, whoever bucketed it.
 
     A reduction is a reduce-scatter, or an all-reduce: of replicas under hybrid sharding, or of what is not sharded.
@@ -116,11 +118,13 @@ def bucket_layout(gm: fx.GraphModule) -> BucketLayout:
     is listed again. A coalesced collective is one payload for each tensor: every one is sent as it is.
 
     Raises:
+        PlanError: nothing waits for a collective of parameters or gradients.
         UnreadLayout: parameters go into a collective, or gradients come out of one, and who sits where cannot be
             read: the message names the node.
         ValueError: a process group of the graph does not exist here, and no text that it was parsed
             from said its ranks.
     """
+    gm = adopted(gm)
     reader = _Reader(gm)
     payloads = [payload for node, sent in packed(gm).items() for payload in reader.payloads(node, sent)]
     payloads.sort(key=lambda payload: payload.collective != ALL_GATHER_NAME)
@@ -168,8 +172,11 @@ class _Reader:
 
     def _payload(self, kind: str, node: fx.Node, slots: tuple[Slot, ...]) -> Payload:
         value = node.meta.get("val")
-        dtype = (value[0] if isinstance(value, list | tuple) else value).dtype
-        return Payload(kind, dtype, _ranks_of(node), reduction_of(node) or "", slots, (direction(node),))
+        if isinstance(value, list | tuple):
+            value = value[0]
+        elif getattr(node.target, "namespace", "") == "_c10d_functional":
+            wait_of(node)
+        return Payload(kind, value.dtype, _ranks_of(node), reduction_of(node) or "", slots, (direction(node),))
 
     def _names_in(self, launch: fx.Node, sent: list[State]) -> list[str]:
         """The parameters that go in; of an unread value those above the node that lost their order."""

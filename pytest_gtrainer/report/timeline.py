@@ -47,6 +47,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 from pytest_gtrainer._torch.tracing import GuardOnDataDependentSymNode
 from pytest_gtrainer.graph.collectives import group_of, kind_of
+from pytest_gtrainer.graph.foreign import AnyGraph, adopted
 from pytest_gtrainer.graph.nodes import direction, is_wait, node_fqn
 from pytest_gtrainer.graphtext.operators import Group, groups_of, operator_of
 from pytest_gtrainer.graphtext.schedule_view import is_free, is_launch, operands_of, payload_of
@@ -208,7 +209,7 @@ class Timeline:
         Path(path).write_text(json.dumps(self.to_chrome_trace()), encoding="utf-8")
 
 
-def timeline(gm: fx.GraphModule, model: CostModel | None = None, *, mesh: Mapping[str, int] | None = None) -> Timeline:
+def timeline(gm: AnyGraph, model: CostModel | None = None, *, mesh: Mapping[str, int] | None = None) -> Timeline:
     """What would run when, under a cost model. ``mesh`` names the groups, as in ``graphtext.render``.
 
     An operator that uses a collective's result without a wait is held until it has ended.
@@ -217,6 +218,7 @@ def timeline(gm: fx.GraphModule, model: CostModel | None = None, *, mesh: Mappin
     Raises:
         ValueError: what a collective costs is not known: its group, or what it moves, is not told by the graph.
     """
+    gm = adopted(gm)
     model = model or CostModel()
     groups = groups_of(gm, mesh or {})
     now = 0.0  # of the compute lane

@@ -164,8 +164,8 @@ def _output_names(gm: fx.GraphModule) -> list[str]:
     """The results as the file names them, ``output layers.0.w``; by their place where it does not."""
     output = gm.graph.output_node()
     results = pytree.tree_leaves(output.args[0])
-    told = output.meta.get("gt_outputs") or range(len(results))
-    return [f"output {name}" for name in told]
+    told = output.meta.get("gt_outputs") or ()
+    return [f"output {name}" for name in (told if len(told) == len(results) else range(len(results)))]
 
 
 def _sample(value: Any, file: str) -> torch.Tensor:

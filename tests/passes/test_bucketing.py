@@ -334,10 +334,12 @@ def test_parameters_of_the_root_have_an_entry_of_their_own(gt_mesh, make_net, pl
 def test_the_layout_tells_what_replicas_reduce(gt_world):
     """D16: behind each reduce-scatter the all-reduce of what it leaves, over other ranks, with the same slots."""
     path = Path(__file__).parents[2] / "fixtures" / "graphs" / "hsdp" / "both_are_bucketed.fxgraph"
-    payloads = bucket_layout(run_pass_file(path)).payloads
-    both = [("reduce_scatter", (0, 1)), ("all_reduce", (0, 2))]
-    assert [(p.collective, p.ranks) for p in payloads] == [*both, *both, ("reduce_scatter", (0, 1))]
-    slots = [[(slot.parameter, slot.offset, slot.nbytes) for slot in p.slots] for p in payloads]
-    assert slots[0] == slots[1] == [("layers.1.a", 0, 8), ("layers.1.b", 8, 8)]
-    assert slots[2] == slots[3] == [("layers.0.a", 0, 8), ("layers.0.b", 8, 8)]
-    assert slots[4] == [("layers.0.c", 0, 8)]
+    layout = bucket_layout(run_pass_file(path))
+    found = {
+        collective: [(p.ranks, [(s.parameter, s.offset, s.nbytes) for s in p.slots]) for p in layout.of(collective)]
+        for collective in ("reduce_scatter", "all_reduce")
+    }
+    packed = [[(f"layers.{layer}.a", 0, 8), (f"layers.{layer}.b", 8, 8)] for layer in (1, 0)]
+    alone = [("layers.0.c", 0, 8)]
+    assert found["reduce_scatter"] == [((0, 1), slots) for slots in (*packed, alone)]
+    assert found["all_reduce"] == [((0, 2), slots) for slots in packed]

@@ -11,6 +11,7 @@ from torch import fx
 
 from pytest_gtrainer import bucket_layout, timeline
 from pytest_gtrainer._torch.graph_text import operator_names, operator_overload
+from pytest_gtrainer._torch.passes import WAIT
 from pytest_gtrainer._torch.values import schema
 from pytest_gtrainer.graph.collectives import _STANDS_BESIDE, kind_of, launches
 from pytest_gtrainer.graph.nodes import COMMUNICATING
@@ -59,6 +60,9 @@ def graph_of(operator: Any, group: str) -> tuple[fx.GraphModule, fx.Node]:
     if isinstance(node.meta["val"], list):
         result = graph.call_function(torch.ops.aten.alias.default, (node,))
         result = graph.call_function(__import__("operator").getitem, (node, 0))
+        result.meta["val"] = value
+    if schema(operator).name.startswith("_c10d_functional::"):
+        result = graph.call_function(WAIT, (result,))
         result.meta["val"] = value
     output = graph.output((result,))
     output.meta["gt_outputs"] = ("layers.0.w",)

@@ -37,7 +37,7 @@ def call(target, *args, **kwargs):
 
 def target_of(value):
     """What a case is called."""
-    return str(value.target) if isinstance(value, fx.Node) else None
+    return str(value.target).partition(" at 0x")[0] if isinstance(value, fx.Node) else None  # alike in every worker
 
 
 STACK = {"0": ("layers.0", object), "1": ("layers.0.w", object)}

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fixtures.training import llama3_training
-from pytest_gtrainer import MixedPrecisionPolicy, NetModel, assert_bitwise_equal
+from pytest_gtrainer import MixedPrecisionPolicy, NetModel, assert_bitwise_different, assert_bitwise_equal
 from pytest_gtrainer.references.config import new_model
 from pytest_gtrainer.references.graph import rewrite, shard_traceably, trace_config
 from pytest_gtrainer.worlds.fake import fake_world, make_mesh
@@ -59,6 +59,7 @@ def test_two_nodes_see_that_buckets_are_packed_in_execution_order(step, partitio
     assert count > 1000, f"two nodes hide the order of packing: {count} elements differ between managed and execution"
     losses = [[own[0] for own in side] for side in (ours, theirs)]
     assert_bitwise_equal(*losses, what="losses of all ranks, managed against execution order")
+    assert_bitwise_different(ours[0][1:], theirs[0][1:], what="rank 0's gradients, managed against execution order")
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ Exit status: 0; 1 if a mutant survives that is not listed as equivalent, or if m
 from __future__ import annotations
 
 import argparse
+import ast
 import fnmatch
 import hashlib
 import json
@@ -44,6 +45,8 @@ ROOT = Path(__file__).parents[1]
 BUILD = ROOT / "build" / "mutants"
 TOOL = ROOT / "build" / "mutants-tool"
 """Where ``make mutants`` installs mutmut."""
+PASS = "graph_pass"
+"""The decorator of passes."""
 EQUIVALENT = ROOT / "tests" / "equivalent_mutants.txt"
 TESTS = {
     "passes": ["tests/passes"],
@@ -139,6 +142,8 @@ class Package:
         for name in names:
             (self.copy / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, self.copy / name)
+        for file in (self.copy / "pytest_gtrainer" / self.name).rglob("*.py"):
+            file.write_text(undecorated(file.read_text()))
         dotted = f"pytest_gtrainer.{self.name.replace('/', '.')}"
         (self.copy / EXAMPLES).write_text(EXAMPLES_TEXT.format(package=dotted))
         copied = sorted(path.name for path in self.copy.iterdir() if path.name not in ("pytest_gtrainer", "tests"))
@@ -197,6 +202,16 @@ class Package:
         log = self.copy / "mutmut.log"
         log.write_text(done.stdout + done.stderr)
         return log
+
+
+def undecorated(source: str) -> str:
+    """The same module with ``f = graph_pass(f)`` behind ``f``: mutmut passes over functions that are decorated."""
+    lines = source.splitlines()
+    for node in reversed(ast.parse(source).body):
+        if isinstance(node, ast.FunctionDef) and [ast.unparse(each) for each in node.decorator_list] == [PASS]:
+            lines.insert(node.end_lineno or 0, f"\n\n{node.name} = {PASS}({node.name})  # type: ignore")
+            del lines[node.decorator_list[0].lineno - 1]
+    return "\n".join(lines) + "\n"
 
 
 def function_of(mutant: str) -> str:

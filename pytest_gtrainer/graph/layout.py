@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from operator import getitem
 
@@ -22,6 +22,7 @@ import torch
 from torch import fx
 
 from pytest_gtrainer import facts
+from pytest_gtrainer._torch.passes import is_control_dependency
 from pytest_gtrainer._torch.process_groups import group_ranks, plain_reduction
 from pytest_gtrainer._torch.values import HigherOrderOperator
 from pytest_gtrainer.graph.bucket_plan import layer_of
@@ -126,6 +127,7 @@ def bucket_layout(gm: AnyGraph) -> BucketLayout:
     """
     gm = adopted(gm)
     reader = _Reader(gm)
+    reader.refuse_nested(gm)
     payloads = [payload for node, sent in packed(gm).items() for payload in reader.payloads(node, sent)]
     payloads.sort(key=lambda payload: payload.collective != ALL_GATHER_NAME)
     merged: dict[tuple[Payload, int], list[str]] = {}
@@ -169,6 +171,22 @@ class _Reader:
             raise _unread(node, "moves", names, node)
         elif reached := [name for arrival in arrivals(node, self._outputs) for name in self._gradients(arrival, node)]:
             raise _unread(node, "gives", reached, node)
+
+    def refuse_nested(self, gm: fx.GraphModule) -> None:
+        """Refuse a graph inside the graph that gathers parameters or reduces gradients: the outer one tells neither."""
+        for node in gm.graph.nodes:
+            if not isinstance(node.target, HigherOrderOperator) or is_control_dependency(node):
+                continue
+            for body in (getattr(gm, str(each.target), None) for each in node.all_input_nodes if each.op == "get_attr"):
+                launch = next(_parameter_collectives(body), None) if isinstance(body, fx.GraphModule) else None
+                given = [each for each in node.all_input_nodes if each in self._inputs and is_parameter(each)]
+                if launch is not None and (given or direction(node) == BACKWARD):
+                    names = [self._name(each, node) for each in given] or [node_fqn(node) or "the root"]
+                    raise UnreadLayout(
+                        f"{node.name} ({node.target}) of {', '.join(names[:_MOST_MOVED])} runs a graph of its own, in "
+                        f"which {launch.name} is: a layout reads the collectives of the outer graph alone, so inline "
+                        "that graph first"
+                    )
 
     def _payload(self, kind: str, node: fx.Node, slots: tuple[Slot, ...]) -> Payload:
         value = node.meta.get("val")
@@ -262,6 +280,20 @@ def _unread(launch: fx.Node, verb: str, names: list[str], at: fx.Node) -> Unread
     )
 
 
+def _parameter_collectives(body: fx.GraphModule) -> Iterator[fx.Node]:
+    """All-gathers of a body's own inputs, and its reduce-scatters."""
+    for launch, sent in packed(body).items():
+        parts = [part for state in sent if isinstance(state, tuple) for part in state]
+        gathers = kind_of(launch) == ALL_GATHER_NAME and any(part.source is not None for part in parts)
+        if gathers or kind_of(launch) == REDUCE_SCATTER_NAME:
+            yield launch
+
+
+def is_parameter(node: fx.Node) -> bool:
+    """Whether an input is a parameter, or nobody says what it is."""
+    return bool(node.meta.get("gt_input", {"kind": "parameter"})["kind"] == "parameter")
+
+
 def _inputs_above(node: fx.Node) -> list[fx.Node]:
     todo, seen = [node], {node}
     while todo:
@@ -269,8 +301,7 @@ def _inputs_above(node: fx.Node) -> list[fx.Node]:
             if operand not in seen:
                 seen.add(operand)
                 todo.append(operand)
-    inputs = [one for one in seen if one.op == "placeholder"]
-    return sorted(one for one in inputs if one.meta.get("gt_input", {"kind": "parameter"})["kind"] == "parameter")
+    return sorted(one for one in seen if one.op == "placeholder" and is_parameter(one))
 
 
 def _ranks_of(launch: fx.Node) -> tuple[int, ...]:

@@ -317,3 +317,33 @@ if all_reduce:
   b: at(0, bytes=16)
   a: at(16, bytes=16)
 """
+
+
+NESTED = """\
+fsdp = group(range(0, 2))
+def cond_graph_0():
+  fsdp = group(range(0, 2))
+  if A:
+    A[0]: f32[4]
+  if fwd:
+    with _:
+      all_gather_into_tensor: f32[8] = _c10d_functional.all_gather_into_tensor(A[0], 2, fsdp)
+      wait_tensor: f32[8] = _c10d_functional.wait_tensor(all_gather_into_tensor)
+  if out:
+    yield fwd._.wait_tensor
+if P:
+  P.w: f32[4]
+if fwd:
+  with moe:
+    any: b8[()] = aten.any(P.w)
+    cond: (f32[8],) = hop.cond(any, cond_graph_0, cond_graph_0, (P.w,))
+if out:
+  yield fwd.moe.cond[0]
+"""
+
+
+def test_what_a_graph_inside_the_graph_gathers_is_refused_and_not_left_out():
+    with pytest.raises(UnreadLayout, match=r"cond \(cond\) of w runs a graph of its own, in which all_gather"):
+        bucket_layout(parse(NESTED))
+    of_activations = NESTED.replace("P.w", "I.x").replace("if P:", "if I:")
+    assert bucket_layout(parse(of_activations)).payloads == ()

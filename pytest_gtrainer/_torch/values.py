@@ -21,7 +21,7 @@ from torch import nn
 from pytest_gtrainer._torch import private_names
 
 with private_names():
-    from torch._ops import HigherOrderOperator, OpOverload
+    from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
     from torch.utils import _pytree as pytree
     from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -41,6 +41,7 @@ __all__ = [
     "FakeTensorMode",
     "HigherOrderOperator",
     "OpOverload",
+    "OpOverloadPacket",
     "is_traceable_wrapper_subclass",
     "pytree",
 ]

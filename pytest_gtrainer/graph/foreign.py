@@ -29,6 +29,7 @@ from pytest_gtrainer._torch.foreign_graphs import (
     described_output,
     source_of,
 )
+from pytest_gtrainer._torch.values import OpOverloadPacket
 from pytest_gtrainer.graph.nodes import node_fqn
 
 AnyGraph: TypeAlias = fx.GraphModule | fx.Graph | ExportedProgram
@@ -58,7 +59,7 @@ def path_of(source: str) -> tuple[str, list[str]]:
     """
     root = _ROOT.match(source)
     rest = source[root.end() :] if root else f".{source}"
-    steps = [next(filter(None, step)) for step in _STEP.findall(rest)]
+    steps = [next(filter(None, step), "") for step in _STEP.findall(rest)]
     return (root[1] if root else ""), [step for step in steps if step not in _NO_NAMES]
 
 
@@ -72,9 +73,9 @@ def named_source(source: str, value: Any = None) -> GivenName:
     """
     root, steps = path_of(source)
     if "._parameters[" in source or isinstance(value, nn.Parameter):
-        return GivenName("parameter", ".".join(steps))
+        return GivenName("parameter", ".".join(steps) or root)
     if "._buffers[" in source or isinstance(value, nn.Buffer):
-        return GivenName("buffer", ".".join(steps))
+        return GivenName("buffer", ".".join(steps) or root)
     return GivenName("input", ".".join(steps if root == "self" and steps else [root, *steps]))
 
 
@@ -212,6 +213,8 @@ class _Adoption:
 
     def _mark(self, node: fx.Node, copied: fx.Node) -> None:
         meta = copied.meta
+        if isinstance(node.target, OpOverloadPacket) and len(overloads := node.target.overloads()) == 1:
+            copied.target = getattr(node.target, overloads[0])  # as Dynamo calls collectives and custom operators
         if "val" not in meta and "example_value" in meta:
             meta["val"] = meta["example_value"]
         custom = meta.get("custom") or {}

@@ -236,12 +236,24 @@ class _Reader:
                     if not named[place]:
                         others = [name for names in named.values() for name in names]
                         raise _unread(launch, "gives", others, arrivals_there[0].used_by or result)
+                self._refuse_shared_places(launch, found, named)
                 width = result.meta["val"].element_size()
                 slots = [Slot(names[0], at * width, numel * width) for (at, numel), names in sorted(named.items())]
                 yield self._payload(kind, launch, tuple(slots))
             else:
                 for arrival in itertools.chain(*found.values()):
                     self._refuse_unknown(launch, arrival)
+
+    def _refuse_shared_places(
+        self, launch: fx.Node, found: dict[tuple[int, int], list[Arrival]], named: dict[tuple[int, int], list[str]]
+    ) -> None:
+        """Gradients that seem to lie on each other: an operator on the way picks elements in an unknown way."""
+        end, last = 0, ""
+        for (at, numel), names in sorted(named.items()):
+            places = {one.piece.node: None for one in found[at, numel] if self._gradients(one, launch)}
+            if at < end or len(places) > 1:
+                raise _unread(launch, "gives", [*([last] if at < end else []), *names], next(iter(places)))
+            end, last = at + numel, names[0]
 
     def _gradients(self, arrival: Arrival, launch: fx.Node) -> list[str]:
         """The names of the gradients among the outputs that a part of a result arrives at."""

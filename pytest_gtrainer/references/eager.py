@@ -28,6 +28,7 @@ from pytest_gtrainer.graph.layout import (
 from pytest_gtrainer.numerics.record import Record
 from pytest_gtrainer.references.chunked import eager_chunked
 from pytest_gtrainer.references.config import TensorSink, TrainConfig, bucket_modules, new_model, train
+from pytest_gtrainer.tracing.sharding import default_reduce_dtype
 
 
 class EagerRun:
@@ -138,7 +139,7 @@ def _payloads(group: Any, names: dict[int, str]) -> list[Payload]:
     trained = [parameter for parameter in group.fsdp_params if parameter.sharded_param.grad is not None]
     if not trained:
         return [gather]
-    dtype = fsdp2.reduce_dtype(group) or trained[0].param_dtype or trained[0].orig_dtype
+    dtype = fsdp2.reduce_dtype(group) or default_reduce_dtype(trained[0].param_dtype, trained[0].orig_dtype)
     op, op_of_replicas = fsdp2.reduce_ops(group, dtype, trained[0].sharded_param.device.type)
     sizes = [fsdp2.shard_numel(parameter, scatters.size()) * dtype.itemsize for parameter in trained]
     scatter = Payload(REDUCE_SCATTER_NAME, dtype, _ranks(scatters), op, slots(trained, sizes))

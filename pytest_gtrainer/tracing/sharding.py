@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from pytest_gtrainer._torch.tracing import annotate, current_annotation
 from pytest_gtrainer._torch.values import parameters_of
+from pytest_gtrainer.supported import LAST, installed_minor
 from pytest_gtrainer.tracing.model import KEY
 
 PLACEMENTS: dict[str, list[Placement]] = {
@@ -39,12 +40,18 @@ class MixedPrecisionPolicy:
     """Dtypes of FSDP2's policy of the same name; None keeps what is there.
 
     ``param_dtype`` is the dtype parameters are gathered and used in, ``reduce_dtype`` the one
-    gradients are reduced in (default: ``param_dtype``). Gradients return in the dtype of the
+    gradients are reduced in. By default that is ``param_dtype`` up to torch 2.14, and the parameter's own dtype from
+    2.15 on, as FSDP2 does it. Gradients return in the dtype of the
     parameter. Forward inputs are not cast at module boundaries: a graph has none.
     """
 
     param_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
+
+
+def default_reduce_dtype(param_dtype: torch.dtype | None, parameter: torch.dtype) -> torch.dtype:
+    """The dtype that FSDP2 of the installed torch reduces in if the policy names none."""
+    return parameter if param_dtype is None or (installed_minor() or LAST) >= (2, 15) else param_dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +200,9 @@ class _Gather(torch.autograd.Function):
     def forward(ctx: Any, parameter: DTensor, access: _Access) -> torch.Tensor:
         ctx.access, ctx.mesh, ctx.placements = access, parameter.device_mesh, parameter.placements
         gather_dtype = access.policy.param_dtype or parameter.dtype
-        ctx.dtype, ctx.reduce_dtype = parameter.dtype, access.policy.reduce_dtype or gather_dtype
+        ctx.dtype = parameter.dtype
+        reduce_dtype = access.policy.reduce_dtype
+        ctx.reduce_dtype = reduce_dtype or default_reduce_dtype(access.policy.param_dtype, parameter.dtype)
         # a Function on a leaf has another seq_nr in the forward than in the backward (torch 2.13),
         # so its backward cannot inherit the FQN by seq_nr
         ctx.fqn = current_annotation(KEY)

@@ -7,7 +7,7 @@ import torch
 from torch import fx, nn
 from torch._dynamo.backends.common import aot_autograd
 
-from pytest_gtrainer import assert_graph, graphtext
+from pytest_gtrainer import assert_graph, bucket_layout, graphtext
 
 
 class Block(nn.Module):
@@ -185,3 +185,33 @@ def test_gradient_of_a_custom_function_is_of_the_backward():
 def test_what_is_no_graph_is_refused_by_name():
     with pytest.raises(TypeError, match=r"3 is of type int, not a graph: give a GraphModule, an fx\.Graph, or"):
         graphtext.render(3)
+
+
+@pytest.mark.gt_world("fake", size=2)
+def test_collectives_in_a_graph_of_dynamo_are_read(gt_world):
+    """Dynamo calls an operator without its overload."""
+    from torch.distributed import _functional_collectives as collectives
+
+    found = []
+
+    def backend(gm, inputs):
+        found.append(gm)
+        return gm
+
+    def step(weight, x):
+        return collectives.wait_tensor(collectives.all_gather_tensor(weight, 0, torch.distributed.group.WORLD)) * x
+
+    torch.compiler.reset()
+    torch.compile(step, backend=backend)(nn.Parameter(torch.ones(4)), torch.ones(8))
+    (payload,) = bucket_layout(found[0]).payloads
+    assert (payload.parameters, payload.ranks) == (("weight",), (0, 1))
+    text = graphtext.render(found[0])
+    assert "_c10d_functional.all_gather_into_tensor(P.weight, 2, " in text
+    assert graphtext.render(graphtext.parse(text)) == text
+
+
+def test_an_empty_name_is_a_name():
+    found = []
+    torch.compiler.reset()
+    torch.compile(lambda d: d[""] + 1, backend=lambda gm, _: found.append(gm) or gm)({"": torch.ones(2)})
+    assert "I.d" in graphtext.render(found[0])

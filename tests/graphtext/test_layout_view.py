@@ -347,3 +347,35 @@ def test_what_a_graph_inside_the_graph_gathers_is_refused_and_not_left_out():
         bucket_layout(parse(NESTED))
     of_activations = NESTED.replace("P.w", "I.x").replace("if P:", "if I:")
     assert bucket_layout(parse(of_activations)).payloads == ()
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [("aten.select.int(rows, 0, 0)", "aten.select.int(rows, 0, 1)"),
+     ("aten.slice.Tensor(rows, 1, 0, 4)", "aten.slice.Tensor(rows, 1, 4, 8)"),
+     ("aten.slice.Tensor(wait_tensor, 0, 0, 16, 2)", "aten.slice.Tensor(wait_tensor, 0, 1, 16, 2)")],
+    ids=["select", "columns", "every other one"],
+)  # fmt: skip
+def test_gradients_that_are_picked_in_an_unknown_way_are_refused_and_none_is_lost(first, second):
+    """D17: the twin takes them apart by rows."""
+    text = f"""\
+fsdp = group(range(0, 2))
+if P:
+  P.a: f32[16]
+if bwd:
+  with _:
+    reduce_scatter_tensor: f32[16] = _c10d_functional.reduce_scatter_tensor(P.a, "avg", 2, fsdp)
+    wait_tensor: f32[16] = _c10d_functional.wait_tensor(reduce_scatter_tensor)
+    rows: f32[2, 8] = aten.view(wait_tensor, [2, 8])
+    one: f32[8] = {first}
+    two: f32[8] = {second}
+if out:
+  a = bwd._.one
+  b = bwd._.two
+"""
+    with pytest.raises(UnreadLayout, match=r"gives .*(a|b).*, and who sits where cannot be read"):
+        bucket_layout(parse(text))
+    known = text.replace(first, "aten.slice.Tensor(wait_tensor, 0, 0, 8)")
+    known = known.replace(second, "aten.slice.Tensor(wait_tensor, 0, 8, 16)")
+    (payload,) = bucket_layout(parse(known)).payloads
+    assert payload.slots == (Slot("a", 0, 32), Slot("b", 32, 32))

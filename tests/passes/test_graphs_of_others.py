@@ -1,6 +1,8 @@
 """The joint pass on graphs that somebody has changed before: the same values, or a sentence."""
 
 import copy
+from contextlib import ExitStack
+from importlib import import_module
 from unittest import mock
 
 import pytest
@@ -52,8 +54,11 @@ def bucketed_by_torch(gm):
         fqn = node_fqn(node)
         return [] if not fqn or direction(node) == "bwd" else [(fqn, torch.nn.Module)]
 
-    estimates = {"get_gpu_dram_gbps": mock.Mock(return_value=1000), "get_device_tflops": mock.Mock(return_value=100)}
-    with mock.patch.multiple("torch.utils._runtime_estimation", **estimates):
+    with ExitStack() as stubs:  # where torch looks them up differs between its versions
+        for home in map(import_module, ("torch._inductor.utils", "torch.utils._runtime_estimation")):
+            for name in ("get_gpu_dram_gbps", "get_device_tflops"):
+                if hasattr(home, name):
+                    stubs.enter_context(mock.patch.object(home, name, return_value=100))
         return manual_overlap_bucketing(gm, [f"layers.{i}" for i in range(3)], module_stack_fn=stack)
 
 

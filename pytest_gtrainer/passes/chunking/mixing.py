@@ -81,8 +81,11 @@ class Call:
             self.name = self.full_name = target.name()
         elif isinstance(target, OpOverload):
             self.full_name = schema(target).name
-            self.name = self.full_name.partition("::")[2]
-            self.name = self.name.removesuffix("_") if not self.name.startswith("__") else self.name
+            space, _, name = self.full_name.partition("::")
+            if space in _OURS:  # another library's `norm` is not torch's
+                self.name = name.removesuffix("_") if not name.startswith("__") else name
+            else:
+                self.name = self.full_name
             arguments = enumerate(schema(target).arguments)
             self.given = {
                 a.name: args[place] if place < len(args) else kwargs.get(a.name, a.default_value)
@@ -91,6 +94,7 @@ class Call:
         self.operands = [leaf for leaf in pytree.tree_leaves([args, kwargs]) if isinstance(leaf, Operand)]
         tags = target.tags if isinstance(target, OpOverload) else ()
         self.pointwise = torch.Tag.pointwise in tags or self.name in _POINTWISE
+        self.is_backward = "backward" in self.name and "::" not in self.name
 
     def rows(self) -> list[tuple[Operand, Rows]]:
         return [(operand, operand.known) for operand in self.operands if isinstance(operand.known, Rows)]
@@ -233,7 +237,9 @@ _BY_DIMENSIONS = _names(
     "nonzero_static masked_select _local_scalar_dense bernoulli wait_tensor all_to_all_single sym_size sym_numel "
     "_assert_scalar _assert_async _assert_tensor_metadata embedding_dense_backward equal item squeeze"
 )
-_LIKE = re.compile(r".+_like$|^new_.+")
+_LIKE = re.compile(r"[^:]+_like$|^new_.+")
+_OURS = ("aten", "prims", "_c10d_functional", "_c10d_functional_autograd")
+"""The namespaces whose names the tables mean."""
 
 
 def mixing_error(what: str, wrong: str, where: str, config: ChunkConfig) -> ChunkError:
@@ -287,7 +293,7 @@ def _wrong(call: Call) -> str | None:
             if hit:
                 return f"{words} dimension {min(hit)}"
         return None
-    if call.pointwise or is_view(call.target) or call.name in _BY_DIMENSIONS or "backward" in call.name:
+    if call.pointwise or is_view(call.target) or call.name in _BY_DIMENSIONS or call.is_backward:
         return None
     numbers = [value for value, _ in _tensors(call)]
     if not numbers or not any(v.is_floating_point() for v in [*numbers, *(o.value for o, _ in rows)]):
@@ -302,7 +308,7 @@ def _tensors(call: Call) -> list[tuple[torch.Tensor, Sequence[int]]]:
 
 def _statistic_in_rows(call: Call) -> str | None:
     """The statistic, or routing, that this call would bring into rows of floating-point numbers."""
-    if "backward" in call.name or not any(dims and value.is_floating_point() for value, dims in _tensors(call)):
+    if call.is_backward or not any(dims and value.is_floating_point() for value, dims in _tensors(call)):
         return None
     for operand in call.operands:
         known = operand.known

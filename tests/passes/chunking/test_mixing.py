@@ -228,3 +228,19 @@ def halved(x: torch.Tensor) -> torch.Tensor:
 
 halved.register_fake(lambda x: torch.empty_like(x))
 halved.register_autograd(lambda ctx, grad: grad * 0.5)
+
+
+@torch.library.custom_op("gtrainer_tests::norm", mutates_args=())
+def norm(x: torch.Tensor) -> torch.Tensor:
+    return x - x.mean(0)
+
+
+norm.register_fake(lambda x: torch.empty_like(x))
+norm.register_autograd(lambda ctx, grad: grad - grad.mean(0))
+
+
+@SIDES
+def test_another_librarys_operator_is_not_taken_for_torchs_of_that_name(side):
+    """``aten.norm`` without a dimension is a statistic; nobody knows what ``gtrainer_tests::norm`` is."""
+    with pytest.raises(ChunkError, match=r"norm.* may mix dimension 0: "):
+        side(model_of(lambda x: x + torch.ops.gtrainer_tests.norm(x)), BATCH, token_batch(0, 4, 6))

@@ -69,6 +69,12 @@ _HOME: dict[str, str] = {
     "bisect_passes": "bisect",
     "capture_operators": "numerics.operators",
     "compare_operators": "numerics.operators",
+    # torch.compile
+    "gt_compile": "compiling.recorder",
+    "CompileRecord": "compiling.record",
+    "NotRecorded": "compiling.record",
+    "assert_pass_bitwise": "compiling.bitwise",
+    "assert_compiled_bitwise": "compiling.bitwise",
     # worlds
     "World": "worlds.spec",
     "WorldSpec": "worlds.spec",

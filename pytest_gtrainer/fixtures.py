@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,6 +16,7 @@ from pytest_gtrainer.marker import spec_of
 from pytest_gtrainer.worlds.spec import KINDS
 
 if TYPE_CHECKING:
+    from pytest_gtrainer.compiling.record import CompileRecord
     from pytest_gtrainer.golden.check import Golden
     from pytest_gtrainer.hookspecs import EnterWorld
     from pytest_gtrainer.ranks.caller import RankCaller
@@ -92,3 +94,11 @@ def gt_deterministic(request: pytest.FixtureRequest) -> Iterator[Any]:
 
     with deterministic(getattr(request, "param", None)) as settings:
         yield settings
+
+
+@pytest.fixture
+def gt_compile() -> Callable[..., AbstractContextManager[CompileRecord]]:
+    """``with gt_compile() as record:`` records what torch.compile does inside the block."""
+    from pytest_gtrainer.compiling.recorder import gt_compile
+
+    return gt_compile

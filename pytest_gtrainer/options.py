@@ -54,30 +54,61 @@ def _positive_seconds(text: str) -> float:
 
 
 OPTIONS: tuple[Option, ...] = (
-    Option("gpus", "devices the run may use (default: the visible GPUs, else 8 CPU slots)", metavar="N",
-           parse=_positive_int),
-    Option("device", "where ranks run; cuda makes a missing GPU an error", default="auto",
-           choices=("auto", "cpu", "cuda")),
-    Option("timeout", "limit for one test on ranks (default: 300)", default=300.0, metavar="SECONDS",
-           parse=_positive_seconds),
-    Option("lease-timeout", "limit for waiting until other workers and runs free devices (default: 1800)",
-           default=1800.0, metavar="SECONDS", parse=_positive_seconds),
-    Option("require", "fail tests that would be skipped: ranks, those that need more ranks than there are; cuda, "
-           "also those that need GPUs", choices=("ranks", "cuda")),
+    Option(
+        "gpus",
+        "devices the run may use (default: the visible GPUs, else 8 CPU slots)",
+        metavar="N",
+        parse=_positive_int,
+    ),
+    Option(
+        "device", "where ranks run; cuda makes a missing GPU an error", default="auto", choices=("auto", "cpu", "cuda")
+    ),
+    Option(
+        "timeout",
+        "limit for one test on ranks (default: 300)",
+        default=300.0,
+        metavar="SECONDS",
+        parse=_positive_seconds,
+    ),
+    Option(
+        "lease-timeout",
+        "limit for waiting until other workers and runs free devices (default: 1800)",
+        default=1800.0,
+        metavar="SECONDS",
+        parse=_positive_seconds,
+    ),
+    Option(
+        "require",
+        "fail tests that would be skipped: ranks, those that need more ranks than there are; cuda, "
+        "also those that need GPUs",
+        choices=("ranks", "cuda"),
+    ),
     Option("update-goldens", "write goldens that are missing or differ, of the tests that pass", is_flag=True),
     Option("create-goldens", "write goldens that are missing; what differs fails", is_flag=True),
     Option("prune-goldens", "remove goldens that no test checks, after a run of all tests", is_flag=True),
-    Option("unused-goldens", "goldens that no test checks, after a run of all tests (default: warn)", default="warn",
-           choices=("warn", "fail", "ignore")),
+    Option(
+        "unused-goldens",
+        "goldens that no test checks, after a run of all tests (default: warn)",
+        default="warn",
+        choices=("warn", "fail", "ignore"),
+    ),
     Option("goldens-in-ci", "let the flags that write goldens do so where the variable CI is set", is_flag=True),
     Option("artifacts", "keep what failed tests obtained, with differences, in a folder for each", metavar="DIR"),
     Option("report", "write a page: graphs before and after each pass, layouts, schedules, digests", metavar="FILE"),
     Option("bisect", "bisect a bitwise comparison that fails over the passes of the replayed graphs", is_flag=True),
     Option("trace-log", "capture torch's structured trace in every test, as pytest does by itself", is_flag=True),
-    Option("leaked-flags", "a test that leaves a global switch of torch changed (default: warn)", default="warn",
-           choices=("warn", "fail", "ignore")),
-    Option("leaked-resources", "a test on ranks that leaves a process group or GPU memory (default: warn)",
-           default="warn", choices=("warn", "fail", "ignore")),
+    Option(
+        "leaked-flags",
+        "a test that leaves a global switch of torch changed (default: warn)",
+        default="warn",
+        choices=("warn", "fail", "ignore"),
+    ),
+    Option(
+        "leaked-resources",
+        "a test on ranks that leaves a process group or GPU memory (default: warn)",
+        default="warn",
+        choices=("warn", "fail", "ignore"),
+    ),
     Option("fresh-ranks", "start new rank processes for every test", is_flag=True),
 )
 

@@ -12,6 +12,7 @@ import pytest
 from pytest_gtrainer import devices, extensions, facts, hookspecs, marker, options, supported
 from pytest_gtrainer.fixtures import (  # noqa: F401 - pytest finds fixtures by their names here
     gt_artifacts,
+    gt_compile,
     gt_deterministic,
     gt_golden,
     gt_mesh,

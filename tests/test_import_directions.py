@@ -23,6 +23,7 @@ ROOMS = (
     {"extensions", "options"},
     {"hookspecs"},
     # ---- above imports pytest; below does not
+    {"compiling"},
     {"bisect"},
     {"references"},
     {"worlds"},
@@ -37,7 +38,7 @@ ROOMS = (
 
 ROOT = Path(pytest_gtrainer.__path__[0])
 
-LOWER_HALF = ("checks", "graphtext", "numerics", "passes", "tracing", "references")
+LOWER_HALF = ("checks", "graphtext", "numerics", "passes", "tracing", "references", "compiling")
 
 
 def leaves_out(modules, heavy):

@@ -53,9 +53,7 @@ class Conditions(TypedDict, total=False):
     name: str
 
 
-def check_graph(
-    gm: AnyGraph, *, before: AnyGraph | None = None, mesh: Mapping[str, int] | None = None
-) -> GraphChecker:
+def check_graph(gm: AnyGraph, *, before: AnyGraph | None = None, mesh: Mapping[str, int] | None = None) -> GraphChecker:
     """Checks of a graph, one method each, in a ``with`` block that ends them::
 
         with check_graph(gm) as check:

@@ -51,9 +51,7 @@ class Subject:
         captures: nodes by the names that checks have given them.
     """
 
-    def __init__(
-        self, gm: AnyGraph, *, before: AnyGraph | None = None, mesh: Mapping[str, int] | None = None
-    ) -> None:
+    def __init__(self, gm: AnyGraph, *, before: AnyGraph | None = None, mesh: Mapping[str, int] | None = None) -> None:
         """
         Args:
             before: the graph that a pass was given: modules that the pass has emptied are known too.

@@ -78,9 +78,7 @@ def same_but_for(spellings: Iterable[Spelling], old: Sequence[GraphLine], new: S
     return _content(old, known) == _content(new, known)
 
 
-def respelled(
-    lines: Sequence[GraphLine], spellings: Iterable[Spelling]
-) -> tuple[tuple[GraphLine, ...], set[Spelling]]:
+def respelled(lines: Sequence[GraphLine], spellings: Iterable[Spelling]) -> tuple[tuple[GraphLine, ...], set[Spelling]]:
     """The lines in the words of the newer torch, for people to read, and the spellings that these lines needed."""
     made, used = list(lines), set()
     graph = dataflow(lines)

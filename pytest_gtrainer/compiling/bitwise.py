@@ -1,0 +1,177 @@
+"""A graph before and after a pass, on the same inputs, bit for bit; and a compiled function against eager."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, fx
+
+from pytest_gtrainer import facts
+from pytest_gtrainer._torch.graph_text import expression, hint
+from pytest_gtrainer._torch.values import pytree
+from pytest_gtrainer.bisect import Stage, Values, bisect_stages, local_run
+from pytest_gtrainer.compiling.record import PassRun
+from pytest_gtrainer.compiling.recorder import gt_compile
+from pytest_gtrainer.graph.nodes import is_collective
+from pytest_gtrainer.numerics.compare import BitwiseDifference, ControlFailed, compare, compare_entries
+from pytest_gtrainer.numerics.verdict import Verdict
+
+Sizes = Mapping[Any, int]
+"""What each symbol of a graph's dynamic sizes is."""
+
+
+class SameGraph(ValueError):
+    """A pass is to be held against what it changed, and it changed nothing."""
+
+
+def assert_pass_bitwise(run: PassRun | tuple[fx.GraphModule, fx.GraphModule], *, seeds: Sequence[int] = (0, 1)) -> None:
+    """Fail unless a graph gives the same bits before and after a pass, with kernels of eager.
+
+    It is run on the inputs of the first call, if these were recorded, and for each seed on normal numbers (0 and 1
+    for integers, which may be indices), where sizes are dynamic with the example, its double and one more. The outputs
+    for two seeds must differ: otherwise no difference could be seen.
+
+    Raises:
+        BitwiseDifference: an output differs; with the first node whose value does, and what the pass made there.
+        ControlFailed: the outputs do not depend on the inputs.
+        SameGraph: the pass changed nothing.
+        ValueError: under a fake process group, whose collectives move no data; fewer than two seeds; an input that
+            cannot be made up.
+    """
+    __tracebackhide__ = True
+    before, after = (run.before, run.after) if isinstance(run, PassRun) else run
+    what = f"{run.name} on the {run.stage} graph {run.compiled.id}" if isinstance(run, PassRun) else "the pass"
+    if before is after:
+        raise SameGraph(f"{what} changed nothing: take record.passes(..., changed=True)")
+    if len(set(seeds)) < 2:
+        raise ValueError(f"seeds={list(seeds)}: give two different ones, to see that the outputs depend on the inputs")
+    collective = next((node for node in before.graph.nodes if is_collective(node)), None)
+    if collective is not None and dist.is_initialized() and dist.get_backend() == "fake":
+        raise ValueError(
+            f"{what} has {collective.name}, and a fake world moves no data, so no run in it means anything: use "
+            'gt_world("ranks"), or simulate_graph'
+        )
+    recorded = _recorded(run) if isinstance(run, PassRun) else {}
+    outputs: list[Values] = []
+    for told, flat in _inputs(before, recorded, seeds):
+        execute = local_run(flat)
+        if told.startswith("seed"):
+            outputs.append(execute(before))
+        found = bisect_stages([Stage("", before), Stage(what, after)], execute)
+        outcome = "equal" if found.verdict is None else found.verdict.outcome
+        facts.emit("verdict", outcome=outcome, tensors=len(before.graph.output_node().all_input_nodes), what=what)
+        if found.verdict is not None:
+            raise BitwiseDifference(f"{what} changed the numbers, on {told}\n{found.verdict}\n{found}", found.verdict)
+    control = compare_entries(outputs[0], outputs[1])
+    if control.outcome != "different":
+        raise ControlFailed(f"{what}: outputs for two seeds are {control.outcome}: this check cannot fail", control)
+
+
+def _recorded(run: PassRun) -> dict[str, Any]:
+    """What the graph was first called with, by name: the joint graph begins with the forward's inputs."""
+    stage = "backward" if run.stage == "backward" else "forward"
+    if (values := run.compiled.inputs.get(stage)) is None:
+        return {}
+    graph: fx.GraphModule = getattr(run.compiled, stage)
+    return dict(zip(map(_name, graph.graph.find_nodes(op="placeholder")), values, strict=True))
+
+
+def _name(node: fx.Node) -> str:
+    return str(node.meta.get("gt_input", {}).get("fqn", node.target))
+
+
+def _inputs(gm: fx.GraphModule, recorded: Mapping[str, Any], seeds: Sequence[int]) -> Iterator[tuple[str, list[Any]]]:
+    """Inputs of a graph, with words for them."""
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    if recorded and all(_name(node) in recorded for node in placeholders):
+        yield "the inputs of the first call", [recorded[_name(node)] for node in placeholders]
+    examples = _examples(node.meta.get("val") for node in placeholders)
+    several = [examples, *({symbol: made(size) for symbol, size in examples.items()} for made in (_double, _one_more))]
+    for sizes in several if examples else [{}]:
+        shown = ", ".join(f"{symbol} = {size}" for symbol, size in sizes.items())
+        for seed in seeds:
+            told = f"seed {seed}" + (f" with {shown}" if shown else "")
+            yield told, _generated(placeholders, {} if shown else recorded, sizes, seed)
+
+
+def _double(size: int) -> int:
+    return 2 * size
+
+
+def _one_more(size: int) -> int:
+    return size + 1
+
+
+def _examples(values: Iterator[Any]) -> dict[Any, int]:
+    """By symbol of a size its example, a guess of 4 where the size is known only when the graph runs."""
+    found: dict[Any, int] = {}
+    for value in values:
+        for number in (*value.shape, *value.stride()) if isinstance(value, Tensor) else (value,):
+            if isinstance(number, torch.SymInt):
+                for symbol in sorted(expression(number).free_symbols, key=str):
+                    found.setdefault(symbol, int(hint(symbol, number) or 4))
+    return found
+
+
+def _generated(placeholders: Sequence[fx.Node], recorded: Mapping[str, Any], sizes: Sizes, seed: int) -> list[Any]:
+    generator = torch.Generator().manual_seed(seed)
+
+    def number(value: Any) -> int:
+        known = expression(value)
+        return int(known.xreplace(sizes)) if hasattr(known, "xreplace") else int(known)
+
+    made: list[Any] = []
+    for node in placeholders:
+        value, known = node.meta.get("val"), recorded.get(_name(node))
+        if isinstance(value, Tensor):
+            shape, strides = [number(extent) for extent in value.shape], [number(each) for each in value.stride()]
+            if not value.dtype.is_floating_point and not value.dtype.is_complex and isinstance(known, Tensor):
+                made.append(known)  # indices of the real call are in range
+                continue
+            exact = value.dtype.is_floating_point or value.dtype.is_complex
+            drawn = torch.randn(shape, generator=generator) if exact else torch.randint(2, shape, generator=generator)
+            made.append(torch.empty_strided(shape, strides, dtype=value.dtype).copy_(drawn).to(value.device))
+        elif isinstance(value, int | torch.SymInt):
+            made.append(number(value))
+        elif known is not None:
+            made.append(known)
+        else:
+            raise ValueError(
+                f"input {_name(node)} is of type {type(value).__name__}, for which no value can be made up: record "
+                "with lower=False, which keeps the inputs of the first call"
+            )
+    return made
+
+
+def assert_compiled_bitwise(function: Callable[..., Any], *inputs: Any) -> Verdict:
+    """Fail unless a function compiled by Inductor gives what it gives in eager, in bits; and say what broke it.
+
+    If the graph run with kernels of eager differs already, decomposition did it, or a pass; else generated code did.
+    Gradients are not compared; call it in a function that returns them.
+
+    Raises:
+        BitwiseDifference: they differ, with what broke it and the operators of the graph.
+        NotRecorded: nothing was compiled.
+    """
+    __tracebackhide__ = True
+    expected = _tensors(function(*inputs))
+    verdict = compare(expected, expected)
+    for lower, told in ((False, "decomposition, or a pass"), (True, "code generation")):
+        with gt_compile(lower=lower) as record:
+            actual = _tensors(torch.compile(function)(*inputs))
+        record[0]  # refuses that nothing was compiled
+        verdict = compare(actual, expected)
+        facts.emit("verdict", outcome=verdict.outcome, tensors=verdict.compared, what="compiled against eager")
+        if verdict.outcome != "equal":
+            first = record[0].stages.get("forward", record[0].dynamo)
+            operators = sorted({str(node.target) for node in first.graph.nodes if node.op == "call_function"})
+            head = f"compiled against eager: {told} changed the numbers"
+            raise BitwiseDifference(f"{head}\n{verdict}\nin a graph of {', '.join(operators)}", verdict)
+    return verdict
+
+
+def _tensors(outputs: Any) -> list[Tensor]:
+    return [leaf.detach().clone() for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, Tensor)]

@@ -1,0 +1,109 @@
+"""A graph before and after a pass in bits: recorded inputs, seeds, sizes; and what broke compiled against eager."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from pytest_gtrainer import assert_compiled_bitwise, assert_pass_bitwise, gt_compile
+from pytest_gtrainer.compiling.bitwise import SameGraph
+from pytest_gtrainer.numerics.compare import BitwiseDifference, ControlFailed
+from tests.compiling.test_recorder import Model, Rescale
+
+
+def run_of(a_pass, function=None, *inputs, **options):
+    torch.manual_seed(0)
+    with gt_compile() as record:
+        compiled = torch.compile(function or Model(), options={"post_grad_custom_post_pass": a_pass}, **options)
+        compiled(*(inputs or [torch.randn(4, 16)])).sum()
+    return record.passes(type(a_pass).__name__)[0]
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_pass_that_changes_no_bit_and_its_twin_that_does(dynamic):
+    assert_pass_bitwise(run_of(Rescale(2.0), dynamic=dynamic))
+    with pytest.raises(BitwiseDifference) as caught:
+        assert_pass_bitwise(run_of(Rescale(3.0), dynamic=dynamic))
+    message = str(caught.value)
+    assert message.startswith("Rescale on the forward graph 0/0 changed the numbers, on the inputs of the first call\n")
+    assert "computed from what the pass made\n    mul_tensor = aten.mul.Tensor in the forward of layers.0\n" in message
+
+
+def test_two_graphs_without_a_record():
+    run = run_of(Rescale(3.0))
+    with pytest.raises(BitwiseDifference, match="the pass changed the numbers, on seed 0"):
+        assert_pass_bitwise((run.before, run.after))
+
+
+class AtMost:
+    """Wrong for sizes over ``most``."""
+
+    def __init__(self, most):
+        self.most = most
+
+    def __call__(self, graph):
+        for node in graph.find_nodes(op="call_function", target=torch.ops.aten.relu.default):
+            with graph.inserting_after(node):
+                cut = graph.call_function(torch.ops.aten.slice.Tensor, (node, 0, 0, self.most))
+            cut.meta = dict(node.meta)
+            node.replace_all_uses_with(cut, delete_user_cb=lambda user, cut=cut: user is not cut)
+
+
+def test_dynamic_sizes_are_tried_beyond_the_example():
+    run = run_of(AtMost(4), lambda x: x.relu().sum(0), torch.randn(4, 16), dynamic=True)
+    with pytest.raises(BitwiseDifference, match=r"on seed 0 with s\d+ = 8"):
+        assert_pass_bitwise(run)
+
+
+def test_integers_of_the_first_call_are_kept():
+    weight = torch.randn(50, 4)
+    run = run_of(Rescale(2.0), lambda index, w: w[index].relu(), torch.tensor([3, 49, 7]), weight)
+    assert_pass_bitwise(run)
+    with pytest.raises(BitwiseDifference):
+        assert_pass_bitwise(run_of(Rescale(3.0), lambda index, w: w[index].relu(), torch.tensor([3, 49, 7]), weight))
+
+
+def test_what_cannot_fail_is_refused():
+    with gt_compile() as record:
+        options = {"post_grad_custom_post_pass": Rescale(2.0)}
+        torch.compile(Model(), options=options)(torch.randn(4, 16)).sum().backward()
+    with pytest.raises(SameGraph, match=r"Rescale on the backward graph 0/0 changed nothing: take record.passes"):
+        assert_pass_bitwise(record.passes("Rescale", changed=False)[0])
+    with pytest.raises(ControlFailed, match="outputs for two seeds are equal: this check cannot fail"):
+        assert_pass_bitwise(run_of(Rescale(2.0), lambda x: (x * 0).relu(), torch.ones(2, 3)))
+    with pytest.raises(ValueError, match=r"seeds=\[0\]: give two different ones"):
+        assert_pass_bitwise(record.passes("Rescale", changed=True)[0], seeds=[0])
+
+
+@pytest.mark.gt_world("fake", size=2)
+def test_a_fake_world_moves_no_data(gt_world):
+    def function(x):
+        return torch.distributed._functional_collectives.all_reduce(x.relu(), "sum", dist.group.WORLD) * 2
+
+    with pytest.raises(ValueError, match=r"the forward graph 0/0 has all_reduce.*, and a fake world moves no data"):
+        assert_pass_bitwise(run_of(Rescale(3.0), function, torch.randn(4, 16)))
+
+
+@pytest.mark.gt_world("ranks", size=2)
+def test_on_ranks_all_vote(gt_world):
+    def function(x):
+        return torch.distributed._functional_collectives.all_reduce(x.relu(), "sum", dist.group.WORLD) * 2
+
+    x = torch.randn(4, 16) if gt_world.rank else torch.zeros(4, 16)
+    assert_pass_bitwise(run_of(Rescale(2.0), function, x))
+    with pytest.raises(BitwiseDifference):
+        assert_pass_bitwise(run_of(Rescale(3.0), function, x))
+
+
+def test_compiled_against_eager_says_what_broke_it():
+    x = torch.randn(8, 8)
+    assert assert_compiled_bitwise(lambda x: torch.relu(x @ x), x).outcome == "equal"
+    with pytest.raises(BitwiseDifference, match=r"decomposition, or a pass changed the numbers(?s:.)*aten.erf.default"):
+        assert_compiled_bitwise(lambda x: torch.nn.functional.gelu(x @ x), x)
+
+
+def test_compiled_against_eager_blames_generated_code():
+    def function(x):
+        return (x * 3 + x * 5).sum(-1)
+
+    with pytest.raises(BitwiseDifference, match="compiled against eager: code generation changed the numbers"):
+        assert_compiled_bitwise(function, torch.randn(64, 1000).bfloat16())

@@ -1,0 +1,332 @@
+"""gt_compile: graphs of every stage by name, passes, graph breaks, compilations; and nothing of it stays."""
+
+import logging
+import threading
+
+import pytest
+import torch
+import torch._inductor.compile_fx as inductor
+from torch import nn
+from torch._inductor.custom_graph_pass import CustomGraphPass
+
+from pytest_gtrainer import NotRecorded, graphtext, gt_compile
+from pytest_gtrainer.compiling.record import STAGES
+
+MUL, DIV, RELU = torch.ops.aten.mul.Tensor, torch.ops.aten.div.Tensor, torch.ops.aten.relu.default
+
+
+class Block(nn.Module):
+    def __init__(self, bias):
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 32, bias=bias), nn.Linear(32, 16, bias=False)
+
+    def forward(self, x):
+        return x + self.down(torch.relu(self.up(x)))
+
+
+class Model(nn.Module):
+    def __init__(self, bias=False):
+        super().__init__()
+        self.layers = nn.ModuleList(Block(bias and place == 0) for place in range(3))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class Rescale:
+    """A pass behind each relu: times ``by``, divided by ``by``."""
+
+    def __init__(self, by):
+        self.by = by
+
+    def __call__(self, graph):
+        for node in graph.find_nodes(op="call_function", target=RELU):
+            with graph.inserting_after(node):
+                times = graph.call_function(MUL, (node, self.by))
+            with graph.inserting_after(times):
+                back = graph.call_function(DIV, (times, self.by))
+            times.meta, back.meta = dict(node.meta), dict(node.meta)
+            node.replace_all_uses_with(back, delete_user_cb=lambda user, times=times: user is not times)
+
+
+def recorded(model=None, *, lower=False, **options):
+    torch.manual_seed(0)
+    with gt_compile(lower=lower) as record:
+        torch.compile(model or Model(), **options)(torch.randn(4, 16)).sum().backward()
+    return record
+
+
+@pytest.fixture(scope="module")
+def record():
+    return recorded()
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_every_stage_has_names_and_types(record, stage):
+    text = graphtext.render(getattr(record, stage))
+    assert "L.down.weight: f32[" in text
+    assert "L['" not in text
+    assert "A[" not in text
+    assert ": _" not in text
+
+
+def test_stages_stand_in_the_order_in_which_they_are_reached(record):
+    assert list(record.only.stages) == [stage for stage in STAGES if stage in record.only.stages]
+    assert record.only.stages.keys() == STAGES.keys()
+    assert record.forward is record[0].forward is record.graphs[0].stages["forward"]
+
+
+def test_a_graph_behind_the_partitioner_has_one_direction(record):
+    directions = {
+        stage: {node.meta["autograd_backward"] for node in getattr(record, stage).graph.nodes if node.op[:4] == "call"}
+        for stage in ("forward", "forward_after_passes", "backward", "backward_after_passes")
+    }
+    assert directions == {key: {False} for key in list(STAGES)[3:5]} | {key: {True} for key in list(STAGES)[5:]}
+
+
+@pytest.mark.parametrize("stage", ["joint", "backward_after_passes"])
+def test_one_more_parameter_changes_its_own_lines_only(record, stage):
+    texts = [graphtext.render(getattr(each, stage)) for each in (record, recorded(Model(bias=True)))]
+    lines = [line for line in str(graphtext.diff(*texts)).splitlines() if line[:1] in "+-"]
+    assert lines
+    assert not [line for line in lines if "layers[1]" in line or "layers[2]" in line]
+
+
+def test_the_copies_are_what_the_graphs_were_and_not_what_they_became(record):
+    assert "alias" in graphtext.render(record.joint)
+    assert "alias" not in graphtext.render(record.joint_after_passes)
+    assert "addmm" not in graphtext.render(record.forward)
+    assert "addmm" in graphtext.render(record.forward_after_passes)
+
+
+def test_without_lowering_operators_are_those_of_eager():
+    model, x = Model(), torch.randn(4, 16)
+    with gt_compile() as record:
+        result = torch.compile(model)(x)
+    assert torch.equal(result, model(x))
+    assert not record[0].code
+    with pytest.raises(NotRecorded, match="lower=False generates none: record with gt_compile"):
+        record[0].launches()
+
+
+def test_lowered_code_says_what_it_launches():
+    record = recorded(lower=True)
+    launches = record[0].launches()
+    assert [name for name in launches if name.startswith("extern_kernels.")]
+    assert record[0].launches("backward")
+    record.assert_launch_order("extern_kernels.mm", "cpp_fused_relu_0", "addmm", "mm")
+    with pytest.raises(AssertionError, match=r"does not launch 'extern_kernels.mm' behind 'cpp_fused_relu_9'|'cpp_fu"):
+        record.assert_launch_order("cpp_fused_relu_9", "extern_kernels.mm")
+    with pytest.raises(
+        AssertionError, match="the forward does not launch 'mm' behind 'addmm'; it launches\n    0 extern"
+    ):
+        record.assert_launch_order("addmm", "addmm", "addmm", "mm")
+    with pytest.raises(ValueError, match="an order needs two names or more, and these are 1"):
+        record.assert_launch_order("mm")
+    assert {stage for stage in STAGES if stage in record[0].stages} == STAGES.keys()
+
+
+# -- passes
+
+
+@pytest.mark.parametrize("slot", ["post_grad_custom_pre_pass", "post_grad_custom_post_pass", "joint_custom_pre_pass"])
+@pytest.mark.parametrize("how", ["an option", "a setting", "one of several"])
+def test_a_pass_of_the_user_is_seen_before_and_after(slot, how):
+    ours = [Rescale(2.0), lambda graph: None] if how == "one of several" else Rescale(2.0)
+    if how == "a setting":
+        with torch._inductor.config.patch(slot, ours):
+            record = recorded()
+    else:
+        record = recorded(options={slot: ours})
+    [run] = record.passes("Rescale", changed=True)
+    assert (run.slot, run.stage) == (slot, "joint" if "joint" in slot else "forward")
+    assert [len(gm.graph.find_nodes(op="call_function", target=DIV)) for gm in (run.before, run.after)] == [0, 3]
+    if how == "one of several":
+        [other, *_] = record.passes("<lambda>")
+        assert not other.changed
+        assert other.before is run.after
+
+
+def test_a_pass_that_finds_nothing_to_do_is_told_apart():
+    record = recorded(options={"post_grad_custom_post_pass": Rescale(2.0)})
+    forward, backward = record.passes("Rescale")
+    assert (forward.changed, backward.changed) == (True, False)
+    assert backward.before is backward.after
+
+
+def test_passes_of_inductor_have_its_names(record):
+    names = [run.name for run in record.passes()]
+    assert {"remove_noop_ops", "constant_fold_uniform_value", "stable_sort", "pass_pattern_2"} <= {*names}
+    assert [run.stage for run in record.passes("pass_pattern_2", changed=True)] == ["forward", "backward"]
+    with pytest.raises(NotRecorded, match=r"no pass 'Missing' ran; these did: .*, remove_noop_ops, "):
+        record.passes("Missing")
+
+
+class RescaleOfCaches(CustomGraphPass):
+    """A pass that Inductor's caches may stand for: it has an id."""
+
+    def __call__(self, graph):
+        Rescale(2.0)(graph)
+
+    def uuid(self):
+        return "always the same"
+
+
+def test_caches_hide_passes_unless_they_are_off(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    found = []
+    for caches in (True, True, False):
+        with gt_compile(lower=True, caches=caches) as record:
+            compiled = torch.compile(Model(), options={"post_grad_custom_post_pass": RescaleOfCaches()})
+            compiled(torch.randn(4, 16)).sum().backward()
+        found.append([run.name for graph in record for run in graph.passes].count("RescaleOfCaches"))
+        hits = sum(times for event, times in record.cache.items() if event.endswith("cache_hit"))
+        if len(found) == 2:
+            assert hits
+            with pytest.raises(NotRecorded, match="no pass 'RescaleOfCaches' ran; these did: "):
+                record.passes("RescaleOfCaches")
+    assert found == [2, 0, 2]
+
+
+# -- graph breaks, compilations
+
+
+def broken(x):
+    print("!")
+    return x.relu()
+
+
+def test_graph_breaks_and_recompilations_say_where_and_why():
+    with gt_compile() as record:
+        compiled = torch.compile(broken, dynamic=False)
+        compiled(torch.ones(2))
+        compiled(torch.ones(3))
+    with pytest.raises(AssertionError, match=r"^1 graph break:\n  .*test_recorder.py:\d+: Failed to trace builtin"):
+        record.assert_no_graph_breaks()
+    record.assert_compiles(1, recompiles=1)
+    with pytest.raises(AssertionError, match=r"expected 1 and 0, found 1 graph and 1 recompilation\n(?s:.*)actual 3"):
+        record.assert_compiles(1)
+
+
+def test_one_graph_without_breaks(record):
+    record.assert_no_graph_breaks()
+    record.assert_compiles(1)
+    with pytest.raises(AssertionError, match=r"expected 2 and 0, found 1 graph and 0 recompilations\n  compiled 0/0"):
+        record.assert_compiles(2)
+
+
+def test_several_graphs_must_be_told_apart():
+    with gt_compile() as record:
+        for function in (lambda x: x.relu(), lambda x: x.sigmoid()):
+            torch.compile(function)(torch.ones(2))
+    record.assert_compiles(2)
+    with pytest.raises(NotRecorded, match=r"2 graphs were compiled: say which, record\[0\].forward for one"):
+        _ = record.forward
+    assert [graph.forward.meta["gt_stage"] for graph in record] == ["forward", "1.forward"]
+    with pytest.raises(NotRecorded, match="there is no compiled graph 2: 2 were recorded"):
+        record[2]
+
+
+# -- what cannot be recorded is said
+
+
+def test_nothing_compiled_inside_the_block():
+    with gt_compile() as record:
+        torch.compile(torch.relu)
+    record.assert_compiles(0)
+    for ask in (lambda: record.forward, record.assert_no_graph_breaks, record.passes, lambda: record[0]):
+        with pytest.raises(NotRecorded, match="nothing was compiled inside the block: call the compiled"):
+            ask()
+
+
+def test_a_backend_that_is_not_inductor():
+    with gt_compile() as record:
+        torch.compile(torch.relu, backend="aot_eager")(torch.ones(2))
+    record.assert_compiles(1)
+    record.assert_no_graph_breaks()
+    with pytest.raises(NotRecorded, match=r"has no stage 'forward', .*: its backend is not Inductor"):
+        _ = record.forward
+
+
+def test_no_backward():
+    with gt_compile() as record:
+        torch.compile(Model())(torch.randn(4, 16))
+    with pytest.raises(NotRecorded, match=r"has no stage 'backward', .*: nothing called backward\(\) inside the block"):
+        _ = record.backward
+    with pytest.raises(AttributeError, match="'backwards': a record has the stages dynamo, joint, "):
+        _ = record.backwards
+
+
+def test_another_thread():
+    def compile_there():
+        torch.compile(torch.relu)(torch.ones(2))
+
+    with gt_compile() as record:
+        thread = threading.Thread(target=compile_there, name="elsewhere")
+        thread.start()
+        thread.join()
+    with pytest.raises(NotRecorded, match="thread 'elsewhere' compiled, and this records what 'MainThread' does"):
+        _ = record.forward
+
+
+def test_an_operator_without_a_fake_kernel():
+    @torch.library.custom_op("gtrainer_tests::without_a_fake_kernel", mutates_args=())
+    def operator(x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    with pytest.raises(Exception, match="There was no fake impl") as caught, gt_compile():
+        torch.compile(lambda x: operator(x) + 1)(torch.ones(2))
+    assert "gt_compile: gtrainer_tests::without_a_fake_kernel has no fake kernel" in caught.value.__notes__[0]
+
+
+def test_fullgraph_ends_at_the_first_break():
+    with pytest.raises(Exception, match="Failed to trace builtin operator") as caught, gt_compile():
+        torch.compile(broken, fullgraph=True)(torch.ones(2))
+    assert caught.value.__notes__[0].startswith("gt_compile: fullgraph=True ends at the first graph break; without it")
+
+
+def test_one_recorder_at_a_time():
+    with gt_compile(), pytest.raises(RuntimeError, match="gt_compile is open already"), gt_compile():
+        pass
+    recorded()
+
+
+# -- nothing stays
+
+
+def test_everything_is_put_back_also_behind_an_error():
+    recorded()
+
+    def state():
+        config = torch._inductor.config, torch._functorch.config, torch._dynamo.config
+        handlers = tuple(logging.getLogger("torch.__trace").handlers)
+        return inductor.compile_fx, handlers, [each.get_config_copy() for each in config]
+
+    def fails():
+        with gt_compile():
+            torch.compile(torch.relu)(torch.ones(2))
+            raise KeyError
+
+    before = state()
+    with pytest.raises(KeyError):
+        fails()
+    assert state() == before
+    calls = []
+    torch.compile(torch.relu, backend=lambda gm, inputs: calls.append(gm) or gm)(torch.ones(2))
+    assert len(calls) == 1  # what the block compiled is forgotten
+
+
+def test_without_dynamo():
+    gm = torch.fx.symbolic_trace(nn.Sequential(nn.Linear(4, 4)))
+    with gt_compile() as record, torch.no_grad():
+        torch._inductor.compile(gm, [torch.ones(2, 4)])(torch.ones(2, 4))
+    assert [graph.id for graph in record] == ["-"]
+    assert "aten.addmm" in graphtext.render(record.forward)
+
+
+def test_the_fixture_is_the_context_manager(gt_compile):
+    with gt_compile() as record:
+        torch.compile(torch.relu)(torch.ones(2))
+    record.assert_compiles(1)

@@ -75,6 +75,7 @@ _HOME: dict[str, str] = {
     "NotRecorded": "compiling.record",
     "assert_pass_bitwise": "compiling.bitwise",
     "assert_compiled_bitwise": "compiling.bitwise",
+    "inductor_options": "compiling.inductor",
     # worlds
     "World": "worlds.spec",
     "WorldSpec": "worlds.spec",

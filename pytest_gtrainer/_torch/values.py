@@ -22,7 +22,7 @@ from pytest_gtrainer._torch import private_names
 
 with private_names():
     from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
-    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
     from torch.utils import _pytree as pytree
     from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -54,7 +54,10 @@ def schema(operator: OpOverload) -> Any:
 
 def faked(meta: torch.Tensor, like: FakeTensor) -> FakeTensor:
     """A meta tensor as a fake one, of the mode and device of another."""
-    return meta if isinstance(meta, FakeTensor) else FakeTensor(like.fake_mode, meta, like.device)
+    if isinstance(meta, FakeTensor):  # made while a fake mode is on, as in a pass of Inductor
+        with unset_fake_temporarily():
+            meta = torch.empty_strided(meta.shape, meta.stride(), dtype=meta.dtype, device="meta")
+    return FakeTensor(like.fake_mode, meta, like.device)
 
 
 def storage_of(tensor: torch.Tensor) -> int:

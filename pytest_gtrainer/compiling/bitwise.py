@@ -13,7 +13,7 @@ from pytest_gtrainer import facts
 from pytest_gtrainer._torch.graph_text import expression, hint
 from pytest_gtrainer._torch.values import pytree
 from pytest_gtrainer.bisect import Stage, Values, bisect_stages, local_run
-from pytest_gtrainer.compiling.record import PassRun
+from pytest_gtrainer.compiling.record import RecordedPass
 from pytest_gtrainer.compiling.recorder import gt_compile
 from pytest_gtrainer.graph.nodes import is_collective
 from pytest_gtrainer.numerics.compare import BitwiseDifference, ControlFailed, compare, compare_entries
@@ -27,7 +27,9 @@ class SameGraph(ValueError):
     """A pass is to be held against what it changed, and it changed nothing."""
 
 
-def assert_pass_bitwise(run: PassRun | tuple[fx.GraphModule, fx.GraphModule], *, seeds: Sequence[int] = (0, 1)) -> None:
+def assert_pass_bitwise(
+    run: RecordedPass | tuple[fx.GraphModule, fx.GraphModule], *, seeds: Sequence[int] = (0, 1)
+) -> None:
     """Fail unless a graph gives the same bits before and after a pass, with kernels of eager.
 
     It is run on the inputs of the first call, if these were recorded, and for each seed on normal numbers (0 and 1
@@ -42,8 +44,8 @@ def assert_pass_bitwise(run: PassRun | tuple[fx.GraphModule, fx.GraphModule], *,
             cannot be made up.
     """
     __tracebackhide__ = True
-    before, after = (run.before, run.after) if isinstance(run, PassRun) else run
-    what = f"{run.name} on the {run.stage} graph {run.compiled.id}" if isinstance(run, PassRun) else "the pass"
+    before, after = (run.before, run.after) if isinstance(run, RecordedPass) else run
+    what = f"{run.name} on the {run.stage} graph {run.compiled.id}" if isinstance(run, RecordedPass) else "the pass"
     if before is after:
         raise SameGraph(f"{what} changed nothing: take record.passes(..., changed=True)")
     if len(set(seeds)) < 2:
@@ -54,7 +56,7 @@ def assert_pass_bitwise(run: PassRun | tuple[fx.GraphModule, fx.GraphModule], *,
             f"{what} has {collective.name}, and a fake world moves no data, so no run in it means anything: use "
             'gt_world("ranks"), or simulate_graph'
         )
-    recorded = _recorded(run) if isinstance(run, PassRun) else {}
+    recorded = _recorded(run) if isinstance(run, RecordedPass) else {}
     outputs: list[Values] = []
     for told, flat in _inputs(before, recorded, seeds):
         execute = local_run(flat)
@@ -70,7 +72,7 @@ def assert_pass_bitwise(run: PassRun | tuple[fx.GraphModule, fx.GraphModule], *,
         raise ControlFailed(f"{what}: outputs for two seeds are {control.outcome}: this check cannot fail", control)
 
 
-def _recorded(run: PassRun) -> dict[str, Any]:
+def _recorded(run: RecordedPass) -> dict[str, Any]:
     """What the graph was first called with, by name: the joint graph begins with the forward's inputs."""
     stage = "backward" if run.stage == "backward" else "forward"
     if (values := run.compiled.inputs.get(stage)) is None:

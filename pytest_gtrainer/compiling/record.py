@@ -32,7 +32,7 @@ class NotRecorded(LookupError):
 
 
 @dataclass(frozen=True, slots=True)
-class PassRun:
+class RecordedPass:
     """One pass on one graph.
 
     Attributes:
@@ -81,7 +81,7 @@ class CompiledGraph:
     place: int
     lower: bool
     stages: dict[str, fx.GraphModule] = field(default_factory=dict)
-    passes: list[PassRun] = field(default_factory=list)
+    passes: list[RecordedPass] = field(default_factory=list)
     code: dict[str, str] = field(default_factory=dict)
     inputs: dict[str, list[Any]] = field(default_factory=dict)
 
@@ -177,7 +177,7 @@ class CompileRecord:
             raise NotRecorded(f"{len(self.graphs)} graphs were compiled: say which, record[0].forward for one{told}")
         return self.graphs[0]
 
-    def passes(self, name: str | None = None, *, changed: bool | None = None) -> list[PassRun]:
+    def passes(self, name: str | None = None, *, changed: bool | None = None) -> list[RecordedPass]:
         """The runs of a pass on all graphs, by its name or by the setting that holds it; of all passes without one.
 
         Args:

@@ -21,7 +21,7 @@ from torch import Tensor, fx
 
 from pytest_gtrainer._torch import compiling as private
 from pytest_gtrainer._torch.compiling import CustomGraphPass
-from pytest_gtrainer.compiling.record import CompiledGraph, CompileRecord, GraphBreak, PassRun
+from pytest_gtrainer.compiling.record import CompiledGraph, CompileRecord, GraphBreak, RecordedPass
 from pytest_gtrainer.graph.foreign import adopted
 
 _EXPLAINED = re.compile(r"\n\n(.*?)\n\s*Explanation: (.*?)\n", re.DOTALL)
@@ -226,7 +226,7 @@ class _Recorder(logging.Handler):
         if after is None:
             return
         title = slot if place >= len(own) else getattr(own[place], "__name__", type(own[place]).__name__)
-        work.compiled.passes.append(PassRun(title, slot, work.stage, before or after, after, work.compiled))
+        work.compiled.passes.append(RecordedPass(title, slot, work.stage, before or after, after, work.compiled))
 
     def _break(self, text: str) -> None:
         place, why = _PLACE.search(text), _EXPLAINED.search(text)

@@ -181,9 +181,10 @@ def _read(name: str, access: _Access, module: nn.Module) -> torch.Tensor:
     if name not in parameters_of(module):
         raise AttributeError(f"{type(module).__name__!r} object has no attribute {name!r}")
     parameter: Any = parameters_of(module)[name]
-    if _describing.get() or not isinstance(parameter, DTensor):  # swapped for a plain tensor by somebody
+    compiling = torch.compiler.is_dynamo_compiling()  # Dynamo cannot read context variables
+    if (not compiling and _describing.get()) or not isinstance(parameter, DTensor):  # or swapped for a plain tensor
         return parameter
-    cache = _gathers.get()
+    cache = None if compiling else _gathers.get()
     if cache is None:
         return _Gather.apply(parameter, access)
     if id(parameter) not in cache:

@@ -1,0 +1,126 @@
+"""Our passes inside Inductor: the same buckets, the same bits, and an order that its scheduler keeps."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from pytest_gtrainer import (
+    assert_bitwise_different,
+    assert_bitwise_equal,
+    bind_options,
+    bucket_layout,
+    data_parallel,
+    gt_compile,
+    inductor_options,
+    joint_transformer_block_bucketing_reordering_pass,
+)
+from tests.compiling.test_recorder import Rescale
+
+PLAN = ["layers.0", "layers.1", "head"]
+NAME = "joint_transformer_block_bucketing_reordering_pass"
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 32, bias=False), nn.Linear(32, 16, bias=False)
+
+    def forward(self, x):
+        return x + self.down(torch.relu(self.up(x)))
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers, self.head = nn.ModuleList(Block() for _ in range(2)), nn.Linear(16, 4)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def sharded(mesh, rank):
+    torch.manual_seed(0)
+    return data_parallel(Model(), mesh), torch.randn(4, 16) + rank
+
+
+def gradients(model, function, x):
+    model.zero_grad()
+    function(x).sum().backward()
+    return {name: parameter.grad.to_local().clone() for name, parameter in model.named_parameters()}
+
+
+def bucketing(**options):
+    return bind_options(joint_transformer_block_bucketing_reordering_pass, bucket_plan=PLAN, **options)
+
+
+@pytest.mark.gt_world("ranks", size=2, mesh={"fsdp": 2})
+@pytest.mark.parametrize("lower", [False, True])
+@pytest.mark.parametrize("slot", ["joint_custom_post_pass", "post_grad_custom_post_pass"])
+def test_bucketing_in_inductor_is_eager_bit_for_bit(gt_mesh, gt_world, slot, lower):
+    model, x = sharded(gt_mesh, gt_world.rank)
+    expected = gradients(model, model, x)
+    with gt_compile(lower=lower) as record:
+        compiled = torch.compile(model, options=inductor_options(bucketing(), slot=slot))
+        actual = gradients(model, compiled, x)
+    record.assert_no_graph_breaks()
+    record.assert_compiles(1)
+    found = [sent for run in record.passes(NAME, changed=True) for sent in bucket_layout(run.after).payloads]
+    assert [sent.label for sent in found] == [*PLAN, *reversed(PLAN)]
+    assert_bitwise_equal(actual, expected)
+    assert_bitwise_different(gradients(model, compiled, x + 1), expected)
+
+
+@pytest.mark.gt_world("ranks", size=2, mesh={"fsdp": 2})
+@pytest.mark.parametrize("slot", ["joint_custom_post_pass", "post_grad_custom_post_pass"])
+def test_the_scheduler_keeps_an_order_that_dependencies_demand(gt_mesh, gt_world, slot):
+    model, x = sharded(gt_mesh, gt_world.rank)
+    reduce, wait = "reduce_scatter_tensor", "wait_tensor"
+    for demanded in (False, True):
+        with gt_compile(lower=True) as record:
+            options = inductor_options(bucketing(insert_overlap_deps=demanded), slot=slot)
+            gradients(model, torch.compile(model, options=options), x)
+        ordered = partial(record.assert_launch_order, reduce, reduce, wait, reduce, wait, wait, direction="backward")
+        if demanded:
+            ordered()
+        else:  # each is waited for where it is launched
+            with pytest.raises(AssertionError, match="the backward does not launch 'wait_tensor' behind 'wait_tensor'"):
+                ordered()
+
+
+def test_a_pass_without_collectives():
+    def rescale(gm, example_inputs=None, *, by: float):
+        Rescale(by)(gm.graph)
+        return gm
+
+    model, x = Model(), torch.randn(4, 16)
+    for slot in ("joint_custom_pre_pass", "post_grad_custom_pre_pass"):
+        with gt_compile() as record:
+            options = inductor_options(bind_options(rescale, by=2.0), slot=slot)
+            torch.compile(model, options=options)(x).sum().backward()
+        assert [run.changed for run in record.passes("rescale")] == [True, False][: 2 - ("joint" in slot)]
+
+
+def test_the_id_for_caches_tells_options_apart():
+    ids = [
+        inductor_options(bucketing(reorder=reorder), files=files)["joint_custom_post_pass"][0].uuid()
+        for reorder, files in ((True, ()), (False, ()), (True, ("a.py",)), (True, ()))
+    ]
+    assert len({*ids}) == 3
+    assert ids[0] == ids[3]
+
+
+def test_bad_input():
+    with pytest.raises(ValueError, match="inductor_options was given no pass"):
+        inductor_options()
+    with pytest.raises(ValueError, match="slot='joint': Inductor runs passes of users in joint_custom_pre_pass, "):
+        inductor_options(bucketing(), slot="joint")
+
+    def other(gm, example_inputs=None):
+        return torch.fx.GraphModule(gm, gm.graph)
+
+    with pytest.raises(Exception, match="other returned another graph: a pass of Inductor rewrites"), gt_compile():
+        torch.compile(Model(), options=inductor_options(other))(torch.randn(4, 16))

@@ -12,9 +12,9 @@ import pytest
 
 from pytest_gtrainer import devices, extensions
 from pytest_gtrainer.golden import artifacts, values
-from pytest_gtrainer.golden.naming import Claim, golden_path, id_of
+from pytest_gtrainer.golden.naming import Claim, golden_path
 from pytest_gtrainer.golden.store import normal
-from pytest_gtrainer.marker import spec_of
+from pytest_gtrainer.marker import id_of, spec_of
 from pytest_gtrainer.supported import installed_minor
 
 if TYPE_CHECKING:

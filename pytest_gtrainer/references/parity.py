@@ -37,12 +37,7 @@ from pytest_gtrainer.passes.graph_pass import BoundPass
 from pytest_gtrainer.references.config import TrainConfig, finished
 from pytest_gtrainer.references.eager import EagerRun
 from pytest_gtrainer.references.graph import GraphRun, texts_of_ranks
-from pytest_gtrainer.references.simulated import (
-    ConfigOfMesh,
-    SimulatedGraphRun,
-    config_of_mesh,
-    simulated_eager,
-)
+from pytest_gtrainer.references.simulated import ConfigOfMesh, SimulatedGraphRun, config_of_mesh, simulated_eager
 from pytest_gtrainer.tracing.model import ModelState, local
 from pytest_gtrainer.worlds.fake import net_of
 from pytest_gtrainer.worlds.simulated.net import Net, check_choice, row_of

@@ -21,11 +21,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from itertools import islice
 
-from pytest_gtrainer.graphtext.differences.buckets import (
-    bucket_remarks,
-    buckets_of,
-    payloads_of,
-)
+from pytest_gtrainer.graphtext.differences.buckets import bucket_remarks, buckets_of, payloads_of
 from pytest_gtrainer.graphtext.differences.comparison import Comparison
 from pytest_gtrainer.graphtext.differences.lines import LIMIT, graph_diff, line_remarks, text_diff
 from pytest_gtrainer.graphtext.differences.moves import effect_remarks, move_remarks, verdict

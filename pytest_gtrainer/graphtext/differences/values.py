@@ -250,3 +250,18 @@ def _shown_result(graph: Dataflow, result: Result) -> str:
     for operand in result.operands:
         text = text.replace(HOLE, _shown(graph, operand), 1)
     return text
+
+
+FINDERS = (
+    definition_remarks,
+    input_remarks,
+    output_remarks,
+    group_remarks,
+    collective_remarks,
+    operator_remarks,
+    type_remarks,
+    argument_remarks,
+    module_remarks,
+    tag_remarks,
+)
+"""What finds the differences of this module, in the order in which they are told."""

@@ -36,6 +36,14 @@ def spec_of(item: pytest.Item) -> WorldSpec | None:
     return known[1]
 
 
+def valid_spec_of(item: pytest.Item) -> WorldSpec | None:
+    """The spec, None also for a marker that is none; the set-up of the test tells what is wrong with it."""
+    try:
+        return spec_of(item)
+    except SpecError:
+        return None
+
+
 def _read(item: pytest.Item, marker: pytest.Mark) -> WorldSpec:
     if len(marker.args) > 1:
         raise SpecError(f"gt_world takes one positional argument, the kind; not {len(marker.args)}: {marker.args}")
@@ -59,6 +67,7 @@ def parametrised_sizes(definition: pytest.Item) -> list[Any] | None:
     return None
 
 
-def collected_id(item: pytest.Item) -> str:
-    """The node id that a test was collected with; xdist appends the group to it under ``--dist loadgroup``."""
-    return f"{item.parent.nodeid}::{item.name}" if item.parent is not None else item.nodeid
+def id_of(item: pytest.Item) -> str:
+    """The id of a test as all runs know it: xdist appends a group to some (``--dist loadgroup``)."""
+    plain = f"{item.parent.nodeid}::{item.name}" if item.parent is not None else item.nodeid
+    return plain if item.nodeid.startswith(f"{plain}@") else item.nodeid

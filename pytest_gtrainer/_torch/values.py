@@ -60,7 +60,7 @@ def faked(meta: torch.Tensor, like: FakeTensor) -> FakeTensor:
     return FakeTensor(like.fake_mode, meta, like.device)
 
 
-def storage_of(tensor: torch.Tensor) -> int:
+def storage_id(tensor: torch.Tensor) -> int:
     """What tells memory from other memory: equal for a tensor and its views."""
     return int(tensor.untyped_storage()._cdata)
 

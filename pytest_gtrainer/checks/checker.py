@@ -151,7 +151,8 @@ class GraphChecker:
         __tracebackhide__ = True
         if self._matcher is None:
             raise CheckError("checks stand in a block, which ends them: `with check_graph(gm) as check:`")
-        place, text = _place(), _as_text(kind, node, conditions, number)
+        place, told = _place(), f"{kind} {node}" if number is None else f"{kind} {number} {node}"
+        text = ", ".join([told.strip(), *(f"{name}={value!r}" for name, value in conditions.items())])
         try:
             check = Check(kind, _pattern(node, conditions), text, place, number)
         except CheckError as error:
@@ -184,16 +185,6 @@ def _pattern(node: str, conditions: Conditions) -> Pattern:
     if "where" in conditions:
         found.append(Where(conditions["where"]))
     return Pattern(tuple(found), conditions.get("name", said.name))
-
-
-def _as_text(kind: str, node: str, conditions: Conditions, number: int | None) -> str:
-    """The check as a message shows it.
-
-    >>> _as_text("count", "aten.mm", {"module": "layers.0"}, 2)
-    "count 2 aten.mm, module='layers.0'"
-    """
-    told = f"{kind} {number} {node}" if number is not None else f"{kind} {node}"
-    return ", ".join([told.strip(), *(f"{name}={value!r}" for name, value in conditions.items())])
 
 
 def _place() -> str:

@@ -18,7 +18,7 @@ from pytest_gtrainer.checks.arguments import (
     names_in,
 )
 from pytest_gtrainer.checks.subject import CheckError, Subject, is_called, is_within
-from pytest_gtrainer.graphtext.literals import spell_dtype
+from pytest_gtrainer.graph.dtypes import spell_dtype
 from pytest_gtrainer.graphtext.operators import operator_of
 from pytest_gtrainer.graphtext.scopes import users_of
 

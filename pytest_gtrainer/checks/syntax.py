@@ -19,16 +19,7 @@ from typing import NamedTuple, TypeVar
 
 import torch
 
-from pytest_gtrainer.checks.arguments import (
-    ANY,
-    REST,
-    Argument,
-    CallPattern,
-    List,
-    Literal,
-    Name,
-    OperatorPattern,
-)
+from pytest_gtrainer.checks.arguments import ANY, REST, Argument, CallPattern, List, Literal, Name, OperatorPattern
 from pytest_gtrainer.checks.predicates import (
     KINDS,
     Check,

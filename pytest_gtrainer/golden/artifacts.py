@@ -14,7 +14,8 @@ import pytest
 
 from pytest_gtrainer import options
 from pytest_gtrainer.golden import store
-from pytest_gtrainer.golden.naming import FOLDER, id_of, safe, stem_of_test
+from pytest_gtrainer.golden.naming import FOLDER, safe, stem_of_test
+from pytest_gtrainer.marker import id_of
 
 
 def folder(config: pytest.Config) -> Path | None:

@@ -5,15 +5,16 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from pytest_gtrainer import devices, extensions
 from pytest_gtrainer.golden import artifacts, values
-from pytest_gtrainer.golden.naming import Claim, golden_path, id_of
+from pytest_gtrainer.golden.naming import Claim, golden_path
 from pytest_gtrainer.golden.store import normal
-from pytest_gtrainer.marker import spec_of
+from pytest_gtrainer.marker import id_of, spec_of
 from pytest_gtrainer.supported import installed_minor
 
 if TYPE_CHECKING:
@@ -90,20 +91,19 @@ class Golden:
         # what an artifact shows beside a partial view; where ranks agree, one of them is enough
         wants_whole = view != WHOLE and rank == 0 and artifacts.folder(self._item.config) is not None
         claim = Claim(name or "", path.as_posix(), kind, text, self._graph_text(value, WHOLE) if wants_whole else "")
-
-        def unfit() -> str | None:
-            """Why a graph's text is not to be written: it would be read back as another graph."""
-            if view != WHOLE or not _is_graph(value):
-                return None
-            from pytest_gtrainer.graphtext.parsing import unfaithful
-
-            where = unfaithful(value, text, mesh=self._mesh)
-            told = f"{claim.path} was not written: it would be read back as another graph: {where}"
-            return told if where is not None else None
-
-        failure = self._plugin.claim(self._item, claim, unfit)
+        failure = self._plugin.claim(self._item, claim, partial(self._unfaithful, value, view, claim))
         if failure is not None:
             raise GoldenMismatch(failure)
+
+    def _unfaithful(self, value: Any, view: str, claim: Claim) -> str | None:
+        """Why a graph's text is not to be written: it would be read back as another graph."""
+        if view != WHOLE or not _is_graph(value):
+            return None
+        from pytest_gtrainer.graphtext.parsing import unfaithful
+
+        where = unfaithful(value, claim.text, mesh=self._mesh)
+        told = f"{claim.path} was not written: it would be read back as another graph: {where}"
+        return told if where is not None else None
 
     def _text(self, value: Any, view: str) -> tuple[str, str]:
         """The kind of a value, and its canonical text."""

@@ -14,10 +14,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import PurePosixPath
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    import pytest
 
 FOLDER = "golden"
 SUFFIXES = {"graph": ".fxgraph", "text": ".txt", "numbers": ".numbers.json"}
@@ -75,12 +71,6 @@ def standing(path: PurePosixPath, there: Iterable[str]) -> PurePosixPath:
     kin = [path.with_name(other[0]) for other in found if other.group("rest", "suffix") == own.group("rest", "suffix")]
     older = [other for other in kin if (torch_of(other) or ()) <= (torch_of(path) or ())]
     return max(older, key=lambda other: torch_of(other) or (), default=path)
-
-
-def id_of(item: pytest.Item) -> str:
-    """The id of a test as all runs know it: xdist appends a group to some (``--dist loadgroup``)."""
-    plain = f"{item.parent.nodeid}::{item.name}" if item.parent is not None else item.nodeid
-    return plain if item.nodeid.startswith(f"{plain}@") else item.nodeid
 
 
 def stem_of_test(nodeid: str) -> PurePosixPath:

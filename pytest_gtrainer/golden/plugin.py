@@ -24,7 +24,8 @@ import pytest
 
 from pytest_gtrainer import facts, options
 from pytest_gtrainer.golden import artifacts, store, values
-from pytest_gtrainer.golden.naming import FOLDER, SUFFIXES, Claim, disagreement, id_of, safe, standing, torch_of
+from pytest_gtrainer.golden.naming import FOLDER, SUFFIXES, Claim, disagreement, safe, standing, torch_of
+from pytest_gtrainer.marker import id_of
 
 UPDATE, CREATE, PRUNE = "update-goldens", "create-goldens", "prune-goldens"
 _MOST_COMMANDS = 8

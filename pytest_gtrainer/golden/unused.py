@@ -28,17 +28,9 @@ import pytest
 
 from pytest_gtrainer import devices
 from pytest_gtrainer.golden import store, values
-from pytest_gtrainer.golden.naming import (
-    FOLDER,
-    SUFFIXES,
-    id_of,
-    place_of_tests,
-    safe,
-    stem_of_golden,
-    stem_of_test,
-    torch_of,
-)
+from pytest_gtrainer.golden.naming import FOLDER, SUFFIXES, place_of_tests, safe, stem_of_golden, stem_of_test, torch_of
 from pytest_gtrainer.golden.plugin import PRUNE, GoldenPlugin, given, has_passed
+from pytest_gtrainer.marker import id_of
 from pytest_gtrainer.supported import installed_minor
 
 _WORKER_OUTPUT = "gt_unowned_goldens"

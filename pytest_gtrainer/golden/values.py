@@ -84,21 +84,17 @@ def plain(value: Any, place: str = "") -> Any:
     if isinstance(value, list | tuple):
         return [plain(each, f"{place}[{index}]") for index, each in enumerate(value)]
     if isinstance(value, Mapping):
-        return _plain_mapping(value, place)
+        keys = {str(key): key for key in value}
+        for key in value:
+            if not isinstance(key, str | int) or isinstance(key, bool):
+                raise TypeError(f"keys of numbers are str or int; not {key!r}")
+            if keys[str(key)] is not key:
+                raise ValueError(f"two keys of numbers are spelled {str(key)!r}: give one another name")
+        return {name: plain(value[keys[name]], f"{place}[{name!r}]") for name in sorted(keys, key=_natural)}
     kind = type(value).__name__
     where = f" at {place}" if place else ""
     way_out = ": give its digest, or item() of a single value" if kind in ("Tensor", "DTensor", "Parameter") else ""
     raise TypeError(f"numbers are made of int, float, bool, str, None, lists and dicts; not of {kind}{where}{way_out}")
-
-
-def _plain_mapping(value: Mapping[Any, Any], place: str) -> dict[str, Any]:
-    keys = {str(key): key for key in value}
-    for key in value:
-        if not isinstance(key, str | int) or isinstance(key, bool):
-            raise TypeError(f"keys of numbers are str or int; not {key!r}")
-        if keys[str(key)] is not key:
-            raise ValueError(f"two keys of numbers are spelled {str(key)!r}: give one another name")
-    return {name: plain(value[keys[name]], f"{place}[{name!r}]") for name in sorted(keys, key=_natural)}
 
 
 def _natural(name: str) -> list[tuple[int, str]]:

@@ -97,6 +97,13 @@ def is_random(node: fx.Node) -> bool:
     return True
 
 
+def short_name(node: fx.Node) -> str:
+    """The operator's name without namespace and overload; of others as Python has it."""
+    if isinstance(node.target, OpOverload):
+        return str(schema(node.target).name).partition("::")[2]
+    return str(getattr(node.target, "__name__", node.target))
+
+
 def is_view(target: object) -> bool:
     """Whether an operator's result shares memory with its operand, to which it does not write."""
     return isinstance(target, OpOverload) and (target.is_view or target is torch.ops.aten._unsafe_view.default)

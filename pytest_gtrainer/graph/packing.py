@@ -23,7 +23,7 @@ from torch import fx
 from pytest_gtrainer._torch.passes import COPY_IN, PRE_BUCKET_ALL_GATHER, dtypes_of_buckets, is_control_dependency
 from pytest_gtrainer._torch.values import OpOverload, schema
 from pytest_gtrainer.graph.collectives import launches
-from pytest_gtrainer.graph.nodes import is_view, is_wait, written_operands
+from pytest_gtrainer.graph.nodes import is_view, is_wait, short_name, written_operands
 
 _aten = torch.ops.aten
 _KEEPS_ORDER = frozenset({
@@ -51,13 +51,6 @@ class Unread:
 ACTIVATION = "activation"
 State = tuple[Part, ...] | Unread | str
 """Parts, unread, or ``ACTIVATION``."""
-
-
-def short_name(target: Any) -> str:
-    """The operator's name without namespace and overload; of others as Python has it."""
-    if isinstance(target, OpOverload):
-        return str(schema(target).name).partition("::")[2]
-    return str(getattr(target, "__name__", target))
 
 
 def packed(gm: fx.GraphModule) -> dict[fx.Node, list[State]]:
@@ -118,7 +111,7 @@ class _Reader:
         if unread is None and len(sources) <= 1:
             return (Part(next(iter(sources), None), nbytes_of(node.meta.get("val"))),)
         only = operands[0] if len(operands) == 1 else None
-        if isinstance(only, tuple) and (is_wait(node) or short_name(node.target) in _KEEPS_ORDER):
+        if isinstance(only, tuple) and (is_wait(node) or short_name(node) in _KEEPS_ORDER):
             return _scaled(only, nbytes_of(node.meta.get("val"))) or Unread(node)
         if len(operands) > 1 and computes(node) and not _told_by_tracer(node):
             return ACTIVATION  # of parameters and inputs, which only a tracer's metadata would tell apart
@@ -259,7 +252,7 @@ def computes(node: fx.Node) -> bool:
     """Whether an operator of torch makes new numbers of its operands, more than to move or to cast them."""
     if not isinstance(node.target, OpOverload) or node.target.namespace not in ("aten", "prims"):
         return False
-    return not any(word in short_name(node.target) for word in _MOVES)
+    return not any(word in short_name(node) for word in _MOVES)
 
 
 def _told_by_tracer(node: fx.Node) -> bool:
@@ -315,7 +308,7 @@ def arrivals(result: fx.Node, outputs: dict[fx.Node, list[int]]) -> list[Arrival
 
 def _below(piece: Piece, user: fx.Node) -> list[Piece] | None:
     """The piece in what a user makes of it; None if it computes with it, or the order is lost."""
-    node, name = piece.node, short_name(user.target)
+    node, name = piece.node, short_name(user)
     size = _numel(node)
     is_whole = piece.low == 0 and piece.numel >= size  # more where its pads have gone
     if name in ("split", "split_with_sizes", "unbind", "chunk") and _along_first(user):

@@ -201,10 +201,10 @@ _PYTHON_IN_PLACE = frozenset({
 
 
 @functools.lru_cache(maxsize=1 << 12)
-def short_name(operator: str) -> str:
+def bare_name(operator: str) -> str:
     """The operator without its namespace and overload.
 
-    >>> short_name("aten.add_.Tensor"), short_name("operator.add"), short_name("hop.cond")
+    >>> bare_name("aten.add_.Tensor"), bare_name("operator.add"), bare_name("hop.cond")
     ('add_', 'add', 'cond')
     """
     parts = operator.split(".")
@@ -213,7 +213,7 @@ def short_name(operator: str) -> str:
 
 def draws_numbers(value: Value) -> bool:
     """Whether it draws random numbers; attention does so if its dropout is not zero."""
-    name = short_name(value.operator)
+    name = bare_name(value.operator)
     if name.startswith("_scaled_dot_product"):
         arguments = value.arguments.split(", ")
         return any(0 < float(argument) <= 1 for argument in arguments if _FRACTION.fullmatch(argument))
@@ -222,7 +222,7 @@ def draws_numbers(value: Value) -> bool:
 
 def written(value: Value) -> list[int]:
     """The values that a statement changes in place."""
-    name = short_name(value.operator)
+    name = bare_name(value.operator)
     if (place := value.arguments.find(_OUT)) >= 0:
         target = value.operand_at(place + len(_OUT) - 1)
         return [] if target is None else [target]
@@ -252,7 +252,7 @@ def effects(graph: Dataflow) -> Effects:
     targets = [written(value) for value in graph.values]
     storages: list[int] = []  # for each value one that stands for its storage
     for place, (value, own) in enumerate(zip(graph.values, targets, strict=True)):
-        base = own or (value.sources if short_name(value.operator) in _VIEWS else ())
+        base = own or (value.sources if bare_name(value.operator) in _VIEWS else ())
         storages.append(storages[base[0]] if base else place)
 
     changed = {storages[target] for of in targets for target in of}

@@ -28,13 +28,7 @@ from pytest_gtrainer.graphtext.folding import MOST_LAYERS, TextBlock, counted, e
 from pytest_gtrainer.graphtext.header import TextError, nearest
 from pytest_gtrainer.graphtext.literals import constants as constants_of
 from pytest_gtrainer.graphtext.operands import Operands, Sizes, may_be_symbolic
-from pytest_gtrainer.graphtext.operators import (
-    UnknownOperator,
-    function_of,
-    is_method,
-    names_of_groups,
-    operator_named,
-)
+from pytest_gtrainer.graphtext.operators import UnknownOperator, function_of, is_method, names_of_groups, operator_named
 from pytest_gtrainer.graphtext.rendering import render
 from pytest_gtrainer.graphtext.scopes import write_tags
 from pytest_gtrainer.graphtext.sections import Layer, Line, SectionKey
@@ -269,7 +263,8 @@ class _Parser:
         nowhere = LinePlace("fwd", None)
         if call == "group" and argument is not None:
             ranks = self.operands.operand(argument, nowhere)
-            if ranks is not None and not _are_ranks(ranks):
+            is_short = isinstance(ranks, range | list) and len(ranks) <= _MOST_RANKS
+            if ranks is not None and not (is_short and all(type(rank) is int and rank >= 0 for rank in ranks)):
                 told = shown(argument)
                 raise refuse(argument, f"expected the ranks of a group, `range(0, 8)` or `[0, 4]`, found `{told}`")
             self._ranks[name] = None if ranks is None else tuple(ranks)
@@ -402,11 +397,6 @@ def _root(attributes: Mapping[str, Any]) -> nn.Module:
         else:
             setattr(owner, name, value)
     return root
-
-
-def _are_ranks(value: Any) -> bool:
-    is_short = isinstance(value, range | list) and len(value) <= _MOST_RANKS
-    return is_short and all(type(rank) is int and rank >= 0 for rank in value)
 
 
 def unfaithful(gm: fx.GraphModule, text: str, *, mesh: Mapping[str, int] | None = None) -> str | None:

@@ -21,13 +21,13 @@ from torch import fx
 
 from pytest_gtrainer._torch.graph_text import plain_attributes
 from pytest_gtrainer.graph.bucket_plan import managed_order
+from pytest_gtrainer.graph.dtypes import spell_dtype
 from pytest_gtrainer.graph.foreign import AnyGraph, Names, adopted
 from pytest_gtrainer.graph.layout import BucketLayout, bucket_layout
 from pytest_gtrainer.graph.nodes import node_fqn
 from pytest_gtrainer.graphtext import header as headers
 from pytest_gtrainer.graphtext import schedule_view
 from pytest_gtrainer.graphtext.folding import INDENT, fold, unfold
-from pytest_gtrainer.graphtext.literals import spell_dtype
 from pytest_gtrainer.graphtext.operators import groups_of, groups_of_ranks, operator_of, word
 from pytest_gtrainer.graphtext.scopes import Scopes, is_computed, is_item, names_of, scopes_of, tags_of
 from pytest_gtrainer.graphtext.sections import (

@@ -28,10 +28,10 @@ import torch
 from torch import fx
 
 from pytest_gtrainer.graph.collectives import group_of, hides, is_fused, ranks_given, reduction_of
+from pytest_gtrainer.graph.dtypes import spell_dtype
 from pytest_gtrainer.graph.nodes import is_view, is_wait
 from pytest_gtrainer.graph.packing import sent_operands
 from pytest_gtrainer.graphtext.folding import INDENT, fold
-from pytest_gtrainer.graphtext.literals import spell_dtype
 from pytest_gtrainer.graphtext.operators import groups_of, operator_of, spell_ranks, word
 from pytest_gtrainer.graphtext.scopes import is_computed, is_item, names_of, scopes_of, users_of
 from pytest_gtrainer.graphtext.sections import (

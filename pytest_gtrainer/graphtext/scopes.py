@@ -32,15 +32,7 @@ from pytest_gtrainer.graph import chunks
 from pytest_gtrainer.graph.nodes import BACKWARD, FORWARD, direction, node_fqn
 from pytest_gtrainer.graphtext.header import nearest
 from pytest_gtrainer.graphtext.operators import Operator, function_of, operator_of
-from pytest_gtrainer.graphtext.sections import (
-    NOWHERE,
-    RESERVED,
-    Scope,
-    common_parent,
-    is_word,
-    scope_of,
-    split_layer,
-)
+from pytest_gtrainer.graphtext.sections import NOWHERE, RESERVED, Scope, common_parent, is_word, scope_of, split_layer
 from pytest_gtrainer.graphtext.syntax import AT, CHUNK, LinePlace, chain, path_at, refuse, shown
 
 UNOWNED, MISMARKED = "unowned", "mismarked"

@@ -19,14 +19,8 @@ import torch
 from torch import fx
 
 from pytest_gtrainer._torch.graph_text import expression, hint, is_unbacked, static_type
-from pytest_gtrainer.graphtext.literals import (
-    PLAIN,
-    SPELLINGS,
-    other_constant,
-    spell_dtype,
-    spell_literal,
-    tensor_content,
-)
+from pytest_gtrainer.graph.dtypes import spell_dtype
+from pytest_gtrainer.graphtext.literals import PLAIN, SPELLINGS, other_constant, spell_literal, tensor_content
 from pytest_gtrainer.graphtext.operators import Group, Operator, word
 from pytest_gtrainer.graphtext.scopes import Scope, Scopes, is_item, scope_of
 from pytest_gtrainer.graphtext.sections import Layer, SectionKey, spell_from, spell_input

@@ -23,20 +23,6 @@ _PIECE = 4 << 20  # elements
 _DIGITS = {torch.float64: 17, torch.float32: 9, torch.float16: 5, torch.bfloat16: 4}
 _FEW_DIGITS = 3
 
-_SHORT_NAMES = {
-    torch.float64: "f64",
-    torch.float32: "f32",
-    torch.float16: "f16",
-    torch.bfloat16: "bf16",
-    torch.complex64: "c64",
-    torch.complex128: "c128",
-    torch.int64: "i64",
-    torch.int32: "i32",
-    torch.int16: "i16",
-    torch.int8: "i8",
-    torch.uint8: "u8",
-}
-
 
 class NoBytes(TypeError):
     """The tensor holds no bytes that could be looked at: meta, fake, sparse or wrapped."""
@@ -149,15 +135,6 @@ def value(element: Tensor) -> str:
     if not element.is_floating_point():
         return str(item)
     return format(item, f".{_DIGITS.get(element.dtype, _FEW_DIGITS)}g")
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """The short name of a dtype.
-
-    >>> dtype_name(torch.bfloat16), dtype_name(torch.float8_e4m3fn)
-    ('bf16', 'float8_e4m3fn')
-    """
-    return _SHORT_NAMES.get(dtype, str(dtype).removeprefix("torch."))
 
 
 _MAGNITUDE = torch.float8_e8m0fnu  # a power of two without a sign: its bits count its numbers as they are

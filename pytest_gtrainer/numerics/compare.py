@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from pytest_gtrainer import facts
+from pytest_gtrainer.graph.dtypes import spell_dtype
 from pytest_gtrainer.numerics import bits
 from pytest_gtrainer.numerics.record import OUTSIDE_A_RUN, Record, Tensors, entries
 from pytest_gtrainer.numerics.verdict import PHASES, Difference, Key, Outcome, Verdict
@@ -121,7 +122,7 @@ def difference_of(key: Key, actual: Tensor, expected: Tensor) -> Difference | No
         NoBytes: one of them holds no values.
     """
     a, b = bits.plain(actual), bits.plain(expected)
-    layout, numel = f"{bits.dtype_name(b.dtype)}{list(b.shape)}", b.numel()
+    layout, numel = f"{spell_dtype(b.dtype)}{list(b.shape)}", b.numel()
     if a.dtype != b.dtype:
         return Difference(key, "dtype", str(a.dtype), str(b.dtype), layout, numel)
     if a.shape != b.shape:

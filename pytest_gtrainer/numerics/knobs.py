@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
-from functools import partial
+from collections.abc import Iterable
+from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
 
@@ -40,7 +39,6 @@ class Knob:
         effect: what it decides, and why it is left alone if it is.
         documented: where.
         guarded: whether a test that leaves it changed is reported.
-        name: as a person writes it: ``torch.backends.cudnn.enabled``, ``NCCL_ALGO``.
     """
 
     path: str
@@ -49,13 +47,11 @@ class Knob:
     effect: str
     documented: str
     guarded: bool = True
-    name: str = field(init=False)
-    _read: Callable[[], Any] = field(init=False, repr=False, compare=False)
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "name", self.path.removeprefix("$").replace(":", "."))
-        reader = partial(os.environ.get, self.name) if self.is_variable else _attribute_of(*self.path.split(":"))
-        object.__setattr__(self, "_read", reader)
+    @property
+    def name(self) -> str:
+        """As a person writes it: ``torch.backends.cudnn.enabled``, ``NCCL_ALGO``."""
+        return self.path.removeprefix("$").replace(":", ".")
 
     @property
     def is_variable(self) -> bool:
@@ -64,18 +60,16 @@ class Knob:
 
     def read(self) -> Any:
         """The value in effect; ``NOT_LOADED`` while its module is not imported, None for an unset variable."""
-        try:
-            return self._read()
-        except KeyError:
+        if self.is_variable:
+            return os.environ.get(self.name)
+        home, _, attribute = self.path.partition(":")
+        if home not in sys.modules:
             return NOT_LOADED
+        try:
+            value = attrgetter(attribute.removesuffix("()"))(sys.modules[home])
+            return value() if attribute.endswith("()") else value
         except RuntimeError as error:  # two ways to set a precision that were mixed cannot be read
             return f"cannot be read: {str(error).splitlines()[0]}"
-
-
-def _attribute_of(home: str, attribute: str) -> Callable[[], Any]:
-    """Reads an attribute of a module, or calls it; KeyError while the module is not imported."""
-    get, modules = attrgetter(attribute.removesuffix("()")), sys.modules
-    return (lambda: get(modules[home])()) if attribute.endswith("()") else (lambda: get(modules[home]))
 
 
 def _all(*paths: str, devices: str, effect: str, documented: str) -> Iterable[Knob]:

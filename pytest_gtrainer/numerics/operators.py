@@ -23,8 +23,9 @@ from torch import Tensor, fx, nn
 
 from pytest_gtrainer._torch.autograd import TorchDispatchMode, in_backward, last_made_node, watching_backward
 from pytest_gtrainer._torch.values import OpOverload, pytree, schema
+from pytest_gtrainer.graph.dtypes import spell_dtype
 from pytest_gtrainer.graph.nodes import BACKWARD, FORWARD, direction, node_fqn
-from pytest_gtrainer.numerics.bits import NoBytes, dtype_name, plain
+from pytest_gtrainer.numerics.bits import NoBytes, plain
 from pytest_gtrainer.numerics.digest import digest_of_bytes
 from pytest_gtrainer.numerics.verdict import Outcome, cut
 
@@ -90,7 +91,7 @@ class OperatorCapture:
         index = self._counts.get(group, 0)
         self._counts[group] = index + 1
         place = OperatorPlace(*group, index)
-        layouts = (f"{dtype_name(tensor.dtype)}{list(plain(tensor).shape)}" for tensor in tensors)
+        layouts = (f"{spell_dtype(tensor.dtype)}{list(plain(tensor).shape)}" for tensor in tensors)
         self.calls.append(OperatorCall(place, digests, ", ".join(layouts)))
         if place == self.keep:
             self.kept = [plain(tensor).clone() for tensor in tensors]

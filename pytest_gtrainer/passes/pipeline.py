@@ -218,8 +218,8 @@ def apply_graph_passes(
     """
     steps = _enabled(list(passes), disable)
     runs: list[PassRun] = []
-    log = PipelineLog(gm) if os.environ.get("TORCH_TRACE") else None
-    is_watched = log is not None or observer is not None or facts.is_watched("graph_pass")
+    log = PipelineLog(gm)
+    is_watched = log.is_wanted or observer is not None or facts.is_watched("graph_pass")
     started, current = time.perf_counter(), copied_lazily(gm)
     other = None if twin is None else copied_lazily(twin)
     for number, step in enumerate(steps, 1):
@@ -228,19 +228,13 @@ def apply_graph_passes(
             progress(f"graph passes: {step.name} ({number} of {len(steps)}), {spent:.1f} s so far")
         before, current = current, copied_lazily(current) if is_watched else current
         begun = time.perf_counter()
-        if "twin" in options_of(step.function):  # it reads the twin, and so ends its use
-            current, other = _run(step, current, example_inputs, twin=other), None
-        else:
-            current = _run(step, current, example_inputs)
-            other = None if other is None else _run(step, other, None)
+        current, other = _run_beside(step, current, other, example_inputs)
         runs.append(PassRun(step.name, step.fingerprint, time.perf_counter() - begun))
         facts.tell("graph_pass", run=runs[-1], before=before, after=current)
-        if log is not None:
-            log.add(runs[-1], current)
+        log.add(runs[-1], current)
         if observer is not None:
             observer(step.name, before, current)
-    if log is not None:
-        log.close()
+    log.close()
     try:
         lint(current.graph, "the pipeline")
     except RuntimeError:
@@ -261,11 +255,16 @@ class PipelineLog:
     """What one pipeline leaves in the log that ``TORCH_TRACE`` asks for: the graphs around each pass, an overview."""
 
     def __init__(self, given: fx.GraphModule) -> None:
+        self.is_wanted = bool(os.environ.get("TORCH_TRACE"))
+        if not self.is_wanted:
+            return
         self._name = f"gt_passes_{next(_pipelines)}"
         self._overview: list[dict[str, Any]] = []
         self._text = render(given)
 
     def add(self, run: PassRun, after: fx.GraphModule) -> None:
+        if not self.is_wanted:
+            return
         before, self._text = self._text, render(after)
         changed = before != self._text
         if changed:
@@ -275,7 +274,8 @@ class PipelineLog:
         self._overview.append({**asdict(run), "changed": changed})
 
     def close(self) -> None:
-        log_artefact(f"{self._name}_overview", self._overview)
+        if self.is_wanted:
+            log_artefact(f"{self._name}_overview", self._overview)
 
 
 def _enabled(steps: list[BoundPass], disable: Collection[str]) -> list[BoundPass]:
@@ -292,6 +292,15 @@ def _enabled(steps: list[BoundPass], disable: Collection[str]) -> list[BoundPass
             f"there is no pass {', '.join(map(repr, unknown))} to disable; there are {', '.join(dict.fromkeys(names))}"
         )
     return [step for step in steps if step.name not in disable]
+
+
+def _run_beside(
+    step: BoundPass, gm: fx.GraphModule, twin: fx.GraphModule | None, example_inputs: Sequence[Any] | None
+) -> tuple[fx.GraphModule, fx.GraphModule | None]:
+    """The graph and its twin after a pass, which runs on both; one that reads the twin ends its use."""
+    if "twin" in options_of(step.function):
+        return _run(step, gm, example_inputs, twin=twin), None
+    return _run(step, gm, example_inputs), None if twin is None else _run(step, twin, None)
 
 
 def _run(step: BoundPass, gm: fx.GraphModule, example_inputs: Sequence[Any] | None, **given: Any) -> fx.GraphModule:

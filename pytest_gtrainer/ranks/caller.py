@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -13,9 +13,12 @@ from pytest_gtrainer import devices, facts
 from pytest_gtrainer.marker import spec_of
 from pytest_gtrainer.ranks import wire
 from pytest_gtrainer.ranks.plugin import chain_of, limit_of
-from pytest_gtrainer.ranks.pool import Launcher
 from pytest_gtrainer.ranks.watch import RanksOutcome, disagreement
 from pytest_gtrainer.worlds.spec import WorldSpec
+
+if TYPE_CHECKING:
+    from pytest_gtrainer.ranks.pool import Pool
+    from pytest_gtrainer.ranks.torchrun.pool import TorchrunPool
 
 
 class RankError(Exception):
@@ -43,7 +46,7 @@ def caller_of(request: pytest.FixtureRequest) -> RankCaller:
 class RankCaller:
     """Runs functions on warm ranks, one call at a time."""
 
-    def __init__(self, pool: Launcher, item: pytest.Item, config: pytest.Config) -> None:
+    def __init__(self, pool: Pool | TorchrunPool, item: pytest.Item, config: pytest.Config) -> None:
         self._pool, self._item, self._config = pool, item, config
 
     def run(self, function: Callable[..., Any], *args: Any, size: int | None = None) -> list[Any]:

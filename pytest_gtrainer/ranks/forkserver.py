@@ -71,7 +71,11 @@ class _Server:
                 if isinstance(command, wire.RankSetup):
                     self._fork(command)
                 elif isinstance(command, wire.SendSignal) and command.pid in self.pids.values():
-                    _signal(command)
+                    if command.signum == signal.SIGKILL:
+                        end_group(command.pid)
+                    else:
+                        with contextlib.suppress(OSError):
+                            os.kill(command.pid, command.signum)
         self._end()
 
     def _fork(self, setup: wire.RankSetup) -> None:
@@ -108,15 +112,6 @@ class _Server:
             os.waitpid(pid, 0)
         shutil.rmtree(self.folder, ignore_errors=True)
         os._exit(0)
-
-
-def _signal(command: wire.SendSignal) -> None:
-    """Kill a rank with its children; any other signal is for the rank alone."""
-    if command.signum == signal.SIGKILL:
-        end_group(command.pid)
-    else:
-        with contextlib.suppress(OSError):
-            os.kill(command.pid, command.signum)
 
 
 def end_group(pid: int) -> None:

@@ -179,17 +179,10 @@ class Slots:
                     holders[name] = self._path(name, "holder").read_text()
         told = "; ".join(f"{name} by {holder}" for name, holder in holders.items()) or "none"
         text = f"{verb} {seconds:.3g} s for {count} of {len(self.names)} slots ({', '.join(self.names)}), held are: "
-        return text + told + (f"; before it in line: {_owner_of(before)}" if before is not None else "")
-
-
-def _owner_of(ticket: str) -> str:
-    """Who holds a ticket, in words.
-
-    >>> _owner_of("0999996-1700000000000000000-4711-0123456789abcdef")
-    'process 4711 for 4'
-    """
-    size, _, pid, _ = ticket.split("-")
-    return f"process {pid} for {10**6 - int(size)}"
+        if before is None:
+            return text + told
+        size, _, pid, _ = before.split("-")
+        return f"{text}{told}; before it in line: process {pid} for {10**6 - int(size)}"
 
 
 def _is_held(path: Path) -> bool:

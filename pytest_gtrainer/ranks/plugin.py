@@ -11,7 +11,7 @@ import pytest
 
 from pytest_gtrainer import devices, facts, options
 from pytest_gtrainer._pytest_private import tear_down
-from pytest_gtrainer.marker import collected_id, spec_of
+from pytest_gtrainer.marker import id_of, valid_spec_of
 
 # here, not where they are used first: a pytest run in this process (``pytester``) forgets the modules that it
 # imported, and messages are told by their classes
@@ -19,10 +19,11 @@ from pytest_gtrainer.ranks import wire
 from pytest_gtrainer.ranks.leases import LeaseError
 from pytest_gtrainer.ranks.merge import reports_of
 from pytest_gtrainer.ranks.team import RanksError
-from pytest_gtrainer.worlds.spec import SpecError, World, WorldSpec
+from pytest_gtrainer.worlds.spec import World, WorldSpec
 
 if TYPE_CHECKING:
-    from pytest_gtrainer.ranks.pool import Launcher
+    from pytest_gtrainer.ranks.pool import Pool
+    from pytest_gtrainer.ranks.torchrun.pool import TorchrunPool
     from pytest_gtrainer.ranks.watch import RanksOutcome
 
 # Anything else that strikes during dispatch, a plugin's time limit for one, is the test's failure.
@@ -65,10 +66,7 @@ def ranks_world(spec: WorldSpec, config: pytest.Config) -> Iterator[World]:
 
 def ranks_spec(item: pytest.Item) -> WorldSpec | None:
     """The spec of a test that wants to be run by ranks; None for any other, an invalid one included."""
-    try:
-        spec = spec_of(item)
-    except SpecError:
-        return None
+    spec = valid_spec_of(item)
     if spec is None or spec.kind != "ranks" or "gt_ranks" in getattr(item, "fixturenames", ()):
         return None
     return spec
@@ -111,13 +109,13 @@ class RanksPlugin:
 
     def __init__(self, config: pytest.Config) -> None:
         self.config = config
-        self._pool: Launcher | None = None
+        self._pool: Pool | TorchrunPool | None = None
         self._launch = devices.launch_of(config)
         self._session: pytest.Session | None = None
         self._following: Mapping[pytest.Item, pytest.Item] | None = None
 
     @property
-    def pool(self) -> Launcher:
+    def pool(self) -> Pool | TorchrunPool:
         """Who has the ranks of this pytest process."""
         if self._pool is None and self._launch is not None:
             from pytest_gtrainer.ranks.torchrun.pool import TorchrunPool
@@ -151,10 +149,7 @@ class RanksPlugin:
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_setup(self, item: pytest.Item) -> None:
         """Skip what there are no devices for; such a test is not dispatched, so its setup comes here."""
-        try:
-            spec = spec_of(item)
-        except SpecError:
-            return
+        spec = valid_spec_of(item)
         if spec is None or (spec.kind, spec.device) != ("fake", "cuda"):
             spec = ranks_spec(item)
         found = devices.resolve(self.config)
@@ -294,4 +289,4 @@ def chain_of(item: pytest.Item) -> tuple[str, ...]:
 
 
 def _item_ref(item: pytest.Item) -> wire.ItemRef:
-    return wire.ItemRef(collected_id(item), chain_of(item))
+    return wire.ItemRef(id_of(item), chain_of(item))

@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any
 
 import pytest
 
@@ -48,27 +48,8 @@ PRELOAD = (
 TeamKey = tuple[int, str, frozenset[tuple[str, str]]]
 
 
-class Launcher(Protocol):
-    """Who has ranks: the pool of this process, or torchrun.
-
-    Attributes:
-        broken: why no more tests can run on ranks; None as long as they can.
-    """
-
-    broken: str | None
-
-    def run(self, size: int, command: wire.RunItem | wire.CallFunction, limit: float, holder: str) -> RanksOutcome:
-        """Run a command on ``size`` ranks."""
-
-    def leave(self) -> None:
-        """Make this process fit for a test without ranks."""
-
-    def close(self, status: int = 0) -> None:
-        """End the ranks; ``status`` is the one that the run exits with."""
-
-
 class Pool:
-    """Hands out teams; one forkserver per pytest process, started when first needed."""
+    """Hands out teams; one forkserver per pytest process, started when first needed. See ``TorchrunPool``, its like."""
 
     broken: str | None = None
 

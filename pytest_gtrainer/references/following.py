@@ -20,7 +20,7 @@ from torch import Tensor
 
 from pytest_gtrainer._torch.autograd import TorchDispatchMode
 from pytest_gtrainer._torch.threads import unseen_by_modes
-from pytest_gtrainer._torch.values import is_traceable_wrapper_subclass, pytree, storage_of
+from pytest_gtrainer._torch.values import is_traceable_wrapper_subclass, pytree, storage_id
 from pytest_gtrainer.graph.nodes import is_view
 from pytest_gtrainer.passes.chunking.config import ChunkConfig, ChunkError
 from pytest_gtrainer.passes.chunking.mixing import (
@@ -78,7 +78,7 @@ class Following(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        before = {storage_of(leaf) for leaf in pytree.tree_leaves([args, kwargs]) if _has_memory(leaf)}
+        before = {storage_id(leaf) for leaf in pytree.tree_leaves([args, kwargs]) if _has_memory(leaf)}
         made = func(*args, **kwargs)
         self._follow(func, args, kwargs, made, before - self.kept.keys())
         return made
@@ -119,7 +119,7 @@ class Following(TorchDispatchMode):
             routed = isinstance(into.known, Rows) and into.known.hold == ROUTED and dim in into.known.dims
             if routed and isinstance(index.known, Statistic) and index.value.shape[:1] == (extent,):
                 found[id(index.value)] = Rows((0,), ROUTING)  # an order of rows that counts of the data have made
-            local = storage_of(into.value) in self.kept if _has_memory(into.value) else False
+            local = storage_id(into.value) in self.kept if _has_memory(into.value) else False
             if (
                 into.known is None
                 and index.known is not None
@@ -201,9 +201,9 @@ class Following(TorchDispatchMode):
 
     def _note(self, tensor: Tensor, known: Known, front: int = 1, foreign: Collection[int] = ()) -> None:
         if _has_memory(tensor):
-            if storage_of(tensor) in foreign:
+            if storage_id(tensor) in foreign:
                 return  # a buffer, which goes from chunk to chunk, or a parameter
-            self.kept[storage_of(tensor)] = tensor.untyped_storage()
+            self.kept[storage_id(tensor)] = tensor.untyped_storage()
         else:
             self.kept[id(tensor)] = tensor
         key = self._key(tensor)
@@ -217,7 +217,7 @@ class Following(TorchDispatchMode):
             return self._key(tensor.elem)
         if not _has_memory(tensor):
             return id(tensor)
-        return storage_of(tensor), tensor.dtype, str((tensor.storage_offset(), tensor.shape, tensor.stride()))
+        return storage_id(tensor), tensor.dtype, str((tensor.storage_offset(), tensor.shape, tensor.stride()))
 
     def check_returned(self, returned: Any) -> None:
         """What the chunk returns has the chunk dimension where it is joined.

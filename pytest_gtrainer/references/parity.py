@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import torch
 import torch.distributed as dist
@@ -37,12 +37,7 @@ from pytest_gtrainer.passes.graph_pass import BoundPass
 from pytest_gtrainer.references.config import TrainConfig, finished
 from pytest_gtrainer.references.eager import EagerRun
 from pytest_gtrainer.references.graph import GraphRun, texts_of_ranks
-from pytest_gtrainer.references.simulated import (
-    ConfigOfMesh,
-    SimulatedGraphRun,
-    config_of_mesh,
-    simulated_eager,
-)
+from pytest_gtrainer.references.simulated import ConfigOfMesh, SimulatedGraphRun, config_of_mesh, simulated_eager
 from pytest_gtrainer.tracing.model import ModelState, local
 from pytest_gtrainer.worlds.fake import net_of
 from pytest_gtrainer.worlds.simulated.net import Net, check_choice, row_of
@@ -55,6 +50,15 @@ _REDUCTIONS = (REDUCE_SCATTER_NAME, ALL_REDUCE_NAME)
 
 class VacuousCheck(Exception):
     """The check cannot fail: its control, with payloads packed otherwise, gives the same bits."""
+
+
+class ParityOptions(TypedDict, total=False):
+    """The keywords of ``assert_parity``."""
+
+    passes: Sequence[BoundPass] | None
+    payload_order: PayloadOrder
+    reduce_scatter_first: bool
+    invisible: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,14 +110,44 @@ def assert_parity(
         ValueError: a world of one rank, or a fake one.
     """
     __tracebackhide__ = True
-    options: dict[str, Any] = {
-        "passes": passes, "payload_order": payload_order, "reduce_scatter_first": reduce_scatter_first,
-    }  # fmt: skip
-    if world.kind == "simulated":
-        return assert_simulated_parity(config, world, **options, invisible=invisible)
     check_choice("invisible", invisible, ("refuse", "report"))
+    is_simulated = world.kind == "simulated"
     if world.size == 1:
-        raise ValueError('a world of 1 rank adds nothing, so no order can show: take gt_world("ranks", size=5), say')
+        larger = "size=16, nodes=2, for example" if is_simulated else 'gt_world("ranks", size=5), say'
+        raise ValueError(f"a world of 1 rank adds nothing, so no order can show: take {larger}")
+    judge = _simulated_parity if is_simulated else _parity_on_ranks
+    return judge(
+        config,
+        world,
+        invisible == "refuse",
+        passes=passes,
+        payload_order=payload_order,
+        reduce_scatter_first=reduce_scatter_first,
+    )
+
+
+def assert_simulated_parity(
+    config: TrainConfig | ConfigOfMesh, world: World, **options: Unpack[ParityOptions]
+) -> Parity:
+    """As ``assert_parity``, in a simulated world alone: all ranks by the net of ``world``.
+
+    Args:
+        config: builds the configuration from a rank's mesh; or a finished one, if its mesh is all it has.
+        options: those of ``assert_parity``. ``invisible="report"`` is for the table of a sweep over nets.
+
+    Raises:
+        LayoutDifference, VacuousCheck: as ``assert_parity``; a control without other bits is judged under this net.
+        BitwiseDifference: step, rank, parameter and element; where it sits, and in which order it is summed.
+        ValueError: a world of one rank, or one without a net.
+    """
+    __tracebackhide__ = True
+    net_of(world)
+    return assert_parity(config, world, **options)
+
+
+def _parity_on_ranks(config: TrainConfig | ConfigOfMesh, world: World, must_show: bool, **options: Any) -> Parity:
+    """What ``assert_parity`` says, of this rank's tensors."""
+    __tracebackhide__ = True
     config = finished(config, world)
     with random_states_kept():  # both sides draw from the same random states
         eager = EagerRun(config)
@@ -135,7 +169,7 @@ def assert_parity(
     with random_states_kept():
         states.put_back()
         control = compare(*_first_steps(_control_on_ranks(graph, start), record))
-    if "different" not in texts_of_ranks(control.outcome) and invisible == "refuse":
+    if "different" not in texts_of_ranks(control.outcome) and must_show:
         cause, advice = _why_invisible(layouts["eager"], config)
         raise VacuousCheck(
             f"payloads packed in another order give the same bits on these ranks, because {cause}; so this check "
@@ -187,47 +221,19 @@ def _why_invisible(layout: BucketLayout, config: TrainConfig) -> tuple[str, str]
     return cause, f"take other sizes or dtypes, or {elsewhere}"
 
 
-def assert_simulated_parity(
-    config: TrainConfig | ConfigOfMesh,
-    world: World,
-    *,
-    passes: Sequence[BoundPass] | None = None,
-    payload_order: PayloadOrder = "managed",
-    reduce_scatter_first: bool = True,
-    invisible: str = "refuse",
-) -> Parity:
-    """Train by the rewritten graph and eagerly, all ranks, by the net of ``world``; every bit must be equal.
-
-    Args:
-        config: builds the configuration from a rank's mesh; or a finished one, if its mesh is all it has.
-        passes: a pipeline of your own; the control still packs by the default one.
-        payload_order, reduce_scatter_first: of the graph; see ``references.graph.rewrite``.
-        invisible: what to do under a net that does not show the order of a payload: "refuse", or "report" in
-            the table of a sweep over nets.
-
-    Raises:
-        LayoutDifference: the graph packs other payloads than ``fully_shard``; names bucket and parameter, and
-            tells what comes of it in bits.
-        BitwiseDifference: step, rank, parameter and element; where it sits, and in which order it is summed.
-        VacuousCheck: the control has no other bits under this net.
-        ValueError: a world of one rank.
-    """
+def _simulated_parity(config: TrainConfig | ConfigOfMesh, world: World, must_show: bool, **options: Any) -> Parity:
+    """What ``assert_parity`` says, of all ranks under the net of ``world``."""
     __tracebackhide__ = True
     net = net_of(world)
-    check_choice("invisible", invisible, ("refuse", "report"))
-    if world.size == 1:
-        raise ValueError("a world of 1 rank adds nothing, so no order can show: take size=16, nodes=2, for example")
     with _row_of_table(net) as row:
-        subject = SimulatedGraphRun(
-            config, world, passes=passes, payload_order=payload_order, reduce_scatter_first=reduce_scatter_first
-        )
+        subject = SimulatedGraphRun(config, world, **options)
         eager = simulated_eager(config, net, mesh=world.mesh)
         layouts, record = {"graph": subject.layout(), "eager": eager.layout}, subject.run()
         paths = partial(paths_of_first, net, layouts, subject.group_of)
         _check_equal(subject.config, record, eager.record, layouts, "under this net", row, paths)
         control = _control(config, world, subject, record)
         row["result"] = "equal" if control.outcome == "different" else "equal, but proves nothing: so is the control"
-        if control.outcome != "different" and invisible == "refuse":
+        if control.outcome != "different" and must_show:
             raise VacuousCheck(
                 "payloads packed in another order give the same bits under this net, so this check could not fail. "
                 "A reduce-scatter shows the order only where channels add in different orders: take two nodes or more "

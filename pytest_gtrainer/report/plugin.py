@@ -19,10 +19,9 @@ from typing import Any
 import pytest
 
 from pytest_gtrainer import extensions, facts, options
-from pytest_gtrainer.marker import spec_of
+from pytest_gtrainer.marker import valid_spec_of
 from pytest_gtrainer.report.collected import Test
 from pytest_gtrainer.report.witness import Witness
-from pytest_gtrainer.worlds.spec import SpecError
 
 
 @contextmanager
@@ -33,10 +32,7 @@ def witnessed(item: pytest.Item) -> Iterator[None]:
     if not wants_graphs and not worker.get("gt_digests") and not item.config.getoption("xmlpath", None):
         yield
         return
-    try:
-        spec = spec_of(item)
-    except SpecError:
-        spec = None
+    spec = valid_spec_of(item)
     witness = Witness(graphs=wants_graphs and worker.get("gt_rank", 0) == 0, mesh=dict(spec.mesh) if spec else None)
     with facts.watching(witness.watchers):
         yield

@@ -41,7 +41,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import fx
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
@@ -49,6 +48,7 @@ from pytest_gtrainer._torch.tracing import GuardOnDataDependentSymNode
 from pytest_gtrainer.graph.collectives import group_of, kind_of
 from pytest_gtrainer.graph.foreign import AnyGraph, adopted
 from pytest_gtrainer.graph.nodes import direction, is_wait, node_fqn
+from pytest_gtrainer.graph.packing import nbytes_of
 from pytest_gtrainer.graphtext.operators import Group, groups_of, operator_of
 from pytest_gtrainer.graphtext.schedule_view import is_free, is_launch, operands_of, payload_of
 from pytest_gtrainer.graphtext.scopes import is_computed
@@ -90,14 +90,14 @@ class CostModel:
         """How long a node computes; 0 for views and the arithmetic of sizes."""
         if is_free(node):
             return 0.0
-        moved = sum(_nbytes(tensor) for part in (*node.all_input_nodes, node) for tensor in _tensors(part))
+        moved = sum(nbytes_of(part.meta.get("val")) for part in (*node.all_input_nodes, node))
         return max(flops_of(node) / self.flops_per_second, moved / self.bytes_per_second) + self.overhead
 
     def collective_seconds(self, launch: fx.Node, ranks: int) -> float:
         """How long a collective of so many ranks communicates."""
         share = (ranks - 1) / max(ranks, 1)
         trips = {"": 1.0, "broadcast": 1.0, "all_reduce": 2 * share}.get(kind_of(launch), share)
-        wire = trips * sum(_nbytes(tensor) for tensor in payload_of(launch))
+        wire = trips * nbytes_of(payload_of(launch))
         return self.latency + wire / self.link
 
 
@@ -115,18 +115,6 @@ def flops_of(node: fx.Node) -> float:
     except (TypeError, ValueError, AssertionError, AttributeError, GuardOnDataDependentSymNode):
         pass
     return 0.0
-
-
-def _tensors(node: fx.Node) -> list[torch.Tensor]:
-    """The results of a node, as its metadata has them."""
-    value = node.meta.get("val")
-    found = value if isinstance(value, list | tuple) else [value]
-    return [tensor for tensor in found if isinstance(tensor, torch.Tensor)]
-
-
-def _nbytes(tensor: torch.Tensor) -> int:
-    elements = tensor.numel()
-    return elements * tensor.element_size() if type(elements) is int else 0  # a size that only the run knows
 
 
 @dataclass(frozen=True, slots=True)

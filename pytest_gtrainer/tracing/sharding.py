@@ -114,16 +114,7 @@ def data_parallel(
     if scalars and mode != "replicate":
         raise ValueError(f"{', '.join(scalars)} has no dimension to shard: give it shape (1,), as FSDP2 asks for")
     _refuse_foreign_dtensors(model)
-    if mode not in PLACEMENTS:
-        raise ValueError(f"mode={mode!r}: expected one of {', '.join(PLACEMENTS)}")
-    placements = PLACEMENTS[mode]
-    if mesh.ndim != len(placements):
-        raise ValueError(f"mode={mode!r} needs a {len(placements)}-D mesh, this one is {mesh.ndim}-D: {mesh}")
-    if mesh.get_coordinate() is None:
-        raise ValueError(
-            f"rank {dist.get_rank()} of {dist.get_world_size()} is not in {mesh}: "
-            "every rank that trains needs a mesh that it is part of"
-        )
+    placements = _placements(mode, mesh)
     policy = mp_policy or MixedPrecisionPolicy()
     if policy.reduce_dtype is torch.float16 or (policy.reduce_dtype is None and policy.param_dtype is torch.float16):
         raise ValueError("a reduce_dtype of torch.float16 is not supported: use torch.bfloat16 or torch.float32")
@@ -144,6 +135,21 @@ def data_parallel(
             properties = {name: property(partial(_read, name, access)) for name in plain}
             module.__class__ = type(cls.__name__, (cls,), {**described, **properties})
     return model
+
+
+def _placements(mode: str, mesh: DeviceMesh) -> list[Placement]:
+    """How parameters lie on ``mesh``, which must fit the mode and this rank."""
+    if mode not in PLACEMENTS:
+        raise ValueError(f"mode={mode!r}: expected one of {', '.join(PLACEMENTS)}")
+    placements = PLACEMENTS[mode]
+    if mesh.ndim != len(placements):
+        raise ValueError(f"mode={mode!r} needs a {len(placements)}-D mesh, this one is {mesh.ndim}-D: {mesh}")
+    if mesh.get_coordinate() is None:
+        raise ValueError(
+            f"rank {dist.get_rank()} of {dist.get_world_size()} is not in {mesh}: "
+            "every rank that trains needs a mesh that it is part of"
+        )
+    return placements
 
 
 def _refuse_foreign_dtensors(model: nn.Module) -> None:

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from pytest_gtrainer.golden import compare, naming
+from pytest_gtrainer.marker import id_of
 
 NODE = "tests/a b/test_x.py::TestY::test_z"
 
@@ -35,7 +36,7 @@ def test_the_group_that_xdist_appends_to_a_test_does_not_count():
     file = SimpleNamespace(nodeid="tests/test_x.py")
     for nodeid in ("tests/test_x.py::test_z[a@b]", "tests/test_x.py::test_z[a@b]@gpu"):
         item = SimpleNamespace(nodeid=nodeid, name="test_z[a@b]", parent=file)
-        assert naming.id_of(item) == "tests/test_x.py::test_z[a@b]"
+        assert id_of(item) == "tests/test_x.py::test_z[a@b]"
 
 
 GRAPH = "# gtrainer graph v2\nif fwd:\n  with norm:\n    a: f32[2] = aten.a()\n"

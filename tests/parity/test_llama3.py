@@ -1,10 +1,15 @@
 """The main job on Llama 3: eight ranks train twice, by eager FSDP2 and by the rewritten graph."""
 
+from pathlib import Path
+
 import pytest
 
 from fixtures.models.chunked_loss import chunked_ce_step
 from fixtures.training import PRECISIONS, llama3_training
 from pytest_gtrainer import get_default_transformer_block_buckets
+from pytest_gtrainer.golden.compare import difference
+from pytest_gtrainer.graphtext import render
+from pytest_gtrainer.references.graph import GraphRun
 
 on_eight_ranks = pytest.mark.gt_world("ranks", size=8, mesh={"fsdp": 8})
 
@@ -14,6 +19,18 @@ on_eight_ranks = pytest.mark.gt_world("ranks", size=8, mesh={"fsdp": 8})
 def test_graph_equals_eager_fsdp2(gt_mesh, check_parity, pin, precision):
     """Five steps of AdamW; the rewritten graph is pinned (D4, D9, A1)."""
     pin(check_parity(llama3_training(gt_mesh, precision)).traced)
+
+
+@pytest.mark.gt_world("fake", size=8, mesh={"fsdp": 8})
+@pytest.mark.parametrize("golden", PRECISIONS)
+def test_a_fake_world_traces_the_graph_that_ranks_have_pinned(gt_mesh, gt_world, golden):
+    """The first tier trains in one precision, and judges the goldens of both; that of the other precision differs."""
+    gm = GraphRun(llama3_training(gt_mesh, "bf16_fp32")).traced.gm
+    folder = Path(__file__).parents[2] / "golden/tests/parity/test_llama3"
+    for view, suffix in (("full", ""), ("schedule", "@schedule")):
+        text = (folder / f"test_graph_equals_eager_fsdp2-{golden}{suffix}.fxgraph").read_text()
+        found = difference("graph", text, render(gm, view, mesh=gt_world.mesh))
+        assert (found is None) == (golden == "bf16_fp32"), found
 
 
 @on_eight_ranks

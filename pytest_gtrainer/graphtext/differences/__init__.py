@@ -21,27 +21,12 @@ from contextlib import contextmanager
 from dataclasses import replace
 from itertools import islice
 
-from pytest_gtrainer.graphtext.differences.buckets import (
-    bucket_remarks,
-    buckets_of,
-    payloads_of,
-)
+from pytest_gtrainer.graphtext.differences.buckets import bucket_remarks, buckets_of, payloads_of
 from pytest_gtrainer.graphtext.differences.comparison import Comparison
 from pytest_gtrainer.graphtext.differences.lines import LIMIT, graph_diff, line_remarks, text_diff
 from pytest_gtrainer.graphtext.differences.moves import effect_remarks, move_remarks, verdict
 from pytest_gtrainer.graphtext.differences.remarks import Remark, Weight, sentences
-from pytest_gtrainer.graphtext.differences.values import (
-    argument_remarks,
-    collective_remarks,
-    definition_remarks,
-    group_remarks,
-    input_remarks,
-    module_remarks,
-    operator_remarks,
-    output_remarks,
-    tag_remarks,
-    type_remarks,
-)
+from pytest_gtrainer.graphtext.differences.values import FINDERS
 from pytest_gtrainer.graphtext.folding import unfold
 from pytest_gtrainer.graphtext.sections import GraphLine
 
@@ -82,19 +67,6 @@ def explain(
     return [*words(comparison), *notes, "", *graph_diff(old, new, comparison.renumbered(old, new), limit)]
 
 
-_FINDERS = (
-    definition_remarks,
-    input_remarks,
-    output_remarks,
-    group_remarks,
-    collective_remarks,
-    operator_remarks,
-    type_remarks,
-    argument_remarks,
-    module_remarks,
-    tag_remarks,
-    move_remarks,
-)
 _MOST = 5_000
 """Of so many differences of one sort the rest is not looked at, so that time stays bounded."""
 
@@ -118,7 +90,7 @@ def _remarks(comparison: Comparison) -> Iterator[Remark]:
     if not is_graph and [b for b in buckets if b in common] != [b for b in others if b in common]:
         yield Remark(Weight.BUCKET, "payloads are issued in another order")
     comparison = replace(comparison, explained=frozenset(explained))
-    for find in _FINDERS:
+    for find in (*FINDERS, move_remarks):
         yield from islice(find(comparison), _MOST)
     for place, other in comparison.definitions.items():
         was, now = old.definitions[place].name, new.definitions[other].name

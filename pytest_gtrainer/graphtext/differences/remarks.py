@@ -18,7 +18,7 @@ from enum import IntEnum
 from typing import NamedTuple
 
 from pytest_gtrainer.graphtext.dataflow import Dataflow, Value
-from pytest_gtrainer.graphtext.equivalence import short_name
+from pytest_gtrainer.graphtext.equivalence import bare_name
 from pytest_gtrainer.graphtext.sections import NEAR, Scope, split_layer
 
 WIDTH = 160
@@ -246,7 +246,7 @@ def communicates(value: Value) -> bool:
 
 def kind_of(value: Value) -> str | None:
     """The abbreviation of the collective that a value launches; None if it launches none."""
-    name = short_name(value.operator)
+    name = bare_name(value.operator)
     if not communicates(value) or name.startswith("wait_tensor"):
         return None
     return next((short for begin, short in KINDS.items() if name.startswith(begin)), name)

@@ -26,7 +26,7 @@ from pytest_gtrainer.graphtext.differences.remarks import (
     what,
     where,
 )
-from pytest_gtrainer.graphtext.equivalence import short_name
+from pytest_gtrainer.graphtext.equivalence import bare_name
 from pytest_gtrainer.graphtext.sections import Scope
 
 _LONGEST = 60
@@ -182,7 +182,7 @@ def operator_remarks(comparison: Comparison) -> Iterator[Remark]:
 def collective_remarks(comparison: Comparison) -> Iterator[Remark]:
     """How many of each collective there are, where that has changed."""
     old, new = (
-        Counter(short_name(value.operator) for value in graph.values if communicates(value))
+        Counter(bare_name(value.operator) for value in graph.values if communicates(value))
         for graph in (comparison.old, comparison.new)
     )
     for name in dict.fromkeys([*old, *new]):
@@ -250,3 +250,18 @@ def _shown_result(graph: Dataflow, result: Result) -> str:
     for operand in result.operands:
         text = text.replace(HOLE, _shown(graph, operand), 1)
     return text
+
+
+FINDERS = (
+    definition_remarks,
+    input_remarks,
+    output_remarks,
+    group_remarks,
+    collective_remarks,
+    operator_remarks,
+    type_remarks,
+    argument_remarks,
+    module_remarks,
+    tag_remarks,
+)
+"""What finds the differences of this module, in the order in which they are told."""

@@ -21,7 +21,7 @@ from pytest_gtrainer._pytest_private import (
     tear_down,
     unconfigure,
 )
-from pytest_gtrainer.marker import collected_id
+from pytest_gtrainer.marker import id_of
 from pytest_gtrainer.ranks import wire
 from pytest_gtrainer.ranks.stacks import collective_of, depth_of_collective
 from pytest_gtrainer.worlds import hygiene
@@ -160,7 +160,7 @@ class CollectedTests:
         items = list(session.genitems(node))
         if self._failures:
             raise CollectionDiffers(f"collecting {file.name} failed in this rank:\n{self._failures[0]}")
-        self._items.update((collected_id(item), item) for item in items)
+        self._items.update((id_of(item), item) for item in items)
         session.items = items[:]
         session.config.hook.pytest_collection_modifyitems(session=session, config=session.config, items=session.items)
         self._files.add(chain[-1])

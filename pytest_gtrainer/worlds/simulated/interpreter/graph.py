@@ -28,7 +28,7 @@ from pytest_gtrainer._torch.passes import (
 )
 from pytest_gtrainer._torch.process_groups import group_ranks
 from pytest_gtrainer._torch.values import HigherOrderOperator, OpOverload, schema
-from pytest_gtrainer.graph.nodes import is_collective, is_random, node_fqn
+from pytest_gtrainer.graph.nodes import is_collective, is_random, node_fqn, short_name
 from pytest_gtrainer.worlds.simulated import DependsOnRank, NoModel
 from pytest_gtrainer.worlds.simulated.collectives import dtype_text
 
@@ -50,12 +50,6 @@ def described(node: fx.Node) -> str:
     """A node by its name, operator and module."""
     fqn = node_fqn(node)
     return f"{node.name} ({node.target}{f', {fqn}' if fqn else ''})"
-
-
-def short_name(node: fx.Node) -> str:
-    """The operator's name without its namespace and overload."""
-    target: Any = node.target
-    return str(schema(target).name).rpartition("::")[2]
 
 
 def named_arguments(node: fx.Node) -> dict[str, Any]:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, fx
 
 from pytest_gtrainer import facts
-from pytest_gtrainer.graph.nodes import is_collective, written_operands
+from pytest_gtrainer.graph.nodes import is_collective, short_name, written_operands
 from pytest_gtrainer.worlds.simulated import DependsOnRank, NoModel
 from pytest_gtrainer.worlds.simulated.interpreter.graph import (
     Partition,
@@ -35,7 +35,6 @@ from pytest_gtrainer.worlds.simulated.interpreter.graph import (
     input_name,
     nodes_within,
     passes_through,
-    short_name,
     source_of,
 )
 from pytest_gtrainer.worlds.simulated.interpreter.steps import (

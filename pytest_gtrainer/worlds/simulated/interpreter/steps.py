@@ -12,13 +12,13 @@ import torch
 from torch import Tensor, fx
 
 from pytest_gtrainer._torch.values import schema
+from pytest_gtrainer.graph.nodes import short_name
 from pytest_gtrainer.worlds.simulated import CollectiveMismatch, DependsOnRank, NoModel, collectives
 from pytest_gtrainer.worlds.simulated.collectives import Collective, Contribution
 from pytest_gtrainer.worlds.simulated.interpreter.graph import (
     Partition,
     described,
     named_arguments,
-    short_name,
     source_of,
     value_text,
 )

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from pytest_gtrainer._torch.values import storage_of
+from pytest_gtrainer._torch.values import storage_id
 
 Values = dict[fx.Node, Any]
 _ALIGNMENT = 16
@@ -142,7 +142,7 @@ def _span(tensor: Tensor) -> tuple[int, int, int]:
     """The storage of a tensor, and from which to which of its bytes the tensor reaches."""
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     start = tensor.storage_offset() * tensor.itemsize
-    return storage_of(tensor), start, start + (last + 1) * tensor.itemsize if tensor.numel() else start
+    return storage_id(tensor), start, start + (last + 1) * tensor.itemsize if tensor.numel() else start
 
 
 def make_private(values: Values, written: Iterable[fx.Node], size: int) -> set[int]:
@@ -163,12 +163,12 @@ def make_private(values: Values, written: Iterable[fx.Node], size: int) -> set[i
 
 def storages_of(value: Any) -> set[int]:
     """The memory of all tensors in ``value``, of all ranks."""
-    return {storage_of(tensor) for tensor in tensors_in(value)}
+    return {storage_id(tensor) for tensor in tensors_in(value)}
 
 
 def reaches(value: Any, storages: set[int]) -> bool:
     """Whether a tensor in ``value``, of any rank, lies in one of ``storages``."""
-    return any(storage_of(tensor) in storages for tensor in tensors_in(value))
+    return any(storage_id(tensor) in storages for tensor in tensors_in(value))
 
 
 def _are_apart(values: list[Any], storages: set[int]) -> bool:
@@ -204,8 +204,8 @@ class _Copies:
 
     def moved(self, own: Any) -> Any:
         """The value over the copies."""
-        if isinstance(own, Tensor) and storage_of(own) in self._copies:
-            copy, start = self._copies[storage_of(own)]
+        if isinstance(own, Tensor) and storage_id(own) in self._copies:
+            copy, start = self._copies[storage_id(own)]
             offset = own.storage_offset() - start // own.itemsize
             return own.new_empty(0).set_(copy.untyped_storage(), offset, own.shape, own.stride())
         return type(own)(self.moved(item) for item in own) if isinstance(own, list | tuple) else own

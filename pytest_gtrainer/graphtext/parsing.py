@@ -273,9 +273,9 @@ class _Parser:
                 told = shown(argument)
                 raise refuse(argument, f"expected the ranks of a group, `range(0, 8)` or `[0, 4]`, found `{told}`")
             self._ranks[name] = None if ranks is None else tuple(ranks)
-        elif call == "size" and argument is not None:
+        elif call == "size" and (argument is not None or not node.args):  # type: ignore[attr-defined]
             example = argument.value if isinstance(argument, ast.Constant) else integer(argument)
-            if not isinstance(example, int | float) or isinstance(example, bool):
+            if argument is not None and (not isinstance(example, int | float) or isinstance(example, bool)):
                 raise refuse(argument, f"expected the example of a symbol, `size(16)`, found `{shown(argument)}`")
             self._sizes.define(name, example)
         elif name == "default" and call == "device":
@@ -313,6 +313,8 @@ class _Parser:
         made.target = made.name
         if space in _KIND_OF_SPACE:
             made.meta["gt_input"] = {"kind": _KIND_OF_SPACE[space], "fqn": fqn}
+        elif not fqn.isdecimal():
+            made.meta["gt_argument"] = fqn
         self._set_value(made, node.annotation, place)
         self.operands.add_input(key, made, node.target)
 
@@ -409,7 +411,9 @@ def _are_ranks(value: Any) -> bool:
     return is_short and all(type(rank) is int and rank >= 0 for rank in value)
 
 
-def unfaithful(gm: fx.GraphModule, text: str, *, mesh: Mapping[str, int] | None = None) -> str | None:
+def unfaithful(
+    gm: fx.GraphModule, text: str, *, mesh: Mapping[str, int] | None = None, sizes: str = "both"
+) -> str | None:
     """Where ``text``, the full view of ``gm``, would be read back as another graph; None if nowhere.
 
     A graph that calls what no text may call (a function of Python, a lambda) cannot be read back at all;
@@ -419,7 +423,7 @@ def unfaithful(gm: fx.GraphModule, text: str, *, mesh: Mapping[str, int] | None 
     if namespaces is None:
         return None
     try:
-        reread = render(parse(text, constants=constants_of(gm), allow=namespaces), mesh=mesh)
+        reread = render(parse(text, constants=constants_of(gm), allow=namespaces), mesh=mesh, sizes=sizes)
     except TextError as error:
         return f"{error}\n  text:  {_shown(text.splitlines()[error.line - 1])}"
     told, again = header.body(text).splitlines(), header.body(reread).splitlines()

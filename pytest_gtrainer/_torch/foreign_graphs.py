@@ -40,7 +40,7 @@ class Result(NamedTuple):
     """What an output is: "output" by its place, "kept" for the backward, "gradient" or "updated" of an input."""
 
     kind: str
-    index: int = 0
+    place: int = 0
     of: Input | None = None
 
 
@@ -66,7 +66,7 @@ def _input(told: Any) -> Input | None:
             return Input(index=told.idx)
         case d.TangentAOTInput():
             of = described_output(told.output)
-            name = f"gradient.output_{of.index}" if of is not None and of.kind == "output" else None
+            name = f"gradient.output_{of.place}" if of is not None and of.kind == "output" else None
             return Input("input", name, is_tangent=True)
         case d.SubclassGetAttrAOTInput():
             return _part_of(told.base, "" if told.attr == _LOCAL else f".{told.attr}")

@@ -21,6 +21,7 @@ from itertools import takewhile, zip_longest
 from operator import getitem
 from typing import Any, NamedTuple, TypeAlias
 
+import torch
 from torch import fx, nn
 
 from pytest_gtrainer._torch.foreign_graphs import ExportedProgram, Input, described_input, described_output, source_of
@@ -339,7 +340,7 @@ class _Adoption:
             elif of is not None and (name := self._name_of(of)) is not None:
                 told.append(name.fqn if kind == "gradient" else f"updated.{name.fqn}")
             elif described is not None and kind == "output":
-                told.append(f"output_{described.index}")
+                told.append(f"output_{described.place}")
             else:
                 return
         if len(told) == len(leaves):
@@ -380,7 +381,7 @@ def _name_by_use(graph: fx.Graph) -> None:
     first: dict[fx.Node | None, list[tuple[fx.Node, fx.Node]]] = {}
     for node in unnamed:
         value, user = node, min(node.users, key=place.__getitem__, default=None)
-        while user is not None and _shows(user, value) and user.users:
+        while user and user.users and value in user.args[:1] and (is_view(user.target) or user.target is _CAST):
             value, user = user, min(user.users, key=place.__getitem__)
         first.setdefault(user, []).append((value, node))
     seen: Counter[str] = Counter()
@@ -390,10 +391,6 @@ def _name_by_use(graph: fx.Graph) -> None:
             name = _use(value, user)
             seen[name] += 1
             node.meta["gt_argument"] = f"{name}_{seen[name] - 1}" if seen[name] > 1 else name
-
-
-def _shows(user: fx.Node, value: fx.Node) -> bool:
-    return (is_view(user.target) or short_name(user.target) == "_to_copy") and user.args[0] is value
 
 
 def _use(value: fx.Node, user: fx.Node | None) -> str:
@@ -412,6 +409,7 @@ def _leaves(argument: Any) -> list[Any]:
     return found
 
 
+_CAST = torch.ops.aten._to_copy.default
 _OF_A_SCORE = ("score", "b", "h", "q_idx", "kv_idx")  # inputs of flex attention's functions; a mask has no score
 _CARRYING = ("while_loop", "scan", "associative_scan", "map_impl")  # their graphs are given other values each time
 

@@ -370,8 +370,8 @@ def _below(piece: Piece, user: fx.Node, known: _Known) -> list[Piece] | None:
     if _numel(user) == size and keeps:
         return [Piece(user, piece.low, piece.at, piece.numel)]
     # a part as a whole: padding goes, or a further reduce-scatter takes a rank's share of it
-    known = isinstance(user.target, OpOverload) and (is_view(user.target) or launches(user.target))
-    return [Piece(user, 0, piece.at, piece.numel)] if is_whole and known else None
+    is_known = isinstance(user.target, OpOverload) and (is_view(user.target) or launches(user.target))
+    return [Piece(user, 0, piece.at, piece.numel)] if is_whole and is_known else None
 
 
 def _split(piece: Piece, user: fx.Node, known: _Known) -> list[Piece]:
@@ -390,7 +390,7 @@ def _items(node: fx.Node) -> list[list[fx.Node]]:
     found: list[list[fx.Node]] = [[] for _ in node.meta["val"]]
     for user in node.users:
         if user.target is getitem:
-            found[user.args[1]].append(user)  # type: ignore[call-overload]
+            found[user.args[1]].append(user)
     return found
 
 

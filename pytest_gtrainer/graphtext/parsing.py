@@ -273,9 +273,11 @@ class _Parser:
                 told = shown(argument)
                 raise refuse(argument, f"expected the ranks of a group, `range(0, 8)` or `[0, 4]`, found `{told}`")
             self._ranks[name] = None if ranks is None else tuple(ranks)
-        elif call == "size" and (argument is not None or not node.args):  # type: ignore[attr-defined]
+        elif shown(node) == "size()":
+            self._sizes.define(name, None)
+        elif call == "size" and argument is not None:
             example = argument.value if isinstance(argument, ast.Constant) else integer(argument)
-            if argument is not None and (not isinstance(example, int | float) or isinstance(example, bool)):
+            if not isinstance(example, int | float) or isinstance(example, bool):
                 raise refuse(argument, f"expected the example of a symbol, `size(16)`, found `{shown(argument)}`")
             self._sizes.define(name, example)
         elif name == "default" and call == "device":

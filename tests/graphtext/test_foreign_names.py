@@ -82,10 +82,12 @@ def test_without_names_the_order_of_inputs_moves_lines_and_changes_none(graphs):
 
 
 def test_inputs_of_one_first_use_are_counted():
-    found = stages(lambda x, y, z: x * y + x * z, *[torch.ones(2) for _ in range(3)])
+    found = stages(lambda x, y, z: torch.cat([x * y, x * z]), *[torch.ones(2) for _ in range(3)])
     text = graphtext.render(found["forward"])
     assert "  A.mul_self: f32[2]\n  A.mul_other: f32[2]\n  A.mul_other_1: f32[2]\n" in text
     assert "mul_1: f32[2] = aten.mul.Tensor(A.mul_self, A.mul_other_1)" in text
+    found = stages(lambda x, y, z: torch.cat([z, y, x]) * x.sum(), *[torch.ones(2) for _ in range(3)])
+    assert "aten.cat([A.cat_tensors, A.cat_tensors_1, A.cat_tensors_2])" in graphtext.render(found["forward"])
 
 
 def test_two_models_keep_the_variables_that_hold_them():
@@ -152,6 +154,10 @@ def test_dynamic_sizes_are_symbols_or_examples_as_the_user_says(dynamic, which):
     assert "size(" not in examples[0].partition("if ")[0]
     for text, sizes in ((both[0], "both"), (symbols[0], "symbols"), (examples[0], "examples")):
         assert graphtext.render(graphtext.parse(text), sizes=sizes) == text
+
+
+def test_a_size_that_a_view_takes_is_no_view(dynamic):
+    assert "  A.view_size: int[s2]\n" in graphtext.render(dynamic[0]["forward"])
 
 
 def test_another_way_to_tell_sizes_is_refused(dynamic):

@@ -444,14 +444,19 @@ def test_an_all_reduced_count_is_no_gradient():
     text = SCALED.format(reduced=REDUCTIONS["all_reduce"], body="\n    ".join(body), a=IN_A_BUCKET[0], b=IN_A_BUCKET[1])
     (payload,) = bucket_layout(parse(text)).payloads
     assert payload.parameters == ("a", "b")
+    of_one = SCALED.replace("[8]", "[1]").replace("f32[4]", "f32[1]").format(
+        reduced=REDUCTIONS["all_reduce"].replace("[8]", "[1]"), body="\n    ".join(body[:2] + (
+            "x: f32[1] = aten.div.Tensor(wait_tensor, waited)",)), a="bwd._.x", b="None")  # fmt: skip
+    (payload,) = bucket_layout(parse(of_one)).payloads
+    assert payload.slots == (Slot("a", 0, 4),)
 
 
 def test_a_member_behind_an_operator_that_picks_is_still_refused_beside_a_norm():
     body = ("one: f32[4] = aten.slice.Tensor(wait_tensor, 0, 0, 4)",
             "norm: f32[()] = aten.linalg_vector_norm(wait_tensor)",
-            "two: f32[4] = aten.as_strided(wait_tensor, [4], [1], 4)")  # fmt: skip
+            "two: f32[4] = aten.take(wait_tensor, I.count)")  # fmt: skip
     text = SCALED.format(reduced=REDUCTIONS["reduce_scatter"], body="\n    ".join(body), a="bwd._.one", b="bwd._.two")
-    with pytest.raises(UnreadLayout, match=r"gives (b, a|a, b), and who sits where cannot be read"):
+    with pytest.raises(UnreadLayout, match=r"gives a, and who sits where cannot be read: at node two \(aten::take\)"):
         bucket_layout(parse(text))
 
 

@@ -234,10 +234,11 @@ class _Reader:
             if any(named.values()):
                 for (at, numel), there in found.items():
                     lies_over = any(names and at <= low and low + n <= at + numel for (low, n), names in named.items())
-                    users = [one.used_by for one in there]
-                    if not named[at, numel] and not (lies_over and all(user and reduces(user) for user in users)):
+                    users = [one.used_by or result for one in there]
+                    taking = [user for user in users if not reduces(user)]
+                    if not named[at, numel] and (taking or not lies_over):
                         others = [name for names in named.values() for name in names]
-                        raise _unread(launch, "gives", others, users[0] or result)
+                        raise _unread(launch, "gives", others, (taking or users)[0])
                 named = {place: names for place, names in named.items() if names}
                 self._refuse_shared_places(launch, found, named)
                 width = result.meta["val"].element_size()

@@ -17,7 +17,7 @@ def joined(names: Iterable[str]) -> str:
     >>> print(joined(["d", "a.b"]), joined(["d", "a", "b"]), joined(["a\\b"]), joined(["a\\", "b"]))
     d.a\.b d.a.b a\b a\\.b
     """
-    return ".".join(re.sub(r"\\(?=[.\\]|$)|\.", r"\\\g<0>", name) for name in names)
+    return re.sub(r"\\(?=[.\\\0])|\.", r"\\\g<0>", "\0".join(names)).replace("\0", ".")
 
 
 def parts_of(path: str) -> list[str]:

@@ -76,8 +76,7 @@ def render(
             they were traced with, ``s0 = size(16)``; "symbols" leaves the example out; "examples" shows it alone.
 
     Raises:
-        ValueError: an unknown view, or way to tell sizes; a layout whose process groups nobody knows; ``names`` that
-            do not fit.
+        ValueError: unknown view or sizes; a layout whose process groups nobody knows; ``names`` that do not fit.
     """
     if sizes not in SIZES:
         raise ValueError(f"sizes={sizes!r}: dynamic sizes are told as {', '.join(map(repr, SIZES))}")

@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import fx
 
@@ -36,30 +36,12 @@ class Input:
     is_tangent: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Output:
-    """A result of the compiled function, by its place."""
+class Result(NamedTuple):
+    """What an output is: "output" by its place, "kept" for the backward, "gradient" or "updated" of an input."""
 
-    index: int
-
-
-@dataclass(frozen=True, slots=True)
-class Saved:
-    """What the forward keeps for the backward."""
-
-
-@dataclass(frozen=True, slots=True)
-class Gradient:
-    """The gradient of an input."""
-
-    of: Input
-
-
-@dataclass(frozen=True, slots=True)
-class MutatedInput:
-    """The new value of an input that the function writes to."""
-
-    of: Input
+    kind: str
+    place: int = 0
+    of: Input | None = None
 
 
 def source_of(node: fx.Node) -> str | None:
@@ -84,7 +66,7 @@ def _input(told: Any) -> Input | None:
             return Input(index=told.idx)
         case d.TangentAOTInput():
             of = described_output(told.output)
-            name = f"gradient.output_{of.index}" if isinstance(of, Output) else None
+            name = f"gradient.output_{of.place}" if of is not None and of.kind == "output" else None
             return Input("input", name, is_tangent=True)
         case d.SubclassGetAttrAOTInput():
             return _part_of(told.base, "" if told.attr == _LOCAL else f".{told.attr}")
@@ -103,17 +85,17 @@ def _part_of(base: Any, suffix: str) -> Input | None:
     return Input(whole.kind, fqn, whole.index, whole.suffix + suffix, whole.is_tangent)
 
 
-def described_output(told: Any) -> Output | Saved | Gradient | MutatedInput | None:
+def described_output(told: Any) -> Result | None:
     """What AOTAutograd says of an output, None if that is nothing that a text names."""
     match told:
         case d.PlainAOTOutput():
-            return Output(told.idx)
+            return Result("output", told.idx)
         case d.SavedForBackwardsAOTOutput():
-            return Saved()
+            return Result("kept")
         case d.GradAOTOutput():
-            return Gradient(of) if (of := _input(told.grad_of)) is not None else None
+            return Result("gradient", of=of) if (of := _input(told.grad_of)) is not None else None
         case d.InputMutationAOTOutput():
-            return MutatedInput(of) if (of := _input(told.mutated_input)) is not None else None
+            return Result("updated", of=of) if (of := _input(told.mutated_input)) is not None else None
         case d.SubclassGetAttrAOTOutput():
             return described_output(told.base) if told.attr == _LOCAL else None
     return None

@@ -42,8 +42,9 @@ class Golden:
         self._made_by = {"test": nodeid, "remake": shlex.join(["pytest", nodeid, "--gt-update-goldens"])}
 
     def check(
-        self, value: Any, name: str | None = None, *, view: str = WHOLE, per: str | None = None, names: Any = None
-    ) -> None:
+        self, value: Any, name: str | None = None, *, view: str = WHOLE, per: str | None = None, names: Any = None,
+        sizes: str = "both",
+    ) -> None:  # fmt: skip
         """Compare ``value`` with the golden of this test, or of this test and ``name``.
 
         Numbers (exact, in lists and dicts of any depth, digests as texts among them) are compared
@@ -57,7 +58,7 @@ class Golden:
             view: how much of a graph to show.
             per: "torch" keeps a file for each minor version of torch that changes the value. A file holds from
                 its version on, until one of a newer version lies beside it.
-            names: what the inputs of a graph are, as for ``graphtext.render``.
+            names, sizes: what inputs of a graph are, and how dynamic sizes are told, as for ``graphtext.render``.
 
         Raises:
             GoldenMismatch: the golden is missing or different, and is not being updated; or the text of a
@@ -79,7 +80,7 @@ class Golden:
             value = adopted(getattr(value, "gm", value), names)
         elif names is not None:
             raise TypeError(f"names says what a graph's inputs are, and this golden is of {type(value).__name__}")
-        kind, text = self._text(value, view)
+        kind, text = self._text(value, view, sizes)
         if per is not None and kind == "numbers":
             raise ValueError('per="torch" is not for numbers: their file has an entry for each environment anyway')
         minor = installed_minor() if per else None
@@ -90,25 +91,26 @@ class Golden:
         rank = getattr(self._item.config, "workerinput", {}).get("gt_rank", 0)
         # what an artifact shows beside a partial view; where ranks agree, one of them is enough
         wants_whole = view != WHOLE and rank == 0 and artifacts.folder(self._item.config) is not None
-        claim = Claim(name or "", path.as_posix(), kind, text, self._graph_text(value, WHOLE) if wants_whole else "")
-        failure = self._plugin.claim(self._item, claim, partial(self._unfaithful, value, view, claim))
+        whole = self._graph_text(value, WHOLE, sizes) if wants_whole else ""
+        claim = Claim(name or "", path.as_posix(), kind, text, whole)
+        failure = self._plugin.claim(self._item, claim, partial(self._unfaithful, value, view, sizes, claim))
         if failure is not None:
             raise GoldenMismatch(failure)
 
-    def _unfaithful(self, value: Any, view: str, claim: Claim) -> str | None:
+    def _unfaithful(self, value: Any, view: str, sizes: str, claim: Claim) -> str | None:
         """Why a graph's text is not to be written: it would be read back as another graph."""
         if view != WHOLE or not _is_graph(value):
             return None
         from pytest_gtrainer.graphtext.parsing import unfaithful
 
-        where = unfaithful(value, claim.text, mesh=self._mesh)
+        where = unfaithful(value, claim.text, mesh=self._mesh, sizes=sizes)
         told = f"{claim.path} was not written: it would be read back as another graph: {where}"
         return told if where is not None else None
 
-    def _text(self, value: Any, view: str) -> tuple[str, str]:
+    def _text(self, value: Any, view: str, sizes: str) -> tuple[str, str]:
         """The kind of a value, and its canonical text."""
         if _is_graph(value):
-            return "graph", self._graph_text(value, view)
+            return "graph", self._graph_text(value, view, sizes)
         if view != WHOLE:
             raise TypeError(f"view={view!r} says how much of a graph to show, and this is of {type(value).__name__}")
         if isinstance(value, str):
@@ -124,12 +126,12 @@ class Golden:
         kind = type(value).__name__
         raise TypeError(f"a golden is made of an FX graph, a traced step, a layout, a text or numbers; not of {kind}")
 
-    def _graph_text(self, value: Any, view: str) -> str:
+    def _graph_text(self, value: Any, view: str, sizes: str) -> str:
         from pytest_gtrainer.graphtext import render
         from pytest_gtrainer.graphtext.operators import refuse_untold
 
         refuse_untold(value)
-        text = render(value, view, header=self._header(), mesh=self._mesh)
+        text = render(value, view, header=self._header(), mesh=self._mesh, sizes=sizes)
         return extensions.scrubbed(self._item.config, text)
 
     def _header(self) -> Mapping[str, str]:

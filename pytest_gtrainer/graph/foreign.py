@@ -12,25 +12,23 @@ Each says in its own way what an input is, and where a node belongs:
 
 from __future__ import annotations
 
+import ast
+import functools
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import takewhile, zip_longest
+from operator import getitem
 from typing import Any, NamedTuple, TypeAlias
 
+import torch
 from torch import fx, nn
 
-from pytest_gtrainer._torch.foreign_graphs import (
-    ExportedProgram,
-    Gradient,
-    Input,
-    MutatedInput,
-    Output,
-    Saved,
-    described_input,
-    described_output,
-    source_of,
-)
-from pytest_gtrainer._torch.values import OpOverloadPacket
-from pytest_gtrainer.graph.nodes import node_fqn
+from pytest_gtrainer._torch.foreign_graphs import ExportedProgram, Input, described_input, described_output, source_of
+from pytest_gtrainer._torch.values import OpOverload, OpOverloadPacket, schema
+from pytest_gtrainer.graph.nodes import BACKWARD, direction, is_view, node_fqn
+from pytest_gtrainer.graph.packing import short_name
+from pytest_gtrainer.graph.paths import joined, parts_of
 
 AnyGraph: TypeAlias = fx.GraphModule | fx.Graph | ExportedProgram
 Names: TypeAlias = nn.Module | Mapping[str, str] | fx.GraphModule
@@ -44,27 +42,44 @@ class GivenName(NamedTuple):
     fqn: str
 
 
-_ROOT = re.compile(r"^[LG]\['([^']*)'\]")
-_STEP = re.compile(r"\['([^']*)'\]|\[(\d+)\]|\.(\w+)")
+_Given: TypeAlias = Mapping[str, GivenName] | Sequence[GivenName]
+"""By placeholder, or by index of Dynamo's inputs, what somebody says the inputs are."""
+
+
+_TEXT = r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*\""""
+_ROOT = re.compile(rf"\b[LG]\[({_TEXT})\]")
+_STEP = re.compile(rf"\.([^.\[(]+)|\[((?:{_TEXT}|[^\]'\"])*)\]")
 _NO_NAMES = frozenset({"_modules", "_parameters", "_buffers", "_orig_mod", "__closure__", "cell_contents", "__dict__"})
 
 
-def path_of(source: str) -> tuple[str, list[str]]:
-    """The root of a source, and the names below it.
+@functools.lru_cache(maxsize=1 << 14)
+def path_of(source: str) -> tuple[str, tuple[str, ...]]:
+    """The root of a source, and the names below it; of the path of a module no root.
 
-    >>> path_of("L['self']._modules['layers']._modules['0'].up")
-    ('self', ['layers', '0', 'up'])
-    >>> path_of("layers.0.up")
-    ('', ['layers', '0', 'up'])
+    >>> path_of("L['self']._modules['layers']._modules['0'].up"), path_of("layers.0.up")
+    (('self', ('layers', '0', 'up')), ('', ('layers', '0', 'up')))
+    >>> path_of("L['d']['a.b'].size()[0]")
+    ('d', ('a.b', 'size', '0'))
     """
-    root = _ROOT.match(source)
-    rest = source[root.end() :] if root else f".{source}"
-    steps = [next(filter(None, step), "") for step in _STEP.findall(rest)]
-    return (root[1] if root else ""), [step for step in steps if step not in _NO_NAMES]
+    if (root := _ROOT.search(source)) is None:
+        return "", tuple(name for name in source.split(".") if name not in _NO_NAMES)
+    steps = _STEP.findall(source[root.end() :])
+    return _key(root[1]), tuple(name or _key(key) for name, key in steps if name not in _NO_NAMES)
 
 
-def named_source(source: str, value: Any = None) -> GivenName:
-    """What a source of Dynamo names; ``value`` is the input's, for one that is a parameter by an attribute.
+def _key(spelled: str) -> str:
+    """What a key of a dictionary is, of a list its index."""
+    try:
+        return str(ast.literal_eval(spelled))
+    except (ValueError, SyntaxError):
+        return spelled
+
+
+def named_source(source: str, value: Any = None, keeps_roots: bool = False) -> GivenName:
+    """What a source of Dynamo names.
+
+    ``value`` is the input's, for one that is a parameter by an attribute. If ``keeps_roots``, the variable that holds
+    a model is part of the FQN.
 
     >>> named_source("L['self']._modules['up']._parameters['weight']")
     GivenName(kind='parameter', fqn='up.weight')
@@ -72,11 +87,13 @@ def named_source(source: str, value: Any = None) -> GivenName:
     GivenName(kind='input', fqn='batch.mask')
     """
     root, steps = path_of(source)
+    kind = "input"
     if "._parameters[" in source or isinstance(value, nn.Parameter):
-        return GivenName("parameter", ".".join(steps) or root)
-    if "._buffers[" in source or isinstance(value, nn.Buffer):
-        return GivenName("buffer", ".".join(steps) or root)
-    return GivenName("input", ".".join(steps if root == "self" and steps else [root, *steps]))
+        kind = "parameter"
+    elif "._buffers[" in source or isinstance(value, nn.Buffer):
+        kind = "buffer"
+    keeps_roots = keeps_roots or not steps or (kind == "input" and root != "self")
+    return GivenName(kind, joined([root, *steps] if keeps_roots else steps))
 
 
 def adopted(graph: AnyGraph, names: Names | None = None) -> fx.GraphModule:
@@ -94,15 +111,23 @@ def adopted(graph: AnyGraph, names: Names | None = None) -> fx.GraphModule:
         return _Adoption(graph.graph_module, _of_signature(graph)).run()
     if isinstance(graph, fx.Graph):
         graph = fx.GraphModule(graph.owning_module or nn.Module(), graph)
-        return _Adoption(graph, _given(graph, names)).run()
-    if not isinstance(graph, fx.GraphModule):
+    elif not isinstance(graph, fx.GraphModule):
         raise TypeError(
             f"{graph!r} is of type {type(graph).__name__}, not a graph: give a GraphModule, an fx.Graph, or an "
             "ExportedProgram"
         )
-    if names is None and not is_foreign(graph):
+    elif names is None and not is_foreign(graph):
         return graph
-    return _Adoption(graph, _given(graph, names)).run()
+    keeps_roots = len({*_roots(graph), *(_roots(names) if isinstance(names, fx.GraphModule) else ())}) > 1
+    return _Adoption(graph, _given(graph, names, keeps_roots), keeps_roots).run()
+
+
+def _roots(gm: fx.GraphModule) -> set[str]:
+    """The variables that hold the models of a graph."""
+    sources = [source for node in gm.graph.find_nodes(op="placeholder") if (source := source_of(node)) is not None]
+    paths = [_stack_path(node) for node in gm.graph.nodes if node.op != "placeholder"]
+    paths += [source for source in sources if "._parameters[" in source or "._buffers[" in source]
+    return {root for path in paths if (root := path_of(path)[0])}
 
 
 def is_foreign(gm: fx.GraphModule) -> bool:
@@ -113,7 +138,7 @@ def is_foreign(gm: fx.GraphModule) -> bool:
                 return False
             if source_of(node) is not None or "desc" in node.meta:
                 return True
-        if "example_value" in node.meta or (node.op != "placeholder" and _ROOT.match(_stack_path(node))):
+        if "example_value" in node.meta or (node.op != "placeholder" and path_of(_stack_path(node))[0]):
             return True
     return False
 
@@ -124,12 +149,11 @@ def _stack_path(node: fx.Node) -> str:
     return str(list(stack.values())[-1][0]) if stack else ""
 
 
-def _given(gm: fx.GraphModule, names: Names | None) -> dict[str, GivenName] | Sequence[GivenName]:
-    """By placeholder, or by index of Dynamo's inputs, what somebody says the inputs are."""
+def _given(gm: fx.GraphModule, names: Names | None, keeps_roots: bool) -> _Given:
     if names is None:
         return {}
     if isinstance(names, fx.GraphModule):
-        return inputs_of(names)
+        return inputs_of(names, keeps_roots)
     placeholders = gm.graph.find_nodes(op="placeholder")
     if isinstance(names, Mapping):
         known = {str(node.target) for node in placeholders}
@@ -158,7 +182,7 @@ def _given(gm: fx.GraphModule, names: Names | None) -> dict[str, GivenName] | Se
     return given
 
 
-def inputs_of(dynamo: fx.GraphModule) -> list[GivenName]:
+def inputs_of(dynamo: fx.GraphModule, keeps_roots: bool) -> list[GivenName]:
     """What the inputs of a graph of Dynamo are, in order: what descriptors of AOTAutograd count."""
     found = []
     for node in dynamo.graph.find_nodes(op="placeholder"):
@@ -166,7 +190,8 @@ def inputs_of(dynamo: fx.GraphModule) -> list[GivenName]:
         if told is not None:
             found.append(GivenName(told["kind"], told["fqn"]))
         else:
-            found.append(named_source(source, _value_of(node)) if source else GivenName("input", str(node.target)))
+            unknown = GivenName("input", str(node.target))
+            found.append(named_source(source, _value_of(node), keeps_roots) if source else unknown)
     return found
 
 
@@ -187,8 +212,10 @@ def _value_of(node: fx.Node) -> Any:
 class _Adoption:
     """One graph, or a body of it."""
 
-    def __init__(self, gm: fx.GraphModule, given: Mapping[str, GivenName] | Sequence[GivenName]) -> None:
-        self.gm = gm
+    def __init__(
+        self, gm: fx.GraphModule, given: _Given, keeps_roots: bool = False, is_backward: bool = False
+    ) -> None:
+        self.gm, self.keeps_roots, self.is_backward = gm, keeps_roots, is_backward
         self.given = given if isinstance(given, Mapping) else {}
         self.dynamo = [] if isinstance(given, Mapping) else list(given)
         self.behind_tangents: set[fx.Node] = set()
@@ -196,20 +223,57 @@ class _Adoption:
     def run(self) -> fx.GraphModule:
         graph = fx.Graph()
         known: dict[fx.Node, fx.Node] = {}
-        attributes: dict[str, Any] = {}
         for node in _sorted(self.gm.graph.nodes):
             copied = known[node] = graph.node_copy(node, known.__getitem__)
             copied.meta = dict(node.meta)
             self._mark(node, copied)
-            if node.op == "get_attr" and isinstance(found := _attribute(self.gm, str(node.target)), fx.GraphModule):
-                attributes[str(node.target)] = _Adoption(found, {}).run() if is_foreign(found) else found
+        _name_by_use(graph)
+        bodies = self._bodies(graph)
         made = fx.GraphModule(self.gm, graph)
-        for name, body in attributes.items():
+        for name, body in bodies.items():
             home, _, last = name.rpartition(".")
             setattr(made.get_submodule(home), last, body)
         made.meta = dict(self.gm.meta)
         self._name_outputs(made.graph.output_node())
         return made
+
+    def _bodies(self, graph: fx.Graph) -> dict[str, fx.GraphModule]:
+        """Graphs inside the graph by their attribute, their inputs named as what every call of them gives."""
+        calls: dict[str, list[tuple[fx.Node, fx.Node]]] = {}
+        for call in graph.nodes:
+            for holder in filter(self._is_graph, call.all_input_nodes):
+                calls.setdefault(str(holder.target), []).append((holder, call))
+        made = {}
+        for name, users in calls.items():
+            body, is_backward = _attribute(self.gm, name), all(direction(call) == BACKWARD for _, call in users)
+            given = _agreed([self._given_to(body, *user) for user in users])
+            made[name] = _Adoption(body, given, self.keeps_roots, is_backward).run()
+        return made
+
+    def _given_to(self, body: fx.GraphModule, holder: fx.Node, call: fx.Node) -> dict[str, GivenName]:
+        """What a call of a graph gives to its inputs: what stands behind the graphs that the call names."""
+        inputs = [str(node.target) for node in body.graph.find_nodes(op="placeholder")]
+        name, given = short_name(call.target), _leaves(call.args)
+        own: list[GivenName] = []
+        if name in _CARRYING:
+            return {}
+        if name.startswith("flex_attention") and len(call.args) > 1:
+            scores, masks = (_leaves(buffers) for buffers in call.args[-2:])
+            is_mask = any(isinstance(argument, tuple) and holder in argument for argument in call.args)
+            given = masks if is_mask else scores
+            own = [GivenName("input", name) for name in _OF_A_SCORE[is_mask:]]
+            own += [GivenName("input", "gradient")] * (len(inputs) - len(own) - len(given) == 1)
+        else:
+            last = max((place for place, one in enumerate(given) if self._is_graph(one)), default=-1)
+            given = [one for one in given[last + 1 :] if not isinstance(one, str)]
+        names = [*own, *map(_operand_name, given)]
+        if len(names) != len(inputs):
+            return {}
+        return {name: told for name, told in zip(inputs, names, strict=True) if told is not None}
+
+    def _is_graph(self, operand: Any) -> bool:
+        is_held = isinstance(operand, fx.Node) and operand.op == "get_attr"
+        return is_held and isinstance(_attribute(self.gm, str(operand.target)), fx.GraphModule)
 
     def _mark(self, node: fx.Node, copied: fx.Node) -> None:
         meta = copied.meta
@@ -219,14 +283,15 @@ class _Adoption:
             meta["val"] = meta["example_value"]
         custom = meta.get("custom") or {}
         if "module_fqn" not in custom and (path := _stack_path(node)):
-            _, steps = path_of(path)
+            root, steps = path_of(path)
+            steps = (root, *steps) if self.keeps_roots and root else steps
             if steps:
-                meta["custom"] = {**custom, "module_fqn": ".".join(steps)}
+                meta["custom"] = {**custom, "module_fqn": joined(steps)}
             for stack in ("nn_module_stack", "fwd_nn_module_stack"):
                 meta.pop(stack, None)
         if node.op == "placeholder":
             self._name_input(node, copied)
-        elif any(source in self.behind_tangents for source in node.all_input_nodes):
+        elif self.is_backward or any(source in self.behind_tangents for source in node.all_input_nodes):
             self.behind_tangents.add(node)
             meta["autograd_backward"] = True  # an autograd.Function's backward has no mark
 
@@ -240,8 +305,8 @@ class _Adoption:
             if described is not None:
                 name = self._name_of(described)
             elif (source := source_of(node)) is not None:
-                name = named_source(source, _value_of(node))
-            elif "original_aten" in node.meta:
+                name = named_source(source, _value_of(node), self.keeps_roots)
+            elif node.meta.get("original_aten") is not None:
                 name = GivenName("input", _saved_name(copied))
         if name is not None:
             copied.meta["gt_input"] = {"kind": name.kind, "fqn": name.fqn}
@@ -269,12 +334,13 @@ class _Adoption:
                 told.append(self.dynamo[place].fqn)
                 continue
             described = described_output(descriptor)
-            if isinstance(described, Saved) and isinstance(leaf, fx.Node):
+            kind, of = (described.kind, described.of) if described is not None else ("", None)
+            if kind == "kept" and isinstance(leaf, fx.Node):
                 told.append(_saved_name(leaf))
-            elif isinstance(described, Gradient | MutatedInput) and (name := self._name_of(described.of)) is not None:
-                told.append(name.fqn if isinstance(described, Gradient) else f"updated.{name.fqn}")
-            elif isinstance(described, Output):
-                told.append(f"output_{described.index}")
+            elif of is not None and (name := self._name_of(of)) is not None:
+                told.append(name.fqn if kind == "gradient" else f"updated.{name.fqn}")
+            elif described is not None and kind == "output":
+                told.append(f"output_{described.place}")
             else:
                 return
         if len(told) == len(leaves):
@@ -283,11 +349,89 @@ class _Adoption:
 
 def _saved_name(node: fx.Node) -> str:
     """The name of a value that the forward keeps, the same in both graphs: of the input that it is, or its operator."""
-    if (told := node.meta.get("gt_input")) is not None:
-        fqn = str(told["fqn"])
-        return fqn if fqn.startswith("kept.") else f"kept.{fqn}"
-    operator = getattr(node.meta.get("original_aten"), "__name__", node.name).split(".")[0]
-    return ".".join(filter(None, ("kept", node_fqn(node), operator)))
+    fqn = _told_name(node) or _value_name(node)
+    return fqn if fqn.startswith("kept.") else f"kept.{fqn}"
+
+
+def _told_name(node: fx.Node) -> str:
+    """What an input is called, and "" for what is none."""
+    told = node.meta.get("gt_input")
+    return str(told["fqn"]) if told is not None else str(node.meta.get("gt_argument", ""))
+
+
+def _value_name(node: fx.Node) -> str:
+    """A computed value by its module and operator, as the tracer saw it."""
+    while node.target is getitem and node.meta.get("original_aten") is None:
+        node = node.all_input_nodes[0]
+    operator = getattr(node.meta.get("original_aten"), "__name__", None) or short_name(node.target)
+    return ".".join(filter(None, (node_fqn(node), operator.split(".")[0])))
+
+
+def _name_by_use(graph: fx.Graph) -> None:
+    """Give inputs of which nobody says what they are the name of their first use: ``layers.0.up.addmm_mat2``.
+
+    The name holds the module, the operator and its argument; views and casts on the way are passed over. It depends
+    neither on the names of nodes nor on other inputs. Inputs that share one are counted in the order of their use.
+    """
+    inputs = graph.find_nodes(op="placeholder")
+    unnamed = [node for node in inputs if not _told_name(node)]
+    if not any("desc" in node.meta for node in inputs):
+        return
+    place = {node: place for place, node in enumerate(graph.nodes)}
+    first: dict[fx.Node | None, list[tuple[fx.Node, fx.Node]]] = {}
+    for node in unnamed:
+        value, user = node, min(node.users, key=place.__getitem__, default=None)
+        while user and user.users and value in user.args[:1] and (is_view(user.target) or user.target is _CAST):
+            value, user = user, min(user.users, key=place.__getitem__)
+        first.setdefault(user, []).append((value, node))
+    seen: Counter[str] = Counter()
+    for user in sorted(first, key=lambda user: len(place) if user is None else place[user]):
+        order = {value: at for at, value in enumerate(user.all_input_nodes if user else ())}
+        for value, node in sorted(first[user], key=lambda pair: order.get(pair[0], 0)):
+            name = _use(value, user)
+            seen[name] += 1
+            node.meta["gt_argument"] = f"{name}_{seen[name] - 1}" if seen[name] > 1 else name
+
+
+def _use(value: fx.Node, user: fx.Node | None) -> str:
+    """``layers.0.up.addmm_mat2``: the argument of an operator, in its module."""
+    if user is None or user.op == "output":
+        return "result" if user else "unused"
+    names = [argument.name for argument in schema(user.target).arguments] if isinstance(user.target, OpOverload) else []
+    given = [*zip_longest(names[: len(user.args)], user.args), *user.kwargs.items()]
+    at = next(name or at for at, (name, each) in enumerate(given) if any(leaf is value for leaf in _leaves(each)))
+    return ".".join(filter(None, (node_fqn(user), f"{short_name(user.target)}_{at}")))
+
+
+def _leaves(argument: Any) -> list[Any]:
+    found: list[Any] = []
+    fx.node.map_aggregate(argument, found.append)
+    return found
+
+
+_CAST = torch.ops.aten._to_copy.default
+_OF_A_SCORE = ("score", "b", "h", "q_idx", "kv_idx")  # inputs of flex attention's functions; a mask has no score
+_CARRYING = ("while_loop", "scan", "associative_scan", "map_impl")  # their graphs are given other values each time
+
+
+def _operand_name(operand: Any) -> GivenName | None:
+    if not isinstance(operand, fx.Node) or "gt_argument" in operand.meta or operand.op == "get_attr":
+        return None
+    if (told := operand.meta.get("gt_input")) is not None:
+        return GivenName(told["kind"], told["fqn"])
+    return None if operand.op == "placeholder" else GivenName("input", _value_name(operand))
+
+
+def _agreed(calls: Sequence[Mapping[str, GivenName]]) -> dict[str, GivenName]:
+    """What all calls of a graph say of its inputs; of layers that share one, the end that their FQNs have in common."""
+    agreed = {}
+    for name in set(calls[0]).intersection(*calls):
+        kinds, fqns = zip(*(call[name] for call in calls), strict=True)
+        ends = zip(*(parts_of(fqn)[::-1] for fqn in fqns), strict=False)
+        common = [parts[0] for parts in takewhile(lambda parts: len({*parts}) == 1, ends)]
+        if common and len({*kinds}) == 1:
+            agreed[name] = GivenName(kinds[0], ".".join(common[::-1]))
+    return agreed
 
 
 def _attribute(gm: fx.GraphModule, path: str) -> Any:

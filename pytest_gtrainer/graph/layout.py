@@ -41,7 +41,7 @@ from pytest_gtrainer.graph.collectives import (
 )
 from pytest_gtrainer.graph.foreign import AnyGraph, adopted
 from pytest_gtrainer.graph.nodes import BACKWARD, direction, node_fqn
-from pytest_gtrainer.graph.packing import Arrival, Part, State, Unread, arrivals, computes, packed
+from pytest_gtrainer.graph.packing import Arrival, Part, State, Unread, arrivals, computes, packed, reduces
 
 ALL_GATHER_NAME, REDUCE_SCATTER_NAME, ALL_REDUCE_NAME = "all_gather", "reduce_scatter", "all_reduce"
 KINDS = (ALL_GATHER_NAME, REDUCE_SCATTER_NAME, ALL_REDUCE_NAME)
@@ -232,10 +232,14 @@ class _Reader:
                 found.setdefault((arrival.piece.at, arrival.piece.numel), []).append(arrival)
             named = {at: [n for one in each for n in self._gradients(one, launch)] for at, each in found.items()}
             if any(named.values()):
-                for place, arrivals_there in found.items():
-                    if not named[place]:
+                for (at, numel), there in found.items():
+                    lies_over = any(names and at <= low and low + n <= at + numel for (low, n), names in named.items())
+                    users = [one.used_by or result for one in there]
+                    taking = [user for user in users if not reduces(user)]
+                    if not named[at, numel] and (taking or not lies_over):
                         others = [name for names in named.values() for name in names]
-                        raise _unread(launch, "gives", others, arrivals_there[0].used_by or result)
+                        raise _unread(launch, "gives", others, (taking or users)[0])
+                named = {place: names for place, names in named.items() if names}
                 self._refuse_shared_places(launch, found, named)
                 width = result.meta["val"].element_size()
                 slots = [Slot(names[0], at * width, numel * width) for (at, numel), names in sorted(named.items())]

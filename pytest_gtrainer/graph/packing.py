@@ -3,7 +3,8 @@
 The way up goes forward over the graph, once: each value is told as its *parts*, graph inputs and their bytes in the
 order in which they lie in memory. ``cat``, copies into a buffer and torch's packing operators (``bucketing::``,
 ``fsdp::``) join parts; views and casts keep them; whatever has one parameter above it is one part. The way down
-follows a piece of the result through splits, slices, views and ``cat`` to the graph's outputs.
+follows a piece of the result through splits, slices, views, ``cat`` and what works element by element (a division
+by a count) to the graph's outputs.
 
 A value that depends on a user's input is an *activation*, no payload of parameters. What has parameters above it
 and cannot be read is *unread*, with the node at which the order is lost; nothing is dropped for that.
@@ -11,6 +12,8 @@ and cannot be read is *unread*, with the node at which the order is lost; nothin
 
 from __future__ import annotations
 
+import itertools
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import accumulate
@@ -71,11 +74,13 @@ class _Reader:
     def __init__(self) -> None:
         self._state: dict[fx.Node, State] = {}
         self._of_rank: dict[fx.Node, tuple[Part, ...]] = {}  # of buffers for all ranks, the parts of this one
+        self._inputs_are_told = False
 
     def step(self, node: fx.Node) -> list[State] | None:
         """Read the next node; of a collective what goes in."""
         state = self._state
         if node.op == "placeholder":
+            self._inputs_are_told |= "gt_input" in node.meta
             state[node] = _of_input(node)
         elif node.op == "output":
             return None
@@ -99,6 +104,9 @@ class _Reader:
 
     def _result(self, node: fx.Node) -> State:
         operands = [self._state[operand] for operand in _operands(node)]
+        parts = self._state.get(scaled_operand(node) or node)
+        if isinstance(parts, tuple) and any(part.source for part in parts):
+            return _scaled(parts, nbytes_of(node.meta.get("val"))) or Unread(node)
         if any(isinstance(operand, str) for operand in operands):
             has_parameter = any(part.source for parts in operands if isinstance(parts, tuple) for part in parts)
             return Unread(node) if has_parameter and _packs(node) else ACTIVATION  # a bucket of both is no activation
@@ -113,7 +121,7 @@ class _Reader:
         only = operands[0] if len(operands) == 1 else None
         if isinstance(only, tuple) and (is_wait(node) or short_name(node) in _KEEPS_ORDER):
             return _scaled(only, nbytes_of(node.meta.get("val"))) or Unread(node)
-        if len(operands) > 1 and computes(node) and not _told_by_tracer(node):
+        if len(operands) > 1 and computes(node) and not self._inputs_are_told:
             return ACTIVATION  # of parameters and inputs, which only a tracer's metadata would tell apart
         return unread or Unread(node)
 
@@ -255,10 +263,23 @@ def computes(node: fx.Node) -> bool:
     return not any(word in short_name(node) for word in _MOVES)
 
 
-def _told_by_tracer(node: fx.Node) -> bool:
-    """Whether the graph says which of its inputs are parameters."""
-    inputs = node.graph.find_nodes(op="placeholder", sort=False)
-    return bool(inputs) and "gt_input" in inputs[0].meta
+def reduces(node: fx.Node) -> bool:
+    """Whether an operator makes few numbers of all elements, as a norm does."""
+    return isinstance(node.target, OpOverload) and torch.Tag.reduction in node.target.tags
+
+
+def is_pointwise(node: fx.Node) -> bool:
+    """Whether every element of the result is made of the elements at its place: the order stays."""
+    return isinstance(node.target, OpOverload) and torch.Tag.pointwise in node.target.tags
+
+
+def scaled_operand(node: fx.Node) -> fx.Node | None:
+    """What an operator multiplies, divides or else changes by tensors of one element: by a count, by a loss scale."""
+    if not is_pointwise(node) or len(operands := node.all_input_nodes) < 2:
+        return None
+    first = max(operands, key=_numel)
+    is_scaled = _numel(first) == _numel(node) and all(_numel(one) <= 1 for one in operands if one is not first)
+    return first if is_scaled else None
 
 
 # -- the way down
@@ -287,6 +308,7 @@ class Arrival:
 def arrivals(result: fx.Node, outputs: dict[fx.Node, list[int]]) -> list[Arrival]:
     """Where the parts of a collective's result go, in the order in which they lie in it."""
     found: list[Arrival] = []
+    seen_before: _Known = {}
     todo = [(Piece(result, 0, 0, _numel(result)), False)]
     seen: set[tuple[Piece, bool]] = set()
     while todo:
@@ -299,43 +321,78 @@ def arrivals(result: fx.Node, outputs: dict[fx.Node, list[int]]) -> list[Arrival
         for user in piece.node.users:
             if user.op == "output" or (is_control_dependency(user) and piece.node not in user.args[2:]):
                 continue
-            below = _below(piece, user)
-            todo += [(one, added or user.target is _aten.add.Tensor) for one in below or ()]
+            below = _below(piece, user, seen_before)
+            joins = added or (len(user.all_input_nodes) > 1 and is_pointwise(user) and scaled_operand(user) is None)
+            todo += [(one, joins) for one in below or ()]
             if below is None:
                 found.append(Arrival(piece, (), user))
     return sorted(found, key=lambda arrival: arrival.piece.at)
 
 
-def _below(piece: Piece, user: fx.Node) -> list[Piece] | None:
+_Known = dict[fx.Node, dict[Any, list[Any]]]
+"""Of a ``cat`` where its tensors begin, of an operator of several results the nodes that take each: read once."""
+
+
+def _below(piece: Piece, user: fx.Node, known: _Known) -> list[Piece] | None:
     """The piece in what a user makes of it; None if it computes with it, or the order is lost."""
     node, name = piece.node, short_name(user)
     size = _numel(node)
     is_whole = piece.low == 0 and piece.numel >= size  # more where its pads have gone
     if name in ("split", "split_with_sizes", "unbind", "chunk") and _along_first(user):
-        items = [item for item in user.users if item.target is getitem]
-        widths = [tensor.numel() for tensor in user.meta["val"]]
-        begins = [0, *accumulate(widths)]
-        cut = [_cut(piece, item, begins[item.args[1]], widths[item.args[1]]) for item in items]
-        return [one for one in cut if one is not None]
+        return _split(piece, user, known)
     if user.target is getitem:  # of a collective of several tensors
         return [Piece(user, 0, piece.at, _numel(user))]
-    if name == "slice" and (begin := _begin(user)) is not None:
-        others = [other for other in node.users if other.target is user.target]
-        if begin or len(others) > 1 or not is_whole:
-            one = _cut(piece, user, begin, _numel(user))
-            return [] if one is None else [one]
+    if name.startswith("_foreach"):
+        if user not in known:
+            known[user] = _by(user.args[0], _items(user))
+        alike = [item for item in itertools.chain(*known[user].get(node, ())) if _numel(item) == size]
+        return [Piece(item, piece.low, piece.at, piece.numel) for item in alike] or None
+    begin = _begin(user) if name == "slice" else None
+    if begin or (begin == 0 and not (is_whole and sum(other.target is user.target for other in node.users) == 1)):
+        one = _cut(piece, user, begin, _numel(user))
+        return [] if one is None else [one]
     if user.target is _aten.cat.default and _outermost(user):
-        tensors: Any = user.args[0]
-        before = sum(_numel(tensor) for tensor in tensors[: tensors.index(node)])
-        return [Piece(user, piece.low + before, piece.at, piece.numel)]
-    is_sum = user.target is _aten.add.Tensor and _numel(user) == size
-    if len(_operands(user)) > 1 and not is_sum:
+        if user not in known:
+            tensors: Any = user.args[0]
+            known[user] = _by(tensors, accumulate(map(_numel, tensors), initial=0))
+        return [Piece(user, piece.low + begin, piece.at, piece.numel) for begin in known[user][node]]
+    is_number = scaled_operand(user) not in (None, node)  # by which others are scaled
+    if len(_operands(user)) > 1 and (is_number or not is_pointwise(user) or not _numel(user) == size > 0):
         return None
-    if _numel(user) == size and (is_whole or is_wait(user) or launches(user.target) or name in _KEEPS_ORDER):
+    keeps = is_whole or is_wait(user) or launches(user.target) or name in _KEEPS_ORDER or is_pointwise(user)
+    if _numel(user) == size and keeps:
         return [Piece(user, piece.low, piece.at, piece.numel)]
     # a part as a whole: padding goes, or a further reduce-scatter takes a rank's share of it
-    known = isinstance(user.target, OpOverload) and (is_view(user.target) or launches(user.target))
-    return [Piece(user, 0, piece.at, piece.numel)] if is_whole and known else None
+    is_known = isinstance(user.target, OpOverload) and (is_view(user.target) or launches(user.target))
+    return [Piece(user, 0, piece.at, piece.numel)] if is_whole and is_known else None
+
+
+def _split(piece: Piece, user: fx.Node, known: _Known) -> list[Piece]:
+    """What of a piece lies in each part that an operator splits off."""
+    if user not in known:
+        widths = [tensor.numel() for tensor in user.meta["val"]]
+        known[user] = {"items": _items(user), "at": [0, *accumulate(widths)]}
+    at, items = known[user]["at"], known[user]["items"]
+    first, last = bisect_right(at, piece.low) - 1, min(bisect_left(at, piece.low + piece.numel), len(items))
+    cut = [_cut(piece, item, at[n], at[n + 1] - at[n]) for n in range(first, last) for item in items[n]]
+    return [one for one in cut if one is not None]
+
+
+def _items(node: fx.Node) -> list[list[fx.Node]]:
+    """The nodes that take each of several results."""
+    found: list[list[fx.Node]] = [[] for _ in node.meta["val"]]
+    for user in node.users:
+        if user.target is getitem:
+            found[user.args[1]].append(user)
+    return found
+
+
+def _by(keys: Any, values: Iterable[Any]) -> dict[Any, list[Any]]:
+    """Values by their keys; a key may stand there twice."""
+    found: dict[Any, list[Any]] = {}
+    for key, value in zip(keys, values, strict=False):
+        found.setdefault(key, []).append(value)
+    return found
 
 
 def _cut(piece: Piece, into: fx.Node, begin: int, width: int) -> Piece | None:

@@ -62,6 +62,8 @@ _GROWING = (operator.pow, functions.FloatPow, functions.PowByNatural, functions.
 _HIGHEST = 64
 """The highest power: numbers are evaluated at once, and one such line could take forever."""
 _ITEM_META = ("custom", "autograd_backward", "fsdp_bucket", "nn_module_stack")
+_ANY_SIZE = 61
+"""The example of a symbol whose text tells none."""
 _SYMBOL = re.compile(r"\b(s|u|zf|zuf)\d+\b")
 
 
@@ -100,8 +102,9 @@ class Sizes:
         assert self._env is not None
         return self._env
 
-    def define(self, name: str, example: int | float) -> None:
-        self._backed[name] = backed_symbol(self.env, len(self._backed), example)
+    def define(self, name: str, example: int | float | None) -> None:
+        place = len(self._backed)
+        self._backed[name] = backed_symbol(self.env, place, _ANY_SIZE + place if example is None else example)
 
     # -- numbers
 

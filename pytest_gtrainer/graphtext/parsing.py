@@ -268,6 +268,8 @@ class _Parser:
                 told = shown(argument)
                 raise refuse(argument, f"expected the ranks of a group, `range(0, 8)` or `[0, 4]`, found `{told}`")
             self._ranks[name] = None if ranks is None else tuple(ranks)
+        elif shown(node) == "size()":
+            self._sizes.define(name, None)
         elif call == "size" and argument is not None:
             example = argument.value if isinstance(argument, ast.Constant) else integer(argument)
             if not isinstance(example, int | float) or isinstance(example, bool):
@@ -308,6 +310,8 @@ class _Parser:
         made.target = made.name
         if space in _KIND_OF_SPACE:
             made.meta["gt_input"] = {"kind": _KIND_OF_SPACE[space], "fqn": fqn}
+        elif not fqn.isdecimal():
+            made.meta["gt_argument"] = fqn
         self._set_value(made, node.annotation, place)
         self.operands.add_input(key, made, node.target)
 
@@ -399,7 +403,9 @@ def _root(attributes: Mapping[str, Any]) -> nn.Module:
     return root
 
 
-def unfaithful(gm: fx.GraphModule, text: str, *, mesh: Mapping[str, int] | None = None) -> str | None:
+def unfaithful(
+    gm: fx.GraphModule, text: str, *, mesh: Mapping[str, int] | None = None, sizes: str = "both"
+) -> str | None:
     """Where ``text``, the full view of ``gm``, would be read back as another graph; None if nowhere.
 
     A graph that calls what no text may call (a function of Python, a lambda) cannot be read back at all;
@@ -409,7 +415,7 @@ def unfaithful(gm: fx.GraphModule, text: str, *, mesh: Mapping[str, int] | None 
     if namespaces is None:
         return None
     try:
-        reread = render(parse(text, constants=constants_of(gm), allow=namespaces), mesh=mesh)
+        reread = render(parse(text, constants=constants_of(gm), allow=namespaces), mesh=mesh, sizes=sizes)
     except TextError as error:
         return f"{error}\n  text:  {_shown(text.splitlines()[error.line - 1])}"
     told, again = header.body(text).splitlines(), header.body(reread).splitlines()

@@ -41,7 +41,7 @@ from pytest_gtrainer.graphtext.sections import (
     split_layer,
     stretches,
 )
-from pytest_gtrainer.graphtext.spelling import Backed, Speller
+from pytest_gtrainer.graphtext.spelling import SIZES, Backed, Speller
 
 VIEWS = ("full", "schedule", "layout")
 NOTHING = "payloads = []"
@@ -57,6 +57,7 @@ def render(
     names: Names | None = None,
     header: Mapping[str, str] | None = None,
     mesh: Mapping[str, int] | None = None,
+    sizes: str = "both",
 ) -> str:
     """The canonical text of a graph.
 
@@ -71,11 +72,15 @@ def render(
         header: comment lines that say what made the graph, never compared.
         mesh: dimensions and extents over all ranks, outermost first; names the process groups
             that do not say themselves which dimension they belong to.
+        sizes: how sizes that are dynamic are told in the view "full": "both" gives symbols with the example that
+            they were traced with, ``s0 = size(16)``; "symbols" leaves the example out; "examples" shows it alone.
 
     Raises:
-        ValueError: an unknown view; a layout whose process groups nobody knows; ``names`` that do not fit.
+        ValueError: unknown view or sizes; a layout whose process groups nobody knows; ``names`` that do not fit.
     """
-    drawn = _draw(adopted(gm, names), view, mesh or {})
+    if sizes not in SIZES:
+        raise ValueError(f"sizes={sizes!r}: dynamic sizes are told as {', '.join(map(repr, SIZES))}")
+    drawn = _draw(adopted(gm, names), view, mesh or {}, sizes)
     return _written({**({} if view == "full" else {"view": view}), **(header or {})}, drawn)
 
 
@@ -104,10 +109,10 @@ def _written(header: Mapping[str, str], drawn: _Drawn) -> str:
     return "\n".join([*headers.write(header), *preamble, *fold(sections)]) + "\n"
 
 
-def _draw(gm: fx.GraphModule, view: str, mesh: Mapping[str, int]) -> _Drawn:
+def _draw(gm: fx.GraphModule, view: str, mesh: Mapping[str, int], sizes: str = "both") -> _Drawn:
     if view == "full":
         with plain_attributes():
-            return _full(gm, mesh, Backed(), is_body=False)
+            return _full(gm, mesh, Backed(sizes), is_body=False)
     if view == "schedule":
         return schedule_view.draw(gm, mesh)
     if view == "layout":
@@ -181,7 +186,7 @@ def _input_sections(scopes: Scopes, speller: Speller) -> Iterable[Section]:
     """One line an input, of neighbouring layers."""
     inputs = list(scopes.inputs)
     sources = scopes.inputs.values()
-    keys = [SectionKey(s.space, split_layer(s.fqn)[0] if s.space in ("P", "B") else None) for s in sources]
+    keys = [SectionKey(s.space, split_layer(s.fqn)[0] if s.space != "I" else None) for s in sources]
     for key, here in stretches(keys):
         speller.enter_section(key)
         spelled = [(speller.reference(node), speller.type_of(node.meta.get("val"))) for node in inputs[here]]

@@ -30,6 +30,7 @@ from torch import fx
 from pytest_gtrainer._torch.graph_text import POLICIES
 from pytest_gtrainer.graph import chunks
 from pytest_gtrainer.graph.nodes import BACKWARD, FORWARD, direction, node_fqn
+from pytest_gtrainer.graph.paths import parts_of
 from pytest_gtrainer.graphtext.header import nearest
 from pytest_gtrainer.graphtext.operators import Operator, function_of, operator_of
 from pytest_gtrainer.graphtext.sections import NOWHERE, RESERVED, Scope, common_parent, is_word, scope_of, split_layer
@@ -122,13 +123,13 @@ def scopes_of(nodes: Iterable[fx.Node]) -> Scopes:
             operators.append(known)
             values.append(meta.get("val"))
         elif op == "placeholder":
-            told = node.meta.get("gt_input")  # without it an argument by position
-            key: tuple[str, str] = (
-                ("A", str(len(found.inputs))) if told is None else (_SPACE_OF_KIND[told["kind"]], told["fqn"])
-            )
+            told = node.meta.get("gt_input")  # without it an argument by its use, or by position
+            key: tuple[str, str] = ("A", node.meta.get("gt_argument") or str(len(found.inputs)))
+            if told is not None:
+                key = (_SPACE_OF_KIND[told["kind"]], told["fqn"])
             found.inputs[node] = Input(*key, seen.get(key, 0))
             seen[key] = seen.get(key, 0) + 1
-            of[node] = scope_of((key[1].rpartition(".")[0],), key[0])
+            of[node] = scope_of((".".join(parts_of(key[1])[:-1]),), key[0])
     return found
 
 

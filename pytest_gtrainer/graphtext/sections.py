@@ -14,6 +14,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from pytest_gtrainer.graph.paths import name_of, parts_of
+
 NEAR = 2
 """Layers up to this far away are spelled relative to the section's own."""
 
@@ -40,7 +42,7 @@ def split_layer(fqn: str) -> tuple[Layer | None, str]:
     >>> split_layer("norm")
     (None, 'norm')
     """
-    parts = fqn.split(".")
+    parts = parts_of(fqn)
     for place, part in enumerate(parts):
         if place and _is_index(part):
             return Layer(".".join(parts[:place]), int(part)), ".".join(parts[place + 1 :])
@@ -60,13 +62,13 @@ def spell(fqn: str) -> str:
     """
     if not fqn:
         return "_"
-    first, *rest = fqn.split(".")
+    first, *rest = parts_of(fqn)
     plain = is_word(first) and first not in RESERVED
-    return (first if plain else f"_[{_quoted(first)}]") + _tail(rest)
+    return (first if plain else f"_[{_quoted(name_of(first))}]") + _tail(rest)
 
 
 def _tail(parts: list[str]) -> str:
-    return "".join(f"[{p}]" if _is_index(p) else f".{p}" if is_word(p) else f"[{_quoted(p)}]" for p in parts)
+    return "".join(f"[{p}]" if _is_index(p) else f".{p}" if is_word(p) else f"[{_quoted(name_of(p))}]" for p in parts)
 
 
 def is_word(part: str) -> bool:
@@ -106,7 +108,7 @@ def spell_from(fqn: str, here: Layer | None) -> str:
     if abs(distance) > NEAR:
         return spell(fqn)
     head = f"{spell(layer.container)}[i{distance:+d}]" if distance else "L"
-    return head + _tail(rest.split(".") if rest else [])
+    return head + _tail(parts_of(rest) if rest else [])
 
 
 @functools.lru_cache(maxsize=1 << 16)
@@ -117,7 +119,7 @@ def spell_input(space: str, fqn: str, here: Layer | None) -> str:
     ('P.L.wq.weight', 'I[0].tokens')
     """
     if _is_index(fqn.partition(".")[0]):
-        return space + _tail(fqn.split("."))
+        return space + _tail(parts_of(fqn))
     return f"{space}.{spell_from(fqn, here)}"
 
 
@@ -127,7 +129,7 @@ def common_parent(fqns: list[str]) -> str:
     >>> common_parent(["layers.3.attention.wq", "layers.3.attention.wo"]), common_parent(["a", "b"])
     ('layers.3.attention', '')
     """
-    levels = zip(*(fqn.split(".") for fqn in fqns))  # noqa: B905 - the shortest path ends it
+    levels = zip(*(parts_of(fqn) for fqn in fqns))  # noqa: B905 - the shortest path ends it
     return ".".join(names[0] for names in itertools.takewhile(lambda names: len(set(names)) == 1, levels))
 
 

@@ -26,12 +26,15 @@ from pytest_gtrainer.graphtext.scopes import Scope, Scopes, is_item, scope_of
 from pytest_gtrainer.graphtext.sections import Layer, SectionKey, spell_from, spell_input
 
 _KIND = re.compile(r"[a-z]+")
+SIZES = ("both", "symbols", "examples")
+"""How sizes that are dynamic are told: as symbols with their examples, or as one of the two."""
 
 
 @dataclass(slots=True)
 class Backed:
-    """The backed symbols of a graph and its bodies, and what is known of their values."""
+    """The backed symbols of a graph and its bodies, what is known of their values, and which of ``SIZES`` is told."""
 
+    sizes: str = "both"
     names: dict[sympy.Symbol, str] = field(default_factory=dict)
     hints: dict[str, Any] = field(default_factory=dict)
     _counts: Counter[str] = field(default_factory=Counter)
@@ -46,7 +49,7 @@ class Backed:
 
     def definitions(self) -> list[str]:
         """``s0 = size(16)`` for each."""
-        return [f"{name} = size({known})" for name, known in self.hints.items()]
+        return [f"{name} = size({known if self.sizes == 'both' else ''})" for name, known in self.hints.items()]
 
 
 def _kind(symbol: sympy.Symbol) -> str:
@@ -65,14 +68,19 @@ class Symbols:
 
     def spell(self, expression: sympy.Basic, value: Any, here: Layer | None) -> str:
         """The expression of a symbolic ``value`` over canonical symbols; terms are sorted after the renaming."""
-        known = self._spelled.get((expression, here))
+        told, known = expression, self._spelled.get((expression, here))
         if known is None:
+            if self._backed.sizes == "examples":
+                backed = [symbol for symbol in expression.free_symbols if not is_unbacked(symbol)]
+                expression = expression.xreplace({one: sympy.sympify(hint(one, value)) for one in backed})
             free = sorted(expression.free_symbols, key=lambda symbol: (len(symbol.name), symbol.name))
             renamed = {  # with the assumptions that decide how an expression is printed
                 symbol: sympy.Symbol(self._name(symbol, value, here), integer=symbol.is_integer, real=symbol.is_real)
                 for symbol in free
             }
-            known = self._spelled[expression, here] = str(expression.xreplace(renamed))
+            is_example = expression.is_Float and told is not expression
+            spelled = repr(float(expression)) if is_example else str(expression.xreplace(renamed))
+            known = self._spelled[told, here] = spelled
         return known
 
     def _name(self, symbol: sympy.Symbol, value: Any, here: Layer | None) -> str:
@@ -210,7 +218,7 @@ class Speller:
             return f"{self.reference(node.args[0])}[{node.args[1]}]"
         if node.op != "get_attr":
             space, fqn, repeat = self._inputs[node]
-            spelled = spell_input(space, fqn, self._key.layer if space in ("P", "B") else None)
+            spelled = spell_input(space, fqn, self._key.layer if space != "I" else None)
             return f'{spelled}["#{repeat}"]' if repeat else spelled
         target = str(node.target)
         return self._bodies.get(target) or self._literal(operator.attrgetter(target)(self._gm))

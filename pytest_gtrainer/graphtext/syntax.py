@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from pytest_gtrainer.graph.paths import joined
 from pytest_gtrainer.graphtext.header import TextError
 from pytest_gtrainer.graphtext.sections import NOWHERE, Layer, Scope, SectionKey, scope_of
 
@@ -124,7 +125,7 @@ def static_path(links: Sequence[Link]) -> str:
         if link.kind == "call" or (link.kind == "index" and int(link.value) < 0):  # type: ignore[arg-type]
             raise refuse(link.node, f"expected a module path, found `{shown(link.node)}`")
     names = [str(link.value) for link in links]
-    return ".".join(names[1:] if names[:1] == ["_"] else names)
+    return joined(names[1:] if names[:1] == ["_"] else names)
 
 
 # -- chains as functions of where they stand
@@ -165,7 +166,7 @@ def path_at(links: Sequence[Link]) -> PathAt:
         if not place:
             raise refuse(link.node, f"expected the layers' module before `[...]`, found `{shown(link.node)}`")
         head, distance, rest = static_path(links[:place]), int(link.value), links[place + 1 :]  # type: ignore[arg-type]
-    tail = "".join(f".{name}" for name in (static_path(rest).split(".") if rest else []))
+    tail = f".{static_path(rest)}" if rest else ""
 
     def relative(here: Layer | None) -> str:
         if here is None:

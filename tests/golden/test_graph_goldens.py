@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch._dynamo
 
@@ -128,3 +129,34 @@ def test_a_text_that_would_not_be_read_back_is_not_written(run_here, goldens):
     result.assert_outcomes(passed=2, failed=1)
     assert list(goldens()) == ["test_it/test_graph-plain.fxgraph"]
     result.stdout.fnmatch_lines(["*restless.fxgraph was not written: it would be read back as another graph: line *"])
+
+
+DYNAMIC = '''
+import os
+
+from pytest_gtrainer import graphtext
+
+TEXT = """\\
+s0 = size({batch})
+if I:
+  I.x: f32[s0, 8]
+if fwd:
+  with _:
+    relu: f32[s0, 8] = aten.relu(I.x)
+if out:
+  yield fwd._.relu
+"""
+
+def test_it(gt_golden):
+    gt_golden.check(graphtext.parse(TEXT.format(batch=os.environ["BATCH"])), sizes=os.environ["SIZES"])
+'''
+
+
+@pytest.mark.parametrize(("sizes", "outcome"), [("symbols", "passed"), ("both", "failed"), ("examples", "failed")])
+def test_one_golden_serves_two_batches_where_sizes_are_symbols(run_here, monkeypatch, sizes, outcome):
+    """The twin: with their examples it does not."""
+    monkeypatch.setenv("SIZES", sizes)
+    monkeypatch.setenv("BATCH", "16")
+    run_here(DYNAMIC, "--gt-update-goldens").assert_outcomes(passed=1)
+    monkeypatch.setenv("BATCH", "32")
+    run_here(None).assert_outcomes(**{outcome: 1})

@@ -93,7 +93,7 @@ def test_results_of_a_backward_are_named_after_what_they_are_gradients_of(graphs
 
 def test_without_names_descriptors_alone_name_nothing_wrongly(graphs):
     text = graphtext.render(graphs["forward"])
-    assert "A[0]: f32[16, 8]\n" in text
+    assert "  A.L.up.mm_mat2: f32[16, 8]\n" in text
     assert "P." not in text
 
 

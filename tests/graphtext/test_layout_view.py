@@ -297,9 +297,9 @@ def test_a_member_that_nobody_uses_keeps_its_place():
 
 def test_a_member_that_goes_elsewhere_is_refused():
     """D17: half of the bucket is told of no gradient."""
-    sin = "sin: f32[4] = aten.add.Scalar(split_with_sizes[2], 1)", "mm: f32[4] = aten.mul.Tensor(sin, I.x)"
-    with pytest.raises(UnreadLayout, match=r"reduce_scatter_tensor gives a, .*at node mm \(aten::mul.Tensor\)"):
-        two(*REDUCED, *sin, out="a = fwd._.split_with_sizes[0]\nb = fwd._.mm")
+    sin = "sin: f32[4] = aten.add.Scalar(split_with_sizes[2], 1)", "mv: f32[4] = aten.mv(I.x, sin)"
+    with pytest.raises(UnreadLayout, match=r"reduce_scatter_tensor gives a, .*at node mv \(aten::mv\)"):
+        two(*REDUCED, *sin, out="a = fwd._.split_with_sizes[0]\nb = fwd._.mv")
 
 
 def test_gradients_that_are_only_all_reduced_are_told():
@@ -379,3 +379,110 @@ if out:
     known = known.replace(second, "aten.slice.Tensor(wait_tensor, 0, 8, 16)")
     (payload,) = bucket_layout(parse(known)).payloads
     assert payload.slots == (Slot("a", 0, 32), Slot("b", 32, 32))
+
+
+SCALED = """\
+fsdp = group(range(0, 2))
+if P:
+  P.a: f32[4]
+  P.b: f32[4]
+if I:
+  I.count: f32[()]
+  I.mask: f32[8]
+if bwd:
+  with _:
+    {reduced}
+    wait_tensor: f32[8] = _c10d_functional.wait_tensor(reduced)
+    {body}
+if out:
+  a = {a}
+  b = {b}
+"""
+REDUCTIONS = {
+    "reduce_scatter": 'reduced: f32[8] = _c10d_functional.reduce_scatter_tensor(I.mask, "sum", 2, fsdp)',
+    "all_reduce": 'reduced: f32[8] = _c10d_functional.all_reduce(I.mask, "sum", fsdp)',
+}
+SPLIT = "split: [f32[4], f32[4]] = aten.split.Tensor(x, 4)"
+IN_A_BUCKET = ("bwd._.split[0]", "bwd._.split[1]")
+
+
+@pytest.mark.parametrize("kind", REDUCTIONS)
+@pytest.mark.parametrize(
+    ("body", "results"),
+    [
+        (("x: f32[8] = aten.div.Tensor(wait_tensor, I.count)", SPLIT), IN_A_BUCKET),
+        (("x: f32[8] = aten.mul.Tensor(I.count, wait_tensor)", SPLIT), IN_A_BUCKET),
+        (("x: f32[8] = aten.mul.Tensor(wait_tensor, I.mask)", SPLIT), IN_A_BUCKET),
+        (("zero: b8[8] = aten.eq.Tensor(I.mask, I.count)", "x: f32[8] = aten.where.self(zero, I.mask, wait_tensor)",
+          SPLIT), IN_A_BUCKET),
+        ((SPLIT.replace("(x", "(wait_tensor"), "one: f32[4] = aten.div.Tensor(split[0], I.count)",
+          "two: f32[4] = aten.div.Tensor(split[1], I.count)"), ("bwd._.one", "bwd._.two")),
+        ((SPLIT.replace("(x", "(wait_tensor"),
+          "each: [f32[4], f32[4]] = aten._foreach_div.Tensor([split[0], split[1]], I.count)"),
+         ("bwd._.each[0]", "bwd._.each[1]")),
+        (("one: f32[4] = aten.slice.Tensor(wait_tensor, 0, 0, 4)", "two: f32[4] = aten.slice.Tensor(wait_tensor, 0, 4)",
+          "norm: f32[()] = aten.linalg_vector_norm(wait_tensor)", "low: f32[4] = aten.mul.Tensor(one, norm)"),
+         ("bwd._.low", "bwd._.two")),
+        (("one: f32[4] = aten.slice.Tensor(wait_tensor, 0, 0, 4)", "two: f32[4] = aten.slice.Tensor(wait_tensor, 0, 4)",
+          "square: f32[8] = aten.pow.Tensor_Scalar(wait_tensor, 2)", "sum_1: f32[()] = aten.sum(square)"),
+         ("bwd._.one", "bwd._.two")),
+    ],
+    ids=["divided", "factor-first", "masked", "where", "divided-apart", "foreach", "norm-of-bucket", "sum-of-squares"],
+)  # fmt: skip
+def test_gradients_that_a_tensor_scales_or_a_norm_reads_are_members(kind, body, results):
+    """D17: a token count, a loss scale, a clip coefficient; the bucket's norm beside its slices loses nobody."""
+    text = SCALED.format(reduced=REDUCTIONS[kind], body="\n    ".join(body), a=results[0], b=results[1])
+    (payload,) = bucket_layout(parse(text)).payloads
+    assert (payload.collective, payload.slots) == (kind, (Slot("a", 0, 16), Slot("b", 16, 16)))
+
+
+def test_an_all_reduced_count_is_no_gradient():
+    """The twin: what gradients are divided by has a place of its own in no payload."""
+    body = ("count: f32[()] = _c10d_functional.all_reduce(I.count, \"sum\", fsdp)",
+            "waited: f32[()] = _c10d_functional.wait_tensor(count)",
+            "x: f32[8] = aten.div.Tensor(wait_tensor, waited)", SPLIT)  # fmt: skip
+    text = SCALED.format(reduced=REDUCTIONS["all_reduce"], body="\n    ".join(body), a=IN_A_BUCKET[0], b=IN_A_BUCKET[1])
+    (payload,) = bucket_layout(parse(text)).payloads
+    assert payload.parameters == ("a", "b")
+    of_one = SCALED.replace("[8]", "[1]").replace("f32[4]", "f32[1]").format(
+        reduced=REDUCTIONS["all_reduce"].replace("[8]", "[1]"), body="\n    ".join(body[:2] + (
+            "x: f32[1] = aten.div.Tensor(wait_tensor, waited)",)), a="bwd._.x", b="None")  # fmt: skip
+    (payload,) = bucket_layout(parse(of_one)).payloads
+    assert payload.slots == (Slot("a", 0, 4),)
+
+
+def test_a_member_behind_an_operator_that_picks_is_still_refused_beside_a_norm():
+    body = (SPLIT.replace("(x", "(wait_tensor"), "norm: f32[()] = aten.linalg_vector_norm(wait_tensor)",
+            "two: f32[4] = aten.take(wait_tensor, I.count)")  # fmt: skip
+    text = SCALED.format(
+        reduced=REDUCTIONS["reduce_scatter"], body="\n    ".join(body), a="bwd._.split[0]", b="bwd._.two"
+    )
+    with pytest.raises(UnreadLayout, match=r"reduced gives a, and .* cannot be read: at node two \(aten::take\)"):
+        bucket_layout(parse(text))
+
+
+def test_a_parameter_that_is_scaled_before_its_gather_is_a_member():
+    drawn = two(
+        "amax: f32[()] = aten.amax(I.x)",
+        "scaled: f32[4] = aten.div.Tensor(P.a, amax)",
+        "cat: f32[8] = aten.cat([P.b, scaled])",
+        "all_gather_into_tensor: f32[16] = _c10d_functional.all_gather_into_tensor(cat, 2, fsdp)",
+        "wait_tensor: f32[16] = _c10d_functional.wait_tensor(all_gather_into_tensor)",
+    )
+    assert "  b: at(0, bytes=16)\n  a: at(16, bytes=16)\n" in drawn
+
+
+def test_a_gradient_that_a_bucket_holds_twice_has_both_places():
+    text = SCALED.format(
+        reduced=REDUCTIONS["reduce_scatter"],
+        body="\n    ".join(
+            [
+                "twice: f32[16] = aten.cat([wait_tensor, wait_tensor])",
+                "two: f32[8] = aten.slice.Tensor(twice, 0, 8)",
+            ]
+        ),
+        a="bwd._.two",
+        b="None",
+    )
+    (payload,) = bucket_layout(parse(text)).payloads
+    assert payload.slots == (Slot("a", 0, 32),)

@@ -1,0 +1,42 @@
+"""Graphs of Dynamo and AOTAutograd, of one call of a compiled function."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+from torch._dynamo.backends.common import aot_autograd
+
+
+def stages(function: Callable[..., Any], *args: Any, dynamic: bool | None = None) -> dict[str, fx.GraphModule]:
+    """``dynamo``, ``forward`` and, if the result has a gradient, ``backward``."""
+    found: dict[str, fx.GraphModule] = {}
+
+    def keep(which: str) -> Callable[..., Any]:
+        def compiler(gm: fx.GraphModule, inputs: object) -> fx.GraphModule:
+            found[which] = gm
+            return gm
+
+        return compiler
+
+    def backend(gm: fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
+        found["dynamo"] = copy.deepcopy(gm)
+        return aot_autograd(fw_compiler=keep("forward"), bw_compiler=keep("backward"))(gm, inputs)
+
+    torch.compiler.reset()
+    result = torch.compile(function, backend=backend, dynamic=dynamic, fullgraph=True)(*args)
+    if result.requires_grad:
+        result.sum().backward()
+    return found
+
+
+def renamed(gm: fx.GraphModule) -> fx.GraphModule:
+    """A copy in which all nodes have other names, bodies included."""
+    gm = copy.deepcopy(gm)
+    for module in gm.modules():
+        for node in module.graph.nodes if isinstance(module, fx.GraphModule) else ():
+            node.name = f"n_{node.name}"
+    return gm

@@ -46,9 +46,17 @@ ATTRIBUTES = {
 __all__ = ["GuardOnDataDependentSymNode", "annotate", "make_fx"]
 
 
-def new_fake_mode() -> FakeTensorMode:
-    """Static shapes, except data-dependent sizes, which become unbacked symbols."""
-    return FakeTensorMode(allow_fallback_kernels=True, shape_env=ShapeEnv(), static_shapes=True)
+def new_fake_mode(real_inputs: bool = False) -> FakeTensorMode:
+    """Static shapes, except data-dependent sizes, which become unbacked symbols.
+
+    ``real_inputs`` lets operators read real tensors; then none runs for want of a fake one.
+    """
+    return FakeTensorMode(
+        allow_fallback_kernels=not real_inputs,
+        allow_non_fake_inputs=real_inputs,
+        shape_env=ShapeEnv(),
+        static_shapes=True,
+    )
 
 
 def new_extent(mode: FakeTensorMode) -> torch.SymInt:

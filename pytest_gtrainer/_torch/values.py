@@ -33,7 +33,7 @@ ATTRIBUTES = {
     "torch._ops:OpOverload": ("_schema",),
     "torch:UntypedStorage": ("_cdata",),
     "torch.distributed.tensor:DTensor": ("_local_tensor",),
-    "torch.nn:Module": ("_parameters", "_buffers"),
+    "torch.nn:Module": ("_parameters", "_buffers", "_modules"),
 }
 
 __all__ = [
@@ -78,3 +78,8 @@ def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
 def buffers_of(module: nn.Module) -> dict[str, torch.Tensor | None]:
     """The module's own buffers by name: its table, not a copy."""
     return module._buffers
+
+
+def modules_of(module: nn.Module) -> dict[str, nn.Module | None]:
+    """The module's own children by name: its table, not a copy."""
+    return module._modules

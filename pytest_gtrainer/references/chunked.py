@@ -14,11 +14,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from pytest_gtrainer._torch.fsdp2 import annotate, is_block_mask, split_block_mask
 from pytest_gtrainer.graph.chunks import BODY, EAGER, MATERIALIZATION, SPLIT_BOUNDARY, annotation
 from pytest_gtrainer.passes.chunking.config import MOE, ChunkConfig, ChunkError
 from pytest_gtrainer.references.following import Following
+from pytest_gtrainer.references.twin_forwards import check_twins, twin_graphs
 from pytest_gtrainer.tracing.model import Attachment, tensor_text
 
 MASKS = frozenset({"mask", "masks", "attn_mask", "attention_mask", "attention_masks", "block_mask"})
@@ -86,7 +88,7 @@ class _ChunkedForward:
         bound = self.signature.bind(*args, **kwargs)
         with self._annotated(SPLIT_BOUNDARY):
             chunks = self._split(bound.arguments)
-        following = None if self.followed else self._following(bound.arguments, chunks[0])
+        following = None if self.followed else self._judge(bound.arguments, chunks[0])
         outputs = []
         for index, arguments in enumerate(chunks):
             part = inspect.BoundArguments(self.signature, arguments)
@@ -99,9 +101,16 @@ class _ChunkedForward:
             self.followed.append(True)
         return joined
 
-    def _following(self, whole: Mapping[str, Any], part: Mapping[str, Any]) -> Following | None:
-        """What judges the operators of the first chunk; None inside of compiled code, or where somebody answers."""
+    def _judge(self, whole: Mapping[str, Any], part: Mapping[str, Any]) -> Following | None:
+        """Refuse operators that mix rows, or give what judges them while the first chunk runs.
+
+        Inside of compiled code, and where somebody answers, nobody judges.
+        """
         if torch.compiler.is_compiling() or self.config.module_fqn in self.config.row_wise:
+            return None
+        if (graphs := twin_graphs(self.fqn, self.run, whole, part)) is not None:
+            check_twins(self.fqn, graphs, self.config)
+            self.followed.append(True)
             return None
         cut = [
             (value, self.config.dim if place == 0 else 0)
@@ -119,6 +128,9 @@ class _ChunkedForward:
         activation = arguments[names[0]] if names else None
         if not isinstance(activation, Tensor) or activation.ndim <= self.config.dim:
             raise self._refused(arguments, "its first argument must be an activation with that dimension")
+        for name, value in arguments.items():
+            if isinstance(value, DTensor):
+                raise self._refused(arguments, f"{name} is a DTensor, {value.placements} over {value.device_mesh}")
         if self.config.kind == MOE and len(names) > 1:
             raise self._refused(arguments, "a MoE layer takes one activation and nothing else")
         extent = activation.shape[self.config.dim]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
+from pytest_gtrainer._torch.passes import root_ranks
 from pytest_gtrainer.graph.bucket_plan import LOSS, BucketPlan, Plan, layer_of
 from pytest_gtrainer.graph.collectives import PlanError
 from pytest_gtrainer.numerics.determinism import ActivationCheckpointConfig, random_state
@@ -97,6 +99,7 @@ class TrainConfig:
                 raise ValueError(
                     f"submeshes has a {mesh.ndim}-D mesh for {name!r}: take the one dimension it is sharded over"
                 )
+        _check_submeshes(self.mesh, self.submeshes)
         entries = {entry for entry in self.bucket_plan if isinstance(entry, str)}
         unknown = sorted(set(self.submeshes) - entries)
         if unknown:
@@ -138,6 +141,30 @@ def _check_mesh(mesh: DeviceMesh, name: str) -> None:
             f"rank {dist.get_rank()} of {dist.get_world_size()} is not in {name}, which has ranks {ranks}: "
             "every rank that trains needs a mesh that it is part of"
         )
+
+
+def _check_submeshes(mesh: DeviceMesh, submeshes: Mapping[str, DeviceMesh]) -> None:
+    """Gradients are added over a submesh and divided by the size of the mesh, on the same ranks as those beside them.
+
+    Raises:
+        ValueError: a submesh reaches out of the mesh, or two of them were cut out of meshes that share some of their
+            ranks: a rank of one alone would wait for those of the other, or torch fail ("overlapping meshes").
+    """
+    named = {f"the mesh of {name!r} in submeshes": one for name, one in submeshes.items()}
+    for name, one in named.items():
+        beyond = sorted(set(one.mesh.flatten().tolist()) - set(mesh.mesh.flatten().tolist()))
+        if beyond:
+            raise ValueError(
+                f"{name} has ranks {one.mesh.tolist()}, and TrainConfig.mesh has {mesh.mesh.tolist()}, without "
+                f"{beyond}: a submesh is a part of the ranks that data is parallel over"
+            )
+    for (name, one), (other_name, other) in itertools.combinations(named.items(), 2):
+        ours, theirs = (set(root_ranks(each).flatten().tolist()) for each in (one, other))
+        if ours & theirs and not (ours <= theirs or theirs <= ours):
+            raise ValueError(
+                f"{name} is of a mesh of ranks {sorted(ours)}, and {other_name} of one of ranks {sorted(theirs)}: they "
+                f"share {sorted(ours & theirs)} alone; cut both out of one mesh, init_device_mesh(...)['name']"
+            )
 
 
 def finished(config: TrainConfig | Callable[[DeviceMesh], TrainConfig], world: World | None) -> TrainConfig:

@@ -1,5 +1,7 @@
 """Follows the chunk dimension through the forward of one eager chunk, and refuses operators that mix rows.
 
+This is for modules that ``references/twin_forwards`` cannot record.
+
 *Idea.* A mode sees each operator that the first chunk of a module runs, and changes none. Which dimension of a result
 is the chunk dimension is found by running the operator a second time on meta tensors whose chunk dimension is
 twice as long; for reshapes, by how many elements lie in front of it. Whether the operator mixes rows is judged as in a
@@ -10,7 +12,6 @@ that chunk computes is kept while it runs.
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -21,13 +22,16 @@ from torch import Tensor
 from pytest_gtrainer._torch.autograd import TorchDispatchMode
 from pytest_gtrainer._torch.threads import unseen_by_modes
 from pytest_gtrainer._torch.values import is_traceable_wrapper_subclass, pytree, storage_id
+from pytest_gtrainer.graph.collectives import launches
 from pytest_gtrainer.graph.nodes import is_view
+from pytest_gtrainer.passes.chunking.chunk import collective_error
 from pytest_gtrainer.passes.chunking.config import ChunkConfig, ChunkError
 from pytest_gtrainer.passes.chunking.mixing import (
     INDEXING,
     INPUT,
     MADE,
     NUMBERS,
+    RESHAPES,
     ROUTED,
     ROUTING,
     Call,
@@ -36,16 +40,15 @@ from pytest_gtrainer.passes.chunking.mixing import (
     Rows,
     Statistic,
     chosen_by,
+    is_plain,
     judge,
     mixing_error,
 )
 from pytest_gtrainer.tracing.model import tensor_text
 
-_RESHAPES = ("view", "_unsafe_view", "reshape", "_reshape_alias", "unflatten", "flatten")
-
 
 class Following(TorchDispatchMode):
-    """What is known of the tensors of one chunk's forward, while it runs.
+    """What is known of the tensors of one chunk's forward, while it runs: where there are no twin graphs.
 
     Args:
         fqn: the chunked module.
@@ -62,12 +65,11 @@ class Following(TorchDispatchMode):
         self.fqn, self.config = fqn, config
         self.known: dict[Any, Known] = {}
         self.numbers: set[Any] = set()  # tensors of 0, 1, ...
-        self.in_front: dict[Any, int] = {}  # positions of the chunk dimension's own dimension in front of its rows
         self.extents: set[int] = set()
         self.part = arguments[0][0].shape[arguments[0][1]] if arguments else 0
         self.kept: dict[int, Any] = {}  # memory that the chunk has made, and that of its arguments
         for tensor, dim in arguments:
-            self._note(tensor, Rows((dim,)), 1)
+            self._note(tensor, Rows((dim,)))
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -78,7 +80,7 @@ class Following(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        before = {storage_id(leaf) for leaf in pytree.tree_leaves([args, kwargs]) if _has_memory(leaf)}
+        before = {storage_id(leaf) for leaf in pytree.tree_leaves([args, kwargs]) if has_memory(leaf)}
         made = func(*args, **kwargs)
         self._follow(func, args, kwargs, made, before - self.kept.keys())
         return made
@@ -91,11 +93,14 @@ class Following(TorchDispatchMode):
         call = Call(func, given, named, [])
         if not any(operand.known for operand in call.operands):
             for result in results:
-                self._note(result, None, foreign=foreign)
+                self._note(result, None, foreign)
             whole = call.name == "arange" and call.given.get("start", 0) == 0 and call.given.get("step", 1) == 1
             shown = is_view(func) and call.operands and self._key(call.operands[0].value) in self.numbers
             self.numbers.update(self._key(result) for result in results if whole or shown)
             return
+        if launches(func) and "all_to_all" not in call.name:
+            group = call.given.get("group_name")
+            raise collective_error(str(func), group if isinstance(group, str) else None, self.fqn)
         given, named = self._with_counted(call, given, named)
         what = f"{func} of {', '.join(tensor_text(o.value) for o in call.operands if isinstance(o.value, Tensor))}"
         dims = self._dims(func, given, named, Call(func, given, named, []), results)
@@ -104,7 +109,7 @@ class Following(TorchDispatchMode):
         if wrong is not None:
             raise mixing_error(what, wrong, self.fqn, self.config)
         for result, found in zip(results, known, strict=True):
-            self._note(result, found, self._front_of(call, result, found), foreign)
+            self._note(result, found, foreign)
 
     def _with_counted(self, call: Call, given: Any, named: Any) -> tuple[Any, Any]:
         """Arguments with what indexing tells of tensors that the forward has made: row numbers, memory for rows."""
@@ -119,10 +124,10 @@ class Following(TorchDispatchMode):
             routed = isinstance(into.known, Rows) and into.known.hold == ROUTED and dim in into.known.dims
             if routed and isinstance(index.known, Statistic) and index.value.shape[:1] == (extent,):
                 found[id(index.value)] = Rows((0,), ROUTING)  # an order of rows that counts of the data have made
-            local = storage_id(into.value) in self.kept if _has_memory(into.value) else False
+            local = storage_id(into.value) in self.kept if has_memory(into.value) else False
             if (
                 into.known is None
-                and index.known is not None
+                and (index.known is not None or id(index.value) in found)
                 and local
                 and type(extent) is int
                 and extent in self.extents
@@ -139,7 +144,7 @@ class Following(TorchDispatchMode):
         if not rows:
             return [()] * len(results)
         (first, known), *_ = rows
-        if call.name in _RESHAPES:
+        if call.name in RESHAPES:
             return [self._reshaped(first.value, known, results[0])]
         if call.name == "all_to_all_single":
             return [(0,)] * len(results)
@@ -167,15 +172,11 @@ class Following(TorchDispatchMode):
         found = [dim for dim, extent in enumerate(result.shape) if type(extent) is int and extent in self.extents]
         return tuple((of_data or found)[:1] or range(min(result.ndim, 1)))
 
-    def _front(self, source: Tensor, known: Rows) -> int:
-        """How many elements, or positions, lie in front of the chunk dimension in all."""
-        return math.prod(source.shape[: known.dims[0]]) * self.in_front.get(self._key(source), 1)
-
     def _reshaped(self, source: Tensor, known: Rows, result: Tensor) -> tuple[int, ...]:
         """Where the rows lie behind a reshape, which leaves what is in front of them as it was."""
-        if not _is_plain(source) or not _is_plain(result):
+        if not is_plain(source) or not is_plain(result):
             return self._with_known_extent(result)
-        front, passed = self._front(source, known), [1]
+        front, passed = known.in_front(source), [1]
         for extent in result.shape:
             passed.append(passed[-1] * extent)
         places = list(enumerate(itertools.pairwise(passed)))
@@ -185,29 +186,18 @@ class Following(TorchDispatchMode):
             found = alone + [dim for dim, (before, behind) in places if before < behind == front] + found
         return tuple(found[:1]) or self._with_known_extent(result)
 
-    def _front_of(self, call: Call, result: Tensor, found: Known) -> int:
-        """How many positions of the result's own dimension lie in front of the chunk dimension's."""
-        rows = call.rows()
-        if not isinstance(found, Rows) or not rows or not all(map(_is_plain, [result, *(o.value for o, _ in rows)])):
-            return 1
-        if call.name in _RESHAPES:
-            return max(1, self._front(rows[0][0].value, rows[0][1]) // (math.prod(result.shape[: found.dims[0]]) or 1))
-        extent = result.shape[found.dims[0]]
-        alike = [o.value for o, known in rows if o.value.shape[known.dims[0]] == extent]
-        return max((self.in_front.get(self._key(value), 1) for value in alike), default=1)
-
     def _operand(self, tensor: Tensor) -> Operand:
         return Operand(tensor, self.known.get(self._key(tensor)))
 
-    def _note(self, tensor: Tensor, known: Known, front: int = 1, foreign: Collection[int] = ()) -> None:
-        if _has_memory(tensor):
+    def _note(self, tensor: Tensor, known: Known, foreign: Collection[int] = ()) -> None:
+        if has_memory(tensor):
             if storage_id(tensor) in foreign:
                 return  # a buffer, which goes from chunk to chunk, or a parameter
             self.kept[storage_id(tensor)] = tensor.untyped_storage()
         else:
             self.kept[id(tensor)] = tensor
         key = self._key(tensor)
-        self.known[key], self.in_front[key] = known, front
+        self.known[key] = known
         if isinstance(known, Rows):
             self.extents.update(extent for dim in known.dims if type(extent := tensor.shape[dim]) is int)
 
@@ -215,7 +205,7 @@ class Following(TorchDispatchMode):
         """What tells a tensor from others: autograd hands on views as other objects of the same geometry."""
         if type(tensor).__name__ == "AsyncCollectiveTensor":
             return self._key(tensor.elem)
-        if not _has_memory(tensor):
+        if not has_memory(tensor):
             return id(tensor)
         return storage_id(tensor), tensor.dtype, str((tensor.storage_offset(), tensor.shape, tensor.stride()))
 
@@ -229,26 +219,25 @@ class Following(TorchDispatchMode):
             known = self.known.get(self._key(tensor))
             if isinstance(known, Rows) and (known.hold != INPUT or known.dims == (self.config.dim,)):
                 continue
-            dims = f"in dimension {known.dims[0]}" if isinstance(known, Rows) else "nowhere, as far as can be seen"
-            raise ChunkError(
-                f"{self.fqn} returns {tensor_text(tensor)}{f' in place {place}' if place else ''}, which has "
-                f"the {self.config.chunk_dim} {dims}. Chunks are joined along dimension {self.config.dim}: return it "
-                "there; compiled code cannot be looked into: chunk modules before they are compiled, or answer: "
-                f"ChunkConfig(row_wise=({self.config.module_fqn!r},))"
-            )
+            raise returned_error(self.fqn, tensor, place, known.dims if isinstance(known, Rows) else (), self.config)
 
 
-def _has_memory(value: Any) -> bool:
+def returned_error(fqn: str, tensor: Tensor, place: int, dims: Sequence[int] | None, config: ChunkConfig) -> ChunkError:
+    """The refusal of what a chunk returns, which has the chunk dimension elsewhere, or has lost it."""
+    where = f"in dimension {dims[0]}" if dims else "nowhere, as far as can be seen"
+    return ChunkError(
+        f"{fqn} returns {tensor_text(tensor)}{f' in place {place}' if place else ''}, which has the {config.chunk_dim} "
+        f"{where}. Chunks are joined along dimension {config.dim}: return it there; compiled code cannot be looked "
+        f"into: chunk modules before they are compiled, or answer: ChunkConfig(row_wise=({config.module_fqn!r},))"
+    )
+
+
+def has_memory(value: Any) -> bool:
     return isinstance(value, Tensor) and not is_traceable_wrapper_subclass(value) and value.layout == torch.strided
 
 
 def _differing(one: Tensor, other: Tensor) -> tuple[int, ...]:
     return tuple(dim for dim, (a, b) in enumerate(zip(one.shape, other.shape, strict=True)) if a != b)
-
-
-def _is_plain(tensor: Tensor) -> bool:
-    """Whether its extents are numbers, none of the data."""
-    return all(type(extent) is int for extent in tensor.shape)
 
 
 def _aligned(rows: Sequence[tuple[Operand, Rows]], result: Tensor) -> tuple[int, ...]:

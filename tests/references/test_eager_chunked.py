@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor, Shard
 
 from fixtures.models import deepseek_v3
 from fixtures.models.loss import ce_step
@@ -149,6 +150,14 @@ def test_calls_that_cannot_be_chunked(arguments, message):
     """I2, G9."""
     with pytest.raises(ValueError, match=message):
         chunked()(*arguments)
+
+
+@pytest.mark.gt_world("fake", size=2)
+def test_an_activation_that_is_sharded_is_refused_by_its_mesh(gt_mesh):
+    """I2: tensor parallelism; torch would cut it, with a collective for each chunk."""
+    x = DTensor.from_local(X, gt_mesh, [Shard(0)], run_check=False)
+    with pytest.raises(ValueError, match=r"layers\.0 .*: x is a DTensor, \(Shard\(dim=0\),\) over DeviceMesh\("):
+        chunked()(x)
 
 
 def test_a_moe_layer_takes_one_activation():

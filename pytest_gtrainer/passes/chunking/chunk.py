@@ -6,18 +6,35 @@ import logging
 import math
 import operator
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import fx
 
 from pytest_gtrainer._torch.passes import ALL_TO_ALL, WAIT
+from pytest_gtrainer._torch.process_groups import group_ranks
+from pytest_gtrainer.graph.collectives import group_of
 from pytest_gtrainer.graph.nodes import BACKWARD, FORWARD, direction, is_collective
 from pytest_gtrainer.passes.chunking.config import ChunkConfig, ChunkError, described
-from pytest_gtrainer.passes.chunking.mixing import INPUT, MADE, Call, Known, Operand, Rows, judge, mixing_error
+from pytest_gtrainer.passes.chunking.mixing import (
+    COUNTED,
+    HOW_MANY,
+    INPUT,
+    MADE,
+    NUMBERS,
+    Call,
+    Known,
+    Operand,
+    Rows,
+    Statistic,
+    judge,
+    mixing_error,
+)
 from pytest_gtrainer.passes.chunking.regions import Region, Storages, find_regions, gradient_reductions
 from pytest_gtrainer.passes.chunking.rewrite import CHUNKING, Rewrite
-from pytest_gtrainer.passes.chunking.twins import Twins, differing_dims, symbolic_twins
+from pytest_gtrainer.passes.chunking.twins import Twins, constant, differing_dims, symbolic_twins
 
 aten = torch.ops.aten
 _RESHAPES = {
@@ -54,15 +71,12 @@ def check_bodies(twins: Twins, regions: Sequence[Region], storages: Storages, co
     """
     reductions = gradient_reductions(twins.full.graph)
     following = _Following(twins, regions, storages, config)
+    bodies = following.bodies
     for region in regions:
         root = region.key.root
         for node in region.body:
             if is_collective(node) and node.target not in (ALL_TO_ALL, WAIT) and node not in reductions:
-                raise ChunkError(
-                    f"{described(node)} is a collective that the chunk dimension reaches inside {root}. Only "
-                    "all-to-alls of expert parallelism and reductions of parameter gradients may run once per chunk, "
-                    "tensor parallelism may not: chunk modules without it, or take the collective out of the module"
-                )
+                raise collective_error(described(node), group_of(node), root)
             for source in node.all_input_nodes if region.key.direction == FORWARD else ():
                 if direction(source) == BACKWARD:
                     raise ChunkError(
@@ -72,6 +86,20 @@ def check_bodies(twins: Twins, regions: Sequence[Region], storages: Storages, co
             _check_fixed_extent(node, region, twins)
             if config.module_fqn not in config.row_wise:
                 following.check(node, root)
+                if region.key.direction == FORWARD and any(user not in bodies for user in node.users):
+                    following.check_leaving(node, root)
+
+
+def collective_error(what: str, group: str | None, root: str) -> ChunkError:
+    """The refusal of a collective on activations, with its process group."""
+    among = "" if group is None else f" over the process group {group!r}"
+    with suppress(ValueError):  # a group of another process
+        among += f" of ranks {list(group_ranks(group))}" if group is not None else ""
+    return ChunkError(
+        f"{what} is a collective{among} that the chunk dimension reaches inside {root}. Only all-to-alls of expert "
+        "parallelism and reductions of parameter gradients may run once per chunk, tensor parallelism may not: chunk "
+        "modules without it, or take the collective out of the module"
+    )
 
 
 class _Following:
@@ -91,7 +119,8 @@ class _Following:
             self.known[node] = [found[index]] if index < len(found) else [self._of(node)]
             return
         args, kwargs = (fx.node.map_arg(given, self._operand) for given in (node.args, node.kwargs))
-        call = Call(node.target, args, kwargs, list(self._results(node)))
+        part = self.twins.part_of[node]
+        call = Call(node.target, args, kwargs, list(self._results(node)), (part.args, part.kwargs))
         wrong, self.known[node] = judge(call, described(node), self.config.row_wise)
         if wrong is not None:
             raise mixing_error(described(node), wrong, root, self.config)
@@ -100,6 +129,17 @@ class _Following:
                 self.written[storage] = self.known[node][0]
             else:
                 self.known[node] = [None]  # a buffer, which goes from chunk to chunk
+
+    def check_leaving(self, node: fx.Node, root: str) -> None:
+        """What leaves the module can be joined: in the order of the rows, and no numbers of a chunk's own rows."""
+        known = self._of(node)
+        if not isinstance(known, Rows):
+            return
+        counted, turned = known.hold in (NUMBERS, COUNTED), known.hold == INPUT and known.front != 1
+        if counted or turned:
+            wrong = f"depends on their number, or on {HOW_MANY}," if counted else "has rows in another order"
+            what = described(node)
+            raise mixing_error(what, f"{wrong} and leaves the module in dimension {known.dims[0]}", root, self.config)
 
     def _results(self, node: fx.Node) -> Iterator[tuple[Any, Sequence[int]]]:
         ours, theirs = node.meta.get("val"), self.twins.part_of[node].meta.get("val")
@@ -112,12 +152,27 @@ class _Following:
         return Operand(node.meta.get("val"), self._of(node))
 
     def _of(self, node: fx.Node) -> Known:
-        known = self.known.get(node, [None])[0]
+        known, written = self.known.get(node, [None])[0], self.written.get(self.storages.of[node])
+        if isinstance(known, Rows) and isinstance(written, Rows) and known.hold == MADE:
+            return replace(known, hold=written.hold)
         if known is None and node in self.bodies:
-            return self.written.get(self.storages.of[node])
+            return written
+        if known is None and node.op == "get_attr":
+            return self._of_constant(node)
         if known is None and (dims := self.twins.dims.get(node) or _unknown_dims(node.meta.get("val"))):
-            return Rows(tuple(dims), MADE if node.op == "get_attr" else INPUT)
+            return Rows(tuple(dims))
         return known
+
+    def _of_constant(self, node: fx.Node) -> Known:
+        """A tensor of the model's own: the same in every row of either twin, or not."""
+        if node not in self.twins.differing or not isinstance(node.meta.get("val"), torch.Tensor):
+            return None
+        if len(dims := self.twins.dims.get(node, [])) != 1:
+            return Statistic(f"{described(node)}, by {HOW_MANY}")
+        ours, theirs = constant(self.twins.full, node), constant(self.twins.part, self.twins.part_of[node])
+        rows = [row for tensor in (ours, theirs) for row in tensor.unbind(dims[0])]
+        same = not ours.is_meta and all(torch.equal(row, rows[0]) for row in rows)
+        return Rows(tuple(dims), MADE if same else COUNTED)
 
 
 def _unknown_dims(value: Any) -> list[int]:

@@ -9,6 +9,10 @@ gradient is added to the others, a buffer goes from chunk to chunk.
 *Routing* is free, as a MoE layer does it: integers may be computed across rows (counts, offsets, orders), rows may be
 brought into an order of the data, and split by counts. Floating-point numbers computed from such integers are not.
 
+*What the module makes itself* is the same in every row (``zeros``), or it depends on a row's number or on how many rows
+there are, which in a chunk are others (``arange``, ``eye``, ``x.shape[0]`` as a number): that may choose rows by their
+own number, and else not meet them. It spreads: what is computed from it depends on the same.
+
 An operator is judged by one of four rules, else refused: it stands in a table here; it is tagged as pointwise, or
 shows memory; its dimensions tell all (``_BY_DIMENSIONS``: what it sums over is gone from its result); or it is the
 backward of one that was judged in the forward.
@@ -16,6 +20,7 @@ backward of one that was judged in the forward.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,16 +32,29 @@ from pytest_gtrainer._torch.values import HigherOrderOperator, OpOverload, pytre
 from pytest_gtrainer.graph.nodes import is_view
 from pytest_gtrainer.passes.chunking.config import ChunkConfig, ChunkError
 
-INPUT, ROUTED, ROUTING, NUMBERS, MADE = "input", "routed", "routing", "numbers", "made"
-"""What rows hold: data in place; data in an order of the data; integers across rows; 0, 1, ...; no data."""
+INPUT, ROUTED, ROUTING = "input", "routed", "routing"
+"""What rows hold: data in place; data in an order of the data; integers across rows."""
+MADE, NUMBERS, COUNTED = "made", "numbers", "counted"
+"""Without data: the same in every row; 0, 1, ...; something else that depends on a row's number, or on how many rows
+there are."""
+_WITHOUT_DATA = {MADE, NUMBERS, COUNTED}
+HOW_MANY = "how many rows there are"
 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """A tensor with the chunk dimension: where it has it, and what its rows hold."""
+    """A tensor with the chunk dimension: where it has it, and what its rows hold.
+
+    ``front``: a dimension may be merged of others; positions of it that lie in front of the chunk dimension.
+    """
 
     dims: tuple[int, ...]
     hold: str = INPUT
+    front: int = 1
+
+    def in_front(self, tensor: torch.Tensor) -> int:
+        """Positions in front of the chunk dimension in all."""
+        return math.prod(tensor.shape[: self.dims[0]]) * self.front
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,12 +87,21 @@ class Call:
         name: the operator's, without namespace, overload and the underscore of an in-place one.
         given: its arguments by name, tensors as ``Operand``.
         results: its tensors, each with the dimensions that are the chunk dimension.
+        counts: whether a number that it computes with depends on how many rows there are.
+
+    Args:
+        part: the same arguments at the extent of one chunk, if they are known.
     """
 
     def __init__(
-        self, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], results: Sequence[tuple[Any, Sequence[int]]]
+        self,
+        target: Any,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        results: Sequence[tuple[Any, Sequence[int]]],
+        part: tuple[Sequence[Any], Mapping[str, Any]] | None = None,
     ) -> None:
-        self.target, self.results = target, results
+        self.target, self.results, self.counts = target, results, False
         self.given: dict[str, Any] = {str(place): value for place, value in enumerate(args)} | dict(kwargs)
         self.name, self.full_name = str(getattr(target, "__name__", target)), str(target)
         if isinstance(target, HigherOrderOperator):
@@ -86,11 +113,11 @@ class Call:
                 self.name = name.removesuffix("_") if not name.startswith("__") else name
             else:
                 self.name = self.full_name
-            arguments = enumerate(schema(target).arguments)
-            self.given = {
-                a.name: args[place] if place < len(args) else kwargs.get(a.name, a.default_value)
-                for place, a in arguments
-            }
+            arguments = schema(target).arguments
+            self.given = _bound(arguments, args, kwargs)
+            theirs = _bound(arguments, *part) if part is not None else self.given
+            numbers = [a.name for a in arguments if re.search("number|float|Tensor", str(a.type))]
+            self.counts = any(_are_other_numbers(self.given[name], theirs[name]) for name in numbers)
         self.operands = [leaf for leaf in pytree.tree_leaves([args, kwargs]) if isinstance(leaf, Operand)]
         tags = target.tags if isinstance(target, OpOverload) else ()
         self.pointwise = torch.Tag.pointwise in tags or self.name in _POINTWISE
@@ -103,6 +130,16 @@ class Call:
     def ndim(self) -> int:
         """Dimensions of the first tensor."""
         return next((o.value.ndim for o in self.operands if isinstance(o.value, torch.Tensor)), 0)
+
+
+def _bound(arguments: Sequence[Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments by their names in a schema."""
+    pairs = enumerate(arguments)
+    return {a.name: args[place] if place < len(args) else kwargs.get(a.name, a.default_value) for place, a in pairs}
+
+
+def _are_other_numbers(ours: Any, theirs: Any) -> bool:
+    return isinstance(ours, int | float) and isinstance(theirs, int | float) and ours != theirs
 
 
 Rule = Callable[[Call], Iterable[int]]
@@ -227,6 +264,12 @@ _WRITES = _names(
     "index_reduce"
 )
 INDEXING = _LOOKUPS | _WRITES
+RESHAPES = _names("view _unsafe_view reshape _reshape_alias unflatten flatten")
+_SAME_IN_EVERY_ROW = _names(
+    "zeros ones full empty empty_strided empty_permuted scalar_tensor rand randn randint normal bernoulli expand repeat"
+)
+"""What makes rows that are all the same, or random, of no rows: those that a chunk makes are as good as the whole's."""
+_SEARCHES = _names("bucketize searchsorted")
 _POINTWISE = _names(
     "_to_copy copy fill zero masked_fill floor_divide lift_fresh_copy detach alias clone where _wrap_tensor_autograd"
 )
@@ -244,11 +287,11 @@ _OURS = ("aten", "prims", "_c10d_functional", "_c10d_functional_autograd")
 
 def mixing_error(what: str, wrong: str, where: str, config: ChunkConfig) -> ChunkError:
     """The refusal of an operator, named by ``what``, inside the module ``where``."""
-    vouch = (
-        ""
-        if "not known" not in wrong
-        else ("; if it treats each row by itself, say so: ChunkConfig(row_wise=(its name,)), as 'mylib::norm'")
-    )
+    vouch = ""
+    if "not known" in wrong:
+        vouch = "; if it treats each row by itself, say so: ChunkConfig(row_wise=(its name,)), as 'mylib::norm'"
+    elif HOW_MANY in wrong or "their number" in wrong:
+        vouch = f"; if you mean those of each chunk, say so: ChunkConfig(row_wise=({config.module_fqn!r},))"
     return ChunkError(
         f"{what} {wrong} inside {where}: there lies the {config.chunk_dim} dimension, by which {where} is chunked, so "
         "rows of a chunk would not see those of the others and the numbers would not be the model's. Keep that "
@@ -280,8 +323,19 @@ def _wrong(call: Call) -> str | None:
         return f"brings into rows a value over all of them ({statistic})"
     if not rows:
         return None
+    if wrong := _made_in_rows(call) or _wrong_order(call):
+        return wrong
     if call.name in INDEXING:
         return _wrong_index(call)
+    return _wrong_along(call, rows)
+
+
+def _wrong_along(call: Call, rows: Sequence[tuple[Operand, Rows]]) -> str | None:
+    """Whether the operator works along the chunk dimension, or is not known."""
+    if call.name in _SEARCHES:
+        sequence: Operand = call.given["boundaries" if call.name == "bucketize" else "sorted_sequence"]
+        last = sequence.value.ndim - 1
+        return f"searches along dimension {last}" if last in getattr(sequence.known, "dims", ()) else None
     words, rule = _ALONG.get(call.name) or _BY_NUMBER.get(call.name) or ("", None)
     if rule is not None:
         free = {ROUTED, ROUTING} if call.name in _BY_NUMBER else set()
@@ -306,10 +360,48 @@ def _tensors(call: Call) -> list[tuple[torch.Tensor, Sequence[int]]]:
     return [(value, dims) for value, dims in call.results if isinstance(value, torch.Tensor)]
 
 
+def _made_in_rows(call: Call) -> str | None:
+    """Whether numbers of rows, or what depends on them, would meet rows of data in floating-point numbers."""
+    if call.is_backward or not any(value.is_floating_point() for value, _ in _tensors(call)):
+        return None
+    index = [operand for _, operand in chosen_by(call)[1]] if call.name in INDEXING else []
+    rows = [(operand, known.hold) for operand, known in call.rows() if all(operand is not one for one in index)]
+    of_data = [operand for operand, hold in rows if hold not in _WITHOUT_DATA]
+    if not of_data or not any(hold in (NUMBERS, COUNTED) for _, hold in rows):
+        return None
+    return "brings into rows what depends on their number, or on how many there are, and is another one in a chunk"
+
+
+def _wrong_order(call: Call) -> str | None:
+    """Whether a reshape tears rows apart, or rows in two orders would stand beside each other."""
+    rows = [
+        (o.value, known) for o, known in call.rows() if is_plain(o.value) and known.hold not in (MADE, ROUTED, ROUTING)
+    ]
+    if call.name in RESHAPES and rows and is_plain(result := call.results[0][0]) and call.results[0][1]:
+        ((source, known), *_), (dim, *_) = rows, call.results[0][1]
+        if known.in_front(source) % math.prod(result.shape[:dim]):
+            return (
+                f"folds rows into dimensions in front of dimension {dim}, so that a chunk is folded otherwise than the "
+                "whole: write x.shape[i], or -1, for the dimension of the rows"
+            )
+    if call.pointwise and not call.is_backward:
+        fronts = {(dim - value.ndim, known.front) for value, known in rows for dim in known.dims}
+        if len(fronts) > len({dim for dim, _ in fronts}):
+            return f"puts rows beside others, in another order, in dimension {min(rows[0][1].dims)}"
+    return None
+
+
+def is_plain(tensor: Any) -> bool:
+    """Whether its extents are numbers, none of the data."""
+    return isinstance(tensor, torch.Tensor) and all(type(extent) is int for extent in tensor.shape)
+
+
 def _statistic_in_rows(call: Call) -> str | None:
     """The statistic, or routing, that this call would bring into rows of floating-point numbers."""
     if call.is_backward or not any(dims and value.is_floating_point() for value, dims in _tensors(call)):
         return None
+    if call.counts and any(known.hold not in _WITHOUT_DATA for _, known in call.rows()):
+        return HOW_MANY
     for operand in call.operands:
         known = operand.known
         if isinstance(known, Statistic) and (operand.is_float or call.pointwise):
@@ -325,8 +417,10 @@ def _wrong_index(call: Call) -> str | None:
     for dim, index in chosen:
         hold = index.known.hold if isinstance(index.known, Rows) else None
         if isinstance(into.known, Rows) and dim in into.known.dims:
-            fixed = hold in (None, MADE) and not isinstance(index.known, Statistic)
-            if fixed and into.known.hold in (INPUT, NUMBERS):
+            fixed = hold in (None, MADE, COUNTED) and not isinstance(index.known, Statistic)
+            fixed = fixed or (hold == NUMBERS and index.value.numel() != into.value.shape[dim])
+            of_rows = into.known.hold not in (ROUTED, ROUTING)
+            if fixed and of_rows and (into.known.hold != MADE or call.name in _WRITES):
                 return f"chooses rows of dimension {dim} by a fixed number"
         elif into.known is None and hold == ROUTING and into.is_float and call.name in _LOOKUPS:
             return "looks up numbers by integers computed across rows"
@@ -352,40 +446,69 @@ def chosen_by(call: Call) -> tuple[Operand, list[tuple[int, Operand]]]:
 def _result(call: Call, value: Any, dims: tuple[int, ...], what: str) -> Known:
     rows = call.rows()
     statistics = [o.known for o in call.operands if isinstance(o.known, Statistic)]
-    if _LIKE.match(call.name) or not (rows or statistics):
-        return Rows(dims, NUMBERS if _counts_rows(call) else MADE) if dims else None
+    if (is_like := _LIKE.match(call.name)) or not (rows or statistics):
+        if not dims:
+            return Statistic(f"{what}, by {HOW_MANY}") if call.counts else None
+        if call.name == "arange" and call.given.get("start", 0) == 0 and call.given.get("step", 1) == 1:
+            return Rows(dims, NUMBERS)
+        same = (is_like or call.name in _SAME_IN_EVERY_ROW) and not call.counts
+        return Rows(dims, MADE if same else COUNTED)
     if not dims:
         return statistics[0] if statistics and not rows else Statistic(what)
-    hold = _hold(call, [known for _, known in rows], bool(statistics), value)
+    hold = _hold(call, {known.hold for _, known in rows}, bool(statistics), value)
     unknown = hold == INPUT and any(isinstance(value.shape[dim], torch.SymInt) for dim in dims)
-    return Rows(dims, ROUTED if unknown else hold)
+    return Rows(dims, ROUTED if unknown else hold, _front(call, value, dims[0]))
 
 
-def _hold(call: Call, rows: Sequence[Rows], has_statistics: bool, value: Any) -> str:
-    holds = {known.hold for known in rows}
+def _front(call: Call, value: Any, dim: int) -> int:
+    rows = [(operand.value, known) for operand, known in call.rows()]
+    if not rows or not all(map(is_plain, [value, *(source for source, _ in rows)])):
+        return 1
+    if call.name in RESHAPES:
+        ((source, known),) = rows
+        return max(1, known.in_front(source) // (math.prod(value.shape[:dim]) or 1))
+    alike = [known.front for source, known in rows if source.shape[known.dims[0]] == value.shape[dim]]
+    return max(alike, default=1)
+
+
+def _hold(call: Call, holds: set[str], has_statistics: bool, value: Any) -> str:
+    is_float = isinstance(value, torch.Tensor) and value.is_floating_point()
+    counted, of_data = bool(holds & {NUMBERS, COUNTED}), holds - _WITHOUT_DATA
     if call.name in INDEXING:
-        into, chosen = chosen_by(call)
-        if not isinstance(into.known, Rows):
-            return ROUTED if call.name in _WRITES else _first(holds)
-        by_data = [i.known for dim, i in chosen if dim in into.known.dims and isinstance(i.known, Rows)]
-        if any(known.hold not in (NUMBERS, MADE) for known in by_data):
-            return ROUTING if into.known.hold == ROUTING else ROUTED
-        return into.known.hold if into.known.hold != MADE else _first(holds)
-    if not (isinstance(value, torch.Tensor) and value.is_floating_point()):
+        return _hold_of_indexed(call, holds, is_float)
+    if not is_float:
         along = _ALONG.get(call.name)
         dims = {dim % call.ndim for dim in along[1](call)} if along and call.ndim else set()
-        if ROUTING in holds or has_statistics or any(dims.intersection(known.dims) for known in rows):
+        across = ROUTING in holds or has_statistics or any(dims.intersection(known.dims) for _, known in call.rows())
+        if (counted or call.counts) and getattr(value, "dtype", None) is torch.bool:
+            return COUNTED
+        if across or (of_data and (counted or call.counts)):
             return ROUTING
     if call.name == "all_to_all_single":
         return ROUTED
-    if holds == {NUMBERS}:
-        return NUMBERS if is_view(call.target) or call.name in ("_to_copy", "clone") else MADE
-    return _first(holds)
+    if of_data or not (counted or call.counts):
+        return _first(holds)
+    own = holds == {NUMBERS} and not call.counts and value.numel() == call.rows()[0][0].value.numel()
+    return NUMBERS if own and (is_view(call.target) or call.name in ("_to_copy", "clone")) else COUNTED
+
+
+def _hold_of_indexed(call: Call, holds: set[str], is_float: bool) -> str:
+    """What rows hold that are looked up or written to."""
+    into, chosen = chosen_by(call)
+    if not isinstance(into.known, Rows):
+        return ROUTED if call.name in _WRITES else COUNTED if holds <= {NUMBERS, COUNTED} else _first(holds)
+    by_data = [i.known for dim, i in chosen if dim in into.known.dims and isinstance(i.known, Rows)]
+    if any(known.hold not in _WITHOUT_DATA for known in by_data):
+        if into.known.hold in (NUMBERS, COUNTED):
+            return COUNTED if is_float else ROUTING
+        given = [known.hold for operand, known in call.rows() if all(operand is not index for _, index in chosen)]
+        if call.name in _WRITES and _WITHOUT_DATA.issuperset(given):  # it counts rows
+            return ROUTING
+        return ROUTING if into.known.hold == ROUTING else ROUTED
+    if into.known.hold != MADE:
+        return into.known.hold
+    return _first(holds) if holds - _WITHOUT_DATA or holds <= {MADE} else COUNTED
 
 
 def _first(holds: set[str]) -> str:
-    return next((hold for hold in (INPUT, ROUTED, MADE) if hold in holds), INPUT)
-
-
-def _counts_rows(call: Call) -> bool:
-    return call.name == "arange" and call.given.get("start", 0) == 0 and call.given.get("step", 1) == 1
+    return next((hold for hold in (INPUT, ROUTED, ROUTING, MADE) if hold in holds), INPUT)

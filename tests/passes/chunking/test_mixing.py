@@ -6,26 +6,14 @@ import torch.nn.functional as F
 from torch import nn
 
 from fixtures.chunking import chunked, strict, token_batch
-from fixtures.models.chunkable import DIM, HEADS, Attention, Net
+from fixtures.models.chunkable import DIM, HEADS, Attention, Net, Then
 from fixtures.models.loss import ce_step
 from pytest_gtrainer import ChunkConfig, ChunkError, assert_bitwise_different, eager_chunked, trace_step
 
 
-class Block(nn.Module):
-    """A linear layer, and what a test does with its output, ``[batch, seq, DIM]``."""
-
-    def __init__(self, then, extra=None) -> None:
-        super().__init__()
-        self.w = nn.Linear(DIM, DIM)
-        self.then, self.extra = then, extra() if extra else None
-
-    def forward(self, x):
-        return self.then(self.w(x)) if self.extra is None else self.then(self.w(x), self.extra)
-
-
 def model_of(then, extra=None):
     torch.manual_seed(0)
-    return Net(lambda: Block(then, extra))
+    return Net(lambda: Then(then, extra))
 
 
 def by_graph(model, config, inputs):
@@ -65,6 +53,16 @@ def contrastive(x):
 
 def sorted_rows(x):
     return x.sort(0).values
+
+
+def column(rows):
+    return rows.view(-1, 1, 1)
+
+
+def numbered_memory(x):
+    memory = x.new_zeros(x.shape[0], 2)
+    memory[:, 1] = torch.arange(x.shape[0])
+    return x + memory.sum(1)[:, None, None]
 
 
 def by_ranks(x):
@@ -115,6 +113,86 @@ MIXING = {
         None,
         r"index.* chooses rows of dimension 0 by a fixed number",
     ),
+    "row numbers": (
+        lambda x: x * column(torch.arange(x.shape[0])),
+        None,
+        r"mul.* brings into rows what depends on their",
+    ),
+    "the first two rows": (
+        lambda x: torch.where(column(torch.arange(x.shape[0])) < 2, x, 0.0),
+        None,
+        r"where.* brings into rows what depends on their number",
+    ),
+    "row numbers in memory": (numbered_memory, None, r"add.* brings into rows what depends on their number"),
+    "the batch's size": (lambda x: x / x.shape[0], None, r"div.* \(how many rows there are\)"),
+    "one by the batch's size": (lambda x: x * (1.0 / x.shape[0]), None, r"mul.* \(how many rows there are\)"),
+    "a scalar of the batch's size": (
+        lambda x: x * torch.full((), float(x.shape[0])),
+        None,
+        r"mul.* a value over all of them \(full.*, by how many rows there are\)",
+    ),
+    "a constant of the batch's size": (
+        lambda x: x / torch.tensor(float(x.shape[0])),
+        None,
+        r"div.* a value over all of them \(.*, by how many rows there are\)",
+    ),
+    "a constant for each row": (
+        lambda x: x * column(torch.tensor([float(i) for i in range(x.shape[0])])),
+        None,
+        r"mul.* brings into rows what depends on their number",
+    ),
+    "rows of a parameter": (
+        lambda x, table: x + table.weight[: x.shape[0], None],
+        lambda: nn.Embedding(6, DIM),
+        r"add.* brings into rows what depends on their number",
+    ),
+    "row numbers that are looked up": (
+        lambda x, table: x + table(torch.arange(x.shape[0]))[:, None],
+        lambda: nn.Embedding(4, DIM),
+        r"add.* brings into rows what depends on their number",
+    ),
+    "ones that are counted": (
+        lambda x: x * x.new_ones(x.shape[0]).sum(),
+        None,
+        r"mul.* a value over all of them \(sum",
+    ),
+    "ones that are accumulated": (
+        lambda x: x * column(torch.ones(x.shape[0]).cumsum(0)),
+        None,
+        r"cumsum.* accumulates along dimension 0",
+    ),
+    "an exchange matrix": (
+        lambda x: (torch.eye(x.shape[0]).flip(0) @ x.flatten(1)).view(x.shape),
+        None,
+        r"eye.* relates every row to every other one",
+    ),
+    "a triangle": (
+        lambda x: (torch.tril(torch.ones(x.shape[0], x.shape[0])) @ x.flatten(1)).view(x.shape),
+        None,
+        r"ones.* relates every row to every other one",
+    ),
+    "copied in another order": (
+        lambda x: x.index_copy(0, torch.arange(x.shape[0] - 1, -1, -1), x),
+        None,
+        r"index_copy.* chooses rows of dimension 0 by a fixed number",
+    ),
+    "folded, mean": (lambda x: x + x.reshape(2, -1, DIM).mean(0).mean(0), None, r"reshape|view.* folds rows into"),
+    "folded, reversed": (lambda x: x.reshape(2, -1, DIM).flip(0).reshape(x.shape), None, r"view.* folds rows into"),
+    "two orders of rows": (
+        lambda x: (x.flatten(0, 1) + x.transpose(0, 1).flatten(0, 1)).view(x.shape),
+        None,
+        r"add.* puts rows beside others, in another order",
+    ),
+    "searched among rows": (
+        lambda x: x + torch.searchsorted(x[:, 0, 0].detach(), x),
+        None,
+        r"searchsorted.* searches along dimension 0",
+    ),
+    "rows that are counted by the data": (
+        lambda x: x * column(torch.zeros(x.shape[0]).index_add(0, (x[:, 0, 0] > 0).long(), torch.ones(x.shape[0]))),
+        None,
+        r"mul.* brings into rows .* \(integers computed across rows",
+    ),
     "numbers across rows": (by_ranks, None, r"mul.* brings into rows .* \(integers computed across rows"),
     "an operator nobody knows": (
         lambda x: x + torch.cdist(x.transpose(0, 1), x.transpose(0, 1)).sum(-1).T[..., None],
@@ -145,7 +223,25 @@ def routed(x):
     return x + out.index_add(0, order, rows[order].tanh()).unflatten(0, x.shape[:2])
 
 
+def made_by_itself(x):
+    """Rows that are all the same, memory that is written to, sums of rows into themselves."""
+    batch, seq = x.shape[:2]
+    rows = x.new_full((batch, seq, DIM), 0.5).copy_(x) + torch.ones(batch, 1, 1) * x.new_zeros(batch, seq, 1)
+    itself = x.new_zeros(batch).index_add(0, torch.arange(batch), x.mean((1, 2)))
+    return rows * torch.empty_like(x).fill_(2.0) + column(itself)
+
+
 ROW_WISE = {
+    "buckets": (
+        lambda x: x + torch.bucketize(x, torch.tensor([-1.0, 0.0])) + torch.searchsorted(torch.tensor([0.0, 0.5]), x),
+        None,
+    ),
+    "searched in each row": (lambda x: x + torch.searchsorted(x.detach().sort(-1).values, x.detach()), None),
+    "made by itself": (made_by_itself, None),
+    "folded behind positions": (
+        lambda x: x + x.transpose(0, 1).flatten(0, 1).tanh().unflatten(0, (x.shape[1], -1)).transpose(0, 1),
+        None,
+    ),
     "softmax of others": (lambda x: x.softmax(1) + x.cumsum(2) + x.flip(1), None),
     "attention": (
         lambda x: x + F.scaled_dot_product_attention(heads(x), heads(x), heads(x)).transpose(1, 2).flatten(2),
@@ -174,6 +270,35 @@ def test_the_same_along_other_dimensions_gives_the_numbers_of_the_whole_model(si
     inputs = token_batch(0, 4, 6)
     expected = ce_step(model_of(then, extra), *inputs)
     torch.testing.assert_close(side(model_of(then, extra), BATCH, inputs), expected)
+
+
+def deciding(then):
+    """A forward that decides on its data, which fake tensors do not have."""
+    return lambda x, *extra: then(x, *extra) if x.isfinite().all() else x
+
+
+OF_TWINS_ALONE = (
+    "row numbers", "the first two rows", "row numbers in memory", "the batch's size", "one by the batch's size",
+    "a scalar of the batch's size", "a constant of the batch's size", "a constant for each row", "rows of a parameter",
+    "row numbers that are looked up", "ones that are counted", "ones that are accumulated", "an exchange matrix",
+    "a triangle", "rows that are counted by the data", "folded, mean", "folded, reversed",
+)  # fmt: skip
+FOLLOWED = {name: case for name, case in MIXING.items() if name not in OF_TWINS_ALONE}
+
+
+@pytest.mark.parametrize(("then", "extra", "message"), FOLLOWED.values(), ids=FOLLOWED)
+def test_a_forward_that_has_no_twin_is_followed_while_it_runs(then, extra, message):
+    """It sees no row numbers and no sizes; operators that mix rows it refuses by the same sentence."""
+    with pytest.raises(ChunkError, match=message) as refused:
+        by_eager_code(model_of(deciding(then), extra), BATCH, token_batch(0, 4, 6))
+    assert "inside layers.0: there lies the batch dimension" in str(refused.value)
+
+
+@pytest.mark.parametrize(("then", "extra"), ROW_WISE.values(), ids=ROW_WISE)
+def test_a_row_wise_forward_that_has_no_twin(then, extra):
+    inputs = token_batch(0, 4, 6)
+    expected = ce_step(model_of(then, extra), *inputs)
+    torch.testing.assert_close(by_eager_code(model_of(deciding(then), extra), BATCH, inputs), expected)
 
 
 class FoldedAttention(Attention):

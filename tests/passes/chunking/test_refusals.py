@@ -131,8 +131,9 @@ def test_a_fixed_extent_that_cuts_a_chunk_otherwise():
 
 @pytest.mark.gt_world("fake", size=2)
 def test_a_collective_that_is_not_expert_parallel(gt_world):
-    """G8."""
-    with pytest.raises(ChunkError, match=r"all_reduce.* inside layers\.0\. Only all-to-alls .* tensor parallelism"):
+    """G8: by its group."""
+    group = r"over the process group '0' of ranks \[0, 1\]"
+    with pytest.raises(ChunkError, match=rf"all_reduce.* {group} .* inside layers\.0\. Only .* tensor parallelism"):
         chunk(lambda x: funcol.wait_tensor(funcol.all_reduce(x.detach(), "sum", "0")) + x)
 
 

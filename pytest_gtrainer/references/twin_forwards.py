@@ -1,0 +1,160 @@
+"""Judges a module's forward before eager code runs it in chunks, as the chunker of graphs does.
+
+*Idea.* A copy of the module runs twice on fake tensors, on all rows and on those of one chunk. The operators of the
+two runs are twins (``passes/chunking/twins``): a shape, a number or a constant that differs depends on how many rows
+there are. So both chunkers have the same judge, and the same verdict. *Cost.* Some hundred microseconds an operator and
+run, once a module.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from types import MethodType, SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from pytest_gtrainer._torch.autograd import TorchDispatchMode
+from pytest_gtrainer._torch.threads import unseen_by_modes
+from pytest_gtrainer._torch.tracing import new_fake_mode
+from pytest_gtrainer._torch.values import FakeTensorMode, modules_of, pytree
+from pytest_gtrainer.passes.chunking.chunk import check_bodies
+from pytest_gtrainer.passes.chunking.config import ChunkConfig
+from pytest_gtrainer.passes.chunking.regions import Storages, find_regions
+from pytest_gtrainer.passes.chunking.twins import Twins, has_unknown_extent
+from pytest_gtrainer.references.following import has_memory, returned_error
+from pytest_gtrainer.tracing.model import ModelState
+
+_logger = logging.getLogger(__name__)
+
+
+def check_twins(fqn: str, graphs: tuple[Any, Any], config: ChunkConfig) -> None:
+    """Nothing in a forward mixes rows, and what it returns has them where chunks are joined.
+
+    Raises:
+        ChunkError: it is not so, by operator, module and dimension.
+    """
+    twins = Twins(*graphs, config.num_chunks)
+    storages = Storages(twins.full.graph)
+    check_bodies(twins, find_regions(twins, config, storages), storages, config)
+    for place, node in enumerate(twins.full.graph.output_node().all_input_nodes):
+        if (dims := twins.dims.get(node)) != [config.dim] and not has_unknown_extent(node):
+            raise returned_error(fqn, node.meta["val"], place, dims, config)
+
+
+class _Recorder(TorchDispatchMode):
+    """A forward on fake tensors as a graph: a node for each operator that gives tensors.
+
+    Raises:
+        NotImplementedError: from inside the forward: a collective that would run.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self, fqn: str, inputs: Sequence[Tensor]) -> None:
+        super().__init__()
+        self.graph, self.constants, self.kept = fx.Graph(), SimpleNamespace(), list[Any]()
+        self.nodes: dict[int, fx.Node] = {}
+        self.meta = {"module_fqn": fqn}
+        for place, tensor in enumerate(inputs):
+            self._note(tensor, self.graph.placeholder(f"input_{place}"))
+
+    def _note(self, value: Any, node: fx.Node) -> None:
+        node.meta = {"val": value, "custom": self.meta}
+        if isinstance(value, Tensor):
+            self.nodes[id(value)] = node
+            self.kept.append(value)  # an id is another's once its tensor is gone
+
+    def _node_of(self, tensor: Tensor) -> fx.Node:
+        if id(tensor) not in self.nodes:  # nobody gave it: a constant
+            name = f"constant_{len(self.kept)}"
+            setattr(self.constants, name, tensor)
+            self._note(tensor, self.graph.create_node("get_attr", name))
+        return self.nodes[id(tensor)]
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if getattr(func, "namespace", "") == "c10d":
+            raise NotImplementedError(func)
+        made = func(*args, **(kwargs or {}))
+        if any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(made)):
+            given = pytree.tree_map_only(Tensor, self._node_of, (args, kwargs or {}))
+            node = self.graph.create_node("call_function", func, *given)
+            self._note(made, node)
+            for place, item in enumerate(made if isinstance(made, tuple | list) else ()):
+                self._note(item, self.graph.call_function(operator.getitem, (node, place)))
+        return made
+
+    def finish(self, returned: Any) -> Any:
+        """The graph with its constants, as twins are read."""
+        self.graph.output(pytree.tree_map_only(Tensor, self._node_of, returned))
+        self.constants.graph = self.graph
+        return self.constants
+
+
+def twin_graphs(
+    fqn: str, run: Callable[..., Any], whole: Mapping[str, Any], part: Mapping[str, Any]
+) -> tuple[Any, Any] | None:
+    """A module's forward on all rows and on those of one chunk, as graphs; nothing is computed or written.
+
+    A copy of the module runs on fake tensors, so what it keeps of a forward is not kept in the module.
+
+    Args:
+        run: its forward, a method of the module.
+
+    Returns:
+        None where fake tensors cannot stand for real ones: a sharded module inside, a decision on data, a collective
+        that is not functional.
+    """
+    run = run if isinstance(run, MethodType) else getattr(run, "__wrapped__", run)
+    module = getattr(run, "__self__", None)
+    given = [value for arguments in (whole, part) for value in arguments.values()]
+    if not isinstance(module, nn.Module) or not all(value is None or has_memory(value) for value in given):
+        return None
+    inner = [m for m in module.modules() if m is not module]
+    tensors = [*module.parameters(), *module.buffers()]
+    if not all(map(has_memory, tensors)) or any("forward" in m.__dict__ for m in inner):
+        return None
+    try:
+        with unseen_by_modes():
+            mode = new_fake_mode(real_inputs=True)
+            full, chunk = (_recorded(fqn, module, run.__func__, arguments, mode) for arguments in (whole, part))
+            return full, chunk
+    except Exception as error:
+        _logger.debug("%s is followed while it runs: on fake tensors it raises %r", fqn, error)
+        return None
+
+
+def _recorded(
+    fqn: str, module: nn.Module, forward: Callable[..., Any], arguments: Mapping[str, Any], mode: FakeTensorMode
+) -> Any:
+    copied = _copied(module)
+    state = ModelState.of(copied)
+
+    def fake(tensor: Tensor) -> Tensor:
+        made = torch.empty_strided(
+            tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device, requires_grad=tensor.requires_grad
+        )
+        return made.clone()  # no leaf: a forward may write to it
+
+    with mode:
+        fakes = [fake(tensor) for tensor in state.tensors]
+        inputs = {name: None if value is None else fake(value) for name, value in arguments.items()}
+        recorder = _Recorder(fqn, [*filter(None.__ne__, inputs.values()), *fakes])
+        with state.exchanged(fakes), recorder:
+            return recorder.finish(forward(copied, **inputs))
+
+
+def _copied(module: nn.Module) -> nn.Module:
+    """The module with tables, lists and dicts of its own, on the same tensors."""
+    copied = object.__new__(type(module))
+    for name, value in module.__dict__.items():
+        copied.__dict__[name] = copy.copy(value) if isinstance(value, dict | list | set) else value
+    children = modules_of(copied)
+    children.update({name: child and _copied(child) for name, child in children.items()})
+    return copied

@@ -151,6 +151,15 @@ def test_calls_that_cannot_be_chunked(arguments, message):
         chunked()(*arguments)
 
 
+def test_a_call_without_arguments_cannot_be_chunked():
+    """I2: of a module that does without."""
+    block = nn.Identity()
+    block.forward = lambda x=None: x
+    eager_chunked(Net(block), BATCH)
+    with pytest.raises(ValueError, match=r"layers\.0 was called with \(\), .* an activation with that dimension"):
+        block()
+
+
 def test_a_moe_layer_takes_one_activation():
     """I2."""
     net = nn.ModuleDict({"layers": nn.ModuleList([nn.ModuleDict({"moe": Block()})])})

@@ -51,7 +51,12 @@ EQUIVALENT = ROOT / "tests" / "equivalent_mutants.txt"
 TESTS = {
     "passes": ["tests/passes"],
     "tracing": ["tests/tracing", "tests/models"],
-    "references": ["tests/references", "tests/parity"],
+    "references": [
+        "tests/references",
+        "tests/parity",
+        # both sides in one process, where mutmut sees what they call
+        *(f"tests/worlds/simulated/test_{name}.py" for name in ("parity_failures", "paths", "replicas", "same_graph")),
+    ],
     "worlds/simulated": ["tests/worlds/simulated"],
     "graphtext": [
         "tests/graphtext",

@@ -30,6 +30,10 @@ COMMUNICATING = ("_c10d_functional", "_c10d_functional_autograd", "c10d", "c10d_
 _OF_TORCHS_BUCKET = "bucketing_custom_sources"
 """Key of ``meta`` that ``torch._inductor.fx_passes.bucketing`` sets on every node that it makes."""
 _DRAWING = ("run_and_save_rng_state", "run_with_rng_state")
+_WRITING = (setattr, delattr, operator.delitem) + tuple(
+    getattr(operator, name) for name in dir(operator) if name[0] == "i" and hasattr(operator, f"__{name[1:]}__")
+)
+"""Python's operators that write to their first operand, as graphs of Dynamo have them."""
 
 
 def direction(node: fx.Node) -> str:
@@ -157,6 +161,6 @@ def has_effect(node: fx.Node) -> bool:
         return False
     if isinstance(node.target, OpOverload):
         return is_random(node) or is_collective(node) or bool(node.is_impure(impure_random=False))
-    # Python's operators on sizes and tuples have none
+    # Python's operators on sizes and tuples have none; x += y and x.grad = y write, and nobody may read what they give
     plain = getattr(node.target, "__module__", "") in ("_operator", "math", "builtins")
-    return not plain or bool(node.is_impure())
+    return not plain or node.target in _WRITING or bool(node.is_impure())

@@ -201,7 +201,13 @@ def _state() -> tuple[GeneratorStates, dict[str, Any], tuple[DebugConfig, str] |
     """Where a run starts from: random states, switches, and what ``deterministic`` was asked for."""
     # what waits are functions, and for a CUDA that no run has started
     states, block = replace(GeneratorStates.now(), waiting={}), active()
-    switches = {name: read() for name, (read, _) in _SWITCHES.items()}
+    try:
+        switches = {name: read() for name, (read, _) in _SWITCHES.items()}
+    except RuntimeError as error:  # of the precision of products, which torch cannot tell if its two switches disagree
+        raise NotJudged(
+            "torch.get_float32_matmul_precision() raises, as backends' fp32_precision was set beside it, so another "
+            "process cannot be set alike: set the precision by torch.set_float32_matmul_precision alone"
+        ) from error
     return states, switches, None if block is None else (block.config, block.nccl)
 
 

@@ -186,11 +186,16 @@ def new_model(config: TrainConfig) -> nn.Module:
     """A model of the configuration, its layers checkpointed if it says so, not yet sharded.
 
     Raises:
-        ValueError: ``config.model`` hands out a model that was sharded before.
+        ValueError: ``config.model`` hands out a model with a parameter that is a DTensor.
     """
     model = config.model()
-    if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
-        raise ValueError("TrainConfig.model must build a new model at every call; this one is sharded already")
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, DTensor):
+            raise ValueError(
+                f"{name} is a DTensor already, {parameter.placements} over {parameter.device_mesh}: TrainConfig.model "
+                "must build a new model of plain parameters at every call (one of an earlier run is sharded, and "
+                "tensor parallelism is not supported)"
+            )
     return model if config.activation_checkpoint is None else checkpoint_layers(model, config.activation_checkpoint)
 
 

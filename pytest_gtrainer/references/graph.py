@@ -79,13 +79,15 @@ class GraphRun:
 
 
 def shard_traceably(model: nn.Module, config: TrainConfig) -> nn.Module:
-    """``data_parallel`` over the meshes that the eager side uses."""
+    """``data_parallel`` over the meshes, and by the arithmetic, that the eager side uses."""
     for label, modules in bucket_modules(model, config.bucket_plan):
         if label in config.submeshes:
             factor = float(config.mesh.size())
             mesh = config.submeshes[label]
             data_parallel(modules[0], mesh, mp_policy=config.mp_policy, gradient_divide_factor=factor)
-    mode = "replicate" if config.replicate else "hybrid_shard" if config.hybrid else "fully_shard"
+    if config.replicate:  # DDP multiplies by 1/N and sums, where gloo's average sums and divides
+        return data_parallel(model, config.mesh, mode="replicate", gradient_divide_factor=float(config.mesh.size()))
+    mode = "hybrid_shard" if config.hybrid else "fully_shard"
     return data_parallel(model, config.mesh, mode=mode, mp_policy=config.mp_policy)
 
 

@@ -114,7 +114,9 @@ def twin_graphs(
     run = run if isinstance(run, MethodType) else getattr(run, "__wrapped__", run)
     module = getattr(run, "__self__", None)
     given = [value for arguments in (whole, part) for value in arguments.values()]
-    if not isinstance(module, nn.Module) or not all(value is None or has_memory(value) for value in given):
+    if not isinstance(run, MethodType) or not isinstance(module, nn.Module):
+        return None
+    if not all(value is None or has_memory(value) for value in given):
         return None
     inner = [m for m in module.modules() if m is not module]
     tensors = [*module.parameters(), *module.buffers()]

@@ -56,11 +56,12 @@ def default_reduce_dtype(param_dtype: torch.dtype | None, parameter: torch.dtype
 
 @dataclass(frozen=True, slots=True)
 class _Access:
-    """How a parameter is gathered, and its gradient reduced."""
+    """How a parameter is gathered, and its gradient reduced; ``first``: divided before the reduction."""
 
     policy: MixedPrecisionPolicy
     op: str
     divide_by: float | None
+    first: bool
 
 
 _describing: ContextVar[bool] = ContextVar("describing", default=False)
@@ -103,7 +104,8 @@ def data_parallel(
         mesh: 1-D for ``fully_shard`` (``Shard(0)``) and ``replicate``; 2-D (replicate, shard)
             for ``hybrid_shard``.
         gradient_divide_factor: reduce by sum, then divide by this in the reduce dtype
-            (FSDP2's ``set_gradient_divide_factor``); by default the reduction averages.
+            (FSDP2's ``set_gradient_divide_factor``); by default the reduction averages. ``replicate`` multiplies by
+            the inverse before the sum, as DDP does: on ranks that are no power of two an average has other bits.
 
     Raises:
         ValueError: unknown mode, a mesh of the wrong rank or without this process, a parameter without dimensions, a
@@ -118,7 +120,8 @@ def data_parallel(
     policy = mp_policy or MixedPrecisionPolicy()
     if policy.reduce_dtype is torch.float16 or (policy.reduce_dtype is None and policy.param_dtype is torch.float16):
         raise ValueError("a reduce_dtype of torch.float16 is not supported: use torch.bfloat16 or torch.float32")
-    access = _Access(policy, "avg" if gradient_divide_factor is None else "sum", gradient_divide_factor)
+    op = "avg" if gradient_divide_factor is None else "sum"
+    access = _Access(policy, op, gradient_divide_factor, first=mode == "replicate")
     shards: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules():
         table = parameters_of(module)
@@ -222,8 +225,11 @@ class _Gather(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[DTensor, None]:
         with annotate({KEY: ctx.fqn}) if ctx.fqn else nullcontext():
             partial = [Partial(ctx.access.op)] * ctx.mesh.ndim
-            unreduced = DTensor.from_local(grad.to(ctx.reduce_dtype), ctx.mesh, partial, run_check=False)
+            own, factor = grad.to(ctx.reduce_dtype), ctx.access.divide_by
+            if factor is not None and ctx.access.first:
+                own, factor = own * (1 / factor), None
+            unreduced = DTensor.from_local(own, ctx.mesh, partial, run_check=False)
             reduced = unreduced.redistribute(placements=ctx.placements)
-            if ctx.access.divide_by is not None:
-                reduced = reduced / ctx.access.divide_by
+            if factor is not None:
+                reduced = reduced / factor
             return reduced.to(ctx.dtype), None

@@ -295,6 +295,16 @@ def test_a_member_that_nobody_uses_keeps_its_place():
     assert "  a: at(0, bytes=16)\n  b: at(20, bytes=16)\n" in drawn
 
 
+def test_members_that_are_joined_in_another_order_and_cut_again_keep_their_places():
+    drawn = two(
+        *REDUCED,
+        "cat: f32[9] = aten.cat([split_with_sizes[2], split_with_sizes[0], split_with_sizes[1]])",
+        "again: [f32[4], f32[4], f32[1]] = aten.split_with_sizes(cat, [4, 4, 1])",
+        out="b = fwd._.again[0]\na = fwd._.again[1]",
+    )
+    assert "  a: at(0, bytes=16)\n  b: at(20, bytes=16)\n" in drawn
+
+
 def test_a_member_that_goes_elsewhere_is_refused():
     """D17: half of the bucket is told of no gradient."""
     sin = "sin: f32[4] = aten.add.Scalar(split_with_sizes[2], 1)", "mv: f32[4] = aten.mv(I.x, sin)"

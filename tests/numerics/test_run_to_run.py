@@ -259,6 +259,18 @@ def test_what_another_process_cannot_import_is_not_judged():
     assert "<lambda>: define it with def at the top level of a module" in report.not_judged["another process"]
 
 
+def test_a_precision_that_torch_cannot_tell_is_not_judged_by_another_process():
+    """torch has two switches of it, and asked for the one after the other was set it raises a RuntimeError."""
+    before = torch.backends.cuda.matmul.fp32_precision
+    torch.backends.cuda.matmul.fp32_precision = "tf32"
+    try:
+        report = assert_run_to_run(repeatable, 2, pressures=[BY_NAME["another process"]])
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = before
+    assert list(report.not_judged) == ["another process"]
+    assert "set the precision by torch.set_float32_matmul_precision alone" in report.not_judged["another process"]
+
+
 @pytest.mark.gt_world("fake", size=2)
 def test_a_rank_is_not_judged_by_another_process(gt_world):
     report = assert_run_to_run(repeatable, 2, pressures=[BY_NAME["another process"]])

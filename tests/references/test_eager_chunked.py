@@ -160,6 +160,15 @@ def test_an_activation_that_is_sharded_is_refused_by_its_mesh(gt_mesh):
         chunked()(x)
 
 
+def test_a_call_without_arguments_cannot_be_chunked():
+    """I2: of a module that does without."""
+    block = nn.Identity()
+    block.forward = lambda x=None: x
+    eager_chunked(Net(block), BATCH)
+    with pytest.raises(ValueError, match=r"layers\.0 was called with \(\), .* an activation with that dimension"):
+        block()
+
+
 def test_a_moe_layer_takes_one_activation():
     """I2."""
     net = nn.ModuleDict({"layers": nn.ModuleList([nn.ModuleDict({"moe": Block()})])})

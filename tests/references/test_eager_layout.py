@@ -135,10 +135,12 @@ def test_a_parameter_that_is_sharded_by_columns(gt_mesh, sent):
     assert [payload.numel() for kind, payload in sent if kind == "reduce_scatter"] == [4 * 12]
 
 
-@pytest.mark.gt_world("ranks", size=2, mesh={"fsdp": 2})
-def test_a_model_without_fully_shard_is_refused(gt_mesh):
+@pytest.mark.gt_world("fake", size=2, mesh={"fsdp": 2})
+def test_a_model_without_fully_shard_or_gradients_is_refused(gt_mesh):
     with pytest.raises(ValueError, match="Linear has no parameters managed by fully_shard"):
         eager_bucket_layout(nn.Linear(2, 2))
+    with pytest.raises(ValueError, match="Linear has no gradients: run a backward first, and keep them"):
+        eager_bucket_layout(fully_shard(nn.Linear(2, 2), mesh=gt_mesh))
 
 
 @pytest.mark.gt_world("fake", size=4, mesh={"replicate": 2, "fsdp": 2})

@@ -71,15 +71,20 @@ def test_a_simulated_graph_clips_as_eager_does(gt_world):
 
 
 class Drawing(nn.Module):
-    """Dropout between two layers, on every rank its own; the first parameter is not used, and has no gradient."""
+    """Dropout between two layers, on every rank its own; the first parameter is not used, and has no gradient.
+
+    A buffer counts the calls.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.unused = nn.Parameter(torch.ones(4))
+        self.register_buffer("calls", torch.zeros(()))
         self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         first, second = self.layers
+        self.calls.add_(1)
         return second(nn.functional.dropout(first(x), 0.5)).square().mean()
 
 
@@ -112,6 +117,8 @@ def test_a_simulated_graph_draws_what_each_rank_draws(gt_world):
     graph = train_graph(config, world=gt_world)
     assert_bitwise_equal(graph, train_eager(config, world=gt_world))
     assert torch.equal(torch.get_rng_state(), before)
+    calls = {(key.step, key.rank, key.name): int(value) for key, value in graph.select(phase="buffer").items()}
+    assert calls == {(step, rank, "calls"): step + 1 for step in range(2) for rank in range(2)}
     verdict = assert_bitwise_different(train_graph(lambda mesh: config(mesh, draws=2), world=gt_world), graph)
     assert verdict.first.key[:3] == (0, 0, "gradient")
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from pytest_gtrainer import TrainConfig, data_parallel, train_eager, train_graph
 from pytest_gtrainer.graph.collectives import PlanError
@@ -109,6 +110,26 @@ def test_a_mesh_that_cannot_be_trained_over(config_with, gt_mesh, case):
 def test_a_model_sharded_over_other_ranks(gt_mesh):
     with pytest.raises(ValueError, match=r"rank 3 of 4 is not in DeviceMesh\(.*: every rank that trains needs a mesh"):
         data_parallel(Net(), DeviceMesh("cpu", [0, 1]))
+
+
+@pytest.mark.gt_world("fake", size=4, mesh={"fsdp": 2, "tp": 2})
+@pytest.mark.parametrize("side", [EagerRun, GraphRun])
+@pytest.mark.parametrize("case", ["tensor parallel", "of an earlier run"])
+def test_a_model_with_parameters_that_are_sharded_already(config_with, gt_mesh, side, case):
+    """A new model at every call may have them, too."""
+
+    def tensor_parallel():
+        return parallelize_module(Net(), gt_mesh["tp"], {"head": ColwiseParallel()})
+
+    same = data_parallel(Net(), gt_mesh["fsdp"])
+    name, dims = ("head.weight", "tp=2") if case == "tensor parallel" else ("layers.0.weight", "fsdp=2")
+    model = tensor_parallel if case == "tensor parallel" else lambda: same
+    with pytest.raises(
+        ValueError,
+        match=rf"{name} is a DTensor already, .*Shard\(dim=0\).* over DeviceMesh\(.*{dims}.*: TrainConfig.model must "
+        r"build a new model of plain parameters at every call .*tensor parallelism is not supported",
+    ):
+        side(config_with(mesh=gt_mesh["fsdp"], model=model))
 
 
 @pytest.mark.gt_world("fake", size=4, mesh={"efsdp": 2, "ep": 2})

@@ -140,11 +140,11 @@ def _followers(text: str, channel: int, pattern: re.Pattern[str]) -> dict[int, s
     found: dict[int, set[int]] = {}
     connected: set[str] = set()
     for line in text.splitlines():
-        who, info, _ = line.partition("NCCL INFO")
-        if info and "Connected all rings" in line:
+        who = line.partition("NCCL INFO")[0]
+        if "Connected all rings" in line:
             connected.add(who)
         match = pattern.search(line)
-        if match and int(match["channel"]) == channel and (not info or who not in connected):
+        if match and int(match["channel"]) == channel and who not in connected:
             found.setdefault(int(match["rank"]), set()).add(int(match["next"]))
     return found
 

@@ -71,9 +71,9 @@ def test_ddps_own_buckets_have_other_bits(gt_world):
     assert {found.key.phase for found in verdict.differences} == {"gradient", "weight", "optimizer"}
 
 
-@pytest.mark.gt_world("ranks", size=4)
+@pytest.mark.gt_world("ranks", size=3)
 def test_ddp_on_real_ranks_equals_the_graph(gt_mesh):
-    """D10: the same reference outside of a simulated world."""
+    """D10: the same reference outside of a simulated world. A third is rounded: gloo would divide after the sum."""
     config = CONFIG(gt_mesh, replicate=True, steps=2)
     assert_bitwise_equal(train_graph(config), train_eager(config))
 

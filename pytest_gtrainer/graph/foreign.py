@@ -26,8 +26,7 @@ from torch import fx, nn
 
 from pytest_gtrainer._torch.foreign_graphs import ExportedProgram, Input, described_input, described_output, source_of
 from pytest_gtrainer._torch.values import OpOverload, OpOverloadPacket, schema
-from pytest_gtrainer.graph.nodes import BACKWARD, direction, is_view, node_fqn
-from pytest_gtrainer.graph.packing import short_name
+from pytest_gtrainer.graph.nodes import BACKWARD, direction, is_view, node_fqn, short_name
 from pytest_gtrainer.graph.paths import joined, parts_of
 
 AnyGraph: TypeAlias = fx.GraphModule | fx.Graph | ExportedProgram
@@ -212,9 +211,7 @@ def _value_of(node: fx.Node) -> Any:
 class _Adoption:
     """One graph, or a body of it."""
 
-    def __init__(
-        self, gm: fx.GraphModule, given: _Given, keeps_roots: bool = False, is_backward: bool = False
-    ) -> None:
+    def __init__(self, gm: fx.GraphModule, given: _Given, keeps_roots: bool = False, is_backward: bool = False) -> None:
         self.gm, self.keeps_roots, self.is_backward = gm, keeps_roots, is_backward
         self.given = given if isinstance(given, Mapping) else {}
         self.dynamo = [] if isinstance(given, Mapping) else list(given)
@@ -253,7 +250,7 @@ class _Adoption:
     def _given_to(self, body: fx.GraphModule, holder: fx.Node, call: fx.Node) -> dict[str, GivenName]:
         """What a call of a graph gives to its inputs: what stands behind the graphs that the call names."""
         inputs = [str(node.target) for node in body.graph.find_nodes(op="placeholder")]
-        name, given = short_name(call.target), _leaves(call.args)
+        name, given = short_name(call), _leaves(call.args)
         own: list[GivenName] = []
         if name in _CARRYING:
             return {}
@@ -363,7 +360,7 @@ def _value_name(node: fx.Node) -> str:
     """A computed value by its module and operator, as the tracer saw it."""
     while node.target is getitem and node.meta.get("original_aten") is None:
         node = node.all_input_nodes[0]
-    operator = getattr(node.meta.get("original_aten"), "__name__", None) or short_name(node.target)
+    operator = getattr(node.meta.get("original_aten"), "__name__", None) or short_name(node)
     return ".".join(filter(None, (node_fqn(node), operator.split(".")[0])))
 
 
@@ -400,7 +397,7 @@ def _use(value: fx.Node, user: fx.Node | None) -> str:
     names = [argument.name for argument in schema(user.target).arguments] if isinstance(user.target, OpOverload) else []
     given = [*zip_longest(names[: len(user.args)], user.args), *user.kwargs.items()]
     at = next(name or at for at, (name, each) in enumerate(given) if any(leaf is value for leaf in _leaves(each)))
-    return ".".join(filter(None, (node_fqn(user), f"{short_name(user.target)}_{at}")))
+    return ".".join(filter(None, (node_fqn(user), f"{short_name(user)}_{at}")))
 
 
 def _leaves(argument: Any) -> list[Any]:

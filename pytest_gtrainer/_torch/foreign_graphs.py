@@ -42,6 +42,7 @@ class Result(NamedTuple):
     kind: str
     place: int = 0
     of: Input | None = None
+    suffix: str = ""
 
 
 def source_of(node: fx.Node) -> str | None:
@@ -97,5 +98,6 @@ def described_output(told: Any) -> Result | None:
         case d.InputMutationAOTOutput():
             return Result("updated", of=of) if (of := _input(told.mutated_input)) is not None else None
         case d.SubclassGetAttrAOTOutput():
-            return described_output(told.base) if told.attr == _LOCAL else None
+            base = described_output(told.base)
+            return base if base is None or told.attr == _LOCAL else base._replace(suffix=f"{base.suffix}.{told.attr}")
     return None

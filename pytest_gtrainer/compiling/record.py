@@ -61,6 +61,11 @@ class RecordedPass:
         return self.after
 
     @property
+    def gt_stage(self) -> str:
+        """The name of its golden: the stage and the pass."""
+        return f"{self.stage}.{self.name}"
+
+    @property
     def inputs(self) -> list[Any] | None:
         return self.compiled.inputs.get(self.stage)
 

@@ -54,7 +54,7 @@ class Golden:
         Args:
             value: an FX graph (a ``GraphModule``, an ``fx.Graph``, an ``ExportedProgram``, of any tracer), a traced
                 step (anything with a graph as ``.gm``), a bucket layout, a text, or numbers.
-            name: tells several goldens of one test apart.
+            name: tells several goldens of one test apart; of a recorded graph, it is its stage without one.
             view: how much of a graph to show.
             per: "torch" keeps a file for each minor version of torch that changes the value. A file holds from
                 its version on, until one of a newer version lies beside it.
@@ -69,17 +69,18 @@ class Golden:
             TypeError: ``value`` is none of these.
         """
         __tracebackhide__ = True
-        if (name or "") in self._names:
-            which = f"named {name!r}" if name else "without a name"
-            raise ValueError(f"this test has checked a golden {which} already: give each check its own name")
         if per not in (None, "torch"):
             raise ValueError(f'per={per!r}: a golden is kept per="torch", or without it serves all versions')
         if _is_graph(value):
             from pytest_gtrainer.graph.foreign import adopted
 
-            value = adopted(getattr(value, "gm", value), names)
+            told, value = getattr(value, "gt_stage", None), adopted(getattr(value, "gm", value), names)
+            name = name or told or value.meta.get("gt_stage")
         elif names is not None:
             raise TypeError(f"names says what a graph's inputs are, and this golden is of {type(value).__name__}")
+        if (name or "") in self._names:
+            which = f"named {name!r}" if name else "without a name"
+            raise ValueError(f"this test has checked a golden {which} already: give each check its own name")
         kind, text = self._text(value, view, sizes)
         if per is not None and kind == "numbers":
             raise ValueError('per="torch" is not for numbers: their file has an entry for each environment anyway')

@@ -324,20 +324,23 @@ class _Adoption:
         leaves = output.args[0]
         if "gt_outputs" in output.meta or not all(isinstance(each, list | tuple) for each in (descriptors, leaves)):
             return
-        told = []
-        for place, (descriptor, leaf) in enumerate(zip(descriptors, leaves, strict=False)):
-            # the results of a backward are in the order of the inputs
+        told: list[str] = []
+        place = 0  # gradients are in the order of the inputs
+        for descriptor, leaf in zip(descriptors, leaves, strict=False):
             if descriptor is None and leaf is None and place < len(self.dynamo):
                 told.append(self.dynamo[place].fqn)
+                place += 1
                 continue
-            described = described_output(descriptor)
-            kind, of = (described.kind, described.of) if described is not None else ("", None)
+            if (described := described_output(descriptor)) is None:
+                return
+            kind, of = described.kind, described.of
             if kind == "kept" and isinstance(leaf, fx.Node):
                 told.append(_saved_name(leaf))
             elif of is not None and (name := self._name_of(of)) is not None:
-                told.append(name.fqn if kind == "gradient" else f"updated.{name.fqn}")
-            elif described is not None and kind == "output":
-                told.append(f"output_{described.place}")
+                told.append(f"{'' if kind == 'gradient' else 'updated.'}{name.fqn}{described.suffix}")
+                place = (of.index or 0) + 1 if kind == "gradient" else place
+            elif kind == "output":
+                told.append(f"output_{described.place}{described.suffix}")
             else:
                 return
         if len(told) == len(leaves):

@@ -74,6 +74,18 @@ def test_bucketing_in_inductor_is_eager_bit_for_bit(gt_mesh, gt_world, slot, low
     assert_bitwise_different(gradients(model, compiled, x + 1), expected)
 
 
+@pytest.mark.gt_world("fake", size=2, mesh={"fsdp": 2})
+def test_data_parallel_compiles_to_one_graph_whose_results_have_names(gt_mesh, gt_world):
+    model, x = sharded(gt_mesh, 0)
+    with gt_compile() as record:
+        gradients(model, torch.compile(model), x)
+    record.assert_no_graph_breaks()
+    record.assert_compiles(1)
+    told = record.joint.graph.output_node().meta["gt_outputs"]
+    names = [name for name, _ in model.named_parameters()]
+    assert {*told} == {"output_0", "x", *names, *(f"{name}.device_mesh" for name in names)}
+
+
 @pytest.mark.gt_world("ranks", size=2, mesh={"fsdp": 2})
 @pytest.mark.parametrize("slot", ["joint_custom_post_pass", "post_grad_custom_post_pass"])
 def test_the_scheduler_keeps_an_order_that_dependencies_demand(gt_mesh, gt_world, slot):

@@ -94,6 +94,21 @@ def test_one_more_parameter_changes_its_own_lines_only(record, stage):
     assert not [line for line in lines if "layers[1]" in line or "layers[2]" in line]
 
 
+def test_gradients_that_nobody_needs_leave_the_others_their_names(record):
+    outputs = record.joint.graph.output_node()
+    told = dict(zip(outputs.meta["gt_outputs"], outputs.args[0], strict=True))
+    assert [name for name, leaf in told.items() if leaf is None] == ["x"]
+    assert {name for name in told if name != "x"} == {"output_0", *(name for name, _ in Model().named_parameters())}
+
+
+def test_goldens_are_named_after_stages(record, gt_golden):
+    gt_golden.check(record.joint)
+    gt_golden.check(record.forward_after_passes)
+    with pytest.raises(ValueError, match="this test has checked a golden named 'joint' already"):
+        gt_golden.check(record.joint)
+    gt_golden.check(record.passes("pass_pattern_2", changed=True)[0])
+
+
 def test_the_copies_are_what_the_graphs_were_and_not_what_they_became(record):
     assert "alias" in graphtext.render(record.joint)
     assert "alias" not in graphtext.render(record.joint_after_passes)

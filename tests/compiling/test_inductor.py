@@ -95,7 +95,7 @@ def test_the_scheduler_keeps_an_order_that_dependencies_demand(gt_mesh, gt_world
         with gt_compile(lower=True) as record:
             options = inductor_options(bucketing(insert_overlap_deps=demanded), slot=slot)
             gradients(model, torch.compile(model, options=options), x)
-        ordered = partial(record.assert_launch_order, reduce, reduce, wait, reduce, wait, wait, direction="backward")
+        ordered = partial(record.assert_launch_order, reduce, reduce, wait, wait, wait, direction="backward")
         if demanded:
             ordered()
         else:  # each is waited for where it is launched

@@ -4,9 +4,10 @@ A *record* maps ``Key(step, rank, phase, name)`` to a copy of a tensor in host m
 origin: a wrong loss causes a wrong gradient, that a wrong weight. A *partial* record speaks for one rank of its
 world; ``Record.merged`` joins those of all ranks.
 
-A file is one of ``torch.save``. Loading maps it; what a comparison touches is paged in, and the pages can go again, so
-that two records larger than memory can be compared. Nothing in a file is executed. With a *spool* a record's large
-tensors are in nameless files while it is made.
+A file is a magic line, the tensors' bytes one after the other, each on a boundary of 64 bytes, then an index in JSON
+that knows where it begins, and its length. Loading maps the file and reads the index; what a comparison touches is
+paged in, and the pages can go again, so that two records larger than memory can be compared. Nothing in a file is
+executed. With a *spool* a record's large tensors are in nameless files while it is made.
 
 ``entries`` gives the tensors of a record, and of anything else that is compared or digested, by the same keys.
 """
@@ -14,21 +15,25 @@ tensors are in nameless files while it is made.
 from __future__ import annotations
 
 import json
+import math
+import mmap
 import os
-import pickle
+import sys
 import tempfile
-from collections.abc import ItemsView, Iterable, Iterator, Mapping
+from collections.abc import ItemsView, Iterable, Iterator, Mapping, Sequence
 from os import PathLike
-from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, BinaryIO, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
-from pytest_gtrainer.numerics.bits import plain
+from pytest_gtrainer.numerics.bits import byte_view, memory, plain
 from pytest_gtrainer.numerics.verdict import PHASES, Key
 
-_FORMAT = "record 4"
+_MAGIC = b"gtrainer-record-3 %s\n" % sys.byteorder.encode()
+_ALIGNMENT = 64
+_LENGTH = 8
+_PIECE = 16 << 20
 
 LARGE = 1 << 20
 """Minimum size in bytes of a tensor that a spooled record keeps on disk."""
@@ -103,14 +108,13 @@ class Record:
         if key in self._tensors:
             raise ValueError(f"{key} is recorded already")
         source = plain(tensor)
-        if self._spool is None or source.nbytes < LARGE:
-            copy = torch.empty(source.shape, dtype=source.dtype, device="cpu")
-        else:
-            with tempfile.NamedTemporaryFile(dir=self._spool) as file:  # loses its name, and goes with the tensor
-                os.posix_fallocate(file.fileno(), 0, source.nbytes)  # a full disk is an error, not a crash below
-                row = torch.from_file(file.name, shared=True, size=source.nbytes, dtype=torch.uint8)
-                copy = row.view(source.dtype).view(source.shape)
-        self._tensors[key] = copy.copy_(source)
+        copy = torch.empty(source.shape, dtype=source.dtype, device="cpu").copy_(source)
+        if self._spool is not None and copy.nbytes >= LARGE:
+            with tempfile.TemporaryFile(dir=self._spool) as file:  # without a name: it goes with the tensor
+                place = _written(file, copy)
+                file.flush()
+                copy = _mapped(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY), *place)
+        self._tensors[key] = copy
 
     @property
     def expected_ranks(self) -> range:
@@ -195,37 +199,64 @@ class Record:
         return whole
 
     def save(self, path: str | PathLike[str]) -> None:
-        """Write everything to one file, as ``torch.save`` does; it appears under its name when it is whole."""
-        content = {
-            "gtrainer": _FORMAT,
-            "run": json.dumps([self.world_size, self.rank, self.meta]),
-            "tensors": [(*key, tensor) for key, tensor in self._tensors.items()],
-        }
-        unfinished = Path(f"{os.fspath(path)}.{os.getpid()}.part")
+        """Write everything to one file, raw; it appears under its name when it is whole."""
+        header = {"world_size": self.world_size, "rank": self.rank, "meta": self.meta}
+        unfinished = f"{os.fspath(path)}.{os.getpid()}.part"
         try:
-            torch.save(content, unfinished)
+            with open(unfinished, "wb") as file:
+                file.write(_MAGIC)
+                rows = [[*key, *_written(file, tensor)] for key, tensor in self._tensors.items()]
+                index = json.dumps({**header, "begins": file.tell(), "tensors": rows}).encode()
+                file.write(index + len(index).to_bytes(_LENGTH, "little"))
             os.replace(unfinished, path)
-        finally:
-            unfinished.unlink(missing_ok=True)
+        except BaseException:
+            if os.path.exists(unfinished):
+                os.unlink(unfinished)
+            raise
 
     @classmethod
     def load(cls, path: str | PathLike[str]) -> Record:
-        """What ``save`` wrote, mapped, and changes stay private: no tensor is read before it is looked at, no code
+        """What ``save`` wrote, mapped, and changes stay private: nothing is read before it is looked at, no code
         from the file is run.
 
         Raises:
             ValueError: the file holds something else, or not all of a record.
         """
+        with open(path, "rb") as file:
+            if file.read(len(_MAGIC)) != _MAGIC:
+                raise ValueError(f"{path} does not hold a record ({_MAGIC.decode().strip()})")
+            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         try:
-            content = torch.load(path, mmap=True, weights_only=True)
-        except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
-            reason = str(error).partition(". ")[0]
-            raise ValueError(f"{path} does not hold a record, or was cut off: {reason}") from None
-        if not isinstance(content, dict) or content.get("gtrainer") != _FORMAT:
-            raise ValueError(f"{path} does not hold a record ({_FORMAT})")
-        record = cls(*json.loads(content["run"]))
-        record._tensors = {Key(*key): tensor for *key, tensor in content["tensors"]}
+            end = len(mapped) - _LENGTH
+            start = end - int.from_bytes(mapped[end:], "little")
+            header = json.loads(mapped[start:end])
+            begins, rows = header["begins"], header["tensors"]
+        except (ValueError, KeyError, TypeError):
+            raise ValueError(f"{path} was cut off: its index is not where it should be") from None
+        if begins != start:
+            raise ValueError(f"{path} was cut off: {begins - start} bytes before its index are missing")
+        record = cls(header["world_size"], header["rank"], header["meta"])
+        record._tensors = {Key(*row[:4]): _mapped(mapped, *row[4:]) for row in rows}
         return record
+
+
+def _written(file: BinaryIO, tensor: Tensor) -> tuple[str, list[int], int]:
+    """Append the bytes; returns dtype, shape and where they begin."""
+    file.write(b"\0" * (-file.tell() % _ALIGNMENT))
+    start = file.tell()
+    for piece in byte_view(tensor).split(_PIECE):
+        host = piece.cpu()
+        file.write(memory(host))
+    return str(tensor.dtype).removeprefix("torch."), list(tensor.shape), start
+
+
+def _mapped(mapped: mmap.mmap, dtype: str, shape: Sequence[int], start: int) -> Tensor:
+    kind = getattr(torch, dtype)
+    numel = math.prod(shape)
+    if not numel:
+        return torch.empty(list(shape), dtype=kind)
+    row = torch.frombuffer(mapped, dtype=torch.uint8, count=numel * kind.itemsize, offset=start)
+    return row.view(kind).view(list(shape))
 
 
 Tensors: TypeAlias = "Tensor | nn.Module | Record | Mapping[str, Any] | list[Any] | tuple[Any, ...]"

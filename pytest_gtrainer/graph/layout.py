@@ -232,11 +232,11 @@ class _Reader:
                 found.setdefault((arrival.piece.at, arrival.piece.numel), []).append(arrival)
             named = {at: [n for one in each for n in self._gradients(one, launch)] for at, each in found.items()}
             if any(named.values()):
-                for (at, numel), there in found.items():
+                for at, numel in [place for place, names in named.items() if not names]:
                     lies_over = any(names and at <= low and low + n <= at + numel for (low, n), names in named.items())
-                    users = [one.used_by or result for one in there]
+                    users = [one.used_by or result for one in found[at, numel]]
                     taking = [user for user in users if not reduces(user)]
-                    if not named[at, numel] and (taking or not lies_over):
+                    if taking or not lies_over:
                         others = [name for names in named.values() for name in names]
                         raise _unread(launch, "gives", others, (taking or users)[0])
                 named = {place: names for place, names in named.items() if names}

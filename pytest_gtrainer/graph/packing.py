@@ -104,7 +104,7 @@ class _Reader:
 
     def _result(self, node: fx.Node) -> State:
         operands = [self._state[operand] for operand in _operands(node)]
-        parts = self._state.get(scaled_operand(node) or node)
+        parts = self._state.get(scaled_operand(node) or node) if len(operands) > 1 else None
         if isinstance(parts, tuple) and any(part.source for part in parts):
             return _scaled(parts, nbytes_of(node.meta.get("val"))) or Unread(node)
         if any(isinstance(operand, str) for operand in operands):

@@ -21,7 +21,7 @@ from torch import Tensor, fx, nn
 from pytest_gtrainer._torch.autograd import TorchDispatchMode
 from pytest_gtrainer._torch.threads import unseen_by_modes
 from pytest_gtrainer._torch.tracing import new_fake_mode
-from pytest_gtrainer._torch.values import FakeTensorMode, modules_of, pytree
+from pytest_gtrainer._torch.values import FakeTensorMode, OpOverload, modules_of, pytree
 from pytest_gtrainer.passes.chunking.chunk import check_bodies
 from pytest_gtrainer.passes.chunking.config import ChunkConfig
 from pytest_gtrainer.passes.chunking.regions import Storages, find_regions
@@ -42,15 +42,16 @@ def check_twins(fqn: str, graphs: tuple[Any, Any], config: ChunkConfig) -> None:
     storages = Storages(twins.full.graph)
     check_bodies(twins, find_regions(twins, config, storages), storages, config)
     for place, node in enumerate(twins.full.graph.output_node().all_input_nodes):
-        if (dims := twins.dims.get(node)) != [config.dim] and not has_unknown_extent(node):
-            raise returned_error(fqn, node.meta["val"], place, dims, config)
+        value, dims = node.meta["val"], twins.dims.get(node)
+        if value.ndim > config.dim and dims != [config.dim] and not has_unknown_extent(node):
+            raise returned_error(fqn, value, place, dims, config)
 
 
 class _Recorder(TorchDispatchMode):
     """A forward on fake tensors as a graph: a node for each operator that gives tensors.
 
     Raises:
-        NotImplementedError: from inside the forward: a collective that would run.
+        NotImplementedError: from inside the forward: a collective that would run, an operator with a graph inside.
     """
 
     supports_higher_order_operators = True
@@ -79,7 +80,7 @@ class _Recorder(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if getattr(func, "namespace", "") == "c10d":
+        if not isinstance(func, OpOverload) or func.namespace == "c10d":
             raise NotImplementedError(func)
         made = func(*args, **(kwargs or {}))
         if any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(made)):
@@ -109,7 +110,7 @@ def twin_graphs(
 
     Returns:
         None where fake tensors cannot stand for real ones: a sharded module inside, a decision on data, a collective
-        that is not functional.
+        that is not functional, FlexAttention.
     """
     run = run if isinstance(run, MethodType) else getattr(run, "__wrapped__", run)
     module = getattr(run, "__self__", None)
@@ -123,7 +124,7 @@ def twin_graphs(
     if not all(map(has_memory, tensors)) or any("forward" in m.__dict__ for m in inner):
         return None
     try:
-        with unseen_by_modes():
+        with unseen_by_modes(), torch.compiler.set_stance("force_eager"):  # or Dynamo's caches change
             mode = new_fake_mode(real_inputs=True)
             full, chunk = (_recorded(fqn, module, run.__func__, arguments, mode) for arguments in (whole, part))
             return full, chunk
@@ -147,7 +148,7 @@ def _recorded(
     with mode:
         fakes = [fake(tensor) for tensor in state.tensors]
         inputs = {name: None if value is None else fake(value) for name, value in arguments.items()}
-        recorder = _Recorder(fqn, [*filter(None.__ne__, inputs.values()), *fakes])
+        recorder = _Recorder(fqn, [*(value for value in inputs.values() if value is not None), *fakes])
         with state.exchanged(fakes), recorder:
             return recorder.finish(forward(copied, **inputs))
 

@@ -120,7 +120,8 @@ class _Following:
             return
         args, kwargs = (fx.node.map_arg(given, self._operand) for given in (node.args, node.kwargs))
         part = self.twins.part_of[node]
-        call = Call(node.target, args, kwargs, list(self._results(node)), (part.args, part.kwargs))
+        numbers = (part.args, part.kwargs) if direction(node) == FORWARD else None  # autograd's are those of a mean
+        call = Call(node.target, args, kwargs, list(self._results(node)), numbers)
         wrong, self.known[node] = judge(call, described(node), self.config.row_wise)
         if wrong is not None:
             raise mixing_error(described(node), wrong, root, self.config)

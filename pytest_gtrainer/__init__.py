@@ -31,6 +31,7 @@ _HOME: dict[str, str] = {
     "selective_activation_remat_pass": "passes.remat",
     "ChunkConfig": "passes.chunking.config",
     "ChunkError": "passes.chunking.config",
+    "ChunkWarning": "passes.chunking.config",
     "chunk_pass": "passes.chunking.chunk",
     "chunk_schedule_pass": "passes.chunking.schedule",
     "concretize_chunk_symbolic_shapes_pass": "passes.chunking.twins",

@@ -42,7 +42,7 @@ from pytest_gtrainer.passes.chunking.mixing import (
     chosen_by,
     is_plain,
     judge,
-    mixing_error,
+    refuse_mixing,
 )
 from pytest_gtrainer.tracing.model import tensor_text
 
@@ -64,6 +64,7 @@ class Following(TorchDispatchMode):
         super().__init__()
         self.fqn, self.config = fqn, config
         self.known: dict[Any, Known] = {}
+        self.told: set[str] = set()
         self.numbers: set[Any] = set()  # tensors of 0, 1, ...
         self.extents: set[int] = set()
         self.part = arguments[0][0].shape[arguments[0][1]] if arguments else 0
@@ -107,7 +108,7 @@ class Following(TorchDispatchMode):
         call = Call(func, given, named, list(zip(results, dims, strict=True)))
         wrong, known = judge(call, what, self.config.row_wise)
         if wrong is not None:
-            raise mixing_error(what, wrong, self.fqn, self.config)
+            refuse_mixing(what, wrong, self.fqn, self.config, self.told)
         for result, found in zip(results, known, strict=True):
             self._note(result, found, foreign)
 

@@ -30,7 +30,7 @@ from pytest_gtrainer.passes.chunking.mixing import (
     Rows,
     Statistic,
     judge,
-    mixing_error,
+    refuse_mixing,
 )
 from pytest_gtrainer.passes.chunking.regions import Region, Storages, find_regions, gradient_reductions
 from pytest_gtrainer.passes.chunking.rewrite import CHUNKING, Rewrite
@@ -109,6 +109,7 @@ class _Following:
         self.twins, self.storages, self.config = twins, storages, config
         self.bodies = {node for region in regions for node in region.body}
         self.known: dict[fx.Node, list[Known]] = {}
+        self.told: set[str] = set()
         self.written: dict[fx.Node, Known] = {}
 
     def check(self, node: fx.Node, root: str) -> None:
@@ -124,7 +125,7 @@ class _Following:
         call = Call(node.target, args, kwargs, list(self._results(node)), numbers)
         wrong, self.known[node] = judge(call, described(node), self.config.row_wise)
         if wrong is not None:
-            raise mixing_error(described(node), wrong, root, self.config)
+            refuse_mixing(described(node), wrong, root, self.config, self.told)
         for storage in self.storages.written.get(node, ()):
             if self.storages.of[storage] in self.bodies:
                 self.written[storage] = self.known[node][0]
@@ -140,7 +141,9 @@ class _Following:
         if counted or turned:
             wrong = f"depends on their number, or on {HOW_MANY}," if counted else "has rows in another order"
             what = described(node)
-            raise mixing_error(what, f"{wrong} and leaves the module in dimension {known.dims[0]}", root, self.config)
+            refuse_mixing(
+                what, f"{wrong} and leaves the module in dimension {known.dims[0]}", root, self.config, self.told
+            )
 
     def _results(self, node: fx.Node) -> Iterator[tuple[Any, Sequence[int]]]:
         ours, theirs = node.meta.get("val"), self.twins.part_of[node].meta.get("val")

@@ -22,6 +22,10 @@ class ChunkError(ValueError):
     """A region cannot be chunked as asked; the message says which, where, and what to do."""
 
 
+class ChunkWarning(UserWarning):
+    """A region is chunked, and its numbers are those of a chunk by design: of row numbers, and of sizes (G15)."""
+
+
 def described(node: fx.Node) -> str:
     """A node as messages show it: name, operator, extents, module and, if it is known, source line."""
     parts = [f"{node.name} = {node.target}" if node.op == "call_function" else f"{node.op} {node.target}"]

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import math
 import re
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -30,7 +31,7 @@ import torch
 
 from pytest_gtrainer._torch.values import HigherOrderOperator, OpOverload, pytree, schema
 from pytest_gtrainer.graph.nodes import is_view
-from pytest_gtrainer.passes.chunking.config import ChunkConfig, ChunkError
+from pytest_gtrainer.passes.chunking.config import ChunkConfig, ChunkError, ChunkWarning
 
 INPUT, ROUTED, ROUTING = "input", "routed", "routing"
 """What rows hold: data in place; data in an order of the data; integers across rows."""
@@ -285,18 +286,32 @@ _OURS = ("aten", "prims", "_c10d_functional", "_c10d_functional_autograd")
 """The namespaces whose names the tables mean."""
 
 
-def mixing_error(what: str, wrong: str, where: str, config: ChunkConfig) -> ChunkError:
-    """The refusal of an operator, named by ``what``, inside the module ``where``."""
-    vouch = ""
+def refuse_mixing(what: str, wrong: str, where: str, config: ChunkConfig, told: set[str]) -> None:
+    """Refuse an operator, named by ``what``, inside the module ``where``.
+
+    Row numbers and sizes that rows meet are each chunk's own (G15): a ``ChunkWarning`` says so, of the first operator.
+
+    Args:
+        told: modules of which it was said.
+
+    Raises:
+        ChunkError: it mixes rows.
+    """
+    vouch, is_number = "", HOW_MANY in wrong or "their number" in wrong
     if "not known" in wrong:
         vouch = "; if it treats each row by itself, say so: ChunkConfig(row_wise=(its name,)), as 'mylib::norm'"
-    elif HOW_MANY in wrong or "their number" in wrong:
+    elif is_number:
         vouch = f"; if you mean those of each chunk, say so: ChunkConfig(row_wise=({config.module_fqn!r},))"
-    return ChunkError(
+    message = (
         f"{what} {wrong} inside {where}: there lies the {config.chunk_dim} dimension, by which {where} is chunked, so "
         "rows of a chunk would not see those of the others and the numbers would not be the model's. Keep that "
         f"dimension apart from those that the operator works along, or chunk modules without it{vouch}"
     )
+    if not is_number:
+        raise ChunkError(message)
+    if config.module_fqn not in told:
+        told.add(config.module_fqn)
+        warnings.warn(message, ChunkWarning, stacklevel=2)
 
 
 def judge(call: Call, what: str, trusted: Sequence[str] = ()) -> tuple[str | None, list[Known]]:

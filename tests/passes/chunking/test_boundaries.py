@@ -145,7 +145,7 @@ def sizes_in(value):
 def test_no_full_extent_is_left_in_a_body():
     """G10: nor one times the positions; no size of the model happens to be one."""
     batch, seq = 52, 6
-    config = strict("layers.*", num_chunks=4, answers=True)
+    config = strict("layers.*", num_chunks=4)
     model = net(chunkable.Attention, chunkable.Factories, chunkable.plain_attention)()
     traced, gm = rewritten(model, config, token_batch(0, batch, seq))
     full = {batch, batch * seq, batch * chunkable.HEADS}

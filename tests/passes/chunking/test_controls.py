@@ -12,7 +12,7 @@ from pytest_gtrainer.passes.chunking import rewrite
 
 def check_control(model, broken, kind, num_chunks):
     """The honest rewriting equals; the broken one differs in ``kind``."""
-    case = Case(model=model, config=strict("layers.*", num_chunks=num_chunks, answers=True), steps=1)
+    case = Case(model=model, config=strict("layers.*", num_chunks=num_chunks), steps=1)
     check_equals_eager(case)
     check_differs(replace(case, rewrite=broken), kind)
 

@@ -1,6 +1,5 @@
 """G1: a chunked graph equals eager chunking, bit for bit: both producers, against the eager run itself."""
 
-from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -25,7 +24,7 @@ BLOCKS = {
     "weight used three times": {"model": net(chunkable.WeightTwice)},
     "weight shared across blocks": {"model": chunkable.SharedAcrossBlocks},
     "cast weight": {"model": net(chunkable.CastWeight)},
-    "factories": {"model": net(chunkable.Factories), "answers": True},
+    "factories": {"model": net(chunkable.Factories)},
     "checkpointed": {"model": net(chunkable.Checkpointed, chunkable.Dense)},
     "transposed inside": {"model": net(chunkable.Transposed)},
     "chunked loss": {"model": net(chunkable.Attention), "step": chunked_ce_step(4)},
@@ -82,13 +81,13 @@ def test_pairs(given, root, chunk_dim, chunks, dtype, producer):
 
 
 @pytest.mark.parametrize(
-    ("block", "answers"),
-    [(chunkable.Shifted, False), (chunkable.Literals, True)],
+    "block",
+    [chunkable.Shifted, chunkable.Literals],
     ids=["a buffer read without the batch, then updated", "literals of the batch"],
 )
-def test_what_a_chunk_sees_though_no_tensor_of_the_operator_has_the_batch(block, answers):
-    """G7, G15: the buffer as the chunk before has left it, and, if somebody answers, the numbers of a chunk."""
-    check_equals_eager(Case(model=net(block), config=strict("layers.*", num_chunks=4, answers=answers), steps=2))
+def test_what_a_chunk_sees_though_no_tensor_of_the_operator_has_the_batch(block):
+    """G7, G15: the buffer as the chunk before has left it, and the numbers of a chunk."""
+    check_equals_eager(Case(model=net(block), config=strict("layers.*", num_chunks=4), steps=2))
 
 
 @pytest.mark.parametrize("options", [{}, {"thrice": True}, {"by_itself": True}], ids=["twice", "thrice", "by itself"])
@@ -115,7 +114,6 @@ def case_of(given, config, dtype, steps):
     """A chunk has two rows, or two positions."""
     fields = dict(given)
     extents = {"batch": 8, "seq": fields.pop("seq", 8)}
-    config = replace(config, row_wise=(config.module_fqn,) if fields.pop("answers", False) else ())
     extents |= {"seq" if config.dim else "batch": 2 * config.num_chunks}
     return Case(**fields, config=config, dtype=dtype, batch=lambda step: token_batch(step, **extents), steps=steps)
 

@@ -1,14 +1,21 @@
 """Operators along the chunk dimension: refused by graph and eager chunking alike, or equal to the whole model (G3)."""
 
+import warnings
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from fixtures.chunking import chunked, strict, token_batch
-from fixtures.models.chunkable import DIM, HEADS, Attention, Net, Then
+from fixtures.models import chunkable
+from fixtures.models.chunkable import DIM, HEADS, Attention, Net, Then, net
 from fixtures.models.loss import ce_step
-from pytest_gtrainer import ChunkConfig, ChunkError, assert_bitwise_different, eager_chunked, trace_step
+from pytest_gtrainer import ChunkConfig, ChunkError, ChunkWarning, assert_bitwise_different, eager_chunked, trace_step
+
+REFUSED = (ChunkError, ChunkWarning)
+pytestmark = pytest.mark.filterwarnings("error::pytest_gtrainer.ChunkWarning")
 
 
 def model_of(then, extra=None):
@@ -206,7 +213,7 @@ MIXING = {
 @pytest.mark.parametrize(("then", "extra", "message"), MIXING.values(), ids=MIXING)
 def test_an_operator_that_mixes_rows_is_refused(side, then, extra, message):
     """By operator, module and dimension."""
-    with pytest.raises(ChunkError, match=message) as refused:
+    with pytest.raises(REFUSED, match=message) as refused:
         side(model_of(then, extra), BATCH, token_batch(0, 4, 6))
     assert "inside layers.0: there lies the batch dimension" in str(refused.value)
 
@@ -289,7 +296,7 @@ FOLLOWED = {name: case for name, case in MIXING.items() if name not in OF_TWINS_
 @pytest.mark.parametrize(("then", "extra", "message"), FOLLOWED.values(), ids=FOLLOWED)
 def test_a_forward_that_has_no_twin_is_followed_while_it_runs(then, extra, message):
     """It sees no row numbers and no sizes; operators that mix rows it refuses by the same sentence."""
-    with pytest.raises(ChunkError, match=message) as refused:
+    with pytest.raises(REFUSED, match=message) as refused:
         by_eager_code(model_of(deciding(then), extra), BATCH, token_batch(0, 4, 6))
     assert "inside layers.0: there lies the batch dimension" in str(refused.value)
 
@@ -322,7 +329,7 @@ def test_attention_over_a_batch_that_is_folded_into_tokens(side, plain):
 
     model = Tokens(lambda: FoldedAttention(plain))
     with pytest.raises(
-        ChunkError, match=r"(attends over dimension 2|every row to every other|over dimension \d).* inside layers\.0"
+        REFUSED, match=r"(attends over dimension 2|every row to every other|over dimension \d).* inside layers\.0"
     ):
         side(model, BATCH, token_batch(0, 4, 6))
     logits, vouched = model(token_batch(0, 4, 6)[0]), ChunkConfig("layers.*", row_wise=("layers.*",))
@@ -339,7 +346,7 @@ def test_who_answers_for_an_operator_is_believed(side):
 
     inputs = token_batch(0, 4, 6)
     with pytest.raises(
-        ChunkError, match=r"halved.* may mix dimension 0: .* if it treats each row by itself, say so: .*row_wise"
+        REFUSED, match=r"halved.* may mix dimension 0: .* if it treats each row by itself, say so: .*row_wise"
     ):
         side(model_of(then), BATCH, inputs)
     vouched = ChunkConfig("layers.*", early_grad_accumulation=False, row_wise=("gtrainer_tests::halved",))
@@ -367,5 +374,19 @@ norm.register_autograd(lambda ctx, grad: grad - grad.mean(0))
 @SIDES
 def test_another_librarys_operator_is_not_taken_for_torchs_of_that_name(side):
     """``aten.norm`` without a dimension is a statistic; nobody knows what ``gtrainer_tests::norm`` is."""
-    with pytest.raises(ChunkError, match=r"norm.* may mix dimension 0: "):
+    with pytest.raises(REFUSED, match=r"norm.* may mix dimension 0: "):
         side(model_of(lambda x: x + torch.ops.gtrainer_tests.norm(x)), BATCH, token_batch(0, 4, 6))
+
+
+@SIDES
+@pytest.mark.parametrize("answers", [False, True])
+@pytest.mark.parametrize("block", [chunkable.Factories, chunkable.Literals])
+def test_numbers_of_a_chunk_are_told_unless_somebody_answers_for_them(side, block, answers):
+    """G15: row numbers and sizes are recomputed for each chunk; who answers for the module is not told."""
+    config = replace(BATCH, row_wise=("layers.*",) if answers else ())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        side(net(block)(), config, token_batch(0, 4, 6))
+    told = [str(one.message) for one in caught if one.category is ChunkWarning]
+    assert bool(told) is not answers
+    assert all("if you mean those of each chunk, say so: ChunkConfig(row_wise=('layers.*',))" in one for one in told)

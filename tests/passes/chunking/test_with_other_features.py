@@ -86,8 +86,7 @@ class WeighedNet(chunkable.Net):
 
 def test_constants_of_the_graph():
     """G4: what is the same at either extent stands there once; what is not, by value or extent, is each chunk's own."""
-    config = strict("layers.*", num_chunks=4, answers=True)  # for the number of rows among them
-    gm = check_equals_eager(Case(model=lambda: WeighedNet(Weighing), config=config))
+    gm = check_equals_eager(Case(model=lambda: WeighedNet(Weighing), config=strict("layers.*", num_chunks=4)))
     constants = [node for node in gm.graph.nodes if node.op == "get_attr"]
     values = {str(node.target): getattr(gm, str(node.target)).flatten().tolist() for node in constants}
     assert len(values) == len(constants)

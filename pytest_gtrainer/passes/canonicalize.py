@@ -126,11 +126,11 @@ def _give_way(node: fx.Node, source: fx.Node) -> bool:
 
 
 def _same_layout(before: fx.Node, after: fx.Node) -> bool:
-    """Whether two values, one a view or a copy of the other, have equal dtype, shape and strides."""
+    """Whether two values, one a view or a copy of the other in its dtype, have equal shape and strides."""
     ours, theirs = before.meta.get("val"), after.meta.get("val")
     if not isinstance(ours, torch.Tensor) or not isinstance(theirs, torch.Tensor):
         return False
-    return ours.dtype == theirs.dtype and _same(ours.shape, theirs.shape) and _same(ours.stride(), theirs.stride())
+    return _same(ours.shape, theirs.shape) and _same(ours.stride(), theirs.stride())
 
 
 def _same(ours: Sequence[Any], theirs: Sequence[Any]) -> bool:

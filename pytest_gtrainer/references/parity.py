@@ -167,8 +167,7 @@ def _parity_on_ranks(config: TrainConfig | ConfigOfMesh, world: World, must_show
     if failed:
         return Parity(record, expected, None, layouts["eager"])
     with random_states_kept():
-        states.put_back()
-        control = compare(*_first_steps(_control_on_ranks(graph, start), record))
+        control = compare(*_first_steps(_control_on_ranks(graph, start, states), record))
     if "different" not in texts_of_ranks(control.outcome) and must_show:
         cause, advice = _why_invisible(layouts["eager"], config)
         raise VacuousCheck(
@@ -182,16 +181,19 @@ def _copies(model: nn.Module) -> list[torch.Tensor]:
     return [local(tensor).detach().clone() for tensor in ModelState.of(model).tensors]
 
 
-def _control_on_ranks(graph: GraphRun, start: Sequence[torch.Tensor]) -> Record:
-    """The first step from the values of ``start``, every payload packed otherwise."""
+def _control_on_ranks(graph: GraphRun, start: Sequence[torch.Tensor], states: GeneratorStates) -> Record:
+    """The first step from the values of ``start`` and these random states, every payload packed otherwise."""
+    control: EagerRun | GraphRun
     config = replace(graph.config, steps=1)
     if config.replicate:
-        return EagerRun(replace(config, ddp_bucket_mb=None)).run()
-    for tensor, value in zip(ModelState.of(graph.model).tensors, start, strict=True):
+        control = EagerRun(replace(config, ddp_bucket_mb=None))
+    else:
+        control = graph.rewritten(passes=None, payload_order=_backwards(graph.layout()))
+        control.config = config
+    for tensor, value in zip(ModelState.of(control.model).tensors, start, strict=True):
         local(tensor).detach().copy_(value)
-    other = graph.rewritten(passes=None, payload_order=_backwards(graph.layout()))
-    other.config = config
-    return other.run()
+    states.put_back()
+    return control.run()
 
 
 def _backwards(layout: BucketLayout) -> list[str]:

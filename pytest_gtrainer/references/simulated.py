@@ -253,7 +253,6 @@ class _Rank:
     def take(self, step: int, loss: torch.Tensor, *gradients: torch.Tensor | None) -> None:
         """Record loss and gradients, and keep these."""
         self._record.add(step, self.rank, "loss", "loss", loss)
-        self._optimizer.zero_grad()
         for fqn, gradient in zip(self._trainable, gradients, strict=True):
             if gradient is not None:
                 parameter = self.parameters[fqn]

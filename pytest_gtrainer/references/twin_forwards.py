@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import logging
 import operator
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from types import MethodType, SimpleNamespace
 from typing import Any
@@ -124,7 +125,9 @@ def twin_graphs(
     if not all(map(has_memory, tensors)) or any("forward" in m.__dict__ for m in inner):
         return None
     try:
-        with unseen_by_modes(), torch.compiler.set_stance("force_eager"):  # or Dynamo's caches change
+        # set_stance, or Dynamo's caches change; what the module warns of, it warns of when it runs
+        with unseen_by_modes(), torch.compiler.set_stance("force_eager"), warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)
             mode = new_fake_mode(real_inputs=True)
             full, chunk = (_recorded(fqn, module, run.__func__, arguments, mode) for arguments in (whole, part))
             return full, chunk

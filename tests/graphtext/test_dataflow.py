@@ -171,6 +171,13 @@ def test_symbols_are_what_brings_them_in():
     assert [operand for operand in cat.operands if isinstance(operand, Symbol)] == [Symbol(1, 0), Symbol(2, 0)]
 
 
+def test_symbols_of_layers_are_told_apart():
+    """Each layer's own `L.u0` is another one."""
+    values = dataflow(unfold(MOE.replace("layers[0]", "layers[0:2]"))).values
+    told = [[each for each in value.operands if isinstance(each, Symbol)] for value in values if value.name == "cat"]
+    assert told == [[Symbol(1, 0), Symbol(2, 0)], [Symbol(5, 0), Symbol(6, 0)]]
+
+
 def test_symbols_that_come_in_together_are_told_apart():
     text = "if I:\n  I[0]: f32[2]\nif fwd:\n  with m:\n    pair: (i64[u0], i64[u1]) = aten.pair(I[0])\n"
     first, second = (f"    x: f32[{symbol}] = aten.x(pair)\n" for symbol in ("u0", "u1"))

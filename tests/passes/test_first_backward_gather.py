@@ -19,6 +19,7 @@ from pytest_gtrainer import (
 from pytest_gtrainer import joint_transformer_block_bucketing_reordering_pass as joint_pass
 from pytest_gtrainer import transformer_block_bucketing_reordering_pass as separate_pass
 from pytest_gtrainer._torch.passes import ALL_GATHER
+from pytest_gtrainer.graph.collectives import PlanError
 from pytest_gtrainer.graph.nodes import BACKWARD, direction
 from pytest_gtrainer.references.graph import shard_traceably, trace_config
 from tests.passes import test_bucketing
@@ -157,5 +158,28 @@ if bwd:
     use: bf16[4, 4] = aten.mm(wait, wait)
 if out:
   yield bwd.layers[1].product
+  yield bwd.layers[0].use
+"""
+
+
+def test_a_write_at_the_place_itself_is_not_crossed():
+    """E8, D11: it would send what the parameter was before."""
+    gm = graphtext.parse(WRITTEN_FIRST)
+    with pytest.raises(PlanError, match=r"written writes to layers\.0\.weight, .* between written and gather"):
+        joint_pass(gm, bucket_plan=["layers.0", "layers.1"])
+
+
+WRITTEN_FIRST = """\
+fsdp = group(range(0, 2))
+if P:
+  P.layers[0].weight: f32[2, 4]
+if bwd:
+  with layers[1]:
+    written: f32[2, 4] = aten.mul_.Tensor(P.layers[0].weight, P.layers[0].weight)
+  with layers[0]:
+    gather: f32[4, 4] = _c10d_functional.all_gather_into_tensor(P.layers[0].weight, 2, fsdp)
+    wait: f32[4, 4] = _c10d_functional.wait_tensor(gather)
+    use: f32[4, 4] = aten.mm(wait, wait)
+if out:
   yield bwd.layers[0].use
 """

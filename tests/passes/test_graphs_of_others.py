@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 import torch
 
-from pytest_gtrainer import data_parallel, trace_step
+from pytest_gtrainer import data_parallel, graphtext, trace_step
 from pytest_gtrainer import joint_transformer_block_bucketing_reordering_pass as joint_pass
 from pytest_gtrainer._torch.passes import ALL_GATHER, REDUCE_SCATTER, WAIT
 from pytest_gtrainer.graph.collectives import PlanError, fsdp_all_gathers, fsdp_reduce_scatters
@@ -84,6 +84,27 @@ def test_frozen_parameters_are_gathered_and_not_reduced(gt_mesh, make_net, plan)
     assert len(gm.graph.find_nodes(op="call_function", target=ALL_GATHER)) == len(plan)
     assert len(gm.graph.find_nodes(op="call_function", target=REDUCE_SCATTER)) == len(plan) - 2
     assert_same_values(gm, before, traced)
+
+
+WRITTEN = """\
+fsdp = group(range(0, 4))
+if P:
+  P.layers[0].w: f32[2, 4]
+if fwd:
+  with layers[0]:
+    moved: f32[2, 4] = aten.{operator}.Tensor(P.layers[0].w, P.layers[0].w)
+    gather: f32[8, 4] = _c10d_functional.all_gather_into_tensor(moved, 4, fsdp)
+    wait: f32[8, 4] = _c10d_functional.wait_tensor(gather)
+if out:
+  yield fwd.layers[0].wait
+"""
+
+
+@pytest.mark.parametrize(("operator", "gathered"), [("add", ["layers.0.w"]), ("add_", [])])
+def test_what_was_written_to_is_not_moved_as_a_parameter(operator, gathered):
+    """D6: its gather could not move in front of the write."""
+    gm = graphtext.parse(WRITTEN.format(operator=operator))
+    assert [member.parameter for member in fsdp_all_gathers(gm)] == gathered
 
 
 class ReadInTheBackward(torch.autograd.Function):

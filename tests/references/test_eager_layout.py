@@ -160,7 +160,7 @@ def test_a_premultiplied_sum_is_named_with_its_factor(gt_mesh, factor, ops):
         model.set_gradient_divide_factor(factor)
     model(torch.ones(1, 4)).sum().backward()
     _, *reductions = eager_bucket_layout(model).payloads
-    assert [(payload.collective, payload.op) for payload in reductions] == [
-        ("reduce_scatter", ops[0]),
-        ("all_reduce", ops[1]),
+    assert [(payload.collective, payload.op, payload.ranks) for payload in reductions] == [
+        ("reduce_scatter", ops[0], (0, 1)),
+        ("all_reduce", ops[1], (0, 2)),
     ]

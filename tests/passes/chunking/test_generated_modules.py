@@ -1,6 +1,7 @@
 """Small modules from a grammar: both chunkers give one verdict, and what they accept is the whole model's (G3)."""
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -184,7 +185,11 @@ def test_many_programs(seed):
 
 def test_what_a_mixing_module_would_give():
     """The twin: where somebody answers for it, both sides give another model's numbers."""
-    program, inputs, answered = (("number", False),), token_batch(0, 4, 6), strict("layers.*", answers=True)
+    program, inputs, answered = (
+        (("number", False),),
+        token_batch(0, 4, 6),
+        replace(strict("layers.*"), row_wise=("layers.*",)),
+    )
     graph = by_graph(program, inputs, answered)
     assert_bitwise_equal(graph, by_eager_code(program, inputs, answered))
     assert_bitwise_different(graph, whole(program, inputs), what="row numbers of chunks")

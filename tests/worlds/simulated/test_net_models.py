@@ -9,7 +9,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from pytest_gtrainer import NetModel
+from pytest_gtrainer import NetModel, assert_bitwise_different, assert_bitwise_equal
 from pytest_gtrainer.worlds.simulated import NoModel
 from tests.worlds.simulated import specification
 from tests.worlds.simulated.buckets import sees_the_order_of_a_bucket
@@ -52,9 +52,7 @@ def test_fast_equals_its_specification(net, collective, length, dtype, op):
     inputs = numbers(net.size, width, dtype=dtype).where(numbers(net.size, width, seed=1) > -1, -0.0)
     expected = getattr(specification, collective)(net, inputs, op)
     actual = getattr(net, collective)(inputs, op)
-    assert actual.dtype == dtype
-    assert actual.shape == expected.shape
-    assert torch.equal(actual.view(torch.uint8), expected.view(torch.uint8))
+    assert_bitwise_equal(actual, expected, what=f"{collective} ({op}) against its specification, under {net}")
 
 
 @settings(max_examples=50, deadline=None)
@@ -65,7 +63,8 @@ def test_shards_of_some_destinations_alone(net, length, op, data):
     some = range(first, data.draw(st.integers(first + 1, net.size)))
     inputs = numbers(net.size, net.size * length)
     part = inputs[:, some.start * length : some.stop * length]
-    assert torch.equal(net.reduce_scatter(part, op, some), net.reduce_scatter(inputs, op)[some.start : some.stop])
+    whole = net.reduce_scatter(inputs, op)[some.start : some.stop]
+    assert_bitwise_equal(net.reduce_scatter(part, op, some), whole, what=f"shards of ranks {some} alone, under {net}")
 
 
 @settings(max_examples=100, deadline=None)
@@ -130,8 +129,8 @@ def test_an_average_multiplies_first_or_divides_last():
     first, last = (
         dataclasses.replace(net, average=average).reduce_scatter(inputs, "avg") for average in ("premultiply", "divide")
     )
-    assert not torch.equal(first, last)
-    assert torch.equal(last, net.reduce_scatter(inputs, "sum") / 6)
+    assert_bitwise_different(first, last)
+    assert_bitwise_equal(last, net.reduce_scatter(inputs, "sum") / 6)
 
 
 def test_whole_numbers_are_summed_exactly():

@@ -55,6 +55,17 @@ def test_uneven_shards_are_refused_by_the_first_node_that_differs():
     assert "choose sizes that the ranks divide" in str(error.value)
 
 
+def test_names_of_inputs_do_not_count():
+    """They are those of a tracer; their order, dtypes and shapes are compared."""
+
+    def named(mesh):
+        gm = make_fx(lambda x: x + 1)(numbers(3))
+        next(iter(gm.graph.nodes)).target = f"input_of_rank_{dist.get_rank()}"
+        return gm
+
+    check_same_on_all(*at_both_ends(named, fsdp=2))
+
+
 def on_rows_and_columns(mesh):
     """Groups of a rank's own along both dimensions, which have other names on other ranks."""
     names = [mesh[name].get_group().group_name for name in mesh.mesh_dim_names]

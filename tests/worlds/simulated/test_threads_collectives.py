@@ -12,7 +12,7 @@ from torch.distributed.distributed_c10d import _coalescing_manager
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from pytest_gtrainer import NetModel
+from pytest_gtrainer import NetModel, assert_bitwise_different, assert_bitwise_equal
 from pytest_gtrainer.worlds.simulated import collectives
 from pytest_gtrainer.worlds.simulated.threads import run_threads
 from tests.worlds.simulated.gloo import GlooNet
@@ -241,6 +241,6 @@ def test_large_reduce_scatters_are_done_in_parts(monkeypatch):
     together = run_threads(6, scattered, net=net)
     monkeypatch.setattr(collectives, "PART_BYTES", 1)
     in_parts = run_threads(6, scattered, net=net)
-    assert all(torch.equal(*pair) for pair in zip(tree_leaves(together), tree_leaves(in_parts), strict=True))
+    assert_bitwise_equal(tree_leaves(in_parts), tree_leaves(together), what="shards reduced in parts, and together")
     elsewhere = run_threads(6, scattered, net=NetModel(1, 6, channels=2))
-    assert not all(torch.equal(*pair) for pair in zip(tree_leaves(elsewhere), tree_leaves(in_parts), strict=True))
+    assert_bitwise_different(tree_leaves(elsewhere), tree_leaves(in_parts))

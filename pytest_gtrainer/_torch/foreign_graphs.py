@@ -99,5 +99,7 @@ def described_output(told: Any) -> Result | None:
             return Result("updated", of=of) if (of := _input(told.mutated_input)) is not None else None
         case d.SubclassGetAttrAOTOutput():
             base = described_output(told.base)
-            return base if base is None or told.attr == _LOCAL else base._replace(suffix=f"{base.suffix}.{told.attr}")
+            if base is None or told.attr == _LOCAL:
+                return base
+            return Result(base.kind, base.place, base.of, f"{base.suffix}.{told.attr}")
     return None

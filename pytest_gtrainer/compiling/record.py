@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
@@ -70,7 +70,7 @@ class RecordedPass:
         return self.compiled.inputs.get(self.stage)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, repr=False)
 class CompiledGraph:
     """One graph that Dynamo gave to a backend.
 
@@ -89,6 +89,9 @@ class CompiledGraph:
     passes: list[RecordedPass] = field(default_factory=list)
     code: dict[str, str] = field(default_factory=dict)
     inputs: dict[str, list[Any]] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        return f"CompiledGraph({self.id}: {', '.join(self.stages) or 'no stage'})"
 
     def __getattr__(self, name: str) -> fx.GraphModule:
         if name not in STAGES:
@@ -130,7 +133,7 @@ class GraphBreak:
         return f"{self.where}: {self.reason}" + (f" ({self.times} times)" if self.times > 1 else "")
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, repr=False)
 class CompileRecord:
     """What ``gt_compile`` recorded.
 
@@ -150,6 +153,9 @@ class CompileRecord:
     recompiled: dict[str, list[str]] = field(default_factory=dict)
     cache: dict[str, int] = field(default_factory=dict)
     faults: list[str] = field(default_factory=list)
+
+    def __repr__(self) -> str:
+        return "\n".join([f"CompileRecord of {_count(len(self.graphs), 'graph')}", *self._story()])
 
     def __getitem__(self, place: int) -> CompiledGraph:
         self._refuse_nothing()
@@ -275,8 +281,3 @@ def _is_named(launch: str, pattern: str) -> bool:
 
 def _count(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
-
-
-def stages_of(record: CompileRecord) -> Sequence[str]:
-    """Which stages of which graphs there are: "0/0 forward"."""
-    return [f"{graph.id} {stage}" for graph in record.graphs for stage in graph.stages]

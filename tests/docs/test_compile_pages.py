@@ -11,6 +11,7 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import pytest_gtrainer
+from benchmarks.compiled_operators import OPERATORS
 from fixtures.pages import blocks, fits
 
 ROOT = Path(__file__).parents[2]
@@ -59,3 +60,10 @@ def test_what_the_page_of_migration_recommends_runs(monkeypatch):
         given |= {"fusion_pass": FuseNormAndQuant()}
         with torch.no_grad():
             exec(block, {**names, **given})
+
+
+def test_the_table_of_operators_is_the_benchmarks():
+    table = (DOCS / "compile.md").read_text().partition("| operator | fp32 | bf16 |\n")[2].partition("\n\n")[0]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()[1:]]
+    assert [name for name, *_ in rows] == list(OPERATORS)
+    assert {outcome for _, *outcomes in rows for outcome in outcomes} == {"equal", "decomposition", "code generation"}

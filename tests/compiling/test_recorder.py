@@ -65,11 +65,21 @@ def record():
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_every_stage_has_names_and_types(record, stage):
+    """P1: and no name of Dynamo's."""
     text = graphtext.render(getattr(record, stage))
     assert "L.down.weight: f32[" in text
     assert "L['" not in text
     assert "A[" not in text
     assert ": _" not in text
+
+
+def test_a_recorded_graph_has_the_text_that_it_has_in_a_backend(record):
+    """P1: recorded or not, and as a bare graph."""
+    found = []
+    torch.compiler.reset()
+    torch.compile(Model(), backend=lambda gm, inputs: found.append(gm) or gm)(torch.randn(4, 16))
+    text = graphtext.render(record.dynamo)
+    assert text == graphtext.render(found[0]) == graphtext.render(found[0].graph)
 
 
 def test_stages_stand_in_the_order_in_which_they_are_reached(record):
@@ -88,6 +98,7 @@ def test_a_graph_behind_the_partitioner_has_one_direction(record):
 
 @pytest.mark.parametrize("stage", ["joint", "backward_after_passes"])
 def test_one_more_parameter_changes_its_own_lines_only(record, stage):
+    """P2: in what is recorded, too."""
     texts = [graphtext.render(getattr(each, stage)) for each in (record, recorded(Model(bias=True)))]
     lines = [line for line in str(graphtext.diff(*texts)).splitlines() if line[:1] in "+-"]
     assert lines
@@ -127,6 +138,7 @@ def test_without_lowering_operators_are_those_of_eager():
 
 
 def test_lowered_code_says_what_it_launches():
+    """P5: in order, by direction."""
     record = recorded(lower=True)
     launches = record[0].launches()
     assert [name for name in launches if name.startswith("extern_kernels.")]
@@ -149,6 +161,7 @@ def test_lowered_code_says_what_it_launches():
 @pytest.mark.parametrize("slot", ["post_grad_custom_pre_pass", "post_grad_custom_post_pass", "joint_custom_pre_pass"])
 @pytest.mark.parametrize("how", ["an option", "a setting", "one of several"])
 def test_a_pass_of_the_user_is_seen_before_and_after(slot, how):
+    """P4: by its name, in each slot."""
     ours = [Rescale(2.0), lambda graph: None] if how == "one of several" else Rescale(2.0)
     if how == "a setting":
         with torch._inductor.config.patch(slot, ours):
@@ -190,6 +203,7 @@ class RescaleOfCaches(CustomGraphPass):
 
 
 def test_caches_hide_passes_unless_they_are_off(tmp_path, monkeypatch):
+    """P3: a cached compile runs no pass."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     found = []
     for caches in (True, True, False):
@@ -312,6 +326,7 @@ def test_one_recorder_at_a_time():
 
 
 def test_everything_is_put_back_also_behind_an_error():
+    """P3: settings, handlers, Dynamo."""
     recorded()
 
     def state():

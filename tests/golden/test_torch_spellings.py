@@ -67,6 +67,7 @@ def in_a_body(body: str) -> str:
 @pytest.mark.parametrize("place", [str, in_a_body], ids=["the graph", "a graph inside it"])
 @pytest.mark.parametrize(("made", "running"), [(OLD, NEW), (NEW, OLD)], ids=["newer", "older"])
 def test_a_golden_of_another_torch_is_equal_where_only_the_spelling_is_another(place, made, running):
+    """P6: both ways."""
     bodies = {OLD: place(OLD_BODY), NEW: place(NEW_BODY)}
     assert difference("graph", text(bodies[made], made), text(bodies[running], running)) is None
 
@@ -88,7 +89,7 @@ def test_a_golden_of_another_torch_is_equal_where_only_the_spelling_is_another(p
 )
 @pytest.mark.parametrize("place", [str, in_a_body], ids=["the graph", "a graph inside it"])
 def test_a_real_change_beside_another_spelling_differs(place, there, changed):
-    """The twin: operands, operators, arguments, tags, modules, results, a line less."""
+    """P6: the twin: operands, operators, arguments, tags, modules, results, a line less."""
     assert there in NEW_BODY
     new = NEW_BODY.replace(there, changed)
     if changed == "":

@@ -60,6 +60,7 @@ def graphs() -> dict[str, fx.GraphModule]:
 
 
 def test_a_graph_of_dynamo_names_inputs_and_types(graphs):
+    """P1: parameters, buffers and arguments by their names."""
     text = graphtext.render(graphs["dynamo"])
     assert "  P.L.up.weight: f32[16, 8]\n" in text
     assert "  B.L.scale: f32[8]\n" in text
@@ -100,6 +101,7 @@ def test_without_names_descriptors_alone_name_nothing_wrongly(graphs):
 @pytest.mark.parametrize("change", [{"dtype": torch.bfloat16}, {"rows": 5}])
 @pytest.mark.parametrize("which", ["dynamo", "forward", "backward"])
 def test_another_dtype_or_shape_is_another_text(graphs, change, which):
+    """P2: so its golden differs."""
     other = graphs_of(Model(), **change)
     texts = [graphtext.render(each[which], names=each["dynamo"]) for each in (graphs, other)]
     assert texts[0] != texts[1]
@@ -107,6 +109,7 @@ def test_another_dtype_or_shape_is_another_text(graphs, change, which):
 
 @pytest.mark.parametrize("which", ["dynamo", "forward", "backward"])
 def test_another_parameter_renumbers_nothing(graphs, which):
+    """P2: only its own lines change."""
     other = graphs_of(Model(bias=True))
     lines = [
         {str(line) for line in graphtext.lines_of(graphtext.parse(graphtext.render(each[which], names=each["dynamo"])))}
@@ -118,6 +121,7 @@ def test_another_parameter_renumbers_nothing(graphs, which):
 
 
 def test_nodes_are_named_and_the_graph_is_only_read(graphs):
+    """P2: names of nodes do not show."""
     gm = copy.deepcopy(graphs["forward"])
     text = graphtext.render(gm, names=graphs["dynamo"])
     for node in gm.graph.nodes:
@@ -128,6 +132,7 @@ def test_nodes_are_named_and_the_graph_is_only_read(graphs):
 
 
 def test_a_bare_graph_and_an_exported_program_render():
+    """P1: a bare graph has its module's text; a program its parameters' names."""
     model = Model()
     program = torch.export.export(model, (torch.randn(4, 8),))
     text = graphtext.render(program)

@@ -1,0 +1,69 @@
+"""docs/compile.md, docs/inductor-passes.md, docs/foreign-graphs.md: their tests pass, and print what the pages show.
+
+And in docs/migration.md what replaces each habit runs.
+"""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import pytest_gtrainer
+from benchmarks.compiled_operators import OPERATORS
+from fixtures.pages import blocks, fits
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+
+
+@pytest.mark.parametrize(("page", "tests"), [("compile", 6), ("inductor-passes", 5), ("foreign-graphs", 4)])
+def test_the_tests_of_a_page(pytester, monkeypatch, page, tests):
+    monkeypatch.delenv("CI", raising=False)
+    shown = blocks(DOCS / f"{page}.md")
+    for language, text in shown:
+        if language == "python" and (name := re.match(r"# (test_\w+\.py)\n", text)):
+            (pytester.path / name[1]).write_text(text)
+    run = pytester.runpytest_subprocess("--gt-create-goldens", "-rP", "-p", "no:randomly", "--rootdir=.")
+    run.assert_outcomes(passed=tests)
+    for language, text in shown:
+        if language == "text":
+            assert not fits(run.stdout.str(), text)
+
+
+class Goldens:
+    def check(self, graph):
+        assert "I.x" in pytest_gtrainer.graphtext.render(graph)
+
+
+def two_products(x):
+    return torch.relu(torch.relu(x @ x) @ x)
+
+
+def test_what_the_page_of_migration_recommends_runs(monkeypatch):
+    """Every second block of its section on torch.compile, on the model and the pass of ``examples/fusion``."""
+    monkeypatch.syspath_prepend(ROOT / "examples" / "fusion")
+    from serve.fusion import FuseNormAndQuant
+    from serve.model import Model
+
+    section = (DOCS / "migration.md").read_text().partition("## From tests of torch.compile")[2]
+    ours = re.findall(r"```python\n(.*?)```", section.partition("\n## ")[0], re.DOTALL)[1::2]
+    assert len(ours) == 5
+    x = torch.randn(8, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+    names = {name: getattr(pytest_gtrainer, name) for name in ("gt_compile", "assert_graph", "assert_pass_bitwise")}
+    names |= {"torch": torch, "gt_golden": Goldens(), "noop_pass": lambda graph: None}
+    square = torch.randn(8, 8)
+    for block in ours:
+        given = {"x": square if "compiled(x)" in block and "[:2]" not in block else x, "model": Model()}
+        given |= {"compiled": torch.compile(two_products), "gm": make_fx(two_products)(square)}
+        given |= {"fusion_pass": FuseNormAndQuant()}
+        with torch.no_grad():
+            exec(block, {**names, **given})
+
+
+def test_the_table_of_operators_is_the_benchmarks():
+    table = (DOCS / "compile.md").read_text().partition("| operator | fp32 | bf16 |\n")[2].partition("\n\n")[0]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()[1:]]
+    assert [name for name, *_ in rows] == list(OPERATORS)
+    assert {outcome for _, *outcomes in rows for outcome in outcomes} == {"equal", "decomposition", "code generation"}

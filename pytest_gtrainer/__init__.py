@@ -77,6 +77,9 @@ _HOME: dict[str, str] = {
     "NetModel": "worlds.simulated.net",
     "assert_simulated_parity": "references.parity",
     "sweep_nets": "worlds.simulated.net",
+    # memory
+    "peak_memory": "graph.memory",
+    "assert_peak_memory": "graph.memory",
     # schedules
     "timeline": "report.timeline",
     "CostModel": "report.timeline",

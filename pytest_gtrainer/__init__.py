@@ -50,7 +50,7 @@ _HOME: dict[str, str] = {
     "train_eager": "references.training",
     "train_graph": "references.training",
     "assert_parity": "references.parity",
-    "VacuousCheck": "references.parity",
+    "VacuousCheck": "worlds.simulated",
     # numerics
     "Record": "numerics.record",
     "digest": "numerics.digest",
@@ -85,6 +85,11 @@ _HOME: dict[str, str] = {
     "NetModel": "worlds.simulated.net",
     "assert_simulated_parity": "references.parity",
     "sweep_nets": "worlds.simulated.net",
+    "simulate_graph": "worlds.simulate",
+    "simulate_eager": "worlds.simulate",
+    # memory
+    "peak_memory": "graph.memory",
+    "assert_peak_memory": "graph.memory",
     # schedules
     "timeline": "report.timeline",
     "CostModel": "report.timeline",

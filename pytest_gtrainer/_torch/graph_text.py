@@ -17,6 +17,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -46,6 +47,7 @@ ATTRIBUTES = {
     "torch._subclasses.fake_tensor:FakeTensor": ("_fake_device",),
     "torch.fx.experimental.symbolic_shapes:ShapeEnv": (
         "backed_var_to_val",
+        "simplify",
         "var_to_range",
         "var_to_sources",
         "symbol_guard_counter",
@@ -147,6 +149,14 @@ def hint(symbol: Any, value: Any) -> int | float | None:
     """The example that a backed symbol of a symbolic ``value`` was traced with."""
     known = value.node.shape_env.backed_var_to_val.get(symbol)
     return None if known is None else int(known) if known.is_Integer else float(known)
+
+
+def number_of(value: Any, given: Mapping[str, int]) -> int | list[str]:
+    """A symbolic size with the ``given`` numbers of symbols, else those of its trace; the symbols that have neither."""
+    told = value.node.shape_env.simplify(value.node.expr)
+    numbers = {symbol: given.get(str(symbol), hint(symbol, value)) for symbol in told.free_symbols}
+    unknown = sorted(str(symbol) for symbol, number in numbers.items() if number is None)
+    return unknown or int(told.xreplace({symbol: sympy.Integer(number) for symbol, number in numbers.items()}))
 
 
 def operator_names() -> list[str]:

@@ -6,6 +6,7 @@
 - ``torch.utils._pytree`` flattens containers; torch's own tracing flattens with it, so leaves come in its order.
 - A *traceable wrapper subclass* holds other tensors and has no bytes of its own.
 - ``DTensor._local_tensor`` is this rank's part; ``to_local`` would be recorded in a trace.
+- ``torch._C._dispatch_has_kernel_for_dispatch_key`` tells operators that the dispatcher takes apart.
 - ``UntypedStorage._cdata`` is the address of the storage object: equal for a tensor and its views.
 - A class may hide a parameter behind a property, so ``getattr`` does not give what a module holds in
   ``_parameters``; writing to that table does not run ``__setattr__``.
@@ -60,9 +61,21 @@ def faked(meta: torch.Tensor, like: FakeTensor) -> FakeTensor:
     return FakeTensor(like.fake_mode, meta, like.device)
 
 
+def is_composite(operator: OpOverload) -> bool:
+    """Whether torch takes it apart into other operators: its schema then says where it may show an operand's memory."""
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(operator.name(), "CompositeImplicitAutograd"))
+
+
 def storage_id(tensor: torch.Tensor) -> int:
     """What tells memory from other memory: equal for a tensor and its views."""
     return int(tensor.untyped_storage()._cdata)
+
+
+def parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The tensors that have memory: of a wrapper subclass those that it holds, else itself."""
+    if not is_traceable_wrapper_subclass(tensor):
+        return [tensor]
+    return [part for name in tensor.__tensor_flatten__()[0] for part in parts_of(getattr(tensor, name))]
 
 
 def local_part(tensor: DTensor) -> torch.Tensor:

@@ -40,16 +40,13 @@ from pytest_gtrainer.references.graph import GraphRun, texts_of_ranks
 from pytest_gtrainer.references.simulated import ConfigOfMesh, SimulatedGraphRun, config_of_mesh, simulated_eager
 from pytest_gtrainer.tracing.model import ModelState, local
 from pytest_gtrainer.worlds.fake import net_of
+from pytest_gtrainer.worlds.simulated import VacuousCheck
 from pytest_gtrainer.worlds.simulated.net import Net, check_choice, row_of
 from pytest_gtrainer.worlds.spec import World
 
 GroupOf = Callable[[int, tuple[int, ...]], tuple[int, ...]]
 _AROUND = 2
 _REDUCTIONS = (REDUCE_SCATTER_NAME, ALL_REDUCE_NAME)
-
-
-class VacuousCheck(Exception):
-    """The check cannot fail: its control, with payloads packed otherwise, gives the same bits."""
 
 
 class ParityOptions(TypedDict, total=False):

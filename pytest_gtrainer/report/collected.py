@@ -14,7 +14,7 @@ from pytest_gtrainer.numerics.verdict import page_order
 
 ORDER = ("failed", "error", "xpassed", "passed", "xfailed", "skipped")
 """Outcomes as a reader wants them: failures first."""
-_SHOWN = frozenset({"graph_text", "pass", "schedule", "layout", "comparison", "not_shown"})
+_SHOWN = frozenset({"graph_text", "pass", "schedule", "memory", "layout", "comparison", "not_shown"})
 """Kinds of the facts that only the report reads; ``witness`` says what they are."""
 
 

@@ -42,6 +42,7 @@ def render_page(title: str, made: str, summary: Sequence[str], tests: Sequence[T
         tests=[_row(test) for test in ordered],
         texts={fact["key"]: fact["packed"] for test in ordered for fact in test.of("graph_text")},
         schedules={fact["key"]: fact["packed"] for test in ordered for fact in test.of("schedule")},
+        memories={fact["key"]: fact["packed"] for test in ordered for fact in test.of("memory")},
         style=style,
         script=script,
     )  # fmt: skip
@@ -83,6 +84,7 @@ def details_of(test: Test) -> dict[str, Any]:
         "comparisons": test.comparisons(),
         "layouts": layouts,
         "pipelines": list(pipelines.values()),
+        "memories": [fact["key"] for fact in test.of("memory") if fact["asked"]],
         "said": _said(test),
         "sections": [[title, _cut(text)] for report in test.reports[-1:] for title, text in report.sections],
     }

@@ -6,6 +6,8 @@ facts, which travel with the test's reports:
 - ``graph_text``: a graph's text by its key, compressed; equal texts of a test once;
 - ``pass``: name, fingerprint, seconds, the keys of the graphs before and after, what changed in words and in lines;
 - ``schedule``: the timeline of a graph that communicates, by the graph's key;
+- ``memory``: the bytes alive at each node and what is alive at the peak, by the graph's key; of a graph whose peak the
+  test itself asked for, by a key of its own;
 - ``layout``: who sits at which byte; of a pipeline's result, or of the two sides that were compared;
 - ``comparison``: a digest of every phase of every step and rank, and the first difference;
 - ``not_shown``: what could not be taken down. A witness never makes a test fail.
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
     from torch import fx
 
     from pytest_gtrainer.graph.layout import BucketLayout
+    from pytest_gtrainer.graph.memory import PeakMemory
     from pytest_gtrainer.numerics.record import Record
     from pytest_gtrainer.numerics.verdict import Verdict
     from pytest_gtrainer.passes.pipeline import PassRun
@@ -37,7 +40,8 @@ _MOST_CHANGES = 2_000
 _MOST_SPANS = 6_000
 _MOST_PIPELINES = 8
 """Of a test that runs more pipelines than that, the first ones are shown."""
-_TOPICS = {"comparison": "a comparison", "graph_pass": "a pass", "graph_passes": "a pipeline", "layouts": "a layout"}
+_TOPICS = {"comparison": "a comparison", "graph_pass": "a pass", "graph_passes": "a pipeline", "layouts": "a layout",
+           "memory": "a memory curve"}  # fmt: skip
 """What a witness watches, each by its method of that name."""
 
 
@@ -54,6 +58,7 @@ class Witness:
         self._texts: set[str] = set()
         self._last: tuple[object, str, str] | None = None  # a graph, its text and key
         self._pipeline = 0
+        self._key: str | None = None  # of the graph whose memory is asked for here
 
     @property
     def watchers(self) -> dict[str, facts.Watcher]:
@@ -93,6 +98,7 @@ class Witness:
             if key not in self._texts:
                 self._texts.add(key)
                 facts.emit("graph_text", key=key, lines=text.count("\n"), packed=packed(text))
+                self._curve(gm, key)
                 try:
                     if communicates(gm):
                         facts.emit("schedule", key=key, packed=packed(json.dumps(schedule(gm, self._mesh))))
@@ -100,6 +106,25 @@ class Witness:
                     facts.emit("not_shown", what="a schedule", why=str(error)[:500])
             self._last = gm, text, key
         return self._last[1], self._last[2]
+
+    def _curve(self, gm: fx.GraphModule, key: str) -> None:
+        from pytest_gtrainer.graph.memory import peak_memory
+
+        self._key = key
+        try:
+            peak_memory(gm)
+        except ValueError as error:  # no values, or sizes that only the run knows
+            if str(error) not in self._texts:
+                self._texts.add(str(error))
+                facts.emit("not_shown", what="a memory curve", why=str(error)[:500])
+        finally:
+            self._key = None
+
+    def memory(self, told: PeakMemory) -> None:
+        curve = list(told.curve)
+        text = json.dumps({"told": str(told), "at": curve.index(told.at), "curve": list(told.curve.values())})
+        key = self._key or hashlib.sha256(text.encode()).hexdigest()[:16]
+        facts.emit("memory", key=key, asked=self._key is None, packed=packed(text))
 
     def graph_passes(self, given: fx.GraphModule, result: fx.GraphModule) -> None:
         number, self._pipeline = self._pipeline, self._pipeline + 1

@@ -8,7 +8,10 @@ import pytest
 import torch
 
 from fixtures.training import llama3_training
-from pytest_gtrainer import train_eager, train_graph
+from pytest_gtrainer import peak_memory, train_eager, train_graph
+from pytest_gtrainer._torch.values import pytree
+from pytest_gtrainer.references.graph import GraphRun
+from pytest_gtrainer.tracing.model import ModelState, local
 
 SUITE = """
 import pytest, torch
@@ -50,8 +53,6 @@ def test_training_leaves_nothing(gt_mesh, record_property):
 @pytest.mark.gt_world("ranks", size=1, device="cuda")
 def test_the_peak_of_a_step(gt_mesh, record_property):
     """A step's peak is that of its largest live set, not of all it ever makes: the graph frees as it goes."""
-    from pytest_gtrainer.references.graph import GraphRun
-
     run = GraphRun(llama3_training(gt_mesh, "bf16_fp32", steps=1))
     made = sum(
         value.numel() * value.element_size()
@@ -65,3 +66,24 @@ def test_the_peak_of_a_step(gt_mesh, record_property):
     peak = torch.cuda.max_memory_allocated() - before
     record_property("measured", f"peak {peak / 2**20:.1f} MiB, of {made / 2**20:.1f} MiB that the graph makes")
     assert peak < made
+
+
+@pytest.mark.gt_world("ranks", size=1, device="cuda")
+def test_the_peak_that_liveness_tells(gt_mesh, record_property):
+    """What the allocator held at once beside the inputs: the peak of the graph, each tensor rounded up to 512 bytes."""
+    run = GraphRun(llama3_training(gt_mesh, "bf16_fp32", steps=1))
+    told = peak_memory(run.traced.gm)
+    held = ("parameter", "buffer", "input")
+    expected = sum(-(-one.nbytes // 512) * 512 for one in told.alive if one.kind not in held)
+    inputs = [local(tensor).detach() for tensor in ModelState.of(run.model).tensors]
+    inputs += pytree.tree_leaves(run.config.inputs(0, 0))
+    with torch.no_grad():
+        run.traced.gm(*inputs)  # libraries take workspaces once
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        run.traced.gm(*inputs)
+        torch.cuda.synchronize()
+    measured = torch.cuda.max_memory_allocated() - before
+    record_property("measured", f"{measured / 2**20:.2f} MiB, told {expected / 2**20:.2f} MiB")
+    assert abs(measured - expected) <= 0.05 * expected

@@ -169,8 +169,10 @@ def test_layout_schedule_and_digests_are_drawn(pages, tmp_path):
         const sums = all(".sides p", body).map((p) => p.textContent).filter((t) => t.includes("exposed "));
         const unchanged = all("table.passes tr", body).find((r) => r.textContent.includes("deduplicate"));
         const silent = named("schedule", unchanged) === undefined;
+        named("memory by liveness", body).click(); await settled();
+        const curves = all("svg path", body).length, told = all(".sides pre", body).map((p) => p.textContent);
         const differs = await open("test_that_differs");
-        return { bars, lanes, sums, beside, silent,
+        return { bars, curves, told, lanes, sums, beside, silent,
                  first: all("td.first", differs).length, wrong: all("td.differs", differs).length,
                  equal: all("td.equal", differs).length };
     """,
@@ -178,6 +180,8 @@ def test_layout_schedule_and_digests_are_drawn(pages, tmp_path):
     assert any(re.match(r"layers.0.weight: bytes \d+ to \d+", bar) for bar in seen["bars"])
     assert {"compute", "fsdp"} <= set(seen["lanes"])
     assert len([line for line in seen["sums"] if "in all" in line]) == 2  # before and after
+    assert seen["curves"] == 2
+    assert all(told.startswith("peak ") for told in seen["told"])
     assert (seen["beside"], seen["silent"]) == (True, True)
     assert (seen["first"], seen["wrong"], seen["equal"]) == (1, 1, 7)
 

@@ -62,3 +62,13 @@ def test_digests_of_several_ranks_stand_in_the_order_of_a_step():
     halves = {0: [{**told, "actual": rows[::2]}], 1: [{**told, "actual": rows[1::2]}]}
     [merged] = Collected("test", shown=halves).comparisons()
     assert [(phase, rank) for _, rank, phase, _ in merged["actual"]] == [(p, r) for p in PHASES for r in (0, 1)]
+
+
+def test_a_curve_that_a_test_asked_for_is_drawn_in_its_place_and_one_of_a_pass_beside_the_graph():
+    told = [
+        {"kind": "memory", "key": key, "asked": asked, "packed": key} for key, asked in (("one", True), ("two", False))
+    ]
+    test = a_test(gt_facts=told)
+    assert details_of(test)["memories"] == ["one"]
+    page = render_page("run", "", [], [test])
+    assert all(f'<script type="text/plain" id="m-{key}">{key}</script>' in page for key in ("one", "two"))

@@ -103,6 +103,9 @@ def test_a_layout_belongs_to_the_pipeline_and_a_schedule_to_each_of_its_graphs(p
     assert "exposed" in after["summary"]
     assert len(after["spans"]) < len(before["spans"])  # fewer collectives
     assert set(re.findall(r'id="s-(\w+)"', page)) == set(re.findall(r'id="g-(\w+)"', page))
+    curve = json.loads(text_of(page, bucketing["after"], "m"))
+    assert f"({max(curve['curve']):,} bytes) at " in curve["told"]
+    assert curve["curve"][curve["at"]] == max(curve["curve"])
 
 
 def test_digests_of_every_rank_are_in_one_table_with_the_first_difference(page):

@@ -1,9 +1,21 @@
 """What a witness takes down of passes and records, and that it never stops a test."""
 
+import base64
+import json
+import zlib
+
 import pytest
 import torch
 
-from pytest_gtrainer import Record, apply_graph_passes, bind_options, canonicalize_graph_pass, facts, graphtext
+from pytest_gtrainer import (
+    Record,
+    apply_graph_passes,
+    bind_options,
+    canonicalize_graph_pass,
+    facts,
+    graphtext,
+    peak_memory,
+)
 from pytest_gtrainer.report import witness
 from pytest_gtrainer.report.witness import Witness, changed_lines, table
 
@@ -37,15 +49,42 @@ def kinds(told):
 
 def test_equal_graphs_of_a_test_are_sent_once(witnessed):
     told = witnessed(2)
-    assert kinds(told) == ["graph_text", "graph_text", "pass", "pass"]
+    assert kinds(told) == ["graph_text", "memory", "graph_text", "memory", "pass", "pass"]
     assert [fact["pipeline"] for fact in told if fact["kind"] == "pass"] == [0, 1]
 
 
 def test_of_many_pipelines_the_first_are_shown_and_the_rest_are_named(witnessed, monkeypatch):
     monkeypatch.setattr(witness, "_MOST_PIPELINES", 1)
     told = witnessed(3)
-    assert kinds(told) == ["graph_text", "graph_text", "pass", "not_shown", "not_shown"]
+    assert kinds(told) == ["graph_text", "memory", "graph_text", "memory", "pass", "not_shown", "not_shown"]
     assert "after the first 1" in told[-1]["what"]
+
+
+def unpacked(fact):
+    return json.loads(zlib.decompress(base64.b64decode(fact["packed"])))
+
+
+def test_curves_of_passes_stand_by_their_graphs_and_those_that_a_test_asks_for_by_themselves(witnessed):
+    told = witnessed(1)
+    keys = [fact["key"] for fact in told if fact["kind"] == "graph_text"]
+    assert [fact["key"] for fact in told if fact["kind"] == "memory"] == keys
+    assert not any(fact["asked"] for fact in told if fact["kind"] == "memory")
+    with facts.collecting() as told, facts.watching(Witness().watchers):
+        peak_memory(graphtext.parse(TEXT))
+    (fact,) = told
+    assert fact["asked"]
+    shown = unpacked(fact)
+    assert (shown["at"], shown["curve"]) == (1, [16, 32, 32])
+    assert shown["told"].startswith("peak 32 B (32 bytes) at neg (aten.neg.default)")
+
+
+def test_a_graph_whose_memory_nobody_can_tell_says_so_once():
+    text = TEXT.replace("f32[4]", "f32[u0]")
+    with facts.collecting() as told, facts.watching(Witness().watchers):
+        for _ in range(2):
+            apply_graph_passes(graphtext.parse(text), None, [bind_options(canonicalize_graph_pass)])
+    (why,) = [fact["why"] for fact in told if fact["kind"] == "not_shown"]
+    assert "known only when the graph runs: give the numbers of its sizes, sizes={'u0': 128}" in why
 
 
 def test_what_cannot_be_taken_down_is_told_and_stops_nothing(witnessed, monkeypatch):

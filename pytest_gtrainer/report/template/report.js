@@ -73,6 +73,7 @@ function draw(body, test) {
     ...test.comparisons.map(comparison),
     ...test.layouts.map(layout),
     ...test.pipelines.map((pipeline, number) => passes(pipeline, number, test.pipelines.length)),
+    test.memories.length ? section("Peak memory", test.memories.map((key) => folded("bytes by node", () => curves(["graph"], [key])))) : null,
     test.said.length ? section("What was checked", el("pre", {}, test.said.join("\n"))) : null,
     ...test.sections.map(([title, text]) => folded(title, () => el("pre", { class: "long" }, text))),
   ].filter(Boolean);
@@ -191,6 +192,7 @@ function passes(pipeline, number, of) {
   if (first && pipeline.passes.length > 1) parts.push(whole(first, last));
   const timing = first ? schedules("schedule under a cost model, before all passes and after", "all passes", first.before, last.after) : null;
   if (timing) parts.push(el("div", { style: "margin-top:8px" }, timing));
+  if (first) parts.push(el("div", { style: "margin-top:8px" }, memories("memory by liveness, before all passes and after", "all passes", first.before, last.after)));
   const title = `Passes${of > 1 ? ` of graph ${number + 1}` : ""}: ${pipeline.passes.length} in ${seconds.toFixed(3)} s`;
   return section(title, ...parts, ...pipeline.layouts.map(layout));
 }
@@ -434,6 +436,37 @@ function save(name, side) {
   const text = JSON.stringify({ traceEvents: [...names, ...spans], otherData: { "cost model": side.model } });
   const link = el("a", { href: URL.createObjectURL(new Blob([text], { type: "application/json" })), download: `${name.replace(/\W+/g, "-")}.trace.json` });
   link.click();
+}
+
+// --- memory --------------------------------------------------------------------------------
+
+// The memory curves of two graphs side by side, to one scale: a button and its place; null where none could be told.
+function memories(title, name, before, after) {
+  const sides = [[before === after ? name : `before ${name}`, before], [`after ${name}`, after]].filter(([, key], nth) => document.getElementById("m-" + key) && (!nth || before !== after));
+  return sides.length ? unfolding(title, () => curves(sides.map(([side]) => side), sides.map(([, key]) => key))) : null;
+}
+
+function curves(names, keys) {
+  const place = el("div", { class: "panel schedule" }, el("p", { class: "dim" }, "drawing…"));
+  Promise.all(keys.map((key) => unpack(document.getElementById("m-" + key).textContent).then(JSON.parse))).then((sides) => {
+    const highest = Math.max(...sides.flatMap((side) => side.curve[side.at]), 1);
+    place.replaceChildren(el("p", { class: "dim" }, "Bytes alive while each node runs, from the graph alone."),
+      el("div", { class: "sides" }, sides.map((side, nth) => curve(names[nth], side, highest))));
+  });
+  return place;
+}
+
+function curve(name, side, highest) {
+  const width = 580, height = 120, bins = Math.min(width, side.curve.length), scale = (height - 8) / highest;
+  const x = (node) => ((node + 0.5) / side.curve.length) * width, y = (held) => height - held * scale;
+  const tops = Array.from({ length: bins }, (_, bin) => {
+    const [from, to] = [bin, bin + 1].map((edge) => Math.floor((edge * side.curve.length) / bins));
+    return `L${((bin + 0.5) / bins) * width} ${y(side.curve.slice(from, to).reduce((most, held) => Math.max(most, held), 0))}`;
+  });
+  const picture = svg("svg", { viewBox: `0 0 ${width} ${height}`, width: "100%" },
+    svg("path", { d: `M0 ${height}${tops.join("")}L${width} ${height}Z`, fill: PAINT.compute }),
+    svg("circle", { cx: x(side.at), cy: y(side.curve[side.at]), r: 4, fill: PAINT.exposed }));
+  return el("div", {}, el("h4", {}, name), picture, el("pre", { class: "long" }, side.told));
 }
 
 // --- start ---------------------------------------------------------------------------------

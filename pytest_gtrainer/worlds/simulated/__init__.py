@@ -24,3 +24,7 @@ class CollectiveMismatch(AssertionError):
 
 class DependsOnRank(ValueError):
     """A graph, or an input of it, is valid for one rank only (S4)."""
+
+
+class VacuousCheck(Exception):
+    """The check cannot fail: its control, packed otherwise, gives the same bits, or nobody communicates."""

@@ -139,13 +139,13 @@ class MeetingPlace:
         self.ranks, self.net, self.text = ranks, net, text
         self.sent: defaultdict[Route, deque[Tensor]] = defaultdict(deque)
         self.wanted: defaultdict[Route, deque[Message]] = defaultdict(deque)
-        self._counts = dict.fromkeys(ranks, 0)
+        self.arrivals = dict.fromkeys(ranks, 0)
         self._open: dict[int, Meeting] = {}
 
     def arrive(self, rank: int, call: Issued) -> Meeting:
         """The member comes to its next collective."""
-        number = self._counts[rank]
-        self._counts[rank] += 1
+        number = self.arrivals[rank]
+        self.arrivals[rank] += 1
         meeting = self._open.setdefault(number, Meeting(self, number))
         meeting.calls[rank] = call
         if meeting.is_complete:
@@ -210,6 +210,11 @@ class ThreadGroup(dist.ProcessGroup):
         self._shared, self._team, self._global_rank, self._name = shared, shared.team, rank, name
         self._members = tuple(ranks)
         self._place = shared.place(name, self._members)
+
+    @property
+    def issued(self) -> int:
+        """Collectives that this rank has come to in the group; messages are none."""
+        return self._place.arrivals[self._global_rank]
 
     def _issue(
         self, collective: Collective, text: str, inputs: Sequence[Tensor], outputs: list[Tensor], **details: Any

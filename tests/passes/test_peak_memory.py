@@ -1,0 +1,304 @@
+"""Peak memory by liveness, held against the storages that the graph's generated code keeps alive."""
+
+import copy
+
+import pytest
+import torch
+from functorch.compile import make_boxed_func
+from torch import fx, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from pytest_gtrainer import assert_peak_memory, graphtext, peak_memory
+from tests.passes.alive import Alive, differing, run
+
+
+def views(x):
+    """Only the last view keeps the product."""
+    y = x @ x
+    first, second = y.split([4, 12])
+    z = second.t().reshape(2, -1)
+    parts = first.unbind(0)
+    return (z[0] * 2).sum() + parts[1].exp().sum()
+
+
+def writes(x):
+    y = torch.zeros(16, 16)
+    y[2:4] = x[:2]
+    y.add_(x).mul_(2)
+    z = y.sin()
+    torch.add(z, x, out=y)
+    return y.cos() + z
+
+
+def several_results(x):
+    y, mean, _ = torch.ops.aten.native_layer_norm(x, [16], None, None, 1e-5)
+    values, indices = torch.max(y, 0)
+    return values * mean[0], indices
+
+
+def unused(x):
+    x.sin()
+    y = torch.empty(64, 64)
+    y.fill_(1)
+    return x.cos()
+
+
+def batched(x):
+    """``_unsafe_view`` shows its operand, and its schema does not say so."""
+    return torch.matmul(x.view(2, 8, 16), x[:, :3]).exp().sum()
+
+
+def strided(x):
+    """An expanded operand's copy is dense, ``empty_strided`` takes what its strides span."""
+    y = x[:1].expand(16, 16).clone()
+    z = torch.empty_strided((4, 4), (64, 2))
+    return torch.unsafe_chunk(y + 1, 2)[1].sum() + z.copy_(y[:4, :4]).sum()
+
+
+def complex_numbers(x):
+    y = torch.view_as_complex(x.view(16, 8, 2))
+    return torch.view_as_real(y * y).abs().sum() + torch.fft.fft(y).real.sum()
+
+
+FUNCTIONS = [views, writes, several_results, unused, batched, strided, complex_numbers]
+
+
+@pytest.mark.parametrize("function", FUNCTIONS, ids=lambda function: function.__name__)
+def test_the_curve_is_that_of_the_storages(function):
+    x = torch.randn(16, 16)
+    gm = make_fx(function, tracing_mode="fake")(x)
+    assert differing(gm, run(gm, [x])) == {}
+
+
+def test_a_tensor_that_is_kept_longer_shows():
+    """The twin: the same operators, one of which stands later."""
+    gm = make_fx(lambda x: (x.exp() @ x).sin() + x.exp().sum(), tracing_mode="fake")(torch.randn(16, 16))
+    found, x = run(gm, [torch.randn(16, 16)]), torch.randn(16, 16)
+    late = copy.deepcopy(gm)
+    exp = late.graph.find_nodes(op="call_function", target=torch.ops.aten.exp.default)[0]
+    last = next(node for node in late.graph.nodes if node.name == "sin")
+    with late.graph.inserting_after(last):
+        again = late.graph.call_function(torch.ops.aten.sum.default, (exp,))
+    again.meta["val"] = torch.empty((), device="meta")
+    late.recompile()
+    other = run(late, [x])
+    assert differing(late, other) == {}
+    assert other["sin"][0] == found["sin"][0] + 1024
+    assert peak_memory(late).curve["sin"] == peak_memory(gm).curve["sin"] + 1024
+
+
+def test_values_that_a_pass_copied_are_no_memory():
+    """A recomputed node, and a copy, have the value of the node that they were copied from."""
+    gm = make_fx(lambda x: (x.exp().view(-1).sin(), x.cos()), tracing_mode="fake")(torch.randn(16, 16))
+    exp, view = (next(node for node in gm.graph.nodes if node.name == name) for name in ("exp", "view"))
+    with gm.graph.inserting_before(gm.graph.output_node()):
+        again = gm.graph.node_copy(exp)
+        copied = gm.graph.call_function(torch.ops.aten.clone.default, (again,))
+        copied.meta = dict(exp.meta)
+        shown = gm.graph.node_copy(view, lambda node: copied if node is exp else node)
+    output = gm.graph.output_node()
+    output.args = ((*output.args[0], shown),)
+    gm.recompile()
+    assert differing(gm, run(gm, [torch.randn(16, 16)])) == {}
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.norm, self.down = nn.Linear(16, 64), nn.LayerNorm(64), nn.Linear(64, 16, bias=False)
+        self.register_buffer("scale", torch.ones(16))
+
+    def forward(self, x):
+        return torch.nn.functional.relu_(self.down(self.norm(self.up(x)).sigmoid())) * self.scale
+
+
+@pytest.fixture(scope="module")
+def graphs():
+    """Dynamo's graph, and AOTAutograd's two, each with the inputs that it was called with."""
+    found = {}
+
+    def keep(which):
+        def compiler(gm, inputs):
+            def call(*real):
+                found[which] = gm, [each.detach() if isinstance(each, torch.Tensor) else each for each in real]
+                return gm(*real)
+
+            return make_boxed_func(call)
+
+        return compiler
+
+    def backend(gm, inputs):
+        compiled = aot_autograd(fw_compiler=keep("forward"), bw_compiler=keep("backward"))(gm, inputs)
+
+        def call(*real):
+            found["dynamo"] = gm, [each.detach() for each in real]
+            return compiled(*real)
+
+        return call
+
+    torch.compiler.reset()
+    torch.compile(Model(), backend=backend)(torch.randn(8, 16, requires_grad=True)).sum().backward()
+    return found
+
+
+@pytest.mark.parametrize("which", ["forward", "backward"])
+def test_graphs_of_aotautograd(graphs, which):
+    gm, inputs = graphs[which]
+    assert differing(gm, run(gm, inputs)) == {}
+
+
+def test_a_graph_of_dynamo(graphs):
+    """Its operators are torch's functions, which torch takes apart: the peaks are compared."""
+    gm, inputs = graphs["dynamo"]
+    mode = Alive(inputs)
+    with torch.no_grad(), mode:
+        gm(*inputs)
+    told = peak_memory(gm)
+    # a layer norm's means and deviations are inside of torch's function
+    assert told.peak <= max(nbytes for _, nbytes in mode.ran) <= 1.05 * told.peak
+    assert {one.name: one.kind for one in told.alive if one.name == "up.weight"} == {"up.weight": "parameter"}
+
+
+def test_an_exported_program_and_a_bare_graph():
+    program = torch.export.export(Model(), (torch.randn(8, 16),)).run_decompositions()
+    told = peak_memory(program)
+    assert told.by_kind["parameter"] == 4 * (16 * 64 * 2 + 64 * 3)
+    assert told.by_kind["buffer"] == 64
+    assert peak_memory(program.graph, names={"x": "x"}).peak == told.peak
+
+
+def test_a_graph_inside_adds_what_it_makes():
+    x = torch.randn(16, 16)
+    inner = make_fx(lambda x: (x @ x).exp().sum(), tracing_mode="fake")(x)
+    graph = fx.Graph()
+    given = graph.placeholder("x")
+    called = graph.call_module("inner", (given,))
+    graph.output(graph.call_function(torch.ops.aten.neg.default, (called,)))
+    gm = fx.GraphModule({"inner": inner}, graph)
+    fake = next(iter(inner.graph.nodes)).meta["val"]
+    for node, value in zip(gm.graph.nodes, (fake, fake.sum(), fake.sum()), strict=False):
+        node.meta["val"] = value
+    mode = Alive([x])
+    with torch.no_grad(), mode:
+        gm(x)
+    told = peak_memory(gm)
+    assert told.peak == max(nbytes for _, nbytes in mode.ran)
+    assert told.at == "inner"
+    assert "in inner" in str(told)
+
+
+def test_of_two_branches_the_larger_one_counts():
+    def step(p, x):
+        return torch.cond(p, lambda x: (x.sin() @ x.cos()).sum(), lambda x: x.sum(), (x,))
+
+    x = torch.randn(16, 16)
+    gm = make_fx(step, tracing_mode="fake")(torch.tensor(True), x)
+    told = peak_memory(gm)
+    assert told.peak == 1 + 1024 + 3 * 1024
+    assert told.at == "cond"
+
+
+REDUCED = """
+fsdp = group(range(0, 2))
+if P:
+  P.w: f32[1024]
+if B:
+  B.scale: f32[4]
+if I:
+  I.state.w.exp_avg: f32[8]
+if fwd:
+  with w:
+    sin: f32[1024] = aten.sin(P.w)
+  with a:
+    cos: f32[1024] = aten.cos(P.w)
+if bwd:
+  with a:
+    reduce_scatter: f32[512] = _c10d_functional.reduce_scatter_tensor(fwd.w.sin, "sum", 2, fsdp)
+    exp: f32[1024] = aten.exp(P.w)
+    mul: f32[1024] = aten.mul.Tensor(exp, fwd.a.cos)
+    wait_tensor: f32[512] = _c10d_functional.wait_tensor(reduce_scatter)
+if out:
+  w = bwd.a.wait_tensor
+  other = bwd.a.mul
+"""
+
+
+def test_a_collective_holds_its_operand_until_the_wait_and_kinds_are_told_apart():
+    told = peak_memory(graphtext.parse(REDUCED))
+    inputs = 4096 + 16 + 32
+    assert dict(told.curve) == {
+        "sin": inputs + 4096,
+        "cos": inputs + 8192,
+        "reduce_scatter": inputs + 10240,
+        "exp": inputs + 14336,
+        "mul": inputs + 18432,
+        "wait_tensor": inputs + 6144,
+        "output": inputs + 6144,
+    }
+    assert (told.at, told.module) == ("mul", "a")
+    assert told.by_kind == {"saved": 8192, "parameter": 4096, "temporary": 4096, "output": 4096, "gradient": 2048,
+                            "optimizer": 32, "buffer": 16}  # fmt: skip
+
+
+def test_what_stays_below_the_bound_passes_and_one_byte_more_does_not():
+    gm = graphtext.parse(REDUCED)
+    peak = assert_peak_memory(gm, at_most="1 GiB").peak
+    assert_peak_memory(gm, at_most=peak)
+    with pytest.raises(AssertionError) as failure:
+        assert_peak_memory(gm, at_most=peak - 1)
+    told = str(failure.value)
+    assert "holds 22.05 KiB (22,576 bytes) at once, at_most is 22.05 KiB (22,575 bytes): 1 too many" in told
+    assert "the peak is at mul (aten.mul.Tensor in a), node 5 of 7" in told
+    assert len([line for line in told.splitlines() if "float32[" in line]) == 5
+    assert "print(peak_memory(gm)" in told
+
+
+@pytest.mark.parametrize("at_most", [0, -1, True, 1.5, "12 parsecs", "GiB", "0 MiB", "1.5 GB", None])
+def test_a_bound_that_is_no_size_is_refused(at_most):
+    with pytest.raises(ValueError, match=r"at_most is a number of bytes above 0, or a text of one of B, KiB, .*; not"):
+        assert_peak_memory(graphtext.parse(REDUCED), at_most=at_most)
+
+
+def test_a_graph_without_values_says_how_to_get_them():
+    gm = fx.symbolic_trace(Model())
+    with pytest.raises(ValueError, match=r"x \(x\) has no value in its .*tracing_mode=\"fake\".*FakeTensorProp"):
+        peak_memory(gm)
+    with pytest.raises(ValueError, match="the graph holds no tensors"):
+        peak_memory(fx.symbolic_trace(lambda: 3))
+    with pytest.raises(TypeError, match="3 is of type int, not a graph"):
+        peak_memory(3)
+
+
+ROUTED = """
+if I:
+  I[0]: b8[8]
+  I[1]: f32[8, 4]
+if fwd:
+  with _:
+    nonzero: i64[u0, 1] = aten.nonzero(I[0])
+    view: i64[u0] = aten.view(nonzero, [-1])
+    index: f32[u0, 4] = aten.index_select(I[1], 0, view)
+if out:
+  out[0] = index
+"""
+
+
+def test_sizes_that_only_the_run_knows_are_given_by_their_symbols():
+    gm = graphtext.parse(ROUTED)
+    with pytest.raises(ValueError, match=r"how much memory nonzero .* takes is known only when .*sizes=\{'u0': 128\}"):
+        peak_memory(gm)
+    assert peak_memory(gm, sizes={"u0": 3}).peak == 8 + 128 + 3 * 8 + 3 * 16
+
+
+def test_sizes_with_an_example_take_it():
+    found = []
+
+    def backend(gm, inputs):
+        found.append(gm)
+        return gm
+
+    torch.compiler.reset()
+    torch.compile(lambda x: (x * 2).sin(), backend=backend, dynamic=True)(torch.randn(32, 4))
+    (gm,) = found
+    assert peak_memory(gm).peak == 3 * 512

@@ -10,14 +10,12 @@
 - ``fx.Graph``: ``_insert``, ``_len``, ``_find_nodes_lookup_table`` and ``_graph_namespace``, as
   ``create_node`` uses them; it spends three quarters of its time on checks that a parser has made.
 - ``torch._C._nn``: the functions of ``torch.nn.functional`` that are written in C++, as Dynamo's graphs call them.
-- ``torch._C.DisableTorchFunctionSubclass``, the context in which ``__torch_function__`` is not looked for.
 - ``ShapeEnv``: the tables that ``create_symbol`` and ``create_unbacked_symint`` fill; these look for the
   user's line on the stack, which takes milliseconds, imports Inductor, and is no line here.
 """
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,8 +40,6 @@ with private_names():
 ATTRIBUTES = {
     "torch.fx:Graph": ("_insert", "_len", "_find_nodes_lookup_table", "_graph_namespace"),
     "torch.fx.graph:_Namespace": ("create_name", "associate_name_with_obj"),
-    "torch:Tensor": ("_has_symbolic_sizes_strides",),
-    "torch._subclasses.fake_tensor:FakeTensor": ("_fake_device",),
     "torch.fx.experimental.symbolic_shapes:ShapeEnv": (
         "backed_var_to_val",
         "var_to_range",
@@ -120,22 +116,6 @@ def expression(value: Any) -> Any:
     if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
         return value.node.expr
     return value
-
-
-def static_type(value: torch.Tensor) -> tuple[Any, ...] | None:
-    """Dtype, shape, device, and strides unless contiguous; None if it has no strides, or a size may be symbolic."""
-    if value._has_symbolic_sizes_strides or value.layout is not torch.strided:
-        return None
-    device = value._fake_device if type(value) is FakeTensor else value.device
-    if value.is_contiguous():  # asked in a quarter of the time that telling the strides takes
-        return value.dtype, value.shape, device
-    return value.dtype, value.shape, device, value.stride()
-
-
-def plain_attributes() -> AbstractContextManager[None]:
-    """Inside, a tensor is asked for its attributes as if its type had no say: in two thirds of the time."""
-    inside: AbstractContextManager[None] = torch._C.DisableTorchFunctionSubclass()
-    return inside
 
 
 def is_unbacked(symbol: Any) -> bool:

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from pytest_gtrainer.graphtext.folding import unfold
 from pytest_gtrainer.graphtext.header import TextError
-from pytest_gtrainer.graphtext.sections import GraphLine, Layer, Scope, SectionKey, scope_of
+from pytest_gtrainer.graphtext.sections import GraphLine, Layer, Scope, SectionKey
 from pytest_gtrainer.graphtext.syntax import (
     AT,
     CHUNK,
@@ -381,9 +381,9 @@ class _Resolver:
         key = key_of(section)
         here = LinePlace(*key)
         try:
-            scope = scope_at(links_of(heading or "_"))(here)
+            scope = scope_at(links_of(heading or "_"), here)
         except UNREADABLE:
-            scope = scope_of((heading,), key.space)
+            scope = Scope((heading,), key.space)
 
         def find(origin: str) -> Mapping[str, int]:
             if not origin:
@@ -391,8 +391,8 @@ class _Resolver:
             try:
                 links = links_of(origin)
                 if is_input(links):
-                    return self._inputs[input_key_at(links)(key.layer)]  # of one that comes later, too
-                return self._names[scope_at(links)(here)]
+                    return self._inputs[input_key_at(links, key.layer)]  # of one that comes later, too
+                return self._names[scope_at(links, here)]
             except UNREADABLE:
                 return {}
 
@@ -403,12 +403,12 @@ class _Resolver:
         typed = template(kind, is_type=True)
         place = len(self._made.values)
         try:
-            _, path, repeat = source = input_key_at(links_of(name))(key.layer)
+            _, path, repeat = source = input_key_at(links_of(name), key.layer)
         except UNREADABLE:
             _, path, repeat = source = key.space, name, 0
         self._inputs[source][""] = place
         operands = tuple([self._symbol(symbol, key.layer, place) for symbol in typed.symbols])
-        scope = scope_of((f"{path}.#{repeat}" if repeat else path,), key.space)
+        scope = Scope((f"{path}.#{repeat}" if repeat else path,), key.space)
         self._made.values.append(Value(scope, "", "", typed.text, "", operands, (), "", number))
 
     def _computed(self, number: int, under: _Heading, parts: Statement) -> None:

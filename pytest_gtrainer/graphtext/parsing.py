@@ -36,7 +36,6 @@ from pytest_gtrainer.graphtext.syntax import (
     COMPUTED_SPACES,
     Computed,
     LinePlace,
-    ScopeAt,
     chain,
     computed,
     input_key_at,
@@ -199,7 +198,6 @@ class _Parser:
         self._sizes, self._given, self._group_names, self._allow = sizes, given, group_names, allow
         self.operands = Operands(self.graph, sizes, given, allow)
         self._settings: dict[str, Any] = {}
-        self._scopes: dict[ast.expr | None, ScopeAt] = {}
         self._targets: dict[ast.expr, tuple[str, Any]] = {}
         self._results: list[Any] = []
         self._result_names: list[str] = []
@@ -304,7 +302,7 @@ class _Parser:
         links, space = chain(node.target), place.space
         if node.value is not None or len(links) < 2 or links[0].value != space:
             raise refuse(node, f"expected an input like `{space}.layers[0].w: f32[2, 4]`, found `{shown(node)}`")
-        _, fqn, _ = key = input_key_at(links)(place.layer)
+        _, fqn, _ = key = input_key_at(links, place.layer)
         name = fqn.replace(".", "_") or "arg"
         made = append_node(self.graph, name if name.isidentifier() else f"arg_{name}", "placeholder", name, (), {})
         made.target = made.name
@@ -316,9 +314,7 @@ class _Parser:
         self.operands.add_input(key, made, node.target)
 
     def _computed(self, parts: Computed, heading: ast.expr | None, place: LinePlace) -> None:
-        if heading not in self._scopes:
-            self._scopes[heading] = scope_at(links_of("_") if heading is None else chain(heading))
-        place.scope = self._scopes[heading](place)
+        place.scope = scope_at(links_of("_") if heading is None else chain(heading), place)
         name, call = parts.name.id, parts.call
         op, target = self._targets.get(call.func) or self._target(call.func)
         args = tuple([self.operands.operand(argument, place) for argument in call.args])
@@ -342,7 +338,7 @@ class _Parser:
         links = chain(node)
         first, word = links[0].value, str(links[-1].value)
         if first == "module" and len(links) > 1:
-            path = path_at(links[1:])(None)
+            path = path_at(links[1:], None)
             if path not in self._given:
                 raise refuse(node, f"no text holds the module `{path}`: give constants={{{path!r}: module}}")
             self.operands.attributes.setdefault(path, self._given[path])
@@ -363,7 +359,7 @@ class _Parser:
 
     def _result(self, node: ast.stmt, place: LinePlace) -> None:
         if isinstance(node, ast.Assign):
-            self._result_names.append(path_at(chain(node.targets[0]))(place.layer))
+            self._result_names.append(path_at(chain(node.targets[0]), place.layer))
             self._results.append(self.operands.operand(node.value, place))
             return
         inner = node.value if isinstance(node, ast.Expr) else None

@@ -24,7 +24,7 @@ from pytest_gtrainer.graphtext.differences.remarks import (
     listed,
     module_of,
 )
-from pytest_gtrainer.graphtext.sections import GraphLine, Scope, scope_of
+from pytest_gtrainer.graphtext.sections import GraphLine, Scope
 from pytest_gtrainer.graphtext.syntax import absolute, key_of
 
 _ITEM = re.compile(rf"{HOLE}((?:\[\d+\])+)")
@@ -272,7 +272,7 @@ def payloads_of(lines: Iterable[GraphLine]) -> list[LaunchedBucket]:
         slot = _SLOT.fullmatch(text)
         if _PAYLOAD.fullmatch(text):
             path = f"{layer.container}.{layer.number}" if layer else ""
-            found.append((_KINDS.get(space, space), scope_of((path,), "layout", is_bucket=True), []))
+            found.append((_KINDS.get(space, space), Scope((path,), "layout", is_bucket=True), []))
         elif slot and found:
             found[-1][2].append(absolute(slot["path"], layer))
     return [LaunchedBucket(kind, scope, tuple(members)) for kind, scope, members in found]

@@ -2,7 +2,7 @@
 
 A *value* is an input or one statement's result; its operands are places of earlier values, found by
 resolving relative names. A *template* is what a line says apart from names: a text with a hole for each.
-One walk over the lines; a text is taken apart once, whatever the number of layers it stands for.
+One walk over the lines; a line is taken apart once, whatever the number of layers it stands for.
 """
 
 from __future__ import annotations
@@ -78,45 +78,22 @@ class _Hole(NamedTuple):
     end: int
 
 
-class _Form(NamedTuple):
-    """Where a template stands in a line, by columns."""
-
-    start: int
-    end: int
-    holes: Sequence[_Hole]
-
-    def of(self, line: str) -> Template:
-        place = self.start
-        pieces: list[str] = []
-        references: list[Origin] = []
-        symbols: list[str] = []
-        for start, origin_end, name, end in self.holes:
-            pieces.append(line[place:start])
-            if name is None:
-                pieces.append(SYMBOL)
-                symbols.append(line[start:end])
-            else:
-                pieces.append(HOLE)
-                references.append((line[start:origin_end], line[name:end]))
-            place = end
-        pieces.append(line[place : self.end])
-        return Template("".join(pieces), tuple(references), tuple(symbols))
+def _cut(text: str, start: int, end: int, holes: Iterable[_Hole]) -> Template:
+    """A part of a text, by columns, as a template."""
+    pieces: list[str] = []
+    references: list[Origin] = []
+    symbols: list[str] = []
+    for hole in sorted(holes):
+        pieces += [text[start : hole.start], SYMBOL if hole.name is None else HOLE]
+        if hole.name is None:
+            symbols.append(text[hole.start : hole.end])
+        else:
+            references.append((text[hole.start : hole.origin_end], text[hole.name : hole.end]))
+        start = hole.end
+    return Template("".join([*pieces, text[start:end]]), tuple(references), tuple(symbols))
 
 
-_DIGITS = str.maketrans("123456789", "0" * 9)
-
-
-def _shape(text: str) -> str:
-    """A text with 0 for all digits: texts of one shape have one syntax tree, but for names and numbers.
-
-    A graph's names end in numbers, so its lines have few shapes, and only shapes are parsed.
-
-    >>> _shape("mm_12: f32[64] = aten.mm(x_11, L.y[1])")
-    'mm_00: f00[00] = aten.mm(x_00, L.y[0])'
-    """
-    return text.translate(_DIGITS)
-
-
+@functools.lru_cache(maxsize=1 << 14)
 def statement(text: str) -> Statement | None:
     """A computed value's line; None if it is none.
 
@@ -126,30 +103,19 @@ def statement(text: str) -> Statement | None:
     >>> found.arguments[:2]
     ('\\x00, \\x00[1], 1e-05, dtype=\\x00', (('', 'x'), ('L', 'y'), ('', 'f32')))
     """
-    form = _statement_form(_shape(text))
-    if form is None:
-        return None
-    name, kind, tags, operator, arguments = form
-    return Statement(text[name], kind.of(text), text[tags], text[operator], arguments.of(text))
-
-
-@functools.lru_cache(maxsize=1 << 14)
-def _statement_form(shape: str) -> tuple[slice, _Form, slice, slice, _Form] | None:
-    """Where name, type, tags, operator and arguments stand in lines of a shape; None if these are no statements."""
     try:
-        (node,) = ast.parse(shape).body
-        _count_characters(node, shape)
-        parts = computed(node)
-        if parts is None:
+        (node,) = ast.parse(text).body
+        _count_characters(node, text)
+        if (parts := computed(node)) is None:
             return None
         name, kind, tags, call = parts
         arguments = [*call.args, *[keyword.value for keyword in call.keywords]]
-        return (
-            slice(_end(name)),
-            _Form(kind.col_offset, _end(kind), sorted(map(_symbol_hole, _symbols(kind)))),
-            slice(_end(kind) + len(" | "), _end(tags[-1]) if tags else 0),
-            slice(call.func.col_offset, _end(call.func)),
-            _Form(_end(call.func) + 1, _end(call) - 1, sorted(hole for part in arguments for hole in _holes(part))),
+        return Statement(
+            text[: _end(name)],
+            _cut(text, kind.col_offset, _end(kind), map(_symbol_hole, _symbols(kind))),
+            text[_end(kind) + len(" | ") : _end(tags[-1])] if tags else "",
+            text[call.func.col_offset : _end(call.func)],
+            _cut(text, _end(call.func) + 1, _end(call) - 1, [hole for part in arguments for hole in _holes(part)]),
         )
     except UNREADABLE:
         return None
@@ -168,7 +134,7 @@ def template(text: str, is_type: bool = False) -> Template:
         node = ast.parse(text, mode="eval").body
         _count_characters(node, text)
         holes = map(_symbol_hole, _symbols(node)) if is_type else _holes(node)
-        return _Form(0, len(text), sorted(holes)).of(text)
+        return _cut(text, 0, len(text), holes)
     except UNREADABLE:
         return Template(text)
 
@@ -246,7 +212,7 @@ class Value(NamedTuple):
         type: with a hole for each symbol.
         arguments: with a hole for each reference and symbol.
         operands: what stands in the holes: the symbols of the type, the references, the other symbols.
-        sources: the values among the operands, as often as they stand there; the operands if there is nothing else.
+        sources: the values among the operands, as often as they stand there.
         tags: as written, but for paths, which are absolute.
         line: its place among the lines.
     """
@@ -311,8 +277,8 @@ class Dataflow:
     @functools.cached_property
     def users(self) -> list[int]:
         """The places of values that name a definition."""
-        mixed = [(place, value) for place, value in enumerate(self.values) if value.operands is not value.sources]
-        return [place for place, value in mixed if any(isinstance(o, int) and o < 0 for o in value.operands)]
+        every = enumerate(self.values)
+        return [place for place, value in every if any(isinstance(o, int) and o < 0 for o in value.operands)]
 
 
 def dataflow(lines: Iterable[GraphLine]) -> Dataflow:
@@ -412,16 +378,13 @@ class _Resolver:
         self._made.values.append(Value(scope, "", "", typed.text, "", operands, (), "", number))
 
     def _computed(self, number: int, under: _Heading, parts: Statement) -> None:
-        name, (kind, _, symbols), tags, operator, (arguments, references, sizes) = parts
+        name, (kind, _, symbols), tags, operator, (arguments, references, _) = parts
         (_, layer), scope, find = under
         place = len(self._made.values)
-        found = tuple([find(origin).get(known) for origin, known in references])
-        operands: tuple[Operand, ...] = found  # type: ignore[assignment]  # all of them, as mostly
-        sources: tuple[int, ...] = found  # type: ignore[assignment]
-        if None in found or symbols or sizes:
-            typed = [self._symbol(symbol, layer, place) for symbol in symbols]
-            operands = (*typed, *self._operands(parts.arguments, found, layer))
-            sources = tuple([known for known in operands if isinstance(known, int) and known >= 0])
+        found = [find(origin).get(known) for origin, known in references]
+        typed = [self._symbol(symbol, layer, place) for symbol in symbols]
+        operands = (*typed, *self._operands(parts.arguments, found, layer))
+        sources = tuple([known for known in operands if isinstance(known, int) and known >= 0])
         if "(" in tags:
             tags = _absolute_tags(tags, layer)
         self._made.values.append(Value(scope, name, operator, kind, arguments, operands, sources, tags, number))

@@ -200,11 +200,11 @@ def _schedule_sections(
     for key, here in stretches(section_keys([scopes.of[node].key for node in computed], floating)):
         speller.enter_section(key)
         lines = []
-        for node in computed[here]:
-            scope, name = names[node]
+        for scope, members in itertools.groupby(computed[here], scopes.of.__getitem__):
             heading = speller.enter_scope(scope)
-            told = [speller.type_of(node.meta.get("val")), *tags_of(node, node in scopes.unowned, speller.module)]
-            lines.append(Line(heading, f"{name}: {' | '.join(told)} = {speller.call(node)}"))
+            for node in members:
+                told = [speller.type_of(node.meta.get("val")), *tags_of(node, node in scopes.unowned, speller.module)]
+                lines.append(Line(heading, f"{names[node][1]}: {' | '.join(told)} = {speller.call(node)}"))
         yield Section(key, tuple(lines))
 
 

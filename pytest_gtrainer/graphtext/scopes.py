@@ -59,14 +59,12 @@ class Scopes:
     Attributes:
         of: scopes of all nodes that have a value.
         computed: the nodes with a line of their own in the schedule, in order.
-        items: the nodes that only take one output of another, in order.
         inputs: the names of the inputs.
         unowned: computed nodes without a module.
     """
 
     of: dict[fx.Node, Scope] = field(default_factory=dict)
     computed: list[fx.Node] = field(default_factory=list)
-    items: list[fx.Node] = field(default_factory=list)
     inputs: dict[fx.Node, Input] = field(default_factory=dict)
     unowned: set[fx.Node] = field(default_factory=set)
 
@@ -97,7 +95,6 @@ def scopes_of(nodes: Iterable[fx.Node]) -> Scopes:
     for node in nodes:
         if is_item(node):
             found.of[node] = found.of.get(node.args[0], NOWHERE)
-            found.items.append(node)
         elif node.op in _CALLS:
             found.of[node] = _scope(node, found)
             found.computed.append(node)
@@ -143,7 +140,7 @@ WORDS = RESERVED | {"i", "inf", "nan", "const", "device"} | frozenset(keyword.kw
 
 
 def names_of(scopes: Scopes, taken: Iterable[str]) -> dict[fx.Node, tuple[Scope, str]]:
-    """The scope and the name in it of every computed value, in the order of the schedule; then ``topk[1]`` of items.
+    """The scope and the name in it of every computed value, in the order of the schedule.
 
     Each name is given once in its scope: ``mul``, ``add``, ``mul_1``, and ``is_`` as ``is`` is taken.
     """
@@ -159,10 +156,6 @@ def names_of(scopes: Scopes, taken: Iterable[str]) -> dict[fx.Node, tuple[Scope,
             name = f"{base}_{here[base] - 1}"
         here[name] = 1
         names[node] = scope, name
-    for item in scopes.items:
-        source, place = item.args
-        if (known := names.get(source)) is not None:
-            names[item] = (known[0], f"{known[1]}[{place}]")
     return names
 
 

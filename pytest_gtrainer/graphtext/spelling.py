@@ -235,7 +235,7 @@ class Speller:
             return "_"  # it has no strides, and no fake tensor can be made from a text
         shape, strides = value.shape, value.stride()
         text = f"{spell_dtype(value.dtype)}[{', '.join(map(self.size, shape)) or '()'}]"
-        if not is_contiguous([expression(e) for e in shape], [expression(s) for s in strides]):
+        if not is_contiguous(list(map(expression, shape)), list(map(expression, strides))):
             text += f"[{', '.join(map(self.size, strides))}]"
         if value.device.type != self._device:
             text += f" @ {value.device.type}"

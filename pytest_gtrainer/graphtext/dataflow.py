@@ -2,7 +2,7 @@
 
 A *value* is an input or one statement's result; its operands are places of earlier values, found by
 resolving relative names. A *template* is what a line says apart from names: a text with a hole for each.
-One walk over the lines; a line is taken apart once, whatever the number of layers it stands for.
+One walk over the lines; a text is taken apart once, whatever the number of layers it stands for.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def _cut(text: str, start: int, end: int, holes: Iterable[_Hole]) -> Template:
     pieces: list[str] = []
     references: list[Origin] = []
     symbols: list[str] = []
-    for hole in sorted(holes):
+    for hole in holes:
         pieces += [text[start : hole.start], SYMBOL if hole.name is None else HOLE]
         if hole.name is None:
             symbols.append(text[hole.start : hole.end])
@@ -93,7 +93,6 @@ def _cut(text: str, start: int, end: int, holes: Iterable[_Hole]) -> Template:
     return Template("".join([*pieces, text[start:end]]), tuple(references), tuple(symbols))
 
 
-@functools.lru_cache(maxsize=1 << 14)
 def statement(text: str) -> Statement | None:
     """A computed value's line; None if it is none.
 
@@ -103,6 +102,20 @@ def statement(text: str) -> Statement | None:
     >>> found.arguments[:2]
     ('\\x00, \\x00[1], 1e-05, dtype=\\x00', (('', 'x'), ('L', 'y'), ('', 'f32')))
     """
+    if (columns := _columns(text.translate(_DIGITS))) is None:
+        return None
+    name, kind, tags, operator, arguments = columns
+    return Statement(text[name], _cut(text, *kind), text[tags], text[operator], _cut(text, *arguments))
+
+
+_DIGITS = str.maketrans("123456789", "0" * 9)
+"""Makes one text of lines that differ in digits alone, as a graph's lines mostly do: only such a text is parsed."""
+_Cut = tuple[int, int, list[_Hole]]
+
+
+@functools.lru_cache(maxsize=1 << 14)
+def _columns(text: str) -> tuple[slice, _Cut, slice, slice, _Cut] | None:
+    """Where name, type, tags, operator and arguments of a statement stand; None if it is none."""
     try:
         (node,) = ast.parse(text).body
         _count_characters(node, text)
@@ -110,12 +123,12 @@ def statement(text: str) -> Statement | None:
             return None
         name, kind, tags, call = parts
         arguments = [*call.args, *[keyword.value for keyword in call.keywords]]
-        return Statement(
-            text[: _end(name)],
-            _cut(text, kind.col_offset, _end(kind), map(_symbol_hole, _symbols(kind))),
-            text[_end(kind) + len(" | ") : _end(tags[-1])] if tags else "",
-            text[call.func.col_offset : _end(call.func)],
-            _cut(text, _end(call.func) + 1, _end(call) - 1, [hole for part in arguments for hole in _holes(part)]),
+        return (
+            slice(_end(name)),
+            (kind.col_offset, _end(kind), sorted(map(_symbol_hole, _symbols(kind)))),
+            slice(_end(kind) + len(" | "), _end(tags[-1]) if tags else 0),
+            slice(call.func.col_offset, _end(call.func)),
+            (_end(call.func) + 1, _end(call) - 1, sorted(hole for part in arguments for hole in _holes(part))),
         )
     except UNREADABLE:
         return None
@@ -134,7 +147,7 @@ def template(text: str, is_type: bool = False) -> Template:
         node = ast.parse(text, mode="eval").body
         _count_characters(node, text)
         holes = map(_symbol_hole, _symbols(node)) if is_type else _holes(node)
-        return _cut(text, 0, len(text), holes)
+        return _cut(text, 0, len(text), sorted(holes))
     except UNREADABLE:
         return Template(text)
 

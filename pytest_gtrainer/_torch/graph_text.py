@@ -7,10 +7,7 @@
 - ``torch._C._dispatch_find_schema_or_throw`` and ``_dispatch_get_all_op_names``: the operators of
   the dispatcher, ``aten::add.Tensor``; those of TorchScript alone, which reach files, are not there.
 - ``torch._ops._higher_order_ops``: higher-order operators by name.
-- ``fx.Graph``: ``_insert``, ``_len``, ``_find_nodes_lookup_table`` and ``_graph_namespace``, as
-  ``create_node`` uses them; it spends three quarters of its time on checks that a parser has made.
 - ``torch._C._nn``: the functions of ``torch.nn.functional`` that are written in C++, as Dynamo's graphs call them.
-- ``torch._C.DisableTorchFunctionSubclass``, the context in which ``__torch_function__`` is not looked for.
 - ``ShapeEnv``: the tables that ``create_symbol`` and ``create_unbacked_symint`` fill; these look for the
   user's line on the stack, which takes milliseconds, imports Inductor, and is no line here.
 """
@@ -18,7 +15,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +22,6 @@ import sympy  # type: ignore[import-untyped]
 import torch
 import torch.distributed as dist
 import torch.utils.checkpoint
-from torch import fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from pytest_gtrainer._torch import private_names
@@ -41,10 +36,6 @@ with private_names():
     from torch.utils._sympy.value_ranges import ValueRanges
 
 ATTRIBUTES = {
-    "torch.fx:Graph": ("_insert", "_len", "_find_nodes_lookup_table", "_graph_namespace"),
-    "torch.fx.graph:_Namespace": ("create_name", "associate_name_with_obj"),
-    "torch:Tensor": ("_has_symbolic_sizes_strides",),
-    "torch._subclasses.fake_tensor:FakeTensor": ("_fake_device",),
     "torch.fx.experimental.symbolic_shapes:ShapeEnv": (
         "backed_var_to_val",
         "simplify",
@@ -117,27 +108,12 @@ def overload(target: OpOverload) -> Overload:
     return Overload(namespace, name, named.overload_name, tuple(arg.name for arg in named.arguments))
 
 
+_SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
+
+
 def expression(value: Any) -> Any:
     """The sympy expression of a symbolic number; an ordinary number as it is."""
-    if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
-        return value.node.expr
-    return value
-
-
-def static_type(value: torch.Tensor) -> tuple[Any, ...] | None:
-    """Dtype, shape, device, and strides unless contiguous; None if it has no strides, or a size may be symbolic."""
-    if value._has_symbolic_sizes_strides or value.layout is not torch.strided:
-        return None
-    device = value._fake_device if type(value) is FakeTensor else value.device
-    if value.is_contiguous():  # asked in a quarter of the time that telling the strides takes
-        return value.dtype, value.shape, device
-    return value.dtype, value.shape, device, value.stride()
-
-
-def plain_attributes() -> AbstractContextManager[None]:
-    """Inside, a tensor is asked for its attributes as if its type had no say: in two thirds of the time."""
-    inside: AbstractContextManager[None] = torch._C.DisableTorchFunctionSubclass()
-    return inside
+    return value.node.expr if isinstance(value, _SYMBOLIC) else value
 
 
 def is_unbacked(symbol: Any) -> bool:
@@ -181,19 +157,6 @@ def higher_order_operators() -> dict[str, HigherOrderOperator]:
     import torch.nn.attention.flex_attention  # noqa: F401 - registers the two that are not imported with torch
 
     return dict(_higher_order_ops)
-
-
-def append_node(
-    graph: fx.Graph, name: str, op: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> fx.Node:
-    """``graph.create_node`` at the end, for arguments known to be legal."""
-    name = graph._graph_namespace.create_name(name, None)
-    node = fx.Node(graph, name, op, target, args, kwargs)
-    graph._graph_namespace.associate_name_with_obj(name, node)
-    graph._insert(node)
-    graph._find_nodes_lookup_table.insert(node)
-    graph._len += 1
-    return node
 
 
 def fake_tensor(

@@ -13,7 +13,6 @@ from typing import Literal
 from pytest_gtrainer.golden import values
 from pytest_gtrainer.graphtext import TextError, header, unfold
 from pytest_gtrainer.graphtext.differences import LIMIT, explain, text_diff
-from pytest_gtrainer.graphtext.folding import are_alike
 from pytest_gtrainer.graphtext.torch_spellings import respelled, same_but_for, spellings_between
 
 
@@ -62,7 +61,7 @@ def difference(kind: str, golden: str, obtained: str, limit: int = LIMIT) -> str
     if kind == "text":
         return "\n".join(text_diff(golden.split("\n"), obtained.split("\n"), limit))
     try:
-        if header.body(golden) == header.body(obtained) or are_alike(golden, obtained):
+        if header.body(golden) == header.body(obtained):
             return None
         old = unfold(golden)
     except TextError as error:

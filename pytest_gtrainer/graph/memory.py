@@ -26,7 +26,7 @@ from typing import Any
 from torch import Tensor, fx
 
 from pytest_gtrainer import facts
-from pytest_gtrainer._torch.graph_text import number_of, static_type
+from pytest_gtrainer._torch.graph_text import number_of
 from pytest_gtrainer._torch.passes import is_bucketed_by_torch, is_control_dependency
 from pytest_gtrainer._torch.values import OpOverload, is_composite, parts_of, pytree, schema, storage_id
 from pytest_gtrainer.graph.collectives import kind_of, launches
@@ -268,8 +268,13 @@ class _Walk:
                 if len(leaf) > 1:
                     continue
                 known.update(dict.fromkeys(map(storage_id, parts_of(tensor)), *leaf))
-                is_dense = is_reshape and len(static_type(tensor) or ()) == 3
-                if is_dense and (tensor.numel(), tensor.dtype) == (value.numel(), value.dtype):
+                is_static = tensor.layout is torch.strided and all(type(extent) is int for extent in tensor.shape)
+                if (
+                    is_reshape
+                    and is_static
+                    and tensor.is_contiguous()
+                    and (tensor.numel(), tensor.dtype) == (value.numel(), value.dtype)
+                ):
                     known[storage_id(value)] = next(iter(leaf))
         return self._by_storages(node, value, known)
 

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from pytest_gtrainer.graphtext.folding import unfold
 from pytest_gtrainer.graphtext.header import TextError
-from pytest_gtrainer.graphtext.sections import GraphLine, Layer, Scope, SectionKey, scope_of
+from pytest_gtrainer.graphtext.sections import GraphLine, Layer, Scope, SectionKey
 from pytest_gtrainer.graphtext.syntax import (
     AT,
     CHUNK,
@@ -78,43 +78,19 @@ class _Hole(NamedTuple):
     end: int
 
 
-class _Form(NamedTuple):
-    """Where a template stands in a line, by columns."""
-
-    start: int
-    end: int
-    holes: Sequence[_Hole]
-
-    def of(self, line: str) -> Template:
-        place = self.start
-        pieces: list[str] = []
-        references: list[Origin] = []
-        symbols: list[str] = []
-        for start, origin_end, name, end in self.holes:
-            pieces.append(line[place:start])
-            if name is None:
-                pieces.append(SYMBOL)
-                symbols.append(line[start:end])
-            else:
-                pieces.append(HOLE)
-                references.append((line[start:origin_end], line[name:end]))
-            place = end
-        pieces.append(line[place : self.end])
-        return Template("".join(pieces), tuple(references), tuple(symbols))
-
-
-_DIGITS = str.maketrans("123456789", "0" * 9)
-
-
-def _shape(text: str) -> str:
-    """A text with 0 for all digits: texts of one shape have one syntax tree, but for names and numbers.
-
-    A graph's names end in numbers, so its lines have few shapes, and only shapes are parsed.
-
-    >>> _shape("mm_12: f32[64] = aten.mm(x_11, L.y[1])")
-    'mm_00: f00[00] = aten.mm(x_00, L.y[0])'
-    """
-    return text.translate(_DIGITS)
+def _cut(text: str, start: int, end: int, holes: Iterable[_Hole]) -> Template:
+    """A part of a text, by columns, as a template."""
+    pieces: list[str] = []
+    references: list[Origin] = []
+    symbols: list[str] = []
+    for hole in holes:
+        pieces += [text[start : hole.start], SYMBOL if hole.name is None else HOLE]
+        if hole.name is None:
+            symbols.append(text[hole.start : hole.end])
+        else:
+            references.append((text[hole.start : hole.origin_end], text[hole.name : hole.end]))
+        start = hole.end
+    return Template("".join([*pieces, text[start:end]]), tuple(references), tuple(symbols))
 
 
 def statement(text: str) -> Statement | None:
@@ -126,30 +102,33 @@ def statement(text: str) -> Statement | None:
     >>> found.arguments[:2]
     ('\\x00, \\x00[1], 1e-05, dtype=\\x00', (('', 'x'), ('L', 'y'), ('', 'f32')))
     """
-    form = _statement_form(_shape(text))
-    if form is None:
+    if (columns := _columns(text.translate(_DIGITS))) is None:
         return None
-    name, kind, tags, operator, arguments = form
-    return Statement(text[name], kind.of(text), text[tags], text[operator], arguments.of(text))
+    name, kind, tags, operator, arguments = columns
+    return Statement(text[name], _cut(text, *kind), text[tags], text[operator], _cut(text, *arguments))
+
+
+_DIGITS = str.maketrans("123456789", "0" * 9)
+"""Makes one text of lines that differ in digits alone, as a graph's lines mostly do: only such a text is parsed."""
+_Cut = tuple[int, int, list[_Hole]]
 
 
 @functools.lru_cache(maxsize=1 << 14)
-def _statement_form(shape: str) -> tuple[slice, _Form, slice, slice, _Form] | None:
-    """Where name, type, tags, operator and arguments stand in lines of a shape; None if these are no statements."""
+def _columns(text: str) -> tuple[slice, _Cut, slice, slice, _Cut] | None:
+    """Where name, type, tags, operator and arguments of a statement stand; None if it is none."""
     try:
-        (node,) = ast.parse(shape).body
-        _count_characters(node, shape)
-        parts = computed(node)
-        if parts is None:
+        (node,) = ast.parse(text).body
+        _count_characters(node, text)
+        if (parts := computed(node)) is None:
             return None
         name, kind, tags, call = parts
         arguments = [*call.args, *[keyword.value for keyword in call.keywords]]
         return (
             slice(_end(name)),
-            _Form(kind.col_offset, _end(kind), sorted(map(_symbol_hole, _symbols(kind)))),
+            (kind.col_offset, _end(kind), sorted(map(_symbol_hole, _symbols(kind)))),
             slice(_end(kind) + len(" | "), _end(tags[-1]) if tags else 0),
             slice(call.func.col_offset, _end(call.func)),
-            _Form(_end(call.func) + 1, _end(call) - 1, sorted(hole for part in arguments for hole in _holes(part))),
+            (_end(call.func) + 1, _end(call) - 1, sorted(hole for part in arguments for hole in _holes(part))),
         )
     except UNREADABLE:
         return None
@@ -168,7 +147,7 @@ def template(text: str, is_type: bool = False) -> Template:
         node = ast.parse(text, mode="eval").body
         _count_characters(node, text)
         holes = map(_symbol_hole, _symbols(node)) if is_type else _holes(node)
-        return _Form(0, len(text), sorted(holes)).of(text)
+        return _cut(text, 0, len(text), sorted(holes))
     except UNREADABLE:
         return Template(text)
 
@@ -246,7 +225,7 @@ class Value(NamedTuple):
         type: with a hole for each symbol.
         arguments: with a hole for each reference and symbol.
         operands: what stands in the holes: the symbols of the type, the references, the other symbols.
-        sources: the values among the operands, as often as they stand there; the operands if there is nothing else.
+        sources: the values among the operands, as often as they stand there.
         tags: as written, but for paths, which are absolute.
         line: its place among the lines.
     """
@@ -311,8 +290,8 @@ class Dataflow:
     @functools.cached_property
     def users(self) -> list[int]:
         """The places of values that name a definition."""
-        mixed = [(place, value) for place, value in enumerate(self.values) if value.operands is not value.sources]
-        return [place for place, value in mixed if any(isinstance(o, int) and o < 0 for o in value.operands)]
+        every = enumerate(self.values)
+        return [place for place, value in every if any(isinstance(o, int) and o < 0 for o in value.operands)]
 
 
 def dataflow(lines: Iterable[GraphLine]) -> Dataflow:
@@ -381,9 +360,9 @@ class _Resolver:
         key = key_of(section)
         here = LinePlace(*key)
         try:
-            scope = scope_at(links_of(heading or "_"))(here)
+            scope = scope_at(links_of(heading or "_"), here)
         except UNREADABLE:
-            scope = scope_of((heading,), key.space)
+            scope = Scope((heading,), key.space)
 
         def find(origin: str) -> Mapping[str, int]:
             if not origin:
@@ -391,8 +370,8 @@ class _Resolver:
             try:
                 links = links_of(origin)
                 if is_input(links):
-                    return self._inputs[input_key_at(links)(key.layer)]  # of one that comes later, too
-                return self._names[scope_at(links)(here)]
+                    return self._inputs[input_key_at(links, key.layer)]  # of one that comes later, too
+                return self._names[scope_at(links, here)]
             except UNREADABLE:
                 return {}
 
@@ -403,25 +382,22 @@ class _Resolver:
         typed = template(kind, is_type=True)
         place = len(self._made.values)
         try:
-            _, path, repeat = source = input_key_at(links_of(name))(key.layer)
+            _, path, repeat = source = input_key_at(links_of(name), key.layer)
         except UNREADABLE:
             _, path, repeat = source = key.space, name, 0
         self._inputs[source][""] = place
         operands = tuple([self._symbol(symbol, key.layer, place) for symbol in typed.symbols])
-        scope = scope_of((f"{path}.#{repeat}" if repeat else path,), key.space)
+        scope = Scope((f"{path}.#{repeat}" if repeat else path,), key.space)
         self._made.values.append(Value(scope, "", "", typed.text, "", operands, (), "", number))
 
     def _computed(self, number: int, under: _Heading, parts: Statement) -> None:
-        name, (kind, _, symbols), tags, operator, (arguments, references, sizes) = parts
+        name, (kind, _, symbols), tags, operator, (arguments, references, _) = parts
         (_, layer), scope, find = under
         place = len(self._made.values)
-        found = tuple([find(origin).get(known) for origin, known in references])
-        operands: tuple[Operand, ...] = found  # type: ignore[assignment]  # all of them, as mostly
-        sources: tuple[int, ...] = found  # type: ignore[assignment]
-        if None in found or symbols or sizes:
-            typed = [self._symbol(symbol, layer, place) for symbol in symbols]
-            operands = (*typed, *self._operands(parts.arguments, found, layer))
-            sources = tuple([known for known in operands if isinstance(known, int) and known >= 0])
+        found = [find(origin).get(known) for origin, known in references]
+        typed = [self._symbol(symbol, layer, place) for symbol in symbols]
+        operands = (*typed, *self._operands(parts.arguments, found, layer))
+        sources = tuple([known for known in operands if isinstance(known, int) and known >= 0])
         if "(" in tags:
             tags = _absolute_tags(tags, layer)
         self._made.values.append(Value(scope, name, operator, kind, arguments, operands, sources, tags, number))

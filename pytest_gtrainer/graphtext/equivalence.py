@@ -168,8 +168,6 @@ def _mixed(
         else:
             source, number = operand
             symbols.append((str(digests[source]) if source < len(digests) else "new") + f".{number}")
-    if len(symbols) < 2:
-        return numbers.of([what, *parts, *symbols])
     spelled, start = [], 0  # without regard to the numbers of symbols
     for part in what.split("\n"):
         meanings = symbols[start : start + part.count(SYMBOL)]
@@ -200,7 +198,6 @@ _PYTHON_IN_PLACE = frozenset({
 })  # fmt: skip
 
 
-@functools.lru_cache(maxsize=1 << 12)
 def bare_name(operator: str) -> str:
     """The operator without its namespace and overload.
 

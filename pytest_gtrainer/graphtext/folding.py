@@ -26,8 +26,6 @@ _LAYERS = re.compile(
     r"for i in (?P<path>.+)\[(?P<first>[0-9]{1,9})(?P<range>:(?P<stop>[0-9]{0,9})(?P<down>:-1)?)?\]:(  # .*)?"
 )
 _SPACE = re.compile(r"if (?P<space>\w+):")
-_HEADINGS = re.compile(rf"\n(?!{INDENT}|\n|\Z)")
-"""Before a heading or a definition; empty and indented lines belong to the one above."""
 _UNDER_A_MODULE = 2 * INDENT
 _EDIT = re.compile(r"(?P<kind>like|drop|after)\((?P<name>.*)\)")
 
@@ -206,18 +204,8 @@ def unfold(text: str) -> tuple[GraphLine, ...]:
     Raises:
         TextError: with the line.
     """
-    sections = expand(list(_blocks(text, {})))
+    sections = expand(list(_blocks(text)))
     return tuple([GraphLine(key, heading, told) for key, lines in sections for heading, told, _ in lines])
-
-
-def are_alike(text: str, other: str) -> bool:
-    """Whether two texts have the same lines, told quickly; False may also be for sections cut in another way.
-
-    Raises:
-        TextError: as ``unfold``.
-    """
-    known: dict[str, tuple[Line, ...]] = {}
-    return list(expand(list(_blocks(text, known)))) == list(expand(list(_blocks(other, known))))
 
 
 def expand(blocks: Sequence[TextBlock]) -> Iterator[tuple[str, Sequence[Line]]]:
@@ -257,47 +245,31 @@ def counted(block: TextBlock, lines: Sequence[Line], before: int) -> int:
     return total
 
 
-def _blocks(text: str, known: dict[str, tuple[Line, ...]]) -> Iterator[TextBlock]:
-    """The blocks of a text; ``known`` holds what stands below headings, as layers repeat it."""
+def _blocks(text: str) -> Iterator[TextBlock]:
+    """The blocks of a text."""
     head: tuple[int, tuple[str, ...]] | None = None
-    lines: tuple[Line, ...] = ()
-    number, total = 1, 0
-    told = ["" if line.startswith("#") or line.isspace() else line for line in text.splitlines()]
-    for piece in _HEADINGS.split("\n".join(told)):
-        first, _, body = piece.partition("\n")
-        if not first or first.startswith(INDENT):  # before the first heading
-            for place, line in enumerate(piece.split("\n")):
-                if line:
-                    raise TextError("expected a section (`if fwd:`), found an indented line", number + place)
-        else:
-            if head:
-                block = TextBlock(*head, lines)
-                total = counted(block, lines, total)
-                yield block
-            head = number, _keys(first, number)
-            if body not in known:
-                known[body] = tuple(_lines(body))
-            lines = known[body]
-            if head[1] == ("",):
-                lines = (Line("", first), *lines)  # a definition at the head of the text
-        number += piece.count("\n") + 1
-    if head:
-        yield TextBlock(*head, lines)
-
-
-def _lines(body: str) -> Iterator[Line]:
-    """The lines below a heading, with the modules that they stand under."""
-    heading = ""
-    for raw in body.split("\n"):
-        if raw.startswith(_UNDER_A_MODULE):  # most are
-            yield Line(heading, raw[len(_UNDER_A_MODULE) :])
-            continue
+    lines: list[Line] = []
+    heading, total = "", 0
+    for number, raw in enumerate([*text.splitlines(), "."], start=1):  # the last one ends the text
         line = raw.removeprefix(INDENT)
-        if line.startswith("with ") and line.endswith(":"):
+        if raw.startswith("#") or not raw or raw.isspace():
+            continue
+        if not raw.startswith(INDENT):  # a heading, or a definition at the head of the text
+            if head:
+                block = TextBlock(*head, tuple(lines))
+                total = counted(block, block.lines, total)
+                yield block
+            head = number, _keys(raw, number)
+            lines, heading = [Line("", raw)] if head[1] == ("",) else [], ""
+        elif not head:
+            raise TextError("expected a section (`if fwd:`), found an indented line", number)
+        elif raw.startswith(_UNDER_A_MODULE):
+            lines.append(Line(heading, raw[len(_UNDER_A_MODULE) :]))
+        elif line.startswith("with ") and line.endswith(":"):
             heading = line[len("with ") : -1]
-        elif line:
+        else:
             heading = ""
-            yield Line(heading, line)
+            lines.append(Line(heading, line))
 
 
 def _keys(raw: str, number: int) -> tuple[str, ...]:

@@ -15,7 +15,6 @@ from torch import fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from pytest_gtrainer._torch.graph_text import (
-    append_node,
     backed_symbol,
     fake_tensor,
     functions,
@@ -30,7 +29,6 @@ from pytest_gtrainer.graphtext.sections import Layer, Scope, split_layer
 from pytest_gtrainer.graphtext.syntax import (
     InputKey,
     LinePlace,
-    Reference,
     chain,
     input_key_at,
     integer,
@@ -88,7 +86,6 @@ class Sizes:
         self.device = torch.device("cpu")
         self._backed: dict[str, Any] = {}
         self._unbacked: dict[tuple[Layer | None, str], Any] = {}
-        self._fixed: dict[ast.expr, _Layout] = {}
 
     def body(self) -> Sizes:
         """For a body: the same backed symbols, data-dependent ones of its own."""
@@ -180,7 +177,7 @@ class Sizes:
             return self._backed[name]
         if not name.startswith(("u", "zuf")) or not name.lstrip("uzf").isdecimal():
             raise refuse(node, f"`{name}` is no symbol: define it at the head, `{name} = size(16)`")
-        owner = split_layer(path_at(path)(place.layer))[0] if path else None  # a layer's own is `L.u0`
+        owner = split_layer(path_at(path, place.layer))[0] if path else None  # a layer's own is `L.u0`
         if (owner, name) not in self._unbacked:
             self._unbacked[owner, name] = unbacked_symbol(self.env, name.startswith("z"))
         return self._unbacked[owner, name]
@@ -205,9 +202,9 @@ class Sizes:
         if isinstance(node, ast.Subscript) and isinstance(node.value, ast.Name) and node.value.id in _NUMBERS:
             number = integer(node.slice) if node.value.id == "int" else None
             return self.number(node.slice, place, _NUMBERS[node.value.id]) if number is None else number
-        dtype, shape, strides = self._fixed.get(node) or self._layout(node, place)
+        dtype, shape, strides = self._layout(node, place)
         try:
-            if node in self._fixed:
+            if all(type(number) is int for number in shape + strides):
                 return fake_tensor(self.mode, shape, strides, dtype, device)
             with self.mode:
                 return torch.empty_strided(shape, strides, dtype=dtype, device=device)
@@ -216,7 +213,7 @@ class Sizes:
             raise refuse(node, f"there is no tensor `{shown(node)}`: {reason}") from None
 
     def _layout(self, node: ast.expr, place: LinePlace) -> _Layout:
-        """Dtype, shape and strides; those of numbers only are read once, as a line may stand for a hundred layers."""
+        """Dtype, shape and strides."""
         whole, steps = node, None
         if isinstance(node, ast.Subscript) and isinstance(node.value, ast.Subscript):
             steps, node = _elements(node.slice), node.value
@@ -232,10 +229,7 @@ class Sizes:
             strides = tuple([self.number(step, place) for step in steps])
         else:
             raise refuse(whole, f"{len(shape)} extents and {len(steps)} strides")
-        found = dtype, shape, strides
-        if all(type(number) is int for number in shape + strides):
-            self._fixed[whole] = found
-        return found
+        return dtype, shape, strides
 
 
 def _contiguous(shape: Sequence[Any]) -> tuple[Any, ...]:
@@ -270,7 +264,6 @@ class Operands:
         self._values: dict[Scope, dict[str, fx.Node]] = {}
         self._items: dict[tuple[fx.Node, int], fx.Node] = {}
         self._getters: dict[str, fx.Node] = {}
-        self._references: dict[ast.expr, tuple[Reference, Callable[[Any], Any] | None]] = {}
 
     def add_input(self, key: InputKey, node: fx.Node, at: ast.expr) -> None:
         if key in self._inputs:
@@ -312,32 +305,25 @@ class Operands:
 
     def _named(self, node: ast.expr, place: LinePlace) -> Any:
         """What a name stands for: an input, a value or an output of it, a definition, a constant, an operator."""
-        known, find = self._references.get(node) or self._read(node)
-        if find is not None and known.is_input:
-            key = find(place.layer)
+        known = reference(node)
+        if known.is_input:
+            key = input_key_at(known.head, place.layer)
             if key not in self._inputs:
                 names = [f"{space}.{fqn}" for space, fqn, _ in self._inputs]
                 raise refuse(node, f"there is no input `{shown(node)}`{nearest(f'{key[0]}.{key[1]}', names)}")
             return self._inputs[key]
-        if find is None and known.name in self.names:
+        if not known.head and known.name in self.names:
             found = self.names[known.name]
             if isinstance(found, fx.GraphModule):
                 found = self._getter(known.name, lambda: found)
         else:
-            scope = place.scope if find is None else find(place)
+            scope = scope_at(known.head, place) if known.head else place.scope
             found = self._values.get(scope, {}).get(known.name)
             if found is None:
-                found = self._constant_named(node, known.name, scope, is_bare=find is None)
+                found = self._constant_named(node, known.name, scope, is_bare=not known.head)
         for item in known.items:
             found = self._item(found, item, node)
         return found
-
-    def _read(self, node: ast.expr) -> tuple[Reference, Callable[[Any], Any] | None]:
-        """A reference, and what finds its key or scope; read once, as a line may stand for a hundred layers."""
-        known = reference(node)
-        find = input_key_at(known.head) if known.is_input else scope_at(known.head) if known.head else None
-        self._references[node] = known, find
-        return known, find
 
     def _constant_named(self, node: ast.expr, name: str, scope: Scope, *, is_bare: bool) -> Any:
         """What a name stands for that no value has: a word of torch, or an operator as an argument."""
@@ -370,7 +356,7 @@ class Operands:
                 known = value.select(0, item)
             except (IndexError, RuntimeError) as error:
                 raise refuse(at, f"`{shown(at)}`: {error}") from None
-        taken = append_node(self._graph, "getitem", "call_function", operator.getitem, (source, item), {})
+        taken = self._graph.create_node("call_function", operator.getitem, (source, item), {}, "getitem")
         taken.meta.update({key: source.meta[key] for key in _ITEM_META if key in source.meta})
         if known is not None:
             taken.meta["val"] = known
@@ -406,7 +392,7 @@ class Operands:
             value = make()
             name = key if key.isidentifier() else f"_constant{len(self.attributes)}"
             self.attributes[name] = value
-            node = self._getters[key] = append_node(self._graph, name, "get_attr", name, (), {})
+            node = self._getters[key] = self._graph.create_node("get_attr", name, (), {}, name)
             if isinstance(value, torch.Tensor):
                 node.meta["val"] = self._sizes.mode.from_tensor(value, static_shapes=True)
         return self._getters[key]

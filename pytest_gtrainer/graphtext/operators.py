@@ -68,22 +68,9 @@ def operator_of(node: fx.Node) -> Operator:
     return Operator(text, word(path.rpartition(".")[2]))
 
 
-_KNOWN: dict[int, tuple[Callable[..., Any], Operator]] = {}
-"""By identity: to hash an operator of the dispatcher runs Python, which is most of what a look-up costs."""
-_MOST_KNOWN = 4096
-
-
+@functools.lru_cache(maxsize=1 << 12)
 def function_of(target: Callable[..., Any]) -> Operator:
     """The operator that a ``call_function`` calls."""
-    known = _KNOWN.get(id(target))
-    if known is None:
-        if len(_KNOWN) >= _MOST_KNOWN:
-            _KNOWN.clear()
-        known = _KNOWN[id(target)] = (target, _described(target))
-    return known[1]
-
-
-def _described(target: Callable[..., Any]) -> Operator:
     if isinstance(target, OpOverload):
         schema = overload(target)
         parts = [schema.namespace, schema.name, schema.overload]
@@ -201,7 +188,7 @@ def _torch_function(name: str) -> Callable[..., Any] | None:
     if home != "torch.nn.functional" and (f"aten.{last}" in FORBIDDEN or not is_operator(last)):
         return None
     found = getattr(plain_functions(home), last, None)
-    return found if callable(found) and _described(found).text == name else None
+    return found if callable(found) and function_of(found).text == name else None
 
 
 _METHODS = frozenset({
@@ -278,14 +265,12 @@ def mesh_dimension(ranks: Sequence[int], mesh: Mapping[str, int]) -> str | None:
     return None
 
 
-def groups_of(
-    gm: fx.GraphModule, mesh: Mapping[str, int], collectives: Iterable[fx.Node] | None = None
-) -> dict[str, Group]:
-    """The groups that a graph's collectives name, in order of first use; all nodes are asked if they are not given."""
+def groups_of(gm: fx.GraphModule, mesh: Mapping[str, int]) -> dict[str, Group]:
+    """The groups that a graph's collectives name, in order of first use."""
     told: Mapping[str, tuple[int, ...] | None] = gm.meta.get("gt_groups", {})  # what the text said that it came from
     groups: dict[str, Group] = {}
     taken: set[str] = set()
-    for node in gm.graph.nodes if collectives is None else collectives:
+    for node in gm.graph.nodes:
         if node.op != "call_function" or not function_of(node.target).group_arguments:
             continue
         name = group_of(node)

@@ -21,7 +21,6 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from pytest_gtrainer._torch.graph_text import append_node
 from pytest_gtrainer._torch.values import OpOverload
 from pytest_gtrainer.graphtext import header
 from pytest_gtrainer.graphtext.folding import MOST_LAYERS, TextBlock, counted, expand
@@ -36,7 +35,6 @@ from pytest_gtrainer.graphtext.syntax import (
     COMPUTED_SPACES,
     Computed,
     LinePlace,
-    ScopeAt,
     chain,
     computed,
     input_key_at,
@@ -199,7 +197,6 @@ class _Parser:
         self._sizes, self._given, self._group_names, self._allow = sizes, given, group_names, allow
         self.operands = Operands(self.graph, sizes, given, allow)
         self._settings: dict[str, Any] = {}
-        self._scopes: dict[ast.expr | None, ScopeAt] = {}
         self._targets: dict[ast.expr, tuple[str, Any]] = {}
         self._results: list[Any] = []
         self._result_names: list[str] = []
@@ -304,9 +301,9 @@ class _Parser:
         links, space = chain(node.target), place.space
         if node.value is not None or len(links) < 2 or links[0].value != space:
             raise refuse(node, f"expected an input like `{space}.layers[0].w: f32[2, 4]`, found `{shown(node)}`")
-        _, fqn, _ = key = input_key_at(links)(place.layer)
+        _, fqn, _ = key = input_key_at(links, place.layer)
         name = fqn.replace(".", "_") or "arg"
-        made = append_node(self.graph, name if name.isidentifier() else f"arg_{name}", "placeholder", name, (), {})
+        made = self.graph.create_node("placeholder", name, (), {}, name if name.isidentifier() else f"arg_{name}")
         made.target = made.name
         if space in _KIND_OF_SPACE:
             made.meta["gt_input"] = {"kind": _KIND_OF_SPACE[space], "fqn": fqn}
@@ -316,9 +313,7 @@ class _Parser:
         self.operands.add_input(key, made, node.target)
 
     def _computed(self, parts: Computed, heading: ast.expr | None, place: LinePlace) -> None:
-        if heading not in self._scopes:
-            self._scopes[heading] = scope_at(links_of("_") if heading is None else chain(heading))
-        place.scope = self._scopes[heading](place)
+        place.scope = scope_at(links_of("_") if heading is None else chain(heading), place)
         name, call = parts.name.id, parts.call
         op, target = self._targets.get(call.func) or self._target(call.func)
         args = tuple([self.operands.operand(argument, place) for argument in call.args])
@@ -327,7 +322,7 @@ class _Parser:
             if item.arg is None:
                 raise refuse(item.value, "expected named arguments, found `**`")
             kwargs[item.arg.removesuffix("__kw")] = self.operands.operand(item.value, place)
-        made = append_node(self.graph, name, op, target, args, kwargs)
+        made = self.graph.create_node(op, target, args, kwargs, name)
         write_tags(made.meta, parts.tags, place, owned=self._settings.get("owners") != "inferred")
         self._set_value(made, parts.type, place)
         self.operands.add(place.scope, name, made, parts.name)
@@ -342,7 +337,7 @@ class _Parser:
         links = chain(node)
         first, word = links[0].value, str(links[-1].value)
         if first == "module" and len(links) > 1:
-            path = path_at(links[1:])(None)
+            path = path_at(links[1:], None)
             if path not in self._given:
                 raise refuse(node, f"no text holds the module `{path}`: give constants={{{path!r}: module}}")
             self.operands.attributes.setdefault(path, self._given[path])
@@ -363,7 +358,7 @@ class _Parser:
 
     def _result(self, node: ast.stmt, place: LinePlace) -> None:
         if isinstance(node, ast.Assign):
-            self._result_names.append(path_at(chain(node.targets[0]))(place.layer))
+            self._result_names.append(path_at(chain(node.targets[0]), place.layer))
             self._results.append(self.operands.operand(node.value, place))
             return
         inner = node.value if isinstance(node, ast.Expr) else None
@@ -380,7 +375,7 @@ class _Parser:
             results = self._results
         elif self._settings.get("returns") == "value":
             results = self._results[0] if self._results else None
-        output = append_node(self.graph, "output", "output", "output", (results,), {})
+        output = self.graph.create_node("output", "output", (results,), {}, "output")
         if self._result_names:
             output.meta["gt_outputs"] = tuple(self._result_names)
         if "managed" in self._settings:

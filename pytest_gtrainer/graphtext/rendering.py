@@ -11,15 +11,13 @@
 from __future__ import annotations
 
 import itertools
-from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import fx
 
-from pytest_gtrainer._torch.graph_text import plain_attributes
 from pytest_gtrainer.graph.bucket_plan import managed_order
 from pytest_gtrainer.graph.dtypes import spell_dtype
 from pytest_gtrainer.graph.foreign import AnyGraph, Names, adopted
@@ -34,6 +32,7 @@ from pytest_gtrainer.graphtext.sections import (
     GraphLine,
     Layer,
     Line,
+    Scope,
     Section,
     SectionKey,
     section_keys,
@@ -111,8 +110,7 @@ def _written(header: Mapping[str, str], drawn: _Drawn) -> str:
 
 def _draw(gm: fx.GraphModule, view: str, mesh: Mapping[str, int], sizes: str = "both") -> _Drawn:
     if view == "full":
-        with plain_attributes():
-            return _full(gm, mesh, Backed(sizes), is_body=False)
+        return _full(gm, mesh, Backed(sizes), is_body=False)
     if view == "schedule":
         return schedule_view.draw(gm, mesh)
     if view == "layout":
@@ -126,7 +124,7 @@ def _draw(gm: fx.GraphModule, view: str, mesh: Mapping[str, int], sizes: str = "
 
 def _full(gm: fx.GraphModule, mesh: Mapping[str, int], backed: Backed, *, is_body: bool) -> _Drawn:
     scopes = scopes_of(gm.graph.nodes)
-    groups = groups_of(gm, mesh, scopes.collectives)
+    groups = groups_of(gm, mesh)
     tensors = (node.meta.get("val") for node in gm.graph.nodes if node.op != "get_attr" and not is_item(node))
     device = next((value.device.type for value in tensors if isinstance(value, torch.Tensor)), "cpu")
     bodies, bodies_text = _bodies(gm, mesh, backed)
@@ -135,7 +133,7 @@ def _full(gm: fx.GraphModule, mesh: Mapping[str, int], backed: Backed, *, is_bod
     speller = Speller(gm, scopes, names, groups, device, bodies, backed)
     sections = [
         *_input_sections(scopes, speller),
-        *_schedule_sections(scopes, [name for _, name in names.values()], speller),
+        *_schedule_sections(scopes, names, speller),
         *_output_sections(gm.graph.output_node(), scopes, speller),
     ]
     definitions = [str(group) for group in groups.values()]
@@ -193,29 +191,20 @@ def _input_sections(scopes: Scopes, speller: Speller) -> Iterable[Section]:
         yield Section(key, tuple([Line("", f"{name}: {kind}") for name, kind in spelled]))
 
 
-def _schedule_sections(scopes: Scopes, names: Sequence[str], speller: Speller) -> Iterable[Section]:
-    """One line a computed value, in the order of the schedule; ``names`` begin with theirs."""
-    every = zip(scopes.operators, scopes.owners, strict=True)
-    floating = [operator.floats or scope.floats for operator, scope in every]
-    columns = (scopes.computed, names, scopes.values, scopes.operators, scopes.owners)
-    types, spell_call = speller.types, speller.call
-    known: defaultdict[str, dict[str, Line]] = defaultdict(dict)  # layers repeat lines, by the thousand
-    for key, here in stretches(section_keys([scope.key for scope in scopes.owners], floating)):
+def _schedule_sections(
+    scopes: Scopes, names: Mapping[fx.Node, tuple[Scope, str]], speller: Speller
+) -> Iterable[Section]:
+    """One line a computed value, in the order of the schedule."""
+    computed = scopes.computed
+    floating = [operator_of(node).floats or scopes.of[node].floats for node in computed]
+    for key, here in stretches(section_keys([scopes.of[node].key for node in computed], floating)):
         speller.enter_section(key)
-        lines: list[Line] = []
-        entered = None
-        for node, name, value, operator, scope in zip(*[column[here] for column in columns], strict=True):
-            if scope is not entered:
-                entered, heading = scope, speller.enter_scope(scope)
-                below = known[heading]
-            kind = types[type(value)](value)
-            if node in scopes.tagged:
-                kind = " | ".join([kind, *tags_of(node, node in scopes.unowned, speller.module)])
-            text = f"{name}: {kind} = {spell_call(node, operator)}"
-            line = below.get(text)
-            if line is None:
-                line = below[text] = Line(heading, text)
-            lines.append(line)
+        lines = []
+        for scope, members in itertools.groupby(computed[here], scopes.of.__getitem__):
+            heading = speller.enter_scope(scope)
+            for node in members:
+                told = [speller.type_of(node.meta.get("val")), *tags_of(node, node in scopes.unowned, speller.module)]
+                lines.append(Line(heading, f"{names[node][1]}: {' | '.join(told)} = {speller.call(node)}"))
         yield Section(key, tuple(lines))
 
 

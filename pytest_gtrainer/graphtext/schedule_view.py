@@ -40,7 +40,6 @@ from pytest_gtrainer.graphtext.sections import (
     Section,
     SectionKey,
     common_parent,
-    scope_of,
     section_keys,
     spell_from,
 )
@@ -302,7 +301,7 @@ class _Schedule:
         """The module that all of them lie in."""
         first = scopes[0]
         owners = first.owners if first.is_bucket else (common_parent([scope.owners[0] for scope in scopes]),)
-        return self._space(first) + self._path(scope_of(owners, first.space, first.is_bucket))
+        return self._space(first) + self._path(Scope(owners, first.space, first.is_bucket))
 
 
 def _kinds(nodes: Sequence[fx.Node]) -> list[str]:

@@ -20,8 +20,8 @@ from __future__ import annotations
 import ast
 import keyword
 import operator
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -29,11 +29,11 @@ from torch import fx
 
 from pytest_gtrainer._torch.graph_text import POLICIES
 from pytest_gtrainer.graph import chunks
-from pytest_gtrainer.graph.nodes import BACKWARD, FORWARD, direction, node_fqn
+from pytest_gtrainer.graph.nodes import direction, node_fqn
 from pytest_gtrainer.graph.paths import parts_of
 from pytest_gtrainer.graphtext.header import nearest
-from pytest_gtrainer.graphtext.operators import Operator, function_of, operator_of
-from pytest_gtrainer.graphtext.sections import NOWHERE, RESERVED, Scope, common_parent, is_word, scope_of, split_layer
+from pytest_gtrainer.graphtext.operators import operator_of
+from pytest_gtrainer.graphtext.sections import NOWHERE, RESERVED, Scope, common_parent, is_word, split_layer
 from pytest_gtrainer.graphtext.syntax import AT, CHUNK, LinePlace, chain, path_at, refuse, shown
 
 UNOWNED, MISMARKED = "unowned", "mismarked"
@@ -42,8 +42,6 @@ OWN_KEY = "module_fqn"
 _PLAIN = (bool, int, float, str, type(None))
 _SPACE_OF_KIND = {"parameter": "P", "buffer": "B", "input": "I"}
 _CALLS = ("call_function", "call_module", "call_method")
-_OF_MODULE: dict[str, dict[str, Scope]] = {FORWARD: {}, BACKWARD: {}}
-"""Of single modules: what most values belong to is found by one look-up of a text."""
 
 
 class Input(NamedTuple):
@@ -61,25 +59,14 @@ class Scopes:
     Attributes:
         of: scopes of all nodes that have a value.
         computed: the nodes with a line of their own in the schedule, in order.
-        operators, owners, values: of the computed nodes, place by place, the operators, the scopes and
-            ``meta["val"]``. Found in one walk, as to come back to a node of a large graph is to wait for memory.
-        collectives: the computed nodes that name a process group.
-        items: the nodes that only take one output of another, in order.
         inputs: the names of the inputs.
         unowned: computed nodes without a module.
-        tagged: computed nodes of which a line may say more than the type.
     """
 
     of: dict[fx.Node, Scope] = field(default_factory=dict)
     computed: list[fx.Node] = field(default_factory=list)
-    operators: list[Operator] = field(default_factory=list)
-    owners: list[Scope] = field(default_factory=list)
-    values: list[Any] = field(default_factory=list)
-    collectives: list[fx.Node] = field(default_factory=list)
-    items: list[fx.Node] = field(default_factory=list)
     inputs: dict[fx.Node, Input] = field(default_factory=dict)
     unowned: set[fx.Node] = field(default_factory=set)
-    tagged: set[fx.Node] = field(default_factory=set)
 
 
 def is_item(node: fx.Node) -> bool:
@@ -104,56 +91,31 @@ def users_of(node: fx.Node) -> Iterator[fx.Node]:
 def scopes_of(nodes: Iterable[fx.Node]) -> Scopes:
     """Where every node that has a value belongs, in one walk."""
     found = Scopes()
-    of, computed, operators, owners, values = found.of, found.computed, found.operators, found.owners, found.values
-    seen: dict[tuple[str, str], int] = {}
+    seen: Counter[tuple[str, str]] = Counter()
     for node in nodes:
-        op = node.op
-        if op in _CALLS:
-            if node.target is operator.getitem and is_item(node):
-                of[node] = of.get(node.args[0], NOWHERE)
-                found.items.append(node)
-                continue
-            meta = node.meta
-            of[node] = scope = _scope_told(meta) or _scope(node, found)
-            known = function_of(node.target) if op == "call_function" else operator_of(node)
-            if known.group_arguments:
-                found.collectives.append(node)
-            owners.append(scope)
-            computed.append(node)
-            operators.append(known)
-            values.append(meta.get("val"))
-        elif op == "placeholder":
+        if is_item(node):
+            found.of[node] = found.of.get(node.args[0], NOWHERE)
+        elif node.op in _CALLS:
+            found.of[node] = _scope(node, found)
+            found.computed.append(node)
+        elif node.op == "placeholder":
             told = node.meta.get("gt_input")  # without it an argument by its use, or by position
             key: tuple[str, str] = ("A", node.meta.get("gt_argument") or str(len(found.inputs)))
             if told is not None:
                 key = (_SPACE_OF_KIND[told["kind"]], told["fqn"])
-            found.inputs[node] = Input(*key, seen.get(key, 0))
-            seen[key] = seen.get(key, 0) + 1
-            of[node] = scope_of((".".join(parts_of(key[1])[:-1]),), key[0])
+            found.inputs[node] = Input(*key, seen[key])
+            seen[key] += 1
+            found.of[node] = Scope((".".join(parts_of(key[1])[:-1]),), key[0])
     return found
 
 
-def _scope_told(meta: Mapping[str, Any]) -> Scope | None:
-    """The scope of a computed value whose metadata says its module, met before, and nothing else: of most values."""
-    custom = meta.get("custom")
-    if custom is None or len(custom) != 1 or "fsdp_bucket" in meta or "recompute" in meta:
-        return None
-    fqn = custom.get(OWN_KEY)
-    return _OF_MODULE[BACKWARD if meta.get("autograd_backward") else FORWARD].get(fqn) if fqn else None
-
-
 def _scope(node: fx.Node, found: Scopes) -> Scope:
-    meta, fqn, space = node.meta, node_fqn(node), direction(node)
-    custom, bucket = meta.get("custom"), meta.get("fsdp_bucket")
-    is_annotated = custom is not None and (len(custom) > 1 or OWN_KEY not in custom)
-    if is_annotated or "recompute" in meta or (bucket and (fqn or space != bucket["direction"])):
-        found.tagged.add(node)
-    if bucket:
-        return scope_of(tuple(bucket["plan_fqns"]), bucket["direction"], is_bucket=True)
+    if bucket := node.meta.get("fsdp_bucket"):
+        return Scope(tuple(bucket["plan_fqns"]), bucket["direction"], is_bucket=True)
+    fqn = node_fqn(node)
     if not fqn and (fqn := _inferred(node, found.of)):
         found.unowned.add(node)
-        found.tagged.add(node)
-    return _OF_MODULE[space].get(fqn) or _OF_MODULE[space].setdefault(fqn, scope_of((fqn,), space))
+    return Scope((fqn,), direction(node))
 
 
 def _inferred(node: fx.Node, scopes: dict[fx.Node, Scope]) -> str:
@@ -178,25 +140,22 @@ WORDS = RESERVED | {"i", "inf", "nan", "const", "device"} | frozenset(keyword.kw
 
 
 def names_of(scopes: Scopes, taken: Iterable[str]) -> dict[fx.Node, tuple[Scope, str]]:
-    """The scope and the name in it of every computed value, in the order of the schedule; then ``topk[1]`` of items.
+    """The scope and the name in it of every computed value, in the order of the schedule.
 
     Each name is given once in its scope: ``mul``, ``add``, ``mul_1``, and ``is_`` as ``is`` is taken.
     """
     words = WORDS | frozenset(taken)
     uses: defaultdict[Scope, dict[str, int]] = defaultdict(dict)
     names: dict[fx.Node, tuple[Scope, str]] = {}
-    for node, scope, called in zip(scopes.computed, scopes.owners, scopes.operators, strict=True):
-        here, short = uses[scope], called.short
+    for node in scopes.computed:
+        scope, short = scopes.of[node], operator_of(node).short
+        here = uses[scope]
         name = base = f"{short}_" if short in words else short
         while name in here:  # also where an operator is itself called `view_1`
             here[base] += 1
             name = f"{base}_{here[base] - 1}"
         here[name] = 1
         names[node] = scope, name
-    for item in scopes.items:
-        source, place = item.args
-        if (known := names.get(source)) is not None:
-            names[item] = (known[0], f"{known[1]}[{place}]")
     return names
 
 
@@ -253,7 +212,7 @@ def write_tags(meta: dict[str, Any], tags: Sequence[ast.expr], place: LinePlace,
         name, arguments = (node.func, node.args) if isinstance(node, ast.Call) else (node, None)
         kind = name.id if isinstance(name, ast.Name) else ""
         if kind == AT and arguments and len(arguments) == 1:
-            own_fqn = path_at(chain(arguments[0]))(place.layer)
+            own_fqn = path_at(chain(arguments[0]), place.layer)
         elif kind == CHUNK and arguments is not None:
             told = _chunk(node, arguments, place)
         elif not kind or arguments or (kind != "custom" and isinstance(node, ast.Call) and node.keywords):
@@ -288,7 +247,7 @@ def _chunk(node: ast.expr, arguments: Sequence[ast.expr], place: LinePlace) -> d
     known = len(words) in (1, 2) and (type(words[0]) is int or words[0] in boundaries)
     if not known or words[1:] not in ([], [chunks.EAGER]):
         raise refuse(node, f"expected `chunk(path, 0)` or `chunk(path, split_boundary)`, found `{shown(node)}`")
-    return chunks.told_in_words(path_at(chain(arguments[0]))(place.layer), *words)
+    return chunks.told_in_words(path_at(chain(arguments[0]), place.layer), *words)
 
 
 class _Numbers(ast.NodeTransformer):

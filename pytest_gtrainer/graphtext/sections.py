@@ -147,57 +147,42 @@ class SectionKey(NamedTuple):
         return f"{self.space}.{self.layer}" if self.layer else self.space
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Scope:
+class Scope(NamedTuple):
     """Where values are numbered: the owning modules (several only of a bucket) in one space.
 
-    Made by ``scope_of``, so that equal scopes are one object: each line is looked up by its scope
-    several times, and identity is what is cheapest to look up.
-
-    Attributes:
-        key: the section that its lines belong to.
-        is_nowhere: whether no module is known.
-        floats: whether its lines may stand in the section of another layer.
+    >>> Scope(("layers.3", "norm"), "fwd", is_bucket=True)
+    fwd bucket(layers.3, norm)
     """
 
     owners: tuple[str, ...]
     space: str
-    is_bucket: bool
-    key: SectionKey
-    is_nowhere: bool
-    floats: bool
+    is_bucket: bool = False
 
     @property
     def layer(self) -> Layer | None:
-        return self.key.layer
+        return split_layer(self.owners[0])[0]
+
+    @property
+    def key(self) -> SectionKey:
+        """The section that its lines belong to."""
+        return SectionKey(self.space, self.layer)
+
+    @property
+    def is_nowhere(self) -> bool:
+        """Whether no module is known."""
+        return self.owners == ("",)
+
+    @property
+    def floats(self) -> bool:
+        """Whether its lines may stand in the section of another layer."""
+        return self.is_bucket or self.is_nowhere
 
     def __repr__(self) -> str:
         owners = ", ".join(owner or "_" for owner in self.owners)
         return f"{self.space} bucket({owners})" if self.is_bucket else f"{self.space} {owners}"
 
 
-_KEYS: dict[SectionKey, SectionKey] = {}
-"""One object for equal keys: to tell neighbours apart is then to compare identities."""
-_SCOPES: dict[tuple[tuple[str, ...], str, bool], Scope] = {}
-
-
-def scope_of(owners: tuple[str, ...], space: str, is_bucket: bool = False) -> Scope:
-    """The one scope of these modules in this space.
-
-    >>> scope_of(("norm",), "fwd") is scope_of(("norm",), "fwd"), scope_of(("norm",), "bwd").space
-    (True, 'bwd')
-    """
-    name = (owners, space, is_bucket)
-    found = _SCOPES.get(name)
-    if found is None:
-        key, is_nowhere = SectionKey(space, split_layer(owners[0])[0]), owners == ("",)
-        found = _SCOPES.setdefault(
-            name, Scope(*name, _KEYS.setdefault(key, key), is_nowhere, is_bucket or is_nowhere)
-        )  # threads agree on one
-    return found
-
-
-NOWHERE = scope_of(("",), "fwd")
+NOWHERE = Scope(("",), "fwd")
 
 
 class Line(NamedTuple):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import operator
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,11 +18,11 @@ import sympy  # type: ignore[import-untyped]
 import torch
 from torch import fx
 
-from pytest_gtrainer._torch.graph_text import expression, hint, is_unbacked, static_type
+from pytest_gtrainer._torch.graph_text import expression, hint, is_unbacked
 from pytest_gtrainer.graph.dtypes import spell_dtype
-from pytest_gtrainer.graphtext.literals import PLAIN, SPELLINGS, other_constant, spell_literal, tensor_content
-from pytest_gtrainer.graphtext.operators import Group, Operator, word
-from pytest_gtrainer.graphtext.scopes import Scope, Scopes, is_item, scope_of
+from pytest_gtrainer.graphtext.literals import other_constant, spell_literal, tensor_content
+from pytest_gtrainer.graphtext.operators import Group, operator_of, word
+from pytest_gtrainer.graphtext.scopes import Scope, Scopes, is_item
 from pytest_gtrainer.graphtext.sections import Layer, SectionKey, spell_from, spell_input
 
 _KIND = re.compile(r"[a-z]+")
@@ -98,47 +98,9 @@ class Symbols:
 
 
 _SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
-_PLAIN = frozenset(PLAIN)
 _NUMBERS = {
     torch.SymInt: "int", torch.SymFloat: "float", torch.SymBool: "bool", bool: "bool", int: "int", float: "float"
 }  # fmt: skip
-
-
-class _ByType(dict[type, Callable[[Any], str]]):
-    """How to spell a value of a type; a subclass is spelled as the first of its bases that is known.
-
-    But not as a number or a string: an enum's or NumPy's ``repr`` is no literal.
-    """
-
-    def __missing__(self, kind: type) -> Callable[[Any], str]:
-        self[kind] = found = next(self[base] for base in kind.__mro__ if base in self and base not in PLAIN)
-        return found
-
-
-_HERE = scope_of(("",), "")
-"""In place of the scope of what has no name: it is spelled as a whole."""
-
-
-class _Names(dict[fx.Node, tuple[Scope, str]]):
-    """Scopes and names of values; what has none is spelled as a whole, and anew each time."""
-
-    def __init__(self, names: Mapping[fx.Node, tuple[Scope, str]], spell: Callable[[fx.Node], str]) -> None:
-        super().__init__(names)
-        self._spell = spell
-
-    def __missing__(self, node: fx.Node) -> tuple[Scope, str]:
-        return _HERE, self._spell(node)
-
-
-class _Prefixes(dict[Scope, str]):
-    """What stands before the names of a scope's values, found once for each section."""
-
-    def __init__(self, find: Callable[[Scope], str]) -> None:
-        self._find = find
-
-    def __missing__(self, scope: Scope) -> str:
-        self[scope] = found = self._find(scope)
-        return found
 
 
 class Speller:
@@ -158,40 +120,20 @@ class Speller:
         bodies: Mapping[str, str],
         backed: Backed,
     ) -> None:
-        self._gm, self._inputs, self._names = gm, scopes.inputs, _Names(names, self._nameless)
+        self._gm, self._inputs, self._names = gm, scopes.inputs, names
         self._groups, self._device, self._bodies = groups, device, bodies
         self._symbols = Symbols(backed)
         self._key = SectionKey("fwd", None)
         self._scope: Scope | None = None
-        self._prefixes = _Prefixes(self._prefix)
-        self._tensors: dict[Any, str] = {}
-        self._spell = _ByType({
-            fx.Node: self.reference,
-            list: self._list,
-            tuple: lambda items: _tuple([self.argument(item) for item in items]),
-            dict: lambda items: f"{{{', '.join(f'{key!r}: {self.argument(item)}' for key, item in items.items())}}}",
-            slice: lambda s: f"slice({', '.join(map(self.argument, (s.start, s.stop, s.step)))})",
-            **SPELLINGS,
-            object: self._literal,
-        })  # fmt: skip
-        self.types = _ByType({
-            torch.Tensor: self._tensor_type, **dict.fromkeys(_NUMBERS, self._number_type), object: lambda value: "_",
-            tuple: lambda items: _tuple([self.type_of(item) for item in items]),
-            list: lambda items: f"[{', '.join([self.type_of(item) for item in items])}]",
-        })  # fmt: skip
 
     # -- where we are
 
     def enter_section(self, key: SectionKey) -> None:
         self._key, self._scope = key, None
-        self._prefixes.clear()
 
     def enter_scope(self, scope: Scope) -> str:
         """The ``with`` heading of a scope; names of its values are spelled bare from now on."""
-        if self._scope is not None:
-            del self._prefixes[self._scope]
         self._scope = scope
-        self._prefixes[scope] = ""
         path = self._path(scope)
         return path if scope.space == self._key.space else f"{scope.space}.{path}"
 
@@ -209,8 +151,15 @@ class Speller:
 
     def reference(self, node: fx.Node) -> str:
         """A value, seen from the current scope: ``mm``, ``L.wo.mm``, ``saved.L.add``, ``topk[1]``."""
+        if node not in self._names:
+            return self._nameless(node)
         scope, name = self._names[node]
-        return self._prefixes[scope] + name
+        if scope == self._scope:
+            return name
+        if scope.space == self._key.space:
+            return f"{self._path(scope)}.{name}"
+        from_backward = scope.space == "fwd" and self._key.space == "bwd"
+        return f"{'saved' if from_backward else scope.space}.{self._path(scope)}.{name}"
 
     def _nameless(self, node: fx.Node) -> str:
         """A value without a line in the schedule."""
@@ -223,39 +172,16 @@ class Speller:
         target = str(node.target)
         return self._bodies.get(target) or self._literal(operator.attrgetter(target)(self._gm))
 
-    def _prefix(self, scope: Scope) -> str:
-        """What stands before the name of a value of another scope."""
-        if scope is _HERE:
-            return ""
-        if scope.space == self._key.space:
-            return f"{self._path(scope)}."
-        from_backward = scope.space == "fwd" and self._key.space == "bwd"
-        return f"{'saved' if from_backward else scope.space}.{self._path(scope)}."
-
     # -- arguments
 
-    def call(self, node: fx.Node, operator: Operator) -> str:
+    def call(self, node: fx.Node) -> str:
         """The right-hand side of a line: operator and arguments, keywords sorted."""
+        operator = operator_of(node)
         groups = operator.group_arguments
-        if not groups:
-            spell, names, prefixes = self._spell, self._names, self._prefixes
-            arguments = []
-            for value in node.args:
-                if type(value) is fx.Node:  # most are
-                    scope, name = names[value]
-                    arguments.append(prefixes[scope] + name)
-                else:
-                    arguments.append(spell[type(value)](value))
-        else:
-            arguments = [
-                self._group(value) if place in groups else self.argument(value) for place, value in enumerate(node.args)
-            ]
-        keywords = node.kwargs
-        if keywords:
-            for name in sorted(keywords):
-                value = keywords[name]
-                arguments.append(f"{word(name)}={self._group(value) if name in groups else self.argument(value)}")
-        return f"{operator.text}({', '.join(arguments)})"
+        given = [("", place, value) for place, value in enumerate(node.args)]
+        given += [(f"{word(name)}=", name, node.kwargs[name]) for name in sorted(node.kwargs)]
+        told = [f"{to}{self._group(value) if at in groups else self.argument(value)}" for to, at, value in given]
+        return f"{operator.text}({', '.join(told)})"
 
     def _group(self, value: Any) -> str:
         group = self._groups.get(value) if isinstance(value, str) else None
@@ -263,13 +189,17 @@ class Speller:
 
     def argument(self, value: Any) -> str:
         """An operand, or a literal, or a container of them."""
-        return self._spell[type(value)](value)
-
-    def _list(self, value: list[Any]) -> str:
-        if _PLAIN.issuperset(map(type, value)):  # most are shapes
-            return list.__repr__(value)
-        spell = self._spell
-        return f"[{', '.join([spell[type(item)](item) for item in value])}]"
+        if isinstance(value, fx.Node):
+            return self.reference(value)
+        if isinstance(value, tuple):
+            return _tuple([self.argument(item) for item in value])
+        if isinstance(value, list):
+            return f"[{', '.join([self.argument(item) for item in value])}]"
+        if isinstance(value, dict):
+            return f"{{{', '.join(f'{key!r}: {self.argument(item)}' for key, item in value.items())}}}"
+        if isinstance(value, slice):
+            return f"slice({', '.join(map(self.argument, (value.start, value.stop, value.step)))})"
+        return self._literal(value)
 
     def _literal(self, value: Any) -> str:
         known = spell_literal(value)
@@ -285,11 +215,14 @@ class Speller:
 
     def type_of(self, value: Any) -> str:
         """``bf16[64, 64]``, with strides unless contiguous and with the device unless the default."""
-        return self.types[type(value)](value)
-
-    def _number_type(self, value: Any) -> str:
-        name = next(name for kind, name in _NUMBERS.items() if isinstance(value, kind))
-        return f"{name}[{self.size(value)}]"
+        if isinstance(value, torch.Tensor):
+            return self._tensor_type(value)
+        if isinstance(value, tuple):
+            return _tuple([self.type_of(item) for item in value])
+        if isinstance(value, list):
+            return f"[{', '.join([self.type_of(item) for item in value])}]"
+        name = _NUMBERS.get(type(value))
+        return f"{name}[{self.size(value)}]" if name else "_"
 
     def size(self, value: Any) -> str:
         """A number, symbolic or not: an extent, a stride, the value of a scalar."""
@@ -298,20 +231,14 @@ class Speller:
         return repr(value)
 
     def _tensor_type(self, value: torch.Tensor) -> str:
-        kind = static_type(value)
-        known = None if kind is None else self._tensors.get(kind)
-        if known is not None:
-            return known
         if value.layout is not torch.strided:
             return "_"  # it has no strides, and no fake tensor can be made from a text
         shape, strides = value.shape, value.stride()
         text = f"{spell_dtype(value.dtype)}[{', '.join(map(self.size, shape)) or '()'}]"
-        if not is_contiguous([expression(e) for e in shape], [expression(s) for s in strides]):
+        if not is_contiguous(list(map(expression, shape)), list(map(expression, strides))):
             text += f"[{', '.join(map(self.size, strides))}]"
         if value.device.type != self._device:
             text += f" @ {value.device.type}"
-        if kind is not None:
-            self._tensors[kind] = text
         return text
 
 

@@ -3,21 +3,21 @@
 It reads syntax trees of Python. ``parsing`` gives it trees of a whole text, to make a graph; ``dataflow`` gives it
 one line at a time, to compare graphs. Nothing is evaluated; what is not in the grammar is refused.
 
-A *chain* is what names something: ``saved.layers[i-1].mm``. A text says most lines once for many layers, so a
-chain is compiled once, into a function of the *place* where it stands.
+A *chain* is what names something: ``saved.layers[i-1].mm``. A text says most lines once for many layers, so what a
+chain means depends on the *place* where it stands.
 """
 
 from __future__ import annotations
 
 import ast
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from pytest_gtrainer.graph.paths import joined
 from pytest_gtrainer.graphtext.header import TextError
-from pytest_gtrainer.graphtext.sections import NOWHERE, Layer, Scope, SectionKey, scope_of
+from pytest_gtrainer.graphtext.sections import NOWHERE, Layer, Scope, SectionKey
 
 INPUT_SPACES = ("P", "B", "I", "A")
 COMPUTED_SPACES = ("fwd", "bwd")
@@ -128,7 +128,7 @@ def static_path(links: Sequence[Link]) -> str:
     return joined(names[1:] if names[:1] == ["_"] else names)
 
 
-# -- chains as functions of where they stand
+# -- chains as seen from where they stand
 
 
 @dataclass(slots=True)
@@ -140,65 +140,49 @@ class LinePlace:
     scope: Scope = NOWHERE
 
 
-PathAt = Callable[[Layer | None], str]
-ScopeAt = Callable[[LinePlace], Scope]
-
-
-def path_at(links: Sequence[Link]) -> PathAt:
-    """The module path of a chain, as a function of the section's layer.
+def path_at(links: Sequence[Link], here: Layer | None) -> str:
+    """The module path of a chain, as seen from a section's layer.
 
     >>> here = Layer("layers", 3)
-    >>> path_at(links_of("L.moe"))(here), path_at(links_of("layers[i-1]"))(here), path_at(links_of("norm"))(None)
+    >>> path_at(links_of("L.moe"), here), path_at(links_of("layers[i-1]"), here), path_at(links_of("norm"), None)
     ('layers.3.moe', 'layers.2', 'norm')
 
     Raises:
-        TextError: at once, what can be no path; when called, one that is relative where there is no layer.
+        TextError: it can be no path, or it is relative and there is no layer.
     """
-    first = links[0]
-    if first.value == "L" and first.kind == "name":
-        head, distance, rest, link = "", 0, links[1:], first
+    link = next((link for link in links if link.relative), None)
+    if links[0].value == "L" and links[0].kind == "name":
+        link, head, distance, rest = links[0], "", 0, links[1:]
+    elif link is None:
+        return static_path(links)
     else:
-        place = next((place for place, link in enumerate(links) if link.relative), None)
-        if place is None:
-            fixed = static_path(links)
-            return lambda here: fixed
-        link = links[place]
+        place, distance = links.index(link), int(link.value)  # type: ignore[arg-type]
         if not place:
             raise refuse(link.node, f"expected the layers' module before `[...]`, found `{shown(link.node)}`")
-        head, distance, rest = static_path(links[:place]), int(link.value), links[place + 1 :]  # type: ignore[arg-type]
+        head, rest = static_path(links[:place]), links[place + 1 :]
     tail = f".{static_path(rest)}" if rest else ""
-
-    def relative(here: Layer | None) -> str:
-        if here is None:
-            raise refuse(link.node, f"`{shown(link.node)}` is relative to a layer, and this section has none")
-        number = here.number + distance
-        if number < 0:
-            raise refuse(link.node, f"layer {number} of `{head}` does not exist")
-        return f"{head or here.container}.{number}{tail}"
-
-    return relative
+    if here is None:
+        raise refuse(link.node, f"`{shown(link.node)}` is relative to a layer, and this section has none")
+    if here.number + distance < 0:
+        raise refuse(link.node, f"layer {here.number + distance} of `{head}` does not exist")
+    return f"{head or here.container}.{here.number + distance}{tail}"
 
 
-def scope_at(links: Sequence[Link]) -> ScopeAt:
+def scope_at(links: Sequence[Link], place: LinePlace) -> Scope:
     """The scope that a chain names: a module or a bucket, of the section's space or of another.
 
-    >>> scope_at(links_of("saved.bucket(L.moe, norm)"))(LinePlace("bwd", Layer("layers", 3)))
+    >>> scope_at(links_of("saved.bucket(L.moe, norm)"), LinePlace("bwd", Layer("layers", 3)))
     fwd bucket(layers.3.moe, norm)
     """
-    space = None
+    space = place.space
     if links[0].kind == "name" and links[0].value in _SPACES and len(links) > 1:
         space, links = _SPACES[str(links[0].value)], links[1:]
-    is_bucket = links[0].value == "bucket" and links[0].kind == "name"
-    if is_bucket:
-        roots = links[1].value if len(links) == 2 else None
-        if not isinstance(roots, tuple) or not roots:
-            raise refuse(links[-1].node, f"expected `bucket(layers[0])`, found `{shown(links[-1].node)}`")
-        owners = [path_at(chain(root)) for root in roots]
-    else:
-        owners = [path_at(links)]
-    return lambda place: scope_of(
-        tuple([owner(place.layer) for owner in owners]), place.space if space is None else space, is_bucket
-    )
+    if links[0].value != "bucket" or links[0].kind != "name":
+        return Scope((path_at(links, place.layer),), space)
+    roots = links[1].value if len(links) == 2 else None
+    if not isinstance(roots, tuple) or not roots:
+        raise refuse(links[-1].node, f"expected `bucket(layers[0])`, found `{shown(links[-1].node)}`")
+    return Scope(tuple([path_at(chain(root), place.layer) for root in roots]), space, is_bucket=True)
 
 
 @functools.lru_cache(maxsize=1 << 12)
@@ -220,7 +204,7 @@ def key_of(section: str) -> SectionKey:
 def absolute(text: str, layer: Layer | None) -> str:
     """A chain by its full name, whichever layer it is seen from; as it is where it is no path."""
     try:
-        return path_at(links_of(text))(layer)
+        return path_at(links_of(text), layer)
     except UNREADABLE:
         return text
 
@@ -274,7 +258,7 @@ InputKey = tuple[str, str, int]
 """Space, full name and repetition."""
 
 
-def input_key_at(links: Sequence[Link]) -> Callable[[Layer | None], InputKey]:
+def input_key_at(links: Sequence[Link], here: Layer | None) -> InputKey:
     """The key of an input: ``P.L.wq.weight``, ``I[0]``, ``P.w["#1"]``."""
     if not is_input(links):
         raise refuse(links[-1].node, f"expected an input like `P.L.w`, found `{shown(links[-1].node)}`")
@@ -282,8 +266,7 @@ def input_key_at(links: Sequence[Link]) -> Callable[[Layer | None], InputKey]:
     last = links[-1]
     if last.kind == "word" and str(last.value)[:1] == "#" and str(last.value)[1:].isdecimal() and len(links) > 1:
         links, repeat = links[:-1], int(str(last.value)[1:])
-    path = path_at(links)
-    return lambda here: (space, path(here), repeat)
+    return space, path_at(links, here), repeat
 
 
 # -- statements

@@ -24,7 +24,7 @@ from pytest_gtrainer.graphtext.differences.remarks import (
     listed,
     module_of,
 )
-from pytest_gtrainer.graphtext.sections import GraphLine, Scope, scope_of
+from pytest_gtrainer.graphtext.sections import GraphLine, Scope
 from pytest_gtrainer.graphtext.syntax import absolute, key_of
 
 _ITEM = re.compile(rf"{HOLE}((?:\[\d+\])+)")
@@ -58,16 +58,15 @@ def buckets_of(graph: Dataflow) -> list[LaunchedBucket]:
     """The buckets of a graph in the order in which it launches them."""
     launches = {place: kind for place, value in enumerate(graph.values) if (kind := kind_of(value)) is not None}
     returned = _returned(graph, {place for place, kind in launches.items() if kind in REDUCTIONS})
-    roots: dict[int, int] = {}
     found = []
     for place, kind in launches.items():
         launch, members = graph.values[place], []
         if kind in REDUCTIONS:
             members = [name for _, name in sorted(returned[place])]
         elif launch.sources:
-            payload = _root(graph, launch.sources[0], roots)
+            payload = _root(graph, launch.sources[0])
             value = graph.values[payload]
-            parts = [payload] if value.is_input else [_root(graph, source, roots) for source in value.sources]
+            parts = [payload] if value.is_input else [_root(graph, source) for source in value.sources]
             inputs = [graph.values[part].scope for part in parts]
             if all(scope.space == "P" for scope in inputs):  # none if anything else is in the payload
                 members = [scope.owners[0] for scope in inputs]
@@ -76,15 +75,11 @@ def buckets_of(graph: Dataflow) -> list[LaunchedBucket]:
     return found
 
 
-def _root(graph: Dataflow, place: int, known: dict[int, int]) -> int:
-    """The value that one is made of by operators of one operand, collectives apart; ``known`` keeps it for others."""
-    way = []
-    while place not in known and len(set((value := graph.values[place]).sources)) == 1 and not communicates(value):
-        way.append(place)
+def _root(graph: Dataflow, place: int) -> int:
+    """The value that one is made of by operators of one operand, collectives apart."""
+    while len(set((value := graph.values[place]).sources)) == 1 and not communicates(value):
         place = value.sources[0]
-    root = known.get(place, place)
-    known.update(dict.fromkeys(way, root))
-    return root
+    return place
 
 
 _Trail = tuple[tuple[int, str], ...]
@@ -272,7 +267,7 @@ def payloads_of(lines: Iterable[GraphLine]) -> list[LaunchedBucket]:
         slot = _SLOT.fullmatch(text)
         if _PAYLOAD.fullmatch(text):
             path = f"{layer.container}.{layer.number}" if layer else ""
-            found.append((_KINDS.get(space, space), scope_of((path,), "layout", is_bucket=True), []))
+            found.append((_KINDS.get(space, space), Scope((path,), "layout", is_bucket=True), []))
         elif slot and found:
             found[-1][2].append(absolute(slot["path"], layer))
     return [LaunchedBucket(kind, scope, tuple(members)) for kind, scope, members in found]

@@ -183,10 +183,10 @@ _INPUTS = {"P": "parameter", "B": "buffer", "I": "input", "A": "argument"}
 def module_of(scope: Scope) -> str:
     """The module or bucket in short.
 
-    >>> from pytest_gtrainer.graphtext.sections import scope_of
-    >>> module_of(scope_of(("layers.3.norm",), "fwd")), module_of(scope_of(("norm", "lm_head"), "bwd", True))
+    >>> from pytest_gtrainer.graphtext.sections import Scope
+    >>> module_of(Scope(("layers.3.norm",), "fwd")), module_of(Scope(("norm", "lm_head"), "bwd", True))
     ('layers.3.norm', 'norm+lm_head')
-    >>> module_of(scope_of(("layers.1.a", "layers.1.b", "layers.1.c"), "fwd", True))
+    >>> module_of(Scope(("layers.1.a", "layers.1.b", "layers.1.c"), "fwd", True))
     'layers.1.a+2 more'
     """
     modules = scope.owners
@@ -198,8 +198,8 @@ def module_of(scope: Scope) -> str:
 def where(scope: Scope) -> str:
     """The module with its direction.
 
-    >>> from pytest_gtrainer.graphtext.sections import scope_of
-    >>> where(scope_of(("layers.3.norm",), "fwd")), where(scope_of(("norm",), "bwd", True))
+    >>> from pytest_gtrainer.graphtext.sections import Scope
+    >>> where(Scope(("layers.3.norm",), "fwd")), where(Scope(("norm",), "bwd", True))
     ('fwd layers.3.norm', 'bwd bucket norm')
     """
     bucket = "bucket " if scope.is_bucket else ""
@@ -230,8 +230,8 @@ def about(value: Value) -> str:
 def unit_of(scope: Scope) -> str:
     """What computes as a whole: a layer, or a module outside of layers.
 
-    >>> from pytest_gtrainer.graphtext.sections import scope_of
-    >>> unit_of(scope_of(("layers.3.attention.wq",), "bwd")), unit_of(scope_of(("norm",), "fwd"))
+    >>> from pytest_gtrainer.graphtext.sections import Scope
+    >>> unit_of(Scope(("layers.3.attention.wq",), "bwd")), unit_of(Scope(("norm",), "fwd"))
     ('layers.3/bwd', 'norm')
     """
     layer, rest = split_layer(scope.owners[0])

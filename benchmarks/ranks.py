@@ -132,7 +132,9 @@ def in_turns(size: int, rounds: int, each: int) -> bool:
         folder = Path(name)
         taken = pytest_run(folder, source, size)
         written = ("test_empty", "test_all_reduce", "bare")
-        theirs, their_all_reduce, bare = (statistics.median(_numbers(folder / f"{what}.{size}")) for what in written)
+        theirs, their_all_reduce, bare = (
+            statistics.median(_numbers(folder / f"{what}.{size}")) for what in written
+        )
     empty, all_reduce = statistics.median(taken["test_empty"]), statistics.median(taken["test_all_reduce"])
     print(f"--- {size} ranks, median of {rounds * each}")
     times = {

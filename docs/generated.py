@@ -62,11 +62,8 @@ def tests_by_id() -> dict[str, list[str]]:
 
 def behaviours_page() -> str:
     named, section = tests_by_id(), ""
-    lines = [
-        "# Behaviours and their tests",
-        "",
-        "Each id stands at the beginning of the docstrings of the tests that pin it. This page is made from them.",
-    ]
+    lines = ["# Behaviours and their tests", "",
+             "Each id stands at the beginning of the docstrings of the tests that pin it. This page is made from them."]
     for name, (heading, text) in behaviours().items():
         if heading != section:
             section = heading

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from itertools import accumulate, chain
 from typing import Any
 
+import torch
 from torch import Tensor, fx
 
 from pytest_gtrainer import facts

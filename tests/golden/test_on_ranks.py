@@ -18,9 +18,7 @@ from expecttest import assert_expected_inline as same
 on_ranks = pytest.mark.gt_world("ranks", size=2)
 """
 
-CLAIMS = (
-    HEAD
-    + """
+CLAIMS = HEAD + """
 @on_ranks
 def test_agree(gt_golden, gt_world):
     gt_golden.check("the same", "a")
@@ -30,11 +28,8 @@ def test_agree(gt_golden, gt_world):
 def test_disagree(gt_golden, gt_world):
     gt_golden.check(f"rank {gt_world.rank}")
 """
-)
 
-NEVER_WRITTEN = (
-    HEAD
-    + """
+NEVER_WRITTEN = HEAD + """
 @pytest.fixture(scope="module")
 def breaks_at_the_end():
     yield
@@ -52,11 +47,8 @@ def test_fails_on_one(gt_golden, gt_world):
 def test_last(gt_golden, gt_world):
     gt_golden.check("never written")
 """
-)
 
-UNFAITHFUL = (
-    HEAD
-    + """
+UNFAITHFUL = HEAD + """
 import itertools
 
 class Restless:
@@ -78,21 +70,15 @@ def graph_with(constant):
 def test_graph(gt_golden, constant):
     gt_golden.check(graph_with(constant))
 """
-)
 
-NUMBERS = (
-    HEAD
-    + """
+NUMBERS = HEAD + """
 @on_ranks
 @pytest.mark.parametrize("own", [0, 1])
 def test_loss(gt_golden, gt_world, own):
     gt_golden.check([1.0, gt_world.rank * own])
 """
-)
 
-INLINE = (
-    HEAD
-    + '''
+INLINE = HEAD + '''
 @on_ranks
 def test_inline_agrees(gt_world):
     same(f"{gt_world.size} ranks\\n", """""")
@@ -114,7 +100,6 @@ def function():
 def test_function(gt_ranks):
     gt_ranks.run(function, size=2)
 '''
-)
 ACCEPTED = INLINE.replace('""""""', '"""\\\n2 ranks\n"""', 1).replace(', """""")\n\n', ', """only here""")\n\n', 1)
 
 
@@ -207,9 +192,7 @@ def test_inline_expectations_of_ranks_must_agree_and_one_process_writes(updated)
 # -- a run that checks
 
 
-ARTIFACTS = (
-    HEAD
-    + """
+ARTIFACTS = HEAD + """
 def test_alone(gt_artifacts):
     (gt_artifacts / "trace.json").write_text("parent")
 
@@ -217,11 +200,8 @@ def test_alone(gt_artifacts):
 def test_on_ranks(gt_artifacts, gt_world):
     (gt_artifacts / "trace.json").write_text(str(gt_world.rank))
 """
-)
 
-UNUSED = (
-    HEAD
-    + """
+UNUSED = HEAD + """
 @on_ranks
 def test_checked(gt_golden, gt_world):
     gt_golden.check("text")
@@ -234,11 +214,8 @@ def test_on_gpus(gt_golden, gt_world):
 def test_on_more(gt_golden, gt_world):
     gt_golden.check("text")
 """
-)
 
-COMMANDS = (
-    HEAD
-    + """
+COMMANDS = HEAD + """
 def test_a(gt_golden): gt_golden.check("new")
 def test_b(): same("new", "old")
 
@@ -248,7 +225,6 @@ def test_c(): same("new", "old")
 @on_ranks
 def test_d(gt_world): same("new", "old")
 """
-)
 
 GOLDENS = {
     "test_claims/test_agree@a.txt": "the same\n",

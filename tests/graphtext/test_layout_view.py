@@ -61,9 +61,7 @@ def changes(before: str, after: str) -> list[str]:
 
 
 def test_equal_layers_are_told_once():
-    assert (
-        layout(GRAPH)
-        == """\
+    assert layout(GRAPH) == """\
 fsdp = group(range(0, 2))
 for i in all_gather.layers[0:3]:  # x3
   payload(fsdp, f32, fwd, bytes=36)
@@ -74,7 +72,6 @@ for i in reduce_scatter.layers[2::-1]:  # x3
   L.w: at(0, bytes=24)
   L.norm.w: at(24, bytes=12)
 """
-    )
     assert len(layout(GRAPH.replace("[0:3]", "[0:126]").replace("[2::-1]", "[125::-1]")).splitlines()) == 9
 
 
@@ -109,9 +106,7 @@ for i in fwd.layers[2:3]:
 
 def test_merged_buckets_are_of_no_layer():
     merged = GRAPH.replace("for i in fwd.layers[0:3]:\n", MERGED).partition("for i in bwd")[0]
-    assert (
-        layout(merged)
-        == """\
+    assert layout(merged) == """\
 fsdp = group(range(0, 2))
 if all_gather:
   payload(fsdp, f32, fwd, bytes=72)
@@ -124,12 +119,10 @@ for i in all_gather.layers[2]:
   L.w: at(0, bytes=24)
   L.norm.w: at(24, bytes=12)
 """
-    )
 
 
 def test_each_parameter_of_an_unbucketed_graph_has_a_payload():
-    assert (
-        layout("""\
+    assert layout("""\
 fsdp = group(range(0, 2))
 for i in P.layers[0:9]:
   P.L.a: f32[2]
@@ -140,8 +133,7 @@ for i in fwd.layers[0:9]:
     all_gather_into_tensor_1: f32[4] = _c10d_functional.all_gather_into_tensor(P.L.a, 2, fsdp)
     wait_tensor: f32[4] = _c10d_functional.wait_tensor(all_gather_into_tensor)
     wait_tensor_1: f32[4] = _c10d_functional.wait_tensor(all_gather_into_tensor_1)
-""")
-        == """\
+""") == """\
 fsdp = group(range(0, 2))
 for i in all_gather.layers[0:9]:  # x9
   payload(fsdp, f32, fwd, bytes=8)
@@ -149,7 +141,6 @@ for i in all_gather.layers[0:9]:  # x9
   payload(fsdp, f32, fwd, bytes=8)
   L.a: at(0, bytes=8)
 """
-    )
 
 
 def test_a_graph_without_sharded_parameters():
@@ -191,9 +182,7 @@ def test_an_eager_model_has_the_layout_of_its_graph(gt_mesh):
         fully_shard(model.get_submodule(name), mesh=mesh)
     model(*inputs).backward()
     text = render_layout(eager_bucket_layout(model), header={"test": "x"})
-    assert (
-        text
-        == """\
+    assert text == """\
 # gtrainer graph v2
 # view: layout
 # test: x
@@ -215,7 +204,6 @@ if reduce_scatter:
   head.weight: at(0, bytes=32)
   head.bias: at(32, bytes=8)
 """
-    )
     config = TrainConfig(
         model=Net, step=lambda model, x: model(x), batch=lambda step, rank: inputs, bucket_plan=modules, mesh=mesh
     )
@@ -286,16 +274,13 @@ def test_a_gather_of_parameters_whose_order_is_lost_is_refused(made, lost_at):
 
 def test_collectives_of_activations_are_no_part_of_a_layout():
     """The twin: what a user's input goes into."""
-    assert (
-        two(
-            "mul: f32[4] = aten.mul.Tensor(P.a, I.x)",
-            "all_gather_into_tensor: f32[8] = _c10d_functional.all_gather_into_tensor(mul, 2, fsdp)",
-            'all_reduce: f32[4] = _c10d_functional.all_reduce(mul, "sum", fsdp)',
-            "wait_tensor: f32[4] = _c10d_functional.wait_tensor(all_reduce)",
-            out="loss = fwd._.wait_tensor",
-        )
-        == "payloads = []\n"
-    )
+    assert two(
+        "mul: f32[4] = aten.mul.Tensor(P.a, I.x)",
+        "all_gather_into_tensor: f32[8] = _c10d_functional.all_gather_into_tensor(mul, 2, fsdp)",
+        'all_reduce: f32[4] = _c10d_functional.all_reduce(mul, "sum", fsdp)',
+        "wait_tensor: f32[4] = _c10d_functional.wait_tensor(all_reduce)",
+        out="loss = fwd._.wait_tensor",
+    ) == "payloads = []\n"
 
 
 REDUCED = (
@@ -329,22 +314,19 @@ def test_a_member_that_goes_elsewhere_is_refused():
 
 def test_gradients_that_are_only_all_reduced_are_told():
     """As of DDP; each by itself, or in torch's bucket of them."""
-    assert (
-        two(
-            "cat: f32[8] = aten.cat([I.x, I.x])",
-            'all_reduce: f32[8] = _c10d_functional.all_reduce(cat, "avg", fsdp)',
-            "wait_tensor: f32[8] = _c10d_functional.wait_tensor(all_reduce)",
-            "split: [f32[4], f32[4]] = aten.split.Tensor(wait_tensor, 4)",
-            out="b = fwd._.split[0]\na = fwd._.split[1]",
-        )
-        == """\
+    assert two(
+        "cat: f32[8] = aten.cat([I.x, I.x])",
+        'all_reduce: f32[8] = _c10d_functional.all_reduce(cat, "avg", fsdp)',
+        "wait_tensor: f32[8] = _c10d_functional.wait_tensor(all_reduce)",
+        "split: [f32[4], f32[4]] = aten.split.Tensor(wait_tensor, 4)",
+        out="b = fwd._.split[0]\na = fwd._.split[1]",
+    ) == """\
 fsdp = group(range(0, 2))
 if all_reduce:
   payload(fsdp, f32, fwd, op="avg", bytes=32)
   b: at(0, bytes=16)
   a: at(16, bytes=16)
 """
-    )
 
 
 NESTED = """\

@@ -76,9 +76,7 @@ for i in fwd.layers[4:7]:
 
 def test_prefetching_at_a_glance():
     """E1: the next all-gather is launched before the wait of this one; equal layers are told once."""
-    assert (
-        schedule(PREFETCHED)
-        == """\
+    assert schedule(PREFETCHED) == """\
 fsdp = group(range(0, 2))
 if fwd:
   launch(bucket(layers[0]).all_gather_into_tensor, fsdp, bf16[8, 8], bytes=128)
@@ -93,7 +91,6 @@ for i in fwd.layers[7]:
   wait(bucket(L).all_gather_into_tensor)
   compute(L, mm, mul, ops=2)
 """
-    )
 
 
 def schedule(graph: fx.GraphModule | str) -> str:
@@ -189,25 +186,19 @@ def test_what_only_packs_and_unpacks_a_payload_is_not_compute():
          "frexp: (bf16[2], i32[2]) = aten.frexp.Tensor(P.layers[0].b)"),
         ("layers[0]._to_copy_1", "layers[0].frexp[0]"),
     )  # fmt: skip
-    assert (
-        schedule(graph)
-        == schedule(one_of_two)
-        == """\
+    assert schedule(graph) == schedule(one_of_two) == """\
 fsdp = group(range(0, 2))
 if fwd:
   launch(bucket(layers[0]).all_gather_into_tensor, fsdp, bf16[28], bytes=56, tensors=2)
   wait(bucket(layers[0]).all_gather_into_tensor)
 """
-    )
 
 
 def test_packing_that_stands_elsewhere_is_compute():
     between = "  with embed:\n    zeros: f32[2] = aten.zeros([2])\n  with bucket(layers[0]):\n"
     packed = PACKED.format(first="layers[0]", bucket="bucket(layers[0])")
     apart = packed.replace("    all_gather", between + "    all_gather")
-    assert (
-        schedule(TWO_PARAMETERS.replace("LAUNCHES", apart))
-        == """\
+    assert schedule(TWO_PARAMETERS.replace("LAUNCHES", apart)) == """\
 fsdp = group(range(0, 2))
 for i in fwd.layers[0]:
   compute(L, _to_copy*2, ops=2)
@@ -217,7 +208,6 @@ if fwd:
   launch(bucket(layers[0]).all_gather_into_tensor, fsdp, bf16[28], bytes=56)
   wait(bucket(layers[0]).all_gather_into_tensor)
 """
-    )
 
 
 def test_merged_buckets_change_the_lines_of_their_collectives():
@@ -249,8 +239,7 @@ def test_a_bucket_of_many_modules_is_known_by_its_first():
 
 def test_the_backward_reduces_and_names_what_the_forward_launched():
     """The payload of a reduce-scatter is what goes in; ``saved`` as in the full text."""
-    assert (
-        schedule("""\
+    assert schedule("""\
 fsdp = group(range(0, 4))
 if I:
   I.x: f32[8]
@@ -273,8 +262,7 @@ if bwd:
     all_reduce: f32[4] = _c10d_functional.all_reduce(split[1], "sum", fsdp)
 if out:
   yield bwd.bucket(head).wait_tensor
-""")
-        == """\
+""") == """\
 fsdp = group(range(0, 4))
 if fwd:
   launch(head.all_reduce, fsdp, f32[8], op="sum", bytes=32)
@@ -285,13 +273,11 @@ if bwd:
   wait(bucket(head).reduce_scatter_tensor)
   launch(head.all_reduce, fsdp, f32[4], op="sum", bytes=16)
 """
-    )
 
 
 def test_experts_exchange_rows_of_data_dependent_number():
     """All-to-all: the wait for the device comes first among the operators, sizes are symbols of the layer."""
-    assert (
-        schedule("""\
+    assert schedule("""\
 ep = group(range(0, 2))
 if I:
   I.rows: bf16[8, 4]
@@ -307,15 +293,13 @@ if fwd:
     wait_tensor: bf16[u0, 4] = _c10d_functional.wait_tensor(all_to_all_single)
 if out:
   yield fwd.layers[0].moe.wait_tensor
-""")
-        == """\
+""") == """\
 ep = group(range(0, 2))
 for i in fwd.layers[0]:
   compute(L.moe, _local_scalar_dense, relu, ops=2)
   launch(L.moe.all_to_all_single, ep, bf16[L.u0, 4], bytes=8*L.u0)
   wait(L.moe.all_to_all_single)
 """
-    )
 
 
 def test_a_stretch_names_its_weightiest_operators_and_counts_all():
@@ -323,13 +307,10 @@ def test_a_stretch_names_its_weightiest_operators_and_counts_all():
         y = (x.t() @ x).exp().sin().cos().sin().tanh().sigmoid()
         return y.view(-1).reshape(1, 9), x.shape[0] + 1
 
-    assert (
-        schedule(small_graph(step, torch.zeros(3, 3)))
-        == """\
+    assert schedule(small_graph(step, torch.zeros(3, 3))) == """\
 if fwd:
   compute(_, mm, sin*2, exp, cos, tanh, ..., ops=7)
 """
-    )
 
 
 INTO_A_BUFFER = """\
@@ -387,9 +368,7 @@ def test_packing_operators_of_torch_are_no_collectives():
 
 
 def test_a_graph_without_collectives():
-    assert (
-        schedule(toy_graph(9))
-        == """\
+    assert schedule(toy_graph(9)) == """\
 if fwd:
   compute(embed, mm, _to_copy, ops=2)
 for i in fwd.layers[0:9]:  # x9
@@ -397,12 +376,10 @@ for i in fwd.layers[0:9]:  # x9
 if fwd:
   compute(head, sum, ops=1)
 """
-    )
 
 
 def test_outermost_modules_have_stretches_of_their_own():
-    assert (
-        schedule("""\
+    assert schedule("""\
 if I:
   I.x: f32[2]
 if fwd:
@@ -414,13 +391,11 @@ if fwd:
     exp: f32[2] = aten.exp(head.first.cos)
 if out:
   yield fwd.head.second.exp
-""")
-        == """\
+""") == """\
 if fwd:
   compute(norm, sin, ops=1)
   compute(head, cos, exp, ops=2)
 """
-    )
 
 
 def test_a_layer_of_many_collectives_is_told_by_what_it_lacks():
@@ -497,9 +472,7 @@ if out:
 
 def test_a_graph_inside_the_graph_is_told_if_it_communicates():
     """Equal ones once; one that does not is an operator as any other; results of one collective are one wait."""
-    assert (
-        schedule(BRANCHES)
-        == """\
+    assert schedule(BRANCHES) == """\
 fsdp = group(range(0, 2))
 def cond_graph_0():
   fsdp = group(range(0, 2))
@@ -514,7 +487,6 @@ if fwd:
   launch(moe.all_gather_into_tensor_coalesced, fsdp, f32[16], bytes=64, tensors=2)
   wait(moe.all_gather_into_tensor_coalesced)
 """
-    )
 
 
 COALESCED = """\

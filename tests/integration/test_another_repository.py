@@ -2,7 +2,7 @@
 
 import pytest
 
-TEST_FILE = """
+TEST_FILE = '''
 import pytest, torch
 from pytest_gtrainer import assert_bitwise_equal, data_parallel, trace_step
 
@@ -13,7 +13,7 @@ def test_my_step(gt_world, gt_mesh, gt_golden):
     traced = trace_step(model, lambda m, x: m(x).square().mean(), (x,))
     assert_bitwise_equal(traced.replay(model, x), model(x).square().mean().detach())
     gt_golden.check(traced)
-"""
+'''
 GOLDEN = "golden/test_mine/test_my_step.fxgraph"
 
 

@@ -8,7 +8,7 @@ import torch
 
 pytestmark = pytest.mark.long
 
-TORCHS_OWN = """
+TORCHS_OWN = '''
 import pytest, torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
@@ -53,7 +53,7 @@ def test_ours(gt_world):
 @pytest.mark.gt_world("fake", size=64)
 def test_ours_in_a_fake_world(gt_world):
     assert dist.get_world_size() == 64
-"""
+'''
 
 
 def test_torchs_test_cases_run_beside_ours(pytester):
@@ -69,7 +69,7 @@ def test_torchs_test_cases_run_beside_ours(pytester):
     result.stdout.fnmatch_lines(["worlds    1 tests in fake(64), 1 tests in ranks(2, *"])
 
 
-INDUCTOR = """
+INDUCTOR = '''
 import pytest, torch
 
 @pytest.mark.gt_world("ranks", size=2)
@@ -80,7 +80,7 @@ def test_compiled(gt_world, time):
 
     x = torch.arange(8.0) + gt_world.rank
     torch.testing.assert_close(torch.compile(step, backend="inductor", fullgraph=True)(x), step(x))
-"""
+'''
 
 
 def test_inductor_compiles_in_ranks(pytester):
@@ -89,7 +89,7 @@ def test_inductor_compiles_in_ranks(pytester):
     pytester.runpytest_subprocess("--gt-device=cpu", timeout=280).assert_outcomes(passed=2)
 
 
-COVERED = """
+COVERED = '''
 def only_on_ranks(rank):
     if rank == 1:
         return "one"
@@ -97,7 +97,7 @@ def only_on_ranks(rank):
 
 def never():
     return 1
-"""
+'''
 
 
 def test_coverage_is_measured_inside_ranks(installed, tmp_path):
@@ -144,3 +144,4 @@ def test_the_twin_of_coverage(installed, tmp_path):
     (tmp_path / "test_it.py").write_text("def test_it():\n    import mine\n")
     output = installed.run("pytest", "--cov", "--cov-report=term-missing", cwd=tmp_path)
     assert re.search(r"^mine\.py .* 3-5, 8$", output, re.MULTILINE), output
+

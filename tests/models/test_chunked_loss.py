@@ -41,7 +41,9 @@ def grads_of(loss: torch.Tensor, hidden: torch.Tensor, head: torch.nn.Linear) ->
     return {"loss": loss.detach(), "hidden": inputs, "head": weight}
 
 
-def loop(hidden: torch.Tensor, labels: torch.Tensor, head: torch.nn.Linear, chunks: int, **fold) -> dict[str, Any]:
+def loop(
+    hidden: torch.Tensor, labels: torch.Tensor, head: torch.nn.Linear, chunks: int, **fold
+) -> dict[str, Any]:
     """Chunk by chunk with everyday autograd; losses and weight gradients added up by ``folded``."""
     losses, slices, weights = [], [], []
     for h, y in zip(hidden.detach().flatten(0, 1).chunk(chunks), labels.flatten().chunk(chunks), strict=True):

@@ -135,7 +135,9 @@ def test_the_traced_step_equals_the_eager_one(build, batch, run_step, flavor):
     actual = {"loss": traced.replay(replayed, *batch)} | {n: p.grad for n, p in replayed.named_parameters()}
     assert_bitwise_equal(actual, expected, what="traced against eager")
     assert_bitwise_equal(dict(replayed.named_buffers()), dict(model.named_buffers()), what="buffers")
-    assert_bitwise_different(traced.replay(replayed, batch[0], batch[1].flip(1)), expected["loss"], what="other labels")
+    assert_bitwise_different(
+        traced.replay(replayed, batch[0], batch[1].flip(1)), expected["loss"], what="other labels"
+    )
 
 
 @pytest.mark.parametrize(

@@ -73,7 +73,9 @@ def test_another_name_changes_it(words: list[int], a: str, b: str):
 
 
 @unhurried
-@given(st.lists(st.integers(0, 5), min_size=1, max_size=3), st.lists(st.integers(0, 5), min_size=1, max_size=3))
+@given(
+    st.lists(st.integers(0, 5), min_size=1, max_size=3), st.lists(st.integers(0, 5), min_size=1, max_size=3)
+)
 def test_another_shape_of_the_same_bytes_changes_it(a: list[int], b: list[int]):
     """L1: a transposed shape, an added dimension of extent 1, an empty tensor's shape."""
     assert (digest(torch.zeros(a)) == digest(torch.zeros(b))) == (a == b)

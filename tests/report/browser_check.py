@@ -40,17 +40,9 @@ async function open(name) { one("h2 button", test(name)).click(); await settled(
 def chromium(*arguments):
     if BROWSER is None:
         pytest.fail("there is no chromium here: apt-get install chromium", pytrace=False)
-    command = [
-        BROWSER,
-        "--headless=new",
-        "--no-sandbox",
-        "--disable-gpu",
-        "--hide-scrollbars",
-        "--window-size=1280,900",
-        "--host-resolver-rules=MAP * ~NOTFOUND",
-        "--enable-logging=stderr",
-        "--virtual-time-budget=60000",
-    ]
+    command = [BROWSER, "--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars",
+               "--window-size=1280,900",
+               "--host-resolver-rules=MAP * ~NOTFOUND", "--enable-logging=stderr", "--virtual-time-budget=60000"]
     done = subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=120, check=True)
     complaints = re.findall(r'CONSOLE[^"]*"(.*)"', done.stderr)
     assert not complaints
@@ -89,10 +81,7 @@ def pages(tmp_path_factory):
 
 
 def test_search_and_outcomes_sift_the_tests(pages, tmp_path):
-    seen = does(
-        pages["failing"],
-        tmp_path,
-        """
+    seen = does(pages["failing"], tmp_path, """
         const name = (t) => one(".name", t).textContent.split("::")[1];
         const shown = () => all(".test").filter((t) => !t.hidden).map(name);
         const told = { all: shown() };
@@ -100,8 +89,7 @@ def test_search_and_outcomes_sift_the_tests(pages, tmp_path):
         type(one("#search"), "bucketing"); told.pass = shown();
         type(one("#search"), ""); one("input[data-outcome=passed]").click(); told.failed = shown();
         return told;
-    """,
-    )
+    """)
     assert seen["all"][0] == "test_that_differs"
     assert len(seen["all"]) == 4
     assert (seen["search"], seen["count"]) == (["test_equal_on_ranks"], "1 of 4 tests")
@@ -110,17 +98,13 @@ def test_search_and_outcomes_sift_the_tests(pages, tmp_path):
 
 
 def test_a_test_opens_and_closes(pages, tmp_path):
-    seen = does(
-        pages["passing"],
-        tmp_path,
-        """
+    seen = does(pages["passing"], tmp_path, """
         const body = await open("test_silent"), opened = [body.hidden, body.textContent];
         named("Captured", body).click();
         const output = one("pre", body).textContent;
         one("h2 button", test("test_silent")).click();
         return { opened, output, closed: body.hidden, expanded: one("h2 button", test("test_silent")).ariaExpanded };
-    """,
-    )
+    """)
     assert seen["opened"] == [False, "▸ Captured stdout call"]
     assert seen["output"] == "nothing <b>of ours</b>\n"
     assert (seen["closed"], seen["expanded"]) == (True, "false")
@@ -128,10 +112,7 @@ def test_a_test_opens_and_closes(pages, tmp_path):
 
 def test_graphs_stand_side_by_side_and_are_searched(pages, tmp_path):
     """A line of the graph leads to everything of its module."""
-    seen = does(
-        pages["passing"],
-        tmp_path,
-        """
+    seen = does(pages["passing"], tmp_path, """
         const body = await open("test_pipeline");
         const row = all("table.passes tr", body).find((r) => r.textContent.includes("joint_transformer"));
         named("side by side", row).click(); await settled();
@@ -144,8 +125,7 @@ def test_graphs_stand_side_by_side_and_are_searched(pages, tmp_path):
         all("td.no", one("tr.found", panel)).find((cell) => cell.title).click();
         told.module = all(".bar .dim", panel).pop().textContent;
         return told;
-    """,
-    )
+    """)
     assert seen["bar"].startswith("joint_transformer_block_bucketing_reordering_pass")
     assert seen["gained"]
     assert seen["found"] >= 2
@@ -154,10 +134,7 @@ def test_graphs_stand_side_by_side_and_are_searched(pages, tmp_path):
 
 
 def test_layout_schedule_and_digests_are_drawn(pages, tmp_path):
-    seen = does(
-        pages["failing"],
-        tmp_path,
-        """
+    seen = does(pages["failing"], tmp_path, """
         const body = await open("test_pipeline");
         const bars = all(".layout rect title", body).map((t) => t.textContent);
         const row = all("table.passes tr", body).find((r) => r.textContent.includes("joint_transformer"));
@@ -175,8 +152,7 @@ def test_layout_schedule_and_digests_are_drawn(pages, tmp_path):
         return { bars, curves, told, lanes, sums, beside, silent,
                  first: all("td.first", differs).length, wrong: all("td.differs", differs).length,
                  equal: all("td.equal", differs).length };
-    """,
-    )
+    """)
     assert any(re.match(r"layers.0.weight: bytes \d+ to \d+", bar) for bar in seen["bars"])
     assert {"compute", "fsdp"} <= set(seen["lanes"])
     assert len([line for line in seen["sums"] if "in all" in line]) == 2  # before and after
@@ -188,7 +164,6 @@ def test_layout_schedule_and_digests_are_drawn(pages, tmp_path):
 
 def large_page():
     """A thousand tests, one with a pass on a graph of 40,000 nodes that changes every tenth."""
-
     def graph(name):
         lines = []
         for n in range(40_000):
@@ -221,18 +196,14 @@ def _report(facts):
 def test_a_thousand_tests_and_a_large_graph_stay_usable(tmp_path):
     """What is in the page's tree stays small, whatever is opened; the last line of the graph can be found."""
     page = large_page()
-    seen = does(
-        page,
-        tmp_path,
-        """
+    seen = does(page, tmp_path, """
         const first = all("*").length, body = await open("test_large");
         named("side by side", body).click(); await settled(); await settled();
         const drawn = all("*").length;
         type(one(".bar input", body), "mm_39999");
         const found = all(".found-list button", body); found[0].click();
         return { first, drawn, found: found.length, shown: one("tr.found", body).textContent };
-    """,
-    )
+    """)
     print(f"a page of {len(page) / 1e6:.1f} MB; elements at first {seen['first']}, with the graph {seen['drawn']}")
     assert seen["first"] < 16_000
     assert seen["drawn"] < 20_000

@@ -5,7 +5,7 @@ import pytest
 from pytest_gtrainer import facts
 from tests.testing.conftest import BODY
 
-TEST_FILE = """
+TEST_FILE = '''
 from pathlib import Path
 import pytest
 from pytest_gtrainer.testing import pass_files, run_pass_file
@@ -16,7 +16,7 @@ def negate_pass(gm, example_inputs, *, times):
 @pytest.mark.parametrize("path", pass_files(Path(__file__).parent / "graphs"))
 def test_pass_file(path, gt_golden):
     run_pass_file(path, golden=gt_golden, passes={"negate_pass": negate_pass})
-"""
+'''
 
 
 @pytest.fixture(scope="module")

@@ -17,10 +17,8 @@ pytestmark = pytest.mark.gt_world("fake", size=4, mesh={"fsdp": 4})
 
 def count(traced):
     targets = [node.target for node in traced.gm.graph.nodes]
-    return {
-        name: targets.count(op)
-        for name, op in (("all_gather", ALL_GATHER), ("reduce_scatter", REDUCE_SCATTER), ("all_reduce", ALL_REDUCE))
-    }
+    return {name: targets.count(op) for name, op in
+            (("all_gather", ALL_GATHER), ("reduce_scatter", REDUCE_SCATTER), ("all_reduce", ALL_REDUCE))}
 
 
 def launches(traced, target):

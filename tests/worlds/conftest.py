@@ -80,10 +80,7 @@ class Suite:
         (self.folder / name).write_text(textwrap.dedent(source))
 
     def start(
-        self,
-        *args: str,
-        launcher: tuple[str, ...] = (),
-        environ: Mapping[str, str] = MappingProxyType({}),
+        self, *args: str, launcher: tuple[str, ...] = (), environ: Mapping[str, str] = MappingProxyType({}),
         without_plugin: bool = False,
     ) -> subprocess.Popen[str]:
         """Start ``pytest *args``; with ``launcher``, torchrun's arguments, in each process that torchrun starts."""

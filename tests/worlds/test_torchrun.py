@@ -10,7 +10,7 @@ import pytest
 
 from tests.worlds.conftest import Suite
 
-SUITE = """
+SUITE = '''
 import os, signal, time
 import pytest, torch
 import torch.distributed as dist
@@ -123,7 +123,7 @@ def test_killed():
 
 @on(3)
 def test_never_run(): pass
-"""
+'''
 
 # test: outcome, what its report says
 TABLE = {

@@ -72,7 +72,6 @@ def test_draws_of_different_ranks_differ():
 
 def test_random_numbers_into_memory_of_all_ranks():
     """S7 for what draws and writes: the uniform buffer becomes one for each rank."""
-
     def step(x):
         buffer = x * 0
         view = buffer.view(2, 4)
@@ -96,7 +95,6 @@ def traced_with_sizes(function, *inputs):
 @pytest.mark.gt_world("fake", size=4)
 def test_splits_that_depend_on_data_are_each_ranks_own(gt_world):
     """As in expert parallelism: counts travel, then rows."""
-
     def exchange(rows, counts):
         arriving = wait(c10d.all_to_all_single(counts, [1] * 4, [1] * 4, world_group()))
         sent, received = counts.tolist(), arriving.tolist()

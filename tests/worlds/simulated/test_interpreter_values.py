@@ -231,7 +231,6 @@ def test_views_of_other_dtypes_are_copied_too():
 
 def test_buffers_are_written_to_as_in_a_replay():
     """Each rank's own by itself; one of all ranks only alike."""
-
     def step(buffer, x):
         buffer.add_(x)
 
@@ -340,7 +339,6 @@ def test_inputs_that_the_graph_was_not_traced_for(inputs, error, sentence):
 
 def test_an_operator_that_fails_is_named_with_its_rank():
     """Of a block of generated code: the node, its module, and the rank."""
-
     def step(x, index):
         return x.sin().index_select(0, index) + 1
 

@@ -7,6 +7,8 @@
 - ``torch._C._dispatch_find_schema_or_throw`` and ``_dispatch_get_all_op_names``: the operators of
   the dispatcher, ``aten::add.Tensor``; those of TorchScript alone, which reach files, are not there.
 - ``torch._ops._higher_order_ops``: higher-order operators by name.
+- ``fx.Graph``: ``_insert``, ``_len``, ``_find_nodes_lookup_table`` and ``_graph_namespace``, as
+  ``create_node`` uses them; it warns of symbolic operands, which a text may name, and repeats a parser's checks.
 - ``torch._C._nn``: the functions of ``torch.nn.functional`` that are written in C++, as Dynamo's graphs call them.
 - ``ShapeEnv``: the tables that ``create_symbol`` and ``create_unbacked_symint`` fill; these look for the
   user's line on the stack, which takes milliseconds, imports Inductor, and is no line here.
@@ -22,6 +24,7 @@ import sympy  # type: ignore[import-untyped]
 import torch
 import torch.distributed as dist
 import torch.utils.checkpoint
+from torch import fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from pytest_gtrainer._torch import private_names
@@ -36,6 +39,8 @@ with private_names():
     from torch.utils._sympy.value_ranges import ValueRanges
 
 ATTRIBUTES = {
+    "torch.fx:Graph": ("_insert", "_len", "_find_nodes_lookup_table", "_graph_namespace"),
+    "torch.fx.graph:_Namespace": ("create_name", "associate_name_with_obj"),
     "torch.fx.experimental.symbolic_shapes:ShapeEnv": (
         "backed_var_to_val",
         "simplify",
@@ -157,6 +162,19 @@ def higher_order_operators() -> dict[str, HigherOrderOperator]:
     import torch.nn.attention.flex_attention  # noqa: F401 - registers the two that are not imported with torch
 
     return dict(_higher_order_ops)
+
+
+def append_node(
+    graph: fx.Graph, name: str, op: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> fx.Node:
+    """``graph.create_node`` at the end, for arguments known to be legal."""
+    name = graph._graph_namespace.create_name(name, None)
+    node = fx.Node(graph, name, op, target, args, kwargs)
+    graph._graph_namespace.associate_name_with_obj(name, node)
+    graph._insert(node)
+    graph._find_nodes_lookup_table.insert(node)
+    graph._len += 1
+    return node
 
 
 def fake_tensor(

@@ -15,6 +15,7 @@ from torch import fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from pytest_gtrainer._torch.graph_text import (
+    append_node,
     backed_symbol,
     fake_tensor,
     functions,
@@ -356,7 +357,7 @@ class Operands:
                 known = value.select(0, item)
             except (IndexError, RuntimeError) as error:
                 raise refuse(at, f"`{shown(at)}`: {error}") from None
-        taken = self._graph.create_node("call_function", operator.getitem, (source, item), {}, "getitem")
+        taken = append_node(self._graph, "getitem", "call_function", operator.getitem, (source, item), {})
         taken.meta.update({key: source.meta[key] for key in _ITEM_META if key in source.meta})
         if known is not None:
             taken.meta["val"] = known
@@ -392,7 +393,7 @@ class Operands:
             value = make()
             name = key if key.isidentifier() else f"_constant{len(self.attributes)}"
             self.attributes[name] = value
-            node = self._getters[key] = self._graph.create_node("get_attr", name, (), {}, name)
+            node = self._getters[key] = append_node(self._graph, name, "get_attr", name, (), {})
             if isinstance(value, torch.Tensor):
                 node.meta["val"] = self._sizes.mode.from_tensor(value, static_shapes=True)
         return self._getters[key]

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from pytest_gtrainer._torch.graph_text import append_node
 from pytest_gtrainer._torch.values import OpOverload
 from pytest_gtrainer.graphtext import header
 from pytest_gtrainer.graphtext.folding import MOST_LAYERS, TextBlock, counted, expand
@@ -303,7 +304,7 @@ class _Parser:
             raise refuse(node, f"expected an input like `{space}.layers[0].w: f32[2, 4]`, found `{shown(node)}`")
         _, fqn, _ = key = input_key_at(links, place.layer)
         name = fqn.replace(".", "_") or "arg"
-        made = self.graph.create_node("placeholder", name, (), {}, name if name.isidentifier() else f"arg_{name}")
+        made = append_node(self.graph, name if name.isidentifier() else f"arg_{name}", "placeholder", name, (), {})
         made.target = made.name
         if space in _KIND_OF_SPACE:
             made.meta["gt_input"] = {"kind": _KIND_OF_SPACE[space], "fqn": fqn}
@@ -322,7 +323,7 @@ class _Parser:
             if item.arg is None:
                 raise refuse(item.value, "expected named arguments, found `**`")
             kwargs[item.arg.removesuffix("__kw")] = self.operands.operand(item.value, place)
-        made = self.graph.create_node(op, target, args, kwargs, name)
+        made = append_node(self.graph, name, op, target, args, kwargs)
         write_tags(made.meta, parts.tags, place, owned=self._settings.get("owners") != "inferred")
         self._set_value(made, parts.type, place)
         self.operands.add(place.scope, name, made, parts.name)
@@ -375,7 +376,7 @@ class _Parser:
             results = self._results
         elif self._settings.get("returns") == "value":
             results = self._results[0] if self._results else None
-        output = self.graph.create_node("output", "output", (results,), {}, "output")
+        output = append_node(self.graph, "output", "output", "output", (results,), {})
         if self._result_names:
             output.meta["gt_outputs"] = tuple(self._result_names)
         if "managed" in self._settings:

@@ -248,7 +248,7 @@ def is_contiguous(shape: list[Any], strides: list[Any]) -> bool:
     >>> is_contiguous([2, 3], [3, 1]), is_contiguous([2, 3], [1, 2]), is_contiguous([1, 3], [7, 1])
     (True, False, True)
     """
-    if any(extent == 0 for extent in shape):
+    if 0 in shape:
         return True
     expected: Any = 1
     for extent, stride in zip(reversed(shape), reversed(strides), strict=True):

@@ -188,6 +188,24 @@ def test_a_graph_inside_adds_what_it_makes():
     assert "in inner" in str(told)
 
 
+def test_what_a_graph_inside_shows_of_its_operand_keeps_that_alive():
+    x = torch.randn(16, 16)
+    inner = make_fx(lambda y: y.view(-1), tracing_mode="fake")(x)
+    graph = fx.Graph()
+    given = graph.placeholder("x")
+    exp = graph.call_function(torch.ops.aten.exp.default, (given,))
+    shown = graph.call_module("inner", (exp,))
+    graph.output((shown, graph.call_function(torch.ops.aten.cos.default, (given,))))
+    gm = fx.GraphModule({"inner": inner}, graph)
+    for node in list(gm.graph.nodes)[:-1]:
+        node.meta["val"] = torch.empty(256 if node.op == "call_module" else (16, 16), device="meta")
+    mode = Alive([x])
+    with torch.no_grad(), mode:
+        gm(x)
+    assert [nbytes for _, nbytes in mode.ran] == [2048, 2048, 3072]
+    assert list(peak_memory(gm).curve.values()) == [2048, 2048, 3072, 3072]
+
+
 def test_of_two_branches_the_larger_one_counts():
     def step(p, x):
         return torch.cond(p, lambda x: (x.sin() @ x.cos()).sum(), lambda x: x.sum(), (x,))
@@ -224,6 +242,18 @@ if out:
 """
 
 
+INSIDE_FORWARD = """
+if I:
+  I.x: f32[4]
+if fwd:
+  with a:
+    sin: f32[4] = aten.sin(I.x)
+    cos: f32[4] = aten.cos(sin)
+if out:
+  total = fwd.a.cos
+"""
+
+
 def test_a_collective_holds_its_operand_until_the_wait_and_kinds_are_told_apart():
     told = peak_memory(graphtext.parse(REDUCED))
     inputs = 4096 + 16 + 32
@@ -237,6 +267,8 @@ def test_a_collective_holds_its_operand_until_the_wait_and_kinds_are_told_apart(
         "output": inputs + 6144,
     }
     assert (told.at, told.module) == ("mul", "a")
+    kinds = {one.name or one.node.name: one.kind for one in peak_memory(graphtext.parse(INSIDE_FORWARD)).alive}
+    assert kinds == {"x": "input", "sin": "temporary", "total": "output"}
     assert told.by_kind == {"saved": 8192, "parameter": 4096, "temporary": 4096, "output": 4096, "gradient": 2048,
                             "optimizer": 32, "buffer": 16}  # fmt: skip
 

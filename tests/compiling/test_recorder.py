@@ -331,8 +331,8 @@ def test_everything_is_put_back_also_behind_an_error():
 
     def state():
         config = torch._inductor.config, torch._functorch.config, torch._dynamo.config
-        handlers = tuple(logging.getLogger("torch.__trace").handlers)
-        return inductor.compile_fx, handlers, [each.get_config_copy() for each in config]
+        log = logging.getLogger("torch.__trace")
+        return inductor.compile_fx, tuple(log.handlers), [each.get_config_copy() for each in config]
 
     def fails():
         with gt_compile():

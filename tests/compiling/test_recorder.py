@@ -325,9 +325,10 @@ def test_one_recorder_at_a_time():
 # -- nothing stays
 
 
-def test_everything_is_put_back_also_behind_an_error():
-    """P3: settings, handlers, Dynamo."""
+def test_everything_is_put_back_also_behind_an_error(monkeypatch):
+    monkeypatch.setattr(logging.getLogger("torch.__trace"), "propagate", True)
     recorded()
+    assert logging.getLogger("torch.__trace").propagate
 
     def state():
         config = torch._inductor.config, torch._functorch.config, torch._dynamo.config

@@ -326,6 +326,7 @@ def test_one_recorder_at_a_time():
 
 
 def test_everything_is_put_back_also_behind_an_error(monkeypatch):
+    """P3: settings, handlers, Dynamo."""
     monkeypatch.setattr(logging.getLogger("torch.__trace"), "propagate", True)
     recorded()
     assert logging.getLogger("torch.__trace").propagate

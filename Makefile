@@ -9,7 +9,7 @@ BENCHMARKS := digest records operators simulated graphtext graphdiff threads chu
 # Tests start hundreds of processes: each would compile this package anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: run test check gpu test-torch test-oldest-pytest test-transformers check-long chunk-matrix bench simulate soak mutants report-check docs dist check-install lint env clean
+.PHONY: run test check gpu test-torch test-oldest-pytest test-transformers check-long chunk-matrix matrix parallel bench simulate soak mutants report-check docs dist check-install lint env clean
 
 run: env          ## the main job: trace, rewrite, pin and prove a training step on 8 ranks
 	$(PYTEST) --gt-gpus=8 -m "not long" tests/parity
@@ -48,9 +48,10 @@ test-oldest-pytest: ## what meets pytest, under pytest 9.0.1
 		--target $(OLDEST)/beside pytest-timeout pytest-randomly
 	$(OLDEST)/bin/python -m pytest --gt-gpus=8 -m "not long" -n $(WORKERS) --dist worksteal $(MEETS_PYTEST)
 
-test-transformers: env ## bucketing on Llama and Mixtral of the transformers package, which this installs
+test-transformers: env ## Llama, Mixtral, GPT-2 and Qwen3 of the transformers package, which this installs
 	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[transformers]'
 	$(PYTEST) --gt-gpus=8 -rs tests/integration/test_*_of_transformers.py
+	$(PYTEST) --gt-gpus=8 -rs tests/compiling/test_matrix.py -k "gpt2 or qwen3"
 
 gpu: $(if $(filter .venv/bin/python,$(PY)),env) ## what one GPU can judge, with a table of what held; PY=python3 takes an environment that has torch
 	$(PYTEST) --gt-gpus=1 --gt-device=cuda --gt-require=cuda tests/gpu
@@ -60,6 +61,12 @@ check-long: env   ## the long forms too
 
 chunk-matrix: env ## every chunked block with every number of chunks and dtype, against eager chunking
 	$(PYTEST) -m long tests/passes/chunking/test_equals_eager_chunking.py
+
+parallel: env     ## FSDP, expert and tensor parallelism on 8 ranks: equal to eager, and each of three mistakes differs
+	$(PYTEST) --gt-gpus=8 -rP tests/parity/test_three_mistakes.py
+
+matrix: env       ## every combination of parallelism, on 4 and 8 ranks and on 16 simulated ones, with a table; FROM="-k ..." takes some
+	$(PYTEST) --gt-gpus=8 -m "long or not long" $(FROM) tests/parity/test_parallelism_matrix.py
 
 bench: env        ## speed against yardsticks measured in the same run; fails if a goal is missed, at the end
 	missed=0; for name in $(BENCHMARKS); do $(PY) -m benchmarks.$$name || missed=1; done; exit $$missed

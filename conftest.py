@@ -1,8 +1,13 @@
 """Set-up shared by all tests of the repository."""
 
+import os
 from pathlib import Path
 
 import pytest
+
+# Read when torch loads. Models of tests are tiny: a pool of threads waits for itself, up to a hundred times as long as
+# one thread computes where other processes are at work.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 pytest_plugins = ["pytester"]
 collect_ignore = ["fixtures/suites"]  # runs of their own, which tests start

@@ -18,6 +18,8 @@ _HOME: dict[str, str] = {
     "data_parallel": "tracing.sharding",
     "TracedStep": "tracing.step",
     "trace_step": "tracing.step",
+    "TracedStage": "tracing.stage",
+    "trace_stage": "tracing.stage",
     # passes
     "get_default_transformer_block_buckets": "graph.bucket_plan",
     "joint_transformer_block_bucketing_reordering_pass": "passes.joint",
@@ -35,6 +37,8 @@ _HOME: dict[str, str] = {
     "chunk_pass": "passes.chunking.chunk",
     "chunk_schedule_pass": "passes.chunking.schedule",
     "concretize_chunk_symbolic_shapes_pass": "passes.chunking.twins",
+    "split_stage_graph": "passes.stages",
+    "StageGraphs": "passes.stages",
     "construct_default_graph_passes": "passes.pipeline",
     "apply_graph_passes": "passes.pipeline",
     "LossConfig": "passes.pipeline",
@@ -50,6 +54,7 @@ _HOME: dict[str, str] = {
     "train_eager": "references.training",
     "train_graph": "references.training",
     "assert_parity": "references.parity",
+    "assert_replicas_equal": "references.replicas",
     "VacuousCheck": "worlds.simulated",
     # numerics
     "Record": "numerics.record",
@@ -96,6 +101,8 @@ _HOME: dict[str, str] = {
     # text
     "graphtext": "graphtext",
     "check_graph": "checks.checker",
+    "async_tp_decisions": "checks.async_tp",
+    "AsyncTpDecision": "checks.async_tp",
     "assert_graph": "checks.checker",
 }
 

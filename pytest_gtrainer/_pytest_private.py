@@ -6,6 +6,7 @@
 - ``Session._initialpaths`` are the files to collect from, and ``Session._collect_path`` makes the node of a path:
   collecting a second time by ``perform_collect`` drops fixtures of conftest files (pytest 9.1 and later).
 - ``Config.get_terminal_writer`` of pytest 9.0 reads ``_tw`` of the plugin "terminalreporter", which a rank has not.
+- ``Function._fixtureinfo`` knows the scopes of a test's fixtures; ``fixturenames`` is the order of their set-up.
 - ``CaptureManager._global_capturing`` holds the files of captured output.
 - ``Config._tmp_path_factory`` makes the folders of this run, also before the first test asks for one.
 
@@ -28,6 +29,7 @@ ATTRIBUTES = {
     "_pytest.config:Config": ("_do_configure", "_ensure_unconfigure"),
     "_pytest.tmpdir:pytest_configure": ("_tmp_path_factory",),
     "_pytest.main:Session": ("_setupstate", "_initialpaths", "_collect_path"),
+    "_pytest.python:Function": ("_fixtureinfo",),
     "_pytest.runner:SetupState": ("teardown_exact",),
     "_pytest.capture:CaptureManager": ("_global_capturing",),
 }
@@ -61,6 +63,16 @@ def add_initial_path(session: pytest.Session, path: Path) -> None:
 def collectors_of(session: pytest.Session, path: Path) -> Sequence[pytest.Collector]:
     """The nodes that plugins make of a path."""
     return session._collect_path(path, {})
+
+
+def use_fixture(item: pytest.Function, name: str) -> None:
+    """Have a test use a fixture of function scope that it does not name, before all others of that scope."""
+    if name not in item.fixturenames:
+        known = item._fixtureinfo.name2fixturedefs
+        wider = [other for other in item.fixturenames if other in known and known[other][-1].scope != "function"]
+        place = max((item.fixturenames.index(other) + 1 for other in wider), default=0)
+        # a list of its own: that of pytest is shared by all parameters of the function
+        item.fixturenames = [*item.fixturenames[:place], name, *item.fixturenames[place:]]
 
 
 def capture_manager(config: pytest.Config) -> CaptureManager | None:

@@ -268,8 +268,7 @@ class _PassSearch:
         values = self._run(self._stages[number].gm)
         if self._part:
             values = {key: value for key, value in values.items() if key in self._expected}
-        verdict = compare_entries(values, self._expected)
-        self.verdicts[number] = verdict
+        self.verdicts[number] = verdict = compare_entries(values, self._expected)
         return on_any_rank(verdict.outcome != "equal")
 
     def found(self, guilty: int) -> Bisection:

@@ -208,25 +208,6 @@ class Launch:
         """Whether this is the process that owns the tests and reports for all."""
         return self.rank == 0
 
-    @property
-    def is_beside_the_driver(self) -> bool:
-        """Whether it is on rank 0's node; torchrun counts ranks node by node."""
-        return self.rank == self.local_rank
-
-    @property
-    def watched(self) -> tuple[int, ...]:
-        """The ranks of the same node whose end this process is to notice.
-
-        The next one in a circle; rank 0, which reports, sees all of its node, and all of them see rank 0, so that
-        each has two who may see how it ends, and none learns of rank 0's end from one that may end, too.
-        """
-        first = self.rank - self.local_rank
-        if self.leads:
-            return tuple(range(1, self.local_size))
-        following = first + (self.local_rank + 1) % self.local_size
-        watched = {following, 0} if self.is_beside_the_driver else {following}
-        return tuple(sorted(watched - {self.rank}))
-
 
 def launch_in(environ: Mapping[str, str]) -> Launch | None:
     """The launch that the environment tells of, None without torchrun.
@@ -243,8 +224,7 @@ def launch_in(environ: Mapping[str, str]) -> Launch | None:
 def launch_of(config: pytest.Config) -> Launch | None:
     """The launch of this pytest process: None without torchrun, and in the session of a rank."""
     if _LAUNCH not in config.stash:
-        is_worker = hasattr(config, "workerinput")
-        config.stash[_LAUNCH] = None if is_worker else launch_in(os.environ)
+        config.stash[_LAUNCH] = None if hasattr(config, "workerinput") else launch_in(os.environ)
     return config.stash[_LAUNCH]
 
 

@@ -14,6 +14,12 @@ from typing import Any
 import pytest
 
 
+def _path(text: str) -> str:
+    if not text:
+        raise ValueError("a path")
+    return text
+
+
 @dataclass(frozen=True, slots=True)
 class Option:
     """One option: ``--gt-NAME`` on the command line, ``gt_NAME`` in the ini file."""
@@ -23,7 +29,7 @@ class Option:
     default: Any = None
     metavar: str | None = None
     choices: tuple[str, ...] | None = None
-    parse: Callable[[str], Any] = str
+    parse: Callable[[str], Any] = _path
     is_flag: bool = False
 
     @property
@@ -40,6 +46,12 @@ class Option:
 def _positive_int(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise ValueError("a whole number, 1 or more")
+    return int(text)
+
+
+def _rank(text: str) -> int:
+    if not text.isdecimal():
+        raise ValueError("a rank, 0 or more")
     return int(text)
 
 
@@ -69,6 +81,12 @@ OPTIONS: tuple[Option, ...] = (
         default=300.0,
         metavar="SECONDS",
         parse=_positive_seconds,
+    ),
+    Option(
+        "pdb-rank",
+        "debug this rank only, at breakpoints and by --pdb and --trace",
+        metavar="N",
+        parse=_rank,
     ),
     Option(
         "lease-timeout",
@@ -141,9 +159,9 @@ def get(config: pytest.Config, name: str) -> Any:
         raw, source = config.getini(option.ini), option.ini
     if option.is_flag:
         return bool(raw)
-    if raw is None or raw == "":
+    if raw is None:
         return option.default
-    raw = str(raw)
+    raw = str(raw).strip()
     if option.choices and raw not in option.choices:
         raise pytest.UsageError(f"{source}={raw}: expected one of {', '.join(option.choices)}")
     try:

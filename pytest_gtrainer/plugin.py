@@ -10,6 +10,7 @@ from collections.abc import Generator
 import pytest
 
 from pytest_gtrainer import devices, extensions, facts, hookspecs, marker, options, supported
+from pytest_gtrainer._pytest_private import use_fixture
 from pytest_gtrainer.fixtures import (  # noqa: F401 - pytest finds fixtures by their names here
     gt_artifacts,
     gt_compile,
@@ -101,13 +102,15 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    problem = None
+    spec = problem = None
     try:
-        marker.spec_of(item)
+        spec = marker.spec_of(item)
     except SpecError as error:
         problem = str(error)
     if problem is not None:  # outside the except clause, or pytest shows both exceptions
         pytest.fail(problem, pytrace=False)
+    if spec is not None and spec.kind != "ranks" and isinstance(item, pytest.Function):
+        use_fixture(item, "gt_world")  # the marker alone is enough
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

@@ -1,7 +1,10 @@
 """The fixtures that have no folder of their own."""
 
+import unittest
+
 import pytest
 import torch
+import torch.distributed as dist
 
 
 def test_gt_deterministic_is_on_during_the_test(gt_deterministic):
@@ -21,5 +24,28 @@ def test_a_fake_world_plays_the_rank_of_its_marker(gt_world, gt_mesh):
     assert list(gt_mesh.get_coordinate()) == [1, 1]
 
 
+@pytest.mark.gt_world("fake", mesh={"pp": 2, "dp": 2, "tp": 2}, rank=5)
+def test_dimensions_of_a_mesh_are_named_outermost_first(gt_mesh):
+    """Neighbours share the last one; one that there is not is refused with those that there are."""
+    ranks = {name: gt_mesh[name].mesh.tolist() for name in gt_mesh.mesh_dim_names}
+    assert ranks == {"pp": [1, 5], "dp": [5, 7], "tp": [4, 5]}
+    with pytest.raises(KeyError, match=r"'cp'.*Valid mesh_dim_names are \['pp', 'dp', 'tp'\]"):
+        gt_mesh["cp"]
+
+
 def test_no_process_group_outlives_a_fake_world():
     assert not torch.distributed.is_initialized()
+
+
+@pytest.mark.gt_world("fake", size=6, rank=4)
+def test_the_marker_alone_makes_the_world():
+    assert (dist.get_world_size(), dist.get_rank()) == (6, 4)
+
+
+@pytest.mark.gt_world("fake", size=3, rank=2)
+class TestTheMarkerAloneInATestCase(unittest.TestCase):
+    def setUp(self):
+        self.size = dist.get_world_size()
+
+    def test_the_marker_alone_makes_the_world(self):
+        assert (self.size, dist.get_rank()) == (3, 2)

@@ -52,6 +52,7 @@ def modules_of(package):
 
 
 def test_the_lower_half_does_not_import_pytest():
+    """Nor does what it imports of others."""
     assert leaves_out([name for package in LOWER_HALF for name in modules_of(package)], "_pytest")
 
 
@@ -101,6 +102,13 @@ def imported_by(source):
 IMPORTS = {name: imported_by(path.read_text()) - {name} for name, path in MODULES.items()}
 
 
+def names_pytest(source):
+    """Whether a source imports pytest, inside functions too."""
+    names = {alias.name for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Import) for alias in node.names}
+    names |= {str(node.module) for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ImportFrom)}
+    return not {"pytest", "_pytest"}.isdisjoint(name.partition(".")[0] for name in names)
+
+
 def upwards(imports):
     """Imports from a room that is not below."""
     floor = {room: number for number, rooms in enumerate(ROOMS) for room in rooms}
@@ -132,6 +140,12 @@ def test_every_import_goes_down():
 
 def test_no_circles():
     assert not circle(IMPORTS)
+
+
+def test_no_file_of_the_lower_half_names_pytest():
+    """The second tier imports all of them, which takes seconds."""
+    assert not [name for name in MODULES if name.startswith(LOWER_HALF) and names_pytest(MODULES[name].read_text())]
+    assert names_pytest("def f():\n    from _pytest.config import Config")
 
 
 def test_an_import_upwards_and_a_circle_are_seen():

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
 from pytest_gtrainer import facts
+from pytest_gtrainer.worlds import hygiene
 
 LEAKY = """
     import pytest, torch
@@ -73,3 +76,8 @@ def test_an_environment_variable_counts(pytester: pytest.Pytester):
     """)
     result = pytester.runpytest_inprocess()
     result.stdout.fnmatch_lines(["*changed CUBLAS_WORKSPACE_CONFIG from :4096:8 to :16:8 and did not*"])
+
+
+def test_the_page_of_ranks_lists_what_is_put_back_and_what_stays():
+    page = " ".join((Path(__file__).parents[1] / "docs" / "ranks.md").read_text().split())
+    assert [name for name in [*hygiene.kept(), *hygiene.STAYS] if name not in page] == []

@@ -18,7 +18,7 @@ import sympy  # type: ignore[import-untyped]
 import torch
 from torch import fx
 
-from pytest_gtrainer._torch.values import FakeTensor, OpOverload, faked, schema
+from pytest_gtrainer._torch.values import FakeTensor, faked
 
 ATTRIBUTES = {
     "torch.fx.experimental.symbolic_shapes:ShapeEnv": (
@@ -35,14 +35,6 @@ ATTRIBUTES = {
 }
 
 _ACCUMULATE = {torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor}
-
-
-def returns_an_operand(node: fx.Node) -> bool:
-    """Whether the result is the operand that the operator writes to, as of ``add_``."""
-    if not isinstance(node.target, OpOverload):
-        return False
-    returns = schema(node.target).returns
-    return len(returns) == 1 and returns[0].alias_info is not None and returns[0].alias_info.is_write
 
 
 def is_engine_addition(node: fx.Node) -> bool:

@@ -10,6 +10,7 @@
 - ``torch._inductor.config``: the user's passes, ``joint_custom_pre_pass`` first among those of the joint graph.
   ``get_custom_graph_passes`` reads one such setting, a pass or several.
 - ``CompileContext.current_compile_id()``, whose text is "0/1", None outside of Dynamo.
+- ``ShapeEnv.guards``, each with ``expr``, and ``var_to_range``: the sizes that a compilation holds for.
 - ``_recursive_post_grad_passes`` runs Inductor's passes on a forward or backward graph, under its fake mode, behind
   ``view_to_reshape``, as ``compile_fx_inner`` does before it generates code.
 """
@@ -17,7 +18,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -112,7 +113,11 @@ def fresh(*, caches: bool) -> Iterator[None]:
 
 
 def with_kernels_of_eager(
-    gm: fx.GraphModule, example_inputs: Sequence[Any], *, is_inference: bool, given: Callable[[list[Any]], None]
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    is_inference: bool,
+    given: Callable[[list[Any]], None] = lambda inputs: None,
 ) -> Callable[..., Any]:
     """Run Inductor's passes on a graph, and call what they leave operator by operator: nothing is generated.
 
@@ -129,3 +134,10 @@ def with_kernels_of_eager(
 
     boxed: Callable[..., Any] = make_boxed_func(call)
     return boxed
+
+
+def guards_allow(number: torch.SymInt, sizes: Mapping[Any, int]) -> bool:
+    """Whether a compilation holds for these sizes, by symbol: they are in their ranges, and no guard is false."""
+    env = number.node.shape_env
+    in_range = all(size in env.var_to_range[symbol] for symbol, size in sizes.items() if symbol in env.var_to_range)
+    return in_range and not any(guard.expr.xreplace(sizes) == False for guard in env.guards)  # noqa: E712

@@ -79,8 +79,7 @@ def _input(told: Any) -> Input | None:
 
 
 def _part_of(base: Any, suffix: str) -> Input | None:
-    whole = _input(base)
-    if whole is None:
+    if (whole := _input(base)) is None:
         return None
     fqn = None if whole.fqn is None else whole.fqn + suffix
     return Input(whole.kind, fqn, whole.index, whole.suffix + suffix, whole.is_tangent)

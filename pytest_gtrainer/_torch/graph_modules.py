@@ -45,8 +45,7 @@ def copied_lazily(gm: fx.GraphModule) -> fx.GraphModule:
     """
     old = gm.graph
     new = empty_graph(old)
-    results = new.graph_copy(old, {})
-    output = new.output(results)
+    output = new.output(new.graph_copy(old, {}))
     output.meta = copy.copy(old.output_node().meta)
     new.set_codegen(copy.deepcopy(old._codegen))
     copied: fx.GraphModule = _LazyGraphModule(gm, new)

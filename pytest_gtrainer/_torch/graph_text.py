@@ -10,6 +10,7 @@
 - ``fx.Graph``: ``_insert``, ``_len``, ``_find_nodes_lookup_table`` and ``_graph_namespace``, as
   ``create_node`` uses them; it warns of symbolic operands, which a text may name, and repeats a parser's checks.
 - ``torch._C._nn``: the functions of ``torch.nn.functional`` that are written in C++, as Dynamo's graphs call them.
+- ``torch._C._set_grad_enabled`` and ``_log_api_usage_once``: what Dynamo's graphs call for ``no_grad`` and checkpoints.
 - ``ShapeEnv``: the tables that ``create_symbol`` and ``create_unbacked_symint`` fill; these look for the
   user's line on the stack, which takes milliseconds, imports Inductor, and is no line here.
 """
@@ -55,7 +56,7 @@ ATTRIBUTES = {
     ),
 }
 
-__all__ = ["Overload", "ResolvedGroup", "functions", "overload", "resolve_group"]
+__all__ = ["FUNCTIONS_OF_DYNAMO", "Overload", "ResolvedGroup", "functions", "overload", "resolve_group"]
 
 POLICIES = {policy.name.lower(): policy for policy in torch.utils.checkpoint.CheckpointPolicy}
 
@@ -71,6 +72,12 @@ class ResolvedGroup:
     def of(cls, group: dist.ProcessGroup) -> ResolvedGroup:
         """Its ranks and description."""
         return cls(tuple(dist.get_process_group_ranks(group)), group.group_desc)
+
+
+FUNCTIONS_OF_DYNAMO = {
+    f"torch._C.{name}": getattr(torch._C, name) for name in ("_set_grad_enabled", "_log_api_usage_once")
+}
+"""Functions without a result that Dynamo leaves in a graph: of ``no_grad``, and for counting calls."""
 
 
 def plain_functions(home: str) -> Any:
@@ -217,6 +224,5 @@ def symbolic(env: ShapeEnv, expression: Any, kind: type) -> Any:
         return env.create_symboolnode(expression)
     example = expression.xreplace(env.backed_var_to_val)
     hint = None if example.free_symbols else kind(example)
-    if kind is float:
-        return env.create_symfloatnode(expression, hint=hint)
-    return env.create_symintnode(expression, hint=hint)
+    create = env.create_symfloatnode if kind is float else env.create_symintnode
+    return create(expression, hint=hint)

@@ -5,6 +5,7 @@
   its argument ``rank``, and lays the rank's part at this place of a buffer for the whole group; each tensor in the
   dtype that ``_ALL_DTYPES`` has at its place of ``out_dtype_ints``. ``fsdp.all_gather_copy_in`` does the same
   without a cast, and gives the rank's part first;
+- ``torch._inductor.pattern_matcher.stable_topological_sort`` is what Inductor calls behind a user's pass;
 - ``torch.ops.higher_order.inductor_compiled_code`` calls what Inductor compiled;
 - ``DeviceMesh._get_root_mesh`` is the mesh that a submesh was cut out of, its ``mesh`` holds all ranks;
 - ``distributed_c10d._new_process_group_helper`` is what ``new_group`` calls, and takes a name (``new_group``
@@ -12,6 +13,9 @@
   ``_world`` holds the tables of groups, which ``destroy_process_group`` empties;
 - ``torch._inductor.fx_passes.control_dependencies.preserve_node_ordering`` wraps nodes in the higher-order
   operator ``control_deps(nodes to stand behind, body, *operands)``, which keeps their name and metadata;
+- ``torch._inductor.fx_passes.micro_pipeline_tp`` is asynchronous tensor parallelism: it looks for collectives beside
+  products, and fuses them where NCCL is built in and ``_symmetric_memory`` is there for the group, which its
+  ``_test_mode`` says of groups that one names; what it fuses is gone from the graph;
 - ``torch._logging.trace_structured`` writes to the log that ``TORCH_TRACE`` asks for; tlparse shows its event
   "artifact" as a file, of the encoding that stands in its metadata.
 """
@@ -59,6 +63,8 @@ COPY_IN = "fsdp::all_gather_copy_in"
 COMPILED_CODE = "inductor_compiled_code"
 COMPILED_MODULES = "torch._inductor"
 
+MATMULS = (torch.ops.aten.mm.default, torch.ops.aten._scaled_mm.default)
+
 EXTRA_GROUP = ":extra"
 """Ends the names of process groups that passes make; they are gone with their world (F4)."""
 
@@ -72,13 +78,33 @@ def dtypes_of_buckets() -> tuple[torch.dtype, ...]:
 
 def log_artefact(name: str, content: object) -> None:
     """Put an artefact, a text or JSON, into the log that ``TORCH_TRACE`` asks for."""
-    encoding = "string" if isinstance(content, str) else "json"
     trace_structured(
         "artifact",
-        metadata_fn=lambda: {"name": name, "encoding": encoding},
+        metadata_fn=lambda: {"name": name, "encoding": "string" if isinstance(content, str) else "json"},
         payload_fn=lambda: content,
         expect_trace_id=False,
     )
+
+
+def sort_as_inductor(graph: fx.Graph) -> None:
+    """Put late nodes right behind their operands, as Inductor does behind its passes; a sorted graph stays as it is.
+
+    Raises:
+        ValueError: the graph has a cycle.
+    """
+    ready: set[fx.Node] = set()
+    for node in graph.nodes:
+        if not ready.issuperset(node.all_input_nodes):
+            break
+        ready.add(node)
+    else:
+        return
+    from torch._inductor.pattern_matcher import stable_topological_sort
+
+    try:
+        stable_topological_sort(graph)
+    except AssertionError:
+        raise ValueError(f"the graph has a cycle behind a pass: {node.name} stands before its operand") from None
 
 
 def root_ranks(mesh: DeviceMesh) -> torch.Tensor:
@@ -136,6 +162,33 @@ def add_control_dependencies(graph: fx.Graph, after: Mapping[fx.Node, fx.Node]) 
 
 def is_control_dependency(node: fx.Node) -> bool:
     return isinstance(node.target, HigherOrderOperator) and node.target.name() == "control_deps"
+
+
+def fused_by_async_tp(graph: fx.Graph, group: str) -> dict[str, list[str]]:
+    """Names of the products that torch fuses with each all-gather and reduce-scatter of a group, which it rewrites.
+
+    Of a collective that it fuses with none the list is empty. Imports Inductor, which takes seconds.
+    """
+    from torch._inductor.fx_passes import micro_pipeline_tp as tp
+    from torch.distributed._symmetric_memory import _test_mode
+
+    def products() -> list[str]:
+        return [node.name for node in graph.nodes if node.target in MATMULS]
+
+    fused, has_nccl = {}, dist.is_nccl_available
+    dist.is_nccl_available = lambda: True
+    try:
+        with _test_mode({group}):
+            gathers = tp.find_all_gather_patterns(graph)
+            scatters = tp.find_reduce_scatter_patterns(graph)
+            for found in [*gathers, *scatters]:
+                is_gather, before = found in gathers, products()
+                name = (found.ag_node if is_gather else found.reduce_scatter_node).name
+                (tp.fuse_all_gather_matmul if is_gather else tp.fuse_matmul_reduce_scatter)(found)
+                fused[name] = [product for product in before if product not in products()]
+    finally:
+        dist.is_nccl_available = has_nccl
+    return fused
 
 
 def is_bucketed_by_torch(node: fx.Node) -> bool:

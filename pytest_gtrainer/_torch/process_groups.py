@@ -3,11 +3,14 @@
 - ``distributed_c10d._resolve_process_group(name)`` gives the group that a functional collective names.
 - ``pg_map``, ``pg_names`` and ``group_count`` of ``distributed_c10d._world`` have no public reader.
 - ``_get_sequence_number_for_group`` counts what was issued on a group.
+- ``_dump_fr_trace`` gives what torch's flight recorder holds, the last 2,000 collectives on CPU unless the environment
+  says otherwise; sends and receives are not among them.
 - ``_abort_process_group`` does not wait for collectives that never end, as ``destroy_process_group`` does.
 - ``c10d_logger`` logs every failed collective with all its arguments, on each rank that waited.
 - Two DeviceMeshes over the same ranks with the same names are equal, whatever their groups. So DTensor's caches hand
   a later test the mesh of an earlier one, whose groups are gone ("Could not resolve the process group registered
-  under the name 1"), or, worse, whose group names now belong to others. A world that ends therefore empties them.
+  under the name 1"), or, worse, whose group names now belong to others. A world that ends therefore empties them,
+  those of sharding propagation in each thread that lives on: every thread has its own.
 - Operators of ``c10d`` take a group as a ``torch.ScriptObject``, which ``ProcessGroup.unbox`` opens; others its name,
   or in graphs for all ranks a node whose ``meta["val"]`` is the group.
 - A ``ReduceOp`` has its kind as ``op``, and of ``PREMUL_SUM`` the factor, a number or a tensor, as the second of
@@ -17,10 +20,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
+import os
+import pickle
 import re
 import sys
 import warnings
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Iterator
 from types import ModuleType
 from typing import Any
 
@@ -28,6 +35,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed import c10d_logger
 from torch.distributed import distributed_c10d as c10d
+
+try:
+    from torch._C._distributed_c10d import _dump_fr_trace  # type: ignore[attr-defined]
+except ImportError:  # a build that records nothing
+    _dump_fr_trace = None
 
 ATTRIBUTES = {
     "torch.distributed.distributed_c10d:_World": ("pg_map", "pg_names", "group_count"),
@@ -127,6 +139,38 @@ def issued_on(group: dist.ProcessGroup) -> int:
     return int(group._get_sequence_number_for_group())
 
 
+def recorded_calls(since: int) -> dict[str, list[list[Any]]]:
+    """The collectives that torch has recorded in this process since a time in ns, by the name of their group.
+
+    Each as time, number on its group, operator, dtype, shape, elements, the user's line, whether it is under way.
+    Empty where torch records none.
+    """
+    found: dict[str, list[list[Any]]] = {}
+    incarnation: dict[str, int] = {}
+    for entry in pickle.loads(_dump_fr_trace()).get("entries", ()) if _dump_fr_trace is not None else ():
+        name = entry["process_group"][0]
+        if entry["time_created_ns"] < since or entry["is_p2p"]:
+            continue
+        if entry["pg_id"] != incarnation.setdefault(name, entry["pg_id"]):  # destroyed, and another got its name
+            found[name], incarnation[name] = [], entry["pg_id"]
+        number, op = entry["collective_seq_id"], entry["profiling_name"].partition(":")[2]
+        dtypes = {str(getattr(torch, each.lower(), each)) for each in entry["input_dtypes"]}
+        shapes, place = entry["input_sizes"], _line_of_user(entry.get("frames", ()))
+        shape, elements = shapes[0] if len(shapes) == 1 else [len(shapes), "tensors"], sum(map(math.prod, shapes))
+        said = [number, op, "/".join(sorted(dtypes)).replace("torch.", ""), shape, elements, place]
+        found.setdefault(name, []).append([entry["time_created_ns"], *said, not entry["retired"]])
+    return found
+
+
+def _line_of_user(frames: Iterable[dict[str, Any]]) -> str:
+    """The innermost frame outside torch."""
+    inside = os.path.dirname(torch.__file__) + os.sep
+    for frame in frames:
+        if not frame["filename"].startswith(inside) and frame["filename"].endswith(".py"):
+            return f"{os.path.basename(frame['filename'])}:{frame['line']} in {frame['name']}"
+    return "an unknown line"
+
+
 def abort_all_groups() -> None:
     """End all groups without waiting for collectives under way."""
     c10d._abort_process_group()
@@ -149,27 +193,42 @@ def forget_groups(ended: Collection[dist.ProcessGroup]) -> None:
     if not gone:
         return
 
-    def is_gone(value: object) -> bool:
-        return isinstance(value, dist.ProcessGroup) and id(value) in gone
+    for name, value in _variables_with(gone):
+        if value is ended:
+            continue
+        if type(value) is dict:
+            for key in [key for key, held in value.items() if id(key) in gone or id(held) in gone]:
+                del value[key]
+        elif type(value) is list:
+            value[:] = [held for held in value if id(held) not in gone]
+        elif type(value) is set:
+            value -= {held for held in value if id(held) in gone}
+        else:
+            warnings.warn(
+                f"{name} still holds a process group of a world that has ended: what a later test "
+                "traces with it names a group that is gone. Set it anew where the world ends, in a fixture",
+                stacklevel=2,
+            )
 
+
+def _variables_with(ids: set[int]) -> Iterator[tuple[str, Any]]:
+    """Variables of modules outside torch that are an object with one of these ids, or a table that holds one.
+
+    Modules hold a hundred thousand objects, and every test in a fake world ends here: tables are searched by ``map``.
+    """
     for module in list(sys.modules.values()):
         name = getattr(module, "__name__", "")
         if name.partition(".")[0] == "torch" or not isinstance(module, ModuleType):
             continue
         for variable, value in list(vars(module).items()):
             if type(value) is dict:
-                for key in [key for key, held in value.items() if is_gone(held) or is_gone(key)]:
-                    del value[key]
-            elif type(value) is list and value is not ended:
-                value[:] = [held for held in value if not is_gone(held)]
-            elif type(value) is set:
-                value -= {held for held in value if is_gone(held)}
-            elif is_gone(value) or (type(value) is tuple and any(map(is_gone, value))):
-                warnings.warn(
-                    f"{name}.{variable} still holds a process group of a world that has ended: what a later test "
-                    "traces with it names a group that is gone. Set it anew where the world ends, in a fixture",
-                    stacklevel=2,
-                )
+                held = variable != "__builtins__" and not ids.isdisjoint(map(id, (*value, *value.values())))
+            elif type(value) in (list, set, tuple):
+                held = not ids.isdisjoint(map(id, value))
+            else:
+                held = id(value) in ids
+            if held:
+                yield f"{name}.{variable}", value
 
 
 def forget_meshes() -> None:
@@ -182,8 +241,16 @@ def forget_meshes() -> None:
         return
     from torch.distributed.tensor import DTensor, _collective_utils, _redistribute
 
-    DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
-    torch._C._clear_DTensor_sharding_propagator_cache()
+    def forget(_: object = None) -> None:
+        DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
+        torch._C._clear_DTensor_sharding_propagator_cache()
+
+    forget()
+    if torch.cuda.is_initialized():  # backwards of a GPU run in a thread of their own, which outlives a test
+        leaf = torch.zeros(1, device="cuda", requires_grad=True)
+        leaf.register_hook(forget)
+        with contextlib.suppress(RuntimeError):  # a test has left the GPU broken: the next one will say so
+            leaf.sum().backward()
     _redistribute._gen_transform_infos.cache_clear()
     _redistribute.clear_redistribute_planner_cache()
     _collective_utils.MeshTopoInfo.build_from_mesh.cache_clear()

@@ -8,6 +8,7 @@
   ``_get_backend(device).supports_coalescing``; before, only those whose type it is.
 - Meshes of threads are told apart, in DTensor's caches too, if the backend's name is "threaded".
 - A Python subclass of ``ProcessGroup`` serves both ``torch.distributed`` and functional collectives.
+- ``active_fake_mode()`` is the mode of fake tensors on the calling thread, or None.
 - ``ReduceOp.PREMUL_SUM(factor)`` gives its factor only by ``__getstate__``.
 """
 
@@ -15,7 +16,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, NoReturn
 
 import torch
@@ -28,6 +29,7 @@ with private_names():
         _set_thread_isolation_mode,
         _unregister_all_process_groups,
     )
+    from torch._guards import active_fake_mode as active_fake_mode
     from torch.distributed import distributed_c10d as c10d
     from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
     from torch.testing._internal.distributed.multi_threaded_pg import ThreadLocalWorld
@@ -136,10 +138,7 @@ def reduction_of(op: Any) -> tuple[str, float | None]:
 @contextmanager
 def unseen_by_modes() -> Iterator[None]:
     """What happens inside is no business of a dispatch mode that a rank has on (CommDebugMode, for example)."""
-    if not torch._C._len_torch_dispatch_stack():
-        yield
-        return
-    with _disable_current_modes():
+    with _disable_current_modes() if torch._C._len_torch_dispatch_stack() else nullcontext():
         yield
 
 

@@ -13,6 +13,8 @@
 - an extent that is an unbacked symbol can be traced symbolically, if the symbol is not still pending when the
   graph's inputs are tracked: ``ShapeEnv.ignore_fresh_unbacked_symbols``. Equal extents stay apart, and no
   example value decides a branch; ``ShapeEnv.simplify`` tells whether an extent was fixed during the trace.
+- ``DeviceMesh._concatenate`` makes one mesh of two that share the calling rank alone and were cut out of one root; and
+  ``_StridedShard(0, split_factor=n)`` is how FSDP2 places a parameter whose dim 0 the model shards n times already.
 """
 
 from __future__ import annotations
@@ -23,11 +25,14 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Placement, Shard
 
 from pytest_gtrainer._torch import private_names
 
 with private_names():
     from torch.compiler import _non_strict_tracing_context, _patch_engine_backward
+    from torch.distributed.tensor.placement_types import _StridedShard
     from torch.fx import traceback as fx_traceback
     from torch.fx.experimental.proxy_tensor import make_fx
     from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
@@ -41,6 +46,7 @@ ATTRIBUTES = {
         "ignore_fresh_unbacked_symbols",
         "simplify",
     ),
+    "torch.distributed.device_mesh:DeviceMesh": ("_concatenate",),
 }
 
 __all__ = ["GuardOnDataDependentSymNode", "annotate", "make_fx"]
@@ -84,6 +90,20 @@ def tracing_backward_metadata() -> Iterator[None]:
         if dynamo is not None:  # a trace is a function of its arguments, not of earlier calls
             stack.enter_context(dynamo.config.patch(automatic_dynamic_shapes=False))
         yield
+
+
+def concatenated(outer: DeviceMesh, inner: DeviceMesh) -> DeviceMesh:
+    """One mesh of the dimensions of both.
+
+    Raises:
+        RuntimeError: they share other ranks than this one, or were cut out of different meshes.
+    """
+    return DeviceMesh._concatenate([outer, inner])
+
+
+def shard_of_shards(parts: int) -> Placement:
+    """How FSDP2 places dim 0 over its own mesh where the model's meshes cut it into ``parts`` already."""
+    return _StridedShard(0, split_factor=parts) if parts > 1 else Shard(0)
 
 
 def marked_backward() -> AbstractContextManager[None]:

@@ -187,15 +187,12 @@ class UsedBy(Predicate):
 
     def difference(self, node: fx.Node, subject: Subject) -> str | None:
         users = list(users_of(node))
-        fits = [self._fits(user, subject) for user in users]
+        captured = subject.captures.get(self.user.text)
+        fits = [user is captured if captured is not None else self.user.matches(user) for user in users]
         if any(fits) and (all(fits) or not self.only):
             return None
         found = ", ".join(dict.fromkeys(subject.name_of(user) for user in users)) or "nothing"
         return f"it is used by {found}, expected {'only ' if self.only else ''}{self.user.text}"
-
-    def _fits(self, user: fx.Node, subject: Subject) -> bool:
-        captured = subject.captures.get(self.user.text)
-        return user is captured if captured is not None else self.user.matches(user)
 
     def names(self) -> Iterable[str]:
         return [self.user.text]

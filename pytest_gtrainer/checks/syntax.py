@@ -259,8 +259,11 @@ class _Grammar:
 
     def _argument(self) -> Argument:
         token = self._next
-        if token.kind in ("number", "string"):
-            return Literal(_spelled(self._take()))
+        if token.kind == "string":
+            return Literal(repr(self._take().text))
+        if token.kind == "number":  # as graph text spells it: ``1e-5`` is ``1e-05``
+            text = self._take().text
+            return Literal(repr(int(text) if text.removeprefix("-").isdecimal() else float(text)))
         if self._accept("...") or self._accept("_"):
             return REST if token.text == "..." else ANY
         if self._accept("[") or self._accept("("):
@@ -288,10 +291,3 @@ def _with_one_rest(items: Iterable[Argument]) -> tuple[Argument, ...]:
     if found.count(REST) > 1:
         raise CheckError("a list of arguments has one `...` at most")
     return found
-
-
-def _spelled(token: Token) -> str:
-    """A number or a string as graph text spells it: ``1e-5`` is ``1e-05``."""
-    if token.kind == "string":
-        return repr(token.text)
-    return repr(int(token.text) if token.text.removeprefix("-").isdecimal() else float(token.text))

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, fx
 
 from pytest_gtrainer import facts
+from pytest_gtrainer._torch.compiling import guards_allow
 from pytest_gtrainer._torch.graph_text import expression, hint
 from pytest_gtrainer._torch.values import pytree
 from pytest_gtrainer.bisect import Stage, Values, bisect_stages, local_run
@@ -27,6 +28,10 @@ SMALL = 1e-3
 """Every fourth row of generated inputs is so much smaller: the eps of a norm, which others round away, counts there."""
 
 
+MOST_TRIED = 64
+"""How many sizes are tried before it is said that guards allow none."""
+
+
 class SameGraph(ValueError):
     """A pass is to be held against what it changed, and it changed nothing."""
 
@@ -38,14 +43,15 @@ def assert_pass_bitwise(
 
     It is run on the inputs of the first call, if these were recorded, and for each seed on normal numbers, every
     fourth row a thousandth of them (integers are 0 and 1, which may be indices), where sizes are dynamic with the
-    example, its double and one more. The outputs for two seeds must differ: otherwise no difference could be seen.
+    example, its double and one more, or the next sizes that guards allow. The outputs for two seeds must differ:
+    otherwise no difference could be seen.
 
     Raises:
         BitwiseDifference: an output differs; with the first node whose value does, and what the pass made there.
         ControlFailed: the outputs do not depend on the inputs.
         SameGraph: the pass changed nothing.
         ValueError: under a fake process group, whose collectives move no data; fewer than two seeds; an input that
-            cannot be made up.
+            cannot be made up; guards that forbid all other sizes than the example.
     """
     __tracebackhide__ = True
     before, after = (run.before, run.after) if isinstance(run, RecordedPass) else run
@@ -81,8 +87,7 @@ def _recorded(run: RecordedPass) -> dict[str, Any]:
     stage = "backward" if run.stage == "backward" else "forward"
     if (values := run.compiled.inputs.get(stage)) is None:
         return {}
-    graph: fx.GraphModule = getattr(run.compiled, stage)
-    return dict(zip(map(_name, graph.graph.find_nodes(op="placeholder")), values, strict=True))
+    return dict(zip(map(_name, getattr(run.compiled, stage).graph.find_nodes(op="placeholder")), values, strict=True))
 
 
 def _name(node: fx.Node) -> str:
@@ -94,25 +99,35 @@ def _inputs(gm: fx.GraphModule, recorded: Mapping[str, Any], seeds: Sequence[int
     placeholders = gm.graph.find_nodes(op="placeholder")
     if recorded and all(_name(node) in recorded for node in placeholders):
         yield "the inputs of the first call", [recorded[_name(node)] for node in placeholders]
-    examples = _examples(node.meta.get("val") for node in placeholders)
+    values = [node.meta.get("val") for node in placeholders]
+    every = [n for v in values for n in ((*v.shape, *v.stride()) if isinstance(v, Tensor) else (v,))]
+    numbers = [number for number in every if isinstance(number, torch.SymInt)]  # the dynamic sizes
     changes = ((1, 0), (2, 0), (1, 1))  # the example, its double, one more
-    several = [{symbol: times * size + more for symbol, size in examples.items()} for times, more in changes]
-    for sizes in several if examples else [{}]:
+    for sizes in [_allowed(numbers, *change) for change in changes] if numbers else [{}]:
         shown = ", ".join(f"{symbol} = {size}" for symbol, size in sizes.items())
         for seed in seeds:
             told = f"seed {seed}" + (f" with {shown}" if shown else "")
             yield told, _generated(placeholders, {} if shown else recorded, sizes, seed)
 
 
-def _examples(values: Iterator[Any]) -> dict[Any, int]:
-    """By symbol of a size its example, a guess of 4 where the size is known only when the graph runs."""
-    found: dict[Any, int] = {}
-    for value in values:
-        for number in (*value.shape, *value.stride()) if isinstance(value, Tensor) else (value,):
-            if isinstance(number, torch.SymInt):
-                for symbol in sorted(expression(number).free_symbols, key=str):
-                    found.setdefault(symbol, int(hint(symbol, number) or 4))
-    return found
+def _allowed(numbers: Sequence[torch.SymInt], times: int, more: int) -> Sizes:
+    """By symbol ``times`` the example and ``more``, or the next larger for which the compilation holds.
+
+    A size that is known only when the graph runs has no example; it is guessed to be 4.
+    """
+    examples: dict[Any, int] = {}
+    for number in numbers:
+        for symbol in sorted(expression(number).free_symbols, key=str):
+            examples.setdefault(symbol, int(hint(symbol, number) or 4))
+    for further in range(MOST_TRIED if (times, more) != (1, 0) else 1):
+        sizes = {symbol: times * size + more + further for symbol, size in examples.items()}
+        if all(guards_allow(number, sizes) for number in numbers) or (times, more) == (1, 0):
+            return sizes
+    shown = ", ".join(f"{symbol} = {times * size + more}" for symbol, size in examples.items())
+    raise ValueError(
+        f"the guards of the graph forbid {shown} and the {MOST_TRIED - 1} sizes behind: no other size than the "
+        "example can be tried, so compile with dynamic=False"
+    )
 
 
 def _generated(placeholders: Sequence[fx.Node], recorded: Mapping[str, Any], sizes: Sizes, seed: int) -> list[Any]:
@@ -151,7 +166,8 @@ def assert_compiled_bitwise(function: Callable[..., Any], *inputs: Any) -> Verdi
     """Fail unless a function compiled by Inductor gives what it gives in eager, in bits; and say what broke it.
 
     If the graph run with kernels of eager differs already, decomposition did it, or a pass; else generated code did.
-    Gradients are not compared; call it in a function that returns them. All runs begin with the same random states.
+    Gradients are not compared; call it in a function that returns them. All runs begin with the same random states,
+    and with copies of the inputs: a function may write to them.
 
     Raises:
         BitwiseDifference: they differ, with what broke it and the operators of the graph.
@@ -159,11 +175,11 @@ def assert_compiled_bitwise(function: Callable[..., Any], *inputs: Any) -> Verdi
     """
     __tracebackhide__ = True
     with random_states_kept():
-        expected = _tensors(function(*inputs))
+        expected = _tensors(function(*_fresh(inputs)))
     verdict = compare(expected, expected)
     for lower, told in ((False, "decomposition, or a pass"), (True, "code generation")):
         with gt_compile(lower=lower) as record, random_states_kept():
-            actual = _tensors(torch.compile(function)(*inputs))
+            actual = _tensors(torch.compile(function)(*_fresh(inputs)))
         record[0]  # refuses that nothing was compiled
         verdict = compare(actual, expected)
         facts.emit("verdict", outcome=verdict.outcome, tensors=verdict.compared, what="compiled against eager")
@@ -173,6 +189,20 @@ def assert_compiled_bitwise(function: Callable[..., Any], *inputs: Any) -> Verdi
             head = f"compiled against eager: {told} changed the numbers"
             raise BitwiseDifference(f"{head}\n{verdict}\nin a graph of {', '.join(operators)}", verdict)
     return verdict
+
+
+def _fresh(inputs: Sequence[Any]) -> Any:
+    """The inputs with all tensors copied; one that stands there twice is one again."""
+    copies: dict[int, Tensor] = {}
+
+    def copied(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        if id(value) not in copies:
+            copies[id(value)] = value.detach().clone().requires_grad_(value.requires_grad)
+        return copies[id(value)]
+
+    return pytree.tree_map(copied, inputs)
 
 
 def _tensors(outputs: Any) -> list[Tensor]:

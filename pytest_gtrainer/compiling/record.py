@@ -21,6 +21,8 @@ STAGES = {
 }
 """The stages of a compiled graph, in the order in which they are reached."""
 
+_LATE = "it was first compiled after the block had ended: call backward() inside the block"
+
 _LAUNCH = re.compile(
     r"torch\.ops\.(_c10d_functional\.\w+)\.\w+\(|torch\.ops\.([\w.]+)\(|"
     r"(extern_kernels\.\w+)\(|\b((?:cpp_fused|triton)_\w+?)(?:\.run)?\("
@@ -80,6 +82,7 @@ class CompiledGraph:
         passes: what ran, in order.
         code: by "forward" and "backward", what Inductor generated.
         inputs: by "forward" and "backward", copies of what was first called with.
+        is_late: whether the backward was first compiled behind the block.
     """
 
     id: str
@@ -89,6 +92,7 @@ class CompiledGraph:
     passes: list[RecordedPass] = field(default_factory=list)
     code: dict[str, str] = field(default_factory=dict)
     inputs: dict[str, list[Any]] = field(default_factory=dict)
+    is_late: bool = False
 
     def __repr__(self) -> str:
         return f"CompiledGraph({self.id}: {', '.join(self.stages) or 'no stage'})"
@@ -101,6 +105,8 @@ class CompiledGraph:
         why = "Inductor did not get there"
         if not self.stages:
             why = "its backend is not Inductor, whose graphs alone are recorded; graph breaks and compilations are told"
+        elif name.startswith("backward") and self.is_late:
+            why = _LATE
         elif name.startswith("backward"):
             why = "nothing called backward() inside the block, or no input needs a gradient"
         raise NotRecorded(f"compiled graph {self.id} has no stage {name!r}, {STAGES[name]}: {why}")
@@ -198,6 +204,8 @@ class CompileRecord:
             NotRecorded: no pass of that name ran.
         """
         self._refuse_nothing()
+        if late := next((graph for graph in self.graphs if graph.is_late), None):
+            raise NotRecorded(f"the passes of the backward of compiled graph {late.id} are not known: {_LATE}")
         every = [run for graph in self.graphs for run in graph.passes]
         found = [run for run in every if name in (None, run.name, run.slot)]
         if not found:
@@ -228,8 +236,7 @@ class CompileRecord:
         self._refuse_faults()
         if (len(self.compiled), len(self.recompiled)) != (graphs, recompiles):
             found = f"{_count(len(self.compiled), 'graph')} and {_count(len(self.recompiled), 'recompilation')}"
-            told = "\n".join([f"expected {graphs} and {recompiles}, found {found}", *self._story()])
-            raise AssertionError(told)
+            raise AssertionError("\n".join([f"expected {graphs} and {recompiles}, found {found}", *self._story()]))
 
     def assert_launch_order(self, *names: str, direction: str = "forward", place: int | None = None) -> None:
         """Fail unless the generated code launches these in this order, others between them.

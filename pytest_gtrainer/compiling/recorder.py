@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from operator import is_
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor, fx
@@ -39,6 +41,7 @@ class _Work:
     begun: list[tuple[str, fx.GraphModule | None]] = field(default_factory=list)
     order: dict[str, int] = field(default_factory=dict)
     seen: list[Any] = field(default_factory=list)
+    thread: threading.Thread = field(default_factory=threading.current_thread)
     copy: fx.GraphModule | None = None
 
     def snapshot(self) -> fx.GraphModule | None:
@@ -94,6 +97,7 @@ class _Recorder(logging.Handler):
         self.thread = threading.current_thread()
         self.works: list[_Work] = []
         self.fault: Exception | None = None
+        self.is_open = True
 
     # -- where torch.compile calls Inductor
 
@@ -105,13 +109,13 @@ class _Recorder(logging.Handler):
             config_patches: dict[str, Any] | None = None,
             **rest: Any,
         ) -> Any:
-            if self.works:  # with options it calls itself
-                return compile_fx(gm, example_inputs, inner_compile, config_patches, **rest)
-            if threading.current_thread() is not self.thread:
+            here = threading.current_thread()
+            if here is not self.thread:
                 self.record.faults.append(
-                    f"thread {threading.current_thread().name!r} compiled, and this records what {self.thread.name!r} "
+                    f"thread {here.name!r} compiled, and this records what {self.thread.name!r} "
                     "does: enter gt_compile in the thread that calls the compiled function"
                 )
+            if here is not self.thread or self.works:  # with options it calls itself
                 return compile_fx(gm, example_inputs, inner_compile, config_patches, **rest)
             now = private.current_compile_id()
             told = (each for each in self.record.graphs if each.id == now and not each.stages)
@@ -119,8 +123,7 @@ class _Recorder(logging.Handler):
             with self._working(compiled, "pre_grad", gm) as work:
                 work.keep("dynamo")
                 patches = private.with_first_joint_pass(config_patches, _JointGraph(self._joint_began))
-                inner = self._inner(compiled, inner_compile)
-                return compile_fx(gm, example_inputs, inner, patches, **rest)
+                return compile_fx(gm, example_inputs, self._inner(compiled, inner_compile), patches, **rest)
 
         return recorded
 
@@ -131,6 +134,12 @@ class _Recorder(logging.Handler):
     def _inner(self, compiled: CompiledGraph, inner_compile: Callable[..., Any]) -> Callable[..., Any]:
         def inner(gm: fx.GraphModule, example_inputs: Sequence[Any], **options: Any) -> Any:
             stage = "backward" if options.get("is_backward") else "forward"
+            is_inference = bool(options.get("is_inference"))
+            if not self.is_open:
+                compiled.is_late = True
+                if self.lower:
+                    return inner_compile(gm, example_inputs, **options)
+                return private.with_kernels_of_eager(gm, example_inputs, is_inference=is_inference)
             with self._working(compiled, stage, gm) as work:
                 work.keep(stage)
                 if self.lower:
@@ -142,7 +151,6 @@ class _Recorder(logging.Handler):
                             each.detach().clone() if isinstance(each, Tensor) else each for each in inputs
                         ]
 
-                is_inference = bool(options.get("is_inference"))
                 return private.with_kernels_of_eager(gm, example_inputs, is_inference=is_inference, given=given)
 
         return inner
@@ -165,7 +173,7 @@ class _Recorder(logging.Handler):
     # -- what the structured trace tells
 
     def emit(self, record: logging.LogRecord) -> None:
-        if threading.current_thread() is not self.thread and not self.works:
+        if threading.current_thread() not in (self.thread, *(work.thread for work in self.works)):
             return
         try:
             self._heard(getattr(record, "metadata", None) or {}, getattr(record, "payload", None))
@@ -231,6 +239,7 @@ class _Recorder(logging.Handler):
     def _break(self, text: str) -> None:
         place, why = _PLACE.search(text), _EXPLAINED.search(text)
         where = (place[1] or f"{place[2]}:{place[3]}") if place else "an unknown place"
+        where = where.removeprefix(f"{Path.cwd()}{os.sep}")
         reason = f"{why[1].strip()}. {why[2].strip()}" if why else text.strip().splitlines()[0]
         for number, known in enumerate(self.record.breaks):
             if (known.where, known.reason) == (where, reason):
@@ -277,6 +286,7 @@ def gt_compile(*, lower: bool = False, caches: bool = False) -> Iterator[Compile
             error.add_note(told)
         raise
     finally:
+        recorder.is_open = False
         _open.release()
     if recorder.fault is not None:
         raise recorder.fault

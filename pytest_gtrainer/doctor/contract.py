@@ -196,9 +196,8 @@ class _Reader(ast.NodeVisitor):
     visit_ClassDef = visit_FunctionDef
 
     def visit_If(self, node: ast.If) -> None:
-        if isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
-            return
-        self.generic_visit(node)
+        if not (isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"):
+            self.generic_visit(node)
 
     def visit_Try(self, node: ast.Try) -> None:
         caught = any(
@@ -232,9 +231,8 @@ class _Reader(ast.NodeVisitor):
                 self._attribute(part)
             return
         self.visit(node.value)
-        if not self._attribute(node.attr) and not (
-            isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
-        ):
+        is_ours = isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
+        if not self._attribute(node.attr) and not is_ours:
             self.unresolved.add(node.attr)
 
     def visit_Call(self, node: ast.Call) -> None:

@@ -92,7 +92,8 @@ def diagnose(need: Need) -> Diagnosis:
     if need.attribute is not None:
         if not _has(found, need.attribute):
             return told("missing")
-        bound = not inspect.isclass(found)
+        static = isinstance(inspect.getattr_static(found, need.attribute, None), staticmethod)
+        bound = static or not inspect.isclass(found)
         found = getattr(found, need.attribute, None)
         bound = bound or not inspect.isfunction(found)
     try:
@@ -130,7 +131,9 @@ def _has(owner: Any, name: str) -> bool:
     if hasattr(owner, name) or not inspect.isclass(owner):
         return hasattr(owner, name)
     declared = any(name in vars(base).get("__annotations__", ()) for base in owner.__mro__)
-    return declared or any(re.search(rf"\bself\.{name}\s*[:=]", _source(base)) for base in owner.__mro__)
+    methods = (inspect.unwrap(each) for base in owner.__mro__ for each in vars(base).values() if callable(each))
+    naming = (each for each in methods if inspect.isfunction(each) and name in each.__code__.co_names)
+    return declared or any(re.search(rf"\bself\.{name}\s*[:=]", _source(method)) for method in naming)
 
 
 def _source(thing: Any) -> str:

@@ -124,8 +124,11 @@ class Golden:
         if isinstance(value, _NUMBERS):
             numbers = values.Entry(values.decisive(environment_of(self._item)), values.plain(value))
             return "numbers", values.text_of(self._made_by, [numbers])
-        kind = type(value).__name__
-        raise TypeError(f"a golden is made of an FX graph, a traced step, a layout, a text or numbers; not of {kind}")
+        kind, advice = type(value).__name__, ""
+        if kind in ("Tensor", "Parameter", "DTensor"):
+            advice = ": check digest(tensor), which holds every bit, or tensor.tolist()"
+        told = "a golden is made of an FX graph, a traced step, a layout, a text or numbers"
+        raise TypeError(f"{told}; not of {kind}{advice}")
 
     def _graph_text(self, value: Any, view: str, sizes: str) -> str:
         from pytest_gtrainer.graphtext import render

@@ -7,6 +7,7 @@ and without their headers. What only another version of torch spells differently
 
 from __future__ import annotations
 
+import unicodedata
 from dataclasses import dataclass
 from typing import Literal
 
@@ -36,7 +37,7 @@ def judge(kind: str, golden: str, obtained: str, limit: int = LIMIT) -> Finding:
     """Compare a golden with what was obtained; both texts have ``\\n`` line ends."""
     if kind != "numbers":
         found = difference(kind, golden, obtained, limit)
-        return EQUAL if found is None else Finding("different", found)
+        return EQUAL if found is None else Finding("different", "\n".join([found, *look_alikes(golden, obtained)]))
     if damage := _damage(kind, golden):
         return Finding("different", damage, replaceable=False)
     try:
@@ -50,6 +51,24 @@ def judge(kind: str, golden: str, obtained: str, limit: int = LIMIT) -> Finding:
         return Finding("not judged", f"has no numbers for this environment ({new}), {others}")
     said = values.differences(old.values, new.values)
     return Finding("different", "\n".join([f"in this environment ({new})", *said])) if said else EQUAL
+
+
+def look_alikes(golden: str, obtained: str) -> list[str]:
+    """Where two texts differ first, if that is in a character that may look like another one, or like nothing.
+
+    >>> look_alikes("a\\npay\\n", "a\\np\\u0430y\\n")
+    ['line 2, column 2: U+0061 LATIN SMALL LETTER A in the golden, U+0430 CYRILLIC SMALL LETTER A in what was obtained']
+    """
+    place = next((n for n, (was, now) in enumerate(zip(golden, obtained, strict=False)) if was != now), None)
+    both = "" if place is None else (golden[place] + obtained[place]).replace("\n", "")
+    if place is None or (both.isascii() and both.isprintable()):
+        return []
+    before = golden[:place]
+    told = [
+        f"U+{ord(text[place]):04X} {unicodedata.name(text[place], 'without a name')}" for text in (golden, obtained)
+    ]
+    where = f"line {before.count(chr(10)) + 1}, column {place - before.rfind(chr(10))}"
+    return [f"{where}: {told[0]} in the golden, {told[1]} in what was obtained"]
 
 
 def difference(kind: str, golden: str, obtained: str, limit: int = LIMIT) -> str | None:

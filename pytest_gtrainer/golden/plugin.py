@@ -296,9 +296,11 @@ def _artifact(claim: Claim, what: str) -> str:
 
 
 def _head(text: str, limit: int = 20) -> str:
+    from pytest_gtrainer.graphtext.differences import escaped
+
     lines = text.splitlines()
     rest = [f"… and {len(lines) - limit} more lines"] if len(lines) > limit else []
-    return "\n".join([*lines[:limit], *rest])
+    return "\n".join([*map(escaped, lines[:limit]), *rest])
 
 
 # -- what a run may do with the files under golden/: nothing, unless a flag says so

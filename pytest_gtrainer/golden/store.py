@@ -25,6 +25,9 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
+from pytest_gtrainer.environment import private_folder
+from pytest_gtrainer.golden.naming import FOLDER
+
 # Five times the longest graph text seen: 126 layers, unbucketed and unfolded, are 3.2 MB.
 LONGEST = 16 * 2**20
 _LOCK_SECONDS = 60.0
@@ -146,6 +149,9 @@ def _status(path: Path, root: Path) -> os.stat_result | None:
     shown = _shown(path, root)
     if not _is_inside(path, root):
         raise GoldenFileError(f"{shown} leads out of the tree by a link: replace it by a file")
+    if path.is_relative_to(root / FOLDER) and not _is_inside(path, root / FOLDER):
+        there = os.path.relpath(os.path.realpath(path), os.path.realpath(root))
+        raise GoldenFileError(f"{shown} leads to {there}, which is no golden, by a link: replace it by a file")
     try:
         status = path.stat()
     except FileNotFoundError:
@@ -289,12 +295,12 @@ def _host() -> str:
 
 
 def _lock_file(root: Path) -> str:
-    """One a tree and user, in the system's temporary folder.
+    """One a tree, in a folder of the user's among the system's temporary files.
 
-    A lock in the tree would be left there and committed; another user could not open ours.
+    A lock in the tree would be left there and committed; in a folder of everybody's, another user could put a link.
     """
     key = hashlib.sha256(str(root.resolve()).encode(errors="backslashreplace")).hexdigest()[:32]
-    return os.path.join(tempfile.gettempdir(), f"gtrainer-golden-{os.getuid()}-{key}.lock")
+    return str(private_folder(Path(tempfile.gettempdir()) / f"gtrainer-locks-{os.getuid()}") / f"golden-{key}.lock")
 
 
 def _shown(path: Path, root: Path) -> str:

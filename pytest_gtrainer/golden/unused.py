@@ -34,6 +34,7 @@ from pytest_gtrainer.marker import id_of
 from pytest_gtrainer.supported import installed_minor
 
 _WORKER_OUTPUT = "gt_unowned_goldens"
+_STOPPED = (pytest.ExitCode.INTERRUPTED, pytest.ExitCode.INTERNAL_ERROR, pytest.ExitCode.USAGE_ERROR)
 _MOST_SHOWN = 8
 _ON_GPU = re.compile(r"""device\(["']cuda|@ cuda""")
 _GPU_WORD = re.compile(r"cuda|gpu|nccl", re.IGNORECASE)
@@ -124,27 +125,22 @@ class UnusedGoldens:
         are_ours = any(test.claims for test in self._tests.values()) or any(
             not path.name.endswith(SUFFIXES["text"]) for path in files
         )
-        part = asks_for_a_part(self.config, files) or self._stopped(exitstatus)
+        left = [nodeid for nodeid in self._selected if nodeid not in self._tests or not self._tests[nodeid].has_ended]
+        cut = self._cut or ("the run was stopped" if exitstatus in _STOPPED else None)
+        part = asks_for_a_part(self.config, files) or cut or (f"{len(left)} tests did not run" if left else None)
         if part is None:
             loose = self._loose(files) - unjudged
-            used = {(self.root / path).resolve() for path in files if path not in loose}  # where links in use lead to
+            used = {os.path.realpath(self.root / path) for path in files if path not in loose}  # where links lead to
             has_gpu = devices.resolve(self.config).kind == "cuda"
             on_gpu = {path for path in loose if not has_gpu and needs_gpu(path, self.root)}
             unjudged |= on_gpu
             if self._mode != "ignore" and are_ours:
                 unused = {path: self.root / path for path in sorted(loose - on_gpu)}
-                gone = [name for name, at in unused.items() if at.is_symlink() or at.resolve() not in used]
+                gone = [name for name, at in unused.items() if at.is_symlink() or os.path.realpath(at) not in used]
                 self._tell(session, gone)
         elif self._mode in ("fail", "prune") and are_ours:
             self._lines.append(f"unused goldens were not looked for: {part}")
         self._count("not judged", sorted(unjudged))
-
-    def _stopped(self, exitstatus: int) -> str | None:
-        """Why a run has not come to its end."""
-        if exitstatus in (pytest.ExitCode.INTERRUPTED, pytest.ExitCode.INTERNAL_ERROR, pytest.ExitCode.USAGE_ERROR):
-            return self._cut or "the run was stopped"
-        left = [nodeid for nodeid in self._selected if nodeid not in self._tests or not self._tests[nodeid].has_ended]
-        return self._cut or (f"{len(left)} tests did not run" if left else None)
 
     def _loose(self, files: list[PurePosixPath]) -> set[PurePosixPath]:
         """Goldens without a test, and those of tests that passed without checking them; not those for another torch."""

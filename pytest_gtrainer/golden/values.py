@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 VERSION = 1
-_MARK = re.compile(r"numbers v(\d+)")
+_MARK = re.compile(r"numbers v(\d{1,9})")
 _MOST_WORDS = 12
 _DEEPEST = 50
 

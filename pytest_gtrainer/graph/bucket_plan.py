@@ -72,9 +72,7 @@ def expert_fsdp_degree(
     """
     if ep < 1:
         raise ValueError(f"ep={ep}: experts are on one rank at least")
-    if mesh is not None:
-        return max(1, mesh.get("efsdp", 1))
-    return max(1, dp_shard * cp * tp // ep)
+    return max(1, mesh.get("efsdp", 1) if mesh is not None else dp_shard * cp * tp // ep)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,8 +122,7 @@ class Plan:
         self.buckets = tuple(map(Bucket, range(len(roots)), fqns_of, roots))
         self._by_fqn: dict[str, Bucket] = {}
         for bucket in self.buckets:
-            layers = sorted({layer_of(fqn) or "no layer" for fqn in bucket.fqns})
-            if len(layers) > 1:
+            if len(layers := sorted({layer_of(fqn) or "no layer" for fqn in bucket.fqns})) > 1:
                 raise PlanError(
                     f"bucket {bucket.label!r} spans {' and '.join(layers)}: one bucket stays within one layer"
                 )
@@ -180,8 +177,7 @@ class Plan:
             while fqn and fqn not in prefixes:
                 prefixes.add(fqn)
                 fqn = fqn.rpartition(".")[0]
-        missing = [fqn for fqn in self._by_fqn if fqn not in prefixes]
-        if missing:
+        if missing := [fqn for fqn in self._by_fqn if fqn not in prefixes]:
             roots = sorted({fqn for fqn in prefixes if "." not in fqn} - {LOSS, ""})
             raise PlanError(
                 f"the bucket plan names {', '.join(map(repr, missing))}, which the model does not have; "

@@ -19,7 +19,7 @@ from torch import fx
 from pytest_gtrainer._torch.passes import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, is_control_dependency
 from pytest_gtrainer._torch.process_groups import name_of_group, spell_reduction
 from pytest_gtrainer._torch.values import OpOverload, schema
-from pytest_gtrainer.graph.nodes import COMMUNICATING, direction, is_wait, mutates, node_fqn
+from pytest_gtrainer.graph.nodes import COMMUNICATING, argument_of, direction, is_wait, mutates, node_fqn
 
 _STANDS_BESIDE = frozenset({
     "wait_tensor", "wait_tensors", "_wrap_tensor_autograd", "mesh_get_process_group", "check_for_nan", "memset32_",
@@ -117,32 +117,23 @@ def is_fused(launch: fx.Node) -> bool:
 
 def group_of(launch: fx.Node) -> str | None:
     """Name of the process group that a collective communicates in; None where the graph names none."""
-    return name_of_group(_argument(launch, "group_name", "process_group"), launch.graph.owning_module)
+    return name_of_group(argument_of(launch, "group_name", "process_group"), launch.graph.owning_module)
 
 
 def ranks_given(launch: fx.Node) -> tuple[int, ...] | None:
     """The ranks that an operator of the older ``c10d_functional`` takes in place of a group."""
-    given = _argument(launch, "ranks")
+    given = argument_of(launch, "ranks")
     return tuple(given) if isinstance(given, list | tuple) else None
 
 
 def reduction_of(launch: fx.Node) -> str | None:
     """``sum``, ``avg``, ``premul_sum(0.25)`` of a collective that reduces; None of others and of one that hides it."""
-    return spell_reduction(_argument(launch, "reduce_op", "reduceOp", "red_op"))
+    return spell_reduction(argument_of(launch, "reduce_op", "reduceOp", "red_op"))
 
 
 def hides(launch: fx.Node) -> bool:
     """Whether group or reduction are objects which a graph does not tell, as those of ``c10d``'s operators in place."""
-    names = {argument.name for argument in schema(launch.target).arguments}
-    return "process_group" in names
-
-
-def _argument(node: fx.Node, *names: str) -> Any:
-    for place, argument in enumerate(schema(node.target).arguments):
-        if argument.name in names:
-            given = node.args[place] if place < len(node.args) else node.kwargs.get(argument.name)
-            return argument.default_value if given is None else given
-    return None
+    return any(argument.name == "process_group" for argument in schema(launch.target).arguments)
 
 
 def group_size_of(launch: fx.Node) -> int:
@@ -243,10 +234,8 @@ def _chain_to_input(launch: fx.Node) -> tuple[fx.Node, tuple[fx.Node, ...]] | No
 def fsdp_reduce_scatters(gm: fx.GraphModule) -> list[FsdpCollective]:
     """The reduce-scatters of gradients, in graph order: their result reaches the output by unary steps (D6)."""
     output = gm.graph.output_node()
-    positions: dict[fx.Node, int] = {}
-    for index, result in enumerate(results_of(gm)):
-        if isinstance(result, fx.Node):
-            positions.setdefault(result, index)
+    every = reversed(list(enumerate(results_of(gm))))  # of a result that is returned twice the first place
+    positions = {result: index for index, result in every if isinstance(result, fx.Node)}
     members = []
     for launch in gm.graph.find_nodes(op="call_function", target=REDUCE_SCATTER):
         wait = only_wait(launch)

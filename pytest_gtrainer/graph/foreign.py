@@ -48,6 +48,7 @@ _Given: TypeAlias = Mapping[str, GivenName] | Sequence[GivenName]
 _TEXT = r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*\""""
 _ROOT = re.compile(rf"\b[LG]\[({_TEXT})\]")
 _STEP = re.compile(rf"\.([^.\[(]+)|\[((?:{_TEXT}|[^\]'\"])*)\]")
+_KEYS = re.compile(r"list\(dict\.keys\(.*?\)\)\[(\d+)\]")  # a key that is no text, by its place
 _NO_NAMES = frozenset({"_modules", "_parameters", "_buffers", "_orig_mod", "__closure__", "cell_contents", "__dict__"})
 
 
@@ -60,6 +61,7 @@ def path_of(source: str) -> tuple[str, tuple[str, ...]]:
     >>> path_of("L['d']['a.b'].size()[0]")
     ('d', ('a.b', 'size', '0'))
     """
+    source = _KEYS.sub(r"\1", source)
     if (root := _ROOT.search(source)) is None:
         return "", tuple(name for name in source.split(".") if name not in _NO_NAMES)
     steps = _STEP.findall(source[root.end() :])
@@ -169,10 +171,10 @@ def _given(gm: fx.GraphModule, names: Names | None, keeps_roots: bool) -> _Given
         raise ValueError(
             f"the model has {len(state)} parameters and buffers, the graph {len(placeholders)} inputs: give a mapping"
         )
-    given = {}
+    given = {str(node.target): GivenName("input", str(n)) for n, node in enumerate(placeholders[len(state) :])}
     for (name, tensor), node in zip(state, placeholders, strict=False):
         shape = getattr(_value_of(node), "shape", None)
-        if shape is not None and tuple(shape) != tuple(tensor.shape):
+        if shape not in (None, tensor.shape, getattr(tensor, "to_local", lambda: tensor)().shape):  # noqa: B023
             raise ValueError(
                 f"input {node.target} has shape {list(shape)}, {name.fqn} of the model {list(tensor.shape)}: the "
                 "inputs do not begin with the model's parameters and buffers; give a mapping"
@@ -220,7 +222,7 @@ class _Adoption:
     def run(self) -> fx.GraphModule:
         graph = fx.Graph()
         known: dict[fx.Node, fx.Node] = {}
-        for node in _sorted(self.gm.graph.nodes):
+        for node in sorted_nodes(self.gm.graph.nodes):
             copied = known[node] = graph.node_copy(node, known.__getitem__)
             copied.meta = dict(node.meta)
             self._mark(node, copied)
@@ -253,8 +255,11 @@ class _Adoption:
         name, given = short_name(call), _leaves(call.args)
         own: list[GivenName] = []
         if name in _CARRYING:
-            return {}
-        if name.startswith("flex_attention") and len(call.args) > 1:
+            groups = [argument for argument in call.args if isinstance(argument, list | tuple)]
+            for role in _CARRYING[name]:
+                own += [GivenName("input", f"{name}.{role}.{n}") for n in range(len(groups.pop(0)))]
+            given = _leaves(groups)
+        elif name.startswith("flex_attention") and len(call.args) > 1:
             scores, masks = (_leaves(buffers) for buffers in call.args[-2:])
             is_mask = any(isinstance(argument, tuple) and holder in argument for argument in call.args)
             given = masks if is_mask else scores
@@ -311,9 +316,7 @@ class _Adoption:
     def _name_of(self, described: Input) -> GivenName | None:
         if described.fqn is not None:
             return GivenName(described.kind, described.fqn)
-        if described.index is None:
-            return None
-        if described.index >= len(self.dynamo):
+        if described.index is None or described.index >= len(self.dynamo):
             return None
         name = self.dynamo[described.index]
         return name._replace(fqn=f"{name.fqn}{described.suffix}") if described.suffix else name
@@ -411,7 +414,12 @@ def _leaves(argument: Any) -> list[Any]:
 
 _CAST = torch.ops.aten._to_copy.default
 _OF_A_SCORE = ("score", "b", "h", "q_idx", "kv_idx")  # inputs of flex attention's functions; a mask has no score
-_CARRYING = ("while_loop", "scan", "associative_scan", "map_impl")  # their graphs are given other values each time
+_CARRYING = {
+    "while_loop": ("carried",),
+    "scan": ("carried", "each"),
+    "map_impl": ("each",),
+}
+"""What loops give to their graphs, another value each time; behind it they give what stays."""
 
 
 def _operand_name(operand: Any) -> GivenName | None:
@@ -441,7 +449,7 @@ def _attribute(gm: fx.GraphModule, path: str) -> Any:
     return found
 
 
-def _sorted(nodes: Iterable[fx.Node]) -> list[fx.Node]:
+def sorted_nodes(nodes: Iterable[fx.Node]) -> list[fx.Node]:
     """Nodes behind their operands, else in the graph's order: Inductor's passes may leave a graph unsorted."""
     ordered: dict[fx.Node, None] = {}
     waiting = list(nodes)

@@ -83,8 +83,7 @@ class Payload:
     @property
     def label(self) -> str:
         """The bucket in a reader's words: its layer, or its outermost modules."""
-        names = (layer_of(fqn) or fqn.split(".")[0] for fqn in self.parameters)
-        return "+".join(dict.fromkeys(names))
+        return "+".join(dict.fromkeys(layer_of(fqn) or fqn.split(".")[0] for fqn in self.parameters))
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,11 +220,9 @@ class _Reader:
 
     def _reductions(self, kind: str, launch: fx.Node) -> Iterable[Payload]:
         """Follow the results to the outputs: order and widths come from the splits on the way."""
-        value = launch.meta.get("val")
-        if isinstance(value, list | tuple):
+        results = [launch]
+        if isinstance(launch.meta.get("val"), list | tuple):
             results = sorted((user for user in launch.users if user.target is getitem), key=lambda item: item.args[1])
-        else:
-            results = [launch]
         for result in results:
             found: dict[tuple[int, int], list[Arrival]] = {}
             for arrival in arrivals(result, self._outputs):
@@ -276,8 +273,7 @@ class _Reader:
             return
         if (chain := chain_to_output(user, self._output)) is None:
             return
-        last = chain[-1] if chain else user
-        reached = Arrival(arrival.piece, tuple(self._outputs.get(last, ())), added=True)
+        reached = Arrival(arrival.piece, tuple(self._outputs.get([user, *chain][-1], ())), added=True)
         if names := self._gradients(reached, launch):
             raise _unread(launch, "gives", names, user)
 
@@ -390,12 +386,9 @@ def _compare_payloads(actual: Payload, wanted: Payload) -> Iterable[str]:
         premultiplied = "premul_sum" in actual.op + wanted.op
         why = " (premul_sum multiplies each rank's gradient before the sum, and rounds the product)" * premultiplied
         yield f"{where}: op is {actual.op}, expected {wanted.op}{why}"
-    ours_at = {slot.parameter: slot for slot in actual.slots}
-    theirs_at = {slot.parameter: slot for slot in wanted.slots}
-    for parameter in [name for name in theirs_at if name not in ours_at]:
-        yield f"{where}: {parameter} is missing"
-    for parameter in [name for name in ours_at if name not in theirs_at]:
-        yield f"{where}: {parameter} does not belong here"
+    ours_at, theirs_at = ({slot.parameter: slot for slot in payload.slots} for payload in (actual, wanted))
+    yield from (f"{where}: {parameter} is missing" for parameter in theirs_at if parameter not in ours_at)
+    yield from (f"{where}: {parameter} does not belong here" for parameter in ours_at if parameter not in theirs_at)
     shared = [(ours_at[slot.parameter], slot) for slot in wanted.slots if slot.parameter in ours_at]
     for ours, slot in shared:
         if ours.nbytes != slot.nbytes:

@@ -206,8 +206,7 @@ class _Walk:
         self._inputs: dict[int, Allocation] = {}  # by the storage of their values
         self.allocations: list[Allocation] = []
         self.values: dict[fx.Node, Any] = {}
-        placeholders = gm.graph.find_nodes(op="placeholder")
-        self.values.update(zip(placeholders, bound or (), strict=False))
+        self.values.update(zip(gm.graph.find_nodes(op="placeholder"), bound or (), strict=False))
         for place, node in enumerate(self.nodes[:-1]):
             if node.op in ("placeholder", "get_attr"):
                 self.values.setdefault(

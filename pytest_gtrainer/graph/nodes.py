@@ -7,7 +7,9 @@ Where it belongs stands in ``node.meta``, as graph trainers write it, so graphs 
 - ``meta["gt_gathers_once"]`` on the output node: True if a parameter is gathered once however often it is read, so that
   its gradient is complete before it is reduced;
 - ``meta["gt_dynamic_dims"]`` there: per dimension that the graph keeps as a symbol, by name, the symbol and the
-  extent of the example.
+  extent of the example;
+- ``meta["gt_stage_outputs"]`` there, of a pipeline's stage: how many outputs and gradients of inputs it gives;
+- ``meta["custom"]["gt_part"]`` in a stage: ``"reduce"`` on what reduces a parameter's gradient over ranks.
 
 What it does is told by its operator: it communicates, waits, draws random numbers, shows memory, writes to it.
 """
@@ -15,6 +17,7 @@ What it does is told by its operator: it communicates, waits, draws random numbe
 from __future__ import annotations
 
 import operator
+from typing import Any
 
 import torch
 from torch import fx
@@ -25,14 +28,18 @@ from pytest_gtrainer._torch.values import HigherOrderOperator, OpOverload, schem
 FORWARD, BACKWARD = "fwd", "bwd"
 GATHERS_ONCE = "gt_gathers_once"
 DYNAMIC_DIMS = "gt_dynamic_dims"
+STAGE_OUTPUTS = "gt_stage_outputs"
+PART, REDUCE = "gt_part", "reduce"
 
 COMMUNICATING = ("_c10d_functional", "_c10d_functional_autograd", "c10d", "c10d_functional", "symm_mem", "_dtensor")
 _OF_TORCHS_BUCKET = "bucketing_custom_sources"
 """Key of ``meta`` that ``torch._inductor.fx_passes.bucketing`` sets on every node that it makes."""
 _DRAWING = ("run_and_save_rng_state", "run_with_rng_state")
-_WRITING = (setattr, delattr, operator.delitem) + tuple(
+_IN_PLACE = frozenset(
     getattr(operator, name) for name in dir(operator) if name[0] == "i" and hasattr(operator, f"__{name[1:]}__")
 )
+"""``operator.iadd`` and its family."""
+_WRITING = {setattr, delattr, operator.setitem, operator.delitem, *_IN_PLACE}
 """Python's operators that write to their first operand, as graphs of Dynamo have them."""
 
 
@@ -94,11 +101,16 @@ def is_random(node: fx.Node) -> bool:
         return target.name() in _DRAWING
     if not isinstance(target, OpOverload) or torch.Tag.nondeterministic_seeded not in target.tags:
         return False
-    for place, argument in enumerate(schema(target).arguments):
-        if argument.name == "dropout_p":
-            given: object = node.args[place] if place < len(node.args) else argument.default_value
-            return node.kwargs.get("dropout_p", given) != 0.0
-    return True
+    return argument_of(node, "dropout_p") != 0.0
+
+
+def argument_of(node: fx.Node, *names: str) -> Any:
+    """What an operator is given as the first argument of these names, or its default; None if it has none."""
+    for place, argument in enumerate(schema(node.target).arguments):
+        if argument.name in names:
+            given = node.args[place] if place < len(node.args) else node.kwargs.get(argument.name)
+            return argument.default_value if given is None else given
+    return None
 
 
 def short_name(node: fx.Node) -> str:
@@ -115,14 +127,18 @@ def is_view(target: object) -> bool:
 
 def mutates(node: fx.Node) -> bool:
     """Whether the operator writes to an operand."""
-    return isinstance(node.target, OpOverload) and bool(schema(node.target).is_mutable)
+    return bool(written_operands(node))
 
 
 def written_operands(node: fx.Node) -> list[fx.Node]:
-    """The operands that the node's operator writes to."""
-    if not isinstance(node.target, OpOverload):
-        return []
+    """The operands that the node's operator writes to; ``x += 1`` of a number makes another one."""
     written: list[fx.Node] = []
+    if not isinstance(node.target, OpOverload):
+        if node.op == "call_function" and node.target in _WRITING and isinstance(first := node.args[0], fx.Node):
+            value = first.meta.get("val", first.meta.get("example_value"))
+            if value is None or isinstance(value, torch.Tensor):
+                written.append(first)
+        return written
     for place, argument in enumerate(schema(node.target).arguments):
         if argument.is_write:
             given = node.args[place] if place < len(node.args) else None
@@ -130,12 +146,19 @@ def written_operands(node: fx.Node) -> list[fx.Node]:
     return written
 
 
+def returns_an_operand(node: fx.Node) -> bool:
+    """Whether the result is, or holds, the operand that the operator writes to, as of ``add_`` and ``+=``."""
+    if isinstance(node.target, OpOverload):
+        return any(result.is_write for result in schema(node.target).returns)
+    return node.target in _IN_PLACE
+
+
 def storage_of(node: fx.Node) -> fx.Node:
     """The node whose memory a view, a part of one, or the result of an operator in place, shows."""
     while True:
         if (is_view(node.target) or node.target is operator.getitem) and node.all_input_nodes:
             node = node.all_input_nodes[0]
-        elif (written := written_operands(node)) and any(result.is_write for result in schema(node.target).returns):
+        elif returns_an_operand(node) and (written := written_operands(node)):
             node = written[0]
         else:
             return node

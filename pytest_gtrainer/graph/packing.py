@@ -85,7 +85,10 @@ class _Reader:
         elif node.op == "output":
             return None
         elif node.op == "get_attr":
-            state[node] = _of_attribute(node)
+            value: Any = node.graph.owning_module
+            for name in str(node.target).split("."):
+                value = getattr(value, name, None)  # a parameter that the module holds; other constants are filling
+            state[node] = (Part(node if isinstance(value, torch.nn.Parameter) else None, nbytes_of(value)),)
         elif late := [operand for operand in node.all_input_nodes if operand not in state]:
             raise ValueError(
                 f"the graph is not sorted: {node.name} uses {late[0].name} before it is defined, as torch's bucketing "
@@ -110,8 +113,7 @@ class _Reader:
         if any(isinstance(operand, str) for operand in operands):
             has_parameter = any(part.source for parts in operands if isinstance(parts, tuple) for part in parts)
             return Unread(node) if has_parameter and _packs(node) else ACTIVATION  # a bucket of both is no activation
-        joined = self._joined(node)
-        if joined is not None:
+        if (joined := self._joined(node)) is not None:
             return joined
         unread = next((operand for operand in operands if isinstance(operand, Unread)), None)
         sources = {part.source: None for parts in operands if isinstance(parts, tuple) for part in parts}
@@ -129,7 +131,7 @@ class _Reader:
         """The parts of an operator that packs; None for all others."""
         target: Any = node.target
         args: Any = node.args
-        if target is _aten.cat.default and _outermost(node):
+        if target is _aten.cat.default and _is_outermost(node, node, 1):
             return self._concatenated(args[0], [nbytes_of(tensor.meta.get("val")) for tensor in args[0]])
         if target is _aten.copy_.default:
             return self._concatenated([args[1]], [nbytes_of(node.meta.get("val"))])
@@ -171,14 +173,6 @@ def _of_input(node: fx.Node) -> State:
     if kind == "input" or (kind is None and is_number):
         return ACTIVATION
     return (Part(None if kind == "buffer" else node, nbytes_of(value)),)
-
-
-def _of_attribute(node: fx.Node) -> State:
-    """A parameter that the graph's module holds; other constants are filling."""
-    value: Any = node.graph.owning_module
-    for name in str(node.target).split("."):
-        value = getattr(value, name, None)
-    return (Part(node if isinstance(value, torch.nn.Parameter) else None, nbytes_of(value)),)
 
 
 def _operands(node: fx.Node) -> list[fx.Node]:
@@ -225,9 +219,9 @@ def _packs(node: fx.Node) -> bool:
     return isinstance(node.target, OpOverload) and schema(node.target).name in (PRE_BUCKET_ALL_GATHER, COPY_IN)
 
 
-def _outermost(node: fx.Node) -> bool:
-    """Whether ``cat`` puts its tensors one behind the other in memory."""
-    value, dim = node.meta.get("val"), node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)
+def _is_outermost(node: fx.Node, whole: fx.Node, place: int) -> bool:
+    """Whether ``cat`` or ``split``, whose argument at ``place`` is the dim, has its parts one behind the other."""
+    value, dim = whole.meta.get("val"), node.args[place] if len(node.args) > place else node.kwargs.get("dim", 0)
     if not isinstance(value, torch.Tensor) or type(dim) is not int:
         return False
     return all(size == 1 for size in value.shape[: dim % value.ndim])
@@ -237,8 +231,7 @@ def _is_part_of_rank(node: fx.Node, base: fx.Node) -> bool:
     """Whether a node takes this rank's part out of a buffer for all ranks."""
     if node.target is getitem:
         return node.args[1] == 0  # `all_gather_copy_in` gives it first
-    target: Any = base.target
-    if node.target is not _aten.slice.Tensor or schema(target).name != PRE_BUCKET_ALL_GATHER:
+    if node.target is not _aten.slice.Tensor or schema(base.target).name != PRE_BUCKET_ALL_GATHER:
         return False
     args: Any = base.args
     share = base.meta["val"].numel() // args[1]
@@ -338,7 +331,7 @@ def _below(piece: Piece, user: fx.Node, known: _Known) -> list[Piece] | None:
     node, name = piece.node, short_name(user)
     size = _numel(node)
     is_whole = piece.low == 0 and piece.numel >= size  # more where its pads have gone
-    if name in ("split", "split_with_sizes", "unbind", "chunk") and _along_first(user):
+    if name in ("split", "split_with_sizes", "unbind", "chunk") and _is_outermost(user, user.all_input_nodes[0], 2):
         return _split(piece, user, known)
     if user.target is getitem:  # of a collective of several tensors
         return [Piece(user, 0, piece.at, _numel(user))]
@@ -348,10 +341,12 @@ def _below(piece: Piece, user: fx.Node, known: _Known) -> list[Piece] | None:
         alike = [item for item in itertools.chain(*known[user].get(node, ())) if _numel(item) == size]
         return [Piece(item, piece.low, piece.at, piece.numel) for item in alike] or None
     begin = _begin(user) if name == "slice" else None
-    if begin or (begin == 0 and not (is_whole and sum(other.target is user.target for other in node.users) == 1)):
+    # the only reader of a whole takes its padding off; beside others it is a member
+    alone = is_whole and all(other is user or other.op == "output" or reduces(other) for other in node.users)
+    if begin or (begin == 0 and not alone):
         one = _cut(piece, user, begin, _numel(user))
         return [] if one is None else [one]
-    if user.target is _aten.cat.default and _outermost(user):
+    if user.target is _aten.cat.default and _is_outermost(user, user, 1):
         if user not in known:
             tensors: Any = user.args[0]
             known[user] = _by(tensors, accumulate(map(_numel, tensors), initial=0))
@@ -370,8 +365,7 @@ def _below(piece: Piece, user: fx.Node, known: _Known) -> list[Piece] | None:
 def _split(piece: Piece, user: fx.Node, known: _Known) -> list[Piece]:
     """What of a piece lies in each part that an operator splits off."""
     if user not in known:
-        widths = [tensor.numel() for tensor in user.meta["val"]]
-        known[user] = {"items": _items(user), "at": [0, *accumulate(widths)]}
+        known[user] = {"items": _items(user), "at": [0, *accumulate(tensor.numel() for tensor in user.meta["val"])]}
     at, items = known[user]["at"], known[user]["items"]
     first, last = bisect_right(at, piece.low) - 1, min(bisect_left(at, piece.low + piece.numel), len(items))
     cut = [_cut(piece, item, at[n], at[n + 1] - at[n]) for n in range(first, last) for item in items[n]]
@@ -405,13 +399,6 @@ def _numel(node: fx.Node) -> int:
     value = node.meta.get("val")
     size = value.numel() if isinstance(value, torch.Tensor) else 0
     return size if type(size) is int else 0
-
-
-def _along_first(node: fx.Node) -> bool:
-    """Whether an operator splits what lies one behind the other in memory."""
-    dim = node.args[2] if len(node.args) > 2 else node.kwargs.get("dim", 0)
-    value = node.all_input_nodes[0].meta.get("val")
-    return isinstance(value, torch.Tensor) and type(dim) is int and all(s == 1 for s in value.shape[: dim % value.ndim])
 
 
 def _begin(node: fx.Node) -> int | None:

@@ -7,12 +7,12 @@ One walk over the lines; a text is taken apart once, whatever the number of laye
 
 from __future__ import annotations
 
-import ast
 import functools
 import re
+import textwrap
 import warnings
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -28,20 +28,16 @@ from pytest_gtrainer.graphtext.syntax import (
     InputKey,
     LinePlace,
     absolute,
-    computed,
     input_key_at,
     is_input,
     key_of,
     links_of,
-    reference,
     scope_at,
 )
 
 HOLE, SYMBOL = "\0", "\1"
 """Stand in a template for a reference, and for the symbol of a size."""
-_SYMBOL = re.compile(r"[a-z]+\d+")
 _DEFINITION = re.compile(r"(?P<name>\w+) = (?P<value>.*)")
-_HEADS = ("if ", "for ", "def ")
 _BODY = "def "
 
 
@@ -69,30 +65,22 @@ class Statement(NamedTuple):
     arguments: Template
 
 
-class _Hole(NamedTuple):
-    """Columns of a reference, which is an origin and then a name; a symbol has no ``name``."""
-
-    start: int
-    origin_end: int
-    name: int | None
-    end: int
-
-
-def _cut(text: str, start: int, end: int, holes: Iterable[_Hole]) -> Template:
-    """A part of a text, by columns, as a template."""
-    pieces: list[str] = []
-    references: list[Origin] = []
-    symbols: list[str] = []
-    for hole in holes:
-        pieces += [text[start : hole.start], SYMBOL if hole.name is None else HOLE]
-        if hole.name is None:
-            symbols.append(text[hole.start : hole.end])
-        else:
-            references.append((text[hole.start : hole.origin_end], text[hole.name : hole.end]))
-        start = hole.end
-    return Template("".join([*pieces, text[start:end]]), tuple(references), tuple(symbols))
+_STRING = r"""(?:"(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*')"""
+_BUCKET = rf"bucket\((?:{_STRING}|[^()\"'])*\)"
+_NAME = r"[^\W\d]\w*"
+_CHAIN = rf"(?:{_BUCKET}|{_NAME})(?:\.{_BUCKET}|\.{_NAME}|\[(?:-?\d+|i(?: ?[+-] ?\d+)?|{_STRING})\])*"
+_TOKEN = re.compile(
+    rf"{_STRING}|\d[\w.]*|(?:True|False|None)\b|(?P<sym>sym\()|[^\W\d][\w.]*(?<!bucket)(?=[=(])"
+    rf"|(?P<chain>{_CHAIN})|(?P<parenthesis>[()])"
+)
+_NAMED = re.compile(r"(?:(?P<origin>.+)\.)?(?P<name>\w+)(?:\[-?\d+\])*")
+_SYMBOL = re.compile(r"(?:.+\.)?[a-z]+\d+")
+_TAG = rf"\w+(?:\((?:{_STRING}|[^\"'])*?\))?"
+_STATEMENT = re.compile(rf"({_NAME}): (.*?)(?: \| ({_TAG}(?: \| {_TAG})*))? = ({_CHAIN})\((.*)\)", re.DOTALL)
+_PATH_OF_TAG = re.compile(rf"{_STRING}|(?P<tag>\b(?:{AT}|{CHUNK})\()(?P<path>{_CHAIN})")
 
 
+@functools.lru_cache(maxsize=1 << 14)
 def statement(text: str) -> Statement | None:
     """A computed value's line; None if it is none.
 
@@ -102,105 +90,47 @@ def statement(text: str) -> Statement | None:
     >>> found.arguments[:2]
     ('\\x00, \\x00[1], 1e-05, dtype=\\x00', (('', 'x'), ('L', 'y'), ('', 'f32')))
     """
-    if (columns := _columns(text.translate(_DIGITS))) is None:
+    if (found := _STATEMENT.fullmatch(text)) is None:
         return None
-    name, kind, tags, operator, arguments = columns
-    return Statement(text[name], _cut(text, *kind), text[tags], text[operator], _cut(text, *arguments))
-
-
-_DIGITS = str.maketrans("123456789", "0" * 9)
-"""Makes one text of lines that differ in digits alone, as a graph's lines mostly do: only such a text is parsed."""
-_Cut = tuple[int, int, list[_Hole]]
-
-
-@functools.lru_cache(maxsize=1 << 14)
-def _columns(text: str) -> tuple[slice, _Cut, slice, slice, _Cut] | None:
-    """Where name, type, tags, operator and arguments of a statement stand; None if it is none."""
-    try:
-        (node,) = ast.parse(text).body
-        _count_characters(node, text)
-        if (parts := computed(node)) is None:
-            return None
-        name, kind, tags, call = parts
-        arguments = [*call.args, *[keyword.value for keyword in call.keywords]]
-        return (
-            slice(_end(name)),
-            (kind.col_offset, _end(kind), sorted(map(_symbol_hole, _symbols(kind)))),
-            slice(_end(kind) + len(" | "), _end(tags[-1]) if tags else 0),
-            slice(call.func.col_offset, _end(call.func)),
-            (_end(call.func) + 1, _end(call) - 1, sorted(hole for part in arguments for hole in _holes(part))),
-        )
-    except UNREADABLE:
-        return None
+    name, kind, tags, operator, arguments = found.groups(default="")
+    return Statement(name, template(kind, is_type=True), tags, operator, template(arguments))
 
 
 @functools.lru_cache(maxsize=1 << 14)
 def template(text: str, is_type: bool = False) -> Template:
-    """An operand, or several in a container; or a type, which has holes for its symbols.
+    """Operands; or a type, which has holes for symbols as ``sym(...)`` among operands has.
 
     >>> template("bf16[L.u0 + L.u1, 64]", is_type=True)
     Template(text='bf16[\\x01 + \\x01, 64]', references=(), symbols=('L.u0', 'L.u1'))
     >>> template("float8_e4m3fn[4, 4][1, 4] @ cuda", is_type=True).symbols
     ()
     """
-    try:
-        node = ast.parse(text, mode="eval").body
-        _count_characters(node, text)
-        holes = map(_symbol_hole, _symbols(node)) if is_type else _holes(node)
-        return _cut(text, 0, len(text), sorted(holes))
-    except UNREADABLE:
-        return Template(text)
-
-
-def _count_characters(tree: ast.AST, text: str) -> None:
-    """Let the columns of a syntax tree count characters; ``ast`` counts bytes."""
-    source = text.encode()
-    for node in () if text.isascii() else ast.walk(tree):
-        if isinstance(node, ast.expr):
-            node.col_offset = len(source[: node.col_offset].decode())
-            node.end_col_offset = len(source[: node.end_col_offset].decode())
-
-
-def _end(node: ast.expr) -> int:
-    return node.end_col_offset or 0
-
-
-def _holes(node: ast.expr) -> Iterator[_Hole]:
-    """The references of an operand, and the symbols of its sizes."""
-    if isinstance(node, ast.Constant):
-        return
-    if isinstance(node, ast.Call):
-        is_size = isinstance(node.func, ast.Name) and node.func.id == "sym"
-        for part in [*node.args, *[keyword.value for keyword in node.keywords]]:
-            yield from map(_symbol_hole, _symbols(part)) if is_size else _holes(part)
-        return
-    if isinstance(node, ast.Name | ast.Attribute | ast.Subscript):
-        try:
-            head, name, _, last = reference(node)
-            start, end = node.col_offset, _end(last)
-            yield _Hole(start, _end(head[-1].node) if head else start, end - len(name), end)
-            return
-        except TextError:  # a type, as of a constant
-            pass
-    for child in ast.iter_child_nodes(node):
-        if isinstance(child, ast.expr):
-            yield from _holes(child)
-
-
-def _symbol_hole(node: ast.expr) -> _Hole:
-    return _Hole(node.col_offset, node.col_offset, None, _end(node))
-
-
-def _symbols(node: ast.expr) -> Iterator[ast.expr]:
-    """The symbols in a type or a size; what stands before `[` or `(` is none."""
-    if isinstance(node, ast.Name | ast.Attribute):
-        if _SYMBOL.fullmatch(node.id if isinstance(node, ast.Name) else node.attr):
-            yield node
-        return
-    skipped = node.value if isinstance(node, ast.Subscript) else node.func if isinstance(node, ast.Call) else None
-    for child in ast.iter_child_nodes(node):
-        if isinstance(child, ast.expr) and not (child is skipped and isinstance(child, ast.Name | ast.Attribute)):
-            yield from _symbols(child)
+    pieces: list[str] = []
+    references: list[Origin] = []
+    symbols: list[str] = []
+    place, depth = 0, int(is_type)  # depth: of parentheses inside of a size
+    for token in _TOKEN.finditer(text):
+        told, start, end = token[0], *token.span()
+        if token["sym"]:
+            depth = 1
+        elif token["parenthesis"] and depth:
+            depth += 1 if told == "(" else -1
+        elif not token["chain"]:
+            continue
+        elif depth:
+            if _SYMBOL.fullmatch(told) and text[end : end + 1] != "[":
+                pieces += [text[place:start], SYMBOL]
+                symbols.append(told)
+                place = end
+        elif told[0] in INPUT_SPACES and told[1:2] in (".", "["):
+            pieces += [text[place:start], HOLE]
+            references.append((told, ""))
+            place = end
+        elif named := _NAMED.fullmatch(told):
+            pieces += [text[place:start], HOLE]
+            references.append((named["origin"] or "", named["name"]))
+            place = start + named.end("name")
+    return Template("".join([*pieces, text[place:]]), tuple(references), tuple(symbols))
 
 
 # -- graphs
@@ -243,11 +173,6 @@ class Value(NamedTuple):
     @property
     def is_input(self) -> bool:
         return not self.operator
-
-    def operand_at(self, place: int) -> int | None:
-        """The value that stands in a hole of the arguments; None if it is none."""
-        operand = self.operands[self.type.count(SYMBOL) + self.arguments.count(HOLE, 0, place)]
-        return operand if isinstance(operand, int) and operand >= 0 else None
 
 
 class Result(NamedTuple):
@@ -300,12 +225,8 @@ def dataflow(lines: Iterable[GraphLine]) -> Dataflow:
         return _Resolver().read(tuple(lines))
 
 
-class _Heading(NamedTuple):
-    """What lines under one heading share; ``find`` gives the values that what stands before a name leads to."""
-
-    key: SectionKey
-    scope: Scope
-    find: Callable[[str], Mapping[str, int]]
+_Find = Callable[[str], Mapping[str, int]]
+"""The values that what stands before a name leads to, by their names."""
 
 
 class _Resolver:
@@ -323,16 +244,14 @@ class _Resolver:
         self._head([line for line in lines if not line.section])
         heading_of = functools.cache(self._heading)
         for number, line in enumerate(lines):
-            section, heading, text = line
-            under = heading_of(section, heading)
-            space = under.key.space
-            if space in COMPUTED_SPACES and (parts := statement(text)) is not None:
-                self._computed(number, under, parts)
-            elif space in INPUT_SPACES and ": " in text:
-                self._input(number, under.key, text)
+            (space, layer), scope, find = heading_of(line.section, line.heading)
+            if space in COMPUTED_SPACES and (parts := statement(line.text)) is not None:
+                self._computed(number, parts, layer, scope, find)
+            elif space in INPUT_SPACES and ": " in line.text:
+                self._input(number, SectionKey(space, layer), line.text)
             elif space == "out":
-                self._result(number, under, text)
-            elif section:
+                self._result(number, line.text, layer, find)
+            elif line.section:
                 self._made.others.append(line)
         return self._made
 
@@ -340,7 +259,7 @@ class _Resolver:
         """Definitions, then bodies; one ends where the next begins."""
         bodies: list[list[GraphLine]] = []
         for line in lines:
-            if line.text.startswith(_BODY) and not line.heading:
+            if line.text.startswith(_BODY):
                 bodies.append([line])
             elif bodies:
                 bodies[-1].append(line)
@@ -352,11 +271,15 @@ class _Resolver:
                 self._made.others.append(line)
         for first, *inner in bodies:
             name = first.text.removeprefix(_BODY).partition("(")[0]
-            self._made.bodies[name] = _lines_of_body(inner)
+            try:
+                self._made.bodies[name] = unfold(textwrap.dedent("\n".join(line.text for line in inner)))
+            except TextError:
+                self._made.bodies[name] = tuple(inner)
             self._made.definitions.append(Definition(name, "body", ""))
         self._defined = {definition.name: ~place for place, definition in enumerate(self._made.definitions)}
 
-    def _heading(self, section: str, heading: str) -> _Heading:
+    def _heading(self, section: str, heading: str) -> tuple[SectionKey, Scope, _Find]:
+        """What lines under one heading share."""
         key = key_of(section)
         here = LinePlace(*key)
         try:
@@ -375,7 +298,7 @@ class _Resolver:
             except UNREADABLE:
                 return {}
 
-        return _Heading(key, scope, functools.cache(find))
+        return key, scope, functools.cache(find)
 
     def _input(self, number: int, key: SectionKey, text: str) -> None:
         name, _, kind = text.partition(": ")
@@ -386,57 +309,50 @@ class _Resolver:
         except UNREADABLE:
             _, path, repeat = source = key.space, name, 0
         self._inputs[source][""] = place
-        operands = tuple([self._symbol(symbol, key.layer, place) for symbol in typed.symbols])
+        operands = tuple([self._symbol(symbol, key.layer) for symbol in typed.symbols])
         scope = Scope((f"{path}.#{repeat}" if repeat else path,), key.space)
         self._made.values.append(Value(scope, "", "", typed.text, "", operands, (), "", number))
 
-    def _computed(self, number: int, under: _Heading, parts: Statement) -> None:
-        name, (kind, _, symbols), tags, operator, (arguments, references, _) = parts
-        (_, layer), scope, find = under
-        place = len(self._made.values)
-        found = [find(origin).get(known) for origin, known in references]
-        typed = [self._symbol(symbol, layer, place) for symbol in symbols]
-        operands = (*typed, *self._operands(parts.arguments, found, layer))
+    def _computed(self, number: int, parts: Statement, layer: Layer | None, scope: Scope, find: _Find) -> None:
+        name, (kind, _, symbols), tags, operator, arguments = parts
+        typed = [self._symbol(symbol, layer) for symbol in symbols]
+        operands = (*typed, *self._operands(arguments, layer, find))
         sources = tuple([known for known in operands if isinstance(known, int) and known >= 0])
         if "(" in tags:
             tags = _absolute_tags(tags, layer)
-        self._made.values.append(Value(scope, name, operator, kind, arguments, operands, sources, tags, number))
-        self._names[scope][name] = place
+        self._names[scope][name] = len(self._made.values)
+        self._made.values.append(Value(scope, name, operator, kind, arguments.text, operands, sources, tags, number))
 
-    def _operands(self, told: Template, found: Sequence[int | None], layer: Layer | None) -> list[Operand]:
-        """What stands in the holes, given the values that were found: a definition or a literal for None; symbols."""
+    def _operands(self, told: Template, layer: Layer | None, find: _Find) -> list[Operand]:
+        """What stands in the holes: values, definitions, literals; then symbols."""
         operands: list[Operand] = []
-        for (origin, name), value in zip(told.references, found, strict=True):
-            if value is not None:
-                operands.append(value)
-            elif not origin and name in self._defined:
-                operands.append(self._defined[name])
-            else:
-                operands.append(absolute(f"{origin}.{name}" if origin and name else origin or name, layer))
-        return [*operands, *[self._symbol(symbol, layer, len(self._made.values)) for symbol in told.symbols]]
+        for origin, name in told.references:
+            found = find(origin).get(name)
+            if found is None and not origin:
+                found = self._defined.get(name)
+            literal = f"{origin}.{name}" if origin and name else origin or name
+            operands.append(absolute(literal, layer) if found is None else found)
+        return [*operands, *[self._symbol(symbol, layer) for symbol in told.symbols]]
 
-    def _symbol(self, text: str, layer: Layer | None, place: int) -> Operand:
+    def _symbol(self, text: str, layer: Layer | None) -> Operand:
         """A symbol belongs to the value that first mentions it."""
         if text in self._defined:
             return self._defined[text]
-        name = absolute(text, layer)
+        name, place = absolute(text, layer), len(self._made.values)
         if name not in self._symbols:
             self._symbols[name] = Symbol(place, self._brought[place])
             self._brought[place] += 1
         return self._symbols[name]
 
-    def _result(self, number: int, under: _Heading, text: str) -> None:
+    def _result(self, number: int, text: str, layer: Layer | None, find: _Find) -> None:
         """``L.w = bwd.L.view``, ``yield loss``, ``yield from {'a': fwd.x}``."""
-        name, _, returned = text.partition(" = ")
-        before = ""
-        if text.startswith("yield "):
-            name, returned = "", text.removeprefix("yield ")
-            before = "from " if returned.startswith("from ") else ""
+        name, _, returned = (
+            ("", "", text.removeprefix("yield ")) if text.startswith("yield ") else text.partition(" = ")
+        )
+        before = "" if name or not returned.startswith("from ") else "from "
         told = template(returned.removeprefix(before))
-        found = [under.find(origin).get(known) for origin, known in told.references]
-        operands = self._operands(told, found, under.key.layer)
-        name = absolute(name, under.key.layer)
-        self._made.results.append(Result(name, before + told.text, tuple(operands), number))
+        operands = tuple(self._operands(told, layer, find))
+        self._made.results.append(Result(absolute(name, layer), before + told.text, operands, number))
 
 
 @functools.lru_cache(maxsize=1 << 12)
@@ -446,28 +362,6 @@ def _absolute_tags(tags: str, layer: Layer | None) -> str:
     >>> _absolute_tags("must_save | at(L.moe) | custom(stage=1)", Layer("layers", 3))
     'must_save | at(layers.3.moe) | custom(stage=1)'
     """
-    tree = ast.parse(tags, mode="eval")
-    _count_characters(tree, tags)
-    paths = []
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in (AT, CHUNK) and node.args:
-            paths.append(node.args[0])
-    for path in sorted(paths, key=lambda path: path.col_offset, reverse=True):
-        start, end = path.col_offset, _end(path)
-        tags = tags[:start] + absolute(tags[start:end], layer) + tags[end:]
-    return tags
-
-
-def _lines_of_body(lines: Sequence[GraphLine]) -> tuple[GraphLine, ...]:
-    """The lines of a body as of a graph; as they are where their text cannot be read.
-
-    Its sections have lost their indent, and so are told by their first word.
-    """
-    text = []
-    for _, heading, line in lines:
-        is_head = not heading and line.startswith(_HEADS)
-        text.append(line if is_head or _DEFINITION.fullmatch(line) else f"  {line}")
-    try:
-        return unfold("\n".join(text))
-    except TextError:
-        return tuple(lines)
+    return _PATH_OF_TAG.sub(
+        lambda found: found["tag"] + absolute(found["path"], layer) if found["tag"] else found[0], tags
+    )

@@ -14,20 +14,25 @@ from __future__ import annotations
 
 import ast
 import functools
+import itertools
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from operator import add, mul, sub
+from typing import Any, NamedTuple
 
 from pytest_gtrainer.graphtext.dataflow import HOLE, SYMBOL, Dataflow, Operand, Value, dataflow
 
-_COMMUTATIVE = {"Max", "Min"}
-_OTHER_SIGN = {"+": "-", "-": "+"}
+_PRIME = 2**61 - 1
+_ARITHMETIC: dict[type, Callable[[int, int], int]] = {ast.Add: add, ast.Sub: sub, ast.Mult: mul}
 
 
 def canonical(text: str, meanings: Sequence[str]) -> str:
-    """``text`` with the meanings in place of its symbols, terms and factors sorted.
+    """``text`` with the meanings in place of its symbols, whatever the order of terms and factors.
+
+    As in testing whether polynomials are equal (Schwartz and Zippel), each symbol stands for a number, and sums and
+    products are worked out modulo a prime.
 
     >>> canonical("f32[\\1 + \\1, 2]", ["b", "a"]) == canonical("f32[\\1 + \\1, 2]", ["a", "b"])
     True
@@ -37,59 +42,35 @@ def canonical(text: str, meanings: Sequence[str]) -> str:
     False
     """
     tree = _parsed(text)
-    if tree is None:
-        return "\n".join([text, *meanings])
-    return _spell(tree, meanings)
+    return "\n".join([text, *meanings]) if tree is None else str(_number(tree, meanings))
 
 
 @functools.lru_cache(maxsize=1 << 12)
 def _parsed(text: str) -> ast.expr | None:
     """The syntax tree, symbols numbered in the order in which they stand."""
-    pieces = text.replace(HOLE, "_hole").split(SYMBOL)
-    numbered = "".join(f"{piece}_symbol{place}" for place, piece in enumerate(pieces[:-1])) + pieces[-1]
+    places = itertools.count()
+    numbered = re.sub(SYMBOL, lambda _: f"_symbol{next(places)}", text.replace(HOLE, "_hole"))
     try:
         return ast.parse(f"_({numbered})", mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return None
 
 
-def _spell(node: ast.AST, meanings: Sequence[str]) -> str:
+def _number(node: ast.AST, meanings: Sequence[str]) -> int:
+    """The value of a size; of anything else its hash."""
     if isinstance(node, ast.Name) and node.id.startswith("_symbol"):
-        return meanings[int(node.id.removeprefix("_symbol"))]
-    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add | ast.Sub):
-        return f"sum({', '.join(sorted(_terms(node, '+', meanings)))})"
-    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
-        return _product(_factors(node), meanings)
-    inner = [_spell(child, meanings) for child in ast.iter_child_nodes(node) if not isinstance(child, ast.expr_context)]
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in _COMMUTATIVE:
+        return hash(meanings[int(node.id.removeprefix("_symbol"))])
+    if isinstance(node, ast.Constant) and type(node.value) is int:
+        return node.value
+    inner = [_number(child, meanings) for child in ast.iter_child_nodes(node)]
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        return -inner[1] % _PRIME
+    if isinstance(node, ast.BinOp) and type(node.op) in _ARITHMETIC:
+        return _ARITHMETIC[type(node.op)](inner[0], inner[2]) % _PRIME
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("Max", "Min"):
         inner[1:] = sorted(inner[1:])
     beside = [value for _, value in ast.iter_fields(node) if not isinstance(value, ast.AST | list)]
-    return f"{type(node).__name__}{beside or ''}({', '.join(inner)})"
-
-
-def _terms(node: ast.expr, sign: str, meanings: Sequence[str]) -> list[str]:
-    """Signed terms; ``-2*u0 + u1`` has those of ``u1 - 2*u0``."""
-    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add | ast.Sub):
-        right = sign if isinstance(node.op, ast.Add) else _OTHER_SIGN[sign]
-        return [*_terms(node.left, sign, meanings), *_terms(node.right, right, meanings)]
-    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
-        return _terms(node.operand, _OTHER_SIGN[sign], meanings)
-    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
-        first, *rest = _factors(node)
-        if isinstance(first, ast.UnaryOp) and isinstance(first.op, ast.USub):
-            sign, first = _OTHER_SIGN[sign], first.operand
-        return [sign + _product([first, *rest], meanings)]
-    return [sign + _spell(node, meanings)]
-
-
-def _factors(node: ast.expr) -> list[ast.expr]:
-    if not isinstance(node, ast.BinOp) or not isinstance(node.op, ast.Mult):
-        return [node]
-    return [*_factors(node.left), *_factors(node.right)]
-
-
-def _product(factors: Sequence[ast.expr], meanings: Sequence[str]) -> str:
-    return f"product({', '.join(sorted(_spell(factor, meanings) for factor in factors))})"
+    return hash((type(node), repr(beside), *inner))
 
 
 _NUMBER = re.compile(r"_\d+$")
@@ -105,13 +86,11 @@ class Numbers:
         return self._known.setdefault(tuple(parts), len(self._known))
 
 
-@dataclass(frozen=True, slots=True)
-class Digests:
-    """Of a graph as a whole, and of its values and definitions in their order."""
+class Digests(NamedTuple):
+    """Of a graph as a whole, and of its values in their order."""
 
     whole: int
     values: list[int]
-    definitions: list[int]
 
 
 def digests_of(graph: Dataflow, numbers: Numbers) -> Digests:
@@ -151,7 +130,7 @@ def digests_of(graph: Dataflow, numbers: Numbers) -> Digests:
         *sorted(numbers.of(sorted(users)) for users in twins.values()),
         *map(str, graph.others),
     ]
-    return Digests(numbers.of(parts), values, definitions)
+    return Digests(numbers.of(parts), values)
 
 
 def _mixed(
@@ -221,8 +200,8 @@ def written(value: Value) -> list[int]:
     """The values that a statement changes in place."""
     name = bare_name(value.operator)
     if (place := value.arguments.find(_OUT)) >= 0:
-        target = value.operand_at(place + len(_OUT) - 1)
-        return [] if target is None else [target]
+        target = value.operands[value.type.count(SYMBOL) + value.arguments.count(HOLE, 0, place)]
+        return [target] if isinstance(target, int) and target >= 0 else []
     if value.operator.startswith("operator."):
         return list(value.sources[:1]) if name in _PYTHON_IN_PLACE else []
     if not name.endswith("_") or name.endswith("__"):

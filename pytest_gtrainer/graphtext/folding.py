@@ -8,13 +8,14 @@ inside statements, which is all that comparing goldens needs; no torch here.
 from __future__ import annotations
 
 import bisect
+import itertools
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from pytest_gtrainer.graphtext.header import TextError, nearest
-from pytest_gtrainer.graphtext.sections import GraphLine, Line, Section, SectionKey, spell
+from pytest_gtrainer.graphtext.sections import GraphLine, Layer, Line, Section, SectionKey, spell
 
 INDENT = "  "
 MOST_LAYERS = 100_000
@@ -70,20 +71,16 @@ def fold(sections: Sequence[Section]) -> list[str]:
             models[run.place] = max(models.get(run.place, run), run, key=lambda r: (r.count, len(r.section.lines)))
     text: list[str] = []
     for run in runs:
-        told = _told_by(models[run.place], run) if models.get(run.place, run) is not run else None
-        text += [run.heading, *_body(run.section.lines)] if told is None else told
+        model, size = models.get(run.place, run), len(run.section.lines)
+        edits = None if model is run else _difference(model.section.lines, run.section.lines)
+        if edits is None or 2 * len(edits) >= size or (edits and size <= _SHORT):  # not much shorter
+            text += [run.heading, *_body(run.section.lines)]
+            continue
+        visit = f", visit={model.visit}" if model.visit > 1 else ""
+        note = f"as {model.section.key}{visit}" + (", but for" if edits else "")
+        heading = f"{run.heading}, {note}" if "  # " in run.heading else f"{run.heading}  # {note}"
+        text += [heading, f"{INDENT}like({model.section.key}{visit})", *edits]
     return text
-
-
-def _told_by(model: LayerRun, run: LayerRun) -> list[str] | None:
-    """The run as differences from its model; None if that is not much shorter."""
-    edits, size = _difference(model.section.lines, run.section.lines), len(run.section.lines)
-    if edits is None or 2 * len(edits) >= size or (edits and size <= _SHORT):
-        return None
-    visit = f", visit={model.visit}" if model.visit > 1 else ""
-    note = f"as {model.section.key}{visit}" + (", but for" if edits else "")
-    heading = f"{run.heading}, {note}" if "  # " in run.heading else f"{run.heading}  # {note}"
-    return [heading, f"{INDENT}like({model.section.key}{visit})", *edits]
 
 
 def _runs_of(sections: Sequence[Section]) -> Iterator[LayerRun]:
@@ -95,25 +92,18 @@ def _runs_of(sections: Sequence[Section]) -> Iterator[LayerRun]:
         visits.append(seen[section.key])
     place = 0
     while place < len(sections):
-        count, step = 1, 0
-        while place + count < len(sections) and visits[place + count] == visits[place]:
-            found = _step(sections[place + count - 1], sections[place + count])
-            if found == 0 or (step and found != step):
+        section, count, step = sections[place], 1, 0
+        space, layer = section.key
+        for other, visit in zip(sections[place + 1 :], visits[place + 1 :], strict=True):
+            found = other.key.layer
+            if layer is None or found is None or visit != visits[place] or other.lines != section.lines:
                 break
-            count, step = count + 1, found
-        yield LayerRun(sections[place], count, step, visits[place])
+            step = step or found.number - layer.number
+            if abs(step) != 1 or other.key != (space, Layer(layer.container, layer.number + step * count)):
+                break
+            count += 1
+        yield LayerRun(section, count, step if count > 1 else 0, visits[place])
         place += count
-
-
-def _step(one: Section, other: Section) -> int:
-    """+1 or -1 if ``other`` is the same text one layer further; 0 if it is not."""
-    (space, layer), (other_space, other_layer) = one.key, other.key
-    if layer is None or other_layer is None:
-        return 0
-    if space != other_space or layer.container != other_layer.container or one.lines != other.lines:
-        return 0
-    step = other_layer.number - layer.number
-    return step if abs(step) == 1 else 0
 
 
 def _body(lines: Iterable[Line]) -> list[str]:
@@ -147,15 +137,12 @@ def _difference(model: Sequence[Line], lines: Sequence[Line]) -> list[str] | Non
     kept = {common[place] for place in rising([places[name] for name in common])}  # most names in one order
     text = [f"{INDENT}drop({name})" for name in old if name not in kept]
     text += _body(line for name, line in new.items() if name in kept and line != old[name])
-    inserted: dict[str, list[Line]] = {}
     anchor = ""
-    for name, line in new.items():
-        if name in kept:
-            anchor = name
-        else:
-            inserted.setdefault(anchor, []).append(line)
-    for anchor, group in inserted.items():
-        text += [f"{INDENT}after({anchor})", *_body(group)]
+    for is_kept, members in itertools.groupby(new, kept.__contains__):
+        names_here = list(members)
+        if not is_kept:
+            text += [f"{INDENT}after({anchor})", *_body(new[name] for name in names_here)]
+        anchor = names_here[-1]
     return text
 
 
@@ -166,17 +153,14 @@ def rising(numbers: Sequence[int]) -> list[int]:
     [0, 1, 3, 4, 5]
     """
     ends: list[int] = []  # ends[k]: the smallest number with which k+1 rising ones end
-    holders: list[int] = []
-    before: list[int] = []
-    for place, number in enumerate(numbers):
-        length = bisect.bisect_left(ends, number)
-        before.append(holders[length - 1] if length else -1)
-        ends[length : length + 1], holders[length : length + 1] = [number], [place]
-    places = []
-    place = holders[-1] if holders else -1
-    while place >= 0:
-        places.append(place)
-        place = before[place]
+    lengths = []
+    for number in numbers:
+        lengths.append(bisect.bisect_left(ends, number))
+        ends[lengths[-1] : lengths[-1] + 1] = [number]
+    places: list[int] = []
+    for place in range(len(numbers) - 1, -1, -1):
+        if lengths[place] == len(ends) - len(places) - 1:
+            places.append(place)
     return places[::-1]
 
 
@@ -229,8 +213,7 @@ def expand(blocks: Sequence[TextBlock]) -> Iterator[tuple[str, Sequence[Line]]]:
                 raise TextError(f"like({block.model}): no section of that name is told in full{hint}", block.number)
             lines = tuple(_edited(models[block.model], block))
         total = counted(block, lines, total)
-        for key in block.keys:
-            yield key, lines
+        yield from ((key, lines) for key in block.keys)
 
 
 def counted(block: TextBlock, lines: Sequence[Line], before: int) -> int:
@@ -259,10 +242,12 @@ def _blocks(text: str) -> Iterator[TextBlock]:
                 block = TextBlock(*head, tuple(lines))
                 total = counted(block, block.lines, total)
                 yield block
-            head = number, _keys(raw, number)
+            head = number, section_names(raw, number)
             lines, heading = [Line("", raw)] if head[1] == ("",) else [], ""
         elif not head:
             raise TextError("expected a section (`if fwd:`), found an indented line", number)
+        elif lines and lines[0].text.startswith("def "):  # a graph inside the graph: as it stands there
+            lines.append(Line("", raw))
         elif raw.startswith(_UNDER_A_MODULE):
             lines.append(Line(heading, raw[len(_UNDER_A_MODULE) :]))
         elif line.startswith("with ") and line.endswith(":"):
@@ -272,22 +257,20 @@ def _blocks(text: str) -> Iterator[TextBlock]:
             lines.append(Line(heading, line))
 
 
-def _keys(raw: str, number: int) -> tuple[str, ...]:
+def section_names(raw: str, number: int, column: int = 0) -> tuple[str, ...]:
     """The sections that a heading stands for; a definition stands for itself."""
     if found := _SPACE.fullmatch(raw):
         return (found["space"],)
     if not raw.startswith("for "):
         return ("",)
     if not (found := _LAYERS.fullmatch(raw)):
-        raise TextError(f"expected `for i in fwd.layers[0:8]:`, found {raw[:80]!r}", number)
+        raise TextError(f"expected `for i in fwd.layers[0:8]:`, found {raw[:80]!r}", number, column)
     first = int(found["first"])
     if found["range"] is None:
         return (f"{found['path']}[{first}]",)
-    step = -1 if found["down"] else 1
-    stop = int(found["stop"]) if found["stop"] else -1
-    layers = range(first, stop, step)
+    layers = range(first, int(found["stop"] or -1), -1 if found["down"] else 1)
     if not 0 < len(layers) <= MOST_LAYERS:
-        raise TextError(f"expected 1 to {MOST_LAYERS} layers, found {len(layers)}", number)
+        raise TextError(f"expected 1 to {MOST_LAYERS} layers, found {len(layers)}", number, column)
     return tuple([f"{found['path']}[{index}]" for index in layers])
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import itertools
+import operator
 import re
 from collections.abc import Iterable, Mapping
 
@@ -20,8 +21,7 @@ class TextError(ValueError):
     """
 
     def __init__(self, message: str, line: int, column: int = 0) -> None:
-        place = f"line {line}, column {column}" if column else f"line {line}"
-        super().__init__(f"{place}: {message}")
+        super().__init__(f"line {line}{f', column {column}' if column else ''}: {message}")
         self.line, self.column = line, column
 
 
@@ -38,7 +38,8 @@ def nearest(word: str, known: Iterable[str]) -> str:
 VERSION = 2
 PARTIAL_VIEWS = ("schedule", "layout")
 """Views that show a part of a graph; their texts say which, in the field ``view``."""
-_FIRST = re.compile(r"# gtrainer graph v(\d+)\s*")
+_is_comment = operator.methodcaller("startswith", "#")
+_FIRST = re.compile(r"# gtrainer graph v(\d{1,9})(?!\d)\s*")
 
 
 def write(fields: Mapping[str, str]) -> list[str]:
@@ -47,8 +48,7 @@ def write(fields: Mapping[str, str]) -> list[str]:
     >>> write({"torch": "2.13.0"})
     ['# gtrainer graph v2', '# torch: 2.13.0']
     """
-    told = [f"# {name}: {' '.join(value.split())}" for name, value in fields.items()]
-    return [f"# gtrainer graph v{VERSION}", *told]
+    return [f"# gtrainer graph v{VERSION}", *(f"# {name}: {' '.join(told.split())}" for name, told in fields.items())]
 
 
 def version_of(text: str) -> int | None:
@@ -78,7 +78,3 @@ def read(text: str) -> dict[str, str]:
 def body(text: str) -> str:
     """The text without its header."""
     return "".join(itertools.dropwhile(_is_comment, text.splitlines(keepends=True)))
-
-
-def _is_comment(line: str) -> bool:
-    return line.startswith("#")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import itertools
 import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -46,12 +47,10 @@ _FUNCTIONS: dict[str, Any] = {
     "Max": functions.Max, "Min": functions.Min, "Eq": sympy.Eq, "Ne": sympy.Ne, "Abs": sympy.Abs,
     "ceiling": sympy.ceiling, "floor": sympy.floor, "And": sympy.And, "Or": sympy.Or, "Not": sympy.Not,
 }  # fmt: skip
-_BINARY: dict[type, Callable[[Any, Any], Any]] = {
+_OPERATORS: dict[type, Callable[..., Any]] = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
     ast.FloorDiv: functions.FloorDiv, ast.Mod: functions.Mod, ast.Pow: operator.pow,
-    ast.BitAnd: sympy.And, ast.BitOr: sympy.Or,
-}  # fmt: skip
-_COMPARE: dict[type, Callable[[Any, Any], Any]] = {
+    ast.BitAnd: sympy.And, ast.BitOr: sympy.Or, ast.USub: operator.neg, ast.Invert: sympy.Not,
     ast.Lt: sympy.Lt, ast.LtE: sympy.Le, ast.Gt: sympy.Gt, ast.GtE: sympy.Ge,
 }  # fmt: skip
 _Layout = tuple[torch.dtype, tuple[Any, ...], tuple[Any, ...]]
@@ -82,7 +81,7 @@ class Sizes:
     """
 
     def __init__(self, *, symbolic: bool) -> None:
-        self._env = ShapeEnv() if symbolic else None
+        self._env: Any = ShapeEnv() if symbolic else None
         self.mode = FakeTensorMode(shape_env=self._env, allow_non_fake_inputs=True)
         self.device = torch.device("cpu")
         self._backed: dict[str, Any] = {}
@@ -94,15 +93,9 @@ class Sizes:
         other._env, other.mode, other._backed = self._env, self.mode, self._backed
         return other
 
-    @property
-    def env(self) -> ShapeEnv:
-        """Where the symbols live; only asked for where there are some."""
-        assert self._env is not None
-        return self._env
-
     def define(self, name: str, example: int | float | None) -> None:
         place = len(self._backed)
-        self._backed[name] = backed_symbol(self.env, place, _ANY_SIZE + place if example is None else example)
+        self._backed[name] = backed_symbol(self._env, place, _ANY_SIZE + place if example is None else example)
 
     # -- numbers
 
@@ -120,7 +113,7 @@ class Sizes:
             return -self.number(node.operand, place, kind)
         value = self._expression(node, place)
         try:
-            return symbolic(self.env, value, kind) if value.free_symbols else kind(value)
+            return symbolic(self._env, value, kind) if value.free_symbols else kind(value)
         except (TypeError, ValueError, OverflowError):
             raise refuse(node, f"`{shown(node)}` is no number of the kind `{kind.__name__}`") from None
 
@@ -135,23 +128,22 @@ class Sizes:
 
     def _expression(self, node: ast.expr, place: LinePlace) -> Any:
         """A size as a sympy expression."""
-        parts: Sequence[ast.expr]
-        function: Callable[..., Any]
-        if (number := integer(node)) is not None:
-            return sympy.Integer(number)
-        if isinstance(node, ast.Constant) and type(node.value) is float:
-            return sympy.Float(node.value)
-        if isinstance(node, ast.Name | ast.Attribute):
-            return self._symbol(node, place)
-        if isinstance(node, ast.BinOp) and type(node.op) in _BINARY:
-            function, parts = _BINARY[type(node.op)], [node.left, node.right]
-        elif isinstance(node, ast.Compare) and len(node.ops) == 1 and type(node.ops[0]) in _COMPARE:
-            function, parts = _COMPARE[type(node.ops[0])], [node.left, node.comparators[0]]
-        elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub | ast.Invert):
-            function, parts = operator.neg if isinstance(node.op, ast.USub) else sympy.Not, [node.operand]
-        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in _FUNCTIONS:
-            function, parts = _FUNCTIONS[node.func.id], node.args
-        else:
+        parts: Sequence[ast.expr] = ()
+        function: Callable[..., Any] | None = None
+        match node:
+            case _ if (number := integer(node)) is not None:
+                return sympy.Integer(number)
+            case ast.Constant(float(number)):
+                return sympy.Float(number)
+            case ast.Name() | ast.Attribute():
+                return self._symbol(node, place)
+            case ast.BinOp(left, sign, right) | ast.Compare(left, [sign], [right]):
+                function, parts = _OPERATORS.get(type(sign)), [left, right]
+            case ast.UnaryOp(sign, operand):
+                function, parts = _OPERATORS.get(type(sign)), [operand]
+            case ast.Call(ast.Name(name), parts):
+                function = _FUNCTIONS.get(name)
+        if function is None:
             raise refuse(node, f"expected a size like `4`, `s0` or `2*u0 + 1`, found `{shown(node)}`")
         values = [self._expression(part, place) for part in parts]
         if function in _GROWING and not self._is_moderate(values):
@@ -165,8 +157,7 @@ class Sizes:
         """Whether a power is quick to evaluate, with the examples of its symbols too."""
         if len(values) != 2 or not any(value.free_symbols for value in values):
             return False
-        known = self.env.backed_var_to_val
-        base, exponent = (abs(value.xreplace(known)) for value in values)
+        base, exponent = (abs(value.xreplace(self._env.backed_var_to_val)) for value in values)
         if exponent.is_number and not exponent <= _HIGHEST:
             return False
         return not base.is_number or bool(base <= _LARGEST)
@@ -180,7 +171,7 @@ class Sizes:
             raise refuse(node, f"`{name}` is no symbol: define it at the head, `{name} = size(16)`")
         owner = split_layer(path_at(path, place.layer))[0] if path else None  # a layer's own is `L.u0`
         if (owner, name) not in self._unbacked:
-            self._unbacked[owner, name] = unbacked_symbol(self.env, name.startswith("z"))
+            self._unbacked[owner, name] = unbacked_symbol(self._env, name.startswith("z"))
         return self._unbacked[owner, name]
 
     # -- types
@@ -191,18 +182,21 @@ class Sizes:
         Raises:
             TextError: it is no type.
         """
-        if isinstance(node, ast.Name) and node.id == "_":
-            return None
-        if isinstance(node, ast.Tuple | ast.List):
-            items = [self.value(item, place) for item in node.elts]
-            return tuple(items) if isinstance(node, ast.Tuple) else items
         device = self.device
-        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.MatMult):
-            name = node.right.id if isinstance(node.right, ast.Name) else shown(node.right)
-            device, node = device_named(name, node.right), node.left
-        if isinstance(node, ast.Subscript) and isinstance(node.value, ast.Name) and node.value.id in _NUMBERS:
-            number = integer(node.slice) if node.value.id == "int" else None
-            return self.number(node.slice, place, _NUMBERS[node.value.id]) if number is None else number
+        match node:
+            case ast.Name("_"):
+                return None
+            case ast.Tuple(items):
+                return tuple([self.value(item, place) for item in items])
+            case ast.List(items):
+                return [self.value(item, place) for item in items]
+            case ast.BinOp(kind, ast.MatMult(), name):
+                device, node = device_named(shown(name), name), kind
+        match node:
+            case ast.Subscript(ast.Name("int"), size) if (number := integer(size)) is not None:
+                return number
+            case ast.Subscript(ast.Name("int" | "float" | "bool" as word), size):
+                return self.number(size, place, _NUMBERS[word])
         dtype, shape, strides = self._layout(node, place)
         try:
             if all(type(number) is int for number in shape + strides):
@@ -212,6 +206,8 @@ class Sizes:
         except (RuntimeError, TypeError, ValueError, OverflowError, AttributeError, AssertionError) as error:
             reason = str(error).partition("\n")[0]
             raise refuse(node, f"there is no tensor `{shown(node)}`: {reason}") from None
+        except KeyError as error:  # torch's, of the table in which it looks for bounds
+            raise refuse(node, f"there is no tensor `{shown(node)}`: the bounds of {error} are not known") from None
 
     def _layout(self, node: ast.expr, place: LinePlace) -> _Layout:
         """Dtype, shape and strides."""
@@ -224,22 +220,13 @@ class Sizes:
         if dtype is None:
             raise refuse(node, f"`{node.value.id}` is no dtype: expected `f32`, `bf16`, `i64`, ...")
         shape = tuple([self.number(extent, place) for extent in _elements(node.slice)])
-        if steps is None:
-            strides = _contiguous(shape)
-        elif len(steps) == len(shape):
-            strides = tuple([self.number(step, place) for step in steps])
-        else:
+        if steps is None:  # row by row
+            extents = [max(extent, 1) if type(extent) is int else extent for extent in shape[:0:-1]]
+            strides = list(itertools.accumulate(extents, lambda step, extent: extent * step, initial=1))
+            return dtype, shape, tuple(strides[::-1][: len(shape)])
+        if len(steps) != len(shape):
             raise refuse(whole, f"{len(shape)} extents and {len(steps)} strides")
-        return dtype, shape, strides
-
-
-def _contiguous(shape: Sequence[Any]) -> tuple[Any, ...]:
-    strides: list[Any] = []
-    step: Any = 1
-    for extent in reversed(shape):
-        strides.append(step)
-        step = max(extent, 1) * step if type(extent) is int else extent * step
-    return tuple(strides[::-1])
+        return dtype, shape, tuple([self.number(step, place) for step in steps])
 
 
 def _elements(node: ast.expr) -> Sequence[ast.expr]:
@@ -283,18 +270,20 @@ class Operands:
         Raises:
             TextError: it is none.
         """
-        if isinstance(node, ast.Constant) and type(node.value) in PLAIN:
-            return node.value
-        if isinstance(node, ast.Attribute | ast.Subscript | ast.Name):
-            return self._named(node, place)
-        if isinstance(node, ast.Tuple | ast.List):
-            items = [self.operand(item, place) for item in node.elts]
-            return tuple(items) if isinstance(node, ast.Tuple) else items
-        if isinstance(node, ast.Dict) and all(isinstance(k, ast.Constant) or integer(k) is not None for k in node.keys):
-            keys = [ast.literal_eval(key) for key in node.keys if key is not None]
-            return dict(zip(keys, [self.operand(value, place) for value in node.values], strict=True))
-        if isinstance(node, ast.Call):
-            return self._called(node, place)
+        match node:
+            case ast.Constant(value) if type(value) in PLAIN:
+                return value
+            case ast.Attribute() | ast.Subscript() | ast.Name():
+                return self._named(node, place)
+            case ast.Tuple(items):
+                return tuple([self.operand(item, place) for item in items])
+            case ast.List(items):
+                return [self.operand(item, place) for item in items]
+            case ast.Dict(keys, values) if all(isinstance(k, ast.Constant) or integer(k) is not None for k in keys):
+                told = [ast.literal_eval(key) for key in keys if key is not None]
+                return dict(zip(told, [self.operand(value, place) for value in values], strict=True))
+            case ast.Call():
+                return self._called(node, place)
         spelled = ast.unparse(node).replace(" ", "")
         if _NUMBER.match(spelled):
             for kind in (int, float, complex):  # `-1`, `-inf`, `-0-1j`: as `repr` spells them, signs of zeros included
@@ -306,23 +295,23 @@ class Operands:
 
     def _named(self, node: ast.expr, place: LinePlace) -> Any:
         """What a name stands for: an input, a value or an output of it, a definition, a constant, an operator."""
-        known = reference(node)
-        if known.is_input:
-            key = input_key_at(known.head, place.layer)
+        head, name, items = reference(node)
+        if not name:
+            key = input_key_at(head, place.layer)
             if key not in self._inputs:
                 names = [f"{space}.{fqn}" for space, fqn, _ in self._inputs]
                 raise refuse(node, f"there is no input `{shown(node)}`{nearest(f'{key[0]}.{key[1]}', names)}")
             return self._inputs[key]
-        if not known.head and known.name in self.names:
-            found = self.names[known.name]
+        if not head and name in self.names:
+            found = self.names[name]
             if isinstance(found, fx.GraphModule):
-                found = self._getter(known.name, lambda: found)
+                found = self._getter(name, lambda: found)
         else:
-            scope = scope_at(known.head, place) if known.head else place.scope
-            found = self._values.get(scope, {}).get(known.name)
+            scope = scope_at(head, place) if head else place.scope
+            found = self._values.get(scope, {}).get(name)
             if found is None:
-                found = self._constant_named(node, known.name, scope, is_bare=not known.head)
-        for item in known.items:
+                found = self._constant_named(node, name, scope, is_bare=not head)
+        for item in items:
             found = self._item(found, item, node)
         return found
 
@@ -367,24 +356,22 @@ class Operands:
     # -- constants
 
     def _called(self, node: ast.Call, place: LinePlace) -> Any:
-        name = node.func.id if isinstance(node.func, ast.Name) else ""
-        if name == "const" and 1 <= len(node.args) <= 2 and not node.keywords:
-            kind, *content = node.args
-            if not isinstance(kind, ast.Constant):  # `const(f32[2], [1.0, 2.0])`, `const(f32[64], "sha256:...")`
-                key = ast.unparse(node)
+        match node:
+            case ast.Call(ast.Name("const"), [ast.Constant(told)] | [ast.Constant(), ast.Constant(told)], []):
+                return self._by_digest(str(told), node)  # `const("Enum", "digest")`
+            case ast.Call(ast.Name("const"), [kind, *content], []) if len(content) < 2:
+                key = ast.unparse(node)  # `const(f32[2], [1.0, 2.0])`, `const(f32[64], "sha256:...")`
                 return self._getter(key, lambda: self._tensor(self._sizes.value(kind, place), content, node))
-            digest = content[0] if content and isinstance(content[0], ast.Constant) else kind
-            return self._by_digest(str(digest.value), node)  # `const("Enum", "digest")`
-        if name in ("slice", "range") and 1 <= len(node.args) <= 3 and not node.keywords:
-            ends = [self.operand(end, place) for end in node.args]
-            try:
-                return slice(*ends) if name == "slice" else range(*ends)
-            except (TypeError, ValueError) as error:
-                raise refuse(node, f"`{shown(node)}`: {error}") from None
-        if name == "sym" and len(node.args) == 1:
-            return self._sizes.operand(node.args[0], place)
-        if name == "device" and len(node.args) == 1 and isinstance(node.args[0], ast.Constant):
-            return device_named(str(node.args[0].value), node)
+            case ast.Call(ast.Name("slice" | "range" as name), [_, *more], []) if len(more) < 3:
+                ends = [self.operand(end, place) for end in node.args]
+                try:
+                    return slice(*ends) if name == "slice" else range(*ends)
+                except (TypeError, ValueError) as error:
+                    raise refuse(node, f"`{shown(node)}`: {error}") from None
+            case ast.Call(ast.Name("sym"), [size]):
+                return self._sizes.operand(size, place)
+            case ast.Call(ast.Name("device"), [ast.Constant(name)]):
+                return device_named(str(name), node)
         raise refuse(node, f"expected an operand, found `{shown(node)}`: an operator stands in a line of its own")
 
     def _getter(self, key: str, make: Callable[[], Any]) -> fx.Node:
@@ -404,7 +391,7 @@ class Operands:
             raise refuse(node, f"`{shown(node)}` is told by its digest only: {give}")
         return self._given[digest]
 
-    def _tensor(self, like: Any, content: list[ast.expr], node: ast.Call) -> torch.Tensor:
+    def _tensor(self, like: Any, content: list[ast.expr], node: ast.Call) -> Any:
         told = content[0].value if len(content) == 1 and isinstance(content[0], ast.Constant) else ...
         if isinstance(told, str) and (like is None or isinstance(like, torch.Tensor)):
             return _as_told(self._by_digest(told, node), like, node)
@@ -433,11 +420,10 @@ def _laid_out(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return torch.empty_strided(stored, strides, dtype=values.dtype).copy_(values).to(like.device).expand(shape)
 
 
-def _as_told(given: Any, like: torch.Tensor | None, node: ast.Call) -> torch.Tensor:
+def _as_told(given: Any, like: torch.Tensor | None, node: ast.Call) -> Any:
     """A constant by its digest, which is of its bytes: equal bytes of other types have one digest."""
     if like is None or not isinstance(given, torch.Tensor):
-        found: torch.Tensor = given
-        return found
+        return given
     ours, theirs = [(t.dtype, t.shape, t.device.type, t.layout is torch.strided and t.stride()) for t in (given, like)]
     if ours == theirs:
         return given

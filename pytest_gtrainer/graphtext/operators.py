@@ -10,6 +10,7 @@ A process group is a symbol, ``fsdp = group(range(0, 8))``, instead of a name th
 from __future__ import annotations
 
 import functools
+import itertools
 import keyword
 import math
 import operator
@@ -21,6 +22,7 @@ import torch
 from torch import fx
 
 from pytest_gtrainer._torch.graph_text import (
+    FUNCTIONS_OF_DYNAMO,
     ResolvedGroup,
     groups_with_ranks,
     higher_order_operators,
@@ -116,7 +118,7 @@ HIGHER_ORDER = frozenset({
     "cond", "while_loop", "scan", "associative_scan", "map_impl", "flex_attention", "flex_attention_backward",
     "invoke_subgraph", "wrap_with_set_grad_enabled", "wrap_with_autocast", "tag_activation_checkpoint",
     "auto_functionalized", "auto_functionalized_v2", "with_effects", "run_and_save_rng_state",
-    "run_with_rng_state", "graphsafe_run_with_rng_state", "out_dtype",
+    "run_with_rng_state", "graphsafe_run_with_rng_state", "out_dtype", "autograd_function_apply",
 })  # fmt: skip
 """Higher-order operators that run nothing but the bodies and operators which they are given."""
 
@@ -130,7 +132,9 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     **{f"math.{name}": getattr(math, name) for name in ("ceil", "floor", "sqrt", "trunc")},
     **{f"torch.{name}": getattr(torch, name) for name in (
         "sym_int", "sym_float", "sym_max", "sym_min", "sym_not", "sym_ite", "sym_sum", "_check",
+        "tensor",
     )},
+    **FUNCTIONS_OF_DYNAMO,
     "builtins.max": max, "builtins.min": min, "builtins.round": round,
 }  # fmt: skip
 """Plain functions that a text may call."""
@@ -154,6 +158,10 @@ def operator_named(spelled: str, allow: Iterable[str] = ()) -> Callable[..., Any
     name = ".".join(part.removesuffix("__kw") for part in spelled.split("."))
     if name in FUNCTIONS:
         return FUNCTIONS[name]
+    if name == "torch.distributed.tensor._api.from_local":
+        from torch.distributed.tensor import DTensor
+
+        return DTensor.from_local
     space, _, rest = name.partition(".")
     if space == "hop":
         known = {word(key): found for key, found in higher_order_operators().items()}
@@ -193,9 +201,9 @@ def _torch_function(name: str) -> Callable[..., Any] | None:
 
 _METHODS = frozenset({
     "bfloat16", "bool", "byte", "char", "cpu", "cuda", "double", "element_size", "float", "half", "int", "long",
-    "ndimension", "nelement", "short",
+    "ndimension", "nelement", "short", "redistribute", "to_local",
 })  # fmt: skip
-"""Methods of a tensor that only call an operator of another name."""
+"""Methods of a tensor, or of a DTensor, that only call operators of other names."""
 
 
 def is_method(name: str) -> bool:
@@ -238,15 +246,11 @@ def spell_ranks(ranks: Sequence[int] | None) -> str:
     >>> spell_ranks([0, 1, 2, 3]), spell_ranks([0, 4]), spell_ranks([0, 1, 3]), spell_ranks([5])
     ('range(0, 4)', 'range(0, 8, 4)', '[0, 1, 3]', '[5]')
     """
-    if ranks is None:
-        return "None"
-    if len(ranks) < 2:
-        return repr(list(ranks))
-    step = ranks[1] - ranks[0]
-    if step <= 0 or list(ranks) != list(range(ranks[0], ranks[-1] + 1, step)):
-        return repr(list(ranks))
-    end = ranks[0] + step * len(ranks)
-    return f"range({ranks[0]}, {end})" if step == 1 else f"range({ranks[0]}, {end}, {step})"
+    if ranks is not None and len(ranks) > 1 and (step := ranks[1] - ranks[0]) > 0:
+        found = range(ranks[0], ranks[0] + step * len(ranks), step)
+        if list(found) == list(ranks):
+            return repr(found)
+    return repr(None if ranks is None else list(ranks))
 
 
 def mesh_dimension(ranks: Sequence[int], mesh: Mapping[str, int]) -> str | None:
@@ -366,9 +370,7 @@ def _role(found: ResolvedGroup | None, mesh: Mapping[str, int]) -> str:
 
 
 def _unused(symbol: str, taken: set[str]) -> str:
-    count, name = 1, symbol
-    while name in taken:
-        count += 1
-        name = f"{symbol}_{count}"
+    names = itertools.chain([symbol], (f"{symbol}_{count}" for count in itertools.count(2)))
+    name = next(name for name in names if name not in taken)
     taken.add(name)
     return name

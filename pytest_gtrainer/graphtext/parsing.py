@@ -18,13 +18,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import zip_longest
 from typing import Any
 
-import torch
-from torch import fx, nn
+from torch import fx
+from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
 from pytest_gtrainer._torch.graph_text import append_node
-from pytest_gtrainer._torch.values import OpOverload
+from pytest_gtrainer._torch.values import FakeTensor, OpOverload
 from pytest_gtrainer.graphtext import header
-from pytest_gtrainer.graphtext.folding import MOST_LAYERS, TextBlock, counted, expand
+from pytest_gtrainer.graphtext.dumps import is_dump, translated
+from pytest_gtrainer.graphtext.folding import TextBlock, counted, expand, section_names
 from pytest_gtrainer.graphtext.header import TextError, nearest
 from pytest_gtrainer.graphtext.literals import constants as constants_of
 from pytest_gtrainer.graphtext.operands import Operands, Sizes, may_be_symbolic
@@ -34,10 +35,8 @@ from pytest_gtrainer.graphtext.scopes import write_tags
 from pytest_gtrainer.graphtext.sections import Layer, Line, SectionKey
 from pytest_gtrainer.graphtext.syntax import (
     COMPUTED_SPACES,
-    Computed,
     LinePlace,
     chain,
-    computed,
     input_key_at,
     integer,
     links_of,
@@ -51,7 +50,6 @@ from pytest_gtrainer.graphtext.syntax import (
 _KIND_OF_SPACE = {"P": "parameter", "B": "buffer", "I": "input"}
 _MOST_RANKS = 1 << 20
 _SPACES = ("P", "B", "I", "A", "fwd", "bwd", "out")
-_EDITS = ("like", "drop", "after")
 _BODY_NAME = re.compile(r"\w+_graph_\d+", re.ASCII)
 
 
@@ -65,7 +63,9 @@ def parse(
     """The graph of a text, with the metadata that passes read.
 
     Args:
-        text: graph text, written by ``render`` or by a person.
+        text: graph text, written by ``render`` or by a person; or what ``print_readable``, tlparse and
+            ``fx_graph_runnable`` files show of one graph, which tells no modules and directions, and of constants
+            the type alone.
         constants: what the text tells by a digest or a path only, from ``graphtext.constants(gm)``.
         groups: names of process groups by their symbol in the text. By default the group of this
             process that has the ranks which the text says; where there is none the symbol itself.
@@ -74,7 +74,22 @@ def parse(
     Raises:
         TextError: the text is not graph text; says line, column and what was expected.
     """
-    return _parsed(text, constants, groups, allow).module()
+    gm = _parsed(text, constants, groups, allow).module()
+    if is_dump(text) and not any("val" in node.meta for node in gm.graph.nodes if node.op == "call_function"):
+        _propagate(gm)
+    return gm
+
+
+def _propagate(gm: fx.GraphModule) -> None:
+    """Give each node its value on fake tensors; the inputs have theirs."""
+    inputs = [node.meta.get("val") for node in gm.graph.find_nodes(op="placeholder")]
+    mode = next((value.fake_mode for value in inputs if isinstance(value, FakeTensor)), None)
+    if mode is None:
+        return
+    try:
+        FakeTensorProp(gm, mode).propagate_dont_convert_inputs(*inputs)
+    except Exception as error:
+        raise TextError(f"the file tells types of inputs alone, and no fake tensor passes: {error}", 1) from error
 
 
 def parse_graph(text: str) -> fx.Graph:
@@ -108,78 +123,54 @@ def _statements(text: str) -> list[ast.stmt]:
         raise TextError(f"format v{version}, and this pytest-gtrainer reads v{header.VERSION}: {advice}", 1)
     try:
         with warnings.catch_warnings(action="ignore"):  # an odd escape in a string is no news to anybody
-            return ast.parse(text).body
+            tree = ast.parse(text)
     except SyntaxError as error:
         raise TextError(f"{error.msg}: graph text is a part of Python", error.lineno or 1, error.offset or 0) from None
     except (ValueError, RecursionError, MemoryError) as error:
         reason = "it is nested too deeply" if not isinstance(error, ValueError) else str(error)
         raise TextError(f"this cannot be read as Python: {reason}", 1) from None
+    return translated(tree) if is_dump(text) else tree.body
 
 
-def _keys_of(node: ast.For | ast.If) -> list[SectionKey]:
-    """The sections that ``if fwd:`` or ``for i in fwd.layers[0:8]:`` stands for."""
+def _keys_of(node: ast.For | ast.If) -> dict[str, SectionKey]:
+    """The sections that ``if fwd:`` or ``for i in fwd.layers[0:8]:`` stands for, by what ``like(...)`` calls them."""
     if node.orelse:
         raise refuse(node.orelse[0], "a section has no `else`")
-    if isinstance(node, ast.If):
-        if isinstance(node.test, ast.Name) and node.test.id in _SPACES:
-            return [SectionKey(node.test.id, None)]
-        found = shown(node.test)
-        raise refuse(node.test, f"expected one of {', '.join(_SPACES)}, found `{found}`{nearest(found, _SPACES)}")
-    expected = "expected `for i in fwd.layers[0]:` or `for i in fwd.layers[0:8]:`"
-    if not isinstance(node.target, ast.Name) or node.target.id != "i" or not isinstance(node.iter, ast.Subscript):
-        raise refuse(node, f"{expected}, found `{shown(node)}`")
-    numbers = _numbers(node.iter.slice, expected)
-    space, *path = chain(node.iter.value)
-    if space.kind != "name" or space.value not in _SPACES or not path:
-        raise refuse(node.iter, f"{expected}, found `{shown(node.iter)}`")
+    where = node.test if isinstance(node, ast.If) else node.iter
+    word = "if" if isinstance(node, ast.If) else f"for {ast.unparse(node.target)} in"
+    names = section_names(f"{word} {ast.unparse(where)}:", node.lineno, where.col_offset + 1)
+    space, *path = chain(where.value if isinstance(where, ast.Subscript) else where)
+    if not names[0] or space.value not in _SPACES or bool(path) == isinstance(node, ast.If):
+        found = shown(where)
+        expected = f"one of {', '.join(_SPACES)}" if isinstance(node, ast.If) else "`for i in fwd.layers[0:8]:`"
+        raise refuse(where, f"expected {expected}, found `{found}`{nearest(found, _SPACES)}")
     if any(link.relative for link in path):
-        raise refuse(node.iter, "a section's own path is not relative")
-    container = static_path(path)
-    return [SectionKey(str(space.value), Layer(container, number)) for number in numbers]
-
-
-def _numbers(place: ast.expr, expected: str) -> Sequence[int]:
-    """The layers of ``[3]`` and ``[0:8]``."""
-    if (number := integer(place)) is not None and number >= 0:
-        return [number]
-    if not isinstance(place, ast.Slice):
-        raise refuse(place, f"{expected}, found the index `{shown(place)}`")
-    first, step = integer(place.lower), integer(place.step) if place.step else 1
-    stop = integer(place.upper) if place.upper else (-1 if step == -1 else None)
-    if first is None or stop is None or step not in (1, -1) or first < 0:
-        raise refuse(place, f"{expected}: a range has a first layer, an end and at most the step -1")
-    count = max(0, (stop - first) * step)  # len(range(...)) has no number beyond a machine word
-    if not 0 < count <= MOST_LAYERS:
-        raise refuse(place, f"expected 1 to {MOST_LAYERS} layers, found {count}")
-    return range(first, stop, step)
+        raise refuse(where, "a section's own path is not relative")
+    if not path:
+        return {names[0]: SectionKey(names[0], None)}
+    container, numbers = static_path(path), [int(name[name.rindex("[") + 1 : -1]) for name in names]
+    return {name: SectionKey(str(space.value), Layer(container, n)) for name, n in zip(names, numbers, strict=True)}
 
 
 def _lines(statements: Sequence[ast.stmt], scope: ast.expr | None = None) -> Iterator[Line]:
     """Statements under their names, each with its syntax tree and that of the module or bucket it stands under."""
     heading = "" if scope is None else ast.unparse(scope)
     for node in statements:
-        if isinstance(node, ast.With) and scope is None:
-            if len(node.items) != 1 or node.items[0].optional_vars is not None:
+        match node:
+            case ast.With([ast.withitem(context, None)], body) if scope is None:
+                yield from _lines(body, context)
+                continue
+            case ast.With() if scope is None:
                 raise refuse(node, "expected one module or bucket, `with layers[0].attention:`")
-            yield from _lines(node.body, node.items[0].context_expr)
-            continue
-        value = node.value if isinstance(node, ast.Expr) else None
-        is_edit = isinstance(value, ast.Call) and isinstance(value.func, ast.Name) and value.func.id in _EDITS
-        if isinstance(node, ast.AnnAssign):
-            name = node.target.id if isinstance(node.target, ast.Name) else ast.unparse(node.target)
-        elif isinstance(node, ast.Assign) and len(node.targets) == 1:
-            name = ast.unparse(node.targets[0]) + " ="
-        elif is_edit or isinstance(value, ast.Yield | ast.YieldFrom):
-            name = ast.unparse(node)
-        else:
-            raise refuse(node, f"expected `mm: f32[2, 4] = aten.mm(x, y)`, found `{shown(node)}`")
+            case ast.AnnAssign(target):
+                name = ast.unparse(target)
+            case ast.Assign([target]):
+                name = ast.unparse(target) + " ="
+            case ast.Expr(ast.Yield() | ast.YieldFrom() | ast.Call(ast.Name("like" | "drop" | "after"))):
+                name = ast.unparse(node)
+            case _:
+                raise refuse(node, f"expected `mm: f32[2, 4] = aten.mm(x, y)`, found `{shown(node)}`")
         yield Line(heading, name, (node, scope))
-
-
-def _spelled(key: SectionKey) -> str:
-    """As ``ast.unparse`` spells it in ``like(...)``."""
-    text = str(key)
-    return text if text.isascii() and '"' not in text else ast.unparse(ast.parse(text, mode="eval"))
 
 
 class _Parser:
@@ -210,93 +201,91 @@ class _Parser:
             self.groups[name] = self._ranks[symbol]
             self.operands.names[symbol] = name
         for body in bodies:
-            parser = _Parser(body.body, sizes.body(), given, group_names, allow)
-            self.operands.names[body.name] = parser.module()
+            self.operands.names[body.name] = _Parser(body.body, sizes.body(), given, group_names, allow).module()
         for name, lines in expand(self._blocks):
             for line in lines:
                 self._run(self._keys[name], *line.source)
         self._finish()
 
     def module(self) -> fx.GraphModule:
-        gm = fx.GraphModule(_root(self.operands.attributes), self.graph)
+        gm = fx.GraphModule(self.operands.attributes, self.graph)
         gm.meta["gt_groups"] = self.groups
         return gm
 
     def _read(self, statements: Sequence[ast.stmt]) -> list[ast.FunctionDef]:
         """Evaluate the definitions, keep the sections as blocks; gives the bodies."""
-        definitions: set[str] = set()
+        defined: set[str] = set()
         bodies: dict[str, ast.FunctionDef] = {}
         total = 0
         for node in statements:
-            if isinstance(node, ast.FunctionDef):
-                if node.decorator_list or node.returns:
-                    raise refuse(node, f"expected `def {node.name}():` and no more")
-                if ast.unparse(node.args):
-                    raise refuse(node, f"a body takes its inputs in a section `if A:`: expected `def {node.name}():`")
-                if node.name in bodies or not _BODY_NAME.fullmatch(node.name):
-                    raise refuse(node, f"a body's name is its own and ends like `cond_graph_0`, found `{node.name}`")
-                bodies[node.name] = node
-            elif isinstance(node, ast.Assign):
-                name = node.targets[0]
-                if len(node.targets) > 1 or not isinstance(name, ast.Name):
-                    raise refuse(node, f"expected a definition like `fsdp = group(range(0, 8))`, found `{shown(node)}`")
-                if name.id in definitions:
-                    raise refuse(node, f"`{name.id}` is defined twice")
-                definitions.add(name.id)
-                self._define(name.id, node.value)
-            elif isinstance(node, ast.For | ast.If):
-                named = {_spelled(key): key for key in _keys_of(node)}
-                self._keys |= named
-                self._blocks.append(TextBlock(node.lineno, tuple(named), tuple(_lines(node.body))))
-                total = counted(self._blocks[-1], self._blocks[-1].lines, total)
-            else:
-                raise refuse(node, f"expected a section (`if fwd:`, `for i in fwd.layers[0]:`), found `{shown(node)}`")
+            match node:
+                case ast.FunctionDef(name):
+                    if node.decorator_list or node.returns or ast.unparse(node.args):
+                        raise refuse(node, f"a body takes its inputs in a section `if A:`: expected `def {name}():`")
+                    if name in bodies or not _BODY_NAME.fullmatch(name):
+                        raise refuse(node, f"a body's name is its own and ends like `cond_graph_0`, found `{name}`")
+                    bodies[name] = node
+                case ast.Assign([ast.Name(name)]):
+                    if name in defined:
+                        raise refuse(node, f"`{name}` is defined twice")
+                    defined.add(name)
+                    self._define(name, node.value)
+                case ast.For() | ast.If():
+                    named = _keys_of(node)
+                    self._keys |= named
+                    self._blocks.append(TextBlock(node.lineno, tuple(named), tuple(_lines(node.body))))
+                    total = counted(self._blocks[-1], self._blocks[-1].lines, total)
+                case _:
+                    expected = "a section (`if fwd:`, `for i in fwd.layers[0]:`)"
+                    expected = "a definition like `fsdp = group([0, 4])`" if isinstance(node, ast.Assign) else expected
+                    raise refuse(node, f"expected {expected}, found `{shown(node)}`")
         return list(bodies.values())
 
     # -- definitions
 
     def _define(self, name: str, node: ast.expr) -> None:
-        call = node.func.id if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) else ""
-        argument = node.args[0] if isinstance(node, ast.Call) and len(node.args) == 1 else None
         nowhere = LinePlace("fwd", None)
-        if call == "group" and argument is not None:
-            ranks = self.operands.operand(argument, nowhere)
-            is_short = isinstance(ranks, range | list) and len(ranks) <= _MOST_RANKS
-            if ranks is not None and not (is_short and all(type(rank) is int and rank >= 0 for rank in ranks)):
-                told = shown(argument)
-                raise refuse(argument, f"expected the ranks of a group, `range(0, 8)` or `[0, 4]`, found `{told}`")
-            self._ranks[name] = None if ranks is None else tuple(ranks)
-        elif shown(node) == "size()":
-            self._sizes.define(name, None)
-        elif call == "size" and argument is not None:
-            example = argument.value if isinstance(argument, ast.Constant) else integer(argument)
-            if not isinstance(example, int | float) or isinstance(example, bool):
-                raise refuse(argument, f"expected the example of a symbol, `size(16)`, found `{shown(argument)}`")
-            self._sizes.define(name, example)
-        elif name == "default" and call == "device":
-            self._sizes.device = self.operands.operand(node, nowhere)
-        elif (name, shown(node)) in (("owners", "inferred"), ("returns", "list"), ("returns", "value")):
-            self._settings[name] = shown(node)
-        elif name == "managed" and isinstance(node, ast.List):
-            for item in node.elts:
-                if not isinstance(item, ast.Constant) or not isinstance(item.value, str):
-                    raise refuse(item, f"expected a list of parameter names, found `{shown(item)}`")
-            self._settings[name] = tuple(ast.literal_eval(node))
-        else:
-            raise refuse(node, f"expected a definition like `{name} = group(range(0, 8))`, found `{shown(node)}`")
+        match node:
+            case ast.Call(ast.Name("group"), [argument]):
+                ranks = self.operands.operand(argument, nowhere)
+                is_short = isinstance(ranks, range | list) and not ranks[_MOST_RANKS:]
+                if ranks is not None and not (is_short and all(type(rank) is int and rank >= 0 for rank in ranks)):
+                    expected = "expected the ranks of a group, `range(0, 8)` or `[0, 4]`"
+                    raise refuse(argument, f"{expected}, found `{shown(argument)}`")
+                self._ranks[name] = None if ranks is None else tuple(ranks)
+            case ast.Call(ast.Name("size"), [], []):
+                self._sizes.define(name, None)
+            case ast.Call(ast.Name("size"), [argument]):
+                example = argument.value if isinstance(argument, ast.Constant) else integer(argument)
+                if not isinstance(example, int | float) or isinstance(example, bool):
+                    raise refuse(argument, f"expected the example of a symbol, `size(16)`, found `{shown(argument)}`")
+                self._sizes.define(name, example)
+            case ast.Call(ast.Name("device")) if name == "default":
+                self._sizes.device = self.operands.operand(node, nowhere)
+            case ast.Name(word) if (name, word) in (("owners", "inferred"), ("returns", "list"), ("returns", "value")):
+                self._settings[name] = word
+            case ast.List(items) if name == "managed":
+                for item in items:
+                    if not isinstance(item, ast.Constant) or not isinstance(item.value, str):
+                        raise refuse(item, f"expected a list of parameter names, found `{shown(item)}`")
+                self._settings[name] = tuple(ast.literal_eval(node))
+            case _:
+                raise refuse(node, f"expected a definition like `{name} = group(range(0, 8))`, found `{shown(node)}`")
 
     # -- statements
 
     def _run(self, key: SectionKey, node: ast.stmt, heading: ast.expr | None) -> None:
         place = LinePlace(*key)
-        if key.space == "out":
-            self._result(node, place)
-        elif key.space not in COMPUTED_SPACES and isinstance(node, ast.AnnAssign):
-            self._input(node, place)
-        elif key.space in COMPUTED_SPACES and (parts := computed(node)) is not None:
-            self._computed(parts, heading, place)
-        else:
-            raise refuse(node, f"expected `name: type = operator(...)`, found `{shown(node)}`")
+        match node:
+            case _ if key.space == "out":
+                self._result(node, place)
+            case ast.AnnAssign() if key.space not in COMPUTED_SPACES:
+                self._input(node, place)
+            case ast.AnnAssign(ast.Name(name), kind, ast.Call() as call) if key.space in COMPUTED_SPACES:
+                place.scope = scope_at(links_of("_") if heading is None else chain(heading), place)
+                self.operands.add(place.scope, name, self._computed(name, kind, call, place), node.target)
+            case _:
+                raise refuse(node, f"expected `name: type = operator(...)`, found `{shown(node)}`")
 
     def _input(self, node: ast.AnnAssign, place: LinePlace) -> None:
         links, space = chain(node.target), place.space
@@ -313,9 +302,11 @@ class _Parser:
         self._set_value(made, node.annotation, place)
         self.operands.add_input(key, made, node.target)
 
-    def _computed(self, parts: Computed, heading: ast.expr | None, place: LinePlace) -> None:
-        place.scope = scope_at(links_of("_") if heading is None else chain(heading), place)
-        name, call = parts.name.id, parts.call
+    def _computed(self, name: str, kind: ast.expr, call: ast.Call, place: LinePlace) -> fx.Node:
+        tags: list[ast.expr] = []
+        while isinstance(kind, ast.BinOp) and isinstance(kind.op, ast.BitOr):
+            tags.insert(0, kind.right)
+            kind = kind.left
         op, target = self._targets.get(call.func) or self._target(call.func)
         args = tuple([self.operands.operand(argument, place) for argument in call.args])
         kwargs = {}
@@ -324,9 +315,9 @@ class _Parser:
                 raise refuse(item.value, "expected named arguments, found `**`")
             kwargs[item.arg.removesuffix("__kw")] = self.operands.operand(item.value, place)
         made = append_node(self.graph, name, op, target, args, kwargs)
-        write_tags(made.meta, parts.tags, place, owned=self._settings.get("owners") != "inferred")
-        self._set_value(made, parts.type, place)
-        self.operands.add(place.scope, name, made, parts.name)
+        write_tags(made.meta, tags, place, owned=self._settings.get("owners") != "inferred")
+        self._set_value(made, kind, place)
+        return made
 
     def _set_value(self, node: fx.Node, kind: ast.expr, place: LinePlace) -> None:
         value = self._sizes.value(kind, place)
@@ -358,45 +349,26 @@ class _Parser:
     # -- results
 
     def _result(self, node: ast.stmt, place: LinePlace) -> None:
-        if isinstance(node, ast.Assign):
-            self._result_names.append(path_at(chain(node.targets[0]), place.layer))
-            self._results.append(self.operands.operand(node.value, place))
-            return
-        inner = node.value if isinstance(node, ast.Expr) else None
-        if not isinstance(inner, ast.Yield | ast.YieldFrom) or inner.value is None:
-            raise refuse(node, f"expected `loss = ...` or `yield ...`, found `{shown(node)}`")
-        into = self._whole if isinstance(inner, ast.YieldFrom) else self._results
-        into.append(self.operands.operand(inner.value, place))
+        match node:
+            case ast.Assign([name], value):
+                self._result_names.append(path_at(chain(name), place.layer))
+                self._results.append(self.operands.operand(value, place))
+            case ast.Expr(ast.YieldFrom(value)):
+                self._whole.append(self.operands.operand(value, place))
+            case ast.Expr(ast.Yield(ast.expr() as value)):
+                self._results.append(self.operands.operand(value, place))
+            case _:
+                raise refuse(node, f"expected `loss = ...` or `yield ...`, found `{shown(node)}`")
 
     def _finish(self) -> None:
-        results: Any = tuple(self._results)
-        if self._whole:
-            results = self._whole[0]
-        elif self._settings.get("returns") == "list":
-            results = self._results
-        elif self._settings.get("returns") == "value":
-            results = self._results[0] if self._results else None
+        by_convention = {"list": self._results, "value": self._results[0] if self._results else None}
+        results: Any = by_convention.get(self._settings.get("returns", "tuple"), tuple(self._results))
+        results = self._whole[0] if self._whole else results
         output = append_node(self.graph, "output", "output", "output", (results,), {})
         if self._result_names:
             output.meta["gt_outputs"] = tuple(self._result_names)
         if "managed" in self._settings:
             output.meta["gt_managed_order"] = self._settings["managed"]
-
-
-def _root(attributes: Mapping[str, Any]) -> nn.Module:
-    root = nn.Module()
-    for path, value in attributes.items():
-        *parents, name = path.split(".")
-        owner = root
-        for parent in parents:
-            if not hasattr(owner, parent):
-                owner.add_module(parent, nn.Module())
-            owner = getattr(owner, parent)
-        if isinstance(value, torch.Tensor):
-            owner.register_buffer(name, value)
-        else:
-            setattr(owner, name, value)
-    return root
 
 
 def unfaithful(

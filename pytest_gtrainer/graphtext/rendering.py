@@ -27,12 +27,11 @@ from pytest_gtrainer.graphtext import header as headers
 from pytest_gtrainer.graphtext import schedule_view
 from pytest_gtrainer.graphtext.folding import INDENT, fold, unfold
 from pytest_gtrainer.graphtext.operators import groups_of, groups_of_ranks, operator_of, word
-from pytest_gtrainer.graphtext.scopes import Scopes, is_computed, is_item, names_of, scopes_of, tags_of
+from pytest_gtrainer.graphtext.scopes import is_computed, is_item, tags_of
 from pytest_gtrainer.graphtext.sections import (
     GraphLine,
     Layer,
     Line,
-    Scope,
     Section,
     SectionKey,
     section_keys,
@@ -123,39 +122,30 @@ def _draw(gm: fx.GraphModule, view: str, mesh: Mapping[str, int], sizes: str = "
 
 
 def _full(gm: fx.GraphModule, mesh: Mapping[str, int], backed: Backed, *, is_body: bool) -> _Drawn:
-    scopes = scopes_of(gm.graph.nodes)
-    groups = groups_of(gm, mesh)
     tensors = (node.meta.get("val") for node in gm.graph.nodes if node.op != "get_attr" and not is_item(node))
     device = next((value.device.type for value in tensors if isinstance(value, torch.Tensor)), "cpu")
     bodies, bodies_text = _bodies(gm, mesh, backed)
-    settings = _settings(gm, scopes)
-    names = names_of(scopes, [*(group.symbol for group in groups.values()), *bodies.values()])
-    speller = Speller(gm, scopes, names, groups, device, bodies, backed)
-    sections = [
-        *_input_sections(scopes, speller),
-        *_schedule_sections(scopes, names, speller),
-        *_output_sections(gm.graph.output_node(), scopes, speller),
-    ]
-    definitions = [str(group) for group in groups.values()]
-    definitions += [] if is_body else backed.definitions()
-    definitions += [f'default = device("{device}")'] if device != "cpu" else []
-    return definitions + settings + bodies_text, sections
-
-
-def _settings(gm: fx.GraphModule, scopes: Scopes) -> list[str]:
-    """What holds for the graph as a whole, where it is not what it usually is."""
-    output = gm.graph.output_node()
-    told = []
+    speller = Speller(gm, mesh, backed, device, bodies)
+    scopes, output = speller.scopes, gm.graph.output_node()
+    settings = []  # what holds for the graph as a whole, where it is not what it usually is
     if scopes.unowned and not any(node_fqn(node) for node in scopes.computed):
-        told.append("owners = inferred")
+        settings.append("owners = inferred")
         scopes.unowned.clear()
     if not isinstance(output.args[0], tuple):
-        told.append("returns = list" if isinstance(output.args[0], list) else "returns = value")
+        settings.append("returns = list" if isinstance(output.args[0], list) else "returns = value")
     managed = output.meta.get("gt_managed_order")
     parameters = [source.fqn for source in scopes.inputs.values() if source.space == "P"]
     if managed is not None and list(managed) != managed_order(parameters):
-        told.append(f"managed = {list(managed)}")
-    return told
+        settings.append(f"managed = {list(managed)}")
+    sections = [
+        *_input_sections(speller),
+        *_schedule_sections(speller),
+        *_output_sections(output, speller),
+    ]
+    definitions = [str(group) for group in speller.groups.values()]
+    definitions += [] if is_body else backed.definitions()
+    definitions += [f'default = device("{device}")'] if device != "cpu" else []
+    return definitions + settings + bodies_text, sections
 
 
 def _bodies(gm: fx.GraphModule, mesh: Mapping[str, int], backed: Backed) -> tuple[dict[str, str], list[str]]:
@@ -176,26 +166,22 @@ def _bodies(gm: fx.GraphModule, mesh: Mapping[str, int], backed: Backed) -> tupl
             content = "\n".join(INDENT + line for line in [*definitions, *fold(sections)])
             short = operator_of(user).short if is_computed(user) else user.op
             names[str(operand.target)] = by_content.setdefault(content, word(f"{short}_graph_{len(by_content)}"))
-    text = [line for content, name in by_content.items() for line in [f"def {name}():", *content.splitlines()]]
-    return names, text
+    return names, [line for content, name in by_content.items() for line in [f"def {name}():", *content.splitlines()]]
 
 
-def _input_sections(scopes: Scopes, speller: Speller) -> Iterable[Section]:
+def _input_sections(speller: Speller) -> Iterable[Section]:
     """One line an input, of neighbouring layers."""
-    inputs = list(scopes.inputs)
-    sources = scopes.inputs.values()
-    keys = [SectionKey(s.space, split_layer(s.fqn)[0] if s.space != "I" else None) for s in sources]
+    inputs, told = list(speller.scopes.inputs), speller.scopes.inputs.values()
+    keys = [SectionKey(s.space, split_layer(s.fqn)[0] if s.space != "I" else None) for s in told]
     for key, here in stretches(keys):
         speller.enter_section(key)
         spelled = [(speller.reference(node), speller.type_of(node.meta.get("val"))) for node in inputs[here]]
         yield Section(key, tuple([Line("", f"{name}: {kind}") for name, kind in spelled]))
 
 
-def _schedule_sections(
-    scopes: Scopes, names: Mapping[fx.Node, tuple[Scope, str]], speller: Speller
-) -> Iterable[Section]:
+def _schedule_sections(speller: Speller) -> Iterable[Section]:
     """One line a computed value, in the order of the schedule."""
-    computed = scopes.computed
+    scopes, computed = speller.scopes, speller.scopes.computed
     floating = [operator_of(node).floats or scopes.of[node].floats for node in computed]
     for key, here in stretches(section_keys([scopes.of[node].key for node in computed], floating)):
         speller.enter_section(key)
@@ -204,11 +190,11 @@ def _schedule_sections(
             heading = speller.enter_scope(scope)
             for node in members:
                 told = [speller.type_of(node.meta.get("val")), *tags_of(node, node in scopes.unowned, speller.module)]
-                lines.append(Line(heading, f"{names[node][1]}: {' | '.join(told)} = {speller.call(node)}"))
+                lines.append(Line(heading, f"{speller.names[node][1]}: {' | '.join(told)} = {speller.call(node)}"))
         yield Section(key, tuple(lines))
 
 
-def _output_sections(output: fx.Node, scopes: Scopes, speller: Speller) -> Iterable[Section]:
+def _output_sections(output: fx.Node, speller: Speller) -> Iterable[Section]:
     """One line a returned value: by the name the tracer gives it, else in the layer it comes from."""
     result: Any = output.args[0]
     leaves = list(result) if isinstance(result, list | tuple) else [result]
@@ -224,8 +210,8 @@ def _output_sections(output: fx.Node, scopes: Scopes, speller: Speller) -> Itera
     else:
         told = [None] * len(leaves)
         for leaf in leaves:  # a constant stands with its neighbour
-            known = isinstance(leaf, fx.Node) and leaf in scopes.of
-            layers.append(scopes.of[leaf].layer if known else layers[-1] if layers else None)
+            known = speller.scopes.of.get(leaf) if isinstance(leaf, fx.Node) else None
+            layers.append(known.layer if known else layers[-1] if layers else None)
     for key, here in stretches([SectionKey("out", layer) for layer in layers]):
         speller.enter_section(key)
         lines = []

@@ -32,16 +32,14 @@ from pytest_gtrainer.graph.dtypes import spell_dtype
 from pytest_gtrainer.graph.nodes import is_view, is_wait
 from pytest_gtrainer.graph.packing import sent_operands
 from pytest_gtrainer.graphtext.folding import INDENT, fold
-from pytest_gtrainer.graphtext.operators import groups_of, operator_of, spell_ranks, word
-from pytest_gtrainer.graphtext.scopes import is_computed, is_item, names_of, scopes_of, users_of
+from pytest_gtrainer.graphtext.operators import operator_of, spell_ranks, word
+from pytest_gtrainer.graphtext.scopes import is_computed, is_item, users_of
 from pytest_gtrainer.graphtext.sections import (
     Line,
     Scope,
     Section,
-    SectionKey,
     common_parent,
     section_keys,
-    spell_from,
 )
 from pytest_gtrainer.graphtext.spelling import Backed, Speller
 
@@ -109,17 +107,6 @@ def _serving(
     return serves
 
 
-def packed_tensors(serves: Mapping[fx.Node, fx.Node]) -> Counter[fx.Node]:
-    """How many tensors are packed into each launch."""
-    into = {
-        (operand, event)
-        for node, event in serves.items()
-        for operand in node.all_input_nodes
-        if serves.get(_source(operand)) is not event
-    }
-    return Counter(event for _, event in into)
-
-
 def operands_of(node: fx.Node) -> list[fx.Node]:
     """The values that go into a node, looking through the picking of outputs."""
     return [_source(operand) for operand in node.all_input_nodes]
@@ -162,11 +149,6 @@ def bodies_of(gm: fx.GraphModule, node: fx.Node) -> Iterator[fx.GraphModule]:
             yield body
 
 
-def computed_nodes(gm: fx.GraphModule) -> list[fx.Node]:
-    """The nodes that have a line of their own in the full text."""
-    return [node for node in gm.graph.nodes if is_computed(node)]
-
-
 _MOST_KINDS = 5
 _MOST_OWNERS = 2
 _NOTHING = "schedule = []"
@@ -182,41 +164,34 @@ def draw(gm: fx.GraphModule, mesh: Mapping[str, int]) -> tuple[list[str], list[S
 
 
 def _draw(gm: fx.GraphModule, mesh: Mapping[str, int], backed: Backed) -> tuple[list[str], list[str], list[Section]]:
-    calls, bodies = _bodies(gm, mesh, backed)
-    schedule = _Schedule(gm, mesh, backed, calls)
-    return schedule.groups, bodies, list(schedule.sections())
-
-
-def _bodies(gm: fx.GraphModule, mesh: Mapping[str, int], backed: Backed) -> tuple[dict[fx.Node, list[str]], list[str]]:
-    """Names of the graphs that nodes run and that communicate, and their text; equal ones are told once."""
-    calls: dict[fx.Node, list[str]] = {}
+    """Groups, the text of the graphs that nodes run and that communicate (equal ones are told once), and sections."""
+    speller = Speller(gm, mesh, backed, most_owners=_MOST_OWNERS)
+    calls: dict[fx.Node, list[str]] = {}  # names of these graphs
     told: dict[str, str] = {}
-    for node in computed_nodes(gm):
+    for node in speller.scopes.computed:
         for body in bodies_of(gm, node):
             groups, bodies, sections = _draw(body, mesh, backed)
             content = "\n".join(INDENT + line for line in [*groups, *bodies, *fold(sections)])
             name = told.setdefault(content, word(f"{operator_of(node).short}_graph_{len(told)}"))
             calls.setdefault(node, []).append(name)
-    return calls, [line for content, name in told.items() for line in [f"def {name}():", *content.splitlines()]]
+    text = [line for content, name in told.items() for line in [f"def {name}():", *content.splitlines()]]
+    return list(map(str, speller.groups.values())), text, list(_Schedule(speller, calls).sections())
 
 
 class _Schedule:
     """Spells the lines of one graph, as seen from the section that it has come to."""
 
-    def __init__(
-        self, gm: fx.GraphModule, mesh: Mapping[str, int], backed: Backed, calls: Mapping[fx.Node, list[str]]
-    ) -> None:
-        groups = groups_of(gm, mesh)
-        self.groups = [str(group) for group in groups.values()]
-        self._symbols = {name: group.symbol for name, group in groups.items()}
-        self._nodes, self._calls = computed_nodes(gm), calls
-        found = scopes_of(gm.graph.nodes)
-        self._scopes = found.of
-        self._serves = packing(self._nodes, found.of)
-        self._packed = packed_tensors(self._serves)
-        self._names = names_of(found, self._symbols.values())
-        self._speller = Speller(gm, found, self._names, groups, "cpu", {}, backed)
-        self._key: SectionKey  # of the section that is being spelled
+    def __init__(self, speller: Speller, calls: Mapping[fx.Node, list[str]]) -> None:
+        self._speller, self._calls = speller, calls
+        self._nodes, self._scopes = speller.scopes.computed, speller.scopes.of
+        self._serves = packing(self._nodes, self._scopes)
+        packed = {
+            (operand, event)
+            for node, event in self._serves.items()
+            for operand in node.all_input_nodes
+            if self._serves.get(_source(operand)) is not event
+        }
+        self._packed = Counter(event for _, event in packed)  # how many tensors each launch has
 
     def sections(self) -> Iterable[Section]:
         """What is shown, in the order of the schedule."""
@@ -228,7 +203,6 @@ class _Schedule:
         ]
         keys = section_keys([scope.key for scope in scopes], floats)
         for key, members in itertools.groupby(zip(keys, shown, strict=True), lambda pair: pair[0]):
-            self._key = key
             self._speller.enter_section(key)
             stretches = itertools.groupby([node for _, node in members], self._stretch)
             yield Section(key, tuple([Line("", self._line(list(nodes))) for _, nodes in stretches]))
@@ -247,11 +221,16 @@ class _Schedule:
         if is_launch(first):
             return f"launch({', '.join(self._launch(first))})"
         if is_wait(first):
-            return f"wait({self._reference(operands_of(first)[0])})"
+            return f"wait({self._speller.reference(operands_of(first)[0])})"
         scopes = [self._scopes[node] for node in nodes]
         if first in self._calls:
             return f"call({self._module(scopes)}, {operator_of(first).short}, {', '.join(self._calls[first])})"
-        return f"compute({self._module(scopes)}, {', '.join(_kinds(nodes))}, ops={len(nodes)})"
+        # the operators with their numbers: waits for the device, then products, then others
+        counts = Counter(operator_of(node).short for node in nodes)
+        kinds = sorted(counts, key=lambda short: (short not in _SYNCS, _HEAVY.search(short) is None, -counts[short]))
+        told = [f"{word(short)}*{counts[short]}" if counts[short] > 1 else word(short) for short in kinds[:_MOST_KINDS]]
+        told += ["..."] * (len(kinds) > _MOST_KINDS)
+        return f"compute({self._module(scopes)}, {', '.join(told)}, ops={len(nodes)})"
 
     def _launch(self, node: fx.Node) -> Iterable[str]:
         """Its name, group, payload by dtype (``bf16[256, 64]``; of several tensors all elements), and sums."""
@@ -260,9 +239,9 @@ class _Schedule:
                 f"{node.name} is {operator_of(node).text}, a collective in place: its graph holds the group and the "
                 "reduction as objects that no text can tell; trace torch.distributed._functional_collectives instead"
             )
-        yield self._reference(node)
+        yield self._speller.reference(node)
         if (group := group_of(node)) is not None:
-            yield self._symbols[group]
+            yield self._speller.groups[group].symbol
         elif (ranks := ranks_given(node)) is not None:
             yield f"group({spell_ranks(ranks)})"
         payload = payload_of(node)
@@ -279,34 +258,8 @@ class _Schedule:
         if (tensors := max(len(payload), self._packed[node])) > 1:
             yield f"tensors={tensors}"
 
-    def _reference(self, node: fx.Node) -> str:
-        """As the full text has it, but for buckets of many modules."""
-        if node not in self._names:
-            return self._speller.reference(node)
-        scope = self._scopes[node]
-        saved = "saved." if (scope.space, self._key.space) == ("fwd", "bwd") else ""
-        return f"{saved or self._space(scope)}{self._path(scope)}.{self._names[node][1]}"
-
-    def _space(self, scope: Scope) -> str:
-        return "" if scope.space == self._key.space else f"{scope.space}."
-
-    def _path(self, scope: Scope) -> str:
-        """A module or a bucket; a bucket is known by its first module, and a third one is as good as any more."""
-        owners = [spell_from(owner, self._key.layer) for owner in scope.owners]
-        if not scope.is_bucket:
-            return owners[0]
-        return f"bucket({', '.join(owners if len(owners) <= _MOST_OWNERS else [owners[0], '...'])})"
-
     def _module(self, scopes: Sequence[Scope]) -> str:
         """The module that all of them lie in."""
         first = scopes[0]
         owners = first.owners if first.is_bucket else (common_parent([scope.owners[0] for scope in scopes]),)
-        return self._space(first) + self._path(Scope(owners, first.space, first.is_bucket))
-
-
-def _kinds(nodes: Sequence[fx.Node]) -> list[str]:
-    """The operators of a stretch with their numbers: waits for the device, then products, then others."""
-    counts = Counter(operator_of(node).short for node in nodes)
-    kinds = sorted(counts, key=lambda short: (short not in _SYNCS, _HEAVY.search(short) is None, -counts[short]))
-    told = [f"{word(short)}*{counts[short]}" if counts[short] > 1 else word(short) for short in kinds[:_MOST_KINDS]]
-    return told + ["..."] * (len(kinds) > _MOST_KINDS)
+        return self._speller.heading(Scope(owners, first.space, first.is_bucket))

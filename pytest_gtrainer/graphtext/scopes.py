@@ -96,8 +96,13 @@ def scopes_of(nodes: Iterable[fx.Node]) -> Scopes:
         if is_item(node):
             found.of[node] = found.of.get(node.args[0], NOWHERE)
         elif node.op in _CALLS:
-            found.of[node] = _scope(node, found)
             found.computed.append(node)
+            if bucket := node.meta.get("fsdp_bucket"):
+                found.of[node] = Scope(tuple(bucket["plan_fqns"]), bucket["direction"], is_bucket=True)
+                continue
+            if not (fqn := node_fqn(node)) and (fqn := _inferred(node, found.of)):
+                found.unowned.add(node)
+            found.of[node] = Scope((fqn,), direction(node))
         elif node.op == "placeholder":
             told = node.meta.get("gt_input")  # without it an argument by its use, or by position
             key: tuple[str, str] = ("A", node.meta.get("gt_argument") or str(len(found.inputs)))
@@ -107,15 +112,6 @@ def scopes_of(nodes: Iterable[fx.Node]) -> Scopes:
             seen[key] += 1
             found.of[node] = Scope((".".join(parts_of(key[1])[:-1]),), key[0])
     return found
-
-
-def _scope(node: fx.Node, found: Scopes) -> Scope:
-    if bucket := node.meta.get("fsdp_bucket"):
-        return Scope(tuple(bucket["plan_fqns"]), bucket["direction"], is_bucket=True)
-    fqn = node_fqn(node)
-    if not fqn and (fqn := _inferred(node, found.of)):
-        found.unowned.add(node)
-    return Scope((fqn,), direction(node))
 
 
 def _inferred(node: fx.Node, scopes: dict[fx.Node, Scope]) -> str:
@@ -129,10 +125,8 @@ def _inferred(node: fx.Node, scopes: dict[fx.Node, Scope]) -> str:
     common = common_parent(fqns)
     if split_layer(common)[0] is not None:
         return common
-    for scope in reversed(known):
-        if scope.layer is not None:
-            return f"{scope.layer.container}.{scope.layer.number}"
-    return common
+    layers = [f"{scope.layer.container}.{scope.layer.number}" for scope in known if scope.layer is not None]
+    return layers[-1] if layers else common
 
 
 WORDS = RESERVED | {"i", "inf", "nan", "const", "device"} | frozenset(keyword.kwlist)
@@ -209,24 +203,23 @@ def write_tags(meta: dict[str, Any], tags: Sequence[ast.expr], place: LinePlace,
     told: dict[str, Any] = {}
     custom: dict[str, Any] = {}
     for node in tags:
-        name, arguments = (node.func, node.args) if isinstance(node, ast.Call) else (node, None)
-        kind = name.id if isinstance(name, ast.Name) else ""
-        if kind == AT and arguments and len(arguments) == 1:
-            own_fqn = path_at(chain(arguments[0]), place.layer)
-        elif kind == CHUNK and arguments is not None:
-            told = _chunk(node, arguments, place)
-        elif not kind or arguments or (kind != "custom" and isinstance(node, ast.Call) and node.keywords):
-            raise refuse(node, f"expected a tag like `must_save` or `custom(stage=1)`, found `{shown(node)}`")
-        elif kind == "custom":
-            custom |= _annotations_at(node.keywords if isinstance(node, ast.Call) else [])
-        elif kind == UNOWNED:
-            owned = False
-        elif kind == MISMARKED:
-            mismarked = True
-        elif kind in POLICIES:
-            meta["recompute"] = POLICIES[kind]
-        else:
-            raise refuse(node, f"`{kind}` is no tag{nearest(kind, TAGS)}")
+        match node:
+            case ast.Call(ast.Name("at"), [path]):
+                own_fqn = path_at(chain(path), place.layer)
+            case ast.Call(ast.Name("chunk"), [path, *more]):
+                told = _chunk(node, path, more, place)
+            case ast.Call(ast.Name("custom"), [], keywords):
+                custom |= _annotations_at(keywords)
+            case ast.Name("unowned"):
+                owned = False
+            case ast.Name("mismarked"):
+                mismarked = True
+            case ast.Name(kind) if kind in POLICIES:
+                meta["recompute"] = POLICIES[kind]
+            case ast.Name(kind) if kind != "custom":
+                raise refuse(node, f"`{kind}` is no tag{nearest(kind, TAGS)}")
+            case _:
+                raise refuse(node, f"expected a tag like `must_save` or `custom(stage=1)`, found `{shown(node)}`")
     scope = place.scope
     if (scope.space == "bwd") != mismarked:
         meta["autograd_backward"] = True
@@ -238,16 +231,14 @@ def write_tags(meta: dict[str, Any], tags: Sequence[ast.expr], place: LinePlace,
         meta["custom"] = ({OWN_KEY: fqn} if fqn else {}) | told | custom
 
 
-def _chunk(node: ast.expr, arguments: Sequence[ast.expr], place: LinePlace) -> dict[str, Any]:
+def _chunk(node: ast.expr, path: ast.expr, more: Sequence[ast.expr], place: LinePlace) -> dict[str, Any]:
     """``chunk(path, 0)``, ``chunk(path, split_boundary, eager)``."""
-    words: list[Any] = []
-    for word in arguments[1:]:
-        words.append(word.id if isinstance(word, ast.Name) else getattr(word, "value", None))
+    words: list[Any] = [w.id if isinstance(w, ast.Name) else getattr(w, "value", None) for w in more]
     boundaries = (chunks.SPLIT_BOUNDARY, chunks.MATERIALIZATION)
-    known = len(words) in (1, 2) and (type(words[0]) is int or words[0] in boundaries)
+    known = words and (type(words[0]) is int or words[0] in boundaries)
     if not known or words[1:] not in ([], [chunks.EAGER]):
         raise refuse(node, f"expected `chunk(path, 0)` or `chunk(path, split_boundary)`, found `{shown(node)}`")
-    return chunks.told_in_words(path_at(chain(arguments[0]), place.layer), *words)
+    return chunks.told_in_words(path_at(chain(path), place.layer), *words)
 
 
 class _Numbers(ast.NodeTransformer):

@@ -63,8 +63,7 @@ def spell(fqn: str) -> str:
     if not fqn:
         return "_"
     first, *rest = parts_of(fqn)
-    plain = is_word(first) and first not in RESERVED
-    return (first if plain else f"_[{_quoted(name_of(first))}]") + _tail(rest)
+    return (first if is_word(first) and first not in RESERVED else f"_[{_quoted(name_of(first))}]") + _tail(rest)
 
 
 def _tail(parts: list[str]) -> str:
@@ -118,9 +117,7 @@ def spell_input(space: str, fqn: str, here: Layer | None) -> str:
     >>> spell_input("P", "layers.3.wq.weight", Layer("layers", 3)), spell_input("I", "0.tokens", None)
     ('P.L.wq.weight', 'I[0].tokens')
     """
-    if _is_index(fqn.partition(".")[0]):
-        return space + _tail(parts_of(fqn))
-    return f"{space}.{spell_from(fqn, here)}"
+    return space + _tail(parts_of(fqn)) if _is_index(fqn.partition(".")[0]) else f"{space}.{spell_from(fqn, here)}"
 
 
 def common_parent(fqns: list[str]) -> str:
@@ -241,24 +238,22 @@ def section_keys(own: Sequence[SectionKey], floating: Sequence[bool]) -> list[Se
     >>> [str(key) for key in section_keys([a, b, a], [False] * 3)]
     ['fwd.layers[0]', 'fwd.layers[1]', 'fwd.layers[0]']
     """
-    keys: list[SectionKey | None] = [None] * len(own)
-    ahead: list[SectionKey | None] = [None] * len(own)  # the next key that is known
-    following: SectionKey | None = None
-    for place in range(len(own) - 1, -1, -1):
-        if not floating[place] or (place + 1 < len(own) and keys[place + 1] == own[place]):
-            keys[place] = following = own[place]
-        ahead[place] = following
-    for place, key in enumerate(keys):
+    fixed: list[SectionKey | None] = [None]
+    ahead: list[SectionKey | None] = [None]  # the next key that is known
+    for here, floats in zip(reversed(own), reversed(floating), strict=True):
+        fixed.append(here if not floats or fixed[-1] == here else None)
+        ahead.append(fixed[-1] or ahead[-1])
+    keys: list[SectionKey] = []
+    for here, key, after in zip(own, fixed[:0:-1], ahead[:0:-1], strict=True):
         if key is not None:
-            continue
-        here, before, after = own[place], keys[place - 1] if place else None, ahead[place]
-        if before is None:
-            keys[place] = SectionKey(here.space, None)
-        elif before.space != here.space and after is not None and after.space == here.space:
-            keys[place] = after  # the first collective of the backward does not stand in the forward
+            keys.append(key)
+        elif not keys:
+            keys.append(SectionKey(here.space, None))
+        elif keys[-1].space != here.space and after is not None and after.space == here.space:
+            keys.append(after)  # the first collective of the backward does not stand in the forward
         else:
-            keys[place] = before
-    return _absorbed([key for key in keys if key is not None])
+            keys.append(keys[-1])
+    return _absorbed(keys)
 
 
 def _absorbed(keys: list[SectionKey]) -> list[SectionKey]:

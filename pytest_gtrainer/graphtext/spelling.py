@@ -7,6 +7,7 @@ sizes, have the same text. A backed symbol belongs to the whole graph, bodies in
 
 from __future__ import annotations
 
+import itertools
 import operator
 import re
 from collections import Counter
@@ -21,8 +22,8 @@ from torch import fx
 from pytest_gtrainer._torch.graph_text import expression, hint, is_unbacked
 from pytest_gtrainer.graph.dtypes import spell_dtype
 from pytest_gtrainer.graphtext.literals import other_constant, spell_literal, tensor_content
-from pytest_gtrainer.graphtext.operators import Group, operator_of, word
-from pytest_gtrainer.graphtext.scopes import Scope, Scopes, is_item
+from pytest_gtrainer.graphtext.operators import groups_of, operator_of, word
+from pytest_gtrainer.graphtext.scopes import Scope, is_item, names_of, scopes_of
 from pytest_gtrainer.graphtext.sections import Layer, SectionKey, spell_from, spell_input
 
 _KIND = re.compile(r"[a-z]+")
@@ -57,46 +58,6 @@ def _kind(symbol: sympy.Symbol) -> str:
     return found[0] if found else "s"
 
 
-class Symbols:
-    """Spells expressions over sizes, as seen from a layer."""
-
-    def __init__(self, backed: Backed) -> None:
-        self._backed = backed
-        self._owner: dict[sympy.Symbol, tuple[Layer | None, str]] = {}
-        self._counts: Counter[tuple[Layer | None, str]] = Counter()
-        self._spelled: dict[tuple[Any, Layer | None], str] = {}
-
-    def spell(self, expression: sympy.Basic, value: Any, here: Layer | None) -> str:
-        """The expression of a symbolic ``value`` over canonical symbols; terms are sorted after the renaming."""
-        told, known = expression, self._spelled.get((expression, here))
-        if known is None:
-            if self._backed.sizes == "examples":
-                backed = [symbol for symbol in expression.free_symbols if not is_unbacked(symbol)]
-                expression = expression.xreplace({one: sympy.sympify(hint(one, value)) for one in backed})
-            free = sorted(expression.free_symbols, key=lambda symbol: (len(symbol.name), symbol.name))
-            renamed = {  # with the assumptions that decide how an expression is printed
-                symbol: sympy.Symbol(self._name(symbol, value, here), integer=symbol.is_integer, real=symbol.is_real)
-                for symbol in free
-            }
-            is_example = expression.is_Float and told is not expression
-            spelled = repr(float(expression)) if is_example else str(expression.xreplace(renamed))
-            known = self._spelled[told, here] = spelled
-        return known
-
-    def _name(self, symbol: sympy.Symbol, value: Any, here: Layer | None) -> str:
-        if not is_unbacked(symbol):
-            return self._backed.name(symbol, value)
-        if symbol not in self._owner:
-            kind = _kind(symbol)
-            count = self._counts[here, kind]
-            self._counts[here, kind] += 1
-            self._owner[symbol] = (here, f"{kind}{count}")
-        layer, name = self._owner[symbol]
-        if layer is None:
-            return name
-        return f"{spell_from(f'{layer.container}.{layer.number}', here)}.{name}"
-
-
 _SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 _NUMBERS = {
     torch.SymInt: "int", torch.SymFloat: "float", torch.SymBool: "bool", bool: "bool", int: "int", float: "float"
@@ -113,18 +74,21 @@ class Speller:
     def __init__(
         self,
         gm: fx.GraphModule,
-        scopes: Scopes,
-        names: Mapping[fx.Node, tuple[Scope, str]],
-        groups: Mapping[str, Group],
-        device: str,
-        bodies: Mapping[str, str],
+        mesh: Mapping[str, int],
         backed: Backed,
+        device: str = "cpu",
+        bodies: Mapping[str, str] | None = None,
+        most_owners: int | None = None,
     ) -> None:
-        self._gm, self._inputs, self._names = gm, scopes.inputs, names
-        self._groups, self._device, self._bodies = groups, device, bodies
-        self._symbols = Symbols(backed)
+        self._gm, self._backed, self._device, self._bodies = gm, backed, device, bodies or {}
+        self._most_owners = most_owners
+        self.scopes, self.groups = scopes_of(gm.graph.nodes), groups_of(gm, mesh)
+        self.names = names_of(self.scopes, [*(group.symbol for group in self.groups.values()), *self._bodies.values()])
         self._key = SectionKey("fwd", None)
         self._scope: Scope | None = None
+        self._owner: dict[sympy.Symbol, tuple[Layer | None, str]] = {}
+        self._counts: Counter[tuple[Layer | None, str]] = Counter()
+        self._spelled: dict[tuple[Any, Layer | None], str] = {}
 
     # -- where we are
 
@@ -134,6 +98,10 @@ class Speller:
     def enter_scope(self, scope: Scope) -> str:
         """The ``with`` heading of a scope; names of its values are spelled bare from now on."""
         self._scope = scope
+        return self.heading(scope)
+
+    def heading(self, scope: Scope) -> str:
+        """A module or bucket as seen from the section."""
         path = self._path(scope)
         return path if scope.space == self._key.space else f"{scope.space}.{path}"
 
@@ -142,50 +110,43 @@ class Speller:
         return spell_from(fqn, self._key.layer)
 
     def _path(self, scope: Scope) -> str:
-        here = self._key.layer
+        owners = [self.module(owner) for owner in scope.owners]
         if not scope.is_bucket:
-            return spell_from(scope.owners[0], here)
-        return f"bucket({', '.join([spell_from(owner, here) for owner in scope.owners])})"
+            return owners[0]
+        shown = owners if len(owners) <= (self._most_owners or len(owners)) else [owners[0], "..."]
+        return f"bucket({', '.join(shown)})"
 
     # -- references
 
     def reference(self, node: fx.Node) -> str:
         """A value, seen from the current scope: ``mm``, ``L.wo.mm``, ``saved.L.add``, ``topk[1]``."""
-        if node not in self._names:
-            return self._nameless(node)
-        scope, name = self._names[node]
-        if scope == self._scope:
-            return name
-        if scope.space == self._key.space:
-            return f"{self._path(scope)}.{name}"
-        from_backward = scope.space == "fwd" and self._key.space == "bwd"
-        return f"{'saved' if from_backward else scope.space}.{self._path(scope)}.{name}"
-
-    def _nameless(self, node: fx.Node) -> str:
-        """A value without a line in the schedule."""
         if is_item(node):
             return f"{self.reference(node.args[0])}[{node.args[1]}]"
-        if node.op != "get_attr":
-            space, fqn, repeat = self._inputs[node]
+        if node.op == "get_attr":
+            target = str(node.target)
+            return self._bodies.get(target) or self._literal(operator.attrgetter(target)(self._gm))
+        if node in self.scopes.inputs:
+            space, fqn, repeat = self.scopes.inputs[node]
             spelled = spell_input(space, fqn, self._key.layer if space != "I" else None)
             return f'{spelled}["#{repeat}"]' if repeat else spelled
-        target = str(node.target)
-        return self._bodies.get(target) or self._literal(operator.attrgetter(target)(self._gm))
+        scope, name = self.names[node]
+        if scope == self._scope:
+            return name
+        is_saved = scope.space == "fwd" and self._key.space == "bwd"
+        return f"saved.{self._path(scope)}.{name}" if is_saved else f"{self.heading(scope)}.{name}"
 
     # -- arguments
 
     def call(self, node: fx.Node) -> str:
         """The right-hand side of a line: operator and arguments, keywords sorted."""
         operator = operator_of(node)
-        groups = operator.group_arguments
         given = [("", place, value) for place, value in enumerate(node.args)]
         given += [(f"{word(name)}=", name, node.kwargs[name]) for name in sorted(node.kwargs)]
-        told = [f"{to}{self._group(value) if at in groups else self.argument(value)}" for to, at, value in given]
+        told = []
+        for to, at, value in given:
+            group = self.groups.get(value) if at in operator.group_arguments and isinstance(value, str) else None
+            told.append(f"{to}{group.symbol if group else self.argument(value)}")
         return f"{operator.text}({', '.join(told)})"
-
-    def _group(self, value: Any) -> str:
-        group = self._groups.get(value) if isinstance(value, str) else None
-        return group.symbol if group else self.argument(value)
 
     def argument(self, value: Any) -> str:
         """An operand, or a literal, or a container of them."""
@@ -215,31 +176,55 @@ class Speller:
 
     def type_of(self, value: Any) -> str:
         """``bf16[64, 64]``, with strides unless contiguous and with the device unless the default."""
-        if isinstance(value, torch.Tensor):
-            return self._tensor_type(value)
         if isinstance(value, tuple):
             return _tuple([self.type_of(item) for item in value])
         if isinstance(value, list):
             return f"[{', '.join([self.type_of(item) for item in value])}]"
-        name = _NUMBERS.get(type(value))
-        return f"{name}[{self.size(value)}]" if name else "_"
-
-    def size(self, value: Any) -> str:
-        """A number, symbolic or not: an extent, a stride, the value of a scalar."""
-        if isinstance(value, _SYMBOLIC):
-            return self._symbols.spell(expression(value), value, self._key.layer)
-        return repr(value)
-
-    def _tensor_type(self, value: torch.Tensor) -> str:
+        if not isinstance(value, torch.Tensor):
+            name = _NUMBERS.get(type(value))
+            return f"{name}[{self.size(value)}]" if name else "_"
         if value.layout is not torch.strided:
             return "_"  # it has no strides, and no fake tensor can be made from a text
         shape, strides = value.shape, value.stride()
         text = f"{spell_dtype(value.dtype)}[{', '.join(map(self.size, shape)) or '()'}]"
         if not is_contiguous(list(map(expression, shape)), list(map(expression, strides))):
             text += f"[{', '.join(map(self.size, strides))}]"
-        if value.device.type != self._device:
-            text += f" @ {value.device.type}"
-        return text
+        return text if value.device.type == self._device else f"{text} @ {value.device.type}"
+
+    def size(self, value: Any) -> str:
+        """A number, symbolic or not: an extent, a stride, the value of a scalar."""
+        if isinstance(value, _SYMBOLIC):
+            return self._expression(expression(value), value, self._key.layer)
+        return repr(value)
+
+    def _expression(self, told: sympy.Basic, value: Any, here: Layer | None) -> str:
+        """The expression of a symbolic ``value`` over canonical symbols; terms are sorted after the renaming."""
+        if (told, here) in self._spelled:
+            return self._spelled[told, here]
+        expression = told
+        if self._backed.sizes == "examples":
+            backed = [symbol for symbol in told.free_symbols if not is_unbacked(symbol)]
+            expression = told.xreplace({one: sympy.sympify(hint(one, value)) for one in backed})
+        free = sorted(expression.free_symbols, key=lambda symbol: (len(symbol.name), symbol.name))
+        renamed = {  # with the assumptions that decide how an expression is printed
+            symbol: sympy.Symbol(self._symbol(symbol, value, here), integer=symbol.is_integer, real=symbol.is_real)
+            for symbol in free
+        }
+        is_example = expression.is_Float and told is not expression
+        spelled = repr(float(expression)) if is_example else str(expression.xreplace(renamed))
+        self._spelled[told, here] = spelled
+        return spelled
+
+    def _symbol(self, symbol: sympy.Symbol, value: Any, here: Layer | None) -> str:
+        if not is_unbacked(symbol):
+            return self._backed.name(symbol, value)
+        if symbol not in self._owner:
+            kind = _kind(symbol)
+            count = self._counts[here, kind]
+            self._counts[here, kind] += 1
+            self._owner[symbol] = (here, f"{kind}{count}")
+        layer, name = self._owner[symbol]
+        return name if layer is None else f"{spell_from(f'{layer.container}.{layer.number}', here)}.{name}"
 
 
 def is_contiguous(shape: list[Any], strides: list[Any]) -> bool:
@@ -248,14 +233,9 @@ def is_contiguous(shape: list[Any], strides: list[Any]) -> bool:
     >>> is_contiguous([2, 3], [3, 1]), is_contiguous([2, 3], [1, 2]), is_contiguous([1, 3], [7, 1])
     (True, False, True)
     """
-    if 0 in shape:
-        return True
-    expected: Any = 1
-    for extent, stride in zip(reversed(shape), reversed(strides), strict=True):
-        if extent != 1 and stride != expected:
-            return False
-        expected = extent * expected
-    return True
+    steps = itertools.accumulate(reversed(shape), lambda step, extent: extent * step, initial=1)
+    told = zip(reversed(shape), reversed(strides), steps)  # noqa: B905 - the last step is that of the whole
+    return 0 in shape or all(extent == 1 or stride == step for extent, stride, step in told)
 
 
 def _tuple(items: list[str]) -> str:

@@ -25,7 +25,6 @@ _SPACES = {"saved": "fwd", "fwd": "fwd", "bwd": "bwd"}
 """First words of a chain that name a space other than the section's own."""
 AT, CHUNK = "at", "chunk"
 """Tags that name a module path first."""
-_LONGEST = 100_000
 UNREADABLE = (TextError, SyntaxError, ValueError, RecursionError, MemoryError)
 """What reading a text that nobody has checked may raise."""
 
@@ -43,8 +42,8 @@ def shown(node: ast.AST) -> str:
 
 def integer(node: ast.expr | None) -> int | None:
     """A whole number, with its sign; None if it is something else."""
-    if isinstance(node, ast.Constant) and type(node.value) is int:
-        return node.value
+    if isinstance(node, ast.Constant):
+        return node.value if type(node.value) is int else None
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
         number = integer(node.operand)
         return None if number is None else -number
@@ -71,38 +70,33 @@ def chain(node: ast.expr) -> list[Link]:
     """
     links: list[Link] = []
     here: ast.expr = node
-    while not isinstance(here, ast.Name):
-        if len(links) > _LONGEST:
-            raise refuse(node, "this chain is too long")
-        if isinstance(here, ast.Attribute):
-            links.append(Link("name", here.attr, here))
-            here = here.value
-        elif isinstance(here, ast.Subscript):
-            links.append(_index(here))
-            here = here.value
-        elif isinstance(here, ast.Call) and not here.keywords:
-            links.append(Link("call", tuple(here.args), here))
-            here = here.func
-        else:
-            raise refuse(here, f"expected a name like `L.attention.mm`, found `{shown(here)}`")
-    links.append(Link("name", here.id, here))
-    return links[::-1]
+    while True:
+        match here:
+            case ast.Name(name):
+                return [Link("name", name, here), *reversed(links)]
+            case ast.Attribute(value, name):
+                links.append(Link("name", name, here))
+            case ast.Subscript(value):
+                links.append(_index(here))
+            case ast.Call(value, arguments, []):
+                links.append(Link("call", tuple(arguments), here))
+            case _:
+                raise refuse(here, f"expected a name like `L.attention.mm`, found `{shown(here)}`")
+        here = value
 
 
 def _index(node: ast.Subscript) -> Link:
     """``[3]``, ``["en-de"]``, ``[i+1]``."""
-    place = node.slice
-    if isinstance(place, ast.Constant) and isinstance(place.value, str):
-        return Link("word", place.value, node)
-    if (number := integer(place)) is not None:
-        return Link("index", number, node)
-    if isinstance(place, ast.Name) and place.id == "i":
-        return Link("index", 0, node, relative=True)
-    if isinstance(place, ast.BinOp) and isinstance(place.left, ast.Name) and place.left.id == "i":
-        distance = integer(place.right)
-        if distance is not None and isinstance(place.op, ast.Add | ast.Sub):
-            return Link("index", distance if isinstance(place.op, ast.Add) else -distance, node, relative=True)
-    raise refuse(place, f'expected an index like `[3]`, `[i-1]` or `["name"]`, found `[{shown(place)}]`')
+    match node.slice:
+        case ast.Constant(str(word)):
+            return Link("word", word, node)
+        case ast.Name("i"):
+            return Link("index", 0, node, relative=True)
+        case ast.BinOp(ast.Name("i"), ast.Add() | ast.Sub() as sign, right) if (away := integer(right)) is not None:
+            return Link("index", away if isinstance(sign, ast.Add) else -away, node, relative=True)
+        case place if (number := integer(place)) is not None:
+            return Link("index", number, node)
+    raise refuse(node.slice, f'expected an index like `[3]`, `[i-1]` or `["name"]`, found `[{shown(node.slice)}]`')
 
 
 @functools.lru_cache(maxsize=1 << 16)
@@ -212,41 +206,21 @@ def absolute(text: str, layer: Layer | None) -> str:
 # -- references
 
 
-class Reference(NamedTuple):
-    """What names a value: output ``[1]`` of ``topk`` in ``L`` of the forward is ``saved.L.topk[1]``.
-
-    Attributes:
-        head: what stands before the name; of an input its whole chain.
-        name: "" for an input.
-        end: the node that ends with the name.
-    """
-
-    head: Sequence[Link]
-    name: str
-    items: tuple[int, ...]
-    end: ast.expr
-
-    @property
-    def is_input(self) -> bool:
-        return not self.name
-
-
-def reference(node: ast.expr) -> Reference:
-    """A reference taken apart.
+def reference(node: ast.expr) -> tuple[list[Link], str, list[int]]:
+    """A reference taken apart: ``saved.L.topk[1]`` is output 1 of ``topk`` in ``saved.L``; an input has no name.
 
     Raises:
         TextError: it is none.
     """
-    links = chain(node)
+    links, items = chain(node), []
     if is_input(links):
-        return Reference(links, "", (), node)
-    items = []
+        return links, "", []
     while len(links) > 1 and links[-1].kind == "index" and not links[-1].relative:
         items.append(int(links.pop().value))  # type: ignore[arg-type]
     last = links.pop()
     if last.kind != "name":
         raise refuse(node, f"expected a value like `L.attention.mm`, found `{shown(node)}`")
-    return Reference(links, str(last.value), tuple(items[::-1]), last.node)
+    return links, str(last.value), items[::-1]
 
 
 def is_input(links: Sequence[Link]) -> bool:
@@ -267,28 +241,3 @@ def input_key_at(links: Sequence[Link], here: Layer | None) -> InputKey:
     if last.kind == "word" and str(last.value)[:1] == "#" and str(last.value)[1:].isdecimal() and len(links) > 1:
         links, repeat = links[:-1], int(str(last.value)[1:])
     return space, path_at(links, here), repeat
-
-
-# -- statements
-
-
-class Computed(NamedTuple):
-    """``mm: bf16[2] | must_save = aten.mm(x, y)`` as trees."""
-
-    name: ast.Name
-    type: ast.expr
-    tags: list[ast.expr]
-    call: ast.Call
-
-
-def computed(node: ast.stmt) -> Computed | None:
-    """A computed value's line taken apart; None if it is none."""
-    if not isinstance(node, ast.AnnAssign) or not isinstance(node.target, ast.Name):
-        return None
-    if not isinstance(node.value, ast.Call):
-        return None
-    kind, tags = node.annotation, []
-    while isinstance(kind, ast.BinOp) and isinstance(kind.op, ast.BitOr):
-        tags.append(kind.right)
-        kind = kind.left
-    return Computed(node.target, kind, tags[::-1], node.value)

@@ -74,8 +74,7 @@ def spellings_between(made: str | None, running: str | None) -> tuple[Spelling, 
 
 def same_but_for(spellings: Iterable[Spelling], old: Sequence[GraphLine], new: Sequence[GraphLine]) -> bool:
     """Whether two graphs are equal, line by line, in one spelling. Names of values follow from it, and may differ."""
-    known = tuple(spellings)
-    return _content(old, known) == _content(new, known)
+    return _content(old, tuple(spellings)) == _content(new, tuple(spellings))
 
 
 def respelled(lines: Sequence[GraphLine], spellings: Iterable[Spelling]) -> tuple[tuple[GraphLine, ...], set[Spelling]]:
@@ -83,8 +82,7 @@ def respelled(lines: Sequence[GraphLine], spellings: Iterable[Spelling]) -> tupl
     made, used = list(lines), set()
     graph = dataflow(lines)
     for value in graph.values:
-        spelling = _spelling_of(value, graph, spellings)
-        if spelling is not None:
+        if (spelling := _spelling_of(value, graph, spellings)) is not None:
             used.add(spelling)
             before, after = (f" = {operator}(" for operator in (spelling.before, spelling.after))
             line = made[value.line]

@@ -18,6 +18,7 @@ An assertion of equality can be one that cannot fail. Next to every ``assert_bit
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -25,7 +26,7 @@ from torch import Tensor
 from pytest_gtrainer import facts
 from pytest_gtrainer.graph.dtypes import spell_dtype
 from pytest_gtrainer.numerics import bits
-from pytest_gtrainer.numerics.record import OUTSIDE_A_RUN, Record, Tensors, entries
+from pytest_gtrainer.numerics.record import OUTSIDE_A_RUN, START, Record, Tensors, entries
 from pytest_gtrainer.numerics.verdict import PHASES, Difference, Key, Outcome, Verdict
 
 _MOST_NUMBERS = 4
@@ -197,8 +198,22 @@ def assert_bitwise_equal(actual: Tensors, expected: Tensors, *, what: str = "") 
     facts.tell("comparison", actual=actual, expected=expected, verdict=verdict, what=what, must_differ=False)
     explanations = explained(verdict, expected)
     if verdict.outcome != "equal":
-        raise BitwiseDifference("\n".join(filter(None, [what, str(verdict), *explanations])), verdict)
+        told = [what, starts_differ(actual, expected), str(verdict), *explanations]
+        if not (verdict.compared or verdict.only_actual or verdict.only_expected or verdict.differences):
+            told.append("give what holds tensors: a record of a run, a module, a tensor, or a mapping or list of some")
+        raise BitwiseDifference("\n".join(filter(None, told)), verdict)
     return verdict
+
+
+def starts_differ(actual: Tensors, expected: Tensors) -> str:
+    """That two recorded runs started from other weights, if they did: then nothing behind it says anything."""
+    if not isinstance(actual, Record) or not isinstance(expected, Record):
+        return ""
+    both = sorted(key for key in actual.meta.keys() & expected.meta.keys() if key.startswith(START))
+    ranks = [int(key.removeprefix(START)) for key in both if actual.meta[key] != expected.meta[key]]
+    if not ranks:
+        return ""
+    return f"the two runs start from different weights, on {_some('rank', sorted(ranks))}: seed both sides alike"
 
 
 def explained(verdict: Verdict, expected: Tensors) -> list[str]:
@@ -208,17 +223,26 @@ def explained(verdict: Verdict, expected: Tensors) -> list[str]:
     return explanations
 
 
-def assert_bitwise_different(actual: Tensors, expected: Tensors, *, what: str = "") -> Verdict:
+def assert_bitwise_different(
+    actual: Tensors, expected: Tensors, *, what: str = "", on: Literal["any rank", "every rank"] = "any rank"
+) -> Verdict:
     """Fail unless the two sides, of the same names, dtypes and shapes, differ in some bit.
 
     This is the control of an ``assert_bitwise_equal``: the same comparison on a run with
     one thing wrong on purpose. Names or shapes that do not match would make it pass for
     the wrong reason, and so fail it.
 
+    A test on ranks is judged as one: a rank may be equal if another one, in the same place of the test, differs.
+
+    Args:
+        on: "every rank" fails on each rank that is equal.
+
     Raises:
         ControlFailed: equal, unverified, or not comparable.
     """
     __tracebackhide__ = True
+    if on not in ("any rank", "every rank"):
+        raise ValueError(f'assert_bitwise_different: on is "any rank" or "every rank", not {on!r}')
     verdict = compare(actual, expected)
     layouts = any(difference.kind != "bits" for difference in verdict.differences)
     complaint = None
@@ -229,6 +253,10 @@ def assert_bitwise_different(actual: Tensors, expected: Tensors, *, what: str = 
     elif layouts or verdict.only_actual or verdict.only_expected or verdict.reasons:
         complaint = "the control run must differ in bits alone: here the two sides are not comparable"
     outcome = "different, as it must" if complaint is None else f"{verdict.outcome}, control failed"
+    if facts.is_watched("control") and on == "any rank":  # by who judges all ranks together
+        facts.emit("control", equal=verdict.outcome == "equal", what=what)
+        if verdict.outcome == "equal":
+            outcome, complaint = "equal on this rank, judged over all", None
     facts.emit("verdict", outcome=outcome, tensors=verdict.compared, what=what)
     facts.tell("comparison", actual=actual, expected=expected, verdict=verdict, what=what, must_differ=True)
     if complaint is not None:

@@ -57,6 +57,10 @@ def normalised(name: str) -> str:
     return ".".join([*path, last])
 
 
+START = "weights at the start of rank "
+"""In a record's ``meta``, with the rank: the digest of the parameters before the first step."""
+
+
 class Record:
     """Copies of the tensors of a run, in the order in which they were added.
 
@@ -230,14 +234,14 @@ class Record:
             end = len(mapped) - _LENGTH
             start = end - int.from_bytes(mapped[end:], "little")
             header = json.loads(mapped[start:end])
-            begins, rows = header["begins"], header["tensors"]
-        except (ValueError, KeyError, TypeError):
-            raise ValueError(f"{path} was cut off: its index is not where it should be") from None
-        if begins != start:
-            raise ValueError(f"{path} was cut off: {begins - start} bytes before its index are missing")
-        record = cls(header["world_size"], header["rank"], header["meta"])
-        record._tensors = {Key(*row[:4]): _mapped(mapped, *row[4:]) for row in rows}
-        return record
+            lost = header["begins"] - start
+            record = cls(header["world_size"], header["rank"], header["meta"])
+            if lost == 0:
+                record._tensors = {Key(*row[:4]): _mapped(mapped, *row[4:]) for row in header["tensors"]}
+                return record
+        except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+            raise ValueError(f"{path} was cut off or damaged: its index cannot be read ({error})") from error
+        raise ValueError(f"{path} was cut off: {lost} bytes before its index are missing")
 
 
 def _written(file: BinaryIO, tensor: Tensor) -> tuple[str, list[int], int]:

@@ -1,8 +1,8 @@
 """Sweeps: every combination of some settings, and of each what is claimed about it.
 
-A *cell* is one combination. *Rules* say what is claimed: it is equal to something, it is known to differ and why, or it
-cannot be judged here and why. The first rule that fits a cell counts; a cell that none fits is unknown, and that is a
-failure: a sweep with a hole looks just like one without::
+A *cell* is one combination. *Rules* say what is claimed: it is equal to something, it is known to differ and why, it is
+refused and with which words, or it cannot be judged here and why. The first rule that fits a cell counts; a cell that
+none fits is unknown, and that is a failure: a sweep with a hole looks just like one without::
 
     SWEEP = Sweep("llama3", axes={"batch": (1, 2), "cuda_graph": (False, True)}, rules=[
         Rule("not judged", {"cuda_graph": True}, reason="needs a GPU", needs_gpu=True),
@@ -32,7 +32,7 @@ from pytest_gtrainer.numerics.compare import assert_bitwise_different, assert_bi
 from pytest_gtrainer.numerics.record import Tensors
 from pytest_gtrainer.numerics.verdict import Verdict
 
-Claim = Literal["equal", "different", "not judged"]
+Claim = Literal["equal", "different", "refused", "not judged"]
 Judge = Callable[[Tensors, Tensors], None]
 
 
@@ -75,10 +75,10 @@ class Rule:
     """What is claimed about the cells that have these settings.
 
     Attributes:
-        claim: "equal", "different" (known, with its reason), or "not judged".
+        claim: "equal", "different" (known, with its reason), "refused", or "not judged".
         where: settings by axis, one value or a tuple of them; empty fits every cell.
         to: what it is equal to.
-        reason: why it differs or cannot be judged.
+        reason: why it differs or cannot be judged; of a refusal, words of its ValueError or TypeError.
         needs_gpu: the rule holds only without a GPU; with one the next rule that fits counts.
     """
 
@@ -165,17 +165,25 @@ class Judging:
 
         return judge
 
-    def __exit__(self, kind: object, *_: object) -> None:
+    def __exit__(self, kind: type | None, error: object, _: object) -> bool:
         __tracebackhide__ = True
         rule = self._rule
         assert rule is not None
-        if kind is not None:
+        refused = kind is not None and issubclass(kind, ValueError | TypeError) and rule.reason in str(error)
+        if rule.claim == "refused" and kind is None:
+            self._tell("FAILED", "nothing refused it")
+            raise AssertionError(f"sweep {self._sweep.name!r}: {self._cell} is not refused, with {rule.reason!r}")
+        if rule.claim == "refused" and refused:
+            self._tell("refused", rule.reason)
+        elif kind is not None:
             self._tell("FAILED", f"claimed to be {rule.claim}")
+            return False
         elif not self._judged:
             self._tell("FAILED", "nothing was compared")
             raise AssertionError(f"sweep {self._sweep.name!r}: the test of {self._cell} compared nothing")
         else:
             self._tell(rule.claim, f"to {rule.to}" if rule.claim == "equal" else rule.reason)
+        return True
 
     def _tell(self, result: str, why: str) -> None:
         settings = {axis: shown(value) for axis, value in self._cell.settings}

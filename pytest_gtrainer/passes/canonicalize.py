@@ -59,8 +59,7 @@ def canonicalize_graph_pass(
         ValueError: a rule that does not exist.
     """
     rules = [rules] if isinstance(rules, str) else rules
-    unknown = sorted(set(rules) - set(RULES))
-    if unknown:
+    if unknown := sorted(set(rules) - set(RULES)):
         raise ValueError(f"there is no rule {', '.join(map(repr, unknown))}; there are {', '.join(RULES)}")
     changed = False
     for node in list(gm.graph.nodes):

@@ -140,8 +140,7 @@ def reassign_collective_pgs_pass(gm: fx.GraphModule, example_inputs: Sequence[An
         PlanError: the graph is bucketed already.
     """
     members = [member for member in fsdp_all_gathers(gm) if not is_extra_group(str(group_of(member.launch)))]
-    bucketed = [member.parameter for member in members if "fsdp_bucket" in member.launch.meta]
-    if bucketed:
+    if bucketed := [member.parameter for member in members if "fsdp_bucket" in member.launch.meta]:
         raise PlanError(
             f"the all-gather of {', '.join(bucketed)} is in a bucket: reassign process groups before bucketing"
         )

@@ -21,6 +21,7 @@ from typing import Any, ParamSpec
 import torch
 from torch import fx
 
+from pytest_gtrainer._torch.passes import sort_as_inductor
 from pytest_gtrainer.graph.nodes import direction, node_fqn
 
 P = ParamSpec("P")
@@ -28,6 +29,7 @@ Pass = Callable[..., fx.GraphModule]
 Rewrite = Callable[..., bool]
 
 _REWRITE = "gt_rewrite"
+_BY_PLACE = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
 def graph_pass(rewrite: Callable[P, bool]) -> Callable[P, fx.GraphModule]:
@@ -92,8 +94,44 @@ def rewrite_of(a_pass: Pass) -> Rewrite | None:
 
 def options_of(a_pass: Pass) -> dict[str, Any]:
     """The options a pass takes, with their defaults; ``inspect.Parameter.empty`` where it has none."""
-    parameters = list(inspect.signature(a_pass).parameters.values())[2:]
+    parameters = list(inspect.signature(a_pass).parameters.values())[1 if takes_one(a_pass) else 2 :]
     return {parameter.name: parameter.default for parameter in parameters}
+
+
+def takes_one(a_pass: Callable[..., Any]) -> str:
+    """What a pass with one argument takes: "graph", an ``fx.Graph``, as Inductor's do; "gm"; "" if there are more.
+
+    It takes a GraphModule if the argument is called ``gm``, ``graph_module`` or ``module``, or annotated as one.
+    """
+    parameters = inspect.signature(a_pass).parameters.values()
+    kinds = [parameter.kind for parameter in parameters]
+    if len([kind for kind in kinds if kind in _BY_PLACE]) != 1 or inspect.Parameter.VAR_POSITIONAL in kinds:
+        return ""
+    first = next(iter(parameters))
+    takes_module = first.name in ("gm", "graph_module", "module") or "GraphModule" in str(first.annotation)
+    return "gm" if takes_module else "graph"
+
+
+def as_pass(a_pass: Callable[..., Any]) -> Pass:
+    """The pass as a pipeline calls it, ``(gm, example_inputs, *, options) -> gm``; of Inductor's passes, too."""
+    takes = takes_one(a_pass)
+    if not takes:
+        return a_pass
+
+    def run(gm: fx.GraphModule, example_inputs: object = None, **options: Any) -> fx.GraphModule:
+        if takes == "gm":
+            given: fx.GraphModule = a_pass(gm, **options)
+            return given
+        returned = a_pass(gm.graph, **options)
+        if isinstance(returned, fx.Graph | fx.GraphModule) and returned is not gm.graph:
+            raise TypeError(
+                f"{getattr(a_pass, '__name__', type(a_pass).__name__)} returns another graph than it was given, which "
+                "Inductor would drop: rewrite the graph in place, or take (gm, example_inputs)"
+            )
+        sort_as_inductor(gm.graph)  # behind its passes, which need not
+        return gm
+
+    return run
 
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, enum.Enum)
@@ -124,20 +162,24 @@ class BoundPass:
 def bind_options(a_pass: Pass, **options: Any) -> BoundPass:
     """The pass with its options, which are checked and copied now (M3).
 
+    A callable with one argument is one, too: a function ``gm -> gm``, or a pass of Inductor, which takes a bare
+    ``fx.Graph`` and rewrites it in place; see ``takes_one``. Its ``uuid()``, if it has one, tells it from others of
+    its name.
+
     Raises:
         TypeError: the pass has no such option, lacks one, or an option has no stable spelling.
     """
     name = getattr(a_pass, "__name__", type(a_pass).__name__)
     known = options_of(a_pass)
-    unknown = sorted(set(options) - set(known))
-    if unknown:
+    if unknown := sorted(set(options) - set(known)):
         raise TypeError(f"{name} has no option {', '.join(unknown)}; its options are {', '.join(known) or 'none'}")
-    lacking = [option for option, default in known.items() if default is inspect.Parameter.empty]
-    lacking = [option for option in lacking if option not in options]
-    if lacking:
+    needed = [option for option, default in known.items() if default is inspect.Parameter.empty]
+    if lacking := [option for option in needed if option not in options]:
         raise TypeError(f"{name} needs the option {', '.join(lacking)}")
     spelled = tuple((option, _spell(options[option], f"{name}({option}=...)")) for option in sorted(options))
-    return BoundPass(name, spelled, a_pass, copy.deepcopy(options))
+    if takes_one(a_pass) and (identity := getattr(a_pass, "uuid", lambda: None)()) is not None:
+        spelled += (("uuid", repr(identity)),)
+    return BoundPass(name, spelled, as_pass(a_pass), copy.deepcopy(options))
 
 
 def _spell(value: Any, where: str) -> str:

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from pytest_gtrainer import facts
 from pytest_gtrainer._torch.passes import (
     WAIT,
     add_control_dependencies,
@@ -97,8 +98,7 @@ class BucketBuilder:
     def cat(self, nodes: list[fx.Node], dim: int) -> fx.Node:
         shape = list(nodes[0].meta["val"].shape)
         shape[dim] = sum(node.meta["val"].shape[dim] for node in nodes)
-        val = value_like(nodes[0].meta["val"], shape)
-        return self.call(aten.cat.default, (nodes, dim) if dim else (nodes,), val)
+        return self.call(aten.cat.default, (nodes, dim) if dim else (nodes,), value_like(nodes[0].meta["val"], shape))
 
     def launch(self, like: fx.Node, payload: fx.Node, numel: int) -> fx.Node:
         """The collective ``like``, on a flat payload, giving ``numel`` elements."""
@@ -132,6 +132,7 @@ def joint_transformer_block_bucketing_reordering_pass(
     payload_order: PayloadOrder = "managed",
     reorder: bool = True,
     insert_overlap_deps: bool = False,
+    require_buckets: bool = False,
 ) -> bool:
     """Bucket FSDP's collectives by ``bucket_plan`` and overlap them with compute, in place.
 
@@ -146,11 +147,13 @@ def joint_transformer_block_bucketing_reordering_pass(
         reorder: prefetch all-gathers and defer waits of reduce-scatters.
         insert_overlap_deps: also tell Inductor, by control dependencies, that each such wait stands behind the
             launch in front of it; a compiler that schedules for itself would else undo the order (E6).
+        require_buckets: refuse a graph without collectives of FSDP, which by default stays as it is; the summary of
+            the run counts such graphs.
 
     Raises:
         PlanError: the plan does not fit the graph; the graph is untouched.
     """
-    return _bucket(gm, bucket_plan, payload_order, reorder, insert_overlap_deps)
+    return _bucket(gm, bucket_plan, payload_order, reorder, insert_overlap_deps, require_buckets)
 
 
 @graph_pass
@@ -163,12 +166,13 @@ def transformer_block_bucketing_reordering_pass(
     payload_order: PayloadOrder = "managed",
     reorder: bool = True,
     insert_overlap_deps: bool = False,
+    require_buckets: bool = False,
 ) -> bool:
     """The same for a forward graph, or a backward graph, of its own (D12), in place.
 
     Args:
         direction: "fwd" or "bwd", whose graph it is; nodes need no mark of the backward.
-        bucket_plan, payload_order, reorder, insert_overlap_deps: as for the joint graph.
+        bucket_plan, payload_order, reorder, insert_overlap_deps, require_buckets: as for the joint graph.
 
     Raises:
         PlanError: as for the joint graph, or the graph is a joint one.
@@ -180,7 +184,7 @@ def transformer_block_bucketing_reordering_pass(
             "the graph has nodes of the backward: for a joint graph use "
             "joint_transformer_block_bucketing_reordering_pass"
         )
-    return _bucket(gm, bucket_plan, payload_order, reorder, insert_overlap_deps, direction)
+    return _bucket(gm, bucket_plan, payload_order, reorder, insert_overlap_deps, require_buckets, direction)
 
 
 def _bucket(
@@ -189,6 +193,7 @@ def _bucket(
     order: PayloadOrder,
     reorder: bool,
     dependencies: bool,
+    require_buckets: bool,
     direction: str | None = None,
 ) -> bool:
     """Plan and check all, then build. ``direction`` is that of all nodes; None where each says its own."""
@@ -197,16 +202,8 @@ def _bucket(
         return False  # E7: the waits of this pass, wrapped
     gathers, scatters = fsdp_all_gathers(gm), fsdp_reduce_scatters(gm)
     members = [*gathers, *scatters]
-    marked = [m for m in members if "fsdp_bucket" in m.launch.meta]
-    if len(marked) == len(members):
-        return False  # E6: there are none; E7: every single member that is left carries its bucket's mark
-    if marked:
-        raise PlanError("the graph is bucketed in part: run the pass once, on the graph as traced")
-    if foreign := [node for node in gm.graph.nodes if is_bucketed_by_torch(node)]:
-        raise PlanError(
-            f"the graph is bucketed already, by another pass ({foreign[0]}): run this one on the graph as traced, or "
-            "leave it out"
-        )
+    if _is_done(gm, members, require_buckets):
+        return False
     _check_plan(plan, gm, gathers, scatters)
     for member in members:  # what building needs is there, so that nothing fails half way (D11)
         nodes = (member.launch.args[0], member.launch, member.wait)
@@ -230,16 +227,33 @@ def _bucket(
     return True
 
 
+def _is_done(gm: fx.GraphModule, members: Sequence[FsdpCollective], require_buckets: bool) -> bool:
+    """Whether there is nothing left to bucket: no collective of FSDP at all (E6), or none without its bucket (E7)."""
+    if not members and not any("fsdp_bucket" in node.meta for node in gm.graph.nodes):
+        facts.emit("idle", what="bucketing: no collective of FSDP in the graph")
+        if require_buckets:
+            raise PlanError("the graph has no collective of FSDP to bucket: was data_parallel(model, mesh) applied?")
+    marked = [m for m in members if "fsdp_bucket" in m.launch.meta]
+    if len(marked) == len(members):
+        return True  # every single member that is left carries its bucket's mark
+    if marked:
+        raise PlanError("the graph is bucketed in part: run the pass once, on the graph as traced")
+    if foreign := [node for node in gm.graph.nodes if is_bucketed_by_torch(node)]:
+        raise PlanError(
+            f"the graph is bucketed already, by another pass ({foreign[0]}): run this one on the graph as traced, or "
+            "leave it out"
+        )
+    return False
+
+
 def _check_plan(plan: Plan, gm: fx.GraphModule, gathers: list[FsdpCollective], scatters: list[FsdpCollective]) -> None:
     """Names exist (B5), and every sharded parameter is in exactly one bucket per direction (B6)."""
     plan.check_ties(gm.graph.output_node().meta.get("gt_tied", {}))
-    fqns = {node_fqn(node) for node in gm.graph.nodes}
-    plan.check_names(fqns | {member.parameter for member in gathers})
+    plan.check_names({node_fqn(node) for node in gm.graph.nodes} | {member.parameter for member in gathers})
     twice = "trace with reuse_gathers=True, or run deduplicate_fsdp_unshard_chains_pass first"
     added = "trace with reuse_gathers=True, so that its contributions are added before they are reduced"
     for kind, members, advice in (("all-gather", gathers, twice), ("reduce-scatter", scatters, added)):
-        lost = [m for m in members if plan.bucket_of(m.bucket_fqn) is None]
-        if lost:
+        if lost := [m for m in members if plan.bucket_of(m.bucket_fqn) is None]:
             where = sorted({m.bucket_fqn or "the root" for m in lost})
             raise PlanError(
                 f"the bucket plan covers no {kind} of {', '.join(m.parameter for m in lost)} (read in "
@@ -268,8 +282,7 @@ def _twice(plan: Plan, kind: str, first: FsdpCollective, second: FsdpCollective,
     buckets = [plan.bucket_of(member.bucket_fqn) for member in (first, second)]
     if buckets[0] is not buckets[1]:
         labels = " and ".join(bucket.label for bucket in buckets if bucket)
-        tie = f"if it is shared/tied, place its modules in the same bucket, they are in {labels}"
-        return f"{told}{advice}; {tie}"
+        return f"{told}{advice}; if it is shared/tied, place its modules in the same bucket, they are in {labels}"
     return told + advice if "gt_input" in source.meta else f"{told}{advice}; {foreign}"
 
 
@@ -288,8 +301,7 @@ def _merges(
     merges = []
     for (bucket, way, _), group in groups.items():
         ordered = tuple(sorted(group, key=lambda member: key(bucket, member)))
-        first_wait = min(member.wait for member in group)
-        merges.append(Merge(bucket, way, ordered, group[0].launch, group[-1].launch, first_wait))
+        merges.append(Merge(bucket, way, ordered, group[0].launch, group[-1].launch, min(m.wait for m in group)))
     return merges
 
 
@@ -403,8 +415,7 @@ def _wait_all_gather(merge: Merge, launch: fx.Node) -> fx.Node:
     rows = build.view(wait, [size, launch.meta["val"].numel() // size])
     columns = build.split(rows, [shard.meta["val"].numel() for shard in merge.inputs], 1)
     for member, column in zip(merge.members, columns, strict=True):
-        whole = build.view(build.contiguous(column), list(member.wait.meta["val"].shape))
-        member.wait.replace_all_uses_with(whole)
+        member.wait.replace_all_uses_with(build.view(build.contiguous(column), list(member.wait.meta["val"].shape)))
     return wait
 
 

@@ -103,6 +103,7 @@ def construct_default_graph_passes(
     bucket_plan: BucketPlan | None = None,
     payload_order: PayloadOrder = "managed",
     reorder: bool = True,
+    require_buckets: bool = False,
     reduce_scatter_first: bool = False,
     reshard_after_forward: bool = False,
     keep_unsharded: Collection[str] = (),
@@ -114,14 +115,13 @@ def construct_default_graph_passes(
 ) -> list[BoundPass]:
     """The passes of a training step in the order of ``SLOTS``, with their options bound (M1, M3).
 
-    The plan of buckets follows from the model and its loss: "loss" is in the last bucket if and only
-    if the loss is chunked cross entropy (B2).
+    The plan follows from the model and its loss: "loss" is in the last bucket if that is chunked cross entropy (B2).
 
     Args:
         n_layers, moe_layers, expert_fsdp_degree: the model, see ``get_default_transformer_block_buckets``.
         loss: the configured loss, by default cross entropy.
         bucket_plan: a plan by hand, for other models; instead of the model and its loss.
-        payload_order, reorder: see ``joint_transformer_block_bucketing_reordering_pass``.
+        payload_order, reorder, require_buckets: see ``joint_transformer_block_bucketing_reordering_pass``.
         reduce_scatter_first: for hybrid sharding, right before bucketing: ``reduce_scatter_before_all_reduce_pass``.
         reshard_after_forward, keep_unsharded: gather again in the backward, see ``tag_with_memory_policy_pass``.
         canonical_rules: see ``canonicalize_graph_pass``.
@@ -131,8 +131,8 @@ def construct_default_graph_passes(
         extra: passes of the caller's by slot; they run behind ours of that slot.
 
     Raises:
-        ValueError: neither or both of ``n_layers`` and ``bucket_plan``, a slot that does not exist, a bucket
-            that reaches out of a chunked layer, or chunks beside tensor parallelism.
+        ValueError: neither or both of ``n_layers`` and ``bucket_plan``, a slot that does not exist, a bucket that
+            reaches out of a chunked layer, or chunks beside tensor parallelism.
     """
     plan = _plan(n_layers, loss, moe_layers, expert_fsdp_degree, bucket_plan)
     if unknown := [slot for slot in extra or () if slot not in SLOTS]:
@@ -140,7 +140,8 @@ def construct_default_graph_passes(
     if chunk is not None:
         check_surroundings(chunk, plan, tensor_parallel_degree)
     gathering: dict[str, Any] = {"reshard_after_forward": True, "keep_unsharded": keep_unsharded}
-    packing: dict[str, Any] = {"bucket_plan": plan, "payload_order": payload_order, "reorder": reorder}
+    told = {"require_buckets": True} if require_buckets else {}  # an option that is left alone is in no fingerprint
+    packing: dict[str, Any] = {"bucket_plan": plan, "payload_order": payload_order, "reorder": reorder, **told}
     ours: dict[Slot, list[BoundPass]] = {  # a slot that is misspelt or missing fails the check of types
         "dead_code": [bind_options(eliminate_dead_code_pass)],
         "canonicalize": [bind_options(canonicalize_graph_pass, rules=canonical_rules)],
@@ -279,15 +280,14 @@ class PipelineLog:
 
 
 def _enabled(steps: list[BoundPass], disable: Collection[str]) -> list[BoundPass]:
-    """The passes that run: all are bound, and those to disable are among them."""
+    """The passes that run, those without options bound as they are; those to disable are among them."""
     for index, step in enumerate(steps):
-        if not isinstance(step, BoundPass):
-            name = getattr(step, "__name__", type(step).__name__)
-            raise TypeError(f"pass {index} of the list, {name}, has no options bound: give bind_options({name}, ...)")
+        if not callable(step) and not isinstance(step, BoundPass):
+            raise TypeError(f"pass {index} of the list is {step!r}: give a function gm -> gm, or bind_options(...)")
+    steps = [step if isinstance(step, BoundPass) else bind_options(step) for step in steps]
     names = [step.name for step in steps]
     disable = [disable] if isinstance(disable, str) else disable
-    unknown = [name for name in disable if name not in names]
-    if unknown:
+    if unknown := [name for name in disable if name not in names]:
         raise ValueError(
             f"there is no pass {', '.join(map(repr, unknown))} to disable; there are {', '.join(dict.fromkeys(names))}"
         )
@@ -310,6 +310,7 @@ def _run(step: BoundPass, gm: fx.GraphModule, example_inputs: Sequence[Any] | No
             rewrite(gm, example_inputs, **{**given, **step.options})
             return gm
         result = step.function(gm, example_inputs, **{**given, **step.options})
+        result = getattr(result, "__self__", result)  # a backend of torch.compile may give the graph's ``forward``
         if not isinstance(result, fx.GraphModule):
             raise TypeError(f"a pass returns a GraphModule, this one returned a {type(result).__name__}")
         return result

@@ -103,8 +103,14 @@ def selective_activation_remat_pass(gm: fx.GraphModule, example_inputs: Sequence
     copies: dict[fx.Node, fx.Node] = {}
     for reader, nodes in regions:
         for node in nodes:
+            args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda source: copies.get(source, source))
             with gm.graph.inserting_before(reader):
-                copies[node] = _copy(node, copies)
+                again = gm.graph.create_node(node.op, node.target, args, kwargs, name=f"{node.name}_recomputed")
+            again.meta = {key: value for key, value in node.meta.items() if key != RECOMPUTE}
+            if "custom" in again.meta:
+                again.meta["custom"] = copy.deepcopy(again.meta["custom"])
+            again.meta["autograd_backward"] = True
+            copies[node] = again
     for reader in readers:
         for source in [source for source in reader.all_input_nodes if source in copies]:
             reader.replace_input_with(source, copies[source])
@@ -125,17 +131,5 @@ def _check(graph: fx.Graph, region: set[fx.Node]) -> None:
             raise PlanError(f"{node} cannot be recomputed: it draws random numbers, and would draw others; save it")
         if mutates(node):
             raise PlanError(f"{node} cannot be recomputed: it writes to an operand, and would do so twice; save it")
-        read = [source for source in node.all_input_nodes if storage_of(source) in written]
-        if read:
+        if read := [source for source in node.all_input_nodes if storage_of(source) in written]:
             raise PlanError(f"{node} cannot be recomputed: it reads {read[0]}, which the graph writes to; save it")
-
-
-def _copy(node: fx.Node, copies: dict[fx.Node, fx.Node]) -> fx.Node:
-    args = fx.node.map_arg(node.args, lambda source: copies.get(source, source))
-    kwargs = fx.node.map_arg(node.kwargs, lambda source: copies.get(source, source))
-    again = node.graph.create_node(node.op, node.target, args, kwargs, name=f"{node.name}_recomputed")
-    again.meta = {key: value for key, value in node.meta.items() if key != RECOMPUTE}
-    if "custom" in again.meta:
-        again.meta["custom"] = copy.deepcopy(again.meta["custom"])
-    again.meta["autograd_backward"] = True
-    return again

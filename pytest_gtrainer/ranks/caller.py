@@ -12,13 +12,13 @@ import pytest
 from pytest_gtrainer import devices, facts
 from pytest_gtrainer.marker import spec_of
 from pytest_gtrainer.ranks import wire
+from pytest_gtrainer.ranks.merge import controls_that_never_differ
 from pytest_gtrainer.ranks.plugin import chain_of, limit_of
-from pytest_gtrainer.ranks.watch import RanksOutcome, disagreement
+from pytest_gtrainer.ranks.watch import RanksOutcome
 from pytest_gtrainer.worlds.spec import WorldSpec
 
 if TYPE_CHECKING:
     from pytest_gtrainer.ranks.pool import Pool
-    from pytest_gtrainer.ranks.torchrun.pool import TorchrunPool
 
 
 class RankError(Exception):
@@ -46,7 +46,7 @@ def caller_of(request: pytest.FixtureRequest) -> RankCaller:
 class RankCaller:
     """Runs functions on warm ranks, one call at a time."""
 
-    def __init__(self, pool: Pool | TorchrunPool, item: pytest.Item, config: pytest.Config) -> None:
+    def __init__(self, pool: Pool, item: pytest.Item, config: pytest.Config) -> None:
         self._pool, self._item, self._config = pool, item, config
 
     def run(self, function: Callable[..., Any], *args: Any, size: int | None = None) -> list[Any]:
@@ -66,7 +66,17 @@ class RankCaller:
         command = wire.CallFunction(_payload(function, args), chain_of(self._item))
         limit = limit_of(self._config, spec)
         outcome = self._pool.run(self._size(size, spec), command, limit, self._item.nodeid)
-        return self._results(outcome)
+        _raise_failure(outcome)
+        answers = {rank: answer for rank, answer in sorted(outcome.answers.items())
+                   if isinstance(answer, wire.CallDone)}  # fmt: skip
+        for rank, answer in answers.items():
+            if answer.output:
+                print(f"[rank {rank}] {answer.output}", end="" if answer.output.endswith("\n") else "\n")
+        for fact in answers[0].facts:
+            facts.emit(**fact)
+        for text in controls_that_never_differ(answer.facts for answer in answers.values()):
+            raise RankError(text, None)
+        return [pickle.loads(answer.result or b"") for answer in answers.values()]
 
     def _size(self, size: int | None, spec: WorldSpec | None) -> int:
         found = devices.resolve(self._config)
@@ -79,21 +89,6 @@ class RankCaller:
             facts.emit("skip", cause=cause)
             pytest.skip(cause)
         return wanted
-
-    def _results(self, outcome: RanksOutcome) -> list[Any]:
-        __tracebackhide__ = True
-        _raise_failure(outcome)
-        answers = {rank: answer for rank, answer in sorted(outcome.answers.items())
-                   if isinstance(answer, wire.CallDone)}  # fmt: skip
-        for rank, answer in answers.items():
-            if answer.output:
-                print(f"[rank {rank}] {answer.output}", end="" if answer.output.endswith("\n") else "\n")
-        for fact in answers[0].facts:
-            facts.emit(**fact)
-        differing = disagreement({rank: answer.state for rank, answer in answers.items()})
-        if differing:
-            raise RankError(differing, None)
-        return [pickle.loads(answer.result or b"") for answer in answers.values()]
 
 
 def _payload(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:

@@ -3,6 +3,9 @@
 It is started by exec, so nothing of the parent's state (threads, OpenMP pools, autograd runs,
 each of which would hang a forked child) reaches the ranks. It never outlives the parent: the
 end of the connection, or another parent process than at the start, ends it and its ranks.
+
+What a rank starts ends with it, also in a session of its own: a process whose parent ends becomes its rank's child, and
+this process's when the rank ends (``PR_SET_CHILD_SUBREAPER``).
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ import faulthandler
 import fcntl
 import gc
 import importlib
+import io
 import os
 import shutil
 import signal
@@ -23,19 +27,21 @@ import traceback
 from collections.abc import Iterable, Sequence
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from pytest_gtrainer.ranks import wire
-from pytest_gtrainer.ranks.stacks import STACK_SIGNAL, log_file, stack_file
+from pytest_gtrainer.ranks.stacks import CALLS_SIGNAL, STACK_SIGNAL, log_file, stack_file
 
 PARENT_CHECK_SECONDS = 2.0
-GROUP_ROUNDS = 20
-_PR_SET_PDEATHSIG = 1
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+FOLDER_VARIABLE = "GT_RANKS_FOLDER"
+"""In the environment of all that ranks start: the folder of their forkserver, for the case that it is lost."""
 
 
 def main(fd: int, folder: str, modules: Iterable[str]) -> NoReturn:
     """Serve the parent on the socket ``fd``; delete ``folder`` at the end."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     # Have no terminal, as in a session of one's own: to read from the parent's (``getpass``), or to write to it after
     # ``stty tostop``, would stop a rank for good.
     with contextlib.suppress(OSError), open("/dev/tty", "rb", buffering=0) as terminal:
@@ -60,7 +66,10 @@ class _Server:
 
     def serve(self) -> NoReturn:
         while os.getppid() == self.parent:
-            for ready in wait([self.conn, *self.pids], PARENT_CHECK_SECONDS):
+            some = wait([self.conn, *self.pids], PARENT_CHECK_SECONDS)
+            if not some:
+                self._end_orphans()
+            for ready in some:
                 if ready is not self.conn:
                     self._reap(ready)  # type: ignore[arg-type]
                     continue
@@ -71,11 +80,7 @@ class _Server:
                 if isinstance(command, wire.RankSetup):
                     self._fork(command)
                 elif isinstance(command, wire.SendSignal) and command.pid in self.pids.values():
-                    if command.signum == signal.SIGKILL:
-                        end_group(command.pid)
-                    else:
-                        with contextlib.suppress(OSError):
-                            os.kill(command.pid, command.signum)
+                    os.kill(command.pid, command.signum)
         self._end()
 
     def _fork(self, setup: wire.RankSetup) -> None:
@@ -92,61 +97,45 @@ class _Server:
             become_rank(setup, rank_fds, self.pid)
         for fd in rank_fds:
             os.close(fd)
-        with contextlib.suppress(OSError):
-            os.setpgid(pid, pid)  # the rank does it too: whoever is first
         self.pids[os.pidfd_open(pid)] = pid
         self.conn.send(wire.Forked(pid))
 
     def _reap(self, pidfd: int) -> None:
         pid = self.pids.pop(pidfd)
         os.close(pidfd)
-        end_group(pid)  # its children; the zombie keeps the number from reuse
         _, status = os.waitpid(pid, 0)
+        self._end_orphans()
         with contextlib.suppress(OSError):
             self.conn.send(wire.Exited(pid, os.waitstatus_to_exitcode(status)))
 
     def _end(self) -> NoReturn:
         for pid in self.pids.values():
-            end_group(pid)
-        for pid in self.pids.values():
-            os.waitpid(pid, 0)
+            os.kill(pid, signal.SIGKILL)
+        self.pids.clear()
+        self._end_orphans()
         shutil.rmtree(self.folder, ignore_errors=True)
         os._exit(0)
 
+    def _end_orphans(self) -> None:
+        """Kill what ended ranks had started, but for trackers; more comes in the next round."""
+        ranks, found = set(self.pids.values()), True
+        while found:
+            found = False
+            for stat in Path("/proc").glob("[0-9]*/stat"):
+                with contextlib.suppress(OSError):
+                    child, parent = int(stat.parent.name), int(stat.read_text().rpartition(")")[2].split()[1])
+                    if parent == self.pid and child not in ranks:
+                        removes = is_tracker(child)
+                        if not removes:
+                            os.kill(child, signal.SIGKILL)
+                        found |= os.waitpid(child, os.WNOHANG if removes else 0)[0] != 0
 
-def end_group(pid: int) -> None:
-    """Kill a rank and its children, but for trackers of multiprocessing.
 
-    A tracker removes the named semaphores and shared memory of processes that died, and ends when they have.
-    """
-    trackers = {member for member in _members(pid) if _is_tracker(member)}
+def is_tracker(pid: int) -> bool:
+    """Whether a process removes what others have shared, once they have ended: multiprocessing's, torch's."""
     with contextlib.suppress(OSError):
-        if not trackers:
-            os.killpg(pid, signal.SIGKILL)
-            return
-    for _ in range(GROUP_ROUNDS):  # a member may fork while the others are killed
-        rest = [member for member in _members(pid) if member not in trackers]
-        for member in rest:
-            with contextlib.suppress(OSError):
-                os.kill(member, signal.SIGKILL)
-        if not rest:
-            return
-
-
-def _members(group: int) -> list[int]:
-    """The processes of a group that run."""
-    found = []
-    for name in os.listdir("/proc"):
-        with contextlib.suppress(OSError, ValueError, IndexError):
-            state, _, in_group = Path(f"/proc/{int(name)}/stat").read_text().rpartition(")")[2].split()[:3]
-            if int(in_group) == group and state not in "ZX":
-                found.append(int(name))
-    return found
-
-
-def _is_tracker(pid: int) -> bool:
-    with contextlib.suppress(OSError):
-        return b"multiprocessing.resource_tracker" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        line = Path(f"/proc/{pid}/cmdline").read_bytes()
+        return b"multiprocessing.resource_tracker" in line or b"torch_shm_manager" in line
     return False
 
 
@@ -157,47 +146,77 @@ def become_rank(setup: wire.RankSetup, fds: Sequence[int], forkserver: int) -> N
     """Serve the parent on the channel of ``fds`` as a rank; never returns into the forkserver's code."""
     code = 1
     try:
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+        libc = ctypes.CDLL(None)
+        libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+        libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         if os.getppid() != forkserver:  # it died before the line above
             os._exit(1)
-        os.setpgid(0, 0)  # so that a rank can be killed with its children
+        os.setpgid(0, 0)  # a test that signals its own group means its rank
         signal.signal(signal.SIGINT, signal.default_int_handler)
         _open_streams(setup)
-        _take_environment(setup)
+        own = os.environ[FOLDER_VARIABLE]
+        os.environ.clear()
+        os.environ.update(setup.environ)
+        os.environ[FOLDER_VARIABLE] = own
+        os.environ.update(RANK=str(setup.rank), WORLD_SIZE=str(setup.size), OMP_NUM_THREADS="1")
+        os.environ.update(LOCAL_RANK=str(setup.rank - setup.ranks.start), LOCAL_WORLD_SIZE=str(len(setup.ranks)))
+        # Connecting all pairs while a group is made fails now and then on a loaded machine when groups
+        # come and go ("connectFullMesh failed"); connecting at first use did not, and is faster.
+        os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
+        sys.path[:] = setup.sys_path
+        os.chdir(setup.cwd)
         from pytest_gtrainer.ranks.inside.rank import serve
 
         code = serve(setup, wire.Channel(*fds))
     except BaseException:
         traceback.print_exc()
     finally:
+        stream: Any
         for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(OSError, ValueError):
+            with contextlib.suppress(OSError, ValueError, AttributeError):
                 stream.flush()
+                stream.buffer.end_line()
         os._exit(code)
 
 
 def _open_streams(setup: wire.RankSetup) -> None:
     """Standard streams of the rank's own; stacks go to a file, on a fatal error or STACK_SIGNAL, from C code."""
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    if not setup.live_output:
+    if setup.live_output:
+        raw: list[Any] = [_WithRank(fd, setup.rank) for fd in (1, 2)]
+        out, err = (io.TextIOWrapper(each, write_through=True) for each in raw)
+    else:
         log = os.open(log_file(setup.folder, setup.rank), os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600)
         os.dup2(log, 1)
         os.dup2(log, 2)
+        out, err = (open(fd, "w", buffering=1, closefd=False) for fd in (1, 2))  # noqa: SIM115
     sys.stdin = open(0, closefd=False)  # noqa: SIM115 - a standard stream lives as long as the process
-    sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
-    sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
+    sys.stdout, sys.stderr = out, err
     stacks = open(stack_file(setup.folder, setup.rank), "w")  # noqa: SIM115 - as above
     faulthandler.enable(stacks)
     faulthandler.register(STACK_SIGNAL, stacks, all_threads=True)
+    signal.pthread_sigmask(signal.SIG_BLOCK, {CALLS_SIGNAL})  # before there are threads; one of the rank's waits for it
 
 
-def _take_environment(setup: wire.RankSetup) -> None:
-    rank, size = str(setup.rank), str(setup.size)
-    os.environ.clear()
-    os.environ.update(setup.environ)
-    os.environ.update(RANK=rank, WORLD_SIZE=size, LOCAL_RANK=rank, LOCAL_WORLD_SIZE=size, OMP_NUM_THREADS="1")
-    # Connecting all pairs while a group is made fails now and then on a loaded machine when groups
-    # come and go ("connectFullMesh failed"); connecting at first use did not, and is faster.
-    os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
-    sys.path[:] = setup.sys_path
-    os.chdir(setup.cwd)
+class _WithRank(io.RawIOBase):
+    """Writes a line at a time, whole, with the rank before it: what ranks print by ``-s`` does not tear."""
+
+    def __init__(self, fd: int, rank: int) -> None:
+        self._fd, self._before, self._rest = fd, b"[rank %d] " % rank, b""
+
+    def fileno(self) -> int:
+        return self._fd
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        *lines, self._rest = (self._rest + bytes(data)).split(b"\n")
+        for line in lines:
+            os.write(self._fd, self._before + line + b"\n")
+        return len(data)
+
+    def end_line(self) -> None:
+        """Write what has come without an end of line."""
+        if self._rest:
+            self.write(b"\n")

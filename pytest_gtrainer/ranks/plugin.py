@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -23,7 +22,7 @@ from pytest_gtrainer.worlds.spec import World, WorldSpec
 
 if TYPE_CHECKING:
     from pytest_gtrainer.ranks.pool import Pool
-    from pytest_gtrainer.ranks.torchrun.pool import TorchrunPool
+    from pytest_gtrainer.ranks.torchrun.nodes import Nodes
     from pytest_gtrainer.ranks.watch import RanksOutcome
 
 # Anything else that strikes during dispatch, a plugin's time limit for one, is the test's failure.
@@ -43,10 +42,9 @@ def follow(config: pytest.Config) -> int | None:
         return None
     if config.option.help or config.option.version:
         return 0
-    from pytest_gtrainer.ranks.torchrun.process import TorchrunProcess
+    from pytest_gtrainer.ranks.torchrun.follower import follow_rank_0
 
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is rank 0's to handle, also while this waits for the store
-    return TorchrunProcess(launch, lambda: config).follow()
+    return follow_rank_0(launch, config)
 
 
 @contextmanager
@@ -109,28 +107,34 @@ class RanksPlugin:
 
     def __init__(self, config: pytest.Config) -> None:
         self.config = config
-        self._pool: Pool | TorchrunPool | None = None
-        self._launch = devices.launch_of(config)
+        self._pool: Pool | None = None
+        self._nodes: Nodes | None = None
         self._session: pytest.Session | None = None
         self._following: Mapping[pytest.Item, pytest.Item] | None = None
 
     @property
-    def pool(self) -> Pool | TorchrunPool:
+    def pool(self) -> Pool:
         """Who has the ranks of this pytest process."""
-        if self._pool is None and self._launch is not None:
-            from pytest_gtrainer.ranks.torchrun.pool import TorchrunPool
-
-            self._pool = TorchrunPool(self.config, self._launch)
-        elif self._pool is None:
+        if self._pool is None:
             from pytest_gtrainer.ranks.pool import Pool
 
-            self._pool = Pool(self.config)
+            self._pool = Pool(self.config, self._nodes)
         return self._pool
 
     # --- before ---------------------------------------------------------------------------
 
     def pytest_sessionstart(self, session: pytest.Session) -> None:
         self._session = session
+        launch = devices.launch_of(self.config)
+        if launch is not None:
+            from pytest_gtrainer.ranks.console import tell
+            from pytest_gtrainer.ranks.torchrun.line import Refused
+            from pytest_gtrainer.ranks.torchrun.nodes import Nodes
+
+            try:
+                self._nodes = Nodes(launch, lambda text: tell(self.config, text))
+            except Refused as error:  # there is no key to sign with
+                raise pytest.UsageError(str(error)) from error
 
     def pytest_report_header(self) -> str | None:
         """With workers, which alone collect, the line comes before it is known whether anybody needs ranks."""
@@ -141,10 +145,7 @@ class RanksPlugin:
     def pytest_report_collectionfinish(self, items: Sequence[pytest.Item]) -> list[str]:
         if not any(ranks_spec(item) for item in items):
             return []
-        lines = [f"gtrainer: {devices.resolve(self.config)}"]
-        if self.config.getoption("usepdb") or self.config.getoption("trace"):
-            lines.append("gtrainer: --pdb and --trace do not reach into ranks")
-        return lines
+        return [f"gtrainer: {devices.resolve(self.config)}"]
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_setup(self, item: pytest.Item) -> None:
@@ -166,35 +167,17 @@ class RanksPlugin:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
+        """Stand in for pytest's own protocol of a test on ranks: the same hooks, the phases on ranks."""
         spec = self._spec_on_ranks(item)
         if spec is None:
-            if self._pool is not None:
-                self._pool.leave()
             return None
-        self._dispatch(item, spec, nextitem)
-        return True
-
-    def _spec_on_ranks(self, item: pytest.Item) -> WorldSpec | None:
-        """What a test wants that ranks run; None if it runs here, if only to be skipped."""
-        spec = ranks_spec(item)
-        if spec is None or item.get_closest_marker("skip") is not None:
-            return None
-        if item.config.getoption("setupplan") or item.config.getoption("setuponly"):
-            return None  # pytest shows what it would do, and runs no test
-        return spec if missing(spec, devices.resolve(self.config)) is None else None
-
-    def _dispatch(self, item: pytest.Item, spec: WorldSpec, nextitem: pytest.Item | None) -> None:
-        """Stand in for pytest's own protocol of ``item``: the same hooks, the phases on ranks."""
         hooks = item.ihook
         hooks.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
         outcomes: list[RanksOutcome] = []
         call = pytest.CallInfo.from_call(
             lambda: outcomes.append(self._run(item, spec, nextitem)), "call", reraise=NOT_A_FAILURE
         )
-        if outcomes:
-            reports = reports_of(item, outcomes[0])
-        else:
-            reports = [hooks.pytest_runtest_makereport(item=item, call=call)]
+        reports = reports_of(item, outcomes[0]) if outcomes else [hooks.pytest_runtest_makereport(item=item, call=call)]
         for report in reports:
             if report.when != "teardown":
                 hooks.pytest_runtest_logreport(report=report)
@@ -207,15 +190,26 @@ class RanksPlugin:
             if report.when == "teardown":
                 hooks.pytest_runtest_logreport(report=report)
         hooks.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
-        if self.pool.broken is not None:
-            item.session.shouldfail = self.pool.broken
+        return True
+
+    def _spec_on_ranks(self, item: pytest.Item) -> WorldSpec | None:
+        """What a test wants that ranks run; None if it runs here, if only to be skipped."""
+        spec = ranks_spec(item)
+        if spec is None or item.get_closest_marker("skip") is not None:
+            return None
+        if item.config.getoption("setupplan") or item.config.getoption("setuponly"):
+            return None  # pytest shows what it would do, and runs no test
+        return spec if missing(spec, devices.resolve(self.config)) is None else None
 
     def _run(self, item: pytest.Item, spec: WorldSpec, nextitem: pytest.Item | None) -> RanksOutcome:
         following = self._next_on_ranks(item, spec, nextitem)
         next_item = _item_ref(following) if following is not None else None
         command = wire.RunItem(_item_ref(item), next_item, item.location)
         try:
-            return self.pool.run(spec.size, command, limit_of(item.config, spec), item.nodeid)
+            outcome = self.pool.run(spec.size, command, limit_of(item.config, spec), item.nodeid)
+            if any("Quitting debugger" in (answer.trouble or "") for answer in outcome.done.values()):
+                item.session.shouldstop = "Quitting debugger"
+            return outcome
         except (RanksError, LeaseError) as error:
             pytest.fail(str(error), pytrace=False)
 
@@ -251,20 +245,13 @@ class RanksPlugin:
         try:
             return (yield)
         finally:
-            if self._launch is None:
-                self._close()
-
-    @pytest.hookimpl(trylast=True)
-    def pytest_sessionfinish(self) -> None:
-        if self._launch is None:
             self._close()
 
     def pytest_unconfigure(self) -> None:
-        """Under torchrun the others exit only now: torchrun ends everybody when one exits with an error."""
-        if self._launch is not None and self._session is not None:
-            self.pool.close(int(self._session.exitstatus))
-            self._pool = None
         self._close()
+        # only now: torchrun ends everybody when one exits with an error
+        if self._nodes is not None and self._session is not None:
+            self._nodes.end(int(self._session.exitstatus))
 
     def _close(self) -> None:
         if self._pool is not None:

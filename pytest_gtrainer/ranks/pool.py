@@ -8,6 +8,7 @@ it, as soon as somebody else waits and no test runs here.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import sys
 import tempfile
@@ -15,17 +16,21 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from pytest_gtrainer import devices, options
-from pytest_gtrainer._pytest_private import base_temp, capture_manager
+from pytest_gtrainer._pytest_private import base_temp
 from pytest_gtrainer.environment import lasting_environment
 from pytest_gtrainer.ranks import wire
+from pytest_gtrainer.ranks.console import Console, stopped_clock, tell
 from pytest_gtrainer.ranks.leases import Lease, Slots
-from pytest_gtrainer.ranks.team import ForkServer, Team
+from pytest_gtrainer.ranks.team import ForkServer, LocalRanks, Team
 from pytest_gtrainer.ranks.watch import RanksOutcome, run_on
+
+if TYPE_CHECKING:
+    from pytest_gtrainer.ranks.torchrun.nodes import Nodes
 
 # Idle ranks cost 20 MB each; twice the slots let worlds of two sizes alternate warm.
 IDLE_FACTOR = 2
@@ -49,15 +54,18 @@ TeamKey = tuple[int, str, frozenset[tuple[str, str]]]
 
 
 class Pool:
-    """Hands out teams; one forkserver per pytest process, started when first needed. See ``TorchrunPool``, its like."""
+    """Hands out teams; one forkserver per pytest process, started when first needed.
 
-    broken: str | None = None
+    Args:
+        nodes: under torchrun, where the ranks are that this machine has not.
+    """
 
-    def __init__(self, config: pytest.Config) -> None:
-        self._config = config
+    def __init__(self, config: pytest.Config, nodes: Nodes | None = None) -> None:
+        self._config, self._nodes = config, nodes
         self._server: ForkServer | None = None
         self._teams: dict[TeamKey, Team] = {}  # the least recently used first
         self._sharing: Sharing | None = None
+        self._tell = functools.partial(tell, config)
         self._live_output = config.getoption("capture", "fd") == "no"
 
     def run(self, size: int, command: wire.RunItem | wire.CallFunction, limit: float, holder: str) -> RanksOutcome:
@@ -74,9 +82,10 @@ class Pool:
         if self._sharing is None:
             self._sharing = sharing_of(self._config, self._stop_teams, self._tell)
         with self._sharing.for_test(size, holder):
-            team = self._team(size, {**rank_environment(self._config), **self._sharing.environment()})
+            with stopped_clock():
+                team = self._team(size, {**rank_environment(self._config), **self._sharing.environment()})
             try:
-                outcome = run_on(team, command, limit, holder, self._tell)
+                outcome = run_on(team, command, limit, Console(self._config, holder))
             except BaseException:  # a time limit, Ctrl-C: its ranks are still at work, and would answer the next test
                 team.kill()
                 raise
@@ -84,11 +93,8 @@ class Pool:
                 team.stop()
             return outcome
 
-    def leave(self) -> None:
-        """Nothing: a test without ranks runs in this process, which is none of them."""
-
-    def close(self, status: int = 0) -> None:
-        """End all teams and the forkserver, and give all devices back; ``status`` is for other launchers."""
+    def close(self) -> None:
+        """End all teams and the forkserver, and give all devices back."""
         if self._sharing is not None:
             self._sharing.close()
             self._sharing = None
@@ -107,31 +113,42 @@ class Pool:
             return team
         if team is not None:
             team.kill()
-        self._make_room(size, found.slots)
-        config = self._config
-        plan = wire.RankSetup(
+        self._teams = {key: team for key, team in self._teams.items() if team.alive}
+        most = IDLE_FACTOR * max(found.slots, size)
+        while self._teams and sum(team.size for team in self._teams.values()) + size > most:
+            self._teams.pop(next(iter(self._teams))).stop()
+        plan = self.plan(size, environ, worker_input(self._config, size))
+        if self._nodes is None:
+            here = LocalRanks(self.forkserver(), plan)
+            team = Team(size, [here], here.stores)
+        else:
+            plan, stores = self._nodes.place(plan)
+            here = LocalRanks(self.forkserver(), plan)
+            team = Team(size, [here, *self._nodes.start(plan)], stores)
+        team.wait_until_up()
+        self._teams[key] = team
+        return team
+
+    def plan(self, size: int, environ: Mapping[str, str], worker: Mapping[str, Any]) -> wire.RankSetup:
+        """What ranks of this machine start from."""
+        config, found, launch = self._config, devices.resolve(self._config), devices.launch_of(self._config)
+        return wire.RankSetup(
             size=size,
+            ranks=range(size),
             device=found.kind,
             backend=found.backend,
             environ=environ,
             sys_path=tuple(sys.path),
             cwd=str(config.invocation_params.dir),
             args=tuple(str(arg) for arg in config.invocation_params.args),
-            basetemp=str(base_temp(config)),
-            worker=worker_input(config, size),
+            # a follower of torchrun has none: its ranks make their own
+            basetemp=str(base_temp(config)) if launch is None or launch.leads else None,
+            worker=worker,
             live_output=self._live_output,
         )
-        self._teams[key] = team = Team(self._running_server(), plan)
-        return team
 
-    def _make_room(self, size: int, slots: int) -> None:
-        self._teams = {key: team for key, team in self._teams.items() if team.alive}
-        limit = IDLE_FACTOR * max(slots, size)
-        while self._teams and sum(team.size for team in self._teams.values()) + size > limit:
-            oldest = next(iter(self._teams))
-            self._teams.pop(oldest).stop()
-
-    def _running_server(self) -> ForkServer:
+    def forkserver(self) -> ForkServer:
+        """The forkserver, started if there is none."""
         if self._server is not None and not self._server.alive:
             self._server.close()
             self._server = None
@@ -142,17 +159,6 @@ class Pool:
     def _stop_teams(self) -> None:
         while self._teams:
             self._teams.popitem()[1].stop()
-
-    def _tell(self, text: str) -> None:
-        """Write a line to the terminal of this process, if it has one: a worker of xdist has not."""
-        reporter: pytest.TerminalReporter | None = self._config.pluginmanager.getplugin("terminalreporter")
-        capture = capture_manager(self._config)
-        if reporter is None:
-            return
-        # a test that calls functions on ranks is being captured meanwhile
-        with capture.global_and_fixture_disabled() if capture is not None else contextlib.nullcontext():
-            reporter.ensure_newline()
-            reporter.write_line(f"gtrainer: {text}")
 
 
 def rank_environment(config: pytest.Config) -> dict[str, str]:
@@ -187,6 +193,7 @@ def worker_input(config: pytest.Config, size: int) -> dict[str, Any]:
         "testrunuid": outer.get("testrunuid", f"gtrainer{os.getpid()}"),
         "mainargv": outer.get("mainargv", sys.argv),
         "gt_size": size,
+        "gt_pdb": config.getoption("usepdb"),
         "gt_device": found.kind,
         "gt_backend": found.backend,
         # of plugins, too, that ranks do without: xdist's, one of time limits
@@ -209,6 +216,8 @@ def sharing_of(config: pytest.Config, stop_ranks: Callable[[], None], tell: Call
         tell: gets a line every so often while somebody waits.
     """
     found, limit = devices.resolve(config), options.get(config, "lease-timeout")
+    if devices.launch_of(config) is not None:
+        return Sharing()  # whoever has started torchrun shares them out
     if found.kind == "cuda":
         folder = Path(tempfile.gettempdir()) / f"gtrainer-leases-{os.getuid()}"
         slots = Slots(folder, [gpu.uuid for gpu in found.gpus])

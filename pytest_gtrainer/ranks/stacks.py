@@ -1,10 +1,12 @@
-"""Python stacks of ranks, taken from outside by a signal, also from a rank that hangs in C++.
+"""What ranks answer to a signal, also one that hangs in C++: their Python stacks, and the collectives they have called.
 
-The rank's faulthandler appends its stacks to a file; here they are asked for and read.
+The rank's faulthandler appends its stacks to a file, a thread of the rank its calls to another; here they are asked for
+and read.
 """
 
 from __future__ import annotations
 
+import linecache
 import re
 import signal
 import time
@@ -12,8 +14,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 STACK_SIGNAL = signal.SIGRTMAX - 2 if hasattr(signal, "SIGRTMAX") else signal.SIGTERM
+CALLS_SIGNAL = signal.SIGRTMAX - 3 if hasattr(signal, "SIGRTMAX") else signal.SIGTERM
+STOPPED = "stopped by a signal, as SIGSTOP is one"
 WAIT_SECONDS = 1.0
-LIMIT = 6000
+LIMIT = 2**20
 
 _FRAME = re.compile(r'^\s+File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<function>.+)$')
 # Frames that only hand a call on, and the files in which collectives are called.
@@ -30,6 +34,11 @@ def stack_file(folder: str | Path, rank: int) -> Path:
     return Path(folder) / f"rank{rank}.stacks"
 
 
+def calls_file(folder: str | Path, rank: int) -> Path:
+    """Where a rank's calls of collectives go, a line an answer."""
+    return Path(folder) / f"rank{rank}.calls"
+
+
 def log_file(folder: str | Path, rank: int) -> Path:
     """What a rank writes while pytest does not capture: a C++ abort, for example."""
     return Path(folder) / f"rank{rank}.log"
@@ -42,9 +51,9 @@ def fatal_error(file: Path) -> str:
     return readable(text[start:]) if start >= 0 else ""
 
 
-def take_stacks(files: Mapping[int, Path], ask: Callable[[int], None]) -> dict[int, str]:
-    """Ask every rank in ``files`` for its stacks: rank to text, "" for one that did not answer."""
-    before = {rank: _size(file) for rank, file in files.items()}
+def take_answers(files: Mapping[int, Path], ask: Callable[[int], None]) -> dict[int, str]:
+    """Ask every rank in ``files`` for its stacks, or its calls: rank to text, "" for one that did not answer."""
+    before = {rank: file.stat().st_size if file.exists() else 0 for rank, file in files.items()}
     for rank in files:
         ask(rank)
     end = time.monotonic() + WAIT_SECONDS
@@ -56,23 +65,19 @@ def take_stacks(files: Mapping[int, Path], ask: Callable[[int], None]) -> dict[i
     return texts
 
 
-def _size(file: Path) -> int:
-    return file.stat().st_size if file.exists() else 0
-
-
 def _read_from(file: Path, offset: int) -> str:
     try:
         with file.open("rb") as opened:
             opened.seek(offset)
-            return opened.read(LIMIT * 4).decode(errors="replace")
+            return opened.read(LIMIT).decode(errors="replace")
     except OSError:
         return ""
 
 
 def _is_whole(text: str) -> bool:
-    """Whether the last thread of a dump is in: the thread that got the signal comes last."""
+    """Whether the line of calls is, or the last thread of a dump: the thread that got the signal comes last."""
     current = text.rfind("Current thread ")
-    return current >= 0 and "File " in text[current:] and text.endswith("\n")
+    return text.endswith("\n") and (text[0] == "{" or (current >= 0 and "File " in text[current:]))
 
 
 def waiting_in(text: str) -> str | None:
@@ -84,7 +89,24 @@ def waiting_in(text: str) -> str | None:
     ...            '  File "/u/test_it.py", line 3 in test_it\n')
     'barrier'
     """
-    return collective_of([(match["file"], match["function"]) for match in _main_frames(text)])
+    frames = _main_frames(text)
+    if (
+        frames
+        and "/torch/" not in frames[0]["file"]
+        and ".wait(" in linecache.getline(frames[0]["file"], int(frames[0]["line"]))
+    ):
+        return "wait"  # of a work, which is C++
+    return collective_of([(match["file"], match["function"]) for match in frames])
+
+
+def may_wait(text: str) -> bool:
+    """Whether the main thread is in a collective, or in an operator, which may wait for one."""
+    return waiting_in(text) is not None or any(match["file"].endswith(_WRAPPERS) for match in _main_frames(text)[:1])
+
+
+def main_thread(text: str) -> str:
+    """The stack of the main thread."""
+    return text[max(text.rfind("Current thread "), 0) :]
 
 
 def whereabouts(text: str) -> str:
@@ -94,6 +116,8 @@ def whereabouts(text: str) -> str:
     ...             '  File "/u/test_it.py", line 3 in test_it\n')
     ', at test_it.py:3 in test_it'
     """
+    if text.startswith(STOPPED):
+        return f", {STOPPED}"
     waits = waiting_in(text)
     if waits:
         return f", waiting in {waits}"
@@ -103,15 +127,15 @@ def whereabouts(text: str) -> str:
 
 
 def readable(text: str) -> str:
-    """The stacks without pytest's and our own frames below the test."""
-    lines = text.rstrip().splitlines()
+    """The stacks without pytest's and our own frames below the test, and without the rank's own thread."""
+    threads = text.rstrip().split("\n\n")
+    lines = "\n\n".join(each for each in threads if "in _tell_calls" not in each).splitlines()
     below = next((n for n, line in enumerate(lines) if "/_pytest/python.py" in line), len(lines))
     return "\n".join(lines[:below]) or "no answer"
 
 
 def _main_frames(text: str) -> list[re.Match[str]]:
-    current = text.rfind("Current thread ")
-    return [match for line in text[max(current, 0) :].splitlines() if (match := _FRAME.match(line))]
+    return [match for line in main_thread(text).splitlines() if (match := _FRAME.match(line))]
 
 
 def collective_of(frames: list[tuple[str, str]]) -> str | None:

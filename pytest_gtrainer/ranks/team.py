@@ -15,15 +15,25 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO, Protocol
 
 from pytest_gtrainer.environment import lasting_environment
 from pytest_gtrainer.ranks import wire
-from pytest_gtrainer.ranks.stacks import STACK_SIGNAL, fatal_error, log_file, stack_file, take_stacks
+from pytest_gtrainer.ranks.forkserver import FOLDER_VARIABLE, is_tracker
+from pytest_gtrainer.ranks.stacks import (
+    CALLS_SIGNAL,
+    STACK_SIGNAL,
+    STOPPED,
+    calls_file,
+    fatal_error,
+    log_file,
+    stack_file,
+    take_answers,
+)
 
 # The imports take 3 to 6 s of CPU time; xdist workers on a busy machine start theirs together.
 SERVER_START_LIMIT = 300.0
@@ -31,7 +41,7 @@ SERVER_END_LIMIT = 10.0
 START_LIMIT = 120.0
 SETTLE_LIMIT = 10.0
 STOP_LIMIT = 10.0
-STATUS_SECONDS = 1.0
+STATUS_SECONDS = 10.0
 OUTPUT_LIMIT = 64 * 1024
 
 _BOOT = """\
@@ -77,6 +87,13 @@ def in_words(status: int) -> str:
     return f"was killed by {signal.Signals(-status).name}" if status < 0 else f"exited with status {status}"
 
 
+def is_stopped(pid: int) -> bool:
+    """Whether a process has been stopped, and not been told to go on."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
+    return False
+
+
 class ForkServer:
     """A running forkserver and the exit statuses of the ranks it has forked.
 
@@ -102,7 +119,7 @@ class ForkServer:
                 stdin=subprocess.DEVNULL,
                 stdout=None if live_output else log,
                 stderr=None if live_output else log,
-                env={**lasting_environment(), **_ONE_THREAD},
+                env={**lasting_environment(), **_ONE_THREAD, FOLDER_VARIABLE: str(self.folder)},
                 # Ctrl-C is the parent's to handle. A session of its own would do, too, but Linux shares the time of
                 # its cores by session: gloo's threads then waited for the parent's.
                 process_group=0,
@@ -141,7 +158,13 @@ class ForkServer:
             for setup in setups:
                 ours, theirs = wire.fd_pairs()
                 channels.append(wire.Channel(*ours))
-                self._request(setup, theirs)
+                try:
+                    self.conn.send(setup)
+                    with socket.socket(fileno=os.dup(self.fd)) as sock:
+                        socket.send_fds(sock, [b"f"], theirs)
+                finally:  # the rank's end of its channel has been handed over
+                    for fd in theirs:
+                        os.close(fd)
             end = time.monotonic() + SERVER_START_LIMIT
             while len(self._forked) < len(setups):
                 if not self.alive or time.monotonic() > end:
@@ -155,16 +178,6 @@ class ForkServer:
         pids, self._forked = self._forked, []
         return list(zip(pids, channels, strict=True))
 
-    def _request(self, setup: wire.RankSetup, fds: tuple[int, int]) -> None:
-        """Ask for a rank, whose end of its channel is handed over."""
-        try:
-            self.conn.send(setup)
-            with socket.socket(fileno=os.dup(self.fd)) as sock:
-                socket.send_fds(sock, [b"f"], fds)
-        finally:
-            for fd in fds:
-                os.close(fd)
-
     def pump(self, seconds: float = 0.0) -> None:
         """Take in what the forkserver says; wait up to ``seconds`` for the first word."""
         try:
@@ -176,8 +189,13 @@ class ForkServer:
                     self.exit_status.pop(message.pid, None)  # of one that had the number before
                     self._forked.append(message.pid)
                 seconds = 0.0
-        except (EOFError, OSError):
+        except (EOFError, OSError):  # it is lost, and with it who would end what its ranks had started
             self.alive = False
+            for file in Path("/proc").glob("[0-9]*/environ"):
+                with contextlib.suppress(OSError):
+                    is_ours = f"{FOLDER_VARIABLE}={self.folder}".encode() in file.read_bytes().split(b"\0")
+                    if is_ours and not is_tracker(int(file.parent.name)):
+                        os.kill(int(file.parent.name), signal.SIGKILL)
 
     def signal(self, pid: int, signum: int) -> None:
         """Signal a rank, through the one process that knows whether the number is still its own."""
@@ -209,121 +227,205 @@ class ForkServer:
 class _RankProcess:
     """The parent's handle of one rank."""
 
-    rank: int
     pid: int
     channel: wire.Channel
     captured: list[BinaryIO] = field(default_factory=list)
 
+    def open_captured(self, fds: Iterable[int]) -> None:
+        for fd in fds:
+            with contextlib.suppress(OSError):
+                self.captured.append(open(f"/proc/{self.pid}/fd/{fd}", "rb"))  # noqa: SIM115
 
-class Team:
-    """Starts ranks that differ from ``plan`` only in their rank, and keeps their process group fit for the next test.
 
-    Raises:
-        RanksError: they could not be started.
-    """
+class Part(Protocol):
+    """The ranks of a team on one machine, and what they are asked by ``Team``."""
+
+    ranks: range
+
+    def send(self, command: object, ranks: Iterable[int]) -> None: ...
+
+    def files(self, ranks: Iterable[int]) -> list[int]:
+        """The files that have something to read when these ranks have news."""
+
+    def take(self, ranks: Iterable[int], ready: set[int]) -> dict[int, object]:
+        """Without waiting, the next message of ranks that have one; None of a dead one. ``ready`` files can be read."""
+
+    def ended(self, rank: int) -> wire.Ended: ...
+
+    def stacks(self, ranks: Iterable[int], *, calls: bool = False) -> dict[int, str]: ...
+
+    def interrupt(self, rank: int) -> None: ...
+
+    def has_lost_ranks(self) -> bool: ...
+
+    def kill(self) -> None: ...
+
+
+class LocalRanks:
+    """The ranks of a team that run on this machine: forked as ``plan`` says, they differ only in their rank."""
 
     def __init__(self, server: ForkServer, plan: wire.RankSetup) -> None:
-        self.size = plan.size
-        self.alive = True
-        self.busy = False
+        self.ranks = plan.ranks
         self._server = server
         self._folder = server.folder / f"team{next(_numbers)}"
         self._folder.mkdir()
-        self._stores = (str(self._folder / f"store{number}") for number in itertools.count())
-        common = replace(plan, folder=str(self._folder), store=next(self._stores))
+        self.stores = (str(self._folder / f"store{number}") for number in itertools.count())
+        store = plan.store or next(self.stores)
         setups = [
             replace(
-                common,
+                plan,
                 rank=rank,
-                basetemp=f"{plan.basetemp}/{self._folder.name}-rank{rank}",
+                folder=str(self._folder),
+                store=store,
+                basetemp=plan.basetemp and f"{plan.basetemp}/{self._folder.name}-rank{rank}",
                 worker={**plan.worker, "gt_rank": rank},
             )
-            for rank in range(self.size)
+            for rank in plan.ranks
         ]
-        self._ranks = [_RankProcess(rank, *forked) for rank, forked in enumerate(server.fork(setups))]
+        forked = server.fork(setups)
+        self._processes = {rank: _RankProcess(*each) for rank, each in zip(plan.ranks, forked, strict=True)}
+
+    def send(self, command: object, ranks: Iterable[int]) -> None:
+        message = pickle.dumps(command)
+        for rank in ranks:
+            with contextlib.suppress(OSError):
+                self._processes[rank].channel.send(message)
+
+    def files(self, ranks: Iterable[int]) -> list[int]:
+        return [self._server.fd, *(self._processes[rank].channel.fileno() for rank in ranks)]
+
+    def take(self, ranks: Iterable[int], ready: set[int]) -> dict[int, object]:
+        """Waits for no rest of a message: its rank may have been stopped, or have died and left the pipe to a child."""
+        if self._server.fd in ready:
+            self._server.pump()
+        heard: dict[int, object] = {}
+        for rank in ranks:
+            process = self._processes[rank]
+            channel = process.channel
+            try:
+                if channel.fileno() in ready and not channel.has_message():
+                    channel.read()
+                if channel.has_message():  # else there is more of it to come
+                    heard[rank] = message = pickle.loads(channel.receive())
+                    if isinstance(message, wire.Started):
+                        process.open_captured(message.capture_fds)
+                elif process.pid in self._server.exit_status and not readable([channel.fileno()], 0.0):
+                    heard[rank] = None  # all that it said is read
+            except (EOFError, OSError):
+                heard[rank] = None
+        return heard
+
+    def ended(self, rank: int) -> wire.Ended:
+        process, end = self._processes[rank], time.monotonic() + STATUS_SECONDS
+        while process.pid not in self._server.exit_status and self._server.alive and time.monotonic() < end:
+            self._server.pump(0.05)
+        status = self._server.exit_status.get(process.pid)
+        how = "was lost with the process that had forked it" if status is None else in_words(status)
+        texts = [_read(file) for file in process.captured]
+        with contextlib.suppress(OSError), log_file(self._folder, rank).open("rb") as file:
+            texts.append(_read(file))
+        texts.append(fatal_error(stack_file(self._folder, rank)))
+        return wire.Ended(how, "\n".join(text.rstrip() for text in texts if text.strip()))
+
+    def stacks(self, ranks: Iterable[int], *, calls: bool = False) -> dict[int, str]:
+        place, signum = (calls_file, CALLS_SIGNAL) if calls else (stack_file, STACK_SIGNAL)
+        pids = {rank: self._processes[rank].pid for rank in ranks}
+        stopped = {rank: f"{STOPPED}: kill -CONT {pid} lets it go on" for rank, pid in pids.items() if is_stopped(pid)}
+        files = {rank: place(self._folder, rank) for rank in pids if rank not in stopped}
+        return {
+            **({} if calls else stopped),
+            **take_answers(files, lambda rank: self._server.signal(pids[rank], signum)),
+        }
+
+    def interrupt(self, rank: int) -> None:
+        self._server.signal(self._processes[rank].pid, signal.SIGINT)
+
+    def has_lost_ranks(self) -> bool:
+        self._server.pump()
+        return not self._server.alive or any(each.pid in self._server.exit_status for each in self._processes.values())
+
+    def kill(self) -> None:
+        self._server.kill([process.pid for process in self._processes.values()])
+        for process in self._processes.values():
+            process.channel.close()
+            for file in process.captured:
+                file.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+class Team:
+    """The ranks of one world, on this machine or, under torchrun, on several; keeps their group fit for the next test.
+
+    Args:
+        parts: ranks that have been started, of every machine.
+        stores: the places at which they meet, one for each group that they make.
+    """
+
+    def __init__(self, size: int, parts: Sequence[Part], stores: Iterator[str]) -> None:
+        self.size, self.alive, self.busy = size, True, False
+        self._parts, self._stores = parts, stores
+
+    def wait_until_up(self) -> None:
+        """Wait for the first word of every rank.
+
+        Raises:
+            RanksError: they could not be started.
+        """
+        end, missing = time.monotonic() + START_LIMIT, set(range(self.size))
         try:
-            self._wait_until_up()
+            while missing:
+                heard = self.receive(missing, end - time.monotonic())
+                if time.monotonic() > end:
+                    raise RanksError(f"{len(missing)} of {self.size} ranks were not ready within {START_LIMIT:g} s")
+                for rank, message in heard.items():
+                    if message is None:
+                        how, words = self.ended(rank)
+                        raise RanksError(f"rank {rank} {how} while it started\n{words}")
+                    if isinstance(message, wire.Started) and message.error is not None:
+                        raise RanksError(f"rank {rank} could not start:\n{message.error}")
+                missing -= heard.keys()
         except BaseException:  # a time limit of another plugin, Ctrl-C: nobody knows of these ranks yet
             self.kill()
             raise
-
-    # --- starting -------------------------------------------------------------------------
-
-    def _wait_until_up(self) -> None:
-        end = time.monotonic() + START_LIMIT
-        missing = {rank.channel.fileno(): rank for rank in self._ranks}
-        while missing:
-            ready = readable(missing, end - time.monotonic())
-            if not ready:
-                raise RanksError(f"{len(missing)} of {self.size} ranks were not ready within {START_LIMIT:g} s")
-            for fd in sorted(ready):
-                process = missing.pop(fd)
-                try:
-                    message: Any = pickle.loads(process.channel.receive())
-                except (EOFError, OSError):
-                    how, words = self.how_it_ended(process.rank), self.last_words(process.rank)
-                    raise RanksError(f"rank {process.rank} {how} while it started\n{words}") from None
-                if message.error is not None:
-                    raise RanksError(f"rank {process.rank} could not start:\n{message.error}")
-                for captured in message.capture_fds:
-                    with contextlib.suppress(OSError):
-                        process.captured.append(open(f"/proc/{process.pid}/fd/{captured}", "rb"))  # noqa: SIM115
 
     # --- talking --------------------------------------------------------------------------
 
     def send(self, command: object, ranks: Iterable[int] | None = None) -> None:
         """Send a command to all ranks, or to some; the dead are noticed elsewhere."""
-        message = pickle.dumps(command)
-        for rank in range(self.size) if ranks is None else ranks:
-            with contextlib.suppress(OSError):
-                self._ranks[rank].channel.send(message)
+        for part, members in self._split(range(self.size) if ranks is None else ranks):
+            part.send(command, members)
 
     def receive(self, ranks: Iterable[int], seconds: float) -> dict[int, object]:
-        """The next message of those ``ranks`` that have one; None stands for a dead rank.
+        """The next message of those ``ranks`` that have one; None stands for a dead rank."""
+        split = self._split(ranks)
+        heard = self._taken(split, set())
+        if heard:
+            return heard
+        files = [file for part, members in split for file in part.files(members)]
+        return self._taken(split, readable(files, seconds))
 
-        Waits for no rest of a message: its rank may have been stopped, or have died and left the pipe to a child.
-        """
-        fds = {self._ranks[rank].channel.fileno(): rank for rank in ranks}
-        read = {fd for fd, rank in fds.items() if self._ranks[rank].channel.has_message()}
-        ended = {fd for fd, rank in fds.items() if self._ranks[rank].pid in self._server.exit_status}
-        ready = read | readable([*fds, self._server.fd], 0.0 if read or ended else seconds)
-        if self._server.fd in ready:
-            self._server.pump()
-        heard: dict[int, object] = dict.fromkeys(fds[fd] for fd in ended - ready)  # all that they said is read
-        for fd, rank in fds.items():
-            channel = self._ranks[rank].channel
-            if fd in ready:
-                try:
-                    if not channel.has_message():
-                        channel.read()
-                    if channel.has_message():  # else there is more of it to come
-                        heard[rank] = pickle.loads(channel.receive())
-                except (EOFError, OSError):
-                    heard[rank] = None
-        return heard
+    def _taken(self, split: list[tuple[Part, list[int]]], ready: set[int]) -> dict[int, object]:
+        return {rank: heard for part, members in split for rank, heard in part.take(members, ready).items()}
 
-    def how_it_ended(self, rank: int) -> str:
-        """The end of a process in words."""
-        pid, end = self._ranks[rank].pid, time.monotonic() + STATUS_SECONDS
-        while pid not in self._server.exit_status and self._server.alive and time.monotonic() < end:
-            self._server.pump(0.05)
-        status = self._server.exit_status.get(pid)
-        return "was lost with the process that had forked it" if status is None else in_words(status)
+    def _split(self, ranks: Iterable[int]) -> list[tuple[Part, list[int]]]:
+        wanted = list(ranks)
+        split = [(part, [rank for rank in wanted if rank in part.ranks]) for part in self._parts]
+        return [(part, members) for part, members in split if members]
 
-    def last_words(self, rank: int) -> str:
-        """What a dead rank wrote that no report carries: captured output, log, fatal error."""
-        texts = [_read(file) for file in self._ranks[rank].captured]
-        log = log_file(self._folder, rank)
-        if log.exists():
-            with log.open("rb") as file:
-                texts.append(_read(file))
-        texts.append(fatal_error(stack_file(self._folder, rank)))
-        return "\n".join(text.rstrip() for text in texts if text.strip())
+    def ended(self, rank: int) -> wire.Ended:
+        """How a rank has ended, and what it wrote that no report carries: captured output, log, fatal error."""
+        ((part, _),) = self._split([rank])
+        return part.ended(rank)
 
-    def stacks(self, ranks: Iterable[int]) -> dict[int, str]:
-        """The Python stacks of running ranks."""
-        files = {rank: stack_file(self._folder, rank) for rank in ranks}
-        return take_stacks(files, lambda rank: self._server.signal(self._ranks[rank].pid, STACK_SIGNAL))
+    def interrupt(self, rank: int) -> None:
+        """Pass Ctrl-C on to a rank that is debugged."""
+        ((part, _),) = self._split([rank])
+        part.interrupt(rank)
+
+    def stacks(self, ranks: Iterable[int], *, calls: bool = False) -> dict[int, str]:
+        """The Python stacks of running ranks, or their calls of collectives; "" for one that does not answer."""
+        split = self._split(ranks)
+        return {rank: text for part, own in split for rank, text in part.stacks(own, calls=calls).items()}
 
     # --- between tests ---------------------------------------------------------------------
 
@@ -346,8 +448,7 @@ class Team:
 
     def has_lost_ranks(self) -> bool:
         """Whether a rank is known to have ended."""
-        self._server.pump()
-        return not self._server.alive or any(rank.pid in self._server.exit_status for rank in self._ranks)
+        return any(part.has_lost_ranks() for part in self._parts)
 
     def _obeyed(self, command: object, limit: float) -> bool:
         """Send a command: whether every rank sends it back in time. Other messages are passed over."""
@@ -366,22 +467,17 @@ class Team:
     def stop(self) -> None:
         """End the ranks: politely if they are idle."""
         try:
-            if self.alive and not self.busy and self._server.alive:
+            if self.alive and not self.busy and not self.has_lost_ranks():
                 self._obeyed(wire.Stop(), STOP_LIMIT)
         finally:
             self.kill()
 
     def kill(self) -> None:
         """End the ranks at once, with their children."""
-        if not self.alive:
-            return
-        self.alive = False
-        self._server.kill([rank.pid for rank in self._ranks])
-        for rank in self._ranks:
-            rank.channel.close()
-            for file in rank.captured:
-                file.close()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        if self.alive:
+            self.alive = False
+            for part in self._parts:
+                part.kill()
 
 
 def _read(file: BinaryIO) -> str:

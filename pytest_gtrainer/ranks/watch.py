@@ -4,17 +4,23 @@ The idea: while nothing is wrong, wait for every rank's answer, up to the limit.
 has raised or died, the others may be blocked in a collective with it. So after a moment the
 ranks that are through destroy their groups, which makes the blocked ones raise; whoever is
 still stuck a while later gives its stack and the whole team is killed.
+
+When all that have not ended wait in collectives, twice in a row in the same, their calls are compared: see ``calls``.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+import pytest
+
 from pytest_gtrainer.ranks import wire
-from pytest_gtrainer.ranks.stacks import readable, waiting_in, whereabouts
+from pytest_gtrainer.ranks.calls import Calls, by_value, called_by_some, differing_call, never_ending, read_calls
+from pytest_gtrainer.ranks.console import Console, stopped_clock
+from pytest_gtrainer.ranks.stacks import main_thread, may_wait, readable, waiting_in, whereabouts
 from pytest_gtrainer.ranks.team import Team
 
 # Ranks that fail alike do so within moments of each other: leave them the time.
@@ -23,8 +29,12 @@ UNBLOCK_AFTER = 0.25
 STUCK_AFTER = 1.0
 # A rank that computes, or formats a traceback through torch, may take longer.
 BUSY_LIMIT = 8.0
-# A rank that skipped: see every so often whether the others wait for it.
+# See whether the ranks that have not ended wait: every so often, soon after one has ended, less often in long tests.
 LOOK_EVERY = 1.0
+LOOK_SOON = 0.5
+LOOK_RARELY = 5.0
+# A wait that is no recorded collective, in a receive for one, is for nobody if all the others have been idle so long.
+IDLE_LIMIT = 8.0
 # A test that takes long says where its ranks are.
 TELL_EVERY = 60.0
 
@@ -124,47 +134,20 @@ def disagreement(states: Mapping[int, wire.GroupState]) -> str | None:
     return None
 
 
-def by_value(values: Mapping[int, object]) -> str:
-    """Values with the ranks that have them, each value once.
-
-    >>> by_value({0: "a", 1: "b", 2: "a"})
-    'a (ranks 0, 2), b (rank 1)'
-    """
-    ranks: dict[object, list[int]] = {}
-    for rank in sorted(values):
-        ranks.setdefault(values[rank], []).append(rank)
-    return ", ".join(f"{value} ({rank_list(members)})" for value, members in ranks.items())
-
-
-def rank_list(ranks: list[int]) -> str:
-    """Ranks as a reader says them.
-
-    >>> rank_list([3]), rank_list([0, 1, 2, 5])
-    ('rank 3', 'ranks 0-2, 5')
-    """
-    spans: list[list[int]] = []
-    for rank in sorted(ranks):
-        if spans and spans[-1][-1] == rank - 1:
-            spans[-1].append(rank)
-        else:
-            spans.append([rank])
-    texts = [f"{span[0]}-{span[-1]}" if len(span) > 2 else ", ".join(map(str, span)) for span in spans]
-    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(texts)
-
-
-def run_on(
-    team: Team, command: wire.RunItem | wire.CallFunction, limit: float, holder: str, tell: Callable[[str], None]
-) -> RanksOutcome:
+def run_on(team: Team, command: wire.RunItem | wire.CallFunction, limit: float, console: Console) -> RanksOutcome:
     """Send the command to every rank and gather what they say; returns within the limits.
 
-    ``holder`` is the test, for the lines that ``tell`` gets every so often while it runs.
+    ``console`` gets a line every so often, and lends the terminal to a rank that is debugged.
     """
-    watch = _Watch(team, limit, holder, tell)
+    watch = _Watch(team, limit, console)
     team.busy = True
     team.send(command)
-    while watch.pending:
-        watch.hear(team.receive(watch.pending, watch.patience()))
-        watch.act()
+    try:
+        while watch.pending:
+            watch.hear(team.receive(watch.pending, watch.patience()))
+            watch.act()
+    except pytest.fail.Exception as error:  # a time limit of another plugin
+        watch.give_up(f"did not end: {error.msg}")
     watch.finish()
     team.busy = False
     team.heal(watch.outcome.condition())
@@ -172,13 +155,16 @@ def run_on(
 
 
 class _Watch:
-    def __init__(self, team: Team, limit: float, holder: str, tell: Callable[[str], None]) -> None:
-        self.team, self.limit, self.holder, self.tell = team, limit, holder, tell
+    def __init__(self, team: Team, limit: float, console: Console) -> None:
+        self.team, self.limit, self.console = team, limit, console
+        self.prompts: list[tuple[int, wire.AtPrompt]] = []  # who waits for the terminal
         self.outcome = RanksOutcome(team.size)
         self.pending = set(range(team.size))
         self.started = time.monotonic()
         self.next_line = self.started + TELL_EVERY
-        self.first_trouble = self.next_look = math.inf
+        self.first_trouble, self.next_look = math.inf, self.started + LOOK_EVERY
+        self.seen: tuple[dict[int, str], Calls] | None = None  # where all waited when one last looked, and since when
+        self.seen_since = math.inf
         self.freed_at: float | None = None  # when a rank last closed its connections to the others
         self.left: set[int] = set()  # told to leave their group, and it is not confirmed
 
@@ -187,35 +173,35 @@ class _Watch:
     def hear(self, messages: dict[int, object]) -> None:
         for rank, message in messages.items():
             if message is None:
-                self._died(rank)
+                self.pending.discard(rank)
+                self.outcome.dead.add(rank)
+                self.freed_at = time.monotonic()
+                self._trouble()
+                how, words = self.team.ended(rank)
+                details = (("last output", words),) if words else ()
+                self.outcome.incidents.append(Incident(time.monotonic(), rank, f"rank {rank} {how}", details))
             elif isinstance(message, wire.Raised):
                 self.outcome.raised.setdefault(rank, message)
-                if message.is_skip:
-                    self.next_look = min(self.next_look, time.monotonic() + LOOK_EVERY)
-                else:
-                    self._trouble()
+                if not message.is_skip and not self.console.post_mortem:
+                    self._trouble()  # else when it has been debugged
             elif isinstance(message, wire.ItemDone | wire.CallDone):
                 self._done(rank, message)
+            elif isinstance(message, wire.AtPrompt):
+                self.prompts.append((rank, message))
 
     def _done(self, rank: int, message: wire.ItemDone | wire.CallDone) -> None:
         self.pending.discard(rank)
         self.outcome.answers[rank] = message
+        if rank in self.outcome.raised and not self.outcome.raised[rank].is_skip:
+            self._trouble()
         if isinstance(message, wire.ItemDone) and message.trouble is not None:
             self._trouble()
             self.outcome.incidents.append(Incident(time.monotonic(), rank, f"rank {rank} {message.trouble}"))
         elif isinstance(message, wire.CallDone) and message.error is not None:
             self._trouble()
+        self.next_look = min(self.next_look, time.monotonic() + LOOK_SOON)
         if self.outcome.unblocked_at is not None and self.pending:
             self._leave(rank)
-
-    def _died(self, rank: int) -> None:
-        self.pending.discard(rank)
-        self.outcome.dead.add(rank)
-        self.freed_at = time.monotonic()
-        self._trouble()
-        how, words = self.team.how_it_ended(rank), self.team.last_words(rank)
-        details = (("last output", words),) if words else ()
-        self.outcome.incidents.append(Incident(time.monotonic(), rank, f"rank {rank} {how}", details))
 
     def _trouble(self) -> None:
         self.first_trouble = min(self.first_trouble, time.monotonic())
@@ -231,11 +217,13 @@ class _Watch:
         return self.first_trouble + UNBLOCK_AFTER if self.outcome.unblocked_at is None else math.inf
 
     def act(self) -> None:
+        while self.prompts:
+            self._debug(*self.prompts.pop(0))
         now = time.monotonic()
         if not self.pending:
             return
         if now >= self.started + self.limit:
-            self._give_up(f"did not end within {self.limit:g} s", self.team.stacks(self.pending))
+            self.give_up(f"did not end within {self.limit:g} s", self.team.stacks(self.pending))
         elif now >= self._unblock_due():
             self._unblock()
         elif now >= self.next_look:
@@ -245,10 +233,28 @@ class _Watch:
             stacks = self.team.stacks(self.pending)
             where = {rank: whereabouts(stack).removeprefix(", ") or "busy" for rank, stack in stacks.items()}
             spent = f"{now - self.started:.0f} s of {self.limit:g}"
-            self.tell(f"{self.holder} has run for {spent}: {by_value(where)}")
+            self.console.tell(f"has run for {spent}: {by_value(where)}")
+
+    def _debug(self, rank: int, prompt: wire.AtPrompt) -> None:
+        """Let a rank have the terminal, while the others and the clock are held."""
+        began, heard, terminal = time.monotonic(), {}, self.console.lend(rank, prompt)
+        self.team.send(terminal, [rank])
+        with stopped_clock():
+            while terminal.path is not None and rank not in heard:
+                try:
+                    heard = self.team.receive([rank], 3600.0)
+                except KeyboardInterrupt:
+                    self.team.interrupt(rank)
+        self.hear(heard)
+        held = time.monotonic() - began
+        self.started, self.next_line, self.next_look = (
+            each + held for each in (self.started, self.next_line, self.next_look)
+        )
+        self.first_trouble += held
 
     def _unblock(self) -> None:
         """Let the ranks that are through leave their groups."""
+        self._blame_differing()
         self.outcome.unblocked_at = time.monotonic()
         self.next_look = self.outcome.unblocked_at + STUCK_AFTER
         for rank in self.outcome.answers:
@@ -264,14 +270,57 @@ class _Watch:
         """See what the pending ranks do, and whether that is a reason to end it."""
         stacks = self.team.stacks(self.pending)
         waiting = {rank for rank, stack in stacks.items() if waiting_in(stack)}
-        now = time.monotonic()
-        self.next_look = now + LOOK_EVERY
         unblocked_at = self.outcome.unblocked_at
         if unblocked_at is None:
-            if waiting == self.pending:  # for the ranks that skipped
-                self._unblock()
-        elif self._are_stuck(waiting, now) or now > unblocked_at + BUSY_LIMIT:
-            self._give_up("did not end after another rank had failed", stacks)
+            self._judge_waiting(stacks)
+            return
+        now = time.monotonic()
+        self.next_look = now + LOOK_EVERY
+        if self._are_stuck(waiting, now) or now > unblocked_at + BUSY_LIMIT:
+            self.give_up("did not end after another rank had failed", stacks)
+
+    def _judge_waiting(self, stacks: dict[int, str]) -> None:
+        """Nobody has failed: see whether nobody ever comes to what the pending ranks wait in."""
+        now, answers = time.monotonic(), self.outcome.answers
+        if not all(may_wait(stack) for stack in stacks.values()):
+            self.seen = None
+            rest = LOOK_EVERY if answers else min(max(LOOK_EVERY, (now - self.started) / 4), LOOK_RARELY)
+            self.next_look = now + rest
+            return
+        self.next_look = now + LOOK_SOON
+        calls = self._calls()
+        seen = {rank: main_thread(stack) for rank, stack in stacks.items()}, calls
+        if seen != self.seen:
+            self.seen, self.seen_since = seen, now
+            return
+        is_long = now > self.seen_since + IDLE_LIMIT
+        if not is_long and not all(waiting_in(stack) for stack in stacks.values()):
+            return
+        if any(told.is_skip for told in self.outcome.raised.values()):
+            self._unblock()  # for the ranks that skipped
+            return
+        fault = never_ending(calls, self.pending)
+        if fault is None and is_long and len(answers) == self.team.size - 1:
+            (rank,) = self.pending
+            fault = f"rank {rank} is alone{whereabouts(stacks[rank])}: all other ranks have ended"
+        if fault is not None:
+            self.outcome.incidents.append(Incident(now, None, fault))
+            self._trouble()
+            if not answers:  # nobody can leave
+                self.give_up("was ended", stacks)
+
+    def _calls(self) -> Calls:
+        return read_calls(self.team.stacks(set(range(self.team.size)) - self.outcome.dead, calls=True))
+
+    def _blame_differing(self) -> None:
+        """Where collectives have raised, see whether one differed: the first to raise may be innocent."""
+        raised, incidents = self.outcome.raised.values(), self.outcome.incidents
+        died_of_it = [any("gloo::Enforce" in text for _, text in incident.details) for incident in incidents]
+        if (raised or incidents) and all(told.waiting_in for told in raised) and all(died_of_it):
+            fault = differing_call(self._calls())
+            if fault is not None:
+                times = [told.time for told in raised] + [incident.time for incident in incidents]
+                incidents.append(Incident(min(times) - 1e-6, None, fault))
 
     def _are_stuck(self, waiting: set[int], now: float) -> bool:
         """Whether nothing will free the pending ranks: all wait, or those who left did not free them."""
@@ -280,9 +329,9 @@ class _Watch:
         was_freed = self.freed_at is not None and now >= self.freed_at + STUCK_AFTER
         return was_freed and bool(waiting) and self.pending - set(self.outcome.raised) <= waiting
 
-    def _give_up(self, why: str, stacks: dict[int, str]) -> None:
+    def give_up(self, why: str, stacks: dict[int, str] | None = None) -> None:
         """Blame the pending ranks, with their stacks, and kill the team."""
-        now = time.monotonic()
+        now, stacks = time.monotonic(), stacks if stacks is not None else self.team.stacks(self.pending)
         for rank in sorted(self.pending, key=lambda rank: (waiting_in(stacks[rank]) is not None, rank)):
             text = f"rank {rank} {why}{whereabouts(stacks[rank])}"
             details = (("Python stacks", readable(stacks[rank])),)
@@ -293,7 +342,14 @@ class _Watch:
         self.team.kill()
 
     def finish(self) -> None:
-        """Take the confirmations of the ranks that left, so that they do not meet the next command."""
+        """Say what only comparing tells; take the confirmations of ranks that left, so that the next test does not."""
+        outcome = self.outcome
+        if outcome.unblocked_at is None and not outcome.killed and not outcome.incidents:
+            self._blame_differing()
+        text = outcome.disagreement()
+        if text is not None and not (outcome.incidents or outcome.raised or outcome.unblocked_at is not None):
+            # ranks that issued different collectives fail the test even if all passed
+            outcome.incidents.append(Incident(time.monotonic(), None, text + called_by_some(self._calls())))
         end = time.monotonic() + STUCK_AFTER
         while self.left and self.team.alive and time.monotonic() < end:
             for rank, message in self.team.receive(self.left, end - time.monotonic()).items():

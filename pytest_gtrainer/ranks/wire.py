@@ -1,8 +1,8 @@
 """What the processes of a world tell each other, and the pipes that carry it; each message is pickled by itself.
 
 Terms: the *parent* is the pytest process that owns the tests; the *forkserver* is the process that forks ranks for it;
-a *rank* is one process of a world. Under torchrun there is no forkserver: rank 0 is the parent as well, and messages go
-through torchrun's store. A rank answers a command that has no result by sending the command back.
+a *rank* is one process of a world. A rank answers a command that has no result by sending the command back.
+Between machines nothing is pickled but what a test's call holds: ``torchrun.line`` spells the same classes as JSON.
 """
 
 from __future__ import annotations
@@ -21,20 +21,24 @@ class RankSetup:
     """All that a forked process needs to become a rank; the forkserver gets it with the rank's end of its channel.
 
     Attributes:
-        folder: where the rank keeps its log and its stacks; ``store`` is the rendezvous file there.
+        ranks: those of the team on this machine.
+        folder: where the rank keeps its log and its stacks.
+        store: where the ranks meet, see ``JoinGroup``.
+        basetemp: for temporary files; None leaves it to pytest.
         args: pytest's command line, as the parent got it.
         worker: the content of ``config.workerinput``.
         live_output: leave stdout and stderr as they are (``-s``).
     """
 
     size: int
+    ranks: range
     device: str
     backend: str
     environ: Mapping[str, str]
     sys_path: tuple[str, ...]
     cwd: str
     args: tuple[str, ...]
-    basetemp: str
+    basetemp: str | None
     worker: Mapping[str, Any]
     live_output: bool
     rank: int = 0
@@ -103,7 +107,10 @@ class LeaveGroup:
 
 @dataclass(frozen=True, slots=True)
 class JoinGroup:
-    """Replace the process groups by a new default group of ``size`` ranks, who meet at ``store``."""
+    """Replace the process groups by a new default group of ``size`` ranks, who meet at ``store``.
+
+    That is a file, or, without a leading slash, a place in torchrun's store.
+    """
 
     store: str
     size: int
@@ -114,11 +121,16 @@ class DropSubgroups:
     """Destroy what the test has made beside the default group."""
 
 
+class Terminal(NamedTuple):
+    """The terminal that a rank may use, until it says ``PromptOver``; without one it goes on, or says the refusal."""
+
+    path: str | None = None
+    refusal: str | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """Tear down what is still set up, and end; under torchrun with that exit status."""
-
-    status: int = 0
+    """Tear down what is still set up, and end."""
 
 
 # --- rank to parent ------------------------------------------------------------------------
@@ -182,6 +194,16 @@ TIMES = ("start", "stop", "duration")
 """The times of a report, in the order of ``ItemDone.times``."""
 
 
+class AtPrompt(NamedTuple):
+    """A rank has come to a breakpoint, or has failed: ``failure`` is its traceback. ``Terminal`` answers."""
+
+    failure: str | None = None
+
+
+class PromptOver(NamedTuple):
+    """The rank goes on, and leaves the terminal to others."""
+
+
 class ItemDone(NamedTuple):
     """The rank is through with a test.
 
@@ -212,55 +234,57 @@ class CallDone:
     state: GroupState
 
 
-# --- under torchrun --------------------------------------------------------------------------
+class Ended(NamedTuple):
+    """How a rank has ended, in words, and what it wrote last."""
+
+    how: str
+    last_words: str
 
 
-@dataclass(frozen=True, slots=True)
-class Begin:
-    """Become a rank: start a pytest session like rank 0's, with this content of ``config.workerinput``.
+# --- from rank 0 to another process, under torchrun ------------------------------------------------
 
-    ``basetemp`` is rank 0's folder for temporary files, on the node ``host``.
-    """
 
+class StartTeam(NamedTuple):
+    """Fork this node's ranks of a team of ``size``, called by the place where they meet; each answers ``Started``."""
+
+    team: str
+    size: int
     worker: Mapping[str, Any]
-    host: str
-    basetemp: str
 
 
-@dataclass(frozen=True, slots=True)
-class Interrupt:
-    """Make the running test raise, whatever it does."""
+class ToRanks(NamedTuple):
+    """A command for some ranks of a team."""
+
+    team: str
+    ranks: tuple[int, ...]
+    command: object
 
 
-@dataclass(frozen=True, slots=True)
-class TellStacks:
-    """Answer at once, from a thread, with the Python stacks: ``number`` goes with the answer."""
+class FromRank(NamedTuple):
+    """What a rank has said; ``Ended`` if it is gone."""
 
-    number: int
-
-
-@dataclass(frozen=True, slots=True)
-class Stacks:
-    number: int
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class Gone:
-    """A process has ended; ``status`` is negative for a signal, None if nobody could see it.
-
-    Told to rank 0; if it is rank 0 that has ended, to all others.
-    """
-
-    status: int | None
-
-
-@dataclass(frozen=True, slots=True)
-class From:
-    """An envelope: which rank a message is of."""
-
+    team: str
     rank: int
     message: object
+
+
+class Stacks(NamedTuple):
+    """The Python stacks of ranks, or their ``calls`` of collectives; without texts it is the question."""
+
+    team: str
+    ranks: tuple[int, ...]
+    texts: Mapping[int, str] = {}
+    calls: bool = False
+
+
+class KillTeam(NamedTuple):
+    team: str
+
+
+class Over(NamedTuple):
+    """The run is over: leave, with that exit status."""
+
+    status: int
 
 
 # --- the channel of a forked rank --------------------------------------------------------------

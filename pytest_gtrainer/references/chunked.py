@@ -133,11 +133,9 @@ class _ChunkedForward:
                 raise self._refused(arguments, f"{name} is a DTensor, {value.placements} over {value.device_mesh}")
         if self.config.kind == MOE and len(names) > 1:
             raise self._refused(arguments, "a MoE layer takes one activation and nothing else")
-        extent = activation.shape[self.config.dim]
-        part = self.config.chunk_extent(extent, self.fqn)
+        part = self.config.chunk_extent(activation.shape[self.config.dim], self.fqn)
         parts = {names[0]: [piece.contiguous() for piece in activation.split(part, self.config.dim)]}
-        for name in names[1:]:
-            parts[name] = self._split_beside(name, arguments, activation)
+        parts |= {name: self._split_beside(name, arguments, activation) for name in names[1:]}
         return [{name: pieces[index] for name, pieces in parts.items()} for index in range(self.config.num_chunks)]
 
     def _split_beside(self, name: str, arguments: Mapping[str, Any], activation: Tensor) -> list[Any]:

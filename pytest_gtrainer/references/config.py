@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import math
+import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial, update_wrapper
 from typing import TYPE_CHECKING, Any, Protocol
@@ -17,14 +20,17 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from pytest_gtrainer._torch.passes import root_ranks
+from pytest_gtrainer._torch.threads import BACKEND
+from pytest_gtrainer._torch.values import pytree
 from pytest_gtrainer.graph.bucket_plan import LOSS, BucketPlan, Plan, layer_of
 from pytest_gtrainer.graph.collectives import PlanError
 from pytest_gtrainer.numerics.determinism import ActivationCheckpointConfig, random_state
-from pytest_gtrainer.numerics.digest import tell_weights
-from pytest_gtrainer.numerics.record import Record
+from pytest_gtrainer.numerics.digest import digest, tell_weights
+from pytest_gtrainer.numerics.record import START, Record
 from pytest_gtrainer.passes.chunking.config import ChunkConfig
+from pytest_gtrainer.references.replicas import ReplicasDiffer, ReplicaWarning, assert_alike, peers_by, state_of
 from pytest_gtrainer.tracing.model import local
-from pytest_gtrainer.tracing.sharding import MixedPrecisionPolicy
+from pytest_gtrainer.tracing.sharding import MixedPrecisionPolicy, ModelPart
 
 if TYPE_CHECKING:
     from pytest_gtrainer.worlds.spec import World
@@ -44,7 +50,9 @@ class TrainConfig:
     Attributes:
         model: builds the model; values must be equal on all ranks of the mesh they are sharded over.
         step: ``step(model, *inputs) -> scalar loss``.
-        batch: ``batch(step, rank) -> inputs``, tensors on the mesh's device.
+        batch: ``batch(step, coordinate) -> inputs``, tensors on the mesh's device. The coordinate counts the ranks that
+            data is parallel over, from 0: the rank's place in ``mesh``. So ranks that share a model (tensor
+            parallelism) get one batch, which is checked on real ranks.
         bucket_plan: one ``fully_shard`` group, one bucket, per entry.
         mesh: the ranks that data is parallel over: 1-D, or 2-D (replicate, shard) for hybrid sharding.
         submeshes: plan entries (a FQN each) that are sharded over another mesh, as routed experts
@@ -61,6 +69,7 @@ class TrainConfig:
             graph refuses to restore random numbers, see ``references.graph.CannotRestore``.
         chunk: let the modules it matches run in chunks: ``eager_chunked`` on the eager side, ``chunk_pass`` on the
             graph's, which needs a second trace.
+        context: entered around forward and backward of every step, on both sides: ``loss_parallel``, say.
         record_rng: record the states of all random generators before each step.
         steps: number of steps.
     """
@@ -78,6 +87,7 @@ class TrainConfig:
     max_norm: float | None = None
     activation_checkpoint: ActivationCheckpointConfig | None = None
     chunk: ChunkConfig | None = None
+    context: Callable[[], AbstractContextManager[object]] = nullcontext
     record_rng: bool = False
     steps: int = 5
 
@@ -105,18 +115,25 @@ class TrainConfig:
         if unknown:
             raise PlanError(f"submeshes names {', '.join(unknown)}, which is no entry of the bucket plan")
 
-    def inputs(self, step: int, rank: int) -> Batch:
-        """The inputs of a step.
+    def inputs(self, step: int, coordinate: int | None = None) -> Batch:
+        """The inputs of a step at a data coordinate, by default this rank's.
 
         Raises:
             TypeError: ``batch`` gives a tensor, whose rows would each be taken for an input.
         """
-        batch = self.batch(step, rank)
+        batch = self.batch(step, self.coordinate if coordinate is None else coordinate)
         if isinstance(batch, torch.Tensor):
             raise TypeError(
                 "TrainConfig.batch returns a tensor: return a tuple of the step's inputs, (tensor,) for one"
             )
         return batch
+
+    @property
+    def coordinate(self) -> int:
+        """The place of the rank that the mesh was made on among those that data is parallel over, from 0."""
+        own = self.mesh.get_coordinate()
+        assert own is not None  # checked when it was made
+        return sum(at * math.prod(self.mesh.shape[dim + 1 :]) for dim, at in enumerate(own))
 
     @property
     def hybrid(self) -> bool:
@@ -186,16 +203,18 @@ def new_model(config: TrainConfig) -> nn.Module:
     """A model of the configuration, its layers checkpointed if it says so, not yet sharded.
 
     Raises:
-        ValueError: ``config.model`` hands out a model with a parameter that is a DTensor.
+        ValueError: a parameter is a DTensor over ranks that its bucket is sharded over, or one that nothing can shard.
     """
     model = config.model()
     for name, parameter in model.named_parameters():
         if isinstance(parameter, DTensor):
-            raise ValueError(
-                f"{name} is a DTensor already, {parameter.placements} over {parameter.device_mesh}: TrainConfig.model "
-                "must build a new model of plain parameters at every call (one of an earlier run is sharded, and "
-                "tensor parallelism is not supported)"
-            )
+            inner = (mesh for entry, mesh in config.submeshes.items() if name.startswith(f"{entry}."))
+            try:
+                ModelPart.of(name, parameter, next(inner, config.mesh))
+            except ValueError as error:
+                raise ValueError(
+                    f"{error}. TrainConfig.model must build a new, unsharded model at every call"
+                ) from None
     return model if config.activation_checkpoint is None else checkpoint_layers(model, config.activation_checkpoint)
 
 
@@ -259,27 +278,39 @@ def train(
     compute_gradients: Callable[..., torch.Tensor],
     side: str,
     recorder: TensorSink | None = None,
+    part: Hashable = None,
 ) -> Record:
     """Train ``model`` and record loss, gradients, weights, optimiser state and buffers of every step.
 
     ``compute_gradients(*inputs)`` returns the loss and fills ``.grad``. With a ``recorder`` the record that
-    is returned stays empty. ``GT_WEIGHT_HASH=1`` prints a line with a digest of the weights after every step.
+    is returned stays empty. ``part`` tells ranks apart that have other parts of one model, the stages of a pipeline.
+    ``GT_WEIGHT_HASH=1`` prints a line with a digest of the weights after every step.
 
     Raises:
         ValueError: under a fake process group, whose collectives move no data (W1).
+        ReplicasDiffer: ranks of one data coordinate get other batches, or other values of what each of them has whole;
+            the latter is a ``ReplicaWarning`` in a simulated world.
     """
     if dist.get_backend() == "fake":
         raise ValueError('a fake world moves no data, so training in it means nothing: use gt_world("ranks")')
     rank, world = dist.get_rank(), dist.get_world_size()
-    empty = Record(world_size=world, rank=rank, meta={"side": side})
+    start = dict(sorted(model.named_parameters()))
+    empty = Record(world_size=world, rank=rank, meta={"side": side, f"{START}{rank}": digest(start)})
     record: TensorSink = empty if recorder is None else recorder
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = config.optimizer(parameters)
+    # those that share one model
+    peers = peers_by((config.coordinate, part)) if root_ranks(config.mesh).numel() == world > config.mesh.size() else []
     for step in range(config.steps):
         optimizer.zero_grad()
         if config.record_rng:
             record_random_states(record, step, rank)
-        loss = compute_gradients(*config.inputs(step, rank))
+        inputs = config.inputs(step)
+        if peers:
+            leaves = ((f"input {place}", leaf) for place, leaf in enumerate(pytree.tree_leaves(inputs)))
+            tensors = [(name, leaf) for name, leaf in leaves if isinstance(leaf, torch.Tensor)]
+            assert_alike(tensors, peers, f"of one data coordinate, in TrainConfig.batch({step}, coordinate)")
+        loss = compute_gradients(*inputs)
         record.add(step, rank, "loss", "loss", local(loss.detach()))
         record_gradients(record, step, rank, "gradient", model.named_parameters())
         if config.max_norm is not None:
@@ -288,6 +319,14 @@ def train(
         optimizer.step()
         record_state(record, step, rank, model.named_parameters(), optimizer, model.named_buffers())
         tell_weights(step, rank, side, ((name, local(value.detach())) for name, value in model.named_parameters()))
+    if peers:
+        try:
+            assert_alike(state_of(model), peers, "whole on every rank that shares the model: a shard is a DTensor")
+        except ReplicasDiffer as error:
+            if dist.get_backend() != BACKEND:
+                raise
+            orders = "a net may add in another order for each of their data-parallel groups; on ranks it is an error"
+            warnings.warn(f"{error}. In a simulated world this can be right: {orders}", ReplicaWarning, stacklevel=2)
     return empty
 
 

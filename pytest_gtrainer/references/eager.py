@@ -57,8 +57,9 @@ class EagerRun:
         return BucketLayout(()) if self.config.replicate else eager_bucket_layout(self.model)
 
     def _compute_gradients(self, *inputs: Any) -> torch.Tensor:
-        loss = self.config.step(self._trained, *inputs)
-        loss.backward()
+        with self.config.context():
+            loss = self.config.step(self._trained, *inputs)
+            loss.backward()
         return loss
 
 
@@ -120,8 +121,7 @@ def eager_bucket_layout(model: nn.Module) -> BucketLayout:
     if all(parameter.grad is None for parameter in model.parameters()):
         raise ValueError(f"{type(model).__name__} has no gradients: run a backward first, and keep them")
     names = {id(parameter): fqn for fqn, parameter in model.named_parameters()}
-    payloads = [payload for group in groups for payload in _payloads(group, names)]
-    return BucketLayout(tuple(payloads))
+    return BucketLayout(tuple(payload for group in groups for payload in _payloads(group, names)))
 
 
 def _payloads(group: Any, names: dict[int, str]) -> list[Payload]:
@@ -130,8 +130,7 @@ def _payloads(group: Any, names: dict[int, str]) -> list[Payload]:
 
     def slots(parameters: list[Any], sizes: list[int]) -> tuple[Slot, ...]:
         offsets = list(accumulate(sizes, initial=0))[:-1]
-        fqns = [names[id(parameter.sharded_param)] for parameter in parameters]
-        return tuple(map(Slot, fqns, offsets, sizes))
+        return tuple(map(Slot, (names[id(parameter.sharded_param)] for parameter in parameters), offsets, sizes))
 
     sizes, dtype = fsdp2.all_gather_inputs(group)
     gather = Payload(ALL_GATHER_NAME, dtype, _ranks(gathers), "", slots(group.fsdp_params, sizes))

@@ -42,8 +42,8 @@ from pytest_gtrainer.passes.chunking.mixing import (
     chosen_by,
     is_plain,
     judge,
-    refuse_mixing,
 )
+from pytest_gtrainer.passes.chunking.twins import differing_dims
 from pytest_gtrainer.tracing.model import tensor_text
 
 
@@ -82,15 +82,14 @@ class Following(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         before = {storage_id(leaf) for leaf in pytree.tree_leaves([args, kwargs]) if has_memory(leaf)}
+        foreign = before - self.kept.keys()
         made = func(*args, **kwargs)
-        self._follow(func, args, kwargs, made, before - self.kept.keys())
-        return made
-
-    def _follow(self, func: Any, args: Any, kwargs: Any, made: Any, foreign: set[int]) -> None:
         results = [leaf for leaf in pytree.tree_leaves(made) if isinstance(leaf, Tensor)]
         if not results:  # a size, a device
-            return
-        given, named = pytree.tree_map_only(Tensor, self._operand, (list(args), dict(kwargs)))
+            return made
+        given, named = pytree.tree_map_only(
+            Tensor, lambda tensor: Operand(tensor, self.known.get(self._key(tensor))), (list(args), dict(kwargs))
+        )
         call = Call(func, given, named, [])
         if not any(operand.known for operand in call.operands):
             for result in results:
@@ -98,7 +97,7 @@ class Following(TorchDispatchMode):
             whole = call.name == "arange" and call.given.get("start", 0) == 0 and call.given.get("step", 1) == 1
             shown = is_view(func) and call.operands and self._key(call.operands[0].value) in self.numbers
             self.numbers.update(self._key(result) for result in results if whole or shown)
-            return
+            return made
         if launches(func) and "all_to_all" not in call.name:
             group = call.given.get("group_name")
             raise collective_error(str(func), group if isinstance(group, str) else None, self.fqn)
@@ -106,11 +105,10 @@ class Following(TorchDispatchMode):
         what = f"{func} of {', '.join(tensor_text(o.value) for o in call.operands if isinstance(o.value, Tensor))}"
         dims = self._dims(func, given, named, Call(func, given, named, []), results)
         call = Call(func, given, named, list(zip(results, dims, strict=True)))
-        wrong, known = judge(call, what, self.config.row_wise)
-        if wrong is not None:
-            refuse_mixing(what, wrong, self.fqn, self.config, self.told)
+        known = judge(call, what, self.fqn, self.config, self.told)
         for result, found in zip(results, known, strict=True):
             self._note(result, found, foreign)
+        return made
 
     def _with_counted(self, call: Call, given: Any, named: Any) -> tuple[Any, Any]:
         """Arguments with what indexing tells of tensors that the forward has made: row numbers, memory for rows."""
@@ -125,14 +123,9 @@ class Following(TorchDispatchMode):
             routed = isinstance(into.known, Rows) and into.known.hold == ROUTED and dim in into.known.dims
             if routed and isinstance(index.known, Statistic) and index.value.shape[:1] == (extent,):
                 found[id(index.value)] = Rows((0,), ROUTING)  # an order of rows that counts of the data have made
-            local = storage_id(into.value) in self.kept if has_memory(into.value) else False
-            if (
-                into.known is None
-                and (index.known is not None or id(index.value) in found)
-                and local
-                and type(extent) is int
-                and extent in self.extents
-            ):
+            local = has_memory(into.value) and storage_id(into.value) in self.kept
+            has_rows = index.known is not None or id(index.value) in found
+            if into.known is None and has_rows and local and type(extent) is int and extent in self.extents:
                 found[id(into.value)] = Rows((dim,), MADE)
 
         def told(operand: Any) -> Any:
@@ -149,8 +142,9 @@ class Following(TorchDispatchMode):
             return [self._reshaped(first.value, known, results[0])]
         if call.name == "all_to_all_single":
             return [(0,)] * len(results)
-        if call.pointwise or call.name in ("expand", "wait_tensor"):
-            return [_aligned(rows, result) for result in results]
+        if call.pointwise or call.name in ("expand", "wait_tensor"):  # as they stand in what they are broadcast to
+            places = {d - operand.value.ndim for operand, known in rows for d in known.dims}
+            return [tuple(sorted(r.ndim + place for place in places if r.ndim + place >= 0)) for r in results]
 
         def longer(operand: Operand) -> Any:
             if not isinstance(operand.value, Tensor):
@@ -163,7 +157,7 @@ class Following(TorchDispatchMode):
             with unseen_by_modes():
                 args, kwargs = pytree.tree_map_only(Operand, longer, (given, named))
                 twice = [leaf for leaf in pytree.tree_leaves(func(*args, **kwargs)) if isinstance(leaf, Tensor)]
-            return [_differing(a, b) for a, b in zip(results, twice, strict=True)]
+            return [tuple(differing_dims(a, b)) for a, b in zip(results, twice, strict=True)]
         except Exception:  # its shapes depend on data, or cannot be told: where extents are known, the rows lie
             return [self._with_known_extent(result) for result in results]
 
@@ -187,9 +181,6 @@ class Following(TorchDispatchMode):
             found = alone + [dim for dim, (before, behind) in places if before < behind == front] + found
         return tuple(found[:1]) or self._with_known_extent(result)
 
-    def _operand(self, tensor: Tensor) -> Operand:
-        return Operand(tensor, self.known.get(self._key(tensor)))
-
     def _note(self, tensor: Tensor, known: Known, foreign: Collection[int] = ()) -> None:
         if has_memory(tensor):
             if storage_id(tensor) in foreign:
@@ -197,8 +188,7 @@ class Following(TorchDispatchMode):
             self.kept[storage_id(tensor)] = tensor.untyped_storage()
         else:
             self.kept[id(tensor)] = tensor
-        key = self._key(tensor)
-        self.known[key] = known
+        self.known[self._key(tensor)] = known
         if isinstance(known, Rows):
             self.extents.update(extent for dim in known.dims if type(extent := tensor.shape[dim]) is int)
 
@@ -235,16 +225,3 @@ def returned_error(fqn: str, tensor: Tensor, place: int, dims: Sequence[int] | N
 
 def has_memory(value: Any) -> bool:
     return isinstance(value, Tensor) and not is_traceable_wrapper_subclass(value) and value.layout == torch.strided
-
-
-def _differing(one: Tensor, other: Tensor) -> tuple[int, ...]:
-    return tuple(dim for dim, (a, b) in enumerate(zip(one.shape, other.shape, strict=True)) if a != b)
-
-
-def _aligned(rows: Sequence[tuple[Operand, Rows]], result: Tensor) -> tuple[int, ...]:
-    """Dimensions of the operands as they stand in a result that they are broadcast to."""
-    found: set[int] = set()
-    for operand, known in rows:
-        shift = result.ndim - operand.value.ndim
-        found.update(d + shift for d in known.dims if d + shift >= 0)
-    return tuple(sorted(found))

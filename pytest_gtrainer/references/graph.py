@@ -10,10 +10,9 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from itertools import zip_longest
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import fx, nn
 
 from pytest_gtrainer._torch.process_groups import group_ranks
@@ -26,7 +25,9 @@ from pytest_gtrainer.numerics.record import Record
 from pytest_gtrainer.passes.graph_pass import BoundPass
 from pytest_gtrainer.passes.pipeline import apply_graph_passes, construct_default_graph_passes
 from pytest_gtrainer.references.config import TrainConfig, bucket_modules, new_model, train
+from pytest_gtrainer.references.replicas import texts_of_ranks
 from pytest_gtrainer.tracing.sharding import data_parallel
+from pytest_gtrainer.tracing.stage import TracedStage
 from pytest_gtrainer.tracing.step import TracedStep, trace_step
 
 # a second group a mesh buys overlap, which nobody measures here, and costs its set-up on every rank
@@ -97,8 +98,8 @@ def trace_config(config: TrainConfig, model: nn.Module) -> TracedStep:
     Raises:
         CannotRestore: a recomputed region draws random numbers that are to be those of the forward.
     """
-    with random_states_kept():
-        traced = trace_step(model, config.step, config.inputs(0, dist.get_rank()), chunk=config.chunk)
+    with random_states_kept(), config.context():
+        traced = trace_step(model, config.step, config.inputs(0), chunk=config.chunk)
     checkpoint = config.activation_checkpoint
     # what a checkpoint puts back before it recomputes, a graph cannot: then the backward may not draw
     for node in traced.gm.graph.nodes if checkpoint is not None and checkpoint.preserve_rng_state else ():
@@ -111,16 +112,19 @@ def trace_config(config: TrainConfig, model: nn.Module) -> TracedStep:
     return traced
 
 
+Traced = TypeVar("Traced", TracedStep, TracedStage)
+
+
 def rewrite(
-    traced: TracedStep,
+    traced: Traced,
     config: TrainConfig,
     *,
     passes: Sequence[BoundPass] | None = None,
     payload_order: PayloadOrder = "managed",
     reduce_scatter_first: bool = True,
     reshard_after_forward: bool = False,
-) -> TracedStep:
-    """The step with its collectives bucketed and reordered; nothing else moves, so that it reads as it was traced.
+) -> Traced:
+    """The step, or stage, with its collectives bucketed and reordered; nothing else moves, it reads as it was traced.
 
     The traced graph is left as it was.
 
@@ -174,20 +178,3 @@ def assert_same_collectives(gm: fx.GraphModule) -> None:
         for index, (first, other) in enumerate(zip_longest(sequences[0], sequence, fillvalue="nothing more")):
             if first != other:
                 raise RanksDisagree(f"collective {index} differs: rank 0 issues {first}, rank {rank} issues {other}")
-
-
-def texts_of_ranks(text: str) -> list[str]:
-    """Each rank's text, by rank; every rank must call it. ``dist.all_gather_object`` does this too, but needs NumPy."""
-    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
-    content = text.encode()
-    lengths = _all_gather(torch.tensor([len(content)], device=device))
-    longest = max(1, *(int(length) for length in lengths))
-    padded = torch.frombuffer(bytearray(content.ljust(longest)), dtype=torch.uint8).to(device)
-    rows = zip(_all_gather(padded), lengths, strict=True)
-    return [bytes(row[: int(length)].tolist()).decode() for row, length in rows]
-
-
-def _all_gather(tensor: torch.Tensor) -> list[torch.Tensor]:
-    rows = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
-    dist.all_gather(rows, tensor)
-    return rows

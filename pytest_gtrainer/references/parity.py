@@ -19,7 +19,6 @@ from typing import Any, TypedDict, Unpack
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from pytest_gtrainer import facts
 from pytest_gtrainer.graph.bucket_plan import PayloadOrder
@@ -36,7 +35,8 @@ from pytest_gtrainer.numerics.record import Record
 from pytest_gtrainer.passes.graph_pass import BoundPass
 from pytest_gtrainer.references.config import TrainConfig, finished
 from pytest_gtrainer.references.eager import EagerRun
-from pytest_gtrainer.references.graph import GraphRun, texts_of_ranks
+from pytest_gtrainer.references.graph import GraphRun
+from pytest_gtrainer.references.replicas import texts_of_ranks
 from pytest_gtrainer.references.simulated import ConfigOfMesh, SimulatedGraphRun, config_of_mesh, simulated_eager
 from pytest_gtrainer.tracing.model import ModelState, local
 from pytest_gtrainer.worlds.fake import net_of
@@ -55,6 +55,7 @@ class ParityOptions(TypedDict, total=False):
     passes: Sequence[BoundPass] | None
     payload_order: PayloadOrder
     reduce_scatter_first: bool
+    reshard_after_forward: bool
     invisible: str
 
 
@@ -82,6 +83,7 @@ def assert_parity(
     passes: Sequence[BoundPass] | None = None,
     payload_order: PayloadOrder = "managed",
     reduce_scatter_first: bool = True,
+    reshard_after_forward: bool = False,
     invisible: str = "refuse",
 ) -> Parity:
     """Train by the rewritten graph and eagerly, in any world that moves data; layouts and every bit must be equal.
@@ -96,7 +98,7 @@ def assert_parity(
     Args:
         config: a configuration on this rank's mesh, or a function that builds it from one.
         passes: a pipeline of your own; the control still packs by the default one.
-        payload_order, reduce_scatter_first: of the graph; see ``references.graph.rewrite``.
+        payload_order, reduce_scatter_first, reshard_after_forward: of the graph; see ``references.graph.rewrite``.
         invisible: what to do where the order of payloads does not show: "refuse", or "report" by ``Parity.control``.
 
     Raises:
@@ -120,6 +122,7 @@ def assert_parity(
         passes=passes,
         payload_order=payload_order,
         reduce_scatter_first=reduce_scatter_first,
+        reshard_after_forward=reshard_after_forward,
     )
 
 
@@ -150,7 +153,8 @@ def _parity_on_ranks(config: TrainConfig | ConfigOfMesh, world: World, must_show
         eager = EagerRun(config)
         expected = eager.run()
     graph = GraphRun(config, **options)
-    start, states = _copies(graph.model), GeneratorStates.now()
+    start = [local(tensor).detach().clone() for tensor in ModelState.of(graph.model).tensors]
+    states = GeneratorStates.now()
     record = graph.run()
     layouts = {"graph": graph.layout(), "eager": eager.layout()}
     failure = None
@@ -174,10 +178,6 @@ def _parity_on_ranks(config: TrainConfig | ConfigOfMesh, world: World, must_show
     return Parity(record, expected, control, layouts["eager"])
 
 
-def _copies(model: nn.Module) -> list[torch.Tensor]:
-    return [local(tensor).detach().clone() for tensor in ModelState.of(model).tensors]
-
-
 def _control_on_ranks(graph: GraphRun, start: Sequence[torch.Tensor], states: GeneratorStates) -> Record:
     """The first step from the values of ``start`` and these random states, every payload packed otherwise."""
     control: EagerRun | GraphRun
@@ -195,8 +195,7 @@ def _control_on_ranks(graph: GraphRun, start: Sequence[torch.Tensor], states: Ge
 
 def _backwards(layout: BucketLayout) -> list[str]:
     """The parameters of each reduced payload from the last to the first."""
-    payloads = layout.of(REDUCE_SCATTER_NAME)
-    return [slot.parameter for payload in payloads for slot in reversed(payload.slots)]
+    return [slot.parameter for payload in layout.of(REDUCE_SCATTER_NAME) for slot in reversed(payload.slots)]
 
 
 def _first_steps(*records: Record) -> list[dict[str, torch.Tensor]]:
@@ -230,7 +229,13 @@ def _simulated_parity(config: TrainConfig | ConfigOfMesh, world: World, must_sho
         layouts, record = {"graph": subject.layout(), "eager": eager.layout}, subject.run()
         paths = partial(paths_of_first, net, layouts, subject.group_of)
         _check_equal(subject.config, record, eager.record, layouts, "under this net", row, paths)
-        control = _control(config, world, subject, record)
+        if subject.config.replicate:
+            build, extents = config_of_mesh(config, world.size, world.mesh)
+            other_buckets = partial(replace, steps=1, ddp_bucket_mb=None)
+            other = simulated_eager(lambda own: other_buckets(build(own)), net, mesh=extents).record
+        else:
+            other = subject.rewritten(passes=None, payload_order=_backwards(subject.layout())).run(steps=1)
+        control = compare(*_first_steps(other, record))
         row["result"] = "equal" if control.outcome == "different" else "equal, but proves nothing: so is the control"
         if control.outcome != "different" and must_show:
             raise VacuousCheck(
@@ -289,17 +294,6 @@ def _check_equal(
     if misplaced:
         row["result"] = "layouts differ, bits do not"
         raise LayoutDifference(f"{misplaced}\nall bits are equal {where}: only the layout tells")
-
-
-def _control(config: TrainConfig | ConfigOfMesh, world: World, subject: SimulatedGraphRun, record: Record) -> Verdict:
-    """The first step with every payload packed otherwise, against what the graph gave."""
-    if subject.config.replicate:
-        build, mesh = config_of_mesh(config, world.size, world.mesh)
-        other_buckets = partial(replace, steps=1, ddp_bucket_mb=None)
-        other = simulated_eager(lambda own: other_buckets(build(own)), net_of(world), mesh=mesh).record
-    else:
-        other = subject.rewritten(passes=None, payload_order=_backwards(subject.layout())).run(steps=1)
-    return compare(*_first_steps(other, record))
 
 
 def paths_of_first(

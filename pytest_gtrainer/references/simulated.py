@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from pytest_gtrainer._torch.fake_groups import fake_group_beside
@@ -38,10 +38,12 @@ from pytest_gtrainer.references.eager import EagerRun
 from pytest_gtrainer.references.graph import GraphRun, shard_traceably
 from pytest_gtrainer.tracing.model import ModelState, local, rewrap
 from pytest_gtrainer.worlds.fake import net_of
+from pytest_gtrainer.worlds.simulated import DependsOnRank
 from pytest_gtrainer.worlds.simulated.interpreter import (
     Interpreter,
     PerRank,
     RankGraph,
+    RankLiterals,
     RankRandomStates,
     check_same_on_all,
 )
@@ -146,23 +148,66 @@ class SimulatedGraphRun:
         self._build, self._extents = config_of_mesh(config, world.size, world.mesh)
         self._mesh = mesh_of(self._extents)
         self.config = self._build(self._mesh)
+        self._literals = RankLiterals()
+        if (
+            self.config.max_norm is not None
+            and len(self._extents) > self.config.mesh.ndim
+            and not self.config.submeshes
+        ):
+            raise ValueError(
+                "max_norm beside tensor parallelism is not replayed in a simulated world, where a norm is taken over "
+                "TrainConfig.mesh alone: take real ranks, or max_norm=None"
+            )
         with state_kept():
             self._run = GraphRun(self.config, **options)
-            graph = _rank_graph(self._run, self._mesh)
+            gm = self._run.traced.gm
+            first = self._rank_graph(gm)
             if world.size > 1:
-                with fake_group_beside(world.size - 1, world.size):
-                    own = mesh_of(self._extents)
-                    last = _rank_graph(GraphRun(self._build(own), **options), own)
-                check_same_on_all(graph, last)
+                last = self._traced_by(world.size - 1, options)
+                try:
+                    check_same_on_all(first, last)
+                except DependsOnRank:
+                    along = dict(self._along_dimensions(gm, options))
+                    self._literals = RankLiterals.of({dim: [gm, *(t.gm for t in ts)] for dim, ts in along.items()})
+                    for traced in [last, *(each for ranks in along.values() for each in ranks)]:
+                        check_same_on_all(first, self._literals.with_firsts(gm, traced, self._coordinate(traced.rank)))
+        graph = self._rank_graph(self._literals.lifted(gm))
         self._interpreter = Interpreter(graph, self._net)
         self.group_of = graph.group_of
         self._starts = run_threads(world.size, self._start, net=self._net)
 
-    def _start(self, rank: int) -> tuple[list[torch.Tensor], ProcessState]:
-        """What a rank holds at first: its shards, in the order of the graph's inputs, and random numbers."""
+    def _coordinate(self, rank: int) -> tuple[int, ...]:
+        """The place of a rank in the mesh of all ranks."""
+        shape = tuple(self._extents.values())
+        return tuple(rank // math.prod(shape[dim + 1 :]) % extent for dim, extent in enumerate(shape))
+
+    def _along_dimensions(
+        self, gm: fx.GraphModule, options: Mapping[str, Any]
+    ) -> Iterator[tuple[int, list[RankGraph]]]:
+        """By dimension of the mesh, what the ranks behind 0 trace, if its first and last rank have other numbers."""
+        shape = tuple(self._extents.values())
+        for dim, extent in enumerate(shape):
+            step = math.prod(shape[dim + 1 :])
+            end = [self._traced_by(step * (extent - 1), options)] if extent > 1 else []
+            if RankLiterals.of({dim: [gm, *(traced.gm for traced in end)]}).values:
+                yield dim, [*(self._traced_by(step * at, options) for at in range(1, extent - 1)), *end]
+
+    def _traced_by(self, rank: int, options: Mapping[str, Any]) -> RankGraph:
+        """What another rank traces, with its groups."""
+        with fake_group_beside(rank, self._net.size):
+            mesh = mesh_of(self._extents)
+            run = GraphRun(self._build(mesh), **options)
+            return RankGraph.of(run.traced.gm, mesh, run.config.mesh, *run.config.submeshes.values())
+
+    def _rank_graph(self, gm: fx.GraphModule) -> RankGraph:
+        return RankGraph.of(gm, self._mesh, self.config.mesh, *self.config.submeshes.values())
+
+    def _start(self, rank: int) -> tuple[int, list[torch.Tensor], ProcessState]:
+        """A rank's data coordinate, and what it holds at first: shards, as the graph's inputs, and random numbers."""
         config = self._build(mesh_of(self._extents))
         model = shard_traceably(new_model(config), config)
-        return [local(tensor).detach().clone() for tensor in ModelState.of(model).tensors], ProcessState.now()
+        shards = [local(tensor).detach().clone() for tensor in ModelState.of(model).tensors]
+        return config.coordinate, shards, ProcessState.now()
 
     def layout(self) -> BucketLayout:
         """Where the rewritten graph puts each parameter."""
@@ -172,15 +217,16 @@ class SimulatedGraphRun:
         """The same trace and start, rewritten with other options."""
         other = copy.copy(self)
         other._run = self._run.rewritten(**options)
-        other._interpreter = Interpreter(_rank_graph(other._run, self._mesh), self._net)
+        other._interpreter = Interpreter(self._rank_graph(self._literals.lifted(other._run.traced.gm)), self._net)
         return other
 
     def run(self, recorder: TensorSink | None = None, *, steps: int | None = None) -> Record:
         """Train for ``steps``, else ``config.steps``: the record of all ranks, empty if a ``recorder`` takes all."""
         empty = Record(world_size=len(self._starts), meta={"side": "rewritten graph"})
         record: TensorSink = empty if recorder is None else recorder
-        starts = enumerate(self._starts)
-        ranks = [_Rank(rank, self._run, tensors, process, record) for rank, (tensors, process) in starts]
+        ranks = [_Rank(rank, self._run, start, record) for rank, start in enumerate(self._starts)]
+        numbers = (self._literals.of_rank(self._coordinate(rank.rank)) for rank in ranks)
+        literals = [PerRank(own) for own in zip(*numbers, strict=True)]
         state = [PerRank(tensors) for tensors in zip(*(rank.tensors for rank in ranks), strict=True)]
         steps = steps or self.config.steps
         with state_kept(), one_thread(), long_work(f"simulating {len(ranks)} ranks by the graph") as at:
@@ -191,7 +237,7 @@ class SimulatedGraphRun:
                 # every rank draws from its own random numbers
                 random = RankRandomStates.of_ranks([rank.process.generators.cpu for rank in ranks])
                 self._interpreter.random = random
-                output = self._interpreter.run([*state, *inputs])
+                output = self._interpreter.run([*state, *inputs, *literals])
                 for rank in ranks:
                     generators = replace(rank.process.generators, cpu=of_rank(random.states, rank.rank))
                     rank.process = replace(rank.process, generators=generators)
@@ -216,17 +262,14 @@ class SimulatedGraphRun:
         nn.utils.clip_grad_norm_(shards, self.config.max_norm)
 
 
-def _rank_graph(run: GraphRun, mesh: DeviceMesh) -> RankGraph:
-    return RankGraph.of(run.traced.gm, mesh, run.config.mesh, *run.config.submeshes.values())
-
-
 class _Rank:
     """One rank's shards, their optimiser, and its random numbers; it records as ``references.config.train`` does."""
 
     def __init__(
-        self, rank: int, run: GraphRun, tensors: Sequence[torch.Tensor], process: ProcessState, record: TensorSink
+        self, rank: int, run: GraphRun, start: tuple[int, list[torch.Tensor], ProcessState], record: TensorSink
     ) -> None:
-        self.rank, self.process, self._record = rank, process, record
+        self._coordinate, tensors, self.process = start
+        self.rank, self._record = rank, record
         self.tensors = [tensor.clone() for tensor in tensors]
         self._trainable = run.traced.trainable_fqns
         named = dict(zip(run.traced.state_fqns, self.tensors, strict=True))
@@ -248,7 +291,7 @@ class _Rank:
         with self._process():
             if config.record_rng:
                 record_random_states(self._record, step, self.rank)
-            return config.inputs(step, self.rank)
+            return config.inputs(step, self._coordinate)
 
     def take(self, step: int, loss: torch.Tensor, *gradients: torch.Tensor | None) -> None:
         """Record loss and gradients, and keep these."""

@@ -39,6 +39,7 @@ def train_graph(
     passes: Sequence[BoundPass] | None = None,
     payload_order: PayloadOrder = "managed",
     reduce_scatter_first: bool = True,
+    reshard_after_forward: bool = False,
 ) -> Record:
     """Train by the rewritten graph: loss, gradients, weights, ... per step, on this rank.
 
@@ -50,6 +51,7 @@ def train_graph(
         "passes": passes,
         "payload_order": payload_order,
         "reduce_scatter_first": reduce_scatter_first,
+        "reshard_after_forward": reshard_after_forward,
     }
     if world is not None and world.kind == "simulated":
         from pytest_gtrainer.references.simulated import SimulatedGraphRun

@@ -156,11 +156,25 @@ def _recorded(
             return recorder.finish(forward(copied, **inputs))
 
 
+def _own(value: Any, depth: int) -> Any:
+    """What a forward may keep something in, ``depth`` levels deep: containers, and objects of plain classes."""
+    kind, is_torchs = type(value), isinstance(value, nn.Module) or type(value).__module__.startswith("torch")
+    plain = kind.__new__ is object.__new__ and hasattr(value, "__dict__") and not is_torchs
+    if not depth or not (plain or isinstance(value, dict | list | set)):
+        return value
+    made = copy.copy(value)
+    if isinstance(made, list):
+        made[:] = [_own(item, depth - 1) for item in made]
+    elif not isinstance(made, set):
+        table = made if isinstance(made, dict) else made.__dict__
+        table.update({name: _own(item, depth - 1) for name, item in table.items()})
+    return made
+
+
 def _copied(module: nn.Module) -> nn.Module:
-    """The module with tables, lists and dicts of its own, on the same tensors."""
+    """The module, and objects that it holds, with tables, lists and dicts of their own, on the same tensors."""
     copied = object.__new__(type(module))
-    for name, value in module.__dict__.items():
-        copied.__dict__[name] = copy.copy(value) if isinstance(value, dict | list | set) else value
+    copied.__dict__.update({name: _own(value, 3) for name, value in module.__dict__.items()})
     children = modules_of(copied)
     children.update({name: child and _copied(child) for name, child in children.items()})
     return copied

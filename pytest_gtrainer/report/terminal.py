@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections import Counter
 from collections.abc import Sequence
@@ -22,6 +23,7 @@ _TOPICS = (
     ("goldens", "golden", lambda fact: fact["outcome"]),
     ("inline", "inline", lambda fact: fact["outcome"]),
     ("verdicts", "verdict", lambda fact: fact["outcome"]),
+    ("idle", "idle", lambda fact: fact["what"]),
     ("skipped", "skip", lambda fact: fact["cause"]),
     ("leaked", "leak", lambda fact: f"{fact['test']} changed {fact['what']}"),
     ("left", "left", lambda fact: f"{fact['what']} by {fact['test']}"),
@@ -102,12 +104,15 @@ def summary_lines(facts: list[Fact]) -> list[str]:
 
     >>> summary_lines([{"kind": "verdict", "outcome": "equal"}, {"kind": "verdict", "outcome": "equal"}])
     ['verdicts  2 equal']
+    >>> summary_lines([{"kind": "world", "world": "fake", "size": 4}])
+    ['worlds    1 test in fake(4)']
     """
     lines = []
     for title, kind, label in _TOPICS:
         counts = Counter(label(fact) for fact in facts if fact["kind"] == kind)
         if counts:
-            lines.append(f"{title:<9} " + ", ".join(f"{n} {what}" for what, n in sorted(counts.items())))
+            told = ", ".join(f"{n} {what}" for what, n in sorted(counts.items()))
+            lines.append(f"{title:<9} " + re.sub(r"\b1 tests in\b", "1 test in", told))
     return lines
 
 

@@ -49,7 +49,7 @@ from pytest_gtrainer.graph.collectives import group_of, kind_of
 from pytest_gtrainer.graph.foreign import AnyGraph, adopted
 from pytest_gtrainer.graph.nodes import direction, is_wait, node_fqn
 from pytest_gtrainer.graph.packing import nbytes_of
-from pytest_gtrainer.graphtext.operators import Group, groups_of, operator_of
+from pytest_gtrainer.graphtext.operators import groups_of, operator_of
 from pytest_gtrainer.graphtext.schedule_view import is_free, is_launch, operands_of, payload_of
 from pytest_gtrainer.graphtext.scopes import is_computed
 
@@ -219,38 +219,31 @@ def timeline(gm: AnyGraph, model: CostModel | None = None, *, mesh: Mapping[str,
         if is_launch(node):
             group = groups.get(group_of(node) or "")
             if group is None or not group.ranks or not payload_of(node):
-                raise ValueError(_unknown(node, group))
+                told = f"a timeline cannot tell when {node.name} ({operator_of(node).text}) ends"
+                if group is None or group.ranks:
+                    raise ValueError(f"{told}: what it moves, or in which group, is not told by its operands")
+                unknown = f"the ranks of its group {group.symbol} are not known here"
+                raise ValueError(f"{told}: {unknown}, in the world of its trace they are")
             lane = group.symbol
             seconds = model.collective_seconds(node, len(group.ranks))
             start = max(now, free.get(lane, 0.0))
             spans.append(Span(lane, start, seconds, f"{operator_of(node).short} {_place(node)}", "collective"))
             free[lane] = ends[node] = start + seconds
-        elif is_wait(node):
+            continue
+        needs = operands_of(node)  # of a collective that no wait stands behind
+        if is_wait(node):
             # of a coalesced collective the launch lies behind one of its outputs
             operands = node.all_input_nodes
-            launches = [*operands, *(behind for operand in operands for behind in operand.all_input_nodes)]
-            ended = max((ends.get(launch, 0.0) for launch in launches), default=0.0)
-            if ended > now:
-                spans.append(Span(COMPUTE, now, ended - now, f"waits: {_place(node)}", "exposed"))
-                now = ended
-        else:
-            needed = max((ends.get(operand, 0.0) for operand in operands_of(node)), default=0.0)
-            if needed > now:  # no wait stands between
-                spans.append(Span(COMPUTE, now, needed - now, f"waits: {_place(node)}", "exposed"))
-                now = needed
-            seconds = model.compute_seconds(node)
-            if seconds:
-                spans.append(Span(COMPUTE, now, seconds, _place(node), "compute"))
-                now += seconds
+            needs = [*operands, *(behind for operand in operands for behind in operand.all_input_nodes)]
+        ended = max((ends.get(launch, 0.0) for launch in needs), default=0.0)
+        if ended > now:
+            spans.append(Span(COMPUTE, now, ended - now, f"waits: {_place(node)}", "exposed"))
+            now = ended
+        seconds = 0.0 if is_wait(node) else model.compute_seconds(node)
+        if seconds:
+            spans.append(Span(COMPUTE, now, seconds, _place(node), "compute"))
+            now += seconds
     return Timeline(tuple(spans), model, max([now, *free.values()]))
-
-
-def _unknown(launch: fx.Node, group: Group | None) -> str:
-    """Why nobody can tell what a collective costs."""
-    told = f"a timeline cannot tell when {launch.name} ({operator_of(launch).text}) ends"
-    if group is not None and not group.ranks:
-        return f"{told}: the ranks of its group {group.symbol} are not known here, in the world of its trace they are"
-    return f"{told}: what it moves, or in which group, is not told by its operands"
 
 
 def _place(node: fx.Node) -> str:

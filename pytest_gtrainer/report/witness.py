@@ -183,7 +183,7 @@ def words(old: str, new: str) -> list[str]:
     from pytest_gtrainer.graphtext.differences.comparison import Comparison
 
     before, after = unfold(old), unfold(new)
-    return in_words(Comparison.of(before, after)) if before != after else []
+    return in_words(Comparison(before, after)) if before != after else []
 
 
 def changed_lines(old: str, new: str) -> list[list[int]]:
@@ -196,9 +196,8 @@ def changed_lines(old: str, new: str) -> list[list[int]]:
 
     found = [list(change) for change in changes(old.splitlines(), new.splitlines())]
     if len(found) > _MOST_CHANGES:
-        head, last = found[:_MOST_CHANGES], found[-1]
-        first = found[_MOST_CHANGES]
-        return [*head, [first[0], last[1], first[2], last[3]]]
+        first, last = found[_MOST_CHANGES], found[-1]
+        return [*found[:_MOST_CHANGES], [first[0], last[1], first[2], last[3]]]
     return found
 
 

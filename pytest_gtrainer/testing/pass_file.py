@@ -94,17 +94,14 @@ def pass_files(folder: str | os.PathLike[str]) -> list[Any]:
     Raises:
         PassFileError: there is none.
     """
-    root = Path(folder)
+    root, marker = Path(folder), getattr(pytest.mark, MARKER)
     found = []
     for path in sorted(root.rglob(f"*{SUFFIX}")):
         try:
             world = read_pass_file(path).world
         except PassFileError:
             world = None  # told by the test
-        marks = []
-        if world is not None:
-            marker = getattr(pytest.mark, MARKER)
-            marks.append(marker(world.kind, size=world.size, mesh=dict(world.mesh), rank=world.rank))
+        marks = [marker(world.kind, size=world.size, mesh=dict(world.mesh), rank=world.rank)] if world else []
         name = ".".join(path.relative_to(root).with_suffix("").parts)
         found.append(pytest.param(path, id=name, marks=marks))
     if not found:

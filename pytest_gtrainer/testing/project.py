@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from xml.etree import ElementTree
@@ -85,23 +85,20 @@ def run_project(
         command, cwd=folder, env=environ, timeout=timeout, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
     )
     told = folder / _JUNIT
-    tests = dict(_tests(ElementTree.parse(told).getroot())) if told.exists() else {}
-    return ProjectRun(done.returncode, done.stdout, tests)
-
-
-def _tests(junit: ElementTree.Element) -> Iterator[tuple[str, ToldByTest]]:
-    for case in junit.iter("testcase"):
+    tests: dict[str, ToldByTest] = {}
+    for case in ElementTree.parse(told).getroot().iter("testcase") if told.exists() else ():
         properties = [(each.get("name"), each.get("value") or "") for each in case.iter("property")]
         values = {
             kind: tuple(value for name, value in properties if name == f"gt_{kind}")
             for kind in ("world", "verdict", "golden", "digest")
         }
         outcome, message = "passed", ""
-        for tag, name in (("failure", "failed"), ("error", "error"), ("skipped", "skipped")):
+        for tag, word in (("failure", "failed"), ("error", "error"), ("skipped", "skipped")):
             found = case.find(tag)
             if found is not None:
-                outcome, message = name, found.text or found.get("message") or ""
+                outcome, message = word, found.text or found.get("message") or ""
                 break
         world = "".join(values["world"][:1])
-        told = ToldByTest(outcome, message, world, values["verdict"], values["golden"], values["digest"])
-        yield "::".join(part for part in (case.get("classname"), case.get("name")) if part), told
+        name = "::".join(part for part in (case.get("classname"), case.get("name")) if part)
+        tests[name] = ToldByTest(outcome, message, world, values["verdict"], values["golden"], values["digest"])
+    return ProjectRun(done.returncode, done.stdout, tests)

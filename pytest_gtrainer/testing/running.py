@@ -21,6 +21,7 @@ from pytest_gtrainer.checks.syntax import parse_check
 from pytest_gtrainer.golden.compare import difference
 from pytest_gtrainer.graphtext.header import nearest
 from pytest_gtrainer.numerics.compare import assert_bitwise_equal
+from pytest_gtrainer.passes.graph_pass import as_pass, lint
 from pytest_gtrainer.testing.pass_file import PassFile, PassFileError, read_pass_file
 from pytest_gtrainer.worlds.fake import fake_world, make_mesh
 from pytest_gtrainer.worlds.spec import World, WorldSpec
@@ -135,8 +136,12 @@ class _Run:
 
     def _run(self) -> None:
         for call in self._file.passes:
-            self._gm = self._known[call.name](self._gm, self._inputs, **call.options)
-            self._gm.graph.lint()
+            try:
+                self._gm = as_pass(self._known[call.name])(self._gm, self._inputs, **call.options)
+                lint(self._gm.graph, call.name)
+            except Exception as error:
+                error.add_note(f"in {call.name}, of {call.place}")
+                raise
 
     def _assert_values(self) -> None:
         """Run both graphs on the same inputs. In a fake world an all-gather repeats the shard."""
@@ -148,7 +153,10 @@ class _Run:
         self._gm.recompile()  # passes leave that to the end of a pipeline
         for gm in (self._gm, self._before):
             given = copy.deepcopy(inputs)
-            outputs = dict(zip(_output_names(gm), pytree.tree_leaves(gm(*given)), strict=True))
+            values, told = pytree.tree_leaves(gm(*given)), gm.graph.output_node().meta.get("gt_outputs") or ()
+            # as the file names them, ``output layers.0.w``; by their place where it does not
+            of_file = told if len(told) == len(values) else range(len(values))
+            outputs = {f"output {name}": value for name, value in zip(of_file, values, strict=True)}
             left = {f"{name}, as the graph leaves it": value for name, value in zip(names, given, strict=True)}
             results.append({n: value for n, value in (outputs | left).items() if isinstance(value, torch.Tensor)})
         assert_bitwise_equal(*results, what=f"{self._file.file}, after the passes against before")
@@ -158,14 +166,6 @@ class _Run:
         found = self._text(self._gm)
         if found != expected:
             raise AssertionError(f"{self._file.file}: {what}\n{difference('graph', expected, found)}")
-
-
-def _output_names(gm: fx.GraphModule) -> list[str]:
-    """The results as the file names them, ``output layers.0.w``; by their place where it does not."""
-    output = gm.graph.output_node()
-    results = pytree.tree_leaves(output.args[0])
-    told = output.meta.get("gt_outputs") or ()
-    return [f"output {name}" for name in (told if len(told) == len(results) else range(len(results)))]
 
 
 def _sample(value: Any, file: str) -> torch.Tensor:

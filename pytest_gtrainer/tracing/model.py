@@ -10,7 +10,7 @@ from typing import Any, Self
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Placement
 
 from pytest_gtrainer._torch.tracing import annotate, without_annotation
 from pytest_gtrainer._torch.values import buffers_of, parameters_of
@@ -86,12 +86,20 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def rewrap(plain: torch.Tensor, like: torch.Tensor, mesh: DeviceMesh | None = None) -> torch.Tensor:
-    """``plain`` as the local shard of a DTensor like ``like``, on its mesh or another; as it is if that is none."""
+def rewrap(
+    plain: torch.Tensor,
+    like: torch.Tensor,
+    mesh: DeviceMesh | None = None,
+    placements: Sequence[Placement] | None = None,
+) -> torch.Tensor:
+    """``plain`` as the local part of a DTensor like ``like``, on its or another mesh, as it or otherwise placed.
+
+    As it is where ``like`` is no DTensor.
+    """
     if not isinstance(like, DTensor):
         return plain
-    mesh = mesh or like.device_mesh
-    return DTensor.from_local(plain, mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride())
+    mesh, placements = mesh or like.device_mesh, placements or like.placements
+    return DTensor.from_local(plain, mesh, placements, run_check=False, shape=like.shape, stride=like.stride())
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,10 +10,11 @@ The idea of parametrised access is SimpleFSDP's (arXiv:2411.00284).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial, partialmethod
 from typing import Any
 
@@ -23,10 +24,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 
-from pytest_gtrainer._torch.tracing import annotate, current_annotation
+from pytest_gtrainer._torch.tracing import annotate, concatenated, current_annotation, shard_of_shards
 from pytest_gtrainer._torch.values import parameters_of
+from pytest_gtrainer.graph.nodes import PART, REDUCE
 from pytest_gtrainer.supported import LAST, installed_minor
-from pytest_gtrainer.tracing.model import KEY
+from pytest_gtrainer.tracing.model import KEY, local
 
 PLACEMENTS: dict[str, list[Placement]] = {
     "fully_shard": [Shard(0)],
@@ -51,21 +53,77 @@ class MixedPrecisionPolicy:
 
 def default_reduce_dtype(param_dtype: torch.dtype | None, parameter: torch.dtype) -> torch.dtype:
     """The dtype that FSDP2 of the installed torch reduces in if the policy names none."""
-    return parameter if param_dtype is None or (installed_minor() or LAST) >= (2, 15) else param_dtype
+    return parameter if param_dtype is None or casts_gradients_first() else param_dtype
+
+
+def casts_gradients_first() -> bool:
+    """Whether FSDP2 of the installed torch adds a model's partial gradients in the dtype that it then reduces in."""
+    return (installed_minor() or LAST) >= (2, 15)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelPart:
+    """How the model itself has sharded a parameter (tensor, expert parallelism), and this rank's shard of that."""
+
+    mesh: DeviceMesh
+    placements: tuple[Placement, ...]
+    shape: torch.Size
+    stride: tuple[int, ...]
+
+    @classmethod
+    def of(cls, fqn: str, parameter: DTensor, mesh: DeviceMesh) -> ModelPart:
+        """That of a parameter which is to be sharded over ``mesh``, too.
+
+        Raises:
+            ValueError: it is sharded over ranks of ``mesh`` already, its own mesh has another root or more than two
+                dimensions, or a placement is neither ``Shard`` nor ``Replicate``: names the parameter.
+        """
+        theirs, placements = parameter.device_mesh, parameter.placements
+        said = f"{fqn} is a DTensor already, {placements} over {theirs}"
+        shared = sorted(set(theirs.mesh.flatten().tolist()) & set(mesh.mesh.flatten().tolist()))
+        if len(shared) > 1:
+            raise ValueError(
+                f"{said}, which shares ranks {shared} with {mesh}: shard a parameter once over the same ranks; "
+                'tensor parallelism takes another dimension, init_device_mesh(..., mesh_dim_names=("dp", "tp"))["tp"]'
+            )
+        if theirs.ndim > 2:
+            raise ValueError(f"{said}: a model's mesh has one dimension, or two (expert and tensor parallelism)")
+        other = [placement for placement in placements if type(placement) not in (Shard, Replicate)]
+        if other:
+            raise ValueError(f"{said}: {other[0]} cannot be sharded further, give Shard or Replicate")
+        try:
+            concatenated(mesh, theirs)
+        except RuntimeError as error:
+            raise ValueError(
+                f"{said}, and {mesh} is of another device mesh ({error}): cut both out of one init_device_mesh(...)"
+            ) from None
+        local_part = parameter.to_local()
+        return cls(theirs, placements, local_part.shape, local_part.stride())
 
 
 @dataclass(frozen=True, slots=True)
 class _Access:
-    """How a parameter is gathered, and its gradient reduced; ``first``: divided before the reduction."""
+    """How a parameter is gathered, and its gradient reduced, over ``mesh``.
 
+    Attributes:
+        first: whether gradients are divided before the reduction.
+        model: None of a plain parameter.
+    """
+
+    mesh: DeviceMesh
+    placements: tuple[Placement, ...]
     policy: MixedPrecisionPolicy
     op: str
     divide_by: float | None
     first: bool
+    model: ModelPart | None = None
 
 
 _describing: ContextVar[bool] = ContextVar("describing", default=False)
 _gathers: ContextVar[dict[int, torch.Tensor] | None] = ContextVar("gathers", default=None)
+_accumulating: ContextVar[bool] = ContextVar("accumulating", default=False)
+_for_dynamo: list[dict[int, torch.Tensor]] = []
+"""The innermost of ``reusing_gathers`` last, for Dynamo, which reads no context variables and runs in one thread."""
 
 
 @contextmanager
@@ -75,11 +133,29 @@ def reusing_gathers() -> Iterator[None]:
     So it is gathered once, and its gradient contributions are added before the one
     reduction, as in FSDP2: RS(a) + RS(b) is not RS(a + b) in bits.
     """
-    token = _gathers.set({})
+    cache: dict[int, torch.Tensor] = {}
+    token = None if torch.compiler.is_dynamo_compiling() else _gathers.set(cache)
+    _for_dynamo.append(cache)
     try:
         yield
     finally:
-        _gathers.reset(token)
+        _for_dynamo.pop()
+        if token is not None:
+            _gathers.reset(token)
+
+
+@contextmanager
+def accumulating_gradients() -> Iterator[None]:
+    """Inside, a gradient is cast to the reduce dtype before anything reduces it, and what reduces it is marked.
+
+    Microbatches of a pipeline are added in between, as FSDP2 does: behind the cast, and in front of the reduction over
+    the model's own ranks, too.
+    """
+    token = _accumulating.set(True)
+    try:
+        yield
+    finally:
+        _accumulating.reset(token)
 
 
 def data_parallel(
@@ -90,17 +166,16 @@ def data_parallel(
     mp_policy: MixedPrecisionPolicy | None = None,
     gradient_divide_factor: float | None = None,
 ) -> nn.Module:
-    """Shard (or replicate) every plain parameter of ``model`` over ``mesh``, in place.
+    """Shard (or replicate) every parameter of ``model`` over ``mesh``, in place, as ``fully_shard`` does.
 
     Parameters that it has sharded already are left alone, so apply it to inner modules with a
-    mesh of their own (routed experts) first, as with ``fully_shard``. Other DTensors are refused: a tensor-parallel
-    parameter would be sharded a second time (``_StridedShard``), which is not modelled. Initialise before: from here
-    on the attribute is a gathered copy, and writing into it changes nothing; the shards are in
-    ``parameters()``.
+    mesh of their own (routed experts) first, as with ``fully_shard``. A DTensor that ``parallelize_module`` made over
+    another dimension of the same mesh is sharded on dim 0 of its local shard; the attribute gives that DTensor again.
+    Initialise before: from here on the attribute is a gathered copy, and writing into it changes nothing; the shards
+    are in ``parameters()``.
 
     Args:
-        model: any module whose forward reads parameters as attributes; all ranks must hold
-            equal values of what is sharded over them.
+        model: its forward reads parameters as attributes; all ranks hold equal values of what is sharded over them.
         mesh: 1-D for ``fully_shard`` (``Shard(0)``) and ``replicate``; 2-D (replicate, shard)
             for ``hybrid_shard``.
         gradient_divide_factor: reduce by sum, then divide by this in the reduce dtype
@@ -108,36 +183,54 @@ def data_parallel(
             the inverse before the sum, as DDP does: on ranks that are no power of two an average has other bits.
 
     Raises:
+        TypeError: the mesh is none.
         ValueError: unknown mode, a mesh of the wrong rank or without this process, a parameter without dimensions, a
-            parameter that somebody else has made a DTensor, or fp16 reduction (FSDP2 divides before and after it,
-            which is not modelled).
+            DTensor that ``ModelPart.of`` refuses, or fp16 reduction (FSDP2 divides before and after it: not modelled).
     """
     scalars = [fqn for fqn, parameter in model.named_parameters() if parameter.ndim == 0]
     if scalars and mode != "replicate":
         raise ValueError(f"{', '.join(scalars)} has no dimension to shard: give it shape (1,), as FSDP2 asks for")
-    _refuse_foreign_dtensors(model)
-    placements = _placements(mode, mesh)
-    policy = mp_policy or MixedPrecisionPolicy()
+    placements, policy = _placements(mode, mesh), mp_policy or MixedPrecisionPolicy()
     if policy.reduce_dtype is torch.float16 or (policy.reduce_dtype is None and policy.param_dtype is torch.float16):
         raise ValueError("a reduce_dtype of torch.float16 is not supported: use torch.bfloat16 or torch.float32")
     op = "avg" if gradient_divide_factor is None else "sum"
-    access = _Access(policy, op, gradient_divide_factor, first=mode == "replicate")
+    plain = _Access(mesh, tuple(placements), policy, op, gradient_divide_factor, first=mode == "replicate")
+    own = {  # what was sharded here before is a property of its module's class
+        f"{path}.{name}".lstrip("."): (module, name, parameter)
+        for path, module in model.named_modules()
+        for name, parameter in parameters_of(module).items()
+        if parameter is not None
+        and not (isinstance(parameter, DTensor) and isinstance(getattr(type(module), name, None), property))
+    }
+    accesses = {
+        fqn: replace(plain, model=ModelPart.of(fqn, parameter, mesh)) if isinstance(parameter, DTensor) else plain
+        for fqn, (_, _, parameter) in own.items()
+    }
     shards: dict[nn.Parameter, nn.Parameter] = {}
-    for module in model.modules():
-        table = parameters_of(module)
-        plain = {name: p for name, p in table.items() if p is not None and not isinstance(p, DTensor)}
-        for name, parameter in plain.items():
-            if parameter not in shards:
-                # src_data_rank=None: values are equal on all ranks already, nothing is sent
-                shard = distribute_tensor(parameter.detach(), mesh, placements, src_data_rank=None)
-                shards[parameter] = nn.Parameter(shard, requires_grad=parameter.requires_grad)
-            table[name] = shards[parameter]
-        if plain:  # a class of the module's own, whose parameters are properties
-            cls = type(module)
-            described = {"__module__": cls.__module__, "extra_repr": partialmethod(_describe_shards, cls.extra_repr)}
-            properties = {name: property(partial(_read, name, access)) for name in plain}
-            module.__class__ = type(cls.__name__, (cls,), {**described, **properties})
+    properties: dict[nn.Module, dict[str, property]] = {}
+    for fqn, (module, name, parameter) in own.items():
+        if parameter not in shards:
+            shards[parameter] = _shard(parameter, accesses[fqn])
+        parameters_of(module)[name] = shards[parameter]
+        properties.setdefault(module, {})[name] = property(partial(_read, name, accesses[fqn]))
+    for module, its_own in properties.items():  # a class of the module's own, whose parameters are properties
+        cls = type(module)
+        described = {"__module__": cls.__module__, "extra_repr": partialmethod(_describe_shards, cls.extra_repr)}
+        module.__class__ = type(cls.__name__, (cls,), {**described, **its_own})
     return model
+
+
+def _shard(parameter: nn.Parameter, access: _Access) -> nn.Parameter:
+    """This rank's part; ``src_data_rank=None``: values are equal on all ranks already, nothing is sent."""
+    plain = local(parameter.detach())
+    shard = distribute_tensor(plain, access.mesh, access.placements, src_data_rank=None)
+    if access.model is not None:
+        part, shape, stride = access.model, parameter.shape, parameter.stride()
+        parts = math.prod(part.mesh.size(dim) for dim, placed in enumerate(part.placements) if placed.is_shard(0))
+        ours = [shard_of_shards(parts) if placement.is_shard() else placement for placement in access.placements]
+        whole = concatenated(access.mesh, part.mesh)
+        shard = _from_local(shard.to_local(), whole, [*ours, *part.placements], shape, stride)
+    return nn.Parameter(shard, requires_grad=parameter.requires_grad)
 
 
 def _placements(mode: str, mesh: DeviceMesh) -> list[Placement]:
@@ -145,6 +238,8 @@ def _placements(mode: str, mesh: DeviceMesh) -> list[Placement]:
     if mode not in PLACEMENTS:
         raise ValueError(f"mode={mode!r}: expected one of {', '.join(PLACEMENTS)}")
     placements = PLACEMENTS[mode]
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(f"the mesh is {mesh!r}: give a DeviceMesh, the fixture gt_mesh or init_device_mesh(...)")
     if mesh.ndim != len(placements):
         raise ValueError(f"mode={mode!r} needs a {len(placements)}-D mesh, this one is {mesh.ndim}-D: {mesh}")
     if mesh.get_coordinate() is None:
@@ -153,23 +248,6 @@ def _placements(mode: str, mesh: DeviceMesh) -> list[Placement]:
             "every rank that trains needs a mesh that it is part of"
         )
     return placements
-
-
-def _refuse_foreign_dtensors(model: nn.Module) -> None:
-    """What was sharded here is a property of its module's class."""
-    foreign = {
-        f"{path}.{name}".lstrip("."): parameter
-        for path, module in model.named_modules()
-        for name, parameter in parameters_of(module).items()
-        if isinstance(parameter, DTensor) and not isinstance(getattr(type(module), name, None), property)
-    }
-    if foreign:
-        name, first = next(iter(foreign.items()))
-        more = f" and {len(foreign) - 1} more" if len(foreign) > 1 else ""
-        raise ValueError(
-            f"{name}{more} is a DTensor already, {first.placements} over {first.device_mesh}: data parallelism of "
-            "tensor-parallel parameters (_StridedShard) is not supported, give plain parameters"
-        )
 
 
 def _describe_shards(module: nn.Module, describe: Callable[[Any], str]) -> str:
@@ -193,22 +271,23 @@ def _read(name: str, access: _Access, module: nn.Module) -> torch.Tensor:
     compiling = torch.compiler.is_dynamo_compiling()  # Dynamo cannot read context variables
     if (not compiling and _describing.get()) or not isinstance(parameter, DTensor):  # or swapped for a plain tensor
         return parameter
-    cache = None if compiling else _gathers.get()
-    if cache is None:
-        return _Gather.apply(parameter, access)
-    if id(parameter) not in cache:
-        with torch.enable_grad():  # also where the first read wants no gradient: a later one may
-            cache[id(parameter)] = _Gather.apply(parameter, access)
-    gathered = cache[id(parameter)]
-    return gathered if torch.is_grad_enabled() else gathered.detach()
+    cache = (_for_dynamo[-1] if _for_dynamo else None) if compiling else _gathers.get()
+    if cache is not None and id(parameter) in cache:
+        return cache[id(parameter)]
+    with torch.enable_grad():  # read under no_grad, a parameter still has a gradient where it is used later
+        gathered = _Gather.apply(parameter, access)
+    if cache is not None:
+        cache[id(parameter)] = gathered
+    return gathered
 
 
 class _Gather(torch.autograd.Function):
-    """DTensor shards -> the whole plain tensor; its gradient -> reduced shards."""
+    """DTensor shards -> the whole tensor, or the model's DTensor; its gradient -> reduced shards."""
 
     @staticmethod
     def forward(ctx: Any, parameter: DTensor, access: _Access) -> torch.Tensor:
-        ctx.access, ctx.mesh, ctx.placements = access, parameter.device_mesh, parameter.placements
+        ctx.access, part, size = access, access.model, (parameter.shape, parameter.stride())
+        ctx.spec = (parameter.device_mesh, parameter.placements, *size)
         gather_dtype = access.policy.param_dtype or parameter.dtype
         ctx.dtype = parameter.dtype
         reduce_dtype = access.policy.reduce_dtype
@@ -216,20 +295,47 @@ class _Gather(torch.autograd.Function):
         # a Function on a leaf has another seq_nr in the forward than in the backward (torch 2.13),
         # so its backward cannot inherit the FQN by seq_nr
         ctx.fqn = current_annotation(KEY)
-        replicate = [Replicate()] * parameter.device_mesh.ndim
+        if part is not None:  # this rank's shard of the model's shard
+            parameter = _from_local(parameter.to_local(), access.mesh, access.placements, part.shape, part.stride)
+        replicate = [Replicate()] * access.mesh.ndim
         whole = parameter.redistribute(placements=replicate, forward_dtype=gather_dtype)
         # a replicated parameter is used as it is: a view, because a Function must not return its input
-        return whole.to_local().view_as(whole.to_local())
+        plain = whole.to_local().view_as(whole.to_local())
+        return plain if part is None else _from_local(plain, part.mesh, part.placements, *size)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[DTensor, None]:
+        access = ctx.access
+        accumulating = not torch.compiler.is_dynamo_compiling() and _accumulating.get()  # which Dynamo cannot read
+        is_model_part = isinstance(grad, DTensor)
+        if is_model_part and access.model is None:
+            raise TypeError(
+                f"the gradient of a plain parameter of {ctx.fqn or 'the model'} is a DTensor over "
+                f"{grad.device_mesh}, which FSDP2 refuses, too: make the parameter one by parallelize_module"
+            )
         with annotate({KEY: ctx.fqn}) if ctx.fqn else nullcontext():
-            partial = [Partial(ctx.access.op)] * ctx.mesh.ndim
-            own, factor = grad.to(ctx.reduce_dtype), ctx.access.divide_by
-            if factor is not None and ctx.access.first:
-                own, factor = own * (1 / factor), None
-            unreduced = DTensor.from_local(own, ctx.mesh, partial, run_check=False)
-            reduced = unreduced.redistribute(placements=ctx.placements)
-            if factor is not None:
-                reduced = reduced / factor
-            return reduced.to(ctx.dtype), None
+            if accumulating or (is_model_part and casts_gradients_first()):
+                grad = grad.to(ctx.reduce_dtype)
+            with annotate({PART: REDUCE}) if accumulating else nullcontext():
+                if is_model_part:
+                    grad = grad.redistribute(placements=access.model.placements).to_local()
+                own, factor = grad.to(ctx.reduce_dtype), access.divide_by
+                if factor is not None and access.first:
+                    own, factor = own * (1 / factor), None
+                partial = [Partial(access.op)] * access.mesh.ndim
+                unreduced = DTensor.from_local(own, access.mesh, partial, run_check=False)
+                reduced = unreduced.redistribute(placements=access.placements)
+                if factor is not None:
+                    reduced = reduced / factor
+                reduced = reduced.to(ctx.dtype)
+                return reduced if access.model is None else _from_local(reduced.to_local(), *ctx.spec), None
+
+
+def _from_local(
+    plain: torch.Tensor,
+    mesh: DeviceMesh,
+    placements: Sequence[Placement],
+    shape: torch.Size,
+    stride: tuple[int, ...],
+) -> DTensor:
+    return DTensor.from_local(plain, mesh, placements, run_check=False, shape=shape, stride=stride)

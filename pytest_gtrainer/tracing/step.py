@@ -19,9 +19,9 @@ from __future__ import annotations
 import copy
 import os
 import traceback
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
 from functools import partial
 from types import MappingProxyType
 from typing import Any, Protocol
@@ -29,7 +29,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import fx, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Placement
 
 from pytest_gtrainer import facts
 from pytest_gtrainer._torch.tracing import (
@@ -79,6 +79,8 @@ class TracedStep:
         parameter_fqns, buffer_fqns: names of the state, in the order of the graph's inputs.
         trainable_fqns: parameters that require a gradient, in the order of the outputs.
         input_spec: pytree of the user's inputs.
+        gradient_placements: of each of them that is a DTensor, how its gradient lies on its mesh, which need not be as
+            the parameter does: tensor parallelism leaves some as partial sums. None for a plain one, or no gradient.
         rank: the rank that a sharded model was traced as; None without sharded parameters.
         twin: the same step's graph on other inputs, if it was asked for.
     """
@@ -89,6 +91,7 @@ class TracedStep:
     buffer_fqns: tuple[str, ...]
     trainable_fqns: tuple[str, ...]
     input_spec: pytree.TreeSpec
+    gradient_placements: tuple[tuple[Placement, ...] | None, ...] = ()
     rank: int | None = None
     twin: fx.GraphModule | None = None
 
@@ -109,7 +112,7 @@ class TracedStep:
     def replay(self, model: nn.Module, *inputs: Any) -> torch.Tensor:
         """Run the step on ``model``: return the loss, add the gradients to ``.grad``.
 
-        Gradients come as tensors of the parameter's own kind (DTensor for a DTensor), None
+        Gradients come as tensors of the parameter's own kind (DTensor for a DTensor, as autograd would place it), None
         is skipped, and an existing ``.grad`` is added to (A9). Runs without autograd (A8).
 
         Raises:
@@ -134,13 +137,7 @@ class TracedStep:
                     "gradients: did a pass drop or add outputs?"
                 )
             loss, *gradients = results
-            for fqn, gradient in zip(self.trainable_fqns, gradients, strict=True):
-                parameter = state.parameters[fqn]
-                if gradient is not None and parameter.grad is not None:
-                    local(parameter.grad).add_(gradient)
-                elif gradient is not None:  # as autograd would: in memory of its own, in the parameter's strides
-                    own = torch.empty_like(local(parameter), dtype=gradient.dtype)
-                    parameter.grad = rewrap(own.copy_(gradient), parameter)
+            add_gradients(state, self.trainable_fqns, gradients, self.gradient_placements)
         return loss
 
     def _check(self, state: ModelState, inputs: tuple[Any, ...], flat: list[Any]) -> None:
@@ -163,6 +160,27 @@ class TracedStep:
             ours, theirs = _describe(value), _describe(traced)
             if ours != theirs:
                 raise ValueError(f"{name} is {ours}, the step was traced with {theirs}: trace again")
+
+
+def add_gradients(
+    state: ModelState,
+    fqns: Sequence[str],
+    gradients: Sequence[torch.Tensor | None],
+    placements: Sequence[tuple[Placement, ...] | None],
+) -> None:
+    """Add local gradients to the ``.grad`` of a model's parameters, as autograd would."""
+    for fqn, gradient, placed in zip(fqns, gradients, placements or (None,) * len(gradients), strict=True):
+        parameter = state.parameters[fqn]
+        if gradient is not None and parameter.grad is not None:
+            if placed not in (None, getattr(parameter.grad, "placements", None)):
+                parameter.grad.add_(rewrap(gradient, parameter, placements=placed))
+            else:
+                local(parameter.grad).add_(gradient)
+        elif gradient is not None:  # as autograd would: in memory of its own, in the parameter's strides
+            alike = placed is None or placed == getattr(parameter, "placements", placed)
+            like = local(parameter) if alike else gradient
+            own = torch.empty_like(like, dtype=gradient.dtype).copy_(gradient)
+            parameter.grad = rewrap(own, parameter, placements=placed)
 
 
 def _describe(value: Any) -> str:
@@ -203,26 +221,36 @@ def trace_step(
     """
     if isinstance(inputs, torch.Tensor):
         raise TypeError("inputs is a tensor: give a sequence of the step's inputs, (tensor,) for one")
-    flat_inputs, spec = _flatten_inputs(tuple(inputs))
+    flat_inputs, spec = flatten_inputs(tuple(inputs))
     state = ModelState.of(model)
     if not state.trainable:
         raise ValueError(
             "no parameter of the model requires a gradient, so there is no backward to trace: "
             "call requires_grad_() on what is to be trained"
         )
-    plain = (local_part(t) if isinstance(t, DTensor) else t for t in [*state.tensors, *flat_inputs])
-    mode = next((t.fake_mode for t in plain if isinstance(t, FakeTensor)), None) or new_fake_mode()
-    tracing = _Tracing(model, step, state, mode, reuse_gathers)
+    tracing = Tracing(model, step, state, mode_of([*state.tensors, *flat_inputs]), reuse_gathers)
     gm, fakes = tracing.run(flat_inputs, spec, dynamic_dims or {})
+    placements = tuple(tracing.gradient_placements)  # before those of the twin
     if twin_inputs is None and chunk is not None:
         twin_inputs = chunk.twin_inputs(inputs)
     twin = None if twin_inputs is None else tracing.run_twin(tuple(twin_inputs), spec)
-    rank = dist.get_rank() if any(isinstance(tensor, DTensor) for tensor in state.tensors) else None
-    return TracedStep(gm, fakes, tuple(state.parameters), tuple(state.buffers), state.trainable, spec, rank, twin)
+    names = tuple(state.parameters), tuple(state.buffers), state.trainable
+    return TracedStep(gm, fakes, *names, spec, placements, rank_of(state), twin)
+
+
+def mode_of(tensors: Sequence[Any]) -> FakeTensorMode:
+    """The mode of those of them that are fake, else a new one."""
+    plain = (local_part(t) if isinstance(t, DTensor) else t for t in tensors)
+    return next((t.fake_mode for t in plain if isinstance(t, FakeTensor)), None) or new_fake_mode()
+
+
+def rank_of(state: ModelState) -> int | None:
+    """The rank that a sharded model is traced as; None without sharded parameters."""
+    return dist.get_rank() if any(isinstance(tensor, DTensor) for tensor in state.tensors) else None
 
 
 @dataclass(frozen=True, slots=True)
-class _Tracing:
+class Tracing:
     """Traces of one step of one model, in one fake mode."""
 
     model: nn.Module
@@ -230,15 +258,13 @@ class _Tracing:
     state: ModelState
     mode: FakeTensorMode
     reuse_gathers: bool
+    gradient_placements: list[tuple[Placement, ...] | None] = field(default_factory=list)
 
     def run(
         self, flat_inputs: list[Any], spec: pytree.TreeSpec, dynamic_dims: DynamicDims = MappingProxyType({})
     ) -> tuple[fx.GraphModule, list[Any]]:
         """The joint graph, and fake tensors of its inputs, of the given extents."""
-        values = [*map(local, self.state.tensors), *flat_inputs]
-        mesh = next((t.device_mesh for t in self.state.tensors if isinstance(t, DTensor)), None)
-        device = torch.device(mesh.device_type if mesh is not None else "cpu")
-        fakes = [self._fake(value, device) if isinstance(value, torch.Tensor) else value for value in values]
+        fakes = self.fakes_of(flat_inputs)
         extents = {name: new_extent(self.mode) for name in dynamic_dims}
         work = f"tracing a step of {type(self.model).__name__}"
         with annotate_module_fqns(self.model), tracing_backward_metadata(), self.mode, long_work(work):
@@ -268,7 +294,7 @@ class _Tracing:
         return gm, fakes
 
     def run_twin(self, inputs: tuple[Any, ...], spec: pytree.TreeSpec) -> fx.GraphModule:
-        flat, twin_spec = _flatten_inputs(inputs)
+        flat, twin_spec = flatten_inputs(inputs)
         if twin_spec != spec:
             raise TwinTraceError(f"the twin's inputs are structured as {twin_spec}, the step's as {spec}")
         try:
@@ -280,6 +306,13 @@ class _Tracing:
                 "Take extents from x.shape[i], or write -1 in a view, where the model has a fixed number"
             ) from error
         return gm
+
+    def fakes_of(self, flat_inputs: list[Any]) -> list[Any]:
+        """The state and the inputs on fake tensors, scalars as they are."""
+        values = [*map(local, self.state.tensors), *flat_inputs]
+        mesh = next((t.device_mesh for t in self.state.tensors if isinstance(t, DTensor)), None)
+        device = torch.device(mesh.device_type if mesh is not None else "cpu")
+        return [self._fake(value, device) if isinstance(value, torch.Tensor) else value for value in values]
 
     def _fake(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
         """A fake tensor of this mode; of a meta tensor on the given device."""
@@ -303,18 +336,39 @@ class _Tracing:
                 symbolic[index] = torch.empty(shape, dtype=fakes[index].dtype, device=fakes[index].device)
         return symbolic
 
-    def _joint(self, spec: pytree.TreeSpec, *flat: Any) -> tuple[torch.Tensor | None, ...]:
-        """The function to trace: local tensors in, loss and local gradients out, None without a gradient."""
+    @contextmanager
+    def _entered(self, flat: Sequence[Any]) -> Iterator[list[torch.Tensor]]:
+        """The model on a graph's state, the first of ``flat``, with gradients where its own tensors have them."""
         state = self.state
-        count = len(state.fqns)
         with torch.no_grad():
             # a view where nothing wraps the input: the input itself must not become a leaf that requires grad
-            pairs = zip(flat[:count], state.tensors, strict=True)
+            pairs = zip(flat[: len(state.fqns)], state.tensors, strict=True)
             tensors = [rewrap(t, own) if isinstance(own, DTensor) else t.view_as(t) for t, own in pairs]
         for tensor, own in zip(tensors, state.tensors, strict=True):
             tensor.requires_grad_(own.requires_grad)
-        inputs = pytree.tree_unflatten(list(flat[count:]), spec)
         with state.exchanged(tensors), reusing_gathers() if self.reuse_gathers else nullcontext():
+            yield tensors
+            reassigned = state.reassigned(tensors)
+            if reassigned:
+                raise ValueError(
+                    f"the forward replaces {', '.join(reassigned)} by another tensor, which a graph cannot: "
+                    "update it in place (copy_, add_)"
+                )
+
+    def _gradients(
+        self, outputs: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor], seeds: Sequence[torch.Tensor]
+    ) -> list[torch.Tensor | None]:
+        """Local gradients of the state that requires one, the last of ``wanted``, behind those of the rest."""
+        gradients = torch.autograd.grad(outputs, wanted, seeds, allow_unused=True)
+        of_state = gradients[len(gradients) - len(self.state.trainable) :]
+        self.gradient_placements[:] = [each.placements if isinstance(each, DTensor) else None for each in of_state]
+        with marked_backward(), torch.no_grad():
+            return [None if gradient is None else local(gradient) for gradient in gradients]
+
+    def _joint(self, spec: pytree.TreeSpec, *flat: Any) -> tuple[torch.Tensor | None, ...]:
+        """The function to trace: local tensors in, loss and local gradients out, None without a gradient."""
+        inputs = pytree.tree_unflatten(list(flat[len(self.state.fqns) :]), spec)
+        with self._entered(flat) as tensors:
             with annotate({KEY: LOSS_FQN}):
                 loss = self.step(self.model, *inputs)
                 if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
@@ -324,28 +378,24 @@ class _Tracing:
                     raise ValueError(
                         "the loss does not depend on a parameter that requires a gradient: is the step under no_grad?"
                     )
-                value = loss.detach()
-            reassigned = state.reassigned(tensors)
-            if reassigned:
-                raise ValueError(
-                    f"the forward replaces {', '.join(reassigned)} by another tensor, which a graph cannot: "
-                    "update it in place (copy_, add_)"
-                )
+                value = local(loss.detach())
             with marked_backward(), annotate({KEY: LOSS_FQN}):
                 seed = torch.ones_like(loss)
             wanted = [tensor for tensor in tensors if tensor.requires_grad]
-            gradients = torch.autograd.grad(loss, wanted, seed, allow_unused=True)
-            with marked_backward(), torch.no_grad():
-                return (value, *(None if gradient is None else local(gradient) for gradient in gradients))
+            return value, *self._gradients([loss], wanted, [seed])
 
     def _name(self, gm: fx.GraphModule, num_inputs: int) -> None:
         """Note what inputs and results are."""
-        names = [("parameter", fqn) for fqn in self.state.parameters] + [("buffer", fqn) for fqn in self.state.buffers]
-        names += [("input", str(index)) for index in range(num_inputs)]
-        for node, (kind, fqn) in zip(gm.graph.find_nodes(op="placeholder"), names, strict=True):
-            node.meta["gt_input"] = {"kind": kind, "fqn": fqn}
+        self._name_inputs(gm, [("input", str(index)) for index in range(num_inputs)])
         output = gm.graph.output_node()
         output.meta["gt_outputs"] = ("loss", *self.state.trainable)
+
+    def _name_inputs(self, gm: fx.GraphModule, rest: list[tuple[str, str]]) -> None:
+        """Note what inputs are, the state and ``rest``, and what a graph's reader asks of the model."""
+        names = [("parameter", fqn) for fqn in self.state.parameters] + [("buffer", fqn) for fqn in self.state.buffers]
+        for node, (kind, fqn) in zip(gm.graph.find_nodes(op="placeholder"), [*names, *rest], strict=True):
+            node.meta["gt_input"] = {"kind": kind, "fqn": fqn}
+        output = gm.graph.output_node()
         output.meta["gt_managed_order"] = tuple(managed_order_of(self.model))
         output.meta["gt_tied"] = tied_parameters(self.model)
         output.meta[GATHERS_ONCE] = self.reuse_gathers
@@ -359,7 +409,7 @@ def _place(error: BaseException) -> str:
     return f" at {theirs[-1]}" if theirs else ""
 
 
-def _flatten_inputs(inputs: tuple[Any, ...]) -> tuple[list[Any], pytree.TreeSpec]:
+def flatten_inputs(inputs: tuple[Any, ...]) -> tuple[list[Any], pytree.TreeSpec]:
     paths, spec = pytree.tree_flatten_with_path(inputs)
     for path, leaf in paths:
         where = "inputs" + pytree.keystr(path)

@@ -8,10 +8,13 @@ later attach theirs to every logger that does not propagate, so each captured te
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import os
 import resource
-from collections.abc import Iterator
+import signal
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,22 +25,41 @@ Changes = dict[str, tuple[Any, Any]]
 
 # Of memory, of the size of a file, of open files.
 _LIMITS = (resource.RLIMIT_AS, resource.RLIMIT_DATA, resource.RLIMIT_FSIZE, resource.RLIMIT_NOFILE)
-_DECIDES_BITS = "deterministic algorithms"
+# Those that tests handle: to ask for each of the 64 takes half a millisecond.
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGALRM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCHLD)
+_DECIDE_BITS = ("deterministic algorithms", "matmul precision")
+
+STAYS = ("the other switches", "modules", "threads", "open files", "locale")
+"""What is not put back: the switches of ``numerics.knobs``, which the guard against leaks names, but for those that
+are; imported and patched modules; threads and files that are still open; the locale."""
 
 
-@contextmanager
-def restored() -> Iterator[Changes]:
-    """Put back what the body of a test changed in the process: limits, environment, folder, switches of torch.
-
-    Gives a mapping that in the end holds those changes that decide the bits of others: by name, before and after.
-    """
+def kept() -> dict[str, tuple[Callable[[], Any], Callable[[Any], object]]]:
+    """What is put back after the body of a test on a rank, in words: how to read it, and how to write it."""
     import torch  # here: a process that keeps its log quiet may have no use for torch
 
-    switches = {
+    return {
+        "resource limits": (lambda: {which: resource.getrlimit(which) for which in _LIMITS}, _set_limits),
+        "the environment": (_environ, _set_environ),
+        "the working directory": (_cwd, os.chdir),
+        "the umask": (_umask, os.umask),
+        "signal handlers": (lambda: {each: signal.getsignal(each) for each in _SIGNALS}, _set_handlers),
+        "alarms": (lambda: signal.getitimer(signal.ITIMER_REAL)[0] > 0, lambda _: signal.alarm(0)),
+        "sys.path": (lambda: sys.path[:], lambda value: sys.path.__setitem__(slice(None), value)),
+        "the garbage collector": (lambda: (gc.isenabled(), gc.get_threshold()), _set_collector),
         "the default dtype": (torch.get_default_dtype, torch.set_default_dtype),
+        "the default device": (
+            torch.get_default_device,
+            lambda value: torch.set_default_device(None if value.type == "cpu" else value),
+        ),
         "the number of threads": (torch.get_num_threads, torch.set_num_threads),
         "grad mode": (torch.is_grad_enabled, torch.set_grad_enabled),
-        _DECIDES_BITS: (
+        "anomaly mode": (
+            lambda: (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
+            lambda value: torch.autograd.set_detect_anomaly(*value),
+        ),
+        "matmul precision": (_matmul_precision, _set_matmul_precision),
+        "deterministic algorithms": (  # writing them imports half of inductor
             lambda: (
                 torch.are_deterministic_algorithms_enabled(),
                 torch.is_deterministic_algorithms_warn_only_enabled(),
@@ -45,30 +67,83 @@ def restored() -> Iterator[Changes]:
             lambda value: torch.use_deterministic_algorithms(value[0], warn_only=value[1]),
         ),
     }
-    environ, cwd = _environ(), os.getcwd()
-    limits = {which: resource.getrlimit(which) for which in _LIMITS}
+
+
+@contextmanager
+def restored() -> Iterator[Changes]:
+    """Put back what the body of a test changed in the process, see ``kept``.
+
+    Gives a mapping that in the end holds those changes that decide the bits of others: by name, before and after.
+    """
+    switches = kept()
     before: dict[str, Any] = {name: read() for name, (read, _) in switches.items()}
     changes: Changes = {}
     try:
         yield changes
     finally:
-        for which, limit in limits.items():
-            if resource.getrlimit(which) != limit:
-                with contextlib.suppress(ValueError, OSError):  # a hard limit that was lowered stays
-                    resource.setrlimit(which, limit)
-        now = _environ()
-        for name in now.keys() - environ.keys():
-            del os.environb[name]
-        for name, value in environ.items():
-            if now.get(name) != value:
-                os.environb[name] = value
-        os.chdir(cwd)
-        for switch, (read, write) in switches.items():
+        for name, (read, write) in switches.items():
             found: Any = read()
-            if found != before[switch]:  # writing the determinism flags imports half of inductor
-                write(before[switch])
-                if switch == _DECIDES_BITS:
-                    changes[switch] = before[switch], found
+            if found != before[name]:
+                write(before[name])
+                if name in _DECIDE_BITS:
+                    changes[name] = before[name], found
+
+
+def _matmul_precision() -> tuple[str | None, str, str]:
+    import torch
+
+    on_cuda, on_cpu = torch.backends.cuda.matmul.fp32_precision, torch.backends.mkldnn.matmul.fp32_precision
+    try:
+        return torch.get_float32_matmul_precision(), on_cuda, on_cpu
+    except RuntimeError:  # the two ways to set it were mixed
+        return None, on_cuda, on_cpu
+
+
+def _set_matmul_precision(value: tuple[str | None, str, str]) -> None:
+    import torch
+
+    if value[0] is not None:
+        torch.set_float32_matmul_precision(value[0])
+    torch.backends.cuda.matmul.fp32_precision, torch.backends.mkldnn.matmul.fp32_precision = value[1:]
+
+
+def _set_limits(limits: dict[int, tuple[int, int]]) -> None:
+    for which, limit in limits.items():
+        with contextlib.suppress(ValueError, OSError):  # a hard limit that was lowered stays
+            resource.setrlimit(which, limit)
+
+
+def _set_environ(environ: dict[bytes, bytes]) -> None:
+    now = _environ()
+    for name in now.keys() - environ.keys():
+        del os.environb[name]
+    for name, value in environ.items():
+        if now.get(name) != value:
+            os.environb[name] = value
+
+
+def _cwd() -> str:
+    try:
+        return os.getcwd()
+    except OSError:  # it has been removed
+        return ""
+
+
+def _umask() -> int:
+    """It can only be read by setting it."""
+    os.umask(found := os.umask(0o77))
+    return found
+
+
+def _set_handlers(handlers: dict[int, Any]) -> None:
+    for signum, handler in handlers.items():
+        if handler is not None and signal.getsignal(signum) != handler:
+            signal.signal(signum, handler)
+
+
+def _set_collector(state: tuple[bool, tuple[int, int, int]]) -> None:
+    gc.set_threshold(*state[1])
+    (gc.enable if state[0] else gc.disable)()
 
 
 def _environ() -> dict[bytes, bytes]:
@@ -107,9 +182,7 @@ def let_torch_loggers_propagate() -> None:
     if "TORCH_LOGS" in os.environ or "TORCH_LOGS_OUT" in os.environ:
         return
     for name, logger in logging.getLogger().manager.loggerDict.items():
-        asked_for = name == _TRACE and "TORCH_TRACE" in os.environ
-        if asked_for or not isinstance(logger, logging.Logger) or logger.propagate:
-            continue
-        if name.partition(".")[0] == "torch":
+        is_torchs = name.partition(".")[0] == "torch" and not (name == _TRACE and "TORCH_TRACE" in os.environ)
+        if is_torchs and isinstance(logger, logging.Logger) and not logger.propagate:
             logger.handlers.clear()
             logger.propagate = True

@@ -77,8 +77,7 @@ def make_spec(kind: Any = None, *, kinds: Collection[str] = KINDS, **fields: Any
     """
     if kind not in kinds:
         raise SpecError(f"gt_world has no kind {kind!r}; it has {', '.join(kinds)}")
-    unknown = sorted(set(fields) - set(_FIELDS))
-    if unknown:
+    if unknown := sorted(set(fields) - set(_FIELDS)):
         raise SpecError(f"gt_world takes {', '.join(_FIELDS)}; not {', '.join(unknown)}")
     size, mesh = _size_and_mesh(fields.get("size"), fields.get("mesh"))
     nodes, rank = fields.get("nodes", 1), fields.get("rank", 0)

@@ -55,6 +55,28 @@ def test_dynamic_sizes_are_tried_beyond_the_example():
         assert_pass_bitwise(run)
 
 
+def in_eights(x):
+    return x.view(-1, 8).relu().sum(0)
+
+
+def test_sizes_that_guards_forbid_are_passed_over():
+    """The compilation holds for multiples of eight alone."""
+
+    assert_pass_bitwise(run_of(Rescale(2.0), in_eights, torch.randn(16), dynamic=True))
+    with pytest.raises(BitwiseDifference, match=r"on seed 0 with s\d+ = 32"):
+        assert_pass_bitwise(run_of(AtMost(2), in_eights, torch.randn(16), dynamic=True))
+
+
+def test_guards_that_forbid_all_other_sizes_are_told():
+    def function(x):
+        torch._check(x.shape[0] % 1024 == 0)
+        return x.relu().sum(0)
+
+    run = run_of(Rescale(2.0), function, torch.randn(1024), dynamic=True)
+    with pytest.raises(ValueError, match=r"the guards of the graph forbid s\d+ = 1025 and the 63 sizes behind: "):
+        assert_pass_bitwise(run)
+
+
 def test_integers_of_the_first_call_are_kept():
     weight = torch.randn(50, 4)
     run = run_of(Rescale(2.0), lambda index, w: w[index].relu(), torch.tensor([3, 49, 7]), weight)
@@ -100,6 +122,18 @@ def test_compiled_against_eager_says_what_broke_it():
     assert assert_compiled_bitwise(lambda x: torch.relu(x @ x), x).outcome == "equal"
     with pytest.raises(BitwiseDifference, match=r"decomposition, or a pass changed the numbers(?s:.)*aten.erf.default"):
         assert_compiled_bitwise(lambda x: torch.nn.functional.gelu(x @ x), x)
+
+
+def test_compiled_against_eager_copies_what_it_gives():
+    def function(x, y):
+        x.add_(1)
+        return x + y
+
+    x = torch.zeros(4)
+    assert assert_compiled_bitwise(function, x, x).outcome == "equal"
+    assert torch.equal(x, torch.zeros(4))
+    needs = torch.ones(4, requires_grad=True)
+    assert assert_compiled_bitwise(lambda x: torch.autograd.grad((x * x).sum(), x), needs).outcome == "equal"
 
 
 def test_compiled_against_eager_blames_generated_code():

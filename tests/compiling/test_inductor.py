@@ -12,10 +12,13 @@ from pytest_gtrainer import (
     bind_options,
     bucket_layout,
     data_parallel,
+    graphtext,
     gt_compile,
     inductor_options,
     joint_transformer_block_bucketing_reordering_pass,
+    simulate_graph,
 )
+from pytest_gtrainer.tracing.sharding import reusing_gathers
 from tests.compiling.test_recorder import Rescale
 
 PLAN = ["layers.0", "layers.1", "head"]
@@ -72,6 +75,56 @@ def test_bucketing_in_inductor_is_eager_bit_for_bit(gt_mesh, gt_world, slot, low
     assert [sent.label for sent in found] == [*PLAN, *reversed(PLAN)]
     assert_bitwise_equal(actual, expected)
     assert_bitwise_different(gradients(model, compiled, x + 1), expected)
+
+
+class Tied(nn.Module):
+    """An embedding that is the head, too, and a layer that is called twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.layer = nn.Embedding(16, 8), nn.Linear(8, 8)
+        self.head = nn.Linear(8, 16, bias=False)
+        self.head.weight = self.embedding.weight
+        self.register_buffer("scale", torch.randn(16))
+
+    def forward(self, tokens):
+        x = self.layer(torch.relu(self.layer(self.embedding(tokens))))
+        return self.head(x) * self.scale
+
+
+def reused(model, tokens):
+    with reusing_gathers():
+        return model(tokens)
+
+
+@pytest.mark.gt_world("ranks", size=2, mesh={"fsdp": 2})
+def test_ties_and_reused_gathers_compile_to_eagers_bits(gt_mesh, gt_world):
+    """One graph, one gather and one reduction a parameter: a tied one's contributions are added before it.
+
+    Inductor makes ``addmm`` of a sum of products, which rounds otherwise: its bits are not eager's here.
+    """
+    torch.manual_seed(0)
+    model, tokens = data_parallel(Tied(), gt_mesh), torch.arange(6) + 4 * gt_world.rank
+    apart = gradients(model, model, tokens)
+    expected = gradients(model, partial(reused, model), tokens)
+    assert_bitwise_different(apart, expected)  # each use is reduced alone
+
+    def around(tokens):
+        with reusing_gathers():
+            return compiled(tokens)
+
+    for once, within in ((True, True), (True, False), (False, False)):
+        for backend in ("aot_eager", "inductor"):
+            with gt_compile() as record:
+                compiled = torch.compile(partial(reused, model) if once and within else model, backend=backend)
+                actual = gradients(model, around if once and not within else compiled, tokens)
+            record.assert_no_graph_breaks()
+            record.assert_compiles(1)
+            if backend == "aot_eager":
+                assert_bitwise_equal(actual, expected if once else apart)
+        found = graphtext.render(record.joint)
+        kinds = ("all_gather_into_tensor", "reduce_scatter_tensor")
+        assert [found.count(f"= _c10d_functional.{kind}(") for kind in kinds] == ([3, 3] if once else [6, 6])
 
 
 @pytest.mark.gt_world("fake", size=2, mesh={"fsdp": 2})
@@ -136,3 +189,24 @@ def test_bad_input():
 
     with pytest.raises(Exception, match="other returned another graph: a pass of Inductor rewrites"), gt_compile():
         torch.compile(Model(), options=inductor_options(other))(torch.randn(4, 16))
+
+
+@pytest.mark.gt_world("simulated", size=2, mesh={"fsdp": 2})
+def test_a_graph_behind_the_post_grad_passes_runs_on_all_simulated_ranks(gt_mesh, gt_world):
+    """Its gathers give every rank the whole parameters."""
+    whole = Model()
+    state = {name: tensor.detach().clone() for name, tensor in whole.named_parameters()}
+    with gt_compile() as record, torch.no_grad():
+        torch.compile(data_parallel(whole, gt_mesh))(torch.randn(4, 16))
+    xs = [torch.randn(4, 16) for _ in range(2)]
+
+    def inputs(rank):
+        given = {name: tensor.chunk(2)[rank].contiguous() for name, tensor in state.items()} | {"x": xs[rank]}
+        placeholders = record.forward_after_passes.graph.find_nodes(op="placeholder")
+        return {name: given.get(name) for name in (node.meta["gt_input"]["fqn"] for node in placeholders)}
+
+    plain = Model()
+    plain.load_state_dict(state)
+    for rank, results in enumerate(simulate_graph(record.forward_after_passes, inputs, gt_world)):
+        assert_bitwise_equal(results["output_0"], plain(xs[rank]))
+        assert_bitwise_different(results["output_0"], plain(xs[1 - rank]))

@@ -2,6 +2,7 @@
 
 import logging
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -227,12 +228,14 @@ def broken(x):
     return x.relu()
 
 
-def test_graph_breaks_and_recompilations_say_where_and_why():
+def test_graph_breaks_and_recompilations_say_where_and_why(monkeypatch):
+    monkeypatch.chdir(Path(__file__).parents[2])  # places are told from here
     with gt_compile() as record:
         compiled = torch.compile(broken, dynamic=False)
         compiled(torch.ones(2))
         compiled(torch.ones(3))
-    with pytest.raises(AssertionError, match=r"^1 graph break:\n  .*test_recorder.py:\d+: Failed to trace builtin"):
+    here = Path(__file__).relative_to(Path.cwd())
+    with pytest.raises(AssertionError, match=rf"^1 graph break:\n  {here}:\d+: Failed to trace builtin"):
         record.assert_no_graph_breaks()
     record.assert_compiles(1, recompiles=1)
     with pytest.raises(AssertionError, match=r"expected 1 and 0, found 1 graph and 1 recompilation\n(?s:.*)actual 3"):
@@ -298,6 +301,38 @@ def test_another_thread():
         thread.join()
     with pytest.raises(NotRecorded, match="thread 'elsewhere' compiled, and this records what 'MainThread' does"):
         _ = record.forward
+
+
+def test_another_thread_while_this_one_compiles():
+    """Through Inductor itself, which takes no lock of Dynamo's."""
+
+    def compile_there():
+        gm = torch.fx.symbolic_trace(nn.Sequential(nn.Linear(4, 4)))
+        with torch.no_grad():
+            torch._inductor.compile(gm, [torch.ones(2, 4)])(torch.ones(2, 4))
+
+    def starts_another(graph):
+        thread = threading.Thread(target=compile_there, name="elsewhere")
+        thread.start()
+        thread.join()
+
+    with gt_compile() as record, torch.no_grad():
+        torch.compile(torch.relu, options={"post_grad_custom_post_pass": starts_another})(torch.ones(2))
+    with pytest.raises(NotRecorded, match="thread 'elsewhere' compiled, and this records what 'MainThread' does"):
+        _ = record.forward
+
+
+@pytest.mark.parametrize("lower", [False, True])
+def test_a_backward_that_is_compiled_behind_the_block(lower):
+    with gt_compile(lower=lower) as record:
+        result = torch.compile(Model(), options={"post_grad_custom_post_pass": Rescale(2.0)})(torch.randn(4, 16))
+    assert [run.stage for run in record.passes("Rescale")] == ["forward"]
+    result.sum().backward()
+    assert "aten.mul" in graphtext.render(record.forward_after_passes)
+    with pytest.raises(NotRecorded, match=r"stage 'backward', .*: it was first compiled after the block"):
+        _ = record.backward
+    with pytest.raises(NotRecorded, match=r"the passes of the backward of compiled graph 0/0 are not known: it was "):
+        record.passes("Rescale")
 
 
 def test_an_operator_without_a_fake_kernel():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import glob
 
 import pytest
 
@@ -166,3 +167,27 @@ def test_a_schedule_says_what_changed_inside_of_a_body():
     text = f"{body}if fwd:\n  call(L, cond, cond_graph_0)\n"
     told = diff(text, text.replace("bytes=8", "bytes=16")).splitlines()[0]
     assert told.startswith("in cond_graph_0: fwd: lost launch(_.all_reduce, fsdp, f32[2], bytes=8)")
+
+
+def test_what_commands_a_terminal_is_shown_as_letters(run, pytester, goldens):
+    """Colours, titles and the direction of writing of a golden do not reach the reader's terminal."""
+    source = "def test_a(gt_golden):\n    gt_golden.check({!r})"
+    text = "one\n\x1b]0;title\x07\u202etwo\u200b\n"
+    shown = "\\x1b]0;title\\x07\\u202etwo\\u200b"
+    missing = run(source.format(text))
+    assert shown in missing.stdout.str()
+    assert "\u202e" not in missing.stdout.str()
+    assert "\x1b]0" not in missing.stdout.str()
+    run(source.format(text), "--gt-update-goldens")
+    differs = run(source.format("one\ntwo\n"))
+    differs.stdout.fnmatch_lines([f"*-{glob.escape(shown)}", "*+two"])
+    assert "\u202e" not in differs.stdout.str()
+
+
+def test_letters_that_look_alike_are_named(run, goldens):
+    source = "def test_a(gt_golden):\n    gt_golden.check({!r})"
+    run(source.format("a\npay\n"), "--gt-update-goldens")
+    result = run(source.format("a\np\u0430y\n"))
+    letters = "U+0061 LATIN SMALL LETTER A in the golden, U+0430 CYRILLIC SMALL LETTER A in what was obtained"
+    assert f"line 2, column 2: {letters}" in result.stdout.str()
+    assert "U+00" not in run(source.format("a\nplay\n")).stdout.str()

@@ -19,6 +19,8 @@ REGISTRY: dict[str, dist.ProcessGroup] = {}
 """The extra group of each group, made once."""
 NAMES: dict[str, str] = {}
 """The same by name."""
+LISTED: list[dist.ProcessGroup | str] = ["kept"]
+COLLECTED: set[dist.ProcessGroup | str] = {"kept"}
 
 
 def extra_of(name: str) -> str:
@@ -56,7 +58,10 @@ def test_the_end_of_a_world_empties_tables_of_groups():
     with fake_world(make_spec("fake", size=4)):
         extra_of("0")
         assert REGISTRY
+        LISTED.append(REGISTRY["0"])
+        COLLECTED.update(REGISTRY.values())
     assert not REGISTRY
+    assert LISTED == [*COLLECTED] == ["kept"]
     NAMES.clear()
 
 

@@ -120,6 +120,7 @@ def made(folder: Path, *options: str, files: dict[str, str]) -> Made:
     with pytest.MonkeyPatch.context() as outside_of_ci:
         for variable in ("CI", "EXPECTTEST_ACCEPT"):
             outside_of_ci.delenv(variable, raising=False)
+        outside_of_ci.setenv("OMP_NUM_THREADS", "2")  # not what a rank has
         return Made(run_project(folder, *QUICK, *options, files=files), folder)
 
 

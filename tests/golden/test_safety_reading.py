@@ -106,6 +106,21 @@ def test_a_link_inside_the_tree_is_followed_and_kept(tmp_path):
     assert store.read(tmp_path / "golden/old_name", tmp_path) == "one\n"
 
 
+@pytest.mark.parametrize("there", ["conftest.py", "other.txt"])
+def test_a_link_to_what_is_no_golden_is_refused(tmp_path, there):
+    """An update followed it, and overwrote the file that it leads to."""
+    (tmp_path / "golden").mkdir()
+    (tmp_path / "conftest.py").write_text("import pytest\n")
+    golden = tmp_path / "golden/g"
+    golden.symlink_to(f"../{there}")
+    for access in (lambda: store.read(golden, tmp_path), lambda: store.write(golden, tmp_path, "two\n")):
+        with pytest.raises(store.GoldenFileError) as error:
+            access()
+        assert str(error.value) == f"golden/g leads to {there}, which is no golden, by a link: replace it by a file"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["conftest.py", "golden"]
+    assert (tmp_path / "conftest.py").read_text() == "import pytest\n"
+
+
 DAMAGE = [
     (b"a\xff\xfe", "golden/g is not valid UTF-8 at byte 1: restore or remake it"),
     (b"one\n\0\0\0", "golden/g has a NUL byte at byte 4: restore or remake it"),
@@ -173,8 +188,7 @@ def test_a_new_name_may_not_differ_from_another_only_in_case(tmp_path, there, ne
     with pytest.raises(store.GoldenFileError) as error:
         store.write(tmp_path / new, tmp_path, "two\n")
     assert str(error.value) == (
-        f"{new} was not written: {named} only in case, and is the same file on some systems: "
-        "rename one of the tests"
+        f"{new} was not written: {named} only in case, and is the same file on some systems: rename one of the tests"
     )
     store.write(tmp_path / there, tmp_path, "three\n")
     assert (tmp_path / there).read_text() == "three\n"

@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -291,3 +292,29 @@ def test_a(gt_golden):
     result.assert_outcomes(passed=1, errors=1)
     result.stdout.fnmatch_lines(["golden/test_it/test_a.txt was not written: No space left on device: make room"])
     assert goldens() == {}
+
+
+def test_the_lock_lies_where_no_other_user_can_put_a_link(tmp_path, monkeypatch):
+    """In everybody's folder, another user's link had it empty a file of ours; filelock follows none, either."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
+    (tmp_path / "tmp" / f"gtrainer-locks-{os.getuid()}").mkdir(parents=True, mode=0o755)
+    lock = Path(store._lock_file(tmp_path))
+    assert lock.parent.stat().st_mode & 0o777 == 0o700
+    assert lock.parent.parent == tmp_path / "tmp"
+    (tmp_path / "mine").write_text("kept")
+    lock.symlink_to(tmp_path / "mine")
+    with pytest.raises(store.GoldenFileError, match=r"^g was not written: "):
+        store.write(tmp_path / "g", tmp_path, "x\n")
+    assert (tmp_path / "mine").read_text() == "kept"
+
+
+@pytest.mark.parametrize("to", ["elsewhere", "nowhere"])
+def test_a_folder_of_locks_that_is_a_link_is_one_sentence(tmp_path, monkeypatch, to):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / f"gtrainer-locks-{os.getuid()}").symlink_to(to)
+    with pytest.raises(
+        store.GoldenFileError, match=r"^g was not written: .*gtrainer-locks-\d+, .* is no folder: remove it"
+    ):
+        store.write(tmp_path / "g", tmp_path, "x\n")
+    assert [*(tmp_path / "elsewhere").iterdir()] == []

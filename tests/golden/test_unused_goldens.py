@@ -164,6 +164,19 @@ def test_a_link_keeps_what_it_leads_to(run_here, put_goldens, pytester):
     assert (folder / "test_a.txt").read_text() == "test_a\n"
 
 
+def test_links_that_loop_do_not_end_the_run(run_here, put_goldens, pytester):
+    """One that a test checks, and one that no test does."""
+    put_goldens(*USED[1:])
+    loops = [pytester.path / "golden/test_it" / name for name in ("test_a.txt", "test_c.txt")]
+    for loop in loops:
+        loop.symlink_to(loop.name)
+    result = run_here(SOURCE, "--gt-prune-goldens")
+    result.assert_outcomes(passed=2, failed=1)
+    result.stdout.fnmatch_lines(["*golden/test_it/test_a.txt is a link that leads back to itself*"])
+    result.stdout.fnmatch_lines(["removed golden/test_it/test_c.txt"])
+    assert [loop.is_symlink() for loop in loops] == [True, False]
+
+
 def test_another_use_of_the_folders_name_is_left_alone(run_here, put_goldens, goldens):
     put_goldens("cases/one.txt", "cases/two.json")
     result = run_here("def test_a(): pass", "--gt-prune-goldens", "--disable-warnings")  # pytest's own name plugins

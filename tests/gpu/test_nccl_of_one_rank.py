@@ -7,6 +7,7 @@ CUDA tensors, in the dtypes of training, and that layout and bits of both sides 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from fixtures.training import PRECISIONS, deepseek_v3_training, llama3_training
 from pytest_gtrainer import MixedPrecisionPolicy, assert_bitwise_different, train_eager, train_graph
@@ -41,6 +42,14 @@ def test_a_scaled_sum():
     value = torch.ones(3, device="cuda")
     dist.all_reduce(value, op=dist._make_nccl_premul_sum(0.5))
     assert value.tolist() == [0.5, 0.5, 0.5]
+
+
+@pytest.mark.parametrize("turn", range(2))
+def test_a_backward_does_not_use_the_groups_of_an_earlier_test(gt_mesh, turn):
+    """It runs in a thread of the GPU's own, where DTensor has caches of its own."""
+    x = distribute_tensor(torch.ones(4, device="cuda"), gt_mesh, [Shard(0)]).requires_grad_()
+    (x / 2).sum().full_tensor().backward()
+    assert dist.get_process_group_ranks(x.grad.device_mesh.get_group()) == [0]
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)

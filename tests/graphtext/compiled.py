@@ -7,8 +7,23 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 from torch._dynamo.backends.common import aot_autograd
+
+
+class Block(nn.Module):
+    """``scaled`` by a buffer."""
+
+    def __init__(self, *, bias: bool = False, scaled: bool = False) -> None:
+        super().__init__()
+        self.up = nn.Linear(8, 16, bias=bias)
+        self.norm = nn.LayerNorm(16)
+        self.down = nn.Linear(16, 8, bias=False)
+        self.register_buffer("scale", torch.ones(8) if scaled else None)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.down(torch.relu(self.norm(self.up(x))))
+        return x + (y if self.scale is None else y * self.scale)
 
 
 def stages(function: Callable[..., Any], *args: Any, dynamic: bool | None = None) -> dict[str, fx.GraphModule]:

@@ -171,6 +171,21 @@ def test_symbols_are_what_brings_them_in():
     assert [operand for operand in cat.operands if isinstance(operand, Symbol)] == [Symbol(1, 0), Symbol(2, 0)]
 
 
+@pytest.mark.parametrize(
+    ("one", "other", "same"),
+    [
+        ("Max(L.u0, 2*L.u1)", "Max(2*L.u0, L.u1)", True),
+        ("L.u0 - L.u1", "-L.u0 + L.u1", True),
+        ("L.u0 - L.u1", "L.u0 - L.u1", False),
+        ("L.u0//L.u1", "L.u0//L.u1", False),
+        ("3*L.u0*L.u1", "3*L.u0*L.u1", True),
+    ],
+)
+def test_a_size_is_the_same_whatever_the_numbers_of_its_symbols(one, other, same):
+    sizes = MOE.replace("L.u0 + 2*L.u1", one), SWAPPED.replace("2*L.u0 + L.u1", other)
+    assert (digest_of(sizes[0]) == digest_of(sizes[1])) == same
+
+
 def test_symbols_of_layers_are_told_apart():
     """Each layer's own `L.u0` is another one."""
     values = dataflow(unfold(MOE.replace("layers[0]", "layers[0:2]"))).values

@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 import torch
 import torch._dynamo.config as config
-from torch import fx, nn
+from functorch.experimental import control_flow
+from torch import nn
+from torch._higher_order_ops.scan import scan
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.utils.checkpoint import checkpoint
 
@@ -80,7 +82,7 @@ SOURCES = [
     ("flex_attention", "dynamo"), ("flex_attention", "forward"), ("flex_attention", "backward"),
 ]  # fmt: skip
 _INLINING = ("inline_single_use_invoke_subgraph",)
-_made: dict[Any, dict[str, fx.GraphModule]] = {}
+_made: dict[Any, dict[str, Any]] = {}
 
 
 def text_of(
@@ -94,9 +96,11 @@ def text_of(
 ) -> str:
     torch.manual_seed(0)
     model, x = MODELS[operator](activation).to(dtype), torch.randn(rows, 8, dtype=dtype)
+    key = (operator, activation, rows, dtype, which == "export")
     if which == "export":
-        return graphtext.render(torch.export.export(model, (x,)))
-    key = (operator, activation, rows, dtype)
+        if key not in _made:
+            _made[key] = {"export": torch.export.export(model, (x,))}
+        return graphtext.render(_made[key]["export"])
     if key not in _made:
         with config.patch({name: False for name in _INLINING if hasattr(config, name)}):
             _made[key] = stages(model, x)
@@ -149,3 +153,31 @@ def test_inputs_of_a_body_have_the_names_of_what_is_passed():
 def test_a_body_that_layers_share_has_what_their_names_have_in_common():
     shared = body_of(text_of("invoke_subgraph", "dynamo"), 1)
     assert "    P.up.weight: f32[8, 8]\n" in shared
+
+
+def doubled(weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return torch.while_loop(lambda n, x: n < 3, lambda n, x: (n + 1, x * weight), (torch.zeros((), dtype=int), x))[1]
+
+
+def summed(weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return scan(lambda total, row: (total + row * weight, row.clone()), torch.zeros(8), x)[0]
+
+
+def mapped(weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return control_flow.map(lambda row, weight: row * weight, x, weight)
+
+
+@pytest.mark.parametrize(
+    ("function", "names"),
+    [
+        (doubled, ["I.while_loop.carried[0]: i64[()]", "I.while_loop.carried[1]: f32[4, 8]", "I.weight: f32[8]"]),
+        (summed, ["I.scan.carried[0]: f32[8]", "I.scan.each[0]: f32[8]", "I.weight: f32[8]"]),
+        (mapped, ["I.map_impl.each[0]: f32[8]", "I.weight: f32[8]"]),
+    ],
+)
+def test_inputs_of_a_loops_body_are_named_after_the_loop(function: Any, names: list[str]):
+    """What stays is named as what is given."""
+    text = graphtext.render(stages(function, torch.ones(8), torch.ones(4, 8))["dynamo"])
+    assert "A[" not in text
+    for name in names:
+        assert name in text, text

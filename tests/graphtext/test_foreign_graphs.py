@@ -1,31 +1,20 @@
 """Graphs of Dynamo, AOTAutograd and torch.export show alike what ours show: names, types, modules, directions."""
 
 import copy
+import functools
 
 import pytest
 import torch
 from torch import fx, nn
-from torch._dynamo.backends.common import aot_autograd
 
 from pytest_gtrainer import assert_graph, bucket_layout, graphtext
-
-
-class Block(nn.Module):
-    def __init__(self, bias: bool = False):
-        super().__init__()
-        self.up = nn.Linear(8, 16, bias=bias)
-        self.norm = nn.LayerNorm(16)
-        self.down = nn.Linear(16, 8, bias=False)
-        self.register_buffer("scale", torch.ones(8))
-
-    def forward(self, x):
-        return x + self.down(torch.relu(self.norm(self.up(x)))) * self.scale
+from tests.graphtext.compiled import Block, stages
 
 
 class Model(nn.Module):
     def __init__(self, bias: bool = False):
         super().__init__()
-        self.layers = nn.ModuleList([Block(bias and i == 0) for i in range(2)])
+        self.layers = nn.ModuleList([Block(bias=bias and i == 0, scaled=True) for i in range(2)])
 
     def forward(self, x, mask=None):
         for layer in self.layers:
@@ -34,24 +23,14 @@ class Model(nn.Module):
 
 
 def graphs_of(model: nn.Module, dtype: torch.dtype = torch.float32, rows: int = 4) -> dict[str, fx.GraphModule]:
-    """Dynamo's graph, and AOTAutograd's forward and backward, of one training step."""
-    found: dict[str, fx.GraphModule] = {}
+    """Of one training step."""
+    return stages(model.to(dtype), torch.randn(rows, 8, dtype=dtype), {"row": torch.ones(8, dtype=dtype)})
 
-    def keep(which: str):
-        def compiler(gm: fx.GraphModule, inputs: object) -> fx.GraphModule:
-            found[which] = gm
-            return gm
 
-        return compiler
-
-    def backend(gm: fx.GraphModule, inputs: list[torch.Tensor]):
-        found["dynamo"] = copy.deepcopy(gm)
-        return aot_autograd(fw_compiler=keep("forward"), bw_compiler=keep("backward"))(gm, inputs)
-
-    torch.compiler.reset()
-    x = torch.randn(rows, 8, dtype=dtype)
-    torch.compile(model.to(dtype), backend=backend)(x, {"row": torch.ones(8, dtype=dtype)}).sum().backward()
-    return found
+@functools.cache
+def changed_graphs(**change) -> dict[str, fx.GraphModule]:
+    """Of another parameter, dtype or shape."""
+    return graphs_of(Model(bias=True)) if "bias" in change else graphs_of(Model(), **change)
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +81,7 @@ def test_without_names_descriptors_alone_name_nothing_wrongly(graphs):
 @pytest.mark.parametrize("which", ["dynamo", "forward", "backward"])
 def test_another_dtype_or_shape_is_another_text(graphs, change, which):
     """P2: so its golden differs."""
-    other = graphs_of(Model(), **change)
+    other = changed_graphs(**change)
     texts = [graphtext.render(each[which], names=each["dynamo"]) for each in (graphs, other)]
     assert texts[0] != texts[1]
 
@@ -110,7 +89,7 @@ def test_another_dtype_or_shape_is_another_text(graphs, change, which):
 @pytest.mark.parametrize("which", ["dynamo", "forward", "backward"])
 def test_another_parameter_renumbers_nothing(graphs, which):
     """P2: only its own lines change."""
-    other = graphs_of(Model(bias=True))
+    other = changed_graphs(bias=True)
     lines = [
         {str(line) for line in graphtext.lines_of(graphtext.parse(graphtext.render(each[which], names=each["dynamo"])))}
         for each in (graphs, other)

@@ -3,24 +3,14 @@
 from __future__ import annotations
 
 import copy
+import functools
 
 import pytest
 import torch
 from torch import fx, nn
 
 from pytest_gtrainer import assert_graph, graphtext
-from tests.graphtext.compiled import renamed, stages
-
-
-class Block(nn.Module):
-    def __init__(self, bias: bool = False):
-        super().__init__()
-        self.up = nn.Linear(8, 16, bias=bias)
-        self.norm = nn.LayerNorm(16)
-        self.down = nn.Linear(16, 8, bias=False)
-
-    def forward(self, x):
-        return x + self.down(torch.relu(self.norm(self.up(x))))
+from tests.graphtext.compiled import Block, renamed, stages
 
 
 class Model(nn.Module):
@@ -29,7 +19,7 @@ class Model(nn.Module):
     def __init__(self, gain: bool = False, bias: bool = False):
         super().__init__()
         self.gain = nn.Parameter(torch.ones(8)) if gain else None
-        self.layers = nn.ModuleList([Block(bias and i == 0) for i in range(2)])
+        self.layers = nn.ModuleList([Block(bias=bias and i == 0) for i in range(2)])
 
     def forward(self, x):
         if self.gain is not None:
@@ -56,11 +46,16 @@ def test_without_names_an_input_is_named_after_its_first_use(graphs):
         assert graphtext.render(renamed(graphs[which])) == text
 
 
+@functools.cache
+def changed_graphs(change: str) -> dict[str, fx.GraphModule]:
+    return stages(Model(**{change: True}), torch.randn(4, 8))
+
+
 @pytest.mark.parametrize("change", ["gain", "bias"])
 @pytest.mark.parametrize("which", ["forward", "backward"])
 def test_without_names_another_parameter_changes_its_own_lines(graphs, which, change):
     """``gain`` comes first among the inputs, so that every other one has another place."""
-    other = stages(Model(**{change: True}), torch.randn(4, 8))
+    other = changed_graphs(change)
     lines = [
         {str(line) for line in graphtext.lines_of(graphtext.parse(graphtext.render(each[which])))}
         for each in (graphs, other)

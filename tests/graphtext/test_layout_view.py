@@ -14,7 +14,7 @@ from pytest_gtrainer._torch.fsdp2 import fully_shard
 from pytest_gtrainer.graph.layout import Payload, Slot, UnreadLayout
 from pytest_gtrainer.graphtext import TextError, lines_of, parse, render, render_layout, unfold
 from pytest_gtrainer.references.graph import GraphRun
-from tests.graphtext.toy import toy_graph
+from tests.graphtext.toy import inner_graph, toy_graph
 
 GATHER = """\
   with bucket(L):
@@ -329,18 +329,14 @@ if all_reduce:
 """
 
 
-NESTED = """\
+GATHERING = inner_graph(
+    0,
+    "all_gather_into_tensor: f32[8] = _c10d_functional.all_gather_into_tensor(A[0], 2, fsdp)",
+    "wait_tensor: f32[8] = _c10d_functional.wait_tensor(all_gather_into_tensor)",
+)
+NESTED = f"""\
 fsdp = group(range(0, 2))
-def cond_graph_0():
-  fsdp = group(range(0, 2))
-  if A:
-    A[0]: f32[4]
-  if fwd:
-    with _:
-      all_gather_into_tensor: f32[8] = _c10d_functional.all_gather_into_tensor(A[0], 2, fsdp)
-      wait_tensor: f32[8] = _c10d_functional.wait_tensor(all_gather_into_tensor)
-  if out:
-    yield fwd._.wait_tensor
+{GATHERING}\
 if P:
   P.w: f32[4]
 if fwd:
@@ -469,6 +465,20 @@ def test_a_member_behind_an_operator_that_picks_is_still_refused_beside_a_norm()
     )
     with pytest.raises(UnreadLayout, match=r"reduced gives a, and .* cannot be read: at node two \(aten::take\)"):
         bucket_layout(parse(text))
+
+
+@pytest.mark.parametrize(
+    "two", ["aten.take(wait_tensor, I.count)", "aten.index_select(wait_tensor, 0, I.count)"], ids=["take", "index"]
+)
+def test_a_lone_slice_is_no_padding_beside_another_reader(two):
+    """D17: the member that leaves otherwise was lost, and the slice had the bytes of both."""
+    body = ("one: f32[4] = aten.slice.Tensor(wait_tensor, 0, 0, 4)", f"two: f32[4] = {two}")
+    given = {"reduced": REDUCTIONS["reduce_scatter"], "a": "bwd._.one"}
+    with pytest.raises(UnreadLayout, match=r"reduced gives a, and .* cannot be read: at node two"):
+        bucket_layout(parse(SCALED.format(body="\n    ".join(body), b="bwd._.two", **given)))
+    norm = "norm: f32[()] = aten.linalg_vector_norm(wait_tensor)"
+    (payload,) = bucket_layout(parse(SCALED.format(body="\n    ".join([body[0], norm]), b="None", **given))).payloads
+    assert payload.slots == (Slot("a", 0, 32),)  # with its padding
 
 
 def test_a_parameter_that_is_scaled_before_its_gather_is_a_member():

@@ -77,3 +77,8 @@ def test_a_symbolic_operand_is_of_the_kind_of_its_expression(operand, kind):
 def test_a_number_may_be_larger_than_any_size():
     text = OPERAND.format(example=4, operand="A[0]").replace("relu: f32[s0]", "relu: int[9223372036854775807]")
     assert render(parse(text)) == text
+
+
+def test_strides_of_no_elements_are_those_of_torch():
+    gm = parse("if I:\n  I.x: f32[2, 0, 4]\nif out:\n  yield I.x\n")
+    assert next(iter(gm.graph.nodes)).meta["val"].stride() == torch.empty(2, 0, 4).stride() == (4, 4, 1)

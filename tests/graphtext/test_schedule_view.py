@@ -16,7 +16,7 @@ from fixtures.training import llama3_training
 from pytest_gtrainer.graphtext import TextError, lines_of, parse, render, unfold
 from pytest_gtrainer.references.graph import rewrite, shard_traceably, trace_config
 from pytest_gtrainer.report.timeline import timeline
-from tests.graphtext.toy import small_graph, toy_graph
+from tests.graphtext.toy import inner_graph, small_graph, toy_graph
 
 NORM = """\
   with L:
@@ -423,36 +423,15 @@ def test_a_graph_that_computes_nothing():
     assert schedule(small_graph(lambda x: x.view(-1), torch.zeros(3))) == "schedule = []\n"
 
 
-BRANCHES = """\
+REDUCING = (
+    'all_reduce: f32[4] = _c10d_functional.all_reduce(A[0], "sum", fsdp)',
+    "wait_tensor: f32[4] = _c10d_functional.wait_tensor(all_reduce)",
+)
+BRANCHES = f"""\
 fsdp = group(range(0, 2))
-def cond_graph_0():
-  fsdp = group(range(0, 2))
-  if A:
-    A[0]: f32[4]
-  if fwd:
-    with _:
-      all_reduce: f32[4] = _c10d_functional.all_reduce(A[0], "sum", fsdp)
-      wait_tensor: f32[4] = _c10d_functional.wait_tensor(all_reduce)
-  if out:
-    yield fwd._.wait_tensor
-def cond_graph_1():
-  if A:
-    A[0]: f32[4]
-  if fwd:
-    with _:
-      sin: f32[4] = aten.sin(A[0])
-  if out:
-    yield fwd._.sin
-def cond_graph_2():
-  fsdp = group(range(0, 2))
-  if A:
-    A[0]: f32[4]
-  if fwd:
-    with _:
-      all_reduce: f32[4] = _c10d_functional.all_reduce(A[0], "sum", fsdp)
-      wait_tensor: f32[4] = _c10d_functional.wait_tensor(all_reduce)
-  if out:
-    yield fwd._.wait_tensor
+{inner_graph(0, *REDUCING)}\
+{inner_graph(1, "sin: f32[4] = aten.sin(A[0])")}\
+{inner_graph(2, *REDUCING)}\
 if A:
   A[0]: f32[4]
 if fwd:

@@ -56,6 +56,17 @@ def line_of(text: str, name: str) -> str:
     return next(line.strip() for line in text.splitlines() if line.strip().startswith(f"{name}:"))
 
 
+def inner_graph(number: int, *lines: str) -> str:
+    """The text of a graph inside a graph: of one input, ``A[0]``; it returns what its last line makes."""
+    group = "  fsdp = group(range(0, 2))\n" if "fsdp" in lines[0] else ""
+    body = "".join(f"      {line}\n" for line in lines)
+    result = lines[-1].partition(":")[0]
+    return (
+        f"def cond_graph_{number}():\n{group}  if A:\n    A[0]: f32[4]\n"
+        f"  if fwd:\n    with _:\n{body}  if out:\n    yield fwd._.{result}\n"
+    )
+
+
 if __name__ == "__main__":
     from pytest_gtrainer.graphtext import render
 

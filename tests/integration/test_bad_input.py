@@ -12,6 +12,13 @@ import pytest
         (["-o", "gt_gpus=none"], "ERROR: gt_gpus=none: expected a whole number, 1 or more"),
         (["--gt-timeout=0"], "ERROR: --gt-timeout=0: expected a number of seconds above 0"),
         (["--gt-timeout=inf"], "ERROR: --gt-timeout=inf: expected a number of seconds above 0"),
+        (["--gt-gpus="], "ERROR: --gt-gpus=: expected a whole number, 1 or more"),
+        (["-o", "gt_gpus="], "ERROR: gt_gpus=: expected a whole number, 1 or more"),
+        (["--gt-timeout="], "ERROR: --gt-timeout=: expected a number of seconds above 0"),
+        (["--gt-require="], "ERROR: --gt-require=: expected one of ranks, cuda"),
+        (["--gt-unused-goldens="], "ERROR: --gt-unused-goldens=: expected one of warn, fail, ignore"),
+        (["--gt-report="], "ERROR: --gt-report=: expected a path"),
+        (["--gt-artifacts="], "ERROR: --gt-artifacts=: expected a path"),
         (["--gt-device=tpu"], "ERROR: --gt-device=tpu: expected one of auto, cpu, cuda"),
     ],
     ids=str,
@@ -88,4 +95,4 @@ def test_a_list_as_size_parametrises(pytester):
     result = pytester.runpytest_subprocess("-v")
     result.assert_outcomes(passed=2)
     result.stdout.fnmatch_lines(["*test_sizes[[]size2] PASSED*", "*test_sizes[[]size4] PASSED*"])
-    result.stdout.fnmatch_lines(["worlds    1 tests in fake(2), 1 tests in fake(4)"])
+    result.stdout.fnmatch_lines(["worlds    1 test in fake(2), 1 test in fake(4)"])

@@ -66,7 +66,7 @@ def test_torchs_test_cases_run_beside_ours(pytester):
     sharded = {"passed": 4} if torch.cuda.device_count() > 1 else {"passed": 3, "skipped": 1}
     result.assert_outcomes(failed=1, **sharded)
     result.stdout.fnmatch_lines(["*TestProcesses::test_wrong FAILED*"])
-    result.stdout.fnmatch_lines(["worlds    1 tests in fake(64), 1 tests in ranks(2, *"])
+    result.stdout.fnmatch_lines(["worlds    1 test in fake(64), 1 test in ranks(2, *"])
 
 
 INDUCTOR = '''

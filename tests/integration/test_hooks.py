@@ -22,7 +22,7 @@ def test_the_project_of_the_page(pytester, monkeypatch):
         "*::test_it_runs_under_every_net[[]one rail] PASSED*",
         "*::test_it_runs_under_every_net[[]four] PASSED*",
     ])  # fmt: skip
-    made.stdout.fnmatch_lines(["worlds *1 tests in alone(1, gloo on cpu)*"])
+    made.stdout.fnmatch_lines(["worlds *1 test in alone(1, gloo on cpu)*"])
     golden = pytester.path / "golden" / "test_hooks"
     graph = (golden / "test_what_drifts_is_not_in_the_golden.fxgraph").read_text()
     assert "aten.mul.Tensor(I[0], 3.14)" in graph

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from pytest_gtrainer import Record, Verdict, compare
+from pytest_gtrainer import Record, Verdict, assert_bitwise_equal, compare
+from pytest_gtrainer.numerics.compare import BitwiseDifference
 from pytest_gtrainer.numerics.verdict import PHASES, Key, table
 from tests.numerics.samples import ALL, NAMES, flip_bit, make_run
 
@@ -322,3 +323,8 @@ def test_a_verdict_travels_between_processes(run):
 def test_bad_input(actual, expected, message: str):
     with pytest.raises(TypeError, match=message):
         compare(actual, expected)
+
+
+def test_nothing_on_either_side_is_told_with_what_was_expected():
+    with pytest.raises(BitwiseDifference, match="give what holds tensors: a record of a run, a module, a tensor, or a"):
+        assert_bitwise_equal({}, {})

@@ -123,6 +123,39 @@ def test_a_file_that_was_cut_off_is_refused(tmp_path, left: int):
         Record.load(tmp_path / "run")
 
 
+DAMAGE = [
+    ('"world_size": 2', '"world_size": "2"'),
+    ('"world_size": 2', '"world_size": 0'),
+    ('"rank": null', '"rank": 9'),
+    ('"meta": {', '"meta": 1, "m": {'),
+    ('"begins"', '"begin"'),
+    ('"begins": ', '"begins": {}, "b": '),
+    ('"float32"', '"Tensor"'),
+    ('"float32"', '"no_such"'),
+    ('"float32"', "7"),
+    ('"tensors": [', '"tensors": [[], '),
+    ('"tensors": [', '"tensors": [7, '),
+    ('"tensors": [', '"tensors": [[0, 0, "weight", "w", "float32", [2], 1000000000], '),
+    ('"tensors": [', '"tensors": [[0, 0, "weight", "w", "float32", [2], -8], '),
+    ('"tensors": [', '"tensors": [[0, 0, "weight", "w", "float32", ["x"], 8], '),
+    ('"tensors": [', '"tensors": [[0, 0, "weight", "w", "float32", [1e400], 8], '),
+    ('"tensors": [', '"tensors": [[0, 0, "weight", [], "float32", [1], 64], '),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("old", "new"), DAMAGE)
+def test_a_damaged_index_is_one_documented_error(tmp_path, old: str, new: str):
+    make_run().save(tmp_path / "run")
+    whole = (tmp_path / "run").read_bytes()
+    start = whole.rindex(b'{"world_size"')
+    index = whole[start:-8].decode()
+    assert index.count(old) >= 1, index[:300]
+    damaged = index.replace(old, new, 1).encode()
+    (tmp_path / "run").write_bytes(whole[:start] + damaged + len(damaged).to_bytes(8, "little"))
+    with pytest.raises(ValueError, match=r"run was cut off or damaged: its index cannot be read \("):
+        Record.load(tmp_path / "run")
+
+
 @pytest.mark.parametrize("dtype", ALL, ids=str)
 def test_every_dtype_survives_the_disk(tmp_path, dtype: torch.dtype):
     record = Record()

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
 
 from pytest_gtrainer import (
     bucket_layout,
@@ -14,11 +15,10 @@ from pytest_gtrainer import (
     trace_step,
 )
 from pytest_gtrainer import joint_transformer_block_bucketing_reordering_pass as joint_pass
+from pytest_gtrainer._torch.fake_groups import fake_group_beside
 from pytest_gtrainer._torch.passes import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, WAIT
 from pytest_gtrainer.graph.collectives import PlanError
 from pytest_gtrainer.testing import run_pass_file
-from pytest_gtrainer.worlds.fake import fake_world, make_mesh
-from pytest_gtrainer.worlds.spec import make_spec
 
 pytestmark = pytest.mark.gt_world("fake", size=4, mesh={"fsdp": 4})
 
@@ -28,8 +28,8 @@ def uneven_joint_of(make_net):
     """The joint graph as ``rank`` of 4 traces it, for a width that 4 does not divide."""
 
     def trace(rank):
-        with fake_world(make_spec("fake", size=4, rank=rank)) as world:
-            model = data_parallel(make_net(3, 10), make_mesh(world))
+        with fake_group_beside(rank, 4):
+            model = data_parallel(make_net(3, 10), init_device_mesh("cpu", (4,)))
             traced = trace_step(model, lambda m, t: m(t).sum(), (torch.zeros(2, 3, dtype=torch.int64),))
             return traced.with_graph(canonicalize_graph_pass(traced.gm))  # since torch 2.15 all ranks pad, by nothing
 

@@ -16,6 +16,8 @@ from pytest_gtrainer.graph.nodes import (
     is_view,
     mutates,
     node_fqn,
+    storage_of,
+    writes,
     written_operands,
 )
 
@@ -99,7 +101,11 @@ def test_what_draws_random_numbers(node, random):
         (call(aten._foreach_add_.List, ["x", "y"], ["z", "z"]), ["x", "y"]),
         (call(aten.native_batch_norm.default, "x", None, None, "y", "z", True, 0.1, 1e-5), []),
         (call(aten._native_batch_norm_legit.default, "x", None, None, "y", "z", True, 0.1, 1e-5), ["y", "z"]),
-        (call(operator.iadd, "x", "y"), []),
+        (call(operator.iadd, "x", "y"), ["x"]),
+        (call(operator.imatmul, "x", "y"), ["x"]),
+        (call(operator.setitem, "x", 0, "y"), ["x"]),
+        (call(operator.add, "x", "y"), []),
+        (call(operator.iadd, 2, "y"), []),
     ],
     ids=target_of,
 )
@@ -107,6 +113,21 @@ def test_what_is_written_to(node, written):
     """By position or by keyword, one operand or several; batch norm says so in one of its two spellings."""
     assert [operand.name for operand in written_operands(node)] == written
     assert mutates(node) == bool(written)
+
+
+def test_a_number_is_not_written_to():
+    """``size += 1`` in a graph of Dynamo makes another number."""
+    node = call(operator.iadd, "x", 1)
+    node.args[0].meta["example_value"] = 3
+    assert written_operands(node) == []
+
+
+def test_the_memory_of_what_python_writes_to():
+    """``x += y`` gives ``x``, and ``x[0] = y`` gives nothing."""
+    added, item = call(operator.iadd, "x", "y"), call(operator.setitem, "x", 0, "y")
+    assert storage_of(added) is added.args[0]
+    assert storage_of(item) is item
+    assert writes(added.graph) == {added.args[0]: [added]}
 
 
 def test_what_shows_the_memory_of_its_operand():

@@ -317,16 +317,16 @@ def test_the_result_tells_what_was_run(neg_of_detach):
 
 @pytest.mark.gt_world("fake", size=4, mesh={"fsdp": 4})
 def test_the_pipeline_on_its_own_output_changes_nothing(joint, plan):
-    """E7: of the joint graph of a sharded model."""
-    passes = construct_default_graph_passes(bucket_plan=plan)
+    """E7: of the joint graph of a sharded model, which has its buckets then."""
+    passes = construct_default_graph_passes(bucket_plan=plan, require_buckets=True)
     once = apply_graph_passes(joint.gm, joint.example_inputs, passes)
     assert apply_graph_passes(once, joint.example_inputs, passes).code == once.code != joint.gm.code
 
 
 def test_what_is_no_pass_is_refused_by_name(neg_of_detach):
-    """M3: a pass without options bound, one that returns nothing, and something else than a graph."""
-    with pytest.raises(TypeError, match=r"pass 0 of the list, marked_pass, has no options bound: give bind_options"):
-        apply_graph_passes(neg_of_detach, None, [marked_pass])
+    """M3: what cannot be called, one that returns nothing, and something else than a graph."""
+    with pytest.raises(TypeError, match=r"pass 1 of the list is 'exp': give a function gm -> gm, or bind_options"):
+        apply_graph_passes(neg_of_detach, None, [marked_pass, "exp"])
 
     def forgetful_pass(gm, example_inputs=None):
         gm.recompile()
@@ -352,10 +352,49 @@ def test_a_pass_that_is_an_object_has_the_name_of_its_class(neg_of_detach):
     assert str(step) == "Renaming(to='net')"
     result = apply_graph_passes(neg_of_detach, None, [step])
     assert ([run.name for run in result.meta["gt_passes"]], result.meta["name"]) == (["Renaming"], "net")
-    with pytest.raises(TypeError, match=r"pass 1 of the list, Renaming, has no options bound: give bind_options\(Rena"):
-        apply_graph_passes(neg_of_detach, None, [step, Renaming()])
+    assert apply_graph_passes(neg_of_detach, None, [step, Renaming()]).meta["name"] == "renamed"
     with pytest.raises(TypeError, match="Renaming has no option into; its options are to"):
         bind_options(Renaming(), into="net")
+
+
+def test_a_plain_function_is_a_pass(neg_of_detach):
+    """M3: of a GraphModule or, as Inductor's, of a Graph; without ``bind_options``."""
+
+    def exp_for_neg(gm):
+        for node in gm.graph.find_nodes(op="call_function", target=torch.ops.aten.neg.default):
+            node.target = torch.ops.aten.exp.default
+        return gm
+
+    def neg_for_exp(graph: torch.fx.Graph):
+        for node in graph.find_nodes(op="call_function", target=torch.ops.aten.exp.default):
+            node.target = torch.ops.aten.neg.default
+
+    def targets(*passes):
+        return [node.target for node in apply_graph_passes(neg_of_detach, None, passes).graph.nodes][-3:-1]
+
+    exp, neg = torch.ops.aten.exp.default, torch.ops.aten.neg.default
+    assert [targets(), targets(exp_for_neg), targets(exp_for_neg, neg_for_exp)] == [[exp, neg], [exp] * 2, [neg] * 2]
+
+
+def test_a_plan_for_a_graph_without_fsdp_is_told_and_can_be_refused(pytester):
+    """A forgotten ``data_parallel``, and names of modules that do not exist: the run stayed green and silent."""
+    pytester.makepyfile(
+        """
+        import pytest, torch
+        from pytest_gtrainer import apply_graph_passes, construct_default_graph_passes, trace_step
+
+        def test_forgotten():
+            traced = trace_step(torch.nn.Linear(4, 4), lambda model, x: model(x).sum(), (torch.ones(2, 4),))
+            passes = construct_default_graph_passes(bucket_plan=["blocks.0"])
+            apply_graph_passes(traced.gm, traced.example_inputs, passes)
+            passes = construct_default_graph_passes(bucket_plan=["blocks.0"], require_buckets=True)
+            with pytest.raises(Exception, match="no collective of FSDP to bucket: was data_parallel.model, mesh. app"):
+                apply_graph_passes(traced.gm, traced.example_inputs, passes)
+        """
+    )
+    result = pytester.runpytest_inprocess()
+    result.assert_outcomes(passed=1)
+    result.stdout.fnmatch_lines(["idle      2 bucketing: no collective of FSDP in the graph"])
 
 
 def test_a_word_is_one_name_not_its_letters(neg_of_detach):

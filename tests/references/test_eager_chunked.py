@@ -10,12 +10,16 @@ from torch.distributed.tensor import DTensor, Shard
 from fixtures.models import deepseek_v3
 from fixtures.models.loss import ce_step
 from pytest_gtrainer import (
+    ActivationCheckpointConfig,
     ChunkConfig,
+    ChunkError,
+    ChunkWarning,
     assert_bitwise_different,
     assert_bitwise_equal,
     eager_chunked,
     trace_step,
 )
+from pytest_gtrainer.references.config import checkpoint_layers
 
 
 class Block(nn.Module):
@@ -82,6 +86,74 @@ def test_a_scalar_output_is_refused():
         chunked(join=torch.sum)(X)
 
 
+class Log:
+    """What a module may hold: no module, no container."""
+
+    def __init__(self) -> None:
+        self.means, self.by_name = [], {"last": []}
+
+
+def test_objects_that_a_module_holds_keep_nothing_of_the_trial_forward():
+    """It runs on a copy, on fake tensors: lists of other objects, in dicts too, would have one."""
+
+    class Logging(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.log, self.table = Log(), {"all": []}
+
+        def forward(self, x):
+            for kept in (self.log.means, self.log.by_name["last"], self.table["all"]):
+                kept.append(x.mean())
+            return x * 2
+
+    with eager_chunked(net := Net(Logging()), BATCH):
+        net.layers[0](X)
+    block = net.layers[0]
+    means = [part.mean() for part in X.chunk(2)]
+    assert [block.log.means, block.log.by_name["last"], block.table["all"]] == [means] * 3
+
+
+class Numbered(nn.Module):
+    """Meets the numbers of its rows, which only twins of its forward see."""
+
+    def forward(self, x, positions=None):
+        return x * torch.arange(x.shape[0])[:, None, None]
+
+
+def test_a_checkpointed_layer_is_judged_as_without_a_checkpoint():
+    """G15: what stands for its forward is no method."""
+    net = Net(Numbered())
+    checkpoint_layers(net, ActivationCheckpointConfig(preserve_rng_state=False))
+    with eager_chunked(net, BATCH), pytest.warns(ChunkWarning, match="brings into rows what depends on their number"):
+        net.layers[0](X)
+
+
+def test_a_forward_that_is_another_objects_is_followed_while_it_runs():
+    """It has no module of which a copy could run."""
+    net, seen = Net(Block()), []
+
+    class Other:
+        def forward(self, x):
+            seen.append(tuple(x.shape))
+            return x * 2
+
+    net.layers[0].forward = Other().forward
+    with eager_chunked(net, BATCH):
+        assert_bitwise_equal(net.layers[0](X), X * 2)
+    assert seen == [(2, 6, 8)] * 2
+
+
+def test_positions_are_followed_along_the_batch():
+    """G3: in a forward without a twin, rows of what stands beside the activation."""
+
+    class Turned(nn.Module):
+        def forward(self, x, positions):
+            return x + positions.flip(0)[..., None] if x.isfinite().all() else x
+
+    with eager_chunked(net := Net(Turned()), BATCH), pytest.raises(ChunkError, match=r"flip.* reverses dimension 0"):
+        net.layers[0](X, torch.zeros(4, 6))
+
+
 def test_wrapping_twice_is_wrapping_once():
     """I1."""
     net = Net(Block())
@@ -126,6 +198,18 @@ def test_what_beside_the_activation_is_cut():
     block = chunked()
     block(X, torch.zeros(4, 1, 6, 6), torch.zeros(4, 6), torch.zeros(4, 6))
     assert block.seen == [[(2, 6, 8), (2, 1, 6, 6), (2, 6), (4, 6)]] * 2
+
+
+def test_positions_go_to_the_chunk_of_their_rows():
+    """I2: the numbers, not the extents alone."""
+
+    class Shifted(nn.Module):
+        def forward(self, x, positions):
+            return x + positions[..., None]
+
+    positions = torch.arange(24.0).view(4, 6)
+    with eager_chunked(net := Net(Shifted()), BATCH):
+        assert_bitwise_equal(net.layers[0](X, positions), X + positions[..., None])
 
 
 def test_what_beside_the_activation_is_shared():

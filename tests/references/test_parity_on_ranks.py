@@ -15,11 +15,14 @@ from pytest_gtrainer import (
     assert_bitwise_equal,
     assert_parity,
     construct_default_graph_passes,
+    train_eager,
     train_graph,
 )
 from pytest_gtrainer.graph.layout import LayoutDifference
 from pytest_gtrainer.numerics.compare import BitwiseDifference
-from pytest_gtrainer.references.graph import texts_of_ranks
+from pytest_gtrainer.passes.graph_pass import bind_options
+from pytest_gtrainer.references.graph import GraphRun
+from pytest_gtrainer.references.replicas import texts_of_ranks
 from pytest_gtrainer.tracing.sharding import default_reduce_dtype
 
 PLAN = [f"layers.{index}" for index in range(3)]
@@ -164,6 +167,20 @@ def test_a_difference_on_one_rank_fails_there_and_holds_nobody_up(training, gt_w
     torch.distributed.barrier()
 
 
+@pytest.mark.gt_world("ranks", size=2)
+def test_runs_from_other_weights_are_told_before_their_first_bit(training, gt_world):
+    """The loss differs first, and is not the cause; from one seed nothing is said."""
+    torch.manual_seed(0)
+    config = training()
+    eager, other = train_eager(config), train_graph(config)  # the first has drawn its weights from the generator
+    with pytest.raises(BitwiseDifference) as told:
+        assert_bitwise_equal(other, eager, what="graph against eager")
+    words = "the two runs start from different weights, on rank {}: seed both sides alike"
+    assert str(told.value).splitlines()[:2] == ["graph against eager", words.format(gt_world.rank)]
+    torch.manual_seed(0)
+    assert_bitwise_equal(train_graph(config), eager)
+
+
 @FOUR
 def test_a_pipeline_of_ones_own(training, gt_world):
     """Without buckets its layout is none of FSDP2's; the default one in its place passes, control included."""
@@ -173,6 +190,21 @@ def test_a_pipeline_of_ones_own(training, gt_world):
     assert "different" in seen_by_all(assert_parity(training(), gt_world, passes=passes))
     with pytest.raises(VacuousCheck):
         assert_parity(training(8), gt_world, passes=passes)
+
+
+@pytest.mark.gt_world("fake", size=4)
+def test_passes_of_ones_own_are_all_that_run(training):
+    seen = []
+
+    def look(gm, example_inputs=None):
+        seen.append([node for node in gm.graph.nodes if "fsdp_bucket" in node.meta])
+        return gm
+
+    GraphRun(training(), passes=[bind_options(look)])
+    assert seen == [[]]
+    GraphRun(training(), passes=[*construct_default_graph_passes(bucket_plan=PLAN), bind_options(look)])
+    assert len(seen) == 2
+    assert seen[1]
 
 
 def seen_by_all(parity):
@@ -224,11 +256,67 @@ def test_inputs_are_not_cast_where_a_module_begins(training, gt_world):
     assert_bitwise_different(rounded.select(phase="loss"), parity.graph.select(phase="loss"))
 
 
+class ReadBefore(Block):
+    """Its scale is read where no gradients are kept, and used where they are."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            scale = self.scale
+        return self.second(self.first(x).sin()) * scale.mean()
+
+
+@FOUR
+def test_a_parameter_read_under_no_grad_has_its_gradient(training, gt_world):
+    """A10: as a plain parameter, and as FSDP2's; it had none."""
+
+    def model():
+        built = Model(4)
+        built.layers = nn.ModuleList(ReadBefore(4) for _ in range(3))
+        return built
+
+    parity = assert_parity(training(model=model), gt_world)
+    assert "layers.0.scale" in {key.name for key in parity.graph if key.phase == "gradient"}
+
+
 @pytest.mark.gt_world("ranks", size=3)
 def test_ddp_against_buckets_of_its_own_making(training, gt_world):
     """D10: a ring adds an element in an order that depends on its place in the bucket; a third is rounded first."""
     config = training(replicate=True)
     assert "different" in seen_by_all(assert_parity(config, gt_world))
+
+
+@pytest.mark.gt_world("simulated", size=4, nodes=2)
+@pytest.mark.parametrize(
+    ("changes", "phases"),
+    [
+        ({"replicate": True}, set()),
+        ({"max_norm": 1e-2}, {"clipped"}),
+        ({"mp_policy": MixedPrecisionPolicy(None, torch.bfloat16)}, set()),  # its layout has their width
+    ],
+    ids=["ddp", "clipped", "reduced in bf16"],
+)
+def test_two_steps_in_a_simulated_world(gt_world, changes, phases):
+    """D10: under DDP the control is DDP with torch's buckets, trained for one step. Clipping is recorded."""
+
+    def model():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))
+
+    def config(mesh):
+        return TrainConfig(
+            model=model,
+            step=lambda model, x: model(x).square().mean(),
+            batch=lambda step, rank: (torch.randn(5, 8, generator=torch.Generator().manual_seed(9 * step + rank)),),
+            bucket_plan=["0", "1"],
+            mesh=mesh,
+            steps=2,
+            **changes,
+        )
+
+    parity = assert_parity(config, gt_world)
+    assert {key.step for key in parity.graph} == {0, 1}
+    assert {key.phase for key in parity.eager} == {"loss", "gradient", "weight", "optimizer"} | phases
+    assert parity.control.outcome == "different"
 
 
 @pytest.mark.gt_world("ranks", size=1)

@@ -114,22 +114,20 @@ def test_a_model_sharded_over_other_ranks(gt_mesh):
 
 @pytest.mark.gt_world("fake", size=4, mesh={"fsdp": 2, "tp": 2})
 @pytest.mark.parametrize("side", [EagerRun, GraphRun])
-@pytest.mark.parametrize("case", ["tensor parallel", "of an earlier run"])
-def test_a_model_with_parameters_that_are_sharded_already(config_with, gt_mesh, side, case):
-    """A new model at every call may have them, too."""
+def test_a_model_of_an_earlier_run_is_refused_and_one_that_is_tensor_parallel_is_not(config_with, gt_mesh, side):
+    """The one is sharded over these ranks already, the other over others."""
+    same = data_parallel(Net(), gt_mesh["fsdp"])
+    with pytest.raises(
+        ValueError,
+        match=r"layers.0.weight is a DTensor already, .*Shard\(dim=0\).* over DeviceMesh\(.*fsdp=2.*, which shares "
+        r"ranks \[0, 2\] .*TrainConfig.model must build a new, unsharded model at every call",
+    ):
+        side(config_with(mesh=gt_mesh["fsdp"], model=lambda: same))
 
     def tensor_parallel():
         return parallelize_module(Net(), gt_mesh["tp"], {"head": ColwiseParallel()})
 
-    same = data_parallel(Net(), gt_mesh["fsdp"])
-    name, dims = ("head.weight", "tp=2") if case == "tensor parallel" else ("layers.0.weight", "fsdp=2")
-    model = tensor_parallel if case == "tensor parallel" else lambda: same
-    with pytest.raises(
-        ValueError,
-        match=rf"{name} is a DTensor already, .*Shard\(dim=0\).* over DeviceMesh\(.*{dims}.*: TrainConfig.model must "
-        r"build a new model of plain parameters at every call .*tensor parallelism is not supported",
-    ):
-        side(config_with(mesh=gt_mesh["fsdp"], model=model))
+    assert side(config_with(mesh=gt_mesh["fsdp"], model=tensor_parallel)).model.head.weight is not None
 
 
 @pytest.mark.gt_world("fake", size=4, mesh={"efsdp": 2, "ep": 2})

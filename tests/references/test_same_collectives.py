@@ -33,5 +33,5 @@ def test_a_factory_that_hands_out_one_model_twice_is_refused(gt_mesh):
     model = config.model()
     shared = llama3_training(gt_mesh, "fp32", steps=1, model=lambda: model)
     GraphRun(shared)
-    with pytest.raises(ValueError, match="must build a new model of plain parameters at every call"):
+    with pytest.raises(ValueError, match="must build a new, unsharded model at every call"):
         GraphRun(shared)

@@ -12,7 +12,7 @@ def test_each_topic_is_one_line_and_what_did_not_happen_is_none():
         {"kind": "skip", "cause": "needs 16 ranks, --gt-gpus gives 8"},
     ]
     assert summary_lines(facts) == [
-        "worlds    1 tests in fake(64), 2 tests in ranks(8, gloo on cpu)",
+        "worlds    1 test in fake(64), 2 tests in ranks(8, gloo on cpu)",
         "goldens   1 equal",
         "skipped   1 needs 16 ranks, --gt-gpus gives 8",
     ]

@@ -119,9 +119,12 @@ def test_a_refusal_must_come_with_its_words_and_change_nothing(write):
 
 
 def test_the_graph_is_linted_after_each_pass(write):
-    """E6: a use before its definition."""
-    with pytest.raises(RuntimeError, match="was used before it has been defined"):
-        run(write("# check: then neg", passes="canonicalize_graph_pass; unordered_pass"))
+    """E6: a use before its definition is told with node, pass and file."""
+    path = write("# check: then neg", passes="canonicalize_graph_pass; unordered_pass")
+    with pytest.raises(RuntimeError, match=r"unordered_pass left a graph out of order: \w+ \(.*\) reads \w+") as error:
+        run(path)
+    line = next(n for n, text in enumerate(path.read_text().splitlines(), 1) if "# passes:" in text)
+    assert error.value.__notes__ == [f"in unordered_pass, of {path.name}:{line}"]
 
 
 def test_groups_are_those_of_the_files_world(write):

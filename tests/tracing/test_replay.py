@@ -6,7 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from pytest_gtrainer import assert_bitwise_different, assert_bitwise_equal, trace_step
+from pytest_gtrainer import assert_bitwise_different, assert_bitwise_equal, data_parallel, trace_step
+from pytest_gtrainer.worlds.fake import fake_world, make_mesh
+from pytest_gtrainer.worlds.spec import make_spec
 
 
 def gradients(model):
@@ -112,3 +114,17 @@ def test_an_unused_parameter_keeps_no_gradient_and_those_behind_it_have_theirs(i
     assert model["unused"].grad is None
     assert gradients(model).keys() == {"weight", "bias"}
     assert_bitwise_equal(gradients(model), gradients(eager))
+
+
+def test_a_graph_of_another_rank_is_refused(net, inputs, train_step):
+    """D15: pads and group names are baked in, also where the shards of two ranks have one shape."""
+    traced = {}
+    for rank in (0, 3):
+        with fake_world(make_spec("fake", size=4, rank=rank)) as world:
+            model = data_parallel(copy.deepcopy(net), make_mesh(world))
+            traced[rank] = trace_step(model, train_step, inputs)
+            if rank == 3:
+                with pytest.raises(ValueError, match=r"traced as rank 0 and this is rank 3: .*trace on every rank"):
+                    traced[0].replay(model, *inputs)
+                assert traced[3].replay(model, *inputs).ndim == 0
+    assert trace_step(net, train_step, inputs).rank is None

@@ -37,7 +37,8 @@ class Run:
     """After each test, in the worker of xdist that has dispatched it.
 
     ``processes`` below it, ``strays`` of the run below nobody, its open ``files``, ``folders`` below TMPDIR's,
-    ``ports`` that all of them listen on, ``locks`` of slots that are held, private memory in ``kib``.
+    ``ports`` that all of them listen on, ``locks`` of slots that are held; with ``RECORD_MEMORY`` in its environment
+    private memory in ``kib``.
     """
 
     def outcome(self, name: str) -> str:
@@ -87,8 +88,8 @@ class Suite:
         plugin = ("-p", "no:gtrainer") if without_plugin else ("--gt-device=cpu",)
         torchrun = ("-m", "torch.distributed.run", *launcher) if launcher else ()
         environ = {**os.environ, "TMPDIR": str(self.folder / "tmp"), "RECORDS": str(self.records), **environ}
-        for name in [name for name in environ if name.startswith("PYTEST_")]:
-            del environ[name]
+        for name in [name for name in environ if name.startswith("PYTEST_") or name == "OMP_NUM_THREADS"]:
+            del environ[name]  # ranks have one thread of their own accord
         return subprocess.Popen(
             [sys.executable, *torchrun, "-m", "pytest", f"--rootdir={self.folder}", *plugin, *_QUICK, *args],
             cwd=self.folder, env=environ, text=True,
@@ -133,12 +134,12 @@ def left_over(folder: Path) -> list[str]:
 
     Pytest and torch keep folders of their own there. A lock file may stay: removing it would race with taking it.
     """
-    left = [path for path in (folder / "tmp").iterdir() if not path.name.startswith(_KEPT_BY_OTHERS)]
+    left = [path for path in (folder / "tmp").iterdir() if not path.name.startswith(_KEPT)]
     leases = [path for path in (folder / "tmp").rglob("gtrainer-leases/**/*") if path.is_file() and _is_locked(path)]
     return _processes_of(folder) + [str(path) for path in [*left, *leases] if path.suffix != ".lock"]
 
 
-_KEPT_BY_OTHERS = ("pytest-of-", "torchinductor_", "torchelastic_")
+_KEPT = ("pytest-of-", "torchinductor_", "torchelastic_", "gtrainer-locks-")
 
 
 def _is_locked(path: Path) -> bool:

@@ -102,15 +102,19 @@ def test_a_lease_ends_with_its_holder(slots, other_process):
 
 
 def test_who_dies_in_the_middle_of_a_grab_leaves_nothing(slots, tmp_path):
-    """Killed while it holds the line, a place in it and some of the slots that it wants."""
+    """Killed while it holds the line, a place in it, and has just taken all slots."""
     grabber = """
 import os, signal, sys
 from pathlib import Path
 from pytest_gtrainer.ranks import leases
-slots = leases.Slots(Path(sys.argv[1]), sys.argv[2:])
-with slots._standing_in_line(4), slots._door():
-    held = [leases._lock(slots._path(name)).acquire() for name in slots.names[:2]]
-    os.kill(os.getpid(), signal.SIGKILL)
+slots, write = leases.Slots(Path(sys.argv[1]), sys.argv[2:]), leases._write
+
+def killed(file, place):
+    write(file, place)
+    if place.slots: os.kill(os.getpid(), signal.SIGKILL)
+
+leases._write = killed
+slots.acquire(4, 10)
 """
     killed = subprocess.run([sys.executable, "-c", grabber, str(tmp_path / "leases"), *NAMES])
     assert killed.returncode == -signal.SIGKILL

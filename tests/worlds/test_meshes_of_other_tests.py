@@ -1,5 +1,7 @@
 """A test's mesh is its own, also where an equal one was there before, on the same warm ranks."""
 
+import random
+
 import pytest
 import torch
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
@@ -13,3 +15,15 @@ def test_redistribution_does_not_use_the_groups_of_an_earlier_test(gt_mesh, turn
     sharded = distribute_tensor(torch.arange(6.0), inner, [Shard(0)])
     scaled = (sharded / 2).to(torch.bfloat16)
     assert scaled.redistribute(placements=[Replicate()]).to_local().tolist() == [0, 0.5, 1, 1.5, 2, 2.5]
+
+
+def test_fifty_tests_on_shuffled_meshes(suite):
+    """On one team; a test that fails leaves its model in a traceback, and the next one is not disturbed."""
+    suite.take("ranks_meshes")
+    order = random.Random(1).sample(range(50), 50)
+    run = suite.run("--gt-gpus=4", *(f"test_meshes.py::test_mesh[{number}]" for number in order))
+    outcomes = {name: run.outcome(name) for name in run.reports}
+    wrong = {name: run.text(name)[-500:] for name in outcomes
+             if (outcomes[name] == "failed") != ("meant to fail" in run.text(name))}  # fmt: skip
+    assert wrong == {}
+    assert sorted(outcomes.values()) == ["failed"] * 10 + ["passed"] * 40

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -36,7 +37,8 @@ def test_fails(n): assert dist.get_rank() == 0
 def run(module_suite):
     module_suite.write("test_it.py", SUITE)
     options = ("--timeout=100", "-p", "randomly", "--pdb", "--maxfail=3", "-p", "no:cacheprovider", "--durations=3")
-    return module_suite.run(*options, environ={"PYTHONPATH": str(BESIDE)})
+    path = os.pathsep.join(filter(None, [str(BESIDE), os.environ.get("PYTHONPATH")]))
+    return module_suite.run(*options, environ={"PYTHONPATH": path})
 
 
 def test_the_plugins_are_there(run):
@@ -51,18 +53,19 @@ def test_maxfail_counts_tests_not_ranks(run):
 
 
 def test_a_time_limit_of_another_plugin_ends_the_test(run):
-    """The one that hangs may come after the third failure; then nothing was to be ended."""
+    """It shows where the ranks are. The one that hangs may come after the third failure: then nothing is ended."""
     if "test_hangs" in run.reports:
-        assert "Timeout (>1.5s)" in run.text("test_hangs")
+        assert "rank 1 did not end: Timeout (>1.5s)" in run.text("test_hangs")
+        assert "test_it.py:10 in test_hangs" in run.text("test_hangs")
 
 
 def test_ranks_draw_the_same_numbers(run):
     assert run.outcome("test_draws_alike") == "passed" if "test_draws_alike" in run.reports else True
 
 
-def test_pdb_is_not_entered_and_said_to_be_out_of_reach(run):
-    assert "--pdb and --trace do not reach into ranks" in run.output
-    assert "(Pdb)" not in run.output
+def test_pdb_is_not_entered_where_there_is_no_terminal(run):
+    assert "has failed on rank 1: --pdb has no terminal here" in run.output
+    assert "(Pdb" not in run.output
 
 
 def test_nothing_is_left_over(run):

@@ -40,6 +40,11 @@ TABLE = {
         ],
         ["_pytest"],
     ),
+    "test_stops_itself": (
+        "failed",
+        ["rank 1 did not end within 3 s, stopped by a signal, as SIGSTOP is one", "-CONT"],
+        [],
+    ),
     "test_skips_on_one": (
         "failed",
         ["the ranks do not agree: passed (ranks 0, 2), skipped: not me (rank 1)"],
@@ -58,24 +63,30 @@ TABLE = {
     ),
     "test_counts_differ_in_a_subgroup": (
         "failed",
-        ["different numbers of collectives on ranks 0, 2: 0 (rank 0), 1 (rank 2)"],
+        [
+            "different numbers of collectives on ranks 0, 2: 0 (rank 0), 1 (rank 2)",
+            "; rank 2 alone called all_reduce of float32[1] at test_faults.py:",
+        ],
         [],
     ),
     "test_unpicklable": ("failed", ["Unpicklable: with a handle"], []),
     "test_pytest_exit": ("failed", ["ranks 0-2: called pytest.exit: I stop here"], []),
     "test_setup_fails_on_one": ("error", ["the fixture broke", "rank 2: AssertionError"], []),
     "test_teardown_fails_on_one": ("error", ["the end broke", "rank 1: AssertionError"], []),
-    "test_writes_100_megabytes": ("failed", ["assert 0 != 0", "ranks 1, 2: passed"], []),
+    "test_writes_10_megabytes": ("failed", ["assert 0 != 0", "ranks 1, 2: passed"], []),
     "test_writes_in_another_encoding": ("failed", ["assert 1 != 1"], []),
     "test_exception_of_this_file": ("failed", ["Local: mine", "rank 2: Local: mine"], []),
     "test_different_collectives": (
         "failed",
-        ["rank 0 did not end within 2 s, waiting in barrier", "ranks 1, 2: did not end within 2 s, waiting in all_r"],
+        [
+            "rank 0 called barrier at test_faults.py:",
+            " in test_different_collectives, ranks 1, 2 called all_reduce of float32[1000] at test_faults.py:",
+        ],
         [],
     ),
     "test_one_never_reaches_the_barrier": (
         "failed",
-        ["rank 0 did not end within 2 s, waiting in barrier", "rank 1: passed"],
+        ["ranks 0, 2 wait in barrier at test_faults.py:", "on all ranks: rank 1 ended without it"],
         [],
     ),
     "test_skips_in_a_fixture_on_one": (
@@ -101,6 +112,7 @@ TABLE = {
     ),
     "test_shares_memory_and_dies": ("failed", ["rank 0 was killed by SIGKILL"], []),
     "test_leaves_a_child": ("failed", ["rank 0 exited with status 0"], []),
+    "test_leaves_a_daemon": ("failed", ["rank 0 exited with status 0"], []),
     "test_kills_its_forkserver": ("failed", ["was lost with the process that had forked it"], []),
     "test_good_on_a_new_forkserver": ("passed", [], []),
     "test_forks_and_goes_on": ("passed", [], []),
@@ -122,6 +134,9 @@ TABLE = {
     "test_good_after_a_stale_lease": ("passed", [], []),
     "test_compiles": ("passed", [], []),
     "test_finds_nothing_compiled": ("passed", [], []),
+    "test_control_differs_on_one": ("passed", [], []),
+    "test_control_differs_on_none": ("failed", ["swapped: the control run is equal on all ranks"], []),
+    "test_control_differs_on_one_of_all": ("failed", ["ControlFailed: swapped", "rank 1: passed"], []),
     "test_good_after_that": ("passed", [], []),
     "test_good_after_a_death": ("passed", [], []),
     "test_good_after_a_hang": ("passed", [], []),
@@ -175,7 +190,7 @@ def test_output_is_shown_by_rank(run):
 
 
 def test_too_much_output_is_cut(run):
-    output = run.reports["test_writes_100_megabytes"]["call"]["output"]
+    output = run.reports["test_writes_10_megabytes"]["call"]["output"]
     assert "characters cut" in output
     assert len(output) < 80_000
 
@@ -183,7 +198,11 @@ def test_too_much_output_is_cut(run):
 def test_what_a_test_left_is_attributed_to_it(run):
     """K3, T8: in the summary, a line a topic."""
     assert "left      1 a process group of ranks 0, 1 by test_faults.py::test_leaves_groups" in run.output
-    assert "test_changes_its_process changed deterministic algorithms from" in run.output
+    assert "test_changes_its_process changed matmul precision from ('highest', 'none', 'none') to" in run.output
+
+
+def test_a_hung_test_counts_as_one_in_its_world(run):
+    assert "worlds    1 test in ranks(3, gloo on cpu)" in run.output
 
 
 def test_a_broken_teardown_is_told_beside_a_failed_call(run):

@@ -130,5 +130,9 @@ def test_the_header_says_on_what_ranks_run(run):
     assert "gtrainer: 8 CPU ranks (gloo), no GPU used" in run.output
 
 
-def test_nothing_is_left_over(run, again):
+def test_nothing_is_left_over(run):
     assert run.left_over() == []
+
+
+def test_nothing_is_left_over_by_fresh_ranks(again):
+    assert again.left_over() == []

@@ -109,7 +109,8 @@ def run(count, tmp_path_factory):
     suite = Suite(tmp_path_factory.mktemp("soak") / "suite")
     suite.write("test_it.py", SUITE.replace("{count}", str(count)))
     suite.write("test_last.py", LAST)
-    return suite.run_together(suite.start("-n2", "--gt-gpus=4", "-p", "no:randomly"), limit=3000)
+    started = suite.start("-n2", "--gt-gpus=4", "-p", "no:randomly", environ={"RECORD_MEMORY": "1"})
+    return suite.run_together(started, limit=3000)
 
 
 def test_every_verdict_is_right(run, count):

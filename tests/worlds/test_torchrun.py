@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import socket
 import time
@@ -10,19 +11,13 @@ import pytest
 
 from tests.worlds.conftest import Suite
 
-SUITE = '''
+SUITE = """
 import os, signal, time
 import pytest, torch
 import torch.distributed as dist
-from pytest_gtrainer import facts
 from pytest_gtrainer.ranks import watch
 
-def written(text):
-    with open(os.path.join(os.path.dirname(__file__), "progress"), "a") as file: file.write(text + "\\n")
-
 watch.TELL_EVERY = 0.5
-terminal = facts.watching({"progress": written})
-terminal.__enter__()
 
 on = lambda size, **more: pytest.mark.gt_world("ranks", size=size, **more)
 PIDS = set()
@@ -101,12 +96,11 @@ def test_hangs(who):
     if dist.get_rank() == who: time.sleep(600)
     dist.barrier()
 
-@on(3)
-def test_struck_by_a_limit_of_another_kind():
+def test_struck_by_a_limit_of_another_kind(gt_ranks):
     def strike(*_): raise TimeoutError("enough of this")
-    if dist.get_rank() > 0: time.sleep(600)
     signal.signal(signal.SIGALRM, strike)
     signal.setitimer(signal.ITIMER_REAL, 0.5)
+    gt_ranks.run(time.sleep, 600, size=3)
 
 @on(3)
 def test_counts_differ():
@@ -117,13 +111,21 @@ def test_good_after_that():
     dist.barrier()
 
 @on(3)
-def test_killed():
-    if dist.get_rank() == 2: os.kill(os.getpid(), signal.SIGKILL)
+@pytest.mark.parametrize("who", [0, 2])
+def test_killed(who):
+    if dist.get_rank() == who: os.kill(os.getpid(), signal.SIGKILL)
     dist.barrier()
 
+@on(2, timeout=1.5)
+def test_never_ends():
+    while dist.get_rank() == 0:
+        try: time.sleep(60)
+        except BaseException: pass
+
 @on(3)
-def test_never_run(): pass
-'''
+def test_good_in_the_end():
+    dist.barrier()
+"""
 
 # test: outcome, what its report says
 TABLE = {
@@ -145,7 +147,10 @@ TABLE = {
     "test_struck_by_a_limit_of_another_kind": ("failed", ["TimeoutError: enough of this"]),
     "test_counts_differ": ("failed", ["different numbers of collectives on all ranks: 1 (rank 0), 0 (ranks 1, 2)"]),
     "test_good_after_that": ("passed", []),
-    "test_killed": ("failed", ["rank 2 was killed by SIGKILL", "ranks 0, 1: waited in barrier"]),
+    "test_killed[0]": ("failed", ["rank 0 was killed by SIGKILL", "ranks 1, 2: waited in barrier"]),
+    "test_killed[2]": ("failed", ["rank 2 was killed by SIGKILL", "ranks 0, 1: waited in barrier"]),
+    "test_never_ends": ("failed", ["rank 0 did not end within 1.5 s"]),
+    "test_good_in_the_end": ("passed", []),
 }
 
 
@@ -157,7 +162,7 @@ def run(module_suite):
 
 @pytest.mark.parametrize("name", TABLE)
 def test_under_torchrun(run, name):
-    """T1 to T4, T7; a rank that dies ends the run, as torchrun replaces none, and its test is reported first.
+    """T1 to T4, T7: as without torchrun; no rank is the process that reports, so that rank 0 may die or hang like any.
 
     Marks are strict, and ranks know those of plugins that they do without: xdist's in ``test_collective``.
     """
@@ -171,16 +176,13 @@ def test_one_report_for_all(run):
     assert set(run.reports) == set(TABLE)
     assert run.output.count("test session starts") == 1
     assert "3 CPU ranks (gloo), started by torchrun, no GPU used" in run.output
-    assert "rank 2 has ended, and torchrun replaces none" in run.output
     assert run.reports["test_collective"]["call"]["output"] == "wrote 0\nwrote 1\nwrote 2\n"
 
 
 def test_a_long_wait_names_the_ranks_that_are_waited_for(run):
-    """Told by rank 0, which may be one of those that hang, for its terminal."""
-    lines = (run.folder / "progress").read_text()
     for who in (0, 2):
         where = rf"test_it.py:\d+ in test_hangs \(rank {who}\)"
-        assert re.search(rf"test_hangs\[{who}\] has run for \d s of 1.5: .*{where}", lines), lines
+        assert re.search(rf"gtrainer: .*test_hangs\[{who}\] has run for \d s of 1.5: .*{where}", run.output), run.output
 
 
 def test_the_exit_code_is_one_for_all(run):
@@ -192,13 +194,13 @@ def test_nothing_is_left_over(run):
 
 
 ON_TWO_NODES = """
-import os
+import os, time
 import pytest
 import torch.distributed as dist
 
 pytestmark = pytest.mark.gt_world("ranks", size=2)
 
-def test_nodes():
+def test_nodes(tmp_path):
     groups = [None, None]
     dist.all_gather_object(groups, (os.environ["GROUP_RANK"], os.environ["LOCAL_RANK"], os.getppid()))
     assert [group[:2] for group in groups] == [("0", "0"), ("1", "0")]
@@ -208,29 +210,67 @@ def test_fails_there():
     assert dist.get_rank() == 0
 
 def test_ends_there():
+    print("its last words")
     if dist.get_rank() == 1: os._exit(3)
     dist.barrier()
+
+@pytest.mark.gt_world("ranks", size=2, timeout=2)
+def test_hangs_there():
+    if dist.get_rank() == 1: time.sleep(600)
+
+def called(number):
+    return dist.get_rank() * number
+
+@pytest.mark.gt_world("ranks", size=2)
+def test_functions(gt_ranks):
+    assert gt_ranks.run(called, 2.5) == [0.0, 2.5]
 """
 
 
-def test_two_nodes(suite, tmp_path):
-    """Two launchers meet on loopback; a rank of the other node is reported on, and its end noticed.
+def on_two_nodes(suite, tmp_path, **environ):
+    """Two launchers meet on loopback: the run, and the suite of the second one's folder for temporary files.
 
-    Each has a temporary folder of its own: in one, the processes of the other would be waited for as strays.
+    Each has one of its own: in one, the processes of the other would be waited for as strays.
     """
-    suite.write("test_it.py", ON_TWO_NODES)
     second = Suite(tmp_path / "second")
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     launcher = ("--nnodes=2", "--nproc-per-node=1", "--master-addr=127.0.0.1", f"--master-port={port}")
+    there = {"TMPDIR": str(second.folder / "tmp"), **environ}
     run = suite.run_together(
-        suite.start(launcher=(*launcher, "--node-rank=0")),
-        suite.start(launcher=(*launcher, "--node-rank=1"), environ={"TMPDIR": str(second.folder / "tmp")}),
+        suite.start(launcher=(*launcher, "--node-rank=0"), environ={"GT_TORCHRUN_KEY": "a secret"}),
+        suite.start(launcher=(*launcher, "--node-rank=1"), environ={"GT_TORCHRUN_KEY": "a secret", **there}),
     )
+    return run, second
+
+
+def test_two_nodes(suite, tmp_path):
+    """A rank of the other node is reported on, its end noticed, and another one takes its place."""
+    suite.write("test_it.py", ON_TWO_NODES)
+    run, second = on_two_nodes(suite, tmp_path)
     outcomes = {name: run.outcome(name) for name in run.reports}
-    assert outcomes == {"test_nodes": "passed", "test_fails_there": "failed", "test_ends_there": "failed"}, run.output
+    failed = dict.fromkeys(("test_fails_there", "test_ends_there", "test_hangs_there"), "failed")
+    assert outcomes == {"test_nodes": "passed", **failed, "test_functions": "passed"}, run.output
     assert "rank 1: AssertionError: assert 1 == 0" in run.text("test_fails_there")
-    assert "rank 1 has ended; torchrun tells how" in run.text("test_ends_there")
+    assert "rank 1 exited with status 3" in run.text("test_ends_there")
+    assert "last output [rank 1] ---\nits last words" in run.text("test_ends_there")
+    assert "rank 1 did not end within 2 s, at test_it.py" in run.text("test_hangs_there")
+    assert run.status != 0
+    _wait_until_nothing_is_left(suite)
+    _wait_until_nothing_is_left(second)
+
+
+def test_a_node_with_another_key_is_refused(suite, tmp_path):
+    """It says why, and what to do; rank 0 waits for it once."""
+    soon = "from pytest_gtrainer.ranks.torchrun import nodes\nnodes.NODES_LIMIT = 4.0\n"
+    suite.write("test_it.py", soon + ON_TWO_NODES)
+    run, second = on_two_nodes(suite, tmp_path, GT_TORCHRUN_KEY="another secret")
+    told = (
+        "127.0.0.1 does not have the key of this run, and is not heard; set GT_TORCHRUN_KEY to the same secret on all"
+    )
+    assert f"gtrainer: refused a connection from 127.0.0.1: {told}" in run.output, run.output
+    assert f"gtrainer: {told} nodes: rank 1 ends too" in run.output
+    assert run.output.count("the nodes of ranks 1 to 1 did not come within 4 s") >= 5
     assert run.status != 0
     _wait_until_nothing_is_left(suite)
     _wait_until_nothing_is_left(second)
@@ -243,69 +283,77 @@ def _wait_until_nothing_is_left(suite):
     assert suite.left_over() == []
 
 
-def test_the_death_of_rank_0_ends_all(suite):
-    """T2: who reports for all cannot report on itself, so the others say at which test, and leave at once."""
+def test_the_death_of_the_process_that_reports_ends_all(suite, tmp_path):
+    """T2: it runs the tests without ranks. The other nodes say that it has ended; its launcher says how."""
     suite.write(
         "test_it.py",
         """
-        import os, signal, time
-        import pytest, torch.distributed as dist
-        @pytest.mark.gt_world("ranks", size=3)
-        def test_kills_rank_0():
-            if dist.get_rank() == 0: os.kill(os.getpid(), signal.SIGKILL)
-            if dist.get_rank() == 1: time.sleep(60)  # its test has not ended, so its output is captured
-            dist.barrier()
-        """,
-    )
-    run = suite.run(launcher=("--standalone", "--nproc-per-node=3"))
-    for rank in (1, 2):
-        line = "rank 0, which reports for all ranks, was killed by SIGKILL, when test_it.py::test_kills_rank_0 ran"
-        assert f"gtrainer: {line}: rank {rank} ends too" in run.output, run.output
-    assert run.status != 0
-    _wait_until_nothing_is_left(suite)
-
-
-def test_the_death_of_rank_0_is_seen_without_the_help_of_a_rank_that_dies_too(suite):
-    """T2: rank 2 kills rank 0 and itself, before any thread of it could tell of that."""
-    suite.write(
-        "test_it.py",
-        """
-        import os, signal, time
-        import pytest, torch, torch.distributed as dist
-        @pytest.mark.gt_world("ranks", size=3)
-        def test_kills_rank_0():
-            pid = torch.tensor([os.getpid()])
-            dist.broadcast(pid, 0)
-            if dist.get_rank() == 2:
-                for each in (int(pid), os.getpid()): os.kill(each, signal.SIGKILL)
-            time.sleep(60)
-        """,
-    )
-    run = suite.run(launcher=("--standalone", "--nproc-per-node=3"))
-    line = "rank 0, which reports for all ranks, was killed by SIGKILL, when test_it.py::test_kills_rank_0 ran"
-    assert f"gtrainer: {line}: rank 1 ends too" in run.output, run.output
-    _wait_until_nothing_is_left(suite)
-
-
-def test_a_test_that_rank_0_cannot_end_is_told(suite):
-    """T3: its main thread alone could report to pytest; the line is not captured with the test's output."""
-    suite.write(
-        "test_it.py",
-        """
-        import time
+        import os, signal
         import pytest
-        @pytest.mark.gt_world("ranks", size=2, timeout=2)
-        def test_never_ends(gt_world):
-            while gt_world.rank == 0:
-                try: time.sleep(60)
-                except BaseException: pass
+        @pytest.mark.gt_world("ranks", size=2)
+        def test_on_ranks(): pass
+        def test_kills_the_process(): os.kill(os.getpid(), signal.SIGKILL)
         """,
     )
-    run = suite.run(launcher=("--standalone", "--nproc-per-node=2"))
-    line = "gtrainer: test_it.py::test_never_ends FAILED and cannot be ended on rank 0; the run ends here"
-    assert line in run.output, run.output
-    assert "rank 0 did not end within 2 s" in run.output
+    run, second = on_two_nodes(suite, tmp_path)
+    assert "gtrainer: rank 0, which reports for all ranks, has ended: rank 1 ends too" in run.output, run.output
     assert run.status != 0
+    _wait_until_nothing_is_left(suite)
+    _wait_until_nothing_is_left(second)
+
+
+def test_without_a_place_for_the_key_the_way_out_is_told(suite):
+    suite.write("test_it.py", "def test_never_run(): raise SystemExit('ran')")
+    run = suite.run(launcher=("--standalone", "--nproc-per-node=2"), environ={"HOME": os.devnull})
+    # by rank 0, or by another process: torchrun ends all once the first has ended
+    assert "there is no file for the key that signs messages of a run" in run.output
+    assert "set GT_TORCHRUN_KEY to the same secret on all nodes" in run.output
+    assert "INTERNALERROR" not in run.output
+    assert run.reports == {}
+
+
+STRANGER = """
+import os, pickle, socket, sys
+import torch.distributed as dist
+
+class Command:
+    def __reduce__(self): return os.system, ("touch " + sys.argv[1],)
+
+store = dist.PrefixStore("gtrainer", next(dist.rendezvous("env://"))[0])
+for place in ("rank1", "driver"):
+    store.set(f"{place}/{store.add(f'{place}/count', 1)}", pickle.dumps(Command()))
+if store.check(["port"]):
+    with socket.create_connection(("localhost", int(store.get("port")))) as sock:
+        sock.sendall(pickle.dumps(Command()) * 9)
+for name in ("port", "line"):
+    store.set(name, pickle.dumps(Command()))
+"""
+
+
+def test_a_stranger_at_the_store_is_refused_by_name_and_runs_nothing(suite):
+    """Whoever reaches torchrun's store writes pickles that would run a command, and sends them to rank 0's port."""
+    suite.write("stranger.py", STRANGER)
+    suite.write(
+        "test_it.py",
+        """
+        import subprocess, sys, time
+        import pytest
+        @pytest.mark.gt_world("ranks", size=2)
+        def test_before(): pass
+        def test_stranger():
+            subprocess.run([sys.executable, "stranger.py", "owned"], check=True)
+            time.sleep(1)
+        @pytest.mark.gt_world("ranks", size=2)
+        def test_after(): pass
+        """,
+    )
+    run = suite.run("-p", "no:randomly", launcher=("--standalone", "--nproc-per-node=2"))
+    assert not (suite.folder / "owned").exists(), run.output
+    assert "gtrainer: refused a connection from 127.0.0.1: " in run.output
+    assert {name: run.outcome(name) for name in run.reports} == dict.fromkeys(
+        ("test_before", "test_stranger", "test_after"), "passed"
+    )
+    assert run.status == 0
     _wait_until_nothing_is_left(suite)
 
 

@@ -16,19 +16,18 @@ Cost: linear in the number of lines but for sorting; two graphs of 40,000 nodes 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
 from itertools import islice
 
 from pytest_gtrainer.graphtext.differences.buckets import bucket_remarks, buckets_of, payloads_of
 from pytest_gtrainer.graphtext.differences.comparison import Comparison
-from pytest_gtrainer.graphtext.differences.lines import LIMIT, graph_diff, line_remarks, text_diff
+from pytest_gtrainer.graphtext.differences.lines import LIMIT, escaped, graph_diff, line_remarks, text_diff
 from pytest_gtrainer.graphtext.differences.moves import effect_remarks, move_remarks, verdict
 from pytest_gtrainer.graphtext.differences.remarks import Remark, Weight, sentences
 from pytest_gtrainer.graphtext.differences.values import FINDERS
 from pytest_gtrainer.graphtext.folding import unfold
 from pytest_gtrainer.graphtext.sections import GraphLine
 
-__all__ = ["LIMIT", "diff", "explain", "text_diff"]
+__all__ = ["LIMIT", "diff", "escaped", "explain", "text_diff"]
 
 
 def diff(old_text: str, new_text: str, limit: int = LIMIT) -> str:
@@ -47,7 +46,7 @@ def explain(
     old: Sequence[GraphLine], new: Sequence[GraphLine], notes: Iterable[str] = (), limit: int = LIMIT
 ) -> list[str]:
     """How two sequences of lines that are not equal differ: sentences, notes, an empty line, a diff."""
-    comparison = Comparison.of(old, new)
+    comparison = Comparison(old, new)
     return [*words(comparison), *notes, "", *graph_diff(old, new, comparison.renumbered(old, new), limit)]
 
 
@@ -73,12 +72,12 @@ def _remarks(comparison: Comparison) -> Iterator[Remark]:
     common = set(buckets) & set(others)
     if not is_graph and [b for b in buckets if b in common] != [b for b in others if b in common]:
         yield Remark(Weight.BUCKET, "payloads are issued in another order")
-    comparison = replace(comparison, explained=frozenset(explained))
+    comparison.explained = frozenset(explained)
     for find in (*FINDERS, move_remarks):
         yield from islice(find(comparison), _MOST)
     for place, other in comparison.definitions.items():
         was, now = old.definitions[place].name, new.definitions[other].name
         if was in old.bodies and old.bodies[was] != new.bodies[now]:
-            for sentence in words(Comparison.of(old.bodies[was], new.bodies[now]))[:3]:
+            for sentence in words(Comparison(old.bodies[was], new.bodies[now]))[:3]:
                 yield Remark(Weight.OPERATOR, f"in {now}: {sentence}")
     yield from line_remarks(old.others, new.others)

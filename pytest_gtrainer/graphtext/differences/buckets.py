@@ -82,37 +82,19 @@ def _root(graph: Dataflow, place: int) -> int:
     return place
 
 
-_Trail = tuple[tuple[int, str], ...]
-"""The reductions above a value, each with the items by which it was taken apart."""
-
-
 def _returned(graph: Dataflow, reductions: Set[int]) -> Mapping[int, list[tuple[str, str]]]:
     """For each reduction its outputs, each with the items by which it was taken apart."""
     outputs: dict[int, list[tuple[str, str]]] = defaultdict(list)
-    trails: dict[int, _Trail] = {}
-    for place, value in enumerate(graph.values):
-        trail = _trail(value.arguments, value.sources, trails)
-        if place in reductions:
-            trail = (*trail, (place, ""))
-        if trail:
-            trails[place] = trail
     for number, (name, arguments, operands, _) in enumerate(graph.results):
         sources = [operand for operand in operands if isinstance(operand, int) and operand >= 0]
-        for reduction, items in _trail(arguments, sources, trails):
-            outputs[reduction].append((items, name or f"output {number}"))
+        items = ""
+        while len(set(sources)) == 1:
+            if found := _ITEM.search(arguments):
+                items = "".join(f"{int(item):06}" for item in re.findall(r"\d+", found[1])) + items
+            if (place := sources[0]) in reductions:
+                outputs[place].append((items, name or f"output {number}"))
+            arguments, sources = graph.values[place].arguments, list(graph.values[place].sources)
     return outputs
-
-
-def _trail(arguments: str, sources: Sequence[int], trails: Mapping[int, _Trail]) -> _Trail:
-    """The reductions above a statement of one operand, with the items taken since."""
-    above = trails.get(sources[0]) if sources else None
-    if not above or len(set(sources)) != 1:
-        return ()
-    found = _ITEM.search(arguments)
-    if found is None:
-        return above
-    item = "".join(f"{int(number):06}" for number in re.findall(r"\d+", found[1]))
-    return tuple([(reduction, items + item) for reduction, items in above])
 
 
 def bucket_remarks(old: Sequence[LaunchedBucket], new: Sequence[LaunchedBucket]) -> tuple[list[Remark], set[Scope]]:
@@ -137,37 +119,27 @@ class _Change:
     def __init__(self, old: Sequence[LaunchedBucket], new: Sequence[LaunchedBucket]) -> None:
         self.old, self.new = old, new
         self._members = [[_told_apart(bucket.members) for bucket in side] for side in (old, new)]
-        self._homes = [
-            {member: place for place, members in enumerate(side) for member in members} for side in self._members
-        ]
-        self._heirs = [self._other_homes(0, place) for place in range(len(old))]
-        self._origins = [self._other_homes(1, place) for place in range(len(new))]
+        self._homes = [{each: place for place, told in enumerate(side) for each in told} for side in self._members]
+        self._heirs, self._origins = (
+            [Counter(homes[member] for member in members if member in homes) for members in side]
+            for side, homes in zip(self._members, self._homes[::-1], strict=True)
+        )
         self._partner = {
             place: heir
             for place, heirs in enumerate(self._heirs)
             if (heir := _most(heirs)) is not None and _most(self._origins[heir]) == place
         }
 
-    def _other_homes(self, side: int, place: int) -> Counter[int]:
-        """Where the members of a bucket are on the other side."""
-        homes = self._homes[1 - side]
-        return Counter(homes[member] for member in self._members[side][place] if member in homes)
-
     def remarks(self) -> Iterator[Said]:
         yield from self._merged()
         yield from self._split()
-        for place, bucket in enumerate(self.old):
-            if not self._heirs[place]:
-                yield self._gone(bucket, "lost")
-            elif place in self._partner:
-                yield from self._members_changed(place, self._partner[place])
-        for place, bucket in enumerate(self.new):
-            if not self._origins[place]:
-                yield self._gone(bucket, "gained")
-
-    def _gone(self, bucket: LaunchedBucket, verb: str) -> Said:
-        text = f"{verb} {bucket.kind} {bucket.label} of {listed(_inside(bucket, bucket.members))}"
-        return Remark(Weight.BUCKET, text, bucket.about, f"{verb} {bucket.sort} buckets"), [bucket]
+        for verb, buckets, homes in (("lost", self.old, self._heirs), ("gained", self.new, self._origins)):
+            for place, bucket in enumerate(buckets):
+                if not homes[place]:
+                    text = f"{verb} {bucket.kind} {bucket.label} of {listed(_inside(bucket, bucket.members))}"
+                    yield Remark(Weight.BUCKET, text, bucket.about, f"{verb} {bucket.sort} buckets"), [bucket]
+                elif verb == "lost" and place in self._partner:
+                    yield from self._members_changed(place, self._partner[place])
 
     def _merged(self) -> Iterator[Said]:
         """Buckets of which all that is left is in another one's heir."""
@@ -195,8 +167,7 @@ class _Change:
             into = listed([f"{part.label} ({len(part.members)} members)" for part in new])
             if not any(part.scope.is_bucket for part in new):
                 into = f"{len(new)} collectives, of {listed(_inside(source, [part.members[0] for part in new]))}"
-            text = f"{source.kind} {source.label} split into {into}"
-            yield Remark(Weight.BUCKET, text, source.about), [source, *new]
+            yield Remark(Weight.BUCKET, f"{source.kind} {source.label} split into {into}", source.about), [source, *new]
 
     def _parts(self, origin: int) -> list[int]:
         """The new buckets that are made of one old one only; what is a single parameter left over is none."""
@@ -234,24 +205,19 @@ class _Change:
 def _inside(bucket: LaunchedBucket, members: Sequence[str]) -> list[str]:
     """Names as seen from the bucket's module, if it has one."""
     prefix = f"{bucket.about}."
-    if not all(member.startswith(prefix) for member in members):
-        return list(members)
-    return [member.removeprefix(prefix) for member in members]
+    is_inside = all(member.startswith(prefix) for member in members)
+    return [member.removeprefix(prefix) if is_inside else member for member in members]
 
 
 def _told_apart(members: Sequence[str]) -> list[tuple[str, int]]:
     """A parameter that stands there twice is two members."""
-    seen: Counter[str] = Counter()
-    told = []
-    for member in members:
-        told.append((member, seen[member]))
-        seen[member] += 1
-    return told
+    counts: dict[str, Iterator[int]] = defaultdict(itertools.count)
+    return [(member, next(counts[member])) for member in members]
 
 
 def _most(homes: Counter[int]) -> int | None:
     """Where most members are, the first such bucket."""
-    return min(homes, key=lambda place: (-homes[place], place)) if homes else None
+    return min(homes, key=lambda place: (-homes[place], place), default=None)
 
 
 _PAYLOAD = re.compile(r"payload\((?P<told>.*)\)")

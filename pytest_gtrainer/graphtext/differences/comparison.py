@@ -16,86 +16,146 @@ What is left has been lost or gained. Cost: one walk for each of these.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterator, Sequence
 
-from pytest_gtrainer.graphtext.dataflow import Dataflow, Operand, Value
-from pytest_gtrainer.graphtext.dataflow import dataflow as dataflow_of
-from pytest_gtrainer.graphtext.equivalence import Digests, Numbers, digests_of
+from pytest_gtrainer.graphtext.dataflow import Dataflow, Operand, Value, dataflow
+from pytest_gtrainer.graphtext.equivalence import Numbers, digests_of
 from pytest_gtrainer.graphtext.sections import GraphLine, Scope
 
 
-@dataclass(frozen=True, slots=True)
-class Side:
-    """One of two graphs; what has equal digests has equal numbers on both sides."""
-
-    graph: Dataflow
-    digests: Digests
-
-    @classmethod
-    def of(cls, lines: Iterable[GraphLine], numbers: Numbers) -> Side:
-        graph = dataflow_of(lines)
-        return cls(graph, digests_of(graph, numbers))
-
-    def digested(self) -> Iterator[tuple[int, Value]]:
-        """Each value with its digest."""
-        return zip(self.digests.values, self.graph.values, strict=True)
-
-
-class ValuePairs:
-    """For each value of one side its place on the other, None if it has none there.
+class Comparison:
+    """Two graphs, and for each value of one its place in the other, None if it has none there.
 
     Attributes:
-        places: on both sides, in the order of the old schedule.
+        old, new: the graphs.
+        ours, theirs: their digests; equal ones have equal numbers.
+        to_new, to_old: the places.
+        places: pairs of them, in the order of the old schedule.
         elsewhere: those of ``places`` that may be in another module than before.
         left: the places of either side that have no partner.
+        definitions: for each definition of the old side the one of the new side that stands for it.
+        explained: the scopes whose change that of a bucket explains.
     """
 
-    def __init__(self, old: Side, new: Side) -> None:
-        self.to_new: list[int | None] = [None] * len(old.graph.values)
-        self.to_old: list[int | None] = [None] * len(new.graph.values)
+    def __init__(self, old: Sequence[GraphLine], new: Sequence[GraphLine]) -> None:
+        numbers = Numbers()
+        self.old, self.new = dataflow(old), dataflow(new)
+        self.ours, self.theirs = digests_of(self.old, numbers), digests_of(self.new, numbers)
+        self.to_new: list[int | None] = [None] * len(self.old.values)
+        self.to_old: list[int | None] = [None] * len(self.new.values)
         self.left = (list(range(len(self.to_new))), list(range(len(self.to_old))))
         self.elsewhere: list[tuple[int, int]] = []
-        self._pair(*[[(value.scope, digest) for digest, value in side.digested()] for side in (old, new)])
+        self._pair(*[
+            [(value.scope, digest) for digest, value in zip(digests.values, graph.values, strict=True)]
+            for digests, graph in ((self.ours, self.old), (self.theirs, self.new))
+        ])  # fmt: skip
         if any(self.left):
-            self._pair_inexactly(old, new)
+            self._pair_inexactly()
         self.places = [(place, partner) for place, partner in enumerate(self.to_new) if partner is not None]
+        self.definitions = self._definitions()
+        self.explained: frozenset[Scope] = frozenset()
 
-    def _pair_inexactly(self, old: Side, new: Side) -> None:
+    def _pair_inexactly(self) -> None:
         numbers = Numbers()
-        (ours, ours_around), (theirs, theirs_around) = (_rings(side.graph, numbers) for side in (old, new))
+        (ours, ours_around), (theirs, theirs_around) = (_rings(graph, numbers) for graph in (self.old, self.new))
         self._pair(ours_around, theirs_around)  # the inner ring says the module, too
         kept = [place if partner is not None else None for place, partner in enumerate(self.to_new)]
-        self._pair(_with_operands(ours, old.graph, kept), _with_operands(theirs, new.graph, self.to_old))
+        self._pair(_with_operands(ours, self.old, kept), _with_operands(theirs, self.new, self.to_old))
         self._pair(ours, theirs)
         for by_name in (True, False):
             self._pair(*[
-                [(value.scope, value.operator, value.name if by_name else "") for value in side.graph.values]
-                for side in (old, new)
+                [(value.scope, value.operator, value.name if by_name else "") for value in graph.values]
+                for graph in (self.old, self.new)
             ])  # fmt: skip
-        self.elsewhere = sorted(self._pair(old.digests.values, new.digests.values))
+        self.elsewhere = sorted(self._pair(self.ours.values, self.theirs.values))
 
     def _pair(self, ours: Sequence[Hashable], theirs: Sequence[Hashable]) -> list[tuple[int, int]]:
         """Pair what is left and has equal keys, in the order of the schedules. A value without key has no partner."""
-        first: dict[Hashable, int] = {}
-        later: dict[int, int] = {}  # the next place with the same key
+        waiting: dict[Hashable, list[int]] = {}
         for place in reversed(self.left[0]):
-            key = ours[place]
-            if key in first:
-                later[place] = first[key]
-            first[key] = place
-        found: list[tuple[int, int]] = []
-        for place in self.left[1]:
-            key = theirs[place]
-            partner = None if key is None else first.pop(key, None)
-            if partner is not None:
-                found.append((partner, place))
-                self.to_new[partner], self.to_old[place] = place, partner
-                if partner in later:
-                    first[key] = later[partner]
+            waiting.setdefault(ours[place], []).append(place)
+        found = [
+            (same.pop(), place)
+            for place in self.left[1]
+            if theirs[place] is not None and (same := waiting.get(theirs[place]))
+        ]
+        for was, now in found:
+            self.to_new[was], self.to_old[now] = now, was
         for left, partners in zip(self.left, (self.to_new, self.to_old), strict=True):
             left[:] = [place for place in left if partners[place] is None]
         return found
+
+    def _definitions(self) -> dict[int, int]:
+        """Definitions of one name stand for one another if anything uses both; else those used in the same places."""
+        old, new = self.old.definitions, self.new.definitions
+        named = {definition.name: place for place, definition in enumerate(new)}
+        uses = Counter({(place, named[was.name]): 0 for place, was in enumerate(old) if was.name in named})
+        for place in self.old.users:
+            other = self.to_new[place]
+            operands = () if other is None else self.new.values[other].operands
+            for was, now in zip(self.old.values[place].operands, operands, strict=False):
+                if isinstance(was, int) and isinstance(now, int) and was < 0 and now < 0:
+                    uses[~was, ~now] += 1
+
+        def rank(pair: tuple[int, int]) -> tuple[bool, int]:
+            return not (old[pair[0]].name == new[pair[1]].name and uses[pair]), -uses[pair]
+
+        found: dict[int, int] = {}
+        for was, now in sorted(uses, key=rank):
+            if was not in found and now not in found.values() and old[was].kind == new[now].kind:
+                found[was] = now
+        return found
+
+    @property
+    def same_dataflow(self) -> bool:
+        return self.ours.whole == self.theirs.whole
+
+    def changed(self) -> Iterator[tuple[int, Value, Value]]:
+        """Pairs of values that do not compute the same, apart from explained ones, with the place of the new one."""
+        for place, other in self.places:
+            was, now = self.old.values[place], self.new.values[other]
+            is_same = self.ours.values[place] == self.theirs.values[other]
+            if not is_same and self.explained.isdisjoint((was.scope, now.scope)):
+                yield other, was, now
+
+    def lost_and_gained(self) -> Iterator[tuple[str, Value]]:
+        """Values without a partner: those that were "lost", then those that were "gained"."""
+        for verb, graph, left in zip(("lost", "gained"), (self.old, self.new), self.left, strict=True):
+            yield from ((verb, graph.values[place]) for place in left)
+
+    def renumbered(self, old: Sequence[GraphLine], new: Sequence[GraphLine]) -> Iterator[tuple[int, int]]:
+        """Lines that differ and yet say the same in both graphs, with other names for values."""
+        for place, other in self.places:
+            was, now = self.old.values[place], self.new.values[other]
+            is_same = own(was) == own(now) and self.same_operands(was.operands, now.operands)
+            if is_same and old[was.line] != new[now.line]:
+                yield was.line, now.line
+        for one, another in zip(self.old.results, self.new.results, strict=False):
+            if one[:2] == another[:2] and self.same_operands(one.operands, another.operands):
+                yield one.line, another.line
+
+    def same_operands(self, old: Sequence[Operand], new: Sequence[Operand]) -> bool:
+        return len(old) == len(new) and all(map(self.same_operand, old, new))
+
+    def same_operand(self, old: Operand, new: Operand) -> bool:
+        """Whether an operand is the same value, definition or literal on both sides."""
+        if isinstance(old, int) and isinstance(new, int):
+            if old >= 0:
+                return self.to_new[old] == new
+            return new < 0 and self.definitions.get(~old, ~new) == ~new
+        if isinstance(old, tuple) and isinstance(new, tuple):
+            return old.number == new.number and self.to_new[old.value] == new.value
+        return old == new
+
+    def is_said(self, old: Operand, new: Operand) -> bool:
+        """Whether other sentences say why an operand is another: it was lost, gained or in a bucket that changed."""
+        sides = ((old, self.old, self.to_new), (new, self.new, self.to_old))
+        return any(
+            isinstance(operand, int)
+            and operand >= 0
+            and (partners[operand] is None or graph.values[operand].scope in self.explained)
+            for operand, graph, partners in sides
+        )
 
 
 def _rings(graph: Dataflow, numbers: Numbers) -> tuple[list[int], list[int]]:
@@ -117,113 +177,6 @@ def _with_operands(rings: Sequence[int], graph: Dataflow, names: Sequence[int | 
     return keys
 
 
-@dataclass(frozen=True, slots=True)
-class Comparison:
-    """The sides, their pairs, and the scopes whose change a bucket's explains.
-
-    ``definitions`` has for each definition of the old side the one of the new side that stands for it.
-    """
-
-    before: Side
-    after: Side
-    pairs: ValuePairs
-    definitions: dict[int, int]
-    explained: frozenset[Scope] = frozenset()
-
-    @classmethod
-    def of(cls, old: Iterable[GraphLine], new: Iterable[GraphLine]) -> Comparison:
-        numbers = Numbers()
-        before, after = Side.of(old, numbers), Side.of(new, numbers)
-        pairs = ValuePairs(before, after)
-        return cls(before, after, pairs, _definitions(before.graph, after.graph, pairs))
-
-    @property
-    def old(self) -> Dataflow:
-        return self.before.graph
-
-    @property
-    def new(self) -> Dataflow:
-        return self.after.graph
-
-    @property
-    def same_dataflow(self) -> bool:
-        return self.before.digests.whole == self.after.digests.whole
-
-    def changed(self) -> Iterator[tuple[int, Value, Value]]:
-        """Pairs of values that do not compute the same, apart from explained ones, with the place of the new one."""
-        ours, theirs = self.before.digests.values, self.after.digests.values
-        for place, other in self.pairs.places:
-            was, now = self.old.values[place], self.new.values[other]
-            if ours[place] != theirs[other] and self.explained.isdisjoint((was.scope, now.scope)):
-                yield other, was, now
-
-    def left(self) -> Iterator[tuple[str, Value]]:
-        """Values without a partner: those that were "lost", then those that were "gained"."""
-        for verb, graph, left in zip(("lost", "gained"), (self.old, self.new), self.pairs.left, strict=True):
-            for place in left:
-                yield verb, graph.values[place]
-
-    def renumbered(self, old: Sequence[GraphLine], new: Sequence[GraphLine]) -> Iterator[tuple[int, int]]:
-        """Lines that differ and yet say the same in both graphs, with other names for values."""
-        for place, other in self.pairs.places:
-            was, now = self.old.values[place], self.new.values[other]
-            is_same = own(was) == own(now) and self.same_operands(was.operands, now.operands)
-            if is_same and old[was.line] != new[now.line]:
-                yield was.line, now.line
-        for one, another in zip(self.old.results, self.new.results, strict=False):
-            if one[:2] == another[:2] and self.same_operands(one.operands, another.operands):
-                yield one.line, another.line
-
-    def same_operands(self, old: Sequence[Operand], new: Sequence[Operand]) -> bool:
-        return len(old) == len(new) and all(map(self.same_operand, old, new))
-
-    def same_operand(self, old: Operand, new: Operand) -> bool:
-        """Whether an operand is the same value, definition or literal on both sides."""
-        if isinstance(old, int) and isinstance(new, int):
-            if old >= 0:
-                return self.pairs.to_new[old] == new
-            return new < 0 and self.definitions.get(~old, ~new) == ~new
-        if isinstance(old, tuple) and isinstance(new, tuple):
-            return old.number == new.number and self.pairs.to_new[old.value] == new.value
-        return old == new
-
-    def is_said(self, old: Operand, new: Operand) -> bool:
-        """Whether other sentences say why an operand is another: it was lost, gained or in a bucket that changed."""
-        sides = ((old, self.old, self.pairs.to_new), (new, self.new, self.pairs.to_old))
-        return any(
-            isinstance(operand, int)
-            and operand >= 0
-            and (partners[operand] is None or graph.values[operand].scope in self.explained)
-            for operand, graph, partners in sides
-        )
-
-
 def own(value: Value) -> tuple[object, ...]:
     """What a value says of itself."""
     return value.scope, value.operator, value.type, value.arguments, value.tags
-
-
-def _definitions(old: Dataflow, new: Dataflow, pairs: ValuePairs) -> dict[int, int]:
-    """Definitions of one name stand for one another if anything uses both; else those used in the same places."""
-    uses: Counter[tuple[int, int]] = Counter()
-    for place in old.users:
-        other = pairs.to_new[place]
-        operands = () if other is None else new.values[other].operands
-        for was, now in zip(old.values[place].operands, operands, strict=False):
-            if isinstance(was, int) and isinstance(now, int) and was < 0 and now < 0:
-                uses[~was, ~now] += 1
-    named = {definition.name: place for place, definition in enumerate(new.definitions)}
-    uses.update({(place, named[d.name]): 0 for place, d in enumerate(old.definitions) if d.name in named})
-
-    def rank(pair: tuple[int, int]) -> tuple[bool, int]:
-        keeps_name = old.definitions[pair[0]].name == new.definitions[pair[1]].name
-        return not (keeps_name and uses[pair]), -uses[pair]
-
-    found: dict[int, int] = {}
-    taken: set[int] = set()
-    for was, now in sorted(uses, key=rank):
-        is_free = was not in found and now not in taken
-        if is_free and old.definitions[was].kind == new.definitions[now].kind:
-            found[was] = now
-            taken.add(now)
-    return found

@@ -49,7 +49,7 @@ def changes(old: Sequence[str], new: Sequence[str]) -> list[Change]:
     [Change(first=1, last=2, begin=1, end=2), Change(first=4, last=4, begin=4, end=5)]
     """
     joined: list[Change] = []
-    for change in _changes(old, new, Change(0, len(old), 0, len(new)), 0):
+    for change in _changes(old, new, 0, 0, 0):
         if joined and (joined[-1].last, joined[-1].end) == (change.first, change.begin):  # no equal line between them
             joined[-1] = joined[-1]._replace(last=change.last, end=change.end)
         else:
@@ -57,30 +57,28 @@ def changes(old: Sequence[str], new: Sequence[str]) -> list[Change]:
     return joined
 
 
-def _changes(old: Sequence[str], new: Sequence[str], gap: Change, depth: int) -> Iterator[Change]:
-    first, last, begin, end = gap
-    while first < last and begin < end and old[first] == new[begin]:
-        first, begin = first + 1, begin + 1
-    while first < last and begin < end and old[last - 1] == new[end - 1]:
-        last, end = last - 1, end - 1
-    gap = Change(first, last, begin, end)
-    if first == last or begin == end:
-        if first != last or begin != end:
-            yield gap
-        return
-    ours, theirs = old[first:last], new[begin:end]
-    if len(ours) * len(theirs) <= _SMALL:
-        for tag, i, j, k, m in difflib.SequenceMatcher(None, ours, theirs, autojunk=False).get_opcodes():
+def _changes(old: Sequence[str], new: Sequence[str], first: int, begin: int, depth: int) -> Iterator[Change]:
+    """The changes between two stretches, which begin at ``first`` and ``begin``."""
+    start = same_start(old, new)
+    end = same_start(old[start:][::-1], new[start:][::-1])
+    old, new = old[start : len(old) - end], new[start : len(new) - end]
+    first, begin = first + start, begin + start
+    replaced = Change(first, first + len(old), begin, begin + len(new))
+    if not old or not new:
+        yield from [replaced] if old or new else []
+    elif len(old) * len(new) <= _SMALL:
+        for tag, i, j, k, m in difflib.SequenceMatcher(None, old, new, autojunk=False).get_opcodes():
             if tag != "equal":
                 yield Change(first + i, first + j, begin + k, begin + m)
-        return
-    anchors = _anchors(ours, theirs) if depth < _DEPTH else []
-    if not anchors:
-        yield from _few(old, new, gap) or [gap]
-        return
-    for at, to in [*anchors, (len(ours), len(theirs))]:
-        yield from _changes(old, new, Change(first, gap.first + at, begin, gap.begin + to), depth + 1)
-        first, begin = gap.first + at, gap.begin + to
+    elif depth < _DEPTH and (anchors := _anchors(old, new)):
+        at, to = 0, 0
+        for place, other in [*anchors, (len(old), len(new))]:
+            yield from _changes(old[at:place], new[to:other], first + at, begin + to, depth + 1)
+            at, to = place, other
+    elif (found := _few(old, new)) is not None:
+        yield from (Change(first + i, first + j, begin + k, begin + m) for i, j, k, m in found)
+    else:
+        yield replaced
 
 
 def _anchors(old: Sequence[str], new: Sequence[str]) -> list[tuple[int, int]]:
@@ -91,58 +89,28 @@ def _anchors(old: Sequence[str], new: Sequence[str]) -> list[tuple[int, int]]:
     return [common[place] for place in rising([to for _, to in common])]
 
 
-def _few(old: Sequence[str], new: Sequence[str], gap: Change) -> list[Change] | None:
+def _few(old: Sequence[str], new: Sequence[str]) -> list[Change] | None:
     """The shortest way from one side to the other, a line at a time; None if it has too many steps.
 
-    ``reach[k]`` is the furthest line of the old side that ``d`` steps come to on the diagonal ``k``,
-    where ``k`` more lines have been lost than gained.
+    ``ends[k]`` is the furthest line of the old side that so many steps come to on the diagonal ``k``, where ``k`` more
+    lines have been lost than gained, and the steps.
     """
-    first, last, begin, end = gap
-    if len(set(old[first:last]) ^ set(new[begin:end])) > _STEPS:  # a step for each of them at least
+    if len(set(old) ^ set(new)) > _STEPS:  # a step for each of them at least
         return None
-    reach = {1: first}
-    trace: list[dict[int, int]] = []
+    ends: dict[int, tuple[int, list[Change]]] = {1: (0, [])}
     for step in range(_STEPS):
-        trace.append(dict(reach))
         for k in range(-step, step + 1, 2):
-            x = reach[k + 1] if _gains(reach, k, step) else reach[k - 1] + 1
-            y = begin + x - first - k
-            while x < last and y < end and old[x] == new[y]:
-                x, y = x + 1, y + 1
-            reach[k] = x
-            if x >= last and y >= end:
-                return _walked_back(trace, gap)
+            gains = k == -step or (k != step and ends[k - 1][0] < ends[k + 1][0])
+            x, way = ends[k + 1] if gains else ends[k - 1]
+            if step:
+                way = [*way, Change(x, x, x - k - 1, x - k) if gains else Change(x, x + 1, x - k + 1, x - k + 1)]
+            x += not gains
+            while x < len(old) and x - k < len(new) and old[x] == new[x - k]:
+                x += 1
+            if x >= len(old) and x - k >= len(new):
+                return way
+            ends[k] = x, way
     return None
-
-
-def _gains(reach: dict[int, int], k: int, step: int) -> bool:
-    """Whether the step to a diagonal is a line gained; else one is lost."""
-    return k == -step or (k != step and reach[k - 1] < reach[k + 1])
-
-
-def _walked_back(trace: list[dict[int, int]], gap: Change) -> list[Change]:
-    found: list[Change] = []
-    x, y = gap.last, gap.end
-    for step in range(len(trace) - 1, 0, -1):
-        reach = trace[step]
-        k = (x - gap.first) - (y - gap.begin)
-        gains = _gains(reach, k, step)
-        x = reach[k + 1] if gains else reach[k - 1]
-        y = gap.begin + x - gap.first - (k + 1 if gains else k - 1)
-        found.append(Change(x, x, y, y + 1) if gains else Change(x, x + 1, y, y))
-    return found[::-1]
-
-
-def hunks(old: Sequence[str], new: Sequence[str]) -> Iterator[list[Change]]:
-    """Changes that share their lines of context."""
-    group: list[Change] = []
-    for change in changes(old, new):
-        if group and change.first - group[-1].last > 2 * CONTEXT:
-            yield group
-            group = []
-        group.append(change)
-    if group:
-        yield group
 
 
 LIMIT = 60
@@ -160,8 +128,7 @@ def text_diff(old: Sequence[str], new: Sequence[str], limit: int = LIMIT) -> lis
     >>> text_diff(["a", "b"], ["a", "c"])
     ['--- golden', '+++ obtained', '@@ -1,2 +1,2 @@', ' a', '-b', '+c']
     """
-    lines = (line for group in hunks(old, new) for line in [_heading(group, len(old)), *_shown(old, new, group)])
-    return _bounded(lines, limit)
+    return _bounded((line for hunk in _hunks(old, new) for line in hunk), limit)
 
 
 def graph_diff(
@@ -178,15 +145,24 @@ def graph_diff(
     for was, now in same:
         if old[was].section == new[now].section:
             keys[now] = old[was]
-    shown = _section_diffs(old, new, new if tuple(keys) == tuple(old) else keys)
-    first = next(shown, None)
-    if first is None:  # the same lines of the same sections, cut otherwise where the schedule comes back
-        return text_diff([str(line) for line in old], [str(line) for line in new], limit)
-    return _bounded(itertools.chain([first], shown), limit)
+    shown = list(_section_diffs(old, new, new if tuple(keys) == tuple(old) else keys))
+    if shown:
+        return _bounded(iter(shown), limit)
+    # the same lines of the same sections, cut otherwise where the schedule comes back
+    return text_diff([str(line) for line in old], [str(line) for line in new], limit)
+
+
+def escaped(line: str) -> str:
+    r"""A line without what would command the terminal, or not be seen: control, direction and width.
+
+    >>> print(escaped("a" + chr(27) + "[31m" + chr(0x202E)))
+    a\x1b[31m\u202e
+    """
+    return "".join(c if c.isprintable() or c == "\t" else c.encode("unicode_escape").decode() for c in line)
 
 
 def _bounded(lines: Iterator[str], limit: int) -> list[str]:
-    shown = [*_HEAD, *itertools.islice(lines, limit - len(_HEAD))]
+    shown = [*_HEAD, *map(escaped, itertools.islice(lines, limit - len(_HEAD)))]
     return [*shown, "… and more"] if next(lines, None) is not None else shown
 
 
@@ -202,7 +178,7 @@ def _section_diffs(old: Sequence[GraphLine], new: Sequence[GraphLine], keys: Seq
         was, now, key = (side.get(section, ()) for side in (before, after, by))
         if was == key:
             continue
-        body = tuple(_body(was, now, hunks(was, key)))
+        body = tuple(_body(was, now, key))
         changed = tuple(line for line in body if not line.startswith(" "))
         sections[changed].append(section)
         bodies.setdefault(changed, body)
@@ -213,7 +189,7 @@ def _section_diffs(old: Sequence[GraphLine], new: Sequence[GraphLine], keys: Seq
     if visits[0] != visits[1] and set(before) == set(after):
         yield "@@ order of the sections @@"
         left, right = ([section or "definitions" for section in side] for side in visits)
-        yield from _body(left, right, hunks(left, right))
+        yield from _body(left, right, right)
 
 
 def _by_section(lines: Iterable[GraphLine]) -> dict[str, _Lines]:
@@ -224,12 +200,10 @@ def _by_section(lines: Iterable[GraphLine]) -> dict[str, _Lines]:
     return {section: tuple(lines) for section, lines in sections.items()}
 
 
-def _body(old: Sequence[str], new: Sequence[str], groups: Iterable[list[Change]]) -> Iterator[str]:
+def _body(old: Sequence[str], new: Sequence[str], keys: Sequence[str]) -> Iterator[str]:
     """Hunks apart from their headings, of which a line stays between two."""
-    for number, group in enumerate(groups):
-        if number:
-            yield " …"
-        yield from _shown(old, new, group)
+    for number, (_, *lines) in enumerate(_hunks(old, keys, new)):
+        yield from [" …", *lines] if number else lines
 
 
 def spell_sections(sections: Sequence[str]) -> str:
@@ -252,31 +226,29 @@ def spell_sections(sections: Sequence[str]) -> str:
 # -- lines
 
 
-def _heading(group: Sequence[Change], length: int) -> str:
-    """``@@ -1,2 +1,2 @@``, as in a unified diff."""
-    first, begin = group[0].first, group[0].begin
-    lead = min(CONTEXT, first)
-    tail = min(CONTEXT, length - group[-1].last)
-    ours = _span(first - lead, group[-1].last + tail)
-    theirs = _span(begin - lead, group[-1].end + tail)
-    return f"@@ -{ours} +{theirs} @@"
+def _hunks(old: Sequence[str], new: Sequence[str], shown: Sequence[str] | None = None) -> Iterator[list[str]]:
+    """Changes that share their lines of context: a heading as in a unified diff, then lines, ``shown`` for the new."""
+    shown = new if shown is None else shown
+    groups: list[list[Change]] = []
+    for change in changes(old, new):
+        if groups and change.first - groups[-1][-1].last <= 2 * CONTEXT:
+            groups[-1].append(change)
+        else:
+            groups.append([change])
+    for group in groups:
+        lead, tail = min(CONTEXT, group[0].first), min(CONTEXT, len(old) - group[-1].last)
+        place, stop = group[0].first - lead, group[-1].last + tail
+        lines = [f"@@ -{_span(place, stop)} +{_span(group[0].begin - lead, group[-1].end + tail)} @@"]
+        for change in group:
+            lines += [cut(f" {line}") for line in old[place : change.first]]
+            lines += _replaced(old[change.first : change.last], shown[change.begin : change.end])
+            place = change.last
+        yield [*lines, *[cut(f" {line}") for line in old[place:stop]]]
 
 
 def _span(start: int, stop: int) -> str:
     count = stop - start
-    if count == 1:
-        return f"{start + 1}"
-    return f"{start + 1 if count else start},{count}"
-
-
-def _shown(old: Sequence[str], new: Sequence[str], group: Sequence[Change]) -> Iterator[str]:
-    """The lines of a hunk with their context."""
-    place = max(group[0].first - CONTEXT, 0)
-    for change in group:
-        yield from (cut(f" {line}") for line in old[place : change.first])
-        yield from _replaced(old[change.first : change.last], new[change.begin : change.end])
-        place = change.last
-    yield from (cut(f" {line}") for line in old[place : place + CONTEXT])
+    return f"{start + 1}" if count == 1 else f"{start + 1 if count else start},{count}"
 
 
 def _replaced(lost: Sequence[str], gained: Sequence[str]) -> Iterator[str]:
@@ -303,7 +275,6 @@ def line_remarks(old: Sequence[GraphLine], new: Sequence[GraphLine]) -> Iterator
         changes = (("lost", Counter(was) - Counter(now)), ("gained", Counter(now) - Counter(was)))
         told = ", ".join(f"{verb} {listed(list(lines), 2)}" for verb, lines in changes if lines)
         space, _, module = absolute(section, None).partition(".")
-        text = f"{space} {module}".rstrip() + f": {told or 'lines in another order'}"
-        yield Remark(Weight.REST, text, module, told)
+        yield Remark(Weight.REST, f"{space} {module}".rstrip() + f": {told or 'lines in another order'}", module, told)
     if list(before) != list(after) and set(before) == set(after):
         yield Remark(Weight.REST, "sections stand in another order")

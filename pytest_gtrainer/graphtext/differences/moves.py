@@ -27,25 +27,26 @@ from pytest_gtrainer.graphtext.differences.remarks import (
     unit_of,
     what,
 )
-from pytest_gtrainer.graphtext.equivalence import Effects, effects
+from pytest_gtrainer.graphtext.equivalence import effects
 from pytest_gtrainer.graphtext.folding import rising
 
 
 def verdict(comparison: Comparison) -> Remark:
     """What kind of difference it is. Another dataflow begins at an operator that reads only what is on both sides."""
-    before, after = comparison.before, comparison.after
+    ours, theirs = [
+        list(zip(digests.values, graph.values, strict=True))
+        for digests, graph in ((comparison.ours, comparison.old), (comparison.theirs, comparison.new))
+    ]
     if not comparison.same_dataflow:
-        for title, side, other in ((", first at", after, before), (", without", before, after)):
-            known = set(other.digests.values)
-            for digest, value in side.digested():
+        for title, side, other in ((", first at", theirs, ours), (", without", ours, theirs)):
+            known = {digest for digest, _ in other}
+            for digest, value in side:
                 if digest not in known:
                     return Remark(Weight.VERDICT, f"the dataflow differs{title} {what(value)}")
         return Remark(Weight.VERDICT, "the dataflow differs")
-    annotations = [
-        Counter((digest, value.scope, value.tags) for digest, value in side.digested()) for side in (before, after)
-    ]
+    annotations = [Counter((digest, value.scope, value.tags) for digest, value in side) for side in (ours, theirs)]
     notes = "other modules, buckets or tags" if annotations[0] != annotations[1] else ""
-    places = [new for old, new in comparison.pairs.places if comparison.old.values[old].operator]
+    places = [new for old, new in comparison.places if comparison.old.values[old].operator]
     if moved := len(places) - len(rising(places)):
         operators = sum(not value.is_input for value in comparison.old.values)
         text = f"same dataflow, other schedule ({moved} of {operators} operators moved)"
@@ -61,7 +62,7 @@ def effect_remarks(comparison: Comparison) -> Iterator[Remark]:
     """Changes of order that may change results although the dataflow is the same."""
     if not comparison.same_dataflow:
         return
-    before, after = comparison.before.digests.values, comparison.after.digests.values
+    before, after = comparison.ours.values, comparison.theirs.values
     old, new = effects(comparison.old), effects(comparison.new)
     for ours, theirs in zip(old.draws, new.draws, strict=True):
         if before[ours] != after[theirs]:
@@ -71,8 +72,18 @@ def effect_remarks(comparison: Comparison) -> Iterator[Remark]:
             yield Remark(Weight.EFFECT, text, about(now))
             break
 
-    left = Counter(_histories(new, after).values())
-    for storage, history in _histories(old, before).items():
+    histories = [
+        {
+            storage: repr((digests[storage], [
+                (None if change is None else digests[change], sorted(digests[reader] for reader in readers))
+                for change, readers in changes
+            ]))
+            for storage, changes in found.histories.items()
+        }
+        for found, digests in ((old, before), (new, after))
+    ]  # fmt: skip
+    left = Counter(histories[1].values())
+    for storage, history in histories[0].items():
         if left[history] > 0:
             left[history] -= 1
             continue
@@ -80,17 +91,6 @@ def effect_remarks(comparison: Comparison) -> Iterator[Remark]:
         changed, value = comparison.old.values[storage], comparison.old.values[changer]
         text = f"results may differ: what reads {reference_to(changed)} and {what(value)}, which changes it in place"
         yield Remark(Weight.EFFECT, f"{text}, stand in another order", about(value), "in place")
-
-
-def _histories(found: Effects, digests: Sequence[int]) -> dict[int, str]:
-    """What happens to each storage, in a form that two graphs may be compared by."""
-    return {
-        storage: repr((digests[storage], [
-            (None if change is None else digests[change], sorted(digests[reader] for reader in readers))
-            for change, readers in changes
-        ]))
-        for storage, changes in found.histories.items()
-    }  # fmt: skip
 
 
 _Places = Sequence[tuple[int, int]]
@@ -101,18 +101,20 @@ _MOST = 2 / 3
 def move_remarks(comparison: Comparison) -> Iterator[Remark]:
     """Collectives moved against compute and against each other, then compute; if it is none of these, all else."""
     values = comparison.old.values
-    pairs = [pair for pair in comparison.pairs.places if values[pair[0]].operator]
+    pairs = [pair for pair in comparison.places if values[pair[0]].operator]
     kept = set(rising([new for _, new in pairs]))
     if len(kept) == len(pairs):
         return
     serving = _serving(comparison.old)
     compute = [pair for pair in pairs if not serving[pair[0]]]
     ruler = _Ruler(comparison.old, compute)
-    is_told = False
-    for remark in itertools.chain(_event_moves(comparison, ruler), _compute_moves(comparison, ruler, compute)):
-        is_told = True
-        yield remark
-    if not is_told:  # casts, packing and unpacking that moved on their own
+    told = list(_event_moves(comparison, ruler))
+    for place, now in compute:  # what is the same but for what it reads
+        if ruler.has_passed(place, now) and own(values[place]) == own(comparison.new.values[now]):
+            text = ruler.way(place, now, what(values[place]))
+            told.append(Remark(Weight.REST, text, about(values[place]), "compute"))
+    yield from told
+    if not told:  # casts, packing and unpacking that moved on their own
         moved = [old for place, (old, _) in enumerate(pairs) if place not in kept]
         more = f" (and {len(moved) - 1} more operators)" if len(moved) > 1 else ""
         first = values[moved[0]]
@@ -178,23 +180,20 @@ def _event_moves(comparison: Comparison, ruler: _Ruler) -> Iterator[Remark]:
     values, events = comparison.old.values, events_of(comparison.old)
     still: dict[str, list[tuple[int, int]]] = {"launch": [], "wait": []}
     for place, event in events.items():
-        now = comparison.pairs.to_new[place]
-        if now is None:
-            continue
-        if not ruler.has_passed(place, now):
+        now = comparison.to_new[place]
+        if now is not None and ruler.has_passed(place, now):
+            text = ruler.way(place, now, str(event))
+            side = "behind" if " moved behind " in text else "before"
+            yield Remark(Weight.MOVE, text, about(values[place]), f"{event.step} {event.collective.split()[0]} {side}")
+        elif now is not None:
             still[event.step].append((place, now))
-            continue
-        text = ruler.way(place, now, str(event))
-        gist = f"{event.step} {event.collective.split()[0]} {'behind' if ' moved behind ' in text else 'before'}"
-        yield Remark(Weight.MOVE, text, about(values[place]), gist)
 
     launches, waits = still["launch"], still["wait"]
     kept, held = ([side[number] for number in rising([now for _, now in side])] for side in (launches, waits))
-    passed = list(_passed(launches, held)) or [*_passed(waits, held), *_passed(launches, kept)]
-    for place, side, other in passed:
-        text = f"{events[place]} moved {side} the {events[other]}"
-        gist = f"{events[place].step} {events[place].collective.split()[0]} {side} event"
-        yield Remark(Weight.MOVE, text, about(values[place]), gist)
+    for place, side, other in list(_passed(launches, held)) or [*_passed(waits, held), *_passed(launches, kept)]:
+        step, collective = event = events[place]
+        text = f"{event} moved {side} the {events[other]}"
+        yield Remark(Weight.MOVE, text, about(values[place]), f"{step} {collective.split()[0]} {side} event")
 
 
 def _passed(events: _Places, held: _Places) -> Iterator[tuple[int, str, int]]:
@@ -206,11 +205,3 @@ def _passed(events: _Places, held: _Places) -> Iterator[tuple[int, str, int]]:
             yield place, "behind", old[stands - 1]
         elif stands < was:
             yield place, "before", old[stands]
-
-
-def _compute_moves(comparison: Comparison, ruler: _Ruler, compute: _Places) -> Iterator[Remark]:
-    """Compute that is the same but for what it reads, in another place."""
-    for place, now in compute:
-        value = comparison.old.values[place]
-        if ruler.has_passed(place, now) and own(value) == own(comparison.new.values[now]):
-            yield Remark(Weight.REST, ruler.way(place, now, what(value)), about(value), "compute")

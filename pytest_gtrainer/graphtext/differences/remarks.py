@@ -100,7 +100,7 @@ def cut(line: str, width: int = WIDTH) -> str:
     return line if len(line) <= width else line[: width - 1] + "…"
 
 
-def same_start(old: str, new: str) -> int:
+def same_start(old: Sequence[str], new: Sequence[str]) -> int:
     """How many characters two lines begin with alike.
 
     >>> same_start("f32[2]", "f32[4]"), same_start("mm", "mm_1")
@@ -190,9 +190,7 @@ def module_of(scope: Scope) -> str:
     'layers.1.a+2 more'
     """
     modules = scope.owners
-    if len(modules) > 2:
-        return f"{modules[0]}+{len(modules) - 1} more"
-    return "+".join(modules)
+    return f"{modules[0]}+{len(modules) - 1} more" if len(modules) > 2 else "+".join(modules)
 
 
 def where(scope: Scope) -> str:
@@ -202,8 +200,7 @@ def where(scope: Scope) -> str:
     >>> where(Scope(("layers.3.norm",), "fwd")), where(Scope(("norm",), "bwd", True))
     ('fwd layers.3.norm', 'bwd bucket norm')
     """
-    bucket = "bucket " if scope.is_bucket else ""
-    return f"{scope.space} {bucket}{module_of(scope) or '_'}"
+    return f"{scope.space} {'bucket ' if scope.is_bucket else ''}{module_of(scope) or '_'}"
 
 
 def what(value: Value) -> str:

@@ -59,8 +59,7 @@ def _became(old: str, new: str) -> str:
     >>> _became("[" + "f32[2], " * 20 + "f32[3]]", "[" + "f32[2], " * 20 + "f32[4]]")
     '…f32[2], f32[2], f32[3]] became …f32[2], f32[2], f32[4]]'
     """
-    same = same_start(old, new)
-    start = max(same - _LONGEST // 3, 0) if max(len(old), len(new)) > _LONGEST else 0
+    start = max(same_start(old, new) - _LONGEST // 3, 0) if max(len(old), len(new)) > _LONGEST else 0
     before, after = (cut(("…" if start else "") + text[start:], _LONGEST) for text in (old, new))
     return f"{before} became {after}"
 
@@ -69,7 +68,11 @@ def argument_remarks(comparison: Comparison) -> Iterator[Remark]:
     """Literals that changed, and operands that are another value than before."""
     for _, was, now in comparison.changed():
         is_same = was.arguments == now.arguments and comparison.same_operands(was.operands, now.operands)
-        if is_same or now.is_input or _has_own_type_change(comparison, was, now):
+        sources = [(comparison.to_old[source], source) for source in now.sources]
+        is_told = was.type != now.type and all(  # its type changed and those of its operands did not
+            old is None or comparison.old.values[old].type == comparison.new.values[new].type for old, new in sources
+        )
+        if is_same or now.is_input or is_told:
             continue
         literals = [[operand for operand in value.operands if isinstance(operand, str)] for value in (was, now)]
         if was.arguments == now.arguments and literals[0] == literals[1]:
@@ -83,14 +86,6 @@ def argument_remarks(comparison: Comparison) -> Iterator[Remark]:
         if not (may_follow and is_said):
             text = f"arguments of {what(now)}: {_became(_shown_arguments(was), _shown_arguments(now))}"
             yield Remark(Weight.ARGUMENT, text, about(now), f"arguments of {now.operator}")
-
-
-def _has_own_type_change(comparison: Comparison, was: Value, now: Value) -> bool:
-    """Whether its type changed and those of its operands did not: that is told, and says enough."""
-    sources = [(comparison.pairs.to_old[source], source) for source in now.sources]
-    return was.type != now.type and all(
-        old is None or comparison.old.values[old].type == comparison.new.values[new].type for old, new in sources
-    )
 
 
 def _shown_arguments(value: Value) -> str:
@@ -111,7 +106,7 @@ def _operand_remarks(comparison: Comparison, was: Value, now: Value) -> Iterator
         return
     number, old, new = other[0]
     shown, before = _shown(comparison.new, new), _shown(comparison.old, old)
-    moved = Counter(comparison.pairs.to_new[old] if isinstance(old, int) else old for _, old, _ in other)
+    moved = Counter(comparison.to_new[old] if isinstance(old, int) else old for _, old, _ in other)
     if len(other) > 1 and moved == Counter(new for _, _, new in other):
         text = f"operands of {what(now)} are in another order: {shown} where {before} was"
     else:
@@ -133,7 +128,7 @@ def _shown(graph: Dataflow, operand: Operand) -> str:
 def group_remarks(comparison: Comparison) -> Iterator[Remark]:
     """Collectives that go over another process group."""
     for place in comparison.old.users:
-        other = comparison.pairs.to_new[place]
+        other = comparison.to_new[place]
         if other is None:
             continue
         was, now = comparison.old.values[place], comparison.new.values[other]
@@ -145,18 +140,14 @@ def group_remarks(comparison: Comparison) -> Iterator[Remark]:
                 yield Remark(Weight.GROUP, text, about(now), f"{kind} {change}")
 
 
-def module_remarks(comparison: Comparison) -> Iterator[Remark]:
-    """Values that belong to another module, bucket or direction."""
-    for old, new in comparison.pairs.elsewhere:
+def annotation_remarks(comparison: Comparison) -> Iterator[Remark]:
+    """Values that belong to another module, bucket or direction; then recompute policies and other tags."""
+    for old, new in comparison.elsewhere:
         was, now = comparison.old.values[old], comparison.new.values[new]
         if was.scope != now.scope and not {was.scope, now.scope} & comparison.explained:
             text = f"{now.operator} of {where(was.scope)} belongs to {where(now.scope)} now"
             yield Remark(Weight.MODULE, text, about(was), "modules")
-
-
-def tag_remarks(comparison: Comparison) -> Iterator[Remark]:
-    """Recompute policies and other tags."""
-    for old, new in comparison.pairs.places:
+    for old, new in comparison.places:
         was, now = comparison.old.values[old], comparison.new.values[new]
         if was.tags != now.tags:
             change = f"{was.tags or 'none'} became {now.tags or 'none'}"
@@ -166,7 +157,7 @@ def tag_remarks(comparison: Comparison) -> Iterator[Remark]:
 def operator_remarks(comparison: Comparison) -> Iterator[Remark]:
     """What values were lost and gained, by module; collectives of changed buckets are told there."""
     by_scope: dict[Scope, dict[str, Counter[str]]] = defaultdict(lambda: defaultdict(Counter))
-    for verb, value in comparison.left():
+    for verb, value in comparison.lost_and_gained():
         is_told = value.scope in comparison.explained and (value.scope.is_bucket or communicates(value))
         if not value.is_input and not is_told:
             by_scope[value.scope][verb][value.operator] += 1
@@ -196,23 +187,22 @@ _KINDS = {"group": "process group", "size": "symbol"}
 def definition_remarks(comparison: Comparison) -> Iterator[Remark]:
     """What a graph says at its head."""
     old, new = comparison.old.definitions, comparison.new.definitions
+    kept = comparison.definitions
     for place, was in enumerate(old):
-        kind = _KINDS.get(was.kind, was.kind)
-        if place not in comparison.definitions:
-            yield Remark(Weight.GROUP, f"lost {kind} {' = '.join(filter(None, (was.name, was.content)))}")
-        elif was.content != (now := new[comparison.definitions[place]]).content:
+        if place in kept and was.content != (now := new[kept[place]]).content:
+            kind = _KINDS.get(was.kind, was.kind)
             yield Remark(Weight.GROUP, f"{kind} {now.name}: {was.content} became {now.content}")
-    kept = set(comparison.definitions.values())
-    for name, kind, content in (now for place, now in enumerate(new) if place not in kept):
-        yield Remark(Weight.GROUP, f"gained {_KINDS.get(kind, kind)} {' = '.join(filter(None, (name, content)))}")
+    for verb, definitions, known in (("lost", old, kept), ("gained", new, set(kept.values()))):
+        for name, kind, content in (told for place, told in enumerate(definitions) if place not in known):
+            yield Remark(Weight.GROUP, f"{verb} {_KINDS.get(kind, kind)} {' = '.join(filter(None, (name, content)))}")
 
 
 def input_remarks(comparison: Comparison) -> Iterator[Remark]:
     """What a graph takes."""
-    for verb, value in comparison.left():
+    for verb, value in comparison.lost_and_gained():
         if value.is_input:
             yield Remark(Weight.BOUNDARY, f"{verb} {what(value)}", about(value), f"{verb} {value.scope.space}")
-    places = [new for old in comparison.old.inputs if (new := comparison.pairs.to_new[old]) is not None]
+    places = [new for old in comparison.old.inputs if (new := comparison.to_new[old]) is not None]
     if places != sorted(places):
         yield Remark(Weight.BOUNDARY, "inputs stand in another order")
 
@@ -261,7 +251,6 @@ FINDERS = (
     operator_remarks,
     type_remarks,
     argument_remarks,
-    module_remarks,
-    tag_remarks,
+    annotation_remarks,
 )
 """What finds the differences of this module, in the order in which they are told."""

@@ -71,7 +71,6 @@ def check_bodies(twins: Twins, regions: Sequence[Region], storages: Storages, co
     """
     reductions = gradient_reductions(twins.full.graph)
     following = _Following(twins, regions, storages, config)
-    bodies = following.bodies
     for region in regions:
         root = region.key.root
         for node in region.body:
@@ -86,7 +85,7 @@ def check_bodies(twins: Twins, regions: Sequence[Region], storages: Storages, co
             _check_fixed_extent(node, region, twins)
             if config.module_fqn not in config.row_wise:
                 following.check(node, root)
-                if region.key.direction == FORWARD and any(user not in bodies for user in node.users):
+                if region.key.direction == FORWARD and any(user not in following.bodies for user in node.users):
                     following.check_leaving(node, root)
 
 
@@ -119,13 +118,11 @@ class _Following:
             found = self.known.get(source, [])
             self.known[node] = [found[index]] if index < len(found) else [self._of(node)]
             return
-        args, kwargs = (fx.node.map_arg(given, self._operand) for given in (node.args, node.kwargs))
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: Operand(n.meta.get("val"), self._of(n)))
         part = self.twins.part_of[node]
         numbers = (part.args, part.kwargs) if direction(node) == FORWARD else None  # autograd's are those of a mean
         call = Call(node.target, args, kwargs, list(self._results(node)), numbers)
-        wrong, self.known[node] = judge(call, described(node), self.config.row_wise)
-        if wrong is not None:
-            refuse_mixing(described(node), wrong, root, self.config, self.told)
+        self.known[node] = judge(call, described(node), root, self.config, self.told)
         for storage in self.storages.written.get(node, ()):
             if self.storages.of[storage] in self.bodies:
                 self.written[storage] = self.known[node][0]
@@ -140,10 +137,8 @@ class _Following:
         counted, turned = known.hold in (NUMBERS, COUNTED), known.hold == INPUT and known.front != 1
         if counted or turned:
             wrong = f"depends on their number, or on {HOW_MANY}," if counted else "has rows in another order"
-            what = described(node)
-            refuse_mixing(
-                what, f"{wrong} and leaves the module in dimension {known.dims[0]}", root, self.config, self.told
-            )
+            wrong += f" and leaves the module in dimension {known.dims[0]}"
+            refuse_mixing(described(node), wrong, root, self.config, self.told)
 
     def _results(self, node: fx.Node) -> Iterator[tuple[Any, Sequence[int]]]:
         ours, theirs = node.meta.get("val"), self.twins.part_of[node].meta.get("val")
@@ -151,9 +146,6 @@ class _Following:
         for value, part in pairs:
             is_tensor = isinstance(value, torch.Tensor) and isinstance(part, torch.Tensor)
             yield value, (differing_dims(value, part) or _unknown_dims(value)) if is_tensor else ()
-
-    def _operand(self, node: fx.Node) -> Operand:
-        return Operand(node.meta.get("val"), self._of(node))
 
     def _of(self, node: fx.Node) -> Known:
         known, written = self.known.get(node, [None])[0], self.written.get(self.storages.of[node])
@@ -242,7 +234,10 @@ def chunk_pass(
         check_bodies(aligned, regions, storages, config)
         made = Rewrite(aligned, regions, storages, config.dim).run()
     except ChunkError as error:
-        extent = f", of extent {found}" if (found := _extent(*twins)) is not None else ""
+        pairs = zip(*(graph.graph.find_nodes(op="placeholder") for graph in twins), strict=False)
+        shapes = ((getattr(node.meta.get("val"), "shape", ()) for node in pair) for pair in pairs)
+        told = (f", of extent {a}" for ours, theirs in shapes for a, b in zip(ours, theirs, strict=False) if a != b)
+        extent = next(told, "")  # as the first input that has the chunk dimension tells
         error.add_note(
             f"while {config.module_fqn} was chunked by {config.chunk_dim}{extent}, into {config.num_chunks} chunks"
         )
@@ -251,13 +246,6 @@ def chunk_pass(
     _logger.debug("%s matches %s", config, ", ".join(dict.fromkeys(root for root, _ in counts.body_nodes)))
     for (root, way), size in counts.body_nodes.items():
         _logger.debug("%s/%s: %d nodes a chunk", root, way, size)
-    told = "live-ins split: %d; live-outs joined: %d, added: %d; handed on chunk by chunk: %d"
-    _logger.debug(told, counts.split, counts.joined, counts.added, counts.handed_on)
+    counted = "live-ins split: %d; live-outs joined: %d, added: %d; handed on chunk by chunk: %d"
+    _logger.debug(counted, counts.split, counts.joined, counts.added, counts.handed_on)
     return made
-
-
-def _extent(full: fx.GraphModule, part: fx.GraphModule) -> int | None:
-    """The chunk dimension's, as the first input that has it tells."""
-    pairs = zip(full.graph.find_nodes(op="placeholder"), part.graph.find_nodes(op="placeholder"), strict=False)
-    shapes = ((getattr(node.meta.get("val"), "shape", ()) for node in pair) for pair in pairs)
-    return next((a for ours, theirs in shapes for a, b in zip(ours, theirs, strict=False) if a != b), None)

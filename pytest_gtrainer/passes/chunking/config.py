@@ -174,8 +174,7 @@ def check_surroundings(config: ChunkConfig, plan: BucketPlan, tensor_parallel_de
         fqns = [entry] if isinstance(entry, str) else list(entry)
         for root in dict.fromkeys(root for fqn in fqns if (root := config.root_of(fqn))):
             layer = root.rpartition(".")[0] if config.kind == MOE else root
-            beyond = [fqn for fqn in fqns if fqn != layer and not fqn.startswith(f"{layer}.")]
-            if beyond:
+            if beyond := [fqn for fqn in fqns if fqn != layer and not fqn.startswith(f"{layer}.")]:
                 raise ChunkError(
                     f"the bucket [{', '.join(fqns)}] holds a part of the chunked {root} and, beyond {layer}, "
                     f"{', '.join(beyond)}: put what lies in {layer} into buckets of its own"

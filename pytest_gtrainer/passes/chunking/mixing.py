@@ -118,7 +118,8 @@ class Call:
             self.given = _bound(arguments, args, kwargs)
             theirs = _bound(arguments, *part) if part is not None else self.given
             numbers = [a.name for a in arguments if re.search("number|float|Tensor", str(a.type))]
-            self.counts = any(_are_other_numbers(self.given[name], theirs[name]) for name in numbers)
+            pairs = [(self.given[name], theirs[name]) for name in numbers]
+            self.counts = any(isinstance(a, int | float) and isinstance(b, int | float) and a != b for a, b in pairs)
         self.operands = [leaf for leaf in pytree.tree_leaves([args, kwargs]) if isinstance(leaf, Operand)]
         tags = target.tags if isinstance(target, OpOverload) else ()
         self.pointwise = torch.Tag.pointwise in tags or self.name in _POINTWISE
@@ -137,10 +138,6 @@ def _bound(arguments: Sequence[Any], args: Sequence[Any], kwargs: Mapping[str, A
     """Arguments by their names in a schema."""
     pairs = enumerate(arguments)
     return {a.name: args[place] if place < len(args) else kwargs.get(a.name, a.default_value) for place, a in pairs}
-
-
-def _are_other_numbers(ours: Any, theirs: Any) -> bool:
-    return isinstance(ours, int | float) and isinstance(theirs, int | float) and ours != theirs
 
 
 Rule = Callable[[Call], Iterable[int]]
@@ -191,15 +188,6 @@ def _sliced(call: Call) -> Iterable[int]:
 def _padded(call: Call) -> Iterable[int]:
     pads = call.given["pad"] if "pad" in call.given else call.given["padding"]
     return [-1 - place // 2 for place, pad in enumerate(pads) if pad != 0]
-
-
-def _repeated(call: Call) -> Iterable[int]:
-    repeats = call.given["repeats"]
-    return [place - len(repeats) for place, count in enumerate(repeats) if count != 1]
-
-
-def _concatenated(call: Call) -> Iterable[int]:
-    return [call.given["dim"]] if len(call.given["tensors"]) > 1 else ()
 
 
 def _names(words: str) -> frozenset[str]:
@@ -253,8 +241,8 @@ _BY_NUMBER = _table(
     ("shows memory across", "as_strided as_strided_copy as_strided_scatter", lambda call: range(call.ndim)),
     ("takes the diagonal of", "diagonal diagonal_copy", lambda call: [call.given["dim1"], call.given["dim2"]]),
     ("cuts a triangle out of", "tril triu", _last(2)),
-    ("repeats", "repeat", _repeated),
-    ("puts rows behind each other along", "cat", _concatenated),
+    ("repeats", "repeat", lambda c: [-1 - dim for dim, n in enumerate(reversed(c.given["repeats"])) if n != 1]),
+    ("puts rows behind each other along", "cat", lambda c: [c.given["dim"]] * (len(c.given["tensors"]) > 1)),
     ("pads", "constant_pad_nd reflection_pad1d reflection_pad2d replication_pad1d replication_pad2d", _padded),
 )
 """Operators that choose rows by their number, which in a chunk is another one."""
@@ -314,21 +302,15 @@ def refuse_mixing(what: str, wrong: str, where: str, config: ChunkConfig, told: 
         warnings.warn(message, ChunkWarning, stacklevel=2)
 
 
-def judge(call: Call, what: str, trusted: Sequence[str] = ()) -> tuple[str | None, list[Known]]:
-    """What a call does to rows, and what is known of its results.
-
-    Args:
-        what: the call in words, for the statistics that it makes.
-        trusted: full names of operators (``"mylib::norm"``) that somebody says to treat each row by itself.
-
-    Returns:
-        what is wrong, as a predicate ("sums over dimension 0"), or None; for each result what it is.
-    """
-    wrong = None if call.full_name in trusted else _wrong(call)
-    return wrong, [_result(call, value, tuple(dims), what) for value, dims in call.results]
+def judge(call: Call, what: str, where: str, config: ChunkConfig, told: set[str]) -> list[Known]:
+    """What is known of a call's results; refuse it, with the words of ``refuse_mixing``, if it mixes rows."""
+    if call.full_name not in config.row_wise and (wrong := _wrong(call)) is not None:
+        refuse_mixing(what, wrong, where, config, told)
+    return [_result(call, value, tuple(dims), what) for value, dims in call.results]
 
 
 def _wrong(call: Call) -> str | None:
+    """What is wrong, as a predicate ("sums over dimension 0")."""
     rows = call.rows()
     if pair := next((dims for _, dims in call.results if len(dims) > 1), None):
         return f"relates every row to every other one (dimensions {' and '.join(map(str, pair))})"
@@ -340,9 +322,7 @@ def _wrong(call: Call) -> str | None:
         return None
     if wrong := _made_in_rows(call) or _wrong_order(call):
         return wrong
-    if call.name in INDEXING:
-        return _wrong_index(call)
-    return _wrong_along(call, rows)
+    return _wrong_index(call) if call.name in INDEXING else _wrong_along(call, rows)
 
 
 def _wrong_along(call: Call, rows: Sequence[tuple[Operand, Rows]]) -> str | None:
@@ -358,8 +338,7 @@ def _wrong_along(call: Call, rows: Sequence[tuple[Operand, Rows]]) -> str | None
             computes_routing = call.name in _ALONG and not operand.is_float and known.hold not in (NUMBERS, MADE)
             if operand.value.ndim != call.ndim or known.hold in free or computes_routing:
                 continue
-            hit = {dim % call.ndim for dim in rule(call)}.intersection(known.dims)
-            if hit:
+            if hit := {dim % call.ndim for dim in rule(call)}.intersection(known.dims):
                 return f"{words} dimension {min(hit)}"
         return None
     if call.pointwise or is_view(call.target) or call.name in _BY_DIMENSIONS or call.is_backward:
@@ -482,8 +461,7 @@ def _front(call: Call, value: Any, dim: int) -> int:
     if call.name in RESHAPES:
         ((source, known),) = rows
         return max(1, known.in_front(source) // (math.prod(value.shape[:dim]) or 1))
-    alike = [known.front for source, known in rows if source.shape[known.dims[0]] == value.shape[dim]]
-    return max(alike, default=1)
+    return max((known.front for source, known in rows if source.shape[known.dims[0]] == value.shape[dim]), default=1)
 
 
 def _hold(call: Call, holds: set[str], has_statistics: bool, value: Any) -> str:

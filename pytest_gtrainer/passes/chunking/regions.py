@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import fx
 
-from pytest_gtrainer._torch.chunking import is_engine_addition, returns_an_operand
+from pytest_gtrainer._torch.chunking import is_engine_addition
 from pytest_gtrainer._torch.passes import ALL_REDUCE, REDUCE_SCATTER, WAIT
 from pytest_gtrainer.graph.collectives import chain_to_output, only_wait
 from pytest_gtrainer.graph.nodes import (
@@ -28,6 +28,7 @@ from pytest_gtrainer.graph.nodes import (
     is_view,
     mutates,
     node_fqn,
+    returns_an_operand,
     written_operands,
 )
 from pytest_gtrainer.passes.chunking.config import ChunkConfig, ChunkError
@@ -144,8 +145,7 @@ def find_regions(twins: Twins, config: ChunkConfig, storages: Storages) -> list[
             f"module_fqn={config.module_fqn!r} matches no module of the graph; its outermost modules are "
             f"{', '.join(outermost) or 'not annotated'}"
         )
-    untouched = sorted(names - {key.root for key in regions})
-    if untouched:
+    if untouched := sorted(names - {key.root for key in regions}):
         raise ChunkError(
             f"nothing in {', '.join(untouched)} depends on the {config.chunk_dim} dimension: "
             "is the twin traced at another extent of it?"
@@ -232,11 +232,9 @@ class _BodySearch:
             return first if all(other is first for other in others) else None
         uses = self.forward_of.get((root, node.meta.get("seq_nr")), ())
         read = [source for use in uses for source in use.all_input_nodes]
-        return next((source for source in read if self._hands_gradients_on(source, root)), None)
-
-    def _hands_gradients_on(self, node: fx.Node, root: str) -> bool:
-        computed = node in self.roots and self.roots[node] == root and node not in self.found
-        return computed and not is_view(node.target) and node.meta.get("seq_nr") not in self.with_backward
+        computed = (source for source in read if self.roots.get(source) == root and source not in self.found)
+        handed_on = (source for source in computed if source.meta.get("seq_nr") not in self.with_backward)
+        return next((source for source in handed_on if not is_view(source.target)), None)
 
     def _is_in(self, node: fx.Node, root: str) -> bool:
         home = self.found.get(node)

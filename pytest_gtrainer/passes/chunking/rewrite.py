@@ -162,12 +162,11 @@ class Rewrite:
             return [self._whole(group.nodes[0])]
         dim = self.twins.dim(top)
         if dim is None:
-            count = self.twins.num_chunks
-            return [self.chunks[node][chunk] for chunk in reversed(range(count)) for node in group.nodes]
+            backwards = reversed(range(self.twins.num_chunks))
+            return [self.chunks[node][chunk] for chunk in backwards for node in group.nodes]
         part = self.twins.part_of[top]
         pieces = [self.chunks.get(node) or self._cut(node, dim, group.region) for node in group.nodes]
-        own = [self._fold(terms, part) for terms in zip(*pieces, strict=True)]
-        return [self._joined(top, own, group.region)]
+        return [self._joined(top, [self._fold(terms, part) for terms in zip(*pieces, strict=True)], group.region)]
 
     def _fold(self, terms: Sequence[fx.Node], like: fx.Node) -> fx.Node:
         """``((a + b) + c)``, with the metadata of ``like``."""
@@ -278,8 +277,7 @@ class Rewrite:
         value = piece.meta["val"]
         if value.is_contiguous():
             return piece
-        own = value_like(value, value.shape)
-        copied = self._boundary(aten.clone.default, (piece,), own, region, SPLIT_BOUNDARY)
+        copied = self._boundary(aten.clone.default, (piece,), value_like(value, value.shape), region, SPLIT_BOUNDARY)
         copied.kwargs = {"memory_format": torch.contiguous_format}
         return copied
 
@@ -292,14 +290,13 @@ class Rewrite:
             return self.whole[node]
         region, pieces = self.region_of[node], self.chunks[node]
         if self.storages.of[node] not in self.region_of:
-            made = pieces[self._chunk_order(region)[-1]]
+            self.whole[node] = pieces[self._chunk_order(region)[-1]]
         elif self._leaving_dim(node, region) is not None:
-            made = self._joined(node, pieces, region)
+            self.whole[node] = self._joined(node, pieces, region)
         else:
             self.counts.added += 1
-            made = self._fold(pieces[::-1], node)
-        self.whole[node] = made
-        return made
+            self.whole[node] = self._fold(pieces[::-1], node)
+        return self.whole[node]
 
     def _leaving_dim(self, node: fx.Node, region: Region) -> int | None:
         """The dimension along which a live-out is joined; None if its chunks are added."""

@@ -33,8 +33,7 @@ def units_in_order(nodes: Sequence[fx.Node], region_of: Mapping[fx.Node, Region]
         places.setdefault(region_of.get(node, node), place)
     before = dependencies(nodes, region_of, storages)
     ordered = dict.fromkeys(_in_order(before, places))
-    stuck = [unit for unit in before if unit not in ordered]
-    if stuck:
+    if stuck := [unit for unit in before if unit not in ordered]:
         region = next(unit for unit in stuck if isinstance(unit, Region))
         unit = next(source for source in before[region] if source not in ordered)
         through = unit if isinstance(unit, fx.Node) else unit.body[0]

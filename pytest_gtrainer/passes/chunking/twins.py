@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -82,10 +83,7 @@ def has_unknown_extent(node: fx.Node) -> bool:
 
 def constant(gm: fx.GraphModule, node: fx.Node) -> Any:
     """What a ``get_attr`` node names."""
-    found: Any = gm
-    for name in str(node.target).split("."):
-        found = getattr(found, name)
-    return found
+    return attrgetter(str(node.target))(gm)
 
 
 def aligned(full: fx.GraphModule, part: fx.GraphModule) -> Iterator[tuple[fx.Node, fx.Node]]:
@@ -138,17 +136,14 @@ def differing_dims(ours: torch.Tensor, theirs: torch.Tensor) -> list[int]:
 
 
 def _literals_differ(ours: Any, theirs: Any) -> bool:
-    if isinstance(ours, fx.Node):
+    if isinstance(ours, (fx.Node, *_SYMBOLIC)):  # a number of the data is no literal of the chunk dimension
         return False
     if isinstance(ours, list | tuple):
         return len(ours) != len(theirs) or any(map(_literals_differ, ours, theirs))
     if isinstance(ours, dict):
         return any(_literals_differ(value, theirs[key]) for key, value in ours.items())
     if isinstance(ours, slice):
-        parts = [(ours.start, theirs.start), (ours.stop, theirs.stop), (ours.step, theirs.step)]
-        return any(_literals_differ(a, b) for a, b in parts)
-    if isinstance(ours, torch.SymInt | torch.SymFloat | torch.SymBool):
-        return False  # both are of data, and no literal of the chunk dimension
+        return _literals_differ((ours.start, ours.stop, ours.step), (theirs.start, theirs.stop, theirs.step))
     return type(ours) is not type(theirs) or bool(ours != theirs)
 
 
@@ -177,8 +172,7 @@ def symbolic_twins(
     gm: fx.GraphModule, example_inputs: Sequence[Any] | None, config: ChunkConfig
 ) -> tuple[fx.GraphModule, fx.GraphModule] | None:
     """The graph at its extents, and with the chunk dimension's divided by N; None if its inputs have no symbols."""
-    extents = input_extents(gm, example_inputs)
-    if not extents:
+    if not (extents := input_extents(gm, example_inputs)):
         return None
     named = gm.graph.output_node().meta.get(DYNAMIC_DIMS, {})
     if config.chunk_dim in named:
@@ -228,8 +222,7 @@ def at_extents(gm: fx.GraphModule, extents: Extents) -> fx.GraphModule:
     made.graph.output_node().meta.pop(DYNAMIC_DIMS, None)
     for node in (n for module in made.modules() if isinstance(module, fx.GraphModule) for n in module.graph.nodes):
         seen: list[Expression] = [*symbols_of(node.meta.get("val")), *symbols_of([node.args, node.kwargs])]
-        left = [symbol for symbol in seen if symbol in extents]
-        if left:  # H1
+        if left := [symbol for symbol in seen if symbol in extents]:  # H1
             raise ChunkError(
                 f"{described(node)} still refers to {left[0]} after its extent was put in: values may hold symbols "
                 "in tensors, numbers, and lists or tuples of them"
@@ -305,6 +298,5 @@ class _Substitution:
         if isinstance(value, list | tuple):
             return fx.node.map_aggregate(value, self.value)
         if isinstance(value, torch.Tensor) and symbols_of(value):
-            shape, stride = [self.value(e) for e in value.shape], [self.value(e) for e in value.stride()]
-            return strided_like(value, shape, stride)
+            return strided_like(value, [self.value(e) for e in value.shape], [self.value(e) for e in value.stride()])
         return value

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import _thread
 import contextlib
 import functools
 import gc
+import json
 import os
 import pickle
+import signal
 import sys
+import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -29,10 +34,13 @@ from pytest_gtrainer._torch.process_groups import (
     issued_on,
     live_groups,
     names_of_live_groups,
+    recorded_calls,
     silence_collective_log,
 )
 from pytest_gtrainer.numerics.determinism import seed_everything
 from pytest_gtrainer.ranks import wire
+from pytest_gtrainer.ranks.calls import KEPT
+from pytest_gtrainer.ranks.inside import debugger
 from pytest_gtrainer.ranks.inside.session import (
     CollectedTests,
     CollectionDiffers,
@@ -45,6 +53,7 @@ from pytest_gtrainer.ranks.inside.session import (
     start_session,
     summary_of,
 )
+from pytest_gtrainer.ranks.stacks import CALLS_SIGNAL, calls_file
 from pytest_gtrainer.worlds import hygiene
 
 # The parent's limit for a test ends a blocked collective long before this does.
@@ -53,45 +62,51 @@ COLLECTIVE_LIMIT = timedelta(hours=24)
 MEMORY_TOLERANCE = 2**20
 _MESH_GROUPS = "mesh_"
 
-Meeting = Callable[[str, int], dist.Store]
-
 
 def serve(setup: wire.RankSetup, channel: wire.Channel) -> int:
     """Start as a rank, then obey until told to stop: the exit status."""
     torch.set_num_threads(1)
-    send = in_this_process(lambda message: channel.send(pickle.dumps(message)))
+    own = os.getpid()
+
+    def send(message: object) -> None:
+        if os.getpid() != own:  # a test has forked and let the child return: its answers would be taken for the rank's
+            os._exit(1)
+        channel.send(pickle.dumps(message))
+
     try:
-        group = RankGroup(setup.rank, setup.device, setup.backend)
+        group = RankGroup(setup.rank, setup.device, setup.backend, index=setup.rank - setup.ranks.start)
         group.join(setup.store, setup.size)
         rank = Rank(start_session(prepared_config(setup.args), setup.worker, setup.basetemp), group, send)
+        _thread.start_new_thread(_tell_calls, (group, calls_file(setup.folder, setup.rank)))
     except BaseException:
         send(wire.Started(traceback.format_exc()))
         return 1
+
+    def ask(prompt: wire.AtPrompt) -> wire.Terminal:
+        send(prompt)
+        answer: wire.Terminal = pickle.loads(channel.receive())
+        return answer
+
+    debugger.connect(setup.rank, ask, lambda: send(wire.PromptOver()), rank.session)
     send(wire.Started(None, capture_fds(rank.session.config)))
     answer: object = None
-    while not isinstance(answer, wire.Stop):
-        try:
-            command = pickle.loads(channel.receive())
-        except EOFError:
-            break  # the parent is gone
-        answer = rank.obey(command)
-        send(answer)
+    with facts.watching({"control": lambda **_: None}), contextlib.suppress(EOFError):  # the parent is gone
+        while not isinstance(answer, wire.Stop):
+            answer = rank.obey(pickle.loads(channel.receive()))
+            send(answer)
     return 0
 
 
-def in_this_process(send: Callable[[object], None]) -> Callable[[object], None]:
-    """``send``, which ends any other process: a test that forks and lets the child return.
-
-    The child has the rank's connection; its answers would be taken for the rank's own.
-    """
-    own = os.getpid()
-
-    def guarded(message: object) -> None:
-        if os.getpid() != own:
-            os._exit(1)
-        send(message)
-
-    return guarded
+def _tell_calls(group: RankGroup, file: Path) -> None:
+    """Write the calls of collectives whenever the parent asks; a thread, as the main one may be in one of them."""
+    with file.open("w", buffering=1) as answers:
+        while True:
+            signal.sigwait({CALLS_SIGNAL})
+            try:
+                text = json.dumps(group.calls())
+            except Exception:  # groups may come and go meanwhile: it will be asked again
+                text = "{"  # incomplete
+            answers.write(f"{text}\n")
 
 
 class Rank:
@@ -127,6 +142,7 @@ class Rank:
 
     def _run_item(self, command: wire.RunItem) -> wire.ItemDone:
         """Run the whole protocol of a test; ``trouble`` is what stopped it, if something outside a phase did."""
+        self.group.begin()
         memory, trouble = self.group.memory(), None
         seed_everything(hygiene.SEED, later=False)
         try:
@@ -144,10 +160,12 @@ class Rank:
             trouble = f"called pytest.exit: {error}"
         except BaseException as error:
             trouble = f"broke off: {summary_of(error)}"
+        debugger.release()  # one may step past the end of a test
         forget_compiled()
         return wire.ItemDone(*self._recorder.take(), trouble, self.group.state(), self.group.left_behind(memory))
 
     def _call_function(self, command: wire.CallFunction) -> wire.CallDone:
+        self.group.begin()
         seed_everything(hygiene.SEED, later=False)
         capture = self.session.config.pluginmanager.getplugin("capturemanager")
         result = told = None
@@ -160,6 +178,7 @@ class Rank:
             except BaseException as error:
                 self._send(raised("call", error))
                 told = _traceback_below_here(error)
+        debugger.release()
         forget_compiled()
         written = capture.read_global_capture() if capture is not None else ("", "")
         return wire.CallDone(result, told, cut("".join(written)), tuple(plain(seen)), self.group.state())
@@ -168,14 +187,13 @@ class Rank:
 @contextlib.contextmanager
 def _resumed(capture: Any) -> Iterator[None]:
     """Captured as pytest does around a phase; collecting, too, leaves the capture suspended."""
-    if capture is None:
-        yield
-        return
-    capture.resume_global_capture()
+    if capture is not None:
+        capture.resume_global_capture()
     try:
         yield
     finally:
-        capture.suspend_global_capture()
+        if capture is not None:
+            capture.suspend_global_capture()
 
 
 def _pickled(result: Any) -> bytes:
@@ -199,19 +217,11 @@ def _traceback_below_here(error: BaseException) -> str:
 class RankGroup:
     """The default group of a rank, and what the tests have made beside it."""
 
-    def __init__(
-        self, rank: int, device: str, backend: str, *, index: int | None = None, meet: Meeting | None = None
-    ) -> None:
-        """Nothing is joined yet.
-
-        Args:
-            index: of the rank's GPU among those it sees; by default its rank.
-            meet: gives the store at a place, for a number of ranks; by default the place is a file.
-        """
-        self.rank, self.size, self.device, self.backend = rank, 0, device, backend
-        self._index = rank if index is None else index
-        self._meet = meet or dist.FileStore
+    def __init__(self, rank: int, device: str, backend: str, *, index: int = 0) -> None:
+        """Nothing is joined yet; ``index`` is that of the rank's GPU among those it sees."""
+        self.rank, self.size, self.device, self.backend, self._index = rank, 0, device, backend, index
         self._default: dist.ProcessGroup | None = None
+        self._joined = self._began = 0  # when, in ns since the epoch
         self._points: Counter[int] = Counter()  # sends and receives, by group
         self._known: Counter[int] = Counter()  # collectives that were told already, by group
         silence_collective_log()
@@ -228,16 +238,22 @@ class RankGroup:
         return counted
 
     def join(self, place: str, size: int) -> None:
-        """Make the default group anew, of ``size`` ranks that meet at ``place``."""
+        """Make the default group anew, of ``size`` ranks that meet at ``place``: see ``wire.JoinGroup``."""
         if self.rank >= size:
             raise ValueError(f"rank {self.rank} cannot join a world of {size} ranks, which are 0..{size - 1}")
         self.leave()
         self.size = size
         if self.device == "cuda":
             torch.cuda.set_device(self._index)
-        store = self._meet(place, size)
+        store: dist.Store
+        if os.path.isabs(place):
+            store = dist.FileStore(place, size)
+        else:
+            host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+            store = dist.PrefixStore(place, dist.TCPStore(host, port, is_master=False, wait_for_workers=False))
         dist.init_process_group(self.backend, store=store, rank=self.rank, world_size=size, timeout=COLLECTIVE_LIMIT)
         self._default = dist.group.WORLD
+        self._joined = time.time_ns()
         if self.backend == "gloo":
             # a rank that waits for one it has no connection with would not notice that one's end
             dist.all_to_all_single(torch.empty(size), torch.zeros(size))
@@ -286,6 +302,21 @@ class RankGroup:
     def _label(self, group: dist.ProcessGroup) -> str:
         ranks = dist.get_process_group_ranks(group) if group is not self._default else range(self.size)
         return "all ranks" if len(ranks) == self.size else "ranks " + ", ".join(map(str, ranks))
+
+    def begin(self) -> None:
+        """A test, or a call, begins."""
+        self._began = time.time_ns()
+
+    def calls(self) -> dict[str, Any]:
+        """Its last calls of collectives on each group, as ``ranks.calls.read_calls`` takes them."""
+        recorded = recorded_calls(self._joined)
+        told = {}
+        for group, name in names_of_live_groups().items():
+            own = recorded.get(name, [])
+            calls = [call for when, *call in own if when >= self._began][-KEPT:]
+            ranks = dist.get_process_group_ranks(group)
+            told[name] = [self._label(group), ranks, own[-1][1] if own else 0, calls]
+        return told
 
     def memory(self) -> int:
         """Bytes that torch has allocated on this rank's GPU."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import time
@@ -36,7 +37,7 @@ PARENT_ONLY_OBJECTS = ("_cov", "terminalreporter")
 
 # What selects, stops or branches in the parent: a rank runs exactly what it is told to.
 NEUTRAL_OPTIONS: dict[str, Any] = {
-    "usepdb": False, "trace": False, "maxfail": 0, "keyword": "", "markexpr": "", "deselect": None,
+    "usepdb": False, "maxfail": 0, "keyword": "", "markexpr": "", "deselect": None,
     "lf": False, "failedfirst": False, "newfirst": False, "stepwise": False, "numprocesses": None,
     "dist": "no", "tx": [], "looponfail": False, "collectonly": False, "ignore": None,
     "ignore_glob": None, "setuponly": False, "setupshow": False, "setupplan": False,
@@ -87,10 +88,8 @@ def capture_fds(config: pytest.Config) -> tuple[int, ...]:
     """The files that hold captured stdout and stderr; the parent reads them when a rank dies."""
     found = []
     for stream in captured_streams(config):
-        try:
+        with contextlib.suppress(OSError, AttributeError):  # captured in memory (--capture=sys)
             found.append(int(stream.tmpfile.fileno()))
-        except (OSError, AttributeError):  # captured in memory (--capture=sys)
-            continue
     return tuple(found)
 
 

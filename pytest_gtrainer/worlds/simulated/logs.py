@@ -31,26 +31,15 @@ _TREES = re.compile(r"Trees((?: \[\d+\] [-\d]+/[-\d]+/[-\d]+->\d+->[-\d]+)+)")
 _TREE = re.compile(r"\[(\d+)\] ([-\d]+)/([-\d]+)/([-\d]+)->(\d+)->[-\d]+")
 
 
-def read_rings(path: str | Path) -> Rings:
-    """The rings in a file of channel lines, or in a log of NCCL.
+def read_log(path: str | Path, *, trees: bool = False) -> tuple[Rings, tuple[Tree, ...] | None]:
+    """The rings in a file of channel lines, or in a log of NCCL, and its ``trees`` if asked for and there.
 
     Raises:
-        ValueError: as ``rings_from_log``, with the path.
+        ValueError: as ``rings_from_log`` and ``trees_from_log``, with the path.
     """
+    text = Path(path).read_text()
     try:
-        return rings_from_log(Path(path).read_text())
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from None
-
-
-def read_trees(path: str | Path) -> tuple[Tree, ...] | None:
-    """The trees in a log of NCCL; None if it has none.
-
-    Raises:
-        ValueError: as ``trees_from_log``, with the path.
-    """
-    try:
-        return trees_from_log(Path(path).read_text())
+        return rings_from_log(text), trees_from_log(text) if trees else None
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
 

@@ -27,7 +27,7 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor
 
-from pytest_gtrainer.worlds.simulated.logs import read_rings, read_trees
+from pytest_gtrainer.worlds.simulated.logs import read_log
 from pytest_gtrainer.worlds.simulated.rings import (
     PARTITIONS,
     Rings,
@@ -142,8 +142,7 @@ class Net(ABC):
             raise ValueError("a group without ranks has no net: name at least one rank")
         if len(set(members)) < len(members):
             raise ValueError(f"the group {members} repeats a rank: name each once")
-        outside = [rank for rank in members if not 0 <= rank < size]
-        if outside:
+        if outside := [rank for rank in members if not 0 <= rank < size]:
             raise ValueError(
                 f"rank {outside[0]} of the group is not in the world of {size} ranks: they are 0..{size - 1}"
             )
@@ -277,8 +276,7 @@ class NetModel(Net):
         Raises:
             ValueError: the file has no channels, or not all of a ring or tree; or as ``of_world``.
         """
-        rings = read_rings(path)
-        trees = read_trees(path) if fields.get("algorithm") == "tree" else None
+        rings, trees = read_log(path, trees=fields.get("algorithm") == "tree")
         return cls.of_world(len(rings[0]), nodes, **{"rings": rings, "trees": trees, **fields})
 
     @property

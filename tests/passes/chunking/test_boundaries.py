@@ -1,5 +1,6 @@
 """What chunks share, what is cut or joined between them and the rest, and what goes from chunk to chunk."""
 
+import gc
 import operator
 import re
 import sys
@@ -69,6 +70,24 @@ def test_a_chunk_is_copied_only_where_a_view_is_not_contiguous(root, chunk_dim):
     assert len(views) == 2 * gm.meta[CHUNKING].split
     assert [copy.args[0] for copy in copies] == (views if chunk_dim == "sequence" else [])
     assert not [node for node in copies or views if not node.meta["val"].is_contiguous()]
+
+
+class SummedNet(Net):
+    """The gradient that enters its last block is expanded, and so not contiguous."""
+
+    def forward(self, tokens):
+        x = self.tok_embeddings(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.lm_head(x.sum(1, keepdim=True).expand(-1, tokens.shape[1], -1))
+
+
+def test_a_gradient_is_cut_along_the_batch_by_views():
+    """G5: as the backward of a concatenation does, also where it is not contiguous."""
+    _, gm = rewritten(SummedNet(chunkable.Dense), strict("layers.*"), token_batch(0))
+    cut = [node for node in with_role(gm, SPLIT_BOUNDARY) if direction(node) == "bwd"]
+    assert not [node for node in cut if node.target is aten.clone.default]
+    assert [node for node in cut if node.target is operator.getitem and not node.meta["val"].is_contiguous()]
 
 
 class Gated(nn.Module):
@@ -203,11 +222,14 @@ def calls_of_chunking(layers):
         calls += event in ("call", "c_call")
 
     before = sys.getprofile()
+    gc.collect()
+    gc.disable()  # what a collection finalizes calls functions, too, and is other tests' rubbish
     sys.setprofile(count)
     try:
         chunked(traced, config)
     finally:
         sys.setprofile(before)
+        gc.enable()
     return calls
 
 
@@ -215,4 +237,4 @@ def test_the_work_grows_with_the_nodes():
     """G19: each further block costs as many calls as those before it; ``benchmarks.chunking`` takes the time."""
     calls_of_chunking(4)  # what is only done once
     few, some, many = (calls_of_chunking(layers) for layers in (4, 8, 12))
-    assert many - some < 1.01 * (some - few)
+    assert many - some < 1.02 * (some - few)  # longer names of layers cost 0.7 %

@@ -34,6 +34,7 @@ def test_its_place():
     ("config", "bucket", "message"),
     [
         (ChunkConfig("layers.*"), ["layers.0", "norm"], r"\[layers\.0, norm\] .* layers\.0 and, beyond .*, norm"),
+        (ChunkConfig("layers.*"), ["layers.1", "layers.10"], r"chunked layers\.1 and, beyond layers\.1, layers\.10"),
         (MOE, ["layers.0.moe.router", "layers.1.norm"], r"layers\.0\.moe and, beyond layers\.0, layers\.1\.norm"),
     ],
 )

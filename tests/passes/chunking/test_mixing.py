@@ -185,6 +185,11 @@ MIXING = {
     ),
     "folded, mean": (lambda x: x + x.reshape(2, -1, DIM).mean(0).mean(0), None, r"reshape|view.* folds rows into"),
     "folded, reversed": (lambda x: x.reshape(2, -1, DIM).flip(0).reshape(x.shape), None, r"view.* folds rows into"),
+    "folded behind positions": (
+        lambda x: x + x.transpose(0, 1).reshape(4, -1, DIM).mean((0, 1)),
+        None,
+        r"reshape|view.* folds rows into",
+    ),
     "two orders of rows": (
         lambda x: (x.flatten(0, 1) + x.transpose(0, 1).flatten(0, 1)).view(x.shape),
         None,
@@ -230,6 +235,17 @@ def routed(x):
     return x + out.index_add(0, order, rows[order].tanh()).unflatten(0, x.shape[:2])
 
 
+def routed_by_counts(x):
+    """An order that only counts of the data tell, as an index of rows and as one of every element."""
+    rows = x.flatten(0, 1)
+    kind = (rows[:, 0] > 0).long()
+    order = kind.argsort(stable=True)
+    by_kind = torch.repeat_interleave(torch.bincount(kind, minlength=3), output_size=rows.shape[0])
+    again = by_kind.argsort(stable=True)
+    moved = rows[order][again] + rows[order].gather(0, again[:, None].expand(-1, DIM))
+    return x + torch.zeros_like(rows).index_add(0, order, moved).unflatten(0, x.shape[:2])
+
+
 def made_by_itself(x):
     """Rows that are all the same, memory that is written to, sums of rows into themselves."""
     batch, seq = x.shape[:2]
@@ -269,6 +285,7 @@ ROW_WISE = {
     ),
     "row numbers": (last_of, None),
     "routing": (routed, None),
+    "routing by counts": (routed_by_counts, None),
     "einsum": (lambda x: torch.einsum("bsd,btd->bst", x, x).softmax(-1) @ x, None),
 }
 
@@ -292,6 +309,7 @@ OF_TWINS_ALONE = (
     "a scalar of the batch's size", "a constant of the batch's size", "a constant for each row", "rows of a parameter",
     "row numbers that are looked up", "ones that are counted", "ones that are accumulated", "an exchange matrix",
     "a triangle", "rows that are counted by the data", "folded, mean", "folded, reversed",
+    "folded behind positions",
 )  # fmt: skip
 FOLLOWED = {name: case for name, case in MIXING.items() if name not in OF_TWINS_ALONE}
 

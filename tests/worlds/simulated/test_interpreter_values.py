@@ -30,6 +30,12 @@ def replayed(gm, inputs):
     return [(gm(*values), values) for values in own]
 
 
+def assert_same(actual, expected, what):
+    """Say which value of which rank is another than that of the rank by itself."""
+    equal = actual.equal(expected)
+    assert equal, f"{what} is {actual.tolist()} in the interpreter, and {expected.tolist()} where the rank runs alone"
+
+
 def alone(gm, inputs):
     """The interpreter for a graph without collectives, which needs no world."""
     return Interpreter(RankGraph(gm, 0, RANKS, {}), NetModel.of_world(RANKS)).run(inputs)
@@ -58,7 +64,8 @@ def test_each_operator_runs_once_for_those_who_share_its_operands(gt_world):
     shards = inputs[1]
     gathered = [torch.cat(shards[:2])] * 2 + [torch.cat(shards[2:])] * 2
     for rank, own in enumerate(product):
-        assert torch.equal(own, inputs[2][rank].tan() * by_all * by_group[rank] + gathered[rank])
+        expected = inputs[2][rank].tan() * by_all * by_group[rank] + gathered[rank]
+        assert_same(own, expected, f"the product of rank {rank}")
 
 
 def test_ranks_that_are_given_the_same_tensor_share_its_results():
@@ -171,14 +178,15 @@ def test_payloads_of_groups_are_copied_once(gt_world):
         sums = interpreter.run([x])
     assert counted.counts["copy_"] == 4
     for rank, own in enumerate(sums):
-        assert torch.equal(own, x[rank].sin() + x[(rank + 2) % 4].sin())
+        assert_same(own, x[rank].sin() + x[(rank + 2) % 4].sin(), f"the sum of ranks {rank % 2} and {rank % 2 + 2}")
 
 
 @pytest.mark.gt_world("fake", size=4)
 def test_a_wait_for_a_wait(gt_world):
     x = different(4, 3)
     expected = NetModel.of_world(4).all_reduce(torch.stack(list(x)), "sum")
-    assert torch.equal(run(lambda x: wait(wait(c10d.all_reduce(x, "sum", world_group()))), x), expected)
+    result = run(lambda x: wait(wait(c10d.all_reduce(x, "sum", world_group()))), x)
+    assert_same(result, expected, "what two waits give")
 
 
 def test_a_uniform_value_that_ranks_write_to_is_copied_first():
@@ -197,9 +205,9 @@ def test_a_uniform_value_that_ranks_write_to_is_copied_first():
     mine, row = alone(gm, [table, x])
     for rank in range(RANKS):
         expected, expected_row = step(torch.zeros(3), x[rank])
-        assert torch.equal(mine[rank], expected)
-        assert torch.equal(row[rank], expected_row)
-    assert torch.equal(table, torch.zeros(3))
+        assert_same(mine[rank], expected, f"rank {rank}'s copy of the table")
+        assert_same(row[rank], expected_row, f"rank {rank}'s view of the table")
+    assert_same(table, torch.zeros(3), "the table that all ranks were given")
 
 
 @pytest.mark.gt_world("fake", size=4)
@@ -212,7 +220,19 @@ def test_what_ranks_gathered_together_is_copied_too(gt_world):
         return gathered.add_(x)
 
     for rank, own in enumerate(run(step, x)):
-        assert torch.equal(own, torch.cat(x) + x[rank])
+        assert_same(own, torch.cat(x) + x[rank], f"what rank {rank} adds to the gathered tensor")
+
+
+def test_what_python_writes_to_is_copied_first():
+    """S7: ``table += x`` as Dynamo's graphs have it."""
+    graph = fx.Graph()
+    table, x = graph.placeholder("table"), graph.placeholder("x")
+    mine = graph.call_function(aten.add.Tensor, (table, 0))
+    graph.output(graph.call_function(operator.iadd, (mine, x)))
+    given = different(RANKS, 3)
+    sums = alone(fx.GraphModule(torch.nn.Module(), graph), [torch.zeros(3), given])
+    for rank, own in enumerate(sums):
+        assert_same(own, given[rank], f"rank {rank}'s sum")
 
 
 def test_views_of_other_dtypes_are_copied_too():
@@ -226,7 +246,7 @@ def test_views_of_other_dtypes_are_copied_too():
 
     x = different(RANKS, 5)
     for rank, own in enumerate(alone(make_fx(step)(x[0]), [x])):
-        assert torch.equal(own, step(x[rank]))
+        assert_same(own, step(x[rank]), f"rank {rank}'s bytes seen as float64")
 
 
 def test_buffers_are_written_to_as_in_a_replay():
@@ -238,11 +258,12 @@ def test_buffers_are_written_to_as_in_a_replay():
     x = different(RANKS, 2)
     gm = make_fx(step)(torch.zeros(2), x[0])
     alone(gm, [own, x])
-    assert all(map(torch.equal, own, x))
+    for rank, buffer in enumerate(own):
+        assert_same(buffer, x[rank], f"rank {rank}'s buffer")
 
     common = torch.zeros(2)
     alone(gm, [common, torch.ones(2)])
-    assert torch.equal(common, torch.ones(2))
+    assert_same(common, torch.ones(2), "the buffer of all ranks")
 
 
 def test_a_buffer_of_all_ranks_that_each_writes_to_is_refused_by_name():
@@ -312,8 +333,10 @@ def test_views_and_writes_of_any_order_are_those_of_a_rank_by_itself(gm, kinds):
     except DependsOnRank:
         return  # ranks write to what the caller gave to several of them
     for rank, (wanted, left) in enumerate(expected):
-        assert all(map(torch.equal, of_rank(actual, rank), wanted))
-        assert all(torch.equal(at(value, rank), own) for value, own in zip(inputs, left, strict=True))
+        for place, (own, by_itself) in enumerate(zip(of_rank(actual, rank), wanted, strict=True)):
+            assert_same(own, by_itself, f"result {place} of rank {rank}, inputs {kinds}, of the graph{gm.code}")
+        for name, value, own in zip("ab", inputs, left, strict=True):
+            assert_same(at(value, rank), own, f"input {name} ({kinds}) as the graph leaves it to rank {rank}{gm.code}")
 
 
 @pytest.mark.parametrize(

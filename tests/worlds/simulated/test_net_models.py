@@ -133,6 +133,16 @@ def test_an_average_multiplies_first_or_divides_last():
     assert_bitwise_equal(last, net.reduce_scatter(inputs, "sum") / 6)
 
 
+def test_an_average_multiplies_by_a_factor_of_the_wires_dtype():
+    """Also where sums are kept in fp32: NCCL hands the factor on in the dtype of the data."""
+    inputs = numbers(3, 3 * 50).to(torch.bfloat16)
+    net = NetModel(1, 3, accumulate="fp32")
+    averaged = net.reduce_scatter(inputs, "avg")
+    third = torch.tensor(1 / 3, dtype=torch.bfloat16)
+    assert_bitwise_equal(averaged, net.reduce_scatter(inputs * third, "sum"))
+    assert_bitwise_different(averaged, net.reduce_scatter((inputs.float() * (1 / 3)).to(torch.bfloat16), "sum"))
+
+
 def test_whole_numbers_are_summed_exactly():
     inputs = torch.arange(32).view(4, 8) ** 7
     assert torch.equal(NetModel(1, 4).all_reduce(inputs, "sum"), inputs.sum(0))

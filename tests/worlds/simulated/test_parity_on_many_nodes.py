@@ -48,7 +48,8 @@ def test_a_head_left_out_of_the_last_bucket(gt_world):
     with pytest.raises(LayoutDifference, match=r"bucket 'norm\+lm_head', all_gather: lm_head\.weight is missing"):
         assert_same_layout(graph.layout(), eager.layout)
     verdict = assert_bitwise_different(graph.run(), eager.record)
-    assert verdict.first.key.name == "lm_head.weight"
+    different = {each.key.name for each in verdict.differences if each.key.phase == "gradient" and each.key.step == 0}
+    assert "lm_head.weight" in different <= {"norm.weight", "lm_head.weight"}
 
 
 @EIGHT

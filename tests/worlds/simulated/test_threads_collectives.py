@@ -206,6 +206,17 @@ def test_a_work_that_is_kept_keeps_no_inputs():
     assert run_threads(3, inputs_are_freed, net=NetModel(1, 3)) == [True] * 3
 
 
+def a_list_for_each(rank):
+    received = [torch.empty(2) for _ in range(3)]
+    dist.all_to_all(received, [torch.full((2,), 10.0 * rank + member) for member in range(3)])
+    return [tensor[0].item() for tensor in received]
+
+
+def test_a_list_for_every_member():
+    """Tensor j of rank i comes to rank j in place i."""
+    assert run_threads(3, a_list_for_each, net=NetModel(1, 3)) == [[rank, 10 + rank, 20 + rank] for rank in range(3)]
+
+
 def premultiplied(rank):
     tensor = numbers(rank, 100, dtype=torch.bfloat16)
     dist.all_reduce(tensor, op=dist.ReduceOp.PREMUL_SUM(1 / 3))
@@ -216,7 +227,11 @@ def test_a_premultiplied_sum_multiplies_every_input_first():
     """Which gloo does not have, and FSDP2 asks for on NCCL: the factor in the dtype that is sent."""
     inputs = torch.stack([numbers(rank, 100, dtype=torch.bfloat16) for rank in range(4)])
     expected = NetModel(1, 4).all_reduce(inputs * torch.tensor(1 / 3, dtype=torch.bfloat16), "sum")
-    assert all(result.equal(expected) for result in run_threads(4, premultiplied, net=NetModel(1, 4)))
+    for rank, result in enumerate(run_threads(4, premultiplied, net=NetModel(1, 4))):
+        assert result.equal(expected), (
+            f"rank {rank} has {result[:3].tolist()} ..., but the sum of the inputs, each multiplied by 1/3 in bfloat16 "
+            f"first, is {expected[:3].tolist()} ..."
+        )
 
 
 def test_ranks_of_other_sizes():

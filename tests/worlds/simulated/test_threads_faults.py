@@ -426,7 +426,7 @@ doubled = torch.compile(lambda x: x * 2, backend="eager")
         (lambda rank: doubled(torch.ones(1)), NotOnThreads, "torch.compile inside run_threads: ranks on threads run"),
         (lambda rank: dist.all_reduce(torch.ones(1), op=dist.ReduceOp.BAND), NoModel, "op 'band' has no model"),
         (lambda rank: dist.all_reduce(torch.ones(1) == 1), NoModel, "all_reduce of torch.bool has no model"),
-        (lambda rank: dist.all_reduce(torch.ones(1, device="meta")), NoModel, "tensors on meta: a simulated world"),
+        (lambda rank: dist.all_reduce(torch.ones(1, device="meta")), NoModel, "^all_reduce of tensors on meta: a "),
         (lambda rank: dist.reduce(torch.ones(1), 0), NoModel, "use all_reduce"),
         (lambda rank: dist.recv(torch.ones(1)), NoModel, "recv_anysource has no model"),
         (lambda rank: dist.monitored_barrier(), (NoModel, ValueError), "monitored_barrier"),
@@ -437,8 +437,8 @@ doubled = torch.compile(lambda x: x * 2, backend="eager")
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_what_ranks_on_threads_do_not_do(function, kind, complaint):
-    """W2, S5: one sentence."""
-    assert complaint in failure_of(kind, function)
+    """W2, S5: one sentence, which ``^`` begins."""
+    assert complaint in f"^{failure_of(kind, function)}"
 
 
 def test_tracing_works_again_afterwards():

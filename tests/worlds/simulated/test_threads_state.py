@@ -14,10 +14,49 @@ from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from pytest_gtrainer import NetModel
+from pytest_gtrainer import ChunkConfig, NetModel, eager_chunked
+from pytest_gtrainer._torch.values import FakeTensorMode
+from pytest_gtrainer.worlds.simulated import NoModel
+from pytest_gtrainer.worlds.simulated.interpreter.program import one_thread
 from pytest_gtrainer.worlds.simulated.threads import run_threads
 
 NET = NetModel(1, 3)
+
+
+class Totals(torch.nn.Module):
+    """Reduces what it sees, as ``dist`` does it: no dispatch mode sees that."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def forward(self, x):
+        total = x.mean()
+        dist.all_reduce(total)
+        self.seen.append(total.item())
+        return x * 2
+
+
+def chunked(rank):
+    model = torch.nn.ModuleDict({"layers": torch.nn.ModuleList([Totals()])})
+    with eager_chunked(model, ChunkConfig("layers.*")):
+        model.layers[0](torch.tensor([[1.0], [2.0]]) + rank)
+    return model.layers[0].seen, dist.group.WORLD.issued
+
+
+def test_the_trial_forward_of_eager_chunking_comes_to_no_collective():
+    """I1: its fake tensors would meet those of other ranks; a call for each chunk is left."""
+    assert run_threads(3, chunked, net=NET) == [([6.0, 9.0], 2)] * 3
+
+
+def fake(rank):
+    with FakeTensorMode():
+        dist.all_reduce(torch.ones(2))
+
+
+def test_a_collective_of_fake_tensors_is_refused():
+    with pytest.raises(NoModel, match="all_reduce while fake tensors stand for real ones"):
+        run_threads(3, fake, net=NET)
 
 
 def draw():
@@ -99,9 +138,24 @@ def test_a_run_changes_nothing_outside(monkeypatch):
     assert "MADE_BY_A_RANK" not in os.environ
 
 
-def test_ranks_compute_on_one_thread_each():
+@pytest.fixture
+def two_threads():
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+def test_ranks_compute_on_one_thread_each(two_threads):
     """256 ranks with a pool of threads each would be more than a machine has."""
     assert run_threads(3, lambda rank: torch.get_num_threads(), net=NET) == [1] * 3
+    assert torch.get_num_threads() == 2
+
+
+def test_the_interpreter_computes_on_one_thread(two_threads):
+    with one_thread():
+        assert torch.get_num_threads() == 1
+    assert torch.get_num_threads() == 2
 
 
 def gathered(rank):

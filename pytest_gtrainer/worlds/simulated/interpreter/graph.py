@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import combinations, zip_longest
 from math import prod
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -70,18 +71,10 @@ def group_name(node: fx.Node) -> str:
     return name
 
 
-def attribute(root: torch.nn.Module, target: str) -> Any:
-    """What a ``get_attr`` node stands for."""
-    value: Any = root
-    for name in target.split("."):
-        value = getattr(value, name)
-    return value
-
-
 def graphs_called(node: fx.Node, root: torch.nn.Module) -> list[fx.GraphModule]:
     """The graphs that a node calls: as a module, or as arguments of a higher-order operator."""
     called: list[Any] = [root.get_submodule(str(node.target))] if node.op == "call_module" else []
-    called += [attribute(root, str(given.target)) for given in node.all_input_nodes if given.op == "get_attr"]
+    called += [attrgetter(str(given.target))(root) for given in node.all_input_nodes if given.op == "get_attr"]
     return [module for module in called if isinstance(module, fx.GraphModule)]
 
 
@@ -199,12 +192,76 @@ def _partitions_of(mesh: Tensor) -> Iterator[Partition]:
     for count in range(1, mesh.ndim + 1):
         for dims in combinations(range(mesh.ndim), count):
             others = [dim for dim in range(mesh.ndim) if dim not in dims]
-            extent = prod(mesh.shape[dim] for dim in dims)
-            groups = mesh.permute(*others, *dims).reshape(-1, extent)
+            groups = mesh.permute(*others, *dims).reshape(-1, prod(mesh.shape[dim] for dim in dims))
             yield tuple(tuple(sorted(group)) for group in groups.tolist())
 
 
 # --- the same graph on all ranks
+
+
+@dataclass(frozen=True, slots=True)
+class RankLiterals:
+    """Numbers that each rank has of its own in an otherwise equal graph: where its rows of a vocabulary begin, say.
+
+    ``values`` has, by name of the node and place among its arguments, the dimension of the mesh along which the number
+    differs, and the number of every rank along it.
+    """
+
+    values: Mapping[tuple[str, int], tuple[int, tuple[Any, ...]]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, along: Mapping[int, Sequence[fx.GraphModule]]) -> RankLiterals:
+        """Those of the graphs of ranks along dimensions of the mesh, each from rank 0's on.
+
+        Where operators differ, or a number along two dimensions, ``check_same_on_all`` says so.
+        """
+        found = {}
+        for dim, graphs in along.items():
+            for nodes in zip(*(gm.graph.nodes for gm in graphs), strict=False):
+                for place, own in enumerate(zip(*(node.args for node in nodes), strict=False)):
+                    if all(type(value) in (int, float) for value in own) and len(set(own)) > 1:
+                        found[nodes[0].name, place] = dim, own
+        return cls(found)
+
+    def of_rank(self, coordinate: Sequence[int]) -> list[Any]:
+        """The numbers of the rank at this place in the mesh."""
+        return [own[coordinate[dim]] for dim, own in self.values.values()]
+
+    def lifted(self, gm: fx.GraphModule) -> fx.GraphModule:
+        """A copy of the first rank's graph, or of a rewrite of it, with an input for each number, behind the others.
+
+        Raises:
+            DependsOnRank: the rewrite has not the node of a number.
+        """
+        if not self.values:
+            return gm
+        graph = fx.Graph()
+        copies: dict[fx.Node, fx.Node] = {}
+        output = graph.graph_copy(gm.graph, copies)
+        made = fx.GraphModule(gm, graph)
+        graph.output(output).meta.update(gm.graph.output_node().meta)
+        named = {old.name: new for old, new in copies.items()}
+        for (name, place), (_, own) in self.values.items():
+            if name not in named or place >= len(named[name].args) or named[name].args[place] != own[0]:
+                raise DependsOnRank(f"the graph depends on the rank: {own[0]} of {name}, which a pass has removed")
+            with graph.inserting_after(graph.find_nodes(op="placeholder")[-1]):
+                number = graph.placeholder(f"of_rank_{name}_{place}")
+            number.meta["val"] = own[0]
+            named[name].update_arg(place, number)
+        made.recompile()
+        return made
+
+    def with_firsts(self, first: fx.GraphModule, other: RankGraph, coordinate: Sequence[int]) -> RankGraph:
+        """The graph of the rank at this place with the first's numbers, wherever its own are those of its place."""
+        graph = fx.Graph()
+        graph.output(graph.graph_copy(other.gm.graph, {}))
+        made, numbers = fx.GraphModule(other.gm, graph), dict(zip(self.values, self.of_rank(coordinate), strict=True))
+        for old, ours, theirs in zip(other.gm.graph.nodes, first.graph.nodes, graph.nodes, strict=False):
+            theirs.meta.update(old.meta)
+            for index in range(min(len(ours.args), len(theirs.args))):
+                if (ours.name, index) in numbers and theirs.args[index] == numbers[ours.name, index]:
+                    theirs.update_arg(index, ours.args[index])
+        return replace(other, gm=made)
 
 
 def check_same_on_all(first: RankGraph, last: RankGraph) -> None:
@@ -230,7 +287,7 @@ def _lines(graph: RankGraph, gm: fx.GraphModule, prefix: str = "") -> Iterator[t
     numbers = {node: f"%{index}" for index, node in enumerate(gm.graph.nodes)}
     for index, node in enumerate(gm.graph.nodes):
         target = "" if node.op in ("placeholder", "output") else str(node.target)
-        held = attribute(gm, target) if node.op in ("get_attr", "call_module") else None
+        held = attrgetter(target)(gm) if node.op in ("get_attr", "call_module") else None
         if node.op == "get_attr":
             target = f"{value_text(held)} {held.tolist()}" if isinstance(held, Tensor) else type(held).__name__
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), numbers.__getitem__)

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import chain, groupby
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -26,7 +27,6 @@ from pytest_gtrainer.worlds.simulated import DependsOnRank, NoModel
 from pytest_gtrainer.worlds.simulated.interpreter.graph import (
     Partition,
     RankGraph,
-    attribute,
     check_callable,
     described,
     draws,
@@ -221,8 +221,7 @@ class RankProgram:
             for rank in range(size) if type(value) is PerRank else (0,):
                 given = at(value, rank)
                 if not isinstance(given, Tensor) or given.shape != traced.shape or given.dtype != traced.dtype:
-                    is_tensor = isinstance(given, Tensor)
-                    found = f"{given.dtype}{list(given.shape)}" if is_tensor else type(given).__name__
+                    found = f"{given.dtype}{list(given.shape)}" if isinstance(given, Tensor) else type(given).__name__
                     raise DependsOnRank(
                         f"{name} of rank {rank} is {found}, the graph was traced with {traced.dtype}"
                         f"{list(traced.shape)}: one graph serves ranks with equal shapes only, so choose sizes that "
@@ -270,7 +269,7 @@ class Interpreter:
 
     def _compile(self, gm: fx.GraphModule) -> RankProgram:
         output, placeholders = gm.graph.output_node(), gm.graph.find_nodes(op="placeholder")
-        constants = {node: attribute(gm, str(node.target)) for node in gm.graph.find_nodes(op="get_attr")}
+        constants = {node: attrgetter(str(node.target))(gm) for node in gm.graph.find_nodes(op="get_attr")}
         computed = [node for node in gm.graph.nodes if node.op not in ("placeholder", "get_attr", "output")]
         nodes = [node for node in computed if not passes_through(node)]  # a wait has the value of what it waits for
         steps = {node: self._step(node, gm) for node in nodes}

@@ -256,8 +256,7 @@ class RankRandomStates:
     @classmethod
     def of_ranks(cls, states: Sequence[torch.Tensor]) -> RankRandomStates:
         """These states, one of each rank, as one where all are equal."""
-        alike = all(torch.equal(states[0], state) for state in states)
-        return cls(states[0] if alike else states)
+        return cls(states[0] if all(torch.equal(states[0], state) for state in states) else states)
 
     def copy(self) -> RankRandomStates:
         """The same states, to continue from apart from these."""

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pytest_gtrainer._torch.threads import BACKEND, Work, reduction_of, unseen_by_modes
+from pytest_gtrainer._torch.threads import BACKEND, Work, active_fake_mode, reduction_of, unseen_by_modes
 from pytest_gtrainer.worlds.simulated import CollectiveMismatch, NoModel, collectives
 from pytest_gtrainer.worlds.simulated.collectives import Collective, Contribution, dtype_text, texts
 from pytest_gtrainer.worlds.simulated.net import Net
@@ -232,10 +232,12 @@ class ThreadGroup(dist.ProcessGroup):
     def _check(self, text: str, tensors: list[Tensor]) -> None:
         """What has to hold for every call, whose name ``text`` begins with."""
         self._team.check(self._global_rank)
-        elsewhere = {tensor.device.type for tensor in tensors} - {"cpu"}
-        if elsewhere:
-            name, devices = text.partition(" ")[0], ", ".join(sorted(elsewhere))
-            raise NoModel(f"{name} of tensors on {devices}: a simulated world computes on the CPU")
+        name = text.partition(" ")[0]
+        # others would meet tensors without data, and run with torch's switches moved
+        if active_fake_mode() is not None:
+            raise NoModel(f"{name} while fake tensors stand for real ones: call it where the ranks have data")
+        if elsewhere := {tensor.device.type for tensor in tensors} - {"cpu"}:
+            raise NoModel(f"{name} of tensors on {', '.join(sorted(elsewhere))}: a simulated world computes on the CPU")
 
     @contextmanager
     def _failing_all(self) -> Iterator[None]:

@@ -1,0 +1,100 @@
+"""pdb in a rank: at the terminal of the run, which ranks have in turns, while the others and the clock are held."""
+
+from __future__ import annotations
+
+import pdb
+import sys
+from collections.abc import Callable
+from typing import IO, Any
+
+import pytest
+import torch.distributed as dist
+
+from pytest_gtrainer.ranks import wire
+
+
+class RankPdb(pdb.Pdb):
+    """pdb that asks the parent for the terminal, and gives it back with ``continue`` and ``quit``.
+
+    pytest makes one for each ``breakpoint()``, so what they share stands in the class; ``connect`` sets it.
+    """
+
+    rank = 0
+    ask: Callable[[wire.AtPrompt], wire.Terminal]
+    leave: Callable[[], object]
+    held: tuple[IO[str], IO[str]] | None = None
+
+    def __init__(self, **how: Any) -> None:
+        """Nothing is asked for yet."""
+        super().__init__(nosigint=True, **how)
+        self.prompt, self.use_rawinput = f"(Pdb rank {self.rank}) ", False
+        self.failure: str | None = None
+
+    def interaction(self, *args: Any) -> None:
+        """Prompt, unless the parent lets this rank go on."""
+        if RankPdb.held is None:
+            terminal = RankPdb.ask(wire.AtPrompt(self.failure))
+            if terminal.refusal is not None:
+                raise RuntimeError(terminal.refusal)
+            if terminal.path is None:
+                super().set_continue()
+                return
+            RankPdb.held = open(terminal.path), open(terminal.path, "w", buffering=1)  # noqa: SIM115
+        self.stdin, self.stdout = RankPdb.held
+        super().interaction(*args)
+
+    def do_quit(self, arg: str) -> bool | None:
+        """End the run; the end of input does it, too."""
+        self.set_quit()
+        pytest.exit("Quitting debugger")
+
+    do_q = do_exit = do_EOF = do_quit
+
+    def set_continue(self) -> None:
+        """Go on, with the terminal given back."""
+        super().set_continue()
+        release()
+
+    def set_quit(self) -> None:
+        """End, with the terminal given back."""
+        super().set_quit()
+        release()
+
+
+def release() -> None:
+    """Give the terminal back, if this rank has it."""
+    if RankPdb.held is not None:
+        for file in RankPdb.held:
+            file.close()
+        RankPdb.held = None
+        RankPdb.leave()
+
+
+def connect(
+    rank: int, ask: Callable[[wire.AtPrompt], wire.Terminal], leave: Callable[[], object], session: pytest.Session
+) -> None:
+    """Let ``breakpoint``, ``--trace``, ``--pdb`` and ``dist.breakpoint`` of this rank enter ``RankPdb``."""
+    RankPdb.rank, RankPdb.ask, RankPdb.leave = rank, staticmethod(ask), staticmethod(leave)
+    session.config.option.usepdb_cls = (__name__, RankPdb.__name__)
+    if session.config.workerinput["gt_pdb"]:  # type: ignore[attr-defined]
+        session.config.pluginmanager.register(_PostMortem(), "gtrainer-post-mortem")
+
+    def on_one_rank(rank: int = 0, *args: Any, **how: Any) -> None:
+        """Stop on one rank, as torch's does; the others wait for it."""
+        if dist.get_rank() == rank:
+            RankPdb().set_trace(sys._getframe().f_back)
+        dist.barrier()
+
+    dist.breakpoint = on_one_rank
+
+
+class _PostMortem:
+    """``--pdb``: the parent gives the terminal to the first rank that fails."""
+
+    def pytest_exception_interact(self, call: pytest.CallInfo[None], report: pytest.TestReport) -> None:
+        assert call.excinfo is not None
+        debugger = RankPdb()
+        debugger.failure = report.longreprtext
+        debugger.reset()
+        debugger.interaction(None, call.excinfo.tb)
+        release()

@@ -1,0 +1,113 @@
+"""What ranks that share one model hold alike: their batches, and whatever the model's plan does not shard.
+
+A graph equals eager code under a wrong plan, too: both compute the same wrong thing. What tells is that parameters
+which every rank of a tensor-parallel group holds as a whole differ between them, because each added its own gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from itertools import chain
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+
+from pytest_gtrainer.numerics.digest import digest_of_bytes
+from pytest_gtrainer.tracing.model import local
+
+
+class ReplicasDiffer(AssertionError):
+    """Ranks that hold the same tensor, or train on the same batch, have other bits."""
+
+
+class ReplicaWarning(UserWarning):
+    """In a simulated world, what ranks hold alike has drifted apart."""
+
+
+def texts_of_ranks(text: str) -> list[str]:
+    """Each rank's text, by rank; every rank must call it. ``dist.all_gather_object`` does this too, but needs NumPy."""
+    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+    content = text.encode()
+    lengths = _all_gather(torch.tensor([len(content)], device=device))
+    longest = max(1, *(int(length) for length in lengths))
+    padded = torch.frombuffer(bytearray(content.ljust(longest)), dtype=torch.uint8).to(device)
+    rows = zip(_all_gather(padded), lengths, strict=True)
+    return [bytes(row[: int(length)].tolist()).decode() for row, length in rows]
+
+
+def _all_gather(tensor: torch.Tensor) -> list[torch.Tensor]:
+    rows = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
+    dist.all_gather(rows, tensor)
+    return rows
+
+
+def assert_replicas_equal(model: nn.Module, mesh: DeviceMesh, over: str) -> None:
+    """What the ranks along the dimension ``over`` of ``mesh`` hold as a whole must have the same bits on all of them.
+
+    Judged are parameters, their gradients and buffers: plain tensors, and DTensors that have no such dimension or are
+    replicated over it. Every rank of the world calls it, after a step.
+
+    Raises:
+        ReplicasDiffer: on every rank, with the first tensor, two ranks, and how many tensors differ.
+        ValueError: the mesh has no such dimension, or nothing in the model is replicated over it.
+    """
+    names = mesh.mesh_dim_names or ()
+    if over not in names:
+        raise ValueError(f"the mesh has no dimension {over!r}, it has {', '.join(names) or 'no names'}: {mesh}")
+    is_in = mesh.get_coordinate() is not None
+    own = dist.get_process_group_ranks(mesh.get_group(over)) if is_in else [dist.get_rank()]
+    compared = assert_alike(state_of(model), peers_by(tuple(own)), f"replicated over {over!r}")
+    if not compared:
+        raise ValueError(f"no tensor of {type(model).__name__} is replicated over {over!r}: nothing could differ")
+
+
+def peers_by(key: Hashable) -> list[tuple[int, ...]]:
+    """The ranks that gave the same key, a group each; every rank must call it."""
+    groups: dict[str, list[int]] = {}
+    for rank, text in enumerate(texts_of_ranks(repr(key))):
+        groups.setdefault(text, []).append(rank)
+    return [tuple(ranks) for ranks in groups.values()]
+
+
+def state_of(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Parameters, their gradients, buffers, by name."""
+    for name, tensor in chain(model.named_parameters(), model.named_buffers()):
+        yield name, tensor
+        if tensor.grad is not None:
+            yield f"the gradient of {name}", tensor.grad
+
+
+def assert_alike(named: Iterable[tuple[str, torch.Tensor]], groups: Sequence[tuple[int, ...]], why: str) -> int:
+    """Tensors of one name must have one value in each group of ranks; returns how many this rank compared.
+
+    A DTensor that is sharded among the ranks of a group is left out. Every rank of the world must call it.
+
+    Raises:
+        ReplicasDiffer: on every rank.
+    """
+    own = next(ranks for ranks in groups if dist.get_rank() in ranks)
+    mine = {name: digest_of_bytes(local(tensor.detach())) for name, tensor in named if _is_whole(tensor, own)}
+    told = texts_of_ranks("\n".join(f"{name} {value}" for name, value in mine.items()))
+    lines = [dict(line.rsplit(" ", 1) for line in text.splitlines()) for text in told]
+    for ranks in groups:
+        first = lines[ranks[0]]
+        for rank in ranks[1:]:
+            differ = [name for name in {**first, **lines[rank]} if first.get(name) != lines[rank].get(name)]
+            if differ:
+                raise ReplicasDiffer(
+                    f"{differ[0]} differs between ranks {ranks[0]} and {rank}, and is {why}; so do {len(differ) - 1} "
+                    f"more of {len(first)} such tensors"
+                )
+    return len(mine) if len(own) > 1 else 0
+
+
+def _is_whole(tensor: torch.Tensor, ranks: tuple[int, ...]) -> bool:
+    """Whether no dimension along which the tensor is split has two of these ranks."""
+    if not isinstance(tensor, DTensor):
+        return True
+    split = (dim for dim, placement in enumerate(tensor.placements) if placement != Replicate())
+    along = (dist.get_process_group_ranks(tensor.device_mesh.get_group(dim)) for dim in split)
+    return all(len(set(shared) & set(ranks)) < 2 for shared in along)

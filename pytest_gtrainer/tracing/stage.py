@@ -1,0 +1,164 @@
+"""Trace one stage of a pipeline: its forward and its backward as one graph, whose tangents are inputs.
+
+A stage has no loss to begin the backward with: what comes back from the next stage is the gradient of its outputs, the
+*tangent* of each. The graph is ``(*state, *inputs, *tangents) -> (*outputs, *gradients of inputs, *of parameters)``,
+all local tensors. Beside what ``trace_step`` writes on nodes:
+
+- ``meta["gt_input"]`` of the tangent of the first output is ``{"kind": "input", "fqn": "tangent0"}``;
+- ``meta["gt_outputs"]`` names ``output0``, ``gradient_of_input0``, then the parameters;
+- ``meta["gt_stage_outputs"]`` on the output node: how many outputs and gradients of inputs there are;
+- ``meta["custom"]["gt_part"]`` is ``"reduce"`` on nodes that reduce a parameter's gradient over ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.distributed.tensor import DTensor, Placement
+
+from pytest_gtrainer._torch.tracing import annotate
+from pytest_gtrainer._torch.values import pytree
+from pytest_gtrainer.graph.nodes import STAGE_OUTPUTS
+from pytest_gtrainer.tracing.model import KEY, LOSS_FQN, ModelState, annotate_module_fqns
+from pytest_gtrainer.tracing.sharding import accumulating_gradients
+from pytest_gtrainer.tracing.step import Tracing, flatten_inputs, mode_of, rank_of
+
+
+@dataclass(frozen=True, slots=True)
+class TracedStage:
+    """A stage as a graph.
+
+    Attributes:
+        gm: the graph, ``(*state, *inputs, *tangents) -> (*outputs, *gradients of inputs, *of parameters)``.
+        example_inputs: fake tensors of the graph's inputs.
+        parameter_fqns, buffer_fqns: names of the state, in the order of the graph's inputs.
+        trainable_fqns: parameters that require a gradient, in the order of the results.
+        input_spec, output_spec: pytrees of the stage's inputs and outputs.
+        differentiated: places, among the leaves of the inputs, of those whose gradients the graph gives.
+        tangents: places, among the leaves of the outputs, of those that take a tangent.
+        gradient_placements, rank: as of ``TracedStep``.
+    """
+
+    gm: fx.GraphModule
+    example_inputs: list[Any]
+    parameter_fqns: tuple[str, ...]
+    buffer_fqns: tuple[str, ...]
+    trainable_fqns: tuple[str, ...]
+    input_spec: pytree.TreeSpec
+    output_spec: pytree.TreeSpec
+    differentiated: tuple[int, ...]
+    tangents: tuple[int, ...]
+    gradient_placements: tuple[tuple[Placement, ...] | None, ...] = ()
+    rank: int | None = None
+    twin: None = None
+
+    def with_graph(self, gm: fx.GraphModule) -> TracedStage:
+        """The same stage with a rewritten graph."""
+        return replace(self, gm=gm)
+
+
+def trace_stage(
+    module: nn.Module, inputs: Sequence[Any], *, step: Callable[..., Any] | None = None, reuse_gathers: bool = True
+) -> TracedStage:
+    """Trace a stage of a pipeline, forward and backward, into one graph, on fake tensors.
+
+    Parameters that ``data_parallel`` has sharded reduce their gradients behind the cast to the reduce dtype, so that
+    microbatches can be added in between, as FSDP2 adds them; ``split_stage_graph`` cuts the graph there.
+
+    Args:
+        module: the stage, with parameters plain or by ``data_parallel``.
+        inputs: pytrees of tensors, real, fake or meta, and plain Python scalars. The graph gives the gradient of each
+            tensor that requires one: that of activations ``[microbatch, ..., width]``, and not that of tokens.
+        step: ``step(module, *inputs)`` gives the outputs, a tensor or a pytree of tensors; by default the module's
+            own. The last stage's computes its loss there, a scalar, and takes labels as an input.
+        reuse_gathers: as of ``trace_step``.
+
+    Raises:
+        TypeError: an input leaf is neither a tensor nor a plain scalar, or an output is no plain tensor.
+        ValueError: there are no inputs, nothing requires a gradient, or no output depends on what does.
+    """
+    if isinstance(inputs, torch.Tensor):
+        raise TypeError("inputs is a tensor: give a sequence of the stage's inputs, (tensor,) for one")
+    flat, spec = flatten_inputs(tuple(inputs))
+    if not any(isinstance(leaf, torch.Tensor) for leaf in flat):
+        raise ValueError(
+            f"the stage {type(module).__name__} has no inputs: give example tensors of what a microbatch hands to it, "
+            "torch.empty(2, 16, 64, requires_grad=True) for activations"
+        )
+    state = ModelState.of(module)
+    wanted = tuple(place for place, leaf in enumerate(flat) if isinstance(leaf, torch.Tensor) and leaf.requires_grad)
+    if not wanted and not state.trainable:
+        raise ValueError("neither a parameter nor an input of the stage requires a gradient: there is no backward")
+    tracing = _StageTracing(
+        module, step or (lambda stage, *given: stage(*given)), state, mode_of([*state.tensors, *flat]), reuse_gathers,
+        spec=spec, wanted=wanted,
+    )  # fmt: skip
+    with accumulating_gradients():
+        gm, fakes = tracing.run([*flat, *tracing.tangents_of(flat)], spec)
+    [(output_spec, tangents)] = set(tracing.found)
+    names = tuple(state.parameters), tuple(state.buffers), state.trainable
+    placements = tuple(tracing.gradient_placements)
+    return TracedStage(gm, fakes, *names, spec, output_spec, wanted, tangents, placements, rank_of(state))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _StageTracing(Tracing):
+    """Traces of one stage; ``found`` is what its outputs are: their tree, and which of them take a tangent."""
+
+    spec: pytree.TreeSpec
+    wanted: tuple[int, ...]
+    found: list[tuple[pytree.TreeSpec, tuple[int, ...]]] = field(default_factory=list)
+
+    def tangents_of(self, flat: list[Any]) -> list[torch.Tensor]:
+        """Fake tangents of the outputs, by a forward on fake tensors."""
+        fakes = self.fakes_of(flat)
+        with annotate_module_fqns(self.model), self.mode, self._entered(fakes):
+            outputs, places, _ = self._outputs(fakes)
+            return [torch.empty_like(outputs[place]) for place in places]
+
+    def _outputs(self, flat: Sequence[Any]) -> tuple[list[torch.Tensor], tuple[int, ...], list[torch.Tensor]]:
+        """The outputs, the places of those that take a tangent, and the inputs whose gradients are wanted."""
+        first = len(self.state.fqns)
+        given = list(flat[first : first + self.spec.num_leaves])
+        for place in self.wanted:
+            given[place] = given[place].detach().requires_grad_()
+        with annotate({KEY: LOSS_FQN}):
+            result = self.step(self.model, *pytree.tree_unflatten(given, self.spec))
+        outputs, spec = pytree.tree_flatten(result)
+        for place, output in enumerate(outputs):
+            if not isinstance(output, torch.Tensor) or isinstance(output, DTensor):
+                raise TypeError(
+                    f"output {place} of the stage is a {type(output).__name__}: stages hand plain tensors to each "
+                    "other, of a DTensor its to_local()"
+                )
+        places = tuple(place for place, output in enumerate(outputs) if output.requires_grad)
+        if not places:
+            raise ValueError(
+                "no output of the stage depends on a parameter or an input that requires a gradient: is it under "
+                "no_grad?"
+            )
+        self.found.append((spec, places))
+        return outputs, places, [given[place] for place in self.wanted]
+
+    def _joint(self, spec: pytree.TreeSpec, *flat: Any) -> tuple[torch.Tensor | None, ...]:
+        """The function to trace."""
+        with self._entered(flat) as tensors:
+            outputs, places, inputs = self._outputs(flat)
+            wanted = [*inputs, *(tensor for tensor in tensors if tensor.requires_grad)]
+            values = [output.detach() for output in outputs]
+            tangents = flat[len(flat) - len(places) :]
+            return *values, *self._gradients([outputs[place] for place in places], wanted, tangents)
+
+    def _name(self, gm: fx.GraphModule, num_inputs: int) -> None:
+        spec, tangents = self.found[-1]
+        names = [*map(str, range(self.spec.num_leaves)), *(f"tangent{place}" for place in tangents)]
+        self._name_inputs(gm, [("input", name) for name in names])
+        results = [f"output{place}" for place in range(spec.num_leaves)]
+        results += [f"gradient_of_input{place}" for place in self.wanted]
+        meta = gm.graph.output_node().meta
+        meta["gt_outputs"] = (*results, *self.state.trainable)
+        meta[STAGE_OUTPUTS] = (spec.num_leaves, len(self.wanted))

@@ -1,0 +1,67 @@
+"""Numbers that a rank has of its own in an otherwise equal graph: which are told apart, and which are refused."""
+
+import pytest
+import torch.distributed as dist
+
+from fixtures.models.loss import ce_step
+from fixtures.training import Parallelism, llama3_training
+from pytest_gtrainer.references.simulated import SimulatedGraphRun
+from pytest_gtrainer.worlds.simulated import DependsOnRank
+
+SQUARE = pytest.mark.gt_world("simulated", size=4, nodes=2, mesh={"dp": 2, "tp": 2})
+LINE = pytest.mark.gt_world("simulated", size=4, nodes=2, mesh={"fsdp": 4})
+
+
+def graph_of(world, factor, **changes):
+    """The replay of a step whose loss every rank multiplies by a number of its own."""
+
+    def step(model, tokens, labels):
+        return ce_step(model, tokens, labels) * factor(dist.get_rank())
+
+    def config(mesh):
+        data = mesh["dp"] if mesh.ndim == 2 else mesh
+        return llama3_training(data, "fp32", step=step, steps=1, **changes)
+
+    return SimulatedGraphRun(config, world)
+
+
+@SQUARE
+@pytest.mark.parametrize("dim", [0, 1])
+def test_a_number_along_one_dimension_is_each_ranks_own(gt_world, dim):
+    def factor(rank):
+        return 2.0 + (rank // 2, rank % 2)[dim]
+
+    losses = {
+        key.rank: tensor.item() for key, tensor in graph_of(gt_world, factor).run().items() if key.phase == "loss"
+    }
+    plain = {
+        key.rank: tensor.item()
+        for key, tensor in graph_of(gt_world, lambda rank: 2.0).run().items()
+        if key.phase == "loss"
+    }
+    assert [round(losses[rank] / plain[rank], 3) for rank in range(4)] == [factor(rank) / 2 for rank in range(4)]
+
+
+@SQUARE
+def test_a_number_along_two_dimensions_is_refused(gt_world):
+    """Rank 1, rank 2 and the last rank agree, which no value along one dimension tells apart from rank 0's."""
+    with pytest.raises(DependsOnRank, match="the graph depends on the rank"):
+        graph_of(gt_world, lambda rank: 1.0 if rank == 0 else 2.0)
+
+
+@LINE
+def test_a_rank_in_the_middle_that_computes_otherwise_is_refused(gt_world):
+    """It subtracts its number where the others add theirs; the first and the last rank differ in numbers alone."""
+
+    def step(model, tokens, labels):
+        loss, number = ce_step(model, tokens, labels), 10.0 * dist.get_rank()
+        return loss - 7.0 if dist.get_rank() == 1 else loss + number
+
+    with pytest.raises(DependsOnRank, match=r"rank 1 has call_function aten.sub"):
+        SimulatedGraphRun(lambda mesh: llama3_training(mesh, "fp32", step=step, steps=1), gt_world)
+
+
+@SQUARE
+def test_clipping_beside_tensor_parallelism_is_refused_in_one_sentence(gt_world):
+    with pytest.raises(ValueError, match="max_norm beside tensor parallelism is not replayed in a simulated world"):
+        SimulatedGraphRun(lambda mesh: llama3_training(mesh, "fp32", parallel=Parallelism({}), max_norm=1.0), gt_world)

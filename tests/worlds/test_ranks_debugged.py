@@ -1,0 +1,111 @@
+"""T: breakpoints, --pdb and --trace on ranks, through a real terminal."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+
+import pexpect
+import pytest
+
+LIMIT = 300  # of waiting for a prompt on a busy machine
+
+
+class Session:
+    """A pytest run in a terminal of its own."""
+
+    def __init__(self, suite, *args: str) -> None:
+        suite.take("ranks_debugged")
+        environ = {**os.environ, "TMPDIR": str(suite.folder / "tmp"), "RECORDS": str(suite.records), "TERM": "dumb"}
+        environ = {name: value for name, value in environ.items() if not name.startswith("PYTEST_")}
+        command = ["-m", "pytest", f"--rootdir={suite.folder}", "--gt-device=cpu", "--gt-gpus=2", *args]
+        self.child = pexpect.spawn(
+            sys.executable, command, cwd=suite.folder, env=environ, timeout=LIMIT, encoding="utf8",
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a job in the background ignores it
+        )  # fmt: skip
+
+    def prompt(self, rank: int | str = r"\d") -> int:
+        """Wait for a rank's prompt: its rank."""
+        self.child.expect(rf"\(Pdb rank ({rank})\) ")
+        return int(self.child.match[1])
+
+    def say(self, text: str, answer: str = "") -> None:
+        self.child.sendline(text)
+        self.child.expect(answer)
+
+    def end(self) -> str:
+        """The rest of the output."""
+        self.child.expect(pexpect.EOF)
+        self.child.close()
+        return self.child.before
+
+
+def test_ranks_take_turns_at_a_breakpoint(suite):
+    """The clock is held meanwhile; Ctrl-C at a prompt ends nothing."""
+    run = Session(suite, "-k", "stops_on_both")
+    first = run.prompt()
+    run.say("p mine", f"{10 + first}")
+    run.child.sendintr()
+    run.child.expect("KeyboardInterrupt")
+    run.prompt(first)
+    run.say("c")
+    run.prompt(1 - first)
+    run.say("p mine", f"{11 - first}")
+    run.say("c")
+    assert "1 passed" in run.end()
+
+
+def test_one_rank_is_chosen(suite):
+    run = Session(suite, "-k", "stops_on_both or stops_on_one", "--gt-pdb-rank=1")
+    for _ in range(2):
+        run.prompt(1)
+        run.say("c")
+    assert "2 passed" in run.end()
+
+
+def test_the_first_rank_that_fails_is_examined(suite):
+    run = Session(suite, "-k", "fails_on_one or after_that", "--pdb")
+    run.child.expect("assert mine == 30")
+    run.prompt(1)
+    run.say("p mine", "31")
+    run.say("c")
+    rest = run.end()
+    assert "1 failed, 1 passed" in rest
+    assert "rank 1: AssertionError: assert 31 == 30" in rest
+
+
+@pytest.mark.parametrize("how", ["quit", "end of input"])
+def test_quitting_ends_the_run(suite, how):
+    run = Session(suite, "-k", "stops_on_one or after_that")
+    run.prompt(1)
+    run.child.sendline("q") if how == "quit" else run.child.sendeof()
+    rest = run.end()
+    assert "Quitting debugger" in rest
+    assert "1 failed" in rest
+    assert "passed" not in rest
+    assert suite.left_over() == []
+
+
+def test_trace_stops_at_the_first_line(suite):
+    run = Session(suite, "-k", "test_traced", "--trace", "--gt-pdb-rank=0")
+    run.prompt(0)
+    run.say("n")
+    run.prompt(0)
+    run.say("p mine", "40")
+    run.say("c")
+    assert "1 passed" in run.end()
+
+
+def test_without_a_terminal_the_way_is_said(suite):
+    """Pytest itself refuses --pdb with workers; a breakpoint is met in one."""
+    suite.take("ranks_debugged")
+    run = suite.run("-n1", "--gt-gpus=2", "-k", "stops_on_both")
+    assert "run it with -n0: pytest test_debugged.py::test_stops_on_both" in run.text("test_stops_on_both")
+
+
+def test_output_carries_its_rank(suite):
+    suite.take("ranks_debugged")
+    output = suite.run("-s", "--gt-gpus=2", "-k", "after_that").output
+    for rank in range(2):
+        assert f"[rank {rank}] I am {rank}\n" in output

@@ -180,7 +180,7 @@ def become_rank(setup: wire.RankSetup, fds: Sequence[int], forkserver: int) -> N
 
 
 def _open_streams(setup: wire.RankSetup) -> None:
-    """Standard streams of the rank's own; stacks go to a file, on a fatal error or STACK_SIGNAL, from C code."""
+    """Standard streams of the rank's own; on a fatal error all stacks go to a file, on STACK_SIGNAL the main one's."""
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     if setup.live_output:
         raw: list[Any] = [_WithRank(fd, setup.rank) for fd in (1, 2)]
@@ -194,7 +194,7 @@ def _open_streams(setup: wire.RankSetup) -> None:
     sys.stdout, sys.stderr = out, err
     stacks = open(stack_file(setup.folder, setup.rank), "w")  # noqa: SIM115 - as above
     faulthandler.enable(stacks)
-    faulthandler.register(STACK_SIGNAL, stacks, all_threads=True)
+    faulthandler.register(STACK_SIGNAL, stacks, all_threads=False)  # see ranks/stacks.py
     signal.pthread_sigmask(signal.SIG_BLOCK, {CALLS_SIGNAL})  # before there are threads; one of the rank's waits for it
 
 

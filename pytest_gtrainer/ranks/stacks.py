@@ -1,7 +1,8 @@
 """What ranks answer to a signal, also one that hangs in C++: their Python stacks, and the collectives they have called.
 
-The rank's faulthandler appends its stacks to a file, a thread of the rank its calls to another; here they are asked for
-and read.
+The rank's faulthandler appends the stack of its main thread to a file; a thread of the rank appends its calls, and the
+stacks of its other threads, to another. Here they are asked for and read. The faulthandler must not walk the stack of
+a thread that runs meanwhile: it would read frames that are gone, and the rank would die of it (cpython #116008).
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ STOPPED = "stopped by a signal, as SIGSTOP is one"
 WAIT_SECONDS = 1.0
 LIMIT = 2**20
 
+_HEAD = "Stack (most recent call first):"
 _FRAME = re.compile(r'^\s+File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<function>.+)$')
 # Frames that only hand a call on, and the files in which collectives are called.
 _WRAPPERS = ("torch/distributed/c10d_logger.py", "torch/_ops.py", "torch/_compile.py")
@@ -48,7 +50,8 @@ def fatal_error(file: Path) -> str:
     """What a rank's faulthandler wrote as it died; "" if it died in another way."""
     text = _read_from(file, 0)
     start = text.rfind("Fatal Python error")
-    return readable(text[start:]) if start >= 0 else ""
+    threads = text[start:].split("\n\n") if start >= 0 else []
+    return readable("\n\n".join(each for each in threads if "in _tell_calls" not in each)) if threads else ""
 
 
 def take_answers(files: Mapping[int, Path], ask: Callable[[int], None]) -> dict[int, str]:
@@ -75,15 +78,14 @@ def _read_from(file: Path, offset: int) -> str:
 
 
 def _is_whole(text: str) -> bool:
-    """Whether the line of calls is, or the last thread of a dump: the thread that got the signal comes last."""
-    current = text.rfind("Current thread ")
-    return text.endswith("\n") and (text[0] == "{" or (current >= 0 and "File " in text[current:]))
+    """Whether the line of calls is, or the stack."""
+    return text.endswith("\n") and (text[0] == "{" or "File " in text[text.rfind(_HEAD) :])
 
 
 def waiting_in(text: str) -> str | None:
     r"""The collective that the main thread is in, None if it is elsewhere.
 
-    >>> waiting_in('Current thread 0x1 (most recent call first):\n'
+    >>> waiting_in('Stack (most recent call first):\n'
     ...            '  File "/x/torch/distributed/distributed_c10d.py", line 9 in barrier\n'
     ...            '  File "/x/torch/distributed/c10d_logger.py", line 8 in wrapper\n'
     ...            '  File "/u/test_it.py", line 3 in test_it\n')
@@ -106,13 +108,13 @@ def may_wait(text: str) -> bool:
 
 def main_thread(text: str) -> str:
     """The stack of the main thread."""
-    return text[max(text.rfind("Current thread "), 0) :]
+    return text[max(text.rfind(_HEAD), 0) :]
 
 
 def whereabouts(text: str) -> str:
     r"""Where the main thread is, to be added to a sentence.
 
-    >>> whereabouts('Current thread 0x1 (most recent call first):\n'
+    >>> whereabouts('Stack (most recent call first):\n'
     ...             '  File "/u/test_it.py", line 3 in test_it\n')
     ', at test_it.py:3 in test_it'
     """
@@ -127,9 +129,8 @@ def whereabouts(text: str) -> str:
 
 
 def readable(text: str) -> str:
-    """The stacks without pytest's and our own frames below the test, and without the rank's own thread."""
-    threads = text.rstrip().split("\n\n")
-    lines = "\n\n".join(each for each in threads if "in _tell_calls" not in each).splitlines()
+    """A stack without pytest's and our own frames below the test."""
+    lines = text.rstrip().splitlines()
     below = next((n for n, line in enumerate(lines) if "/_pytest/python.py" in line), len(lines))
     return "\n".join(lines[:below]) or "no answer"
 

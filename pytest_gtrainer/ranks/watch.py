@@ -18,7 +18,15 @@ from dataclasses import dataclass, field
 import pytest
 
 from pytest_gtrainer.ranks import wire
-from pytest_gtrainer.ranks.calls import Calls, by_value, called_by_some, differing_call, never_ending, read_calls
+from pytest_gtrainer.ranks.calls import (
+    Calls,
+    by_value,
+    called_by_some,
+    differing_call,
+    never_ending,
+    read_calls,
+    threads_beside,
+)
 from pytest_gtrainer.ranks.console import Console, stopped_clock
 from pytest_gtrainer.ranks.stacks import main_thread, may_wait, readable, waiting_in, whereabouts
 from pytest_gtrainer.ranks.team import Team
@@ -332,9 +340,10 @@ class _Watch:
     def give_up(self, why: str, stacks: dict[int, str] | None = None) -> None:
         """Blame the pending ranks, with their stacks, and kill the team."""
         now, stacks = time.monotonic(), stacks if stacks is not None else self.team.stacks(self.pending)
+        others = self.team.stacks(self.pending, calls=True)
         for rank in sorted(self.pending, key=lambda rank: (waiting_in(stacks[rank]) is not None, rank)):
             text = f"rank {rank} {why}{whereabouts(stacks[rank])}"
-            details = (("Python stacks", readable(stacks[rank])),)
+            details = (("Python stacks", readable(stacks[rank]) + threads_beside(others.get(rank, ""))),)
             is_consequence = self.first_trouble < math.inf
             self.outcome.incidents.append(Incident(now, rank, text, details, is_consequence))
         self.pending.clear()

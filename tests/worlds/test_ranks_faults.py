@@ -35,6 +35,7 @@ TABLE = {
         [
             "rank 1 did not end within 2 s, at test_faults.py",
             "in never_comes",
+            "in rests_beside",
             "ranks 0, 2: did not end within 2 s, waiting in all_reduce",
             "--- Python stacks [ranks 0, 2] ---",
         ],

@@ -11,6 +11,7 @@ import os
 import pickle
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections import Counter
@@ -53,7 +54,7 @@ from pytest_gtrainer.ranks.inside.session import (
     start_session,
     summary_of,
 )
-from pytest_gtrainer.ranks.stacks import CALLS_SIGNAL, calls_file
+from pytest_gtrainer.ranks.stacks import CALLS_SIGNAL, STACK_SIGNAL, calls_file
 from pytest_gtrainer.worlds import hygiene
 
 # The parent's limit for a test ends a blocked collective long before this does.
@@ -98,12 +99,19 @@ def serve(setup: wire.RankSetup, channel: wire.Channel) -> int:
 
 
 def _tell_calls(group: RankGroup, file: Path) -> None:
-    """Write the calls of collectives whenever the parent asks; a thread, as the main one may be in one of them."""
+    """Write the calls of collectives whenever the parent asks; a thread, as the main one may be in one of them.
+
+    With them go the stacks of other threads: a backward on a GPU runs its hooks in one.
+    """
+    signal.pthread_sigmask(signal.SIG_BLOCK, {STACK_SIGNAL})  # the main thread answers it
+    known = {threading.get_ident(), threading.main_thread().ident}
     with file.open("w", buffering=1) as answers:
         while True:
             signal.sigwait({CALLS_SIGNAL})
             try:
-                text = json.dumps(group.calls())
+                others = [frame for thread, frame in sys._current_frames().items() if thread not in known]
+                threads = "\n".join(f"Another thread:\n{''.join(traceback.format_stack(frame))}" for frame in others)
+                text = json.dumps({"groups": group.calls(), "threads": threads})
             except Exception:  # groups may come and go meanwhile: it will be asked again
                 text = "{"  # incomplete
             answers.write(f"{text}\n")

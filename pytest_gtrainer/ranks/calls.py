@@ -52,16 +52,11 @@ def read_calls(texts: Mapping[int, str]) -> Calls:
     return {
         rank: {
             name: GroupCalls(label, ranks, last, {number: Call(*call) for number, *call in calls})
-            for name, (label, ranks, last, calls) in json.loads(text)["groups"].items()
+            for name, (label, ranks, last, calls) in json.loads(text).items()
         }
         for rank, text in texts.items()
-        if text.endswith("}\n")
+        if text.endswith("}")
     }
-
-
-def threads_beside(text: str) -> str:
-    """The stacks of a rank's threads beside the main one, from its answer; "" of a rank that has none."""
-    return f"\n\n{json.loads(text)['threads']}".rstrip() if text.endswith("}\n") else ""
 
 
 def _by_group(calls: Calls) -> Iterator[tuple[str, dict[int, GroupCalls], list[int]]]:

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from pytest_gtrainer.ranks import wire
-from pytest_gtrainer.ranks.stacks import CALLS_SIGNAL, STACK_SIGNAL, log_file, stack_file
+from pytest_gtrainer.ranks.stacks import CALLS_SIGNAL, DUMP_SIGNAL, STACK_SIGNAL, dump_file, log_file
 
 PARENT_CHECK_SECONDS = 2.0
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
@@ -180,7 +180,7 @@ def become_rank(setup: wire.RankSetup, fds: Sequence[int], forkserver: int) -> N
 
 
 def _open_streams(setup: wire.RankSetup) -> None:
-    """Standard streams of the rank's own; on a fatal error all stacks go to a file, on STACK_SIGNAL the main one's."""
+    """Standard streams of the rank's own; stacks go to a file on a fatal error, the main thread's on DUMP_SIGNAL."""
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     if setup.live_output:
         raw: list[Any] = [_WithRank(fd, setup.rank) for fd in (1, 2)]
@@ -192,10 +192,11 @@ def _open_streams(setup: wire.RankSetup) -> None:
         out, err = (open(fd, "w", buffering=1, closefd=False) for fd in (1, 2))  # noqa: SIM115
     sys.stdin = open(0, closefd=False)  # noqa: SIM115 - a standard stream lives as long as the process
     sys.stdout, sys.stderr = out, err
-    stacks = open(stack_file(setup.folder, setup.rank), "w")  # noqa: SIM115 - as above
+    stacks = open(dump_file(setup.folder, setup.rank), "w")  # noqa: SIM115 - as above
     faulthandler.enable(stacks)
-    faulthandler.register(STACK_SIGNAL, stacks, all_threads=False)  # see ranks/stacks.py
-    signal.pthread_sigmask(signal.SIG_BLOCK, {CALLS_SIGNAL})  # before there are threads; one of the rank's waits for it
+    faulthandler.register(DUMP_SIGNAL, stacks, all_threads=False)  # see ranks/stacks.py
+    # Before there are threads; one of the rank's waits for them.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {CALLS_SIGNAL, STACK_SIGNAL})
 
 
 class _WithRank(io.RawIOBase):

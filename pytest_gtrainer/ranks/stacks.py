@@ -1,21 +1,24 @@
-"""What ranks answer to a signal, also one that hangs in C++: their Python stacks, and the collectives they have called.
+"""What ranks answer to a signal while their tests run: their Python stacks, and the collectives they have called.
 
-The rank's faulthandler appends the stack of its main thread to a file; a thread of the rank appends its calls, and the
-stacks of its other threads, to another. Here they are asked for and read. The faulthandler must not walk the stack of
-a thread that runs meanwhile: it would read frames that are gone, and the rank would die of it (cpython #116008).
+A thread of the rank answers, holding the GIL: whoever else walks a stack, as a signal handler does, may read a frame
+that is being pushed or popped, and the rank dies of it (cpython #116008; seen once in some thousand tests). A rank that
+holds the GIL in C++ cannot answer. When its team is about to be killed anyway, its faulthandler may try: the "dump".
 """
 
 from __future__ import annotations
 
+import json
 import linecache
 import re
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
+from types import FrameType
 
 STACK_SIGNAL = signal.SIGRTMAX - 2 if hasattr(signal, "SIGRTMAX") else signal.SIGTERM
 CALLS_SIGNAL = signal.SIGRTMAX - 3 if hasattr(signal, "SIGRTMAX") else signal.SIGTERM
+DUMP_SIGNAL = signal.SIGRTMAX - 4 if hasattr(signal, "SIGRTMAX") else signal.SIGTERM
 STOPPED = "stopped by a signal, as SIGSTOP is one"
 WAIT_SECONDS = 1.0
 LIMIT = 2**20
@@ -31,14 +34,22 @@ _COLLECTIVES = (
 )
 
 
-def stack_file(folder: str | Path, rank: int) -> Path:
-    """Where a rank's stacks go."""
-    return Path(folder) / f"rank{rank}.stacks"
+def answers_file(folder: str | Path, rank: int) -> Path:
+    """Where a rank's thread writes a line an answer: its stacks as a text, its calls as a mapping, both as JSON."""
+    return Path(folder) / f"rank{rank}.answers"
 
 
-def calls_file(folder: str | Path, rank: int) -> Path:
-    """Where a rank's calls of collectives go, a line an answer."""
-    return Path(folder) / f"rank{rank}.calls"
+def dump_file(folder: str | Path, rank: int) -> Path:
+    """Where a rank's faulthandler writes: a fatal error, or the stack of its main thread."""
+    return Path(folder) / f"rank{rank}.dump"
+
+
+_ASKED = {
+    "stack": (STACK_SIGNAL, answers_file, '"'),
+    "calls": (CALLS_SIGNAL, answers_file, "{"),
+    "dump": (DUMP_SIGNAL, dump_file, _HEAD),
+}
+"""What ranks can be asked for: the signal, where the answer comes, how it begins."""
 
 
 def log_file(folder: str | Path, rank: int) -> Path:
@@ -50,22 +61,34 @@ def fatal_error(file: Path) -> str:
     """What a rank's faulthandler wrote as it died; "" if it died in another way."""
     text = _read_from(file, 0)
     start = text.rfind("Fatal Python error")
-    threads = text[start:].split("\n\n") if start >= 0 else []
-    return readable("\n\n".join(each for each in threads if "in _tell_calls" not in each)) if threads else ""
+    return readable(text[start:]) if start >= 0 else ""
 
 
-def take_answers(files: Mapping[int, Path], ask: Callable[[int], None]) -> dict[int, str]:
-    """Ask every rank in ``files`` for its stacks, or its calls: rank to text, "" for one that did not answer."""
+def take_answers(
+    kind: str, ranks: Collection[int], folder: str | Path, ask: Callable[[int, int], None]
+) -> dict[int, str]:
+    """Ask ranks for one kind of answer, each by its signal: rank to text, "" for one that did not answer."""
+    signum, place, start = _ASKED[kind]
+    files = {rank: place(folder, rank) for rank in ranks}
     before = {rank: file.stat().st_size if file.exists() else 0 for rank, file in files.items()}
-    for rank in files:
-        ask(rank)
-    end = time.monotonic() + WAIT_SECONDS
-    while time.monotonic() < end:
+    for rank in ranks:
+        ask(rank, signum)
+    end, texts = time.monotonic() + WAIT_SECONDS, dict.fromkeys(ranks, "")
+    while not all(texts.values()) and time.monotonic() < end:
         time.sleep(0.03)
-        texts = {rank: _read_from(file, before[rank]) for rank, file in files.items()}
-        if all(_is_whole(text) for text in texts.values()):
-            break
+        texts = {rank: _answer(_read_from(file, before[rank]), kind, start) for rank, file in files.items()}
     return texts
+
+
+def _answer(text: str, kind: str, start: str) -> str:
+    """The last whole answer that begins so; a late one of the other kind may stand beside it."""
+    _, begun, rest = f"\n{text}".rpartition(f"\n{start}")
+    line, whole, more = rest.partition("\n")
+    if not begun or not whole or (kind == "dump" and not more.endswith("\n")):
+        return ""
+    if kind == "dump":
+        return start + rest
+    return str(json.loads(start + line)) if kind == "stack" else start + line
 
 
 def _read_from(file: Path, offset: int) -> str:
@@ -77,9 +100,17 @@ def _read_from(file: Path, offset: int) -> str:
         return ""
 
 
-def _is_whole(text: str) -> bool:
-    """Whether the line of calls is, or the stack."""
-    return text.endswith("\n") and (text[0] == "{" or "File " in text[text.rfind(_HEAD) :])
+def stacks_text(frames: Mapping[int, FrameType], main: int | None, own: int) -> str:
+    """The stacks of a process as faulthandler writes them, the main thread's first, without the ``own`` one."""
+    texts: dict[int, str] = {}
+    for thread in frames.keys() - {own}:
+        lines, frame = [_HEAD if thread == main else "Another thread:"], frames.get(thread)
+        while frame is not None:
+            code = frame.f_code
+            lines.append(f'  File "{code.co_filename}", line {frame.f_lineno} in {code.co_name}')
+            frame = frame.f_back
+        texts[thread] = "\n".join(lines)
+    return "\n\n".join(texts[each] for each in sorted(texts, key=lambda each: each != main))
 
 
 def waiting_in(text: str) -> str | None:
@@ -108,7 +139,7 @@ def may_wait(text: str) -> bool:
 
 def main_thread(text: str) -> str:
     """The stack of the main thread."""
-    return text[max(text.rfind(_HEAD), 0) :]
+    return text.partition("\n\n")[0]
 
 
 def whereabouts(text: str) -> str:
@@ -129,10 +160,11 @@ def whereabouts(text: str) -> str:
 
 
 def readable(text: str) -> str:
-    """A stack without pytest's and our own frames below the test."""
-    lines = text.rstrip().splitlines()
-    below = next((n for n, line in enumerate(lines) if "/_pytest/python.py" in line), len(lines))
-    return "\n".join(lines[:below]) or "no answer"
+    """Stacks without pytest's and our own frames below the test, and without the thread that answers."""
+    threads = (
+        each for each in text.rstrip().split("\n\n") if not re.search("in _answer_parent|Extension modules", each)
+    )
+    return "\n\n".join(re.split(r"\n.*/_pytest/python\.py", each)[0] for each in threads) or "no answer"
 
 
 def _main_frames(text: str) -> list[re.Match[str]]:

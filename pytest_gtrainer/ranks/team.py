@@ -24,16 +24,7 @@ from typing import BinaryIO, Protocol
 from pytest_gtrainer.environment import lasting_environment
 from pytest_gtrainer.ranks import wire
 from pytest_gtrainer.ranks.forkserver import FOLDER_VARIABLE, is_tracker
-from pytest_gtrainer.ranks.stacks import (
-    CALLS_SIGNAL,
-    STACK_SIGNAL,
-    STOPPED,
-    calls_file,
-    fatal_error,
-    log_file,
-    stack_file,
-    take_answers,
-)
+from pytest_gtrainer.ranks.stacks import STOPPED, dump_file, fatal_error, log_file, take_answers
 
 # The imports take 3 to 6 s of CPU time; xdist workers on a busy machine start theirs together.
 SERVER_START_LIMIT = 300.0
@@ -252,7 +243,7 @@ class Part(Protocol):
 
     def ended(self, rank: int) -> wire.Ended: ...
 
-    def stacks(self, ranks: Iterable[int], *, calls: bool = False) -> dict[int, str]: ...
+    def stacks(self, ranks: Iterable[int], *, kind: str = "stack") -> dict[int, str]: ...
 
     def interrupt(self, rank: int) -> None: ...
 
@@ -324,18 +315,15 @@ class LocalRanks:
         texts = [_read(file) for file in process.captured]
         with contextlib.suppress(OSError), log_file(self._folder, rank).open("rb") as file:
             texts.append(_read(file))
-        texts.append(fatal_error(stack_file(self._folder, rank)))
+        texts.append(fatal_error(dump_file(self._folder, rank)))
         return wire.Ended(how, "\n".join(text.rstrip() for text in texts if text.strip()))
 
-    def stacks(self, ranks: Iterable[int], *, calls: bool = False) -> dict[int, str]:
-        place, signum = (calls_file, CALLS_SIGNAL) if calls else (stack_file, STACK_SIGNAL)
+    def stacks(self, ranks: Iterable[int], *, kind: str = "stack") -> dict[int, str]:
         pids = {rank: self._processes[rank].pid for rank in ranks}
         stopped = {rank: f"{STOPPED}: kill -CONT {pid} lets it go on" for rank, pid in pids.items() if is_stopped(pid)}
-        files = {rank: place(self._folder, rank) for rank in pids if rank not in stopped}
-        return {
-            **({} if calls else stopped),
-            **take_answers(files, lambda rank: self._server.signal(pids[rank], signum)),
-        }
+        asked = pids.keys() - stopped.keys()
+        answers = take_answers(kind, asked, self._folder, lambda rank, signum: self._server.signal(pids[rank], signum))
+        return answers if kind == "calls" else {**stopped, **answers}
 
     def interrupt(self, rank: int) -> None:
         self._server.signal(self._processes[rank].pid, signal.SIGINT)
@@ -422,10 +410,10 @@ class Team:
         ((part, _),) = self._split([rank])
         part.interrupt(rank)
 
-    def stacks(self, ranks: Iterable[int], *, calls: bool = False) -> dict[int, str]:
-        """The Python stacks of running ranks, or their calls of collectives; "" for one that does not answer."""
+    def stacks(self, ranks: Iterable[int], *, kind: str = "stack") -> dict[int, str]:
+        """What running ranks answer: "stack", "calls", or "dump" before the end; "" for one that does not."""
         split = self._split(ranks)
-        return {rank: text for part, own in split for rank, text in part.stacks(own, calls=calls).items()}
+        return {rank: text for part, own in split for rank, text in part.stacks(own, kind=kind).items()}
 
     # --- between tests ---------------------------------------------------------------------
 

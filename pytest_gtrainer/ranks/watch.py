@@ -18,15 +18,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from pytest_gtrainer.ranks import wire
-from pytest_gtrainer.ranks.calls import (
-    Calls,
-    by_value,
-    called_by_some,
-    differing_call,
-    never_ending,
-    read_calls,
-    threads_beside,
-)
+from pytest_gtrainer.ranks.calls import Calls, by_value, called_by_some, differing_call, never_ending, read_calls
 from pytest_gtrainer.ranks.console import Console, stopped_clock
 from pytest_gtrainer.ranks.stacks import main_thread, may_wait, readable, waiting_in, whereabouts
 from pytest_gtrainer.ranks.team import Team
@@ -318,7 +310,7 @@ class _Watch:
                 self.give_up("was ended", stacks)
 
     def _calls(self) -> Calls:
-        return read_calls(self.team.stacks(set(range(self.team.size)) - self.outcome.dead, calls=True))
+        return read_calls(self.team.stacks(set(range(self.team.size)) - self.outcome.dead, kind="calls"))
 
     def _blame_differing(self) -> None:
         """Where collectives have raised, see whether one differed: the first to raise may be innocent."""
@@ -340,10 +332,10 @@ class _Watch:
     def give_up(self, why: str, stacks: dict[int, str] | None = None) -> None:
         """Blame the pending ranks, with their stacks, and kill the team."""
         now, stacks = time.monotonic(), stacks if stacks is not None else self.team.stacks(self.pending)
-        others = self.team.stacks(self.pending, calls=True)
+        stacks |= self.team.stacks([rank for rank, stack in stacks.items() if not stack], kind="dump")
         for rank in sorted(self.pending, key=lambda rank: (waiting_in(stacks[rank]) is not None, rank)):
             text = f"rank {rank} {why}{whereabouts(stacks[rank])}"
-            details = (("Python stacks", readable(stacks[rank]) + threads_beside(others.get(rank, ""))),)
+            details = (("Python stacks", readable(stacks[rank])),)
             is_consequence = self.first_trouble < math.inf
             self.outcome.incidents.append(Incident(now, rank, text, details, is_consequence))
         self.pending.clear()

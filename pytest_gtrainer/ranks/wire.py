@@ -269,12 +269,12 @@ class FromRank(NamedTuple):
 
 
 class Stacks(NamedTuple):
-    """The Python stacks of ranks, or their ``calls`` of collectives; without texts it is the question."""
+    """What ranks answer: ``ranks.stacks`` has the kinds; without texts it is the question."""
 
     team: str
     ranks: tuple[int, ...]
     texts: Mapping[int, str] = {}
-    calls: bool = False
+    kind: str = "stack"
 
 
 class KillTeam(NamedTuple):

@@ -54,7 +54,7 @@ from pytest_gtrainer.ranks.inside.session import (
     start_session,
     summary_of,
 )
-from pytest_gtrainer.ranks.stacks import CALLS_SIGNAL, STACK_SIGNAL, calls_file
+from pytest_gtrainer.ranks.stacks import CALLS_SIGNAL, STACK_SIGNAL, answers_file, stacks_text
 from pytest_gtrainer.worlds import hygiene
 
 # The parent's limit for a test ends a blocked collective long before this does.
@@ -78,7 +78,7 @@ def serve(setup: wire.RankSetup, channel: wire.Channel) -> int:
         group = RankGroup(setup.rank, setup.device, setup.backend, index=setup.rank - setup.ranks.start)
         group.join(setup.store, setup.size)
         rank = Rank(start_session(prepared_config(setup.args), setup.worker, setup.basetemp), group, send)
-        _thread.start_new_thread(_tell_calls, (group, calls_file(setup.folder, setup.rank)))
+        _thread.start_new_thread(_answer_parent, (group, answers_file(setup.folder, setup.rank)))
     except BaseException:
         send(wire.Started(traceback.format_exc()))
         return 1
@@ -98,20 +98,16 @@ def serve(setup: wire.RankSetup, channel: wire.Channel) -> int:
     return 0
 
 
-def _tell_calls(group: RankGroup, file: Path) -> None:
-    """Write the calls of collectives whenever the parent asks; a thread, as the main one may be in one of them.
-
-    With them go the stacks of other threads: a backward on a GPU runs its hooks in one.
-    """
-    signal.pthread_sigmask(signal.SIG_BLOCK, {STACK_SIGNAL})  # the main thread answers it
-    known = {threading.get_ident(), threading.main_thread().ident}
+def _answer_parent(group: RankGroup, file: Path) -> None:
+    """Write stacks, or calls of collectives, when the parent asks; a thread, as the main one may be in one of them."""
+    main, own = threading.main_thread().ident, threading.get_ident()
     with file.open("w", buffering=1) as answers:
         while True:
-            signal.sigwait({CALLS_SIGNAL})
             try:
-                others = [frame for thread, frame in sys._current_frames().items() if thread not in known]
-                threads = "\n".join(f"Another thread:\n{''.join(traceback.format_stack(frame))}" for frame in others)
-                text = json.dumps({"groups": group.calls(), "threads": threads})
+                if signal.sigwait({CALLS_SIGNAL, STACK_SIGNAL}) == STACK_SIGNAL:
+                    text = json.dumps(stacks_text(sys._current_frames(), main, own))
+                else:
+                    text = json.dumps(group.calls())
             except Exception:  # groups may come and go meanwhile: it will be asked again
                 text = "{"  # incomplete
             answers.write(f"{text}\n")

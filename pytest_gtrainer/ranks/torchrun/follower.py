@@ -96,8 +96,8 @@ class _Follower:
                     self.teams[team], self.running[team] = part, list(ranks)
             case wire.ToRanks(team, ranks, said) if team in self.teams:
                 self.teams[team].send(said, ranks)
-            case wire.Stacks(team, ranks, _, calls) if team in self.teams:
-                self.line.send(wire.Stacks(team, ranks, self.teams[team].stacks(ranks, calls=calls), calls))
+            case wire.Stacks(team, ranks, _, kind) if team in self.teams:
+                self.line.send(wire.Stacks(team, ranks, self.teams[team].stacks(ranks, kind=kind), kind))
             case wire.KillTeam(team) if team in self.teams:
                 del self.running[team]
                 self.teams.pop(team).kill()

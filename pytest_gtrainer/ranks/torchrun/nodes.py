@@ -171,9 +171,9 @@ class RemoteRanks:
     def ended(self, rank: int) -> wire.Ended:
         return self._ended.get(rank, wire.Ended("was lost with its node", ""))
 
-    def stacks(self, ranks: Iterable[int], *, calls: bool = False) -> dict[int, str]:
+    def stacks(self, ranks: Iterable[int], *, kind: str = "stack") -> dict[int, str]:
         self._stacks = None
-        self._node.tell(wire.Stacks(self._team, tuple(ranks), calls=calls))
+        self._node.tell(wire.Stacks(self._team, tuple(ranks), kind=kind))
         end = time.monotonic() + STACKS_SECONDS
         while self._stacks is None and self._node.alive and time.monotonic() < end:
             self._node.pump(0.1)

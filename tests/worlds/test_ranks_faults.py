@@ -41,6 +41,11 @@ TABLE = {
         ],
         ["_pytest"],
     ),
+    "test_hangs_and_holds_the_gil": (
+        "failed",
+        ["rank 1 did not end within 2 s, at test_faults.py", "in test_hangs_and_holds_the_gil"],
+        [],
+    ),
     "test_stops_itself": (
         "failed",
         ["rank 1 did not end within 3 s, stopped by a signal, as SIGSTOP is one", "-CONT"],

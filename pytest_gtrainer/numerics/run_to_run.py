@@ -89,8 +89,11 @@ def threads(count: int) -> Iterator[None]:
 
 @contextmanager
 def other_addresses() -> Iterator[None]:
-    """Blocks of many sizes are taken before the run, every second one is given back: new ones come to lie elsewhere."""
-    sizes = [64 * 3**power for power in range(12) for _ in range(4)]
+    """Blocks of many sizes are taken before the run, every second one is given back: new ones come to lie elsewhere.
+
+    Of each 512 bytes up to 100 KiB four, as a process that has run for long has a free block for almost any size.
+    """
+    sizes = [512 * count for count in range(1, 200) for _ in range(4)] + [64 * 3**power for power in (10, 11)] * 4
     blocks: list[torch.Tensor | None] = [torch.empty(size, dtype=torch.uint8) for size in sizes]
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()

@@ -34,12 +34,10 @@ class Option:
 
     @property
     def flag(self) -> str:
-        """On the command line."""
         return f"--gt-{self.name}"
 
     @property
     def ini(self) -> str:
-        """In pytest's configuration file."""
         return f"gt_{self.name.replace('-', '_')}"
 
 

@@ -225,16 +225,26 @@ def sharing_of(config: pytest.Config, stop_ranks: Callable[[], None], tell: Call
     if hasattr(config, "workerinput"):
         # the folder above a worker's own is the run's
         folder = base_temp(config).parent / "gtrainer-leases"
-        return CpuSharing(Slots(folder, [f"cpu{slot}" for slot in range(found.slots)]), limit, tell)
+        slots = Slots(folder, [f"cpu{slot}" for slot in range(found.slots)])
+        return Sharing(lambda size, holder: slots.acquire(size, limit, holder, tell))
     return Sharing()
 
 
 class Sharing:
-    """When devices are leased and given back; this one is for CPU slots that nobody else wants."""
+    """When devices are leased and given back; this one is for CPU slots, leased for a test if others want them too."""
 
-    def for_test(self, size: int, holder: str) -> contextlib.AbstractContextManager[None]:
+    def __init__(self, acquire: Callable[[int, str], Lease] = lambda size, holder: Lease((), lambda: None)) -> None:
+        """``acquire`` leases slots for so many ranks of that test; by default there is nothing to lease."""
+        self._acquire = acquire
+
+    @contextlib.contextmanager
+    def for_test(self, size: int, holder: str) -> Iterator[None]:
         """Devices for ``size`` ranks, this process's for the time of a test."""
-        return contextlib.nullcontext()
+        lease = self._acquire(size, holder)
+        try:
+            yield
+        finally:
+            lease.release()
 
     def environment(self) -> Mapping[str, str]:
         """What confines the ranks to the devices that are leased."""
@@ -242,21 +252,6 @@ class Sharing:
 
     def close(self) -> None:
         """Give everything back."""
-
-
-class CpuSharing(Sharing):
-    """CPU slots, for one test at a time."""
-
-    def __init__(self, slots: Slots, limit: float, tell: Callable[[str], None]) -> None:
-        self._slots, self._limit, self._tell = slots, limit, tell
-
-    @contextlib.contextmanager
-    def for_test(self, size: int, holder: str) -> Iterator[None]:
-        lease = self._slots.acquire(size, self._limit, holder, self._tell)
-        try:
-            yield
-        finally:
-            lease.release()
 
 
 class GpuSharing(Sharing):
@@ -274,8 +269,8 @@ class GpuSharing(Sharing):
         stop_ranks: Callable[[], None],
         tell: Callable[[str], None],
     ) -> None:
-        self._slots, self._entries, self._limit = slots, entries, limit
-        self._stop_ranks, self._tell = stop_ranks, tell
+        super().__init__(lambda size, holder: slots.acquire(size, limit, holder, tell))
+        self._slots, self._entries, self._stop_ranks = slots, entries, stop_ranks
         self._lease: Lease | None = None
         self._in_use = threading.Lock()
         self._closed = threading.Event()
@@ -286,7 +281,7 @@ class GpuSharing(Sharing):
         with self._in_use:
             if self._lease is None or len(self._lease.slots) < size:
                 self._give_up()  # who holds some while waiting for more can wait for ever
-                self._lease = self._slots.acquire(size, self._limit, holder, self._tell)
+                self._lease = self._acquire(size, holder)
             if self._watcher is None:
                 self._watcher = threading.Thread(target=self._watch, name="gtrainer-leases", daemon=True)
                 self._watcher.start()

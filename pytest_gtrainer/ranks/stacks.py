@@ -31,19 +31,9 @@ _COLLECTIVES = (
 )
 
 
-def stack_file(folder: str | Path, rank: int) -> Path:
-    """Where a rank's stacks go."""
-    return Path(folder) / f"rank{rank}.stacks"
-
-
-def calls_file(folder: str | Path, rank: int) -> Path:
-    """Where a rank's calls of collectives go, a line an answer."""
-    return Path(folder) / f"rank{rank}.calls"
-
-
-def log_file(folder: str | Path, rank: int) -> Path:
-    """What a rank writes while pytest does not capture: a C++ abort, for example."""
-    return Path(folder) / f"rank{rank}.log"
+def file_of(folder: str | Path, rank: int, what: str) -> Path:
+    """Where a rank's "stacks" go; its "calls", a line an answer; in its "log" what pytest does not capture."""
+    return Path(folder) / f"rank{rank}.{what}"
 
 
 def fatal_error(file: Path) -> str:
@@ -107,7 +97,6 @@ def may_wait(text: str) -> bool:
 
 
 def main_thread(text: str) -> str:
-    """The stack of the main thread."""
     return text[max(text.rfind(_HEAD), 0) :]
 
 

@@ -412,7 +412,6 @@ def _orders(net: NetModel, collective: str) -> Tensor:
 
 @lru_cache(maxsize=256)
 def _node_of(net: NetModel) -> tuple[int, ...]:
-    """The node of each rank of the group."""
     return tuple(rank // net.ranks_per_node for rank in net.members or range(net.world_size))
 
 

@@ -52,8 +52,6 @@ from pytest_gtrainer.worlds.simulated.net import Net
 
 
 class _Finder(fx.Interpreter):
-    """Remembers the node that it runs."""
-
     last: fx.Node
 
     def run_node(self, n: fx.Node) -> Any:
@@ -89,7 +87,6 @@ class OperatorBlock:
     reduced: Mapping[fx.Node, Sequence[int]]
 
     def run(self, frame: Frame) -> None:
-        """Add the values of ``outputs`` to the frame's."""
         given = [frame.values[node] for node in self.inputs]
         dying = [frame.values[node] for node in self.dying if type(frame.values[node]) is PerRank]
         results: list[list[Any]] = [[None] * frame.kinds.size for _ in self.outputs]
@@ -299,9 +296,8 @@ class Interpreter:
         """None for a plain node."""
         check_callable(node, gm)
         if is_collective(node):
-            collective, written_argument = collective_of(node)  # first: it refuses what is no collective that we know
-            partition = self._partition(node)
-            return CollectiveStep(node, partition, self._nets[partition], collective, written_argument)
+            collective, partition = collective_of(node), self._partition(node)  # first: it refuses what we do not know
+            return CollectiveStep(node, partition, self._nets[partition], collective)
         graphs = graphs_called(node, gm)
         if node.op == "call_module" or any(is_collective(inner) for graph in graphs for inner in nodes_within(graph)):
             if node.op != "call_module" and node.target not in (COND, INVOKE_SUBGRAPH):

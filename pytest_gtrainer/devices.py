@@ -92,20 +92,17 @@ def confined(uuids: Sequence[str], visible: str | None) -> tuple[Gpu, ...]:
         return tuple(Gpu(str(index), uuid) for index, uuid in enumerate(uuids))
     found: list[Gpu] = []
     for entry in (part.strip() for part in visible.split(",")):
-        uuid = _named_by(entry, uuids)
+        if entry.isdecimal():
+            uuid = uuids[int(entry)] if int(entry) < len(uuids) else None
+        elif entry.startswith("MIG-"):
+            uuid = entry if uuids else None  # a part of a GPU, which NVML lists below it
+        else:
+            fitting = [uuid for uuid in uuids if entry and uuid.startswith(entry)]
+            uuid = fitting[0] if len(fitting) == 1 else None
         if uuid is None or any(gpu.uuid == uuid for gpu in found):
             break
         found.append(Gpu(entry, uuid))
     return tuple(found)
-
-
-def _named_by(entry: str, uuids: Sequence[str]) -> str | None:
-    if entry.isdecimal():
-        return uuids[int(entry)] if int(entry) < len(uuids) else None
-    if entry.startswith("MIG-"):
-        return entry if uuids else None  # a part of a GPU, which NVML lists below it
-    fitting = [uuid for uuid in uuids if entry and uuid.startswith(entry)]
-    return fitting[0] if len(fitting) == 1 else None
 
 
 def _nvml_gpus() -> list[tuple[str, str]]:

@@ -213,14 +213,10 @@ class _Merge:
 
     def _without_reports(self) -> _Event:
         """No rank came to a report, and each was waiting for another: what was told first."""
-        raised = min(self.outcome.raised.items(), key=lambda told: told[1].time, default=None)
-        if raised is not None:
-            rank, told = raised
-            return _Event(told.time, rank, "call", f"rank {rank} raised {told.summary}")
-        if not self.outcome.incidents:
-            return _Event(0.0, None, "call", "no rank has given a report")
-        first = min(self.outcome.incidents, key=lambda incident: incident.time)
-        return _Event(0.0, first.rank, "call", first.text)
+        raised = self.outcome.raised.items()
+        told = [_Event(told.time, rank, "call", f"rank {rank} raised {told.summary}") for rank, told in raised]
+        told = told or [_Event(each.time, each.rank, "call", each.text) for each in self.outcome.incidents]
+        return min(told, key=lambda event: event.time, default=_Event(0.0, None, "call", "no rank has given a report"))
 
     def _headline(self) -> _Event:
         first, with_origin = self.events[0], [event for event in self.events if event.origin is not None]

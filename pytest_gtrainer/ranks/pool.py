@@ -153,7 +153,12 @@ class Pool:
             self._server.close()
             self._server = None
         if self._server is None:
-            self._server = ForkServer(modules_to_preload(self._config), live_output=self._live_output)
+            installed = (plugin for plugin, _ in self._config.pluginmanager.list_plugin_distinfo())
+            plugins = [plugin.__name__ for plugin in installed if isinstance(plugin, ModuleType)]
+            # what tests have imported here of torch and of ours, test files will import again in every rank
+            seen = [name for name in sys.modules if name.split(".")[0] in ("torch", "numpy", "pytest_gtrainer")]
+            modules = list(dict.fromkeys([*PRELOAD, *plugins, *seen]))
+            self._server = ForkServer(modules, live_output=self._live_output)
         return self._server
 
     def _stop_teams(self) -> None:
@@ -171,17 +176,6 @@ def rank_environment(config: pytest.Config) -> dict[str, str]:
     environ = {**({"CUBLAS_WORKSPACE_CONFIG": ":4096:8"} if on_gpus else {}), **lasting_environment()}
     environ.pop("PYTEST_CURRENT_TEST", None)
     return environ
-
-
-def modules_to_preload(config: pytest.Config) -> list[str]:
-    """Torch, the installed plugins, and whatever of torch and of ours the tests have imported here.
-
-    The last is exactly what the test files will import again in every rank.
-    """
-    installed = (plugin for plugin, _ in config.pluginmanager.list_plugin_distinfo())
-    plugins = [plugin.__name__ for plugin in installed if isinstance(plugin, ModuleType)]
-    seen = [name for name in sys.modules if name.split(".")[0] in ("torch", "numpy", "pytest_gtrainer")]
-    return list(dict.fromkeys([*PRELOAD, *plugins, *seen]))
 
 
 def worker_input(config: pytest.Config, size: int) -> dict[str, Any]:

@@ -148,11 +148,8 @@ class SimulatedGraphRun:
         self._mesh = mesh_of(self._extents)
         self.config = self._build(self._mesh)
         self._literals = RankLiterals()
-        if (
-            self.config.max_norm is not None
-            and len(self._extents) > self.config.mesh.ndim
-            and not self.config.submeshes
-        ):
+        is_beside = len(self._extents) > self.config.mesh.ndim and not self.config.submeshes
+        if is_beside and self.config.max_norm is not None:
             raise ValueError(
                 "max_norm beside tensor parallelism is not replayed in a simulated world, where a norm is taken over "
                 "TrainConfig.mesh alone: take real ranks, or max_norm=None"

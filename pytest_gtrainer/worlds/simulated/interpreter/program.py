@@ -59,22 +59,6 @@ class _Finder(fx.Interpreter):
         return super().run_node(n)
 
 
-class _Rows:
-    """Copies of what the ranks are about to reduce, side by side in the order of their group."""
-
-    def __init__(self, order: Sequence[int], scratch: Scratch) -> None:
-        self._place = {rank: place for place, rank in enumerate(order)}
-        self._scratch = scratch
-        self._rows: Tensor | None = None
-
-    def keep(self, result: Tensor, rank: int) -> Tensor:
-        if self._rows is None:
-            self._rows = self._scratch.rows(len(self._place), result)
-        if result.shape != self._rows.shape[1:] or result.dtype != self._rows.dtype:
-            return result  # the ranks disagree, which the reduction will say
-        return self._rows[self._place[rank]].copy_(result)
-
-
 @dataclass(frozen=True, slots=True)
 class OperatorBlock:
     """Nodes of one kind, as one function from the values of ``inputs`` to those of ``outputs``."""
@@ -90,14 +74,18 @@ class OperatorBlock:
         given = [frame.values[node] for node in self.inputs]
         dying = [frame.values[node] for node in self.dying if type(frame.values[node]) is PerRank]
         results: list[list[Any]] = [[None] * frame.kinds.size for _ in self.outputs]
-        rows = [_Rows(self.reduced[node], frame.scratch) if node in self.reduced else None for node in self.outputs]
+        rows: dict[fx.Node, Tensor] = {}  # copies of what is about to be reduced, in the order of the group
         for ranks in self.kind.classes:
             own = self._call([at(value, ranks[0]) for value in given], ranks[0])
-            for index, result in enumerate(own):
-                row = rows[index]
-                kept = result if row is None else row.keep(result, ranks[0])
+            for node, result, of_ranks in zip(self.outputs, own, results, strict=True):
+                kept, order = result, self.reduced.get(node)
+                if order is not None:
+                    if node not in rows:
+                        rows[node] = frame.scratch.rows(len(order), result)
+                    if (result.shape, result.dtype) == (rows[node].shape[1:], rows[node].dtype):
+                        kept = rows[node][order.index(ranks[0])].copy_(result)  # else the reduction will say it
                 for rank in ranks:
-                    results[index][rank] = kept
+                    of_ranks[rank] = kept
             for value in dying:
                 for rank in ranks:
                     value[rank] = None

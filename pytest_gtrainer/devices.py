@@ -106,10 +106,7 @@ def confined(uuids: Sequence[str], visible: str | None) -> tuple[Gpu, ...]:
 
 
 def _nvml_gpus() -> list[tuple[str, str]]:
-    """UUID and kind of each GPU in the order of the bus, from the driver's management library.
-
-    It starts no CUDA context in this process.
-    """
+    """UUID and kind of each GPU in the order of the bus, from the driver's library, which starts no CUDA context."""
     try:
         nvml = ctypes.CDLL("libnvidia-ml.so.1")
     except OSError:
@@ -226,11 +223,7 @@ def launch_of(config: pytest.Config) -> Launch | None:
 
 
 def check_launch(config: pytest.Config) -> None:
-    """Refuse what cannot be had under torchrun.
-
-    Raises:
-        pytest.UsageError: in one sentence.
-    """
+    """Refuse, by a usage error, what cannot be had under torchrun."""
     launch = launch_of(config)
     if launch is not None and (config.getoption("tx", None) or config.getoption("numprocesses", None)):
         raise pytest.UsageError(

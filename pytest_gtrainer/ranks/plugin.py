@@ -201,10 +201,7 @@ class RanksPlugin:
             pytest.fail(str(error), pytrace=False)
 
     def _next_on_ranks(self, item: pytest.Item, spec: WorldSpec, nextitem: pytest.Item | None) -> pytest.Item | None:
-        """The next test on as many ranks, in the order of the session; under xdist only the very next one is known.
-
-        What it shares with the present one stays set up there.
-        """
+        """The next test on as many ranks: what it shares stays set up. Under xdist only the very next one is known."""
 
         items = item.session.items
         if hasattr(self.config, "workerinput"):

@@ -65,7 +65,6 @@ class Pool:
         self._server: ForkServer | None = None
         self._teams: dict[TeamKey, Team] = {}  # the least recently used first
         self._sharing: Sharing | None = None
-        self._tell = functools.partial(tell, config)
         self._live_output = config.getoption("capture", "fd") == "no"
 
     def run(self, size: int, command: wire.RunItem | wire.CallFunction, limit: float, holder: str) -> RanksOutcome:
@@ -80,7 +79,7 @@ class Pool:
             LeaseError: others held the devices for too long.
         """
         if self._sharing is None:
-            self._sharing = sharing_of(self._config, self._stop_teams, self._tell)
+            self._sharing = sharing_of(self._config, self._stop_teams)
         with self._sharing.for_test(size, holder):
             with stopped_clock():
                 team = self._team(size, {**rank_environment(self._config), **self._sharing.environment()})
@@ -202,25 +201,21 @@ def worker_input(config: pytest.Config, size: int) -> dict[str, Any]:
 # --- sharing devices with the other workers of the run, and with other runs -----------------------
 
 
-def sharing_of(config: pytest.Config, stop_ranks: Callable[[], None], tell: Callable[[str], None]) -> Sharing:
-    """The way to share the devices of this process.
-
-    Args:
-        stop_ranks: ends the ranks of this process, before their GPUs are given back.
-        tell: gets a line every so often while somebody waits.
-    """
+def sharing_of(config: pytest.Config, stop_ranks: Callable[[], None]) -> Sharing:
+    """The way to share the devices of this process; ``stop_ranks`` ends its ranks before their GPUs are given back."""
     found, limit = devices.resolve(config), options.get(config, "lease-timeout")
+    say = functools.partial(tell, config)
     if devices.launch_of(config) is not None:
         return Sharing()  # whoever has started torchrun shares them out
     if found.kind == "cuda":
         folder = Path(tempfile.gettempdir()) / f"gtrainer-leases-{os.getuid()}"
         slots = Slots(folder, [gpu.uuid for gpu in found.gpus])
-        return GpuSharing(slots, {gpu.uuid: gpu.entry for gpu in found.gpus}, limit, stop_ranks, tell)
+        return GpuSharing(slots, {gpu.uuid: gpu.entry for gpu in found.gpus}, limit, stop_ranks, say)
     if hasattr(config, "workerinput"):
         # the folder above a worker's own is the run's
         folder = base_temp(config).parent / "gtrainer-leases"
         slots = Slots(folder, [f"cpu{slot}" for slot in range(found.slots)])
-        return Sharing(lambda size, holder: slots.acquire(size, limit, holder, tell))
+        return Sharing(lambda size, holder: slots.acquire(size, limit, holder, say))
     return Sharing()
 
 

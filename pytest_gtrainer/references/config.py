@@ -142,11 +142,7 @@ class TrainConfig:
 
 
 def _check_mesh(mesh: DeviceMesh, name: str) -> None:
-    """Data is parallel over the ranks of a mesh: each is in it once, and the calling process is one of them.
-
-    Raises:
-        ValueError: it is not so; torch would fail later, by the shape of some tensor or list.
-    """
+    """Each rank is in a mesh once, and the calling process is one of them; else torch would fail later, by a shape."""
     ranks = mesh.mesh.flatten().tolist()
     twice = next((rank for rank, count in Counter(ranks).items() if count > 1), None)
     if twice is not None:

@@ -96,11 +96,7 @@ def draws(node: fx.Node, root: torch.nn.Module) -> bool:
 
 
 def check_callable(node: fx.Node, root: torch.nn.Module) -> None:
-    """Refuse what is no operator that could be replayed rank by rank.
-
-    Raises:
-        NoModel: compiled code, or a module that is no graph.
-    """
+    """Refuse what is no operator that could be replayed rank by rank: compiled code, a module that is no graph."""
     called: Any = root.get_submodule(str(node.target)) if node.op == "call_module" else node.target
     homes = (getattr(called, "__module__", None), type(called).__module__)
     compiled = any(str(home).startswith(COMPILED_MODULES) for home in homes)

@@ -188,12 +188,7 @@ class RankProgram:
         return fx.node.map_arg(self.output, lambda node: values[source_of(node)])
 
     def _check_inputs(self, names: Sequence[str], inputs: Sequence[Any]) -> None:
-        """The graph has baked in the shapes and dtypes that it was traced with.
-
-        Raises:
-            ValueError: the number of inputs, or of ranks that have one.
-            DependsOnRank: a rank's tensor is another than the traced one.
-        """
+        """Refuse inputs of other shapes or dtypes than those that the graph was traced with, which it has baked in."""
         size = self.kinds.size
         if len(inputs) != len(names):
             raise ValueError(f"the graph takes {len(names)} inputs, it got {len(inputs)}")

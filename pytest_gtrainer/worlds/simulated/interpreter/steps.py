@@ -195,11 +195,7 @@ def collective_of(node: fx.Node) -> Collective:
 
 
 def _contributions(calls: Sequence[dict[str, Any]], ranks: Sequence[int]) -> list[Contribution]:
-    """What these ranks, a group, give; taken out of their arguments.
-
-    Raises:
-        CollectiveMismatch: they do not agree; names the first rank that differs.
-    """
+    """What these ranks, a group, give, taken out of their arguments; they must agree."""
     members = calls[0].get("group_size", len(ranks))
     if members != len(ranks):
         raise CollectiveMismatch(f"the graph was traced for a group of {members}, it has {len(ranks)}")

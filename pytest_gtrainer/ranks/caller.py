@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
@@ -15,9 +15,6 @@ from pytest_gtrainer.ranks import wire
 from pytest_gtrainer.ranks.merge import controls_that_never_differ
 from pytest_gtrainer.ranks.plugin import chain_of, limit_of
 from pytest_gtrainer.ranks.watch import RanksOutcome
-
-if TYPE_CHECKING:
-    from pytest_gtrainer.ranks.pool import Pool
 
 
 class RankError(Exception):
@@ -34,18 +31,14 @@ class RankError(Exception):
         self.remote_traceback = remote_traceback
 
 
-def caller_of(request: pytest.FixtureRequest) -> RankCaller:
-    plugin = request.config.pluginmanager.getplugin("gtrainer-ranks")
-    if plugin is None:
-        pytest.fail("gt_ranks cannot be used inside a rank: the test is there already", pytrace=False)
-    return RankCaller(plugin.pool, request.node, request.config)
-
-
 class RankCaller:
     """Runs functions on warm ranks, one call at a time."""
 
-    def __init__(self, pool: Pool, item: pytest.Item, config: pytest.Config) -> None:
-        self._pool, self._item, self._config = pool, item, config
+    def __init__(self, request: pytest.FixtureRequest) -> None:
+        plugin = request.config.pluginmanager.getplugin("gtrainer-ranks")
+        if plugin is None:
+            pytest.fail("gt_ranks cannot be used inside a rank: the test is there already", pytrace=False)
+        self._pool, self._item, self._config = plugin.pool, request.node, request.config
 
     def run(self, function: Callable[..., Any], *args: Any, size: int | None = None) -> list[Any]:
         """Call ``function(*args)`` on every rank of a world: the results, in the order of ranks.

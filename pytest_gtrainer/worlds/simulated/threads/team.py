@@ -100,6 +100,13 @@ def state_kept() -> Iterator[None]:
 # --- the turns
 
 
+def is_ours(frame: FrameType) -> bool:
+    """Whether a thread is in a line of ours, or in a semaphore that one takes."""
+    while frame.f_code.co_filename == threading.__file__ and frame.f_back is not None:
+        frame = frame.f_back
+    return frame.f_code.co_filename.startswith(_HERE)
+
+
 class ThreadTeam:
     """The turns of ``size`` ranks; every rank's thread has to ``join``, before or after the first ``hand_on``."""
 
@@ -191,9 +198,7 @@ class ThreadTeam:
         """Make the rank's thread raise Released at its next line of Python, if that is one of its own code."""
         with self._lock:
             frame = sys._current_frames().get(self.threads.get(rank, 0))
-            while frame is not None and frame.f_code.co_filename == threading.__file__:
-                frame = frame.f_back  # a semaphore, which a line of ours takes
-            if rank != self.running or frame is None or frame.f_code.co_filename.startswith(_HERE):
+            if rank != self.running or frame is None or is_ours(frame):
                 return False
             identifier = ctypes.c_ulong(self.threads[rank])
             return bool(ctypes.pythonapi.PyThreadState_SetAsyncExc(identifier, ctypes.py_object(Released)))

@@ -36,17 +36,14 @@ ATTRIBUTES = {
 
 
 def prepared_config(args: Sequence[str]) -> pytest.Config:
-    """Parse a command line, with its plugins and conftest files."""
     return _prepareconfig(list(args))
 
 
 def configure(config: pytest.Config) -> None:
-    """Call ``pytest_configure`` of every plugin."""
     config._do_configure()
 
 
 def unconfigure(config: pytest.Config) -> None:
-    """Call ``pytest_unconfigure``, and what plugins have registered as clean-up."""
     config._ensure_unconfigure()
 
 
@@ -61,7 +58,6 @@ def add_initial_path(session: pytest.Session, path: Path) -> None:
 
 
 def collectors_of(session: pytest.Session, path: Path) -> Sequence[pytest.Collector]:
-    """The nodes that plugins make of a path."""
     return session._collect_path(path, {})
 
 

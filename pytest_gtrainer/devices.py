@@ -92,27 +92,21 @@ def confined(uuids: Sequence[str], visible: str | None) -> tuple[Gpu, ...]:
         return tuple(Gpu(str(index), uuid) for index, uuid in enumerate(uuids))
     found: list[Gpu] = []
     for entry in (part.strip() for part in visible.split(",")):
-        uuid = _named_by(entry, uuids)
+        if entry.isdecimal():
+            uuid = uuids[int(entry)] if int(entry) < len(uuids) else None
+        elif entry.startswith("MIG-"):
+            uuid = entry if uuids else None  # a part of a GPU, which NVML lists below it
+        else:
+            fitting = [uuid for uuid in uuids if entry and uuid.startswith(entry)]
+            uuid = fitting[0] if len(fitting) == 1 else None
         if uuid is None or any(gpu.uuid == uuid for gpu in found):
             break
         found.append(Gpu(entry, uuid))
     return tuple(found)
 
 
-def _named_by(entry: str, uuids: Sequence[str]) -> str | None:
-    if entry.isdecimal():
-        return uuids[int(entry)] if int(entry) < len(uuids) else None
-    if entry.startswith("MIG-"):
-        return entry if uuids else None  # a part of a GPU, which NVML lists below it
-    fitting = [uuid for uuid in uuids if entry and uuid.startswith(entry)]
-    return fitting[0] if len(fitting) == 1 else None
-
-
 def _nvml_gpus() -> list[tuple[str, str]]:
-    """UUID and kind of each GPU in the order of the bus, from the driver's management library.
-
-    It starts no CUDA context in this process.
-    """
+    """UUID and kind of each GPU in the order of the bus, from the driver's library, which starts no CUDA context."""
     try:
         nvml = ctypes.CDLL("libnvidia-ml.so.1")
     except OSError:
@@ -229,11 +223,7 @@ def launch_of(config: pytest.Config) -> Launch | None:
 
 
 def check_launch(config: pytest.Config) -> None:
-    """Refuse what cannot be had under torchrun.
-
-    Raises:
-        pytest.UsageError: in one sentence.
-    """
+    """Refuse, by a usage error, what cannot be had under torchrun."""
     launch = launch_of(config)
     if launch is not None and (config.getoption("tx", None) or config.getoption("numprocesses", None)):
         raise pytest.UsageError(

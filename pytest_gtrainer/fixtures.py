@@ -78,9 +78,9 @@ def gt_artifacts(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 @pytest.fixture
 def gt_ranks(request: pytest.FixtureRequest) -> RankCaller:
     """``gt_ranks.run(fn, *args)``: run a function on real ranks; the test itself stays here."""
-    from pytest_gtrainer.ranks.caller import caller_of
+    from pytest_gtrainer.ranks.caller import RankCaller
 
-    return caller_of(request)
+    return RankCaller(request)
 
 
 @pytest.fixture

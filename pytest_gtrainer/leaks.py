@@ -80,19 +80,11 @@ def _read() -> Values | None:
 
 
 def _changes_since(before: Values | None) -> Changes:
-    after = _read()
-    return {} if before is None or after is None else changes(before, after)
-
-
-def changes(before: Values, after: Values) -> Changes:
-    """What changed, by name; a module that was loaded in between is no change.
-
-    >>> changes({"a": 1, "b": 2}, {"a": 1, "b": 3})
-    {'b': (2, 3)}
-    """
+    """What changed, by name; a module that was loaded in between is no change."""
+    after = _read() or {}
     return {
         name: (old, after[name])
-        for name, old in before.items()
+        for name, old in (before or {}).items()
         if old != after[name] and knobs.NOT_LOADED not in (old, after[name])
     }
 

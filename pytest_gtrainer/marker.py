@@ -16,7 +16,6 @@ MARKER_HELP = (
     "or ranks (one process a rank); a list as size parametrises"
 )
 SIZE_PARAM = "gt_world_size"
-_READ = pytest.StashKey[tuple[pytest.Mark, WorldSpec]]()
 
 
 def spec_of(item: pytest.Item) -> WorldSpec | None:
@@ -30,21 +29,6 @@ def spec_of(item: pytest.Item) -> WorldSpec | None:
     marker = item.get_closest_marker(MARKER)
     if marker is None:
         return None
-    known = item.stash.get(_READ, None)
-    if known is None or known[0] is not marker:
-        item.stash[_READ] = known = marker, _read(item, marker)
-    return known[1]
-
-
-def valid_spec_of(item: pytest.Item) -> WorldSpec | None:
-    """The spec, None also for a marker that is none; the set-up of the test tells what is wrong with it."""
-    try:
-        return spec_of(item)
-    except SpecError:
-        return None
-
-
-def _read(item: pytest.Item, marker: pytest.Mark) -> WorldSpec:
     if len(marker.args) > 1:
         raise SpecError(f"gt_world takes one positional argument, the kind; not {len(marker.args)}: {marker.args}")
     fields = dict(marker.kwargs)
@@ -56,6 +40,14 @@ def _read(item: pytest.Item, marker: pytest.Mark) -> WorldSpec:
     kind = marker.args[0] if marker.args else fields.pop("kind", None)
     more = () if kind in KINDS else extensions.worlds(item.config, KINDS)  # most tests ask no hook
     return make_spec(kind, kinds=(*KINDS, *more), **fields)
+
+
+def valid_spec_of(item: pytest.Item) -> WorldSpec | None:
+    """The spec, None also for a marker that is none; the set-up of the test tells what is wrong with it."""
+    try:
+        return spec_of(item)
+    except SpecError:
+        return None
 
 
 def parametrised_sizes(definition: pytest.Item) -> list[Any] | None:

@@ -34,12 +34,10 @@ class Option:
 
     @property
     def flag(self) -> str:
-        """On the command line."""
         return f"--gt-{self.name}"
 
     @property
     def ini(self) -> str:
-        """In pytest's configuration file."""
         return f"gt_{self.name.replace('-', '_')}"
 
 
@@ -65,6 +63,9 @@ def _positive_seconds(text: str) -> float:
     return seconds
 
 
+_SECONDS: dict[str, Any] = {"metavar": "SECONDS", "parse": _positive_seconds}
+_REACTION: dict[str, Any] = {"default": "warn", "choices": ("warn", "fail", "ignore")}
+
 OPTIONS: tuple[Option, ...] = (
     Option(
         "gpus",
@@ -75,25 +76,13 @@ OPTIONS: tuple[Option, ...] = (
     Option(
         "device", "where ranks run; cuda makes a missing GPU an error", default="auto", choices=("auto", "cpu", "cuda")
     ),
-    Option(
-        "timeout",
-        "limit for one test on ranks (default: 300)",
-        default=300.0,
-        metavar="SECONDS",
-        parse=_positive_seconds,
-    ),
-    Option(
-        "pdb-rank",
-        "debug this rank only, at breakpoints and by --pdb and --trace",
-        metavar="N",
-        parse=_rank,
-    ),
+    Option("timeout", "limit for one test on ranks (default: 300)", 300.0, **_SECONDS),
+    Option("pdb-rank", "debug this rank only, at breakpoints and by --pdb and --trace", metavar="N", parse=_rank),
     Option(
         "lease-timeout",
         "limit for waiting until other workers and runs free devices (default: 1800)",
-        default=1800.0,
-        metavar="SECONDS",
-        parse=_positive_seconds,
+        1800.0,
+        **_SECONDS,
     ),
     Option(
         "require",
@@ -104,28 +93,15 @@ OPTIONS: tuple[Option, ...] = (
     Option("update-goldens", "write goldens that are missing or differ, of the tests that pass", is_flag=True),
     Option("create-goldens", "write goldens that are missing; what differs fails", is_flag=True),
     Option("prune-goldens", "remove goldens that no test checks, after a run of all tests", is_flag=True),
-    Option(
-        "unused-goldens",
-        "goldens that no test checks, after a run of all tests (default: warn)",
-        default="warn",
-        choices=("warn", "fail", "ignore"),
-    ),
+    Option("unused-goldens", "goldens that no test checks, after a run of all tests (default: warn)", **_REACTION),
     Option("goldens-in-ci", "let the flags that write goldens do so where the variable CI is set", is_flag=True),
     Option("artifacts", "keep what failed tests obtained, with differences, in a folder for each", metavar="DIR"),
     Option("report", "write a page: graphs before and after each pass, layouts, schedules, digests", metavar="FILE"),
     Option("bisect", "bisect a bitwise comparison that fails over the passes of the replayed graphs", is_flag=True),
     Option("trace-log", "capture torch's structured trace in every test, as pytest does by itself", is_flag=True),
+    Option("leaked-flags", "a test that leaves a global switch of torch changed (default: warn)", **_REACTION),
     Option(
-        "leaked-flags",
-        "a test that leaves a global switch of torch changed (default: warn)",
-        default="warn",
-        choices=("warn", "fail", "ignore"),
-    ),
-    Option(
-        "leaked-resources",
-        "a test on ranks that leaves a process group or GPU memory (default: warn)",
-        default="warn",
-        choices=("warn", "fail", "ignore"),
+        "leaked-resources", "a test on ranks that leaves a process group or GPU memory (default: warn)", **_REACTION
     ),
     Option("fresh-ranks", "start new rank processes for every test", is_flag=True),
 )

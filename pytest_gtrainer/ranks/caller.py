@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
@@ -15,10 +15,6 @@ from pytest_gtrainer.ranks import wire
 from pytest_gtrainer.ranks.merge import controls_that_never_differ
 from pytest_gtrainer.ranks.plugin import chain_of, limit_of
 from pytest_gtrainer.ranks.watch import RanksOutcome
-from pytest_gtrainer.worlds.spec import WorldSpec
-
-if TYPE_CHECKING:
-    from pytest_gtrainer.ranks.pool import Pool
 
 
 class RankError(Exception):
@@ -35,19 +31,14 @@ class RankError(Exception):
         self.remote_traceback = remote_traceback
 
 
-def caller_of(request: pytest.FixtureRequest) -> RankCaller:
-    """The caller for the test of ``request``."""
-    plugin = request.config.pluginmanager.getplugin("gtrainer-ranks")
-    if plugin is None:
-        pytest.fail("gt_ranks cannot be used inside a rank: the test is there already", pytrace=False)
-    return RankCaller(plugin.pool, request.node, request.config)
-
-
 class RankCaller:
     """Runs functions on warm ranks, one call at a time."""
 
-    def __init__(self, pool: Pool, item: pytest.Item, config: pytest.Config) -> None:
-        self._pool, self._item, self._config = pool, item, config
+    def __init__(self, request: pytest.FixtureRequest) -> None:
+        plugin = request.config.pluginmanager.getplugin("gtrainer-ranks")
+        if plugin is None:
+            pytest.fail("gt_ranks cannot be used inside a rank: the test is there already", pytrace=False)
+        self._pool, self._item, self._config = plugin.pool, request.node, request.config
 
     def run(self, function: Callable[..., Any], *args: Any, size: int | None = None) -> list[Any]:
         """Call ``function(*args)`` on every rank of a world: the results, in the order of ranks.
@@ -64,11 +55,17 @@ class RankCaller:
         __tracebackhide__ = True
         spec = spec_of(self._item)
         command = wire.CallFunction(_payload(function, args), chain_of(self._item))
-        limit = limit_of(self._config, spec)
-        outcome = self._pool.run(self._size(size, spec), command, limit, self._item.nodeid)
+        found = devices.resolve(self._config)
+        wanted = size if size is not None else spec.size if spec is not None else found.slots
+        if type(wanted) is not int or wanted < 1:
+            raise ValueError(f"gt_ranks.run: size is a whole number, 1 or more; not {wanted!r}")
+        if wanted > found.slots:
+            cause = f"needs {wanted} ranks, {found.giver} {found.slots}"
+            facts.emit("skip", cause=cause)
+            pytest.skip(cause)
+        outcome = self._pool.run(wanted, command, limit_of(self._config, spec), self._item.nodeid)
         _raise_failure(outcome)
-        answers = {rank: answer for rank, answer in sorted(outcome.answers.items())
-                   if isinstance(answer, wire.CallDone)}  # fmt: skip
+        answers = outcome.called
         for rank, answer in answers.items():
             if answer.output:
                 print(f"[rank {rank}] {answer.output}", end="" if answer.output.endswith("\n") else "\n")
@@ -77,18 +74,6 @@ class RankCaller:
         for text in controls_that_never_differ(answer.facts for answer in answers.values()):
             raise RankError(text, None)
         return [pickle.loads(answer.result or b"") for answer in answers.values()]
-
-    def _size(self, size: int | None, spec: WorldSpec | None) -> int:
-        found = devices.resolve(self._config)
-        slots = found.slots
-        wanted = size if size is not None else spec.size if spec is not None else slots
-        if type(wanted) is not int or wanted < 1:
-            raise ValueError(f"gt_ranks.run: size is a whole number, 1 or more; not {wanted!r}")
-        if wanted > slots:
-            cause = f"needs {wanted} ranks, {found.giver} {slots}"
-            facts.emit("skip", cause=cause)
-            pytest.skip(cause)
-        return wanted
 
 
 def _payload(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
@@ -111,13 +96,11 @@ def _payload(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
 
 
 def _raise_failure(outcome: RanksOutcome) -> None:
-    """Raise what happened first, if something did."""
     __tracebackhide__ = True
-    errors = {rank: answer.error for rank, answer in outcome.answers.items()
-              if isinstance(answer, wire.CallDone) and answer.error is not None}  # fmt: skip
+    errors = {rank: answer.error for rank, answer in outcome.called.items() if answer.error is not None}
     causes = [rank for rank in errors if not outcome.is_consequence(rank)] or list(errors)
     first = min(causes, key=lambda rank: outcome.raised[rank].time, default=None)
-    incident = outcome.first_cause()
+    incident = next(iter(outcome.causes()), None)
     if incident is not None and (first is None or incident.time < outcome.raised[first].time
                                  or outcome.is_consequence(first)):  # fmt: skip
         details = "".join(f"\n\n--- {title} ---\n{text}" for title, text in incident.details)

@@ -10,6 +10,8 @@ import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+from pytest_gtrainer.worlds.wording import by_value, ranks_by, ranks_text
+
 # Collectives whose ranks must give equally many elements of one dtype; of others, roots and splits may differ.
 _ALIKE = ("all_reduce", "broadcast", "reduce", "all_gather", "reduce_scatter")
 KEPT = 64
@@ -90,9 +92,9 @@ def never_ending(calls: Calls, waiting: Collection[int]) -> str | None:
     lacking = [rank for rank, group in on.items() if group.last < number]
     ended = [rank for rank in lacking if rank not in waiting]
     wait = "waits" if len(inside) == 1 else "wait"
-    where = f"{rank_list(inside)} {wait} in {on[inside[0]].calls[number]} on {on[inside[0]].label}"
+    where = f"{ranks_text(inside)} {wait} in {on[inside[0]].calls[number]} on {on[inside[0]].label}"
     if ended:
-        why = f"{rank_list(ended)} ended without it"
+        why = f"{ranks_text(ended)} ended without it"
     else:
         of = {rank: [call for group in calls[rank].values() for call in group.calls.values()] for rank in lacking}
         pending = {rank: next((call for call in of[rank] if call.pending), "no call") for rank in lacking}
@@ -106,7 +108,7 @@ def called_by_some(calls: Calls) -> str:
         for number in numbers:
             inside = [rank for rank, group in on.items() if number in group.calls]
             if any(group.last < number for group in on.values()):
-                return f"; {rank_list(inside)} alone called {on[inside[0]].calls[number]}{_parting(on, number)}"
+                return f"; {ranks_text(inside)} alone called {on[inside[0]].calls[number]}{_parting(on, number)}"
     return ""
 
 
@@ -121,12 +123,10 @@ def differing_call(calls: Calls) -> str | None:
     for _, on, numbers in _by_group(calls):
         for number in numbers:
             issued = {rank: group.calls[number] for rank, group in on.items() if number in group.calls}
-            kinds: dict[tuple[object, ...], list[int]] = {}
-            for rank, call in issued.items():
-                kinds.setdefault(call.kind(), []).append(rank)
+            kinds = ranks_by((rank, call.kind()) for rank, call in issued.items())
             if len(kinds) > 1:
                 sides = sorted(kinds.values(), key=len)
-                text = ", ".join(f"{rank_list(side)} called {issued[side[0]]}" for side in sides)
+                text = ", ".join(f"{ranks_text(side)} called {issued[side[0]]}" for side in sides)
                 return f"{text}, as call {number} on {on[sides[0][0]].label}"
     return None
 
@@ -150,31 +150,3 @@ def _parting(on: Mapping[int, GroupCalls], before: int) -> str:
         if len(set(places.values())) > 1:
             return f"; they part at call {number}: {by_value(places)}"
     return ""
-
-
-def by_value(values: Mapping[int, object]) -> str:
-    """Values with the ranks that have them, each value once.
-
-    >>> by_value({0: "a", 1: "b", 2: "a"})
-    'a (ranks 0, 2), b (rank 1)'
-    """
-    ranks: dict[object, list[int]] = {}
-    for rank in sorted(values):
-        ranks.setdefault(values[rank], []).append(rank)
-    return ", ".join(f"{value} ({rank_list(members)})" for value, members in ranks.items())
-
-
-def rank_list(ranks: list[int]) -> str:
-    """Ranks as a reader says them.
-
-    >>> rank_list([3]), rank_list([0, 1, 2, 5])
-    ('rank 3', 'ranks 0-2, 5')
-    """
-    spans: list[list[int]] = []
-    for rank in sorted(ranks):
-        if spans and spans[-1][-1] == rank - 1:
-            spans[-1].append(rank)
-        else:
-            spans.append([rank])
-    texts = [f"{span[0]}-{span[-1]}" if len(span) > 2 else ", ".join(map(str, span)) for span in spans]
-    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(texts)

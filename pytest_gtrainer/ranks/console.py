@@ -49,7 +49,6 @@ class Console:
         self._has_lent = False
 
     def tell(self, text: str) -> None:
-        """Write a line about the test."""
         tell(self.config, f"{self.holder} {text}")
 
     def lend(self, rank: int, prompt: wire.AtPrompt) -> wire.Terminal:

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from pytest_gtrainer.ranks import wire
-from pytest_gtrainer.ranks.stacks import CALLS_SIGNAL, DUMP_SIGNAL, STACK_SIGNAL, dump_file, log_file
+from pytest_gtrainer.ranks.stacks import CALLS_SIGNAL, DUMP_SIGNAL, STACK_SIGNAL, file_of
 
 PARENT_CHECK_SECONDS = 2.0
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
@@ -186,13 +186,13 @@ def _open_streams(setup: wire.RankSetup) -> None:
         raw: list[Any] = [_WithRank(fd, setup.rank) for fd in (1, 2)]
         out, err = (io.TextIOWrapper(each, write_through=True) for each in raw)
     else:
-        log = os.open(log_file(setup.folder, setup.rank), os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600)
+        log = os.open(file_of(setup.folder, setup.rank, "log"), os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600)
         os.dup2(log, 1)
         os.dup2(log, 2)
         out, err = (open(fd, "w", buffering=1, closefd=False) for fd in (1, 2))  # noqa: SIM115
     sys.stdin = open(0, closefd=False)  # noqa: SIM115 - a standard stream lives as long as the process
     sys.stdout, sys.stderr = out, err
-    stacks = open(dump_file(setup.folder, setup.rank), "w")  # noqa: SIM115 - as above
+    stacks = open(file_of(setup.folder, setup.rank, "dump"), "w")  # noqa: SIM115 - as above
     faulthandler.enable(stacks)
     faulthandler.register(DUMP_SIGNAL, stacks, all_threads=False)  # see ranks/stacks.py
     # Before there are threads; one of the rank's waits for them.

@@ -152,7 +152,6 @@ class Slots:
         return found
 
     def _waiters(self, places: Mapping[str, Place]) -> dict[str, Place]:
-        """Who waits for one of these slots."""
         return {name: place for name, place in places.items() if not place.slots and {*place.names} & {*self.names}}
 
     def _free(self, own: str, count: int, places: Mapping[str, Place]) -> tuple[str, ...]:

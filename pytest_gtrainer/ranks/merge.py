@@ -20,9 +20,9 @@ import pytest
 
 from pytest_gtrainer import devices, options
 from pytest_gtrainer.ranks import wire
-from pytest_gtrainer.ranks.calls import by_value, rank_list
 from pytest_gtrainer.ranks.watch import RanksOutcome
 from pytest_gtrainer.report.collected import shown_only
+from pytest_gtrainer.worlds.wording import by_value, ranks_by, ranks_text
 
 Phase = Literal["setup", "call", "teardown"]
 PHASES: tuple[Phase, ...] = ("setup", "call", "teardown")
@@ -40,16 +40,8 @@ def reports_of(item: pytest.Item, outcome: RanksOutcome) -> list[pytest.TestRepo
     Its warnings are given to pytest on the way.
     """
     _repeat_warnings(item, outcome)
-    done = {rank: answer for rank, answer in outcome.done.items() if answer.reports}
-    agreed = outcome.agreed()
-    if agreed is not None and done:  # reading the reports once is enough: those of the slowest rank
-        times = zip(*(answer.times for answer in done.values()), strict=True)
-        duration = wire.TIMES.index("duration")
-        slowest = tuple(max(phase, key=lambda phase: phase[duration]) for phase in times)
-        reports = dict.fromkeys(done, _rank_reports(item, agreed._replace(times=slowest)))
-    else:
-        reports = {rank: _rank_reports(item, answer) for rank, answer in done.items()}
-    merged = merge(item, outcome, reports)
+    reports = {rank: _rank_reports(item, answer) for rank, answer in outcome.done.items() if answer.reports}
+    merged = _Merge(item, outcome, reports).reports()
     if not reports and "gt_world" in getattr(item, "fixturenames", ()):  # nobody has lived to tell
         found = devices.resolve(item.config)
         world = {"world": "ranks", "size": outcome.size, "device": found.kind, "backend": found.backend}
@@ -81,8 +73,8 @@ def _repeat_warnings(item: pytest.Item, outcome: RanksOutcome) -> None:
 def _rank_reports(item: pytest.Item, answer: wire.ItemDone) -> RankReports:
     """One report a phase. A rank sends more where the test has subtests: the first that failed counts."""
     restored: dict[Phase, pytest.TestReport] = {}
-    for told, times in zip(answer.reports, answer.times, strict=True):
-        data = {**told, **dict(zip(wire.TIMES, times, strict=True)), "nodeid": item.nodeid}
+    for told in answer.reports:
+        data = {**told, "nodeid": item.nodeid}
         report: Any = item.config.hook.pytest_report_from_serializable(config=item.config, data=data)
         known = restored.get(report.when)
         kept = known if known is not None and known.failed else report
@@ -130,12 +122,11 @@ def controls_that_never_differ(told: Iterable[Iterable[Mapping[str, Any]]]) -> I
 
 
 def _claims(reports: Mapping[int, RankReports], attribute: str) -> dict[int, list[Any]]:
-    """What each rank has sent with its reports of all phases; ranks that agree share their reports."""
-    found: dict[int, list[Any]] = {}
-    for phases in reports.values():
-        if id(phases) not in found:
-            found[id(phases)] = [claim for report in phases.values() for claim in getattr(report, attribute, ())]
-    return {rank: found[id(phases)] for rank, phases in reports.items()}
+    """What each rank has sent with its reports of all phases."""
+    return {
+        rank: [claim for report in phases.values() for claim in getattr(report, attribute, ())]
+        for rank, phases in reports.items()
+    }
 
 
 def _tell_left_behind(item: pytest.Item, outcome: RanksOutcome, merged: list[pytest.TestReport]) -> None:
@@ -171,11 +162,6 @@ def result_of(reports: RankReports) -> str:
     return "passed"
 
 
-def merge(item: pytest.Item, outcome: RanksOutcome, reports: Mapping[int, RankReports]) -> list[pytest.TestReport]:
-    """The reports of a test that ran on ranks, in the order of their phases."""
-    return _Merge(item, outcome, reports).reports()
-
-
 @dataclass(slots=True)
 class _Event:
     """Something that makes the test fail: a rank's exception, or, without a report, an incident."""
@@ -189,11 +175,12 @@ class _Event:
 
 
 class _Merge:
+    """The reports of a test that ran on ranks, in the order of their phases, from those of each rank."""
+
     def __init__(self, item: pytest.Item, outcome: RanksOutcome, reports: Mapping[int, RankReports]) -> None:
         self.item, self.outcome, self.by_rank = item, outcome, dict(sorted(reports.items()))
         self.results = {rank: result_of(phases) for rank, phases in self.by_rank.items()}
-        causes = [incident for incident in outcome.incidents if not incident.is_consequence]
-        incidents = [_Event(incident.time, incident.rank, "call", incident.text) for incident in causes]
+        incidents = [_Event(incident.time, incident.rank, "call", incident.text) for incident in outcome.causes()]
         self.events = sorted([*incidents, *self._failures()], key=lambda event: event.time)
 
     def reports(self) -> list[pytest.TestReport]:
@@ -226,14 +213,10 @@ class _Merge:
 
     def _without_reports(self) -> _Event:
         """No rank came to a report, and each was waiting for another: what was told first."""
-        raised = min(self.outcome.raised.items(), key=lambda told: told[1].time, default=None)
-        if raised is not None:
-            rank, told = raised
-            return _Event(told.time, rank, "call", f"rank {rank} raised {told.summary}")
-        first = min(self.outcome.incidents, key=lambda incident: incident.time, default=None)
-        if first is None:
-            return _Event(0.0, None, "call", "no rank has given a report")
-        return _Event(0.0, first.rank, "call", first.text)
+        raised = self.outcome.raised.items()
+        told = [_Event(told.time, rank, "call", f"rank {rank} raised {told.summary}") for rank, told in raised]
+        told = told or [_Event(each.time, each.rank, "call", each.text) for each in self.outcome.incidents]
+        return min(told, key=lambda event: event.time, default=_Event(0.0, None, "call", "no rank has given a report"))
 
     def _headline(self) -> _Event:
         first, with_origin = self.events[0], [event for event in self.events if event.origin is not None]
@@ -255,7 +238,6 @@ class _Merge:
         return result
 
     def _summary(self, rank: int) -> str:
-        """A rank's failure in one line."""
         told = self.outcome.raised.get(rank)
         if told is None:
             failed = next(report for report in self.by_rank[rank].values() if report.failed)
@@ -291,12 +273,10 @@ class _Merge:
         else:
             report = self._made(headline.phase, "failed", headline.text)
         _append(report, "ranks", self._other_ranks(headline))
-        details: dict[tuple[str, str], list[int]] = {}  # stacks and last outputs, equal texts once
-        for incident in self.outcome.incidents:
-            for detail in incident.details if incident.rank is not None else ():
-                details.setdefault(detail, []).append(incident.rank)  # type: ignore[arg-type]
-        for (title, text), ranks in details.items():
-            _append(report, f"{title} [{rank_list(ranks)}]", text)
+        incidents = self.outcome.incidents
+        told = [(each.rank, detail) for each in incidents if each.rank is not None for detail in each.details]
+        for (title, text), ranks in ranks_by(told).items():  # stacks and last outputs, equal texts once
+            _append(report, f"{title} [{ranks_text(ranks)}]", text)
         return report
 
     def _other_ranks(self, headline: _Event) -> str:
@@ -306,9 +286,8 @@ class _Merge:
             if incident.rank is not None:
                 said[incident.rank] = incident.text.removeprefix(f"rank {incident.rank} ")
         first = said.get(headline.rank) if headline.rank is not None else None
-        lines = {text: rank_list([rank for rank in said if said[rank] == text]) for text in said.values()}
-        ordered = sorted(lines, key=lambda text: (text != first, min(r for r in said if said[r] == text)))
-        return "\n".join(f"{lines[text]}: {text}" for text in ordered)
+        ordered = sorted(ranks_by(said.items()).items(), key=lambda line: (line[0] != first, min(line[1])))
+        return "\n".join(f"{ranks_text(ranks)}: {text}" for text, ranks in ordered)
 
     def _made(self, phase: Phase, outcome: Literal["passed", "failed"], longrepr: str | None) -> pytest.TestReport:
         keywords: Mapping[str, Literal[1]] = dict.fromkeys(self.item.keywords, 1)
@@ -316,13 +295,10 @@ class _Merge:
 
     def _with_output(self, report: pytest.TestReport, phase: Phase) -> pytest.TestReport:
         """Add what every rank wrote in that phase, equal texts once."""
-        writers: dict[tuple[str, str], list[int]] = {}
-        phases = [(rank, phases.get(phase)) for rank, phases in self.by_rank.items()]
-        for rank, other in phases:
-            for section in other.sections if other is not None else ():
-                writers.setdefault(section, []).append(rank)
-        report.sections = [(f"{title} [{rank_list(ranks)}]", text) for (title, text), ranks in writers.items()]
-        report.duration = max((other.duration for _, other in phases if other is not None), default=0.0)
+        others = {rank: phases[phase] for rank, phases in self.by_rank.items() if phase in phases}
+        writers = ranks_by((rank, section) for rank, other in others.items() for section in other.sections)
+        report.sections = [(f"{title} [{ranks_text(ranks)}]", text) for (title, text), ranks in writers.items()]
+        report.duration = max((other.duration for other in others.values()), default=0.0)
         return report
 
 

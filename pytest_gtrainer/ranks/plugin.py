@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import islice
 from typing import TYPE_CHECKING
 
 import pytest
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
 
 # Anything else that strikes during dispatch, a plugin's time limit for one, is the test's failure.
 NOT_A_FAILURE = (KeyboardInterrupt, pytest.exit.Exception)
-_CHAIN = pytest.StashKey[tuple[str, ...]]()
 
 
 def is_rank(config: pytest.Config) -> bool:
@@ -91,17 +91,6 @@ def missing(spec: WorldSpec, found: devices.Devices) -> str | None:
     return None
 
 
-def is_required(spec: WorldSpec, found: devices.Devices, required: str | None) -> bool:
-    """Whether ``--gt-require`` makes it a failure that ``spec`` cannot run.
-
-    >>> from pytest_gtrainer.worlds.spec import make_spec
-    >>> small, cuda = make_spec("ranks", size=16), make_spec("ranks", size=2, device="cuda")
-    >>> [is_required(spec, devices.Devices("cpu", 8), "ranks") for spec in (small, cuda)]
-    [True, False]
-    """
-    return required == "cuda" or (required == "ranks" and spec.device in (None, found.kind))
-
-
 class RanksPlugin:
     """Runs tests marked ``gt_world("ranks")`` on the pool."""
 
@@ -110,11 +99,9 @@ class RanksPlugin:
         self._pool: Pool | None = None
         self._nodes: Nodes | None = None
         self._session: pytest.Session | None = None
-        self._following: Mapping[pytest.Item, pytest.Item] | None = None
 
     @property
     def pool(self) -> Pool:
-        """Who has the ranks of this pytest process."""
         if self._pool is None:
             from pytest_gtrainer.ranks.pool import Pool
 
@@ -158,7 +145,7 @@ class RanksPlugin:
         if spec is None or cause is None:
             return
         required = options.get(self.config, "require")
-        if is_required(spec, found, required):
+        if required == "cuda" or (required == "ranks" and spec.device in (None, found.kind)):
             pytest.fail(f"{cause}, and --gt-require={required} lets no such test be skipped", pytrace=False)
         facts.emit("skip", cause=cause)
         raise pytest.skip.Exception(cause, _use_item_location=True)
@@ -214,28 +201,14 @@ class RanksPlugin:
             pytest.fail(str(error), pytrace=False)
 
     def _next_on_ranks(self, item: pytest.Item, spec: WorldSpec, nextitem: pytest.Item | None) -> pytest.Item | None:
-        """The next test on as many ranks, in the order of the session; under xdist only the very next one is known.
+        """The next test on as many ranks: what it shares stays set up. Under xdist only the very next one is known."""
 
-        What it shares with the present one stays set up there.
-        """
-
-        def size_of(other: pytest.Item) -> int | None:
-            found = self._spec_on_ranks(other)
-            return found.size if found is not None else None
-
+        items = item.session.items
         if hasattr(self.config, "workerinput"):
-            return nextitem if nextitem is not None and size_of(nextitem) == spec.size else None
-        if self._following is None:
-            found: dict[pytest.Item, pytest.Item] = {}
-            latest: dict[int, pytest.Item] = {}
-            for each in reversed(item.session.items):
-                size = size_of(each)
-                if size in latest:
-                    found[each] = latest[size]
-                if size is not None:
-                    latest[size] = each
-            self._following = found
-        return self._following.get(item)
+            items = [item, nextitem] if nextitem is not None else []
+        later = islice(items, items.index(item) + 1, None) if item in items else ()
+        specs = ((other, self._spec_on_ranks(other)) for other in later)
+        return next((other for other, found in specs if found is not None and found.size == spec.size), None)
 
     # --- after -----------------------------------------------------------------------------
 
@@ -268,11 +241,7 @@ def limit_of(config: pytest.Config, spec: WorldSpec | None) -> float:
 
 def chain_of(item: pytest.Item) -> tuple[str, ...]:
     """The directories and the file that lead to a test, outermost first."""
-    home = item.parent or item
-    if _CHAIN not in home.stash:
-        nodes = (node for node in item.listchain() if isinstance(node, pytest.Directory | pytest.File))
-        home.stash[_CHAIN] = tuple(str(node.path) for node in nodes)
-    return home.stash[_CHAIN]
+    return tuple(str(node.path) for node in item.listchain() if isinstance(node, pytest.Directory | pytest.File))
 
 
 def _item_ref(item: pytest.Item) -> wire.ItemRef:

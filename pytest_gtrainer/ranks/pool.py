@@ -65,7 +65,6 @@ class Pool:
         self._server: ForkServer | None = None
         self._teams: dict[TeamKey, Team] = {}  # the least recently used first
         self._sharing: Sharing | None = None
-        self._tell = functools.partial(tell, config)
         self._live_output = config.getoption("capture", "fd") == "no"
 
     def run(self, size: int, command: wire.RunItem | wire.CallFunction, limit: float, holder: str) -> RanksOutcome:
@@ -80,7 +79,7 @@ class Pool:
             LeaseError: others held the devices for too long.
         """
         if self._sharing is None:
-            self._sharing = sharing_of(self._config, self._stop_teams, self._tell)
+            self._sharing = sharing_of(self._config, self._stop_teams)
         with self._sharing.for_test(size, holder):
             with stopped_clock():
                 team = self._team(size, {**rank_environment(self._config), **self._sharing.environment()})
@@ -153,7 +152,12 @@ class Pool:
             self._server.close()
             self._server = None
         if self._server is None:
-            self._server = ForkServer(modules_to_preload(self._config), live_output=self._live_output)
+            installed = (plugin for plugin, _ in self._config.pluginmanager.list_plugin_distinfo())
+            plugins = [plugin.__name__ for plugin in installed if isinstance(plugin, ModuleType)]
+            # what tests have imported here of torch and of ours, test files will import again in every rank
+            seen = [name for name in sys.modules if name.split(".")[0] in ("torch", "numpy", "pytest_gtrainer")]
+            modules = list(dict.fromkeys([*PRELOAD, *plugins, *seen]))
+            self._server = ForkServer(modules, live_output=self._live_output)
         return self._server
 
     def _stop_teams(self) -> None:
@@ -171,17 +175,6 @@ def rank_environment(config: pytest.Config) -> dict[str, str]:
     environ = {**({"CUBLAS_WORKSPACE_CONFIG": ":4096:8"} if on_gpus else {}), **lasting_environment()}
     environ.pop("PYTEST_CURRENT_TEST", None)
     return environ
-
-
-def modules_to_preload(config: pytest.Config) -> list[str]:
-    """Torch, the installed plugins, and whatever of torch and of ours the tests have imported here.
-
-    The last is exactly what the test files will import again in every rank.
-    """
-    installed = (plugin for plugin, _ in config.pluginmanager.list_plugin_distinfo())
-    plugins = [plugin.__name__ for plugin in installed if isinstance(plugin, ModuleType)]
-    seen = [name for name in sys.modules if name.split(".")[0] in ("torch", "numpy", "pytest_gtrainer")]
-    return list(dict.fromkeys([*PRELOAD, *plugins, *seen]))
 
 
 def worker_input(config: pytest.Config, size: int) -> dict[str, Any]:
@@ -208,33 +201,39 @@ def worker_input(config: pytest.Config, size: int) -> dict[str, Any]:
 # --- sharing devices with the other workers of the run, and with other runs -----------------------
 
 
-def sharing_of(config: pytest.Config, stop_ranks: Callable[[], None], tell: Callable[[str], None]) -> Sharing:
-    """The way to share the devices of this process.
-
-    Args:
-        stop_ranks: ends the ranks of this process, before their GPUs are given back.
-        tell: gets a line every so often while somebody waits.
-    """
+def sharing_of(config: pytest.Config, stop_ranks: Callable[[], None]) -> Sharing:
+    """The way to share the devices of this process; ``stop_ranks`` ends its ranks before their GPUs are given back."""
     found, limit = devices.resolve(config), options.get(config, "lease-timeout")
+    say = functools.partial(tell, config)
     if devices.launch_of(config) is not None:
         return Sharing()  # whoever has started torchrun shares them out
     if found.kind == "cuda":
         folder = Path(tempfile.gettempdir()) / f"gtrainer-leases-{os.getuid()}"
         slots = Slots(folder, [gpu.uuid for gpu in found.gpus])
-        return GpuSharing(slots, {gpu.uuid: gpu.entry for gpu in found.gpus}, limit, stop_ranks, tell)
+        return GpuSharing(slots, {gpu.uuid: gpu.entry for gpu in found.gpus}, limit, stop_ranks, say)
     if hasattr(config, "workerinput"):
         # the folder above a worker's own is the run's
         folder = base_temp(config).parent / "gtrainer-leases"
-        return CpuSharing(Slots(folder, [f"cpu{slot}" for slot in range(found.slots)]), limit, tell)
+        slots = Slots(folder, [f"cpu{slot}" for slot in range(found.slots)])
+        return Sharing(lambda size, holder: slots.acquire(size, limit, holder, say))
     return Sharing()
 
 
 class Sharing:
-    """When devices are leased and given back; this one is for CPU slots that nobody else wants."""
+    """When devices are leased and given back; this one is for CPU slots, leased for a test if others want them too."""
 
-    def for_test(self, size: int, holder: str) -> contextlib.AbstractContextManager[None]:
+    def __init__(self, acquire: Callable[[int, str], Lease] = lambda size, holder: Lease((), lambda: None)) -> None:
+        """``acquire`` leases slots for so many ranks of that test; by default there is nothing to lease."""
+        self._acquire = acquire
+
+    @contextlib.contextmanager
+    def for_test(self, size: int, holder: str) -> Iterator[None]:
         """Devices for ``size`` ranks, this process's for the time of a test."""
-        return contextlib.nullcontext()
+        lease = self._acquire(size, holder)
+        try:
+            yield
+        finally:
+            lease.release()
 
     def environment(self) -> Mapping[str, str]:
         """What confines the ranks to the devices that are leased."""
@@ -242,21 +241,6 @@ class Sharing:
 
     def close(self) -> None:
         """Give everything back."""
-
-
-class CpuSharing(Sharing):
-    """CPU slots, for one test at a time."""
-
-    def __init__(self, slots: Slots, limit: float, tell: Callable[[str], None]) -> None:
-        self._slots, self._limit, self._tell = slots, limit, tell
-
-    @contextlib.contextmanager
-    def for_test(self, size: int, holder: str) -> Iterator[None]:
-        lease = self._slots.acquire(size, self._limit, holder, self._tell)
-        try:
-            yield
-        finally:
-            lease.release()
 
 
 class GpuSharing(Sharing):
@@ -274,8 +258,8 @@ class GpuSharing(Sharing):
         stop_ranks: Callable[[], None],
         tell: Callable[[str], None],
     ) -> None:
-        self._slots, self._entries, self._limit = slots, entries, limit
-        self._stop_ranks, self._tell = stop_ranks, tell
+        super().__init__(lambda size, holder: slots.acquire(size, limit, holder, tell))
+        self._slots, self._entries, self._stop_ranks = slots, entries, stop_ranks
         self._lease: Lease | None = None
         self._in_use = threading.Lock()
         self._closed = threading.Event()
@@ -286,7 +270,7 @@ class GpuSharing(Sharing):
         with self._in_use:
             if self._lease is None or len(self._lease.slots) < size:
                 self._give_up()  # who holds some while waiting for more can wait for ever
-                self._lease = self._slots.acquire(size, self._limit, holder, self._tell)
+                self._lease = self._acquire(size, holder)
             if self._watcher is None:
                 self._watcher = threading.Thread(target=self._watch, name="gtrainer-leases", daemon=True)
                 self._watcher.start()

@@ -34,27 +34,18 @@ _COLLECTIVES = (
 )
 
 
-def answers_file(folder: str | Path, rank: int) -> Path:
-    """Where a rank's thread writes a line an answer: its stacks as a text, its calls as a mapping, both as JSON."""
-    return Path(folder) / f"rank{rank}.answers"
-
-
-def dump_file(folder: str | Path, rank: int) -> Path:
-    """Where a rank's faulthandler writes: a fatal error, or the stack of its main thread."""
-    return Path(folder) / f"rank{rank}.dump"
+def file_of(folder: str | Path, rank: int, what: str) -> Path:
+    """Where a rank's "answers" go, stacks and calls as JSON, a line each; its faulthandler's "dump"; in its "log" what
+    pytest does not capture."""
+    return Path(folder) / f"rank{rank}.{what}"
 
 
 _ASKED = {
-    "stack": (STACK_SIGNAL, answers_file, '"'),
-    "calls": (CALLS_SIGNAL, answers_file, "{"),
-    "dump": (DUMP_SIGNAL, dump_file, _HEAD),
+    "stack": (STACK_SIGNAL, "answers", '"'),
+    "calls": (CALLS_SIGNAL, "answers", "{"),
+    "dump": (DUMP_SIGNAL, "dump", _HEAD),
 }
 """What ranks can be asked for: the signal, where the answer comes, how it begins."""
-
-
-def log_file(folder: str | Path, rank: int) -> Path:
-    """What a rank writes while pytest does not capture: a C++ abort, for example."""
-    return Path(folder) / f"rank{rank}.log"
 
 
 def fatal_error(file: Path) -> str:
@@ -69,7 +60,7 @@ def take_answers(
 ) -> dict[int, str]:
     """Ask ranks for one kind of answer, each by its signal: rank to text, "" for one that did not answer."""
     signum, place, start = _ASKED[kind]
-    files = {rank: place(folder, rank) for rank in ranks}
+    files = {rank: file_of(folder, rank, place) for rank in ranks}
     before = {rank: file.stat().st_size if file.exists() else 0 for rank, file in files.items()}
     for rank in ranks:
         ask(rank, signum)
@@ -138,7 +129,6 @@ def may_wait(text: str) -> bool:
 
 
 def main_thread(text: str) -> str:
-    """The stack of the main thread."""
     return text.partition("\n\n")[0]
 
 

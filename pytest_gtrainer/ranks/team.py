@@ -22,9 +22,8 @@ from pathlib import Path
 from typing import BinaryIO, Protocol
 
 from pytest_gtrainer.environment import lasting_environment
-from pytest_gtrainer.ranks import wire
+from pytest_gtrainer.ranks import stacks, wire
 from pytest_gtrainer.ranks.forkserver import FOLDER_VARIABLE, is_tracker
-from pytest_gtrainer.ranks.stacks import STOPPED, dump_file, fatal_error, log_file, take_answers
 
 # The imports take 3 to 6 s of CPU time; xdist workers on a busy machine start theirs together.
 SERVER_START_LIMIT = 300.0
@@ -67,15 +66,6 @@ def readable(fds: Iterable[int], seconds: float) -> set[int]:
     for fd in fds:
         poll.register(fd, select.POLLIN)
     return {fd for fd, _ in poll.poll(min(max(0.0, seconds), 3600.0) * 1000)}
-
-
-def in_words(status: int) -> str:
-    """The end of a process in words.
-
-    >>> in_words(-9), in_words(3)
-    ('was killed by SIGKILL', 'exited with status 3')
-    """
-    return f"was killed by {signal.Signals(-status).name}" if status < 0 else f"exited with status {status}"
 
 
 def is_stopped(pid: int) -> bool:
@@ -222,11 +212,6 @@ class _RankProcess:
     channel: wire.Channel
     captured: list[BinaryIO] = field(default_factory=list)
 
-    def open_captured(self, fds: Iterable[int]) -> None:
-        for fd in fds:
-            with contextlib.suppress(OSError):
-                self.captured.append(open(f"/proc/{self.pid}/fd/{fd}", "rb"))  # noqa: SIM115
-
 
 class Part(Protocol):
     """The ranks of a team on one machine, and what they are asked by ``Team``."""
@@ -298,8 +283,9 @@ class LocalRanks:
                     channel.read()
                 if channel.has_message():  # else there is more of it to come
                     heard[rank] = message = pickle.loads(channel.receive())
-                    if isinstance(message, wire.Started):
-                        process.open_captured(message.capture_fds)
+                    for fd in message.capture_fds if isinstance(message, wire.Started) else ():
+                        with contextlib.suppress(OSError):
+                            process.captured.append(open(f"/proc/{process.pid}/fd/{fd}", "rb"))  # noqa: SIM115
                 elif process.pid in self._server.exit_status and not readable([channel.fileno()], 0.0):
                     heard[rank] = None  # all that it said is read
             except (EOFError, OSError):
@@ -311,18 +297,22 @@ class LocalRanks:
         while process.pid not in self._server.exit_status and self._server.alive and time.monotonic() < end:
             self._server.pump(0.05)
         status = self._server.exit_status.get(process.pid)
-        how = "was lost with the process that had forked it" if status is None else in_words(status)
+        if status is None:
+            how = "was lost with the process that had forked it"
+        else:
+            how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"exited with status {status}"
         texts = [_read(file) for file in process.captured]
-        with contextlib.suppress(OSError), log_file(self._folder, rank).open("rb") as file:
+        with contextlib.suppress(OSError), stacks.file_of(self._folder, rank, "log").open("rb") as file:
             texts.append(_read(file))
-        texts.append(fatal_error(dump_file(self._folder, rank)))
+        texts.append(stacks.fatal_error(stacks.file_of(self._folder, rank, "dump")))
         return wire.Ended(how, "\n".join(text.rstrip() for text in texts if text.strip()))
 
     def stacks(self, ranks: Iterable[int], *, kind: str = "stack") -> dict[int, str]:
         pids = {rank: self._processes[rank].pid for rank in ranks}
-        stopped = {rank: f"{STOPPED}: kill -CONT {pid} lets it go on" for rank, pid in pids.items() if is_stopped(pid)}
-        asked = pids.keys() - stopped.keys()
-        answers = take_answers(kind, asked, self._folder, lambda rank, signum: self._server.signal(pids[rank], signum))
+        halted = {rank: pid for rank, pid in pids.items() if is_stopped(pid)}
+        stopped = {rank: f"{stacks.STOPPED}: kill -CONT {pid} lets it go on" for rank, pid in halted.items()}
+        asked, send = pids.keys() - stopped.keys(), self._server.signal
+        answers = stacks.take_answers(kind, asked, self._folder, lambda rank, signum: send(pids[rank], signum))
         return answers if kind == "calls" else {**stopped, **answers}
 
     def interrupt(self, rank: int) -> None:

@@ -12,16 +12,16 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import pytest
 
 from pytest_gtrainer.ranks import wire
-from pytest_gtrainer.ranks.calls import Calls, by_value, called_by_some, differing_call, never_ending, read_calls
+from pytest_gtrainer.ranks.calls import Calls, called_by_some, differing_call, never_ending, read_calls
 from pytest_gtrainer.ranks.console import Console, stopped_clock
 from pytest_gtrainer.ranks.stacks import main_thread, may_wait, readable, waiting_in, whereabouts
 from pytest_gtrainer.ranks.team import Team
+from pytest_gtrainer.worlds.wording import by_value
 
 # Ranks that fail alike do so within moments of each other: leave them the time.
 UNBLOCK_AFTER = 0.25
@@ -81,22 +81,26 @@ class RanksOutcome:
         """The answers of ranks that are through with a test."""
         return {rank: answer for rank, answer in self.answers.items() if isinstance(answer, wire.ItemDone)}
 
-    def agreed(self) -> wire.ItemDone | None:
-        """Any rank's answer, where all of them ran a test without trouble and said the same of it; else None."""
-        is_troubled = self.raised or self.incidents or self.dead or self.killed or self.unblocked_at is not None
-        done = list(self.done.values())
-        if is_troubled or len(done) < self.size or not done[0].state.intact:
-            return None
-        return done[0] if all((each.reports, each.state) == (done[0].reports, done[0].state) for each in done) else None
+    @property
+    def called(self) -> dict[int, wire.CallDone]:
+        """The answers of ranks that are through with a function, in the order of ranks."""
+        return {rank: answer for rank, answer in sorted(self.answers.items()) if isinstance(answer, wire.CallDone)}
 
     def disagreement(self) -> str | None:
         """How ranks whose groups are intact differ in the collectives they issued; None if they do not."""
-        return disagreement({rank: answer.state for rank, answer in self.answers.items() if answer.state.intact})
+        states = {rank: answer.state for rank, answer in self.answers.items() if answer.state.intact}
+        for label in dict.fromkeys(label for state in states.values() for label in state.issued):
+            counts = {rank: state.issued[label] for rank, state in states.items() if label in state.issued}
+            if len(set(counts.values())) > 1:
+                return f"the ranks issued different numbers of collectives on {label}: {by_value(counts)}"
+        made = {rank: state.groups_made for rank, state in states.items()}
+        if len(set(made.values())) > 1:
+            return f"the ranks made different numbers of process groups: {by_value(made)}"
+        return None
 
-    def first_cause(self) -> Incident | None:
-        """The earliest incident that is not a mere consequence."""
-        causes = [incident for incident in self.incidents if not incident.is_consequence]
-        return min(causes, key=lambda incident: incident.time, default=None)
+    def causes(self) -> list[Incident]:
+        """The incidents that are no mere consequences, the earliest first."""
+        return sorted((each for each in self.incidents if not each.is_consequence), key=lambda each: each.time)
 
     def is_consequence(self, rank: int) -> bool:
         """Whether the rank only failed because another one had ended the collective they shared."""
@@ -115,23 +119,6 @@ class RanksOutcome:
         if self.disagreement() is not None:
             return "disagreeing"
         return "with subgroups" if any(state.subgroups for state in states) else "fit"
-
-
-def disagreement(states: Mapping[int, wire.GroupState]) -> str | None:
-    """How ranks differ in the collectives they issued (None: they do not).
-
-    >>> state = wire.GroupState(intact=True, groups_made=1, issued={"all ranks": 3})
-    >>> disagreement({0: state, 1: state._replace(issued={"all ranks": 4})})
-    'the ranks issued different numbers of collectives on all ranks: 3 (rank 0), 4 (rank 1)'
-    """
-    for label in dict.fromkeys(label for state in states.values() for label in state.issued):
-        counts = {rank: state.issued[label] for rank, state in states.items() if label in state.issued}
-        if len(set(counts.values())) > 1:
-            return f"the ranks issued different numbers of collectives on {label}: {by_value(counts)}"
-    made = {rank: state.groups_made for rank, state in states.items()}
-    if len(set(made.values())) > 1:
-        return f"the ranks made different numbers of process groups: {by_value(made)}"
-    return None
 
 
 def run_on(team: Team, command: wire.RunItem | wire.CallFunction, limit: float, console: Console) -> RanksOutcome:

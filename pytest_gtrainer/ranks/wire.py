@@ -171,7 +171,6 @@ class Raised:
     """
 
     time: float
-    when: str
     summary: str
     is_skip: bool
     waiting_in: str | None
@@ -190,10 +189,6 @@ class WarningRecord(NamedTuple):
     location: tuple[str, int, str] | None
 
 
-TIMES = ("start", "stop", "duration")
-"""The times of a report, in the order of ``ItemDone.times``."""
-
-
 class AtPrompt(NamedTuple):
     """A rank has come to a breakpoint, or has failed: ``failure`` is its traceback. ``Terminal`` answers."""
 
@@ -208,15 +203,12 @@ class ItemDone(NamedTuple):
     """The rank is through with a test.
 
     Attributes:
-        reports: one serialised report per phase, of plain types only; without its times, so that those of several
-            ranks are equal where the ranks have told the same.
-        times: start, stop and duration of each of them.
+        reports: one serialised report per phase, of plain types only.
         trouble: what kept the rank from running the test at all, or stopped the session.
         left: what the test has left behind, in words.
     """
 
     reports: tuple[dict[str, Any], ...]
-    times: tuple[tuple[float, ...], ...]
     warnings: tuple[WarningRecord, ...]
     trouble: str | None
     state: GroupState
@@ -353,7 +345,6 @@ class Channel:
         return _LENGTH.size + int(_LENGTH.unpack_from(self._read)[0])
 
     def close(self) -> None:
-        """Close this end."""
         for fd in {self._incoming, self._outgoing} - {-1}:
             os.close(fd)
         self._incoming = self._outgoing = -1

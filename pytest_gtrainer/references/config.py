@@ -10,7 +10,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial, update_wrapper
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -142,11 +142,7 @@ class TrainConfig:
 
 
 def _check_mesh(mesh: DeviceMesh, name: str) -> None:
-    """Data is parallel over the ranks of a mesh: each is in it once, and the calling process is one of them.
-
-    Raises:
-        ValueError: it is not so; torch would fail later, by the shape of some tensor or list.
-    """
+    """Each rank is in a mesh once, and the calling process is one of them; else torch would fail later, by a shape."""
     ranks = mesh.mesh.flatten().tolist()
     twice = next((rank for rank, count in Counter(ranks).items() if count > 1), None)
     if twice is not None:
@@ -264,26 +260,19 @@ def bucket_modules(model: nn.Module, plan: BucketPlan) -> list[tuple[str, list[n
 # --- the training loop, and what it records
 
 
-class TensorSink(Protocol):
-    """What a training run tells its tensors to: a ``Record``, or something that keeps less."""
-
-    def add(self, step: int, rank: int, phase: str, name: str, tensor: torch.Tensor) -> None:
-        """Take a tensor of a step and rank; ``phase`` is one of ``numerics.record.PHASES``."""
-        ...
-
-
 def train(
     config: TrainConfig,
     model: nn.Module,
     compute_gradients: Callable[..., torch.Tensor],
     side: str,
-    recorder: TensorSink | None = None,
+    recorder: Record | None = None,
     part: Hashable = None,
 ) -> Record:
     """Train ``model`` and record loss, gradients, weights, optimiser state and buffers of every step.
 
-    ``compute_gradients(*inputs)`` returns the loss and fills ``.grad``. With a ``recorder`` the record that
-    is returned stays empty. ``part`` tells ranks apart that have other parts of one model, the stages of a pipeline.
+    ``compute_gradients(*inputs)`` returns the loss and fills ``.grad``. A ``recorder``, whose ``add`` may keep less
+    than a record's, takes the tensors instead of the record that is returned. ``part`` tells ranks apart that have
+    other parts of one model, the stages of a pipeline.
     ``GT_WEIGHT_HASH=1`` prints a line with a digest of the weights after every step.
 
     Raises:
@@ -296,7 +285,7 @@ def train(
     rank, world = dist.get_rank(), dist.get_world_size()
     start = dict(sorted(model.named_parameters()))
     empty = Record(world_size=world, rank=rank, meta={"side": side, f"{START}{rank}": digest(start)})
-    record: TensorSink = empty if recorder is None else recorder
+    record = empty if recorder is None else recorder
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = config.optimizer(parameters)
     # those that share one model
@@ -330,8 +319,7 @@ def train(
     return empty
 
 
-def record_random_states(record: TensorSink, step: int, rank: int) -> None:
-    """What the process draws from next, a state for each generator."""
+def record_random_states(record: Record, step: int, rank: int) -> None:
     for name, state in random_state().items():
         record.add(step, rank, "rng", name, state)
 
@@ -339,15 +327,14 @@ def record_random_states(record: TensorSink, step: int, rank: int) -> None:
 Named = Iterable[tuple[str, torch.Tensor]]
 
 
-def record_gradients(record: TensorSink, step: int, rank: int, phase: str, parameters: Named) -> None:
-    """The gradients of those parameters that have one."""
+def record_gradients(record: Record, step: int, rank: int, phase: str, parameters: Named) -> None:
     for name, parameter in parameters:
         if parameter.grad is not None:
             record.add(step, rank, phase, name, local(parameter.grad.detach()))
 
 
 def record_state(
-    record: TensorSink, step: int, rank: int, parameters: Named, optimizer: torch.optim.Optimizer, buffers: Named
+    record: Record, step: int, rank: int, parameters: Named, optimizer: torch.optim.Optimizer, buffers: Named
 ) -> None:
     """Weights, what the optimiser keeps of each, and buffers."""
     for name, parameter in parameters:

@@ -27,7 +27,7 @@ from pytest_gtrainer.graph.layout import (
 )
 from pytest_gtrainer.numerics.record import Record
 from pytest_gtrainer.references.chunked import eager_chunked
-from pytest_gtrainer.references.config import TensorSink, TrainConfig, bucket_modules, new_model, train
+from pytest_gtrainer.references.config import TrainConfig, bucket_modules, new_model, train
 from pytest_gtrainer.tracing.sharding import default_reduce_dtype
 
 
@@ -46,7 +46,7 @@ class EagerRun:
         else:
             shard_eagerly(self.model, config)
 
-    def run(self, recorder: TensorSink | None = None) -> Record:
+    def run(self, recorder: Record | None = None) -> Record:
         """Train for ``config.steps`` steps; see ``references.config.train`` for what is recorded."""
         chunk = self.config.chunk
         with nullcontext() if chunk is None else eager_chunked(self.model, chunk):

@@ -24,25 +24,10 @@ from pytest_gtrainer._torch.threads import unseen_by_modes
 from pytest_gtrainer._torch.values import is_traceable_wrapper_subclass, pytree, storage_id
 from pytest_gtrainer.graph.collectives import launches
 from pytest_gtrainer.graph.nodes import is_view
+from pytest_gtrainer.passes.chunking import mixing
 from pytest_gtrainer.passes.chunking.chunk import collective_error
 from pytest_gtrainer.passes.chunking.config import ChunkConfig, ChunkError
-from pytest_gtrainer.passes.chunking.mixing import (
-    INDEXING,
-    INPUT,
-    MADE,
-    NUMBERS,
-    RESHAPES,
-    ROUTED,
-    ROUTING,
-    Call,
-    Known,
-    Operand,
-    Rows,
-    Statistic,
-    chosen_by,
-    is_plain,
-    judge,
-)
+from pytest_gtrainer.passes.chunking.mixing import Call, Known, Operand, Rows, Statistic, chosen_by, is_plain, judge
 from pytest_gtrainer.passes.chunking.twins import differing_dims
 from pytest_gtrainer.tracing.model import tensor_text
 
@@ -112,21 +97,22 @@ class Following(TorchDispatchMode):
 
     def _with_counted(self, call: Call, given: Any, named: Any) -> tuple[Any, Any]:
         """Arguments with what indexing tells of tensors that the forward has made: row numbers, memory for rows."""
-        if call.name not in INDEXING:
+        if call.name not in mixing.INDEXING:
             return given, named
         into, chosen = chosen_by(call)
         found: dict[int, Known] = {}
         for dim, index in chosen:
             extent = into.value.shape[dim] if into.value.ndim else 0
             if index.known is None and self._key(index.value) in self.numbers and index.value.shape[:1] == (extent,):
-                found[id(index.value)] = Rows((0,), NUMBERS)
-            routed = isinstance(into.known, Rows) and into.known.hold == ROUTED and dim in into.known.dims
+                found[id(index.value)] = Rows((0,), mixing.NUMBERS)
+            routed = isinstance(into.known, Rows) and into.known.hold == mixing.ROUTED and dim in into.known.dims
             if routed and isinstance(index.known, Statistic) and index.value.shape[:1] == (extent,):
-                found[id(index.value)] = Rows((0,), ROUTING)  # an order of rows that counts of the data have made
+                # an order of rows that counts of the data have made
+                found[id(index.value)] = Rows((0,), mixing.ROUTING)
             local = has_memory(into.value) and storage_id(into.value) in self.kept
             has_rows = index.known is not None or id(index.value) in found
             if into.known is None and has_rows and local and type(extent) is int and extent in self.extents:
-                found[id(into.value)] = Rows((dim,), MADE)
+                found[id(into.value)] = Rows((dim,), mixing.MADE)
 
         def told(operand: Any) -> Any:
             return replace(operand, known=found.get(id(operand.value), operand.known))
@@ -138,7 +124,7 @@ class Following(TorchDispatchMode):
         if not rows:
             return [()] * len(results)
         (first, known), *_ = rows
-        if call.name in RESHAPES:
+        if call.name in mixing.RESHAPES:
             return [self._reshaped(first.value, known, results[0])]
         if call.name == "all_to_all_single":
             return [(0,)] * len(results)
@@ -208,7 +194,7 @@ class Following(TorchDispatchMode):
         """
         for place, tensor in enumerate(returned if isinstance(returned, tuple | list) else [returned]):
             known = self.known.get(self._key(tensor))
-            if isinstance(known, Rows) and (known.hold != INPUT or known.dims == (self.config.dim,)):
+            if isinstance(known, Rows) and (known.hold != mixing.INPUT or known.dims == (self.config.dim,)):
                 continue
             raise returned_error(self.fqn, tensor, place, known.dims if isinstance(known, Rows) else (), self.config)
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypedDict, Unpack
@@ -223,7 +222,8 @@ def _simulated_parity(config: TrainConfig | ConfigOfMesh, world: World, must_sho
     """What ``assert_parity`` says, of all ranks under the net of ``world``."""
     __tracebackhide__ = True
     net = net_of(world)
-    with _row_of_table(net) as row:
+    row = {**row_of(net), "result": ""}  # told to the summary, whatever comes out
+    try:
         subject = SimulatedGraphRun(config, world, **options)
         eager = simulated_eager(config, net, mesh=world.mesh)
         layouts, record = {"graph": subject.layout(), "eager": eager.layout}, subject.run()
@@ -245,20 +245,12 @@ def _simulated_parity(config: TrainConfig | ConfigOfMesh, world: World, must_sho
                 "but not between two ranks. No net shows it in fp32 accumulation or where sums are exact: take "
                 'accumulate="wire", and values that a sum rounds'
             )
-    return Parity(record, eager.record, control, eager.layout)
-
-
-@contextmanager
-def _row_of_table(net: Net) -> Iterator[dict[str, Any]]:
-    """Tell the summary what came out for this net, whatever that is: the row's ``result``."""
-    row = {**row_of(net), "result": ""}
-    try:
-        yield row
     except Exception as error:
         row["result"] = row["result"] or f"stopped by {type(error).__name__}"
         raise
     finally:
         facts.emit("net", **row)
+    return Parity(record, eager.record, control, eager.layout)
 
 
 def _check_equal(

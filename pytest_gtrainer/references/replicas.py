@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from pytest_gtrainer.numerics.digest import digest_of_bytes
 from pytest_gtrainer.tracing.model import local
+from pytest_gtrainer.worlds.wording import ranks_by
 
 
 class ReplicasDiffer(AssertionError):
@@ -66,10 +67,7 @@ def assert_replicas_equal(model: nn.Module, mesh: DeviceMesh, over: str) -> None
 
 def peers_by(key: Hashable) -> list[tuple[int, ...]]:
     """The ranks that gave the same key, a group each; every rank must call it."""
-    groups: dict[str, list[int]] = {}
-    for rank, text in enumerate(texts_of_ranks(repr(key))):
-        groups.setdefault(text, []).append(rank)
-    return [tuple(ranks) for ranks in groups.values()]
+    return [tuple(ranks) for ranks in ranks_by(enumerate(texts_of_ranks(repr(key)))).values()]
 
 
 def state_of(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

@@ -27,7 +27,6 @@ from pytest_gtrainer.numerics.digest import tell_weights
 from pytest_gtrainer.numerics.record import Record
 from pytest_gtrainer.references.config import (
     Batch,
-    TensorSink,
     TrainConfig,
     new_model,
     record_gradients,
@@ -104,7 +103,7 @@ def simulated_eager(
     mesh: Mapping[str, int] | None = None,
     steps: int | None = None,
     timeout: float = LIMIT,
-    recorders: Sequence[TensorSink] | None = None,
+    recorders: Sequence[Record] | None = None,
 ) -> SimulatedRun:
     """Train with ``fully_shard`` on ``net.size`` ranks, whose reductions add in the order of ``net``.
 
@@ -149,11 +148,8 @@ class SimulatedGraphRun:
         self._mesh = mesh_of(self._extents)
         self.config = self._build(self._mesh)
         self._literals = RankLiterals()
-        if (
-            self.config.max_norm is not None
-            and len(self._extents) > self.config.mesh.ndim
-            and not self.config.submeshes
-        ):
+        is_beside = len(self._extents) > self.config.mesh.ndim and not self.config.submeshes
+        if is_beside and self.config.max_norm is not None:
             raise ValueError(
                 "max_norm beside tensor parallelism is not replayed in a simulated world, where a norm is taken over "
                 "TrainConfig.mesh alone: take real ranks, or max_norm=None"
@@ -193,7 +189,6 @@ class SimulatedGraphRun:
                 yield dim, [*(self._traced_by(step * at, options) for at in range(1, extent - 1)), *end]
 
     def _traced_by(self, rank: int, options: Mapping[str, Any]) -> RankGraph:
-        """What another rank traces, with its groups."""
         with fake_group_beside(rank, self._net.size):
             mesh = mesh_of(self._extents)
             run = GraphRun(self._build(mesh), **options)
@@ -220,10 +215,10 @@ class SimulatedGraphRun:
         other._interpreter = Interpreter(self._rank_graph(self._literals.lifted(other._run.traced.gm)), self._net)
         return other
 
-    def run(self, recorder: TensorSink | None = None, *, steps: int | None = None) -> Record:
+    def run(self, recorder: Record | None = None, *, steps: int | None = None) -> Record:
         """Train for ``steps``, else ``config.steps``: the record of all ranks, empty if a ``recorder`` takes all."""
         empty = Record(world_size=len(self._starts), meta={"side": "rewritten graph"})
-        record: TensorSink = empty if recorder is None else recorder
+        record = empty if recorder is None else recorder
         ranks = [_Rank(rank, self._run, start, record) for rank, start in enumerate(self._starts)]
         numbers = (self._literals.of_rank(self._coordinate(rank.rank)) for rank in ranks)
         literals = [PerRank(own) for own in zip(*numbers, strict=True)]
@@ -266,7 +261,7 @@ class _Rank:
     """One rank's shards, their optimiser, and its random numbers; it records as ``references.config.train`` does."""
 
     def __init__(
-        self, rank: int, run: GraphRun, start: tuple[int, list[torch.Tensor], ProcessState], record: TensorSink
+        self, rank: int, run: GraphRun, start: tuple[int, list[torch.Tensor], ProcessState], record: Record
     ) -> None:
         self._coordinate, tensors, self.process = start
         self.rank, self._record = rank, record
@@ -294,7 +289,6 @@ class _Rank:
             return config.inputs(step, self._coordinate)
 
     def take(self, step: int, loss: torch.Tensor, *gradients: torch.Tensor | None) -> None:
-        """Record loss and gradients, and keep these."""
         self._record.add(step, self.rank, "loss", "loss", loss)
         for fqn, gradient in zip(self._trainable, gradients, strict=True):
             if gradient is not None:

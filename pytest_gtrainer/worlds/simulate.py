@@ -134,7 +134,6 @@ def _of_ranks(inputs_of_rank: InputsOfRank, size: int) -> list[Inputs]:
 
 
 def _in_order(gm: fx.GraphModule, inputs: Inputs, rank: int) -> Sequence[Any]:
-    """A rank's inputs in the order of the graph's."""
     if not isinstance(inputs, Mapping):
         return inputs
     placeholders = gm.graph.find_nodes(op="placeholder")

@@ -7,7 +7,7 @@ from torch.distributed._functional_collectives import all_reduce
 
 from pytest_gtrainer._torch.passes import extra_group
 from pytest_gtrainer.ranks import wire
-from pytest_gtrainer.ranks.merge import merge
+from pytest_gtrainer.ranks.merge import reports_of
 from pytest_gtrainer.ranks.watch import Incident, RanksOutcome
 
 
@@ -38,10 +38,10 @@ def test_two_pytest_runs_in_one_process(pytester):
 
 def test_a_failure_of_which_no_rank_gave_a_report_names_what_was_told_first(request):
     """Each rank was waiting for another one and had to be killed."""
-    told = {rank: wire.Raised(time, "call", f"Error: {rank}", False, "all_reduce", None)
+    told = {rank: wire.Raised(time, f"Error: {rank}", False, "all_reduce", None)
             for rank, time in ((0, 2.0), (1, 1.0))}  # fmt: skip
     incidents = [Incident(5.0, rank, f"rank {rank} did not end", is_consequence=True) for rank in (0, 1)]
     outcome = RanksOutcome(2, raised=told, incidents=incidents, dead={0, 1}, killed=True, unblocked_at=0.5)
-    failed = next(report for report in merge(request.node, outcome, {}) if report.failed)
+    failed = next(report for report in reports_of(request.node, outcome) if report.failed)
     assert str(failed.longrepr).startswith("rank 1 raised Error: 1")
     assert "did not end" in str(failed.longrepr)

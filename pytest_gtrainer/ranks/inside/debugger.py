@@ -25,7 +25,6 @@ class RankPdb(pdb.Pdb):
     held: tuple[IO[str], IO[str]] | None = None
 
     def __init__(self, **how: Any) -> None:
-        """Nothing is asked for yet."""
         super().__init__(nosigint=True, **how)
         self.prompt, self.use_rawinput = f"(Pdb rank {self.rank}) ", False
         self.failure: str | None = None
@@ -51,12 +50,10 @@ class RankPdb(pdb.Pdb):
     do_q = do_exit = do_EOF = do_quit
 
     def set_continue(self) -> None:
-        """Go on, with the terminal given back."""
         super().set_continue()
         release()
 
     def set_quit(self) -> None:
-        """End, with the terminal given back."""
         super().set_quit()
         release()
 

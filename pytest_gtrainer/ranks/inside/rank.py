@@ -26,18 +26,7 @@ import torch.distributed as dist
 
 from pytest_gtrainer import facts
 from pytest_gtrainer._pytest_private import prepared_config, tear_down
-from pytest_gtrainer._torch.process_groups import (
-    abort_all_groups,
-    forget_compiled,
-    forget_groups,
-    forget_meshes,
-    groups_made,
-    issued_on,
-    live_groups,
-    names_of_live_groups,
-    recorded_calls,
-    silence_collective_log,
-)
+from pytest_gtrainer._torch import process_groups
 from pytest_gtrainer.numerics.determinism import seed_everything
 from pytest_gtrainer.ranks import wire
 from pytest_gtrainer.ranks.calls import KEPT
@@ -54,7 +43,7 @@ from pytest_gtrainer.ranks.inside.session import (
     start_session,
     summary_of,
 )
-from pytest_gtrainer.ranks.stacks import CALLS_SIGNAL, STACK_SIGNAL, answers_file, stacks_text
+from pytest_gtrainer.ranks.stacks import CALLS_SIGNAL, STACK_SIGNAL, file_of, stacks_text
 from pytest_gtrainer.worlds import hygiene
 
 # The parent's limit for a test ends a blocked collective long before this does.
@@ -78,7 +67,7 @@ def serve(setup: wire.RankSetup, channel: wire.Channel) -> int:
         group = RankGroup(setup.rank, setup.device, setup.backend, index=setup.rank - setup.ranks.start)
         group.join(setup.store, setup.size)
         rank = Rank(start_session(prepared_config(setup.args), setup.worker, setup.basetemp), group, send)
-        _thread.start_new_thread(_answer_parent, (group, answers_file(setup.folder, setup.rank)))
+        _thread.start_new_thread(_answer_parent, (group, file_of(setup.folder, setup.rank, "answers")))
     except BaseException:
         send(wire.Started(traceback.format_exc()))
         return 1
@@ -117,7 +106,7 @@ class Rank:
     """A pytest session on a process group."""
 
     def __init__(self, session: pytest.Session, group: RankGroup, send: Callable[[object], None]) -> None:
-        """Take over a session; ``send`` takes messages that must not wait."""
+        """``send`` takes messages that must not wait."""
         self.session, self.group, self._send = session, group, send
         self._tests = CollectedTests(session)
         self._recorder = Recorder(session.config, send)
@@ -165,7 +154,7 @@ class Rank:
         except BaseException as error:
             trouble = f"broke off: {summary_of(error)}"
         debugger.release()  # one may step past the end of a test
-        forget_compiled()
+        process_groups.forget_compiled()
         return wire.ItemDone(*self._recorder.take(), trouble, self.group.state(), self.group.left_behind(memory))
 
     def _call_function(self, command: wire.CallFunction) -> wire.CallDone:
@@ -180,10 +169,13 @@ class Rank:
                 with hygiene.restored(), _resumed(capture):
                     result = _pickled(function(*args))
             except BaseException as error:
-                self._send(raised("call", error))
-                told = _traceback_below_here(error)
+                self._send(raised(error))
+                shown = error.__traceback__  # without this module's own frames on top
+                while shown is not None and shown.tb_frame.f_code.co_filename == __file__ and shown.tb_next is not None:
+                    shown = shown.tb_next
+                told = "".join(traceback.format_exception(type(error), error, shown))
         debugger.release()
-        forget_compiled()
+        process_groups.forget_compiled()
         written = capture.read_global_capture() if capture is not None else ("", "")
         return wire.CallDone(result, told, cut("".join(written)), tuple(plain(seen)), self.group.state())
 
@@ -210,14 +202,6 @@ def _pickled(result: Any) -> bytes:
         ) from None
 
 
-def _traceback_below_here(error: BaseException) -> str:
-    """The traceback without this module's own frames on top."""
-    shown = error.__traceback__
-    while shown is not None and shown.tb_frame.f_code.co_filename == __file__ and shown.tb_next is not None:
-        shown = shown.tb_next
-    return "".join(traceback.format_exception(type(error), error, shown))
-
-
 class RankGroup:
     """The default group of a rank, and what the tests have made beside it."""
 
@@ -228,7 +212,7 @@ class RankGroup:
         self._joined = self._began = 0  # when, in ns since the epoch
         self._points: Counter[int] = Counter()  # sends and receives, by group
         self._known: Counter[int] = Counter()  # collectives that were told already, by group
-        silence_collective_log()
+        process_groups.silence_collective_log()
         # gloo adds sends and receives to the collectives: ranks may differ in them
         for name in ("send", "recv", "recv_anysource") if backend == "gloo" else ():
             setattr(dist.ProcessGroup, name, self._counting(getattr(dist.ProcessGroup, name)))
@@ -272,7 +256,7 @@ class RankGroup:
             return
         with contextlib.suppress(RuntimeError):  # the peers may be gone already
             if self.backend == "nccl":
-                abort_all_groups()  # destroying waits for collectives that will never end
+                process_groups.abort_all_groups()  # destroying waits for collectives that will never end
             else:
                 dist.destroy_process_group()
         _forget_last_error()
@@ -282,8 +266,8 @@ class RankGroup:
         """What the test has issued on the groups that exist, for comparison with the other ranks."""
         if not self._is_intact():
             return wire.GroupState(intact=False, groups_made=0)
-        subgroups = len(live_groups()) - 1
-        return wire.GroupState(True, groups_made(), subgroups, self._issued())
+        subgroups = len(process_groups.live_groups()) - 1
+        return wire.GroupState(True, process_groups.groups_made(), subgroups, self._issued())
 
     def _is_intact(self) -> bool:
         return dist.is_initialized() and dist.group.WORLD is self._default
@@ -292,13 +276,13 @@ class RankGroup:
         """Collectives since this was last asked, by the ranks of a group: its name may differ between ranks."""
         issued: dict[str, int] = {}
         same_ranks: Counter[str] = Counter()
-        for group in live_groups():
+        for group in process_groups.live_groups():
             label = self._label(group)
             same_ranks[label] += 1
             if same_ranks[label] > 1:
                 label += f" (group {same_ranks[label]} of these)"
             with contextlib.suppress(RuntimeError):  # a backend that does not count
-                total = issued_on(group) - self._points[id(group)]
+                total = process_groups.issued_on(group) - self._points[id(group)]
                 before, self._known[id(group)] = self._known[id(group)], total
                 issued[label] = total - before
         return issued
@@ -308,14 +292,13 @@ class RankGroup:
         return "all ranks" if len(ranks) == self.size else "ranks " + ", ".join(map(str, ranks))
 
     def begin(self) -> None:
-        """A test, or a call, begins."""
         self._began = time.time_ns()
 
     def calls(self) -> dict[str, Any]:
         """Its last calls of collectives on each group, as ``ranks.calls.read_calls`` takes them."""
-        recorded = recorded_calls(self._joined)
+        recorded = process_groups.recorded_calls(self._joined)
         told = {}
-        for group, name in names_of_live_groups().items():
+        for group, name in process_groups.names_of_live_groups().items():
             own = recorded.get(name, [])
             calls = [call for when, *call in own if when >= self._began][-KEPT:]
             ranks = dist.get_process_group_ranks(group)
@@ -333,7 +316,7 @@ class RankGroup:
         below 1 MiB.
         """
         left = []
-        for group, name in names_of_live_groups().items() if self._is_intact() else ():
+        for group, name in process_groups.names_of_live_groups().items() if self._is_intact() else ():
             if group is self._default or group.group_desc.startswith(_MESH_GROUPS):
                 continue
             from pytest_gtrainer._torch.passes import is_extra_group
@@ -355,16 +338,16 @@ class RankGroup:
         """
         if not self._is_intact():
             return
-        made = [group for group in live_groups() if group is not self._default]
+        made = [group for group in process_groups.live_groups() if group is not self._default]
         for group in made:
             self._points.pop(id(group), None)
             self._known.pop(id(group), None)
             with contextlib.suppress(RuntimeError, ValueError):
                 dist.destroy_process_group(group)
         if made:
-            forget_groups(made)
+            process_groups.forget_groups(made)
             del made, group  # gloo closes connections with the last reference: now, while ranks are idle
-            forget_meshes()  # the next test may make an equal mesh, whose groups are others
+            process_groups.forget_meshes()  # the next test may make an equal mesh, whose groups are others
             _forget_last_error()
             gc.collect()
 

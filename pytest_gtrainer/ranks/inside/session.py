@@ -13,15 +13,7 @@ from typing import Any
 
 import pytest
 
-from pytest_gtrainer._pytest_private import (
-    NoTerminal,
-    add_initial_path,
-    captured_streams,
-    collectors_of,
-    configure,
-    tear_down,
-    unconfigure,
-)
+from pytest_gtrainer import _pytest_private as private
 from pytest_gtrainer.marker import id_of
 from pytest_gtrainer.ranks import wire
 from pytest_gtrainer.ranks.stacks import collective_of, depth_of_collective
@@ -70,7 +62,7 @@ def start_session(config: pytest.Config, worker: Mapping[str, Any], basetemp: st
     config.workeroutput = {}  # type: ignore[attr-defined]
     session = pytest.Session.from_config(config)
     session.exitstatus = pytest.ExitCode.OK
-    configure(config)
+    private.configure(config)
     for line in set(worker["gt_markers"]) - set(config.getini("markers")):
         config.addinivalue_line("markers", line)
     hygiene.let_torch_loggers_propagate()
@@ -80,14 +72,14 @@ def start_session(config: pytest.Config, worker: Mapping[str, Any], basetemp: st
         hypothesis.settings.register_profile("gtrainer-rank", derandomize=True, database=None, deadline=None)
         hypothesis.settings.load_profile("gtrainer-rank")
     if pytest.version_tuple < (9, 1):
-        config.pluginmanager.register(NoTerminal(), "terminalreporter")
+        config.pluginmanager.register(private.NoTerminal(), "terminalreporter")
     return session
 
 
 def capture_fds(config: pytest.Config) -> tuple[int, ...]:
     """The files that hold captured stdout and stderr; the parent reads them when a rank dies."""
     found = []
-    for stream in captured_streams(config):
+    for stream in private.captured_streams(config):
         with contextlib.suppress(OSError, AttributeError):  # captured in memory (--capture=sys)
             found.append(int(stream.tmpfile.fileno()))
     return tuple(found)
@@ -95,9 +87,9 @@ def capture_fds(config: pytest.Config) -> tuple[int, ...]:
 
 def close_session(session: pytest.Session) -> None:
     """Tear down what is still set up, and let plugins finish."""
-    tear_down(session, None)
+    private.tear_down(session, None)
     session.config.hook.pytest_sessionfinish(session=session, exitstatus=pytest.ExitCode.OK)
-    unconfigure(session.config)
+    private.unconfigure(session.config)
 
 
 # --- its tests ------------------------------------------------------------------------------------
@@ -146,9 +138,9 @@ class CollectedTests:
         if chain[-1] in self._files:
             return
         session, root, file = self._session, Path(chain[0]), Path(chain[-1])
-        add_initial_path(session, file)
+        private.add_initial_path(session, file)
         if root not in self._nodes:
-            found = collectors_of(session, root)
+            found = private.collectors_of(session, root)
             if not found:
                 raise CollectionDiffers(f"{root} cannot be collected in this rank")
             self._nodes[root] = found[0]
@@ -188,14 +180,13 @@ class Recorder:
         self._config = config
         self._send = send
         self._reports: list[dict[str, Any]] = []
-        self._times: list[tuple[float, ...]] = []
         self._warnings: list[wire.WarningRecord] = []
         config.pluginmanager.register(self, "gtrainer-rank-recorder")
 
-    def take(self) -> tuple[tuple[dict[str, Any], ...], tuple[tuple[float, ...], ...], tuple[wire.WarningRecord, ...]]:
-        """The reports, their times, and the warnings since the last call: see ``wire.ItemDone``."""
-        taken = tuple(self._reports), tuple(self._times), tuple(self._warnings)
-        self._reports, self._times, self._warnings = [], [], []
+    def take(self) -> tuple[tuple[dict[str, Any], ...], tuple[wire.WarningRecord, ...]]:
+        """What has come since the last call: see ``wire.ItemDone``."""
+        taken = tuple(self._reports), tuple(self._warnings)
+        self._reports, self._warnings = [], []
         return taken
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -203,7 +194,7 @@ class Recorder:
         self, item: pytest.Item, call: pytest.CallInfo[None]
     ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
         if call.excinfo is not None:
-            self._send(raised(call.when, call.excinfo.value))
+            self._send(raised(call.excinfo.value))
             hide_collective_frames(call.excinfo.value)
         return (yield)
 
@@ -221,9 +212,7 @@ class Recorder:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         report.sections = [(title, cut(text)) for title, text in report.sections]
-        data = plain(self._config.hook.pytest_report_to_serializable(config=self._config, report=report))
-        self._times.append(tuple(data.pop(name) for name in wire.TIMES))
-        self._reports.append(data)
+        self._reports.append(plain(self._config.hook.pytest_report_to_serializable(config=self._config, report=report)))
 
     def pytest_warning_recorded(
         self, warning_message: Any, when: str, nodeid: str, location: tuple[str, int, str] | None
@@ -236,7 +225,7 @@ class Recorder:
         self._warnings.append(wire.WarningRecord(text, name, *place, when, nodeid, location))
 
 
-def raised(when: str, error: BaseException) -> wire.Raised:
+def raised(error: BaseException) -> wire.Raised:
     """What the parent must know of an exception before its report is made."""
     origin = getattr(error, "gt_origin", None)
     waiting_in = collective_of(_frames_of(error))
@@ -244,7 +233,6 @@ def raised(when: str, error: BaseException) -> wire.Raised:
         waiting_in = "a collective"
     return wire.Raised(
         time=time.monotonic(),
-        when=when,
         summary=summary_of(error),
         is_skip=isinstance(error, pytest.skip.Exception),
         waiting_in=waiting_in,
@@ -282,7 +270,6 @@ def _str_of(error: BaseException) -> str:
 
 
 def summary_of(error: BaseException) -> str:
-    """Type and first line of the message."""
     lines = _str_of(error).strip().splitlines()
     text = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
     return text[:SUMMARY_LIMIT]

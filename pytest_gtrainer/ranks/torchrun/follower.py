@@ -53,11 +53,7 @@ class _Follower:
         self.running: dict[str, list[int]] = {}
 
     def serve(self) -> int:
-        """The exit status, once rank 0 has told it.
-
-        Raises:
-            EOFError, OSError: rank 0 is gone.
-        """
+        """The exit status, once rank 0 has told it; EOFError or OSError if it is gone."""
         try:
             self.line.send((self.ranks.start, self.ranks.stop))
             while True:

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from pathlib import Path
 
 from pytest_gtrainer.worlds.simulated.rings import Ring, Rings, check_rings
 from pytest_gtrainer.worlds.simulated.trees import Tree
@@ -29,19 +28,6 @@ _NEXT = re.compile(r"Ring (?P<channel>\d+) : \d+ -> (?P<rank>\d+) -> (?P<next>\d
 _SENDS = re.compile(r"Channel (?P<channel>\d+)(?:/0)? : (?P<rank>\d+)\[\w+\] -> (?P<next>\d+)\[\w+\] ")
 _TREES = re.compile(r"Trees((?: \[\d+\] [-\d]+/[-\d]+/[-\d]+->\d+->[-\d]+)+)")
 _TREE = re.compile(r"\[(\d+)\] ([-\d]+)/([-\d]+)/([-\d]+)->(\d+)->[-\d]+")
-
-
-def read_log(path: str | Path, *, trees: bool = False) -> tuple[Rings, tuple[Tree, ...] | None]:
-    """The rings in a file of channel lines, or in a log of NCCL, and its ``trees`` if asked for and there.
-
-    Raises:
-        ValueError: as ``rings_from_log`` and ``trees_from_log``, with the path.
-    """
-    text = Path(path).read_text()
-    try:
-        return rings_from_log(text), trees_from_log(text) if trees else None
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from None
 
 
 def rings_from_log(text: str) -> Rings:

@@ -27,7 +27,7 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor
 
-from pytest_gtrainer.worlds.simulated.logs import read_log
+from pytest_gtrainer.worlds.simulated.logs import rings_from_log, trees_from_log
 from pytest_gtrainer.worlds.simulated.rings import (
     PARTITIONS,
     Rings,
@@ -276,7 +276,12 @@ class NetModel(Net):
         Raises:
             ValueError: the file has no channels, or not all of a ring or tree; or as ``of_world``.
         """
-        rings, trees = read_log(path, trees=fields.get("algorithm") == "tree")
+        text = FilePath(path).read_text()
+        try:
+            rings = rings_from_log(text)
+            trees = trees_from_log(text) if fields.get("algorithm") == "tree" else None
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from None
         return cls.of_world(len(rings[0]), nodes, **{"rings": rings, "trees": trees, **fields})
 
     @property
@@ -412,7 +417,6 @@ def _orders(net: NetModel, collective: str) -> Tensor:
 
 @lru_cache(maxsize=256)
 def _node_of(net: NetModel) -> tuple[int, ...]:
-    """The node of each rank of the group."""
     return tuple(rank // net.ranks_per_node for rank in net.members or range(net.world_size))
 
 

@@ -97,11 +97,7 @@ def as_listed(ring: Ring) -> Tensor:
 
 
 def check_rings(rings: Sequence[Ring], size: int) -> None:
-    """Every ring must visit every rank of the world once.
-
-    Raises:
-        ValueError: naming the channel and the rank.
-    """
+    """Every ring must visit every rank of the world once; a ValueError names the channel and the rank."""
     everyone = set(range(size))
     for channel, ring in enumerate(rings):
         visited, short = set(ring), " ".join(map(str, ring[:16])) + (" ..." if len(ring) > 16 else "")
@@ -138,11 +134,7 @@ ROW_BYTES = 1 << 14
 
 
 def check_reduction(collective: str, op: str, dtype: torch.dtype) -> None:
-    """Refuse what no net models.
-
-    Raises:
-        NoModel: naming the collective, the op or the dtype, and what to use instead.
-    """
+    """Refuse what no net models; NoModel names the collective, the op or the dtype, and what to use instead."""
     if op not in HOPS:
         raise NoModel(f"{collective} with op {op!r} has no model in a simulated world: use one of {', '.join(HOPS)}")
     if dtype not in (*_FLOATS, *_INTEGERS):

@@ -131,11 +131,7 @@ def tree_from(tree: Tree) -> Order:
 
 
 def check_trees(trees: Sequence[Tree], size: int, channels: int) -> None:
-    """Each channel needs a tree of all ranks of the world.
-
-    Raises:
-        ValueError: naming the channel and the rank.
-    """
+    """Each channel needs a tree of all ranks of the world; a ValueError names the channel and the rank."""
     if len(trees) != channels:
         raise ValueError(f"there are {len(trees)} trees for {channels} channels: give one for each")
     for channel, tree in enumerate(trees):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from pytest_gtrainer import NetModel
-from pytest_gtrainer.worlds.simulated.logs import read_log, rings_from_log
+from pytest_gtrainer.worlds.simulated.logs import rings_from_log
 from pytest_gtrainer.worlds.simulated.rings import rail_rings
 from tests.worlds.simulated.buckets import sees_the_order_of_a_bucket
 
@@ -47,7 +47,7 @@ def test_comments_in_a_file(tmp_path):
     """Behind a ring, and instead of one."""
     text = "# Channel 00/01 : 1 0\nChannel 00/01 : 0 1  # as it was\n"
     (tmp_path / "two.rings").write_text(text)
-    assert read_log(tmp_path / "two.rings") == (((0, 1),), None)
+    assert NetModel.from_log(tmp_path / "two.rings", nodes=1).rings == ((0, 1),)
 
 
 @pytest.mark.parametrize(
@@ -155,7 +155,7 @@ def test_a_log_without_usable_trees_is_refused_in_a_sentence(tmp_path, old, new,
 def test_a_file_is_named_in_the_refusal(tmp_path):
     (tmp_path / "empty.rings").write_text("# nothing\n")
     with pytest.raises(ValueError, match=r"empty\.rings: no line like"):
-        read_log(tmp_path / "empty.rings")
+        NetModel.from_log(tmp_path / "empty.rings", nodes=1)
 
 
 @pytest.mark.parametrize("path", sorted(NETS.glob("*.rings")), ids=lambda path: path.stem)

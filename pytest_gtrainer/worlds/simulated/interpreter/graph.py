@@ -29,7 +29,7 @@ from pytest_gtrainer._torch.passes import (
 )
 from pytest_gtrainer._torch.process_groups import group_ranks
 from pytest_gtrainer._torch.values import HigherOrderOperator, OpOverload, schema
-from pytest_gtrainer.graph.nodes import is_collective, is_random, node_fqn, short_name
+from pytest_gtrainer.graph.nodes import argument_of, is_collective, is_random, node_fqn, short_name
 from pytest_gtrainer.worlds.simulated import DependsOnRank, NoModel
 from pytest_gtrainer.worlds.simulated.collectives import dtype_text
 
@@ -48,15 +48,8 @@ def input_name(node: fx.Node) -> str:
 
 
 def described(node: fx.Node) -> str:
-    """A node by its name, operator and module."""
     fqn = node_fqn(node)
     return f"{node.name} ({node.target}{f', {fqn}' if fqn else ''})"
-
-
-def named_arguments(node: fx.Node) -> dict[str, Any]:
-    """The arguments of an operator by the names in its schema."""
-    named = {argument.name: given for argument, given in zip(schema(node.target).arguments, node.args, strict=False)}
-    return {**named, **node.kwargs}
 
 
 def group_name(node: fx.Node) -> str:
@@ -65,7 +58,7 @@ def group_name(node: fx.Node) -> str:
     Raises:
         NoModel: it is no name.
     """
-    name = named_arguments(node)[_GROUP]
+    name = argument_of(node, _GROUP)
     if not isinstance(name, str):
         raise NoModel(f"{node.target} ({node.name}) takes its group from the graph: trace with groups by name")
     return name
@@ -103,11 +96,7 @@ def draws(node: fx.Node, root: torch.nn.Module) -> bool:
 
 
 def check_callable(node: fx.Node, root: torch.nn.Module) -> None:
-    """Refuse what is no operator that could be replayed rank by rank.
-
-    Raises:
-        NoModel: compiled code, or a module that is no graph.
-    """
+    """Refuse what is no operator that could be replayed rank by rank: compiled code, a module that is no graph."""
     called: Any = root.get_submodule(str(node.target)) if node.op == "call_module" else node.target
     homes = (getattr(called, "__module__", None), type(called).__module__)
     compiled = any(str(home).startswith(COMPILED_MODULES) for home in homes)

@@ -52,29 +52,11 @@ from pytest_gtrainer.worlds.simulated.net import Net
 
 
 class _Finder(fx.Interpreter):
-    """Remembers the node that it runs."""
-
     last: fx.Node
 
     def run_node(self, n: fx.Node) -> Any:
         self.last = n
         return super().run_node(n)
-
-
-class _Rows:
-    """Copies of what the ranks are about to reduce, side by side in the order of their group."""
-
-    def __init__(self, order: Sequence[int], scratch: Scratch) -> None:
-        self._place = {rank: place for place, rank in enumerate(order)}
-        self._scratch = scratch
-        self._rows: Tensor | None = None
-
-    def keep(self, result: Tensor, rank: int) -> Tensor:
-        if self._rows is None:
-            self._rows = self._scratch.rows(len(self._place), result)
-        if result.shape != self._rows.shape[1:] or result.dtype != self._rows.dtype:
-            return result  # the ranks disagree, which the reduction will say
-        return self._rows[self._place[rank]].copy_(result)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,18 +71,21 @@ class OperatorBlock:
     reduced: Mapping[fx.Node, Sequence[int]]
 
     def run(self, frame: Frame) -> None:
-        """Add the values of ``outputs`` to the frame's."""
         given = [frame.values[node] for node in self.inputs]
         dying = [frame.values[node] for node in self.dying if type(frame.values[node]) is PerRank]
         results: list[list[Any]] = [[None] * frame.kinds.size for _ in self.outputs]
-        rows = [_Rows(self.reduced[node], frame.scratch) if node in self.reduced else None for node in self.outputs]
+        rows: dict[fx.Node, Tensor] = {}  # copies of what is about to be reduced, in the order of the group
         for ranks in self.kind.classes:
             own = self._call([at(value, ranks[0]) for value in given], ranks[0])
-            for index, result in enumerate(own):
-                row = rows[index]
-                kept = result if row is None else row.keep(result, ranks[0])
+            for node, result, of_ranks in zip(self.outputs, own, results, strict=True):
+                kept, order = result, self.reduced.get(node)
+                if order is not None:
+                    if node not in rows:
+                        rows[node] = frame.scratch.rows(len(order), result)
+                    if (result.shape, result.dtype) == (rows[node].shape[1:], rows[node].dtype):
+                        kept = rows[node][order.index(ranks[0])].copy_(result)  # else the reduction will say it
                 for rank in ranks:
-                    results[index][rank] = kept
+                    of_ranks[rank] = kept
             for value in dying:
                 for rank in ranks:
                     value[rank] = None
@@ -203,12 +188,7 @@ class RankProgram:
         return fx.node.map_arg(self.output, lambda node: values[source_of(node)])
 
     def _check_inputs(self, names: Sequence[str], inputs: Sequence[Any]) -> None:
-        """The graph has baked in the shapes and dtypes that it was traced with.
-
-        Raises:
-            ValueError: the number of inputs, or of ranks that have one.
-            DependsOnRank: a rank's tensor is another than the traced one.
-        """
+        """Refuse inputs of other shapes or dtypes than those that the graph was traced with, which it has baked in."""
         size = self.kinds.size
         if len(inputs) != len(names):
             raise ValueError(f"the graph takes {len(names)} inputs, it got {len(inputs)}")
@@ -299,9 +279,8 @@ class Interpreter:
         """None for a plain node."""
         check_callable(node, gm)
         if is_collective(node):
-            collective, written_argument = collective_of(node)  # first: it refuses what is no collective that we know
-            partition = self._partition(node)
-            return CollectiveStep(node, partition, self._nets[partition], collective, written_argument)
+            collective, partition = collective_of(node), self._partition(node)  # first: it refuses what we do not know
+            return CollectiveStep(node, partition, self._nets[partition], collective)
         graphs = graphs_called(node, gm)
         if node.op == "call_module" or any(is_collective(inner) for graph in graphs for inner in nodes_within(graph)):
             if node.op != "call_module" and node.target not in (COND, INVOKE_SUBGRAPH):

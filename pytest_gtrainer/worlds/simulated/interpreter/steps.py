@@ -12,16 +12,10 @@ import torch
 from torch import Tensor, fx
 
 from pytest_gtrainer._torch.values import schema
-from pytest_gtrainer.graph.nodes import short_name
+from pytest_gtrainer.graph.nodes import short_name, written_operands
 from pytest_gtrainer.worlds.simulated import CollectiveMismatch, DependsOnRank, NoModel, collectives
 from pytest_gtrainer.worlds.simulated.collectives import Collective, Contribution
-from pytest_gtrainer.worlds.simulated.interpreter.graph import (
-    Partition,
-    described,
-    named_arguments,
-    source_of,
-    value_text,
-)
+from pytest_gtrainer.worlds.simulated.interpreter.graph import Partition, described, source_of, value_text
 from pytest_gtrainer.worlds.simulated.interpreter.values import (
     Kinds,
     PerRank,
@@ -40,21 +34,21 @@ from pytest_gtrainer.worlds.simulated.net import Net
 COND = torch.ops.higher_order.cond
 INVOKE_SUBGRAPH = torch.ops.higher_order.invoke_subgraph
 
-_COLLECTIVES: dict[str, tuple[Collective, str | None]] = {
-    "all_gather_into_tensor": (collectives.all_gather, None),
-    "all_gather_into_tensor_out": (collectives.all_gather, "out"),
-    "all_gather_into_tensor_coalesced": (collectives.all_gather, None),
-    "reduce_scatter_tensor": (collectives.reduce_scatter, None),
-    "reduce_scatter_tensor_out": (collectives.reduce_scatter, "out"),
-    "reduce_scatter_tensor_coalesced": (collectives.reduce_scatter, None),
-    "all_reduce": (collectives.all_reduce, None),
-    "all_reduce_": (collectives.all_reduce, "input"),
-    "all_reduce_coalesced": (collectives.all_reduce, None),
-    "all_reduce_coalesced_": (collectives.all_reduce, "inputs"),
-    "all_to_all_single": (collectives.all_to_all, None),
-    "broadcast": (collectives.broadcast, None),
-    "broadcast_": (collectives.broadcast, "input"),
-    "shard_dim_alltoall": (collectives.exchange_dims, None),
+_COLLECTIVES: dict[str, Collective] = {
+    "all_gather_into_tensor": collectives.all_gather,
+    "all_gather_into_tensor_out": collectives.all_gather,
+    "all_gather_into_tensor_coalesced": collectives.all_gather,
+    "reduce_scatter_tensor": collectives.reduce_scatter,
+    "reduce_scatter_tensor_out": collectives.reduce_scatter,
+    "reduce_scatter_tensor_coalesced": collectives.reduce_scatter,
+    "all_reduce": collectives.all_reduce,
+    "all_reduce_": collectives.all_reduce,
+    "all_reduce_coalesced": collectives.all_reduce,
+    "all_reduce_coalesced_": collectives.all_reduce,
+    "all_to_all_single": collectives.all_to_all,
+    "broadcast": collectives.broadcast,
+    "broadcast_": collectives.broadcast,
+    "shard_dim_alltoall": collectives.exchange_dims,
 }
 
 
@@ -72,11 +66,9 @@ class Frame:
     inputs: Sequence[tuple[str, Any]]
 
     def of(self, nodes: Sequence[fx.Node]) -> list[Any]:
-        """The values of nodes."""
         return [self.values[source_of(node)] for node in nodes]
 
     def of_ranks(self, nodes: Sequence[fx.Node]) -> list[list[Any]]:
-        """The values of nodes on each rank."""
         values = self.of(nodes)
         return [[at(value, rank) for value in values] for rank in range(self.kinds.size)]
 
@@ -101,7 +93,6 @@ class Step(ABC):
     node: fx.Node
 
     def run(self, frame: Frame, dying: frozenset[fx.Node]) -> None:
-        """Add the node's value to the frame."""
         try:
             frame.values[self.node] = self.value(frame, dying)
         except Exception as error:
@@ -152,11 +143,10 @@ class CollectiveStep(Step):
     partition: Partition
     nets: Sequence[Net]
     collective: Collective
-    written: str | None
 
     def value(self, frame: Frame, dying: frozenset[fx.Node]) -> Any:
-        calls = self._calls(frame)
-        if self.written is None:
+        calls, targets = self._calls(frame), written_operands(self.node)
+        if not targets:
             for node in dying.intersection(map(source_of, self.node.all_input_nodes)):
                 value = frame.values[node]
                 if type(value) is PerRank:
@@ -168,18 +158,17 @@ class CollectiveStep(Step):
             for rank, result in zip(ranks, self.collective(net, given), strict=True):
                 results[rank] = result if is_list else result[0]
         frame.scratch.give_back()
-        if self.written is None:
+        if not targets:
             return frame.kinds.value(results)
-        targets: list[fx.Node] = []
-        fx.node.map_arg(named_arguments(self.node)[self.written], targets.append)
         storages = {storage for value in frame.of(targets) for storage in storages_of(value)}
         live = [value for node, value in frame.values.items() if node not in dying]
         if not any(reaches(value, storages) for value in [*live, *(value for _, value in frame.inputs)]):
             return frame.kinds.value(results)  # nobody sees the memory that is written to: it may lie elsewhere
         frame.own_memory(targets)
+        (name,) = (argument.name for argument in schema(self.node.target).arguments if argument.is_write)
         written = []
         for call, result in zip(self._calls(frame), results, strict=True):
-            target = call[self.written]
+            target = call[name]
             if isinstance(target, Tensor):
                 written.append(target.copy_(result))
             else:
@@ -187,14 +176,13 @@ class CollectiveStep(Step):
         return frame.kinds.value(written)
 
     def _calls(self, frame: Frame) -> list[dict[str, Any]]:
-        """Every rank's arguments by name."""
         names = [argument.name for argument in schema(self.node.target).arguments]
         calls = map(self.arguments, frame.of_ranks(self.node.all_input_nodes))
         return [{**dict(zip(names, args, strict=False)), **kwargs} for args, kwargs in calls]
 
 
-def collective_of(node: fx.Node) -> tuple[Collective, str | None]:
-    """What carries the collective out, and the name of the argument that it writes its result to, if any.
+def collective_of(node: fx.Node) -> Collective:
+    """What carries the collective out.
 
     Raises:
         NoModel: naming the operator.
@@ -207,11 +195,7 @@ def collective_of(node: fx.Node) -> tuple[Collective, str | None]:
 
 
 def _contributions(calls: Sequence[dict[str, Any]], ranks: Sequence[int]) -> list[Contribution]:
-    """What these ranks, a group, give; taken out of their arguments.
-
-    Raises:
-        CollectiveMismatch: they do not agree; names the first rank that differs.
-    """
+    """What these ranks, a group, give, taken out of their arguments; they must agree."""
     members = calls[0].get("group_size", len(ranks))
     if members != len(ranks):
         raise CollectiveMismatch(f"the graph was traced for a group of {members}, it has {len(ranks)}")

@@ -57,7 +57,6 @@ class Kinds:
     def __init__(self, size: int) -> None:
         self.size = size
         self._known: dict[tuple[int, ...], Kind] = {}
-        self._common: dict[tuple[Kind, Kind], Kind] = {}
         self.uniform = self.by_key([None] * size)
 
     def by_key(self, keys: Sequence[Hashable]) -> Kind:
@@ -87,11 +86,10 @@ class Kinds:
         """Ranks share a result if they share all operands."""
         result = self.uniform
         for kind in kinds:
-            if kind is not result:
-                key = (result, kind)
-                if key not in self._common:
-                    self._common[key] = self.by_key(list(zip(result.class_of, kind.class_of, strict=True)))
-                result = self._common[key]
+            if result is self.uniform:
+                result = kind
+            elif kind not in (result, self.uniform):
+                result = self.by_key(list(zip(result.class_of, kind.class_of, strict=True)))
         return result
 
     def value(self, own: Sequence[Any]) -> Any:

@@ -26,7 +26,8 @@ from pytest_gtrainer._torch.threads import BACKEND, Work, active_fake_mode, redu
 from pytest_gtrainer.worlds.simulated import CollectiveMismatch, NoModel, collectives
 from pytest_gtrainer.worlds.simulated.collectives import Collective, Contribution, dtype_text, texts
 from pytest_gtrainer.worlds.simulated.net import Net
-from pytest_gtrainer.worlds.simulated.threads.team import Awaited, ThreadTeam, by_text, ranks_text
+from pytest_gtrainer.worlds.simulated.threads.team import Awaited, ThreadTeam
+from pytest_gtrainer.worlds.wording import ranks_by, ranks_text
 
 _UNMODELLED = (
     "_start_coalescing",
@@ -76,7 +77,7 @@ class Meeting(Awaited):
         Raises:
             CollectiveMismatch: the calls do not agree.
         """
-        said = by_text({rank: call.text for rank, call in self.calls.items()})
+        said = ranks_by((rank, self.calls[rank].text) for rank in sorted(self.calls))
         if len(said) > 1:
             whose = "; ".join(f"{ranks_text(ranks)}: {text}" for text, ranks in said.items())
             raise CollectiveMismatch(f"the ranks disagree in {self.where}; {whose}")
@@ -120,7 +121,6 @@ class Message(Awaited):
         return f"waiting in recv of {texts([self.tensor])} from rank {self.route[0]}"
 
     def receive(self, sent: Tensor) -> None:
-        """Write what was sent to the tensor."""
         source, destination, _ = self.route
         if texts([sent]) != texts([self.tensor]):
             raise CollectiveMismatch(
@@ -143,7 +143,6 @@ class MeetingPlace:
         self._open: dict[int, Meeting] = {}
 
     def arrive(self, rank: int, call: Issued) -> Meeting:
-        """The member comes to its next collective."""
         number = self.arrivals[rank]
         self.arrivals[rank] += 1
         meeting = self._open.setdefault(number, Meeting(self, number))

@@ -30,9 +30,9 @@ from pytest_gtrainer.worlds.simulated.threads.team import (
     Released,
     ThreadTeam,
     TimeLimit,
-    ranks_text,
     state_kept,
 )
+from pytest_gtrainer.worlds.wording import ranks_text
 
 LIMIT = 300.0
 _GRACE = 2.0
@@ -88,8 +88,6 @@ def _refuse(what: str) -> NoReturn:
 
 
 class _Crew:
-    """The threads of one run."""
-
     def __init__(self, size: int, function: Callable[..., Any], args: tuple[Any, ...], net: Net) -> None:
         self._team = ThreadTeam(size)
         self._groups = SharedGroups(self._team, net)
@@ -146,7 +144,6 @@ class _Crew:
         self._team.hand_on()
 
     def _be_rank(self, rank: int) -> None:
-        """What each thread runs: the function, as a rank with a default group of its own."""
         team = self._team
         try:
             team.join(rank)

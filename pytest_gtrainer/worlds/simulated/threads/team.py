@@ -23,16 +23,17 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import dropwhile, groupby, takewhile
+from itertools import dropwhile, takewhile
 from pathlib import Path
 from types import FrameType
 
 import torch
 
 from pytest_gtrainer.numerics.determinism import GeneratorStates
+from pytest_gtrainer.worlds.wording import ranks_by, ranks_text
 
 _HERE = str(Path(__file__).parent)
 _TORCH = str(Path(torch.__file__).parent)
@@ -58,38 +59,13 @@ class Released(BaseException):
 
 
 class Awaited:
-    """Something ranks wait for; it happens once."""
+    """Something ranks wait for; it happens once. Its ``str`` says what they are doing, "waiting in all_reduce"."""
 
     __slots__ = ("happened", "waiting")
 
     def __init__(self) -> None:
         self.happened = False
         self.waiting: list[int] = []
-
-    def __str__(self) -> str:
-        """What a rank that waits for it is doing, as "waiting in all_reduce"."""
-        return "waiting"
-
-
-def ranks_text(ranks: Iterable[int]) -> str:
-    """Ranks in words.
-
-    >>> ranks_text([3]), ranks_text([5, 0, 1, 2])
-    ('rank 3', 'ranks 0-2, 5')
-    """
-    ordered = sorted(ranks)
-    runs = groupby(enumerate(ordered), key=lambda numbered: numbered[1] - numbered[0])
-    lists = [[rank for _, rank in run] for _, run in runs]
-    texts = [f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in lists]
-    return ("rank " if len(ordered) == 1 else "ranks ") + ", ".join(texts)
-
-
-def by_text(texts: Mapping[int, str]) -> dict[str, list[int]]:
-    """The ranks that say each text."""
-    groups: dict[str, list[int]] = {}
-    for rank, text in sorted(texts.items()):
-        groups.setdefault(text, []).append(rank)
-    return groups
 
 
 # --- the process's state, which every rank has for itself
@@ -104,11 +80,9 @@ class ProcessState:
 
     @classmethod
     def now(cls) -> ProcessState:
-        """What the process has now."""
         return cls(GeneratorStates.now(cuda=False), torch.get_default_dtype())  # a simulated world is on the CPU
 
     def put_back(self) -> None:
-        """Give it to the process."""
         self.generators.put_back()
         torch.set_default_dtype(self.default_dtype)
 
@@ -277,12 +251,13 @@ class ThreadTeam:
         if self.running is not None:
             doing[self.running] = f"running{_whereabouts(frames.get(self.running))}"
         doing |= dict.fromkeys(self.ended, "ended")
-        told = "; ".join(f"{ranks_text(ranks)}: {text}" for text, ranks in by_text(doing).items())
+        told = "; ".join(f"{ranks_text(ranks)}: {text}" for text, ranks in ranks_by(sorted(doing.items())).items())
         return f"{told}\n\n{self.stacks()}"
 
     def stacks(self) -> str:
         """The Python stacks of all ranks that have not ended, equal ones once, outermost call first."""
-        stacks = by_text({rank: _stack(frame) for rank, frame in self._frames().items() if rank not in self.ended})
+        frames = self._frames().items()
+        stacks = ranks_by((rank, _stack(frame)) for rank, frame in frames if rank not in self.ended)
         parts = [f"--- {ranks_text(ranks)} ---\n{text}" for text, ranks in stacks.items() if text]
         more = [f"... and {len(parts) - _MOST_STACKS} more"] if len(parts) > _MOST_STACKS else []
         return "\n".join(parts[:_MOST_STACKS] + more)

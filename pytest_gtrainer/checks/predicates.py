@@ -9,70 +9,13 @@ from types import EllipsisType
 import torch
 from torch import fx
 
-from pytest_gtrainer.checks.arguments import (
-    OUTPUT,
-    CallPattern,
-    OperatorPattern,
-    call_mismatch,
-    check_argument,
-    names_in,
-)
-from pytest_gtrainer.checks.subject import CheckError, Subject, is_called, is_within
+from pytest_gtrainer.checks.arguments import OperatorPattern
+from pytest_gtrainer.checks.subject import CheckError, Predicate, Subject, is_called, is_within
 from pytest_gtrainer.graph.dtypes import spell_dtype
-from pytest_gtrainer.graphtext.operators import operator_of
 from pytest_gtrainer.graphtext.scopes import users_of
 
 Extent = int | None | EllipsisType
 """An extent, None for any one, ``...`` for any number of them."""
-
-
-class Predicate:
-    """One thing that a node must be."""
-
-    __slots__ = ()
-
-    def check(self, subject: Subject) -> None:
-        """Raises ``CheckError`` if no node of any graph like this one can fit."""
-        return
-
-    def difference(self, node: fx.Node, subject: Subject) -> str | None:
-        """``its dtype is f32, expected bf16``; None if the node fits."""
-        raise NotImplementedError
-
-    def names(self) -> Iterable[str]:
-        """Words that may be names of captures."""
-        return ()
-
-
-@dataclass(frozen=True, slots=True)
-class IsOperator(Predicate):
-    operator: OperatorPattern
-
-    def check(self, subject: Subject) -> None:
-        self.operator.check(subject.schedule)
-
-    def difference(self, node: fx.Node, subject: Subject) -> str | None:
-        if self.operator.matches(node):
-            return None
-        found = node.op if node.op == OUTPUT else operator_of(node).text
-        return f"its operator is {found}, expected {self.operator.text}"
-
-
-@dataclass(frozen=True, slots=True)
-class HasArguments(Predicate):
-    call: CallPattern
-
-    def check(self, subject: Subject) -> None:
-        check_argument(self.call, subject)
-
-    def difference(self, node: fx.Node, subject: Subject) -> str | None:
-        if not self.call.operator.matches(node):
-            return None  # told by IsOperator
-        found = call_mismatch(self.call, node, subject)
-        return f"its arguments: {found}" if found else None
-
-    def names(self) -> Iterable[str]:
-        return names_in([self.call])
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +126,7 @@ class UsedBy(Predicate):
 
     def check(self, subject: Subject) -> None:
         if self.user.text not in subject.captures:
-            self.user.check(subject.schedule)
+            self.user.check(subject)
 
     def difference(self, node: fx.Node, subject: Subject) -> str | None:
         users = list(users_of(node))
@@ -262,21 +205,16 @@ class Pattern:
             words = predicate.difference(node, subject)
             if words is not None:
                 found.append(words)
-                if isinstance(predicate, IsOperator):
+                if isinstance(predicate, OperatorPattern):
                     break
         return found
 
     def matches(self, node: fx.Node, subject: Subject) -> bool:
         return all(predicate.difference(node, subject) is None for predicate in self.predicates)
 
-    def has_operator(self, node: fx.Node, subject: Subject) -> bool:
+    def has_operator(self, node: fx.Node) -> bool:
         """Whether the node's operator is the one that is asked for, if any is."""
-        return all(p.difference(node, subject) is None for p in self.predicates if isinstance(p, IsOperator))
-
-    def captures_used(self, subject: Subject) -> Iterable[str]:
-        """The captured names that the pattern speaks of."""
-        words = dict.fromkeys(word for predicate in self.predicates for word in predicate.names())
-        return [word for word in words if word in subject.captures]
+        return all(p.matches(node) for p in self.predicates if isinstance(p, OperatorPattern))
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 
 from torch import fx
@@ -142,3 +142,21 @@ class Subject:
             computed = [line for line in told if line.section.partition(".")[0] in (FORWARD, BACKWARD)]
             self._lines = [*map(str, computed), "output"]  # in the order of the schedule
         return f"{place:>6}  {self._lines[place]}"
+
+
+class Predicate:
+    """One thing that a node must be."""
+
+    __slots__ = ()
+
+    def check(self, subject: Subject) -> None:
+        """Raises ``CheckError`` if no node of any graph like this one can fit."""
+        return
+
+    def difference(self, node: fx.Node, subject: Subject) -> str | None:
+        """``its dtype is f32, expected bf16``; None if the node fits."""
+        raise NotImplementedError
+
+    def names(self) -> Iterable[str]:
+        """Words that may be names of captures."""
+        return ()

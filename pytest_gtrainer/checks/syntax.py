@@ -14,28 +14,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeVar
 
 import torch
 
+from pytest_gtrainer.checks import predicates as must
 from pytest_gtrainer.checks.arguments import ANY, REST, Argument, CallPattern, List, Literal, Name, OperatorPattern
-from pytest_gtrainer.checks.predicates import (
-    KINDS,
-    Check,
-    ComesFrom,
-    Extent,
-    HasArguments,
-    HasType,
-    InBucket,
-    InDirection,
-    InModule,
-    IsOperator,
-    Pattern,
-    Predicate,
-    UsedBy,
-)
-from pytest_gtrainer.checks.subject import CheckError
+from pytest_gtrainer.checks.predicates import KINDS, Check, Extent, Pattern
+from pytest_gtrainer.checks.subject import CheckError, Predicate
 from pytest_gtrainer.graphtext.header import nearest
 from pytest_gtrainer.graphtext.literals import DTYPE_OF
 
@@ -107,7 +94,7 @@ def parse_pattern(text: str) -> Pattern:
     """A node's pattern from its text.
 
     >>> [type(p).__name__ for p in parse_pattern("mm(x, _) in bwd layers.0 as m").predicates]
-    ['IsOperator', 'HasArguments', 'InDirection', 'InModule']
+    ['OperatorPattern', 'CallPattern', 'InDirection', 'InModule']
     """
     return _Grammar(tokens_of(text)).pattern()
 
@@ -160,9 +147,9 @@ class _Grammar:
         names: list[str] = []
         if self._next is not END and self._next.text not in CLAUSES:
             operator = OperatorPattern(self.word("an operator"))
-            predicates.append(IsOperator(operator))
+            predicates.append(operator)
             if self._accept("("):
-                predicates.append(HasArguments(self._call(operator)))
+                predicates.append(self._call(operator))
         while self._next is not END:
             if self._accept("as"):
                 names.append(self.word("a name"))
@@ -180,28 +167,28 @@ class _Grammar:
         if self._accept("->"):
             return [self._type()]
         if self._accept("from"):
-            return [ComesFrom(self.word("a captured name or a graph input"))]
+            return [must.ComesFrom(self.word("a captured name or a graph input"))]
         if self._accept("used"):
             only = self._accept("only")
             self._expect("by")
-            return [UsedBy(OperatorPattern(self.word("an operator or a captured name")), only)]
+            return [must.UsedBy(OperatorPattern(self.word("an operator or a captured name")), only)]
         hint = nearest(self._next.text, CLAUSES)
         raise CheckError(f"expected {', '.join(CLAUSES)} or the end, found {self._shown()}{hint}")
 
     def _place(self) -> list[Predicate]:
         found: list[Predicate] = []
         if self._next.text in ("fwd", "bwd"):
-            found.append(InDirection(self._take().text))
+            found.append(must.InDirection(self._take().text))
         if self._accept("bucket"):
             self._expect("(")
-            found.append(InBucket(tuple(self._until(")", lambda: self.word("a module")))))
+            found.append(must.InBucket(tuple(self._until(")", lambda: self.word("a module")))))
         elif self._next.kind in ("word", "string") and (not found or self._next.text not in CLAUSES):
-            found.append(InModule(self._take().text))
+            found.append(must.InModule(self._take().text))
         if not found:
             raise CheckError(f"expected fwd, bwd, a module or bucket(...), found {self._shown()}")
         return found
 
-    def _type(self) -> HasType:
+    def _type(self) -> must.HasType:
         dtype: torch.dtype | None = None
         if self._next.kind == "word":
             name = self._take().text
@@ -211,7 +198,7 @@ class _Grammar:
         shape = self._extents()
         if dtype is None and shape is None:
             raise CheckError(f"expected a dtype or a shape, found {self._shown()}")
-        return HasType(dtype, shape, self._extents() if shape is not None else None)
+        return must.HasType(dtype, shape, self._extents() if shape is not None else None)
 
     def _extents(self) -> tuple[Extent, ...] | None:
         if not self._accept("["):
@@ -246,7 +233,7 @@ class _Grammar:
     def _call(self, operator: OperatorPattern) -> CallPattern:
         """What stands in parentheses, behind the opening one."""
         items = self._until(")", self._argument_or_keyword)
-        values = tuple(value for name, value in items if name is None)
+        values = [value for name, value in items if name is None]
         keywords = tuple((name, value) for name, value in items if name is not None)
         return CallPattern(operator, _with_one_rest(values), keywords)
 
@@ -286,8 +273,7 @@ class _Grammar:
         return Literal(f'device("{names[0]}")') if word == "device" and names else call
 
 
-def _with_one_rest(items: Iterable[Argument]) -> tuple[Argument, ...]:
-    found = tuple(items)
-    if found.count(REST) > 1:
+def _with_one_rest(items: Sequence[Argument]) -> tuple[Argument, ...]:
+    if items.count(REST) > 1:
         raise CheckError("a list of arguments has one `...` at most")
-    return found
+    return tuple(items)

@@ -22,7 +22,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 import torch.distributed as dist
@@ -194,13 +194,6 @@ def fused_by_async_tp(graph: fx.Graph, group: str) -> dict[str, list[str]]:
 def is_bucketed_by_torch(node: fx.Node) -> bool:
     """Whether the node is one of those that torch's (and torchtitan's) buckets are packed with."""
     return str(getattr(node.target, "namespace", "")) == "bucketing"
-
-
-def value_like(like: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-    """A contiguous value of another shape for ``meta["val"]``; for a fake one without the mode's dispatch."""
-    if not isinstance(like, FakeTensor):
-        return like.new_empty(shape)
-    return faked(torch.empty(shape, dtype=like.dtype, device="meta"), like)
 
 
 def values_of_split(whole: torch.Tensor, sizes: list[int], dim: int) -> list[torch.Tensor]:

@@ -27,7 +27,7 @@ import pickle
 import re
 import sys
 import warnings
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable
 from types import ModuleType
 from typing import Any
 
@@ -192,43 +192,30 @@ def forget_groups(ended: Collection[dist.ProcessGroup]) -> None:
     gone = {id(group) for group in ended if sys.getrefcount(group) > 3}
     if not gone:
         return
-
-    for name, value in _variables_with(gone):
-        if value is ended:
-            continue
-        if type(value) is dict:
-            for key in [key for key, held in value.items() if id(key) in gone or id(held) in gone]:
-                del value[key]
-        elif type(value) is list:
-            value[:] = [held for held in value if id(held) not in gone]
-        elif type(value) is set:
-            value -= {held for held in value if id(held) in gone}
-        else:
-            warnings.warn(
-                f"{name} still holds a process group of a world that has ended: what a later test "
-                "traces with it names a group that is gone. Set it anew where the world ends, in a fixture",
-                stacklevel=2,
-            )
-
-
-def _variables_with(ids: set[int]) -> Iterator[tuple[str, Any]]:
-    """Variables of modules outside torch that are an object with one of these ids, or a table that holds one.
-
-    Modules hold a hundred thousand objects, and every test in a fake world ends here: tables are searched by ``map``.
-    """
     for module in list(sys.modules.values()):
-        name = getattr(module, "__name__", "")
-        if name.partition(".")[0] == "torch" or not isinstance(module, ModuleType):
+        home = getattr(module, "__name__", "")
+        if home.partition(".")[0] == "torch" or not isinstance(module, ModuleType):
             continue
-        for variable, value in list(vars(module).items()):
-            if type(value) is dict:
-                held = variable != "__builtins__" and not ids.isdisjoint(map(id, (*value, *value.values())))
-            elif type(value) in (list, set, tuple):
-                held = not ids.isdisjoint(map(id, value))
+        for name, value in list(vars(module).items()):
+            # modules hold a hundred thousand objects, and every fake world ends here: tables are searched by `map`
+            kind = type(value)
+            is_table = kind in (list, set, tuple) or (kind is dict and name != "__builtins__")
+            held = (*value, *value.values()) if is_table and kind is dict else value if is_table else (value,)
+            if value is ended or gone.isdisjoint(map(id, held)):
+                continue
+            if kind is dict:
+                for key in [key for key, each in value.items() if id(key) in gone or id(each) in gone]:
+                    del value[key]
+            elif kind is list:
+                value[:] = [each for each in value if id(each) not in gone]
+            elif kind is set:
+                value -= {each for each in value if id(each) in gone}
             else:
-                held = id(value) in ids
-            if held:
-                yield f"{name}.{variable}", value
+                warnings.warn(
+                    f"{home}.{name} still holds a process group of a world that has ended: what a later test "
+                    "traces with it names a group that is gone. Set it anew where the world ends, in a fixture",
+                    stacklevel=2,
+                )
 
 
 def forget_meshes() -> None:

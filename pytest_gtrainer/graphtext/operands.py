@@ -18,12 +18,11 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from pytest_gtrainer._torch.graph_text import (
     append_node,
     backed_symbol,
-    fake_tensor,
     functions,
     symbolic,
     unbacked_symbol,
 )
-from pytest_gtrainer._torch.values import FakeTensorMode
+from pytest_gtrainer._torch.values import FakeTensor, FakeTensorMode
 from pytest_gtrainer.graphtext.header import nearest
 from pytest_gtrainer.graphtext.literals import CONSTANTS, DTYPE_OF, PLAIN, bytes_of
 from pytest_gtrainer.graphtext.operators import UnknownOperator, operator_named
@@ -200,7 +199,7 @@ class Sizes:
         dtype, shape, strides = self._layout(node, place)
         try:
             if all(type(number) is int for number in shape + strides):
-                return fake_tensor(self.mode, shape, strides, dtype, device)
+                return FakeTensor(self.mode, torch.empty_strided(shape, strides, dtype=dtype, device="meta"), device)
             with self.mode:
                 return torch.empty_strided(shape, strides, dtype=dtype, device=device)
         except (RuntimeError, TypeError, ValueError, OverflowError, AttributeError, AssertionError) as error:

@@ -23,17 +23,15 @@ from torch import fx
 
 from pytest_gtrainer._torch.graph_text import (
     FUNCTIONS_OF_DYNAMO,
+    PLAIN_FUNCTIONS,
     ResolvedGroup,
-    groups_with_ranks,
     higher_order_operators,
     named_groups,
     operator_names,
     operator_overload,
-    overload,
-    plain_functions,
     resolve_group,
 )
-from pytest_gtrainer._torch.values import HigherOrderOperator, OpOverload
+from pytest_gtrainer._torch.values import HigherOrderOperator, OpOverload, schema
 from pytest_gtrainer.graph.collectives import group_of, hides, launches
 from pytest_gtrainer.graphtext.header import nearest
 from pytest_gtrainer.graphtext.sections import spell
@@ -74,14 +72,15 @@ def operator_of(node: fx.Node) -> Operator:
 def function_of(target: Callable[..., Any]) -> Operator:
     """The operator that a ``call_function`` calls."""
     if isinstance(target, OpOverload):
-        schema = overload(target)
-        parts = [schema.namespace, schema.name, schema.overload]
-        places = [place for place, name in enumerate(schema.arguments) if name in ("group_name", "process_group")]
+        told = schema(target)
+        namespace, _, name = told.name.partition("::")
+        names = enumerate(argument.name for argument in told.arguments)
+        places = [place for place, argument in names if argument in ("group_name", "process_group")]
         return Operator(
-            ".".join(word(part) for part in parts if part),
-            schema.name,
+            ".".join(word(part) for part in (namespace, name, told.overload_name) if part),
+            name,
             frozenset([*places, "group_name"] if places else ()),
-            floats=schema.namespace in _FLOATING,
+            floats=namespace in _FLOATING,
             launches=launches(target),
         )
     if isinstance(target, HigherOrderOperator):
@@ -195,7 +194,7 @@ def _torch_function(name: str) -> Callable[..., Any] | None:
     home, _, last = name.rpartition(".")
     if home != "torch.nn.functional" and (f"aten.{last}" in FORBIDDEN or not is_operator(last)):
         return None
-    found = getattr(plain_functions(home), last, None)
+    found = getattr(PLAIN_FUNCTIONS.get(home), last, None)
     return found if callable(found) and function_of(found).text == name else None
 
 
@@ -346,7 +345,8 @@ def groups_of_ranks(
         if ranks not in groups:
             symbol = known.get(ranks)
             if symbol is None:  # as the mesh that made a group of these ranks called it, else as any other
-                found = sorted(groups_with_ranks(ranks), key=lambda group: (not _is_of_mesh(group), group.description))
+                alike = [group for group in named_groups().values() if group.ranks == ranks]
+                found = sorted(alike, key=lambda group: (not _is_of_mesh(group), group.description))
                 symbol = _unused(_role(found[0] if found else ResolvedGroup(ranks, ""), mesh), taken)
             groups[ranks] = Group(symbol, ranks)
     return groups

@@ -19,7 +19,7 @@ import sympy  # type: ignore[import-untyped]
 import torch
 from torch import fx
 
-from pytest_gtrainer._torch.graph_text import expression, hint, is_unbacked
+from pytest_gtrainer._torch.graph_text import SYMBOLIC, expression, hint, is_unbacked
 from pytest_gtrainer.graph.dtypes import spell_dtype
 from pytest_gtrainer.graphtext.literals import other_constant, spell_literal, tensor_content
 from pytest_gtrainer.graphtext.operators import groups_of, operator_of, word
@@ -58,7 +58,6 @@ def _kind(symbol: sympy.Symbol) -> str:
     return found[0] if found else "s"
 
 
-_SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 _NUMBERS = {
     torch.SymInt: "int", torch.SymFloat: "float", torch.SymBool: "bool", bool: "bool", int: "int", float: "float"
 }  # fmt: skip
@@ -166,7 +165,7 @@ class Speller:
         known = spell_literal(value)
         if known is not None:
             return known
-        if isinstance(value, _SYMBOLIC):
+        if isinstance(value, SYMBOLIC):
             return f"sym({self.size(value)})"
         if isinstance(value, torch.Tensor):
             return f"const({self.type_of(value)}, {tensor_content(value)})"
@@ -193,7 +192,7 @@ class Speller:
 
     def size(self, value: Any) -> str:
         """A number, symbolic or not: an extent, a stride, the value of a scalar."""
-        if isinstance(value, _SYMBOLIC):
+        if isinstance(value, SYMBOLIC):
             return self._expression(expression(value), value, self._key.layer)
         return repr(value)
 

@@ -33,7 +33,7 @@ from pytest_gtrainer._torch.graph_modules import compiled, copied_lazily
 from pytest_gtrainer._torch.values import OpOverload, pytree, schema
 from pytest_gtrainer.facts import Watcher
 from pytest_gtrainer.graph.collectives import launches
-from pytest_gtrainer.graph.nodes import BACKWARD, direction, node_fqn
+from pytest_gtrainer.graph.nodes import BACKWARD, direction, node_fqn, reached
 from pytest_gtrainer.numerics.bits import NoBytes
 from pytest_gtrainer.numerics.compare import compare_entries, difference_of
 from pytest_gtrainer.numerics.determinism import GeneratorStates, random_states_kept
@@ -341,14 +341,8 @@ def _has_value(node: fx.Node) -> bool:
 
 def _made(node: fx.Node, new: set[fx.Node], order: Sequence[fx.Node]) -> tuple[str, ...]:
     """The new nodes from which ``node`` is computed by way of new nodes alone."""
-    reached: set[fx.Node] = set()
-    stack = [node]
-    while stack:
-        for parent in stack.pop().all_input_nodes:
-            if parent in new and parent not in reached:
-                reached.add(parent)
-                stack.append(parent)
-    return tuple(_words(each) for each in order if each in reached)
+    made = reached(node, lambda one: new.intersection(one.all_input_nodes))
+    return tuple(_words(each) for each in order if each in made)
 
 
 def _words(node: fx.Node) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from types import EllipsisType
 
 import torch
@@ -12,6 +13,7 @@ from torch import fx
 from pytest_gtrainer.checks.arguments import OperatorPattern
 from pytest_gtrainer.checks.subject import CheckError, Predicate, Subject, is_called, is_within
 from pytest_gtrainer.graph.dtypes import spell_dtype
+from pytest_gtrainer.graph.nodes import reached
 from pytest_gtrainer.graphtext.scopes import users_of
 
 Extent = int | None | EllipsisType
@@ -103,14 +105,8 @@ class ComesFrom(Predicate):
         subject.check_name(self.name)
 
     def difference(self, node: fx.Node, subject: Subject) -> str | None:
-        todo, seen = [node], {node}
-        while todo:
-            for source in todo.pop().all_input_nodes:
-                if subject.is_named(source, self.name):
-                    return None
-                if source not in seen:
-                    seen.add(source)
-                    todo.append(source)
+        if any(subject.is_named(source, self.name) for source in reached(node, attrgetter("all_input_nodes"))):
+            return None
         return f"{self.name} is not among its ancestors"
 
     def names(self) -> Iterable[str]:

@@ -76,8 +76,12 @@ class FsdpCollective:
 
     @property
     def all_reduce(self) -> tuple[fx.Node, fx.Node] | None:
-        """Of a gradient that replicas reduce after its reduce-scatter: that collective and its wait (D16)."""
-        return all_reduce_behind(self.wait)
+        """Of a gradient that replicas alone reduce after its reduce-scatter: that collective and its wait (D16)."""
+        users = list(self.wait.users)
+        if len(users) != 1 or users[0].target is not ALL_REDUCE:
+            return None
+        second = only_wait(users[0])
+        return None if second is None else (users[0], second)
 
     @property
     def signature(self) -> tuple[Any, ...]:
@@ -199,15 +203,6 @@ def wait_of(launch: fx.Node) -> fx.Node:
     raise PlanError(
         f"nothing waits for the collective {launch} of {node_fqn(launch) or 'the root'}: the graph is not whole"
     )
-
-
-def all_reduce_behind(wait: fx.Node) -> tuple[fx.Node, fx.Node] | None:
-    """The all-reduce of a collective's result, and its wait; None if the result goes elsewhere, too."""
-    users = list(wait.users)
-    if len(users) != 1 or users[0].target is not ALL_REDUCE:
-        return None
-    second = only_wait(users[0])
-    return None if second is None else (users[0], second)
 
 
 def _chain_to_input(launch: fx.Node) -> tuple[fx.Node, tuple[fx.Node, ...]] | None:

@@ -26,7 +26,7 @@ from torch import fx, nn
 
 from pytest_gtrainer._torch.foreign_graphs import ExportedProgram, Input, described_input, described_output, source_of
 from pytest_gtrainer._torch.values import OpOverload, OpOverloadPacket, schema
-from pytest_gtrainer.graph.nodes import BACKWARD, direction, is_view, node_fqn, short_name
+from pytest_gtrainer.graph.nodes import BACKWARD, direction, held, is_view, node_fqn, short_name
 from pytest_gtrainer.graph.paths import joined, parts_of
 
 AnyGraph: TypeAlias = fx.GraphModule | fx.Graph | ExportedProgram
@@ -109,7 +109,14 @@ def adopted(graph: AnyGraph, names: Names | None = None) -> fx.GraphModule:
         TypeError: this is no graph.
     """
     if isinstance(graph, ExportedProgram):
-        return _Adoption(graph.graph_module, _of_signature(graph)).run()
+        signature = graph.graph_signature
+        kinds = {
+            "parameter": signature.inputs_to_parameters,
+            "buffer": {**signature.inputs_to_buffers, **signature.inputs_to_lifted_tensor_constants},
+        }
+        told = {name: GivenName("input", name) for name in signature.user_inputs if isinstance(name, str)}
+        told |= {name: GivenName(kind, fqn) for kind, fqns in kinds.items() for name, fqn in fqns.items()}
+        return _Adoption(graph.graph_module, told).run()
     if isinstance(graph, fx.Graph):
         graph = fx.GraphModule(graph.owning_module or nn.Module(), graph)
     elif not isinstance(graph, fx.GraphModule):
@@ -196,14 +203,10 @@ def inputs_of(dynamo: fx.GraphModule, keeps_roots: bool) -> list[GivenName]:
     return found
 
 
-def _of_signature(program: ExportedProgram) -> dict[str, GivenName]:
-    signature = program.graph_signature
-    return {
-        **{name: GivenName("input", name) for name in signature.user_inputs if isinstance(name, str)},
-        **{name: GivenName("parameter", fqn) for name, fqn in signature.inputs_to_parameters.items()},
-        **{name: GivenName("buffer", fqn) for name, fqn in signature.inputs_to_buffers.items()},
-        **{name: GivenName("buffer", fqn) for name, fqn in signature.inputs_to_lifted_tensor_constants.items()},
-    }
+def _leaves(argument: Any) -> list[Any]:
+    found: list[Any] = []
+    fx.node.map_aggregate(argument, found.append)
+    return found
 
 
 def _value_of(node: fx.Node) -> Any:
@@ -244,7 +247,7 @@ class _Adoption:
                 calls.setdefault(str(holder.target), []).append((holder, call))
         made = {}
         for name, users in calls.items():
-            body, is_backward = _attribute(self.gm, name), all(direction(call) == BACKWARD for _, call in users)
+            body, is_backward = held(self.gm, name), all(direction(call) == BACKWARD for _, call in users)
             given = _agreed([self._given_to(body, *user) for user in users])
             made[name] = _Adoption(body, given, self.keeps_roots, is_backward).run()
         return made
@@ -275,7 +278,7 @@ class _Adoption:
 
     def _is_graph(self, operand: Any) -> bool:
         is_held = isinstance(operand, fx.Node) and operand.op == "get_attr"
-        return is_held and isinstance(_attribute(self.gm, str(operand.target)), fx.GraphModule)
+        return is_held and isinstance(held(self.gm, str(operand.target)), fx.GraphModule)
 
     def _mark(self, node: fx.Node, copied: fx.Node) -> None:
         meta = copied.meta
@@ -406,12 +409,6 @@ def _use(value: fx.Node, user: fx.Node | None) -> str:
     return ".".join(filter(None, (node_fqn(user), f"{short_name(user)}_{at}")))
 
 
-def _leaves(argument: Any) -> list[Any]:
-    found: list[Any] = []
-    fx.node.map_aggregate(argument, found.append)
-    return found
-
-
 _CAST = torch.ops.aten._to_copy.default
 _OF_A_SCORE = ("score", "b", "h", "q_idx", "kv_idx")  # inputs of flex attention's functions; a mask has no score
 _CARRYING = {
@@ -440,13 +437,6 @@ def _agreed(calls: Sequence[Mapping[str, GivenName]]) -> dict[str, GivenName]:
         if common and len({*kinds}) == 1:
             agreed[name] = GivenName(kinds[0], ".".join(common[::-1]))
     return agreed
-
-
-def _attribute(gm: fx.GraphModule, path: str) -> Any:
-    found: Any = gm
-    for step in path.split("."):
-        found = getattr(found, step, None)
-    return found
 
 
 def sorted_nodes(nodes: Iterable[fx.Node]) -> list[fx.Node]:

@@ -13,10 +13,10 @@ and unpacks in another is found by bits.
 from __future__ import annotations
 
 import itertools
+import operator
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from operator import getitem
 
 import torch
 from torch import fx
@@ -40,13 +40,11 @@ from pytest_gtrainer.graph.collectives import (
     wait_of,
 )
 from pytest_gtrainer.graph.foreign import AnyGraph, adopted
-from pytest_gtrainer.graph.nodes import BACKWARD, direction, node_fqn
-from pytest_gtrainer.graph.packing import Arrival, Part, State, Unread, arrivals, computes, packed, reduces
+from pytest_gtrainer.graph.nodes import BACKWARD, direction, node_fqn, reached
+from pytest_gtrainer.graph.packing import Arrival, State, Unread, arrivals, computes, packed, reduces
 
 ALL_GATHER_NAME, REDUCE_SCATTER_NAME, ALL_REDUCE_NAME = "all_gather", "reduce_scatter", "all_reduce"
 KINDS = (ALL_GATHER_NAME, REDUCE_SCATTER_NAME, ALL_REDUCE_NAME)
-
-
 # a failure names enough to see what happened, not every parameter of 126 layers
 _MOST_LINES, _MOST_MOVED = 24, 3
 
@@ -162,8 +160,11 @@ class _Reader:
             for state in sent:
                 if isinstance(state, Unread) and names:
                     raise _unread(node, "gathers", names, state.node)
-                if isinstance(state, tuple) and (slots := self._slots_of(state, node)):
-                    yield self._payload(ALL_GATHER_NAME, node, slots)
+                parts = state if isinstance(state, tuple) else ()
+                placed = zip(parts, itertools.accumulate((part.nbytes for part in parts), initial=0), strict=False)
+                slots = [Slot(self._name(part.source, node), at, part.nbytes) for part, at in placed if part.source]
+                if slots:
+                    yield self._payload(ALL_GATHER_NAME, node, tuple(slots))
         elif kind in (REDUCE_SCATTER_NAME, ALL_REDUCE_NAME) and is_read:
             yield from self._reductions(kind, node)
         elif names:
@@ -210,19 +211,13 @@ class _Reader:
             return str(source.target)
         return input_name(source, self._inputs[source], _module_of(launch))
 
-    def _slots_of(self, parts: tuple[Part, ...], launch: fx.Node) -> tuple[Slot, ...]:
-        offsets = itertools.accumulate((part.nbytes for part in parts), initial=0)
-        return tuple(
-            Slot(self._name(part.source, launch), offset, part.nbytes)
-            for part, offset in zip(parts, offsets, strict=False)
-            if part.source is not None
-        )
-
     def _reductions(self, kind: str, launch: fx.Node) -> Iterable[Payload]:
         """Follow the results to the outputs: order and widths come from the splits on the way."""
         results = [launch]
         if isinstance(launch.meta.get("val"), list | tuple):
-            results = sorted((user for user in launch.users if user.target is getitem), key=lambda item: item.args[1])
+            results = sorted(
+                (user for user in launch.users if user.target is operator.getitem), key=lambda item: item.args[1]
+            )
         for result in results:
             found: dict[tuple[int, int], list[Arrival]] = {}
             for arrival in arrivals(result, self._outputs):
@@ -280,14 +275,13 @@ class _Reader:
 
 def _unread(launch: fx.Node, verb: str, names: list[str], at: fx.Node) -> UnreadLayout:
     more = f" and {len(names) - _MOST_MOVED} more" if len(names) > _MOST_MOVED else ""
-    operator = getattr(at.target, "name", lambda: at.target)()
-    why = f"at node {at.name} ({operator}) their order is lost"
+    target = getattr(at.target, "name", lambda: at.target)()
+    why = f"at node {at.name} ({target}) their order is lost"
     if at is launch:
-        why = f"{operator} is no collective that a layout knows"
-    told = ", ".join(names[:_MOST_MOVED]) + more
+        why = f"{target} is no collective that a layout knows"
     return UnreadLayout(
-        f"the collective {launch.name} {verb} {told}, and who sits where cannot be read: "
-        f"{why}. Pack by cat, copies, views and torch's own bucketing operators around functional collectives, "
+        f"the collective {launch.name} {verb} {', '.join(names[:_MOST_MOVED])}{more}, and who sits where cannot be "
+        f"read: {why}. Pack by cat, copies, views and torch's own bucketing operators around functional collectives, "
         "or compare bits"
     )
 
@@ -307,26 +301,22 @@ def is_parameter(node: fx.Node) -> bool:
 
 
 def _inputs_above(node: fx.Node) -> list[fx.Node]:
-    todo, seen = [node], {node}
-    while todo:
-        for operand in todo.pop().all_input_nodes:
-            if operand not in seen:
-                seen.add(operand)
-                todo.append(operand)
-    return sorted(one for one in seen if one.op == "placeholder" and is_parameter(one))
+    above = {node, *reached(node, operator.attrgetter("all_input_nodes"))}
+    return sorted(one for one in above if one.op == "placeholder" and is_parameter(one))
 
 
 def _ranks_of(launch: fx.Node) -> tuple[int, ...]:
     """Of the group in this process; of a graph parsed where there is none, as its text says."""
-    name, owner = group_of(launch), launch.graph.owning_module
-    if name is None:
+    if (name := group_of(launch)) is None:
         if (given := ranks_given(launch)) is None:
             raise UnreadLayout(f"the collective {launch.name} ({launch.target}) names no process group")
         return given
-    told: Mapping[str, tuple[int, ...] | None] = {} if owner is None else owner.meta.get("gt_groups", {})
     try:
         return group_ranks(name)
     except ValueError:
+        told: Mapping[str, tuple[int, ...] | None] = getattr(launch.graph.owning_module, "meta", {}).get(
+            "gt_groups", {}
+        )
         if (ranks := told.get(name)) is None:
             raise
         return ranks

@@ -55,6 +55,19 @@ TRACE_LOG = logging.getLogger("torch.__trace")
 CompileFx = Callable[..., Any]
 
 
+class Watching(CustomGraphPass):
+    """A pass of Inductor that changes nothing: ``see`` is shown each graph."""
+
+    def __init__(self, name: str, see: Callable[[fx.GraphModule], None]) -> None:
+        self.name, self.see = name, see
+
+    def __call__(self, graph: fx.Graph) -> None:
+        self.see(graph.owning_module)
+
+    def uuid(self) -> str:
+        return self.name
+
+
 def current_compile_id() -> str:
     """Dynamo's id of the compilation that runs now; "-" where Inductor is called without Dynamo."""
     return str(CompileContext.current_compile_id() or "-")

@@ -22,7 +22,6 @@ from typing import Any
 from torch import Tensor, fx
 
 from pytest_gtrainer._torch import compiling as private
-from pytest_gtrainer._torch.compiling import CustomGraphPass
 from pytest_gtrainer.compiling.record import CompiledGraph, CompileRecord, GraphBreak, RecordedPass
 from pytest_gtrainer.graph.foreign import adopted
 
@@ -57,8 +56,7 @@ class _Work:
         return self.copy
 
     def keep(self, stage: str) -> None:
-        found = self.snapshot()
-        if found is not None:
+        if (found := self.snapshot()) is not None:
             place = f"{self.compiled.place}." if self.compiled.place else ""
             found.meta.setdefault("gt_stage", f"{place}{stage}")
             self.compiled.stages[stage] = found
@@ -73,19 +71,6 @@ def _copied(gm: fx.GraphModule, compiled: CompiledGraph, stage: str) -> fx.Graph
             if node.op != "placeholder":
                 node.meta["autograd_backward"] = stage == "backward"
     return copy
-
-
-class _JointGraph(CustomGraphPass):
-    """Stands before all passes of the joint graph, and changes nothing."""
-
-    def __init__(self, began: Callable[[fx.GraphModule], None]) -> None:
-        self.began = began
-
-    def __call__(self, graph: fx.Graph) -> None:
-        self.began(graph.owning_module)
-
-    def uuid(self) -> str:
-        return "gtrainer-joint-graph"
 
 
 class _Recorder(logging.Handler):
@@ -122,7 +107,9 @@ class _Recorder(logging.Handler):
             compiled = next(told, None) or self._added(now)
             with self._working(compiled, "pre_grad", gm) as work:
                 work.keep("dynamo")
-                patches = private.with_first_joint_pass(config_patches, _JointGraph(self._joint_began))
+                patches = private.with_first_joint_pass(
+                    config_patches, private.Watching("gtrainer-joint-graph", self._joint_began)
+                )
                 return compile_fx(gm, example_inputs, self._inner(compiled, inner_compile), patches, **rest)
 
         return recorded
@@ -226,12 +213,9 @@ class _Recorder(logging.Handler):
             work.begun.append((slot, work.snapshot()))
             return
         slot, before = work.begun.pop()
-        own = private.own_passes(slot)
+        own, after = private.own_passes(slot), work.snapshot()
         place = work.order[slot] = work.order.get(slot, -1) + 1
-        if slot == "joint_custom_pre_pass" and place == 0:
-            return  # ours
-        after = work.snapshot()
-        if after is None:
+        if after is None or (slot == "joint_custom_pre_pass" and place == 0):  # ours
             return
         title = slot if place >= len(own) else getattr(own[place], "__name__", type(own[place]).__name__)
         work.compiled.passes.append(RecordedPass(title, slot, work.stage, before or after, after, work.compiled))
@@ -282,27 +266,19 @@ def gt_compile(*, lower: bool = False, caches: bool = False) -> Iterator[Compile
         ):
             yield record
     except Exception as error:
-        if (told := _note(error)) is not None:
-            error.add_note(told)
+        if (operator := _NO_FAKE_KERNEL.search(str(error))) is not None:
+            error.add_note(
+                f"gt_compile: {operator[1]} has no fake kernel, without which it is in no graph: register one with "
+                f'torch.library.register_fake("{operator[1]}")'
+            )
+        elif isinstance(error, private.Unsupported):
+            error.add_note(
+                "gt_compile: fullgraph=True ends at the first graph break; without it record.breaks tells all of "
+                "them, each with its reason and line"
+            )
         raise
     finally:
         recorder.is_open = False
         _open.release()
     if recorder.fault is not None:
         raise recorder.fault
-
-
-def _note(error: BaseException) -> str | None:
-    """What a user may want to know of an error that ends the block."""
-    if (operator := _NO_FAKE_KERNEL.search(str(error))) is not None:
-        name = operator[1]
-        return (
-            f"gt_compile: {name} has no fake kernel, without which it is in no graph: register one with "
-            f'torch.library.register_fake("{name}")'
-        )
-    if isinstance(error, private.Unsupported):
-        return (
-            "gt_compile: fullgraph=True ends at the first graph break; without it record.breaks tells all of them, "
-            "each with its reason and line"
-        )
-    return None

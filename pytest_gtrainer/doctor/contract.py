@@ -6,6 +6,7 @@ import ast
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 MODULE = ""
 """The user of what runs while the topic is imported: without it the topic does not import."""
@@ -33,8 +34,7 @@ class Need:
         return self.path if self.attribute is None else f"{self.path.replace(':', '.')}.{self.attribute}"
 
 
-@dataclass(frozen=True, slots=True)
-class CalledOnUs:
+class CalledOnUs(NamedTuple):
     """A method of ours that a function of the host calls: ``caller`` and ``ours`` are ``module:name``."""
 
     ours: str
@@ -72,17 +72,12 @@ def read_topic(file: Path, module: str, hosts: tuple[str, ...]) -> Topic:
         hosts: the packages whose names are meant, ``("torch",)``.
     """
     tree = ast.parse(file.read_text())
-    tables = dict(_assignments(tree))
-    attributes, called_on_us = (
-        ast.literal_eval(tables[name]) if name in tables else {} for name in ("ATTRIBUTES", "CALLED_ON_US")
-    )
-    reader = _Reader(hosts, attributes)
-    reader.bind(tree)
-    reader.visit(tree)
-    reader.spread(tree)
+    tables = {name: value for name, value in _assignments(tree) if name in ("ATTRIBUTES", "CALLED_ON_US")}
+    tables = {name: ast.literal_eval(value) for name, value in tables.items()}
+    reader = _Reader(hosts, tables.get("ATTRIBUTES", {}), tree)
     called = [
         CalledOnUs(ours, method, caller)
-        for ours, callers in called_on_us.items()
+        for ours, callers in tables.get("CALLED_ON_US", {}).items()
         for caller, methods in callers.items()
         for method in methods
     ]
@@ -125,7 +120,7 @@ def imported_names(node: ast.Import | ast.ImportFrom) -> Iterator[tuple[str, str
 class _Reader(ast.NodeVisitor):
     """Walks the source of a topic and gathers what it needs of the hosts."""
 
-    def __init__(self, hosts: tuple[str, ...], attributes: dict[str, tuple[str, ...]]) -> None:
+    def __init__(self, hosts: tuple[str, ...], attributes: dict[str, tuple[str, ...]], tree: ast.Module) -> None:
         self._hosts = hosts
         self.needs: dict[tuple[str, str | None], Need] = {}
         self.owners: dict[str, list[str]] = {}  # classes, by attribute
@@ -136,19 +131,15 @@ class _Reader(ast.NodeVisitor):
         self._bound: dict[str, str] = {}
         self._user = MODULE
         self._optional = False
-
-    def bind(self, tree: ast.Module) -> None:
-        """Remember what the names of the file stand for, wherever they are bound."""
-        for node in ast.walk(tree):
+        for node in ast.walk(tree):  # what the names of the file stand for, wherever they are bound
             if isinstance(node, ast.Import | ast.ImportFrom):
                 self._bound |= {bound: path for bound, path, _ in imported_names(node) if self._is_host(path)}
         for name, value in _assignments(tree):
             path = self._path(value)
             if path is not None and name not in self._bound:
                 self._bound[name] = path
-
-    def spread(self, tree: ast.Module) -> None:
-        """A function that calls another one of the file uses what that one uses."""
+        self.visit(tree)
+        # a function that calls another one of the file uses what that one uses
         names = {
             node.name: {inner.id for inner in ast.walk(node) if isinstance(inner, ast.Name)}
             for node in tree.body

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import importlib
 import inspect
 import re
@@ -100,14 +101,11 @@ def diagnose(need: Need) -> Diagnosis:
         signature = inspect.signature(found) if need.calls and callable(found) else None
     except (TypeError, ValueError):  # functions of C++ do not tell
         signature = None
-    for call in need.calls:
-        refusal = signature and objection(call, signature, bound=bound)
-        if refusal:
-            return told(f"changed: {refusal}")
-    return told("")
+    refusals = (signature and objection(call, signature, bound=bound) for call in need.calls)
+    return told(next((f"changed: {refusal}" for refusal in refusals if refusal), ""))
 
 
-def objection(call: ast.Call, signature: inspect.Signature, *, bound: bool = True) -> str | None:
+def objection(call: ast.Call, signature: inspect.Signature, *, bound: bool) -> str | None:
     """Why a function of that signature refuses the arguments of a call, None if it does not.
 
     Args:
@@ -137,10 +135,9 @@ def _has(owner: Any, name: str) -> bool:
 
 
 def _source(thing: Any) -> str:
-    try:
+    with contextlib.suppress(OSError, TypeError):  # written in C++
         return textwrap.dedent(inspect.getsource(inspect.unwrap(thing)))
-    except (OSError, TypeError):  # written in C++
-        return ""
+    return ""
 
 
 # --- what is called on us ------------------------------------------------------------------------
@@ -171,10 +168,8 @@ def diagnose_call(entry: CalledOnUs) -> Diagnosis:
     ours = _own_signature(entry)
     if ours is None:
         return told(f"changed: {class_name} has no {entry.method} of its own")
-    for node in sorted(found, key=lambda node: node.lineno):
-        if refusal := objection(node, ours, bound=False):
-            return told(f"changed: torch's call does not fit ours: {refusal}")
-    return told("")
+    refusals = (objection(node, ours, bound=False) for node in sorted(found, key=lambda node: node.lineno))
+    return told(next((f"changed: torch's call does not fit ours: {refusal}" for refusal in refusals if refusal), ""))
 
 
 def _own_signature(entry: CalledOnUs) -> inspect.Signature | None:

@@ -109,12 +109,7 @@ def reduce_ops(group: Any, dtype: torch.dtype, device_type: str) -> tuple[str, s
     """
     _, scatters, replicas = groups_of(group)
     _, _, *ops = _get_gradient_divide_factors(
-        scatters,
-        replicas,
-        dtype,
-        device_type,
-        group.gradient_divide_factor,
-        group.force_sum_reduction_for_comms,
+        scatters, replicas, dtype, device_type, group.gradient_divide_factor, group.force_sum_reduction_for_comms
     )
     scatter, reduce = (str(spell_reduction(op)) for op in ops)
     return scatter, reduce

@@ -61,11 +61,7 @@ def check_graph(gm: AnyGraph, *, before: AnyGraph | None = None, mesh: Mapping[s
 
 
 def assert_graph(
-    gm: AnyGraph,
-    checks: str,
-    *,
-    before: AnyGraph | None = None,
-    mesh: Mapping[str, int] | None = None,
+    gm: AnyGraph, checks: str, *, before: AnyGraph | None = None, mesh: Mapping[str, int] | None = None
 ) -> None:
     """Check a graph by a text, a check a line; empty lines and lines that begin with ``#`` say nothing::
 

@@ -259,11 +259,7 @@ def gt_compile(*, lower: bool = False, caches: bool = False) -> Iterator[Compile
     record = CompileRecord()
     recorder = _Recorder(record, lower=lower)
     try:
-        with (
-            private.fresh(caches=caches),
-            private.instead_of_compile_fx(recorder.around),
-            private.heard_by(recorder),
-        ):
+        with private.fresh(caches=caches), private.instead_of_compile_fx(recorder.around), private.heard_by(recorder):
             yield record
     except Exception as error:
         if (operator := _NO_FAKE_KERNEL.search(str(error))) is not None:

@@ -72,8 +72,8 @@ def read_topic(file: Path, module: str, hosts: tuple[str, ...]) -> Topic:
         hosts: the packages whose names are meant, ``("torch",)``.
     """
     tree = ast.parse(file.read_text())
-    tables = {name: value for name, value in _assignments(tree) if name in ("ATTRIBUTES", "CALLED_ON_US")}
-    tables = {name: ast.literal_eval(value) for name, value in tables.items()}
+    named = ((name, value) for name, value in _assignments(tree) if name in ("ATTRIBUTES", "CALLED_ON_US"))
+    tables = {name: ast.literal_eval(value) for name, value in named}
     reader = _Reader(hosts, tables.get("ATTRIBUTES", {}), tree)
     called = [
         CalledOnUs(ours, method, caller)
@@ -140,7 +140,7 @@ class _Reader(ast.NodeVisitor):
                 self._bound[name] = path
         self.visit(tree)
         # a function that calls another one of the file uses what that one uses
-        names = {
+        uses = {
             node.name: {inner.id for inner in ast.walk(node) if isinstance(inner, ast.Name)}
             for node in tree.body
             if isinstance(node, ast.FunctionDef | ast.ClassDef)
@@ -149,7 +149,7 @@ class _Reader(ast.NodeVisitor):
             before = -1
             while before != len(need.users):
                 before = len(need.users)
-                need.users |= {name for name, inner in names.items() if inner & (need.users - {MODULE})}
+                need.users |= {name for name, inner in uses.items() if inner & (need.users - {MODULE})}
 
     def _is_host(self, path: str) -> bool:
         return path.partition(".")[0] in self._hosts

@@ -411,11 +411,7 @@ def _use(value: fx.Node, user: fx.Node | None) -> str:
 
 _CAST = torch.ops.aten._to_copy.default
 _OF_A_SCORE = ("score", "b", "h", "q_idx", "kv_idx")  # inputs of flex attention's functions; a mask has no score
-_CARRYING = {
-    "while_loop": ("carried",),
-    "scan": ("carried", "each"),
-    "map_impl": ("each",),
-}
+_CARRYING = {"while_loop": ("carried",), "scan": ("carried", "each"), "map_impl": ("each",)}
 """What loops give to their graphs, another value each time; behind it they give what stays."""
 
 

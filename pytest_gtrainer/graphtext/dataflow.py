@@ -318,8 +318,7 @@ class _Resolver:
         typed = [self._symbol(symbol, layer) for symbol in symbols]
         operands = (*typed, *self._operands(arguments, layer, find))
         sources = tuple([known for known in operands if isinstance(known, int) and known >= 0])
-        if "(" in tags:
-            tags = _absolute_tags(tags, layer)
+        tags = _PATH_OF_TAG.sub(lambda tag: tag["tag"] + absolute(tag["path"], layer) if tag["tag"] else tag[0], tags)
         self._names[scope][name] = len(self._made.values)
         self._made.values.append(Value(scope, name, operator, kind, arguments.text, operands, sources, tags, number))
 
@@ -346,22 +345,10 @@ class _Resolver:
 
     def _result(self, number: int, text: str, layer: Layer | None, find: _Find) -> None:
         """``L.w = bwd.L.view``, ``yield loss``, ``yield from {'a': fwd.x}``."""
-        name, _, returned = (
-            ("", "", text.removeprefix("yield ")) if text.startswith("yield ") else text.partition(" = ")
-        )
+        name, _, returned = text.partition(" = ")
+        if text.startswith("yield "):
+            name, returned = "", text.removeprefix("yield ")
         before = "" if name or not returned.startswith("from ") else "from "
         told = template(returned.removeprefix(before))
         operands = tuple(self._operands(told, layer, find))
         self._made.results.append(Result(absolute(name, layer), before + told.text, operands, number))
-
-
-@functools.lru_cache(maxsize=1 << 12)
-def _absolute_tags(tags: str, layer: Layer | None) -> str:
-    """Tags with full names for the paths in them.
-
-    >>> _absolute_tags("must_save | at(L.moe) | custom(stage=1)", Layer("layers", 3))
-    'must_save | at(layers.3.moe) | custom(stage=1)'
-    """
-    return _PATH_OF_TAG.sub(
-        lambda found: found["tag"] + absolute(found["path"], layer) if found["tag"] else found[0], tags
-    )

@@ -50,8 +50,7 @@ def translated(tree: ast.Module) -> list[ast.stmt]:
         raise refuse(others[0], f"this holds several graphs, {first.name} and {others[0].name}: give the text of one")
     types = _types_in_load_args(tree)
     statements = _Dump(first, types).statements
-    told = " ".join([*map(_told, ast.walk(tree)), *types])
-    symbols = sorted(set(_BACKED.findall(told)))
+    symbols = sorted(set(_BACKED.findall(" ".join([*map(_told, ast.walk(tree)), *types]))))
     return [*ast.parse("\n".join(f"{name} = size()" for name in symbols)).body, *statements]
 
 
@@ -135,12 +134,9 @@ class _Dump(ast.NodeTransformer):
             made: Any = ast.parse(f"def {body.name}_graph_0(): pass").body[0]
             made.body = _Dump(body).statements
             head.append(made)
-        sections: dict[str, Sequence[ast.stmt]] = {
-            "A": self._inputs,
-            "fwd": list(self._values.values()),
-            "out": self._results,
-        }
-        made_of = (ast.If(ast.Name(name), list(lines), []) for name, lines in sections.items() if lines)
+        sections: tuple[list[ast.stmt], ...] = (self._inputs, [*self._values.values()], self._results)
+        named = zip(("A", "fwd", "out"), sections, strict=True)
+        made_of = (ast.If(ast.Name(name), lines, []) for name, lines in named if lines)
         self.statements = [ast.fix_missing_locations(ast.copy_location(node, graph)) for node in (*head, *made_of)]
 
     def _input(self, name: str, told: str, at: ast.AST) -> None:

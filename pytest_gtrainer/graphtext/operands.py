@@ -15,13 +15,7 @@ import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from pytest_gtrainer._torch.graph_text import (
-    append_node,
-    backed_symbol,
-    functions,
-    symbolic,
-    unbacked_symbol,
-)
+from pytest_gtrainer._torch.graph_text import append_node, backed_symbol, functions, symbolic, unbacked_symbol
 from pytest_gtrainer._torch.values import FakeTensor, FakeTensorMode
 from pytest_gtrainer.graphtext.header import nearest
 from pytest_gtrainer.graphtext.literals import CONSTANTS, DTYPE_OF, PLAIN, bytes_of

@@ -183,8 +183,7 @@ def operator_named(spelled: str, allow: Iterable[str] = ()) -> Callable[..., Any
     packet, _, overload = rest.partition(".")
     if f"{space}.{packet}" in FORBIDDEN:
         raise UnknownOperator(f"{space}.{packet} touches files: no text may call it")
-    found = operator_overload(space, packet, overload)
-    if found is None:
+    if (found := operator_overload(space, packet, overload)) is None:
         raise UnknownOperator(f"torch has no operator `{name}`{_alternatives(space, packet)}")
     return found
 
@@ -325,13 +324,12 @@ def names_of_groups(told: Mapping[str, tuple[int, ...] | None], given: Mapping[s
     free = {name: group for name, group in named_groups().items() if name not in names.values()}
     for any_name in (False, True):
         for symbol, ranks in told.items():
-            alike = [(name, group) for name, group in free.items() if group.ranks == ranks]
-            fits = (
-                n for n, group in alike if any_name or group.description == _MESH + symbol or symbol == _role(group, {})
-            )
-            if symbol not in names and (name := next(fits, None)) is not None:
-                names[symbol] = name
-                del free[name]
+            for name, group in [*free.items()] if symbol not in names else ():
+                is_named = any_name or group.description == _MESH + symbol or symbol == _role(group, {})
+                if is_named and group.ranks == ranks:
+                    names[symbol] = name
+                    del free[name]
+                    break
     return {symbol: names.get(symbol, symbol) for symbol in told}
 
 

@@ -75,21 +75,15 @@ def parse(
         TextError: the text is not graph text; says line, column and what was expected.
     """
     gm = _parsed(text, constants, groups, allow).module()
-    if is_dump(text) and not any("val" in node.meta for node in gm.graph.nodes if node.op == "call_function"):
-        _propagate(gm)
-    return gm
-
-
-def _propagate(gm: fx.GraphModule) -> None:
-    """Give each node its value on fake tensors; the inputs have theirs."""
     inputs = [node.meta.get("val") for node in gm.graph.find_nodes(op="placeholder")]
     mode = next((value.fake_mode for value in inputs if isinstance(value, FakeTensor)), None)
-    if mode is None:
-        return
-    try:
-        FakeTensorProp(gm, mode).propagate_dont_convert_inputs(*inputs)
-    except Exception as error:
-        raise TextError(f"the file tells types of inputs alone, and no fake tensor passes: {error}", 1) from error
+    is_told = any("val" in node.meta for node in gm.graph.nodes if node.op == "call_function")
+    if is_dump(text) and not is_told and mode is not None:  # its file tells the types of inputs alone
+        try:
+            FakeTensorProp(gm, mode).propagate_dont_convert_inputs(*inputs)
+        except Exception as error:
+            raise TextError(f"the file tells types of inputs alone, and no fake tensor passes: {error}", 1) from error
+    return gm
 
 
 def parse_graph(text: str) -> fx.Graph:
@@ -320,8 +314,7 @@ class _Parser:
         return made
 
     def _set_value(self, node: fx.Node, kind: ast.expr, place: LinePlace) -> None:
-        value = self._sizes.value(kind, place)
-        if value is not None:
+        if (value := self._sizes.value(kind, place)) is not None:
             node.meta["val"] = value
 
     def _target(self, node: ast.expr) -> tuple[str, Any]:
@@ -350,13 +343,12 @@ class _Parser:
 
     def _result(self, node: ast.stmt, place: LinePlace) -> None:
         match node:
-            case ast.Assign([name], value):
-                self._result_names.append(path_at(chain(name), place.layer))
+            case ast.Assign([_], value) | ast.Expr(ast.Yield(ast.expr() as value)):
+                if isinstance(node, ast.Assign):
+                    self._result_names.append(path_at(chain(node.targets[0]), place.layer))
                 self._results.append(self.operands.operand(value, place))
             case ast.Expr(ast.YieldFrom(value)):
                 self._whole.append(self.operands.operand(value, place))
-            case ast.Expr(ast.Yield(ast.expr() as value)):
-                self._results.append(self.operands.operand(value, place))
             case _:
                 raise refuse(node, f"expected `loss = ...` or `yield ...`, found `{shown(node)}`")
 
@@ -379,8 +371,7 @@ def unfaithful(
     A graph that calls what no text may call (a function of Python, a lambda) cannot be read back at all;
     its text is only compared, and nothing is said of it.
     """
-    namespaces = _namespaces(gm)
-    if namespaces is None:
+    if (namespaces := _namespaces(gm)) is None:
         return None
     try:
         reread = render(parse(text, constants=constants_of(gm), allow=namespaces), mesh=mesh, sizes=sizes)

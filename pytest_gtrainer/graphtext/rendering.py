@@ -11,7 +11,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -79,7 +79,7 @@ def render(
     if sizes not in SIZES:
         raise ValueError(f"sizes={sizes!r}: dynamic sizes are told as {', '.join(map(repr, SIZES))}")
     drawn = _draw(adopted(gm, names), view, mesh or {}, sizes)
-    return _written({**({} if view == "full" else {"view": view}), **(header or {})}, drawn)
+    return _written({**({} if view == "full" else {"view": view}), **(header or {})}, *drawn)
 
 
 def render_layout(
@@ -93,7 +93,7 @@ def render_layout(
         mesh: dimensions and extents over all ranks, outermost first; names the process groups
             that do not say themselves which dimension they belong to.
     """
-    return _written({"view": "layout", **(header or {})}, _layout(layout, mesh or {}, {}))
+    return _written({"view": "layout", **(header or {})}, *_layout(layout, mesh or {}, {}))
 
 
 def lines_of(gm: AnyGraph, view: str = "full", *, mesh: Mapping[str, int] | None = None) -> tuple[GraphLine, ...]:
@@ -102,8 +102,7 @@ def lines_of(gm: AnyGraph, view: str = "full", *, mesh: Mapping[str, int] | None
     return unfold("\n".join(preamble)) + tuple(line for section in sections for line in section.unfolded())
 
 
-def _written(header: Mapping[str, str], drawn: _Drawn) -> str:
-    preamble, sections = drawn
+def _written(header: Mapping[str, str], preamble: Sequence[str], sections: Sequence[Section]) -> str:
     return "\n".join([*headers.write(header), *preamble, *fold(sections)]) + "\n"
 
 
@@ -137,11 +136,7 @@ def _full(gm: fx.GraphModule, mesh: Mapping[str, int], backed: Backed, *, is_bod
     parameters = [source.fqn for source in scopes.inputs.values() if source.space == "P"]
     if managed is not None and list(managed) != managed_order(parameters):
         settings.append(f"managed = {list(managed)}")
-    sections = [
-        *_input_sections(speller),
-        *_schedule_sections(speller),
-        *_output_sections(output, speller),
-    ]
+    sections = [*_input_sections(speller), *_schedule_sections(speller), *_output_sections(output, speller)]
     definitions = [str(group) for group in speller.groups.values()]
     definitions += [] if is_body else backed.definitions()
     definitions += [f'default = device("{device}")'] if device != "cpu" else []
@@ -199,19 +194,16 @@ def _output_sections(output: fx.Node, speller: Speller) -> Iterable[Section]:
     result: Any = output.args[0]
     leaves = list(result) if isinstance(result, list | tuple) else [result]
     if isinstance(result, dict) or any(isinstance(leaf, list | tuple | dict) for leaf in leaves):
-        key = SectionKey("out", None)
-        speller.enter_section(key)
+        speller.enter_section(key := SectionKey("out", None))
         yield Section(key, (Line("", f"yield from {speller.argument(result)}"),))
         return
-    told = output.meta.get("gt_outputs")
+    told = output.meta.get("gt_outputs") or ()
+    told = told if len(told) == len(leaves) else [None] * len(leaves)
     layers: list[Layer | None] = []
-    if told is not None and len(told) == len(leaves):
-        layers = [split_layer(fqn)[0] for fqn in told]
-    else:
-        told = [None] * len(leaves)
-        for leaf in leaves:  # a constant stands with its neighbour
-            known = speller.scopes.of.get(leaf) if isinstance(leaf, fx.Node) else None
-            layers.append(known.layer if known else layers[-1] if layers else None)
+    for fqn, leaf in zip(told, leaves, strict=True):
+        known = speller.scopes.of.get(leaf) if isinstance(leaf, fx.Node) else None
+        neighbour = layers[-1] if layers else None  # a constant stands with it
+        layers.append(split_layer(fqn)[0] if fqn is not None else known.layer if known else neighbour)
     for key, here in stretches([SectionKey("out", layer) for layer in layers]):
         speller.enter_section(key)
         lines = []

@@ -34,13 +34,7 @@ from pytest_gtrainer.graph.packing import sent_operands
 from pytest_gtrainer.graphtext.folding import INDENT, fold
 from pytest_gtrainer.graphtext.operators import operator_of, spell_ranks, word
 from pytest_gtrainer.graphtext.scopes import is_computed, is_item, users_of
-from pytest_gtrainer.graphtext.sections import (
-    Line,
-    Scope,
-    Section,
-    common_parent,
-    section_keys,
-)
+from pytest_gtrainer.graphtext.sections import Line, Scope, Section, common_parent, section_keys
 from pytest_gtrainer.graphtext.spelling import Backed, Speller
 
 _GUARDS = frozenset({
@@ -78,10 +72,7 @@ def packing(nodes: Sequence[fx.Node], scopes: Mapping[fx.Node, Scope]) -> dict[f
     def same_bucket(node: fx.Node, event: fx.Node) -> bool:
         return scopes[node].is_bucket and scopes[node] == scopes[event]
 
-    def is_packed(node: fx.Node, launch: fx.Node) -> bool:
-        return node in from_inputs or same_bucket(node, launch)
-
-    before = _serving(reversed(nodes), is_launch, users_of, is_packed)
+    before = _serving(reversed(nodes), is_launch, users_of, lambda n, event: n in from_inputs or same_bucket(n, event))
     return before | _serving(nodes, is_wait, operands_of, same_bucket)
 
 
@@ -155,27 +146,26 @@ _NOTHING = "schedule = []"
 """What a schedule without any operator says, so that its text is not empty."""
 
 
-def draw(gm: fx.GraphModule, mesh: Mapping[str, int]) -> tuple[list[str], list[Section]]:
-    """Definitions and sections of a graph's schedule."""
-    backed = Backed()
-    groups, bodies, sections = _draw(gm, mesh, backed)
-    preamble = [*groups, *backed.definitions(), *bodies]
-    return preamble if preamble or sections else [_NOTHING], sections
+def draw(gm: fx.GraphModule, mesh: Mapping[str, int], outer: Backed | None = None) -> tuple[list[str], list[Section]]:
+    """Definitions and sections of a graph's schedule.
 
-
-def _draw(gm: fx.GraphModule, mesh: Mapping[str, int], backed: Backed) -> tuple[list[str], list[str], list[Section]]:
-    """Groups, the text of the graphs that nodes run and that communicate (equal ones are told once), and sections."""
+    Definitions are groups, symbols (those of the ``outer`` graph stand there), and the text of the graphs that nodes
+    run and that communicate; equal ones are told once.
+    """
+    backed = outer or Backed()
     speller = Speller(gm, mesh, backed, most_owners=_MOST_OWNERS)
     calls: dict[fx.Node, list[str]] = {}  # names of these graphs
     told: dict[str, str] = {}
     for node in speller.scopes.computed:
         for body in bodies_of(gm, node):
-            groups, bodies, sections = _draw(body, mesh, backed)
-            content = "\n".join(INDENT + line for line in [*groups, *bodies, *fold(sections)])
+            definitions, sections = draw(body, mesh, backed)
+            content = "\n".join(INDENT + line for line in [*definitions, *fold(sections)])
             name = told.setdefault(content, word(f"{operator_of(node).short}_graph_{len(told)}"))
             calls.setdefault(node, []).append(name)
     text = [line for content, name in told.items() for line in [f"def {name}():", *content.splitlines()]]
-    return list(map(str, speller.groups.values())), text, list(_Schedule(speller, calls).sections())
+    sections = list(_Schedule(speller, calls).sections())
+    preamble = [*map(str, speller.groups.values()), *(backed.definitions() if outer is None else ()), *text]
+    return preamble if preamble or sections or outer else [_NOTHING], sections
 
 
 class _Schedule:
@@ -197,10 +187,8 @@ class _Schedule:
         """What is shown, in the order of the schedule."""
         shown = [node for node in self._nodes if node not in self._serves and not is_free(node)]
         scopes = [self._scopes[node] for node in shown]
-        floats = [
-            scope.floats or operator_of(node).floats or is_launch(node)
-            for node, scope in zip(shown, scopes, strict=True)
-        ]
+        operators = [operator_of(node) for node in shown]
+        floats = [scope.floats or op.floats or op.launches for op, scope in zip(operators, scopes, strict=True)]
         keys = section_keys([scope.key for scope in scopes], floats)
         for key, members in itertools.groupby(zip(keys, shown, strict=True), lambda pair: pair[0]):
             self._speller.enter_section(key)

@@ -188,9 +188,7 @@ def _annotations(custom: dict[Any, Any]) -> list[str]:
 
 
 def _is_literal(value: Any) -> bool:
-    if type(value) in (list, tuple):
-        return all(_is_literal(item) for item in value)
-    return type(value) in _PLAIN
+    return type(value) in _PLAIN or (type(value) in (list, tuple) and all(map(_is_literal, value)))
 
 
 def write_tags(meta: dict[str, Any], tags: Sequence[ast.expr], place: LinePlace, *, owned: bool) -> None:
@@ -238,7 +236,9 @@ def _chunk(node: ast.expr, path: ast.expr, more: Sequence[ast.expr], place: Line
     known = words and (type(words[0]) is int or words[0] in boundaries)
     if not known or words[1:] not in ([], [chunks.EAGER]):
         raise refuse(node, f"expected `chunk(path, 0)` or `chunk(path, split_boundary)`, found `{shown(node)}`")
-    return chunks.told_in_words(path_at(chain(path), place.layer), *words)
+    at, producer = words[0], chunks.EAGER if words[1:] else chunks.GRAPH
+    role, chunk = (chunks.BODY, at) if isinstance(at, int) else (at, None)
+    return chunks.annotation(path_at(chain(path), place.layer), role, producer, chunk)
 
 
 class _Numbers(ast.NodeTransformer):

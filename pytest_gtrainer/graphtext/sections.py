@@ -11,7 +11,6 @@ import itertools
 import keyword
 import unicodedata
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from pytest_gtrainer.graph.paths import name_of, parts_of
@@ -210,16 +209,14 @@ class GraphLine(NamedTuple):
         return " | ".join(part for part in self if part)
 
 
-@dataclass(frozen=True, slots=True)
-class Section:
+class Section(NamedTuple):
     """A stretch of the schedule of one layer in one space."""
 
     key: SectionKey
     lines: tuple[Line, ...]
 
     def unfolded(self) -> list[GraphLine]:
-        section = str(self.key)
-        return [GraphLine(section, line.heading, line.text) for line in self.lines]
+        return [GraphLine(str(self.key), line.heading, line.text) for line in self.lines]
 
 
 def section_keys(own: Sequence[SectionKey], floating: Sequence[bool]) -> list[SectionKey]:

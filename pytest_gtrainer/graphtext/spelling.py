@@ -11,7 +11,7 @@ import itertools
 import operator
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,7 +26,6 @@ from pytest_gtrainer.graphtext.operators import groups_of, operator_of, word
 from pytest_gtrainer.graphtext.scopes import Scope, is_item, names_of, scopes_of
 from pytest_gtrainer.graphtext.sections import Layer, SectionKey, spell_from, spell_input
 
-_KIND = re.compile(r"[a-z]+")
 SIZES = ("both", "symbols", "examples")
 """How sizes that are dynamic are told: as symbols with their examples, or as one of the two."""
 
@@ -54,7 +53,7 @@ class Backed:
 
 
 def _kind(symbol: sympy.Symbol) -> str:
-    found = _KIND.match(symbol.name)
+    found = re.match("[a-z]+", symbol.name)
     return found[0] if found else "s"
 
 
@@ -151,10 +150,8 @@ class Speller:
         """An operand, or a literal, or a container of them."""
         if isinstance(value, fx.Node):
             return self.reference(value)
-        if isinstance(value, tuple):
-            return _tuple([self.argument(item) for item in value])
-        if isinstance(value, list):
-            return f"[{', '.join([self.argument(item) for item in value])}]"
+        if isinstance(value, tuple | list):
+            return _sequence(value, self.argument)
         if isinstance(value, dict):
             return f"{{{', '.join(f'{key!r}: {self.argument(item)}' for key, item in value.items())}}}"
         if isinstance(value, slice):
@@ -175,10 +172,8 @@ class Speller:
 
     def type_of(self, value: Any) -> str:
         """``bf16[64, 64]``, with strides unless contiguous and with the device unless the default."""
-        if isinstance(value, tuple):
-            return _tuple([self.type_of(item) for item in value])
-        if isinstance(value, list):
-            return f"[{', '.join([self.type_of(item) for item in value])}]"
+        if isinstance(value, tuple | list):
+            return _sequence(value, self.type_of)
         if not isinstance(value, torch.Tensor):
             name = _NUMBERS.get(type(value))
             return f"{name}[{self.size(value)}]" if name else "_"
@@ -237,5 +232,6 @@ def is_contiguous(shape: list[Any], strides: list[Any]) -> bool:
     return 0 in shape or all(extent == 1 or stride == step for extent, stride, step in told)
 
 
-def _tuple(items: list[str]) -> str:
-    return f"({items[0]},)" if len(items) == 1 else f"({', '.join(items)})"
+def _sequence(items: Sequence[Any], spell: Callable[[Any], str]) -> str:
+    told = ", ".join([spell(item) for item in items])
+    return f"[{told}]" if isinstance(items, list) else f"({told},)" if len(items) == 1 else f"({told})"

@@ -162,11 +162,10 @@ def operator_remarks(comparison: Comparison) -> Iterator[Remark]:
         if not value.is_input and not is_told:
             by_scope[value.scope][verb][value.operator] += 1
     for scope, changes in by_scope.items():
-        told = []
-        for verb, counts in changes.items():
-            names = [f"{count} {operator}" if count > 1 else operator for operator, count in counts.items()]
-            told.append(f"{verb} {listed(names, 4)}")
-        gist = ", ".join(told)
+        told = {
+            verb: [f"{n} {name}" if n > 1 else name for name, n in names.items()] for verb, names in changes.items()
+        }
+        gist = ", ".join(f"{verb} {listed(names, 4)}" for verb, names in told.items())
         yield Remark(Weight.OPERATOR, f"{where(scope)}: {gist}", scope.owners[0], gist)
 
 
@@ -243,14 +242,7 @@ def _shown_result(graph: Dataflow, result: Result) -> str:
 
 
 FINDERS = (
-    definition_remarks,
-    input_remarks,
-    output_remarks,
-    group_remarks,
-    collective_remarks,
-    operator_remarks,
-    type_remarks,
-    argument_remarks,
-    annotation_remarks,
-)
+    definition_remarks, input_remarks, output_remarks, group_remarks, collective_remarks, operator_remarks,
+    type_remarks, argument_remarks, annotation_remarks,
+)  # fmt: skip
 """What finds the differences of this module, in the order in which they are told."""

@@ -116,7 +116,6 @@ def copies(values: Sequence[Any], *, keep_grad: bool = False) -> list[Any]:
 
 
 def _named(gm: fx.GraphModule, outputs: Any, given: Sequence[Any], rank: int = 0) -> Values:
-    """Results by name, and the buffers after the run."""
     leaves = pytree.tree_leaves(outputs)
     told = gm.graph.output_node().meta.get("gt_outputs") or ()
     names = told if len(told) == len(leaves) else [f"output {index}" for index in range(len(leaves))]

@@ -60,8 +60,7 @@ def renew_symbols(meta: dict[str, Any], renaming: Renaming) -> None:
 
     A copy of a node that makes a data-dependent size makes another size, not the same one again.
     """
-    bindings = meta.get("unbacked_bindings")
-    if bindings:
+    if bindings := meta.get("unbacked_bindings"):
         shape_env = _shape_env_of(meta["val"])
         for symbol in bindings:
             if symbol not in renaming:
@@ -84,7 +83,6 @@ def _numbers_in(value: Any) -> list[Any]:
 
 
 def _shape_env_of(value: Any) -> Any:
-    """The ShapeEnv of the first symbol in a value, None without one."""
     return next((number.node.shape_env for number in _numbers_in(value)), None)
 
 

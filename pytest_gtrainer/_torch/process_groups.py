@@ -89,8 +89,7 @@ def spell_reduction(given: Any) -> str | None:
         return given
     if not isinstance(given, dist.ReduceOp | dist.ReduceOp.RedOpType):
         return None
-    kind = getattr(given, "op", given).name.lower()
-    if kind != "premul_sum":
+    if (kind := getattr(given, "op", given).name.lower()) != "premul_sum":
         return str(kind)
     factor = given.__getstate__()[1] if isinstance(given, dist.ReduceOp) else None
     return f"premul_sum({factor if isinstance(factor, float) else 'a tensor'})"
@@ -189,8 +188,7 @@ def forget_groups(ended: Collection[dist.ProcessGroup]) -> None:
     plain name, is told by a warning. Tables of names alone look like any texts: goldens refuse a graph that uses them.
     """
     # what only the caller's list, the loop and the call hold is in no table; to look takes milliseconds
-    gone = {id(group) for group in ended if sys.getrefcount(group) > 3}
-    if not gone:
+    if not (gone := {id(group) for group in ended if sys.getrefcount(group) > 3}):
         return
     for module in list(sys.modules.values()):
         home = getattr(module, "__name__", "")

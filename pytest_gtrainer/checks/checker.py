@@ -143,8 +143,7 @@ class GraphChecker:
 def _pattern(node: str, conditions: Conditions) -> Pattern:
     """The node's text, and the conditions as further predicates."""
     said = parse_pattern(node)
-    unknown = sorted(set(conditions) - set(Conditions.__annotations__))
-    if unknown:
+    if unknown := sorted(set(conditions) - set(Conditions.__annotations__)):
         raise CheckError(f"there is no condition {unknown[0]!r}; there are {', '.join(Conditions.__annotations__)}")
     if said.name and "name" in conditions:
         raise CheckError(f"a node gets one name, not {said.name} and {conditions['name']}")
@@ -240,8 +239,6 @@ class Matcher:
         if check.pattern.name:
             self._subject.captures[check.pattern.name] = self._schedule[place]
 
-    # -- kinds of checks
-
     def _then(self, check: Check) -> None:
         for place in range(self._at + 1, len(self._schedule)):
             if self._matches(check, place):
@@ -255,8 +252,7 @@ class Matcher:
     def _next(self, check: Check) -> None:
         if self._waiting:
             raise CheckError(f"between a match and its next node there is nothing, so `{self._waiting[0]}` cannot fail")
-        place = self._at + 1
-        if place == len(self._schedule):
+        if (place := self._at + 1) == len(self._schedule):
             raise self._failure(check, "nothing follows the graph's output")
         if not self._matches(check, place):
             later = next((p for p in range(len(self._schedule)) if self._matches(check, p)), None)
@@ -282,8 +278,6 @@ class Matcher:
     def _start(self, check: Check) -> None:
         self._end_waiting(len(self._schedule))
         self._at = -1
-
-    # -- failures
 
     def _failure(self, check: Check, *paragraphs: str) -> CheckFailure:
         subject, known = self._subject, self._subject.captures

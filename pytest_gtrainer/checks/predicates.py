@@ -198,8 +198,7 @@ class Pattern:
         """How a node differs, in words; of another operator that alone is told."""
         found = []
         for predicate in self.predicates:
-            words = predicate.difference(node, subject)
-            if words is not None:
+            if (words := predicate.difference(node, subject)) is not None:
                 found.append(words)
                 if isinstance(predicate, OperatorPattern):
                     break

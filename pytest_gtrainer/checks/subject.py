@@ -69,8 +69,6 @@ class Subject:
         self._modules = {fqn for scopes in all_scopes for scope in scopes.of.values() for fqn in scope.owners}
         self._lines: list[str] = []
 
-    # -- where nodes belong
-
     def owners(self, node: fx.Node) -> tuple[str, ...]:
         """The module of a node, or the modules of its bucket; none for the output."""
         scope = self._scopes.of.get(node)
@@ -78,8 +76,7 @@ class Subject:
 
     def direction(self, node: fx.Node) -> str:
         """Forward or backward; of a bucket's node its bucket and its own mark must say the same."""
-        scope = self._scopes.of.get(node)
-        if scope is None:
+        if (scope := self._scopes.of.get(node)) is None:
             return ""
         own = direction(node)
         return own if own == scope.space else f"{scope.space} by its bucket and {own} by its mark"
@@ -93,8 +90,6 @@ class Subject:
         if not any(is_within(fqn, pattern) for fqn in self._modules):
             parents = {".".join(fqn.split(".")[: pattern.count(".") + 1]) for fqn in self._modules}
             raise CheckError(f"nothing in the graph lies in {pattern!r}{nearest(pattern, parents)}")
-
-    # -- names
 
     def inputs_called(self, name: str) -> list[fx.Node]:
         """The graph inputs of a name or pattern: an FQN, or one with its space (``P.layers.0.w``, ``A.0``)."""
@@ -132,8 +127,6 @@ class Subject:
             return (captured or ["output"])[0] + item
         known = node in self.place
         return f"{operator_of(node).short}{item} at {self.place[node]}" if known else str(node.target)
-
-    # -- lines
 
     def line(self, place: int) -> str:
         """A node of the schedule as a message shows it: its place and its line of graph text."""

@@ -81,8 +81,7 @@ def parse_check(text: str, place: str) -> Check:
     """
     try:
         reader = _Grammar(tokens_of(text))
-        kind = reader.word("one of " + ", ".join(KINDS))
-        if kind not in KINDS:
+        if (kind := reader.word("one of " + ", ".join(KINDS))) not in KINDS:
             raise CheckError(f"a check begins with {', '.join(KINDS)}, not {kind!r}{nearest(kind, KINDS)}")
         number = reader.whole_number("how many") if kind == "count" else None
         return Check(kind, reader.pattern(), text.strip(), place, number)
@@ -106,15 +105,12 @@ class _Grammar:
         self._tokens = tokens
         self._at = 0
 
-    # -- tokens
-
     @property
     def _next(self) -> Token:
         return self._tokens[self._at]
 
     def _take(self) -> Token:
-        token = self._next
-        if token is not END:
+        if (token := self._next) is not END:
             self._at += 1
         return token
 
@@ -139,8 +135,6 @@ class _Grammar:
         if self._next.kind != "number" or not self._next.text.isdecimal():
             raise CheckError(f"expected {what}, a whole number, found {self._shown()}")
         return int(self._take().text)
-
-    # -- rules
 
     def pattern(self) -> Pattern:
         predicates: list[Predicate] = []
@@ -191,8 +185,7 @@ class _Grammar:
     def _type(self) -> must.HasType:
         dtype: torch.dtype | None = None
         if self._next.kind == "word":
-            name = self._take().text
-            if name not in DTYPE_OF:
+            if (name := self._take().text) not in DTYPE_OF:
                 raise CheckError(f"there is no dtype {name!r}{nearest(name, DTYPE_OF)}")
             dtype = DTYPE_OF[name]
         shape = self._extents()
@@ -228,10 +221,7 @@ class _Grammar:
             found.append(item())
         return found
 
-    # -- arguments
-
     def _call(self, operator: OperatorPattern) -> CallPattern:
-        """What stands in parentheses, behind the opening one."""
         items = self._until(")", self._argument_or_keyword)
         values = [value for name, value in items if name is None]
         keywords = tuple((name, value) for name, value in items if name is not None)
@@ -255,8 +245,7 @@ class _Grammar:
             return REST if token.text == "..." else ANY
         if self._accept("[") or self._accept("("):
             return List(_with_one_rest(self._until("]" if token.text == "[" else ")", self._argument)))
-        word = self.word("an argument")
-        if word in ("None", "True", "False"):
+        if (word := self.word("an argument")) in ("None", "True", "False"):
             return Literal(word)
         if self._accept("["):
             item = self.whole_number("the number of an output")

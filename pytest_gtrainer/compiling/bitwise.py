@@ -93,7 +93,6 @@ def _name(node: fx.Node) -> str:
 
 
 def _inputs(gm: fx.GraphModule, recorded: Mapping[str, Any], seeds: Sequence[int]) -> Iterator[tuple[str, list[Any]]]:
-    """Inputs of a graph, with words for them."""
     placeholders = gm.graph.find_nodes(op="placeholder")
     if recorded and all(_name(node) in recorded for node in placeholders):
         yield "the inputs of the first call", [recorded[_name(node)] for node in placeholders]

@@ -65,8 +65,7 @@ class GraphTrainerPass(CustomGraphPass):
         for node in graph.nodes:
             told = named[node.name].meta
             node.meta.update({key: told[key] for key in _TOLD if key in told})
-        after = self.bound.function(gm, None, **self.bound.options)
-        if after is not gm:
+        if self.bound.function(gm, None, **self.bound.options) is not gm:
             raise TypeError(
                 f"{self.bound.name} returned another graph: a pass of Inductor rewrites the one it is given"
             )

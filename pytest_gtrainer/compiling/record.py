@@ -207,8 +207,7 @@ class CompileRecord:
         if late := next((graph for graph in self.graphs if graph.is_late), None):
             raise NotRecorded(f"the passes of the backward of compiled graph {late.id} are not known: {_LATE}")
         every = [run for graph in self.graphs for run in graph.passes]
-        found = [run for run in every if name in (None, run.name, run.slot)]
-        if not found:
+        if not (found := [run for run in every if name in (None, run.name, run.slot)]):
             ran = ", ".join(sorted({run.name for run in every})) or "none: caches give what an earlier compile made"
             raise NotRecorded(f"no pass {name!r} ran; these did: {ran}")
         return [run for run in found if changed in (None, run.changed)]

@@ -84,8 +84,6 @@ class _Recorder(logging.Handler):
         self.fault: Exception | None = None
         self.is_open = True
 
-    # -- where torch.compile calls Inductor
-
     def around(self, compile_fx: private.CompileFx) -> private.CompileFx:
         def recorded(
             gm: fx.GraphModule,
@@ -94,8 +92,7 @@ class _Recorder(logging.Handler):
             config_patches: dict[str, Any] | None = None,
             **rest: Any,
         ) -> Any:
-            here = threading.current_thread()
-            if here is not self.thread:
+            if (here := threading.current_thread()) is not self.thread:
                 self.record.faults.append(
                     f"thread {here.name!r} compiled, and this records what {self.thread.name!r} "
                     "does: enter gt_compile in the thread that calls the compiled function"
@@ -156,8 +153,6 @@ class _Recorder(logging.Handler):
             work.gms[-1] = gm
             if len(work.gms) == 2:
                 work.keep("joint")
-
-    # -- what the structured trace tells
 
     def emit(self, record: logging.LogRecord) -> None:
         if threading.current_thread() not in (self.thread, *(work.thread for work in self.works)):

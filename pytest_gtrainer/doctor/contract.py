@@ -135,8 +135,7 @@ class _Reader(ast.NodeVisitor):
             if isinstance(node, ast.Import | ast.ImportFrom):
                 self._bound |= {bound: path for bound, path, _ in imported_names(node) if self._is_host(path)}
         for name, value in _assignments(tree):
-            path = self._path(value)
-            if path is not None and name not in self._bound:
+            if (path := self._path(value)) is not None and name not in self._bound:
                 self._bound[name] = path
         self.visit(tree)
         # a function that calls another one of the file uses what that one uses
@@ -215,8 +214,7 @@ class _Reader(ast.NodeVisitor):
             self._need(self._bound[node.id])
 
     def visit_Attribute(self, node: ast.Attribute) -> None:
-        path = self._path(node)
-        if path is not None:
+        if (path := self._path(node)) is not None:
             self._need(path)
             for part in path.split(".")[1:]:
                 self._attribute(part)
@@ -227,8 +225,7 @@ class _Reader(ast.NodeVisitor):
             self.unresolved.add(node.attr)
 
     def visit_Call(self, node: ast.Call) -> None:
-        path = self._path(node.func)
-        if path is not None:
+        if (path := self._path(node.func)) is not None:
             self._need(path).calls.append(node)
         if isinstance(node.func, ast.Attribute):
             for need in self._attribute(node.func.attr):

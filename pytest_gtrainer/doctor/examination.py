@@ -65,8 +65,7 @@ def find(path: str) -> Any:
         if not (inspect.ismodule(found) or callable(found)):
             return found  # its attributes are in ATTRIBUTES, by class
         known: Any = found
-        found = getattr(known, part, _NOTHING)
-        if found is _NOTHING:
+        if (found := getattr(known, part, _NOTHING)) is _NOTHING:
             dotted = ".".join(parts[: place + 1])
             if not inspect.ismodule(known) or not hasattr(known, "__path__"):
                 raise Missing(dotted)
@@ -165,8 +164,7 @@ def diagnose_call(entry: CalledOnUs) -> Diagnosis:
             found -= set(ast.walk(node))
     if not found:
         return told("", "called on torch's own groups only")
-    ours = _own_signature(entry)
-    if ours is None:
+    if (ours := _own_signature(entry)) is None:
         return told(f"changed: {class_name} has no {entry.method} of its own")
     refusals = (objection(node, ours, bound=False) for node in sorted(found, key=lambda node: node.lineno))
     return told(next((f"changed: torch's call does not fit ours: {refusal}" for refusal in refusals if refusal), ""))

@@ -92,8 +92,7 @@ def _version(package: str) -> str | None:
 
 def installation() -> Iterator[str]:
     """Versions, devices and backends, a line each."""
-    torch_version = _version("torch")
-    if torch_version is not None:
+    if (torch_version := _version("torch")) is not None:
         with contextlib.suppress(Missing):
             torch_version = find("torch.__version__")
     yield (
@@ -104,8 +103,7 @@ def installation() -> Iterator[str]:
     yield f"beside     {', '.join(others)}"
     if torch_version is None:
         return
-    unsupported = complaint(torch_version)
-    if unsupported:
+    if unsupported := complaint(torch_version):
         yield from textwrap.wrap(f"versions   {unsupported}", _WIDTH, subsequent_indent=" " * 11)
     try:
         cuda = find("torch.cuda")

@@ -44,8 +44,7 @@ def get_default_transformer_block_buckets(
     """
     if n_layers < 1:
         raise ValueError(f"n_layers={n_layers}: a model has at least one layer")
-    unknown = sorted(layer for layer in moe_layers if not 0 <= layer < n_layers)
-    if unknown:
+    if unknown := sorted(layer for layer in moe_layers if not 0 <= layer < n_layers):
         raise ValueError(f"moe_layers names {unknown}, the model has layers 0..{n_layers - 1}")
     plan: list[PlanEntry] = ["tok_embeddings"]
     for layer in range(n_layers):
@@ -107,8 +106,7 @@ class Plan:
             raise PlanError(f"the bucket plan is the word {entries!r}: give a list of entries, [{entries!r}]")
         fqns_of: list[tuple[str, ...]] = []
         for index, entry in enumerate(entries):
-            fqns = tuple(entry) if isinstance(entry, list | tuple) else (entry,)
-            if not fqns:
+            if not (fqns := tuple(entry) if isinstance(entry, list | tuple) else (entry,)):
                 raise PlanError(f"entry {index} of the bucket plan is empty")
             if wrong := [fqn for fqn in fqns if not isinstance(fqn, str)]:
                 raise PlanError(f"entry {index} of the bucket plan has {wrong[0]!r}: expected FQNs, or lists of FQNs")

@@ -108,8 +108,7 @@ def launches(target: Any) -> bool:
 def kind_of(launch: fx.Node) -> str:
     """``all_gather``, ``reduce_scatter``, ``all_reduce``, ``all_to_all``, ``broadcast``; "" of any other."""
     name = schema(launch.target).name.partition("::")[2]
-    found = _KIND.search(name)
-    if found is None or _FUSED in name:
+    if (found := _KIND.search(name)) is None or _FUSED in name:
         return ""
     return {"allgather": "all_gather", "allreduce": "all_reduce", "alltoall": "all_to_all"}.get(found[0], found[0])
 
@@ -182,8 +181,7 @@ def fsdp_all_gathers(gm: fx.GraphModule) -> list[FsdpCollective]:
             continue
         source, chain = found
         parameter = input_name(source, positions[source], node_fqn(launch))
-        wait = only_wait(launch)
-        if wait is None:
+        if (wait := only_wait(launch)) is None:
             raise PlanError(f"the all-gather of {parameter} has {len(launch.users)} users, not just its one wait")
         members.append(FsdpCollective(launch, wait, chain, parameter, positions[source]))
     return sorted(members, key=lambda member: member.launch)
@@ -211,8 +209,7 @@ def _chain_to_input(launch: fx.Node) -> tuple[fx.Node, tuple[fx.Node, ...]] | No
     seen: set[fx.Node] = set()
     todo = list(launch.all_input_nodes)
     while todo:
-        node = todo.pop()
-        if node in seen:
+        if (node := todo.pop()) in seen:
             continue
         seen.add(node)
         if node.op == "placeholder":

@@ -165,8 +165,7 @@ def _given(gm: fx.GraphModule, names: Names | None, keeps_roots: bool) -> _Given
     placeholders = gm.graph.find_nodes(op="placeholder")
     if isinstance(names, Mapping):
         known = {str(node.target) for node in placeholders}
-        unknown = [name for name in names if name not in known]
-        if unknown:
+        if unknown := [name for name in names if name not in known]:
             listed = ", ".join(sorted(known))
             raise ValueError(f"names has {unknown[0]!r}, which is no input of the graph; these are {listed}")
         return {name: GivenName("input", fqn) for name, fqn in names.items()}
@@ -289,8 +288,7 @@ class _Adoption:
         custom = meta.get("custom") or {}
         if "module_fqn" not in custom and (path := _stack_path(node)):
             root, steps = path_of(path)
-            steps = (root, *steps) if self.keeps_roots and root else steps
-            if steps:
+            if steps := (root, *steps) if self.keeps_roots and root else steps:
                 meta["custom"] = {**custom, "module_fqn": joined(steps)}
             for stack in ("nn_module_stack", "fwd_nn_module_stack"):
                 meta.pop(stack, None)

@@ -227,8 +227,7 @@ class _Reader:
                 for at, numel in [place for place, names in named.items() if not names]:
                     lies_over = any(names and at <= low and low + n <= at + numel for (low, n), names in named.items())
                     users = [one.used_by or result for one in found[at, numel]]
-                    taking = [user for user in users if not reduces(user)]
-                    if taking or not lies_over:
+                    if (taking := [user for user in users if not reduces(user)]) or not lies_over:
                         others = [name for names in named.values() for name in names]
                         raise _unread(launch, "gives", others, (taking or users)[0])
                 named = {place: names for place, names in named.items() if names}

@@ -180,7 +180,6 @@ def _tensors(value: Any) -> list[Tensor]:
 
 
 def _called(node: fx.Node) -> str:
-    """The operator of a node, and its module."""
     target = str(node.target) if isinstance(node.target, OpOverload | str) else getattr(node.target, "__name__", "")
     return f"{target or node.target}{f' in {node_fqn(node)}' if node_fqn(node) else ''}"
 

@@ -156,8 +156,7 @@ class _Reader:
         found: list[Part] = []
         for tensor, size in zip(tensors, sizes, strict=True):
             parts = self._state[tensor]
-            scaled = _scaled(parts, size) if isinstance(parts, tuple) else None
-            if scaled is None:
+            if (scaled := _scaled(parts, size) if isinstance(parts, tuple) else None) is None:
                 return parts if isinstance(parts, Unread) else Unread(tensor)
             found += scaled
         return tuple(found)
@@ -199,8 +198,7 @@ def nbytes_of(value: Any) -> int:
 
 def _scaled(parts: tuple[Part, ...], nbytes: int) -> tuple[Part, ...] | None:
     """The parts after a cast that makes ``nbytes`` of all; None if they do not divide so."""
-    total = sum(part.nbytes for part in parts)
-    if total == nbytes:
+    if (total := sum(part.nbytes for part in parts)) == nbytes:
         return parts
     if len(parts) == 1:
         return (Part(parts[0].source, nbytes),)
@@ -355,7 +353,6 @@ def _below(piece: Piece, user: fx.Node) -> list[Piece] | None:
 
 
 def _items(node: fx.Node) -> list[tuple[int, fx.Node]]:
-    """The nodes that take one of several results, each with its place."""
     return [(user.args[1] % len(node.meta["val"]), user) for user in node.users if user.target is getitem]
 
 

@@ -326,8 +326,7 @@ class _Resolver:
         """What stands in the holes: values, definitions, literals; then symbols."""
         operands: list[Operand] = []
         for origin, name in told.references:
-            found = find(origin).get(name)
-            if found is None and not origin:
+            if (found := find(origin).get(name)) is None and not origin:
                 found = self._defined.get(name)
             literal = f"{origin}.{name}" if origin and name else origin or name
             operands.append(absolute(literal, layer) if found is None else found)

@@ -64,8 +64,7 @@ def _types_in_load_args(tree: ast.Module) -> list[str]:
     """The types of the inputs of an ``fx_graph_runnable`` file, which tells no others."""
     types = []
     for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
-        name = ast.unparse(call.func)
-        if name == "reader.symint":
+        if (name := ast.unparse(call.func)) == "reader.symint":
             told = [item.value for item in call.keywords if item.arg == "expr"]
             types.append(f"Sym({ast.literal_eval(told[0]) if told else ast.unparse(call.args[0])})")
         elif name == "reader.tensor":
@@ -190,8 +189,6 @@ class _Dump(ast.NodeTransformer):
             self._results.append(_at(at, ast.Expr(ast.Yield(_expression(ast.unparse(named))))))
         how = "value" if several is None else "list"
         return [] if isinstance(value, ast.Tuple) else ast.parse(f"returns = {how}").body
-
-    # -- expressions
 
     def _call(self, value: ast.expr) -> ast.Call:
         """What a line computes, as a call of an operator."""

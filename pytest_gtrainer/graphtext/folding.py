@@ -84,7 +84,6 @@ def fold(sections: Sequence[Section]) -> list[str]:
 
 
 def _runs_of(sections: Sequence[Section]) -> Iterator[LayerRun]:
-    """Cut the sections into runs, greedily."""
     seen: Counter[SectionKey] = Counter()
     visits = []
     for section in sections:
@@ -222,14 +221,12 @@ def counted(block: TextBlock, lines: Sequence[Line], before: int) -> int:
     Raises:
         TextError: more than ``MOST_LINES``.
     """
-    total = before + len(block.keys) * max(len(lines), 1)
-    if total > MOST_LINES:
+    if (total := before + len(block.keys) * max(len(lines), 1)) > MOST_LINES:
         raise TextError(f"expected at most {MOST_LINES} lines, layers counted out, found {total}", block.number)
     return total
 
 
 def _blocks(text: str) -> Iterator[TextBlock]:
-    """The blocks of a text."""
     head: tuple[int, tuple[str, ...]] | None = None
     lines: list[Line] = []
     heading, total = "", 0
@@ -275,7 +272,6 @@ def section_names(raw: str, number: int, column: int = 0) -> tuple[str, ...]:
 
 
 def _edited(model: Sequence[Line], block: TextBlock) -> list[Line]:
-    """Apply the edits that ``_difference`` printed."""
     lines = {_edit_name(line): [line] for line in model}
     front: list[Line] = []
     target: list[Line] | None = None

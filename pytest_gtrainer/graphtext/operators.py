@@ -154,8 +154,7 @@ def operator_named(spelled: str, allow: Iterable[str] = ()) -> Callable[..., Any
     Raises:
         UnknownOperator: torch knows none of that name, or it is not one that a text may call.
     """
-    name = ".".join(part.removesuffix("__kw") for part in spelled.split("."))
-    if name in FUNCTIONS:
+    if (name := ".".join(part.removesuffix("__kw") for part in spelled.split("."))) in FUNCTIONS:
         return FUNCTIONS[name]
     if name == "torch.distributed.tensor._api.from_local":
         from torch.distributed.tensor import DTensor
@@ -217,8 +216,7 @@ def is_operator(name: str) -> bool:
 def _alternatives(space: str, packet: str) -> str:
     """The overloads of a known operator, or the operator that looks most like an unknown one."""
     names = [name.partition("::")[2] for name in operator_names() if name.startswith(f"{space}::")]
-    overloads = sorted(name for name in names if name.partition(".")[0] == packet)
-    if overloads:
+    if overloads := sorted(name for name in names if name.partition(".")[0] == packet):
         return f": it has {', '.join(f'{space}.{name}' for name in overloads)}"
     return nearest(f"{space}.{packet}", {f"{space}.{name.partition('.')[0]}" for name in names})
 
@@ -359,8 +357,7 @@ def _role(found: ResolvedGroup | None, mesh: Mapping[str, int]) -> str:
         return "group"
     if _is_of_mesh(found):
         return word(found.description.removeprefix(_MESH))
-    dimension = mesh_dimension(found.ranks, mesh)
-    if dimension is not None:
+    if (dimension := mesh_dimension(found.ranks, mesh)) is not None:
         return word(dimension)
     if found.description not in _UNSAID and found.description.isidentifier():
         return found.description

@@ -235,8 +235,6 @@ class _Parser:
                     raise refuse(node, f"expected {expected}, found `{shown(node)}`")
         return list(bodies.values())
 
-    # -- definitions
-
     def _define(self, name: str, node: ast.expr) -> None:
         nowhere = LinePlace("fwd", None)
         match node:
@@ -265,8 +263,6 @@ class _Parser:
                 self._settings[name] = tuple(ast.literal_eval(node))
             case _:
                 raise refuse(node, f"expected a definition like `{name} = group(range(0, 8))`, found `{shown(node)}`")
-
-    # -- statements
 
     def _run(self, key: SectionKey, node: ast.stmt, heading: ast.expr | None) -> None:
         place = LinePlace(*key)
@@ -322,8 +318,7 @@ class _Parser:
         links = chain(node)
         first, word = links[0].value, str(links[-1].value)
         if first == "module" and len(links) > 1:
-            path = path_at(links[1:], None)
-            if path not in self._given:
+            if (path := path_at(links[1:], None)) not in self._given:
                 raise refuse(node, f"no text holds the module `{path}`: give constants={{{path!r}: module}}")
             self.operands.attributes.setdefault(path, self._given[path])
             found: tuple[str, Any] = "call_module", path
@@ -338,8 +333,6 @@ class _Parser:
                 raise refuse(node, str(error)) from None
         self._targets[node] = found
         return found
-
-    # -- results
 
     def _result(self, node: ast.stmt, place: LinePlace) -> None:
         match node:

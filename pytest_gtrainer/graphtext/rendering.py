@@ -154,8 +154,7 @@ def _bodies(gm: fx.GraphModule, mesh: Mapping[str, int], backed: Backed) -> tupl
     by_content: dict[str, str] = {}
     for user in gm.graph.nodes if held else ():
         for operand in user.all_input_nodes:
-            body = held.pop(operand, None)
-            if body is None:
+            if (body := held.pop(operand, None)) is None:
                 continue
             definitions, sections = _full(body, mesh, backed, is_body=True)
             content = "\n".join(INDENT + line for line in [*definitions, *fold(sections)])
@@ -165,7 +164,6 @@ def _bodies(gm: fx.GraphModule, mesh: Mapping[str, int], backed: Backed) -> tupl
 
 
 def _input_sections(speller: Speller) -> Iterable[Section]:
-    """One line an input, of neighbouring layers."""
     inputs, told = list(speller.scopes.inputs), speller.scopes.inputs.values()
     keys = [SectionKey(s.space, split_layer(s.fqn)[0] if s.space != "I" else None) for s in told]
     for key, here in stretches(keys):
@@ -175,7 +173,6 @@ def _input_sections(speller: Speller) -> Iterable[Section]:
 
 
 def _schedule_sections(speller: Speller) -> Iterable[Section]:
-    """One line a computed value, in the order of the schedule."""
     scopes, computed = speller.scopes, speller.scopes.computed
     floating = [operator_of(node).floats or scopes.of[node].floats for node in computed]
     for key, here in stretches(section_keys([scopes.of[node].key for node in computed], floating)):

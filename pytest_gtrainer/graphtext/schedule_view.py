@@ -247,7 +247,6 @@ class _Schedule:
             yield f"tensors={tensors}"
 
     def _module(self, scopes: Sequence[Scope]) -> str:
-        """The module that all of them lie in."""
         first = scopes[0]
         owners = first.owners if first.is_bucket else (common_parent([scope.owners[0] for scope in scopes]),)
         return self._speller.heading(Scope(owners, first.space, first.is_bucket))

@@ -119,8 +119,7 @@ def _inferred(node: fx.Node, scopes: dict[fx.Node, Scope]) -> str:
     operands = [scopes[operand] for operand in node.all_input_nodes if operand in scopes]
     known = [s for s in operands if not s.is_nowhere and s.space in ("fwd", "bwd")]
     known = known or [s for s in operands if not s.is_nowhere]
-    fqns = [fqn for scope in known for fqn in scope.owners]
-    if not fqns:
+    if not (fqns := [fqn for scope in known for fqn in scope.owners]):
         return ""
     common = common_parent(fqns)
     if split_layer(common)[0] is not None:
@@ -160,17 +159,14 @@ def tags_of(node: fx.Node, unowned: bool, spell: Callable[[str], str]) -> list[s
     """The tags of a computed node, in a fixed order; ``spell`` spells a module path as seen from the line."""
     meta = node.meta
     tags = [UNOWNED] if unowned else []
-    bucket = meta.get("fsdp_bucket")
-    if bucket:
+    if bucket := meta.get("fsdp_bucket"):
         tags += [f"{AT}({spell(fqn)})"] if (fqn := node_fqn(node)) else []
         tags += [MISMARKED] if direction(node) != bucket["direction"] else []
-    policy = meta.get("recompute")
-    if policy is not None:
+    if (policy := meta.get("recompute")) is not None:
         tags.append(getattr(policy, "name", str(policy)).lower())
     custom = meta.get("custom")
     if custom and (len(custom) > 1 or OWN_KEY not in custom):
-        region = chunks.told_by(custom)
-        if region is not None:
+        if (region := chunks.told_by(custom)) is not None:
             tags.append(f"{CHUNK}({', '.join([spell(region.fqn), *region.words()])})")
             custom = {key: value for key, value in custom.items() if key not in chunks.KEYS}
         tags += _annotations(custom)

@@ -88,8 +88,6 @@ class Speller:
         self._counts: Counter[tuple[Layer | None, str]] = Counter()
         self._spelled: dict[tuple[Any, Layer | None], str] = {}
 
-    # -- where we are
-
     def enter_section(self, key: SectionKey) -> None:
         self._key, self._scope = key, None
 
@@ -114,8 +112,6 @@ class Speller:
         shown = owners if len(owners) <= (self._most_owners or len(owners)) else [owners[0], "..."]
         return f"bucket({', '.join(shown)})"
 
-    # -- references
-
     def reference(self, node: fx.Node) -> str:
         """A value, seen from the current scope: ``mm``, ``L.wo.mm``, ``saved.L.add``, ``topk[1]``."""
         if is_item(node):
@@ -132,8 +128,6 @@ class Speller:
             return name
         is_saved = scope.space == "fwd" and self._key.space == "bwd"
         return f"saved.{self._path(scope)}.{name}" if is_saved else f"{self.heading(scope)}.{name}"
-
-    # -- arguments
 
     def call(self, node: fx.Node) -> str:
         """The right-hand side of a line: operator and arguments, keywords sorted."""
@@ -159,16 +153,13 @@ class Speller:
         return self._literal(value)
 
     def _literal(self, value: Any) -> str:
-        known = spell_literal(value)
-        if known is not None:
+        if (known := spell_literal(value)) is not None:
             return known
         if isinstance(value, SYMBOLIC):
             return f"sym({self.size(value)})"
         if isinstance(value, torch.Tensor):
             return f"const({self.type_of(value)}, {tensor_content(value)})"
         return other_constant(value)
-
-    # -- types
 
     def type_of(self, value: Any) -> str:
         """``bf16[64, 64]``, with strides unless contiguous and with the device unless the default."""

@@ -145,8 +145,7 @@ def graph_diff(
     for was, now in same:
         if old[was].section == new[now].section:
             keys[now] = old[was]
-    shown = list(_section_diffs(old, new, new if tuple(keys) == tuple(old) else keys))
-    if shown:
+    if shown := list(_section_diffs(old, new, new if tuple(keys) == tuple(old) else keys)):
         return _bounded(iter(shown), limit)
     # the same lines of the same sections, cut otherwise where the schedule comes back
     return text_diff([str(line) for line in old], [str(line) for line in new], limit)
@@ -164,9 +163,6 @@ def escaped(line: str) -> str:
 def _bounded(lines: Iterator[str], limit: int) -> list[str]:
     shown = [*_HEAD, *map(escaped, itertools.islice(lines, limit - len(_HEAD)))]
     return [*shown, "… and more"] if next(lines, None) is not None else shown
-
-
-# -- sections
 
 
 def _section_diffs(old: Sequence[GraphLine], new: Sequence[GraphLine], keys: Sequence[GraphLine]) -> Iterator[str]:
@@ -221,9 +217,6 @@ def spell_sections(sections: Sequence[str]) -> str:
         (name or "definitions") + (f"[{', '.join(ranges(sorted(numbers)))}]" if numbers else "")
         for name, numbers in told.items()
     )
-
-
-# -- lines
 
 
 def _hunks(old: Sequence[str], new: Sequence[str], shown: Sequence[str] | None = None) -> Iterator[list[str]]:

@@ -128,8 +128,7 @@ def _shown(graph: Dataflow, operand: Operand) -> str:
 def group_remarks(comparison: Comparison) -> Iterator[Remark]:
     """Collectives that go over another process group."""
     for place in comparison.old.users:
-        other = comparison.to_new[place]
-        if other is None:
+        if (other := comparison.to_new[place]) is None:
             continue
         was, now = comparison.old.values[place], comparison.new.values[other]
         for old, new in zip(was.operands, now.operands, strict=False):
@@ -225,7 +224,6 @@ def output_remarks(comparison: Comparison) -> Iterator[Remark]:
 
 
 def _results_by_name(graph: Dataflow) -> dict[str, Result]:
-    """The results by their names or positions."""
     named: dict[str, Result] = {}
     for position, result in enumerate(graph.results):
         name = result.name or str(position)
@@ -234,7 +232,6 @@ def _results_by_name(graph: Dataflow) -> dict[str, Result]:
 
 
 def _shown_result(graph: Dataflow, result: Result) -> str:
-    """What is returned, as operands are called."""
     text = result.arguments
     for operand in result.operands:
         text = text.replace(HOLE, _shown(graph, operand), 1)

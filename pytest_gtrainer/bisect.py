@@ -121,8 +121,7 @@ def _named(gm: fx.GraphModule, outputs: Any, given: Sequence[Any], rank: int = 0
     names = told if len(told) == len(leaves) else [f"output {index}" for index in range(len(leaves))]
     values = {name: leaf for name, leaf in zip(names, leaves, strict=True) if isinstance(leaf, Tensor)}
     for node, value in zip(gm.graph.find_nodes(op="placeholder"), given, strict=True):
-        source = node.meta.get("gt_input", {})
-        if source.get("kind") == "buffer":
+        if (source := node.meta.get("gt_input", {})).get("kind") == "buffer":
             values[f"{source['fqn']} afterwards"] = value
     return {Key(0, rank, "", name): value for name, value in values.items()}
 
@@ -356,13 +355,12 @@ class _Pipeline:
 
     def explained(self, step: int | None, expected: Tensors) -> str:
         if step is not None and step < len(self.runs) and isinstance(expected, Record):
-            found = bisect_towards(self.stages, self.runs[step], _results(expected, step))
-            if found is not None:
-                return f"bisection of step {step}: {found}"
+            towards = bisect_towards(self.stages, self.runs[step], _results(expected, step))
+            if towards is not None:
+                return f"bisection of step {step}: {towards}"
         replays = 0
         for number, run in enumerate(self.runs, 1):
-            found = bisect_stages(self.stages, run)
-            if found.outcome == "different":
+            if (found := bisect_stages(self.stages, run)).outcome == "different":
                 return f"bisection{f' of replay {number}' if number > 1 else ''}: {found}"
             replays += found.replays
         told = f"bisection: no pass of {len(self.stages) - 1} changes a bit ({replays} replays)"

@@ -64,13 +64,9 @@ def split_block_mask(mask: Any, num_chunks: int) -> list[Any]:
 
 def parameter_groups(model: torch.nn.Module) -> list[Any]:
     """FSDP2's parameter groups, each once, in module order."""
-    groups: list[Any] = []
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            for group in module._get_fsdp_state()._fsdp_param_groups:
-                if group is not None and not any(group is known for known in groups):
-                    groups.append(group)
-    return groups
+    states = (module._get_fsdp_state() for module in model.modules() if isinstance(module, FSDPModule))
+    groups = {id(group): group for state in states for group in state._fsdp_param_groups if group is not None}
+    return list(groups.values())
 
 
 def all_gather_inputs(group: Any) -> tuple[list[int], torch.dtype]:

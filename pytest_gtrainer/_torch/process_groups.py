@@ -164,10 +164,9 @@ def recorded_calls(since: int) -> dict[str, list[list[Any]]]:
 def _line_of_user(frames: Iterable[dict[str, Any]]) -> str:
     """The innermost frame outside torch."""
     inside = os.path.dirname(torch.__file__) + os.sep
-    for frame in frames:
-        if not frame["filename"].startswith(inside) and frame["filename"].endswith(".py"):
-            return f"{os.path.basename(frame['filename'])}:{frame['line']} in {frame['name']}"
-    return "an unknown line"
+    outside = (each for each in frames if each["filename"].endswith(".py") and not each["filename"].startswith(inside))
+    told = (f"{os.path.basename(each['filename'])}:{each['line']} in {each['name']}" for each in outside)
+    return next(told, "an unknown line")
 
 
 def abort_all_groups() -> None:

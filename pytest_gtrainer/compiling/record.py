@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import fnmatch
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 from typing import Any
 
 from torch import fx
@@ -255,7 +255,8 @@ class CompileRecord:
         launches = (self.only if place is None else self[place]).launches(direction)
         at = 0
         for number, name in enumerate(names):
-            found = next((i for i in range(at, len(launches)) if _is_named(launches[i], name)), None)
+            told_as = ((launch, launch.rpartition(".")[2]) for launch in launches[at:])
+            found = next((at + i for i, told in enumerate(told_as) if fnmatch.filter(told, name)), None)
             if found is None:
                 behind = f" behind {names[number - 1]!r}" if number else ""
                 told = "\n".join(f"  {i:3} {each}" for i, each in enumerate(launches))
@@ -279,10 +280,6 @@ class CompileRecord:
         lines = [f"  compiled {each}" for each in self.compiled]
         lines += [f"  recompiled {each}: {'; '.join(why)}" for each, why in self.recompiled.items()]
         return [*lines, *(f"  graph break at {each}" for each in self.breaks)]
-
-
-def _is_named(launch: str, pattern: str) -> bool:
-    return fnmatchcase(launch, pattern) or fnmatchcase(launch.rsplit(".", 1)[-1], pattern)
 
 
 def _count(number: int, noun: str) -> str:

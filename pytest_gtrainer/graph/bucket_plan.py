@@ -187,8 +187,8 @@ def tied_parameters(model: nn.Module) -> dict[str, tuple[str, ...]]:
     """Names of each parameter that several modules hold, by the first of them; a module registered twice is one."""
     names: dict[nn.Parameter, list[str]] = {}
     for path, module in model.named_modules():
-        for name, parameter in module.named_parameters(recurse=False):
-            names.setdefault(parameter, []).append(f"{path}.{name}".lstrip("."))
+        for name, parameter in module.named_parameters(path, recurse=False):
+            names.setdefault(parameter, []).append(name)
     return {held[0]: tuple(held) for held in names.values() if len(held) > 1}
 
 
@@ -199,10 +199,8 @@ def layer_of(fqn: str) -> str | None:
     ('layers.3', None)
     """
     parts = fqn.split(".")
-    for index, part in enumerate(parts):
-        if part.isdigit():
-            return ".".join(parts[: index + 1])
-    return None
+    numbers = (place for place, part in enumerate(parts, start=1) if part.isdigit())
+    return ".".join(parts[:place]) if (place := next(numbers, 0)) else None
 
 
 ORDERS = ("managed", "registration", "execution")

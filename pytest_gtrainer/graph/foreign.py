@@ -43,8 +43,6 @@ class GivenName(NamedTuple):
 
 _Given: TypeAlias = Mapping[str, GivenName] | Sequence[GivenName]
 """By placeholder, or by index of Dynamo's inputs, what somebody says the inputs are."""
-
-
 _TEXT = r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*\""""
 _ROOT = re.compile(rf"\b[LG]\[({_TEXT})\]")
 _STEP = re.compile(rf"\.([^.\[(]+)|\[((?:{_TEXT}|[^\]'\"])*)\]")
@@ -193,12 +191,9 @@ def inputs_of(dynamo: fx.GraphModule, keeps_roots: bool) -> list[GivenName]:
     """What the inputs of a graph of Dynamo are, in order: what descriptors of AOTAutograd count."""
     found = []
     for node in dynamo.graph.find_nodes(op="placeholder"):
-        source, told = source_of(node), node.meta.get("gt_input")
-        if told is not None:
-            found.append(GivenName(told["kind"], told["fqn"]))
-        else:
-            unknown = GivenName("input", str(node.target))
-            found.append(named_source(source, _value_of(node), keeps_roots) if source else unknown)
+        told = node.meta.get("gt_input") or {"kind": "input", "fqn": str(node.target)}
+        source = source_of(node) if "gt_input" not in node.meta else None
+        found.append(named_source(source, _value_of(node), keeps_roots) if source else GivenName(**told))
     return found
 
 
@@ -299,8 +294,7 @@ class _Adoption:
             meta["autograd_backward"] = True  # an autograd.Function's backward has no mark
 
     def _name_input(self, node: fx.Node, copied: fx.Node) -> None:
-        described = described_input(node)
-        if described is not None and described.is_tangent:
+        if (described := described_input(node)) is not None and described.is_tangent:
             self.behind_tangents.add(node)
         if "gt_input" in node.meta:
             return
@@ -385,7 +379,12 @@ def _name_by_use(graph: fx.Graph) -> None:
     first: dict[fx.Node | None, list[tuple[fx.Node, fx.Node]]] = {}
     for node in unnamed:
         value, user = node, min(node.users, key=place.__getitem__, default=None)
-        while user and user.users and value in user.args[:1] and (is_view(user.target) or user.target is _CAST):
+        while (
+            user
+            and user.users
+            and value in user.args[:1]
+            and (is_view(user.target) or user.target is torch.ops.aten._to_copy.default)
+        ):
             value, user = user, min(user.users, key=place.__getitem__)
         first.setdefault(user, []).append((value, node))
     seen: Counter[str] = Counter()
@@ -407,7 +406,6 @@ def _use(value: fx.Node, user: fx.Node | None) -> str:
     return ".".join(filter(None, (node_fqn(user), f"{short_name(user)}_{at}")))
 
 
-_CAST = torch.ops.aten._to_copy.default
 _OF_A_SCORE = ("score", "b", "h", "q_idx", "kv_idx")  # inputs of flex attention's functions; a mask has no score
 _CARRYING = {"while_loop": ("carried",), "scan": ("carried", "each"), "map_impl": ("each",)}
 """What loops give to their graphs, another value each time; behind it they give what stays."""
@@ -417,7 +415,7 @@ def _operand_name(operand: Any) -> GivenName | None:
     if not isinstance(operand, fx.Node) or "gt_argument" in operand.meta or operand.op == "get_attr":
         return None
     if (told := operand.meta.get("gt_input")) is not None:
-        return GivenName(told["kind"], told["fqn"])
+        return GivenName(**told)
     return None if operand.op == "placeholder" else GivenName("input", _value_name(operand))
 
 
@@ -438,13 +436,10 @@ def sorted_nodes(nodes: Iterable[fx.Node]) -> list[fx.Node]:
     ordered: dict[fx.Node, None] = {}
     waiting = list(nodes)
     while waiting:
-        late = []
         for node in waiting:
             if all(source in ordered for source in node.all_input_nodes):
                 ordered[node] = None
-            else:
-                late.append(node)
-        if len(late) == len(waiting):
+        if len(late := [node for node in waiting if node not in ordered]) == len(waiting):
             raise ValueError(f"the graph has a cycle, in which {late[0].name} is")
         waiting = late
     return list(ordered)

@@ -215,9 +215,8 @@ class _Reader:
         """Follow the results to the outputs: order and widths come from the splits on the way."""
         results = [launch]
         if isinstance(launch.meta.get("val"), list | tuple):
-            results = sorted(
-                (user for user in launch.users if user.target is operator.getitem), key=lambda item: item.args[1]
-            )
+            items = (user for user in launch.users if user.target is operator.getitem)
+            results = sorted(items, key=lambda item: item.args[1])
         for result in results:
             found: dict[tuple[int, int], list[Arrival]] = {}
             for arrival in arrivals(result, self._outputs):
@@ -265,11 +264,10 @@ class _Reader:
         user = arrival.used_by
         if user is None or computes(user) or launches(user.target) or isinstance(user.target, HigherOrderOperator):
             return
-        if (chain := chain_to_output(user, self._output)) is None:
-            return
-        reached = Arrival(arrival.piece, tuple(self._outputs.get([user, *chain][-1], ())), added=True)
-        if names := self._gradients(reached, launch):
-            raise _unread(launch, "gives", names, user)
+        if (chain := chain_to_output(user, self._output)) is not None:
+            outputs = tuple(self._outputs.get([user, *chain][-1], ()))
+            if names := self._gradients(Arrival(arrival.piece, outputs, added=True), launch):
+                raise _unread(launch, "gives", names, user)
 
 
 def _unread(launch: fx.Node, verb: str, names: list[str], at: fx.Node) -> UnreadLayout:
@@ -359,17 +357,14 @@ def assert_same_layout(actual: BucketLayout, expected: BucketLayout, *, actual_i
             problems.append(f"bucket {extra.label!r}: {article} {kind} of {named} that is not expected")
     facts.tell("layouts", actual=actual, expected=expected, problems=problems, actual_is=actual_is)
     if problems:
-        shown = problems[:_MOST_LINES]
-        if len(problems) > len(shown):
-            shown.append(f"and {len(problems) - len(shown)} more differences")
-        raise LayoutDifference("bucket layouts differ\n" + "\n".join(shown))
+        more = [f"and {len(problems) - _MOST_LINES} more differences"] if len(problems) > _MOST_LINES else []
+        raise LayoutDifference("\n".join(["bucket layouts differ", *problems[:_MOST_LINES], *more]))
 
 
 def _compare_payloads(actual: Payload, wanted: Payload) -> Iterable[str]:
     where = f"bucket {wanted.label!r}, {wanted.collective}"
     for what in ("dtype", "ranks"):
-        ours, theirs = getattr(actual, what), getattr(wanted, what)
-        if ours != theirs:
+        if (ours := getattr(actual, what)) != (theirs := getattr(wanted, what)):
             yield f"{where}: {what} is {ours}, expected {theirs}"
     if plain_reduction(actual.op, len(wanted.ranks)) != plain_reduction(wanted.op, len(wanted.ranks)):
         premultiplied = "premul_sum" in actual.op + wanted.op
@@ -379,9 +374,8 @@ def _compare_payloads(actual: Payload, wanted: Payload) -> Iterable[str]:
     yield from (f"{where}: {parameter} is missing" for parameter in theirs_at if parameter not in ours_at)
     yield from (f"{where}: {parameter} does not belong here" for parameter in ours_at if parameter not in theirs_at)
     shared = [(ours_at[slot.parameter], slot) for slot in wanted.slots if slot.parameter in ours_at]
-    for ours, slot in shared:
-        if ours.nbytes != slot.nbytes:
-            yield f"{where}: {slot.parameter} has {ours.nbytes} bytes, expected {slot.nbytes}"
+    for ours, slot in [(ours, slot) for ours, slot in shared if ours.nbytes != slot.nbytes]:
+        yield f"{where}: {slot.parameter} has {ours.nbytes} bytes, expected {slot.nbytes}"
     moved = [(ours, slot) for ours, slot in shared if ours.offset != slot.offset]
     for ours, slot in moved[:_MOST_MOVED]:
         yield f"{where}: {slot.parameter} sits at byte {ours.offset}, expected {slot.offset}"

@@ -208,9 +208,8 @@ class _Walk:
         self.values.update(zip(gm.graph.find_nodes(op="placeholder"), bound or (), strict=False))
         for place, node in enumerate(self.nodes[:-1]):
             if node.op in ("placeholder", "get_attr"):
-                self.values.setdefault(
-                    node, None if node.op == "placeholder" and bound is not None else self._held(node)
-                )
+                is_given = node.op == "placeholder" and bound is not None
+                self.values.setdefault(node, None if is_given else self._held(node))
                 continue
             value = self.values[node] = self._computed(node)
             _extend(_allocations(value), max((self._order[user] for user in node.users), default=place))
@@ -268,12 +267,8 @@ class _Walk:
                     continue
                 known.update(dict.fromkeys(map(storage_id, parts_of(tensor)), *leaf))
                 is_static = tensor.layout is torch.strided and all(type(extent) is int for extent in tensor.shape)
-                if (
-                    is_reshape
-                    and is_static
-                    and tensor.is_contiguous()
-                    and (tensor.numel(), tensor.dtype) == (value.numel(), value.dtype)
-                ):
+                is_whole = is_reshape and (tensor.numel(), tensor.dtype) == (value.numel(), value.dtype)
+                if is_whole and is_static and tensor.is_contiguous():
                     known[storage_id(value)] = next(iter(leaf))
         return self._by_storages(node, value, known)
 

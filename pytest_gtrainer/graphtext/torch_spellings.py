@@ -92,12 +92,8 @@ def respelled(lines: Sequence[GraphLine], spellings: Iterable[Spelling]) -> tupl
 
 def _spelling_of(value: Value, graph: Dataflow, spellings: Iterable[Spelling]) -> Spelling | None:
     """The spelling by which an operator has another name in newer versions."""
-    for spelling in spellings:
-        if value.operator == spelling.before:
-            source = graph.values[value.sources[0]].operator if value.sources else ""
-            if spelling.of in ("", source):
-                return spelling
-    return None
+    source = graph.values[value.sources[0]].operator if value.sources else ""
+    return next((each for each in spellings if value.operator == each.before and each.of in ("", source)), None)
 
 
 def _content(lines: Sequence[GraphLine], spellings: Sequence[Spelling]) -> list[Any]:

@@ -89,17 +89,7 @@ def _is_known(pattern: str, registered: Iterable[Sequence[str]]) -> bool:
     return any(_fits(pattern, ("hop", known), known) for known in higher_order_operators())
 
 
-@dataclass(frozen=True, slots=True)
-class Literal:
-    """A constant as graph text spells it: ``2.0``, ``'avg'``, ``None``, ``device("cuda")``."""
-
-    text: str
-
-    def __str__(self) -> str:
-        return self.text
-
-
-ANY, REST = Literal("_"), Literal("...")
+ANY, REST = "_", "..."
 """Whatever stands there; any number of arguments, and at the end of a call keywords, too."""
 
 
@@ -154,7 +144,8 @@ class CallPattern(Predicate):
         return [pattern.text for pattern in _nested(self) if isinstance(pattern, Name)]
 
 
-Argument = Literal | Name | List | CallPattern
+Argument = str | Name | List | CallPattern
+"""A string is a constant as graph text spells it: ``2.0``, ``'avg'``, ``None``, ``device("cuda")``; or ``ANY``."""
 
 
 def _nested(pattern: Argument) -> Iterator[Argument]:

@@ -20,7 +20,7 @@ from typing import NamedTuple, TypeVar
 import torch
 
 from pytest_gtrainer.checks import predicates as must
-from pytest_gtrainer.checks.arguments import ANY, REST, Argument, CallPattern, List, Literal, Name, OperatorPattern
+from pytest_gtrainer.checks.arguments import REST, Argument, CallPattern, List, Name, OperatorPattern
 from pytest_gtrainer.checks.predicates import KINDS, Check, Extent, Pattern
 from pytest_gtrainer.checks.subject import CheckError, Predicate
 from pytest_gtrainer.graphtext.header import nearest
@@ -237,16 +237,16 @@ class _Grammar:
     def _argument(self) -> Argument:
         token = self._next
         if token.kind == "string":
-            return Literal(repr(self._take().text))
+            return repr(self._take().text)
         if token.kind == "number":  # as graph text spells it: ``1e-5`` is ``1e-05``
             text = self._take().text
-            return Literal(repr(int(text) if text.removeprefix("-").isdecimal() else float(text)))
+            return repr(int(text) if text.removeprefix("-").isdecimal() else float(text))
         if self._accept("...") or self._accept("_"):
-            return REST if token.text == "..." else ANY
+            return token.text
         if self._accept("[") or self._accept("("):
             return List(_with_one_rest(self._until("]" if token.text == "[" else ")", self._argument)))
         if (word := self.word("an argument")) in ("None", "True", "False"):
-            return Literal(word)
+            return word
         if self._accept("["):
             item = self.whole_number("the number of an output")
             self._expect("]")
@@ -254,12 +254,12 @@ class _Grammar:
         if not self._accept("("):
             return Name(word)
         call = self._call(OperatorPattern(word))
-        literals = [item.text for item in call.arguments if isinstance(item, Literal)]
+        literals = [item for item in call.arguments if isinstance(item, str)]
         bounds = [int(text) for text in literals if text.removeprefix("-").isdecimal()]
         if word == "range" and 1 <= len(bounds) <= 3:
-            return List(tuple(Literal(str(rank)) for rank in range(*bounds)))
+            return List(tuple(map(str, range(*bounds))))
         names = [text[1:-1] for text in literals if text[:1] in ("'", '"')]
-        return Literal(f'device("{names[0]}")') if word == "device" and names else call
+        return f'device("{names[0]}")' if word == "device" and names else call
 
 
 def _with_one_rest(items: Sequence[Argument]) -> tuple[Argument, ...]:

@@ -221,8 +221,8 @@ class CompileRecord:
         """
         __tracebackhide__ = True
         if self.breaks:
-            told = "\n".join(f"  {each}" for each in self.breaks)
-            raise AssertionError(f"{_count(len(self.breaks), 'graph break')}:\n{told}")
+            found = _count(len(self.breaks), "graph break")
+            raise AssertionError("\n".join([f"{found}:", *(f"  {each}" for each in self.breaks)]))
         self._refuse_nothing()
 
     def assert_compiles(self, graphs: int, recompiles: int = 0) -> None:

@@ -113,8 +113,8 @@ def imported_names(node: ast.Import | ast.ImportFrom) -> Iterator[tuple[str, str
             path = f"{node.module}.{alias.name}"
             yield alias.asname or alias.name, path, path
         else:
-            bound = alias.asname or alias.name.partition(".")[0]
-            yield bound, alias.name if alias.asname else bound, alias.name
+            bound = alias.name.partition(".")[0]
+            yield (alias.asname, alias.name, alias.name) if alias.asname else (bound, bound, alias.name)
 
 
 class _Reader(ast.NodeVisitor):
@@ -173,14 +173,11 @@ class _Reader(ast.NodeVisitor):
 
     def visit_FunctionDef(self, node: ast.FunctionDef | ast.ClassDef) -> None:
         outside = self._user
-        if isinstance(node, ast.ClassDef):
-            for base in node.bases:
-                self.visit(base)
+        for base in getattr(node, "bases", ()):
+            self.visit(base)
         self._user = self._user or node.name
-        for inner in node.body:
+        for inner in (*node.body, *node.decorator_list):
             self.visit(inner)
-        for decorator in node.decorator_list:
-            self.visit(decorator)
         self._user = outside
 
     visit_ClassDef = visit_FunctionDef

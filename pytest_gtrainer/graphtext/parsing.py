@@ -35,6 +35,7 @@ from pytest_gtrainer.graphtext.scopes import write_tags
 from pytest_gtrainer.graphtext.sections import Layer, Line, SectionKey
 from pytest_gtrainer.graphtext.syntax import (
     COMPUTED_SPACES,
+    INPUT_SPACES,
     LinePlace,
     chain,
     input_key_at,
@@ -49,7 +50,7 @@ from pytest_gtrainer.graphtext.syntax import (
 
 _KIND_OF_SPACE = {"P": "parameter", "B": "buffer", "I": "input"}
 _MOST_RANKS = 1 << 20
-_SPACES = ("P", "B", "I", "A", "fwd", "bwd", "out")
+_SPACES = (*INPUT_SPACES, *COMPUTED_SPACES, "out")
 _BODY_NAME = re.compile(r"\w+_graph_\d+", re.ASCII)
 
 
@@ -74,7 +75,7 @@ def parse(
     Raises:
         TextError: the text is not graph text; says line, column and what was expected.
     """
-    gm = _parsed(text, constants, groups, allow).module()
+    gm = parser_of(text, constants, groups, allow).module()
     inputs = [node.meta.get("val") for node in gm.graph.find_nodes(op="placeholder")]
     mode = next((value.fake_mode for value in inputs if isinstance(value, FakeTensor)), None)
     is_told = any("val" in node.meta for node in gm.graph.nodes if node.op == "call_function")
@@ -86,14 +87,13 @@ def parse(
     return gm
 
 
-def parse_graph(text: str) -> fx.Graph:
-    """As ``parse``, before anything is compiled."""
-    return _parsed(text, None, None, ()).graph
-
-
-def _parsed(
-    text: str, constants: Mapping[str, Any] | None, groups: Mapping[str, str] | None, allow: Iterable[str]
+def parser_of(
+    text: str,
+    constants: Mapping[str, Any] | None = None,
+    groups: Mapping[str, str] | None = None,
+    allow: Iterable[str] = (),
 ) -> _Parser:
+    """As ``parse``, before anything is compiled: the ``graph`` of what comes back."""
     statements, sizes = _statements(text), Sizes(symbolic=may_be_symbolic(text))
     try:
         return _Parser(statements, sizes, constants or {}, groups or {}, tuple(allow))

@@ -278,8 +278,7 @@ def on_any_rank(answer: bool) -> bool:
     """Whether the answer is yes on one of the ranks; all of them must ask."""
     if not dist.is_initialized() or dist.get_backend() == "fake" or dist.get_world_size() == 1:
         return answer
-    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
-    votes = torch.tensor(int(answer), device=device)
+    votes = torch.tensor(int(answer), device="cuda" if dist.get_backend() == "nccl" else "cpu")
     dist.all_reduce(votes, dist.ReduceOp.MAX)
     return bool(votes.item())
 

@@ -130,7 +130,7 @@ def with_kernels_of_eager(
     example_inputs: Sequence[Any],
     *,
     is_inference: bool,
-    given: Callable[[list[Any]], None] = lambda inputs: None,
+    given: Callable[[list[Any]], None],
 ) -> Callable[..., Any]:
     """Run Inductor's passes on a graph, and call what they leave operator by operator: nothing is generated.
 

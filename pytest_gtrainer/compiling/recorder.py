@@ -13,7 +13,7 @@ import os
 import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from operator import is_
 from pathlib import Path
@@ -118,23 +118,19 @@ class _Recorder(logging.Handler):
     def _inner(self, compiled: CompiledGraph, inner_compile: Callable[..., Any]) -> Callable[..., Any]:
         def inner(gm: fx.GraphModule, example_inputs: Sequence[Any], **options: Any) -> Any:
             stage = "backward" if options.get("is_backward") else "forward"
-            is_inference = bool(options.get("is_inference"))
-            if not self.is_open:
-                compiled.is_late = True
+            compiled.is_late |= not self.is_open
+
+            def given(inputs: list[Any]) -> None:
+                if stage not in compiled.inputs and not compiled.is_late:
+                    copies = (each.detach().clone() if isinstance(each, Tensor) else each for each in inputs)
+                    compiled.inputs[stage] = list(copies)
+
+            with self._working(compiled, stage, gm) if self.is_open else nullcontext() as work:
+                if work is not None:
+                    work.keep(stage)
                 if self.lower:
                     return inner_compile(gm, example_inputs, **options)
-                return private.with_kernels_of_eager(gm, example_inputs, is_inference=is_inference)
-            with self._working(compiled, stage, gm) as work:
-                work.keep(stage)
-                if self.lower:
-                    return inner_compile(gm, example_inputs, **options)
-
-                def given(inputs: list[Any]) -> None:
-                    if stage not in compiled.inputs:
-                        compiled.inputs[stage] = [
-                            each.detach().clone() if isinstance(each, Tensor) else each for each in inputs
-                        ]
-
+                is_inference = bool(options.get("is_inference"))
                 return private.with_kernels_of_eager(gm, example_inputs, is_inference=is_inference, given=given)
 
         return inner

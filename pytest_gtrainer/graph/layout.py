@@ -40,7 +40,7 @@ from pytest_gtrainer.graph.collectives import (
     wait_of,
 )
 from pytest_gtrainer.graph.foreign import AnyGraph, adopted
-from pytest_gtrainer.graph.nodes import BACKWARD, direction, node_fqn, reached
+from pytest_gtrainer.graph.nodes import BACKWARD, bodies_of, direction, node_fqn, reached
 from pytest_gtrainer.graph.packing import Arrival, State, Unread, arrivals, computes, packed, reduces
 
 ALL_GATHER_NAME, REDUCE_SCATTER_NAME, ALL_REDUCE_NAME = "all_gather", "reduce_scatter", "all_reduce"
@@ -177,8 +177,8 @@ class _Reader:
         for node in gm.graph.nodes:
             if not isinstance(node.target, HigherOrderOperator) or is_control_dependency(node):
                 continue
-            for body in (getattr(gm, str(each.target), None) for each in node.all_input_nodes if each.op == "get_attr"):
-                launch = next(_parameter_collectives(body), None) if isinstance(body, fx.GraphModule) else None
+            for body in bodies_of(gm, node).values():
+                launch = next(_parameter_collectives(body), None)
                 given = [each for each in node.all_input_nodes if each in self._inputs and is_parameter(each)]
                 if launch is not None and (given or direction(node) == BACKWARD):
                     names = [self._name(each, node) for each in given] or [node_fqn(node) or "the root"]

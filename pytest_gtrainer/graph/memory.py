@@ -32,7 +32,16 @@ from pytest_gtrainer._torch.passes import is_bucketed_by_torch, is_control_depen
 from pytest_gtrainer._torch.values import OpOverload, is_composite, parts_of, pytree, schema, storage_id
 from pytest_gtrainer.graph.collectives import kind_of, launches
 from pytest_gtrainer.graph.foreign import AnyGraph, Names, adopted
-from pytest_gtrainer.graph.nodes import BACKWARD, DYNAMIC_DIMS, FORWARD, direction, is_view, is_wait, node_fqn
+from pytest_gtrainer.graph.nodes import (
+    BACKWARD,
+    DYNAMIC_DIMS,
+    FORWARD,
+    bodies_of,
+    direction,
+    is_view,
+    is_wait,
+    node_fqn,
+)
 
 _UNITS = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 _SIZE = re.compile(rf"\s*(\d+(?:\.\d+)?)\s*({'|'.join(_UNITS)})\s*")
@@ -242,10 +251,12 @@ class _Walk:
             for one in _allocations(value):
                 _extend(self.pending.pop(one, ()), self._order[node] - 1)  # the wait itself lets go of them
             return value
-        called = [str(node.target)] if node.op == "call_module" else []
-        called += [str(given.target) for given in node.all_input_nodes if given.op == "get_attr"]
-        modules = [operator.attrgetter(name)(self.gm) for name in called]
-        if bodies := [module for module in modules if isinstance(module, fx.GraphModule)]:
+        called = [self.gm.get_submodule(str(node.target))] if node.op == "call_module" else []
+        bodies = [
+            *(module for module in called if isinstance(module, fx.GraphModule)),
+            *bodies_of(self.gm, node).values(),
+        ]
+        if bodies:
             return self._of_bodies(node, bodies)
         if "val" not in node.meta:
             returns = schema(target).returns if isinstance(target, OpOverload) else ()

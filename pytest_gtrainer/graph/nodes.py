@@ -138,6 +138,12 @@ def held(gm: Any, path: str) -> Any:
     return gm
 
 
+def bodies_of(gm: fx.GraphModule, node: fx.Node) -> dict[fx.Node, fx.GraphModule]:
+    """The graphs inside a graph that a node is given, by the operands that hold them."""
+    found = {one: held(gm, str(one.target)) for one in node.all_input_nodes if one.op == "get_attr"}
+    return {one: body for one, body in found.items() if isinstance(body, fx.GraphModule)}
+
+
 def is_view(target: object) -> bool:
     """Whether an operator's result shares memory with its operand, to which it does not write."""
     return isinstance(target, OpOverload) and (target.is_view or target is torch.ops.aten._unsafe_view.default)

@@ -94,19 +94,6 @@ def parser_of(
     allow: Iterable[str] = (),
 ) -> _Parser:
     """As ``parse``, before anything is compiled: the ``graph`` of what comes back."""
-    statements, sizes = _statements(text), Sizes(symbolic=may_be_symbolic(text))
-    try:
-        return _Parser(statements, sizes, constants or {}, groups or {}, tuple(allow))
-    except RecursionError:
-        raise TextError("something in this text is nested too deeply", 1) from None
-
-
-def _statements(text: str) -> list[ast.stmt]:
-    """The statements of a text.
-
-    Raises:
-        TextError: it is not Python, or of another version of the format, or only a view.
-    """
     fields, version = header.read(text), header.version_of(text)
     if (view := fields.get("view")) in header.PARTIAL_VIEWS:
         raise TextError(f"this is the {view} view of a graph, a part of it: render the full view to parse it", 1)
@@ -123,7 +110,12 @@ def _statements(text: str) -> list[ast.stmt]:
     except (ValueError, RecursionError, MemoryError) as error:
         reason = "it is nested too deeply" if not isinstance(error, ValueError) else str(error)
         raise TextError(f"this cannot be read as Python: {reason}", 1) from None
-    return translated(tree) if is_dump(text) else tree.body
+    statements = translated(tree) if is_dump(text) else tree.body
+    try:
+        sizes = Sizes(symbolic=may_be_symbolic(text))
+        return _Parser(statements, sizes, constants or {}, groups or {}, tuple(allow))
+    except RecursionError:
+        raise TextError("something in this text is nested too deeply", 1) from None
 
 
 def _keys_of(node: ast.For | ast.If) -> dict[str, SectionKey]:
@@ -180,7 +172,7 @@ class _Parser:
     ) -> None:
         self.graph = fx.Graph()
         self.groups: dict[str, tuple[int, ...] | None] = {}
-        self._sizes, self._given, self._group_names, self._allow = sizes, given, group_names, allow
+        self._sizes, self._given, self._allow = sizes, given, allow
         self.operands = Operands(self.graph, sizes, given, allow)
         self._settings: dict[str, Any] = {}
         self._targets: dict[ast.expr, tuple[str, Any]] = {}

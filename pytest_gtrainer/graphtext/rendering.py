@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -22,7 +21,7 @@ from pytest_gtrainer.graph.bucket_plan import managed_order
 from pytest_gtrainer.graph.dtypes import spell_dtype
 from pytest_gtrainer.graph.foreign import AnyGraph, Names, adopted
 from pytest_gtrainer.graph.layout import BucketLayout, bucket_layout
-from pytest_gtrainer.graph.nodes import node_fqn
+from pytest_gtrainer.graph.nodes import bodies_of, node_fqn
 from pytest_gtrainer.graphtext import header as headers
 from pytest_gtrainer.graphtext import schedule_view
 from pytest_gtrainer.graphtext.folding import INDENT, fold, unfold
@@ -148,13 +147,11 @@ def _bodies(gm: fx.GraphModule, mesh: Mapping[str, int], backed: Backed) -> tupl
 
     They are told as they are used, since where the nodes that hold them stand says nothing.
     """
-    holders = gm.graph.find_nodes(op="get_attr")
-    held = {node: body for node in holders if isinstance(body := attrgetter(str(node.target))(gm), fx.GraphModule)}
     names: dict[str, str] = {}
     by_content: dict[str, str] = {}
-    for user in gm.graph.nodes if held else ():
-        for operand in user.all_input_nodes:
-            if (body := held.pop(operand, None)) is None:
+    for user in gm.graph.nodes:
+        for operand, body in bodies_of(gm, user).items():
+            if str(operand.target) in names:
                 continue
             definitions, sections = _full(body, mesh, backed, is_body=True)
             content = "\n".join(INDENT + line for line in [*definitions, *fold(sections)])

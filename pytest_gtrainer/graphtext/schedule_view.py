@@ -20,8 +20,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from operator import attrgetter
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -29,7 +28,7 @@ from torch import fx
 
 from pytest_gtrainer.graph.collectives import group_of, hides, is_fused, ranks_given, reduction_of
 from pytest_gtrainer.graph.dtypes import spell_dtype
-from pytest_gtrainer.graph.nodes import is_view, is_wait
+from pytest_gtrainer.graph.nodes import bodies_of, is_view, is_wait
 from pytest_gtrainer.graph.packing import sent_operands
 from pytest_gtrainer.graphtext.folding import INDENT, fold
 from pytest_gtrainer.graphtext.operators import operator_of, spell_ranks, word
@@ -129,15 +128,8 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 
 def communicates(gm: fx.GraphModule) -> bool:
     """Whether a graph, or one inside it, launches a collective."""
-    return any(is_computed(node) and (is_launch(node) or any(bodies_of(gm, node))) for node in gm.graph.nodes)
-
-
-def bodies_of(gm: fx.GraphModule, node: fx.Node) -> Iterator[fx.GraphModule]:
-    """The graphs inside the graph that a node runs and that communicate."""
-    for operand in node.all_input_nodes:
-        body = attrgetter(str(operand.target))(gm) if operand.op == "get_attr" else None
-        if isinstance(body, fx.GraphModule) and communicates(body):
-            yield body
+    computed = filter(is_computed, gm.graph.nodes)
+    return any(is_launch(node) or any(map(communicates, bodies_of(gm, node).values())) for node in computed)
 
 
 _MOST_KINDS = 5
@@ -157,7 +149,7 @@ def draw(gm: fx.GraphModule, mesh: Mapping[str, int], outer: Backed | None = Non
     calls: dict[fx.Node, list[str]] = {}  # names of these graphs
     told: dict[str, str] = {}
     for node in speller.scopes.computed:
-        for body in bodies_of(gm, node):
+        for body in filter(communicates, bodies_of(gm, node).values()):
             definitions, sections = draw(body, mesh, backed)
             content = "\n".join(INDENT + line for line in [*definitions, *fold(sections)])
             name = told.setdefault(content, word(f"{operator_of(node).short}_graph_{len(told)}"))

@@ -77,10 +77,7 @@ def all_gather_inputs(group: Any) -> tuple[list[int], torch.dtype]:
 
 
 def groups_of(group: Any) -> tuple[Any, Any, Any]:
-    """The process groups that gather parameters, reduce-scatter gradients, and all-reduce those between replicas.
-
-    The last is None without replicas.
-    """
+    """The process groups that gather parameters, reduce-scatter gradients, and all-reduce replicas' (else None)."""
     replicas = group._all_reduce_process_group if group._is_hsdp else None
     return group._all_gather_process_group, group._reduce_scatter_process_group, replicas
 

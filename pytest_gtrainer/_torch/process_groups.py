@@ -49,11 +49,7 @@ ATTRIBUTES = {
 
 
 def group_named(name: str) -> dist.ProcessGroup:
-    """The process group that a graph calls ``name``.
-
-    Raises:
-        ValueError: there is no such group in this process.
-    """
+    """The process group that a graph calls ``name``; a ValueError if there is none in this process."""
     try:
         return c10d._resolve_process_group(name)
     except (RuntimeError, ValueError, KeyError) as error:
@@ -130,11 +126,7 @@ def groups_made() -> int:
 
 
 def issued_on(group: dist.ProcessGroup) -> int:
-    """Collectives, sends and receives that were issued on a group.
-
-    Raises:
-        RuntimeError: its backend does not count.
-    """
+    """Collectives, sends and receives issued on a group; a RuntimeError if its backend does not count."""
     return int(group._get_sequence_number_for_group())
 
 

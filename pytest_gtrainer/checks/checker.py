@@ -176,12 +176,7 @@ def _place() -> str:
 
 
 def run_checks(subject: Subject, checks: Iterable[Check]) -> None:
-    """Check a graph.
-
-    Raises:
-        CheckFailure: the graph is not as a check says.
-        CheckError: a check cannot match or cannot fail, or there is none.
-    """
+    """Check a graph; raises as ``assert_graph``."""
     matcher = Matcher(subject)
     for check in checks:
         matcher.run(check)

@@ -74,11 +74,7 @@ _T = TypeVar("_T")
 
 
 def parse_check(text: str, place: str) -> Check:
-    """A check from its text.
-
-    Raises:
-        CheckError: says the place and what was expected.
-    """
+    """A check from its text; a ``CheckError`` says the place and what was expected."""
     try:
         reader = _Grammar(tokens_of(text))
         if (kind := reader.word("one of " + ", ".join(KINDS))) not in KINDS:

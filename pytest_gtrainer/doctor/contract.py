@@ -66,11 +66,7 @@ class Topic:
 
 
 def read_topic(file: Path, module: str, hosts: tuple[str, ...]) -> Topic:
-    """Read the source of a topic; imports nothing.
-
-    Args:
-        hosts: the packages whose names are meant, ``("torch",)``.
-    """
+    """Read a topic's source, importing nothing; ``hosts`` are the packages that are meant, ``("torch",)``."""
     tree = ast.parse(file.read_text())
     named = ((name, value) for name, value in _assignments(tree) if name in ("ATTRIBUTES", "CALLED_ON_US"))
     tables = {name: ast.literal_eval(value) for name, value in named}

@@ -105,11 +105,7 @@ def diagnose(need: Need) -> Diagnosis:
 
 
 def objection(call: ast.Call, signature: inspect.Signature, *, bound: bool) -> str | None:
-    """Why a function of that signature refuses the arguments of a call, None if it does not.
-
-    Args:
-        bound: False for a method that was taken from its class: the instance comes first.
-    """
+    """Why a function refuses a call's arguments, if it does; one that is not ``bound`` takes the instance first."""
     given = [argument for argument in call.args if not isinstance(argument, ast.Starred)]
     by_name = {keyword.arg: keyword for keyword in call.keywords if keyword.arg is not None}
     has_more = len(given) < len(call.args) or len(by_name) < len(call.keywords)  # by `*` or `**`

@@ -187,11 +187,7 @@ def _all_imports() -> dict[str, _Imports]:
 
 
 def broken_modules(findings: dict[str, list[Diagnosis]]) -> set[str]:
-    """The modules that do not import, since a topic does not, the topics included.
-
-    Args:
-        findings: of each topic, by its module.
-    """
+    """The modules that do not import since a topic does not, topics included; ``findings`` are by their modules."""
     broken = {topic for topic, found in findings.items() if any(each.stops_import for each in found)}
     before = 0
     while before != len(broken):

@@ -165,11 +165,7 @@ class Plan:
                 )
 
     def check_names(self, known: Iterable[str]) -> None:
-        """Every entry must be a module of the graph (``known``: its FQNs, prefixes not needed).
-
-        Raises:
-            PlanError: names the entries that are not (B5).
-        """
+        """Raise PlanError for entries that are no module of the graph; ``known`` are its FQNs, without prefixes (B5)."""
         prefixes: set[str] = {LOSS, ""}
         for fqn in known:
             while fqn and fqn not in prefixes:

@@ -64,11 +64,7 @@ class FsdpCollective:
 
     @property
     def value(self) -> torch.Tensor:
-        """What the collective gives, as a fake tensor.
-
-        Raises:
-            PlanError: the graph was not traced on fake tensors.
-        """
+        """What the collective gives, as a fake tensor; a PlanError if the graph was not traced on fake tensors."""
         value = self.launch.meta.get("val")
         if not isinstance(value, torch.Tensor):
             raise PlanError(f'the collective of {self.parameter} lacks meta["val"]: trace on fake tensors')
@@ -85,11 +81,7 @@ class FsdpCollective:
 
     @property
     def signature(self) -> tuple[Any, ...]:
-        """Group, op and dtype: members that differ in it are never merged (D1, D7).
-
-        Raises:
-            PlanError: the graph was not traced on fake tensors.
-        """
+        """Group, op and dtype: members that differ in it are never merged (D1, D7); raises as ``value``."""
         value = self.value
         second = self.all_reduce[0].args[1:] if self.all_reduce else None
         return (self.launch.target, *self.launch.args[1:], value.dtype, value.device, second)

@@ -40,11 +40,7 @@ def is_dump(text: str) -> bool:
 
 
 def translated(tree: ast.Module) -> list[ast.stmt]:
-    """The statements of graph text for the one graph that a dump holds.
-
-    Raises:
-        TextError: it holds several graphs, or a line that cannot be read.
-    """
+    """The statements of graph text for a dump; a TextError if it holds several graphs, or an unreadable line."""
     first, *others = (node for node in tree.body if isinstance(node, ast.ClassDef))
     if others:
         raise refuse(others[0], f"this holds several graphs, {first.name} and {others[0].name}: give the text of one")

@@ -192,11 +192,7 @@ def unfold(text: str) -> tuple[GraphLine, ...]:
 
 
 def expand(blocks: Sequence[TextBlock]) -> Iterator[tuple[str, Sequence[Line]]]:
-    """Every section with its lines: layers counted out, edits applied.
-
-    Raises:
-        TextError: a `like`, `drop` or `after` names nothing.
-    """
+    """Every section with its lines, layers counted out, edits applied; a TextError if an edit names nothing."""
     models: dict[str, Sequence[Line]] = {}  # what `like` may name: sections printed in full, by key and visit
     visits: Counter[str] = Counter()
     for block in blocks:
@@ -216,11 +212,7 @@ def expand(blocks: Sequence[TextBlock]) -> Iterator[tuple[str, Sequence[Line]]]:
 
 
 def counted(block: TextBlock, lines: Sequence[Line], before: int) -> int:
-    """How many lines a text has after a block of these lines, its layers counted out.
-
-    Raises:
-        TextError: more than ``MOST_LINES``.
-    """
+    """How many lines a text has after a block of these, its layers counted out; a TextError beyond ``MOST_LINES``."""
     if (total := before + len(block.keys) * max(len(lines), 1)) > MOST_LINES:
         raise TextError(f"expected at most {MOST_LINES} lines, layers counted out, found {total}", block.number)
     return total

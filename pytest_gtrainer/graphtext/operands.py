@@ -165,11 +165,7 @@ class Sizes:
         return self._unbacked[owner, name]
 
     def value(self, node: ast.expr, place: LinePlace) -> Any:
-        """What a type stands for: a fake tensor, a number, a container of them, None for ``_``.
-
-        Raises:
-            TextError: it is no type.
-        """
+        """What a type stands for: a fake tensor, a number, a container of them, None for ``_``; else a TextError."""
         device = self.device
         match node:
             case ast.Name("_"):
@@ -251,11 +247,7 @@ class Operands:
         values[name] = node
 
     def operand(self, node: ast.expr, place: LinePlace) -> Any:
-        """What an operand stands for.
-
-        Raises:
-            TextError: it is none.
-        """
+        """What an operand stands for; a TextError if it is none."""
         match node:
             case ast.Constant(value) if type(value) in PLAIN:
                 return value

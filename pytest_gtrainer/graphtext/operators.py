@@ -286,11 +286,7 @@ class UntoldGroup(ValueError):
 
 
 def refuse_untold(gm: fx.GraphModule) -> None:
-    """Refuse a graph whose text would not tell in which ranks a collective communicates, graphs inside included.
-
-    Raises:
-        UntoldGroup: names collective and group, and the way out.
-    """
+    """Raise UntoldGroup if a text would not tell in which ranks a collective communicates, graphs inside included."""
     for module in gm.modules():
         if not isinstance(module, fx.GraphModule):
             continue

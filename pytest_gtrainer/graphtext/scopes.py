@@ -188,11 +188,7 @@ def _is_literal(value: Any) -> bool:
 
 
 def write_tags(meta: dict[str, Any], tags: Sequence[ast.expr], place: LinePlace, *, owned: bool) -> None:
-    """Write what a line's tags and scope say into the metadata of its node.
-
-    Raises:
-        TextError: one of them is no tag.
-    """
+    """Write what a line's tags and scope say into the metadata of its node; what is no tag is a TextError."""
     mismarked, own_fqn = False, ""
     told: dict[str, Any] = {}
     custom: dict[str, Any] = {}

@@ -22,17 +22,10 @@ from pytest_gtrainer._torch.values import pytree, value_like
 
 ATTRIBUTES = {
     "torch.fx.experimental.symbolic_shapes:ShapeEnv": (
-        "create_unbacked_symint",
-        "ignore_fresh_unbacked_symbols",
-        "var_to_range",
-        "guards",
-        "deferred_runtime_asserts",
-        "simplify",
-        "create_symintnode",
-        "create_symboolnode",
-        "create_symfloatnode",
+        "create_unbacked_symint", "ignore_fresh_unbacked_symbols", "var_to_range", "guards", "deferred_runtime_asserts",
+        "simplify", "create_symintnode", "create_symboolnode", "create_symfloatnode",
     ),
-}
+}  # fmt: skip
 
 _ACCUMULATE = {torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor}
 

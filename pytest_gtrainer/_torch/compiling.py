@@ -132,7 +132,7 @@ def with_kernels_of_eager(
     is_inference: bool,
     given: Callable[[list[Any]], None],
 ) -> Callable[..., Any]:
-    """Run Inductor's passes on a graph, call what they leave by operators of eager; ``given`` hears each call's inputs."""
+    """Run Inductor's passes on a graph, call what they leave by operators of eager; ``given`` hears the inputs."""
     with V.set_fake_mode(detect_fake_mode(example_inputs)):
         compile_fx_module.view_to_reshape(gm)
         compile_fx_module._recursive_post_grad_passes(gm, is_inference=is_inference)

@@ -43,18 +43,11 @@ ATTRIBUTES = {
     "torch.fx:Graph": ("_insert", "_len", "_find_nodes_lookup_table", "_graph_namespace"),
     "torch.fx.graph:_Namespace": ("create_name", "associate_name_with_obj"),
     "torch.fx.experimental.symbolic_shapes:ShapeEnv": (
-        "backed_var_to_val",
-        "simplify",
-        "var_to_range",
-        "var_to_sources",
-        "symbol_guard_counter",
-        "unbacked_symint_counter",
-        "unbacked_symfloat_counter",
-        "create_symintnode",
-        "create_symboolnode",
+        "backed_var_to_val", "simplify", "var_to_range", "var_to_sources", "symbol_guard_counter",
+        "unbacked_symint_counter", "unbacked_symfloat_counter", "create_symintnode", "create_symboolnode",
         "create_symfloatnode",
     ),
-}
+}  # fmt: skip
 
 __all__ = ["FUNCTIONS_OF_DYNAMO", "PLAIN_FUNCTIONS", "ResolvedGroup", "functions", "resolve_group"]
 

@@ -202,11 +202,7 @@ class Matcher:
             raise CheckError(f"{check}\n{error}") from None
 
     def finish(self) -> None:
-        """Judge every `never` that no match has ended.
-
-        Raises:
-            CheckError: nothing was checked.
-        """
+        """Judge every `never` that no match has ended; a CheckError if nothing was checked."""
         if self._last is None:
             raise CheckError("there is no check, so nothing was checked: add one, such as `then aten.mm in layers.0`")
         if self._last.kind == "start":

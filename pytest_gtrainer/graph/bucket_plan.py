@@ -165,7 +165,7 @@ class Plan:
                 )
 
     def check_names(self, known: Iterable[str]) -> None:
-        """Raise PlanError for entries that are no module of the graph; ``known`` are its FQNs, without prefixes (B5)."""
+        """Raise PlanError for entries that are no module of the graph; ``known`` are its FQNs (B5)."""
         prefixes: set[str] = {LOSS, ""}
         for fqn in known:
             while fqn and fqn not in prefixes:

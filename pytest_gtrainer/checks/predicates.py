@@ -214,18 +214,13 @@ class Pattern:
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """What is asked of a graph.
+    """What is asked of a graph."""
 
-    Attributes:
-        kind: one of ``KINDS``; number: of a ``count``.
-        text: as written; place: file and line.
-    """
-
-    kind: str
+    kind: str  # one of ``KINDS``
     pattern: Pattern
-    text: str
-    place: str
-    number: int | None = None
+    text: str  # as written
+    place: str  # file and line
+    number: int | None = None  # of a ``count``
 
     def __post_init__(self) -> None:
         if self.kind == "start":

@@ -43,13 +43,7 @@ def is_called(fqn: str, pattern: str) -> bool:
 
 
 class Subject:
-    """A graph under check, and what has been captured from it.
-
-    Attributes:
-        schedule: the computed nodes in order, then the output.
-        place: where each of them stands.
-        captures: nodes by the names that checks have given them.
-    """
+    """A graph under check, and what has been captured from it."""
 
     def __init__(self, gm: AnyGraph, *, before: AnyGraph | None = None, mesh: Mapping[str, int] | None = None) -> None:
         """
@@ -62,7 +56,7 @@ class Subject:
         nodes = list(gm.graph.nodes)
         self.schedule = [node for node in nodes if is_computed(node) or node.op == "output"]
         self.place = {node: place for place, node in enumerate(self.schedule)}
-        self.captures: dict[str, fx.Node] = {}
+        self.captures: dict[str, fx.Node] = {}  # by the names that checks have given them
         self.groups = groups_of(gm, mesh or {})
         self._scopes = scopes_of(nodes)
         all_scopes = [self._scopes, *([scopes_of(adopted(before).graph.nodes)] if before else [])]

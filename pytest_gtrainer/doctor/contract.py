@@ -14,20 +14,13 @@ MODULE = ""
 
 @dataclass(slots=True)
 class Need:
-    """One name of torch or pytest.
+    """One name of torch or pytest."""
 
-    Attributes:
-        path: dotted, ``torch.fx.traceback.annotate``; of an attribute the owner, as ``ATTRIBUTES`` writes it.
-        attribute: of the owner; None for a name with a path of its own.
-        users: the functions and classes of the topic that use it; ``MODULE`` is the topic itself.
-        optional: whether the topic does without it.
-    """
-
-    path: str
-    attribute: str | None = None
-    users: set[str] = field(default_factory=set)
+    path: str  # dotted, ``torch.fx.traceback.annotate``; of an attribute the owner, as ``ATTRIBUTES`` writes it
+    attribute: str | None = None  # of the owner; None for a name with a path of its own
+    users: set[str] = field(default_factory=set)  # functions and classes of the topic; ``MODULE`` is itself
     calls: list[ast.Call] = field(default_factory=list)
-    optional: bool = False
+    optional: bool = False  # whether the topic does without it
 
     @property
     def name(self) -> str:
@@ -44,21 +37,14 @@ class CalledOnUs(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Topic:
-    """A file of private names.
+    """A file of private names."""
 
-    Attributes:
-        module: its dotted name.
-        needs: in the order of the source, imports first.
-        unowned: private attributes that are neither imported nor in ``ATTRIBUTES``.
-        unused: entries of ``ATTRIBUTES`` that the source does not use.
-    """
-
-    module: str
+    module: str  # its dotted name
     title: str
-    needs: list[Need]
+    needs: list[Need]  # in the order of the source, imports first
     called: list[CalledOnUs]
-    unowned: set[str]
-    unused: set[str]
+    unowned: set[str]  # private attributes that are neither imported nor in ``ATTRIBUTES``
+    unused: set[str]  # entries of ``ATTRIBUTES`` that the source does not use
 
     @property
     def name(self) -> str:

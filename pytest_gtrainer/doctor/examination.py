@@ -20,16 +20,11 @@ ROOT = Path(__file__).parents[1]
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """What became of one name.
-
-    Attributes:
-        problem: "missing", "changed: too many positional arguments", ...; empty if it is in order.
-        users: functions of the topic; ``MODULE`` among them if the topic does not even import.
-    """
+    """What became of one name."""
 
     name: str
-    problem: str
-    users: frozenset[str]
+    problem: str  # "missing", "changed: too many positional arguments", ...; empty if it is in order
+    users: frozenset[str]  # functions of the topic; ``MODULE`` among them if the topic does not even import
     note: str = ""
 
     @property

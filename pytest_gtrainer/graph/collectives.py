@@ -36,25 +36,17 @@ class PlanError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class FsdpCollective:
-    """One parameter's collective.
-
-    Attributes:
-        launch: the collective; ``wait``: its wait.
-        chain: for an all-gather, the nodes from the parameter to it; for a reduce-scatter,
-            the nodes from its wait to the output. In graph order.
-        parameter: FQN of the parameter; position: its place among the graph's inputs (outputs).
-        bucket_fqn: module FQN that decides the bucket.
-    """
+    """One parameter's collective."""
 
     launch: fx.Node
     wait: fx.Node
-    chain: tuple[fx.Node, ...]
-    parameter: str
-    position: int
+    chain: tuple[fx.Node, ...]  # in graph order, from the parameter to the gather, or from the reduction to the output
+    parameter: str  # its FQN
+    position: int  # its place among the graph's inputs (outputs)
 
     @property
     def bucket_fqn(self) -> str:
-        """Module FQN of the collective."""
+        """Module FQN of the collective, which decides the bucket."""
         return node_fqn(self.launch)
 
     @property

@@ -148,27 +148,17 @@ Operand = int | str | Symbol
 
 
 class Value(NamedTuple):
-    """An input, or the result of a statement.
-
-    Attributes:
-        operator: "" for an input.
-        type: with a hole for each symbol.
-        arguments: with a hole for each reference and symbol.
-        operands: what stands in the holes: the symbols of the type, the references, the other symbols.
-        sources: the values among the operands, as often as they stand there.
-        tags: as written, but for paths, which are absolute.
-        line: its place among the lines.
-    """
+    """An input, or the result of a statement."""
 
     scope: Scope
     name: str
-    operator: str
-    type: str
-    arguments: str
-    operands: tuple[Operand, ...]
-    sources: tuple[int, ...]
-    tags: str
-    line: int
+    operator: str  # "" for an input
+    type: str  # with a hole for each symbol
+    arguments: str  # with a hole for each reference and symbol
+    operands: tuple[Operand, ...]  # what stands in the holes: symbols of the type, references, other symbols
+    sources: tuple[int, ...]  # the values among the operands, as often as they stand there
+    tags: str  # as written, but for paths, which are absolute
+    line: int  # its place among the lines
 
     @property
     def is_input(self) -> bool:
@@ -194,18 +184,13 @@ class Definition(NamedTuple):
 
 @dataclass
 class Dataflow:
-    """A graph's values in the order of the schedule, and what it returns.
-
-    Attributes:
-        bodies: the lines of graphs inside the graph.
-        others: lines that are no statements of a graph: those of the views.
-    """
+    """A graph's values in the order of the schedule, and what it returns."""
 
     definitions: list[Definition] = field(default_factory=list)
     values: list[Value] = field(default_factory=list)
     results: list[Result] = field(default_factory=list)
-    bodies: dict[str, tuple[GraphLine, ...]] = field(default_factory=dict)
-    others: list[GraphLine] = field(default_factory=list)
+    bodies: dict[str, tuple[GraphLine, ...]] = field(default_factory=dict)  # the lines of graphs inside the graph
+    others: list[GraphLine] = field(default_factory=list)  # lines of views, which are no statements
 
     @functools.cached_property
     def inputs(self) -> list[int]:

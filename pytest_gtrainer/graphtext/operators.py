@@ -41,22 +41,13 @@ _FLOATING = frozenset({"_c10d_functional", "_c10d_functional_autograd", "bucketi
 
 @dataclass(frozen=True, slots=True)
 class Operator:
-    """A node's target.
+    """A node's target."""
 
-    Attributes:
-        text: its full spelling.
-        short: what its values are named after.
-        group_arguments: positions and names of arguments that are process group names.
-        floats: whether it communicates, or packs and unpacks what is communicated, so that the schedule puts its
-            lines among those of other layers.
-        launches: whether it starts a collective, a send or a receive.
-    """
-
-    text: str
-    short: str
-    group_arguments: frozenset[int | str] = frozenset()
-    floats: bool = False
-    launches: bool = False
+    text: str  # its full spelling
+    short: str  # what its values are named after
+    group_arguments: frozenset[int | str] = frozenset()  # positions and names of those that name process groups
+    floats: bool = False  # it communicates, or packs for it: its lines stand among other layers'
+    launches: bool = False  # it starts a collective, a send or a receive
 
 
 def operator_of(node: fx.Node) -> Operator:

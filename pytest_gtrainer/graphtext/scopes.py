@@ -54,19 +54,12 @@ class Input(NamedTuple):
 
 @dataclass(slots=True)
 class Scopes:
-    """Where the nodes of a graph belong.
+    """Where the nodes of a graph belong."""
 
-    Attributes:
-        of: scopes of all nodes that have a value.
-        computed: the nodes with a line of their own in the schedule, in order.
-        inputs: the names of the inputs.
-        unowned: computed nodes without a module.
-    """
-
-    of: dict[fx.Node, Scope] = field(default_factory=dict)
-    computed: list[fx.Node] = field(default_factory=list)
-    inputs: dict[fx.Node, Input] = field(default_factory=dict)
-    unowned: set[fx.Node] = field(default_factory=set)
+    of: dict[fx.Node, Scope] = field(default_factory=dict)  # of all nodes that have a value
+    computed: list[fx.Node] = field(default_factory=list)  # with a line of their own in the schedule, in order
+    inputs: dict[fx.Node, Input] = field(default_factory=dict)  # their names
+    unowned: set[fx.Node] = field(default_factory=set)  # computed nodes without a module
 
 
 def is_item(node: fx.Node) -> bool:

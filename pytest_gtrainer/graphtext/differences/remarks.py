@@ -36,17 +36,12 @@ Weight = IntEnum(
 
 
 class Remark(NamedTuple):
-    """A sentence.
-
-    Attributes:
-        about: the module whose layer the sentence is relative to.
-        gist: what it has in common with others that need not all be told; "" for nothing.
-    """
+    """A sentence."""
 
     weight: Weight
     text: str
-    about: str = ""
-    gist: str = ""
+    about: str = ""  # the module whose layer the sentence is relative to
+    gist: str = ""  # what it has in common with others that need not all be told
 
 
 def sentences(remarks: Iterable[Remark], limit: int) -> list[str]:

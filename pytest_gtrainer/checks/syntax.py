@@ -48,13 +48,10 @@ END = Token("end", "")
 
 
 def tokens_of(text: str) -> list[Token]:
-    """The tokens of a text, ``END`` behind them.
+    """The tokens of a text, ``END`` behind them; a CheckError at a character that no check has.
 
     >>> [token.text for token in tokens_of("aten.mm(g, ...) -> f32[2] in layers.*")]
     ['aten.mm', '(', 'g', ',', '...', ')', '->', 'f32', '[', '2', ']', 'in', 'layers.*', '']
-
-    Raises:
-        CheckError: a character that no check has.
     """
     found: list[Token] = []
     place = 0

@@ -145,14 +145,9 @@ class Plan:
         return self._by_fqn.get("")
 
     def check_ties(self, tied: Mapping[str, Sequence[str]]) -> None:
-        """A parameter that several modules hold is in one bucket, as FSDP2 manages it in one group.
+        """Raise PlanError for one of ``tied_parameters`` in several buckets, as FSDP2 manages it in one group.
 
-        Args:
-            tied: see ``tied_parameters``.
-
-        Raises:
-            PlanError: names the parameter and its buckets. What no entry covers is in the root's, which
-                ``fully_shard(model)`` manages.
+        What no entry covers is in the root's bucket, which ``fully_shard(model)`` manages.
         """
         for names in tied.values():
             modules = [name.rpartition(".")[0] for name in names]

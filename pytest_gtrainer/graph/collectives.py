@@ -153,8 +153,7 @@ def results_of(gm: fx.GraphModule) -> list[Any]:
 def fsdp_all_gathers(gm: fx.GraphModule) -> list[FsdpCollective]:
     """The all-gathers of parameters, in graph order: exactly one graph input is their ancestor (D6).
 
-    Raises:
-        PlanError: a parameter's all-gather is used otherwise than by its one wait.
+    One that is used otherwise than by its one wait is a PlanError.
     """
     positions = {node: index for index, node in enumerate(gm.graph.find_nodes(op="placeholder"))}
     members = []

@@ -55,13 +55,7 @@ State = tuple[Part, ...] | Unread | str
 
 
 def packed(gm: fx.GraphModule) -> dict[fx.Node, list[State]]:
-    """For each collective what its operands hold when it is launched; operands that it only writes to are left out.
-
-    Cost: one walk over the nodes.
-
-    Raises:
-        ValueError: a value is used before it is defined.
-    """
+    """For each collective what goes in at its launch, in one walk; a ValueError if the graph is not sorted."""
     reader = _Reader()
     return {node: sent for node in gm.graph.nodes if (sent := reader.step(node)) is not None}
 

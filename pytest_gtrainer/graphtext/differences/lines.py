@@ -134,13 +134,7 @@ def text_diff(old: Sequence[str], new: Sequence[str], limit: int = LIMIT) -> lis
 def graph_diff(
     old: Sequence[GraphLine], new: Sequence[GraphLine], same: Iterable[tuple[int, int]] = (), limit: int = LIMIT
 ) -> list[str]:
-    """Differences section by section; what is the same in many layers is shown once.
-
-    Args:
-        old, new: the graphs' lines.
-        same: places of lines that are equal but for the numbers in names, which are not shown.
-        limit: the most lines.
-    """
+    """Differences section by section, the same in many layers once; lines that are ``same`` but for numbers are none."""
     keys = list(new)
     for was, now in same:
         if old[was].section == new[now].section:

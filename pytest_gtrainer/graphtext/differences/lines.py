@@ -134,7 +134,7 @@ def text_diff(old: Sequence[str], new: Sequence[str], limit: int = LIMIT) -> lis
 def graph_diff(
     old: Sequence[GraphLine], new: Sequence[GraphLine], same: Iterable[tuple[int, int]] = (), limit: int = LIMIT
 ) -> list[str]:
-    """Differences section by section, the same in many layers once; lines that are ``same`` but for numbers are none."""
+    """Differences section by section, the same in many layers once; lines that are ``same`` are left out."""
     keys = list(new)
     for was, now in same:
         if old[was].section == new[now].section:

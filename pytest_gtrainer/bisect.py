@@ -247,10 +247,7 @@ def bisect_towards(stages: Sequence[Stage], run: Run, expected: Values) -> Bisec
 
 
 class _PassSearch:
-    """Replays stages and remembers what came out; ranks agree on what differs.
-
-    Compared is with what the first stage gives, or with the part of the results that is ``expected``.
-    """
+    """Replays stages, compares with what the first gives, or with a part that is ``expected``; all ranks agree."""
 
     def __init__(self, stages: Sequence[Stage], run: Run, expected: Values | None = None) -> None:
         self._stages, self._run, self._part = stages, run, expected is not None

@@ -12,7 +12,9 @@ and cannot be read is *unread*, with the node at which the order is lost; nothin
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import functools
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import accumulate
 from operator import getitem
@@ -292,6 +294,7 @@ def arrivals(result: fx.Node, outputs: dict[fx.Node, list[int]]) -> list[Arrival
     found: list[Arrival] = []
     todo = [(Piece(result, 0, 0, _numel(result)), False)]
     seen: set[tuple[Piece, bool]] = set()
+    begins = functools.cache(_begins)
     while todo:
         piece, added = todo.pop()
         if (piece, added) in seen:
@@ -302,7 +305,7 @@ def arrivals(result: fx.Node, outputs: dict[fx.Node, list[int]]) -> list[Arrival
         for user in piece.node.users:
             if user.op == "output" or (is_control_dependency(user) and piece.node not in user.args[2:]):
                 continue
-            below = _below(piece, user)
+            below = _below(piece, user, begins)
             joins = added or (len(user.all_input_nodes) > 1 and is_pointwise(user) and scaled_operand(user) is None)
             todo += [(one, joins) for one in below or ()]
             if below is None:
@@ -310,7 +313,16 @@ def arrivals(result: fx.Node, outputs: dict[fx.Node, list[int]]) -> list[Arrival
     return sorted(found, key=lambda arrival: arrival.piece.at)
 
 
-def _below(piece: Piece, user: fx.Node) -> list[Piece] | None:
+def _begins(user: fx.Node) -> dict[fx.Node, list[int]]:
+    """Where in the result of a ``cat`` each of its tensors begins; one may stand there twice."""
+    found: dict[fx.Node, list[int]] = defaultdict(list)
+    tensors: Any = user.args[0]
+    for tensor, at in zip(tensors, accumulate(map(_numel, tensors), initial=0), strict=False):
+        found[tensor].append(at)
+    return found
+
+
+def _below(piece: Piece, user: fx.Node, begins: Callable[[fx.Node], dict[fx.Node, list[int]]]) -> list[Piece] | None:
     """The piece in what a user makes of it; None if it computes with it, or the order is lost."""
     node, name = piece.node, short_name(user)
     size = _numel(node)
@@ -332,9 +344,7 @@ def _below(piece: Piece, user: fx.Node) -> list[Piece] | None:
         one = _cut(piece, user, begin, _numel(user))
         return [] if one is None else [one]
     if user.target is _aten.cat.default and _is_outermost(user, user, 1):
-        tensors: Any = user.args[0]
-        begins = zip(tensors, accumulate(map(_numel, tensors), initial=0), strict=False)
-        return [Piece(user, piece.low + at, piece.at, piece.numel) for tensor, at in begins if tensor is node]
+        return [Piece(user, piece.low + at, piece.at, piece.numel) for at in begins(user)[node]]
     is_number = scaled_operand(user) not in (None, node)  # by which others are scaled
     if len(_operands(user)) > 1 and (is_number or not is_pointwise(user) or not _numel(user) == size > 0):
         return None

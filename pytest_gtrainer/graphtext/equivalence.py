@@ -206,14 +206,10 @@ def written(value: Value) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class Effects:
-    """In the order of the schedule: who draws, and what happens to each storage that is changed.
-
-    ``histories`` has for each such storage (by one value of it) its changes, each with the readers
-    since the change before.
-    """
+    """In the order of the schedule: who draws, and what happens to each storage that is changed."""
 
     draws: list[int]
-    histories: dict[int, list[tuple[int | None, list[int]]]]
+    histories: dict[int, list[tuple[int | None, list[int]]]]  # by a value of the storage: changes, readers before each
 
 
 def effects(graph: Dataflow) -> Effects:

@@ -33,15 +33,12 @@ _EDIT = re.compile(r"(?P<kind>like|drop|after)\((?P<name>.*)\)")
 
 @dataclass(frozen=True, slots=True)
 class LayerRun:
-    """``count`` sections with equal lines, their layers ``step`` apart.
-
-    ``visit`` says for the how many-th time the schedule comes to each of them.
-    """
+    """``count`` sections with equal lines, their layers ``step`` apart."""
 
     section: Section
     count: int
     step: int
-    visit: int
+    visit: int  # for the how many-th time the schedule comes to each of them
 
     @property
     def place(self) -> tuple[str, str, int]:

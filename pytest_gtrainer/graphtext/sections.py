@@ -182,14 +182,11 @@ NOWHERE = Scope(("",), "fwd")
 
 
 class Line(NamedTuple):
-    """One statement under its ``with`` heading ("" for none), spelled as seen from its section.
-
-    ``source`` is its syntax tree where ``syntax`` has read it; ``text`` is then only its name.
-    """
+    """One statement under its ``with`` heading ("" for none), spelled as seen from its section."""
 
     heading: str
     text: str
-    source: Any = None
+    source: Any = None  # its syntax tree where ``syntax`` has read it; ``text`` is then only its name
 
     @property
     def name(self) -> str:

@@ -63,11 +63,7 @@ _NUMBERS = {
 
 
 class Speller:
-    """Spells what stands in the lines of one graph.
-
-    Where it is seen from, the section and the scope, is set by ``enter_section`` and
-    ``enter_scope``; the other methods depend on it.
-    """
+    """Spells what stands in the lines of one graph, as seen from where ``enter_section`` and ``enter_scope`` stand."""
 
     def __init__(
         self,

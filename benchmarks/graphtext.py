@@ -30,7 +30,7 @@ from pytest_gtrainer import apply_graph_passes, construct_default_graph_passes
 from pytest_gtrainer.golden import store
 from pytest_gtrainer.golden.compare import judge
 from pytest_gtrainer.graphtext import render, unfold
-from pytest_gtrainer.graphtext.parsing import parse_graph
+from pytest_gtrainer.graphtext.parsing import parser_of
 from pytest_gtrainer.worlds.fake import fake_world
 from pytest_gtrainer.worlds.spec import make_spec
 
@@ -58,7 +58,7 @@ def contestants(gm: fx.GraphModule, folder: Path) -> Mapping[str, Contestant]:
     return {
         RENDER: lambda: render(gm),
         PRINT: lambda: gm.print_readable(print_output=False),
-        PARSE: lambda: parse_graph(text),
+        PARSE: lambda: parser_of(text),
         COPY: lambda: copy.deepcopy(gm),
         **{name: check_of(gm, folder / f"{place}.fxgraph", folder, goldens[name]) for place, name in enumerate(CHECKS)},
     }

@@ -19,6 +19,7 @@ to the same comparison: they vote, and all replay together.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import getitem
@@ -33,7 +34,7 @@ from pytest_gtrainer._torch.graph_modules import compiled, copied_lazily
 from pytest_gtrainer._torch.values import OpOverload, pytree, schema
 from pytest_gtrainer.facts import Watcher
 from pytest_gtrainer.graph.collectives import launches
-from pytest_gtrainer.graph.nodes import BACKWARD, direction, node_fqn
+from pytest_gtrainer.graph.nodes import BACKWARD, direction, node_fqn, reached
 from pytest_gtrainer.numerics.bits import NoBytes
 from pytest_gtrainer.numerics.compare import compare_entries, difference_of
 from pytest_gtrainer.numerics.determinism import GeneratorStates, random_states_kept
@@ -66,10 +67,10 @@ def flat_inputs(inputs: Sequence[Any]) -> list[Any]:
 
 def local_run(flat: Sequence[Any]) -> Run:
     """Runs a graph in this process, from its random states of now."""
-    kept, random_states = _copies(flat), GeneratorStates.now()
+    kept, random_states = copies(flat), GeneratorStates.now()
 
     def run(gm: fx.GraphModule) -> Values:
-        given = _copies(kept)
+        given = copies(kept)
         with random_states_kept(), torch.no_grad():
             random_states.put_back()
             return _named(gm, gm(*given), given)
@@ -87,10 +88,10 @@ def run_on_all(
     from pytest_gtrainer.worlds.simulated.interpreter import Interpreter
     from pytest_gtrainer.worlds.simulated.interpreter.values import of_rank
 
-    kept, states = _copies(inputs), random.copy() if random else None
+    kept, states = copies(inputs), random.copy() if random else None
 
     def run(gm: fx.GraphModule) -> Values:
-        given = _copies(kept)
+        given = copies(kept)
         output = Interpreter(ranked(gm), net, random=states.copy() if states else None).run(given)
         values: Values = {}
         for rank in range(net.size):
@@ -100,32 +101,27 @@ def run_on_all(
     return run
 
 
-def _copies(values: Sequence[Any]) -> list[Any]:
-    """Copies of all tensors; what was one tensor on several ranks is one again."""
-    copies: dict[int, Tensor] = {}
+def copies(values: Sequence[Any], *, keep_grad: bool = False) -> list[Any]:
+    """Copies of all tensors; what was one tensor, on several ranks or in several places, is one again."""
+    made: dict[int, Tensor] = {}
 
     def copied(value: Any) -> Any:
         if isinstance(value, list):
             return type(value)(map(copied, value))
-        if not isinstance(value, Tensor):
-            return value
-        if id(value) not in copies:
-            copies[id(value)] = value.detach().clone()
-        return copies[id(value)]
+        if isinstance(value, Tensor) and id(value) not in made:
+            made[id(value)] = value.detach().clone().requires_grad_(keep_grad and value.requires_grad)
+        return made.get(id(value), value)
 
     return [copied(value) for value in values]
 
 
 def _named(gm: fx.GraphModule, outputs: Any, given: Sequence[Any], rank: int = 0) -> Values:
-    """Results by name, and the buffers after the run."""
     leaves = pytree.tree_leaves(outputs)
     told = gm.graph.output_node().meta.get("gt_outputs") or ()
     names = told if len(told) == len(leaves) else [f"output {index}" for index in range(len(leaves))]
     values = {name: leaf for name, leaf in zip(names, leaves, strict=True) if isinstance(leaf, Tensor)}
-    placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
-    for node, value in zip(placeholders, given, strict=True):
-        source = node.meta.get("gt_input", {})
-        if source.get("kind") == "buffer":
+    for node, value in zip(gm.graph.find_nodes(op="placeholder"), given, strict=True):
+        if (source := node.meta.get("gt_input", {})).get("kind") == "buffer":
             values[f"{source['fqn']} afterwards"] = value
     return {Key(0, rank, "", name): value for name, value in values.items()}
 
@@ -251,10 +247,7 @@ def bisect_towards(stages: Sequence[Stage], run: Run, expected: Values) -> Bisec
 
 
 class _PassSearch:
-    """Replays stages and remembers what came out; ranks agree on what differs.
-
-    Compared is with what the first stage gives, or with the part of the results that is ``expected``.
-    """
+    """Replays stages, compares with what the first gives, or with a part that is ``expected``; all ranks agree."""
 
     def __init__(self, stages: Sequence[Stage], run: Run, expected: Values | None = None) -> None:
         self._stages, self._run, self._part = stages, run, expected is not None
@@ -282,8 +275,7 @@ def on_any_rank(answer: bool) -> bool:
     """Whether the answer is yes on one of the ranks; all of them must ask."""
     if not dist.is_initialized() or dist.get_backend() == "fake" or dist.get_world_size() == 1:
         return answer
-    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
-    votes = torch.tensor(int(answer), device=device)
+    votes = torch.tensor(int(answer), device="cuda" if dist.get_backend() == "nccl" else "cpu")
     dist.all_reduce(votes, dist.ReduceOp.MAX)
     return bool(votes.item())
 
@@ -295,11 +287,11 @@ def _with_node(found: Bisection, before: fx.GraphModule, after: fx.GraphModule, 
     nodes = list(after.graph.nodes)
     new = {node for node in nodes if node.name not in old}
     several = len({key.rank for key in actual}) > 1
-    keys: dict[str, list[Key]] = {}
+    keys: dict[str, list[Key]] = defaultdict(list)
     for key in actual:
-        keys.setdefault(key.name, []).append(key)
+        keys[key.name].append(key)
     for node in nodes:
-        for key in keys.get(node.name, ()) if node not in new else ():
+        for key in keys[node.name] if node not in new else ():
             try:
                 difference = difference_of(key, actual[key], expected[key])
             except (KeyError, NoBytes):
@@ -329,26 +321,17 @@ def _exposed(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 def _has_value(node: fx.Node) -> bool:
-    if node.op != "call_function":
-        return False
     if node.target is getitem:
         return isinstance(node.meta.get("val"), Tensor)
-    if not isinstance(node.target, OpOverload):
+    if not isinstance(node.target, OpOverload) or launches(node.target):
         return False
-    returns = schema(node.target).returns
-    return not launches(node.target) and len(returns) == 1 and str(returns[0].type) == "Tensor"
+    return [str(each.type) for each in schema(node.target).returns] == ["Tensor"]
 
 
 def _made(node: fx.Node, new: set[fx.Node], order: Sequence[fx.Node]) -> tuple[str, ...]:
     """The new nodes from which ``node`` is computed by way of new nodes alone."""
-    reached: set[fx.Node] = set()
-    stack = [node]
-    while stack:
-        for parent in stack.pop().all_input_nodes:
-            if parent in new and parent not in reached:
-                reached.add(parent)
-                stack.append(parent)
-    return tuple(_words(each) for each in order if each in reached)
+    made = reached(node, lambda one: new.intersection(one.all_input_nodes))
+    return tuple(_words(each) for each in order if each in made)
 
 
 def _words(node: fx.Node) -> str:
@@ -368,13 +351,12 @@ class _Pipeline:
 
     def explained(self, step: int | None, expected: Tensors) -> str:
         if step is not None and step < len(self.runs) and isinstance(expected, Record):
-            found = bisect_towards(self.stages, self.runs[step], _results(expected, step))
-            if found is not None:
-                return f"bisection of step {step}: {found}"
+            towards = bisect_towards(self.stages, self.runs[step], _results(expected, step))
+            if towards is not None:
+                return f"bisection of step {step}: {towards}"
         replays = 0
         for number, run in enumerate(self.runs, 1):
-            found = bisect_stages(self.stages, run)
-            if found.outcome == "different":
+            if (found := bisect_stages(self.stages, run)).outcome == "different":
                 return f"bisection{f' of replay {number}' if number > 1 else ''}: {found}"
             replays += found.replays
         told = f"bisection: no pass of {len(self.stages) - 1} changes a bit ({replays} replays)"

@@ -20,11 +20,7 @@ from importlib import metadata
 
 @contextmanager
 def private_names() -> Iterator[None]:
-    """Around a topic's imports: a name that this torch lacks is an error that says what to do.
-
-    Raises:
-        ImportError: with the name, torch's version, and the way to see what else is out of order.
-    """
+    """Around a topic's imports: a name that this torch lacks is an ImportError that says what to do."""
     try:
         yield
     except ImportError as error:

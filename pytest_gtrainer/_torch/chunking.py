@@ -18,21 +18,14 @@ import sympy  # type: ignore[import-untyped]
 import torch
 from torch import fx
 
-from pytest_gtrainer._torch.values import FakeTensor, faked
+from pytest_gtrainer._torch.values import pytree, value_like
 
 ATTRIBUTES = {
     "torch.fx.experimental.symbolic_shapes:ShapeEnv": (
-        "create_unbacked_symint",
-        "ignore_fresh_unbacked_symbols",
-        "var_to_range",
-        "guards",
-        "deferred_runtime_asserts",
-        "simplify",
-        "create_symintnode",
-        "create_symboolnode",
-        "create_symfloatnode",
+        "create_unbacked_symint", "ignore_fresh_unbacked_symbols", "var_to_range", "guards", "deferred_runtime_asserts",
+        "simplify", "create_symintnode", "create_symboolnode", "create_symfloatnode",
     ),
-}
+}  # fmt: skip
 
 _ACCUMULATE = {torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor}
 
@@ -60,8 +53,7 @@ def renew_symbols(meta: dict[str, Any], renaming: Renaming) -> None:
 
     A copy of a node that makes a data-dependent size makes another size, not the same one again.
     """
-    bindings = meta.get("unbacked_bindings")
-    if bindings:
+    if bindings := meta.get("unbacked_bindings"):
         shape_env = _shape_env_of(meta["val"])
         for symbol in bindings:
             if symbol not in renaming:
@@ -73,14 +65,18 @@ def renew_symbols(meta: dict[str, Any], renaming: Renaming) -> None:
         meta["val"] = _renamed(meta["val"], renaming)
 
 
+def _numbers_in(value: Any) -> list[Any]:
+    """The symbolic numbers in a value or in arguments; of a tensor its extents and strides."""
+    leaves = [
+        number
+        for leaf in pytree.tree_leaves(value)
+        for number in ((*leaf.shape, *leaf.stride()) if torch.is_tensor(leaf) else (leaf,))
+    ]
+    return [number for number in leaves if isinstance(number, torch.SymInt | torch.SymFloat | torch.SymBool)]
+
+
 def _shape_env_of(value: Any) -> Any:
-    """The ShapeEnv of the first symbol in a value, None without one."""
-    if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
-        return value.node.shape_env
-    if isinstance(value, list | tuple):
-        return next((found for item in value if (found := _shape_env_of(item)) is not None), None)
-    sizes = (extent for extent in value.shape if isinstance(extent, torch.SymInt)) if torch.is_tensor(value) else ()
-    return next((extent.node.shape_env for extent in sizes), None)
+    return next((number.node.shape_env for number in _numbers_in(value)), None)
 
 
 def _renamed(value: Any, renaming: Renaming) -> Any:
@@ -91,17 +87,9 @@ def _renamed(value: Any, renaming: Renaming) -> Any:
         return value.node.shape_env.create_symintnode(expression.xreplace(renaming), hint=None)
     if isinstance(value, list | tuple):
         return type(value)(_renamed(item, renaming) for item in value)
-    if torch.is_tensor(value) and any(isinstance(extent, torch.SymInt) for extent in (*value.shape, *value.stride())):
-        shape = [_renamed(extent, renaming) for extent in value.shape]
-        return strided_like(value, shape, [_renamed(stride, renaming) for stride in value.stride()])
+    if torch.is_tensor(value) and _numbers_in(value):
+        return value_like(value, *([_renamed(e, renaming) for e in told] for told in (value.shape, value.stride())))
     return value
-
-
-def strided_like(like: torch.Tensor, shape: list[Any], stride: list[Any]) -> torch.Tensor:
-    """A value of other extents for ``meta["val"]``; for a fake one without the mode's dispatch."""
-    if not isinstance(like, FakeTensor):
-        return like.new_empty_strided(shape, stride)
-    return faked(torch.empty_strided(shape, stride, dtype=like.dtype, device="meta"), like)
 
 
 def expression_of(value: Any) -> Any:
@@ -111,16 +99,7 @@ def expression_of(value: Any) -> Any:
 
 def symbols_of(value: Any) -> list[sympy.Symbol]:
     """The symbols in a value or in arguments, as they are written there."""
-    if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
-        return list(value.node.expr.free_symbols)
-    if isinstance(value, list | tuple):
-        return [symbol for item in value for symbol in symbols_of(item)]
-    if isinstance(value, dict):
-        return symbols_of(list(value.values()))
-    if torch.is_tensor(value):
-        sizes = [size for size in (*value.shape, *value.stride()) if isinstance(size, torch.SymInt)]
-        return symbols_of(sizes) if sizes else []
-    return []
+    return [symbol for number in _numbers_in(value) for symbol in number.node.expr.free_symbols]
 
 
 def replaced(value: Any, numbers: dict[sympy.Symbol, int]) -> Any:

@@ -55,6 +55,19 @@ TRACE_LOG = logging.getLogger("torch.__trace")
 CompileFx = Callable[..., Any]
 
 
+class Watching(CustomGraphPass):
+    """A pass of Inductor that changes nothing: ``see`` is shown each graph."""
+
+    def __init__(self, name: str, see: Callable[[fx.GraphModule], None]) -> None:
+        self.name, self.see = name, see
+
+    def __call__(self, graph: fx.Graph) -> None:
+        self.see(graph.owning_module)
+
+    def uuid(self) -> str:
+        return self.name
+
+
 def current_compile_id() -> str:
     """Dynamo's id of the compilation that runs now; "-" where Inductor is called without Dynamo."""
     return str(CompileContext.current_compile_id() or "-")
@@ -117,13 +130,9 @@ def with_kernels_of_eager(
     example_inputs: Sequence[Any],
     *,
     is_inference: bool,
-    given: Callable[[list[Any]], None] = lambda inputs: None,
+    given: Callable[[list[Any]], None],
 ) -> Callable[..., Any]:
-    """Run Inductor's passes on a graph, and call what they leave operator by operator: nothing is generated.
-
-    Args:
-        given: is told the inputs of each call.
-    """
+    """Run Inductor's passes on a graph, call what they leave by operators of eager; ``given`` hears the inputs."""
     with V.set_fake_mode(detect_fake_mode(example_inputs)):
         compile_fx_module.view_to_reshape(gm)
         compile_fx_module._recursive_post_grad_passes(gm, is_inference=is_inference)

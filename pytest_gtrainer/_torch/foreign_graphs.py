@@ -97,8 +97,7 @@ def described_output(told: Any) -> Result | None:
         case d.InputMutationAOTOutput():
             return Result("updated", of=of) if (of := _input(told.mutated_input)) is not None else None
         case d.SubclassGetAttrAOTOutput():
-            base = described_output(told.base)
-            if base is None or told.attr == _LOCAL:
+            if (base := described_output(told.base)) is None or told.attr == _LOCAL:
                 return base
             return Result(base.kind, base.place, base.of, f"{base.suffix}.{told.attr}")
     return None

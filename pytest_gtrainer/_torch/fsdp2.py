@@ -4,8 +4,7 @@ After a model's first forward each ``FSDPModule`` holds
 ``_get_fsdp_state()._fsdp_param_groups``, and a group its ``fsdp_params`` in payload order,
 its process groups, and with replicas (``_is_hsdp``) one more. The
 all-gather inputs come from FSDP2's own ``_get_param_all_gather_inputs``, casts and pads
-included; ``_get_dim0_padded_size`` gives a gradient's padded size. ``annotate`` of
-``torch.fx.traceback`` puts keys into ``node.meta["custom"]`` of nodes traced inside; pipelining's
+included; ``_get_dim0_padded_size`` gives a gradient's padded size; pipelining's
 ``_split_block_mask`` cuts a ``BlockMask`` along the batch.
 """
 
@@ -28,25 +27,18 @@ with private_names():
         _get_param_all_gather_inputs,
     )
     from torch.distributed.fsdp._fully_shard._fsdp_common import _get_dim0_padded_size
-    from torch.fx.traceback import annotate
 
 ATTRIBUTES = {
     "torch.distributed.fsdp:FSDPModule": ("_get_fsdp_state",),
     "torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState": ("_fsdp_param_groups",),
     "torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup": (
-        "fsdp_params",
-        "gradient_divide_factor",
-        "force_sum_reduction_for_comms",
-        "_all_gather_process_group",
-        "_reduce_scatter_process_group",
-        "_all_reduce_process_group",
-        "_is_hsdp",
-        "_reduce_dtype",
+        "fsdp_params", "gradient_divide_factor", "force_sum_reduction_for_comms", "_all_gather_process_group",
+        "_reduce_scatter_process_group", "_all_reduce_process_group", "_is_hsdp", "_reduce_dtype",
     ),
     "torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam": ("_orig_size",),
-}
+}  # fmt: skip
 
-__all__ = ["FSDP2Policy", "FSDPModule", "annotate", "fully_shard"]
+__all__ = ["FSDP2Policy", "FSDPModule", "fully_shard"]
 
 
 def is_block_mask(value: Any) -> bool:
@@ -64,13 +56,9 @@ def split_block_mask(mask: Any, num_chunks: int) -> list[Any]:
 
 def parameter_groups(model: torch.nn.Module) -> list[Any]:
     """FSDP2's parameter groups, each once, in module order."""
-    groups: list[Any] = []
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            for group in module._get_fsdp_state()._fsdp_param_groups:
-                if group is not None and not any(group is known for known in groups):
-                    groups.append(group)
-    return groups
+    states = (module._get_fsdp_state() for module in model.modules() if isinstance(module, FSDPModule))
+    groups = {id(group): group for state in states for group in state._fsdp_param_groups if group is not None}
+    return list(groups.values())
 
 
 def all_gather_inputs(group: Any) -> tuple[list[int], torch.dtype]:
@@ -81,10 +69,7 @@ def all_gather_inputs(group: Any) -> tuple[list[int], torch.dtype]:
 
 
 def groups_of(group: Any) -> tuple[Any, Any, Any]:
-    """The process groups that gather parameters, reduce-scatter gradients, and all-reduce those between replicas.
-
-    The last is None without replicas.
-    """
+    """The process groups that gather parameters, reduce-scatter gradients, and all-reduce replicas' (else None)."""
     replicas = group._all_reduce_process_group if group._is_hsdp else None
     return group._all_gather_process_group, group._reduce_scatter_process_group, replicas
 
@@ -109,12 +94,7 @@ def reduce_ops(group: Any, dtype: torch.dtype, device_type: str) -> tuple[str, s
     """
     _, scatters, replicas = groups_of(group)
     _, _, *ops = _get_gradient_divide_factors(
-        scatters,
-        replicas,
-        dtype,
-        device_type,
-        group.gradient_divide_factor,
-        group.force_sum_reduction_for_comms,
+        scatters, replicas, dtype, device_type, group.gradient_divide_factor, group.force_sum_reduction_for_comms
     )
     scatter, reduce = (str(spell_reduction(op)) for op in ops)
     return scatter, reduce

@@ -30,7 +30,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from pytest_gtrainer._torch import private_names
 from pytest_gtrainer._torch.process_groups import group_named, live_groups
-from pytest_gtrainer._torch.values import FakeTensor, FakeTensorMode, HigherOrderOperator, OpOverload, schema
+from pytest_gtrainer._torch.values import HigherOrderOperator, OpOverload
 
 with private_names():
     from torch._ops import _higher_order_ops
@@ -43,20 +43,13 @@ ATTRIBUTES = {
     "torch.fx:Graph": ("_insert", "_len", "_find_nodes_lookup_table", "_graph_namespace"),
     "torch.fx.graph:_Namespace": ("create_name", "associate_name_with_obj"),
     "torch.fx.experimental.symbolic_shapes:ShapeEnv": (
-        "backed_var_to_val",
-        "simplify",
-        "var_to_range",
-        "var_to_sources",
-        "symbol_guard_counter",
-        "unbacked_symint_counter",
-        "unbacked_symfloat_counter",
-        "create_symintnode",
-        "create_symboolnode",
+        "backed_var_to_val", "simplify", "var_to_range", "var_to_sources", "symbol_guard_counter",
+        "unbacked_symint_counter", "unbacked_symfloat_counter", "create_symintnode", "create_symboolnode",
         "create_symfloatnode",
     ),
-}
+}  # fmt: skip
 
-__all__ = ["FUNCTIONS_OF_DYNAMO", "Overload", "ResolvedGroup", "functions", "overload", "resolve_group"]
+__all__ = ["FUNCTIONS_OF_DYNAMO", "PLAIN_FUNCTIONS", "ResolvedGroup", "functions", "resolve_group"]
 
 POLICIES = {policy.name.lower(): policy for policy in torch.utils.checkpoint.CheckpointPolicy}
 
@@ -80,9 +73,8 @@ FUNCTIONS_OF_DYNAMO = {
 """Functions without a result that Dynamo leaves in a graph: of ``no_grad``, and for counting calls."""
 
 
-def plain_functions(home: str) -> Any:
-    """Where functions that Dynamo's graphs call live, by the module's name; None for another module."""
-    return {"torch": torch, "torch.nn.functional": torch.nn.functional, "torch._C._nn": torch._C._nn}.get(home)
+PLAIN_FUNCTIONS = {"torch": torch, "torch.nn.functional": torch.nn.functional, "torch._C._nn": torch._C._nn}
+"""Where functions that Dynamo's graphs call live, by the module's name."""
 
 
 def resolve_group(name: str) -> ResolvedGroup | None:
@@ -98,34 +90,12 @@ def named_groups() -> dict[str, ResolvedGroup]:
     return {group.group_name: ResolvedGroup.of(group) for group in live_groups()} if dist.is_initialized() else {}
 
 
-def groups_with_ranks(ranks: tuple[int, ...]) -> list[ResolvedGroup]:
-    """This process's groups of these ranks."""
-    return [group for group in named_groups().values() if group.ranks == ranks]
-
-
-@dataclass(frozen=True, slots=True)
-class Overload:
-    """The schema of an operator: namespace, name, overload, and names of its arguments."""
-
-    namespace: str
-    name: str
-    overload: str
-    arguments: tuple[str, ...]
-
-
-def overload(target: OpOverload) -> Overload:
-    """Read the dispatcher's schema of an operator."""
-    named = schema(target)
-    namespace, _, name = named.name.partition("::")
-    return Overload(namespace, name, named.overload_name, tuple(arg.name for arg in named.arguments))
-
-
-_SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
+SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 def expression(value: Any) -> Any:
     """The sympy expression of a symbolic number; an ordinary number as it is."""
-    return value.node.expr if isinstance(value, _SYMBOLIC) else value
+    return value.node.expr if isinstance(value, SYMBOLIC) else value
 
 
 def is_unbacked(symbol: Any) -> bool:
@@ -182,13 +152,6 @@ def append_node(
     graph._find_nodes_lookup_table.insert(node)
     graph._len += 1
     return node
-
-
-def fake_tensor(
-    mode: FakeTensorMode, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, device: torch.device
-) -> torch.Tensor:
-    """A fake tensor of numbers only."""
-    return FakeTensor(mode, torch.empty_strided(shape, strides, dtype=dtype, device="meta"), device)
 
 
 def backed_symbol(env: ShapeEnv, place: int, example: int | float) -> Any:

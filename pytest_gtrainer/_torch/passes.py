@@ -22,7 +22,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 import torch.distributed as dist
@@ -87,11 +87,7 @@ def log_artefact(name: str, content: object) -> None:
 
 
 def sort_as_inductor(graph: fx.Graph) -> None:
-    """Put late nodes right behind their operands, as Inductor does behind its passes; a sorted graph stays as it is.
-
-    Raises:
-        ValueError: the graph has a cycle.
-    """
+    """Put late nodes right behind their operands, as Inductor does behind its passes; a cycle is a ValueError."""
     ready: set[fx.Node] = set()
     for node in graph.nodes:
         if not ready.issuperset(node.all_input_nodes):
@@ -150,10 +146,7 @@ def is_extra_group(name: str) -> bool:
 
 
 def add_control_dependencies(graph: fx.Graph, after: Mapping[fx.Node, fx.Node]) -> None:
-    """Let Inductor keep each node behind another one that it does not read: as ``control_deps`` operators.
-
-    Imports Inductor, which takes seconds.
-    """
+    """Let Inductor keep each node behind another one that it does not read; to import it takes seconds."""
     from torch._inductor.fx_passes.control_dependencies import preserve_node_ordering
     from torch.utils._ordered_set import OrderedSet
 
@@ -194,13 +187,6 @@ def fused_by_async_tp(graph: fx.Graph, group: str) -> dict[str, list[str]]:
 def is_bucketed_by_torch(node: fx.Node) -> bool:
     """Whether the node is one of those that torch's (and torchtitan's) buckets are packed with."""
     return str(getattr(node.target, "namespace", "")) == "bucketing"
-
-
-def value_like(like: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-    """A contiguous value of another shape for ``meta["val"]``; for a fake one without the mode's dispatch."""
-    if not isinstance(like, FakeTensor):
-        return like.new_empty(shape)
-    return faked(torch.empty(shape, dtype=like.dtype, device="meta"), like)
 
 
 def values_of_split(whole: torch.Tensor, sizes: list[int], dim: int) -> list[torch.Tensor]:

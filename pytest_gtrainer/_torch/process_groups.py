@@ -27,7 +27,7 @@ import pickle
 import re
 import sys
 import warnings
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable
 from types import ModuleType
 from typing import Any
 
@@ -49,11 +49,7 @@ ATTRIBUTES = {
 
 
 def group_named(name: str) -> dist.ProcessGroup:
-    """The process group that a graph calls ``name``.
-
-    Raises:
-        ValueError: there is no such group in this process.
-    """
+    """The process group that a graph calls ``name``; a ValueError if there is none in this process."""
     try:
         return c10d._resolve_process_group(name)
     except (RuntimeError, ValueError, KeyError) as error:
@@ -89,8 +85,7 @@ def spell_reduction(given: Any) -> str | None:
         return given
     if not isinstance(given, dist.ReduceOp | dist.ReduceOp.RedOpType):
         return None
-    kind = getattr(given, "op", given).name.lower()
-    if kind != "premul_sum":
+    if (kind := getattr(given, "op", given).name.lower()) != "premul_sum":
         return str(kind)
     factor = given.__getstate__()[1] if isinstance(given, dist.ReduceOp) else None
     return f"premul_sum({factor if isinstance(factor, float) else 'a tensor'})"
@@ -131,11 +126,7 @@ def groups_made() -> int:
 
 
 def issued_on(group: dist.ProcessGroup) -> int:
-    """Collectives, sends and receives that were issued on a group.
-
-    Raises:
-        RuntimeError: its backend does not count.
-    """
+    """Collectives, sends and receives issued on a group; a RuntimeError if its backend does not count."""
     return int(group._get_sequence_number_for_group())
 
 
@@ -165,10 +156,9 @@ def recorded_calls(since: int) -> dict[str, list[list[Any]]]:
 def _line_of_user(frames: Iterable[dict[str, Any]]) -> str:
     """The innermost frame outside torch."""
     inside = os.path.dirname(torch.__file__) + os.sep
-    for frame in frames:
-        if not frame["filename"].startswith(inside) and frame["filename"].endswith(".py"):
-            return f"{os.path.basename(frame['filename'])}:{frame['line']} in {frame['name']}"
-    return "an unknown line"
+    outside = (each for each in frames if each["filename"].endswith(".py") and not each["filename"].startswith(inside))
+    told = (f"{os.path.basename(each['filename'])}:{each['line']} in {each['name']}" for each in outside)
+    return next(told, "an unknown line")
 
 
 def abort_all_groups() -> None:
@@ -189,46 +179,32 @@ def forget_groups(ended: Collection[dist.ProcessGroup]) -> None:
     plain name, is told by a warning. Tables of names alone look like any texts: goldens refuse a graph that uses them.
     """
     # what only the caller's list, the loop and the call hold is in no table; to look takes milliseconds
-    gone = {id(group) for group in ended if sys.getrefcount(group) > 3}
-    if not gone:
+    if not (gone := {id(group) for group in ended if sys.getrefcount(group) > 3}):
         return
-
-    for name, value in _variables_with(gone):
-        if value is ended:
-            continue
-        if type(value) is dict:
-            for key in [key for key, held in value.items() if id(key) in gone or id(held) in gone]:
-                del value[key]
-        elif type(value) is list:
-            value[:] = [held for held in value if id(held) not in gone]
-        elif type(value) is set:
-            value -= {held for held in value if id(held) in gone}
-        else:
-            warnings.warn(
-                f"{name} still holds a process group of a world that has ended: what a later test "
-                "traces with it names a group that is gone. Set it anew where the world ends, in a fixture",
-                stacklevel=2,
-            )
-
-
-def _variables_with(ids: set[int]) -> Iterator[tuple[str, Any]]:
-    """Variables of modules outside torch that are an object with one of these ids, or a table that holds one.
-
-    Modules hold a hundred thousand objects, and every test in a fake world ends here: tables are searched by ``map``.
-    """
     for module in list(sys.modules.values()):
-        name = getattr(module, "__name__", "")
-        if name.partition(".")[0] == "torch" or not isinstance(module, ModuleType):
+        home = getattr(module, "__name__", "")
+        if home.partition(".")[0] == "torch" or not isinstance(module, ModuleType):
             continue
-        for variable, value in list(vars(module).items()):
-            if type(value) is dict:
-                held = variable != "__builtins__" and not ids.isdisjoint(map(id, (*value, *value.values())))
-            elif type(value) in (list, set, tuple):
-                held = not ids.isdisjoint(map(id, value))
+        for name, value in list(vars(module).items()):
+            # modules hold a hundred thousand objects, and every fake world ends here: tables are searched by `map`
+            kind = type(value)
+            is_table = kind in (list, set, tuple) or (kind is dict and name != "__builtins__")
+            held = (*value, *value.values()) if is_table and kind is dict else value if is_table else (value,)
+            if value is ended or gone.isdisjoint(map(id, held)):
+                continue
+            if kind is dict:
+                for key in [key for key, each in value.items() if id(key) in gone or id(each) in gone]:
+                    del value[key]
+            elif kind is list:
+                value[:] = [each for each in value if id(each) not in gone]
+            elif kind is set:
+                value -= {each for each in value if id(each) in gone}
             else:
-                held = id(value) in ids
-            if held:
-                yield f"{name}.{variable}", value
+                warnings.warn(
+                    f"{home}.{name} still holds a process group of a world that has ended: what a later test "
+                    "traces with it names a group that is gone. Set it anew where the world ends, in a fixture",
+                    stacklevel=2,
+                )
 
 
 def forget_meshes() -> None:

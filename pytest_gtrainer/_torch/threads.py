@@ -91,11 +91,7 @@ class _Worlds(ThreadLocalWorld):
 
 @contextmanager
 def isolated_threads(refuse: Callable[[str], NoReturn]) -> Iterator[None]:
-    """Threads that call ``become_rank`` have their own ``torch.distributed``; nothing of them is left afterwards.
-
-    Args:
-        refuse: raises for a thread that is no rank and was started by one.
-    """
+    """Give threads that call ``become_rank`` their own groups; ``refuse`` raises for threads that these start."""
     outside = c10d._world
     c10d._world = _Worlds(outside, refuse)
     _set_thread_isolation_mode(True)

@@ -93,11 +93,7 @@ def tracing_backward_metadata() -> Iterator[None]:
 
 
 def concatenated(outer: DeviceMesh, inner: DeviceMesh) -> DeviceMesh:
-    """One mesh of the dimensions of both.
-
-    Raises:
-        RuntimeError: they share other ranks than this one, or were cut out of different meshes.
-    """
+    """One mesh of the dimensions of both; a RuntimeError if they share other ranks than this one, or have two roots."""
     return DeviceMesh._concatenate([outer, inner])
 
 

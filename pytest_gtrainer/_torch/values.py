@@ -14,6 +14,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -59,6 +60,14 @@ def faked(meta: torch.Tensor, like: FakeTensor) -> FakeTensor:
         with unset_fake_temporarily():
             meta = torch.empty_strided(meta.shape, meta.stride(), dtype=meta.dtype, device="meta")
     return FakeTensor(like.fake_mode, meta, like.device)
+
+
+def value_like(like: torch.Tensor, shape: Sequence[Any], stride: Sequence[Any] | None = None) -> torch.Tensor:
+    """A value of other extents for ``meta["val"]``, contiguous unless strides are given; made without dispatch."""
+    if not isinstance(like, FakeTensor):
+        return like.new_empty(shape) if stride is None else like.new_empty_strided(shape, stride)
+    kind: dict[str, Any] = {"dtype": like.dtype, "device": "meta"}
+    return faked(torch.empty(shape, **kind) if stride is None else torch.empty_strided(shape, stride, **kind), like)
 
 
 def is_composite(operator: OpOverload) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -19,7 +19,7 @@ import torch
 from torch import fx
 
 from pytest_gtrainer._torch.graph_text import higher_order_operators, operator_names
-from pytest_gtrainer.checks.subject import CheckError, Subject
+from pytest_gtrainer.checks.subject import CheckError, Predicate, Subject
 from pytest_gtrainer.graphtext.header import nearest
 from pytest_gtrainer.graphtext.literals import CONSTANTS, spell_literal
 from pytest_gtrainer.graphtext.operators import operator_of
@@ -29,7 +29,7 @@ OUTPUT = "output"
 
 
 @dataclass(frozen=True, slots=True)
-class OperatorPattern:
+class OperatorPattern(Predicate):
     """The name of an operator: its last word alone, or its path, with or without the overload."""
 
     text: str
@@ -40,15 +40,21 @@ class OperatorPattern:
         found = operator_of(node)
         return _fits(self.text, found.text.split("."), found.short)
 
-    def check(self, used: Sequence[fx.Node]) -> None:
+    def check(self, subject: Subject) -> None:
         """Raises ``CheckError`` if neither the graph nor torch has such an operator."""
-        if self.text == OUTPUT or any(self.matches(node) for node in used):
+        if self.text == OUTPUT or any(map(self.matches, subject.schedule)):
             return
         registered = [name.replace("::", ".").split(".") for name in operator_names()]
         if _is_known(self.text, registered):
             return
         last = self.text.removesuffix(".default").rpartition(".")[2]
         raise CheckError(f"no operator is called {self.text!r}{nearest(last, {path[1] for path in registered})}")
+
+    def difference(self, node: fx.Node, subject: Subject) -> str | None:
+        if self.matches(node):
+            return None
+        found = node.op if node.op == OUTPUT else operator_of(node).text
+        return f"its operator is {found}, expected {self.text}"
 
 
 def _fits(pattern: str, path: Sequence[str], name: str) -> bool:
@@ -83,17 +89,7 @@ def _is_known(pattern: str, registered: Iterable[Sequence[str]]) -> bool:
     return any(_fits(pattern, ("hop", known), known) for known in higher_order_operators())
 
 
-@dataclass(frozen=True, slots=True)
-class Literal:
-    """A constant as graph text spells it: ``2.0``, ``'avg'``, ``None``, ``device("cuda")``."""
-
-    text: str
-
-    def __str__(self) -> str:
-        return self.text
-
-
-ANY, REST = Literal("_"), Literal("...")
+ANY, REST = "_", "..."
 """Whatever stands there; any number of arguments, and at the end of a call keywords, too."""
 
 
@@ -119,7 +115,7 @@ class List:
 
 
 @dataclass(frozen=True, slots=True)
-class CallPattern:
+class CallPattern(Predicate):
     """A call: of a checked node, or of an operand that no check has captured."""
 
     operator: OperatorPattern
@@ -130,23 +126,36 @@ class CallPattern:
         told = [*map(str, self.arguments), *(f"{name}={value}" for name, value in self.keywords)]
         return f"{self.operator.text}({', '.join(told)})"
 
-
-Argument = Literal | Name | List | CallPattern
-
-
-def check_argument(pattern: Argument, subject: Subject) -> None:
-    """Raises ``CheckError`` for a pattern that stands for nothing in this graph."""
-    if isinstance(pattern, Name):
+    def check(self, subject: Subject) -> None:
         symbols = {group.symbol for group in subject.groups.values()}
-        if pattern.text not in CONSTANTS and pattern.text not in symbols and not _input_by_index(pattern, subject):
-            subject.check_name(pattern.text)
-    elif isinstance(pattern, List):
-        for item in pattern.items:
-            check_argument(item, subject)
-    elif isinstance(pattern, CallPattern):
-        pattern.operator.check(subject.schedule)
-        for item in (*pattern.arguments, *(value for _, value in pattern.keywords)):
-            check_argument(item, subject)
+        for pattern in _nested(self):
+            if isinstance(pattern, CallPattern):
+                pattern.operator.check(subject)
+            elif isinstance(pattern, Name) and pattern.text not in (*CONSTANTS, *symbols):
+                subject.check_name(_input_by_index(pattern, subject) or pattern.text)
+
+    def difference(self, node: fx.Node, subject: Subject) -> str | None:
+        if not self.operator.matches(node):
+            return None  # told by the operator's own pattern
+        found = call_mismatch(self, node, subject)
+        return f"its arguments: {found}" if found else None
+
+    def names(self) -> Iterable[str]:
+        return [pattern.text for pattern in _nested(self) if isinstance(pattern, Name)]
+
+
+Argument = str | Name | List | CallPattern
+"""A string is a constant as graph text spells it: ``2.0``, ``'avg'``, ``None``, ``device("cuda")``; or ``ANY``."""
+
+
+def _nested(pattern: Argument) -> Iterator[Argument]:
+    """A pattern, then those inside it."""
+    yield pattern
+    inner: Sequence[Argument] = pattern.items if isinstance(pattern, List) else ()
+    if isinstance(pattern, CallPattern):
+        inner = [*pattern.arguments, *(value for _, value in pattern.keywords)]
+    for item in inner:
+        yield from _nested(item)
 
 
 def call_mismatch(pattern: CallPattern, node: fx.Node, subject: Subject) -> str | None:
@@ -231,14 +240,3 @@ def _shown(value: Any, subject: Subject) -> str:
     if isinstance(value, list | tuple):
         return f"[{', '.join(_shown(item, subject) for item in value)}]"
     return spell_literal(value) or repr(value)
-
-
-def names_in(patterns: Iterable[Argument]) -> Iterable[str]:
-    """The words of patterns, also of nested ones."""
-    for pattern in patterns:
-        if isinstance(pattern, Name):
-            yield pattern.text
-        elif isinstance(pattern, List):
-            yield from names_in(pattern.items)
-        elif isinstance(pattern, CallPattern):
-            yield from names_in((*pattern.arguments, *(value for _, value in pattern.keywords)))

@@ -51,8 +51,7 @@ def async_tp_decisions(gm: fx.GraphModule, mesh: DeviceMesh) -> list[AsyncTpDeci
         raise ValueError(f"{mesh} has {mesh.ndim} dimensions: give the one of tensor parallelism, mesh['tp']")
     group = mesh.get_group().group_name
     found = [node for node in gm.graph.nodes if launches(node.target) and group_of(node) == group]
-    found = [node for node in found if kind_of(node) in ("all_gather", "reduce_scatter")]
-    if not found:
+    if not (found := [node for node in found if kind_of(node) in ("all_gather", "reduce_scatter")]):
         raise ValueError(f"the graph has no all-gather and no reduce-scatter over {mesh}: nothing could be fused")
     copied = copy.deepcopy(gm)
     for node in copied.graph.nodes:

@@ -16,22 +16,14 @@ from typing import TypedDict, Unpack
 import torch
 from torch import fx
 
+from pytest_gtrainer.checks import predicates as must
 from pytest_gtrainer.checks.arguments import OperatorPattern
-from pytest_gtrainer.checks.predicates import (
-    Check,
-    HasType,
-    InBucket,
-    InDirection,
-    InModule,
-    Pattern,
-    Predicate,
-    UsedBy,
-    Where,
-)
-from pytest_gtrainer.checks.subject import CheckError, CheckFailure, Subject
+from pytest_gtrainer.checks.predicates import Check, Pattern
+from pytest_gtrainer.checks.subject import CheckError, CheckFailure, Predicate, Subject
 from pytest_gtrainer.checks.syntax import parse_check, parse_pattern
 from pytest_gtrainer.graph.foreign import AnyGraph
 
+__tracebackhide__ = True  # of every function here: a failure points at the check
 _HERE = os.path.dirname(__file__)
 _MOST = 8
 """A failure shows so many nodes of a count."""
@@ -69,11 +61,7 @@ def check_graph(gm: AnyGraph, *, before: AnyGraph | None = None, mesh: Mapping[s
 
 
 def assert_graph(
-    gm: AnyGraph,
-    checks: str,
-    *,
-    before: AnyGraph | None = None,
-    mesh: Mapping[str, int] | None = None,
+    gm: AnyGraph, checks: str, *, before: AnyGraph | None = None, mesh: Mapping[str, int] | None = None
 ) -> None:
     """Check a graph by a text, a check a line; empty lines and lines that begin with ``#`` say nothing::
 
@@ -87,7 +75,6 @@ def assert_graph(
         CheckFailure: the graph is not as a check says.
         CheckError: a check cannot be read, cannot match or cannot fail, or there is none.
     """
-    __tracebackhide__ = True
     file, found = _place().rpartition(":")[0], list[Check]()
     for number, line in enumerate(checks.splitlines(), start=1):
         if line.strip() and not line.lstrip().startswith("#"):
@@ -112,43 +99,35 @@ class GraphChecker:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        __tracebackhide__ = True
         matcher, self._matcher = self._matcher, None
         if kind is None and matcher is not None:
             matcher.finish()
 
     def then(self, node: str = "", **conditions: Unpack[Conditions]) -> GraphChecker:
         """The first such node behind the last match."""
-        __tracebackhide__ = True
         return self._run("then", node, conditions)
 
     def next(self, node: str = "", **conditions: Unpack[Conditions]) -> GraphChecker:
         """The node right behind the last match is such a one."""
-        __tracebackhide__ = True
         return self._run("next", node, conditions)
 
     def same(self, node: str = "", **conditions: Unpack[Conditions]) -> GraphChecker:
         """The last match is such a node."""
-        __tracebackhide__ = True
         return self._run("same", node, conditions)
 
     def never(self, node: str = "", **conditions: Unpack[Conditions]) -> GraphChecker:
         """No such node stands between the last match and the next, or the end."""
-        __tracebackhide__ = True
         return self._run("never", node, conditions)
 
     def count(self, node: str, number: int, **conditions: Unpack[Conditions]) -> GraphChecker:
         """The whole graph has so many such nodes."""
-        __tracebackhide__ = True
         return self._run("count", node, conditions, number)
 
     def start(self) -> GraphChecker:
         """The search begins again at the graph's first node; captures stay."""
-        __tracebackhide__ = True
         return self._run("start", "", {})
 
     def _run(self, kind: str, node: str, conditions: Conditions, number: int | None = None) -> GraphChecker:
-        __tracebackhide__ = True
         if self._matcher is None:
             raise CheckError("checks stand in a block, which ends them: `with check_graph(gm) as check:`")
         place, told = _place(), f"{kind} {node}" if number is None else f"{kind} {number} {node}"
@@ -164,26 +143,25 @@ class GraphChecker:
 def _pattern(node: str, conditions: Conditions) -> Pattern:
     """The node's text, and the conditions as further predicates."""
     said = parse_pattern(node)
-    unknown = sorted(set(conditions) - set(Conditions.__annotations__))
-    if unknown:
+    if unknown := sorted(set(conditions) - set(Conditions.__annotations__)):
         raise CheckError(f"there is no condition {unknown[0]!r}; there are {', '.join(Conditions.__annotations__)}")
     if said.name and "name" in conditions:
         raise CheckError(f"a node gets one name, not {said.name} and {conditions['name']}")
     found: list[Predicate] = [*said.predicates]
     if "direction" in conditions:
-        found.append(InDirection(conditions["direction"]))
+        found.append(must.InDirection(conditions["direction"]))
     if "module" in conditions:
-        found.append(InModule(conditions["module"]))
+        found.append(must.InModule(conditions["module"]))
     if "bucket" in conditions:
         bucket = conditions["bucket"]
-        found.append(InBucket((bucket,) if isinstance(bucket, str) else tuple(bucket)))
+        found.append(must.InBucket((bucket,) if isinstance(bucket, str) else tuple(bucket)))
     if "dtype" in conditions or "shape" in conditions:
         shape = conditions.get("shape")
-        found.append(HasType(conditions.get("dtype"), None if shape is None else tuple(shape)))
+        found.append(must.HasType(conditions.get("dtype"), None if shape is None else tuple(shape)))
     if "users" in conditions:
-        found.append(UsedBy(OperatorPattern(conditions["users"])))
+        found.append(must.UsedBy(OperatorPattern(conditions["users"])))
     if "where" in conditions:
-        found.append(Where(conditions["where"]))
+        found.append(must.Where(conditions["where"]))
     return Pattern(tuple(found), conditions.get("name", said.name))
 
 
@@ -198,13 +176,7 @@ def _place() -> str:
 
 
 def run_checks(subject: Subject, checks: Iterable[Check]) -> None:
-    """Check a graph.
-
-    Raises:
-        CheckFailure: the graph is not as a check says.
-        CheckError: a check cannot match or cannot fail, or there is none.
-    """
-    __tracebackhide__ = True
+    """Check a graph; raises as ``assert_graph``."""
     matcher = Matcher(subject)
     for check in checks:
         matcher.run(check)
@@ -222,29 +194,15 @@ class Matcher:
         self._last: Check | None = None
 
     def run(self, check: Check) -> None:
-        __tracebackhide__ = True
         self._last = check
         try:
             check.pattern.check(self._subject)
-            steps = {
-                "then": self._then,
-                "next": self._next,
-                "same": self._same,
-                "never": self._waiting.append,
-                "count": self._count,
-                "start": self._start,
-            }
-            steps[check.kind](check)
+            (self._waiting.append if check.kind == "never" else getattr(self, f"_{check.kind}"))(check)
         except CheckError as error:
             raise CheckError(f"{check}\n{error}") from None
 
     def finish(self) -> None:
-        """Judge every `never` that no match has ended.
-
-        Raises:
-            CheckError: nothing was checked.
-        """
-        __tracebackhide__ = True
+        """Judge every `never` that no match has ended; a CheckError if nothing was checked."""
         if self._last is None:
             raise CheckError("there is no check, so nothing was checked: add one, such as `then aten.mm in layers.0`")
         if self._last.kind == "start":
@@ -253,7 +211,6 @@ class Matcher:
 
     def _end_waiting(self, end: int) -> None:
         """No node from behind the last match up to ``end`` may match a waiting `never`."""
-        __tracebackhide__ = True
         if self._waiting and self._at == len(self._schedule) - 1:
             raise CheckError(f"{self._waiting[0]}\nnothing follows the graph's output, so this `never` cannot fail")
         for check in self._waiting:
@@ -273,10 +230,7 @@ class Matcher:
         if check.pattern.name:
             self._subject.captures[check.pattern.name] = self._schedule[place]
 
-    # -- kinds of checks
-
     def _then(self, check: Check) -> None:
-        __tracebackhide__ = True
         for place in range(self._at + 1, len(self._schedule)):
             if self._matches(check, place):
                 self._end_waiting(place)
@@ -287,11 +241,9 @@ class Matcher:
         raise self._failure(check, stood, *self._nearest(check, self._at))
 
     def _next(self, check: Check) -> None:
-        __tracebackhide__ = True
         if self._waiting:
             raise CheckError(f"between a match and its next node there is nothing, so `{self._waiting[0]}` cannot fail")
-        place = self._at + 1
-        if place == len(self._schedule):
+        if (place := self._at + 1) == len(self._schedule):
             raise self._failure(check, "nothing follows the graph's output")
         if not self._matches(check, place):
             later = next((p for p in range(len(self._schedule)) if self._matches(check, p)), None)
@@ -300,7 +252,6 @@ class Matcher:
         self._arrive(check, place)
 
     def _same(self, check: Check) -> None:
-        __tracebackhide__ = True
         if self._at < 0:
             raise CheckError("`same` speaks of the last match, and there is none yet: begin with `then` or `next`")
         if not self._matches(check, self._at):
@@ -308,7 +259,6 @@ class Matcher:
         self._arrive(check, self._at)
 
     def _count(self, check: Check) -> None:
-        __tracebackhide__ = True
         found = [place for place in range(len(self._schedule)) if self._matches(check, place)]
         if len(found) != check.number:
             lines = [self._subject.line(place) for place in found[:_MOST]]
@@ -317,16 +267,13 @@ class Matcher:
             raise self._failure(check, told, *self._nearest(check, -1, besides=found))
 
     def _start(self, check: Check) -> None:
-        __tracebackhide__ = True
         self._end_waiting(len(self._schedule))
         self._at = -1
 
-    # -- failures
-
     def _failure(self, check: Check, *paragraphs: str) -> CheckFailure:
-        subject = self._subject
-        places = {name: subject.place[subject.captures[name]] for name in check.pattern.captures_used(subject)}
-        used = [f"{name} is\n{subject.line(place)}" for name, place in places.items()]
+        subject, known = self._subject, self._subject.captures
+        words = dict.fromkeys(word for predicate in check.pattern.predicates for word in predicate.names())
+        used = [f"{word} is\n{subject.line(subject.place[known[word]])}" for word in words if word in known]
         return CheckFailure("\n".join([str(check), *paragraphs, *used]))
 
     def _differing(self, check: Check, place: int) -> str:
@@ -337,9 +284,7 @@ class Matcher:
     def _nearest(self, check: Check, at: int, besides: Sequence[int] = ()) -> list[str]:
         """The node of that operator that differs least; of equals the first behind the search's beginning."""
         pattern, subject = check.pattern, self._subject
-        places = [
-            p for p, node in enumerate(self._schedule) if pattern.has_operator(node, subject) and p not in besides
-        ]
+        places = [p for p, node in enumerate(self._schedule) if pattern.has_operator(node) and p not in besides]
         if not places:
             return [] if besides else ["no node of the graph has that operator"]
         distance = {place: len(pattern.differences(self._schedule[place], subject)) for place in places}

@@ -4,75 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from types import EllipsisType
 
 import torch
 from torch import fx
 
-from pytest_gtrainer.checks.arguments import (
-    OUTPUT,
-    CallPattern,
-    OperatorPattern,
-    call_mismatch,
-    check_argument,
-    names_in,
-)
-from pytest_gtrainer.checks.subject import CheckError, Subject, is_called, is_within
+from pytest_gtrainer.checks.arguments import OperatorPattern
+from pytest_gtrainer.checks.subject import CheckError, Predicate, Subject, is_called, is_within
 from pytest_gtrainer.graph.dtypes import spell_dtype
-from pytest_gtrainer.graphtext.operators import operator_of
+from pytest_gtrainer.graph.nodes import reached
 from pytest_gtrainer.graphtext.scopes import users_of
 
 Extent = int | None | EllipsisType
 """An extent, None for any one, ``...`` for any number of them."""
-
-
-class Predicate:
-    """One thing that a node must be."""
-
-    __slots__ = ()
-
-    def check(self, subject: Subject) -> None:
-        """Raises ``CheckError`` if no node of any graph like this one can fit."""
-        return
-
-    def difference(self, node: fx.Node, subject: Subject) -> str | None:
-        """``its dtype is f32, expected bf16``; None if the node fits."""
-        raise NotImplementedError
-
-    def names(self) -> Iterable[str]:
-        """Words that may be names of captures."""
-        return ()
-
-
-@dataclass(frozen=True, slots=True)
-class IsOperator(Predicate):
-    operator: OperatorPattern
-
-    def check(self, subject: Subject) -> None:
-        self.operator.check(subject.schedule)
-
-    def difference(self, node: fx.Node, subject: Subject) -> str | None:
-        if self.operator.matches(node):
-            return None
-        found = node.op if node.op == OUTPUT else operator_of(node).text
-        return f"its operator is {found}, expected {self.operator.text}"
-
-
-@dataclass(frozen=True, slots=True)
-class HasArguments(Predicate):
-    call: CallPattern
-
-    def check(self, subject: Subject) -> None:
-        check_argument(self.call, subject)
-
-    def difference(self, node: fx.Node, subject: Subject) -> str | None:
-        if not self.call.operator.matches(node):
-            return None  # told by IsOperator
-        found = call_mismatch(self.call, node, subject)
-        return f"its arguments: {found}" if found else None
-
-    def names(self) -> Iterable[str]:
-        return names_in([self.call])
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,14 +105,8 @@ class ComesFrom(Predicate):
         subject.check_name(self.name)
 
     def difference(self, node: fx.Node, subject: Subject) -> str | None:
-        todo, seen = [node], {node}
-        while todo:
-            for source in todo.pop().all_input_nodes:
-                if subject.is_named(source, self.name):
-                    return None
-                if source not in seen:
-                    seen.add(source)
-                    todo.append(source)
+        if any(subject.is_named(source, self.name) for source in reached(node, attrgetter("all_input_nodes"))):
+            return None
         return f"{self.name} is not among its ancestors"
 
     def names(self) -> Iterable[str]:
@@ -183,7 +122,7 @@ class UsedBy(Predicate):
 
     def check(self, subject: Subject) -> None:
         if self.user.text not in subject.captures:
-            self.user.check(subject.schedule)
+            self.user.check(subject)
 
     def difference(self, node: fx.Node, subject: Subject) -> str | None:
         users = list(users_of(node))
@@ -259,40 +198,29 @@ class Pattern:
         """How a node differs, in words; of another operator that alone is told."""
         found = []
         for predicate in self.predicates:
-            words = predicate.difference(node, subject)
-            if words is not None:
+            if (words := predicate.difference(node, subject)) is not None:
                 found.append(words)
-                if isinstance(predicate, IsOperator):
+                if isinstance(predicate, OperatorPattern):
                     break
         return found
 
     def matches(self, node: fx.Node, subject: Subject) -> bool:
         return all(predicate.difference(node, subject) is None for predicate in self.predicates)
 
-    def has_operator(self, node: fx.Node, subject: Subject) -> bool:
+    def has_operator(self, node: fx.Node) -> bool:
         """Whether the node's operator is the one that is asked for, if any is."""
-        return all(p.difference(node, subject) is None for p in self.predicates if isinstance(p, IsOperator))
-
-    def captures_used(self, subject: Subject) -> Iterable[str]:
-        """The captured names that the pattern speaks of."""
-        words = dict.fromkeys(word for predicate in self.predicates for word in predicate.names())
-        return [word for word in words if word in subject.captures]
+        return all(p.matches(node) for p in self.predicates if isinstance(p, OperatorPattern))
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """What is asked of a graph.
+    """What is asked of a graph."""
 
-    Attributes:
-        kind: one of ``KINDS``; number: of a ``count``.
-        text: as written; place: file and line.
-    """
-
-    kind: str
+    kind: str  # one of ``KINDS``
     pattern: Pattern
-    text: str
-    place: str
-    number: int | None = None
+    text: str  # as written
+    place: str  # file and line
+    number: int | None = None  # of a ``count``
 
     def __post_init__(self) -> None:
         if self.kind == "start":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 
 from torch import fx
@@ -43,13 +43,7 @@ def is_called(fqn: str, pattern: str) -> bool:
 
 
 class Subject:
-    """A graph under check, and what has been captured from it.
-
-    Attributes:
-        schedule: the computed nodes in order, then the output.
-        place: where each of them stands.
-        captures: nodes by the names that checks have given them.
-    """
+    """A graph under check, and what has been captured from it."""
 
     def __init__(self, gm: AnyGraph, *, before: AnyGraph | None = None, mesh: Mapping[str, int] | None = None) -> None:
         """
@@ -62,14 +56,12 @@ class Subject:
         nodes = list(gm.graph.nodes)
         self.schedule = [node for node in nodes if is_computed(node) or node.op == "output"]
         self.place = {node: place for place, node in enumerate(self.schedule)}
-        self.captures: dict[str, fx.Node] = {}
+        self.captures: dict[str, fx.Node] = {}  # by the names that checks have given them
         self.groups = groups_of(gm, mesh or {})
         self._scopes = scopes_of(nodes)
         all_scopes = [self._scopes, *([scopes_of(adopted(before).graph.nodes)] if before else [])]
         self._modules = {fqn for scopes in all_scopes for scope in scopes.of.values() for fqn in scope.owners}
         self._lines: list[str] = []
-
-    # -- where nodes belong
 
     def owners(self, node: fx.Node) -> tuple[str, ...]:
         """The module of a node, or the modules of its bucket; none for the output."""
@@ -78,8 +70,7 @@ class Subject:
 
     def direction(self, node: fx.Node) -> str:
         """Forward or backward; of a bucket's node its bucket and its own mark must say the same."""
-        scope = self._scopes.of.get(node)
-        if scope is None:
+        if (scope := self._scopes.of.get(node)) is None:
             return ""
         own = direction(node)
         return own if own == scope.space else f"{scope.space} by its bucket and {own} by its mark"
@@ -93,8 +84,6 @@ class Subject:
         if not any(is_within(fqn, pattern) for fqn in self._modules):
             parents = {".".join(fqn.split(".")[: pattern.count(".") + 1]) for fqn in self._modules}
             raise CheckError(f"nothing in the graph lies in {pattern!r}{nearest(pattern, parents)}")
-
-    # -- names
 
     def inputs_called(self, name: str) -> list[fx.Node]:
         """The graph inputs of a name or pattern: an FQN, or one with its space (``P.layers.0.w``, ``A.0``)."""
@@ -133,8 +122,6 @@ class Subject:
         known = node in self.place
         return f"{operator_of(node).short}{item} at {self.place[node]}" if known else str(node.target)
 
-    # -- lines
-
     def line(self, place: int) -> str:
         """A node of the schedule as a message shows it: its place and its line of graph text."""
         if not self._lines:
@@ -142,3 +129,21 @@ class Subject:
             computed = [line for line in told if line.section.partition(".")[0] in (FORWARD, BACKWARD)]
             self._lines = [*map(str, computed), "output"]  # in the order of the schedule
         return f"{place:>6}  {self._lines[place]}"
+
+
+class Predicate:
+    """One thing that a node must be."""
+
+    __slots__ = ()
+
+    def check(self, subject: Subject) -> None:
+        """Raises ``CheckError`` if no node of any graph like this one can fit."""
+        return
+
+    def difference(self, node: fx.Node, subject: Subject) -> str | None:
+        """``its dtype is f32, expected bf16``; None if the node fits."""
+        raise NotImplementedError
+
+    def names(self) -> Iterable[str]:
+        """Words that may be names of captures."""
+        return ()

@@ -14,28 +14,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeVar
 
 import torch
 
-from pytest_gtrainer.checks.arguments import ANY, REST, Argument, CallPattern, List, Literal, Name, OperatorPattern
-from pytest_gtrainer.checks.predicates import (
-    KINDS,
-    Check,
-    ComesFrom,
-    Extent,
-    HasArguments,
-    HasType,
-    InBucket,
-    InDirection,
-    InModule,
-    IsOperator,
-    Pattern,
-    Predicate,
-    UsedBy,
-)
-from pytest_gtrainer.checks.subject import CheckError
+from pytest_gtrainer.checks import predicates as must
+from pytest_gtrainer.checks.arguments import REST, Argument, CallPattern, List, Name, OperatorPattern
+from pytest_gtrainer.checks.predicates import KINDS, Check, Extent, Pattern
+from pytest_gtrainer.checks.subject import CheckError, Predicate
 from pytest_gtrainer.graphtext.header import nearest
 from pytest_gtrainer.graphtext.literals import DTYPE_OF
 
@@ -61,13 +48,10 @@ END = Token("end", "")
 
 
 def tokens_of(text: str) -> list[Token]:
-    """The tokens of a text, ``END`` behind them.
+    """The tokens of a text, ``END`` behind them; a CheckError at a character that no check has.
 
     >>> [token.text for token in tokens_of("aten.mm(g, ...) -> f32[2] in layers.*")]
     ['aten.mm', '(', 'g', ',', '...', ')', '->', 'f32', '[', '2', ']', 'in', 'layers.*', '']
-
-    Raises:
-        CheckError: a character that no check has.
     """
     found: list[Token] = []
     place = 0
@@ -87,15 +71,10 @@ _T = TypeVar("_T")
 
 
 def parse_check(text: str, place: str) -> Check:
-    """A check from its text.
-
-    Raises:
-        CheckError: says the place and what was expected.
-    """
+    """A check from its text; a ``CheckError`` says the place and what was expected."""
     try:
         reader = _Grammar(tokens_of(text))
-        kind = reader.word("one of " + ", ".join(KINDS))
-        if kind not in KINDS:
+        if (kind := reader.word("one of " + ", ".join(KINDS))) not in KINDS:
             raise CheckError(f"a check begins with {', '.join(KINDS)}, not {kind!r}{nearest(kind, KINDS)}")
         number = reader.whole_number("how many") if kind == "count" else None
         return Check(kind, reader.pattern(), text.strip(), place, number)
@@ -107,7 +86,7 @@ def parse_pattern(text: str) -> Pattern:
     """A node's pattern from its text.
 
     >>> [type(p).__name__ for p in parse_pattern("mm(x, _) in bwd layers.0 as m").predicates]
-    ['IsOperator', 'HasArguments', 'InDirection', 'InModule']
+    ['OperatorPattern', 'CallPattern', 'InDirection', 'InModule']
     """
     return _Grammar(tokens_of(text)).pattern()
 
@@ -119,15 +98,12 @@ class _Grammar:
         self._tokens = tokens
         self._at = 0
 
-    # -- tokens
-
     @property
     def _next(self) -> Token:
         return self._tokens[self._at]
 
     def _take(self) -> Token:
-        token = self._next
-        if token is not END:
+        if (token := self._next) is not END:
             self._at += 1
         return token
 
@@ -153,16 +129,14 @@ class _Grammar:
             raise CheckError(f"expected {what}, a whole number, found {self._shown()}")
         return int(self._take().text)
 
-    # -- rules
-
     def pattern(self) -> Pattern:
         predicates: list[Predicate] = []
         names: list[str] = []
         if self._next is not END and self._next.text not in CLAUSES:
             operator = OperatorPattern(self.word("an operator"))
-            predicates.append(IsOperator(operator))
+            predicates.append(operator)
             if self._accept("("):
-                predicates.append(HasArguments(self._call(operator)))
+                predicates.append(self._call(operator))
         while self._next is not END:
             if self._accept("as"):
                 names.append(self.word("a name"))
@@ -180,38 +154,37 @@ class _Grammar:
         if self._accept("->"):
             return [self._type()]
         if self._accept("from"):
-            return [ComesFrom(self.word("a captured name or a graph input"))]
+            return [must.ComesFrom(self.word("a captured name or a graph input"))]
         if self._accept("used"):
             only = self._accept("only")
             self._expect("by")
-            return [UsedBy(OperatorPattern(self.word("an operator or a captured name")), only)]
+            return [must.UsedBy(OperatorPattern(self.word("an operator or a captured name")), only)]
         hint = nearest(self._next.text, CLAUSES)
         raise CheckError(f"expected {', '.join(CLAUSES)} or the end, found {self._shown()}{hint}")
 
     def _place(self) -> list[Predicate]:
         found: list[Predicate] = []
         if self._next.text in ("fwd", "bwd"):
-            found.append(InDirection(self._take().text))
+            found.append(must.InDirection(self._take().text))
         if self._accept("bucket"):
             self._expect("(")
-            found.append(InBucket(tuple(self._until(")", lambda: self.word("a module")))))
+            found.append(must.InBucket(tuple(self._until(")", lambda: self.word("a module")))))
         elif self._next.kind in ("word", "string") and (not found or self._next.text not in CLAUSES):
-            found.append(InModule(self._take().text))
+            found.append(must.InModule(self._take().text))
         if not found:
             raise CheckError(f"expected fwd, bwd, a module or bucket(...), found {self._shown()}")
         return found
 
-    def _type(self) -> HasType:
+    def _type(self) -> must.HasType:
         dtype: torch.dtype | None = None
         if self._next.kind == "word":
-            name = self._take().text
-            if name not in DTYPE_OF:
+            if (name := self._take().text) not in DTYPE_OF:
                 raise CheckError(f"there is no dtype {name!r}{nearest(name, DTYPE_OF)}")
             dtype = DTYPE_OF[name]
         shape = self._extents()
         if dtype is None and shape is None:
             raise CheckError(f"expected a dtype or a shape, found {self._shown()}")
-        return HasType(dtype, shape, self._extents() if shape is not None else None)
+        return must.HasType(dtype, shape, self._extents() if shape is not None else None)
 
     def _extents(self) -> tuple[Extent, ...] | None:
         if not self._accept("["):
@@ -241,12 +214,9 @@ class _Grammar:
             found.append(item())
         return found
 
-    # -- arguments
-
     def _call(self, operator: OperatorPattern) -> CallPattern:
-        """What stands in parentheses, behind the opening one."""
         items = self._until(")", self._argument_or_keyword)
-        values = tuple(value for name, value in items if name is None)
+        values = [value for name, value in items if name is None]
         keywords = tuple((name, value) for name, value in items if name is not None)
         return CallPattern(operator, _with_one_rest(values), keywords)
 
@@ -260,17 +230,16 @@ class _Grammar:
     def _argument(self) -> Argument:
         token = self._next
         if token.kind == "string":
-            return Literal(repr(self._take().text))
+            return repr(self._take().text)
         if token.kind == "number":  # as graph text spells it: ``1e-5`` is ``1e-05``
             text = self._take().text
-            return Literal(repr(int(text) if text.removeprefix("-").isdecimal() else float(text)))
+            return repr(int(text) if text.removeprefix("-").isdecimal() else float(text))
         if self._accept("...") or self._accept("_"):
-            return REST if token.text == "..." else ANY
+            return token.text
         if self._accept("[") or self._accept("("):
             return List(_with_one_rest(self._until("]" if token.text == "[" else ")", self._argument)))
-        word = self.word("an argument")
-        if word in ("None", "True", "False"):
-            return Literal(word)
+        if (word := self.word("an argument")) in ("None", "True", "False"):
+            return word
         if self._accept("["):
             item = self.whole_number("the number of an output")
             self._expect("]")
@@ -278,16 +247,15 @@ class _Grammar:
         if not self._accept("("):
             return Name(word)
         call = self._call(OperatorPattern(word))
-        literals = [item.text for item in call.arguments if isinstance(item, Literal)]
+        literals = [item for item in call.arguments if isinstance(item, str)]
         bounds = [int(text) for text in literals if text.removeprefix("-").isdecimal()]
         if word == "range" and 1 <= len(bounds) <= 3:
-            return List(tuple(Literal(str(rank)) for rank in range(*bounds)))
+            return List(tuple(map(str, range(*bounds))))
         names = [text[1:-1] for text in literals if text[:1] in ("'", '"')]
-        return Literal(f'device("{names[0]}")') if word == "device" and names else call
+        return f'device("{names[0]}")' if word == "device" and names else call
 
 
-def _with_one_rest(items: Iterable[Argument]) -> tuple[Argument, ...]:
-    found = tuple(items)
-    if found.count(REST) > 1:
+def _with_one_rest(items: Sequence[Argument]) -> tuple[Argument, ...]:
+    if items.count(REST) > 1:
         raise CheckError("a list of arguments has one `...` at most")
-    return found
+    return tuple(items)

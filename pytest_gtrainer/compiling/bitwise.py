@@ -13,7 +13,7 @@ from pytest_gtrainer import facts
 from pytest_gtrainer._torch.compiling import guards_allow
 from pytest_gtrainer._torch.graph_text import expression, hint
 from pytest_gtrainer._torch.values import pytree
-from pytest_gtrainer.bisect import Stage, Values, bisect_stages, local_run
+from pytest_gtrainer.bisect import Stage, Values, bisect_stages, copies, local_run
 from pytest_gtrainer.compiling.record import RecordedPass
 from pytest_gtrainer.compiling.recorder import gt_compile
 from pytest_gtrainer.graph.nodes import is_collective
@@ -26,8 +26,6 @@ Sizes = Mapping[Any, int]
 
 SMALL = 1e-3
 """Every fourth row of generated inputs is so much smaller: the eps of a norm, which others round away, counts there."""
-
-
 MOST_TRIED = 64
 """How many sizes are tried before it is said that guards allow none."""
 
@@ -95,7 +93,6 @@ def _name(node: fx.Node) -> str:
 
 
 def _inputs(gm: fx.GraphModule, recorded: Mapping[str, Any], seeds: Sequence[int]) -> Iterator[tuple[str, list[Any]]]:
-    """Inputs of a graph, with words for them."""
     placeholders = gm.graph.find_nodes(op="placeholder")
     if recorded and all(_name(node) in recorded for node in placeholders):
         yield "the inputs of the first call", [recorded[_name(node)] for node in placeholders]
@@ -142,10 +139,10 @@ def _generated(placeholders: Sequence[fx.Node], recorded: Mapping[str, Any], siz
         value, known = node.meta.get("val"), recorded.get(_name(node))
         if isinstance(value, Tensor):
             shape, strides = [number(extent) for extent in value.shape], [number(each) for each in value.stride()]
-            if not value.dtype.is_floating_point and not value.dtype.is_complex and isinstance(known, Tensor):
+            exact = value.dtype.is_floating_point or value.dtype.is_complex
+            if not exact and isinstance(known, Tensor):
                 made.append(known)  # indices of the real call are in range
                 continue
-            exact = value.dtype.is_floating_point or value.dtype.is_complex
             drawn = torch.randn(shape, generator=generator) if exact else torch.randint(2, shape, generator=generator)
             if exact and drawn.dim() > 1:
                 drawn[..., 1::4, :] *= SMALL
@@ -174,12 +171,18 @@ def assert_compiled_bitwise(function: Callable[..., Any], *inputs: Any) -> Verdi
         NotRecorded: nothing was compiled.
     """
     __tracebackhide__ = True
-    with random_states_kept():
-        expected = _tensors(function(*_fresh(inputs)))
+    leaves, spec = pytree.tree_flatten(inputs)
+
+    def run(called: Callable[..., Any]) -> list[Tensor]:
+        with random_states_kept():
+            outputs = called(*pytree.tree_unflatten(copies(leaves, keep_grad=True), spec))
+        return [leaf.detach().clone() for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, Tensor)]
+
+    expected = run(function)
     verdict = compare(expected, expected)
     for lower, told in ((False, "decomposition, or a pass"), (True, "code generation")):
-        with gt_compile(lower=lower) as record, random_states_kept():
-            actual = _tensors(torch.compile(function)(*_fresh(inputs)))
+        with gt_compile(lower=lower) as record:
+            actual = run(torch.compile(function))
         record[0]  # refuses that nothing was compiled
         verdict = compare(actual, expected)
         facts.emit("verdict", outcome=verdict.outcome, tensors=verdict.compared, what="compiled against eager")
@@ -189,21 +192,3 @@ def assert_compiled_bitwise(function: Callable[..., Any], *inputs: Any) -> Verdi
             head = f"compiled against eager: {told} changed the numbers"
             raise BitwiseDifference(f"{head}\n{verdict}\nin a graph of {', '.join(operators)}", verdict)
     return verdict
-
-
-def _fresh(inputs: Sequence[Any]) -> Any:
-    """The inputs with all tensors copied; one that stands there twice is one again."""
-    copies: dict[int, Tensor] = {}
-
-    def copied(value: Any) -> Any:
-        if not isinstance(value, Tensor):
-            return value
-        if id(value) not in copies:
-            copies[id(value)] = value.detach().clone().requires_grad_(value.requires_grad)
-        return copies[id(value)]
-
-    return pytree.tree_map(copied, inputs)
-
-
-def _tensors(outputs: Any) -> list[Tensor]:
-    return [leaf.detach().clone() for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, Tensor)]

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import fx
 
-from pytest_gtrainer._torch.compiling import CustomGraphPass, current_compile_id
+from pytest_gtrainer._torch.compiling import CustomGraphPass, Watching, current_compile_id
 from pytest_gtrainer.graph.foreign import adopted
 from pytest_gtrainer.passes.graph_pass import BoundPass, Pass, bind_options
 
@@ -42,39 +42,30 @@ def inductor_options(
         raise ValueError("inductor_options was given no pass")
     if slot not in SLOTS:
         raise ValueError(f"slot={slot!r}: Inductor runs passes of users in {', '.join(SLOTS)}")
-    names = _NamesOfInputs()
+    dynamo: dict[str, fx.GraphModule] = {}  # by the compilation
+
+    def keep(gm: fx.GraphModule) -> None:
+        dynamo[current_compile_id()] = adopted(gm)
+
     bound = [each if isinstance(each, BoundPass) else bind_options(each) for each in passes]
-    return {"pre_grad_custom_pass": names, slot: [GraphTrainerPass(each, names, files) for each in bound]}
-
-
-class _NamesOfInputs(CustomGraphPass):
-    """Keeps Dynamo's graph, by the compilation; changes nothing."""
-
-    def __init__(self) -> None:
-        self.graphs: dict[str, fx.GraphModule] = {}
-
-    def __call__(self, graph: fx.Graph) -> None:
-        self.graphs[current_compile_id()] = adopted(graph.owning_module)
-
-    def uuid(self) -> str:
-        return "gtrainer-names-of-inputs"
+    names = Watching("gtrainer-names-of-inputs", keep)
+    return {"pre_grad_custom_pass": names, slot: [GraphTrainerPass(each, dynamo, files) for each in bound]}
 
 
 class GraphTrainerPass(CustomGraphPass):
     """One pass with its options, as Inductor calls it: with a bare graph."""
 
-    def __init__(self, bound: BoundPass, names: _NamesOfInputs, files: Sequence[str]) -> None:
-        self.bound, self.names, self.files = bound, names, tuple(files)
+    def __init__(self, bound: BoundPass, dynamo: Mapping[str, fx.GraphModule], files: Sequence[str]) -> None:
+        self.bound, self.dynamo, self.files = bound, dynamo, tuple(files)
         self.__name__ = bound.name
 
     def __call__(self, graph: fx.Graph) -> None:
         gm = graph.owning_module
-        named = {node.name: node for node in adopted(gm, self.names.graphs.get(current_compile_id())).graph.nodes}
+        named = {node.name: node for node in adopted(gm, self.dynamo.get(current_compile_id())).graph.nodes}
         for node in graph.nodes:
             told = named[node.name].meta
             node.meta.update({key: told[key] for key in _TOLD if key in told})
-        after = self.bound.function(gm, None, **self.bound.options)
-        if after is not gm:
+        if self.bound.function(gm, None, **self.bound.options) is not gm:
             raise TypeError(
                 f"{self.bound.name} returned another graph: a pass of Inductor rewrites the one it is given"
             )

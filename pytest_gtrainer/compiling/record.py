@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import fnmatch
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 from typing import Any
 
 from torch import fx
@@ -207,8 +207,7 @@ class CompileRecord:
         if late := next((graph for graph in self.graphs if graph.is_late), None):
             raise NotRecorded(f"the passes of the backward of compiled graph {late.id} are not known: {_LATE}")
         every = [run for graph in self.graphs for run in graph.passes]
-        found = [run for run in every if name in (None, run.name, run.slot)]
-        if not found:
+        if not (found := [run for run in every if name in (None, run.name, run.slot)]):
             ran = ", ".join(sorted({run.name for run in every})) or "none: caches give what an earlier compile made"
             raise NotRecorded(f"no pass {name!r} ran; these did: {ran}")
         return [run for run in found if changed in (None, run.changed)]
@@ -222,8 +221,8 @@ class CompileRecord:
         """
         __tracebackhide__ = True
         if self.breaks:
-            told = "\n".join(f"  {each}" for each in self.breaks)
-            raise AssertionError(f"{_count(len(self.breaks), 'graph break')}:\n{told}")
+            found = _count(len(self.breaks), "graph break")
+            raise AssertionError("\n".join([f"{found}:", *(f"  {each}" for each in self.breaks)]))
         self._refuse_nothing()
 
     def assert_compiles(self, graphs: int, recompiles: int = 0) -> None:
@@ -256,7 +255,8 @@ class CompileRecord:
         launches = (self.only if place is None else self[place]).launches(direction)
         at = 0
         for number, name in enumerate(names):
-            found = next((i for i in range(at, len(launches)) if _is_named(launches[i], name)), None)
+            told_as = ((launch, launch.rpartition(".")[2]) for launch in launches[at:])
+            found = next((at + i for i, told in enumerate(told_as) if fnmatch.filter(told, name)), None)
             if found is None:
                 behind = f" behind {names[number - 1]!r}" if number else ""
                 told = "\n".join(f"  {i:3} {each}" for i, each in enumerate(launches))
@@ -280,10 +280,6 @@ class CompileRecord:
         lines = [f"  compiled {each}" for each in self.compiled]
         lines += [f"  recompiled {each}: {'; '.join(why)}" for each, why in self.recompiled.items()]
         return [*lines, *(f"  graph break at {each}" for each in self.breaks)]
-
-
-def _is_named(launch: str, pattern: str) -> bool:
-    return fnmatchcase(launch, pattern) or fnmatchcase(launch.rsplit(".", 1)[-1], pattern)
 
 
 def _count(number: int, noun: str) -> str:

@@ -13,7 +13,7 @@ import os
 import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from operator import is_
 from pathlib import Path
@@ -22,7 +22,6 @@ from typing import Any
 from torch import Tensor, fx
 
 from pytest_gtrainer._torch import compiling as private
-from pytest_gtrainer._torch.compiling import CustomGraphPass
 from pytest_gtrainer.compiling.record import CompiledGraph, CompileRecord, GraphBreak, RecordedPass
 from pytest_gtrainer.graph.foreign import adopted
 
@@ -57,8 +56,7 @@ class _Work:
         return self.copy
 
     def keep(self, stage: str) -> None:
-        found = self.snapshot()
-        if found is not None:
+        if (found := self.snapshot()) is not None:
             place = f"{self.compiled.place}." if self.compiled.place else ""
             found.meta.setdefault("gt_stage", f"{place}{stage}")
             self.compiled.stages[stage] = found
@@ -75,19 +73,6 @@ def _copied(gm: fx.GraphModule, compiled: CompiledGraph, stage: str) -> fx.Graph
     return copy
 
 
-class _JointGraph(CustomGraphPass):
-    """Stands before all passes of the joint graph, and changes nothing."""
-
-    def __init__(self, began: Callable[[fx.GraphModule], None]) -> None:
-        self.began = began
-
-    def __call__(self, graph: fx.Graph) -> None:
-        self.began(graph.owning_module)
-
-    def uuid(self) -> str:
-        return "gtrainer-joint-graph"
-
-
 class _Recorder(logging.Handler):
     """Hears the structured trace, and stands where torch.compile calls Inductor."""
 
@@ -99,8 +84,6 @@ class _Recorder(logging.Handler):
         self.fault: Exception | None = None
         self.is_open = True
 
-    # -- where torch.compile calls Inductor
-
     def around(self, compile_fx: private.CompileFx) -> private.CompileFx:
         def recorded(
             gm: fx.GraphModule,
@@ -109,8 +92,7 @@ class _Recorder(logging.Handler):
             config_patches: dict[str, Any] | None = None,
             **rest: Any,
         ) -> Any:
-            here = threading.current_thread()
-            if here is not self.thread:
+            if (here := threading.current_thread()) is not self.thread:
                 self.record.faults.append(
                     f"thread {here.name!r} compiled, and this records what {self.thread.name!r} "
                     "does: enter gt_compile in the thread that calls the compiled function"
@@ -122,7 +104,9 @@ class _Recorder(logging.Handler):
             compiled = next(told, None) or self._added(now)
             with self._working(compiled, "pre_grad", gm) as work:
                 work.keep("dynamo")
-                patches = private.with_first_joint_pass(config_patches, _JointGraph(self._joint_began))
+                patches = private.with_first_joint_pass(
+                    config_patches, private.Watching("gtrainer-joint-graph", self._joint_began)
+                )
                 return compile_fx(gm, example_inputs, self._inner(compiled, inner_compile), patches, **rest)
 
         return recorded
@@ -134,23 +118,19 @@ class _Recorder(logging.Handler):
     def _inner(self, compiled: CompiledGraph, inner_compile: Callable[..., Any]) -> Callable[..., Any]:
         def inner(gm: fx.GraphModule, example_inputs: Sequence[Any], **options: Any) -> Any:
             stage = "backward" if options.get("is_backward") else "forward"
-            is_inference = bool(options.get("is_inference"))
-            if not self.is_open:
-                compiled.is_late = True
+            compiled.is_late |= not self.is_open
+
+            def given(inputs: list[Any]) -> None:
+                if stage not in compiled.inputs and not compiled.is_late:
+                    copies = (each.detach().clone() if isinstance(each, Tensor) else each for each in inputs)
+                    compiled.inputs[stage] = list(copies)
+
+            with self._working(compiled, stage, gm) if self.is_open else nullcontext() as work:
+                if work is not None:
+                    work.keep(stage)
                 if self.lower:
                     return inner_compile(gm, example_inputs, **options)
-                return private.with_kernels_of_eager(gm, example_inputs, is_inference=is_inference)
-            with self._working(compiled, stage, gm) as work:
-                work.keep(stage)
-                if self.lower:
-                    return inner_compile(gm, example_inputs, **options)
-
-                def given(inputs: list[Any]) -> None:
-                    if stage not in compiled.inputs:
-                        compiled.inputs[stage] = [
-                            each.detach().clone() if isinstance(each, Tensor) else each for each in inputs
-                        ]
-
+                is_inference = bool(options.get("is_inference"))
                 return private.with_kernels_of_eager(gm, example_inputs, is_inference=is_inference, given=given)
 
         return inner
@@ -169,8 +149,6 @@ class _Recorder(logging.Handler):
             work.gms[-1] = gm
             if len(work.gms) == 2:
                 work.keep("joint")
-
-    # -- what the structured trace tells
 
     def emit(self, record: logging.LogRecord) -> None:
         if threading.current_thread() not in (self.thread, *(work.thread for work in self.works)):
@@ -226,12 +204,9 @@ class _Recorder(logging.Handler):
             work.begun.append((slot, work.snapshot()))
             return
         slot, before = work.begun.pop()
-        own = private.own_passes(slot)
+        own, after = private.own_passes(slot), work.snapshot()
         place = work.order[slot] = work.order.get(slot, -1) + 1
-        if slot == "joint_custom_pre_pass" and place == 0:
-            return  # ours
-        after = work.snapshot()
-        if after is None:
+        if after is None or (slot == "joint_custom_pre_pass" and place == 0):  # ours
             return
         title = slot if place >= len(own) else getattr(own[place], "__name__", type(own[place]).__name__)
         work.compiled.passes.append(RecordedPass(title, slot, work.stage, before or after, after, work.compiled))
@@ -275,34 +250,22 @@ def gt_compile(*, lower: bool = False, caches: bool = False) -> Iterator[Compile
     record = CompileRecord()
     recorder = _Recorder(record, lower=lower)
     try:
-        with (
-            private.fresh(caches=caches),
-            private.instead_of_compile_fx(recorder.around),
-            private.heard_by(recorder),
-        ):
+        with private.fresh(caches=caches), private.instead_of_compile_fx(recorder.around), private.heard_by(recorder):
             yield record
     except Exception as error:
-        if (told := _note(error)) is not None:
-            error.add_note(told)
+        if (operator := _NO_FAKE_KERNEL.search(str(error))) is not None:
+            error.add_note(
+                f"gt_compile: {operator[1]} has no fake kernel, without which it is in no graph: register one with "
+                f'torch.library.register_fake("{operator[1]}")'
+            )
+        elif isinstance(error, private.Unsupported):
+            error.add_note(
+                "gt_compile: fullgraph=True ends at the first graph break; without it record.breaks tells all of "
+                "them, each with its reason and line"
+            )
         raise
     finally:
         recorder.is_open = False
         _open.release()
     if recorder.fault is not None:
         raise recorder.fault
-
-
-def _note(error: BaseException) -> str | None:
-    """What a user may want to know of an error that ends the block."""
-    if (operator := _NO_FAKE_KERNEL.search(str(error))) is not None:
-        name = operator[1]
-        return (
-            f"gt_compile: {name} has no fake kernel, without which it is in no graph: register one with "
-            f'torch.library.register_fake("{name}")'
-        )
-    if isinstance(error, private.Unsupported):
-        return (
-            "gt_compile: fullgraph=True ends at the first graph break; without it record.breaks tells all of them, "
-            "each with its reason and line"
-        )
-    return None

@@ -6,6 +6,7 @@ import ast
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 MODULE = ""
 """The user of what runs while the topic is imported: without it the topic does not import."""
@@ -13,28 +14,20 @@ MODULE = ""
 
 @dataclass(slots=True)
 class Need:
-    """One name of torch or pytest.
+    """One name of torch or pytest."""
 
-    Attributes:
-        path: dotted, ``torch.fx.traceback.annotate``; of an attribute the owner, as ``ATTRIBUTES`` writes it.
-        attribute: of the owner; None for a name with a path of its own.
-        users: the functions and classes of the topic that use it; ``MODULE`` is the topic itself.
-        optional: whether the topic does without it.
-    """
-
-    path: str
-    attribute: str | None = None
-    users: set[str] = field(default_factory=set)
+    path: str  # dotted, ``torch.fx.traceback.annotate``; of an attribute the owner, as ``ATTRIBUTES`` writes it
+    attribute: str | None = None  # of the owner; None for a name with a path of its own
+    users: set[str] = field(default_factory=set)  # functions and classes of the topic; ``MODULE`` is itself
     calls: list[ast.Call] = field(default_factory=list)
-    optional: bool = False
+    optional: bool = False  # whether the topic does without it
 
     @property
     def name(self) -> str:
         return self.path if self.attribute is None else f"{self.path.replace(':', '.')}.{self.attribute}"
 
 
-@dataclass(frozen=True, slots=True)
-class CalledOnUs:
+class CalledOnUs(NamedTuple):
     """A method of ours that a function of the host calls: ``caller`` and ``ours`` are ``module:name``."""
 
     ours: str
@@ -44,21 +37,14 @@ class CalledOnUs:
 
 @dataclass(frozen=True, slots=True)
 class Topic:
-    """A file of private names.
+    """A file of private names."""
 
-    Attributes:
-        module: its dotted name.
-        needs: in the order of the source, imports first.
-        unowned: private attributes that are neither imported nor in ``ATTRIBUTES``.
-        unused: entries of ``ATTRIBUTES`` that the source does not use.
-    """
-
-    module: str
+    module: str  # its dotted name
     title: str
-    needs: list[Need]
+    needs: list[Need]  # in the order of the source, imports first
     called: list[CalledOnUs]
-    unowned: set[str]
-    unused: set[str]
+    unowned: set[str]  # private attributes that are neither imported nor in ``ATTRIBUTES``
+    unused: set[str]  # entries of ``ATTRIBUTES`` that the source does not use
 
     @property
     def name(self) -> str:
@@ -66,23 +52,14 @@ class Topic:
 
 
 def read_topic(file: Path, module: str, hosts: tuple[str, ...]) -> Topic:
-    """Read the source of a topic; imports nothing.
-
-    Args:
-        hosts: the packages whose names are meant, ``("torch",)``.
-    """
+    """Read a topic's source, importing nothing; ``hosts`` are the packages that are meant, ``("torch",)``."""
     tree = ast.parse(file.read_text())
-    tables = dict(_assignments(tree))
-    attributes, called_on_us = (
-        ast.literal_eval(tables[name]) if name in tables else {} for name in ("ATTRIBUTES", "CALLED_ON_US")
-    )
-    reader = _Reader(hosts, attributes)
-    reader.bind(tree)
-    reader.visit(tree)
-    reader.spread(tree)
+    named = ((name, value) for name, value in _assignments(tree) if name in ("ATTRIBUTES", "CALLED_ON_US"))
+    tables = {name: ast.literal_eval(value) for name, value in named}
+    reader = _Reader(hosts, tables.get("ATTRIBUTES", {}), tree)
     called = [
         CalledOnUs(ours, method, caller)
-        for ours, callers in called_on_us.items()
+        for ours, callers in tables.get("CALLED_ON_US", {}).items()
         for caller, methods in callers.items()
         for method in methods
     ]
@@ -118,14 +95,14 @@ def imported_names(node: ast.Import | ast.ImportFrom) -> Iterator[tuple[str, str
             path = f"{node.module}.{alias.name}"
             yield alias.asname or alias.name, path, path
         else:
-            bound = alias.asname or alias.name.partition(".")[0]
-            yield bound, alias.name if alias.asname else bound, alias.name
+            bound = alias.name.partition(".")[0]
+            yield (alias.asname, alias.name, alias.name) if alias.asname else (bound, bound, alias.name)
 
 
 class _Reader(ast.NodeVisitor):
     """Walks the source of a topic and gathers what it needs of the hosts."""
 
-    def __init__(self, hosts: tuple[str, ...], attributes: dict[str, tuple[str, ...]]) -> None:
+    def __init__(self, hosts: tuple[str, ...], attributes: dict[str, tuple[str, ...]], tree: ast.Module) -> None:
         self._hosts = hosts
         self.needs: dict[tuple[str, str | None], Need] = {}
         self.owners: dict[str, list[str]] = {}  # classes, by attribute
@@ -136,20 +113,15 @@ class _Reader(ast.NodeVisitor):
         self._bound: dict[str, str] = {}
         self._user = MODULE
         self._optional = False
-
-    def bind(self, tree: ast.Module) -> None:
-        """Remember what the names of the file stand for, wherever they are bound."""
-        for node in ast.walk(tree):
+        for node in ast.walk(tree):  # what the names of the file stand for, wherever they are bound
             if isinstance(node, ast.Import | ast.ImportFrom):
                 self._bound |= {bound: path for bound, path, _ in imported_names(node) if self._is_host(path)}
         for name, value in _assignments(tree):
-            path = self._path(value)
-            if path is not None and name not in self._bound:
+            if (path := self._path(value)) is not None and name not in self._bound:
                 self._bound[name] = path
-
-    def spread(self, tree: ast.Module) -> None:
-        """A function that calls another one of the file uses what that one uses."""
-        names = {
+        self.visit(tree)
+        # a function that calls another one of the file uses what that one uses
+        uses = {
             node.name: {inner.id for inner in ast.walk(node) if isinstance(inner, ast.Name)}
             for node in tree.body
             if isinstance(node, ast.FunctionDef | ast.ClassDef)
@@ -158,7 +130,7 @@ class _Reader(ast.NodeVisitor):
             before = -1
             while before != len(need.users):
                 before = len(need.users)
-                need.users |= {name for name, inner in names.items() if inner & (need.users - {MODULE})}
+                need.users |= {name for name, inner in uses.items() if inner & (need.users - {MODULE})}
 
     def _is_host(self, path: str) -> bool:
         return path.partition(".")[0] in self._hosts
@@ -183,14 +155,11 @@ class _Reader(ast.NodeVisitor):
 
     def visit_FunctionDef(self, node: ast.FunctionDef | ast.ClassDef) -> None:
         outside = self._user
-        if isinstance(node, ast.ClassDef):
-            for base in node.bases:
-                self.visit(base)
+        for base in getattr(node, "bases", ()):
+            self.visit(base)
         self._user = self._user or node.name
-        for inner in node.body:
+        for inner in (*node.body, *node.decorator_list):
             self.visit(inner)
-        for decorator in node.decorator_list:
-            self.visit(decorator)
         self._user = outside
 
     visit_ClassDef = visit_FunctionDef
@@ -224,8 +193,7 @@ class _Reader(ast.NodeVisitor):
             self._need(self._bound[node.id])
 
     def visit_Attribute(self, node: ast.Attribute) -> None:
-        path = self._path(node)
-        if path is not None:
+        if (path := self._path(node)) is not None:
             self._need(path)
             for part in path.split(".")[1:]:
                 self._attribute(part)
@@ -236,8 +204,7 @@ class _Reader(ast.NodeVisitor):
             self.unresolved.add(node.attr)
 
     def visit_Call(self, node: ast.Call) -> None:
-        path = self._path(node.func)
-        if path is not None:
+        if (path := self._path(node.func)) is not None:
             self._need(path).calls.append(node)
         if isinstance(node.func, ast.Attribute):
             for need in self._attribute(node.func.attr):

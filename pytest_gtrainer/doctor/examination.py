@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import importlib
 import inspect
 import re
@@ -19,16 +20,11 @@ ROOT = Path(__file__).parents[1]
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """What became of one name.
-
-    Attributes:
-        problem: "missing", "changed: too many positional arguments", ...; empty if it is in order.
-        users: functions of the topic; ``MODULE`` among them if the topic does not even import.
-    """
+    """What became of one name."""
 
     name: str
-    problem: str
-    users: frozenset[str]
+    problem: str  # "missing", "changed: too many positional arguments", ...; empty if it is in order
+    users: frozenset[str]  # functions of the topic; ``MODULE`` among them if the topic does not even import
     note: str = ""
 
     @property
@@ -64,8 +60,7 @@ def find(path: str) -> Any:
         if not (inspect.ismodule(found) or callable(found)):
             return found  # its attributes are in ATTRIBUTES, by class
         known: Any = found
-        found = getattr(known, part, _NOTHING)
-        if found is _NOTHING:
+        if (found := getattr(known, part, _NOTHING)) is _NOTHING:
             dotted = ".".join(parts[: place + 1])
             if not inspect.ismodule(known) or not hasattr(known, "__path__"):
                 raise Missing(dotted)
@@ -100,19 +95,12 @@ def diagnose(need: Need) -> Diagnosis:
         signature = inspect.signature(found) if need.calls and callable(found) else None
     except (TypeError, ValueError):  # functions of C++ do not tell
         signature = None
-    for call in need.calls:
-        refusal = signature and objection(call, signature, bound=bound)
-        if refusal:
-            return told(f"changed: {refusal}")
-    return told("")
+    refusals = (signature and objection(call, signature, bound=bound) for call in need.calls)
+    return told(next((f"changed: {refusal}" for refusal in refusals if refusal), ""))
 
 
-def objection(call: ast.Call, signature: inspect.Signature, *, bound: bool = True) -> str | None:
-    """Why a function of that signature refuses the arguments of a call, None if it does not.
-
-    Args:
-        bound: False for a method that was taken from its class: the instance comes first.
-    """
+def objection(call: ast.Call, signature: inspect.Signature, *, bound: bool) -> str | None:
+    """Why a function refuses a call's arguments, if it does; one that is not ``bound`` takes the instance first."""
     given = [argument for argument in call.args if not isinstance(argument, ast.Starred)]
     by_name = {keyword.arg: keyword for keyword in call.keywords if keyword.arg is not None}
     has_more = len(given) < len(call.args) or len(by_name) < len(call.keywords)  # by `*` or `**`
@@ -137,10 +125,9 @@ def _has(owner: Any, name: str) -> bool:
 
 
 def _source(thing: Any) -> str:
-    try:
+    with contextlib.suppress(OSError, TypeError):  # written in C++
         return textwrap.dedent(inspect.getsource(inspect.unwrap(thing)))
-    except (OSError, TypeError):  # written in C++
-        return ""
+    return ""
 
 
 # --- what is called on us ------------------------------------------------------------------------
@@ -168,13 +155,10 @@ def diagnose_call(entry: CalledOnUs) -> Diagnosis:
             found -= set(ast.walk(node))
     if not found:
         return told("", "called on torch's own groups only")
-    ours = _own_signature(entry)
-    if ours is None:
+    if (ours := _own_signature(entry)) is None:
         return told(f"changed: {class_name} has no {entry.method} of its own")
-    for node in sorted(found, key=lambda node: node.lineno):
-        if refusal := objection(node, ours, bound=False):
-            return told(f"changed: torch's call does not fit ours: {refusal}")
-    return told("")
+    refusals = (objection(node, ours, bound=False) for node in sorted(found, key=lambda node: node.lineno))
+    return told(next((f"changed: torch's call does not fit ours: {refusal}" for refusal in refusals if refusal), ""))
 
 
 def _own_signature(entry: CalledOnUs) -> inspect.Signature | None:

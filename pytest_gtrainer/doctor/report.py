@@ -65,8 +65,7 @@ def report(*, verbose: bool = False) -> tuple[str, bool]:
         lines += lines_of(topic, findings[topic.module], verbose)
     if not has_torch:
         lines += ["torch is not installed: reading graph text and goldens as text works, everything else needs it"]
-    in_order = has_torch and not any(found.problem for each in findings.values() for found in each)
-    if in_order:
+    if has_torch and not any(found.problem for each in findings.values() for found in each):
         return "\n".join([*lines, "", "Everything is in order."]), True
     lines.append("")
     broken, weak = broken_modules(findings), set()
@@ -92,8 +91,7 @@ def _version(package: str) -> str | None:
 
 def installation() -> Iterator[str]:
     """Versions, devices and backends, a line each."""
-    torch_version = _version("torch")
-    if torch_version is not None:
+    if (torch_version := _version("torch")) is not None:
         with contextlib.suppress(Missing):
             torch_version = find("torch.__version__")
     yield (
@@ -104,8 +102,7 @@ def installation() -> Iterator[str]:
     yield f"beside     {', '.join(others)}"
     if torch_version is None:
         return
-    unsupported = complaint(torch_version)
-    if unsupported:
+    if unsupported := complaint(torch_version):
         yield from textwrap.wrap(f"versions   {unsupported}", _WIDTH, subsequent_indent=" " * 11)
     try:
         cuda = find("torch.cuda")
@@ -140,7 +137,8 @@ def lines_of(topic: Topic, findings: list[Diagnosis], verbose: bool) -> Iterator
     if not problems:
         return
     if any(found.stops_import for found in problems):
-        yield from listed("does not import, nor do", told(modules_standing_on(topic.module)), verbose)
+        standing_on = broken_modules({topic.module: [Diagnosis("", "missing", frozenset({MODULE}))]})
+        yield from listed("does not import, nor do", told(standing_on - {topic.module}), verbose)
         return
     users = set().union(*(found.users for found in problems))
     yield from listed("may fail", told(modules_using(topic.module, users)), verbose)
@@ -173,32 +171,23 @@ def _all_imports() -> dict[str, _Imports]:
     found: dict[str, _Imports] = {}
     for module, file in files.items():
         imports = found[module] = _Imports()
-        _read(ast.parse(file.read_text()).body, imports, files.keys(), eager=True)
-    return found
-
-
-def _read(body: Iterable[ast.AST], imports: _Imports, modules: Iterable[str], *, eager: bool) -> None:
-    for node in body:
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
-            continue
-        if isinstance(node, ast.Import | ast.ImportFrom):
-            for _, _, path in imported_names(node):
-                home, name = (path, "*") if path in modules else path.rpartition(".")[::2]
-                if home in modules:
+        todo: list[tuple[ast.AST, bool]] = [(ast.parse(file.read_text()), True)]
+        while todo:
+            node, eager = todo.pop()
+            eager = eager and not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+            if not isinstance(node, ast.If) or "TYPE_CHECKING" not in ast.unparse(node.test):
+                todo += [(inner, eager) for inner in ast.iter_child_nodes(node)]
+            for _, _, path in imported_names(node) if isinstance(node, ast.Import | ast.ImportFrom) else ():
+                home, name = (path, "*") if path in files else path.rpartition(".")[::2]
+                if home in files:
                     imports.names.setdefault(home, set()).add(name)
                     if eager:  # a package is imported before what is in it
                         imports.eager |= {home, *(home[:place] for place, sign in enumerate(home) if sign == ".")}
-            continue
-        inside = eager and not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
-        _read(ast.iter_child_nodes(node), imports, modules, eager=inside)
+    return found
 
 
 def broken_modules(findings: dict[str, list[Diagnosis]]) -> set[str]:
-    """The modules that do not import, since a topic does not, the topics included.
-
-    Args:
-        findings: of each topic, by its module.
-    """
+    """The modules that do not import since a topic does not, topics included; ``findings`` are by their modules."""
     broken = {topic for topic, found in findings.items() if any(each.stops_import for each in found)}
     before = 0
     while before != len(broken):
@@ -209,20 +198,12 @@ def broken_modules(findings: dict[str, list[Diagnosis]]) -> set[str]:
 
 def modules_using(topic: str, users: Iterable[str]) -> set[str]:
     """The modules that take one of these functions of a topic, or of a class of ours that is ``module:name``."""
-    wanted: dict[str, set[str]] = {}
-    for user in users:
-        home, _, name = user.rpartition(":")
-        wanted.setdefault(home or topic, {"*"}).add(name)
+    wanted = [(home or topic, {"*", name}) for home, _, name in (user.rpartition(":") for user in users)]
     return {
         module
         for module, imports in _all_imports().items()
-        if any(imports.names.get(home, set()) & names for home, names in wanted.items())
+        if any(imports.names.get(home, set()) & names for home, names in wanted)
     }
-
-
-def modules_standing_on(topic: str) -> set[str]:
-    """The modules that do not import without a topic, itself not included."""
-    return broken_modules({topic: [Diagnosis("", "missing", frozenset({MODULE}))]}) - {topic}
 
 
 def told(modules: Iterable[str]) -> list[str]:

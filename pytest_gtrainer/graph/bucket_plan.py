@@ -44,8 +44,7 @@ def get_default_transformer_block_buckets(
     """
     if n_layers < 1:
         raise ValueError(f"n_layers={n_layers}: a model has at least one layer")
-    unknown = sorted(layer for layer in moe_layers if not 0 <= layer < n_layers)
-    if unknown:
+    if unknown := sorted(layer for layer in moe_layers if not 0 <= layer < n_layers):
         raise ValueError(f"moe_layers names {unknown}, the model has layers 0..{n_layers - 1}")
     plan: list[PlanEntry] = ["tok_embeddings"]
     for layer in range(n_layers):
@@ -107,8 +106,7 @@ class Plan:
             raise PlanError(f"the bucket plan is the word {entries!r}: give a list of entries, [{entries!r}]")
         fqns_of: list[tuple[str, ...]] = []
         for index, entry in enumerate(entries):
-            fqns = tuple(entry) if isinstance(entry, list | tuple) else (entry,)
-            if not fqns:
+            if not (fqns := tuple(entry) if isinstance(entry, list | tuple) else (entry,)):
                 raise PlanError(f"entry {index} of the bucket plan is empty")
             if wrong := [fqn for fqn in fqns if not isinstance(fqn, str)]:
                 raise PlanError(f"entry {index} of the bucket plan has {wrong[0]!r}: expected FQNs, or lists of FQNs")
@@ -147,14 +145,9 @@ class Plan:
         return self._by_fqn.get("")
 
     def check_ties(self, tied: Mapping[str, Sequence[str]]) -> None:
-        """A parameter that several modules hold is in one bucket, as FSDP2 manages it in one group.
+        """Raise PlanError for one of ``tied_parameters`` in several buckets, as FSDP2 manages it in one group.
 
-        Args:
-            tied: see ``tied_parameters``.
-
-        Raises:
-            PlanError: names the parameter and its buckets. What no entry covers is in the root's, which
-                ``fully_shard(model)`` manages.
+        What no entry covers is in the root's bucket, which ``fully_shard(model)`` manages.
         """
         for names in tied.values():
             modules = [name.rpartition(".")[0] for name in names]
@@ -167,11 +160,7 @@ class Plan:
                 )
 
     def check_names(self, known: Iterable[str]) -> None:
-        """Every entry must be a module of the graph (``known``: its FQNs, prefixes not needed).
-
-        Raises:
-            PlanError: names the entries that are not (B5).
-        """
+        """Raise PlanError for entries that are no module of the graph; ``known`` are its FQNs (B5)."""
         prefixes: set[str] = {LOSS, ""}
         for fqn in known:
             while fqn and fqn not in prefixes:
@@ -189,8 +178,8 @@ def tied_parameters(model: nn.Module) -> dict[str, tuple[str, ...]]:
     """Names of each parameter that several modules hold, by the first of them; a module registered twice is one."""
     names: dict[nn.Parameter, list[str]] = {}
     for path, module in model.named_modules():
-        for name, parameter in module.named_parameters(recurse=False):
-            names.setdefault(parameter, []).append(f"{path}.{name}".lstrip("."))
+        for name, parameter in module.named_parameters(path, recurse=False):
+            names.setdefault(parameter, []).append(name)
     return {held[0]: tuple(held) for held in names.values() if len(held) > 1}
 
 
@@ -201,10 +190,8 @@ def layer_of(fqn: str) -> str | None:
     ('layers.3', None)
     """
     parts = fqn.split(".")
-    for index, part in enumerate(parts):
-        if part.isdigit():
-            return ".".join(parts[: index + 1])
-    return None
+    numbers = (place for place, part in enumerate(parts, start=1) if part.isdigit())
+    return ".".join(parts[:place]) if (place := next(numbers, 0)) else None
 
 
 ORDERS = ("managed", "registration", "execution")

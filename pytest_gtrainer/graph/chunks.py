@@ -52,10 +52,3 @@ def told_by(custom: Mapping[Any, Any]) -> Told | None:
     told = Told(custom.get(REGION_FQN, ""), custom[ROLE], custom.get(PRODUCER, ""), custom.get(CHUNK_ID))
     regular = told.fqn and told.role in (SPLIT_BOUNDARY, BODY, MATERIALIZATION) and told.producer in (EAGER, GRAPH)
     return told if regular and (told.role == BODY) == (told.chunk_id is not None) else None
-
-
-def told_in_words(fqn: str, place: int | str, producer: str = GRAPH) -> dict[str, Any]:
-    """The keys that ``Told.words`` tells of."""
-    if isinstance(place, int):
-        return annotation(fqn, BODY, producer, place)
-    return annotation(fqn, place, producer)

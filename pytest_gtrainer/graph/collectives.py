@@ -36,25 +36,17 @@ class PlanError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class FsdpCollective:
-    """One parameter's collective.
-
-    Attributes:
-        launch: the collective; ``wait``: its wait.
-        chain: for an all-gather, the nodes from the parameter to it; for a reduce-scatter,
-            the nodes from its wait to the output. In graph order.
-        parameter: FQN of the parameter; position: its place among the graph's inputs (outputs).
-        bucket_fqn: module FQN that decides the bucket.
-    """
+    """One parameter's collective."""
 
     launch: fx.Node
     wait: fx.Node
-    chain: tuple[fx.Node, ...]
-    parameter: str
-    position: int
+    chain: tuple[fx.Node, ...]  # in graph order, from the parameter to the gather, or from the reduction to the output
+    parameter: str  # its FQN
+    position: int  # its place among the graph's inputs (outputs)
 
     @property
     def bucket_fqn(self) -> str:
-        """Module FQN of the collective."""
+        """Module FQN of the collective, which decides the bucket."""
         return node_fqn(self.launch)
 
     @property
@@ -64,11 +56,7 @@ class FsdpCollective:
 
     @property
     def value(self) -> torch.Tensor:
-        """What the collective gives, as a fake tensor.
-
-        Raises:
-            PlanError: the graph was not traced on fake tensors.
-        """
+        """What the collective gives, as a fake tensor; a PlanError if the graph was not traced on fake tensors."""
         value = self.launch.meta.get("val")
         if not isinstance(value, torch.Tensor):
             raise PlanError(f'the collective of {self.parameter} lacks meta["val"]: trace on fake tensors')
@@ -76,16 +64,16 @@ class FsdpCollective:
 
     @property
     def all_reduce(self) -> tuple[fx.Node, fx.Node] | None:
-        """Of a gradient that replicas reduce after its reduce-scatter: that collective and its wait (D16)."""
-        return all_reduce_behind(self.wait)
+        """Of a gradient that replicas alone reduce after its reduce-scatter: that collective and its wait (D16)."""
+        users = list(self.wait.users)
+        if len(users) != 1 or users[0].target is not ALL_REDUCE:
+            return None
+        second = only_wait(users[0])
+        return None if second is None else (users[0], second)
 
     @property
     def signature(self) -> tuple[Any, ...]:
-        """Group, op and dtype: members that differ in it are never merged (D1, D7).
-
-        Raises:
-            PlanError: the graph was not traced on fake tensors.
-        """
+        """Group, op and dtype: members that differ in it are never merged (D1, D7); raises as ``value``."""
         value = self.value
         second = self.all_reduce[0].args[1:] if self.all_reduce else None
         return (self.launch.target, *self.launch.args[1:], value.dtype, value.device, second)
@@ -104,8 +92,7 @@ def launches(target: Any) -> bool:
 def kind_of(launch: fx.Node) -> str:
     """``all_gather``, ``reduce_scatter``, ``all_reduce``, ``all_to_all``, ``broadcast``; "" of any other."""
     name = schema(launch.target).name.partition("::")[2]
-    found = _KIND.search(name)
-    if found is None or _FUSED in name:
+    if (found := _KIND.search(name)) is None or _FUSED in name:
         return ""
     return {"allgather": "all_gather", "allreduce": "all_reduce", "alltoall": "all_to_all"}.get(found[0], found[0])
 
@@ -166,8 +153,7 @@ def results_of(gm: fx.GraphModule) -> list[Any]:
 def fsdp_all_gathers(gm: fx.GraphModule) -> list[FsdpCollective]:
     """The all-gathers of parameters, in graph order: exactly one graph input is their ancestor (D6).
 
-    Raises:
-        PlanError: a parameter's all-gather is used otherwise than by its one wait.
+    One that is used otherwise than by its one wait is a PlanError.
     """
     positions = {node: index for index, node in enumerate(gm.graph.find_nodes(op="placeholder"))}
     members = []
@@ -178,8 +164,7 @@ def fsdp_all_gathers(gm: fx.GraphModule) -> list[FsdpCollective]:
             continue
         source, chain = found
         parameter = input_name(source, positions[source], node_fqn(launch))
-        wait = only_wait(launch)
-        if wait is None:
+        if (wait := only_wait(launch)) is None:
             raise PlanError(f"the all-gather of {parameter} has {len(launch.users)} users, not just its one wait")
         members.append(FsdpCollective(launch, wait, chain, parameter, positions[source]))
     return sorted(members, key=lambda member: member.launch)
@@ -201,23 +186,13 @@ def wait_of(launch: fx.Node) -> fx.Node:
     )
 
 
-def all_reduce_behind(wait: fx.Node) -> tuple[fx.Node, fx.Node] | None:
-    """The all-reduce of a collective's result, and its wait; None if the result goes elsewhere, too."""
-    users = list(wait.users)
-    if len(users) != 1 or users[0].target is not ALL_REDUCE:
-        return None
-    second = only_wait(users[0])
-    return None if second is None else (users[0], second)
-
-
 def _chain_to_input(launch: fx.Node) -> tuple[fx.Node, tuple[fx.Node, ...]] | None:
     """The one placeholder above ``launch`` and the nodes in between; None if there are more, or fewer."""
     source: fx.Node | None = None
     seen: set[fx.Node] = set()
     todo = list(launch.all_input_nodes)
     while todo:
-        node = todo.pop()
-        if node in seen:
+        if (node := todo.pop()) in seen:
             continue
         seen.add(node)
         if node.op == "placeholder":

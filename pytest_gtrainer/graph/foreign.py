@@ -26,7 +26,7 @@ from torch import fx, nn
 
 from pytest_gtrainer._torch.foreign_graphs import ExportedProgram, Input, described_input, described_output, source_of
 from pytest_gtrainer._torch.values import OpOverload, OpOverloadPacket, schema
-from pytest_gtrainer.graph.nodes import BACKWARD, direction, is_view, node_fqn, short_name
+from pytest_gtrainer.graph.nodes import BACKWARD, direction, held, is_view, node_fqn, short_name
 from pytest_gtrainer.graph.paths import joined, parts_of
 
 AnyGraph: TypeAlias = fx.GraphModule | fx.Graph | ExportedProgram
@@ -43,8 +43,6 @@ class GivenName(NamedTuple):
 
 _Given: TypeAlias = Mapping[str, GivenName] | Sequence[GivenName]
 """By placeholder, or by index of Dynamo's inputs, what somebody says the inputs are."""
-
-
 _TEXT = r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*\""""
 _ROOT = re.compile(rf"\b[LG]\[({_TEXT})\]")
 _STEP = re.compile(rf"\.([^.\[(]+)|\[((?:{_TEXT}|[^\]'\"])*)\]")
@@ -109,7 +107,14 @@ def adopted(graph: AnyGraph, names: Names | None = None) -> fx.GraphModule:
         TypeError: this is no graph.
     """
     if isinstance(graph, ExportedProgram):
-        return _Adoption(graph.graph_module, _of_signature(graph)).run()
+        signature = graph.graph_signature
+        kinds = {
+            "parameter": signature.inputs_to_parameters,
+            "buffer": {**signature.inputs_to_buffers, **signature.inputs_to_lifted_tensor_constants},
+        }
+        told = {name: GivenName("input", name) for name in signature.user_inputs if isinstance(name, str)}
+        told |= {name: GivenName(kind, fqn) for kind, fqns in kinds.items() for name, fqn in fqns.items()}
+        return _Adoption(graph.graph_module, told).run()
     if isinstance(graph, fx.Graph):
         graph = fx.GraphModule(graph.owning_module or nn.Module(), graph)
     elif not isinstance(graph, fx.GraphModule):
@@ -158,8 +163,7 @@ def _given(gm: fx.GraphModule, names: Names | None, keeps_roots: bool) -> _Given
     placeholders = gm.graph.find_nodes(op="placeholder")
     if isinstance(names, Mapping):
         known = {str(node.target) for node in placeholders}
-        unknown = [name for name in names if name not in known]
-        if unknown:
+        if unknown := [name for name in names if name not in known]:
             listed = ", ".join(sorted(known))
             raise ValueError(f"names has {unknown[0]!r}, which is no input of the graph; these are {listed}")
         return {name: GivenName("input", fqn) for name, fqn in names.items()}
@@ -187,23 +191,16 @@ def inputs_of(dynamo: fx.GraphModule, keeps_roots: bool) -> list[GivenName]:
     """What the inputs of a graph of Dynamo are, in order: what descriptors of AOTAutograd count."""
     found = []
     for node in dynamo.graph.find_nodes(op="placeholder"):
-        source, told = source_of(node), node.meta.get("gt_input")
-        if told is not None:
-            found.append(GivenName(told["kind"], told["fqn"]))
-        else:
-            unknown = GivenName("input", str(node.target))
-            found.append(named_source(source, _value_of(node), keeps_roots) if source else unknown)
+        told = node.meta.get("gt_input") or {"kind": "input", "fqn": str(node.target)}
+        source = source_of(node) if "gt_input" not in node.meta else None
+        found.append(named_source(source, _value_of(node), keeps_roots) if source else GivenName(**told))
     return found
 
 
-def _of_signature(program: ExportedProgram) -> dict[str, GivenName]:
-    signature = program.graph_signature
-    return {
-        **{name: GivenName("input", name) for name in signature.user_inputs if isinstance(name, str)},
-        **{name: GivenName("parameter", fqn) for name, fqn in signature.inputs_to_parameters.items()},
-        **{name: GivenName("buffer", fqn) for name, fqn in signature.inputs_to_buffers.items()},
-        **{name: GivenName("buffer", fqn) for name, fqn in signature.inputs_to_lifted_tensor_constants.items()},
-    }
+def _leaves(argument: Any) -> list[Any]:
+    found: list[Any] = []
+    fx.node.map_aggregate(argument, found.append)
+    return found
 
 
 def _value_of(node: fx.Node) -> Any:
@@ -244,7 +241,7 @@ class _Adoption:
                 calls.setdefault(str(holder.target), []).append((holder, call))
         made = {}
         for name, users in calls.items():
-            body, is_backward = _attribute(self.gm, name), all(direction(call) == BACKWARD for _, call in users)
+            body, is_backward = held(self.gm, name), all(direction(call) == BACKWARD for _, call in users)
             given = _agreed([self._given_to(body, *user) for user in users])
             made[name] = _Adoption(body, given, self.keeps_roots, is_backward).run()
         return made
@@ -275,7 +272,7 @@ class _Adoption:
 
     def _is_graph(self, operand: Any) -> bool:
         is_held = isinstance(operand, fx.Node) and operand.op == "get_attr"
-        return is_held and isinstance(_attribute(self.gm, str(operand.target)), fx.GraphModule)
+        return is_held and isinstance(held(self.gm, str(operand.target)), fx.GraphModule)
 
     def _mark(self, node: fx.Node, copied: fx.Node) -> None:
         meta = copied.meta
@@ -286,8 +283,7 @@ class _Adoption:
         custom = meta.get("custom") or {}
         if "module_fqn" not in custom and (path := _stack_path(node)):
             root, steps = path_of(path)
-            steps = (root, *steps) if self.keeps_roots and root else steps
-            if steps:
+            if steps := (root, *steps) if self.keeps_roots and root else steps:
                 meta["custom"] = {**custom, "module_fqn": joined(steps)}
             for stack in ("nn_module_stack", "fwd_nn_module_stack"):
                 meta.pop(stack, None)
@@ -298,8 +294,7 @@ class _Adoption:
             meta["autograd_backward"] = True  # an autograd.Function's backward has no mark
 
     def _name_input(self, node: fx.Node, copied: fx.Node) -> None:
-        described = described_input(node)
-        if described is not None and described.is_tangent:
+        if (described := described_input(node)) is not None and described.is_tangent:
             self.behind_tangents.add(node)
         if "gt_input" in node.meta:
             return
@@ -384,7 +379,12 @@ def _name_by_use(graph: fx.Graph) -> None:
     first: dict[fx.Node | None, list[tuple[fx.Node, fx.Node]]] = {}
     for node in unnamed:
         value, user = node, min(node.users, key=place.__getitem__, default=None)
-        while user and user.users and value in user.args[:1] and (is_view(user.target) or user.target is _CAST):
+        while (
+            user
+            and user.users
+            and value in user.args[:1]
+            and (is_view(user.target) or user.target is torch.ops.aten._to_copy.default)
+        ):
             value, user = user, min(user.users, key=place.__getitem__)
         first.setdefault(user, []).append((value, node))
     seen: Counter[str] = Counter()
@@ -406,19 +406,8 @@ def _use(value: fx.Node, user: fx.Node | None) -> str:
     return ".".join(filter(None, (node_fqn(user), f"{short_name(user)}_{at}")))
 
 
-def _leaves(argument: Any) -> list[Any]:
-    found: list[Any] = []
-    fx.node.map_aggregate(argument, found.append)
-    return found
-
-
-_CAST = torch.ops.aten._to_copy.default
 _OF_A_SCORE = ("score", "b", "h", "q_idx", "kv_idx")  # inputs of flex attention's functions; a mask has no score
-_CARRYING = {
-    "while_loop": ("carried",),
-    "scan": ("carried", "each"),
-    "map_impl": ("each",),
-}
+_CARRYING = {"while_loop": ("carried",), "scan": ("carried", "each"), "map_impl": ("each",)}
 """What loops give to their graphs, another value each time; behind it they give what stays."""
 
 
@@ -426,7 +415,7 @@ def _operand_name(operand: Any) -> GivenName | None:
     if not isinstance(operand, fx.Node) or "gt_argument" in operand.meta or operand.op == "get_attr":
         return None
     if (told := operand.meta.get("gt_input")) is not None:
-        return GivenName(told["kind"], told["fqn"])
+        return GivenName(**told)
     return None if operand.op == "placeholder" else GivenName("input", _value_name(operand))
 
 
@@ -442,25 +431,15 @@ def _agreed(calls: Sequence[Mapping[str, GivenName]]) -> dict[str, GivenName]:
     return agreed
 
 
-def _attribute(gm: fx.GraphModule, path: str) -> Any:
-    found: Any = gm
-    for step in path.split("."):
-        found = getattr(found, step, None)
-    return found
-
-
 def sorted_nodes(nodes: Iterable[fx.Node]) -> list[fx.Node]:
     """Nodes behind their operands, else in the graph's order: Inductor's passes may leave a graph unsorted."""
     ordered: dict[fx.Node, None] = {}
     waiting = list(nodes)
     while waiting:
-        late = []
         for node in waiting:
             if all(source in ordered for source in node.all_input_nodes):
                 ordered[node] = None
-            else:
-                late.append(node)
-        if len(late) == len(waiting):
+        if len(late := [node for node in waiting if node not in ordered]) == len(waiting):
             raise ValueError(f"the graph has a cycle, in which {late[0].name} is")
         waiting = late
     return list(ordered)

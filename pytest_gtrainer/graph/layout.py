@@ -13,10 +13,10 @@ and unpacks in another is found by bits.
 from __future__ import annotations
 
 import itertools
+import operator
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from operator import getitem
 
 import torch
 from torch import fx
@@ -40,13 +40,11 @@ from pytest_gtrainer.graph.collectives import (
     wait_of,
 )
 from pytest_gtrainer.graph.foreign import AnyGraph, adopted
-from pytest_gtrainer.graph.nodes import BACKWARD, direction, node_fqn
-from pytest_gtrainer.graph.packing import Arrival, Part, State, Unread, arrivals, computes, packed, reduces
+from pytest_gtrainer.graph.nodes import BACKWARD, bodies_of, direction, node_fqn, reached
+from pytest_gtrainer.graph.packing import Arrival, State, Unread, arrivals, computes, packed, reduces
 
 ALL_GATHER_NAME, REDUCE_SCATTER_NAME, ALL_REDUCE_NAME = "all_gather", "reduce_scatter", "all_reduce"
 KINDS = (ALL_GATHER_NAME, REDUCE_SCATTER_NAME, ALL_REDUCE_NAME)
-
-
 # a failure names enough to see what happened, not every parameter of 126 layers
 _MOST_LINES, _MOST_MOVED = 24, 3
 
@@ -162,8 +160,11 @@ class _Reader:
             for state in sent:
                 if isinstance(state, Unread) and names:
                     raise _unread(node, "gathers", names, state.node)
-                if isinstance(state, tuple) and (slots := self._slots_of(state, node)):
-                    yield self._payload(ALL_GATHER_NAME, node, slots)
+                parts = state if isinstance(state, tuple) else ()
+                placed = zip(parts, itertools.accumulate((part.nbytes for part in parts), initial=0), strict=False)
+                slots = [Slot(self._name(part.source, node), at, part.nbytes) for part, at in placed if part.source]
+                if slots:
+                    yield self._payload(ALL_GATHER_NAME, node, tuple(slots))
         elif kind in (REDUCE_SCATTER_NAME, ALL_REDUCE_NAME) and is_read:
             yield from self._reductions(kind, node)
         elif names:
@@ -176,8 +177,8 @@ class _Reader:
         for node in gm.graph.nodes:
             if not isinstance(node.target, HigherOrderOperator) or is_control_dependency(node):
                 continue
-            for body in (getattr(gm, str(each.target), None) for each in node.all_input_nodes if each.op == "get_attr"):
-                launch = next(_parameter_collectives(body), None) if isinstance(body, fx.GraphModule) else None
+            for body in bodies_of(gm, node).values():
+                launch = next(_parameter_collectives(body), None)
                 given = [each for each in node.all_input_nodes if each in self._inputs and is_parameter(each)]
                 if launch is not None and (given or direction(node) == BACKWARD):
                     names = [self._name(each, node) for each in given] or [node_fqn(node) or "the root"]
@@ -210,19 +211,12 @@ class _Reader:
             return str(source.target)
         return input_name(source, self._inputs[source], _module_of(launch))
 
-    def _slots_of(self, parts: tuple[Part, ...], launch: fx.Node) -> tuple[Slot, ...]:
-        offsets = itertools.accumulate((part.nbytes for part in parts), initial=0)
-        return tuple(
-            Slot(self._name(part.source, launch), offset, part.nbytes)
-            for part, offset in zip(parts, offsets, strict=False)
-            if part.source is not None
-        )
-
     def _reductions(self, kind: str, launch: fx.Node) -> Iterable[Payload]:
         """Follow the results to the outputs: order and widths come from the splits on the way."""
         results = [launch]
         if isinstance(launch.meta.get("val"), list | tuple):
-            results = sorted((user for user in launch.users if user.target is getitem), key=lambda item: item.args[1])
+            items = (user for user in launch.users if user.target is operator.getitem)
+            results = sorted(items, key=lambda item: item.args[1])
         for result in results:
             found: dict[tuple[int, int], list[Arrival]] = {}
             for arrival in arrivals(result, self._outputs):
@@ -232,8 +226,7 @@ class _Reader:
                 for at, numel in [place for place, names in named.items() if not names]:
                     lies_over = any(names and at <= low and low + n <= at + numel for (low, n), names in named.items())
                     users = [one.used_by or result for one in found[at, numel]]
-                    taking = [user for user in users if not reduces(user)]
-                    if taking or not lies_over:
+                    if (taking := [user for user in users if not reduces(user)]) or not lies_over:
                         others = [name for names in named.values() for name in names]
                         raise _unread(launch, "gives", others, (taking or users)[0])
                 named = {place: names for place, names in named.items() if names}
@@ -271,23 +264,21 @@ class _Reader:
         user = arrival.used_by
         if user is None or computes(user) or launches(user.target) or isinstance(user.target, HigherOrderOperator):
             return
-        if (chain := chain_to_output(user, self._output)) is None:
-            return
-        reached = Arrival(arrival.piece, tuple(self._outputs.get([user, *chain][-1], ())), added=True)
-        if names := self._gradients(reached, launch):
-            raise _unread(launch, "gives", names, user)
+        if (chain := chain_to_output(user, self._output)) is not None:
+            outputs = tuple(self._outputs.get([user, *chain][-1], ()))
+            if names := self._gradients(Arrival(arrival.piece, outputs, added=True), launch):
+                raise _unread(launch, "gives", names, user)
 
 
 def _unread(launch: fx.Node, verb: str, names: list[str], at: fx.Node) -> UnreadLayout:
     more = f" and {len(names) - _MOST_MOVED} more" if len(names) > _MOST_MOVED else ""
-    operator = getattr(at.target, "name", lambda: at.target)()
-    why = f"at node {at.name} ({operator}) their order is lost"
+    target = getattr(at.target, "name", lambda: at.target)()
+    why = f"at node {at.name} ({target}) their order is lost"
     if at is launch:
-        why = f"{operator} is no collective that a layout knows"
-    told = ", ".join(names[:_MOST_MOVED]) + more
+        why = f"{target} is no collective that a layout knows"
     return UnreadLayout(
-        f"the collective {launch.name} {verb} {told}, and who sits where cannot be read: "
-        f"{why}. Pack by cat, copies, views and torch's own bucketing operators around functional collectives, "
+        f"the collective {launch.name} {verb} {', '.join(names[:_MOST_MOVED])}{more}, and who sits where cannot be "
+        f"read: {why}. Pack by cat, copies, views and torch's own bucketing operators around functional collectives, "
         "or compare bits"
     )
 
@@ -307,26 +298,22 @@ def is_parameter(node: fx.Node) -> bool:
 
 
 def _inputs_above(node: fx.Node) -> list[fx.Node]:
-    todo, seen = [node], {node}
-    while todo:
-        for operand in todo.pop().all_input_nodes:
-            if operand not in seen:
-                seen.add(operand)
-                todo.append(operand)
-    return sorted(one for one in seen if one.op == "placeholder" and is_parameter(one))
+    above = {node, *reached(node, operator.attrgetter("all_input_nodes"))}
+    return sorted(one for one in above if one.op == "placeholder" and is_parameter(one))
 
 
 def _ranks_of(launch: fx.Node) -> tuple[int, ...]:
     """Of the group in this process; of a graph parsed where there is none, as its text says."""
-    name, owner = group_of(launch), launch.graph.owning_module
-    if name is None:
+    if (name := group_of(launch)) is None:
         if (given := ranks_given(launch)) is None:
             raise UnreadLayout(f"the collective {launch.name} ({launch.target}) names no process group")
         return given
-    told: Mapping[str, tuple[int, ...] | None] = {} if owner is None else owner.meta.get("gt_groups", {})
     try:
         return group_ranks(name)
     except ValueError:
+        told: Mapping[str, tuple[int, ...] | None] = getattr(launch.graph.owning_module, "meta", {}).get(
+            "gt_groups", {}
+        )
         if (ranks := told.get(name)) is None:
             raise
         return ranks
@@ -370,17 +357,14 @@ def assert_same_layout(actual: BucketLayout, expected: BucketLayout, *, actual_i
             problems.append(f"bucket {extra.label!r}: {article} {kind} of {named} that is not expected")
     facts.tell("layouts", actual=actual, expected=expected, problems=problems, actual_is=actual_is)
     if problems:
-        shown = problems[:_MOST_LINES]
-        if len(problems) > len(shown):
-            shown.append(f"and {len(problems) - len(shown)} more differences")
-        raise LayoutDifference("bucket layouts differ\n" + "\n".join(shown))
+        more = [f"and {len(problems) - _MOST_LINES} more differences"] if len(problems) > _MOST_LINES else []
+        raise LayoutDifference("\n".join(["bucket layouts differ", *problems[:_MOST_LINES], *more]))
 
 
 def _compare_payloads(actual: Payload, wanted: Payload) -> Iterable[str]:
     where = f"bucket {wanted.label!r}, {wanted.collective}"
     for what in ("dtype", "ranks"):
-        ours, theirs = getattr(actual, what), getattr(wanted, what)
-        if ours != theirs:
+        if (ours := getattr(actual, what)) != (theirs := getattr(wanted, what)):
             yield f"{where}: {what} is {ours}, expected {theirs}"
     if plain_reduction(actual.op, len(wanted.ranks)) != plain_reduction(wanted.op, len(wanted.ranks)):
         premultiplied = "premul_sum" in actual.op + wanted.op
@@ -390,9 +374,8 @@ def _compare_payloads(actual: Payload, wanted: Payload) -> Iterable[str]:
     yield from (f"{where}: {parameter} is missing" for parameter in theirs_at if parameter not in ours_at)
     yield from (f"{where}: {parameter} does not belong here" for parameter in ours_at if parameter not in theirs_at)
     shared = [(ours_at[slot.parameter], slot) for slot in wanted.slots if slot.parameter in ours_at]
-    for ours, slot in shared:
-        if ours.nbytes != slot.nbytes:
-            yield f"{where}: {slot.parameter} has {ours.nbytes} bytes, expected {slot.nbytes}"
+    for ours, slot in [(ours, slot) for ours, slot in shared if ours.nbytes != slot.nbytes]:
+        yield f"{where}: {slot.parameter} has {ours.nbytes} bytes, expected {slot.nbytes}"
     moved = [(ours, slot) for ours, slot in shared if ours.offset != slot.offset]
     for ours, slot in moved[:_MOST_MOVED]:
         yield f"{where}: {slot.parameter} sits at byte {ours.offset}, expected {slot.offset}"

@@ -32,7 +32,7 @@ from pytest_gtrainer._torch.passes import is_bucketed_by_torch, is_control_depen
 from pytest_gtrainer._torch.values import OpOverload, is_composite, parts_of, pytree, schema, storage_id
 from pytest_gtrainer.graph.collectives import kind_of, launches
 from pytest_gtrainer.graph.foreign import AnyGraph, Names, adopted
-from pytest_gtrainer.graph.nodes import BACKWARD, DYNAMIC_DIMS, FORWARD, direction, is_view, is_wait, node_fqn
+from pytest_gtrainer.graph.nodes import BACKWARD, DYNAMIC_DIMS, bodies_of, direction, is_view, is_wait, node_fqn
 
 _UNITS = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 _SIZE = re.compile(rf"\s*(\d+(?:\.\d+)?)\s*({'|'.join(_UNITS)})\s*")
@@ -180,26 +180,19 @@ def _tensors(value: Any) -> list[Tensor]:
 
 
 def _called(node: fx.Node) -> str:
-    """The operator of a node, and its module."""
     target = str(node.target) if isinstance(node.target, OpOverload | str) else getattr(node.target, "__name__", "")
     return f"{target or node.target}{f' in {node_fqn(node)}' if node_fqn(node) else ''}"
 
 
 class _Walk:
-    """One graph, walked in its order: what each node's value shows, and until when that is alive.
-
-    Args:
-        sizes: numbers of symbols.
-        pending: of each allocation that a collective gives what it holds until the wait; shared with bodies.
-        bound: what the inputs of a body show; None for the graph that is asked about.
-    """
+    """One graph, walked in its order: what each node's value shows, and until when that is alive."""
 
     def __init__(
         self,
         gm: fx.GraphModule,
-        sizes: Mapping[str, int],
-        pending: dict[Allocation, set[Allocation]],
-        bound: Sequence[Any] | None,
+        sizes: Mapping[str, int],  # numbers of symbols
+        pending: dict[Allocation, set[Allocation]],  # by what a collective gives what it holds until its wait
+        bound: Sequence[Any] | None,  # what the inputs of a body show
     ) -> None:
         self.gm, self.nodes, self.pending, self._sizes = gm, list(gm.graph.nodes), pending, sizes
         self._order = {node: place for place, node in enumerate(self.nodes)}
@@ -209,9 +202,8 @@ class _Walk:
         self.values.update(zip(gm.graph.find_nodes(op="placeholder"), bound or (), strict=False))
         for place, node in enumerate(self.nodes[:-1]):
             if node.op in ("placeholder", "get_attr"):
-                self.values.setdefault(
-                    node, None if node.op == "placeholder" and bound is not None else self._held(node)
-                )
+                is_given = node.op == "placeholder" and bound is not None
+                self.values.setdefault(node, None if is_given else self._held(node))
                 continue
             value = self.values[node] = self._computed(node)
             _extend(_allocations(value), max((self._order[user] for user in node.users), default=place))
@@ -244,10 +236,9 @@ class _Walk:
             for one in _allocations(value):
                 _extend(self.pending.pop(one, ()), self._order[node] - 1)  # the wait itself lets go of them
             return value
-        called = [str(node.target)] if node.op == "call_module" else []
-        called += [str(given.target) for given in node.all_input_nodes if given.op == "get_attr"]
-        modules = [operator.attrgetter(name)(self.gm) for name in called]
-        if bodies := [module for module in modules if isinstance(module, fx.GraphModule)]:
+        called = self.gm.get_submodule(str(node.target)) if node.op == "call_module" else None
+        bodies = [called] if isinstance(called, fx.GraphModule) else [*bodies_of(self.gm, node).values()]
+        if bodies:
             return self._of_bodies(node, bodies)
         if "val" not in node.meta:
             returns = schema(target).returns if isinstance(target, OpOverload) else ()
@@ -269,12 +260,8 @@ class _Walk:
                     continue
                 known.update(dict.fromkeys(map(storage_id, parts_of(tensor)), *leaf))
                 is_static = tensor.layout is torch.strided and all(type(extent) is int for extent in tensor.shape)
-                if (
-                    is_reshape
-                    and is_static
-                    and tensor.is_contiguous()
-                    and (tensor.numel(), tensor.dtype) == (value.numel(), value.dtype)
-                ):
+                is_whole = is_reshape and (tensor.numel(), tensor.dtype) == (value.numel(), value.dtype)
+                if is_whole and is_static and tensor.is_contiguous():
                     known[storage_id(value)] = next(iter(leaf))
         return self._by_storages(node, value, known)
 
@@ -385,7 +372,7 @@ class _Walk:
                     one.kind = "gradient" if name in inputs else "saved" if name.startswith("kept.") else "output"
                     one.name = name
         for one in self.allocations:
-            of_forward = direction(one.node) == FORWARD and direction(self.nodes[one.last]) == BACKWARD
+            of_forward = direction(one.node) != BACKWARD and direction(self.nodes[one.last]) == BACKWARD
             packed = launches(one.node.target) or "fsdp_bucket" in one.node.meta or is_bucketed_by_torch(one.node)
             one.kind = one.kind or ("collective" if packed else "saved" if of_forward else "temporary")
 

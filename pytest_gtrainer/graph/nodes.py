@@ -17,6 +17,7 @@ What it does is told by its operator: it communicates, waits, draws random numbe
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -71,6 +72,16 @@ def _direction_of_bucket(node: fx.Node) -> str:
     return FORWARD
 
 
+def reached(start: fx.Node, neighbours: Callable[[fx.Node], Iterable[fx.Node]]) -> set[fx.Node]:
+    """The nodes that one comes to from ``start``, from neighbours to their neighbours."""
+    todo, seen = [start], set[fx.Node]()
+    while todo:
+        found = {*neighbours(todo.pop())} - seen
+        todo += found
+        seen |= found
+    return seen
+
+
 def node_fqn(node: fx.Node) -> str:
     """Module FQN of a node: from ``custom``, else the innermost of ``nn_module_stack``, else "" (D12)."""
     meta = node.meta
@@ -118,6 +129,19 @@ def short_name(node: fx.Node) -> str:
     if isinstance(node.target, OpOverload):
         return str(schema(node.target).name).partition("::")[2]
     return str(getattr(node.target, "__name__", node.target))
+
+
+def held(gm: Any, path: str) -> Any:
+    """What a graph's module holds under a dotted name; None if it holds nothing there."""
+    for step in path.split("."):
+        gm = getattr(gm, step, None)
+    return gm
+
+
+def bodies_of(gm: fx.GraphModule, node: fx.Node) -> dict[fx.Node, fx.GraphModule]:
+    """The graphs inside a graph that a node is given, by the operands that hold them."""
+    found = {one: held(gm, str(one.target)) for one in node.all_input_nodes if one.op == "get_attr"}
+    return {one: body for one, body in found.items() if isinstance(body, fx.GraphModule)}
 
 
 def is_view(target: object) -> bool:

@@ -12,9 +12,9 @@ and cannot be read is *unread*, with the node at which the order is lost; nothin
 
 from __future__ import annotations
 
-import itertools
-from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator
+import functools
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import accumulate
 from operator import getitem
@@ -26,7 +26,7 @@ from torch import fx
 from pytest_gtrainer._torch.passes import COPY_IN, PRE_BUCKET_ALL_GATHER, dtypes_of_buckets, is_control_dependency
 from pytest_gtrainer._torch.values import OpOverload, schema
 from pytest_gtrainer.graph.collectives import launches
-from pytest_gtrainer.graph.nodes import is_view, is_wait, short_name, written_operands
+from pytest_gtrainer.graph.nodes import held, is_view, is_wait, short_name, written_operands
 
 _aten = torch.ops.aten
 _KEEPS_ORDER = frozenset({
@@ -57,13 +57,7 @@ State = tuple[Part, ...] | Unread | str
 
 
 def packed(gm: fx.GraphModule) -> dict[fx.Node, list[State]]:
-    """For each collective what its operands hold when it is launched; operands that it only writes to are left out.
-
-    Cost: one walk over the nodes.
-
-    Raises:
-        ValueError: a value is used before it is defined.
-    """
+    """For each collective what goes in at its launch, in one walk; a ValueError if the graph is not sorted."""
     reader = _Reader()
     return {node: sent for node in gm.graph.nodes if (sent := reader.step(node)) is not None}
 
@@ -85,9 +79,8 @@ class _Reader:
         elif node.op == "output":
             return None
         elif node.op == "get_attr":
-            value: Any = node.graph.owning_module
-            for name in str(node.target).split("."):
-                value = getattr(value, name, None)  # a parameter that the module holds; other constants are filling
+            value = held(node.graph.owning_module, str(node.target))
+            # a parameter that the module holds; other constants are filling
             state[node] = (Part(node if isinstance(value, torch.nn.Parameter) else None, nbytes_of(value)),)
         elif late := [operand for operand in node.all_input_nodes if operand not in state]:
             raise ValueError(
@@ -159,8 +152,7 @@ class _Reader:
         found: list[Part] = []
         for tensor, size in zip(tensors, sizes, strict=True):
             parts = self._state[tensor]
-            scaled = _scaled(parts, size) if isinstance(parts, tuple) else None
-            if scaled is None:
+            if (scaled := _scaled(parts, size) if isinstance(parts, tuple) else None) is None:
                 return parts if isinstance(parts, Unread) else Unread(tensor)
             found += scaled
         return tuple(found)
@@ -202,8 +194,7 @@ def nbytes_of(value: Any) -> int:
 
 def _scaled(parts: tuple[Part, ...], nbytes: int) -> tuple[Part, ...] | None:
     """The parts after a cast that makes ``nbytes`` of all; None if they do not divide so."""
-    total = sum(part.nbytes for part in parts)
-    if total == nbytes:
+    if (total := sum(part.nbytes for part in parts)) == nbytes:
         return parts
     if len(parts) == 1:
         return (Part(parts[0].source, nbytes),)
@@ -301,9 +292,9 @@ class Arrival:
 def arrivals(result: fx.Node, outputs: dict[fx.Node, list[int]]) -> list[Arrival]:
     """Where the parts of a collective's result go, in the order in which they lie in it."""
     found: list[Arrival] = []
-    seen_before: _Known = {}
     todo = [(Piece(result, 0, 0, _numel(result)), False)]
     seen: set[tuple[Piece, bool]] = set()
+    begins = functools.cache(_begins)
     while todo:
         piece, added = todo.pop()
         if (piece, added) in seen:
@@ -314,7 +305,7 @@ def arrivals(result: fx.Node, outputs: dict[fx.Node, list[int]]) -> list[Arrival
         for user in piece.node.users:
             if user.op == "output" or (is_control_dependency(user) and piece.node not in user.args[2:]):
                 continue
-            below = _below(piece, user, seen_before)
+            below = _below(piece, user, begins)
             joins = added or (len(user.all_input_nodes) > 1 and is_pointwise(user) and scaled_operand(user) is None)
             todo += [(one, joins) for one in below or ()]
             if below is None:
@@ -322,23 +313,29 @@ def arrivals(result: fx.Node, outputs: dict[fx.Node, list[int]]) -> list[Arrival
     return sorted(found, key=lambda arrival: arrival.piece.at)
 
 
-_Known = dict[fx.Node, dict[Any, list[Any]]]
-"""Of a ``cat`` where its tensors begin, of an operator of several results the nodes that take each: read once."""
+def _begins(user: fx.Node) -> dict[fx.Node, list[int]]:
+    """Where in the result of a ``cat`` each of its tensors begins; one may stand there twice."""
+    found: dict[fx.Node, list[int]] = defaultdict(list)
+    tensors: Any = user.args[0]
+    for tensor, at in zip(tensors, accumulate(map(_numel, tensors), initial=0), strict=False):
+        found[tensor].append(at)
+    return found
 
 
-def _below(piece: Piece, user: fx.Node, known: _Known) -> list[Piece] | None:
+def _below(piece: Piece, user: fx.Node, begins: Callable[[fx.Node], dict[fx.Node, list[int]]]) -> list[Piece] | None:
     """The piece in what a user makes of it; None if it computes with it, or the order is lost."""
     node, name = piece.node, short_name(user)
     size = _numel(node)
     is_whole = piece.low == 0 and piece.numel >= size  # more where its pads have gone
     if name in ("split", "split_with_sizes", "unbind", "chunk") and _is_outermost(user, user.all_input_nodes[0], 2):
-        return _split(piece, user, known)
+        at = [0, *accumulate(tensor.numel() for tensor in user.meta["val"])]
+        cut = [_cut(piece, item, at[n], at[n + 1] - at[n]) for n, item in _items(user)]
+        return [one for one in cut if one is not None]
     if user.target is getitem:  # of a collective of several tensors
         return [Piece(user, 0, piece.at, _numel(user))]
     if name.startswith("_foreach"):
-        if user not in known:
-            known[user] = _by(user.args[0], _items(user))
-        alike = [item for item in itertools.chain(*known[user].get(node, ())) if _numel(item) == size]
+        given: Any = user.args[0]
+        alike = [item for n, item in _items(user) if given[n] is node and _numel(item) == size]
         return [Piece(item, piece.low, piece.at, piece.numel) for item in alike] or None
     begin = _begin(user) if name == "slice" else None
     # the only reader of a whole takes its padding off; beside others it is a member
@@ -347,10 +344,7 @@ def _below(piece: Piece, user: fx.Node, known: _Known) -> list[Piece] | None:
         one = _cut(piece, user, begin, _numel(user))
         return [] if one is None else [one]
     if user.target is _aten.cat.default and _is_outermost(user, user, 1):
-        if user not in known:
-            tensors: Any = user.args[0]
-            known[user] = _by(tensors, accumulate(map(_numel, tensors), initial=0))
-        return [Piece(user, piece.low + begin, piece.at, piece.numel) for begin in known[user][node]]
+        return [Piece(user, piece.low + at, piece.at, piece.numel) for at in begins(user)[node]]
     is_number = scaled_operand(user) not in (None, node)  # by which others are scaled
     if len(_operands(user)) > 1 and (is_number or not is_pointwise(user) or not _numel(user) == size > 0):
         return None
@@ -362,31 +356,8 @@ def _below(piece: Piece, user: fx.Node, known: _Known) -> list[Piece] | None:
     return [Piece(user, 0, piece.at, piece.numel)] if is_whole and is_known else None
 
 
-def _split(piece: Piece, user: fx.Node, known: _Known) -> list[Piece]:
-    """What of a piece lies in each part that an operator splits off."""
-    if user not in known:
-        known[user] = {"items": _items(user), "at": [0, *accumulate(tensor.numel() for tensor in user.meta["val"])]}
-    at, items = known[user]["at"], known[user]["items"]
-    first, last = bisect_right(at, piece.low) - 1, min(bisect_left(at, piece.low + piece.numel), len(items))
-    cut = [_cut(piece, item, at[n], at[n + 1] - at[n]) for n in range(first, last) for item in items[n]]
-    return [one for one in cut if one is not None]
-
-
-def _items(node: fx.Node) -> list[list[fx.Node]]:
-    """The nodes that take each of several results."""
-    found: list[list[fx.Node]] = [[] for _ in node.meta["val"]]
-    for user in node.users:
-        if user.target is getitem:
-            found[user.args[1]].append(user)
-    return found
-
-
-def _by(keys: Any, values: Iterable[Any]) -> dict[Any, list[Any]]:
-    """Values by their keys; a key may stand there twice."""
-    found: dict[Any, list[Any]] = {}
-    for key, value in zip(keys, values, strict=False):
-        found.setdefault(key, []).append(value)
-    return found
+def _items(node: fx.Node) -> list[tuple[int, fx.Node]]:
+    return [(user.args[1] % len(node.meta["val"]), user) for user in node.users if user.target is getitem]
 
 
 def _cut(piece: Piece, into: fx.Node, begin: int, width: int) -> Piece | None:

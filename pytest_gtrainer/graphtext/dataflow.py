@@ -148,27 +148,17 @@ Operand = int | str | Symbol
 
 
 class Value(NamedTuple):
-    """An input, or the result of a statement.
-
-    Attributes:
-        operator: "" for an input.
-        type: with a hole for each symbol.
-        arguments: with a hole for each reference and symbol.
-        operands: what stands in the holes: the symbols of the type, the references, the other symbols.
-        sources: the values among the operands, as often as they stand there.
-        tags: as written, but for paths, which are absolute.
-        line: its place among the lines.
-    """
+    """An input, or the result of a statement."""
 
     scope: Scope
     name: str
-    operator: str
-    type: str
-    arguments: str
-    operands: tuple[Operand, ...]
-    sources: tuple[int, ...]
-    tags: str
-    line: int
+    operator: str  # "" for an input
+    type: str  # with a hole for each symbol
+    arguments: str  # with a hole for each reference and symbol
+    operands: tuple[Operand, ...]  # what stands in the holes: symbols of the type, references, other symbols
+    sources: tuple[int, ...]  # the values among the operands, as often as they stand there
+    tags: str  # as written, but for paths, which are absolute
+    line: int  # its place among the lines
 
     @property
     def is_input(self) -> bool:
@@ -194,18 +184,13 @@ class Definition(NamedTuple):
 
 @dataclass
 class Dataflow:
-    """A graph's values in the order of the schedule, and what it returns.
-
-    Attributes:
-        bodies: the lines of graphs inside the graph.
-        others: lines that are no statements of a graph: those of the views.
-    """
+    """A graph's values in the order of the schedule, and what it returns."""
 
     definitions: list[Definition] = field(default_factory=list)
     values: list[Value] = field(default_factory=list)
     results: list[Result] = field(default_factory=list)
-    bodies: dict[str, tuple[GraphLine, ...]] = field(default_factory=dict)
-    others: list[GraphLine] = field(default_factory=list)
+    bodies: dict[str, tuple[GraphLine, ...]] = field(default_factory=dict)  # the lines of graphs inside the graph
+    others: list[GraphLine] = field(default_factory=list)  # lines of views, which are no statements
 
     @functools.cached_property
     def inputs(self) -> list[int]:
@@ -318,8 +303,7 @@ class _Resolver:
         typed = [self._symbol(symbol, layer) for symbol in symbols]
         operands = (*typed, *self._operands(arguments, layer, find))
         sources = tuple([known for known in operands if isinstance(known, int) and known >= 0])
-        if "(" in tags:
-            tags = _absolute_tags(tags, layer)
+        tags = _PATH_OF_TAG.sub(lambda tag: tag["tag"] + absolute(tag["path"], layer) if tag["tag"] else tag[0], tags)
         self._names[scope][name] = len(self._made.values)
         self._made.values.append(Value(scope, name, operator, kind, arguments.text, operands, sources, tags, number))
 
@@ -327,8 +311,7 @@ class _Resolver:
         """What stands in the holes: values, definitions, literals; then symbols."""
         operands: list[Operand] = []
         for origin, name in told.references:
-            found = find(origin).get(name)
-            if found is None and not origin:
+            if (found := find(origin).get(name)) is None and not origin:
                 found = self._defined.get(name)
             literal = f"{origin}.{name}" if origin and name else origin or name
             operands.append(absolute(literal, layer) if found is None else found)
@@ -346,22 +329,10 @@ class _Resolver:
 
     def _result(self, number: int, text: str, layer: Layer | None, find: _Find) -> None:
         """``L.w = bwd.L.view``, ``yield loss``, ``yield from {'a': fwd.x}``."""
-        name, _, returned = (
-            ("", "", text.removeprefix("yield ")) if text.startswith("yield ") else text.partition(" = ")
-        )
+        name, _, returned = text.partition(" = ")
+        if text.startswith("yield "):
+            name, returned = "", text.removeprefix("yield ")
         before = "" if name or not returned.startswith("from ") else "from "
         told = template(returned.removeprefix(before))
         operands = tuple(self._operands(told, layer, find))
         self._made.results.append(Result(absolute(name, layer), before + told.text, operands, number))
-
-
-@functools.lru_cache(maxsize=1 << 12)
-def _absolute_tags(tags: str, layer: Layer | None) -> str:
-    """Tags with full names for the paths in them.
-
-    >>> _absolute_tags("must_save | at(L.moe) | custom(stage=1)", Layer("layers", 3))
-    'must_save | at(layers.3.moe) | custom(stage=1)'
-    """
-    return _PATH_OF_TAG.sub(
-        lambda found: found["tag"] + absolute(found["path"], layer) if found["tag"] else found[0], tags
-    )

@@ -40,18 +40,13 @@ def is_dump(text: str) -> bool:
 
 
 def translated(tree: ast.Module) -> list[ast.stmt]:
-    """The statements of graph text for the one graph that a dump holds.
-
-    Raises:
-        TextError: it holds several graphs, or a line that cannot be read.
-    """
+    """The statements of graph text for a dump; a TextError if it holds several graphs, or an unreadable line."""
     first, *others = (node for node in tree.body if isinstance(node, ast.ClassDef))
     if others:
         raise refuse(others[0], f"this holds several graphs, {first.name} and {others[0].name}: give the text of one")
     types = _types_in_load_args(tree)
     statements = _Dump(first, types).statements
-    told = " ".join([*map(_told, ast.walk(tree)), *types])
-    symbols = sorted(set(_BACKED.findall(told)))
+    symbols = sorted(set(_BACKED.findall(" ".join([*map(_told, ast.walk(tree)), *types]))))
     return [*ast.parse("\n".join(f"{name} = size()" for name in symbols)).body, *statements]
 
 
@@ -65,8 +60,7 @@ def _types_in_load_args(tree: ast.Module) -> list[str]:
     """The types of the inputs of an ``fx_graph_runnable`` file, which tells no others."""
     types = []
     for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
-        name = ast.unparse(call.func)
-        if name == "reader.symint":
+        if (name := ast.unparse(call.func)) == "reader.symint":
             told = [item.value for item in call.keywords if item.arg == "expr"]
             types.append(f"Sym({ast.literal_eval(told[0]) if told else ast.unparse(call.args[0])})")
         elif name == "reader.tensor":
@@ -135,12 +129,9 @@ class _Dump(ast.NodeTransformer):
             made: Any = ast.parse(f"def {body.name}_graph_0(): pass").body[0]
             made.body = _Dump(body).statements
             head.append(made)
-        sections: dict[str, Sequence[ast.stmt]] = {
-            "A": self._inputs,
-            "fwd": list(self._values.values()),
-            "out": self._results,
-        }
-        made_of = (ast.If(ast.Name(name), list(lines), []) for name, lines in sections.items() if lines)
+        sections: tuple[list[ast.stmt], ...] = (self._inputs, [*self._values.values()], self._results)
+        named = zip(("A", "fwd", "out"), sections, strict=True)
+        made_of = (ast.If(ast.Name(name), lines, []) for name, lines in named if lines)
         self.statements = [ast.fix_missing_locations(ast.copy_location(node, graph)) for node in (*head, *made_of)]
 
     def _input(self, name: str, told: str, at: ast.AST) -> None:
@@ -194,8 +185,6 @@ class _Dump(ast.NodeTransformer):
             self._results.append(_at(at, ast.Expr(ast.Yield(_expression(ast.unparse(named))))))
         how = "value" if several is None else "list"
         return [] if isinstance(value, ast.Tuple) else ast.parse(f"returns = {how}").body
-
-    # -- expressions
 
     def _call(self, value: ast.expr) -> ast.Call:
         """What a line computes, as a call of an operator."""

@@ -76,14 +76,11 @@ def _number(node: ast.AST, meanings: Sequence[str]) -> int:
 _NUMBER = re.compile(r"_\d+$")
 
 
-class Numbers:
+class Numbers(dict[tuple[Any, ...], int]):
     """Hands out numbers in place of digests: equal ones for equal parts, among graphs that share one of these."""
 
-    def __init__(self) -> None:
-        self._known: dict[tuple[Any, ...], int] = {}
-
     def of(self, parts: Iterable[Any]) -> int:
-        return self._known.setdefault(tuple(parts), len(self._known))
+        return self.setdefault(tuple(parts), len(self))
 
 
 class Digests(NamedTuple):
@@ -97,12 +94,10 @@ def digests_of(graph: Dataflow, numbers: Numbers) -> Digests:
     """The digests of a graph and of its parts. A definition's says what it stands for, never its number."""
     definitions: list[int] = []
     for name, kind, content in graph.definitions:
-        if kind == "group":
-            definitions.append(numbers.of([kind, _NUMBER.sub("", name), content]))
-        elif kind == "body":
-            definitions.append(numbers.of([kind, digests_of(dataflow(graph.bodies[name]), numbers).whole]))
-        else:
-            definitions.append(numbers.of([kind, name]))
+        told: list[Any] = [_NUMBER.sub("", name), content] if kind == "group" else [name]
+        if kind == "body":
+            told = [digests_of(dataflow(graph.bodies[name]), numbers).whole]
+        definitions.append(numbers.of([kind, *told]))
 
     values: list[int] = []
     for scope, _, operator, kind, arguments, operands, *_ in graph.values:
@@ -114,7 +109,7 @@ def digests_of(graph: Dataflow, numbers: Numbers) -> Digests:
     ]
 
     # groups of one mesh dimension and the same ranks have equal digests: who shares one is told by its users
-    groups = {~place: definitions[place] for place, told in enumerate(graph.definitions) if told.kind == "group"}
+    groups = {~place: definitions[place] for place, each in enumerate(graph.definitions) if each.kind == "group"}
     alike = Counter(groups.values())
     twins: dict[Operand, list[int]] = {operand: [] for operand, digest in groups.items() if alike[digest] > 1}
     for user in graph.users if twins else ():
@@ -202,25 +197,19 @@ def written(value: Value) -> list[int]:
     if (place := value.arguments.find(_OUT)) >= 0:
         target = value.operands[value.type.count(SYMBOL) + value.arguments.count(HOLE, 0, place)]
         return [target] if isinstance(target, int) and target >= 0 else []
-    if value.operator.startswith("operator."):
-        return list(value.sources[:1]) if name in _PYTHON_IN_PLACE else []
-    if not name.endswith("_") or name.endswith("__"):
+    is_python = value.operator.startswith("operator.")
+    if not (name in _PYTHON_IN_PLACE if is_python else name.endswith("_") and not name.endswith("__")):
         return []
-    if value.arguments.startswith("["):
-        return list(value.sources)  # of several lists we do not know which are written
-    return list(value.sources[:1])
+    # of several lists we do not know which are written
+    return list(value.sources if value.arguments.startswith("[") and not is_python else value.sources[:1])
 
 
 @dataclass(frozen=True, slots=True)
 class Effects:
-    """In the order of the schedule: who draws, and what happens to each storage that is changed.
-
-    ``histories`` has for each such storage (by one value of it) its changes, each with the readers
-    since the change before.
-    """
+    """In the order of the schedule: who draws, and what happens to each storage that is changed."""
 
     draws: list[int]
-    histories: dict[int, list[tuple[int | None, list[int]]]]
+    histories: dict[int, list[tuple[int | None, list[int]]]]  # by a value of the storage: changes, readers before each
 
 
 def effects(graph: Dataflow) -> Effects:

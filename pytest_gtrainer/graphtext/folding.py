@@ -33,15 +33,12 @@ _EDIT = re.compile(r"(?P<kind>like|drop|after)\((?P<name>.*)\)")
 
 @dataclass(frozen=True, slots=True)
 class LayerRun:
-    """``count`` sections with equal lines, their layers ``step`` apart.
-
-    ``visit`` says for the how many-th time the schedule comes to each of them.
-    """
+    """``count`` sections with equal lines, their layers ``step`` apart."""
 
     section: Section
     count: int
     step: int
-    visit: int
+    visit: int  # for the how many-th time the schedule comes to each of them
 
     @property
     def place(self) -> tuple[str, str, int]:
@@ -84,7 +81,6 @@ def fold(sections: Sequence[Section]) -> list[str]:
 
 
 def _runs_of(sections: Sequence[Section]) -> Iterator[LayerRun]:
-    """Cut the sections into runs, greedily."""
     seen: Counter[SectionKey] = Counter()
     visits = []
     for section in sections:
@@ -193,11 +189,7 @@ def unfold(text: str) -> tuple[GraphLine, ...]:
 
 
 def expand(blocks: Sequence[TextBlock]) -> Iterator[tuple[str, Sequence[Line]]]:
-    """Every section with its lines: layers counted out, edits applied.
-
-    Raises:
-        TextError: a `like`, `drop` or `after` names nothing.
-    """
+    """Every section with its lines, layers counted out, edits applied; a TextError if an edit names nothing."""
     models: dict[str, Sequence[Line]] = {}  # what `like` may name: sections printed in full, by key and visit
     visits: Counter[str] = Counter()
     for block in blocks:
@@ -217,19 +209,13 @@ def expand(blocks: Sequence[TextBlock]) -> Iterator[tuple[str, Sequence[Line]]]:
 
 
 def counted(block: TextBlock, lines: Sequence[Line], before: int) -> int:
-    """How many lines a text has after a block of these lines, its layers counted out.
-
-    Raises:
-        TextError: more than ``MOST_LINES``.
-    """
-    total = before + len(block.keys) * max(len(lines), 1)
-    if total > MOST_LINES:
+    """How many lines a text has after a block of these, its layers counted out; a TextError beyond ``MOST_LINES``."""
+    if (total := before + len(block.keys) * max(len(lines), 1)) > MOST_LINES:
         raise TextError(f"expected at most {MOST_LINES} lines, layers counted out, found {total}", block.number)
     return total
 
 
 def _blocks(text: str) -> Iterator[TextBlock]:
-    """The blocks of a text."""
     head: tuple[int, tuple[str, ...]] | None = None
     lines: list[Line] = []
     heading, total = "", 0
@@ -275,7 +261,6 @@ def section_names(raw: str, number: int, column: int = 0) -> tuple[str, ...]:
 
 
 def _edited(model: Sequence[Line], block: TextBlock) -> list[Line]:
-    """Apply the edits that ``_difference`` printed."""
     lines = {_edit_name(line): [line] for line in model}
     front: list[Line] = []
     target: list[Line] | None = None

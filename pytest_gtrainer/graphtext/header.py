@@ -67,12 +67,8 @@ def read(text: str) -> dict[str, str]:
     >>> read("# gtrainer graph v2\\n# torch: 2.13.0\\nif P:\\n  P.x: f32[2]  # y: z\\n")
     {'torch': '2.13.0'}
     """
-    fields = {}
-    for line in itertools.takewhile(_is_comment, text.splitlines()):
-        name, colon, value = line[1:].partition(":")
-        if colon:
-            fields[name.strip()] = value.strip()
-    return fields
+    told = (line[1:].partition(":") for line in itertools.takewhile(_is_comment, text.splitlines()))
+    return {name.strip(): value.strip() for name, colon, value in told if colon}
 
 
 def body(text: str) -> str:

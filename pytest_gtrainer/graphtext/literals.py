@@ -52,8 +52,7 @@ def spell_literal(value: Any) -> str | None:
     >>> spell_literal(torch.bfloat16), spell_literal(-0.0), spell_literal(torch.device("cuda", 1))
     ('bf16', '-0.0', 'device("cuda")')
     """
-    spell = SPELLINGS.get(type(value))
-    if spell is not None:
+    if (spell := SPELLINGS.get(type(value))) is not None:
         return spell(value)
     return function_of(value).text if isinstance(value, OpOverload | HigherOrderOperator) else None
 

@@ -15,15 +15,8 @@ import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from pytest_gtrainer._torch.graph_text import (
-    append_node,
-    backed_symbol,
-    fake_tensor,
-    functions,
-    symbolic,
-    unbacked_symbol,
-)
-from pytest_gtrainer._torch.values import FakeTensorMode
+from pytest_gtrainer._torch.graph_text import append_node, backed_symbol, functions, symbolic, unbacked_symbol
+from pytest_gtrainer._torch.values import FakeTensor, FakeTensorMode
 from pytest_gtrainer.graphtext.header import nearest
 from pytest_gtrainer.graphtext.literals import CONSTANTS, DTYPE_OF, PLAIN, bytes_of
 from pytest_gtrainer.graphtext.operators import UnknownOperator, operator_named
@@ -97,8 +90,6 @@ class Sizes:
         place = len(self._backed)
         self._backed[name] = backed_symbol(self._env, place, _ANY_SIZE + place if example is None else example)
 
-    # -- numbers
-
     def number(self, node: ast.expr, place: LinePlace, kind: type = int) -> Any:
         """A size: a number, or a symbolic one."""
         if (number := integer(node)) is not None:
@@ -127,7 +118,6 @@ class Sizes:
         return self.number(node, place, int if expression.is_integer or expression.is_rational else float)
 
     def _expression(self, node: ast.expr, place: LinePlace) -> Any:
-        """A size as a sympy expression."""
         parts: Sequence[ast.expr] = ()
         function: Callable[..., Any] | None = None
         match node:
@@ -174,14 +164,8 @@ class Sizes:
             self._unbacked[owner, name] = unbacked_symbol(self._env, name.startswith("z"))
         return self._unbacked[owner, name]
 
-    # -- types
-
     def value(self, node: ast.expr, place: LinePlace) -> Any:
-        """What a type stands for: a fake tensor, a number, a container of them, None for ``_``.
-
-        Raises:
-            TextError: it is no type.
-        """
+        """What a type stands for: a fake tensor, a number, a container of them, None for ``_``; else a TextError."""
         device = self.device
         match node:
             case ast.Name("_"):
@@ -200,7 +184,7 @@ class Sizes:
         dtype, shape, strides = self._layout(node, place)
         try:
             if all(type(number) is int for number in shape + strides):
-                return fake_tensor(self.mode, shape, strides, dtype, device)
+                return FakeTensor(self.mode, torch.empty_strided(shape, strides, dtype=dtype, device="meta"), device)
             with self.mode:
                 return torch.empty_strided(shape, strides, dtype=dtype, device=device)
         except (RuntimeError, TypeError, ValueError, OverflowError, AttributeError, AssertionError) as error:
@@ -210,14 +194,12 @@ class Sizes:
             raise refuse(node, f"there is no tensor `{shown(node)}`: the bounds of {error} are not known") from None
 
     def _layout(self, node: ast.expr, place: LinePlace) -> _Layout:
-        """Dtype, shape and strides."""
         whole, steps = node, None
         if isinstance(node, ast.Subscript) and isinstance(node.value, ast.Subscript):
             steps, node = _elements(node.slice), node.value
         if not isinstance(node, ast.Subscript) or not isinstance(node.value, ast.Name):
             raise refuse(whole, f"expected a type like `f32[2, 4]`, `int[u0]` or `_`, found `{shown(whole)}`")
-        dtype = DTYPE_OF.get(node.value.id)
-        if dtype is None:
+        if (dtype := DTYPE_OF.get(node.value.id)) is None:
             raise refuse(node, f"`{node.value.id}` is no dtype: expected `f32`, `bf16`, `i64`, ...")
         shape = tuple([self.number(extent, place) for extent in _elements(node.slice)])
         if steps is None:  # row by row
@@ -265,11 +247,7 @@ class Operands:
         values[name] = node
 
     def operand(self, node: ast.expr, place: LinePlace) -> Any:
-        """What an operand stands for.
-
-        Raises:
-            TextError: it is none.
-        """
+        """What an operand stands for; a TextError if it is none."""
         match node:
             case ast.Constant(value) if type(value) in PLAIN:
                 return value
@@ -291,14 +269,11 @@ class Operands:
                     return kind(spelled)
         raise refuse(node, f"expected an operand, found `{shown(node)}`")
 
-    # -- names
-
     def _named(self, node: ast.expr, place: LinePlace) -> Any:
         """What a name stands for: an input, a value or an output of it, a definition, a constant, an operator."""
         head, name, items = reference(node)
         if not name:
-            key = input_key_at(head, place.layer)
-            if key not in self._inputs:
+            if (key := input_key_at(head, place.layer)) not in self._inputs:
                 names = [f"{space}.{fqn}" for space, fqn, _ in self._inputs]
                 raise refuse(node, f"there is no input `{shown(node)}`{nearest(f'{key[0]}.{key[1]}', names)}")
             return self._inputs[key]
@@ -308,8 +283,7 @@ class Operands:
                 found = self._getter(name, lambda: found)
         else:
             scope = scope_at(head, place) if head else place.scope
-            found = self._values.get(scope, {}).get(name)
-            if found is None:
+            if (found := self._values.get(scope, {}).get(name)) is None:
                 found = self._constant_named(node, name, scope, is_bare=not head)
         for item in items:
             found = self._item(found, item, node)
@@ -333,8 +307,7 @@ class Operands:
         """One of several outputs, or a row of a tensor, as a graph of Python takes it."""
         if not isinstance(source, fx.Node):
             raise refuse(at, f"`{shown(at)}`: only a value of several outputs has items")
-        taken = self._items.get((source, item))
-        if taken is not None:
+        if (taken := self._items.get((source, item))) is not None:
             return taken
         value, known = source.meta.get("val"), None
         if isinstance(value, tuple | list):
@@ -352,8 +325,6 @@ class Operands:
             taken.meta["val"] = known
         self._items[source, item] = taken
         return taken
-
-    # -- constants
 
     def _called(self, node: ast.Call, place: LinePlace) -> Any:
         match node:

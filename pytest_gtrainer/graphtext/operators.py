@@ -23,17 +23,15 @@ from torch import fx
 
 from pytest_gtrainer._torch.graph_text import (
     FUNCTIONS_OF_DYNAMO,
+    PLAIN_FUNCTIONS,
     ResolvedGroup,
-    groups_with_ranks,
     higher_order_operators,
     named_groups,
     operator_names,
     operator_overload,
-    overload,
-    plain_functions,
     resolve_group,
 )
-from pytest_gtrainer._torch.values import HigherOrderOperator, OpOverload
+from pytest_gtrainer._torch.values import HigherOrderOperator, OpOverload, schema
 from pytest_gtrainer.graph.collectives import group_of, hides, launches
 from pytest_gtrainer.graphtext.header import nearest
 from pytest_gtrainer.graphtext.sections import spell
@@ -43,22 +41,13 @@ _FLOATING = frozenset({"_c10d_functional", "_c10d_functional_autograd", "bucketi
 
 @dataclass(frozen=True, slots=True)
 class Operator:
-    """A node's target.
+    """A node's target."""
 
-    Attributes:
-        text: its full spelling.
-        short: what its values are named after.
-        group_arguments: positions and names of arguments that are process group names.
-        floats: whether it communicates, or packs and unpacks what is communicated, so that the schedule puts its
-            lines among those of other layers.
-        launches: whether it starts a collective, a send or a receive.
-    """
-
-    text: str
-    short: str
-    group_arguments: frozenset[int | str] = frozenset()
-    floats: bool = False
-    launches: bool = False
+    text: str  # its full spelling
+    short: str  # what its values are named after
+    group_arguments: frozenset[int | str] = frozenset()  # positions and names of those that name process groups
+    floats: bool = False  # it communicates, or packs for it: its lines stand among other layers'
+    launches: bool = False  # it starts a collective, a send or a receive
 
 
 def operator_of(node: fx.Node) -> Operator:
@@ -74,14 +63,15 @@ def operator_of(node: fx.Node) -> Operator:
 def function_of(target: Callable[..., Any]) -> Operator:
     """The operator that a ``call_function`` calls."""
     if isinstance(target, OpOverload):
-        schema = overload(target)
-        parts = [schema.namespace, schema.name, schema.overload]
-        places = [place for place, name in enumerate(schema.arguments) if name in ("group_name", "process_group")]
+        told = schema(target)
+        namespace, _, name = told.name.partition("::")
+        names = enumerate(argument.name for argument in told.arguments)
+        places = [place for place, argument in names if argument in ("group_name", "process_group")]
         return Operator(
-            ".".join(word(part) for part in parts if part),
-            schema.name,
+            ".".join(word(part) for part in (namespace, name, told.overload_name) if part),
+            name,
             frozenset([*places, "group_name"] if places else ()),
-            floats=schema.namespace in _FLOATING,
+            floats=namespace in _FLOATING,
             launches=launches(target),
         )
     if isinstance(target, HigherOrderOperator):
@@ -155,8 +145,7 @@ def operator_named(spelled: str, allow: Iterable[str] = ()) -> Callable[..., Any
     Raises:
         UnknownOperator: torch knows none of that name, or it is not one that a text may call.
     """
-    name = ".".join(part.removesuffix("__kw") for part in spelled.split("."))
-    if name in FUNCTIONS:
+    if (name := ".".join(part.removesuffix("__kw") for part in spelled.split("."))) in FUNCTIONS:
         return FUNCTIONS[name]
     if name == "torch.distributed.tensor._api.from_local":
         from torch.distributed.tensor import DTensor
@@ -184,8 +173,7 @@ def operator_named(spelled: str, allow: Iterable[str] = ()) -> Callable[..., Any
     packet, _, overload = rest.partition(".")
     if f"{space}.{packet}" in FORBIDDEN:
         raise UnknownOperator(f"{space}.{packet} touches files: no text may call it")
-    found = operator_overload(space, packet, overload)
-    if found is None:
+    if (found := operator_overload(space, packet, overload)) is None:
         raise UnknownOperator(f"torch has no operator `{name}`{_alternatives(space, packet)}")
     return found
 
@@ -195,7 +183,7 @@ def _torch_function(name: str) -> Callable[..., Any] | None:
     home, _, last = name.rpartition(".")
     if home != "torch.nn.functional" and (f"aten.{last}" in FORBIDDEN or not is_operator(last)):
         return None
-    found = getattr(plain_functions(home), last, None)
+    found = getattr(PLAIN_FUNCTIONS.get(home), last, None)
     return found if callable(found) and function_of(found).text == name else None
 
 
@@ -219,8 +207,7 @@ def is_operator(name: str) -> bool:
 def _alternatives(space: str, packet: str) -> str:
     """The overloads of a known operator, or the operator that looks most like an unknown one."""
     names = [name.partition("::")[2] for name in operator_names() if name.startswith(f"{space}::")]
-    overloads = sorted(name for name in names if name.partition(".")[0] == packet)
-    if overloads:
+    if overloads := sorted(name for name in names if name.partition(".")[0] == packet):
         return f": it has {', '.join(f'{space}.{name}' for name in overloads)}"
     return nearest(f"{space}.{packet}", {f"{space}.{name.partition('.')[0]}" for name in names})
 
@@ -290,11 +277,7 @@ class UntoldGroup(ValueError):
 
 
 def refuse_untold(gm: fx.GraphModule) -> None:
-    """Refuse a graph whose text would not tell in which ranks a collective communicates, graphs inside included.
-
-    Raises:
-        UntoldGroup: names collective and group, and the way out.
-    """
+    """Raise UntoldGroup if a text would not tell in which ranks a collective communicates, graphs inside included."""
     for module in gm.modules():
         if not isinstance(module, fx.GraphModule):
             continue
@@ -326,13 +309,12 @@ def names_of_groups(told: Mapping[str, tuple[int, ...] | None], given: Mapping[s
     free = {name: group for name, group in named_groups().items() if name not in names.values()}
     for any_name in (False, True):
         for symbol, ranks in told.items():
-            alike = [(name, group) for name, group in free.items() if group.ranks == ranks]
-            fits = (
-                n for n, group in alike if any_name or group.description == _MESH + symbol or symbol == _role(group, {})
-            )
-            if symbol not in names and (name := next(fits, None)) is not None:
-                names[symbol] = name
-                del free[name]
+            for name, group in [*free.items()] if symbol not in names else ():
+                is_named = any_name or group.description == _MESH + symbol or symbol == _role(group, {})
+                if is_named and group.ranks == ranks:
+                    names[symbol] = name
+                    del free[name]
+                    break
     return {symbol: names.get(symbol, symbol) for symbol in told}
 
 
@@ -346,7 +328,8 @@ def groups_of_ranks(
         if ranks not in groups:
             symbol = known.get(ranks)
             if symbol is None:  # as the mesh that made a group of these ranks called it, else as any other
-                found = sorted(groups_with_ranks(ranks), key=lambda group: (not _is_of_mesh(group), group.description))
+                alike = [group for group in named_groups().values() if group.ranks == ranks]
+                found = sorted(alike, key=lambda group: (not _is_of_mesh(group), group.description))
                 symbol = _unused(_role(found[0] if found else ResolvedGroup(ranks, ""), mesh), taken)
             groups[ranks] = Group(symbol, ranks)
     return groups
@@ -361,8 +344,7 @@ def _role(found: ResolvedGroup | None, mesh: Mapping[str, int]) -> str:
         return "group"
     if _is_of_mesh(found):
         return word(found.description.removeprefix(_MESH))
-    dimension = mesh_dimension(found.ranks, mesh)
-    if dimension is not None:
+    if (dimension := mesh_dimension(found.ranks, mesh)) is not None:
         return word(dimension)
     if found.description not in _UNSAID and found.description.isidentifier():
         return found.description

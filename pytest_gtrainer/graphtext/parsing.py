@@ -35,6 +35,7 @@ from pytest_gtrainer.graphtext.scopes import write_tags
 from pytest_gtrainer.graphtext.sections import Layer, Line, SectionKey
 from pytest_gtrainer.graphtext.syntax import (
     COMPUTED_SPACES,
+    INPUT_SPACES,
     LinePlace,
     chain,
     input_key_at,
@@ -49,7 +50,7 @@ from pytest_gtrainer.graphtext.syntax import (
 
 _KIND_OF_SPACE = {"P": "parameter", "B": "buffer", "I": "input"}
 _MOST_RANKS = 1 << 20
-_SPACES = ("P", "B", "I", "A", "fwd", "bwd", "out")
+_SPACES = (*INPUT_SPACES, *COMPUTED_SPACES, "out")
 _BODY_NAME = re.compile(r"\w+_graph_\d+", re.ASCII)
 
 
@@ -74,45 +75,25 @@ def parse(
     Raises:
         TextError: the text is not graph text; says line, column and what was expected.
     """
-    gm = _parsed(text, constants, groups, allow).module()
-    if is_dump(text) and not any("val" in node.meta for node in gm.graph.nodes if node.op == "call_function"):
-        _propagate(gm)
+    gm = parser_of(text, constants, groups, allow).module()
+    inputs = [node.meta.get("val") for node in gm.graph.find_nodes(op="placeholder")]
+    mode = next((value.fake_mode for value in inputs if isinstance(value, FakeTensor)), None)
+    is_told = any("val" in node.meta for node in gm.graph.nodes if node.op == "call_function")
+    if is_dump(text) and not is_told and mode is not None:  # its file tells the types of inputs alone
+        try:
+            FakeTensorProp(gm, mode).propagate_dont_convert_inputs(*inputs)
+        except Exception as error:
+            raise TextError(f"the file tells types of inputs alone, and no fake tensor passes: {error}", 1) from error
     return gm
 
 
-def _propagate(gm: fx.GraphModule) -> None:
-    """Give each node its value on fake tensors; the inputs have theirs."""
-    inputs = [node.meta.get("val") for node in gm.graph.find_nodes(op="placeholder")]
-    mode = next((value.fake_mode for value in inputs if isinstance(value, FakeTensor)), None)
-    if mode is None:
-        return
-    try:
-        FakeTensorProp(gm, mode).propagate_dont_convert_inputs(*inputs)
-    except Exception as error:
-        raise TextError(f"the file tells types of inputs alone, and no fake tensor passes: {error}", 1) from error
-
-
-def parse_graph(text: str) -> fx.Graph:
-    """As ``parse``, before anything is compiled."""
-    return _parsed(text, None, None, ()).graph
-
-
-def _parsed(
-    text: str, constants: Mapping[str, Any] | None, groups: Mapping[str, str] | None, allow: Iterable[str]
+def parser_of(
+    text: str,
+    constants: Mapping[str, Any] | None = None,
+    groups: Mapping[str, str] | None = None,
+    allow: Iterable[str] = (),
 ) -> _Parser:
-    statements, sizes = _statements(text), Sizes(symbolic=may_be_symbolic(text))
-    try:
-        return _Parser(statements, sizes, constants or {}, groups or {}, tuple(allow))
-    except RecursionError:
-        raise TextError("something in this text is nested too deeply", 1) from None
-
-
-def _statements(text: str) -> list[ast.stmt]:
-    """The statements of a text.
-
-    Raises:
-        TextError: it is not Python, or of another version of the format, or only a view.
-    """
+    """As ``parse``, before anything is compiled: the ``graph`` of what comes back."""
     fields, version = header.read(text), header.version_of(text)
     if (view := fields.get("view")) in header.PARTIAL_VIEWS:
         raise TextError(f"this is the {view} view of a graph, a part of it: render the full view to parse it", 1)
@@ -129,7 +110,12 @@ def _statements(text: str) -> list[ast.stmt]:
     except (ValueError, RecursionError, MemoryError) as error:
         reason = "it is nested too deeply" if not isinstance(error, ValueError) else str(error)
         raise TextError(f"this cannot be read as Python: {reason}", 1) from None
-    return translated(tree) if is_dump(text) else tree.body
+    statements = translated(tree) if is_dump(text) else tree.body
+    try:
+        sizes = Sizes(symbolic=may_be_symbolic(text))
+        return _Parser(statements, sizes, constants or {}, groups or {}, tuple(allow))
+    except RecursionError:
+        raise TextError("something in this text is nested too deeply", 1) from None
 
 
 def _keys_of(node: ast.For | ast.If) -> dict[str, SectionKey]:
@@ -186,7 +172,7 @@ class _Parser:
     ) -> None:
         self.graph = fx.Graph()
         self.groups: dict[str, tuple[int, ...] | None] = {}
-        self._sizes, self._given, self._group_names, self._allow = sizes, given, group_names, allow
+        self._sizes, self._given, self._allow = sizes, given, allow
         self.operands = Operands(self.graph, sizes, given, allow)
         self._settings: dict[str, Any] = {}
         self._targets: dict[ast.expr, tuple[str, Any]] = {}
@@ -241,8 +227,6 @@ class _Parser:
                     raise refuse(node, f"expected {expected}, found `{shown(node)}`")
         return list(bodies.values())
 
-    # -- definitions
-
     def _define(self, name: str, node: ast.expr) -> None:
         nowhere = LinePlace("fwd", None)
         match node:
@@ -271,8 +255,6 @@ class _Parser:
                 self._settings[name] = tuple(ast.literal_eval(node))
             case _:
                 raise refuse(node, f"expected a definition like `{name} = group(range(0, 8))`, found `{shown(node)}`")
-
-    # -- statements
 
     def _run(self, key: SectionKey, node: ast.stmt, heading: ast.expr | None) -> None:
         place = LinePlace(*key)
@@ -320,8 +302,7 @@ class _Parser:
         return made
 
     def _set_value(self, node: fx.Node, kind: ast.expr, place: LinePlace) -> None:
-        value = self._sizes.value(kind, place)
-        if value is not None:
+        if (value := self._sizes.value(kind, place)) is not None:
             node.meta["val"] = value
 
     def _target(self, node: ast.expr) -> tuple[str, Any]:
@@ -329,8 +310,7 @@ class _Parser:
         links = chain(node)
         first, word = links[0].value, str(links[-1].value)
         if first == "module" and len(links) > 1:
-            path = path_at(links[1:], None)
-            if path not in self._given:
+            if (path := path_at(links[1:], None)) not in self._given:
                 raise refuse(node, f"no text holds the module `{path}`: give constants={{{path!r}: module}}")
             self.operands.attributes.setdefault(path, self._given[path])
             found: tuple[str, Any] = "call_module", path
@@ -346,17 +326,14 @@ class _Parser:
         self._targets[node] = found
         return found
 
-    # -- results
-
     def _result(self, node: ast.stmt, place: LinePlace) -> None:
         match node:
-            case ast.Assign([name], value):
-                self._result_names.append(path_at(chain(name), place.layer))
+            case ast.Assign([_], value) | ast.Expr(ast.Yield(ast.expr() as value)):
+                if isinstance(node, ast.Assign):
+                    self._result_names.append(path_at(chain(node.targets[0]), place.layer))
                 self._results.append(self.operands.operand(value, place))
             case ast.Expr(ast.YieldFrom(value)):
                 self._whole.append(self.operands.operand(value, place))
-            case ast.Expr(ast.Yield(ast.expr() as value)):
-                self._results.append(self.operands.operand(value, place))
             case _:
                 raise refuse(node, f"expected `loss = ...` or `yield ...`, found `{shown(node)}`")
 
@@ -379,8 +356,7 @@ def unfaithful(
     A graph that calls what no text may call (a function of Python, a lambda) cannot be read back at all;
     its text is only compared, and nothing is said of it.
     """
-    namespaces = _namespaces(gm)
-    if namespaces is None:
+    if (namespaces := _namespaces(gm)) is None:
         return None
     try:
         reread = render(parse(text, constants=constants_of(gm), allow=namespaces), mesh=mesh, sizes=sizes)

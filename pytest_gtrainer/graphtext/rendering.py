@@ -11,8 +11,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping
-from operator import attrgetter
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,7 +21,7 @@ from pytest_gtrainer.graph.bucket_plan import managed_order
 from pytest_gtrainer.graph.dtypes import spell_dtype
 from pytest_gtrainer.graph.foreign import AnyGraph, Names, adopted
 from pytest_gtrainer.graph.layout import BucketLayout, bucket_layout
-from pytest_gtrainer.graph.nodes import node_fqn
+from pytest_gtrainer.graph.nodes import bodies_of, node_fqn
 from pytest_gtrainer.graphtext import header as headers
 from pytest_gtrainer.graphtext import schedule_view
 from pytest_gtrainer.graphtext.folding import INDENT, fold, unfold
@@ -79,7 +78,7 @@ def render(
     if sizes not in SIZES:
         raise ValueError(f"sizes={sizes!r}: dynamic sizes are told as {', '.join(map(repr, SIZES))}")
     drawn = _draw(adopted(gm, names), view, mesh or {}, sizes)
-    return _written({**({} if view == "full" else {"view": view}), **(header or {})}, drawn)
+    return _written({**({} if view == "full" else {"view": view}), **(header or {})}, *drawn)
 
 
 def render_layout(
@@ -93,7 +92,7 @@ def render_layout(
         mesh: dimensions and extents over all ranks, outermost first; names the process groups
             that do not say themselves which dimension they belong to.
     """
-    return _written({"view": "layout", **(header or {})}, _layout(layout, mesh or {}, {}))
+    return _written({"view": "layout", **(header or {})}, *_layout(layout, mesh or {}, {}))
 
 
 def lines_of(gm: AnyGraph, view: str = "full", *, mesh: Mapping[str, int] | None = None) -> tuple[GraphLine, ...]:
@@ -102,8 +101,7 @@ def lines_of(gm: AnyGraph, view: str = "full", *, mesh: Mapping[str, int] | None
     return unfold("\n".join(preamble)) + tuple(line for section in sections for line in section.unfolded())
 
 
-def _written(header: Mapping[str, str], drawn: _Drawn) -> str:
-    preamble, sections = drawn
+def _written(header: Mapping[str, str], preamble: Sequence[str], sections: Sequence[Section]) -> str:
     return "\n".join([*headers.write(header), *preamble, *fold(sections)]) + "\n"
 
 
@@ -137,11 +135,7 @@ def _full(gm: fx.GraphModule, mesh: Mapping[str, int], backed: Backed, *, is_bod
     parameters = [source.fqn for source in scopes.inputs.values() if source.space == "P"]
     if managed is not None and list(managed) != managed_order(parameters):
         settings.append(f"managed = {list(managed)}")
-    sections = [
-        *_input_sections(speller),
-        *_schedule_sections(speller),
-        *_output_sections(output, speller),
-    ]
+    sections = [*_input_sections(speller), *_schedule_sections(speller), *_output_sections(output, speller)]
     definitions = [str(group) for group in speller.groups.values()]
     definitions += [] if is_body else backed.definitions()
     definitions += [f'default = device("{device}")'] if device != "cpu" else []
@@ -153,14 +147,11 @@ def _bodies(gm: fx.GraphModule, mesh: Mapping[str, int], backed: Backed) -> tupl
 
     They are told as they are used, since where the nodes that hold them stand says nothing.
     """
-    holders = gm.graph.find_nodes(op="get_attr")
-    held = {node: body for node in holders if isinstance(body := attrgetter(str(node.target))(gm), fx.GraphModule)}
     names: dict[str, str] = {}
     by_content: dict[str, str] = {}
-    for user in gm.graph.nodes if held else ():
-        for operand in user.all_input_nodes:
-            body = held.pop(operand, None)
-            if body is None:
+    for user in gm.graph.nodes:
+        for operand, body in bodies_of(gm, user).items():
+            if str(operand.target) in names:
                 continue
             definitions, sections = _full(body, mesh, backed, is_body=True)
             content = "\n".join(INDENT + line for line in [*definitions, *fold(sections)])
@@ -170,7 +161,6 @@ def _bodies(gm: fx.GraphModule, mesh: Mapping[str, int], backed: Backed) -> tupl
 
 
 def _input_sections(speller: Speller) -> Iterable[Section]:
-    """One line an input, of neighbouring layers."""
     inputs, told = list(speller.scopes.inputs), speller.scopes.inputs.values()
     keys = [SectionKey(s.space, split_layer(s.fqn)[0] if s.space != "I" else None) for s in told]
     for key, here in stretches(keys):
@@ -180,7 +170,6 @@ def _input_sections(speller: Speller) -> Iterable[Section]:
 
 
 def _schedule_sections(speller: Speller) -> Iterable[Section]:
-    """One line a computed value, in the order of the schedule."""
     scopes, computed = speller.scopes, speller.scopes.computed
     floating = [operator_of(node).floats or scopes.of[node].floats for node in computed]
     for key, here in stretches(section_keys([scopes.of[node].key for node in computed], floating)):
@@ -199,19 +188,16 @@ def _output_sections(output: fx.Node, speller: Speller) -> Iterable[Section]:
     result: Any = output.args[0]
     leaves = list(result) if isinstance(result, list | tuple) else [result]
     if isinstance(result, dict) or any(isinstance(leaf, list | tuple | dict) for leaf in leaves):
-        key = SectionKey("out", None)
-        speller.enter_section(key)
+        speller.enter_section(key := SectionKey("out", None))
         yield Section(key, (Line("", f"yield from {speller.argument(result)}"),))
         return
-    told = output.meta.get("gt_outputs")
+    told = output.meta.get("gt_outputs") or ()
+    told = told if len(told) == len(leaves) else [None] * len(leaves)
     layers: list[Layer | None] = []
-    if told is not None and len(told) == len(leaves):
-        layers = [split_layer(fqn)[0] for fqn in told]
-    else:
-        told = [None] * len(leaves)
-        for leaf in leaves:  # a constant stands with its neighbour
-            known = speller.scopes.of.get(leaf) if isinstance(leaf, fx.Node) else None
-            layers.append(known.layer if known else layers[-1] if layers else None)
+    for fqn, leaf in zip(told, leaves, strict=True):
+        known = speller.scopes.of.get(leaf) if isinstance(leaf, fx.Node) else None
+        neighbour = layers[-1] if layers else None  # a constant stands with it
+        layers.append(split_layer(fqn)[0] if fqn is not None else known.layer if known else neighbour)
     for key, here in stretches([SectionKey("out", layer) for layer in layers]):
         speller.enter_section(key)
         lines = []

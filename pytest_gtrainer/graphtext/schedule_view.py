@@ -20,8 +20,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from operator import attrgetter
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -29,18 +28,12 @@ from torch import fx
 
 from pytest_gtrainer.graph.collectives import group_of, hides, is_fused, ranks_given, reduction_of
 from pytest_gtrainer.graph.dtypes import spell_dtype
-from pytest_gtrainer.graph.nodes import is_view, is_wait
+from pytest_gtrainer.graph.nodes import bodies_of, is_view, is_wait
 from pytest_gtrainer.graph.packing import sent_operands
 from pytest_gtrainer.graphtext.folding import INDENT, fold
 from pytest_gtrainer.graphtext.operators import operator_of, spell_ranks, word
 from pytest_gtrainer.graphtext.scopes import is_computed, is_item, users_of
-from pytest_gtrainer.graphtext.sections import (
-    Line,
-    Scope,
-    Section,
-    common_parent,
-    section_keys,
-)
+from pytest_gtrainer.graphtext.sections import Line, Scope, Section, common_parent, section_keys
 from pytest_gtrainer.graphtext.spelling import Backed, Speller
 
 _GUARDS = frozenset({
@@ -78,10 +71,7 @@ def packing(nodes: Sequence[fx.Node], scopes: Mapping[fx.Node, Scope]) -> dict[f
     def same_bucket(node: fx.Node, event: fx.Node) -> bool:
         return scopes[node].is_bucket and scopes[node] == scopes[event]
 
-    def is_packed(node: fx.Node, launch: fx.Node) -> bool:
-        return node in from_inputs or same_bucket(node, launch)
-
-    before = _serving(reversed(nodes), is_launch, users_of, is_packed)
+    before = _serving(reversed(nodes), is_launch, users_of, lambda n, event: n in from_inputs or same_bucket(n, event))
     return before | _serving(nodes, is_wait, operands_of, same_bucket)
 
 
@@ -138,15 +128,8 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 
 def communicates(gm: fx.GraphModule) -> bool:
     """Whether a graph, or one inside it, launches a collective."""
-    return any(is_computed(node) and (is_launch(node) or any(bodies_of(gm, node))) for node in gm.graph.nodes)
-
-
-def bodies_of(gm: fx.GraphModule, node: fx.Node) -> Iterator[fx.GraphModule]:
-    """The graphs inside the graph that a node runs and that communicate."""
-    for operand in node.all_input_nodes:
-        body = attrgetter(str(operand.target))(gm) if operand.op == "get_attr" else None
-        if isinstance(body, fx.GraphModule) and communicates(body):
-            yield body
+    computed = filter(is_computed, gm.graph.nodes)
+    return any(is_launch(node) or any(map(communicates, bodies_of(gm, node).values())) for node in computed)
 
 
 _MOST_KINDS = 5
@@ -155,27 +138,26 @@ _NOTHING = "schedule = []"
 """What a schedule without any operator says, so that its text is not empty."""
 
 
-def draw(gm: fx.GraphModule, mesh: Mapping[str, int]) -> tuple[list[str], list[Section]]:
-    """Definitions and sections of a graph's schedule."""
-    backed = Backed()
-    groups, bodies, sections = _draw(gm, mesh, backed)
-    preamble = [*groups, *backed.definitions(), *bodies]
-    return preamble if preamble or sections else [_NOTHING], sections
+def draw(gm: fx.GraphModule, mesh: Mapping[str, int], outer: Backed | None = None) -> tuple[list[str], list[Section]]:
+    """Definitions and sections of a graph's schedule.
 
-
-def _draw(gm: fx.GraphModule, mesh: Mapping[str, int], backed: Backed) -> tuple[list[str], list[str], list[Section]]:
-    """Groups, the text of the graphs that nodes run and that communicate (equal ones are told once), and sections."""
+    Definitions are groups, symbols (those of the ``outer`` graph stand there), and the text of the graphs that nodes
+    run and that communicate; equal ones are told once.
+    """
+    backed = outer or Backed()
     speller = Speller(gm, mesh, backed, most_owners=_MOST_OWNERS)
     calls: dict[fx.Node, list[str]] = {}  # names of these graphs
     told: dict[str, str] = {}
     for node in speller.scopes.computed:
-        for body in bodies_of(gm, node):
-            groups, bodies, sections = _draw(body, mesh, backed)
-            content = "\n".join(INDENT + line for line in [*groups, *bodies, *fold(sections)])
+        for body in filter(communicates, bodies_of(gm, node).values()):
+            definitions, sections = draw(body, mesh, backed)
+            content = "\n".join(INDENT + line for line in [*definitions, *fold(sections)])
             name = told.setdefault(content, word(f"{operator_of(node).short}_graph_{len(told)}"))
             calls.setdefault(node, []).append(name)
     text = [line for content, name in told.items() for line in [f"def {name}():", *content.splitlines()]]
-    return list(map(str, speller.groups.values())), text, list(_Schedule(speller, calls).sections())
+    sections = list(_Schedule(speller, calls).sections())
+    preamble = [*map(str, speller.groups.values()), *(backed.definitions() if outer is None else ()), *text]
+    return preamble if preamble or sections or outer else [_NOTHING], sections
 
 
 class _Schedule:
@@ -197,10 +179,8 @@ class _Schedule:
         """What is shown, in the order of the schedule."""
         shown = [node for node in self._nodes if node not in self._serves and not is_free(node)]
         scopes = [self._scopes[node] for node in shown]
-        floats = [
-            scope.floats or operator_of(node).floats or is_launch(node)
-            for node, scope in zip(shown, scopes, strict=True)
-        ]
+        operators = [operator_of(node) for node in shown]
+        floats = [scope.floats or op.floats or op.launches for op, scope in zip(operators, scopes, strict=True)]
         keys = section_keys([scope.key for scope in scopes], floats)
         for key, members in itertools.groupby(zip(keys, shown, strict=True), lambda pair: pair[0]):
             self._speller.enter_section(key)
@@ -259,7 +239,6 @@ class _Schedule:
             yield f"tensors={tensors}"
 
     def _module(self, scopes: Sequence[Scope]) -> str:
-        """The module that all of them lie in."""
         first = scopes[0]
         owners = first.owners if first.is_bucket else (common_parent([scope.owners[0] for scope in scopes]),)
         return self._speller.heading(Scope(owners, first.space, first.is_bucket))

@@ -54,19 +54,12 @@ class Input(NamedTuple):
 
 @dataclass(slots=True)
 class Scopes:
-    """Where the nodes of a graph belong.
+    """Where the nodes of a graph belong."""
 
-    Attributes:
-        of: scopes of all nodes that have a value.
-        computed: the nodes with a line of their own in the schedule, in order.
-        inputs: the names of the inputs.
-        unowned: computed nodes without a module.
-    """
-
-    of: dict[fx.Node, Scope] = field(default_factory=dict)
-    computed: list[fx.Node] = field(default_factory=list)
-    inputs: dict[fx.Node, Input] = field(default_factory=dict)
-    unowned: set[fx.Node] = field(default_factory=set)
+    of: dict[fx.Node, Scope] = field(default_factory=dict)  # of all nodes that have a value
+    computed: list[fx.Node] = field(default_factory=list)  # with a line of their own in the schedule, in order
+    inputs: dict[fx.Node, Input] = field(default_factory=dict)  # their names
+    unowned: set[fx.Node] = field(default_factory=set)  # computed nodes without a module
 
 
 def is_item(node: fx.Node) -> bool:
@@ -119,8 +112,7 @@ def _inferred(node: fx.Node, scopes: dict[fx.Node, Scope]) -> str:
     operands = [scopes[operand] for operand in node.all_input_nodes if operand in scopes]
     known = [s for s in operands if not s.is_nowhere and s.space in ("fwd", "bwd")]
     known = known or [s for s in operands if not s.is_nowhere]
-    fqns = [fqn for scope in known for fqn in scope.owners]
-    if not fqns:
+    if not (fqns := [fqn for scope in known for fqn in scope.owners]):
         return ""
     common = common_parent(fqns)
     if split_layer(common)[0] is not None:
@@ -160,17 +152,14 @@ def tags_of(node: fx.Node, unowned: bool, spell: Callable[[str], str]) -> list[s
     """The tags of a computed node, in a fixed order; ``spell`` spells a module path as seen from the line."""
     meta = node.meta
     tags = [UNOWNED] if unowned else []
-    bucket = meta.get("fsdp_bucket")
-    if bucket:
+    if bucket := meta.get("fsdp_bucket"):
         tags += [f"{AT}({spell(fqn)})"] if (fqn := node_fqn(node)) else []
         tags += [MISMARKED] if direction(node) != bucket["direction"] else []
-    policy = meta.get("recompute")
-    if policy is not None:
+    if (policy := meta.get("recompute")) is not None:
         tags.append(getattr(policy, "name", str(policy)).lower())
     custom = meta.get("custom")
     if custom and (len(custom) > 1 or OWN_KEY not in custom):
-        region = chunks.told_by(custom)
-        if region is not None:
+        if (region := chunks.told_by(custom)) is not None:
             tags.append(f"{CHUNK}({', '.join([spell(region.fqn), *region.words()])})")
             custom = {key: value for key, value in custom.items() if key not in chunks.KEYS}
         tags += _annotations(custom)
@@ -188,17 +177,11 @@ def _annotations(custom: dict[Any, Any]) -> list[str]:
 
 
 def _is_literal(value: Any) -> bool:
-    if type(value) in (list, tuple):
-        return all(_is_literal(item) for item in value)
-    return type(value) in _PLAIN
+    return type(value) in _PLAIN or (type(value) in (list, tuple) and all(map(_is_literal, value)))
 
 
 def write_tags(meta: dict[str, Any], tags: Sequence[ast.expr], place: LinePlace, *, owned: bool) -> None:
-    """Write what a line's tags and scope say into the metadata of its node.
-
-    Raises:
-        TextError: one of them is no tag.
-    """
+    """Write what a line's tags and scope say into the metadata of its node; what is no tag is a TextError."""
     mismarked, own_fqn = False, ""
     told: dict[str, Any] = {}
     custom: dict[str, Any] = {}
@@ -238,7 +221,9 @@ def _chunk(node: ast.expr, path: ast.expr, more: Sequence[ast.expr], place: Line
     known = words and (type(words[0]) is int or words[0] in boundaries)
     if not known or words[1:] not in ([], [chunks.EAGER]):
         raise refuse(node, f"expected `chunk(path, 0)` or `chunk(path, split_boundary)`, found `{shown(node)}`")
-    return chunks.told_in_words(path_at(chain(path), place.layer), *words)
+    at, producer = words[0], chunks.EAGER if words[1:] else chunks.GRAPH
+    role, chunk = (chunks.BODY, at) if isinstance(at, int) else (at, None)
+    return chunks.annotation(path_at(chain(path), place.layer), role, producer, chunk)
 
 
 class _Numbers(ast.NodeTransformer):

@@ -11,7 +11,6 @@ import itertools
 import keyword
 import unicodedata
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from pytest_gtrainer.graph.paths import name_of, parts_of
@@ -183,14 +182,11 @@ NOWHERE = Scope(("",), "fwd")
 
 
 class Line(NamedTuple):
-    """One statement under its ``with`` heading ("" for none), spelled as seen from its section.
-
-    ``source`` is its syntax tree where ``syntax`` has read it; ``text`` is then only its name.
-    """
+    """One statement under its ``with`` heading ("" for none), spelled as seen from its section."""
 
     heading: str
     text: str
-    source: Any = None
+    source: Any = None  # its syntax tree where ``syntax`` has read it; ``text`` is then only its name
 
     @property
     def name(self) -> str:
@@ -210,16 +206,14 @@ class GraphLine(NamedTuple):
         return " | ".join(part for part in self if part)
 
 
-@dataclass(frozen=True, slots=True)
-class Section:
+class Section(NamedTuple):
     """A stretch of the schedule of one layer in one space."""
 
     key: SectionKey
     lines: tuple[Line, ...]
 
     def unfolded(self) -> list[GraphLine]:
-        section = str(self.key)
-        return [GraphLine(section, line.heading, line.text) for line in self.lines]
+        return [GraphLine(str(self.key), line.heading, line.text) for line in self.lines]
 
 
 def section_keys(own: Sequence[SectionKey], floating: Sequence[bool]) -> list[SectionKey]:

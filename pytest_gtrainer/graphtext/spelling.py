@@ -11,7 +11,7 @@ import itertools
 import operator
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,14 +19,13 @@ import sympy  # type: ignore[import-untyped]
 import torch
 from torch import fx
 
-from pytest_gtrainer._torch.graph_text import expression, hint, is_unbacked
+from pytest_gtrainer._torch.graph_text import SYMBOLIC, expression, hint, is_unbacked
 from pytest_gtrainer.graph.dtypes import spell_dtype
 from pytest_gtrainer.graphtext.literals import other_constant, spell_literal, tensor_content
 from pytest_gtrainer.graphtext.operators import groups_of, operator_of, word
 from pytest_gtrainer.graphtext.scopes import Scope, is_item, names_of, scopes_of
 from pytest_gtrainer.graphtext.sections import Layer, SectionKey, spell_from, spell_input
 
-_KIND = re.compile(r"[a-z]+")
 SIZES = ("both", "symbols", "examples")
 """How sizes that are dynamic are told: as symbols with their examples, or as one of the two."""
 
@@ -54,22 +53,17 @@ class Backed:
 
 
 def _kind(symbol: sympy.Symbol) -> str:
-    found = _KIND.match(symbol.name)
+    found = re.match("[a-z]+", symbol.name)
     return found[0] if found else "s"
 
 
-_SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 _NUMBERS = {
     torch.SymInt: "int", torch.SymFloat: "float", torch.SymBool: "bool", bool: "bool", int: "int", float: "float"
 }  # fmt: skip
 
 
 class Speller:
-    """Spells what stands in the lines of one graph.
-
-    Where it is seen from, the section and the scope, is set by ``enter_section`` and
-    ``enter_scope``; the other methods depend on it.
-    """
+    """Spells what stands in the lines of one graph, as seen from where ``enter_section`` and ``enter_scope`` stand."""
 
     def __init__(
         self,
@@ -89,8 +83,6 @@ class Speller:
         self._owner: dict[sympy.Symbol, tuple[Layer | None, str]] = {}
         self._counts: Counter[tuple[Layer | None, str]] = Counter()
         self._spelled: dict[tuple[Any, Layer | None], str] = {}
-
-    # -- where we are
 
     def enter_section(self, key: SectionKey) -> None:
         self._key, self._scope = key, None
@@ -116,8 +108,6 @@ class Speller:
         shown = owners if len(owners) <= (self._most_owners or len(owners)) else [owners[0], "..."]
         return f"bucket({', '.join(shown)})"
 
-    # -- references
-
     def reference(self, node: fx.Node) -> str:
         """A value, seen from the current scope: ``mm``, ``L.wo.mm``, ``saved.L.add``, ``topk[1]``."""
         if is_item(node):
@@ -135,8 +125,6 @@ class Speller:
         is_saved = scope.space == "fwd" and self._key.space == "bwd"
         return f"saved.{self._path(scope)}.{name}" if is_saved else f"{self.heading(scope)}.{name}"
 
-    # -- arguments
-
     def call(self, node: fx.Node) -> str:
         """The right-hand side of a line: operator and arguments, keywords sorted."""
         operator = operator_of(node)
@@ -152,10 +140,8 @@ class Speller:
         """An operand, or a literal, or a container of them."""
         if isinstance(value, fx.Node):
             return self.reference(value)
-        if isinstance(value, tuple):
-            return _tuple([self.argument(item) for item in value])
-        if isinstance(value, list):
-            return f"[{', '.join([self.argument(item) for item in value])}]"
+        if isinstance(value, tuple | list):
+            return _sequence(value, self.argument)
         if isinstance(value, dict):
             return f"{{{', '.join(f'{key!r}: {self.argument(item)}' for key, item in value.items())}}}"
         if isinstance(value, slice):
@@ -163,23 +149,18 @@ class Speller:
         return self._literal(value)
 
     def _literal(self, value: Any) -> str:
-        known = spell_literal(value)
-        if known is not None:
+        if (known := spell_literal(value)) is not None:
             return known
-        if isinstance(value, _SYMBOLIC):
+        if isinstance(value, SYMBOLIC):
             return f"sym({self.size(value)})"
         if isinstance(value, torch.Tensor):
             return f"const({self.type_of(value)}, {tensor_content(value)})"
         return other_constant(value)
 
-    # -- types
-
     def type_of(self, value: Any) -> str:
         """``bf16[64, 64]``, with strides unless contiguous and with the device unless the default."""
-        if isinstance(value, tuple):
-            return _tuple([self.type_of(item) for item in value])
-        if isinstance(value, list):
-            return f"[{', '.join([self.type_of(item) for item in value])}]"
+        if isinstance(value, tuple | list):
+            return _sequence(value, self.type_of)
         if not isinstance(value, torch.Tensor):
             name = _NUMBERS.get(type(value))
             return f"{name}[{self.size(value)}]" if name else "_"
@@ -193,7 +174,7 @@ class Speller:
 
     def size(self, value: Any) -> str:
         """A number, symbolic or not: an extent, a stride, the value of a scalar."""
-        if isinstance(value, _SYMBOLIC):
+        if isinstance(value, SYMBOLIC):
             return self._expression(expression(value), value, self._key.layer)
         return repr(value)
 
@@ -238,5 +219,6 @@ def is_contiguous(shape: list[Any], strides: list[Any]) -> bool:
     return 0 in shape or all(extent == 1 or stride == step for extent, stride, step in told)
 
 
-def _tuple(items: list[str]) -> str:
-    return f"({items[0]},)" if len(items) == 1 else f"({', '.join(items)})"
+def _sequence(items: Sequence[Any], spell: Callable[[Any], str]) -> str:
+    told = ", ".join([spell(item) for item in items])
+    return f"[{told}]" if isinstance(items, list) else f"({told},)" if len(items) == 1 else f"({told})"

@@ -101,11 +101,7 @@ def _index(node: ast.Subscript) -> Link:
 
 @functools.lru_cache(maxsize=1 << 16)
 def links_of(text: str) -> tuple[Link, ...]:
-    """The links of a chain that stands alone.
-
-    Raises:
-        TextError, SyntaxError and others, ``UNREADABLE``: it is none.
-    """
+    """The links of a chain that stands alone; raises ``UNREADABLE`` if it is none."""
     return tuple(chain(ast.parse(text, mode="eval").body))
 
 
@@ -207,11 +203,7 @@ def absolute(text: str, layer: Layer | None) -> str:
 
 
 def reference(node: ast.expr) -> tuple[list[Link], str, list[int]]:
-    """A reference taken apart: ``saved.L.topk[1]`` is output 1 of ``topk`` in ``saved.L``; an input has no name.
-
-    Raises:
-        TextError: it is none.
-    """
+    """``saved.L.topk[1]`` as ``saved.L``, ``topk`` and its items; an input has no name; what is none is a TextError."""
     links, items = chain(node), []
     if is_input(links):
         return links, "", []

@@ -19,20 +19,13 @@ from pytest_gtrainer.supported import minor_version
 
 @dataclass(frozen=True, slots=True)
 class Spelling:
-    """An operator that torch spells in another way.
+    """An operator that torch spells in another way."""
 
-    Attributes:
-        since: the version that brought it.
-        before, after: the operator in older and in newer versions, without ``.default``.
-        reason: what changed in torch, and what therefore cannot be told apart.
-        of: the operator that the first operand comes from; "" for any.
-    """
-
-    since: tuple[int, int]
-    before: str
-    after: str
-    reason: str
-    of: str = ""
+    since: tuple[int, int]  # the version that brought it
+    before: str  # the operator in older versions, without ``.default``
+    after: str  # the operator in newer ones
+    reason: str  # what changed in torch, and what therefore cannot be told apart
+    of: str = ""  # the operator that the first operand comes from; "" for any
 
     def __str__(self) -> str:
         return f"{self.after} for {self.before}" + (f" of {self.of}" if self.of else "")
@@ -92,12 +85,8 @@ def respelled(lines: Sequence[GraphLine], spellings: Iterable[Spelling]) -> tupl
 
 def _spelling_of(value: Value, graph: Dataflow, spellings: Iterable[Spelling]) -> Spelling | None:
     """The spelling by which an operator has another name in newer versions."""
-    for spelling in spellings:
-        if value.operator == spelling.before:
-            source = graph.values[value.sources[0]].operator if value.sources else ""
-            if spelling.of in ("", source):
-                return spelling
-    return None
+    source = graph.values[value.sources[0]].operator if value.sources else ""
+    return next((each for each in spellings if value.operator == each.before and each.of in ("", source)), None)
 
 
 def _content(lines: Sequence[GraphLine], spellings: Sequence[Spelling]) -> list[Any]:

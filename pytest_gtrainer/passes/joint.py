@@ -29,9 +29,9 @@ from pytest_gtrainer._torch.passes import (
     add_control_dependencies,
     is_bucketed_by_torch,
     is_control_dependency,
-    value_like,
     values_of_split,
 )
+from pytest_gtrainer._torch.values import value_like
 from pytest_gtrainer.graph.bucket_plan import LOSS, Bucket, BucketPlan, PayloadOrder, Plan, sort_key
 from pytest_gtrainer.graph.collectives import (
     FsdpCollective,

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from pytest_gtrainer._torch.fsdp2 import annotate, is_block_mask, split_block_mask
+from pytest_gtrainer._torch.fsdp2 import is_block_mask, split_block_mask
+from pytest_gtrainer._torch.tracing import annotate
 from pytest_gtrainer.graph.chunks import BODY, EAGER, MATERIALIZATION, SPLIT_BOUNDARY, annotation
 from pytest_gtrainer.passes.chunking.config import MOE, ChunkConfig, ChunkError
 from pytest_gtrainer.references.following import Following

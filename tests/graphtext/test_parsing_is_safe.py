@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pytest_gtrainer.graphtext import TextError, render
-from pytest_gtrainer.graphtext.parsing import parse_graph
+from pytest_gtrainer.graphtext.parsing import parser_of
 from tests.graphtext.toy import toy_graph
 
 OPERAND = "s0 = size(1000000000)\nif A:\n  A[0]: f32[2]\nif fwd:\n  with _:\n    a: _ = aten.add.Tensor(A[0], {})\n"
@@ -105,15 +105,15 @@ def read(text: str) -> None:
     # a fake mode of torch notes who made it, and opens the sources of callers that nobody has looked at yet
     traceback.extract_stack()
     with nothing_happens():
-        parse_graph(text)
+        parser_of(text)
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _everything_imported():
-    parse_graph("s0 = size(4)\nif A:\n  A[0]: f32[s0, u0*u1 - u2] @ cuda\n")
+    parser_of("s0 = size(4)\nif A:\n  A[0]: f32[s0, u0*u1 - u2] @ cuda\n")
     for operand in ("1", "hop.none"):
         with contextlib.suppress(TextError):
-            parse_graph(OPERAND.format(operand))
+            parser_of(OPERAND.format(operand))
 
 
 @pytest.mark.parametrize("operand", HOSTILE, ids=lambda text: text[:30])

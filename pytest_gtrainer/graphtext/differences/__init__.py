@@ -62,8 +62,7 @@ def words(comparison: Comparison) -> list[str]:
 def _remarks(comparison: Comparison) -> Iterator[Remark]:
     """All that there is to say. A view has no values, so it has neither a verdict nor most of the rest."""
     old, new = comparison.old, comparison.new
-    is_graph = old.values or new.values
-    if is_graph:
+    if is_graph := old.values or new.values:
         yield verdict(comparison)
         yield from effect_remarks(comparison)
     buckets, others = [buckets_of(side) if is_graph else payloads_of(side.others) for side in (old, new)]

@@ -118,7 +118,14 @@ class _Change:
 
     def __init__(self, old: Sequence[LaunchedBucket], new: Sequence[LaunchedBucket]) -> None:
         self.old, self.new = old, new
-        self._members = [[_told_apart(bucket.members) for bucket in side] for side in (old, new)]
+        # each with the times that it stood there before: a parameter that stands there twice is two members
+        self._members = [
+            [
+                [(name, bucket.members[:place].count(name)) for place, name in enumerate(bucket.members)]
+                for bucket in side
+            ]
+            for side in (old, new)
+        ]
         self._homes = [{each: place for place, told in enumerate(side) for each in told} for side in self._members]
         self._heirs, self._origins = (
             [Counter(homes[member] for member in members if member in homes) for members in side]
@@ -209,18 +216,11 @@ def _inside(bucket: LaunchedBucket, members: Sequence[str]) -> list[str]:
     return [member.removeprefix(prefix) if is_inside else member for member in members]
 
 
-def _told_apart(members: Sequence[str]) -> list[tuple[str, int]]:
-    """A parameter that stands there twice is two members."""
-    counts: dict[str, Iterator[int]] = defaultdict(itertools.count)
-    return [(member, next(counts[member])) for member in members]
-
-
 def _most(homes: Counter[int]) -> int | None:
     """Where most members are, the first such bucket."""
     return min(homes, key=lambda place: (-homes[place], place), default=None)
 
 
-_PAYLOAD = re.compile(r"payload\((?P<told>.*)\)")
 _SLOT = re.compile(r"(?P<path>.+): at\(.*\)")
 _KINDS = {"all_gather": "AG", "reduce_scatter": "RS"}
 
@@ -231,7 +231,7 @@ def payloads_of(lines: Iterable[GraphLine]) -> list[LaunchedBucket]:
     for section, _, text in lines:
         space, layer = key_of(section)
         slot = _SLOT.fullmatch(text)
-        if _PAYLOAD.fullmatch(text):
+        if text.startswith("payload("):
             path = f"{layer.container}.{layer.number}" if layer else ""
             found.append((_KINDS.get(space, space), Scope((path,), "layout", is_bucket=True), []))
         elif slot and found:

@@ -24,18 +24,7 @@ from pytest_gtrainer.graphtext.sections import GraphLine, Scope
 
 
 class Comparison:
-    """Two graphs, and for each value of one its place in the other, None if it has none there.
-
-    Attributes:
-        old, new: the graphs.
-        ours, theirs: their digests; equal ones have equal numbers.
-        to_new, to_old: the places.
-        places: pairs of them, in the order of the old schedule.
-        elsewhere: those of ``places`` that may be in another module than before.
-        left: the places of either side that have no partner.
-        definitions: for each definition of the old side the one of the new side that stands for it.
-        explained: the scopes whose change that of a bucket explains.
-    """
+    """Two graphs, and for each value of one its place in the other, None if it has none there."""
 
     def __init__(self, old: Sequence[GraphLine], new: Sequence[GraphLine]) -> None:
         numbers = Numbers()
@@ -43,8 +32,8 @@ class Comparison:
         self.ours, self.theirs = digests_of(self.old, numbers), digests_of(self.new, numbers)
         self.to_new: list[int | None] = [None] * len(self.old.values)
         self.to_old: list[int | None] = [None] * len(self.new.values)
-        self.left = (list(range(len(self.to_new))), list(range(len(self.to_old))))
-        self.elsewhere: list[tuple[int, int]] = []
+        self.left = (list(range(len(self.to_new))), list(range(len(self.to_old))))  # places without partner
+        self.elsewhere: list[tuple[int, int]] = []  # pairs that may be in another module than before
         self._pair(*[
             [(value.scope, digest) for digest, value in zip(digests.values, graph.values, strict=True)]
             for digests, graph in ((self.ours, self.old), (self.theirs, self.new))
@@ -52,8 +41,8 @@ class Comparison:
         if any(self.left):
             self._pair_inexactly()
         self.places = [(place, partner) for place, partner in enumerate(self.to_new) if partner is not None]
-        self.definitions = self._definitions()
-        self.explained: frozenset[Scope] = frozenset()
+        self.definitions = self._definitions()  # of the old side, by those of the new one that stand for them
+        self.explained: frozenset[Scope] = frozenset()  # scopes whose change that of a bucket explains
 
     def _pair_inexactly(self) -> None:
         numbers = Numbers()

@@ -134,19 +134,12 @@ def text_diff(old: Sequence[str], new: Sequence[str], limit: int = LIMIT) -> lis
 def graph_diff(
     old: Sequence[GraphLine], new: Sequence[GraphLine], same: Iterable[tuple[int, int]] = (), limit: int = LIMIT
 ) -> list[str]:
-    """Differences section by section; what is the same in many layers is shown once.
-
-    Args:
-        old, new: the graphs' lines.
-        same: places of lines that are equal but for the numbers in names, which are not shown.
-        limit: the most lines.
-    """
+    """Differences section by section, the same in many layers once; lines that are ``same`` are left out."""
     keys = list(new)
     for was, now in same:
         if old[was].section == new[now].section:
             keys[now] = old[was]
-    shown = list(_section_diffs(old, new, new if tuple(keys) == tuple(old) else keys))
-    if shown:
+    if shown := list(_section_diffs(old, new, new if tuple(keys) == tuple(old) else keys)):
         return _bounded(iter(shown), limit)
     # the same lines of the same sections, cut otherwise where the schedule comes back
     return text_diff([str(line) for line in old], [str(line) for line in new], limit)
@@ -164,9 +157,6 @@ def escaped(line: str) -> str:
 def _bounded(lines: Iterator[str], limit: int) -> list[str]:
     shown = [*_HEAD, *map(escaped, itertools.islice(lines, limit - len(_HEAD)))]
     return [*shown, "… and more"] if next(lines, None) is not None else shown
-
-
-# -- sections
 
 
 def _section_diffs(old: Sequence[GraphLine], new: Sequence[GraphLine], keys: Sequence[GraphLine]) -> Iterator[str]:
@@ -221,9 +211,6 @@ def spell_sections(sections: Sequence[str]) -> str:
         (name or "definitions") + (f"[{', '.join(ranges(sorted(numbers)))}]" if numbers else "")
         for name, numbers in told.items()
     )
-
-
-# -- lines
 
 
 def _hunks(old: Sequence[str], new: Sequence[str], shown: Sequence[str] | None = None) -> Iterator[list[str]]:

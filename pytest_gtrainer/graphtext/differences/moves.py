@@ -126,11 +126,9 @@ def _serving(graph: Dataflow) -> list[bool]:
     communicated = [communicates(value) or value.scope.is_bucket for value in graph.values]
     serving: list[bool] = []
     for value, is_communicated in zip(graph.values, communicated, strict=True):
-        if is_communicated or value.is_input:
-            serving.append(is_communicated or value.scope.space == "P")
-        else:
-            prepared = [serving[source] and not communicated[source] for source in value.sources]
-            serving.append(bool(prepared) and all(prepared))
+        prepared = [serving[source] and not communicated[source] for source in value.sources]
+        is_prepared = value.scope.space == "P" if value.is_input else bool(prepared) and all(prepared)
+        serving.append(is_communicated or is_prepared)
     return serving
 
 

@@ -27,36 +27,21 @@ _ALIKE = 3
 """Of more remarks with one gist than this, the first stands for all."""
 
 
-class Weight(IntEnum):
-    """What is said first."""
-
-    VERDICT = 0
-    EFFECT = 1
-    BUCKET = 2
-    GROUP = 3
-    COLLECTIVE = 4
-    OPERATOR = 5
-    DTYPE = 6
-    BOUNDARY = 7
-    ARGUMENT = 8
-    OPERAND = 9
-    MODULE = 10
-    MOVE = 11
-    REST = 12
+Weight = IntEnum(
+    "Weight",
+    "VERDICT EFFECT BUCKET GROUP COLLECTIVE OPERATOR DTYPE BOUNDARY ARGUMENT OPERAND MODULE MOVE REST",
+    start=0,
+)
+"""What is said first."""
 
 
 class Remark(NamedTuple):
-    """A sentence.
-
-    Attributes:
-        about: the module whose layer the sentence is relative to.
-        gist: what it has in common with others that need not all be told; "" for nothing.
-    """
+    """A sentence."""
 
     weight: Weight
     text: str
-    about: str = ""
-    gist: str = ""
+    about: str = ""  # the module whose layer the sentence is relative to
+    gist: str = ""  # what it has in common with others that need not all be told
 
 
 def sentences(remarks: Iterable[Remark], limit: int) -> list[str]:
@@ -85,10 +70,10 @@ def sentences(remarks: Iterable[Remark], limit: int) -> list[str]:
         more = f" (and {len(members) - 1} more like this)"
         said.append((first._replace(text=cut(first.text, WIDTH - len(more)) + more), sum(n for _, n in members)))
 
-    said.sort(key=lambda pair: (pair[0].weight, -pair[1]))
-    left = len(said) - limit
-    shown = [remark.text for remark, _ in said[: limit - 1 if left > 0 else limit]]
-    return [*map(cut, shown), *([f"… and {left + 1} more such differences"] if left > 0 else [])]
+    texts = [cut(remark.text) for remark, _ in sorted(said, key=lambda pair: (pair[0].weight, -pair[1]))]
+    if (left := len(texts) - limit) > 0:
+        texts[limit - 1 :] = [f"… and {left + 1} more such differences"]
+    return texts
 
 
 def cut(line: str, width: int = WIDTH) -> str:
@@ -163,15 +148,9 @@ def listed(names: Sequence[str], most: int = 3) -> str:
 
 
 KINDS = {
-    "all_gather": "AG",
-    "reduce_scatter": "RS",
-    "all_reduce": "AR",
-    "all_to_all": "A2A",
-    "broadcast": "broadcast",
-    "permute_tensor": "permute",
-    "isend": "send",
-    "irecv": "receive",
-}
+    "all_gather": "AG", "reduce_scatter": "RS", "all_reduce": "AR", "all_to_all": "A2A", "broadcast": "broadcast",
+    "permute_tensor": "permute", "isend": "send", "irecv": "receive",
+}  # fmt: skip
 """The usual abbreviations, by what operators' names begin with."""
 
 REDUCTIONS = ("RS", "AR")
@@ -183,7 +162,6 @@ _INPUTS = {"P": "parameter", "B": "buffer", "I": "input", "A": "argument"}
 def module_of(scope: Scope) -> str:
     """The module or bucket in short.
 
-    >>> from pytest_gtrainer.graphtext.sections import Scope
     >>> module_of(Scope(("layers.3.norm",), "fwd")), module_of(Scope(("norm", "lm_head"), "bwd", True))
     ('layers.3.norm', 'norm+lm_head')
     >>> module_of(Scope(("layers.1.a", "layers.1.b", "layers.1.c"), "fwd", True))
@@ -196,7 +174,6 @@ def module_of(scope: Scope) -> str:
 def where(scope: Scope) -> str:
     """The module with its direction.
 
-    >>> from pytest_gtrainer.graphtext.sections import Scope
     >>> where(Scope(("layers.3.norm",), "fwd")), where(Scope(("norm",), "bwd", True))
     ('fwd layers.3.norm', 'bwd bucket norm')
     """
@@ -227,7 +204,6 @@ def about(value: Value) -> str:
 def unit_of(scope: Scope) -> str:
     """What computes as a whole: a layer, or a module outside of layers.
 
-    >>> from pytest_gtrainer.graphtext.sections import Scope
     >>> unit_of(Scope(("layers.3.attention.wq",), "bwd")), unit_of(Scope(("norm",), "fwd"))
     ('layers.3/bwd', 'norm')
     """

@@ -128,8 +128,7 @@ def _shown(graph: Dataflow, operand: Operand) -> str:
 def group_remarks(comparison: Comparison) -> Iterator[Remark]:
     """Collectives that go over another process group."""
     for place in comparison.old.users:
-        other = comparison.to_new[place]
-        if other is None:
+        if (other := comparison.to_new[place]) is None:
             continue
         was, now = comparison.old.values[place], comparison.new.values[other]
         for old, new in zip(was.operands, now.operands, strict=False):
@@ -162,11 +161,10 @@ def operator_remarks(comparison: Comparison) -> Iterator[Remark]:
         if not value.is_input and not is_told:
             by_scope[value.scope][verb][value.operator] += 1
     for scope, changes in by_scope.items():
-        told = []
-        for verb, counts in changes.items():
-            names = [f"{count} {operator}" if count > 1 else operator for operator, count in counts.items()]
-            told.append(f"{verb} {listed(names, 4)}")
-        gist = ", ".join(told)
+        told = {
+            verb: [f"{n} {name}" if n > 1 else name for name, n in names.items()] for verb, names in changes.items()
+        }
+        gist = ", ".join(f"{verb} {listed(names, 4)}" for verb, names in told.items())
         yield Remark(Weight.OPERATOR, f"{where(scope)}: {gist}", scope.owners[0], gist)
 
 
@@ -226,7 +224,6 @@ def output_remarks(comparison: Comparison) -> Iterator[Remark]:
 
 
 def _results_by_name(graph: Dataflow) -> dict[str, Result]:
-    """The results by their names or positions."""
     named: dict[str, Result] = {}
     for position, result in enumerate(graph.results):
         name = result.name or str(position)
@@ -235,7 +232,6 @@ def _results_by_name(graph: Dataflow) -> dict[str, Result]:
 
 
 def _shown_result(graph: Dataflow, result: Result) -> str:
-    """What is returned, as operands are called."""
     text = result.arguments
     for operand in result.operands:
         text = text.replace(HOLE, _shown(graph, operand), 1)
@@ -243,14 +239,7 @@ def _shown_result(graph: Dataflow, result: Result) -> str:
 
 
 FINDERS = (
-    definition_remarks,
-    input_remarks,
-    output_remarks,
-    group_remarks,
-    collective_remarks,
-    operator_remarks,
-    type_remarks,
-    argument_remarks,
-    annotation_remarks,
-)
+    definition_remarks, input_remarks, output_remarks, group_remarks, collective_remarks, operator_remarks,
+    type_remarks, argument_remarks, annotation_remarks,
+)  # fmt: skip
 """What finds the differences of this module, in the order in which they are told."""

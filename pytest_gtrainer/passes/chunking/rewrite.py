@@ -18,7 +18,8 @@ from torch import fx
 
 from pytest_gtrainer._torch.chunking import Renaming, is_engine_addition, renew_symbols
 from pytest_gtrainer._torch.graph_modules import empty_graph, finished
-from pytest_gtrainer._torch.passes import value_like, values_of_split
+from pytest_gtrainer._torch.passes import values_of_split
+from pytest_gtrainer._torch.values import value_like
 from pytest_gtrainer.graph.chunks import BODY, GRAPH, MATERIALIZATION, SPLIT_BOUNDARY, annotation
 from pytest_gtrainer.graph.nodes import BACKWARD, FORWARD, direction
 from pytest_gtrainer.passes.chunking.config import ChunkError, described

@@ -28,10 +28,10 @@ from pytest_gtrainer._torch.chunking import (
     expression_of,
     failed_guards,
     replaced,
-    strided_like,
     symbols_of,
 )
 from pytest_gtrainer._torch.graph_modules import empty_graph, finished
+from pytest_gtrainer._torch.values import value_like
 from pytest_gtrainer.graph.nodes import DYNAMIC_DIMS
 from pytest_gtrainer.passes.chunking.config import ChunkConfig, ChunkError, described
 
@@ -298,5 +298,5 @@ class _Substitution:
         if isinstance(value, list | tuple):
             return fx.node.map_aggregate(value, self.value)
         if isinstance(value, torch.Tensor) and symbols_of(value):
-            return strided_like(value, [self.value(e) for e in value.shape], [self.value(e) for e in value.stride()])
+            return value_like(value, [self.value(e) for e in value.shape], [self.value(e) for e in value.stride()])
         return value

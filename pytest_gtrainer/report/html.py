@@ -14,7 +14,7 @@ from importlib import resources
 from typing import Any
 
 from pytest_gtrainer.facts import Fact
-from pytest_gtrainer.report.collected import ORDER, Test, in_order
+from pytest_gtrainer.report.collected import ORDER, Test
 from pytest_gtrainer.report.witness import packed
 
 _MOST_OUTPUT = 200_000  # characters of a section that the page keeps
@@ -35,7 +35,7 @@ def render_page(title: str, made: str, summary: Sequence[str], tests: Sequence[T
         (source / name).read_text(encoding="utf-8") for name in ("report.css", "report.js", "report.html.j2")
     )
     counts = Counter(test.outcome for test in tests)
-    ordered = in_order(tests)
+    ordered = sorted(tests, key=lambda test: ORDER.index(test.outcome))  # then as they ran
     return Environment(autoescape=True, trim_blocks=True).from_string(body).render(
         run={"title": title, "made": made, "summary": summary,
              "counts": [(name, counts[name]) for name in ORDER if counts[name]]},

@@ -13,7 +13,7 @@ import pytest
 
 from pytest_gtrainer import facts
 from pytest_gtrainer.facts import Fact
-from pytest_gtrainer.report.collected import without_shown, world_label
+from pytest_gtrainer.report.collected import SHOWN, world_label
 
 MOST_LINES = 18
 _TELLERS = ("goldens", "unused-goldens")
@@ -59,7 +59,7 @@ class SummaryPlugin:
             self.config.add_cleanup(stack.pop_all().close)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        seen = without_shown(getattr(report, "gt_facts", []))
+        seen = [fact for fact in getattr(report, "gt_facts", []) if fact["kind"] not in SHOWN]
         self.facts += seen
         for fact in seen:
             if fact["kind"] == "net":

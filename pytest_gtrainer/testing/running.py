@@ -40,7 +40,7 @@ def run_pass_file(
 
     Args:
         golden: the fixture ``gt_golden``; needed by files that have no ``# check:`` lines.
-        passes: passes by name, beside ours.
+        passes: passes by name, beside ours and those that hooks give (``pytest_gtrainer_passes``).
 
     Returns:
         the rewritten graph.
@@ -56,19 +56,14 @@ def run_pass_file(
             f"{file.file} has no check and so is compared with a golden: "
             "give run_pass_file(path, golden=gt_golden), or write `# check:` lines"
         )
-    known = {**registered_passes(), **(passes or {})}
+    ours = {name: getattr(pytest_gtrainer, name) for name in pytest_gtrainer.__all__ if name.endswith("_pass")}
+    known = {**ours, **extensions.passes(), **(passes or {})}
     for call in file.passes:
         if call.name not in known:
             hint = nearest(call.name, known) or f"; there are {', '.join(sorted(known))}"
             raise PassFileError(f"{call.place}: no pass is called {call.name!r}{hint}")
     with _world_of(file.world):
         return _Run(file, known).judge(golden)
-
-
-def registered_passes() -> dict[str, Pass]:
-    """Our passes, by their public names, and those that hooks give (``pytest_gtrainer_passes``)."""
-    names = [name for name in pytest_gtrainer.__all__ if name.endswith("_pass")]
-    return {**{name: getattr(pytest_gtrainer, name) for name in names}, **extensions.passes()}
 
 
 @contextmanager

@@ -159,10 +159,6 @@ def _last(count: int) -> Rule:
     return lambda call: range(-count, 0)
 
 
-def _normalized(call: Call) -> Iterable[int]:
-    return range(-len(call.given["normalized_shape"]), 0)
-
-
 def _batch_norm(call: Call) -> Iterable[int]:
     training = call.given.get("training", call.given.get("train", "no_training" not in call.name))
     return [dim for dim in range(call.ndim) if dim != 1] if training and "no_update" not in call.name else ()
@@ -202,7 +198,11 @@ _ALONG = _table(
     ("takes the softmax over", "_softmax _log_softmax _safe_softmax softmax log_softmax", _named("dim")),
     ("accumulates along", "cumsum cumprod logcumsumexp cummax cummin _cummax_helper _cummin_helper", _named("dim")),
     ("orders the rows of", "sort argsort topk", _named("dim")),
-    ("normalises over", "native_layer_norm _fused_rms_norm layer_norm rms_norm", _normalized),
+    (
+        "normalises over",
+        "native_layer_norm _fused_rms_norm layer_norm rms_norm",
+        lambda call: range(-len(call.given["normalized_shape"]), 0),
+    ),
     ("normalises over", "native_group_norm group_norm", _behind_the_first),
     (
         "takes batch statistics over",

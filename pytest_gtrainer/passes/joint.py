@@ -342,8 +342,6 @@ def _launch_places(merges: list[Merge], prefetch: bool) -> dict[int, fx.Node]:
 def _check_writes(graph: fx.Graph, gathers: list[list[Merge]], scatters: list[Merge], prefetch: bool) -> None:
     """No collective may cross a write to what it sends: it would send other values."""
     written = writes(graph)
-    if not written:
-        return
     moves = [
         (m, (m.launch, *m.chain), merges[index], place)
         for merges in gathers

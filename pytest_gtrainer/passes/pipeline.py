@@ -57,12 +57,8 @@ SLOTS: tuple[Slot, ...] = get_args(Slot)
 
 CHUNKED_CROSS_ENTROPY = "chunked_cross_entropy"
 _LOSSES = ("cross_entropy", CHUNKED_CROSS_ENTROPY, "other")
-_LONG = 2.0  # seconds a pipeline runs before it says what it is doing
 _AWKWARD = re.compile(r"[^\w.-]")  # in a file's name
 _pipelines = itertools.count()
-
-Observer = Callable[[str, fx.GraphModule, fx.GraphModule], None]
-Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,9 +187,9 @@ def apply_graph_passes(
     passes: Iterable[BoundPass],
     *,
     disable: Collection[str] = (),
-    observer: Observer | None = None,
-    progress: Progress | None = to_whoever_looks,
-    long: float = _LONG,
+    observer: Callable[[str, fx.GraphModule, fx.GraphModule], None] | None = None,
+    progress: Callable[[str], None] | None = to_whoever_looks,
+    long: float = 2.0,
     twin: fx.GraphModule | None = None,
 ) -> fx.GraphModule:
     """Run the passes on a copy of the graph; lint and recompile once, at the end.

@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from importlib import resources
 from typing import Any
 
-from pytest_gtrainer.facts import Fact
 from pytest_gtrainer.report.collected import ORDER, Test
 from pytest_gtrainer.report.witness import packed
 
@@ -74,11 +73,11 @@ def details_of(test: Test) -> dict[str, Any]:
     """All that the page draws when a test is opened."""
     pipelines: dict[int, dict[str, Any]] = {}
     for fact in test.of("pass"):
-        pipelines.setdefault(fact["pipeline"], {"passes": [], "layouts": []})["passes"].append(_without_kind(fact))
+        pipelines.setdefault(fact["pipeline"], {"passes": [], "layouts": []})["passes"].append(fact)
     layouts: list[dict[str, Any]] = []  # of no pipeline: two sides that were compared
     for fact in test.of("layout"):
         found = pipelines[fact["pipeline"]]["layouts"] if fact["pipeline"] in pipelines else layouts
-        found.append(_without_kind(fact))
+        found.append(fact)
     return {
         "failures": [[report.when, report.longreprtext] for report in test.reports if report.failed],
         "comparisons": test.comparisons(),
@@ -102,10 +101,6 @@ def _said(test: Test) -> list[str]:
             lines.append(f"skipped: {fact['cause']}")
     lines += [f"not shown: {fact['what']}: {fact['why']}" for fact in test.of("not_shown")]
     return lines
-
-
-def _without_kind(fact: Fact) -> dict[str, Any]:
-    return {name: value for name, value in fact.items() if name != "kind"}
 
 
 def _cut(text: str) -> str:

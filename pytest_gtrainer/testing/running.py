@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +21,7 @@ from pytest_gtrainer.checks.syntax import parse_check
 from pytest_gtrainer.golden.compare import difference
 from pytest_gtrainer.graphtext.header import nearest
 from pytest_gtrainer.numerics.compare import assert_bitwise_equal
-from pytest_gtrainer.passes.graph_pass import as_pass, lint
+from pytest_gtrainer.passes.graph_pass import Pass, as_pass, lint
 from pytest_gtrainer.testing.pass_file import PassFile, PassFileError, read_pass_file
 from pytest_gtrainer.worlds.fake import fake_world, make_mesh
 from pytest_gtrainer.worlds.spec import World, WorldSpec
@@ -29,7 +29,6 @@ from pytest_gtrainer.worlds.spec import World, WorldSpec
 if TYPE_CHECKING:
     from pytest_gtrainer.golden.check import Golden
 
-Pass = Callable[..., fx.GraphModule]
 _SEED = 0
 
 

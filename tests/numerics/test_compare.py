@@ -212,7 +212,10 @@ class TestOrigin:
         )
 
     def test_the_text_of_a_nan_payload(self):
-        sides = ({"w": torch.tensor([word]).to(torch.int32).view(torch.float32)} for word in (0x7FC00001, 0x7FC00000))
+        sides = (
+            {"w": torch.tensor([word]).to(torch.int32).view(torch.float32)}
+            for word in (0x7FC00001, 0x7FC00000)
+        )
         assert str(compare(*sides)) == (
             "different: 1 of 1 tensor, 1 element\n"
             "  first at w, element (0)\n"

@@ -125,7 +125,8 @@ class UnusedGoldens:
         are_ours = any(test.claims for test in self._tests.values()) or any(
             not path.name.endswith(SUFFIXES["text"]) for path in files
         )
-        left = [nodeid for nodeid in self._selected if nodeid not in self._tests or not self._tests[nodeid].has_ended]
+        ended = {nodeid for nodeid, test in self._tests.items() if "teardown" in dict(test.outcomes)}
+        left = self._selected - ended
         cut = self._cut or ("the run was stopped" if exitstatus in _STOPPED else None)
         part = asks_for_a_part(self.config, files) or cut or (f"{len(left)} tests did not run" if left else None)
         if part is None:
@@ -233,10 +234,6 @@ class Outcome:
         if told is not None:
             self.claims = {*(self.claims or ()), *told}
         self.lacks_devices |= any(fact["kind"] == "skip" for fact in getattr(report, "gt_facts", ()))
-
-    @property
-    def has_ended(self) -> bool:
-        return any(when == "teardown" for when, _ in self.outcomes)
 
 
 def asks_for_a_part(config: pytest.Config, goldens: Iterable[PurePosixPath]) -> str | None:

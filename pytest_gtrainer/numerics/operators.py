@@ -97,19 +97,16 @@ class OperatorCapture:
 
     def watch(self, gm: fx.GraphModule) -> Callable[..., Any]:
         """The graph as a callable that notes every node: ``traced.with_graph(capture.watch(traced.gm))``."""
-        return _Noting(self, gm).run
+        note = self.note
 
+        class Noting(fx.Interpreter):
+            def run_node(self, n: fx.Node) -> Any:
+                value = super().run_node(n)
+                if isinstance(n.target, OpOverload):
+                    note(node_fqn(n), direction(n), n.target, value)
+                return value
 
-class _Noting(fx.Interpreter):
-    def __init__(self, capture: OperatorCapture, gm: fx.GraphModule) -> None:
-        super().__init__(gm)
-        self._capture = capture
-
-    def run_node(self, n: fx.Node) -> Any:
-        value = super().run_node(n)
-        if isinstance(n.target, OpOverload):
-            self._capture.note(node_fqn(n), direction(n), n.target, value)
-        return value
+        return Noting(gm).run
 
 
 @contextmanager

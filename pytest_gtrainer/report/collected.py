@@ -52,11 +52,6 @@ class Test:
         return "skipped" if any(report.skipped for report in self.reports) else "passed"
 
     @property
-    def seconds(self) -> float:
-        """Of all phases."""
-        return sum(report.duration for report in self.reports)
-
-    @property
     def world(self) -> str:
         """The worlds it ran in, in words."""
         worlds = (fact for fact in self.facts if fact["kind"] == "world")

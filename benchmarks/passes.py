@@ -40,7 +40,7 @@ from pytest_gtrainer import (
 )
 from pytest_gtrainer._torch.graph_modules import copied_lazily
 from pytest_gtrainer.graph.nodes import BACKWARD, direction, node_fqn
-from pytest_gtrainer.passes.graph_pass import rewrite_of
+from pytest_gtrainer.passes.graph_pass import REWRITE
 from pytest_gtrainer.worlds.fake import fake_world, make_mesh
 from pytest_gtrainer.worlds.spec import World, make_spec
 
@@ -65,7 +65,7 @@ def rewrites(n_layers: int) -> dict[str, Contestant]:
     """Our passes without lint and recompile, by name, each with its default options."""
     found: dict[str, Contestant] = {}
     for step in construct_default_graph_passes(n_layers=n_layers, reshard_after_forward=True):
-        rewrite = rewrite_of(step.function)
+        rewrite = getattr(step.function, REWRITE, None)
         assert rewrite is not None
         found[step.name] = lambda gm, rewrite=rewrite, step=step: rewrite(gm, None, **step.options)
     return found

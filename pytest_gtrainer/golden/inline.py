@@ -222,13 +222,9 @@ def disagreements(seen: Iterable[tuple[str, Expectation]], way_out: str) -> dict
 def digest_of(path: Path) -> str:
     """The digest of a file's content; "" if it cannot be read."""
     try:
-        return digest(path.read_bytes())
+        return hashlib.sha256(path.read_bytes()).hexdigest()
     except OSError:
         return ""
-
-
-def digest(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()
 
 
 @dataclass(slots=True)
@@ -285,7 +281,7 @@ class AcceptancePlugin:
         refused: dict[literals.Edit, str] = {}
 
         def edited(source: bytes) -> bytes:
-            if imported != {digest(source)}:
+            if imported != {hashlib.sha256(source).hexdigest()}:
                 raise literals.EditError("was changed while the tests ran")
             new, problems = literals.rewritten(source, edits)
             refused.update(problems)

@@ -61,7 +61,7 @@ class UnusedGoldens:
         self._tests: dict[str, Outcome] = {}
         self._cut: str | None = None  # why the run has not come to its end
         self._workers_unowned: set[PurePosixPath] | None = None
-        self._lines: list[str] = []
+        self.lines: list[str] = []  # what the run's summary says of them
         if given(config, PRUNE) and not hasattr(config, "workerinput"):
             part = asks_for_a_part(config, goldens_below(self.root))
             if part is not None:
@@ -125,7 +125,8 @@ class UnusedGoldens:
         are_ours = any(test.claims for test in self._tests.values()) or any(
             not path.name.endswith(SUFFIXES["text"]) for path in files
         )
-        left = [nodeid for nodeid in self._selected if nodeid not in self._tests or not self._tests[nodeid].has_ended]
+        ended = {nodeid for nodeid, test in self._tests.items() if "teardown" in dict(test.outcomes)}
+        left = self._selected - ended
         cut = self._cut or ("the run was stopped" if exitstatus in _STOPPED else None)
         part = asks_for_a_part(self.config, files) or cut or (f"{len(left)} tests did not run" if left else None)
         if part is None:
@@ -139,7 +140,7 @@ class UnusedGoldens:
                 gone = [name for name, at in unused.items() if at.is_symlink() or os.path.realpath(at) not in used]
                 self._tell(session, gone)
         elif self._mode in ("fail", "prune") and are_ours:
-            self._lines.append(f"unused goldens were not looked for: {part}")
+            self.lines.append(f"unused goldens were not looked for: {part}")
         self._count("not judged", sorted(unjudged))
 
     def _loose(self, files: list[PurePosixPath]) -> set[PurePosixPath]:
@@ -159,31 +160,27 @@ class UnusedGoldens:
                 try:
                     store.remove(self.root / path, self.root)
                 except store.GoldenFileError as error:
-                    self._lines.append(str(error))
+                    self.lines.append(str(error))
                     unused.append(path)
                 else:
-                    self._lines.append(f"removed {path}")
+                    self.lines.append(f"removed {path}")
             self._count("removed", [path for path in found if path not in unused])
         self._count("unused", unused)
         if not unused:
             return
-        self._lines.append("goldens that no test checks (--gt-prune-goldens removes them):")
-        self._lines += [f"  {path}" for path in unused[:_MOST_SHOWN]]
+        self.lines.append("goldens that no test checks (--gt-prune-goldens removes them):")
+        self.lines += [f"  {path}" for path in unused[:_MOST_SHOWN]]
         if len(unused) > _MOST_SHOWN:
-            self._lines.append(f"  … and {len(unused) - _MOST_SHOWN} more")
+            self.lines.append(f"  … and {len(unused) - _MOST_SHOWN} more")
         if self._mode == "warn":
             return
-        self._lines.append("a run with unused goldens has failed, as --gt-unused-goldens=fail was given")
+        self.lines.append("a run with unused goldens has failed, as --gt-unused-goldens=fail was given")
         if session.exitstatus == pytest.ExitCode.OK:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
     def _count(self, outcome: str, paths: Iterable[PurePosixPath]) -> None:
         facts = ({"kind": "golden", "outcome": outcome, "name": str(path)} for path in paths)
         self._goldens.late_facts += facts
-
-    def summary_lines(self) -> list[str]:
-        """What the run's summary says of unused goldens."""
-        return self._lines
 
 
 # -- what a run has shown
@@ -237,10 +234,6 @@ class Outcome:
         if told is not None:
             self.claims = {*(self.claims or ()), *told}
         self.lacks_devices |= any(fact["kind"] == "skip" for fact in getattr(report, "gt_facts", ()))
-
-    @property
-    def has_ended(self) -> bool:
-        return any(when == "teardown" for when, _ in self.outcomes)
 
 
 def asks_for_a_part(config: pytest.Config, goldens: Iterable[PurePosixPath]) -> str | None:

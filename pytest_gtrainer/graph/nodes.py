@@ -177,10 +177,24 @@ def returns_an_operand(node: fx.Node) -> bool:
     return node.target in _IN_PLACE
 
 
+def walked(
+    starts: Iterable[fx.Node], onward: Callable[[fx.Node], Iterable[fx.Node]], is_of_it: Callable[[fx.Node], bool]
+) -> set[fx.Node]:
+    """The nodes that ``onward`` leads to, step by step, the starts among them, as far as all ``is_of_it``."""
+    found: set[fx.Node] = set()
+    todo = list(starts)
+    while todo:
+        node = todo.pop()
+        if node not in found and is_of_it(node):
+            found.add(node)
+            todo += onward(node)
+    return found
+
+
 def storage_of(node: fx.Node) -> fx.Node:
-    """The node whose memory a view, a part of one, or the result of an operator in place, shows."""
+    """The node whose memory a view, a part of one, a wait, or the result of an operator in place, shows."""
     while True:
-        if (is_view(node.target) or node.target is operator.getitem) and node.all_input_nodes:
+        if (is_view(node.target) or node.target is operator.getitem or is_wait(node)) and node.all_input_nodes:
             node = node.all_input_nodes[0]
         elif returns_an_operand(node) and (written := written_operands(node)):
             node = written[0]

@@ -179,12 +179,12 @@ def deterministic(
         config = replace(config, seed=seed)
     settings = Settings(config, nccl, knobs.values())
     with ExitStack() as stack:
-        stack.enter_context(_nccl(nccl))
+        _set_nccl(stack, nccl)
         stack.enter_context(random_states_kept())
         if config.deterministic:
             stack.enter_context(_cublas_workspace())
-            stack.enter_context(_inductor())
-            stack.enter_context(_flags(warn_only=config.deterministic_warn_only))
+            _set_inductor(stack)
+            _set_flags(stack, warn_only=config.deterministic_warn_only)
         seed_everything(config.seed)
         _active.append(settings)
         stack.callback(_active.pop)
@@ -197,23 +197,19 @@ def call_under(config: DebugConfig, nccl: str, function: Callable[..., Any], *ar
         return function(*args)
 
 
-@contextmanager
-def _nccl(preset: str) -> Iterator[None]:
+def _set_nccl(stack: ExitStack, preset: str) -> None:
     """NCCL reads its variables when a communicator is made; afterwards it is too late."""
     if preset not in NCCL_PRESETS:
         raise ValueError(f"there is no NCCL preset {preset!r}: choose one of {', '.join(NCCL_PRESETS)}")
-    wanted = NCCL_PRESETS[preset]
-    differing = {name: value for name, value in wanted.items() if os.environ.get(name) != value}
+    differing = {name: value for name, value in NCCL_PRESETS[preset].items() if os.environ.get(name) != value}
     if differing and _nccl_is_up():
         name, value = next(iter(differing.items()))
         raise DeterminismError(
             f"NCCL has communicators already, so {name}={value} of the preset {preset!r} would not be read: set it "
             "before the process starts, or enter deterministic() before the process group is made"
         )
-    with ExitStack() as stack:
-        for name, value in differing.items():
-            stack.enter_context(variable(name, value))
-        yield
+    for name, value in differing.items():
+        stack.enter_context(variable(name, value))
 
 
 def _nccl_is_up() -> bool:
@@ -251,56 +247,41 @@ def _read_workspace() -> None:
         torch.mm(one, one)
 
 
-@contextmanager
-def _inductor() -> Iterator[None]:
+def _set_inductor(stack: ExitStack) -> None:
     """Inductor's own flags, without importing it (0.7 s): by its variables until it is loaded."""
     variables = {name: f"TORCHINDUCTOR_{name.upper()}" for name in _INDUCTOR}
     loaded = inductor_config()
     before = {name: getattr(loaded, name) for name in _INDUCTOR} if loaded is not None else {}
-    try:
-        with ExitStack() as stack:
-            for name, value in _INDUCTOR.items():
-                stack.enter_context(variable(variables[name], "1" if value else "0"))
-                if loaded is not None:
-                    setattr(loaded, name, value)
-            yield
-    finally:
-        loaded = inductor_config()
-        for name in _INDUCTOR if loaded is not None else ():
+
+    def put_back() -> None:
+        for name in _INDUCTOR if (loaded := inductor_config()) is not None else ():
             # one that was loaded inside the block gets what it would have read outside
             setattr(loaded, name, before.get(name, os.environ.get(variables[name]) == "1"))
 
+    stack.callback(put_back)
+    for name, value in _INDUCTOR.items():
+        stack.enter_context(variable(variables[name], "1" if value else "0"))
+        if loaded is not None:
+            setattr(loaded, name, value)
 
-@contextmanager
-def _flags(*, warn_only: bool) -> Iterator[None]:
-    """Flags of backends, and ``torch.use_deterministic_algorithms`` less its import of Inductor, see ``_inductor``."""
+
+def _set_flags(stack: ExitStack, *, warn_only: bool) -> None:
+    """Flags of backends, and ``torch.use_deterministic_algorithms`` without importing Inductor."""
     cudnn, onednn = torch.backends.cudnn, torch.backends.mkldnn
-    flags = cudnn.deterministic, cudnn.benchmark, onednn.deterministic
-    algorithms = torch.are_deterministic_algorithms_enabled()
+    flags = ((cudnn, "deterministic", True), (cudnn, "benchmark", False), (onednn, "deterministic", True))
+    for backend, name, value in flags:
+        stack.callback(setattr, backend, name, getattr(backend, name))
+        setattr(backend, name, value)
+    before = torch.are_deterministic_algorithms_enabled()
     warned_only = torch.is_deterministic_algorithms_warn_only_enabled()
-    try:
-        cudnn.deterministic, cudnn.benchmark, onednn.deterministic = True, False, True
-        set_deterministic_algorithms(True, warn_only=warn_only)
-        yield
-    finally:
-        set_deterministic_algorithms(algorithms, warn_only=warned_only)
-        cudnn.deterministic, cudnn.benchmark, onednn.deterministic = flags
+    stack.callback(set_deterministic_algorithms, before, warn_only=warned_only)
+    set_deterministic_algorithms(True, warn_only=warn_only)
 
 
-def seed_everything(seed: int, *, later: bool = True) -> None:
-    """Seed Python, torch and NumPy.
-
-    Args:
-        later: also a device that has not started: it gets the seed when it starts. Without it that does not happen,
-            which costs a tenth.
-    """
+def seed_everything(seed: int) -> None:
+    """Seed Python, torch and NumPy; a device that has not started gets the seed when it starts."""
     random.seed(seed)
-    if later:
-        torch.manual_seed(seed % 2**64)
-    else:
-        torch.default_generator.manual_seed(seed % 2**64)
-        if torch.cuda.is_initialized():
-            torch.cuda.manual_seed_all(seed % 2**64)
+    torch.manual_seed(seed % 2**64)
     numpy = _numpy()  # which torch has imported, if there is one
     if numpy is not None:
         numpy.random.seed(seed % 2**32)

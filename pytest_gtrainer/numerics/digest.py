@@ -28,7 +28,6 @@ from torch import Tensor
 
 from pytest_gtrainer.numerics.bits import byte_view, is_dtensor, memory, plain
 from pytest_gtrainer.numerics.record import Record, Tensors, entries
-from pytest_gtrainer.numerics.verdict import Key
 
 _LEAF = 4 << 20
 _WORD = 8
@@ -91,46 +90,19 @@ def digest(value: Tensors, *, algorithm: str = "xxh3_128", scope: Scope = "local
     >>> digest(torch.zeros(2)) == digest(torch.tensor([0.0, -0.0]))
     False
     """
-    hasher = _hash(algorithm, scope)
-    if isinstance(value, Record):
-        hasher.update(_framed("record", value.world_size, value.rank))
-    for key, tensor in entries(value).items():
-        _feed(hasher, key, tensor, algorithm, scope)
-    return f"{algorithm}:{hasher.hexdigest()}"
-
-
-def digests(value: Tensors, *, algorithm: str = "xxh3_128", scope: Scope = "local") -> dict[Key, str]:
-    """The digest of every tensor by itself, name included; see ``digest``."""
-    found = {}
-    for key, tensor in entries(value).items():
-        hasher = _hash(algorithm, scope)
-        _feed(hasher, key, tensor, algorithm, scope)
-        found[key] = f"{algorithm}:{hasher.hexdigest()}"
-    return found
-
-
-def digest_of_bytes(tensor: Tensor) -> str:
-    """A short digest of dtype, shape and bytes of one tensor, without a name; for many tensors of one process."""
-    local = plain(tensor)
-    hasher = xxhash.xxh3_128(b"%s%s" % (str(local.dtype).encode(), str(tuple(local.shape)).encode()))
-    for leaf in _leaves(local, "xxh3_128"):
-        hasher.update(leaf)
-    return hasher.hexdigest()
-
-
-def _hash(algorithm: str, scope: str) -> Any:
     if algorithm not in ALGORITHMS:
         raise ValueError(f"unknown digest algorithm {algorithm!r}: one of {', '.join(ALGORITHMS)}")
     if scope not in ("local", "global"):
         raise ValueError(f"unknown scope {scope!r} of a digest: local (the shard) or global (the whole tensor)")
-    return ALGORITHMS[algorithm][0]()
-
-
-def _feed(hasher: Any, key: Key, tensor: Tensor, algorithm: str, scope: Scope) -> None:
-    local = plain(tensor.full_tensor() if scope == "global" and is_dtensor(tensor) else tensor)
-    hasher.update(_framed(*key, str(local.dtype), *local.shape))
-    for leaf in _leaves(local, algorithm):
-        hasher.update(leaf)
+    hasher = ALGORITHMS[algorithm][0]()
+    if isinstance(value, Record):
+        hasher.update(_framed("record", value.world_size, value.rank))
+    for key, tensor in entries(value).items():
+        local = plain(tensor.full_tensor() if scope == "global" and is_dtensor(tensor) else tensor)
+        hasher.update(_framed(*key, str(local.dtype), *local.shape))
+        for leaf in _leaves(local, algorithm):
+            hasher.update(leaf)
+    return f"{algorithm}:{hasher.hexdigest()}"
 
 
 def _leaves(tensor: Tensor, algorithm: str) -> Iterator[Any]:

@@ -72,8 +72,9 @@ class Knob:
             return f"cannot be read: {str(error).splitlines()[0]}"
 
 
-def _all(*paths: str, devices: str, effect: str, documented: str) -> Iterable[Knob]:
-    return (Knob(path, devices, "", effect, documented) for path in paths)
+def _all(home: str, paths: str, devices: str, effect: str, documented: str) -> Iterable[Knob]:
+    """Knobs that are left alone, by their paths; of one without a module it is ``home``."""
+    return (Knob(p if ":" in p else f"{home}:{p}", devices, "", effect, documented) for p in paths.split())
 
 
 KNOBS: tuple[Knob, ...] = (
@@ -106,48 +107,40 @@ KNOBS: tuple[Knob, ...] = (
     Knob("$TORCHINDUCTOR_MAX_AUTOTUNE_POINTWISE", "CUDA", "0", "the same", _INDUCTOR),
     Knob("$TORCHINDUCTOR_MAX_AUTOTUNE_GEMM", "CPU, CUDA", "0", "the same", _INDUCTOR),
     Knob("$TORCHINDUCTOR_COORDINATE_DESCENT_TUNING", "CUDA", "0", "the same", _INDUCTOR),
-    *_all("torch._inductor.config:benchmark_fusion", "torch._inductor.config:benchmark_combo_kernel",
-          "torch._inductor.config:shape_padding", devices="CUDA",
-          effect="fusions and paddings chosen by measuring, which Inductor does not do while it is `deterministic`",
-          documented=_INDUCTOR),
+    *_all("torch._inductor.config", "benchmark_fusion benchmark_combo_kernel shape_padding", "CUDA",
+          "fusions and paddings chosen by measuring, which Inductor does not do while it is `deterministic`",
+          _INDUCTOR),
     Knob("torch._inductor.config:batch_invariant", "CUDA", "",
          "one kernel for all batch sizes: about equality between batches, not between runs", _INDUCTOR),
     Knob("torch._inductor.config:fallback_random", "CPU, CUDA", "",
          "compiled code draws eager's random numbers: about equality with eager, not between runs", _INDUCTOR),
-    *_all("torch._inductor.config:emulate_precision_casts",
-          "torch._inductor.config:emulate_precision_casts_on_saved_tensors",
-          "torch._inductor.config:eager_numerics.division_rounding",
-          "torch._inductor.config:eager_numerics.disable_ftz",
-          "torch._inductor.config:eager_numerics.use_pytorch_libdevice", devices="CUDA",
-          effect="fused code rounds where eager rounds: about equality with eager", documented=_INDUCTOR),
-    *_all("torch._inductor.config:use_fast_math", "torch._inductor.config:split_reductions", devices="CUDA",
-          effect="other bits of compiled code, each repeats", documented=_INDUCTOR),
-    *_all("torch._inductor.config:cpp.threads", "torch._inductor.config:cpp.dynamic_threads",
-          "torch._inductor.config:cpp.simdlen", "torch._inductor.config:cpp.enable_floating_point_contract_flag",
-          "torch._inductor.config:cpp.enable_unsafe_math_opt_flag", devices="CPU",
-          effect="threads, vectors and contractions of compiled code: other bits, each repeats", documented=_INDUCTOR),
-    *_all("torch.backends:fp32_precision", "torch.backends.cudnn:fp32_precision",
-          "torch.backends.cudnn:conv.fp32_precision", "torch.backends.cudnn:rnn.fp32_precision",
-          "torch.backends.cuda:matmul.fp32_precision", "torch.backends.mkldnn:fp32_precision",
-          "torch.backends.mkldnn:matmul.fp32_precision", "torch.backends.mkldnn:conv.fp32_precision",
-          "torch.backends.mkldnn:rnn.fp32_precision", "torch:get_float32_matmul_precision()",
-          devices="CPU, CUDA", effect="TF32 or bf16 inside fp32 products; each repeats", documented=_CUDA_NOTES),
-    *_all("torch.backends.cuda:matmul.allow_fp16_reduced_precision_reduction",
-          "torch.backends.cuda:matmul.allow_bf16_reduced_precision_reduction",
-          "torch.backends.cuda:matmul.allow_fp16_accumulation",
-          devices="CUDA", effect="partial sums in half precision; each repeats", documented=_ACCURACY),
-    *_all("torch.backends.cuda:flash_sdp_enabled()", "torch.backends.cuda:mem_efficient_sdp_enabled()",
-          "torch.backends.cuda:math_sdp_enabled()", "torch.backends.cuda:cudnn_sdp_enabled()",
-          "torch.backends.cuda:fp16_bf16_reduction_math_sdp_allowed()",
-          devices="CUDA", effect="which attention kernel; their backwards heed deterministic algorithms",
-          documented=_ATTENTION),
+    *_all("torch._inductor.config",
+          "emulate_precision_casts emulate_precision_casts_on_saved_tensors eager_numerics.division_rounding "
+          "eager_numerics.disable_ftz eager_numerics.use_pytorch_libdevice", "CUDA",
+          "fused code rounds where eager rounds: about equality with eager", _INDUCTOR),
+    *_all("torch._inductor.config", "use_fast_math split_reductions", "CUDA",
+          "other bits of compiled code, each repeats", _INDUCTOR),
+    *_all("torch._inductor.config", "cpp.threads cpp.dynamic_threads cpp.simdlen "
+          "cpp.enable_floating_point_contract_flag cpp.enable_unsafe_math_opt_flag", "CPU",
+          "threads, vectors and contractions of compiled code: other bits, each repeats", _INDUCTOR),
+    *_all("torch.backends", "fp32_precision torch.backends.cudnn:fp32_precision "
+          "torch.backends.cudnn:conv.fp32_precision torch.backends.cudnn:rnn.fp32_precision "
+          "torch.backends.cuda:matmul.fp32_precision torch.backends.mkldnn:fp32_precision "
+          "torch.backends.mkldnn:matmul.fp32_precision torch.backends.mkldnn:conv.fp32_precision "
+          "torch.backends.mkldnn:rnn.fp32_precision torch:get_float32_matmul_precision()", "CPU, CUDA",
+          "TF32 or bf16 inside fp32 products; each repeats", _CUDA_NOTES),
+    *_all("torch.backends.cuda", "matmul.allow_fp16_reduced_precision_reduction "
+          "matmul.allow_bf16_reduced_precision_reduction matmul.allow_fp16_accumulation", "CUDA",
+          "partial sums in half precision; each repeats", _ACCURACY),
+    *_all("torch.backends.cuda", "flash_sdp_enabled() mem_efficient_sdp_enabled() math_sdp_enabled() "
+          "cudnn_sdp_enabled() fp16_bf16_reduction_math_sdp_allowed()", "CUDA",
+          "which attention kernel; their backwards heed deterministic algorithms", _ATTENTION),
     Knob("torch.nn.attention:current_flash_attention_impl()", "CUDA", "",
          "which flash attention, None is torch's own; other bits, each repeats", "torch: nn.attention"),
-    *_all("torch.backends.cuda:preferred_blas_library()", "torch.backends.cuda:preferred_linalg_library()",
-          devices="CUDA", effect="which library; other bits, each repeats", documented=_BACKENDS),
-    *_all("torch.backends.opt_einsum:enabled", "torch.backends.opt_einsum:strategy", "torch.backends.mha:"
-          "get_fastpath_enabled()", devices="CPU, CUDA", effect="order of products, fused path; each repeats",
-          documented=_BACKENDS),
+    *_all("torch.backends.cuda", "preferred_blas_library() preferred_linalg_library()", "CUDA",
+          "which library; other bits, each repeats", _BACKENDS),
+    *_all("torch.backends.opt_einsum", "enabled strategy torch.backends.mha:get_fastpath_enabled()", "CPU, CUDA",
+          "order of products, fused path; each repeats", _BACKENDS),
     Knob("torch:get_default_dtype()", "CPU, CUDA", "", "dtype of new tensors", "torch: set_default_dtype"),
     Knob("torch:is_grad_enabled()", "CPU, CUDA", "", "left off by a test it silences every later one",
          "torch: set_grad_enabled"),

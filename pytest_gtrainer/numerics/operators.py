@@ -15,7 +15,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -26,7 +25,7 @@ from pytest_gtrainer._torch.values import OpOverload, pytree, schema
 from pytest_gtrainer.graph.dtypes import spell_dtype
 from pytest_gtrainer.graph.nodes import BACKWARD, FORWARD, direction, node_fqn
 from pytest_gtrainer.numerics.bits import NoBytes, plain
-from pytest_gtrainer.numerics.digest import digest_of_bytes
+from pytest_gtrainer.numerics.digest import digest
 from pytest_gtrainer.numerics.verdict import Outcome, cut
 
 _OUTSIDE_THE_MODEL = "loss"
@@ -82,7 +81,7 @@ class OperatorCapture:
             return
         tensors = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
         try:
-            digests = tuple(digest_of_bytes(tensor) for tensor in tensors)
+            digests = tuple(digest(tensor).partition(":")[2] for tensor in tensors)
         except NoBytes:
             return
         if not tensors:
@@ -98,19 +97,16 @@ class OperatorCapture:
 
     def watch(self, gm: fx.GraphModule) -> Callable[..., Any]:
         """The graph as a callable that notes every node: ``traced.with_graph(capture.watch(traced.gm))``."""
-        return _Noting(self, gm).run
+        note = self.note
 
+        class Noting(fx.Interpreter):
+            def run_node(self, n: fx.Node) -> Any:
+                value = super().run_node(n)
+                if isinstance(n.target, OpOverload):
+                    note(node_fqn(n), direction(n), n.target, value)
+                return value
 
-class _Noting(fx.Interpreter):
-    def __init__(self, capture: OperatorCapture, gm: fx.GraphModule) -> None:
-        super().__init__(gm)
-        self._capture = capture
-
-    def run_node(self, n: fx.Node) -> Any:
-        value = super().run_node(n)
-        if isinstance(n.target, OpOverload):
-            self._capture.note(node_fqn(n), direction(n), n.target, value)
-        return value
+        return Noting(gm).run
 
 
 @contextmanager
@@ -125,8 +121,8 @@ def capture_operators(model: nn.Module, *, keep: OperatorPlace | None = None) ->
     mode = _EagerMode(capture)
     with ExitStack() as stack:
         for fqn, module in model.named_modules():
-            enter = partial(mode.enter, fqn)
-            stack.callback(module.register_forward_pre_hook(enter, prepend=True).remove)
+            enter = module.register_forward_pre_hook(lambda *_, fqn=fqn: mode.modules.append(fqn), prepend=True)
+            stack.callback(enter.remove)
             stack.callback(module.register_forward_hook(mode.leave, always_call=True).remove)
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))
         stack.enter_context(watching_backward(mode.running.append, mode.end))
@@ -141,14 +137,13 @@ class _EagerMode(TorchDispatchMode):
         super().__init__()
         self._capture = capture
         self.running: list[int] = []
-        self._modules: list[str] = []
+        self.modules: list[str] = []
         self._made_in: dict[int, str] = {}
 
-    def enter(self, fqn: str, *_: Any) -> None:
-        self._modules.append(fqn)
+    # hooks return nothing: it would replace what they were given
 
     def leave(self, *_: Any) -> None:
-        self._modules.pop()
+        self.modules.pop()
 
     def end(self) -> None:
         self.running.pop()
@@ -156,18 +151,13 @@ class _EagerMode(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = func(*args, **(kwargs or {}))
         towards = BACKWARD if in_backward() else FORWARD
-        self._capture.note(self._fqn(towards), towards, func, output)
-        return output
-
-    def _fqn(self, towards: str) -> str:
-        if self._modules:  # also what a checkpoint recomputes in the backward
-            fqn = self._modules[-1]
-        elif towards == FORWARD:
-            fqn = _OUTSIDE_THE_MODEL
+        if towards == FORWARD or self.modules:  # also what a checkpoint recomputes in the backward
+            fqn = self.modules[-1] if self.modules else _OUTSIDE_THE_MODEL
+            self._made_in.setdefault(last_made_node(), fqn)
         else:
-            return self._made_in.get(self.running[-1], "") if self.running else ""
-        self._made_in.setdefault(last_made_node(), fqn)
-        return fqn
+            fqn = self._made_in.get(self.running[-1], "") if self.running else ""
+        self._capture.note(fqn, towards, func, output)
+        return output
 
 
 def computes(operator: OpOverload) -> bool:

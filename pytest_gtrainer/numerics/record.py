@@ -292,20 +292,14 @@ def _named(value: Any, name: str) -> Iterator[tuple[str, Tensor]]:
     if isinstance(value, Tensor):
         yield name, value
     elif isinstance(value, nn.Module):
-        for key, tensor in value.named_parameters(remove_duplicate=False):
-            yield _joined(name, key), tensor
-        for key, tensor in value.named_buffers(remove_duplicate=False):
-            yield _joined(name, key), tensor
+        yield from _named(dict(value.named_parameters(remove_duplicate=False)), name)
+        yield from _named(dict(value.named_buffers(remove_duplicate=False)), name)
     elif isinstance(value, Mapping):
         for key, part in value.items():
-            yield from _named(part, _joined(name, str(key)))
+            yield from _named(part, f"{name}.{key}" if name else str(key))
     elif isinstance(value, (list, tuple)):
         for index, part in enumerate(value):
             yield from _named(part, f"{name}[{index}]")
     elif value is not None or not name:
         where = f" at {name!r}" if name else ""
         raise TypeError(f"expected tensors, got {type(value).__name__}{where}")
-
-
-def _joined(prefix: str, name: str) -> str:
-    return f"{prefix}.{name}" if prefix else name

@@ -94,12 +94,11 @@ def other_addresses() -> Iterator[None]:
     Of each 512 bytes up to 100 KiB four, as a process that has run for long has a free block for almost any size.
     """
     sizes = [512 * count for count in range(1, 200) for _ in range(4)] + [64 * 3**power for power in (10, 11)] * 4
-    blocks: list[torch.Tensor | None] = [torch.empty(size, dtype=torch.uint8) for size in sizes]
+    blocks = [torch.empty(size, dtype=torch.uint8) for size in sizes]
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
         blocks += [torch.empty(size, dtype=torch.uint8, device="cuda") for size in sizes]
-    for index in range(0, len(blocks), 2):
-        blocks[index] = None
+    del blocks[::2]
     yield
     del blocks
 
@@ -153,14 +152,6 @@ def stream_jitter() -> Iterator[None]:
 
 PROCESS_LIMIT = 300.0
 
-_CHILD = """
-import pickle, sys
-sys.path[:] = pickle.loads(bytes.fromhex(sys.argv[1]))
-import torch
-from pytest_gtrainer.numerics.run_to_run import _answer
-_answer(sys.argv[2])
-"""
-
 
 def in_another_process(function: Function) -> Kept:
     """A new Python, with another order of sets and other addresses, from the same random states and switches."""
@@ -178,8 +169,9 @@ def in_another_process(function: Function) -> Kept:
         call = Path(folder) / "call"
         file = getattr(sys.modules[module_name], "__file__", None)
         call.write_bytes(pickle.dumps((module_name, file, qualname, _state())))
-        command = [sys.executable, "-c", _CHILD, pickle.dumps(sys.path).hex(), str(call)]
-        environment = {**os.environ, "PYTHONHASHSEED": "1" if os.environ.get("PYTHONHASHSEED") != "1" else "2"}
+        command = [sys.executable, "-P", "-c", f"from {__name__} import _answer; _answer({str(call)!r})"]
+        hash_seed = "1" if os.environ.get("PYTHONHASHSEED") != "1" else "2"
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "PYTHONHASHSEED": hash_seed}
         done = subprocess.run(command, capture_output=True, text=True, timeout=PROCESS_LIMIT, env=environment)
         if done.returncode:
             raise RuntimeError(f"the run in another process failed:\n{done.stderr}")

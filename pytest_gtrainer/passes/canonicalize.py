@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -10,7 +9,7 @@ import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from pytest_gtrainer.graph.nodes import has_effect, is_view, written_operands
+from pytest_gtrainer.graph.nodes import has_effect, storage_of, walked, written_operands
 from pytest_gtrainer.passes.graph_pass import graph_pass
 
 aten = torch.ops.aten
@@ -91,19 +90,8 @@ def _is_identity(node: fx.Node) -> bool:
 
 def _sharing(node: fx.Node) -> set[fx.Node]:
     """The values in the storage of a value, itself among them."""
-    while _is_same_storage(node):
-        node = node.all_input_nodes[0]
-    found, left = set[fx.Node](), [node]
-    while left:
-        value = left.pop()
-        found.add(value)
-        left += [user for user in value.users if _is_same_storage(user) and user.all_input_nodes[0] is value]
-    return found
-
-
-def _is_same_storage(node: fx.Node) -> bool:
-    """Whether a node's value lies in the storage of its first operand: a view, one of several, or written in place."""
-    return is_view(node.target) or node.target is operator.getitem or bool(written_operands(node))
+    storage = storage_of(node)
+    return walked([storage], lambda value: value.users, lambda value: storage_of(value) is storage)
 
 
 def _cancels(node: fx.Node) -> bool:
@@ -129,12 +117,9 @@ def _same_layout(before: fx.Node, after: fx.Node) -> bool:
     ours, theirs = before.meta.get("val"), after.meta.get("val")
     if not isinstance(ours, torch.Tensor) or not isinstance(theirs, torch.Tensor):
         return False
-    return _same(ours.shape, theirs.shape) and _same(ours.stride(), theirs.stride())
-
-
-def _same(ours: Sequence[Any], theirs: Sequence[Any]) -> bool:
-    """Whether extents are known to be equal; a data-dependent one is not compared but recognised."""
-    return len(ours) == len(theirs) and all(map(statically_known_true, map(operator.eq, ours, theirs)))
+    pairs = zip((*ours.shape, *ours.stride()), (*theirs.shape, *theirs.stride()), strict=False)
+    # a data-dependent extent is not compared but recognised
+    return ours.ndim == theirs.ndim and all(statically_known_true(one == other) for one, other in pairs)
 
 
 @graph_pass

@@ -22,13 +22,13 @@ import torch
 from torch import fx
 
 from pytest_gtrainer._torch.passes import sort_as_inductor
-from pytest_gtrainer.graph.nodes import direction, node_fqn
+from pytest_gtrainer.graph.nodes import direction, node_fqn, walked
 
 P = ParamSpec("P")
 Pass = Callable[..., fx.GraphModule]
-Rewrite = Callable[..., bool]
 
-_REWRITE = "gt_rewrite"
+REWRITE = "gt_rewrite"
+"""The attribute of a pass made by ``graph_pass`` that holds its rewrite."""
 _BY_PLACE = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
@@ -46,7 +46,7 @@ def graph_pass(rewrite: Callable[P, bool]) -> Callable[P, fx.GraphModule]:
         return gm
 
     told = inspect.signature(rewrite).replace(return_annotation=fx.GraphModule)
-    run.__dict__.update({_REWRITE: rewrite, "__signature__": told})
+    run.__dict__.update({REWRITE: rewrite, "__signature__": told})
     return run
 
 
@@ -74,22 +74,13 @@ def lint(graph: fx.Graph, by: str) -> None:
 
 def _told(node: fx.Node) -> str:
     """A node with its bucket or module, and the parameters that it is made from."""
-    bucket, above, todo = node.meta.get("fsdp_bucket"), {node}, [node]
-    while todo:
-        operands = [operand for operand in todo.pop().all_input_nodes if operand not in above]
-        above.update(operands)
-        todo += operands
-    inputs = [above_it.meta["gt_input"]["fqn"] for above_it in sorted(above) if "gt_input" in above_it.meta]
+    bucket = node.meta.get("fsdp_bucket")
+    above = walked([node], lambda each: each.all_input_nodes, lambda each: True)
+    inputs = [each.meta["gt_input"]["fqn"] for each in sorted(above) if "gt_input" in each.meta]
     more = f" and {len(inputs) - 3} more" if len(inputs) > 3 else ""
     where = f"bucket {'+'.join(bucket['plan_fqns'])!r}" if bucket else node_fqn(node) or "no module"
     made_from = f", made from {', '.join(inputs[:3])}{more}" if inputs else ""
     return f"{node} ({direction(node)}, {where}{made_from})"
-
-
-def rewrite_of(a_pass: Pass) -> Rewrite | None:
-    """The rewrite of a pass made by ``graph_pass``; None for any other function."""
-    found: Rewrite | None = getattr(a_pass, _REWRITE, None)
-    return found
 
 
 def options_of(a_pass: Pass) -> dict[str, Any]:

@@ -75,17 +75,14 @@ class BucketBuilder:
     def __init__(self, merge: Merge, anchor: fx.Node) -> None:
         self.anchor = anchor
         fqns = list(merge.bucket.fqns)
-        self._meta: dict[str, Any] = {"fsdp_bucket": {"plan_fqns": fqns, "direction": merge.direction}}
+        self.meta: dict[str, Any] = {"fsdp_bucket": {"plan_fqns": fqns, "direction": merge.direction}}
         if merge.direction == BACKWARD:
-            self._meta["autograd_backward"] = True
-
-    def mark(self, node: fx.Node) -> None:
-        node.meta.update(self._meta)
+            self.meta["autograd_backward"] = True
 
     def call(self, target: Any, args: tuple[Any, ...], val: Any, kwargs: dict[str, Any] | None = None) -> fx.Node:
         with self.anchor.graph.inserting_before(self.anchor):
             node = self.anchor.graph.call_function(target, args, kwargs)
-        node.meta.update(self._meta, val=val)
+        node.meta.update(self.meta, val=val)
         return node
 
     def reshape(self, node: fx.Node, shape: list[int]) -> fx.Node:
@@ -329,7 +326,7 @@ def _with_the_backwards_first_ahead(
     return merges
 
 
-def _launch_places(merges: list[Merge], prefetch: bool) -> list[fx.Node]:
+def _launch_places(merges: list[Merge], prefetch: bool) -> dict[int, fx.Node]:
     """The node that each launch goes in front of; with ``prefetch``, launch i + 1 right before wait i (E1).
 
     In the order of the waits: a graph that was scheduled before may wait in another order than it launches.
@@ -339,25 +336,21 @@ def _launch_places(merges: list[Merge], prefetch: bool) -> list[fx.Node]:
         places.setdefault(index, merges[index].first_launch)
         if prefetch and index + 1 < len(merges):
             places.setdefault(index + 1, merges[index].first_wait)
-    return [places[index] for index in range(len(merges))]
+    return places
 
 
-def _check_writes(
-    graph: fx.Graph, gathers: Sequence[Sequence[Merge]], scatters: Sequence[Merge], prefetch: bool
-) -> None:
+def _check_writes(graph: fx.Graph, gathers: list[list[Merge]], scatters: list[Merge], prefetch: bool) -> None:
     """No collective may cross a write to what it sends: it would send other values."""
     written = writes(graph)
-    if not written:
-        return
     moves = [
-        (member, [read for node in (member.launch, *member.chain) for read in node.all_input_nodes], merge, place)
+        (m, (m.launch, *m.chain), merges[index], place)
         for merges in gathers
-        for merge, place in zip(merges, _launch_places(list(merges), prefetch), strict=True)
-        for member in merge.members
+        for index, place in _launch_places(merges, prefetch).items()
+        for m in merges[index].members
     ]
-    moves += [(m, m.launch.all_input_nodes, merge, merge.last_launch) for merge in scatters for m in merge.members]
-    for member, sent, merge, place in moves:
-        memory = dict.fromkeys(map(storage_of, sent))
+    moves += [(m, (m.launch,), merge, merge.last_launch) for merge in scatters for m in merge.members]
+    for member, moving, merge, place in moves:
+        memory = dict.fromkeys(storage_of(read) for node in moving for read in node.all_input_nodes)
         first, last = sorted((place, member.launch))
         for writer in (writer for storage in memory for writer in written.get(storage, ())):
             if first <= writer < last:  # the collective is built in front of its place
@@ -371,17 +364,9 @@ def _check_writes(
 def _build_all_gathers(merges: list[Merge], prefetch: bool) -> dict[fx.Node, fx.Node]:
     """Build launch and wait blocks. Returns which wait stands behind which launch of another."""
     places = _launch_places(merges, prefetch)
-    launches: dict[int, fx.Node] = {}
-    behind: dict[fx.Node, fx.Node] = {}
-    for index in sorted(range(len(merges)), key=lambda index: merges[index].first_wait):
-        following = index + 1 if prefetch and index + 1 < len(merges) else index
-        for each in (index, following):
-            if each not in launches:
-                launches[each] = _launch_all_gather(merges[each], places[each])
-        wait = _wait_all_gather(merges[index], launches[index])
-        if following != index:
-            behind[wait] = launches[following]
-    return behind
+    launches = {index: _launch_all_gather(merges[index], place) for index, place in places.items()}
+    waits = {index: _wait_all_gather(merges[index], launch) for index, launch in launches.items()}
+    return {wait: launches[index + 1] for index, wait in waits.items() if prefetch and index + 1 in launches}
 
 
 def _launch_all_gather(merge: Merge, anchor: fx.Node) -> fx.Node:
@@ -396,7 +381,7 @@ def _launch_all_gather(merge: Merge, anchor: fx.Node) -> fx.Node:
                 anchor.prepend(node)
     like = merge.members[0].launch
     if len(merge.members) == 1:
-        build.mark(like)
+        like.meta.update(build.meta)
         if like is not anchor:
             anchor.prepend(like)
         return like
@@ -408,7 +393,7 @@ def _wait_all_gather(merge: Merge, launch: fx.Node) -> fx.Node:
     """Copy each parameter out of the gathered payload, contiguous, at the earliest member wait (D13)."""
     build = BucketBuilder(merge, merge.first_wait)
     if len(merge.members) == 1:
-        build.mark(merge.first_wait)
+        merge.first_wait.meta.update(build.meta)
         return merge.first_wait
     size = group_size_of(launch)
     wait = build.wait(launch)
@@ -432,7 +417,7 @@ def _build_reduce_scatters(graph: fx.Graph, merges: list[Merge], defer: bool) ->
         anchor = merge.last_launch.next
         build, launch = BucketBuilder(merge, anchor), merge.members[0].launch
         if len(merge.members) == 1:
-            build.mark(launch)
+            launch.meta.update(build.meta)
         else:
             size = group_size_of(launch)
             rows = [build.reshape(grad, [size, grad.meta["val"].numel() // size]) for grad in merge.inputs]
@@ -463,7 +448,7 @@ def _wait_reduce_scatter(merge: Merge, launch: fx.Node, anchor: fx.Node, returne
     first = merge.members[0]
     if len(merge.members) == 1:
         for node in (first.wait, *(first.all_reduce or ())):
-            build.mark(node)
+            node.meta.update(build.meta)
         _move_before(anchor, (first.wait, *first.chain))
         return first.wait
     shards = [member.wait.meta["val"] for member in merge.members]

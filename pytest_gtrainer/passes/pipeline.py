@@ -35,7 +35,7 @@ from pytest_gtrainer.passes.collectives import (
     reassign_collective_pgs_pass,
     reduce_scatter_before_all_reduce_pass,
 )
-from pytest_gtrainer.passes.graph_pass import BoundPass, bind_options, lint, options_of, rewrite_of
+from pytest_gtrainer.passes.graph_pass import REWRITE, BoundPass, bind_options, lint, options_of
 from pytest_gtrainer.passes.joint import joint_transformer_block_bucketing_reordering_pass
 from pytest_gtrainer.passes.remat import selective_activation_remat_pass, tag_with_memory_policy_pass
 
@@ -57,12 +57,8 @@ SLOTS: tuple[Slot, ...] = get_args(Slot)
 
 CHUNKED_CROSS_ENTROPY = "chunked_cross_entropy"
 _LOSSES = ("cross_entropy", CHUNKED_CROSS_ENTROPY, "other")
-_LONG = 2.0  # seconds a pipeline runs before it says what it is doing
 _AWKWARD = re.compile(r"[^\w.-]")  # in a file's name
 _pipelines = itertools.count()
-
-Observer = Callable[[str, fx.GraphModule, fx.GraphModule], None]
-Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,14 +121,13 @@ def construct_default_graph_passes(
         reduce_scatter_first: for hybrid sharding, right before bucketing: ``reduce_scatter_before_all_reduce_pass``.
         reshard_after_forward, keep_unsharded: gather again in the backward, see ``tag_with_memory_policy_pass``.
         canonical_rules: see ``canonicalize_graph_pass``.
-        chunk: regions to run in chunks, see ``chunk_pass``; give ``apply_graph_passes`` the twin. A mesh with a
-            ``tensor_parallel_degree`` above 1 is refused.
+        chunk: regions to run in chunks, see ``chunk_pass``; give ``apply_graph_passes`` the twin.
         schedule_chunks: let them take turns, see ``chunk_schedule_pass``.
         extra: passes of the caller's by slot; they run behind ours of that slot.
 
     Raises:
         ValueError: neither or both of ``n_layers`` and ``bucket_plan``, a slot that does not exist, a bucket that
-            reaches out of a chunked layer, or chunks beside tensor parallelism.
+            reaches out of a chunked layer, or chunks at a ``tensor_parallel_degree`` above 1.
     """
     plan = _plan(n_layers, loss, moe_layers, expert_fsdp_degree, bucket_plan)
     if unknown := [slot for slot in extra or () if slot not in SLOTS]:
@@ -192,9 +187,9 @@ def apply_graph_passes(
     passes: Iterable[BoundPass],
     *,
     disable: Collection[str] = (),
-    observer: Observer | None = None,
-    progress: Progress | None = to_whoever_looks,
-    long: float = _LONG,
+    observer: Callable[[str, fx.GraphModule, fx.GraphModule], None] | None = None,
+    progress: Callable[[str], None] | None = to_whoever_looks,
+    long: float = 2.0,
     twin: fx.GraphModule | None = None,
 ) -> fx.GraphModule:
     """Run the passes on a copy of the graph; lint and recompile once, at the end.
@@ -229,7 +224,7 @@ def apply_graph_passes(
             progress(f"graph passes: {step.name} ({number} of {len(steps)}), {spent:.1f} s so far")
         before, current = current, copied_lazily(current) if is_watched else current
         begun = time.perf_counter()
-        current, other = _run_beside(step, current, other, example_inputs)
+        current, other = _run(step, current, example_inputs, other)
         runs.append(PassRun(step.name, step.fingerprint, time.perf_counter() - begun))
         facts.tell("graph_pass", run=runs[-1], before=before, after=current)
         log.add(runs[-1], current)
@@ -257,11 +252,9 @@ class PipelineLog:
 
     def __init__(self, given: fx.GraphModule) -> None:
         self.is_wanted = bool(os.environ.get("TORCH_TRACE"))
-        if not self.is_wanted:
-            return
         self._name = f"gt_passes_{next(_pipelines)}"
         self._overview: list[dict[str, Any]] = []
-        self._text = render(given)
+        self._text = render(given) if self.is_wanted else ""
 
     def add(self, run: PassRun, after: fx.GraphModule) -> None:
         if not self.is_wanted:
@@ -294,26 +287,19 @@ def _enabled(steps: list[BoundPass], disable: Collection[str]) -> list[BoundPass
     return [step for step in steps if step.name not in disable]
 
 
-def _run_beside(
-    step: BoundPass, gm: fx.GraphModule, twin: fx.GraphModule | None, example_inputs: Sequence[Any] | None
+def _run(
+    step: BoundPass, gm: fx.GraphModule, example_inputs: Sequence[Any] | None, twin: fx.GraphModule | None
 ) -> tuple[fx.GraphModule, fx.GraphModule | None]:
     """The graph and its twin after a pass, which runs on both; one that reads the twin ends its use."""
-    if "twin" in options_of(step.function):
-        return _run(step, gm, example_inputs, twin=twin), None
-    return _run(step, gm, example_inputs), None if twin is None else _run(step, twin, None)
-
-
-def _run(step: BoundPass, gm: fx.GraphModule, example_inputs: Sequence[Any] | None, **given: Any) -> fx.GraphModule:
-    rewrite = rewrite_of(step.function)
+    given = {"twin": twin} if "twin" in options_of(step.function) else {}
+    rewrite = getattr(step.function, REWRITE, None)  # of one of ours, which changes the graph in place
     try:
-        if rewrite is not None:  # one of ours, which changes the graph in place
-            rewrite(gm, example_inputs, **{**given, **step.options})
-            return gm
-        result = step.function(gm, example_inputs, **{**given, **step.options})
-        result = getattr(result, "__self__", result)  # a backend of torch.compile may give the graph's ``forward``
+        result = (rewrite or step.function)(gm, example_inputs, **{**given, **step.options})
+        # a backend of torch.compile may give the graph's ``forward``
+        result = gm if rewrite is not None else getattr(result, "__self__", result)
         if not isinstance(result, fx.GraphModule):
             raise TypeError(f"a pass returns a GraphModule, this one returned a {type(result).__name__}")
-        return result
     except Exception as error:
         error.add_note(f"in the graph pass {step}")
         raise
+    return result, None if given or twin is None else _run(step, twin, None, None)[0]

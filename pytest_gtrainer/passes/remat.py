@@ -14,14 +14,24 @@ from __future__ import annotations
 
 import copy
 import operator
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from pytest_gtrainer.graph.collectives import PlanError, fsdp_all_gathers
-from pytest_gtrainer.graph.nodes import BACKWARD, FORWARD, direction, is_random, is_view, mutates, storage_of, writes
+from pytest_gtrainer.graph.nodes import (
+    BACKWARD,
+    FORWARD,
+    direction,
+    is_random,
+    is_view,
+    mutates,
+    storage_of,
+    walked,
+    writes,
+)
 from pytest_gtrainer.passes.graph_pass import graph_pass
 
 RECOMPUTE = "recompute"
@@ -60,17 +70,14 @@ def tag_with_memory_policy_pass(
     stay = {member.launch for found in kept.values() for member in found}
     for member in members:
         if member.launch not in stay:
-            for node in (*member.chain, member.launch, member.wait, *_views_of(member.wait)):
+            views = walked(member.wait.users, lambda node: node.users, _is_forwards_view)
+            for node in (*member.chain, member.launch, member.wait, *views):
                 node.meta.setdefault(RECOMPUTE, CheckpointPolicy.MUST_RECOMPUTE)
     return False
 
 
-def _views_of(node: fx.Node) -> Iterable[fx.Node]:
-    """The forward's views of a value, views of these, and parts of them."""
-    for user in node.users:
-        if direction(user) == FORWARD and (is_view(user.target) or user.target is operator.getitem):
-            yield user
-            yield from _views_of(user)
+def _is_forwards_view(node: fx.Node) -> bool:
+    return direction(node) == FORWARD and (is_view(node.target) or node.target is operator.getitem)
 
 
 _AGAIN = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
@@ -90,14 +97,9 @@ def selective_activation_remat_pass(gm: fx.GraphModule, example_inputs: Sequence
     done: set[fx.Node] = set()
     regions = []  # for each backward node that is the first to need them: forward nodes to recompute, in graph order
     for reader in readers:
-        region: set[fx.Node] = set()
-        todo = list(reader.all_input_nodes)
-        while todo:
-            node = todo.pop()
-            if _is_tagged(node) and node not in done and node not in region:
-                region.add(node)
-                todo += node.all_input_nodes
-        done |= region
+        sources = reader.all_input_nodes
+        region = walked(sources, lambda node: node.all_input_nodes, lambda node: _is_tagged(node) and node not in done)
+        done.update(region)
         regions.append((reader, sorted(region)))
     _check(gm.graph, done)
     copies: dict[fx.Node, fx.Node] = {}

@@ -145,20 +145,13 @@ def _parts_of(gm: fx.GraphModule, outputs: tuple[int, int]) -> dict[fx.Node, int
 
 
 def _check(gm: fx.GraphModule, part_of: dict[fx.Node, int]) -> None:
-    """No node reads what a later part computes; whatever writes, or draws, keeps its place among its like.
-
-    Raises:
-        PlanError: names both nodes and their parts.
-    """
+    """Refuse a node that reads what a later part computes, or writes, or draws, in another place among its like."""
     for node, part in part_of.items():
         late = next((read for read in node.all_input_nodes if part_of.get(read, 0) > part), None)
         if late is not None:
             raise PlanError(f"{_told(node, part)} needs {_told(late, part_of[late])}, which runs later")
-    written = writes(gm.graph)
-    ordered: list[list[fx.Node]] = [[node for node in part_of if is_random(node)]]
-    for memory in written:
-        ordered.append([node for node in part_of if memory in map(storage_of, node.all_input_nodes)])
-    for nodes in ordered:
+    touching = ([n for n in part_of if memory in map(storage_of, n.all_input_nodes)] for memory in writes(gm.graph))
+    for nodes in ([node for node in part_of if is_random(node)], *touching):
         for first, then in pairwise(nodes):
             if part_of[first] > part_of[then]:
                 raise PlanError(

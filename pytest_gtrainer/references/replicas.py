@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
-from pytest_gtrainer.numerics.digest import digest_of_bytes
+from pytest_gtrainer.numerics.digest import digest
 from pytest_gtrainer.tracing.model import local
 from pytest_gtrainer.worlds.wording import ranks_by
 
@@ -87,7 +87,7 @@ def assert_alike(named: Iterable[tuple[str, torch.Tensor]], groups: Sequence[tup
         ReplicasDiffer: on every rank.
     """
     own = next(ranks for ranks in groups if dist.get_rank() in ranks)
-    mine = {name: digest_of_bytes(local(tensor.detach())) for name, tensor in named if _is_whole(tensor, own)}
+    mine = {name: digest(local(tensor.detach())) for name, tensor in named if _is_whole(tensor, own)}
     told = texts_of_ranks("\n".join(f"{name} {value}" for name, value in mine.items()))
     lines = [dict(line.rsplit(" ", 1) for line in text.splitlines()) for text in told]
     for ranks in groups:

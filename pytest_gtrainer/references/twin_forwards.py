@@ -26,7 +26,7 @@ from pytest_gtrainer._torch.values import FakeTensorMode, OpOverload, modules_of
 from pytest_gtrainer.passes.chunking.chunk import check_bodies
 from pytest_gtrainer.passes.chunking.config import ChunkConfig
 from pytest_gtrainer.passes.chunking.regions import Storages, find_regions
-from pytest_gtrainer.passes.chunking.twins import Twins, has_unknown_extent
+from pytest_gtrainer.passes.chunking.twins import Twins, unknown_dims
 from pytest_gtrainer.references.following import has_memory, returned_error
 from pytest_gtrainer.tracing.model import ModelState
 
@@ -44,7 +44,7 @@ def check_twins(fqn: str, graphs: tuple[Any, Any], config: ChunkConfig) -> None:
     check_bodies(twins, find_regions(twins, config, storages), storages, config)
     for place, node in enumerate(twins.full.graph.output_node().all_input_nodes):
         value, dims = node.meta["val"], twins.dims.get(node)
-        if value.ndim > config.dim and dims != [config.dim] and not has_unknown_extent(node):
+        if value.ndim > config.dim and dims != [config.dim] and not unknown_dims(value):
             raise returned_error(fqn, value, place, dims, config)
 
 

@@ -14,7 +14,7 @@ from pytest_gtrainer.numerics.verdict import page_order
 
 ORDER = ("failed", "error", "xpassed", "passed", "xfailed", "skipped")
 """Outcomes as a reader wants them: failures first."""
-_SHOWN = frozenset({"graph_text", "pass", "schedule", "memory", "layout", "comparison", "not_shown"})
+SHOWN = frozenset({"graph_text", "pass", "schedule", "memory", "layout", "comparison", "not_shown"})
 """Kinds of the facts that only the report reads; ``witness`` says what they are."""
 
 
@@ -50,11 +50,6 @@ class Test:
             if hasattr(report, "wasxfail"):
                 return "xfailed" if report.skipped else "xpassed"
         return "skipped" if any(report.skipped for report in self.reports) else "passed"
-
-    @property
-    def seconds(self) -> float:
-        """Of all phases."""
-        return sum(report.duration for report in self.reports)
 
     @property
     def world(self) -> str:
@@ -97,14 +92,4 @@ def world_label(fact: Fact) -> str:
 
 def shown_only(told: Iterable[Fact]) -> list[Fact]:
     """The facts that only the report reads."""
-    return [fact for fact in told if fact["kind"] in _SHOWN]
-
-
-def without_shown(told: Iterable[Fact]) -> list[Fact]:
-    """The facts that others read, too."""
-    return [fact for fact in told if fact["kind"] not in _SHOWN]
-
-
-def in_order(tests: Iterable[Test]) -> list[Test]:
-    """Failures first, then as they ran."""
-    return sorted(tests, key=lambda test: ORDER.index(test.outcome))
+    return [fact for fact in told if fact["kind"] in SHOWN]

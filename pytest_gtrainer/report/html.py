@@ -13,8 +13,7 @@ from collections.abc import Sequence
 from importlib import resources
 from typing import Any
 
-from pytest_gtrainer.facts import Fact
-from pytest_gtrainer.report.collected import ORDER, Test, in_order
+from pytest_gtrainer.report.collected import ORDER, Test
 from pytest_gtrainer.report.witness import packed
 
 _MOST_OUTPUT = 200_000  # characters of a section that the page keeps
@@ -35,7 +34,7 @@ def render_page(title: str, made: str, summary: Sequence[str], tests: Sequence[T
         (source / name).read_text(encoding="utf-8") for name in ("report.css", "report.js", "report.html.j2")
     )
     counts = Counter(test.outcome for test in tests)
-    ordered = in_order(tests)
+    ordered = sorted(tests, key=lambda test: ORDER.index(test.outcome))  # then as they ran
     return Environment(autoescape=True, trim_blocks=True).from_string(body).render(
         run={"title": title, "made": made, "summary": summary,
              "counts": [(name, counts[name]) for name in ORDER if counts[name]]},
@@ -63,7 +62,7 @@ def _row(test: Test) -> dict[str, str]:
         "name": test.name,
         "outcome": test.outcome,
         "world": test.world,
-        "time": f"{test.seconds:.2f} s",
+        "time": f"{sum(report.duration for report in test.reports):.2f} s",
         "headline": headline,
         "words": words.lower()[:_MOST_WORDS],
         "packed": packed(json.dumps(details)),
@@ -74,11 +73,11 @@ def details_of(test: Test) -> dict[str, Any]:
     """All that the page draws when a test is opened."""
     pipelines: dict[int, dict[str, Any]] = {}
     for fact in test.of("pass"):
-        pipelines.setdefault(fact["pipeline"], {"passes": [], "layouts": []})["passes"].append(_without_kind(fact))
+        pipelines.setdefault(fact["pipeline"], {"passes": [], "layouts": []})["passes"].append(fact)
     layouts: list[dict[str, Any]] = []  # of no pipeline: two sides that were compared
     for fact in test.of("layout"):
         found = pipelines[fact["pipeline"]]["layouts"] if fact["pipeline"] in pipelines else layouts
-        found.append(_without_kind(fact))
+        found.append(fact)
     return {
         "failures": [[report.when, report.longreprtext] for report in test.reports if report.failed],
         "comparisons": test.comparisons(),
@@ -102,10 +101,6 @@ def _said(test: Test) -> list[str]:
             lines.append(f"skipped: {fact['cause']}")
     lines += [f"not shown: {fact['what']}: {fact['why']}" for fact in test.of("not_shown")]
     return lines
-
-
-def _without_kind(fact: Fact) -> dict[str, Any]:
-    return {name: value for name, value in fact.items() if name != "kind"}
 
 
 def _cut(text: str) -> str:

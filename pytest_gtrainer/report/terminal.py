@@ -13,10 +13,9 @@ import pytest
 
 from pytest_gtrainer import facts
 from pytest_gtrainer.facts import Fact
-from pytest_gtrainer.report.collected import without_shown, world_label
+from pytest_gtrainer.report.collected import SHOWN, world_label
 
 MOST_LINES = 18
-_TELLERS = ("goldens", "unused-goldens")
 _NET = ("ranks", "nodes", "channels", "algorithm", "partition", "accumulate")
 _TOPICS = (
     ("worlds", "world", lambda fact: f"tests in {world_label(fact)}"),
@@ -59,7 +58,7 @@ class SummaryPlugin:
             self.config.add_cleanup(stack.pop_all().close)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        seen = without_shown(getattr(report, "gt_facts", []))
+        seen = [fact for fact in getattr(report, "gt_facts", []) if fact["kind"] not in SHOWN]
         self.facts += seen
         for fact in seen:
             if fact["kind"] == "net":
@@ -83,8 +82,9 @@ class SummaryPlugin:
 
     def lines(self) -> list[str]:
         """All that there is to say; the terminal shows ``bounded`` lines of it, the page of a report all."""
-        goldens, unused = (self.config.pluginmanager.getplugin(f"gtrainer-{name}") for name in _TELLERS)
-        return summary_lines(self.facts + goldens.late_facts) + goldens.summary_lines() + unused.summary_lines()
+        plugin = self.config.pluginmanager.getplugin
+        goldens, unused = plugin("gtrainer-goldens"), plugin("gtrainer-unused-goldens")
+        return summary_lines(self.facts + goldens.late_facts) + goldens.summary_lines() + unused.lines
 
 
 def bounded(lines: list[str], most: int = MOST_LINES) -> list[str]:

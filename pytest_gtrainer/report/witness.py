@@ -71,10 +71,12 @@ class Witness:
     def graph_pass(self, run: PassRun, before: fx.GraphModule, after: fx.GraphModule) -> None:
         if self._pipeline >= _MOST_PIPELINES:
             return
+        from pytest_gtrainer.graphtext import unfold
+        from pytest_gtrainer.graphtext.differences import words
+        from pytest_gtrainer.graphtext.differences.comparison import Comparison
+
         (old, old_key), (new, new_key) = self._text(before), self._text(after)
-        told: dict[str, Any] = {"words": [], "changes": []}
-        if old_key != new_key:
-            told = {"words": words(old, new), "changes": changed_lines(old, new)}
+        unfolded = (unfold(old), unfold(new)) if old_key != new_key else ("", "")
         facts.emit(
             "pass",
             pipeline=self._pipeline,
@@ -84,7 +86,8 @@ class Witness:
             nodes=[len(before.graph.nodes), len(after.graph.nodes)],
             before=old_key,
             after=new_key,
-            **told,
+            words=words(Comparison(*unfolded)) if unfolded[0] != unfolded[1] else [],
+            changes=changed_lines(old, new) if old_key != new_key else [],
         )
 
     def _text(self, gm: fx.GraphModule) -> tuple[str, str]:
@@ -174,16 +177,6 @@ def _guarded(what: str, take_down: facts.Watcher) -> facts.Watcher:
             facts.emit("not_shown", what=what, why=f"{type(error).__name__}: {error}"[:500])
 
     return guarded
-
-
-def words(old: str, new: str) -> list[str]:
-    """What changed between two graph texts, in words."""
-    from pytest_gtrainer.graphtext import unfold
-    from pytest_gtrainer.graphtext.differences import words as in_words
-    from pytest_gtrainer.graphtext.differences.comparison import Comparison
-
-    before, after = unfold(old), unfold(new)
-    return in_words(Comparison(before, after)) if before != after else []
 
 
 def changed_lines(old: str, new: str) -> list[list[int]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +21,7 @@ from pytest_gtrainer.checks.syntax import parse_check
 from pytest_gtrainer.golden.compare import difference
 from pytest_gtrainer.graphtext.header import nearest
 from pytest_gtrainer.numerics.compare import assert_bitwise_equal
-from pytest_gtrainer.passes.graph_pass import as_pass, lint
+from pytest_gtrainer.passes.graph_pass import Pass, as_pass, lint
 from pytest_gtrainer.testing.pass_file import PassFile, PassFileError, read_pass_file
 from pytest_gtrainer.worlds.fake import fake_world, make_mesh
 from pytest_gtrainer.worlds.spec import World, WorldSpec
@@ -29,7 +29,6 @@ from pytest_gtrainer.worlds.spec import World, WorldSpec
 if TYPE_CHECKING:
     from pytest_gtrainer.golden.check import Golden
 
-Pass = Callable[..., fx.GraphModule]
 _SEED = 0
 
 
@@ -40,7 +39,7 @@ def run_pass_file(
 
     Args:
         golden: the fixture ``gt_golden``; needed by files that have no ``# check:`` lines.
-        passes: passes by name, beside ours.
+        passes: passes by name, beside ours and those that hooks give (``pytest_gtrainer_passes``).
 
     Returns:
         the rewritten graph.
@@ -56,19 +55,14 @@ def run_pass_file(
             f"{file.file} has no check and so is compared with a golden: "
             "give run_pass_file(path, golden=gt_golden), or write `# check:` lines"
         )
-    known = {**registered_passes(), **(passes or {})}
+    ours = {name: getattr(pytest_gtrainer, name) for name in pytest_gtrainer.__all__ if name.endswith("_pass")}
+    known = {**ours, **extensions.passes(), **(passes or {})}
     for call in file.passes:
         if call.name not in known:
             hint = nearest(call.name, known) or f"; there are {', '.join(sorted(known))}"
             raise PassFileError(f"{call.place}: no pass is called {call.name!r}{hint}")
     with _world_of(file.world):
         return _Run(file, known).judge(golden)
-
-
-def registered_passes() -> dict[str, Pass]:
-    """Our passes, by their public names, and those that hooks give (``pytest_gtrainer_passes``)."""
-    names = [name for name in pytest_gtrainer.__all__ if name.endswith("_pass")]
-    return {**{name: getattr(pytest_gtrainer, name) for name in names}, **extensions.passes()}
 
 
 @contextmanager

@@ -7,13 +7,13 @@ import sys
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
 from pytest_gtrainer import Record, digest
 from pytest_gtrainer.numerics.bits import NoBytes
-from pytest_gtrainer.numerics.digest import digests
+from pytest_gtrainer.numerics.record import entries
 from tests.numerics.samples import ALL, flip_bit, make_run, unhurried
 
 BITS32 = st.integers(0, 2**32 - 1)
@@ -73,9 +73,7 @@ def test_another_name_changes_it(words: list[int], a: str, b: str):
 
 
 @unhurried
-@given(
-    st.lists(st.integers(0, 5), min_size=1, max_size=3), st.lists(st.integers(0, 5), min_size=1, max_size=3)
-)
+@given(st.lists(st.integers(0, 5), min_size=1, max_size=3), st.lists(st.integers(0, 5), min_size=1, max_size=3))
 def test_another_shape_of_the_same_bytes_changes_it(a: list[int], b: list[int]):
     """L1: a transposed shape, an added dimension of extent 1, an empty tensor's shape."""
     assert (digest(torch.zeros(a)) == digest(torch.zeros(b))) == (a == b)
@@ -132,7 +130,7 @@ class Model(nn.Module):
 
 def test_a_module_gives_tied_weights_and_every_buffer():
     """L1, L2"""
-    names = [key.name for key in digests(Model())]
+    names = [key.name for key in entries(Model())]
     assert names == ["embedding.weight", "head.weight", "steps", "scratch"]
 
 
@@ -225,11 +223,3 @@ def test_an_unknown_algorithm_names_the_choices():
 def test_bad_input(value, error: type[Exception], message: str):
     with pytest.raises(error, match=message):
         digest(value)
-
-
-@settings(max_examples=25, deadline=None)
-@given(st.lists(st.tuples(st.text(max_size=4), WORDS), max_size=3, unique_by=lambda pair: pair[0]))
-def test_the_digest_of_each_tensor_is_its_own(named: list[tuple[str, list[int]]]):
-    state = {f"p.{name}": _floats(words) for name, words in named}
-    alone = [next(iter(digests({name: tensor}).values())) for name, tensor in state.items()]
-    assert list(digests(state).values()) == alone

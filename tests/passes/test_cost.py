@@ -8,7 +8,6 @@ from torch import fx
 from torch._subclasses import FakeTensorMode
 
 from pytest_gtrainer import apply_graph_passes, construct_default_graph_passes
-from pytest_gtrainer.passes.graph_pass import rewrite_of
 from pytest_gtrainer.passes.joint import joint_transformer_block_bucketing_reordering_pass as joint_pass
 
 pytestmark = pytest.mark.gt_world("fake", size=4, mesh={"fsdp": 4})
@@ -52,7 +51,7 @@ def _mode_of(gm):
 
 
 def bucketing(gm, plan):
-    assert rewrite_of(joint_pass)(gm, None, bucket_plan=plan)
+    assert joint_pass.gt_rewrite(gm, None, bucket_plan=plan)
 
 
 def pipeline(gm, plan):

@@ -151,7 +151,7 @@ def unmarked(patch):
 
     def without_mark(build, *args):
         init(build, *args)
-        build._meta.pop("autograd_backward", None)
+        build.meta.pop("autograd_backward", None)
 
     patch.setattr(BucketBuilder, "__init__", without_mark)
 
@@ -231,7 +231,7 @@ def drawn_again(patch):
 
 @mutant("a view of another shape is an identity", "canonicalize/views_that_change_something_stay.fxgraph")
 def any_view(patch):
-    patch.setattr(canonicalize, "_same", lambda ours, theirs: True)
+    patch.setattr(canonicalize, "_same_layout", lambda before, after: True)
 
 
 @mutant("what nobody reads has no effect", "dead_code/what_has_an_effect_stays.fxgraph")

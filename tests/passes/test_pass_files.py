@@ -7,7 +7,7 @@ import pytest
 
 import pytest_gtrainer
 from pytest_gtrainer import graphtext
-from pytest_gtrainer.passes.graph_pass import rewrite_of
+from pytest_gtrainer.passes.graph_pass import REWRITE
 from pytest_gtrainer.testing import pass_files, run_pass_file
 
 OURS = {name for name in pytest_gtrainer.__all__ if name.endswith("_pass")}
@@ -29,7 +29,7 @@ def test_pass_file(path, gt_golden):
 
 def truthful(a_pass):
     """The pass; one that changes a graph and does not tell would leave the code of the graph before."""
-    rewrite = rewrite_of(a_pass)
+    rewrite = getattr(a_pass, REWRITE, None)
 
     def run(gm, *args, **options):
         before, code = graphtext.render(gm), gm.code

@@ -34,20 +34,15 @@ from pytest_gtrainer.passes.chunking.mixing import (
 )
 from pytest_gtrainer.passes.chunking.regions import Region, Storages, find_regions, gradient_reductions
 from pytest_gtrainer.passes.chunking.rewrite import CHUNKING, Rewrite
-from pytest_gtrainer.passes.chunking.twins import Twins, constant, differing_dims, symbolic_twins
+from pytest_gtrainer.passes.chunking.twins import Twins, constant, differing_dims, symbolic_twins, unknown_dims
 
 aten = torch.ops.aten
-_RESHAPES = {
-    aten.view.default,
-    aten._unsafe_view.default,
-    aten.reshape.default,
-    aten.expand.default,
-}
+_RESHAPES = (aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.expand.default)
 
 
 def check_extents(twins: Twins, config: ChunkConfig) -> None:
     """The graphs' inputs are N to 1 in the chunk dimension, or equal (G9)."""
-    differing = [node for node in twins.full.graph.find_nodes(op="placeholder") if twins.carries(node)]
+    differing = [node for node in twins.full.graph.find_nodes(op="placeholder") if node in twins.dims]
     for node in differing:
         pairs = zip(node.meta["val"].shape, twins.part_of[node].meta["val"].shape, strict=True)
         for ours, theirs in ((a, b) for a, b in pairs if a != b):
@@ -145,7 +140,7 @@ class _Following:
         pairs = zip(ours, theirs, strict=True) if isinstance(ours, list | tuple) else [(ours, theirs)]
         for value, part in pairs:
             is_tensor = isinstance(value, torch.Tensor) and isinstance(part, torch.Tensor)
-            yield value, (differing_dims(value, part) or _unknown_dims(value)) if is_tensor else ()
+            yield value, (differing_dims(value, part) or unknown_dims(value)) if is_tensor else ()
 
     def _of(self, node: fx.Node) -> Known:
         known, written = self.known.get(node, [None])[0], self.written.get(self.storages.of[node])
@@ -155,7 +150,7 @@ class _Following:
             return written
         if known is None and node.op == "get_attr":
             return self._of_constant(node)
-        if known is None and (dims := self.twins.dims.get(node) or _unknown_dims(node.meta.get("val"))):
+        if known is None and (dims := self.twins.dims.get(node) or unknown_dims(node.meta.get("val"))):
             return Rows(tuple(dims))
         return known
 
@@ -169,12 +164,6 @@ class _Following:
         rows = [row for tensor in (ours, theirs) for row in tensor.unbind(dims[0])]
         same = not ours.is_meta and all(torch.equal(row, rows[0]) for row in rows)
         return Rows(tuple(dims), MADE if same else COUNTED)
-
-
-def _unknown_dims(value: Any) -> list[int]:
-    """The dimensions of an extent that is known only at run time: rows that the data counts."""
-    shape = value.shape if isinstance(value, torch.Tensor) else ()
-    return [dim for dim, extent in enumerate(shape) if isinstance(extent, torch.SymInt)][:1]
 
 
 def _check_fixed_extent(node: fx.Node, region: Region, twins: Twins) -> None:

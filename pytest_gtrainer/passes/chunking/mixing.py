@@ -155,26 +155,9 @@ def _named(argument: str) -> Rule:
     return dims
 
 
-def _last(count: int) -> Rule:
-    return lambda call: range(-count, 0)
-
-
-def _normalized(call: Call) -> Iterable[int]:
-    return range(-len(call.given["normalized_shape"]), 0)
-
-
 def _batch_norm(call: Call) -> Iterable[int]:
     training = call.given.get("training", call.given.get("train", "no_training" not in call.name))
     return [dim for dim in range(call.ndim) if dim != 1] if training and "no_update" not in call.name else ()
-
-
-def _behind_the_first(call: Call) -> Iterable[int]:
-    return range(1, call.ndim)
-
-
-def _pooled(call: Call) -> Iterable[int]:
-    digit = re.search(r"(\d)d", call.name)
-    return range(-int(digit[1]) if digit else -call.ndim, 0)
 
 
 def _sliced(call: Call) -> Iterable[int]:
@@ -202,8 +185,12 @@ _ALONG = _table(
     ("takes the softmax over", "_softmax _log_softmax _safe_softmax softmax log_softmax", _named("dim")),
     ("accumulates along", "cumsum cumprod logcumsumexp cummax cummin _cummax_helper _cummin_helper", _named("dim")),
     ("orders the rows of", "sort argsort topk", _named("dim")),
-    ("normalises over", "native_layer_norm _fused_rms_norm layer_norm rms_norm", _normalized),
-    ("normalises over", "native_group_norm group_norm", _behind_the_first),
+    (
+        "normalises over",
+        "native_layer_norm _fused_rms_norm layer_norm rms_norm",
+        lambda call: range(-len(call.given["normalized_shape"]), 0),
+    ),
+    ("normalises over", "native_group_norm group_norm", lambda call: range(1, call.ndim)),
     (
         "takes batch statistics over",
         "native_batch_norm _native_batch_norm_legit _native_batch_norm_legit_functional cudnn_batch_norm "
@@ -216,15 +203,19 @@ _ALONG = _table(
         "_scaled_dot_product_flash_attention _scaled_dot_product_flash_attention_for_cpu "
         "_scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention "
         "_scaled_dot_product_fused_attention_overrideable scaled_dot_product_attention flex_attention",
-        _last(2),
+        lambda call: range(-2, 0),
     ),
-    ("convolves over", "convolution _convolution convolution_overrideable mkldnn_convolution", _behind_the_first),
+    (
+        "convolves over",
+        "convolution _convolution convolution_overrideable mkldnn_convolution",
+        lambda c: range(1, c.ndim),
+    ),
     (
         "pools over",
         "avg_pool1d avg_pool2d avg_pool3d _adaptive_avg_pool2d _adaptive_avg_pool3d max_pool2d_with_indices "
         "max_pool3d_with_indices adaptive_max_pool2d adaptive_max_pool3d upsample_nearest1d upsample_nearest2d "
         "upsample_nearest3d upsample_linear1d upsample_bilinear2d upsample_trilinear3d upsample_bicubic2d",
-        _pooled,
+        lambda call: range(-next(n for n in (1, 2, 3) if f"{n}d" in call.name), 0),
     ),
     ("transforms", "_fft_r2c _fft_c2c _fft_c2r", _named("dim")),
 )
@@ -240,7 +231,7 @@ _BY_NUMBER = _table(
     ("puts windows over", "unfold", _named("dimension")),
     ("shows memory across", "as_strided as_strided_copy as_strided_scatter", lambda call: range(call.ndim)),
     ("takes the diagonal of", "diagonal diagonal_copy", lambda call: [call.given["dim1"], call.given["dim2"]]),
-    ("cuts a triangle out of", "tril triu", _last(2)),
+    ("cuts a triangle out of", "tril triu", lambda call: range(-2, 0)),
     ("repeats", "repeat", lambda c: [-1 - dim for dim, n in enumerate(reversed(c.given["repeats"])) if n != 1]),
     ("puts rows behind each other along", "cat", lambda c: [c.given["dim"]] * (len(c.given["tensors"]) > 1)),
     ("pads", "constant_pad_nd reflection_pad1d reflection_pad2d replication_pad1d replication_pad2d", _padded),

@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from pytest_gtrainer._torch.chunking import is_engine_addition
-from pytest_gtrainer._torch.passes import ALL_REDUCE, REDUCE_SCATTER, WAIT
+from pytest_gtrainer._torch.passes import ALL_REDUCE, REDUCE_SCATTER
 from pytest_gtrainer.graph.collectives import chain_to_output, only_wait
 from pytest_gtrainer.graph.nodes import (
     BACKWARD,
@@ -28,7 +28,8 @@ from pytest_gtrainer.graph.nodes import (
     is_view,
     mutates,
     node_fqn,
-    returns_an_operand,
+    storage_of,
+    walked,
     written_operands,
 )
 from pytest_gtrainer.passes.chunking.config import ChunkConfig, ChunkError
@@ -36,27 +37,12 @@ from pytest_gtrainer.passes.chunking.twins import Twins
 
 
 class Storages:
-    """The storage of every node of a graph, as the node that made it.
-
-    Attributes:
-        of: the storage.
-        written: what a node writes to, for nodes that write.
-    """
+    """The storage ``of`` every node, as the node that made it, and what is ``written`` by those that write."""
 
     def __init__(self, graph: fx.Graph) -> None:
-        self.of: dict[fx.Node, fx.Node] = {}
-        self.written: dict[fx.Node, list[fx.Node]] = {}
-        for node in graph.nodes:
-            self.of[node] = node
-            if node.op != "call_function":
-                continue
-            writes = written_operands(node)
-            if writes:
-                self.written[node] = [self.of[operand] for operand in writes]
-            if writes and returns_an_operand(node):
-                self.of[node] = self.of[writes[0]]
-            elif (is_view(node.target) or node.target in (operator.getitem, WAIT)) and node.all_input_nodes:
-                self.of[node] = self.of[node.all_input_nodes[0]]
+        self.of = {node: storage_of(node) for node in graph.nodes}
+        written = {node: written_operands(node) for node in graph.nodes}
+        self.written = {node: [self.of[each] for each in operands] for node, operands in written.items() if operands}
 
 
 _REDUCTIONS = (REDUCE_SCATTER, ALL_REDUCE)
@@ -86,26 +72,22 @@ def reduction_steps(graph: fx.Graph, *, up_to_casts: bool = False) -> set[fx.Nod
     """
     steps: set[fx.Node] = set()
     for launch in gradient_reductions(graph):
-        behind: list[fx.Node] = []
-        todo = list(launch.users)
-        while todo:
-            node = todo.pop()
-            if node.op == "call_function" and not is_engine_addition(node):
-                behind.append(node)
-                todo += node.users
-        if up_to_casts and any(_casts(node) for node in behind):
+        behind = walked(
+            launch.users,
+            lambda node: node.users,
+            lambda node: node.op == "call_function" and not is_engine_addition(node),
+        )
+        if up_to_casts and any(map(_casts, behind)):
             continue
-        steps.update(behind)
+        steps |= {launch} | behind
         number = launch.meta.get("seq_nr")
-        todo = [launch]
-        while todo:
-            node = todo.pop()
-            steps.add(node)
-            for source in node.all_input_nodes if number is not None else ():
-                same = direction(source) == BACKWARD and source.meta.get("seq_nr") == number
-                same = same and not is_engine_addition(source) and source not in steps
-                if same and not (up_to_casts and _casts(source)):
-                    todo.append(source)
+
+        def is_before(node: fx.Node, number: int | None = number) -> bool:
+            same = direction(node) == BACKWARD and node.meta.get("seq_nr") == number
+            return same and not is_engine_addition(node) and not (up_to_casts and _casts(node))
+
+        if number is not None:
+            steps |= walked(launch.all_input_nodes, lambda node: node.all_input_nodes, is_before)
     return steps
 
 
@@ -201,7 +183,7 @@ class _BodySearch:
                 loose |= {node: None} if key is not None else {}
             if key is not None:
                 self.found[node] = key
-                entering = [source for source in node.all_input_nodes if self.twins.carries(source)]
+                entering = [source for source in node.all_input_nodes if source in self.twins.dims]
                 self.entering.setdefault(key, {}).update((s, None) for s in entering if self.found.get(s) != key)
         for node in reversed(loose):
             if not self._stays(node):
@@ -216,7 +198,7 @@ class _BodySearch:
             return True
         return any(
             self._is_in(source, key.root)
-            or self.twins.carries(source)
+            or source in self.twins.dims
             or (source.op == "get_attr" and source in self.twins.differing)
             for source in node.all_input_nodes
         )
@@ -250,7 +232,7 @@ class _BodySearch:
         key = self.found[node]
         if any(self._is_in(user, key.root) for user in node.users) or self._differentiated(node, key.root):
             return True
-        if not is_engine_addition(node) or not self.twins.carries(node):
+        if not is_engine_addition(node) or node not in self.twins.dims:
             return False
         if all(self.found.get(source) == key for source in node.all_input_nodes):
             return True

@@ -25,7 +25,7 @@ from pytest_gtrainer.graph.nodes import BACKWARD, FORWARD, direction
 from pytest_gtrainer.passes.chunking.config import ChunkError, described
 from pytest_gtrainer.passes.chunking.regions import Region, RegionKey, Storages, alike, propagates
 from pytest_gtrainer.passes.chunking.schedule import units_in_order
-from pytest_gtrainer.passes.chunking.twins import Twins, constant, has_unknown_extent
+from pytest_gtrainer.passes.chunking.twins import Twins, constant, unknown_dims
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ class Sums:
                         groups[-1] = Contributions(region, (*groups[-1].nodes, source))
                     else:
                         groups.append(Contributions(region, (source,)))
-                self.tops[node] = _with_passed_on(groups, node, twins, regions) if twins.carries(node) else groups
+                self.tops[node] = _with_passed_on(groups, node, twins, regions) if node in twins.dims else groups
                 self.partial.update(chains[node])
 
 
@@ -88,7 +88,7 @@ def _with_passed_on(
     if forward is not None:
         body = set(forward.body)
         read = dict.fromkeys(source for node in forward.body for source in node.all_input_nodes)
-        entering = [source for source in read if source not in body and twins.carries(source)]
+        entering = [source for source in read if source not in body and source in twins.dims]
         of_its_kind = [source for source in entering if alike(source.meta["val"], top.meta["val"])]
         uses = [use for source in of_its_kind for use in source.users if use not in body and propagates(use)]
         behind = sum(use > forward.body[0] for use in uses)
@@ -189,7 +189,7 @@ class Rewrite:
             if home is not None and home.key.root == region.key.root:
                 self.counts.handed_on += 1
                 pieces = self.chunks[source]
-            elif has_unknown_extent(source):
+            elif unknown_dims(source.meta.get("val")):
                 raise ChunkError(
                     f"{described(source)} has an extent that is known only at run time, so {region.key.root} cannot "
                     "read it chunk by chunk: compute it inside the module"
@@ -304,7 +304,7 @@ class Rewrite:
         dim = reason = None
         if not isinstance(node.meta.get("val"), torch.Tensor):
             reason = "is no tensor"
-        elif has_unknown_extent(node):
+        elif unknown_dims(node.meta["val"]):
             reason = "has an extent that is known only at run time"
         elif (dim := self.twins.dim(node)) is None and region.key.direction == FORWARD:
             reason = "does not have the chunk dimension"

@@ -10,8 +10,10 @@ backwards the last one, as the chunks stand in the graph. The order is a topolog
 
 from __future__ import annotations
 
+import graphlib
 import heapq
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, TypeAlias
 
 from torch import fx
@@ -46,20 +48,16 @@ def units_in_order(nodes: Sequence[fx.Node], region_of: Mapping[fx.Node, Region]
 
 def _in_order(before: Mapping[Unit, Collection[Unit]], places: Mapping[Unit, Any]) -> Iterator[Unit]:
     """A topological sort: of the units that depend on nothing that is left, the one whose place is first."""
-    readers: dict[Unit, list[Unit]] = {}
-    for unit, sources in before.items():
-        for source in sources:
-            readers.setdefault(source, []).append(unit)
-    waiting = {unit: len(sources) for unit, sources in before.items()}
-    ready = [(places[unit], unit) for unit, count in waiting.items() if not count]
-    heapq.heapify(ready)
-    while ready:
+    sorter = graphlib.TopologicalSorter(before)
+    with suppress(graphlib.CycleError):  # what does not depend on itself comes all the same
+        sorter.prepare()
+    ready: list[tuple[Any, Unit]] = []
+    while sorter.is_active():
+        for unit in sorter.get_ready():
+            heapq.heappush(ready, (places[unit], unit))
         _, unit = heapq.heappop(ready)
         yield unit
-        for reader in readers.get(unit, ()):
-            waiting[reader] -= 1
-            if not waiting[reader]:
-                heapq.heappush(ready, (places[reader], reader))
+        sorter.done(unit)
 
 
 def dependencies(

@@ -58,13 +58,9 @@ class Twins:
             if isinstance(value, torch.Tensor) and (dims := differing_dims(value, self.part_of[node].meta["val"])):
                 self.dims[node] = dims
 
-    def carries(self, node: fx.Node) -> bool:
-        """Whether a tensor's extents, as far as they are known, depend on the chunk dimension."""
-        return node in self.dims
-
     def dim(self, node: fx.Node) -> int | None:
         """The dimension along which the full tensor is the chunks' tensors one behind the other; None without one."""
-        if not self.carries(node):
+        if node not in self.dims:
             return None
         (dim, *others), part = self.dims[node], self.part_of[node].meta["val"]
         if others or node.meta["val"].shape[dim] != self.num_chunks * part.shape[dim]:
@@ -75,10 +71,10 @@ class Twins:
         return dim
 
 
-def has_unknown_extent(node: fx.Node) -> bool:
-    """Whether an extent of a tensor is known only at run time."""
-    value = node.meta.get("val")
-    return isinstance(value, torch.Tensor) and any(isinstance(extent, torch.SymInt) for extent in value.shape)
+def unknown_dims(value: Any) -> list[int]:
+    """The first dimension of an extent that is known only at run time: rows that the data counts."""
+    shape = value.shape if isinstance(value, torch.Tensor) else ()
+    return [dim for dim, extent in enumerate(shape) if isinstance(extent, torch.SymInt)][:1]
 
 
 def constant(gm: fx.GraphModule, node: fx.Node) -> Any:

@@ -137,7 +137,7 @@ class Rank:
         """Run the whole protocol of a test; ``trouble`` is what stopped it, if something outside a phase did."""
         self.group.begin()
         memory, trouble = self.group.memory(), None
-        seed_everything(hygiene.SEED, later=False)
+        seed_everything(hygiene.SEED)
         try:
             item, following = self._tests.find(command.item), None
             if command.next_item is not None:
@@ -159,7 +159,7 @@ class Rank:
 
     def _call_function(self, command: wire.CallFunction) -> wire.CallDone:
         self.group.begin()
-        seed_everything(hygiene.SEED, later=False)
+        seed_everything(hygiene.SEED)
         capture = self.session.config.pluginmanager.getplugin("capturemanager")
         result = told = None
         with facts.collecting() as seen:

@@ -127,6 +127,10 @@ OPTIONS: tuple[Option, ...] = (
         default="warn",
         choices=("warn", "fail", "ignore"),
     ),
+    Option("pass", "the pass that pytest_gtrainer.conformance judges", metavar="MODULE:NAME"),
+    Option("kind", "which rules it is held to (default: any)", choices=("any", "bucketing")),
+    Option("conformance", "write the table of conformance as JSON", metavar="FILE"),
+    Option("conformance-against", "show what differs from a table that was written before", metavar="FILE"),
     Option("fresh-ranks", "start new rank processes for every test", is_flag=True),
 )
 

@@ -103,6 +103,10 @@ OPTIONS: tuple[Option, ...] = (
     Option(
         "leaked-resources", "a test on ranks that leaves a process group or GPU memory (default: warn)", **_REACTION
     ),
+    Option("pass", "the pass that pytest_gtrainer.conformance judges", metavar="MODULE:NAME"),
+    Option("kind", "which rules it is held to (default: any)", choices=("any", "bucketing")),
+    Option("conformance", "write the table of conformance as JSON", metavar="FILE"),
+    Option("conformance-against", "show what differs from a table that was written before", metavar="FILE"),
     Option("fresh-ranks", "start new rank processes for every test", is_flag=True),
 )
 

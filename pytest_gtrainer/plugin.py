@@ -11,6 +11,7 @@ import pytest
 
 from pytest_gtrainer import devices, extensions, facts, hookspecs, marker, options, supported
 from pytest_gtrainer._pytest_private import use_fixture
+from pytest_gtrainer.conformance.table import ConformanceTable
 from pytest_gtrainer.fixtures import (  # noqa: F401 - pytest finds fixtures by their names here
     gt_artifacts,
     gt_compile,
@@ -76,6 +77,7 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(RanksPlugin(config), "gtrainer-ranks")
         config.pluginmanager.register(UnusedGoldens(config, goldens), "gtrainer-unused-goldens")
         config.pluginmanager.register(SummaryPlugin(config), "gtrainer-summary")
+        config.pluginmanager.register(ConformanceTable(config), "gtrainer-conformance")
         if config.getoption("xmlpath", None):
             config.pluginmanager.register(JUnitProperties(), "gtrainer-junit")
         if options.get(config, "report") is not None and not hasattr(config, "workerinput"):

@@ -116,7 +116,7 @@ class _Run:
         if file.result or file.raises is not None:
             self._assert_text(self._text(self._before), "the passes changed the graph, which had to stay as it was")
         if file.values:
-            self._assert_values()
+            assert_same_values(self._gm, self._before, f"{file.file}, after the passes against before")
         if file.checks:
             checks = [parse_check(directive.value, directive.place) for directive in file.checks]
             run_checks(Subject(self._gm, before=self._before, mesh=self._mesh), checks)
@@ -137,24 +137,6 @@ class _Run:
                 error.add_note(f"in {call.name}, of {call.place}")
                 raise
 
-    def _assert_values(self) -> None:
-        """Run both graphs on the same inputs. In a fake world an all-gather repeats the shard."""
-        __tracebackhide__ = True
-        inputs = [_sample(value, self._file.file) for value in self._inputs]
-        placeholders = enumerate(self._before.graph.find_nodes(op="placeholder"))
-        names = [node.meta["gt_input"]["fqn"] if "gt_input" in node.meta else f"A[{at}]" for at, node in placeholders]
-        results = []
-        self._gm.recompile()  # passes leave that to the end of a pipeline
-        for gm in (self._gm, self._before):
-            given = copy.deepcopy(inputs)
-            values, told = pytree.tree_leaves(gm(*given)), gm.graph.output_node().meta.get("gt_outputs") or ()
-            # as the file names them, ``output layers.0.w``; by their place where it does not
-            of_file = told if len(told) == len(values) else range(len(values))
-            outputs = {f"output {name}": value for name, value in zip(of_file, values, strict=True)}
-            left = {f"{name}, as the graph leaves it": value for name, value in zip(names, given, strict=True)}
-            results.append({n: value for n, value in (outputs | left).items() if isinstance(value, torch.Tensor)})
-        assert_bitwise_equal(*results, what=f"{self._file.file}, after the passes against before")
-
     def _assert_text(self, expected: str, what: str) -> None:
         __tracebackhide__ = True
         found = self._text(self._gm)
@@ -162,12 +144,39 @@ class _Run:
             raise AssertionError(f"{self._file.file}: {what}\n{difference('graph', expected, found)}")
 
 
-def _sample(value: Any, file: str) -> torch.Tensor:
-    """A real tensor like a graph input: seeded, integers 0 or 1, so that they may be indices."""
+def assert_same_values(gm: fx.GraphModule, before: fx.GraphModule, what: str) -> None:
+    """Run two graphs on the same seeded inputs: results, and what they leave in their inputs, have the same bits.
+
+    In a fake world an all-gather repeats the shard.
+
+    Raises:
+        BitwiseDifference: ``what`` was compared, and the output or input as ``before`` names it.
+        PassFileError: an input is no tensor of known sizes.
+    """
+    __tracebackhide__ = True
+    placeholders = before.graph.find_nodes(op="placeholder")
+    generator = torch.Generator().manual_seed(_SEED)
+    inputs = [_sample(node.meta.get("val"), generator, what) for node in placeholders]
+    named = enumerate(placeholders)
+    names = [node.meta["gt_input"]["fqn"] if "gt_input" in node.meta else f"A[{at}]" for at, node in named]
+    results = []
+    gm.recompile()  # passes leave that to the end of a pipeline
+    for each in (gm, before):
+        given = copy.deepcopy(inputs)
+        values, told = pytree.tree_leaves(each(*given)), each.graph.output_node().meta.get("gt_outputs") or ()
+        # as the file names them, ``output layers.0.w``; by their place where it does not
+        of_file = told if len(told) == len(values) else range(len(values))
+        outputs = {f"output {name}": value for name, value in zip(of_file, values, strict=True)}
+        left = {f"{name}, as the graph leaves it": value for name, value in zip(names, given, strict=True)}
+        results.append({n: value for n, value in (outputs | left).items() if isinstance(value, torch.Tensor)})
+    assert_bitwise_equal(*results, what=what)
+
+
+def _sample(value: Any, generator: torch.Generator, what: str) -> torch.Tensor:
+    """A real tensor like a graph input, each with values of its own; integers 0 or 1, so that they may be indices."""
     sizes = (*value.shape, *value.stride()) if isinstance(value, torch.Tensor) else (None,)
     if not all(type(size) is int for size in sizes):
-        raise PassFileError(f"{file}: `# values:` needs inputs that are tensors of known sizes")
-    generator = torch.Generator().manual_seed(_SEED)
+        raise PassFileError(f"{what}: this needs inputs that are tensors of known sizes")
     if value.is_floating_point() or value.is_complex():
         found = torch.randn(value.shape, dtype=torch.float64, generator=generator).to(value.dtype)
     else:

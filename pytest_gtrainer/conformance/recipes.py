@@ -1,0 +1,192 @@
+"""The graphs that rules are judged on: small models by recipe, sharded and traced as one rank of a fake world."""
+
+from __future__ import annotations
+
+import copy
+import math
+import weakref
+from dataclasses import dataclass, fields
+
+import torch
+import torch.distributed as dist
+from torch import fx, nn
+from torch.distributed import _functional_collectives as functional
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from pytest_gtrainer.graph.bucket_plan import BucketPlan
+from pytest_gtrainer.passes.canonicalize import canonicalize_graph_pass
+from pytest_gtrainer.passes.collectives import reduce_scatter_before_all_reduce_pass
+from pytest_gtrainer.passes.remat import selective_activation_remat_pass, tag_with_memory_policy_pass
+from pytest_gtrainer.references.config import TrainConfig
+from pytest_gtrainer.tracing.sharding import MixedPrecisionPolicy, data_parallel
+from pytest_gtrainer.tracing.step import trace_step
+
+VOCABULARY = 16
+LINEARS = ("w1", "w2", "w3")
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """What a model is like, and how it is sharded and traced.
+
+    Attributes:
+        layers: how many blocks.
+        dim: the extent of every weight; 4 ranks shard 10 unevenly.
+        registered, executed: the orders of a block's linear layers; where they differ an order can be wrong.
+        bias: those of them that have one.
+        tied: head and embedding share their weight.
+        reduced: dtype that gradients are reduced in; parameters are gathered in bfloat16 unless it is None.
+        mixed: norms are gathered in float32.
+        mesh: dimensions and extents; the last one shards, one called ``replicate`` holds replicas, and over one called
+            ``tp`` activations are gathered and added.
+        gathers_again: parameters are gathered again in the backward.
+    """
+
+    layers: int = 2
+    dim: int = 8
+    registered: tuple[str, ...] = LINEARS
+    executed: tuple[str, ...] = ("w1", "w3", "w2")
+    bias: tuple[str, ...] = ("w1",)
+    tied: bool = False
+    reduced: torch.dtype | None = torch.float32
+    mixed: bool = False
+    mesh: tuple[tuple[str, int], ...] = (("fsdp", 4),)
+    gathers_again: bool = False
+
+    def __str__(self) -> str:
+        """What is not as by default, as a person would ask for it."""
+        changed = {each.name: getattr(self, each.name) for each in fields(self)}
+        told = [f"{name}={value}" for name, value in changed.items() if value != getattr(Recipe(), name)]
+        return f"Recipe({', '.join(told)})"
+
+    @property
+    def size(self) -> int:
+        """Ranks of its mesh."""
+        return math.prod(extent for _, extent in self.mesh)
+
+    @property
+    def plan(self) -> BucketPlan:
+        """A bucket a layer; what is tied is in one."""
+        layers = [f"layers.{index}" for index in range(self.layers)]
+        if self.tied:
+            return [["tok_embeddings", "norm", "lm_head"], *layers]
+        return ["tok_embeddings", *layers, ["norm", "lm_head"]]
+
+    @property
+    def policy(self) -> MixedPrecisionPolicy:
+        return MixedPrecisionPolicy() if self.reduced is None else MixedPrecisionPolicy(torch.bfloat16, self.reduced)
+
+    def config(self, mesh: DeviceMesh) -> TrainConfig:
+        """Its training on a mesh, two rows of three tokens a step."""
+
+        def batch(step: int, coordinate: int) -> tuple[torch.Tensor]:
+            generator = torch.Generator().manual_seed(100 * step + coordinate)
+            return (torch.randint(VOCABULARY, (2, 3), generator=generator),)
+
+        return TrainConfig(
+            model=lambda: Net(self),
+            step=step,
+            batch=batch,
+            bucket_plan=self.plan,
+            mesh=mesh,
+            mp_policy=self.policy,
+            steps=2,
+        )
+
+    def trace(self, meshes: DeviceMesh) -> fx.GraphModule:
+        """The canonical joint graph of a step, on this rank of a mesh that has its dimensions."""
+        names = tuple(name for name, _ in self.mesh if name != "tp")
+        beside = meshes["tp"].get_group() if "tp" in dict(self.mesh) else None
+        shards = meshes[names] if len(names) > 1 else meshes[names[0]]
+        mode = "hybrid_shard" if "replicate" in names else "fully_shard"
+        model: nn.Module = Net(self, beside)
+        if self.mixed:  # the norms first, in their own dtype
+            for module in [each for each in model.modules() if isinstance(each, nn.LayerNorm)]:
+                data_parallel(module, shards, mode=mode)
+        sharded = data_parallel(model, shards, mode=mode, mp_policy=self.policy)
+        gm = canonicalize_graph_pass(trace_step(sharded, step, (torch.zeros(2, 3, dtype=torch.int64),)).gm)
+        if "replicate" in names:
+            gm = reduce_scatter_before_all_reduce_pass(gm)  # as FSDP2 has it
+        if self.gathers_again:
+            gm = selective_activation_remat_pass(tag_with_memory_policy_pass(gm))
+        return gm
+
+
+class Block(nn.Module):
+    """Registers a scale of its own, then linear layers, then the norm that it runs first."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(recipe.dim))
+        for name in recipe.registered:
+            self.add_module(name, nn.Linear(recipe.dim, recipe.dim, bias=name in recipe.bias))
+        self.norm = nn.LayerNorm(recipe.dim)
+        self._executed = recipe.executed
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.norm(x)
+        for name in self._executed:
+            h = torch.tanh(self.get_submodule(name)(h))
+        return x + h * self.scale
+
+
+class Net(nn.Module):
+    """An embedding, blocks, a norm and a head; between blocks activations are exchanged over ``beside``."""
+
+    def __init__(self, recipe: Recipe, beside: dist.ProcessGroup | None = None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.tok_embeddings = nn.Embedding(VOCABULARY, recipe.dim)
+        self.layers = nn.ModuleList(Block(recipe) for _ in range(recipe.layers))
+        self.norm = nn.LayerNorm(recipe.dim)
+        self.lm_head = nn.Linear(recipe.dim, VOCABULARY, bias=False)
+        if recipe.tied:
+            self.lm_head.weight = self.tok_embeddings.weight
+        self._beside = beside
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.tok_embeddings(tokens)
+        for layer in self.layers:
+            x = layer(x)
+            if self._beside is not None:
+                exchanged = functional.all_gather_tensor(x.detach().contiguous(), 0, self._beside)
+                x = x + functional.all_reduce(exchanged[: x.shape[0]], "sum", self._beside)
+        logits: torch.Tensor = self.lm_head(self.norm(x))
+        return logits
+
+
+def step(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+    """A loss that every token and every logit is in."""
+    logits: torch.Tensor = model(tokens)
+    return logits.float().logsumexp(-1).mean()
+
+
+class Graphs:
+    """The meshes and traced graphs of one process group; of an ended one they would name groups that are gone."""
+
+    def __init__(self) -> None:
+        self.meshes: dict[tuple[tuple[str, int], ...], DeviceMesh] = {}
+        self.traced: dict[Recipe, fx.GraphModule] = {}
+
+
+_of_group: weakref.WeakKeyDictionary[dist.ProcessGroup, Graphs] = weakref.WeakKeyDictionary()
+
+
+def mesh_of(recipe: Recipe) -> DeviceMesh:
+    """Its mesh over all ranks of the default group: the same one at each call."""
+    meshes = _of_group.setdefault(dist.group.WORLD, Graphs()).meshes
+    if recipe.mesh not in meshes:
+        extents = dict(recipe.mesh)
+        meshes[recipe.mesh] = init_device_mesh("cpu", tuple(extents.values()), mesh_dim_names=tuple(extents))
+    return meshes[recipe.mesh]
+
+
+def graph_of(recipe: Recipe) -> fx.GraphModule:
+    """Its graph on this rank; the caller's own."""
+    traced = _of_group.setdefault(dist.group.WORLD, Graphs()).traced
+    if recipe not in traced:
+        traced[recipe] = recipe.trace(mesh_of(recipe))
+    gm = copy.deepcopy(traced[recipe])
+    for node in gm.graph.nodes:  # a copy of a graph shares what its nodes' metadata holds
+        node.meta = {name: copy.copy(value) if isinstance(value, dict) else value for name, value in node.meta.items()}
+    return gm

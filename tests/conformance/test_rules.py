@@ -1,0 +1,279 @@
+"""Each rule can fail: a pass that breaks it is told, by its sentence; and ours holds them all."""
+
+from __future__ import annotations
+
+import itertools
+import operator
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import fx
+
+from pytest_gtrainer import joint_transformer_block_bucketing_reordering_pass as ours
+from pytest_gtrainer._torch.passes import ALL_GATHER, WAIT
+from pytest_gtrainer.conformance import Adapter, any_pass, bucketing
+from pytest_gtrainer.conformance.rules import RULES, judge
+
+aten = torch.ops.aten
+
+test_ours = bucketing(ours)
+test_ours_as_any_pass = any_pass(ours, not_claimed={"generated": "held by the test above"})
+
+
+def found(gm, target):
+    return gm.graph.find_nodes(op="call_function", target=target)
+
+
+def out_of_order(gm, plan):
+    gm = ours(gm, bucket_plan=plan)
+    wait = found(gm, WAIT)[0]
+    wait.prepend(next(iter(wait.users)))
+    return gm
+
+
+def adds_each_time(gm, plan):
+    gm = ours(gm, bucket_plan=plan)
+    node = gm.graph.output_node().args[0][0]
+    with gm.graph.inserting_after(node):
+        more = gm.graph.call_function(aten.clone.default, (node,))
+    more.meta = dict(node.meta)
+    node.replace_all_uses_with(more, delete_user_cb=lambda user: user is not more)
+    return gm
+
+
+def refuses_too_late(gm, plan):
+    ours(gm, bucket_plan=[entry for entry in plan if entry != "no.such.module"])
+    if "no.such.module" in plan:
+        raise ValueError("there is no such module")
+    return gm
+
+
+def takes_any_plan(gm, plan):
+    return ours(gm, bucket_plan=[entry for entry in plan if entry != "no.such.module"])
+
+
+def negates(gm, plan):
+    gm = ours(gm, bucket_plan=plan)
+    (results,) = gm.graph.output_node().args
+    with gm.graph.inserting_before(gm.graph.output_node()):
+        negative = gm.graph.call_function(aten.neg.default, (results[-1],))
+    negative.meta = dict(results[-1].meta)
+    gm.graph.output_node().args = ([*results[:-1], negative],)
+    return gm
+
+
+def swaps_gradients(gm, plan):
+    """Two of one shape."""
+    gm = ours(gm, bucket_plan=plan)
+    (results,) = gm.graph.output_node().args
+    names = list(gm.graph.output_node().meta["gt_outputs"])
+    swapped, one, other = list(results), names.index("layers.0.w2.weight"), names.index("layers.0.w3.weight")
+    swapped[one], swapped[other] = results[other], results[one]
+    gm.graph.output_node().args = (swapped,)
+    return gm
+
+
+def forgets_values(gm, plan):
+    gm = ours(gm, bucket_plan=plan)
+    del found(gm, WAIT)[-1].meta["val"]
+    return gm
+
+
+def forgets_modules(gm, plan):
+    gm = ours(gm, bucket_plan=plan)
+    found(gm, aten.tanh.default)[0].meta["custom"] = {}
+    return gm
+
+
+def asks_for_its_rank(gm, plan):
+    return ours(gm, bucket_plan=plan, reorder=dist.get_rank() > 0)
+
+
+def compares_all_pairs(gm, plan):
+    nodes = list(gm.graph.nodes)
+    sum(operator.eq(id(one), id(other)).__bool__() for one in nodes for other in nodes)
+    return ours(gm, bucket_plan=plan)
+
+
+def loses_a_gradient(gm, plan):
+    gm = ours(gm, bucket_plan=plan)
+    (results,) = gm.graph.output_node().args
+    gradient = results[-1]
+    with gm.graph.inserting_before(gm.graph.output_node()):
+        nothing = gm.graph.call_function(aten.full.default, (list(gradient.meta["val"].shape), 0.0))
+    nothing.meta = {"val": gradient.meta["val"]}
+    gm.graph.output_node().args = ([*results[:-1], nothing],)
+    return gm
+
+
+def cuts_a_layer(gm, plan):
+    return ours(gm, bucket_plan=[*plan, "layers.0.w1"])
+
+
+def packs_as_executed(gm, plan):
+    return ours(gm, bucket_plan=plan, payload_order="execution")
+
+
+def packs_as_registered(gm, plan):
+    return ours(gm, bucket_plan=plan, payload_order="registration")
+
+
+def exchanges_twice(gm, plan):
+    gm = ours(gm, bucket_plan=plan)
+    reduced = found(gm, torch.ops._c10d_functional.all_reduce.default)
+    if reduced:
+        with gm.graph.inserting_after(reduced[0]):
+            gm.graph.node_copy(reduced[0], lambda node: node)
+    return gm
+
+
+def gathers_in_another_dtype(gm, plan):
+    gm = ours(gm, bucket_plan=plan)
+    for launch in found(gm, ALL_GATHER):
+        value = launch.meta["val"]
+        if value.dtype is torch.float32 and "fsdp_bucket" in launch.meta:
+            with gm.graph.inserting_before(launch):
+                smaller = gm.graph.call_function(aten._to_copy.default, (launch.args[0],), {"dtype": torch.bfloat16})
+            smaller.meta = launch.args[0].meta | {"val": launch.args[0].meta["val"].to(torch.bfloat16)}
+            launch.args = (smaller, *launch.args[1:])
+            launch.meta["val"] = value.to(torch.bfloat16)
+    return gm
+
+
+def leaves_no_marks(gm, plan):
+    gm = ours(gm, bucket_plan=plan)
+    for node in gm.graph.nodes:
+        node.meta.pop("fsdp_bucket", None)
+    return gm
+
+
+def leaves_views(gm, plan):
+    """What a bucket's all-gather gives is not copied out."""
+    gm = ours(gm, bucket_plan=plan)
+    for clone in found(gm, aten.clone.default):
+        if "fsdp_bucket" in clone.meta:
+            clone.replace_all_uses_with(clone.args[0])
+            for user in list(clone.args[0].users):  # a view of a strided one has its strides
+                if user.target is aten.view.default:
+                    user.meta["val"] = clone.args[0].meta["val"].reshape(user.args[1])
+    strided = next(node for node in gm.graph.nodes if node.target is aten.t.default)
+    strided.meta["val"] = strided.meta["val"].contiguous()
+    return gm
+
+
+def does_not_reorder(gm, plan):
+    return ours(gm, bucket_plan=plan, reorder=False)
+
+
+def moves_compute(gm, plan):
+    """Two neighbours that do not need each other."""
+    gm = ours(gm, bucket_plan=plan)
+    sums = (aten.sum.dim_IntList, aten.mm.default, aten.mul.Tensor)
+    for one, other in itertools.pairwise(gm.graph.nodes):
+        if {one.target, other.target} <= set(sums) and one not in other.all_input_nodes:
+            other.append(one)
+            return gm
+    raise AssertionError("no two neighbours")
+
+
+def raises_an_error(gm, plan):
+    raise KeyError("w2")
+
+
+MISTAKES = [
+    ("E6", out_of_order, "left a graph out of order"),
+    ("E7", adds_each_time, "the second run changes the graph"),
+    ("D11", refuses_too_late, "left the graph half rewritten"),
+    ("D11", takes_any_plan, "was taken in silence"),
+    ("D9", negates, "after negates against before"),
+    ("D9", swaps_gradients, "after swaps_gradients against before"),
+    ("metadata", forgets_values, 'has no meta\\["val"\\]'),
+    ("metadata", forgets_modules, "was of layers.0 fwd and is of  fwd"),
+    ("ranks", asks_for_its_rank, "rank 0 has another graph than rank 1"),
+    ("growth", compares_all_pairs, "calls for 4 layers"),
+    ("generated", negates, "the smallest model: Recipe\\("),
+    ("D17", loses_a_gradient, "it is gone: reduce_scatter of "),
+    ("D1", cuts_a_layer, "bucket 'layers.0', all_gather in fwd: expected one of"),
+    ("D2", packs_as_executed, "layers.0.norm.weight stands where FSDP2 packs layers.0.w1.weight"),
+    ("D4", packs_as_registered, "bucket 'layers.0', all_gather: layers.0.w1.weight sits at byte 4, expected 0"),
+    ("D6", exchanges_twice, "all_reduce of \\[2, 3, 8\\] over tp: 2 before the pass, 3 behind it"),
+    ("D7", gathers_in_another_dtype, "travelled as torch.float32, now as torch.bfloat16"),
+    ("D8", leaves_no_marks, 'has no meta\\["fsdp_bucket"\\]'),
+    ("D13", leaves_views, "reads operands of strides"),
+    ("E1", does_not_reorder, "the gather of a bucket hides nothing"),
+    ("E2", does_not_reorder, "nothing runs beside it"),
+    ("E4", moves_compute, "compute has moved"),
+]
+
+
+@pytest.mark.gt_world("fake", size=4, rank=1)
+@pytest.mark.parametrize(("rule", "mistake", "told"), MISTAKES, ids=lambda each: getattr(each, "__name__", None))
+def test_a_mistake_is_told(rule, mistake, told, request, tmp_path):
+    """The graph that it was given is kept, as a pass file."""
+    with pytest.raises(AssertionError, match=told):
+        judge(RULES[rule], Adapter(mistake, "bucketing", call=mistake), request)
+
+
+@pytest.mark.gt_world("ranks", size=3)
+def test_another_order_has_other_bits_on_ranks(request):
+    with pytest.raises(AssertionError, match=r"bucket layouts differ(?s:.)*bits are (different|equal on this rank)"):
+        judge(RULES["bits"], Adapter(packs_as_executed, "bucketing", call=packs_as_executed), request)
+
+
+@pytest.mark.gt_world("simulated", size=4, nodes=2)
+def test_another_order_has_other_bits_on_simulated_nodes(request):
+    with pytest.raises(AssertionError, match="bits are different"):
+        judge(RULES["nodes"], Adapter(packs_as_executed, "bucketing", call=packs_as_executed), request)
+
+
+def test_every_rule_has_a_mistake():
+    assert {rule for rule, *_ in MISTAKES} | {"bits", "nodes"} == set(RULES)
+
+
+@pytest.mark.gt_world("fake", size=4, rank=1)
+@pytest.mark.parametrize("rule", sorted(set(RULES) - {"D1", "bits", "nodes"}))
+def test_a_pass_that_does_nothing_holds_no_rule(rule, request):
+    """It could not have failed."""
+
+    def nothing(gm: fx.GraphModule) -> fx.GraphModule:
+        return gm
+
+    with pytest.raises(pytest.skip.Exception, match="proves nothing"):
+        judge(RULES[rule], Adapter(nothing, "bucketing"), request)
+
+
+@pytest.mark.gt_world("fake", size=4, rank=1)
+def test_what_is_not_claimed_is_not_run(request):
+    adapter = Adapter(raises_an_error, "bucketing", call=raises_an_error, not_claimed={"E*": "orders nothing"})
+    with pytest.raises(pytest.skip.Exception, match="not claimed: orders nothing"):
+        judge(RULES["E2"], adapter, request)
+
+
+@pytest.mark.gt_world("fake", size=4, rank=1)
+def test_a_pass_that_raises_or_gives_no_graph_is_told_and_its_graph_kept(request, gt_artifacts):
+    with pytest.raises(
+        AssertionError, match="raises_an_error raised KeyError: 'w2'\nThe graph that it was given is kept"
+    ):
+        judge(RULES["E6"], Adapter(raises_an_error, "bucketing", call=raises_an_error), request)
+    kept = (gt_artifacts / "raises_an_error-E6.fxgraph").read_text()
+    assert "# passes: raises_an_error\n" in kept
+    assert "# world: fake 4, rank 1\n# mesh: fsdp=4\n" in kept
+
+    def gives_nothing(gm, plan):
+        ours(gm, bucket_plan=plan)
+
+    with pytest.raises(
+        AssertionError, match="returned NoneType, expected a GraphModule; if it works in place, say in_"
+    ):
+        judge(RULES["E6"], Adapter(gives_nothing, "bucketing", call=gives_nothing), request)
+    judge(RULES["E6"], Adapter(gives_nothing, "bucketing", call=gives_nothing, in_place=True), request)
+
+
+def test_an_adapter_that_says_what_is_not_is_refused():
+    with pytest.raises(ValueError, match=r"^kind='bucket': expected one of any, bucketing$"):
+        Adapter(ours, "bucket")
+    with pytest.raises(ValueError, match=r"^there is no rule 'D99'; there are E6, E7,"):
+        bucketing(ours, not_claimed={"D99": "never heard of"})
+    with pytest.raises(TypeError, match=r"^a pass is a function, and 'ours' is none$"):
+        any_pass("ours")

@@ -1,0 +1,6 @@
+from contextlib import contextmanager
+
+
+@contextmanager
+def unchanged_attributes(model):
+    yield

@@ -4,7 +4,7 @@
 - ``Tensor._version`` counts the writes to a tensor's memory;
 - ``ShapeEnv.deferred_runtime_asserts`` holds, by symbol, what a trace relied on about a data-dependent size, and
   ``ShapeEnv.replacements`` what it found a symbol to be equal to;
-- ``_get_current_dispatch_mode_stack`` lists dispatch modes, ``_len_torch_function_stack`` counts function modes, and
+- ``_get_current_dispatch_mode_stack`` lists dispatch modes, ``_get_current_function_mode_stack`` function modes, and
   ``torch._C._autograd._top_saved_tensors_default_hooks`` gives the pair in force around saved tensors.
 """
 
@@ -20,7 +20,7 @@ from pytest_gtrainer._torch.chunking import Renaming
 from pytest_gtrainer._torch.values import FakeTensor, storage_id
 
 with private_names():
-    from torch.overrides import _len_torch_function_stack
+    from torch.overrides import _get_current_function_mode_stack
     from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 ATTRIBUTES = {
@@ -29,6 +29,7 @@ ATTRIBUTES = {
     "torch.fx.experimental.symbolic_shapes:ShapeEnv": ("deferred_runtime_asserts", "replacements"),
 }
 
+OF_A_TRACE = ("FakeTensorMode", "ProxyTorchDispatchMode", "FunctionalTensorMode", "TorchFunctionMetadataMode")
 SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
@@ -77,9 +78,8 @@ def copy_facts(env: Any, renaming: Renaming) -> None:
 
 def foreign_modes() -> list[str]:
     """Dispatch modes and function modes that are on beside those of a trace."""
-    ours = ("FakeTensorMode", "ProxyTorchDispatchMode", "FunctionalTensorMode")
-    names = [type(mode).__name__ for mode in _get_current_dispatch_mode_stack()]
-    return [name for name in names if name not in ours] + ["torch function mode"] * _len_torch_function_stack()
+    modes = [*_get_current_dispatch_mode_stack(), *_get_current_function_mode_stack()]
+    return [name for name in (type(mode).__name__ for mode in modes) if name not in OF_A_TRACE]
 
 
 def saved_tensor_hooks() -> Any:

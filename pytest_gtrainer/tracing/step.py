@@ -334,7 +334,7 @@ class Tracing:
             return TracedModel(gm, tuple(smaller.gradient_placements))
 
         with collector_off():
-            found, repeated = stamped_graph(self.model, trace, self.state.fqns, self.state.trainable)
+            found, repeated = stamped_graph(self.model, self.step, trace, self.state.fqns, self.state.trainable)
             if found is None:
                 return None, repeated
             self._name(found.gm, len(flat_inputs))

@@ -9,7 +9,7 @@ from typing import Any
 from torch import fx, nn
 
 from pytest_gtrainer._torch.graph_modules import finished
-from pytest_gtrainer.tracing.stamping.attributes import unchanged_attributes
+from pytest_gtrainer.tracing.stamping.attributes import unchanged_state
 from pytest_gtrainer.tracing.stamping.copying import stamp
 from pytest_gtrainer.tracing.stamping.outline import check_outline, recorded_calls
 from pytest_gtrainer.tracing.stamping.runs import Names, Run, cut, find_runs
@@ -30,21 +30,21 @@ Trace = Callable[[], TracedModel]
 
 
 def stamped_graph(
-    model: nn.Module, trace: Trace, state: Sequence[str], trainable: Sequence[str]
+    model: nn.Module, step: Callable[..., Any], trace: Trace, state: Sequence[str], trainable: Sequence[str]
 ) -> tuple[TracedModel | None, RepeatedLayers]:
     """The step's graph from a cut model, None where nothing is proven alike; and what was done.
 
     The runs that a proof refuses are left out and the others tried again, so it ends after as many tries as runs.
 
     Args:
-        trace: traces the step of ``model`` as it is when it is called.
+        trace: traces ``step`` of ``model`` as it is when it is called.
         state, trainable: names of parameters and buffers in the order of the graph's inputs, and of the parameters
             that require a gradient in the order of its outputs.
     """
     runs, full = find_runs(model)
     while runs:
         try:
-            found = _stamped(model, trace, state, trainable, runs)
+            found = _stamped(model, step, trace, state, trainable, runs)
         except Refused as refused:
             where = [run for run in runs if run.container == refused.module] or runs
             full += [FullLayers(run.container, refused.reason) for run in where]
@@ -55,11 +55,16 @@ def stamped_graph(
 
 
 def _stamped(
-    model: nn.Module, trace: Trace, state: Sequence[str], trainable: Sequence[str], runs: list[Run]
+    model: nn.Module,
+    step: Callable[..., Any],
+    trace: Trace,
+    state: Sequence[str],
+    trainable: Sequence[str],
+    runs: list[Run],
 ) -> TracedModel:
     names = Names(model, runs)
-    with unchanged_attributes(model):
-        with cut(model, runs), recorded_calls(model, names) as calls:
+    with unchanged_state(model, step):
+        with cut(model, runs), recorded_calls(names) as calls:
             small = _traced(trace)
         check_outline(model, names, calls, lambda: _traced(trace).gm, trainable)
     graph = stamp(Units(small.gm.graph, names), trainable)

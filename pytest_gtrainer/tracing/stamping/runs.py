@@ -152,7 +152,10 @@ class Place:
 
 
 class Names:
-    """Names in the cut model, of modules and tensors: whose unit they are of, and their names in the whole model."""
+    """Names in the cut model, of modules and tensors: whose unit they are of, and their names in the whole model.
+
+    ``slots`` gives the layers of runs, whole: each one's run by number, and its place in the unit.
+    """
 
     def __init__(self, model: nn.Module, runs: Sequence[Run]) -> None:
         """Of the whole ``model``."""
@@ -160,11 +163,15 @@ class Names:
         self._layers: dict[str, dict[str, tuple[Place, str]]] = {}
         self._real: dict[str, list[str]] = {}
         self._parsed: dict[str, tuple[str, Place, str, str] | None] = {}
+        self.slots: dict[nn.Module, tuple[int, int]] = {}
         for fqn in dict.fromkeys(run.container for run in runs):
             container = model.get_submodule(fqn)
             self._real[fqn] = list(modules_of(container))
             index = {key: place for place, key in enumerate(self._real[fqn])}
             its = [(number, run) for number, run in enumerate(runs) if run.container == fqn]
+            for number, run in its:
+                layers = list(modules_of(container).values())[run.first : run.last]
+                self.slots.update((one, (number, i % run.period)) for i, one in enumerate(layers) if one is not None)
             keys = cut_keys(container, [run for _, run in its])
             self._layers[fqn] = {key: (self._place(index[real], its), real) for key, real in keys.items()}
 

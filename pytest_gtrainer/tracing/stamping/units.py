@@ -24,6 +24,7 @@ from pytest_gtrainer.tracing.stamping.verdict import (
     Refused,
     described,
     differing_key,
+    shown,
     symbol_pairs,
     tensors_of,
 )
@@ -77,7 +78,9 @@ class Units:
         for node in graph.nodes:
             for index, tensor in enumerate(tensors_of(node)):
                 self.makers.setdefault(storage_id(tensor), (node, index))
-        forward = [n.meta["seq_nr"] for n in graph.nodes if "seq_nr" in n.meta and kind_of(n) == "forward"]
+        forward = [
+            n.meta["seq_nr"] for n in graph.nodes if n.op != "output" and "seq_nr" in n.meta and kind_of(n) == "forward"
+        ]
         self.last_forward = max(forward, default=-1)
         self._check_reads()
         for visit in self.passes:
@@ -190,10 +193,10 @@ def inner_difference(
         for each, unit, renamed in ((node, TEMPLATE, symbols), (other, INNER, {}))
     ]
     if seen[0] != seen[1]:
-        return f"operands {node.args} and {other.args}"
+        return f"operands {shown(node.args)} and {shown(other.args)}"
     key = differing_key(node, other, symbols, but=("seq_nr", "custom", "gt_input"))
     if key is not None:
-        return f"meta {key!r}, {node.meta.get(key)!r} and {other.meta.get(key)!r}"
+        return f"meta {key!r}, {shown(node.meta.get(key))} and {shown(other.meta.get(key))}"
     custom = [named_as(units.names, each.meta.get("custom"), INNER) for each in (node, other)]
     if custom[0] != custom[1]:
         return f"meta 'custom', {custom[0]} and {custom[1]}"

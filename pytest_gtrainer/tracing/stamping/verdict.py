@@ -111,11 +111,12 @@ def assert_stamped_equal(full: fx.Graph, stamped: fx.Graph) -> None:
         )
 
 
-def first_difference(full: fx.Graph, stamped: fx.Graph) -> str | None:
+def first_difference(full: fx.Graph, stamped: fx.Graph, but: tuple[str, ...] = ()) -> str | None:
     """The first node in which the stamped graph is not the full one, in words; None where they are equal.
 
     Compared are operator, name, operands, and all metadata: values by shape, strides, dtype and whose memory they
-    share. ``seq_nr`` counts what a thread has done before, so its order is compared. Cost: linear in nodes.
+    share. ``seq_nr`` counts what a thread has done before, so its order is compared. Keys ``but`` these
+    are compared. Cost: linear in nodes.
     """
     theirs, memory = {}, {}
     symbols: dict[Symbol, Expression] = {}
@@ -128,17 +129,18 @@ def first_difference(full: fx.Graph, stamped: fx.Graph) -> str | None:
             return f"{where}: {node.op} {node.target} in full, {copy.op} {copy.target} as %{copy.name} stamped"
         wanted = described(fx.map_arg((node.args, node.kwargs), lambda operand: theirs[operand]), symbols)
         if wanted != described((copy.args, copy.kwargs), {}):
-            return f"{where}: operands {node.args} {node.kwargs} in full, {copy.args} {copy.kwargs} stamped"
-        key = differing_key(node, copy, symbols, but=("seq_nr",))
+            ours, its = shown((*node.args, node.kwargs)), shown((*copy.args, copy.kwargs))
+            return f"{where}: operands {ours} in full, {its} stamped"
+        key = differing_key(node, copy, symbols, but=("seq_nr", *but))
         if key is not None:
-            return f"{where}: meta {key!r} is {node.meta.get(key)!r} in full, {copy.meta.get(key)!r} stamped"
+            return f"{where}: meta {key!r} is {shown(node.meta.get(key))} in full, {shown(copy.meta.get(key))} stamped"
         if (
             "seq_nr" in node.meta
             and numbers.setdefault(node.meta["seq_nr"], copy.meta["seq_nr"]) != copy.meta["seq_nr"]
         ):
             return f"{where}: meta 'seq_nr' belongs to another forward node than in full"
-        for ours, its in zip(tensors_of(node), tensors_of(copy), strict=True):
-            if memory.setdefault((0, storage_id(ours)), index) != memory.setdefault((1, storage_id(its)), index):
+        for one, other in zip(tensors_of(node), tensors_of(copy), strict=True):
+            if memory.setdefault((0, storage_id(one)), index) != memory.setdefault((1, storage_id(other)), index):
                 return f"{where}: its memory is shared with another node than in full"
     if len(full.nodes) != len(stamped.nodes):
         return f"{len(full.nodes)} nodes in full, {len(stamped.nodes)} stamped"
@@ -146,6 +148,12 @@ def first_difference(full: fx.Graph, stamped: fx.Graph) -> str | None:
     if any(after <= before for before, after in itertools.pairwise(ranked)):
         return "meta 'seq_nr' is in another order than in full"
     return None
+
+
+def shown(value: Any) -> str:
+    """A value in a message."""
+    text = repr(value)
+    return text if len(text) <= 160 else f"{text[:157]}..."
 
 
 def tensors_of(node: fx.Node) -> list[torch.Tensor]:

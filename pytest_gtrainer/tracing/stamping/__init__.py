@@ -8,7 +8,7 @@ copied. What has to hold, each in a module of its own:
 - ``units``: in the cut trace, the second and third unit are alike relative to each other, with all metadata;
 - ``outline``: a *thin* model, whose layers are placeholders of themselves, is traced with all its layers; stamping the
   cut thin model must give that very graph, so the code around layers treats every one alike, forward and backward;
-- ``attributes``: no forward changed an attribute, so no call depends on how many came before it.
+- ``state``: the step changed no Python state, so no call depends on how many came before it.
 
 ``runs`` finds and cuts, ``copying`` stamps, ``verdict`` compares graphs and says what was done, ``driver`` puts it all
 together. What cannot be proven is ``Refused`` with its reason and traced in full.

@@ -9,10 +9,10 @@ from typing import Any
 from torch import fx, nn
 
 from pytest_gtrainer._torch.graph_modules import finished
-from pytest_gtrainer.tracing.stamping.attributes import unchanged_state
 from pytest_gtrainer.tracing.stamping.copying import stamp
 from pytest_gtrainer.tracing.stamping.outline import check_outline, recorded_calls
 from pytest_gtrainer.tracing.stamping.runs import Names, Run, cut, find_runs
+from pytest_gtrainer.tracing.stamping.state import unchanged_state
 from pytest_gtrainer.tracing.stamping.units import Units
 from pytest_gtrainer.tracing.stamping.verdict import FullLayers, Refused, RepeatedLayers
 

@@ -21,7 +21,7 @@ from pytest_gtrainer._torch.tracing import annotate
 from pytest_gtrainer._torch.values import is_traceable_wrapper_subclass, pytree, storage_id
 from pytest_gtrainer.tracing.stamping.copying import stamp
 from pytest_gtrainer.tracing.stamping.runs import Names, cut
-from pytest_gtrainer.tracing.stamping.signature import PLAIN, constant, state_of
+from pytest_gtrainer.tracing.stamping.signature import PLAIN, constant, signature_of
 from pytest_gtrainer.tracing.stamping.units import Units
 from pytest_gtrainer.tracing.stamping.verdict import Refused, first_difference
 
@@ -143,7 +143,7 @@ def in_force() -> Any:
     if hooks is not None:  # of a checkpoint made anew for every call
         names = [getattr(hook, "__qualname__", "") for hook in hooks]
         known = all(name.startswith("_checkpoint_hook.") for name in names)
-        hooks = names if known else state_of(hooks)
+        hooks = names if known else signature_of(hooks)
     kinds = ("cpu", "cuda")
     autocast = [(torch.is_autocast_enabled(kind), str(torch.get_autocast_dtype(kind))) for kind in kinds]
     grad = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_autocast_cache_enabled()

@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import sys
 import types
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from typing import Any
 
 import torch
@@ -37,11 +37,6 @@ def signature(layer: nn.Module) -> Any:
     return _Signer(own).module(layer)
 
 
-def state_of(*values: Any) -> Any:
-    """Like a signature, of any values, and looks into objects and into globals that functions name: what may change."""
-    return tuple(map(_Signer({}, set()).value, values))
-
-
 def difference(one: Any, other: Any, path: str = "") -> str:
     """Where two signatures differ first: ``attention.window``."""
     if type(one) is tuple and type(other) is tuple and len(one) == len(other):
@@ -58,13 +53,10 @@ def constant(value: Any) -> Any:
 
 
 class _Signer:
-    """Signatures of values below one layer; ``own`` are the modules and tensors of the layer, by where they are.
+    """Signatures of values below one layer; ``own`` are the modules and tensors of the layer, by where they are."""
 
-    With ``seen``, the objects that have been looked into, as of ``state_of``.
-    """
-
-    def __init__(self, own: dict[int, Any], seen: set[int] | None = None) -> None:
-        self.own, self.seen = own, seen
+    def __init__(self, own: dict[int, Any]) -> None:
+        self.own = own
 
     def module(self, module: nn.Module) -> Any:
         hooks = [key for table, held in vars(module).items() if "_hooks" in table and held for key in held]
@@ -74,7 +66,7 @@ class _Signer:
             if "_hooks" in name and isinstance(held, dict)
             else ("." + name, self.value(held))
             for name, held in vars(module).items()
-            if name not in TABLES
+            if name not in TABLES and "state_dict" not in name
         )
         tensors = (parameters_of(module), buffers_of(module))
         return (
@@ -112,7 +104,7 @@ class _Signer:
             except ValueError:  # a cell that is not filled yet
                 return "object", id(value)
             given = within(value.__defaults__), within(value.__kwdefaults__), within(vars(value))
-            return "function", value.__code__, id(value.__globals__), closed, given, self._globals(value, within)
+            return "function", value.__code__, id(value.__globals__), closed, given
         if isinstance(value, types.MethodType):
             return "method", within(value.__func__), within(value.__self__)
         if type(value) in (functools.partial, functools.partialmethod):
@@ -121,23 +113,7 @@ class _Signer:
             return "property", within(value.fget), within(value.fset), within(value.fdel)
         if isinstance(value, staticmethod | classmethod):
             return id(type(value)), within(value.__func__)
-        if self.seen is None or isinstance(value, nn.Module | torch.Tensor | types.ModuleType | type):
-            return "object", id(value)
-        if id(value) in self.seen:
-            return "seen", id(value)
-        self.seen.add(id(value))
-        held = (within(vars(value)),) if hasattr(value, "__dict__") else ()
-        return "object", id(value), *held, *(map(within, value) if isinstance(value, deque) else ())
-
-    def _globals(self, function: types.FunctionType, within: Any) -> Any:
-        """Of ``state_of``: plain values, containers and functions that a function of the user names."""
-        home = str(function.__globals__.get("__name__", ""))
-        if self.seen is None or id(function) in self.seen or home.partition(".")[0] in ("torch", "pytest_gtrainer"):
-            return ()
-        self.seen.add(id(function))
-        named = ((name, function.__globals__.get(name)) for name in function.__code__.co_names)
-        kinds = (*PLAIN, list, dict, set, deque, types.FunctionType)
-        return tuple((name, within(value)) for name, value in named if isinstance(value, kinds))
+        return "object", id(value)
 
     def type(self, cls: type, depth: int = 0) -> Any:
         """A class that its module holds is itself; one that was made on the way is what it holds."""
@@ -164,3 +140,8 @@ def tensor_signature(tensor: torch.Tensor | None) -> Any:
     )
     kind = type(tensor), tensor.dtype, str(tensor.device), tensor.requires_grad
     return tuple(tensor.shape), tensor.stride(), tensor.storage_offset(), *kind, *placed
+
+
+def signature_of(value: Any) -> Any:
+    """That of any value."""
+    return _Signer({}).value(value)

@@ -144,18 +144,12 @@ class Units:
         raise self.refuse(visit, f"layers do not come one after another: {reached} comes between them")
 
     def _check_reads(self) -> None:
-        """Units read their neighbours at most; all others read the first and the last unit at most."""
-        for node in self.graph.nodes:
-            run, unit = (self.at[node][0].run, self.at[node][1]) if node in self.at else (None, 0)
-            if node.op == "output":
-                continue  # gradients: found by the name of their parameter
+        """Units read their neighbours at most. What reads out of a run is compared in the outline."""
+        for node, (visit, unit, _) in self.at.items():
             makers = [self.makers[storage_id(tensor)][0] for tensor in tensors_of(node)]
             for operand in [*node.all_input_nodes, *makers]:
-                if operand not in self.at:
-                    continue
-                visit, its_unit, _ = self.at[operand]
-                apart = abs(its_unit - unit) > 1 if visit.run == run else its_unit not in EDGES
-                if apart:
+                its_visit, its_unit, _ = self.at.get(operand, (None, 0, 0))
+                if its_visit is not None and its_visit.run == visit.run and abs(its_unit - unit) > 1:
                     place = f"%{node.name} ({fqn_of(node) or 'the model itself'})"
                     raise self.refuse(visit, f"{place} reads %{operand.name} ({fqn_of(operand)}) of another unit")
 

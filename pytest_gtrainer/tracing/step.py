@@ -251,6 +251,8 @@ def trace_step(
     elif repeat_layers != "off":
         stamped, repeated = tracing.stamp(flat_inputs, spec)
     if stamped is None or repeat_layers == "exact":
+        if repeat_layers != "off":  # free of symbols that other traces have made
+            tracing = replace(tracing, mode=mode_of([*state.tensors, *flat_inputs]))
         gm, fakes = tracing.run(flat_inputs, spec, dynamic_dims or {})
         if stamped is not None:
             assert_stamped_equal(gm.graph, stamped.graph)

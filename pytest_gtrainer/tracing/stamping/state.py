@@ -36,8 +36,9 @@ class _Held:
     def now(self) -> Any:
         if self.put is None:
             return self.target.copy()
-        read = self.target.get if isinstance(self.target, dict) else lambda name: getattr(self.target, name, None)
-        return {name: read(name) for name in self.content}
+        held = vars(self.target) if isinstance(self.target, type) else self.target  # not through descriptors
+        read = getattr if isinstance(held, types.CellType) else lambda of, name, default: of.get(name, default)
+        return {name: read(held, name, None) for name in self.content}
 
     def change(self) -> str | None:
         now, before = self.now(), self.content

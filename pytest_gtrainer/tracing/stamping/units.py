@@ -82,6 +82,7 @@ class Units:
             n.meta["seq_nr"] for n in graph.nodes if n.op != "output" and "seq_nr" in n.meta and kind_of(n) == "forward"
         ]
         self.last_forward = max(forward, default=-1)
+        self.symbols: dict[int, dict[Symbol, Expression]] = {}
         self._check_reads()
         for visit in self.passes:
             self._check_inner_units(visit)
@@ -158,7 +159,7 @@ class Units:
         nodes, others = visit.units[TEMPLATE], visit.units[INNER]
         if len(nodes) != len(others):
             raise self.refuse(visit, f"units {TEMPLATE} and {INNER} have {len(nodes)} and {len(others)} nodes")
-        symbols: dict[Symbol, Expression] = {}
+        symbols = self.symbols.setdefault(visit.run, {})
         for node, other in zip(nodes, others, strict=True):
             symbols.update(symbol_pairs(node, other))
             why = inner_difference(self, visit.run, node, other, symbols)

@@ -64,13 +64,13 @@ def described(value: Any, symbols: dict[Symbol, Expression]) -> Any:
         kind = type(value).__name__, value.dtype, value.device, value.requires_grad
         return kind, described(tuple(map(tuple, place[:2])), symbols), described(place[2], symbols)
     if isinstance(value, SYMBOLIC):
-        return str(value.node.expr.xreplace(symbols)) if symbols else str(value.node.expr)
+        return value.node.expr.xreplace(symbols)
     if isinstance(value, dict):
         return tuple((described(key, symbols), described(item, symbols)) for key, item in value.items())
     if isinstance(value, list | tuple):
         return type(value).__name__, tuple(described(item, symbols) for item in value)
     if hasattr(value, "free_symbols"):
-        return str(value.xreplace(symbols))
+        return value.xreplace(symbols)
     return (type(value).__name__, repr(value)) if isinstance(value, bool | float | complex) else value
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -61,11 +62,10 @@ def find_runs(model: nn.Module) -> tuple[list[Run], list[FullLayers]]:
         kinds = [numbers.setdefault(each, len(numbers)) for each in signatures]
         found = [Run(fqn, *stretch) for stretch in _stretches(kinds)]
         if not found:
-            pair = next((i for i in range(1, len(kinds)) if kinds[i] != kinds[i - 1]), 1)
-            where = difference(signatures[pair - 1], signatures[pair])
-            full.append(
-                FullLayers(fqn, f"no more than {KEPT} units are alike: layers {pair - 1} and {pair} differ in {where}")
-            )
+            pairs = [i for i in range(1, len(kinds)) if kinds[i] != kinds[i - 1]]
+            told = Counter(difference(signatures[i - 1], signatures[i]) for i in pairs).most_common(1)
+            reason = f"no more than {KEPT} units are alike: layers differ in {told[0][0]}" if told else "too few units"
+            full.append(FullLayers(fqn, reason))
         for run in found:
             names = [f"{fqn}.{key}".lstrip(".") for key in list(modules_of(module))[run.first : run.last]]
             tied = next((reason for name, reason in shared if any(_is_below(name, layer) for layer in names)), None)

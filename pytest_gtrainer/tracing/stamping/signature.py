@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from pytest_gtrainer._torch.values import buffers_of, is_traceable_wrapper_subclass, modules_of, parameters_of
@@ -92,6 +93,8 @@ class _Signer:
             return id(type(value)), *((within(key), within(item)) for key, item in value.items())
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
             return id(type(value)), *((f.name, within(getattr(value, f.name))) for f in dataclasses.fields(value))
+        if isinstance(value, DeviceMesh):
+            return "mesh", value
         if isinstance(value, type):
             return self.type(value, depth + 1)
         return self._callable(value, within)
@@ -135,9 +138,7 @@ def tensor_signature(tensor: torch.Tensor | None) -> Any:
         return None
     if is_traceable_wrapper_subclass(tensor) and not isinstance(tensor, DTensor):
         return "object", id(tensor)  # of what it holds inside
-    placed = (
-        (tensor.placements, id(tensor.device_mesh), tuple(local(tensor).shape)) if isinstance(tensor, DTensor) else ()
-    )
+    placed = (tensor.placements, tensor.device_mesh, tuple(local(tensor).shape)) if isinstance(tensor, DTensor) else ()
     kind = type(tensor), tensor.dtype, str(tensor.device), tensor.requires_grad
     return tuple(tensor.shape), tensor.stride(), tensor.storage_offset(), *kind, *placed
 

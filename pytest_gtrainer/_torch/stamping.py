@@ -38,12 +38,6 @@ def version_of(tensor: torch.Tensor) -> int:
     return int(tensor._version)
 
 
-def on_storage(like: FakeTensor, storage: torch.UntypedStorage, size: Any, stride: Any, offset: Any) -> FakeTensor:
-    """A fake tensor like another, on other memory; without the mode's dispatch."""
-    shown = torch.empty(0, dtype=like.dtype, device="meta").set_(storage, offset, size, stride)
-    return FakeTensor(like.fake_mode, shown, like.fake_device)
-
-
 def is_storage_of(storage: torch.UntypedStorage, tensor: torch.Tensor) -> bool:
     """Whether a tensor shows this memory."""
     return bool(storage._cdata == storage_id(tensor))
@@ -63,6 +57,17 @@ def renamed_number(value: Any, renaming: Renaming) -> Any:
         return env.create_symboolnode(expression)
     create = env.create_symintnode if isinstance(value, torch.SymInt) else env.create_symfloatnode
     return create(expression, hint=None)
+
+
+def on_storage(like: FakeTensor, storage: torch.UntypedStorage, renaming: Renaming) -> FakeTensor:
+    """A fake tensor like another, on other memory and in other symbols; without the mode's dispatch."""
+    size, stride, offset = like.size(), like.stride(), like.storage_offset()
+    if renaming:
+        size = torch.Size([renamed_number(extent, renaming) for extent in size])
+        stride = tuple(renamed_number(extent, renaming) for extent in stride)
+        offset = renamed_number(offset, renaming)
+    shown = torch.empty(0, dtype=like.dtype, device="meta").set_(storage, offset, size, stride)
+    return FakeTensor(like.fake_mode, shown, like.fake_device)
 
 
 def copy_facts(env: Any, renaming: Renaming) -> None:

@@ -17,6 +17,7 @@ from torch import fx
 
 from pytest_gtrainer._torch.chunking import Renaming, renew_symbols
 from pytest_gtrainer._torch.graph_modules import empty_graph
+from pytest_gtrainer._torch.graph_text import append_node
 from pytest_gtrainer._torch.stamping import SYMBOLIC, copy_facts, is_storage_of, new_storage, on_storage, renamed_number
 from pytest_gtrainer._torch.values import FakeTensor, storage_id
 from pytest_gtrainer.tracing.stamping.runs import TEMPLATE, Place
@@ -109,7 +110,7 @@ class _Stamping:
             number += self.moved_names[base] + (spot.before * visit.name_steps[base] if visit and spot.before else 0)
             name, target = f"{base}_{number}" if number else base, node.target
             args, kwargs = fx.map_arg((node.args, node.kwargs), lambda operand: self.seen(operand, node, spot))
-        made = self.graph.create_node(node.op, target, args, kwargs, name, node.type)
+        made = append_node(self.graph, name, node.op, target, args, kwargs)
         made.meta = self._meta(node, spot)
         if visit and spot.is_copy:
             self.copied[self.units.number[id(visit)], spot.real, spot.index] = made
@@ -184,20 +185,19 @@ class _Stamping:
                 storage = new[known]
             if not renaming and is_storage_of(storage, value):
                 return value
-            shape = ([renamed_number(extent, renaming) for extent in of] for of in (value.shape, value.stride()))
-            return on_storage(value, storage, *shape, renamed_number(value.storage_offset(), renaming))
+            return on_storage(value, storage, renaming)
 
         return on_its_memory(node.meta["val"])
 
     def output(self, trainable: Sequence[str]) -> None:
         """Loss and gradients, these in the order of the whole model's parameters."""
         output = self.units.graph.output_node()
-        loss, *gradients = output.args[0]  # type: ignore[misc]
+        loss, *gradients = output.args[0]
         found: dict[str, Any] = {}
         for fqn, gradient in zip(output.meta["gt_outputs"][1:], gradients, strict=True):
             for real, name in self.names.stands_for(fqn):
                 found[name] = gradient and self._gradient(gradient, self.names.place(fqn), real, fqn)
-        made = self.graph.output(type(output.args[0])([self.kept[loss], *(found[fqn] for fqn in trainable)]))  # type: ignore[call-overload]
+        made = self.graph.output(type(output.args[0])([self.kept[loss], *(found[fqn] for fqn in trainable)]))
         made.meta = self._meta(output, _OUTSIDE)
 
     def _gradient(self, gradient: fx.Node, place: Place | None, real: int, fqn: str) -> fx.Node:
@@ -239,8 +239,7 @@ def _environments(nodes: Sequence[fx.Node]) -> list[Any]:
 def _renamed(value: Any, renaming: Renaming) -> Any:
     """Metadata in the copy's symbols."""
     if isinstance(value, FakeTensor):
-        shape = ([renamed_number(extent, renaming) for extent in of] for of in (value.shape, value.stride()))
-        return on_storage(value, value.untyped_storage(), *shape, value.storage_offset())
+        return on_storage(value, value.untyped_storage(), renaming)
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*(_renamed(item, renaming) for item in value))
     if isinstance(value, list | tuple):

@@ -66,7 +66,7 @@ def _stamped(
     with unchanged_state(model, step):
         with cut(model, runs), recorded_calls(names) as calls:
             small = _traced(trace)
-        check_outline(model, names, calls, lambda: _traced(trace).gm, trainable)
+        check_outline(model, names, calls, lambda: _traced(trace).gm)
     graph = stamp(Units(small.gm.graph, names), trainable)
     inputs = [node.meta["gt_input"] for node in graph.find_nodes(op="placeholder")]
     if [given["fqn"] for given in inputs if given["kind"] != "input"] != list(state):

@@ -8,7 +8,7 @@ model is traced with all its layers and cut; the cut one, stamped, must be the w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +18,14 @@ from torch import fx, nn
 
 from pytest_gtrainer._torch.stamping import SYMBOLIC, foreign_modes, saved_tensor_hooks, version_of
 from pytest_gtrainer._torch.tracing import annotate
-from pytest_gtrainer._torch.values import is_traceable_wrapper_subclass, pytree, storage_id
+from pytest_gtrainer._torch.values import (
+    buffers_of,
+    is_traceable_wrapper_subclass,
+    modules_of,
+    parameters_of,
+    pytree,
+    storage_id,
+)
 from pytest_gtrainer.tracing.stamping.copying import stamp
 from pytest_gtrainer.tracing.stamping.runs import Names, cut
 from pytest_gtrainer.tracing.stamping.signature import PLAIN, constant, signature_of
@@ -150,9 +157,7 @@ def in_force() -> Any:
     return grad, autocast, hooks, str(torch.get_default_dtype()), torch.are_deterministic_algorithms_enabled()
 
 
-def check_outline(
-    model: nn.Module, names: Names, calls: Calls, trace: Callable[[], fx.GraphModule], trainable: Sequence[str]
-) -> None:
+def check_outline(model: nn.Module, names: Names, calls: Calls, trace: Callable[[], fx.GraphModule]) -> None:
     """The code around the layers of ``model`` treats all units of a run alike.
 
     Raises:
@@ -162,6 +167,7 @@ def check_outline(
         with cut(model, names.runs):
             small = trace()
         whole = trace()
+    trainable = whole.graph.output_node().meta["gt_outputs"][1:]
     of_the_model = ("gt_outputs", "gt_managed_order", "gt_tied")  # on the output: names, written when all is made
     found = first_difference(whole.graph, stamp(Units(small.graph, names), trainable), of_the_model)
     if found is not None:
@@ -170,18 +176,24 @@ def check_outline(
 
 @contextmanager
 def thin(names: Names, calls: Calls) -> Iterator[None]:
-    """The model with placeholders for the layers of its runs."""
+    """The model with placeholders for the layers of its runs, of whose tensors each has one that wants a gradient."""
     with ExitStack() as stack:
         for layer, slot in names.slots.items():
-            own = vars(layer)
+            own, tables = vars(layer), (parameters_of(layer), buffers_of(layer), modules_of(layer))
             before = {"forward": own["forward"]} if "forward" in own else {}
-            own["forward"] = _placeholder(layer, names.runs[slot[0]].container, calls.get(slot, {}))
+            tickets = [each for each in layer.parameters() if each.requires_grad][:1]
+            own["forward"] = _placeholder(names.runs[slot[0]].container, calls.get(slot, {}), tables[0])
             stack.callback(own.update, before)
             stack.callback(own.pop, "forward")
+            for table in tables:
+                stack.callback(table.update, dict(table))
+                stack.callback(table.clear)
+                table.clear()
+            tables[0].update((f"ticket{index}", ticket) for index, ticket in enumerate(tickets))
         yield
 
 
-def _placeholder(layer: nn.Module, container: str, calls: dict[Any, _Returned]) -> Callable[..., Any]:
+def _placeholder(container: str, calls: dict[Any, _Returned], own: dict[str, Any]) -> Callable[..., Any]:
     def forward(*args: Any, **kwargs: Any) -> Any:
         leaves, _, key = called_with(container, args, kwargs)
         if key not in calls:
@@ -194,7 +206,7 @@ def _placeholder(layer: nn.Module, container: str, calls: dict[Any, _Returned]) 
         needs = any(like.wants_gradient for like in made) and not any(tensor.requires_grad for tensor in given)
         if not given:
             raise Refused(container, "a layer is called without a tensor")
-        tickets = [parameter for parameter in layer.parameters() if parameter.requires_grad][: int(needs)]
+        tickets = list(own.values()) if needs else []
         with annotate({"called": repr((key, in_force()))}):
             tensors = iter(_Placeholder.apply(made, len(given), *given, *tickets))
         results = [

@@ -53,9 +53,6 @@ class Pass:
         return next(iter(self.units)) > 0
 
 
-Stretch = Pass | fx.Node
-
-
 class Units:
     """The cut graph by passes, checked.
 
@@ -100,7 +97,7 @@ class Units:
         visit, its_unit, index = self.at[node]
         return "unit", self.number[id(visit)], its_unit - unit, index
 
-    def _passes(self) -> Iterator[Stretch]:
+    def _passes(self) -> Iterator[Pass | fx.Node]:
         current: Pass | None = None
         between: list[fx.Node] = []
         for node in self.graph.nodes:

@@ -118,7 +118,8 @@ def first_difference(full: fx.Graph, stamped: fx.Graph, but: tuple[str, ...] = (
     share. ``seq_nr`` counts what a thread has done before, so its order is compared. Keys ``but`` these
     are compared. Cost: linear in nodes.
     """
-    theirs, memory = {}, {}
+    theirs: dict[fx.Node, fx.Node] = {}
+    memory: dict[tuple[int, int], int] = {}
     symbols: dict[Symbol, Expression] = {}
     numbers: dict[int, int] = {}
     for index, (node, copy) in enumerate(zip(full.nodes, stamped.nodes, strict=False)):

@@ -1,4 +1,4 @@
-"""Stamping layers: fake tensors on memory of their own, facts about symbols, what is in force around a call.
+"""Stamping layers: memory of copies, facts about symbols, what is in force around a call.
 
 - ``FakeTensor(mode, meta_tensor, device)`` on a meta tensor that shows a given storage makes a view without a dispatch;
 - ``Tensor._version`` counts the writes to a tensor's memory;

@@ -232,8 +232,9 @@ class _Counted:
 
 
 def _environments(nodes: Sequence[fx.Node]) -> list[Any]:
-    values = (node.meta.get("val") for node in nodes if node.meta.get("unbacked_bindings"))
-    return [value.node.shape_env for value in values if isinstance(value, SYMBOLIC)]
+    values = [node.meta.get("val") for node in nodes if node.meta.get("unbacked_bindings")]
+    sizes = [extent for value in values if isinstance(value, torch.Tensor) for extent in value.shape]
+    return [value.node.shape_env for value in (*values, *sizes) if isinstance(value, SYMBOLIC)]
 
 
 def _renamed(value: Any, renaming: Renaming) -> Any:

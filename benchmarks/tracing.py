@@ -1,11 +1,15 @@
-"""Tracing a training step, against plain ``make_fx`` of the same step.
+"""Tracing a training step: against plain ``make_fx`` of the same step, and stamped layers against a full trace.
 
     python -m benchmarks.tracing [--layers 8 32 64 126] [--rounds 3]
+    python -m benchmarks.tracing --repeated [--rounds 1]
 
 Llama 3 (debug) with sharded parameters under a fake world of 8. Both sides trace the same forward, loss and
 backward on the same fake tensors, in turns, with garbage collection off; times are CPU seconds, medians. The plain
 side gets neither module names nor the backward's marks. The exponent is of a power of the number of nodes; where it
 is missed, a profile shows which calls take the time at the largest depth.
+
+With ``--repeated``: Llama 3 of 126 layers, DeepSeek-V3 of 61, each with ``repeat_layers="auto"`` and "off" in turns;
+and how the stamped trace grows from 32 to 126 layers. Each has to be stamped.
 """
 
 from __future__ import annotations
@@ -18,13 +22,14 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from benchmarks.passes import collection_frozen, exponent
-from fixtures.models import llama3
+from fixtures.models import deepseek_v3, llama3
 from fixtures.models.loss import ce_step
 from fixtures.training import token_batches
 from pytest_gtrainer import MixedPrecisionPolicy, data_parallel, trace_step
@@ -90,6 +95,53 @@ def measure(n_layers: int, rounds: int) -> tuple[int, dict[str, float]]:
     return nodes, {name: statistics.median(taken[1:]) for name, taken in times.items()}
 
 
+def repeated(build: Callable[[World], tuple[nn.Module, Inputs]], rounds: int) -> tuple[int, dict[str, float]]:
+    """Nodes of the graph, and the median CPU seconds of each way; with one round the first is counted."""
+    times: dict[str, list[float]] = {"auto": [], "off": []}
+    with fake_world(make_spec("fake", size=8)) as world:
+        model, inputs = build(world)
+        for _ in range(rounds):
+            for how, taken in times.items():
+                start = time.process_time()
+                traced = trace_step(model, ce_step, inputs, repeat_layers=how)
+                taken.append(time.process_time() - start)
+                if how == "auto" and not (traced.repeated and traced.repeated.stamped):
+                    raise RuntimeError(f"nothing was stamped: {traced.repeated}")
+    return len(traced.gm.graph.nodes), {how: statistics.median(taken) for how, taken in times.items()}
+
+
+def experts(n_layers: int, world: World) -> tuple[nn.Module, Inputs]:
+    """A debug DeepSeek-V3 with three dense layers, on the meta device, and a batch."""
+    config = replace(deepseek_v3.FLAVORS["debug"], n_layers=n_layers, n_dense_layers=3)
+    with torch.device("meta"):
+        model = deepseek_v3.DeepSeekV3(config)
+    data_parallel(model, make_mesh(world), mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
+    return model, token_batches(config.vocab_size, "cpu")(0, 0)
+
+
+def report_repeated(rounds: int) -> bool:
+    """Print what stamping layers saves; whether the goals are met."""
+    found = {}
+    rows = {
+        "llama3, 32 layers": (partial(sharded, 32), None),
+        "llama3, 126 layers": (partial(sharded, 126), 1 / 8),
+        "deepseek_v3, 61 layers": (partial(experts, 61), 1 / 6),
+    }
+    met = True
+    for name, (build, goal) in rows.items():
+        nodes, seconds = found[name] = repeated(build, rounds)
+        ratio = seconds["auto"] / seconds["off"]
+        judged = "" if goal is None else f", at most {goal:.3f}: {'met' if ratio <= goal else 'MISSED'}"
+        met &= goal is None or ratio <= goal
+        print(f"{name:<24} {nodes:7d} nodes, stamped / full = {ratio:.3f}{judged}")
+    small, large = found["llama3, 32 layers"], found["llama3, 126 layers"]
+    slope = exponent([small[0], large[0]], [small[1]["auto"], large[1]["auto"]])
+    print(
+        f"growth from 32 to 126 layers, stamped: exponent {slope:.2f}, at most 1.0: {'met' if slope <= 1 else 'MISSED'}"
+    )
+    return met and slope <= 1
+
+
 def print_profile(n_layers: int) -> None:
     with fake_world(make_spec("fake", size=8)) as world, collection_frozen(), cProfile.Profile() as profile:
         ours(*sharded(n_layers, world))
@@ -116,7 +168,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, nargs="+", default=[8, 32, 64, 126])
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--repeated", action="store_true", help="stamped layers against a full trace")
     options = parser.parse_args()
+    if options.repeated:
+        return 0 if report_repeated(options.rounds) else 1
     sizes, times = [], []
     for n_layers in options.layers:
         nodes, found = measure(n_layers, options.rounds)

@@ -17,6 +17,7 @@ in ``named_parameters`` order (A1). Nodes carry the metadata that passes read:
 from __future__ import annotations
 
 import copy
+import gc
 import os
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -48,8 +49,13 @@ from pytest_gtrainer.graph.nodes import BACKWARD, DYNAMIC_DIMS, GATHERS_ONCE, di
 from pytest_gtrainer.long_work import long_work
 from pytest_gtrainer.tracing.model import KEY, LOSS_FQN, ModelState, annotate_module_fqns, local, rewrap, tensor_text
 from pytest_gtrainer.tracing.sharding import reusing_gathers
+from pytest_gtrainer.tracing.stamping.driver import TracedModel, stamped_graph
+from pytest_gtrainer.tracing.stamping.verdict import FullLayers, RepeatedLayers, assert_stamped_equal
 
 Step = Callable[..., torch.Tensor]
+
+
+REPEAT_LAYERS = ("off", "auto", "exact")
 
 
 class TwinInputs(Protocol):
@@ -83,6 +89,7 @@ class TracedStep:
             the parameter does: tensor parallelism leaves some as partial sums. None for a plain one, or no gradient.
         rank: the rank that a sharded model was traced as; None without sharded parameters.
         twin: the same step's graph on other inputs, if it was asked for.
+        repeated: with ``repeat_layers``, the layers that were stamped, and those that were traced in full and why.
     """
 
     gm: fx.GraphModule
@@ -94,6 +101,7 @@ class TracedStep:
     gradient_placements: tuple[tuple[Placement, ...] | None, ...] = ()
     rank: int | None = None
     twin: fx.GraphModule | None = None
+    repeated: RepeatedLayers | None = None
 
     @property
     def state_fqns(self) -> tuple[str, ...]:
@@ -196,6 +204,7 @@ def trace_step(
     chunk: TwinInputs | None = None,
     twin_inputs: Sequence[Any] | None = None,
     dynamic_dims: DynamicDims | None = None,
+    repeat_layers: str = "off",
 ) -> TracedStep:
     """Trace ``step(model, *inputs) -> loss`` with its backward into one graph, on fake tensors.
 
@@ -212,13 +221,19 @@ def trace_step(
         twin_inputs: these inputs by hand, where ``chunk`` cannot know them.
         dynamic_dims: per name of a dimension the places, (leaf among the inputs, dimension), whose extent the
             graph keeps as one symbol; ``ChunkConfig.dynamic_dims(inputs)`` makes them.
+        repeat_layers: "auto" traces four units of each run of identical layers and copies the rest in the graph, where
+            the result is proven to be that of a full trace; ``TracedStep.repeated`` says what was done. "exact" traces
+            in full besides, and compares. Both call the step several times. "off" traces every layer.
 
     Raises:
         TypeError: an input leaf that is neither a tensor nor a plain scalar, or a module.
-        ValueError: the loss is not a scalar, or no parameter requires a gradient.
+        ValueError: the loss is not a scalar, no parameter requires a gradient, or ``repeat_layers`` is none of these.
         TwinTraceError: the second trace fails.
         FixedExtentError: the step decides on the extent of a dynamic dimension.
+        StampedGraphError: with "exact", the stamped graph differs; names the first node that does.
     """
+    if repeat_layers not in REPEAT_LAYERS:
+        raise ValueError(f"repeat_layers={repeat_layers!r}: expected one of {', '.join(map(repr, REPEAT_LAYERS))}")
     if isinstance(inputs, torch.Tensor):
         raise TypeError("inputs is a tensor: give a sequence of the step's inputs, (tensor,) for one")
     flat_inputs, spec = flatten_inputs(tuple(inputs))
@@ -229,13 +244,26 @@ def trace_step(
             "call requires_grad_() on what is to be trained"
         )
     tracing = Tracing(model, step, state, mode_of([*state.tensors, *flat_inputs]), reuse_gathers)
-    gm, fakes = tracing.run(flat_inputs, spec, dynamic_dims or {})
+    stamped: fx.GraphModule | None = None
+    repeated: RepeatedLayers | None = None
+    if repeat_layers != "off" and (chunk is not None or twin_inputs is not None or dynamic_dims):
+        repeated = RepeatedLayers(full=(FullLayers("", "twins and dynamic dimensions are not proven"),))
+    elif repeat_layers != "off":
+        stamped, repeated = tracing.stamp(flat_inputs, spec)
+    if stamped is None or repeat_layers == "exact":
+        if repeat_layers != "off":  # free of symbols that other traces have made
+            tracing = replace(tracing, mode=mode_of([*state.tensors, *flat_inputs]))
+        gm, fakes = tracing.run(flat_inputs, spec, dynamic_dims or {})
+        if stamped is not None:
+            assert_stamped_equal(gm.graph, stamped.graph)
+    else:
+        gm, fakes = stamped, tracing.fakes_of(flat_inputs)
     placements = tuple(tracing.gradient_placements)  # before those of the twin
     if twin_inputs is None and chunk is not None:
         twin_inputs = chunk.twin_inputs(inputs)
     twin = None if twin_inputs is None else tracing.run_twin(tuple(twin_inputs), spec)
     names = tuple(state.parameters), tuple(state.buffers), state.trainable
-    return TracedStep(gm, fakes, *names, spec, placements, rank_of(state), twin)
+    return TracedStep(gm, fakes, *names, spec, placements, rank_of(state), twin, repeated)
 
 
 def mode_of(tensors: Sequence[Any]) -> FakeTensorMode:
@@ -267,7 +295,13 @@ class Tracing:
         fakes = self.fakes_of(flat_inputs)
         extents = {name: new_extent(self.mode) for name in dynamic_dims}
         work = f"tracing a step of {type(self.model).__name__}"
-        with annotate_module_fqns(self.model), tracing_backward_metadata(), self.mode, long_work(work):
+        with (
+            collector_off(),
+            annotate_module_fqns(self.model),
+            tracing_backward_metadata(),
+            self.mode,
+            long_work(work),
+        ):
             try:
                 gm = make_fx(partial(self._joint, spec))(*self._symbolic(fakes, dynamic_dims, extents))
             except GuardOnDataDependentSymNode as error:
@@ -292,6 +326,22 @@ class Tracing:
                 name: (extents[name], flat_inputs[leaf].shape[dim]) for name, (leaf, dim) in places.items()
             }
         return gm, fakes
+
+    def stamp(self, flat_inputs: list[Any], spec: pytree.TreeSpec) -> tuple[fx.GraphModule | None, RepeatedLayers]:
+        """The joint graph with repeated layers stamped, None where nothing is proven alike; and what was done."""
+
+        def trace() -> TracedModel:
+            smaller = Tracing(self.model, self.step, ModelState.of(self.model), self.mode, self.reuse_gathers)
+            gm, _ = smaller.run(flat_inputs, spec)
+            return TracedModel(gm, tuple(smaller.gradient_placements))
+
+        with collector_off():
+            found, repeated = stamped_graph(self.model, self.step, trace, self.state.fqns, self.state.trainable)
+            if found is None:
+                return None, repeated
+            self._name(found.gm, len(flat_inputs))
+        self.gradient_placements[:] = found.gradient_placements
+        return found.gm, repeated
 
     def run_twin(self, inputs: tuple[Any, ...], spec: pytree.TreeSpec) -> fx.GraphModule:
         flat, twin_spec = flatten_inputs(inputs)
@@ -399,6 +449,18 @@ class Tracing:
         output.meta["gt_managed_order"] = tuple(managed_order_of(self.model))
         output.meta["gt_tied"] = tied_parameters(self.model)
         output.meta[GATHERS_ONCE] = self.reuse_gathers
+
+
+@contextmanager
+def collector_off() -> Iterator[None]:
+    """No garbage collection inside: a trace makes many objects that stay, and each collection visits them all."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 def _place(error: BaseException) -> str:

@@ -1,0 +1,212 @@
+"""Stamped layers: a trace of four of many identical layers is the full trace, or it says why it is one."""
+
+import copy
+import gc
+import random
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+
+from fixtures import repeated
+from fixtures.models import deepseek_v3, llama3
+from fixtures.models.chunked_loss import chunked_ce_step
+from fixtures.models.expert_parallel import apply_expert_parallel
+from fixtures.models.loss import ce_step
+from fixtures.repeated import REFUSED, STAMPED, WIDTH
+from fixtures.training import token_batches
+from pytest_gtrainer import MixedPrecisionPolicy, data_parallel, trace_step
+from pytest_gtrainer.graphtext import render
+from pytest_gtrainer.tracing.stamping import driver, signature, units
+from pytest_gtrainer.tracing.stamping.verdict import StampedGraphError, first_difference
+
+
+def step(model, x):
+    return model(x).sum()
+
+
+def traced_both_ways(build, step=step):
+    """The same model traced in full and stamped, after one that fills caches of torch."""
+    inputs = (torch.ones(4, WIDTH),)
+    torch.manual_seed(0)
+    model = build()
+    stamped = trace_step(model, step, inputs, repeat_layers="auto")
+    random.seed(0)
+    torch.manual_seed(0)
+    full = trace_step(build(), step, inputs)
+    return full, stamped
+
+
+@pytest.mark.parametrize("name", STAMPED)
+def test_what_is_proven_alike_is_stamped_and_equal_node_by_node(name):
+    full, stamped = traced_both_ways(STAMPED[name])
+    assert stamped.repeated.stamped, stamped.repeated.full
+    assert not stamped.repeated.full
+    assert first_difference(full.gm.graph, stamped.gm.graph) is None
+    assert (full.parameter_fqns, full.buffer_fqns) == (stamped.parameter_fqns, stamped.buffer_fqns)
+    assert full.trainable_fqns == stamped.trainable_fqns
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_not_is_traced_in_full_and_says_why(name):
+    build, reason = REFUSED[name]
+    full, stamped = traced_both_ways(build)
+    assert not stamped.repeated.stamped
+    reasons = [layers.reason for layers in stamped.repeated.full]
+    assert any(re.search(reason, told) for told in reasons), reasons
+    assert first_difference(full.gm.graph, stamped.gm.graph) is None
+
+
+def decoder(build, mesh, mode="fully_shard", **options):
+    with torch.device("meta"):
+        model = build()
+    if mode is not None:
+        data_parallel(model, mesh, mode=mode, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32), **options)
+    return model
+
+
+def llama():
+    return llama3.Llama3(replace(llama3.FLAVORS["debug"], n_layers=7))
+
+
+def deepseek():
+    return deepseek_v3.DeepSeekV3(replace(deepseek_v3.FLAVORS["debug"], n_layers=10, n_dense_layers=5))
+
+
+def assert_stamped(model, step, runs, **options):
+    batch = token_batches(256, "cpu")(0, 0)
+    full, stamped = (trace_step(model, step, batch, repeat_layers=how, **options) for how in ("off", "auto"))
+    told = [(run.container, run.first, run.period, run.units) for run in stamped.repeated.stamped]
+    assert told == runs, stamped.repeated.full
+    assert first_difference(full.gm.graph, stamped.gm.graph) is None
+    assert full.gradient_placements == stamped.gradient_placements
+    assert render(full.gm) == render(stamped.gm)
+    return full, stamped
+
+
+@pytest.mark.gt_world("fake", size=4, mesh={"fsdp": 4})
+@pytest.mark.parametrize("mode", ["fully_shard", "replicate", None])
+def test_llama_in_each_mode_is_its_full_trace_and_has_its_golden(gt_mesh, mode):
+    assert_stamped(decoder(llama, gt_mesh, mode), ce_step, [("layers", 0, 1, 7)])
+
+
+@pytest.mark.gt_world("fake", size=4, mesh={"replicate": 2, "shard": 2})
+def test_hybrid_sharding(gt_mesh):
+    assert_stamped(decoder(llama, gt_mesh, "hybrid_shard"), ce_step, [("layers", 0, 1, 7)])
+
+
+@pytest.mark.gt_world("fake", size=4, mesh={"fsdp": 4})
+@pytest.mark.parametrize("options", [{"gradient_divide_factor": 8.0}, {}], ids=["divided", "gathered on every read"])
+def test_other_ways_to_reduce_and_gather(gt_mesh, options):
+    model = decoder(llama, gt_mesh, **options)
+    assert_stamped(model, ce_step, [("layers", 0, 1, 7)], reuse_gathers=bool(options))
+
+
+@pytest.mark.gt_world("fake", size=4, mesh={"fsdp": 4})
+def test_a_chunked_loss(gt_mesh):
+    assert_stamped(decoder(llama, gt_mesh), chunked_ce_step(2), [("layers", 0, 1, 7)])
+
+
+@pytest.mark.gt_world("fake", size=4, mesh={"fsdp": 4})
+def test_dense_layers_then_experts_with_sizes_that_depend_on_data(gt_mesh):
+    """Facts about the sizes are copied, too."""
+    full, stamped = assert_stamped(decoder(deepseek, gt_mesh), ce_step, [("layers", 0, 1, 5), ("layers", 5, 1, 5)])
+    assert facts_of(full) == facts_of(stamped) > 0
+
+
+def facts_of(traced):
+    values = (node.meta.get("val") for node in traced.gm.graph.nodes)
+    env = next(value.node.shape_env for value in values if isinstance(value, torch.SymInt))
+    return sum(map(len, env.deferred_runtime_asserts.values()))
+
+
+@pytest.mark.gt_world("fake", size=4, mesh={"efsdp": 2, "ep": 2})
+def test_expert_parallelism(gt_mesh):
+    with torch.device("meta"):
+        model = deepseek_v3.DeepSeekV3(replace(deepseek_v3.FLAVORS["debug"], n_layers=6))
+    apply_expert_parallel(model, gt_mesh["ep"])
+    for layer in model.moe_layers():
+        data_parallel(layer.routed_experts, gt_mesh["efsdp"])
+    data_parallel(model, gt_mesh["efsdp", "ep"]._flatten("fsdp"))
+    assert_stamped(model, ce_step, [("layers", 1, 1, 5)])
+
+
+def test_a_replay_gives_the_bits_of_the_full_trace():
+    """And of other weights it does not."""
+    torch.manual_seed(0)
+    model, x = STAMPED["a period of four"](), torch.randn(4, WIDTH)
+    results = []
+    for how, own in (("off", model), ("auto", model), ("auto", STAMPED["a period of four"]())):
+        copied = copy.deepcopy(own)
+        loss = trace_step(copied, step, (x,), repeat_layers=how).replay(copied, x)
+        results.append([loss, *(parameter.grad for parameter in copied.parameters())])
+    full, stamped, other = results
+    assert all(map(torch.equal, full, stamped))
+    assert not all(map(torch.equal, full, other))
+
+
+def exact(model):
+    return trace_step(model, step, (torch.ones(4, WIDTH),), repeat_layers="exact")
+
+
+def test_exact_passes_what_is_equal_and_says_what_it_did():
+    assert exact(STAMPED["a list"]()).repeated.stamped
+    assert exact(REFUSED["growing windows"][0]()).repeated.full
+
+
+@pytest.mark.parametrize(
+    ("module", "part", "instead", "build"),
+    [
+        (driver, "check_outline", lambda *given: None, REFUSED["the seventh layer is special"][0]),
+        (driver, "check_outline", lambda *given: None, REFUSED["divided by the number of layers"][0]),
+        (signature, "constant", lambda value: type(value), repeated.the_fourth_constant_differs),
+        (units, "inner_difference", lambda *given: None, lambda: repeated.scaled_by_a_hidden_counter(2)),
+    ],
+    ids=["outline", "outline, of the end", "constants", "inner units"],
+)
+def test_without_a_part_of_the_proof_a_model_comes_out_wrong_and_exact_sees_it(
+    monkeypatch, module, part, instead, build
+):
+    """Each part is needed: with it the model is traced in full."""
+    assert not trace_step(build(), step, (torch.ones(4, WIDTH),), repeat_layers="auto").repeated.stamped
+    monkeypatch.setattr(module, part, instead)
+    with pytest.raises(StampedGraphError, match=r"node \d+, %\w+ of .*(operands|call_function|meta)"):
+        exact(build())
+
+
+def test_what_no_proof_can_see_exact_sees():
+    """A counter that is neither an attribute nor a container: documented as a limit of "auto"."""
+    with pytest.raises(StampedGraphError, match="operands"):
+        exact(repeated.scaled_by_a_hidden_counter(8))
+
+
+def test_state_that_a_step_changes_is_put_back():
+    model = REFUSED["layers that count their calls"][0]()
+    trace_step(model, step, (torch.ones(4, WIDTH),), repeat_layers="auto")
+    assert [layer.calls for layer in model.layers] == [1] * 8  # by the full trace alone
+
+
+def test_twins_and_dynamic_dimensions_are_traced_in_full():
+    model, inputs = STAMPED["a list"](), (torch.ones(4, WIDTH),)
+    for options in ({"dynamic_dims": {"batch": [(0, 0)]}}, {"twin_inputs": (torch.ones(2, WIDTH),)}):
+        told = trace_step(model, step, inputs, repeat_layers="auto", **options).repeated
+        assert [layers.reason for layers in told.full] == ["twins and dynamic dimensions are not proven"]
+
+
+def test_another_word_is_refused():
+    with pytest.raises(ValueError, match="repeat_layers='always': expected one of 'off', 'auto', 'exact'"):
+        trace_step(STAMPED["a list"](), step, (torch.ones(4, WIDTH),), repeat_layers="always")
+
+
+@pytest.mark.parametrize("on", [True, False])
+def test_the_garbage_collector_is_as_it_was(on):
+    (gc.enable if on else gc.disable)()
+    try:
+        trace_step(STAMPED["a list"](), step, (torch.ones(4, WIDTH),))
+        assert gc.isenabled() is on
+        with pytest.raises(ValueError, match="scalar loss"):
+            trace_step(STAMPED["a list"](), lambda model, x: model(x), (torch.ones(4, WIDTH),))
+        assert gc.isenabled() is on
+    finally:
+        gc.enable()

@@ -14,6 +14,7 @@ import pytest_gtrainer
 ROOMS = (
     {"plugin", "__main__"},
     {"fixtures"},
+    {"conformance"},
     {"ranks", "testing", "doctor"},
     {"report"},
     {"golden"},

@@ -14,9 +14,23 @@ Each rule is one test and one line of the table at the end of the run. Its resul
 graph and a sentence; *not claimed*; *error*, if the pass itself raised; or *proves nothing*, if it could not have
 failed, as when a pass that merges nothing is asked for the order in which it packs.
 
-``adapter`` reads first, then ``rules``; ``recipes`` makes the graphs, ``table`` gathers the results.
+Read ``adapter`` first, then ``rules``; ``recipes`` makes the graphs, ``table`` gathers the results.
 """
 
-from pytest_gtrainer.conformance.adapter import Adapter, any_pass, bucketing
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from pytest_gtrainer.conformance.adapter import Adapter
+
+if TYPE_CHECKING:
+    from pytest_gtrainer.conformance.cases import any_pass, bucketing
 
 __all__ = ["Adapter", "any_pass", "bucketing"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module("pytest_gtrainer.conformance.cases"), name)  # it imports torch

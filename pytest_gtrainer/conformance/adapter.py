@@ -1,4 +1,4 @@
-"""How somebody's pass is called, what it claims, and the test that is made of it. No torch here."""
+"""How somebody's pass is called, and what it claims. No torch here."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from pytest_gtrainer import options
-from pytest_gtrainer.worlds.spec import MARKER
 
 if TYPE_CHECKING:
     from torch import fx
@@ -53,11 +52,6 @@ class Adapter:
             raise TypeError(f"a pass is a function, and {self.function!r} is none")
         if self.kind not in KINDS:
             raise ValueError(f"kind={self.kind!r}: expected one of {', '.join(KINDS)}")
-        from pytest_gtrainer.conformance.rules import RULES
-
-        for pattern in (*self.not_claimed, *self.broken):
-            if not fnmatch.filter(RULES, pattern):
-                raise ValueError(f"there is no rule {pattern!r}; there are {', '.join(RULES)}")
 
     @property
     def name(self) -> str:
@@ -97,42 +91,6 @@ class Adapter:
     def unclaimed(self, rule: str) -> str | None:
         """Why a rule is not claimed; None if it is."""
         return next((why for pattern, why in self.not_claimed.items() if fnmatch.fnmatch(rule, pattern)), None)
-
-
-def bucketing(function: Callable[..., Any], **adapter: Any) -> Callable[..., None]:
-    """A test of all rules for passes that bucket the collectives of a joint graph; keywords as of ``Adapter``."""
-    return test_of(Adapter(function, "bucketing", **adapter))
-
-
-def any_pass(function: Callable[..., Any], **adapter: Any) -> Callable[..., None]:
-    """A test of the rules that hold for every pass; keywords as of ``Adapter``."""
-    return test_of(Adapter(function, "any", **adapter))
-
-
-def test_of(adapter: Adapter) -> Callable[..., None]:
-    """A test function with a case a rule, each in the world that it needs."""
-
-    @pytest.mark.parametrize("rule", cases_of(adapter))
-    def test_rule(rule: str, request: pytest.FixtureRequest) -> None:
-        __tracebackhide__ = True
-        from pytest_gtrainer.conformance.rules import RULES, judge
-
-        judge(RULES[rule], adapter, request)
-
-    return test_rule
-
-
-def cases_of(adapter: Adapter) -> list[Any]:
-    """The rules that a pass of its kind is held to, as parameters with their marks."""
-    from pytest_gtrainer.conformance.rules import RULES
-
-    cases = []
-    for rule in [each for each in RULES.values() if adapter.kind in each.kinds]:
-        known = [why for pattern, why in adapter.broken.items() if fnmatch.fnmatch(rule.id, pattern)]
-        marks = [pytest.mark.xfail(reason=why, strict=True, raises=AssertionError) for why in known]
-        marks.append(getattr(pytest.mark, MARKER)(rule.world[0], **rule.world[1]))
-        cases.append(pytest.param(rule.id, id=rule.id, marks=marks))
-    return cases
 
 
 def given(config: pytest.Config) -> Adapter:

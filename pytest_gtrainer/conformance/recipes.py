@@ -10,9 +10,9 @@ from dataclasses import dataclass, fields
 import torch
 import torch.distributed as dist
 from torch import fx, nn
-from torch.distributed import _functional_collectives as functional
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from pytest_gtrainer._torch.passes import ALL_GATHER, ALL_REDUCE, WAIT
 from pytest_gtrainer.graph.bucket_plan import BucketPlan
 from pytest_gtrainer.passes.canonicalize import canonicalize_graph_pass
 from pytest_gtrainer.passes.collectives import reduce_scatter_before_all_reduce_pass
@@ -149,8 +149,9 @@ class Net(nn.Module):
         for layer in self.layers:
             x = layer(x)
             if self._beside is not None:
-                exchanged = functional.all_gather_tensor(x.detach().contiguous(), 0, self._beside)
-                x = x + functional.all_reduce(exchanged[: x.shape[0]], "sum", self._beside)
+                size, name = self._beside.size(), self._beside.group_name
+                exchanged = WAIT(ALL_GATHER(x.detach().contiguous(), size, name))
+                x = x + WAIT(ALL_REDUCE(exchanged[: x.shape[0]].contiguous(), "sum", name))
         logits: torch.Tensor = self.lm_head(self.norm(x))
         return logits
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from pytest_gtrainer.conformance.adapter import Adapter, cases_of, given
+from pytest_gtrainer.conformance.adapter import Adapter, given
+from pytest_gtrainer.conformance.cases import cases_of
+from pytest_gtrainer.conformance.rules import RULES, judge
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -21,6 +23,4 @@ def adapter(pytestconfig: pytest.Config) -> Adapter:
 def test_rule(rule: str, adapter: Adapter, request: pytest.FixtureRequest) -> None:
     """Each rule once."""
     __tracebackhide__ = True
-    from pytest_gtrainer.conformance.rules import RULES, judge
-
     judge(RULES[rule], adapter, request)

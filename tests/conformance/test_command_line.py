@@ -1,0 +1,78 @@
+"""``pytest --pyargs pytest_gtrainer.conformance``: the table, its file, and what a wrong option says."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from pytest_gtrainer.testing import run_project
+
+PASSES = """
+from pytest_gtrainer import joint_transformer_block_bucketing_reordering_pass as ours
+from pytest_gtrainer.conformance import Adapter
+
+def as_executed(gm, plan):
+    return ours(gm, bucket_plan=plan, payload_order="execution")
+
+def as_fsdp(gm, plan):
+    return ours(gm, bucket_plan=plan)
+
+executed = Adapter(as_executed, "bucketing", call=as_executed, not_claimed={"D8": "says nothing"})
+fsdp = Adapter(as_fsdp, "bucketing", call=as_fsdp)
+known = Adapter(as_executed, "bucketing", call=as_executed, broken={"D2": "issue 12"})
+not_a_pass = 3
+"""
+COMMAND = ("--pyargs", "pytest_gtrainer.conformance", "-k", "D2 or D8 or D1]", "--gt-gpus=4", "-p", "no:cacheprovider")
+
+
+def run(folder, *options):
+    return run_project(folder, *COMMAND, *options, files={"passes.py": PASSES})
+
+
+def test_the_table_and_its_change(tmp_path):
+    executed = run(tmp_path, "--gt-pass=passes:executed", "--gt-conformance=table.json")
+    assert executed.status == 1
+    assert "conformance of as_executed" in executed.output
+    assert "1 held, 1 not claimed, 1 broken" in executed.output
+    told = json.loads((tmp_path / "table.json").read_text())["as_executed"]
+    assert {rule: row["result"] for rule, row in told.items()} == {"D1": "held", "D2": "broken", "D8": "not claimed"}
+    assert told["D2"]["why"].startswith("bucket 'layers.0', all_gather: layers.0.norm.weight stands where FSDP2 packs")
+    fsdp = run(tmp_path, "--gt-pass=passes:fsdp", "--gt-conformance-against=table.json", "-n", "2")
+    assert fsdp.status == 0
+    assert "3 held" in fsdp.output
+    assert "D2: was broken, is held" in fsdp.output
+    assert "D8: was not claimed, is held" in fsdp.output
+    assert "D1: was" not in fsdp.output
+    again = run(tmp_path, "--gt-pass=passes:executed", "--gt-conformance-against=table.json")
+    assert "no rule has another result than before" in again.output
+
+
+def test_what_is_known_to_be_broken_is_an_xfail(tmp_path):
+    told = run(tmp_path, "--gt-pass=passes:known")
+    assert told.status == 0
+    assert "1 xfailed" in told.output
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ((), "judges a pass: give --gt-pass=my_package.passes:my_pass"),
+        (("--gt-pass=passes",), "--gt-pass=passes: expected module:name, as my_package.passes:my_bucketing"),
+        (("--gt-pass=nowhere:it",), "--gt-pass=nowhere:it: No module named 'nowhere'"),
+        (("--gt-pass=passes:none",), "--gt-pass=passes:none: module 'passes' has no attribute 'none'"),
+        (("--gt-pass=passes:not_a_pass",), "--gt-pass=passes:not_a_pass: a pass is a function, and 3 is none"),
+        (("--gt-pass=passes:fsdp", "--gt-kind=any"), "--gt-kind=any: passes:fsdp is an adapter of kind 'bucketing'"),
+        (("--gt-pass=passes:fsdp", "--gt-kind=fast"), "--gt-kind=fast: expected one of any, bucketing"),
+        (
+            ("--gt-pass=passes:fsdp", "--gt-conformance-against=passes.py"),
+            "this is no table that --gt-conformance wrote",
+        ),
+    ],
+    ids=lambda each: " ".join(each) if isinstance(each, tuple) else "",
+)
+def test_a_wrong_option_is_one_sentence(tmp_path, options, said):
+    told = run(tmp_path, *options)
+    assert told.status != 0
+    assert said in told.output
+    assert "INTERNALERROR" not in told.output

@@ -18,7 +18,7 @@ def stale(entries: Iterable[str]) -> Iterator[str]:
         function = re.escape(test.partition("[")[0])
         ending = r"\(" if "[" in test else ""
         text = (ROOT / file).read_text() if (ROOT / file).is_file() else ""
-        if not re.search(rf"^def {function or 'test_'}{ending}", text, re.MULTILINE):
+        if not re.search(rf"^(def )?{function or 'test_'}{ending}", text, re.MULTILINE):
             yield entry
 
 

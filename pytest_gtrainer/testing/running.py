@@ -176,7 +176,7 @@ def _sample(value: Any, generator: torch.Generator, what: str) -> torch.Tensor:
     """A real tensor like a graph input, each with values of its own; integers 0 or 1, so that they may be indices."""
     sizes = (*value.shape, *value.stride()) if isinstance(value, torch.Tensor) else (None,)
     if not all(type(size) is int for size in sizes):
-        raise PassFileError(f"{what}: this needs inputs that are tensors of known sizes")
+        raise PassFileError(f"{what}: `# values:` needs inputs that are tensors of known sizes")
     if value.is_floating_point() or value.is_complex():
         found = torch.randn(value.shape, dtype=torch.float64, generator=generator).to(value.dtype)
     else:

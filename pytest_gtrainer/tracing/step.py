@@ -234,8 +234,7 @@ def trace_step(
         reuse_gathers: gather a parameter once however often it is read; off only to reproduce graphs of other tracers.
         chunk: trace the step a second time, on ``chunk.twin_inputs(inputs)``, as ``TracedStep.twin``.
         twin_inputs: these inputs by hand, where ``chunk`` cannot know them.
-        dynamic_dims: per name of a dimension the places, (leaf among the inputs, dimension), whose extent is a symbol;
-            ``ChunkConfig.dynamic_dims(inputs)`` makes them.
+        dynamic_dims: see ``ChunkConfig.dynamic_dims``: by name the places, (leaf of inputs, dimension), of a symbol.
         repeat_layers: "auto" traces four units of each run of identical layers and copies the rest in the graph, where
             the result is proven to be that of a full trace; ``TracedStep.repeated`` says what was done. "exact" traces
             in full besides, and compares. Both call the step several times. "off" traces every layer.

@@ -113,11 +113,14 @@ class Recipe:
 
 
 class Block(nn.Module):
-    """Registers a scale of its own, then linear layers, then the norm that it runs first."""
+    """Registers scale and shift, which it reads the other way round, then linear layers, then the norm it runs first.
+
+    So an order by module and then by place in the graph is wrong within the block, and one by the graph between them.
+    """
 
     def __init__(self, recipe: Recipe) -> None:
         super().__init__()
-        self.scale = nn.Parameter(torch.ones(recipe.dim))
+        self.scale, self.shift = nn.Parameter(torch.ones(recipe.dim)), nn.Parameter(torch.zeros(recipe.dim))
         for name in recipe.registered:
             self.add_module(name, nn.Linear(recipe.dim, recipe.dim, bias=name in recipe.bias))
         self.norm = nn.LayerNorm(recipe.dim)
@@ -127,7 +130,7 @@ class Block(nn.Module):
         h = self.norm(x)
         for name in self._executed:
             h = torch.tanh(self.get_submodule(name)(h))
-        return x + h * self.scale
+        return x + (h + self.shift) * self.scale
 
 
 class Net(nn.Module):

@@ -203,7 +203,8 @@ class _Reader:
             if isinstance(state, tuple):
                 found |= {part.source: None for part in state if part.source}
             elif isinstance(state, Unread):
-                found |= dict.fromkeys(_inputs_above(state.node))
+                above = {state.node, *reached(state.node, operator.attrgetter("all_input_nodes"))}
+                found |= dict.fromkeys(sorted(one for one in above if one.op == "placeholder" and is_parameter(one)))
         return [self._name(node, launch) for node in found]
 
     def _name(self, source: fx.Node, launch: fx.Node) -> str:
@@ -295,11 +296,6 @@ def _parameter_collectives(body: fx.GraphModule) -> Iterator[fx.Node]:
 def is_parameter(node: fx.Node) -> bool:
     """Whether an input is a parameter, or nobody says what it is."""
     return bool(node.meta.get("gt_input", {"kind": "parameter"})["kind"] == "parameter")
-
-
-def _inputs_above(node: fx.Node) -> list[fx.Node]:
-    above = {node, *reached(node, operator.attrgetter("all_input_nodes"))}
-    return sorted(one for one in above if one.op == "placeholder" and is_parameter(one))
 
 
 def _ranks_of(launch: fx.Node) -> tuple[int, ...]:

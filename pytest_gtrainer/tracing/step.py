@@ -18,7 +18,9 @@ from __future__ import annotations
 
 import copy
 import gc
+import linecache
 import os
+import re
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -45,7 +47,7 @@ from pytest_gtrainer._torch.tracing import (
 )
 from pytest_gtrainer._torch.values import FakeTensor, FakeTensorMode, local_part, pytree
 from pytest_gtrainer.graph.bucket_plan import managed_order_of, tied_parameters
-from pytest_gtrainer.graph.nodes import BACKWARD, DYNAMIC_DIMS, GATHERS_ONCE, direction
+from pytest_gtrainer.graph.nodes import BACKWARD, DYNAMIC_DIMS, GATHERS_ONCE, direction, node_fqn
 from pytest_gtrainer.long_work import long_work
 from pytest_gtrainer.tracing.model import KEY, LOSS_FQN, ModelState, annotate_module_fqns, local, rewrap, tensor_text
 from pytest_gtrainer.tracing.sharding import reusing_gathers
@@ -137,7 +139,11 @@ class TracedStep:
         self._check(state, inputs, flat)
         facts.tell("replay", gm=self.gm, inputs=flat)
         with torch.no_grad():
-            results = self.gm(*flat)
+            try:
+                results = self.gm(*flat)
+            except Exception as error:
+                error.add_note(failing_node(error, self.gm))
+                raise
             if not isinstance(results, list | tuple) or len(results) != 1 + len(self.trainable_fqns):
                 returned = len(results) if isinstance(results, list | tuple) else f"a {type(results).__name__}, not 1"
                 raise ValueError(
@@ -168,6 +174,16 @@ class TracedStep:
             ours, theirs = _describe(value), _describe(traced)
             if ours != theirs:
                 raise ValueError(f"{name} is {ours}, the step was traced with {theirs}: trace again")
+
+
+def failing_node(error: BaseException, gm: fx.GraphModule) -> str:
+    """Which node of a graph raised, with its direction and module; "" if no line of its code is in the traceback."""
+    for frame, number in traceback.walk_tb(error.__traceback__):
+        name = re.match(r"\s*(\w+)", linecache.getline(frame.f_code.co_filename, number))
+        node = next((node for node in gm.graph.nodes if name is not None and node.name == name[1]), None)
+        if frame.f_code is gm.forward.__func__.__code__ and node is not None:
+            return f"in {node} = {node.target}, in {direction(node)} of {node_fqn(node) or 'the root'}"
+    return ""
 
 
 def add_gradients(
@@ -208,19 +224,17 @@ def trace_step(
 ) -> TracedStep:
     """Trace ``step(model, *inputs) -> loss`` with its backward into one graph, on fake tensors.
 
-    Nothing is computed and no storage is needed: state and inputs may be real, fake or meta
-    tensors (taken to lie on the device of the mesh). The model is left as it was.
+    Nothing is computed: state and inputs may be real, fake or meta tensors, which lie on the device of the mesh. The
+    model is left as it was.
 
     Args:
         model: the module, with parameters plain or by ``data_parallel``.
         step: computes the scalar loss; code outside of the model's forward is the "loss".
         inputs: pytrees of tensors and plain Python scalars; scalars are baked in.
-        reuse_gathers: gather a parameter once however often it is read (A10); off only to
-            reproduce graphs of tracers that do not.
+        reuse_gathers: gather a parameter once however often it is read; off only to reproduce graphs of other tracers.
         chunk: trace the step a second time, on ``chunk.twin_inputs(inputs)``, as ``TracedStep.twin``.
         twin_inputs: these inputs by hand, where ``chunk`` cannot know them.
-        dynamic_dims: per name of a dimension the places, (leaf among the inputs, dimension), whose extent the
-            graph keeps as one symbol; ``ChunkConfig.dynamic_dims(inputs)`` makes them.
+        dynamic_dims: see ``ChunkConfig.dynamic_dims``: by name the places, (leaf of inputs, dimension), of a symbol.
         repeat_layers: "auto" traces four units of each run of identical layers and copies the rest in the graph, where
             the result is proven to be that of a full trace; ``TracedStep.repeated`` says what was done. "exact" traces
             in full besides, and compares. Both call the step several times. "off" traces every layer.
@@ -244,20 +258,13 @@ def trace_step(
             "call requires_grad_() on what is to be trained"
         )
     tracing = Tracing(model, step, state, mode_of([*state.tensors, *flat_inputs]), reuse_gathers)
-    stamped: fx.GraphModule | None = None
     repeated: RepeatedLayers | None = None
     if repeat_layers != "off" and (chunk is not None or twin_inputs is not None or dynamic_dims):
         repeated = RepeatedLayers(full=(FullLayers("", "twins and dynamic dimensions are not proven"),))
-    elif repeat_layers != "off":
-        stamped, repeated = tracing.stamp(flat_inputs, spec)
-    if stamped is None or repeat_layers == "exact":
-        if repeat_layers != "off":  # free of symbols that other traces have made
-            tracing = replace(tracing, mode=mode_of([*state.tensors, *flat_inputs]))
+    if repeat_layers == "off" or repeated is not None:
         gm, fakes = tracing.run(flat_inputs, spec, dynamic_dims or {})
-        if stamped is not None:
-            assert_stamped_equal(gm.graph, stamped.graph)
     else:
-        gm, fakes = stamped, tracing.fakes_of(flat_inputs)
+        gm, fakes, repeated = tracing.run_repeated(flat_inputs, spec, exact=repeat_layers == "exact")
     placements = tuple(tracing.gradient_placements)  # before those of the twin
     if twin_inputs is None and chunk is not None:
         twin_inputs = chunk.twin_inputs(inputs)
@@ -327,8 +334,14 @@ class Tracing:
             }
         return gm, fakes
 
-    def stamp(self, flat_inputs: list[Any], spec: pytree.TreeSpec) -> tuple[fx.GraphModule | None, RepeatedLayers]:
-        """The joint graph with repeated layers stamped, None where nothing is proven alike; and what was done."""
+    def run_repeated(
+        self, flat_inputs: list[Any], spec: pytree.TreeSpec, *, exact: bool
+    ) -> tuple[fx.GraphModule, list[Any], RepeatedLayers]:
+        """What ``run`` gives, by stamping where layers are proven alike; and what was done.
+
+        Raises:
+            StampedGraphError: if it is to be ``exact``, and a full trace has another graph.
+        """
 
         def trace() -> TracedModel:
             smaller = Tracing(self.model, self.step, ModelState.of(self.model), self.mode, self.reuse_gathers)
@@ -337,11 +350,16 @@ class Tracing:
 
         with collector_off():
             found, repeated = stamped_graph(self.model, self.step, trace, self.state.fqns, self.state.trainable)
-            if found is None:
-                return None, repeated
-            self._name(found.gm, len(flat_inputs))
-        self.gradient_placements[:] = found.gradient_placements
-        return found.gm, repeated
+            if found is not None:
+                self._name(found.gm, len(flat_inputs))
+        if found is not None and not exact:
+            self.gradient_placements[:] = found.gradient_placements
+            return found.gm, self.fakes_of(flat_inputs), repeated
+        whole = replace(self, mode=mode_of([*self.state.tensors, *flat_inputs]))  # free of symbols of other traces
+        gm, fakes = whole.run(flat_inputs, spec)
+        if found is not None:
+            assert_stamped_equal(gm.graph, found.gm.graph)
+        return gm, fakes, repeated
 
     def run_twin(self, inputs: tuple[Any, ...], spec: pytree.TreeSpec) -> fx.GraphModule:
         flat, twin_spec = flatten_inputs(inputs)

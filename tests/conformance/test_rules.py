@@ -14,6 +14,7 @@ from pytest_gtrainer import joint_transformer_block_bucketing_reordering_pass as
 from pytest_gtrainer._torch.passes import ALL_GATHER, WAIT
 from pytest_gtrainer.conformance import Adapter, any_pass, bucketing
 from pytest_gtrainer.conformance.rules import RULES, judge
+from pytest_gtrainer.graph.collectives import fsdp_all_gathers
 
 aten = torch.ops.aten
 
@@ -116,6 +117,15 @@ def packs_as_registered(gm, plan):
     return ours(gm, bucket_plan=plan, payload_order="registration")
 
 
+def packs_by_module(gm, plan):
+    """Modules as registered, and within one as the graph has it: experts were packed so once."""
+    executed = [member.parameter for member in fsdp_all_gathers(gm)]
+    managed = list(gm.graph.output_node().meta["gt_managed_order"])
+    modules = list(dict.fromkeys(fqn.rpartition(".")[0] for fqn in managed))
+    order = sorted(managed, key=lambda fqn: (modules.index(fqn.rpartition(".")[0]), executed.index(fqn)))
+    return ours(gm, bucket_plan=plan, payload_order=order)
+
+
 def exchanges_twice(gm, plan):
     gm = ours(gm, bucket_plan=plan)
     reduced = found(gm, torch.ops._c10d_functional.all_reduce.default)
@@ -193,7 +203,8 @@ MISTAKES = [
     ("D17", loses_a_gradient, "it is gone: reduce_scatter of "),
     ("D1", cuts_a_layer, "bucket 'layers.0', all_gather in fwd: expected one of"),
     ("D2", packs_as_executed, "layers.0.norm.weight stands where FSDP2 packs layers.0.w1.weight"),
-    ("D4", packs_as_registered, "bucket 'layers.0', all_gather: layers.0.w1.weight sits at byte 4, expected 0"),
+    ("D2", packs_by_module, "layers.0.shift stands where FSDP2 packs layers.0.scale"),
+    ("D4", packs_as_registered, "bucket 'layers.0', all_gather: layers.0.w1.weight sits at byte 8, expected 0"),
     ("D6", exchanges_twice, "all_reduce of \\[2, 3, 8\\] over tp: 2 before the pass, 3 behind it"),
     ("D7", gathers_in_another_dtype, "travelled as torch.float32, now as torch.bfloat16"),
     ("D8", leaves_no_marks, 'has no meta\\["fsdp_bucket"\\]'),

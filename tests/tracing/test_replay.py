@@ -128,3 +128,15 @@ def test_a_graph_of_another_rank_is_refused(net, inputs, train_step):
                     traced[0].replay(model, *inputs)
                 assert traced[3].replay(model, *inputs).ndim == 0
     assert trace_step(net, train_step, inputs).rank is None
+
+
+def test_an_error_of_an_operator_names_the_node():
+    """Torch's own says shapes alone."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    traced = trace_step(model, lambda model, x: model(x).sum(), (torch.ones(2, 4),))
+    (expand,) = [node for node in traced.gm.graph.nodes if node.name.startswith("expand")]
+    expand.args = (expand.args[0], [3, 4])
+    traced.gm.recompile()
+    with pytest.raises(RuntimeError, match=r"^mat1 and mat2 shapes cannot be multiplied \(4x3 and 2x4\)") as error:
+        traced.replay(model, torch.ones(2, 4))
+    assert error.value.__notes__ == ["in mm_1 = aten.mm.default, in bwd of 1"]

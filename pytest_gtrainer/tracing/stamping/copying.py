@@ -97,7 +97,10 @@ class _Stamping:
         for real in range(TEMPLATE + 1, TEMPLATE + copies + 1):
             renaming = self.renamings.get((visit.run, real))
             if renaming and visit.kind == "forward":
-                copy_facts(next(iter(_environments(visit.units[TEMPLATE]))), renaming)
+                values = [node.meta.get("val") for node in visit.units[TEMPLATE] if node.meta.get("unbacked_bindings")]
+                sizes = [extent for value in values if isinstance(value, torch.Tensor) for extent in value.shape]
+                symbolic = [value for value in (*values, *sizes) if isinstance(value, SYMBOLIC)]
+                copy_facts(symbolic[0].node.shape_env, renaming)
 
     def emit(self, node: fx.Node, spot: _Spot) -> None:
         visit = spot.visit
@@ -229,12 +232,6 @@ class _Counted:
 
     def has(self, number: int) -> bool:
         return self.first <= number <= self.last
-
-
-def _environments(nodes: Sequence[fx.Node]) -> list[Any]:
-    values = [node.meta.get("val") for node in nodes if node.meta.get("unbacked_bindings")]
-    sizes = [extent for value in values if isinstance(value, torch.Tensor) for extent in value.shape]
-    return [value.node.shape_env for value in (*values, *sizes) if isinstance(value, SYMBOLIC)]
 
 
 def _renamed(value: Any, renaming: Renaming) -> Any:

@@ -11,7 +11,7 @@ import random
 import types
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -109,7 +109,9 @@ def _looked_into(where: str, value: Any) -> Iterator[tuple[_Held | None, list[tu
         yield None, [(where, item) for item in value]
     elif isinstance(value, types.FunctionType):
         for cell in value.__closure__ or ():
-            content = {name: getattr(cell, name) for name in ("cell_contents",) if _is_filled(cell)}
+            content: dict[str, Any] = {}
+            with suppress(ValueError):  # a cell that is not filled yet
+                content["cell_contents"] = cell.cell_contents
             yield _Held(where, cell, content, setattr), [(where, each) for each in content.values()]
         home = str(value.__globals__.get("__name__"))
         if not _is_foreign(home):
@@ -130,13 +132,6 @@ def _looked_into(where: str, value: Any) -> Iterator[tuple[_Held | None, list[tu
         own, cls = vars(value), type(value)
         of_values = [(where + name, held) for name, held in own.items() if name not in TABLES]
         yield _Held(where, own, dict(own)), [*of_values, (f"what the class {cls.__qualname__} names: ", cls)]
-
-
-def _is_filled(cell: types.CellType) -> bool:
-    try:
-        return cell.cell_contents is not None
-    except ValueError:
-        return False
 
 
 def _is_foreign(module: str) -> bool:

@@ -135,14 +135,13 @@ def judge(rule: Rule, adapter: Adapter, request: pytest.FixtureRequest) -> None:
                 rule.judge(run)
         except Nothing as error:
             silent.append(f"{recipe}: {error}")
-        except Raised as error:
-            tell("error", str(error), recipe)
-            kept = _keep(rule, adapter, recipe, request)
-            raise AssertionError(f"{rule.id}, on {recipe}: {error}\n{kept}") from error.__cause__
-        except AssertionError as error:
-            tell("broken", str(error), recipe)
+        except Exception as error:
+            is_told = isinstance(error, AssertionError | Raised)
+            why = str(error) if is_told else f"the graph cannot be judged: {type(error).__name__}: {error}"
+            tell("broken" if isinstance(error, AssertionError) else "error", why, recipe)
             kept = _keep(rule, adapter, recipe, request) if rule.graphs else ""
-            raise AssertionError(f"{rule.id} ({rule.says}), on {recipe}:\n{error}\n{kept}") from None
+            cause = error.__cause__ if is_told else error
+            raise AssertionError(f"{rule.id} ({rule.says}), on {recipe}:\n{why}\n{kept}") from cause
     if len(silent) == len(rule.graphs or (DENSE,)):
         tell("proves nothing", silent[0].partition(": ")[2])
         pytest.skip(f"proves nothing: {silent[0]}")

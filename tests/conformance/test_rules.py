@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import fx
 
+from pytest_gtrainer import facts
 from pytest_gtrainer import joint_transformer_block_bucketing_reordering_pass as ours
 from pytest_gtrainer._torch.passes import ALL_GATHER, WAIT
 from pytest_gtrainer.conformance import Adapter, any_pass, bucketing
@@ -184,6 +185,12 @@ def moves_compute(gm, plan):
     raise AssertionError("no two neighbours")
 
 
+def forgets_a_launchs_value(gm, plan):
+    gm = ours(gm, bucket_plan=plan)
+    del found(gm, ALL_GATHER)[0].meta["val"]
+    return gm
+
+
 def raises_an_error(gm, plan):
     raise KeyError("w2")
 
@@ -276,6 +283,16 @@ def test_a_pass_that_raises_or_gives_no_graph_is_told_and_its_graph_kept(request
     ):
         judge(RULES["E6"], Adapter(gives_nothing, "bucketing", call=gives_nothing), request)
     judge(RULES["E6"], Adapter(gives_nothing, "bucketing", call=gives_nothing, in_place=True), request)
+
+
+@pytest.mark.gt_world("fake", size=4, rank=1)
+def test_a_graph_that_cannot_be_judged_is_told(request):
+    with (
+        facts.collecting() as told,
+        pytest.raises(AssertionError, match="the graph cannot be judged: AttributeError: "),
+    ):
+        judge(RULES["D2"], Adapter(forgets_a_launchs_value, "bucketing", call=forgets_a_launchs_value), request)
+    assert [(fact["rule"], fact["result"]) for fact in told if fact["kind"] == "conformance"] == [("D2", "error")]
 
 
 def test_an_adapter_that_says_what_is_not_is_refused():

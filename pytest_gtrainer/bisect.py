@@ -194,7 +194,7 @@ def bisect_passes(
         every: replay every prefix instead of halving.
 
     Raises:
-        ValueError: under a fake process group, whose collectives move no data (W1).
+        ValueError: under a fake process group, whose collectives move no data.
     """
     stages = [Stage("", traced.gm)]
     bound = list(passes)

@@ -30,14 +30,14 @@ def get_default_transformer_block_buckets(
     moe_layers: Collection[int] = (),
     expert_fsdp_degree: int = 1,
 ) -> list[PlanEntry]:
-    """One bucket a transformer block, the embedding before, norm and head behind (B1).
+    """One bucket a transformer block, the embedding before, norm and head behind.
 
     Args:
         chunked_loss_enabled: the loss is chunked cross entropy, so the head runs inside the
-            loss, and "loss" joins the last bucket (B2).
+            loss, and "loss" joins the last bucket.
         moe_layers: layers with a mixture of experts.
         expert_fsdp_degree: ranks a routed expert is sharded over; above 1, routed experts have
-            a bucket of their own (B3).
+            a bucket of their own.
 
     >>> get_default_transformer_block_buckets(2)
     ['tok_embeddings', 'layers.0', 'layers.1', ['norm', 'lm_head']]

@@ -68,7 +68,7 @@ class ActivationCheckpointConfig:
 
 
 def flex_attention_options(config: DebugConfig) -> dict[str, bool]:
-    """``torch.compile(flex_attention, options=...)``: tuned by measuring, unless it has to be deterministic (K2).
+    """``torch.compile(flex_attention, options=...)``: tuned by measuring, unless it has to be deterministic.
 
     Options of a compiled function win over Inductor's own configuration, which is why a model that
     compiles FlexAttention takes them from here.
@@ -288,7 +288,7 @@ def seed_everything(seed: int) -> None:
 
 
 def mesh_seed(seed: int, mesh: DeviceMesh, distinct: Sequence[str] = ()) -> int:
-    """This rank's seed: the base seed, plus its place along the mesh dimensions named in ``distinct`` (K4).
+    """This rank's seed: the base seed, plus its place along the mesh dimensions named in ``distinct``.
 
     Raises:
         ValueError: the mesh has no dimension of that name, or this rank is not on it.

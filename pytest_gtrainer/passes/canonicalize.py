@@ -124,7 +124,7 @@ def _same_layout(before: fx.Node, after: fx.Node) -> bool:
 
 @graph_pass
 def eliminate_dead_code_pass(gm: fx.GraphModule, example_inputs: Sequence[Any] | None = None) -> bool:
-    """Remove nodes without users, in place; mutations, collectives and random operators stay (M5).
+    """Remove nodes without users, in place; mutations, collectives and random operators stay.
 
     A collective that nobody waits for stays because the other ranks issue theirs; a random operator
     because the numbers that later ones draw depend on it. Inputs stay. One walk from the output up.

@@ -70,7 +70,7 @@ _PADDING = {
 
 @graph_pass
 def reduce_scatter_before_all_reduce_pass(gm: fx.GraphModule, example_inputs: Sequence[Any] | None = None) -> bool:
-    """Swap ``all_reduce`` then ``reduce_scatter`` of a gradient, as FSDP2 has them, in place (D16).
+    """Swap ``all_reduce`` then ``reduce_scatter`` of a gradient, as FSDP2 has them, in place.
 
     What lies between the two, the padding of uneven shards, stays where it is: its zeros average to
     zeros. The number of nodes does not change; a gradient that is not all-reduced is left alone. Run
@@ -129,12 +129,12 @@ def _swap_of(member: FsdpCollective) -> fx.Node | None:
 
 @graph_pass
 def reassign_collective_pgs_pass(gm: fx.GraphModule, example_inputs: Sequence[Any] | None = None) -> bool:
-    """Move FSDP's all-gathers to an extra process group with the same ranks, in place (F1).
+    """Move FSDP's all-gathers to an extra process group with the same ranks, in place.
 
     Each group that carries such an all-gather has one extra group, made at the first call in a world
-    and gone with it (F4). Reduce-scatters stay, and so do all-gathers that are not FSDP's though
-    they share the group (F2). The number of nodes does not change. Run it before bucketing, so that
-    the buckets are in the new group (F3), and on every rank of the groups: making one is collective.
+    and gone with it. Reduce-scatters stay, and so do all-gathers that are not FSDP's though
+    they share the group. The number of nodes does not change. Run it before bucketing, so that
+    the buckets are in the new group, and on every rank of the groups: making one is collective.
 
     Raises:
         PlanError: the graph is bucketed already.

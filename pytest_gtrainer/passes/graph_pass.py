@@ -151,7 +151,7 @@ class BoundPass:
 
 
 def bind_options(a_pass: Pass, **options: Any) -> BoundPass:
-    """The pass with its options, which are checked and copied now (M3).
+    """The pass with its options, which are checked and copied now.
 
     A callable with one argument is one, too: a function ``gm -> gm``, or a pass of Inductor, which takes a bare
     ``fx.Graph`` and rewrites it in place; see ``takes_one``. Its ``uuid()``, if it has one, tells it from others of

@@ -135,7 +135,7 @@ def joint_transformer_block_bucketing_reordering_pass(
 
     Requires a joint graph whose nodes carry the metadata conventions (see ``tracing.step``).
     Ensures the graph lints and computes the same values where reductions do not depend on the
-    offset (D9); run on its own output, it changes nothing (E7).
+    offset; run on its own output, it changes nothing.
 
     Args:
         bucket_plan: module FQNs, see ``get_default_transformer_block_buckets``.
@@ -143,7 +143,7 @@ def joint_transformer_block_bucketing_reordering_pass(
             parameter FQNs pack otherwise, to show that the order matters.
         reorder: prefetch all-gathers and defer waits of reduce-scatters.
         insert_overlap_deps: also tell Inductor, by control dependencies, that each such wait stands behind the
-            launch in front of it; a compiler that schedules for itself would else undo the order (E6).
+            launch in front of it; a compiler that schedules for itself would else undo the order.
         require_buckets: refuse a graph without collectives of FSDP, which by default stays as it is; the summary of
             the run counts such graphs.
 
@@ -165,7 +165,7 @@ def transformer_block_bucketing_reordering_pass(
     insert_overlap_deps: bool = False,
     require_buckets: bool = False,
 ) -> bool:
-    """The same for a forward graph, or a backward graph, of its own (D12), in place.
+    """The same for a forward graph, or a backward graph, of its own, in place.
 
     Args:
         direction: "fwd" or "bwd", whose graph it is; nodes need no mark of the backward.

@@ -109,9 +109,9 @@ def construct_default_graph_passes(
     tensor_parallel_degree: int = 1,
     extra: Mapping[str, Sequence[BoundPass]] | None = None,
 ) -> list[BoundPass]:
-    """The passes of a training step in the order of ``SLOTS``, with their options bound (M1, M3).
+    """The passes of a training step in the order of ``SLOTS``, with their options bound.
 
-    The plan follows from the model and its loss: "loss" is in the last bucket if that is chunked cross entropy (B2).
+    The plan follows from the model and its loss: "loss" is in the last bucket if that is chunked cross entropy.
 
     Args:
         n_layers, moe_layers, expert_fsdp_degree: the model, see ``get_default_transformer_block_buckets``.
@@ -194,14 +194,14 @@ def apply_graph_passes(
 ) -> fx.GraphModule:
     """Run the passes on a copy of the graph; lint and recompile once, at the end.
 
-    The given graph is never changed, so it is as it was also if a pass fails (D11). The result's
+    The given graph is never changed, so it is as it was also if a pass fails. The result's
     ``meta["gt_passes"]`` tells what ran, as ``PassRun``. With the environment variable ``TORCH_TRACE`` the graphs
     before and after each pass go to torch's structured log, too, which tlparse reads.
 
     Args:
         passes: see ``construct_default_graph_passes``, or ``bind_options`` for a list of your own. Passes that
             ``graph_pass`` did not make may recompile as often as they like: it costs nothing here.
-        disable: names of passes to leave out (M4).
+        disable: names of passes to leave out.
         observer: called with a pass's name and the graph before and after it; costs a copy a pass.
         progress: called with a line a pass, once the pipeline has been running for ``long`` seconds.
         twin: ``TracedStep.twin``, for ``chunk_pass``; the passes before it run on a copy of it, too.

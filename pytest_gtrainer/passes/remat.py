@@ -87,7 +87,7 @@ _AGAIN = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
 def selective_activation_remat_pass(gm: fx.GraphModule, example_inputs: Sequence[Any] | None = None) -> bool:
     """Let the backward recompute forward values tagged MUST_RECOMPUTE or PREFER_RECOMPUTE, in place.
 
-    Recomputed nodes are named ``*_recomputed``, are the backward's, and have metadata of their own (M2).
+    Recomputed nodes are named ``*_recomputed``, are the backward's, and have metadata of their own.
     Forward values that then have no reader stay for dead-code removal.
 
     Raises:

@@ -55,7 +55,7 @@ def eager_chunked(model: nn.Module, config: ChunkConfig) -> EagerChunking:
     annotations) sees one call. ``config.early_grad_accumulation`` does not matter here.
 
     Raises:
-        ChunkError: no module matches (G2), or one is chunked already in another way.
+        ChunkError: no module matches, or one is chunked already in another way.
     """
     roots = {fqn: module for fqn, module in model.named_modules() if fqn and config.matches(fqn)}
     if not roots:

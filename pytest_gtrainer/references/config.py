@@ -59,7 +59,7 @@ class TrainConfig:
             are; their gradients are summed there and divided by the size of ``mesh``.
         mp_policy: dtypes of both sides.
         replicate: every rank of the 1-D mesh holds whole parameters and gradients are averaged: DDP on the eager
-            side, one all-reduce a gradient in the graph (D10). The plan then says nothing.
+            side, one all-reduce a gradient in the graph. The plan then says nothing.
         ddp_bucket_mb: size of DDP's buckets; 0 reduces every gradient by itself, as the graph does; None leaves
             them to torch (all in one at the first step, then 25 MiB), and other bits come of it: a ring
             adds an element in an order that depends on its place in the bucket.

@@ -123,11 +123,11 @@ class TracedStep:
         """Run the step on ``model``: return the loss, add the gradients to ``.grad``.
 
         Gradients come as tensors of the parameter's own kind (DTensor for a DTensor, as autograd would place it), None
-        is skipped, and an existing ``.grad`` is added to (A9). Runs without autograd (A8).
+        is skipped, and an existing ``.grad`` is added to. Runs without autograd.
 
         Raises:
             ValueError: the model's state, or the structure, shapes, dtypes or scalars of
-                ``inputs``, are not the traced ones, or this is another rank (D15).
+                ``inputs``, are not the traced ones, or this is another rank.
         """
         if self.rank is not None and dist.is_initialized() and dist.get_rank() != self.rank:
             raise ValueError(

@@ -23,7 +23,7 @@ class ChunkError(ValueError):
 
 
 class ChunkWarning(UserWarning):
-    """A region is chunked, and its numbers are those of a chunk by design: of row numbers, and of sizes (G15)."""
+    """A region is chunked, and its numbers are those of a chunk by design: of row numbers, and of sizes."""
 
 
 def described(node: fx.Node) -> str:
@@ -54,12 +54,12 @@ class ChunkConfig:
         chunk_dim: "batch", dimension 0 of the root's activation, or, for MoE layers, "sequence", dimension 1.
         num_chunks: the number of equal chunks, at least 2.
         early_grad_accumulation: add the chunks' parameter gradients before they are communicated, which
-            is faster; off, the result equals eager chunking bit for bit (J1).
+            is faster; off, the result equals eager chunking bit for bit.
         row_wise: full names of operators (``"mylib::norm"``) that treat each row of the chunk dimension by itself,
             where chunking cannot know it: operators of one's own, for which you answer.
 
     Raises:
-        ChunkError: a value is none of these, or the two do not go together (G3).
+        ChunkError: a value is none of these, or the two do not go together.
     """
 
     module_fqn: str
@@ -120,7 +120,7 @@ class ChunkConfig:
         """The extent of one chunk.
 
         Raises:
-            ChunkError: the chunks do not divide the extent (G9).
+            ChunkError: the chunks do not divide the extent.
         """
         if extent % self.num_chunks or extent < self.num_chunks:
             raise ChunkError(
@@ -135,7 +135,7 @@ class ChunkConfig:
         The first tensor that has the chunk dimension gives its extent; every tensor with this extent there is cut.
 
         Raises:
-            ChunkError: no input has that dimension, or its extent does not divide (G9).
+            ChunkError: no input has that dimension, or its extent does not divide.
         """
         leaves, spec = pytree.tree_flatten(tuple(inputs))
         ((first, dim), *_) = places = self.dynamic_dims(inputs)[self.chunk_dim]

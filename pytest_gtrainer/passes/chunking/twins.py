@@ -158,7 +158,7 @@ def concretize_chunk_symbolic_shapes_pass(
         example_inputs: tensors whose extents are taken; without them the extents of the traced example.
 
     Raises:
-        ChunkError: an extent is not known, a guard is false for the numbers (H2), or a symbol is left (H1).
+        ChunkError: an extent is not known, a guard is false for the numbers, or a symbol is left.
     """
     extents = input_extents(gm, example_inputs)
     return at_extents(gm, extents) if extents else gm

@@ -12,6 +12,7 @@ crashes later takes nothing along.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import shlex
@@ -24,7 +25,17 @@ import pytest
 
 from pytest_gtrainer import facts, options
 from pytest_gtrainer.golden import artifacts, store, values
-from pytest_gtrainer.golden.naming import FOLDER, SUFFIXES, Claim, disagreement, safe, standing, torch_of
+from pytest_gtrainer.golden.naming import (
+    FOLDER,
+    SUFFIXES,
+    Claim,
+    disagreement,
+    safe,
+    standing,
+    stem_of_golden,
+    stem_of_test,
+    torch_of,
+)
 from pytest_gtrainer.marker import id_of
 
 UPDATE, CREATE, PRUNE = "update-goldens", "create-goldens", "prune-goldens"
@@ -98,7 +109,8 @@ class GoldenPlugin:
         if golden is None:
             if self.modes.creates:
                 return self._await(claim, "created")
-            return self._failed(item, claim, "missing", f"{claim.path} is missing\nobtained:\n{_head(claim.text)}")
+            problem = f"{claim.path} is missing\nobtained:\n{_head(claim.text)}"
+            return self._failed(item, claim, "missing", problem + self._renamed(item, claim))
         from pytest_gtrainer.golden.compare import judge
 
         finding = judge(claim.kind, golden, claim.text)
@@ -119,6 +131,22 @@ class GoldenPlugin:
         if is_new:
             problem += f"\n\nit stays as it is: what is accepted goes to {claim.path}, for this torch and newer ones"
         return self._failed(item, claim, "different", problem, golden)
+
+    def _renamed(self, item: pytest.Item, claim: Claim) -> str:
+        """Which golden of no collected test has the text that was obtained, if a test was renamed; else ""."""
+        from pytest_gtrainer.graphtext.header import body
+
+        known = {stem_of_test(each.nodeid) for each in item.session.items}
+        suffix, wanted = PurePosixPath(claim.path).suffix, body(store.normal(claim.text))
+        for path in store.goldens_below(self.root):
+            if path.suffix == suffix and stem_of_golden(path) not in known:
+                with contextlib.suppress(store.GoldenFileError):
+                    if body(store.read(self.root / path, self.root) or "") == wanted:
+                        return (
+                            f"\n\n{path} has the same text, and its test is not in this run. If the test was renamed:\n"
+                            f"  mkdir -p {PurePosixPath(claim.path).parent} && git mv {path} {claim.path}"
+                        )
+        return ""
 
     def _held(self, claim: Claim) -> Claim:
         """The claim on the file that holds here: of goldens kept per version of torch it may be an older one's."""

@@ -21,12 +21,12 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from filelock import FileLock, Timeout
 
 from pytest_gtrainer.environment import private_folder
-from pytest_gtrainer.golden.naming import FOLDER
+from pytest_gtrainer.golden.naming import FOLDER, stem_of_golden
 
 # Five times the longest graph text seen: 126 layers, unbucketed and unfolded, are 3.2 MB.
 LONGEST = 16 * 2**20
@@ -72,6 +72,15 @@ def read(path: Path, root: Path) -> str | None:
     if damage is not None:
         raise DamagedGolden(f"{_shown(path, root)} {damage}: restore or remake it")
     return normal(raw.decode("utf-8-sig"))
+
+
+def goldens_below(root: Path) -> list[PurePosixPath]:
+    """All goldens, as paths below the root directory, in order; links to folders are not followed."""
+    found = []
+    for folder, _, names in os.walk(root / FOLDER):
+        below = PurePosixPath(Path(folder).relative_to(root).as_posix())
+        found += [below / name for name in names if stem_of_golden(below / name) is not None]
+    return sorted(found)
 
 
 def normal(text: str) -> str:

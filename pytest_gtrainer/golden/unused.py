@@ -63,7 +63,7 @@ class UnusedGoldens:
         self._workers_unowned: set[PurePosixPath] | None = None
         self.lines: list[str] = []  # what the run's summary says of them
         if given(config, PRUNE) and not hasattr(config, "workerinput"):
-            part = asks_for_a_part(config, goldens_below(self.root))
+            part = asks_for_a_part(config, store.goldens_below(self.root))
             if part is not None:
                 raise pytest.UsageError(f"--gt-prune-goldens removes goldens only after a run of all tests, and {part}")
 
@@ -117,7 +117,7 @@ class UnusedGoldens:
             output[_WORKER_OUTPUT] = [str(path) for path in self._collection.unowned(self.root)]
             return
         lacking = {stem_of_test(nodeid) for nodeid, test in self._tests.items() if test.lacks_devices}
-        files = goldens_below(self.root) if lacking or self._mode != "ignore" else []
+        files = store.goldens_below(self.root) if lacking or self._mode != "ignore" else []
         if not files:
             return
         unjudged = {path for path in files if stem_of_golden(path) in lacking}
@@ -207,7 +207,7 @@ class Collection:
         """The goldens of which it is known that no test is theirs."""
         gone: dict[PurePosixPath, bool] = {}
         found = []
-        for stem, files in by_stem(goldens_below(root)).items():
+        for stem, files in by_stem(store.goldens_below(root)).items():
             place = stem.parent
             has_empty_set = any(test.parent == place and stem.name.startswith(f"{test.name}-")
                                 for test in self.empty_sets)  # fmt: skip
@@ -269,15 +269,6 @@ def _place(start: Path, root: Path) -> PurePosixPath:
 
 
 # -- the files that lie in a tree
-
-
-def goldens_below(root: Path) -> list[PurePosixPath]:
-    """All goldens, as paths below the root directory, in order; links to folders are not followed."""
-    found = []
-    for folder, _, names in os.walk(root / FOLDER):
-        below = PurePosixPath(Path(folder).relative_to(root).as_posix())
-        found += [below / name for name in names if stem_of_golden(below / name) is not None]
-    return sorted(found)
 
 
 def by_stem(files: Iterable[PurePosixPath]) -> Mapping[PurePosixPath, list[PurePosixPath]]:

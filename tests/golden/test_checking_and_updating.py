@@ -99,3 +99,16 @@ def test_workers_update_at_the_same_time(run, goldens):
 def test_a_test_that_only_uses_texts_does_not_import_torch(run):
     probe = "\ndef test_b():\n    import sys\n    assert 'torch' not in sys.modules"
     run(ONE + probe, "--gt-update-goldens").assert_outcomes(passed=2)
+
+
+def test_a_renamed_test_is_told_which_golden_was_its_own(run_here, goldens, pytester):
+    """Same text, and nobody of this run owns it."""
+    run_here(ONE, "--gt-update-goldens")
+    renamed = ONE.replace("test_a", "test_b")
+    result = run_here(renamed)
+    result.stdout.fnmatch_lines([
+        "*golden/test_it/test_a.txt has the same text, and its test is not in this run. If the test was renamed:",
+        "*  mkdir -p golden/test_it && git mv golden/test_it/test_a.txt golden/test_it/test_b.txt",
+    ])  # fmt: skip
+    for other in (renamed.replace("'one'", "'two'"), ONE + "\n" + renamed):  # another text; the other test is there
+        assert "has the same text" not in run_here(other).stdout.str()

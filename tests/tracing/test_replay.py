@@ -137,6 +137,6 @@ def test_an_error_of_an_operator_names_the_node():
     (expand,) = [node for node in traced.gm.graph.nodes if node.name.startswith("expand")]
     expand.args = (expand.args[0], [3, 4])
     traced.gm.recompile()
-    with pytest.raises(RuntimeError, match=r"^mat1 and mat2 shapes cannot be multiplied \(4x3 and 2x4\)") as error:
+    with pytest.raises(RuntimeError, match=r"mat1 and mat2 shapes cannot be multiplied \(4x3 and 2x4\)") as error:
         traced.replay(model, torch.ones(2, 4))
     assert error.value.__notes__ == ["in mm_1 = aten.mm.default, in bwd of 1"]

@@ -36,6 +36,7 @@ class Adapter:
         options: of the pass, if there is no ``call``.
         in_place: the pass returns nothing, and the graph that it was given is its result.
         not_claimed: reasons by rule, which may be a pattern such as ``"E*"``: the rule is not run.
+        strict: a rule that proves nothing fails; else it is skipped.
         broken: reasons by rule of what is known to be broken: a strict xfail.
     """
 
@@ -44,6 +45,7 @@ class Adapter:
     call: Callable[[fx.GraphModule, BucketPlan], Any] | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
     in_place: bool = False
+    strict: bool = False
     not_claimed: Mapping[str, str] = field(default_factory=dict)
     broken: Mapping[str, str] = field(default_factory=dict)
 

@@ -256,6 +256,9 @@ def test_a_pass_that_does_nothing_holds_no_rule(rule, request):
 
     with pytest.raises(pytest.skip.Exception, match="proves nothing"):
         judge(RULES[rule], Adapter(nothing, "bucketing"), request)
+    if rule == "D2":
+        with pytest.raises(AssertionError, match="D2 .* proves nothing: Recipe.*: it changes nothing"):
+            judge(RULES[rule], Adapter(nothing, "bucketing", strict=True), request)
 
 
 @pytest.mark.gt_world("fake", size=4, rank=1)

@@ -257,7 +257,7 @@ def test_a_pass_that_does_nothing_holds_no_rule(rule, request):
     with pytest.raises(pytest.skip.Exception, match="proves nothing"):
         judge(RULES[rule], Adapter(nothing, "bucketing"), request)
     if rule == "D2":
-        with pytest.raises(AssertionError, match="D2 .* proves nothing: Recipe.*: it changes nothing"):
+        with pytest.raises(AssertionError, match=r"D2 .* proves nothing: Recipe.*: it changes nothing"):
             judge(RULES[rule], Adapter(nothing, "bucketing", strict=True), request)
 
 

@@ -9,7 +9,7 @@ BENCHMARKS := digest records operators simulated graphtext graphdiff threads chu
 # Tests start hundreds of processes: each would compile this package anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: run test check gpu test-torch test-oldest-pytest test-transformers check-long chunk-matrix matrix parallel bench simulate soak mutants report-check docs dist check-install lint env clean
+.PHONY: run test check gpu test-torch test-oldest-pytest test-transformers check-long chunk-matrix matrix parallel bench simulate soak mutants fuzz faults pictures report-check docs dist check-install lint env clean
 
 run: env          ## the main job: trace, rewrite, pin and prove a training step on 8 ranks
 	$(PYTEST) --gt-gpus=8 -m "not long" tests/parity
@@ -74,6 +74,9 @@ bench: env        ## speed against yardsticks measured in the same run; fails if
 simulate: env     ## 64, 128 and 256 simulated ranks, 25 steps: digests of the weights, graph and eager
 	$(PY) -m benchmarks.simulate
 
+pictures: env     ## the pictures of the documentation, drawn again from real runs; the page's needs Debian's chromium
+	$(PY) docs/pictures.py
+
 report-check: env ## the page of --gt-report in headless Chromium, with screenshots; needs Debian's chromium
 	command -v chromium >/dev/null || apt-get install -y --no-install-recommends chromium fonts-dejavu-core
 	$(PYTEST) -rP tests/report/browser_check.py
@@ -83,8 +86,14 @@ mutants: env      ## mutation testing: SAMPLE=200 mutants of PACKAGES="passes nu
 	$(PY) -m pip install --quiet --disable-pip-version-check --upgrade --target build/mutants-tool "mutmut>=3.8,<4"
 	$(PY) .ci/mutants.py $(PACKAGES) --sample $(or $(SAMPLE),200) --seed $(or $(SEED),0)
 
-soak: env         ## 1,000 tests on ranks in one run, one in ten with a fault
+soak: env         ## 1,000 tests on ranks in one run, one in ten with a fault; and 1,000 that are slow and pass
 	$(PYTEST) -s tests/worlds/test_soak.py -m long
+
+faults: env       ## what befalls ranks, and in how many seconds it is told, at 4 and at 8 ranks: a table
+	$(PYTEST) -s -m long tests/worlds/test_table_of_faults.py
+
+fuzz: env         ## damaged graph texts and records for SECONDS=1800 of CPU time each; examples are drawn from SEED=0 on
+	GT_FUZZ_SECONDS=$(or $(SECONDS),1800) GT_FUZZ_SEED=$(or $(SEED),0) $(PYTEST) -s -m long tests/test_fuzz.py
 
 docs:             ## the site, in build/site; a warning fails. It needs neither torch nor .venv
 	test -x build/docs/bin/python || $(PYTHON) -m venv build/docs

@@ -20,6 +20,11 @@ def pytester(pytester: pytest.Pytester) -> pytest.Pytester:
     return pytester
 
 
+def pytest_sessionstart() -> None:
+    """Runs that tests start are a developer's: where CI is set, an update of goldens would be refused."""
+    os.environ.pop("CI", None)
+
+
 SECOND_TIER = Path(__file__).parent / "tests" / "second_tier.txt"
 
 

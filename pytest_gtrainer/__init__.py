@@ -22,6 +22,8 @@ _NAMES: dict[str, tuple[str, ...]] = {
         "transformer_block_bucketing_reordering_pass",
     ),
     "passes.collectives": (
+        "AsyncTpDecision",
+        "async_tp_decisions",
         "deduplicate_fsdp_unshard_chains_pass",
         "reassign_collective_pgs_pass",
         "reduce_scatter_before_all_reduce_pass",
@@ -39,8 +41,7 @@ _NAMES: dict[str, tuple[str, ...]] = {
     "references.eager": ("eager_bucket_layout",),
     "references.config": ("TrainConfig",),
     "references.chunked": ("eager_chunked",),
-    "references.training": ("train_eager", "train_graph"),
-    "references.parity": ("assert_parity", "assert_simulated_parity"),
+    "references.parity": ("assert_parity", "assert_simulated_parity", "train_eager", "train_graph"),
     "references.replicas": ("assert_replicas_equal",),
     "worlds.simulated": ("VacuousCheck",),
     "numerics.record": ("Record",),
@@ -53,8 +54,8 @@ _NAMES: dict[str, tuple[str, ...]] = {
         "ActivationCheckpointConfig",
         "flex_attention_options",
         "mesh_seed",
+        "balanced_loss",
     ),
-    "numerics.loss_balance": ("balanced_loss",),
     "numerics.sweep": ("Sweep", "Rule"),
     "numerics.run_to_run": ("assert_run_to_run",),
     "bisect": ("bisect_passes",),
@@ -70,7 +71,6 @@ _NAMES: dict[str, tuple[str, ...]] = {
     "report.timeline": ("timeline", "CostModel"),
     "graphtext": ("graphtext",),
     "checks.checker": ("check_graph", "assert_graph"),
-    "checks.async_tp": ("async_tp_decisions", "AsyncTpDecision"),
 }
 """By module, the public names that it holds."""
 
@@ -86,7 +86,7 @@ def __getattr__(name: str) -> Any:
     try:
         module = importlib.import_module(f"{__name__}.{home}")
     except ImportError as error:
-        from pytest_gtrainer.supported import complaint
+        from pytest_gtrainer.environment import complaint
 
         error.add_note(complaint() or "")
         raise

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -71,15 +72,15 @@ def use_fixture(item: pytest.Function, name: str) -> None:
         item.fixturenames = [*item.fixturenames[:place], name, *item.fixturenames[place:]]
 
 
-def capture_manager(config: pytest.Config) -> CaptureManager | None:
-    """The plugin that captures output; None where it is switched off."""
+def uncaptured(config: pytest.Config) -> AbstractContextManager[None]:
+    """Inside, output goes where it goes without capturing."""
     manager: CaptureManager | None = config.pluginmanager.getplugin("capturemanager")
-    return manager
+    return manager.global_and_fixture_disabled() if manager is not None else nullcontext()
 
 
 def captured_streams(config: pytest.Config) -> tuple[Any, ...]:
     """What captures stdout and stderr; none where nothing is captured."""
-    manager = capture_manager(config)
+    manager: CaptureManager | None = config.pluginmanager.getplugin("capturemanager")
     capturing = manager._global_capturing if manager is not None else None
     return (capturing.out, capturing.err) if capturing is not None else ()
 

@@ -1,28 +1,18 @@
 """Which pass of a pipeline changes a bit, and at which node: on request, and for a comparison that fails.
 
-The graph is replayed on real values after a prefix of the passes, always from the same inputs, random states and
-buffers, and its results are compared with those of the graph before any pass. Between a prefix that is equal and a
-longer one that is not lies a pass that changes a bit, and halving finds it in ``log2(passes) + 2`` replays. If a later
-pass takes an earlier one's difference back, halving may name another pass that changes bits than the first: only
-``every=True``, which replays every prefix, is sure to name the first.
+The graph is replayed after a prefix of the passes, from the same inputs, random states and buffers. Halving finds two
+neighbours, of which the longer alone changes a bit, in ``log2(passes) + 2`` replays. Of the graphs before and after
+that pass, the first node of one name whose value differs is reported, with the new nodes that it is computed from.
 
-Then the graphs before and after that pass are run with all their values as results. Nodes that the pass left have kept
-their names: the first of those whose value differs is reported, with the nodes the pass made that it is computed from.
-
-Without asking for it: a ``PassWitness`` sees each pipeline that runs, and the inputs of the first replays of its
-result, in this process or on all ranks of a simulated world. When a bitwise comparison is made afterwards and differs,
-it bisects each of these pipelines. If records were compared, it does so on the inputs of the step where they begin to
-differ, for the pass behind the longest prefix that gives what was expected there; else, or if no prefix does, on the
-first inputs on which the passes change a bit of what the graph gives without them. On real ranks every rank must come
-to the same comparison: they vote, and all replay together.
+A ``PassWitness`` sees each pipeline that runs, and the inputs of the first replays of its result. A comparison that
+differs then bisects each of them. On real ranks every rank must come to the same comparison: they vote, and replay.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from operator import getitem
+from operator import attrgetter, getitem
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,13 +24,13 @@ from pytest_gtrainer._torch.graph_modules import compiled, copied_lazily
 from pytest_gtrainer._torch.values import OpOverload, pytree, schema
 from pytest_gtrainer.facts import Watcher
 from pytest_gtrainer.graph.collectives import launches
-from pytest_gtrainer.graph.nodes import BACKWARD, direction, node_fqn, reached
+from pytest_gtrainer.graph.nodes import BACKWARD, direction, node_fqn, walked
 from pytest_gtrainer.numerics.bits import NoBytes
 from pytest_gtrainer.numerics.compare import compare_entries, difference_of
 from pytest_gtrainer.numerics.determinism import GeneratorStates, random_states_kept
 from pytest_gtrainer.numerics.record import Record, Tensors
 from pytest_gtrainer.numerics.verdict import Difference, Key, Outcome, Verdict, cut
-from pytest_gtrainer.passes.graph_pass import BoundPass
+from pytest_gtrainer.passes.graph_pass import BoundPass, Pass, all_bound
 from pytest_gtrainer.passes.pipeline import apply_graph_passes
 from pytest_gtrainer.tracing.model import ModelState, local
 from pytest_gtrainer.tracing.step import TracedStep
@@ -136,28 +126,16 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class Bisection:
-    """What a bisection found; ``str(bisection)`` is written for a terminal.
+    """What a bisection found; ``str(bisection)`` is written for a terminal."""
 
-    Attributes:
-        outcome: ``equal`` if no pass changes a bit, else ``different``.
-        number, total: the pass's place among all, from 1; 0 if ``equal``.
-        name: the pass that changes a bit, with its options.
-        verdict: how the results after that pass differ from those before all passes, on this rank.
-        node: the first node whose value differs on this rank, as the difference of its value; if none that both
-            graphs have differs, the one that gives the first result that does.
-        where: that node in words, with the rank where all ranks are in this process.
-        made: the nodes that it is computed from and that the pass made, in words, in graph order.
-        replays: how often the graph was run.
-    """
-
-    outcome: Outcome
+    outcome: Outcome  # "equal" if no pass changes a bit, else "different"
     total: int
-    number: int = 0
-    name: str = ""
-    verdict: Verdict | None = None
-    node: Difference | None = None
-    where: str = ""
-    made: tuple[str, ...] = ()
+    number: int = 0  # the pass's place among all, from 1
+    name: str = ""  # the pass that changes a bit, with its options
+    verdict: Verdict | None = None  # how the results behind that pass differ from those before all passes, on this rank
+    node: Difference | None = None  # the first value that both graphs have and that differs here; else the first result
+    where: str = ""  # that node in words, with the rank where all ranks are in this process
+    made: tuple[str, ...] = ()  # the nodes that it is computed from and that the pass made, in words, in graph order
     replays: int = 0
 
     def __str__(self) -> str:
@@ -174,7 +152,7 @@ class Bisection:
 
 def bisect_passes(
     traced: TracedStep,
-    passes: Iterable[BoundPass],
+    passes: Iterable[BoundPass | Pass],
     inputs: Sequence[Any],
     *,
     world: World | None = None,
@@ -197,7 +175,7 @@ def bisect_passes(
         ValueError: under a fake process group, whose collectives move no data.
     """
     stages = [Stage("", traced.gm)]
-    bound = list(passes)
+    bound = all_bound(passes)
 
     def keep(name: str, before: fx.GraphModule, after: fx.GraphModule) -> None:
         stages.append(Stage(str(bound[len(stages) - 1]), after))
@@ -220,7 +198,7 @@ def bisect_stages(stages: Sequence[Stage], run: Run, *, every: bool = False) -> 
     """The same for graphs that are there already, the first of them before all passes."""
     search, last = _PassSearch(stages, run), len(stages) - 1
     if every:
-        guilty = next((number for number in range(1, last + 1) if search.differs(number)), 0)
+        guilty = next(filter(search.differs, range(1, last + 1)), 0)
     else:
         # behind an equal prefix, with a different one: what holds of both ends holds to the last
         equal, guilty = 0, last if last and search.differs(last) else 0
@@ -234,11 +212,7 @@ def bisect_stages(stages: Sequence[Stage], run: Run, *, every: bool = False) -> 
 
 
 def bisect_towards(stages: Sequence[Stage], run: Run, expected: Values) -> Bisection | None:
-    """The pass behind the longest prefix that gives ``expected``, a part of the results; None if none does, or all do.
-
-    Where reductions depend on the order of a payload, bucketing changes bits by right: the graph before all passes is
-    then nothing to compare with, but what the passes are to arrive at is.
-    """
+    """The pass behind the longest prefix that gives ``expected``, a part of the results; None if none or all do."""
     search, last = _PassSearch(stages, run, expected), len(stages) - 1
     if not search.differs(last):
         return None
@@ -284,30 +258,25 @@ def _with_node(found: Bisection, before: fx.GraphModule, after: fx.GraphModule, 
     """The first node that both graphs have and whose value differs; if there is none, what gives the first result."""
     expected, actual = run(_exposed(before)), run(_exposed(after))
     old = {node.name for node in before.graph.nodes}
-    nodes = list(after.graph.nodes)
-    new = {node for node in nodes if node.name not in old}
-    several = len({key.rank for key in actual}) > 1
-    keys: dict[str, list[Key]] = defaultdict(list)
-    for key in actual:
-        keys[key.name].append(key)
-    for node in nodes:
-        for key in keys[node.name] if node not in new else ():
-            try:
-                difference = difference_of(key, actual[key], expected[key])
-            except (KeyError, NoBytes):
-                continue
-            if difference is not None:
-                where = _words(node) + (f" on rank {key.rank}" if several else "")
-                return replace(found, node=difference, where=where, made=_made(node, new, nodes))
+    kept = {node.name: node for node in after.graph.nodes if node.name in old}
+    new, several = set(after.graph.nodes).difference(kept.values()), len({key.rank for key in actual}) > 1
+    for key in sorted((key for key in actual if key.name in kept), key=lambda key: kept[key.name]):
+        node = kept[key.name]
+        try:
+            difference = difference_of(key, actual[key], expected[key])
+        except (KeyError, NoBytes):
+            continue
+        if difference is not None:
+            where = _words(node) + f" on rank {key.rank}" * several
+            return replace(found, node=difference, where=where, made=_made(node, new))
     output, first = after.graph.output_node(), found.verdict.first if found.verdict is not None else None
     if first is None:
-        return replace(found, made=_made(output, new, nodes))
-    names = [*(output.meta.get("gt_outputs") or ())]
-    gives = pytree.tree_leaves(output.args[0])[names.index(first.key.name)] if first.key.name in names else None
-    where = f"the result {first.key.name}" + (f" = {_words(gives)}" if isinstance(gives, fx.Node) else "")
-    where += f" on rank {first.key.rank}" if several else ""
-    made = _made(gives if isinstance(gives, fx.Node) else output, new, nodes)
-    return replace(found, node=first, where=where, made=made)
+        return replace(found, made=_made(output, new))
+    gives = dict(zip(output.meta.get("gt_outputs") or (), pytree.tree_leaves(output.args[0]), strict=False))
+    given = gives.get(first.key.name)
+    where = f"the result {first.key.name}" + (f" = {_words(given)}" if isinstance(given, fx.Node) else "")
+    made = _made(given if isinstance(given, fx.Node) else output, new)
+    return replace(found, node=first, where=where + f" on rank {first.key.rank}" * several, made=made)
 
 
 def _exposed(gm: fx.GraphModule) -> fx.GraphModule:
@@ -328,10 +297,10 @@ def _has_value(node: fx.Node) -> bool:
     return [str(each.type) for each in schema(node.target).returns] == ["Tensor"]
 
 
-def _made(node: fx.Node, new: set[fx.Node], order: Sequence[fx.Node]) -> tuple[str, ...]:
-    """The new nodes from which ``node`` is computed by way of new nodes alone."""
-    made = reached(node, lambda one: new.intersection(one.all_input_nodes))
-    return tuple(_words(each) for each in order if each in made)
+def _made(node: fx.Node, new: set[fx.Node]) -> tuple[str, ...]:
+    """The new nodes from which ``node`` is computed by way of new nodes alone, in graph order."""
+    made = walked(node.all_input_nodes, attrgetter("all_input_nodes"), new.__contains__)
+    return tuple(map(_words, sorted(made)))
 
 
 def _words(node: fx.Node) -> str:
@@ -393,12 +362,10 @@ class PassWitness:
         }
 
     def _see_pass(self, run: Any, before: fx.GraphModule, after: fx.GraphModule) -> None:
-        self._running = self._running or [Stage("", before)]
-        self._running.append(Stage(run.name, after))
+        self._running = [*(self._running or [Stage("", before)]), Stage(run.name, after)]
 
     def _see_pipeline(self, given: fx.GraphModule, result: fx.GraphModule) -> None:
-        if self._running:
-            self._pipelines.append(_Pipeline(self._running, result))
+        self._pipelines += [_Pipeline(self._running, result)] if self._running else []
         self._running = []
 
     def _keep(self, gm: fx.GraphModule, run: Callable[[], Run]) -> None:

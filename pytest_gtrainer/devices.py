@@ -1,7 +1,6 @@
 """How many devices there are, on which the ranks run, and how torchrun has started this process; without torch.
 
-Terms: a *slot* is the right to run one rank. With GPUs a slot is a GPU; without, it is a
-CPU slot, of which ``--gt-gpus`` says how many there are.
+A *slot* is the right to run one rank: a GPU, or, without GPUs, one of as many CPU slots as ``--gt-gpus`` says.
 """
 
 from __future__ import annotations
@@ -28,15 +27,13 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True)
 class Devices:
-    """What the run may use: ``slots`` ranks on ``kind`` ("cpu" or "cuda"), there on these ``gpus``.
-
-    ``giver`` is who says how many slots there are.
-    """
+    """What the run may use: ``slots`` ranks, as ``giver`` says, on ``kind`` ("cpu" or "cuda"), there on these GPUs."""
 
     kind: str
     slots: int
     gpus: tuple[Gpu, ...] = ()
     giver: str = "--gt-gpus gives"
+    in_process: bool = False  # --gt-one-rank: the one rank is pytest's own process
 
     @property
     def backend(self) -> str:
@@ -45,7 +42,8 @@ class Devices:
 
     def __str__(self) -> str:
         ranks = "rank" if self.slots == 1 else "ranks"
-        by = ", started by torchrun" if self.giver.startswith("torchrun") else ""
+        by = ", in this process: no order of ranks shows" if self.in_process else ""
+        by = ", started by torchrun" if self.giver.startswith("torchrun") else by
         if self.kind == "cuda":
             return f"{self.slots} CUDA {ranks} (nccl){by}"
         return f"{self.slots} CPU {ranks} (gloo){by}, no GPU used"
@@ -56,14 +54,7 @@ BUS_ORDER = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
 
 
 def visible_gpus(*, to_lease: bool = True) -> tuple[Gpu, ...]:
-    """What NVML sees, confined to ``CUDA_VISIBLE_DEVICES`` and in its order.
-
-    Args:
-        to_lease: whether it must be known which GPU is which, and not only how many there are.
-
-    Raises:
-        pytest.UsageError: which GPUs the variable means is not known without CUDA.
-    """
+    """What NVML sees, as ``CUDA_VISIBLE_DEVICES`` leaves it; ``to_lease`` if it matters which GPU is which."""
     present, visible = _nvml_gpus(), os.environ.get("CUDA_VISIBLE_DEVICES")
     kinds = dict.fromkeys(kind for _, kind in present)
     is_counted = any(entry.strip().isdecimal() for entry in (visible or "").split(","))
@@ -78,31 +69,22 @@ def visible_gpus(*, to_lease: bool = True) -> tuple[Gpu, ...]:
 
 
 def confined(uuids: Sequence[str], visible: str | None) -> tuple[Gpu, ...]:
-    """The GPUs that an environment variable leaves of those present, as CUDA reads it.
-
-    Indices count in the order of the bus, UUIDs may be cut short, and CUDA stops at the first
-    entry that is not a device, so that "-1" and "" hide all.
-
-    >>> [gpu.uuid for gpu in confined(["GPU-a1", "GPU-b2"], "1,GPU-a")]
-    ['GPU-b2', 'GPU-a1']
-    >>> confined(["GPU-a1", "GPU-b2"], "-1,0"), confined(["GPU-a1"], "")
-    ((), ())
-    """
+    """The GPUs that an environment variable leaves of those present. Indices count in the order of the bus. As CUDA
+    reads it: UUIDs may be cut short, and the list ends at the first entry that is no device."""
     if visible is None:
         return tuple(Gpu(str(index), uuid) for index, uuid in enumerate(uuids))
-    found: list[Gpu] = []
-    for entry in (part.strip() for part in visible.split(",")):
+    found: dict[str, Gpu] = {}
+    for entry in map(str.strip, visible.split(",")):
         if entry.isdecimal():
-            uuid = uuids[int(entry)] if int(entry) < len(uuids) else None
+            fitting = list(uuids[int(entry) : int(entry) + 1])
         elif entry.startswith("MIG-"):
-            uuid = entry if uuids else None  # a part of a GPU, which NVML lists below it
+            fitting = [entry] if uuids else []  # a part of a GPU, which NVML lists below it
         else:
             fitting = [uuid for uuid in uuids if entry and uuid.startswith(entry)]
-            uuid = fitting[0] if len(fitting) == 1 else None
-        if uuid is None or any(gpu.uuid == uuid for gpu in found):
+        if len(fitting) != 1 or fitting[0] in found:
             break
-        found.append(Gpu(entry, uuid))
-    return tuple(found)
+        found[fitting[0]] = Gpu(entry, fitting[0])
+    return tuple(found.values())
 
 
 def _nvml_gpus() -> list[tuple[str, str]]:
@@ -133,16 +115,15 @@ _RESOLVED = pytest.StashKey[tuple[list[str | None], Devices]]()
 
 
 def resolve(config: pytest.Config) -> Devices:
-    """Apply ``--gt-gpus`` and ``--gt-device`` to what is there.
-
-    Raises:
-        pytest.UsageError: CUDA was asked for and is absent, fewer GPUs than promised, or it is not known which.
-    """
+    """What ``--gt-gpus`` and ``--gt-device`` leave of what is there; pytest.UsageError if that is not enough."""
     # every test asks: the driver answers once
     surroundings = [os.environ.get(name) for name in ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER")]
     known = config.stash.get(_RESOLVED, None)
     if known is None or known[0] != surroundings:
-        config.stash[_RESOLVED] = known = surroundings, _resolved(config)
+        found = _resolved(config)
+        if options.get(config, "one-rank"):
+            found = Devices(found.kind, 1, found.gpus[:1], "--gt-one-rank gives", in_process=True)
+        config.stash[_RESOLVED] = known = surroundings, found
     return known[1]
 
 
@@ -169,14 +150,10 @@ def _resolved(config: pytest.Config) -> Devices:
     if not gpus:
         return Devices("cpu", promised or DEFAULT_CPU_SLOTS)
     if promised is not None and promised > len(gpus):
-        raise pytest.UsageError(
-            f"--gt-gpus={promised}: only {len(gpus)} GPUs are visible; promise at most {len(gpus)}, "
-            "or use --gt-device=cpu"
-        )
+        way_out = f"promise at most {len(gpus)}, or use --gt-device=cpu"
+        raise pytest.UsageError(f"--gt-gpus={promised}: only {len(gpus)} GPUs are visible; {way_out}")
     return Devices("cuda", promised or len(gpus), gpus[:promised])
 
-
-# --- torchrun --------------------------------------------------------------------------------------
 
 _OF_TORCHRUN = (
     "TORCHELASTIC_RUN_ID", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
@@ -186,11 +163,7 @@ _LAUNCH = pytest.StashKey["Launch | None"]()
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """The place of this process among those that torchrun has started.
-
-    Attributes:
-        local_rank: among the ``local_size`` processes of the same node.
-    """
+    """The place of this process among those that torchrun has started, and among those of the same node."""
 
     rank: int
     size: int
@@ -204,12 +177,7 @@ class Launch:
 
 
 def launch_in(environ: Mapping[str, str]) -> Launch | None:
-    """The launch that the environment tells of, None without torchrun.
-
-    >>> launch_in({"RANK": "3"})
-    >>> launch_in(dict.fromkeys(_OF_TORCHRUN, "1"))
-    Launch(rank=1, size=1, local_rank=1, local_size=1)
-    """
+    """The launch that the environment tells of, None without torchrun."""
     if not all(name in environ for name in _OF_TORCHRUN):
         return None
     return Launch(*(int(environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")))
@@ -225,6 +193,8 @@ def launch_of(config: pytest.Config) -> Launch | None:
 def check_launch(config: pytest.Config) -> None:
     """Refuse, by a usage error, what cannot be had under torchrun."""
     launch = launch_of(config)
+    if launch is not None and options.get(config, "one-rank"):
+        raise pytest.UsageError("--gt-one-rank: torchrun has started ranks; run pytest without it")
     if launch is not None and (config.getoption("tx", None) or config.getoption("numprocesses", None)):
         raise pytest.UsageError(
             f"torchrun has started the {launch.size} ranks of this run, and xdist would start processes of its own: "

@@ -1,16 +1,22 @@
-"""Environment variables that are set for the length of a block, the environment without them; a user's own folders.
+"""What surrounds a run: the installed torch, which is not imported here; environment variables; a user's own folders.
 
-Processes that outlive the block, as ranks do, must not start with what was meant for one test.
+Processes that outlive the block in which a variable is set, as ranks do, must not start with it.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from importlib import metadata
 from pathlib import Path
 
+FIRST, LAST = (2, 13), (2, 15)
+"""The oldest and the newest minor version of torch that is supported: its private parts were read in all between."""
+
+_MINOR = re.compile(r"(\d+)\.(\d+)(?![0-9])")
 _outside: dict[str, str | None] = {}
 
 
@@ -25,29 +31,17 @@ def variable(name: str, value: str) -> Iterator[None]:
     finally:
         if outermost:
             del _outside[name]
-        if before is None:
-            os.environ.pop(name, None)
-        else:
-            os.environ[name] = before
+        os.environ.pop(name, None)
+        os.environ.update({} if before is None else {name: before})
 
 
 def lasting_environment() -> dict[str, str]:
-    """The environment as it is outside of all blocks.
-
-    >>> with variable("GT_EXAMPLE", "1"), variable("GT_EXAMPLE", "2"):
-    ...     "GT_EXAMPLE" in lasting_environment()
-    False
-    """
-    changed = {name: value for name, value in _outside.items() if value is not None}
-    return {**{name: value for name, value in os.environ.items() if name not in _outside}, **changed}
+    """The environment as it is outside of all blocks."""
+    return {name: value for name, value in {**os.environ, **_outside}.items() if value is not None}
 
 
 def private_folder(folder: Path) -> Path:
-    """A folder that no other user enters, made where it is missing.
-
-    Raises:
-        PermissionError: what lies there is another user's, or no folder.
-    """
+    """A folder that no other user enters, made where it is missing; PermissionError if it is another's, or none."""
     with suppress(FileExistsError):
         folder.mkdir(mode=0o700, parents=True)
     status = folder.lstat()
@@ -56,3 +50,31 @@ def private_folder(folder: Path) -> Path:
         raise PermissionError(f"{folder}, where files of this user's runs would lie, {whose}: remove it")
     folder.chmod(0o700)
     return folder
+
+
+def minor_version(version: str) -> tuple[int, int] | None:
+    """Major and minor number of a version of torch; None for a text that begins with none.
+
+    >>> minor_version("2.15.0.dev20261101+cu132"), minor_version("2.9"), minor_version("nightly")
+    ((2, 15), (2, 9), None)
+    """
+    found = _MINOR.match(version)
+    return (int(found[1]), int(found[2])) if found else None
+
+
+def installed_minor() -> tuple[int, int] | None:
+    """The minor version of the torch that is installed; None if its version does not begin with one."""
+    return minor_version(metadata.version("torch"))
+
+
+def complaint(version: str | None = None) -> str | None:
+    """What to tell a user of another torch; None for a supported one."""
+    found = version if version is not None else metadata.version("torch")
+    minor = minor_version(found)
+    if minor is not None and FIRST <= minor <= LAST:
+        return None
+    first, last = (".".join(map(str, bound)) for bound in (FIRST, LAST))
+    return (
+        f"torch {found} is outside of the supported range, {first} to {last}: graph text, goldens and digests may "
+        "work; tracing, passes and ranks may not. `python -m pytest_gtrainer doctor` says which"
+    )

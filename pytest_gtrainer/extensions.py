@@ -34,14 +34,10 @@ def passes() -> dict[str, Callable[..., Any]]:
 
 
 def worlds(config: pytest.Config, ours: Collection[str]) -> dict[str, EnterWorld]:
-    """The kinds of worlds that hooks give, beside ``ours``.
-
-    Raises:
-        pytest.UsageError: a name was given twice, or is one of ours.
-    """
+    """The kinds of worlds that hooks give; pytest.UsageError for a name that was given twice, or is one of ``ours``."""
     found: dict[str, EnterWorld] = together(config.hook.pytest_gtrainer_worlds(config=config), "world")
-    for name in found:
-        if name in ours:
+    for name in ours:
+        if name in found:
             raise pytest.UsageError(f"pytest_gtrainer_worlds: {name!r} is a world of pytest-gtrainer: rename yours")
     return found
 
@@ -69,11 +65,7 @@ def scrubbed(config: pytest.Config, text: str) -> str:
 
 
 def environment(config: pytest.Config) -> dict[str, str | int]:
-    """What hooks add to the environment of numbers.
-
-    Raises:
-        pytest.UsageError: a value is neither a text nor a whole number, or a name was given twice.
-    """
+    """What hooks add to the environment of numbers; pytest.UsageError for what is neither a text nor a whole number."""
     found = together(config.hook.pytest_gtrainer_environment(config=config), "part of the environment")
     for name, value in found.items():
         if type(value) not in (str, int):
@@ -83,19 +75,15 @@ def environment(config: pytest.Config) -> dict[str, str | int]:
 
 def rank_starts(config: pytest.Config) -> None:
     """In a rank: its process group is up."""
-    config.hook.pytest_gtrainer_rank_setup(config=config, **_rank(config))
+    worker: dict[str, Any] = config.workerinput  # type: ignore[attr-defined]
+    config.hook.pytest_gtrainer_rank_setup(config=config, rank=worker["gt_rank"], device=worker["gt_device"])
 
 
 def rank_ends(config: pytest.Config) -> None:
     """In a rank: its last test is over."""
-    config.hook.pytest_gtrainer_rank_teardown(config=config, **_rank(config))
+    worker: dict[str, Any] = config.workerinput  # type: ignore[attr-defined]
+    config.hook.pytest_gtrainer_rank_teardown(config=config, rank=worker["gt_rank"], device=worker["gt_device"])
     # what coverage has measured in this rank: not at the process's exit, as then nobody waits for it
     coverage = sys.modules.get("coverage")
-    current = coverage.Coverage.current() if coverage is not None else None
-    if current is not None:
+    if coverage is not None and (current := coverage.Coverage.current()) is not None:
         current.save()
-
-
-def _rank(config: pytest.Config) -> dict[str, Any]:
-    worker: dict[str, Any] = config.workerinput  # type: ignore[attr-defined]
-    return {"rank": worker["gt_rank"], "device": worker["gt_device"]}

@@ -1,35 +1,46 @@
-"""Facts: what a test did, told to whoever listens.
+"""Facts: what a test did, told to whoever listens. The parts that compute know nothing of pytest.
 
-The parts that compute (numerics, worlds, goldens) know nothing of pytest. They ``emit`` a
-fact; the plugin collects the facts of the running test, sends them along with its report
-(through ranks and xdist workers), and counts them in the summary.
-
-A fact is a flat, JSON-able dict with a ``kind``:
+A fact is a flat, JSON-able dict with a ``kind``. The plugin sends those of a test along with its report (through ranks
+and xdist workers), and counts them in the summary:
 
 >>> with collecting() as seen:
 ...     emit("verdict", outcome="equal", tensors=12)
 >>> seen
 [{'kind': 'verdict', 'outcome': 'equal', 'tensors': 12}]
 
-Some listeners want more than facts: the graphs before and after a pass, the records that were
-compared. Such objects are ``tell``-ed on a topic, to those who are ``watching`` it, and cost nothing
-where nobody is:
+Live objects, graphs for example, are ``tell``-ed on a topic, and cost nothing where nobody is ``watching`` it:
 
 >>> with watching({"graph_pass": lambda name: print("saw", name)}):
 ...     tell("graph_pass", name="bucketing")
 saw bucketing
 >>> is_watched("graph_pass")
 False
+
+Long work says on the topic "progress", as a terminal shows it, that it goes on:
+
+>>> with watching({"progress": lambda text: print(text)}):
+...     with long_work("counting", first=0.01) as at:
+...         at("3 of 4")
+...         time.sleep(0.1)
+counting, 3 of 4: 0 s so far
 """
 
 from __future__ import annotations
 
+import base64
+import threading
+import time
+import zlib
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from typing import Any
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, TypeVar
 
 Fact = dict[str, Any]
 Watcher = Callable[..., None]
+Listener = TypeVar("Listener")
+
+FIRST_SECONDS = 4.0
+EVERY_SECONDS = 10.0
 
 _sinks: list[list[Fact]] = []
 _watchers: list[Mapping[str, Watcher]] = []
@@ -42,14 +53,17 @@ def emit(kind: str, **data: Any) -> None:
 
 
 @contextmanager
-def collecting() -> Iterator[list[Fact]]:
-    """Collect the facts emitted inside the block; blocks may nest."""
-    sink: list[Fact] = []
-    _sinks.append(sink)
+def _among(listeners: list[Listener], own: Listener) -> Iterator[Listener]:
+    listeners.append(own)
     try:
-        yield sink
+        yield own
     finally:
-        _sinks[:] = [s for s in _sinks if s is not sink]
+        listeners[:] = [each for each in listeners if each is not own]
+
+
+def collecting() -> AbstractContextManager[list[Fact]]:
+    """Collect the facts emitted inside the block; blocks may nest."""
+    return _among(_sinks, [])
 
 
 def tell(topic: str, **objects: Any) -> None:
@@ -64,11 +78,48 @@ def is_watched(topic: str) -> bool:
     return any(topic in watchers for watchers in _watchers)
 
 
-@contextmanager
-def watching(watchers: Mapping[str, Watcher]) -> Iterator[None]:
+def watching(watchers: Mapping[str, Watcher]) -> AbstractContextManager[object]:
     """Call ``watchers[topic]`` with what is told on a topic inside the block; blocks may nest."""
-    _watchers.append(watchers)
+    return _among(_watchers, watchers)
+
+
+@contextmanager
+def long_work(what: str, *, first: float | None = None) -> Iterator[Callable[[str], None]]:
+    """Tell that ``what`` goes on, first after ``first`` seconds; yields a function that notes how far it is."""
+    if not is_watched("progress"):
+        yield lambda place: None
+        return
+    place, ended = "", threading.Event()
+
+    def go_on() -> None:
+        begun, pause = time.monotonic(), FIRST_SECONDS if first is None else first
+        while not ended.wait(pause):
+            tell("progress", text=f"{what}{place}: {time.monotonic() - begun:.0f} s so far")
+            pause = EVERY_SECONDS
+
+    def note(where: str) -> None:
+        nonlocal place
+        place = f", {where}"
+
+    # a thread of its own: the work is in calls that do not come back to say anything
+    thread = threading.Thread(target=go_on, name=f"progress of {what}", daemon=True)
+    thread.start()
     try:
-        yield
+        yield note
     finally:
-        _watchers[:] = [each for each in _watchers if each is not watchers]
+        ended.set()
+        thread.join()
+
+
+def packed(text: str) -> str:
+    """A text as base64 of zlib's format, which browsers read ("deflate").
+
+    >>> zlib.decompress(base64.b64decode(packed("graph"))), len(packed("a" * 100_000)) < 400
+    (b'graph', True)
+    """
+    return base64.b64encode(zlib.compress(text.encode(), 6)).decode()
+
+
+def unpacked(text: str) -> str:
+    """What ``packed`` has packed."""
+    return zlib.decompress(base64.b64decode(text)).decode()

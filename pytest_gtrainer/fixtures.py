@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from pytest_gtrainer import extensions, facts
-from pytest_gtrainer.marker import spec_of
+from pytest_gtrainer.marker import SHARED, spec_of
 from pytest_gtrainer.worlds.spec import KINDS
 
 if TYPE_CHECKING:
@@ -20,17 +20,15 @@ if TYPE_CHECKING:
     from pytest_gtrainer.golden.check import Golden
     from pytest_gtrainer.hookspecs import EnterWorld
     from pytest_gtrainer.ranks.caller import RankCaller
-    from pytest_gtrainer.worlds.spec import World
+    from pytest_gtrainer.worlds.spec import World, WorldSpec
 
 
-@pytest.fixture
-def gt_world(request: pytest.FixtureRequest) -> Iterator[World]:
-    """The process groups that the test's ``gt_world`` marker asks for."""
-    spec = spec_of(request.node)
+@contextmanager
+def _world_of(spec: WorldSpec | None, request: pytest.FixtureRequest) -> Iterator[World]:
     if spec is None:
         pytest.fail(
             f"{request.fixturename} needs the marker that says which world, for example "
-            '@pytest.mark.gt_world("ranks", size=8)',
+            '@pytest.mark.gt_world("ranks", size=8), or pytestmark of a module',
             pytrace=False,
         )
     enter: EnterWorld
@@ -45,18 +43,64 @@ def gt_world(request: pytest.FixtureRequest) -> Iterator[World]:
     else:
         enter = extensions.worlds(request.config, KINDS)[spec.kind]
     with enter(spec) as world:
+        yield world
+
+
+@pytest.fixture
+def gt_world(request: pytest.FixtureRequest) -> Iterator[World]:
+    """The process groups that the test's ``gt_world`` marker asks for."""
+    spec = spec_of(request.node)
+    shared = [world for other, world in request.config.stash.get(SHARED, []) if other == spec]
+    with nullcontext(shared[0]) if shared else _world_of(spec, request) as world:
         facts.emit("world", world=world.kind, size=world.size, device=world.device, backend=world.backend)
         if "gt_net" in request.fixturenames:
             world = replace(world, net=request.getfixturevalue("gt_net"))
         yield world
 
 
+def _mesh_of(world: World) -> Any:
+    from pytest_gtrainer.worlds.fake import make_mesh
+
+    return make_mesh(world)
+
+
 @pytest.fixture
 def gt_mesh(gt_world: World, request: pytest.FixtureRequest) -> Any:
     """The DeviceMesh of the test's world, with the marker's dimension names."""
-    from pytest_gtrainer.worlds.fake import make_mesh
+    return _mesh_of(gt_world)
 
-    return make_mesh(gt_world)
+
+def _shared_world(request: pytest.FixtureRequest) -> Iterator[World]:
+    """The world of a module, or class, that is marked as a whole: what it shares may have process groups."""
+    spec = spec_of(request.node)
+    with _world_of(spec, request) as world:
+        asked = getattr(request.config, "workerinput", {}).get("gt_size", world.size)
+        if asked != world.size:
+            pytest.fail(
+                f"{request.fixturename}: {request.node.name} is marked {world.kind}({world.size}), a test that shares "
+                f"it {world.kind}({asked}): leave out the test's own marker, or use gt_world and gt_mesh there",
+                pytrace=False,
+            )
+        shared = request.config.stash.setdefault(SHARED, [])
+        shared.append((spec, world))
+        yield world
+        shared.pop()
+
+
+gt_module_world = pytest.fixture(scope="module", name="gt_module_world")(_shared_world)
+gt_class_world = pytest.fixture(scope="class", name="gt_class_world")(_shared_world)
+
+
+@pytest.fixture(scope="module")
+def gt_module_mesh(gt_module_world: World) -> Any:
+    """The DeviceMesh of ``gt_module_world``."""
+    return _mesh_of(gt_module_world)
+
+
+@pytest.fixture(scope="class")
+def gt_class_mesh(gt_class_world: World) -> Any:
+    """The DeviceMesh of ``gt_class_world``."""
+    return _mesh_of(gt_class_world)
 
 
 @pytest.fixture

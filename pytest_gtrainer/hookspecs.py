@@ -1,7 +1,7 @@
-"""What a repository may tell pytest-gtrainer, as pytest hooks of its ``conftest.py`` or plugin.
+"""Hooks that the ``conftest.py`` or plugin of a repository may implement.
 
-Each hook may be implemented in several places; what they give is put together, and a name given twice is a usage
-error. docs/hooks.md has a project that uses all of them, which is run as a test.
+Several places may implement one hook: their results are joined, and a name that is given twice is a usage error.
+docs/hooks.md has a project that uses all of them; a test runs it.
 """
 
 from __future__ import annotations
@@ -23,76 +23,73 @@ if TYPE_CHECKING:
 
 @pytest.hookspec
 def pytest_gtrainer_passes(config: pytest.Config) -> Mapping[str, Callable[..., fx.GraphModule]]:  # type: ignore[empty-body]
-    """Passes by name, ``(gm, example_inputs, **options) -> gm``, for the ``# passes:`` line of pass files.
+    """Return passes by name, ``(gm, example_inputs, **options) -> gm``, for the ``# passes:`` line of pass files.
 
-    Asked each time that a pass file is run.
+    Called each time that a pass file runs.
     """
 
 
 @pytest.hookspec
 def pytest_gtrainer_models(config: pytest.Config) -> Mapping[str, Callable[[], nn.Module]]:  # type: ignore[empty-body]
-    """Models by name, as functions that build them: a test that takes ``gt_model`` runs once with each of them.
+    """Return functions that build models, by name: a test that takes ``gt_model`` runs once with each of them.
 
-    Asked when tests are collected, on each rank, too: import torch inside the functions.
+    Called when tests are collected, also on each rank: import torch inside the functions.
     """
 
 
 @pytest.hookspec
 def pytest_gtrainer_worlds(config: pytest.Config) -> Mapping[str, EnterWorld]:  # type: ignore[empty-body]
-    """Kinds of worlds by name: ``gt_world("name", size=8)`` enters one, in the process of the test.
+    """Return kinds of worlds by name: ``gt_world("name", size=8)`` enters one, in the process of the test.
 
-    Each is a function of the marker's ``WorldSpec`` that gives a context manager (``contextlib.contextmanager``):
-    inside its block torch's default process group is up, and its value is the ``World`` that the test gets.
-    Asked when a test of such a kind is run; the names of our own kinds cannot be given to others.
+    Each is a function of the marker's ``WorldSpec`` that returns a context manager (``contextlib.contextmanager``). In
+    its block torch's default process group exists; its value is the ``World`` of the test. Called when a test of such a
+    kind runs. "fake", "simulated" and "ranks" are taken.
     """
 
 
 @pytest.hookspec
 def pytest_gtrainer_nets(config: pytest.Config) -> Mapping[str, Net]:  # type: ignore[empty-body]
-    """Net models by name: a test in the simulated world that takes ``gt_net`` runs once with each, as its world's.
+    """Return net models by name: a test in a simulated world that takes ``gt_net`` runs once with each of them.
 
-    Asked when tests are collected, and only if one takes ``gt_net``.
+    Called when tests are collected, if one of them takes ``gt_net``.
     """
 
 
 @pytest.hookspec
 def pytest_gtrainer_scrubbers(config: pytest.Config) -> Iterable[Callable[[str], str]]:  # type: ignore[empty-body]
-    """Functions that every graph text of ``gt_golden`` goes through, one after the other, before it is compared.
+    """Return functions from text to text, which change every graph text of ``gt_golden`` before it is compared.
 
-    For what drifts and is nobody's to review: a counter in an operator's name, a path in an argument. What comes out
-    must still be graph text. Asked at each check; a change shows as a difference of the goldens until they are updated.
+    Use them for text that changes without a reason to review it, for example a counter in an operator's name. Their
+    result must be graph text. Called at each check; after a change of a function, goldens differ until updated.
     """
 
 
 @pytest.hookspec
 def pytest_gtrainer_environment(config: pytest.Config) -> Mapping[str, str | int]:  # type: ignore[empty-body]
-    """More of what numbers depend on: a driver, a library, a compiler flag.
+    """Return further properties on which numbers depend: a driver, a library, a compiler flag.
 
-    Goldens of numbers are compared only with those of an equal environment; it also stands at the head of a report.
+    Goldens of numbers are compared only within an equal environment. The head of a report shows it.
     """
 
 
 @pytest.hookspec
 def pytest_gtrainer_rank_setup(config: pytest.Config, rank: int, device: str) -> None:
-    """Called once in every rank process, when its process group is up and before its first test.
+    """Called once in every rank process, after its process group exists and before its first test.
 
-    What it raises fails the tests that wanted the ranks. ``device`` is "cpu" or "cuda".
+    If it raises, the tests on these ranks fail. ``device`` is "cpu" or "cuda".
     """
 
 
 @pytest.hookspec
 def pytest_gtrainer_rank_teardown(config: pytest.Config, rank: int, device: str) -> None:
-    """Called once in every rank process that ends in order, after its last test; one that is killed does not."""
+    """Called once in every rank process that ends normally, after its last test; not in one that is killed."""
 
 
 def together(results: Iterable[Mapping[str, Any] | None], what: str) -> dict[str, Any]:
-    """What several implementations of a hook gave, as one mapping.
+    """What several implementations of a hook gave, as one mapping; pytest.UsageError for a name given twice.
 
     >>> together([{"a": 1}, None, {"b": 2}], "model")
     {'a': 1, 'b': 2}
-
-    Raises:
-        pytest.UsageError: a name was given twice.
     """
     found: dict[str, Any] = {}
     for result in results:

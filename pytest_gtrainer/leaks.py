@@ -1,7 +1,6 @@
 """Which test left a global switch of torch other than it found it (K3).
 
-A flag that leaks decides the bits of every later test, and the one that fails is never the one to blame. Before
-and after each test the switches of ``numerics.knobs`` are read (0.1 ms; nothing before torch is loaded). What a
+Before and after each test the switches of ``numerics.knobs`` are read (0.1 ms; nothing before torch is loaded). What a
 fixture of a wider scope sets, and later puts back, is no leak of the test that happens to run first or last.
 """
 
@@ -53,17 +52,15 @@ class LeakGuard:
     def pytest_runtest_teardown(self, item: pytest.Item) -> Generator[None, None, None]:
         yield
         before, self._before = self._before, None
-        leaked = {
-            name: (old, new)
-            for name, (old, new) in _changes_since(before).items()
-            if (name, str(old), str(new)) not in self._by_wide_fixtures
-        }
-        if leaked:
+        changes = _changes_since(before).items()
+        known = self._by_wide_fixtures
+        if leaked := {name: both for name, both in changes if (name, *map(str, both)) not in known}:
             self.blame(item, leaked)
 
     def blame(self, item: pytest.Item, leaked: Changes) -> None:
         """Say that the test has left these switches changed; fails it if that is asked for."""
-        what = "; ".join(f"{name} from {_shown(old)} to {_shown(new)}" for name, (old, new) in leaked.items())
+        shown = {name: ["unset" if each is None else each for each in both] for name, both in leaked.items()}
+        what = "; ".join(f"{name} from {old} to {new}" for name, (old, new) in shown.items())
         facts.emit("leak", test=item.nodeid, what=what)
         message = (
             f"{item.nodeid} changed {what} and did not put it back: use the fixture gt_deterministic, "
@@ -87,7 +84,3 @@ def _changes_since(before: Values | None) -> Changes:
         for name, old in (before or {}).items()
         if old != after[name] and knobs.NOT_LOADED not in (old, after[name])
     }
-
-
-def _shown(value: Any) -> str:
-    return "unset" if value is None else str(value)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from pytest_gtrainer import extensions
-from pytest_gtrainer.worlds.spec import KINDS, MARKER, SpecError, WorldSpec, make_spec
+from pytest_gtrainer.worlds.spec import KINDS, MARKER, SpecError, World, WorldSpec, make_spec
 
 MARKER_HELP = (
     'gt_world(kind, size=8, mesh={"fsdp": 8}, nodes=1, rank=0, device=None, timeout=None): run the test in a world of '
@@ -16,16 +16,12 @@ MARKER_HELP = (
     "or ranks (one process a rank); a list as size parametrises"
 )
 SIZE_PARAM = "gt_world_size"
+SHARED = pytest.StashKey[list[tuple[WorldSpec | None, World]]]()
+"""The worlds of a module or class that are set up: their groups live on from test to test."""
 
 
-def spec_of(item: pytest.Item) -> WorldSpec | None:
-    """The spec of a collected test, None without the marker.
-
-    The nearest marker gives the kind; a parametrised size comes from the test's parameters.
-
-    Raises:
-        SpecError: as ``make_spec``.
-    """
+def spec_of(item: pytest.Item | pytest.Collector) -> WorldSpec | None:
+    """The spec by the nearest marker and the parametrised size; None without one, SpecError as ``make_spec``."""
     marker = item.get_closest_marker(MARKER)
     if marker is None:
         return None

@@ -1,13 +1,12 @@
-"""Every option once: flag, ini twin, help.
+"""Every option once: flag, ini twin, help. ``check`` judges values at start-up; its usage error names the value.
 
-Read an option with ``get(config, "gpus")``: the flag wins over the ini setting, which wins
-over the default. Values are checked by ``check``, at start-up, with a usage error that
-names the value.
+Read an option with ``get(config, "gpus")``: the flag wins over the ini setting, which wins over the default.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +17,25 @@ def _path(text: str) -> str:
     if not text:
         raise ValueError("a path")
     return text
+
+
+def _whole(least: int, what: str) -> Callable[[str], int]:
+    def parsed(text: str) -> int:
+        if not text.isdecimal() or int(text) < least:
+            raise ValueError(f"{what}, {least} or more")
+        return int(text)
+
+    return parsed
+
+
+_COUNT, _RANK = _whole(1, "a whole number"), _whole(0, "a rank")
+
+
+def _positive_seconds(text: str) -> float:
+    with suppress(ValueError):
+        if 0.0 < float(text) < float("inf"):
+            return float(text)
+    raise ValueError("a number of seconds above 0")
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,73 +59,84 @@ class Option:
         return f"gt_{self.name.replace('-', '_')}"
 
 
-def _positive_int(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise ValueError("a whole number, 1 or more")
-    return int(text)
-
-
-def _rank(text: str) -> int:
-    if not text.isdecimal():
-        raise ValueError("a rank, 0 or more")
-    return int(text)
-
-
-def _positive_seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0.0
-    if not 0.0 < seconds < float("inf"):
-        raise ValueError("a number of seconds above 0")
-    return seconds
-
-
 _SECONDS: dict[str, Any] = {"metavar": "SECONDS", "parse": _positive_seconds}
 _REACTION: dict[str, Any] = {"default": "warn", "choices": ("warn", "fail", "ignore")}
 
 OPTIONS: tuple[Option, ...] = (
     Option(
         "gpus",
-        "devices the run may use (default: the visible GPUs, else 8 CPU slots)",
+        "number of devices the run may use (default: all visible GPUs, or 8 CPU slots without a GPU)",
         metavar="N",
-        parse=_positive_int,
+        parse=_COUNT,
     ),
     Option(
-        "device", "where ranks run; cuda makes a missing GPU an error", default="auto", choices=("auto", "cpu", "cuda")
+        "device",
+        "device of the ranks; auto takes GPUs if there are any, cuda fails without one (default: auto)",
+        default="auto",
+        choices=("auto", "cpu", "cuda"),
     ),
-    Option("timeout", "limit for one test on ranks (default: 300)", 300.0, **_SECONDS),
-    Option("pdb-rank", "debug this rank only, at breakpoints and by --pdb and --trace", metavar="N", parse=_rank),
+    Option("timeout", "time limit for one test on ranks (default: 300)", 300.0, **_SECONDS),
+    Option("one-rank", "run tests of one rank in pytest's own process, for the debugger of an IDE", is_flag=True),
+    Option("pdb-rank", "debug only rank N with breakpoint(), --pdb and --trace", metavar="N", parse=_RANK),
     Option(
         "lease-timeout",
-        "limit for waiting until other workers and runs free devices (default: 1800)",
+        "time limit for waiting until other workers or runs release devices (default: 1800)",
         1800.0,
         **_SECONDS,
     ),
     Option(
         "require",
-        "fail tests that would be skipped: ranks, those that need more ranks than there are; cuda, "
-        "also those that need GPUs",
+        "fail tests instead of skipping them: ranks, if the run has too few; cuda, also if a GPU is missing",
         choices=("ranks", "cuda"),
     ),
-    Option("update-goldens", "write goldens that are missing or differ, of the tests that pass", is_flag=True),
-    Option("create-goldens", "write goldens that are missing; what differs fails", is_flag=True),
-    Option("prune-goldens", "remove goldens that no test checks, after a run of all tests", is_flag=True),
-    Option("unused-goldens", "goldens that no test checks, after a run of all tests (default: warn)", **_REACTION),
-    Option("goldens-in-ci", "let the flags that write goldens do so where the variable CI is set", is_flag=True),
-    Option("artifacts", "keep what failed tests obtained, with differences, in a folder for each", metavar="DIR"),
-    Option("report", "write a page: graphs before and after each pass, layouts, schedules, digests", metavar="FILE"),
-    Option("bisect", "bisect a bitwise comparison that fails over the passes of the replayed graphs", is_flag=True),
-    Option("trace-log", "capture torch's structured trace in every test, as pytest does by itself", is_flag=True),
-    Option("leaked-flags", "a test that leaves a global switch of torch changed (default: warn)", **_REACTION),
+    Option("update-goldens", "write missing and different goldens of the tests that pass", is_flag=True),
+    Option("create-goldens", "write missing goldens; a golden that differs still fails its test", is_flag=True),
+    Option("prune-goldens", "delete goldens that no test checked, after a run of all tests", is_flag=True),
     Option(
-        "leaked-resources", "a test on ranks that leaves a process group or GPU memory (default: warn)", **_REACTION
+        "unused-goldens",
+        "what to do about goldens that no test checked in a run of all tests (default: warn)",
+        **_REACTION,
     ),
-    Option("pass", "the pass that pytest_gtrainer.conformance judges", metavar="MODULE:NAME"),
-    Option("kind", "which rules it is held to (default: any)", choices=("any", "bucketing")),
-    Option("conformance", "write the table of conformance as JSON", metavar="FILE"),
-    Option("conformance-against", "show what differs from a table that was written before", metavar="FILE"),
-    Option("fresh-ranks", "start new rank processes for every test", is_flag=True),
+    Option("goldens-in-ci", "allow the flags that write goldens when the variable CI is set", is_flag=True),
+    Option(
+        "artifacts", "save what failed tests obtained and the differences, one folder per test below DIR", metavar="DIR"
+    ),
+    Option(
+        "report",
+        "write an HTML report: the graph before and after each pass, layouts, schedules, digests",
+        metavar="FILE",
+    ),
+    Option("summary", "write a Markdown summary for a pull request or the page of a CI job", metavar="FILE"),
+    Option("report-against", "compare with an earlier --gt-report file and say what changed", metavar="FILE"),
+    Option(
+        "bisect",
+        "if a bitwise comparison of a replayed graph fails, find the pass that introduced the difference",
+        is_flag=True,
+    ),
+    Option("trace-log", "keep torch's structured trace log enabled during tests", is_flag=True),
+    Option(
+        "leaked-flags",
+        "what to do about a test that leaves a global torch setting changed (default: warn)",
+        **_REACTION,
+    ),
+    Option(
+        "leaked-resources",
+        "what to do about a test on ranks that leaves a process group or GPU memory (default: warn)",
+        **_REACTION,
+    ),
+    Option(
+        "pass",
+        "pass to test against the rules: pytest --pyargs pytest_gtrainer.conformance --gt-pass MODULE:NAME",
+        metavar="MODULE:NAME",
+    ),
+    Option(
+        "kind", "kind of the pass under --gt-pass, which selects the rules (default: any)", choices=("any", "bucketing")
+    ),
+    Option("conformance", "write the conformance table as JSON", metavar="FILE"),
+    Option(
+        "conformance-against", "compare the conformance table with an earlier --gt-conformance file", metavar="FILE"
+    ),
+    Option("fresh-ranks", "start new rank processes for each test", is_flag=True),
 )
 
 _BY_NAME = {option.name: option for option in OPTIONS}
@@ -127,11 +156,7 @@ def add(parser: pytest.Parser) -> None:
 
 
 def get(config: pytest.Config, name: str) -> Any:
-    """The value of ``--gt-NAME``, parsed.
-
-    Raises:
-        pytest.UsageError: the value is not one the option takes.
-    """
+    """The value of ``--gt-NAME``, parsed; pytest.UsageError for one that the option does not take."""
     option = _BY_NAME[name]
     raw = config.getoption(option.flag)
     source = option.flag
@@ -154,3 +179,8 @@ def check(config: pytest.Config) -> None:
     """Parse every option once, so that a bad value stops the run before it starts."""
     for option in OPTIONS:
         get(config, option.name)
+
+
+def wants_report(config: pytest.Config) -> bool:
+    """Whether this run writes anything that shows what a test did: then graphs and digests are taken down."""
+    return any(get(config, name) is not None for name in ("report", "summary", "report-against"))

@@ -5,19 +5,24 @@ Loading this module imports neither torch nor anything that does.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Generator
 
 import pytest
 
-from pytest_gtrainer import devices, extensions, facts, hookspecs, marker, options, supported
+from pytest_gtrainer import devices, extensions, facts, hookspecs, marker, options
 from pytest_gtrainer._pytest_private import use_fixture
-from pytest_gtrainer.conformance.table import ConformanceTable
+from pytest_gtrainer.environment import complaint
 from pytest_gtrainer.fixtures import (  # noqa: F401 - pytest finds fixtures by their names here
     gt_artifacts,
+    gt_class_mesh,
+    gt_class_world,
     gt_compile,
     gt_deterministic,
     gt_golden,
     gt_mesh,
+    gt_module_mesh,
+    gt_module_world,
     gt_ranks,
     gt_world,
 )
@@ -26,13 +31,16 @@ from pytest_gtrainer.golden.plugin import GoldenPlugin
 from pytest_gtrainer.golden.unused import UnusedGoldens
 from pytest_gtrainer.leaks import LeakGuard
 from pytest_gtrainer.ranks.plugin import RanksPlugin, follow, is_rank
-from pytest_gtrainer.report.failures import BisectPlugin, VerdictTables
-from pytest_gtrainer.report.plugin import JUnitProperties, ReportPlugin, witnessed
-from pytest_gtrainer.report.terminal import SummaryPlugin
+from pytest_gtrainer.report.plugin import BisectPlugin, JUnitProperties, ReportPlugin, VerdictTables, witnessed
+from pytest_gtrainer.report.terminal import ConformanceTable, SummaryPlugin
 from pytest_gtrainer.worlds.hygiene import keep_trace_log_quiet
 from pytest_gtrainer.worlds.spec import SpecError
 
 FACTS = pytest.StashKey[list[facts.Fact]]()
+_FAKE_VALUES = (
+    "the process groups of a {} world move no data, so values behind a collective mean nothing here: "
+    'use gt_world("ranks"), or simulate_eager in a simulated world'
+)
 
 
 def pytest_addhooks(pluginmanager: pytest.PytestPluginManager) -> None:
@@ -54,8 +62,8 @@ def pytest_cmdline_main(config: pytest.Config) -> int | None:
 
 
 def pytest_report_header() -> str | None:
-    complaint = supported.complaint()
-    return f"gtrainer: {complaint}" if complaint else None
+    told = complaint()
+    return f"gtrainer: {told}" if told else None
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -80,7 +88,7 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(ConformanceTable(config), "gtrainer-conformance")
         if config.getoption("xmlpath", None):
             config.pluginmanager.register(JUnitProperties(), "gtrainer-junit")
-        if options.get(config, "report") is not None and not hasattr(config, "workerinput"):
+        if options.wants_report(config) and not hasattr(config, "workerinput"):
             config.pluginmanager.register(ReportPlugin(config), "gtrainer-report")
 
 
@@ -104,13 +112,10 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    spec = problem = None
     try:
         spec = marker.spec_of(item)
     except SpecError as error:
-        problem = str(error)
-    if problem is not None:  # outside the except clause, or pytest shows both exceptions
-        pytest.fail(problem, pytrace=False)
+        raise pytest.fail.Exception(str(error), pytrace=False) from None  # or pytest shows both
     if spec is not None and spec.kind != "ranks" and isinstance(item, pytest.Function):
         use_fixture(item, "gt_world")  # the marker alone is enough
 
@@ -125,8 +130,15 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Send the facts of each phase along with its report (attribute ``gt_facts``)."""
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Send the facts of each phase with its report (``gt_facts``); add the way out to an ``assert`` on fake values."""
+    error = call.excinfo.value if call.excinfo else None
+    if type(error) is AssertionError and re.search(r"[tT]ensor(\(| object|-likes)", str(error)):
+        spec = marker.valid_spec_of(item)
+        if spec is not None and spec.kind in ("fake", "simulated"):
+            error.add_note(_FAKE_VALUES.format(spec.kind))
     report = yield
     sink = item.stash.get(FACTS, [])
     report.gt_facts = sink[:]  # type: ignore[attr-defined]

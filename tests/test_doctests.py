@@ -7,20 +7,21 @@ import doctest
 import importlib
 import io
 import pkgutil
-from types import ModuleType
+from types import FunctionType, ModuleType
 
 import pytest
 import torch
 
 import fixtures
 import pytest_gtrainer
+from fixtures import longer_examples
 
 
-def wrong_examples(module: ModuleType) -> str:
-    """What doctest has to say of a module; nothing where every example is true."""
+def wrong_examples(module: ModuleType, home: ModuleType | None = None) -> str:
+    """What doctest has to say of a module; nothing where every example is true. They use the names of ``home``."""
     said = io.StringIO()
     with contextlib.redirect_stdout(said):
-        doctest.testmod(module, extraglobs={**vars(module), "torch": torch})
+        doctest.testmod(module, extraglobs={**vars(home or module), "torch": torch})
     return said.getvalue()
 
 
@@ -28,7 +29,23 @@ def wrong_examples(module: ModuleType) -> str:
 def test_examples(package):
     found = pkgutil.walk_packages(package.__path__, f"{package.__name__}.")
     modules = [package] + [importlib.import_module(module.name) for module in found]
-    wrong = "".join(map(wrong_examples, modules))
+    wrong = "".join(wrong_examples(module) for module in modules if module is not longer_examples)
+    if wrong:
+        pytest.fail(wrong, pytrace=False)
+
+
+def wrong_longer_example(function: FunctionType) -> str:
+    """The same of one function of ``longer_examples``."""
+    home = importlib.import_module((function.__doc__ or "").partition("\n")[0])
+    alone = ModuleType(function.__name__)
+    alone.__doc__ = function.__doc__
+    return wrong_examples(alone, home)
+
+
+def test_longer_examples():
+    functions = [each for each in vars(longer_examples).values() if isinstance(each, FunctionType)]
+    assert functions
+    wrong = "".join(map(wrong_longer_example, functions))
     if wrong:
         pytest.fail(wrong, pytrace=False)
 
@@ -38,3 +55,12 @@ def test_a_wrong_example_would_fail():
     module = ModuleType("wrong")
     module.__doc__ = ">>> 1 + 1\n3\n"
     assert "Expected:\n    3\nGot:\n    2" in wrong_examples(module)
+
+    def of_a_function():
+        """pytest_gtrainer.worlds
+
+        >>> ranks_text([0])
+        'rank 1'
+        """
+
+    assert "Expected:\n    'rank 1'\nGot:\n    'rank 0'" in wrong_longer_example(of_a_function)

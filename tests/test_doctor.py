@@ -10,8 +10,7 @@ import pytest
 
 import pytest_gtrainer
 from pytest_gtrainer.__main__ import main
-from pytest_gtrainer.doctor.contract import CalledOnUs, Topic
-from pytest_gtrainer.doctor.examination import examine
+from pytest_gtrainer.doctor.contract import CalledOnUs, Topic, examine
 from pytest_gtrainer.doctor.report import topics
 
 ROOT = Path(pytest_gtrainer.__file__).parents[1]
@@ -34,7 +33,7 @@ c10d.batch_isend_irecv = another_torch.batch_isend_irecv
 c10d.barrier = another_torch.barrier
 
 from pytest_gtrainer.__main__ import main
-from pytest_gtrainer.doctor.examination import examine
+from pytest_gtrainer.doctor.contract import examine
 from pytest_gtrainer.doctor.report import broken_modules, topics
 
 status = main(["doctor"])

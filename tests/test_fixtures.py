@@ -49,3 +49,32 @@ class TestTheMarkerAloneInATestCase(unittest.TestCase):
 
     def test_the_marker_alone_makes_the_world(self):
         assert (self.size, dist.get_rank()) == (3, 2)
+
+
+def test_an_assert_on_values_of_a_fake_group_says_where_values_are_true(pytester):
+    """The twins: an assert on something else, and one on values without such a world, are told as pytest tells them."""
+    pytester.makepyfile(
+        """
+        import pytest, torch
+
+        @pytest.mark.gt_world("fake", size=2)
+        def test_values():
+            x = torch.ones(2)
+            torch.distributed.all_reduce(x)
+            assert x[0].item() == 2
+
+        @pytest.mark.gt_world("simulated", size=2)
+        def test_close():
+            torch.testing.assert_close(torch.ones(2), torch.zeros(2))
+
+        @pytest.mark.gt_world("fake", size=2)
+        def test_structure(gt_world):
+            assert gt_world.size == 3
+
+        def test_plain():
+            assert torch.equal(torch.ones(2), torch.zeros(2))
+        """
+    )
+    told = pytester.runpytest_inprocess().stdout.str()
+    assert told.count("world move no data, so values behind a collective mean nothing here: use gt_world") == 2
+    assert told.count("process groups of a fake world move") == told.count("process groups of a simulated world") == 1

@@ -69,6 +69,58 @@ def test_the_reader_of_sources_finds_one(source: str):
     assert list(private_names(source))
 
 
+def replaced_names(source: str) -> Iterator[str]:
+    """Names of torch and pytest in whose place a file puts something of its own: by assignment, or a patch."""
+    tree, hosts = ast.parse(source), {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            paths = ((bound, path) for bound, path, _ in imported_names(node))
+            hosts |= {bound: path for bound, path in paths if path.partition(".")[0] in ("torch", "pytest", "_pytest")}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign):
+            written = [target for target in node.targets if isinstance(target, ast.Attribute)]
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("setattr") and len(node.args) > 2:
+            written = [ast.Attribute(node.args[0], ast.literal_eval(node.args[1]))
+                       if isinstance(node.args[1], ast.Constant) else ast.Attribute(node.args[0], "...")]  # fmt: skip
+        else:
+            continue
+        for target in written:
+            first, *rest = ast.unparse(target).split(".")
+            if first in hosts and rest[0] != "...":
+                yield ".".join([hosts[first], *rest])
+
+
+REPLACED = {
+    # put back when the block ends
+    "_torch/compiling.py": {"torch._inductor.compile_fx.compile_fx"},
+    "_torch/passes.py": {"torch.distributed.is_nccl_available"},
+    # in ranks alone
+    "ranks/inside/debugger.py": {"torch.distributed.breakpoint"},
+    "ranks/inside/rank.py": {"torch.distributed.ProcessGroup...."},  # sends and receives are counted
+    # a setting, and the place that torch says may be replaced
+    "_torch/process_groups.py": {"torch.distributed.c10d_logger._c10d_logger.disabled"},
+    "_torch/fake_groups.py": {"torch.distributed.distributed_c10d._world"},
+    "_torch/threads.py": {"torch.distributed.distributed_c10d._world"},
+}
+"""Everything of torch's that we put something else in the place of; docs/limits.md says why and for how long."""
+
+
+def test_nothing_else_of_torch_or_pytest_is_replaced():
+    found: dict[str, set[str]] = {}
+    for file in sorted(PACKAGE.rglob("*.py")):
+        for name in replaced_names(file.read_text()):
+            found.setdefault(str(file.relative_to(PACKAGE)), set()).add(name)
+    counts = ".group_count", ".default_pg"  # of a world that is ours
+    found = {file: {name for name in names if not name.endswith(counts)} for file, names in found.items()}
+    assert found == REPLACED
+
+
+@pytest.mark.parametrize("line", ["dist.barrier = 7", "setattr(dist, 'barrier', 7)", "p.setattr(dist, 'barrier', 7)"])
+def test_the_reader_of_sources_finds_what_is_replaced(line: str):
+    """The twin."""
+    assert list(replaced_names(f"import torch.distributed as dist\n{line}")) == ["torch.distributed.barrier"]
+
+
 def files_of_private_names() -> list[Topic]:
     return [topic for topic in topics() if topic.name != "knobs"]
 
@@ -92,3 +144,7 @@ def test_the_package_of_topics_imports_none_of_them():
     loaded = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True).stdout.split()
     assert "pytest_gtrainer._torch" in loaded
     assert not [name for name in loaded if name == "torch" or name.startswith("pytest_gtrainer._torch.")]
+
+
+def test_what_is_private():
+    assert [is_private(name) for name in ("torch._C", "fx.Graph", "__name__")] == [True, False, False]

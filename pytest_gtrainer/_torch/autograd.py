@@ -44,10 +44,7 @@ def last_made_node() -> int:
 
 @contextmanager
 def watching_backward(begin: Callable[[int], None], end: Callable[[], None]) -> Iterator[None]:
-    """Call ``begin(number)`` before each autograd node of a backward computes, ``end()`` when it has.
-
-    What the engine does in between, adding up gradients of a value that is used twice, belongs to no node.
-    """
+    """Call ``begin(number)`` before each autograd node computes, ``end()`` after; sums of gradients belong to none."""
 
     def run(outputs: Any, *args: Any, **kwargs: Any) -> Any:
         handles = []

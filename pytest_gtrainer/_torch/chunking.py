@@ -18,7 +18,7 @@ import sympy  # type: ignore[import-untyped]
 import torch
 from torch import fx
 
-from pytest_gtrainer._torch.values import pytree, value_like
+from pytest_gtrainer._torch.values import SYMBOLIC, pytree, value_like
 
 ATTRIBUTES = {
     "torch.fx.experimental.symbolic_shapes:ShapeEnv": (
@@ -49,12 +49,9 @@ Renaming = dict[sympy.Symbol, sympy.Expr]
 
 
 def renew_symbols(meta: dict[str, Any], renaming: Renaming) -> None:
-    """Give a copied node's value symbols of its own; ``renaming`` remembers them for the nodes that read it.
-
-    A copy of a node that makes a data-dependent size makes another size, not the same one again.
-    """
+    """Give a copied node that makes data-dependent sizes its own symbols; ``renaming`` keeps them for its readers."""
     if bindings := meta.get("unbacked_bindings"):
-        shape_env = _shape_env_of(meta["val"])
+        shape_env = shape_env_of(meta["val"])
         for symbol in bindings:
             if symbol not in renaming:
                 with shape_env.ignore_fresh_unbacked_symbols():
@@ -72,24 +69,37 @@ def _numbers_in(value: Any) -> list[Any]:
         for leaf in pytree.tree_leaves(value)
         for number in ((*leaf.shape, *leaf.stride()) if torch.is_tensor(leaf) else (leaf,))
     ]
-    return [number for number in leaves if isinstance(number, torch.SymInt | torch.SymFloat | torch.SymBool)]
+    return [number for number in leaves if isinstance(number, SYMBOLIC)]
 
 
-def _shape_env_of(value: Any) -> Any:
+def shape_env_of(value: Any) -> Any:
+    """The shape environment of the symbols in a value or in arguments; None without symbols."""
     return next((number.node.shape_env for number in _numbers_in(value)), None)
 
 
+def renamed_number(value: Any, renaming: Renaming) -> Any:
+    """A symbolic number in other symbols; anything else as it is."""
+    if not isinstance(value, SYMBOLIC) or renaming.keys().isdisjoint(value.node.expr.free_symbols):
+        return value
+    return _number(value, value.node.expr.xreplace(renaming))
+
+
+def _number(like: Any, expression: sympy.Basic) -> Any:
+    """The expression as a symbolic number of the kind of another."""
+    env = like.node.shape_env
+    if isinstance(like, torch.SymBool):
+        return env.create_symboolnode(expression)
+    create = env.create_symintnode if isinstance(like, torch.SymInt) else env.create_symfloatnode
+    return create(expression, hint=None)
+
+
 def _renamed(value: Any, renaming: Renaming) -> Any:
-    if isinstance(value, torch.SymInt):
-        expression = value.node.expr
-        if renaming.keys().isdisjoint(expression.free_symbols):
-            return value
-        return value.node.shape_env.create_symintnode(expression.xreplace(renaming), hint=None)
     if isinstance(value, list | tuple):
         return type(value)(_renamed(item, renaming) for item in value)
     if torch.is_tensor(value) and _numbers_in(value):
-        return value_like(value, *([_renamed(e, renaming) for e in told] for told in (value.shape, value.stride())))
-    return value
+        extents = ([renamed_number(e, renaming) for e in told] for told in (value.shape, value.stride()))
+        return value_like(value, *extents)
+    return renamed_number(value, renaming)
 
 
 def expression_of(value: Any) -> Any:
@@ -106,18 +116,16 @@ def replaced(value: Any, numbers: dict[sympy.Symbol, int]) -> Any:
     """A SymInt, SymFloat or SymBool with numbers for symbols: a plain one if no other symbol is left."""
     found = expression_of(value).xreplace({symbol: sympy.Integer(number) for symbol, number in numbers.items()})
     if isinstance(value, torch.SymBool):
-        return bool(found) if found in (sympy.true, sympy.false) else value.node.shape_env.create_symboolnode(found)
+        return bool(found) if found in (sympy.true, sympy.false) else _number(value, found)
     if found.is_number:
         return int(found) if isinstance(value, torch.SymInt) else float(found)
-    if isinstance(value, torch.SymInt):
-        return value.node.shape_env.create_symintnode(found, hint=None)
-    return value.node.shape_env.create_symfloatnode(found, hint=None)
+    return _number(value, found)
 
 
 def failed_guards(gm: fx.GraphModule, numbers: dict[sympy.Symbol, int]) -> list[str]:
     """What the trace relied on and the numbers make false, and where somebody stated it."""
     values = (node.meta.get("val") for node in gm.graph.find_nodes(op="placeholder"))
-    found = next((env for value in values if (env := _shape_env_of(value)) is not None), None)
+    found = next((env for value in values if (env := shape_env_of(value)) is not None), None)
     if found is None:
         return []
     table = {symbol: sympy.Integer(number) for symbol, number in numbers.items()}

@@ -126,11 +126,7 @@ def fresh(*, caches: bool) -> Iterator[None]:
 
 
 def with_kernels_of_eager(
-    gm: fx.GraphModule,
-    example_inputs: Sequence[Any],
-    *,
-    is_inference: bool,
-    given: Callable[[list[Any]], None],
+    gm: fx.GraphModule, example_inputs: Sequence[Any], *, is_inference: bool, given: Callable[[list[Any]], None]
 ) -> Callable[..., Any]:
     """Run Inductor's passes on a graph, call what they leave by operators of eager; ``given`` hears the inputs."""
     with V.set_fake_mode(detect_fake_mode(example_inputs)):

@@ -35,10 +35,7 @@ _NAMES = itertools.count(1_000_000_000, 1_000_000)
 
 @contextmanager
 def fake_group_beside(rank: int, size: int) -> Iterator[None]:
-    """A fake default group beside the groups of this process, which are out of sight meanwhile.
-
-    So a rank of a fake world traces what another one would. Meshes must be made anew inside.
-    """
+    """A fake default group, as another rank's; this process's own are out of sight. Make meshes anew inside."""
     outside = c10d._world
     forget_meshes()  # equal meshes share caches, and with them names of groups
     c10d._world = ThreadLocalWorld()

@@ -1,11 +1,9 @@
 """FSDP2: its parameter groups, and what their collectives carry.
 
-After a model's first forward each ``FSDPModule`` holds
-``_get_fsdp_state()._fsdp_param_groups``, and a group its ``fsdp_params`` in payload order,
-its process groups, and with replicas (``_is_hsdp``) one more. The
-all-gather inputs come from FSDP2's own ``_get_param_all_gather_inputs``, casts and pads
-included; ``_get_dim0_padded_size`` gives a gradient's padded size; pipelining's
-``_split_block_mask`` cuts a ``BlockMask`` along the batch.
+After a model's first forward each ``FSDPModule`` holds ``_get_fsdp_state()._fsdp_param_groups``, and a group its
+``fsdp_params`` in payload order, its process groups, and with replicas (``_is_hsdp``) one more. The all-gather inputs
+come from FSDP2's own ``_get_param_all_gather_inputs``, casts and pads included; ``_get_dim0_padded_size`` gives a
+gradient's padded size; pipelining's ``_split_block_mask`` cuts a ``BlockMask`` along the batch.
 """
 
 from __future__ import annotations
@@ -88,10 +86,7 @@ def shard_numel(parameter: Any, ranks: int) -> int:
 
 
 def reduce_ops(group: Any, dtype: torch.dtype, device_type: str) -> tuple[str, str]:
-    """The reductions FSDP2 asks reduce-scatter and all-reduce for: "avg", "sum", "premul_sum(0.25)".
-
-    With ``set_gradient_divide_factor`` the whole division belongs to the reduce-scatter: the replicas' sum is plain.
-    """
+    """FSDP2's two reductions, such as "avg" or "premul_sum(0.25)": a reduce-scatter divides, an all-reduce is plain."""
     _, scatters, replicas = groups_of(group)
     _, _, *ops = _get_gradient_divide_factors(
         scatters, replicas, dtype, device_type, group.gradient_divide_factor, group.force_sum_reduction_for_comms

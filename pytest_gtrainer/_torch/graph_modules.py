@@ -26,11 +26,7 @@ def empty_graph(like: fx.Graph) -> fx.Graph:
 
 
 def finished(graph: fx.Graph, like: fx.GraphModule, attributes: dict[str, Any]) -> fx.GraphModule:
-    """The graph as a module that is called as ``like`` is; its code is made when it is needed.
-
-    Args:
-        attributes: what its ``get_attr`` nodes name.
-    """
+    """The graph, whose ``get_attr`` nodes name ``attributes``, as a module like ``like``; its code is made late."""
     graph.set_codegen(like.graph._codegen)
     graph.lint()
     made: fx.GraphModule = _LazyGraphModule(attributes, graph)
@@ -39,10 +35,7 @@ def finished(graph: fx.Graph, like: fx.GraphModule, attributes: dict[str, Any]) 
 
 
 def copied_lazily(gm: fx.GraphModule) -> fx.GraphModule:
-    """The same graph in nodes of its own, without code until somebody runs it or asks for it.
-
-    Names and metadata are kept; each node's ``meta`` is a dict of its own, its values are shared.
-    """
+    """The same graph in nodes of its own, without code until somebody asks; values of their ``meta`` are shared."""
     old = gm.graph
     new = empty_graph(old)
     output = new.output(new.graph_copy(old, {}))

@@ -30,7 +30,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from pytest_gtrainer._torch import private_names
 from pytest_gtrainer._torch.process_groups import group_named, live_groups
-from pytest_gtrainer._torch.values import HigherOrderOperator, OpOverload
+from pytest_gtrainer._torch.values import SYMBOLIC, HigherOrderOperator, OpOverload
 
 with private_names():
     from torch._ops import _higher_order_ops
@@ -49,7 +49,7 @@ ATTRIBUTES = {
     ),
 }  # fmt: skip
 
-__all__ = ["FUNCTIONS_OF_DYNAMO", "PLAIN_FUNCTIONS", "ResolvedGroup", "functions", "resolve_group"]
+__all__ = ["FUNCTIONS_OF_DYNAMO", "PLAIN_FUNCTIONS", "SYMBOLIC", "ResolvedGroup", "functions", "resolve_group"]
 
 POLICIES = {policy.name.lower(): policy for policy in torch.utils.checkpoint.CheckpointPolicy}
 
@@ -88,9 +88,6 @@ def resolve_group(name: str) -> ResolvedGroup | None:
 def named_groups() -> dict[str, ResolvedGroup]:
     """This process's groups by name, in the order in which they were made."""
     return {group.group_name: ResolvedGroup.of(group) for group in live_groups()} if dist.is_initialized() else {}
-
-
-SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 def expression(value: Any) -> Any:

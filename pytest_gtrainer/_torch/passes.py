@@ -15,7 +15,8 @@
   operator ``control_deps(nodes to stand behind, body, *operands)``, which keeps their name and metadata;
 - ``torch._inductor.fx_passes.micro_pipeline_tp`` is asynchronous tensor parallelism: it looks for collectives beside
   products, and fuses them where NCCL is built in and ``_symmetric_memory`` is there for the group, which its
-  ``_test_mode`` says of groups that one names; what it fuses is gone from the graph;
+  ``_test_mode`` says of groups that one names; what it fuses is gone from the graph. It asks
+  ``dist.is_nccl_available`` itself: where NCCL is not built in, that answers yes meanwhile, and is put back;
 - ``torch._logging.trace_structured`` writes to the log that ``TORCH_TRACE`` asks for; tlparse shows its event
   "artifact" as a file, of the encoding that stands in its metadata.
 """
@@ -109,12 +110,9 @@ def root_ranks(mesh: DeviceMesh) -> torch.Tensor:
 
 
 def extra_group(name: str) -> str:
-    """The name of the extra group of the group ``name``: the same ranks and backend.
-
-    It is made at the first call in a world, by its members alone. Its name is the source's and a suffix:
-    the members agree on the source's name, which is the prefix of the group's keys in the store; and torch's
-    own table finds it again while the world lives, and has forgotten it afterwards.
-    """
+    """The name of the extra group of the group ``name``: the same ranks and backend, made at the first call in a world.
+    Its members alone make it. They agree on the source's name, which is the prefix of the group's keys in the store;
+    torch's own table finds it again while the world lives, and has forgotten it afterwards."""
     source, extra = group_named(name), name + EXTRA_GROUP
     world = distributed_c10d._world  # looked up anew: a simulated world puts another one in its place
     if extra in world.pg_names.values():
@@ -158,10 +156,7 @@ def is_control_dependency(node: fx.Node) -> bool:
 
 
 def fused_by_async_tp(graph: fx.Graph, group: str) -> dict[str, list[str]]:
-    """Names of the products that torch fuses with each all-gather and reduce-scatter of a group, which it rewrites.
-
-    Of a collective that it fuses with none the list is empty. Imports Inductor, which takes seconds.
-    """
+    """Products that torch fuses with each gather and scatter of a group, rewriting it; imports Inductor (seconds)."""
     from torch._inductor.fx_passes import micro_pipeline_tp as tp
     from torch.distributed._symmetric_memory import _test_mode
 
@@ -169,8 +164,9 @@ def fused_by_async_tp(graph: fx.Graph, group: str) -> dict[str, list[str]]:
         return [node.name for node in graph.nodes if node.target in MATMULS]
 
     fused, has_nccl = {}, dist.is_nccl_available
-    dist.is_nccl_available = lambda: True
     try:
+        if not has_nccl():
+            dist.is_nccl_available = lambda: True
         with _test_mode({group}):
             gathers = tp.find_all_gather_patterns(graph)
             scatters = tp.find_reduce_scatter_patterns(graph)

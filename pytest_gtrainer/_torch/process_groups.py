@@ -92,10 +92,9 @@ def spell_reduction(given: Any) -> str | None:
 
 
 def plain_reduction(spelled: str, ranks: int) -> str:
-    """A reduction as the plainest one that gives the same bits: ``premul_sum`` by 1, and by 1/ranks for powers of two.
+    """A reduction as the plainest one that gives the same bits.
 
-    Each rank multiplies its input, then the products are added. By a power of two that moves exponents only, so it
-    makes no odds whether it happens before or after the sum, but for results so small that they lose bits.
+    Each rank multiplies, then products are added. A power of two moves exponents only, but for results that lose bits.
 
     >>> [plain_reduction(op, 4) for op in ("premul_sum(1.0)", "premul_sum(0.25)", "premul_sum(0.5)", "avg")]
     ['sum', 'avg', 'premul_sum(0.5)', 'avg']
@@ -131,11 +130,7 @@ def issued_on(group: dist.ProcessGroup) -> int:
 
 
 def recorded_calls(since: int) -> dict[str, list[list[Any]]]:
-    """The collectives that torch has recorded in this process since a time in ns, by the name of their group.
-
-    Each as time, number on its group, operator, dtype, shape, elements, the user's line, whether it is under way.
-    Empty where torch records none.
-    """
+    """Collectives in torch's recorder since a time in ns, by group; the last item says whether it is under way."""
     found: dict[str, list[list[Any]]] = {}
     incarnation: dict[str, int] = {}
     for entry in pickle.loads(_dump_fr_trace()).get("entries", ()) if _dump_fr_trace is not None else ():
@@ -172,12 +167,7 @@ def silence_collective_log() -> None:
 
 
 def forget_groups(ended: Collection[dist.ProcessGroup]) -> None:
-    """Take groups that have ended out of the tables that modules keep of them, such as a registry of extra groups.
-
-    A later test would find them there, and trace collectives of a group that is gone, or whose name another one has
-    by now. Dicts, lists and sets of modules outside torch are emptied of them. What cannot be emptied, a tuple or a
-    plain name, is told by a warning. Tables of names alone look like any texts: goldens refuse a graph that uses them.
-    """
+    """Take ended groups out of tables of modules outside torch, else later tests meet them; warn of what stays."""
     # what only the caller's list, the loop and the call hold is in no table; to look takes milliseconds
     if not (gone := {id(group) for group in ended if sys.getrefcount(group) > 3}):
         return
@@ -208,11 +198,8 @@ def forget_groups(ended: Collection[dist.ProcessGroup]) -> None:
 
 
 def forget_meshes() -> None:
-    """Empty DTensor's caches of sharding propagation, of redistribution plans and of what these cost.
-
-    What ``torch.distributed.tensor.debug._clear_sharding_prop_cache`` does (that module needs NumPy), and the caches
-    around redistribution. Does nothing where DTensor was never imported.
-    """
+    """Empty DTensor's caches of sharding propagation, redistribution plans and costs, where it was ever imported.
+    ``torch.distributed.tensor.debug._clear_sharding_prop_cache`` does the first alone, and needs NumPy."""
     if "torch.distributed.tensor" not in sys.modules:
         return
     from torch.distributed.tensor import DTensor, _collective_utils, _redistribute
@@ -233,10 +220,7 @@ def forget_meshes() -> None:
 
 
 def forget_compiled() -> None:
-    """Empty dynamo's caches, if something was compiled: a later test might hit them, or their limit.
-
-    Not without asking: where there is a GPU, that of torch 2.13 imports Inductor, a second in each rank.
-    """
+    """Empty dynamo's caches if something was compiled; else it might import Inductor (torch 2.13, with a GPU)."""
     frames = sys.modules.get("torch._dynamo.convert_frame")
     if frames is not None and frames.FRAME_COUNTER > 0:
         torch.compiler.reset()

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from pytest_gtrainer._torch import private_names
-from pytest_gtrainer._torch.chunking import Renaming
+from pytest_gtrainer._torch.chunking import Renaming, renamed_number
 from pytest_gtrainer._torch.values import FakeTensor, storage_id
 
 with private_names():
@@ -30,7 +30,6 @@ ATTRIBUTES = {
 }
 
 OF_A_TRACE = ("FakeTensorMode", "ProxyTorchDispatchMode", "FunctionalTensorMode", "TorchFunctionMetadataMode")
-SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 def version_of(tensor: torch.Tensor) -> int:
@@ -46,17 +45,6 @@ def is_storage_of(storage: torch.UntypedStorage, tensor: torch.Tensor) -> bool:
 def new_storage(nbytes: Any) -> torch.UntypedStorage:
     """Memory of nobody."""
     return torch.empty(nbytes, dtype=torch.uint8, device="meta").untyped_storage()
-
-
-def renamed_number(value: Any, renaming: Renaming) -> Any:
-    """A symbolic number in other symbols; anything else as it is."""
-    if not isinstance(value, SYMBOLIC) or renaming.keys().isdisjoint(value.node.expr.free_symbols):
-        return value
-    env, expression = value.node.shape_env, value.node.expr.xreplace(renaming)
-    if isinstance(value, torch.SymBool):
-        return env.create_symboolnode(expression)
-    create = env.create_symintnode if isinstance(value, torch.SymInt) else env.create_symfloatnode
-    return create(expression, hint=None)
 
 
 def on_storage(like: FakeTensor, storage: torch.UntypedStorage, renaming: Renaming) -> FakeTensor:

@@ -53,10 +53,7 @@ __all__ = ["GuardOnDataDependentSymNode", "annotate", "make_fx"]
 
 
 def new_fake_mode(real_inputs: bool = False) -> FakeTensorMode:
-    """Static shapes, except data-dependent sizes, which become unbacked symbols.
-
-    ``real_inputs`` lets operators read real tensors; then none runs for want of a fake one.
-    """
+    """Static but for data-dependent sizes; with ``real_inputs`` operators may read real tensors, and none runs."""
     return FakeTensorMode(
         allow_fallback_kernels=not real_inputs,
         allow_non_fake_inputs=real_inputs,

@@ -38,6 +38,9 @@ ATTRIBUTES = {
     "torch.nn:Module": ("_parameters", "_buffers", "_modules"),
 }
 
+SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
+"""Numbers of which a trace may not know more than a symbol."""
+
 __all__ = [
     "FakeTensor",
     "FakeTensorMode",

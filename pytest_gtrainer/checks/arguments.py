@@ -1,9 +1,7 @@
-"""Patterns of operators and of a call's arguments.
+"""Patterns of operators (``mm``, ``aten.add.Tensor``, ``_c10d_functional.*``, ``output``) and of a call's arguments.
 
-An operator is named ``mm``, ``aten.mm``, ``aten.add.Tensor``, ``_c10d_functional.*``, ``output``. Arguments are
-``(g, _, ..., [a, b], 2.0, "avg", fsdp, dtype=bf16, t(layers.0.w))``. A bare word stands for a value that a check
-has captured, a graph input, a word of graph text (``bf16``, ``contiguous_format``) or a process group's symbol,
-depending on what stands there.
+Arguments are ``(g, _, ..., [a, b], 2.0, "avg", fsdp, dtype=bf16, t(layers.0.w))``. A bare word is a captured value, a
+graph input, a word of graph text (``bf16``) or a process group's symbol, as the place asks for.
 """
 
 from __future__ import annotations
@@ -21,9 +19,9 @@ from torch import fx
 from pytest_gtrainer._torch.graph_text import higher_order_operators, operator_names
 from pytest_gtrainer.checks.subject import CheckError, Predicate, Subject
 from pytest_gtrainer.graphtext.header import nearest
-from pytest_gtrainer.graphtext.literals import CONSTANTS, spell_literal
 from pytest_gtrainer.graphtext.operators import operator_of
 from pytest_gtrainer.graphtext.scopes import is_item
+from pytest_gtrainer.graphtext.spelling import CONSTANTS, spell_literal
 
 OUTPUT = "output"
 
@@ -58,14 +56,7 @@ class OperatorPattern(Predicate):
 
 
 def _fits(pattern: str, path: Sequence[str], name: str) -> bool:
-    """Whether a pattern names an operator: one word is its name, more are the beginning of its path.
-
-    >>> path = ["aten", "add", "Tensor"]
-    >>> [_fits(text, path, "add") for text in ("add", "aten.add", "aten.add.Tensor", "aten.*", "Tensor", "aten.a")]
-    [True, True, True, True, False, False]
-    >>> _fits("aten.mm.default", ["aten", "mm"], "mm"), _fits("aten.add.default", path, "add")
-    (True, False)
-    """
+    """Whether a pattern names an operator: one word is its name, more are the beginning of its path."""
     parts = pattern.split(".")
     if len(parts) == 1:
         return fnmatchcase(name, pattern)
@@ -182,15 +173,14 @@ def _items_mismatch(
     patterns: Sequence[Argument], values: Sequence[Any], subject: Subject, groups: frozenset[int | str] = frozenset()
 ) -> str | None:
     """How a list differs; ``groups`` are the places in it that name a process group."""
-    head = patterns.index(REST) if REST in patterns else len(patterns)
-    tail = max(len(patterns) - head - 1, 0)
-    if len(values) < head + tail or (len(values) > head and REST not in patterns):
+    expected = len(patterns) - (REST in patterns)
+    if len(values) < expected or (len(values) > expected and REST not in patterns):
         more = " or more" if REST in patterns else ""
-        return f"there are {len(values)}, expected {head + tail}{more}: ({', '.join(map(str, patterns))})"
-    pairs = [(place, place) for place in range(head)]
-    pairs += [(len(patterns) - place, len(values) - place) for place in range(tail, 0, -1)]
-    for wanted, place in pairs:
-        if found := _mismatch(patterns[wanted], values[place], subject, is_group=place in groups):
+        return f"there are {len(values)}, expected {expected}{more}: ({', '.join(map(str, patterns))})"
+    gap = patterns.index(REST) if REST in patterns else len(patterns)
+    spread = [*patterns[:gap], *[ANY] * (len(values) - expected), *patterns[gap + 1 :]]
+    for place, (pattern, value) in enumerate(zip(spread, values, strict=True)):
+        if found := _mismatch(pattern, value, subject, is_group=place in groups):
             return f"number {place + 1}: {found}"
     return None
 

@@ -1,8 +1,7 @@
 """Checks as methods and as a text, the search that runs them, and its failures in words.
 
-A ``then`` takes the first node that matches behind the last match, and does not come back to it, as FileCheck does.
-So the cost is one walk over the schedule for a run of checks, and one for each ``count`` and ``start``. A failure
-says the check, where the search stood, and what came nearest and how it differs.
+A ``then`` takes the first node that matches behind the last match, and does not come back to it, as FileCheck does. So
+the cost is one walk over the schedule for a run of checks, and one for each ``count`` and ``start``.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import EllipsisType, TracebackType
-from typing import TypedDict, Unpack
+from typing import Any, TypedDict, Unpack
 
 import torch
 from torch import fx
@@ -30,10 +29,7 @@ _MOST = 8
 
 
 class Conditions(TypedDict, total=False):
-    """What a node must be beside what the text says.
-
-    ``name`` captures it; a ``shape`` has None for any extent and ``...`` for any number of them.
-    """
+    """What else a node must be. ``name`` captures it; in a ``shape`` None is any extent, ``...`` any number of them."""
 
     module: str
     bucket: str | Sequence[str]
@@ -46,7 +42,7 @@ class Conditions(TypedDict, total=False):
 
 
 def check_graph(gm: AnyGraph, *, before: AnyGraph | None = None, mesh: Mapping[str, int] | None = None) -> GraphChecker:
-    """Checks of a graph, one method each, in a ``with`` block that ends them::
+    """Return the checks of a graph as methods, for a ``with`` block::
 
         with check_graph(gm) as check:
             check.then("all_gather_into_tensor", bucket=["layers.0"], name="g").next("wait_tensor(g)")
@@ -63,7 +59,7 @@ def check_graph(gm: AnyGraph, *, before: AnyGraph | None = None, mesh: Mapping[s
 def assert_graph(
     gm: AnyGraph, checks: str, *, before: AnyGraph | None = None, mesh: Mapping[str, int] | None = None
 ) -> None:
-    """Check a graph by a text, a check a line; empty lines and lines that begin with ``#`` say nothing::
+    """Check a graph by the text ``checks``, one check in each line; ``before`` and ``mesh`` are as in ``check_graph``::
 
         assert_graph(gm, '''
             then all_gather_into_tensor in bucket(layers.0) as g
@@ -83,10 +79,7 @@ def assert_graph(
 
 
 class GraphChecker:
-    """The methods are the kinds of checks; each takes a node as text, and conditions by keyword.
-
-    They return the checker, so that checks may be chained.
-    """
+    """The kinds of checks as methods, which may be chained; each takes a node as text, and conditions by keyword."""
 
     def __init__(self, subject: Subject) -> None:
         self._subject = subject
@@ -147,22 +140,23 @@ def _pattern(node: str, conditions: Conditions) -> Pattern:
         raise CheckError(f"there is no condition {unknown[0]!r}; there are {', '.join(Conditions.__annotations__)}")
     if said.name and "name" in conditions:
         raise CheckError(f"a node gets one name, not {said.name} and {conditions['name']}")
-    found: list[Predicate] = [*said.predicates]
-    if "direction" in conditions:
-        found.append(must.InDirection(conditions["direction"]))
-    if "module" in conditions:
-        found.append(must.InModule(conditions["module"]))
-    if "bucket" in conditions:
-        bucket = conditions["bucket"]
-        found.append(must.InBucket((bucket,) if isinstance(bucket, str) else tuple(bucket)))
-    if "dtype" in conditions or "shape" in conditions:
-        shape = conditions.get("shape")
-        found.append(must.HasType(conditions.get("dtype"), None if shape is None else tuple(shape)))
-    if "users" in conditions:
-        found.append(must.UsedBy(OperatorPattern(conditions["users"])))
-    if "where" in conditions:
-        found.append(must.Where(conditions["where"]))
-    return Pattern(tuple(found), conditions.get("name", said.name))
+    told: dict[str, Any] = dict(conditions)
+    if not told.keys().isdisjoint(("dtype", "shape")):
+        shape = told.get("shape")
+        told["type"] = must.HasType(told.get("dtype"), None if shape is None else tuple(shape))
+    found = [make(told[name]) for name, make in _PREDICATES.items() if name in told]
+    return Pattern((*said.predicates, *found), conditions.get("name", said.name))
+
+
+_PREDICATES: Mapping[str, Callable[[Any], Predicate]] = {
+    "direction": must.InDirection,
+    "module": must.InModule,
+    "bucket": lambda fqns: must.InBucket((fqns,) if isinstance(fqns, str) else tuple(fqns)),
+    "type": lambda predicate: predicate,
+    "users": lambda operator: must.UsedBy(OperatorPattern(operator)),
+    "where": must.Where,
+}
+"""What conditions ask for, in the order in which a failure tells it."""
 
 
 def _place() -> str:
@@ -187,8 +181,7 @@ class Matcher:
     """Runs checks one by one; ``finish`` judges what waits for the end."""
 
     def __init__(self, subject: Subject) -> None:
-        self._subject = subject
-        self._schedule = subject.schedule
+        self._subject, self._schedule = subject, subject.schedule
         self._at = -1  # the last match's place in the schedule
         self._waiting: list[Check] = []
         self._last: Check | None = None
@@ -237,7 +230,7 @@ class Matcher:
                 return self._arrive(check, place)
         stood = "no node matches; the search began at the graph's first node"
         if self._at >= 0:
-            stood = f"no node matches behind the last match, which is\n{self._subject.line(self._at)}"
+            stood = f"no node matches after the last match, which is\n{self._subject.line(self._at)}"
         raise self._failure(check, stood, *self._nearest(check, self._at))
 
     def _next(self, check: Check) -> None:
@@ -247,7 +240,7 @@ class Matcher:
             raise self._failure(check, "nothing follows the graph's output")
         if not self._matches(check, place):
             later = next((p for p in range(len(self._schedule)) if self._matches(check, p)), None)
-            told = [] if later is None else [f"a node that matches stands at\n{self._subject.line(later)}"]
+            told = [] if later is None else [f"a node that matches is at\n{self._subject.line(later)}"]
             raise self._failure(check, f"the next node does not match\n{self._differing(check, place)}", *told)
         self._arrive(check, place)
 
@@ -287,8 +280,8 @@ class Matcher:
         places = [p for p, node in enumerate(self._schedule) if pattern.has_operator(node) and p not in besides]
         if not places:
             return [] if besides else ["no node of the graph has that operator"]
-        distance = {place: len(pattern.differences(self._schedule[place], subject)) for place in places}
-        best = min(places, key=lambda place: (distance[place], place <= at, place))
-        if distance[best] == 0:
-            return [f"a node that matches stands before that\n{subject.line(best)}"]
+        distances = [(len(pattern.differences(self._schedule[place], subject)), place <= at, place) for place in places]
+        distance, _, best = min(distances)
+        if distance == 0:
+            return [f"a node that matches is before that\n{subject.line(best)}"]
         return [f"the nearest is\n{self._differing(check, best)}"]

@@ -12,8 +12,7 @@ from torch import fx
 
 from pytest_gtrainer.checks.arguments import OperatorPattern
 from pytest_gtrainer.checks.subject import CheckError, Predicate, Subject, is_called, is_within
-from pytest_gtrainer.graph.dtypes import spell_dtype
-from pytest_gtrainer.graph.nodes import reached
+from pytest_gtrainer.graph.nodes import spell_dtype, walked
 from pytest_gtrainer.graphtext.scopes import users_of
 
 Extent = int | None | EllipsisType
@@ -33,9 +32,8 @@ class InModule(Predicate):
         owners = subject.owners(node)
         if subject.is_bucketed(node):
             return f"it belongs to the bucket {_told(owners)}, expected the module {self.fqn}"
-        if owners and is_within(owners[0], self.fqn):
-            return None
-        return f"its module is {_told(owners)}, expected {self.fqn}"
+        is_there = owners and is_within(owners[0], self.fqn)
+        return None if is_there else f"its module is {_told(owners)}, expected {self.fqn}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +103,8 @@ class ComesFrom(Predicate):
         subject.check_name(self.name)
 
     def difference(self, node: fx.Node, subject: Subject) -> str | None:
-        if any(subject.is_named(source, self.name) for source in reached(node, attrgetter("all_input_nodes"))):
+        ancestors = walked(node.all_input_nodes, attrgetter("all_input_nodes"))
+        if any(subject.is_named(source, self.name) for source in ancestors):
             return None
         return f"{self.name} is not among its ancestors"
 
@@ -162,12 +161,9 @@ def _extents_fit(found: Sequence[object], wanted: Sequence[Extent]) -> bool:
     >>> _extents_fit((2, 3, 4), (2, ..., None)), _extents_fit((2,), (2, None)), _extents_fit((), (...,))
     (True, False, True)
     """
-    if ... in wanted:
+    if ... in wanted and len(found) >= len(wanted) - 1:  # any number of them in its place
         gap = list(wanted).index(...)
-        tail = len(wanted) - gap - 1
-        if len(found) < gap + tail:
-            return False
-        found, wanted = [*found[:gap], *found[len(found) - tail :]], [*wanted[:gap], *wanted[gap + 1 :]]
+        wanted = [*wanted[:gap], *[None] * (len(found) - len(wanted) + 1), *wanted[gap + 1 :]]
     if len(found) != len(wanted):
         return False
     pairs = zip(found, wanted, strict=True)  # a symbolic extent fits `_` only: comparing it would add a guard
@@ -196,13 +192,8 @@ class Pattern:
 
     def differences(self, node: fx.Node, subject: Subject) -> list[str]:
         """How a node differs, in words; of another operator that alone is told."""
-        found = []
-        for predicate in self.predicates:
-            if (words := predicate.difference(node, subject)) is not None:
-                found.append(words)
-                if isinstance(predicate, OperatorPattern):
-                    break
-        return found
+        asked = self.predicates if self.has_operator(node) else self.predicates[:1]
+        return [words for predicate in asked if (words := predicate.difference(node, subject)) is not None]
 
     def matches(self, node: fx.Node, subject: Subject) -> bool:
         return all(predicate.difference(node, subject) is None for predicate in self.predicates)

@@ -46,11 +46,7 @@ class Subject:
     """A graph under check, and what has been captured from it."""
 
     def __init__(self, gm: AnyGraph, *, before: AnyGraph | None = None, mesh: Mapping[str, int] | None = None) -> None:
-        """
-        Args:
-            before: the graph that a pass was given: modules that the pass has emptied are known too.
-            mesh: dimensions and extents over all ranks, which name the process groups as in a text.
-        """
+        """Modules of the graph ``before`` a pass are known, too; ``mesh`` names the process groups as in a text."""
         gm = adopted(gm)
         self._gm, self._mesh = gm, mesh
         nodes = list(gm.graph.nodes)

@@ -24,7 +24,7 @@ from pytest_gtrainer.checks.arguments import REST, Argument, CallPattern, List, 
 from pytest_gtrainer.checks.predicates import KINDS, Check, Extent, Pattern
 from pytest_gtrainer.checks.subject import CheckError, Predicate
 from pytest_gtrainer.graphtext.header import nearest
-from pytest_gtrainer.graphtext.literals import DTYPE_OF
+from pytest_gtrainer.graphtext.spelling import DTYPE_OF
 
 _TOKEN = re.compile(
     r"""\s*(?:
@@ -54,15 +54,14 @@ def tokens_of(text: str) -> list[Token]:
     ['aten.mm', '(', 'g', ',', '...', ')', '->', 'f32', '[', '2', ']', 'in', 'layers.*', '']
     """
     found: list[Token] = []
-    place = 0
-    text = text.rstrip()
-    while place < len(text):
-        match = _TOKEN.match(text, place)
-        if match is None or match.lastgroup is None:
-            raise CheckError(f"{text[place:].lstrip()[:1]!r} at column {place + 1} is not part of a check")
-        shown = match[match.lastgroup]
-        found.append(Token(match.lastgroup, shown[1:-1] if match.lastgroup == "string" else shown))
-        place = match.end()
+    place, text = 0, text.rstrip()
+    for match in _TOKEN.finditer(text):
+        if match.start() != place:
+            break
+        kind, place = str(match.lastgroup), match.end()
+        found.append(Token(kind, match[kind][1:-1] if kind == "string" else match[kind]))
+    if place < len(text):
+        raise CheckError(f"{text[place:].lstrip()[:1]!r} at column {place + 1} is not part of a check")
     return [*found, END]
 
 

@@ -37,12 +37,11 @@ class SameGraph(ValueError):
 def assert_pass_bitwise(
     run: RecordedPass | tuple[fx.GraphModule, fx.GraphModule], *, seeds: Sequence[int] = (0, 1)
 ) -> None:
-    """Fail unless a graph gives the same bits before and after a pass, with kernels of eager.
+    """Fail unless the graphs before and after ``run`` (or a pair of graphs) give the same bits, with kernels of eager.
 
-    It is run on the inputs of the first call, if these were recorded, and for each seed on normal numbers, every
-    fourth row a thousandth of them (integers are 0 and 1, which may be indices), where sizes are dynamic with the
-    example, its double and one more, or the next sizes that guards allow. The outputs for two seeds must differ:
-    otherwise no difference could be seen.
+    The inputs are those of the first call, if recorded, and for each seed normal numbers, every fourth row divided by
+    1000 (integers are 0 and 1, which may be indices). Dynamic sizes are the example, its double and one more, or the
+    next sizes that guards allow. The outputs for two seeds must differ, or no difference could be seen.
 
     Raises:
         BitwiseDifference: an output differs; with the first node whose value does, and what the pass made there.
@@ -58,12 +57,7 @@ def assert_pass_bitwise(
         raise SameGraph(f"{what} changed nothing: take record.passes(..., changed=True)")
     if len(set(seeds)) < 2:
         raise ValueError(f"seeds={list(seeds)}: give two different ones, to see that the outputs depend on the inputs")
-    collective = next((node for node in before.graph.nodes if is_collective(node)), None)
-    if collective is not None and dist.is_initialized() and dist.get_backend() == "fake":
-        raise ValueError(
-            f"{what} has {collective.name}, and a fake world moves no data, so no run in it means anything: use "
-            'gt_world("ranks"), or simulate_graph'
-        )
+    _refuse_fake(before, what)
     recorded = _recorded(run) if isinstance(run, RecordedPass) else {}
     outputs: list[Values] = []
     for told, flat in _inputs(before, recorded, seeds):
@@ -78,6 +72,15 @@ def assert_pass_bitwise(
     control = compare_entries(outputs[0], outputs[1])
     if control.outcome != "different":
         raise ControlFailed(f"{what}: outputs for two seeds are {control.outcome}: this check cannot fail", control)
+
+
+def _refuse_fake(gm: fx.GraphModule, what: str) -> None:
+    collective = next((node for node in gm.graph.nodes if is_collective(node)), None)
+    if collective is not None and dist.is_initialized() and dist.get_backend() == "fake":
+        raise ValueError(
+            f"{what} has {collective.name}, and a fake world moves no data, so no run in it means anything: use "
+            'gt_world("ranks"), or simulate_graph'
+        )
 
 
 def _recorded(run: RecordedPass) -> dict[str, Any]:
@@ -108,10 +111,7 @@ def _inputs(gm: fx.GraphModule, recorded: Mapping[str, Any], seeds: Sequence[int
 
 
 def _allowed(numbers: Sequence[torch.SymInt], times: int, more: int) -> Sizes:
-    """By symbol ``times`` the example and ``more``, or the next larger for which the compilation holds.
-
-    A size that is known only when the graph runs has no example; it is guessed to be 4.
-    """
+    """By symbol ``times`` the example (4 if it has none) and ``more``, or the next larger that the guards allow."""
     examples: dict[Any, int] = {}
     for number in numbers:
         for symbol in sorted(expression(number).free_symbols, key=str):
@@ -122,7 +122,7 @@ def _allowed(numbers: Sequence[torch.SymInt], times: int, more: int) -> Sizes:
             return sizes
     shown = ", ".join(f"{symbol} = {times * size + more}" for symbol, size in examples.items())
     raise ValueError(
-        f"the guards of the graph forbid {shown} and the {MOST_TRIED - 1} sizes behind: no other size than the "
+        f"the guards of the graph forbid {shown} and the {MOST_TRIED - 1} sizes after it: no other size than the "
         "example can be tried, so compile with dynamic=False"
     )
 
@@ -160,15 +160,16 @@ def _generated(placeholders: Sequence[fx.Node], recorded: Mapping[str, Any], siz
 
 
 def assert_compiled_bitwise(function: Callable[..., Any], *inputs: Any) -> Verdict:
-    """Fail unless a function compiled by Inductor gives what it gives in eager, in bits; and say what broke it.
+    """Fail unless ``function(*inputs)``, compiled by Inductor, has the bits of eager, and say what changed them.
 
-    If the graph run with kernels of eager differs already, decomposition did it, or a pass; else generated code did.
+    If the graph run with kernels of eager differs, a decomposition or a pass is the cause, else the generated code.
     Gradients are not compared; call it in a function that returns them. All runs begin with the same random states,
     and with copies of the inputs: a function may write to them.
 
     Raises:
         BitwiseDifference: they differ, with what broke it and the operators of the graph.
         NotRecorded: nothing was compiled.
+        ValueError: a collective under a fake process group, which moves no data.
     """
     __tracebackhide__ = True
     leaves, spec = pytree.tree_flatten(inputs)
@@ -184,6 +185,8 @@ def assert_compiled_bitwise(function: Callable[..., Any], *inputs: Any) -> Verdi
         with gt_compile(lower=lower) as record:
             actual = run(torch.compile(function))
         record[0]  # refuses that nothing was compiled
+        for graph in record:
+            _refuse_fake(graph.stages.get("joint", graph.dynamo), f"compiled graph {graph.id}")
         verdict = compare(actual, expected)
         facts.emit("verdict", outcome=verdict.outcome, tensors=verdict.compared, what="compiled against eager")
         if verdict.outcome != "equal":

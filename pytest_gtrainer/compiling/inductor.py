@@ -9,7 +9,7 @@ from torch import fx
 
 from pytest_gtrainer._torch.compiling import CustomGraphPass, Watching, current_compile_id
 from pytest_gtrainer.graph.foreign import adopted
-from pytest_gtrainer.passes.graph_pass import BoundPass, Pass, bind_options
+from pytest_gtrainer.passes.graph_pass import BoundPass, Pass, all_bound, returned
 
 SLOTS = ("joint_custom_pre_pass", "joint_custom_post_pass", "post_grad_custom_pre_pass", "post_grad_custom_post_pass")
 
@@ -26,14 +26,13 @@ def inductor_options(
         torch.compile(model, options=inductor_options(bucketing))
 
     A pass of a graph trainer is ``(gm, example_inputs, *, ...) -> gm`` and rewrites in place. Before it runs, the graph
-    gets our metadata, and the FQNs of Dynamo's inputs: they are read by ``pre_grad_custom_pass``, which is therefore
-    one of the options, too.
+    gets our metadata and the FQNs of Dynamo's inputs, which the option ``pre_grad_custom_pass`` reads.
 
     Args:
         passes: as for ``apply_graph_passes``.
-        slot: the setting that holds them. A joint graph has both directions; behind the partitioner, each is its own.
-        files: what else the passes are made of. Caches hold for as long as passes, their options and these names are
-            the same.
+        slot: the setting that holds them: of the joint graph, or of forward and backward after the partitioner.
+        files: other source files of the passes. Caches are valid while passes, options and these names are the same; an
+            object without a ``uuid()`` is not cached.
 
     Raises:
         ValueError: no pass, or no such slot.
@@ -47,9 +46,8 @@ def inductor_options(
     def keep(gm: fx.GraphModule) -> None:
         dynamo[current_compile_id()] = adopted(gm)
 
-    bound = [each if isinstance(each, BoundPass) else bind_options(each) for each in passes]
-    names = Watching("gtrainer-names-of-inputs", keep)
-    return {"pre_grad_custom_pass": names, slot: [GraphTrainerPass(each, dynamo, files) for each in bound]}
+    ours = [GraphTrainerPass(each, dynamo, files) for each in all_bound(passes)]
+    return {"pre_grad_custom_pass": Watching("gtrainer-names-of-inputs", keep), slot: ours}
 
 
 class GraphTrainerPass(CustomGraphPass):
@@ -65,10 +63,10 @@ class GraphTrainerPass(CustomGraphPass):
         for node in graph.nodes:
             told = named[node.name].meta
             node.meta.update({key: told[key] for key in _TOLD if key in told})
-        if self.bound.function(gm, None, **self.bound.options) is not gm:
+        if returned(self.bound.function(gm, None, **self.bound.options)) is not gm:
             raise TypeError(
                 f"{self.bound.name} returned another graph: a pass of Inductor rewrites the one it is given"
             )
 
-    def uuid(self) -> tuple[str, ...]:
-        return (str(self.bound), *self.files)
+    def uuid(self) -> tuple[str, ...] | None:  # None is no caching: nothing tells an object from others of its class
+        return (str(self.bound), *self.files) if self.bound.is_told else None

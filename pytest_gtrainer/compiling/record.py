@@ -10,6 +10,8 @@ from typing import Any
 
 from torch import fx
 
+from pytest_gtrainer.numerics.verdict import counted
+
 STAGES = {
     "dynamo": "the graph that Dynamo gave to Inductor",
     "joint": "the joint graph of forward and backward, before Inductor's passes; of inference the forward",
@@ -115,9 +117,7 @@ class CompiledGraph:
         """What the generated code calls, in order: collectives, kernels of libraries, fused kernels.
 
         Inductor's scheduler comes behind all passes on graphs, and may order otherwise than the last graph says.
-
-        Raises:
-            NotRecorded: no code was generated.
+        A NotRecorded is raised if no code was generated.
         """
         if direction not in self.code:
             why = "lower=False generates none: record with gt_compile(lower=True)" if not self.lower else "not compiled"
@@ -161,7 +161,7 @@ class CompileRecord:
     faults: list[str] = field(default_factory=list)
 
     def __repr__(self) -> str:
-        return "\n".join([f"CompileRecord of {_count(len(self.graphs), 'graph')}", *self._story()])
+        return f"CompileRecord of {counted(len(self.graphs), 'graph')}{self._story()}"
 
     def __getitem__(self, place: int) -> CompiledGraph:
         self._refuse_nothing()
@@ -190,8 +190,8 @@ class CompileRecord:
         """
         self._refuse_nothing()
         if len(self.graphs) > 1:
-            told = "\n".join(["", *self._story()])
-            raise NotRecorded(f"{len(self.graphs)} graphs were compiled: say which, record[0].forward for one{told}")
+            told = f"{len(self.graphs)} graphs were compiled: say which, record[0].forward for one"
+            raise NotRecorded(f"{told}{self._story()}")
         return self.graphs[0]
 
     def passes(self, name: str | None = None, *, changed: bool | None = None) -> list[RecordedPass]:
@@ -221,7 +221,7 @@ class CompileRecord:
         """
         __tracebackhide__ = True
         if self.breaks:
-            found = _count(len(self.breaks), "graph break")
+            found = counted(len(self.breaks), "graph break")
             raise AssertionError("\n".join([f"{found}:", *(f"  {each}" for each in self.breaks)]))
         self._refuse_nothing()
 
@@ -234,8 +234,8 @@ class CompileRecord:
         __tracebackhide__ = True
         self._refuse_faults()
         if (len(self.compiled), len(self.recompiled)) != (graphs, recompiles):
-            found = f"{_count(len(self.compiled), 'graph')} and {_count(len(self.recompiled), 'recompilation')}"
-            raise AssertionError("\n".join([f"expected {graphs} and {recompiles}, found {found}", *self._story()]))
+            found = f"{counted(len(self.compiled), 'graph')} and {counted(len(self.recompiled), 'recompilation')}"
+            raise AssertionError(f"expected {graphs} and {recompiles}, found {found}{self._story()}")
 
     def assert_launch_order(self, *names: str, direction: str = "forward", place: int | None = None) -> None:
         """Fail unless the generated code launches these in this order, others between them.
@@ -266,21 +266,17 @@ class CompileRecord:
     def _refuse_nothing(self) -> None:
         self._refuse_faults()
         if not self.graphs:
-            told = "\n".join(["", *self._story()]) if self.breaks else ""
             raise NotRecorded(
                 "nothing was compiled inside the block: call the compiled function in it, not only torch.compile, and "
-                f"with inputs that were not compiled for before{told}"
+                f"with inputs that were not compiled for before{self._story() if self.breaks else ''}"
             )
 
     def _refuse_faults(self) -> None:
         if self.faults:
             raise NotRecorded(self.faults[0])
 
-    def _story(self) -> list[str]:
-        lines = [f"  compiled {each}" for each in self.compiled]
-        lines += [f"  recompiled {each}: {'; '.join(why)}" for each, why in self.recompiled.items()]
-        return [*lines, *(f"  graph break at {each}" for each in self.breaks)]
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"
+    def _story(self) -> str:
+        """What happened, each on a line of its own."""
+        lines = [f"compiled {each}" for each in self.compiled]
+        lines += [f"recompiled {each}: {'; '.join(why)}" for each, why in self.recompiled.items()]
+        return "".join(f"\n  {line}" for line in [*lines, *(f"graph break at {each}" for each in self.breaks)])

@@ -6,6 +6,7 @@ import copy
 import math
 import weakref
 from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,37 +28,24 @@ LINEARS = ("w1", "w2", "w3")
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """What a model is like, and how it is sharded and traced.
+    """What a model is like, and how it is sharded and traced."""
 
-    Attributes:
-        layers: how many blocks.
-        dim: the extent of every weight; 4 ranks shard 10 unevenly.
-        registered, executed: the orders of a block's linear layers; where they differ an order can be wrong.
-        bias: those of them that have one.
-        tied: head and embedding share their weight.
-        reduced: dtype that gradients are reduced in; parameters are gathered in bfloat16 unless it is None.
-        mixed: norms are gathered in float32.
-        mesh: dimensions and extents; the last one shards, one called ``replicate`` holds replicas, and over one called
-            ``tp`` activations are gathered and added.
-        gathers_again: parameters are gathered again in the backward.
-    """
-
-    layers: int = 2
-    dim: int = 8
-    registered: tuple[str, ...] = LINEARS
+    layers: int = 2  # blocks
+    dim: int = 8  # the extent of every weight; 4 ranks shard 10 unevenly
+    registered: tuple[str, ...] = LINEARS  # a block's linear layers; where the next differs an order can be wrong
     executed: tuple[str, ...] = ("w1", "w3", "w2")
-    bias: tuple[str, ...] = ("w1",)
-    tied: bool = False
-    reduced: torch.dtype | None = torch.float32
-    mixed: bool = False
+    bias: tuple[str, ...] = ("w1",)  # those of them that have one
+    tied: bool = False  # head and embedding share their weight
+    reduced: torch.dtype | None = torch.float32  # of gradients; parameters are gathered in bfloat16 unless it is None
+    mixed: bool = False  # norms are gathered in float32
+    # the last dimension shards, one called "replicate" holds replicas, over one called "tp" activations are exchanged
     mesh: tuple[tuple[str, int], ...] = (("fsdp", 4),)
-    gathers_again: bool = False
+    gathers_again: bool = False  # parameters, in the backward
 
     def __str__(self) -> str:
         """What is not as by default, as a person would ask for it."""
-        changed = {each.name: getattr(self, each.name) for each in fields(self)}
-        told = [f"{name}={value}" for name, value in changed.items() if value != getattr(Recipe(), name)]
-        return f"Recipe({', '.join(told)})"
+        values = ((each.name, getattr(self, each.name), each.default) for each in fields(self))
+        return f"Recipe({', '.join(f'{name}={value}' for name, value, default in values if value != default)})"
 
     @property
     def size(self) -> int:
@@ -113,10 +101,7 @@ class Recipe:
 
 
 class Block(nn.Module):
-    """Registers scale and shift, which it reads the other way round, then linear layers, then the norm it runs first.
-
-    So an order by module and then by place in the graph is wrong within the block, and one by the graph between them.
-    """
+    """Its order of use is neither that of registration nor that of modules: no wrong order of a payload looks right."""
 
     def __init__(self, recipe: Recipe) -> None:
         super().__init__()
@@ -165,32 +150,25 @@ def step(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
     return logits.float().logsumexp(-1).mean()
 
 
-class Graphs:
-    """The meshes and traced graphs of one process group; of an ended one they would name groups that are gone."""
-
-    def __init__(self) -> None:
-        self.meshes: dict[tuple[tuple[str, int], ...], DeviceMesh] = {}
-        self.traced: dict[Recipe, fx.GraphModule] = {}
-
-
-_of_group: weakref.WeakKeyDictionary[dist.ProcessGroup, Graphs] = weakref.WeakKeyDictionary()
+_of_group: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Any, Any]] = weakref.WeakKeyDictionary()
+"""What is made once for a process group: of an ended one it would name groups that are gone."""
 
 
 def mesh_of(recipe: Recipe) -> DeviceMesh:
     """Its mesh over all ranks of the default group: the same one at each call."""
-    meshes = _of_group.setdefault(dist.group.WORLD, Graphs()).meshes
-    if recipe.mesh not in meshes:
-        extents = dict(recipe.mesh)
-        meshes[recipe.mesh] = init_device_mesh("cpu", tuple(extents.values()), mesh_dim_names=tuple(extents))
-    return meshes[recipe.mesh]
+    made, extents = _of_group.setdefault(dist.group.WORLD, {}), dict(recipe.mesh)
+    if recipe.mesh not in made:
+        made[recipe.mesh] = init_device_mesh("cpu", tuple(extents.values()), mesh_dim_names=tuple(extents))
+    mesh: DeviceMesh = made[recipe.mesh]
+    return mesh
 
 
 def graph_of(recipe: Recipe) -> fx.GraphModule:
     """Its graph on this rank; the caller's own."""
-    traced = _of_group.setdefault(dist.group.WORLD, Graphs()).traced
-    if recipe not in traced:
-        traced[recipe] = recipe.trace(mesh_of(recipe))
-    gm = copy.deepcopy(traced[recipe])
+    made = _of_group.setdefault(dist.group.WORLD, {})
+    if recipe not in made:
+        made[recipe] = recipe.trace(mesh_of(recipe))
+    gm = copy.deepcopy(made[recipe])
     for node in gm.graph.nodes:  # a copy of a graph shares what its nodes' metadata holds
         node.meta = {name: copy.copy(value) if isinstance(value, dict) else value for name, value in node.meta.items()}
     return gm

@@ -2,11 +2,38 @@
 
 from __future__ import annotations
 
+import importlib
+import os
+import sys
+from typing import Any
+
 import pytest
 
-from pytest_gtrainer.conformance.adapter import Adapter, given
-from pytest_gtrainer.conformance.cases import cases_of
-from pytest_gtrainer.conformance.rules import RULES, judge
+from pytest_gtrainer import options
+from pytest_gtrainer.conformance import Adapter
+from pytest_gtrainer.conformance.judging import RULES, cases_of, judge
+
+
+def given(config: pytest.Config) -> Adapter:
+    """The adapter that ``--gt-pass module:name`` names; a function is adapted by its signature, or a UsageError."""
+    path, kind = options.get(config, "pass"), options.get(config, "kind")
+    if path is None:
+        raise pytest.UsageError("pytest_gtrainer.conformance judges a pass: give --gt-pass=my_package.passes:my_pass")
+    module, _, name = path.partition(":")
+    if not name:
+        raise pytest.UsageError(f"--gt-pass={path}: expected module:name, as my_package.passes:my_bucketing")
+    if os.getcwd() not in sys.path:  # as ``python -m`` has it
+        sys.path.insert(0, os.getcwd())
+    try:
+        found: Any = importlib.import_module(module)
+        for part in name.split("."):
+            found = getattr(found, part)
+        adapter = found if isinstance(found, Adapter) else Adapter(found, kind or "any")
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
+        raise pytest.UsageError(f"--gt-pass={path}: {error}") from None
+    if kind not in (None, adapter.kind):
+        raise pytest.UsageError(f"--gt-kind={kind}: {path} is an adapter of kind {adapter.kind!r}")
+    return adapter
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -11,16 +11,16 @@ import platform
 import textwrap
 import warnings
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
 from importlib import metadata
+from typing import NamedTuple
 
 import pytest_gtrainer
 from pytest_gtrainer import _HOME
-from pytest_gtrainer.doctor.contract import MODULE, Need, Topic, imported_names, read_topic
-from pytest_gtrainer.doctor.examination import ROOT, Diagnosis, Missing, examine, find
+from pytest_gtrainer.doctor import contract
+from pytest_gtrainer.doctor.contract import MODULE, ROOT, Diagnosis, Missing, Topic, examine, find, read_topic
+from pytest_gtrainer.environment import complaint
 from pytest_gtrainer.numerics import knobs
 from pytest_gtrainer.numerics.knobs import KNOBS
-from pytest_gtrainer.supported import complaint
 
 PACKAGE = "pytest_gtrainer"
 
@@ -43,17 +43,13 @@ def topics() -> list[Topic]:
     """Every file of private names: those of torch by name, the switches of torch, and that of pytest."""
     files = sorted(path for path in (ROOT / "_torch").glob("*.py") if path.stem != "__init__")
     of_torch = [read_topic(path, f"{PACKAGE}._torch.{path.stem}", ("torch",)) for path in files]
-    switches = [Need(knob.name.removesuffix("()"), users={"KNOBS"}) for knob in KNOBS if not knob.is_variable]
+    switches = [contract.Need(knob.name.removesuffix("()"), users={"KNOBS"}) for knob in KNOBS if not knob.is_variable]
     of_torch.append(Topic(knobs.__name__, "Switches that decide bits", switches, [], set(), set()))
     return [*of_torch, read_topic(ROOT / "_pytest_private.py", f"{PACKAGE}._pytest_private", ("pytest", "_pytest"))]
 
 
 def report(*, verbose: bool = False) -> tuple[str, bool]:
-    """The text, and whether everything is in order.
-
-    Args:
-        verbose: every name in a line of its own, and lists in full.
-    """
+    """The text (if ``verbose`` with every name in a line, and lists in full), and whether everything is in order."""
     lines = list(installation())
     has_torch = _version("torch") is not None
     read = [topic for topic in topics() if has_torch or topic.name == "pytest_private"]
@@ -154,12 +150,11 @@ def listed(what: str, names: list[str], verbose: bool, indent: str = " " * 13) -
 # -- which of our modules, and so which public names, stand on a topic: read in the source, as nothing may import
 
 
-@dataclass(slots=True)
-class _Imports:
+class _Imports(NamedTuple):
     """Of one module: others that it imports when it is imported, and names that it takes of each, whenever."""
 
-    eager: set[str] = field(default_factory=set)
-    names: dict[str, set[str]] = field(default_factory=dict)
+    eager: set[str]
+    names: dict[str, set[str]]
 
 
 @functools.cache
@@ -170,19 +165,19 @@ def _all_imports() -> dict[str, _Imports]:
         files[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = file
     found: dict[str, _Imports] = {}
     for module, file in files.items():
-        imports = found[module] = _Imports()
+        imports = found[module] = _Imports(set(), {})
         todo: list[tuple[ast.AST, bool]] = [(ast.parse(file.read_text()), True)]
         while todo:
             node, eager = todo.pop()
             eager = eager and not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
             if not isinstance(node, ast.If) or "TYPE_CHECKING" not in ast.unparse(node.test):
                 todo += [(inner, eager) for inner in ast.iter_child_nodes(node)]
-            for _, _, path in imported_names(node) if isinstance(node, ast.Import | ast.ImportFrom) else ():
+            for _, _, path in contract.imported_names(node) if isinstance(node, ast.Import | ast.ImportFrom) else ():
                 home, name = (path, "*") if path in files else path.rpartition(".")[::2]
                 if home in files:
                     imports.names.setdefault(home, set()).add(name)
                     if eager:  # a package is imported before what is in it
-                        imports.eager |= {home, *(home[:place] for place, sign in enumerate(home) if sign == ".")}
+                        imports.eager.update(home[:place] for place, sign in enumerate(f"{home}.") if sign == ".")
     return found
 
 

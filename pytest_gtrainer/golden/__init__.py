@@ -5,7 +5,7 @@
   writes files.
 - ``plugin`` has the hooks and says what the run may write, ``artifacts`` keeps what failures obtained.
 - ``unused`` finds what no test checks, in a run of all tests.
-- ``inline`` does the same for expectations in source files, which ``literals`` edits.
+- ``inline`` accepts expectations in source files, as goldens are accepted.
 
 Nothing here imports torch, but for rendering a graph and for the environment of numbers.
 """

@@ -1,7 +1,6 @@
 """Artifacts: what a run leaves in ``--gt-artifacts DIR`` for a person to look at, CI to upload.
 
-Each test has one folder below DIR, a rank of it one below that; only one process at a time writes
-there. Folders are made when something is saved, so that none is when nothing was.
+Each test has one folder below DIR, a rank of it one below that; only one process at a time writes there.
 """
 
 from __future__ import annotations
@@ -19,25 +18,16 @@ from pytest_gtrainer.marker import id_of
 
 
 def folder(config: pytest.Config) -> Path | None:
-    """DIR as an absolute path, None without the option.
-
-    A flag's path is relative to where pytest was called, an ini file's to the root directory.
-    """
-    given: str | None = options.get(config, "artifacts")
-    if given is None:
+    """DIR as an absolute path: a flag's is relative to where pytest was called, an ini file's to the root directory."""
+    if (given := options.get(config, "artifacts")) is None:
         return None
     by_flag = config.getoption("--gt-artifacts") is not None
     return Path(os.path.abspath((config.invocation_params.dir if by_flag else config.rootpath) / given))
 
 
 def check(config: pytest.Config) -> None:
-    """Refuse a DIR that cannot be one.
-
-    Raises:
-        pytest.UsageError: it is a file, holds the tree, or lies among the goldens.
-    """
-    place = folder(config)
-    if place is None:
+    """Refuse, as a pytest.UsageError, a DIR that is a file, holds the tree, or lies among the goldens."""
+    if (place := folder(config)) is None:
         return
     if place.exists() and not place.is_dir():
         raise pytest.UsageError(f"--gt-artifacts={place} is a file: give a folder")
@@ -48,34 +38,26 @@ def check(config: pytest.Config) -> None:
 
 
 def save(item: pytest.Item, name: str, text: str) -> Path | None:
-    """Keep a text in the test's folder; returns its path, or None without ``--gt-artifacts``.
-
-    Raises:
-        store.GoldenFileError: it could not be written.
-    """
-    top, place = folder(item.config), _place_of(item)
-    if top is None or place is None:
+    """Keep a text in the test's folder; its path, None without ``--gt-artifacts``. GoldenFileError if that fails."""
+    if (top := folder(item.config)) is None:
         return None
-    path = place / safe(name, fold_case=False)
+    path = _place_of(item, top) / safe(name, fold_case=False)
     store.write(path, top, text)
     return path
 
 
 def folder_of(item: pytest.Item) -> Path | None:
     """The test's folder, made for it to write to; None without ``--gt-artifacts``."""
-    place = _place_of(item)
-    if place is not None:
-        place.mkdir(parents=True, exist_ok=True)
+    if (top := folder(item.config)) is None:
+        return None
+    place = _place_of(item, top)
+    place.mkdir(parents=True, exist_ok=True)
     return place
 
 
-def _place_of(item: pytest.Item) -> Path | None:
-    top = folder(item.config)
-    if top is None:
-        return None
-    place = top.joinpath(*stem_of_test(id_of(item)).parts[1:])
+def _place_of(item: pytest.Item, top: Path) -> Path:
     rank = getattr(item.config, "workerinput", {}).get("gt_rank")
-    return place if rank is None else place / f"rank{rank}"
+    return top.joinpath(*stem_of_test(id_of(item)).parts[1:], *([] if rank is None else [f"rank{rank}"]))
 
 
 def remove_empty_folders(top: Path) -> None:

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from pytest_gtrainer import devices, extensions
+from pytest_gtrainer.environment import installed_minor
 from pytest_gtrainer.golden import artifacts, values
 from pytest_gtrainer.golden.naming import Claim, golden_path
 from pytest_gtrainer.golden.store import normal
 from pytest_gtrainer.marker import id_of, spec_of
-from pytest_gtrainer.supported import installed_minor
 
 if TYPE_CHECKING:
     from pytest_gtrainer.golden.plugin import GoldenPlugin
@@ -47,25 +47,22 @@ class Golden:
     ) -> None:  # fmt: skip
         """Compare ``value`` with the golden of this test, or of this test and ``name``.
 
-        Numbers (exact, in lists and dicts of any depth, digests as texts among them) are compared
-        with those of the same environment: torch, device, instruction set, threads. In another one
-        they are not judged, and kept with ``--gt-artifacts``.
-
         Args:
             value: an FX graph (a ``GraphModule``, an ``fx.Graph``, an ``ExportedProgram``, of any tracer), a traced
-                step (anything with a graph as ``.gm``), a bucket layout, a text, or numbers.
-            name: tells several goldens of one test apart; of a recorded graph, it is its stage without one.
+                step (anything with a graph as ``.gm``), a bucket layout, a text, or numbers in lists and dicts of any
+                depth. Numbers are compared bit for bit with those of the same environment (torch, device,
+                instruction set, threads); in another one they are not judged, and kept with ``--gt-artifacts``.
+            name: needed if a test has several goldens; the default for a recorded graph is its stage.
             view: how much of a graph to show.
-            per: "torch" keeps a file for each minor version of torch that changes the value. A file holds from
-                its version on, until one of a newer version lies beside it.
-            names, sizes: what inputs of a graph are, and how dynamic sizes are told, as for ``graphtext.render``.
+            per: "torch" keeps a file for each minor version of torch that changes the value. A file is used from
+                its version on, up to the next version that has a file.
+            names, sizes: what inputs of a graph are, and how dynamic sizes are written, as for ``graphtext.render``.
 
         Raises:
-            GoldenMismatch: the golden is missing or different, and is not being updated; or the text of a
-                graph, about to be written, would be read back as another graph.
-            ValueError: the test has checked a golden of this name already; ``per`` is something else, or given for
-                numbers, which are kept per environment anyway.
-            UntoldGroup: a process group of the graph is not known here, so that its golden could not tell it.
+            GoldenMismatch: the golden is missing or different and not updated, or the text of a graph that is to be
+                written would be read back as another graph.
+            ValueError: a second check with this name in the test, an unknown ``per``, or ``per`` for numbers.
+            UntoldGroup: a process group of the graph is not known here, so a golden cannot name its ranks.
             TypeError: ``value`` is none of these.
         """
         __tracebackhide__ = True
@@ -74,7 +71,7 @@ class Golden:
         if _is_graph(value):
             from pytest_gtrainer.graph.foreign import adopted
 
-            told, value = getattr(value, "gt_stage", None), adopted(getattr(value, "gm", value), names)
+            told, value = getattr(value, "gt_stage", None), adopted(value, names)
             name = name or told or value.meta.get("gt_stage")
         elif names is not None:
             raise TypeError(f"names says what a graph's inputs are, and this golden is of {type(value).__name__}")
@@ -87,7 +84,7 @@ class Golden:
         minor = installed_minor() if per else None
         if per is not None and minor is None:
             raise ValueError('per="torch" needs a version like 2.15, and that of the installed torch does not begin so')
-        path = golden_path(id_of(self._item), name, kind, minor)
+        path = golden_path(self._made_by["test"], name, kind, minor)
         self._names.add(name or "")
         rank = getattr(self._item.config, "workerinput", {}).get("gt_rank", 0)
         # what an artifact shows beside a partial view; where ranks agree, one of them is enough
@@ -105,8 +102,7 @@ class Golden:
         from pytest_gtrainer.graphtext.parsing import unfaithful
 
         where = unfaithful(value, claim.text, mesh=self._mesh, sizes=sizes)
-        told = f"{claim.path} was not written: it would be read back as another graph: {where}"
-        return told if where is not None else None
+        return where and f"{claim.path} was not written: it would be read back as another graph: {where}"
 
     def _text(self, value: Any, view: str, sizes: str) -> tuple[str, str]:
         """The kind of a value, and its canonical text."""
@@ -153,14 +149,11 @@ class Golden:
 def _is_graph(value: Any) -> bool:
     torch = sys.modules.get("torch")  # who has a graph has imported it
     graphs = () if torch is None else (torch.fx.GraphModule, torch.fx.Graph, torch.export.ExportedProgram)
-    return isinstance(getattr(value, "gm", value), graphs)
+    return isinstance(value, graphs) or isinstance(getattr(value, "gm", None), graphs)
 
 
 def environment_of(item: pytest.Item) -> dict[str, str | int]:
-    """What a test's numbers depend on: torch, device, the CPU's instruction set as torch uses it, threads.
-
-    The device is that of the test's ranks; without ranks, torch's default device.
-    """
+    """What a test's numbers depend on; its device is that of its ranks, or torch's default device."""
     import torch
 
     spec = spec_of(item)
@@ -170,7 +163,7 @@ def environment_of(item: pytest.Item) -> dict[str, str | int]:
         "torch": str(torch.__version__),
         # of a GPU its model, too: other models add in other orders
         "device": f"cuda {torch.cuda.get_device_name()}" if device == "cuda" else device,
-        "instructions": torch.backends.cpu.get_cpu_capability(),
+        "instructions": torch.backends.cpu.get_cpu_capability(),  # as torch uses them
         "threads": torch.get_num_threads(),
         **extensions.environment(item.config),
     }

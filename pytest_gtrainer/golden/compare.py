@@ -1,33 +1,34 @@
 """Judging a text against its golden, and showing where they differ.
 
-Graphs and layouts are compared as unfolded records, so that another way of folding fails no golden,
-and without their headers. What only another version of torch spells differently is no difference
-(``torch_spellings``). Numbers are compared with the golden's numbers of the same environment, texts as they are.
+Graphs and layouts are compared unfolded and without headers, and what only another torch spells differently is no
+difference. Numbers are compared with the golden's numbers of the same environment, texts as they are.
 """
 
 from __future__ import annotations
 
+import hashlib
 import unicodedata
 from dataclasses import dataclass
 from typing import Literal
 
+from pytest_gtrainer import facts
 from pytest_gtrainer.golden import values
 from pytest_gtrainer.graphtext import TextError, header, unfold
-from pytest_gtrainer.graphtext.differences import LIMIT, explain, text_diff
+from pytest_gtrainer.graphtext.differences import LIMIT, explain, lines, text_diff, words
+from pytest_gtrainer.graphtext.differences.comparison import Comparison
+from pytest_gtrainer.graphtext.sections import GraphLine
 from pytest_gtrainer.graphtext.torch_spellings import respelled, same_but_for, spellings_between
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What a comparison has come to, and its reasons.
-
-    ``replaceable`` says whether an update may write the obtained text: not if the golden holds
-    what would be lost.
-    """
+    """What a comparison has come to, and its reasons."""
 
     outcome: Literal["equal", "different", "not judged"]
     reasons: str = ""
-    replaceable: bool = True
+    replaceable: bool = (
+        True  # whether an update may write the obtained text: not if the golden holds what would be lost
+    )
 
 
 EQUAL = Finding("equal")
@@ -54,21 +55,14 @@ def judge(kind: str, golden: str, obtained: str, limit: int = LIMIT) -> Finding:
 
 
 def look_alikes(golden: str, obtained: str) -> list[str]:
-    """Where two texts differ first, if that is in a character that may look like another one, or like nothing.
-
-    >>> look_alikes("a\\npay\\n", "a\\np\\u0430y\\n")
-    ['line 2, column 2: U+0061 LATIN SMALL LETTER A in the golden, U+0430 CYRILLIC SMALL LETTER A in what was obtained']
-    """
+    """Where two texts differ first, if that is in a character that may look like another one, or like nothing."""
     place = next((n for n, (was, now) in enumerate(zip(golden, obtained, strict=False)) if was != now), None)
     both = "" if place is None else (golden[place] + obtained[place]).replace("\n", "")
     if place is None or (both.isascii() and both.isprintable()):
         return []
-    before = golden[:place]
-    told = [
-        f"U+{ord(text[place]):04X} {unicodedata.name(text[place], 'without a name')}" for text in (golden, obtained)
-    ]
-    where = f"line {before.count(chr(10)) + 1}, column {place - before.rfind(chr(10))}"
-    return [f"{where}: {told[0]} in the golden, {told[1]} in what was obtained"]
+    was, now = (f"U+{ord(c):04X} {unicodedata.name(c, 'without a name')}" for c in (golden[place], obtained[place]))
+    where = f"line {golden.count(chr(10), 0, place) + 1}, column {place - golden.rfind(chr(10), 0, place)}"
+    return [f"{where}: {was} in the golden, {now} in what was obtained"]
 
 
 def difference(kind: str, golden: str, obtained: str, limit: int = LIMIT) -> str | None:
@@ -82,24 +76,44 @@ def difference(kind: str, golden: str, obtained: str, limit: int = LIMIT) -> str
     try:
         if header.body(golden) == header.body(obtained):
             return None
-        old = unfold(golden)
+        told = _alike(golden, obtained)
     except TextError as error:
         return f"the golden is not graph text: {error}"
-    new = unfold(obtained)
+    return None if told is None else "\n".join(explain(*told, limit))
+
+
+def _alike(golden: str, obtained: str) -> tuple[tuple[GraphLine, ...], tuple[GraphLine, ...], list[str]] | None:
+    """The lines of two graphs, in the words of the newer torch, and what to note of that; None if they are the same."""
+    old, new = unfold(golden), unfold(obtained)
     if old == new:
         return None
     made, running = header.read(golden).get("torch"), header.read(obtained).get("torch")
     spellings = spellings_between(made, running)
     if not spellings:
         note = f"made with torch {made or 'of an unknown version'}, running {running}"
-        return "\n".join(explain(old, new, [note] if made != running else [], limit))
+        return old, new, [note] if made != running else []
     if same_but_for(spellings, old, new):
         return None
     (old, in_golden), (new, in_obtained) = respelled(old, spellings), respelled(new, spellings)
-    words = ", ".join(str(spelling) for spelling in spellings if spelling in in_golden | in_obtained)
-    told = f", and told in the newer one's words: {words}" if words else ""
-    note = f"made with torch {made}, running {running}{told}"
-    return "\n".join(explain(old, new, [note], limit))
+    named = ", ".join(str(spelling) for spelling in spellings if spelling in in_golden | in_obtained)
+    told = f", and compared with the newer one's names: {named}" if named else ""
+    return old, new, [f"made with torch {made}, running {running}{told}"]
+
+
+def golden_difference(name: str, golden: str, obtained: str) -> list[facts.Fact]:
+    """The fact of a golden that differs, with both texts, or none where the golden cannot be read."""
+    try:
+        alike = _alike(golden, obtained)
+    except TextError:  # the failure says so
+        return []
+    sides = [header.body(text) for text in (golden, obtained)]
+    keys = [hashlib.sha256(text.encode()).hexdigest()[:16] for text in sides]
+    texts = dict(zip(keys, map(facts.packed, sides), strict=True))
+    told = words(Comparison(*alike[:2])) if alike is not None else []
+    changes = lines.changed_lines(*sides)
+    return [
+        {"kind": "golden_difference", "name": name, "words": told, "keys": keys, "texts": texts, "changes": changes}
+    ]
 
 
 def _damage(kind: str, golden: str) -> str | None:
@@ -113,13 +127,9 @@ def _damage(kind: str, golden: str) -> str | None:
     if version is None:
         return f"the golden does not begin with `# gtrainer graph v{ours}`: restore or remake it"
     if version > ours:
-        return (
-            f"the golden has format v{version} and this pytest-gtrainer reads v{ours}: "
-            "it was made by a newer one, so upgrade"
-        )
+        told = f"the golden has format v{version} and this pytest-gtrainer reads v{ours}"
+        return f"{told}: it was made by a newer one, so upgrade"
     if version < ours:
-        return (
-            f"the golden has the old format v{version}, where this pytest-gtrainer reads v{ours}: "
-            "remake it with --gt-update-goldens, at a commit whose graph you trust"
-        )
+        told = f"the golden has the old format v{version}, where this pytest-gtrainer reads v{ours}"
+        return f"{told}: remake it with --gt-update-goldens, at a commit whose graph you trust"
     return None

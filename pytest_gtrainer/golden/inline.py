@@ -1,12 +1,11 @@
 """Inline expectations: ``assert_expected_inline`` of expecttest, accepted by the flags that accept goldens.
 
-Terms: an *expectation* is one call of that function, with the text that the source expects there and
-the one that the test has obtained. To *accept* it is to write the obtained text into the source.
+An *expectation* is one call of that function: the text that the source expects, and the one that the test has obtained.
+To *accept* it is to write the obtained text into the source.
 
-While tests run nothing is written. Each process observes its tests' expectations, met ones too, and
-sends them along with the reports (attribute ``gt_inline``): a rank to its parent, an xdist worker to
-the controller. The process that all reports come to accepts them once, at the end, also those of workers that
-crashed later. Only tests that have passed count, teardown included.
+Each process sends its tests' expectations, met ones too, along with the reports (attribute ``gt_inline``). The process
+that all reports come to accepts those of passed tests once, at the end. A literal is found by the line of its call and
+by what it reads as, so in another state of the file it is not found.
 
 Relied on of expecttest 0.3 and later: its classes and functions reach ``assert_expected_inline`` by that name in the
 module, and where ``EXPECTTEST_ACCEPT`` is not set it raises AssertionError if the texts differ.
@@ -14,10 +13,14 @@ module, and where ``EXPECTTEST_ACCEPT`` is not set it raises AssertionError if t
 
 from __future__ import annotations
 
+import ast
 import functools
 import hashlib
+import io
 import os
+import re
 import sys
+import tokenize
 import traceback
 from collections.abc import Callable, Generator, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
@@ -27,11 +30,12 @@ from typing import Any
 import pytest
 
 from pytest_gtrainer.facts import Fact
-from pytest_gtrainer.golden import literals, store
+from pytest_gtrainer.golden import store
 from pytest_gtrainer.golden.plugin import GoldenPlugin, has_passed, modes_of, refuse_in_ci
 
 ACCEPT_VARIABLE = "EXPECTTEST_ACCEPT"
 _SHOWN = 60
+_LINE_END = re.compile(rb"\r\n|\r|\n")
 Place = tuple[str, int, str]
 _sessions: list[InlinePlugin] = []
 """The pytest sessions of this process, the innermost last."""
@@ -39,16 +43,13 @@ _sessions: list[InlinePlugin] = []
 
 @dataclass(frozen=True, slots=True)
 class Expectation:
-    """One call: the file (below the root directory, else absolute) and line, and both texts.
+    """One call; it goes through JSON."""
 
-    ``digest`` is that of the file when it was imported. An expectation goes through JSON.
-    """
-
-    file: str
+    file: str  # below the root directory, else absolute
     line: int
     expected: str
     obtained: str
-    digest: str
+    digest: str  # of the file when it was imported
 
     @property
     def place(self) -> Place:
@@ -65,10 +66,7 @@ def prepare(early_config: pytest.Config) -> None:
 
 
 def ask_sessions() -> None:
-    """Let expecttest ask the innermost session about each expectation, for the rest of the process.
-
-    Where that session accepts none, or there is no session, its function does as ever.
-    """
+    """Let expecttest ask the innermost session, if it accepts any, about each expectation, while this process lives."""
     try:
         import expecttest
     except ImportError:  # goldens work without it
@@ -105,11 +103,7 @@ def ask_sessions() -> None:
 
 
 def register(config: pytest.Config) -> None:
-    """Add the plugins of a process that runs tests, and of the one that accepts.
-
-    Raises:
-        pytest.UsageError: expectations are to be accepted where CI is set.
-    """
+    """Add the plugins of a process that runs tests, and of the one that accepts, which is refused where CI is set."""
     plugin = InlinePlugin(config)
     config.pluginmanager.register(plugin, "gtrainer-inline")
     if plugin.accepts and not hasattr(config, "workerinput"):
@@ -133,8 +127,6 @@ class InlinePlugin:
         _sessions.append(self)
         config.add_cleanup(lambda: _sessions.remove(self))
 
-    # -- while tests run
-
     def pytest_collectstart(self, collector: pytest.Collector) -> None:
         """Test files are imported next: what lies there now is what the lines of expectations refer to."""
         if self.accepts and isinstance(collector, pytest.Module):
@@ -155,7 +147,7 @@ class InlinePlugin:
             return False
         if obtained != expected and expected and not self._accepts_any:
             return False
-        if obtained != expected and literals.spell('""""""', obtained) is None:
+        if obtained != expected and spell('""""""', obtained) is None:
             pytest.fail("the obtained text is not printable ASCII, as inline expectations are: use gt_golden.check")
         if file not in self._digests:
             self._digests[file] = digest_of(Path(file))
@@ -181,8 +173,6 @@ class InlinePlugin:
                 report.longrepr = f"{report.longrepr}\n\n{text}"
         return report
 
-    # -- ranks
-
     def judge_ranks(self, item: pytest.Item, claims: Mapping[int, list[dict[str, Any]]]) -> str | None:
         """Why a test fails whose ranks have obtained different texts for one expectation."""
         seen = [(f"rank {rank}", Expectation(**each)) for rank in sorted(claims) for each in claims[rank]]
@@ -199,14 +189,7 @@ def is_mismatch(error: BaseException) -> bool:
 
 
 def disagreements(seen: Iterable[tuple[str, Expectation]], way_out: str) -> dict[Place, str]:
-    """The literals for which different texts were obtained, each with a message: where, and who has obtained which.
-
-    >>> one, two = (Expectation("test_a.py", 3, "", text, "") for text in ("x", "y"))
-    >>> print(*disagreements([("rank 0", one), ("rank 1", one), ("rank 2", two)], "expect less").values())
-    test_a.py:3: one inline expectation, but different texts, so none is accepted: expect less
-      rank 0: 'x'
-      rank 2: 'y'
-    """
+    """The literals for which different texts were obtained, each with a message: where, and who has obtained which."""
     first: dict[Place, dict[str, str]] = {}  # of each text, who has obtained it
     for who, each in seen:
         first.setdefault(each.place, {}).setdefault(each.obtained, who)
@@ -262,7 +245,7 @@ class AcceptancePlugin:
     def _accept(self) -> None:
         tests = [test for test in self._tests.values() if has_passed(test.outcomes)]
         passed = [(test, each) for test in tests for each in test.expectations]
-        edits: dict[str, dict[literals.Edit, _Test]] = {}
+        edits: dict[str, dict[Expectation, _Test]] = {}
         problems = disagreements(((test.nodeid, each) for test, each in passed), "give each its own")
         first: dict[Place, tuple[_Test, Expectation]] = {}
         for test, each in passed:
@@ -271,28 +254,28 @@ class AcceptancePlugin:
             if place in problems:
                 self._fail(test, problems[place])
             elif each.obtained != each.expected:
-                edits.setdefault(each.file, {})[literals.Edit(each.line, each.expected, each.obtained)] = test
+                edits.setdefault(each.file, {})[each] = test
         for file in sorted(edits):
             imported = {each.digest for _, each in passed if each.file == file}
             self._accept_in(file, edits[file], imported)
 
-    def _accept_in(self, file: str, edits: dict[literals.Edit, _Test], imported: set[str]) -> None:
+    def _accept_in(self, file: str, edits: dict[Expectation, _Test], imported: set[str]) -> None:
         """Edit one file, of which the processes of the run have ``imported`` these states."""
-        refused: dict[literals.Edit, str] = {}
+        refused: dict[Expectation, str] = {}
 
         def edited(source: bytes) -> bytes:
             if imported != {hashlib.sha256(source).hexdigest()}:
-                raise literals.EditError("was changed while the tests ran")
-            new, problems = literals.rewritten(source, edits)
+                raise EditError("was changed while the tests ran")
+            new, problems = rewritten(source, edits)
             refused.update(problems)
             return new
 
         some_test = next(iter(edits.values()))
         try:
             if Path(file).is_absolute():
-                raise literals.EditError("lies outside of the root directory")
+                raise EditError("lies outside of the root directory")
             store.rewrite(self.root / file, self.root, edited)
-        except literals.EditError as error:
+        except EditError as error:
             self._fail(some_test, f"{file} {error}: none of its inline expectations is accepted, run again")
         except store.GoldenFileError as error:
             self._fail(some_test, str(error))
@@ -301,10 +284,99 @@ class AcceptancePlugin:
                 self._fail(edits[edit], f"{file}:{edit.line}: the inline expectation is not accepted: {problem}")
             late_facts: list[Fact] = self.config.pluginmanager.getplugin("gtrainer-goldens").late_facts
             for edit in edits.keys() - refused.keys():
-                outcome = "updated" if edit.old else "created"
+                outcome = "updated" if edit.expected else "created"
                 late_facts.append({"kind": "inline", "outcome": outcome, "name": f"{file}:{edit.line}"})
 
     def _fail(self, test: _Test, problem: str) -> None:
         """One more report of a test, as it has ended already."""
         report = pytest.TestReport(test.nodeid, test.location, {}, "failed", problem, "teardown")
         self.config.hook.pytest_runtest_logreport(report=report)
+
+
+class EditError(Exception):
+    """An edit that cannot be made, or a file that cannot be edited; the message lacks which."""
+
+
+def rewritten(source: bytes, edits: Iterable[Expectation]) -> tuple[bytes, dict[Expectation, str]]:
+    """The source with obtained texts in place, and why others are not; EditError if more than literals would change."""
+    try:
+        encoding, _ = tokenize.detect_encoding(io.BytesIO(source).readline)
+        text = source.decode(encoding)
+        tree = ast.parse(text)
+    except (SyntaxError, ValueError) as error:
+        raise EditError(f"is not Python source ({error})") from None
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    literals: dict[ast.Constant, Expectation] = {}
+    refused = {}
+    for edit in edits:
+        try:
+            literal = find_literal(calls, edit.line, edit.expected)
+            if literal in literals:
+                raise EditError("another expectation has the only literal there that reads as the old text")
+            literals[literal] = edit
+        except EditError as error:
+            refused[edit] = str(error)
+
+    utf8 = text.encode()  # what the columns of a syntax tree count
+    starts = [0, *(found.end() for found in _LINE_END.finditer(utf8))]
+    line_end = _LINE_END.search(utf8)
+    for literal, edit in sorted(literals.items(), key=lambda pair: (-pair[0].lineno, -pair[0].col_offset)):
+        start = starts[literal.lineno - 1] + literal.col_offset
+        end = starts[(literal.end_lineno or 0) - 1] + (literal.end_col_offset or 0)
+        spelled = spell(_LINE_END.sub(b"\n", utf8[start:end]).decode(), edit.obtained)
+        if spelled is None:
+            refused[edit] = "the obtained text has characters that an inline expectation cannot hold"
+            continue
+        literal.value = edit.obtained
+        utf8 = utf8[:start] + spelled.encode().replace(b"\n", line_end[0] if line_end else b"\n") + utf8[end:]
+    try:
+        is_as_meant = _dumped(ast.parse(utf8.decode())) == _dumped(tree)
+    except SyntaxError:
+        is_as_meant = False
+    if not is_as_meant:
+        raise EditError("cannot be edited without changing more than its expectations")
+    return utf8.decode().encode(encoding), refused
+
+
+def _dumped(tree: ast.AST) -> str:
+    """A tree as text, without the prefix of literals like u"…"."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant):
+            node.kind = None
+    return ast.dump(tree)
+
+
+def find_literal(calls: Iterable[ast.Call], line: int, value: str) -> ast.Constant:
+    """The last literal that reads as ``value`` among the arguments of the call at ``line``. The call is the outermost
+    of those that begin last, on that line or before it, and have one; ``calls`` are in the order of ``ast.walk``, outer
+    before inner."""
+    found = []
+    for call in calls:
+        arguments = [*call.args, *(keyword.value for keyword in call.keywords)]
+        literals = [node for node in arguments if isinstance(node, ast.Constant)]
+        # the type first: under -bb to compare bytes with a string is an error
+        literals = [node for node in literals if isinstance(node.value, str) and node.value == value]
+        if literals and call.lineno <= line <= (call.end_lineno or 0):
+            found.append((call, max(literals, key=lambda node: (node.lineno, node.col_offset))))
+    if not found:
+        raise EditError("there is no string literal that reads as the old expectation in the call there")
+    last = max(call.lineno for call, _ in found)
+    (outermost, literal), *others = ((call, literal) for call, literal in found if call.lineno == last)
+    inside = set(ast.walk(outermost))
+    if any(call not in inside for call, _ in others):
+        raise EditError("two calls there have the same expectation: put them on lines of their own")
+    return literal
+
+
+def spell(literal: str, text: str) -> str | None:
+    r"""A literal that reads as ``text``, in the style of another; None if expecttest writes none."""
+    from expecttest import replace_string_literal
+
+    for template in (literal, '""""""'):
+        try:
+            spelled, _ = replace_string_literal(template, 1, template.count("\n") + 1, text)
+        except AssertionError:  # not printable ASCII
+            return None
+        if ast.literal_eval(f"({spelled})") == text:
+            return str(spelled)
+    return None

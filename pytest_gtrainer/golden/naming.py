@@ -1,9 +1,8 @@
 """Where a golden lies, a path made from the test's id and safe on any file system; and what its test claims it holds.
 
-Terms: the *stem* of a test is the path that its goldens have in common, ``golden/tests/test_a/test_c-8``.
-A golden is its test's stem, ``@`` and the check's name if it has one, ``@torch=2.15`` if it is kept per
-version of torch, and a suffix that tells its kind. A *claim* is a text that a test says its golden should hold; in a
-rank it is only recorded, and judged by the parent.
+Terms: the *stem* of a test is the path that its goldens have in common, ``golden/tests/test_a/test_c-8``. A golden is
+the stem, ``@`` and the check's name if it has one, ``@torch=2.15`` if it is kept per version, and a suffix that tells
+its kind. A *claim* is a text that a test says its golden should hold; a rank only records it, the parent judges.
 """
 
 from __future__ import annotations
@@ -25,19 +24,12 @@ _RESERVED = re.compile(r"(con|prn|aux|nul|com\d|lpt\d)(\..*)?", re.IGNORECASE)
 
 
 def golden_path(nodeid: str, name: str | None, kind: str, torch: tuple[int, int] | None = None) -> PurePosixPath:
-    """The file of a check, relative to the root directory; ``torch`` is the minor version that it is kept for.
+    """The file of a check, below the root directory; ValueError if its name is what a version of ``torch`` is told by.
 
     >>> str(golden_path("tests/test_a.py::TestB::test_c[8-x]", None, "graph"))
     'golden/tests/test_a/TestB.test_c-8-x.fxgraph'
-    >>> str(golden_path("tests/test_a.py::test_c", "after", "text"))
-    'golden/tests/test_a/test_c@after.txt'
-    >>> str(golden_path("test_a.py::test_c[a/b]", None, "text"))
-    'golden/test_a/test_c-a_b~c14cddc0.txt'
     >>> str(golden_path("test_a.py::test_c", "after", "graph", (2, 15)))
     'golden/test_a/test_c@after@torch=2.15.fxgraph'
-
-    Raises:
-        ValueError: the name is what a version is told by.
     """
     if name is not None and _OF_TORCH.fullmatch(f"@{name}{SUFFIXES[kind]}"):
         raise ValueError(f"the name {name!r} is how goldens kept per version of torch are named: give per='torch'")
@@ -48,22 +40,13 @@ def golden_path(nodeid: str, name: str | None, kind: str, torch: tuple[int, int]
 
 
 def torch_of(path: PurePosixPath) -> tuple[int, int] | None:
-    """The minor version of torch that a golden is kept for; None if it serves all.
-
-    >>> torch_of(PurePosixPath("golden/test_a/test_c@torch=2.15.fxgraph")), torch_of(PurePosixPath("test_c@after.txt"))
-    ((2, 15), None)
-    """
+    """The minor version of torch that a golden is kept for; None if it serves all."""
     found = _OF_TORCH.fullmatch(path.name)
     return (int(found["major"]), int(found["minor"])) if found else None
 
 
 def standing(path: PurePosixPath, there: Iterable[str]) -> PurePosixPath:
-    """Which of the files beside it holds in place of a golden kept per version: the newest that is no newer.
-
-    >>> files = ["test_c@torch=2.9.txt", "test_c@torch=2.13.txt", "test_c@torch=2.15.txt", "test_c@x@torch=2.14.txt"]
-    >>> str(standing(PurePosixPath("golden/test_c@torch=2.14.txt"), files))
-    'golden/test_c@torch=2.13.txt'
-    """
+    """Which of the files beside it holds in place of a golden kept per version: the newest that is no newer."""
     own = _OF_TORCH.fullmatch(path.name)
     if own is None:
         return path
@@ -74,26 +57,15 @@ def standing(path: PurePosixPath, there: Iterable[str]) -> PurePosixPath:
 
 
 def stem_of_test(nodeid: str) -> PurePosixPath:
-    """What the paths of all goldens of a test begin with.
-
-    >>> str(stem_of_test("tests/test_a.py::test_c[8]"))
-    'golden/tests/test_a/test_c-8'
-    """
+    """What the paths of all goldens of a test begin with."""
     file, _, test = nodeid.partition("::")
     function, bracket, parameters = test.partition("[")
     stem = safe(function.replace("::", "."), fold_case=False)
-    if bracket:
-        stem += "-" + safe(parameters.removesuffix("]"))
-    return place_of_tests(file) / stem
+    return place_of_tests(file) / (f"{stem}-{safe(parameters.removesuffix(']'))}" if bracket else stem)
 
 
 def stem_of_golden(path: PurePosixPath) -> PurePosixPath | None:
-    """The stem of the test that a file is a golden of; None if it is no golden.
-
-    >>> str(stem_of_golden(PurePosixPath("golden/test_a/test_c-8@after.numbers.json")))
-    'golden/test_a/test_c-8'
-    >>> stem_of_golden(PurePosixPath("golden/test_a/notes.md"))
-    """
+    """The stem of the test that a file is a golden of; None if it is no golden."""
     suffix = next((suffix for suffix in SUFFIXES.values() if path.name.endswith(suffix)), None)
     if suffix is None or path.name.startswith(".") or len(path.parts) < 3:
         return None
@@ -101,24 +73,14 @@ def stem_of_golden(path: PurePosixPath) -> PurePosixPath | None:
     return path.with_name(stem) if stem else None
 
 
-def place_of_tests(file: str) -> PurePosixPath:
-    """The folder of the goldens of a test file, or of all those below a folder of tests.
-
-    >>> str(place_of_tests("tests/test_a.py"))
-    'golden/tests/test_a'
-    """
-    folders = PurePosixPath(file).with_suffix("").parts if file else ()
-    return PurePosixPath(FOLDER, *(safe(folder, fold_case=False) for folder in folders if folder not in ("..", "/")))
+def place_of_tests(path: str, *, is_file: bool = True) -> PurePosixPath:
+    """The folder of the goldens of a test file, or of all those below a folder of tests."""
+    below = PurePosixPath(path).with_suffix("") if path and is_file else PurePosixPath(path)
+    return PurePosixPath(FOLDER, *(safe(part, fold_case=False) for part in below.parts if part not in ("..", "/")))
 
 
 def safe(text: str, *, fold_case: bool = True) -> str:
-    """The text itself where every file system takes it, else a likeness and a short hash.
-
-    With ``fold_case`` a capital counts as unsafe: ``A`` and ``a`` are one name on some systems.
-
-    >>> safe("bf16-8"), safe("Linear"), safe("con"), safe("")
-    ('bf16-8', 'Linear~e6950b45', 'con~1143da2b', '~e3b0c442')
-    """
+    """The text if every file system takes it (by ``fold_case``: without capitals), else a likeness and a short hash."""
     likeness = _UNSAFE.sub("_", text)[:_LONGEST]
     unsafe = likeness != text or not text or text[-1] == "." or _RESERVED.fullmatch(text)
     if not unsafe and not (fold_case and text != text.lower()):
@@ -126,44 +88,24 @@ def safe(text: str, *, fold_case: bool = True) -> str:
     return f"{likeness}~{hashlib.sha256(text.encode(errors='backslashreplace')).hexdigest()[:8]}"
 
 
-# -- claims
-
-
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """One check: its name ("" for a test's only one), its file below the root, its text.
+    """One check; it goes through JSON on its way from a rank."""
 
-    ``kind`` is one of ``naming.SUFFIXES``. ``graph`` is the whole graph where ``text`` shows less of
-    it and artifacts are kept. A claim goes through JSON on its way from a rank.
-    """
-
-    name: str
-    path: str
-    kind: str
+    name: str  # "" for a test's only one
+    path: str  # its file, below the root
+    kind: str  # one of ``SUFFIXES``
     text: str
-    graph: str = ""
+    graph: str = ""  # all of it, where the text shows less and artifacts are kept
 
     @property
     def common_text(self) -> str:
-        """What all ranks must have in common: of a process group each has its own ranks.
-
-        >>> Claim("", "", "graph", "fsdp = group(range(4, 8))\\nif P:").common_text
-        'fsdp = group()\\nif P:'
-        """
+        """What all ranks must have in common: of a process group each has its own ranks."""
         return _GROUP.sub(r"\1()", self.text) if self.kind == "graph" else self.text
 
 
 def disagreement(claims: Mapping[int, list[Claim]]) -> tuple[str, dict[int, Claim]] | None:
-    """How the first rank that claims something else than the lowest rank does so, and both claims of that golden.
-
-    There are no claims to show where the two check other goldens.
-
-    >>> claims = {0: [Claim("", "", "text", "a\\nb\\n")], 3: [Claim("", "", "text", "a\\nc\\n")]}
-    >>> print(disagreement(claims)[0])
-    the golden differs between ranks, first on rank 3 at line 2:
-      rank 0: b
-      rank 3: c
-    """
+    """How the first rank that claims something else than the lowest does so, and both claims, if of one golden."""
     if not claims:
         return None
     first, *others = sorted(claims)

@@ -1,13 +1,11 @@
 """Goldens in a pytest run: who judges, who writes, and when.
 
-The process that owns a test judges its claims and alone writes files, after the test's
-teardown and only if all of the test has passed. A rank records claims and sends them with its
-call report; the parent judges them (``judge_ranks``).
+The process that owns a test judges its claims and alone writes files, after the test's teardown and only if all of it
+has passed. A rank records claims and sends them with its call report; the parent judges them (``judge_ranks``).
 
-What a test came to goes with its reports to the process that ends the run: facts (attribute
-``gt_facts``), the paths it claims (``gt_claims``), the command of an inline expectation that has
-failed (``gt_accept``). The teardown's report carries what was written, so that a worker that
-crashes later takes nothing along.
+What a test came to goes with its reports to the process that ends the run: facts (attribute ``gt_facts``), the paths it
+claims (``gt_claims``), the command of an inline expectation that has failed (``gt_accept``). The teardown's report
+carries what was written, so that a worker that crashes later takes nothing along.
 """
 
 from __future__ import annotations
@@ -24,18 +22,8 @@ from typing import Any
 import pytest
 
 from pytest_gtrainer import facts, options
-from pytest_gtrainer.golden import artifacts, store, values
-from pytest_gtrainer.golden.naming import (
-    FOLDER,
-    SUFFIXES,
-    Claim,
-    disagreement,
-    safe,
-    standing,
-    stem_of_golden,
-    stem_of_test,
-    torch_of,
-)
+from pytest_gtrainer.golden import artifacts, naming, store, values
+from pytest_gtrainer.golden.naming import FOLDER, SUFFIXES, Claim, disagreement, stem_of_golden, stem_of_test
 from pytest_gtrainer.marker import id_of
 
 UPDATE, CREATE, PRUNE = "update-goldens", "create-goldens", "prune-goldens"
@@ -44,17 +32,13 @@ _MOST_ARTIFACT_LINES = 20_000
 
 
 class GoldenPlugin:
-    """Judges and writes goldens; registered as ``gtrainer-goldens``.
-
-    Attributes:
-        late_facts: facts that no report carries, because they were found after the last one.
-    """
+    """Judges and writes goldens; registered as ``gtrainer-goldens``."""
 
     def __init__(self, config: pytest.Config) -> None:
         self.config = config
         self.root = config.rootpath
         self.modes = modes_of(config)
-        self.late_facts: list[facts.Fact] = []
+        self.late_facts: list[facts.Fact] = []  # that no report carries, as they were found after the last one
         self._artifacts = artifacts.folder(config)
         self._is_rank = "gt_rank" in getattr(config, "workerinput", {})
         self._recorded: dict[str, list[Claim]] = {}  # in a rank: what its reports will carry
@@ -69,8 +53,6 @@ class GoldenPlugin:
             refuse_in_ci(config, self.modes.flags, f"{FOLDER}/")
             artifacts.check(config)
 
-    # -- before
-
     def pytest_ignore_collect(self, collection_path: Path) -> bool | None:
         """Keep pytest from running goldens and artifacts: it takes any ``test*.txt`` for a doctest."""
         if self._artifacts is not None and collection_path.is_relative_to(self._artifacts):
@@ -78,13 +60,8 @@ class GoldenPlugin:
         is_golden = collection_path.name.endswith(tuple(SUFFIXES.values()))
         return True if is_golden and collection_path.is_relative_to(self.root / FOLDER) else None
 
-    # -- while the test runs
-
     def claim(self, item: pytest.Item, claim: Claim, unfit: Callable[[], str | None]) -> str | None:
-        """Judge a check, or keep it for later; returns why it fails.
-
-        ``unfit`` says why the text must not become a golden; it is asked only where it may become one.
-        """
+        """Judge a check, or keep it; returns why it fails. ``unfit`` says why its text must not become a golden."""
         if self._is_rank:
             self._recorded.setdefault(item.nodeid, []).append(claim)
             is_asked = self.modes.creates and self.config.workerinput["gt_rank"] == 0  # type: ignore[attr-defined]
@@ -142,20 +119,21 @@ class GoldenPlugin:
             if path.suffix == suffix and stem_of_golden(path) not in known:
                 with contextlib.suppress(store.GoldenFileError):
                     if body(store.read(self.root / path, self.root) or "") == wanted:
+                        move = shlex.join(["git", "mv", str(path), claim.path])
                         return (
                             f"\n\n{path} has the same text, and its test is not in this run. If the test was renamed:\n"
-                            f"  mkdir -p {PurePosixPath(claim.path).parent} && git mv {path} {claim.path}"
+                            f"  mkdir -p {shlex.quote(str(PurePosixPath(claim.path).parent))} && {move}"
                         )
         return ""
 
     def _held(self, claim: Claim) -> Claim:
         """The claim on the file that holds here: of goldens kept per version of torch it may be an older one's."""
         path = PurePosixPath(claim.path)
-        if torch_of(path) is None:
+        if naming.torch_of(path) is None:
             return claim
         folder = (self.root / path).parent
         there = sorted(os.listdir(folder)) if folder.is_dir() else []
-        return replace(claim, path=standing(path, there).as_posix())
+        return replace(claim, path=naming.standing(path, there).as_posix())
 
     def _await(self, claim: Claim, outcome: str) -> tuple[list[facts.Fact], None]:
         self._pending.append((claim, outcome))
@@ -174,7 +152,12 @@ class GoldenPlugin:
         saved = self._saved(item, {_artifact(claim, what): text for what, text in texts.items() if text})
         command = self.accept_command(item)
         parts = [problem, *saved, f"to accept what was obtained:\n  {command}"]
-        return [_fact(claim, outcome), {"kind": "accept", "command": command}], "\n\n".join(parts)
+        told = [_fact(claim, outcome), {"kind": "accept", "command": command}]
+        if golden is not None and claim.kind == "graph" and options.wants_report(self.config):
+            from pytest_gtrainer.golden.compare import golden_difference
+
+            told += golden_difference(claim.path, golden, claim.text)
+        return told, "\n\n".join(parts)
 
     def _saved(self, item: pytest.Item, texts: Mapping[str, str]) -> list[str]:
         """Save texts by name; a paragraph that says where, or why not."""
@@ -185,8 +168,6 @@ class GoldenPlugin:
         except store.GoldenFileError as error:
             return [f"nothing saved in {artifacts.shown(self._artifacts)}: {error}"]
         return ["\n".join(["saved:", *(f"  {artifacts.shown(path)}" for path in kept if path is not None)])]
-
-    # -- ranks
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(
@@ -218,8 +199,6 @@ class GoldenPlugin:
             self._ranks_facts += told
             failures += [failure] if failure is not None else []
         return "\n\n".join(failures) or None
-
-    # -- after the test
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, object, object]:
@@ -272,8 +251,6 @@ class GoldenPlugin:
         if problems:
             teardown.outcome, teardown.longrepr = "failed", "\n".join(problems)
 
-    # -- at the end
-
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self) -> None:
         if self._artifacts is not None and not hasattr(self.config, "workerinput"):
@@ -290,8 +267,6 @@ class GoldenPlugin:
         lines += [f"not judged: {path} {why}" for path, why in list(self._unjudged.items())[:_MOST_COMMANDS]]
         left = len(self._unjudged) - _MOST_COMMANDS
         return [*lines, f"… and {left} more not judged"] if left > 0 else lines
-
-    # -- commands
 
     def accept_command(self, item: pytest.Item) -> str:
         """What to type, here and now, to accept this test's goldens."""
@@ -318,7 +293,7 @@ def _add_facts(report: pytest.TestReport, told: list[facts.Fact]) -> None:
 
 def _artifact(claim: Claim, what: str) -> str:
     """The name of an artifact about a golden; a difference is always text."""
-    named = f"{safe(claim.name)}." if claim.name else ""
+    named = f"{naming.safe(claim.name)}." if claim.name else ""
     suffix = {"difference": ".diff", "graph": SUFFIXES["graph"]}.get(what, SUFFIXES[claim.kind])
     return f"{named}{what}{suffix}"
 
@@ -331,19 +306,13 @@ def _head(text: str, limit: int = 20) -> str:
     return "\n".join([*map(escaped, lines[:limit]), *rest])
 
 
-# -- what a run may do with the files under golden/: nothing, unless a flag says so
-
-
 @dataclass(frozen=True, slots=True)
 class Modes:
-    """Which goldens a run writes or removes.
-
-    ``unused`` is what happens to those that no test checks: "warn", "fail", "ignore" or "prune".
-    """
+    """Which goldens a run writes or removes."""
 
     creates: bool
     updates: bool
-    unused: str
+    unused: str  # what happens to those that no test checks: "warn", "fail", "ignore" or "prune"
 
     @property
     def flags(self) -> list[str]:
@@ -353,11 +322,7 @@ class Modes:
 
 
 def modes_of(config: pytest.Config) -> Modes:
-    """The modes of a run; a flag on the command line wins over what the ini file says.
-
-    Raises:
-        pytest.UsageError: two that exclude each other.
-    """
+    """The modes of a run; flags win over the ini file. Two that exclude each other are a pytest.UsageError."""
     update, create = given(config, UPDATE), given(config, CREATE)
     if not update and not create:
         update, create = options.get(config, UPDATE), options.get(config, CREATE)
@@ -379,11 +344,7 @@ def given(config: pytest.Config, name: str) -> bool:
 
 
 def refuse_in_ci(config: pytest.Config, flags: list[str], written: str) -> None:
-    """Where CI is set nobody would review what is written.
-
-    Raises:
-        pytest.UsageError: a flag lets the run write, and ``--gt-goldens-in-ci`` is not given.
-    """
+    """Where CI is set nobody reviews what is written: a pytest.UsageError, unless ``--gt-goldens-in-ci`` is given."""
     in_ci = os.environ.get("CI", "").lower() not in ("", "0", "false")
     if in_ci and flags and not options.get(config, "goldens-in-ci"):
         raise pytest.UsageError(

@@ -1,9 +1,8 @@
 """The one place that reads and writes golden files, and source files with inline expectations.
 
-A golden is a regular file below the root directory: UTF-8 text of at most ``LONGEST`` bytes. Any
-other thing in its place is refused in one sentence, and neither waited for nor followed out of the
-tree. A file is replaced in one step: written whole to a *temporary* beside it, which then takes its
-name. A temporary that a killed writer has left is *stale*; the next writer in that folder removes it.
+A golden is a regular file below the root directory, UTF-8 text of at most ``LONGEST`` bytes; anything else in its place
+is refused. A file is replaced in one step: a *temporary* beside it is written whole and takes its name. The next writer
+in the folder removes a *stale* temporary, which a killed writer has left.
 """
 
 from __future__ import annotations
@@ -51,12 +50,9 @@ class DamagedGolden(GoldenFileError):
 def read(path: Path, root: Path) -> str | None:
     """The text of a golden, with ``\\n`` line ends and no byte-order mark; None if there is none.
 
-    Raises:
-        DamagedGolden: there is a file, but not of text.
-        GoldenFileError: there is something else than a file inside ``root``, or it cannot be read.
+    DamagedGolden if it is not text, GoldenFileError if it is no file inside ``root`` or cannot be read.
     """
-    status = _status(path, root)
-    if status is None:
+    if (status := _status(path, root)) is None:
         return None
     size, raw = status.st_size, b""
     try:
@@ -68,8 +64,7 @@ def read(path: Path, root: Path) -> str | None:
         return None
     except OSError as error:
         raise GoldenFileError(_unreachable(error, path, root)) from error
-    damage = _damage(raw, max(size, len(raw)))
-    if damage is not None:
+    if damage := _damage(raw, max(size, len(raw))):
         raise DamagedGolden(f"{_shown(path, root)} {damage}: restore or remake it")
     return normal(raw.decode("utf-8-sig"))
 
@@ -84,29 +79,17 @@ def goldens_below(root: Path) -> list[PurePosixPath]:
 
 
 def normal(text: str) -> str:
-    """Line ends as ``\\n``, one at the end.
-
-    >>> normal("a\\r\\nb")
-    'a\\nb\\n'
-    """
+    """Line ends as ``\\n``, one at the end."""
     text = text.replace("\r\n", "\n").replace("\r", "\n")
     return text if text.endswith("\n") else text + "\n"
 
 
 def write(path: Path, root: Path, text: str, merge: Callable[[str], str] | None = None) -> None:
-    """Replace a golden: at any moment, and after a crash, the file is the old or the new one.
-
-    Where there is a golden already, ``merge`` makes of its text what is written instead of ``text``,
-    and no other process that writes by this module changes the file in between.
-
-    Raises:
-        GoldenFileError: it could not be written; the old file is as it was.
-    """
+    """Replace a golden in one step; ``merge`` makes the text from the old one's, while no other process writes."""
     _refuse_unreadable(text, path, root)
     _refuse_case_twin(path, root)
     with _sole_writer(path, root) as target:
-        golden = read(path, root) if merge is not None else None
-        if golden is not None and merge is not None:
+        if merge is not None and (golden := read(path, root)) is not None:
             text = merge(golden)
             _refuse_unreadable(text, path, root)
         missing = [folder for folder in target.parents if not folder.exists()]
@@ -117,26 +100,15 @@ def write(path: Path, root: Path, text: str, merge: Callable[[str], str] | None 
 
 
 def rewrite(path: Path, root: Path, change: Callable[[bytes], bytes]) -> None:
-    """Replace a file that there is by what ``change`` makes of its content, as ``write`` does.
-
-    No other process that writes by this module changes the file in between.
-
-    Raises:
-        GoldenFileError: it could not be written; the old file is as it was.
-    """
+    """Replace a file that there is by what ``change`` makes of its content, as ``write`` does with ``merge``."""
     with _sole_writer(path, root) as target:
         old = target.read_bytes()
-        new = change(old)
-        if new != old:
+        if (new := change(old)) != old:
             _replace(target, new)
 
 
 def remove(path: Path, root: Path) -> None:
-    """Remove a golden (of a link the link), and the folders that it leaves empty.
-
-    Raises:
-        GoldenFileError: it is still there.
-    """
+    """Remove a golden (of a link the link), and the folders that it leaves empty; else a GoldenFileError."""
     if not _is_inside(path.parent, root):
         raise GoldenFileError(f"{_shown(path, root)} was not removed: it lies out of the tree, behind a link")
     try:
@@ -148,9 +120,6 @@ def remove(path: Path, root: Path) -> None:
                     (root / folder).rmdir()
     except OSError as error:
         raise GoldenFileError(f"{_shown(path, root)} was not removed: {_reason(error)}") from error
-
-
-# -- what lies there
 
 
 def _status(path: Path, root: Path) -> os.stat_result | None:
@@ -188,11 +157,7 @@ def _unreachable(error: OSError, path: Path, root: Path) -> str:
 
 
 def _damage(raw: bytes, size: int) -> str | None:
-    """Why a file of that size, which begins with these bytes, is no golden.
-
-    >>> [_damage(raw, len(raw)) for raw in (b"", b"a\\xff", b"a\\0", b"a")]
-    ['is empty', 'is not valid UTF-8 at byte 1', 'has a NUL byte at byte 1', None]
-    """
+    """Why a file of that size, which begins with these bytes, is no golden."""
     if size > LONGEST:
         return f"has {size / 2**20:.0f} MiB, where a golden has at most {LONGEST // 2**20}"
     if not raw.removeprefix(codecs.BOM_UTF8):
@@ -208,8 +173,7 @@ def _damage(raw: bytes, size: int) -> str | None:
 
 def _refuse_unreadable(text: str, path: Path, root: Path) -> None:
     raw = text.encode("utf-8", errors="surrogatepass")
-    damage = _damage(raw, len(raw))
-    if damage is not None:
+    if damage := _damage(raw, len(raw)):
         raise GoldenFileError(f"{_shown(path, root)} was not written: the obtained text {damage}")
 
 
@@ -227,9 +191,6 @@ def _refuse_case_twin(path: Path, root: Path) -> None:
         folder /= part
 
 
-# -- writing
-
-
 @contextmanager
 def _sole_writer(path: Path, root: Path) -> Iterator[Path]:
     """The file to replace, while no other process replaces one; what goes wrong is one sentence."""
@@ -242,11 +203,7 @@ def _sole_writer(path: Path, root: Path) -> Iterator[Path]:
 
 
 def _reason(error: OSError) -> str:
-    """What went wrong, and the way out.
-
-    >>> _reason(OSError(errno.EROFS, "Read-only file system"))
-    'Read-only file system: make the tree writable'
-    """
+    """What went wrong, and the way out."""
     if isinstance(error, Timeout):
         return f"another run has held the lock {error.lock_file} for {_LOCK_SECONDS:.0f} seconds: let it end"
     way_out = _WAYS_OUT.get(error.errno or 0)
@@ -282,12 +239,9 @@ def _sync_folder(folder: Path) -> None:
 
 def _sweep(folder: Path) -> None:
     """Remove the stale temporaries of a folder."""
-    for name in os.listdir(folder):
-        found = _TEMPORARY.fullmatch(name)
-        if found is None:
-            continue
+    for found in filter(None, map(_TEMPORARY.fullmatch, os.listdir(folder))):
         with contextlib.suppress(OSError):
-            is_stale = time.time() - (folder / name).stat().st_mtime > _STALE_SECONDS
+            is_stale = time.time() - (folder / found[0]).stat().st_mtime > _STALE_SECONDS
             if found["host"] == _host():
                 try:
                     os.kill(int(found["pid"]), 0)
@@ -296,7 +250,7 @@ def _sweep(folder: Path) -> None:
                 except (PermissionError, OverflowError):
                     pass  # somebody else's process, or no number of one
             if is_stale:
-                (folder / name).unlink()
+                (folder / found[0]).unlink()
 
 
 def _host() -> str:
@@ -304,10 +258,7 @@ def _host() -> str:
 
 
 def _lock_file(root: Path) -> str:
-    """One a tree, in a folder of the user's among the system's temporary files.
-
-    A lock in the tree would be left there and committed; in a folder of everybody's, another user could put a link.
-    """
+    """One a tree: in the tree it would be committed, in a folder of everybody's another user could put a link."""
     key = hashlib.sha256(str(root.resolve()).encode(errors="backslashreplace")).hexdigest()[:32]
     return str(private_folder(Path(tempfile.gettempdir()) / f"gtrainer-locks-{os.getuid()}") / f"golden-{key}.lock")
 

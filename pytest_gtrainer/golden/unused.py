@@ -1,16 +1,13 @@
-"""Goldens that no test checks: found after a full run, told, failed for, or removed.
+"""Goldens that no test checks: found after a full run, told, failed for, or removed. docs/goldens.md has the rules.
 
 A golden belongs to the test that its path is made from. It is *unused* if
 
 - its test has run and passed, and has not checked it;
 - or no test that was collected is its test, although the file of its test was collected, or is gone.
 
-So goldens of tests that failed, were skipped, deselected or not reached are used. One that only a GPU could judge
-(its devices, its environments or its name say so) is *not judged* where there is none. A run is *full* if it asks for
-no part of the tests (``asks_for_a_part``) and came to its end. docs/goldens.md has all of the rules.
-
-What was collected is known to the process that collects, under xdist to each worker, which sends it
-when it ends; what a test came to, to all processes that its reports pass through.
+One that only a GPU could judge is *not judged* where there is none. A run is *full* if it asks for no part of the tests
+(``asks_for_a_part``) and came to its end. Under xdist each worker sends what it has collected when it ends; what a test
+came to is known to all processes that its reports pass through.
 """
 
 from __future__ import annotations
@@ -27,11 +24,11 @@ from typing import Any
 import pytest
 
 from pytest_gtrainer import devices
+from pytest_gtrainer.environment import installed_minor
 from pytest_gtrainer.golden import store, values
 from pytest_gtrainer.golden.naming import FOLDER, SUFFIXES, place_of_tests, safe, stem_of_golden, stem_of_test, torch_of
 from pytest_gtrainer.golden.plugin import PRUNE, GoldenPlugin, given, has_passed
 from pytest_gtrainer.marker import id_of
-from pytest_gtrainer.supported import installed_minor
 
 _WORKER_OUTPUT = "gt_unowned_goldens"
 _STOPPED = (pytest.ExitCode.INTERRUPTED, pytest.ExitCode.INTERNAL_ERROR, pytest.ExitCode.USAGE_ERROR)
@@ -62,12 +59,9 @@ class UnusedGoldens:
         self._cut: str | None = None  # why the run has not come to its end
         self._workers_unowned: set[PurePosixPath] | None = None
         self.lines: list[str] = []  # what the run's summary says of them
-        if given(config, PRUNE) and not hasattr(config, "workerinput"):
-            part = asks_for_a_part(config, store.goldens_below(self.root))
-            if part is not None:
-                raise pytest.UsageError(f"--gt-prune-goldens removes goldens only after a run of all tests, and {part}")
-
-    # -- collecting
+        is_asked = given(config, PRUNE) and not hasattr(config, "workerinput")
+        if is_asked and (part := asks_for_a_part(config, store.goldens_below(self.root))) is not None:
+            raise pytest.UsageError(f"--gt-prune-goldens removes goldens only after a run of all tests, and {part}")
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_make_collect_report(
@@ -93,8 +87,6 @@ class UnusedGoldens:
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         self._selected |= {item.nodeid for item in session.items}
 
-    # -- running
-
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.when == "setup" or report.nodeid not in self._tests:
             self._tests[report.nodeid] = Outcome()  # again: a plugin repeats the test
@@ -108,8 +100,6 @@ class UnusedGoldens:
         else:
             agreed, paths = self._workers_unowned, set(map(PurePosixPath, told))
             self._workers_unowned = paths if agreed is None else agreed & paths
-
-    # -- concluding
 
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
         output = getattr(self.config, "workeroutput", None)
@@ -154,17 +144,15 @@ class UnusedGoldens:
         return found
 
     def _tell(self, session: pytest.Session, unused: list[PurePosixPath]) -> None:
-        if self._mode == "prune":
-            found, unused = unused, []
-            for path in found:
-                try:
-                    store.remove(self.root / path, self.root)
-                except store.GoldenFileError as error:
-                    self.lines.append(str(error))
-                    unused.append(path)
-                else:
-                    self.lines.append(f"removed {path}")
-            self._count("removed", [path for path in found if path not in unused])
+        for path in [*unused] if self._mode == "prune" else ():
+            try:
+                store.remove(self.root / path, self.root)
+            except store.GoldenFileError as error:
+                self.lines.append(str(error))
+            else:
+                self.lines.append(f"removed {path}")
+                self._count("removed", [path])
+                unused.remove(path)
         self._count("unused", unused)
         if not unused:
             return
@@ -181,9 +169,6 @@ class UnusedGoldens:
     def _count(self, outcome: str, paths: Iterable[PurePosixPath]) -> None:
         facts = ({"kind": "golden", "outcome": outcome, "name": str(path)} for path in paths)
         self._goldens.late_facts += facts
-
-
-# -- what a run has shown
 
 
 @dataclass(slots=True)
@@ -209,9 +194,8 @@ class Collection:
         found = []
         for stem, files in by_stem(store.goldens_below(root)).items():
             place = stem.parent
-            has_empty_set = any(test.parent == place and stem.name.startswith(f"{test.name}-")
-                                for test in self.empty_sets)  # fmt: skip
-            if stem in self.stems or has_empty_set or place in self.uncertain:
+            kin = (test for test in self.empty_sets if test.parent == place and stem.name.startswith(f"{test.name}-"))
+            if stem in self.stems or any(kin) or place in self.uncertain:
                 continue
             if place not in self.collected and place not in gone:
                 gone[place] = not has_test_file(place, root)
@@ -230,66 +214,41 @@ class Outcome:
 
     def add(self, report: pytest.TestReport) -> None:
         self.outcomes.add((report.when, report.outcome))
-        told: list[str] | None = getattr(report, "gt_claims", None)
-        if told is not None:
+        if (told := getattr(report, "gt_claims", None)) is not None:
             self.claims = {*(self.claims or ()), *told}
         self.lacks_devices |= any(fact["kind"] == "skip" for fact in getattr(report, "gt_facts", ()))
 
 
 def asks_for_a_part(config: pytest.Config, goldens: Iterable[PurePosixPath]) -> str | None:
-    """What on the command line makes a run one of a part of the tests; None if nothing does.
-
-    The paths it is given, if any, have to cover those of ``testpaths`` (the root directory where there are none), or
-    all places that have goldens.
-    """
-    for name, reason in _PARTS.items():
-        if getattr(config.option, name, None):
-            return reason
-    node_ids = [argument for argument in config.args if "::" in argument]
-    if node_ids:
-        return f"{node_ids[0]} names a test"
+    """What on the command line asks for a part of the tests, or None; paths must cover ``testpaths`` or all goldens."""
+    reasons = [reason for name, reason in _PARTS.items() if getattr(config.option, name, None)]
+    reasons += [f"{argument} names a test" for argument in config.args if "::" in argument]
+    if reasons:
+        return reasons[0]
     root = config.rootpath
     starts = [(config.invocation_params.dir / argument).resolve() for argument in config.args]
     patterns: list[str] = config.getini("testpaths")
     homes = [root / path for pattern in patterns for path in glob.iglob(pattern, root_dir=root, recursive=True)]
     if all(any(home.resolve().is_relative_to(start) for start in starts) for home in homes or [root]):
         return None
-    places = [_place(start, root.resolve()) for start in starts if start.is_relative_to(root.resolve())]
+    inside = [start for start in starts if start.is_relative_to(root.resolve())]
+    places = [place_of_tests(s.relative_to(root.resolve()).as_posix(), is_file=s.is_file()) for s in inside]
     if all(any(golden.is_relative_to(place) for place in places) for golden in goldens):
         return None
     return f"{' '.join(config.args)} does not hold all tests"
-
-
-def _place(start: Path, root: Path) -> PurePosixPath:
-    """The folder of the goldens of all tests at or below a path in the tree."""
-    relative = PurePosixPath(start.relative_to(root).as_posix())
-    if start.is_file():
-        return place_of_tests(str(relative))
-    return PurePosixPath(FOLDER, *(safe(part, fold_case=False) for part in relative.parts))
-
-
-# -- the files that lie in a tree
 
 
 def by_stem(files: Iterable[PurePosixPath]) -> Mapping[PurePosixPath, list[PurePosixPath]]:
     """Goldens by the test that they belong to."""
     found: dict[PurePosixPath, list[PurePosixPath]] = defaultdict(list)
     for file in files:
-        stem = stem_of_golden(file)
-        if stem is not None:
+        if (stem := stem_of_golden(file)) is not None:
             found[stem].append(file)
     return found
 
 
 def has_test_file(place: PurePosixPath, root: Path) -> bool:
-    """Whether a file lies where the tests of a folder of goldens would.
-
-    >>> import tempfile
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     Path(folder, "test_a.py").touch()
-    ...     [has_test_file(PurePosixPath(FOLDER, name), Path(folder)) for name in ("test_a", "test_b")]
-    [True, False]
-    """
+    """Whether a file lies where the tests of a folder of goldens would."""
 
     def lies_in(folder: Path, part: str, *below: str) -> bool:
         try:
@@ -304,11 +263,7 @@ def has_test_file(place: PurePosixPath, root: Path) -> bool:
 
 
 def needs_gpu(path: PurePosixPath, root: Path) -> bool:
-    """Whether only a run with a GPU could say what a golden is good for.
-
-    It says so itself (a graph by its devices, numbers by their environments), or its
-    name does: a text has no other place to say it.
-    """
+    """Whether only a run with a GPU could judge a golden: its devices or environments say so, or its name."""
     if _GPU_WORD.search(path.name):
         return True
     try:

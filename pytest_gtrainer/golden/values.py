@@ -1,8 +1,7 @@
 """Numbers as goldens: exact, and with the environment that they were obtained in.
 
-A file holds one *entry* for each environment that a person has accepted numbers in; numbers are
-compared only with those of an equal environment. It is JSON; floats are spelled so that reading
-gives the same bits (NaNs are all alike), -0.0 and 0.0 differ, and so do 1 and 1.0.
+A file, in JSON, holds one *entry* for each environment that a person has accepted numbers in; only equal environments
+are compared. Floats are read back bit for bit (NaNs are all alike); -0.0 and 0.0 differ, and so do 1 and 1.0.
 """
 
 from __future__ import annotations
@@ -36,42 +35,24 @@ class Entry:
     values: Any
 
     def __str__(self) -> str:
-        """The environment, as a reader names it.
-
-        >>> print(Entry({"torch": "2.13.0", "device": "cpu", "instructions": "AVX2", "threads": 2}, None))
-        torch 2.13.0, device cpu, instructions AVX2, threads 2
-        """
+        """The environment, as a reader names it."""
         return ", ".join(f"{name} {value}" for name, value in self.environment.items())
 
 
 def decisive(environment: Environment) -> Environment:
-    """What of an environment changes bits, which is all but the tag of a wheel where the CPU computes.
-
-    The wheels of one release are built from one source, with one compiler and one MKL and oneDNN for the CPU:
-    ``2.15.0+cpu`` and ``2.15.0+cu132`` give the same bits there. Measured on 2.13.0 with ``+cu130``: products,
-    convolution, attention, reductions, pointwise functions and decompositions. On a GPU the tag stays, as it
-    says which cuBLAS and cuDNN came along. So does any other tag: it names a build of somebody's own, which may
-    hold anything. A release is another source and another oneDNN, so its number stays whole.
-
-    >>> decisive({"torch": "2.15.0+cu132", "device": "cpu"}), decisive({"torch": "2.15.0a0+git1f2e", "device": "cpu"})
-    ({'torch': '2.15.0', 'device': 'cpu'}, {'torch': '2.15.0a0+git1f2e', 'device': 'cpu'})
-    >>> decisive({"torch": "2.15.0+cu132", "device": "cuda NVIDIA H100"})
-    {'torch': '2.15.0+cu132', 'device': 'cuda NVIDIA H100'}
-    """
+    """What of an environment changes bits: all but the tag of torch's own wheels where the CPU computes. The wheels of
+    a release have one source, compiler, MKL and oneDNN: ``+cpu`` and ``+cu130`` of 2.13.0 gave the same bits on the
+    CPU. On a GPU the tag tells cuBLAS and cuDNN. Any other tag names a build of somebody's own."""
     if environment.get("device") != "cpu" or "torch" not in environment:
         return environment
     return {**environment, "torch": _WHEEL.sub("", str(environment["torch"]))}
 
 
 def plain(value: Any, place: str = "") -> Any:
-    """A copy of numbers in JSON's types, mappings in the order of their keys.
+    """Numbers in JSON's types, sorted by key. TypeError for other values, ValueError for equal keys or deep nesting.
 
     >>> plain({"loss": (0.5, 1), 10: True, 2: None})
     {'2': None, '10': True, 'loss': [0.5, 1]}
-
-    Raises:
-        TypeError: something in it is no number, text, list or mapping.
-        ValueError: two keys of a mapping are spelled alike, or it is nested too deeply.
     """
     if value is None or isinstance(value, bool | str):
         return value
@@ -102,9 +83,6 @@ def _natural(name: str) -> list[tuple[int, str]]:
     return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name)]
 
 
-# -- text
-
-
 def text_of(fields: Mapping[str, str], entries: list[Entry]) -> str:
     """The text of a golden: what made it, and its entries."""
     told = [{"environment": dict(entry.environment), "values": entry.values} for entry in entries]
@@ -113,11 +91,7 @@ def text_of(fields: Mapping[str, str], entries: list[Entry]) -> str:
 
 
 def entries_of(text: str) -> list[Entry]:
-    """The entries of a golden.
-
-    Raises:
-        NumbersError: the text is no golden of numbers, or of a newer format.
-    """
+    """The entries of a golden; a NumbersError if the text is none of numbers, or of a newer format."""
     try:
         content = json.loads(text)
     except ValueError as error:
@@ -128,9 +102,8 @@ def entries_of(text: str) -> list[Entry]:
     if mark is None:
         raise NumbersError(f'does not say "gtrainer": "numbers v{VERSION}": restore or remake it')
     if int(mark[1]) > VERSION:
-        raise NumbersError(
-            f"has format v{mark[1]} and this pytest-gtrainer reads v{VERSION}: it was made by a newer one, so upgrade"
-        )
+        told = f"has format v{mark[1]} and this pytest-gtrainer reads v{VERSION}"
+        raise NumbersError(f"{told}: it was made by a newer one, so upgrade")
     try:
         return [Entry(decisive(dict(each["environment"])), plain(each["values"])) for each in content["entries"]]
     except (TypeError, KeyError, ValueError):
@@ -138,13 +111,8 @@ def entries_of(text: str) -> list[Entry]:
 
 
 def merged(golden: str, obtained: str) -> str:
-    """A golden with the one entry of an obtained text in place of those of an equal environment, or added.
-
-    Raises:
-        NumbersError: the golden cannot be read, so that its other entries would be lost.
-    """
-    (new,) = entries_of(obtained)
-    old = entries_of(golden)
+    """A golden with an obtained text's entry in place of those of its environment; a NumbersError if it is damaged."""
+    (new,), old = entries_of(obtained), entries_of(golden)
     fields = {name: value for name, value in json.loads(obtained).items() if name not in ("gtrainer", "entries")}
     others = [entry for entry in old if entry.environment != new.environment]
     place = next((index for index, entry in enumerate(old) if entry.environment == new.environment), len(old))
@@ -159,15 +127,8 @@ def devices(text: str) -> set[str]:
         return set()
 
 
-# -- differences
-
-
 def differences(old: Any, new: Any) -> list[str]:
-    """What differs, value by value; empty if nothing does.
-
-    >>> differences({"loss": [1.0, 2.0], "steps": 2}, {"loss": [1.0, 2.5, 3.0]})
-    ['loss[1]: 2.0 became 2.5', 'loss[2]: gained 3.0', 'steps: lost 2']
-    """
+    """What differs, value by value; empty if nothing does."""
     before, after = dict(_leaves(old)), dict(_leaves(new))
     said = []
     for place in dict.fromkeys([*after, *before]):

@@ -1,6 +1,36 @@
-"""What a node of a graph is, whose parameter a collective moves, and how parameters lie in payloads.
+r"""What a node of a graph is, whose parameter a collective moves, and how parameters lie in payloads.
 
 A traced graph comes in; answers about its nodes and its ``BucketLayout`` go out. First file: ``nodes``, then
-``collectives``, ``bucket_plan`` and ``layout``; ``chunks`` says what nodes of chunked regions carry,
-``dtypes`` how dtypes are called in short.
+``collectives``, ``bucket_plan`` and ``layout``. Here are paths of names, ``layers.0.wq``, without torch. A name that
+holds a dot itself, as a key of a dictionary may, keeps it behind a backslash: ``d["a.b"]`` is ``d.a\.b``.
 """
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+_PART = re.compile(r"(?:^|\.)((?:\\[.\\]|[^.])*)")
+
+
+def joined(names: Iterable[str]) -> str:
+    r"""The path of names.
+
+    >>> print(joined(["d", "a.b"]), joined(["d", "a", "b"]), joined(["a\\b"]), joined(["a\\", "b"]))
+    d.a\.b d.a.b a\b a\\.b
+    """
+    return re.sub(r"\\(?=[.\\\0])|\.", r"\\\g<0>", "\0".join(names)).replace("\0", ".")
+
+
+def parts_of(path: str) -> list[str]:
+    """The parts of a path, each as it stands there; ``name_of`` gives its name."""
+    return _PART.findall(path) if "\\" in path else path.split(".")
+
+
+def name_of(part: str) -> str:
+    r"""The name that a part stands for.
+
+    >>> [name_of(part) for part in parts_of(r"d.a\.b")]
+    ['d', 'a.b']
+    """
+    return re.sub(r"\\([.\\])", r"\1", part)

@@ -7,8 +7,7 @@ own beside the rest of ``layers.1``. The root's FQN is "": an entry for what no 
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -24,20 +23,17 @@ _ROUTED_EXPERTS = "moe.routed_experts"
 
 
 def get_default_transformer_block_buckets(
-    n_layers: int,
-    *,
-    chunked_loss_enabled: bool = False,
-    moe_layers: Collection[int] = (),
-    expert_fsdp_degree: int = 1,
+    n_layers: int, *, chunked_loss_enabled: bool = False, moe_layers: Collection[int] = (), expert_fsdp_degree: int = 1
 ) -> list[PlanEntry]:
-    """One bucket a transformer block, the embedding before, norm and head behind.
+    """Return the plan of torchtitan's models: the embedding, one bucket for each of ``n_layers`` blocks, norm and head.
 
     Args:
-        chunked_loss_enabled: the loss is chunked cross entropy, so the head runs inside the
-            loss, and "loss" joins the last bucket.
+        chunked_loss_enabled: chunked cross entropy runs the head inside the loss, so "loss" joins the last bucket.
         moe_layers: layers with a mixture of experts.
-        expert_fsdp_degree: ranks a routed expert is sharded over; above 1, routed experts have
-            a bucket of their own.
+        expert_fsdp_degree: ranks a routed expert is sharded over; above 1, routed experts have a bucket of their own.
+
+    Raises:
+        ValueError: ``n_layers`` is below 1, or ``moe_layers`` names a layer that does not exist.
 
     >>> get_default_transformer_block_buckets(2)
     ['tok_embeddings', 'layers.0', 'layers.1', ['norm', 'lm_head']]
@@ -58,17 +54,9 @@ def get_default_transformer_block_buckets(
 
 
 def expert_fsdp_degree(
-    *,
-    mesh: Mapping[str, int] | None = None,
-    dp_shard: int = 1,
-    cp: int = 1,
-    tp: int = 1,
-    ep: int = 1,
+    *, mesh: Mapping[str, int] | None = None, dp_shard: int = 1, cp: int = 1, tp: int = 1, ep: int = 1
 ) -> int:
-    """Ranks a routed expert is sharded over (B4).
-
-    From the extent of ``efsdp`` where a mesh is given, else ``dp_shard * cp * tp // ep``; at least 1.
-    """
+    """Ranks a routed expert is sharded over (B4): those of ``efsdp``, else ``dp_shard * cp * tp // ep``; at least 1."""
     if ep < 1:
         raise ValueError(f"ep={ep}: experts are on one rank at least")
     return max(1, mesh.get("efsdp", 1) if mesh is not None else dp_shard * cp * tp // ep)
@@ -76,18 +64,15 @@ def expert_fsdp_degree(
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """One entry of a plan.
-
-    ``roots`` are the modules that eager FSDP2 wraps for it: its FQNs, or their layer. A list that
-    is all of a layer but some modules with buckets of their own (routed experts) is the layer,
-    as trainers wrap it: ``fully_shard(experts)``, then ``fully_shard(block)``. The difference is
-    not only the payload's order: FSDP2 routes a wrapped module's inputs through a function of its
-    own, which changes the association of gradient sums.
-    """
+    """One entry of a plan."""
 
     index: int
     fqns: tuple[str, ...]
     roots: tuple[str, ...] = ()
+    """What eager FSDP2 wraps for it: its FQNs. A list that is all of a layer but some modules with buckets of their own
+    (routed experts) is the layer, as trainers wrap it: ``fully_shard(experts)``, then ``fully_shard(block)``. That
+    decides the payload's order, and the association of gradient sums: FSDP2 hands a wrapped module's inputs on by a
+    function."""
 
     @property
     def label(self) -> str:
@@ -111,18 +96,15 @@ class Plan:
             if wrong := [fqn for fqn in fqns if not isinstance(fqn, str)]:
                 raise PlanError(f"entry {index} of the bucket plan has {wrong[0]!r}: expected FQNs, or lists of FQNs")
             fqns_of.append(fqns)
-        layer_of_list = [layer_of(fqns[0]) if len(fqns) > 1 else None for fqns in fqns_of]
-        lists_of = Counter(layer_of_list)
-        roots = [
-            (layer,) if layer is not None and lists_of[layer] == 1 else fqns
-            for layer, fqns in zip(layer_of_list, fqns_of, strict=True)
-        ]
+        layers = [layer_of(fqns[0]) if len(fqns) > 1 else None for fqns in fqns_of]
+        pairs = zip(layers, fqns_of, strict=True)
+        roots = [(layer,) if layer is not None and layers.count(layer) == 1 else fqns for layer, fqns in pairs]
         self.buckets = tuple(map(Bucket, range(len(roots)), fqns_of, roots))
         self._by_fqn: dict[str, Bucket] = {}
         for bucket in self.buckets:
-            if len(layers := sorted({layer_of(fqn) or "no layer" for fqn in bucket.fqns})) > 1:
+            if len(homes := sorted({layer_of(fqn) or "no layer" for fqn in bucket.fqns})) > 1:
                 raise PlanError(
-                    f"bucket {bucket.label!r} spans {' and '.join(layers)}: one bucket stays within one layer"
+                    f"bucket {bucket.label!r} spans {' and '.join(homes)}: one bucket stays within one layer"
                 )
             for fqn in bucket.fqns:
                 if fqn in self._by_fqn:
@@ -130,14 +112,7 @@ class Plan:
                 self._by_fqn[fqn] = bucket
 
     def bucket_of(self, fqn: str) -> Bucket | None:
-        """The bucket of the innermost entry at or above ``fqn``.
-
-        >>> plan = Plan(["layers.1", "layers.1.moe.routed_experts"])
-        >>> plan.bucket_of("layers.1.moe.routed_experts").label
-        'layers.1.moe.routed_experts'
-        >>> plan.bucket_of("layers.1.attention.wq").label, plan.bucket_of("layers.10")
-        ('layers.1', None)
-        """
+        """The bucket of the innermost entry at or above ``fqn``; None if no entry is."""
         while fqn:
             if fqn in self._by_fqn:
                 return self._by_fqn[fqn]
@@ -145,10 +120,7 @@ class Plan:
         return self._by_fqn.get("")
 
     def check_ties(self, tied: Mapping[str, Sequence[str]]) -> None:
-        """Raise PlanError for one of ``tied_parameters`` in several buckets, as FSDP2 manages it in one group.
-
-        What no entry covers is in the root's bucket, which ``fully_shard(model)`` manages.
-        """
+        """Raise PlanError for one of ``tied_parameters`` in several buckets; what no entry covers is in the root's."""
         for names in tied.values():
             modules = [name.rpartition(".")[0] for name in names]
             buckets = {bucket.label if bucket else "the root" for bucket in map(self.bucket_of, modules)}
@@ -161,16 +133,13 @@ class Plan:
 
     def check_names(self, known: Iterable[str]) -> None:
         """Raise PlanError for entries that are no module of the graph; ``known`` are its FQNs (B5)."""
-        prefixes: set[str] = {LOSS, ""}
-        for fqn in known:
-            while fqn and fqn not in prefixes:
-                prefixes.add(fqn)
-                fqn = fqn.rpartition(".")[0]
+        paths = (fqn.split(".") for fqn in known)
+        prefixes = {LOSS, "", *(".".join(path[:end]) for path in paths for end in range(1, len(path) + 1))}
         if missing := [fqn for fqn in self._by_fqn if fqn not in prefixes]:
             roots = sorted({fqn for fqn in prefixes if "." not in fqn} - {LOSS, ""})
             raise PlanError(
                 f"the bucket plan names {', '.join(map(repr, missing))}, which the model does not have; "
-                f"its outermost modules are {', '.join(roots)}"
+                f"its outermost modules are {', '.join(roots)}; list these, or modules inside them, as bucket_plan"
             )
 
 
@@ -200,10 +169,7 @@ PayloadKey = Callable[[Bucket, FsdpCollective], tuple[int, ...]]
 
 
 def managed_order(parameter_fqns: Iterable[str], below: str = "") -> list[str]:
-    """All parameters of a model in FSDP2's order, from their names in ``named_parameters`` order.
-
-    In that order modules appear in registration order, which suffices to know the tree. Since
-    the walk is depth first, the order within any one module is a contiguous part of it.
+    """All parameters of a model in FSDP2's order, depth first, from their names in ``named_parameters`` order.
 
     >>> managed_order(["scale", "w.weight", "w.bias", "norm.weight"])
     ['w.weight', 'w.bias', 'norm.weight', 'scale']
@@ -217,24 +183,18 @@ def managed_order(parameter_fqns: Iterable[str], below: str = "") -> list[str]:
 
 
 def managed_order_of(model: nn.Module) -> list[str]:
-    """The same, as torch's walk over the modules themselves gives it.
-
-    A module or parameter registered twice counts where the walk comes to it first, under the name it has in
-    ``named_parameters``.
-    """
+    """The same by torch's walk over the modules; one registered twice counts where the walk comes to it first."""
     names = {parameter: fqn for fqn, parameter in model.named_parameters()}
     seen: set[nn.Module] = set()
-    ordered: dict[str, None] = {}
 
-    def walk(module: nn.Module) -> None:
+    def walk(module: nn.Module) -> Iterator[str]:
         seen.add(module)
         for child in module.children():
             if child not in seen:
-                walk(child)
-        ordered.update(dict.fromkeys(names[parameter] for parameter in module.parameters(recurse=False)))
+                yield from walk(child)
+        yield from (names[parameter] for parameter in module.parameters(recurse=False))
 
-    walk(model)
-    return list(ordered)
+    return list(dict.fromkeys(walk(model)))
 
 
 def sort_key(
@@ -243,17 +203,9 @@ def sort_key(
     graph_position: Callable[[FsdpCollective], int],
     managed: Sequence[str] | None = None,
 ) -> PayloadKey:
-    """The key that puts a bucket's members into payload order.
-
-    ``parameter_fqns`` are in registration order; ``managed`` is FSDP2's order where a tracer that
-    saw the modules wrote it down, else it follows from the names.
-
-    ``order`` is "managed" (eager FSDP2's), "registration" (``named_parameters``), "execution"
-    (the graph's), or a list of parameter FQNs. Parameters unknown to it come last, in graph order.
-
-    Raises:
-        ValueError: another word.
-    """
+    """The key that puts a bucket's members into payload order; a ValueError for an unknown word. ``order`` is "managed"
+    (FSDP2's, as the tracer wrote it down, else from the names), "registration", "execution", or a list of FQNs;
+    ``parameter_fqns`` are in registration order. What it leaves out comes last, in graph order."""
     if order == "execution":
         return lambda bucket, member: (graph_position(member),)
     if not isinstance(order, str):

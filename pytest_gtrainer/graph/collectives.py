@@ -1,10 +1,7 @@
 """Collectives in a graph: which nodes launch one, of which kind, in which group; whose parameter a member moves.
 
-Every reader of collectives (layouts, schedules, timelines, sequences) asks here. An operator of a communicating
-namespace that is not known not to launch anything does, so one that a later torch adds is told, not overlooked.
-
-Terms: a *member* is one parameter's all-gather or reduce-scatter; its *chain* is what lies
-between the parameter (or its gradient's output) and the collective: casts, pads, views.
+An operator of a communicating namespace that is not known not to launch anything does. A *member* is one parameter's
+all-gather or reduce-scatter; its *chain* of casts, pads and views lies between it and the parameter, or the output.
 """
 
 from __future__ import annotations
@@ -129,17 +126,13 @@ def group_size_of(launch: fx.Node) -> int:
 
 
 def input_name(placeholder: fx.Node, position: int, module: str) -> str:
-    """FQN of a gathered input: our tracer's, else the module that gathers it and its position.
-
-    Graphs traced elsewhere have no names of inputs; a module and a registration order are
-    what a payload order needs.
-    """
+    """FQN of a gathered input; in a graph traced elsewhere the module that gathers it, and its position."""
     known = placeholder.meta.get("gt_input")
     return known["fqn"] if known else f"{module}.input{position}"
 
 
 def output_name(output: fx.Node, position: int, module: str) -> str:
-    """FQN of the gradient at ``position``: our tracer's, else the module that reduces it and its position."""
+    """FQN of the gradient at ``position``; in a graph traced elsewhere the module that reduces it, and its position."""
     known = output.meta.get("gt_outputs")
     return known[position] if known else f"{module}.output{position}"
 
@@ -151,10 +144,7 @@ def results_of(gm: fx.GraphModule) -> list[Any]:
 
 
 def fsdp_all_gathers(gm: fx.GraphModule) -> list[FsdpCollective]:
-    """The all-gathers of parameters, in graph order: exactly one graph input is their ancestor (D6).
-
-    One that is used otherwise than by its one wait is a PlanError.
-    """
+    """The all-gathers of parameters, in graph order: exactly one graph input is their ancestor (D6)."""
     positions = {node: index for index, node in enumerate(gm.graph.find_nodes(op="placeholder"))}
     members = []
     for launch in gm.graph.find_nodes(op="call_function", target=ALL_GATHER):

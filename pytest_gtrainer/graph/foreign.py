@@ -1,13 +1,8 @@
-"""Graphs of other tracers, read as ours are: Dynamo's, AOTAutograd's, Inductor's, ``torch.export``'s.
+"""Graphs of other tracers, as copies with the metadata that ``graph.nodes`` names.
 
-Each says in its own way what an input is, and where a node belongs:
-
-- Dynamo: the *source* of an input, ``L['self']._modules['up']._parameters['weight']``, and stacks of modules whose
-  paths begin with such a source; values stand in ``meta["example_value"]``;
-- AOTAutograd and Inductor: *descriptors* in ``meta["desc"]``, which count Dynamo's inputs;
-- ``torch.export``: a signature beside the graph.
-
-``adopted`` gives a copy with the metadata that ``graph.nodes`` names. The graph itself is only read.
+Dynamo gives inputs a *source*, ``L['self']._modules['up']._parameters['weight']``, and modules stacks whose paths begin
+with one; AOTAutograd and Inductor *descriptors* in ``meta["desc"]``, which count Dynamo's inputs; ``torch.export`` a
+signature beside the graph.
 """
 
 from __future__ import annotations
@@ -19,17 +14,23 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import takewhile, zip_longest
 from operator import getitem
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import fx, nn
 
 from pytest_gtrainer._torch.foreign_graphs import ExportedProgram, Input, described_input, described_output, source_of
 from pytest_gtrainer._torch.values import OpOverload, OpOverloadPacket, schema
-from pytest_gtrainer.graph.nodes import BACKWARD, direction, held, is_view, node_fqn, short_name
-from pytest_gtrainer.graph.paths import joined, parts_of
+from pytest_gtrainer.graph import joined, parts_of
+from pytest_gtrainer.graph.nodes import BACKWARD, direction, held, is_view, leaves_of, node_fqn, short_name
 
-AnyGraph: TypeAlias = fx.GraphModule | fx.Graph | ExportedProgram
+
+class WithGraph(Protocol):  # a recorded pass, a traced step
+    @property
+    def gm(self) -> fx.GraphModule: ...
+
+
+AnyGraph: TypeAlias = fx.GraphModule | fx.Graph | ExportedProgram | WithGraph
 Names: TypeAlias = nn.Module | Mapping[str, str] | fx.GraphModule
 """What the inputs of a graph are: the model, FQNs by the name of the placeholder, or Dynamo's graph of the model."""
 
@@ -54,10 +55,8 @@ _NO_NAMES = frozenset({"_modules", "_parameters", "_buffers", "_orig_mod", "__cl
 def path_of(source: str) -> tuple[str, tuple[str, ...]]:
     """The root of a source, and the names below it; of the path of a module no root.
 
-    >>> path_of("L['self']._modules['layers']._modules['0'].up"), path_of("layers.0.up")
-    (('self', ('layers', '0', 'up')), ('', ('layers', '0', 'up')))
-    >>> path_of("L['d']['a.b'].size()[0]")
-    ('d', ('a.b', 'size', '0'))
+    >>> path_of("L['self']._modules['layers']._modules['0'].up"), path_of("L['d']['a.b'].size()[0]")
+    (('self', ('layers', '0', 'up')), ('d', ('a.b', 'size', '0')))
     """
     source = _KEYS.sub(r"\1", source)
     if (root := _ROOT.search(source)) is None:
@@ -75,37 +74,23 @@ def _key(spelled: str) -> str:
 
 
 def named_source(source: str, value: Any = None, keeps_roots: bool = False) -> GivenName:
-    """What a source of Dynamo names.
-
-    ``value`` is the input's, for one that is a parameter by an attribute. If ``keeps_roots``, the variable that holds
-    a model is part of the FQN.
+    """What a source of Dynamo names; if ``keeps_roots``, the variable that holds a model is part of the FQN.
 
     >>> named_source("L['self']._modules['up']._parameters['weight']")
     GivenName(kind='parameter', fqn='up.weight')
-    >>> named_source("L['batch']['mask']")
-    GivenName(kind='input', fqn='batch.mask')
     """
     root, steps = path_of(source)
-    kind = "input"
-    if "._parameters[" in source or isinstance(value, nn.Parameter):
-        kind = "parameter"
-    elif "._buffers[" in source or isinstance(value, nn.Buffer):
-        kind = "buffer"
+    is_buffer = "._buffers[" in source or isinstance(value, nn.Buffer)
+    is_parameter = "._parameters[" in source or isinstance(value, nn.Parameter)
+    kind = "parameter" if is_parameter else "buffer" if is_buffer else "input"
     keeps_roots = keeps_roots or not steps or (kind == "input" and root != "self")
     return GivenName(kind, joined([root, *steps] if keeps_roots else steps))
 
 
 def adopted(graph: AnyGraph, names: Names | None = None) -> fx.GraphModule:
-    """The graph as the rest of the package reads it: itself if it is ours, else a copy with our metadata.
-
-    Args:
-        names: what the inputs are, where the graph does not say it. Of a model, the parameters and then the buffers
-            are the first inputs, in this order.
-
-    Raises:
-        ValueError: ``names`` do not fit the inputs; the graph has a cycle.
-        TypeError: this is no graph.
-    """
+    """The graph itself, a recorded pass's, if it is ours, else a copy with our metadata; ValueError if it has a cycle.
+    ``names`` say what the inputs are where the graph does not; a model's parameters, then its buffers, come first."""
+    graph = graph if isinstance(graph, fx.GraphModule) else getattr(graph, "gm", graph)
     if isinstance(graph, ExportedProgram):
         signature = graph.graph_signature
         kinds = {
@@ -197,12 +182,6 @@ def inputs_of(dynamo: fx.GraphModule, keeps_roots: bool) -> list[GivenName]:
     return found
 
 
-def _leaves(argument: Any) -> list[Any]:
-    found: list[Any] = []
-    fx.node.map_aggregate(argument, found.append)
-    return found
-
-
 def _value_of(node: fx.Node) -> Any:
     return node.meta.get("val", node.meta.get("example_value"))
 
@@ -249,15 +228,15 @@ class _Adoption:
     def _given_to(self, body: fx.GraphModule, holder: fx.Node, call: fx.Node) -> dict[str, GivenName]:
         """What a call of a graph gives to its inputs: what stands behind the graphs that the call names."""
         inputs = [str(node.target) for node in body.graph.find_nodes(op="placeholder")]
-        name, given = short_name(call), _leaves(call.args)
+        name, given = short_name(call), leaves_of(call.args)
         own: list[GivenName] = []
         if name in _CARRYING:
             groups = [argument for argument in call.args if isinstance(argument, list | tuple)]
             for role in _CARRYING[name]:
                 own += [GivenName("input", f"{name}.{role}.{n}") for n in range(len(groups.pop(0)))]
-            given = _leaves(groups)
+            given = leaves_of(groups)
         elif name.startswith("flex_attention") and len(call.args) > 1:
-            scores, masks = (_leaves(buffers) for buffers in call.args[-2:])
+            scores, masks = (leaves_of(buffers) for buffers in call.args[-2:])
             is_mask = any(isinstance(argument, tuple) and holder in argument for argument in call.args)
             given = masks if is_mask else scores
             own = [GivenName("input", name) for name in _OF_A_SCORE[is_mask:]]
@@ -266,9 +245,8 @@ class _Adoption:
             last = max((place for place, one in enumerate(given) if self._is_graph(one)), default=-1)
             given = [one for one in given[last + 1 :] if not isinstance(one, str)]
         names = [*own, *map(_operand_name, given)]
-        if len(names) != len(inputs):
-            return {}
-        return {name: told for name, told in zip(inputs, names, strict=True) if told is not None}
+        pairs = zip(inputs, names, strict=True) if len(names) == len(inputs) else ()
+        return {name: told for name, told in pairs if told is not None}
 
     def _is_graph(self, operand: Any) -> bool:
         is_held = isinstance(operand, fx.Node) and operand.op == "get_attr"
@@ -306,7 +284,7 @@ class _Adoption:
             elif node.meta.get("original_aten") is not None:
                 name = GivenName("input", _saved_name(copied))
         if name is not None:
-            copied.meta["gt_input"] = {"kind": name.kind, "fqn": name.fqn}
+            copied.meta["gt_input"] = name._asdict()
 
     def _name_of(self, described: Input) -> GivenName | None:
         if described.fqn is not None:
@@ -366,18 +344,13 @@ def _value_name(node: fx.Node) -> str:
 
 
 def _name_by_use(graph: fx.Graph) -> None:
-    """Give inputs of which nobody says what they are the name of their first use: ``layers.0.up.addmm_mat2``.
-
-    The name holds the module, the operator and its argument; views and casts on the way are passed over. It depends
-    neither on the names of nodes nor on other inputs. Inputs that share one are counted in the order of their use.
-    """
+    """Name inputs of which nobody says what they are by their first use behind views: ``layers.0.up.addmm_mat2``."""
     inputs = graph.find_nodes(op="placeholder")
-    unnamed = [node for node in inputs if not _told_name(node)]
     if not any("desc" in node.meta for node in inputs):
         return
     place = {node: place for place, node in enumerate(graph.nodes)}
     first: dict[fx.Node | None, list[tuple[fx.Node, fx.Node]]] = {}
-    for node in unnamed:
+    for node in (each for each in inputs if not _told_name(each)):
         value, user = node, min(node.users, key=place.__getitem__, default=None)
         while (
             user
@@ -402,7 +375,7 @@ def _use(value: fx.Node, user: fx.Node | None) -> str:
         return "result" if user else "unused"
     names = [argument.name for argument in schema(user.target).arguments] if isinstance(user.target, OpOverload) else []
     given = [*zip_longest(names[: len(user.args)], user.args), *user.kwargs.items()]
-    at = next(name or at for at, (name, each) in enumerate(given) if any(leaf is value for leaf in _leaves(each)))
+    at = next(name or at for at, (name, each) in enumerate(given) if any(leaf is value for leaf in leaves_of(each)))
     return ".".join(filter(None, (node_fqn(user), f"{short_name(user)}_{at}")))
 
 

@@ -1,13 +1,7 @@
-"""Bucket layouts: which parameter sits at which byte of which collective.
+"""Bucket layouts: which parameter sits at which byte of which collective. They are compared before bits.
 
-A layout needs no arithmetic, so it is compared before bits: it finds the same class of bug
-(a wrong payload order, a lost parameter, a wrong group or dtype) and names the parameter.
-``bucket_layout`` reads it off a graph's nodes, not off what a pass says it did;
-``references.eager.eager_bucket_layout`` reads it off ``fully_shard``'s own buffers.
-
-Limit: only one end of a payload has names in a graph, the parameters that go into an
-all-gather and the gradients that come out of a reduce-scatter. A pass that packs in one order
-and unpacks in another is found by bits.
+``bucket_layout`` reads one off a graph's nodes, ``references.eager.eager_bucket_layout`` off ``fully_shard``'s buffers.
+Limit: of a payload only one end has names in a graph. Bits find a pass that packs in one order, unpacks in another.
 """
 
 from __future__ import annotations
@@ -15,7 +9,7 @@ from __future__ import annotations
 import itertools
 import operator
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -40,7 +34,7 @@ from pytest_gtrainer.graph.collectives import (
     wait_of,
 )
 from pytest_gtrainer.graph.foreign import AnyGraph, adopted
-from pytest_gtrainer.graph.nodes import BACKWARD, bodies_of, direction, node_fqn, reached
+from pytest_gtrainer.graph.nodes import BACKWARD, bodies_of, direction, node_fqn, walked
 from pytest_gtrainer.graph.packing import Arrival, State, Unread, arrivals, computes, packed, reduces
 
 ALL_GATHER_NAME, REDUCE_SCATTER_NAME, ALL_REDUCE_NAME = "all_gather", "reduce_scatter", "all_reduce"
@@ -60,18 +54,14 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class Payload:
-    """One collective: what it is, over which ranks, and who sits where.
-
-    ``directions`` tells where a graph issues it; eager FSDP2 gathers one payload in both.
-    ``op`` is the reduction's, "" for an all-gather.
-    """
+    """One collective: what it is, over which ranks, and who sits where."""
 
     collective: str
     dtype: torch.dtype
     ranks: tuple[int, ...]
-    op: str
+    op: str  # the reduction's, "" for an all-gather
     slots: tuple[Slot, ...]
-    directions: tuple[str, ...] = ()
+    directions: tuple[str, ...] = ()  # in which a graph issues it; eager FSDP2 gathers one payload in both
 
     @property
     def parameters(self) -> tuple[str, ...]:
@@ -108,17 +98,16 @@ class LayoutDifference(AssertionError):
 
 
 def bucket_layout(gm: AnyGraph) -> BucketLayout:
-    """Layout of the graph's all-gathers of parameters, and of the reductions of gradients, whoever bucketed it.
+    """Return which parameter lies at which byte of the graph's all-gathers and of its reductions of gradients.
 
-    A reduction is a reduce-scatter, or an all-reduce: of replicas under hybrid sharding, or of what is not sharded.
-    What of a graph's collectives is for activations alone is no part of it. Offsets are bytes inside one rank's slice
-    of the payload. A payload gathered once in each direction is listed once, with both; repeated in one direction it
-    is listed again. A coalesced collective is one payload for each tensor: every one is sent as it is.
+    A reduction is a reduce-scatter, or an all-reduce (over replicas under hybrid sharding, or of what is not sharded).
+    Collectives of activations alone are left out. Offsets are bytes inside one rank's slice of the payload. A payload
+    that is gathered once in each direction is listed once, with both directions; a second time in one direction it is
+    listed again. A coalesced collective is one payload for each tensor.
 
     Raises:
-        PlanError: nothing waits for a collective of parameters or gradients.
-        UnreadLayout: parameters go into a collective, or gradients come out of one, and who sits where cannot be
-            read: the message names the node.
+        PlanError: a collective of parameters or gradients has no wait.
+        UnreadLayout: the places of parameters or gradients in a collective cannot be read: the message names the node.
         ValueError: a process group of the graph does not exist here, and no text that it was parsed
             from said its ranks.
     """
@@ -203,7 +192,7 @@ class _Reader:
             if isinstance(state, tuple):
                 found |= {part.source: None for part in state if part.source}
             elif isinstance(state, Unread):
-                above = {state.node, *reached(state.node, operator.attrgetter("all_input_nodes"))}
+                above = walked([state.node], operator.attrgetter("all_input_nodes"))
                 found |= dict.fromkeys(sorted(one for one in above if one.op == "placeholder" and is_parameter(one)))
         return [self._name(node, launch) for node in found]
 
@@ -278,9 +267,9 @@ def _unread(launch: fx.Node, verb: str, names: list[str], at: fx.Node) -> Unread
     if at is launch:
         why = f"{target} is no collective that a layout knows"
     return UnreadLayout(
-        f"the collective {launch.name} {verb} {', '.join(names[:_MOST_MOVED])}{more}, and who sits where cannot be "
-        f"read: {why}. Pack by cat, copies, views and torch's own bucketing operators around functional collectives, "
-        "or compare bits"
+        f"the collective {launch.name} {verb} {', '.join(names[:_MOST_MOVED])}{more}, and the place of each in it "
+        f"cannot be read: {why}. Pack by cat, copies, views and torch's own bucketing operators around functional "
+        "collectives, or compare bits"
     )
 
 
@@ -307,10 +296,8 @@ def _ranks_of(launch: fx.Node) -> tuple[int, ...]:
     try:
         return group_ranks(name)
     except ValueError:
-        told: Mapping[str, tuple[int, ...] | None] = getattr(launch.graph.owning_module, "meta", {}).get(
-            "gt_groups", {}
-        )
-        if (ranks := told.get(name)) is None:
+        ranks: tuple[int, ...] | None = getattr(launch.graph.owning_module, "meta", {}).get("gt_groups", {}).get(name)
+        if ranks is None:
             raise
         return ranks
 
@@ -321,17 +308,20 @@ def _module_of(launch: fx.Node) -> str:
     return bucket["plan_fqns"][0] if bucket else node_fqn(launch)
 
 
-def assert_same_layout(actual: BucketLayout, expected: BucketLayout, *, actual_is: str = "graph") -> None:
-    """Every collective of ``expected`` has its like in ``actual``: group, dtype, op, parameter at byte offset.
+def assert_same_layout(
+    actual: BucketLayout | AnyGraph, expected: BucketLayout | AnyGraph, *, actual_is: str = "graph"
+) -> None:
+    """Assert that ``actual`` has the collectives of ``expected``: group, dtype, op, each parameter at its byte offset.
 
-    Collectives are paired by the parameters they share; the order in which they are issued and
-    the directions are not compared.
+    Collectives are paired by the parameters that they share. Their order and their directions are not compared. A
+    graph is read by ``bucket_layout``. ``actual_is`` names the first side in messages.
 
     Raises:
-        LayoutDifference: names the bucket and the parameters that sit elsewhere.
-        ValueError: a layout is empty, so that there is nothing to compare.
+        LayoutDifference: names the bucket and the parameters that lie elsewhere.
+        ValueError: a layout is empty, so there is nothing to compare.
     """
     __tracebackhide__ = True
+    actual, expected = (each if isinstance(each, BucketLayout) else bucket_layout(each) for each in (actual, expected))
     for which, layout in ((actual_is, actual), ("expected", expected)):
         if not layout.payloads:
             raise ValueError(

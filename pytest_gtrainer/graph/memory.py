@@ -1,16 +1,10 @@
 """Peak memory of a graph by liveness: the bytes alive while each node runs, in the order of the graph's generated code.
 
-A tensor's memory, an *allocation*, is held from the node that makes it to the last use of any name that shows it:
-
-- The code sets a name to None behind its last use, so an operator's operands and results are alive at once.
-- Views, writes in place, ``out=`` buffers and waits show the memory of an operand. An operator's schema says so, as
-  passes may copy values between nodes. Python functions and higher-order operators show it if the tracer's values
-  share a storage.
-- A gather, reduce-scatter or exchange holds its operands, too, until it is waited for, as NCCL does.
-- Inputs and constants are held from begin to end: by the caller and by the module.
-- A graph inside the graph adds what it makes, at the node that runs it.
-
-Not seen: workspaces inside an operator, an allocator's rounding and fragments, what happens outside of the graph.
+An *allocation* is held from the node that makes it to the last use of any name that shows it, inputs and constants
+throughout. Views, writes in place, ``out=`` and waits show an operand's memory, as schemas say; Python functions and
+higher-order operators if storages are shared. A gather, reduce-scatter or exchange holds its operands until it is
+waited for, as NCCL does. A graph inside the graph adds what it makes at the node that runs it. Not seen: workspaces
+inside an operator, an allocator's rounding and fragments, what happens outside of the graph.
 """
 
 from __future__ import annotations
@@ -110,14 +104,12 @@ def spell_bytes(nbytes: int) -> str:
 
 
 def peak_memory(gm: AnyGraph, *, names: Names | None = None, sizes: Mapping[str, int] | None = None) -> PeakMemory:
-    """The memory that a graph holds at once while it runs, from its metadata; nothing runs.
-
-    Cost: one walk over the nodes.
+    """Return the bytes that a graph holds at each node, computed from its metadata in one walk; nothing runs.
 
     Args:
         gm: a graph of any tracer, with fake values on its nodes.
-        names: what the inputs are, where the graph does not say it.
-        sizes: numbers of dynamic sizes, as ``{"u0": 128}``; by default the ones that the graph was traced with.
+        names: what the inputs are, if the graph does not say it.
+        sizes: values of dynamic sizes, as ``{"u0": 128}``; by default those with which the graph was traced.
 
     Raises:
         ValueError: a node has no value; a size is known only when the graph runs; no node has a tensor.
@@ -136,7 +128,7 @@ def peak_memory(gm: AnyGraph, *, names: Names | None = None, sizes: Mapping[str,
 def assert_peak_memory(
     gm: AnyGraph, *, at_most: int | str, names: Names | None = None, sizes: Mapping[str, int] | None = None
 ) -> PeakMemory:
-    """Assert that a graph never holds more than ``at_most``, bytes or a text as "1.5 GiB"; the rest as ``peak_memory``.
+    """Assert that ``gm`` never holds more than ``at_most`` bytes (or "1.5 GiB"); ``names``, ``sizes``: ``peak_memory``
 
     Raises:
         AssertionError: it does; with node, module and the five largest tensors alive there.
@@ -159,10 +151,8 @@ def assert_peak_memory(
     return told
 
 
-# --- what values show: a value with a set of allocations in place of each tensor; of a subclass that holds several, all
-
-
 def _shown(value: Any) -> list[frozenset[Allocation]]:
+    """The allocations of a value's tensors, a set for each; of a subclass that holds several, all."""
     return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, frozenset)]
 
 
@@ -314,7 +304,7 @@ class _Walk:
 
     def _without_value(self, node: fx.Node) -> ValueError:
         return ValueError(
-            f"{node.name} ({_called(node)}) has no value in its metadata, so nobody knows its bytes: trace on fake "
+            f"{node.name} ({_called(node)}) has no value in its metadata, so its size is unknown: trace on fake "
             'tensors (make_fx(..., tracing_mode="fake"), torch.compile, torch.export), or run '
             "torch.fx.passes.fake_tensor_prop.FakeTensorProp(gm).propagate(*inputs) first"
         )
@@ -349,7 +339,7 @@ class _Walk:
 
     def told(self) -> PeakMemory:
         if not self.allocations:
-            raise ValueError("the graph holds no tensors, so there is no memory to tell: is it the one that you mean?")
+            raise ValueError("the graph holds no tensors, so there is no memory to measure: is this the right graph?")
         self._name_kinds()
         curve = self.curve()
         by_name = {node.name: curve[at] for at, node in enumerate(self.nodes) if node.op != "placeholder"}

@@ -1,23 +1,18 @@
 """What a node of a graph is: where it belongs, and what it does beside computing its value.
 
-Where it belongs stands in ``node.meta``, as graph trainers write it, so graphs traced elsewhere go straight in:
-
-- ``meta["custom"]["module_fqn"]``, else ``nn_module_stack``: the module that a node belongs to;
-- ``meta["autograd_backward"]``: True on nodes that the backward made, the one source of direction;
-- ``meta["gt_gathers_once"]`` on the output node: True if a parameter is gathered once however often it is read, so that
-  its gradient is complete before it is reduced;
-- ``meta["gt_dynamic_dims"]`` there: per dimension that the graph keeps as a symbol, by name, the symbol and the
-  extent of the example;
-- ``meta["gt_stage_outputs"]`` there, of a pipeline's stage: how many outputs and gradients of inputs it gives;
-- ``meta["custom"]["gt_part"]`` in a stage: ``"reduce"`` on what reduces a parameter's gradient over ranks.
-
-What it does is told by its operator: it communicates, waits, draws random numbers, shows memory, writes to it.
+Graph trainers write in ``node.meta``: ``custom["module_fqn"]``, else ``nn_module_stack``, is a node's module.
+``autograd_backward`` is True on nodes of the backward, the one source of direction. ``custom["gt_part"]`` is "reduce"
+on what reduces a parameter's gradient in a stage. ``custom`` has the ``KEYS`` of chunked regions (G11, I3). On the
+output node, ``gt_gathers_once`` is True if a parameter is gathered once however often it is read. ``gt_dynamic_dims``
+has by name a dynamic dimension's symbol and its extent in the example. ``gt_stage_outputs`` counts outputs and
+gradients of inputs.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -32,6 +27,12 @@ DYNAMIC_DIMS = "gt_dynamic_dims"
 STAGE_OUTPUTS = "gt_stage_outputs"
 PART, REDUCE = "gt_part", "reduce"
 
+CHUNK_ID, REGION_FQN = "chunk_id", "chunked_region_fqn"
+ROLE, PRODUCER = "chunked_region_role", "chunked_region_producer"
+KEYS = (CHUNK_ID, REGION_FQN, ROLE, PRODUCER)
+SPLIT_BOUNDARY, BODY, MATERIALIZATION = "split_boundary", "body", "materialization"
+EAGER, GRAPH = "eager", "graph"
+
 COMMUNICATING = ("_c10d_functional", "_c10d_functional_autograd", "c10d", "c10d_functional", "symm_mem", "_dtensor")
 _OF_TORCHS_BUCKET = "bucketing_custom_sources"
 """Key of ``meta`` that ``torch._inductor.fx_passes.bucketing`` sets on every node that it makes."""
@@ -45,10 +46,7 @@ _WRITING = {setattr, delattr, operator.setitem, operator.delitem, *_IN_PLACE}
 
 
 def direction(node: fx.Node) -> str:
-    """ "bwd" for nodes the backward made, else "fwd" (A3).
-
-    Torch's bucketing sets no mark on the nodes that it makes: they are of the direction of what they serve.
-    """
+    """ "bwd" for nodes the backward made, else "fwd" (A3); torch's buckets have that of what they serve."""
     meta = node.meta
     if meta.get("autograd_backward"):
         return BACKWARD
@@ -57,29 +55,13 @@ def direction(node: fx.Node) -> str:
 
 def _direction_of_bucket(node: fx.Node) -> str:
     """By the nodes around torch's bucket: the first that use it, else those that go into it."""
-    for neighbours in (lambda one: list(one.users), lambda one: one.all_input_nodes):
-        todo, seen, found = [node], {node}, set()
-        while todo:
-            for other in neighbours(todo.pop()):
-                if other not in seen and other.op not in ("placeholder", "output", "get_attr"):
-                    seen.add(other)
-                    if _OF_TORCHS_BUCKET in other.meta:
-                        todo.append(other)
-                    else:
-                        found.add(bool(other.meta.get("autograd_backward")))
-        if found:
-            return BACKWARD if found == {True} else FORWARD
+    for neighbours in (operator.attrgetter("users"), operator.attrgetter("all_input_nodes")):
+        bucket = walked([node], neighbours, lambda one: _OF_TORCHS_BUCKET in one.meta)
+        around = {other for one in bucket for other in neighbours(one)} - bucket
+        marks = {direction(other) for other in around if other.op not in ("placeholder", "output", "get_attr")}
+        if marks:
+            return BACKWARD if marks == {BACKWARD} else FORWARD
     return FORWARD
-
-
-def reached(start: fx.Node, neighbours: Callable[[fx.Node], Iterable[fx.Node]]) -> set[fx.Node]:
-    """The nodes that one comes to from ``start``, from neighbours to their neighbours."""
-    todo, seen = [start], set[fx.Node]()
-    while todo:
-        found = {*neighbours(todo.pop())} - seen
-        todo += found
-        seen |= found
-    return seen
 
 
 def node_fqn(node: fx.Node) -> str:
@@ -103,10 +85,7 @@ def is_wait(node: fx.Node) -> bool:
 
 
 def is_random(node: fx.Node) -> bool:
-    """Whether the node draws from a random generator.
-
-    Attention without dropout does not, though torch tags its operator as if it did.
-    """
+    """Whether the node draws from a random generator; torch tags attention without dropout, too, which does not."""
     target = node.target
     if isinstance(target, HigherOrderOperator):
         return target.name() in _DRAWING
@@ -122,6 +101,13 @@ def argument_of(node: fx.Node, *names: str) -> Any:
             given = node.args[place] if place < len(node.args) else node.kwargs.get(argument.name)
             return argument.default_value if given is None else given
     return None
+
+
+def leaves_of(argument: Any) -> list[Any]:
+    """What is in lists, tuples, dicts and slices of arguments, at any depth."""
+    found: list[Any] = []
+    fx.node.map_aggregate(argument, found.append)
+    return found
 
 
 def short_name(node: fx.Node) -> str:
@@ -178,7 +164,9 @@ def returns_an_operand(node: fx.Node) -> bool:
 
 
 def walked(
-    starts: Iterable[fx.Node], onward: Callable[[fx.Node], Iterable[fx.Node]], is_of_it: Callable[[fx.Node], bool]
+    starts: Iterable[fx.Node],
+    onward: Callable[[fx.Node], Iterable[fx.Node]],
+    is_of_it: Callable[[fx.Node], bool] = lambda node: True,
 ) -> set[fx.Node]:
     """The nodes that ``onward`` leads to, step by step, the starts among them, as far as all ``is_of_it``."""
     found: set[fx.Node] = set()
@@ -212,10 +200,7 @@ def writes(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
 
 
 def has_effect(node: fx.Node) -> bool:
-    """Whether the node must stay though nobody reads it (M5): mutations, collectives, random operators, assertions.
-
-    What cannot be judged from here stays too: modules, methods, operators that run graphs.
-    """
+    """Whether a node without readers must stay (M5): it writes, communicates, draws or asserts, or nobody can tell."""
     if node.op in ("placeholder", "output", "call_module", "call_method"):
         return True
     if node.op == "get_attr":
@@ -225,3 +210,51 @@ def has_effect(node: fx.Node) -> bool:
     # Python's operators on sizes and tuples have none; x += y and x.grad = y write, and nobody may read what they give
     plain = getattr(node.target, "__module__", "") in ("_operator", "math", "builtins")
     return not plain or node.target in _WRITING or bool(node.is_impure())
+
+
+def annotation(fqn: str, role: str, producer: str, chunk_id: int | None = None) -> dict[str, Any]:
+    """The keys of one node; those of a boundary have no ``chunk_id``."""
+    keys: dict[str, Any] = {REGION_FQN: fqn, ROLE: role, PRODUCER: producer}
+    return keys if chunk_id is None else {CHUNK_ID: chunk_id, **keys}
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """What a node's annotation says: the chunked module, the role there, who chunked it, and which chunk."""
+
+    fqn: str
+    role: str
+    producer: str
+    chunk_id: int | None
+
+    def words(self) -> list[str]:
+        """All but the module in the words of a graph text: the chunk of a body, else the role.
+
+        >>> Told("layers.0", BODY, GRAPH, 1).words(), Told("layers.0", SPLIT_BOUNDARY, EAGER, None).words()
+        (['1'], ['split_boundary', 'eager'])
+        """
+        place = self.role if self.chunk_id is None else str(self.chunk_id)
+        return [place] if self.producer == GRAPH else [place, self.producer]
+
+
+def told_by(custom: Mapping[Any, Any]) -> Told | None:
+    """The annotation among a node's annotations, None if there is none that ``annotation`` made."""
+    if ROLE not in custom:
+        return None
+    told = Told(custom.get(REGION_FQN, ""), custom[ROLE], custom.get(PRODUCER, ""), custom.get(CHUNK_ID))
+    regular = told.fqn and told.role in (SPLIT_BOUNDARY, BODY, MATERIALIZATION) and told.producer in (EAGER, GRAPH)
+    return told if regular and (told.role == BODY) == (told.chunk_id is not None) else None
+
+
+DTYPES: dict[torch.dtype, str] = {
+    torch.float64: "f64", torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16",
+    torch.int64: "i64", torch.int32: "i32", torch.int16: "i16", torch.int8: "i8",
+    torch.uint64: "u64", torch.uint32: "u32", torch.uint16: "u16", torch.uint8: "u8", torch.bool: "b8",
+    torch.complex128: "c128", torch.complex64: "c64", torch.complex32: "c32",
+}  # fmt: skip
+"""Dtypes with a short name; the others (``float8_e4m3fn``) have torch's."""
+
+
+def spell_dtype(dtype: torch.dtype) -> str:
+    """``bf16``; a dtype without a short name has torch's."""
+    return DTYPES.get(dtype) or str(dtype).removeprefix("torch.")

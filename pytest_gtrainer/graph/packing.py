@@ -1,20 +1,16 @@
 """What is packed into a collective and where its result goes, read off data movement: whoever bucketed the graph.
 
-The way up goes forward over the graph, once: each value is told as its *parts*, graph inputs and their bytes in the
-order in which they lie in memory. ``cat``, copies into a buffer and torch's packing operators (``bucketing::``,
-``fsdp::``) join parts; views and casts keep them; whatever has one parameter above it is one part. The way down
-follows a piece of the result through splits, slices, views, ``cat`` and what works element by element (a division
-by a count) to the graph's outputs.
-
-A value that depends on a user's input is an *activation*, no payload of parameters. What has parameters above it
-and cannot be read is *unread*, with the node at which the order is lost; nothing is dropped for that.
+The way up: each value is told as its *parts*, graph inputs and their bytes in memory order. ``cat``, copies into a
+buffer and torch's packing operators join parts; what has one parameter above it is one part. The way down follows a
+piece of the result to the graph's outputs. A value that depends on a user's input is an *activation*, no payload. What
+has parameters above it and cannot be read is *unread*, with the node at which the order is lost.
 """
 
 from __future__ import annotations
 
 import functools
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import accumulate
 from operator import getitem
@@ -26,7 +22,7 @@ from torch import fx
 from pytest_gtrainer._torch.passes import COPY_IN, PRE_BUCKET_ALL_GATHER, dtypes_of_buckets, is_control_dependency
 from pytest_gtrainer._torch.values import OpOverload, schema
 from pytest_gtrainer.graph.collectives import launches
-from pytest_gtrainer.graph.nodes import held, is_view, is_wait, short_name, written_operands
+from pytest_gtrainer.graph.nodes import held, is_view, is_wait, short_name, walked, written_operands
 
 _aten = torch.ops.aten
 _KEEPS_ORDER = frozenset({
@@ -152,7 +148,8 @@ class _Reader:
         found: list[Part] = []
         for tensor, size in zip(tensors, sizes, strict=True):
             parts = self._state[tensor]
-            if (scaled := _scaled(parts, size) if isinstance(parts, tuple) else None) is None:
+            scaled = _scaled(parts, size) if isinstance(parts, tuple) else None
+            if scaled is None:
                 return parts if isinstance(parts, Unread) else Unread(tensor)
             found += scaled
         return tuple(found)
@@ -230,14 +227,11 @@ def _is_part_of_rank(node: fx.Node, base: fx.Node) -> bool:
     return bool(begin == share * args[4]) and _numel(node) == share
 
 
-def _aliases(node: fx.Node) -> Iterator[fx.Node]:
+def _aliases(node: fx.Node) -> set[fx.Node]:
     """The values that share memory with this one, by views."""
     while is_view(node.target) and node.all_input_nodes:
         node = node.all_input_nodes[0]
-    todo = [node]
-    while todo:
-        yield (found := todo.pop())
-        todo += [user for user in found.users if is_view(user.target)]
+    return {node} | walked(node.users, lambda one: one.users, lambda one: is_view(one.target))
 
 
 def computes(node: fx.Node) -> bool:
@@ -264,9 +258,6 @@ def scaled_operand(node: fx.Node) -> fx.Node | None:
     first = max(operands, key=_numel)
     is_scaled = _numel(first) == _numel(node) and all(_numel(one) <= 1 for one in operands if one is not first)
     return first if is_scaled else None
-
-
-# -- the way down
 
 
 @dataclass(frozen=True, slots=True)
@@ -374,10 +365,9 @@ def _numel(node: fx.Node) -> int:
 
 def _begin(node: fx.Node) -> int | None:
     """The first element of a slice of what lies one behind the other; None for another slice."""
-    args: list[Any] = list(node.args)
-    given: list[Any] = [0, 0, None, 1]
-    given[: len(args) - 1] = args[1:]
-    dim, begin, _, step = given
+    args: Any = node.args
+    given: list[Any] = list(args[1:])
+    dim, begin, _, step = given + [0, None, None, 1][len(given) :]
     value = args[0].meta.get("val")
     if not isinstance(value, torch.Tensor) or dim != 0 or step != 1:
         return None

@@ -1,8 +1,7 @@
-"""The dataflow of a graph, read from its lines without torch.
+"""The dataflow of a graph, read from its lines without torch, in one walk.
 
-A *value* is an input or one statement's result; its operands are places of earlier values, found by
-resolving relative names. A *template* is what a line says apart from names: a text with a hole for each.
-One walk over the lines; a text is taken apart once, whatever the number of layers it stands for.
+A *value* is an input or one statement's result; its operands are places of earlier values, found by resolving relative
+names. A *template* is what a line says apart from names. A text is taken apart once, however many layers it stands for.
 """
 
 from __future__ import annotations
@@ -16,32 +15,17 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from pytest_gtrainer.graphtext import syntax
 from pytest_gtrainer.graphtext.folding import unfold
 from pytest_gtrainer.graphtext.header import TextError
 from pytest_gtrainer.graphtext.sections import GraphLine, Layer, Scope, SectionKey
-from pytest_gtrainer.graphtext.syntax import (
-    AT,
-    CHUNK,
-    COMPUTED_SPACES,
-    INPUT_SPACES,
-    UNREADABLE,
-    InputKey,
-    LinePlace,
-    absolute,
-    input_key_at,
-    is_input,
-    key_of,
-    links_of,
-    scope_at,
-)
+from pytest_gtrainer.graphtext.syntax import UNREADABLE, LinePlace, absolute, links_of
 
 HOLE, SYMBOL = "\0", "\1"
 """Stand in a template for a reference, and for the symbol of a size."""
 _DEFINITION = re.compile(r"(?P<name>\w+) = (?P<value>.*)")
 _BODY = "def "
 
-
-# -- lines as templates
 
 Origin = tuple[str, str]
 """What stands before a name, and the name; of an input all of it, and nothing."""
@@ -77,19 +61,12 @@ _NAMED = re.compile(r"(?:(?P<origin>.+)\.)?(?P<name>\w+)(?:\[-?\d+\])*")
 _SYMBOL = re.compile(r"(?:.+\.)?[a-z]+\d+")
 _TAG = rf"\w+(?:\((?:{_STRING}|[^\"'])*?\))?"
 _STATEMENT = re.compile(rf"({_NAME}): (.*?)(?: \| ({_TAG}(?: \| {_TAG})*))? = ({_CHAIN})\((.*)\)", re.DOTALL)
-_PATH_OF_TAG = re.compile(rf"{_STRING}|(?P<tag>\b(?:{AT}|{CHUNK})\()(?P<path>{_CHAIN})")
+_PATH_OF_TAG = re.compile(rf"{_STRING}|(?P<tag>\b(?:{syntax.AT}|{syntax.CHUNK})\()(?P<path>{_CHAIN})")
 
 
 @functools.lru_cache(maxsize=1 << 14)
 def statement(text: str) -> Statement | None:
-    """A computed value's line; None if it is none.
-
-    >>> found = statement("mm: bf16[2, L.u0] | must_save = aten.mm(x, L.y[1], 1e-05, dtype=f32)")
-    >>> found.type, found.tags
-    (Template(text='bf16[2, \\x01]', references=(), symbols=('L.u0',)), 'must_save')
-    >>> found.arguments[:2]
-    ('\\x00, \\x00[1], 1e-05, dtype=\\x00', (('', 'x'), ('L', 'y'), ('', 'f32')))
-    """
+    """A computed value's line; None if it is none."""
     if (found := _STATEMENT.fullmatch(text)) is None:
         return None
     name, kind, tags, operator, arguments = found.groups(default="")
@@ -98,42 +75,33 @@ def statement(text: str) -> Statement | None:
 
 @functools.lru_cache(maxsize=1 << 14)
 def template(text: str, is_type: bool = False) -> Template:
-    """Operands; or a type, which has holes for symbols as ``sym(...)`` among operands has.
-
-    >>> template("bf16[L.u0 + L.u1, 64]", is_type=True)
-    Template(text='bf16[\\x01 + \\x01, 64]', references=(), symbols=('L.u0', 'L.u1'))
-    >>> template("float8_e4m3fn[4, 4][1, 4] @ cuda", is_type=True).symbols
-    ()
-    """
-    pieces: list[str] = []
+    """Operands; or a type, which has holes for symbols as ``sym(...)`` among operands has."""
     references: list[Origin] = []
     symbols: list[str] = []
-    place, depth = 0, int(is_type)  # depth: of parentheses inside of a size
-    for token in _TOKEN.finditer(text):
-        told, start, end = token[0], *token.span()
+    depth = int(is_type)  # of parentheses inside of a size
+
+    def filled(token: re.Match[str]) -> str:
+        nonlocal depth
+        told = token[0]
         if token["sym"]:
             depth = 1
         elif token["parenthesis"] and depth:
             depth += 1 if told == "(" else -1
         elif not token["chain"]:
-            continue
+            return told
         elif depth:
-            if _SYMBOL.fullmatch(told) and text[end : end + 1] != "[":
-                pieces += [text[place:start], SYMBOL]
+            if _SYMBOL.fullmatch(told) and text[token.end() : token.end() + 1] != "[":
                 symbols.append(told)
-                place = end
-        elif told[0] in INPUT_SPACES and told[1:2] in (".", "["):
-            pieces += [text[place:start], HOLE]
+                return SYMBOL
+        elif told[0] in syntax.INPUT_SPACES and told[1:2] in (".", "["):
             references.append((told, ""))
-            place = end
+            return HOLE
         elif named := _NAMED.fullmatch(told):
-            pieces += [text[place:start], HOLE]
             references.append((named["origin"] or "", named["name"]))
-            place = start + named.end("name")
-    return Template("".join([*pieces, text[place:]]), tuple(references), tuple(symbols))
+            return HOLE + told[named.end("name") :]
+        return told
 
-
-# -- graphs
+    return Template(_TOKEN.sub(filled, text), tuple(references), tuple(symbols))
 
 
 class Symbol(NamedTuple):
@@ -192,12 +160,12 @@ class Dataflow:
     bodies: dict[str, tuple[GraphLine, ...]] = field(default_factory=dict)  # the lines of graphs inside the graph
     others: list[GraphLine] = field(default_factory=list)  # lines of views, which are no statements
 
-    @functools.cached_property
+    @property
     def inputs(self) -> list[int]:
         """The places of inputs."""
         return [place for place, value in enumerate(self.values) if value.is_input]
 
-    @functools.cached_property
+    @property
     def users(self) -> list[int]:
         """The places of values that name a definition."""
         every = enumerate(self.values)
@@ -215,12 +183,10 @@ _Find = Callable[[str], Mapping[str, int]]
 
 
 class _Resolver:
-    """Resolves names in one walk over the lines."""
-
     def __init__(self) -> None:
         self._made = Dataflow()
         self._defined: dict[str, int] = {}
-        self._inputs: dict[InputKey, dict[str, int]] = defaultdict(dict)
+        self._inputs: dict[syntax.InputKey, dict[str, int]] = defaultdict(dict)
         self._names: dict[Scope, dict[str, int]] = defaultdict(dict)
         self._symbols: dict[str, Symbol] = {}
         self._brought: Counter[int] = Counter()
@@ -230,9 +196,9 @@ class _Resolver:
         heading_of = functools.cache(self._heading)
         for number, line in enumerate(lines):
             (space, layer), scope, find = heading_of(line.section, line.heading)
-            if space in COMPUTED_SPACES and (parts := statement(line.text)) is not None:
+            if space in syntax.COMPUTED_SPACES and (parts := statement(line.text)) is not None:
                 self._computed(number, parts, layer, scope, find)
-            elif space in INPUT_SPACES and ": " in line.text:
+            elif space in syntax.INPUT_SPACES and ": " in line.text:
                 self._input(number, SectionKey(space, layer), line.text)
             elif space == "out":
                 self._result(number, line.text, layer, find)
@@ -265,10 +231,10 @@ class _Resolver:
 
     def _heading(self, section: str, heading: str) -> tuple[SectionKey, Scope, _Find]:
         """What lines under one heading share."""
-        key = key_of(section)
+        key = syntax.key_of(section)
         here = LinePlace(*key)
         try:
-            scope = scope_at(links_of(heading or "_"), here)
+            scope = syntax.scope_at(links_of(heading or "_"), here)
         except UNREADABLE:
             scope = Scope((heading,), key.space)
 
@@ -277,9 +243,9 @@ class _Resolver:
                 return self._names[scope]
             try:
                 links = links_of(origin)
-                if is_input(links):
-                    return self._inputs[input_key_at(links, key.layer)]  # of one that comes later, too
-                return self._names[scope_at(links, here)]
+                if syntax.is_input(links):
+                    return self._inputs[syntax.input_key_at(links, key.layer)]  # of one that comes later, too
+                return self._names[syntax.scope_at(links, here)]
             except UNREADABLE:
                 return {}
 
@@ -290,9 +256,9 @@ class _Resolver:
         typed = template(kind, is_type=True)
         place = len(self._made.values)
         try:
-            _, path, repeat = source = input_key_at(links_of(name), key.layer)
+            _, path, repeat = source = syntax.input_key_at(links_of(name), key.layer)
         except UNREADABLE:
-            _, path, repeat = source = key.space, name, 0
+            _, path, repeat = source = syntax.InputKey(key.space, name)
         self._inputs[source][""] = place
         operands = tuple([self._symbol(symbol, key.layer) for symbol in typed.symbols])
         scope = Scope((f"{path}.#{repeat}" if repeat else path,), key.space)

@@ -12,9 +12,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-
-from pytest_gtrainer.graphtext.literals import spell_literal
+from pytest_gtrainer.graphtext.spelling import TORCH_WORDS
 from pytest_gtrainer.graphtext.syntax import refuse, shown
 
 _CLASS = re.compile(r"^class \w+\((torch\.)?nn\.Module\):", re.MULTILINE)
@@ -27,11 +25,7 @@ _OPERATORS: dict[type, str] = {
     ast.BitOr: "or_", ast.BitXor: "xor", ast.LShift: "lshift", ast.RShift: "rshift", ast.Eq: "eq", ast.NotEq: "ne",
     ast.Lt: "lt", ast.LtE: "le", ast.Gt: "gt", ast.GtE: "ge",
 }  # fmt: skip
-_CONSTANTS = {
-    str(value): spell_literal(value) or str(value)
-    for value in vars(torch).values()
-    if isinstance(value, torch.dtype | torch.layout | torch.memory_format)
-}
+_CONSTANTS = {str(value): word for word, value in TORCH_WORDS.items()}
 
 
 def is_dump(text: str) -> bool:
@@ -72,6 +66,7 @@ def _types_in_load_args(tree: ast.Module) -> list[str]:
 
 def _type(told: str, at: ast.AST) -> ast.expr:
     """``f32[2, 8][8, 1]cuda:0`` or ``Sym(s0)`` as a type of graph text; ``_`` where nothing is told."""
+    spelled = told or "_"
     if (number := _NUMBER.fullmatch(told)) is not None:
         spelled = f"int[{number[1]}]"
     elif (tensor := _TENSOR.fullmatch(told)) is not None:
@@ -80,8 +75,6 @@ def _type(told: str, at: ast.AST) -> ast.expr:
         spelled += f" @ {device}" if device not in ("", "cpu") else ""
     elif told:
         raise refuse(at, f"expected a type like `f32[2, 4][4, 1]cpu` or `Sym(s0)`, found `{told}`")
-    else:
-        spelled = "_"
     return _expression(spelled)
 
 
@@ -110,9 +103,8 @@ class _Dump(ast.NodeTransformer):
         self._values: dict[str, ast.AnnAssign] = {}
         self._results: list[ast.stmt] = []
         head: list[ast.stmt] = []
-        arguments = forward.args.args[1:]
-        if any("tree_flatten_spec" in ast.unparse(node) for node in forward.body):
-            arguments = []  # the inputs have lines of their own
+        has_lines = any("tree_flatten_spec" in ast.unparse(node) for node in forward.body)  # the inputs, of their own
+        arguments = [] if has_lines else forward.args.args[1:]
         told = [_told(argument) for argument in arguments]
         if not any(told) and types:
             if len(types) != len(arguments):
@@ -129,9 +121,10 @@ class _Dump(ast.NodeTransformer):
             made: Any = ast.parse(f"def {body.name}_graph_0(): pass").body[0]
             made.body = _Dump(body).statements
             head.append(made)
-        sections: tuple[list[ast.stmt], ...] = (self._inputs, [*self._values.values()], self._results)
-        named = zip(("A", "fwd", "out"), sections, strict=True)
-        made_of = (ast.If(ast.Name(name), lines, []) for name, lines in named if lines)
+        sections: dict[str, list[ast.stmt]] = {
+            "A": self._inputs, "fwd": [*self._values.values()], "out": self._results
+        }  # fmt: skip
+        made_of = (ast.If(ast.Name(name), lines, []) for name, lines in sections.items() if lines)
         self.statements = [ast.fix_missing_locations(ast.copy_location(node, graph)) for node in (*head, *made_of)]
 
     def _input(self, name: str, told: str, at: ast.AST) -> None:
@@ -189,20 +182,20 @@ class _Dump(ast.NodeTransformer):
     def _call(self, value: ast.expr) -> ast.Call:
         """What a line computes, as a call of an operator."""
         keywords: list[ast.keyword] = []
-        if isinstance(value, ast.BinOp | ast.UnaryOp) and type(value.op) in _OPERATORS:
-            given = [value.left, value.right] if isinstance(value, ast.BinOp) else [value.operand]
-            name = f"operator.{_OPERATORS[type(value.op)]}"
-        elif isinstance(value, ast.Compare) and type(value.ops[0]) in _OPERATORS:
-            name, given = f"operator.{_OPERATORS[type(value.ops[0])]}", [value.left, *value.comparators]
-        elif isinstance(value, ast.Subscript):
-            name, given = "operator.getitem", [value.value, value.slice]
-        elif isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute):
-            name, given, keywords = ast.unparse(value.func), value.args, value.keywords
-            if name.partition(".")[0] in {*self._values, *self._names}:
-                name, given = f"method.{value.func.attr}", [value.func.value, *given]
-            name = name.removeprefix("torch.ops.").replace("higher_order.", "hop.", 1).removesuffix(".default")
-        else:
-            raise refuse(value, f"expected a call of an operator, found `{shown(value)}`")
+        match value:
+            case ast.BinOp(left, sign, right) | ast.Compare(left, [sign], [right]) if type(sign) in _OPERATORS:
+                name, given = f"operator.{_OPERATORS[type(sign)]}", [left, right]
+            case ast.UnaryOp(sign, operand) if type(sign) in _OPERATORS:
+                name, given = f"operator.{_OPERATORS[type(sign)]}", [operand]
+            case ast.Subscript(source, index):
+                name, given = "operator.getitem", [source, index]
+            case ast.Call(ast.Attribute(source, method) as function, given, keywords):
+                name = ast.unparse(function)
+                if name.partition(".")[0] in {*self._values, *self._names}:
+                    name, given = f"method.{method}", [source, *given]
+                name = name.removeprefix("torch.ops.").replace("higher_order.", "hop.", 1).removesuffix(".default")
+            case _:
+                raise refuse(value, f"expected a call of an operator, found `{shown(value)}`")
         named = [ast.keyword(each.arg, self.visit(each.value)) for each in keywords]
         return ast.Call(_expression(name), [self.visit(argument) for argument in given], named)
 

@@ -1,13 +1,11 @@
 """When two schedules compute the same: digests without regard to order, and effects, for which order counts.
 
-The *digest* of a value says its operator, type, literals and the digests of its operands, never its name or its
-place. That of a graph is made of all of them without order, so equal digests mean: the same computation, maybe in
-another order. Left out are modules, buckets and tags, and the examples of symbols.
+The *digest* of a value says its operator, type, literals and the digests of its operands, never its name, place, module
+or tags. That of a graph is made of all of them without order: equal ones mean the same computation.
 
-*Effects* are what the order of a schedule decides beyond that. Two graphs of equal dataflow give the same results
-only if random numbers are drawn in the same order, and if each reader of a value that is changed in place stands on
-the same side of the change. The *storage* of a value is that of its first operand, for a view or a change in place,
-else its own. No torch here: operators are known by name. One walk over the values for each.
+*Effects* are what order decides beyond that: random numbers have to be drawn in the same order, and each reader of a
+value that is changed in place has to stand on the same side of the change. The *storage* of a value is that of its
+first operand, for a view or a change in place, else its own. No torch here: operators are known by name.
 """
 
 from __future__ import annotations
@@ -29,18 +27,7 @@ _ARITHMETIC: dict[type, Callable[[int, int], int]] = {ast.Add: add, ast.Sub: sub
 
 
 def canonical(text: str, meanings: Sequence[str]) -> str:
-    """``text`` with the meanings in place of its symbols, whatever the order of terms and factors.
-
-    As in testing whether polynomials are equal (Schwartz and Zippel), each symbol stands for a number, and sums and
-    products are worked out modulo a prime.
-
-    >>> canonical("f32[\\1 + \\1, 2]", ["b", "a"]) == canonical("f32[\\1 + \\1, 2]", ["a", "b"])
-    True
-    >>> canonical("f32[-2*\\1 + \\1]", ["b", "a"]) == canonical("f32[\\1 - 2*\\1]", ["a", "b"])
-    True
-    >>> canonical("f32[\\1 - \\1]", ["b", "a"]) == canonical("f32[\\1 - \\1]", ["a", "b"])
-    False
-    """
+    """``text`` with meanings for symbols, in any order of terms alike: evaluated modulo a prime (Schwartz, Zippel)."""
     tree = _parsed(text)
     return "\n".join([text, *meanings]) if tree is None else str(_number(tree, meanings))
 
@@ -173,11 +160,7 @@ _PYTHON_IN_PLACE = frozenset({
 
 
 def bare_name(operator: str) -> str:
-    """The operator without its namespace and overload.
-
-    >>> bare_name("aten.add_.Tensor"), bare_name("operator.add"), bare_name("hop.cond")
-    ('add_', 'add', 'cond')
-    """
+    """The operator without its namespace and overload."""
     parts = operator.split(".")
     return parts[1] if len(parts) > 1 else operator
 

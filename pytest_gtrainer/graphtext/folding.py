@@ -1,8 +1,7 @@
 """Folding and unfolding: runs of equal layers print once, and layers much like another as differences.
 
-Presentation only: ``unfold`` gives the same lines whatever was folded. Cost: a walk over the lines and, for each layer
-that starts no run, one sort-like pass over its lines. ``unfold`` reads canonical texts line by line and does not look
-inside statements, which is all that comparing goldens needs; no torch here.
+Presentation only: ``unfold`` gives the same lines whatever was folded. It reads canonical texts line by line and does
+not look inside statements, which is all that comparing goldens needs; no torch here.
 """
 
 from __future__ import annotations
@@ -119,11 +118,7 @@ def _edit_name(line: Line) -> str:
 
 
 def _difference(model: Sequence[Line], lines: Sequence[Line]) -> list[str] | None:
-    """``lines`` as edits of ``model``, printed; None where lines have no names to tell them apart.
-
-    Three kinds, in this order: ``drop(name)``; lines that replace the model's line of the same
-    name in its place; ``after(name)`` with lines to insert there, ``after()`` at the front.
-    """
+    """``lines`` as edits of ``model``: ``drop(name)``, new lines, ``after``; None if names do not tell lines apart."""
     old = {_edit_name(line): line for line in model}
     new = {_edit_name(line): line for line in lines}
     if len(old) != len(model) or len(new) != len(lines):
@@ -143,11 +138,7 @@ def _difference(model: Sequence[Line], lines: Sequence[Line]) -> list[str] | Non
 
 
 def rising(numbers: Sequence[int]) -> list[int]:
-    """Places of a longest rising subsequence of different numbers; n log n (patience sorting).
-
-    >>> rising([0, 1, 5, 2, 3, 4])
-    [0, 1, 3, 4, 5]
-    """
+    """Places of a longest rising subsequence of different numbers; n log n (patience sorting)."""
     ends: list[int] = []  # ends[k]: the smallest number with which k+1 rising ones end
     lengths = []
     for number in numbers:
@@ -158,9 +149,6 @@ def rising(numbers: Sequence[int]) -> list[int]:
         if lengths[place] == len(ends) - len(places) - 1:
             places.append(place)
     return places[::-1]
-
-
-# -- unfolding
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,11 +167,7 @@ class TextBlock:
 
 
 def unfold(text: str) -> tuple[GraphLine, ...]:
-    """The lines of a graph text. Comments at its head count for nothing.
-
-    Raises:
-        TextError: with the line.
-    """
+    """The lines of a graph text, without comments at its head; a TextError says the line."""
     sections = expand(list(_blocks(text)))
     return tuple([GraphLine(key, heading, told) for key, lines in sections for heading, told, _ in lines])
 

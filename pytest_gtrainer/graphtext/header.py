@@ -1,7 +1,6 @@
 """What a text begins with, and the one error that reading a text raises.
 
-The comment lines at the head say what made a golden, and how to make it again. They are told to the
-reader and never compared, apart from the format version.
+The comment lines at the head say what made a golden. They are never compared, apart from the format version.
 """
 
 from __future__ import annotations
@@ -14,11 +13,7 @@ from collections.abc import Iterable, Mapping
 
 
 class TextError(ValueError):
-    """A text that is not graph text: where, what stands there, and what was expected.
-
-    Attributes:
-        line, column: counted from 1; column 0 where it is the line as a whole.
-    """
+    """A text that is not graph text. ``line`` and ``column`` count from 1; column 0 means the line as a whole."""
 
     def __init__(self, message: str, line: int, column: int = 0) -> None:
         super().__init__(f"line {line}{f', column {column}' if column else ''}: {message}")
@@ -26,11 +21,7 @@ class TextError(ValueError):
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """``", did you mean `mm`?"`` if something known looks like ``word``, else nothing.
-
-    >>> nearest("aten.mmm", ["aten.mm", "aten.add"]), nearest("xyz", ["aten.mm"])
-    (', did you mean `aten.mm`?', '')
-    """
+    """``", did you mean `mm`?"`` if something known looks like ``word``, else nothing."""
     found = difflib.get_close_matches(word, list(known), n=1)
     return f", did you mean `{found[0]}`?" if found else ""
 
@@ -43,30 +34,18 @@ _FIRST = re.compile(r"# gtrainer graph v(\d{1,9})(?!\d)\s*")
 
 
 def write(fields: Mapping[str, str]) -> list[str]:
-    """The header's lines.
-
-    >>> write({"torch": "2.13.0"})
-    ['# gtrainer graph v2', '# torch: 2.13.0']
-    """
+    """The header's lines."""
     return [f"# gtrainer graph v{VERSION}", *(f"# {name}: {' '.join(told.split())}" for name, told in fields.items())]
 
 
 def version_of(text: str) -> int | None:
-    """The format version that a text says it has; None if it says none.
-
-    >>> version_of("# gtrainer graph v7\\nif P:"), version_of("if P:")
-    (7, None)
-    """
+    """The format version that a text says it has; None if it says none."""
     found = _FIRST.match(text.partition("\n")[0])
     return int(found[1]) if found else None
 
 
 def read(text: str) -> dict[str, str]:
-    """The header's fields.
-
-    >>> read("# gtrainer graph v2\\n# torch: 2.13.0\\nif P:\\n  P.x: f32[2]  # y: z\\n")
-    {'torch': '2.13.0'}
-    """
+    """The header's fields."""
     told = (line[1:].partition(":") for line in itertools.takewhile(_is_comment, text.splitlines()))
     return {name.strip(): value.strip() for name, colon, value in told if colon}
 

@@ -17,22 +17,12 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from pytest_gtrainer._torch.graph_text import append_node, backed_symbol, functions, symbolic, unbacked_symbol
 from pytest_gtrainer._torch.values import FakeTensor, FakeTensorMode
+from pytest_gtrainer.graphtext import syntax
 from pytest_gtrainer.graphtext.header import nearest
-from pytest_gtrainer.graphtext.literals import CONSTANTS, DTYPE_OF, PLAIN, bytes_of
 from pytest_gtrainer.graphtext.operators import UnknownOperator, operator_named
 from pytest_gtrainer.graphtext.sections import Layer, Scope, split_layer
-from pytest_gtrainer.graphtext.syntax import (
-    InputKey,
-    LinePlace,
-    chain,
-    input_key_at,
-    integer,
-    path_at,
-    reference,
-    refuse,
-    scope_at,
-    shown,
-)
+from pytest_gtrainer.graphtext.spelling import CONSTANTS, DTYPE_OF, PLAIN, bytes_of
+from pytest_gtrainer.graphtext.syntax import InputKey, LinePlace, integer, refuse, shown
 
 _NUMBERS = {"int": int, "float": float, "bool": bool}
 _FUNCTIONS: dict[str, Any] = {
@@ -59,19 +49,12 @@ _SYMBOL = re.compile(r"\b(s|u|zf|zuf)\d+\b")
 
 
 def may_be_symbolic(text: str) -> bool:
-    """Whether a text may name a symbol; the first shape environment of a process takes seconds to import.
-
-    >>> may_be_symbolic("f32[4, u0]"), may_be_symbolic("sum_1: f32[4]")
-    (True, False)
-    """
+    """Whether a text may name a symbol; the first shape environment of a process takes seconds to import."""
     return _SYMBOL.search(text) is not None
 
 
 class Sizes:
-    """Symbols of one parsed text, and what is made of them.
-
-    A backed symbol is defined at the head; a data-dependent one is new where it is first named.
-    """
+    """Symbols of one parsed text: backed ones are defined at the head, others are new where they are first named."""
 
     def __init__(self, *, symbolic: bool) -> None:
         self._env: Any = ShapeEnv() if symbolic else None
@@ -153,13 +136,13 @@ class Sizes:
         return not base.is_number or bool(base <= _LARGEST)
 
     def _symbol(self, node: ast.expr, place: LinePlace) -> Any:
-        *path, last = chain(node)
+        *path, last = syntax.chain(node)
         name = str(last.value)
         if not path and name in self._backed:
             return self._backed[name]
         if not name.startswith(("u", "zuf")) or not name.lstrip("uzf").isdecimal():
             raise refuse(node, f"`{name}` is no symbol: define it at the head, `{name} = size(16)`")
-        owner = split_layer(path_at(path, place.layer))[0] if path else None  # a layer's own is `L.u0`
+        owner = split_layer(syntax.path_at(path, place.layer))[0] if path else None  # a layer's own is `L.u0`
         if (owner, name) not in self._unbacked:
             self._unbacked[owner, name] = unbacked_symbol(self._env, name.startswith("z"))
         return self._unbacked[owner, name]
@@ -271,9 +254,9 @@ class Operands:
 
     def _named(self, node: ast.expr, place: LinePlace) -> Any:
         """What a name stands for: an input, a value or an output of it, a definition, a constant, an operator."""
-        head, name, items = reference(node)
+        head, name, items = syntax.reference(node)
         if not name:
-            if (key := input_key_at(head, place.layer)) not in self._inputs:
+            if (key := syntax.input_key_at(head, place.layer)) not in self._inputs:
                 names = [f"{space}.{fqn}" for space, fqn, _ in self._inputs]
                 raise refuse(node, f"there is no input `{shown(node)}`{nearest(f'{key[0]}.{key[1]}', names)}")
             return self._inputs[key]
@@ -282,7 +265,7 @@ class Operands:
             if isinstance(found, fx.GraphModule):
                 found = self._getter(name, lambda: found)
         else:
-            scope = scope_at(head, place) if head else place.scope
+            scope = syntax.scope_at(head, place) if head else place.scope
             if (found := self._values.get(scope, {}).get(name)) is None:
                 found = self._constant_named(node, name, scope, is_bare=not head)
         for item in items:
@@ -359,7 +342,7 @@ class Operands:
     def _by_digest(self, digest: str, node: ast.Call) -> Any:
         if digest not in self._given:
             give = "give constants=graphtext.constants(gm) of the graph that was rendered"
-            raise refuse(node, f"`{shown(node)}` is told by its digest only: {give}")
+            raise refuse(node, f"`{shown(node)}` is given by its digest only: {give}")
         return self._given[digest]
 
     def _tensor(self, like: Any, content: list[ast.expr], node: ast.Call) -> Any:

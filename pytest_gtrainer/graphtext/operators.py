@@ -1,10 +1,8 @@
 """Operators and process groups by name, both ways: what the text writes for them, and what a name in it stands for.
 
 An operator is spelled ``aten.add.Tensor``, ``operator.add``, ``hop.flex_attention``, and found in torch's registries
-only, never by evaluating a text. A name that no registry knows is refused. Since a parsed graph can be run, so are
-operators that touch files or run code which the graph does not show.
-
-A process group is a symbol, ``fsdp = group(range(0, 8))``, instead of a name that drifts.
+only, never by evaluating a text. Since a parsed graph can be run, operators that touch files or run code which the
+graph does not show are refused. A process group is a symbol, ``fsdp = group(range(0, 8))``, as its name drifts.
 """
 
 from __future__ import annotations
@@ -21,16 +19,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from pytest_gtrainer._torch.graph_text import (
-    FUNCTIONS_OF_DYNAMO,
-    PLAIN_FUNCTIONS,
-    ResolvedGroup,
-    higher_order_operators,
-    named_groups,
-    operator_names,
-    operator_overload,
-    resolve_group,
-)
+from pytest_gtrainer._torch import graph_text
 from pytest_gtrainer._torch.values import HigherOrderOperator, OpOverload, schema
 from pytest_gtrainer.graph.collectives import group_of, hides, launches
 from pytest_gtrainer.graphtext.header import nearest
@@ -85,11 +74,7 @@ def function_of(target: Callable[..., Any]) -> Operator:
 
 @functools.lru_cache(maxsize=1 << 12)
 def word(text: str) -> str:
-    """A name that Python accepts: keywords get an escape, other characters become ``_``.
-
-    >>> word("from"), word("add"), word("<lambda>"), word("0")
-    ('from__kw', 'add', '_lambda_', '_0')
-    """
+    """A name that Python accepts: keywords get an escape, other characters become ``_``."""
     if keyword.iskeyword(text):
         return f"{text}__kw"
     if text.isidentifier():
@@ -124,7 +109,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
         "sym_int", "sym_float", "sym_max", "sym_min", "sym_not", "sym_ite", "sym_sum", "_check",
         "tensor",
     )},
-    **FUNCTIONS_OF_DYNAMO,
+    **graph_text.FUNCTIONS_OF_DYNAMO,
     "builtins.max": max, "builtins.min": min, "builtins.round": round,
 }  # fmt: skip
 """Plain functions that a text may call."""
@@ -135,16 +120,7 @@ class UnknownOperator(LookupError):
 
 
 def operator_named(spelled: str, allow: Iterable[str] = ()) -> Callable[..., Any]:
-    """The operator that a text spells ``spelled``.
-
-    Args:
-        spelled: ``aten.add.Tensor``, ``operator.add``, ``hop.cond``; a part that is a keyword of
-            Python carries ``__kw``.
-        allow: further namespaces of registered operators.
-
-    Raises:
-        UnknownOperator: torch knows none of that name, or it is not one that a text may call.
-    """
+    """The operator of a name, or UnknownOperator; ``__kw`` marks a keyword in it, ``allow`` adds namespaces."""
     if (name := ".".join(part.removesuffix("__kw") for part in spelled.split("."))) in FUNCTIONS:
         return FUNCTIONS[name]
     if name == "torch.distributed.tensor._api.from_local":
@@ -153,7 +129,7 @@ def operator_named(spelled: str, allow: Iterable[str] = ()) -> Callable[..., Any
         return DTensor.from_local
     space, _, rest = name.partition(".")
     if space == "hop":
-        known = {word(key): found for key, found in higher_order_operators().items()}
+        known = {word(key): found for key, found in graph_text.higher_order_operators().items()}
         if rest not in known:
             raise UnknownOperator(f"torch has no higher-order operator `{rest}`{nearest(rest, known)}")
         if rest not in HIGHER_ORDER:
@@ -173,7 +149,7 @@ def operator_named(spelled: str, allow: Iterable[str] = ()) -> Callable[..., Any
     packet, _, overload = rest.partition(".")
     if f"{space}.{packet}" in FORBIDDEN:
         raise UnknownOperator(f"{space}.{packet} touches files: no text may call it")
-    if (found := operator_overload(space, packet, overload)) is None:
+    if (found := graph_text.operator_overload(space, packet, overload)) is None:
         raise UnknownOperator(f"torch has no operator `{name}`{_alternatives(space, packet)}")
     return found
 
@@ -183,7 +159,7 @@ def _torch_function(name: str) -> Callable[..., Any] | None:
     home, _, last = name.rpartition(".")
     if home != "torch.nn.functional" and (f"aten.{last}" in FORBIDDEN or not is_operator(last)):
         return None
-    found = getattr(PLAIN_FUNCTIONS.get(home), last, None)
+    found = getattr(graph_text.PLAIN_FUNCTIONS.get(home), last, None)
     return found if callable(found) and function_of(found).text == name else None
 
 
@@ -201,19 +177,18 @@ def is_method(name: str) -> bool:
 
 def is_operator(name: str) -> bool:
     """Whether ``aten`` has an operator of that name."""
-    return any(found == f"aten::{name}" or found.startswith(f"aten::{name}.") for found in operator_names())
+    return any(found == f"aten::{name}" or found.startswith(f"aten::{name}.") for found in graph_text.operator_names())
 
 
 def _alternatives(space: str, packet: str) -> str:
     """The overloads of a known operator, or the operator that looks most like an unknown one."""
-    names = [name.partition("::")[2] for name in operator_names() if name.startswith(f"{space}::")]
+    names = [name.partition("::")[2] for name in graph_text.operator_names() if name.startswith(f"{space}::")]
     if overloads := sorted(name for name in names if name.partition(".")[0] == packet):
         return f": it has {', '.join(f'{space}.{name}' for name in overloads)}"
     return nearest(f"{space}.{packet}", {f"{space}.{name.partition('.')[0]}" for name in names})
 
 
 _MESH = "mesh_"
-_UNSAID = ("undefined", "default_pg", "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,11 +203,7 @@ class Group:
 
 
 def spell_ranks(ranks: Sequence[int] | None) -> str:
-    """Ranks as a range where they are one.
-
-    >>> spell_ranks([0, 1, 2, 3]), spell_ranks([0, 4]), spell_ranks([0, 1, 3]), spell_ranks([5])
-    ('range(0, 4)', 'range(0, 8, 4)', '[0, 1, 3]', '[5]')
-    """
+    """Ranks as a range where they are one."""
     if ranks is not None and len(ranks) > 1 and (step := ranks[1] - ranks[0]) > 0:
         found = range(ranks[0], ranks[0] + step * len(ranks), step)
         if list(found) == list(ranks):
@@ -241,12 +212,7 @@ def spell_ranks(ranks: Sequence[int] | None) -> str:
 
 
 def mesh_dimension(ranks: Sequence[int], mesh: Mapping[str, int]) -> str | None:
-    """The dimension of a mesh over all ranks, outermost first, along which these ranks lie.
-
-    >>> mesh = {"dp": 2, "fsdp": 4}
-    >>> mesh_dimension([0, 4], mesh), mesh_dimension([4, 5, 6, 7], mesh), mesh_dimension([0, 1], mesh)
-    ('dp', 'fsdp', None)
-    """
+    """The dimension of a mesh over all ranks, outermost first, along which these ranks lie."""
     stride = math.prod(mesh.values())
     for name, extent in mesh.items():
         stride //= extent
@@ -262,11 +228,9 @@ def groups_of(gm: fx.GraphModule, mesh: Mapping[str, int]) -> dict[str, Group]:
     groups: dict[str, Group] = {}
     taken: set[str] = set()
     for node in gm.graph.nodes:
-        if node.op != "call_function" or not function_of(node.target).group_arguments:
-            continue
-        name = group_of(node)
-        if name is not None and name not in groups:
-            found = resolve_group(name)
+        has_group = node.op == "call_function" and function_of(node.target).group_arguments
+        if has_group and (name := group_of(node)) is not None and name not in groups:
+            found = graph_text.resolve_group(name)
             role = word(name) if found is None and name in told else _role(found, mesh)
             groups[name] = Group(_unused(role, taken), found.ranks if found else told.get(name))
     return groups
@@ -278,9 +242,7 @@ class UntoldGroup(ValueError):
 
 def refuse_untold(gm: fx.GraphModule) -> None:
     """Raise UntoldGroup if a text would not tell in which ranks a collective communicates, graphs inside included."""
-    for module in gm.modules():
-        if not isinstance(module, fx.GraphModule):
-            continue
+    for module in (module for module in gm.modules() if isinstance(module, fx.GraphModule)):
         groups = groups_of(module, {})
         for node in module.graph.nodes:
             if node.op != "call_function" or not function_of(node.target).launches:
@@ -300,20 +262,14 @@ def refuse_untold(gm: fx.GraphModule) -> None:
 
 
 def names_of_groups(told: Mapping[str, tuple[int, ...] | None], given: Mapping[str, str]) -> dict[str, str]:
-    """For each symbol of a text the name of a group of this process, each group for one symbol only.
-
-    A group of its ranks that the text would call so, else any other of its ranks; where there is none
-    the symbol itself.
-    """
+    """For each symbol of a text a group of its ranks in this process, best one of that name; else the symbol itself."""
     names = {symbol: given[symbol] for symbol in told if symbol in given}
-    free = {name: group for name, group in named_groups().items() if name not in names.values()}
     for any_name in (False, True):
         for symbol, ranks in told.items():
-            for name, group in [*free.items()] if symbol not in names else ():
+            for name, group in graph_text.named_groups().items() if symbol not in names else ():
                 is_named = any_name or group.description == _MESH + symbol or symbol == _role(group, {})
-                if is_named and group.ranks == ranks:
+                if is_named and group.ranks == ranks and name not in names.values():
                     names[symbol] = name
-                    del free[name]
                     break
     return {symbol: names.get(symbol, symbol) for symbol in told}
 
@@ -324,35 +280,31 @@ def groups_of_ranks(
     """Groups that are known by their ranks alone, in order of first use; some may have a symbol already."""
     groups: dict[tuple[int, ...], Group] = {}
     taken = set(known.values())
-    for ranks in needed:
-        if ranks not in groups:
-            symbol = known.get(ranks)
-            if symbol is None:  # as the mesh that made a group of these ranks called it, else as any other
-                alike = [group for group in named_groups().values() if group.ranks == ranks]
-                found = sorted(alike, key=lambda group: (not _is_of_mesh(group), group.description))
-                symbol = _unused(_role(found[0] if found else ResolvedGroup(ranks, ""), mesh), taken)
-            groups[ranks] = Group(symbol, ranks)
+    for ranks in dict.fromkeys(needed):
+        if (symbol := known.get(ranks)) is None:  # as the mesh that made a group of these ranks called it, else any
+            alike = [group for group in graph_text.named_groups().values() if group.ranks == ranks]
+            found = sorted(alike, key=lambda group: (not _is_of_mesh(group), group.description))
+            symbol = _unused(_role(found[0] if found else graph_text.ResolvedGroup(ranks, ""), mesh), taken)
+        groups[ranks] = Group(symbol, ranks)
     return groups
 
 
-def _is_of_mesh(group: ResolvedGroup) -> bool:
+def _is_of_mesh(group: graph_text.ResolvedGroup) -> bool:
     return group.description.startswith(_MESH) and group.description != "mesh_default"
 
 
-def _role(found: ResolvedGroup | None, mesh: Mapping[str, int]) -> str:
+def _role(found: graph_text.ResolvedGroup | None, mesh: Mapping[str, int]) -> str:
     if found is None:
         return "group"
     if _is_of_mesh(found):
         return word(found.description.removeprefix(_MESH))
     if (dimension := mesh_dimension(found.ranks, mesh)) is not None:
         return word(dimension)
-    if found.description not in _UNSAID and found.description.isidentifier():
-        return found.description
-    return "world" if found.description == "default_pg" else "group"
+    unsaid = {"default_pg": "world", "undefined": "group"}
+    return unsaid.get(found.description, found.description if found.description.isidentifier() else "group")
 
 
 def _unused(symbol: str, taken: set[str]) -> str:
-    names = itertools.chain([symbol], (f"{symbol}_{count}" for count in itertools.count(2)))
-    name = next(name for name in names if name not in taken)
+    name = next(n for count in itertools.count(1) if (n := f"{symbol}_{count}" if count > 1 else symbol) not in taken)
     taken.add(name)
     return name

@@ -1,12 +1,8 @@
 """From a text to the graph again: ``parse(render(gm))`` is ``gm``, runnable.
 
 A text may be what a person writes, with another indentation, lines that go on, comments. It is read by the standard
-library's ``ast``; what is not in the grammar is refused, and nothing is ever evaluated as Python. A line is made into
-one node for each layer that it stands for. Linear in nodes.
-
-Terms: a *definition* is an assignment at the head; a *body* is a graph inside the graph.
-
-``unfaithful`` says whether a text is all that it takes to make its graph again: asked before it becomes a golden.
+library's ``ast``; what is not in the grammar is refused, and nothing is ever evaluated as Python. Linear in nodes.
+A *definition* is an assignment at the head; a *body* is a graph inside the graph.
 """
 
 from __future__ import annotations
@@ -23,34 +19,21 @@ from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
 from pytest_gtrainer._torch.graph_text import append_node
 from pytest_gtrainer._torch.values import FakeTensor, OpOverload
-from pytest_gtrainer.graphtext import header
+from pytest_gtrainer.graphtext import header, syntax
 from pytest_gtrainer.graphtext.dumps import is_dump, translated
 from pytest_gtrainer.graphtext.folding import TextBlock, counted, expand, section_names
 from pytest_gtrainer.graphtext.header import TextError, nearest
-from pytest_gtrainer.graphtext.literals import constants as constants_of
 from pytest_gtrainer.graphtext.operands import Operands, Sizes, may_be_symbolic
 from pytest_gtrainer.graphtext.operators import UnknownOperator, function_of, is_method, names_of_groups, operator_named
 from pytest_gtrainer.graphtext.rendering import render
 from pytest_gtrainer.graphtext.scopes import write_tags
 from pytest_gtrainer.graphtext.sections import Layer, Line, SectionKey
-from pytest_gtrainer.graphtext.syntax import (
-    COMPUTED_SPACES,
-    INPUT_SPACES,
-    LinePlace,
-    chain,
-    input_key_at,
-    integer,
-    links_of,
-    path_at,
-    refuse,
-    scope_at,
-    shown,
-    static_path,
-)
+from pytest_gtrainer.graphtext.spelling import constants as constants_of
+from pytest_gtrainer.graphtext.syntax import COMPUTED_SPACES, LinePlace, chain, integer, path_at, refuse, shown
 
 _KIND_OF_SPACE = {"P": "parameter", "B": "buffer", "I": "input"}
 _MOST_RANKS = 1 << 20
-_SPACES = (*INPUT_SPACES, *COMPUTED_SPACES, "out")
+_SPACES = (*syntax.INPUT_SPACES, *COMPUTED_SPACES, "out")
 _BODY_NAME = re.compile(r"\w+_graph_\d+", re.ASCII)
 
 
@@ -64,13 +47,11 @@ def parse(
     """The graph of a text, with the metadata that passes read.
 
     Args:
-        text: graph text, written by ``render`` or by a person; or what ``print_readable``, tlparse and
-            ``fx_graph_runnable`` files show of one graph, which tells no modules and directions, and of constants
-            the type alone.
-        constants: what the text tells by a digest or a path only, from ``graphtext.constants(gm)``.
-        groups: names of process groups by their symbol in the text. By default the group of this
-            process that has the ranks which the text says; where there is none the symbol itself.
-        allow: namespaces of registered operators that the text may call beside torch's own.
+        text: graph text, written by ``render`` or by a person; or one graph of ``print_readable``, tlparse or an
+            ``fx_graph_runnable`` file, without modules and directions, and with the types of constants only.
+        constants: values that the text gives by a digest or a path only, from ``graphtext.constants(gm)``.
+        groups: names of process groups by their symbol in the text; by default this process's group with the ranks of
+            the text, or the symbol itself. ``allow``: namespaces of operators that the text may call besides torch's.
 
     Raises:
         TextError: the text is not graph text; says line, column and what was expected.
@@ -134,7 +115,7 @@ def _keys_of(node: ast.For | ast.If) -> dict[str, SectionKey]:
         raise refuse(where, "a section's own path is not relative")
     if not path:
         return {names[0]: SectionKey(names[0], None)}
-    container, numbers = static_path(path), [int(name[name.rindex("[") + 1 : -1]) for name in names]
+    container, numbers = syntax.static_path(path), [int(name[name.rindex("[") + 1 : -1]) for name in names]
     return {name: SectionKey(str(space.value), Layer(container, n)) for name, n in zip(names, numbers, strict=True)}
 
 
@@ -264,7 +245,7 @@ class _Parser:
             case ast.AnnAssign() if key.space not in COMPUTED_SPACES:
                 self._input(node, place)
             case ast.AnnAssign(ast.Name(name), kind, ast.Call() as call) if key.space in COMPUTED_SPACES:
-                place.scope = scope_at(links_of("_") if heading is None else chain(heading), place)
+                place.scope = syntax.scope_at(syntax.links_of("_") if heading is None else chain(heading), place)
                 self.operands.add(place.scope, name, self._computed(name, kind, call, place), node.target)
             case _:
                 raise refuse(node, f"expected `name: type = operator(...)`, found `{shown(node)}`")
@@ -273,7 +254,7 @@ class _Parser:
         links, space = chain(node.target), place.space
         if node.value is not None or len(links) < 2 or links[0].value != space:
             raise refuse(node, f"expected an input like `{space}.layers[0].w: f32[2, 4]`, found `{shown(node)}`")
-        _, fqn, _ = key = input_key_at(links, place.layer)
+        _, fqn, _ = key = syntax.input_key_at(links, place.layer)
         name = fqn.replace(".", "_") or "arg"
         made = append_node(self.graph, name if name.isidentifier() else f"arg_{name}", "placeholder", name, (), {})
         made.target = made.name
@@ -351,11 +332,7 @@ class _Parser:
 def unfaithful(
     gm: fx.GraphModule, text: str, *, mesh: Mapping[str, int] | None = None, sizes: str = "both"
 ) -> str | None:
-    """Where ``text``, the full view of ``gm``, would be read back as another graph; None if nowhere.
-
-    A graph that calls what no text may call (a function of Python, a lambda) cannot be read back at all;
-    its text is only compared, and nothing is said of it.
-    """
+    """Where the full view ``text`` reads back as another graph; None if nowhere, or if it calls functions of Python."""
     if (namespaces := _namespaces(gm)) is None:
         return None
     try:

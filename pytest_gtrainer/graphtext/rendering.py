@@ -1,11 +1,10 @@
-"""From an FX graph to its text: the sections of a view, folded. The views ``full`` and ``layout``.
+"""From an FX graph to its text: the sections of a view, folded. The view ``schedule`` has a module of its own.
 
 - ``full`` shows every operator, and all that it takes to make the graph again. One walk over the nodes finds
   where each belongs, a second one names and spells them. Graphs inside the graph are drawn the same way.
 - ``layout`` shows which parameter sits at which byte of which collective. A section is a kind of collective, in
   it a layer where all parameters of a payload belong to one. A ``payload`` line says group, dtype, where the graph
   issues it, reduction and bytes of one rank's slice; below it stand its parameters, each ``at`` a byte of it.
-- ``schedule`` has a module of its own, ``schedule_view``.
 """
 
 from __future__ import annotations
@@ -18,10 +17,9 @@ import torch
 from torch import fx
 
 from pytest_gtrainer.graph.bucket_plan import managed_order
-from pytest_gtrainer.graph.dtypes import spell_dtype
 from pytest_gtrainer.graph.foreign import AnyGraph, Names, adopted
 from pytest_gtrainer.graph.layout import BucketLayout, bucket_layout
-from pytest_gtrainer.graph.nodes import bodies_of, node_fqn
+from pytest_gtrainer.graph.nodes import bodies_of, node_fqn, spell_dtype
 from pytest_gtrainer.graphtext import header as headers
 from pytest_gtrainer.graphtext import schedule_view
 from pytest_gtrainer.graphtext.folding import INDENT, fold, unfold
@@ -56,27 +54,25 @@ def render(
     mesh: Mapping[str, int] | None = None,
     sizes: str = "both",
 ) -> str:
-    """The canonical text of a graph.
+    """Return the canonical text of a graph.
 
     Args:
         gm: the graph, with ``meta["val"]`` and the metadata named in ``scopes``; or one of Dynamo, AOTAutograd,
             Inductor or ``torch.export``, whose own names are read.
-        view: "full" shows every operator and can be parsed; "schedule" shows collectives, waits and
-            how much is computed between them; "layout" which parameter sits at which byte of which
-            collective.
-        names: what the inputs are, where the graph does not say it: the model, FQNs by placeholder, or the graph of
-            Dynamo that AOTAutograd was given.
-        header: comment lines that say what made the graph, never compared.
-        mesh: dimensions and extents over all ranks, outermost first; names the process groups
-            that do not say themselves which dimension they belong to.
-        sizes: how sizes that are dynamic are told in the view "full": "both" gives symbols with the example that
-            they were traced with, ``s0 = size(16)``; "symbols" leaves the example out; "examples" shows it alone.
+        view: "full" shows every operator and can be parsed; "schedule" shows collectives, waits and the amount of
+            compute between them; "layout" shows which parameter lies at which byte of which collective.
+        names: what the inputs are, if the graph does not say it: the model, FQNs by placeholder, or Dynamo's graph
+            for one of AOTAutograd.
+        header: comment lines that say what made the graph; they are never compared.
+        mesh: dimensions and extents over all ranks, outermost first; they name groups without a dimension of their own.
+        sizes: dynamic sizes in the view "full": "both" writes symbols with the traced example, ``s0 = size(16)``;
+            "symbols" writes no example; "examples" writes only the example.
 
     Raises:
         ValueError: unknown view or sizes; a layout whose process groups nobody knows; ``names`` that do not fit.
     """
     if sizes not in SIZES:
-        raise ValueError(f"sizes={sizes!r}: dynamic sizes are told as {', '.join(map(repr, SIZES))}")
+        raise ValueError(f"sizes={sizes!r}: dynamic sizes are written as {', '.join(map(repr, SIZES))}")
     drawn = _draw(adopted(gm, names), view, mesh or {}, sizes)
     return _written({**({} if view == "full" else {"view": view}), **(header or {})}, *drawn)
 
@@ -84,14 +80,7 @@ def render(
 def render_layout(
     layout: BucketLayout, *, header: Mapping[str, str] | None = None, mesh: Mapping[str, int] | None = None
 ) -> str:
-    """The text of a layout, of a graph or of an eager model.
-
-    Args:
-        layout: from ``bucket_layout`` or ``eager_bucket_layout``.
-        header: comment lines that say what made it, never compared.
-        mesh: dimensions and extents over all ranks, outermost first; names the process groups
-            that do not say themselves which dimension they belong to.
-    """
+    """The text of a layout, of a graph or of an eager model; ``header`` and ``mesh`` as for ``render``."""
     return _written({"view": "layout", **(header or {})}, *_layout(layout, mesh or {}, {}))
 
 
@@ -114,9 +103,6 @@ def _draw(gm: fx.GraphModule, view: str, mesh: Mapping[str, int], sizes: str = "
         known = {group.ranks: group.symbol for group in reversed(groups_of(gm, mesh).values()) if group.ranks}
         return _layout(bucket_layout(gm), mesh, known)
     raise ValueError(f"view {view!r}: this version has {', '.join(VIEWS)}")
-
-
-# -- the view `full`
 
 
 def _full(gm: fx.GraphModule, mesh: Mapping[str, int], backed: Backed, *, is_body: bool) -> _Drawn:
@@ -143,10 +129,7 @@ def _full(gm: fx.GraphModule, mesh: Mapping[str, int], backed: Backed, *, is_bod
 
 
 def _bodies(gm: fx.GraphModule, mesh: Mapping[str, int], backed: Backed) -> tuple[dict[str, str], list[str]]:
-    """Graphs inside the graph by their attributes, and their text: equal bodies have one name, after their user.
-
-    They are told as they are used, since where the nodes that hold them stand says nothing.
-    """
+    """Graphs inside the graph by their attributes, and their text, as they are used; equal ones have one name."""
     names: dict[str, str] = {}
     by_content: dict[str, str] = {}
     for user in gm.graph.nodes:
@@ -205,9 +188,6 @@ def _output_sections(output: fx.Node, speller: Speller) -> Iterable[Section]:
             value = speller.argument(leaf)
             lines.append(Line("", f"yield {value}" if fqn is None else f"{spell_from(fqn, key.layer)} = {value}"))
         yield Section(key, tuple(lines))
-
-
-# -- the view `layout`
 
 
 def _layout(layout: BucketLayout, mesh: Mapping[str, int], known: Mapping[tuple[int, ...], str]) -> _Drawn:

@@ -2,17 +2,15 @@
 
 Sections are those of the full text, and a collective has the name that it has there:
 
-- ``launch(bucket(layers[i+1]).all_gather_into_tensor, fsdp, bf16[43136], bytes=86_272, tensors=9)``:
-  the collective, its group, the larger of what one rank puts in and gets out, and the number of
-  tensors packed into it where they are several;
+- ``launch(bucket(layers[i+1]).all_gather_into_tensor, fsdp, bf16[43136], bytes=86_272, tensors=9)``: the collective,
+  its group, the larger of what one rank puts in and gets out, and how many tensors are packed into it if several;
 - ``wait(bucket(L).all_gather_into_tensor)``: its result is needed from here on;
-- ``compute(L, mm*7, mul*18, ..., ops=59)``: the operators up to the next launch or wait; ``L`` is
-  the module that all of them lie in, of one layer or one outermost module;
+- ``compute(L, mm*7, mul*18, ..., ops=59)``: the operators up to the next launch or wait, and the module of all of them;
 - ``call(L.moe, cond, cond_graph_0)``: runs a graph inside the graph that communicates itself.
 
-A *launch* starts a collective, a *wait* ends it. *Packing* serves one launch only (the cast of a parameter, the copy
-into a bucket's payload) or one wait (the copies out of it), and stands next to it: it is shown as a part of it. A
-*free* node costs nothing: a view, the arithmetic of sizes, a guard. All others compute.
+*Packing* serves one launch only (the cast of a parameter, the copy into a bucket's payload) or one wait (the copies out
+of it), and stands next to it: it is shown as a part of it. A *free* node costs nothing: a view, the arithmetic of
+sizes, a guard. All others compute.
 """
 
 from __future__ import annotations
@@ -21,14 +19,13 @@ import itertools
 import re
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import fx
 
+from pytest_gtrainer._torch.values import pytree
 from pytest_gtrainer.graph.collectives import group_of, hides, is_fused, ranks_given, reduction_of
-from pytest_gtrainer.graph.dtypes import spell_dtype
-from pytest_gtrainer.graph.nodes import bodies_of, is_view, is_wait
+from pytest_gtrainer.graph.nodes import bodies_of, is_view, is_wait, spell_dtype
 from pytest_gtrainer.graph.packing import sent_operands
 from pytest_gtrainer.graphtext.folding import INDENT, fold
 from pytest_gtrainer.graphtext.operators import operator_of, spell_ranks, word
@@ -109,21 +106,19 @@ def _source(node: fx.Node) -> fx.Node:
 
 
 def payload_of(launch: fx.Node) -> list[torch.Tensor]:
-    """What a collective moves: its result, or its operands where these are known to be larger.
-
-    A buffer for the result counts once, as the result. Of an operator that computes products beside, nothing is known.
-    """
+    """What a collective moves: its result, or its operands where these are known to be larger; if fused, nothing."""
     if is_fused(launch):
         return []
-    sent = [tensor for operand in sent_operands(launch) for tensor in _tensors(operand.meta.get("val"))]
-    received = _tensors(launch.meta.get("val"))
+    sent, received = (
+        [
+            leaf
+            for leaf in pytree.tree_leaves([node.meta.get("val") for node in nodes])
+            if isinstance(leaf, torch.Tensor)
+        ]
+        for nodes in (sent_operands(launch), [launch])
+    )
     sizes = [sum(tensor.numel() for tensor in tensors) for tensors in (sent, received)]
     return sent if all(type(size) is int for size in sizes) and sizes[0] > sizes[1] else received
-
-
-def _tensors(value: Any) -> list[torch.Tensor]:
-    found = value if isinstance(value, list | tuple) else [value]
-    return [tensor for tensor in found if isinstance(tensor, torch.Tensor)]
 
 
 def communicates(gm: fx.GraphModule) -> bool:
@@ -132,18 +127,13 @@ def communicates(gm: fx.GraphModule) -> bool:
     return any(is_launch(node) or any(map(communicates, bodies_of(gm, node).values())) for node in computed)
 
 
-_MOST_KINDS = 5
-_MOST_OWNERS = 2
+_MOST_KINDS, _MOST_OWNERS = 5, 2
 _NOTHING = "schedule = []"
 """What a schedule without any operator says, so that its text is not empty."""
 
 
 def draw(gm: fx.GraphModule, mesh: Mapping[str, int], outer: Backed | None = None) -> tuple[list[str], list[Section]]:
-    """Definitions and sections of a graph's schedule.
-
-    Definitions are groups, symbols (those of the ``outer`` graph stand there), and the text of the graphs that nodes
-    run and that communicate; equal ones are told once.
-    """
+    """Groups, symbols (unless there is an ``outer`` graph) and graphs inside that communicate; then the sections."""
     backed = outer or Backed()
     speller = Speller(gm, mesh, backed, most_owners=_MOST_OWNERS)
     calls: dict[fx.Node, list[str]] = {}  # names of these graphs
@@ -217,7 +207,7 @@ class _Schedule:
         if hides(node):
             raise ValueError(
                 f"{node.name} is {operator_of(node).text}, a collective in place: its graph holds the group and the "
-                "reduction as objects that no text can tell; trace torch.distributed._functional_collectives instead"
+                "reduction as objects without a text form; trace torch.distributed._functional_collectives instead"
             )
         yield self._speller.reference(node)
         if (group := group_of(node)) is not None:

@@ -1,10 +1,7 @@
 """What the metadata of a node says in a text, both ways: its module or bucket, its space, its name there, and its tags.
 
-The tracer says it in the metadata that ``graph.nodes`` names, in ``meta["fsdp_bucket"]`` and,
-for placeholders, ``meta["gt_input"]``. Where the module is not said (a gradient that autograd
-accumulates belongs to no module), it follows from the operands; such nodes are *unowned*.
-
-*Tags* stand beside the type, ``f32[2] | must_save | custom(stage=1)``:
+Where no module is said (a gradient that autograd accumulates has none), it follows from the operands: such nodes are
+*unowned*. *Tags* stand beside the type, ``f32[2] | must_save | custom(stage=1)``:
 
 - a policy of activation checkpointing, from ``meta["recompute"]``;
 - ``unowned``: no module is said, the heading's follows from the operands;
@@ -23,18 +20,28 @@ import operator
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import fx
 
 from pytest_gtrainer._torch.graph_text import POLICIES
-from pytest_gtrainer.graph import chunks
-from pytest_gtrainer.graph.nodes import direction, node_fqn
-from pytest_gtrainer.graph.paths import parts_of
+from pytest_gtrainer.graph import parts_of
+from pytest_gtrainer.graph.nodes import (
+    BODY,
+    EAGER,
+    GRAPH,
+    KEYS,
+    MATERIALIZATION,
+    SPLIT_BOUNDARY,
+    annotation,
+    direction,
+    node_fqn,
+    told_by,
+)
 from pytest_gtrainer.graphtext.header import nearest
 from pytest_gtrainer.graphtext.operators import operator_of
 from pytest_gtrainer.graphtext.sections import NOWHERE, RESERVED, Scope, common_parent, is_word, split_layer
-from pytest_gtrainer.graphtext.syntax import AT, CHUNK, LinePlace, chain, path_at, refuse, shown
+from pytest_gtrainer.graphtext.syntax import AT, CHUNK, InputKey, LinePlace, chain, path_at, refuse, shown
 
 UNOWNED, MISMARKED = "unowned", "mismarked"
 TAGS = (UNOWNED, AT, MISMARKED, CHUNK, "custom", *POLICIES)
@@ -44,21 +51,13 @@ _SPACE_OF_KIND = {"parameter": "P", "buffer": "B", "input": "I"}
 _CALLS = ("call_function", "call_module", "call_method")
 
 
-class Input(NamedTuple):
-    """A graph input: its space, its full name, and how many before it have both."""
-
-    space: str
-    fqn: str
-    repeat: int = 0
-
-
 @dataclass(slots=True)
 class Scopes:
     """Where the nodes of a graph belong."""
 
     of: dict[fx.Node, Scope] = field(default_factory=dict)  # of all nodes that have a value
     computed: list[fx.Node] = field(default_factory=list)  # with a line of their own in the schedule, in order
-    inputs: dict[fx.Node, Input] = field(default_factory=dict)  # their names
+    inputs: dict[fx.Node, InputKey] = field(default_factory=dict)  # their names
     unowned: set[fx.Node] = field(default_factory=set)  # computed nodes without a module
 
 
@@ -101,7 +100,7 @@ def scopes_of(nodes: Iterable[fx.Node]) -> Scopes:
             key: tuple[str, str] = ("A", node.meta.get("gt_argument") or str(len(found.inputs)))
             if told is not None:
                 key = (_SPACE_OF_KIND[told["kind"]], told["fqn"])
-            found.inputs[node] = Input(*key, seen[key])
+            found.inputs[node] = InputKey(*key, seen[key])
             seen[key] += 1
             found.of[node] = Scope((".".join(parts_of(key[1])[:-1]),), key[0])
     return found
@@ -126,10 +125,7 @@ WORDS = RESERVED | {"i", "inf", "nan", "const", "device"} | frozenset(keyword.kw
 
 
 def names_of(scopes: Scopes, taken: Iterable[str]) -> dict[fx.Node, tuple[Scope, str]]:
-    """The scope and the name in it of every computed value, in the order of the schedule.
-
-    Each name is given once in its scope: ``mul``, ``add``, ``mul_1``, and ``is_`` as ``is`` is taken.
-    """
+    """The scope of every computed value and its name there: ``mul``, ``add``, ``mul_1``; ``is_`` as ``is`` is taken."""
     words = WORDS | frozenset(taken)
     uses: defaultdict[Scope, dict[str, int]] = defaultdict(dict)
     names: dict[fx.Node, tuple[Scope, str]] = {}
@@ -145,9 +141,6 @@ def names_of(scopes: Scopes, taken: Iterable[str]) -> dict[fx.Node, tuple[Scope,
     return names
 
 
-# -- tags
-
-
 def tags_of(node: fx.Node, unowned: bool, spell: Callable[[str], str]) -> list[str]:
     """The tags of a computed node, in a fixed order; ``spell`` spells a module path as seen from the line."""
     meta = node.meta
@@ -159,9 +152,9 @@ def tags_of(node: fx.Node, unowned: bool, spell: Callable[[str], str]) -> list[s
         tags.append(getattr(policy, "name", str(policy)).lower())
     custom = meta.get("custom")
     if custom and (len(custom) > 1 or OWN_KEY not in custom):
-        if (region := chunks.told_by(custom)) is not None:
+        if (region := told_by(custom)) is not None:
             tags.append(f"{CHUNK}({', '.join([spell(region.fqn), *region.words()])})")
-            custom = {key: value for key, value in custom.items() if key not in chunks.KEYS}
+            custom = {key: value for key, value in custom.items() if key not in KEYS}
         tags += _annotations(custom)
     return tags
 
@@ -170,9 +163,8 @@ def _annotations(custom: dict[Any, Any]) -> list[str]:
     """Annotations that a text can hold; other values are left out."""
     told = {key: custom[key] for key in custom if key != OWN_KEY and type(key) in _PLAIN and _is_literal(custom[key])}
     words = sorted(key for key in told if isinstance(key, str) and is_word(key))
-    spelled = [f"{key}={told[key]!r}" for key in words]
     odd = {key: value for key, value in sorted(told.items(), key=str) if key not in words}
-    spelled += [f"**{odd!r}"] if odd else []
+    spelled = [f"{key}={told[key]!r}" for key in words] + ([f"**{odd!r}"] if odd else [])
     return [f"custom({', '.join(spelled)})"] if spelled else []
 
 
@@ -217,13 +209,13 @@ def write_tags(meta: dict[str, Any], tags: Sequence[ast.expr], place: LinePlace,
 def _chunk(node: ast.expr, path: ast.expr, more: Sequence[ast.expr], place: LinePlace) -> dict[str, Any]:
     """``chunk(path, 0)``, ``chunk(path, split_boundary, eager)``."""
     words: list[Any] = [w.id if isinstance(w, ast.Name) else getattr(w, "value", None) for w in more]
-    boundaries = (chunks.SPLIT_BOUNDARY, chunks.MATERIALIZATION)
+    boundaries = (SPLIT_BOUNDARY, MATERIALIZATION)
     known = words and (type(words[0]) is int or words[0] in boundaries)
-    if not known or words[1:] not in ([], [chunks.EAGER]):
+    if not known or words[1:] not in ([], [EAGER]):
         raise refuse(node, f"expected `chunk(path, 0)` or `chunk(path, split_boundary)`, found `{shown(node)}`")
-    at, producer = words[0], chunks.EAGER if words[1:] else chunks.GRAPH
-    role, chunk = (chunks.BODY, at) if isinstance(at, int) else (at, None)
-    return chunks.annotation(path_at(chain(path), place.layer), role, producer, chunk)
+    at, producer = words[0], EAGER if words[1:] else GRAPH
+    role, chunk = (BODY, at) if isinstance(at, int) else (at, None)
+    return annotation(path_at(chain(path), place.layer), role, producer, chunk)
 
 
 class _Numbers(ast.NodeTransformer):

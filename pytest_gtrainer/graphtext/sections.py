@@ -13,7 +13,7 @@ import unicodedata
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-from pytest_gtrainer.graph.paths import name_of, parts_of
+from pytest_gtrainer.graph import name_of, parts_of
 
 NEAR = 2
 """Layers up to this far away are spelled relative to the section's own."""
@@ -34,13 +34,7 @@ class Layer(NamedTuple):
 
 @functools.lru_cache(maxsize=1 << 16)
 def split_layer(fqn: str) -> tuple[Layer | None, str]:
-    """The layer that a module belongs to, and the rest of its path.
-
-    >>> split_layer("layers.3.attention.wq")
-    (Layer(container='layers', number=3), 'attention.wq')
-    >>> split_layer("norm")
-    (None, 'norm')
-    """
+    """The layer that a module belongs to, and the rest of its path."""
     parts = parts_of(fqn)
     for place, part in enumerate(parts):
         if place and _is_index(part):
@@ -70,35 +64,20 @@ def _tail(parts: list[str]) -> str:
 
 
 def is_word(part: str) -> bool:
-    """Whether Python reads it as this name: some letters it reads as others.
-
-    >>> is_word("wq"), is_word("class"), is_word("\ufb01")
-    (True, False, False)
-    """
+    """Whether Python reads it as this name: some letters it reads as others."""
     is_name = part.isidentifier() and not keyword.iskeyword(part)
     return is_name and (part.isascii() or unicodedata.normalize("NFKC", part) == part)
 
 
 def _quoted(part: str) -> str:
-    r"""A name in quotes.
-
-    >>> print(_quoted("en-de"), _quoted('a"b'), _quoted("a\\b"))
-    "en-de" "a\"b" "a\\b"
-    """
+    """A name in quotes."""
     escaped = part.replace("\\", "\\\\").replace('"', '\\"')
     return '"' + "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in escaped) + '"'
 
 
 @functools.lru_cache(maxsize=1 << 16)
 def spell_from(fqn: str, here: Layer | None) -> str:
-    """A module path as seen from a layer.
-
-    >>> here = Layer("layers", 3)
-    >>> spell_from("layers.3.attention", here), spell_from("layers.2", here), spell_from("norm", here)
-    ('L.attention', 'layers[i-1]', 'norm')
-    >>> spell_from("layers.0.attention", here)
-    'layers[0].attention'
-    """
+    """A module path as seen from a layer."""
     layer, rest = split_layer(fqn)
     if layer is None or here is None or layer.container != here.container:
         return spell(fqn)
@@ -111,20 +90,12 @@ def spell_from(fqn: str, here: Layer | None) -> str:
 
 @functools.lru_cache(maxsize=1 << 16)
 def spell_input(space: str, fqn: str, here: Layer | None) -> str:
-    """A graph input as seen from a layer.
-
-    >>> spell_input("P", "layers.3.wq.weight", Layer("layers", 3)), spell_input("I", "0.tokens", None)
-    ('P.L.wq.weight', 'I[0].tokens')
-    """
+    """A graph input as seen from a layer."""
     return space + _tail(parts_of(fqn)) if _is_index(fqn.partition(".")[0]) else f"{space}.{spell_from(fqn, here)}"
 
 
 def common_parent(fqns: list[str]) -> str:
-    """The longest path that all of them begin with.
-
-    >>> common_parent(["layers.3.attention.wq", "layers.3.attention.wo"]), common_parent(["a", "b"])
-    ('layers.3.attention', '')
-    """
+    """The longest path that all of them begin with."""
     levels = zip(*(parts_of(fqn) for fqn in fqns))  # noqa: B905 - the shortest path ends it
     return ".".join(names[0] for names in itertools.takewhile(lambda names: len(set(names)) == 1, levels))
 
@@ -144,11 +115,7 @@ class SectionKey(NamedTuple):
 
 
 class Scope(NamedTuple):
-    """Where values are numbered: the owning modules (several only of a bucket) in one space.
-
-    >>> Scope(("layers.3", "norm"), "fwd", is_bucket=True)
-    fwd bucket(layers.3, norm)
-    """
+    """Where values are numbered: the owning modules (several only of a bucket) in one space."""
 
     owners: tuple[str, ...]
     space: str
@@ -217,21 +184,9 @@ class Section(NamedTuple):
 
 
 def section_keys(own: Sequence[SectionKey], floating: Sequence[bool]) -> list[SectionKey]:
-    """In which section each line stands, given where it belongs and whether it may float.
-
-    A floating line (a collective, or a value of no known module) never opens a section: it
-    stands with its own layer if that comes next, else where the schedule has put it.
-
-    >>> a, b = SectionKey("fwd", Layer("layers", 0)), SectionKey("fwd", Layer("layers", 1))
-    >>> [str(key) for key in section_keys([a, b, b, b], [False, True, True, False])]
-    ['fwd.layers[0]', 'fwd.layers[1]', 'fwd.layers[1]', 'fwd.layers[1]']
-    >>> [str(key) for key in section_keys([a, b, a], [False, True, False])]
-    ['fwd.layers[0]', 'fwd.layers[0]', 'fwd.layers[0]']
-    >>> [str(key) for key in section_keys([a, b, a, a, b], [False] * 5)]
-    ['fwd.layers[0]', 'fwd.layers[0]', 'fwd.layers[0]', 'fwd.layers[0]', 'fwd.layers[1]']
-    >>> [str(key) for key in section_keys([a, b, a], [False] * 3)]
-    ['fwd.layers[0]', 'fwd.layers[1]', 'fwd.layers[0]']
-    """
+    """In which section each line stands, given where it belongs and whether it may float. A floating line (a
+    collective, or a value of no known module) never opens a section: it stands with its own layer if that comes next,
+    else where the schedule has put it."""
     fixed: list[SectionKey | None] = [None]
     ahead: list[SectionKey | None] = [None]  # the next key that is known
     for here, floats in zip(reversed(own), reversed(floating), strict=True):
@@ -251,11 +206,7 @@ def section_keys(own: Sequence[SectionKey], floating: Sequence[bool]) -> list[Se
 
 
 def _absorbed(keys: list[SectionKey]) -> list[SectionKey]:
-    """Give a layer the short stretches of its neighbours that the schedule has put inside it.
-
-    Prefetching casts the parameters of layer 1 in the middle of layer 0; were that a section of
-    its own, no two layers would be alike.
-    """
+    """Give a layer the short stretches of its neighbours inside it, as prefetching puts there: else none are alike."""
     lengths = [(key, here.stop - here.start) for key, here in stretches(keys)]
     absorbed: list[SectionKey] = []
     first = 0
@@ -276,12 +227,7 @@ def _absorbed(keys: list[SectionKey]) -> list[SectionKey]:
 
 
 def stretches(keys: Sequence[SectionKey]) -> Iterable[tuple[SectionKey, slice]]:
-    """Neighbours of one key, with where they stand.
-
-    >>> a, b = SectionKey("fwd", None), SectionKey("bwd", None)
-    >>> [(key.space, here.start, here.stop) for key, here in stretches([a, a, b])]
-    [('fwd', 0, 2), ('bwd', 2, 3)]
-    """
+    """Neighbours of one key, with where they stand."""
     start = 0
     for key, members in itertools.groupby(keys):
         stop = start + len(list(members))

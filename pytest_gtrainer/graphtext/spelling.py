@@ -1,12 +1,16 @@
-"""How types, symbols, constants, references and arguments are spelled, as seen from a section.
+"""How types, symbols, constants, references and arguments are spelled; constants depend on nothing else.
 
-An unbacked symbol is numbered inside the layer that brings it in, so two MoE layers, each with its own data-dependent
-sizes, have the same text. A backed symbol belongs to the whole graph, bodies included, and is defined with its hint:
-``s0 = size(16)``.
+Types, symbols and references are spelled as seen from a section. An unbacked symbol is numbered inside the layer that
+brings it in, so two MoE layers, each with its own data-dependent sizes, have the same text. A backed symbol belongs to
+the whole graph, bodies included, and is defined with its hint: ``s0 = size(16)``.
+
+A constant is a word of torch, a literal, or a digest; ``constants`` gives what a text tells by a digest only.
 """
 
 from __future__ import annotations
 
+import ctypes
+import hashlib
 import itertools
 import operator
 import re
@@ -20,11 +24,81 @@ import torch
 from torch import fx
 
 from pytest_gtrainer._torch.graph_text import SYMBOLIC, expression, hint, is_unbacked
-from pytest_gtrainer.graph.dtypes import spell_dtype
-from pytest_gtrainer.graphtext.literals import other_constant, spell_literal, tensor_content
-from pytest_gtrainer.graphtext.operators import groups_of, operator_of, word
+from pytest_gtrainer._torch.values import FakeTensor, HigherOrderOperator, OpOverload, pytree
+from pytest_gtrainer.graph.nodes import DTYPES, spell_dtype
+from pytest_gtrainer.graphtext.operators import function_of, groups_of, operator_of, word
 from pytest_gtrainer.graphtext.scopes import Scope, is_item, names_of, scopes_of
 from pytest_gtrainer.graphtext.sections import Layer, SectionKey, spell_from, spell_input
+
+_SMALL = 8
+"""Constant tensors of at most so many elements show their values, larger ones a digest."""
+PLAIN = (type(None), bool, int, float, str, complex)
+SPELLINGS: dict[type, Callable[[Any], str]] = {
+    **dict.fromkeys((*PLAIN, range), repr),
+    torch.dtype: spell_dtype,
+    **dict.fromkeys((torch.layout, torch.memory_format), lambda value: str(value).removeprefix("torch.")),
+    torch.device: lambda value: f'device("{value.type}")',
+}
+"""How constants of a type are spelled; none of these types has subclasses that are spelled alike."""
+_TOLD = (fx.Node, fx.GraphModule, slice, torch.SymInt, torch.SymFloat, torch.SymBool)
+"""What has no spelling of its own and is told in full."""
+_NAMED = (torch.dtype, torch.layout, torch.memory_format)
+TORCH_WORDS = {SPELLINGS[type(one)](one): one for one in vars(torch).values() if isinstance(one, _NAMED)}
+DTYPE_OF = {word: value for word, value in TORCH_WORDS.items() if isinstance(value, torch.dtype)}
+CONSTANTS: dict[str, object] = {
+    **TORCH_WORDS,
+    "inf": float("inf"), "nan": float("nan"), "infj": complex(0, float("inf")), "nanj": complex(0, float("nan")),
+}  # fmt: skip
+"""What a bare word that is no value of the graph stands for."""
+
+
+def spell_literal(value: Any) -> str | None:
+    """A constant that depends on nothing else; None if it has no spelling."""
+    if (spell := SPELLINGS.get(type(value))) is not None:
+        return spell(value)
+    return function_of(value).text if isinstance(value, OpOverload | HigherOrderOperator) else None
+
+
+def tensor_content(value: torch.Tensor) -> str:
+    """What a constant holds: by content, not by name, as the tracer's numbering of constants drifts."""
+    if isinstance(value, FakeTensor) or value.is_meta:
+        return "None"
+    if value.numel() <= _SMALL and value.dtype in DTYPES:
+        return repr(value.tolist())
+    content = bytes_of(value)
+    memory = ctypes.string_at(content.data_ptr(), content.numel())  # `numpy()` would need NumPy
+    return repr("sha256:" + hashlib.sha256(memory).hexdigest()[:16])
+
+
+def bytes_of(value: torch.Tensor) -> torch.Tensor:
+    """What a tensor holds, element by element, whatever its strides."""
+    dense = value.detach() if value.layout is torch.strided else value.detach().to_dense()
+    return dense.cpu().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
+
+
+def object_digest(value: Any) -> str:
+    """The digest of an object's ``repr``; the name of its type where that is an address."""
+    shown = repr(value)
+    return type(value).__name__ if " at 0x" in shown else hashlib.sha256(shown.encode()).hexdigest()[:12]
+
+
+def constants(gm: fx.GraphModule) -> dict[str, Any]:
+    """What a text tells by digest, and called modules by path, bodies included; ``parse`` takes it as ``constants``."""
+    found: dict[str, Any] = {}
+    for module in gm.modules():
+        for node in module.graph.nodes if isinstance(module, fx.GraphModule) else ():
+            if node.op == "call_module":
+                found[str(node.target)] = module.get_submodule(str(node.target))
+            held = operator.attrgetter(str(node.target))(module) if node.op == "get_attr" else None
+            for value in [held, *pytree.tree_leaves((node.args, node.kwargs))]:
+                if isinstance(value, torch.Tensor):
+                    told = tensor_content(value).strip("'")
+                    if told.startswith("sha256:"):
+                        found[told] = value
+                elif spell_literal(value) is None and not isinstance(value, _TOLD):
+                    found[object_digest(value)] = value
+    return found
+
 
 SIZES = ("both", "symbols", "examples")
 """How sizes that are dynamic are told: as symbols with their examples, or as one of the two."""
@@ -155,7 +229,8 @@ class Speller:
             return f"sym({self.size(value)})"
         if isinstance(value, torch.Tensor):
             return f"const({self.type_of(value)}, {tensor_content(value)})"
-        return other_constant(value)
+        name, digest = type(value).__name__, object_digest(value)
+        return f"const({name!r})" if digest == name else f"const({name!r}, {digest!r})"
 
     def type_of(self, value: Any) -> str:
         """``bf16[64, 64]``, with strides unless contiguous and with the device unless the default."""
@@ -209,11 +284,7 @@ class Speller:
 
 
 def is_contiguous(shape: list[Any], strides: list[Any]) -> bool:
-    """Whether strides are the row-major ones, where they matter; adds no guard to symbols.
-
-    >>> is_contiguous([2, 3], [3, 1]), is_contiguous([2, 3], [1, 2]), is_contiguous([1, 3], [7, 1])
-    (True, False, True)
-    """
+    """Whether strides are the row-major ones, where they matter; adds no guard to symbols."""
     steps = itertools.accumulate(reversed(shape), lambda step, extent: extent * step, initial=1)
     told = zip(reversed(shape), reversed(strides), steps)  # noqa: B905 - the last step is that of the whole
     return 0 in shape or all(extent == 1 or stride == step for extent, stride, step in told)

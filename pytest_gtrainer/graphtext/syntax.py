@@ -1,10 +1,8 @@
-"""The one reader of what stands in a line: chains, paths, scopes, references, statements. No torch here.
+"""The one reader of what stands in a line: chains, paths, scopes, references. No torch here.
 
-It reads syntax trees of Python. ``parsing`` gives it trees of a whole text, to make a graph; ``dataflow`` gives it
-one line at a time, to compare graphs. Nothing is evaluated; what is not in the grammar is refused.
-
-A *chain* is what names something: ``saved.layers[i-1].mm``. A text says most lines once for many layers, so what a
-chain means depends on the *place* where it stands.
+It reads syntax trees of Python, for ``parsing`` and for ``dataflow``; what is not in the grammar is refused. A *chain*
+names something: ``saved.layers[i-1].mm``. As a text says most lines once for many layers, what it means depends on the
+*place* where it stands.
 """
 
 from __future__ import annotations
@@ -15,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from pytest_gtrainer.graph.paths import joined
+from pytest_gtrainer.graph import joined
 from pytest_gtrainer.graphtext.header import TextError
 from pytest_gtrainer.graphtext.sections import NOWHERE, Layer, Scope, SectionKey
 
@@ -50,9 +48,6 @@ def integer(node: ast.expr | None) -> int | None:
     return None
 
 
-# -- chains
-
-
 class Link(NamedTuple):
     """A link of a chain: a name, a quoted word, an index, or the arguments of a call; ``node`` ends with it."""
 
@@ -63,11 +58,7 @@ class Link(NamedTuple):
 
 
 def chain(node: ast.expr) -> list[Link]:
-    """The links of a chain, from its first name on.
-
-    >>> [link.value for link in chain(ast.parse("saved.layers[i-1].mm", mode="eval").body)]
-    ['saved', 'layers', -1, 'mm']
-    """
+    """The links of a chain, from its first name on."""
     links: list[Link] = []
     here: ast.expr = node
     while True:
@@ -106,19 +97,12 @@ def links_of(text: str) -> tuple[Link, ...]:
 
 
 def static_path(links: Sequence[Link]) -> str:
-    """The module path of links that do not depend on the section.
-
-    >>> static_path(links_of('heads["en-de"].layers[3]'))
-    'heads.en-de.layers.3'
-    """
+    """The module path of links that do not depend on the section."""
     for link in links:
         if link.kind == "call" or (link.kind == "index" and int(link.value) < 0):  # type: ignore[arg-type]
             raise refuse(link.node, f"expected a module path, found `{shown(link.node)}`")
     names = [str(link.value) for link in links]
     return joined(names[1:] if names[:1] == ["_"] else names)
-
-
-# -- chains as seen from where they stand
 
 
 @dataclass(slots=True)
@@ -131,15 +115,7 @@ class LinePlace:
 
 
 def path_at(links: Sequence[Link], here: Layer | None) -> str:
-    """The module path of a chain, as seen from a section's layer.
-
-    >>> here = Layer("layers", 3)
-    >>> path_at(links_of("L.moe"), here), path_at(links_of("layers[i-1]"), here), path_at(links_of("norm"), None)
-    ('layers.3.moe', 'layers.2', 'norm')
-
-    Raises:
-        TextError: it can be no path, or it is relative and there is no layer.
-    """
+    """The module path of a chain, as seen from a section's layer; TextError if it is none, or relative to no layer."""
     link = next((link for link in links if link.relative), None)
     if links[0].value == "L" and links[0].kind == "name":
         link, head, distance, rest = links[0], "", 0, links[1:]
@@ -159,11 +135,7 @@ def path_at(links: Sequence[Link], here: Layer | None) -> str:
 
 
 def scope_at(links: Sequence[Link], place: LinePlace) -> Scope:
-    """The scope that a chain names: a module or a bucket, of the section's space or of another.
-
-    >>> scope_at(links_of("saved.bucket(L.moe, norm)"), LinePlace("bwd", Layer("layers", 3)))
-    fwd bucket(layers.3.moe, norm)
-    """
+    """The scope that a chain names: a module or a bucket, of the section's space or of another."""
     space = place.space
     if links[0].kind == "name" and links[0].value in _SPACES and len(links) > 1:
         space, links = _SPACES[str(links[0].value)], links[1:]
@@ -177,11 +149,7 @@ def scope_at(links: Sequence[Link], place: LinePlace) -> Scope:
 
 @functools.lru_cache(maxsize=1 << 12)
 def key_of(section: str) -> SectionKey:
-    """What a section's name says; one that cannot be read is a space.
-
-    >>> key_of("bwd.layers[3]"), key_of("fwd")
-    (SectionKey(space='bwd', layer=Layer(container='layers', number=3)), SectionKey(space='fwd', layer=None))
-    """
+    """What a section's name says; one that cannot be read is a space."""
     try:
         space, *path = links_of(section)
         container, _, number = static_path(path).rpartition(".")
@@ -197,9 +165,6 @@ def absolute(text: str, layer: Layer | None) -> str:
         return path_at(links_of(text), layer)
     except UNREADABLE:
         return text
-
-
-# -- references
 
 
 def reference(node: ast.expr) -> tuple[list[Link], str, list[int]]:
@@ -220,8 +185,12 @@ def is_input(links: Sequence[Link]) -> bool:
     return links[0].value in INPUT_SPACES and len(links) > 1
 
 
-InputKey = tuple[str, str, int]
-"""Space, full name and repetition."""
+class InputKey(NamedTuple):
+    """A graph input: its space, its full name, and how many before it have both."""
+
+    space: str
+    fqn: str
+    repeat: int = 0
 
 
 def input_key_at(links: Sequence[Link], here: Layer | None) -> InputKey:
@@ -232,4 +201,4 @@ def input_key_at(links: Sequence[Link], here: Layer | None) -> InputKey:
     last = links[-1]
     if last.kind == "word" and str(last.value)[:1] == "#" and str(last.value)[1:].isdecimal() and len(links) > 1:
         links, repeat = links[:-1], int(str(last.value)[1:])
-    return space, path_at(links, here), repeat
+    return InputKey(space, path_at(links, here), repeat)

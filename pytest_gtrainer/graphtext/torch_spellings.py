@@ -1,9 +1,8 @@
 """What versions of torch call differently, so that one golden serves them all. No torch here.
 
-``SPELLINGS`` is the table: an operator that a version of torch put in place of another, where the two compute
-the same value with the same strides. A graph's text always says what torch said. If one of two texts was made
-before such a version and the other since, they are compared in the words of the newer one. Else they are
-compared as they are, so that a spelling hides nothing while torch stays. docs/goldens.md says why it is so.
+An operator is in the table if a version put it in place of another that computes the same value with the same strides.
+Texts made before and since such a version are compared in the words of the newer one, all others as they are, so that
+a spelling hides nothing while torch stays. docs/goldens.md says why it is so.
 """
 
 from __future__ import annotations
@@ -12,9 +11,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from pytest_gtrainer.environment import minor_version
 from pytest_gtrainer.graphtext.dataflow import Dataflow, Value, dataflow
 from pytest_gtrainer.graphtext.sections import GraphLine
-from pytest_gtrainer.supported import minor_version
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,13 +50,7 @@ SPELLINGS = (
 
 
 def spellings_between(made: str | None, running: str | None) -> tuple[Spelling, ...]:
-    """What one of two versions of torch spells differently; nothing if a version is not known.
-
-    >>> [str(spelling) for spelling in spellings_between("2.15.0+cu132", "2.14.1")]
-    ['aten._unsafe_view for aten.view of aten.addmm']
-    >>> spellings_between("2.14.0", "2.14.1+cpu"), spellings_between(None, "2.15.0")
-    ((), ())
-    """
+    """What one of two versions of torch spells differently; nothing if a version is not known."""
     versions = [minor_version(version) if version else None for version in (made, running)]
     known = [version for version in versions if version is not None]
     if len(known) < 2:

@@ -29,14 +29,7 @@ class NoBytes(TypeError):
 
 
 def plain(tensor: Tensor) -> Tensor:
-    """The strided tensor that really holds the values on this rank, detached; no copy.
-
-    A DTensor gives its local shard, a pending collective is waited for, lazy conjugation
-    and negation are carried out (that alone copies).
-
-    Raises:
-        NoBytes: for a meta, fake, sparse, quantised or otherwise wrapped tensor.
-    """
+    """The detached strided tensor of this rank's values, a DTensor's local shard; a NoBytes where there is none."""
     tensor = tensor.detach()
     if is_dtensor(tensor):
         tensor = tensor.to_local().detach()
@@ -59,13 +52,7 @@ def is_dtensor(tensor: Tensor) -> bool:
 
 
 def byte_view(tensor: Tensor) -> Tensor:
-    """All bytes of a tensor as ``uint8[numel * element_size]``, in row-major order of elements.
-
-    A view where the tensor is contiguous, else a copy.
-
-    >>> byte_view(torch.tensor([-0.0])).tolist() == list((0x80000000).to_bytes(4, sys.byteorder))
-    True
-    """
+    """All bytes of a tensor as ``uint8[numel * element_size]``, row-major; a view where the tensor is contiguous."""
     return plain(tensor).contiguous().reshape(-1).view(torch.uint8)
 
 
@@ -77,12 +64,7 @@ def memory(view: Tensor) -> bytes | ctypes.Array[ctypes.c_ubyte]:
 
 
 def same_bytes(a: Tensor, b: Tensor) -> bool:
-    """Whether two byte views (``uint8[n]``) are equal, read in the widest words that fit.
-
-    >>> zeros = torch.zeros(11, dtype=torch.uint8)
-    >>> same_bytes(zeros, zeros.clone()), same_bytes(zeros, torch.ones_like(zeros))
-    (True, False)
-    """
+    """Whether two byte views (``uint8[n]``) are equal, read in the widest words that fit."""
     if a.numel() != b.numel():
         return False
     width = max(w for w in _INTEGERS if a.storage_offset() % w == b.storage_offset() % w == 0)
@@ -92,11 +74,7 @@ def same_bytes(a: Tensor, b: Tensor) -> bool:
 
 
 def count_differing(a: Tensor, b: Tensor) -> tuple[int, int]:
-    """How many elements differ, and the place of the first in row-major order; piece by piece, -1 if none does.
-
-    >>> count_differing(torch.tensor([1, 2, 3, 4]), torch.tensor([1, 0, 3, 0]))
-    (2, 1)
-    """
+    """How many elements differ, and the place of the first in row-major order; piece by piece, -1 if none does."""
     total, first, size = 0, -1, a.element_size()
     pieces = [side.reshape(-1).split(_PIECE) for side in (a, b)]
     for number, pair in enumerate(zip(*pieces, strict=True)):
@@ -113,10 +91,8 @@ def count_differing(a: Tensor, b: Tensor) -> tuple[int, int]:
 def pattern(element: Tensor) -> str:
     """The bits of a one-element tensor in hexadecimal, most significant first.
 
-    >>> pattern(torch.tensor(1.0, dtype=torch.bfloat16)), pattern(torch.tensor(True))
-    ('0x3f80', '0x01')
-    >>> pattern(torch.tensor(1 - 0j, dtype=torch.complex64))
-    '(0x3f800000, 0x00000000)'
+    >>> pattern(torch.tensor(1.0, dtype=torch.bfloat16)), pattern(torch.tensor(1 - 0j, dtype=torch.complex64))
+    ('0x3f80', '(0x3f800000, 0x00000000)')
     """
     if element.is_complex():
         real, imaginary = torch.view_as_real(plain(element)).reshape(-1)
@@ -141,17 +117,7 @@ _MAGNITUDE = torch.float8_e8m0fnu  # a power of two without a sign: its bits cou
 
 
 def ulp_distance(a: Tensor, b: Tensor) -> int | None:
-    """ULPs between two one-element tensors; None where that means nothing.
-
-    It means nothing for NaN, for different dtypes, and for what is not a floating-point
-    format (integers, bool, complex).
-
-    >>> one = torch.tensor(1.0, dtype=torch.bfloat16)
-    >>> ulp_distance(one, one + 2**-7), ulp_distance(torch.tensor(0.0), torch.tensor(-0.0))
-    (1, 0)
-    >>> ulp_distance(torch.tensor(0.0), torch.tensor(float("nan"))) is None
-    True
-    """
+    """ULPs between two one-element tensors; None for NaN, different dtypes, and what is not floating point."""
     if a.dtype != b.dtype or not a.is_floating_point() or a.dtype is torch.float4_e2m1fn_x2:
         return None
     if any(bool(side.to(torch.float64).isnan()) for side in (a, b)):

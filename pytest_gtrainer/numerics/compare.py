@@ -1,18 +1,8 @@
 """Compare two sets of tensors bit by bit and say where a difference comes from.
 
-Three outcomes: *equal*, *different*, and *unverified* where nothing was looked at (nothing
-captured, a rank missing, tensors without values). Unverified never passes as equal.
-
-Differences are in order of origin: first step, then rank, then phase (loss, gradient,
-weight, optimizer, buffer), then the order in which ``expected`` registered its tensors,
-then element in row-major order. Two equal tensors cost one pass over their words; only
-tensors that differ are looked at element by element.
-
-Between records dtype, shape and bytes must agree, between tensors also the stride, and
-between DTensors the placements. Devices may differ.
-
-An assertion of equality can be one that cannot fail. Next to every ``assert_bitwise_equal`` therefore stands an
-``assert_bitwise_different`` on a run with one thing deliberately wrong.
+Three outcomes: *equal*, *different*, and *unverified* where nothing was looked at, which never passes as equal.
+Differences are in order of origin: step, rank, phase, the order in which ``expected`` registered its tensors, element.
+Between records dtype, shape and bytes must agree, between tensors also the stride, between DTensors the placements.
 """
 
 from __future__ import annotations
@@ -24,18 +14,18 @@ import torch
 from torch import Tensor
 
 from pytest_gtrainer import facts
-from pytest_gtrainer.graph.dtypes import spell_dtype
+from pytest_gtrainer.graph.nodes import spell_dtype
 from pytest_gtrainer.numerics import bits
 from pytest_gtrainer.numerics.record import OUTSIDE_A_RUN, START, Record, Tensors, entries
-from pytest_gtrainer.numerics.verdict import PHASES, Difference, Key, Outcome, Verdict
+from pytest_gtrainer.numerics.verdict import PHASES, Difference, Key, Kind, Outcome, Verdict
 
 _MOST_NUMBERS = 4
 
 
 def compare(actual: Tensors, expected: Tensors) -> Verdict:
-    """Compare two records, tensors, mappings, sequences or modules bit by bit.
+    """Compare ``actual`` with ``expected`` bit by bit: records, tensors, modules, mappings or sequences of tensors.
 
-    Names that only one side has make it different. The order of names does not count.
+    A name that only one side has is a difference. The order of names does not count.
 
     Raises:
         TypeError: a record against something else, or something that is not a tensor.
@@ -67,10 +57,7 @@ def _some(noun: str, numbers: Sequence[int]) -> str:
 def compare_entries(
     actual: Mapping[Key, Tensor], expected: Mapping[Key, Tensor], doubts: Sequence[str] = (), faults: Sequence[str] = ()
 ) -> Verdict:
-    """Compare tensors by key; a fault makes them different, a doubt at most unverified.
-
-    A bit that differs is proof; names that one side lacks may only be a rank that is missing.
-    """
+    """Compare tensors by key; a fault, or a bit, makes them different, a doubt or a missing name at most unverified."""
     common = {key: (actual[key], tensor) for key, tensor in expected.items() if key in actual}
     only_actual = tuple(key for key in actual if key not in common)
     only_expected = tuple(key for key in expected if key not in common)
@@ -117,23 +104,19 @@ def _share_memory(a: Tensor, b: Tensor) -> bool:
 
 
 def difference_of(key: Key, actual: Tensor, expected: Tensor) -> Difference | None:
-    """How two tensors differ, or None.
-
-    Raises:
-        NoBytes: one of them holds no values.
-    """
+    """How two tensors differ, or None; a NoBytes if one of them holds no values."""
     a, b = bits.plain(actual), bits.plain(expected)
     layout, numel = f"{spell_dtype(b.dtype)}{list(b.shape)}", b.numel()
-    if a.dtype != b.dtype:
-        return Difference(key, "dtype", str(a.dtype), str(b.dtype), layout, numel)
-    if a.shape != b.shape:
-        return Difference(key, "shape", str(list(a.shape)), str(list(b.shape)), layout, numel)
-    if a.stride() != b.stride():
-        return Difference(key, "stride", str(a.stride()), str(b.stride()), layout, numel)
+    layouts: dict[Kind, list[object]] = {
+        "dtype": [a.dtype, b.dtype],
+        "shape": [list(a.shape), list(b.shape)],
+        "stride": [a.stride(), b.stride()],
+    }
     if bits.is_dtensor(actual) and bits.is_dtensor(expected):
-        ours, theirs = (f"{side.placements} of {list(side.shape)}" for side in (actual, expected))
+        layouts["placements"] = [f"{side.placements} of {list(side.shape)}" for side in (actual, expected)]
+    for kind, (ours, theirs) in layouts.items():
         if ours != theirs:
-            return Difference(key, "placements", ours, theirs, layout, numel)
+            return Difference(key, kind, str(ours), str(theirs), layout, numel)
     if a.device != b.device:
         a, b = a.cpu(), b.cpu()
     if bits.same_bytes(bits.byte_view(a), bits.byte_view(b)):
@@ -156,13 +139,7 @@ def difference_of(key: Key, actual: Tensor, expected: Tensor) -> Difference | No
 
 
 class VerdictError(AssertionError):
-    """A comparison did not come out as it must.
-
-    Attributes:
-        verdict: what the comparison found.
-        gt_origin: ``(step, rank)`` of the first difference, None where there is none; when
-            several ranks report, the smallest one is the headline.
-    """
+    """A comparison did not have the required result; ``gt_origin`` is (step, rank) of the first difference, or None."""
 
     def __init__(self, message: str, verdict: Verdict) -> None:
         super().__init__(message)
@@ -228,13 +205,12 @@ def assert_bitwise_different(
 ) -> Verdict:
     """Fail unless the two sides, of the same names, dtypes and shapes, differ in some bit.
 
-    This is the control of an ``assert_bitwise_equal``: the same comparison on a run with
-    one thing wrong on purpose. Names or shapes that do not match would make it pass for
-    the wrong reason, and so fail it.
-
-    A test on ranks is judged as one: a rank may be equal if another one, in the same place of the test, differs.
+    This is the control of an ``assert_bitwise_equal``: the same comparison on a run with one mistake on purpose. It
+    fails if names or shapes do not match, because then it would pass for the wrong reason. In a test on ranks one rank
+    that differs is enough.
 
     Args:
+        actual, expected, what: as for ``assert_bitwise_equal``.
         on: "every rank" fails on each rank that is equal.
 
     Raises:
@@ -252,7 +228,7 @@ def assert_bitwise_different(
         complaint = "the control run is unverified: it says nothing about this check"
     elif layouts or verdict.only_actual or verdict.only_expected or verdict.reasons:
         complaint = "the control run must differ in bits alone: here the two sides are not comparable"
-    outcome = "different, as it must" if complaint is None else f"{verdict.outcome}, control failed"
+    outcome = "different as required" if complaint is None else f"{verdict.outcome}, control failed"
     if facts.is_watched("control") and on == "any rank":  # by who judges all ranks together
         facts.emit("control", equal=verdict.outcome == "equal", what=what)
         if verdict.outcome == "equal":

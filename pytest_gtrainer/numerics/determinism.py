@@ -1,9 +1,7 @@
 """Every switch of determinism, set together and restored whole; seeds, and random states of Python, NumPy and torch.
 
-``deterministic`` sets what makes one run repeat another bit for bit on one machine, and on
-exit, also after an exception, puts back every flag, generator and environment variable.
-What cannot be honoured any more is an error, never a warning: a check that believes it is
-deterministic and is not proves nothing. All switches, set or left alone, are in ``knobs``.
+What cannot be honoured any more is an error, never a warning: a check that believes it is deterministic and is not
+proves nothing. All switches are in ``knobs``. ``balanced_loss`` weighs all tokens alike.
 """
 
 from __future__ import annotations
@@ -17,6 +15,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+import torch.distributed as dist
 
 from pytest_gtrainer._torch.process import inductor_config, set_deterministic_algorithms, waiting_seeds
 from pytest_gtrainer.environment import variable
@@ -68,10 +67,9 @@ class ActivationCheckpointConfig:
 
 
 def flex_attention_options(config: DebugConfig) -> dict[str, bool]:
-    """``torch.compile(flex_attention, options=...)``: tuned by measuring, unless it has to be deterministic.
+    """Return options for ``torch.compile(flex_attention, options=...)``: no tuning if ``config`` is deterministic.
 
-    Options of a compiled function win over Inductor's own configuration, which is why a model that
-    compiles FlexAttention takes them from here.
+    The options of a compiled function override Inductor's own configuration.
 
     >>> flex_attention_options(DebugConfig())
     {'max_autotune': False, 'coordinate_descent_tuning': False}
@@ -107,14 +105,8 @@ NCCL_PRESETS: Mapping[str, Mapping[str, str]] = {
 _WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 _WORKSPACE_VALUES = (":4096:8", ":16:8")
 
-_INDUCTOR = {
-    "deterministic": True,
-    "max_autotune": False,
-    "max_autotune_pointwise": False,
-    "max_autotune_gemm": False,
-    "coordinate_descent_tuning": False,
-}
-"""Flags of Inductor's configuration; at its import each is read from ``TORCHINDUCTOR_`` and its name in capitals."""
+_INDUCTOR = knobs.flags("torch._inductor.config")
+"""At Inductor's import each is read from ``TORCHINDUCTOR_`` and its name in capitals."""
 
 # Whether CUDA was first initialised inside one of our blocks: then it has the workspace,
 # although the variable is gone again.
@@ -128,12 +120,7 @@ class DeterminismError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What ``deterministic`` put in place.
-
-    Attributes:
-        config: what was asked for.
-        nccl: the preset of NCCL's variables.
-    """
+    """What ``deterministic`` put in place: the configuration, and the preset of NCCL's variables."""
 
     config: DebugConfig
     nccl: str = "as_found"
@@ -267,11 +254,10 @@ def _set_inductor(stack: ExitStack) -> None:
 
 def _set_flags(stack: ExitStack, *, warn_only: bool) -> None:
     """Flags of backends, and ``torch.use_deterministic_algorithms`` without importing Inductor."""
-    cudnn, onednn = torch.backends.cudnn, torch.backends.mkldnn
-    flags = ((cudnn, "deterministic", True), (cudnn, "benchmark", False), (onednn, "deterministic", True))
-    for backend, name, value in flags:
-        stack.callback(setattr, backend, name, getattr(backend, name))
-        setattr(backend, name, value)
+    for backend in (torch.backends.cudnn, torch.backends.mkldnn):
+        for name, value in knobs.flags(backend.__name__).items():
+            stack.callback(setattr, backend, name, getattr(backend, name))
+            setattr(backend, name, value)
     before = torch.are_deterministic_algorithms_enabled()
     warned_only = torch.is_deterministic_algorithms_warn_only_enabled()
     stack.callback(set_deterministic_algorithms, before, warn_only=warned_only)
@@ -281,7 +267,9 @@ def _set_flags(stack: ExitStack, *, warn_only: bool) -> None:
 def seed_everything(seed: int) -> None:
     """Seed Python, torch and NumPy; a device that has not started gets the seed when it starts."""
     random.seed(seed)
-    torch.manual_seed(seed % 2**64)
+    # of devices that this torch was not built for, manual_seed notes a stack trace each: half a millisecond
+    on_cpu_only = torch.accelerator.current_accelerator() is None
+    (torch.default_generator if on_cpu_only else torch).manual_seed(seed % 2**64)
     numpy = _numpy()  # which torch has imported, if there is one
     if numpy is not None:
         numpy.random.seed(seed % 2**32)
@@ -306,11 +294,44 @@ def mesh_seed(seed: int, mesh: DeviceMesh, distinct: Sequence[str] = ()) -> int:
     return (seed + place) % 2**64
 
 
-def random_state() -> dict[str, torch.Tensor]:
-    """Every generator's state as a tensor, by name: ``python``, ``numpy``, ``torch.cpu``, ``torch.cuda.0``, ...
+def balanced_loss(
+    loss_sum: torch.Tensor,
+    tokens: torch.Tensor | int,
+    group: dist.ProcessGroup | None = None,
+    *,
+    gradients: Literal["avg", "sum"] = "avg",
+) -> torch.Tensor:
+    """Return this rank's share of the mean over the tokens of all ranks; every rank of the group must call it.
 
-    Nothing is initialised for it: of CUDA only if it runs, of NumPy only if it is loaded.
+    With ``gradients="sum"`` the sum of the shares is the global mean; with "avg" (FSDP, DDP) their average is. One
+    all-reduce counts tokens exactly, in int64, also in a trace. Over ``R`` ranks the result differs from the mean on
+    one rank by at most ``(R + 2) * eps`` of the dtype times the sum of absolute shares. If all ranks have equally many
+    tokens and ``R`` is a power of two, it is bit for bit the mean of the rank's own tokens.
+
+    Args:
+        loss_sum: the sum over this rank's tokens, a scalar; zero on a rank without tokens.
+        tokens: how many those are, without padding.
+        group: the ranks that share the batch; by default all.
+        gradients: how gradients are reduced afterwards.
+
+    Raises:
+        ValueError: ``loss_sum`` is not a scalar, or ``gradients`` is neither.
     """
+    from pytest_gtrainer._torch.passes import functional_collectives
+
+    if loss_sum.numel() != 1:
+        raise ValueError(f"loss_sum is the sum over this rank's tokens, a scalar; not {list(loss_sum.shape)}")
+    if gradients not in ("avg", "sum"):
+        raise ValueError(f"gradients are reduced by 'avg' or 'sum'; not {gradients!r}")
+    group = group if group is not None else dist.group.WORLD
+    count = torch.as_tensor(tokens, dtype=torch.int64, device=loss_sum.device).detach()
+    total = functional_collectives.all_reduce(count.reshape(()), "sum", group)
+    scaled = loss_sum * dist.get_world_size(group) if gradients == "avg" else loss_sum
+    return scaled / total
+
+
+def random_state() -> dict[str, torch.Tensor]:
+    """Every generator's state by name, ``python``, ``torch.cuda.0``, ...; nothing is started or imported for it."""
     version, words, gauss = random.getstate()
     states = {"python": torch.tensor([version, *words], dtype=torch.int64)}
     if gauss is not None:
@@ -339,12 +360,7 @@ def random_states_kept() -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class GeneratorStates:
-    """Where every generator of this process was; can be pickled, and put back in another process.
-
-    Attributes:
-        cuda: one state a GPU; None where CUDA had not started.
-        waiting: seeds that wait for CUDA to start, which are process state too.
-    """
+    """Where every generator of this process was, to be put back here or, pickled, in another process."""
 
     python: tuple[Any, ...]
     numpy: Any

@@ -1,18 +1,9 @@
-"""One string that stands for every bit of a set of tensors.
+"""One string that stands for every bit of a set of tensors: name, dtype, shape, raw bytes of each, in order.
 
-A digest covers, tensor by tensor and in order: name, dtype, shape, raw bytes. Each tensor
-is preceded by a header of known length, so that no byte can wander from one tensor, or
-from a name, into the next. Strides and devices do not count; of a DTensor the local shard
-does, or on request the global tensor.
-
-The bytes of a tensor are cut into *leaves* of 4 MiB; a larger tensor is the hash of its leaves' hashes, in order.
-Bytes go to the hash where they lie: nothing is copied of contiguous tensors in host memory, and one leaf at a time of
-a GPU's.
-
-``xxh3_128`` runs at the speed of memory and finds every accident; it is not made against someone who wants two
-models to look the same. For that there is ``sha256``. ``mix128`` is computed by torch where the tensor lies, so
-that of a model on a GPU sixteen bytes a leaf reach the host; on a CPU it gives the same string, more slowly. Two
-digests are comparable if they were made by the same algorithm, which stands in front of them.
+Strides and devices do not count; of a DTensor the local shard does, or on request the global tensor. A tensor larger
+than a *leaf* of 4 MiB is the hash of its leaves' hashes. ``xxh3_128`` finds every accident; ``sha256`` is for someone
+who wants two models to look the same; ``mix128`` is computed by torch on the tensor's device. Digests of one algorithm
+are comparable.
 """
 
 from __future__ import annotations
@@ -39,12 +30,7 @@ Scope = Literal["local", "global"]
 
 
 def mix128(view: Tensor) -> bytes:
-    """Sixteen bytes for a byte view ``uint8[n]``, on any device.
-
-    >>> a = torch.arange(40, dtype=torch.uint8)
-    >>> mix128(a) == mix128(a.clone()), mix128(a) == mix128(a.flip(0))
-    (True, False)
-    """
+    """Sixteen bytes for a byte view ``uint8[n]``, on any device."""
     rest = -view.numel() % _WORD
     if rest:
         view = torch.nn.functional.pad(view, (0, rest))
@@ -72,16 +58,15 @@ ALGORITHMS: dict[str, tuple[Callable[..., Any], Callable[[Tensor], bytes]]] = {
 
 
 def digest(value: Tensors, *, algorithm: str = "xxh3_128", scope: Scope = "local") -> str:
-    """Digest a tensor, mapping, sequence, module or record: ``"xxh3_128:5f0c…"``.
+    """Return a hash of the bits of ``value``, ``"xxh3_128:5f0c…"``: a tensor, module, record, mapping or sequence.
 
-    A module gives parameters and buffers in order, tied weights under each name. Of a
-    record, world size, keys and tensors count, ``meta`` does not.
+    Of a module it covers parameters and buffers in order, tied weights under each name. Of a record it covers world
+    size, keys and tensors, not ``meta``.
 
     Args:
         algorithm: one of ``ALGORITHMS``.
-        scope: of a DTensor the "local" shard of this rank, or the "global" tensor: then every rank of its mesh
-            must call this, all get the same digest, and it is that of the model before it was sharded. One
-            tensor is gathered at a time.
+        scope: of a DTensor the "local" shard of this rank, or the "global" tensor, gathered one at a time. Then every
+            rank of its mesh must call this and gets the digest of the model before it was sharded.
 
     Raises:
         ValueError: unknown algorithm or scope.
@@ -126,16 +111,7 @@ def _framed(*parts: object) -> bytes:
 
 
 def tell_weights(step: int, rank: int, side: str, weights: Iterable[tuple[str, Tensor]]) -> None:
-    """Print a digest of this rank's weights if ``GT_WEIGHT_HASH=1``: a line per step and rank, to be compared by eye.
-
-    Weights that lie on a GPU stay there: of them it is a ``mix128``.
-
-    >>> import torch
-    >>> os.environ["GT_WEIGHT_HASH"] = "1"
-    >>> tell_weights(3, 5, "eager", [("w", torch.zeros(2))])
-    weights step 3 rank 5 xxh3_128:2997c89bb6d3041c53e8ce44f4f6f76f eager
-    >>> del os.environ["GT_WEIGHT_HASH"]
-    """
+    """If ``GT_WEIGHT_HASH=1``, print a digest of this rank's weights, to be compared by eye; on a GPU by ``mix128``."""
     if os.environ.get("GT_WEIGHT_HASH") == "1":
         told = dict(weights)
         on_host = all(tensor.device.type == "cpu" for tensor in told.values())

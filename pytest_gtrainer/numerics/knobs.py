@@ -1,16 +1,16 @@
 """Every global switch of torch that decides whether a run repeats, or which bits it gives: one table.
 
-The report of ``deterministic``, the guard against tests that leak a flag, and the table in
-``docs/determinism.md`` are all made from it. Reading a knob imports nothing: of a module that is not loaded
-there is no value. This module itself does not import torch.
+Of it are made what ``deterministic`` sets and reports, the guard against tests that leak a flag, and the table in
+``docs/determinism.md``. Reading a knob imports nothing: of a module that is not loaded there is no value.
 """
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from operator import attrgetter
 from typing import Any
 
@@ -27,18 +27,12 @@ _THREADS = "torch: notes/cpu_threading_torchscript_inference"
 NOT_LOADED = "not loaded"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Knob:
-    """One switch.
+    """One switch, ``module:attribute``, ``()`` behind it if it is called, or an environment variable ``$NAME``.
 
-    Attributes:
-        path: ``module:attribute``, with ``()`` behind it if it is called; an environment variable is
-            ``$NAME``.
-        devices: what it concerns, "CPU", "CUDA" or "CPU, CUDA".
-        setting: what ``deterministic`` makes of it; empty if it is left alone.
-        effect: what it decides, and why it is left alone if it is.
-        documented: where.
-        guarded: whether a test that leaves it changed is reported.
+    ``setting`` is what ``deterministic`` makes of it, empty if nothing. No test may leave a ``guarded`` one changed:
+    most are read twice in each test, so what the path says is worked out once.
     """
 
     path: str
@@ -48,26 +42,32 @@ class Knob:
     documented: str
     guarded: bool = True
 
-    @property
+    @cached_property
     def name(self) -> str:
         """As a person writes it: ``torch.backends.cudnn.enabled``, ``NCCL_ALGO``."""
         return self.path.removeprefix("$").replace(":", ".")
 
-    @property
+    @cached_property
     def is_variable(self) -> bool:
         """Whether it is an environment variable."""
         return self.path.startswith("$")
+
+    @cached_property
+    def _place(self) -> tuple[str, Callable[[Any], Any], bool]:
+        """The module, what gets the attribute of it, and whether that is called."""
+        home, _, attribute = self.path.partition(":")
+        return home, attrgetter(attribute.removesuffix("()")), attribute.endswith("()")
 
     def read(self) -> Any:
         """The value in effect; ``NOT_LOADED`` while its module is not imported, None for an unset variable."""
         if self.is_variable:
             return os.environ.get(self.name)
-        home, _, attribute = self.path.partition(":")
+        home, attribute_of, is_called = self._place
         if home not in sys.modules:
             return NOT_LOADED
         try:
-            value = attrgetter(attribute.removesuffix("()"))(sys.modules[home])
-            return value() if attribute.endswith("()") else value
+            value = attribute_of(sys.modules[home])
+            return value() if is_called else value
         except RuntimeError as error:  # two ways to set a precision that were mixed cannot be read
             return f"cannot be read: {str(error).splitlines()[0]}"
 
@@ -193,6 +193,12 @@ KNOBS: tuple[Knob, ...] = (
 def values(knobs: Iterable[Knob] = KNOBS) -> dict[str, Any]:
     """What is in effect, by name."""
     return {knob.name: knob.read() for knob in knobs}
+
+
+def flags(home: str) -> dict[str, bool]:
+    """The attributes of a module that ``deterministic`` sets to True or False."""
+    own = (knob for knob in KNOBS if knob.path.startswith(f"{home}:") and knob.setting in ("True", "False"))
+    return {knob.path.partition(":")[2]: knob.setting == "True" for knob in own}
 
 
 def table() -> str:

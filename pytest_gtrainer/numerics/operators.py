@@ -1,12 +1,8 @@
 """The first operator whose output differs, when step and tensor are known already.
 
-While a run is *captured*, a digest of every operator's output is kept, with its *place*: module FQN, direction,
-operator, and the how-many-eth of these it is. Eager runs are captured below autograd, graphs node by node; the places
-of the two are the same, because a traced graph says of each node where it came from (A2 to A4).
-
-Not captured is what computes nothing or belongs to one side only: views, factories of uninitialised memory,
-collectives and what packs their payloads. Operators that one side has more often than the other cannot be aligned;
-they are counted and named, and no verdict is built on them.
+While a run is *captured*, a digest of every operator's output is kept, with its *place*: of eager runs below autograd,
+of graphs node by node (A2 to A4). Not captured is what computes nothing or belongs to one side only: views, factories
+of uninitialised memory, collectives and what packs their payloads.
 """
 
 from __future__ import annotations
@@ -22,8 +18,7 @@ from torch import Tensor, fx, nn
 
 from pytest_gtrainer._torch.autograd import TorchDispatchMode, in_backward, last_made_node, watching_backward
 from pytest_gtrainer._torch.values import OpOverload, pytree, schema
-from pytest_gtrainer.graph.dtypes import spell_dtype
-from pytest_gtrainer.graph.nodes import BACKWARD, FORWARD, direction, node_fqn
+from pytest_gtrainer.graph.nodes import BACKWARD, FORWARD, direction, node_fqn, spell_dtype
 from pytest_gtrainer.numerics.bits import NoBytes, plain
 from pytest_gtrainer.numerics.digest import digest
 from pytest_gtrainer.numerics.verdict import Outcome, cut
@@ -64,11 +59,7 @@ class OperatorCall:
 
 @dataclass(slots=True)
 class OperatorCapture:
-    """The calls of a run, in order.
-
-    Args:
-        keep: a place whose outputs are kept whole, to be compared element by element in a second run.
-    """
+    """The calls of a run, in order; outputs at the place ``keep`` are kept whole, to be compared by element."""
 
     keep: OperatorPlace | None = None
     calls: list[OperatorCall] = field(default_factory=list)
@@ -111,12 +102,7 @@ class OperatorCapture:
 
 @contextmanager
 def capture_operators(model: nn.Module, *, keep: OperatorPlace | None = None) -> Iterator[OperatorCapture]:
-    """Note every operator of an eager run inside the block, forward and backward.
-
-    Args:
-        model: gives the FQNs; what runs outside of its forward is the "loss", as in ``trace_step``.
-        keep: see ``OperatorCapture``.
-    """
+    """Record every operator of an eager run in the block, by FQN in ``model`` (else "loss"); ``keep`` its outputs."""
     capture = OperatorCapture(keep)
     mode = _EagerMode(capture)
     with ExitStack() as stack:
@@ -170,14 +156,7 @@ def computes(operator: OpOverload) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class OperatorVerdict:
-    """What a comparison of captures found; ``str(verdict)`` is written for a terminal.
-
-    Attributes:
-        outcome: ``equal``, ``different``, or ``unverified`` where no operator could be aligned.
-        compared: how many calls were aligned.
-        differing: the calls that differ, as (actual, expected), in the order of ``expected``.
-        unaligned: operators that one side calls more often, with both counts.
-    """
+    """What a comparison of captures found; ``differing`` are (actual, expected), ``unaligned`` has both counts."""
 
     outcome: Outcome
     compared: int
@@ -205,7 +184,7 @@ class OperatorVerdict:
 
 
 def compare_operators(actual: OperatorCapture, expected: OperatorCapture) -> OperatorVerdict:
-    """Align the calls of two runs by place, and name those whose outputs differ."""
+    """Align the calls of ``actual`` and ``expected`` by place; the verdict lists those whose outputs differ."""
     mine, theirs = (Counter(call.place[:3] for call in capture.calls) for capture in (actual, expected))
     groups = list(dict.fromkeys([*theirs, *mine]))
     aligned = {group for group in groups if mine[group] == theirs[group]}

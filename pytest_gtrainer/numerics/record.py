@@ -1,15 +1,8 @@
 """What one training run left behind, tensor by tensor: in memory, and on disk.
 
-A *record* maps ``Key(step, rank, phase, name)`` to a copy of a tensor in host memory. The *phases* are in order of
-origin: a wrong loss causes a wrong gradient, that a wrong weight. A *partial* record speaks for one rank of its
-world; ``Record.merged`` joins those of all ranks.
-
-A file is a magic line, the tensors' bytes one after the other, each on a boundary of 64 bytes, then an index in JSON
-that knows where it begins, and its length. Loading maps the file and reads the index; what a comparison touches is
-paged in, and the pages can go again, so that two records larger than memory can be compared. Nothing in a file is
-executed. With a *spool* a record's large tensors are in nameless files while it is made.
-
-``entries`` gives the tensors of a record, and of anything else that is compared or digested, by the same keys.
+A *record* maps ``Key(step, rank, phase, name)`` to a copy of a tensor in host memory. A *partial* record speaks for one
+rank of its world. With a *spool* large tensors are in nameless files. A file is a magic line, the tensors' bytes, each
+on a boundary of 64 bytes, an index in JSON that knows where it begins, and its length; loading maps it.
 """
 
 from __future__ import annotations
@@ -45,10 +38,8 @@ _LEADING = "module"
 def normalised(name: str) -> str:
     """The name without wrapper prefixes; ``module.`` goes only where it leads.
 
-    >>> normalised("_orig_mod.layers.0._checkpoint_wrapped_module.wq.weight")
-    'layers.0.wq.weight'
-    >>> normalised("module.module.wq.weight"), normalised("layers.module.weight")
-    ('wq.weight', 'layers.module.weight')
+    >>> normalised("_orig_mod.layers.0._checkpoint_wrapped_module.wq.weight"), normalised("layers.module.weight")
+    ('layers.0.wq.weight', 'layers.module.weight')
     """
     *path, last = name.split(".")
     path = [part for part in path if part not in _ANYWHERE]
@@ -104,13 +95,7 @@ class Record:
             ValueError: unknown phase, a rank this record does not speak for, a key added twice.
             NoBytes: the tensor holds no values (meta, fake).
         """
-        key = Key(step, rank, phase, normalised(name))
-        if phase not in PHASES:
-            raise ValueError(f"unknown phase {phase!r}: one of {', '.join(PHASES)}")
-        if rank not in self.expected_ranks:
-            raise ValueError(f"rank {rank} does not belong to {self!r}")
-        if key in self._tensors:
-            raise ValueError(f"{key} is recorded already")
+        key = self._new_key(step, rank, phase, name)
         source = plain(tensor)
         copy = torch.empty(source.shape, dtype=source.dtype, device="cpu").copy_(source)
         if self._spool is not None and copy.nbytes >= LARGE:
@@ -119,6 +104,16 @@ class Record:
                 file.flush()
                 copy = _mapped(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY), *place)
         self._tensors[key] = copy
+
+    def _new_key(self, step: int, rank: int, phase: str, name: str) -> Key:
+        key = Key(step, rank, phase, normalised(name))
+        if phase not in PHASES:
+            raise ValueError(f"unknown phase {phase!r}: one of {', '.join(PHASES)}")
+        if rank not in self.expected_ranks:
+            raise ValueError(f"rank {rank} does not belong to {self!r}")
+        if key in self._tensors:
+            raise ValueError(f"{key} is recorded already")
+        return key
 
     @property
     def expected_ranks(self) -> range:
@@ -159,12 +154,7 @@ class Record:
         return self._tensors.items()
 
     def select(
-        self,
-        *,
-        step: int | None = None,
-        rank: int | None = None,
-        phase: str | None = None,
-        name: str | None = None,
+        self, *, step: int | None = None, rank: int | None = None, phase: str | None = None, name: str | None = None
     ) -> dict[Key, Tensor]:
         """The entries at one step, rank, phase or name, or any combination of them."""
         wanted = (step, rank, phase, name)
@@ -182,9 +172,8 @@ class Record:
     def merged(cls, records: Iterable[Record]) -> Record:
         """One record for the whole world from the records of its ranks.
 
-        The tensors are shared with the parts, not copied. A rank of which no part has
-        anything shows in ``missing``, and a comparison is then unverified. Where parts
-        disagree about a ``meta`` entry the first one stands.
+        The tensors are shared with the parts, not copied. A rank of which no part has anything shows in ``missing``,
+        and a comparison is then unverified. Where parts disagree about a ``meta`` entry the first one stands.
 
         Raises:
             ValueError: no records, different world sizes, or two with the same rank.
@@ -236,8 +225,12 @@ class Record:
             header = json.loads(mapped[start:end])
             lost = header["begins"] - start
             record = cls(header["world_size"], header["rank"], header["meta"])
+            len(record.expected_ranks)  # an error if that is no size
+            for step, rank, phase, name, *place in header["tensors"] if lost == 0 else ():
+                if type(step) is not int or type(rank) is not int:
+                    raise TypeError(f"{step!r} is no step, or {rank!r} no rank")
+                record._tensors[record._new_key(step, rank, phase, name)] = _mapped(mapped, *place)
             if lost == 0:
-                record._tensors = {Key(*row[:4]): _mapped(mapped, *row[4:]) for row in header["tensors"]}
                 return record
         except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
             raise ValueError(f"{path} was cut off or damaged: its index cannot be read ({error})") from error
@@ -258,7 +251,7 @@ def _mapped(mapped: mmap.mmap, dtype: str, shape: Sequence[int], start: int) -> 
     kind = getattr(torch, dtype)
     numel = math.prod(shape)
     if not numel:
-        return torch.empty(list(shape), dtype=kind)
+        return torch.empty(0, dtype=torch.uint8).view(kind).view(list(shape))  # of a quantized dtype, too
     row = torch.frombuffer(mapped, dtype=torch.uint8, count=numel * kind.itemsize, offset=start)
     return row.view(kind).view(list(shape))
 
@@ -269,14 +262,7 @@ OUTSIDE_A_RUN = ""
 
 
 def entries(value: Tensors) -> dict[Key, Tensor]:
-    """Every tensor in ``value`` by its key; the phase is empty outside a ``Record``.
-
-    ``None`` in a container (a parameter without gradient) is no entry.
-
-    Raises:
-        TypeError: something that is not a tensor, naming where.
-        ValueError: two tensors of one name after wrapper prefixes are gone.
-    """
+    """Every tensor in ``value`` by its key, the phase empty outside a ``Record``; None is no entry."""
     if isinstance(value, Record):
         return dict(value.items())
     found: dict[Key, Tensor] = {}

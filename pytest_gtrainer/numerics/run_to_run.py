@@ -1,9 +1,7 @@
 """Is it deterministic? Run it again under pressure, and say which pressure broke it.
 
-A *pressure* changes something on which a result must not depend: the number of threads, where memory lies, the process,
-what Inductor has cached, what else the machine is doing, how kernels of a GPU overlap. Each is applied by itself, to a
-run that starts from the same random states as the first. A pressure that cannot be applied here (streams without a GPU)
-is *not judged*: counted and named, never passed.
+A *pressure* changes something on which a result must not depend. Each is applied by itself, to a run that starts from
+the same random states as the first. One that cannot be applied here is *not judged*: counted and named, never passed.
 """
 
 from __future__ import annotations
@@ -43,12 +41,7 @@ class NotJudged(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Pressure:
-    """Something on which a result must not depend.
-
-    Attributes:
-        name: for reports.
-        run: calls the function under pressure; its result, kept.
-    """
+    """Something on which a result must not depend; ``run`` calls a function under it and keeps the result."""
 
     name: str
     run: Callable[[Function], Kept]
@@ -89,10 +82,7 @@ def threads(count: int) -> Iterator[None]:
 
 @contextmanager
 def other_addresses() -> Iterator[None]:
-    """Blocks of many sizes are taken before the run, every second one is given back: new ones come to lie elsewhere.
-
-    Of each 512 bytes up to 100 KiB four, as a process that has run for long has a free block for almost any size.
-    """
+    """Blocks of many sizes are taken before the run, every second one given back: new ones lie elsewhere."""
     sizes = [512 * count for count in range(1, 200) for _ in range(4)] + [64 * 3**power for power in (10, 11)] * 4
     blocks = [torch.empty(size, dtype=torch.uint8) for size in sizes]
     if torch.cuda.is_initialized():
@@ -129,11 +119,7 @@ def fresh_inductor_cache() -> Iterator[None]:
 
 @contextmanager
 def stream_jitter() -> Iterator[None]:
-    """The run goes to a stream of its own, and what it takes of torch's streams is late by irregular times.
-
-    ``torch.cuda.Stream()`` hands out the streams of a pool in turn, one pool a priority; here each of them first has
-    to sleep for up to 4 million cycles, about 2 ms. Work that waits for its inputs gives the same bits all the same.
-    """
+    """The run has a stream of its own, and those of torch's pools are late: work that waits for its inputs repeats."""
     if not torch.cuda.is_available():
         raise NotJudged("needs a GPU")
     if not torch.cuda.is_initialized():
@@ -242,12 +228,7 @@ PRESSURES: tuple[Pressure, ...] = (
 
 @dataclass(slots=True)
 class RunToRun:
-    """What was tried; ``str()`` gives a line each.
-
-    Attributes:
-        equal: the runs and pressures under which the result was the same, bit for bit.
-        not_judged: pressures that could not be applied, with the reason.
-    """
+    """The runs and pressures with ``equal`` bits, and why others are ``not_judged``; ``str()`` gives a line each."""
 
     equal: list[str] = field(default_factory=list)
     not_judged: dict[str, str] = field(default_factory=dict)
@@ -266,8 +247,7 @@ def assert_run_to_run(
         function: makes its own inputs and returns tensors: a record, mapping, list or module. For the run in another
             process it has to be defined at the top level of a module.
         runs: how many plain runs, the first included.
-        pressures: what else to try; sums that are cut by thread break under another number of threads, so leave
-            those out where that is agreed.
+        pressures: what else to try. Sums that are divided among threads fail under another number of threads.
         what: what is run, for the message.
 
     Raises:

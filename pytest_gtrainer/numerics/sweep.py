@@ -2,19 +2,7 @@
 
 A *cell* is one combination. *Rules* say what is claimed: it is equal to something, it is known to differ and why, it is
 refused and with which words, or it cannot be judged here and why. The first rule that fits a cell counts; a cell that
-none fits is unknown, and that is a failure: a sweep with a hole looks just like one without::
-
-    SWEEP = Sweep("llama3", axes={"batch": (1, 2), "cuda_graph": (False, True)}, rules=[
-        Rule("not judged", {"cuda_graph": True}, reason="needs a GPU", needs_gpu=True),
-        Rule("equal", to="eager fully_shard of the same cell"),
-    ])
-
-    @pytest.mark.parametrize("cell", SWEEP.cells, ids=str)
-    def test_sweep(cell):
-        with SWEEP.judging(cell) as judge:
-            judge(graph_of(cell), eager_of(cell))
-
-At the end of the run the plugin prints one table a sweep.
+none fits is a failure. The plugin prints one table a sweep.
 """
 
 from __future__ import annotations
@@ -62,11 +50,7 @@ class Cell:
 
 
 def shown(value: Any) -> str:
-    """A setting in the table.
-
-    >>> shown(True), shown(False), shown(2)
-    ('on', 'off', '2')
-    """
+    """A setting in the table: ``on`` and ``off`` for booleans."""
     return ("off", "on")[value] if isinstance(value, bool) else str(value)
 
 

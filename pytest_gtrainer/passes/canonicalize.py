@@ -15,8 +15,8 @@ from pytest_gtrainer.passes.graph_pass import graph_pass
 aten = torch.ops.aten
 _RESHAPES = (aten.view.default, aten._unsafe_view.default)
 _TRANSPOSES = (aten.t.default, aten.transpose.int, aten.permute.default)
+# since torch 2.14 detach reaches the dispatcher as alias, which nothing tells from one that a user wrote
 _DETACHES = (aten.detach.default, aten.alias.default)
-"""Since torch 2.14 ``detach`` reaches the dispatcher as ``alias``, which nothing tells from one that a user wrote."""
 _RULES_OF = {
     aten.detach.default: {"detach"},
     aten.alias.default: {"detach", "view"},
@@ -30,29 +30,23 @@ DEFAULT_RULES = ("detach", "view", "slice", "pad", "transpose")
 
 @graph_pass
 def canonicalize_graph_pass(
-    gm: fx.GraphModule,
-    example_inputs: Sequence[Any] | None = None,
-    *,
-    rules: Collection[str] = DEFAULT_RULES,
+    gm: fx.GraphModule, example_inputs: Sequence[Any] | None = None, *, rules: Collection[str] = DEFAULT_RULES
 ) -> bool:
-    """Remove ``detach``, identity views and slices, pads of nothing, and transposes that cancel, in place.
+    """Remove ``detach``, identity views and slices, empty pads, and transposes that cancel, in place.
 
-    Values, strides and what is seen of aliasing stay as they are. An output keeps a node of its own where it would
-    otherwise be a graph input. One walk; run on its own output, it changes nothing.
+    Values, strides and visible aliasing do not change. An output keeps its own node if it would otherwise be a graph
+    input. One walk; run on its own output, it changes nothing.
 
     Args:
         rules: which of ``RULES`` to apply, by default all but the last.
 
-            - "detach", "view", "slice": what gives its operand goes. ``alias`` goes by "detach" as well as by
-              "view", since torch 2.14 spells a detach so;
-            - "pad": a pad that adds nothing, and so only copies, goes, unless something writes to the copy or to
-              what it copies, or the copy is returned. Since torch 2.15 DTensor pads on every rank while it is
-              traced, also where there is nothing to add;
-            - "transpose": a transpose of a transpose gives way to what went in. The backward of a
-              linear layer transposes the forward's transposed weight, and so ceases to need it;
-            - "reshape": ``view`` and ``_unsafe_view`` are spelled ``reshape``. To be asked for before a
-              pass that gives a value other strides than it was traced with: a ``view`` of it would
-              raise, a ``reshape`` copies. Where no strides change, a view says more.
+            - "detach", "view", "slice": remove operators that return their operand. Both "detach" and "view" remove
+              ``alias``, as a detach is called since torch 2.14;
+            - "pad": remove a pad by no element, which only copies, unless something writes to the copy or to its
+              source, or the copy is returned. Since torch 2.15 DTensor traces such pads;
+            - "transpose": replace a transpose of a transpose by its input, as in the backward of a linear layer;
+            - "reshape": write ``reshape`` for ``view`` and ``_unsafe_view``. Use it before a pass that changes
+              strides: then a ``view`` would raise, and a ``reshape`` copies.
 
     Raises:
         ValueError: a rule that does not exist.
@@ -124,10 +118,9 @@ def _same_layout(before: fx.Node, after: fx.Node) -> bool:
 
 @graph_pass
 def eliminate_dead_code_pass(gm: fx.GraphModule, example_inputs: Sequence[Any] | None = None) -> bool:
-    """Remove nodes without users, in place; mutations, collectives and random operators stay.
+    """Remove nodes without users, in place, except inputs, mutations, collectives and random operators.
 
-    A collective that nobody waits for stays because the other ranks issue theirs; a random operator
-    because the numbers that later ones draw depend on it. Inputs stay. One walk from the output up.
+    The other ranks issue their collectives, and later random numbers depend on earlier ones. One walk from the output.
     """
     count = len(gm.graph.nodes)
     for node in reversed(gm.graph.nodes):

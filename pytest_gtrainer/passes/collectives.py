@@ -1,17 +1,18 @@
-"""What is done to single collectives, before they are bucketed: one all-gather a parameter, the order of hybrid
-sharding, and process groups.
-"""
+"""What is done to single collectives: by us before they are bucketed, by torch for asynchronous tensor parallelism."""
 
 from __future__ import annotations
 
+import copy
 import operator
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
+from torch.distributed.device_mesh import DeviceMesh
 
-from pytest_gtrainer._torch.passes import ALL_REDUCE, extra_group, is_extra_group
+from pytest_gtrainer._torch.passes import ALL_REDUCE, extra_group, fused_by_async_tp, is_extra_group
 from pytest_gtrainer._torch.process_groups import group_ranks
 from pytest_gtrainer.graph.collectives import (
     FsdpCollective,
@@ -19,24 +20,24 @@ from pytest_gtrainer.graph.collectives import (
     fsdp_all_gathers,
     fsdp_reduce_scatters,
     group_of,
+    kind_of,
+    launches,
     only_wait,
 )
-from pytest_gtrainer.graph.nodes import is_wait, storage_of, writes
+from pytest_gtrainer.graph.nodes import direction, is_wait, node_fqn, storage_of, walked, writes
 from pytest_gtrainer.passes.graph_pass import graph_pass
 
 
 @graph_pass
 def deduplicate_fsdp_unshard_chains_pass(gm: fx.GraphModule, example_inputs: Sequence[Any] | None = None) -> bool:
-    """Let every later reader of a gathered parameter use the first all-gather, in place.
+    """Let every later reader of a gathered parameter use the first all-gather, in place; no bit changes.
 
-    Only all-gathers of the same parameter, direction, group and dtype are duplicates, with no write to it in
-    between: a gather recomputed in the backward stays. Values stay bit for bit; the gradient contributions still
-    have a reduction each, which only a tracer can join (``trace_step(reuse_gathers=True)``).
-    Linear in nodes; a graph without duplicates is left as it is.
+    Duplicates have the same parameter, direction, group and dtype, and no write lies between them; so a gather that the
+    backward recomputes stays. Each gradient contribution keeps its reduction: only a tracer can join these
+    (``trace_step(reuse_gathers=True)``). Linear in nodes.
     """
     first: dict[tuple[Any, ...], FsdpCollective] = {}
-    duplicates = []
-    written = writes(gm.graph)
+    duplicates, written = [], writes(gm.graph)
     for member in fsdp_all_gathers(gm):
         key = (member.position, member.direction, member.signature)
         kept = first.setdefault(key, member)
@@ -72,13 +73,11 @@ _PADDING = {
 def reduce_scatter_before_all_reduce_pass(gm: fx.GraphModule, example_inputs: Sequence[Any] | None = None) -> bool:
     """Swap ``all_reduce`` then ``reduce_scatter`` of a gradient, as FSDP2 has them, in place.
 
-    What lies between the two, the padding of uneven shards, stays where it is: its zeros average to
-    zeros. The number of nodes does not change; a gradient that is not all-reduced is left alone. Run
-    it before bucketing, which then packs both.
+    The padding of uneven shards between the two stays: its zeros average to zeros. The number of nodes does not change.
+    Run it before bucketing, which then packs both.
 
     Raises:
-        PlanError: an all-reduced gradient is read by something else than its reduce-scatter, or the graph
-            lacks values.
+        PlanError: an all-reduced gradient is read by something else than its reduce-scatter, or the graph lacks values.
     """
     found = [(member, _swap_of(member)) for member in fsdp_reduce_scatters(gm)]
     swaps = [(member, member.value, wait) for member, wait in found if wait is not None]
@@ -95,29 +94,12 @@ def reduce_scatter_before_all_reduce_pass(gm: fx.GraphModule, example_inputs: Se
 
 
 def _swap_of(member: FsdpCollective) -> fx.Node | None:
-    """The wait of the all-reduce above a reduce-scatter; None if there is none.
-
-    Between the two collectives lies a pad at most: a handful of nodes. Elsewhere the walk would climb the
-    whole backward, so it ends at the first node that is none of those that DTensor pads with.
-    """
-    between: set[fx.Node] = set()
-    waits: set[fx.Node] = set()
-    todo = list(member.launch.all_input_nodes)
-    while todo:
-        node = todo.pop()
-        if is_wait(node):
-            waits.add(node)
-        elif node.target in _PADDING:
-            between.add(node)
-            todo += [source for source in node.all_input_nodes if source not in between]
-        else:
-            return None
-    if len(waits) != 1:
+    """The wait of the all-reduce above a reduce-scatter, with a pad between them at most; None if there is none."""
+    between = walked(member.launch.all_input_nodes, lambda n: n.all_input_nodes, lambda n: n.target in _PADDING)
+    above = {source for node in (*between, member.launch) for source in node.all_input_nodes} - between
+    if len(above) != 1 or not is_wait(wait := above.pop()) or wait.all_input_nodes[0].target is not ALL_REDUCE:
         return None
-    [wait] = waits
     launch = wait.all_input_nodes[0]
-    if launch.target is not ALL_REDUCE:
-        return None
     others = [user for node in (*between, wait) for user in node.users if user not in between | {member.launch}]
     if others or only_wait(launch) is None:
         raise PlanError(
@@ -131,10 +113,9 @@ def _swap_of(member: FsdpCollective) -> fx.Node | None:
 def reassign_collective_pgs_pass(gm: fx.GraphModule, example_inputs: Sequence[Any] | None = None) -> bool:
     """Move FSDP's all-gathers to an extra process group with the same ranks, in place.
 
-    Each group that carries such an all-gather has one extra group, made at the first call in a world
-    and gone with it. Reduce-scatters stay, and so do all-gathers that are not FSDP's though
-    they share the group. The number of nodes does not change. Run it before bucketing, so that
-    the buckets are in the new group, and on every rank of the groups: making one is collective.
+    Each group with such an all-gather gets one extra group, at the first call in a world; it ends with the world.
+    Reduce-scatters and other all-gathers stay. The number of nodes does not change. Run it before bucketing, and on
+    every rank of the groups, because making a group is collective.
 
     Raises:
         PlanError: the graph is bucketed already.
@@ -152,3 +133,55 @@ def reassign_collective_pgs_pass(gm: fx.GraphModule, example_inputs: Sequence[An
         launch = member.launch
         launch.args = (*launch.args[:-1], extras[str(group_of(launch))])
     return bool(members)
+
+
+@dataclass(frozen=True, slots=True)
+class AsyncTpDecision:
+    """One all-gather or reduce-scatter: ``products`` are the modules whose matrix products torch fuses with it.
+
+    As text ``fwd all_gather of layers.0.attention + wq, wk, wv``, ``bwd reduce_scatter of norm, not fused``.
+    """
+
+    direction: str
+    kind: str
+    fqn: str
+    products: tuple[str, ...]
+
+    def __str__(self) -> str:
+        names = [name.removeprefix(f"{self.fqn}.") for name in self.products]
+        return f"{self.direction} {self.kind} of {self.fqn}" + (f" + {', '.join(names)}" if names else ", not fused")
+
+
+def async_tp_decisions(gm: fx.GraphModule, mesh: DeviceMesh) -> list[AsyncTpDecision]:
+    """What torch's ``micro_pipeline_tp`` would fuse: each all-gather and reduce-scatter of ``mesh``, in graph order.
+
+    An all-gather is fused with the products that have it as left operand, a reduce-scatter with the product that it
+    reduces. The pass runs on a copy with Inductor's views, as if the group had symmetric memory.
+
+    Args:
+        gm: of ``trace_step``, ``trace_stage``, or one that ``torch.compile`` made: flat, with values in its metadata.
+        mesh: the 1-D mesh of tensor parallelism, ``mesh["tp"]``.
+
+    Raises:
+        ValueError: the mesh has more dimensions, or the graph no such collective.
+    """
+    if mesh.ndim != 1:
+        raise ValueError(f"{mesh} has {mesh.ndim} dimensions: give the one of tensor parallelism, mesh['tp']")
+    group = mesh.get_group().group_name
+    of_mesh = (node for node in gm.graph.nodes if launches(node.target) and group_of(node) == group)
+    if not (found := [node for node in of_mesh if kind_of(node) in ("all_gather", "reduce_scatter")]):
+        raise ValueError(f"the graph has no all-gather and no reduce-scatter over {mesh}: nothing could be fused")
+    copied = copy.deepcopy(gm)
+    for node in copied.graph.nodes:
+        if node.target in (aten.view.default, aten._unsafe_view.default):
+            node.target = aten.reshape.default
+        elif node.target is aten.detach.default:
+            node.replace_all_uses_with(node.args[0])
+    fused = fused_by_async_tp(copied.graph, group)
+    by_name = {node.name: node_fqn(node) for node in gm.graph.nodes}
+    return [
+        AsyncTpDecision(
+            direction(node), kind_of(node), node_fqn(node), tuple(by_name[name] for name in fused.get(node.name, ()))
+        )
+        for node in found
+    ]

@@ -1,10 +1,8 @@
 """What a pass is: a function that rewrites a graph in place, and what is due once it has.
 
-A *rewrite* is ``(gm, example_inputs, *, options) -> changed``. ``graph_pass`` makes of it the pass
-that users call: it lints and recompiles what was changed, and returns the GraphModule. A
-pipeline runs the rewrites and does both once, at its end.
-
-A pipeline is a list of passes with their options, ``BoundPass``.
+A *rewrite* is ``(gm, example_inputs, *, options) -> changed``. ``graph_pass`` makes of it the pass that users call: it
+lints and recompiles what was changed, and returns the GraphModule. A pipeline, a list of ``BoundPass``, does both once,
+at its end.
 """
 
 from __future__ import annotations
@@ -15,7 +13,9 @@ import enum
 import functools
 import hashlib
 import inspect
-from collections.abc import Callable, Mapping, Sequence, Set
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from contextlib import suppress
 from typing import Any, ParamSpec
 
 import torch
@@ -25,7 +25,7 @@ from pytest_gtrainer._torch.passes import sort_as_inductor
 from pytest_gtrainer.graph.nodes import direction, node_fqn, walked
 
 P = ParamSpec("P")
-Pass = Callable[..., fx.GraphModule]
+Pass = Callable[..., Any]  # gives a GraphModule; of Inductor, it rewrites in place
 
 REWRITE = "gt_rewrite"
 """The attribute of a pass made by ``graph_pass`` that holds its rewrite."""
@@ -51,23 +51,16 @@ def graph_pass(rewrite: Callable[P, bool]) -> Callable[P, fx.GraphModule]:
 
 
 def lint(graph: fx.Graph, by: str) -> None:
-    """``Graph.lint`` whose error says which bucket, module and parameter stand in the wrong order.
-
-    Args:
-        by: who left the graph so.
-
-    Raises:
-        RuntimeError: a node is used before it is defined, or whatever else torch finds.
-    """
+    """``Graph.lint``, whose RuntimeError says which bucket, module and parameter ``by`` left in the wrong order."""
     try:
         graph.lint()
-    except RuntimeError as error:
+    except RuntimeError:
         before: set[fx.Node] = set()
         for node in graph.nodes:
             if late := [operand for operand in node.all_input_nodes if operand not in before]:
                 raise RuntimeError(
-                    f"{by} left a graph out of order: {_told(node)} reads {_told(late[0])}, which stands behind it"
-                ) from error
+                    f"{by} left a graph out of order: {_told(node)} reads {_told(late[0])}, which comes after it"
+                ) from None
             before.add(node)
         raise
 
@@ -75,7 +68,7 @@ def lint(graph: fx.Graph, by: str) -> None:
 def _told(node: fx.Node) -> str:
     """A node with its bucket or module, and the parameters that it is made from."""
     bucket = node.meta.get("fsdp_bucket")
-    above = walked([node], lambda each: each.all_input_nodes, lambda each: True)
+    above = walked([node], lambda each: each.all_input_nodes)
     inputs = [each.meta["gt_input"]["fqn"] for each in sorted(above) if "gt_input" in each.meta]
     more = f" and {len(inputs) - 3} more" if len(inputs) > 3 else ""
     where = f"bucket {'+'.join(bucket['plan_fqns'])!r}" if bucket else node_fqn(node) or "no module"
@@ -90,17 +83,14 @@ def options_of(a_pass: Pass) -> dict[str, Any]:
 
 
 def takes_one(a_pass: Callable[..., Any]) -> str:
-    """What a pass with one argument takes: "graph", an ``fx.Graph``, as Inductor's do; "gm"; "" if there are more.
-
-    It takes a GraphModule if the argument is called ``gm``, ``graph_module`` or ``module``, or annotated as one.
-    """
+    """What a pass with one argument takes: "graph", an ``fx.Graph``, as Inductor's do; "gm"; "" if there are more."""
     parameters = inspect.signature(a_pass).parameters.values()
     kinds = [parameter.kind for parameter in parameters]
     if len([kind for kind in kinds if kind in _BY_PLACE]) != 1 or inspect.Parameter.VAR_POSITIONAL in kinds:
         return ""
     first = next(iter(parameters))
     takes_module = first.name in ("gm", "graph_module", "module") or "GraphModule" in str(first.annotation)
-    return "gm" if takes_module else "graph"
+    return "gm" if takes_module and not re.search(r"\bGraph\b", str(first.annotation)) else "graph"
 
 
 def as_pass(a_pass: Callable[..., Any]) -> Pass:
@@ -109,10 +99,9 @@ def as_pass(a_pass: Callable[..., Any]) -> Pass:
     if not takes:
         return a_pass
 
-    def run(gm: fx.GraphModule, example_inputs: object = None, **options: Any) -> fx.GraphModule:
+    def run(gm: fx.GraphModule, example_inputs: object = None, **options: Any) -> Any:
         if takes == "gm":
-            given: fx.GraphModule = a_pass(gm, **options)
-            return given
+            return a_pass(gm, **options)
         returned = a_pass(gm.graph, **options)
         if isinstance(returned, fx.Graph | fx.GraphModule) and returned is not gm.graph:
             raise TypeError(
@@ -125,21 +114,26 @@ def as_pass(a_pass: Callable[..., Any]) -> Pass:
     return run
 
 
+def returned(result: object) -> fx.GraphModule:
+    """The graph that a pass gives; a backend of torch.compile may give the graph's ``forward``."""
+    result = getattr(result, "__self__", result)
+    if not isinstance(result, fx.GraphModule):
+        raise TypeError(f"a pass returns a GraphModule, this one returned a {type(result).__name__}")
+    return result
+
+
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, enum.Enum)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BoundPass:
-    """A pass and the options it will be called with; made by ``bind_options``.
-
-    Two are equal, and have the same hash, if name and options are: ``spelled`` are the options in a
-    form that is the same in every process.
-    """
+    """A pass and the options it will be called with; made by ``bind_options``, and equal if name and options are."""
 
     name: str
-    spelled: tuple[tuple[str, str], ...]
+    spelled: tuple[tuple[str, str], ...]  # the options in a form that is the same in every process
     function: Pass = dataclasses.field(compare=False, repr=False)
     options: Mapping[str, Any] = dataclasses.field(compare=False, repr=False)
+    is_told: bool = dataclasses.field(default=True, compare=False, repr=False)  # not an object without a ``uuid()``
 
     @property
     def fingerprint(self) -> str:
@@ -151,16 +145,18 @@ class BoundPass:
 
 
 def bind_options(a_pass: Pass, **options: Any) -> BoundPass:
-    """The pass with its options, which are checked and copied now.
+    """Return ``a_pass`` with its options, which are checked and copied now.
 
-    A callable with one argument is one, too: a function ``gm -> gm``, or a pass of Inductor, which takes a bare
-    ``fx.Graph`` and rewrites it in place; see ``takes_one``. Its ``uuid()``, if it has one, tells it from others of
-    its name.
+    A pass may also have one argument: a function ``gm -> gm``, or a pass of Inductor, which rewrites an ``fx.Graph`` in
+    place; see ``takes_one``. If it has a ``uuid()``, that is part of its identity.
 
     Raises:
-        TypeError: the pass has no such option, lacks one, or an option has no stable spelling.
+        TypeError: the pass has no such option, an option is missing, or it has no stable spelling.
     """
-    name = getattr(a_pass, "__name__", type(a_pass).__name__)
+    if isinstance(a_pass, functools.partial) and not a_pass.args:
+        with suppress(TypeError):  # an option without a fingerprint stays the partial's own
+            return bind_options(a_pass.func, **{**a_pass.keywords, **options})
+    name = getattr(getattr(a_pass, "func", a_pass), "__name__", type(a_pass).__name__)
     known = options_of(a_pass)
     if unknown := sorted(set(options) - set(known)):
         raise TypeError(f"{name} has no option {', '.join(unknown)}; its options are {', '.join(known) or 'none'}")
@@ -168,17 +164,23 @@ def bind_options(a_pass: Pass, **options: Any) -> BoundPass:
     if lacking := [option for option in needed if option not in options]:
         raise TypeError(f"{name} needs the option {', '.join(lacking)}")
     spelled = tuple((option, _spell(options[option], f"{name}({option}=...)")) for option in sorted(options))
-    if takes_one(a_pass) and (identity := getattr(a_pass, "uuid", lambda: None)()) is not None:
+    if (identity := getattr(a_pass, "uuid", lambda: None)()) is not None:
         spelled += (("uuid", repr(identity)),)
-    return BoundPass(name, spelled, as_pass(a_pass), copy.deepcopy(options))
+    is_told = identity is not None or inspect.isfunction(a_pass)
+    return BoundPass(name, spelled, as_pass(a_pass), copy.deepcopy(options), is_told)
+
+
+def all_bound(passes: Iterable[BoundPass | Pass]) -> list[BoundPass]:
+    """The passes, those without options bound as they are."""
+    passes = list(passes)
+    for index, each in enumerate(passes):
+        if not callable(each) and not isinstance(each, BoundPass):
+            raise TypeError(f"pass {index} of the list is {each!r}: give a function gm -> gm, or bind_options(...)")
+    return [each if isinstance(each, BoundPass) else bind_options(each) for each in passes]
 
 
 def _spell(value: Any, where: str) -> str:
-    """A text that tells equal options from others, in every process: no addresses, no order of a set.
-
-    >>> _spell(["layers.0", {"b", "a"}, torch.bfloat16], "")
-    "['layers.0', {'a', 'b'}, torch.bfloat16]"
-    """
+    """A text that tells equal options from others, in every process: no addresses, no order of a set."""
     if isinstance(value, enum.Enum):
         return f"{type(value).__name__}.{value.name}"
     if isinstance(value, _PLAIN):

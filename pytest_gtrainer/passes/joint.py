@@ -1,16 +1,10 @@
-"""Bucketing and reordering of FSDP collectives in a joint forward and backward graph.
+"""Bucketing and reordering of FSDP collectives in a joint forward and backward graph, packed as eager FSDP2 packs them.
 
-Per bucket of the plan and direction, all-gathers of parameters become one all-gather and reduce-scatters of gradients
-one reduce-scatter, packed as eager FSDP2 packs them. Then launches move ahead and waits behind: the all-gather of the
-next bucket is launched before the wait of this one (E1), the reduce-scatter of a bucket is waited for after the launch
-of the next (E2).
-
-*Idea.* All that moves is a few blocks: the launch block of an all-gather depends on graph inputs only, so it may stand
-anywhere before its wait; the wait block of a reduce-scatter feeds the output only, so it may stand anywhere behind its
-launch. Each block is built directly in its final place, and no other node moves (E4). *Invariant.* The plan of all
-blocks is made and checked before the first node is built, so a pass that refuses leaves the graph as it was (D11).
-*Cost.* Linear in nodes; one recompile. *Source.* torchtitan's graph_trainer pass of the same name (pull requests 2934,
-3590); payload order (D2, D3) and coverage (B6) are stricter here.
+*Idea.* An all-gather's launch depends on graph inputs only, so it may stand anywhere before its wait. A wait of a
+reduce-scatter feeds the output only, so it may stand anywhere behind its launch. Each block is built in its final
+place, and no other node moves (E4). *Invariant.* All is checked before the first node is built, so a pass that refuses
+leaves the graph as it was (D11). *Cost.* Linear in nodes; one recompile. *Source.* torchtitan's graph_trainer pass of
+the same name (pull requests 2934, 3590); payload order (D2, D3) and coverage (B6) are stricter.
 """
 
 from __future__ import annotations
@@ -50,16 +44,12 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True, slots=True)
 class Merge:
-    """Members that travel together, in payload order.
-
-    ``first_launch``, ``last_launch`` and ``first_wait`` are members' nodes, in graph order: where its blocks belong
-    by default (D5). The first all-gather of the backward has a node further ahead as its ``first_launch`` (E8).
-    """
+    """Members that travel together, in payload order."""
 
     bucket: Bucket
     direction: str
     members: tuple[FsdpCollective, ...]
-    first_launch: fx.Node
+    first_launch: fx.Node  # where its blocks belong by default (D5); of the backward's first a node further ahead (E8)
     last_launch: fx.Node
     first_wait: fx.Node
 
@@ -88,9 +78,8 @@ class BucketBuilder:
     def reshape(self, node: fx.Node, shape: list[int]) -> fx.Node:
         """A view where strides allow, else a contiguous copy."""
         val = node.meta["val"]
-        if list(val.shape) == shape and val.is_contiguous():
-            return node
-        return self.call(aten.reshape.default, (node, shape), value_like(val, shape))
+        is_so = list(val.shape) == shape and val.is_contiguous()
+        return node if is_so else self.call(aten.reshape.default, (node, shape), value_like(val, shape))
 
     def cat(self, nodes: list[fx.Node], dim: int) -> fx.Node:
         shape = list(nodes[0].meta["val"].shape)
@@ -111,9 +100,8 @@ class BucketBuilder:
 
     def contiguous(self, node: fx.Node) -> fx.Node:
         """A copy, also where a strided view would do: a strided operand changes the bits of a later sum (D13)."""
-        val = node.meta["val"]
-        kwargs = {"memory_format": torch.contiguous_format}
-        return self.call(aten.clone.default, (node,), value_like(val, val.shape), kwargs)
+        value = value_like(node.meta["val"], node.meta["val"].shape)
+        return self.call(aten.clone.default, (node,), value, {"memory_format": torch.contiguous_format})
 
     def view(self, node: fx.Node, shape: list[int]) -> fx.Node:
         val = node.meta["val"]
@@ -133,19 +121,16 @@ def joint_transformer_block_bucketing_reordering_pass(
 ) -> bool:
     """Bucket FSDP's collectives by ``bucket_plan`` and overlap them with compute, in place.
 
-    Requires a joint graph whose nodes carry the metadata conventions (see ``tracing.step``).
-    Ensures the graph lints and computes the same values where reductions do not depend on the
-    offset; run on its own output, it changes nothing.
+    Requires a joint graph whose nodes have the metadata of ``tracing.step``. Ensures that the graph lints, and computes
+    the same values if reductions do not depend on the offset. Run on its own output, it changes nothing.
 
     Args:
         bucket_plan: module FQNs, see ``get_default_transformer_block_buckets``.
-        payload_order: "managed" packs as eager FSDP2; "registration", "execution" or a list of
-            parameter FQNs pack otherwise, to show that the order matters.
+        payload_order: "managed" packs as eager FSDP2; "registration", "execution" or a list of parameter FQNs pack in
+            another order, to show that the order matters.
         reorder: prefetch all-gathers and defer waits of reduce-scatters.
-        insert_overlap_deps: also tell Inductor, by control dependencies, that each such wait stands behind the
-            launch in front of it; a compiler that schedules for itself would else undo the order.
-        require_buckets: refuse a graph without collectives of FSDP, which by default stays as it is; the summary of
-            the run counts such graphs.
+        insert_overlap_deps: add control dependencies that keep this order in Inductor's scheduler.
+        require_buckets: refuse a graph without collectives of FSDP; by default it stays, and the summary counts it.
 
     Raises:
         PlanError: the plan does not fit the graph; the graph is untouched.
@@ -206,17 +191,15 @@ def _bucket(
         nodes = (member.launch.args[0], member.launch, member.wait)
         if not all(isinstance(node, fx.Node) and isinstance(node.meta.get("val"), torch.Tensor) for node in nodes):
             raise PlanError(f'the collective of {member.parameter} lacks meta["val"]: trace on fake tensors')
-    gather_merges = _merges(gm, plan, gathers, order, direction)
-    scatter_merges = _merges(gm, plan, scatters, order, direction)
+    gathering = _merges(gm, plan, gathers, order, direction)
+    scattering = _merges(gm, plan, scatters, order, direction)
     if reorder:
-        gather_merges = _with_the_backwards_first_ahead(gm, plan, gather_merges, direction)
-    by_way = [[merge for merge in gather_merges if merge.direction == way] for way in (FORWARD, BACKWARD)]
-    _check_writes(gm.graph, by_way, scatter_merges, reorder)
-    behind: dict[fx.Node, fx.Node] = {}
-    for merges in by_way:
-        behind |= _build_all_gathers(merges, reorder)
-    behind |= _build_reduce_scatters(gm.graph, scatter_merges, reorder)
-    for member in (m for merge in (*gather_merges, *scatter_merges) if len(merge.members) > 1 for m in merge.members):
+        gathering = _with_the_backwards_first_ahead(gm, plan, gathering, direction)
+    forward, backward = ([merge for merge in gathering if merge.direction == way] for way in (FORWARD, BACKWARD))
+    _check_writes(gm.graph, (forward, backward), scattering, reorder)
+    behind = _build_all_gathers(forward, reorder) | _build_all_gathers(backward, reorder)
+    behind |= _build_reduce_scatters(gm.graph, scattering, reorder)
+    for member in (m for merge in (*gathering, *scattering) if len(merge.members) > 1 for m in merge.members):
         for node in reversed((member.launch, member.wait, *(member.all_reduce or ()))):
             gm.graph.erase_node(node)
     if dependencies:
@@ -230,10 +213,10 @@ def _is_done(gm: fx.GraphModule, members: Sequence[FsdpCollective], require_buck
         facts.emit("idle", what="bucketing: no collective of FSDP in the graph")
         if require_buckets:
             raise PlanError("the graph has no collective of FSDP to bucket: was data_parallel(model, mesh) applied?")
-    marked = [m for m in members if "fsdp_bucket" in m.launch.meta]
-    if len(marked) == len(members):
-        return True  # every single member that is left carries its bucket's mark
-    if marked:
+    marked = ["fsdp_bucket" in member.launch.meta for member in members]
+    if all(marked):
+        return True
+    if any(marked):
         raise PlanError("the graph is bucketed in part: run the pass once, on the graph as traced")
     if foreign := [node for node in gm.graph.nodes if is_bucketed_by_torch(node)]:
         raise PlanError(
@@ -305,12 +288,7 @@ def _merges(
 def _with_the_backwards_first_ahead(
     gm: fx.GraphModule, plan: Plan, merges: list[Merge], direction: str | None
 ) -> list[Merge]:
-    """Let the first all-gather of the backward be launched before the backward of any module of the plan (E8).
-
-    There eager FSDP2's first pre-backward hook runs: it unshards its group or, where the last group stays gathered,
-    prefetches the next one. So products of the last modules hide the all-gather, which has no earlier wait to stand
-    before. Behind the loss's own backward, as in FSDP2: the bucket is not held at the peak of the logits.
-    """
+    """Launch the backward's first all-gather right behind the loss's own backward, as FSDP2's hook does (E8)."""
     first = min((merge for merge in merges if merge.direction == BACKWARD), key=lambda m: m.first_wait, default=None)
     if first is None:
         return merges
@@ -327,19 +305,16 @@ def _with_the_backwards_first_ahead(
 
 
 def _launch_places(merges: list[Merge], prefetch: bool) -> dict[int, fx.Node]:
-    """The node that each launch goes in front of; with ``prefetch``, launch i + 1 right before wait i (E1).
-
-    In the order of the waits: a graph that was scheduled before may wait in another order than it launches.
-    """
+    """The node that each launch goes in front of; with ``prefetch``, launch i + 1 right before wait i (E1)."""
     places: dict[int, fx.Node] = {}
-    for index in sorted(range(len(merges)), key=lambda index: merges[index].first_wait):
+    for index in sorted(range(len(merges)), key=lambda index: merges[index].first_wait):  # launches may stand otherwise
         places.setdefault(index, merges[index].first_launch)
         if prefetch and index + 1 < len(merges):
             places.setdefault(index + 1, merges[index].first_wait)
     return places
 
 
-def _check_writes(graph: fx.Graph, gathers: list[list[Merge]], scatters: list[Merge], prefetch: bool) -> None:
+def _check_writes(graph: fx.Graph, gathers: Sequence[list[Merge]], scatters: list[Merge], prefetch: bool) -> None:
     """No collective may cross a write to what it sends: it would send other values."""
     written = writes(graph)
     moves = [
@@ -370,16 +345,10 @@ def _build_all_gathers(merges: list[Merge], prefetch: bool) -> dict[fx.Node, fx.
 
 
 def _launch_all_gather(merge: Merge, anchor: fx.Node) -> fx.Node:
-    """Flat concatenation of the members' shards, gathered, right before ``anchor``.
-
-    The chains from the parameters move along: casts and, on some ranks only, pads (D14).
-    """
-    build = BucketBuilder(merge, anchor)
-    for member in merge.members:
-        for node in member.chain:
-            if anchor < node:
-                anchor.prepend(node)
-    like = merge.members[0].launch
+    """Flat concatenation of the members' shards, gathered, right before ``anchor``; their chains move along (D14)."""
+    build, like = BucketBuilder(merge, anchor), merge.members[0].launch
+    for node in (node for member in merge.members for node in member.chain if anchor < node):
+        anchor.prepend(node)
     if len(merge.members) == 1:
         like.meta.update(build.meta)
         if like is not anchor:
@@ -405,11 +374,7 @@ def _wait_all_gather(merge: Merge, launch: fx.Node) -> fx.Node:
 
 
 def _build_reduce_scatters(graph: fx.Graph, merges: list[Merge], defer: bool) -> dict[fx.Node, fx.Node]:
-    """Build launch blocks; with ``defer``, wait i stands right behind launch i + 1 (E2).
-
-    Row r of a payload is rank r's part of every gradient, in member order (D4). Returns which wait stands behind which
-    launch of another.
-    """
+    """Build launch blocks, row r for rank r (D4); returns, with ``defer``, waits and launches they follow (E2)."""
     behind: dict[fx.Node, fx.Node] = {}
     returned: dict[fx.Node, fx.Node] = {}
     waiting: tuple[Merge, fx.Node] | None = None
@@ -439,11 +404,7 @@ def _build_reduce_scatters(graph: fx.Graph, merges: list[Merge], defer: bool) ->
 
 
 def _wait_reduce_scatter(merge: Merge, launch: fx.Node, anchor: fx.Node, returned: dict[fx.Node, fx.Node]) -> fx.Node:
-    """Views of the reduced payload, and the members' chains to the output, right before ``anchor``.
-
-    A result that the graph returns as it is goes into ``returned``, with what takes its place. Where replicas
-    reduce the shards between them, they do so with the payload as it is, as FSDP2 does (D16).
-    """
+    """Views of the reduced payload and the members' chains before ``anchor``; ``returned`` gets the new outputs."""
     build = BucketBuilder(merge, anchor)
     first = merge.members[0]
     if len(merge.members) == 1:

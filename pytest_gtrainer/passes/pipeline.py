@@ -1,12 +1,4 @@
-"""The pipeline: which passes run, in which order, with which options, and how they are run.
-
-The order (M1) is that of ``SLOTS``. A slot holds the passes of that kind that were asked for; those
-that this package does not have (offload), or does not have yet, are given by ``extra``::
-
-    passes = construct_default_graph_passes(n_layers=32, loss=LossConfig("chunked_cross_entropy", 8),
-                                            extra={"offload": [bind_options(my_offload_pass, gibibytes=4)]})
-    gm = apply_graph_passes(traced.gm, traced.example_inputs, passes, disable=["my_offload_pass"])
-"""
+"""The pipeline: which passes run, in the order of ``SLOTS`` (M1), with which options, and how they are run."""
 
 from __future__ import annotations
 
@@ -35,7 +27,7 @@ from pytest_gtrainer.passes.collectives import (
     reassign_collective_pgs_pass,
     reduce_scatter_before_all_reduce_pass,
 )
-from pytest_gtrainer.passes.graph_pass import REWRITE, BoundPass, bind_options, lint, options_of
+from pytest_gtrainer.passes.graph_pass import REWRITE, BoundPass, all_bound, bind_options, lint, options_of, returned
 from pytest_gtrainer.passes.joint import joint_transformer_block_bucketing_reordering_pass
 from pytest_gtrainer.passes.remat import selective_activation_remat_pass, tag_with_memory_policy_pass
 
@@ -107,29 +99,28 @@ def construct_default_graph_passes(
     chunk: ChunkConfig | None = None,
     schedule_chunks: bool = False,
     tensor_parallel_degree: int = 1,
-    extra: Mapping[str, Sequence[BoundPass]] | None = None,
+    extra: Mapping[str, Sequence[BoundPass | Callable[..., Any]]] | None = None,
 ) -> list[BoundPass]:
-    """The passes of a training step in the order of ``SLOTS``, with their options bound.
-
-    The plan follows from the model and its loss: "loss" is in the last bucket if that is chunked cross entropy.
+    """Return the passes of a training step in the order of ``SLOTS``, with their options bound.
 
     Args:
-        n_layers, moe_layers, expert_fsdp_degree: the model, see ``get_default_transformer_block_buckets``.
-        loss: the configured loss, by default cross entropy.
-        bucket_plan: a plan by hand, for other models; instead of the model and its loss.
+        n_layers, moe_layers, expert_fsdp_degree: for a model with torchtitan's module names, see
+            ``get_default_transformer_block_buckets``.
+        loss: its loss, by default cross entropy. With chunked cross entropy, "loss" is in the last bucket.
+        bucket_plan: for any other model, instead of these: a list of module FQNs, or of lists that share a bucket.
         payload_order, reorder, require_buckets: see ``joint_transformer_block_bucketing_reordering_pass``.
         reduce_scatter_first: for hybrid sharding, right before bucketing: ``reduce_scatter_before_all_reduce_pass``.
         reshard_after_forward, keep_unsharded: gather again in the backward, see ``tag_with_memory_policy_pass``.
         canonical_rules: see ``canonicalize_graph_pass``.
         chunk: regions to run in chunks, see ``chunk_pass``; give ``apply_graph_passes`` the twin.
-        schedule_chunks: let them take turns, see ``chunk_schedule_pass``.
-        extra: passes of the caller's by slot; they run behind ours of that slot.
+        schedule_chunks: interleave the chunks, see ``chunk_schedule_pass``.
+        extra: your own passes, by slot; they run after ours of that slot.
 
     Raises:
-        ValueError: neither or both of ``n_layers`` and ``bucket_plan``, a slot that does not exist, a bucket that
-            reaches out of a chunked layer, or chunks at a ``tensor_parallel_degree`` above 1.
+        ValueError: neither or both of ``n_layers`` and ``bucket_plan`` are given, a slot does not exist, a bucket
+            reaches out of a chunked layer, or there are chunks with a ``tensor_parallel_degree`` above 1.
     """
-    plan = _plan(n_layers, loss, moe_layers, expert_fsdp_degree, bucket_plan)
+    plan = _plan(bucket_plan, n_layers, loss, moe_layers=moe_layers, expert_fsdp_degree=expert_fsdp_degree)
     if unknown := [slot for slot in extra or () if slot not in SLOTS]:
         raise ValueError(f"there is no slot {', '.join(map(repr, unknown))}; there are {', '.join(SLOTS)}")
     if chunk is not None:
@@ -149,27 +140,18 @@ def construct_default_graph_passes(
         "bucketing": [bind_options(reduce_scatter_before_all_reduce_pass)] * reduce_scatter_first
         + [bind_options(joint_transformer_block_bucketing_reordering_pass, **packing)],
     }
-    return [step for slot in SLOTS for step in (*ours.get(slot, ()), *(extra or {}).get(slot, ()))]
+    return all_bound(step for slot in SLOTS for step in (*ours.get(slot, ()), *(extra or {}).get(slot, ())))
 
 
-def _plan(
-    n_layers: int | None,
-    loss: LossConfig | None,
-    moe_layers: Collection[int],
-    expert_fsdp_degree: int,
-    by_hand: BucketPlan | None,
-) -> BucketPlan:
-    if n_layers is not None and by_hand is None:
-        return get_default_transformer_block_buckets(
-            n_layers,
-            chunked_loss_enabled=loss is not None and loss.kind == CHUNKED_CROSS_ENTROPY,
-            moe_layers=moe_layers,
-            expert_fsdp_degree=expert_fsdp_degree,
-        )
-    if n_layers is not None or by_hand is None:
+def _plan(by_hand: BucketPlan | None, n_layers: int | None, loss: LossConfig | None, **experts: Any) -> BucketPlan:
+    if (n_layers is None) is (by_hand is None):
         raise ValueError("give either n_layers, for the default plan of buckets, or a bucket_plan by hand")
+    if n_layers is not None:
+        is_chunked = loss is not None and loss.kind == CHUNKED_CROSS_ENTROPY
+        return get_default_transformer_block_buckets(n_layers, chunked_loss_enabled=is_chunked, **experts)
     if loss is not None:
-        raise ValueError("a bucket_plan by hand says itself where the loss belongs: leave loss out")
+        raise ValueError("a bucket_plan already says where the loss belongs: leave loss out")
+    assert by_hand is not None
     return by_hand
 
 
@@ -184,53 +166,41 @@ def to_whoever_looks(line: str) -> None:
 def apply_graph_passes(
     gm: fx.GraphModule,
     example_inputs: Sequence[Any] | None,
-    passes: Iterable[BoundPass],
+    passes: Iterable[BoundPass | Callable[..., Any]],
     *,
     disable: Collection[str] = (),
+    require_changes: Collection[str] = (),
     observer: Callable[[str, fx.GraphModule, fx.GraphModule], None] | None = None,
     progress: Callable[[str], None] | None = to_whoever_looks,
     long: float = 2.0,
     twin: fx.GraphModule | None = None,
 ) -> fx.GraphModule:
-    """Run the passes on a copy of the graph; lint and recompile once, at the end.
+    """Run the passes on a copy of ``gm``, which never changes; lint and recompile once, at the end.
 
-    The given graph is never changed, so it is as it was also if a pass fails. The result's
-    ``meta["gt_passes"]`` tells what ran, as ``PassRun``. With the environment variable ``TORCH_TRACE`` the graphs
-    before and after each pass go to torch's structured log, too, which tlparse reads.
+    The result's ``meta["gt_passes"]`` lists what ran, as ``PassRun``. With the variable ``TORCH_TRACE`` the graphs
+    before and after each pass also go to torch's structured log, which tlparse reads.
 
     Args:
-        passes: see ``construct_default_graph_passes``, or ``bind_options`` for a list of your own. Passes that
-            ``graph_pass`` did not make may recompile as often as they like: it costs nothing here.
+        gm, example_inputs: a joint graph, and its inputs (or None), which are handed to each pass.
+        passes: from ``construct_default_graph_passes``, or a list of your own: functions, or ``bind_options(...)``.
         disable: names of passes to leave out.
+        require_changes: names of passes that must change the graph's text; costs a copy and two texts a pass.
         observer: called with a pass's name and the graph before and after it; costs a copy a pass.
-        progress: called with a line a pass, once the pipeline has been running for ``long`` seconds.
+        progress: called with a line a pass, once the pipeline has run for ``long`` seconds.
         twin: ``TracedStep.twin``, for ``chunk_pass``; the passes before it run on a copy of it, too.
 
     Raises:
-        ValueError: ``disable`` names a pass that is not in the list.
-        TypeError: a pass of the list is not bound, or returns something else than a graph.
+        ValueError: ``disable`` or ``require_changes`` names a pass that does not run.
+        AssertionError: a pass of ``require_changes`` left the graph as it was.
+        TypeError: an entry of the list is no pass, or a pass does not return a graph.
         RuntimeError: a pass left the graph out of order; the passes run once more to name it.
-        Whatever a pass raises, with a note that names the pass.
+        Any error of a pass, with a note that names the pass.
     """
-    steps = _enabled(list(passes), disable)
-    runs: list[PassRun] = []
-    log = PipelineLog(gm)
-    is_watched = log.is_wanted or observer is not None or facts.is_watched("graph_pass")
-    started, current = time.perf_counter(), copied_lazily(gm)
-    other = None if twin is None else copied_lazily(twin)
-    for number, step in enumerate(steps, 1):
-        spent = time.perf_counter() - started
-        if progress is not None and spent >= long:
-            progress(f"graph passes: {step.name} ({number} of {len(steps)}), {spent:.1f} s so far")
-        before, current = current, copied_lazily(current) if is_watched else current
-        begun = time.perf_counter()
-        current, other = _run(step, current, example_inputs, other)
-        runs.append(PassRun(step.name, step.fingerprint, time.perf_counter() - begun))
-        facts.tell("graph_pass", run=runs[-1], before=before, after=current)
-        log.add(runs[-1], current)
-        if observer is not None:
-            observer(step.name, before, current)
-    log.close()
+    steps = _enabled(all_bound(passes), disable)
+    idle = set(_names(require_changes, steps, "require"))
+    current, runs = _run_all(gm, example_inputs, steps, idle, (observer, progress, long), twin)
+    if idle:
+        raise AssertionError(f"{', '.join(sorted(idle))} changed nothing in the graph: require_changes names it")
     try:
         lint(current.graph, "the pipeline")
     except RuntimeError:
@@ -243,6 +213,36 @@ def apply_graph_passes(
     return done
 
 
+def _run_all(
+    gm: fx.GraphModule, inputs: Any, steps: list[BoundPass], idle: set[str], told: tuple[Any, Any, float], twin: Any
+) -> tuple[fx.GraphModule, list[PassRun]]:
+    """The graph behind all passes, not linted, and what ran; takes those that changed it out of ``idle``."""
+    observer, progress, long = told
+    runs: list[PassRun] = []
+    log = PipelineLog(gm) if os.environ.get("TORCH_TRACE") else None
+    is_watched = log is not None or observer is not None or facts.is_watched("graph_pass")
+    started, current = time.perf_counter(), copied_lazily(gm)
+    other = None if twin is None else copied_lazily(twin)
+    for number, step in enumerate(steps, 1):
+        spent = time.perf_counter() - started
+        if progress is not None and spent >= long:
+            progress(f"graph passes: {step.name} ({number} of {len(steps)}), {spent:.1f} s so far")
+        before, current = current, copied_lazily(current) if is_watched or step.name in idle else current
+        begun = time.perf_counter()
+        current, other = _run(step, current, inputs, other)
+        runs.append(PassRun(step.name, step.fingerprint, time.perf_counter() - begun))
+        if step.name in idle and render(before) != render(current):
+            idle.remove(step.name)
+        facts.tell("graph_pass", run=runs[-1], before=before, after=current)
+        if log is not None:
+            log.add(runs[-1], current)
+        if observer is not None:
+            observer(step.name, before, current)
+    if log is not None:
+        log.close()
+    return current, runs
+
+
 def _lint_after(name: str, before: fx.GraphModule, after: fx.GraphModule) -> None:
     lint(after.graph, name)
 
@@ -251,40 +251,34 @@ class PipelineLog:
     """What one pipeline leaves in the log that ``TORCH_TRACE`` asks for: the graphs around each pass, an overview."""
 
     def __init__(self, given: fx.GraphModule) -> None:
-        self.is_wanted = bool(os.environ.get("TORCH_TRACE"))
-        self._name = f"gt_passes_{next(_pipelines)}"
+        self._name, self._text = f"gt_passes_{next(_pipelines)}", render(given)
         self._overview: list[dict[str, Any]] = []
-        self._text = render(given) if self.is_wanted else ""
 
     def add(self, run: PassRun, after: fx.GraphModule) -> None:
-        if not self.is_wanted:
-            return
         before, self._text = self._text, render(after)
-        changed = before != self._text
-        if changed:
+        if changed := before != self._text:
             stem = f"{self._name}_{len(self._overview):02}_{_AWKWARD.sub('_', run.name)}"
             log_artefact(f"{stem}_before", before)
             log_artefact(f"{stem}_after", self._text)
         self._overview.append({**asdict(run), "changed": changed})
 
     def close(self) -> None:
-        if self.is_wanted:
-            log_artefact(f"{self._name}_overview", self._overview)
+        log_artefact(f"{self._name}_overview", self._overview)
 
 
 def _enabled(steps: list[BoundPass], disable: Collection[str]) -> list[BoundPass]:
-    """The passes that run, those without options bound as they are; those to disable are among them."""
-    for index, step in enumerate(steps):
-        if not callable(step) and not isinstance(step, BoundPass):
-            raise TypeError(f"pass {index} of the list is {step!r}: give a function gm -> gm, or bind_options(...)")
-    steps = [step if isinstance(step, BoundPass) else bind_options(step) for step in steps]
-    names = [step.name for step in steps]
-    disable = [disable] if isinstance(disable, str) else disable
-    if unknown := [name for name in disable if name not in names]:
-        raise ValueError(
-            f"there is no pass {', '.join(map(repr, unknown))} to disable; there are {', '.join(dict.fromkeys(names))}"
-        )
+    """The passes that run; those to disable are among them."""
+    disable = _names(disable, steps, "disable")
     return [step for step in steps if step.name not in disable]
+
+
+def _names(asked: Collection[str], steps: list[BoundPass], verb: str) -> Collection[str]:
+    names, asked = [step.name for step in steps], [asked] if isinstance(asked, str) else asked
+    if unknown := [name for name in asked if name not in names]:
+        raise ValueError(
+            f"there is no pass {', '.join(map(repr, unknown))} to {verb}; there are {', '.join(dict.fromkeys(names))}"
+        )
+    return asked
 
 
 def _run(
@@ -295,10 +289,7 @@ def _run(
     rewrite = getattr(step.function, REWRITE, None)  # of one of ours, which changes the graph in place
     try:
         result = (rewrite or step.function)(gm, example_inputs, **{**given, **step.options})
-        # a backend of torch.compile may give the graph's ``forward``
-        result = gm if rewrite is not None else getattr(result, "__self__", result)
-        if not isinstance(result, fx.GraphModule):
-            raise TypeError(f"a pass returns a GraphModule, this one returned a {type(result).__name__}")
+        result = gm if rewrite is not None else returned(result)
     except Exception as error:
         error.add_note(f"in the graph pass {step}")
         raise

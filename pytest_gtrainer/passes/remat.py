@@ -1,13 +1,8 @@
 """Recompute in the backward what is tagged so, instead of keeping it from the forward.
 
-*Idea.* A backward node that reads a tagged forward value reads a copy of it, made right before the
-first backward reader. The copy reads what is saved: graph inputs, and forward values without the
-tag; a tagged one is copied too. *Invariant.* A region that cannot be repeated, as it draws random
-numbers or as something it reads has been overwritten, is refused before anything changes (D11).
-*Cost.* Linear in nodes and edges.
-
-This is the form that gathering parameters again needs; which activations to save is the business
-of who tags them.
+*Idea.* A backward node that reads a tagged forward value reads a copy of it, made right before the first backward
+reader from graph inputs and forward values without the tag. *Invariant.* A region that cannot be repeated, as it draws
+random numbers or reads what has been overwritten, is refused first (D11). *Cost.* Linear in nodes and edges.
 """
 
 from __future__ import annotations
@@ -45,16 +40,14 @@ def tag_with_memory_policy_pass(
     reshard_after_forward: bool = True,
     keep_unsharded: Collection[str] = (),
 ) -> bool:
-    """Tag gathered parameters as to be recomputed, so that the backward gathers them again, in place.
+    """Tag gathered parameters for recomputation, so that the backward gathers them again, in place.
 
-    Tagged are the forward's all-gathers of parameters, what lies between shard and all-gather, the waits,
-    and views of the results, which would otherwise keep the whole parameter in memory. A tag that is
-    there stays. Nothing else changes; run ``selective_activation_remat_pass`` behind it.
+    It tags the forward's all-gathers of parameters, the nodes between shard and all-gather, the waits, and views of the
+    results. An existing tag stays. Run ``selective_activation_remat_pass`` after it.
 
     Args:
         reshard_after_forward: False tags nothing.
-        keep_unsharded: FQNs of modules whose parameters stay gathered, as FSDP2's root and a trainer's
-            last bucket do.
+        keep_unsharded: FQNs of modules whose parameters stay gathered, as FSDP2's root and a trainer's last bucket do.
 
     Raises:
         ValueError: ``keep_unsharded`` names what has no all-gathers.
@@ -70,14 +63,14 @@ def tag_with_memory_policy_pass(
     stay = {member.launch for found in kept.values() for member in found}
     for member in members:
         if member.launch not in stay:
-            views = walked(member.wait.users, lambda node: node.users, _is_forwards_view)
+            views = walked(
+                member.wait.users,
+                lambda node: node.users,
+                lambda node: direction(node) == FORWARD and (is_view(node.target) or node.target is operator.getitem),
+            )
             for node in (*member.chain, member.launch, member.wait, *views):
                 node.meta.setdefault(RECOMPUTE, CheckpointPolicy.MUST_RECOMPUTE)
     return False
-
-
-def _is_forwards_view(node: fx.Node) -> bool:
-    return direction(node) == FORWARD and (is_view(node.target) or node.target is operator.getitem)
 
 
 _AGAIN = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)

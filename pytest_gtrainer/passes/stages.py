@@ -1,14 +1,9 @@
 """Cut the graph of a pipeline's stage into what a schedule runs apart from each other.
 
-*Parts*, in the order in which they may run: ``unshard`` gathers parameters, ``forward`` computes the outputs,
-``backward_input`` the gradients of the inputs (dI), ``backward_weight`` what else the backward computes (dW),
-``reduce`` reduces the gradients of parameters over ranks. A schedule unshards and reduces once a step, and runs the
-three between once a microbatch.
-
-*Idea.* A node's part follows from what it reads and what reads it: ``unshard`` reads nothing but parameters,
-``reduce`` is marked by the tracer and by buckets, dI is the part of the backward that a gradient of an input reads.
-*Invariant.* No node reads what a later part computes, and what is written to memory, or drawn, keeps its order: else
-the cut is refused. *Cost.* Linear in nodes and edges, and in the users of memory that is written to.
+*Parts*, in order: ``unshard`` gathers parameters, ``forward`` computes the outputs, ``backward_input`` the gradients of
+the inputs (dI), ``backward_weight`` what else the backward computes (dW), ``reduce`` reduces gradients of parameters.
+*Idea.* A node's part follows from what it reads and what reads it. *Invariant.* No node reads what a later part
+computes, and writes and random draws keep their order, or the cut is refused. *Cost.* Linear in nodes and edges.
 """
 
 from __future__ import annotations
@@ -91,8 +86,7 @@ def split_stage_graph(gm: fx.GraphModule, *, moved: Mapping[fx.Node, str] | None
     outputs = gm.graph.output_node().meta.get(STAGE_OUTPUTS)
     if outputs is None:
         raise ValueError("the graph is not of a pipeline's stage: trace it by trace_stage(module, inputs)")
-    unknown = sorted(set((moved or {}).values()) - set(PARTS))
-    if unknown:
+    if unknown := sorted(set((moved or {}).values()) - set(PARTS)):
         raise ValueError(f"a stage has no part {unknown[0]!r}; it has {', '.join(PARTS)}")
     part_of = _parts_of(gm, outputs) | {node: PARTS.index(part) for node, part in (moved or {}).items()}
     _check(gm, part_of)
@@ -100,8 +94,7 @@ def split_stage_graph(gm: fx.GraphModule, *, moved: Mapping[fx.Node, str] | None
     parts = {name: _cut(gm, part_of, number, results) for number, name in enumerate(PARTS)}
     once = {*parts["unshard"].takes, *parts["unshard"].gives, *parts[REDUCE].gives}
     summed = [*parts[REDUCE].takes, *(node.name for node in results[sum(outputs) :] if node is not None)]
-    mixed = [name for name in parts[REDUCE].takes if name in parts["forward"].gives]
-    if mixed:
+    if mixed := [name for name in parts[REDUCE].takes if name in parts["forward"].gives]:
         raise PlanError(
             f"the reduction of a gradient reads {mixed[0]}, a value of the forward: microbatches differ in it"
         )
@@ -169,11 +162,11 @@ def _cut(gm: fx.GraphModule, part_of: dict[fx.Node, int], part: int, results: It
     graph, copies = fx.Graph(), {}
     body = [node for node, number in part_of.items() if number == part]
     reads = dict.fromkeys(read for node in body for read in node.all_input_nodes if part_of.get(read) != part)
-    takes = [read for read in reads if read.op != "get_attr"]
+    takes, held = ([read for read in reads if (read.op == "get_attr") is is_held] for is_held in (False, True))
     for read in takes:
         copies[read] = graph.placeholder(read.name)
         copies[read].meta = dict(read.meta)
-    for node in (*(read for read in reads if read.op == "get_attr"), *body):
+    for node in (*held, *body):
         copies[node] = graph.node_copy(node, copies.__getitem__)
     returned = set(results)
     gives = [node for node in body if node in returned or any(part_of.get(user, part) != part for user in node.users)]

@@ -7,8 +7,8 @@ failed first, why, and what the others did. Read ``plugin`` first, then the file
 - ``pool``, ``leases``: a warm team for its world, on devices that other processes want, too;
 - ``team``, ``forkserver``: how ranks come to be, and what the parent holds of them; ``wire``: all that is said between;
 - ``inside/``: the rank itself. ``rank`` obeys one command after the other, ``session`` is its small pytest session;
-- ``watch``, ``stacks``, ``calls``: no fault of a rank makes the others wait, where a stuck one stands, and for whom;
-- ``console``, ``inside/debugger``: a rank that is debugged has the terminal;
+- ``watch``, ``answers``: no fault of a rank makes the others wait, where a stuck one stands, and for whom;
+- ``inside/debugger``: a rank that is debugged has the terminal, which ``watch`` lends it;
 - ``merge``: from what ranks said to the reports that pytest gets;
 - ``caller``: ``gt_ranks``, for a test that stays in the parent and calls functions on ranks;
 - ``torchrun/``: the same with ranks on every node that torchrun has started.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import sys
+import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -12,18 +13,16 @@ import pytest
 from pytest_gtrainer import devices, facts
 from pytest_gtrainer.marker import spec_of
 from pytest_gtrainer.ranks import wire
+from pytest_gtrainer.ranks.inside.session import summary_of
 from pytest_gtrainer.ranks.merge import controls_that_never_differ
-from pytest_gtrainer.ranks.plugin import chain_of, limit_of
+from pytest_gtrainer.ranks.plugin import chain_of, limit_of, missing, one_rank
 from pytest_gtrainer.ranks.watch import RanksOutcome
+from pytest_gtrainer.worlds import hygiene
+from pytest_gtrainer.worlds.spec import make_spec
 
 
 class RankError(Exception):
-    """A function failed on a rank.
-
-    Attributes:
-        rank: the rank that failed first; None if it concerns all of them.
-        remote_traceback: what that rank's interpreter printed.
-    """
+    """A function failed, first on ``rank`` (None: on all); ``remote_traceback`` is what its interpreter printed."""
 
     def __init__(self, message: str, rank: int | None, remote_traceback: str = "") -> None:
         super().__init__(message)
@@ -38,7 +37,7 @@ class RankCaller:
         plugin = request.config.pluginmanager.getplugin("gtrainer-ranks")
         if plugin is None:
             pytest.fail("gt_ranks cannot be used inside a rank: the test is there already", pytrace=False)
-        self._pool, self._item, self._config = plugin.pool, request.node, request.config
+        self._plugin, self._item, self._config = plugin, request.node, request.config
 
     def run(self, function: Callable[..., Any], *args: Any, size: int | None = None) -> list[Any]:
         """Call ``function(*args)`` on every rank of a world: the results, in the order of ranks.
@@ -60,10 +59,12 @@ class RankCaller:
         if type(wanted) is not int or wanted < 1:
             raise ValueError(f"gt_ranks.run: size is a whole number, 1 or more; not {wanted!r}")
         if wanted > found.slots:
-            cause = f"needs {wanted} ranks, {found.giver} {found.slots}"
+            cause = str(missing(make_spec("ranks", size=wanted), found))
             facts.emit("skip", cause=cause)
             pytest.skip(cause)
-        outcome = self._pool.run(wanted, command, limit_of(self._config, spec), self._item.nodeid)
+        if found.in_process:
+            return [self._call_here(function, args)]
+        outcome = self._plugin.pool.run(wanted, command, limit_of(self._config, spec), self._item.nodeid)
         _raise_failure(outcome)
         answers = outcome.called
         for rank, answer in answers.items():
@@ -74,6 +75,17 @@ class RankCaller:
         for text in controls_that_never_differ(answer.facts for answer in answers.values()):
             raise RankError(text, None)
         return [pickle.loads(answer.result or b"") for answer in answers.values()]
+
+    def _call_here(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        from pytest_gtrainer.numerics.determinism import seed_everything
+
+        with one_rank(self._config), hygiene.restored():
+            seed_everything(hygiene.SEED)
+            try:
+                return function(*args)
+            except Exception as error:
+                told = traceback.format_exc()
+                raise RankError(f"rank 0 raised {summary_of(error)}\n\n{told}", 0, told) from error
 
 
 def _payload(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
@@ -86,8 +98,7 @@ def _payload(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
             "define it with def at the top level of the test file, and hand over what it needs as arguments"
         )
     determinism = sys.modules.get("pytest_gtrainer.numerics.determinism")
-    settings = determinism.active() if determinism is not None else None
-    if determinism is not None and settings is not None:
+    if determinism is not None and (settings := determinism.active()) is not None:
         function, args = determinism.call_under, (settings.config, settings.nccl, function, *args)
     try:
         return pickle.dumps((function, args))
@@ -98,13 +109,10 @@ def _payload(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
 def _raise_failure(outcome: RanksOutcome) -> None:
     __tracebackhide__ = True
     errors = {rank: answer.error for rank, answer in outcome.called.items() if answer.error is not None}
-    causes = [rank for rank in errors if not outcome.is_consequence(rank)] or list(errors)
-    first = min(causes, key=lambda rank: outcome.raised[rank].time, default=None)
-    incident = next(iter(outcome.causes()), None)
-    if incident is not None and (first is None or incident.time < outcome.raised[first].time
-                                 or outcome.is_consequence(first)):  # fmt: skip
-        details = "".join(f"\n\n--- {title} ---\n{text}" for title, text in incident.details)
-        raise RankError(incident.text + details, incident.rank)
+    first = min(errors, key=lambda rank: (outcome.is_consequence(rank), outcome.failed_at(rank)), default=None)
+    for incident in outcome.causes()[:1]:
+        if first is None or incident.time < outcome.raised[first].time or outcome.is_consequence(first):
+            details = "".join(f"\n\n--- {title} ---\n{text}" for title, text in incident.details)
+            raise RankError(incident.text + details, incident.rank)
     if first is not None:
-        text = errors[first] or ""
-        raise RankError(f"rank {first} raised {outcome.raised[first].summary}\n\n{text}", first, text)
+        raise RankError(f"rank {first} raised {outcome.raised[first].summary}\n\n{errors[first]}", first, errors[first])

@@ -1,11 +1,9 @@
 """The forkserver: a single-threaded process that imports torch once and forks ranks; and how a fork becomes a rank.
 
-It is started by exec, so nothing of the parent's state (threads, OpenMP pools, autograd runs,
-each of which would hang a forked child) reaches the ranks. It never outlives the parent: the
-end of the connection, or another parent process than at the start, ends it and its ranks.
-
-What a rank starts ends with it, also in a session of its own: a process whose parent ends becomes its rank's child, and
-this process's when the rank ends (``PR_SET_CHILD_SUBREAPER``).
+It is started by exec, so nothing of the parent's state (threads, OpenMP pools, autograd runs, each of which would hang
+a forked child) reaches the ranks. The end of the connection, or another parent process than at the start, ends it and
+its ranks. What a rank starts ends with it, also in a session of its own: a process whose parent ends becomes its rank's
+child, and this process's when the rank ends (``PR_SET_CHILD_SUBREAPER``).
 """
 
 from __future__ import annotations
@@ -30,7 +28,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from pytest_gtrainer.ranks import wire
-from pytest_gtrainer.ranks.stacks import CALLS_SIGNAL, DUMP_SIGNAL, STACK_SIGNAL, file_of
+from pytest_gtrainer.ranks.answers import CALLS_SIGNAL, DUMP_SIGNAL, STACK_SIGNAL, file_of
 
 PARENT_CHECK_SECONDS = 2.0
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
@@ -59,8 +57,7 @@ def main(fd: int, folder: str, modules: Iterable[str]) -> NoReturn:
 
 class _Server:
     def __init__(self, conn: Connection, folder: str) -> None:
-        self.conn = conn
-        self.folder = folder
+        self.conn, self.folder = conn, folder
         self.pids: dict[int, int] = {}  # pidfd -> pid
         self.pid, self.parent = os.getpid(), os.getppid()
 
@@ -139,9 +136,6 @@ def is_tracker(pid: int) -> bool:
     return False
 
 
-# --- in the forked process ----------------------------------------------------------------------
-
-
 def become_rank(setup: wire.RankSetup, fds: Sequence[int], forkserver: int) -> NoReturn:
     """Serve the parent on the channel of ``fds`` as a rank; never returns into the forkserver's code."""
     code = 1
@@ -154,11 +148,9 @@ def become_rank(setup: wire.RankSetup, fds: Sequence[int], forkserver: int) -> N
         os.setpgid(0, 0)  # a test that signals its own group means its rank
         signal.signal(signal.SIGINT, signal.default_int_handler)
         _open_streams(setup)
-        own = os.environ[FOLDER_VARIABLE]
+        own = {**setup.environ, FOLDER_VARIABLE: os.environ[FOLDER_VARIABLE]}
         os.environ.clear()
-        os.environ.update(setup.environ)
-        os.environ[FOLDER_VARIABLE] = own
-        os.environ.update(RANK=str(setup.rank), WORLD_SIZE=str(setup.size), OMP_NUM_THREADS="1")
+        os.environ.update(own, RANK=str(setup.rank), WORLD_SIZE=str(setup.size), OMP_NUM_THREADS="1")
         os.environ.update(LOCAL_RANK=str(setup.rank - setup.ranks.start), LOCAL_WORLD_SIZE=str(len(setup.ranks)))
         # Connecting all pairs while a group is made fails now and then on a loaded machine when groups
         # come and go ("connectFullMesh failed"); connecting at first use did not, and is faster.
@@ -194,7 +186,7 @@ def _open_streams(setup: wire.RankSetup) -> None:
     sys.stdout, sys.stderr = out, err
     stacks = open(file_of(setup.folder, setup.rank, "dump"), "w")  # noqa: SIM115 - as above
     faulthandler.enable(stacks)
-    faulthandler.register(DUMP_SIGNAL, stacks, all_threads=False)  # see ranks/stacks.py
+    faulthandler.register(DUMP_SIGNAL, stacks, all_threads=False)  # see ranks/answers.py
     # Before there are threads; one of the rank's waits for them.
     signal.pthread_sigmask(signal.SIG_BLOCK, {CALLS_SIGNAL, STACK_SIGNAL})
 

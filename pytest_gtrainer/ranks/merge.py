@@ -1,10 +1,9 @@
 """From what ranks have said of a test to the reports that pytest gets; the same for every launcher of ranks.
 
-What a test came to on one rank is its *result*. Failed wins over everything; xfailed over passed;
-a skip must be agreed. The *headline* of a failure is the earliest event in time, unless
-exceptions say themselves where the fault lies (``gt_origin``): then the smallest of those.
-A rank that only failed because another one had left the collective is a *consequence*: one
-line, never the headline.
+What a test came to on one rank is its *result*. Failed wins over all, xfailed over passed; a skip must be agreed.
+The *headline* of a failure is the earliest event in time (of ranks that fail alike within moments the lowest), unless
+exceptions say themselves where the fault lies (``gt_origin``): then the smallest of those. A rank that only failed
+because another one had left the collective is a *consequence*: one line, never the headline.
 """
 
 from __future__ import annotations
@@ -12,9 +11,8 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from itertools import zip_longest
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import pytest
 
@@ -22,7 +20,7 @@ from pytest_gtrainer import devices, options
 from pytest_gtrainer.ranks import wire
 from pytest_gtrainer.ranks.watch import RanksOutcome
 from pytest_gtrainer.report.collected import shown_only
-from pytest_gtrainer.worlds.wording import by_value, ranks_by, ranks_text
+from pytest_gtrainer.worlds import by_value, ranks_by, ranks_text
 
 Phase = Literal["setup", "call", "teardown"]
 PHASES: tuple[Phase, ...] = ("setup", "call", "teardown")
@@ -35,10 +33,7 @@ FIELDS = ("nodeid", "location", "keywords", "outcome", "longrepr", "when", "sect
 
 
 def reports_of(item: pytest.Item, outcome: RanksOutcome) -> list[pytest.TestReport]:
-    """The reports of a test that ran on ranks, in the order of their phases, and judged by what ranks have sent along.
-
-    Its warnings are given to pytest on the way.
-    """
+    """The reports of a test that ran on ranks, in the order of their phases; its warnings are given to pytest."""
     _repeat_warnings(item, outcome)
     reports = {rank: _rank_reports(item, answer) for rank, answer in outcome.done.items() if answer.reports}
     merged = _Merge(item, outcome, reports).reports()
@@ -61,13 +56,9 @@ def _repeat_warnings(item: pytest.Item, outcome: RanksOutcome) -> None:
         module, name = record.category
         found = getattr(sys.modules.get(module), name, None)
         category = found if isinstance(found, type) and issubclass(found, Warning) else UserWarning
-        arguments = {
-            "warning_message": warnings.WarningMessage(record.text, category, record.filename, record.lineno),
-            "when": record.when,
-            "nodeid": record.nodeid,
-            "location": record.location,
-        }
-        item.ihook.pytest_warning_recorded.call_historic(kwargs=arguments)
+        message = warnings.WarningMessage(record.text, category, record.filename, record.lineno)
+        told = {"when": record.when, "nodeid": record.nodeid, "location": record.location}
+        item.ihook.pytest_warning_recorded.call_historic(kwargs={"warning_message": message, **told})
 
 
 def _rank_reports(item: pytest.Item, answer: wire.ItemDone) -> RankReports:
@@ -92,28 +83,20 @@ def _judge(item: pytest.Item, merged: list[pytest.TestReport], reports: Mapping[
     call: Any = next((report for report in merged if report.when == "call" and report.passed), None)
     if call is None:
         return
-    claims = {plugin: _claims(reports, attribute) for plugin, attribute in JUDGES.items()}
     objections = [*controls_that_never_differ(_claims(reports, "gt_facts").values())]
-    for plugin, claimed in claims.items():
+    for plugin, attribute in JUDGES.items():
         judge = getattr(item.config.pluginmanager.getplugin(plugin), "judge_ranks", None)
-        objection = judge(item, claimed) if judge is not None else None
-        if objection is not None:
-            objections.append(objection)
+        objection = judge(item, _claims(reports, attribute)) if judge is not None else None
+        objections += [] if objection is None else [objection]
     if objections:
         call.outcome, call.longrepr = "failed", "\n\n".join(objections)
     # Some expectations may be met by some ranks only; they are written where the run ends.
-    every = [claim for claimed in claims["gtrainer-inline"].values() for claim in claimed]
+    every = [claim for claimed in _claims(reports, JUDGES["gtrainer-inline"]).values() for claim in claimed]
     call.gt_inline = [claim for n, claim in enumerate(every) if claim not in every[:n]]
 
 
 def controls_that_never_differ(told: Iterable[Iterable[Mapping[str, Any]]]) -> Iterator[str]:
-    """What to say of each control run, the n-th of every rank as one, that is equal on all ranks.
-
-    >>> one = {"kind": "control", "equal": True, "what": "swapped"}
-    >>> two = {**one, "equal": False}
-    >>> list(controls_that_never_differ([[one, one], [two, one]]))
-    ['swapped: the control run is equal on all ranks: this check cannot fail']
-    """
+    """What to say of each control run, the n-th of every rank as one, that is equal on all ranks."""
     for nth in zip_longest(*([fact for fact in each if fact["kind"] == "control"] for each in told)):
         parts = [fact for fact in nth if fact is not None]
         if all(fact["equal"] for fact in parts):
@@ -146,8 +129,6 @@ def _tell_left_behind(item: pytest.Item, outcome: RanksOutcome, merged: list[pyt
         )
 
 
-# --- one report a phase from those of all ranks ---------------------------------------------------
-
 STRICT = "passed against a strict xfail"
 
 
@@ -156,14 +137,11 @@ def result_of(reports: RankReports) -> str:
     failed = [report for report in reports.values() if report.failed]
     if failed:
         return STRICT if all(str(report.longrepr).startswith("[XPASS(strict)]") for report in failed) else "failed"
-    for report in reports.values():
-        if report.skipped:
-            return "xfailed" if hasattr(report, "wasxfail") else "skipped"
-    return "passed"
+    skipped = ["xfailed" if hasattr(report, "wasxfail") else "skipped" for report in reports.values() if report.skipped]
+    return skipped[0] if skipped else "passed"
 
 
-@dataclass(slots=True)
-class _Event:
+class _Event(NamedTuple):
     """Something that makes the test fail: a rank's exception, or, without a report, an incident."""
 
     time: float
@@ -181,11 +159,16 @@ class _Merge:
         self.item, self.outcome, self.by_rank = item, outcome, dict(sorted(reports.items()))
         self.results = {rank: result_of(phases) for rank, phases in self.by_rank.items()}
         incidents = [_Event(incident.time, incident.rank, "call", incident.text) for incident in outcome.causes()]
-        self.events = sorted([*incidents, *self._failures()], key=lambda event: event.time)
+        self.events = sorted([*incidents, *self._failures()], key=lambda event: event.time)  # the lowest rank first
 
     def reports(self) -> list[pytest.TestReport]:
         if not self.events and not self.by_rank:
-            self.events = [self._without_reports()]
+            # no rank came to a report, and each was waiting for another: what was told first
+            raised = self.outcome.raised.items()
+            told = [_Event(told.time, rank, "call", f"rank {rank} raised {told.summary}") for rank, told in raised]
+            told = told or [_Event(each.time, each.rank, "call", each.text) for each in self.outcome.incidents]
+            none = _Event(0.0, None, "call", "no rank has given a report")
+            self.events = [min(told, key=lambda event: event.time, default=none)]
         if self.events:
             return self._failed(self._headline())
         found = set(self.results.values())
@@ -196,8 +179,6 @@ class _Merge:
         like = next(rank for rank, result in self.results.items() if result == shown)
         return [self._with_output(report, phase) for phase, report in self.by_rank[like].items()]
 
-    # --- what happened ----------------------------------------------------------------------
-
     def _failures(self) -> Iterable[_Event]:
         """The failed phases of ranks; what a rank told while it ran is about the first."""
         for rank, result in self.results.items():
@@ -206,17 +187,10 @@ class _Merge:
                 continue
             for phase, report in self.by_rank[rank].items():
                 if report.failed:
-                    time = told.time if told else float("inf")
+                    time = self.outcome.failed_at(rank) if told else float("inf")
                     origin = told.origin if told and phase == "call" else None
                     yield _Event(time, rank, phase, self._summary(rank), origin, report)
                     told = None
-
-    def _without_reports(self) -> _Event:
-        """No rank came to a report, and each was waiting for another: what was told first."""
-        raised = self.outcome.raised.items()
-        told = [_Event(told.time, rank, "call", f"rank {rank} raised {told.summary}") for rank, told in raised]
-        told = told or [_Event(each.time, each.rank, "call", each.text) for each in self.outcome.incidents]
-        return min(told, key=lambda event: event.time, default=_Event(0.0, None, "call", "no rank has given a report"))
 
     def _headline(self) -> _Event:
         first, with_origin = self.events[0], [event for event in self.events if event.origin is not None]
@@ -245,8 +219,6 @@ class _Merge:
         if self.outcome.is_consequence(rank):
             return f"waited in {told.waiting_in}"
         return told.summary
-
-    # --- the reports --------------------------------------------------------------------------
 
     def _failed(self, headline: _Event) -> list[pytest.TestReport]:
         failure = self._failure_report(headline)

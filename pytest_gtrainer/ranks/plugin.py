@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from itertools import islice
 from typing import TYPE_CHECKING
 
@@ -16,9 +16,11 @@ from pytest_gtrainer.marker import id_of, valid_spec_of
 # here, not where they are used first: a pytest run in this process (``pytester``) forgets the modules that it
 # imported, and messages are told by their classes
 from pytest_gtrainer.ranks import wire
+from pytest_gtrainer.ranks.inside.session import restored_after
 from pytest_gtrainer.ranks.leases import LeaseError
 from pytest_gtrainer.ranks.merge import reports_of
 from pytest_gtrainer.ranks.team import RanksError
+from pytest_gtrainer.worlds.hygiene import SEED
 from pytest_gtrainer.worlds.spec import World, WorldSpec
 
 if TYPE_CHECKING:
@@ -49,46 +51,48 @@ def follow(config: pytest.Config) -> int | None:
 
 @contextmanager
 def ranks_world(spec: WorldSpec, config: pytest.Config) -> Iterator[World]:
-    """In a rank, the world on its warm default group; in the parent, the world without a rank.
-
-    Groups that the test makes are cleared away by the rank when the test is over.
-    """
+    """In a rank, the world on its warm default group; in the parent, the world without a rank."""
     worker = getattr(config, "workerinput", {})
     if "gt_rank" in worker:
-        device, backend = worker["gt_device"], worker["gt_backend"]
+        device, backend, rank = worker["gt_device"], worker["gt_backend"], worker["gt_rank"]
     else:
         found = devices.resolve(config)
-        device, backend = found.kind, found.backend
-    yield World("ranks", spec.size, worker.get("gt_rank"), spec.nodes, spec.mesh, device, backend)
+        device, backend, rank = found.kind, found.backend, 0 if found.in_process else None
+    yield World("ranks", spec.size, rank, spec.nodes, spec.mesh, device, backend)
 
 
 def ranks_spec(item: pytest.Item) -> WorldSpec | None:
     """The spec of a test that wants to be run by ranks; None for any other, an invalid one included."""
-    spec = valid_spec_of(item)
-    if spec is None or spec.kind != "ranks" or "gt_ranks" in getattr(item, "fixturenames", ()):
-        return None
-    return spec
+    spec, stays = valid_spec_of(item), "gt_ranks" in getattr(item, "fixturenames", ())
+    return spec if spec is not None and spec.kind == "ranks" and not stays else None
 
 
 def missing(spec: WorldSpec, found: devices.Devices) -> str | None:
-    """What ``spec`` needs and the run has not; None if it can run.
-
-    >>> from pytest_gtrainer.worlds.spec import make_spec
-    >>> missing(make_spec("ranks", size=16), devices.Devices("cpu", 8))
-    'needs 16 ranks, --gt-gpus gives 8'
-    >>> missing(make_spec("ranks", size=2, device="cuda"), devices.Devices("cpu", 8))
-    'needs cuda ranks, the run has cpu ranks: not judged'
-    >>> missing(make_spec("fake", size=512, device="cuda"), devices.Devices("cpu", 8))
-    'needs a GPU for the tensors of its fake world, the run has none: not judged'
-    """
+    """What ``spec`` needs and the run has not; None if it can run."""
     if spec.kind == "fake":
         on_cuda = found.kind == "cuda"
         return None if on_cuda else "needs a GPU for the tensors of its fake world, the run has none: not judged"
     if spec.device is not None and spec.device != found.kind:
         return f"needs {spec.device} ranks, the run has {found.kind} ranks: not judged"
     if spec.size > found.slots:
-        return f"needs {spec.size} ranks, {found.giver} {found.slots}"
+        advice = f": debug it on ranks with breakpoint() or --pdb, or let it run on one too, by size=[1, {spec.size}]"
+        return f"needs {spec.size} ranks, {found.giver} {found.slots}{advice if found.in_process else ''}"
     return None
+
+
+@contextmanager
+def one_rank(config: pytest.Config) -> Iterator[None]:
+    """This process as the one rank of a world, after what hooks do in each rank."""
+    from pytest_gtrainer.worlds.fake import world_of_one
+
+    found = devices.resolve(config)
+    told = {"config": config, "rank": 0, "device": found.kind}
+    with world_of_one(found.backend):
+        config.hook.pytest_gtrainer_rank_setup(**told)
+        try:
+            yield
+        finally:
+            config.hook.pytest_gtrainer_rank_teardown(**told)
 
 
 class RanksPlugin:
@@ -99,6 +103,7 @@ class RanksPlugin:
         self._pool: Pool | None = None
         self._nodes: Nodes | None = None
         self._session: pytest.Session | None = None
+        self._alone: ExitStack | None = None  # ends the world of one rank in this process: --gt-one-rank
 
     @property
     def pool(self) -> Pool:
@@ -108,15 +113,13 @@ class RanksPlugin:
             self._pool = Pool(self.config, self._nodes)
         return self._pool
 
-    # --- before ---------------------------------------------------------------------------
-
     def pytest_sessionstart(self, session: pytest.Session) -> None:
         self._session = session
         launch = devices.launch_of(self.config)
         if launch is not None:
-            from pytest_gtrainer.ranks.console import tell
             from pytest_gtrainer.ranks.torchrun.line import Refused
             from pytest_gtrainer.ranks.torchrun.nodes import Nodes
+            from pytest_gtrainer.ranks.watch import tell
 
             try:
                 self._nodes = Nodes(launch, lambda text: tell(self.config, text))
@@ -143,14 +146,14 @@ class RanksPlugin:
         found = devices.resolve(self.config)
         cause = missing(spec, found) if spec is not None else None
         if spec is None or cause is None:
+            if spec is not None and spec.kind == "ranks" and found.in_process:
+                self._be_a_rank()
             return
         required = options.get(self.config, "require")
         if required == "cuda" or (required == "ranks" and spec.device in (None, found.kind)):
             pytest.fail(f"{cause}, and --gt-require={required} lets no such test be skipped", pytrace=False)
         facts.emit("skip", cause=cause)
         raise pytest.skip.Exception(cause, _use_item_location=True)
-
-    # --- running ---------------------------------------------------------------------------
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
@@ -182,11 +185,41 @@ class RanksPlugin:
     def _spec_on_ranks(self, item: pytest.Item) -> WorldSpec | None:
         """What a test wants that ranks run; None if it runs here, if only to be skipped."""
         spec = ranks_spec(item)
-        if spec is None or item.get_closest_marker("skip") is not None:
+        if spec is None or devices.resolve(self.config).in_process or item.get_closest_marker("skip") is not None:
             return None
         if item.config.getoption("setupplan") or item.config.getoption("setuponly"):
             return None  # pytest shows what it would do, and runs no test
         return spec if missing(spec, devices.resolve(self.config)) is None else None
+
+    def _be_a_rank(self) -> None:
+        """The next test begins, as on a rank: its world is up before its fixtures, and every test has one seed."""
+        import torch.distributed as dist
+
+        from pytest_gtrainer.numerics.determinism import seed_everything
+
+        if self._alone is not None and not dist.is_initialized():  # the test before has ended it
+            self._be_none()
+        if self._alone is None:
+            self._alone = ExitStack()
+            self._alone.enter_context(one_rank(self.config))
+        seed_everything(SEED)
+
+    def _be_none(self) -> None:
+        stack, self._alone = self._alone, None
+        if stack is not None:
+            stack.close()
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_call(self, item: pytest.Item) -> Generator[None, object, object]:
+        return (yield) if self._alone is None else (yield from restored_after(item))
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_teardown(self, nextitem: pytest.Item | None) -> Generator[None, object, object]:
+        try:
+            return (yield)
+        finally:
+            if nextitem is None or ranks_spec(nextitem) is None:
+                self._be_none()
 
     def _run(self, item: pytest.Item, spec: WorldSpec, nextitem: pytest.Item | None) -> RanksOutcome:
         following = self._next_on_ranks(item, spec, nextitem)
@@ -202,15 +235,12 @@ class RanksPlugin:
 
     def _next_on_ranks(self, item: pytest.Item, spec: WorldSpec, nextitem: pytest.Item | None) -> pytest.Item | None:
         """The next test on as many ranks: what it shares stays set up. Under xdist only the very next one is known."""
-
         items = item.session.items
         if hasattr(self.config, "workerinput"):
             items = [item, nextitem] if nextitem is not None else []
         later = islice(items, items.index(item) + 1, None) if item in items else ()
         specs = ((other, self._spec_on_ranks(other)) for other in later)
         return next((other for other, found in specs if found is not None and found.size == spec.size), None)
-
-    # --- after -----------------------------------------------------------------------------
 
     @pytest.hookimpl(wrapper=True, trylast=True)
     def pytest_runtestloop(self) -> Generator[None, object, object]:
@@ -234,9 +264,7 @@ class RanksPlugin:
 
 def limit_of(config: pytest.Config, spec: WorldSpec | None) -> float:
     """The limit of a test in seconds: the marker's, else ``--gt-timeout``."""
-    if spec is not None and spec.timeout is not None:
-        return spec.timeout
-    return float(options.get(config, "timeout"))
+    return float((spec and spec.timeout) or options.get(config, "timeout"))
 
 
 def chain_of(item: pytest.Item) -> tuple[str, ...]:

@@ -1,8 +1,7 @@
 """The pool: teams of ranks by what they are, kept warm up to a modest number of processes, on devices that others want.
 
-A lease on CPU slots lasts one test: idle ranks cost nothing but 20 MB each. A lease on GPUs
-lasts as long as the ranks that have a context on them; it is given up, and the ranks with
-it, as soon as somebody else waits and no test runs here.
+A lease on CPU slots lasts one test. A lease on GPUs lasts as long as the ranks that have a context on them; it is given
+up, and the ranks with it, as soon as another process waits and no test runs here.
 """
 
 from __future__ import annotations
@@ -24,10 +23,9 @@ from pytest_gtrainer import devices, options
 from pytest_gtrainer._pytest_private import base_temp
 from pytest_gtrainer.environment import lasting_environment
 from pytest_gtrainer.ranks import wire
-from pytest_gtrainer.ranks.console import Console, stopped_clock, tell
-from pytest_gtrainer.ranks.leases import Lease, Slots
+from pytest_gtrainer.ranks.leases import Lease, Slots, Tell
 from pytest_gtrainer.ranks.team import ForkServer, LocalRanks, Team
-from pytest_gtrainer.ranks.watch import RanksOutcome, run_on
+from pytest_gtrainer.ranks.watch import Console, RanksOutcome, run_on, stopped_clock, tell
 
 if TYPE_CHECKING:
     from pytest_gtrainer.ranks.torchrun.nodes import Nodes
@@ -54,11 +52,7 @@ TeamKey = tuple[int, str, frozenset[tuple[str, str]]]
 
 
 class Pool:
-    """Hands out teams; one forkserver per pytest process, started when first needed.
-
-    Args:
-        nodes: under torchrun, where the ranks are that this machine has not.
-    """
+    """Hands out teams; one forkserver per pytest process, started when first needed; under torchrun with ``nodes``."""
 
     def __init__(self, config: pytest.Config, nodes: Nodes | None = None) -> None:
         self._config, self._nodes = config, nodes
@@ -68,16 +62,7 @@ class Pool:
         self._live_output = config.getoption("capture", "fd") == "no"
 
     def run(self, size: int, command: wire.RunItem | wire.CallFunction, limit: float, holder: str) -> RanksOutcome:
-        """Run a command on ``size`` ranks, once their devices are this process's to use.
-
-        Args:
-            limit: for the command, in seconds; waiting for devices has its own.
-            holder: the test, told to those who wait in vain for the devices.
-
-        Raises:
-            RanksError: the ranks could not be started.
-            LeaseError: others held the devices for too long.
-        """
+        """Run a command within ``limit`` seconds of its lease; RanksError or LeaseError if it cannot start."""
         if self._sharing is None:
             self._sharing = sharing_of(self._config, self._stop_teams)
         with self._sharing.for_test(size, holder):
@@ -116,14 +101,12 @@ class Pool:
         most = IDLE_FACTOR * max(found.slots, size)
         while self._teams and sum(team.size for team in self._teams.values()) + size > most:
             self._teams.pop(next(iter(self._teams))).stop()
-        plan = self.plan(size, environ, worker_input(self._config, size))
-        if self._nodes is None:
-            here = LocalRanks(self.forkserver(), plan)
-            team = Team(size, [here], here.stores)
-        else:
+        plan, stores = self.plan(size, environ, worker_input(self._config, size)), None
+        if self._nodes is not None:
             plan, stores = self._nodes.place(plan)
-            here = LocalRanks(self.forkserver(), plan)
-            team = Team(size, [here, *self._nodes.start(plan)], stores)
+        here = LocalRanks(self.forkserver(), plan)
+        others = self._nodes.start(plan) if self._nodes is not None else []
+        team = Team(size, [here, *others], stores or here.stores)
         team.wait_until_up()
         self._teams[key] = team
         return team
@@ -166,14 +149,12 @@ class Pool:
 
 
 def rank_environment(config: pytest.Config) -> dict[str, str]:
-    """The environment that ranks start with: the caller's, but for what pytest says of its present test.
-
-    On GPUs also the workspace setting that deterministic cuBLAS needs before CUDA starts, which
-    is when the group is made, long before a test could ask for it.
-    """
-    on_gpus = devices.resolve(config).kind == "cuda"
-    environ = {**({"CUBLAS_WORKSPACE_CONFIG": ":4096:8"} if on_gpus else {}), **lasting_environment()}
+    """The environment that ranks start with: the caller's, but for what pytest says of its present test."""
+    environ = lasting_environment()
     environ.pop("PYTEST_CURRENT_TEST", None)
+    if devices.resolve(config).kind == "cuda":
+        # deterministic cuBLAS needs it before CUDA starts, long before a test could ask for it
+        environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     return environ
 
 
@@ -198,9 +179,6 @@ def worker_input(config: pytest.Config, size: int) -> dict[str, Any]:
     return content if seed is None else {**content, "randomly_seed": seed}
 
 
-# --- sharing devices with the other workers of the run, and with other runs -----------------------
-
-
 def sharing_of(config: pytest.Config, stop_ranks: Callable[[], None]) -> Sharing:
     """The way to share the devices of this process; ``stop_ranks`` ends its ranks before their GPUs are given back."""
     found, limit = devices.resolve(config), options.get(config, "lease-timeout")
@@ -220,10 +198,9 @@ def sharing_of(config: pytest.Config, stop_ranks: Callable[[], None]) -> Sharing
 
 
 class Sharing:
-    """When devices are leased and given back; this one is for CPU slots, leased for a test if others want them too."""
+    """Devices leased for a test by ``acquire``, for so many ranks; by default there is nothing to lease."""
 
     def __init__(self, acquire: Callable[[int, str], Lease] = lambda size, holder: Lease((), lambda: None)) -> None:
-        """``acquire`` leases slots for so many ranks of that test; by default there is nothing to lease."""
         self._acquire = acquire
 
     @contextlib.contextmanager
@@ -244,19 +221,10 @@ class Sharing:
 
 
 class GpuSharing(Sharing):
-    """GPUs, kept between tests until somebody else waits for them.
-
-    Who waits may wait for a worker that has no more tests for a while, so a thread looks
-    for waiters whenever no test holds the lock.
-    """
+    """GPUs, kept between tests until another process waits for them, which a thread looks for while no test runs."""
 
     def __init__(
-        self,
-        slots: Slots,
-        entries: Mapping[str, str],
-        limit: float,
-        stop_ranks: Callable[[], None],
-        tell: Callable[[str], None],
+        self, slots: Slots, entries: Mapping[str, str], limit: float, stop_ranks: Callable[[], None], tell: Tell
     ) -> None:
         super().__init__(lambda size, holder: slots.acquire(size, limit, holder, tell))
         self._slots, self._entries, self._stop_ranks = slots, entries, stop_ranks
@@ -269,7 +237,7 @@ class GpuSharing(Sharing):
     def for_test(self, size: int, holder: str) -> Iterator[None]:
         with self._in_use:
             if self._lease is None or len(self._lease.slots) < size:
-                self._give_up()  # who holds some while waiting for more can wait for ever
+                self._give_up()  # a process that holds some while it waits for more can wait for ever
                 self._lease = self._acquire(size, holder)
             if self._watcher is None:
                 self._watcher = threading.Thread(target=self._watch, name="gtrainer-leases", daemon=True)
@@ -277,7 +245,7 @@ class GpuSharing(Sharing):
             try:
                 yield
             finally:
-                self._give_up_if_wanted()
+                self._give_up(only_if_wanted=True)
 
     def environment(self) -> Mapping[str, str]:
         held = self._lease.slots if self._lease is not None else ()
@@ -292,16 +260,12 @@ class GpuSharing(Sharing):
         while not self._closed.wait(LOOK_EVERY):
             if self._in_use.acquire(blocking=False):
                 try:
-                    self._give_up_if_wanted()
+                    self._give_up(only_if_wanted=True)
                 finally:
                     self._in_use.release()
 
-    def _give_up_if_wanted(self) -> None:
-        if self._lease is not None and self._slots.wanted():
-            self._give_up()
-
-    def _give_up(self) -> None:
-        if self._lease is not None:
+    def _give_up(self, *, only_if_wanted: bool = False) -> None:
+        if self._lease is not None and (not only_if_wanted or self._slots.wanted()):
             self._stop_ranks()
             self._lease.release()
             self._lease = None

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import BinaryIO, Protocol
 
 from pytest_gtrainer.environment import lasting_environment
-from pytest_gtrainer.ranks import stacks, wire
+from pytest_gtrainer.ranks import answers, wire
 from pytest_gtrainer.ranks.forkserver import FOLDER_VARIABLE, is_tracker
 
 # The imports take 3 to 6 s of CPU time; xdist workers on a busy machine start theirs together.
@@ -58,11 +58,8 @@ class RanksError(Exception):
 
 
 def readable(fds: Iterable[int], seconds: float) -> set[int]:
-    """Those of the files that have something to read, or have come to their end; waits for the first, an hour at most.
-
-    ``multiprocessing.connection.wait`` makes a selector each time, which costs more than all else in a test.
-    """
-    poll = select.poll()
+    """Those of the files that can be read, or have come to their end; waits for the first, an hour at most."""
+    poll = select.poll()  # multiprocessing's wait makes a selector each time, which costs more than all else in a test
     for fd in fds:
         poll.register(fd, select.POLLIN)
     return {fd for fd, _ in poll.poll(min(max(0.0, seconds), 3600.0) * 1000)}
@@ -76,10 +73,7 @@ def is_stopped(pid: int) -> bool:
 
 
 class ForkServer:
-    """A running forkserver and the exit statuses of the ranks it has forked.
-
-    ``folder`` holds everything that its ranks write; it goes when the forkserver does.
-    """
+    """A running forkserver, the exit statuses of its ranks, and, while it lives, the folder of all that they write."""
 
     def __init__(self, modules: list[str], *, live_output: bool) -> None:
         if not hasattr(os, "pidfd_open"):
@@ -109,7 +103,6 @@ class ForkServer:
         self.fd = self.conn.fileno()
 
     def _wait_until_ready(self) -> None:
-        """Block until it may fork."""
         if self._ready:
             return
         message: object = None
@@ -122,17 +115,13 @@ class ForkServer:
         self._ready = True
 
     def _log(self) -> str:
+        text = ""
         with contextlib.suppress(OSError):
             text = (self.folder / "forkserver.log").read_text(errors="replace")[-4000:]
-            return text or "it ended without a word"
-        return "it ended without a word"
+        return text or "it ended without a word"
 
     def fork(self, setups: list[wire.RankSetup]) -> list[tuple[int, wire.Channel]]:
-        """Fork one rank per setup: pids and channels.
-
-        Raises:
-            RanksError: it cannot, with what the forkserver wrote.
-        """
+        """Fork one rank per setup: pids and channels; RanksError if it cannot, with what the forkserver wrote."""
         self._wait_until_ready()
         channels: list[wire.Channel] = []
         try:
@@ -206,34 +195,23 @@ class ForkServer:
 
 @dataclass(slots=True)
 class _RankProcess:
-    """The parent's handle of one rank."""
-
     pid: int
     channel: wire.Channel
     captured: list[BinaryIO] = field(default_factory=list)
 
 
 class Part(Protocol):
-    """The ranks of a team on one machine, and what they are asked by ``Team``."""
+    """A team's ranks on one machine. ``files`` are readable when ranks have news; ``take`` gives None of dead ones."""
 
     ranks: range
 
     def send(self, command: object, ranks: Iterable[int]) -> None: ...
-
-    def files(self, ranks: Iterable[int]) -> list[int]:
-        """The files that have something to read when these ranks have news."""
-
-    def take(self, ranks: Iterable[int], ready: set[int]) -> dict[int, object]:
-        """Without waiting, the next message of ranks that have one; None of a dead one. ``ready`` files can be read."""
-
+    def files(self, ranks: Iterable[int]) -> list[int]: ...
+    def take(self, ranks: Iterable[int], ready: set[int]) -> dict[int, object]: ...
     def ended(self, rank: int) -> wire.Ended: ...
-
-    def stacks(self, ranks: Iterable[int], *, kind: str = "stack") -> dict[int, str]: ...
-
+    def stacks(self, ranks: Iterable[int], kind: str = "stack") -> dict[int, str]: ...
     def interrupt(self, rank: int) -> None: ...
-
     def has_lost_ranks(self) -> bool: ...
-
     def kill(self) -> None: ...
 
 
@@ -302,18 +280,18 @@ class LocalRanks:
         else:
             how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"exited with status {status}"
         texts = [_read(file) for file in process.captured]
-        with contextlib.suppress(OSError), stacks.file_of(self._folder, rank, "log").open("rb") as file:
+        with contextlib.suppress(OSError), answers.file_of(self._folder, rank, "log").open("rb") as file:
             texts.append(_read(file))
-        texts.append(stacks.fatal_error(stacks.file_of(self._folder, rank, "dump")))
+        texts.append(answers.fatal_error(answers.file_of(self._folder, rank, "dump")))
         return wire.Ended(how, "\n".join(text.rstrip() for text in texts if text.strip()))
 
-    def stacks(self, ranks: Iterable[int], *, kind: str = "stack") -> dict[int, str]:
+    def stacks(self, ranks: Iterable[int], kind: str = "stack") -> dict[int, str]:
         pids = {rank: self._processes[rank].pid for rank in ranks}
         halted = {rank: pid for rank, pid in pids.items() if is_stopped(pid)}
-        stopped = {rank: f"{stacks.STOPPED}: kill -CONT {pid} lets it go on" for rank, pid in halted.items()}
+        stopped = {rank: f"{answers.STOPPED}: kill -CONT {pid} lets it go on" for rank, pid in halted.items()}
         asked, send = pids.keys() - stopped.keys(), self._server.signal
-        answers = stacks.take_answers(kind, asked, self._folder, lambda rank, signum: send(pids[rank], signum))
-        return answers if kind == "calls" else {**stopped, **answers}
+        told = answers.take_answers(kind, asked, self._folder, lambda rank, signum: send(pids[rank], signum))
+        return told if kind == "calls" else {**stopped, **told}
 
     def interrupt(self, rank: int) -> None:
         self._server.signal(self._processes[rank].pid, signal.SIGINT)
@@ -332,23 +310,14 @@ class LocalRanks:
 
 
 class Team:
-    """The ranks of one world, on this machine or, under torchrun, on several; keeps their group fit for the next test.
-
-    Args:
-        parts: ranks that have been started, of every machine.
-        stores: the places at which they meet, one for each group that they make.
-    """
+    """The ranks of one world, a part on each machine; they meet at one of the ``stores`` for each group they make."""
 
     def __init__(self, size: int, parts: Sequence[Part], stores: Iterator[str]) -> None:
         self.size, self.alive, self.busy = size, True, False
         self._parts, self._stores = parts, stores
 
     def wait_until_up(self) -> None:
-        """Wait for the first word of every rank.
-
-        Raises:
-            RanksError: they could not be started.
-        """
+        """Wait for the first word of every rank; RanksError if they could not be started."""
         end, missing = time.monotonic() + START_LIMIT, set(range(self.size))
         try:
             while missing:
@@ -357,7 +326,7 @@ class Team:
                     raise RanksError(f"{len(missing)} of {self.size} ranks were not ready within {START_LIMIT:g} s")
                 for rank, message in heard.items():
                     if message is None:
-                        how, words = self.ended(rank)
+                        how, words = self.part_of(rank).ended(rank)
                         raise RanksError(f"rank {rank} {how} while it started\n{words}")
                     if isinstance(message, wire.Started) and message.error is not None:
                         raise RanksError(f"rank {rank} could not start:\n{message.error}")
@@ -365,8 +334,6 @@ class Team:
         except BaseException:  # a time limit of another plugin, Ctrl-C: nobody knows of these ranks yet
             self.kill()
             raise
-
-    # --- talking --------------------------------------------------------------------------
 
     def send(self, command: object, ranks: Iterable[int] | None = None) -> None:
         """Send a command to all ranks, or to some; the dead are noticed elsewhere."""
@@ -390,39 +357,24 @@ class Team:
         split = [(part, [rank for rank in wanted if rank in part.ranks]) for part in self._parts]
         return [(part, members) for part, members in split if members]
 
-    def ended(self, rank: int) -> wire.Ended:
-        """How a rank has ended, and what it wrote that no report carries: captured output, log, fatal error."""
-        ((part, _),) = self._split([rank])
-        return part.ended(rank)
-
-    def interrupt(self, rank: int) -> None:
-        """Pass Ctrl-C on to a rank that is debugged."""
-        ((part, _),) = self._split([rank])
-        part.interrupt(rank)
+    def part_of(self, rank: int) -> Part:
+        """What to ask how a rank has ended, or to pass Ctrl-C on to it."""
+        return next(part for part in self._parts if rank in part.ranks)
 
     def stacks(self, ranks: Iterable[int], *, kind: str = "stack") -> dict[int, str]:
         """What running ranks answer: "stack", "calls", or "dump" before the end; "" for one that does not."""
         split = self._split(ranks)
         return {rank: text for part, own in split for rank, text in part.stacks(own, kind=kind).items()}
 
-    # --- between tests ---------------------------------------------------------------------
-
     def heal(self, condition: wire.GroupCondition) -> None:
-        """Make the group fit for the next test, or end the team.
-
-        Ranks that disagree have a collective under way that will never end, and destroying
-        its group would wait for it: such a team is ended.
-        """
+        """Make the group fit for the next test, or end the team."""
         if condition in ("dead", "killed", "disagreeing"):
-            self.kill()
-        elif condition == "left":
-            self._settle(wire.JoinGroup(next(self._stores), self.size))
-        elif condition == "with subgroups":
-            self._settle(wire.DropSubgroups())
-
-    def _settle(self, command: object) -> None:
-        if self.has_lost_ranks() or not self._obeyed(command, SETTLE_LIMIT):
-            self.kill()
+            self.kill()  # to destroy a group waits for the collective that only some have issued
+        elif condition != "fit":
+            is_left = condition == "left"
+            command = wire.JoinGroup(next(self._stores), self.size) if is_left else wire.Do("drop subgroups")
+            if self.has_lost_ranks() or not self._obeyed(command, SETTLE_LIMIT):
+                self.kill()
 
     def has_lost_ranks(self) -> bool:
         """Whether a rank is known to have ended."""
@@ -440,13 +392,11 @@ class Team:
                     missing.discard(rank)
         return not missing
 
-    # --- ending -----------------------------------------------------------------------------
-
     def stop(self) -> None:
         """End the ranks: politely if they are idle."""
         try:
             if self.alive and not self.busy and not self.has_lost_ranks():
-                self._obeyed(wire.Stop(), STOP_LIMIT)
+                self._obeyed(wire.Do("stop"), STOP_LIMIT)
         finally:
             self.kill()
 
@@ -460,7 +410,6 @@ class Team:
 
 def _read(file: BinaryIO) -> str:
     with contextlib.suppress(OSError):
-        size = os.fstat(file.fileno()).st_size
-        file.seek(max(0, size - OUTPUT_LIMIT))
+        file.seek(max(0, os.fstat(file.fileno()).st_size - OUTPUT_LIMIT))
         return file.read(OUTPUT_LIMIT).decode(errors="replace")
     return ""

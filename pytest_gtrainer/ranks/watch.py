@@ -1,27 +1,28 @@
 """Runs one command on a team within limits, so that no fault of a rank makes the others wait; and what came of it.
 
-The idea: while nothing is wrong, wait for every rank's answer, up to the limit. When a rank
-has raised or died, the others may be blocked in a collective with it. So after a moment the
-ranks that are through destroy their groups, which makes the blocked ones raise; whoever is
-still stuck a while later gives its stack and the whole team is killed.
-
-When all that have not ended wait in collectives, twice in a row in the same, their calls are compared: see ``calls``.
+While nothing is wrong, wait for every rank's answer, up to the limit. When a rank has raised or died, the others may be
+blocked in a collective with it. So after a moment the ranks that are through destroy their groups, which makes the
+blocked ones raise; a rank that is still stuck a while later gives its stack, and the whole team is killed. When all
+that have not ended wait in collectives, twice in a row in the same, their calls are compared: see ``answers``.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
+import os
+import signal
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import pytest
 
-from pytest_gtrainer.ranks import wire
-from pytest_gtrainer.ranks.calls import Calls, called_by_some, differing_call, never_ending, read_calls
-from pytest_gtrainer.ranks.console import Console, stopped_clock
-from pytest_gtrainer.ranks.stacks import main_thread, may_wait, readable, waiting_in, whereabouts
+from pytest_gtrainer import options
+from pytest_gtrainer._pytest_private import uncaptured
+from pytest_gtrainer.ranks import answers, wire
 from pytest_gtrainer.ranks.team import Team
-from pytest_gtrainer.worlds.wording import by_value
+from pytest_gtrainer.worlds import by_value
 
 # Ranks that fail alike do so within moments of each other: leave them the time.
 UNBLOCK_AFTER = 0.25
@@ -39,42 +40,80 @@ IDLE_LIMIT = 8.0
 TELL_EVERY = 60.0
 
 
+@contextlib.contextmanager
+def stopped_clock() -> Iterator[None]:
+    """Stop the clock of a time limit by SIGALRM meanwhile: pytest-timeout's, where a thread does not keep it."""
+    left, interval = signal.setitimer(signal.ITIMER_REAL, 0)
+    try:
+        yield
+    finally:
+        if left:
+            signal.setitimer(signal.ITIMER_REAL, left, interval)
+
+
+def tell(config: pytest.Config, text: str) -> None:
+    """Write a line to the terminal of this process, if it has one: a worker of xdist has not."""
+    reporter: pytest.TerminalReporter | None = config.pluginmanager.getplugin("terminalreporter")
+    if reporter is not None:
+        with uncaptured(config):  # a test that calls functions on ranks is being captured meanwhile
+            reporter.ensure_newline()
+            reporter.write_line(f"gtrainer: {text}")
+
+
+class Console:
+    """The terminal while one test, the ``holder``, is on ranks; with ``post_mortem`` failing ranks ask for it."""
+
+    def __init__(self, config: pytest.Config, holder: str) -> None:
+        self.config, self.holder, self.post_mortem = config, holder, config.getoption("usepdb")
+        self._has_lent = False
+
+    def tell(self, text: str) -> None:
+        tell(self.config, f"{self.holder} {text}")
+
+    def lend(self, rank: int, prompt: wire.AtPrompt) -> wire.Terminal:
+        """The terminal for a rank; nothing if another rank is to be debugged, or has failed before."""
+        chosen = options.get(self.config, "pdb-rank")
+        if (chosen is not None and chosen != rank) or (prompt.failure is not None and self._has_lent):
+            return wire.Terminal()
+        self._has_lent |= prompt.failure is not None
+        try:
+            with uncaptured(self.config):
+                path = os.ttyname(1)  # stdin stays captured
+        except OSError:
+            if prompt.failure is not None:
+                self.tell(f"has failed on rank {rank}: --pdb has no terminal here")
+                return wire.Terminal()
+            way = "run it with -n0" if hasattr(self.config, "workerinput") else "run it from a terminal"
+            advice = f"{way}: pytest {self.holder}"
+            return wire.Terminal(refusal=f"rank {rank} is at a breakpoint, and its pytest has no terminal; {advice}")
+        self.tell(f"is held, with its clock: rank {rank} has the terminal")
+        with open(path, "w") as terminal:
+            terminal.write(f"{prompt.failure or ''}\n")
+        return wire.Terminal(path)
+
+
 @dataclass(frozen=True, slots=True)
 class Incident:
-    """Something that befell a rank from outside its test's phases: a death, a limit, disagreement.
+    """Something that befell a rank from outside its test's phases: a death, a limit, disagreement."""
 
-    Attributes:
-        time: on the host's monotonic clock.
-        rank: None if it concerns all of them.
-        details: titled texts for the report: stacks, last output.
-        is_consequence: whether it only befell the rank because another one had failed before.
-    """
-
-    time: float
-    rank: int | None
+    time: float  # on the host's monotonic clock
+    rank: int | None  # None if it concerns all of them
     text: str
-    details: tuple[tuple[str, str], ...] = ()
-    is_consequence: bool = False
+    details: tuple[tuple[str, str], ...] = ()  # titled texts for the report: stacks, last output
+    is_consequence: bool = False  # another rank had failed before
 
 
 @dataclass(slots=True)
 class RanksOutcome:
-    """Everything that the ranks said in answer to one command, and what befell them.
-
-    Attributes:
-        answers: the final answer of every rank that gave one.
-        raised: the first exception of every rank that told one, a skip included.
-        dead: ranks whose process ended; ``killed`` if it was we who ended them all.
-        unblocked_at: when ranks blocked in a collective were made to raise; None if never.
-    """
+    """Everything that the ranks said in answer to one command, and what befell them."""
 
     size: int
     answers: dict[int, wire.ItemDone | wire.CallDone] = field(default_factory=dict)
-    raised: dict[int, wire.Raised] = field(default_factory=dict)
+    raised: dict[int, wire.Raised] = field(default_factory=dict)  # the first exception of each, a skip included
     incidents: list[Incident] = field(default_factory=list)
-    dead: set[int] = field(default_factory=set)
-    killed: bool = False
-    unblocked_at: float | None = None
+    dead: set[int] = field(default_factory=set)  # ranks whose process ended
+    killed: bool = False  # it was we who ended them all
+    unblocked_at: float | None = None  # when ranks blocked in a collective were made to raise
 
     @property
     def done(self) -> dict[int, wire.ItemDone]:
@@ -109,23 +148,27 @@ class RanksOutcome:
             return False
         return bool(self.dead) or (self.unblocked_at is not None and told.time >= self.unblocked_at)
 
+    def failed_at(self, rank: int) -> float:
+        """When the first rank raised that failed like this one within moments: which of them was first is luck."""
+        own = self.raised[rank]
+        alike = (told.time for told in self.raised.values() if told.is_like(own))
+        return min((time for time in alike if abs(time - own.time) < UNBLOCK_AFTER), default=own.time)
+
     def condition(self) -> wire.GroupCondition:
         """What the command has left of the process group."""
         states = [answer.state for answer in self.answers.values()]
+        shared = any(state.shared for state in states)
         if self.dead or self.killed:
             return "dead" if self.dead else "killed"
         if self.unblocked_at is not None or not all(state.intact for state in states):
-            return "left"
+            return "killed" if shared else "left"  # what a module shares is set up anew on other ranks
         if self.disagreement() is not None:
             return "disagreeing"
-        return "with subgroups" if any(state.subgroups for state in states) else "fit"
+        return "with subgroups" if not shared and any(state.subgroups for state in states) else "fit"
 
 
 def run_on(team: Team, command: wire.RunItem | wire.CallFunction, limit: float, console: Console) -> RanksOutcome:
-    """Send the command to every rank and gather what they say; returns within the limits.
-
-    ``console`` gets a line every so often, and lends the terminal to a rank that is debugged.
-    """
+    """Send the command to every rank and gather what they say, within the limits."""
     watch = _Watch(team, limit, console)
     team.busy = True
     team.send(command)
@@ -150,12 +193,10 @@ class _Watch:
         self.started = time.monotonic()
         self.next_line = self.started + TELL_EVERY
         self.first_trouble, self.next_look = math.inf, self.started + LOOK_EVERY
-        self.seen: tuple[dict[int, str], Calls] | None = None  # where all waited when one last looked, and since when
+        self.seen: tuple[dict[int, str], answers.Calls] | None = None  # where all waited at the last look
         self.seen_since = math.inf
         self.freed_at: float | None = None  # when a rank last closed its connections to the others
         self.left: set[int] = set()  # told to leave their group, and it is not confirmed
-
-    # --- hearing ------------------------------------------------------------------------
 
     def hear(self, messages: dict[int, object]) -> None:
         for rank, message in messages.items():
@@ -164,7 +205,7 @@ class _Watch:
                 self.outcome.dead.add(rank)
                 self.freed_at = time.monotonic()
                 self._trouble()
-                how, words = self.team.ended(rank)
+                how, words = self.team.part_of(rank).ended(rank)
                 details = (("last output", words),) if words else ()
                 self.outcome.incidents.append(Incident(time.monotonic(), rank, f"rank {rank} {how}", details))
             elif isinstance(message, wire.Raised):
@@ -193,8 +234,6 @@ class _Watch:
     def _trouble(self) -> None:
         self.first_trouble = min(self.first_trouble, time.monotonic())
 
-    # --- acting ---------------------------------------------------------------------------
-
     def patience(self) -> float:
         """Seconds until something is due."""
         due = min(self.started + self.limit, self.next_line, self.next_look, self._unblock_due())
@@ -218,7 +257,7 @@ class _Watch:
         elif now >= self.next_line:
             self.next_line = now + TELL_EVERY
             stacks = self.team.stacks(self.pending)
-            where = {rank: whereabouts(stack).removeprefix(", ") or "busy" for rank, stack in stacks.items()}
+            where = {rank: answers.whereabouts(stack).removeprefix(", ") or "busy" for rank, stack in stacks.items()}
             spent = f"{now - self.started:.0f} s of {self.limit:g}"
             self.console.tell(f"has run for {spent}: {by_value(where)}")
 
@@ -231,12 +270,12 @@ class _Watch:
                 try:
                     heard = self.team.receive([rank], 3600.0)
                 except KeyboardInterrupt:
-                    self.team.interrupt(rank)
+                    self.team.part_of(rank).interrupt(rank)
         self.hear(heard)
         held = time.monotonic() - began
-        self.started, self.next_line, self.next_look = (
-            each + held for each in (self.started, self.next_line, self.next_look)
-        )
+        self.started += held
+        self.next_line += held
+        self.next_look += held
         self.first_trouble += held
 
     def _unblock(self) -> None:
@@ -251,78 +290,73 @@ class _Watch:
         if rank not in self.left:
             self.left.add(rank)
             self.freed_at = time.monotonic()
-            self.team.send(wire.LeaveGroup(), [rank])
+            self.team.send(wire.Do("leave group"), [rank])
 
     def _look(self) -> None:
         """See what the pending ranks do, and whether that is a reason to end it."""
-        stacks = self.team.stacks(self.pending)
-        waiting = {rank for rank, stack in stacks.items() if waiting_in(stack)}
-        unblocked_at = self.outcome.unblocked_at
+        stacks, unblocked_at = self.team.stacks(self.pending), self.outcome.unblocked_at
         if unblocked_at is None:
             self._judge_waiting(stacks)
             return
-        now = time.monotonic()
+        now, waiting = time.monotonic(), {rank for rank, stack in stacks.items() if answers.waiting_in(stack)}
         self.next_look = now + LOOK_EVERY
-        if self._are_stuck(waiting, now) or now > unblocked_at + BUSY_LIMIT:
+        # nothing will free the pending ranks: all wait, or those who left did not free the ones that have not raised
+        is_late = self.freed_at is not None and now >= self.freed_at + STUCK_AFTER
+        all_wait = waiting == self.pending and (is_late or self.freed_at is None)
+        is_stuck = all_wait or (is_late and bool(waiting) and self.pending - set(self.outcome.raised) <= waiting)
+        if is_stuck or now > unblocked_at + BUSY_LIMIT:
             self.give_up("did not end after another rank had failed", stacks)
 
     def _judge_waiting(self, stacks: dict[int, str]) -> None:
         """Nobody has failed: see whether nobody ever comes to what the pending ranks wait in."""
-        now, answers = time.monotonic(), self.outcome.answers
-        if not all(may_wait(stack) for stack in stacks.values()):
+        now, done = time.monotonic(), self.outcome.answers
+        if not all(answers.may_wait(stack) for stack in stacks.values()):
             self.seen = None
-            rest = LOOK_EVERY if answers else min(max(LOOK_EVERY, (now - self.started) / 4), LOOK_RARELY)
+            rest = LOOK_EVERY if done else min(max(LOOK_EVERY, (now - self.started) / 4), LOOK_RARELY)
             self.next_look = now + rest
             return
         self.next_look = now + LOOK_SOON
         calls = self._calls()
-        seen = {rank: main_thread(stack) for rank, stack in stacks.items()}, calls
+        seen = {rank: answers.main_thread(stack) for rank, stack in stacks.items()}, calls
         if seen != self.seen:
             self.seen, self.seen_since = seen, now
             return
         is_long = now > self.seen_since + IDLE_LIMIT
-        if not is_long and not all(waiting_in(stack) for stack in stacks.values()):
+        if not is_long and not all(answers.waiting_in(stack) for stack in stacks.values()):
             return
         if any(told.is_skip for told in self.outcome.raised.values()):
             self._unblock()  # for the ranks that skipped
             return
-        fault = never_ending(calls, self.pending)
-        if fault is None and is_long and len(answers) == self.team.size - 1:
+        fault = answers.never_ending(calls, self.pending)
+        if fault is None and is_long and len(done) == self.team.size - 1:
             (rank,) = self.pending
-            fault = f"rank {rank} is alone{whereabouts(stacks[rank])}: all other ranks have ended"
+            fault = f"rank {rank} is alone{answers.whereabouts(stacks[rank])}: all other ranks have ended"
         if fault is not None:
             self.outcome.incidents.append(Incident(now, None, fault))
             self._trouble()
-            if not answers:  # nobody can leave
+            if not done:  # nobody can leave
                 self.give_up("was ended", stacks)
 
-    def _calls(self) -> Calls:
-        return read_calls(self.team.stacks(set(range(self.team.size)) - self.outcome.dead, kind="calls"))
+    def _calls(self) -> answers.Calls:
+        return answers.read_calls(self.team.stacks(set(range(self.team.size)) - self.outcome.dead, kind="calls"))
 
     def _blame_differing(self) -> None:
         """Where collectives have raised, see whether one differed: the first to raise may be innocent."""
         raised, incidents = self.outcome.raised.values(), self.outcome.incidents
         died_of_it = [any("gloo::Enforce" in text for _, text in incident.details) for incident in incidents]
         if (raised or incidents) and all(told.waiting_in for told in raised) and all(died_of_it):
-            fault = differing_call(self._calls())
+            fault = answers.differing_call(self._calls())
             if fault is not None:
                 times = [told.time for told in raised] + [incident.time for incident in incidents]
                 incidents.append(Incident(min(times) - 1e-6, None, fault))
-
-    def _are_stuck(self, waiting: set[int], now: float) -> bool:
-        """Whether nothing will free the pending ranks: all wait, or those who left did not free them."""
-        if waiting == self.pending:
-            return self.freed_at is None or now >= self.freed_at + STUCK_AFTER
-        was_freed = self.freed_at is not None and now >= self.freed_at + STUCK_AFTER
-        return was_freed and bool(waiting) and self.pending - set(self.outcome.raised) <= waiting
 
     def give_up(self, why: str, stacks: dict[int, str] | None = None) -> None:
         """Blame the pending ranks, with their stacks, and kill the team."""
         now, stacks = time.monotonic(), stacks if stacks is not None else self.team.stacks(self.pending)
         stacks |= self.team.stacks([rank for rank, stack in stacks.items() if not stack], kind="dump")
-        for rank in sorted(self.pending, key=lambda rank: (waiting_in(stacks[rank]) is not None, rank)):
-            text = f"rank {rank} {why}{whereabouts(stacks[rank])}"
-            details = (("Python stacks", readable(stacks[rank])),)
+        for rank in sorted(self.pending, key=lambda rank: (answers.waiting_in(stacks[rank]) is not None, rank)):
+            text = f"rank {rank} {why}{answers.whereabouts(stacks[rank])}"
+            details = (("Python stacks", answers.readable(stacks[rank])),)
             is_consequence = self.first_trouble < math.inf
             self.outcome.incidents.append(Incident(now, rank, text, details, is_consequence))
         self.pending.clear()
@@ -337,7 +371,7 @@ class _Watch:
         text = outcome.disagreement()
         if text is not None and not (outcome.incidents or outcome.raised or outcome.unblocked_at is not None):
             # ranks that issued different collectives fail the test even if all passed
-            outcome.incidents.append(Incident(time.monotonic(), None, text + called_by_some(self._calls())))
+            outcome.incidents.append(Incident(time.monotonic(), None, text + answers.called_by_some(self._calls())))
         end = time.monotonic() + STUCK_AFTER
         while self.left and self.team.alive and time.monotonic() < end:
             for rank, message in self.team.receive(self.left, end - time.monotonic()).items():

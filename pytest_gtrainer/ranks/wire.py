@@ -13,37 +13,27 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-# --- parent and forkserver ---------------------------------------------------------------
+# -- parent and forkserver
 
 
 @dataclass(frozen=True, slots=True)
 class RankSetup:
-    """All that a forked process needs to become a rank; the forkserver gets it with the rank's end of its channel.
-
-    Attributes:
-        ranks: those of the team on this machine.
-        folder: where the rank keeps its log and its stacks.
-        store: where the ranks meet, see ``JoinGroup``.
-        basetemp: for temporary files; None leaves it to pytest.
-        args: pytest's command line, as the parent got it.
-        worker: the content of ``config.workerinput``.
-        live_output: leave stdout and stderr as they are (``-s``).
-    """
+    """All that a forked process needs to become a rank; the forkserver gets it with the rank's end of its channel."""
 
     size: int
-    ranks: range
+    ranks: range  # those of the team on this machine
     device: str
     backend: str
     environ: Mapping[str, str]
     sys_path: tuple[str, ...]
     cwd: str
-    args: tuple[str, ...]
-    basetemp: str | None
-    worker: Mapping[str, Any]
-    live_output: bool
+    args: tuple[str, ...]  # pytest's command line, as the parent got it
+    basetemp: str | None  # for temporary files; None leaves it to pytest
+    worker: Mapping[str, Any]  # the content of config.workerinput
+    live_output: bool  # leave stdout and stderr as they are (-s)
     rank: int = 0
-    folder: str = ""
-    store: str = ""
+    folder: str = ""  # for the rank's log and its stacks
+    store: str = ""  # where the ranks meet, see JoinGroup
 
 
 class Forked(NamedTuple):
@@ -65,16 +55,13 @@ class Exited(NamedTuple):
 
 
 class Started(NamedTuple):
-    """The forkserver may fork, or a rank is ready; ``error`` says why not.
-
-    ``capture_fds`` are pytest's files of a forked rank's captured stdout and stderr.
-    """
+    """The forkserver may fork, or a rank is ready; ``error`` says why not."""
 
     error: str | None = None
-    capture_fds: tuple[int, ...] = ()
+    capture_fds: tuple[int, ...] = ()  # pytest's files of a rank's captured stdout and stderr
 
 
-# --- parent to rank ------------------------------------------------------------------------
+# -- parent to rank
 
 
 class ItemRef(NamedTuple):
@@ -92,33 +79,26 @@ class RunItem(NamedTuple):
     location: tuple[str, int | None, str]
 
 
-@dataclass(frozen=True, slots=True)
-class CallFunction:
+class CallFunction(NamedTuple):
     """Call the function pickled in ``payload``, after importing the test file of ``chain``."""
 
     payload: bytes
     chain: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class LeaveGroup:
-    """Destroy the process groups, so that ranks blocked in a collective with this one raise."""
+class Do(NamedTuple):
+    """Destroy the process groups, so that ranks blocked in a collective with this one raise; destroy what the test has
+    made beside the default one; or tear down what is still set up, and end."""
+
+    what: Literal["leave group", "drop subgroups", "stop"]
 
 
-@dataclass(frozen=True, slots=True)
-class JoinGroup:
-    """Replace the process groups by a new default group of ``size`` ranks, who meet at ``store``.
-
-    That is a file, or, without a leading slash, a place in torchrun's store.
-    """
+class JoinGroup(NamedTuple):
+    """Replace the process groups by a new default group of ``size`` ranks, who meet at ``store``: a file, or, without a
+    leading slash, a place in torchrun's store."""
 
     store: str
     size: int
-
-
-@dataclass(frozen=True, slots=True)
-class DropSubgroups:
-    """Destroy what the test has made beside the default group."""
 
 
 class Terminal(NamedTuple):
@@ -128,53 +108,40 @@ class Terminal(NamedTuple):
     refusal: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Stop:
-    """Tear down what is still set up, and end."""
-
-
-# --- rank to parent ------------------------------------------------------------------------
+# -- rank to parent
 
 
 class GroupState(NamedTuple):
-    """The state of a rank's process groups after a test, to be compared across ranks.
+    """The state of a rank's process groups after a test, to be compared across ranks."""
 
-    Attributes:
-        intact: the default group is the one that the rank was given.
-        groups_made: torch's counter, from which it names groups; ranks must agree on it.
-        subgroups: how many groups there are beside the default one.
-        issued: collectives issued on each group that still exists, by the group's description.
-    """
-
-    intact: bool
-    groups_made: int
-    subgroups: int = 0
-    issued: Mapping[str, int] = {}
+    intact: bool  # the default group is the one that the rank was given
+    groups_made: int  # torch's counter, from which it names groups
+    subgroups: int = 0  # how many groups there are beside the default one
+    issued: Mapping[str, int] = {}  # collectives on each group that still exists, by the group's description
+    shared: bool = False  # a module or class shares a world, and with it the groups beside the default one
 
 
 GroupCondition = Literal["fit", "with subgroups", "disagreeing", "left", "killed", "dead"]
 """What a command has left of the ranks' process group, the worse the later.
 
-Ranks may have made groups beside it, have issued different collectives on it, or have left it; or all ranks were ended,
-or one has died.
+Ranks made groups beside it, issued different collectives on it, or left it; all ranks were ended, or one has died.
 """
 
 
-@dataclass(frozen=True, slots=True)
-class Raised:
-    """Sent at once when a phase raises, since formatting the traceback can take seconds.
+class Raised(NamedTuple):
+    """Sent at once when a phase raises, since formatting the traceback can take seconds."""
 
-    Attributes:
-        time: on the host's monotonic clock, which all ranks share.
-        waiting_in: the torch.distributed function that raised, None if the test's own code did.
-        origin: the exception's ``gt_origin``, a sortable place of the fault such as (step, rank).
-    """
-
-    time: float
+    time: float  # on the host's monotonic clock, which all ranks share
     summary: str
     is_skip: bool
-    waiting_in: str | None
-    origin: tuple[Any, ...] | None
+    waiting_in: str | None  # the torch.distributed function that raised, None if the test's own code did
+    origin: tuple[Any, ...] | None  # the exception's gt_origin, a sortable place of the fault such as (step, rank)
+    place: tuple[tuple[str, int], ...] = ()  # file and line of each frame that it went through
+
+    def is_like(self, other: Raised) -> bool:
+        """Whether both failed at one place by one type; values may differ from rank to rank, words of gloo may not."""
+        said = [each.summary if self.waiting_in else each.summary.partition(":")[0] for each in (self, other)]
+        return (said[0], self.place, self.waiting_in) == (said[1], other.place, other.waiting_in)
 
 
 class WarningRecord(NamedTuple):
@@ -200,23 +167,16 @@ class PromptOver(NamedTuple):
 
 
 class ItemDone(NamedTuple):
-    """The rank is through with a test.
+    """The rank is through with a test."""
 
-    Attributes:
-        reports: one serialised report per phase, of plain types only.
-        trouble: what kept the rank from running the test at all, or stopped the session.
-        left: what the test has left behind, in words.
-    """
-
-    reports: tuple[dict[str, Any], ...]
+    reports: tuple[dict[str, Any], ...]  # a serialised one per phase, of plain types only
     warnings: tuple[WarningRecord, ...]
-    trouble: str | None
+    trouble: str | None  # what kept the rank from running the test at all, or stopped the session
     state: GroupState
-    left: tuple[str, ...] = ()
+    left: tuple[str, ...] = ()  # what the test has left behind, in words
 
 
-@dataclass(frozen=True, slots=True)
-class CallDone:
+class CallDone(NamedTuple):
     """The rank is through with a function: ``result`` is pickled, ``error`` a traceback."""
 
     result: bytes | None
@@ -233,7 +193,7 @@ class Ended(NamedTuple):
     last_words: str
 
 
-# --- from rank 0 to another process, under torchrun ------------------------------------------------
+# -- from rank 0 to another process, under torchrun
 
 
 class StartTeam(NamedTuple):
@@ -244,33 +204,20 @@ class StartTeam(NamedTuple):
     worker: Mapping[str, Any]
 
 
-class ToRanks(NamedTuple):
-    """A command for some ranks of a team."""
+class ToTeam(NamedTuple):
+    """Call a method of the ``LocalRanks`` of a team on this node."""
 
     team: str
-    ranks: tuple[int, ...]
-    command: object
+    method: Literal["send", "stacks", "kill"]
+    arguments: tuple[Any, ...] = ()
 
 
 class FromRank(NamedTuple):
-    """What a rank has said; ``Ended`` if it is gone."""
+    """What a rank has said, ``Ended`` if it is gone; without a rank the stacks that were asked for."""
 
     team: str
-    rank: int
-    message: object
-
-
-class Stacks(NamedTuple):
-    """What ranks answer: ``ranks.stacks`` has the kinds; without texts it is the question."""
-
-    team: str
-    ranks: tuple[int, ...]
-    texts: Mapping[int, str] = {}
-    kind: str = "stack"
-
-
-class KillTeam(NamedTuple):
-    team: str
+    rank: int | None
+    message: Any
 
 
 class Over(NamedTuple):
@@ -279,7 +226,7 @@ class Over(NamedTuple):
     status: int
 
 
-# --- the channel of a forked rank --------------------------------------------------------------
+# -- the channel of a forked rank
 
 _LENGTH = struct.Struct("=Q")
 _AT_ONCE = 2**16
@@ -288,9 +235,8 @@ _AT_ONCE = 2**16
 class Channel:
     """One end of two pipes between the parent and a rank: messages of any length in both directions, as bytes.
 
-    A socket pair would do with half as many files. But whoever waits to read from a socket is woken, for nothing, each
-    time that the other side has read from it: every rank once more in every test, in the middle of another rank's. And
-    a ``multiprocessing.connection.Connection`` reads the length of a message by itself, for the price of a second read.
+    A process that waits to read from a socket is woken, for nothing, each time that the other side has read from it:
+    every rank once more in every test. A ``multiprocessing.connection.Connection`` costs a second read, for the length.
     """
 
     def __init__(self, incoming: int, outgoing: int) -> None:
@@ -307,21 +253,13 @@ class Channel:
         return len(self._read) >= _LENGTH.size and len(self._read) >= self._end()
 
     def send(self, message: bytes) -> None:
-        """Send a message; waits while the pipe is full.
-
-        Raises:
-            OSError: the other end is closed.
-        """
+        """Send a message; waits while the pipe is full. OSError if the other end is closed."""
         rest = memoryview(_LENGTH.pack(len(message)) + message)
         while rest:
             rest = rest[os.write(self._outgoing, rest) :]
 
     def receive(self) -> bytes:
-        """The next message; waits for it.
-
-        Raises:
-            EOFError: the other end is closed, and there is no whole message any more.
-        """
+        """The next message; waits for it. EOFError if the other end is closed, and there is no whole one any more."""
         while not self.has_message():
             self.read()
         end = self._end()
@@ -330,11 +268,7 @@ class Channel:
         return message
 
     def read(self) -> None:
-        """Read what there is, at the most as much as fits into a pipe; waits only if there is nothing.
-
-        Raises:
-            EOFError: the other end is closed.
-        """
+        """Read what there is, as much as fits into a pipe; waits if there is nothing. EOFError if the end is closed."""
         some = os.read(self._incoming, _AT_ONCE)
         if not some:
             raise EOFError

@@ -18,10 +18,9 @@ from torch.distributed.tensor import DTensor
 
 from pytest_gtrainer._torch.fsdp2 import is_block_mask, split_block_mask
 from pytest_gtrainer._torch.tracing import annotate
-from pytest_gtrainer.graph.chunks import BODY, EAGER, MATERIALIZATION, SPLIT_BOUNDARY, annotation
+from pytest_gtrainer.graph.nodes import BODY, EAGER, MATERIALIZATION, SPLIT_BOUNDARY, annotation
 from pytest_gtrainer.passes.chunking.config import MOE, ChunkConfig, ChunkError
-from pytest_gtrainer.references.following import Following
-from pytest_gtrainer.references.twin_forwards import check_twins, twin_graphs
+from pytest_gtrainer.references.chunk_judges import Following, check_twins, twin_graphs
 from pytest_gtrainer.tracing.model import Attachment, tensor_text
 
 MASKS = frozenset({"mask", "masks", "attn_mask", "attention_mask", "attention_masks", "block_mask"})
@@ -31,11 +30,7 @@ SHARED = frozenset({"rope", "rope_cache", "freqs_cis", "freqs", "position_embedd
 
 
 class EagerChunking(Attachment):
-    """What ``eager_chunked`` put on a model; ``remove()`` gives the modules their own forward back.
-
-    Attributes:
-        fqns: the modules that run in chunks.
-    """
+    """What ``eager_chunked`` put on a model; ``remove()`` gives the modules ``fqns`` their own forward back."""
 
     def __init__(self, fqns: tuple[str, ...], wrapped: Iterable[nn.Module]) -> None:
         super().__init__([partial(_unwrap, module) for module in wrapped])
@@ -103,10 +98,7 @@ class _ChunkedForward:
         return joined
 
     def _judge(self, whole: Mapping[str, Any], part: Mapping[str, Any]) -> Following | None:
-        """Refuse operators that mix rows, or give what judges them while the first chunk runs.
-
-        Inside of compiled code, and where somebody answers, nobody judges.
-        """
+        """Refuse operators that mix rows, or give what judges the first chunk; in compiled code nobody judges."""
         if torch.compiler.is_compiling() or self.config.module_fqn in self.config.row_wise:
             return None
         if (graphs := twin_graphs(self.fqn, self.run, whole, part)) is not None:

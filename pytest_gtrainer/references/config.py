@@ -45,24 +45,22 @@ def adamw(parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainConfig:
-    """What is trained, on what, and how.
+    """What both sides of a comparison train.
 
     Attributes:
-        model: builds the model; values must be equal on all ranks of the mesh they are sharded over.
+        model: a function that builds the model, with equal values on all ranks of the mesh that shards them.
         step: ``step(model, *inputs) -> scalar loss``.
-        batch: ``batch(step, coordinate) -> inputs``, tensors on the mesh's device. The coordinate counts the ranks that
-            data is parallel over, from 0: the rank's place in ``mesh``. So ranks that share a model (tensor
-            parallelism) get one batch, which is checked on real ranks.
-        bucket_plan: one ``fully_shard`` group, one bucket, per entry.
-        mesh: the ranks that data is parallel over: 1-D, or 2-D (replicate, shard) for hybrid sharding.
+        batch: ``batch(step, coordinate) -> inputs``, tensors on the device of the mesh. The coordinate is the place in
+            ``mesh``, from 0. Ranks that share a model (tensor parallelism) get one batch; real ranks check this.
+        bucket_plan: a list of buckets (module FQNs, or lists of these), each also one ``fully_shard`` group.
+        mesh: the ranks of data parallelism: 1-D, or 2-D (replicate, shard) for hybrid sharding.
         submeshes: plan entries (a FQN each) that are sharded over another mesh, as routed experts
             are; their gradients are summed there and divided by the size of ``mesh``.
         mp_policy: dtypes of both sides.
-        replicate: every rank of the 1-D mesh holds whole parameters and gradients are averaged: DDP on the eager
-            side, one all-reduce a gradient in the graph. The plan then says nothing.
-        ddp_bucket_mb: size of DDP's buckets; 0 reduces every gradient by itself, as the graph does; None leaves
-            them to torch (all in one at the first step, then 25 MiB), and other bits come of it: a ring
-            adds an element in an order that depends on its place in the bucket.
+        replicate: DDP on the eager side, one all-reduce for each gradient in the graph; the plan is not used.
+        ddp_bucket_mb: size of DDP's buckets. 0 reduces every gradient by itself, as the graph does. None is torch's
+            size (one bucket in the first step, then 25 MiB), with other bits: a ring adds an element in an order
+            that depends on its place in the bucket.
         optimizer: makes the optimiser of the trainable parameters.
         max_norm: clip gradients to this norm; they are recorded before and after.
         activation_checkpoint: let the backward recompute every layer, both sides by ``torch.utils.checkpoint``; a
@@ -157,12 +155,7 @@ def _check_mesh(mesh: DeviceMesh, name: str) -> None:
 
 
 def _check_submeshes(mesh: DeviceMesh, submeshes: Mapping[str, DeviceMesh]) -> None:
-    """Gradients are added over a submesh and divided by the size of the mesh, on the same ranks as those beside them.
-
-    Raises:
-        ValueError: a submesh reaches out of the mesh, or two of them were cut out of meshes that share some of their
-            ranks: a rank of one alone would wait for those of the other, or torch fail ("overlapping meshes").
-    """
+    """Submeshes are parts of the mesh, and of root meshes that do not overlap: else ranks would wait for each other."""
     named = {f"the mesh of {name!r} in submeshes": one for name, one in submeshes.items()}
     for name, one in named.items():
         beyond = sorted(set(one.mesh.flatten().tolist()) - set(mesh.mesh.flatten().tolist()))
@@ -181,11 +174,7 @@ def _check_submeshes(mesh: DeviceMesh, submeshes: Mapping[str, DeviceMesh]) -> N
 
 
 def finished(config: TrainConfig | Callable[[DeviceMesh], TrainConfig], world: World | None) -> TrainConfig:
-    """The configuration itself, or the one that a function builds from this rank's mesh.
-
-    Raises:
-        ValueError: a function, and no world whose mesh it could be given.
-    """
+    """The configuration itself, or the one that a function builds from this rank's mesh of ``world``."""
     if isinstance(config, TrainConfig):
         return config
     if world is None:
@@ -196,11 +185,7 @@ def finished(config: TrainConfig | Callable[[DeviceMesh], TrainConfig], world: W
 
 
 def new_model(config: TrainConfig) -> nn.Module:
-    """A model of the configuration, its layers checkpointed if it says so, not yet sharded.
-
-    Raises:
-        ValueError: a parameter is a DTensor over ranks that its bucket is sharded over, or one that nothing can shard.
-    """
+    """A model of the configuration, checkpointed if it says so; a ValueError if a parameter cannot be sharded."""
     model = config.model()
     for name, parameter in model.named_parameters():
         if isinstance(parameter, DTensor):
@@ -215,13 +200,7 @@ def new_model(config: TrainConfig) -> nn.Module:
 
 
 def checkpoint_layers(model: nn.Module, config: ActivationCheckpointConfig) -> nn.Module:
-    """Let the backward recompute every layer (``layers.0``, ...) of ``model``, in place, before anything shards it.
-
-    Names stay, and what hooks a layer's call (``fully_shard``, annotations) is outside of what is recomputed.
-
-    Raises:
-        ValueError: the model has no layers.
-    """
+    """Let the backward recompute every layer (``layers.0``, ...) in place, inside of what hooks its call."""
     layers = [module for fqn, module in model.named_modules() if fqn and layer_of(fqn) == fqn]
     if not layers:
         outermost = ", ".join(name for name, _ in model.named_children())
@@ -233,11 +212,7 @@ def checkpoint_layers(model: nn.Module, config: ActivationCheckpointConfig) -> n
 
 
 def bucket_modules(model: nn.Module, plan: BucketPlan) -> list[tuple[str, list[nn.Module]]]:
-    """What eager FSDP2 wraps for each bucket, with its label; nested ones before those that contain them.
-
-    Raises:
-        PlanError: an entry is no module of the model, or a layer of the model is in no bucket (B5).
-    """
+    """What FSDP2 wraps for each bucket, by label, inner ones first; a PlanError if plan and layers do not fit (B5)."""
     modules = dict(model.named_modules())
     buckets = Plan(plan).buckets
     missing = [fqn for bucket in buckets for fqn in bucket.fqns if fqn not in modules and fqn != LOSS]
@@ -257,9 +232,6 @@ def bucket_modules(model: nn.Module, plan: BucketPlan) -> list[tuple[str, list[n
     return [(bucket.label, [modules[fqn] for fqn in bucket.roots if fqn in modules]) for bucket in inner_first]
 
 
-# --- the training loop, and what it records
-
-
 def train(
     config: TrainConfig,
     model: nn.Module,
@@ -270,15 +242,9 @@ def train(
 ) -> Record:
     """Train ``model`` and record loss, gradients, weights, optimiser state and buffers of every step.
 
-    ``compute_gradients(*inputs)`` returns the loss and fills ``.grad``. A ``recorder``, whose ``add`` may keep less
-    than a record's, takes the tensors instead of the record that is returned. ``part`` tells ranks apart that have
-    other parts of one model, the stages of a pipeline.
-    ``GT_WEIGHT_HASH=1`` prints a line with a digest of the weights after every step.
-
-    Raises:
-        ValueError: under a fake process group, whose collectives move no data (W1).
-        ReplicasDiffer: ranks of one data coordinate get other batches, or other values of what each of them has whole;
-            the latter is a ``ReplicaWarning`` in a simulated world.
+    ``compute_gradients(*inputs)`` returns the loss and fills ``.grad``. A ``recorder`` takes the tensors instead of the
+    record that is returned. ``part`` tells apart ranks that have other parts of one model. Refused are fake groups
+    (W1), and batches and whole tensors that differ between ranks of one data coordinate.
     """
     if dist.get_backend() == "fake":
         raise ValueError('a fake world moves no data, so training in it means nothing: use gt_world("ranks")')

@@ -64,12 +64,7 @@ class EagerRun:
 
 
 def shard_eagerly(model: nn.Module, config: TrainConfig) -> None:
-    """Apply ``fully_shard`` once per bucket, then to the root.
-
-    Raises:
-        PlanError: the plan does not fit the model, or has a tied parameter in two buckets.
-        ValueError: a parameter is sharded already, over ranks of its bucket's mesh.
-    """
+    """Apply ``fully_shard`` once per bucket, then to the root; the plan must fit, and nothing be sharded twice."""
     policy = FSDP2Policy(
         param_dtype=config.mp_policy.param_dtype,
         reduce_dtype=config.mp_policy.reduce_dtype,

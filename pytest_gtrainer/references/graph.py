@@ -1,18 +1,17 @@
 """The subject: the same training step as one graph, traced, rewritten and replayed.
 
-Before a graph runs on ranks: do they all issue the same collectives in the same order? (D14) Only some ranks pad
-uneven shards, so their graphs differ. If their collectives did, ranks would wait for each other in different ones:
-an abort on gloo, a hang on NCCL.
+Before it runs on ranks: do all issue the same collectives in the same order (D14)? Only some pad uneven shards, so
+graphs differ. Ranks in different collectives wait for each other: an abort on gloo, a hang on NCCL.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from functools import partial
 from itertools import zip_longest
 from typing import Any, TypeVar
 
-import torch
 from torch import fx, nn
 
 from pytest_gtrainer._torch.process_groups import group_ranks
@@ -22,7 +21,7 @@ from pytest_gtrainer.graph.layout import BucketLayout, bucket_layout
 from pytest_gtrainer.graph.nodes import BACKWARD, direction, is_random, node_fqn
 from pytest_gtrainer.numerics.determinism import random_states_kept
 from pytest_gtrainer.numerics.record import Record
-from pytest_gtrainer.passes.graph_pass import BoundPass
+from pytest_gtrainer.passes.graph_pass import BoundPass, Pass
 from pytest_gtrainer.passes.pipeline import apply_graph_passes, construct_default_graph_passes
 from pytest_gtrainer.references.config import TrainConfig, bucket_modules, new_model, train
 from pytest_gtrainer.references.replicas import texts_of_ranks
@@ -43,10 +42,7 @@ class RanksDisagree(AssertionError):
 
 
 class GraphRun:
-    """A model traced on this rank and rewritten by our passes; train it once with ``run``.
-
-    The graph is traced on every rank: shard sizes, group names and pads differ between ranks (D15).
-    """
+    """A model traced on this rank, as ranks differ in sizes, names and pads (D15), and rewritten; train it once."""
 
     def __init__(self, config: TrainConfig, **options: Any) -> None:
         """``options`` are those of ``rewrite``."""
@@ -56,13 +52,9 @@ class GraphRun:
         self.traced = rewrite(self._as_traced, config, **options)
 
     def run(self) -> Record:
-        """Train for ``config.steps`` steps; see ``references.config.train`` for what is recorded.
-
-        Raises:
-            RanksDisagree: the ranks' graphs issue different collectives; nothing has run then.
-        """
+        """Train as ``references.config.train``; RanksDisagree, before anything runs, if ranks' collectives differ."""
         assert_same_collectives(self.traced.gm)
-        return train(self.config, self.model, self._compute_gradients, side="rewritten graph")
+        return train(self.config, self.model, partial(self.traced.replay, self.model), side="rewritten graph")
 
     def rewritten(self, **options: Any) -> GraphRun:
         """The same model and trace, rewritten with other options; of the two runs only one can train."""
@@ -74,9 +66,6 @@ class GraphRun:
     def layout(self) -> BucketLayout:
         """Where the rewritten graph puts each parameter."""
         return bucket_layout(self.traced.gm)
-
-    def _compute_gradients(self, *inputs: Any) -> torch.Tensor:
-        return self.traced.replay(self.model, *inputs)
 
 
 def shard_traceably(model: nn.Module, config: TrainConfig) -> nn.Module:
@@ -93,11 +82,7 @@ def shard_traceably(model: nn.Module, config: TrainConfig) -> nn.Module:
 
 
 def trace_config(config: TrainConfig, model: nn.Module) -> TracedStep:
-    """Trace the step on the shapes of the first batch; random numbers go on from where they were.
-
-    Raises:
-        CannotRestore: a recomputed region draws random numbers that are to be those of the forward.
-    """
+    """Trace the step on the first batch's shapes, drawing nothing; CannotRestore if a recomputed region would draw."""
     with random_states_kept(), config.context():
         traced = trace_step(model, config.step, config.inputs(0), chunk=config.chunk)
     checkpoint = config.activation_checkpoint
@@ -119,21 +104,14 @@ def rewrite(
     traced: Traced,
     config: TrainConfig,
     *,
-    passes: Sequence[BoundPass] | None = None,
+    passes: Sequence[BoundPass | Pass] | None = None,
     payload_order: PayloadOrder = "managed",
     reduce_scatter_first: bool = True,
     reshard_after_forward: bool = False,
 ) -> Traced:
-    """The step, or stage, with its collectives bucketed and reordered; nothing else moves, it reads as it was traced.
-
-    The traced graph is left as it was.
-
-    Args:
-        passes: a pipeline of your own instead; the other options are then nobody's.
-        payload_order: see ``joint_transformer_block_bucketing_reordering_pass``.
-        reduce_scatter_first: under hybrid sharding, reduce gradients as FSDP2 does (D16); off to show the difference.
-        reshard_after_forward: gather parameters again in the backward, as FSDP2 does; the bits are the same.
-    """
+    """The step, or stage, with its collectives bucketed and reordered, as a copy that reads as the traced graph.
+    ``passes`` replaces the pipeline and its options. ``reduce_scatter_first`` and ``reshard_after_forward`` do as FSDP2
+    does (D16); ``payload_order`` is that of ``joint_transformer_block_bucketing_reordering_pass``."""
     if passes is not None:
         return traced.with_graph(apply_graph_passes(traced.gm, traced.example_inputs, passes, twin=traced.twin))
     default = construct_default_graph_passes(
@@ -146,9 +124,6 @@ def rewrite(
     )
     gm = apply_graph_passes(traced.gm, traced.example_inputs, default, disable=_NOT_NEEDED, twin=traced.twin)
     return traced.with_graph(gm)
-
-
-# --- the same collectives on all ranks
 
 
 def collective_sequence(gm: fx.GraphModule) -> list[str]:
@@ -168,11 +143,7 @@ def collective_sequence(gm: fx.GraphModule) -> list[str]:
 
 
 def assert_same_collectives(gm: fx.GraphModule) -> None:
-    """Compare this rank's sequence with all others; every rank must call it.
-
-    Raises:
-        RanksDisagree: on every rank, with the first collective that differs and two ranks that differ in it.
-    """
+    """RanksDisagree, on every rank, if the ranks' collectives differ; every rank must call it."""
     sequences = [text.splitlines() for text in texts_of_ranks("\n".join(collective_sequence(gm)))]
     for rank, sequence in enumerate(sequences):
         for index, (first, other) in enumerate(zip_longest(sequences[0], sequence, fillvalue="nothing more")):

@@ -1,11 +1,8 @@
-"""Does the rewritten graph train as eager code does? Layouts first, then bits, and a control.
+"""Train by the rewritten graph and eagerly. Do both train alike? Layouts first, then bits, and a control.
 
-A layout that differs names the parameter without any arithmetic. Bits find what a layout cannot see. The
-control packs payloads in another order: where that gives the same bits too, the check could not have
-failed, and is an error instead of a pass (S3).
-
-In a simulated world a difference is told with its *path*: where the element sits on either side, and in which order
-each side adds it.
+The control packs payloads in another order: where that gives the same bits too, the check could not have failed, and
+is an error instead of a pass (S3). In a simulated world a difference is told with its *path*: where the element sits
+on either side, and in which order each side adds it.
 """
 
 from __future__ import annotations
@@ -31,7 +28,7 @@ from pytest_gtrainer.graph.layout import (
 from pytest_gtrainer.numerics.compare import BitwiseDifference, Verdict, compare, explained
 from pytest_gtrainer.numerics.determinism import GeneratorStates, random_states_kept
 from pytest_gtrainer.numerics.record import Record
-from pytest_gtrainer.passes.graph_pass import BoundPass
+from pytest_gtrainer.passes.graph_pass import BoundPass, Pass
 from pytest_gtrainer.references.config import TrainConfig, finished
 from pytest_gtrainer.references.eager import EagerRun
 from pytest_gtrainer.references.graph import GraphRun
@@ -51,11 +48,48 @@ _REDUCTIONS = (REDUCE_SCATTER_NAME, ALL_REDUCE_NAME)
 class ParityOptions(TypedDict, total=False):
     """The keywords of ``assert_parity``."""
 
-    passes: Sequence[BoundPass] | None
+    passes: Sequence[BoundPass | Pass] | None
     payload_order: PayloadOrder
     reduce_scatter_first: bool
     reshard_after_forward: bool
     invisible: str
+
+
+def train_eager(config: TrainConfig | ConfigOfMesh, *, world: World | None = None) -> Record:
+    """Train eagerly with ``fully_shard``, or DDP, and return the losses, gradients, weights, ... of each step.
+
+    The record is of this rank; in a simulated ``world`` it is of all ranks, and ``config`` should be a function that
+    builds the configuration from the mesh of a rank. ValueError in a fake world.
+    """
+    if world is not None and world.kind == "simulated":
+        return simulated_eager(config, net_of(world), mesh=world.mesh).record
+    return EagerRun(finished(config, world)).run()
+
+
+def train_graph(
+    config: TrainConfig | ConfigOfMesh,
+    *,
+    world: World | None = None,
+    passes: Sequence[BoundPass | Pass] | None = None,
+    payload_order: PayloadOrder = "managed",
+    reduce_scatter_first: bool = True,
+    reshard_after_forward: bool = False,
+) -> Record:
+    """Train by the rewritten graph; ``config``, ``world`` and the record are as in ``train_eager``.
+
+    ``passes`` replaces the pipeline and the other options. ``reduce_scatter_first`` and ``reshard_after_forward`` do as
+    FSDP2 does; ``payload_order`` is that of ``joint_transformer_block_bucketing_reordering_pass``. To compare with
+    eager training use ``assert_parity``, which refuses a comparison that could not have failed.
+    """
+    options: dict[str, Any] = {
+        "passes": passes,
+        "payload_order": payload_order,
+        "reduce_scatter_first": reduce_scatter_first,
+        "reshard_after_forward": reshard_after_forward,
+    }
+    if world is not None and world.kind == "simulated":
+        return SimulatedGraphRun(config, world, **options).run()
+    return GraphRun(finished(config, world), **options).run()
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,32 +113,29 @@ def assert_parity(
     config: TrainConfig | ConfigOfMesh,
     world: World,
     *,
-    passes: Sequence[BoundPass] | None = None,
+    passes: Sequence[BoundPass | Pass] | None = None,
     payload_order: PayloadOrder = "managed",
     reduce_scatter_first: bool = True,
     reshard_after_forward: bool = False,
     invisible: str = "refuse",
 ) -> Parity:
-    """Train by the rewritten graph and eagerly, in any world that moves data; layouts and every bit must be equal.
+    """Train by the rewritten graph and eagerly; the layouts and every bit must be equal.
 
-    And the check must be able to fail. The control repeats the graph's first step from the same start, with every
-    payload packed backwards. If no rank sees another bit then, a wrong order of payloads would not be seen either.
-    Of a configuration with ``replicate=True`` the control is DDP with torch's own buckets.
-
-    On real ranks every rank calls this, and judges its own tensors. In a simulated world it is
-    ``assert_simulated_parity``.
+    A control then checks that the comparison could fail: it repeats the graph's first step from the same start, with
+    every payload packed backwards, and some rank must get other bits. With ``replicate=True`` in the configuration the
+    control is DDP with torch's own buckets. On real ranks, every rank calls this function and compares its own
+    tensors. In a simulated world it does what ``assert_simulated_parity`` does.
 
     Args:
-        config: a configuration on this rank's mesh, or a function that builds it from one.
+        config: a configuration on this rank's mesh, or a function that builds it from a mesh.
         passes: a pipeline of your own; the control still packs by the default one.
-        payload_order, reduce_scatter_first, reshard_after_forward: of the graph; see ``references.graph.rewrite``.
-        invisible: what to do where the order of payloads does not show: "refuse", or "report" by ``Parity.control``.
+        payload_order, reduce_scatter_first, reshard_after_forward: options of the graph, see ``train_graph``.
+        invisible: if the order of payloads does not show: "refuse", or "report" it in ``Parity.control``.
 
     Raises:
-        LayoutDifference: the graph packs other payloads than ``fully_shard``; names bucket and parameter, and
-            tells what comes of it in bits.
-        BitwiseDifference: step, rank, phase, parameter and element.
-        VacuousCheck: on every rank, if the control has the same bits on all of them; says why, and what to do.
+        LayoutDifference: the graph packs other payloads than ``fully_shard``: bucket, parameter, and which bits change.
+        BitwiseDifference: a bit differs: step, rank, phase, parameter and element.
+        VacuousCheck: on every rank, if the control has the same bits on all ranks; with the reason and the way out.
         ValueError: a world of one rank, or a fake one.
     """
     __tracebackhide__ = True
@@ -172,7 +203,7 @@ def _parity_on_ranks(config: TrainConfig | ConfigOfMesh, world: World, must_show
         cause, advice = _why_invisible(layouts["eager"], config)
         raise VacuousCheck(
             f"payloads packed in another order give the same bits on these ranks, because {cause}; so this check "
-            f'cannot fail: {advice}, or let the layouts and the other bits suffice (invisible="report")'
+            f'cannot fail: {advice}, or accept the layouts and the other bits as proof (invisible="report")'
         )
     return Parity(record, expected, control, layouts["eager"])
 
@@ -285,18 +316,13 @@ def _check_equal(
         raise BitwiseDifference(told, verdict)
     if misplaced:
         row["result"] = "layouts differ, bits do not"
-        raise LayoutDifference(f"{misplaced}\nall bits are equal {where}: only the layout tells")
+        raise LayoutDifference(f"{misplaced}\nall bits are equal {where}: only the layout shows it")
 
 
 def paths_of_first(
     net: Net, layouts: Mapping[str, BucketLayout], group_of: GroupOf, verdict: Verdict, record: Record
 ) -> Iterator[str]:
-    """Lines about the first gradient that differs, which ``record`` has; none if no gradient does.
-
-    Args:
-        layouts: by side, "graph" and "eager"; of rank 0.
-        group_of: the group of a rank that stands for the same dimension of the mesh as these ranks of rank 0.
-    """
+    """Lines about the first gradient that differs; ``group_of`` maps rank 0's of ``layouts`` to another rank's."""
     gradients = (found for found in verdict.differences if found.key.phase == "gradient")
     found = next((found for found in gradients if found.element is not None), None)
     if found is None or found.element is None:

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from pytest_gtrainer.numerics.digest import digest
 from pytest_gtrainer.tracing.model import local
-from pytest_gtrainer.worlds.wording import ranks_by
+from pytest_gtrainer.worlds import ranks_by
 
 
 class ReplicasDiffer(AssertionError):
@@ -79,13 +79,7 @@ def state_of(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def assert_alike(named: Iterable[tuple[str, torch.Tensor]], groups: Sequence[tuple[int, ...]], why: str) -> int:
-    """Tensors of one name must have one value in each group of ranks; returns how many this rank compared.
-
-    A DTensor that is sharded among the ranks of a group is left out. Every rank of the world must call it.
-
-    Raises:
-        ReplicasDiffer: on every rank.
-    """
+    """Tensors of one name must be equal in each group of ranks, but for shards; returns how many this rank compared."""
     own = next(ranks for ranks in groups if dist.get_rank() in ranks)
     mine = {name: digest(local(tensor.detach())) for name, tensor in named if _is_whole(tensor, own)}
     told = texts_of_ranks("\n".join(f"{name} {value}" for name, value in mine.items()))

@@ -1,9 +1,8 @@
 """Both sides of a training run on all ranks of a simulated world.
 
-The eager side is ``EagerRun``, the same as on real ranks, on threads. The graph is traced by rank 0, and by the last
-rank to see that it is the same, and replayed in the interpreter; what every rank holds at the start comes from the
-same code that shards the model on real ranks, run on threads. So does clipping: a norm of gradients is a sum over
-ranks, in an order that is the net's.
+The eager side is ``EagerRun`` on threads. The graph is traced by rank 0, and by the last rank to see that it is the
+same, and replayed in the interpreter; what every rank holds at the start, and clipping, a sum over ranks in the net's
+order, come from the code of real ranks, run on threads.
 """
 
 from __future__ import annotations
@@ -21,8 +20,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from pytest_gtrainer._torch.fake_groups import fake_group_beside
 from pytest_gtrainer._torch.values import pytree
+from pytest_gtrainer.facts import long_work
 from pytest_gtrainer.graph.layout import BucketLayout
-from pytest_gtrainer.long_work import long_work
 from pytest_gtrainer.numerics.digest import tell_weights
 from pytest_gtrainer.numerics.record import Record
 from pytest_gtrainer.references.config import (
@@ -59,11 +58,7 @@ ConfigOfMesh = Callable[[DeviceMesh], TrainConfig]
 def config_of_mesh(
     config: TrainConfig | ConfigOfMesh, size: int, mesh: Mapping[str, int] | None = None
 ) -> tuple[ConfigOfMesh, dict[str, int]]:
-    """What builds the configuration from a rank's mesh, and that mesh's dimensions.
-
-    Raises:
-        ValueError: a finished configuration that needs more than one mesh; a mesh of more or fewer ranks.
-    """
+    """What builds the configuration from a rank's mesh, and that mesh's dimensions; a ValueError if they do not fit."""
     if mesh and math.prod(mesh.values()) != size:
         told = " x ".join(f"{name}={extent}" for name, extent in mesh.items())
         raise ValueError(
@@ -85,9 +80,6 @@ def mesh_of(extents: Mapping[str, int]) -> DeviceMesh:
     return init_device_mesh("cpu", tuple(extents.values()), mesh_dim_names=tuple(extents))
 
 
-# --- the eager side
-
-
 @dataclass(frozen=True, slots=True)
 class SimulatedRun:
     """What eager training on all ranks left: the record of the world, and FSDP2's layout on rank 0."""
@@ -105,19 +97,9 @@ def simulated_eager(
     timeout: float = LIMIT,
     recorders: Sequence[Record] | None = None,
 ) -> SimulatedRun:
-    """Train with ``fully_shard`` on ``net.size`` ranks, whose reductions add in the order of ``net``.
-
-    Args:
-        config: builds the configuration from a rank's mesh. A finished configuration will do if its mesh is
-            one dimension of all ranks and nothing else in it, its model in particular, holds a mesh.
-        mesh: dimension names and extents, outermost first; by default that of ``config``, else ``{"fsdp": size}``.
-        steps: instead of the configuration's.
-        timeout: as ``run_threads``.
-        recorders: one for each rank that takes what would be recorded; the record is then empty.
-
-    Raises:
-        ValueError: a finished configuration that needs more than one mesh.
-    """
+    """Train with ``fully_shard`` on ``net.size`` ranks, whose reductions add in the order of ``net``. ``config`` builds
+    the configuration from a rank's mesh, or is finished, with a 1-D mesh. Each of ``recorders`` takes what a rank would
+    record; the record is then empty."""
     build, extents = config_of_mesh(config, net.size, mesh)
 
     def train_rank(rank: int) -> tuple[Record, BucketLayout | None]:
@@ -130,16 +112,8 @@ def simulated_eager(
     return SimulatedRun(Record.merged(records), layouts[0])
 
 
-# --- the graph's side
-
-
 class SimulatedGraphRun:
-    """A rewritten graph, ready to train all ranks of a simulated world; every ``run`` starts anew.
-
-    Raises:
-        DependsOnRank: rank 0 and the last rank trace different graphs; names the first node (S4).
-        ValueError: the world is no simulated one.
-    """
+    """A rewritten graph, the same on all ranks (S4), ready to train them all; every ``run`` starts anew."""
 
     def __init__(self, config: TrainConfig | ConfigOfMesh, world: World, **options: Any) -> None:
         """``options`` are those of ``references.graph.rewrite``."""

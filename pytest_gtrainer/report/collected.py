@@ -14,7 +14,9 @@ from pytest_gtrainer.numerics.verdict import page_order
 
 ORDER = ("failed", "error", "xpassed", "passed", "xfailed", "skipped")
 """Outcomes as a reader wants them: failures first."""
-SHOWN = frozenset({"graph_text", "pass", "schedule", "memory", "layout", "comparison", "not_shown"})
+SHOWN = frozenset(
+    {"graph_text", "pass", "schedule", "memory", "layout", "comparison", "golden_difference", "not_shown"}
+)
 """Kinds of the facts that only the report reads; ``witness`` says what they are."""
 
 
@@ -32,11 +34,18 @@ class Test:
     def add(self, report: pytest.TestReport) -> None:
         """Take in the report of a phase. A test that is run again begins anew."""
         if report.when == "setup" and any(known.when == "setup" for known in self.reports):
-            self.reports, self.facts, self.shown = [], [], {}
+            kept = ("graph_text", "schedule", "memory")  # a witness of the whole test sends each once
+            graphs = {rank: [one for one in told if one["kind"] in kept] for rank, told in self.shown.items()}
+            self.reports, self.facts, self.shown = [], [], graphs
         self.reports.append(report)
         own: list[Fact] = getattr(report, "gt_facts", [])
         self.facts += own
-        by_rank: Mapping[Any, list[Fact]] = getattr(report, "gt_shown", {0: shown_only(own)})
+        by_rank: Mapping[Any, list[Fact]] | None = getattr(report, "gt_shown", None)
+        if by_rank is None:
+            by_rank = {0: shown_only(own)}
+        else:  # of ranks, whose goldens are judged here
+            by_rank = {0: [], **by_rank}
+            self.shown.setdefault(0, []).extend(fact for fact in own if fact["kind"] == "golden_difference")
         for rank, told in by_rank.items():
             self.shown.setdefault(int(rank), []).extend(told)
 
@@ -56,6 +65,16 @@ class Test:
         """The worlds it ran in, in words."""
         worlds = (fact for fact in self.facts if fact["kind"] == "world")
         return ", ".join(dict.fromkeys(world_label(fact) for fact in worlds))
+
+    @property
+    def headline(self) -> str:
+        """The first line of its failure, as the terminal's short summary shows it; "" of a test that has not failed."""
+        failed = next((report for report in self.reports if report.failed), None)
+        if failed is None:
+            return ""
+        crash = getattr(failed.longrepr, "reprcrash", None)
+        told = str(crash.message) if crash is not None else failed.longreprtext
+        return told.strip().partition("\n")[0][:300]
 
     def of(self, kind: str) -> list[Fact]:
         """The shown facts of a kind, of the first rank that has any: graphs are the same on all, but for a rank."""

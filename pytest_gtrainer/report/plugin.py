@@ -1,4 +1,4 @@
-"""``--gt-report FILE`` and ``--junitxml`` in a pytest run: who watches a test, who gathers, who writes.
+"""``--gt-report``, ``--gt-summary``, ``--gt-report-against``, ``--junitxml``, ``--gt-bisect``, and tables of verdicts.
 
 A test's entry in the JUnit file has the properties ``gt_world``, ``gt_ranks``, ``gt_verdict``, ``gt_golden`` and
 ``gt_digest``: of each comparison of two records one digest a step and side, over all phases and ranks. Two CI runs
@@ -8,9 +8,11 @@ whose digests agree have trained alike.
 from __future__ import annotations
 
 import hashlib
+import os
 import platform
 import shlex
-from collections.abc import Iterable, Iterator, Sequence
+import sys
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
@@ -19,16 +21,20 @@ from typing import Any
 import pytest
 
 from pytest_gtrainer import extensions, facts, options
+from pytest_gtrainer.golden import artifacts
 from pytest_gtrainer.marker import valid_spec_of
+from pytest_gtrainer.report.changes import Earlier
 from pytest_gtrainer.report.collected import Test
 from pytest_gtrainer.report.witness import Witness
+
+TABLE = "differences.tsv"
 
 
 @contextmanager
 def witnessed(item: pytest.Item) -> Iterator[None]:
     """Take down what a test shows inside the block, if this run wants it: digests on every rank, graphs on one."""
     worker = getattr(item.config, "workerinput", {})
-    wants_graphs = options.get(item.config, "report") is not None
+    wants_graphs = options.wants_report(item.config)
     if not wants_graphs and not worker.get("gt_digests") and not item.config.getoption("xmlpath", None):
         yield
         return
@@ -39,59 +45,91 @@ def witnessed(item: pytest.Item) -> Iterator[None]:
 
 
 class ReportPlugin:
-    """Gathers reports where the run ends, and writes the page; registered as ``gtrainer-report``.
-
-    Raises:
-        pytest.UsageError: the report could not be written where it is wanted.
-    """
+    """``gtrainer-report``: gathers reports, writes page and summary where the run ends; UsageError for a bad path."""
 
     def __init__(self, config: pytest.Config) -> None:
-        given = options.get(config, "report")
-        self.config, self.path = config, Path(config.invocation_params.dir, given)
+        self.config, here = config, config.invocation_params.dir
         self._tests: dict[str, Test] = {}
-        self._written = False
-        if self.path.is_dir():
-            raise pytest.UsageError(f"--gt-report={given} is a directory; name a file, as {given}/report.html")
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise pytest.UsageError(f"--gt-report={given}: its directory cannot be made: {error}") from None
+        self._written: list[tuple[str, bool]] | None = None
+        self.paths: dict[str, Path] = {}
+        for option, example in (("report", "report.html"), ("summary", "summary.md")):
+            if (given := options.get(config, option)) is None:
+                continue
+            path = self.paths[option] = Path(here, given)
+            if path.is_dir():
+                raise pytest.UsageError(f"--gt-{option}={given} is a directory; name a file, as {given}/{example}")
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise pytest.UsageError(f"--gt-{option}={given}: its directory cannot be made: {error}") from None
+        against = options.get(config, "report-against")
+        self.earlier = None if against is None else Earlier.read(against, Path(here, against))
 
     @pytest.hookimpl(trylast=True)
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         self._tests.setdefault(report.nodeid, Test(report.nodeid)).add(report)
 
     @pytest.hookimpl(trylast=True)
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        """A file that cannot be collected has no tests to be missed by: it is told as an error of its own."""
+        if report.failed:
+            place = report.nodeid, None, report.nodeid
+            told = pytest.TestReport(report.nodeid, place, {}, "failed", report.longrepr, "collect")  # type: ignore[arg-type]
+            self._tests.setdefault(report.nodeid, Test(report.nodeid)).add(told)
+
+    @pytest.hookimpl(trylast=True)
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        problem = self._write()
-        terminalreporter.write_line(problem or f"gtrainer: report in {self._shown()}", red=problem is not None)
+        for line, is_problem in self._write():
+            terminalreporter.write_line(f"gtrainer: {line}", red=is_problem)
 
     def pytest_unconfigure(self) -> None:
         self._write()  # without a terminal nobody asked for the summary
 
-    def _shown(self) -> str:
-        here = Path(self.config.invocation_params.dir)
-        return str(self.path.relative_to(here) if self.path.is_relative_to(here) else self.path)
+    def _write(self) -> list[tuple[str, bool]]:
+        """Write what is wanted, once; returns what to say, each with whether it is a problem."""
+        if self._written is None:
+            from pytest_gtrainer.report.html import Run, render_page
+            from pytest_gtrainer.report.markdown import render_summary
 
-    def _write(self) -> str | None:
-        """Write the page once; returns why that was not possible."""
-        if self._written:
-            return None
-        self._written = True
-        from pytest_gtrainer.report.html import render_page
+            self._written = []
+            here = Path(self.config.invocation_params.dir)
+            shown = {
+                name: path.relative_to(here) if path.is_relative_to(here) else path for name, path in self.paths.items()
+            }
+            if not self._tests:  # what an earlier run has written stays
+                self._written = [(f"no {name} in {path}: no test has run", True) for name, path in shown.items()]
+                return self._written
+            summary = self.config.pluginmanager.getplugin("gtrainer-summary")
+            lines = summary.lines() if summary is not None else []
+            title = f"pytest-gtrainer: {self.config.rootpath.name}"
+            folder = os.path.relpath(self.config.rootpath, here)
+            folder = "" if folder == "." else f"{folder}/"
+            tests = list(self._tests.values())
+            writers: dict[str, Callable[[Run], str]] = {"report": render_page, "summary": render_summary}
+            try:
+                run = Run(title, made_by(self.config), lines, tests, self.earlier, folder)
+                if self.earlier is not None:
+                    self._written.append((run.summary[-1], False))
+                for name, path in shown.items():
+                    content = writers[name](run).encode("utf-8", "backslashreplace")
+                    # a job's page on GitHub takes several summaries in one file
+                    is_more = name == "summary" and os.environ.get("GITHUB_STEP_SUMMARY") == str(self.paths[name])
+                    with self.paths[name].open("ab" if is_more else "wb") as file:
+                        file.write(content)
+                    self._written.append((f"{name} in {path}", False))
+            except Exception as error:  # whatever it is, the run has ended and its result stands
+                self._written.append(
+                    (f"no {' and '.join(shown) or 'comparison'}: {type(error).__name__}: {error}", True)
+                )
+        return self._written
 
-        versions = [f"{name} {metadata.version(name)}" for name in ("pytest-gtrainer", "torch", "pytest")]
-        versions += [f"{name} {value}" for name, value in extensions.environment(self.config).items()]
-        command = shlex.join(["pytest", *map(str, self.config.invocation_params.args)])
-        made = f"{command} · {', '.join(versions)}, Python {platform.python_version()}, {platform.machine()}"
-        summary = self.config.pluginmanager.getplugin("gtrainer-summary")
-        lines = summary.lines() if summary is not None else []
-        title = f"pytest-gtrainer: {self.config.rootpath.name}"
-        try:
-            self.path.write_text(render_page(title, made, lines, list(self._tests.values())), encoding="utf-8")
-        except OSError as error:
-            return f"gtrainer: no report in {self._shown()}: {error}"
-        return None
+
+def made_by(config: pytest.Config) -> str:
+    """The command of a run, and the versions that it ran with."""
+    versions = [f"{name} {metadata.version(name)}" for name in ("pytest-gtrainer", "torch", "pytest")]
+    versions += [f"{name} {value}" for name, value in extensions.environment(config).items()]
+    command = shlex.join(["pytest", *map(str, config.invocation_params.args)])
+    return f"{command} · {', '.join(versions)}, Python {platform.python_version()}, {platform.machine()}"
 
 
 class JUnitProperties:
@@ -130,13 +168,39 @@ def properties_of(test: Test) -> Iterator[tuple[str, str]]:
 
 
 def digests_by_step(rows: Iterable[Sequence[Any]]) -> dict[int, str]:
-    """One digest for each step of a table of ``step, rank, phase, digest``.
-
-    >>> one, other = ([(0, 0, "loss", x), (0, 1, "loss", y)] for x, y in ("ab", "ba"))
-    >>> digests_by_step(one) == digests_by_step(other)
-    False
-    """
+    """One digest for each step of a table of ``step, rank, phase, digest``."""
     lines: dict[int, list[str]] = {}
     for step, rank, phase, told in rows:
         lines.setdefault(step, []).append(f"{phase} {rank} {told}")
     return {step: hashlib.sha256("\n".join(told).encode()).hexdigest()[:16] for step, told in lines.items()}
+
+
+class VerdictTables:
+    """Saves the table of the verdict that a test failed with, if ``--gt-artifacts`` says where."""
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(
+        self, item: pytest.Item, call: pytest.CallInfo[Any]
+    ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+        report = yield
+        comparing = sys.modules.get("pytest_gtrainer.numerics.compare")  # a test that compares has imported it
+        if report.failed and comparing and call.excinfo and isinstance(call.excinfo.value, comparing.VerdictError):
+            from pytest_gtrainer.numerics.verdict import table
+
+            path = artifacts.save(item, TABLE, table(call.excinfo.value.verdict))
+            if path is not None:
+                report.sections.append(("gtrainer differences", f"all of them: {artifacts.shown(path)}"))
+        return report
+
+
+class BisectPlugin:
+    """``--gt-bisect``: bisects a failed comparison over passes; costs a copy of the inputs, and of a graph a pass."""
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, object, object]:
+        if "torch" not in sys.modules:  # a test that rewrites graphs has imported it while it was collected
+            return (yield)
+        from pytest_gtrainer.bisect import PassWitness
+
+        with facts.watching(PassWitness().watchers()):
+            return (yield)

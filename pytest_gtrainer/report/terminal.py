@@ -1,17 +1,20 @@
-"""What a run says on the terminal: long work while it goes on, and at the end tables and a summary."""
+"""What a run says on the terminal: long work while it goes on; at the end tables, one of conformance, and a summary."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import sys
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from pytest_gtrainer import facts
+from pytest_gtrainer import facts, options
 from pytest_gtrainer.facts import Fact
 from pytest_gtrainer.report.collected import SHOWN, world_label
 
@@ -22,12 +25,16 @@ _TOPICS = (
     ("goldens", "golden", lambda fact: fact["outcome"]),
     ("inline", "inline", lambda fact: fact["outcome"]),
     ("verdicts", "verdict", lambda fact: fact["outcome"]),
+    ("layers", "repeated", lambda fact: fact["outcome"]),
     ("idle", "idle", lambda fact: fact["what"]),
     ("skipped", "skip", lambda fact: fact["cause"]),
     ("leaked", "leak", lambda fact: f"{fact['test']} changed {fact['what']}"),
     ("left", "left", lambda fact: f"{fact['what']} by {fact['test']}"),
 )
 """The lines of the summary: title, kind of facts, what is counted."""
+
+_RULE = ("rule", "result", "says", "graph", "why")
+_WORST = ("error", "broken", "proves nothing", "not claimed", "held")
 
 
 class SummaryPlugin:
@@ -40,10 +47,8 @@ class SummaryPlugin:
 
     def pytest_sessionstart(self) -> None:
         """From now on write what is told on ``progress`` to the terminal, also while the output of a test is captured.
-
-        Only where a person looks: a terminal, not a file or a pipe, and not in a worker. The line goes to a copy of
-        the terminal's file descriptor, so that nothing is captured or has to stop capturing, and ends before the next.
-        """
+        Only where a person looks: a terminal, not a file or a pipe, and not in a worker. The line goes to a copy of the
+        terminal's file descriptor, so that nothing is captured or has to stop capturing, and ends before the next."""
         reporter: pytest.TerminalReporter | None = self.config.pluginmanager.getplugin("terminalreporter")
         if reporter is None or not reporter.isatty or hasattr(self.config, "workerinput"):
             return
@@ -117,30 +122,14 @@ def summary_lines(facts: list[Fact]) -> list[str]:
 
 
 def net_table(rows: Sequence[Fact]) -> list[str]:
-    """The nets of a simulated world that a test ran under: the header and a line a net, in their order.
-
-    >>> row = {"ranks": 16, "nodes": 2, "channels": 4, "algorithm": "ring", "partition": "cells", "accumulate": "wire"}
-    >>> print("\\n".join(net_table([{**row, "algorithm": "tree", "result": "b"}, {**row, "result": "a"}])))
-    ranks  nodes  channels  algorithm  partition  accumulate  result
-       16      2         4  ring       cells      wire        a
-       16      2         4  tree       cells      wire        b
-    """
+    """The nets of a simulated world that a test ran under: the header and a line a net, in their order."""
     names = (*_NET, "result")
     ordered = sorted(rows, key=lambda row: [(isinstance(row[name], str), row[name]) for name in names])
     return in_columns([names, *([row[name] for name in names] for row in ordered)])
 
 
 def sweep_table(rows: Sequence[Fact]) -> list[str]:
-    """Header, a line a cell, and the counts; cells that were not judged for one reason are one line.
-
-    >>> row = {"settings": {"batch": "2", "graph": "off"}, "result": "equal", "why": "to eager"}
-    >>> other = {"settings": {"batch": "2", "graph": "on"}, "result": "not judged", "why": "needs a GPU"}
-    >>> print("\\n".join(sweep_table([row, other])))
-    batch  graph  result  why
-    2      off    equal   to eager
-    1 cell not judged: needs a GPU
-    1 equal, 1 not judged
-    """
+    """Header, a line a cell, and the counts; cells that were not judged for one reason are one line."""
     cells = [[*row["settings"].values(), row["result"], row["why"]] for row in rows if row["result"] != "not judged"]
     lines = in_columns([[*rows[0]["settings"], "result", "why"], *cells]) if cells else []
     for why, count in Counter(row["why"] for row in rows if row["result"] == "not judged").items():
@@ -157,3 +146,65 @@ def in_columns(rows: Sequence[Sequence[object]]) -> list[str]:
         sign = ">" if all(isinstance(cell, int) for cell in cells) else "<"
         columns.append([f"{cell!s:{sign}{width}}" for cell in (header, *cells)])
     return ["  ".join(line).rstrip() for line in zip(*columns, strict=True)]
+
+
+class ConformanceTable:
+    """Gathers what was told of each rule; of several ranks the worst."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._config = config
+        self._rows: dict[str, dict[str, Fact]] = {}  # by pass and rule
+        against = options.get(config, "conformance-against")
+        self._before = None if against is None else _read(Path(against))
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        for fact in getattr(report, "gt_facts", []):
+            if fact["kind"] == "conformance":
+                rows = self._rows.setdefault(fact["pass"], {})
+                held = rows.get(fact["rule"], fact)
+                rows[fact["rule"]] = min(held, fact, key=lambda each: _WORST.index(each["result"]))
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        for name, rows in self._rows.items():
+            terminalreporter.write_sep("-", f"conformance of {name}")
+            cells = [[row[column] for column in _RULE] for row in rows.values()]
+            for line in in_columns([_RULE, *cells]):
+                terminalreporter.write_line(line)
+            results = [row["result"] for row in rows.values()]
+            counts = (f"{results.count(each)} {each}" for each in reversed(_WORST) if each in results)
+            terminalreporter.write_line(", ".join(counts))
+            for line in self._changes(name, rows):
+                terminalreporter.write_line(line)
+
+    def _changes(self, name: str, rows: dict[str, Fact]) -> list[str]:
+        """What differs from the table before; of a pass that it does not have, from its only one."""
+        if self._before is None:
+            return []
+        before: dict[str, Any] = self._before.get(name) or next(iter(self._before.values()), {})
+        was = {rule: told["result"] for rule, told in before.items()}
+        changed = [
+            f"{rule}: was {was.get(rule, 'not judged')}, is {row['result']}"
+            for rule, row in rows.items()
+            if was.get(rule) != row["result"]
+        ]
+        return changed or ["no rule has another result than before"]
+
+    def pytest_sessionfinish(self) -> None:
+        file = options.get(self._config, "conformance")
+        if file is not None and not hasattr(self._config, "workerinput"):
+            told = {
+                name: {rule: {column: row[column] for column in _RULE[1:]} for rule, row in rows.items()}
+                for name, rows in self._rows.items()
+            }
+            Path(file).write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        assert all(row["result"] in _WORST for rows in found.values() for row in rows.values())
+    except (OSError, ValueError, AssertionError, AttributeError, TypeError, KeyError) as error:
+        raise pytest.UsageError(
+            f"--gt-conformance-against={file}: this is no table that --gt-conformance wrote ({error})"
+        ) from None
+    return found

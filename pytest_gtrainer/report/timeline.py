@@ -1,19 +1,15 @@
 """The schedule of a graph as a picture: what would run when, under a stated cost model, a roofline.
 
-One lane computes, in the order of the graph; each process group is a lane of its own, as a communication
-stream is. A collective starts when the compute lane comes to its launch and its own lane is free; a wait holds
-the compute lane until the collective has ended. What is held there is *exposed*, the rest of the communication is
-*overlapped* with compute.
+One lane computes, in the order of the graph; each process group has its own lane. A collective starts when the compute
+lane reaches its launch and its own lane is free. A wait stops the compute lane until the collective has ended: this
+time is *exposed*, the rest of the communication is *overlapped* with compute. Nothing is measured, and no machine is
+predicted. Coarse: no fusion, a view costs nothing, a nested graph costs the bytes of its operands and results, and
+groups do not share a link.
 
-Nothing is measured. The figures order schedules of one graph; they predict no machine. Known to be coarse:
-every node is a kernel of its own (no fusion), a view costs nothing, a graph inside the graph costs the bytes of
-its operands and results, two collectives in different groups do not share a link.
-
-- compute: ``max(flops / flops_per_second, bytes / bytes_per_second) + overhead``, bytes being those of all tensors
-  that go in and come out. Operations are counted by torch's own formulas (``torch.utils.flop_counter``), which know
-  products, convolutions and attention, on shapes alone; all other operators count as bytes.
-- collective of n ranks: ``latency + wire / link``, where a rank puts on the wire ``(n-1)/n`` of the larger side of an
-  all-gather, reduce-scatter or all-to-all, and twice that of an all-reduce, as rings do; all of a broadcast or a send.
+- compute: ``max(flops / flops_per_second, bytes / bytes_per_second) + overhead``, with the bytes of all operands and
+  results. ``torch.utils.flop_counter`` counts products, convolutions and attention; other operators count as bytes.
+- collective of n ranks: ``latency + wire / link``. A rank puts on the wire ``(n-1)/n`` of the larger side of an
+  all-gather, reduce-scatter or all-to-all, twice that for an all-reduce, and all of a broadcast or a send.
 
 >>> from pytest_gtrainer.graphtext import parse
 >>> gm = parse('''fsdp = group(range(0, 2))
@@ -119,14 +115,7 @@ def flops_of(node: fx.Node) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Something that takes time in a lane.
-
-    Attributes:
-        lane: "compute", or the symbol of a process group.
-        start, duration: in seconds.
-        label: operator and module.
-        kind: "compute", "collective", or "exposed" where the compute lane is held by a wait.
-    """
+    """Seconds in a lane ("compute" or a group's symbol), of kind "compute", "collective", or "exposed" in a wait."""
 
     lane: str
     start: float
@@ -221,7 +210,7 @@ def timeline(gm: AnyGraph, model: CostModel | None = None, *, mesh: Mapping[str,
             if group is None or not group.ranks or not payload_of(node):
                 told = f"a timeline cannot tell when {node.name} ({operator_of(node).text}) ends"
                 if group is None or group.ranks:
-                    raise ValueError(f"{told}: what it moves, or in which group, is not told by its operands")
+                    raise ValueError(f"{told}: what it moves, or in which group, is not known from its operands")
                 unknown = f"the ranks of its group {group.symbol} are not known here"
                 raise ValueError(f"{told}: {unknown}, in the world of its trace they are")
             lane = group.symbol

@@ -1,7 +1,6 @@
 """What the report shows of a test, taken down where the test runs: in this process, in a worker, in each rank.
 
-A witness watches what is told of passes, comparisons and layouts (``facts.tell``), and turns the live objects into
-facts, which travel with the test's reports:
+A witness turns what ``facts.tell`` says of passes, comparisons and layouts into facts of the test's reports:
 
 - ``graph_text``: a graph's text by its key, compressed; equal texts of a test once;
 - ``pass``: name, fingerprint, seconds, the keys of the graphs before and after, what changed in words and in lines;
@@ -9,6 +8,7 @@ facts, which travel with the test's reports:
 - ``memory``: the bytes alive at each node and what is alive at the peak, by the graph's key; of a graph whose peak the
   test itself asked for, by a key of its own;
 - ``layout``: who sits at which byte; of a pipeline's result, or of the two sides that were compared;
+- ``golden_difference``: a graph golden and what was obtained, and what changed in words and in lines;
 - ``comparison``: a digest of every phase of every step and rank, and the first difference;
 - ``not_shown``: what could not be taken down. A witness never makes a test fail.
 
@@ -17,14 +17,13 @@ Graphs are taken down by one rank only. Nothing here runs without ``--gt-report`
 
 from __future__ import annotations
 
-import base64
 import hashlib
 import json
-import zlib
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from pytest_gtrainer import facts
+from pytest_gtrainer.facts import packed
 from pytest_gtrainer.numerics.verdict import page_order
 
 if TYPE_CHECKING:
@@ -36,7 +35,6 @@ if TYPE_CHECKING:
     from pytest_gtrainer.numerics.verdict import Verdict
     from pytest_gtrainer.passes.pipeline import PassRun
 
-_MOST_CHANGES = 2_000
 _MOST_SPANS = 6_000
 _MOST_PIPELINES = 8
 """Of a test that runs more pipelines than that, the first ones are shown."""
@@ -46,12 +44,7 @@ _TOPICS = {"comparison": "a comparison", "graph_pass": "a pass", "graph_passes":
 
 
 class Witness:
-    """Takes down what one test shows.
-
-    Args:
-        graphs: whether to take down graphs, schedules and layouts.
-        mesh: dimensions and extents of the test's world, which name the process groups.
-    """
+    """Takes down what one test shows, graphs and layouts only if ``graphs``; ``mesh`` names their process groups."""
 
     def __init__(self, *, graphs: bool = True, mesh: Mapping[str, int] | None = None) -> None:
         self._graphs, self._mesh = graphs, mesh
@@ -66,14 +59,13 @@ class Witness:
         topics = _TOPICS if self._graphs else ("comparison",)
         return {topic: _guarded(_TOPICS[topic], getattr(self, topic)) for topic in topics}
 
-    # --- graphs ------------------------------------------------------------------------------
-
     def graph_pass(self, run: PassRun, before: fx.GraphModule, after: fx.GraphModule) -> None:
         if self._pipeline >= _MOST_PIPELINES:
             return
         from pytest_gtrainer.graphtext import unfold
         from pytest_gtrainer.graphtext.differences import words
         from pytest_gtrainer.graphtext.differences.comparison import Comparison
+        from pytest_gtrainer.graphtext.differences.lines import changed_lines
 
         (old, old_key), (new, new_key) = self._text(before), self._text(after)
         unfolded = (unfold(old), unfold(new)) if old_key != new_key else ("", "")
@@ -149,8 +141,6 @@ class Witness:
         sides = [[actual_is, payloads(actual)], ["expected", payloads(expected)]]
         facts.emit("layout", pipeline=None, sides=sides, problems=problems[:100])
 
-    # --- numbers -----------------------------------------------------------------------------
-
     def comparison(self, actual: Any, expected: Any, verdict: Verdict, what: str, must_differ: bool) -> None:
         from pytest_gtrainer.numerics.record import Record
 
@@ -177,21 +167,6 @@ def _guarded(what: str, take_down: facts.Watcher) -> facts.Watcher:
             facts.emit("not_shown", what=what, why=f"{type(error).__name__}: {error}"[:500])
 
     return guarded
-
-
-def changed_lines(old: str, new: str) -> list[list[int]]:
-    """Where the lines of two texts differ: ``[first, last, begin, end]`` of each side; many changes as one.
-
-    >>> changed_lines("a\\nb\\nc", "a\\nx\\nc")
-    [[1, 2, 1, 2]]
-    """
-    from pytest_gtrainer.graphtext.differences.lines import changes
-
-    found = [list(change) for change in changes(old.splitlines(), new.splitlines())]
-    if len(found) > _MOST_CHANGES:
-        first, last = found[_MOST_CHANGES], found[-1]
-        return [*found[:_MOST_CHANGES], [first[0], last[1], first[2], last[3]]]
-    return found
 
 
 def payloads(layout: BucketLayout) -> list[dict[str, Any]]:
@@ -239,12 +214,3 @@ def table(record: Record) -> list[list[Any]]:
         parts.setdefault((key.step, key.rank, key.phase), {})[key.name] = tensor
     ordered = sorted(parts, key=lambda place: page_order(*place))
     return [[*place, digest(parts[place]).partition(":")[2][:16]] for place in ordered]
-
-
-def packed(text: str) -> str:
-    """A text as base64 of zlib's format, which browsers read ("deflate").
-
-    >>> zlib.decompress(base64.b64decode(packed("graph"))), len(packed("a" * 100_000)) < 400
-    (b'graph', True)
-    """
-    return base64.b64encode(zlib.compress(text.encode(), 6)).decode()

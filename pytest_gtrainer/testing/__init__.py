@@ -7,10 +7,8 @@ A *pass file* is graph text with the passes to run, and what to expect, in its c
     # passes: canonicalize_graph_pass; my_pass(threshold=2)
     # check: then aten.mm in layers.0
 
-``pass_files`` finds them for a parametrised test, ``run_pass_file`` runs one. ``parse`` makes a graph of text for a
-test in Python (``graphtext.parse``). ``run_project`` runs a project in a process of its own, and its tests' verdicts,
-goldens and digests can be asserted on. Importing this
-package does not import torch: files are found when tests are collected.
+``pass_files`` finds them for a parametrised test, ``run_pass_file`` runs one. ``parse`` makes a graph from text.
+``run_project`` runs a project in its own process and returns the results of its tests. This imports no torch.
 """
 
 from __future__ import annotations
@@ -35,7 +33,6 @@ __all__ = [
     "run_pass_file",
     "run_project",
 ]
-
 
 _HOME = {"run_pass_file": "pytest_gtrainer.testing.running", "parse": "pytest_gtrainer.graphtext"}
 

@@ -110,11 +110,7 @@ def pass_files(folder: str | os.PathLike[str]) -> list[Any]:
 
 
 def read_pass_file(path: str | os.PathLike[str]) -> PassFile:
-    """Read and check a pass file.
-
-    Raises:
-        PassFileError: in one sentence, with file and line.
-    """
+    """Read and check a pass file; a PassFileError names file and line in one sentence."""
     relative = os.path.relpath(path)
     file = os.fspath(path) if relative.startswith("..") else relative
     try:
@@ -133,30 +129,20 @@ def read_pass_file(path: str | os.PathLike[str]) -> PassFile:
     if not passes:
         raise PassFileError(f"{file} names no pass: add a line like `# passes: canonicalize_graph_pass`")
     checks = tuple(directive for directive in directives if directive.name == "check")
-    is_judged = checks or "raises" in once or "result" in once
-    return PassFile(
-        file=file,
-        text=text,
-        passes=passes,
-        world=_world(once.get("world"), once.get("mesh")),
-        golden=once["golden"].value if "golden" in once else None if is_judged else "full",
-        raises=once["raises"].value if "raises" in once else None,
-        checks=checks,
-        **{name: name in once for name in _WORDS},
-    )
+    values = {name: directive.value for name, directive in once.items()}
+    golden = values.get("golden", None if checks or values.keys() & {"raises", "result"} else "full")
+    words = {name: name in once for name in _WORDS}
+    world = _world(once.get("world"), once.get("mesh"))
+    return PassFile(file, text, passes, world, golden, values.get("raises"), **words, checks=checks)
 
 
 def directives_of(text: str, file: str) -> list[Directive]:
-    """The directives of a text, in order.
+    """The directives of a text, in order; PassFileError for what is almost one, or one too many.
 
     >>> [(d.name, d.value) for d in directives_of("# D4: offsets.\\n# check: then mm\\nif P:\\n", "x")]
     [('check', 'then mm')]
-
-    Raises:
-        PassFileError: a line that is almost a directive, or a second one where one is enough.
     """
     found: list[Directive] = []
-    first: dict[str, str] = {}  # place, by name
     for number, line in enumerate(text.splitlines(), start=1):
         place = f"{file}:{number}"
         if _LOST_CHECK.match(line):
@@ -165,10 +151,9 @@ def directives_of(text: str, file: str) -> list[Directive]:
         if match is None:
             continue
         name = match["name"]
-        if name in ONCE and name in first:
-            raise PassFileError(f"{place}: there is a `# {name}:` at {first[name]} already")
+        if first := [each.place for each in found if each.name == name and name in ONCE]:
+            raise PassFileError(f"{place}: there is a `# {name}:` at {first[0]} already")
         if name in ONCE or name in OFTEN:
-            first.setdefault(name, place)
             found.append(Directive(name, match["value"], place))
         elif name not in _OF_HEADER and (hint := nearest(name.lower(), (*ONCE, *OFTEN))):
             raise PassFileError(f"{place}: there is no directive `# {name}:`{hint}")

@@ -88,17 +88,15 @@ def run_project(
     tests: dict[str, ToldByTest] = {}
     for case in ElementTree.parse(told).getroot().iter("testcase") if told.exists() else ():
         properties = [(each.get("name"), each.get("value") or "") for each in case.iter("property")]
-        values = {
-            kind: tuple(value for name, value in properties if name == f"gt_{kind}")
+        worlds, *others = (
+            tuple(value for name, value in properties if name == f"gt_{kind}")
             for kind in ("world", "verdict", "golden", "digest")
-        }
+        )
         outcome, message = "passed", ""
-        for tag, word in (("failure", "failed"), ("error", "error"), ("skipped", "skipped")):
+        for tag, word in (("skipped", "skipped"), ("error", "error"), ("failure", "failed")):
             found = case.find(tag)
             if found is not None:
                 outcome, message = word, found.text or found.get("message") or ""
-                break
-        world = "".join(values["world"][:1])
         name = "::".join(part for part in (case.get("classname"), case.get("name")) if part)
-        tests[name] = ToldByTest(outcome, message, world, values["verdict"], values["golden"], values["digest"])
+        tests[name] = ToldByTest(outcome, message, "".join(worlds[:1]), *others)
     return ProjectRun(done.returncode, done.stdout, tests)

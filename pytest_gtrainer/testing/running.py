@@ -21,15 +21,13 @@ from pytest_gtrainer.checks.syntax import parse_check
 from pytest_gtrainer.golden.compare import difference
 from pytest_gtrainer.graphtext.header import nearest
 from pytest_gtrainer.numerics.compare import assert_bitwise_equal
-from pytest_gtrainer.passes.graph_pass import Pass, as_pass, lint
+from pytest_gtrainer.passes.graph_pass import Pass, as_pass, lint, returned
 from pytest_gtrainer.testing.pass_file import PassFile, PassFileError, read_pass_file
 from pytest_gtrainer.worlds.fake import fake_world, make_mesh
 from pytest_gtrainer.worlds.spec import World, WorldSpec
 
 if TYPE_CHECKING:
     from pytest_gtrainer.golden.check import Golden
-
-_SEED = 0
 
 
 def run_pass_file(
@@ -88,14 +86,11 @@ class _Run:
     def __init__(self, file: PassFile, known: Mapping[str, Pass]) -> None:
         self._file, self._known = file, known
         self._mesh = file.world.mesh if file.world else None
-        self._before, self._gm = self._parse(), self._parse()
-        self._inputs = [node.meta.get("val") for node in self._gm.graph.find_nodes(op="placeholder")]
-
-    def _parse(self) -> fx.GraphModule:
         try:
-            return graphtext.parse(self._file.text)
+            self._before, self._gm = graphtext.parse(file.text), graphtext.parse(file.text)
         except graphtext.TextError as error:
-            raise PassFileError(f"{self._file.file}, {error}") from None
+            raise PassFileError(f"{file.file}, {error}") from None
+        self._inputs = [node.meta.get("val") for node in self._gm.graph.find_nodes(op="placeholder")]
 
     def _text(self, gm: fx.GraphModule) -> str:
         return graphtext.render(gm, mesh=self._mesh)
@@ -131,7 +126,7 @@ class _Run:
     def _run(self) -> None:
         for call in self._file.passes:
             try:
-                self._gm = as_pass(self._known[call.name])(self._gm, self._inputs, **call.options)
+                self._gm = returned(as_pass(self._known[call.name])(self._gm, self._inputs, **call.options))
                 lint(self._gm.graph, call.name)
             except Exception as error:
                 error.add_note(f"in {call.name}, of {call.place}")
@@ -145,17 +140,10 @@ class _Run:
 
 
 def assert_same_values(gm: fx.GraphModule, before: fx.GraphModule, what: str) -> None:
-    """Run two graphs on the same seeded inputs: results, and what they leave in their inputs, have the same bits.
-
-    In a fake world an all-gather repeats the shard.
-
-    Raises:
-        BitwiseDifference: ``what`` was compared, and the output or input as ``before`` names it.
-        PassFileError: an input is no tensor of known sizes.
-    """
+    """Run two graphs on the same seeded inputs: results, and what they leave in their inputs, have the same bits."""
     __tracebackhide__ = True
     placeholders = before.graph.find_nodes(op="placeholder")
-    generator = torch.Generator().manual_seed(_SEED)
+    generator = torch.Generator().manual_seed(0)
     inputs = [_sample(node.meta.get("val"), generator, what) for node in placeholders]
     named = enumerate(placeholders)
     names = [node.meta["gt_input"]["fqn"] if "gt_input" in node.meta else f"A[{at}]" for at, node in named]

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,22 +19,17 @@ KEY = "module_fqn"
 LOSS_FQN = "loss"
 
 
-class Attachment:
+class Attachment(ExitStack):
     """What was put on a model; ``remove()`` takes it off, as leaving a ``with`` block does."""
 
     def __init__(self, undo: Iterable[Callable[[], object]]) -> None:
-        self._undo = list(undo)
+        super().__init__()
+        for each in undo:
+            self.callback(each)
 
     def remove(self) -> None:
         """Take it off; a second call does nothing."""
-        while self._undo:
-            self._undo.pop()()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.remove()
+        self.close()
 
 
 class _Scope:
@@ -55,11 +50,9 @@ class _Scope:
 
 
 def annotate_module_fqns(model: nn.Module) -> Attachment:
-    """Stamp every node traced inside a submodule's forward with the submodule's FQN.
+    """Mark every node that is traced inside a submodule of ``model`` with the FQN of the innermost submodule.
 
-    Each named submodule except the root gets its own FQN, two instances of one class and
-    parameterless modules included; the innermost wins. A module registered under two names
-    has the first. Annotating twice is harmless. Eager runs are unaffected.
+    A module that is registered under two names has the first. A second call changes nothing; eager runs do not change.
     """
     undo = []
     for fqn, module in model.named_modules():
@@ -70,11 +63,7 @@ def annotate_module_fqns(model: nn.Module) -> Attachment:
 
 
 def tensor_text(tensor: torch.Tensor) -> str:
-    """Dtype and shape.
-
-    >>> tensor_text(torch.ones(2, 3))
-    'float32[2, 3]'
-    """
+    """Dtype and shape: ``float32[2, 3]``."""
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
 
 
@@ -92,10 +81,7 @@ def rewrap(
     mesh: DeviceMesh | None = None,
     placements: Sequence[Placement] | None = None,
 ) -> torch.Tensor:
-    """``plain`` as the local part of a DTensor like ``like``, on its or another mesh, as it or otherwise placed.
-
-    As it is where ``like`` is no DTensor.
-    """
+    """``plain`` as the local part of a DTensor like ``like``, on its or another mesh; itself if ``like`` is plain."""
     if not isinstance(like, DTensor):
         return plain
     mesh, placements = mesh or like.device_mesh, placements or like.placements
@@ -104,10 +90,7 @@ def rewrap(
 
 @dataclass(frozen=True, slots=True)
 class ModelState:
-    """A model's state in registration order: parameters first, then buffers.
-
-    A tensor registered twice (tied) is listed once, under its first name.
-    """
+    """A model's state in registration order, parameters, then buffers; a tied tensor once, by its first name."""
 
     parameters: dict[str, nn.Parameter]
     buffers: dict[str, torch.Tensor]

@@ -1,10 +1,7 @@
 """Data parallelism that a tracer can see: parameters that gather on access.
 
-``data_parallel`` turns each parameter into a DTensor and its attribute into a property that
-returns the gathered plain tensor. An eager run and a trace see the same two collectives a
-parameter: an all-gather in ``param_dtype`` when the attribute is read, and a reduction of
-its gradient in ``reduce_dtype`` (A12). ``state_dict`` and ``parameters`` see the shards.
-
+An eager run and a trace see the same two collectives a parameter: an all-gather in ``param_dtype`` when the attribute
+is read, and a reduction of its gradient in ``reduce_dtype`` (A12). ``state_dict`` and ``parameters`` see the shards.
 The idea of parametrised access is SimpleFSDP's (arXiv:2411.00284).
 """
 
@@ -12,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import partial, partialmethod
@@ -26,8 +23,8 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from pytest_gtrainer._torch.tracing import annotate, concatenated, current_annotation, shard_of_shards
 from pytest_gtrainer._torch.values import parameters_of
+from pytest_gtrainer.environment import LAST, installed_minor
 from pytest_gtrainer.graph.nodes import PART, REDUCE
-from pytest_gtrainer.supported import LAST, installed_minor
 from pytest_gtrainer.tracing.model import KEY, local
 
 PLACEMENTS: dict[str, list[Placement]] = {
@@ -41,10 +38,9 @@ PLACEMENTS: dict[str, list[Placement]] = {
 class MixedPrecisionPolicy:
     """Dtypes of FSDP2's policy of the same name; None keeps what is there.
 
-    ``param_dtype`` is the dtype parameters are gathered and used in, ``reduce_dtype`` the one
-    gradients are reduced in. By default that is ``param_dtype`` up to torch 2.14, and the parameter's own dtype from
-    2.15 on, as FSDP2 does it. Gradients return in the dtype of the
-    parameter. Forward inputs are not cast at module boundaries: a graph has none.
+    ``param_dtype`` is the dtype parameters are gathered and used in, ``reduce_dtype`` the one gradients are reduced in.
+    By default that is ``param_dtype`` up to torch 2.14, and the parameter's own dtype from 2.15 on, as FSDP2 does it.
+    Gradients return in the dtype of the parameter. Forward inputs are not cast at module boundaries: a graph has none.
     """
 
     param_dtype: torch.dtype | None = None
@@ -72,12 +68,7 @@ class ModelPart:
 
     @classmethod
     def of(cls, fqn: str, parameter: DTensor, mesh: DeviceMesh) -> ModelPart:
-        """That of a parameter which is to be sharded over ``mesh``, too.
-
-        Raises:
-            ValueError: it is sharded over ranks of ``mesh`` already, its own mesh has another root or more than two
-                dimensions, or a placement is neither ``Shard`` nor ``Replicate``: names the parameter.
-        """
+        """That of a parameter which is to be sharded over ``mesh``, too; a ValueError names one that cannot be."""
         theirs, placements = parameter.device_mesh, parameter.placements
         said = f"{fqn} is a DTensor already, {placements} over {theirs}"
         shared = sorted(set(theirs.mesh.flatten().tolist()) & set(mesh.mesh.flatten().tolist()))
@@ -103,12 +94,7 @@ class ModelPart:
 
 @dataclass(frozen=True, slots=True)
 class _Access:
-    """How a parameter is gathered, and its gradient reduced, over ``mesh``.
-
-    Attributes:
-        first: whether gradients are divided before the reduction.
-        model: None of a plain parameter.
-    """
+    """How a parameter is gathered and its gradient reduced, divided ``first`` or last; ``model``: of a DTensor."""
 
     mesh: DeviceMesh
     placements: tuple[Placement, ...]
@@ -128,11 +114,7 @@ _for_dynamo: list[dict[int, torch.Tensor]] = []
 
 @contextmanager
 def reusing_gathers() -> Iterator[None]:
-    """Inside, a parameter read again gives the first read's tensor (A10).
-
-    So it is gathered once, and its gradient contributions are added before the one
-    reduction, as in FSDP2: RS(a) + RS(b) is not RS(a + b) in bits.
-    """
+    """Inside, a parameter is gathered once (A10), and its gradients are added before one reduction, as in FSDP2."""
     cache: dict[int, torch.Tensor] = {}
     token = None if torch.compiler.is_dynamo_compiling() else _gathers.set(cache)
     _for_dynamo.append(cache)
@@ -145,17 +127,17 @@ def reusing_gathers() -> Iterator[None]:
 
 
 @contextmanager
-def accumulating_gradients() -> Iterator[None]:
-    """Inside, a gradient is cast to the reduce dtype before anything reduces it, and what reduces it is marked.
-
-    Microbatches of a pipeline are added in between, as FSDP2 does: behind the cast, and in front of the reduction over
-    the model's own ranks, too.
-    """
-    token = _accumulating.set(True)
+def _set(flag: ContextVar[bool]) -> Iterator[None]:
+    token = flag.set(True)
     try:
         yield
     finally:
-        _accumulating.reset(token)
+        flag.reset(token)
+
+
+def accumulating_gradients() -> AbstractContextManager[None]:
+    """Inside, gradients are cast before a reduction, as FSDP2 adds microbatches; nodes that reduce are marked."""
+    return _set(_accumulating)
 
 
 def data_parallel(
@@ -168,22 +150,21 @@ def data_parallel(
 ) -> nn.Module:
     """Shard (or replicate) every parameter of ``model`` over ``mesh``, in place, as ``fully_shard`` does.
 
-    Parameters that it has sharded already are left alone, so apply it to inner modules with a
-    mesh of their own (routed experts) first, as with ``fully_shard``. A DTensor that ``parallelize_module`` made over
-    another dimension of the same mesh is sharded on dim 0 of its local shard; the attribute gives that DTensor again.
-    Initialise before: from here on the attribute is a gathered copy, and writing into it changes nothing; the shards
-    are in ``parameters()``.
+    A second call skips sharded parameters, so apply it first to inner modules with their own mesh (routed experts), as
+    with ``fully_shard``. Of a DTensor that ``parallelize_module`` made over another dimension of this mesh it shards
+    dim 0 of the local shard. Initialise the model before: afterwards the attribute (``linear.weight``) is a gathered
+    copy, and writes to it are lost. The shards are in ``parameters()``.
 
     Args:
         model: its forward reads parameters as attributes; all ranks hold equal values of what is sharded over them.
-        mesh: 1-D for ``fully_shard`` (``Shard(0)``) and ``replicate``; 2-D (replicate, shard)
-            for ``hybrid_shard``.
-        gradient_divide_factor: reduce by sum, then divide by this in the reduce dtype
-            (FSDP2's ``set_gradient_divide_factor``); by default the reduction averages. ``replicate`` multiplies by
-            the inverse before the sum, as DDP does: on ranks that are no power of two an average has other bits.
+        mesh: 1-D for ``fully_shard`` (``Shard(0)``) and ``replicate``; 2-D (replicate, shard) for ``hybrid_shard``.
+        mode: one of these three. ``mp_policy``: FSDP2's, with the dtypes of gathers (``param_dtype``) and reductions.
+        gradient_divide_factor: reduce by sum, then divide by this in the reduce dtype (FSDP2's
+            ``set_gradient_divide_factor``); by default the reduction averages. ``replicate`` multiplies by the inverse
+            before the sum, as DDP does; if the number of ranks is no power of two, an average has other bits.
 
     Raises:
-        TypeError: the mesh is none.
+        TypeError: ``mesh`` is not a DeviceMesh.
         ValueError: unknown mode, a mesh of the wrong rank or without this process, a parameter without dimensions, a
             DTensor that ``ModelPart.of`` refuses, or fp16 reduction (FSDP2 divides before and after it: not modelled).
     """
@@ -251,16 +232,9 @@ def _placements(mode: str, mesh: DeviceMesh) -> list[Placement]:
 
 
 def _describe_shards(module: nn.Module, describe: Callable[[Any], str]) -> str:
-    """``extra_repr`` that reads shards.
-
-    Some look at their parameters. Printing a model on one rank, as pytest prints the arguments of a failed test, would
-    then wait for the other ranks for ever.
-    """
-    token = _describing.set(True)
-    try:
+    """``extra_repr`` that reads shards: printing a model on one rank must not wait for the others."""
+    with _set(_describing):
         return describe(module)
-    finally:
-        _describing.reset(token)
 
 
 def _read(name: str, access: _Access, module: nn.Module) -> torch.Tensor:
@@ -332,10 +306,6 @@ class _Gather(torch.autograd.Function):
 
 
 def _from_local(
-    plain: torch.Tensor,
-    mesh: DeviceMesh,
-    placements: Sequence[Placement],
-    shape: torch.Size,
-    stride: tuple[int, ...],
+    plain: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: torch.Size, stride: tuple[int, ...]
 ) -> DTensor:
     return DTensor.from_local(plain, mesh, placements, run_check=False, shape=shape, stride=stride)

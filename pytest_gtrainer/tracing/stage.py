@@ -1,13 +1,9 @@
 """Trace one stage of a pipeline: its forward and its backward as one graph, whose tangents are inputs.
 
-A stage has no loss to begin the backward with: what comes back from the next stage is the gradient of its outputs, the
-*tangent* of each. The graph is ``(*state, *inputs, *tangents) -> (*outputs, *gradients of inputs, *of parameters)``,
-all local tensors. Beside what ``trace_step`` writes on nodes:
-
-- ``meta["gt_input"]`` of the tangent of the first output is ``{"kind": "input", "fqn": "tangent0"}``;
-- ``meta["gt_outputs"]`` names ``output0``, ``gradient_of_input0``, then the parameters;
-- ``meta["gt_stage_outputs"]`` on the output node: how many outputs and gradients of inputs there are;
-- ``meta["custom"]["gt_part"]`` is ``"reduce"`` on nodes that reduce a parameter's gradient over ranks.
+A *tangent* is the gradient of an output, which comes back from the next stage. The graph, of local tensors, is
+``(*state, *inputs, *tangents) -> (*outputs, *gradients of inputs, *of parameters)``. Its metadata is that of
+``trace_step``, with inputs ``tangent0``, outputs ``output0`` and ``gradient_of_input0``, and what ``graph.nodes`` says
+of stages.
 """
 
 from __future__ import annotations

@@ -1,17 +1,10 @@
 """Trace a training step (forward, loss, backward) into one joint FX graph.
 
-The graph's inputs are the local tensors of parameters, buffers and user inputs, in this
-order (A5); its outputs are the loss and the gradients of the parameters that require one,
-in ``named_parameters`` order (A1). Nodes carry the metadata that passes read:
-
-- ``meta["custom"]["module_fqn"]``: the module, or "loss" for the code around the model (A2);
-- ``meta["autograd_backward"]``: True on nodes of the backward, the one source of direction (A3);
-- ``meta["gt_input"]`` on placeholders: ``{"kind": "parameter" | "buffer" | "input", "fqn": ...}``;
-- ``meta["gt_outputs"]`` on the output node: "loss" and the FQNs of the gradients, in order;
-- ``meta["gt_managed_order"]`` there: parameters in the order in which FSDP2 manages them;
-- ``meta["gt_tied"]`` there: the names of parameters that several modules hold, by the first;
-- ``meta["gt_dynamic_dims"]`` there: per dynamic dimension its symbol and its extent in the example;
-- ``meta["gt_gathers_once"]`` there: whether a parameter read again is not gathered again.
+Its inputs are the local tensors of parameters, buffers and user inputs, in this order (A5); its outputs the loss and
+the gradients of the parameters that require one, in ``named_parameters`` order (A1). Beside what ``graph.nodes`` names,
+``meta["gt_input"]`` on placeholders is ``{"kind": "parameter" | "buffer" | "input", "fqn": ...}``. On the output node,
+``gt_outputs`` names the outputs, ``gt_managed_order`` parameters as FSDP2 manages them, ``gt_tied`` parameters that
+several modules hold, by the first.
 """
 
 from __future__ import annotations
@@ -46,13 +39,14 @@ from pytest_gtrainer._torch.tracing import (
     tracing_backward_metadata,
 )
 from pytest_gtrainer._torch.values import FakeTensor, FakeTensorMode, local_part, pytree
+from pytest_gtrainer.facts import long_work
 from pytest_gtrainer.graph.bucket_plan import managed_order_of, tied_parameters
 from pytest_gtrainer.graph.nodes import BACKWARD, DYNAMIC_DIMS, GATHERS_ONCE, direction, node_fqn
-from pytest_gtrainer.long_work import long_work
 from pytest_gtrainer.tracing.model import KEY, LOSS_FQN, ModelState, annotate_module_fqns, local, rewrap, tensor_text
 from pytest_gtrainer.tracing.sharding import reusing_gathers
 from pytest_gtrainer.tracing.stamping.driver import TracedModel, stamped_graph
-from pytest_gtrainer.tracing.stamping.verdict import FullLayers, RepeatedLayers, assert_stamped_equal
+from pytest_gtrainer.tracing.stamping.runs import FullLayers, RepeatedLayers
+from pytest_gtrainer.tracing.stamping.verdict import assert_stamped_equal
 
 Step = Callable[..., torch.Tensor]
 
@@ -87,8 +81,8 @@ class TracedStep:
         parameter_fqns, buffer_fqns: names of the state, in the order of the graph's inputs.
         trainable_fqns: parameters that require a gradient, in the order of the outputs.
         input_spec: pytree of the user's inputs.
-        gradient_placements: of each of them that is a DTensor, how its gradient lies on its mesh, which need not be as
-            the parameter does: tensor parallelism leaves some as partial sums. None for a plain one, or no gradient.
+        gradient_placements: of each that is a DTensor, the placements of its gradient, which may differ from its own
+            (tensor parallelism leaves partial sums). None for a plain one, or without a gradient.
         rank: the rank that a sharded model was traced as; None without sharded parameters.
         twin: the same step's graph on other inputs, if it was asked for.
         repeated: with ``repeat_layers``, the layers that were stamped, and those that were traced in full and why.
@@ -221,11 +215,11 @@ def trace_step(
     twin_inputs: Sequence[Any] | None = None,
     dynamic_dims: DynamicDims | None = None,
     repeat_layers: str = "off",
+    ignore: Sequence[str] = (),
 ) -> TracedStep:
     """Trace ``step(model, *inputs) -> loss`` with its backward into one graph, on fake tensors.
 
-    Nothing is computed: state and inputs may be real, fake or meta tensors, which lie on the device of the mesh. The
-    model is left as it was.
+    Nothing is computed. State and inputs may be real, fake or meta, on the mesh's device. The model does not change.
 
     Args:
         model: the module, with parameters plain or by ``data_parallel``.
@@ -235,13 +229,16 @@ def trace_step(
         chunk: trace the step a second time, on ``chunk.twin_inputs(inputs)``, as ``TracedStep.twin``.
         twin_inputs: these inputs by hand, where ``chunk`` cannot know them.
         dynamic_dims: see ``ChunkConfig.dynamic_dims``: by name the places, (leaf of inputs, dimension), of a symbol.
-        repeat_layers: "auto" traces four units of each run of identical layers and copies the rest in the graph, where
-            the result is proven to be that of a full trace; ``TracedStep.repeated`` says what was done. "exact" traces
-            in full besides, and compares. Both call the step several times. "off" traces every layer.
+        repeat_layers: "auto" traces four units of each run of identical layers and copies the rest in the graph, if
+            the result is proven to equal a full trace (see ``TracedStep.repeated``). "exact" also traces in full and
+            compares. Both call the step several times. "off" traces every layer.
+        ignore: names of attributes in which repeated layers may differ, because they only count them (``layer_id``).
+            It is proven that nothing reads them; where something does, every layer is traced.
 
     Raises:
-        TypeError: an input leaf that is neither a tensor nor a plain scalar, or a module.
-        ValueError: the loss is not a scalar, no parameter requires a gradient, or ``repeat_layers`` is none of these.
+        TypeError: an input leaf is a module, or neither a tensor nor a plain scalar.
+        ValueError: the loss is not a scalar, no parameter requires a gradient, ``repeat_layers`` is none of these, or
+            an attribute of ``ignore`` is not an int, or a str, in all modules that have it, or no module has it.
         TwinTraceError: the second trace fails.
         FixedExtentError: the step decides on the extent of a dynamic dimension.
         StampedGraphError: with "exact", the stamped graph differs; names the first node that does.
@@ -250,25 +247,22 @@ def trace_step(
         raise ValueError(f"repeat_layers={repeat_layers!r}: expected one of {', '.join(map(repr, REPEAT_LAYERS))}")
     if isinstance(inputs, torch.Tensor):
         raise TypeError("inputs is a tensor: give a sequence of the step's inputs, (tensor,) for one")
-    flat_inputs, spec = flatten_inputs(tuple(inputs))
-    state = ModelState.of(model)
+    (flat_inputs, spec), state = flatten_inputs(tuple(inputs)), ModelState.of(model)
     if not state.trainable:
         raise ValueError(
             "no parameter of the model requires a gradient, so there is no backward to trace: "
             "call requires_grad_() on what is to be trained"
         )
-    tracing = Tracing(model, step, state, mode_of([*state.tensors, *flat_inputs]), reuse_gathers)
-    repeated: RepeatedLayers | None = None
-    if repeat_layers != "off" and (chunk is not None or twin_inputs is not None or dynamic_dims):
-        repeated = RepeatedLayers(full=(FullLayers("", "twins and dynamic dimensions are not proven"),))
-    if repeat_layers == "off" or repeated is not None:
-        gm, fakes = tracing.run(flat_inputs, spec, dynamic_dims or {})
-    else:
-        gm, fakes, repeated = tracing.run_repeated(flat_inputs, spec, exact=repeat_layers == "exact")
+    mode, ignored = mode_of([*state.tensors, *flat_inputs]), (ignore,) if isinstance(ignore, str) else tuple(ignore)
+    tracing = Tracing(model, step, state, mode, reuse_gathers, repeat_layers, ignored)
+    gm, fakes, repeated = tracing.traced(flat_inputs, spec, dynamic_dims or {})
     placements = tuple(tracing.gradient_placements)  # before those of the twin
     if twin_inputs is None and chunk is not None:
         twin_inputs = chunk.twin_inputs(inputs)
-    twin = None if twin_inputs is None else tracing.run_twin(tuple(twin_inputs), spec)
+    twin, of_twin = (None, None) if twin_inputs is None else tracing.run_twin(tuple(twin_inputs), spec)
+    repeated = repeated and repeated.beside(of_twin)
+    for outcome in repeated.outcomes() if repeated else ():
+        facts.emit("repeated", outcome=outcome)
     names = tuple(state.parameters), tuple(state.buffers), state.trainable
     return TracedStep(gm, fakes, *names, spec, placements, rank_of(state), twin, repeated)
 
@@ -293,6 +287,8 @@ class Tracing:
     state: ModelState
     mode: FakeTensorMode
     reuse_gathers: bool
+    repeat_layers: str = "off"
+    ignore: tuple[str, ...] = ()
     gradient_placements: list[tuple[Placement, ...] | None] = field(default_factory=list)
 
     def run(
@@ -302,13 +298,7 @@ class Tracing:
         fakes = self.fakes_of(flat_inputs)
         extents = {name: new_extent(self.mode) for name in dynamic_dims}
         work = f"tracing a step of {type(self.model).__name__}"
-        with (
-            collector_off(),
-            annotate_module_fqns(self.model),
-            tracing_backward_metadata(),
-            self.mode,
-            long_work(work),
-        ):
+        with collector_off(), annotate_module_fqns(self.model), tracing_backward_metadata(), self.mode, long_work(work):
             try:
                 gm = make_fx(partial(self._joint, spec))(*self._symbolic(fakes, dynamic_dims, extents))
             except GuardOnDataDependentSymNode as error:
@@ -334,14 +324,13 @@ class Tracing:
             }
         return gm, fakes
 
-    def run_repeated(
-        self, flat_inputs: list[Any], spec: pytree.TreeSpec, *, exact: bool
-    ) -> tuple[fx.GraphModule, list[Any], RepeatedLayers]:
-        """What ``run`` gives, by stamping where layers are proven alike; and what was done.
-
-        Raises:
-            StampedGraphError: if it is to be ``exact``, and a full trace has another graph.
-        """
+    def traced(
+        self, flat_inputs: list[Any], spec: pytree.TreeSpec, dynamic_dims: DynamicDims = MappingProxyType({})
+    ) -> tuple[fx.GraphModule, list[Any], RepeatedLayers | None]:
+        """What ``run`` gives, perhaps by stamping layers that are proven alike; and what was done of that."""
+        if self.repeat_layers == "off" or dynamic_dims:
+            told = RepeatedLayers(full=(FullLayers("", "dynamic dimensions are not proven"),))
+            return *self.run(flat_inputs, spec, dynamic_dims), None if self.repeat_layers == "off" else told
 
         def trace() -> TracedModel:
             smaller = Tracing(self.model, self.step, ModelState.of(self.model), self.mode, self.reuse_gathers)
@@ -349,10 +338,10 @@ class Tracing:
             return TracedModel(gm, tuple(smaller.gradient_placements))
 
         with collector_off():
-            found, repeated = stamped_graph(self.model, self.step, trace, self.state.fqns, self.state.trainable)
+            found, repeated = stamped_graph(self.model, self.step, trace, self.state, self.ignore)
             if found is not None:
                 self._name(found.gm, len(flat_inputs))
-        if found is not None and not exact:
+        if found is not None and self.repeat_layers != "exact":
             self.gradient_placements[:] = found.gradient_placements
             return found.gm, self.fakes_of(flat_inputs), repeated
         whole = replace(self, mode=mode_of([*self.state.tensors, *flat_inputs]))  # free of symbols of other traces
@@ -361,19 +350,19 @@ class Tracing:
             assert_stamped_equal(gm.graph, found.gm.graph)
         return gm, fakes, repeated
 
-    def run_twin(self, inputs: tuple[Any, ...], spec: pytree.TreeSpec) -> fx.GraphModule:
+    def run_twin(self, inputs: tuple[Any, ...], spec: pytree.TreeSpec) -> tuple[fx.GraphModule, RepeatedLayers | None]:
         flat, twin_spec = flatten_inputs(inputs)
         if twin_spec != spec:
             raise TwinTraceError(f"the twin's inputs are structured as {twin_spec}, the step's as {spec}")
         try:
-            gm, _ = self.run(flat, spec)
+            gm, _, repeated = self.traced(flat, spec)
         except Exception as error:
             described = ", ".join(_describe(value) for value in flat)
             raise TwinTraceError(
                 f"the step cannot be traced on its twin's inputs ({described}){_place(error)}: {error}\n"
                 "Take extents from x.shape[i], or write -1 in a view, where the model has a fixed number"
             ) from error
-        return gm
+        return gm, repeated
 
     def fakes_of(self, flat_inputs: list[Any]) -> list[Any]:
         """The state and the inputs on fake tensors, scalars as they are."""
@@ -503,12 +492,7 @@ def flatten_inputs(inputs: tuple[Any, ...]) -> tuple[list[Any], pytree.TreeSpec]
 
 
 def _inherit_metadata(gm: fx.GraphModule) -> None:
-    """Copy ``custom`` to nodes that the backward made (A4).
-
-    A backward node gets that of the first forward node with its ``seq_nr``. A node of a nested graph (a branch of a
-    ``cond``, say) without ``custom`` gets that of the node that names the graph: the backward of a nested graph is
-    differentiated apart, so no forward node has the ``seq_nr`` of its nodes.
-    """
+    """Copy ``custom`` to backward nodes (A4): of the first forward node of their ``seq_nr``, or of a nested graph's."""
     modules = [module for module in gm.modules() if isinstance(module, fx.GraphModule)]  # outer ones first
     nodes = [node for module in modules for node in module.graph.nodes if "seq_nr" in node.meta]
     first: dict[int, dict[str, Any]] = {}

@@ -1,45 +1,64 @@
 """Worlds of one process, on torch's fake process group of any size, and the mesh of any world.
 
-The *fake* world is for structure (graphs, plans, order). All-gather repeats the local value and reduce-scatter
-ignores its op, so values produced by its collectives mean nothing.
-
-The *simulated* world of a test has the structure of a fake one, and a net model for values. The body of the test
-runs once, as rank 0; values come through ``train_eager(world=...)`` and ``train_graph(world=...)``.
+The *fake* world is for structure: its all-gather repeats the local value and its reduce-scatter ignores its op. The
+*simulated* world of a test has the structure of a fake one, and a net model for values. The body of the test runs once,
+as rank 0; values come through ``train_eager(world=...)`` and ``train_graph(world=...)``.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from pytest_gtrainer._torch.fake_groups import FakeStore
 from pytest_gtrainer._torch.process_groups import forget_groups, forget_meshes, live_groups
+from pytest_gtrainer.environment import variable
 from pytest_gtrainer.worlds.simulated.net import Net, NetModel
 from pytest_gtrainer.worlds.spec import World, WorldSpec
 
 
 @contextmanager
 def fake_world(spec: WorldSpec) -> Iterator[World]:
-    """Play rank ``spec.rank`` of ``spec.size`` ranks; all groups are gone afterwards.
-
-    Raises:
-        RuntimeError: a default process group exists already.
-    """
+    """Play rank ``spec.rank`` of ``spec.size`` ranks; all groups are gone afterwards. RuntimeError if one is there."""
     if dist.is_initialized():
         raise RuntimeError(
             "a process group is already up in this process, so a fake world cannot start: "
             "destroy it first (an earlier test left it?)"
         )
-    dist.init_process_group("fake", store=FakeStore(), rank=spec.rank, world_size=spec.size)
-    try:
+    with _default_group("fake", FakeStore(), spec.rank, spec.size):
         yield World("fake", spec.size, spec.rank, spec.nodes, spec.mesh, device=spec.device or "cpu", backend="fake")
+
+
+@contextmanager
+def world_of_one(backend: str) -> Iterator[None]:
+    """A real world of one rank in this process, which has the variables and the one thread of a rank meanwhile."""
+    own = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    if backend == "nccl":  # deterministic cuBLAS needs it before CUDA starts
+        own["CUBLAS_WORKSPACE_CONFIG"] = os.environ.get("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    with ExitStack() as stack:
+        for name, value in own.items():
+            stack.enter_context(variable(name, value))
+        stack.callback(torch.set_num_threads, torch.get_num_threads())
+        torch.set_num_threads(1)
+        stack.enter_context(_default_group(backend, dist.HashStore(), 0, 1))
+        yield
+
+
+@contextmanager
+def _default_group(backend: str, store: dist.Store, rank: int, size: int) -> Iterator[None]:
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size)
+    try:
+        yield
     finally:
         ended = live_groups()
-        dist.destroy_process_group()
+        if dist.is_initialized():  # else a test has done it
+            dist.destroy_process_group()
         forget_meshes()
         forget_groups(ended)
 
@@ -52,11 +71,7 @@ def simulated_world(spec: WorldSpec) -> Iterator[World]:
 
 
 def net_of(world: World) -> Net:
-    """The net of a simulated world.
-
-    Raises:
-        ValueError: it is another world.
-    """
+    """The net of a simulated world; ValueError if it is another world."""
     if world.kind != "simulated" or world.net is None:
         raise ValueError(
             f"a world of kind {world.kind!r} has no net model: mark the test "
@@ -69,11 +84,7 @@ def net_of(world: World) -> Net:
 
 
 def make_mesh(world: World) -> DeviceMesh:
-    """A DeviceMesh over all ranks of ``world``, with the dimension names of its marker.
-
-    Raises:
-        RuntimeError: no process group is up (a test that stays in the parent has none).
-    """
+    """A DeviceMesh over all ranks, with the marker's names; RuntimeError if no process group is up."""
     if not dist.is_initialized():
         raise RuntimeError("no process group in this process: build the mesh inside the function given to gt_ranks.run")
     return init_device_mesh(world.device, tuple(world.mesh.values()), mesh_dim_names=tuple(world.mesh))

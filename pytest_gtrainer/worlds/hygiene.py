@@ -2,7 +2,7 @@
 
 ``torch.__trace`` does not propagate and is at DEBUG; torch writes to it only where it has handlers. pytest 9.1 and
 later attach theirs to every logger that does not propagate, so each captured test would pay for the structured trace
-(a third of a trace's time) and print hundreds of empty DEBUG lines when it fails.
+(a third of a trace's time) and print hundreds of empty lines when it fails.
 """
 
 from __future__ import annotations
@@ -71,10 +71,7 @@ def kept() -> dict[str, tuple[Callable[[], Any], Callable[[Any], object]]]:
 
 @contextmanager
 def restored() -> Iterator[Changes]:
-    """Put back what the body of a test changed in the process, see ``kept``.
-
-    Gives a mapping that in the end holds those changes that decide the bits of others: by name, before and after.
-    """
+    """Put back what a test changed in the process; gives those changes that decide bits, before and after."""
     switches = kept()
     before: dict[str, Any] = {name: read() for name, (read, _) in switches.items()}
     changes: Changes = {}
@@ -82,8 +79,7 @@ def restored() -> Iterator[Changes]:
         yield changes
     finally:
         for name, (read, write) in switches.items():
-            found: Any = read()
-            if found != before[name]:
+            if (found := read()) != before[name]:
                 write(before[name])
                 if name in _DECIDE_BITS:
                     changes[name] = before[name], found
@@ -123,10 +119,9 @@ def _set_environ(environ: dict[bytes, bytes]) -> None:
 
 
 def _cwd() -> str:
-    try:
+    with contextlib.suppress(OSError):  # it has been removed
         return os.getcwd()
-    except OSError:  # it has been removed
-        return ""
+    return ""
 
 
 def _umask() -> int:
@@ -148,21 +143,14 @@ def _set_collector(state: tuple[bool, tuple[int, int, int]]) -> None:
 
 def _environ() -> dict[bytes, bytes]:
     """The environment but for what pytest says of its present test."""
-    environ = dict(os.environb)
-    environ.pop(b"PYTEST_CURRENT_TEST", None)
-    return environ
+    return {name: value for name, value in os.environb.items() if name != b"PYTEST_CURRENT_TEST"}
 
-
-# --- torch's loggers -----------------------------------------------------------------------------
 
 _TRACE = "torch.__trace"
 
 
 def keep_trace_log_quiet() -> None:
-    """Make ``torch.__trace`` a logger that pytest passes over, unless TORCH_TRACE asks for it.
-
-    Handlers that are not pytest's stay: who has put one there wants the records.
-    """
+    """Make ``torch.__trace`` a logger that pytest passes over, unless TORCH_TRACE, or another handler, asks for it."""
     if "TORCH_TRACE" in os.environ:
         return
     trace_log = logging.getLogger(_TRACE)
@@ -173,12 +161,7 @@ def keep_trace_log_quiet() -> None:
 
 
 def let_torch_loggers_propagate() -> None:
-    """Let torch's loggers propagate, unless TORCH_LOGS asks for something else.
-
-    About thirty of them print by themselves and do not propagate; to attach to each of them before every phase
-    is a quarter of what pytest does for an empty test. Their records are captured as anybody's. The structured
-    trace stays as it is if TORCH_TRACE asks for it.
-    """
+    """Let torch's loggers propagate: to attach to each of them is a quarter of what pytest does for an empty test."""
     if "TORCH_LOGS" in os.environ or "TORCH_LOGS_OUT" in os.environ:
         return
     for name, logger in logging.getLogger().manager.loggerDict.items():

@@ -46,11 +46,11 @@ def simulate_graph(
     groups: Groups | None = None,
     outputs: Sequence[str] | None = None,
 ) -> list[dict[str, Any]]:
-    """Run one graph, which must not depend on the rank, on all ranks, with its functional collectives among them.
+    """Run one graph on all simulated ranks, with its functional collectives; it must not depend on the rank.
 
     Args:
-        gm: a graph of any tracer that calls operators. Tensors that it writes to are written to.
-        inputs_of_rank: of each rank; a name is the FQN that the graph tells, else the placeholder's.
+        gm: a graph of any tracer that calls operators. It may write to its input tensors.
+        inputs_of_rank: inputs by rank: a function, a sequence or a mapping by FQN (or by the name of the placeholder).
         names: what the inputs are, as in ``graphtext.render``.
         groups: ranks of process groups that this process does not have, ``{"fsdp": [[0, 1], [2, 3]]}``. Other names
             are those of this process; without a process group "0" is the group of all ranks.
@@ -90,8 +90,8 @@ def simulate_eager(
 ) -> list[dict[str, Any]]:
     """Call ``function(*inputs)`` on all ranks, each a thread with a ``torch.distributed`` of its own.
 
-    Args and results are those of ``simulate_graph``; inputs by name come as keywords, and results that are a mapping
-    have the names of its keys. ``timeout``: seconds that a rank may run without coming to a collective.
+    Arguments (``inputs_of_rank``, ``world``, ``outputs``) and results are those of ``simulate_graph``. Inputs by name
+    are keywords; a mapping names its results. ``timeout``: seconds that a rank may run up to its next collective.
 
     Raises:
         VacuousCheck: the world has one rank, or no rank came to a collective.
@@ -138,10 +138,8 @@ def _in_order(gm: fx.GraphModule, inputs: Inputs, rank: int) -> Sequence[Any]:
         return inputs
     placeholders = gm.graph.find_nodes(op="placeholder")
     names: list[str] = [node.meta.get("gt_input", {}).get("fqn", str(node.target)) for node in placeholders]
-    if wrong := sorted({*names} ^ {*inputs}):
-        raise ValueError(
-            f"the inputs of rank {rank} and those of the graph, {', '.join(names)}, differ in {', '.join(wrong)}"
-        )
+    if wrong := ", ".join(sorted({*names} ^ {*inputs})):
+        raise ValueError(f"the inputs of rank {rank} and those of the graph, {', '.join(names)}, differ in {wrong}")
     return [inputs[name] for name in names]
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
@@ -23,12 +23,9 @@ class SpecError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class WorldSpec:
-    """A checked ``gt_world`` marker.
-
-    ``mesh`` maps dimension names to extents whose product is ``size``, outermost first.
-    ``rank`` is the rank that a fake world plays; ``device`` the one that ranks, or the tensors of a fake world, must be
-    on, None for any; ``timeout`` is in seconds, None for the default.
-    """
+    """A checked ``gt_world`` marker. ``mesh`` maps dimension names to extents whose product is ``size``, outermost
+    first. ``rank`` is the rank that a fake world plays; ``device`` the one that ranks, or the tensors of a fake world,
+    must be on, None for any; ``timeout`` is in seconds, None for the default."""
 
     kind: str
     size: int
@@ -36,7 +33,7 @@ class WorldSpec:
     nodes: int = 1
     rank: int = 0
     device: str | None = None
-    timeout: float | None = None
+    timeout: float | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,9 +68,6 @@ def make_spec(kind: Any = None, *, kinds: Collection[str] = KINDS, **fields: Any
     8
     >>> dict(make_spec("ranks", size=4).mesh)
     {'fsdp': 4}
-
-    Raises:
-        SpecError: in one sentence, naming the value.
     """
     if kind not in kinds:
         raise SpecError(f"gt_world has no kind {kind!r}; it has {', '.join(kinds)}")

@@ -104,6 +104,9 @@ def test_a_fake_world_moves_no_data(gt_world):
 
     with pytest.raises(ValueError, match=r"the forward graph 0/0 has all_reduce.*, and a fake world moves no data"):
         assert_pass_bitwise(run_of(Rescale(3.0), function, torch.randn(4, 16)))
+    with pytest.raises(ValueError, match=r"^compiled graph 0/0 has all_reduce.*, and a fake world moves no data"):
+        assert_compiled_bitwise(function, torch.randn(4, 16))
+    assert_compiled_bitwise(torch.relu, torch.randn(4, 16))
 
 
 @pytest.mark.gt_world("ranks", size=2)

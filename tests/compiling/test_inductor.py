@@ -22,6 +22,7 @@ from pytest_gtrainer.tracing.sharding import reusing_gathers
 from tests.compiling.test_recorder import Rescale
 
 PLAN = ["layers.0", "layers.1", "head"]
+ADDMM = torch.ops.aten.addmm.default
 NAME = "joint_transformer_block_bucketing_reordering_pass"
 
 
@@ -99,10 +100,7 @@ def reused(model, tokens):
 
 @pytest.mark.gt_world("ranks", size=2, mesh={"fsdp": 2})
 def test_ties_and_reused_gathers_compile_to_eagers_bits(gt_mesh, gt_world):
-    """One graph, one gather and one reduction a parameter: a tied one's contributions are added before it.
-
-    Inductor makes ``addmm`` of a sum of products, which rounds otherwise: its bits are not eager's here.
-    """
+    """One graph, one gather and one reduction a parameter: a tied one's contributions are added before it."""
     torch.manual_seed(0)
     model, tokens = data_parallel(Tied(), gt_mesh), torch.arange(6) + 4 * gt_world.rank
     apart = gradients(model, model, tokens)
@@ -125,6 +123,23 @@ def test_ties_and_reused_gathers_compile_to_eagers_bits(gt_mesh, gt_world):
         found = graphtext.render(record.joint)
         kinds = ("all_gather_into_tensor", "reduce_scatter_tensor")
         assert [found.count(f"= _c10d_functional.{kind}(") for kind in kinds] == ([3, 3] if once else [6, 6])
+
+
+@pytest.mark.gt_world("ranks", size=2, mesh={"fsdp": 2})
+@pytest.mark.parametrize("lower", [False, True])
+def test_inductors_bits_of_ties_are_eagers_without_its_patterns(gt_mesh, gt_world, lower):
+    """One of them makes ``addmm`` of the sum of a tied weight's contributions, which rounds otherwise."""
+    torch.manual_seed(0)
+    model, tokens = data_parallel(Tied(), gt_mesh), torch.arange(6) + 4 * gt_world.rank
+    for once, patterns in ((False, True), (True, True), (True, False)):
+        function = partial(reused, model) if once else model
+        with torch._inductor.config.patch(pattern_matcher=patterns), gt_compile(lower=lower) as record:
+            actual = gradients(model, torch.compile(function), tokens)
+        record.assert_no_graph_breaks()
+        products = len(record.backward_after_passes.graph.find_nodes(op="call_function", target=ADDMM))
+        assert products == (2 if once and patterns else 0)  # of the embedding that is the head, of the layer
+        same = assert_bitwise_different if products else assert_bitwise_equal
+        same(actual, gradients(model, function, tokens))
 
 
 @pytest.mark.gt_world("fake", size=2, mesh={"fsdp": 2})
@@ -167,6 +182,17 @@ def test_a_pass_without_collectives():
             options = inductor_options(bind_options(rescale, by=2.0), slot=slot)
             torch.compile(model, options=options)(x).sum().backward()
         assert [run.changed for run in record.passes("rescale")] == [True, False][: 2 - ("joint" in slot)]
+
+
+def test_a_backend_that_gives_the_forward_is_a_pass_here_too():
+    def backend(gm, example_inputs):
+        Rescale(2.0)(gm.graph)
+        gm.recompile()
+        return gm.forward
+
+    with gt_compile() as record, torch.no_grad():
+        torch.compile(torch.relu, options=inductor_options(backend))(torch.randn(4, 16))
+    assert [run.changed for run in record.passes("backend")] == [True]
 
 
 def test_the_id_for_caches_tells_options_apart():

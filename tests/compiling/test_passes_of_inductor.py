@@ -4,8 +4,9 @@ import functools
 
 import pytest
 import torch
-from torch import nn
+from torch import fx, nn
 from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch._inductor.pattern_matcher import PatternMatcherPass, fwd_only, register_replacement
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from pytest_gtrainer import (
@@ -16,9 +17,14 @@ from pytest_gtrainer import (
     assert_graph,
     bind_options,
     bisect_passes,
+    construct_default_graph_passes,
+    facts,
+    inductor_options,
     trace_step,
     train_graph,
 )
+from pytest_gtrainer.bisect import PassWitness
+from pytest_gtrainer.numerics.compare import BitwiseDifference
 from pytest_gtrainer.passes.canonicalize import eliminate_dead_code_pass
 from pytest_gtrainer.testing.running import run_pass_file
 from tests.compiling.test_recorder import DIV, Rescale
@@ -41,13 +47,40 @@ def rescale(graph, *, by=2.0):
     Rescale(by)(graph)
 
 
+@torch.library.custom_op("gtrainer_tests::scaled_twice", mutates_args=())
+def scaled_twice(x: torch.Tensor, by: float) -> torch.Tensor:
+    return x * 0.5 * by
+
+
+@scaled_twice.register_fake
+def _(x, by):
+    return torch.empty_like(x)
+
+
+class Fuse(CustomGraphPass):
+    """By Inductor's matcher of patterns: two products become one operator."""
+
+    def __init__(self, by=4.0):
+        self.by, self.patterns = by, PatternMatcherPass()
+        given = [torch.ones(3, 5)]
+        register_replacement(
+            lambda x: x * 0.5 * 4.0, lambda x: scaled_twice(x, self.by), given, fwd_only, [self.patterns]
+        )
+
+    def __call__(self, graph):
+        self.patterns.apply(graph)
+
+    def uuid(self):
+        return f"fuse by {self.by}"
+
+
 class Model(nn.Module):
     def __init__(self):
         super().__init__()
         self.up = nn.Linear(16, 32, bias=False)
 
     def forward(self, x):
-        return torch.relu(self.up(x))
+        return torch.relu(self.up(x)) * 0.5 * 4.0
 
 
 def step(model, x):
@@ -84,6 +117,58 @@ def test_bisection_names_the_one_that_changes_a_bit():
     passes = [bind_options(Rescale(2.0)), bind_options(rescale, by=3.0)]
     assert str(bisect_passes(found, passes, (model, x))).startswith("introduced by pass 2 of 2, rescale(by=3.0)")
     assert bisect_passes(found, passes[:1], (model, x)).outcome == "equal"
+
+
+def by_three(graph: fx.Graph) -> None:
+    Rescale(3.0)(graph)
+
+
+FUSED = "gtrainer_tests.scaled_twice"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "name", "made"),
+    [
+        (by_three, "by_three()", "aten.mul.Tensor"),
+        (Named(3.0), "Named(uuid='by 3.0')", "aten.mul.Tensor"),
+        (functools.partial(rescale, by=3.0), "rescale(by=3.0)", "aten.mul.Tensor"),
+        (Fuse(4.5), "Fuse(uuid='fuse by 4.5')", f"{FUSED}.default"),
+    ],
+    ids=["a function", "with uuid", "a partial", "patterns"],
+)
+def test_a_planted_mistake_is_named_of_passes_that_nobody_bound(wrong, name, made):
+    model, x, found = traced()
+    told = str(bisect_passes(found, [Rescale(2.0), wrong, eliminate_dead_code_pass], (model, x)))
+    assert told.startswith(f"introduced by pass 2 of 3, {name} (")
+    assert made in told.partition("computed from what the pass made\n")[2]
+
+
+def test_patterns_of_inductor_match_in_a_pipeline():
+    """Also by their own ``apply``, which takes a graph or a module and gives a number."""
+    model, x, found = traced()
+    for a_pass in (Fuse(), Fuse().patterns.apply):
+        passes = construct_default_graph_passes(bucket_plan=["up"], extra={"bucketing": [a_pass]})
+        assert_graph(apply_graph_passes(found.gm, (), passes[-1:]), f"count 1 {FUSED}")
+        assert bisect_passes(found, passes[-1:], (model, x)).outcome == "equal"
+
+
+def test_a_partial_is_its_function_with_options():
+    half = functools.partial(rescale, by=0.5)
+    assert bind_options(half) == bind_options(rescale, by=0.5)
+    assert bind_options(half, by=2.0) == bind_options(rescale, by=2.0)
+    opaque = bind_options(functools.partial(rescale, by=torch.tensor(2.0)))  # of what has no fingerprint
+    assert (str(opaque), opaque.is_told) == ("rescale()", False)
+
+
+def test_caches_do_not_take_one_object_for_another():
+    def ids(*passes):
+        slot = "post_grad_custom_post_pass"
+        return [inductor_options(each, slot=slot)[slot][0].uuid() for each in passes]
+
+    assert ids(Rescale(2.0), bind_options(Rescale(3.0))) == [None, None]
+    two, three, again = ids(Named(2.0), Named(3.0), Named(2.0))
+    assert two == again != three
+    assert ids(rescale) == [("rescale()",)]
 
 
 def test_what_it_leaves_unsorted_is_sorted_as_inductor_does():
@@ -125,11 +210,6 @@ def test_a_graph_that_is_returned_instead_is_refused():
 
 
 def test_a_backend_that_gives_the_forward_is_a_pass():
-    def backend(gm, example_inputs):
-        Rescale(2.0)(gm.graph)
-        gm.recompile()
-        return gm.forward
-
     _, _, found = traced()
     gm = apply_graph_passes(found.gm, found.example_inputs, [bind_options(backend)])
     assert gm.graph.find_nodes(op="call_function", target=DIV)
@@ -137,7 +217,16 @@ def test_a_backend_that_gives_the_forward_is_a_pass():
         apply_graph_passes(found.gm, found.example_inputs, [bind_options(lambda gm, inputs: lambda *given: given)])
 
 
-@pytest.mark.parametrize("a_pass", [Rescale(2.0), Named(2.0), rescale], ids=["an object", "with uuid", "a function"])
+def backend(gm, example_inputs):
+    """A backend of torch.compile."""
+    Rescale(2.0)(gm.graph)
+    gm.recompile()
+    return gm.forward
+
+
+@pytest.mark.parametrize(
+    "a_pass", [Rescale(2.0), Named(2.0), rescale, backend], ids=["an object", "with uuid", "a function", "a backend"]
+)
 def test_it_stands_in_a_pass_file(tmp_path, a_pass):
     file = tmp_path / "a.fxgraph"
     head = "# gtrainer graph v2\n# passes: fuse\n# values: same\n# check: then aten.relu\n# check: next aten.mul\n"
@@ -157,11 +246,14 @@ def test_training_takes_it(gt_world):
             return Model()
 
         batch = lambda number, rank: (torch.randn(4, 16, generator=torch.Generator().manual_seed(10 * number + rank)),)  # noqa: E731
-        return TrainConfig(model=model, step=step, batch=batch, bucket_plan=["up"], mesh=mesh)
+        return TrainConfig(model=model, step=step, batch=batch, bucket_plan=["up"], mesh=mesh, steps=1)
 
     plain, right, wrong = (
         train_graph(config, world=gt_world, passes=[bind_options(each) for each in passes])
-        for passes in ([], [Named(2.0)], [Rescale(3.0)])
+        for passes in ([], [Named(2.0), Fuse()], [Rescale(3.0)])
     )
     assert_bitwise_equal(right, plain)
     assert_bitwise_different(wrong, plain)
+    witness, named = PassWitness(), pytest.raises(BitwiseDifference, match=r"introduced by pass 2 of 2, Fuse \(")
+    with facts.watching(witness.watchers()), named:
+        assert_bitwise_equal(train_graph(config, world=gt_world, passes=[Named(2.0), Fuse(4.5)]), plain)

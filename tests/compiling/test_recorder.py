@@ -7,11 +7,23 @@ from pathlib import Path
 import pytest
 import torch
 import torch._inductor.compile_fx as inductor
+import torch.distributed as dist
 from torch import nn
 from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch.distributed import _functional_collectives as collectives
 
-from pytest_gtrainer import NotRecorded, graphtext, gt_compile
+from pytest_gtrainer import (
+    NotRecorded,
+    assert_graph,
+    assert_same_layout,
+    bucket_layout,
+    graphtext,
+    gt_compile,
+    peak_memory,
+    timeline,
+)
 from pytest_gtrainer.compiling.record import STAGES
+from pytest_gtrainer.graph.layout import LayoutDifference
 
 MUL, DIV, RELU = torch.ops.aten.mul.Tensor, torch.ops.aten.div.Tensor, torch.ops.aten.relu.default
 
@@ -201,6 +213,36 @@ class RescaleOfCaches(CustomGraphPass):
 
     def uuid(self):
         return "always the same"
+
+
+@pytest.mark.gt_world("fake", size=2)
+def test_a_recorded_pass_stands_where_a_graph_does(gt_world):
+    """It is the graph behind the pass; a pair of graphs is compared as their layouts are."""
+
+    def step(weight, x):
+        return (collectives.all_gather_tensor(weight, 0, dist.group.WORLD) * x).relu()
+
+    with gt_compile() as record, torch.no_grad():
+        options = {"post_grad_custom_post_pass": Rescale(2.0)}
+        torch.compile(step, options=options)(nn.Parameter(torch.ones(4)), torch.ones(8))
+    [run] = record.passes("Rescale", changed=True)
+    assert graphtext.render(run) == graphtext.render(run.after) != graphtext.render(run.before)
+    assert_graph(run, "then aten.mul\nthen aten.relu\nnext aten.mul", before=run.before)
+    assert [sent.label for sent in bucket_layout(run).payloads] == ["weight"]
+    assert peak_memory(run).peak == peak_memory(run.after).peak
+    assert len(timeline(run).spans) == len(timeline(run.after.graph).spans)
+    assert_same_layout(run, run.before.graph)
+    with pytest.raises(LayoutDifference, match=r"dtype is torch.bfloat16, expected torch.float32"):
+        assert_same_layout(torch.export.export(Gathered().bfloat16(), (torch.ones(8).bfloat16(),)), run)
+
+
+class Gathered(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+
+    def forward(self, x):
+        return collectives.all_gather_tensor(self.weight, 0, dist.group.WORLD) * x
 
 
 def test_caches_hide_passes_unless_they_are_off(tmp_path, monkeypatch):

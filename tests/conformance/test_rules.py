@@ -14,7 +14,7 @@ from pytest_gtrainer import facts
 from pytest_gtrainer import joint_transformer_block_bucketing_reordering_pass as ours
 from pytest_gtrainer._torch.passes import ALL_GATHER, WAIT
 from pytest_gtrainer.conformance import Adapter, any_pass, bucketing
-from pytest_gtrainer.conformance.rules import RULES, judge
+from pytest_gtrainer.conformance.judging import RULES, judge
 from pytest_gtrainer.graph.collectives import fsdp_all_gathers
 
 aten = torch.ops.aten

@@ -19,8 +19,7 @@ DOCS = ROOT / "docs"
 
 
 @pytest.mark.parametrize(("page", "tests"), [("compile", 6), ("inductor-passes", 5), ("foreign-graphs", 4)])
-def test_the_tests_of_a_page(pytester, monkeypatch, page, tests):
-    monkeypatch.delenv("CI", raising=False)
+def test_the_tests_of_a_page(pytester, page, tests):
     shown = blocks(DOCS / f"{page}.md")
     for language, text in shown:
         if language == "python" and (name := re.match(r"# (test_\w+\.py)\n", text)):
@@ -67,3 +66,23 @@ def test_the_table_of_operators_is_the_benchmarks():
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()[1:]]
     assert [name for name, *_ in rows] == list(OPERATORS)
     assert {outcome for _, *outcomes in rows for outcome in outcomes} == {"equal", "decomposition", "code generation"}
+
+
+def test_each_harness_of_the_page_of_migration_has_its_counterpart(pytester):
+    """Every second block of its section on harnesses, as one test file; the first ones name torch's and others' own."""
+    section = (DOCS / "migration.md").read_text().partition("## Harness by harness")[2].partition("\n## ")[0]
+    shown = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
+    theirs, ours = shown[::2], shown[1::2]
+    assert len(theirs) == len(ours) == 5
+    assert not [block for block in theirs if "gt_" in block]
+    head = """
+import copy, pytest, torch, torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from pytest_gtrainer import assert_bitwise_equal, data_parallel, trace_step
+"""
+    pytester.makepyfile("\n".join([head, *ours]))
+    writing = ("--gt-create-goldens", "--gt-goldens-in-ci")
+    run = pytester.runpytest_subprocess("--gt-device=cpu", "--gt-require=ranks", *writing, "-p", "no:randomly")
+    run.assert_outcomes(passed=5)

@@ -23,6 +23,32 @@ def generated():
     return module
 
 
+def missing_tests(page):
+    """Those that a page names by file and function and that are not there."""
+    named = re.findall(r"`(tests/[\w/]+\.py)(?:::(\w+))?`", page)
+    return [
+        f"{file}::{name}"
+        for file, name in named
+        if not (ROOT / file).exists() or not re.search(rf"^ *def {name}", (ROOT / file).read_text(), re.MULTILINE)
+    ]
+
+
+def test_every_expectation_is_held_by_a_test_that_exists():
+    """And the twin: a name that is not there is seen."""
+    page = (PAGES / "expectations.md").read_text()
+    rows = re.findall(r"^\| (\d+) \|.*\| `tests/[^|]*` \| (met|partly: .+|not: .+) \|$", page, re.MULTILINE)
+    assert [int(number) for number, _ in rows] == list(range(1, len(rows) + 1))
+    assert len(rows) >= 33
+    assert missing_tests(page) == []
+    assert missing_tests("`tests/docs/test_pages.py::test_gone`") == ["tests/docs/test_pages.py::test_gone"]
+
+
+def test_the_example_of_a_pass_is_followed(tmp_path):
+    page = (PAGES / "how-to" / "add-a-pass.md").read_text().partition("## A pass in a training step")[0]
+    (tmp_path / "page.md").write_text(page)
+    assert follow(tmp_path / "page.md", tmp_path, Path(sys.executable).parent) == 2
+
+
 @pytest.mark.long
 def test_the_tutorial_is_followed_literally(tmp_path):
     assert follow(PAGES / "tutorial.md", tmp_path, Path(sys.executable).parent) == 10

@@ -23,3 +23,30 @@ def test_public_docstrings_have_no_ids_of_behaviours():
     texts = dict(docstrings())
     assert len(texts) > 100
     assert not [f"{name}: {CODE.search(text)[0]}" for name, text in texts.items() if CODE.search(text)]
+
+
+OURS_BY_CONVENTION = {"gm", "example_inputs"}
+"""The first two arguments of every pass, which docs/passes.md tells once."""
+
+
+def untold(name, function):
+    """Arguments that the docstring does not name, and "raises" where the function itself raises and nothing says so."""
+    text = inspect.getdoc(function) or ""
+    arguments = set(inspect.signature(function).parameters) - OURS_BY_CONVENTION
+    missing = {argument for argument in arguments if not re.search(rf"\b{argument}\b", text)}
+    source = inspect.getsource(inspect.unwrap(function))
+    raising = re.search(r"^    +raise [A-Z]", source, re.MULTILINE) and not re.search("Raises:|Error", text)
+    return [f"{name}: {what}" for what in sorted(missing | ({"raises"} if raising else set()))]
+
+
+def test_public_functions_say_what_they_take_and_raise():
+    functions = {name: getattr(pytest_gtrainer, name) for name in pytest_gtrainer.__all__}
+    functions = {name: each for name, each in functions.items() if inspect.isfunction(each)}
+    assert len(functions) > 40
+    assert [line for name, function in functions.items() for line in untold(name, function)] == []
+
+    def twin(first, second):
+        """Of the first."""
+        raise ValueError
+
+    assert untold("twin", twin) == ["twin: raises", "twin: second"]

@@ -13,12 +13,6 @@ QUICK = ("-p", "no:cacheprovider", "-p", "no:hypothesispytest")
 """For the runs of these tests: hypothesis is imported to say a word at the end of each."""
 
 
-@pytest.fixture(autouse=True)
-def outside_of_ci(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Updating is refused where CI is set; these tests update."""
-    monkeypatch.delenv("CI", raising=False)
-
-
 @pytest.fixture
 def run(pytester: pytest.Pytester) -> Callable[..., pytest.RunResult]:
     """``run(source, *arguments)``: write ``test_it.py`` if a source is given, and run pytest."""

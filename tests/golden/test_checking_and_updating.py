@@ -81,8 +81,12 @@ def test_two_checks_of_one_test_need_names(run_here, goldens):
 
 
 def test_something_else_than_a_graph_or_a_text_is_refused(run_here):
-    result = run_here("def test_a(gt_golden): gt_golden.check({3})")
-    result.stdout.fnmatch_lines(["*TypeError: a golden is made of an FX graph, * or numbers; not of set"])
+    """A tensor with the way out."""
+    values = ("{3}", "torch.ones(2)")
+    tests = ["import torch", *(f"def test_{n}(gt_golden): gt_golden.check({v})" for n, v in enumerate(values))]
+    told = run_here("\n".join(tests)).stdout
+    told.fnmatch_lines(["*TypeError: a golden is made of an FX graph, * or numbers; not of set"])
+    told.fnmatch_lines(["*; not of Tensor: check digest(tensor), which holds every bit, or tensor.tolist()"])
 
 
 def test_workers_update_at_the_same_time(run, goldens):

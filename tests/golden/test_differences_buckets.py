@@ -98,7 +98,7 @@ def test_the_order_of_outputs_is_not_that_of_members():
     """The twin: gradients have the place that they are taken from."""
     text = scatters("layers[2]", *layer(2, "w1", "w2"))
     *head, one, other = text.splitlines(keepends=True)
-    assert words(text, "".join([*head, other, one])) == ["outputs stand in another order"]
+    assert words(text, "".join([*head, other, one])) == ["outputs are in another order"]
 
 
 def test_what_another_collective_gathered_is_no_member():

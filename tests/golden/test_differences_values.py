@@ -260,7 +260,7 @@ def test_inputs():
     assert after((weights, weights + "  P.L.b: f32[4]\n")) == ["gained parameter layers[0..3].b"]
     assert after(("if P:\n  P.embed.weight: f32[8, 4]\n", "")) == ["lost parameter embed.weight"]
     inputs = "  I[0]: f32[2, 4]\n", "  I[1]: f32[2, 4]\n"
-    assert after(("".join(inputs), "".join(inputs[::-1]))) == ["inputs stand in another order"]
+    assert after(("".join(inputs), "".join(inputs[::-1]))) == ["inputs are in another order"]
 
 
 def test_outputs():
@@ -269,8 +269,11 @@ def test_outputs():
         "output first is layers.1.add instead of layers.0.add"
     ]
     lines = "  loss = fwd.layers[3].add\n", "  first = fwd.layers[0].add\n"
-    assert after(("".join(lines), "".join(lines[::-1]))) == ["outputs stand in another order"]
+    assert after(("".join(lines), "".join(lines[::-1]))) == ["outputs are in another order"]
     unnamed = TEXT.replace("loss = ", "yield ").replace("first = ", "yield ")
+    lines = "  yield fwd.layers[3].add\n", "  yield fwd.layers[0].add\n"
+    verdict = diff(unnamed, unnamed.replace("".join(lines), "".join(lines[::-1]))).splitlines()[0]
+    assert verdict == "the dataflow differs", "outputs without names are told apart by their order"
     assert words(unnamed, unnamed.replace("yield fwd.layers[0].add", "yield None")) == [
         "output 1 is None instead of layers.0.add"
     ]

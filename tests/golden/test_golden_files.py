@@ -28,7 +28,7 @@ def test_any_parameter_gives_a_safe_name(parameter):
 def test_parameters_much_alike_have_own_files():
     alike = [*ODD, "a_b", "linear", "LINEAR", "x" * 299, "x" * 80, "_", "end", "a:b?*"]
     paths = {str(naming.golden_path(f"{NODE}[{parameter}]", None, "text")).lower() for parameter in alike}
-    assert len(paths) == len(alike)
+    assert len(paths) == len(alike), "two parameters share a file where file systems ignore case"
 
 
 def test_the_group_that_xdist_appends_to_a_test_does_not_count():

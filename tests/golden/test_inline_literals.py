@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import ast
 import string
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pytest_gtrainer.golden import literals
-from pytest_gtrainer.golden.literals import Edit, EditError, rewritten
+from pytest_gtrainer.golden import inline
+from pytest_gtrainer.golden.inline import EditError, Expectation, find_literal, rewritten
 
 
-def after(source: bytes | str, *edits: Edit) -> bytes | str:
+def wanted(line: int, old: str, new: str) -> Expectation:
+    return Expectation("", line, old, new, "")
+
+
+def after(source: bytes | str, *edits: Expectation) -> bytes | str:
     """The source with all edits made."""
     new, refused = rewritten(source.encode() if isinstance(source, str) else source, edits)
     assert refused == {}
@@ -38,13 +43,13 @@ def after(source: bytes | str, *edits: Edit) -> bytes | str:
     ("same(x, '''old''')  # '''old'''", "same(x, '''new''')  # '''old'''"),
 ])  # fmt: skip
 def test_the_literal_of_the_call_is_replaced_in_its_own_style(source, expected):
-    assert after(source, Edit(1, "old", "new")) == expected
+    assert after(source, wanted(1, "old", "new")) == expected
 
 
 def test_a_call_that_begins_above_its_line_is_found():
     """Python gives the line of the attribute where a chain of calls is broken."""
     source = "(case\n .other('''old''')\n .same(x,\n  '''{}'''))"
-    assert after(source.format("old"), Edit(3, "old", "new")) == source.format("new")
+    assert after(source.format("old"), wanted(3, "old", "new")) == source.format("new")
 
 
 @pytest.mark.parametrize(("line_end", "mark", "coding"), [
@@ -55,19 +60,19 @@ def test_encoding_and_line_ends_stay(line_end, mark, coding):
     lines = [f"# -*- coding: {coding} -*-", "ä = '\x0c'", "same(x, '''one", "''')", "same(x, '''old''')", ""]
     new = ["same(x, '''\\", "a", "b", "''')", "same(x, '''one''')", ""]
     source, expected = (mark + line_end.join(text).encode(coding) for text in (lines, lines[:2] + new))
-    assert after(source, Edit(3, "one\n", "a\nb\n"), Edit(5, "old", "one")) == expected
+    assert after(source, wanted(3, "one\n", "a\nb\n"), wanted(5, "old", "one")) == expected
 
 
 def test_edits_are_made_from_the_bottom_up_whatever_their_order():
     source = "same(x, '''a''')\nsame(x, '''b''')\nsame(x, '''c''')\n"
-    edits = [Edit(1, "a", "b\nb\n"), Edit(3, "c", "a"), Edit(2, "b", "")]
+    edits = [wanted(1, "a", "b\nb\n"), wanted(3, "c", "a"), wanted(2, "b", "")]
     expected = "same(x, '''\\\nb\nb\n''')\nsame(x, '''''')\nsame(x, '''a''')\n"
     assert after(source, *edits) == after(source, *edits[::-1]) == expected
 
 
 def test_an_edit_does_not_find_what_another_has_written():
     """Two calls on one line whose texts change places."""
-    assert after("same(x, '''a'''), same(x, '''b''')", Edit(1, "a", "b"), Edit(1, "b", "a")) == (
+    assert after("same(x, '''a'''), same(x, '''b''')", wanted(1, "a", "b"), wanted(1, "b", "a")) == (
         "same(x, '''b'''), same(x, '''a''')"
     )
 
@@ -86,8 +91,8 @@ NOWHERE = "there is no string literal that reads as the old expectation in the c
 ])  # fmt: skip
 def test_what_cannot_be_edited_is_one_sentence_and_the_rest_is_edited(source, line, problem):
     more = "\nsame(x, '''fine''')"
-    edit = Edit(line, "old", "new")
-    new, refused = rewritten((source + more).encode(), [edit, Edit(source.count("\n") + 2, "fine", "well")])
+    edit = wanted(line, "old", "new")
+    new, refused = rewritten((source + more).encode(), [edit, wanted(source.count("\n") + 2, "fine", "well")])
     assert new.decode() == source + more.replace("fine", "well")
     (said,) = refused.values()
     assert refused.keys() == {edit}
@@ -96,7 +101,7 @@ def test_what_cannot_be_edited_is_one_sentence_and_the_rest_is_edited(source, li
 
 def test_a_literal_is_edited_once():
     source = b"same(same(\n y, OLD), '''old''')"
-    first, second = Edit(1, "old", "new"), Edit(2, "old", "newer")
+    first, second = wanted(1, "old", "new"), wanted(2, "old", "newer")
     new, refused = rewritten(source, [first, second])
     assert new == source.replace(b"'''old", b"'''new")
     assert refused == {second: "another expectation has the only literal there that reads as the old text"}
@@ -105,14 +110,14 @@ def test_a_literal_is_edited_once():
 @pytest.mark.parametrize("source", [b"same(x,", b"# coding: none\n", b"\xff", b"a\0"])
 def test_what_is_not_python_is_one_sentence(source):
     with pytest.raises(EditError, match=r"^is not Python source \("):
-        rewritten(source, [Edit(1, "old", "new")])
+        rewritten(source, [wanted(1, "old", "new")])
 
 
 @pytest.mark.parametrize("spelled", ["'new', more()", "'new'); more(", "'new", "'other'"])
 def test_a_spelling_that_would_change_more_is_refused(spelled, monkeypatch):
-    monkeypatch.setattr(literals, "spell", lambda literal, text: spelled)
+    monkeypatch.setattr(inline, "spell", lambda literal, text: spelled)
     with pytest.raises(EditError, match="cannot be edited without changing more than its expectations"):
-        rewritten(b"same(x, 'old')", [Edit(1, "old", "new")])
+        rewritten(b"same(x, 'old')", [wanted(1, "old", "new")])
 
 
 printable = st.text(string.printable.replace("\r", ""), max_size=20)
@@ -126,7 +131,12 @@ def test_the_new_source_gives_the_new_texts_and_nothing_else_changes(cases):
     for old, _, space in cases:
         lines.append(source.count("\n") + 1)
         source += f"see({space}{old!r}, {len(lines)})\n"
-    edits = {Edit(line, old, new) for line, (old, new, _) in zip(lines, cases, strict=True) if old != new}
+    edits = {wanted(line, old, new) for line, (old, new, _) in zip(lines, cases, strict=True) if old != new}
     seen: list[tuple[str, int]] = []
     exec(after(source, *edits), {"see": lambda *arguments: seen.append(arguments)})
     assert seen == [(new, number) for number, (_, new, _) in enumerate(cases, start=1)]
+
+
+def test_the_literal_is_that_of_the_outermost_call():
+    call = ast.parse("same(f('a', 'b'), 'b')", mode="eval").body
+    assert find_literal([call, call.args[0]], 1, "b").col_offset == 18

@@ -117,10 +117,9 @@ class Made(NamedTuple):
 
 
 def made(folder: Path, *options: str, files: dict[str, str]) -> Made:
-    with pytest.MonkeyPatch.context() as outside_of_ci:
-        for variable in ("CI", "EXPECTTEST_ACCEPT"):
-            outside_of_ci.delenv(variable, raising=False)
-        outside_of_ci.setenv("OMP_NUM_THREADS", "2")  # not what a rank has
+    with pytest.MonkeyPatch.context() as environment:
+        environment.delenv("EXPECTTEST_ACCEPT", raising=False)
+        environment.setenv("OMP_NUM_THREADS", "2")  # not what a rank has
         return Made(run_project(folder, *QUICK, *options, files=files), folder)
 
 

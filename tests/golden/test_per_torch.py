@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch  # noqa: F401 - once for all runs in this process
 
-from pytest_gtrainer import supported
+from pytest_gtrainer import environment
 from pytest_gtrainer.golden import check, unused
 from pytest_gtrainer.testing import run_project
 from tests.golden.conftest import QUICK
@@ -129,7 +129,7 @@ def test_a_torch_without_a_version_is_refused(run_here, monkeypatch):
 
 def test_ranks_claim_and_their_parent_finds_the_file_that_holds(tmp_path):
     """In the real version, and with a file of an older one only."""
-    major, minor = supported.installed_minor()
+    major, minor = environment.installed_minor()
     source = "import pytest\n@pytest.mark.gt_world('ranks', size=2)\n" + SOURCE.format("b")
     old = "golden/test_it/test_a@torch=2.1.txt"
     for content, arguments, outcome in (

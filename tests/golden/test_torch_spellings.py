@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from pytest_gtrainer import supported
+from pytest_gtrainer import environment
 from pytest_gtrainer.golden.compare import difference
 from pytest_gtrainer.graphtext import header
 from pytest_gtrainer.graphtext.torch_spellings import SPELLINGS
@@ -112,7 +112,7 @@ def test_a_difference_tells_the_real_change_alone_and_whose_words_it_uses():
     assert told.splitlines()[:4] == [
         "the dataflow differs, first at aten.sin in fwd loss",
         "fwd loss: lost aten.exp, gained aten.sin",
-        f"made with torch {OLD}, running {NEW}, and told in the newer one's words: "
+        f"made with torch {OLD}, running {NEW}, and compared with the newer one's names: "
         "aten.alias for aten.detach, aten._unsafe_view for aten.view of aten.addmm",
         "",
     ]
@@ -168,7 +168,7 @@ def test_one_golden_of_a_traced_step_serves_all_versions(gt_golden):
 
 def test_the_table_says_what_this_torch_does():
     """Each entry is of a supported version; its new word, and not its old one, is traced since then."""
-    running = supported.minor_version(torch.__version__)
+    running = environment.minor_version(torch.__version__)
     traced = [(str(node.target).removesuffix(".default"), node) for node in traced_mlp().graph.nodes]
     for spelling in SPELLINGS:
         word, other = (spelling.after, spelling.before)[:: 1 if running >= spelling.since else -1]
@@ -178,4 +178,4 @@ def test_the_table_says_what_this_torch_does():
         ]  # fmt: skip
         assert word in of
         assert other not in of
-    assert all(supported.FIRST < spelling.since <= supported.LAST and spelling.reason for spelling in SPELLINGS)
+    assert all(environment.FIRST < spelling.since <= environment.LAST and spelling.reason for spelling in SPELLINGS)

@@ -175,6 +175,7 @@ def test_symbols_are_what_brings_them_in():
     ("one", "other", "same"),
     [
         ("Max(L.u0, 2*L.u1)", "Max(2*L.u0, L.u1)", True),
+        ("Min(L.u0, 2*L.u1)", "Min(2*L.u0, L.u1)", True),
         ("L.u0 - L.u1", "-L.u0 + L.u1", True),
         ("L.u0 - L.u1", "L.u0 - L.u1", False),
         ("L.u0//L.u1", "L.u0//L.u1", False),

@@ -64,7 +64,7 @@ def test_the_first_line_that_is_read_back_as_another_is_told(told, spelled, line
 def test_a_line_that_cannot_be_read_is_told():
     gm = graph_of(aten.add.Tensor, Restless())
     found = unfaithful(gm, render(gm))
-    assert "is told by its digest only" in found
+    assert "is given by its digest only" in found
     assert found.splitlines()[1].startswith("  text:  add: f32[2] = aten.add.Tensor(A[0], const('Restless', ")
 
 

@@ -156,7 +156,7 @@ def test_a_size_that_a_view_takes_is_no_view(dynamic):
 
 
 def test_another_way_to_tell_sizes_is_refused(dynamic):
-    with pytest.raises(ValueError, match="sizes='hints': dynamic sizes are told as 'both', 'symbols', 'examples'"):
+    with pytest.raises(ValueError, match="sizes='hints': dynamic sizes are written as 'both', 'symbols', 'examples'"):
         graphtext.render(dynamic[0]["dynamo"], sizes="hints")
 
 

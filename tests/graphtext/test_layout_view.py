@@ -268,7 +268,7 @@ def test_a_gather_of_parameters_whose_order_is_lost_is_refused(made, lost_at):
     gather = "all_gather_into_tensor: f32[16] = _c10d_functional.all_gather_into_tensor(mix, 2, fsdp)"
     with pytest.raises(UnreadLayout) as failure:
         two(*first, made, gather)
-    words = f"gathers a, b, and who sits where cannot be read: at node {lost_at} their order is lost"
+    words = f"gathers a, b, and the place of each in it cannot be read: at node {lost_at} their order is lost"
     assert words in str(failure.value)
 
 
@@ -281,6 +281,14 @@ def test_collectives_of_activations_are_no_part_of_a_layout():
         "wait_tensor: f32[4] = _c10d_functional.wait_tensor(all_reduce)",
         out="loss = fwd._.wait_tensor",
     ) == "payloads = []\n"
+
+
+def test_a_parameter_that_is_gathered_twice_in_one_direction_is_listed_twice():
+    """Once in each direction is one payload, as FSDP2 gathers it; a second time in the forward is another."""
+    gather = "{}: f32[8] = _c10d_functional.all_gather_into_tensor(P.a, 2, fsdp)"
+    waits = [f"w{n}: f32[8] = _c10d_functional.wait_tensor({name})" for n, name in enumerate(("one", "other"))]
+    drawn = two(gather.format("one"), waits[0], gather.format("other"), waits[1], out="yield fwd._.w0\nyield fwd._.w1")
+    assert drawn.count("payload(fsdp, f32, fwd, bytes=16)") == 2, drawn
 
 
 REDUCED = (
@@ -379,7 +387,7 @@ if out:
   a = bwd._.one
   b = bwd._.two
 """
-    with pytest.raises(UnreadLayout, match=r"gives .*(a|b).*, and who sits where cannot be read"):
+    with pytest.raises(UnreadLayout, match=r"gives .*(a|b).*, and the place of each in it cannot be read"):
         bucket_layout(parse(text))
     known = text.replace(first, "aten.slice.Tensor(wait_tensor, 0, 0, 8)")
     known = known.replace(second, "aten.slice.Tensor(wait_tensor, 0, 8, 16)")

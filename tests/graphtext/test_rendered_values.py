@@ -60,6 +60,13 @@ def test_strides_are_shown_where_they_are_not_the_usual_ones():
     assert line_of(text, "add") == "add: f32[2, 3] = aten.add.Tensor(A[0], 1)"
 
 
+@pytest.mark.parametrize("shape", [(2, 0, 3), (0, 3), (2, 0)], ids=str)
+def test_an_empty_tensor_shows_no_strides(shape):
+    """It has no elements that could lie otherwise; a batch without tokens is such a tensor."""
+    text = render(small_graph(lambda x: x + 1, torch.zeros(shape)))
+    assert line_of(text, "add") == f"add: f32{list(shape)} = aten.add.Tensor(A[0], 1)"
+
+
 def test_outputs_of_an_operator_are_taken_by_index():
     text = render(small_graph(lambda x: x.topk(2)[1] + 1, torch.zeros(8)))
     assert line_of(text, "topk") == "topk: (f32[2], i64[2]) = aten.topk(A[0], 2)"

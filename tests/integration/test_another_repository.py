@@ -18,9 +18,8 @@ GOLDEN = "golden/test_mine/test_my_step.fxgraph"
 
 
 @pytest.fixture
-def elsewhere(pytester, monkeypatch):
+def elsewhere(pytester):
     """A project with the ten lines above, run as its owner would, outside of CI."""
-    monkeypatch.delenv("CI", raising=False)
     pytester.makepyfile(test_mine=TEST_FILE)
     return pytester
 

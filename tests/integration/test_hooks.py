@@ -9,9 +9,8 @@ PAGE = (Path(__file__).parents[2] / "docs" / "hooks.md").read_text()
 FILES = dict(re.findall(r"```python\n# (\w+\.py)\n(.*?)```", PAGE, re.DOTALL))
 
 
-def test_the_project_of_the_page(pytester, monkeypatch):
+def test_the_project_of_the_page(pytester):
     """Every hook has done its work: in this process, on two ranks, and when the ranks have ended."""
-    monkeypatch.delenv("CI", raising=False)
     for name, text in FILES.items():
         (pytester.path / name).write_text(text)
     made = pytester.runpytest_subprocess("--gt-create-goldens", "--gt-device=cpu", "--gt-report=page.html", "-v")

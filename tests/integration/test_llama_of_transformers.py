@@ -3,11 +3,14 @@
 Skipped where the package is not installed: ``make test-transformers`` installs the extra of that name and runs this.
 """
 
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
+from fixtures.pages import follow
 from pytest_gtrainer import (
     MixedPrecisionPolicy,
     TrainConfig,
@@ -77,3 +80,8 @@ def test_a_plan_by_hand_gives_fully_shards_layout_and_bits(llama, gt_mesh):
     assert_bitwise_equal(graph.run(), expected)
     narrow = replace(config, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16))
     assert_bitwise_different(GraphRun(narrow).run(), expected)
+
+
+def test_the_how_to_is_followed(llama, tmp_path):
+    page = Path(__file__).parents[2] / "docs" / "how-to" / "transformers.md"
+    assert follow(page, tmp_path, Path(sys.executable).parent) == 3

@@ -70,6 +70,17 @@ def test_different_fails_where_the_sides_cannot_be_compared(actual, expected):
         assert_bitwise_different(actual, expected)
 
 
+def test_different_fails_where_the_sides_are_of_other_ranks():
+    """A bit differs in what both have, and yet these are two worlds."""
+    records = Record(world_size=1), Record(world_size=2, rank=0)
+    for value, record in enumerate(records):
+        record.add(0, 0, "loss", "loss", torch.tensor(float(value)))
+    with pytest.raises(ControlFailed, match=r"two sides are not comparable\n") as failed:
+        assert_bitwise_different(*records)
+    told = "not the same ranks: actual Record(world_size=1, 1 tensors), expected Record(world_size=2"
+    assert told in failed.value.message
+
+
 def test_the_error_is_an_assertion_error_and_travels_between_processes(run):
     with pytest.raises(AssertionError) as caught:
         assert_bitwise_equal(faulty((0, 1, "loss", "loss")), run())
@@ -93,7 +104,7 @@ def test_every_verdict_is_told(run):
     told = [(fact["outcome"], fact["tensors"], fact["what"]) for fact in seen if fact["kind"] == "verdict"]
     assert told == [
         ("equal", 28, "graph against eager"),
-        ("different, as it must", 28, "members swapped"),
+        ("different as required", 28, "members swapped"),
         ("different", 28, ""),
         ("unverified", 0, ""),
         ("equal, control failed", 28, ""),

@@ -55,6 +55,15 @@ def test_equality_sees_every_byte_whatever_the_alignment(offset: int):
         assert not same_bytes(a, b)
 
 
+@pytest.mark.parametrize("offsets", [(0, 3), (3, 0), (4, 2)], ids=str)
+def test_equality_of_bytes_that_are_not_aligned_alike(offsets: tuple[int, int]):
+    """A parameter against a view of a buffer: the wider word would fit one side alone."""
+    a, b = (torch.zeros(40, dtype=torch.uint8)[offset : offset + 21] for offset in offsets)
+    assert same_bytes(a, b), f"equal bytes from {offsets} on are told apart"
+    b[-1] += 1
+    assert not same_bytes(a, b), f"the last byte is not looked at, from {offsets} on"
+
+
 @pytest.mark.parametrize("lengths", [(8, 16), (16, 8), (7, 8), (8, 7), (0, 1)])
 def test_byte_views_of_different_length_are_not_equal(lengths: tuple[int, int]):
     assert not same_bytes(*(torch.zeros(length, dtype=torch.uint8) for length in lengths))
@@ -161,7 +170,8 @@ def test_counting_by_pieces_is_counting(monkeypatch: pytest.MonkeyPatch, size: i
     b[[0, -1]] = -0.0
     assert count_differing(a, b) == (len({0, size - 1}), 0)
     b[0] = 0.0
-    assert count_differing(a, b) == ((1, size - 1) if size > 1 else (0, -1))
+    told = "how many differ, and the place of the first: counted over all pieces"
+    assert count_differing(a, b) == ((1, size - 1) if size > 1 else (0, -1)), told
 
 
 @pytest.mark.parametrize(

@@ -140,6 +140,14 @@ DAMAGE = [
     ('"tensors": [', '"tensors": [[0, 0, "weight", "w", "float32", ["x"], 8], '),
     ('"tensors": [', '"tensors": [[0, 0, "weight", "w", "float32", [1e400], 8], '),
     ('"tensors": [', '"tensors": [[0, 0, "weight", [], "float32", [1], 64], '),
+    ('"tensors": [', '"tensors": [[null, 0, "weight", "x", "float32", [1], 64], '),
+    ('"tensors": [', '"tensors": [[0, 7, "weight", "x", "float32", [1], 64], '),
+    ('"tensors": [', '"tensors": [[0, "0", "weight", "x", "float32", [1], 64], '),
+    ('"tensors": [', '"tensors": [[0, 0, "no phase", "x", "float32", [1], 64], '),
+    ('"tensors": [', '"tensors": [[0, 0, "weight", 7, "float32", [1], 64], '),
+    ('"world_size": 2', '"world_size": 2.0'),
+    ('"world_size": 2', '"world_size": 1e400'),
+    ('"world_size": 2', '"world_size": 1000000000000000000000000000000'),
 ]  # fmt: skip
 
 
@@ -154,6 +162,16 @@ def test_a_damaged_index_is_one_documented_error(tmp_path, old: str, new: str):
     (tmp_path / "run").write_bytes(whole[:start] + damaged + len(damaged).to_bytes(8, "little"))
     with pytest.raises(ValueError, match=r"run was cut off or damaged: its index cannot be read \("):
         Record.load(tmp_path / "run")
+
+
+def test_an_index_with_a_dtype_that_no_record_has_is_read_as_bytes(tmp_path):
+    """Found by fuzzing: the empty tensor had no bytes, and the record could not be saved again."""
+    make_run().save(tmp_path / "run")
+    whole = (tmp_path / "run").read_bytes()
+    start = whole.rindex(b'{"world_size"')
+    index = whole[start:-8].replace(b'"tensors": [', b'"tensors": [[0, 0, "weight", "x", "qint8", [0], 0], ', 1)
+    (tmp_path / "run").write_bytes(whole[:start] + index + len(index).to_bytes(8, "little"))
+    Record.load(tmp_path / "run").save(tmp_path / "again")
 
 
 @pytest.mark.parametrize("dtype", ALL, ids=str)

@@ -99,6 +99,14 @@ def test_the_pressure_that_breaks_it_is_named(function, pressure: str):
     assert text.endswith("before that:\nequal        run 2, run 3")
 
 
+def test_a_result_that_the_next_run_overwrites():
+    """A function that gives its own buffer each time: the first run's bits are kept before the second one writes."""
+    buffer = torch.zeros(3)
+    with pytest.raises(BitwiseDifference, match="does not repeat itself") as caught:
+        assert_run_to_run(lambda: {"buffer": buffer.add_(1)}, 2, pressures=[], what="the sample")
+    assert caught.value.verdict.outcome == "different", "the second run was compared with the same memory"
+
+
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_numbers_of_threads(some_threads, count: int):
     name = f"{count} thread{'s' if count > 1 else ''}"

@@ -45,6 +45,7 @@ def test_a_number_that_is_drawn_changes_the_state_of_its_generator(generator: st
 def test_a_gpu_that_runs_is_seeded_at_once(seed: int, monkeypatch: pytest.MonkeyPatch):
     """The GPU is played. Any integer is a seed: torch takes 64 bits of it, NumPy 32, Python all."""
     given = []
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "manual_seed_all", given.append)
     with random_states_of_the_cpu_kept():

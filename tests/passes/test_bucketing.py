@@ -18,6 +18,7 @@ from pytest_gtrainer import joint_transformer_block_bucketing_reordering_pass as
 from pytest_gtrainer._torch.fake_groups import fake_group_beside
 from pytest_gtrainer._torch.passes import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, WAIT
 from pytest_gtrainer.graph.collectives import PlanError
+from pytest_gtrainer.references.graph import collective_sequence as compared_by_ranks
 from pytest_gtrainer.testing import run_pass_file
 
 pytestmark = pytest.mark.gt_world("fake", size=4, mesh={"fsdp": 4})
@@ -120,8 +121,15 @@ def test_gathered_members_leave_contiguous(joint, plan):
     """D13: also a parameter with one row a rank, whose part would fit a strided view."""
     gm = joint_pass(joint.gm, bucket_plan=plan)
     clones = [node for node in found(gm, torch.ops.aten.clone.default) if "fsdp_bucket" in node.meta]
-    assert len(clones) >= 3 * 7
+    assert len(clones) >= 3 * 7, "each member of a bucket is copied out of the gathered payload, not only viewed"
     assert {node.kwargs["memory_format"] for node in clones} == {torch.contiguous_format}
+
+
+def test_the_ranks_compare_how_long_a_bucket_is(joint, plan):
+    """D14: of a single collective uneven shards may differ; buckets of two lengths would wait for each other."""
+    lines = compared_by_ranks(joint_pass(joint.gm, bucket_plan=plan))
+    assert lines
+    assert not [line for line in lines if " any shape of " in line], "a bucket is compared without its shape"
 
 
 def test_the_outputs_are_those_of_the_graph_before(joint, plan):

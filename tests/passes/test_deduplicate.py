@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 
-from pytest_gtrainer import bucket_layout, deduplicate_fsdp_unshard_chains_pass
+from pytest_gtrainer import bucket_layout, deduplicate_fsdp_unshard_chains_pass, graphtext
 from pytest_gtrainer._torch.passes import ALL_GATHER, REDUCE_SCATTER
 
 pytestmark = pytest.mark.gt_world("fake", size=4, mesh={"fsdp": 4})
@@ -40,6 +40,33 @@ def test_the_layout_lists_a_repeated_gather_until_it_is_dropped(twice):
     assert len(bucket_layout(twice.gm).of("all_gather")) == 2 * parameters
     gm = deduplicate_fsdp_unshard_chains_pass(twice.gm)
     assert len(bucket_layout(gm).of("all_gather")) == parameters
+
+
+def test_behind_a_write_the_second_gather_is_the_first_of_its_value():
+    """A11: the third gather gives what the second one does."""
+    gm = deduplicate_fsdp_unshard_chains_pass(graphtext.parse(WRITTEN_BETWEEN))
+    gathers = [node.name for node in gm.graph.find_nodes(op="call_function", target=ALL_GATHER)]
+    assert gathers == ["gather", "gather_1"], "before the write and behind it one gather each"
+
+
+WRITTEN_BETWEEN = """\
+fsdp = group(range(0, 4))
+if P:
+  P.layers[0].w: f32[2, 4]
+if fwd:
+  with layers[0]:
+    gather: f32[8, 4] = _c10d_functional.all_gather_into_tensor(P.layers[0].w, 4, fsdp)
+    wait: f32[8, 4] = _c10d_functional.wait_tensor(gather)
+    written: f32[2, 4] = aten.add_.Tensor(P.layers[0].w, 1)
+    gather_1: f32[8, 4] = _c10d_functional.all_gather_into_tensor(P.layers[0].w, 4, fsdp)
+    wait_1: f32[8, 4] = _c10d_functional.wait_tensor(gather_1)
+    gather_2: f32[8, 4] = _c10d_functional.all_gather_into_tensor(P.layers[0].w, 4, fsdp)
+    wait_2: f32[8, 4] = _c10d_functional.wait_tensor(gather_2)
+if out:
+  yield fwd.layers[0].wait
+  yield fwd.layers[0].wait_1
+  yield fwd.layers[0].wait_2
+"""
 
 
 def test_nothing_is_left_of_the_duplicates_chain(twice):

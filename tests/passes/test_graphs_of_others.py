@@ -8,10 +8,11 @@ from unittest import mock
 import pytest
 import torch
 
-from pytest_gtrainer import data_parallel, graphtext, trace_step
+from pytest_gtrainer import bucket_layout, data_parallel, graphtext, trace_step
 from pytest_gtrainer import joint_transformer_block_bucketing_reordering_pass as joint_pass
 from pytest_gtrainer._torch.passes import ALL_GATHER, REDUCE_SCATTER, WAIT
 from pytest_gtrainer.graph.collectives import PlanError, fsdp_all_gathers, fsdp_reduce_scatters
+from pytest_gtrainer.graph.layout import UnreadLayout
 from pytest_gtrainer.graph.nodes import direction, node_fqn
 
 pytestmark = pytest.mark.gt_world("fake", size=4, mesh={"fsdp": 4})
@@ -105,6 +106,29 @@ def test_what_was_written_to_is_not_moved_as_a_parameter(operator, gathered):
     """D6: its gather could not move in front of the write."""
     gm = graphtext.parse(WRITTEN.format(operator=operator))
     assert [member.parameter for member in fsdp_all_gathers(gm)] == gathered
+
+
+def test_a_parameter_that_is_copied_into_a_view_of_what_is_sent_is_not_lost():
+    """B6: a layout that showed no such collective would pass where a parameter is missing."""
+    gm = graphtext.parse(THROUGH_A_VIEW)
+    with pytest.raises(UnreadLayout, match=r"the collective gather gathers layers\.0\.w, .* order is lost"):
+        bucket_layout(gm)
+
+
+THROUGH_A_VIEW = """\
+fsdp = group(range(0, 4))
+if P:
+  P.layers[0].w: f32[2, 4]
+if fwd:
+  with layers[0]:
+    buffer: f32[8] = aten.empty.memory_format([8])
+    shown: f32[2, 4] = aten.view(buffer, [2, 4])
+    copied: f32[2, 4] = aten.copy_(shown, P.layers[0].w)
+    gather: f32[32] = _c10d_functional.all_gather_into_tensor(buffer, 4, fsdp)
+    wait: f32[32] = _c10d_functional.wait_tensor(gather)
+if out:
+  yield fwd.layers[0].wait
+"""
 
 
 class ReadInTheBackward(torch.autograd.Function):

@@ -376,6 +376,17 @@ def test_a_plain_function_is_a_pass(neg_of_detach):
     assert [targets(), targets(exp_for_neg), targets(exp_for_neg, neg_for_exp)] == [[exp, neg], [exp] * 2, [neg] * 2]
 
 
+def test_a_pass_that_must_change_the_graph_is_refused_if_it_does_not(neg_of_detach):
+    """The twin is the first call; a word is one name, and a name that does not run is told."""
+    passes = construct_default_graph_passes(n_layers=1)
+    apply_graph_passes(neg_of_detach, None, passes, require_changes="canonicalize_graph_pass")
+    idle = ["deduplicate_fsdp_unshard_chains_pass", "canonicalize_graph_pass"]
+    with pytest.raises(AssertionError, match="deduplicate_fsdp_unshard_chains_pass changed nothing in the graph"):
+        apply_graph_passes(neg_of_detach, None, passes, require_changes=idle)
+    with pytest.raises(ValueError, match="no pass 'chunk_pass' to require; there are eliminate_dead_"):
+        apply_graph_passes(neg_of_detach, None, passes, require_changes=["chunk_pass"])
+
+
 def test_a_plan_for_a_graph_without_fsdp_is_told_and_can_be_refused(pytester):
     """A forgotten ``data_parallel``, and names of modules that do not exist: the run stayed green and silent."""
     pytester.makepyfile(

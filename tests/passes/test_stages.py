@@ -1,5 +1,7 @@
 """A pipeline's stage as one graph, and cut into parts: in this order they give the same bits as the whole."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -112,6 +114,34 @@ class Counting(nn.Module):
         return self.net(x), before
 
 
+class Shrinking(nn.Module):
+    """Halves its bias, and nothing but that, before it is used."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = net()
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.net[0].bias.mul_(0.5)
+        return self.net(x)
+
+
+def test_a_write_to_a_parameter_is_of_the_forward_and_made_for_every_microbatch():
+    """Not of what gathers parameters, which runs once a step, though it reads parameters alone."""
+    module, inputs = Shrinking(), torch.randn(2, 2, 4)
+    eager = copy.deepcopy(module)
+    graphs = split_stage_graph(trace_stage(module, (inputs[0],)).gm)
+    writing = [name for name, part in graphs.parts.items() if "aten.mul_.Tensor" in part.gm.code]
+    assert writing == ["forward"], f"the write to a parameter runs in {writing}, and not once for each microbatch"
+    values = dict(zip(graphs.inputs, flat(module, inputs[0], torch.zeros(2, 4)), strict=True))
+    graphs.run(values, "unshard")
+    for microbatch in inputs:
+        values[graphs.inputs[-2]] = microbatch
+        graphs.run(values, "forward")
+        assert torch.equal(values[graphs.results[0]], eager(microbatch)), "the bias is halved for each microbatch"
+
+
 def test_a_stage_computes_what_autograd_does():
     """Also without inputs that require a gradient, and with outputs that have none."""
     module, scale = Pair(), torch.tensor(3.0)
@@ -124,6 +154,9 @@ def test_a_stage_computes_what_autograd_does():
     assert_bitwise_equal(traced.gm(*flat(module, x, scale, tangent)), [value.detach() for value in expected])
     graphs = split_stage_graph(traced.gm)
     assert len(graphs.accumulates) == 5  # that of the shift is the tangent itself
+    swapped = trace_stage(Pair(), (scale, x), step=lambda stage, scale, x: stage(x, scale))
+    named = swapped.gm.graph.output_node().meta["gt_outputs"]
+    assert named[:3] == ("output0", "output1", "gradient_of_input1"), "the gradient of x, the second input"
     first = trace_stage(net(), (x.detach(),))
     assert first.differentiated == ()
     assert not split_stage_graph(first.gm).parts["backward_input"].gives

@@ -66,6 +66,35 @@ def test_chunks_are_contiguous():
     assert block.contiguous
 
 
+def test_gradients_of_chunks_are_contiguous_where_they_are_cut_from_the_middle():
+    """G5: a chunk of the sequence has a strided part of the gradient; the graph copies it, so eager chunks have to."""
+    contiguous = []
+
+    class Doubled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, value):
+            return value * 2
+
+        @staticmethod
+        def backward(ctx, gradient):
+            contiguous.append(gradient.is_contiguous())
+            return gradient * 2
+
+    x = X.clone().requires_grad_()
+    layer = nn.ModuleDict({"moe": Block(Doubled.apply)})
+    eager_chunked(Net(layer), ChunkConfig("layers.*.moe", chunk_dim="sequence", num_chunks=2))
+    (layer["moe"](x) * X).sum().backward()
+    assert contiguous == [True, True], "a chunk's backward has a strided gradient, for which other operators may run"
+
+
+@pytest.mark.parametrize("by_rows", [True, False])
+def test_a_constant_that_counts_rows_is_told_though_all_its_rows_are_equal(by_rows, recwarn):
+    """G3: 1 / 4 in every row of the whole, 1 / 2 in every row of a chunk."""
+    chunked(join=lambda x: x * torch.tensor([1 / len(x) if by_rows else 0.5] * len(x))[:, None, None])(X)
+    told = [str(warning.message) for warning in recwarn if warning.category is ChunkWarning]
+    assert bool(told) == by_rows, f"the constant of a chunk was not compared with that of the whole: {told}"
+
+
 @pytest.mark.parametrize("kind", [tuple, list])
 def test_tuples_and_lists_are_joined_item_by_item(kind):
     """I1."""
@@ -181,10 +210,11 @@ def test_unwrapping_restores_the_module():
     assert "forward" not in net.layers[0].__dict__
 
 
-def test_another_chunking_of_a_chunked_module_is_refused():
-    net = Net(Block())
-    with eager_chunked(net, BATCH), pytest.raises(ValueError, match=r"layers\.0 runs in 2 chunks by batch already"):
-        eager_chunked(net, ChunkConfig("layers.*", num_chunks=4))
+@pytest.mark.parametrize("changes", [{"num_chunks": 4}, {"chunk_dim": "sequence"}], ids=str)
+def test_another_chunking_of_a_chunked_module_is_refused(changes):
+    net, config = Net(nn.ModuleDict({"moe": Block()})), ChunkConfig("layers.*.moe", num_chunks=2)
+    with eager_chunked(net, config), pytest.raises(ValueError, match=r"moe runs in 2 chunks by batch already"):
+        eager_chunked(net, replace(config, **changes))
 
 
 def test_no_match_is_an_error():
@@ -196,8 +226,9 @@ def test_no_match_is_an_error():
 def test_what_beside_the_activation_is_cut():
     """I2: masks and positions with a batch; a rotary cache never, though its first extent is the batch's."""
     block = chunked()
-    block(X, torch.zeros(4, 1, 6, 6), torch.zeros(4, 6), torch.zeros(4, 6))
-    assert block.seen == [[(2, 6, 8), (2, 1, 6, 6), (2, 6), (4, 6)]] * 2
+    rows = 6  # three rows a chunk, so that they are not as many as chunks
+    block(torch.zeros(rows, 6, 8), torch.zeros(rows, 1, 6, 6), torch.zeros(rows, 6), torch.zeros(rows, 6))
+    assert block.seen == [[(3, 6, 8), (3, 1, 6, 6), (3, 6), (6, 6)]] * 2
 
 
 def test_positions_go_to_the_chunk_of_their_rows():

@@ -87,7 +87,8 @@ def test_every_parameter_sits_where_the_layout_says(gt_mesh, sent, policy):
         candidates = [t.reshape(rows, -1) for k, t in sent if k == kind and t.numel() == width * rows]
         assert candidates
         assert all(t.dtype == payload.dtype for t in candidates)
-        assert any(holds(t, payload, values, shards) for t in candidates)
+        told = f"no {kind} was sent with {payload.parameters} where the layout has them"
+        assert any(holds(t, payload, values, shards) for t in candidates), told
         checked += len(payload.slots)
     assert checked == 8 + 7
 

@@ -90,7 +90,7 @@ def test_a_check_that_cannot_fail_is_refused_with_the_cause(training, gt_world):
     assert str(refused.value) == (
         "payloads packed in another order give the same bits on these ranks, because gloo adds whole shards where a "
         "rank's payload has an even number of elements (30); so this check cannot fail: take sizes that make it odd, "
-        'or gt_world("simulated", nodes=2), or let the layouts and the other bits suffice (invisible="report")'
+        'or gt_world("simulated", nodes=2), or accept the layouts and the other bits as proof (invisible="report")'
     )
 
 
@@ -138,7 +138,7 @@ def test_execution_order_is_told_by_layout_and_by_bits_where_they_show(training,
     """L5, W4: what the control stands for. Elements of rank 0 are all added in one order, whatever theirs is."""
     with pytest.raises(LayoutDifference, match=r"all_gather: layers\.0\.second\.weight sits at byte 56, exp") as told:
         assert_parity(training(), gt_world, payload_order="execution")
-    equal = "all bits are equal on this rank: only the layout tells"
+    equal = "all bits are equal on this rank: only the layout shows it"
     assert str(told.value).endswith(equal) or "\nand therefore bits are different: " in str(told.value)
     assert set(texts_of_ranks(str(str(told.value).endswith(equal)))) == {"True", "False"}
     with pytest.raises(LayoutDifference, match=equal):

@@ -10,7 +10,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from pytest_gtrainer import TrainConfig, data_parallel, train_eager, train_graph
+from pytest_gtrainer._torch.fsdp2 import parameter_groups
 from pytest_gtrainer.graph.collectives import PlanError
+from pytest_gtrainer.references.config import bucket_modules
 from pytest_gtrainer.references.eager import EagerRun
 from pytest_gtrainer.references.graph import GraphRun
 
@@ -42,6 +44,32 @@ def config_with(gt_mesh):
         return TrainConfig(**{**fields, **changes})
 
     return make
+
+
+@pytest.mark.gt_world("fake", size=8, rank=6, mesh={"replicate": 2, "shard": 4})
+def test_batches_of_a_mesh_of_two_dimensions_go_by_rank(config_with):
+    """The coordinate counts the ranks that data is parallel over as the mesh lists them, the last dimension fastest."""
+    config = config_with(batch=lambda step, coordinate: (torch.tensor(coordinate),))
+    assert config.coordinate == 6, "rank 6 of 2 x 4 trains on another rank's batch"
+    assert config.inputs(0)[0] == 6
+
+
+def test_the_root_is_wrapped_behind_the_modules_in_it_wherever_the_plan_has_it(config_with):
+    """Else ``fully_shard`` gives it their parameters, and a module of the outermost level has no bucket of its own."""
+    config = config_with(bucket_plan=["", "head", "layers.0", "layers.1"])
+    order = [label for label, _ in bucket_modules(Net(), config.bucket_plan)]
+    assert order[-1] == "the root", f"the root is wrapped before modules in it: {order}"
+    model = EagerRun(config).model
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    held = [[names[id(each.sharded_param)] for each in group.fsdp_params] for group in parameter_groups(model)]
+    assert ["head.weight", "head.bias"] in held, f"the head is no group of its own: {held}"
+
+
+def test_another_rewriting_keeps_the_options_that_it_does_not_name(config_with):
+    """A control differs from what it controls in one thing alone."""
+    run = GraphRun(config_with(), payload_order="execution", reshard_after_forward=True)
+    options = run.rewritten(payload_order="registration")._options
+    assert options == {"payload_order": "registration", "reshard_after_forward": True}, "earlier options are forgotten"
 
 
 @pytest.mark.parametrize("side", [EagerRun, GraphRun])

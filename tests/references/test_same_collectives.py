@@ -2,11 +2,14 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from fixtures.training import llama3_training
 from pytest_gtrainer import train_eager
-from pytest_gtrainer._torch.passes import REDUCE_SCATTER
+from pytest_gtrainer._torch.passes import ALL_REDUCE, REDUCE_SCATTER
 from pytest_gtrainer.references.graph import GraphRun, RanksDisagree, assert_same_collectives
+from pytest_gtrainer.worlds.simulated.net import NetModel
+from pytest_gtrainer.worlds.simulated.threads.run import run_threads
 
 
 @pytest.mark.gt_world("ranks", size=4)
@@ -18,6 +21,31 @@ def test_ranks_that_pad_differently_agree_and_a_swapped_launch_is_named(gt_mesh)
         graph.traced.gm.graph.find_nodes(op="call_function", target=REDUCE_SCATTER)[1].meta["val"] = torch.empty(7)
     with pytest.raises(RanksDisagree, match=r"rank 0 issues _c10d_functional.reduce_scatter.*rank 2 issues .*\[7\]"):
         graph.run()
+
+
+def issuing(count):
+    """A graph of so many all-reduces in the group of all ranks."""
+    graph = torch.fx.Graph()
+    node = graph.placeholder("x")
+    for _ in range(count):
+        node = graph.call_function(ALL_REDUCE, (node, "sum", dist.group.WORLD.group_name))
+        node.meta["val"] = torch.empty(2)
+    graph.output(node)
+    return torch.fx.GraphModule({}, graph)
+
+
+@pytest.mark.parametrize(("first", "last"), [(2, 1), (1, 2)])
+def test_a_rank_that_ends_before_the_others_is_named(first, last):
+    """The others would wait in their last collective for ever."""
+
+    def check(rank):
+        more = r"_c10d_functional\.all_reduce.* over 3 ranks"
+        told = (more, "nothing more") if first > last else ("nothing more", more)
+        words = "collective 1 differs: rank 0 issues {}, rank 2 issues {}".format(*told)
+        with pytest.raises(RanksDisagree, match=words):
+            assert_same_collectives(issuing(last if rank == 2 else first))
+
+    run_threads(3, check, net=NetModel(1, 3))
 
 
 @pytest.mark.gt_world("fake", size=4)

@@ -15,13 +15,15 @@ from pathlib import Path
 
 import pytest
 
+from pytest_gtrainer.facts import packed
+from pytest_gtrainer.graphtext.differences.lines import changed_lines
 from pytest_gtrainer.report.collected import Test as Collected
-from pytest_gtrainer.report.html import render_page
-from pytest_gtrainer.report.witness import changed_lines, packed
+from pytest_gtrainer.report.html import Run, render_page
 
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser")
 PICTURES = Path(__file__).parents[2] / "build" / "report-check"
 SUITE = Path(__file__).parent / "suite.py"
+CHANGING = Path(__file__).parent / "changing.py"
 HELPERS = """
 <script>
 const settled = () => new Promise((done) => setTimeout(done, 300));
@@ -40,9 +42,17 @@ async function open(name) { one("h2 button", test(name)).click(); await settled(
 def chromium(*arguments):
     if BROWSER is None:
         pytest.fail("there is no chromium here: apt-get install chromium", pytrace=False)
-    command = [BROWSER, "--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars",
-               "--window-size=1280,900",
-               "--host-resolver-rules=MAP * ~NOTFOUND", "--enable-logging=stderr", "--virtual-time-budget=60000"]
+    command = [
+        BROWSER,
+        "--headless=new",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--hide-scrollbars",
+        "--window-size=1280,900",
+        "--host-resolver-rules=MAP * ~NOTFOUND",
+        "--enable-logging=stderr",
+        "--virtual-time-budget=60000",
+    ]
     done = subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=120, check=True)
     complaints = re.findall(r'CONSOLE[^"]*"(.*)"', done.stderr)
     assert not complaints
@@ -57,13 +67,13 @@ def does(page, folder, actions):
     return json.loads(html.unescape(seen))
 
 
-def picture(page, name, height, what=""):
+def picture(page, name, height, what="", *flags):
     """A screenshot, 1,280 pixels wide; ``what`` says what to open, as ``#t0,t1.2``."""
     PICTURES.mkdir(parents=True, exist_ok=True)
     source, target = PICTURES / f"{name}.html", PICTURES / f"{name}.png"
     source.write_text(page)
     target.unlink(missing_ok=True)
-    chromium(f"--window-size=1280,{height}", f"--screenshot={target}", source.as_uri() + what)
+    chromium(*flags, f"--window-size=1280,{height}", f"--screenshot={target}", source.as_uri() + what)
     assert target.stat().st_size > 20_000
     return target
 
@@ -81,7 +91,10 @@ def pages(tmp_path_factory):
 
 
 def test_search_and_outcomes_sift_the_tests(pages, tmp_path):
-    seen = does(pages["failing"], tmp_path, """
+    seen = does(
+        pages["failing"],
+        tmp_path,
+        """
         const name = (t) => one(".name", t).textContent.split("::")[1];
         const shown = () => all(".test").filter((t) => !t.hidden).map(name);
         const told = { all: shown() };
@@ -89,7 +102,8 @@ def test_search_and_outcomes_sift_the_tests(pages, tmp_path):
         type(one("#search"), "bucketing"); told.pass = shown();
         type(one("#search"), ""); one("input[data-outcome=passed]").click(); told.failed = shown();
         return told;
-    """)
+    """,
+    )
     assert seen["all"][0] == "test_that_differs"
     assert len(seen["all"]) == 4
     assert (seen["search"], seen["count"]) == (["test_equal_on_ranks"], "1 of 4 tests")
@@ -98,13 +112,17 @@ def test_search_and_outcomes_sift_the_tests(pages, tmp_path):
 
 
 def test_a_test_opens_and_closes(pages, tmp_path):
-    seen = does(pages["passing"], tmp_path, """
+    seen = does(
+        pages["passing"],
+        tmp_path,
+        """
         const body = await open("test_silent"), opened = [body.hidden, body.textContent];
         named("Captured", body).click();
         const output = one("pre", body).textContent;
         one("h2 button", test("test_silent")).click();
         return { opened, output, closed: body.hidden, expanded: one("h2 button", test("test_silent")).ariaExpanded };
-    """)
+    """,
+    )
     assert seen["opened"] == [False, "▸ Captured stdout call"]
     assert seen["output"] == "nothing <b>of ours</b>\n"
     assert (seen["closed"], seen["expanded"]) == (True, "false")
@@ -112,7 +130,10 @@ def test_a_test_opens_and_closes(pages, tmp_path):
 
 def test_graphs_stand_side_by_side_and_are_searched(pages, tmp_path):
     """A line of the graph leads to everything of its module."""
-    seen = does(pages["passing"], tmp_path, """
+    seen = does(
+        pages["passing"],
+        tmp_path,
+        """
         const body = await open("test_pipeline");
         const row = all("table.passes tr", body).find((r) => r.textContent.includes("joint_transformer"));
         named("side by side", row).click(); await settled();
@@ -125,7 +146,8 @@ def test_graphs_stand_side_by_side_and_are_searched(pages, tmp_path):
         all("td.no", one("tr.found", panel)).find((cell) => cell.title).click();
         told.module = all(".bar .dim", panel).pop().textContent;
         return told;
-    """)
+    """,
+    )
     assert seen["bar"].startswith("joint_transformer_block_bucketing_reordering_pass")
     assert seen["gained"]
     assert seen["found"] >= 2
@@ -134,7 +156,10 @@ def test_graphs_stand_side_by_side_and_are_searched(pages, tmp_path):
 
 
 def test_layout_schedule_and_digests_are_drawn(pages, tmp_path):
-    seen = does(pages["failing"], tmp_path, """
+    seen = does(
+        pages["failing"],
+        tmp_path,
+        """
         const body = await open("test_pipeline");
         const bars = all(".layout rect title", body).map((t) => t.textContent);
         const row = all("table.passes tr", body).find((r) => r.textContent.includes("joint_transformer"));
@@ -152,7 +177,8 @@ def test_layout_schedule_and_digests_are_drawn(pages, tmp_path):
         return { bars, curves, told, lanes, sums, beside, silent,
                  first: all("td.first", differs).length, wrong: all("td.differs", differs).length,
                  equal: all("td.equal", differs).length };
-    """)
+    """,
+    )
     assert any(re.match(r"layers.0.weight: bytes \d+ to \d+", bar) for bar in seen["bars"])
     assert {"compute", "fsdp"} <= set(seen["lanes"])
     assert len([line for line in seen["sums"] if "in all" in line]) == 2  # before and after
@@ -162,8 +188,44 @@ def test_layout_schedule_and_digests_are_drawn(pages, tmp_path):
     assert (seen["first"], seen["wrong"], seen["equal"]) == (1, 1, 7)
 
 
+def test_a_golden_that_differs_and_what_changed_since_are_told_at_once_and_open_side_by_side(tmp_path):
+    shutil.copy(CHANGING, tmp_path / "test_it.py")
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    command = [sys.executable, "-m", "pytest", "-q", "--gt-device=cpu"]
+    for variant, options in (("then", ["--gt-create-goldens"]), ("now", ["--gt-report-against=then.html"])):
+        run = [*command, f"--gt-report={variant}.html", *options]
+        subprocess.run(run, cwd=tmp_path, env={**environ, "VARIANT": variant}, timeout=240, capture_output=True)
+    page = (tmp_path / "now.html").read_text()
+    seen = does(
+        page,
+        tmp_path,
+        """
+        const front = one(".changed", test("test_graph")).textContent;
+        const golden = await open("test_graph"), told = all("h3", golden).map((h) => h.textContent);
+        const lost = one("td.lost", golden).textContent, gained = one("td.gained", golden).textContent;
+        const gap = one("tr.gap", golden), rows = all("table.lines tr", golden).length;
+        gap.focus(); gap.dispatchEvent(new KeyboardEvent("keydown", { key: "Enter", bubbles: true }));
+        const unfolded = all("table.lines tr", golden).length - rows;
+        const passed = await open("test_pass");
+        named("then, and now", passed).click(); await settled();
+        return { front, told, lost, gained, unfolded, then: one(".panel:not([hidden]) td.lost", passed).textContent };
+    """,
+    )
+    assert "lost aten.sin, gained aten.cos" in seen["front"]
+    assert seen["told"][:2] == [
+        "Golden golden/test_it/test_graph.fxgraph: accepted, and obtained",
+        "Since the earlier report",
+    ]
+    assert ("aten.sin" in seen["lost"], "aten.cos" in seen["gained"], "aten.sin" in seen["then"]) == (True, True, True)
+    assert seen["unfolded"] > 10  # by the keyboard
+    picture(page, "changed", 1400, "#t0")
+    dark = picture(page, "changed-dark", 1400, "#t0", "--force-dark-mode")
+    assert dark.read_bytes() != (PICTURES / "changed.png").read_bytes()
+
+
 def large_page():
     """A thousand tests, one with a pass on a graph of 40,000 nodes that changes every tenth."""
+
     def graph(name):
         lines = []
         for n in range(40_000):
@@ -184,7 +246,7 @@ def large_page():
         key, text = f"s{number}", packed(f"if P:\n  P.w{number}: f32[2]\n")
         told = {**one_pass, "before": key, "after": key, "changes": []}
         small[-1].add(_report([{"kind": "graph_text", "key": key, "packed": text}, told]))
-    return render_page("a large run", "", [], [large, *small])
+    return render_page(Run("a large run", "", [], [large, *small]))
 
 
 def _report(facts):
@@ -196,14 +258,18 @@ def _report(facts):
 def test_a_thousand_tests_and_a_large_graph_stay_usable(tmp_path):
     """What is in the page's tree stays small, whatever is opened; the last line of the graph can be found."""
     page = large_page()
-    seen = does(page, tmp_path, """
+    seen = does(
+        page,
+        tmp_path,
+        """
         const first = all("*").length, body = await open("test_large");
         named("side by side", body).click(); await settled(); await settled();
         const drawn = all("*").length;
         type(one(".bar input", body), "mm_39999");
         const found = all(".found-list button", body); found[0].click();
         return { first, drawn, found: found.length, shown: one("tr.found", body).textContent };
-    """)
+    """,
+    )
     print(f"a page of {len(page) / 1e6:.1f} MB; elements at first {seen['first']}, with the graph {seen['drawn']}")
     assert seen["first"] < 16_000
     assert seen["drawn"] < 20_000

@@ -9,13 +9,13 @@ import time
 import pytest
 import torch
 
-from pytest_gtrainer import NetModel, TrainConfig, bind_options, facts, graphtext, long_work, trace_step, train_graph
+from pytest_gtrainer import NetModel, TrainConfig, bind_options, facts, graphtext, trace_step, train_graph
 from pytest_gtrainer.passes.pipeline import apply_graph_passes
 from pytest_gtrainer.worlds.simulated.threads import run_threads
 
 TEST = """
 import time
-from pytest_gtrainer.long_work import long_work
+from pytest_gtrainer.facts import long_work
 
 def test_it(capfd):
     print("captured")
@@ -60,8 +60,8 @@ def test_a_pipe_does_not(command, tmp_path):
 @pytest.fixture
 def told(monkeypatch):
     """The lines that are told, the first ones at once."""
-    monkeypatch.setattr(long_work, "FIRST_SECONDS", 0.01)
-    monkeypatch.setattr(long_work, "EVERY_SECONDS", 0.01)
+    monkeypatch.setattr(facts, "FIRST_SECONDS", 0.01)
+    monkeypatch.setattr(facts, "EVERY_SECONDS", 0.01)
     lines = []
     with facts.watching({"progress": lambda text: lines.append(text)}):
         yield lines
@@ -120,7 +120,7 @@ def test_passes_tell_the_terminal_instead_of_the_error_stream(told, capsys):
 
 
 def test_the_next_lines_come_at_their_pace(told):
-    with long_work.long_work("this") as at:
+    with facts.long_work("this") as at:
         wait_for(told)
         at("there")
         wait_for(told, "there")

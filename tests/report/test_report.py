@@ -13,10 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from pytest_gtrainer.facts import Fact
+from pytest_gtrainer.facts import Fact, packed
 from pytest_gtrainer.report.collected import Test as Collected
-from pytest_gtrainer.report.html import details_of, render_page
-from pytest_gtrainer.report.witness import packed
+from pytest_gtrainer.report.html import Run, details_of, render_page
 
 SUITE = Path(__file__).parent / "suite.py"
 
@@ -193,7 +192,7 @@ def test_a_thousand_tests_and_a_large_graph_are_a_small_first_page():
     """What a browser must lay out is a line a test; the rest is packed."""
     large = "".join(f"  with layers[{n}].mlp:\n    mm: f32[{n}, 64] = aten.mm(t_{n}, x)\n" for n in range(20_000))
     tests = [a_test(f"test_{number}", f"if P:\n  P.w{number}: f32[2]\n") for number in range(1_000)]
-    page = render_page("run", "", [], [*tests, a_test("test_large", large, 40_000)])
+    page = render_page(Run("run", "", [], [*tests, a_test("test_large", large, 40_000)]))
     seen = re.sub(r"<(script|style)[^>]*>.*?</\1>", "", page, flags=re.DOTALL)
     assert seen.count("<section") == 1_001
     assert len(seen) < 700_000

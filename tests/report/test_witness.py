@@ -16,8 +16,10 @@ from pytest_gtrainer import (
     graphtext,
     peak_memory,
 )
+from pytest_gtrainer.graphtext.differences import lines
+from pytest_gtrainer.graphtext.differences.lines import changed_lines
 from pytest_gtrainer.report import witness
-from pytest_gtrainer.report.witness import Witness, changed_lines, table
+from pytest_gtrainer.report.witness import Witness, table
 
 TEXT = """if I:
   I[0]: f32[4]
@@ -97,7 +99,7 @@ def test_what_cannot_be_taken_down_is_told_and_stops_nothing(witnessed, monkeypa
 
 
 def test_very_many_changes_end_in_one_that_holds_the_rest(monkeypatch):
-    monkeypatch.setattr(witness, "_MOST_CHANGES", 1)
+    monkeypatch.setattr(lines, "_MOST_CHANGES", 1)
     old, new = "\n".join("abcdefg"), "\n".join("aXcYeZg")
     assert changed_lines(old, new) == [[1, 2, 1, 2], [3, 6, 3, 6]]
 

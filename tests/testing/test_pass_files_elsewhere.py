@@ -28,7 +28,6 @@ def dynamo():
 @pytest.fixture
 def elsewhere(dynamo, pytester, monkeypatch):
     """A project with three pass files: one with a golden, one with a check, one that cannot be read."""
-    monkeypatch.delenv("CI", raising=False)
     pytester.makeini("[pytest]")
     pytester.makepyfile(test_it=TEST_FILE)
     for name, directives in {

@@ -118,6 +118,17 @@ def test_an_inner_module_may_have_a_mesh_of_its_own_and_divide_its_sum(gt_mesh, 
     assert {n.args[1:3] for n in others} == {("avg", 8)}
 
 
+@pytest.mark.parametrize("reduce_dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_sum_is_divided_in_the_dtype_that_it_is_reduced_in(gt_mesh, inputs, reduce_dtype):
+    """A12: as FSDP2 does; divided behind the cast to the parameter's dtype, a gradient would have other bits."""
+    model = nn.Linear(8, 4, bias=False, dtype=torch.bfloat16 if reduce_dtype is torch.float32 else torch.float32)
+    policy = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype)
+    data_parallel(model, gt_mesh, mp_policy=policy, gradient_divide_factor=3.0)
+    traced = trace_step(model, lambda m, x, y: m(x.bfloat16()).sum(), inputs)
+    (division,) = [n for n in traced.gm.graph.nodes if n.target is torch.ops.aten.div.Tensor and n.args[1] == 3.0]
+    assert division.meta["val"].dtype == reduce_dtype, "the sum is divided in another dtype than it is reduced in"
+
+
 def test_a_first_read_without_gradient_gathers_once_and_loses_none(gt_mesh, net, inputs, train_step):
     """A10: the parameter is read under no_grad first, by a metric say."""
     data_parallel(net, gt_mesh)

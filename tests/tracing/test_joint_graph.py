@@ -51,6 +51,8 @@ def test_a_backward_node_has_its_own_copy_of_the_forward_annotation(net, inputs,
     traced = trace_step(net, train_step, inputs)
     backward = [node for node in nodes_of(traced) if node.meta.get("autograd_backward")]
     assert {"layers.0.w", "layers.1.w", "head", "loss"} <= {node_fqn(node) for node in backward}
+    products = {node_fqn(node) for node in backward if node.target is torch.ops.aten.mul.Tensor}
+    assert products == {"layers.0", "layers.1"}, "not that of a forward node without a gradient, which came next"
     customs = [id(node.meta["custom"]) for node in nodes_of(traced) if "custom" in node.meta]
     assert len(customs) == len(set(customs))
 

@@ -5,6 +5,7 @@ import gc
 import random
 import re
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -16,7 +17,14 @@ from fixtures.models.expert_parallel import apply_expert_parallel
 from fixtures.models.loss import ce_step
 from fixtures.repeated import REFUSED, STAMPED, WIDTH
 from fixtures.training import token_batches
-from pytest_gtrainer import MixedPrecisionPolicy, data_parallel, trace_step
+from pytest_gtrainer import (
+    ChunkConfig,
+    MixedPrecisionPolicy,
+    apply_graph_passes,
+    construct_default_graph_passes,
+    data_parallel,
+    trace_step,
+)
 from pytest_gtrainer.graphtext import render
 from pytest_gtrainer.tracing.stamping import driver, signature, units
 from pytest_gtrainer.tracing.stamping.verdict import StampedGraphError, first_difference
@@ -66,8 +74,8 @@ def decoder(build, mesh, mode="fully_shard", **options):
     return model
 
 
-def llama():
-    return llama3.Llama3(replace(llama3.FLAVORS["debug"], n_layers=7))
+def llama(n_layers=7):
+    return llama3.Llama3(replace(llama3.FLAVORS["debug"], n_layers=n_layers))
 
 
 def deepseek():
@@ -83,6 +91,24 @@ def assert_stamped(model, step, runs, **options):
     assert full.gradient_placements == stamped.gradient_placements
     assert render(full.gm) == render(stamped.gm)
     return full, stamped
+
+
+def layer_with(factor=1.0, transposed=False):
+    """A layer whose function has a default of its own, and whose weight may lie the other way."""
+    layer = torch.nn.Linear(4, 4, bias=False)
+    layer.scaled = lambda x, factor=factor: x * factor
+    if transposed:
+        layer.weight = torch.nn.Parameter(layer.weight.detach().t())
+    return layer
+
+
+@pytest.mark.parametrize("changes", [{"factor": 2.0}, {"transposed": True}], ids=str)
+def test_a_signature_tells_what_a_trace_would_see(changes):
+    """Equal code and equal shapes are not all: a default is an argument, and strides choose the operators."""
+    assert signature.signature(layer_with()) == signature.signature(layer_with()), "two equal layers differ"
+    assert signature.signature(layer_with()) != signature.signature(layer_with(**changes)), (
+        f"a layer with {changes} would be stamped from one without"
+    )
 
 
 @pytest.mark.gt_world("fake", size=4, mesh={"fsdp": 4})
@@ -187,11 +213,82 @@ def test_state_that_a_step_changes_is_put_back():
     assert [layer.calls for layer in model.layers] == [1] * 8  # by the full trace alone
 
 
-def test_twins_and_dynamic_dimensions_are_traced_in_full():
+def numbered(forward=None):
+    """Eight layers that count themselves; ``forward`` takes a layer and its input."""
+    layers = [repeated.Layer(layer_id=index) for index in range(8)]
+    for layer in layers:
+        layer.__class__ = repeated.Layer if forward is None else type("Own", (repeated.Layer,), {"forward": forward})
+    return repeated.Net(layers)
+
+
+def test_an_attribute_that_only_counts_layers_may_be_ignored():
+    """Without leave the layers differ; with it they are stamped, equal to the full trace, and keep their numbers."""
+    model, inputs = numbered(), (torch.ones(4, WIDTH),)
+    assert not trace_step(model, step, inputs, repeat_layers="auto").repeated.stamped
+    stamped = trace_step(model, step, inputs, repeat_layers="exact", ignore=("layer_id",))
+    assert [run.units for run in stamped.repeated.stamped] == [8], stamped.repeated.full
+    full = trace_step(model, step, inputs)
+    assert first_difference(full.gm.graph, stamped.gm.graph) is None
+    assert [layer.layer_id for layer in model.layers] == list(range(8))
+
+
+@pytest.mark.parametrize(
+    ("reads", "reason"),
+    [
+        (lambda own: 2.0 if own.layer_id == 5 else 1.0, "`layer_id`, which ignore= names, is read"),
+        (lambda own: 1.0 + own.layer_id % 2, "`layer_id`, which ignore= names, is read"),
+        (lambda own: 1.0 / (1 + own.layer_id), "`layer_id`, which ignore= names, is read"),
+        (lambda own: 2.0 if own.layer_id in {7} else 1.0, "`layer_id`, which ignore= names, is read"),
+        (lambda own: ([1.0] * 7 + [2.0])[own.layer_id], "`layer_id`, which ignore= names, is read"),
+        (lambda own: float(f"1.{own.layer_id}"), "`layer_id`, which ignore= names, is read"),
+        (lambda own: own.layer_id.bit_length(), "bit_length"),
+        (lambda own: 2.0 if isinstance(own.layer_id, int) else 1.0, "without what ignore= names the graph is another"),
+    ],
+    ids=["compared", "odd and even", "a divisor", "a member", "an index", "a text", "a method", "its type"],
+)
+def test_an_ignored_attribute_that_is_read_is_told(reads, reason):
+    """The layers are traced in full, and equal: what was said to be harmless is believed of nobody."""
+    model, inputs = numbered(lambda own, x: x + own.w(x).relu() * reads(own)), (torch.ones(4, WIDTH),)
+    told = trace_step(model, step, inputs, repeat_layers="auto", ignore="layer_id")
+    assert not told.repeated.stamped
+    assert any(reason in layers.reason for layers in told.repeated.full), told.repeated.full
+    assert first_difference(trace_step(model, step, inputs).gm.graph, told.gm.graph) is None
+    assert [layer.layer_id for layer in model.layers] == list(range(8))
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [("layer_idx", "no module has it"), ("layer_id", "it is of type NoneType and int"), ("training", "of type bool")],
+)
+def test_what_does_not_count_layers_cannot_be_ignored(name, told):
+    """A None among numbers may be told from them without being read."""
+    model = numbered(lambda own, x: x if own.layer_id is None else x + own.w(x))
+    model.layers[5].layer_id = None
+    way_out = f"ignore='{name}': an attribute that counts layers is an int, or a str, and .*{told}"
+    with pytest.raises(ValueError, match=way_out):
+        trace_step(model, step, (torch.ones(4, WIDTH),), repeat_layers="auto", ignore=(name,))
+
+
+@pytest.mark.gt_world("fake", size=4, mesh={"fsdp": 4})
+def test_chunking_and_recomputation_do_the_same_to_a_stamped_graph(gt_mesh):
+    """Its twin is stamped, too. Without chunks it is another graph."""
+    batch = token_batches(256, "cpu")(0, 0)
+    texts = []
+    for how, chunk in (("off", ChunkConfig("layers.*")), ("auto", ChunkConfig("layers.*")), ("auto", None)):
+        model = decoder(partial(llama, 5), gt_mesh)
+        traced = trace_step(model, ce_step, batch, chunk=chunk, repeat_layers=how)
+        assert how == "off" or (len(traced.repeated.stamped), traced.repeated.full) == (1, ())
+        passes = construct_default_graph_passes(n_layers=5, chunk=chunk, reshard_after_forward=True)
+        texts.append(render(apply_graph_passes(traced.gm, None, passes, twin=traced.twin)))
+    full, stamped, other = texts
+    assert stamped == full
+    assert other != full
+
+
+def test_dynamic_dimensions_are_traced_in_full():
     model, inputs = STAMPED["a list"](), (torch.ones(4, WIDTH),)
-    for options in ({"dynamic_dims": {"batch": [(0, 0)]}}, {"twin_inputs": (torch.ones(2, WIDTH),)}):
-        told = trace_step(model, step, inputs, repeat_layers="auto", **options).repeated
-        assert [layers.reason for layers in told.full] == ["twins and dynamic dimensions are not proven"]
+    told = trace_step(model, step, inputs, repeat_layers="auto", dynamic_dims={"batch": [(0, 0)]}).repeated
+    assert [layers.reason for layers in told.full] == ["dynamic dimensions are not proven"]
 
 
 def test_another_word_is_refused():

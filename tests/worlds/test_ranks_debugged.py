@@ -57,11 +57,17 @@ def test_ranks_take_turns_at_a_breakpoint(suite):
 
 
 def test_one_rank_is_chosen(suite):
-    run = Session(suite, "-k", "stops_on_both or stops_on_one", "--gt-pdb-rank=1")
+    run = Session(suite, "-k", "stops_on_both or stops_on_one or at_the_third", "--gt-pdb-rank=1")
     for _ in range(2):
         run.prompt(1)
         run.say("c")
-    assert "2 passed" in run.end()
+    run.prompt(1)
+    run.say("p turn", "2")  # dist.breakpoint(skip=2), in the frame that calls it
+    run.prompt(1)
+    run.say("n", "assert turn < 3")
+    run.prompt(1)
+    run.say("c")
+    assert "3 passed" in run.end()
 
 
 def test_the_first_rank_that_fails_is_examined(suite):
@@ -102,6 +108,15 @@ def test_without_a_terminal_the_way_is_said(suite):
     suite.take("ranks_debugged")
     run = suite.run("-n1", "--gt-gpus=2", "-k", "stops_on_both")
     assert "run it with -n0: pytest test_debugged.py::test_stops_on_both" in run.text("test_stops_on_both")
+
+
+@pytest.mark.parametrize(("hook", "said"), [("0", ""), ("test_debugged.say_so", "mine is 11 here")])
+def test_another_breakpoint_is_python_s(suite, hook, said):
+    """``PYTHONBREAKPOINT`` works in ranks as elsewhere: it switches breakpoints off, or calls what it names there."""
+    suite.take("ranks_debugged")
+    run = suite.run("-s", "--gt-gpus=2", "-k", "stops_on_both", environ={"PYTHONBREAKPOINT": hook})
+    assert run.outcome("test_stops_on_both") == "passed"
+    assert said in run.output
 
 
 def test_output_carries_its_rank(suite):

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import _functional_collectives as functional
 
-from pytest_gtrainer.ranks.stacks import CALLS_SIGNAL, STACK_SIGNAL
+from pytest_gtrainer.ranks.answers import CALLS_SIGNAL, STACK_SIGNAL
 
 pytestmark = [
     pytest.mark.gt_world("ranks", size=3),

@@ -10,7 +10,7 @@ import pytest
 @pytest.fixture(scope="module")
 def run(module_suite):
     module_suite.take("ranks_features")
-    return module_suite.run("-rs", "--gt-gpus=8", "--gt-update-goldens", "-p", "no:randomly", environ={"CI": ""})
+    return module_suite.run("-rs", "--gt-gpus=8", "--gt-update-goldens", "-p", "no:randomly")
 
 
 @pytest.mark.parametrize(
@@ -72,7 +72,7 @@ def again(run, module_suite):
     """What has failed, uncaptured and on fresh ranks, up to the first failure; part of it is mended."""
     (run.folder / "mended").touch()
     module_suite.records = run.folder / "records-again"
-    return module_suite.run("--lf", "-x", "-s", "--gt-fresh-ranks", "--gt-gpus=8", environ={"CI": ""})
+    return module_suite.run("--lf", "-x", "-s", "--gt-fresh-ranks", "--gt-gpus=8")
 
 
 def test_a_run_of_what_failed_stops_at_the_first_failure(run, again):

@@ -17,13 +17,14 @@ from tests.worlds.test_torchrun import ENVIRONMENT
 STATE = wire.GroupState(True, 1, 0, {"all ranks": 3})
 MESSAGES = [
     wire.StartTeam("team", 2, {"gt_size": 2, "mainargv": ["pytest", "-q"], "seed": 7}),
-    wire.ToRanks("team", (1,), wire.RunItem(wire.ItemRef("a", ("b",)), None, ("f", None, "d"))),
-    wire.ToRanks("team", (1,), wire.CallFunction(b"\x80\x00", ("a",))),
+    wire.ToTeam("team", "send", (wire.RunItem(wire.ItemRef("a", ("b",)), None, ("f", None, "d")), (1,))),
+    wire.ToTeam("team", "send", (wire.CallFunction(b"\x80\x00", ("a",)), (1,))),
     wire.FromRank("team", 1, wire.ItemDone(({"a": (1, [2.5, None, True], "\udcff")},), (), None, STATE)),
     wire.FromRank("team", 1, wire.CallDone(b"", None, "", ({"kind": "x"},), STATE)),
-    wire.FromRank("team", 1, wire.Raised(1.5, "E", False, None, (1, 10**5000))),
-    wire.Stacks("team", (1, 2), {1: "where", 2: ""}),
-    wire.Stop(),
+    wire.FromRank("team", 1, wire.Raised(1.5, "E", False, None, (1, 10**5000), (("f.py", 3), ("g.py", 4)))),
+    wire.FromRank("team", None, {1: "where", 2: ""}),
+    wire.ToTeam("team", "kill"),
+    wire.Do("stop"),
     wire.Over(1),
 ]
 
@@ -36,7 +37,7 @@ def test_a_message_comes_as_it_was_sent(message):
 
 def test_what_cannot_be_sent_is_told_by_name():
     with pytest.raises(TypeError, match=r"Launch, the type of Launch.*, cannot be sent to another node"):
-        encode(wire.ToRanks("team", (1,), Launch(0, 1, 0, 1)))
+        encode(wire.ToTeam("team", "send", (Launch(0, 1, 0, 1), (1,))))
 
 
 class Command:
@@ -88,7 +89,7 @@ def test_who_does_not_have_the_key_is_refused_by_name():
 
 def wrongly_signed(line):
     """What goes wrong with a connection, by name: a function that sends it from the end ``line``."""
-    message = encode(wire.Stop())
+    message = encode(wire.Do("stop"))
     return {
         "a pickle": lambda: line._channel.send(pickle.dumps(Command()) * 2),
         "another signature": lambda: line._channel.send(bytes(32) + message),
@@ -113,8 +114,8 @@ def test_a_message_said_again_is_refused(whose):
     sent = []
     send = node._channel.send
     node._channel.send = lambda data: (sent.append(data), send(data))
-    node.send(wire.Stop())
-    assert rank_0.take() == [wire.Stop()]
+    node.send(wire.Do("stop"))
+    assert rank_0.take() == [wire.Do("stop")]
     (rank_0 if whose == "the other's" else node)._channel.send(sent[0])
     with pytest.raises(Refused, match="not signed"):
         (node if whose == "the other's" else rank_0).take()

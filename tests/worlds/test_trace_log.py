@@ -73,9 +73,17 @@ def test_own_handler_sees_the_trace():
 
 @pytest.mark.parametrize("option", [[], ["--gt-trace-log"]], ids=["", "flag"])
 def test_no_test_captures_the_structured_trace_unless_asked(pytester, option):
-    """pytest attaches its handlers to a logger that does not propagate; torch then writes its whole trace to them."""
+    """pytest attaches its handlers to a logger that does not propagate; torch then writes its whole trace to them.
+
+    So does pytest 9.2. Version 9.0 leaves such loggers alone, and the flag then shows what it shows: nothing.
+    """
     pytester.makepyfile(COMPILES)
-    result = pytester.runpytest_subprocess("--show-capture=log", *option)
-    result.assert_outcomes(passed=2, failed=1)
-    captured = [line for line in result.outlines if "torch.__trace" in line or line.startswith("DEBUG")]
-    assert bool(captured) == bool(option)
+
+    def captured(*options):
+        result = pytester.runpytest_subprocess("--show-capture=log", *options)
+        result.assert_outcomes(passed=2, failed=1)
+        return [line for line in result.outlines if "torch.__trace" in line or line.startswith("DEBUG")]
+
+    by_itself = captured("-p", "no:gtrainer")
+    assert bool(by_itself) == (pytest.version_tuple >= (9, 1))
+    assert bool(captured(*option)) == bool(option and by_itself)

@@ -1,30 +1,26 @@
 """What differs between two graph texts: in words first, then in bounded, folded lines. No torch here.
 
-In come two sequences of lines, out go sentences and lines. Read ``comparison`` first: it says which value of one
-graph is which of the other. From it, ``words`` puts at most a dozen sentences together:
-
-- ``moves``: the verdict (dataflow, schedule or spelling), effects, collectives moved against compute;
-- ``buckets``: which parameters travel in which collective;
-- ``values``: operators, types, operands, and the boundary (inputs, outputs, process groups);
-- ``remarks``: how things are called, and one sentence of what holds for many layers.
-
-``lines`` then shows the lines, by a diff in about linear time.
+Read ``comparison`` first: which value of one graph is which of the other. ``words`` puts at most a dozen sentences
+together. First comes the *verdict*: has the dataflow changed, only the schedule, or only the spelling? Then whether
+random numbers are drawn, and values changed in place, in the same order. ``buckets`` says which parameters travel in
+which collective, ``values`` all else, ``remarks`` how things are called, and ``lines`` shows the lines.
 
 Cost: linear in the number of lines but for sorting; two graphs of 40,000 nodes take under 3 s.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 
 from pytest_gtrainer.graphtext.differences.buckets import bucket_remarks, buckets_of, payloads_of
 from pytest_gtrainer.graphtext.differences.comparison import Comparison
 from pytest_gtrainer.graphtext.differences.lines import LIMIT, escaped, graph_diff, line_remarks, text_diff
-from pytest_gtrainer.graphtext.differences.moves import effect_remarks, move_remarks, verdict
-from pytest_gtrainer.graphtext.differences.remarks import Remark, Weight, sentences
+from pytest_gtrainer.graphtext.differences.remarks import Remark, Weight, about, reference_to, sentences, what
 from pytest_gtrainer.graphtext.differences.values import FINDERS
-from pytest_gtrainer.graphtext.folding import unfold
+from pytest_gtrainer.graphtext.equivalence import effects
+from pytest_gtrainer.graphtext.folding import rising, unfold
 from pytest_gtrainer.graphtext.sections import GraphLine
 
 __all__ = ["LIMIT", "diff", "escaped", "explain", "text_diff"]
@@ -66,13 +62,13 @@ def _remarks(comparison: Comparison) -> Iterator[Remark]:
         yield verdict(comparison)
         yield from effect_remarks(comparison)
     buckets, others = [buckets_of(side) if is_graph else payloads_of(side.others) for side in (old, new)]
-    said, explained = bucket_remarks(buckets, others)
-    yield from said
+    said = list(bucket_remarks(buckets, others))
+    yield from (remark for remark, _ in said)
     common = set(buckets) & set(others)
     if not is_graph and [b for b in buckets if b in common] != [b for b in others if b in common]:
         yield Remark(Weight.BUCKET, "payloads are issued in another order")
-    comparison.explained = frozenset(explained)
-    for find in (*FINDERS, move_remarks):
+    comparison.explained = frozenset(bucket.scope for _, explained in said for bucket in explained)
+    for find in FINDERS:
         yield from islice(find(comparison), _MOST)
     for place, other in comparison.definitions.items():
         was, now = old.definitions[place].name, new.definitions[other].name
@@ -80,3 +76,57 @@ def _remarks(comparison: Comparison) -> Iterator[Remark]:
             for sentence in words(Comparison(old.bodies[was], new.bodies[now]))[:3]:
                 yield Remark(Weight.OPERATOR, f"in {now}: {sentence}")
     yield from line_remarks(old.others, new.others)
+
+
+def verdict(comparison: Comparison) -> Remark:
+    """What kind of difference it is. Another dataflow begins at an operator that reads only what is on both sides."""
+    ours, theirs = [
+        list(zip(digests.values, graph.values, strict=True))
+        for digests, graph in ((comparison.ours, comparison.old), (comparison.theirs, comparison.new))
+    ]
+    if not comparison.same_dataflow:
+        for title, side, other in ((", first at", theirs, ours), (", without", ours, theirs)):
+            known = {digest for digest, _ in other}
+            for digest, value in side:
+                if digest not in known:
+                    return Remark(Weight.VERDICT, f"the dataflow differs{title} {what(value)}")
+        return Remark(Weight.VERDICT, "the dataflow differs")
+    annotations = [Counter((digest, value.scope, value.tags) for digest, value in side) for side in (ours, theirs)]
+    notes = ", other modules, buckets or tags" if annotations[0] != annotations[1] else ""
+    places = [new for old, new in comparison.places if comparison.old.values[old].operator]
+    if moved := len(places) - len(rising(places)):
+        operators = sum(not value.is_input for value in comparison.old.values)
+        text = f"same dataflow, other schedule ({moved} of {operators} operators moved)"
+        return Remark(Weight.VERDICT, text + notes)
+    is_same = comparison.old.definitions == comparison.new.definitions
+    notes = notes or (": only the spelling differs" if is_same else ", other definitions at the head")
+    return Remark(Weight.VERDICT, f"same dataflow, same schedule{notes}")
+
+
+def effect_remarks(comparison: Comparison) -> Iterator[Remark]:
+    """Changes of order that may change results although the dataflow is the same."""
+    if not comparison.same_dataflow:
+        return
+    before, after = comparison.ours.values, comparison.theirs.values
+    old, new = effects(comparison.old), effects(comparison.new)
+    for ours, theirs in zip(old.draws, new.draws, strict=True):
+        if before[ours] != after[theirs]:
+            was, now = comparison.old.values[ours], comparison.new.values[theirs]
+            told = what if what(was) != what(now) else reference_to
+            text = f"random numbers are drawn in another order, so results differ: {told(now)} before {told(was)}"
+            yield Remark(Weight.EFFECT, text, about(now))
+            break
+
+    def history(digests: Sequence[int], storage: int, changes: Sequence[tuple[int | None, list[int]]]) -> str:
+        told = [(None if n is None else digests[n], sorted(digests[reader] for reader in all)) for n, all in changes]
+        return repr((digests[storage], told))
+
+    left = Counter(history(after, *item) for item in new.histories.items())
+    for storage, changes in old.histories.items():
+        if left[same := history(before, storage, changes)] > 0:
+            left[same] -= 1
+            continue
+        changer = next(place for place, _ in changes if place is not None)
+        changed, value = comparison.old.values[storage], comparison.old.values[changer]
+        text = f"results may differ: what reads {reference_to(changed)} and {what(value)}, which changes it in place"
+        yield Remark(Weight.EFFECT, f"{text}, are in another order", about(value), "in place")

@@ -1,32 +1,22 @@
-"""Which parameters travel in which collective, and what has become of that.
+"""Which parameters travel in which collective, and what has become of that: read off the dataflow in one walk.
 
 An all-gather's *members* are the parameters that go into its payload, in its order; those of a reduction
-the outputs that come out of it. Collectives without such members (of activations, of statistics) are none
-of this module's. Read off the dataflow in one walk, not off what a pass says it did. A payload of the view
-``layout`` is compared as a bucket.
+the outputs that come out of it. Collectives without members are left out; a payload of the view ``layout`` is a bucket.
 """
 
 from __future__ import annotations
 
-import itertools
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 from pytest_gtrainer.graphtext.dataflow import HOLE, Dataflow
-from pytest_gtrainer.graphtext.differences.remarks import (
-    REDUCTIONS,
-    Remark,
-    Weight,
-    communicates,
-    kind_of,
-    listed,
-    module_of,
-)
+from pytest_gtrainer.graphtext.differences.remarks import Remark, Weight, communicates, kind_of, listed, module_of
 from pytest_gtrainer.graphtext.sections import GraphLine, Scope
 from pytest_gtrainer.graphtext.syntax import absolute, key_of
 
+_REDUCTIONS = ("RS", "AR")
 _ITEM = re.compile(rf"{HOLE}((?:\[\d+\])+)")
 
 
@@ -57,11 +47,11 @@ class LaunchedBucket:
 def buckets_of(graph: Dataflow) -> list[LaunchedBucket]:
     """The buckets of a graph in the order in which it launches them."""
     launches = {place: kind for place, value in enumerate(graph.values) if (kind := kind_of(value)) is not None}
-    returned = _returned(graph, {place for place, kind in launches.items() if kind in REDUCTIONS})
+    returned = _returned(graph, {place for place, kind in launches.items() if kind in _REDUCTIONS})
     found = []
     for place, kind in launches.items():
         launch, members = graph.values[place], []
-        if kind in REDUCTIONS:
+        if kind in _REDUCTIONS:
             members = [name for _, name in sorted(returned[place])]
         elif launch.sources:
             payload = _root(graph, launch.sources[0])
@@ -97,20 +87,13 @@ def _returned(graph: Dataflow, reductions: Set[int]) -> Mapping[int, list[tuple[
     return outputs
 
 
-def bucket_remarks(old: Sequence[LaunchedBucket], new: Sequence[LaunchedBucket]) -> tuple[list[Remark], set[Scope]]:
-    """Sentences on buckets merged, split, lost, gained or reordered, and the scopes that they explain."""
-    remarks: list[Remark] = []
-    explained: set[Scope] = set()
-    keys = dict.fromkeys((bucket.kind, bucket.scope.space) for bucket in itertools.chain(old, new))
-    for key in keys:
-        sides = [[bucket for bucket in side if (bucket.kind, bucket.scope.space) == key] for side in (old, new)]
-        for remark, buckets in _Change(*sides).remarks():
-            remarks.append(remark)
-            explained.update(bucket.scope for bucket in buckets)
-    return remarks, explained
-
-
 Said = tuple[Remark, Sequence[LaunchedBucket]]
+
+
+def bucket_remarks(old: Sequence[LaunchedBucket], new: Sequence[LaunchedBucket]) -> Iterator[Said]:
+    """Sentences on buckets merged, split, lost, gained or reordered, each with the buckets that it is about."""
+    for sort in dict.fromkeys(bucket.sort for bucket in (*old, *new)):
+        yield from _Change(*[[bucket for bucket in side if bucket.sort == sort] for side in (old, new)]).remarks()
 
 
 class _Change:
@@ -120,10 +103,7 @@ class _Change:
         self.old, self.new = old, new
         # each with the times that it stood there before: a parameter that stands there twice is two members
         self._members = [
-            [
-                [(name, bucket.members[:place].count(name)) for place, name in enumerate(bucket.members)]
-                for bucket in side
-            ]
+            [[(name, b.members[:place].count(name)) for place, name in enumerate(b.members)] for b in side]
             for side in (old, new)
         ]
         self._homes = [{each: place for place, told in enumerate(side) for each in told} for side in self._members]
@@ -150,13 +130,12 @@ class _Change:
 
     def _merged(self) -> Iterator[Said]:
         """Buckets of which all that is left is in another one's heir."""
-        partners = {new: old for old, new in self._partner.items()}
         into: dict[int, list[int]] = defaultdict(list)
         for place, heirs in enumerate(self._heirs):
             if place not in self._partner and len(heirs) == 1:
                 into[next(iter(heirs))].append(place)
         for heir, places in into.items():
-            partner = [partners[heir]] if heir in partners else []
+            partner = [old for old, new in self._partner.items() if new == heir]
             sources = [self.old[place] for place in sorted([*places, *partner])]
             target, labels, prefix = self.new[heir], [source.label for source in sources], ""
             if all(source.scope.is_bucket for source in sources):
@@ -166,11 +145,10 @@ class _Change:
             yield Remark(Weight.BUCKET, text, sources[0].about), [*sources, target]
 
     def _split(self) -> Iterator[Said]:
-        for origin in range(len(self.old)):
-            parts = self._parts(origin)
-            if len(parts) < 2:
+        for origin, source in enumerate(self.old):
+            new = [self.new[place] for place in self._parts(origin)]
+            if len(new) < 2:
                 continue
-            source, new = self.old[origin], [self.new[place] for place in parts]
             into = listed([f"{part.label} ({len(part.members)} members)" for part in new])
             if not any(part.scope.is_bucket for part in new):
                 into = f"{len(new)} collectives, of {listed(_inside(source, [part.members[0] for part in new]))}"
@@ -185,7 +163,7 @@ class _Change:
         return [place for place in made if self.new[place].scope.is_bucket or len(self.new[place].members) > 1]
 
     def _members_changed(self, place: int, heir: int) -> Iterator[Said]:
-        """Members that came, that went, and those that stand in another order."""
+        """Members that came, that went, and those that are in another order."""
         bucket, now = self.old[place], self.new[heir]
         mine, theirs = self._members[0][place], self._members[1][heir]
         left: dict[int | None, list[str]] = defaultdict(list)  # by the new bucket that they are in, None for none

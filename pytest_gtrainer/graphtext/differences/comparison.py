@@ -1,7 +1,6 @@
-"""Two graphs, and which value of one is which of the other.
+"""Two graphs, and which value of one is which of the other: paired by what they compute, as names and places change.
 
-Names and places do not tell it: one more operator renumbers names, and a schedule moves places. So values
-are paired by what they compute, from the most exact to the least, each within its module:
+From the most exact to the least, each within its module:
 
 1. the digest: all that it is computed from is equal;
 2. *two rings*: operator, type and literals of the value and of its operands, as what is computed before

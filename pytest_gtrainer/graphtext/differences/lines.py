@@ -1,14 +1,10 @@
-"""Bounded differences in lines: of texts, and of graphs section by section.
+"""Bounded differences in lines: of texts, and of graphs section by section, the same change in many layers once.
 
-The same change in many layers is shown once. Every line fits a terminal; a pair of lines that differ far
-to the right is cut on the left.
-
-Lines are compared in about linear time. The idea is that of patience diff (Bram Cohen): lines that stand once on
-either side, in the same order, are anchors, and what lies between two of them is compared on its own. Where no line
-stands once, a greedy search (Myers 1986) finds the shortest way if it has few steps. ``difflib``, which takes
-quadratic time and more, sees only gaps of a few lines. What none of them resolves is one replacement: the result is
-right, only not the shortest. Each of ``_DEPTH`` levels reads a line a few times; the greedy search at most
-``2 * _STEPS`` times.
+Lines are compared in about linear time, as by patience diff (Bram Cohen): lines that stand once on either side, in the
+same order, are anchors, and what lies between two of them is compared on its own. Where no line stands once, a greedy
+search (Myers 1986) finds the shortest way if it has few steps. ``difflib``, which takes quadratic time and more, sees
+only gaps of a few lines. What none of them resolves is one replacement: right, only not the shortest. Each of
+``_DEPTH`` levels reads a line a few times; the greedy search at most ``2 * _STEPS`` times.
 """
 
 from __future__ import annotations
@@ -43,11 +39,7 @@ class Change(NamedTuple):
 
 
 def changes(old: Sequence[str], new: Sequence[str]) -> list[Change]:
-    """Where two lists differ, in order.
-
-    >>> changes("abcd", "axcde")
-    [Change(first=1, last=2, begin=1, end=2), Change(first=4, last=4, begin=4, end=5)]
-    """
+    """Where two lists differ, in order."""
     joined: list[Change] = []
     for change in _changes(old, new, 0, 0, 0):
         if joined and (joined[-1].last, joined[-1].end) == (change.first, change.begin):  # no equal line between them
@@ -90,13 +82,10 @@ def _anchors(old: Sequence[str], new: Sequence[str]) -> list[tuple[int, int]]:
 
 
 def _few(old: Sequence[str], new: Sequence[str]) -> list[Change] | None:
-    """The shortest way from one side to the other, a line at a time; None if it has too many steps.
-
-    ``ends[k]`` is the furthest line of the old side that so many steps come to on the diagonal ``k``, where ``k`` more
-    lines have been lost than gained, and the steps.
-    """
+    """The shortest way from one side to the other, a line at a time; None if it has too many steps."""
     if len(set(old) ^ set(new)) > _STEPS:  # a step for each of them at least
         return None
+    # by how many more lines were lost than gained: the furthest line of the old side so far, and the steps to it
     ends: dict[int, tuple[int, list[Change]]] = {1: (0, [])}
     for step in range(_STEPS):
         for k in range(-step, step + 1, 2):
@@ -123,11 +112,7 @@ _Lines = tuple[str, ...]
 
 
 def text_diff(old: Sequence[str], new: Sequence[str], limit: int = LIMIT) -> list[str]:
-    """A unified diff of at most ``limit`` lines and a note.
-
-    >>> text_diff(["a", "b"], ["a", "c"])
-    ['--- golden', '+++ obtained', '@@ -1,2 +1,2 @@', ' a', '-b', '+c']
-    """
+    """A unified diff of at most ``limit`` lines and a note."""
     return _bounded((line for hunk in _hunks(old, new) for line in hunk), limit)
 
 
@@ -146,11 +131,7 @@ def graph_diff(
 
 
 def escaped(line: str) -> str:
-    r"""A line without what would command the terminal, or not be seen: control, direction and width.
-
-    >>> print(escaped("a" + chr(27) + "[31m" + chr(0x202E)))
-    a\x1b[31m\u202e
-    """
+    """A line without what would command the terminal, or not be seen: control, direction and width."""
     return "".join(c if c.isprintable() or c == "\t" else c.encode("unicode_escape").decode() for c in line)
 
 
@@ -162,19 +143,16 @@ def _bounded(lines: Iterator[str], limit: int) -> list[str]:
 def _section_diffs(old: Sequence[GraphLine], new: Sequence[GraphLine], keys: Sequence[GraphLine]) -> Iterator[str]:
     """The diffs of sections by ``keys``; their order, if that has changed and no section was lost or gained."""
     before, after, by = _by_section(old), _by_section(new), _by_section(keys)
-    sections: dict[_Lines, list[str]] = defaultdict(list)
-    bodies: dict[_Lines, _Lines] = {}
+    found: dict[_Lines, tuple[list[str], list[str]]] = {}  # by what has changed: the first such body, and sections
     for section in dict.fromkeys([*before, *after]):
         was, now, key = (side.get(section, ()) for side in (before, after, by))
-        if was == key:
-            continue
-        body = tuple(_body(was, now, key))
-        changed = tuple(line for line in body if not line.startswith(" "))
-        sections[changed].append(section)
-        bodies.setdefault(changed, body)
-    for changed, names in sections.items():
+        if was != key:
+            body = list(_body(was, now, key))
+            changed = tuple(line for line in body if not line.startswith(" "))
+            found.setdefault(changed, (body, []))[1].append(section)
+    for body, names in found.values():
         yield cut(f"@@ {spell_sections(names)} @@")
-        yield from bodies[changed]
+        yield from body
     visits = [[section for section, _ in itertools.groupby(line.section for line in side)] for side in (old, new)]
     if visits[0] != visits[1] and set(before) == set(after):
         yield "@@ order of the sections @@"
@@ -197,11 +175,7 @@ def _body(old: Sequence[str], new: Sequence[str], keys: Sequence[str]) -> Iterat
 
 
 def spell_sections(sections: Sequence[str]) -> str:
-    """Sections by name, layers as ranges.
-
-    >>> spell_sections(["fwd.layers[0]", "fwd.layers[1]", "fwd.layers[2]", "bwd", ""])
-    'fwd.layers[0..2], bwd, definitions'
-    """
+    """Sections by name, layers as ranges."""
     told: dict[str, list[int]] = defaultdict(list)
     for section in sections:
         found = _NUMBERED.fullmatch(section)
@@ -253,7 +227,7 @@ def _replaced(lost: Sequence[str], gained: Sequence[str]) -> Iterator[str]:
 
 
 def line_remarks(old: Sequence[GraphLine], new: Sequence[GraphLine]) -> Iterator[Remark]:
-    """Lines of views that were lost and gained by section, or that stand in another order."""
+    """Lines of views that were lost and gained by section, or that are in another order."""
     before, after = _by_section(old), _by_section(new)
     for section in dict.fromkeys([*before, *after]):
         was, now = before.get(section, ()), after.get(section, ())
@@ -264,4 +238,20 @@ def line_remarks(old: Sequence[GraphLine], new: Sequence[GraphLine]) -> Iterator
         space, _, module = absolute(section, None).partition(".")
         yield Remark(Weight.REST, f"{space} {module}".rstrip() + f": {told or 'lines in another order'}", module, told)
     if list(before) != list(after) and set(before) == set(after):
-        yield Remark(Weight.REST, "sections stand in another order")
+        yield Remark(Weight.REST, "sections are in another order")
+
+
+_MOST_CHANGES = 2_000
+
+
+def changed_lines(old: str, new: str) -> list[list[int]]:
+    """Where the lines of two texts differ: ``[first, last, begin, end]`` of each side; many changes as one.
+
+    >>> changed_lines("a\\nb\\nc", "a\\nx\\nc")
+    [[1, 2, 1, 2]]
+    """
+    found = [list(change) for change in changes(old.splitlines(), new.splitlines())]
+    if len(found) > _MOST_CHANGES:
+        first, last = found[_MOST_CHANGES], found[-1]
+        return [*found[:_MOST_CHANGES], [first[0], last[1], first[2], last[3]]]
+    return found

@@ -1,11 +1,8 @@
 """Sentences about a difference: how things are called in one, and one sentence for all layers that it holds of.
 
-A *remark* is written for one layer with full module names: ``wait of AG layers.4 moved behind the compute
-of layers.3``. It is *about* a module, here ``layers.4``; remarks that say the same relative to their layers
-become one: ``wait of AG layers[1..31] moved behind the compute of layers[i-1]``.
-
-Modules go by torch's names, ``layers.3.attention``; what belongs to the backward ends in ``/bwd``. A
-collective is called by its kind and its bucket or module: ``AG layers.4``, ``RS norm+lm_head/bwd``.
+A *remark* is *about* a module, here ``layers.4``: ``wait of AG layers.4 moved behind the compute of layers.3``. Those
+that say the same of their layers become one: ``wait of AG layers[1..31] moved behind the compute of layers[i-1]``.
+What belongs to the backward ends in ``/bwd``. A collective is called by its kind and its bucket or module.
 """
 
 from __future__ import annotations
@@ -45,10 +42,7 @@ class Remark(NamedTuple):
 
 
 def sentences(remarks: Iterable[Remark], limit: int) -> list[str]:
-    """The remarks as at most ``limit`` sentences, the weightiest first.
-
-    One remark stands for all layers of which it is said; of many with one gist, the one that holds of most layers.
-    """
+    """At most ``limit`` sentences, the weightiest first; of many remarks with one gist that of most layers."""
     numbers: dict[Remark, list[int]] = defaultdict(list)  # -1 for no layer
     for remark in remarks:
         layer, _ = split_layer(remark.about)
@@ -77,29 +71,17 @@ def sentences(remarks: Iterable[Remark], limit: int) -> list[str]:
 
 
 def cut(line: str, width: int = WIDTH) -> str:
-    """A line that fits a terminal.
-
-    >>> cut("abcdef", 4), cut("abcd", 4)
-    ('abc…', 'abcd')
-    """
+    """A line that fits a terminal."""
     return line if len(line) <= width else line[: width - 1] + "…"
 
 
 def same_start(old: Sequence[str], new: Sequence[str]) -> int:
-    """How many characters two lines begin with alike.
-
-    >>> same_start("f32[2]", "f32[4]"), same_start("mm", "mm_1")
-    (4, 2)
-    """
+    """How many characters two lines begin with alike."""
     return next((place for place, (a, b) in enumerate(zip(old, new, strict=False)) if a != b), min(len(old), len(new)))
 
 
 def _relative(text: str, container: str, number: int) -> str:
-    """Layers near ``number`` by their distance, ``layers.<+1>``.
-
-    >>> _relative("layers.4.wq beside layers.3, my.layers.4", "layers", 4)
-    'layers.<+0>.wq beside layers.<-1>, my.layers.4'
-    """
+    """Layers near ``number`` by their distance, ``layers.<+1>``."""
 
     def distance(found: re.Match[str]) -> str:
         away = int(found[1]) - number
@@ -125,11 +107,7 @@ def _spelled(remark: Remark, numbers: Sequence[int]) -> Remark:
 
 
 def ranges(numbers: Sequence[int]) -> list[str]:
-    """Rising numbers with runs of three and more drawn together.
-
-    >>> ranges([0, 1, 2, 5, 7, 8])
-    ['0..2', '5', '7', '8']
-    """
+    """Rising numbers with runs of three and more drawn together."""
     spelled: list[str] = []
     for _, run in itertools.groupby(enumerate(numbers), lambda pair: pair[1] - pair[0]):
         members = [number for _, number in run]
@@ -138,11 +116,7 @@ def ranges(numbers: Sequence[int]) -> list[str]:
 
 
 def listed(names: Sequence[str], most: int = 3) -> str:
-    """The first of some names.
-
-    >>> listed(["a", "b"]), listed(["a", "b", "c", "d", "e"])
-    ('a, b', 'a, b, c and 2 more')
-    """
+    """The first of some names."""
     shown = ", ".join(names[:most])
     return shown if len(names) <= most else f"{shown} and {len(names) - most} more"
 
@@ -153,30 +127,19 @@ KINDS = {
 }  # fmt: skip
 """The usual abbreviations, by what operators' names begin with."""
 
-REDUCTIONS = ("RS", "AR")
 _NAMESPACE = "_c10d_functional"
 """What operators of collectives begin with."""
 _INPUTS = {"P": "parameter", "B": "buffer", "I": "input", "A": "argument"}
 
 
 def module_of(scope: Scope) -> str:
-    """The module or bucket in short.
-
-    >>> module_of(Scope(("layers.3.norm",), "fwd")), module_of(Scope(("norm", "lm_head"), "bwd", True))
-    ('layers.3.norm', 'norm+lm_head')
-    >>> module_of(Scope(("layers.1.a", "layers.1.b", "layers.1.c"), "fwd", True))
-    'layers.1.a+2 more'
-    """
+    """The module or bucket in short."""
     modules = scope.owners
     return f"{modules[0]}+{len(modules) - 1} more" if len(modules) > 2 else "+".join(modules)
 
 
 def where(scope: Scope) -> str:
-    """The module with its direction.
-
-    >>> where(Scope(("layers.3.norm",), "fwd")), where(Scope(("norm",), "bwd", True))
-    ('fwd layers.3.norm', 'bwd bucket norm')
-    """
+    """The module with its direction."""
     return f"{scope.space} {'bucket ' if scope.is_bucket else ''}{module_of(scope) or '_'}"
 
 
@@ -202,11 +165,7 @@ def about(value: Value) -> str:
 
 
 def unit_of(scope: Scope) -> str:
-    """What computes as a whole: a layer, or a module outside of layers.
-
-    >>> unit_of(Scope(("layers.3.attention.wq",), "bwd")), unit_of(Scope(("norm",), "fwd"))
-    ('layers.3/bwd', 'norm')
-    """
+    """What computes as a whole: a layer, or a module outside of layers."""
     layer, rest = split_layer(scope.owners[0])
     unit = f"{layer.container}.{layer.number}" if layer else rest.partition(".")[0]
     return unit + ("/bwd" if scope.space == "bwd" else "")

@@ -1,32 +1,23 @@
-"""What has changed but its place: values that are still there, operators lost and gained, inputs, outputs, the head.
+"""What has changed: values that are still there, operators lost and gained, inputs, outputs, the head, the schedule.
 
-Of a value: type, literals, operands, process group, module, tags. Of operators: how many, by module, and of
-collectives in all. Of the boundary: inputs, outputs, process groups, symbols, conventions.
+Compute that keeps its order is the ruler of moves: a launch or a wait has moved if another number of its operators
+stands before it. What only serves a collective (casts of parameters, packing) moves with it and is not told.
 """
 
 from __future__ import annotations
 
+import bisect
+import itertools
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from pytest_gtrainer.graphtext.dataflow import HOLE, SYMBOL, Dataflow, Operand, Result, Value
-from pytest_gtrainer.graphtext.differences.comparison import Comparison
-from pytest_gtrainer.graphtext.differences.remarks import (
-    Remark,
-    Weight,
-    about,
-    communicates,
-    cut,
-    kind_of,
-    listed,
-    module_of,
-    reference_to,
-    same_start,
-    what,
-    where,
-)
+from pytest_gtrainer.graphtext.differences import remarks
+from pytest_gtrainer.graphtext.differences.comparison import Comparison, own
+from pytest_gtrainer.graphtext.differences.remarks import Remark, Weight, about, communicates, reference_to, what
 from pytest_gtrainer.graphtext.equivalence import bare_name
+from pytest_gtrainer.graphtext.folding import rising
 from pytest_gtrainer.graphtext.sections import Scope
 
 _LONGEST = 60
@@ -52,15 +43,9 @@ def type_remarks(comparison: Comparison) -> Iterator[Remark]:
 
 
 def _became(old: str, new: str) -> str:
-    """Both from where they differ, if they are long.
-
-    >>> _became("f32[2]", "f32[4]")
-    'f32[2] became f32[4]'
-    >>> _became("[" + "f32[2], " * 20 + "f32[3]]", "[" + "f32[2], " * 20 + "f32[4]]")
-    '…f32[2], f32[2], f32[3]] became …f32[2], f32[2], f32[4]]'
-    """
-    start = max(same_start(old, new) - _LONGEST // 3, 0) if max(len(old), len(new)) > _LONGEST else 0
-    before, after = (cut(("…" if start else "") + text[start:], _LONGEST) for text in (old, new))
+    """Both from where they differ, if they are long."""
+    start = max(remarks.same_start(old, new) - _LONGEST // 3, 0) if max(len(old), len(new)) > _LONGEST else 0
+    before, after = (remarks.cut(("…" if start else "") + text[start:], _LONGEST) for text in (old, new))
     return f"{before} became {after}"
 
 
@@ -133,9 +118,9 @@ def group_remarks(comparison: Comparison) -> Iterator[Remark]:
         was, now = comparison.old.values[place], comparison.new.values[other]
         for old, new in zip(was.operands, now.operands, strict=False):
             if _is_definition(old) and _is_definition(new) and not comparison.same_operand(old, new):
-                kind = kind_of(now) or now.operator
+                kind = remarks.kind_of(now) or now.operator
                 change = f"{_shown(comparison.old, old)} became {_shown(comparison.new, new)}"
-                text = f"process group of {kind} {module_of(now.scope)}/{now.scope.space}: {change}"
+                text = f"process group of {kind} {remarks.module_of(now.scope)}/{now.scope.space}: {change}"
                 yield Remark(Weight.GROUP, text, about(now), f"{kind} {change}")
 
 
@@ -144,7 +129,7 @@ def annotation_remarks(comparison: Comparison) -> Iterator[Remark]:
     for old, new in comparison.elsewhere:
         was, now = comparison.old.values[old], comparison.new.values[new]
         if was.scope != now.scope and not {was.scope, now.scope} & comparison.explained:
-            text = f"{now.operator} of {where(was.scope)} belongs to {where(now.scope)} now"
+            text = f"{now.operator} of {remarks.where(was.scope)} belongs to {remarks.where(now.scope)} now"
             yield Remark(Weight.MODULE, text, about(was), "modules")
     for old, new in comparison.places:
         was, now = comparison.old.values[old], comparison.new.values[new]
@@ -164,8 +149,8 @@ def operator_remarks(comparison: Comparison) -> Iterator[Remark]:
         told = {
             verb: [f"{n} {name}" if n > 1 else name for name, n in names.items()] for verb, names in changes.items()
         }
-        gist = ", ".join(f"{verb} {listed(names, 4)}" for verb, names in told.items())
-        yield Remark(Weight.OPERATOR, f"{where(scope)}: {gist}", scope.owners[0], gist)
+        gist = ", ".join(f"{verb} {remarks.listed(names, 4)}" for verb, names in told.items())
+        yield Remark(Weight.OPERATOR, f"{remarks.where(scope)}: {gist}", scope.owners[0], gist)
 
 
 def collective_remarks(comparison: Comparison) -> Iterator[Remark]:
@@ -202,7 +187,7 @@ def input_remarks(comparison: Comparison) -> Iterator[Remark]:
             yield Remark(Weight.BOUNDARY, f"{verb} {what(value)}", about(value), f"{verb} {value.scope.space}")
     places = [new for old in comparison.old.inputs if (new := comparison.to_new[old]) is not None]
     if places != sorted(places):
-        yield Remark(Weight.BOUNDARY, "inputs stand in another order")
+        yield Remark(Weight.BOUNDARY, "inputs are in another order")
 
 
 def output_remarks(comparison: Comparison) -> Iterator[Remark]:
@@ -220,7 +205,7 @@ def output_remarks(comparison: Comparison) -> Iterator[Remark]:
             after, before = _shown_result(comparison.new, now), _shown_result(comparison.old, was)
             yield Remark(Weight.BOUNDARY, f"output {name} is {after} instead of {before}", name, "output")
     if [name for name in old if name in new] != [name for name in new if name in old]:
-        yield Remark(Weight.BOUNDARY, "outputs stand in another order")
+        yield Remark(Weight.BOUNDARY, "outputs are in another order")
 
 
 def _results_by_name(graph: Dataflow) -> dict[str, Result]:
@@ -238,8 +223,117 @@ def _shown_result(graph: Dataflow, result: Result) -> str:
     return text
 
 
+_Places = Sequence[tuple[int, int]]
+_MOST_OF_LAYER = 2 / 3
+"""The part of a layer's compute that is called most of it."""
+
+
+def move_remarks(comparison: Comparison) -> Iterator[Remark]:
+    """Collectives moved against compute and against each other, then compute; if it is none of these, all else."""
+    values = comparison.old.values
+    pairs = [pair for pair in comparison.places if values[pair[0]].operator]
+    kept = set(rising([new for _, new in pairs]))
+    if len(kept) == len(pairs):
+        return
+    serving = _serving(comparison.old)
+    compute = [pair for pair in pairs if not serving[pair[0]]]
+    ruler = _Ruler(comparison.old, compute)
+    told = list(_event_moves(comparison, ruler))
+    for place, now in compute:  # what is the same but for what it reads
+        if ruler.has_passed(place, now) and own(values[place]) == own(comparison.new.values[now]):
+            text = ruler.way(place, now, what(values[place]))
+            told.append(Remark(Weight.REST, text, about(values[place]), "compute"))
+    yield from told
+    if not told:  # casts, packing and unpacking that moved on their own
+        moved = [old for place, (old, _) in enumerate(pairs) if place not in kept]
+        more = f" (and {len(moved) - 1} more operators)" if len(moved) > 1 else ""
+        first = values[moved[0]]
+        yield Remark(Weight.REST, f"{what(first)} is in another place{more}", about(first))
+
+
+def _serving(graph: Dataflow) -> list[bool]:
+    """Whether a value is a collective, is in a bucket, or is made of parameters only."""
+    communicated = [communicates(value) or value.scope.is_bucket for value in graph.values]
+    serving: list[bool] = []
+    for value, is_communicated in zip(graph.values, communicated, strict=True):
+        prepared = [serving[source] and not communicated[source] for source in value.sources]
+        is_prepared = value.scope.space == "P" if value.is_input else bool(prepared) and all(prepared)
+        serving.append(is_communicated or is_prepared)
+    return serving
+
+
+class _Ruler:
+    """Compute in the order that both sides have: its places, their layers, and the bounds of each one's layer."""
+
+    def __init__(self, graph: Dataflow, compute: _Places) -> None:
+        kept = [compute[place] for place in rising([new for _, new in compute])]
+        self.graph = graph
+        self.old, self.new = [old for old, _ in kept], [new for _, new in kept]
+        self.units = [remarks.unit_of(graph.values[place].scope) for place in self.old]
+        self.stretches: list[tuple[int, int]] = []
+        for _, members in itertools.groupby(self.units):
+            first, length = len(self.stretches), len(list(members))
+            self.stretches += [(first, first + length)] * length
+
+    def has_passed(self, place: int, now: int) -> bool:
+        return bisect.bisect(self.old, place) != bisect.bisect(self.new, now)
+
+    def way(self, place: int, now: int, subject: str) -> str:
+        """That something moved from ``place`` to ``now``: past that neighbouring layer of which it passed more."""
+        was, stands = bisect.bisect(self.old, place), bisect.bisect(self.new, now)
+        start, end = sorted((was, stands))
+        side, mark = ("behind", end - 1) if stands > was else ("before", start)
+
+        def passed(bounds: tuple[int, int]) -> int:
+            return min(bounds[1], end) - max(bounds[0], start)
+
+        most = self.stretches[mark]
+        other = most[0] - 1 if side == "behind" else most[1]
+        if start <= other < end:
+            most = max(most, self.stretches[other], key=passed)
+        unit, part = self.units[most[0]], passed(most) / (most[1] - most[0])
+        value, last = self.graph.values[place], self.graph.values[self.old[mark]]
+        if part > _MOST_OF_LAYER and unit and (communicates(value) or remarks.unit_of(value.scope) != unit):
+            return f"{subject} moved {side} {'' if part == 1 else 'most of '}the compute of {unit}"
+        if subject == what(last):
+            return f"{reference_to(value)} moved {side} {reference_to(last)}"
+        return f"{subject} moved {side} {what(last)}"
+
+
+def _event_moves(comparison: Comparison, ruler: _Ruler) -> Iterator[Remark]:
+    """Launches and waits that passed compute, then those that only passed one another."""
+    values, events = comparison.old.values, remarks.events_of(comparison.old)
+    still: dict[str, list[tuple[int, int]]] = {"launch": [], "wait": []}
+    for place, event in events.items():
+        now = comparison.to_new[place]
+        if now is not None and ruler.has_passed(place, now):
+            text = ruler.way(place, now, str(event))
+            side = "behind" if " moved behind " in text else "before"
+            yield Remark(Weight.MOVE, text, about(values[place]), f"{event.step} {event.collective.split()[0]} {side}")
+        elif now is not None:
+            still[event.step].append((place, now))
+
+    launches, waits = still["launch"], still["wait"]
+    kept, held = ([side[number] for number in rising([now for _, now in side])] for side in (launches, waits))
+    for place, side, other in list(_passed(launches, held)) or [*_passed(waits, held), *_passed(launches, kept)]:
+        step, collective = event = events[place]
+        text = f"{event} moved {side} the {events[other]}"
+        yield Remark(Weight.MOVE, text, about(values[place]), f"{step} {collective.split()[0]} {side} event")
+
+
+def _passed(events: _Places, held: _Places) -> Iterator[tuple[int, str, int]]:
+    """The events that another number of ``held`` ones stands before: which, on what side, of which one."""
+    old, new = [place for place, _ in held], [now for _, now in held]
+    for place, now in events:
+        was, stands = bisect.bisect(old, place), bisect.bisect(new, now)
+        if stands > was:
+            yield place, "behind", old[stands - 1]
+        elif stands < was:
+            yield place, "before", old[stands]
+
+
 FINDERS = (
     definition_remarks, input_remarks, output_remarks, group_remarks, collective_remarks, operator_remarks,
-    type_remarks, argument_remarks, annotation_remarks,
+    type_remarks, argument_remarks, annotation_remarks, move_remarks,
 )  # fmt: skip
 """What finds the differences of this module, in the order in which they are told."""

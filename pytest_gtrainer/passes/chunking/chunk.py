@@ -43,16 +43,15 @@ _RESHAPES = (aten.view.default, aten._unsafe_view.default, aten.reshape.default,
 def check_extents(twins: Twins, config: ChunkConfig) -> None:
     """The graphs' inputs are N to 1 in the chunk dimension, or equal (G9)."""
     differing = [node for node in twins.full.graph.find_nodes(op="placeholder") if node in twins.dims]
-    for node in differing:
-        pairs = zip(node.meta["val"].shape, twins.part_of[node].meta["val"].shape, strict=True)
-        for ours, theirs in ((a, b) for a, b in pairs if a != b):
-            wanted = config.chunk_extent(ours, f"{config.module_fqn} reads {described(node)}")
-            if theirs != wanted:
-                raise ChunkError(
-                    f"{config.module_fqn}: the twin of {described(node)} has extent {theirs} where the "
-                    f"{config.chunk_dim} dimension has {ours}; a chunk of {config.num_chunks} has {wanted}: trace it "
-                    "with the same ChunkConfig"
-                )
+    for node, dim in ((each, dim) for each in differing for dim in twins.dims[each]):
+        ours, theirs = node.meta["val"].shape[dim], twins.part_of[node].meta["val"].shape[dim]
+        wanted = config.chunk_extent(ours, f"{config.module_fqn} reads {described(node)}")
+        if theirs != wanted:
+            raise ChunkError(
+                f"{config.module_fqn}: the twin of {described(node)} has extent {theirs} where the "
+                f"{config.chunk_dim} dimension has {ours}; a chunk of {config.num_chunks} has {wanted}: trace it "
+                "with the same ChunkConfig"
+            )
     if not differing:
         raise ChunkError(
             f"the graph and its twin have inputs of the same extents, so nothing is known of the {config.chunk_dim} "
@@ -61,9 +60,7 @@ def check_extents(twins: Twins, config: ChunkConfig) -> None:
 
 
 def check_bodies(twins: Twins, regions: Sequence[Region], storages: Storages, config: ChunkConfig) -> None:
-    """Nothing in a body that cannot run once per chunk: a collective that is not expert-parallel (G8), an operator that
-    mixes rows (G3), a forward that reads the backward (G8), a fixed full extent (G10).
-    """
+    """Refuse other collectives than expert-parallel ones (G8), mixed rows (G3), a fixed full extent (G10) in a body."""
     reductions = gradient_reductions(twins.full.graph)
     following = _Following(twins, regions, storages, config)
     for region in regions:
@@ -110,8 +107,7 @@ class _Following:
         """Note what a node gives; refuse it if it mixes rows."""
         if node.target is operator.getitem:
             source, index = node.args
-            found = self.known.get(source, [])
-            self.known[node] = [found[index]] if index < len(found) else [self._of(node)]
+            self.known[node] = self.known.get(source, [])[index : index + 1] or [self._of(node)]
             return
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: Operand(n.meta.get("val"), self._of(n)))
         part = self.twins.part_of[node]
@@ -202,9 +198,8 @@ def chunk_pass(
 
     Args:
         example_inputs: of a symbolic graph, for the extents; by default those of the traced example.
-        twin: the graph of the same step at the extent of one chunk, after the same passes;
-            ``trace_step(..., chunk=config)`` makes it. A symbolic graph needs none: it is its own twin at
-            two extents.
+        twin: the graph of the same step at the extent of one chunk, after the same passes; ``trace_step(...,
+            chunk=config)`` makes it. A symbolic graph needs none: it is its own twin at two extents.
 
     Raises:
         ChunkError: what cannot be chunked, by module, node and extent, and what to do about it.
@@ -223,10 +218,9 @@ def chunk_pass(
         check_bodies(aligned, regions, storages, config)
         made = Rewrite(aligned, regions, storages, config.dim).run()
     except ChunkError as error:
-        pairs = zip(*(graph.graph.find_nodes(op="placeholder") for graph in twins), strict=False)
-        shapes = ((getattr(node.meta.get("val"), "shape", ()) for node in pair) for pair in pairs)
-        told = (f", of extent {a}" for ours, theirs in shapes for a, b in zip(ours, theirs, strict=False) if a != b)
-        extent = next(told, "")  # as the first input that has the chunk dimension tells
+        inputs = zip(*(graph.graph.find_nodes(op="placeholder") for graph in twins), strict=False)
+        shapes = (zip(*(getattr(n.meta.get("val"), "shape", ()) for n in pair), strict=False) for pair in inputs)
+        extent = next((f", of extent {a}" for pairs in shapes for a, b in pairs if a != b), "")  # of the first input
         error.add_note(
             f"while {config.module_fqn} was chunked by {config.chunk_dim}{extent}, into {config.num_chunks} chunks"
         )

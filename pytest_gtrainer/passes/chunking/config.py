@@ -53,8 +53,7 @@ class ChunkConfig:
             blocks, ``layers.*.moe`` their MoE layers; ``*`` stands for one component, or for a part of one.
         chunk_dim: "batch", dimension 0 of the root's activation, or, for MoE layers, "sequence", dimension 1.
         num_chunks: the number of equal chunks, at least 2.
-        early_grad_accumulation: add the chunks' parameter gradients before they are communicated, which
-            is faster; off, the result equals eager chunking bit for bit.
+        early_grad_accumulation: add chunks' gradients before their reduction; False has the bits of eager chunking.
         row_wise: full names of operators (``"mylib::norm"``) that treat each row of the chunk dimension by itself,
             where chunking cannot know it: operators of one's own, for which you answer.
 
@@ -117,11 +116,7 @@ class ChunkConfig:
         return ".".join(components[: len(patterns)]) if matching else ""
 
     def chunk_extent(self, extent: int, what: str) -> int:
-        """The extent of one chunk.
-
-        Raises:
-            ChunkError: the chunks do not divide the extent.
-        """
+        """The extent of one chunk; a ChunkError if the chunks do not divide the extent."""
         if extent % self.num_chunks or extent < self.num_chunks:
             raise ChunkError(
                 f"{what}: extent {extent} of the {self.chunk_dim} dimension does not divide into {self.num_chunks} "
@@ -130,12 +125,9 @@ class ChunkConfig:
         return extent // self.num_chunks
 
     def twin_inputs(self, inputs: Sequence[Any]) -> tuple[Any, ...]:
-        """The inputs of a step at the extent of one chunk, for the trace of its twin.
+        """The inputs of a step at the extent of one chunk, for the trace of its twin; a ChunkError if they have none.
 
         The first tensor that has the chunk dimension gives its extent; every tensor with this extent there is cut.
-
-        Raises:
-            ChunkError: no input has that dimension, or its extent does not divide.
         """
         leaves, spec = pytree.tree_flatten(tuple(inputs))
         ((first, dim), *_) = places = self.dynamic_dims(inputs)[self.chunk_dim]
@@ -145,12 +137,9 @@ class ChunkConfig:
         return tuple(pytree.tree_unflatten(leaves, spec))
 
     def dynamic_dims(self, inputs: Sequence[Any]) -> dict[str, list[tuple[int, int]]]:
-        """Where the inputs have the chunk dimension, for ``trace_step(dynamic_dims=...)``: one symbolic trace
-        instead of a second static one. Which tensors have it is told as by ``twin_inputs``.
-        """
-        leaves = pytree.tree_leaves(tuple(inputs))
-        tensors = {i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)}
-        extents = {i: tensor.shape[self.dim] for i, tensor in tensors.items() if tensor.ndim > self.dim}
+        """Where the inputs have the chunk dimension, as by ``twin_inputs``, for ``trace_step(dynamic_dims=...)``."""
+        tensors = [(i, x) for i, x in enumerate(pytree.tree_leaves(tuple(inputs))) if isinstance(x, torch.Tensor)]
+        extents = {i: tensor.shape[self.dim] for i, tensor in tensors if tensor.ndim > self.dim}
         if not extents:
             raise ChunkError(f"no input of the step has a {self.chunk_dim} dimension (dimension {self.dim})")
         extent = next(iter(extents.values()))
@@ -158,13 +147,7 @@ class ChunkConfig:
 
 
 def check_surroundings(config: ChunkConfig, plan: BucketPlan, tensor_parallel_degree: int) -> None:
-    """Chunks beside tensor parallelism and buckets: a bucket with modules of a chunked layer has those alone.
-
-    Its collectives would else hang on two regions, one of which runs in chunks long before the other.
-
-    Raises:
-        ChunkError: tensor parallelism (G3), or a bucket reaches out of a chunked layer, by both names.
-    """
+    """Refuse chunks beside tensor parallelism (G3), and a bucket that reaches out of a chunked layer."""
     if tensor_parallel_degree != 1:
         raise ChunkError(
             f"{config.module_fqn} cannot run in chunks at a tensor-parallel degree of {tensor_parallel_degree}: its "

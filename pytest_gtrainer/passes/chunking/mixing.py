@@ -1,21 +1,11 @@
 """Which operators mix rows: whether what a chunk computes depends on which rows are in it.
 
-*Idea.* Every value of a chunked module is followed by operator and dimension. A tensor with the chunk dimension is
-``Rows``; a value over all rows of a chunk, without that dimension, is a ``Statistic``. An operator mixes if it works
-along the chunk dimension (``_ALONG``), picks rows by their number (``_BY_NUMBER``), relates each row to each other one,
-or brings a statistic back into rows. A statistic that goes elsewhere is none of this: the part of a parameter's
-gradient is added to the others, a buffer goes from chunk to chunk.
-
-*Routing* is free, as a MoE layer does it: integers may be computed across rows (counts, offsets, orders), rows may be
-brought into an order of the data, and split by counts. Floating-point numbers computed from such integers are not.
-
-*What the module makes itself* is the same in every row (``zeros``), or it depends on a row's number or on how many rows
-there are, which in a chunk are others (``arange``, ``eye``, ``x.shape[0]`` as a number): that may choose rows by their
-own number, and else not meet them. It spreads: what is computed from it depends on the same.
-
-An operator is judged by one of four rules, else refused: it stands in a table here; it is tagged as pointwise, or
-shows memory; its dimensions tell all (``_BY_DIMENSIONS``: what it sums over is gone from its result); or it is the
-backward of one that was judged in the forward.
+*Idea.* ``Rows`` have the chunk dimension; a ``Statistic`` is over all rows of a chunk. An operator mixes if it works
+along that dimension (``_ALONG``), picks rows by their number (``_BY_NUMBER``), relates each row to each other one, or
+brings a statistic back into rows. *Routing* is free: integers may be computed across rows, and sort and split them, but
+no floating-point number may be computed from such integers. What the module makes itself, as ``zeros``, may choose rows
+by their own number, and else not meet them. An operator that no table, tag (pointwise), rule of dimensions, or forward
+of the same operator judges is refused.
 """
 
 from __future__ import annotations
@@ -44,14 +34,11 @@ HOW_MANY = "how many rows there are"
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """A tensor with the chunk dimension: where it has it, and what its rows hold.
-
-    ``front``: a dimension may be merged of others; positions of it that lie in front of the chunk dimension.
-    """
+    """A tensor with the chunk dimension: where it has it, and what its rows hold."""
 
     dims: tuple[int, ...]
     hold: str = INPUT
-    front: int = 1
+    front: int = 1  # of a dimension that is merged of others, positions in front of the chunk dimension
 
     def in_front(self, tensor: torch.Tensor) -> int:
         """Positions in front of the chunk dimension in all."""
@@ -82,17 +69,7 @@ class Operand:
 
 
 class Call:
-    """One call of an operator.
-
-    Attributes:
-        name: the operator's, without namespace, overload and the underscore of an in-place one.
-        given: its arguments by name, tensors as ``Operand``.
-        results: its tensors, each with the dimensions that are the chunk dimension.
-        counts: whether a number that it computes with depends on how many rows there are.
-
-    Args:
-        part: the same arguments at the extent of one chunk, if they are known.
-    """
+    """One call of an operator; ``part``: the arguments at a chunk's extent; ``counts``: a number depends on rows."""
 
     def __init__(
         self,
@@ -266,16 +243,7 @@ _OURS = ("aten", "prims", "_c10d_functional", "_c10d_functional_autograd")
 
 
 def refuse_mixing(what: str, wrong: str, where: str, config: ChunkConfig, told: set[str]) -> None:
-    """Refuse an operator, named by ``what``, inside the module ``where``.
-
-    Row numbers and sizes that rows meet are each chunk's own (G15): a ``ChunkWarning`` says so, of the first operator.
-
-    Args:
-        told: modules of which it was said.
-
-    Raises:
-        ChunkError: it mixes rows.
-    """
+    """Refuse an operator, ``what``, in module ``where``; warn once of numbers that are each chunk's own (G15)."""
     vouch, is_number = "", HOW_MANY in wrong or "their number" in wrong
     if "not known" in wrong:
         vouch = "; if it treats each row by itself, say so: ChunkConfig(row_wise=(its name,)), as 'mylib::norm'"
@@ -311,13 +279,13 @@ def _wrong(call: Call) -> str | None:
         return f"brings into rows a value over all of them ({statistic})"
     if not rows:
         return None
-    if wrong := _made_in_rows(call) or _wrong_order(call):
-        return wrong
-    return _wrong_index(call) if call.name in INDEXING else _wrong_along(call, rows)
+    last = _wrong_index if call.name in INDEXING else _wrong_along
+    return _made_in_rows(call) or _wrong_order(call) or last(call)
 
 
-def _wrong_along(call: Call, rows: Sequence[tuple[Operand, Rows]]) -> str | None:
+def _wrong_along(call: Call) -> str | None:
     """Whether the operator works along the chunk dimension, or is not known."""
+    rows = call.rows()
     if call.name in _SEARCHES:
         sequence: Operand = call.given["boundaries" if call.name == "bucketize" else "sorted_sequence"]
         last = sequence.value.ndim - 1
@@ -350,9 +318,8 @@ def _made_in_rows(call: Call) -> str | None:
     if call.is_backward or not any(value.is_floating_point() for value, _ in _tensors(call)):
         return None
     index = [operand for _, operand in chosen_by(call)[1]] if call.name in INDEXING else []
-    rows = [(operand, known.hold) for operand, known in call.rows() if all(operand is not one for one in index)]
-    of_data = [operand for operand, hold in rows if hold not in _WITHOUT_DATA]
-    if not of_data or not any(hold in (NUMBERS, COUNTED) for _, hold in rows):
+    holds = {known.hold for operand, known in call.rows() if all(operand is not one for one in index)}
+    if holds <= _WITHOUT_DATA or holds.isdisjoint((NUMBERS, COUNTED)):
         return None
     return "brings into rows what depends on their number, or on how many there are, and is another one in a chunk"
 

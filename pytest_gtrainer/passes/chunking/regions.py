@@ -1,11 +1,9 @@
 """Which nodes each chunk repeats: the bodies of the regions.
 
-*Idea.* A node of a root belongs to the body if the chunk dimension influences it: its own extents or literals
-differ between the twins; it reads another node of the body, or something outside that carries the dimension;
-it draws random numbers, writes, or has to do with memory that a body writes to (each chunk must see what the
-chunk before has left). Everything else of the root is shared: parameters, their all-gathers and casts (G4).
-Nodes without a module follow those around them: autograd's additions of gradients, parts of several results,
-backwards of hand-written functions. *Cost.* Two walks over the graph.
+*Idea.* A node of a root belongs to the body if the chunk dimension influences it: its extents or literals differ
+between the twins; it reads the body, or something outside that carries the dimension; it draws random numbers, writes,
+or meets memory that a body writes to. All else is shared: parameters, their all-gathers and casts (G4). Nodes without a
+module follow those around them.
 """
 
 from __future__ import annotations
@@ -61,22 +59,15 @@ def gradient_reductions(graph: fx.Graph) -> set[fx.Node]:
 
 
 def reduction_steps(graph: fx.Graph, *, up_to_casts: bool = False) -> set[fx.Node]:
-    """All nodes of the gradients' reductions: casts and pads before the collective, and what is behind it.
+    """All nodes of gradients' reductions: casts and pads before collectives, what is behind up to the next addition.
+    ``up_to_casts``: only what a sum of gradients may move in front of, so no cast to another dtype or device (J2)."""
 
-    The steps before it were made by the backward of one gather, and so carry its ``seq_nr``. Those behind it go up to
-    the output, or to autograd's addition of another gradient.
+    def goes_on(node: fx.Node) -> bool:
+        return node.op == "call_function" and not is_engine_addition(node)
 
-    Args:
-        up_to_casts: only what a sum of gradients may move in front of: no cast to another dtype or device, and
-            no reduction with such a cast behind it (J2).
-    """
     steps: set[fx.Node] = set()
     for launch in gradient_reductions(graph):
-        behind = walked(
-            launch.users,
-            lambda node: node.users,
-            lambda node: node.op == "call_function" and not is_engine_addition(node),
-        )
+        behind = walked(launch.users, operator.attrgetter("users"), goes_on)
         if up_to_casts and any(map(_casts, behind)):
             continue
         steps |= {launch} | behind
@@ -84,10 +75,10 @@ def reduction_steps(graph: fx.Graph, *, up_to_casts: bool = False) -> set[fx.Nod
 
         def is_before(node: fx.Node, number: int | None = number) -> bool:
             same = direction(node) == BACKWARD and node.meta.get("seq_nr") == number
-            return same and not is_engine_addition(node) and not (up_to_casts and _casts(node))
+            return same and goes_on(node) and not (up_to_casts and _casts(node))
 
         if number is not None:
-            steps |= walked(launch.all_input_nodes, lambda node: node.all_input_nodes, is_before)
+            steps |= walked(launch.all_input_nodes, operator.attrgetter("all_input_nodes"), is_before)
     return steps
 
 
@@ -140,11 +131,9 @@ class _BodySearch:
 
     def __init__(self, twins: Twins, config: ChunkConfig, storages: Storages) -> None:
         self.twins, self.graph, self.storages = twins, twins.full.graph, storages
-        self.shared: set[fx.Node] = set()  # steps of gradients' reductions that no chunk repeats
-        if self.graph.output_node().meta.get(GATHERS_ONCE):
-            self.shared = reduction_steps(self.graph)
-        elif config.early_grad_accumulation:
-            self.shared = reduction_steps(self.graph, up_to_casts=True)
+        once = self.graph.output_node().meta.get(GATHERS_ONCE)
+        is_shared = once or config.early_grad_accumulation  # steps of gradients' reductions that no chunk repeats
+        self.shared = reduction_steps(self.graph, up_to_casts=not once) if is_shared else set()
         self.calls = [node for node in self.graph.nodes if node.op == "call_function"]
         self.roots = {node: root for node in self.calls if (root := config.root_of(node_fqn(node)))}
         self.written: dict[RegionKey, set[fx.Node]] = {}  # per region the memory that it writes to
@@ -168,18 +157,16 @@ class _BodySearch:
         for node in self.calls:
             if node in self.shared:
                 continue
-            root = self.roots.get(node, "")
+            root, key = self.roots.get(node, ""), None
             if node.target is operator.getitem:
                 key = self.found.get(node.all_input_nodes[0])
                 loose |= {node: None} if node.all_input_nodes[0] in loose else {}
             elif root and not is_engine_addition(node):
                 own = RegionKey(root, direction(node))
                 key = own if self._is_influenced(node, own) else None
-            else:
-                key = None
-                if not node_fqn(node) or is_engine_addition(node):  # it follows its newest operand in this direction
-                    homes = (self.found.get(source) for source in reversed(node.all_input_nodes))
-                    key = next((home for home in homes if home and home.direction == direction(node)), None)
+            elif not node_fqn(node) or is_engine_addition(node):  # it follows its newest operand in this direction
+                homes = (self.found.get(source) for source in reversed(node.all_input_nodes))
+                key = next((home for home in homes if home and home.direction == direction(node)), None)
                 loose |= {node: None} if key is not None else {}
             if key is not None:
                 self.found[node] = key
@@ -204,11 +191,7 @@ class _BodySearch:
         )
 
     def _differentiated(self, node: fx.Node, root: str) -> fx.Node | None:
-        """What a gradient belongs to, if that is a value of parameters alone that each eager chunk computes anew and
-        whose backward hands the gradient on as it is, without an operator: the sum of two parameters, for one.
-
-        Its uses are read by the number that autograd gives an operator of the forward and those of its backward.
-        """
+        """What a gradient belongs to, if each chunk computes that from parameters, with no operator in its backward."""
         if is_engine_addition(node):
             first, *others = (self._differentiated(source, root) for source in node.all_input_nodes)
             return first if all(other is first for other in others) else None
@@ -223,12 +206,7 @@ class _BodySearch:
         return home is not None and home.root == root
 
     def _stays(self, node: fx.Node) -> bool:
-        """Whether a node without a module is part of the body: the body reads it, or it is a chunk's own gradient.
-
-        It is if all that the addition adds comes from uses inside the region. An operand from outside may be the
-        gradient that enters the region, passed on by a residual addition inside it. It comes from outside if a value
-        that enters the region forwards is used outside, too.
-        """
+        """Whether a node without a module is the body's: the body reads it, or it adds only what comes from inside."""
         key = self.found[node]
         if any(self._is_in(user, key.root) for user in node.users) or self._differentiated(node, key.root):
             return True

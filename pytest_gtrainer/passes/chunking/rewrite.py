@@ -1,9 +1,8 @@
 """Make the chunked graph: a new graph, in one sweep over the units of the given one.
 
-A body is copied once per chunk, one chunk after the other, in order forwards and last first backwards, as
-an eager run does. What enters is cut at the boundary; what leaves is joined, or added where it is a part of
-a gradient, or handed on chunk by chunk. *Invariant.* The given graphs are only read. *Cost.* Linear
-in the nodes of the new graph.
+A body is copied once per chunk, in order forwards and last first backwards, as an eager run does. What enters is cut at
+the boundary; what leaves is joined, or added where it is a part of a gradient, or handed on chunk by chunk.
+*Invariant.* The given graphs are only read. *Cost.* Linear in the nodes of the new graph.
 """
 
 from __future__ import annotations
@@ -20,8 +19,16 @@ from pytest_gtrainer._torch.chunking import Renaming, is_engine_addition, renew_
 from pytest_gtrainer._torch.graph_modules import empty_graph, finished
 from pytest_gtrainer._torch.passes import values_of_split
 from pytest_gtrainer._torch.values import value_like
-from pytest_gtrainer.graph.chunks import BODY, GRAPH, MATERIALIZATION, SPLIT_BOUNDARY, annotation
-from pytest_gtrainer.graph.nodes import BACKWARD, FORWARD, direction
+from pytest_gtrainer.graph.nodes import (
+    BACKWARD,
+    BODY,
+    FORWARD,
+    GRAPH,
+    MATERIALIZATION,
+    SPLIT_BOUNDARY,
+    annotation,
+    direction,
+)
 from pytest_gtrainer.passes.chunking.config import ChunkError, described
 from pytest_gtrainer.passes.chunking.regions import Region, RegionKey, Storages, alike, propagates
 from pytest_gtrainer.passes.chunking.schedule import units_in_order
@@ -30,26 +37,18 @@ from pytest_gtrainer.passes.chunking.twins import Twins, constant, unknown_dims
 
 @dataclass(frozen=True, slots=True)
 class Contributions:
-    """Consecutive contributions of one region, or (``region`` None) one from outside, as they arrive.
-
-    Of a region, nodes may be outside: gradients that enter it and are passed on as they are.
-    """
+    """Consecutive contributions of one region, and what it passes on from outside; or one from outside (None)."""
 
     region: Region | None
     nodes: tuple[fx.Node, ...]
 
 
 class Sums:
-    """Additions outside of all bodies to which a body contributes.
-
-    Attributes:
-        tops: per sum its last addition, and what arrives in order.
-        partial: its additions before that; only the next one reads them.
-    """
+    """Additions outside of all bodies to which a body contributes."""
 
     def __init__(self, twins: Twins, region_of: Mapping[fx.Node, Region]) -> None:
-        self.tops: dict[fx.Node, list[Contributions]] = {}
-        self.partial: set[fx.Node] = set()
+        self.tops: dict[fx.Node, list[Contributions]] = {}  # per sum its last addition, and what arrives in order
+        self.partial: set[fx.Node] = set()  # its additions before that; only the next one reads them
         regions = {region.key: region for region in region_of.values()}
         arriving: dict[fx.Node, list[fx.Node]] = {}
         chains: dict[fx.Node, list[fx.Node]] = {}
@@ -78,11 +77,10 @@ def _with_passed_on(
     groups: list[Contributions], top: fx.Node, twins: Twins, regions: Mapping[RegionKey, Region]
 ) -> list[Contributions]:
     """The groups of an activation's gradient, with what is passed on inside a region in that region's group."""
-    contributing = [group.region for group in groups if group.region is not None]
-    if len(contributing) != 1:
+    places = [place for place, group in enumerate(groups) if group.region is not None]
+    if len(places) != 1 or (region := groups[places[0]].region) is None:
         return groups
-    (region,) = contributing
-    place = next(place for place, group in enumerate(groups) if group.region is region)
+    (place,) = places
     behind = before = 0  # uses that the activation has outside, behind the region in the forward and in front of it
     forward = regions.get(RegionKey(region.key.root, FORWARD))
     if forward is not None:
@@ -105,19 +103,13 @@ CHUNKING = "gt_chunking"
 
 @dataclass(slots=True)
 class ChunkCounts:
-    """What was done, for reports.
+    """What was done, for reports."""
 
-    Attributes:
-        body_nodes: nodes of one chunk, by region.
-        split, joined, added, handed_on: live-ins cut, live-outs joined, live-outs added, and values that went
-            from body to body chunk by chunk.
-    """
-
-    body_nodes: dict[tuple[str, str], int] = field(default_factory=dict)
-    split: int = 0
-    joined: int = 0
-    added: int = 0
-    handed_on: int = 0
+    body_nodes: dict[tuple[str, str], int] = field(default_factory=dict)  # of one chunk, by region
+    split: int = 0  # live-ins
+    joined: int = 0  # live-outs
+    added: int = 0  # live-outs
+    handed_on: int = 0  # from body to body, chunk by chunk
 
 
 class Rewrite:
@@ -129,8 +121,7 @@ class Rewrite:
         self.sums = Sums(twins, self.region_of)
         self.graph = empty_graph(like=twins.full.graph)
         self.whole: dict[fx.Node, fx.Node] = {}
-        self.chunks: dict[fx.Node, list[fx.Node]] = {}
-        self.cut: dict[fx.Node, list[fx.Node]] = {}
+        self.chunks, self.cut = dict[fx.Node, list[fx.Node]](), dict[fx.Node, list[fx.Node]]()
         self.renamings: list[Renaming] = [{} for _ in range(twins.num_chunks)]
         self.constants: dict[fx.Node, fx.Node] = {}
         self.attributes: dict[str, Any] = {}
@@ -201,8 +192,7 @@ class Rewrite:
             for known, piece in zip(copies, pieces, strict=True):
                 known[source] = piece
         self._emit_bodies(region, copies)
-        for node in region.body:
-            self.chunks[node] = [known[node] for known in copies]
+        self.chunks.update((node, [known[node] for known in copies]) for node in region.body)
         self.counts.body_nodes[region.key.root, region.key.direction] = len(region.body)
         taken = (self.region_of, self.sums.tops, self.sums.partial)
         for node in region.body:
@@ -258,19 +248,15 @@ class Rewrite:
         return self.cut[source]
 
     def _split(self, source: fx.Node, dim: int, region: Region) -> list[fx.Node]:
-        """Equal parts of a whole tensor: views where they are contiguous, else contiguous copies (G5).
-
-        A gradient is cut along the batch as autograd's backward of a concatenation does, by views.
-        """
+        """Equal parts of a whole tensor: views where they are contiguous, else contiguous copies (G5)."""
         self.counts.split += 1
-        whole, count = self._whole(source), self.twins.num_chunks
-        value = source.meta["val"]
+        whole, count, value = self._whole(source), self.twins.num_chunks, source.meta["val"]
         sizes = [value.shape[dim] // count] * count
         values = values_of_split(value, sizes, dim)
         split = self._boundary(aten.split_with_sizes.default, (whole, sizes, dim), values, region, SPLIT_BOUNDARY)
-        pieces = []
-        for index, part in enumerate(values):
-            pieces.append(self._boundary(operator.getitem, (split, index), part, region, SPLIT_BOUNDARY))
+        items = [((split, index), part) for index, part in enumerate(values)]
+        pieces = [self._boundary(operator.getitem, args, part, region, SPLIT_BOUNDARY) for args, part in items]
+        # along the batch autograd's backward of a concatenation cuts by views, too
         is_gradient = direction(source) == BACKWARD and dim == 0
         return pieces if is_gradient else [self._contiguous(piece, region) for piece in pieces]
 
@@ -283,14 +269,11 @@ class Rewrite:
         return copied
 
     def _whole(self, node: fx.Node) -> fx.Node:
-        """What stands for a value of the given graph where all of it is read.
-
-        A live-out is joined, added, or of its last chunk if all share its memory: a buffer's, that a write returns.
-        """
+        """What stands for a value of the given graph where all of it is read: joined, added, or of the last chunk."""
         if node in self.whole:
             return self.whole[node]
         region, pieces = self.region_of[node], self.chunks[node]
-        if self.storages.of[node] not in self.region_of:
+        if self.storages.of[node] not in self.region_of:  # all share its memory, a buffer's that a write returns
             self.whole[node] = pieces[self._chunk_order(region)[-1]]
         elif self._leaving_dim(node, region) is not None:
             self.whole[node] = self._joined(node, pieces, region)

@@ -1,11 +1,9 @@
 """Interleave the chunks of a region, so that one's all-to-alls run while another computes.
 
-*Idea.* A chunk's part of a region falls into *stages*: each ends with the launch of an exchange, the next begins
-with its wait. Stages take turns: stage 0 of every chunk, then stage 1 of every chunk; forwards chunk 0 first,
-backwards the last one, as the chunks stand in the graph. The order is a topological sort by these turns.
-*Invariant.* Every node stays, once; what reads, writes or draws random numbers keeps its order, so no bit changes.
-*Source.* The dispatch and combine overlap of expert-parallel trainers (DeepSeek-V3 technical report, 3.2).
-*Cost.* Linear in nodes and edges, and a heap.
+*Idea.* A *stage* ends with the launch of an exchange, the next begins with its wait. Stage 0 of every chunk comes
+first, then stage 1; forwards chunk 0 first, backwards the last. *Invariant.* What reads, writes or draws random numbers
+keeps its order, so no bit changes. *Source.* The dispatch and combine overlap of expert-parallel trainers (DeepSeek-V3
+technical report, 3.2). *Cost.* Linear in nodes and edges, and a heap.
 """
 
 from __future__ import annotations
@@ -19,8 +17,7 @@ from typing import Any, TypeAlias
 from torch import fx
 
 from pytest_gtrainer._torch.passes import ALL_TO_ALL
-from pytest_gtrainer.graph.chunks import BODY, told_by
-from pytest_gtrainer.graph.nodes import direction, is_random, node_fqn
+from pytest_gtrainer.graph.nodes import direction, is_random, node_fqn, told_by
 from pytest_gtrainer.passes.chunking.config import ChunkError, described
 from pytest_gtrainer.passes.chunking.regions import Region, RegionKey, Storages
 from pytest_gtrainer.passes.graph_pass import graph_pass
@@ -117,17 +114,16 @@ def chunk_schedule_pass(gm: fx.GraphModule, example_inputs: Sequence[Any] | None
 def _exchanging(nodes: Sequence[fx.Node]) -> list[dict[int, list[fx.Node]]]:
     """The regions with all-to-alls, as their nodes tell: per chunk its nodes, chunks and nodes in graph order."""
     regions: dict[RegionKey, dict[int, list[fx.Node]]] = {}
+    loose: list[fx.Node] = []
     for node in nodes:
         told = told_by(node.meta.get("custom") or {})
-        if told is not None and told.role == BODY and told.chunk_id is not None:
+        if told is not None and told.chunk_id is not None:
             region = regions.setdefault(RegionKey(told.fqn, direction(node)), {})
             region.setdefault(told.chunk_id, []).append(node)
-    roots = {key.root for key in regions}
-    for node in nodes:
-        if node.target is not ALL_TO_ALL or told_by(node.meta.get("custom") or {}) is not None:
-            continue
-        root = next((root for root in roots if f"{node_fqn(node)}.".startswith(f"{root}.")), None)
-        if root is not None:
+        elif told is None and node.target is ALL_TO_ALL:
+            loose.append(node)
+    for node, root in ((node, key.root) for node in loose for key in regions):
+        if f"{node_fqn(node)}.".startswith(f"{root}."):
             raise ChunkError(
                 f"{described(node)} is an exchange of the chunked module {root}, but no chunk's: its annotation "
                 "was lost on the way; keep meta['custom'] in the passes before this one"

@@ -1,15 +1,9 @@
-"""Twins: two graphs of one step, aligned node for node; what differs depends on the chunk dimension.
+"""Twins: two graphs of one step, at extents B and B/N, aligned node for node; what differs is the chunk dimension's.
 
-*Idea.* The full graph is the step at extent B, the part the step at B/N. If Python ran the same operators
-in both, they correspond by position. A value whose extents differ carries the chunk dimension, and the
-dimension that differs is where; a literal that differs (``arange(B)``, ``/ B``, a size) is one that each
-chunk has of its own. The body of a chunk takes its arguments and metadata from the part.
-*Invariant.* Operators and operands correspond everywhere; else the step depends on the extent and is
-refused (G18). *Cost.* Linear in nodes, a few microseconds each.
-
-Two traces give twins, or one symbolic trace with numbers for its symbols: sizes become literals, their arithmetic and
-true guards disappear. Strides are kept; no symbol that was replaced is left anywhere (H1); what the trace relied on is
-checked with the numbers (H2). Symbols of data stay.
+*Idea.* A value whose extents differ carries the chunk dimension there; a literal that differs is each chunk's own. A
+body takes arguments and metadata from the part. *Invariant.* Operators and operands correspond by position, else the
+step is refused (G18). *Cost.* Linear. Two traces give twins, or one symbolic trace with numbers for its symbols: none
+of them is left anywhere (H1), and what the trace relied on is checked (H2). Symbols of data stay.
 """
 
 from __future__ import annotations
@@ -22,41 +16,26 @@ from typing import Any
 import torch
 from torch import fx
 
-from pytest_gtrainer._torch.chunking import (
-    Expression,
-    Symbol,
-    expression_of,
-    failed_guards,
-    replaced,
-    symbols_of,
-)
+from pytest_gtrainer._torch.chunking import Expression, Symbol, expression_of, failed_guards, replaced, symbols_of
 from pytest_gtrainer._torch.graph_modules import empty_graph, finished
 from pytest_gtrainer._torch.values import value_like
-from pytest_gtrainer.graph.nodes import DYNAMIC_DIMS
+from pytest_gtrainer.graph.nodes import DYNAMIC_DIMS, leaves_of
 from pytest_gtrainer.passes.chunking.config import ChunkConfig, ChunkError, described
 
 
 class Twins:
-    """The full graph and its part.
-
-    Attributes:
-        full, part: the graphs, at extent B and at B/N.
-        part_of: for each node of the full graph its twin; ``full_of`` the other way round.
-        num_chunks: N.
-        differing: nodes of the full graph whose own extents, literals or constant depend on the chunk dimension.
-        dims: for tensors whose known extents depend on it, the dimensions that differ.
-    """
+    """The full graph and its part, at extent B and at B/N."""
 
     def __init__(self, full: fx.GraphModule, part: fx.GraphModule, num_chunks: int) -> None:
         self.full, self.part, self.num_chunks = full, part, num_chunks
         self.part_of = dict(aligned(full, part))
         self.full_of = {part: full for full, part in self.part_of.items()}
+        # nodes of the full graph whose own extents, literals or constant depend on the chunk dimension
         self.differing = {node for node, twin in self.part_of.items() if _differ(full, node, part, twin)}
-        self.dims: dict[fx.Node, list[int]] = {}
-        for node in self.differing:
-            value = node.meta.get("val")
-            if isinstance(value, torch.Tensor) and (dims := differing_dims(value, self.part_of[node].meta["val"])):
-                self.dims[node] = dims
+        tensors = ((n, value) for n in self.differing if isinstance(value := n.meta.get("val"), torch.Tensor))
+        dims = ((node, differing_dims(value, self.part_of[node].meta["val"])) for node, value in tensors)
+        # for tensors whose known extents depend on it, the dimensions that differ
+        self.dims = {node: found for node, found in dims if found}
 
     def dim(self, node: fx.Node) -> int | None:
         """The dimension along which the full tensor is the chunks' tensors one behind the other; None without one."""
@@ -102,10 +81,14 @@ def aligned(full: fx.GraphModule, part: fx.GraphModule) -> Iterator[tuple[fx.Nod
 
 def _differ(full: fx.GraphModule, node: fx.Node, part: fx.GraphModule, twin: fx.Node) -> bool:
     """Whether two nodes that correspond differ in the extents of their values, in a literal, or in a constant."""
-    if _extents_differ(node.meta.get("val"), twin.meta.get("val")):
+    ours, theirs = node.meta.get("val"), twin.meta.get("val")
+    if not (ours is None or theirs is None) and any(map(_extents_differ, leaves_of(ours), leaves_of(theirs))):
         return True
     if node.op != "get_attr":
-        return _literals_differ(node.args, twin.args) or _literals_differ(node.kwargs, twin.kwargs)
+        ours, theirs = leaves_of((node.args, node.kwargs)), leaves_of((twin.args, twin.kwargs))
+        data = (fx.Node, *_SYMBOLIC)  # no literals of the chunk dimension
+        literals = [(a, b) for a, b in zip(ours, theirs, strict=False) if not isinstance(a, data)]
+        return len(ours) != len(theirs) or any(type(a) is not type(b) or bool(a != b) for a, b in literals)
     ours, theirs = constant(full, node), constant(part, twin)
     if isinstance(ours, fx.GraphModule) and isinstance(theirs, fx.GraphModule):
         return any(_differ(ours, inner, theirs, other) for inner, other in aligned(ours, theirs))
@@ -116,12 +99,8 @@ def _differ(full: fx.GraphModule, node: fx.Node, part: fx.GraphModule, twin: fx.
 
 
 def _extents_differ(ours: Any, theirs: Any) -> bool:
-    if ours is None or theirs is None:  # a value nobody noted, as of some nodes of nested graphs
-        return False
     if isinstance(ours, torch.Tensor):
-        return bool(differing_dims(ours, theirs))
-    if isinstance(ours, list | tuple):
-        return any(map(_extents_differ, ours, theirs))
+        return theirs is not None and bool(differing_dims(ours, theirs))
     return type(ours) is int and ours != theirs
 
 
@@ -129,18 +108,6 @@ def differing_dims(ours: torch.Tensor, theirs: torch.Tensor) -> list[int]:
     """Dimensions of known extents that differ."""
     pairs = enumerate(zip(ours.shape, theirs.shape, strict=True))
     return [dim for dim, (a, b) in pairs if type(a) is int and type(b) is int and a != b]
-
-
-def _literals_differ(ours: Any, theirs: Any) -> bool:
-    if isinstance(ours, (fx.Node, *_SYMBOLIC)):  # a number of the data is no literal of the chunk dimension
-        return False
-    if isinstance(ours, list | tuple):
-        return len(ours) != len(theirs) or any(map(_literals_differ, ours, theirs))
-    if isinstance(ours, dict):
-        return any(_literals_differ(value, theirs[key]) for key, value in ours.items())
-    if isinstance(ours, slice):
-        return _literals_differ((ours.start, ours.stop, ours.step), (theirs.start, theirs.stop, theirs.step))
-    return type(ours) is not type(theirs) or bool(ours != theirs)
 
 
 aten = torch.ops.aten
@@ -239,9 +206,8 @@ class _Substitution:
         for node in self.gm.graph.nodes:
             if node.op == "call_function" and self._disappears(node):
                 continue
-            copied = self.graph.create_node(
-                node.op, node.target, self._mapped(node.args), self._mapped(node.kwargs), node.name
-            )
+            args, kwargs = self._mapped(node.args), self._mapped(node.kwargs)
+            copied = self.graph.create_node(node.op, node.target, args, kwargs, node.name)
             copied.meta = dict(node.meta)
             if "val" in node.meta:
                 copied.meta["val"] = self.value(node.meta["val"])
@@ -249,9 +215,8 @@ class _Substitution:
                 copied.meta.pop("tensor_meta", None)
             self.known[node] = copied
             if node.op == "get_attr":
-                found = constant(self.gm, node)
-                is_graph = isinstance(found, fx.GraphModule)
-                found = _Substitution(found, self.extents, self.numbers).run() if is_graph else found
+                if isinstance(found := constant(self.gm, node), fx.GraphModule):
+                    found = _Substitution(found, self.extents, self.numbers).run()
                 self.attributes[str(node.target)] = found
         return finished(self.graph, self.gm, self.attributes)
 

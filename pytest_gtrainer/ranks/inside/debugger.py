@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pdb
 import sys
+import traceback
+from collections import Counter
 from collections.abc import Callable
 from typing import IO, Any
 
@@ -14,10 +16,7 @@ from pytest_gtrainer.ranks import wire
 
 
 class RankPdb(pdb.Pdb):
-    """pdb that asks the parent for the terminal, and gives it back with ``continue`` and ``quit``.
-
-    pytest makes one for each ``breakpoint()``, so what they share stands in the class; ``connect`` sets it.
-    """
+    """pdb that asks for the terminal; pytest makes one a ``breakpoint()``, so what they share stands in the class."""
 
     rank = 0
     ask: Callable[[wire.AtPrompt], wire.Terminal]
@@ -76,13 +75,28 @@ def connect(
     if session.config.workerinput["gt_pdb"]:  # type: ignore[attr-defined]
         session.config.pluginmanager.register(_PostMortem(), "gtrainer-post-mortem")
 
-    def on_one_rank(rank: int = 0, *args: Any, **how: Any) -> None:
-        """Stop on one rank, as torch's does; the others wait for it."""
-        if dist.get_rank() == rank:
-            RankPdb().set_trace(sys._getframe().f_back)
-        dist.barrier()
+    passed: Counter[object] = Counter()
 
-    dist.breakpoint = on_one_rank
+    def on_one_rank(rank: int = 0, skip: int = 0, timeout_s: float | None = None) -> None:
+        """Stop on one rank, as torch's does, not at the first ``skip`` calls; the others wait for it, without limit."""
+        frame = sys._getframe(1)
+        passed[frame.f_code, frame.f_lineno] += 1
+        if passed[frame.f_code, frame.f_lineno] > skip:
+            if dist.get_rank() == rank:
+                debugger = RankPdb()
+                debugger.reset()
+                debugger.interaction(frame, None)
+                if RankPdb.held is not None:  # it goes on by steps, of the user's function and its callers
+                    for outer, _ in traceback.walk_stack(frame):
+                        outer.f_trace = debugger.trace_dispatch
+                    sys.settrace(debugger.trace_dispatch)
+            dist.barrier()
+
+    # Torch's opens /dev/stdin, which a rank has not, and asks nobody which debugger to enter: there is no other way in.
+    # In ranks alone, which are no user's process; put back when the session of the rank ends.
+    patch = pytest.MonkeyPatch()
+    patch.setattr(dist, "breakpoint", on_one_rank, raising=False)
+    session.config.add_cleanup(patch.undo)
 
 
 class _PostMortem:

@@ -15,7 +15,7 @@ import threading
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -27,23 +27,12 @@ import torch.distributed as dist
 from pytest_gtrainer import facts
 from pytest_gtrainer._pytest_private import prepared_config, tear_down
 from pytest_gtrainer._torch import process_groups
+from pytest_gtrainer.marker import SHARED
 from pytest_gtrainer.numerics.determinism import seed_everything
 from pytest_gtrainer.ranks import wire
-from pytest_gtrainer.ranks.calls import KEPT
-from pytest_gtrainer.ranks.inside import debugger
-from pytest_gtrainer.ranks.inside.session import (
-    CollectedTests,
-    CollectionDiffers,
-    Recorder,
-    capture_fds,
-    close_session,
-    cut,
-    plain,
-    raised,
-    start_session,
-    summary_of,
-)
-from pytest_gtrainer.ranks.stacks import CALLS_SIGNAL, STACK_SIGNAL, file_of, stacks_text
+from pytest_gtrainer.ranks.answers import CALLS_SIGNAL, KEPT, STACK_SIGNAL, file_of, stacks_text
+from pytest_gtrainer.ranks.inside import debugger, session
+from pytest_gtrainer.ranks.inside.session import CollectedTests, CollectionDiffers, Recorder
 from pytest_gtrainer.worlds import hygiene
 
 # The parent's limit for a test ends a blocked collective long before this does.
@@ -66,7 +55,7 @@ def serve(setup: wire.RankSetup, channel: wire.Channel) -> int:
     try:
         group = RankGroup(setup.rank, setup.device, setup.backend, index=setup.rank - setup.ranks.start)
         group.join(setup.store, setup.size)
-        rank = Rank(start_session(prepared_config(setup.args), setup.worker, setup.basetemp), group, send)
+        rank = Rank(session.start_session(prepared_config(setup.args), setup.worker, setup.basetemp), group, send)
         _thread.start_new_thread(_answer_parent, (group, file_of(setup.folder, setup.rank, "answers")))
     except BaseException:
         send(wire.Started(traceback.format_exc()))
@@ -78,10 +67,10 @@ def serve(setup: wire.RankSetup, channel: wire.Channel) -> int:
         return answer
 
     debugger.connect(setup.rank, ask, lambda: send(wire.PromptOver()), rank.session)
-    send(wire.Started(None, capture_fds(rank.session.config)))
+    send(wire.Started(None, session.capture_fds(rank.session.config)))
     answer: object = None
     with facts.watching({"control": lambda **_: None}), contextlib.suppress(EOFError):  # the parent is gone
-        while not isinstance(answer, wire.Stop):
+        while answer != wire.Do("stop"):
             answer = rank.obey(pickle.loads(channel.receive()))
             send(answer)
     return 0
@@ -103,13 +92,11 @@ def _answer_parent(group: RankGroup, file: Path) -> None:
 
 
 class Rank:
-    """A pytest session on a process group."""
+    """A pytest session on a process group; ``send`` takes messages that must not wait."""
 
-    def __init__(self, session: pytest.Session, group: RankGroup, send: Callable[[object], None]) -> None:
-        """``send`` takes messages that must not wait."""
-        self.session, self.group, self._send = session, group, send
-        self._tests = CollectedTests(session)
-        self._recorder = Recorder(session.config, send)
+    def __init__(self, own: pytest.Session, group: RankGroup, send: Callable[[object], None]) -> None:
+        self.session, self.group, self._send = own, group, send
+        self._tests, self._recorder = CollectedTests(own), Recorder(own.config, send)
 
     def obey(self, command: object) -> object:
         """Obey a command: its result, or the command itself if it has none."""
@@ -118,15 +105,15 @@ class Rank:
                 return self._run_item(command)
             case wire.CallFunction():
                 return self._call_function(command)
-            case wire.LeaveGroup():
+            case wire.Do("leave group"):
                 self.group.leave()
             case wire.JoinGroup():
                 self.group.join(command.store, command.size)
-            case wire.DropSubgroups():
+            case wire.Do("drop subgroups"):
                 self.group.drop_subgroups()
-            case wire.Stop():
+            case wire.Do("stop"):
                 try:
-                    close_session(self.session)
+                    session.close_session(self.session)
                 except BaseException:  # the last test has been reported
                     traceback.print_exc()
             case _:
@@ -152,10 +139,12 @@ class Rank:
         except pytest.exit.Exception as error:
             trouble = f"called pytest.exit: {error}"
         except BaseException as error:
-            trouble = f"broke off: {summary_of(error)}"
+            trouble = f"broke off: {session.summary_of(error)}"
         debugger.release()  # one may step past the end of a test
         process_groups.forget_compiled()
-        return wire.ItemDone(*self._recorder.take(), trouble, self.group.state(), self.group.left_behind(memory))
+        shared = bool(self.session.config.stash.get(SHARED, ()))
+        state, left = self.group.state(shared=shared), self.group.left_behind(memory, shared=shared)
+        return wire.ItemDone(*self._recorder.take(), trouble, state, left)
 
     def _call_function(self, command: wire.CallFunction) -> wire.CallDone:
         self.group.begin()
@@ -166,30 +155,21 @@ class Rank:
             try:
                 self._tests.load(command.chain)
                 function, args = pickle.loads(command.payload)
-                with hygiene.restored(), _resumed(capture):
+                with hygiene.restored(), contextlib.ExitStack() as stack:
+                    if capture is not None:  # as pytest does around a phase; collecting leaves it suspended
+                        stack.callback(capture.suspend_global_capture)
+                        capture.resume_global_capture()
                     result = _pickled(function(*args))
             except BaseException as error:
-                self._send(raised(error))
+                self._send(session.raised(error))
                 shown = error.__traceback__  # without this module's own frames on top
                 while shown is not None and shown.tb_frame.f_code.co_filename == __file__ and shown.tb_next is not None:
                     shown = shown.tb_next
                 told = "".join(traceback.format_exception(type(error), error, shown))
         debugger.release()
         process_groups.forget_compiled()
-        written = capture.read_global_capture() if capture is not None else ("", "")
-        return wire.CallDone(result, told, cut("".join(written)), tuple(plain(seen)), self.group.state())
-
-
-@contextlib.contextmanager
-def _resumed(capture: Any) -> Iterator[None]:
-    """Captured as pytest does around a phase; collecting, too, leaves the capture suspended."""
-    if capture is not None:
-        capture.resume_global_capture()
-    try:
-        yield
-    finally:
-        if capture is not None:
-            capture.suspend_global_capture()
+        written = session.cut("".join(capture.read_global_capture() if capture is not None else ()))
+        return wire.CallDone(result, told, written, tuple(session.plain(seen)), self.group.state())
 
 
 def _pickled(result: Any) -> bytes:
@@ -203,10 +183,9 @@ def _pickled(result: Any) -> bytes:
 
 
 class RankGroup:
-    """The default group of a rank, and what the tests have made beside it."""
+    """The default group of a rank, and what the tests have made beside it; ``index`` is that of its GPU."""
 
     def __init__(self, rank: int, device: str, backend: str, *, index: int = 0) -> None:
-        """Nothing is joined yet; ``index`` is that of the rank's GPU among those it sees."""
         self.rank, self.size, self.device, self.backend, self._index = rank, 0, device, backend, index
         self._default: dist.ProcessGroup | None = None
         self._joined = self._began = 0  # when, in ns since the epoch
@@ -262,12 +241,12 @@ class RankGroup:
         _forget_last_error()
         gc.collect()  # gloo closes its connections only with the last reference, a test's model's too
 
-    def state(self) -> wire.GroupState:
+    def state(self, *, shared: bool = False) -> wire.GroupState:
         """What the test has issued on the groups that exist, for comparison with the other ranks."""
         if not self._is_intact():
-            return wire.GroupState(intact=False, groups_made=0)
+            return wire.GroupState(intact=False, groups_made=0, shared=shared)
         subgroups = len(process_groups.live_groups()) - 1
-        return wire.GroupState(True, process_groups.groups_made(), subgroups, self._issued())
+        return wire.GroupState(True, process_groups.groups_made(), subgroups, self._issued(), shared)
 
     def _is_intact(self) -> bool:
         return dist.is_initialized() and dist.group.WORLD is self._default
@@ -295,7 +274,7 @@ class RankGroup:
         self._began = time.time_ns()
 
     def calls(self) -> dict[str, Any]:
-        """Its last calls of collectives on each group, as ``ranks.calls.read_calls`` takes them."""
+        """Its last calls of collectives on each group, as ``ranks.answers.read_calls`` takes them."""
         recorded = process_groups.recorded_calls(self._joined)
         told = {}
         for group, name in process_groups.names_of_live_groups().items():
@@ -309,33 +288,25 @@ class RankGroup:
         """Bytes that torch has allocated on this rank's GPU."""
         return torch.cuda.memory_allocated() if self.device == "cuda" else 0
 
-    def left_behind(self, memory_before: int) -> tuple[str, ...]:
-        """What a test has left: groups of its own making, and GPU memory.
-
-        The groups of a DeviceMesh and of graph passes are not counted, as no test can destroy them, nor is memory
-        below 1 MiB.
-        """
+    def left_behind(self, memory_before: int, *, shared: bool) -> tuple[str, ...]:
+        """What a test has left: GPU memory, and groups, but for those of a DeviceMesh or of graph passes."""
         left = []
-        for group, name in process_groups.names_of_live_groups().items() if self._is_intact() else ():
+        for group, name in process_groups.names_of_live_groups().items() if self._is_intact() and not shared else ():
             if group is self._default or group.group_desc.startswith(_MESH_GROUPS):
                 continue
             from pytest_gtrainer._torch.passes import is_extra_group
 
             if not is_extra_group(name):
                 left.append(f"a process group of {self._label(group)}")
-        grown = self.memory() - memory_before
-        if grown > MEMORY_TOLERANCE:
+        if self.memory() - memory_before > MEMORY_TOLERANCE:
             gc.collect()
-            grown = self.memory() - memory_before
+        grown = self.memory() - memory_before
         if grown > MEMORY_TOLERANCE:
             left.append(f"{grown / 2**20:.0f} MiB of GPU memory")
         return tuple(left)
 
     def drop_subgroups(self) -> None:
-        """Destroy every group but the default one: a group lives no longer than its test.
-
-        Blocks where a collective that another rank never issued is still under way.
-        """
+        """Destroy every group of a test; blocks where a collective that another rank never issued is under way."""
         if not self._is_intact():
             return
         made = [group for group in process_groups.live_groups() if group is not self._default]

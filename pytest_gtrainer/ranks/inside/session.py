@@ -16,7 +16,7 @@ import pytest
 from pytest_gtrainer import _pytest_private as private
 from pytest_gtrainer.marker import id_of
 from pytest_gtrainer.ranks import wire
-from pytest_gtrainer.ranks.stacks import collective_of, depth_of_collective
+from pytest_gtrainer.ranks.answers import collective_of, depth_of_collective
 from pytest_gtrainer.worlds import hygiene
 
 # These print, time out, write files or start processes: the parent does that, once.
@@ -43,12 +43,7 @@ LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pi
 
 
 def start_session(config: pytest.Config, worker: Mapping[str, Any], basetemp: str | None) -> pytest.Session:
-    """Start a session that does not collect, on a command line that has been parsed.
-
-    Args:
-        worker: the content of ``config.workerinput``; with it plugins behave as in a worker of xdist.
-        basetemp: for temporary files; None leaves it to pytest.
-    """
+    """Start a session that does not collect; with ``config.workerinput`` plugins behave as in a worker of xdist."""
     for name in PARENT_ONLY:  # only now: the parser must know their options
         config.pluginmanager.consider_pluginarg(f"no:{name}")
     for name in PARENT_ONLY_OBJECTS:
@@ -78,11 +73,9 @@ def start_session(config: pytest.Config, worker: Mapping[str, Any], basetemp: st
 
 def capture_fds(config: pytest.Config) -> tuple[int, ...]:
     """The files that hold captured stdout and stderr; the parent reads them when a rank dies."""
-    found = []
-    for stream in private.captured_streams(config):
-        with contextlib.suppress(OSError, AttributeError):  # captured in memory (--capture=sys)
-            found.append(int(stream.tmpfile.fileno()))
-    return tuple(found)
+    with contextlib.suppress(OSError, AttributeError):  # captured in memory (--capture=sys)
+        return tuple(int(stream.tmpfile.fileno()) for stream in private.captured_streams(config))
+    return ()
 
 
 def close_session(session: pytest.Session) -> None:
@@ -92,19 +85,12 @@ def close_session(session: pytest.Session) -> None:
     private.unconfigure(session.config)
 
 
-# --- its tests ------------------------------------------------------------------------------------
-
-
 class CollectionDiffers(Exception):
     """The rank does not find a test that the parent has; the message says why."""
 
 
 class CollectedTests:
-    """The parent's tests in this session, found by walking the parent's own chain of directories.
-
-    Collecting with ``Session.perform_collect`` a second time drops fixtures of conftest files
-    (pytest 9.1 and later), so one session walks each directory once, when a test first needs it.
-    """
+    """The parent's tests here, by walking directories: ``perform_collect`` again drops fixtures (pytest 9.1)."""
 
     def __init__(self, session: pytest.Session) -> None:
         self._session = session
@@ -119,19 +105,14 @@ class CollectedTests:
             self._failures.append(str(report.longrepr))
 
     def find(self, ref: wire.ItemRef) -> pytest.Item:
-        """The session's own item for one of the parent's.
-
-        Raises:
-            CollectionDiffers: the file cannot be collected here, or does not give that test.
-        """
+        """The session's own item for one of the parent's; CollectionDiffers if there is none."""
         self.load(ref.chain)
-        item = self._items.get(ref.nodeid)
-        if item is None:
+        if ref.nodeid not in self._items:
             raise CollectionDiffers(
                 f"{ref.nodeid} was collected in the parent but not in this rank: "
                 "names and parameters of tests must be the same in every process"
             )
-        return item
+        return self._items[ref.nodeid]
 
     def load(self, chain: tuple[str, ...]) -> None:
         """Collect the test file at the end of ``chain``, once."""
@@ -170,15 +151,11 @@ class CollectedTests:
         return self._nodes[path]
 
 
-# --- what they give -------------------------------------------------------------------------------
-
-
 class Recorder:
     """Gathers reports and warnings for the parent, in plain types. ``send`` takes the message that must not wait."""
 
     def __init__(self, config: pytest.Config, send: Callable[[wire.Raised], None]) -> None:
-        self._config = config
-        self._send = send
+        self._config, self._send = config, send
         self._reports: list[dict[str, Any]] = []
         self._warnings: list[wire.WarningRecord] = []
         config.pluginmanager.register(self, "gtrainer-rank-recorder")
@@ -200,15 +177,7 @@ class Recorder:
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_call(self, item: pytest.Item) -> Generator[None, object, object]:
-        """Put back what the body of a test changed in the process, and blame the test for what decides bits."""
-        changes: hygiene.Changes = {}
-        try:
-            with hygiene.restored() as changes:
-                return (yield)
-        finally:
-            guard = self._config.pluginmanager.getplugin("gtrainer-leaks") if changes else None
-            if guard is not None:
-                guard.blame(item, changes)
+        return (yield from restored_after(item))
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         report.sections = [(title, cut(text)) for title, text in report.sections]
@@ -225,19 +194,27 @@ class Recorder:
         self._warnings.append(wire.WarningRecord(text, name, *place, when, nodeid, location))
 
 
+def restored_after(item: pytest.Item) -> Generator[None, object, object]:
+    """Put back what the body of a test changed in the process, and blame the test for what decides bits."""
+    changes: hygiene.Changes = {}
+    try:
+        with hygiene.restored() as changes:
+            return (yield)
+    finally:
+        guard = item.config.pluginmanager.getplugin("gtrainer-leaks") if changes else None
+        if guard is not None:
+            guard.blame(item, changes)
+
+
 def raised(error: BaseException) -> wire.Raised:
     """What the parent must know of an exception before its report is made."""
     origin = getattr(error, "gt_origin", None)
     waiting_in = collective_of(_frames_of(error))
     if waiting_in is None and any(sign in _str_of(error) for sign in LOST_PEER):
         waiting_in = "a collective"
-    return wire.Raised(
-        time=time.monotonic(),
-        summary=summary_of(error),
-        is_skip=isinstance(error, pytest.skip.Exception),
-        waiting_in=waiting_in,
-        origin=plain(origin) if isinstance(origin, tuple) else None,
-    )
+    told, is_skip = plain(origin) if isinstance(origin, tuple) else None, isinstance(error, pytest.skip.Exception)
+    place = tuple((frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__))
+    return wire.Raised(time.monotonic(), summary_of(error), is_skip, waiting_in, told, place)
 
 
 def _frames_of(error: BaseException) -> list[tuple[str, str]]:
@@ -247,18 +224,13 @@ def _frames_of(error: BaseException) -> list[tuple[str, str]]:
 
 
 def hide_collective_frames(error: BaseException) -> None:
-    """End the traceback at the call of the collective.
-
-    The frames below say nothing more, and to show them pytest parses torch's largest files:
-    4 s of CPU time in every rank.
-    """
-    entries, entry = [], error.__traceback__
-    while entry is not None:
-        entries.append(entry)
-        entry = entry.tb_next
-    keep = len(entries) - depth_of_collective(_frames_of(error))
-    if 0 < keep < len(entries):
-        entries[keep - 1].tb_next = None
+    """End the traceback at the call of the collective: to show more, pytest parses torch's largest files for 4 s."""
+    frames, entry = _frames_of(error), error.__traceback__
+    keep = len(frames) - depth_of_collective(frames)
+    for _ in range(keep - 1):
+        entry = entry and entry.tb_next
+    if entry is not None and keep > 0:
+        entry.tb_next = None
 
 
 def _str_of(error: BaseException) -> str:
@@ -276,11 +248,7 @@ def summary_of(error: BaseException) -> str:
 
 
 def cut(text: str) -> str:
-    """Head and tail of an output too long to send.
-
-    >>> cut("short")
-    'short'
-    """
+    """Head and tail of an output too long to send."""
     if len(text) <= OUTPUT_LIMIT:
         return text
     half = OUTPUT_LIMIT // 2
@@ -297,11 +265,9 @@ def plain(value: Any) -> Any:
         return value
     if isinstance(value, dict):
         return {plain(key): plain(content) for key, content in value.items()}
-    if isinstance(value, tuple):
-        return tuple(plain(content) for content in value)
-    if isinstance(value, list):
-        return [plain(content) for content in value]
-    for builtin in (bool, int, float, str):
+    if isinstance(value, tuple | list):
+        return (tuple if isinstance(value, tuple) else list)(map(plain, value))
+    for builtin in (int, float, str):
         if isinstance(value, builtin):
             return builtin(value)
     return repr(value)

@@ -40,11 +40,7 @@ def follow_rank_0(launch: Launch, config: pytest.Config) -> int:
 
 
 class _Follower:
-    """Forks the ranks of this node as rank 0 says, and passes on what it and they say.
-
-    Attributes:
-        running: the ranks of each team that have not ended.
-    """
+    """Forks the ranks of this node as rank 0 says, and passes on what it and they say, while they are ``running``."""
 
     def __init__(self, launch: Launch, config: pytest.Config, line: Line) -> None:
         first, last = launch.rank, launch.rank + (launch.local_size if launch.local_rank == 0 else 0)
@@ -90,10 +86,9 @@ class _Follower:
                     self.line.send(wire.FromRank(team, ranks[0], wire.Started(str(error))))
                 else:
                     self.teams[team], self.running[team] = part, list(ranks)
-            case wire.ToRanks(team, ranks, said) if team in self.teams:
-                self.teams[team].send(said, ranks)
-            case wire.Stacks(team, ranks, _, kind) if team in self.teams:
-                self.line.send(wire.Stacks(team, ranks, self.teams[team].stacks(ranks, kind=kind), kind))
-            case wire.KillTeam(team) if team in self.teams:
-                del self.running[team]
-                self.teams.pop(team).kill()
+            case wire.ToTeam(team, "send" | "stacks" | "kill" as method, arguments) if team in self.teams:
+                answer = getattr(self.teams[team], method)(*arguments)
+                if method == "stacks":
+                    self.line.send(wire.FromRank(team, None, answer))
+                elif method == "kill":
+                    del self.running[team], self.teams[team]

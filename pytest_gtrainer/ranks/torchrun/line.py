@@ -34,11 +34,7 @@ class Refused(Exception):
 
 
 def shared_key() -> bytes:
-    """The secret of a user's runs: ``GT_TORCHRUN_KEY``, else a file below the home directory, made at first use.
-
-    Raises:
-        Refused: others could read or replace the file, or none can be made.
-    """
+    """``GT_TORCHRUN_KEY``, else a file below the home directory, made at first use; Refused if it cannot be trusted."""
     if os.environ.get(KEY_VARIABLE):
         return os.environ[KEY_VARIABLE].encode()
     try:
@@ -72,16 +68,7 @@ def _sign(key: bytes, *parts: bytes) -> bytes:
 
 
 class Line:
-    """One end of a connection between rank 0 and another node.
-
-    Args:
-        key: the run's.
-        rank_0: whether this is rank 0's end.
-
-    Raises:
-        Refused: the other end does not have the key.
-        EOFError, OSError: it has gone, or did not say what it should in time.
-    """
+    """A connection between rank 0, at the end ``rank_0``, and another node; Refused if that does not have the key."""
 
     def __init__(self, sock: socket.socket, key: bytes, *, rank_0: bool) -> None:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -108,23 +95,13 @@ class Line:
         return self._channel.fileno()
 
     def send(self, message: object) -> None:
-        """Send a message.
-
-        Raises:
-            TypeError: it holds what cannot be sent.
-            OSError: the connection is closed.
-        """
+        """Send a message: TypeError if it holds what cannot be sent, OSError if the connection is closed."""
         data = encode(message)
         self._sent += 1
         self._channel.send(_sign(self._own, b"%d" % self._sent, data) + data)
 
     def take(self) -> list[Any]:
-        """Read what there is; waits only if there is nothing: the messages that are whole.
-
-        Raises:
-            Refused: a message is not signed by the other end, or said again.
-            EOFError, OSError: the connection is closed.
-        """
+        """The messages that are whole; waits only if there is nothing. Refused if one is not signed, or said again."""
         self._channel.read()
         messages = []
         while self._channel.has_message():
@@ -137,20 +114,15 @@ class Line:
         return messages
 
 
-# --- messages as bytes -----------------------------------------------------------------------------
-
 _CLASSES: dict[str, Any] = {name: kind for name, kind in vars(wire).items() if hasattr(kind, "__match_args__")}
 _READ: dict[str, Any] = {"tuple": tuple, "dict": dict, "bytes": base64.b64decode, "int": lambda text: int(text, 16)}
 
 
 def encode(message: object) -> bytes:
-    """A message as bytes.
+    """A message as bytes; TypeError if it holds something else than builtin types and classes of ``wire``.
 
     >>> decode(encode(wire.FromRank(1, 2, {"a": (1, b"x", None)})))
     FromRank(team=1, rank=2, message={'a': (1, b'x', None)})
-
-    Raises:
-        TypeError: it holds something else than builtin types and classes of ``wire``.
     """
     return json.dumps(_named(message)).encode()
 
@@ -175,11 +147,7 @@ def _named(value: Any) -> Any:
 
 
 def decode(data: bytes) -> Any:
-    """The message that ``encode`` was given.
-
-    Raises:
-        Refused: it is none.
-    """
+    """The message that ``encode`` was given; Refused if it is none."""
     try:
         return json.loads(data, object_hook=_unnamed)
     except (ValueError, TypeError, KeyError, RecursionError) as error:

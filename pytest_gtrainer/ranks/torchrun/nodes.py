@@ -31,14 +31,7 @@ def connect() -> dist.Store:
 
 
 class Nodes:
-    """The other processes that torchrun has started; the first of each other node forks ranks.
-
-    Args:
-        tell: gets a line of who was refused.
-
-    Raises:
-        Refused: there is no key to sign with.
-    """
+    """The other processes that torchrun has started; ``tell`` gets a line of each that was refused."""
 
     def __init__(self, launch: Launch, tell: Callable[[str], None]) -> None:
         self._launch, self._tell, self._key = launch, tell, shared_key()
@@ -51,11 +44,7 @@ class Nodes:
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # with a summary, as at Ctrl-C
 
     def place(self, plan: wire.RankSetup) -> tuple[wire.RankSetup, Iterator[str]]:
-        """Wait for the nodes that a team needs: what its ranks on this node start from, and where it meets later.
-
-        Raises:
-            RanksError: a node did not come, or is lost.
-        """
+        """What a team's ranks on this node start from, once all its nodes are here, and where it meets later."""
         deadline = time.monotonic() + NODES_LIMIT  # for all, be they refused
         while (known := self._launch.local_size + sum(len(node.ranks) for node in self._nodes)) < plan.size:
             if self._is_late or not self._take_in(max(0.0, deadline - time.monotonic())):
@@ -137,22 +126,21 @@ class RemoteRanks:
         self._node, self._team = node, plan.store
         self._heard: dict[int, deque[object]] = {rank: deque() for rank in self.ranks}
         self._ended: dict[int, wire.Ended] = {}
-        self._stacks: wire.Stacks | None = None
+        self._stacks: dict[int, str] | None = None
         node.teams[self._team] = self
         node.tell(wire.StartTeam(self._team, plan.size, dict(plan.worker)))
 
-    def hear(self, message: object) -> None:
+    def hear(self, message: wire.FromRank) -> None:
         """Keep what the node has said of this team until somebody asks."""
-        match message:
-            case wire.FromRank(_, rank, wire.Ended() as ended):
-                self._ended[rank] = ended
-            case wire.FromRank(_, rank, said):
-                self._heard[rank].append(said)
-            case wire.Stacks():
-                self._stacks = message
+        if message.rank is None:
+            self._stacks = message.message
+        elif isinstance(message.message, wire.Ended):
+            self._ended[message.rank] = message.message
+        else:
+            self._heard[message.rank].append(message.message)
 
     def send(self, command: object, ranks: Iterable[int]) -> None:
-        self._node.tell(wire.ToRanks(self._team, tuple(ranks), command))
+        self._node.tell(wire.ToTeam(self._team, "send", (command, tuple(ranks))))
 
     def files(self, ranks: Iterable[int]) -> list[int]:
         return [self._node.line.fileno()] if self._node.alive else []
@@ -171,13 +159,13 @@ class RemoteRanks:
     def ended(self, rank: int) -> wire.Ended:
         return self._ended.get(rank, wire.Ended("was lost with its node", ""))
 
-    def stacks(self, ranks: Iterable[int], *, kind: str = "stack") -> dict[int, str]:
+    def stacks(self, ranks: Iterable[int], kind: str = "stack") -> dict[int, str]:
         self._stacks = None
-        self._node.tell(wire.Stacks(self._team, tuple(ranks), kind=kind))
+        self._node.tell(wire.ToTeam(self._team, "stacks", (tuple(ranks), kind)))
         end = time.monotonic() + STACKS_SECONDS
         while self._stacks is None and self._node.alive and time.monotonic() < end:
             self._node.pump(0.1)
-        return {rank: self._stacks.texts.get(rank, "") if self._stacks is not None else "" for rank in ranks}
+        return {**dict.fromkeys(ranks, ""), **(self._stacks or {})}
 
     def interrupt(self, rank: int) -> None:
         """Its terminal, if it has one, is on another machine."""
@@ -188,4 +176,4 @@ class RemoteRanks:
 
     def kill(self) -> None:
         del self._node.teams[self._team]
-        self._node.tell(wire.KillTeam(self._team))
+        self._node.tell(wire.ToTeam(self._team, "kill"))

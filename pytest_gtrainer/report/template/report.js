@@ -13,6 +13,14 @@ function el(tag, attributes = {}, ...children) {
   return made;
 }
 
+// Make a row a button, for the mouse and for the keyboard.
+function pressed(row, act) {
+  row.tabIndex = 0;
+  row.setAttribute("role", "button");
+  row.addEventListener("click", act);
+  row.addEventListener("keydown", (event) => { if (event.key === "Enter" || event.key === " ") { event.preventDefault(); act(); } });
+}
+
 function svg(tag, attributes = {}, ...children) {
   const made = document.createElementNS("http://www.w3.org/2000/svg", tag);
   for (const [name, value] of Object.entries(attributes)) made.setAttribute(name, value);
@@ -69,6 +77,9 @@ async function toggle(test, open) {
 
 function draw(body, test) {
   const parts = [
+    ...test.goldens.map((golden) => section(`Golden ${golden.name}: accepted, and obtained`, opened(golden.name, ...golden.keys, golden.changes))),
+    test.earlier.lines.length ? section("Since the earlier report", el("ul", { class: "words" }, test.earlier.lines.map((line) => el("li", {}, line))),
+      ...test.earlier.graphs.map(([name, was, now]) => folded(`${name}: then, and now`, () => opened(name, was, now, null)))) : null,
     ...test.failures.map(([when, text]) => section(when === "call" ? "Failure" : `Failure in ${when}`, el("pre", { class: "long" }, text))),
     ...test.comparisons.map(comparison),
     ...test.layouts.map(layout),
@@ -209,11 +220,13 @@ function passRow(each, place) {
 }
 
 function whole(first, last) {
-  return folded("graph before all passes and after", () => {
-    const panel = el("div", { class: "panel", hidden: true });
-    openPanel(panel, "all passes", first.before, last.after, null);
-    return panel;
-  });
+  return folded("graph before all passes and after", () => opened("all passes", first.before, last.after, null));
+}
+
+function opened(name, before, after, changes) {
+  const panel = el("div", { class: "panel", hidden: true });
+  openPanel(panel, name, before, after, changes);
+  return panel;
 }
 
 async function openPanel(panel, name, before, after, changes) {
@@ -297,7 +310,7 @@ class SideBySide {
     const rows = this.blocks.slice(from, to).flatMap((block, place) => this.block(block, from + place));
     if (to === this.blocks.length) return rows;
     this.more = el("tr", { class: "gap" }, el("td", { colspan: 4 }, `⋯ ${this.blocks.length - to} more stretches, changed and equal in turn`));
-    this.more.addEventListener("click", () => this.drawMore(to));
+    pressed(this.more, () => this.drawMore(to));
     this.next = to;
     return [...rows, this.more];
   }
@@ -323,7 +336,7 @@ class SideBySide {
 
   gap(block, from, to) {
     const row = el("tr", { class: "gap" }, el("td", { colspan: 4 }, `⋯ ${to - from} ${block.equal ? "equal" : "changed"} lines${to - from > CHUNK ? `, show ${CHUNK}` : ""}`));
-    row.addEventListener("click", () => row.replaceWith(...this.stretch(block, from, Math.min(from + CHUNK, to), to)));
+    pressed(row, () => row.replaceWith(...this.stretch(block, from, Math.min(from + CHUNK, to), to)));
     row.gap = { block, from, to };
     return row;
   }

@@ -15,22 +15,18 @@ from typing import Any
 import torch
 from torch import fx
 
-from pytest_gtrainer._torch.chunking import Renaming, renew_symbols
+from pytest_gtrainer._torch.chunking import Renaming, renamed_number, renew_symbols, shape_env_of
 from pytest_gtrainer._torch.graph_modules import empty_graph
 from pytest_gtrainer._torch.graph_text import append_node
-from pytest_gtrainer._torch.stamping import SYMBOLIC, copy_facts, is_storage_of, new_storage, on_storage, renamed_number
-from pytest_gtrainer._torch.values import FakeTensor, storage_id
-from pytest_gtrainer.tracing.stamping.runs import TEMPLATE, Place
+from pytest_gtrainer._torch.stamping import copy_facts, is_storage_of, new_storage, on_storage
+from pytest_gtrainer._torch.values import FakeTensor, pytree, storage_id
+from pytest_gtrainer.tracing.stamping.runs import TEMPLATE
 from pytest_gtrainer.tracing.stamping.units import INNER, Pass, Units, fqn_of, named_as, split_name
 from pytest_gtrainer.tracing.stamping.verdict import Refused, tensors_of
 
 
 def stamp(units: Units, trainable: Sequence[str]) -> fx.Graph:
-    """The graph of the whole model, whose parameters that require a gradient are ``trainable``.
-
-    Raises:
-        Refused: a gradient of the template is not made in its unit, or symbols are made in a way that cannot be copied.
-    """
+    """The graph of the whole model, whose parameters that require a gradient are ``trainable``, or Refused."""
     stamping = _Stamping(units)
     for stretch in units.stretches:
         if isinstance(stretch, Pass):
@@ -43,100 +39,78 @@ def stamp(units: Units, trainable: Sequence[str]) -> fx.Graph:
 
 @dataclass(frozen=True, slots=True)
 class _Spot:
-    """Where a node is made: in which pass, for which unit of the whole model, and how many units stand before it there.
+    """Where a node is made: pass, unit of the cut and of the whole model, place in it, copies before it."""
 
-    ``index`` is the node's place in its unit; ``count`` by how much the thread's counter goes up per unit.
-    """
-
-    visit: Pass | None
-    unit: int
-    real: int
+    visit: Pass | None = None
+    unit: int = 0
+    real: int = 0
     index: int = 0
     before: int = 0
-    count: int = 0
 
     @property
     def is_copy(self) -> bool:
         return self.unit == TEMPLATE != self.real
 
 
-_OUTSIDE = _Spot(None, 0, 0)
+_OUTSIDE = _Spot()
 
 
 class _Stamping:
-    """What has been made so far; ``copied`` maps a copy's pass, unit of the whole model and index to its node."""
+    """What has been made so far: ``made`` by the cut graph's node, in passes by pass, unit of the whole and index."""
 
     def __init__(self, units: Units) -> None:
         self.units, self.names = units, units.names
         self.graph = empty_graph(units.graph)
-        self.kept: dict[fx.Node, fx.Node] = {}
-        self.copied: dict[tuple[int, int, int], fx.Node] = {}
-        self.renamings: dict[tuple[int, int], Renaming] = defaultdict(dict)
+        self.made: dict[Any, fx.Node] = {}
+        self.renamings: dict[tuple[Any, int], Renaming] = defaultdict(dict)
         self.moved_names: dict[str, int] = defaultdict(int)
-        self.moved_count = self.inputs = 0
-        self.forwards = [_Counted.of(visit, units) for visit in units.passes if visit.kind == "forward"]
+        self.inputs = 0
+        counted = [_Counted.of(visit, units.last_forward) for visit in units.passes]
+        self.counted = [each for each in counted if each.step]
 
     def visit(self, visit: Pass) -> None:
-        copies = self.units.run_of(visit).copies
-        steps = zip(visit.units[TEMPLATE], visit.number_steps, strict=True)
-        counts = {abs(step) for node, step in steps if self._is_count(node)} or {0}
-        if len(counts) > 1:
-            raise self.units.refuse(visit, f"the thread's counter goes up by {sorted(counts)} in one unit")
-        (count,) = counts
+        run = visit.run
         for unit, nodes in visit.units.items():
-            reals = [unit if unit <= TEMPLATE else unit + copies]
-            if unit == TEMPLATE:
-                reals = [*range(TEMPLATE, TEMPLATE + copies + 1)][:: -1 if visit.descends else 1]
-            for before, real in enumerate(reals):
+            reals = run.reals(unit)
+            for before, real in enumerate(reversed(reals) if visit.descends else reals):
                 for index, node in enumerate(nodes):
-                    self.emit(node, _Spot(visit, unit, real, index, before, count))
-            if unit == TEMPLATE:
-                self.moved_count += copies * count
-                for base, step in visit.name_steps.items():
-                    self.moved_names[base] += copies * step
-        for real in range(TEMPLATE + 1, TEMPLATE + copies + 1):
-            renaming = self.renamings.get((visit.run, real))
-            if renaming and visit.kind == "forward":
-                values = [node.meta.get("val") for node in visit.units[TEMPLATE] if node.meta.get("unbacked_bindings")]
-                sizes = [extent for value in values if isinstance(value, torch.Tensor) for extent in value.shape]
-                symbolic = [value for value in (*values, *sizes) if isinstance(value, SYMBOLIC)]
-                copy_facts(symbolic[0].node.shape_env, renaming)
+                    self.emit(node, _Spot(visit, unit, real, index, before))
+            for base, step in visit.name_steps.items() if unit == TEMPLATE else ():
+                self.moved_names[base] += run.copies * step
+        values = [node.meta["val"] for node in visit.units[TEMPLATE] if node.meta.get("unbacked_bindings")]
+        for real in run.reals(TEMPLATE)[1:] if values and visit.kind == "forward" else ():
+            copy_facts(shape_env_of(values), self.renamings[run, real])
 
     def emit(self, node: fx.Node, spot: _Spot) -> None:
-        visit = spot.visit
         if node.op == "placeholder":
             name: Any = f"arg{self.inputs}_1"
             target, args, kwargs = name, (), {}
             self.inputs += 1
         else:
             base, number = split_name(node)
-            number += self.moved_names[base] + (spot.before * visit.name_steps[base] if visit and spot.before else 0)
+            number += self.moved_names[base] + (
+                spot.before * spot.visit.name_steps[base] if spot.visit and spot.before else 0
+            )
             name, target = f"{base}_{number}" if number else base, node.target
-            args, kwargs = fx.map_arg((node.args, node.kwargs), lambda operand: self.seen(operand, node, spot))
+            args, kwargs = fx.map_arg((node.args, node.kwargs), lambda operand: self.seen(operand, spot))
         made = append_node(self.graph, name, node.op, target, args, kwargs)
         made.meta = self._meta(node, spot)
-        if visit and spot.is_copy:
-            self.copied[self.units.number[id(visit)], spot.real, spot.index] = made
-        else:
-            self.kept[node] = made
+        self.made[(spot.visit, spot.real, spot.index) if spot.visit else node] = made
 
-    def seen(self, other: fx.Node, node: fx.Node, spot: _Spot) -> fx.Node:
-        """The whole graph's node for one of the cut graph's that ``node`` refers to."""
-        if spot.visit is None or other not in self.units.at or self.units.at[other][0].run != spot.visit.run:
-            return self.kept[other]
+    def seen(self, other: fx.Node, spot: _Spot) -> fx.Node:
+        """The whole graph's node for one of the cut graph's that the node at ``spot`` refers to."""
+        if other not in self.units.at:
+            return self.made[other]
         visit, unit, index = self.units.at[other]
-        return self._of_unit(visit, spot.real + unit - spot.unit, index)
-
-    def _of_unit(self, visit: Pass, real: int, index: int) -> fx.Node:
-        copies = self.units.run_of(visit).copies
-        if TEMPLATE < real <= TEMPLATE + copies:
-            return self.copied[self.units.number[id(visit)], real, index]
-        return self.kept[visit.units[real if real <= TEMPLATE else real - copies][index]]
+        is_inside = spot.visit is not None and spot.visit.run is visit.run
+        return self.made[visit, spot.real + unit - spot.unit if is_inside else visit.run.reals(unit)[0], index]
 
     def _meta(self, node: fx.Node, spot: _Spot) -> dict[str, Any]:
         meta = dict(node.meta)
         if "seq_nr" in meta:
-            meta["seq_nr"] = self._number(node, spot)
+            steps = spot.visit.number_steps if spot.visit and spot.unit in (TEMPLATE, INNER) else None
+            moves = steps is None or steps[spot.index] != 0
+            meta["seq_nr"] += sum(each.added(meta["seq_nr"], spot, moves) for each in self.counted)
         real = spot.real if spot.visit else None
         if "custom" in meta:
             meta["custom"] = dict(named_as(self.names, meta["custom"], real) or {})
@@ -154,34 +128,18 @@ class _Stamping:
                 meta[key] = _renamed(meta[key], renaming)
         return meta
 
-    def _is_count(self, node: fx.Node) -> bool:
-        """Whether ``seq_nr`` is how far the thread had counted in the backward, and not that of a forward node."""
-        return bool(node.meta.get("seq_nr", -1) > self.units.last_forward)
-
-    def _number(self, node: fx.Node, spot: _Spot) -> int:
-        """``seq_nr`` in the whole graph, up to what the state of the missing layers adds to all."""
-        number: int = node.meta["seq_nr"]
-        if self._is_count(node):
-            return number + sum(each.added for each in self.forwards) + self.moved_count + spot.before * spot.count
-        step = spot.visit.number_steps[spot.index] if spot.visit and spot.unit in (TEMPLATE, INNER) else 0
-        own = [each for each in self.forwards if spot.visit and each.visit.run == spot.visit.run and each.has(number)]
-        behind = sum(each.added for each in self.forwards if number >= each.inner and not (step and each in own))
-        return number + behind + (spot.real - spot.unit) * step
-
     def _value(self, node: fx.Node, spot: _Spot, renaming: Renaming) -> Any:
         """The node's value, on the memory of the node that it shares it with in the whole graph."""
         new: dict[int, torch.UntypedStorage] = {}
 
         def on_its_memory(value: Any) -> Any:
-            if isinstance(value, list | tuple):
-                return type(value)(map(on_its_memory, value))
             if not isinstance(value, FakeTensor):
                 return renamed_number(value, renaming)
             known = storage_id(value)
             maker, index = self.units.makers[known]
             storage = value.untyped_storage()
             if maker is not node:
-                storage = tensors_of(self.seen(maker, node, spot))[index].untyped_storage()
+                storage = tensors_of(self.seen(maker, spot))[index].untyped_storage()
             elif spot.is_copy:
                 if known not in new:
                     new[known] = new_storage(renamed_number(storage.nbytes(), renaming))
@@ -190,7 +148,7 @@ class _Stamping:
                 return value
             return on_storage(value, storage, renaming)
 
-        return on_its_memory(node.meta["val"])
+        return pytree.tree_map(on_its_memory, node.meta["val"])
 
     def output(self, trainable: Sequence[str]) -> None:
         """Loss and gradients, these in the order of the whole model's parameters."""
@@ -198,40 +156,55 @@ class _Stamping:
         loss, *gradients = output.args[0]
         found: dict[str, Any] = {}
         for fqn, gradient in zip(output.meta["gt_outputs"][1:], gradients, strict=True):
+            place = self.names.place(fqn)
             for real, name in self.names.stands_for(fqn):
-                found[name] = gradient and self._gradient(gradient, self.names.place(fqn), real, fqn)
-        made = self.graph.output(type(output.args[0])([self.kept[loss], *(found[fqn] for fqn in trainable)]))
-        made.meta = self._meta(output, _OUTSIDE)
-
-    def _gradient(self, gradient: fx.Node, place: Place | None, real: int, fqn: str) -> fx.Node:
-        if place is None or place.run is None:
-            return self.kept[gradient]
-        if gradient in self.units.at and self.units.at[gradient][0].run == place.run:
-            visit, unit, index = self.units.at[gradient]
-            if unit == place.unit:
-                return self._of_unit(visit, real, index)
-        raise Refused(self.names.runs[place.run].container, f"the gradient of {fqn} is not made in its layer")
+                spot = _OUTSIDE
+                if place is not None and gradient is not None:
+                    visit, unit, _ = self.units.at.get(gradient, (None, 0, 0))
+                    if visit is None or visit.run is not place.run or unit != place.unit:
+                        raise Refused(place.run.container, f"the gradient of {fqn} is not made in its layer")
+                    spot = _Spot(visit, unit, real)
+                found[name] = gradient and self.seen(gradient, spot)
+        results = [self.seen(loss, _OUTSIDE), *(found[fqn] for fqn in trainable)]
+        self.graph.output(type(output.args[0])(results)).meta = self._meta(output, _OUTSIDE)
 
 
 @dataclass(frozen=True, slots=True)
 class _Counted:
-    """The forward pass of a run by ``seq_nr``: where it begins and ends, and its inner unit begins; what copies add."""
+    """The ``step`` numbers of ``seq_nr`` that the thread counts in each unit of a pass: copies move what follows."""
 
     visit: Pass
     first: int
     last: int
-    inner: int
-    added: int
+    behind: int
+    step: int
 
     @classmethod
-    def of(cls, visit: Pass, units: Units) -> _Counted:
-        numbers = {unit: [n.meta["seq_nr"] for n in nodes if "seq_nr" in n.meta] for unit, nodes in visit.units.items()}
+    def of(cls, visit: Pass, last_forward: int) -> _Counted:
+        is_backward = visit.kind == "backward"
+        numbers = {
+            unit: [
+                n.meta["seq_nr"]
+                for n in nodes
+                if "seq_nr" in n.meta and (n.meta["seq_nr"] > last_forward) == is_backward
+            ]
+            for unit, nodes in visit.units.items()
+        }
         every = [number for found in numbers.values() for number in found] or [0]
-        template, inner = (min(numbers[unit], default=0) for unit in (TEMPLATE, INNER))
-        return cls(visit, min(every), max(every), inner, (inner - template) * units.run_of(visit).copies)
+        one, other = (min(numbers[unit], default=0) for unit in (TEMPLATE, INNER))
+        steps = zip(visit.units[TEMPLATE], visit.number_steps, strict=True)
+        counts = {abs(step) for node, step in steps if is_backward and node.meta.get("seq_nr", -1) > last_forward}
+        if len(counts) > 1:
+            raise Refused(visit.run.container, f"the thread's counter goes up by {sorted(counts)} in one unit")
+        return cls(visit, min(every), max(every), max(one, other), abs(one - other))
 
-    def has(self, number: int) -> bool:
-        return self.first <= number <= self.last
+    def added(self, number: int, spot: _Spot, moves: bool) -> int:
+        """What the pass's copies add to a number of the node at ``spot``, which may be one of them."""
+        run = self.visit.run
+        if moves and spot.visit is not None and spot.visit.run is run and self.first <= number <= self.last:
+            before = 1 + run.copies - spot.real if self.visit.descends else spot.real - 1
+            return self.step * min(max(before, 0), run.copies)
+        return self.step * run.copies if number >= self.behind else 0
 
 
 def _renamed(value: Any, renaming: Renaming) -> Any:

@@ -1,20 +1,34 @@
-"""Trace the cut model, prove, stamp: what ``trace_step(..., repeat_layers=)`` calls."""
+"""Trace the cut model, prove, stamp: what ``trace_step(..., repeat_layers=)`` calls.
+
+Python state that a step changes makes a call depend on how many came before it, and nothing can be proven. Looked at is
+what can be reached from the modules, their classes, and the step: attributes, containers, objects, what functions close
+over, globals that they name. All of it is put back. What cannot be seen: state behind functions of torch or of
+extensions in C, and files.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import random
+import types
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import fx, nn
 
 from pytest_gtrainer._torch.graph_modules import finished
+from pytest_gtrainer.tracing.model import ModelState
 from pytest_gtrainer.tracing.stamping.copying import stamp
 from pytest_gtrainer.tracing.stamping.outline import check_outline, recorded_calls
-from pytest_gtrainer.tracing.stamping.runs import Names, Run, cut, find_runs
-from pytest_gtrainer.tracing.stamping.state import unchanged_state
+from pytest_gtrainer.tracing.stamping.runs import FullLayers, Names, RepeatedLayers, find_runs
+from pytest_gtrainer.tracing.stamping.signature import TABLES
 from pytest_gtrainer.tracing.stamping.units import Units
-from pytest_gtrainer.tracing.stamping.verdict import FullLayers, Refused, RepeatedLayers
+from pytest_gtrainer.tracing.stamping.verdict import Refused, first_difference
+
+NO_STATE = (int, float, complex, str, bytes, torch.Tensor, torch.Size, torch.dtype, torch.device, types.ModuleType)
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,56 +44,90 @@ Trace = Callable[[], TracedModel]
 
 
 def stamped_graph(
-    model: nn.Module, step: Callable[..., Any], trace: Trace, state: Sequence[str], trainable: Sequence[str]
+    model: nn.Module, step: Callable[..., Any], trace: Trace, state: ModelState, ignore: Sequence[str]
 ) -> tuple[TracedModel | None, RepeatedLayers]:
-    """The step's graph from a cut model, None where nothing is proven alike; and what was done.
-
-    The runs that a proof refuses are left out and the others tried again, so it ends after as many tries as runs.
-
-    Args:
-        trace: traces ``step`` of ``model`` as it is when it is called.
-        state, trainable: names of parameters and buffers in the order of the graph's inputs, and of the parameters
-            that require a gradient in the order of its outputs.
-    """
-    runs, full = find_runs(model)
-    while runs:
-        try:
-            found = _stamped(model, step, trace, state, trainable, runs)
-        except Refused as refused:
-            where = [run for run in runs if run.container == refused.module] or runs
-            full += [FullLayers(run.container, refused.reason) for run in where]
-            runs = [run for run in runs if run not in where]
-        else:
-            return found, RepeatedLayers(tuple(run.told() for run in runs), tuple(full))
+    """The step's graph from a cut model, None where nothing is proven alike; and what was done. ``trace`` traces
+    ``step`` of ``model`` as it stands, whose ``state`` names inputs and outputs. Attributes in ``ignore`` are out of
+    sight meanwhile. Runs that a proof refuses are left out, the others tried again."""
+    ignored = _Ignored(model, ignore)
+    with ignored.showing(ignored.out_of_sight):
+        runs, full = find_runs(model)
+        while runs:
+            names, kept = Names(model, runs), unchanged_state(model, step)
+            try:
+                return _stamped(names, kept, trace, state, ignored), RepeatedLayers(tuple(runs), tuple(full))
+            except Refused as refused:
+                where = [run for run in runs if run.container == refused.module] or runs
+                full += [FullLayers(run.container, refused.reason) for run in where]
+                runs = [run for run in runs if run not in where]
     return None, RepeatedLayers((), tuple(full))
 
 
+class Unread:
+    """Stands for an attribute that only counts layers: may be passed on; all else that numbers do is refused."""
+
+    __slots__ = ("name",)
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def refuse(self, *given: Any) -> Any:
+        raise Refused("", f"`{self.name}`, which ignore= names, is read")
+
+
+for _operation in {*vars(int), *vars(str)} - {"__new__", "__doc__", "__getattribute__", "__getnewargs__", "__sizeof__"}:
+    if _operation.startswith("__"):
+        setattr(Unread, _operation, Unread.refuse)
+
+
+class _Ignored:
+    """The attributes of these names, of all modules, with their values; ValueError if they do not count layers."""
+
+    def __init__(self, model: nn.Module, names: Sequence[str]) -> None:
+        self.places = [(vars(module), name) for module in model.modules() for name in names if name in vars(module)]
+        for name in names:
+            kinds = {type(table[name]) for table, own in self.places if own == name}
+            if kinds not in ({int}, {str}):  # of another type it may be told without being read
+                types = " and ".join(sorted(kind.__name__ for kind in kinds))
+                told = f"it is of type {types}" if kinds else "no module has it"
+                raise ValueError(f"ignore={name!r}: an attribute that counts layers is an int, or a str, and {told}")
+        self.values = [table[name] for table, name in self.places]
+        unread = {name: Unread(name) for name in names}
+        self.out_of_sight = [unread[name] for _, name in self.places]
+
+    @contextmanager
+    def showing(self, values: Sequence[Any]) -> Iterator[None]:
+        """The attributes have these values inside."""
+        before = [table[name] for table, name in self.places]
+        for (table, name), value in zip(self.places, values, strict=True):
+            table[name] = value
+        try:
+            yield
+        finally:
+            for (table, name), value in zip(self.places, before, strict=True):
+                table[name] = value
+
+
 def _stamped(
-    model: nn.Module,
-    step: Callable[..., Any],
-    trace: Trace,
-    state: Sequence[str],
-    trainable: Sequence[str],
-    runs: list[Run],
+    names: Names, kept: AbstractContextManager[None], trace: Trace, state: ModelState, ignored: _Ignored
 ) -> TracedModel:
-    names = Names(model, runs)
-    with unchanged_state(model, step):
-        with cut(model, runs), recorded_calls(names) as calls:
+    with kept:
+        with names.cut(), recorded_calls(names) as calls:
             small = _traced(trace)
-        check_outline(model, names, calls, lambda: _traced(trace).gm)
-    graph = stamp(Units(small.gm.graph, names), trainable)
+            if ignored.places:  # what asks for its type, say, is not refused, and sees another one
+                with ignored.showing(ignored.values):
+                    as_it_is = _traced(trace)
+                if found := first_difference(as_it_is.gm.graph, small.gm.graph):
+                    raise Refused("", f"without what ignore= names the graph is another: {found}")
+        check_outline(names, calls, lambda: _traced(trace).gm)
+    graph = stamp(Units(small.gm.graph, names), state.trainable)
     inputs = [node.meta["gt_input"] for node in graph.find_nodes(op="placeholder")]
-    if [given["fqn"] for given in inputs if given["kind"] != "input"] != list(state):
+    if [given["fqn"] for given in inputs if given["kind"] != "input"] != list(state.fqns):
         raise Refused("", "parameters and buffers of the layers are not registered one layer after another")
-    placed = {
-        name: placements
-        for fqn, placements in zip(
-            small.gm.graph.output_node().meta["gt_outputs"][1:], small.gradient_placements, strict=True
-        )
-        for _, name in names.stands_for(fqn)
-    }
+    outputs = zip(small.gm.graph.output_node().meta["gt_outputs"][1:], small.gradient_placements, strict=True)
+    placed = {name: placements for fqn, placements in outputs for _, name in names.stands_for(fqn)}
     attributes = {str(node.target): getattr(small.gm, str(node.target)) for node in graph.find_nodes(op="get_attr")}
-    return TracedModel(finished(graph, small.gm, attributes), tuple(placed[fqn] for fqn in trainable))
+    return TracedModel(finished(graph, small.gm, attributes), tuple(placed[fqn] for fqn in state.trainable))
 
 
 def _traced(trace: Trace) -> TracedModel:
@@ -90,3 +138,113 @@ def _traced(trace: Trace) -> TracedModel:
     except Exception as error:  # whatever user code makes of fewer layers
         reason = f"with fewer layers, or none inside, the step cannot be traced: {type(error).__name__}: {error}"
         raise Refused("", reason) from error
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """What ``target`` holds, and what it held: a container, or names of an object (``put`` writes one)."""
+
+    where: str
+    target: Any
+    content: Any
+    put: Callable[[Any, str, Any], None] | None = None
+
+    def now(self) -> Any:
+        if self.put is None:
+            return self.target.copy()
+        held = vars(self.target) if isinstance(self.target, type) else self.target  # not through descriptors
+        read = getattr if isinstance(held, types.CellType) else lambda of, name, default: of.get(name, default)
+        return {name: read(held, name, None) for name in self.content}
+
+    def change(self) -> str | None:
+        now, before = self.now(), self.content
+        if isinstance(now, dict):
+            names = [name for name in {**before, **now} if (name in now) != (name in before)]
+            names += [name for name in now if name in before and not _same(now[name], before[name])]
+            return f"{self.where}{names[0]}" if names else None
+        return None if len(now) == len(before) and all(map(_same, now, before)) else self.where
+
+    def restore(self) -> None:
+        if self.put is not None:
+            for name, value in self.content.items():
+                if not _same(self.now()[name], value):
+                    self.put(self.target, name, value)
+        elif self.change() is not None:
+            self.target.clear()
+            (self.target.extend if isinstance(self.target, list | deque) else self.target.update)(self.content)
+
+
+def _same(one: Any, other: Any) -> bool:
+    return one is other or (type(one) is type(other) and isinstance(one, int | float | str) and one == other)
+
+
+@contextmanager
+def unchanged_state(model: nn.Module, step: Callable[..., Any]) -> Iterator[None]:
+    """``step`` runs several times inside; all state is put back, and Refused if it, or a random state, had changed."""
+    held, drawn = list(_watched(model, step)), (random.getstate(), torch.get_rng_state())
+    try:
+        yield
+        changed = next(filter(None, (each.change() for each in held)), None)
+        same = random.getstate() == drawn[0] and torch.equal(torch.get_rng_state(), drawn[1])
+    finally:
+        for each in held:
+            each.restore()
+        random.setstate(drawn[0])
+        torch.set_rng_state(drawn[1])
+    if changed is not None:
+        raise Refused("", f"the step changes {changed}")
+    if not same:
+        raise Refused("", "the step draws random numbers that are not in its graph")
+
+
+def _watched(model: nn.Module, step: Callable[..., Any]) -> Iterator[_Held]:
+    """Everything that holds something and can be reached."""
+    of_modules = [(f"the attribute {fqn}.".replace(" .", " "), module) for fqn, module in model.named_modules()]
+    todo = deque([*of_modules, ("what the step holds or names: ", step)])
+    seen: set[int] = set()
+    while todo:
+        where, value = todo.popleft()
+        if value is None or isinstance(value, NO_STATE) or id(value) in seen:
+            continue
+        seen.add(id(value))
+        for held, inner in _looked_into(where, value):
+            if held is not None:
+                yield held
+            todo += inner
+
+
+def _looked_into(where: str, value: Any) -> Iterator[tuple[_Held | None, list[tuple[str, Any]]]]:
+    if isinstance(value, dict | list | set | deque):
+        items = [*value.values()] if isinstance(value, dict) else [*value]
+        yield _Held(where, value, value.copy()), [(where, item) for item in items]
+    elif isinstance(value, tuple | frozenset):
+        yield None, [(where, item) for item in value]
+    elif isinstance(value, types.FunctionType):
+        for cell in value.__closure__ or ():
+            content: dict[str, Any] = {}
+            with suppress(ValueError):  # a cell that is not filled yet
+                content["cell_contents"] = cell.cell_contents
+            yield _Held(where, cell, content, setattr), [(where, each) for each in content.values()]
+        home = str(value.__globals__.get("__name__"))
+        if not _is_foreign(home):
+            named = {n: value.__globals__[n] for n in value.__code__.co_names if n in value.__globals__}
+            own = [each for each in named.values() if not isinstance(each, type)]
+            yield _Held(f"the global {home}.", value.__globals__, named, dict.__setitem__), [(where, e) for e in own]
+        yield None, [(where, each) for each in (value.__defaults__, value.__kwdefaults__)]
+    elif isinstance(value, types.MethodType):
+        yield None, [(where, value.__func__), (where, value.__self__)]
+    elif isinstance(value, type):
+        if not _is_foreign(value.__module__):
+            named = {name: held for name, held in vars(value).items() if not name.startswith("__")}
+            yield (
+                _Held(f"the attribute of the class {value.__qualname__}.", value, named, setattr),
+                [(where, held) for held in named.values()],
+            )
+    elif hasattr(value, "__dict__") and (isinstance(value, nn.Module) or not _is_foreign(type(value).__module__)):
+        own, cls = vars(value), type(value)
+        of_values = [(where + name, held) for name, held in own.items() if name not in TABLES]
+        yield _Held(where, own, dict(own)), [*of_values, (f"what the class {cls.__qualname__} names: ", cls)]
+
+
+def _is_foreign(module: str) -> bool:
+    return module.partition(".")[0] in ("torch", "pytest_gtrainer", "builtins")

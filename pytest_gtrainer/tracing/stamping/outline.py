@@ -11,14 +11,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import fx, nn
 
-from pytest_gtrainer._torch.stamping import SYMBOLIC, foreign_modes, saved_tensor_hooks, version_of
+from pytest_gtrainer._torch.stamping import foreign_modes, saved_tensor_hooks, version_of
 from pytest_gtrainer._torch.tracing import annotate
 from pytest_gtrainer._torch.values import (
+    SYMBOLIC,
     buffers_of,
     is_traceable_wrapper_subclass,
     modules_of,
@@ -27,13 +28,10 @@ from pytest_gtrainer._torch.values import (
     storage_id,
 )
 from pytest_gtrainer.tracing.stamping.copying import stamp
-from pytest_gtrainer.tracing.stamping.runs import Names, cut
+from pytest_gtrainer.tracing.stamping.runs import Names, StampedLayers
 from pytest_gtrainer.tracing.stamping.signature import PLAIN, constant, signature_of
 from pytest_gtrainer.tracing.stamping.units import Units
 from pytest_gtrainer.tracing.stamping.verdict import Refused, first_difference
-
-Slot = tuple[int, int]
-"""A run by number, and a layer of its unit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,93 +53,81 @@ class _Like:
 
 
 @dataclass(frozen=True, slots=True)
-class _Returned:
-    """What a layer returned: leaves are plain values, new tensors, or the number of a tensor that it was given."""
+class _Given:
+    """The tensor that a layer returns is the one of this number that it was given."""
 
-    leaves: tuple[Any, ...]
-    spec: pytree.TreeSpec
+    index: int
 
 
-Calls = dict[Slot, dict[Any, _Returned]]
+Returned = tuple[list[Any], pytree.TreeSpec]
+"""What a layer returned: leaves are plain values, new tensors as ``_Like``, or ``_Given``."""
+Calls = dict[tuple[StampedLayers, int], dict[Any, Returned]]
+"""By run and layer of its unit: what the layers return, by what they are called with."""
 
 
 @contextmanager
 def recorded_calls(names: Names) -> Iterator[Calls]:
-    """What the layers of runs are called with inside, and what they return.
-
-    Raises:
-        Refused: inside, a layer writes to what it is given, or takes or returns what cannot be looked into.
-    """
+    """What the layers of runs are called with inside, and what they return; Refused what cannot be looked into."""
     calls: Calls = {}
     with ExitStack() as stack:
         for layer, slot in names.slots.items():
-            recorder = _Recorder(names.runs[slot[0]].container, calls.setdefault(slot, {}))
-            for handle in (
-                layer.register_forward_pre_hook(recorder.before, with_kwargs=True),
-                layer.register_forward_hook(recorder.after, with_kwargs=True, prepend=True),
-            ):
-                stack.callback(handle.remove)
+            before, after = _recorder(slot[0].container, calls.setdefault(slot, {}))
+            stack.callback(layer.register_forward_pre_hook(before, with_kwargs=True).remove)
+            stack.callback(layer.register_forward_hook(after, with_kwargs=True, prepend=True).remove)
         yield calls
 
 
-class _Recorder:
-    """Hooks of a layer: the first in front of its forward and the first behind it."""
+def _recorder(container: str, calls: dict[Any, Returned]) -> tuple[Callable[..., None], Callable[..., None]]:
+    """Hooks of a layer: the last in front of its forward, and the first behind it."""
+    under_way: list[tuple[list[Any], Any]] = []
 
-    def __init__(self, container: str, calls: dict[Any, _Returned]) -> None:
-        self.container, self.calls = container, calls
-        self.open: list[tuple[Any, list[Any], list[int]]] = []
+    def told(args: Any, kwargs: Any) -> tuple[list[Any], Any]:
+        leaves, key = _called_with(container, args, kwargs)
+        return leaves, (key, [(id(leaf), version_of(leaf)) if _is_tensor(leaf) else id(leaf) for leaf in leaves])
 
-    def before(self, layer: nn.Module, args: Any, kwargs: Any) -> None:
-        leaves, _, key = called_with(self.container, args, kwargs)
-        self.open.append((key, leaves, [version_of(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor)]))
+    def before(layer: nn.Module, args: Any, kwargs: Any) -> None:
+        under_way.append(told(args, kwargs))
 
-    def after(self, layer: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        key, leaves, versions = self.open.pop()
-        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        now, _, its_key = called_with(self.container, args, kwargs)
-        if [*map(version_of, tensors)] != versions or its_key != key or [*map(id, now)] != [*map(id, leaves)]:
-            raise Refused(self.container, f"a {type(layer).__name__} changes what it is given")
-        returned, spec = pytree.tree_flatten(output)
+    def after(layer: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        leaves, state = under_way.pop()
+        if told(args, kwargs)[1] != state:
+            raise Refused(container, f"a {type(layer).__name__} changes what it is given")
+        tensors = list(filter(_is_tensor, leaves))
         memory = {storage_id(tensor) for tensor in tensors}
-        given = {id(tensor): index for index, tensor in enumerate(tensors)}
-        told: list[Any] = []
+        given = {id(tensor): _Given(index) for index, tensor in enumerate(tensors)}
+        returned, spec = pytree.tree_flatten(output)
         for leaf in returned:
-            _plain(self.container, leaf, "returns")
-            if not isinstance(leaf, torch.Tensor):
-                told.append(leaf)
-            elif id(leaf) in given:
-                told.append(_Given(given[id(leaf)]))
-            elif storage_id(leaf) in memory:
-                raise Refused(self.container, f"a {type(layer).__name__} returns a view of what it is given")
-            else:
-                told.append(_Like.of(leaf))
-        self.calls.setdefault(key, _Returned(tuple(told), spec))
+            _check_leaf(container, leaf, "returns")
+            if _is_tensor(leaf) and id(leaf) not in given and storage_id(leaf) in memory:
+                raise Refused(container, f"a {type(layer).__name__} returns a view of what it is given")
+        results = [given.get(id(leaf)) or _Like.of(leaf) if _is_tensor(leaf) else leaf for leaf in returned]
+        calls.setdefault(state[0], (results, spec))
+
+    return before, after
 
 
-@dataclass(frozen=True, slots=True)
-class _Given:
-    index: int
+def _is_tensor(leaf: Any) -> TypeGuard[torch.Tensor]:
+    return isinstance(leaf, torch.Tensor)
 
 
-def called_with(container: str, args: Any, kwargs: Any) -> tuple[list[Any], pytree.TreeSpec, Any]:
-    """The leaves of a call's arguments and their structure; and what two calls must share to be alike."""
+def _called_with(container: str, args: Any, kwargs: Any) -> tuple[list[Any], Any]:
+    """The leaves of a call's arguments; and what two calls must share to be alike."""
     leaves, spec = pytree.tree_flatten((args, kwargs))
-    plain = [_plain(container, leaf, "is called with") for leaf in leaves]
+    for leaf in leaves:
+        _check_leaf(container, leaf, "is called with")
     first: dict[int, int] = {}  # one tensor given twice is not two
-    same = [first.setdefault(id(leaf), index) for index, leaf in enumerate(plain) if isinstance(leaf, torch.Tensor)]
-    told = tuple(_Like.of(leaf) if isinstance(leaf, torch.Tensor) else constant(leaf) for leaf in plain)
-    return leaves, spec, (str(spec), told, tuple(same))
+    same = tuple(first.setdefault(id(leaf), index) for index, leaf in enumerate(leaves) if _is_tensor(leaf))
+    return leaves, (str(spec), tuple(_Like.of(leaf) if _is_tensor(leaf) else constant(leaf) for leaf in leaves), same)
 
 
-def _plain(container: str, leaf: Any, does: str) -> Any:
-    if isinstance(leaf, torch.Tensor):
-        if is_traceable_wrapper_subclass(leaf):
-            raise Refused(container, f"a layer {does} a {type(leaf).__name__}")
-        if any(isinstance(extent, SYMBOLIC) for extent in (*leaf.shape, *leaf.stride())):
-            raise Refused(container, f"a layer {does} a tensor whose size depends on data")
-    elif type(leaf) not in PLAIN:
-        raise Refused(container, f"a layer {does} a {type(leaf).__name__}, whose state cannot be seen")
-    return leaf
+def _check_leaf(container: str, leaf: Any, does: str) -> None:
+    if not isinstance(leaf, torch.Tensor):
+        if type(leaf) not in PLAIN:
+            raise Refused(container, f"a layer {does} a {type(leaf).__name__}, whose state cannot be seen")
+    elif is_traceable_wrapper_subclass(leaf):
+        raise Refused(container, f"a layer {does} a {type(leaf).__name__}")
+    elif any(isinstance(extent, SYMBOLIC) for extent in (*leaf.shape, *leaf.stride())):
+        raise Refused(container, f"a layer {does} a tensor whose size depends on data")
 
 
 def in_force() -> Any:
@@ -157,14 +143,10 @@ def in_force() -> Any:
     return grad, autocast, hooks, str(torch.get_default_dtype()), torch.are_deterministic_algorithms_enabled()
 
 
-def check_outline(model: nn.Module, names: Names, calls: Calls, trace: Callable[[], fx.GraphModule]) -> None:
-    """The code around the layers of ``model`` treats all units of a run alike.
-
-    Raises:
-        Refused: it does not, or what it does cannot be seen.
-    """
+def check_outline(names: Names, calls: Calls, trace: Callable[[], fx.GraphModule]) -> None:
+    """The code around the layers of a model treats all units of a run alike and can be seen, or it is Refused."""
     with thin(names, calls):
-        with cut(model, names.runs):
+        with names.cut():
             small = trace()
         whole = trace()
     trainable = whole.graph.output_node().meta["gt_outputs"][1:]
@@ -179,41 +161,41 @@ def thin(names: Names, calls: Calls) -> Iterator[None]:
     """The model with placeholders for the layers of its runs, of whose tensors each has one that wants a gradient."""
     with ExitStack() as stack:
         for layer, slot in names.slots.items():
-            own, tables = vars(layer), (parameters_of(layer), buffers_of(layer), modules_of(layer))
-            before = {"forward": own["forward"]} if "forward" in own else {}
             tickets = [each for each in layer.parameters() if each.requires_grad][:1]
-            own["forward"] = _placeholder(names.runs[slot[0]].container, calls.get(slot, {}), tables[0])
-            stack.callback(own.update, before)
-            stack.callback(own.pop, "forward")
-            for table in tables:
+            own = parameters_of(layer)
+            for table in (own, buffers_of(layer), modules_of(layer)):
                 stack.callback(table.update, dict(table))
                 stack.callback(table.clear)
                 table.clear()
-            tables[0].update((f"ticket{index}", ticket) for index, ticket in enumerate(tickets))
+            own.update((f"ticket{index}", ticket) for index, ticket in enumerate(tickets))
+            attributes = vars(layer)
+            stack.callback(attributes.update, {key: attributes[key] for key in ("forward",) if key in attributes})
+            stack.callback(attributes.pop, "forward")
+            attributes["forward"] = _placeholder(slot[0].container, calls.get(slot, {}), own)
         yield
 
 
-def _placeholder(container: str, calls: dict[Any, _Returned], own: dict[str, Any]) -> Callable[..., Any]:
+def _placeholder(container: str, calls: dict[Any, Returned], own: dict[str, Any]) -> Callable[..., Any]:
     def forward(*args: Any, **kwargs: Any) -> Any:
-        leaves, _, key = called_with(container, args, kwargs)
+        leaves, key = _called_with(container, args, kwargs)
         if key not in calls:
             raise Refused(container, f"the layers are not all called alike: one with {key[1]}")
         foreign = foreign_modes()
         if foreign:
             raise Refused(container, f"the layers are called under {foreign[0]}")
-        known, given = calls[key], [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        made = [leaf for leaf in known.leaves if isinstance(leaf, _Like)]
-        needs = any(like.wants_gradient for like in made) and not any(tensor.requires_grad for tensor in given)
+        returned, spec = calls[key]
+        given = list(filter(_is_tensor, leaves))
         if not given:
             raise Refused(container, "a layer is called without a tensor")
-        tickets = list(own.values()) if needs else []
+        made = [leaf for leaf in returned if isinstance(leaf, _Like)]
+        needs = any(like.wants_gradient for like in made) and not any(tensor.requires_grad for tensor in given)
         with annotate({"called": repr((key, in_force()))}):
-            tensors = iter(_Placeholder.apply(made, len(given), *given, *tickets))
+            tensors = iter(_Placeholder.apply(made, len(given), *given, *(own.values() if needs else ())))
         results = [
             next(tensors) if isinstance(leaf, _Like) else given[leaf.index] if isinstance(leaf, _Given) else leaf
-            for leaf in known.leaves
+            for leaf in returned
         ]
-        return pytree.tree_unflatten(results, known.spec)
+        return pytree.tree_unflatten(results, spec)
 
     return forward
 

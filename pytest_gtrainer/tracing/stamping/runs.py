@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -10,17 +11,16 @@ from typing import Any
 
 from torch import nn
 
-from pytest_gtrainer._torch.values import buffers_of, modules_of, parameters_of
+from pytest_gtrainer._torch.values import modules_of
 from pytest_gtrainer.tracing.stamping.signature import difference, signature
-from pytest_gtrainer.tracing.stamping.verdict import FullLayers, StampedLayers
 
 KEPT, TEMPLATE, MAX_PERIOD = 4, 1, 4
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
-    """Layers ``first`` to ``first + period * units`` of a container repeat a unit of ``period`` layers."""
+class StampedLayers:
+    """Identical layers of which four units were traced: ``layers[first : first + period * units]`` of ``container``."""
 
     container: str
     first: int
@@ -32,45 +32,81 @@ class Run:
         """How many units the cut model lacks."""
         return self.units - KEPT
 
-    @property
-    def last(self) -> int:
-        """The first layer behind it."""
-        return self.first + self.period * self.units
+    def reals(self, unit: int) -> range:
+        """The units of the whole model that one of the cut model stands for: several for the template."""
+        first = unit if unit <= TEMPLATE else unit + self.copies
+        return range(first, first + 1 + (self.copies if unit == TEMPLATE else 0))
 
-    def dropped(self) -> range:
-        """Layers that the cut model lacks: behind the template."""
-        start = self.first + (TEMPLATE + 1) * self.period
-        return range(start, start + self.copies * self.period)
-
-    def told(self) -> StampedLayers:
-        return StampedLayers(self.container, self.first, self.period, self.units)
+    def place(self, index: int) -> Place | None:
+        """The place of the container's layer ``index``, its unit counted in the whole model; None outside."""
+        unit, layer = divmod(index - self.first, self.period)
+        return Place(self, unit, layer) if 0 <= unit < self.units else None
 
 
-def find_runs(model: nn.Module) -> tuple[list[Run], list[FullLayers]]:
+@dataclass(frozen=True, slots=True)
+class FullLayers:
+    """Layers that were traced one by one, below ``module``, and why."""
+
+    module: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class RepeatedLayers:
+    """What ``trace_step(..., repeat_layers=)`` did: runs that it stamped, and what it traced in full."""
+
+    stamped: tuple[StampedLayers, ...] = ()
+    full: tuple[FullLayers, ...] = ()
+
+    def beside(self, of_twin: RepeatedLayers | None) -> RepeatedLayers:
+        """The same, with what was traced in full for the twin alone."""
+        more = (each for each in (of_twin.full if of_twin else ()) if each not in self.full)
+        told = (FullLayers(each.module, f"in the twin, {each.reason}") for each in more)
+        return RepeatedLayers(self.stamped, (*self.full, *told))
+
+    def outcomes(self) -> list[str]:
+        """
+        >>> RepeatedLayers((StampedLayers("layers", 0, 1, 126),), (FullLayers("", "they differ"),)).outcomes()
+        ['stamped (122 of 126 in layers)', 'in full (they differ)']
+        """
+        stamped = [f"stamped ({s.copies * s.period} of {s.units * s.period} in {s.container})" for s in self.stamped]
+        return stamped + [f"in full ({f'{each.module}: ' if each.module else ''}{each.reason})" for each in self.full]
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A layer of a run: its unit, and which layer of the unit."""
+
+    run: StampedLayers
+    unit: int
+    layer: int
+
+
+def find_runs(model: nn.Module) -> tuple[list[StampedLayers], list[FullLayers]]:
     """Runs of more than four units, those with the most layers first taken; and why other containers have none."""
-    runs: list[Run] = []
+    runs: list[StampedLayers] = []
     full: list[FullLayers] = []
-    shared = shared_modules(model)
+    shared = list(_shared_names(model))
     for fqn, module in model.named_modules():
         if not isinstance(module, CONTAINERS) or any(_is_below(fqn, run.container) for run in runs):
             continue
-        layers = list(modules_of(module).values())
-        if len(layers) <= KEPT:
+        keys, layers = list(modules_of(module)), modules_of(module).values()
+        if len(keys) <= KEPT:
             continue
         signatures = [signature(layer) if layer is not None else None for layer in layers]
         numbers: dict[Any, int] = {}
         kinds = [numbers.setdefault(each, len(numbers)) for each in signatures]
-        found = [Run(fqn, *stretch) for stretch in _stretches(kinds)]
+        found = list(_stretches(kinds))
         if not found:
             pairs = [i for i in range(1, len(kinds)) if kinds[i] != kinds[i - 1]]
             told = Counter(difference(signatures[i - 1], signatures[i]) for i in pairs).most_common(1)
             reason = f"no more than {KEPT} units are alike: layers differ in {told[0][0]}" if told else "too few units"
             full.append(FullLayers(fqn, reason))
-        for run in found:
-            names = [f"{fqn}.{key}".lstrip(".") for key in list(modules_of(module))[run.first : run.last]]
+        for first, period, units in found:
+            names = [f"{fqn}.{key}".lstrip(".") for key in keys[first : first + period * units]]
             tied = next((reason for name, reason in shared if any(_is_below(name, layer) for layer in names)), None)
             if tied is None:
-                runs.append(run)
+                runs.append(StampedLayers(fqn, first, period, units))
             else:
                 full.append(FullLayers(fqn, tied))
     return runs, full
@@ -101,120 +137,82 @@ def _is_below(fqn: str, module: str) -> bool:
     return not module or fqn == module or fqn.startswith(module + ".")
 
 
-def shared_modules(model: nn.Module) -> list[tuple[str, str]]:
-    """Names of modules and tensors that a model holds under two names, with what is to be said about each."""
+def _shared_names(model: nn.Module) -> Iterator[tuple[str, str]]:
+    """Both names of each module and tensor that a model holds under two, with what is to be said about them."""
     first: dict[int, str] = {}
-    found = []
-    for fqn, module in model.named_modules(remove_duplicate=False):
-        held = [(fqn, module)] if fqn else []
-        held += [(f"{fqn}.{n}".lstrip("."), t) for t_of in (parameters_of, buffers_of) for n, t in t_of(module).items()]
-        for name, what in held:
-            known = first.setdefault(id(what), name) if what is not None else name
+    for held in (model.named_modules, model.named_parameters, model.named_buffers):
+        for name, what in held(remove_duplicate=False):
+            known = first.setdefault(id(what), name)
             if known != name:
-                found += [(name, f"{name} is {known}"), (known, f"{name} is {known}")]
-    return found
-
-
-@contextmanager
-def cut(model: nn.Module, runs: Sequence[Run]) -> Iterator[None]:
-    """The model with four units of each run; layers of lists and sequences are numbered anew."""
-    saved = []
-    try:
-        for fqn in dict.fromkeys(run.container for run in runs):
-            table = modules_of(model.get_submodule(fqn))
-            saved.append((table, dict(table)))
-            kept = cut_keys(model.get_submodule(fqn), [run for run in runs if run.container == fqn])
-            layers = [table[key] for key in kept.values()]
-            table.clear()
-            table.update(zip(kept, layers, strict=True))
-        yield
-    finally:
-        for table, layers_of_all in saved:
-            table.clear()
-            table.update(layers_of_all)
-
-
-def cut_keys(container: nn.Module, runs: Sequence[Run]) -> dict[str, str]:
-    """The cut container's keys, with those of the real one."""
-    dropped = {index for run in runs for index in run.dropped()}
-    kept = [key for index, key in enumerate(modules_of(container)) if index not in dropped]
-    named = isinstance(container, nn.ModuleDict) or not all(key.isdigit() for key in modules_of(container))
-    return dict(zip(kept if named else map(str, range(len(kept))), kept, strict=True))
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """A layer of the cut model: its run by number, None outside; its unit there; layer in the unit."""
-
-    run: int | None
-    unit: int
-    layer: int
+                yield from ((each, f"{name} is {known}") for each in (name, known))
 
 
 class Names:
-    """Names in the cut model, of modules and tensors: whose unit they are of, and their names in the whole model.
+    """Whose unit a name in the cut model is of, and its name in the whole one; ``slots``: the layers of runs, whole."""
 
-    ``slots`` gives the layers of runs, whole: each one's run by number, and its place in the unit.
-    """
-
-    def __init__(self, model: nn.Module, runs: Sequence[Run]) -> None:
+    def __init__(self, model: nn.Module, runs: Sequence[StampedLayers]) -> None:
         """Of the whole ``model``."""
         self.runs = runs
-        self._layers: dict[str, dict[str, tuple[Place, str]]] = {}
-        self._real: dict[str, list[str]] = {}
-        self._parsed: dict[str, tuple[str, Place, str, str] | None] = {}
-        self.slots: dict[nn.Module, tuple[int, int]] = {}
+        self.slots: dict[nn.Module, tuple[StampedLayers, int]] = {}
+        self._cut: list[tuple[dict[str, nn.Module | None], dict[str, nn.Module | None]]] = []
+        self._layers: dict[str, tuple[Place | None, str]] = {}  # of the cut model, with their real names
+        self._real: dict[Place, str] = {}
+        self._found = functools.cache(self._find)
         for fqn in dict.fromkeys(run.container for run in runs):
-            container = model.get_submodule(fqn)
-            self._real[fqn] = list(modules_of(container))
-            index = {key: place for place, key in enumerate(self._real[fqn])}
-            its = [(number, run) for number, run in enumerate(runs) if run.container == fqn]
-            for number, run in its:
-                layers = list(modules_of(container).values())[run.first : run.last]
-                self.slots.update((one, (number, i % run.period)) for i, one in enumerate(layers) if one is not None)
-            keys = cut_keys(container, [run for _, run in its])
-            self._layers[fqn] = {key: (self._place(index[real], its), real) for key, real in keys.items()}
+            self._add(fqn, model.get_submodule(fqn))
 
-    @staticmethod
-    def _place(index: int, runs: list[tuple[int, Run]]) -> Place:
-        for number, run in runs:
-            if run.first <= index < run.last:
-                unit, layer = divmod(index - run.first, run.period)
-                return Place(number, unit if unit <= TEMPLATE else unit - run.copies, layer)
-        return Place(None, 0, 0)
+    def _add(self, fqn: str, container: nn.Module) -> None:
+        table, kept = modules_of(container), dict[str, nn.Module | None]()
+        renumbered = not isinstance(container, nn.ModuleDict) and all(key.isdigit() for key in table)
+        for index, (key, layer) in enumerate(table.items()):
+            its = (run.place(index) for run in self.runs if run.container == fqn)
+            place, name = next(filter(None, its), None), f"{fqn}.{key}".lstrip(".")
+            if place is not None:
+                self._real[place] = name
+                if layer is not None:
+                    self.slots[layer] = place.run, place.layer
+                unit = next((unit for unit in range(KEPT) if place.unit == place.run.reals(unit)[0]), None)
+                if unit is None:
+                    continue
+                place = Place(place.run, unit, place.layer)
+            short = str(len(kept)) if renumbered else key
+            kept[short] = layer
+            self._layers[f"{fqn}.{short}".lstrip(".")] = place, name
+        self._cut.append((table, kept))
 
-    def _parse(self, fqn: str) -> tuple[str, Place, str, str] | None:
-        """Container, place, real key and the rest of a name in the cut model."""
-        if fqn not in self._parsed:
-            self._parsed[fqn] = None
-            for container, layers in self._layers.items():
-                prefix = container + "." if container else ""
-                key, _, rest = fqn[len(prefix) :].partition(".")
-                if fqn.startswith(prefix) and key in layers:
-                    self._parsed[fqn] = (container, *layers[key], rest)
-        return self._parsed[fqn]
+    @contextmanager
+    def cut(self) -> Iterator[None]:
+        """The model with four units of each run; layers of lists and sequences are numbered anew."""
+        whole = [dict(table) for table, _ in self._cut]
+        try:
+            for table, kept in self._cut:
+                table.clear()
+                table.update(kept)
+            yield
+        finally:
+            for (table, _), layers in zip(self._cut, whole, strict=True):
+                table.clear()
+                table.update(layers)
+
+    def _find(self, fqn: str) -> tuple[Place | None, str, str]:
+        """The place of a name in the cut model, the real name of its layer, and what is behind that."""
+        layer = fqn
+        while layer and layer not in self._layers:
+            layer = layer.rpartition(".")[0]
+        return (*self._layers.get(layer, (None, layer)), fqn[len(layer) :])
 
     def place(self, fqn: str) -> Place | None:
-        """Where a name of the cut model belongs; None outside of runs."""
-        found = self._parse(fqn)
-        return found[1] if found and found[1].run is not None else None
+        """Where a name of the cut model belongs, its unit counted there; None outside of runs."""
+        return self._found(fqn)[0]
 
     def real(self, fqn: str, unit: int | None = None) -> str:
         """The name in the whole model; ``unit``, counted there, takes the place of its own."""
-        found = self._parse(fqn)
-        if found is None:
-            return fqn
-        container, place, key, rest = found
-        if unit is not None and place.run is not None:
-            run = self.runs[place.run]
-            key = self._real[container][run.first + unit * run.period + place.layer]
-        return ".".join(part for part in (container, key, rest) if part)
+        place, layer, rest = self._found(fqn)
+        if place is not None and unit is not None:
+            layer = self._real[Place(place.run, unit, place.layer)]
+        return layer + rest
 
     def stands_for(self, fqn: str) -> list[tuple[int, str]]:
         """Units and names in the whole model that a name of the cut model stands for: several in the template."""
         place = self.place(fqn)
-        if place is None or place.run is None:
-            return [(0, self.real(fqn))]
-        copies = self.runs[place.run].copies
-        first = place.unit if place.unit <= TEMPLATE else place.unit + copies
-        return [(u, self.real(fqn, u)) for u in range(first, first + 1 + copies * (place.unit == TEMPLATE))]
+        return [(unit, self.real(fqn, unit)) for unit in (place.run.reals(place.unit) if place else (0,))]

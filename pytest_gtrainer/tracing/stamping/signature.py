@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import sys
 import types
 from collections import OrderedDict
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -24,6 +26,15 @@ from pytest_gtrainer.tracing.model import local
 
 PLAIN = (int, float, complex, str, bytes, bool, type(None), type(...), torch.dtype, torch.device, torch.layout)
 TABLES = ("_parameters", "_buffers", "_modules")
+INSIDE: dict[type, tuple[str, ...]] = {
+    types.MethodType: ("__func__", "__self__"),
+    functools.partial: ("func", "args", "keywords"),
+    functools.partialmethod: ("func", "args", "keywords"),
+    property: ("fget", "fset", "fdel"),
+    staticmethod: ("__func__",),
+    classmethod: ("__func__",),
+}
+"""What makes these objects do what they do."""
 DEPTH = 12
 """How deep containers and closures are looked into; what lies deeper is equal to itself alone."""
 
@@ -36,6 +47,11 @@ def signature(layer: nn.Module) -> Any:
         tensors = {**parameters_of(module), **buffers_of(module)}
         own.update({id(t): ("own tensor", path, name) for name, t in tensors.items() if t is not None})
     return _Signer(own).module(layer)
+
+
+def signature_of(value: Any) -> Any:
+    """That of any value."""
+    return _Signer({}).value(value)
 
 
 def difference(one: Any, other: Any, path: str = "") -> str:
@@ -62,61 +78,35 @@ class _Signer:
     def module(self, module: nn.Module) -> Any:
         hooks = [key for table, held in vars(module).items() if "_hooks" in table and held for key in held]
         number = {key: index for index, key in enumerate(sorted(set(hooks)))}  # counted over the whole process
-        attributes = tuple(
-            ("." + name, tuple((number[key], self.value(hook)) for key, hook in held.items()))
-            if "_hooks" in name and isinstance(held, dict)
-            else ("." + name, self.value(held))
-            for name, held in vars(module).items()
-            if name not in TABLES and "state_dict" not in name
-        )
-        tensors = (parameters_of(module), buffers_of(module))
         return (
             self.type(type(module)),
-            *attributes,
-            *(("." + name, tensor_signature(tensor)) for table in tensors for name, tensor in table.items()),
+            *(
+                ("." + name, tuple((number[key], self.value(hook)) for key, hook in held.items()))
+                if "_hooks" in name and isinstance(held, dict)
+                else ("." + name, self.value(held))
+                for name, held in vars(module).items()
+                if name not in TABLES and "state_dict" not in name
+            ),
+            *(("." + name, _tensor(each)) for name, each in parameters_of(module).items()),
+            *(("." + name, _tensor(each)) for name, each in buffers_of(module).items()),
             *(("." + name, child and self.module(child)) for name, child in modules_of(module).items()),
         )
 
     def value(self, value: Any, depth: int = 0) -> Any:
-        if type(value) in PLAIN:
+        kind = type(value)
+        if kind in PLAIN:
             return constant(value)
         if id(value) in self.own:
             return self.own[id(value)]
-        if depth > DEPTH:
-            return "object", id(value)
-        within = functools.partial(self.value, depth=depth + 1)
-        if type(value) in (list, tuple, torch.Size) or (isinstance(value, tuple) and hasattr(value, "_fields")):
-            return id(type(value)), *map(within, value)
-        if type(value) in (set, frozenset):
-            return id(type(value)), *sorted(map(repr, map(within, value)))
-        if type(value) in (dict, OrderedDict):
-            return id(type(value)), *((within(key), within(item)) for key, item in value.items())
-        if dataclasses.is_dataclass(value) and not isinstance(value, type):
-            return id(type(value)), *((f.name, within(getattr(value, f.name))) for f in dataclasses.fields(value))
-        if isinstance(value, DeviceMesh):
-            return "mesh", value
+        if isinstance(value, DeviceMesh | types.CodeType):
+            return kind.__name__, value
         if isinstance(value, type):
             return self.type(value, depth + 1)
-        return self._callable(value, within)
-
-    def _callable(self, value: Any, within: Any) -> Any:
-        """Functions by their code and what they close over; what is no function is equal to itself alone."""
-        if isinstance(value, types.FunctionType):
-            try:
-                closed = tuple(within(cell.cell_contents) for cell in value.__closure__ or ())
-            except ValueError:  # a cell that is not filled yet
-                return "object", id(value)
-            given = within(value.__defaults__), within(value.__kwdefaults__), within(vars(value))
-            return "function", value.__code__, id(value.__globals__), closed, given
-        if isinstance(value, types.MethodType):
-            return "method", within(value.__func__), within(value.__self__)
-        if type(value) in (functools.partial, functools.partialmethod):
-            return id(type(value)), within(value.func), within(value.args), within(value.keywords)
-        if isinstance(value, property):
-            return "property", within(value.fget), within(value.fset), within(value.fdel)
-        if isinstance(value, staticmethod | classmethod):
-            return id(type(value)), within(value.__func__)
-        return "object", id(value)
+        parts = _parts(value) if depth <= DEPTH else None
+        if parts is None:
+            return "object", id(value)
+        told = [self.value(part, depth + 1) for part in parts]
+        return id(kind), *(sorted(map(repr, told)) if kind in (set, frozenset) else told)
 
     def type(self, cls: type, depth: int = 0) -> Any:
         """A class that its module holds is itself; one that was made on the way is what it holds."""
@@ -132,7 +122,26 @@ class _Signer:
         return "made", cls.__qualname__, tuple(self.type(base, depth + 1) for base in cls.__bases__), held
 
 
-def tensor_signature(tensor: torch.Tensor | None) -> Any:
+def _parts(value: Any) -> Iterable[Any] | None:
+    """What a container, function or dataclass holds; None of what cannot be looked into."""
+    kind = type(value)
+    if kind in (list, tuple, set, frozenset, torch.Size) or (isinstance(value, tuple) and hasattr(value, "_fields")):
+        return list(value)
+    if kind in (dict, OrderedDict):
+        return itertools.chain.from_iterable(value.items())
+    if dataclasses.is_dataclass(value):
+        return itertools.chain.from_iterable((f.name, getattr(value, f.name)) for f in dataclasses.fields(value))
+    if isinstance(value, types.FunctionType):
+        try:
+            closed = [cell.cell_contents for cell in value.__closure__ or ()]
+        except ValueError:  # a cell that is not filled yet
+            return None
+        given = value.__defaults__, value.__kwdefaults__, vars(value)
+        return value.__code__, id(value.__globals__), closed, *given
+    return [getattr(value, name) for name in INSIDE[kind]] if kind in INSIDE else None
+
+
+def _tensor(tensor: torch.Tensor | None) -> Any:
     """All that a trace can see of a parameter or buffer."""
     if tensor is None:
         return None
@@ -141,8 +150,3 @@ def tensor_signature(tensor: torch.Tensor | None) -> Any:
     placed = (tensor.placements, tensor.device_mesh, tuple(local(tensor).shape)) if isinstance(tensor, DTensor) else ()
     kind = type(tensor), tensor.dtype, str(tensor.device), tensor.requires_grad
     return tuple(tensor.shape), tensor.stride(), tensor.storage_offset(), *kind, *placed
-
-
-def signature_of(value: Any) -> Any:
-    """That of any value."""
-    return _Signer({}).value(value)

@@ -2,12 +2,12 @@
 
 A *pass* is a stretch of the graph that visits the units of one run one after another, up or down: parameters, buffers,
 forward, backward. A node belongs to the unit whose module it names, or whose state alone it reads; one that names no
-layer, between two units of a pass, to the one before it. What lies before the first and behind the last unit is
-*outside*.
+layer, between two units of a pass, to the one before it. The rest is *outside*.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,30 +19,19 @@ from pytest_gtrainer._torch.chunking import Expression, Symbol
 from pytest_gtrainer._torch.values import storage_id
 from pytest_gtrainer.graph.nodes import node_fqn
 from pytest_gtrainer.tracing.model import KEY
-from pytest_gtrainer.tracing.stamping.runs import KEPT, TEMPLATE, Names, Place, Run
-from pytest_gtrainer.tracing.stamping.verdict import (
-    Refused,
-    described,
-    differing_key,
-    shown,
-    symbol_pairs,
-    tensors_of,
-)
+from pytest_gtrainer.tracing.stamping.runs import KEPT, TEMPLATE, Names, Place, StampedLayers
+from pytest_gtrainer.tracing.stamping.verdict import Refused, described, differing_key, shown, symbol_pairs, tensors_of
 
 INNER, EDGES = TEMPLATE + 1, (0, KEPT - 1)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Pass:
-    """One visit to all units of a run, in the graph's order.
+    """One visit to all units of a run, in the graph's order; ``units`` are nodes by unit, as they are visited.
+    ``number_steps`` tell by how much ``seq_nr`` differs from the template to the next unit, per node of the template;
+    ``name_steps`` by how much numbers of names ("mm_7") go up from one visited unit to the next, per base."""
 
-    Attributes:
-        units: nodes by unit, in the order in which they are visited.
-        number_steps: by how much ``seq_nr`` differs from the template to the next unit, per node of the template.
-        name_steps: per base of names ("mm" of "mm_7"), by how much numbers go up from one visited unit to the next.
-    """
-
-    run: int
+    run: StampedLayers
     kind: str
     units: dict[int, list[fx.Node]]
     number_steps: list[int] = field(default_factory=list)
@@ -52,13 +41,16 @@ class Pass:
     def descends(self) -> bool:
         return next(iter(self.units)) > 0
 
+    def goes_on(self, place: Place, kind: str) -> bool:
+        """Whether a node of this place and kind belongs to the unit visited now or to the next one."""
+        unit = next(reversed(self.units))
+        following = unit + (-1 if self.descends else 1)
+        is_next = place.unit == unit or (place.unit == following and len(self.units) < KEPT)
+        return (self.run, self.kind) == (place.run, kind) and is_next
+
 
 class Units:
-    """The cut graph by passes, checked.
-
-    Raises:
-        Refused: units are not visited one after another, or something reads out of their middle, or they differ.
-    """
+    """The cut graph by passes, checked, or Refused; ``at`` is each node's pass, unit and place in the unit."""
 
     def __init__(self, graph: fx.Graph, names: Names) -> None:
         self.graph, self.names = graph, names
@@ -70,63 +62,46 @@ class Units:
             for unit, nodes in visit.units.items()
             for index, node in enumerate(nodes)
         }
-        self.number = {id(visit): index for index, visit in enumerate(self.passes)}
         self.makers: dict[int, tuple[fx.Node, int]] = {}
         for node in graph.nodes:
             for index, tensor in enumerate(tensors_of(node)):
                 self.makers.setdefault(storage_id(tensor), (node, index))
-        forward = [
-            n.meta["seq_nr"] for n in graph.nodes if n.op != "output" and "seq_nr" in n.meta and kind_of(n) == "forward"
-        ]
-        self.last_forward = max(forward, default=-1)
-        self.symbols: dict[int, dict[Symbol, Expression]] = {}
+        forward = [n for n in graph.nodes if n.op != "output" and "seq_nr" in n.meta and kind_of(n) == "forward"]
+        self.last_forward = max((node.meta["seq_nr"] for node in forward), default=-1)
         self._check_reads()
+        symbols: dict[StampedLayers, dict[Symbol, Expression]] = defaultdict(dict)
         for visit in self.passes:
-            self._check_inner_units(visit)
+            self._check_inner_units(visit, symbols[visit.run])
 
-    def run_of(self, visit: Pass) -> Run:
-        return self.names.runs[visit.run]
-
-    def refuse(self, visit: Pass, reason: str) -> Refused:
-        return Refused(self.run_of(visit).container, reason)
-
-    def relative(self, node: fx.Node, run: int, unit: int) -> Any:
+    def relative(self, node: fx.Node, run: StampedLayers, unit: int) -> Any:
         """Which node, seen from a unit of a run: equal for two units that see the same."""
-        if node not in self.at or self.at[node][0].run != run:
+        visit, its_unit, index = self.at.get(node, (None, 0, 0))
+        if visit is None or visit.run is not run:
             return "outside", node.name
-        visit, its_unit, index = self.at[node]
-        return "unit", self.number[id(visit)], its_unit - unit, index
+        return "unit", id(visit), its_unit - unit, index
 
     def _passes(self) -> Iterator[Pass | fx.Node]:
         current: Pass | None = None
         between: list[fx.Node] = []
         for node in self.graph.nodes:
-            place = self._place(node)
-            if place is None or place.run is None:
-                if current is None:
-                    yield node
-                else:
-                    between.append(node)
+            place, kind = self._place(node), kind_of(node)
+            if place is None:
+                between.append(node)
                 continue
-            if current is not None and (current.run, current.kind) == (place.run, kind_of(node)):
-                unit = next(reversed(current.units))
-                step = -1 if current.descends else 1
-                if place.unit == unit or (place.unit == unit + step and len(current.units) < KEPT):
-                    current.units[unit] += between
-                    between = []
-                    current.units.setdefault(place.unit, []).append(node)
-                    continue
-            if current is not None:
-                yield self._complete(current, node)
+            if current is not None and current.goes_on(place, kind):
+                current.units[next(reversed(current.units))] += between
+                current.units.setdefault(place.unit, []).append(node)
+            else:
+                yield from self._completed(current, node)
                 yield from between
+                if place.unit in EDGES:
+                    current = Pass(place.run, kind, {place.unit: [node]})
+                else:
+                    where = f"%{node.name} ({fqn_of(node)})"
+                    raise Refused(place.run.container, f"layers do not come one after another: {where}")
             between = []
-            if place.unit not in EDGES:
-                container = self.names.runs[place.run].container
-                raise Refused(container, f"layers do not come one after another: %{node.name} ({fqn_of(node)})")
-            current = Pass(place.run, kind_of(node), {place.unit: [node]})
-        if current is not None:
-            yield self._complete(current, node)
-            yield from between
+        yield from self._completed(current, node)
+        yield from between
 
     def _place(self, node: fx.Node) -> Place | None:
         """Of a node that names no layer and reads a tensor of a layer's state, and nothing else, that layer."""
@@ -135,11 +110,13 @@ class Units:
             return self.names.place(fqn_of(node.all_input_nodes[0]))
         return place
 
-    def _complete(self, visit: Pass, node: fx.Node) -> Pass:
-        if len(visit.units) == KEPT:
-            return visit
-        reached = f"%{node.name} ({fqn_of(node) or node.op})"
-        raise self.refuse(visit, f"layers do not come one after another: {reached} comes between them")
+    def _completed(self, visit: Pass | None, node: fx.Node) -> Iterator[Pass]:
+        if visit is None:
+            return
+        if len(visit.units) < KEPT:
+            reached = f"%{node.name} ({fqn_of(node) or node.op})"
+            raise Refused(visit.run.container, f"layers do not come one after another: {reached} comes between them")
+        yield visit
 
     def _check_reads(self) -> None:
         """Units read their neighbours at most. What reads out of a run is compared in the outline."""
@@ -147,31 +124,31 @@ class Units:
             makers = [self.makers[storage_id(tensor)][0] for tensor in tensors_of(node)]
             for operand in [*node.all_input_nodes, *makers]:
                 its_visit, its_unit, _ = self.at.get(operand, (None, 0, 0))
-                if its_visit is not None and its_visit.run == visit.run and abs(its_unit - unit) > 1:
+                if its_visit is not None and its_visit.run is visit.run and abs(its_unit - unit) > 1:
                     place = f"%{node.name} ({fqn_of(node) or 'the model itself'})"
-                    raise self.refuse(visit, f"{place} reads %{operand.name} ({fqn_of(operand)}) of another unit")
+                    reason = f"{place} reads %{operand.name} ({fqn_of(operand)}) of another unit"
+                    raise Refused(visit.run.container, reason)
 
-    def _check_inner_units(self, visit: Pass) -> None:
+    def _check_inner_units(self, visit: Pass, symbols: dict[Symbol, Expression]) -> None:
         """The template and the next unit: the same operators on the same operands, with the same metadata."""
-        nodes, others = visit.units[TEMPLATE], visit.units[INNER]
+        nodes, others, container = visit.units[TEMPLATE], visit.units[INNER], visit.run.container
         if len(nodes) != len(others):
-            raise self.refuse(visit, f"units {TEMPLATE} and {INNER} have {len(nodes)} and {len(others)} nodes")
-        symbols = self.symbols.setdefault(visit.run, {})
+            raise Refused(container, f"units {TEMPLATE} and {INNER} have {len(nodes)} and {len(others)} nodes")
         for node, other in zip(nodes, others, strict=True):
             symbols.update(symbol_pairs(node, other))
             why = inner_difference(self, visit.run, node, other, symbols)
             if why is not None:
                 where = f"%{node.name} and %{other.name} of two inner units ({fqn_of(node)})"
-                raise self.refuse(visit, f"{where} differ: {why}")
+                raise Refused(container, f"{where} differ: {why}")
             visit.number_steps.append(other.meta.get("seq_nr", 0) - node.meta.get("seq_nr", 0))
             (base, number), (_, its_number) = split_name(node), split_name(other)
             step = abs(its_number - number)
             if visit.name_steps.setdefault(base, step) != step:
-                raise self.refuse(visit, f"names of {base} do not go up evenly")
+                raise Refused(container, f"names of {base} do not go up evenly")
 
 
 def inner_difference(
-    units: Units, run: int, node: fx.Node, other: fx.Node, symbols: dict[Symbol, Expression]
+    units: Units, run: StampedLayers, node: fx.Node, other: fx.Node, symbols: dict[Symbol, Expression]
 ) -> str | None:
     """In what a node of the template differs from the one of the next unit, each seen from its own unit."""
     if node.op == "get_attr":
@@ -180,11 +157,12 @@ def inner_difference(
         return f"{node.target} and {other.target}"
     if split_name(node)[0] != split_name(other)[0]:
         return "their names"
-    seen = [
-        described(fx.map_arg((each.args, each.kwargs), partial(units.relative, run=run, unit=unit)), renamed)
-        for each, unit, renamed in ((node, TEMPLATE, symbols), (other, INNER, {}))
+    sides = [
+        (node, partial(units.relative, run=run, unit=TEMPLATE)),
+        (other, partial(units.relative, run=run, unit=INNER)),
     ]
-    if seen[0] != seen[1]:
+    operands, theirs = (fx.map_arg((each.args, each.kwargs), seen) for each, seen in sides)
+    if described(operands, symbols) != described(theirs, {}):
         return f"operands {shown(node.args)} and {shown(other.args)}"
     key = differing_key(node, other, symbols, but=("seq_nr", "custom", "gt_input"))
     if key is not None:
@@ -194,14 +172,11 @@ def inner_difference(
         return f"meta 'custom', {custom[0]} and {custom[1]}"
     if units.names.real(fqn_of(node), INNER) != units.names.real(fqn_of(other), INNER):
         return f"modules {fqn_of(node)} and {fqn_of(other)}"
-    memory = [
-        [
-            (units.relative(maker, run, unit), index)
-            for maker, index in (units.makers[storage_id(t)] for t in tensors_of(each))
-        ]
-        for each, unit in ((node, TEMPLATE), (other, INNER))
-    ]
-    return None if memory[0] == memory[1] else "the memory that they share"
+    memory, its = (
+        [(seen(maker), index) for maker, index in (units.makers[storage_id(t)] for t in tensors_of(each))]
+        for each, seen in sides
+    )
+    return None if memory == its else "the memory that they share"
 
 
 def named_as(names: Names, custom: dict[str, Any] | None, unit: int | None) -> dict[str, Any] | None:

@@ -1,18 +1,16 @@
-"""What came of it: the runs that were stamped, what was traced in full and why; and whether two graphs are equal."""
+"""What a proof says: where layers are refused and why, and whether two graphs are equal."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
 
 from pytest_gtrainer._torch.chunking import Expression, Symbol
-from pytest_gtrainer._torch.stamping import SYMBOLIC
-from pytest_gtrainer._torch.values import OpOverload, storage_id
+from pytest_gtrainer._torch.values import SYMBOLIC, OpOverload, storage_id
 from pytest_gtrainer.graph.nodes import node_fqn
 
 VALUES = ("val", "tensor_meta", "eager_input_vals", "unbacked_bindings")
@@ -31,44 +29,18 @@ class StampedGraphError(AssertionError):
     """The stamped graph is not the one that a full trace gives."""
 
 
-@dataclass(frozen=True, slots=True)
-class StampedLayers:
-    """Identical layers of which four units were traced: ``layers[first : first + period * units]`` of ``container``."""
-
-    container: str
-    first: int
-    period: int
-    units: int
-
-
-@dataclass(frozen=True, slots=True)
-class FullLayers:
-    """Layers that were traced one by one, below ``module``, and why."""
-
-    module: str
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class RepeatedLayers:
-    """What ``trace_step(..., repeat_layers=)`` did: runs that it stamped, and what it traced in full."""
-
-    stamped: tuple[StampedLayers, ...] = ()
-    full: tuple[FullLayers, ...] = ()
-
-
 def described(value: Any, symbols: dict[Symbol, Expression]) -> Any:
     """What can be compared of a value of ``node.meta``: of tensors all but their memory, in renamed symbols."""
     if isinstance(value, torch.Tensor):
-        place = value.shape, value.stride(), value.storage_offset()
+        extents = (*value.shape, *value.stride(), value.storage_offset())
         kind = type(value).__name__, value.dtype, value.device, value.requires_grad
-        return kind, described(tuple(map(tuple, place[:2])), symbols), described(place[2], symbols)
+        return kind, *(described(extent, symbols) for extent in extents)
     if isinstance(value, SYMBOLIC):
         return value.node.expr.xreplace(symbols)
     if isinstance(value, dict):
         return tuple((described(key, symbols), described(item, symbols)) for key, item in value.items())
     if isinstance(value, list | tuple):
-        return type(value).__name__, tuple(described(item, symbols) for item in value)
+        return type(value).__name__, *(described(item, symbols) for item in value)
     if hasattr(value, "free_symbols"):
         return value.xreplace(symbols)
     return (type(value).__name__, repr(value)) if isinstance(value, bool | float | complex) else value
@@ -98,11 +70,7 @@ def differing_key(one: fx.Node, other: fx.Node, symbols: dict[Symbol, Expression
 
 
 def assert_stamped_equal(full: fx.Graph, stamped: fx.Graph) -> None:
-    """The stamped graph is the full one, node by node.
-
-    Raises:
-        StampedGraphError: names the first node that differs.
-    """
+    """Raise a StampedGraphError that names the first node in which the stamped graph is not the full one."""
     found = first_difference(full, stamped)
     if found is not None:
         raise StampedGraphError(
@@ -112,12 +80,9 @@ def assert_stamped_equal(full: fx.Graph, stamped: fx.Graph) -> None:
 
 
 def first_difference(full: fx.Graph, stamped: fx.Graph, but: tuple[str, ...] = ()) -> str | None:
-    """The first node in which the stamped graph is not the full one, in words; None where they are equal.
-
-    Compared are operator, name, operands, and all metadata: values by shape, strides, dtype and whose memory they
-    share. ``seq_nr`` counts what a thread has done before, so its order is compared. Keys ``but`` these
-    are compared. Cost: linear in nodes.
-    """
+    """The first node in which the stamped graph is not the full one, in words; None where they are equal. Compared is
+    all but the keys ``but`` of metadata: values by what they describe and whose memory they share, and ``seq_nr``,
+    which counts what a thread has done before, by its order."""
     theirs: dict[fx.Node, fx.Node] = {}
     memory: dict[tuple[int, int], int] = {}
     symbols: dict[Symbol, Expression] = {}
@@ -128,17 +93,15 @@ def first_difference(full: fx.Graph, stamped: fx.Graph, but: tuple[str, ...] = (
         where = f"node {index}, %{node.name} of {node_fqn(node) or 'the model itself'}"
         if (node.op, node.target, node.name) != (copy.op, copy.target, copy.name):
             return f"{where}: {node.op} {node.target} in full, {copy.op} {copy.target} as %{copy.name} stamped"
-        wanted = described(fx.map_arg((node.args, node.kwargs), lambda operand: theirs[operand]), symbols)
+        wanted = described(fx.map_arg((node.args, node.kwargs), theirs.__getitem__), symbols)
         if wanted != described((copy.args, copy.kwargs), {}):
             ours, its = shown((*node.args, node.kwargs)), shown((*copy.args, copy.kwargs))
             return f"{where}: operands {ours} in full, {its} stamped"
         key = differing_key(node, copy, symbols, but=("seq_nr", *but))
         if key is not None:
             return f"{where}: meta {key!r} is {shown(node.meta.get(key))} in full, {shown(copy.meta.get(key))} stamped"
-        if (
-            "seq_nr" in node.meta
-            and numbers.setdefault(node.meta["seq_nr"], copy.meta["seq_nr"]) != copy.meta["seq_nr"]
-        ):
+        number = copy.meta.get("seq_nr")
+        if number is not None and numbers.setdefault(node.meta["seq_nr"], number) != number:
             return f"{where}: meta 'seq_nr' belongs to another forward node than in full"
         for one, other in zip(tensors_of(node), tensors_of(copy), strict=True):
             if memory.setdefault((0, storage_id(one)), index) != memory.setdefault((1, storage_id(other)), index):

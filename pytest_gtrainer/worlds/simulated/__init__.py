@@ -4,9 +4,8 @@ In: a graph that one rank traced, or a function of eager code; and a net, which 
 Out: what every rank would hold, bit for bit. Read ``net`` first, then the files in the order of the data:
 
 - ``rings``, ``trees``, ``logs``, ``net``: who adds when, and the sum itself for all ranks at once;
-- ``collectives``: every collective over what the ranks of a group give, one entry a rank; both rooms below call it;
-- ``threads``: eager code, unmodified, on threads as ranks;
-- ``interpreter``: one traced graph, replayed for all ranks.
+- ``collectives``: every collective over what the ranks of a group give, for both rooms below;
+- ``threads``: eager code, unmodified, on threads as ranks; ``interpreter``: one traced graph, replayed for all ranks.
 
 What a simulated world refuses is an error of this module; each message is one sentence for the author of the test.
 """

@@ -1,9 +1,7 @@
 """Collectives over what the ranks of a group give, each as few operations on the tensors of all of them.
 
-One entry a rank: a collective takes the *contributions* of all members, in the order of their ranks in the
-group, and gives back a list of tensors for each. Where all members get the same, there is one tensor for all.
-Sums are the net's; what only moves data needs none. Both the ranks on threads and the graph interpreter carry
-their collectives out here, after they have checked, each in its own words, that the members agree.
+From the *contributions* of all members, by rank in the group, to a list of tensors for each; where all get the same,
+one tensor serves all. Sums are the net's. Callers have checked that the members agree.
 """
 
 from __future__ import annotations
@@ -25,26 +23,16 @@ PART_BYTES = 1 << 26
 
 @dataclass(slots=True, kw_only=True)
 class Contribution:
-    """What one rank gives to a collective.
-
-    Attributes:
-        rank: in the world.
-        inputs: a tensor for each of several collectives in one, or for each member where lists are exchanged; a
-            collective takes them out, so that their memory can go while it runs.
-        op, factor: of a reduction; the factor multiplies every input of a "premul_sum" first, in its dtype.
-        root: the member that gives or gets, by its rank in the group.
-        sends, receives: rows, or elements of a list's tensors, to and from each member.
-        dims: the dimension that is gathered, and the one that is sharded.
-    """
+    """What one rank of the world gives to a collective, which takes the inputs out, so that their memory can go."""
 
     rank: int
-    inputs: list[Tensor]
+    inputs: list[Tensor]  # one for each of several collectives in one, or for each member where lists are exchanged
     op: str = "sum"
-    factor: float | None = None
-    root: int = 0
-    sends: Sequence[int] = field(default_factory=list)
-    receives: Sequence[int] = field(default_factory=list)
-    dims: tuple[int, int] = (0, 0)
+    factor: float | None = None  # multiplies every input of a "premul_sum" first, in its dtype
+    root: int = 0  # the member that gives or gets, by its rank in the group
+    sends: Sequence[int] = field(default_factory=list)  # rows, or elements of a list's tensors, to each member
+    receives: Sequence[int] = field(default_factory=list)  # and from each
+    dims: tuple[int, int] = (0, 0)  # the one that is gathered, and the one that is sharded
 
 
 Contributions = Sequence[Contribution]
@@ -96,12 +84,11 @@ def _shards(net: Net, inputs: list[Tensor], how: Contribution) -> Iterator[Tenso
     elif _uncopied(inputs) is not None or not net.by_destination:
         yield from _reduced(stacked(inputs), how, net.reduce_scatter)
     else:
-        step = max(1, PART_BYTES // inputs[0].nbytes)
         by_destination = [tensor.reshape(members, -1) for tensor in inputs]
-        for start in range(0, members, step):
-            some = range(start, min(start + step, members))
-            copied = stacked([shards[some.start : some.stop] for shards in by_destination])
-            yield from _reduced(copied, how, partial(net.reduce_scatter, destinations=some))
+        for some in torch.arange(members).split(max(1, PART_BYTES // inputs[0].nbytes)):
+            wanted = range(int(some[0]), int(some[-1]) + 1)
+            copied = stacked([shards[wanted.start : wanted.stop] for shards in by_destination])
+            yield from _reduced(copied, how, partial(net.reduce_scatter, destinations=wanted))
 
 
 def _reduced(rows: Tensor, how: Contribution, by_net: Callable[[Tensor, str], Tensor]) -> Tensor:
@@ -132,13 +119,7 @@ def exchange_lists(net: Net, given: Contributions) -> list[list[Tensor]]:
 
 
 def all_to_all(net: Net, given: Contributions) -> list[list[Tensor]]:
-    """Rows to the members they are for: ``sends[j]`` rows of a member's tensor go to member j.
-
-    >>> one = Contribution(rank=0, inputs=[torch.tensor([1, 2, 3])], sends=[1, 2], receives=[1, 0])
-    >>> other = Contribution(rank=1, inputs=[torch.tensor([4])], sends=[0, 1], receives=[2, 1])
-    >>> all_to_all(None, [one, other])
-    [[tensor([1])], [tensor([2, 3, 4])]]
-    """
+    """Rows to the members they are for: ``sends[j]`` rows of a member's tensor go to member j."""
     _check_sizes(given, "row")
     counts = torch.tensor([list(own.sends) for own in given])
     width = prod(given[0].inputs[0].shape[1:])
@@ -195,12 +176,9 @@ def _uncopied(tensors: Sequence[Tensor]) -> Tensor | None:
     first, size = tensors[0], tensors[0].numel()
     if all(tensor is first for tensor in tensors):
         return first.reshape(1, -1).expand(len(tensors), -1)
-    start, storage = first.storage_offset(), first.untyped_storage().data_ptr()
-    for index, tensor in enumerate(tensors):
-        beside = tensor.storage_offset() == start + index * size and tensor.untyped_storage().data_ptr() == storage
-        if not beside or not tensor.is_contiguous():
-            return None
-    return first.as_strided((len(tensors), size), (size, 1))
+    begins = {(own.untyped_storage().data_ptr(), own.storage_offset() - n * size) for n, own in enumerate(tensors)}
+    beside = len(begins) == 1 and all(tensor.is_contiguous() for tensor in tensors)
+    return first.as_strided((len(tensors), size), (size, 1)) if beside else None
 
 
 def texts(tensors: Sequence[Tensor]) -> str:

@@ -6,9 +6,9 @@ A file of rings has the form of the log's lines, one for each channel, and comme
     Channel 00/02 : 0 1 2 3 4 5 6 7
     Channel 01/02 : 0 3 2 5 4 7 6 1
 
-NCCL 2.23.4 and later cut such a line at 127 characters (rings.cc:10-28), which 38 ranks exceed. What is cut is put
-together again from lines that every rank writes: ``Ring 00 : 3 -> 0 -> 1`` if ``NCCL_DEBUG_SUBSYS`` has GRAPH, or
-``Channel 00/0 : 0[0] -> 1[1] via P2P/CUMEM``, which tells of connections.
+NCCL 2.23.4 and later cut such a line at 127 characters (rings.cc:10-28). What is cut is put together again from lines
+that every rank writes: ``Ring 00 : 3 -> 0 -> 1`` if ``NCCL_DEBUG_SUBSYS`` has GRAPH, or ``Channel 00/0 : 0[0] -> 1[1]
+via P2P/CUMEM``, which tells of connections.
 """
 
 from __future__ import annotations
@@ -31,19 +31,7 @@ _TREE = re.compile(r"\[(\d+)\] ([-\d]+)/([-\d]+)/([-\d]+)->(\d+)->[-\d]+")
 
 
 def rings_from_log(text: str) -> Rings:
-    """The rings of the largest communicator in a log that NCCL wrote with ``NCCL_DEBUG=INFO``.
-
-    >>> rings_from_log('''
-    ... host:26:67 [0] NCCL INFO Channel 00/02 :    0   1   2   3
-    ... host:26:67 [0] NCCL INFO Channel 01/02 :    0   3   2   1
-    ... host:26:67 [0] NCCL INFO Channel 00/0 : 0[1000] -> 1[2000] via P2P/IPC
-    ... ''')
-    ((0, 1, 2, 3), (0, 3, 2, 1))
-
-    Raises:
-        ValueError: no channels, a channel of the communicator is missing, there are several communicators of that
-            size with different rings, or a line is cut and the other lines do not tell what is missing.
-    """
+    """The rings of the largest communicator in a log of ``NCCL_DEBUG=INFO``; a ValueError says what is missing."""
     found = list(_communicators(text))
     if not found:
         raise ValueError(
@@ -60,54 +48,46 @@ def rings_from_log(text: str) -> Rings:
 
 def _communicators(text: str) -> Iterator[list[Ring]]:
     """The rings of each communicator: lines of one process that count channels from 0 up."""
-    open_: dict[tuple[str, int], dict[int, Ring]] = {}
-    for line in text.splitlines():
-        match = _RING.match(line.split("#")[0])
-        if not match:
-            continue
+    found: list[tuple[int, dict[int, Ring]]] = []
+    latest: dict[tuple[str, int], dict[int, Ring]] = {}
+    for match in filter(None, (_RING.match(line.split("#")[0]) for line in text.splitlines())):
         key, channel = (match["who"], int(match["channels"])), int(match["channel"])
-        if channel in open_.get(key, {}):
-            yield _complete(open_.pop(key), key[1])
+        if key not in latest or channel in latest[key]:
+            latest[key] = {}
+            found.append((key[1], latest[key]))
         ring = tuple(map(int, match["ranks"].split()))
-        open_.setdefault(key, {})[channel] = _continued(ring, channel, text) if match["cut"] else ring
-    for (_, channels), rings in open_.items():
-        yield _complete(rings, channels)
-
-
-def _complete(rings: dict[int, Ring], channels: int) -> list[Ring]:
-    missing = [channel for channel in range(channels) if channel not in rings]
-    if missing or len(rings) > channels:
-        raise ValueError(f"the log has {len(rings)} of {channels} channels; channel {min(missing, default=0)} is amiss")
-    return [rings[channel] for channel in range(channels)]
+        latest[key][channel] = _continued(ring, channel, text) if match["cut"] else ring
+    for channels, rings in found:
+        missing = min(set(range(channels)) - set(rings), default=0)
+        if rings.keys() != set(range(channels)):
+            raise ValueError(f"the log has {len(rings)} of {channels} channels; channel {missing} is amiss")
+        yield [rings[channel] for channel in range(channels)]
 
 
 def _continued(start: Ring, channel: int, text: str) -> Ring:
-    """The ring of a line that NCCL cut, from lines of other ranks; ``start`` is what it shows of whole numbers.
-
-    A rank connects its rings before its trees, so the connections above its line "Connected all rings" are the
-    ring's. Where a tree was connected first, a rank has several, and nothing is guessed.
-    """
-    begun = " ".join(map(str, start[:4]))
-    cut = (
-        f"NCCL cut the ring of channel {channel} at 127 characters, as 2.23.4 and later do: 'Channel ... : {begun} ...'"
-    )
-    way_out = 'log every rank with NCCL_DEBUG_SUBSYS=INIT,GRAPH, which adds lines like "Ring 00 : 3 -> 0 -> 1"'
+    """The ring of a line that NCCL cut, from lines of other ranks; ``start`` is what it shows of whole numbers. A rank
+    connects its rings before its trees, so the connections above its line "Connected all rings" are the ring's. Where a
+    tree was connected first, a rank has several, and nothing is guessed."""
     follow = _followers(text, channel, _NEXT) or _followers(text, channel, _SENDS)
-    ring = [0]
-    while len(ring) <= len(follow):
+    ring, targets = [0], follow.get(0, set())
+    while len(targets) == 1 and 0 not in targets and len(ring) <= len(follow):
+        ring += targets
         targets = follow.get(ring[-1], set())
-        if len(targets) > 1:
-            several = ", ".join(map(str, sorted(targets)))
-            raise ValueError(f"{cut}; of rank {ring[-1]} the log has connections to ranks {several}: {way_out}")
-        if not targets:
-            break
-        (after,) = targets
-        if after == 0:
-            if tuple(ring[: len(start)]) != start or len(ring) < len(follow):
-                raise ValueError(f"{cut}; the connections of other lines are not those of this ring: {way_out}")
-            return tuple(ring)
-        ring.append(after)
-    raise ValueError(f"{cut}; no other line tells where rank {ring[-1]} sends: {way_out}")
+    several = ", ".join(map(str, sorted(targets)))
+    if targets == {0} and tuple(ring[: len(start)]) == start and len(ring) == len(follow):
+        return tuple(ring)
+    if len(targets) > 1:
+        why = f"of rank {ring[-1]} the log has connections to ranks {several}"
+    elif targets == {0}:
+        why = "the connections of other lines are not those of this ring"
+    else:
+        why = f"no other line tells where rank {ring[-1]} sends"
+    begun = " ".join(map(str, start[:4]))
+    raise ValueError(
+        f"NCCL cut the ring of channel {channel} at 127 characters, as 2.23.4 and later do: 'Channel ... : {begun} "
+        f"...'; {why}: log every rank with NCCL_DEBUG_SUBSYS=INIT,GRAPH, which adds lines like "
+        '"Ring 00 : 3 -> 0 -> 1"'
+    )
 
 
 def _followers(text: str, channel: int, pattern: re.Pattern[str]) -> dict[int, set[int]]:
@@ -125,18 +105,7 @@ def _followers(text: str, channel: int, pattern: re.Pattern[str]) -> dict[int, s
 
 
 def trees_from_log(text: str) -> tuple[Tree, ...] | None:
-    """The tree of every channel, from the lines ``Trees [0] 1/-1/-1->0->-1 ...`` that every rank writes (init.cc:1485).
-
-    >>> trees_from_log('''
-    ... NCCL INFO Trees [0] 1/2/-1->0->-1
-    ... NCCL INFO Trees [0] -1/-1/-1->1->0
-    ... NCCL INFO Trees [0] -1/-1/-1->2->0
-    ... ''')
-    (((1, 2), (), ()),)
-
-    Raises:
-        ValueError: the line of a rank is missing, or two lines of a rank differ.
-    """
+    """The tree of every channel, from lines ``Trees [0] 1/-1/-1->0->-1 ...`` that every rank writes (init.cc:1485)."""
     by_channel: dict[int, dict[int, tuple[int, ...]]] = {}
     for line in text.splitlines():
         for match in _TREE.finditer(found[1] if (found := _TREES.search(line)) else ""):

@@ -1,9 +1,8 @@
 """Net models: in which order, and with which roundings, a simulated world adds what its ranks send.
 
-Terms. A *ring* is an order of ranks in which each sends to the next. A *channel* is one ring or tree and the
-part of every payload that goes through it. A *hop* is one addition, by the rank that a partial sum
-arrives at. Where the sum of an element starts, and so its rounding, depends on its channel and
-thereby on its offset in the payload: that is what makes the order of parameters in a bucket visible.
+Terms. A *ring* is an order of ranks in which each sends to the next. A *channel* is one ring or tree and the part of
+every payload that goes through it. A *hop* is one addition, by the rank that gets a partial sum. The channel of an
+element, and so its offset in the payload, decides where its sum starts: so the order of a bucket changes rounding.
 
 The order is that of NCCL's kernels. Ring: in a reduce-scatter the shard of rank d is summed as
 next(d), next(next(d)), ..., d (reduce_scatter.h:38-54); in an all-reduce chunk i of a loop starts behind the
@@ -11,7 +10,7 @@ i-th rank of the ring, counted from rank 0 (all_reduce.h:23-62, init.cc:797-802)
 hop rounds once, in the dtype of the wire; an average multiplies every input by 1/N first. Lines are of NCCL 2.30.7.
 
 A net model exposes a dependence on order; it does not predict the bits of a given system, whose rings, protocols
-and thresholds are its own. Slices, in which a chunk is sent, change no order.
+and thresholds are its own.
 """
 
 from __future__ import annotations
@@ -32,16 +31,13 @@ from pytest_gtrainer.worlds.simulated.rings import (
     PARTITIONS,
     Rings,
     Stretch,
-    after_place,
-    after_rank,
-    as_listed,
     check_reduction,
     check_rings,
     chunks,
     dealt,
-    from_zero,
     in_cells,
     looped,
+    orders,
     parts_of,
     rail_rings,
     restrict,
@@ -62,25 +58,24 @@ from pytest_gtrainer.worlds.simulated.trees import (
     tree_sum,
 )
 
-ALGORITHMS = ("ring", "tree", "pat")
 PROTOCOLS = {"Simple": 2 << 20, "LL128": 576_000, "LL": 32 << 10}
 """The bytes of a chunk of a ring all-reduce, with NCCL's default buffers (init.cc:809-813, enqueue.cc:2222-2227)."""
-ACCUMULATIONS = ("wire", "fp32")
-AVERAGES = ("premultiply", "divide")
 CHANNELS = 4
+_CHOICES = {
+    "partition": PARTITIONS,
+    "accumulate": ("wire", "fp32"),
+    "average": ("premultiply", "divide"),
+    "algorithm": ("ring", "tree", "pat"),
+    "protocol": tuple(PROTOCOLS),
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Path:
-    """How one element is summed.
+    """How one element is summed: its channel, and the ranks that add, in order; a tuple among them arrives as one sum.
 
     >>> str(Path(2, (3, 2, 1, 0, (7, 6)), "tree"))
     'channel 2, tree, summed in the order of ranks 3 2 1 0 (7 6), where what stands in brackets arrives as one sum'
-
-    Attributes:
-        channel: its channel.
-        ranks: ranks of the world in the order in which they add; a tuple among them is a sum that arrives as one.
-        algorithm: what is told of a sum that does not go around a ring.
     """
 
     channel: int
@@ -142,10 +137,11 @@ class Net(ABC):
             raise ValueError("a group without ranks has no net: name at least one rank")
         if len(set(members)) < len(members):
             raise ValueError(f"the group {members} repeats a rank: name each once")
-        if outside := [rank for rank in members if not 0 <= rank < size]:
-            raise ValueError(
-                f"rank {outside[0]} of the group is not in the world of {size} ranks: they are 0..{size - 1}"
-            )
+        for rank in members:
+            if rank not in range(size):
+                raise ValueError(
+                    f"rank {rank} of the group is not in the world of {size} ranks: they are 0..{size - 1}"
+                )
 
     @abstractmethod
     def reduce_scatter(self, inputs: Tensor, op: str, destinations: range | None = None) -> Tensor:
@@ -229,26 +225,21 @@ class NetModel(Net):
         for name in ("nodes", "ranks_per_node", "channels", "chunk_bytes"):
             if name in ("nodes", "ranks_per_node") or getattr(self, name) is not None:
                 check_count(name, getattr(self, name))
-        check_choice("partition", self.partition, PARTITIONS)
-        check_choice("accumulate", self.accumulate, ACCUMULATIONS)
-        check_choice("average", self.average, AVERAGES)
-        check_choice("algorithm", self.algorithm, ALGORITHMS)
-        check_choice("protocol", self.protocol, tuple(PROTOCOLS))
+        for name, choices in _CHOICES.items():
+            check_choice(name, getattr(self, name), choices)
         if self.accumulate == "fp32" and self.algorithm != "ring":
             raise ValueError(
                 f'accumulate="fp32" adds all ranks in one order, and algorithm={self.algorithm!r} does not: '
                 'take accumulate="wire", or leave the algorithm out'
             )
         if self.rings is not None:
-            object.__setattr__(self, "rings", tuple(tuple(ring) for ring in self.rings))
+            object.__setattr__(self, "rings", tuple(map(tuple, self.rings)))
             if not self.rings:
                 raise ValueError("rings is empty: give one ring for each channel, or None for rail rings")
             check_rings(self.rings, self.world_size)
             if self.channels not in (None, len(self.rings)):
-                raise ValueError(
-                    f"channels={self.channels}, but there are {len(self.rings)} rings: "
-                    "leave channels out, or give as many rings"
-                )
+                told = f"channels={self.channels}, but there are {len(self.rings)} rings"
+                raise ValueError(f"{told}: leave channels out, or give as many rings")
         if self.trees is not None:
             object.__setattr__(self, "trees", tuple(tuple(map(tuple, tree)) for tree in self.trees))
             check_trees(self.trees, self.world_size, self.channels or len(self.rings or ()) or CHANNELS)
@@ -314,9 +305,8 @@ class NetModel(Net):
         out = inputs.new_empty(count)
         for part in self._parts("all_reduce", count, inputs.itemsize):
             own = inputs.narrow(1, part.start, part.length)
-            out.narrow(0, part.start, part.length).copy_(
-                tree_sum(_tree_orders(self)[part.channel], own.__getitem__, op, self.average, self.size)
-            )
+            sums = tree_sum(_tree_orders(self)[part.channel], own.__getitem__, op, self.average, self.size)
+            out.narrow(0, part.start, part.length).copy_(sums)
         return out
 
     def explain(
@@ -379,10 +369,8 @@ class NetModel(Net):
             return dealt(count, channels, around * self._chunk(itemsize))
         if self.partition == "contiguous":
             return parts_of(count, channels, whole_words(-(-count // channels), itemsize))
-        per_byte = 2 if collective == "all_reduce" else self.size
-        return parts_of(
-            count, channels, in_cells(count, itemsize, channels, per_byte * (4 if self.protocol == "LL" else 1))
-        )
+        traffic = (2 if collective == "all_reduce" else self.size) * (4 if self.protocol == "LL" else 1)
+        return parts_of(count, channels, in_cells(count, itemsize, channels, traffic))
 
     def _stretches(self, collective: str, count: int, itemsize: int) -> list[Stretch]:
         """Which element of a payload goes around which ring, and where it starts there."""
@@ -403,16 +391,16 @@ class NetModel(Net):
 
 @lru_cache(maxsize=256)
 def _rings(net: NetModel) -> Rings:
-    """The ring of every channel, restricted to the members, by rank in the group and listed from its rank 0 on."""
+    """The ring of every channel, restricted to the members."""
     rings = net.rings or rail_rings(net.nodes, net.ranks_per_node, net.channels or CHANNELS)
-    return tuple(from_zero(ring if net.members is None else restrict(ring, net.members)) for ring in rings)
+    return tuple(restrict(ring, net.members or range(net.world_size)) for ring in rings)
 
 
 @lru_cache(maxsize=256)
 def _orders(net: NetModel, collective: str) -> Tensor:
     """``[channel, hop, place]``: who adds when; the places of a reduce-scatter are the ranks."""
-    order = after_rank if collective == "reduce_scatter" else after_place
-    return torch.stack([(as_listed if net.accumulate == "fp32" else order)(ring) for ring in _rings(net)])
+    behind = "rank" if collective == "reduce_scatter" else "place"
+    return orders(_rings(net), "first" if net.accumulate == "fp32" else behind)
 
 
 @lru_cache(maxsize=256)
@@ -427,13 +415,8 @@ def _tree_orders(net: NetModel) -> tuple[Order, ...]:
         return tuple(tree_from(tree) for tree in net.trees)
     rings = _rings(net)
     half = -(-len(rings) // 2)
-    return tuple(
-        tree_over(chains_of(rings[channel % half], _node_of(net)), second=channel >= half)
-        for channel in range(len(rings))
-    )
-
-
-# --- what a net is built from and given; one sentence each
+    chains = [chains_of(rings[channel % half], _node_of(net)) for channel in range(len(rings))]
+    return tuple(tree_over(each, second=channel >= half) for channel, each in enumerate(chains))
 
 
 def check_count(name: str, value: object) -> None:
@@ -446,9 +429,6 @@ def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
     """Raise ValueError unless ``value`` is one of ``choices``."""
     if value not in choices:
         raise ValueError(f"{name}={value!r}: use one of {', '.join(choices)}")
-
-
-# --- one test under many nets
 
 
 FIELDS = ("ranks", "nodes", "channels", "algorithm", "partition", "accumulate")
@@ -465,13 +445,13 @@ def sweep_nets(
     accumulate: Sequence[str] = ("wire",),
     **fields: Any,
 ) -> list[Any]:
-    """Nets of ``size`` ranks for ``pytest.mark.parametrize``: every combination, each with its id.
+    """Return nets of ``size`` ranks for ``pytest.mark.parametrize``: every combination, each with its id.
 
     >>> [parameter.id for parameter in sweep_nets(16, nodes=[2], channels=[4], algorithm=["ring", "tree"])]
     ['nodes2-channels4-ring-contiguous-wire', 'nodes2-channels4-tree-contiguous-wire']
 
     Args:
-        fields: of all nets; see ``NetModel``.
+        nodes, channels, algorithm, partition, accumulate: the values to combine; ``fields`` are equal in all nets.
 
     Raises:
         ValueError: as ``NetModel.of_world``.

@@ -1,16 +1,12 @@
 """Rings: in which order the ranks of each channel send to each other, and the sum around them for all ranks at once.
 
-Rings differ between systems, so they are data: the rail rings below, or what ``logs`` reads.
+An *order* is a tensor of the ranks that add, hop after hop, from every place of a ring on. A *payload* is what one rank
+gets from a reduce-scatter, or the whole tensor of an all-reduce. A *stretch* of it goes around one ring. It starts
+behind one *place*: behind the rank whose payload it is, or in an all-reduce behind the place that it names.
 
-Terms. An *order* is a tensor of the ranks that add, hop after hop, from every place of a ring on. A *payload* is what
-one rank gets from a reduce-scatter, or the whole tensor of an all-reduce. A *stretch* of it goes around one ring, and
-starts there behind one *place*: in a reduce-scatter behind the rank whose payload it is, in an all-reduce behind a
-place of the ring that the stretch names.
-
-Idea: *units* are stretches of elements with one order and one length; hop k of many units is one gather of rows
-and one addition. Invariant: a unit's partial sum is rounded to the dtype of the accumulator after every hop,
-exactly as if rank after rank had added. Cost: as many gathers and additions as ranks, in blocks that stay in the
-cache, so that every input byte comes from memory once, whatever the rings.
+*Units* are stretches with one order and one length; hop k of many units is one gather of rows and one addition.
+Invariant: a partial sum is rounded to the accumulator's dtype after every hop, as if rank after rank had added. Cost:
+as many gathers and additions as ranks, in blocks that stay in the cache: every input byte comes from memory once.
 """
 
 from __future__ import annotations
@@ -29,9 +25,9 @@ Rings = tuple[Ring, ...]
 
 
 def rail_rings(nodes: int, ranks_per_node: int, channels: int) -> Rings:
-    """Rings of nodes whose GPUs have a network card (a rail) each.
+    """Rings of nodes whose GPUs have a network card (a rail) each, nodes in order.
 
-    Channel c enters every node at local rank c mod ``ranks_per_node`` and descends cyclically; nodes in order.
+    Channel c enters every node at local rank c mod ``ranks_per_node`` and descends cyclically.
 
     >>> rail_rings(2, 4, 2)
     ((0, 3, 2, 1, 4, 7, 6, 5), (1, 0, 3, 2, 5, 4, 7, 6))
@@ -47,53 +43,29 @@ def rail_rings(nodes: int, ranks_per_node: int, channels: int) -> Rings:
 
 
 def restrict(ring: Ring, members: Sequence[int]) -> Ring:
-    """The ring as a subgroup has it: members only, in ring order, by their rank in the group.
+    """The ring of a group, by rank in the group, from rank 0 on as NCCL counts (``ring->index``, init.cc:797-802).
 
-    >>> restrict((0, 3, 2, 1), (1, 3))
-    (1, 0)
+    >>> restrict((0, 3, 2, 1), (1, 3)), restrict((1, 0, 3, 2), range(4))
+    ((0, 1), (0, 3, 2, 1))
     """
     place = {rank: index for index, rank in enumerate(members)}
-    return tuple(place[rank] for rank in ring if rank in place)
+    own = tuple(place[rank] for rank in ring if rank in place)
+    return own[own.index(0) :] + own[: own.index(0)]
 
 
-def from_zero(ring: Ring) -> Ring:
-    """The same ring, listed from rank 0 on, as NCCL counts its places (``ring->index``, init.cc:797-802).
+def orders(rings: Rings, behind: str) -> Tensor:
+    """``[channel, hop, place]``: who adds, where a sum starts behind each "place" of a ring, or each "rank", and ends
+    with it, or where every sum starts with the "first" rank of the ring.
 
-    >>> from_zero((1, 0, 3, 2))
-    (0, 3, 2, 1)
+    >>> [orders(((0, 2, 1),), behind)[0].tolist() for behind in ("place", "rank", "first")]
+    [[[2, 1, 0], [1, 0, 2], [0, 2, 1]], [[2, 0, 1], [1, 2, 0], [0, 1, 2]], [[0, 0, 0], [2, 2, 2], [1, 1, 1]]]
     """
-    zero = ring.index(0)
-    return ring[zero:] + ring[:zero]
-
-
-def after_rank(ring: Ring) -> Tensor:
-    """``[hop, rank]``: the sum for a rank starts behind it and ends with it.
-
-    >>> after_rank((0, 2, 1)).tolist()
-    [[2, 0, 1], [1, 2, 0], [0, 1, 2]]
-    """
-    places = sorted(range(len(ring)), key=ring.__getitem__)
-    return after_place(ring)[:, places]
-
-
-def after_place(ring: Ring) -> Tensor:
-    """``[hop, place]``: a sum starts behind the place of the ring and ends with it.
-
-    >>> after_place((0, 2, 1)).tolist()
-    [[2, 1, 0], [1, 0, 2], [0, 2, 1]]
-    """
-    size = len(ring)
-    places = torch.arange(size)
-    return torch.tensor(ring)[(places + 1 + places[:, None]) % size]
-
-
-def as_listed(ring: Ring) -> Tensor:
-    """``[hop, place]``: every sum starts with the first rank of the ring.
-
-    >>> as_listed((0, 2, 1)).tolist()
-    [[0, 0, 0], [2, 2, 2], [1, 1, 1]]
-    """
-    return torch.tensor(ring)[:, None].expand(-1, len(ring))
+    table, size = torch.tensor(rings), len(rings[0])
+    if behind == "first":
+        return table[:, :, None].expand(-1, -1, size)
+    ends = table.argsort(1) if behind == "rank" else torch.arange(size).expand(len(rings), -1)
+    places = (ends[:, None] + 1 + torch.arange(size)[:, None]) % size
+    return table[:, None].expand_as(places).gather(2, places)
 
 
 def check_rings(rings: Sequence[Ring], size: int) -> None:
@@ -110,9 +82,6 @@ def check_rings(rings: Sequence[Ring], size: int) -> None:
         else:
             continue
         raise ValueError(f"the ring of channel {channel} {wrong}: list every rank of the world once")
-
-
-# --- the sum
 
 
 HOPS: dict[str, Callable[..., Any]] = {
@@ -143,9 +112,6 @@ def check_reduction(collective: str, op: str, dtype: torch.dtype) -> None:
         raise NoModel(f"{collective} averages {dtype}, which backends truncate differently: sum it and divide")
 
 
-# --- which elements of a payload are summed in which order
-
-
 PARTITIONS = ("contiguous", "cells", "round-robin")
 WORD = 16  # bytes: the word in which kernels move data, at which parts and chunks begin
 CELL_TRAFFIC = 32 << 10  # bytes over the wire, all hops of a payload together; NCCL 2.29.2 and later
@@ -170,7 +136,7 @@ def dealt(total: int, channels: int, piece: int) -> list[Stretch]:
     >>> [(part.channel, part.start, part.length) for part in dealt(7, 2, piece=2)]
     [(0, 0, 2), (1, 2, 2), (0, 4, 2), (1, 6, 1)]
     """
-    return [Stretch(index % channels, start, length) for index, (start, length) in enumerate(_cut(0, total, piece))]
+    return [Stretch(part.place % channels, part.start, part.length) for part in chunks(Stretch(0, 0, total), piece)]
 
 
 def parts_of(total: int, channels: int, piece: int) -> list[Stretch]:
@@ -180,10 +146,8 @@ def parts_of(total: int, channels: int, piece: int) -> list[Stretch]:
     [(0, 0, 3), (1, 3, 4)]
     """
     starts = list(range(0, total, piece))[:channels]
-    return [
-        Stretch(channel, start, end - start)
-        for channel, (start, end) in enumerate(zip(starts, [*starts[1:], total], strict=True))
-    ]
+    ends = [*starts[1:], total]
+    return [Stretch(channel, starts[channel], ends[channel] - starts[channel]) for channel in range(len(starts))]
 
 
 def in_cells(count: int, itemsize: int, channels: int, traffic_per_byte: int) -> int:
@@ -206,21 +170,21 @@ def looped(part: Stretch, places: int, longest: int, itemsize: int) -> list[Stre
     [(0, 8, 0), (8, 8, 1), (16, 2, 0), (18, 2, 1)]
     """
     found = []
-    for start, length in _cut(part.start, part.length, places * longest):
-        chunk = longest if length == places * longest else whole_words(-(-length // places), itemsize)
-        found += chunks(Stretch(part.channel, start, length), chunk)
+    for loop in chunks(part, places * longest):
+        is_whole = loop.length == places * longest
+        found += chunks(loop, longest if is_whole else whole_words(-(-loop.length // places), itemsize))
     return found
 
 
 def chunks(part: Stretch, length: int) -> list[Stretch]:
     """A part of an all-reduce as chunks, each of which starts behind the next place of the ring.
 
-    >>> chunks(Stretch(1, start=10, length=5), length=2)  # doctest: +NORMALIZE_WHITESPACE
-    [Stretch(channel=1, start=10, length=2, place=0), Stretch(channel=1, start=12, length=2, place=1),
-     Stretch(channel=1, start=14, length=1, place=2)]
+    >>> [(chunk.start, chunk.length, chunk.place) for chunk in chunks(Stretch(1, start=10, length=5), length=2)]
+    [(10, 2, 0), (12, 2, 1), (14, 1, 2)]
     """
-    cuts = _cut(part.start, part.length, length)
-    return [Stretch(part.channel, start, size, place) for place, (start, size) in enumerate(cuts)]
+    end = part.start + part.length
+    starts = range(part.start, end, length)
+    return [Stretch(part.channel, start, min(length, end - start), place) for place, start in enumerate(starts)]
 
 
 def whole_words(elements: int, itemsize: int) -> int:
@@ -233,25 +197,14 @@ def whole_words(elements: int, itemsize: int) -> int:
     return -(-elements // word) * word
 
 
-def _cut(start: int, total: int, length: int) -> Iterator[tuple[int, int]]:
-    for offset in range(0, total, length):
-        yield start + offset, min(length, total - offset)
-
-
 def _units(
     stretches: Sequence[Stretch], payloads: int, size: int, itemsize: int
 ) -> Iterator[tuple[int, Tensor, Tensor, Tensor]]:
-    """The length of some units, and by unit the channel and place that give its order, and where it begins.
-
-    ``payloads`` payloads of ``size`` elements lie one behind the other, all with these stretches. With several it is
-    their number that gives the place: they belong to the ranks.
-    """
-    longest = max(1, ROW_BYTES // itemsize)
+    """Length, channels, places and starts of some units. With several ``payloads``, a payload's number is its place."""
     by_length: dict[int, list[tuple[int, int, int]]] = {}
     for part in stretches:
-        for start in range(part.start, part.start + part.length, longest):
-            length = min(longest, part.start + part.length - start)
-            by_length.setdefault(length, []).append((part.channel, part.place, start))
+        for unit in chunks(part, max(1, ROW_BYTES // itemsize)):
+            by_length.setdefault(unit.length, []).append((part.channel, part.place, unit.start))
     for length, rows in by_length.items():
         channel, place, start = torch.tensor(rows).t()
         payload = torch.arange(payloads).repeat_interleave(len(rows))
@@ -269,15 +222,9 @@ def ring_sum(
     average: str,
     payloads: int = 1,
 ) -> Tensor:
-    """Reduce ``[ranks, elements]`` to ``[elements]``.
-
-    Args:
-        stretches: of each payload; they cover all its elements.
-        orders: ``[channel, hop, place]``, the rank that adds.
-        accumulator: the dtype of partial sums.
-        average: what an "avg" does: "premultiply" every input by 1 / ranks, rounded to the dtype of the wire, or
-            "divide" the sum.
-    """
+    """Reduce ``[ranks, elements]`` to ``[elements]`` by stretches that cover each payload. ``orders`` are ``[channel,
+    hop, place]``; partial sums have the dtype ``accumulator``. An "avg" divides, or scales inputs by 1 / ranks in the
+    dtype of the wire ("premultiply")."""
     (ranks, elements), flat, hop = inputs.shape, inputs.contiguous().view(-1), HOPS[op]
     factor = torch.tensor(1.0 / ranks, dtype=inputs.dtype) if op == "avg" and average == "premultiply" else None
     out = inputs.new_empty(elements)

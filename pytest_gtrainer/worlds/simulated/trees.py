@@ -1,8 +1,8 @@
 """Sums that fork: NCCL's double binary tree and PAT, who adds when in them, and the sum itself.
 
 An *order* is written from left to right: ``(3, 2, 1, 0, (5, 4))`` adds 3 and 2, then 1, then 0, and then what 5 and 4
-gave elsewhere, which arrives as one. A ring's order has no tuples inside. As a + b and b + a have the same bits, what
-arrives first is written in front of a rank's own value.
+gave elsewhere, which arrives as one. As a + b and b + a have the same bits, what arrives first is written in front of a
+rank's own value.
 
 A rank adds to its own value what arrives from below, in the order of ``tree.down``: the next rank of its node, then
 children on other nodes (common_kernel.h:91-140, prims_ll.h). Line numbers are those of NCCL 2.30.7.
@@ -11,8 +11,7 @@ children on other nodes (common_kernel.h:91-140, prims_ll.h). Line numbers are t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from functools import lru_cache
-from typing import Any
+from functools import lru_cache, reduce
 
 import torch
 from torch import Tensor
@@ -52,33 +51,26 @@ def told(order: Order) -> str:
     return " ".join(f"({told(term)})" if isinstance(term, tuple) else str(term) for term in order)
 
 
-def binary_children(nodes: int, second: bool) -> tuple[int, dict[int, tuple[int | None, int | None]]]:
-    """The root and each node's first and second child, in one of the two trees of ``ncclGetDtree`` (trees.cc:32-116).
+def binary_children(nodes: int, second: bool) -> tuple[int, dict[int, dict[int, int]]]:
+    """The root and each node's children, in one of the two trees of ``ncclGetDtree`` (trees.cc:32-116).
 
-    The first tree has the even nodes inside. The second is its mirror image, or the same shifted by one if the number
-    of nodes is odd, so that the leaves of one tree are inside the other.
+    A child stands under the place in its parent's chain of ranks where its sum arrives: 1 for the first child, 0 for
+    the second. The first tree has the even nodes inside. The second is its mirror image, or the same shifted by one if
+    the number of nodes is odd, so that the leaves of one tree are inside the other.
 
     >>> binary_children(4, second=False)
-    (0, {0: (None, 2), 1: (None, None), 2: (1, 3), 3: (None, None)})
+    (0, {0: {0: 2}, 1: {}, 2: {1: 1, 0: 3}, 3: {}})
     """
-
-    def child(node: int, step: int) -> int | None:
+    found: dict[int, dict[int, int]] = {0: {0: 1 << (nodes - 1).bit_length() >> 1} if nodes > 1 else {}}
+    for node in range(1, nodes):
+        half = step = (node & -node) // 2
         while step and node + step >= nodes:
             step //= 2
-        return node + step if step else None
-
-    found: dict[int, tuple[int | None, int | None]] = {0: (None, 1 << (nodes - 1).bit_length() >> 1 or None)}
-    for node in range(1, nodes):
-        half = (node & -node) // 2
-        found[node] = (node - half if half else None, child(node, half))
+        found[node] = ({1: node - half} if half else {}) | ({0: node + step} if step else {})
     if not second:
         return 0, found
     other = [(node + 1) % nodes if nodes % 2 else nodes - 1 - node for node in range(nodes)]
-    moved = {
-        other[node]: (None if left is None else other[left], None if right is None else other[right])
-        for node, (left, right) in found.items()
-    }
-    return other[0], {node: moved[node] for node in range(nodes)}
+    return other[0], {other[node]: {at: other[child] for at, child in own.items()} for node, own in found.items()}
 
 
 def tree_over(chains: Sequence[Sequence[int]], second: bool) -> Order:
@@ -95,9 +87,7 @@ def tree_over(chains: Sequence[Sequence[int]], second: bool) -> Order:
     def sum_of(node: int) -> Order:
         chain, total = chains[node], []
         for place in range(len(chain) - 1, -1, -1):
-            for child, at in zip(children[node], (min(1, len(chain) - 1), 0), strict=True):
-                if child is not None and place == at:
-                    total.append(sum_of(child))
+            total += [sum_of(child) for at, child in children[node].items() if place == min(at, len(chain) - 1)]
             total = [joined(chain[place], total)]
         return total[0]
 
@@ -105,11 +95,7 @@ def tree_over(chains: Sequence[Sequence[int]], second: bool) -> Order:
 
 
 def tree_from(tree: Tree) -> Order:
-    """The sum over a tree that is given by its children.
-
-    Raises:
-        ValueError: there is not one root, a rank has two parents, or the root does not reach it.
-    """
+    """The sum over a tree that is given by its children; a ValueError says why it is none."""
     below = [rank for children in tree for rank in children]
     roots = [rank for rank in range(len(tree)) if rank not in below]
     if unknown := sorted(set(below) - set(range(len(tree)))):
@@ -144,7 +130,7 @@ def check_trees(trees: Sequence[Tree], size: int, channels: int) -> None:
 
 
 def chains_of(ring: Ring, node_of: Sequence[int]) -> list[list[int]]:
-    """The ranks of each node, nodes by their lowest rank, in the order in which the ring enters and visits them.
+    """The ranks of each node, nodes by their lowest rank, in the order in which the ring visits them.
 
     >>> chains_of((0, 3, 2, 5, 4, 7, 6, 1), [0, 0, 0, 0, 1, 1, 1, 1])
     [[1, 0, 3, 2], [5, 4, 7, 6]]
@@ -197,32 +183,17 @@ def pat_order(ranks: int, delta: int, distance: int = 0) -> Order:
     return joined(distance, arrivals)
 
 
-# --- the sum
-
-
 def tree_sum(order: Order, own: Callable[[int], Tensor], op: str, average: str, ranks: int) -> Tensor:
-    """Add what ``own`` gives for each rank of the order, rounding to its dtype after every addition.
-
-    Args:
-        own: a rank's value, of one shape for all; not changed.
-        average: as of ``ring_sum``.
-        ranks: how many there are, of which an average is taken.
-    """
-    hop: Callable[..., Any] = HOPS[op]
+    """Add what ``own`` gives for each rank of the order, rounding to its dtype after every addition."""
 
     def term_of(term: int | Order) -> Tensor:
         if isinstance(term, tuple):
-            return total_of(term)
+            total: Tensor = reduce(HOPS[op], map(term_of, term))
+            return total
         value = own(term)
         if op == "avg" and average == "premultiply":
             return value * torch.tensor(1.0 / ranks, dtype=value.dtype)
         return value
 
-    def total_of(terms: Order) -> Tensor:
-        total = term_of(terms[0])
-        for term in terms[1:]:
-            total = hop(total, term_of(term))
-        return total
-
-    total = total_of(order)
+    total = term_of(order)
     return total / ranks if op == "avg" and average == "divide" else total

@@ -2,7 +2,7 @@
 
 import pytest
 
-from pytest_gtrainer.graph.chunks import (
+from pytest_gtrainer.graph.nodes import (
     BODY,
     CHUNK_ID,
     EAGER,

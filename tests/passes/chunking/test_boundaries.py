@@ -15,10 +15,9 @@ from fixtures.models.chunkable import DIM, Net, net
 from fixtures.models.expert_parallel import apply_expert_parallel
 from fixtures.models.loss import ce_step
 from pytest_gtrainer import MixedPrecisionPolicy, data_parallel, trace_step
-from pytest_gtrainer._torch.chunking import symbols_of
+from pytest_gtrainer._torch.chunking import is_engine_addition, symbols_of
 from pytest_gtrainer._torch.passes import ALL_GATHER
-from pytest_gtrainer.graph.chunks import BODY, MATERIALIZATION, SPLIT_BOUNDARY, told_by
-from pytest_gtrainer.graph.nodes import direction, node_fqn
+from pytest_gtrainer.graph.nodes import BODY, MATERIALIZATION, SPLIT_BOUNDARY, direction, node_fqn, told_by
 from pytest_gtrainer.passes.chunking.rewrite import CHUNKING
 
 aten = torch.ops.aten
@@ -68,7 +67,8 @@ def test_a_chunk_is_copied_only_where_a_view_is_not_contiguous(root, chunk_dim):
     copies = [node for node in cut if node.target is aten.clone.default]
     views = [node for node in cut if node.target is operator.getitem]
     assert len(views) == 2 * gm.meta[CHUNKING].split
-    assert [copy.args[0] for copy in copies] == (views if chunk_dim == "sequence" else [])
+    told = "each part of a sequence is copied, a gradient's, too; a part of a batch is a view"
+    assert [copy.args[0] for copy in copies] == (views if chunk_dim == "sequence" else []), told
     assert not [node for node in copies or views if not node.meta["val"].is_contiguous()]
 
 
@@ -133,6 +133,53 @@ def test_gradients_that_meet_outside_are_added_before_they_are_joined(block, chu
     assert (counts.split, counts.joined, counts.added, counts.handed_on) == (2, 2, 4, 3)
 
 
+class Positions(nn.Module):
+    """A linear layer over the positions: the gradient that leaves it is a transpose."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.w(x.mT).mT.contiguous()
+
+
+def test_what_is_joined_is_contiguous_whatever_the_whole_was():
+    """G5: the whole gradient was a transpose; its join is told, and lies, as a concatenation gives it."""
+    traced, gm = rewritten(Net(Positions), strict("layers.*"), token_batch(0))
+    [joined] = [node for node in with_role(gm, MATERIALIZATION) if direction(node) == "bwd"]
+    shape, whole = joined.meta["val"].shape, [n.meta["val"] for n in traced.gm.graph.nodes if node_fqn(n) == "layers.0"]
+    assert [value for value in whole if value.shape == shape and not value.is_contiguous()]
+    made = aten.cat.default([part.meta["val"] for part in joined.args[0]], joined.args[1])
+    assert joined.meta["val"].stride() == made.stride() == (8 * DIM, DIM, 1)
+
+
+class Thrice(Net):
+    """Its block, and twice the model itself, read one activation."""
+
+    def forward(self, tokens):
+        x = self.tok_embeddings(tokens)
+        return self.lm_head(self.layers[0](x) + x.sin() + x.cos())
+
+
+def test_a_partial_sum_of_gradients_that_something_else_reads_stays():
+    """A pass may let two sums share one: what reads the sum so far gets it, and the whole sum is what it was."""
+    torch.manual_seed(0)
+    model, inputs, config = Thrice(chunkable.Dense), token_batch(0), strict("layers.*")
+    traced = trace_step(model, ce_step, inputs, chunk=config)
+    for graph in (traced.gm.graph, traced.twin.graph):
+        partial, *_ = (node for node in graph.nodes if is_engine_addition(node))
+        output = graph.output_node()
+        with graph.inserting_before(output):
+            reader = graph.call_function(aten.neg.default, (partial,))
+        reader.meta.update(val=partial.meta["val"], autograd_backward=True)
+        output.args = ((*output.args[0], reader),)
+    given = [*(tensor.detach() for tensor in (*model.parameters(), *model.buffers())), *inputs]
+    before, after = torch.fx.Interpreter(traced.gm).run(*given), chunked(traced, config)(*given)
+    assert torch.equal(after[-1], before[-1]), "the sum so far, row by row"
+    assert all(torch.allclose(one, other, atol=1e-6) for one, other in zip(before, after, strict=True))
+
+
 def test_copies_keep_their_module_and_direction():
     """G11: each also says its region, its role and, in a body, its chunk."""
     config = strict("layers.*", num_chunks=4)
@@ -145,6 +192,9 @@ def test_copies_keep_their_module_and_direction():
         assert told(node).chunk_id == int(chunk)
         assert node_fqn(node).startswith(told(node).fqn) or not node_fqn(node)
     assert len(bodies) == 4 * sum(gm.meta[CHUNKING].body_nodes.values())
+    orders = {way: [told(node).chunk_id for node in bodies if direction(node) == way] for way in ("fwd", "bwd")}
+    both = {way: list(dict.fromkeys(order)) for way, order in orders.items()}
+    assert both == {"fwd": [0, 1, 2, 3], "bwd": [3, 2, 1, 0]}, "chunks run as eagerly: the backward's the last first"
     for node in [*with_role(gm, SPLIT_BOUNDARY), *with_role(gm, MATERIALIZATION)]:
         assert (told(node).chunk_id, told(node).fqn) == (None, node_fqn(node))
 

@@ -64,7 +64,7 @@ INPUTS = (2.0, torch.zeros(4, 6), {"labels": torch.zeros(4, 6, dtype=torch.int64
 )
 def test_inputs_of_a_twin(config, leaves, shapes):
     """G9: the first tensor with the dimension gives the extent; what has this extent there is cut, and contiguous."""
-    assert config.dynamic_dims(INPUTS) == {config.chunk_dim: leaves}
+    assert config.dynamic_dims(INPUTS) == {config.chunk_dim: leaves}, "inputs of the first one's extent, no others"
     scalar, tokens, labels, *others = config.twin_inputs(INPUTS)
     cut = [tokens, labels["labels"], *others]
     assert (scalar, [tuple(tensor.shape) for tensor in cut]) == (2.0, shapes)

@@ -42,9 +42,9 @@ def behind(*region):
 def test_writes_and_random_numbers_keep_their_order():
     """G15: a write stands behind what has read that memory, through a view, too; a read behind the last write."""
     found = behind()
-    assert found["write"] == {"view", "before"}
+    assert found["write"] == {"view", "before"}, "a write stands behind each reader of its memory, through a view, too"
     assert found["after"] == found["through"] == {"write"}
-    assert found["again"] == {"write", "after", "through"}
+    assert found["again"] == {"write", "after", "through"}, "a second write, behind readers of what the first returned"
     assert found["last"] == {"view", "again"}
     assert found["elsewhere"] == found["noise"] == set()
     assert (found["more"], found["most"]) == ({"noise"}, {"more"})

@@ -12,7 +12,7 @@ from fixtures.models.chunkable import net
 from fixtures.models.chunked_loss import chunked_ce_step
 from fixtures.models.flex import Flex, FlexNet
 from fixtures.rewritten_by_hand import offloaded, rematerialised
-from pytest_gtrainer.graph.chunks import GRAPH
+from pytest_gtrainer.graph.nodes import GRAPH
 
 BLOCKS = {
     "sdpa": {"model": net(chunkable.Attention, chunkable.Attention)},

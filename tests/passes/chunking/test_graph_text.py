@@ -9,7 +9,7 @@ from fixtures.models import chunkable
 from fixtures.models.chunkable import net
 from fixtures.models.loss import ce_step
 from pytest_gtrainer import eager_chunked, graphtext, trace_step
-from pytest_gtrainer.graph.chunks import KEYS
+from pytest_gtrainer.graph.nodes import KEYS
 
 CONFIG = strict("layers.*")
 

@@ -84,6 +84,7 @@ MIXING = {
     "sort": (sorted_rows, None, r"sort.* orders the rows of dimension 0"),
     "flip": (lambda x: x.flip(0), None, r"flip.* reverses dimension 0"),
     "roll": (lambda x: x.roll(1, 0), None, r"roll.* rolls dimension 0"),
+    "pad": (lambda x: F.pad(x, (0, 0, 0, 0, 1, 0))[1:], None, r"constant_pad_nd.* pads dimension 0"),
     "first row": (lambda x: x - x[:1], None, r"slice.* takes a part of dimension 0"),
     "mean": (lambda x: x - x.mean(0), None, r"sub.* brings into rows a value over all of them \(.*mean"),
     "largest": (lambda x: x / x.abs().amax(), None, r"div.* brings into rows a value over all of them \(.*amax"),
@@ -265,7 +266,7 @@ ROW_WISE = {
         lambda x: x + x.transpose(0, 1).flatten(0, 1).tanh().unflatten(0, (x.shape[1], -1)).transpose(0, 1),
         None,
     ),
-    "softmax of others": (lambda x: x.softmax(1) + x.cumsum(2) + x.flip(1), None),
+    "softmax of others": (lambda x: x.softmax(1) + x.cumsum(2) + x.flip(1) + F.pad(x, (1, 0))[..., :-1], None),
     "attention": (
         lambda x: x + F.scaled_dot_product_attention(heads(x), heads(x), heads(x)).transpose(1, 2).flatten(2),
         None,

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from pytest_gtrainer.worlds.simulated.net import Net, Path, check_count
-from pytest_gtrainer.worlds.simulated.rings import Stretch, after_rank, check_reduction, chunks, ring_sum
+from pytest_gtrainer.worlds.simulated.rings import Stretch, check_reduction, chunks, orders, ring_sum
 
 SEGMENT_BYTES = 1 << 20
 SEGMENTS_PER_RANK = 2
@@ -54,7 +54,7 @@ class GlooNet(Net):
         check_reduction("all_reduce", op, inputs.dtype)
         count, itemsize = inputs.shape[1], inputs.dtype.itemsize
         stretches = self._stretches(count, itemsize)
-        return ring_sum(inputs, stretches, self._order()[None], op, accumulator=inputs.dtype, average="divide")
+        return ring_sum(inputs, stretches, self._orders(), op, accumulator=inputs.dtype, average="divide")
 
     def explain(
         self, collective: str, offset: int, count: int, dtype: torch.dtype, destination: int = 0, op: str = "sum"
@@ -62,13 +62,13 @@ class GlooNet(Net):
         if collective == "reduce_scatter":
             offset, count = destination * count + offset, self.size * count
         part = next(part for part in self._stretches(count, dtype.itemsize) if offset in part)
-        return Path.of(0, tuple(self._order()[:, part.place].tolist()), self.members)
+        return Path.of(0, tuple(self._orders()[0, :, part.place].tolist()), self.members)
 
     def _stretches(self, count: int, itemsize: int) -> list[Stretch]:
         return chunks(Stretch(0, 0, count), run_length(count, itemsize, self.size)) if count else []
 
-    def _order(self) -> Tensor:
-        return after_rank((0, *range(self.size - 1, 0, -1)))
+    def _orders(self) -> Tensor:
+        return orders(((0, *range(self.size - 1, 0, -1)),), "rank")
 
 
 def run_length(count: int, itemsize: int, ranks: int) -> int:

@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from pytest_gtrainer import NetModel
 from pytest_gtrainer.worlds.simulated import CollectiveMismatch, NoModel
+from pytest_gtrainer.worlds.simulated.collectives import Contribution, all_reduce
 from pytest_gtrainer.worlds.simulated.interpreter import Interpreter, PerRank, RankGraph
 from pytest_gtrainer.worlds.simulated.interpreter.values import of_rank
 from tests.worlds.simulated.graphs import c10d, different, graph_of, interpreter_of, numbers, run, wait, world_group
@@ -24,6 +25,38 @@ def same(actual, expected):
 def test_all_gather(gt_world):
     x = different(4, 2, 3)
     same(run(lambda x: wait(c10d.all_gather_into_tensor(x, 4, world_group())), x), torch.cat(x))
+
+
+def test_what_was_broadcast_stays_when_the_root_writes_on(gt_world):
+    """S7: on the root, too, what it gets is another tensor than what it gives."""
+
+    def step(x):
+        given = x + 0
+        sent = wait(c10d.broadcast(given, 2, world_group()))
+        given.add_(1)
+        return sent
+
+    x = different(4, 2, 3)
+    output = run(step, x)
+    for rank in range(4):
+        assert torch.equal(of_rank(output, rank), x[2]), f"rank {rank} has what rank 2 wrote behind the broadcast"
+
+
+def test_tensors_beside_each_other_in_a_buffer_but_transposed():
+    """Their memory may be taken as it lies only where its order is that of their elements."""
+    buffer = torch.arange(2 * 3 * 3, dtype=torch.float32).view(2, 3, 3)
+    given = [Contribution(rank=rank, inputs=[buffer[rank].t()]) for rank in range(2)]
+    expected = buffer[0].t() + buffer[1].t()
+    for (total,) in all_reduce(NetModel(1, 2), given):
+        assert torch.equal(total, expected), f"elements are summed in the order of memory: {total.tolist()}"
+
+
+def test_parts_of_buffers_of_their_own_are_not_taken_for_parts_of_one():
+    """Each rank gives another part of its own buffer, as those do who gather in place and keep their shards there."""
+    buffers = [torch.full((2, 3), float(rank)) for rank in (1, 2)]
+    given = [Contribution(rank=rank, inputs=[buffer[rank]]) for rank, buffer in enumerate(buffers)]
+    for (total,) in all_reduce(NetModel(1, 2), given):
+        assert total.tolist() == [3.0] * 3, f"1 + 2 is {total[0]}: rank 0's buffer was read for both ranks"
 
 
 def test_reductions_add_in_the_order_of_the_net(gt_world):
@@ -102,7 +135,16 @@ def test_in_place_collectives_write_where_others_look(gt_world):
 
     result = run(in_place, x)
     for own in result:
-        assert torch.equal(own, expected.view(2, 2))
+        assert torch.equal(own, expected.view(2, 2)), "a view of what was reduced in place does not show the sum"
+
+
+def test_an_input_that_is_reduced_in_place_has_the_sum_though_nothing_in_the_graph_reads_it(gt_world):
+    """S7: a buffer, say, which the next step reads."""
+    x = different(4, 4)
+    expected = NetModel.of_world(4).all_reduce(torch.stack(list(x)), "sum")
+    given = PerRank(own.clone() for own in x)
+    run(lambda x: wait(c10d.all_reduce_(x, "sum", world_group())), given)
+    assert all(torch.equal(own, expected) for own in given), "the ranks' inputs are not written to"
 
 
 @pytest.mark.parametrize("looked_at", [False, True])

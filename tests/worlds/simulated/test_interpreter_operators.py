@@ -50,7 +50,7 @@ def test_every_rank_draws_from_a_generator_of_its_own():
     assert torch.equal(torch.get_rng_state(), before)
     for rank, seed in enumerate(seeds):
         drawn = [value[rank] for values in runs for value in values]
-        assert all(map(torch.equal, drawn, drawn_by_itself(seed, x[rank])))
+        assert all(map(torch.equal, drawn, drawn_by_itself(seed, x[rank]))), f"rank {rank} has another rank's numbers"
 
 
 def test_ranks_that_start_alike_draw_alike_once():

@@ -8,13 +8,16 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from fixtures.models.loss import ce_step
 from fixtures.training import deepseek_v3_training, llama3_training
-from pytest_gtrainer import VacuousCheck, assert_simulated_parity, sweep_nets
-from pytest_gtrainer.graph.layout import LayoutDifference
-from pytest_gtrainer.numerics.compare import BitwiseDifference
+from pytest_gtrainer import BucketLayout, NetModel, VacuousCheck, assert_simulated_parity, sweep_nets
+from pytest_gtrainer.graph.layout import LayoutDifference, Payload, Slot
+from pytest_gtrainer.numerics.compare import BitwiseDifference, compare
+from pytest_gtrainer.numerics.record import Record
+from pytest_gtrainer.references.parity import paths_of_first
 
 CONFIG = functools.partial(llama3_training, precision="fp32", steps=1)
 EIGHT = pytest.mark.gt_world("simulated", size=8, nodes=2)
@@ -102,12 +105,33 @@ INVISIBLE = [
 def test_the_bug_is_invisible(gt_world, net):
     """S1: where all channels add a shard in one order, or accumulate in fp32, only the layout sees it."""
     world = dataclasses.replace(gt_world, net=net)
-    with pytest.raises(LayoutDifference, match="all bits are equal under this net: only the layout tells"):
+    with pytest.raises(LayoutDifference, match="all bits are equal under this net: only the layout shows it"):
         assert_simulated_parity(CONFIG, world, payload_order="execution")
+
+
+def test_an_element_is_counted_in_the_dtype_of_the_wire():
+    """A gradient comes back in fp32 from a reduction in bf16, whose payload has elements of two bytes."""
+    slots = Slot("first", 0, 16), Slot("second", 16, 16)
+    layouts = {"graph": BucketLayout((Payload("reduce_scatter", torch.bfloat16, (0, 1), "avg", slots),))}
+    records = Record(world_size=2), Record(world_size=2)
+    for number, record in enumerate(records):
+        record.add(0, 0, "gradient", "second", torch.full((8,), float(number)))
+    told = next(paths_of_first(NetModel(1, 2), layouts, lambda rank, ranks: ranks, compare(*records), records[0]))
+    assert "element 8 of 16," in told, f"the first of the second eight elements: {told}"
+
+
+@pytest.mark.gt_world("simulated", size=2)
+def test_a_layout_that_differs_fails_where_no_bit_does(gt_world):
+    """S1: two ranks add a + b in any order."""
+    with pytest.raises(LayoutDifference, match="all bits are equal under this net: only the layout shows it"):
+        assert_simulated_parity(CONFIG, gt_world, payload_order="execution")
 
 
 @pytest.mark.gt_world("simulated", size=8, nodes=1)
 def test_a_check_that_could_not_fail_is_no_pass(gt_world):
-    """S3: the graph is right, and one node with rail rings would not have shown if it were not."""
+    """S3: the graph is right, and one node with rail rings would not have shown if it were not.
+
+    The control trains for one step, and the first of two is what it is compared with.
+    """
     with pytest.raises(VacuousCheck, match=r"could not fail.*take two nodes or more with two channels"):
-        assert_simulated_parity(CONFIG, gt_world)
+        assert_simulated_parity(functools.partial(CONFIG, steps=2), gt_world)

@@ -55,6 +55,15 @@ def test_uneven_shards_are_refused_by_the_first_node_that_differs():
     assert "choose sizes that the ranks divide" in str(error.value)
 
 
+def test_an_input_of_another_shape_is_refused():
+    """S4: the operators behind it are the same, so the shape alone tells."""
+    graphs = at_both_ends(
+        lambda mesh: make_fx(lambda x: x + 1, tracing_mode="fake")(numbers(3 + dist.get_rank())), fsdp=2
+    )
+    with pytest.raises(DependsOnRank, match=r"rank 0 has placeholder .*\[3\], rank 1 has placeholder .*\[4\]"):
+        check_same_on_all(*graphs)
+
+
 def test_names_of_inputs_do_not_count():
     """They are those of a tracer; their order, dtypes and shapes are compared."""
 

@@ -16,6 +16,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from pytest_gtrainer import ChunkConfig, NetModel, eager_chunked
 from pytest_gtrainer._torch.values import FakeTensorMode
+from pytest_gtrainer.references.replicas import assert_replicas_equal
 from pytest_gtrainer.worlds.simulated import NoModel
 from pytest_gtrainer.worlds.simulated.interpreter.program import one_thread
 from pytest_gtrainer.worlds.simulated.threads import run_threads
@@ -59,6 +60,17 @@ def test_a_collective_of_fake_tensors_is_refused():
         run_threads(3, fake, net=NET)
 
 
+def replicas_of_one(rank):
+    mesh = init_device_mesh("cpu", (3, 1), mesh_dim_names=("dp", "tp"))
+    with pytest.raises(ValueError, match="no tensor of Linear is replicated over 'tp': nothing could differ"):
+        assert_replicas_equal(torch.nn.Linear(2, 2), mesh, "tp")
+
+
+def test_a_group_of_one_rank_has_no_replicas_to_compare():
+    """A check that compares nothing is no pass."""
+    run_threads(3, replicas_of_one, net=NET)
+
+
 def draw():
     return torch.rand(1).item(), random.random(), numpy.random.randn()
 
@@ -67,6 +79,22 @@ def seed(value):
     torch.manual_seed(value)
     random.seed(value)
     numpy.random.seed(value)
+
+
+def polling(rank):
+    """Asks whether others have come before it goes on to draw."""
+    seed(rank)
+    drawn = [draw()]
+    work = dist.all_reduce(torch.ones(2), async_op=True)
+    while not work.is_completed():
+        pass
+    return [*drawn, draw(), draw()]
+
+
+def test_a_rank_that_asks_again_and_again_draws_on_where_it_was():
+    """The turn goes over at each question, and comes back with the rank's own random numbers."""
+    for rank, drawn in enumerate(run_threads(3, polling, net=NET)):
+        assert drawn == alone(rank), f"rank {rank} draws other numbers than in a process of its own"
 
 
 def alone(rank):

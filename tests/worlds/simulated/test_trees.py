@@ -18,11 +18,51 @@ from pytest_gtrainer.worlds.simulated.collectives import Contribution, reduce_sc
 from pytest_gtrainer.worlds.simulated.interpreter.values import of_rank
 from pytest_gtrainer.worlds.simulated.net import row_of
 from pytest_gtrainer.worlds.simulated.threads import run_threads
+from pytest_gtrainer.worlds.simulated.trees import binary_children, pat_delta
 from tests.worlds.simulated import graphs
 
 CONFIG = functools.partial(llama3_training, precision="fp32", steps=1)
 HSDP = pytest.mark.gt_world("simulated", size=8, nodes=4, mesh={"replicate": 4, "shard": 2})
 BLOCKS = re.findall(r"```python\n(.*?)```", Path("docs/simulated-world.md").read_text(), re.DOTALL)
+
+
+@pytest.mark.parametrize("nodes", range(2, 10))
+def test_a_node_inside_one_tree_is_a_leaf_of_the_other(nodes):
+    """As NCCL balances its two trees, so that no node adds in both; the first one alone may, if nodes are odd."""
+    trees = [binary_children(nodes, second)[1] for second in (False, True)]
+    inside = [
+        {node for node, children in tree.items() if any(child is not None for child in children)} for tree in trees
+    ]
+    assert inside[0] & inside[1] <= ({0} if nodes % 2 else set()), f"nodes that add in both trees of {nodes}: {inside}"
+
+
+def test_the_tree_of_a_group_is_over_the_nodes_of_its_ranks():
+    """Two ranks on each of two nodes: each node adds its own, and one sum goes from node to node."""
+    net = NetModel(2, 4, algorithm="tree").for_group((0, 1, 4, 5))
+    ranks = net.explain("all_reduce", 0, 64, torch.float32).ranks
+    inner = [set(term) for term in ranks if isinstance(term, tuple)]
+    assert inner in ([{0, 1}], [{4, 5}]), f"one node's ranks arrive as one sum, and not {ranks}"
+
+
+def test_a_tree_does_not_depend_on_the_order_in_which_a_ring_visits_the_nodes():
+    """NCCL numbers nodes by their lowest rank, and builds the tree over these numbers."""
+    nets = [NetModel(4, 2, algorithm="tree", rings=[ring]) for ring in (range(8), (0, 1, 6, 7, 2, 3, 4, 5))]
+    first, other = (net.explain("all_reduce", 0, 8, torch.float32).ranks for net in nets)
+    assert other == first, "the ring visits node 3 before node 1: its tree has to be the same"
+
+
+@pytest.mark.parametrize(("part_bytes", "ranks", "delta"), [(1 << 20, 32, 4), (16, 32, 2), (16, 8, 2), (16, 5, 4)])
+def test_small_parts_are_aggregated_over_half_of_the_ranks_at_most(part_bytes, ranks, delta):
+    """S9: from which distance on PAT aggregates (collectives.h:542-562)."""
+    assert pat_delta(part_bytes, ranks) == delta, f"{part_bytes} bytes over {ranks} ranks"
+
+
+def test_an_average_through_a_tree_multiplies_by_what_a_ring_multiplies_by():
+    """1/N in the dtype of the wire, as NCCL hands it on: where one rank alone has values, no order matters."""
+    inputs = torch.zeros(3, 64, dtype=torch.bfloat16)
+    inputs[1] = torch.linspace(1, 2, 64)
+    ring, tree = (NetModel(3, 1, algorithm=algorithm).all_reduce(inputs, "avg") for algorithm in ("ring", "tree"))
+    assert torch.equal(ring, tree), f"{int((ring != tree).sum())} of 64 averages differ: is 1/3 rounded to bfloat16?"
 
 
 def through_trees(world):

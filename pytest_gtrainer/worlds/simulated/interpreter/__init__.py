@@ -1,11 +1,8 @@
 """The graph interpreter: one traced graph, replayed for all ranks in one process.
 
-A value is *uniform*, the same on all ranks and computed once, or *per rank*. Collectives are carried out
-by a net model among the ranks of their groups; every other operator is the plain one, so bits are those
-of a replay on real ranks.
-
-In: a ``RankGraph`` (``graph``), its inputs for all ranks (``values``), a net. ``program`` compiles it, from what
-each node is, to blocks of plain operators and ``steps`` for all others, and runs it.
+Collectives are carried out by a net model among the ranks of their groups; every other operator is the plain one, so
+bits are those of a replay on real ranks. In: a ``RankGraph`` (``graph``), its inputs for all ranks (``values``), a net.
+``program`` compiles it to blocks of plain operators and ``steps`` for all others, and runs it.
 """
 
 from pytest_gtrainer.worlds.simulated.interpreter.graph import RankGraph, RankLiterals, check_same_on_all

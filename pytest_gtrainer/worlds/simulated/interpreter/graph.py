@@ -38,9 +38,6 @@ _GROUP = "group_name"
 _PASSED_THROUGH = ("wait_tensor", "_wrap_tensor_autograd")
 
 
-# --- nodes
-
-
 def input_name(node: fx.Node) -> str:
     """What a placeholder stands for: "parameter layers.0.wq.weight" where the tracer said so."""
     known = node.meta.get("gt_input")
@@ -53,11 +50,7 @@ def described(node: fx.Node) -> str:
 
 
 def group_name(node: fx.Node) -> str:
-    """The group of a collective.
-
-    Raises:
-        NoModel: it is no name.
-    """
+    """The group of a collective; NoModel if it is no name."""
     name = argument_of(node, _GROUP)
     if not isinstance(name, str):
         raise NoModel(f"{node.target} ({node.name}) takes its group from the graph: trace with groups by name")
@@ -99,10 +92,8 @@ def check_callable(node: fx.Node, root: torch.nn.Module) -> None:
     """Refuse what is no operator that could be replayed rank by rank: compiled code, a module that is no graph."""
     called: Any = root.get_submodule(str(node.target)) if node.op == "call_module" else node.target
     homes = (getattr(called, "__module__", None), type(called).__module__)
-    compiled = any(str(home).startswith(COMPILED_MODULES) for home in homes)
-    if isinstance(called, HigherOrderOperator):
-        compiled = called.name() == COMPILED_CODE
-    if compiled:
+    is_module = any(str(home).startswith(COMPILED_MODULES) for home in homes)
+    if called.name() == COMPILED_CODE if isinstance(called, HigherOrderOperator) else is_module:
         name = getattr(called, "__name__", None) or type(called).__name__
         raise NoModel(
             f"{node.name} calls code that Inductor compiled ({name}): "
@@ -114,35 +105,19 @@ def check_callable(node: fx.Node, root: torch.nn.Module) -> None:
         raise NoModel(f"{node.name} calls the method {node.target!r}: trace to operators, with make_fx")
 
 
-# --- groups
-
-
 @dataclass(frozen=True, slots=True)
 class RankGraph:
-    """A graph as one rank traced it, with its groups known on all ranks.
-
-    Attributes:
-        rank: the rank that traced it; size: the number of ranks.
-        partitions: by group name; each is a partition of the ranks.
-        meshes: the ranks of the meshes that the groups were looked up in.
-    """
+    """A graph as one rank traced it, with its groups known on all ranks."""
 
     gm: fx.GraphModule
     rank: int
     size: int
-    partitions: Mapping[str, Partition]
-    meshes: tuple[Tensor, ...] = field(default=(), compare=False)
+    partitions: Mapping[str, Partition]  # of the ranks, by name of the group
+    meshes: tuple[Tensor, ...] = field(default=(), compare=False)  # their ranks; groups are looked up in them
 
     @classmethod
     def of(cls, gm: fx.GraphModule, *meshes: DeviceMesh) -> RankGraph:
-        """Look the groups of ``gm`` up, in the world that it was traced in: call it while that is there.
-
-        Args:
-            meshes: device meshes whose dimensions, or several of them flattened, the groups are.
-
-        Raises:
-            ValueError: a group that is no dimension of a mesh; pass its mesh, or build a RankGraph by hand.
-        """
+        """Look the groups of ``gm`` up along ``meshes``, in the world that it was traced in, while that is there."""
         rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
         return cls(gm, rank, size, {}, tuple(map(root_ranks, meshes))).with_graph(gm)
 
@@ -185,25 +160,17 @@ def _partitions_of(mesh: Tensor) -> Iterator[Partition]:
             yield tuple(tuple(sorted(group)) for group in groups.tolist())
 
 
-# --- the same graph on all ranks
-
-
 @dataclass(frozen=True, slots=True)
 class RankLiterals:
-    """Numbers that each rank has of its own in an otherwise equal graph: where its rows of a vocabulary begin, say.
+    """Numbers that each rank has of its own in an otherwise equal graph: where its rows of a vocabulary begin, say."""
 
-    ``values`` has, by name of the node and place among its arguments, the dimension of the mesh along which the number
-    differs, and the number of every rank along it.
-    """
-
+    # by name of the node and place among its arguments: the dimension of the mesh along which the number differs, and
+    # the number of every rank along it
     values: Mapping[tuple[str, int], tuple[int, tuple[Any, ...]]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, along: Mapping[int, Sequence[fx.GraphModule]]) -> RankLiterals:
-        """Those of the graphs of ranks along dimensions of the mesh, each from rank 0's on.
-
-        Where operators differ, or a number along two dimensions, ``check_same_on_all`` says so.
-        """
+        """Those of the graphs of ranks along dimensions of the mesh, each from rank 0's on."""
         found = {}
         for dim, graphs in along.items():
             for nodes in zip(*(gm.graph.nodes for gm in graphs), strict=False):
@@ -217,11 +184,7 @@ class RankLiterals:
         return [own[coordinate[dim]] for dim, own in self.values.values()]
 
     def lifted(self, gm: fx.GraphModule) -> fx.GraphModule:
-        """A copy of the first rank's graph, or of a rewrite of it, with an input for each number, behind the others.
-
-        Raises:
-            DependsOnRank: the rewrite has not the node of a number.
-        """
+        """A copy of the first rank's graph, or of a rewrite, with an input for each number, behind the others."""
         if not self.values:
             return gm
         graph = fx.Graph()
@@ -254,13 +217,7 @@ class RankLiterals:
 
 
 def check_same_on_all(first: RankGraph, last: RankGraph) -> None:
-    """Refuse a graph that is another on the last rank than on the first.
-
-    Names of nodes and of groups may differ; groups must stand for the same dimension of the mesh.
-
-    Raises:
-        DependsOnRank: naming the first node that differs.
-    """
+    """DependsOnRank if the last rank's graph is another; names may differ, and groups along one dimension."""
     pairs = zip_longest(_lines(first, first.gm), _lines(last, last.gm), fillvalue=("nothing more", ""))
     for (ours, where), (theirs, elsewhere) in pairs:
         if ours != theirs:

@@ -1,12 +1,10 @@
 """Programs: a graph compiled once to segments of plain nodes and single steps, and run on all ranks.
 
-A *segment* is a run of plain operators between two steps, replayed rank by rank: all of a rank's nodes run before
-the next rank's, as one generated function. What a rank needs only inside is gone before the next rank allocates, so
-memory does not grow with ranks, and the caches stay warm. Its nodes are sorted into *blocks* by kind: what all ranks
-share runs once, what a group shares once a group.
+A *segment* is a run of plain operators between two steps, replayed rank by rank as one generated function: what a rank
+needs only inside is gone before the next allocates. Its nodes are sorted into *blocks* by kind: what all ranks share
+runs once, what a group shares once a group.
 
-Invariant: nothing in a block draws random numbers, writes to its operands or communicates, so the order of
-ranks cannot matter.
+Invariant: nothing in a block draws random numbers, writes to its operands or communicates: the order of ranks is free.
 """
 
 from __future__ import annotations
@@ -24,6 +22,7 @@ from torch import Tensor, fx
 from pytest_gtrainer import facts
 from pytest_gtrainer.graph.nodes import is_collective, short_name, written_operands
 from pytest_gtrainer.worlds.simulated import DependsOnRank, NoModel
+from pytest_gtrainer.worlds.simulated.interpreter import steps
 from pytest_gtrainer.worlds.simulated.interpreter.graph import (
     Partition,
     RankGraph,
@@ -37,26 +36,9 @@ from pytest_gtrainer.worlds.simulated.interpreter.graph import (
     passes_through,
     source_of,
 )
-from pytest_gtrainer.worlds.simulated.interpreter.steps import (
-    COND,
-    INVOKE_SUBGRAPH,
-    CollectiveStep,
-    EffectStep,
-    Frame,
-    NestedStep,
-    Step,
-    collective_of,
-)
+from pytest_gtrainer.worlds.simulated.interpreter.steps import Frame, Step
 from pytest_gtrainer.worlds.simulated.interpreter.values import Kind, Kinds, PerRank, RankRandomStates, Scratch, at
 from pytest_gtrainer.worlds.simulated.net import Net
-
-
-class _Finder(fx.Interpreter):
-    last: fx.Node
-
-    def run_node(self, n: fx.Node) -> Any:
-        self.last = n
-        return super().run_node(n)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,10 +78,11 @@ class OperatorBlock:
         try:
             return self.graph.forward(*own)
         except Exception as error:
-            finder = _Finder(self.graph)  # runs one node after the other: nothing here has effects
+            single = fx.Interpreter(self.graph, garbage_collect_values=False)  # nothing here has effects
             with suppress(Exception):
-                finder.run(*own)
-            error.add_note(f"in {described(finder.last)}, for rank {rank}")
+                single.run(*own)
+            *_, failed = list(self.graph.graph.nodes)[: len(single.env) + 1]
+            error.add_note(f"in {described(failed)}, for rank {rank}")
             raise
 
 
@@ -112,20 +95,13 @@ def inputs_of(nodes: Sequence[fx.Node]) -> list[fx.Node]:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """A run of plain nodes in a graph.
-
-    Attributes:
-        inputs: nodes before it that it uses.
-        needed: nodes of it that somebody behind it uses.
-        reduced: nodes that only the reduction right behind it uses, and the order in which it wants its ranks.
-        plans: its blocks for every combination of kinds that its inputs have had.
-    """
+    """A run of plain nodes in a graph."""
 
     nodes: Sequence[fx.Node]
-    inputs: Sequence[fx.Node]
-    needed: frozenset[fx.Node]
-    reduced: Mapping[fx.Node, Sequence[int]]
-    plans: dict[tuple[Kind, ...], list[OperatorBlock]] = field(default_factory=dict)
+    inputs: Sequence[fx.Node]  # nodes before it that it uses
+    needed: frozenset[fx.Node]  # nodes of it that are used behind it
+    reduced: Mapping[fx.Node, Sequence[int]]  # only by the reduction right behind it, which wants its ranks so
+    plans: dict[tuple[Kind, ...], list[OperatorBlock]] = field(default_factory=dict)  # by the kinds of its inputs
 
     def run(self, frame: Frame, dying: frozenset[fx.Node]) -> None:
         kinds = tuple(map(frame.kinds.of, frame.of(self.inputs)))
@@ -160,11 +136,7 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class RankProgram:
-    """The parts of a graph, in its order, each with the nodes whose values nobody needs after it.
-
-    ``placeholders`` are the nodes of its inputs, ``constants`` are attributes of its module; ``output`` is what it
-    returns, with nodes in it.
-    """
+    """The parts of a graph, in its order, each with the nodes whose values nobody needs after it."""
 
     kinds: Kinds
     placeholders: Sequence[fx.Node]
@@ -210,17 +182,7 @@ class RankProgram:
 
 
 class Interpreter:
-    """A graph, ready to run on all ranks of a world as often as wanted.
-
-    Args:
-        graph: what one rank traced; it must not depend on the rank, see ``check_same_on_all``.
-        net: the order of reductions, for as many ranks as the graph was traced for.
-        random: random generator states of the ranks, by default all as the process's is now.
-
-    Raises:
-        NoModel: the graph has an operator without a model in a simulated world, named in the message.
-        ValueError: the net is for another number of ranks.
-    """
+    """A graph for all ranks of a world, see ``check_same_on_all``; NoModel names an operator that it lacks."""
 
     def __init__(self, graph: RankGraph, net: Net, *, random: RankRandomStates | None = None) -> None:
         if net.size != graph.size:
@@ -232,17 +194,9 @@ class Interpreter:
         self._program = self._compile(graph.gm)
 
     def run(self, inputs: Sequence[Any]) -> Any:
-        """Outputs, in the structure that the graph returns; inputs and outputs are uniform or ``PerRank``.
-
-        Tensors that the graph writes to (buffers) are written to, as in a replay. Runs without autograd, and
-        on one thread, as ranks do: some kernels' bits depend on the number, and waking threads for small
-        tensors costs more than it gives.
-
-        Raises:
-            CollectiveMismatch: ranks come to a collective with different sizes or splits.
-            DependsOnRank: an input has not the traced shape on every rank, or belongs to all ranks and is
-                written to by each.
-        """
+        """Outputs as the graph returns them, uniform or ``PerRank`` as inputs are. Buffers are written to.
+        CollectiveMismatch if ranks differ in sizes or splits, DependsOnRank if an input is not what was traced."""
+        # on one thread, as ranks: some kernels' bits depend on the number
         facts.tell("replay_on_all", graph=self._graph, net=self._net, inputs=inputs, random=self.random)
         with torch.no_grad(), torch.random.fork_rng(devices=[]), one_thread():
             return self._program.run(inputs, self.random)
@@ -252,9 +206,9 @@ class Interpreter:
         constants = {node: attrgetter(str(node.target))(gm) for node in gm.graph.find_nodes(op="get_attr")}
         computed = [node for node in gm.graph.nodes if node.op not in ("placeholder", "get_attr", "output")]
         nodes = [node for node in computed if not passes_through(node)]  # a wait has the value of what it waits for
-        steps = {node: self._step(node, gm) for node in nodes}
+        special = {node: self._step(node, gm) for node in nodes}
         pieces: list[list[fx.Node]] = []  # runs of plain nodes, and every other node by itself
-        for plain, run in groupby(nodes, key=lambda node: steps[node] is None):
+        for plain, run in groupby(nodes, key=lambda node: special[node] is None):
             piece = list(run)
             pieces += [piece] if plain else [[node] for node in piece]
         # the pieces that use each value; the output counts as one more
@@ -272,25 +226,26 @@ class Interpreter:
             if is_collective(behind) and short_name(behind).startswith(("reduce_scatter_tensor", "all_reduce")):
                 order = tuple(chain.from_iterable(self._partition(behind)))
                 reduced = {node: order for node in needed if users[node] == {index + 1}}
-            parts.append((steps[piece[0]] or Segment(piece, inputs, needed, reduced), dying))
+            parts.append((special[piece[0]] or Segment(piece, inputs, needed, reduced), dying))
         return RankProgram(self._kinds, placeholders, constants, parts, output.args[0])
 
     def _step(self, node: fx.Node, gm: fx.GraphModule) -> Step | None:
         """None for a plain node."""
         check_callable(node, gm)
         if is_collective(node):
-            collective, partition = collective_of(node), self._partition(node)  # first: it refuses what we do not know
-            return CollectiveStep(node, partition, self._nets[partition], collective)
+            carried_out = steps.collective_of(node)  # first: it refuses what we do not know
+            partition = self._partition(node)
+            return steps.CollectiveStep(node, partition, self._nets[partition], carried_out)
         graphs = graphs_called(node, gm)
         if node.op == "call_module" or any(is_collective(inner) for graph in graphs for inner in nodes_within(graph)):
-            if node.op != "call_module" and node.target not in (COND, INVOKE_SUBGRAPH):
+            if node.op != "call_module" and node.target not in (steps.COND, steps.INVOKE_SUBGRAPH):
                 raise NoModel(
                     f"{node.target} ({node.name}) calls a graph with a collective, which has a model only in cond, "
                     "invoke_subgraph and called modules: inline it"
                 )
-            return NestedStep(node, {id(graph): self._compile(graph).run for graph in graphs})
+            return steps.NestedStep(node, {id(graph): self._compile(graph).run for graph in graphs})
         written, random = written_operands(node), draws(node, gm)
-        return EffectStep(node, written, random) if written or random else None
+        return steps.EffectStep(node, written, random) if written or random else None
 
     def _partition(self, node: fx.Node) -> Partition:
         return self._graph.partitions[group_name(node)]

@@ -34,30 +34,20 @@ from pytest_gtrainer.worlds.simulated.net import Net
 COND = torch.ops.higher_order.cond
 INVOKE_SUBGRAPH = torch.ops.higher_order.invoke_subgraph
 
-_COLLECTIVES: dict[str, Collective] = {
-    "all_gather_into_tensor": collectives.all_gather,
-    "all_gather_into_tensor_out": collectives.all_gather,
-    "all_gather_into_tensor_coalesced": collectives.all_gather,
-    "reduce_scatter_tensor": collectives.reduce_scatter,
-    "reduce_scatter_tensor_out": collectives.reduce_scatter,
-    "reduce_scatter_tensor_coalesced": collectives.reduce_scatter,
-    "all_reduce": collectives.all_reduce,
-    "all_reduce_": collectives.all_reduce,
-    "all_reduce_coalesced": collectives.all_reduce,
-    "all_reduce_coalesced_": collectives.all_reduce,
-    "all_to_all_single": collectives.all_to_all,
-    "broadcast": collectives.broadcast,
-    "broadcast_": collectives.broadcast,
-    "shard_dim_alltoall": collectives.exchange_dims,
+_FORMS: dict[Collective, str] = {
+    collectives.all_gather: "all_gather_into_tensor all_gather_into_tensor_out all_gather_into_tensor_coalesced",
+    collectives.reduce_scatter: "reduce_scatter_tensor reduce_scatter_tensor_out reduce_scatter_tensor_coalesced",
+    collectives.all_reduce: "all_reduce all_reduce_ all_reduce_coalesced all_reduce_coalesced_",
+    collectives.all_to_all: "all_to_all_single",
+    collectives.broadcast: "broadcast broadcast_",
+    collectives.exchange_dims: "shard_dim_alltoall",
 }
+_COLLECTIVES = {name: collective for collective, names in _FORMS.items() for name in names.split()}
 
 
 @dataclass(slots=True)
 class Frame:
-    """A run of a graph: the values that are still needed, and what all steps use.
-
-    ``inputs`` are the names and values that the graph was called with.
-    """
+    """A run of a graph on named ``inputs``: the ``values`` that are still needed, and what all steps use."""
 
     kinds: Kinds
     random: RankRandomStates
@@ -73,17 +63,12 @@ class Frame:
         return [[at(value, rank) for value in values] for rank in range(self.kinds.size)]
 
     def own_memory(self, written: Sequence[fx.Node]) -> None:
-        """Give every rank memory of its own for what it is about to write to (S7).
-
-        Raises:
-            DependsOnRank: it is memory of an input, in which the ranks' writes would be lost.
-        """
+        """Give ranks memory of their own for what they write to (S7); DependsOnRank if it is an input's."""
         storages = make_private(self.values, list(map(source_of, written)), self.kinds.size)
-        for name, value in self.inputs if storages else ():
+        for name, value in self.inputs:
             if reaches(value, storages):
-                raise DependsOnRank(
-                    f"{name} is one tensor for several ranks, and each writes to it: give every rank its own"
-                )
+                way_out = "give every rank its own"
+                raise DependsOnRank(f"{name} is one tensor for several ranks, and each writes to it: {way_out}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +105,7 @@ class EffectStep(Step):
         operands, size = frame.of(self.node.all_input_nodes), frame.kinds.size
         uniform = not any(type(value) is PerRank for value in operands)
         if uniform and (not self.random or frame.random.uniform):
-            with frame.random.drawn_uniformly() if self.random else nullcontext():
+            with frame.random.drawn_by(None, size) if self.random else nullcontext():
                 return self._call(operands)
         if self.written:
             frame.own_memory(self.written)
@@ -166,13 +151,10 @@ class CollectiveStep(Step):
             return frame.kinds.value(results)  # nobody sees the memory that is written to: it may lie elsewhere
         frame.own_memory(targets)
         (name,) = (argument.name for argument in schema(self.node.target).arguments if argument.is_write)
-        written = []
-        for call, result in zip(self._calls(frame), results, strict=True):
-            target = call[name]
-            if isinstance(target, Tensor):
-                written.append(target.copy_(result))
-            else:
-                written.append([own.copy_(value) for own, value in zip(target, result, strict=True)])
+        pairs = zip((call[name] for call in self._calls(frame)), results, strict=True)
+        written = [
+            own.copy_(new) if isinstance(own, Tensor) else list(map(Tensor.copy_, own, new)) for own, new in pairs
+        ]
         return frame.kinds.value(written)
 
     def _calls(self, frame: Frame) -> list[dict[str, Any]]:
@@ -182,11 +164,7 @@ class CollectiveStep(Step):
 
 
 def collective_of(node: fx.Node) -> Collective:
-    """What carries the collective out.
-
-    Raises:
-        NoModel: naming the operator.
-    """
+    """What carries the collective out; NoModel names the operator if nothing does."""
     known = _COLLECTIVES if str(node.target).startswith(("_c10d_functional", "_dtensor")) else {}
     if short_name(node) not in known:
         names = ", ".join(sorted(_COLLECTIVES))
@@ -217,7 +195,7 @@ def _contributions(calls: Sequence[dict[str, Any]], ranks: Sequence[int]) -> lis
     by_rows = "input_split_sizes" in calls[0]
     for own in given:
         rows = own.inputs[0].shape[0] if by_rows else 0
-        if by_rows and (len(own.sends) != members or len(own.receives) != members or sum(own.sends) != rows):
+        if by_rows and ({len(own.sends), len(own.receives)} != {members} or sum(own.sends) != rows):
             raise CollectiveMismatch(
                 f"rank {own.rank} splits {rows} rows into {own.sends} and receives {own.receives}, "
                 f"in a group of {members} ranks"
@@ -232,11 +210,7 @@ def _contributions(calls: Sequence[dict[str, Any]], ranks: Sequence[int]) -> lis
 
 @dataclass(frozen=True, slots=True)
 class NestedStep(Step):
-    """A graph that communicates, or is a module, called with values of this one: its nodes are steps like those here.
-
-    ``runs`` carry out the graphs that the node calls, by their identity. A graph that an operator calls and that does
-    not communicate needs none of this: the operator is plain.
-    """
+    """A graph that communicates, or is a module; ``runs`` carry out the graphs that the node calls, by identity."""
 
     runs: dict[int, Callable[[Sequence[Any], RankRandomStates], Any]]
 

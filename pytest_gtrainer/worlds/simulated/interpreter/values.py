@@ -1,15 +1,11 @@
 """Values of a graph on all ranks.
 
-A value is *uniform*, one object for all ranks, or ``PerRank``. Its *kind* says which ranks share: the
-ranks of a group, for example, share what they gathered. An operator runs once for each class of
-ranks that share all its operands, never more often.
+A value is *uniform*, one object for all ranks, or ``PerRank``. Its *kind* says which ranks share it: those of a group
+share what they gathered. An operator runs once for each class of ranks that share all its operands. The state of the
+random generator is such a value, too.
 
-Before ranks write into tensors, memory that they share becomes memory of their own (S7): a uniform value, or one
-tensor that a collective gave to many ranks, exists once. Every live value that looks into that memory, through
-views too, gets a copy for each rank.
-
-The state of the random generator is a value like any other, though the process has one generator: uniform while
-all ranks have drawn the same, then per rank.
+Before ranks write into a tensor, memory that they share becomes memory of their own (S7): every live value that looks
+into it, through views too, gets a copy for each rank.
 """
 
 from __future__ import annotations
@@ -23,6 +19,7 @@ import torch
 from torch import Tensor, fx
 
 from pytest_gtrainer._torch.values import storage_id
+from pytest_gtrainer.worlds import ranks_by
 
 Values = dict[fx.Node, Any]
 _ALIGNMENT = 16
@@ -31,11 +28,7 @@ _ROW_ALIGNMENT = 64
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Kind:
-    """Which ranks have one and the same object.
-
-    ``class_of`` numbers the class of every rank, ``classes`` holds the ranks of each; ``Kinds`` makes
-    one instance only for the same classes.
-    """
+    """Which ranks share: the number of every rank's class, and the ranks of each; one instance for equal classes."""
 
     class_of: tuple[int, ...]
     classes: tuple[tuple[int, ...], ...]
@@ -64,10 +57,7 @@ class Kinds:
         numbers: dict[Hashable, int] = {}
         class_of = tuple(numbers.setdefault(key, len(numbers)) for key in keys)
         if class_of not in self._known:
-            classes: list[list[int]] = [[] for _ in numbers]
-            for rank, number in enumerate(class_of):
-                classes[number].append(rank)
-            self._known[class_of] = Kind(class_of, tuple(map(tuple, classes)))
+            self._known[class_of] = Kind(class_of, tuple(map(tuple, ranks_by(enumerate(class_of)).values())))
         return self._known[class_of]
 
     def of(self, value: Any) -> Kind:
@@ -84,13 +74,8 @@ class Kinds:
 
     def common(self, kinds: Iterable[Kind]) -> Kind:
         """Ranks share a result if they share all operands."""
-        result = self.uniform
-        for kind in kinds:
-            if result is self.uniform:
-                result = kind
-            elif kind not in (result, self.uniform):
-                result = self.by_key(list(zip(result.class_of, kind.class_of, strict=True)))
-        return result
+        own = set(kinds) - {self.uniform} or {self.uniform}
+        return own.pop() if len(own) == 1 else self.by_key(list(zip(*(kind.class_of for kind in own), strict=True)))
 
     def value(self, own: Sequence[Any]) -> Any:
         """The value that is ``own[rank]`` on every rank."""
@@ -126,14 +111,9 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
     """The tensors of a value: itself, or those in a tuple, list or dict."""
     if isinstance(value, Tensor):
         yield value
-    elif isinstance(value, list | tuple):
-        for item in value:
+    elif isinstance(value, list | tuple | dict):
+        for item in value.values() if isinstance(value, dict) else value:
             yield from tensors_in(item)
-    elif isinstance(value, dict):
-        yield from tensors_in(list(value.values()))
-
-
-# --- memory
 
 
 def _span(tensor: Tensor) -> tuple[int, int, int]:
@@ -144,29 +124,25 @@ def _span(tensor: Tensor) -> tuple[int, int, int]:
 
 
 def make_private(values: Values, written: Iterable[fx.Node], size: int) -> set[int]:
-    """Rebind ``values`` so that ranks can write to ``written`` without seeing each other's writes.
-
-    Returns:
-        The storages whose contents were copied, none if the ranks' memory was apart already.
-    """
+    """Rebind ``values`` so that ranks can write to ``written`` unseen by each other: the storages that were copied."""
     storages = {storage for node in written for storage in storages_of(values[node])}
     shared = [node for node, value in values.items() if reaches(value, storages)]
     if _are_apart([values[node] for node in shared], storages):
         return set()
-    copies = [_Copies(rank, [at(values[node], rank) for node in shared], storages) for rank in range(size)]
+    copies = [_copied([at(values[node], rank) for node in shared], storages) for rank in range(size)]
     for node in shared:
-        values[node] = PerRank(copies[rank].moved(at(values[node], rank)) for rank in range(size))
+        values[node] = PerRank(_moved(at(values[node], rank), copies[rank]) for rank in range(size))
     return storages
 
 
 def storages_of(value: Any) -> set[int]:
     """The memory of all tensors in ``value``, of all ranks."""
-    return {storage_id(tensor) for tensor in tensors_in(value)}
+    return set(map(storage_id, tensors_in(value)))
 
 
 def reaches(value: Any, storages: set[int]) -> bool:
     """Whether a tensor in ``value``, of any rank, lies in one of ``storages``."""
-    return any(storage_id(tensor) in storages for tensor in tensors_in(value))
+    return not storages.isdisjoint(map(storage_id, tensors_in(value)))
 
 
 def _are_apart(values: list[Any], storages: set[int]) -> bool:
@@ -184,37 +160,37 @@ def _are_apart(values: list[Any], storages: set[int]) -> bool:
     return True
 
 
-class _Copies:
-    """One rank's copies of what its values reach in shared storages."""
+Copies = dict[int, tuple[Tensor, int]]
+"""By storage, the copy of a part of it as bytes, and where that part begins."""
 
-    def __init__(self, rank: int, own: list[Any], storages: set[int]) -> None:
-        bounds: dict[int, tuple[int, int, Tensor]] = {}
-        for tensor in tensors_in(own):
-            storage, start, stop = _span(tensor)
-            if storage in storages:
-                first, last, _ = bounds.get(storage, (start, stop, tensor))
-                bounds[storage] = (min(first, start), max(last, stop), tensor)
-        self._copies = {}
-        for storage, (start, stop, tensor) in bounds.items():
-            start -= start % _ALIGNMENT
-            window = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage(), start, (stop - start,), (1,))
-            self._copies[storage] = window.clone(), start
 
-    def moved(self, own: Any) -> Any:
-        """The value over the copies."""
-        if isinstance(own, Tensor) and storage_id(own) in self._copies:
-            copy, start = self._copies[storage_id(own)]
-            offset = own.storage_offset() - start // own.itemsize
-            return own.new_empty(0).set_(copy.untyped_storage(), offset, own.shape, own.stride())
-        return type(own)(self.moved(item) for item in own) if isinstance(own, list | tuple) else own
+def _copied(own: list[Any], storages: set[int]) -> Copies:
+    """Copies of what one rank's values reach in shared storages."""
+    bounds: dict[int, tuple[int, int, Tensor]] = {}
+    for tensor in tensors_in(own):
+        storage, start, stop = _span(tensor)
+        if storage in storages:
+            first, last, _ = bounds.get(storage, (start, stop, tensor))
+            bounds[storage] = (min(first, start), max(last, stop), tensor)
+    copies = {}
+    for storage, (start, stop, tensor) in bounds.items():
+        start -= start % _ALIGNMENT
+        window = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage(), start, (stop - start,), (1,))
+        copies[storage] = window.clone(), start
+    return copies
+
+
+def _moved(own: Any, copies: Copies) -> Any:
+    """The value over the copies."""
+    if isinstance(own, Tensor) and storage_id(own) in copies:
+        copy, start = copies[storage_id(own)]
+        offset = own.storage_offset() - start // own.itemsize
+        return own.new_empty(0).set_(copy.untyped_storage(), offset, own.shape, own.stride())
+    return type(own)(_moved(item, copies) for item in own) if isinstance(own, list | tuple) else own
 
 
 class Scratch:
-    """One buffer for what ranks are about to reduce, cut into rows until it is given back.
-
-    It serves all reductions: a new one each time would cost more than the reduction, as the operating system has to
-    clear it.
-    """
+    """One buffer for all that ranks are about to reduce, as the operating system has to clear each new one."""
 
     def __init__(self) -> None:
         self._buffer = torch.empty(0, dtype=torch.uint8)
@@ -236,15 +212,8 @@ class Scratch:
         self._used = 0
 
 
-# --- random numbers
-
-
 class RankRandomStates:
-    """The states of all ranks; a run continues from them, and leaves them where its ranks got to.
-
-    Args:
-        states: one state for all ranks, or one for each; by default the one that the process has now.
-    """
+    """Generator states, one for all ranks or one for each, by default the process's; a run continues from them."""
 
     def __init__(self, states: torch.Tensor | Sequence[torch.Tensor] | None = None) -> None:
         if states is None:
@@ -265,17 +234,13 @@ class RankRandomStates:
         return type(self.states) is not PerRank
 
     @contextmanager
-    def drawn_uniformly(self) -> Iterator[None]:
-        """What is drawn inside, all ranks draw alike."""
-        torch.set_rng_state(self.states)
-        yield
-        self.states = torch.get_rng_state()
-
-    @contextmanager
-    def drawn_by(self, rank: int, size: int) -> Iterator[None]:
-        """What is drawn inside, ``rank`` draws."""
-        if self.uniform:
+    def drawn_by(self, rank: int | None, size: int) -> Iterator[None]:
+        """What is drawn inside, ``rank`` draws, or, for None, all ranks draw alike from uniform states."""
+        if rank is not None and self.uniform:
             self.states = PerRank([self.states] * size)
-        torch.set_rng_state(self.states[rank])
+        torch.set_rng_state(at(self.states, rank or 0))
         yield
-        self.states[rank] = torch.get_rng_state()
+        if rank is None:
+            self.states = torch.get_rng_state()
+        else:
+            self.states[rank] = torch.get_rng_state()

@@ -2,8 +2,7 @@
 
 *Ranks* are threads of one process, of which one runs at a time (``team``). Each has its own
 ``torch.distributed`` (``_torch.threads``), whose groups (``group``) hand every collective to a *meeting*,
-where the last member carries it out for all (``collectives``); sums are added in the order of a net model.
-Process-wide state that ranks have for themselves is swapped with the turn.
+where the last member carries it out for all (``collectives``).
 
 Runs as it is: ``fully_shard``, HSDP, expert parallelism, DDP, DTensor, distributed checkpoints, send and recv.
 Refused: tracing and compiling (``run``), and so FlexAttention; stores; threads of a rank that

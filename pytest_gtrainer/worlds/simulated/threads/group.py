@@ -1,9 +1,8 @@
 """The process group of a rank on a thread, and the meetings where its collectives are carried out.
 
 The n-th call that a rank makes on a group belongs to the n-th *meeting* of that group. The last member to
-arrive finds the calls of all, checks that they agree (S5), and carries the collective out for all of them
-at once. A collective returns a work at once; waiting for the work gives the turn to other ranks until the last
-member has arrived. So collectives may be issued ahead and on several groups in any order.
+arrive checks that the calls of all agree (S5), and carries the collective out for all of them at once. A collective
+returns a work at once; waiting for the work gives the turn to other ranks until the last member has arrived.
 
 A sender never waits: its tensor is copied. Messages with the same tag arrive in the order in which they were sent.
 """
@@ -23,11 +22,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pytest_gtrainer._torch.threads import BACKEND, Work, active_fake_mode, reduction_of, unseen_by_modes
+from pytest_gtrainer.worlds import ranks_by, ranks_text
 from pytest_gtrainer.worlds.simulated import CollectiveMismatch, NoModel, collectives
 from pytest_gtrainer.worlds.simulated.collectives import Collective, Contribution, dtype_text, texts
 from pytest_gtrainer.worlds.simulated.net import Net
 from pytest_gtrainer.worlds.simulated.threads.team import Awaited, ThreadTeam
-from pytest_gtrainer.worlds.wording import ranks_by, ranks_text
 
 _UNMODELLED = (
     "_start_coalescing",
@@ -41,10 +40,7 @@ _UNMODELLED = (
 
 @dataclass(frozen=True, slots=True)
 class Issued:
-    """One rank's call of a collective, and where its results go.
-
-    ``text`` begins with the collective's name and holds everything in which the members must agree.
-    """
+    """One rank's call; ``text`` begins with the collective's name and holds all in which the members must agree."""
 
     text: str
     collective: Collective
@@ -54,8 +50,6 @@ class Issued:
 
 class Meeting(Awaited):
     """One collective of a group, from its first call to its end."""
-
-    __slots__ = ("calls", "place", "where")
 
     def __init__(self, place: MeetingPlace, number: int) -> None:
         super().__init__()
@@ -72,11 +66,7 @@ class Meeting(Awaited):
         return f"waiting in {call.text} ({self.where}) for {ranks_text(missing)}"
 
     def hold(self) -> None:
-        """Carry the collective out; every member's call is here.
-
-        Raises:
-            CollectiveMismatch: the calls do not agree.
-        """
+        """Carry the collective out, of which every member's call is here; CollectiveMismatch if they do not agree."""
         said = ranks_by((rank, self.calls[rank].text) for rank in sorted(self.calls))
         if len(said) > 1:
             whose = "; ".join(f"{ranks_text(ranks)}: {text}" for text, ranks in said.items())
@@ -111,8 +101,6 @@ Route = tuple[int, int, int]
 class Message(Awaited):
     """A tensor that a rank waits for; it happens when it is received."""
 
-    __slots__ = ("route", "tensor")
-
     def __init__(self, route: Route, tensor: Tensor) -> None:
         super().__init__()
         self.route, self.tensor = route, tensor
@@ -130,10 +118,7 @@ class Message(Awaited):
 
 
 class MeetingPlace:
-    """Where the members of one group meet, in every collective again; ``text`` tells it from other groups.
-
-    Messages wait here: those sent and not received, and those wanted and not sent.
-    """
+    """Where the members of one group meet, and where messages wait; ``text`` tells it from other groups."""
 
     def __init__(self, ranks: tuple[int, ...], net: Net, text: str) -> None:
         self.ranks, self.net, self.text = ranks, net, text
@@ -156,8 +141,7 @@ class SharedGroups:
     """What the groups of all ranks share: the team, the net, and a place for every group."""
 
     def __init__(self, team: ThreadTeam, net: Net) -> None:
-        self.team = team
-        self._net = net
+        self.team, self._net = team, net
         self._places: dict[tuple[str, tuple[int, ...]], MeetingPlace] = {}
 
     def place(self, name: str, ranks: tuple[int, ...]) -> MeetingPlace:
@@ -184,7 +168,7 @@ class _Work(Work):
 
     def is_completed(self) -> bool:
         if not self._event.happened:
-            self._team.give_way(self._rank)  # who asks again and again must not keep the turn
+            self._team.give_way(self._rank)  # a rank that asks again and again must not keep the turn
         return self._event.happened
 
     def is_success(self) -> bool:
@@ -250,8 +234,6 @@ class ThreadGroup(dist.ProcessGroup):
             self._team.fail(self._global_rank, error)
             raise
 
-    # --- collectives, as torch.distributed and functional collectives call them ---
-
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> _Work:
         how, details = _reduction(opts)
         text = f"all_reduce ({how}) of {texts(tensors)}"
@@ -264,8 +246,7 @@ class ThreadGroup(dist.ProcessGroup):
 
     def reduce_scatter_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> _Work:
         how, details = _reduction(opts)
-        for output, given in zip(outputs, inputs, strict=True):
-            self._check_parts("reduce_scatter", "input", given, "output", output)
+        self._check_parts("reduce_scatter", inputs, outputs)
         text = f"reduce_scatter ({how}) of {texts(inputs)}"
         return self._issue(collectives.reduce_scatter, text, inputs, outputs, **details)
 
@@ -277,8 +258,7 @@ class ThreadGroup(dist.ProcessGroup):
         return self.all_gather_single_coalesced([output], [given], opts)
 
     def all_gather_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> _Work:
-        for output, given in zip(outputs, inputs, strict=True):
-            self._check_parts("all_gather", "output", output, "input", given)
+        self._check_parts("all_gather", outputs, inputs)
         return self._issue(collectives.all_gather, f"all_gather of {texts(inputs)}", inputs, outputs)
 
     def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> _Work:
@@ -302,15 +282,13 @@ class ThreadGroup(dist.ProcessGroup):
 
     def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> _Work:
         root, received = opts.rootRank, outputs[0] if outputs else []
-        if root == self.rank():
-            self._check_count("gather", received)
+        self._check_count("gather", received, only=root)
         text = f"gather to member {root} of {texts(inputs[:1])}"
         return self._issue(collectives.gather, text, inputs[:1], received, root=root)
 
     def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> _Work:
         root, sent = opts.rootRank, inputs[0] if inputs else []
-        if root == self.rank():
-            self._check_count("scatter", sent)
+        self._check_count("scatter", sent, only=root)
         text = f"scatter from member {root} of {texts(outputs[:1])}"
         return self._issue(collectives.scatter, text, sent, outputs[:1], root=root)
 
@@ -365,19 +343,18 @@ class ThreadGroup(dist.ProcessGroup):
     def _refuse(self, name: str, *args: Any, **kwargs: Any) -> NoReturn:
         raise NoModel(f"{name} has no model in a simulated world; its groups do the usual collectives")
 
-    def _check_parts(self, name: str, whole_name: str, whole: Tensor, part_name: str, part: Tensor) -> None:
-        members = len(self._members)
-        if whole.numel() != part.numel() * members or whole.dtype != part.dtype:
-            raise ValueError(
-                f"{name}: the {whole_name} {texts([whole])} must be {members} times the {part_name} {texts([part])}"
-            )
+    def _check_parts(self, name: str, wholes: list[Tensor], parts: list[Tensor]) -> None:
+        """The tensors that are gathered, or to be scattered, hold a part for each member."""
+        members, names = len(self._members), ("output", "input") if name == "all_gather" else ("input", "output")
+        for whole, part in zip(wholes, parts, strict=True):
+            if whole.numel() != part.numel() * members or whole.dtype != part.dtype:
+                told = f"the {names[0]} {texts([whole])} must be {members} times the {names[1]} {texts([part])}"
+                raise ValueError(f"{name}: {told}")
 
-    def _check_count(self, text: str, tensors: Sequence[Tensor]) -> None:
-        if len(tensors) != len(self._members):
+    def _check_count(self, text: str, tensors: Sequence[Tensor], only: int | None = None) -> None:
+        if only in (None, self.rank()) and len(tensors) != len(self._members):
             name = text.partition(" ")[0]
             raise ValueError(f"{name}: a list of {len(tensors)} tensors for {len(self._members)} ranks")
-
-    # --- what torch asks a group for ---
 
     def new_group(
         self,

@@ -13,26 +13,14 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
+from pytest_gtrainer._torch import threads as torch_threads
 from pytest_gtrainer._torch.process_groups import forget_meshes
-from pytest_gtrainer._torch.threads import (
-    become_rank,
-    drop_groups,
-    isolated_threads,
-    register_default_group,
-    tracing_hooks,
-)
-from pytest_gtrainer.long_work import long_work
+from pytest_gtrainer.facts import long_work
+from pytest_gtrainer.worlds import ranks_text
 from pytest_gtrainer.worlds.hygiene import restored
 from pytest_gtrainer.worlds.simulated.net import Net
 from pytest_gtrainer.worlds.simulated.threads.group import SharedGroups, ThreadGroup
-from pytest_gtrainer.worlds.simulated.threads.team import (
-    NotOnThreads,
-    Released,
-    ThreadTeam,
-    TimeLimit,
-    state_kept,
-)
-from pytest_gtrainer.worlds.wording import ranks_text
+from pytest_gtrainer.worlds.simulated.threads.team import NotOnThreads, Released, ThreadTeam, TimeLimit, state_kept
 
 LIMIT = 300.0
 _GRACE = 2.0
@@ -50,22 +38,10 @@ class NoStore(dist.Store):
 
 
 def run_threads(size: int, function: Callable[..., Any], *args: Any, net: Net, timeout: float = LIMIT) -> list[Any]:
-    """Call ``function(rank, *args)`` on ``size`` ranks of this process: the results, in the order of ranks.
-
-    Every rank finds ``torch.distributed`` initialised and makes meshes and groups as in a process of its
-    own; its reductions add in the order of ``net``. Only one rank runs at a time, from collective to
-    collective. The first error of any rank is raised here with a note that names the rank.
-
-    Args:
-        timeout: seconds that a rank may run without coming to a collective or to its end. A rank that waits
-            for others takes none; if all of them wait, that is an error at once.
-
-    Raises:
-        CollectiveMismatch: ranks came to one collective with different operations, sizes, dtypes, splits.
-        Standstill: every rank waits for another one.
-        TimeLimit: a rank ran for longer than ``timeout``.
-        ValueError: the net is one of another size.
-    """
+    """Call ``function(rank, *args)`` on ``size`` ranks of this process: the results, in the order of ranks. Every rank
+    finds ``torch.distributed`` initialised, and adds in the order of ``net``. The first error of any rank is raised
+    here with a note that names the rank: Standstill if every rank waits for another, TimeLimit if one ran for
+    ``timeout`` seconds without coming to a collective or to its end."""
     if size < 1:
         raise ValueError(f"run_threads: size is a whole number, 1 or more; not {size!r}")
     if net.size != size:
@@ -75,8 +51,10 @@ def run_threads(size: int, function: Callable[..., Any], *args: Any, net: Net, t
     crew = _Crew(size, function, args, net)
     with ExitStack() as stack:
         kept = restored(), state_kept(), warnings.catch_warnings()
-        for context in (*kept, tracing_hooks(crew.refuse_tracing), isolated_threads(_refuse)):
+        for context in kept:
             stack.enter_context(context)
+        stack.enter_context(torch_threads.tracing_hooks(crew.refuse_tracing))
+        stack.enter_context(torch_threads.isolated_threads(_refuse))
         stack.callback(forget_meshes)
         torch.set_num_threads(1)  # a thread that enters a parallel region starts a pool of its own
         with long_work(f"simulating {size} ranks"):
@@ -147,15 +125,15 @@ class _Crew:
         team = self._team
         try:
             team.join(rank)
-            become_rank(self._first_group)
+            torch_threads.become_rank(self._first_group)
             with torch.autograd.set_multithreading_enabled(False):
-                members = range(team.size)
-                register_default_group(ThreadGroup(self._groups, rank, str(self._first_group), members), NoStore())
+                group = ThreadGroup(self._groups, rank, str(self._first_group), range(team.size))
+                torch_threads.register_default_group(group, NoStore())
                 try:
                     self._results[rank] = self._function(rank, *self._args)
                 finally:
                     if rank not in team.abandoned:
-                        drop_groups()
+                        torch_threads.drop_groups()
         except Released:
             pass
         except BaseException as error:
@@ -167,10 +145,7 @@ class _Crew:
                 team.end(rank)
 
     def _end(self) -> list[int]:
-        """Get every thread to its end; those stuck in a call of C have their turn taken away, and are returned.
-
-        Most end by themselves, released from what they wait for. Who keeps the turn is interrupted.
-        """
+        """Get every thread to its end, by an interrupt if it keeps the turn: those that are stuck in a call of C."""
         team, stuck = self._team, []
         while (rank := team.running) is not None:
             begin, interrupted = time.monotonic(), False

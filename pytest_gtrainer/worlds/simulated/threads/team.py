@@ -1,17 +1,11 @@
 """The team: threads as ranks, of which exactly one runs at a time, each with its own process state.
 
-A rank runs until it has to *wait* for an event (another rank's part of a collective). Then it hands
-the *turn* to the next rank that can run, in the order in which ranks became able to. So a run
-is the same every time, nothing of torch is ever entered by two ranks at once, state that a process has
-only once can be swapped when the turn goes over, and ranks that wait for each other in a circle
-are noticed at once: nobody is left who could run.
+A rank runs until it has to *wait* for another's part of a collective. Then it hands the *turn* to the next rank that
+can run, in the order in which ranks became able to. So every run is the same, no two ranks are in torch at once, and
+ranks that wait for each other in a circle are noticed at once: nobody is left who could run.
 
-What a process has once and every rank has for itself is swapped with the turn: random numbers, the default
-dtype, RANK in the environment. So seeds, and draws, in the code of a rank are what they would be in a process
-of its own. Not told apart are torch's other switches (deterministic algorithms, backend flags), the working
-directory, modules and their globals.
-
-What goes wrong is told in words: who waits for what, and where; the stacks of all ranks.
+Swapped with the turn: random numbers, the default dtype, RANK in the environment. Shared: torch's other switches
+(deterministic algorithms, backend flags), the working directory, modules and their globals.
 """
 
 from __future__ import annotations
@@ -33,7 +27,7 @@ from types import FrameType
 import torch
 
 from pytest_gtrainer.numerics.determinism import GeneratorStates
-from pytest_gtrainer.worlds.wording import ranks_by, ranks_text
+from pytest_gtrainer.worlds import ranks_by, ranks_text
 
 _HERE = str(Path(__file__).parent)
 _TORCH = str(Path(torch.__file__).parent)
@@ -61,14 +55,9 @@ class Released(BaseException):
 class Awaited:
     """Something ranks wait for; it happens once. Its ``str`` says what they are doing, "waiting in all_reduce"."""
 
-    __slots__ = ("happened", "waiting")
-
     def __init__(self) -> None:
         self.happened = False
         self.waiting: list[int] = []
-
-
-# --- the process's state, which every rank has for itself
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,9 +84,6 @@ def state_kept() -> Iterator[None]:
         yield
     finally:
         state.put_back()
-
-
-# --- the turns
 
 
 def is_ours(frame: FrameType) -> bool:
@@ -135,11 +121,7 @@ class ThreadTeam:
         self._await_turn(rank)
 
     def wait(self, rank: int, event: Awaited) -> None:
-        """Return when ``event`` has happened, and it is the rank's turn.
-
-        Raises:
-            Released: the team has failed.
-        """
+        """Return when ``event`` has happened, and it is the rank's turn; Released if the team has failed."""
         with self._lock:
             self.check(rank)
             if event.happened:
@@ -186,11 +168,9 @@ class ThreadTeam:
             self.waiting.clear()
 
     def take_error(self) -> tuple[int | None, BaseException] | None:
-        """The first error and the rank that raised it.
-
-        Not kept: its traceback holds tensors, whose hooks hold the groups of FSDP, which hold the team; a
-        circle through C++, which the garbage collector does not see.
-        """
+        """The first error and the rank that raised it."""
+        # not kept: its traceback holds tensors, whose hooks hold the groups of FSDP, which hold the team; a circle
+        # through C++, which the garbage collector does not see
         error, self._error = self._error, None
         return error
 
@@ -232,12 +212,7 @@ class ThreadTeam:
         self.check(rank)
 
     def check(self, rank: int) -> None:
-        """What has to hold whenever code of a rank turns to its team.
-
-        Raises:
-            Released: the team has failed.
-            NotOnThreads: the calling thread is not the rank's.
-        """
+        """Raise Released if the team has failed, NotOnThreads if the calling thread is not the rank's."""
         if threading.get_ident() != self.threads[rank]:
             raise NotOnThreads(f"a thread that rank {rank} started called a collective: let the rank itself call it")
         if self.failed:
@@ -256,11 +231,11 @@ class ThreadTeam:
 
     def stacks(self) -> str:
         """The Python stacks of all ranks that have not ended, equal ones once, outermost call first."""
-        frames = self._frames().items()
-        stacks = ranks_by((rank, _stack(frame)) for rank, frame in frames if rank not in self.ended)
+        stacks = ranks_by((rank, _stack(frame)) for rank, frame in self._frames().items() if rank not in self.ended)
         parts = [f"--- {ranks_text(ranks)} ---\n{text}" for text, ranks in stacks.items() if text]
-        more = [f"... and {len(parts) - _MOST_STACKS} more"] if len(parts) > _MOST_STACKS else []
-        return "\n".join(parts[:_MOST_STACKS] + more)
+        if len(parts) > _MOST_STACKS:
+            parts[_MOST_STACKS:] = [f"... and {len(parts) - _MOST_STACKS} more"]
+        return "\n".join(parts)
 
     def _frames(self) -> dict[int, FrameType]:
         current = sys._current_frames()
@@ -279,9 +254,8 @@ def _stack(frame: FrameType) -> str:
 
 def _whereabouts(frame: FrameType | None) -> str:
     """The innermost line that belongs neither to torch nor to us, to be added to a sentence."""
-    while frame is not None:
-        name = frame.f_code.co_filename
+    for each, line in traceback.walk_stack(frame) if frame is not None else ():
+        name = each.f_code.co_filename
         if not name.startswith((_TORCH, "<", _HERE, threading.__file__)):
-            return f", at {Path(name).name}:{frame.f_lineno} in {frame.f_code.co_name}"
-        frame = frame.f_back
+            return f", at {Path(name).name}:{line} in {each.f_code.co_name}"
     return ""

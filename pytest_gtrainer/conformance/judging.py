@@ -1,0 +1,245 @@
+"""How somebody's pass is called, what it claims, how a rule judges it, and the test of all rules.
+
+A judge raises ``AssertionError`` where the rule is broken, and ``Nothing`` where the rule could not have failed.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import pytest
+from torch import fx
+
+from pytest_gtrainer import facts
+from pytest_gtrainer.conformance.recipes import Recipe, graph_of
+from pytest_gtrainer.graph.bucket_plan import BucketPlan
+from pytest_gtrainer.graph.layout import Payload, bucket_layout
+from pytest_gtrainer.graphtext.rendering import render
+from pytest_gtrainer.passes.graph_pass import as_pass, options_of
+from pytest_gtrainer.worlds.spec import MARKER
+
+World = tuple[str, dict[str, Any]]
+FAKE: World = ("fake", {"size": 4, "rank": 1})
+KINDS = ("any", "bucketing")
+"""Whatever rewrites a graph; what merges, and maybe reorders, the collectives of parameters and gradients."""
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """A pass as the rules call it.
+
+    Attributes:
+        function: the pass: ``(gm, example_inputs, *, options) -> gm``, ``gm -> gm``, or an ``fx.Graph`` in place.
+        kind: which rules it is held to: one of ``KINDS``.
+        call: ``call(gm, plan)``, for any other signature. A ``bucket_plan`` option is given without it.
+        options: of the pass, if there is no ``call``.
+        in_place: the pass returns nothing, and the graph that it was given is its result.
+        not_claimed: reasons by rule, which may be a pattern such as ``"E*"``: the rule is not run.
+        strict: a rule that proves nothing fails; else it is skipped.
+        broken: reasons by rule of what is known to be broken: a strict xfail.
+    """
+
+    function: Callable[..., Any]
+    kind: str = "any"
+    call: Callable[[fx.GraphModule, BucketPlan], Any] | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+    in_place: bool = False
+    strict: bool = False
+    not_claimed: Mapping[str, str] = field(default_factory=dict)
+    broken: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not callable(self.function):
+            raise TypeError(f"a pass is a function, and {self.function!r} is none")
+        if self.kind not in KINDS:
+            raise ValueError(f"kind={self.kind!r}: expected one of {', '.join(KINDS)}")
+
+    @property
+    def name(self) -> str:
+        """Of the pass, for tables."""
+        return str(getattr(self.function, "__name__", type(self.function).__name__))
+
+    @property
+    def takes_plan(self) -> bool:
+        """Whether the pass is told which modules a bucket is made of."""
+        return self.call is not None or "bucket_plan" in options_of(self.function)
+
+    def run(self, gm: fx.GraphModule, plan: BucketPlan) -> fx.GraphModule:
+        """The pass's result on a graph, which it may rewrite; a TypeError if it returned none."""
+        if self.call is not None:
+            result = self.call(gm, plan)
+        else:
+            told = {"bucket_plan": plan} if self.takes_plan else {}
+            inputs = [node.meta.get("val") for node in gm.graph.find_nodes(op="placeholder")]
+            result = as_pass(self.function)(gm, inputs, **{**told, **self.options})
+        result = gm if result is None and self.in_place else result
+        if not isinstance(result, fx.GraphModule):
+            way_out = "; if it works in place, say in_place=True" if result is None else ""
+            raise TypeError(f"{self.name} returned {type(result).__name__}, expected a GraphModule{way_out}")
+        return result
+
+
+def reason_for(rule: str, reasons: Mapping[str, str]) -> str | None:
+    """The reason whose pattern fits a rule, if any does."""
+    return next((why for pattern, why in reasons.items() if fnmatch.fnmatch(rule, pattern)), None)
+
+
+class Nothing(Exception):
+    """The rule says nothing of this pass on this graph."""
+
+
+class Raised(Exception):
+    """The pass itself raised."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """A pass on a recipe's graph: what it is given and its result are made when they are first read."""
+
+    adapter: Adapter
+    recipe: Recipe
+    request: pytest.FixtureRequest
+
+    @cached_property
+    def before(self) -> fx.GraphModule:
+        return graph_of(self.recipe)
+
+    @cached_property
+    def after(self) -> fx.GraphModule:
+        return self.of(graph_of(self.recipe))
+
+    def of(self, gm: fx.GraphModule) -> fx.GraphModule:
+        """The pass's result on any graph; what it raises is ``Raised``."""
+        try:
+            return self.adapter.run(gm, self.recipe.plan)
+        except Exception as error:
+            first = (str(error).strip() or "no message").partition("\n")[0]
+            raise Raised(f"{self.adapter.name} raised {type(error).__name__}: {first}") from error
+
+    @property
+    def graphs(self) -> tuple[fx.GraphModule, fx.GraphModule]:
+        return self.before, self.after
+
+    @property
+    def merged(self) -> list[Payload]:
+        """The payloads with several parameters; ``Nothing`` is raised if there are none."""
+        found = [payload for payload in bucket_layout(self.after).payloads if len(payload.slots) > 1]
+        if not found:
+            raise Nothing("it merges no collectives of parameters")
+        return found
+
+    def keep(self, rule: Rule) -> str:
+        """Keep the graph that broke a rule as a pass file; a sentence that says where."""
+        adapter, recipe = self.adapter, self.recipe
+        path = self.request.getfixturevalue("gt_artifacts") / f"{adapter.name}-{rule.id}.fxgraph"
+        plan = f"(bucket_plan={recipe.plan})" if adapter.takes_plan and adapter.call is None else ""
+        mesh = ", ".join(f"{name}={extent}" for name, extent in recipe.mesh)
+        head = [f"# {rule.id}: {rule.says}", f"# world: fake {recipe.size}, rank 1", f"# mesh: {mesh}"]
+        head += [f"# passes: {adapter.name}{plan}", "# values: same", ""]
+        path.write_text("\n".join(head) + render(graph_of(recipe), mesh=dict(recipe.mesh)), encoding="utf-8")
+        return f"The graph that it was given is kept as a pass file: {path}"
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """A rule: its id in ``docs/behaviours.txt`` or a word, what it says, and how it is judged. ``graphs`` are recipes
+    from small to large; without them the judge chooses its own, and runs once."""
+
+    id: str
+    says: str
+    kinds: tuple[str, ...]
+    graphs: tuple[Recipe, ...]
+    world: World
+    merging: bool  # says nothing of a pass that merges nothing
+    judge: Callable[[Run], None]
+
+
+RULES: dict[str, Rule] = {}
+BOTH, BUCKETING = ("any", "bucketing"), ("bucketing",)
+
+
+def rule(
+    id: str, says: str, kinds: tuple[str, ...], *graphs: Recipe, world: World = FAKE, merging: bool = False
+) -> Callable[[Any], Any]:
+    """Register a judge."""
+
+    def register(judge: Callable[[Run], None]) -> Callable[[Run], None]:
+        RULES[id] = Rule(id, says, kinds, graphs, world, merging, judge)
+        return judge
+
+    return register
+
+
+def judge(rule: Rule, adapter: Adapter, request: pytest.FixtureRequest) -> None:
+    """Judge a rule in the running test, and tell the table."""
+    __tracebackhide__ = True
+
+    def tell(result: str, why: str = "", graph: object = "") -> None:
+        of = {"pass": adapter.name, "rule": rule.id, "says": rule.says}
+        facts.emit("conformance", **of, result=result, why=why.strip().partition("\n")[0], graph=str(graph))
+
+    if (reason := reason_for(rule.id, adapter.not_claimed)) is not None:
+        tell("not claimed", reason)
+        pytest.skip(f"not claimed: {reason}")
+    runs, silent = [Run(adapter, recipe, request) for recipe in rule.graphs or (Recipe(),)], []
+    for run in runs:
+        try:
+            if rule.graphs and rule.id != "D1" and render(run.before) == render(run.after):
+                raise Nothing("it changes nothing")
+            if rule.merging:
+                _ = run.merged
+            rule.judge(run)
+        except Nothing as error:
+            silent.append(f"{run.recipe}: {error}")
+        except Exception as error:
+            is_told = isinstance(error, AssertionError | Raised)
+            why = str(error) if is_told else f"the graph cannot be judged: {type(error).__name__}: {error}"
+            tell("broken" if isinstance(error, AssertionError) else "error", why, run.recipe)
+            kept = run.keep(rule) if rule.graphs else ""
+            cause = error.__cause__ if is_told else error
+            raise AssertionError(f"{rule.id} ({rule.says}), on {run.recipe}:\n{why}\n{kept}") from cause
+    if len(silent) == len(runs):
+        tell("proves nothing", silent[0].partition(": ")[2])
+        if adapter.strict:
+            raise AssertionError(f"{rule.id} ({rule.says}) proves nothing: {silent[0]}")
+        pytest.skip(f"proves nothing: {silent[0]}")
+    tell("held")
+
+
+def bucketing(function: Callable[..., Any], **adapter: Any) -> Callable[..., None]:
+    """A test of all rules for passes that bucket the collectives of a joint graph; keywords as of ``Adapter``."""
+    return test_of(Adapter(function, "bucketing", **adapter))
+
+
+def any_pass(function: Callable[..., Any], **adapter: Any) -> Callable[..., None]:
+    """A test of the rules that hold for every pass; keywords as of ``Adapter``."""
+    return test_of(Adapter(function, "any", **adapter))
+
+
+def test_of(adapter: Adapter) -> Callable[..., None]:
+    """A test function with a case a rule, each in the world that it needs."""
+
+    @pytest.mark.parametrize("rule", cases_of(adapter))
+    def test_rule(rule: str, request: pytest.FixtureRequest) -> None:
+        __tracebackhide__ = True
+        judge(RULES[rule], adapter, request)
+
+    return test_rule
+
+
+def cases_of(adapter: Adapter) -> list[Any]:
+    """The rules of a pass of its kind, as parameters with their marks; a ValueError if it names a rule there is not."""
+    for pattern in (*adapter.not_claimed, *adapter.broken):
+        if not fnmatch.filter(RULES, pattern):
+            raise ValueError(f"there is no rule {pattern!r}; there are {', '.join(RULES)}")
+    cases = []
+    for rule in [each for each in RULES.values() if adapter.kind in each.kinds]:
+        marks = [getattr(pytest.mark, MARKER)(rule.world[0], **rule.world[1])]
+        if (why := reason_for(rule.id, adapter.broken)) is not None:
+            marks.append(pytest.mark.xfail(reason=why, strict=True, raises=AssertionError))
+        cases.append(pytest.param(rule.id, id=rule.id, marks=marks))
+    return cases

@@ -1,0 +1,282 @@
+"""What ranks answer to a signal while their tests run: their Python stacks, and the collectives they have called.
+
+A thread of the rank answers, holding the GIL: whoever else walks a stack, as a signal handler does, may read a frame
+that is being pushed or popped, and the rank dies of it (cpython #116008; seen once in some thousand tests). A rank that
+holds the GIL in C++ cannot answer. When its team is about to be killed anyway, its faulthandler may try: the "dump".
+
+A *call* is a collective that a rank has issued on a group, as torch records it; its *number* counts the calls on that
+group. A rank *lacks* the calls that have a higher number than its own last one.
+"""
+
+from __future__ import annotations
+
+import json
+import linecache
+import re
+import signal
+import time
+import traceback
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from types import FrameType
+from typing import NamedTuple
+
+from pytest_gtrainer.worlds import by_value, ranks_by, ranks_text
+
+_LAST = getattr(signal, "SIGRTMAX", signal.SIGTERM)  # ranks need Linux, which has the first
+STACK_SIGNAL, CALLS_SIGNAL, DUMP_SIGNAL = _LAST - 2, _LAST - 3, _LAST - 4
+STOPPED = "stopped by a signal, as SIGSTOP is one"
+WAIT_SECONDS = 1.0
+LIMIT = 2**20
+
+_HEAD = "Stack (most recent call first):"
+_FRAME = re.compile(r'^\s+File "([^"]+)", line (\d+) in (.+)$', re.MULTILINE)
+# Frames that only hand a call on, and the files in which collectives are called.
+_WRAPPERS = ("torch/distributed/c10d_logger.py", "torch/_ops.py", "torch/_compile.py")
+_COLLECTIVES = (*_WRAPPERS, "torch/distributed/distributed_c10d.py", "torch/distributed/_functional_collectives.py")
+_ASKED = {
+    "stack": (STACK_SIGNAL, "answers", '"'),
+    "calls": (CALLS_SIGNAL, "answers", "{"),
+    "dump": (DUMP_SIGNAL, "dump", _HEAD),
+}
+"""What ranks can be asked for: the signal, where the answer comes, how it begins."""
+
+
+def file_of(folder: str | Path, rank: int, what: str) -> Path:
+    """A rank's file: "answers", stacks and calls as lines of JSON; faulthandler's "dump"; "log", uncaptured output."""
+    return Path(folder) / f"rank{rank}.{what}"
+
+
+def fatal_error(file: Path) -> str:
+    """What a rank's faulthandler wrote as it died; "" if it died in another way."""
+    text = _read_from(file, 0)
+    start = text.rfind("Fatal Python error")
+    return readable(text[start:]) if start >= 0 else ""
+
+
+def take_answers(
+    kind: str, ranks: Collection[int], folder: str | Path, ask: Callable[[int, int], None]
+) -> dict[int, str]:
+    """Ask ranks for one kind of answer, each by its signal: rank to text, "" for one that did not answer."""
+    signum, place, start = _ASKED[kind]
+    files = {rank: file_of(folder, rank, place) for rank in ranks}
+    before = {rank: file.stat().st_size if file.exists() else 0 for rank, file in files.items()}
+    for rank in ranks:
+        ask(rank, signum)
+    end, texts = time.monotonic() + WAIT_SECONDS, dict.fromkeys(ranks, "")
+    while not all(texts.values()) and time.monotonic() < end:
+        time.sleep(0.03)
+        texts = {rank: _answer(_read_from(file, before[rank]), kind, start) for rank, file in files.items()}
+    return texts
+
+
+def _answer(text: str, kind: str, start: str) -> str:
+    """The last whole answer that begins so; a late one of the other kind may stand beside it."""
+    _, begun, rest = f"\n{text}".rpartition(f"\n{start}")
+    line, whole, more = rest.partition("\n")
+    if not begun or not whole or (kind == "dump" and not more.endswith("\n")):
+        return ""
+    answer = start + (rest if kind == "dump" else line)
+    return str(json.loads(answer)) if kind == "stack" else answer
+
+
+def _read_from(file: Path, offset: int) -> str:
+    with suppress(OSError), file.open("rb") as opened:
+        opened.seek(offset)
+        return opened.read(LIMIT).decode(errors="replace")
+    return ""
+
+
+def stacks_text(frames: Mapping[int, FrameType], main: int | None, own: int) -> str:
+    """The stacks of a process as faulthandler writes them, the main thread's first, without the ``own`` one."""
+    texts = []
+    for thread in sorted(frames.keys() - {own}, key=lambda each: each != main):
+        lines = [_HEAD if thread == main else "Another thread:"]
+        for frame, line in traceback.walk_stack(frames[thread]):
+            lines.append(f'  File "{frame.f_code.co_filename}", line {line} in {frame.f_code.co_name}')
+        texts.append("\n".join(lines))
+    return "\n\n".join(texts)
+
+
+def waiting_in(text: str) -> str | None:
+    """The collective that the main thread is in, None if it is elsewhere."""
+    frames = _main_frames(text)
+    for file, line, _ in frames[:1]:
+        if "/torch/" not in file and ".wait(" in linecache.getline(file, int(line)):
+            return "wait"  # of a work, which is C++
+    return collective_of([(file, function) for file, _, function in frames])
+
+
+def may_wait(text: str) -> bool:
+    """Whether the main thread is in a collective, or in an operator, which may wait for one."""
+    return waiting_in(text) is not None or any(file.endswith(_WRAPPERS) for file, _, _ in _main_frames(text)[:1])
+
+
+def main_thread(text: str) -> str:
+    return text.partition("\n\n")[0]
+
+
+def whereabouts(text: str) -> str:
+    """Where the main thread is, to be added to a sentence."""
+    if text.startswith(STOPPED):
+        return f", {STOPPED}"
+    waits = waiting_in(text)
+    if waits:
+        return f", waiting in {waits}"
+    return "".join(f", at {Path(file).name}:{line} in {name}" for file, line, name in _main_frames(text)[:1])
+
+
+def readable(text: str) -> str:
+    """Stacks without pytest's and our own frames below the test, and without the thread that answers."""
+    threads = [each for each in text.rstrip().split("\n\n") if not re.search("in _answer_parent|Extension mod", each)]
+    return "\n\n".join(re.split(r"\n.*/_pytest/python\.py", each)[0] for each in threads) or "no answer"
+
+
+def _main_frames(text: str) -> list[tuple[str, str, str]]:
+    """File, line and function of every frame of the main thread, innermost first."""
+    return _FRAME.findall(main_thread(text))
+
+
+def collective_of(frames: list[tuple[str, str]]) -> str | None:
+    """The collective that was called, from (file, function) pairs, innermost first; None if there is none.
+
+    >>> collective_of([("/x/torch/distributed/fsdp/_state.py", "wait"), ("/u/test_it.py", "test_it")])
+    'wait'
+    """
+    inside = [(file, function) for file, function in frames[: depth_of_collective(frames)]]
+    named = [function for file, function in inside if not file.endswith(_WRAPPERS)]
+    if named:
+        return named[-1]
+    # A work's wait() is C++ called by whoever holds the work: FSDP, for example.
+    if frames and "/torch/distributed/" in frames[0][0]:
+        return frames[0][1]
+    return None
+
+
+def depth_of_collective(frames: list[tuple[str, str]]) -> int:
+    """How many of the innermost frames belong to the collective call itself."""
+    return next((n for n, (file, _) in enumerate(frames) if not file.endswith(_COLLECTIVES)), len(frames))
+
+
+# Collectives whose ranks must give equally many elements of one dtype; of others, roots and splits may differ.
+_ALIKE = ("all_reduce", "broadcast", "reduce", "all_gather", "reduce_scatter")
+KEPT = 64
+"""How many of its last calls on a group a rank tells."""
+
+
+class Call(NamedTuple):
+    """A collective of one rank: ``place`` is the user's line, ``pending`` says that it has not come to its end."""
+
+    op: str
+    dtype: str
+    shape: Sequence[int]
+    elements: int
+    place: str
+    pending: bool
+
+    def kind(self) -> tuple[object, ...]:
+        """What must be the same on every rank."""
+        return (self.op, self.dtype, self.elements) if self.op in _ALIKE else (self.op,)
+
+    def __str__(self) -> str:
+        return f"{self.op}{f' of {self.dtype}{list(self.shape)}' if self.dtype else ''} at {self.place}"
+
+
+class GroupCalls(NamedTuple):
+    """The calls of a rank on a group of ``ranks``: the number of the last one, and those of this test by number."""
+
+    label: str
+    ranks: Sequence[int]
+    last: int
+    calls: Mapping[int, Call]
+
+
+Calls = Mapping[int, Mapping[str, GroupCalls]]
+"""By rank, its groups by their name."""
+
+
+def read_calls(texts: Mapping[int, str]) -> Calls:
+    """What ranks have answered; one that did not, or not to the end, is missing."""
+    return {
+        rank: {
+            name: GroupCalls(label, ranks, last, {number: Call(*call) for number, *call in calls})
+            for name, (label, ranks, last, calls) in json.loads(text).items()
+        }
+        for rank, text in texts.items()
+        if text.endswith("}")
+    }
+
+
+def _by_group(calls: Calls) -> Iterator[tuple[str, dict[int, GroupCalls], dict[int, dict[int, Call]]]]:
+    """Each group's name, what its ranks say of it, and its calls by number and rank."""
+    for name in dict.fromkeys(name for groups in calls.values() for name in groups):
+        on = {rank: groups[name] for rank, groups in sorted(calls.items()) if name in groups}
+        issued: dict[int, dict[int, Call]] = {}
+        for rank, number, call in ((rank, *told) for rank, group in on.items() for told in group.calls.items()):
+            issued.setdefault(number, {})[rank] = call
+        yield name, on, dict(sorted(issued.items()))
+
+
+def never_ending(calls: Calls, waiting: Collection[int]) -> str | None:
+    """Why the ``waiting`` ranks wait for ever; None if that is not certain. It is if each is in a call that another
+    rank lacks or has called otherwise, which has ended or waits for ever too."""
+    differing = differing_call(calls)
+    stuck = [_stuck_calls(calls, rank) for rank in waiting]
+    if not all(stuck):
+        return None
+    if differing is not None:
+        return differing
+    name, number = min(place for places in stuck for place in places)
+    on, issued = next((on, issued) for each, on, issued in _by_group(calls) if each == name)
+    inside = list(issued[number])
+    lacking = [rank for rank, group in on.items() if group.last < number]
+    ended = [rank for rank in lacking if rank not in waiting]
+    why = [f"{ranks_text(ended)} ended without it"] if ended else []
+    for rank in lacking if not ended else ():
+        own = (call for group in calls[rank].values() for call in group.calls.values())
+        why.append(f"rank {rank} waits in {next((call for call in own if call.pending), 'no call')}")
+    where = f"{on[inside[0]].calls[number]} on {on[inside[0]].label}"
+    wait = "waits" if len(inside) == 1 else "wait"
+    return f"{ranks_text(inside)} {wait} in {where}: {', '.join(why)}{_parting(issued, number)}"
+
+
+def called_by_some(calls: Calls) -> str:
+    """The first call that other ranks of its group lack, to be added to a sentence."""
+    for _, on, issued in _by_group(calls):
+        for number, own in issued.items():
+            if any(group.last < number for group in on.values()):
+                return f"; {ranks_text(own)} alone called {next(iter(own.values()))}{_parting(issued, number)}"
+    return ""
+
+
+def differing_call(calls: Calls) -> str | None:
+    """The first call that ranks of a group issued differently: another collective, dtype, or number of elements."""
+    for _, on, issued in _by_group(calls):
+        for number, own in issued.items():
+            kinds = ranks_by((rank, call.kind()) for rank, call in own.items())
+            if len(kinds) > 1:
+                sides = sorted(kinds.values(), key=len)
+                text = ", ".join(f"{ranks_text(side)} called {own[side[0]]}" for side in sides)
+                return f"{text}, as call {number} on {on[sides[0][0]].label}"
+    return None
+
+
+def _stuck_calls(calls: Calls, rank: int) -> list[tuple[str, int]]:
+    """Group and number of the calls that a rank is in and another one lacks, or has issued differently."""
+    found = []
+    for name, own in calls.get(rank, {}).items():
+        others = [calls[other][name] for other in own.ranks if name in calls.get(other, {})]
+        for number, call in own.calls.items():
+            lacked = any(other.last < number or other.calls.get(number, call).kind() != call.kind() for other in others)
+            if call.pending and lacked:
+                found.append((name, number))
+    return found
+
+
+def _parting(issued: Mapping[int, Mapping[int, Call]], before: int) -> str:
+    """Where the ranks of a group first called from different lines, before the call of that number."""
+    for number, own in issued.items():
+        if number < before and len({call.place for call in own.values()}) > 1:
+            return f"; they part at call {number}: {by_value({rank: call.place for rank, call in own.items()})}"
+    return ""

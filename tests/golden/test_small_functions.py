@@ -1,0 +1,78 @@
+"""What the small functions around goldens give, each by an example."""
+
+from __future__ import annotations
+
+import errno
+from pathlib import PurePosixPath
+
+from pytest_gtrainer.golden.compare import look_alikes
+from pytest_gtrainer.golden.inline import Expectation, disagreements, spell
+from pytest_gtrainer.golden.naming import (
+    FOLDER,
+    Claim,
+    disagreement,
+    golden_path,
+    place_of_tests,
+    safe,
+    standing,
+    stem_of_golden,
+    stem_of_test,
+    torch_of,
+)
+from pytest_gtrainer.golden.store import _damage, _reason, normal
+from pytest_gtrainer.golden.unused import has_test_file
+from pytest_gtrainer.golden.values import Entry, differences
+
+
+def test_paths():
+    assert str(golden_path("tests/test_a.py::test_c", "after", "text")) == "golden/tests/test_a/test_c@after.txt"
+    assert str(golden_path("test_a.py::test_c[a/b]", None, "text")) == "golden/test_a/test_c-a_b~c14cddc0.txt"
+    told = [safe(name) for name in ("bf16-8", "Linear", "con", "")]
+    assert told == ["bf16-8", "Linear~e6950b45", "con~1143da2b", "~e3b0c442"]
+    assert torch_of(PurePosixPath("golden/test_a/test_c@torch=2.15.fxgraph")) == (2, 15)
+    assert torch_of(PurePosixPath("test_c@after.txt")) is None
+    assert str(stem_of_test("tests/test_a.py::test_c[8]")) == "golden/tests/test_a/test_c-8"
+    assert str(place_of_tests("tests/test_a.py")) == "golden/tests/test_a"
+    assert str(stem_of_golden(PurePosixPath("golden/test_a/test_c-8@after.numbers.json"))) == "golden/test_a/test_c-8"
+    assert stem_of_golden(PurePosixPath("golden/test_a/notes.md")) is None
+    there = ["test_c@torch=2.9.txt", "test_c@torch=2.13.txt", "test_c@torch=2.15.txt", "test_c@x@torch=2.14.txt"]
+    held = standing(PurePosixPath("golden/test_c@torch=2.14.txt"), there)
+    assert str(held) == "golden/test_c@torch=2.13.txt"
+
+
+def test_files(tmp_path):
+    assert normal("a\r\nb") == "a\nb\n"
+    told = [_damage(raw, len(raw)) for raw in (b"", b"a\xff", b"a\0", b"a")]
+    assert told == ["is empty", "is not valid UTF-8 at byte 1", "has a NUL byte at byte 1", None]
+    read_only = OSError(errno.EROFS, "Read-only file system")
+    assert _reason(read_only) == "Read-only file system: make the tree writable"
+    (tmp_path / "test_a.py").touch()
+    assert [has_test_file(PurePosixPath(FOLDER, name), tmp_path) for name in ("test_a", "test_b")] == [True, False]
+
+
+def test_words():
+    environment = {"torch": "2.13.0", "device": "cpu", "instructions": "AVX2", "threads": 2}
+    assert str(Entry(environment, None)) == "torch 2.13.0, device cpu, instructions AVX2, threads 2"
+    assert look_alikes("a\npay\n", "a\np\u0430y\n") == [
+        "line 2, column 2: U+0061 LATIN SMALL LETTER A in the golden, "
+        "U+0430 CYRILLIC SMALL LETTER A in what was obtained"
+    ]
+    said = differences({"loss": [1.0, 2.0], "steps": 2}, {"loss": [1.0, 2.5, 3.0]})
+    assert said == ["loss[1]: 2.0 became 2.5", "loss[2]: gained 3.0", "steps: lost 2"]
+
+
+def test_what_ranks_claim():
+    assert Claim("", "", "graph", "fsdp = group(range(4, 8))\nif P:").common_text == "fsdp = group()\nif P:"
+    claims = {0: [Claim("", "", "text", "a\nb\n")], 3: [Claim("", "", "text", "a\nc\n")]}
+    told, _ = disagreement(claims)
+    assert told == "the golden differs between ranks, first on rank 3 at line 2:\n  rank 0: b\n  rank 3: c"
+    one, two = (Expectation("test_a.py", 3, "", text, "") for text in ("x", "y"))
+    (said,) = disagreements([("rank 0", one), ("rank 1", one), ("rank 2", two)], "expect less").values()
+    problem = "test_a.py:3: one inline expectation, but different texts, so none is accepted: expect less"
+    assert said == f"{problem}\n  rank 0: 'x'\n  rank 2: 'y'"
+
+
+def test_literals_in_the_style_of_others():
+    assert spell('r"""one"""', "a'b") == 'r"""a\'b"""'
+    assert spell("'one'", "a'b") == '"""a\'b"""'
+    assert spell("'one'", chr(0)) is None

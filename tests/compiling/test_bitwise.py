@@ -73,7 +73,7 @@ def test_guards_that_forbid_all_other_sizes_are_told():
         return x.relu().sum(0)
 
     run = run_of(Rescale(2.0), function, torch.randn(1024), dynamic=True)
-    with pytest.raises(ValueError, match=r"the guards of the graph forbid s\d+ = 1025 and the 63 sizes behind: "):
+    with pytest.raises(ValueError, match=r"the guards of the graph forbid s\d+ = 1025 and the 63 sizes after it: "):
         assert_pass_bitwise(run)
 
 

@@ -78,7 +78,7 @@ def test_constants_small_and_large():
     small, large = torch.tensor([[1.0, -0.0], [float("inf"), 2.5]]).t(), x(64)
     gm = make_fx(lambda v: v * small.sum() + large[:2] + torch.tensor(3))(x(2))
     assert_comes_back(gm, x(2))
-    with pytest.raises(ValueError, match=r"told by its digest only: give constants=graphtext\.constants"):
+    with pytest.raises(ValueError, match=r"is given by its digest only: give constants=graphtext\.constants"):
         parse(render(gm))
 
 

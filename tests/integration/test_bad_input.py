@@ -79,7 +79,7 @@ def test_fixtures_without_the_marker_name_it(pytester):
     pytester.makepyfile("def test_world(gt_world): pass\ndef test_mesh(gt_mesh): pass")
     result = pytester.runpytest_subprocess()
     result.assert_outcomes(errors=2)
-    result.stdout.fnmatch_lines(['gt_world needs the marker *@pytest.mark.gt_world("ranks", size=8), or pytestmark of a module'])
+    result.stdout.fnmatch_lines(['gt_world needs the marker *@pytest.mark.gt_world("ranks", size=8), or pytestmark*'])
 
 
 def test_a_list_as_size_parametrises(pytester):

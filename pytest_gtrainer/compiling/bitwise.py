@@ -163,8 +163,8 @@ def assert_compiled_bitwise(function: Callable[..., Any], *inputs: Any) -> Verdi
     """Fail unless ``function(*inputs)``, compiled by Inductor, has the bits of eager, and say what changed them.
 
     If the graph run with kernels of eager differs, a decomposition or a pass is the cause, else the generated code.
-    Gradients are not compared; call it in a function that returns them. All runs begin with the same random states,
-    and with copies of the inputs: a function may write to them.
+    Outputs are compared, and inputs that were written to. Gradients are not; call it in a function that returns them.
+    All runs begin with the same random states, and with copies of the inputs.
 
     Raises:
         BitwiseDifference: they differ, with what broke it and the operators of the graph.
@@ -174,10 +174,15 @@ def assert_compiled_bitwise(function: Callable[..., Any], *inputs: Any) -> Verdi
     __tracebackhide__ = True
     leaves, spec = pytree.tree_flatten(inputs)
 
-    def run(called: Callable[..., Any]) -> list[Tensor]:
+    def run(called: Callable[..., Any]) -> dict[str, Tensor]:
+        given = copies(leaves, keep_grad=True)
         with random_states_kept():
-            outputs = called(*pytree.tree_unflatten(copies(leaves, keep_grad=True), spec))
-        return [leaf.detach().clone() for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, Tensor)]
+            outputs = pytree.tree_leaves(called(*pytree.tree_unflatten(given, spec)))
+        found = {f"output {n}": leaf for n, leaf in enumerate(outputs) if isinstance(leaf, Tensor)}
+        for n, (leaf, before) in enumerate(zip(given, copies(leaves), strict=True)):
+            if isinstance(leaf, Tensor) and compare([leaf], [before]).outcome == "different":
+                found[f"input {n}, which is written to"] = leaf
+        return {name: leaf.detach().clone() for name, leaf in found.items()}
 
     expected = run(function)
     verdict = compare(expected, expected)

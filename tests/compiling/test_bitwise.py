@@ -139,6 +139,15 @@ def test_compiled_against_eager_copies_what_it_gives():
     assert assert_compiled_bitwise(lambda x: torch.autograd.grad((x * x).sum(), x), needs).outcome == "equal"
 
 
+def test_compiled_against_eager_compares_inputs_that_are_written_to():
+    def function(x, out):
+        out.copy_(torch.nn.functional.gelu(x))
+        return torch.relu(x)
+
+    with pytest.raises(BitwiseDifference, match=r"first at input 1, which is written to"):
+        assert_compiled_bitwise(function, torch.randn(8, 8), torch.zeros(8, 8))
+
+
 def test_compiled_against_eager_blames_generated_code():
     def function(x):
         return (x * 3 + x * 5).sum(-1)

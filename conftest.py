@@ -1,9 +1,19 @@
 """Set-up shared by all tests of the repository."""
 
 import os
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
+
+# Generated tests have no limit of time: a loaded machine is no fault of theirs. CI draws the same examples each time.
+with suppress(ModuleNotFoundError):  # `make gpu` does without hypothesis
+    from hypothesis import HealthCheck, settings
+
+    os.environ.setdefault("GT_SAME_EXAMPLES", "1" if "CI" in os.environ else "")  # workers are told, too
+    _calm = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
+    settings.register_profile("calm", derandomize=bool(os.environ["GT_SAME_EXAMPLES"]), **_calm)
+    settings.load_profile("calm")
 
 # Read when torch loads. Models of tests are tiny: a pool of threads waits for itself, up to a hundred times as long as
 # one thread computes where other processes are at work.

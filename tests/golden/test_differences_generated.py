@@ -86,7 +86,7 @@ def test_the_corpus():
 A_DETACH = "if I:\n  I.x: f32[2, 3]\nif fwd:\n  detach: f32[2, 3] = aten.detach(I.x)\nif out:\n  yield fwd._.detach\n"
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(edited())
 @example((A_DETACH, A_DETACH.replace("I.x: f32", "I.x: _")))  # a type without a dtype
 def test_something_is_said_exactly_if_records_differ(texts):
@@ -102,7 +102,7 @@ def test_something_is_said_exactly_if_records_differ(texts):
         assert any(line[0] in "+-" for line in lines.splitlines()[2:])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(edited())
 def test_words_are_those_of_the_other_direction_too(texts):
     """The dataflow is the same from both sides."""

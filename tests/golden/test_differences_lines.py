@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pytest_gtrainer.graphtext import diff, unfold
@@ -36,7 +36,6 @@ def test_changes_make_the_one_of_the_other(old, new):
     assert applied(old, changes(old, new), new) == new
 
 
-@settings(deadline=None)
 @given(st.integers(0, 10_000), st.booleans(), st.integers(0, 12))
 def test_a_few_edits_in_long_lists_are_found(seed, repeated, edits):
     draw = random.Random(seed)

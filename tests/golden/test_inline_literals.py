@@ -6,7 +6,7 @@ import ast
 import string
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pytest_gtrainer.golden import inline
@@ -123,7 +123,6 @@ def test_a_spelling_that_would_change_more_is_refused(spelled, monkeypatch):
 printable = st.text(string.printable.replace("\r", ""), max_size=20)
 
 
-@settings(suppress_health_check=[HealthCheck.too_slow])  # a loaded machine is no fault of the strategy
 @given(st.lists(st.tuples(printable, printable, st.sampled_from(["", " ", "\n", "\n\n"])), max_size=6))
 def test_the_new_source_gives_the_new_texts_and_nothing_else_changes(cases):
     """Any texts, in any place: running the edited source gives them."""

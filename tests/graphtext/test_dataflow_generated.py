@@ -41,7 +41,7 @@ def assert_same_dataflow(gm: fx.GraphModule, other: fx.GraphModule) -> None:
     assert sorted(one.values) == sorted(another.values)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(graphs(), st.integers(0, 1000))
 def test_no_topological_order_changes_the_digest(drawn, seed):
     gm, _ = drawn
@@ -92,7 +92,7 @@ def change_type(draw: st.DrawFn, gm: fx.GraphModule, node: fx.Node) -> bool:
     return True
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(changed())
 def test_every_change_of_the_dataflow_changes_it(pair):
     numbers = Numbers()

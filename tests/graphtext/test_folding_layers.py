@@ -68,7 +68,7 @@ lines = st.lists(st.tuples(names, names), max_size=8, unique_by=lambda pair: pai
 )
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(st.lists(st.tuples(st.integers(0, 3), st.one_of(lines, st.just(tuple(BODY)))), max_size=8))
 def test_folding_loses_nothing(layers: list[tuple[int, tuple[str, ...]]]):
     sections = [section(number, *body) for number, body in layers if body]

@@ -31,7 +31,7 @@ def bits(value):
     return value if value is None else (value.dtype, value.contiguous().view(torch.uint8).tolist())
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(graphs())
 def test_a_generated_graph_comes_back(drawn):
     assert_comes_back(*drawn)
@@ -39,14 +39,14 @@ def test_a_generated_graph_comes_back(drawn):
 
 @pytest.mark.long
 @pytest.mark.parametrize("steps", [15, 20, 25, 30, 35, 40])
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(data=st.data())
 def test_many_generated_graphs_come_back(data, steps):
     """A hundred of each length: half of the time goes into tracing what was drawn with fake values."""
     assert_comes_back(*data.draw(graphs(steps=steps)))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(graphs(), st.randoms(use_true_random=False))
 def test_names_of_nodes_and_places_of_constants_do_not_show(drawn, random):
     """Renaming every node, with gaps, and moving constants and bodies to the front gives the same text."""
@@ -60,7 +60,7 @@ def test_names_of_nodes_and_places_of_constants_do_not_show(drawn, random):
     assert render(gm) == text
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(graphs())
 def test_one_changed_operator_shows(drawn):
     """The twin: the comparison above can fail."""

@@ -153,7 +153,7 @@ def damaged(seed: int, damages: int) -> str:
     return text
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.integers(0, 2**32), st.integers(1, 6))
 def test_a_damaged_text_is_read_or_refused(seed, damages):
     with contextlib.suppress(TextError):
@@ -161,7 +161,7 @@ def test_a_damaged_text_is_read_or_refused(seed, damages):
 
 
 @pytest.mark.long
-@settings(max_examples=10000, deadline=None)
+@settings(max_examples=10000)
 @given(st.integers(0, 2**32), st.integers(1, 12))
 def test_many_damaged_texts_are_read_or_refused(seed, damages):
     with contextlib.suppress(TextError):

@@ -240,7 +240,7 @@ class TestOrigin:
         assert lines[-1] == "    and 291 more"
         assert max(map(len, lines)) < 80
 
-    @settings(max_examples=60, deadline=None)
+    @settings(max_examples=60)
     @given(st.sets(st.sampled_from(list(make_run())), min_size=1, max_size=6))
     def test_the_first_of_several_faults_is_reported(self, faults: set[Key]):
         def order(key: Key) -> tuple[int, int, int, int]:

@@ -75,7 +75,7 @@ WORDS = st.lists(st.integers(0, 2**32 - 1), min_size=12, max_size=30, unique=Tru
 
 @pytest.mark.parametrize("mutate", MUTATIONS, ids=lambda mutate: mutate.__name__.strip("_"))
 @pytest.mark.parametrize("path", PATHS)
-@settings(deadline=None, max_examples=10)
+@settings(max_examples=10)
 @given(words=WORDS, data=st.data())
 def test_every_mutation_changes_it(path: str, mutate: Callable[[State, int, int], None], words, data):
     """L1"""

@@ -316,7 +316,7 @@ def programs(draw):
     return fx.GraphModule(torch.nn.Module(), graph)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(programs(), st.lists(st.sampled_from(["uniform", "per rank", "pairs"]), min_size=2, max_size=2))
 def test_views_and_writes_of_any_order_are_those_of_a_rank_by_itself(gm, kinds):
     """S7: whatever shares memory on a rank, and nothing else, sees its writes."""

@@ -45,7 +45,7 @@ def nets(draw):
 @example(NetModel(1, 3, channels=2), "reduce_scatter", 11, torch.float32, "sum")
 # an fp32 sum is divided before it is rounded to the wire: the other way round would round twice
 @example(NetModel(1, 3, channels=1, accumulate="fp32", average="divide"), "all_reduce", 21, torch.bfloat16, "avg")
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(nets(), st.sampled_from(COLLECTIVES), st.integers(0, 21), st.sampled_from(DTYPES),
        st.sampled_from(["sum", "avg", "product", "max", "min"]))  # fmt: skip
 def test_fast_equals_its_specification(net, collective, length, dtype, op):
@@ -57,7 +57,7 @@ def test_fast_equals_its_specification(net, collective, length, dtype, op):
     assert_bitwise_equal(actual, expected, what=f"{collective} ({op}) against its specification, under {net}")
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(nets(), st.integers(0, 21), st.sampled_from(["sum", "avg"]), st.data())
 def test_shards_of_some_destinations_alone(net, length, op, data):
     """The same bits as in the whole, of which only their part is given."""
@@ -69,7 +69,7 @@ def test_shards_of_some_destinations_alone(net, length, op, data):
     assert_bitwise_equal(net.reduce_scatter(part, op, some), whole, what=f"shards of ranks {some} alone, under {net}")
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(nets(), st.sampled_from(COLLECTIVES), st.integers(1, 40), st.sampled_from(DTYPES), st.data())
 def test_explain_tells_the_path_of_the_specification(net, collective, count, dtype, data):
     offset = data.draw(st.integers(0, count - 1))

@@ -79,7 +79,7 @@ def options_page() -> str:
 
     rows = []
     for option in OPTIONS:
-        value = "" if option.is_flag else f" {option.metavar or chr(92) + '|'.join(option.choices or ())}"
+        value = "" if option.is_flag else f" {option.metavar or '{' + ','.join(option.choices or ()) + '}'}"
         rows.append(f"| `{option.flag}{value}` | `{option.ini}` | {option.help.replace('|', chr(92) + '|')} |")
     table = ["| option | ini setting | |", "|---|---|---|", *rows]
     return (ROOT / "docs" / "options.md.in").read_text(encoding="utf-8").replace("{options}", "\n".join(table))

@@ -89,7 +89,7 @@ OPTIONS: tuple[Option, ...] = (
         "fail tests instead of skipping them: ranks, if the run has too few; cuda, also if a GPU is missing",
         choices=("ranks", "cuda"),
     ),
-    Option("update-goldens", "write missing and different goldens of the tests that pass", is_flag=True),
+    Option("update-goldens", "write goldens that are missing or differ, for tests that otherwise pass", is_flag=True),
     Option("create-goldens", "write missing goldens; a golden that differs still fails its test", is_flag=True),
     Option("prune-goldens", "delete goldens that no test checked, after a run of all tests", is_flag=True),
     Option(

@@ -193,7 +193,7 @@ def apply_graph_passes(
         ValueError: ``disable`` or ``require_changes`` names a pass that does not run.
         AssertionError: a pass of ``require_changes`` left the graph as it was.
         TypeError: an entry of the list is no pass, or a pass does not return a graph.
-        RuntimeError: a pass left the graph out of order; the passes run once more to name it.
+        RuntimeError: a pass left the graph out of order; the passes then run again, to find the one that did it.
         Any error of a pass, with a note that names the pass.
     """
     steps = _enabled(all_bound(passes), disable)

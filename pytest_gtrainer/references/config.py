@@ -128,7 +128,7 @@ class TrainConfig:
 
     @property
     def coordinate(self) -> int:
-        """The place of the rank that the mesh was made on among those that data is parallel over, from 0."""
+        """This rank's index among the data-parallel ranks, from 0."""
         own = self.mesh.get_coordinate()
         assert own is not None  # checked when it was made
         return sum(at * math.prod(self.mesh.shape[dim + 1 :]) for dim, at in enumerate(own))

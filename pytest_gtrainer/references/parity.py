@@ -159,10 +159,10 @@ def assert_parity(
 def assert_simulated_parity(
     config: TrainConfig | ConfigOfMesh, world: World, **options: Unpack[ParityOptions]
 ) -> Parity:
-    """As ``assert_parity``, in a simulated world alone: all ranks by the net of ``world``.
+    """Like ``assert_parity``, but only for a simulated world. All ranks add by the net of ``world``.
 
     Args:
-        config: builds the configuration from a rank's mesh; or a finished one, if its mesh is all it has.
+        config: a function that builds the configuration from a rank's mesh, or a configuration with a single mesh.
         options: those of ``assert_parity``. ``invisible="report"`` is for the table of a sweep over nets.
 
     Raises:

@@ -123,12 +123,31 @@ class TracedStep:
             ValueError: the model's state, or the structure, shapes, dtypes or scalars of
                 ``inputs``, are not the traced ones, or this is another rank.
         """
+        state = ModelState.of(model)
+        loss, *gradients = self._run(state, inputs)
+        with torch.no_grad():
+            add_gradients(state, self.trainable_fqns, gradients, self.gradient_placements)
+        return loss
+
+    def results(self, model: nn.Module, *inputs: Any) -> dict[str, torch.Tensor]:
+        """Run the step on ``model`` and return ``loss`` and each ``gradient of FQN`` (this rank's part), by name.
+
+        ``.grad`` stays as it is. The results of a step before and after a pass show whether it changed any bit.
+
+        Raises:
+            ValueError: as ``replay``.
+        """
+        loss, *gradients = self._run(ModelState.of(model), inputs)
+        named = zip(self.trainable_fqns, gradients, strict=True)
+        return {"loss": loss} | {f"gradient of {fqn}": given for fqn, given in named if given is not None}
+
+    def _run(self, state: ModelState, inputs: tuple[Any, ...]) -> list[torch.Tensor]:
+        """The loss, then gradients in the order of ``trainable_fqns``."""
         if self.rank is not None and dist.is_initialized() and dist.get_rank() != self.rank:
             raise ValueError(
                 f"the step was traced as rank {self.rank} and this is rank {dist.get_rank()}: a graph holds the group "
                 "names and pads of its rank, so trace on every rank"
             )
-        state = ModelState.of(model)
         flat = [local(tensor) for tensor in [*state.tensors, *pytree.tree_leaves(inputs)]]
         self._check(state, inputs, flat)
         facts.tell("replay", gm=self.gm, inputs=flat)
@@ -138,15 +157,13 @@ class TracedStep:
             except Exception as error:
                 error.add_note(failing_node(error, self.gm))
                 raise
-            if not isinstance(results, list | tuple) or len(results) != 1 + len(self.trainable_fqns):
-                returned = len(results) if isinstance(results, list | tuple) else f"a {type(results).__name__}, not 1"
-                raise ValueError(
-                    f"the graph returns {returned} results, the step has {1 + len(self.trainable_fqns)}, loss and "
-                    "gradients: did a pass drop or add outputs?"
-                )
-            loss, *gradients = results
-            add_gradients(state, self.trainable_fqns, gradients, self.gradient_placements)
-        return loss
+        if not isinstance(results, list | tuple) or len(results) != 1 + len(self.trainable_fqns):
+            returned = len(results) if isinstance(results, list | tuple) else f"a {type(results).__name__}, not 1"
+            raise ValueError(
+                f"the graph returns {returned} results, the step has {1 + len(self.trainable_fqns)}, loss and "
+                "gradients: did a pass drop or add outputs?"
+            )
+        return list(results)
 
     def _check(self, state: ModelState, inputs: tuple[Any, ...], flat: list[Any]) -> None:
         """What the graph has baked in: the state, the structure, shapes and dtypes, scalars among the inputs."""

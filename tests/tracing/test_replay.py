@@ -35,6 +35,28 @@ def test_replay_on_other_inputs_differs(net, inputs, train_step):
     assert_bitwise_different(gradients(net), gradients(other))
 
 
+def test_results_are_all_that_a_step_computes_and_leave_gradients_alone(net, inputs, train_step):
+    """A broken backward has the loss of the right one: a comparison of replays does not see it, one of results does."""
+    traced, eager = trace_step(net, train_step, inputs), copy.deepcopy(net)
+    results = traced.results(net, *inputs)
+    assert not gradients(net)
+    train_step(eager, *inputs).backward()
+    assert_bitwise_equal(
+        {name.removeprefix("gradient of "): value for name, value in results.items() if name != "loss"},
+        gradients(eager),
+    )
+    broken = copy.deepcopy(traced.gm)
+    output = broken.graph.output_node()
+    loss, first, *others = output.args[0]
+    with broken.graph.inserting_before(output):
+        output.args = ((loss, broken.graph.call_function(torch.ops.aten.neg.default, (first,)), *others),)
+    broken.recompile()
+    wrong = traced.with_graph(broken)
+    assert_bitwise_equal(wrong.replay(copy.deepcopy(net), *inputs), traced.replay(copy.deepcopy(net), *inputs))
+    with pytest.raises(AssertionError, match=f"first at gradient of {traced.trainable_fqns[0]}"):
+        assert_bitwise_equal(wrong.results(copy.deepcopy(net), *inputs), traced.results(copy.deepcopy(net), *inputs))
+
+
 def test_replay_builds_no_autograd_graph(net, inputs, train_step):
     """A8."""
     traced = trace_step(net, train_step, inputs)

@@ -26,7 +26,7 @@ from pytest_gtrainer._torch.passes import (
     values_of_split,
 )
 from pytest_gtrainer._torch.values import value_like
-from pytest_gtrainer.graph.bucket_plan import LOSS, Bucket, BucketPlan, PayloadOrder, Plan, sort_key
+from pytest_gtrainer.graph.bucket_plan import LOSS, Bucket, BucketPlan, PayloadOrder, Plan, layer_of, sort_key
 from pytest_gtrainer.graph.collectives import (
     FsdpCollective,
     PlanError,
@@ -235,9 +235,10 @@ def _check_plan(plan: Plan, gm: fx.GraphModule, gathers: list[FsdpCollective], s
     for kind, members, advice in (("all-gather", gathers, twice), ("reduce-scatter", scatters, added)):
         if lost := [m for m in members if plan.bucket_of(m.bucket_fqn) is None]:
             where = sorted({m.bucket_fqn or "the root" for m in lost})
+            modules = sorted({f'"{layer_of(m.bucket_fqn) or m.bucket_fqn}"' for m in lost})
             raise PlanError(
                 f"the bucket plan covers no {kind} of {', '.join(m.parameter for m in lost)} (read in "
-                f'{", ".join(where)}): add that module to the plan; the root is ""'
+                f"{', '.join(where)}): add {', '.join(modules)} to the plan"
             )
         seen: dict[tuple[int, str], FsdpCollective] = {}
         for member in members:

@@ -240,9 +240,13 @@ def _why_invisible(layout: BucketLayout, config: TrainConfig) -> tuple[str, str]
         return "no bucket holds two parameters with gradients", "give a bucket_plan that packs more than one"
     if max([config.mesh.size() if config.replicate else 0, *(len(payload.ranks) for payload in reduced)]) < 3:
         return "two ranks add a + b, whichever is first", "take 3 ranks or more"
-    counts = {sum(slot.nbytes for slot in payload.slots) // payload.dtype.itemsize for payload in reduced}
+    ordered = [payload for payload in reduced if config.replicate or len(payload.slots) > 1]
+    counts: dict[int, list[str]] = {}
+    for each in ordered:
+        counts.setdefault(sum(slot.nbytes for slot in each.slots) // each.dtype.itemsize, []).append(each.label)
     if counts and dist.get_backend() == "gloo" and all(count % 2 == 0 for count in counts):
-        told = ", ".join(map(str, sorted(counts)))
+        buckets = [f"{b[0]} and {len(b) - 1} more" if len(b) > 1 else b[0] for b in counts.values()]
+        told = ", ".join(f"{count} in {bucket}" for count, bucket in zip(counts, buckets, strict=True))
         cause = f"gloo adds whole shards where a rank's payload has an even number of elements ({told})"
         return cause, f"take sizes that make it odd, or {elsewhere}"
     cause = "every element is added in one order, or its sums are exact, as those of a few bf16 numbers in fp32 are"

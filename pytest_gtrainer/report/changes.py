@@ -41,7 +41,8 @@ def what_changed(test: Test) -> list[str]:
                 )
             else:
                 step, rank, phase, name = told["first"]
-                lines.append(f"{what}: first different at step {step}, rank {rank}, {phase} {name}".rstrip())
+                where = " ".join(filter(None, (phase, name)))
+                lines.append(f"{what}: first different at step {step}, rank {rank}" + (f", {where}" if where else ""))
     for fact in test.of("layout"):
         lines += [f"layout: {cut(fact['problems'])}"] if fact["problems"] else []
     return lines

@@ -89,7 +89,8 @@ def test_a_check_that_cannot_fail_is_refused_with_the_cause(training, gt_world):
         assert_parity(training(8), gt_world)
     assert str(refused.value) == (
         "payloads packed in another order give the same bits on these ranks, because gloo adds whole shards where a "
-        "rank's payload has an even number of elements (30); so this check cannot fail: take sizes that make it odd, "
+        "rank's payload has an even number of elements (30 in layers.0 and 2 more); so this check cannot fail: take "
+        "sizes that make it odd, "
         'or gt_world("simulated", nodes=2), or accept the layouts and the other bits as proof (invisible="report")'
     )
 

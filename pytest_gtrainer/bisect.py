@@ -40,11 +40,9 @@ if TYPE_CHECKING:
     from pytest_gtrainer.worlds.simulated.net import Net
     from pytest_gtrainer.worlds.spec import World
 
-MOST_REPLAYS = 8
-"""Of how many replays of a graph the inputs are kept."""
+MOST_REPLAYS = 8  # of how many replays of a graph the inputs are kept
 
-Values = dict[Key, Tensor]
-"""By ``Key(0, rank, "", name)``; where a process has one rank only, that is 0."""
+Values = dict[Key, Tensor]  # by ``Key(0, rank, "", name)``; where a process has one rank only, that is 0
 Run = Callable[[fx.GraphModule], Values]
 
 

@@ -15,8 +15,7 @@ from pytest_gtrainer.checks.subject import CheckError, Predicate, Subject, is_ca
 from pytest_gtrainer.graph.nodes import spell_dtype, walked
 from pytest_gtrainer.graphtext.scopes import users_of
 
-Extent = int | None | EllipsisType
-"""An extent, None for any one, ``...`` for any number of them."""
+Extent = int | None | EllipsisType  # an extent, None for any one, ``...`` for any number of them
 
 
 @dataclass(frozen=True, slots=True)

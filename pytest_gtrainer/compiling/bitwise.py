@@ -21,13 +21,11 @@ from pytest_gtrainer.numerics.compare import BitwiseDifference, ControlFailed, c
 from pytest_gtrainer.numerics.determinism import random_states_kept
 from pytest_gtrainer.numerics.verdict import Verdict
 
-Sizes = Mapping[Any, int]
-"""What each symbol of a graph's dynamic sizes is."""
+Sizes = Mapping[Any, int]  # what each symbol of a graph's dynamic sizes is
 
 SMALL = 1e-3
 """Every fourth row of generated inputs is so much smaller: the eps of a norm, which others round away, counts there."""
-MOST_TRIED = 64
-"""How many sizes are tried before it is said that guards allow none."""
+MOST_TRIED = 64  # how many sizes are tried before it is said that guards allow none
 
 
 class SameGraph(ValueError):

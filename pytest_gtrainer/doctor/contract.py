@@ -16,8 +16,7 @@ from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parents[1]
 
-MODULE = ""
-"""The user of what runs while the topic is imported: without it the topic does not import."""
+MODULE = ""  # the user of what runs while the topic is imported: without it the topic does not import
 
 
 @dataclass(slots=True)

@@ -37,8 +37,7 @@ ACCEPT_VARIABLE = "EXPECTTEST_ACCEPT"
 _SHOWN = 60
 _LINE_END = re.compile(rb"\r\n|\r|\n")
 Place = tuple[str, int, str]
-_sessions: list[InlinePlugin] = []
-"""The pytest sessions of this process, the innermost last."""
+_sessions: list[InlinePlugin] = []  # the pytest sessions of this process, the innermost last
 
 
 @dataclass(frozen=True, slots=True)

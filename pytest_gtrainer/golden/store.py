@@ -27,8 +27,7 @@ from filelock import FileLock, Timeout
 from pytest_gtrainer.environment import private_folder
 from pytest_gtrainer.golden.naming import FOLDER, stem_of_golden
 
-# Five times the longest graph text seen: 126 layers, unbucketed and unfolded, are 3.2 MB.
-LONGEST = 16 * 2**20
+LONGEST = 16 * 2**20  # five times the longest graph text seen: 126 layers, unbucketed and unfolded, are 3.2 MB
 _LOCK_SECONDS = 60.0
 _STALE_SECONDS = 3600.0  # where it cannot be seen whether the writer lives: it is on another machine
 _WAYS_OUT = {

@@ -20,8 +20,7 @@ INDENT = "  "
 MOST_LAYERS = 100_000
 MOST_LINES = 1 << 20
 """Of a heading, and of a text with its layers counted out: a damaged number must not take all memory."""
-_SHORT = 8
-"""Sections of at most so many lines are read faster than their differences from another."""
+_SHORT = 8  # sections of at most so many lines are read faster than their differences from another
 _LAYERS = re.compile(
     r"for i in (?P<path>.+)\[(?P<first>[0-9]{1,9})(?P<range>:(?P<stop>[0-9]{0,9})(?P<down>:-1)?)?\]:(  # .*)?"
 )

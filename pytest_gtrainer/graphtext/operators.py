@@ -86,8 +86,7 @@ def word(text: str) -> str:
 NAMESPACES = frozenset({"aten", "prims", "_c10d_functional", "_c10d_functional_autograd", "bucketing", "fsdp"})
 """Namespaces whose operators compute and communicate, and do nothing else."""
 
-FORBIDDEN = frozenset({"aten.from_file"})
-"""Operators of these namespaces that touch files."""
+FORBIDDEN = frozenset({"aten.from_file"})  # operators of these namespaces that touch files
 
 HIGHER_ORDER = frozenset({
     "cond", "while_loop", "scan", "associative_scan", "map_impl", "flex_attention", "flex_attention_backward",

@@ -39,10 +39,8 @@ from pytest_gtrainer.graphtext.sections import (
 from pytest_gtrainer.graphtext.spelling import SIZES, Backed, Speller
 
 VIEWS = ("full", "schedule", "layout")
-NOTHING = "payloads = []"
-"""What a layout without any payload says, so that its text is not empty."""
-_Drawn = tuple[list[str], list[Section]]
-"""Definitions at the head, then sections, before they are folded."""
+NOTHING = "payloads = []"  # what a layout without any payload says, so that its text is not empty
+_Drawn = tuple[list[str], list[Section]]  # definitions at the head, then sections, before they are folded
 
 
 def render(

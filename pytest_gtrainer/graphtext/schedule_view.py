@@ -128,8 +128,7 @@ def communicates(gm: fx.GraphModule) -> bool:
 
 
 _MOST_KINDS, _MOST_OWNERS = 5, 2
-_NOTHING = "schedule = []"
-"""What a schedule without any operator says, so that its text is not empty."""
+_NOTHING = "schedule = []"  # what a schedule without any operator says, so that its text is not empty
 
 
 def draw(gm: fx.GraphModule, mesh: Mapping[str, int], outer: Backed | None = None) -> tuple[list[str], list[Section]]:

@@ -30,8 +30,7 @@ from pytest_gtrainer.graphtext.operators import function_of, groups_of, operator
 from pytest_gtrainer.graphtext.scopes import Scope, is_item, names_of, scopes_of
 from pytest_gtrainer.graphtext.sections import Layer, SectionKey, spell_from, spell_input
 
-_SMALL = 8
-"""Constant tensors of at most so many elements show their values, larger ones a digest."""
+_SMALL = 8  # constant tensors of at most so many elements show their values, larger ones a digest
 PLAIN = (type(None), bool, int, float, str, complex)
 SPELLINGS: dict[type, Callable[[Any], str]] = {
     **dict.fromkeys((*PLAIN, range), repr),

@@ -21,8 +21,7 @@ INPUT_SPACES = ("P", "B", "I", "A")
 COMPUTED_SPACES = ("fwd", "bwd")
 _SPACES = {"saved": "fwd", "fwd": "fwd", "bwd": "bwd"}
 """First words of a chain that name a space other than the section's own."""
-AT, CHUNK = "at", "chunk"
-"""Tags that name a module path first."""
+AT, CHUNK = "at", "chunk"  # tags that name a module path first
 UNREADABLE = (TextError, SyntaxError, ValueError, RecursionError, MemoryError)
 """What reading a text that nobody has checked may raise."""
 

@@ -28,8 +28,7 @@ _ALIGNMENT = 64
 _LENGTH = 8
 _PIECE = 16 << 20
 
-LARGE = 1 << 20
-"""Minimum size in bytes of a tensor that a spooled record keeps on disk."""
+LARGE = 1 << 20  # minimum size in bytes of a tensor that a spooled record keeps on disk
 
 _ANYWHERE = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})
 _LEADING = "module"

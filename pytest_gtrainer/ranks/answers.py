@@ -161,8 +161,7 @@ def depth_of_collective(frames: list[tuple[str, str]]) -> int:
 
 # Collectives whose ranks must give equally many elements of one dtype; of others, roots and splits may differ.
 _ALIKE = ("all_reduce", "broadcast", "reduce", "all_gather", "reduce_scatter")
-KEPT = 64
-"""How many of its last calls on a group a rank tells."""
+KEPT = 64  # how many of its last calls on a group a rank tells
 
 
 class Call(NamedTuple):
@@ -192,8 +191,7 @@ class GroupCalls(NamedTuple):
     calls: Mapping[int, Call]
 
 
-Calls = Mapping[int, Mapping[str, GroupCalls]]
-"""By rank, its groups by their name."""
+Calls = Mapping[int, Mapping[str, GroupCalls]]  # by rank, its groups by their name
 
 
 def read_calls(texts: Mapping[int, str]) -> Calls:

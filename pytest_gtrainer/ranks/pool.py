@@ -30,8 +30,7 @@ from pytest_gtrainer.ranks.watch import Console, RanksOutcome, run_on, stopped_c
 if TYPE_CHECKING:
     from pytest_gtrainer.ranks.torchrun.nodes import Nodes
 
-# Idle ranks cost 20 MB each; twice the slots let worlds of two sizes alternate warm.
-IDLE_FACTOR = 2
+IDLE_FACTOR = 2  # idle ranks cost 20 MB each; twice the slots let worlds of two sizes alternate warm
 LOOK_EVERY = 0.5
 
 PRELOAD = (
@@ -47,8 +46,7 @@ PRELOAD = (
     "pytest_gtrainer.ranks.inside.rank",
 )
 
-# Number of ranks, device, environment.
-TeamKey = tuple[int, str, frozenset[tuple[str, str]]]
+TeamKey = tuple[int, str, frozenset[tuple[str, str]]]  # number of ranks, device, environment
 
 
 class Pool:

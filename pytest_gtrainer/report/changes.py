@@ -17,8 +17,7 @@ from pytest_gtrainer.facts import unpacked
 from pytest_gtrainer.numerics.verdict import page_order
 from pytest_gtrainer.report.collected import Test
 
-MOST = 3
-"""Sentences of one difference; the rest is counted."""
+MOST = 3  # sentences of one difference; the rest is counted
 _MOST_GRAPHS = 20  # pairs of graphs of a run that are compared in words, a few seconds each where they are large
 BAD = frozenset({"failed", "error"})
 _KEYS = frozenset({"name", "outcome", "comparisons", "pipelines"})

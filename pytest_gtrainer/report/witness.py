@@ -36,8 +36,7 @@ if TYPE_CHECKING:
     from pytest_gtrainer.passes.pipeline import PassRun
 
 _MOST_SPANS = 6_000
-_MOST_PIPELINES = 8
-"""Of a test that runs more pipelines than that, the first ones are shown."""
+_MOST_PIPELINES = 8  # of a test that runs more pipelines than that, the first ones are shown
 _TOPICS = {"comparison": "a comparison", "graph_pass": "a pass", "graph_passes": "a pipeline", "layouts": "a layout",
            "memory": "a memory curve"}  # fmt: skip
 """What a witness watches, each by its method of that name."""

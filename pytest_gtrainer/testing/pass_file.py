@@ -23,8 +23,7 @@ from pytest_gtrainer.worlds.spec import MARKER, SpecError, WorldSpec, make_spec
 SUFFIX = ".fxgraph"
 ONCE = ("world", "mesh", "golden", "values", "result", "again", "raises")
 OFTEN = ("passes", "check")
-_OF_HEADER = ("test", "torch", "remake")
-"""Fields of a golden's header, which says what made it."""
+_OF_HEADER = ("test", "torch", "remake")  # fields of a golden's header, which says what made it
 _WORDS = {"values": "same", "result": "unchanged", "again": "unchanged"}
 """Directives with one word: results bit for bit as before; the graph as it was; a second run changes nothing."""
 _LINE = re.compile(r"\s*#\s*(?P<name>[A-Za-z_-]+)\s*:\s*(?P<value>.*?)\s*")

@@ -18,8 +18,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-SEED = 1234
-"""Of every test on every rank, in every run."""
+SEED = 1234  # of every test on every rank, in every run
 
 Changes = dict[str, tuple[Any, Any]]
 

@@ -46,8 +46,7 @@ def explain(
     return [*words(comparison), *notes, "", *graph_diff(old, new, comparison.renumbered(old, new), limit)]
 
 
-_MOST = 5_000
-"""Of so many differences of one sort the rest is not looked at, so that time stays bounded."""
+_MOST = 5_000  # of so many differences of one sort the rest is not looked at, so that time stays bounded
 
 
 def words(comparison: Comparison) -> list[str]:

@@ -21,11 +21,9 @@ from pytest_gtrainer.graphtext.folding import rising
 from pytest_gtrainer.graphtext.sections import GraphLine
 from pytest_gtrainer.graphtext.syntax import absolute
 
-_SMALL = 2048
-"""``difflib`` compares gaps of at most so many pairs of lines."""
+_SMALL = 2048  # ``difflib`` compares gaps of at most so many pairs of lines
 _DEPTH = 6
-_STEPS = 32
-"""The greedy search ends after so many lines lost or gained."""
+_STEPS = 32  # the greedy search ends after so many lines lost or gained
 CONTEXT = 3
 
 
@@ -103,8 +101,7 @@ def _few(old: Sequence[str], new: Sequence[str]) -> list[Change] | None:
 
 
 LIMIT = 60
-_MOST_LINES = 16
-"""Of more lines lost or gained in one place than this, the first are shown."""
+_MOST_LINES = 16  # of more lines lost or gained in one place than this, the first are shown
 _HEAD = ["--- golden", "+++ obtained"]
 _LEAD = 40
 _NUMBERED = re.compile(r"(?P<container>.+)\[(?P<number>\d+)\]")

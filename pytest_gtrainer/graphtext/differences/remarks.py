@@ -20,8 +20,7 @@ from pytest_gtrainer.graphtext.sections import NEAR, Scope, split_layer
 
 WIDTH = 160
 _MOST_RANGES = 6
-_ALIKE = 3
-"""Of more remarks with one gist than this, the first stands for all."""
+_ALIKE = 3  # of more remarks with one gist than this, the first stands for all
 
 
 Weight = IntEnum(
@@ -127,8 +126,7 @@ KINDS = {
 }  # fmt: skip
 """The usual abbreviations, by what operators' names begin with."""
 
-_NAMESPACE = "_c10d_functional"
-"""What operators of collectives begin with."""
+_NAMESPACE = "_c10d_functional"  # what operators of collectives begin with
 _INPUTS = {"P": "parameter", "B": "buffer", "I": "input", "A": "argument"}
 
 

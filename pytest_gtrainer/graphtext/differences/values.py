@@ -224,8 +224,7 @@ def _shown_result(graph: Dataflow, result: Result) -> str:
 
 
 _Places = Sequence[tuple[int, int]]
-_MOST_OF_LAYER = 2 / 3
-"""The part of a layer's compute that is called most of it."""
+_MOST_OF_LAYER = 2 / 3  # the part of a layer's compute that is called most of it
 
 
 def move_remarks(comparison: Comparison) -> Iterator[Remark]:

@@ -35,8 +35,7 @@ from pytest_gtrainer.ranks.inside import debugger, session
 from pytest_gtrainer.ranks.inside.session import CollectedTests, CollectionDiffers, Recorder
 from pytest_gtrainer.worlds import hygiene
 
-# The parent's limit for a test ends a blocked collective long before this does.
-COLLECTIVE_LIMIT = timedelta(hours=24)
+COLLECTIVE_LIMIT = timedelta(hours=24)  # the parent's limit for a test ends a blocked collective long before this does
 
 MEMORY_TOLERANCE = 2**20
 _MESH_GROUPS = "mesh_"

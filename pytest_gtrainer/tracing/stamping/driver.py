@@ -39,8 +39,7 @@ class TracedModel:
     gradient_placements: tuple[Any, ...]
 
 
-Trace = Callable[[], TracedModel]
-"""Traces the step of the model as it stands."""
+Trace = Callable[[], TracedModel]  # traces the step of the model as it stands
 
 
 def stamped_graph(

@@ -35,8 +35,7 @@ INSIDE: dict[type, tuple[str, ...]] = {
     classmethod: ("__func__",),
 }
 """What makes these objects do what they do."""
-DEPTH = 12
-"""How deep containers and closures are looked into; what lies deeper is equal to itself alone."""
+DEPTH = 12  # how deep containers and closures are looked into; what lies deeper is equal to itself alone
 
 
 def signature(layer: nn.Module) -> Any:

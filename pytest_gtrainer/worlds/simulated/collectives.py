@@ -17,8 +17,7 @@ from torch import Tensor
 from pytest_gtrainer.worlds.simulated import CollectiveMismatch
 from pytest_gtrainer.worlds.simulated.net import Net
 
-PART_BYTES = 1 << 26
-"""Of all members' inputs that are copied at a time to be reduced."""
+PART_BYTES = 1 << 26  # of all members' inputs that are copied at a time to be reduced
 
 
 @dataclass(slots=True, kw_only=True)

@@ -97,8 +97,7 @@ HOPS: dict[str, Callable[..., Any]] = {
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
-BLOCK_BYTES = 1 << 18
-"""Of one hop's rows: large enough to hide the cost of a call, small enough for the cache."""
+BLOCK_BYTES = 1 << 18  # of one hop's rows: large enough to hide the cost of a call, small enough for the cache
 ROW_BYTES = 1 << 14
 
 

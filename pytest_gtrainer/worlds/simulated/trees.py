@@ -19,8 +19,7 @@ from torch import Tensor
 from pytest_gtrainer.worlds.simulated.rings import HOPS, Ring
 
 Order = tuple["int | Order", ...]
-Tree = tuple[tuple[int, ...], ...]
-"""By rank: the ranks whose sums arrive, in the order in which they are added."""
+Tree = tuple[tuple[int, ...], ...]  # by rank: the ranks whose sums arrive, in the order in which they are added
 
 
 def joined(own: int, arrivals: Iterable[Order]) -> Order:

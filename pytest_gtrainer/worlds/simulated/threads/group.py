@@ -94,8 +94,7 @@ def _fill(output: Tensor, values: Tensor) -> None:
     output.data.copy_(values.detach().reshape(output.shape))
 
 
-Route = tuple[int, int, int]
-"""From which rank to which, of the world, under which tag."""
+Route = tuple[int, int, int]  # from which rank to which, of the world, under which tag
 
 
 class Message(Awaited):

@@ -26,9 +26,7 @@ class Finding:
 
     outcome: Literal["equal", "different", "not judged"]
     reasons: str = ""
-    replaceable: bool = (
-        True  # whether an update may write the obtained text: not if the golden holds what would be lost
-    )
+    replaceable: bool = True  # may an update write the obtained text? not if the golden holds what would be lost
 
 
 EQUAL = Finding("equal")
@@ -111,9 +109,8 @@ def golden_difference(name: str, golden: str, obtained: str) -> list[facts.Fact]
     texts = dict(zip(keys, map(facts.packed, sides), strict=True))
     told = words(Comparison(*alike[:2])) if alike is not None else []
     changes = lines.changed_lines(*sides)
-    return [
-        {"kind": "golden_difference", "name": name, "words": told, "keys": keys, "texts": texts, "changes": changes}
-    ]
+    fact = {"kind": "golden_difference", "name": name, "words": told, "keys": keys, "texts": texts, "changes": changes}
+    return [fact]
 
 
 def _damage(kind: str, golden: str) -> str | None:

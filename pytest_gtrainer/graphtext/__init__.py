@@ -32,14 +32,8 @@ if TYPE_CHECKING:
     from pytest_gtrainer.graphtext.spelling import constants
 
 __all__ = ["GraphLine", "TextError", "constants", "diff", "lines_of", "parse", "render", "render_layout", "unfold"]
-_HOME = {
-    "constants": "spelling",
-    "diff": "differences",
-    "parse": "parsing",
-    "lines_of": "rendering",
-    "render": "rendering",
-    "render_layout": "rendering",
-}
+_HOME = {"constants": "spelling", "diff": "differences", "parse": "parsing"}
+_HOME |= dict.fromkeys(("lines_of", "render", "render_layout"), "rendering")
 
 
 def __getattr__(name: str) -> Any:

@@ -109,14 +109,8 @@ def payload_of(launch: fx.Node) -> list[torch.Tensor]:
     """What a collective moves: its result, or its operands where these are known to be larger; if fused, nothing."""
     if is_fused(launch):
         return []
-    sent, received = (
-        [
-            leaf
-            for leaf in pytree.tree_leaves([node.meta.get("val") for node in nodes])
-            if isinstance(leaf, torch.Tensor)
-        ]
-        for nodes in (sent_operands(launch), [launch])
-    )
+    sides = [[node.meta.get("val") for node in nodes] for nodes in (sent_operands(launch), [launch])]
+    sent, received = ([leaf for leaf in pytree.tree_leaves(s) if isinstance(leaf, torch.Tensor)] for s in sides)
     sizes = [sum(tensor.numel() for tensor in tensors) for tensors in (sent, received)]
     return sent if all(type(size) is int for size in sizes) and sizes[0] > sizes[1] else received
 
@@ -156,12 +150,8 @@ class _Schedule:
         self._speller, self._calls = speller, calls
         self._nodes, self._scopes = speller.scopes.computed, speller.scopes.of
         self._serves = packing(self._nodes, self._scopes)
-        packed = {
-            (operand, event)
-            for node, event in self._serves.items()
-            for operand in node.all_input_nodes
-            if self._serves.get(_source(operand)) is not event
-        }
+        served = ((operand, event) for node, event in self._serves.items() for operand in node.all_input_nodes)
+        packed = {(operand, event) for operand, event in served if self._serves.get(_source(operand)) is not event}
         self._packed = Counter(event for _, event in packed)  # how many tensors each launch has
 
     def sections(self) -> Iterable[Section]:

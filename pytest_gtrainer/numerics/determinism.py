@@ -88,18 +88,11 @@ NCCL_PRESETS: Mapping[str, Mapping[str, str]] = {
     "sglang_tree": {"NCCL_ALGO": "allreduce:tree"},
     # vLLM batch_invariant.override_envs_for_invariance: trees, one channel, one protocol.
     "vllm_batch_invariant": {
-        "NCCL_LAUNCH_MODE": "GROUP",
-        "NCCL_COLLNET_ENABLE": "0",
-        "NCCL_NVLS_ENABLE": "0",
-        "NCCL_P2P_NET_DISABLE": "1",
-        "NCCL_MIN_NCHANNELS": "1",
-        "NCCL_MAX_NCHANNELS": "1",
-        "NCCL_PROTO": "Simple",
-        "NCCL_ALGO": "allreduce:tree",
-        "NCCL_NTHREADS": "1",
-        "NCCL_SOCKET_NTHREADS": "1",
+        "NCCL_LAUNCH_MODE": "GROUP", "NCCL_COLLNET_ENABLE": "0", "NCCL_NVLS_ENABLE": "0", "NCCL_P2P_NET_DISABLE": "1",
+        "NCCL_MIN_NCHANNELS": "1", "NCCL_MAX_NCHANNELS": "1", "NCCL_PROTO": "Simple", "NCCL_ALGO": "allreduce:tree",
+        "NCCL_NTHREADS": "1", "NCCL_SOCKET_NTHREADS": "1",
     },
-}
+}  # fmt: skip
 """Environment variables by the name of the preset; ``as_found`` sets nothing."""
 
 _WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
@@ -224,14 +217,10 @@ def _cublas_workspace() -> Iterator[None]:
         finally:
             if torch.cuda.is_initialized() and not started_before:
                 _cuda_started_here = True
-                _read_workspace()
-
-
-def _read_workspace() -> None:
-    """torch and cuBLAS look at their variable at the first product and never again: one while it is there."""
-    with suppress(RuntimeError):  # from a GPU that has failed, and what failed is on its way up
-        one = torch.ones(1, 1, dtype=torch.float32, device="cuda")
-        torch.mm(one, one)
+                # torch and cuBLAS look at their variable at the first product and never again: one while it is there
+                with suppress(RuntimeError):  # from a GPU that has failed, and what failed is on its way up
+                    one = torch.ones(1, 1, dtype=torch.float32, device="cuda")
+                    torch.mm(one, one)
 
 
 def _set_inductor(stack: ExitStack) -> None:

@@ -20,7 +20,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from pytest_gtrainer.worlds import by_value, ranks_by, ranks_text
 
@@ -196,14 +196,12 @@ Calls = Mapping[int, Mapping[str, GroupCalls]]  # by rank, its groups by their n
 
 def read_calls(texts: Mapping[int, str]) -> Calls:
     """What ranks have answered; one that did not, or not to the end, is missing."""
-    return {
-        rank: {
-            name: GroupCalls(label, ranks, last, {number: Call(*call) for number, *call in calls})
-            for name, (label, ranks, last, calls) in json.loads(text).items()
-        }
-        for rank, text in texts.items()
-        if text.endswith("}")
-    }
+
+    def group(label: str, ranks: Sequence[int], last: int, calls: Sequence[Any]) -> GroupCalls:
+        return GroupCalls(label, ranks, last, {number: Call(*call) for number, *call in calls})
+
+    told = {rank: json.loads(text) for rank, text in texts.items() if text.endswith("}")}
+    return {rank: {name: group(*group_told) for name, group_told in groups.items()} for rank, groups in told.items()}
 
 
 def _by_group(calls: Calls) -> Iterator[tuple[str, dict[int, GroupCalls], dict[int, dict[int, Call]]]]:

@@ -34,17 +34,11 @@ IDLE_FACTOR = 2  # idle ranks cost 20 MB each; twice the slots let worlds of two
 LOOK_EVERY = 0.5
 
 PRELOAD = (
-    "torch",
-    "torch.distributed",
-    "numpy",
-    "torch.distributed.tensor",
-    "torch.distributed.fsdp",
+    "torch", "torch.distributed", "numpy", "torch.distributed.tensor", "torch.distributed.fsdp",
     "torch.fx.experimental.proxy_tensor",
-    # tracing and every optimiser import it at their first use: once here, or once in each rank
-    "torch._dynamo",
-    "pytest_gtrainer.plugin",
-    "pytest_gtrainer.ranks.inside.rank",
-)
+    "torch._dynamo",  # tracing and every optimiser import it at their first use: once here, or once in each rank
+    "pytest_gtrainer.plugin", "pytest_gtrainer.ranks.inside.rank",
+)  # fmt: skip
 
 TeamKey = tuple[int, str, frozenset[tuple[str, str]]]  # number of ranks, device, environment
 

@@ -43,12 +43,7 @@ main(fd, folder, modules)
 """
 
 # One thread in every pool: a process with threads must not fork, and 8 ranks share the cores.
-_ONE_THREAD = {
-    "OMP_NUM_THREADS": "1",
-    "MKL_NUM_THREADS": "1",
-    "OPENBLAS_NUM_THREADS": "1",
-    "TORCHINDUCTOR_COMPILE_THREADS": "1",
-}
+_POOLS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "TORCHINDUCTOR_COMPILE_THREADS")
 
 _numbers = itertools.count()
 
@@ -94,25 +89,13 @@ class ForkServer:
                 stdin=subprocess.DEVNULL,
                 stdout=None if live_output else log,
                 stderr=None if live_output else log,
-                env={**lasting_environment(), **_ONE_THREAD, FOLDER_VARIABLE: str(self.folder)},
+                env={**lasting_environment(), **dict.fromkeys(_POOLS, "1"), FOLDER_VARIABLE: str(self.folder)},
                 # Ctrl-C is the parent's to handle. A session of its own would do, too, but Linux shares the time of
                 # its cores by session: gloo's threads then waited for the parent's.
                 process_group=0,
             )
         self.conn = Connection(ours.detach())
         self.fd = self.conn.fileno()
-
-    def _wait_until_ready(self) -> None:
-        if self._ready:
-            return
-        message: object = None
-        with contextlib.suppress(EOFError, OSError):
-            message = self.conn.recv() if self.conn.poll(SERVER_START_LIMIT) else None
-        error = message.error if isinstance(message, wire.Started) else self._log()
-        if error is not None:
-            self.close()
-            raise RanksError(f"the process that forks ranks did not start: {error}")
-        self._ready = True
 
     def _log(self) -> str:
         text = ""
@@ -122,7 +105,14 @@ class ForkServer:
 
     def fork(self, setups: list[wire.RankSetup]) -> list[tuple[int, wire.Channel]]:
         """Fork one rank per setup: pids and channels; RanksError if it cannot, with what the forkserver wrote."""
-        self._wait_until_ready()
+        message: object = wire.Started()
+        if not self._ready:
+            with contextlib.suppress(EOFError, OSError):
+                message = self.conn.recv() if self.conn.poll(SERVER_START_LIMIT) else None
+            if (error := message.error if isinstance(message, wire.Started) else self._log()) is not None:
+                self.close()
+                raise RanksError(f"the process that forks ranks did not start: {error}")
+            self._ready = True
         channels: list[wire.Channel] = []
         try:
             for setup in setups:

@@ -34,13 +34,11 @@ def what_changed(test: Test) -> list[str]:
     for told in test.comparisons():
         if told["outcome"] != ("different" if told["must_differ"] else "equal"):
             what = told["what"] or "comparison"
-            if told["first"] is None:
-                lines.append(
-                    f"{what}: {told['told'].partition(chr(10))[0]}{', and had to differ' * told['must_differ']}"
-                )
-            else:
+            said = f"{told['told'].partition(chr(10))[0]}{', and had to differ' * told['must_differ']}"
+            if told["first"] is not None:
                 step, rank, phase, name = told["first"]
-                lines.append(f"{what}: first different at step {step}, rank {rank}, {phase} {name}".rstrip())
+                said = f"first different at step {step}, rank {rank}, {phase} {name}".rstrip()
+            lines.append(f"{what}: {said}")
     for fact in test.of("layout"):
         lines += [f"layout: {cut(fact['problems'])}"] if fact["problems"] else []
     return lines
@@ -214,15 +212,9 @@ def _layouts(then: Sequence[Any], now: Sequence[Any]) -> Iterator[str]:
             (label, collective), _ = place
             one, other = was[place], has[place]
             names = [[slot[0] for slot in each["slots"]] for each in (one, other)]
-            fields = [
-                f"{name} {one.get(name)} became {other.get(name)}"
-                for name in _FIELDS
-                if one.get(name) != other.get(name)
-            ]
+            told = ((name, one.get(name), other.get(name)) for name in ("op", "dtype", "ranks", "directions"))
+            fields = [f"{name} {old} became {new}" for name, old, new in told if old != new]
             if names[0] != names[1]:
                 is_order = sorted(names[0]) == sorted(names[1])
                 fields.insert(0, "the same parameters in another order" if is_order else "other parameters")
             yield f"{collective} of {label}: {', '.join(fields) or 'other sizes'}"
-
-
-_FIELDS = ("op", "dtype", "ranks", "directions")

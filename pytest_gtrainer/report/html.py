@@ -62,15 +62,10 @@ def render_page(run: Run) -> str:
         texts |= {key: text for fact in test.of("golden_difference") for key, text in fact["texts"].items()}
     if run.earlier is not None:
         texts |= {key: run.earlier.graphs[key] for key in run.earlier.shown if key in run.earlier.graphs}
-    return Environment(autoescape=True, trim_blocks=True).from_string(body).render(
-        run=run,
-        tests=[_row(test, details) for test, details in zip(run.tests, run.details, strict=True)],
-        texts=texts,
-        schedules=packed_by["schedule"],
-        memories=packed_by["memory"],
-        style=style,
-        script=script,
-    )  # fmt: skip
+    tests = [_row(test, details) for test, details in zip(run.tests, run.details, strict=True)]
+    data = {"texts": texts, "schedules": packed_by["schedule"], "memories": packed_by["memory"]}
+    page = Environment(autoescape=True, trim_blocks=True).from_string(body)
+    return page.render(run=run, tests=tests, style=style, script=script, **data)
 
 
 def _row(test: Test, details: dict[str, Any]) -> dict[str, Any]:
@@ -100,13 +95,12 @@ def details_of(test: Test, earlier: Earlier | None = None) -> dict[str, Any]:
         number = fact["pipeline"] - first
         one = pipelines.setdefault(number, {"number": number, "passes": [], "layouts": []})
         one["passes" if fact["kind"] == "pass" else "layouts"].append(fact)
+    goldens = [{name: fact[name] for name in ("name", "keys", "changes")} for fact in test.of("golden_difference")]
     details: dict[str, Any] = {
         "name": test.name,
         "outcome": test.outcome,
         "changed": what_changed(test),
-        "goldens": [
-            {name: fact[name] for name in ("name", "keys", "changes")} for fact in test.of("golden_difference")
-        ],
+        "goldens": goldens,
         "earlier": {"lines": [], "graphs": []},
         "failures": [[report.when, report.longreprtext] for report in test.reports if report.failed],
         "comparisons": test.comparisons(),

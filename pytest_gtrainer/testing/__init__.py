@@ -24,15 +24,8 @@ if TYPE_CHECKING:
     from pytest_gtrainer.testing.running import run_pass_file
 
 __all__ = [
-    "PassFile",
-    "PassFileError",
-    "ProjectRun",
-    "ToldByTest",
-    "parse",
-    "pass_files",
-    "run_pass_file",
-    "run_project",
-]
+    "PassFile", "PassFileError", "ProjectRun", "ToldByTest", "parse", "pass_files", "run_pass_file", "run_project"
+]  # fmt: skip
 
 _HOME = {"run_pass_file": "pytest_gtrainer.testing.running", "parse": "pytest_gtrainer.graphtext"}
 

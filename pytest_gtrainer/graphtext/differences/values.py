@@ -82,12 +82,11 @@ def _shown_arguments(value: Value) -> str:
 
 
 def _operand_remarks(comparison: Comparison, was: Value, now: Value) -> Iterator[Remark]:
-    other = [
-        (number, old, new)
-        for number, (old, new) in enumerate(zip(was.operands, now.operands, strict=True), start=1)
-        if not comparison.same_operand(old, new) and not comparison.is_said(old, new) and not _is_definition(old)
-    ]
-    if not other:
+    def is_told(old: Operand, new: Operand) -> bool:
+        return comparison.same_operand(old, new) or comparison.is_said(old, new) or _is_definition(old)
+
+    pairs = enumerate(zip(was.operands, now.operands, strict=True), start=1)
+    if not (other := [(number, old, new) for number, (old, new) in pairs if not is_told(old, new)]):
         return
     number, old, new = other[0]
     shown, before = _shown(comparison.new, new), _shown(comparison.old, old)

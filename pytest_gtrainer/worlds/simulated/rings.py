@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import torch
@@ -32,12 +33,9 @@ def rail_rings(nodes: int, ranks_per_node: int, channels: int) -> Rings:
     >>> rail_rings(2, 4, 2)
     ((0, 3, 2, 1, 4, 7, 6, 5), (1, 0, 3, 2, 5, 4, 7, 6))
     """
+    hops = list(product(range(nodes), range(ranks_per_node)))
     return tuple(
-        tuple(
-            node * ranks_per_node + (channel - hop) % ranks_per_node
-            for node in range(nodes)
-            for hop in range(ranks_per_node)
-        )
+        tuple(node * ranks_per_node + (channel - hop) % ranks_per_node for node, hop in hops)
         for channel in range(channels)
     )
 
@@ -85,13 +83,9 @@ def check_rings(rings: Sequence[Ring], size: int) -> None:
 
 
 HOPS: dict[str, Callable[..., Any]] = {
-    "sum": torch.add,
-    "avg": torch.add,
-    "premul_sum": torch.add,
-    "product": torch.mul,
-    "max": torch.maximum,
-    "min": torch.minimum,
-}
+    **dict.fromkeys(("sum", "avg", "premul_sum"), torch.add),
+    "product": torch.mul, "max": torch.maximum, "min": torch.minimum,
+}  # fmt: skip
 """How a rank combines what arrives with what it has; ``(arrived, own, out=...)``. For "premul_sum" it is a product."""
 
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)

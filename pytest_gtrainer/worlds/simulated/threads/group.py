@@ -29,13 +29,9 @@ from pytest_gtrainer.worlds.simulated.net import Net
 from pytest_gtrainer.worlds.simulated.threads.team import Awaited, ThreadTeam
 
 _UNMODELLED = (
-    "_start_coalescing",
-    "allgather_coalesced",
-    "merge_remote_group",
-    "monitored_barrier",
-    "recv_anysource",
+    "_start_coalescing", "allgather_coalesced", "merge_remote_group", "monitored_barrier", "recv_anysource",
     "split_group",
-)
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

@@ -134,7 +134,6 @@ class Predicate:
 
     def check(self, subject: Subject) -> None:
         """Raises ``CheckError`` if no node of any graph like this one can fit."""
-        return
 
     def difference(self, node: fx.Node, subject: Subject) -> str | None:
         """``its dtype is f32, expected bf16``; None if the node fits."""

@@ -237,7 +237,6 @@ def _sync_folder(folder: Path) -> None:
 
 
 def _sweep(folder: Path) -> None:
-    """Remove the stale temporaries of a folder."""
     for found in filter(None, map(_TEMPORARY.fullmatch, os.listdir(folder))):
         with contextlib.suppress(OSError):
             is_stale = time.time() - (folder / found[0]).stat().st_mtime > _STALE_SECONDS

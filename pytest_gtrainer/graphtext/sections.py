@@ -69,7 +69,6 @@ def is_word(part: str) -> bool:
 
 
 def _quoted(part: str) -> str:
-    """A name in quotes."""
     escaped = part.replace("\\", "\\\\").replace('"', '\\"')
     return '"' + "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in escaped) + '"'
 

@@ -83,14 +83,9 @@ def compare_entries(
     elif unverified:
         outcome = "unverified"
     places = {phase: place for place, phase in enumerate((OUTSIDE_A_RUN, *PHASES))}
-    return Verdict(
-        outcome=outcome,
-        compared=len(common) - len(unread),
-        differences=tuple(sorted(found, key=lambda one: (*one.key[:2], places[one.key.phase]))),
-        only_actual=only_actual,
-        only_expected=only_expected,
-        reasons=(*faults, *unverified),
-    )
+    differences = tuple(sorted(found, key=lambda one: (*one.key[:2], places[one.key.phase])))
+    reasons = (*faults, *unverified)
+    return Verdict(outcome, len(common) - len(unread), differences, only_actual, only_expected, reasons)
 
 
 def _share_memory(a: Tensor, b: Tensor) -> bool:
@@ -123,19 +118,11 @@ def difference_of(key: Key, actual: Tensor, expected: Tensor) -> Difference | No
         return None
     elements, flat = bits.count_differing(a, b)
     x, y = (side.reshape(-1)[flat] for side in (a, b))
+    place = tuple(map(int, torch.unravel_index(torch.tensor(flat), a.shape)))
     return Difference(
-        key,
-        "bits",
-        actual=bits.value(x),
-        expected=bits.value(y),
-        layout=layout,
-        numel=numel,
-        element=tuple(map(int, torch.unravel_index(torch.tensor(flat), a.shape))),
-        actual_bits=bits.pattern(x),
-        expected_bits=bits.pattern(y),
-        ulp=bits.ulp_distance(x, y),
-        elements=elements,
-    )
+        key, "bits", actual=bits.value(x), expected=bits.value(y), layout=layout, numel=numel, element=place,
+        actual_bits=bits.pattern(x), expected_bits=bits.pattern(y), ulp=bits.ulp_distance(x, y), elements=elements,
+    )  # fmt: skip
 
 
 class VerdictError(AssertionError):

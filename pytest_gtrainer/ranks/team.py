@@ -214,19 +214,13 @@ class LocalRanks:
         self._folder = server.folder / f"team{next(_numbers)}"
         self._folder.mkdir()
         self.stores = (str(self._folder / f"store{number}") for number in itertools.count())
-        store = plan.store or next(self.stores)
-        setups = [
-            replace(
-                plan,
-                rank=rank,
-                folder=str(self._folder),
-                store=store,
-                basetemp=plan.basetemp and f"{plan.basetemp}/{self._folder.name}-rank{rank}",
-                worker={**plan.worker, "gt_rank": rank},
-            )
-            for rank in plan.ranks
-        ]
-        forked = server.fork(setups)
+        shared = replace(plan, folder=str(self._folder), store=plan.store or next(self.stores))
+
+        def setup(rank: int) -> wire.RankSetup:
+            temporary = plan.basetemp and f"{plan.basetemp}/{self._folder.name}-rank{rank}"
+            return replace(shared, rank=rank, basetemp=temporary, worker={**plan.worker, "gt_rank": rank})
+
+        forked = server.fork(list(map(setup, plan.ranks)))
         self._processes = {rank: _RankProcess(*each) for rank, each in zip(plan.ranks, forked, strict=True)}
 
     def send(self, command: object, ranks: Iterable[int]) -> None:

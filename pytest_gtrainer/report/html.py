@@ -73,16 +73,11 @@ def _row(test: Test, details: dict[str, Any]) -> dict[str, Any]:
     passes = " ".join(each["name"] for pipeline in details["pipelines"] for each in pipeline["passes"])
     changed = [each[:300] for each in [*details["changed"], *details["earlier"]["lines"]]]
     words = " ".join([test.name, test.outcome, test.world, passes, test.headline, *changed])
+    time = f"{sum(report.duration for report in test.reports):.2f} s"
     return {
-        "name": test.name,
-        "outcome": test.outcome,
-        "world": test.world,
-        "time": f"{sum(report.duration for report in test.reports):.2f} s",
-        "headline": test.headline,
-        "changed": changed,
-        "words": words.lower()[:_MOST_WORDS],
-        "packed": packed(json.dumps(details)),
-    }
+        "name": test.name, "outcome": test.outcome, "world": test.world, "time": time, "headline": test.headline,
+        "changed": changed, "words": words.lower()[:_MOST_WORDS], "packed": packed(json.dumps(details)),
+    }  # fmt: skip
 
 
 def details_of(test: Test, earlier: Earlier | None = None) -> dict[str, Any]:

@@ -62,12 +62,9 @@ PROTOCOLS = {"Simple": 2 << 20, "LL128": 576_000, "LL": 32 << 10}
 """The bytes of a chunk of a ring all-reduce, with NCCL's default buffers (init.cc:809-813, enqueue.cc:2222-2227)."""
 CHANNELS = 4
 _CHOICES = {
-    "partition": PARTITIONS,
-    "accumulate": ("wire", "fp32"),
-    "average": ("premultiply", "divide"),
-    "algorithm": ("ring", "tree", "pat"),
-    "protocol": tuple(PROTOCOLS),
-}
+    "partition": PARTITIONS, "accumulate": ("wire", "fp32"), "average": ("premultiply", "divide"),
+    "algorithm": ("ring", "tree", "pat"), "protocol": tuple(PROTOCOLS),
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -349,15 +346,9 @@ class NetModel(Net):
     def _ring_sum(self, collective: str, inputs: Tensor, orders: Tensor, op: str, payloads: int = 1) -> Tensor:
         dtype = inputs.dtype
         wide = self.accumulate == "fp32" and dtype.is_floating_point
-        return ring_sum(
-            inputs,
-            self._stretches(collective, inputs.shape[1] // payloads, dtype.itemsize),
-            orders,
-            op,
-            accumulator=torch.promote_types(dtype, torch.float32) if wide else dtype,
-            average=self.average,
-            payloads=payloads,
-        )
+        accumulator = torch.promote_types(dtype, torch.float32) if wide else dtype
+        stretches = self._stretches(collective, inputs.shape[1] // payloads, dtype.itemsize)
+        return ring_sum(inputs, stretches, orders, op, accumulator=accumulator, average=self.average, payloads=payloads)
 
     def _parts(self, collective: str, count: int, itemsize: int) -> list[Stretch]:
         """Which element of a payload goes through which channel."""

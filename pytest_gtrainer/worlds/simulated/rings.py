@@ -206,15 +206,9 @@ def _units(
 
 
 def ring_sum(
-    inputs: Tensor,
-    stretches: Sequence[Stretch],
-    orders: Tensor,
-    op: str,
-    *,
-    accumulator: torch.dtype,
-    average: str,
+    inputs: Tensor, stretches: Sequence[Stretch], orders: Tensor, op: str, *, accumulator: torch.dtype, average: str,
     payloads: int = 1,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Reduce ``[ranks, elements]`` to ``[elements]`` by stretches that cover each payload. ``orders`` are ``[channel,
     hop, place]``; partial sums have the dtype ``accumulator``. An "avg" divides, or scales inputs by 1 / ranks in the
     dtype of the wire ("premultiply")."""

@@ -50,8 +50,7 @@ def run_threads(size: int, function: Callable[..., Any], *args: Any, net: Net, t
         raise ValueError(f"run_threads: timeout is a number of seconds above 0; not {timeout!r}")
     crew = _Crew(size, function, args, net)
     with ExitStack() as stack:
-        kept = restored(), state_kept(), warnings.catch_warnings()
-        for context in kept:
+        for context in (restored(), state_kept(), warnings.catch_warnings()):
             stack.enter_context(context)
         stack.enter_context(torch_threads.tracing_hooks(crew.refuse_tracing))
         stack.enter_context(torch_threads.isolated_threads(_refuse))

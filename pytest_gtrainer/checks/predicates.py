@@ -1,7 +1,5 @@
 """Predicates of a pattern, each of which says in words how a node differs; patterns, and checks made of them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter

@@ -1,7 +1,5 @@
 """The graph that is checked: its schedule, and what names in checks stand for; what goes wrong with a check."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 

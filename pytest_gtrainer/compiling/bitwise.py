@@ -1,7 +1,5 @@
 """A graph before and after a pass, on the same inputs, bit for bit; and a compiled function against eager."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 

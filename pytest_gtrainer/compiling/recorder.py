@@ -5,8 +5,6 @@ is given each; the joint graph by a pass of ours before all others. When a pass 
 trace tells, and the graph that is being worked on is copied if it has changed.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import os

@@ -1,7 +1,5 @@
 """A topic's contract, read in its source (names that it imports or spells out, and how it calls them), and examined."""
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import importlib

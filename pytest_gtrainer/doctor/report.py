@@ -1,7 +1,5 @@
 """One screen: versions, devices, and each topic in a line, with what is out of order below it."""
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import functools

@@ -4,8 +4,6 @@ Graphs and layouts are compared unfolded and without headers, and what only anot
 difference. Numbers are compared with the golden's numbers of the same environment, texts as they are.
 """
 
-from __future__ import annotations
-
 import hashlib
 import unicodedata
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ the stem, ``@`` and the check's name if it has one, ``@torch=2.15`` if it is kep
 its kind. A *claim* is a text that a test says its golden should hold; a rank only records it, the parent judges.
 """
 
-from __future__ import annotations
-
 import hashlib
 import re
 from collections.abc import Iterable, Mapping

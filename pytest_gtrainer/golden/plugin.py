@@ -8,8 +8,6 @@ claims (``gt_claims``), the command of an inline expectation that has failed (``
 carries what was written, so that a worker that crashes later takes nothing along.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import os

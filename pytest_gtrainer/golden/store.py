@@ -5,8 +5,6 @@ is refused. A file is replaced in one step: a *temporary* beside it is written w
 in the folder removes a *stale* temporary, which a killed writer has left.
 """
 
-from __future__ import annotations
-
 import codecs
 import contextlib
 import errno

@@ -10,8 +10,6 @@ One that only a GPU could judge is *not judged* where there is none. A run is *f
 came to is known to all processes that its reports pass through.
 """
 
-from __future__ import annotations
-
 import glob
 import os
 import re

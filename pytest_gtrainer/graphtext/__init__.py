@@ -16,8 +16,6 @@ What the text leaves out, on purpose: node names, process group names, storage o
 constant is used twice. docs/graph-text.md has it all.
 """
 
-from __future__ import annotations
-
 import importlib
 from typing import TYPE_CHECKING, Any
 

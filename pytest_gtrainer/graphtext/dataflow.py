@@ -4,8 +4,6 @@ A *value* is an input or one statement's result; its operands are places of earl
 names. A *template* is what a line says apart from names. A text is taken apart once, however many layers it stands for.
 """
 
-from __future__ import annotations
-
 import functools
 import re
 import textwrap

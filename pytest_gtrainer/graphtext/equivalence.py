@@ -8,8 +8,6 @@ value that is changed in place has to stand on the same side of the change. The 
 first operand, for a view or a change in place, else its own. No torch here: operators are known by name.
 """
 
-from __future__ import annotations
-
 import ast
 import functools
 import itertools

@@ -4,8 +4,6 @@ Presentation only: ``unfold`` gives the same lines whatever was folded. It reads
 not look inside statements, which is all that comparing goldens needs; no torch here.
 """
 
-from __future__ import annotations
-
 import bisect
 import itertools
 import re

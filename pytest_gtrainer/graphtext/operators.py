@@ -5,8 +5,6 @@ only, never by evaluating a text. Since a parsed graph can be run, operators tha
 graph does not show are refused. A process group is a symbol, ``fsdp = group(range(0, 8))``, as its name drifts.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import keyword

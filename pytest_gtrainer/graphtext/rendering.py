@@ -7,8 +7,6 @@
   issues it, reduction and bytes of one rank's slice; below it stand its parameters, each ``at`` a byte of it.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any

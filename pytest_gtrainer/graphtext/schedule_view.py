@@ -13,8 +13,6 @@ of it), and stands next to it: it is shown as a part of it. A *free* node costs 
 sizes, a guard. All others compute.
 """
 
-from __future__ import annotations
-
 import itertools
 import re
 from collections import Counter

@@ -12,8 +12,6 @@ Where no module is said (a gradient that autograd accumulates has none), it foll
 - ``custom(...)``: annotations of the user's own, from ``meta["custom"]``.
 """
 
-from __future__ import annotations
-
 import ast
 import keyword
 import operator

@@ -4,8 +4,6 @@
 are numbered, a *key* says to which section its lines belong.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import keyword

@@ -7,8 +7,6 @@ the whole graph, bodies included, and is defined with its hint: ``s0 = size(16)`
 A constant is a word of torch, a literal, or a digest; ``constants`` gives what a text tells by a digest only.
 """
 
-from __future__ import annotations
-
 import ctypes
 import hashlib
 import itertools

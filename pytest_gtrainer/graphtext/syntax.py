@@ -5,8 +5,6 @@ names something: ``saved.layers[i-1].mm``. As a text says most lines once for ma
 *place* where it stands.
 """
 
-from __future__ import annotations
-
 import ast
 import functools
 from collections.abc import Sequence

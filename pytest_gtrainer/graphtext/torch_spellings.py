@@ -5,8 +5,6 @@ Texts made before and since such a version are compared in the words of the newe
 a spelling hides nothing while torch stays. docs/goldens.md says why it is so.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -6,8 +6,6 @@ who wants two models to look the same; ``mix128`` is computed by torch on the te
 are comparable.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 from collections.abc import Callable, Iterable, Iterator

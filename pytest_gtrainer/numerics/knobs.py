@@ -4,8 +4,6 @@ Of it are made what ``deterministic`` sets and reports, the guard against tests 
 ``docs/determinism.md``. Reading a knob imports nothing: of a module that is not loaded there is no value.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Iterable

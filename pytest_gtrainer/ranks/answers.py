@@ -8,8 +8,6 @@ A *call* is a collective that a rank has issued on a group, as torch records it;
 group. A rank *lacks* the calls that have a higher number than its own last one.
 """
 
-from __future__ import annotations
-
 import json
 import linecache
 import re

@@ -1,7 +1,5 @@
 """``gt_ranks``: call functions on real ranks from a test that itself stays in the parent."""
 
-from __future__ import annotations
-
 import pickle
 import sys
 import traceback

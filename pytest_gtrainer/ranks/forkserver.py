@@ -6,8 +6,6 @@ its ranks. What a rank starts ends with it, also in a session of its own: a proc
 child, and this process's when the rank ends (``PR_SET_CHILD_SUBREAPER``).
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import faulthandler

@@ -8,8 +8,6 @@ of those that wait for one of the same slots may take them.
 Processes that share a folder share its slots: the xdist workers of a run for CPUs, every run of a user for GPUs.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import json

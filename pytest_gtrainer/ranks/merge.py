@@ -6,8 +6,6 @@ exceptions say themselves where the fault lies (``gt_origin``): then the smalles
 because another one had left the collective is a *consequence*: one line, never the headline.
 """
 
-from __future__ import annotations
-
 import sys
 import warnings
 from collections.abc import Iterable, Iterator, Mapping

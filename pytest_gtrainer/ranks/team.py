@@ -1,7 +1,5 @@
 """Forked ranks, seen from the parent: the forkserver that makes them, and the team of one world, warm between tests."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import json

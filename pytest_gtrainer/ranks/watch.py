@@ -6,8 +6,6 @@ blocked ones raise; a rank that is still stuck a while later gives its stack, an
 that have not ended wait in collectives, twice in a row in the same, their calls are compared: see ``answers``.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 import os

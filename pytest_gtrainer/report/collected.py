@@ -1,7 +1,5 @@
 """What a run came to, test by test: put together from the reports that reach the process that ends the run."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import zip_longest

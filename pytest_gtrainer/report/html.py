@@ -4,8 +4,6 @@ Details lie packed, a script tag for each test, graph and schedule. The page's s
 thousand tests and a graph of 40,000 nodes cost a reader only what they look at.
 """
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from dataclasses import dataclass, field

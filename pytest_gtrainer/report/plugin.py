@@ -5,8 +5,6 @@ A test's entry in the JUnit file has the properties ``gt_world``, ``gt_ranks``, 
 whose digests agree have trained alike.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import platform

@@ -1,7 +1,5 @@
 """What a run says on the terminal: long work while it goes on; at the end tables, one of conformance, and a summary."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

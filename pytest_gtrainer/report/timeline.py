@@ -29,8 +29,6 @@ groups do not share a link.
 compute 1.00 ms, communication 2.00 ms, of it overlapped 1.00 ms, exposed 1.00 ms: 2.00 ms in all
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass

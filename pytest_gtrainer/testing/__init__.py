@@ -11,8 +11,6 @@ A *pass file* is graph text with the passes to run, and what to expect, in its c
 ``run_project`` runs a project in its own process and returns the results of its tests. This imports no torch.
 """
 
-from __future__ import annotations
-
 import importlib
 from typing import TYPE_CHECKING, Any
 

@@ -4,8 +4,6 @@ What it says stands in *directives*: comment lines of a graph file like ``# name
 the reader. One that looks like a directive and is none is an error: a misspelled check would check nothing.
 """
 
-from __future__ import annotations
-
 import ast
 import os
 import re

@@ -6,8 +6,6 @@
 What a test tells stands in the JUnit file that pytest writes. No torch here.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

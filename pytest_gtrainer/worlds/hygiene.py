@@ -5,8 +5,6 @@ later attach theirs to every logger that does not propagate, so each captured te
 (a third of a trace's time) and print hundreds of empty lines when it fails.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import logging

@@ -6,8 +6,6 @@ Both give what every rank returns, by name, and add in the order of one net:
     assert_bitwise_equal(actual, simulate_eager(function, inputs_of_rank, gt_world))
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 

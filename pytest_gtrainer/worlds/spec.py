@@ -3,8 +3,6 @@
 A *spec* is the marker's content, complete and valid: kind, size, mesh, nodes, rank.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field

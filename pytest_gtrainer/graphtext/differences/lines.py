@@ -7,8 +7,6 @@ only gaps of a few lines. What none of them resolves is one replacement: right, 
 ``_DEPTH`` levels reads a line a few times; the greedy search at most ``2 * _STEPS`` times.
 """
 
-from __future__ import annotations
-
 import difflib
 import itertools
 import re

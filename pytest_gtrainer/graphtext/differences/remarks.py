@@ -5,8 +5,6 @@ that say the same of their layers become one: ``wait of AG layers[1..31] moved b
 What belongs to the backward ends in ``/bwd``. A collective is called by its kind and its bucket or module.
 """
 
-from __future__ import annotations
-
 import itertools
 import re
 from collections import Counter, defaultdict

@@ -4,8 +4,6 @@ Compute that keeps its order is the ruler of moves: a launch or a wait has moved
 stands before it. What only serves a collective (casts of parameters, packing) moves with it and is not told.
 """
 
-from __future__ import annotations
-
 import bisect
 import itertools
 import re

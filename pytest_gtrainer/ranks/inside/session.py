@@ -1,7 +1,5 @@
 """The pytest session of a rank: the parent's options and plugins without those that report; its tests and reports."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import sys

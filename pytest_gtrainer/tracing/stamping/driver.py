@@ -6,8 +6,6 @@ over, globals that they name. All of it is put back. What cannot be seen: state 
 extensions in C, and files.
 """
 
-from __future__ import annotations
-
 import random
 import types
 from collections import deque

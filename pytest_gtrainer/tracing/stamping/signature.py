@@ -5,8 +5,6 @@ below. A class that is made for one module (``data_parallel``, parametrizations)
 that cannot be looked into is equal to itself alone: two layers that each have one differ.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import itertools

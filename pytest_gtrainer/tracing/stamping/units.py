@@ -5,8 +5,6 @@ forward, backward. A node belongs to the unit whose module it names, or whose st
 layer, between two units of a pass, to the one before it. The rest is *outside*.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field

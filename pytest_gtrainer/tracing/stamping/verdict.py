@@ -1,7 +1,5 @@
 """What a proof says: where layers are refused and why, and whether two graphs are equal."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator
 from typing import Any

@@ -4,8 +4,6 @@ From the *contributions* of all members, by rank in the group, to a list of tens
 one tensor serves all. Sums are the net's. Callers have checked that the members agree.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial

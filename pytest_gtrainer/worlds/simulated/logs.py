@@ -11,8 +11,6 @@ that every rank writes: ``Ring 00 : 3 -> 0 -> 1`` if ``NCCL_DEBUG_SUBSYS`` has G
 via P2P/CUMEM``, which tells of connections.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 

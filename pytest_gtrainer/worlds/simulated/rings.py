@@ -9,8 +9,6 @@ Invariant: a partial sum is rounded to the accumulator's dtype after every hop, 
 as many gathers and additions as ranks, in blocks that stay in the cache: every input byte comes from memory once.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product

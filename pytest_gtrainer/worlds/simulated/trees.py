@@ -8,8 +8,6 @@ A rank adds to its own value what arrives from below, in the order of ``tree.dow
 children on other nodes (common_kernel.h:91-140, prims_ll.h). Line numbers are those of NCCL 2.30.7.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache, reduce
 

@@ -7,8 +7,6 @@ runs once, what a group shares once a group.
 Invariant: nothing in a block draws random numbers, writes to its operands or communicates: the order of ranks is free.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Steps: what is done for a node of the graph that is more than a plain operator, for all ranks."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext

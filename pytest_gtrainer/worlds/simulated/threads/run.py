@@ -1,7 +1,5 @@
 """``run_threads``: a function on many ranks of one process."""
 
-from __future__ import annotations
-
 import itertools
 import threading
 import time

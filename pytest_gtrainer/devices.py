@@ -3,8 +3,6 @@
 A *slot* is the right to run one rank: a GPU, or, without GPUs, one of as many CPU slots as ``--gt-gpus`` says.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 from collections.abc import Mapping, Sequence

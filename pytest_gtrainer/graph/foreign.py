@@ -5,8 +5,6 @@ with one; AOTAutograd and Inductor *descriptors* in ``meta["desc"]``, which coun
 signature beside the graph.
 """
 
-from __future__ import annotations
-
 import ast
 import functools
 import re

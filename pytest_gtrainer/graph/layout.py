@@ -4,8 +4,6 @@
 Limit: of a payload only one end has names in a graph. Bits find a pass that packs in one order, unpacks in another.
 """
 
-from __future__ import annotations
-
 import itertools
 import operator
 from collections import Counter

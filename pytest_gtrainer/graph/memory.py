@@ -7,8 +7,6 @@ waited for, as NCCL does. A graph inside the graph adds what it makes at the nod
 inside an operator, an allocator's rounding and fragments, what happens outside of the graph.
 """
 
-from __future__ import annotations
-
 import operator
 import re
 from collections import Counter

@@ -6,8 +6,6 @@ piece of the result to the graph's outputs. A value that depends on a user's inp
 has parameters above it and cannot be read is *unread*, with the node at which the order is lost.
 """
 
-from __future__ import annotations
-
 import functools
 from collections import defaultdict
 from collections.abc import Callable, Iterable

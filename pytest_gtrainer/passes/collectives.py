@@ -1,7 +1,5 @@
 """What is done to single collectives: by us before they are bucketed, by torch for asynchronous tensor parallelism."""
 
-from __future__ import annotations
-
 import copy
 import operator
 from collections.abc import Sequence

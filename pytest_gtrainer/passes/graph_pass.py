@@ -5,8 +5,6 @@ lints and recompiles what was changed, and returns the GraphModule. A pipeline, 
 at its end.
 """
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import enum

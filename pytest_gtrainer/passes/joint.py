@@ -7,8 +7,6 @@ leaves the graph as it was (D11). *Cost.* Linear in nodes; one recompile. *Sourc
 the same name (pull requests 2934, 3590); payload order (D2, D3) and coverage (B6) are stricter.
 """
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

@@ -6,8 +6,6 @@ the inputs (dI), ``backward_weight`` what else the backward computes (dW), ``red
 computes, and writes and random draws keep their order, or the cut is refused. *Cost.* Linear in nodes and edges.
 """
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 This is what a chunked graph is equal to, bit for bit, with early gradient accumulation off (G1).
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext

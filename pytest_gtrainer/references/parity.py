@@ -5,8 +5,6 @@ is an error instead of a pass (S3). In a simulated world a difference is told wi
 on either side, and in which order each side adds it.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -4,8 +4,6 @@ A graph equals eager code under a wrong plan, too: both compute the same wrong t
 which every rank of a tensor-parallel group holds as a whole differ between them, because each added its own gradient.
 """
 
-from __future__ import annotations
-
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from itertools import chain
 

@@ -1,7 +1,5 @@
 """The pass that chunks regions of a joint graph."""
 
-from __future__ import annotations
-
 import logging
 import math
 import operator

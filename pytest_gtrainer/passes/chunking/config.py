@@ -1,7 +1,5 @@
 """What is chunked: which modules, along which dimension, into how many parts."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -8,8 +8,6 @@ by their own number, and else not meet them. An operator that no table, tag (poi
 of the same operator judges is refused.
 """
 
-from __future__ import annotations
-
 import math
 import re
 import warnings

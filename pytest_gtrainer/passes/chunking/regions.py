@@ -6,8 +6,6 @@ or meets memory that a body writes to. All else is shared: parameters, their all
 module follow those around them.
 """
 
-from __future__ import annotations
-
 import operator
 from dataclasses import dataclass, field
 

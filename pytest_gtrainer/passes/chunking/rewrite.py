@@ -5,8 +5,6 @@ the boundary; what leaves is joined, or added where it is a part of a gradient, 
 *Invariant.* The given graphs are only read. *Cost.* Linear in the nodes of the new graph.
 """
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field

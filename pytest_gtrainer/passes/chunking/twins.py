@@ -6,8 +6,6 @@ step is refused (G18). *Cost.* Linear. Two traces give twins, or one symbolic tr
 of them is left anywhere (H1), and what the trace relied on is checked (H2). Symbols of data stay.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from operator import attrgetter

@@ -175,10 +175,8 @@ def _pickled(result: Any) -> bytes:
     try:
         return pickle.dumps(result)
     except Exception as error:
-        raise TypeError(
-            f"the result, of type {type(result).__name__}, cannot be pickled ({error}): "
-            "return tensors, numbers, strings, and containers of them"
-        ) from None
+        wrong = f"the result, of type {type(result).__name__}, cannot be pickled ({error})"
+        raise TypeError(f"{wrong}: return tensors, numbers, strings, and containers of them") from None
 
 
 class RankGroup:

@@ -106,10 +106,8 @@ class CollectedTests:
         """The session's own item for one of the parent's; CollectionDiffers if there is none."""
         self.load(ref.chain)
         if ref.nodeid not in self._items:
-            raise CollectionDiffers(
-                f"{ref.nodeid} was collected in the parent but not in this rank: "
-                "names and parameters of tests must be the same in every process"
-            )
+            wrong = f"{ref.nodeid} was collected in the parent but not in this rank"
+            raise CollectionDiffers(f"{wrong}: names and parameters of tests must be the same in every process")
         return self._items[ref.nodeid]
 
     def load(self, chain: tuple[str, ...]) -> None:

@@ -150,10 +150,8 @@ def _check_sizes(given: Contributions, unit: str) -> None:
     for place, source in enumerate(given):
         for target, size in zip(given, source.sends, strict=True):
             if target.receives[place] != size:
-                raise CollectiveMismatch(
-                    f"rank {source.rank} sends {size} {unit}{'s' * (size != 1)} to rank {target.rank}, "
-                    f"which expects {target.receives[place]} from it"
-                )
+                wrong = f"rank {source.rank} sends {size} {unit}{'s' * (size != 1)} to rank {target.rank}"
+                raise CollectiveMismatch(f"{wrong}, which expects {target.receives[place]} from it")
 
 
 def stacked(inputs: list[Tensor]) -> Tensor:

@@ -225,10 +225,8 @@ class NetModel(Net):
         for name, choices in _CHOICES.items():
             check_choice(name, getattr(self, name), choices)
         if self.accumulate == "fp32" and self.algorithm != "ring":
-            raise ValueError(
-                f'accumulate="fp32" adds all ranks in one order, and algorithm={self.algorithm!r} does not: '
-                'take accumulate="wire", or leave the algorithm out'
-            )
+            wrong = f'accumulate="fp32" adds all ranks in one order, and algorithm={self.algorithm!r} does not'
+            raise ValueError(f'{wrong}: take accumulate="wire", or leave the algorithm out')
         if self.rings is not None:
             object.__setattr__(self, "rings", tuple(map(tuple, self.rings)))
             if not self.rings:

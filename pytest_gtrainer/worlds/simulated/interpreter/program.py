@@ -237,10 +237,8 @@ class Interpreter:
         graphs = graphs_called(node, gm)
         if node.op == "call_module" or any(is_collective(inner) for graph in graphs for inner in nodes_within(graph)):
             if node.op != "call_module" and node.target not in (steps.COND, steps.INVOKE_SUBGRAPH):
-                raise NoModel(
-                    f"{node.target} ({node.name}) calls a graph with a collective, which has a model only in cond, "
-                    "invoke_subgraph and called modules: inline it"
-                )
+                wrong = f"{node.target} ({node.name}) calls a graph with a collective"
+                raise NoModel(f"{wrong}, which has a model only in cond, invoke_subgraph and called modules: inline it")
             return steps.NestedStep(node, {id(graph): self._compile(graph).run for graph in graphs})
         written, random = written_operands(node), draws(node, gm)
         return steps.EffectStep(node, written, random) if written or random else None

@@ -194,10 +194,8 @@ def _contributions(calls: Sequence[dict[str, Any]], ranks: Sequence[int]) -> lis
     for own in given:
         rows = own.inputs[0].shape[0] if by_rows else 0
         if by_rows and ({len(own.sends), len(own.receives)} != {members} or sum(own.sends) != rows):
-            raise CollectiveMismatch(
-                f"rank {own.rank} splits {rows} rows into {own.sends} and receives {own.receives}, "
-                f"in a group of {members} ranks"
-            )
+            wrong = f"rank {own.rank} splits {rows} rows into {own.sends} and receives {own.receives}"
+            raise CollectiveMismatch(f"{wrong}, in a group of {members} ranks")
         for first, tensor in zip(given[0].inputs, own.inputs, strict=True):
             if tensor.shape[by_rows:] != first.shape[by_rows:] or tensor.dtype != first.dtype:
                 raise CollectiveMismatch(

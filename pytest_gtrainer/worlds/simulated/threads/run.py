@@ -77,10 +77,8 @@ class _Crew:
     def refuse_tracing(self, what: str) -> None:
         """Nothing is traced or compiled on a rank (W2): torch's tracers keep process-wide state, of one at a time."""
         if threading.get_ident() in self._team.threads.values():
-            raise NotOnThreads(
-                f"{what} inside run_threads: ranks on threads run eager code only; "
-                "trace in the test itself and replay with train_graph"
-            )
+            wrong = f"{what} inside run_threads: ranks on threads run eager code only"
+            raise NotOnThreads(f"{wrong}; trace in the test itself and replay with train_graph")
 
     def run(self, timeout: float) -> list[Any]:
         team = self._team

@@ -62,12 +62,9 @@ def read_topic(file: Path, module: str, hosts: tuple[str, ...]) -> Topic:
     named = ((name, value) for name, value in _assignments(tree) if name in ("ATTRIBUTES", "CALLED_ON_US"))
     tables = {name: ast.literal_eval(value) for name, value in named}
     reader = _Reader(hosts, tables.get("ATTRIBUTES", {}), tree)
-    called = [
-        CalledOnUs(ours, method, caller)
-        for ours, callers in tables.get("CALLED_ON_US", {}).items()
-        for caller, methods in callers.items()
-        for method in methods
-    ]
+    on_us = tables.get("CALLED_ON_US", {}).items()
+    callers = ((ours, caller, methods) for ours, by_caller in on_us for caller, methods in by_caller.items())
+    called = [CalledOnUs(ours, method, caller) for ours, caller, methods in callers for method in methods]
     return Topic(
         module=module,
         title=(ast.get_docstring(tree) or "").partition("\n")[0].rstrip("."),
@@ -122,11 +119,8 @@ class _Reader(ast.NodeVisitor):
                 self._bound[name] = path
         self.visit(tree)
         # a function that calls another one of the file uses what that one uses
-        uses = {
-            node.name: {inner.id for inner in ast.walk(node) if isinstance(inner, ast.Name)}
-            for node in tree.body
-            if isinstance(node, ast.FunctionDef | ast.ClassDef)
-        }
+        blocks = [node for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)]
+        uses = {each.name: {inner.id for inner in ast.walk(each) if isinstance(inner, ast.Name)} for each in blocks}
         for need in self.needs.values():
             before = -1
             while before != len(need.users):

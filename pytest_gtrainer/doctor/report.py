@@ -192,11 +192,8 @@ def broken_modules(findings: dict[str, list[Diagnosis]]) -> set[str]:
 def modules_using(topic: str, users: Iterable[str]) -> set[str]:
     """The modules that take one of these functions of a topic, or of a class of ours that is ``module:name``."""
     wanted = [(home or topic, {"*", name}) for home, _, name in (user.rpartition(":") for user in users)]
-    return {
-        module
-        for module, imports in _all_imports().items()
-        if any(imports.names.get(home, set()) & names for home, names in wanted)
-    }
+    taken = {module: imports.names for module, imports in _all_imports().items()}
+    return {module for module, of in taken.items() if any(of.get(home, set()) & names for home, names in wanted)}
 
 
 def told(modules: Iterable[str]) -> list[str]:

@@ -211,8 +211,6 @@ def digest_of(path: Path) -> str:
 
 @dataclass(slots=True)
 class _Test:
-    """What the reports of one test have told."""
-
     nodeid: str
     location: tuple[str, int | None, str]
     outcomes: set[tuple[str | None, str]] = field(default_factory=set)

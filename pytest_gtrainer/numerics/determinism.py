@@ -217,10 +217,14 @@ def _cublas_workspace() -> Iterator[None]:
         finally:
             if torch.cuda.is_initialized() and not started_before:
                 _cuda_started_here = True
-                # torch and cuBLAS look at their variable at the first product and never again: one while it is there
-                with suppress(RuntimeError):  # from a GPU that has failed, and what failed is on its way up
-                    one = torch.ones(1, 1, dtype=torch.float32, device="cuda")
-                    torch.mm(one, one)
+                _read_workspace()
+
+
+def _read_workspace() -> None:
+    """torch and cuBLAS look at their variable at the first product and never again: one while it is there."""
+    with suppress(RuntimeError):  # from a GPU that has failed, and what failed is on its way up
+        one = torch.ones(1, 1, dtype=torch.float32, device="cuda")
+        torch.mm(one, one)
 
 
 def _set_inductor(stack: ExitStack) -> None:

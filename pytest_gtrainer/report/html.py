@@ -51,19 +51,17 @@ def render_page(run: Run) -> str:
     style, script, body = (
         (source / name).read_text(encoding="utf-8") for name in ("report.css", "report.js", "report.html.j2")
     )
-    packed_by = {
-        kind: {fact["key"]: fact["packed"] for test in run.tests for fact in test.of(kind)}
+    texts, schedules, memories = (
+        {fact["key"]: fact["packed"] for test in run.tests for fact in test.of(kind)}
         for kind in ("graph_text", "schedule", "memory")
-    }
-    texts = packed_by["graph_text"]
+    )
     for test in run.tests:
         texts |= {key: text for fact in test.of("golden_difference") for key, text in fact["texts"].items()}
     if run.earlier is not None:
         texts |= {key: run.earlier.graphs[key] for key in run.earlier.shown if key in run.earlier.graphs}
     tests = [_row(test, details) for test, details in zip(run.tests, run.details, strict=True)]
-    data = {"texts": texts, "schedules": packed_by["schedule"], "memories": packed_by["memory"]}
-    page = Environment(autoescape=True, trim_blocks=True).from_string(body)
-    return page.render(run=run, tests=tests, style=style, script=script, **data)
+    data = {"texts": texts, "schedules": schedules, "memories": memories, "style": style, "script": script}
+    return Environment(autoescape=True, trim_blocks=True).from_string(body).render(run=run, tests=tests, **data)
 
 
 def _row(test: Test, details: dict[str, Any]) -> dict[str, Any]:

@@ -30,8 +30,8 @@ compute 1.00 ms, communication 2.00 ms, of it overlapped 1.00 ms, exposed 1.00 m
 """
 
 import json
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -156,19 +156,17 @@ class Timeline:
         told = [f"{1000 * seconds:.2f} ms" for seconds in parts]
         return "compute {}, communication {}, of it overlapped {}, exposed {}: {} in all".format(*told)
 
-    def merged(self) -> Iterator[Span]:
+    def merged(self) -> list[Span]:
         """The spans with neighbours of one lane, kind and label as one: what a picture needs."""
-        last: Span | None = None
+        found: list[Span] = []
         for span in sorted(self.spans, key=lambda span: (self.lanes.index(span.lane), span.start)):
-            touches = last and (last.lane, last.kind, last.label) == (span.lane, span.kind, span.label)
-            if last and touches and span.start <= last.start + last.duration + 1e-12 and span.kind == COMPUTE:
-                last = Span(span.lane, last.start, span.start + span.duration - last.start, span.label, span.kind)
-                continue
-            if last:
-                yield last
-            last = span
-        if last:
-            yield last
+            last = found[-1] if found and span.kind == COMPUTE else None
+            is_same = last and (last.lane, last.kind, last.label) == (span.lane, span.kind, span.label)
+            if last and is_same and span.start <= last.start + last.duration + 1e-12:
+                found[-1] = replace(last, duration=span.start + span.duration - last.start)
+            else:
+                found.append(span)
+        return found
 
     def to_chrome_trace(self) -> dict[str, Any]:
         """The Trace Event Format that chrome://tracing and Perfetto read; times in microseconds."""

@@ -174,7 +174,7 @@ def schedule(gm: fx.GraphModule, mesh: Mapping[str, int] | None) -> dict[str, An
     from pytest_gtrainer.report.timeline import timeline
 
     told = timeline(gm, mesh=mesh)
-    lanes, spans = {lane: number for number, lane in enumerate(told.lanes)}, list(told.merged())
+    lanes, spans = {lane: number for number, lane in enumerate(told.lanes)}, told.merged()
     shown = sorted(spans, key=lambda span: -span.duration)[:_MOST_SPANS]
     rows = [
         [lanes[span.lane], round(span.start * 1e6, 3), round(span.duration * 1e6, 3), span.label, span.kind]

@@ -233,10 +233,8 @@ def _looked_into(where: str, value: Any) -> Iterator[tuple[_Held | None, list[tu
     elif isinstance(value, type):
         if not _is_foreign(value.__module__):
             named = {name: held for name, held in vars(value).items() if not name.startswith("__")}
-            yield (
-                _Held(f"the attribute of the class {value.__qualname__}.", value, named, setattr),
-                [(where, held) for held in named.values()],
-            )
+            inner = [(where, held) for held in named.values()]
+            yield _Held(f"the attribute of the class {value.__qualname__}.", value, named, setattr), inner
     elif hasattr(value, "__dict__") and (isinstance(value, nn.Module) or not _is_foreign(type(value).__module__)):
         own, cls = vars(value), type(value)
         of_values = [(where + name, held) for name, held in own.items() if name not in TABLES]

@@ -26,11 +26,9 @@ PLAIN = (int, float, complex, str, bytes, bool, type(None), type(...), torch.dty
 TABLES = ("_parameters", "_buffers", "_modules")
 INSIDE: dict[type, tuple[str, ...]] = {
     types.MethodType: ("__func__", "__self__"),
-    functools.partial: ("func", "args", "keywords"),
-    functools.partialmethod: ("func", "args", "keywords"),
+    **dict.fromkeys((functools.partial, functools.partialmethod), ("func", "args", "keywords")),
     property: ("fget", "fset", "fdel"),
-    staticmethod: ("__func__",),
-    classmethod: ("__func__",),
+    **dict.fromkeys((staticmethod, classmethod), ("__func__",)),
 }
 """What makes these objects do what they do."""
 DEPTH = 12  # how deep containers and closures are looked into; what lies deeper is equal to itself alone

@@ -54,11 +54,9 @@ class Units:
         self.graph, self.names = graph, names
         self.stretches = list(self._passes())
         self.passes = [stretch for stretch in self.stretches if isinstance(stretch, Pass)]
+        units = [(visit, unit, nodes) for visit in self.passes for unit, nodes in visit.units.items()]
         self.at: dict[fx.Node, tuple[Pass, int, int]] = {
-            node: (visit, unit, index)
-            for visit in self.passes
-            for unit, nodes in visit.units.items()
-            for index, node in enumerate(nodes)
+            node: (visit, unit, index) for visit, unit, nodes in units for index, node in enumerate(nodes)
         }
         self.makers: dict[int, tuple[fx.Node, int]] = {}
         for node in graph.nodes:
@@ -155,10 +153,8 @@ def inner_difference(
         return f"{node.target} and {other.target}"
     if split_name(node)[0] != split_name(other)[0]:
         return "their names"
-    sides = [
-        (node, partial(units.relative, run=run, unit=TEMPLATE)),
-        (other, partial(units.relative, run=run, unit=INNER)),
-    ]
+    pairs = ((node, TEMPLATE), (other, INNER))
+    sides = [(each, partial(units.relative, run=run, unit=unit)) for each, unit in pairs]
     operands, theirs = (fx.map_arg((each.args, each.kwargs), seen) for each, seen in sides)
     if described(operands, symbols) != described(theirs, {}):
         return f"operands {shown(node.args)} and {shown(other.args)}"

@@ -31,11 +31,12 @@ def rail_rings(nodes: int, ranks_per_node: int, channels: int) -> Rings:
     >>> rail_rings(2, 4, 2)
     ((0, 3, 2, 1, 4, 7, 6, 5), (1, 0, 3, 2, 5, 4, 7, 6))
     """
-    hops = list(product(range(nodes), range(ranks_per_node)))
-    return tuple(
-        tuple(node * ranks_per_node + (channel - hop) % ranks_per_node for node, hop in hops)
-        for channel in range(channels)
-    )
+
+    def ring(channel: int) -> Ring:
+        hops = product(range(nodes), range(ranks_per_node))
+        return tuple(node * ranks_per_node + (channel - hop) % ranks_per_node for node, hop in hops)
+
+    return tuple(map(ring, range(channels)))
 
 
 def restrict(ring: Ring, members: Sequence[int]) -> Ring:

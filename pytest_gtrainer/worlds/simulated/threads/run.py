@@ -6,6 +6,7 @@ import time
 import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -69,10 +70,8 @@ class _Crew:
         self._function, self._args = function, args
         self._results: list[Any] = [None] * size
         self._first_group = next(_runs) * _NAMES_A_RUN  # no name of a group means anything elsewhere
-        self._threads = [
-            threading.Thread(target=self._be_rank, args=(rank,), name=f"rank {rank}", daemon=True)
-            for rank in range(size)
-        ]
+        thread = partial(threading.Thread, target=self._be_rank, daemon=True)
+        self._threads = [thread(args=(rank,), name=f"rank {rank}") for rank in range(size)]
 
     def refuse_tracing(self, what: str) -> None:
         """Nothing is traced or compiled on a rank (W2): torch's tracers keep process-wide state, of one at a time."""

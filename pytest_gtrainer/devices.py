@@ -135,15 +135,11 @@ def _resolved(config: pytest.Config) -> Devices:
     if launch is not None:
         # the ranks that torchrun has started, over all nodes; this node's GPUs say what they are on
         if promised is not None and promised > launch.size:
-            raise pytest.UsageError(
-                f"--gt-gpus={promised}: torchrun has started {launch.size} ranks; promise at most {launch.size}, or "
-                "have torchrun start more"
-            )
+            wrong = f"--gt-gpus={promised}: torchrun has started {launch.size} ranks"
+            raise pytest.UsageError(f"{wrong}; promise at most {launch.size}, or have torchrun start more")
         if gpus and len(gpus) < launch.local_size:
-            raise pytest.UsageError(
-                f"torchrun has started {launch.local_size} ranks on a node where {len(gpus)} GPUs are visible; start "
-                "as many as there are GPUs, or use --gt-device=cpu"
-            )
+            wrong = f"torchrun has started {launch.local_size} ranks on a node where {len(gpus)} GPUs are visible"
+            raise pytest.UsageError(f"{wrong}; start as many as there are GPUs, or use --gt-device=cpu")
         return Devices("cuda" if gpus else "cpu", promised or launch.size, gpus, "torchrun has started")
     if not gpus:
         return Devices("cpu", promised or DEFAULT_CPU_SLOTS)
@@ -194,7 +190,5 @@ def check_launch(config: pytest.Config) -> None:
     if launch is not None and options.get(config, "one-rank"):
         raise pytest.UsageError("--gt-one-rank: torchrun has started ranks; run pytest without it")
     if launch is not None and (config.getoption("tx", None) or config.getoption("numprocesses", None)):
-        raise pytest.UsageError(
-            f"torchrun has started the {launch.size} ranks of this run, and xdist would start processes of its own: "
-            "leave out -n and --dist"
-        )
+        wrong = f"torchrun has started the {launch.size} ranks of this run, and xdist would start processes of its own"
+        raise pytest.UsageError(f"{wrong}: leave out -n and --dist")

@@ -37,8 +37,7 @@ from pytest_gtrainer.graph.packing import Arrival, State, Unread, arrivals, comp
 
 ALL_GATHER_NAME, REDUCE_SCATTER_NAME, ALL_REDUCE_NAME = "all_gather", "reduce_scatter", "all_reduce"
 KINDS = (ALL_GATHER_NAME, REDUCE_SCATTER_NAME, ALL_REDUCE_NAME)
-# a failure names enough to see what happened, not every parameter of 126 layers
-_MOST_LINES, _MOST_MOVED = 24, 3
+_MOST_LINES, _MOST_MOVED = 24, 3  # a failure names enough to see what happened, not every parameter of 126 layers
 
 
 @dataclass(frozen=True, slots=True)
@@ -322,10 +321,8 @@ def assert_same_layout(
     actual, expected = (each if isinstance(each, BucketLayout) else bucket_layout(each) for each in (actual, expected))
     for which, layout in ((actual_is, actual), ("expected", expected)):
         if not layout.payloads:
-            raise ValueError(
-                f"the {which} layout has no collective of parameters, so there is nothing to compare: "
-                "shard the model (data_parallel, fully_shard) first"
-            )
+            wrong = f"the {which} layout has no collective of parameters, so there is nothing to compare"
+            raise ValueError(f"{wrong}: shard the model (data_parallel, fully_shard) first")
     problems: list[str] = []
     for kind in KINDS:
         rest = list(actual.of(kind))

@@ -46,8 +46,7 @@ class Unread:
 
 
 ACTIVATION = "activation"
-State = tuple[Part, ...] | Unread | str
-"""Parts, unread, or ``ACTIVATION``."""
+State = tuple[Part, ...] | Unread | str  # parts, unread, or ``ACTIVATION``
 
 
 def packed(gm: fx.GraphModule) -> dict[fx.Node, list[State]]:

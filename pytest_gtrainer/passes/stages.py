@@ -29,8 +29,7 @@ from pytest_gtrainer.graph.nodes import (
     writes,
 )
 
-PARTS = ("unshard", "forward", "backward_input", "backward_weight", REDUCE)
-"""In the order in which they may run."""
+PARTS = ("unshard", "forward", "backward_input", "backward_weight", REDUCE)  # in the order in which they may run
 _UNSHARD, _FORWARD, _INPUT, _WEIGHT, _REDUCE = range(len(PARTS))
 
 

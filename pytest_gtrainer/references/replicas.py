@@ -87,10 +87,8 @@ def assert_alike(named: Iterable[tuple[str, torch.Tensor]], groups: Sequence[tup
         for rank in ranks[1:]:
             differ = [name for name in {**first, **lines[rank]} if first.get(name) != lines[rank].get(name)]
             if differ:
-                raise ReplicasDiffer(
-                    f"{differ[0]} differs between ranks {ranks[0]} and {rank}, and is {why}; so do {len(differ) - 1} "
-                    f"more of {len(first)} such tensors"
-                )
+                wrong = f"{differ[0]} differs between ranks {ranks[0]} and {rank}, and is {why}"
+                raise ReplicasDiffer(f"{wrong}; so do {len(differ) - 1} more of {len(first)} such tensors")
     return len(mine) if len(own) > 1 else 0
 
 

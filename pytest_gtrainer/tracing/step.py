@@ -124,10 +124,8 @@ class TracedStep:
                 ``inputs``, are not the traced ones, or this is another rank.
         """
         if self.rank is not None and dist.is_initialized() and dist.get_rank() != self.rank:
-            raise ValueError(
-                f"the step was traced as rank {self.rank} and this is rank {dist.get_rank()}: a graph holds the group "
-                "names and pads of its rank, so trace on every rank"
-            )
+            wrong = f"the step was traced as rank {self.rank} and this is rank {dist.get_rank()}"
+            raise ValueError(f"{wrong}: a graph holds the group names and pads of its rank, so trace on every rank")
         state = ModelState.of(model)
         flat = [local(tensor) for tensor in [*state.tensors, *pytree.tree_leaves(inputs)]]
         self._check(state, inputs, flat)
@@ -140,10 +138,8 @@ class TracedStep:
                 raise
             if not isinstance(results, list | tuple) or len(results) != 1 + len(self.trainable_fqns):
                 returned = len(results) if isinstance(results, list | tuple) else f"a {type(results).__name__}, not 1"
-                raise ValueError(
-                    f"the graph returns {returned} results, the step has {1 + len(self.trainable_fqns)}, loss and "
-                    "gradients: did a pass drop or add outputs?"
-                )
+                wrong = f"the graph returns {returned} results, the step has {1 + len(self.trainable_fqns)}"
+                raise ValueError(f"{wrong}, loss and gradients: did a pass drop or add outputs?")
             loss, *gradients = results
             add_gradients(state, self.trainable_fqns, gradients, self.gradient_placements)
         return loss
@@ -249,10 +245,8 @@ def trace_step(
         raise TypeError("inputs is a tensor: give a sequence of the step's inputs, (tensor,) for one")
     (flat_inputs, spec), state = flatten_inputs(tuple(inputs)), ModelState.of(model)
     if not state.trainable:
-        raise ValueError(
-            "no parameter of the model requires a gradient, so there is no backward to trace: "
-            "call requires_grad_() on what is to be trained"
-        )
+        wrong = "no parameter of the model requires a gradient, so there is no backward to trace"
+        raise ValueError(f"{wrong}: call requires_grad_() on what is to be trained")
     mode, ignored = mode_of([*state.tensors, *flat_inputs]), (ignore,) if isinstance(ignore, str) else tuple(ignore)
     tracing = Tracing(model, step, state, mode, reuse_gathers, repeat_layers, ignored)
     gm, fakes, repeated = tracing.traced(flat_inputs, spec, dynamic_dims or {})
@@ -407,10 +401,8 @@ class Tracing:
             yield tensors
             reassigned = state.reassigned(tensors)
             if reassigned:
-                raise ValueError(
-                    f"the forward replaces {', '.join(reassigned)} by another tensor, which a graph cannot: "
-                    "update it in place (copy_, add_)"
-                )
+                wrong = f"the forward replaces {', '.join(reassigned)} by another tensor, which a graph cannot"
+                raise ValueError(f"{wrong}: update it in place (copy_, add_)")
 
     def _gradients(
         self, outputs: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor], seeds: Sequence[torch.Tensor]

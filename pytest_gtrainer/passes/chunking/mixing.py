@@ -236,8 +236,7 @@ _BY_DIMENSIONS = _names(
     "_assert_scalar _assert_async _assert_tensor_metadata embedding_dense_backward equal item squeeze"
 )
 _LIKE = re.compile(r"[^:]+_like$|^new_.+")
-_OURS = ("aten", "prims", "_c10d_functional", "_c10d_functional_autograd")
-"""The namespaces whose names the tables mean."""
+_OURS = ("aten", "prims", "_c10d_functional", "_c10d_functional_autograd")  # the namespaces whose names the tables mean
 
 
 def refuse_mixing(what: str, wrong: str, where: str, config: ChunkConfig, told: set[str]) -> None:

@@ -95,8 +95,7 @@ def _with_passed_on(
 
 
 aten = torch.ops.aten
-CHUNKING = "gt_chunking"
-"""In the ``meta`` of a chunked GraphModule: its ``ChunkCounts``."""
+CHUNKING = "gt_chunking"  # in the ``meta`` of a chunked GraphModule: its ``ChunkCounts``
 
 
 @dataclass(slots=True)

@@ -67,11 +67,9 @@ def local_run(flat: Sequence[Any]) -> Run:
 
 
 def run_on_all(
-    ranked: Callable[[fx.GraphModule], RankGraph],
-    net: Net,
-    inputs: Sequence[Any],
+    ranked: Callable[[fx.GraphModule], RankGraph], net: Net, inputs: Sequence[Any],
     random: RankRandomStates | None = None,
-) -> Run:
+) -> Run:  # fmt: skip
     """Runs a graph on all ranks of a simulated world as ``Interpreter(ranked(gm), net, random=random).run(inputs)``."""
     from pytest_gtrainer.worlds.simulated.interpreter import Interpreter
     from pytest_gtrainer.worlds.simulated.interpreter.values import of_rank

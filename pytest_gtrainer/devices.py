@@ -58,11 +58,9 @@ def visible_gpus(*, to_lease: bool = True) -> tuple[Gpu, ...]:
     is_counted = any(entry.strip().isdecimal() for entry in (visible or "").split(","))
     by_bus = os.environ.get("CUDA_DEVICE_ORDER") == BUS_ORDER["CUDA_DEVICE_ORDER"]
     if to_lease and is_counted and len(kinds) > 1 and not by_bus:
-        raise pytest.UsageError(
-            f"CUDA_VISIBLE_DEVICES={visible} counts GPUs of several kinds ({', '.join(kinds)}), and "
-            "CUDA puts the fastest kind first: set CUDA_DEVICE_ORDER=PCI_BUS_ID, to count them as nvidia-smi does, "
-            "or name them by UUID"
-        )
+        wrong = f"CUDA_VISIBLE_DEVICES={visible} counts GPUs of several kinds ({', '.join(kinds)})"
+        advice = "set CUDA_DEVICE_ORDER=PCI_BUS_ID, to count them as nvidia-smi does, or name them by UUID"
+        raise pytest.UsageError(f"{wrong}, and CUDA puts the fastest kind first: {advice}")
     return confined([uuid for uuid, _ in present], visible)
 
 

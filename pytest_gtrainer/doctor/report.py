@@ -88,10 +88,8 @@ def installation() -> Iterator[str]:
     if (torch_version := _version("torch")) is not None:
         with contextlib.suppress(Missing):
             torch_version = find("torch.__version__")
-    yield (
-        f"pytest-gtrainer {pytest_gtrainer.__version__}, torch {torch_version or 'not installed'}, "
-        f"Python {platform.python_version()}, pytest {_version('pytest') or 'not installed'}"
-    )
+    said = f"pytest-gtrainer {pytest_gtrainer.__version__}, torch {torch_version or 'not installed'}"
+    yield f"{said}, Python {platform.python_version()}, pytest {_version('pytest') or 'not installed'}"
     others = (f"{name} {_version(name) or 'not installed'}" for name in _OTHERS)
     yield f"beside     {', '.join(others)}"
     if torch_version is None:

@@ -168,11 +168,9 @@ class _Reader:
                 given = [each for each in node.all_input_nodes if each in self._inputs and is_parameter(each)]
                 if launch is not None and (given or direction(node) == BACKWARD):
                     names = [self._name(each, node) for each in given] or [node_fqn(node) or "the root"]
-                    raise UnreadLayout(
-                        f"{node.name} ({node.target}) of {', '.join(names[:_MOST_MOVED])} runs a graph of its own, in "
-                        f"which {launch.name} is: a layout reads the collectives of the outer graph alone, so inline "
-                        "that graph first"
-                    )
+                    wrong = f"{node.name} ({node.target}) of {', '.join(names[:_MOST_MOVED])} runs a graph of its own"
+                    advice = "a layout reads the collectives of the outer graph alone, so inline that graph first"
+                    raise UnreadLayout(f"{wrong}, in which {launch.name} is: {advice}")
 
     def _payload(self, kind: str, node: fx.Node, slots: tuple[Slot, ...]) -> Payload:
         value = node.meta.get("val")

@@ -71,11 +71,9 @@ def packing(nodes: Sequence[fx.Node], scopes: Mapping[fx.Node, Scope]) -> dict[f
 
 
 def _serving(
-    nodes: Iterable[fx.Node],
-    is_event: Callable[[fx.Node], bool],
-    neighbours: Callable[[fx.Node], Iterable[fx.Node]],
+    nodes: Iterable[fx.Node], is_event: Callable[[fx.Node], bool], neighbours: Callable[[fx.Node], Iterable[fx.Node]],
     may_serve: Callable[[fx.Node, fx.Node], bool],
-) -> dict[fx.Node, fx.Node]:
+) -> dict[fx.Node, fx.Node]:  # fmt: skip
     """The one event that a node's neighbours are or serve, with nothing but such nodes and free ones between them."""
     serves: dict[fx.Node, fx.Node] = {}
     near: set[fx.Node] = set()

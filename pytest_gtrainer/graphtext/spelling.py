@@ -137,14 +137,9 @@ class Speller:
     """Spells what stands in the lines of one graph, as seen from where ``enter_section`` and ``enter_scope`` stand."""
 
     def __init__(
-        self,
-        gm: fx.GraphModule,
-        mesh: Mapping[str, int],
-        backed: Backed,
-        device: str = "cpu",
-        bodies: Mapping[str, str] | None = None,
-        most_owners: int | None = None,
-    ) -> None:
+        self, gm: fx.GraphModule, mesh: Mapping[str, int], backed: Backed, device: str = "cpu",
+        bodies: Mapping[str, str] | None = None, most_owners: int | None = None,
+    ) -> None:  # fmt: skip
         self._gm, self._backed, self._device, self._bodies = gm, backed, device, bodies or {}
         self._most_owners = most_owners
         self.scopes, self.groups = scopes_of(gm.graph.nodes), groups_of(gm, mesh)

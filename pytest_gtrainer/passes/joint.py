@@ -166,14 +166,9 @@ def transformer_block_bucketing_reordering_pass(
 
 
 def _bucket(
-    gm: fx.GraphModule,
-    bucket_plan: BucketPlan,
-    order: PayloadOrder,
-    reorder: bool,
-    dependencies: bool,
-    require_buckets: bool,
-    direction: str | None = None,
-) -> bool:
+    gm: fx.GraphModule, bucket_plan: BucketPlan, order: PayloadOrder, reorder: bool, dependencies: bool,
+    require_buckets: bool, direction: str | None = None,
+) -> bool:  # fmt: skip
     """Plan and check all, then build. ``direction`` is that of all nodes; None where each says its own."""
     plan = Plan(bucket_plan)
     if any("fsdp_bucket" in node.meta and is_control_dependency(node) for node in gm.graph.nodes):

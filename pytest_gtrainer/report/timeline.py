@@ -75,10 +75,8 @@ class CostModel:
                 raise ValueError(f"a cost model's {name} is a rate above 0, not {getattr(self, name)!r}")
 
     def __str__(self) -> str:
-        return (
-            f"{self.flops_per_second:.3g} flop/s, memory {self.bytes_per_second:.3g} B/s, link {self.link:.3g} B/s, "
-            f"{self.overhead * 1e6:g} µs a kernel, {self.latency * 1e6:g} µs a collective"
-        )
+        said = f"{self.flops_per_second:.3g} flop/s, memory {self.bytes_per_second:.3g} B/s, link {self.link:.3g} B/s"
+        return f"{said}, {self.overhead * 1e6:g} µs a kernel, {self.latency * 1e6:g} µs a collective"
 
     def compute_seconds(self, node: fx.Node) -> float:
         """How long a node computes; 0 for views and the arithmetic of sizes."""

@@ -177,11 +177,9 @@ def failing_node(error: BaseException, gm: fx.GraphModule) -> str:
 
 
 def add_gradients(
-    state: ModelState,
-    fqns: Sequence[str],
-    gradients: Sequence[torch.Tensor | None],
+    state: ModelState, fqns: Sequence[str], gradients: Sequence[torch.Tensor | None],
     placements: Sequence[tuple[Placement, ...] | None],
-) -> None:
+) -> None:  # fmt: skip
     """Add local gradients to the ``.grad`` of a model's parameters, as autograd would."""
     for fqn, gradient, placed in zip(fqns, gradients, placements or (None,) * len(gradients), strict=True):
         parameter = state.parameters[fqn]

@@ -70,13 +70,9 @@ class Call:
     """One call of an operator; ``part``: the arguments at a chunk's extent; ``counts``: a number depends on rows."""
 
     def __init__(
-        self,
-        target: Any,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        results: Sequence[tuple[Any, Sequence[int]]],
-        part: tuple[Sequence[Any], Mapping[str, Any]] | None = None,
-    ) -> None:
+        self, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any],
+        results: Sequence[tuple[Any, Sequence[int]]], part: tuple[Sequence[Any], Mapping[str, Any]] | None = None,
+    ) -> None:  # fmt: skip
         self.target, self.results, self.counts = target, results, False
         self.given: dict[str, Any] = {str(place): value for place, value in enumerate(args)} | dict(kwargs)
         self.name, self.full_name = str(getattr(target, "__name__", target)), str(target)

@@ -81,11 +81,9 @@ def _continued(start: Ring, channel: int, text: str) -> Ring:
     else:
         why = f"no other line tells where rank {ring[-1]} sends"
     begun = " ".join(map(str, start[:4]))
-    raise ValueError(
-        f"NCCL cut the ring of channel {channel} at 127 characters, as 2.23.4 and later do: 'Channel ... : {begun} "
-        f"...'; {why}: log every rank with NCCL_DEBUG_SUBSYS=INIT,GRAPH, which adds lines like "
-        '"Ring 00 : 3 -> 0 -> 1"'
-    )
+    wrong = f"NCCL cut the ring of channel {channel} at 127 characters, as 2.23.4 and later do"
+    advice = 'log every rank with NCCL_DEBUG_SUBSYS=INIT,GRAPH, which adds lines like "Ring 00 : 3 -> 0 -> 1"'
+    raise ValueError(f"{wrong}: 'Channel ... : {begun} ...'; {why}: {advice}")
 
 
 def _followers(text: str, channel: int, pattern: re.Pattern[str]) -> dict[int, set[int]]:

@@ -65,14 +65,10 @@ def read_topic(file: Path, module: str, hosts: tuple[str, ...]) -> Topic:
     on_us = tables.get("CALLED_ON_US", {}).items()
     callers = ((ours, caller, methods) for ours, by_caller in on_us for caller, methods in by_caller.items())
     called = [CalledOnUs(ours, method, caller) for ours, caller, methods in callers for method in methods]
-    return Topic(
-        module=module,
-        title=(ast.get_docstring(tree) or "").partition("\n")[0].rstrip("."),
-        needs=sorted(reader.needs.values(), key=lambda need: need.attribute is not None),
-        called=called,
-        unowned={name for name in reader.unresolved if is_private(name)},
-        unused=reader.owners.keys() - {attribute for _, attribute in reader.needs},
-    )
+    title = (ast.get_docstring(tree) or "").partition("\n")[0].rstrip(".")
+    needs = sorted(reader.needs.values(), key=lambda need: need.attribute is not None)
+    unowned = {name for name in reader.unresolved if is_private(name)}
+    return Topic(module, title, needs, called, unowned, reader.owners.keys() - {name for _, name in reader.needs})
 
 
 def is_private(name: str) -> bool:
@@ -164,11 +160,8 @@ class _Reader(ast.NodeVisitor):
             self.generic_visit(node)
 
     def visit_Try(self, node: ast.Try) -> None:
-        caught = any(
-            "ImportError" in ast.unparse(handler.type or ast.Constant(""))
-            and not any(isinstance(inner, ast.Raise) for inner in ast.walk(handler))
-            for handler in node.handlers
-        )
+        catching = [each for each in node.handlers if "ImportError" in ast.unparse(each.type or ast.Constant(""))]
+        caught = not all(any(isinstance(inner, ast.Raise) for inner in ast.walk(each)) for each in catching)
         before, self._optional = self._optional, self._optional or caught
         for statement in node.body:
             self.visit(statement)

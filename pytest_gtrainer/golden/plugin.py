@@ -118,10 +118,9 @@ class GoldenPlugin:
                 with contextlib.suppress(store.GoldenFileError):
                     if body(store.read(self.root / path, self.root) or "") == wanted:
                         move = shlex.join(["git", "mv", str(path), claim.path])
-                        return (
-                            f"\n\n{path} has the same text, and its test is not in this run. If the test was renamed:\n"
-                            f"  mkdir -p {shlex.quote(str(PurePosixPath(claim.path).parent))} && {move}"
-                        )
+                        told = f"\n\n{path} has the same text, and its test is not in this run."
+                        make = f"mkdir -p {shlex.quote(str(PurePosixPath(claim.path).parent))}"
+                        return f"{told} If the test was renamed:\n  {make} && {move}"
         return ""
 
     def _held(self, claim: Claim) -> Claim:

@@ -103,10 +103,8 @@ def difference_of(key: Key, actual: Tensor, expected: Tensor) -> Difference | No
     a, b = bits.plain(actual), bits.plain(expected)
     layout, numel = f"{spell_dtype(b.dtype)}{list(b.shape)}", b.numel()
     layouts: dict[Kind, list[object]] = {
-        "dtype": [a.dtype, b.dtype],
-        "shape": [list(a.shape), list(b.shape)],
-        "stride": [a.stride(), b.stride()],
-    }
+        "dtype": [a.dtype, b.dtype], "shape": [list(a.shape), list(b.shape)], "stride": [a.stride(), b.stride()]
+    }  # fmt: skip
     if bits.is_dtensor(actual) and bits.is_dtensor(expected):
         layouts["placements"] = [f"{side.placements} of {list(side.shape)}" for side in (actual, expected)]
     for kind, (ours, theirs) in layouts.items():

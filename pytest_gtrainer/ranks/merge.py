@@ -121,10 +121,8 @@ def _tell_left_behind(item: pytest.Item, outcome: RanksOutcome, merged: list[pyt
     last.gt_facts = [*getattr(last, "gt_facts", []), *facts]
     if reaction == "fail" and not last.failed:
         last.outcome = "failed"
-        last.longrepr = (
-            f"the test has left {', '.join(left)} behind: destroy the groups that it makes, and drop the references to "
-            "tensors on the GPU"
-        )
+        advice = "destroy the groups that it makes, and drop the references to tensors on the GPU"
+        last.longrepr = f"the test has left {', '.join(left)} behind: {advice}"
 
 
 STRICT = "passed against a strict xfail"

@@ -35,6 +35,7 @@ def kept() -> dict[str, tuple[Callable[[], Any], Callable[[Any], object]]]:
     """What is put back after the body of a test on a rank, in words: how to read it, and how to write it."""
     import torch  # here: a process that keeps its log quiet may have no use for torch
 
+    modes = torch.are_deterministic_algorithms_enabled, torch.is_deterministic_algorithms_warn_only_enabled
     return {
         "resource limits": (lambda: {which: resource.getrlimit(which) for which in _LIMITS}, _set_limits),
         "the environment": (_environ, _set_environ),
@@ -57,10 +58,7 @@ def kept() -> dict[str, tuple[Callable[[], Any], Callable[[Any], object]]]:
         ),
         "matmul precision": (_matmul_precision, _set_matmul_precision),
         "deterministic algorithms": (  # writing them imports half of inductor
-            lambda: (
-                torch.are_deterministic_algorithms_enabled(),
-                torch.is_deterministic_algorithms_warn_only_enabled(),
-            ),
+            lambda: tuple(read() for read in modes),
             lambda value: torch.use_deterministic_algorithms(value[0], warn_only=value[1]),
         ),
     }

@@ -77,10 +77,8 @@ def _remarks(comparison: Comparison) -> Iterator[Remark]:
 
 def verdict(comparison: Comparison) -> Remark:
     """What kind of difference it is. Another dataflow begins at an operator that reads only what is on both sides."""
-    ours, theirs = [
-        list(zip(digests.values, graph.values, strict=True))
-        for digests, graph in ((comparison.ours, comparison.old), (comparison.theirs, comparison.new))
-    ]
+    sides = ((comparison.ours, comparison.old), (comparison.theirs, comparison.new))
+    ours, theirs = [list(zip(digests.values, graph.values, strict=True)) for digests, graph in sides]
     if not comparison.same_dataflow:
         for title, side, other in ((", first at", theirs, ours), (", without", ours, theirs)):
             known = {digest for digest, _ in other}

@@ -176,10 +176,8 @@ def spell_sections(sections: Sequence[str]) -> str:
         found = _NUMBERED.fullmatch(section)
         numbers = told[found["container"] if found else section]
         numbers += [int(found["number"])] if found else []
-    return ", ".join(
-        (name or "definitions") + (f"[{', '.join(ranges(sorted(numbers)))}]" if numbers else "")
-        for name, numbers in told.items()
-    )
+    spans = {name: f"[{', '.join(ranges(sorted(numbers)))}]" if numbers else "" for name, numbers in told.items()}
+    return ", ".join((name or "definitions") + span for name, span in spans.items())
 
 
 def _hunks(old: Sequence[str], new: Sequence[str], shown: Sequence[str] | None = None) -> Iterator[list[str]]:

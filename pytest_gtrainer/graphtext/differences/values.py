@@ -143,19 +143,15 @@ def operator_remarks(comparison: Comparison) -> Iterator[Remark]:
         if not value.is_input and not is_told:
             by_scope[value.scope][verb][value.operator] += 1
     for scope, changes in by_scope.items():
-        told = {
-            verb: [f"{n} {name}" if n > 1 else name for name, n in names.items()] for verb, names in changes.items()
-        }
-        gist = ", ".join(f"{verb} {remarks.listed(names, 4)}" for verb, names in told.items())
+        told = ((verb, [f"{n} {name}" if n > 1 else name for name, n in of.items()]) for verb, of in changes.items())
+        gist = ", ".join(f"{verb} {remarks.listed(names, 4)}" for verb, names in told)
         yield Remark(Weight.OPERATOR, f"{remarks.where(scope)}: {gist}", scope.owners[0], gist)
 
 
 def collective_remarks(comparison: Comparison) -> Iterator[Remark]:
     """How many of each collective there are, where that has changed."""
-    old, new = (
-        Counter(bare_name(value.operator) for value in graph.values if communicates(value))
-        for graph in (comparison.old, comparison.new)
-    )
+    sides = (comparison.old, comparison.new)
+    old, new = (Counter(bare_name(v.operator) for v in graph.values if communicates(v)) for graph in sides)
     for name in dict.fromkeys([*old, *new]):
         if old[name] != new[name]:
             yield Remark(Weight.COLLECTIVE, f"{name}: {old[name]} became {new[name]}")

@@ -421,13 +421,12 @@ def sweep_nets(
     """
     import pytest
 
-    return [
-        pytest.param(
-            NetModel.of_world(size, count, channels=each, algorithm=by, partition=parts, accumulate=sums, **fields),
-            id=f"nodes{count}-channels{each}-{by}-{parts}-{sums}",
-        )
-        for count, each, by, parts, sums in product(nodes, channels, algorithm, partition, accumulate)
-    ]
+    found = []
+    for count, each, by, parts, sums in product(nodes, channels, algorithm, partition, accumulate):
+        fields |= {"channels": each, "algorithm": by, "partition": parts, "accumulate": sums}
+        net = NetModel.of_world(size, count, **fields)
+        found.append(pytest.param(net, id=f"nodes{count}-channels{each}-{by}-{parts}-{sums}"))
+    return found
 
 
 def row_of(net: Net) -> dict[str, Any]:

@@ -147,14 +147,9 @@ class Bisection:
 
 
 def bisect_passes(
-    traced: TracedStep,
-    passes: Iterable[BoundPass | Pass],
-    inputs: Sequence[Any],
-    *,
-    world: World | None = None,
-    meshes: Sequence[DeviceMesh] = (),
-    every: bool = False,
-) -> Bisection:
+    traced: TracedStep, passes: Iterable[BoundPass | Pass], inputs: Sequence[Any], *, world: World | None = None,
+    meshes: Sequence[DeviceMesh] = (), every: bool = False,
+) -> Bisection:  # fmt: skip
     """Find the pass that changes a bit, by replaying the graph after prefixes of ``passes``.
 
     Args:

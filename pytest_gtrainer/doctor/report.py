@@ -143,11 +143,8 @@ def listed(what: str, names: list[str], verbose: bool, indent: str = " " * 13) -
     yield from textwrap.wrap(text, _WIDTH, initial_indent=indent, subsequent_indent=f"{indent}  ")
 
 
-# -- which of our modules, and so which public names, stand on a topic: read in the source, as nothing may import
-
-
 class _Imports(NamedTuple):
-    """Of one module: others that it imports when it is imported, and names that it takes of each, whenever."""
+    """Of one module, by its source: others that it imports at its import, and names that it takes of each, whenever."""
 
     eager: set[str]
     names: dict[str, set[str]]

@@ -184,8 +184,7 @@ class GoldenPlugin:
         self._ranks_facts = []
         if not any(by_rank.values()):
             return None
-        conflict = disagreement(by_rank)
-        if conflict is not None:
+        if (conflict := disagreement(by_rank)) is not None:
             text, claimed = conflict
             self._ranks_facts.append({"kind": "golden", "outcome": "different", "name": item.nodeid})
             texts = {f"rank{rank}.{_artifact(claim, 'obtained')}": claim.text for rank, claim in claimed.items()}

@@ -23,7 +23,6 @@ HOLE, SYMBOL = "\0", "\1"  # stand in a template for a reference, and for the sy
 _DEFINITION = re.compile(r"(?P<name>\w+) = (?P<value>.*)")
 _BODY = "def "
 
-
 Origin = tuple[str, str]  # what stands before a name, and the name; of an input all of it, and nothing
 
 

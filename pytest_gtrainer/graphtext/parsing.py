@@ -38,12 +38,9 @@ _BODY_NAME = re.compile(r"\w+_graph_\d+", re.ASCII)
 
 
 def parse(
-    text: str,
-    *,
-    constants: Mapping[str, Any] | None = None,
-    groups: Mapping[str, str] | None = None,
+    text: str, *, constants: Mapping[str, Any] | None = None, groups: Mapping[str, str] | None = None,
     allow: Iterable[str] = (),
-) -> fx.GraphModule:
+) -> fx.GraphModule:  # fmt: skip
     """The graph of a text, with the metadata that passes read.
 
     Args:

@@ -42,14 +42,9 @@ _Drawn = tuple[list[str], list[Section]]  # definitions at the head, then sectio
 
 
 def render(
-    gm: AnyGraph,
-    view: str = "full",
-    *,
-    names: Names | None = None,
-    header: Mapping[str, str] | None = None,
-    mesh: Mapping[str, int] | None = None,
-    sizes: str = "both",
-) -> str:
+    gm: AnyGraph, view: str = "full", *, names: Names | None = None, header: Mapping[str, str] | None = None,
+    mesh: Mapping[str, int] | None = None, sizes: str = "both",
+) -> str:  # fmt: skip
     """Return the canonical text of a graph.
 
     Args:

@@ -151,7 +151,6 @@ class _Schedule:
         self._packed = Counter(event for _, event in packed)  # how many tensors each launch has
 
     def sections(self) -> Iterable[Section]:
-        """What is shown, in the order of the schedule."""
         shown = [node for node in self._nodes if node not in self._serves and not is_free(node)]
         scopes = [self._scopes[node] for node in shown]
         operators = [operator_of(node) for node in shown]

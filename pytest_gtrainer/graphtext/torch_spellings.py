@@ -75,7 +75,6 @@ def respelled(lines: Sequence[GraphLine], spellings: Iterable[Spelling]) -> tupl
 
 
 def _spelling_of(value: Value, graph: Dataflow, spellings: Iterable[Spelling]) -> Spelling | None:
-    """The spelling by which an operator has another name in newer versions."""
     source = graph.values[value.sources[0]].operator if value.sources else ""
     return next((each for each in spellings if value.operator == each.before and each.of in ("", source)), None)
 

@@ -101,8 +101,7 @@ _WORKSPACE_VALUES = (":4096:8", ":16:8")
 _INDUCTOR = knobs.flags("torch._inductor.config")
 """At Inductor's import each is read from ``TORCHINDUCTOR_`` and its name in capitals."""
 
-# Whether CUDA was first initialised inside one of our blocks: then it has the workspace,
-# although the variable is gone again.
+# Whether CUDA started inside one of our blocks: then it has the workspace, although the variable is gone again.
 _cuda_started_here = False
 _active: list[Settings] = []
 
@@ -288,12 +287,9 @@ def mesh_seed(seed: int, mesh: DeviceMesh, distinct: Sequence[str] = ()) -> int:
 
 
 def balanced_loss(
-    loss_sum: torch.Tensor,
-    tokens: torch.Tensor | int,
-    group: dist.ProcessGroup | None = None,
-    *,
+    loss_sum: torch.Tensor, tokens: torch.Tensor | int, group: dist.ProcessGroup | None = None, *,
     gradients: Literal["avg", "sum"] = "avg",
-) -> torch.Tensor:
+) -> torch.Tensor:  # fmt: skip
     """Return this rank's share of the mean over the tokens of all ranks; every rank of the group must call it.
 
     With ``gradients="sum"`` the sum of the shares is the global mean; with "avg" (FSDP, DDP) their average is. One

@@ -70,13 +70,9 @@ class Record:
     __slots__ = ("_spool", "_tensors", "meta", "rank", "world_size")
 
     def __init__(
-        self,
-        world_size: int = 1,
-        rank: int | None = None,
-        meta: dict[str, str] | None = None,
-        *,
+        self, world_size: int = 1, rank: int | None = None, meta: dict[str, str] | None = None, *,
         spool: str | PathLike[str] | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         if world_size < 1:
             raise ValueError(f"a record of a run on {world_size} ranks: world_size must be at least 1")
         if rank is not None and not 0 <= rank < world_size:

@@ -208,6 +208,5 @@ class _WithRank(io.RawIOBase):
         return len(data)
 
     def end_line(self) -> None:
-        """Write what has come without an end of line."""
         if self._rest:
             self.write(b"\n")

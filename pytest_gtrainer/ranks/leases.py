@@ -23,7 +23,6 @@ from pytest_gtrainer.environment import private_folder
 POLL_SECONDS = 0.02
 TELL_EVERY = 60.0
 
-
 Tell = Callable[[str], None]
 
 
@@ -73,8 +72,7 @@ class Slots:
             while True:
                 with self._door():
                     places = self._places()
-                    slots = self._free(own, count, places)
-                    if slots:
+                    if slots := self._free(own, count, places):
                         _write(file, place._replace(slots=slots))
                         return Lease(slots, stack.pop_all().close)
                 now = time.monotonic()

@@ -130,8 +130,7 @@ STRICT = "passed against a strict xfail"
 
 def result_of(reports: RankReports) -> str:
     """What a test came to on one rank: passed, failed, skipped, xfailed, or ``STRICT``."""
-    failed = [report for report in reports.values() if report.failed]
-    if failed:
+    if failed := [report for report in reports.values() if report.failed]:
         return STRICT if all(str(report.longrepr).startswith("[XPASS(strict)]") for report in failed) else "failed"
     skipped = ["xfailed" if hasattr(report, "wasxfail") else "skipped" for report in reports.values() if report.skipped]
     return skipped[0] if skipped else "passed"

@@ -228,7 +228,6 @@ class Channel:
     """
 
     def __init__(self, incoming: int, outgoing: int) -> None:
-        """Take over two file descriptors: to read from, and to write to."""
         self._incoming, self._outgoing = incoming, outgoing
         self._read = bytearray()
 

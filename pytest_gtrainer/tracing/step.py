@@ -50,7 +50,6 @@ from pytest_gtrainer.tracing.stamping.verdict import assert_stamped_equal
 
 Step = Callable[..., torch.Tensor]
 
-
 REPEAT_LAYERS = ("off", "auto", "exact")
 
 

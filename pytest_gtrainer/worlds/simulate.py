@@ -36,14 +36,9 @@ Groups: TypeAlias = Mapping[str, Sequence[Sequence[int]]]
 
 
 def simulate_graph(
-    gm: AnyGraph,
-    inputs_of_rank: InputsOfRank,
-    world: AnyWorld,
-    *,
-    names: Names | None = None,
-    groups: Groups | None = None,
-    outputs: Sequence[str] | None = None,
-) -> list[dict[str, Any]]:
+    gm: AnyGraph, inputs_of_rank: InputsOfRank, world: AnyWorld, *, names: Names | None = None,
+    groups: Groups | None = None, outputs: Sequence[str] | None = None,
+) -> list[dict[str, Any]]:  # fmt: skip
     """Run one graph on all simulated ranks, with its functional collectives; it must not depend on the rank.
 
     Args:
@@ -79,13 +74,9 @@ def simulate_graph(
 
 
 def simulate_eager(
-    function: Callable[..., Any],
-    inputs_of_rank: InputsOfRank,
-    world: AnyWorld,
-    *,
-    outputs: Sequence[str] | None = None,
-    timeout: float = LIMIT,
-) -> list[dict[str, Any]]:
+    function: Callable[..., Any], inputs_of_rank: InputsOfRank, world: AnyWorld, *,
+    outputs: Sequence[str] | None = None, timeout: float = LIMIT,
+) -> list[dict[str, Any]]:  # fmt: skip
     """Call ``function(*inputs)`` on all ranks, each a thread with a ``torch.distributed`` of its own.
 
     Arguments (``inputs_of_rank``, ``world``, ``outputs``) and results are those of ``simulate_graph``. Inputs by name

@@ -20,7 +20,6 @@ WIDTH = 160
 _MOST_RANGES = 6
 _ALIKE = 3  # of more remarks with one gist than this, the first stands for all
 
-
 Weight = IntEnum(
     "Weight",
     "VERDICT EFFECT BUCKET GROUP COLLECTIVE OPERATOR DTYPE BOUNDARY ARGUMENT OPERAND MODULE MOVE REST",

@@ -94,7 +94,6 @@ class _Ignored:
 
     @contextmanager
     def showing(self, values: Sequence[Any]) -> Iterator[None]:
-        """The attributes have these values inside."""
         before = [table[name] for table, name in self.places]
         for (table, name), value in zip(self.places, values, strict=True):
             table[name] = value

@@ -132,8 +132,7 @@ class Units:
             raise Refused(container, f"units {TEMPLATE} and {INNER} have {len(nodes)} and {len(others)} nodes")
         for node, other in zip(nodes, others, strict=True):
             symbols.update(symbol_pairs(node, other))
-            why = inner_difference(self, visit.run, node, other, symbols)
-            if why is not None:
+            if (why := inner_difference(self, visit.run, node, other, symbols)) is not None:
                 where = f"%{node.name} and %{other.name} of two inner units ({fqn_of(node)})"
                 raise Refused(container, f"{where} differ: {why}")
             visit.number_steps.append(other.meta.get("seq_nr", 0) - node.meta.get("seq_nr", 0))
@@ -158,8 +157,7 @@ def inner_difference(
     operands, theirs = (fx.map_arg((each.args, each.kwargs), seen) for each, seen in sides)
     if described(operands, symbols) != described(theirs, {}):
         return f"operands {shown(node.args)} and {shown(other.args)}"
-    key = differing_key(node, other, symbols, but=("seq_nr", "custom", "gt_input"))
-    if key is not None:
+    if (key := differing_key(node, other, symbols, but=("seq_nr", "custom", "gt_input"))) is not None:
         return f"meta {key!r}, {shown(node.meta.get(key))} and {shown(other.meta.get(key))}"
     custom = [named_as(units.names, each.meta.get("custom"), INNER) for each in (node, other)]
     if custom[0] != custom[1]:

@@ -399,15 +399,10 @@ FIELDS = ("ranks", "nodes", "channels", "algorithm", "partition", "accumulate")
 
 
 def sweep_nets(
-    size: int,
-    *,
-    nodes: Sequence[int] = (1, 2),
-    channels: Sequence[int] = (1, CHANNELS),
-    algorithm: Sequence[str] = ("ring",),
-    partition: Sequence[str] = ("contiguous",),
-    accumulate: Sequence[str] = ("wire",),
-    **fields: Any,
-) -> list[Any]:
+    size: int, *, nodes: Sequence[int] = (1, 2), channels: Sequence[int] = (1, CHANNELS),
+    algorithm: Sequence[str] = ("ring",), partition: Sequence[str] = ("contiguous",),
+    accumulate: Sequence[str] = ("wire",), **fields: Any,
+) -> list[Any]:  # fmt: skip
     """Return nets of ``size`` ranks for ``pytest.mark.parametrize``: every combination, each with its id.
 
     >>> [parameter.id for parameter in sweep_nets(16, nodes=[2], channels=[4], algorithm=["ring", "tree"])]

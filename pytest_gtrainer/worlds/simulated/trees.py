@@ -139,9 +139,7 @@ def chains_of(ring: Ring, node_of: Sequence[int]) -> list[list[int]]:
     return sorted(visited.values(), key=min)
 
 
-# --- PAT: parallel aggregated trees, one for each destination
-
-STEPS = 8  # NCCL_STEPS
+STEPS = 8  # NCCL_STEPS, of PAT: parallel aggregated trees, one for each destination
 _PAT_CHUNK_BYTES, _PAT_LEAST_BYTES = 512 << 10, 64 << 10
 
 

@@ -42,8 +42,7 @@ def judge(kind: str, golden: str, obtained: str, limit: int = LIMIT) -> Finding:
     except values.NumbersError as error:
         return Finding("different", f"the golden {error}", replaceable=False)
     (new,) = values.entries_of(obtained)
-    old = next((entry for entry in known if entry.environment == new.environment), None)
-    if old is None:
+    if (old := next((entry for entry in known if entry.environment == new.environment), None)) is None:
         others = f"but for {known[0] if len(known) == 1 else f'{len(known)} others'}" if known else "nor for any other"
         return Finding("not judged", f"has no numbers for this environment ({new}), {others}")
     said = values.differences(old.values, new.values)
@@ -84,8 +83,7 @@ def _alike(golden: str, obtained: str) -> tuple[tuple[GraphLine, ...], tuple[Gra
     if old == new:
         return None
     made, running = header.read(golden).get("torch"), header.read(obtained).get("torch")
-    spellings = spellings_between(made, running)
-    if not spellings:
+    if not (spellings := spellings_between(made, running)):
         note = f"made with torch {made or 'of an unknown version'}, running {running}"
         return old, new, [note] if made != running else []
     if same_but_for(spellings, old, new):

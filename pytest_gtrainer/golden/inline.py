@@ -320,8 +320,7 @@ def rewritten(source: bytes, edits: Iterable[Expectation]) -> tuple[bytes, dict[
     for literal, edit in sorted(literals.items(), key=lambda pair: (-pair[0].lineno, -pair[0].col_offset)):
         start = starts[literal.lineno - 1] + literal.col_offset
         end = starts[(literal.end_lineno or 0) - 1] + (literal.end_col_offset or 0)
-        spelled = spell(_LINE_END.sub(b"\n", utf8[start:end]).decode(), edit.obtained)
-        if spelled is None:
+        if (spelled := spell(_LINE_END.sub(b"\n", utf8[start:end]).decode(), edit.obtained)) is None:
             refused[edit] = "the obtained text has characters that an inline expectation cannot hold"
             continue
         literal.value = edit.obtained

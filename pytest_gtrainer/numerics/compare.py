@@ -172,8 +172,7 @@ def starts_differ(actual: Tensors, expected: Tensors) -> str:
     if not isinstance(actual, Record) or not isinstance(expected, Record):
         return ""
     both = sorted(key for key in actual.meta.keys() & expected.meta.keys() if key.startswith(START))
-    ranks = [int(key.removeprefix(START)) for key in both if actual.meta[key] != expected.meta[key]]
-    if not ranks:
+    if not (ranks := [int(key.removeprefix(START)) for key in both if actual.meta[key] != expected.meta[key]]):
         return ""
     return f"the two runs start from different weights, on {_some('rank', sorted(ranks))}: seed both sides alike"
 

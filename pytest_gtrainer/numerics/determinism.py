@@ -274,11 +274,9 @@ def mesh_seed(seed: int, mesh: DeviceMesh, distinct: Sequence[str] = ()) -> int:
         ValueError: the mesh has no dimension of that name, or this rank is not on it.
     """
     names = mesh.mesh_dim_names or ()
-    unknown = [name for name in distinct if name not in names]
-    if unknown:
+    if unknown := [name for name in distinct if name not in names]:
         raise ValueError(f"the mesh has no dimension {', '.join(map(repr, unknown))}; its dimensions are {names}")
-    coordinates = mesh.get_coordinate()
-    if coordinates is None:
+    if (coordinates := mesh.get_coordinate()) is None:
         raise ValueError(f"this rank is not on {mesh}")
     place = 0
     for dim in map(names.index, distinct):

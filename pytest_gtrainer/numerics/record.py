@@ -179,8 +179,7 @@ class Record:
             raise ValueError(f"records of one world are merged, got world sizes {sorted(sizes)}")
         whole = cls(sizes.pop())
         for part in parts:
-            twice = sorted({*whole.ranks} & {*part.ranks})
-            if twice:
+            if twice := sorted({*whole.ranks} & {*part.ranks}):
                 raise ValueError(f"ranks {twice} are in more than one of the records to merge")
             whole._tensors.update(part._tensors)
             whole.meta = part.meta | whole.meta
@@ -244,8 +243,7 @@ def _written(file: BinaryIO, tensor: Tensor) -> tuple[str, list[int], int]:
 
 def _mapped(mapped: mmap.mmap, dtype: str, shape: Sequence[int], start: int) -> Tensor:
     kind = getattr(torch, dtype)
-    numel = math.prod(shape)
-    if not numel:
+    if not (numel := math.prod(shape)):
         return torch.empty(0, dtype=torch.uint8).view(kind).view(list(shape))  # of a quantized dtype, too
     row = torch.frombuffer(mapped, dtype=torch.uint8, count=numel * kind.itemsize, offset=start)
     return row.view(kind).view(list(shape))

@@ -119,8 +119,7 @@ def whereabouts(text: str) -> str:
     """Where the main thread is, to be added to a sentence."""
     if text.startswith(STOPPED):
         return f", {STOPPED}"
-    waits = waiting_in(text)
-    if waits:
+    if waits := waiting_in(text):
         return f", waiting in {waits}"
     return "".join(f", at {Path(file).name}:{line} in {name}" for file, line, name in _main_frames(text)[:1])
 
@@ -143,8 +142,7 @@ def collective_of(frames: list[tuple[str, str]]) -> str | None:
     'wait'
     """
     inside = [(file, function) for file, function in frames[: depth_of_collective(frames)]]
-    named = [function for file, function in inside if not file.endswith(_WRAPPERS)]
-    if named:
+    if named := [function for file, function in inside if not file.endswith(_WRAPPERS)]:
         return named[-1]
     # A work's wait() is C++ called by whoever holds the work: FSDP, for example.
     if frames and "/torch/distributed/" in frames[0][0]:

@@ -207,8 +207,7 @@ class _Merge:
         return result
 
     def _summary(self, rank: int) -> str:
-        told = self.outcome.raised.get(rank)
-        if told is None:
+        if (told := self.outcome.raised.get(rank)) is None:
             failed = next(report for report in self.by_rank[rank].values() if report.failed)
             return str(failed.longrepr).strip().splitlines()[-1][:300]
         if self.outcome.is_consequence(rank):

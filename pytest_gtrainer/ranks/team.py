@@ -256,8 +256,7 @@ class LocalRanks:
         process, end = self._processes[rank], time.monotonic() + STATUS_SECONDS
         while process.pid not in self._server.exit_status and self._server.alive and time.monotonic() < end:
             self._server.pump(0.05)
-        status = self._server.exit_status.get(process.pid)
-        if status is None:
+        if (status := self._server.exit_status.get(process.pid)) is None:
             how = "was lost with the process that had forked it"
         else:
             how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"exited with status {status}"
@@ -325,8 +324,7 @@ class Team:
     def receive(self, ranks: Iterable[int], seconds: float) -> dict[int, object]:
         """The next message of those ``ranks`` that have one; None stands for a dead rank."""
         split = self._split(ranks)
-        heard = self._taken(split, set())
-        if heard:
+        if heard := self._taken(split, set()):
             return heard
         files = [file for part, members in split for file in part.files(members)]
         return self._taken(split, readable(files, seconds))

@@ -256,8 +256,7 @@ class Channel:
 
     def read(self) -> None:
         """Read what there is, as much as fits into a pipe; waits if there is nothing. EOFError if the end is closed."""
-        some = os.read(self._incoming, _AT_ONCE)
-        if not some:
+        if not (some := os.read(self._incoming, _AT_ONCE)):
             raise EOFError
         self._read += some
 

@@ -89,8 +89,7 @@ class Earlier:
     def compare(self, test: Test, details: Mapping[str, Any], texts: Mapping[str, str]) -> dict[str, Any]:
         """What a test did otherwise than in the earlier run: ``lines`` in words, ``graphs`` as name and two keys.
         ``texts`` are the packed graphs of this run's test by key. Counts what it finds."""
-        then = self.tests.get(test.name)
-        if then is None:
+        if (then := self.tests.get(test.name)) is None:
             self.counts["new"] += 1
             self.counts["newly failing"] += test.outcome in BAD
             return {"lines": ["new: it is not in the earlier report"], "graphs": []}

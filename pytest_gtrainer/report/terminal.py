@@ -112,8 +112,7 @@ def summary_lines(facts: list[Fact]) -> list[str]:
     """
     lines = []
     for title, kind, label in _TOPICS:
-        counts = Counter(label(fact) for fact in facts if fact["kind"] == kind)
-        if counts:
+        if counts := Counter(label(fact) for fact in facts if fact["kind"] == kind):
             told = ", ".join(f"{n} {what}" for what, n in sorted(counts.items()))
             lines.append(f"{title:<9} " + re.sub(r"\b1 tests in\b", "1 test in", told))
     return lines

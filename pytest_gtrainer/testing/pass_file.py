@@ -144,8 +144,7 @@ def directives_of(text: str, file: str) -> list[Directive]:
         place = f"{file}:{number}"
         if _LOST_CHECK.match(line):
             raise PassFileError(f"{place}: {line.strip()}\na check is written `# check: then aten.mm`, with a colon")
-        match = _LINE.fullmatch(line)
-        if match is None:
+        if (match := _LINE.fullmatch(line)) is None:
             continue
         name = match["name"]
         if first := [each.place for each in found if each.name == name and name in ONCE]:
@@ -162,8 +161,7 @@ def _world(world: Directive | None, mesh: Directive | None) -> WorldSpec | None:
         if mesh is not None:
             raise PassFileError(f"{mesh.place}: a mesh needs its world, such as `# world: fake 8`")
         return None
-    found = _WORLD.fullmatch(world.value)
-    if found is None:
+    if (found := _WORLD.fullmatch(world.value)) is None:
         raise PassFileError(f"{world.place}: expected a world like `fake 8` or `fake 8, rank 3`, found {world.value!r}")
     extents = {}
     if mesh is not None:

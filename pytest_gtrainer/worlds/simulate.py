@@ -59,8 +59,7 @@ def simulate_graph(
         ValueError: inputs, outputs or groups that do not fit.
     """
     net, gm = _net_of(world), adopted(gm, names)
-    collectives = [node for node in nodes_within(gm) if launches(node.target)]
-    if not collectives:
+    if not (collectives := [node for node in nodes_within(gm) if launches(node.target)]):
         raise VacuousCheck("the graph has no collective, so no net changes a bit of it: run it by itself")
     mesh = torch.arange(net.size).view(*(world.mesh.values() if isinstance(world, World) else (net.size,)))
     here = dist.is_initialized() and dist.get_world_size() == net.size

@@ -117,8 +117,7 @@ class CollectedTests:
         session, root, file = self._session, Path(chain[0]), Path(chain[-1])
         private.add_initial_path(session, file)
         if root not in self._nodes:
-            found = private.collectors_of(session, root)
-            if not found:
+            if not (found := private.collectors_of(session, root)):
                 raise CollectionDiffers(f"{root} cannot be collected in this rank")
             self._nodes[root] = found[0]
         node = self._nodes[root]

@@ -182,8 +182,7 @@ def _placeholder(container: str, calls: dict[Any, Returned], own: dict[str, Any]
         if foreign := foreign_modes():
             raise Refused(container, f"the layers are called under {foreign[0]}")
         returned, spec = calls[key]
-        given = list(filter(_is_tensor, leaves))
-        if not given:
+        if not (given := list(filter(_is_tensor, leaves))):
             raise Refused(container, "a layer is called without a tensor")
         made = [leaf for leaf in returned if isinstance(leaf, _Like)]
         needs = any(like.wants_gradient for like in made) and not any(tensor.requires_grad for tensor in given)
@@ -213,8 +212,7 @@ class _Placeholder(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         wanted = ctx.needs_input_grad[2:]
-        arrived = [gradient for gradient in gradients if gradient is not None]
-        if not arrived:
+        if not (arrived := [gradient for gradient in gradients if gradient is not None]):
             return None, None, *(None for _ in wanted)
         token = torch.stack([gradient.new_empty((), dtype=torch.float32) for gradient in arrived])
         made = [like.empty(token) if want else None for like, want in zip(ctx.given, wanted, strict=False)]

@@ -156,8 +156,7 @@ def _check_sizes(given: Contributions, unit: str) -> None:
 
 def stacked(inputs: list[Tensor]) -> Tensor:
     """``[members, elements]``; empties ``inputs`` on the way, or there would be two copies of everything."""
-    rows = _uncopied(inputs)
-    if rows is None:
+    if (rows := _uncopied(inputs)) is None:
         rows = inputs[0].new_empty(len(inputs), inputs[0].numel())
         inputs.reverse()
         for row in rows:

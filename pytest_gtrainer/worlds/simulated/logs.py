@@ -30,8 +30,7 @@ _TREE = re.compile(r"\[(\d+)\] ([-\d]+)/([-\d]+)/([-\d]+)->(\d+)->[-\d]+")
 
 def rings_from_log(text: str) -> Rings:
     """The rings of the largest communicator in a log of ``NCCL_DEBUG=INFO``; a ValueError says what is missing."""
-    found = list(_communicators(text))
-    if not found:
+    if not (found := list(_communicators(text))):
         raise ValueError(
             "no line like 'Channel 00/08 : 0 7 6 5': log with NCCL_DEBUG=INFO, and keep the lines of rank 0 whole"
         )

@@ -91,8 +91,7 @@ class _Crew:
         except BaseException as error:  # an interrupt of the thread that waits
             team.fail(None, error)
         stuck = self._end()
-        failure = team.take_error()
-        if failure is None:
+        if (failure := team.take_error()) is None:
             return self._results
         rank, raised = failure
         if rank is not None:

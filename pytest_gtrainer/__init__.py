@@ -4,8 +4,6 @@ Every public name is importable from here and loaded on first use, so that
 ``import pytest_gtrainer`` costs nothing and in particular does not import torch.
 """
 
-from __future__ import annotations
-
 import importlib
 from typing import Any
 

@@ -1,7 +1,5 @@
 """``python -m pytest_gtrainer``: commands that are no tests."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Sequence

@@ -13,8 +13,6 @@
 ``python -m pytest_gtrainer doctor`` reads this file as it reads the topics of ``pytest_gtrainer._torch``.
 """
 
-from __future__ import annotations
-
 import io
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext

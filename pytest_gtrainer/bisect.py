@@ -40,11 +40,9 @@ if TYPE_CHECKING:
     from pytest_gtrainer.worlds.simulated.net import Net
     from pytest_gtrainer.worlds.spec import World
 
-MOST_REPLAYS = 8
-"""Of how many replays of a graph the inputs are kept."""
+MOST_REPLAYS = 8  # of how many replays of a graph the inputs are kept
 
-Values = dict[Key, Tensor]
-"""By ``Key(0, rank, "", name)``; where a process has one rank only, that is 0."""
+Values = dict[Key, Tensor]  # by ``Key(0, rank, "", name)``; where a process has one rank only, that is 0
 Run = Callable[[fx.GraphModule], Values]
 
 
@@ -69,11 +67,9 @@ def local_run(flat: Sequence[Any]) -> Run:
 
 
 def run_on_all(
-    ranked: Callable[[fx.GraphModule], RankGraph],
-    net: Net,
-    inputs: Sequence[Any],
+    ranked: Callable[[fx.GraphModule], RankGraph], net: Net, inputs: Sequence[Any],
     random: RankRandomStates | None = None,
-) -> Run:
+) -> Run:  # fmt: skip
     """Runs a graph on all ranks of a simulated world as ``Interpreter(ranked(gm), net, random=random).run(inputs)``."""
     from pytest_gtrainer.worlds.simulated.interpreter import Interpreter
     from pytest_gtrainer.worlds.simulated.interpreter.values import of_rank
@@ -151,14 +147,9 @@ class Bisection:
 
 
 def bisect_passes(
-    traced: TracedStep,
-    passes: Iterable[BoundPass | Pass],
-    inputs: Sequence[Any],
-    *,
-    world: World | None = None,
-    meshes: Sequence[DeviceMesh] = (),
-    every: bool = False,
-) -> Bisection:
+    traced: TracedStep, passes: Iterable[BoundPass | Pass], inputs: Sequence[Any], *, world: World | None = None,
+    meshes: Sequence[DeviceMesh] = (), every: bool = False,
+) -> Bisection:  # fmt: skip
     """Find the pass that changes a bit, by replaying the graph after prefixes of ``passes``.
 
     Args:

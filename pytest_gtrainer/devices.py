@@ -3,8 +3,6 @@
 A *slot* is the right to run one rank: a GPU, or, without GPUs, one of as many CPU slots as ``--gt-gpus`` says.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 from collections.abc import Mapping, Sequence
@@ -60,11 +58,9 @@ def visible_gpus(*, to_lease: bool = True) -> tuple[Gpu, ...]:
     is_counted = any(entry.strip().isdecimal() for entry in (visible or "").split(","))
     by_bus = os.environ.get("CUDA_DEVICE_ORDER") == BUS_ORDER["CUDA_DEVICE_ORDER"]
     if to_lease and is_counted and len(kinds) > 1 and not by_bus:
-        raise pytest.UsageError(
-            f"CUDA_VISIBLE_DEVICES={visible} counts GPUs of several kinds ({', '.join(kinds)}), and "
-            "CUDA puts the fastest kind first: set CUDA_DEVICE_ORDER=PCI_BUS_ID, to count them as nvidia-smi does, "
-            "or name them by UUID"
-        )
+        wrong = f"CUDA_VISIBLE_DEVICES={visible} counts GPUs of several kinds ({', '.join(kinds)})"
+        advice = "set CUDA_DEVICE_ORDER=PCI_BUS_ID, to count them as nvidia-smi does, or name them by UUID"
+        raise pytest.UsageError(f"{wrong}, and CUDA puts the fastest kind first: {advice}")
     return confined([uuid for uuid, _ in present], visible)
 
 
@@ -137,15 +133,11 @@ def _resolved(config: pytest.Config) -> Devices:
     if launch is not None:
         # the ranks that torchrun has started, over all nodes; this node's GPUs say what they are on
         if promised is not None and promised > launch.size:
-            raise pytest.UsageError(
-                f"--gt-gpus={promised}: torchrun has started {launch.size} ranks; promise at most {launch.size}, or "
-                "have torchrun start more"
-            )
+            wrong = f"--gt-gpus={promised}: torchrun has started {launch.size} ranks"
+            raise pytest.UsageError(f"{wrong}; promise at most {launch.size}, or have torchrun start more")
         if gpus and len(gpus) < launch.local_size:
-            raise pytest.UsageError(
-                f"torchrun has started {launch.local_size} ranks on a node where {len(gpus)} GPUs are visible; start "
-                "as many as there are GPUs, or use --gt-device=cpu"
-            )
+            wrong = f"torchrun has started {launch.local_size} ranks on a node where {len(gpus)} GPUs are visible"
+            raise pytest.UsageError(f"{wrong}; start as many as there are GPUs, or use --gt-device=cpu")
         return Devices("cuda" if gpus else "cpu", promised or launch.size, gpus, "torchrun has started")
     if not gpus:
         return Devices("cpu", promised or DEFAULT_CPU_SLOTS)
@@ -196,7 +188,5 @@ def check_launch(config: pytest.Config) -> None:
     if launch is not None and options.get(config, "one-rank"):
         raise pytest.UsageError("--gt-one-rank: torchrun has started ranks; run pytest without it")
     if launch is not None and (config.getoption("tx", None) or config.getoption("numprocesses", None)):
-        raise pytest.UsageError(
-            f"torchrun has started the {launch.size} ranks of this run, and xdist would start processes of its own: "
-            "leave out -n and --dist"
-        )
+        wrong = f"torchrun has started the {launch.size} ranks of this run, and xdist would start processes of its own"
+        raise pytest.UsageError(f"{wrong}: leave out -n and --dist")

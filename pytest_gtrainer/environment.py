@@ -3,8 +3,6 @@
 Processes that outlive the block in which a variable is set, as ranks do, must not start with it.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import stat

@@ -25,8 +25,6 @@ Long work says on the topic "progress", as a terminal shows it, that it goes on:
 counting, 3 of 4: 0 s so far
 """
 
-from __future__ import annotations
-
 import base64
 import threading
 import time

@@ -4,8 +4,6 @@ Before and after each test the switches of ``numerics.knobs`` are read (0.1 ms; 
 fixture of a wider scope sets, and later puts back, is no leak of the test that happens to run first or last.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Generator
 from typing import Any

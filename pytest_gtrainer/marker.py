@@ -1,7 +1,5 @@
 """The ``gt_world`` marker of a collected test: which world it asks for, and its sizes if there are several."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from typing import Any
 

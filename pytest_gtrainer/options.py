@@ -3,8 +3,6 @@
 Read an option with ``get(config, "gpus")``: the flag wins over the ini setting, which wins over the default.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass

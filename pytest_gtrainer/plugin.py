@@ -3,8 +3,6 @@
 Loading this module imports neither torch nor anything that does.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Generator
 

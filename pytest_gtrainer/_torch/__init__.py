@@ -11,8 +11,6 @@ An import inside ``try`` with an ``except ImportError`` that does not raise is o
 Importing this package imports neither torch nor a topic.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import metadata

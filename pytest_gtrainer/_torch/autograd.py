@@ -8,8 +8,6 @@
 - ``torch._C._current_graph_task_id`` is -1 outside of a backward.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any

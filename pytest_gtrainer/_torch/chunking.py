@@ -9,8 +9,6 @@
   (of those without), ``ShapeEnv.simplify`` applies the equations between symbols that it found.
 """
 
-from __future__ import annotations
-
 import os
 from typing import Any
 

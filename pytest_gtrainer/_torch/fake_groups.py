@@ -7,8 +7,6 @@
 - Groups are registered by name in C++ too: ``_unregister_process_group(name)`` takes one out.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -29,8 +27,7 @@ ATTRIBUTES = {
     "torch.testing._internal.distributed.multi_threaded_pg:ThreadLocalWorld": ("_world",),
 }
 
-_NAMES = itertools.count(1_000_000_000, 1_000_000)
-"""No name of a group means anything elsewhere."""
+_NAMES = itertools.count(1_000_000_000, 1_000_000)  # no name of a group means anything elsewhere
 
 
 @contextmanager

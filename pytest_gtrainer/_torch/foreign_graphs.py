@@ -7,8 +7,6 @@
   ``ParamAOTInput.target`` is an FQN, ``SubclassGetAttrAOTInput.base`` the tensor whose attribute it is.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 

@@ -6,8 +6,6 @@ come from FSDP2's own ``_get_param_all_gather_inputs``, casts and pads included;
 gradient's padded size; pipelining's ``_split_block_mask`` cuts a ``BlockMask`` along the batch.
 """
 
-from __future__ import annotations
-
 import sys
 from typing import Any
 

@@ -5,8 +5,6 @@
 - ``Graph.graph_copy`` copies all nodes but the output, with shallow copies of their metadata.
 """
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

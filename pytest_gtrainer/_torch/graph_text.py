@@ -72,7 +72,6 @@ FUNCTIONS_OF_DYNAMO = {
 }
 """Functions without a result that Dynamo leaves in a graph: of ``no_grad``, and for counting calls."""
 
-
 PLAIN_FUNCTIONS = {"torch": torch, "torch.nn.functional": torch.nn.functional, "torch._C._nn": torch._C._nn}
 """Where functions that Dynamo's graphs call live, by the module's name."""
 

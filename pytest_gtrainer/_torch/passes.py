@@ -21,8 +21,6 @@
   "artifact" as a file, of the encoding that stands in its metadata.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import torch
@@ -66,8 +64,7 @@ COMPILED_MODULES = "torch._inductor"
 
 MATMULS = (torch.ops.aten.mm.default, torch.ops.aten._scaled_mm.default)
 
-EXTRA_GROUP = ":extra"
-"""Ends the names of process groups that passes make; they are gone with their world (F4)."""
+EXTRA_GROUP = ":extra"  # ends the names of process groups that passes make; they are gone with their world (F4)
 
 
 def dtypes_of_buckets() -> tuple[torch.dtype, ...]:

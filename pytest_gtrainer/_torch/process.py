@@ -6,8 +6,6 @@
 - Inductor's and dynamo's modules are looked at only where somebody has imported them: importing them takes seconds.
 """
 
-from __future__ import annotations
-
 import sys
 from contextlib import AbstractContextManager
 from typing import Any

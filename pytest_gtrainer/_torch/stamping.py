@@ -8,8 +8,6 @@
   ``torch._C._autograd._top_saved_tensors_default_hooks`` gives the pair in force around saved tensors.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -17,8 +17,6 @@
   ``_StridedShard(0, split_factor=n)`` is how FSDP2 places a parameter whose dim 0 the model shards n times already.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager

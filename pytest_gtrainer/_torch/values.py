@@ -38,8 +38,7 @@ ATTRIBUTES = {
     "torch.nn:Module": ("_parameters", "_buffers", "_modules"),
 }
 
-SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
-"""Numbers of which a trace may not know more than a symbol."""
+SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)  # numbers of which a trace may not know more than a symbol
 
 __all__ = [
     "FakeTensor",

@@ -11,8 +11,6 @@ The same words stand in comment lines of graph files (``# check: then aten.mm in
 A check that cannot fail, or cannot match, is a ``CheckError``: of an unknown operator, for example, or no check at all.
 """
 
-from __future__ import annotations
-
 from pytest_gtrainer.checks.checker import GraphChecker, assert_graph, check_graph
 from pytest_gtrainer.checks.subject import CheckError, CheckFailure
 

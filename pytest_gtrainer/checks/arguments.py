@@ -80,8 +80,7 @@ def _is_known(pattern: str, registered: Iterable[Sequence[str]]) -> bool:
     return any(_fits(pattern, ("hop", known), known) for known in higher_order_operators())
 
 
-ANY, REST = "_", "..."
-"""Whatever stands there; any number of arguments, and at the end of a call keywords, too."""
+ANY, REST = "_", "..."  # whatever stands there; any number of arguments, and at the end of a call keywords, too
 
 
 @dataclass(frozen=True, slots=True)

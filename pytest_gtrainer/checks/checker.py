@@ -24,8 +24,7 @@ from pytest_gtrainer.graph.foreign import AnyGraph
 
 __tracebackhide__ = True  # of every function here: a failure points at the check
 _HERE = os.path.dirname(__file__)
-_MOST = 8
-"""A failure shows so many nodes of a count."""
+_MOST = 8  # a failure shows so many nodes of a count
 
 
 class Conditions(TypedDict, total=False):

@@ -1,7 +1,5 @@
 """Predicates of a pattern, each of which says in words how a node differs; patterns, and checks made of them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
@@ -15,8 +13,7 @@ from pytest_gtrainer.checks.subject import CheckError, Predicate, Subject, is_ca
 from pytest_gtrainer.graph.nodes import spell_dtype, walked
 from pytest_gtrainer.graphtext.scopes import users_of
 
-Extent = int | None | EllipsisType
-"""An extent, None for any one, ``...`` for any number of them."""
+Extent = int | None | EllipsisType  # an extent, None for any one, ``...`` for any number of them
 
 
 @dataclass(frozen=True, slots=True)

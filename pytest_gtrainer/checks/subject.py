@@ -1,7 +1,5 @@
 """The graph that is checked: its schedule, and what names in checks stand for; what goes wrong with a check."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 
@@ -134,7 +132,6 @@ class Predicate:
 
     def check(self, subject: Subject) -> None:
         """Raises ``CheckError`` if no node of any graph like this one can fit."""
-        return
 
     def difference(self, node: fx.Node, subject: Subject) -> str | None:
         """``its dtype is f32, expected bf16``; None if the node fits."""

@@ -11,8 +11,6 @@
             | "as" name
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeVar

@@ -1,7 +1,5 @@
 """A graph before and after a pass, on the same inputs, bit for bit; and a compiled function against eager."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -21,13 +19,11 @@ from pytest_gtrainer.numerics.compare import BitwiseDifference, ControlFailed, c
 from pytest_gtrainer.numerics.determinism import random_states_kept
 from pytest_gtrainer.numerics.verdict import Verdict
 
-Sizes = Mapping[Any, int]
-"""What each symbol of a graph's dynamic sizes is."""
+Sizes = Mapping[Any, int]  # what each symbol of a graph's dynamic sizes is
 
 SMALL = 1e-3
 """Every fourth row of generated inputs is so much smaller: the eps of a norm, which others round away, counts there."""
-MOST_TRIED = 64
-"""How many sizes are tried before it is said that guards allow none."""
+MOST_TRIED = 64  # how many sizes are tried before it is said that guards allow none
 
 
 class SameGraph(ValueError):
@@ -77,10 +73,8 @@ def assert_pass_bitwise(
 def _refuse_fake(gm: fx.GraphModule, what: str) -> None:
     collective = next((node for node in gm.graph.nodes if is_collective(node)), None)
     if collective is not None and dist.is_initialized() and dist.get_backend() == "fake":
-        raise ValueError(
-            f"{what} has {collective.name}, and a fake world moves no data, so no run in it means anything: use "
-            'gt_world("ranks"), or simulate_graph'
-        )
+        wrong = f"{what} has {collective.name}, and a fake world moves no data, so no run in it means anything"
+        raise ValueError(f'{wrong}: use gt_world("ranks"), or simulate_graph')
 
 
 def _recorded(run: RecordedPass) -> dict[str, Any]:
@@ -121,10 +115,8 @@ def _allowed(numbers: Sequence[torch.SymInt], times: int, more: int) -> Sizes:
         if all(guards_allow(number, sizes) for number in numbers) or (times, more) == (1, 0):
             return sizes
     shown = ", ".join(f"{symbol} = {times * size + more}" for symbol, size in examples.items())
-    raise ValueError(
-        f"the guards of the graph forbid {shown} and the {MOST_TRIED - 1} sizes after it: no other size than the "
-        "example can be tried, so compile with dynamic=False"
-    )
+    wrong = f"the guards of the graph forbid {shown} and the {MOST_TRIED - 1} sizes after it"
+    raise ValueError(f"{wrong}: no other size than the example can be tried, so compile with dynamic=False")
 
 
 def _generated(placeholders: Sequence[fx.Node], recorded: Mapping[str, Any], sizes: Sizes, seed: int) -> list[Any]:
@@ -152,10 +144,8 @@ def _generated(placeholders: Sequence[fx.Node], recorded: Mapping[str, Any], siz
         elif known is not None:
             made.append(known)
         else:
-            raise ValueError(
-                f"input {_name(node)} is of type {type(value).__name__}, for which no value can be made up: record "
-                "with lower=False, which keeps the inputs of the first call"
-            )
+            wrong = f"input {_name(node)} is of type {type(value).__name__}, for which no value can be made up"
+            raise ValueError(f"{wrong}: record with lower=False, which keeps the inputs of the first call")
     return made
 
 

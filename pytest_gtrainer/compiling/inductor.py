@@ -1,7 +1,5 @@
 """Passes of graph trainers as passes of Inductor: with the names that they need, and an id for Inductor's caches."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

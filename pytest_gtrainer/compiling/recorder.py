@@ -5,8 +5,6 @@ is given each; the joint graph by a pass of ours before all others. When a pass 
 trace tells, and the graph that is being worked on is copied if it has changed.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import os
@@ -86,17 +84,13 @@ class _Recorder(logging.Handler):
 
     def around(self, compile_fx: private.CompileFx) -> private.CompileFx:
         def recorded(
-            gm: fx.GraphModule,
-            example_inputs: Sequence[Any],
+            gm: fx.GraphModule, example_inputs: Sequence[Any],
             inner_compile: Callable[..., Any] = private.compile_fx_inner,
-            config_patches: dict[str, Any] | None = None,
-            **rest: Any,
-        ) -> Any:
+            config_patches: dict[str, Any] | None = None, **rest: Any,
+        ) -> Any:  # fmt: skip
             if (here := threading.current_thread()) is not self.thread:
-                self.record.faults.append(
-                    f"thread {here.name!r} compiled, and this records what {self.thread.name!r} "
-                    "does: enter gt_compile in the thread that calls the compiled function"
-                )
+                said = f"thread {here.name!r} compiled, and this records what {self.thread.name!r} does"
+                self.record.faults.append(f"{said}: enter gt_compile in the thread that calls the compiled function")
             if here is not self.thread or self.works:  # with options it calls itself
                 return compile_fx(gm, example_inputs, inner_compile, config_patches, **rest)
             now = private.current_compile_id()
@@ -254,15 +248,11 @@ def gt_compile(*, lower: bool = False, caches: bool = False) -> Iterator[Compile
             yield record
     except Exception as error:
         if (operator := _NO_FAKE_KERNEL.search(str(error))) is not None:
-            error.add_note(
-                f"gt_compile: {operator[1]} has no fake kernel, without which it is in no graph: register one with "
-                f'torch.library.register_fake("{operator[1]}")'
-            )
+            said = f"gt_compile: {operator[1]} has no fake kernel, without which it is in no graph"
+            error.add_note(f'{said}: register one with torch.library.register_fake("{operator[1]}")')
         elif isinstance(error, private.Unsupported):
-            error.add_note(
-                "gt_compile: fullgraph=True ends at the first graph break; without it record.breaks tells all of "
-                "them, each with its reason and line"
-            )
+            said = "gt_compile: fullgraph=True ends at the first graph break"
+            error.add_note(f"{said}; without it record.breaks tells all of them, each with its reason and line")
         raise
     finally:
         recorder.is_open = False

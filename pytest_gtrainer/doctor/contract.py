@@ -1,7 +1,5 @@
 """A topic's contract, read in its source (names that it imports or spells out, and how it calls them), and examined."""
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import importlib
@@ -16,8 +14,7 @@ from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parents[1]
 
-MODULE = ""
-"""The user of what runs while the topic is imported: without it the topic does not import."""
+MODULE = ""  # the user of what runs while the topic is imported: without it the topic does not import
 
 
 @dataclass(slots=True)
@@ -65,20 +62,13 @@ def read_topic(file: Path, module: str, hosts: tuple[str, ...]) -> Topic:
     named = ((name, value) for name, value in _assignments(tree) if name in ("ATTRIBUTES", "CALLED_ON_US"))
     tables = {name: ast.literal_eval(value) for name, value in named}
     reader = _Reader(hosts, tables.get("ATTRIBUTES", {}), tree)
-    called = [
-        CalledOnUs(ours, method, caller)
-        for ours, callers in tables.get("CALLED_ON_US", {}).items()
-        for caller, methods in callers.items()
-        for method in methods
-    ]
-    return Topic(
-        module=module,
-        title=(ast.get_docstring(tree) or "").partition("\n")[0].rstrip("."),
-        needs=sorted(reader.needs.values(), key=lambda need: need.attribute is not None),
-        called=called,
-        unowned={name for name in reader.unresolved if is_private(name)},
-        unused=reader.owners.keys() - {attribute for _, attribute in reader.needs},
-    )
+    on_us = tables.get("CALLED_ON_US", {}).items()
+    callers = ((ours, caller, methods) for ours, by_caller in on_us for caller, methods in by_caller.items())
+    called = [CalledOnUs(ours, method, caller) for ours, caller, methods in callers for method in methods]
+    title = (ast.get_docstring(tree) or "").partition("\n")[0].rstrip(".")
+    needs = sorted(reader.needs.values(), key=lambda need: need.attribute is not None)
+    unowned = {name for name in reader.unresolved if is_private(name)}
+    return Topic(module, title, needs, called, unowned, reader.owners.keys() - {name for _, name in reader.needs})
 
 
 def is_private(name: str) -> bool:
@@ -125,11 +115,8 @@ class _Reader(ast.NodeVisitor):
                 self._bound[name] = path
         self.visit(tree)
         # a function that calls another one of the file uses what that one uses
-        uses = {
-            node.name: {inner.id for inner in ast.walk(node) if isinstance(inner, ast.Name)}
-            for node in tree.body
-            if isinstance(node, ast.FunctionDef | ast.ClassDef)
-        }
+        blocks = [node for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)]
+        uses = {each.name: {inner.id for inner in ast.walk(each) if isinstance(inner, ast.Name)} for each in blocks}
         for need in self.needs.values():
             before = -1
             while before != len(need.users):
@@ -173,11 +160,8 @@ class _Reader(ast.NodeVisitor):
             self.generic_visit(node)
 
     def visit_Try(self, node: ast.Try) -> None:
-        caught = any(
-            "ImportError" in ast.unparse(handler.type or ast.Constant(""))
-            and not any(isinstance(inner, ast.Raise) for inner in ast.walk(handler))
-            for handler in node.handlers
-        )
+        catching = [each for each in node.handlers if "ImportError" in ast.unparse(each.type or ast.Constant(""))]
+        caught = not all(any(isinstance(inner, ast.Raise) for inner in ast.walk(each)) for each in catching)
         before, self._optional = self._optional, self._optional or caught
         for statement in node.body:
             self.visit(statement)

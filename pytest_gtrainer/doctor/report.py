@@ -1,7 +1,5 @@
 """One screen: versions, devices, and each topic in a line, with what is out of order below it."""
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import functools
@@ -90,10 +88,8 @@ def installation() -> Iterator[str]:
     if (torch_version := _version("torch")) is not None:
         with contextlib.suppress(Missing):
             torch_version = find("torch.__version__")
-    yield (
-        f"pytest-gtrainer {pytest_gtrainer.__version__}, torch {torch_version or 'not installed'}, "
-        f"Python {platform.python_version()}, pytest {_version('pytest') or 'not installed'}"
-    )
+    said = f"pytest-gtrainer {pytest_gtrainer.__version__}, torch {torch_version or 'not installed'}"
+    yield f"{said}, Python {platform.python_version()}, pytest {_version('pytest') or 'not installed'}"
     others = (f"{name} {_version(name) or 'not installed'}" for name in _OTHERS)
     yield f"beside     {', '.join(others)}"
     if torch_version is None:
@@ -147,11 +143,8 @@ def listed(what: str, names: list[str], verbose: bool, indent: str = " " * 13) -
     yield from textwrap.wrap(text, _WIDTH, initial_indent=indent, subsequent_indent=f"{indent}  ")
 
 
-# -- which of our modules, and so which public names, stand on a topic: read in the source, as nothing may import
-
-
 class _Imports(NamedTuple):
-    """Of one module: others that it imports when it is imported, and names that it takes of each, whenever."""
+    """Of one module, by its source: others that it imports at its import, and names that it takes of each, whenever."""
 
     eager: set[str]
     names: dict[str, set[str]]
@@ -194,11 +187,8 @@ def broken_modules(findings: dict[str, list[Diagnosis]]) -> set[str]:
 def modules_using(topic: str, users: Iterable[str]) -> set[str]:
     """The modules that take one of these functions of a topic, or of a class of ours that is ``module:name``."""
     wanted = [(home or topic, {"*", name}) for home, _, name in (user.rpartition(":") for user in users)]
-    return {
-        module
-        for module, imports in _all_imports().items()
-        if any(imports.names.get(home, set()) & names for home, names in wanted)
-    }
+    taken = {module: imports.names for module, imports in _all_imports().items()}
+    return {module for module, of in taken.items() if any(of.get(home, set()) & names for home, names in wanted)}
 
 
 def told(modules: Iterable[str]) -> list[str]:

@@ -3,8 +3,6 @@
 Each test has one folder below DIR, a rank of it one below that; only one process at a time writes there.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The ``gt_golden`` fixture: ``gt_golden.check(value)``."""
 
-from __future__ import annotations
-
 import shlex
 import sys
 from collections.abc import Mapping

@@ -4,8 +4,6 @@ Graphs and layouts are compared unfolded and without headers, and what only anot
 difference. Numbers are compared with the golden's numbers of the same environment, texts as they are.
 """
 
-from __future__ import annotations
-
 import hashlib
 import unicodedata
 from dataclasses import dataclass
@@ -26,9 +24,7 @@ class Finding:
 
     outcome: Literal["equal", "different", "not judged"]
     reasons: str = ""
-    replaceable: bool = (
-        True  # whether an update may write the obtained text: not if the golden holds what would be lost
-    )
+    replaceable: bool = True  # may an update write the obtained text? not if the golden holds what would be lost
 
 
 EQUAL = Finding("equal")
@@ -46,8 +42,7 @@ def judge(kind: str, golden: str, obtained: str, limit: int = LIMIT) -> Finding:
     except values.NumbersError as error:
         return Finding("different", f"the golden {error}", replaceable=False)
     (new,) = values.entries_of(obtained)
-    old = next((entry for entry in known if entry.environment == new.environment), None)
-    if old is None:
+    if (old := next((entry for entry in known if entry.environment == new.environment), None)) is None:
         others = f"but for {known[0] if len(known) == 1 else f'{len(known)} others'}" if known else "nor for any other"
         return Finding("not judged", f"has no numbers for this environment ({new}), {others}")
     said = values.differences(old.values, new.values)
@@ -88,8 +83,7 @@ def _alike(golden: str, obtained: str) -> tuple[tuple[GraphLine, ...], tuple[Gra
     if old == new:
         return None
     made, running = header.read(golden).get("torch"), header.read(obtained).get("torch")
-    spellings = spellings_between(made, running)
-    if not spellings:
+    if not (spellings := spellings_between(made, running)):
         note = f"made with torch {made or 'of an unknown version'}, running {running}"
         return old, new, [note] if made != running else []
     if same_but_for(spellings, old, new):
@@ -111,9 +105,8 @@ def golden_difference(name: str, golden: str, obtained: str) -> list[facts.Fact]
     texts = dict(zip(keys, map(facts.packed, sides), strict=True))
     told = words(Comparison(*alike[:2])) if alike is not None else []
     changes = lines.changed_lines(*sides)
-    return [
-        {"kind": "golden_difference", "name": name, "words": told, "keys": keys, "texts": texts, "changes": changes}
-    ]
+    fact = {"kind": "golden_difference", "name": name, "words": told, "keys": keys, "texts": texts, "changes": changes}
+    return [fact]
 
 
 def _damage(kind: str, golden: str) -> str | None:

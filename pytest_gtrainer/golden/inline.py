@@ -37,8 +37,7 @@ ACCEPT_VARIABLE = "EXPECTTEST_ACCEPT"
 _SHOWN = 60
 _LINE_END = re.compile(rb"\r\n|\r|\n")
 Place = tuple[str, int, str]
-_sessions: list[InlinePlugin] = []
-"""The pytest sessions of this process, the innermost last."""
+_sessions: list[InlinePlugin] = []  # the pytest sessions of this process, the innermost last
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,8 +211,6 @@ def digest_of(path: Path) -> str:
 
 @dataclass(slots=True)
 class _Test:
-    """What the reports of one test have told."""
-
     nodeid: str
     location: tuple[str, int | None, str]
     outcomes: set[tuple[str | None, str]] = field(default_factory=set)
@@ -323,8 +320,7 @@ def rewritten(source: bytes, edits: Iterable[Expectation]) -> tuple[bytes, dict[
     for literal, edit in sorted(literals.items(), key=lambda pair: (-pair[0].lineno, -pair[0].col_offset)):
         start = starts[literal.lineno - 1] + literal.col_offset
         end = starts[(literal.end_lineno or 0) - 1] + (literal.end_col_offset or 0)
-        spelled = spell(_LINE_END.sub(b"\n", utf8[start:end]).decode(), edit.obtained)
-        if spelled is None:
+        if (spelled := spell(_LINE_END.sub(b"\n", utf8[start:end]).decode(), edit.obtained)) is None:
             refused[edit] = "the obtained text has characters that an inline expectation cannot hold"
             continue
         literal.value = edit.obtained

@@ -5,8 +5,6 @@ the stem, ``@`` and the check's name if it has one, ``@torch=2.15`` if it is kep
 its kind. A *claim* is a text that a test says its golden should hold; a rank only records it, the parent judges.
 """
 
-from __future__ import annotations
-
 import hashlib
 import re
 from collections.abc import Iterable, Mapping
@@ -47,8 +45,7 @@ def torch_of(path: PurePosixPath) -> tuple[int, int] | None:
 
 def standing(path: PurePosixPath, there: Iterable[str]) -> PurePosixPath:
     """Which of the files beside it holds in place of a golden kept per version: the newest that is no newer."""
-    own = _OF_TORCH.fullmatch(path.name)
-    if own is None:
+    if (own := _OF_TORCH.fullmatch(path.name)) is None:
         return path
     found = filter(None, map(_OF_TORCH.fullmatch, there))
     kin = [path.with_name(other[0]) for other in found if other.group("rest", "suffix") == own.group("rest", "suffix")]

@@ -8,8 +8,6 @@ claims (``gt_claims``), the command of an inline expectation that has failed (``
 carries what was written, so that a worker that crashes later takes nothing along.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import os
@@ -120,10 +118,9 @@ class GoldenPlugin:
                 with contextlib.suppress(store.GoldenFileError):
                     if body(store.read(self.root / path, self.root) or "") == wanted:
                         move = shlex.join(["git", "mv", str(path), claim.path])
-                        return (
-                            f"\n\n{path} has the same text, and its test is not in this run. If the test was renamed:\n"
-                            f"  mkdir -p {shlex.quote(str(PurePosixPath(claim.path).parent))} && {move}"
-                        )
+                        told = f"\n\n{path} has the same text, and its test is not in this run."
+                        make = f"mkdir -p {shlex.quote(str(PurePosixPath(claim.path).parent))}"
+                        return f"{told} If the test was renamed:\n  {make} && {move}"
         return ""
 
     def _held(self, claim: Claim) -> Claim:
@@ -187,8 +184,7 @@ class GoldenPlugin:
         self._ranks_facts = []
         if not any(by_rank.values()):
             return None
-        conflict = disagreement(by_rank)
-        if conflict is not None:
+        if (conflict := disagreement(by_rank)) is not None:
             text, claimed = conflict
             self._ranks_facts.append({"kind": "golden", "outcome": "different", "name": item.nodeid})
             texts = {f"rank{rank}.{_artifact(claim, 'obtained')}": claim.text for rank, claim in claimed.items()}

@@ -5,8 +5,6 @@ is refused. A file is replaced in one step: a *temporary* beside it is written w
 in the folder removes a *stale* temporary, which a killed writer has left.
 """
 
-from __future__ import annotations
-
 import codecs
 import contextlib
 import errno
@@ -27,8 +25,7 @@ from filelock import FileLock, Timeout
 from pytest_gtrainer.environment import private_folder
 from pytest_gtrainer.golden.naming import FOLDER, stem_of_golden
 
-# Five times the longest graph text seen: 126 layers, unbucketed and unfolded, are 3.2 MB.
-LONGEST = 16 * 2**20
+LONGEST = 16 * 2**20  # five times the longest graph text seen: 126 layers, unbucketed and unfolded, are 3.2 MB
 _LOCK_SECONDS = 60.0
 _STALE_SECONDS = 3600.0  # where it cannot be seen whether the writer lives: it is on another machine
 _WAYS_OUT = {
@@ -238,7 +235,6 @@ def _sync_folder(folder: Path) -> None:
 
 
 def _sweep(folder: Path) -> None:
-    """Remove the stale temporaries of a folder."""
     for found in filter(None, map(_TEMPORARY.fullmatch, os.listdir(folder))):
         with contextlib.suppress(OSError):
             is_stale = time.time() - (folder / found[0]).stat().st_mtime > _STALE_SECONDS

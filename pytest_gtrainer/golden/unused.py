@@ -10,8 +10,6 @@ One that only a GPU could judge is *not judged* where there is none. A run is *f
 came to is known to all processes that its reports pass through.
 """
 
-from __future__ import annotations
-
 import glob
 import os
 import re
@@ -102,8 +100,7 @@ class UnusedGoldens:
             self._workers_unowned = paths if agreed is None else agreed & paths
 
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
-        output = getattr(self.config, "workeroutput", None)
-        if output is not None:
+        if (output := getattr(self.config, "workeroutput", None)) is not None:
             output[_WORKER_OUTPUT] = [str(path) for path in self._collection.unowned(self.root)]
             return
         lacking = {stem_of_test(nodeid) for nodeid, test in self._tests.items() if test.lacks_devices}

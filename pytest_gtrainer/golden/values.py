@@ -4,8 +4,6 @@ A file, in JSON, holds one *entry* for each environment that a person has accept
 are compared. Floats are read back bit for bit (NaNs are all alike); -0.0 and 0.0 differ, and so do 1 and 1.0.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator, Mapping

@@ -5,8 +5,6 @@ A traced graph comes in; answers about its nodes and its ``BucketLayout`` go out
 holds a dot itself, as a key of a dictionary may, keeps it behind a backslash: ``d["a.b"]`` is ``d.a\.b``.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable
 

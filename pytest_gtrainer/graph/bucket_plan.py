@@ -5,8 +5,6 @@ The innermost matching FQN decides, so ``layers.1.moe.routed_experts`` may be a 
 own beside the rest of ``layers.1``. The root's FQN is "": an entry for what no other has.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 

@@ -4,8 +4,6 @@ An operator of a communicating namespace that is not known not to launch anythin
 all-gather or reduce-scatter; its *chain* of casts, pads and views lies between it and the parameter, or the output.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from typing import Any

@@ -5,8 +5,6 @@ with one; AOTAutograd and Inductor *descriptors* in ``meta["desc"]``, which coun
 signature beside the graph.
 """
 
-from __future__ import annotations
-
 import ast
 import functools
 import re
@@ -103,10 +101,8 @@ def adopted(graph: AnyGraph, names: Names | None = None) -> fx.GraphModule:
     if isinstance(graph, fx.Graph):
         graph = fx.GraphModule(graph.owning_module or nn.Module(), graph)
     elif not isinstance(graph, fx.GraphModule):
-        raise TypeError(
-            f"{graph!r} is of type {type(graph).__name__}, not a graph: give a GraphModule, an fx.Graph, or an "
-            "ExportedProgram"
-        )
+        wrong = f"{graph!r} is of type {type(graph).__name__}, not a graph"
+        raise TypeError(f"{wrong}: give a GraphModule, an fx.Graph, or an ExportedProgram")
     elif names is None and not is_foreign(graph):
         return graph
     keeps_roots = len({*_roots(graph), *(_roots(names) if isinstance(names, fx.GraphModule) else ())}) > 1

@@ -4,8 +4,6 @@
 Limit: of a payload only one end has names in a graph. Bits find a pass that packs in one order, unpacks in another.
 """
 
-from __future__ import annotations
-
 import itertools
 import operator
 from collections import Counter
@@ -39,8 +37,7 @@ from pytest_gtrainer.graph.packing import Arrival, State, Unread, arrivals, comp
 
 ALL_GATHER_NAME, REDUCE_SCATTER_NAME, ALL_REDUCE_NAME = "all_gather", "reduce_scatter", "all_reduce"
 KINDS = (ALL_GATHER_NAME, REDUCE_SCATTER_NAME, ALL_REDUCE_NAME)
-# a failure names enough to see what happened, not every parameter of 126 layers
-_MOST_LINES, _MOST_MOVED = 24, 3
+_MOST_LINES, _MOST_MOVED = 24, 3  # a failure names enough to see what happened, not every parameter of 126 layers
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,11 +168,9 @@ class _Reader:
                 given = [each for each in node.all_input_nodes if each in self._inputs and is_parameter(each)]
                 if launch is not None and (given or direction(node) == BACKWARD):
                     names = [self._name(each, node) for each in given] or [node_fqn(node) or "the root"]
-                    raise UnreadLayout(
-                        f"{node.name} ({node.target}) of {', '.join(names[:_MOST_MOVED])} runs a graph of its own, in "
-                        f"which {launch.name} is: a layout reads the collectives of the outer graph alone, so inline "
-                        "that graph first"
-                    )
+                    wrong = f"{node.name} ({node.target}) of {', '.join(names[:_MOST_MOVED])} runs a graph of its own"
+                    advice = "a layout reads the collectives of the outer graph alone, so inline that graph first"
+                    raise UnreadLayout(f"{wrong}, in which {launch.name} is: {advice}")
 
     def _payload(self, kind: str, node: fx.Node, slots: tuple[Slot, ...]) -> Payload:
         value = node.meta.get("val")
@@ -324,10 +319,8 @@ def assert_same_layout(
     actual, expected = (each if isinstance(each, BucketLayout) else bucket_layout(each) for each in (actual, expected))
     for which, layout in ((actual_is, actual), ("expected", expected)):
         if not layout.payloads:
-            raise ValueError(
-                f"the {which} layout has no collective of parameters, so there is nothing to compare: "
-                "shard the model (data_parallel, fully_shard) first"
-            )
+            wrong = f"the {which} layout has no collective of parameters, so there is nothing to compare"
+            raise ValueError(f"{wrong}: shard the model (data_parallel, fully_shard) first")
     problems: list[str] = []
     for kind in KINDS:
         rest = list(actual.of(kind))

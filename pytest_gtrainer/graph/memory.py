@@ -7,8 +7,6 @@ waited for, as NCCL does. A graph inside the graph adds what it makes at the nod
 inside an operator, an allocator's rounding and fragments, what happens outside of the graph.
 """
 
-from __future__ import annotations
-
 import operator
 import re
 from collections import Counter
@@ -137,10 +135,8 @@ def assert_peak_memory(
     found = _SIZE.fullmatch(at_most) if isinstance(at_most, str) else None
     bound = int(float(found[1]) * _UNITS[found[2]]) if found else at_most
     if type(bound) is not int or bound <= 0:
-        raise ValueError(
-            f"at_most is a number of bytes above 0, or a text of one of {', '.join(_UNITS)}, as '1.5 GiB'; "
-            f"not {at_most!r}"
-        )
+        wrong = f"at_most is a number of bytes above 0, or a text of one of {', '.join(_UNITS)}, as '1.5 GiB'"
+        raise ValueError(f"{wrong}; not {at_most!r}")
     told = peak_memory(gm, names=names, sizes=sizes)
     if told.peak > bound:
         raise AssertionError(

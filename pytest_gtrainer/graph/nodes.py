@@ -8,8 +8,6 @@ has by name a dynamic dimension's symbol and its extent in the example. ``gt_sta
 gradients of inputs.
 """
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass

@@ -6,8 +6,6 @@ piece of the result to the graph's outputs. A value that depends on a user's inp
 has parameters above it and cannot be read is *unread*, with the node at which the order is lost.
 """
 
-from __future__ import annotations
-
 import functools
 from collections import defaultdict
 from collections.abc import Callable, Iterable
@@ -48,8 +46,7 @@ class Unread:
 
 
 ACTIVATION = "activation"
-State = tuple[Part, ...] | Unread | str
-"""Parts, unread, or ``ACTIVATION``."""
+State = tuple[Part, ...] | Unread | str  # parts, unread, or ``ACTIVATION``
 
 
 def packed(gm: fx.GraphModule) -> dict[fx.Node, list[State]]:

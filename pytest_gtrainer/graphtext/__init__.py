@@ -16,8 +16,6 @@ What the text leaves out, on purpose: node names, process group names, storage o
 constant is used twice. docs/graph-text.md has it all.
 """
 
-from __future__ import annotations
-
 import importlib
 from typing import TYPE_CHECKING, Any
 
@@ -32,14 +30,8 @@ if TYPE_CHECKING:
     from pytest_gtrainer.graphtext.spelling import constants
 
 __all__ = ["GraphLine", "TextError", "constants", "diff", "lines_of", "parse", "render", "render_layout", "unfold"]
-_HOME = {
-    "constants": "spelling",
-    "diff": "differences",
-    "parse": "parsing",
-    "lines_of": "rendering",
-    "render": "rendering",
-    "render_layout": "rendering",
-}
+_HOME = {"constants": "spelling", "diff": "differences", "parse": "parsing"}
+_HOME |= dict.fromkeys(("lines_of", "render", "render_layout"), "rendering")
 
 
 def __getattr__(name: str) -> Any:

@@ -4,8 +4,6 @@ A *value* is an input or one statement's result; its operands are places of earl
 names. A *template* is what a line says apart from names. A text is taken apart once, however many layers it stands for.
 """
 
-from __future__ import annotations
-
 import functools
 import re
 import textwrap
@@ -21,14 +19,11 @@ from pytest_gtrainer.graphtext.header import TextError
 from pytest_gtrainer.graphtext.sections import GraphLine, Layer, Scope, SectionKey
 from pytest_gtrainer.graphtext.syntax import UNREADABLE, LinePlace, absolute, links_of
 
-HOLE, SYMBOL = "\0", "\1"
-"""Stand in a template for a reference, and for the symbol of a size."""
+HOLE, SYMBOL = "\0", "\1"  # stand in a template for a reference, and for the symbol of a size
 _DEFINITION = re.compile(r"(?P<name>\w+) = (?P<value>.*)")
 _BODY = "def "
 
-
-Origin = tuple[str, str]
-"""What stands before a name, and the name; of an input all of it, and nothing."""
+Origin = tuple[str, str]  # what stands before a name, and the name; of an input all of it, and nothing
 
 
 class Template(NamedTuple):
@@ -178,8 +173,7 @@ def dataflow(lines: Iterable[GraphLine]) -> Dataflow:
         return _Resolver().read(tuple(lines))
 
 
-_Find = Callable[[str], Mapping[str, int]]
-"""The values that what stands before a name leads to, by their names."""
+_Find = Callable[[str], Mapping[str, int]]  # the values that what stands before a name leads to, by their names
 
 
 class _Resolver:

@@ -5,8 +5,6 @@ their numbers, so errors tell those of the file. A dump tells neither modules no
 ``fwd`` of ``_``, and inputs in ``A`` by the names that they have there.
 """
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Sequence

@@ -8,8 +8,6 @@ value that is changed in place has to stand on the same side of the change. The 
 first operand, for a view or a change in place, else its own. No torch here: operators are known by name.
 """
 
-from __future__ import annotations
-
 import ast
 import functools
 import itertools
@@ -90,10 +88,8 @@ def digests_of(graph: Dataflow, numbers: Numbers) -> Digests:
     for scope, _, operator, kind, arguments, operands, *_ in graph.values:
         what = f"{operator}\n{kind}\n{arguments}" if operator else f"{scope.space}.{scope.owners[0]}\n{kind}"
         values.append(_mixed(what, operands, values, definitions, numbers))
-    results = [
-        numbers.of([name, _mixed(what, operands, values, definitions, numbers)])
-        for name, what, operands, _ in graph.results
-    ]
+    named = ((name, _mixed(what, operands, values, definitions, numbers)) for name, what, operands, _ in graph.results)
+    results = [numbers.of(each) for each in named]
 
     # groups of one mesh dimension and the same ranks have equal digests: who shares one is told by its users
     groups = {~place: definitions[place] for place, each in enumerate(graph.definitions) if each.kind == "group"}

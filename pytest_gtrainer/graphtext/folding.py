@@ -4,8 +4,6 @@ Presentation only: ``unfold`` gives the same lines whatever was folded. It reads
 not look inside statements, which is all that comparing goldens needs; no torch here.
 """
 
-from __future__ import annotations
-
 import bisect
 import itertools
 import re
@@ -20,8 +18,7 @@ INDENT = "  "
 MOST_LAYERS = 100_000
 MOST_LINES = 1 << 20
 """Of a heading, and of a text with its layers counted out: a damaged number must not take all memory."""
-_SHORT = 8
-"""Sections of at most so many lines are read faster than their differences from another."""
+_SHORT = 8  # sections of at most so many lines are read faster than their differences from another
 _LAYERS = re.compile(
     r"for i in (?P<path>.+)\[(?P<first>[0-9]{1,9})(?P<range>:(?P<stop>[0-9]{0,9})(?P<down>:-1)?)?\]:(  # .*)?"
 )

@@ -3,8 +3,6 @@
 The comment lines at the head say what made a golden. They are never compared, apart from the format version.
 """
 
-from __future__ import annotations
-
 import difflib
 import itertools
 import operator

@@ -40,11 +40,9 @@ _Layout = tuple[torch.dtype, tuple[Any, ...], tuple[Any, ...]]
 _LARGEST = 2**62
 _NUMBER = re.compile(r"-?(inf|nan|\d)(?!inity)")  # Python reads `+5` and `-infinity`, too, which nothing writes
 _GROWING = (operator.pow, functions.FloatPow, functions.PowByNatural, functions.LShift, functions.RShift)
-_HIGHEST = 64
-"""The highest power: numbers are evaluated at once, and one such line could take forever."""
+_HIGHEST = 64  # the highest power: numbers are evaluated at once, and one such line could take forever
 _ITEM_META = ("custom", "autograd_backward", "fsdp_bucket", "nn_module_stack")
-_ANY_SIZE = 61
-"""The example of a symbol whose text tells none."""
+_ANY_SIZE = 61  # the example of a symbol whose text tells none
 _SYMBOL = re.compile(r"\b(s|u|zf|zuf)\d+\b")
 
 

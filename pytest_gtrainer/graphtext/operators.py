@@ -5,8 +5,6 @@ only, never by evaluating a text. Since a parsed graph can be run, operators tha
 graph does not show are refused. A process group is a symbol, ``fsdp = group(range(0, 8))``, as its name drifts.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import keyword
@@ -56,13 +54,9 @@ def function_of(target: Callable[..., Any]) -> Operator:
         namespace, _, name = told.name.partition("::")
         names = enumerate(argument.name for argument in told.arguments)
         places = [place for place, argument in names if argument in ("group_name", "process_group")]
-        return Operator(
-            ".".join(word(part) for part in (namespace, name, told.overload_name) if part),
-            name,
-            frozenset([*places, "group_name"] if places else ()),
-            floats=namespace in _FLOATING,
-            launches=launches(target),
-        )
+        text = ".".join(word(part) for part in (namespace, name, told.overload_name) if part)
+        groups: frozenset[int | str] = frozenset([*places, "group_name"] if places else ())
+        return Operator(text, name, groups, floats=namespace in _FLOATING, launches=launches(target))
     if isinstance(target, HigherOrderOperator):
         return Operator(f"hop.{word(target.name())}", target.name())
     home = target.__module__ if hasattr(target, "__module__") else ""
@@ -86,8 +80,7 @@ def word(text: str) -> str:
 NAMESPACES = frozenset({"aten", "prims", "_c10d_functional", "_c10d_functional_autograd", "bucketing", "fsdp"})
 """Namespaces whose operators compute and communicate, and do nothing else."""
 
-FORBIDDEN = frozenset({"aten.from_file"})
-"""Operators of these namespaces that touch files."""
+FORBIDDEN = frozenset({"aten.from_file"})  # operators of these namespaces that touch files
 
 HIGHER_ORDER = frozenset({
     "cond", "while_loop", "scan", "associative_scan", "map_impl", "flex_attention", "flex_attention_backward",
@@ -106,8 +99,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     **{f"operator.{name}": getattr(operator, name) for name in _OPERATOR},
     **{f"math.{name}": getattr(math, name) for name in ("ceil", "floor", "sqrt", "trunc")},
     **{f"torch.{name}": getattr(torch, name) for name in (
-        "sym_int", "sym_float", "sym_max", "sym_min", "sym_not", "sym_ite", "sym_sum", "_check",
-        "tensor",
+        "sym_int", "sym_float", "sym_max", "sym_min", "sym_not", "sym_ite", "sym_sum", "_check", "tensor"
     )},
     **graph_text.FUNCTIONS_OF_DYNAMO,
     "builtins.max": max, "builtins.min": min, "builtins.round": round,

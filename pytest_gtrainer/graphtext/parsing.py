@@ -38,12 +38,9 @@ _BODY_NAME = re.compile(r"\w+_graph_\d+", re.ASCII)
 
 
 def parse(
-    text: str,
-    *,
-    constants: Mapping[str, Any] | None = None,
-    groups: Mapping[str, str] | None = None,
+    text: str, *, constants: Mapping[str, Any] | None = None, groups: Mapping[str, str] | None = None,
     allow: Iterable[str] = (),
-) -> fx.GraphModule:
+) -> fx.GraphModule:  # fmt: skip
     """The graph of a text, with the metadata that passes read.
 
     Args:
@@ -69,11 +66,9 @@ def parse(
 
 
 def parser_of(
-    text: str,
-    constants: Mapping[str, Any] | None = None,
-    groups: Mapping[str, str] | None = None,
+    text: str, constants: Mapping[str, Any] | None = None, groups: Mapping[str, str] | None = None,
     allow: Iterable[str] = (),
-) -> _Parser:
+) -> _Parser:  # fmt: skip
     """As ``parse``, before anything is compiled: the ``graph`` of what comes back."""
     fields, version = header.read(text), header.version_of(text)
     if (view := fields.get("view")) in header.PARTIAL_VIEWS:
@@ -144,13 +139,9 @@ class _Parser:
     """Makes one graph; a body has a parser of its own."""
 
     def __init__(
-        self,
-        statements: Sequence[ast.stmt],
-        sizes: Sizes,
-        given: Mapping[str, Any],
-        group_names: Mapping[str, str],
+        self, statements: Sequence[ast.stmt], sizes: Sizes, given: Mapping[str, Any], group_names: Mapping[str, str],
         allow: tuple[str, ...],
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.graph = fx.Graph()
         self.groups: dict[str, tuple[int, ...] | None] = {}
         self._sizes, self._given, self._allow = sizes, given, allow

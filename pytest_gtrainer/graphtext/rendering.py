@@ -7,8 +7,6 @@
   issues it, reduction and bytes of one rank's slice; below it stand its parameters, each ``at`` a byte of it.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -39,21 +37,14 @@ from pytest_gtrainer.graphtext.sections import (
 from pytest_gtrainer.graphtext.spelling import SIZES, Backed, Speller
 
 VIEWS = ("full", "schedule", "layout")
-NOTHING = "payloads = []"
-"""What a layout without any payload says, so that its text is not empty."""
-_Drawn = tuple[list[str], list[Section]]
-"""Definitions at the head, then sections, before they are folded."""
+NOTHING = "payloads = []"  # what a layout without any payload says, so that its text is not empty
+_Drawn = tuple[list[str], list[Section]]  # definitions at the head, then sections, before they are folded
 
 
 def render(
-    gm: AnyGraph,
-    view: str = "full",
-    *,
-    names: Names | None = None,
-    header: Mapping[str, str] | None = None,
-    mesh: Mapping[str, int] | None = None,
-    sizes: str = "both",
-) -> str:
+    gm: AnyGraph, view: str = "full", *, names: Names | None = None, header: Mapping[str, str] | None = None,
+    mesh: Mapping[str, int] | None = None, sizes: str = "both",
+) -> str:  # fmt: skip
     """Return the canonical text of a graph.
 
     Args:

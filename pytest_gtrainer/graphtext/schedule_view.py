@@ -13,8 +13,6 @@ of it), and stands next to it: it is shown as a part of it. A *free* node costs 
 sizes, a guard. All others compute.
 """
 
-from __future__ import annotations
-
 import itertools
 import re
 from collections import Counter
@@ -73,11 +71,9 @@ def packing(nodes: Sequence[fx.Node], scopes: Mapping[fx.Node, Scope]) -> dict[f
 
 
 def _serving(
-    nodes: Iterable[fx.Node],
-    is_event: Callable[[fx.Node], bool],
-    neighbours: Callable[[fx.Node], Iterable[fx.Node]],
+    nodes: Iterable[fx.Node], is_event: Callable[[fx.Node], bool], neighbours: Callable[[fx.Node], Iterable[fx.Node]],
     may_serve: Callable[[fx.Node, fx.Node], bool],
-) -> dict[fx.Node, fx.Node]:
+) -> dict[fx.Node, fx.Node]:  # fmt: skip
     """The one event that a node's neighbours are or serve, with nothing but such nodes and free ones between them."""
     serves: dict[fx.Node, fx.Node] = {}
     near: set[fx.Node] = set()
@@ -109,14 +105,8 @@ def payload_of(launch: fx.Node) -> list[torch.Tensor]:
     """What a collective moves: its result, or its operands where these are known to be larger; if fused, nothing."""
     if is_fused(launch):
         return []
-    sent, received = (
-        [
-            leaf
-            for leaf in pytree.tree_leaves([node.meta.get("val") for node in nodes])
-            if isinstance(leaf, torch.Tensor)
-        ]
-        for nodes in (sent_operands(launch), [launch])
-    )
+    sides = [[node.meta.get("val") for node in nodes] for nodes in (sent_operands(launch), [launch])]
+    sent, received = ([leaf for leaf in pytree.tree_leaves(s) if isinstance(leaf, torch.Tensor)] for s in sides)
     sizes = [sum(tensor.numel() for tensor in tensors) for tensors in (sent, received)]
     return sent if all(type(size) is int for size in sizes) and sizes[0] > sizes[1] else received
 
@@ -128,8 +118,7 @@ def communicates(gm: fx.GraphModule) -> bool:
 
 
 _MOST_KINDS, _MOST_OWNERS = 5, 2
-_NOTHING = "schedule = []"
-"""What a schedule without any operator says, so that its text is not empty."""
+_NOTHING = "schedule = []"  # what a schedule without any operator says, so that its text is not empty
 
 
 def draw(gm: fx.GraphModule, mesh: Mapping[str, int], outer: Backed | None = None) -> tuple[list[str], list[Section]]:
@@ -157,16 +146,11 @@ class _Schedule:
         self._speller, self._calls = speller, calls
         self._nodes, self._scopes = speller.scopes.computed, speller.scopes.of
         self._serves = packing(self._nodes, self._scopes)
-        packed = {
-            (operand, event)
-            for node, event in self._serves.items()
-            for operand in node.all_input_nodes
-            if self._serves.get(_source(operand)) is not event
-        }
+        served = ((operand, event) for node, event in self._serves.items() for operand in node.all_input_nodes)
+        packed = {(operand, event) for operand, event in served if self._serves.get(_source(operand)) is not event}
         self._packed = Counter(event for _, event in packed)  # how many tensors each launch has
 
     def sections(self) -> Iterable[Section]:
-        """What is shown, in the order of the schedule."""
         shown = [node for node in self._nodes if node not in self._serves and not is_free(node)]
         scopes = [self._scopes[node] for node in shown]
         operators = [operator_of(node) for node in shown]

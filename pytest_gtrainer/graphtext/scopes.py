@@ -12,8 +12,6 @@ Where no module is said (a gradient that autograd accumulates has none), it foll
 - ``custom(...)``: annotations of the user's own, from ``meta["custom"]``.
 """
 
-from __future__ import annotations
-
 import ast
 import keyword
 import operator
@@ -25,19 +23,8 @@ from typing import Any
 from torch import fx
 
 from pytest_gtrainer._torch.graph_text import POLICIES
+from pytest_gtrainer.graph import nodes as marks
 from pytest_gtrainer.graph import parts_of
-from pytest_gtrainer.graph.nodes import (
-    BODY,
-    EAGER,
-    GRAPH,
-    KEYS,
-    MATERIALIZATION,
-    SPLIT_BOUNDARY,
-    annotation,
-    direction,
-    node_fqn,
-    told_by,
-)
 from pytest_gtrainer.graphtext.header import nearest
 from pytest_gtrainer.graphtext.operators import operator_of
 from pytest_gtrainer.graphtext.sections import NOWHERE, RESERVED, Scope, common_parent, is_word, split_layer
@@ -92,9 +79,9 @@ def scopes_of(nodes: Iterable[fx.Node]) -> Scopes:
             if bucket := node.meta.get("fsdp_bucket"):
                 found.of[node] = Scope(tuple(bucket["plan_fqns"]), bucket["direction"], is_bucket=True)
                 continue
-            if not (fqn := node_fqn(node)) and (fqn := _inferred(node, found.of)):
+            if not (fqn := marks.node_fqn(node)) and (fqn := _inferred(node, found.of)):
                 found.unowned.add(node)
-            found.of[node] = Scope((fqn,), direction(node))
+            found.of[node] = Scope((fqn,), marks.direction(node))
         elif node.op == "placeholder":
             told = node.meta.get("gt_input")  # without it an argument by its use, or by position
             key: tuple[str, str] = ("A", node.meta.get("gt_argument") or str(len(found.inputs)))
@@ -146,15 +133,15 @@ def tags_of(node: fx.Node, unowned: bool, spell: Callable[[str], str]) -> list[s
     meta = node.meta
     tags = [UNOWNED] if unowned else []
     if bucket := meta.get("fsdp_bucket"):
-        tags += [f"{AT}({spell(fqn)})"] if (fqn := node_fqn(node)) else []
-        tags += [MISMARKED] if direction(node) != bucket["direction"] else []
+        tags += [f"{AT}({spell(fqn)})"] if (fqn := marks.node_fqn(node)) else []
+        tags += [MISMARKED] if marks.direction(node) != bucket["direction"] else []
     if (policy := meta.get("recompute")) is not None:
         tags.append(getattr(policy, "name", str(policy)).lower())
     custom = meta.get("custom")
     if custom and (len(custom) > 1 or OWN_KEY not in custom):
-        if (region := told_by(custom)) is not None:
+        if (region := marks.told_by(custom)) is not None:
             tags.append(f"{CHUNK}({', '.join([spell(region.fqn), *region.words()])})")
-            custom = {key: value for key, value in custom.items() if key not in KEYS}
+            custom = {key: value for key, value in custom.items() if key not in marks.KEYS}
         tags += _annotations(custom)
     return tags
 
@@ -209,13 +196,13 @@ def write_tags(meta: dict[str, Any], tags: Sequence[ast.expr], place: LinePlace,
 def _chunk(node: ast.expr, path: ast.expr, more: Sequence[ast.expr], place: LinePlace) -> dict[str, Any]:
     """``chunk(path, 0)``, ``chunk(path, split_boundary, eager)``."""
     words: list[Any] = [w.id if isinstance(w, ast.Name) else getattr(w, "value", None) for w in more]
-    boundaries = (SPLIT_BOUNDARY, MATERIALIZATION)
+    boundaries = (marks.SPLIT_BOUNDARY, marks.MATERIALIZATION)
     known = words and (type(words[0]) is int or words[0] in boundaries)
-    if not known or words[1:] not in ([], [EAGER]):
+    if not known or words[1:] not in ([], [marks.EAGER]):
         raise refuse(node, f"expected `chunk(path, 0)` or `chunk(path, split_boundary)`, found `{shown(node)}`")
-    at, producer = words[0], EAGER if words[1:] else GRAPH
-    role, chunk = (BODY, at) if isinstance(at, int) else (at, None)
-    return annotation(path_at(chain(path), place.layer), role, producer, chunk)
+    at, producer = words[0], marks.EAGER if words[1:] else marks.GRAPH
+    role, chunk = (marks.BODY, at) if isinstance(at, int) else (at, None)
+    return marks.annotation(path_at(chain(path), place.layer), role, producer, chunk)
 
 
 class _Numbers(ast.NodeTransformer):

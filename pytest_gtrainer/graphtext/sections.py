@@ -4,8 +4,6 @@
 are numbered, a *key* says to which section its lines belong.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import keyword
@@ -15,8 +13,7 @@ from typing import Any, NamedTuple
 
 from pytest_gtrainer.graph import name_of, parts_of
 
-NEAR = 2
-"""Layers up to this far away are spelled relative to the section's own."""
+NEAR = 2  # layers up to this far away are spelled relative to the section's own
 
 RESERVED = frozenset({"P", "B", "I", "A", "L", "_", "fwd", "bwd", "saved", "bucket"})
 """First words of a reference, which no module path may begin with unquoted."""
@@ -70,7 +67,6 @@ def is_word(part: str) -> bool:
 
 
 def _quoted(part: str) -> str:
-    """A name in quotes."""
     escaped = part.replace("\\", "\\\\").replace('"', '\\"')
     return '"' + "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in escaped) + '"'
 
@@ -100,8 +96,7 @@ def common_parent(fqns: list[str]) -> str:
     return ".".join(names[0] for names in itertools.takewhile(lambda names: len(set(names)) == 1, levels))
 
 
-_REACH = 4
-"""At most so many stretches of other layers lie inside one."""
+_REACH = 4  # at most so many stretches of other layers lie inside one
 
 
 class SectionKey(NamedTuple):

@@ -7,8 +7,6 @@ the whole graph, bodies included, and is defined with its hint: ``s0 = size(16)`
 A constant is a word of torch, a literal, or a digest; ``constants`` gives what a text tells by a digest only.
 """
 
-from __future__ import annotations
-
 import ctypes
 import hashlib
 import itertools
@@ -30,8 +28,7 @@ from pytest_gtrainer.graphtext.operators import function_of, groups_of, operator
 from pytest_gtrainer.graphtext.scopes import Scope, is_item, names_of, scopes_of
 from pytest_gtrainer.graphtext.sections import Layer, SectionKey, spell_from, spell_input
 
-_SMALL = 8
-"""Constant tensors of at most so many elements show their values, larger ones a digest."""
+_SMALL = 8  # constant tensors of at most so many elements show their values, larger ones a digest
 PLAIN = (type(None), bool, int, float, str, complex)
 SPELLINGS: dict[type, Callable[[Any], str]] = {
     **dict.fromkeys((*PLAIN, range), repr),
@@ -140,14 +137,9 @@ class Speller:
     """Spells what stands in the lines of one graph, as seen from where ``enter_section`` and ``enter_scope`` stand."""
 
     def __init__(
-        self,
-        gm: fx.GraphModule,
-        mesh: Mapping[str, int],
-        backed: Backed,
-        device: str = "cpu",
-        bodies: Mapping[str, str] | None = None,
-        most_owners: int | None = None,
-    ) -> None:
+        self, gm: fx.GraphModule, mesh: Mapping[str, int], backed: Backed, device: str = "cpu",
+        bodies: Mapping[str, str] | None = None, most_owners: int | None = None,
+    ) -> None:  # fmt: skip
         self._gm, self._backed, self._device, self._bodies = gm, backed, device, bodies or {}
         self._most_owners = most_owners
         self.scopes, self.groups = scopes_of(gm.graph.nodes), groups_of(gm, mesh)

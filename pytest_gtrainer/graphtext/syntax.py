@@ -5,8 +5,6 @@ names something: ``saved.layers[i-1].mm``. As a text says most lines once for ma
 *place* where it stands.
 """
 
-from __future__ import annotations
-
 import ast
 import functools
 from collections.abc import Sequence
@@ -21,8 +19,7 @@ INPUT_SPACES = ("P", "B", "I", "A")
 COMPUTED_SPACES = ("fwd", "bwd")
 _SPACES = {"saved": "fwd", "fwd": "fwd", "bwd": "bwd"}
 """First words of a chain that name a space other than the section's own."""
-AT, CHUNK = "at", "chunk"
-"""Tags that name a module path first."""
+AT, CHUNK = "at", "chunk"  # tags that name a module path first
 UNREADABLE = (TextError, SyntaxError, ValueError, RecursionError, MemoryError)
 """What reading a text that nobody has checked may raise."""
 

@@ -5,8 +5,6 @@ Texts made before and since such a version are compared in the words of the newe
 a spelling hides nothing while torch stays. docs/goldens.md says why it is so.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -77,7 +75,6 @@ def respelled(lines: Sequence[GraphLine], spellings: Iterable[Spelling]) -> tupl
 
 
 def _spelling_of(value: Value, graph: Dataflow, spellings: Iterable[Spelling]) -> Spelling | None:
-    """The spelling by which an operator has another name in newer versions."""
     source = graph.values[value.sources[0]].operator if value.sources else ""
     return next((each for each in spellings if value.operator == each.before and each.of in ("", source)), None)
 

@@ -4,8 +4,6 @@
 nothing looks at values: a tensor is its bytes in row-major order of its elements.
 """
 
-from __future__ import annotations
-
 import ctypes
 import sys
 from typing import Any

@@ -83,14 +83,9 @@ def compare_entries(
     elif unverified:
         outcome = "unverified"
     places = {phase: place for place, phase in enumerate((OUTSIDE_A_RUN, *PHASES))}
-    return Verdict(
-        outcome=outcome,
-        compared=len(common) - len(unread),
-        differences=tuple(sorted(found, key=lambda one: (*one.key[:2], places[one.key.phase]))),
-        only_actual=only_actual,
-        only_expected=only_expected,
-        reasons=(*faults, *unverified),
-    )
+    differences = tuple(sorted(found, key=lambda one: (*one.key[:2], places[one.key.phase])))
+    reasons = (*faults, *unverified)
+    return Verdict(outcome, len(common) - len(unread), differences, only_actual, only_expected, reasons)
 
 
 def _share_memory(a: Tensor, b: Tensor) -> bool:
@@ -108,10 +103,8 @@ def difference_of(key: Key, actual: Tensor, expected: Tensor) -> Difference | No
     a, b = bits.plain(actual), bits.plain(expected)
     layout, numel = f"{spell_dtype(b.dtype)}{list(b.shape)}", b.numel()
     layouts: dict[Kind, list[object]] = {
-        "dtype": [a.dtype, b.dtype],
-        "shape": [list(a.shape), list(b.shape)],
-        "stride": [a.stride(), b.stride()],
-    }
+        "dtype": [a.dtype, b.dtype], "shape": [list(a.shape), list(b.shape)], "stride": [a.stride(), b.stride()]
+    }  # fmt: skip
     if bits.is_dtensor(actual) and bits.is_dtensor(expected):
         layouts["placements"] = [f"{side.placements} of {list(side.shape)}" for side in (actual, expected)]
     for kind, (ours, theirs) in layouts.items():
@@ -123,19 +116,11 @@ def difference_of(key: Key, actual: Tensor, expected: Tensor) -> Difference | No
         return None
     elements, flat = bits.count_differing(a, b)
     x, y = (side.reshape(-1)[flat] for side in (a, b))
+    place = tuple(map(int, torch.unravel_index(torch.tensor(flat), a.shape)))
     return Difference(
-        key,
-        "bits",
-        actual=bits.value(x),
-        expected=bits.value(y),
-        layout=layout,
-        numel=numel,
-        element=tuple(map(int, torch.unravel_index(torch.tensor(flat), a.shape))),
-        actual_bits=bits.pattern(x),
-        expected_bits=bits.pattern(y),
-        ulp=bits.ulp_distance(x, y),
-        elements=elements,
-    )
+        key, "bits", actual=bits.value(x), expected=bits.value(y), layout=layout, numel=numel, element=place,
+        actual_bits=bits.pattern(x), expected_bits=bits.pattern(y), ulp=bits.ulp_distance(x, y), elements=elements,
+    )  # fmt: skip
 
 
 class VerdictError(AssertionError):
@@ -187,8 +172,7 @@ def starts_differ(actual: Tensors, expected: Tensors) -> str:
     if not isinstance(actual, Record) or not isinstance(expected, Record):
         return ""
     both = sorted(key for key in actual.meta.keys() & expected.meta.keys() if key.startswith(START))
-    ranks = [int(key.removeprefix(START)) for key in both if actual.meta[key] != expected.meta[key]]
-    if not ranks:
+    if not (ranks := [int(key.removeprefix(START)) for key in both if actual.meta[key] != expected.meta[key]]):
         return ""
     return f"the two runs start from different weights, on {_some('rank', sorted(ranks))}: seed both sides alike"
 

@@ -88,18 +88,11 @@ NCCL_PRESETS: Mapping[str, Mapping[str, str]] = {
     "sglang_tree": {"NCCL_ALGO": "allreduce:tree"},
     # vLLM batch_invariant.override_envs_for_invariance: trees, one channel, one protocol.
     "vllm_batch_invariant": {
-        "NCCL_LAUNCH_MODE": "GROUP",
-        "NCCL_COLLNET_ENABLE": "0",
-        "NCCL_NVLS_ENABLE": "0",
-        "NCCL_P2P_NET_DISABLE": "1",
-        "NCCL_MIN_NCHANNELS": "1",
-        "NCCL_MAX_NCHANNELS": "1",
-        "NCCL_PROTO": "Simple",
-        "NCCL_ALGO": "allreduce:tree",
-        "NCCL_NTHREADS": "1",
-        "NCCL_SOCKET_NTHREADS": "1",
+        "NCCL_LAUNCH_MODE": "GROUP", "NCCL_COLLNET_ENABLE": "0", "NCCL_NVLS_ENABLE": "0", "NCCL_P2P_NET_DISABLE": "1",
+        "NCCL_MIN_NCHANNELS": "1", "NCCL_MAX_NCHANNELS": "1", "NCCL_PROTO": "Simple", "NCCL_ALGO": "allreduce:tree",
+        "NCCL_NTHREADS": "1", "NCCL_SOCKET_NTHREADS": "1",
     },
-}
+}  # fmt: skip
 """Environment variables by the name of the preset; ``as_found`` sets nothing."""
 
 _WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
@@ -108,8 +101,7 @@ _WORKSPACE_VALUES = (":4096:8", ":16:8")
 _INDUCTOR = knobs.flags("torch._inductor.config")
 """At Inductor's import each is read from ``TORCHINDUCTOR_`` and its name in capitals."""
 
-# Whether CUDA was first initialised inside one of our blocks: then it has the workspace,
-# although the variable is gone again.
+# Whether CUDA started inside one of our blocks: then it has the workspace, although the variable is gone again.
 _cuda_started_here = False
 _active: list[Settings] = []
 
@@ -282,11 +274,9 @@ def mesh_seed(seed: int, mesh: DeviceMesh, distinct: Sequence[str] = ()) -> int:
         ValueError: the mesh has no dimension of that name, or this rank is not on it.
     """
     names = mesh.mesh_dim_names or ()
-    unknown = [name for name in distinct if name not in names]
-    if unknown:
+    if unknown := [name for name in distinct if name not in names]:
         raise ValueError(f"the mesh has no dimension {', '.join(map(repr, unknown))}; its dimensions are {names}")
-    coordinates = mesh.get_coordinate()
-    if coordinates is None:
+    if (coordinates := mesh.get_coordinate()) is None:
         raise ValueError(f"this rank is not on {mesh}")
     place = 0
     for dim in map(names.index, distinct):
@@ -295,12 +285,9 @@ def mesh_seed(seed: int, mesh: DeviceMesh, distinct: Sequence[str] = ()) -> int:
 
 
 def balanced_loss(
-    loss_sum: torch.Tensor,
-    tokens: torch.Tensor | int,
-    group: dist.ProcessGroup | None = None,
-    *,
+    loss_sum: torch.Tensor, tokens: torch.Tensor | int, group: dist.ProcessGroup | None = None, *,
     gradients: Literal["avg", "sum"] = "avg",
-) -> torch.Tensor:
+) -> torch.Tensor:  # fmt: skip
     """Return this rank's share of the mean over the tokens of all ranks; every rank of the group must call it.
 
     With ``gradients="sum"`` the sum of the shares is the global mean; with "avg" (FSDP, DDP) their average is. One

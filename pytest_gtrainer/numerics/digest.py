@@ -6,8 +6,6 @@ who wants two models to look the same; ``mix128`` is computed by torch on the te
 are comparable.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 from collections.abc import Callable, Iterable, Iterator
@@ -31,8 +29,7 @@ Scope = Literal["local", "global"]
 
 def mix128(view: Tensor) -> bytes:
     """Sixteen bytes for a byte view ``uint8[n]``, on any device."""
-    rest = -view.numel() % _WORD
-    if rest:
+    if rest := -view.numel() % _WORD:
         view = torch.nn.functional.pad(view, (0, rest))
     elif view.storage_offset() % _WORD:
         view = view.clone()

@@ -4,13 +4,10 @@ Of it are made what ``deterministic`` sets and reports, the guard against tests 
 ``docs/determinism.md``. Reading a knob imports nothing: of a module that is not loaded there is no value.
 """
 
-from __future__ import annotations
-
 import os
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cached_property
 from operator import attrgetter
 from typing import Any
 
@@ -27,12 +24,11 @@ _THREADS = "torch: notes/cpu_threading_torchscript_inference"
 NOT_LOADED = "not loaded"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Knob:
     """One switch, ``module:attribute``, ``()`` behind it if it is called, or an environment variable ``$NAME``.
 
-    ``setting`` is what ``deterministic`` makes of it, empty if nothing. No test may leave a ``guarded`` one changed:
-    most are read twice in each test, so what the path says is worked out once.
+    ``setting`` is what ``deterministic`` makes of it, empty if nothing. No test may leave a ``guarded`` one changed.
     """
 
     path: str
@@ -42,32 +38,26 @@ class Knob:
     documented: str
     guarded: bool = True
 
-    @cached_property
+    @property
     def name(self) -> str:
         """As a person writes it: ``torch.backends.cudnn.enabled``, ``NCCL_ALGO``."""
         return self.path.removeprefix("$").replace(":", ".")
 
-    @cached_property
+    @property
     def is_variable(self) -> bool:
         """Whether it is an environment variable."""
         return self.path.startswith("$")
-
-    @cached_property
-    def _place(self) -> tuple[str, Callable[[Any], Any], bool]:
-        """The module, what gets the attribute of it, and whether that is called."""
-        home, _, attribute = self.path.partition(":")
-        return home, attrgetter(attribute.removesuffix("()")), attribute.endswith("()")
 
     def read(self) -> Any:
         """The value in effect; ``NOT_LOADED`` while its module is not imported, None for an unset variable."""
         if self.is_variable:
             return os.environ.get(self.name)
-        home, attribute_of, is_called = self._place
+        home, _, attribute = self.path.partition(":")
         if home not in sys.modules:
             return NOT_LOADED
         try:
-            value = attribute_of(sys.modules[home])
-            return value() if is_called else value
+            value = attrgetter(attribute.removesuffix("()"))(sys.modules[home])
+            return value() if attribute.endswith("()") else value
         except RuntimeError as error:  # two ways to set a precision that were mixed cannot be read
             return f"cannot be read: {str(error).splitlines()[0]}"
 

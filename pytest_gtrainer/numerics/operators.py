@@ -5,8 +5,6 @@ of graphs node by node (A2 to A4). Not captured is what computes nothing or belo
 of uninitialised memory, collectives and what packs their payloads.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager

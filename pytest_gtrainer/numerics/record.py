@@ -28,8 +28,7 @@ _ALIGNMENT = 64
 _LENGTH = 8
 _PIECE = 16 << 20
 
-LARGE = 1 << 20
-"""Minimum size in bytes of a tensor that a spooled record keeps on disk."""
+LARGE = 1 << 20  # minimum size in bytes of a tensor that a spooled record keeps on disk
 
 _ANYWHERE = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})
 _LEADING = "module"
@@ -71,13 +70,9 @@ class Record:
     __slots__ = ("_spool", "_tensors", "meta", "rank", "world_size")
 
     def __init__(
-        self,
-        world_size: int = 1,
-        rank: int | None = None,
-        meta: dict[str, str] | None = None,
-        *,
+        self, world_size: int = 1, rank: int | None = None, meta: dict[str, str] | None = None, *,
         spool: str | PathLike[str] | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         if world_size < 1:
             raise ValueError(f"a record of a run on {world_size} ranks: world_size must be at least 1")
         if rank is not None and not 0 <= rank < world_size:
@@ -184,8 +179,7 @@ class Record:
             raise ValueError(f"records of one world are merged, got world sizes {sorted(sizes)}")
         whole = cls(sizes.pop())
         for part in parts:
-            twice = sorted({*whole.ranks} & {*part.ranks})
-            if twice:
+            if twice := sorted({*whole.ranks} & {*part.ranks}):
                 raise ValueError(f"ranks {twice} are in more than one of the records to merge")
             whole._tensors.update(part._tensors)
             whole.meta = part.meta | whole.meta
@@ -249,8 +243,7 @@ def _written(file: BinaryIO, tensor: Tensor) -> tuple[str, list[int], int]:
 
 def _mapped(mapped: mmap.mmap, dtype: str, shape: Sequence[int], start: int) -> Tensor:
     kind = getattr(torch, dtype)
-    numel = math.prod(shape)
-    if not numel:
+    if not (numel := math.prod(shape)):
         return torch.empty(0, dtype=torch.uint8).view(kind).view(list(shape))  # of a quantized dtype, too
     row = torch.frombuffer(mapped, dtype=torch.uint8, count=numel * kind.itemsize, offset=start)
     return row.view(kind).view(list(shape))

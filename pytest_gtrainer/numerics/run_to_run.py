@@ -4,8 +4,6 @@ A *pressure* changes something on which a result must not depend. Each is applie
 the same random states as the first. One that cannot be applied here is *not judged*: counted and named, never passed.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import importlib.util

@@ -3,8 +3,6 @@
 No torch here: reports order their rows by the same phases.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple

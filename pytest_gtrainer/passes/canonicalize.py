@@ -1,7 +1,5 @@
 """One spelling for what a trace says in several: detaches, views and pads of nothing, transposes that cancel."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Sequence
 from typing import Any
 

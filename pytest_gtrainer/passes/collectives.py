@@ -1,7 +1,5 @@
 """What is done to single collectives: by us before they are bucketed, by torch for asynchronous tensor parallelism."""
 
-from __future__ import annotations
-
 import copy
 import operator
 from collections.abc import Sequence
@@ -102,10 +100,8 @@ def _swap_of(member: FsdpCollective) -> fx.Node | None:
     launch = wait.all_input_nodes[0]
     others = [user for node in (*between, wait) for user in node.users if user not in between | {member.launch}]
     if others or only_wait(launch) is None:
-        raise PlanError(
-            f"the all-reduced gradient of {member.parameter} is read by {others[0] if others else launch} too, so its "
-            "reduce-scatter cannot come first"
-        )
+        wrong = f"the all-reduced gradient of {member.parameter} is read by {others[0] if others else launch} too"
+        raise PlanError(f"{wrong}, so its reduce-scatter cannot come first")
     return wait
 
 

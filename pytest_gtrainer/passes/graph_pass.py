@@ -5,8 +5,6 @@ lints and recompiles what was changed, and returns the GraphModule. A pipeline, 
 at its end.
 """
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import enum
@@ -27,8 +25,7 @@ from pytest_gtrainer.graph.nodes import direction, node_fqn, walked
 P = ParamSpec("P")
 Pass = Callable[..., Any]  # gives a GraphModule; of Inductor, it rewrites in place
 
-REWRITE = "gt_rewrite"
-"""The attribute of a pass made by ``graph_pass`` that holds its rewrite."""
+REWRITE = "gt_rewrite"  # the attribute of a pass made by ``graph_pass`` that holds its rewrite
 _BY_PLACE = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
@@ -196,7 +193,5 @@ def _spell(value: Any, where: str) -> str:
         return f"[{', '.join(_spell(item, where) for item in value)}]"
     if inspect.isfunction(value) and "<" not in value.__qualname__:
         return f"{value.__module__}.{value.__qualname__}"
-    raise TypeError(
-        f"{where} is a {type(value).__name__}, which has no fingerprint: options are plain values, containers and "
-        "dataclasses of these, and functions of modules"
-    )
+    wrong = f"{where} is a {type(value).__name__}, which has no fingerprint"
+    raise TypeError(f"{wrong}: options are plain values, containers and dataclasses of these, and functions of modules")

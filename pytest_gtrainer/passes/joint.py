@@ -7,8 +7,6 @@ leaves the graph as it was (D11). *Cost.* Linear in nodes; one recompile. *Sourc
 the same name (pull requests 2934, 3590); payload order (D2, D3) and coverage (B6) are stricter.
 """
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -162,22 +160,15 @@ def transformer_block_bucketing_reordering_pass(
     if direction not in (FORWARD, BACKWARD):
         raise ValueError(f"direction={direction!r}: expected {FORWARD!r} or {BACKWARD!r}")
     if direction == FORWARD and any(direction_of(node) == BACKWARD for node in gm.graph.nodes):
-        raise PlanError(
-            "the graph has nodes of the backward: for a joint graph use "
-            "joint_transformer_block_bucketing_reordering_pass"
-        )
+        wrong = "the graph has nodes of the backward"
+        raise PlanError(f"{wrong}: for a joint graph use joint_transformer_block_bucketing_reordering_pass")
     return _bucket(gm, bucket_plan, payload_order, reorder, insert_overlap_deps, require_buckets, direction)
 
 
 def _bucket(
-    gm: fx.GraphModule,
-    bucket_plan: BucketPlan,
-    order: PayloadOrder,
-    reorder: bool,
-    dependencies: bool,
-    require_buckets: bool,
-    direction: str | None = None,
-) -> bool:
+    gm: fx.GraphModule, bucket_plan: BucketPlan, order: PayloadOrder, reorder: bool, dependencies: bool,
+    require_buckets: bool, direction: str | None = None,
+) -> bool:  # fmt: skip
     """Plan and check all, then build. ``direction`` is that of all nodes; None where each says its own."""
     plan = Plan(bucket_plan)
     if any("fsdp_bucket" in node.meta and is_control_dependency(node) for node in gm.graph.nodes):
@@ -219,10 +210,8 @@ def _is_done(gm: fx.GraphModule, members: Sequence[FsdpCollective], require_buck
     if any(marked):
         raise PlanError("the graph is bucketed in part: run the pass once, on the graph as traced")
     if foreign := [node for node in gm.graph.nodes if is_bucketed_by_torch(node)]:
-        raise PlanError(
-            f"the graph is bucketed already, by another pass ({foreign[0]}): run this one on the graph as traced, or "
-            "leave it out"
-        )
+        wrong = f"the graph is bucketed already, by another pass ({foreign[0]})"
+        raise PlanError(f"{wrong}: run this one on the graph as traced, or leave it out")
     return False
 
 

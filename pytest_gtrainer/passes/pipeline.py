@@ -1,7 +1,5 @@
 """The pipeline: which passes run, in the order of ``SLOTS`` (M1), with which options, and how they are run."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import re

@@ -5,8 +5,6 @@ reader from graph inputs and forward values without the tag. *Invariant.* A regi
 random numbers or reads what has been overwritten, is refused first (D11). *Cost.* Linear in nodes and edges.
 """
 
-from __future__ import annotations
-
 import copy
 import operator
 from collections.abc import Collection, Sequence

@@ -6,8 +6,6 @@ the inputs (dI), ``backward_weight`` what else the backward computes (dW), ``red
 computes, and writes and random draws keep their order, or the cut is refused. *Cost.* Linear in nodes and edges.
 """
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -31,8 +29,7 @@ from pytest_gtrainer.graph.nodes import (
     writes,
 )
 
-PARTS = ("unshard", "forward", "backward_input", "backward_weight", REDUCE)
-"""In the order in which they may run."""
+PARTS = ("unshard", "forward", "backward_input", "backward_weight", REDUCE)  # in the order in which they may run
 _UNSHARD, _FORWARD, _INPUT, _WEIGHT, _REDUCE = range(len(PARTS))
 
 

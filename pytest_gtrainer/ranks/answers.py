@@ -8,8 +8,6 @@ A *call* is a collective that a rank has issued on a group, as torch records it;
 group. A rank *lacks* the calls that have a higher number than its own last one.
 """
 
-from __future__ import annotations
-
 import json
 import linecache
 import re
@@ -20,7 +18,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from pytest_gtrainer.worlds import by_value, ranks_by, ranks_text
 
@@ -121,8 +119,7 @@ def whereabouts(text: str) -> str:
     """Where the main thread is, to be added to a sentence."""
     if text.startswith(STOPPED):
         return f", {STOPPED}"
-    waits = waiting_in(text)
-    if waits:
+    if waits := waiting_in(text):
         return f", waiting in {waits}"
     return "".join(f", at {Path(file).name}:{line} in {name}" for file, line, name in _main_frames(text)[:1])
 
@@ -145,8 +142,7 @@ def collective_of(frames: list[tuple[str, str]]) -> str | None:
     'wait'
     """
     inside = [(file, function) for file, function in frames[: depth_of_collective(frames)]]
-    named = [function for file, function in inside if not file.endswith(_WRAPPERS)]
-    if named:
+    if named := [function for file, function in inside if not file.endswith(_WRAPPERS)]:
         return named[-1]
     # A work's wait() is C++ called by whoever holds the work: FSDP, for example.
     if frames and "/torch/distributed/" in frames[0][0]:
@@ -161,8 +157,7 @@ def depth_of_collective(frames: list[tuple[str, str]]) -> int:
 
 # Collectives whose ranks must give equally many elements of one dtype; of others, roots and splits may differ.
 _ALIKE = ("all_reduce", "broadcast", "reduce", "all_gather", "reduce_scatter")
-KEPT = 64
-"""How many of its last calls on a group a rank tells."""
+KEPT = 64  # how many of its last calls on a group a rank tells
 
 
 class Call(NamedTuple):
@@ -192,20 +187,17 @@ class GroupCalls(NamedTuple):
     calls: Mapping[int, Call]
 
 
-Calls = Mapping[int, Mapping[str, GroupCalls]]
-"""By rank, its groups by their name."""
+Calls = Mapping[int, Mapping[str, GroupCalls]]  # by rank, its groups by their name
 
 
 def read_calls(texts: Mapping[int, str]) -> Calls:
     """What ranks have answered; one that did not, or not to the end, is missing."""
-    return {
-        rank: {
-            name: GroupCalls(label, ranks, last, {number: Call(*call) for number, *call in calls})
-            for name, (label, ranks, last, calls) in json.loads(text).items()
-        }
-        for rank, text in texts.items()
-        if text.endswith("}")
-    }
+
+    def group(label: str, ranks: Sequence[int], last: int, calls: Sequence[Any]) -> GroupCalls:
+        return GroupCalls(label, ranks, last, {number: Call(*call) for number, *call in calls})
+
+    told = {rank: json.loads(text) for rank, text in texts.items() if text.endswith("}")}
+    return {rank: {name: group(*group_told) for name, group_told in groups.items()} for rank, groups in told.items()}
 
 
 def _by_group(calls: Calls) -> Iterator[tuple[str, dict[int, GroupCalls], dict[int, dict[int, Call]]]]:

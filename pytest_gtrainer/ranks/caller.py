@@ -1,7 +1,5 @@
 """``gt_ranks``: call functions on real ranks from a test that itself stays in the parent."""
 
-from __future__ import annotations
-
 import pickle
 import sys
 import traceback
@@ -34,8 +32,7 @@ class RankCaller:
     """Runs functions on warm ranks, one call at a time."""
 
     def __init__(self, request: pytest.FixtureRequest) -> None:
-        plugin = request.config.pluginmanager.getplugin("gtrainer-ranks")
-        if plugin is None:
+        if (plugin := request.config.pluginmanager.getplugin("gtrainer-ranks")) is None:
             pytest.fail("gt_ranks cannot be used inside a rank: the test is there already", pytrace=False)
         self._plugin, self._item, self._config = plugin, request.node, request.config
 

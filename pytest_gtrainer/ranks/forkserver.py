@@ -6,8 +6,6 @@ its ranks. What a rank starts ends with it, also in a session of its own: a proc
 child, and this process's when the rank ends (``PR_SET_CHILD_SUBREAPER``).
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import faulthandler
@@ -63,8 +61,7 @@ class _Server:
 
     def serve(self) -> NoReturn:
         while os.getppid() == self.parent:
-            some = wait([self.conn, *self.pids], PARENT_CHECK_SECONDS)
-            if not some:
+            if not (some := wait([self.conn, *self.pids], PARENT_CHECK_SECONDS)):
                 self._end_orphans()
             for ready in some:
                 if ready is not self.conn:
@@ -122,8 +119,7 @@ class _Server:
                 with contextlib.suppress(OSError):
                     child, parent = int(stat.parent.name), int(stat.read_text().rpartition(")")[2].split()[1])
                     if parent == self.pid and child not in ranks:
-                        removes = is_tracker(child)
-                        if not removes:
+                        if not (removes := is_tracker(child)):
                             os.kill(child, signal.SIGKILL)
                         found |= os.waitpid(child, os.WNOHANG if removes else 0)[0] != 0
 
@@ -210,6 +206,5 @@ class _WithRank(io.RawIOBase):
         return len(data)
 
     def end_line(self) -> None:
-        """Write what has come without an end of line."""
         if self._rest:
             self.write(b"\n")

@@ -8,8 +8,6 @@ of those that wait for one of the same slots may take them.
 Processes that share a folder share its slots: the xdist workers of a run for CPUs, every run of a user for GPUs.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import json
@@ -24,7 +22,6 @@ from pytest_gtrainer.environment import private_folder
 
 POLL_SECONDS = 0.02
 TELL_EVERY = 60.0
-
 
 Tell = Callable[[str], None]
 
@@ -75,8 +72,7 @@ class Slots:
             while True:
                 with self._door():
                     places = self._places()
-                    slots = self._free(own, count, places)
-                    if slots:
+                    if slots := self._free(own, count, places):
                         _write(file, place._replace(slots=slots))
                         return Lease(slots, stack.pop_all().close)
                 now = time.monotonic()

@@ -6,8 +6,6 @@ exceptions say themselves where the fault lies (``gt_origin``): then the smalles
 because another one had left the collective is a *consequence*: one line, never the headline.
 """
 
-from __future__ import annotations
-
 import sys
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
@@ -123,10 +121,8 @@ def _tell_left_behind(item: pytest.Item, outcome: RanksOutcome, merged: list[pyt
     last.gt_facts = [*getattr(last, "gt_facts", []), *facts]
     if reaction == "fail" and not last.failed:
         last.outcome = "failed"
-        last.longrepr = (
-            f"the test has left {', '.join(left)} behind: destroy the groups that it makes, and drop the references to "
-            "tensors on the GPU"
-        )
+        advice = "destroy the groups that it makes, and drop the references to tensors on the GPU"
+        last.longrepr = f"the test has left {', '.join(left)} behind: {advice}"
 
 
 STRICT = "passed against a strict xfail"
@@ -134,8 +130,7 @@ STRICT = "passed against a strict xfail"
 
 def result_of(reports: RankReports) -> str:
     """What a test came to on one rank: passed, failed, skipped, xfailed, or ``STRICT``."""
-    failed = [report for report in reports.values() if report.failed]
-    if failed:
+    if failed := [report for report in reports.values() if report.failed]:
         return STRICT if all(str(report.longrepr).startswith("[XPASS(strict)]") for report in failed) else "failed"
     skipped = ["xfailed" if hasattr(report, "wasxfail") else "skipped" for report in reports.values() if report.skipped]
     return skipped[0] if skipped else "passed"
@@ -212,8 +207,7 @@ class _Merge:
         return result
 
     def _summary(self, rank: int) -> str:
-        told = self.outcome.raised.get(rank)
-        if told is None:
+        if (told := self.outcome.raised.get(rank)) is None:
             failed = next(report for report in self.by_rank[rank].values() if report.failed)
             return str(failed.longrepr).strip().splitlines()[-1][:300]
         if self.outcome.is_consequence(rank):

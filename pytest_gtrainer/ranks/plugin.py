@@ -115,8 +115,7 @@ class RanksPlugin:
 
     def pytest_sessionstart(self, session: pytest.Session) -> None:
         self._session = session
-        launch = devices.launch_of(self.config)
-        if launch is not None:
+        if (launch := devices.launch_of(self.config)) is not None:
             from pytest_gtrainer.ranks.torchrun.line import Refused
             from pytest_gtrainer.ranks.torchrun.nodes import Nodes
             from pytest_gtrainer.ranks.watch import tell
@@ -158,8 +157,7 @@ class RanksPlugin:
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
         """Stand in for pytest's own protocol of a test on ranks: the same hooks, the phases on ranks."""
-        spec = self._spec_on_ranks(item)
-        if spec is None:
+        if (spec := self._spec_on_ranks(item)) is None:
             return None
         hooks = item.ihook
         hooks.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)

@@ -30,25 +30,17 @@ from pytest_gtrainer.ranks.watch import Console, RanksOutcome, run_on, stopped_c
 if TYPE_CHECKING:
     from pytest_gtrainer.ranks.torchrun.nodes import Nodes
 
-# Idle ranks cost 20 MB each; twice the slots let worlds of two sizes alternate warm.
-IDLE_FACTOR = 2
+IDLE_FACTOR = 2  # idle ranks cost 20 MB each; twice the slots let worlds of two sizes alternate warm
 LOOK_EVERY = 0.5
 
 PRELOAD = (
-    "torch",
-    "torch.distributed",
-    "numpy",
-    "torch.distributed.tensor",
-    "torch.distributed.fsdp",
+    "torch", "torch.distributed", "numpy", "torch.distributed.tensor", "torch.distributed.fsdp",
     "torch.fx.experimental.proxy_tensor",
-    # tracing and every optimiser import it at their first use: once here, or once in each rank
-    "torch._dynamo",
-    "pytest_gtrainer.plugin",
-    "pytest_gtrainer.ranks.inside.rank",
-)
+    "torch._dynamo",  # tracing and every optimiser import it at their first use: once here, or once in each rank
+    "pytest_gtrainer.plugin", "pytest_gtrainer.ranks.inside.rank",
+)  # fmt: skip
 
-# Number of ranks, device, environment.
-TeamKey = tuple[int, str, frozenset[tuple[str, str]]]
+TeamKey = tuple[int, str, frozenset[tuple[str, str]]]  # number of ranks, device, environment
 
 
 class Pool:
@@ -114,20 +106,13 @@ class Pool:
     def plan(self, size: int, environ: Mapping[str, str], worker: Mapping[str, Any]) -> wire.RankSetup:
         """What ranks of this machine start from."""
         config, found, launch = self._config, devices.resolve(self._config), devices.launch_of(self._config)
+        called, has_temporary = config.invocation_params, launch is None or launch.leads
         return wire.RankSetup(
-            size=size,
-            ranks=range(size),
-            device=found.kind,
-            backend=found.backend,
-            environ=environ,
-            sys_path=tuple(sys.path),
-            cwd=str(config.invocation_params.dir),
-            args=tuple(str(arg) for arg in config.invocation_params.args),
-            # a follower of torchrun has none: its ranks make their own
-            basetemp=str(base_temp(config)) if launch is None or launch.leads else None,
-            worker=worker,
-            live_output=self._live_output,
-        )
+            size=size, ranks=range(size), device=found.kind, backend=found.backend, environ=environ,
+            sys_path=tuple(sys.path), cwd=str(called.dir), args=tuple(map(str, called.args)),
+            basetemp=str(base_temp(config)) if has_temporary else None,  # ranks of a torchrun follower make their own
+            worker=worker, live_output=self._live_output,
+        )  # fmt: skip
 
     def forkserver(self) -> ForkServer:
         """The forkserver, started if there is none."""

@@ -1,7 +1,5 @@
 """Forked ranks, seen from the parent: the forkserver that makes them, and the team of one world, warm between tests."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import json
@@ -43,12 +41,7 @@ main(fd, folder, modules)
 """
 
 # One thread in every pool: a process with threads must not fork, and 8 ranks share the cores.
-_ONE_THREAD = {
-    "OMP_NUM_THREADS": "1",
-    "MKL_NUM_THREADS": "1",
-    "OPENBLAS_NUM_THREADS": "1",
-    "TORCHINDUCTOR_COMPILE_THREADS": "1",
-}
+_POOLS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "TORCHINDUCTOR_COMPILE_THREADS")
 
 _numbers = itertools.count()
 
@@ -94,25 +87,13 @@ class ForkServer:
                 stdin=subprocess.DEVNULL,
                 stdout=None if live_output else log,
                 stderr=None if live_output else log,
-                env={**lasting_environment(), **_ONE_THREAD, FOLDER_VARIABLE: str(self.folder)},
+                env={**lasting_environment(), **dict.fromkeys(_POOLS, "1"), FOLDER_VARIABLE: str(self.folder)},
                 # Ctrl-C is the parent's to handle. A session of its own would do, too, but Linux shares the time of
                 # its cores by session: gloo's threads then waited for the parent's.
                 process_group=0,
             )
         self.conn = Connection(ours.detach())
         self.fd = self.conn.fileno()
-
-    def _wait_until_ready(self) -> None:
-        if self._ready:
-            return
-        message: object = None
-        with contextlib.suppress(EOFError, OSError):
-            message = self.conn.recv() if self.conn.poll(SERVER_START_LIMIT) else None
-        error = message.error if isinstance(message, wire.Started) else self._log()
-        if error is not None:
-            self.close()
-            raise RanksError(f"the process that forks ranks did not start: {error}")
-        self._ready = True
 
     def _log(self) -> str:
         text = ""
@@ -122,7 +103,14 @@ class ForkServer:
 
     def fork(self, setups: list[wire.RankSetup]) -> list[tuple[int, wire.Channel]]:
         """Fork one rank per setup: pids and channels; RanksError if it cannot, with what the forkserver wrote."""
-        self._wait_until_ready()
+        message: object = wire.Started()
+        if not self._ready:
+            with contextlib.suppress(EOFError, OSError):
+                message = self.conn.recv() if self.conn.poll(SERVER_START_LIMIT) else None
+            if (error := message.error if isinstance(message, wire.Started) else self._log()) is not None:
+                self.close()
+                raise RanksError(f"the process that forks ranks did not start: {error}")
+            self._ready = True
         channels: list[wire.Channel] = []
         try:
             for setup in setups:
@@ -224,19 +212,13 @@ class LocalRanks:
         self._folder = server.folder / f"team{next(_numbers)}"
         self._folder.mkdir()
         self.stores = (str(self._folder / f"store{number}") for number in itertools.count())
-        store = plan.store or next(self.stores)
-        setups = [
-            replace(
-                plan,
-                rank=rank,
-                folder=str(self._folder),
-                store=store,
-                basetemp=plan.basetemp and f"{plan.basetemp}/{self._folder.name}-rank{rank}",
-                worker={**plan.worker, "gt_rank": rank},
-            )
-            for rank in plan.ranks
-        ]
-        forked = server.fork(setups)
+        shared = replace(plan, folder=str(self._folder), store=plan.store or next(self.stores))
+
+        def setup(rank: int) -> wire.RankSetup:
+            temporary = plan.basetemp and f"{plan.basetemp}/{self._folder.name}-rank{rank}"
+            return replace(shared, rank=rank, basetemp=temporary, worker={**plan.worker, "gt_rank": rank})
+
+        forked = server.fork(list(map(setup, plan.ranks)))
         self._processes = {rank: _RankProcess(*each) for rank, each in zip(plan.ranks, forked, strict=True)}
 
     def send(self, command: object, ranks: Iterable[int]) -> None:
@@ -274,8 +256,7 @@ class LocalRanks:
         process, end = self._processes[rank], time.monotonic() + STATUS_SECONDS
         while process.pid not in self._server.exit_status and self._server.alive and time.monotonic() < end:
             self._server.pump(0.05)
-        status = self._server.exit_status.get(process.pid)
-        if status is None:
+        if (status := self._server.exit_status.get(process.pid)) is None:
             how = "was lost with the process that had forked it"
         else:
             how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"exited with status {status}"
@@ -343,8 +324,7 @@ class Team:
     def receive(self, ranks: Iterable[int], seconds: float) -> dict[int, object]:
         """The next message of those ``ranks`` that have one; None stands for a dead rank."""
         split = self._split(ranks)
-        heard = self._taken(split, set())
-        if heard:
+        if heard := self._taken(split, set()):
             return heard
         files = [file for part, members in split for file in part.files(members)]
         return self._taken(split, readable(files, seconds))

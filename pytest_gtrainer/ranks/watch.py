@@ -6,8 +6,6 @@ blocked ones raise; a rank that is still stuck a while later gives its stack, an
 that have not ended wait in collectives, twice in a row in the same, their calls are compared: see ``answers``.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 import os
@@ -24,20 +22,16 @@ from pytest_gtrainer.ranks import answers, wire
 from pytest_gtrainer.ranks.team import Team
 from pytest_gtrainer.worlds import by_value
 
-# Ranks that fail alike do so within moments of each other: leave them the time.
-UNBLOCK_AFTER = 0.25
-# A blocked rank raises within milliseconds once its peers are gone.
-STUCK_AFTER = 1.0
-# A rank that computes, or formats a traceback through torch, may take longer.
-BUSY_LIMIT = 8.0
+UNBLOCK_AFTER = 0.25  # ranks that fail alike do so within moments of each other: leave them the time
+STUCK_AFTER = 1.0  # a blocked rank raises within milliseconds once its peers are gone
+BUSY_LIMIT = 8.0  # a rank that computes, or formats a traceback through torch, may take longer
 # See whether the ranks that have not ended wait: every so often, soon after one has ended, less often in long tests.
 LOOK_EVERY = 1.0
 LOOK_SOON = 0.5
 LOOK_RARELY = 5.0
 # A wait that is no recorded collective, in a receive for one, is for nobody if all the others have been idle so long.
 IDLE_LIMIT = 8.0
-# A test that takes long says where its ranks are.
-TELL_EVERY = 60.0
+TELL_EVERY = 60.0  # a test that takes long says where its ranks are
 
 
 @contextlib.contextmanager

@@ -1,7 +1,8 @@
 """What the processes of a world tell each other, and the pipes that carry it; each message is pickled by itself.
 
 Terms: the *parent* is the pytest process that owns the tests; the *forkserver* is the process that forks ranks for it;
-a *rank* is one process of a world. A rank answers a command that has no result by sending the command back.
+a *rank* is one process of a world. A rank answers a command that has no result by sending the command back. In order:
+parent and forkserver, parent to rank, rank to parent, rank 0 to another process under torchrun, the channel of a rank.
 Between machines nothing is pickled but what a test's call holds: ``torchrun.line`` spells the same classes as JSON.
 """
 
@@ -12,8 +13,6 @@ import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
-
-# -- parent and forkserver
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,9 +60,6 @@ class Started(NamedTuple):
     capture_fds: tuple[int, ...] = ()  # pytest's files of a rank's captured stdout and stderr
 
 
-# -- parent to rank
-
-
 class ItemRef(NamedTuple):
     """A test in a session: its node id, and the directories and file that lead to it."""
 
@@ -106,9 +102,6 @@ class Terminal(NamedTuple):
 
     path: str | None = None
     refusal: str | None = None
-
-
-# -- rank to parent
 
 
 class GroupState(NamedTuple):
@@ -193,9 +186,6 @@ class Ended(NamedTuple):
     last_words: str
 
 
-# -- from rank 0 to another process, under torchrun
-
-
 class StartTeam(NamedTuple):
     """Fork this node's ranks of a team of ``size``, called by the place where they meet; each answers ``Started``."""
 
@@ -226,8 +216,6 @@ class Over(NamedTuple):
     status: int
 
 
-# -- the channel of a forked rank
-
 _LENGTH = struct.Struct("=Q")
 _AT_ONCE = 2**16
 
@@ -240,7 +228,6 @@ class Channel:
     """
 
     def __init__(self, incoming: int, outgoing: int) -> None:
-        """Take over two file descriptors: to read from, and to write to."""
         self._incoming, self._outgoing = incoming, outgoing
         self._read = bytearray()
 
@@ -269,8 +256,7 @@ class Channel:
 
     def read(self) -> None:
         """Read what there is, as much as fits into a pipe; waits if there is nothing. EOFError if the end is closed."""
-        some = os.read(self._incoming, _AT_ONCE)
-        if not some:
+        if not (some := os.read(self._incoming, _AT_ONCE)):
             raise EOFError
         self._read += some
 

@@ -5,8 +5,6 @@
 A result's chunk dimension is found on meta tensors of twice the extent; of reshapes, by the elements in front of it.
 """
 
-from __future__ import annotations
-
 import copy
 import itertools
 import logging

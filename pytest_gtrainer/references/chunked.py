@@ -3,8 +3,6 @@
 This is what a chunked graph is equal to, bit for bit, with early gradient accumulation off (G1).
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
@@ -158,10 +156,8 @@ class _ChunkedForward:
         if type(first) in (tuple, list) and all(isinstance(item, Tensor) for item in first):
             return type(first)(self._join(list(items)) for items in zip(*outputs, strict=True))
         if not isinstance(first, Tensor):
-            raise TypeError(
-                f"{self.fqn} returns a {type(first).__name__}: "
-                "a chunked module returns a tensor, or a tuple or list of tensors"
-            )
+            wrong = f"{self.fqn} returns a {type(first).__name__}"
+            raise TypeError(f"{wrong}: a chunked module returns a tensor, or a tuple or list of tensors")
         for output in outputs:
             if output.ndim <= dim:
                 raise ChunkError(

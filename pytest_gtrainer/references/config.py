@@ -148,10 +148,8 @@ def _check_mesh(mesh: DeviceMesh, name: str) -> None:
             f"{name} has rank {twice} more than once, {mesh.mesh.tolist()}: its dimensions must not overlap"
         )
     if mesh.get_coordinate() is None:
-        raise ValueError(
-            f"rank {dist.get_rank()} of {dist.get_world_size()} is not in {name}, which has ranks {ranks}: "
-            "every rank that trains needs a mesh that it is part of"
-        )
+        wrong = f"rank {dist.get_rank()} of {dist.get_world_size()} is not in {name}, which has ranks {ranks}"
+        raise ValueError(f"{wrong}: every rank that trains needs a mesh that it is part of")
 
 
 def _check_submeshes(mesh: DeviceMesh, submeshes: Mapping[str, DeviceMesh]) -> None:
@@ -160,10 +158,8 @@ def _check_submeshes(mesh: DeviceMesh, submeshes: Mapping[str, DeviceMesh]) -> N
     for name, one in named.items():
         beyond = sorted(set(one.mesh.flatten().tolist()) - set(mesh.mesh.flatten().tolist()))
         if beyond:
-            raise ValueError(
-                f"{name} has ranks {one.mesh.tolist()}, and TrainConfig.mesh has {mesh.mesh.tolist()}, without "
-                f"{beyond}: a submesh is a part of the ranks that data is parallel over"
-            )
+            wrong = f"{name} has ranks {one.mesh.tolist()}, and TrainConfig.mesh has {mesh.mesh.tolist()}"
+            raise ValueError(f"{wrong}, without {beyond}: a submesh is a part of the ranks that data is parallel over")
     for (name, one), (other_name, other) in itertools.combinations(named.items(), 2):
         ours, theirs = (set(root_ranks(each).flatten().tolist()) for each in (one, other))
         if ours & theirs and not (ours <= theirs or theirs <= ours):
@@ -218,10 +214,8 @@ def bucket_modules(model: nn.Module, plan: BucketPlan) -> list[tuple[str, list[n
     missing = [fqn for bucket in buckets for fqn in bucket.fqns if fqn not in modules and fqn != LOSS]
     if missing:
         outermost = ", ".join(name for name, _ in model.named_children())
-        raise PlanError(
-            f"the bucket plan names {', '.join(map(repr, missing))}, which the model does not have; "
-            f"its outermost modules are {outermost}"
-        )
+        wrong = f"the bucket plan names {', '.join(map(repr, missing))}, which the model does not have"
+        raise PlanError(f"{wrong}; its outermost modules are {outermost}")
     layers = [fqn for fqn, module in modules.items() if layer_of(fqn) == fqn and any(True for _ in module.parameters())]
     covered = {layer_of(fqn) for bucket in buckets for fqn in bucket.fqns}
     left_out = [fqn for fqn in layers if fqn not in covered]

@@ -101,14 +101,9 @@ Traced = TypeVar("Traced", TracedStep, TracedStage)
 
 
 def rewrite(
-    traced: Traced,
-    config: TrainConfig,
-    *,
-    passes: Sequence[BoundPass | Pass] | None = None,
-    payload_order: PayloadOrder = "managed",
-    reduce_scatter_first: bool = True,
-    reshard_after_forward: bool = False,
-) -> Traced:
+    traced: Traced, config: TrainConfig, *, passes: Sequence[BoundPass | Pass] | None = None,
+    payload_order: PayloadOrder = "managed", reduce_scatter_first: bool = True, reshard_after_forward: bool = False,
+) -> Traced:  # fmt: skip
     """The step, or stage, with its collectives bucketed and reordered, as a copy that reads as the traced graph.
     ``passes`` replaces the pipeline and its options. ``reduce_scatter_first`` and ``reshard_after_forward`` do as FSDP2
     does (D16); ``payload_order`` is that of ``joint_transformer_block_bucketing_reordering_pass``."""

@@ -5,8 +5,6 @@ is an error instead of a pass (S3). In a simulated world a difference is told wi
 on either side, and in which order each side adds it.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -289,14 +287,9 @@ def _simulated_parity(config: TrainConfig | ConfigOfMesh, world: World, must_sho
 
 
 def _check_equal(
-    config: TrainConfig,
-    record: Record,
-    expected: Record,
-    layouts: Mapping[str, BucketLayout],
-    where: str,
-    row: dict[str, Any] | None = None,
-    paths: Callable[[Verdict, Record], Iterable[str]] = lambda verdict, record: (),
-) -> None:
+    config: TrainConfig, record: Record, expected: Record, layouts: Mapping[str, BucketLayout], where: str,
+    row: dict[str, Any] | None = None, paths: Callable[[Verdict, Record], Iterable[str]] = lambda verdict, record: (),
+) -> None:  # fmt: skip
     """Raise if layouts or bits of graph and eager differ; of a net the ``row`` of the table gets its result."""
     __tracebackhide__ = True
     row = {} if row is None else row

@@ -4,8 +4,6 @@ A graph equals eager code under a wrong plan, too: both compute the same wrong t
 which every rank of a tensor-parallel group holds as a whole differ between them, because each added its own gradient.
 """
 
-from __future__ import annotations
-
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from itertools import chain
 
@@ -89,10 +87,8 @@ def assert_alike(named: Iterable[tuple[str, torch.Tensor]], groups: Sequence[tup
         for rank in ranks[1:]:
             differ = [name for name in {**first, **lines[rank]} if first.get(name) != lines[rank].get(name)]
             if differ:
-                raise ReplicasDiffer(
-                    f"{differ[0]} differs between ranks {ranks[0]} and {rank}, and is {why}; so do {len(differ) - 1} "
-                    f"more of {len(first)} such tensors"
-                )
+                wrong = f"{differ[0]} differs between ranks {ranks[0]} and {rank}, and is {why}"
+                raise ReplicasDiffer(f"{wrong}; so do {len(differ) - 1} more of {len(first)} such tensors")
     return len(mine) if len(own) > 1 else 0
 
 

@@ -89,14 +89,9 @@ class SimulatedRun:
 
 
 def simulated_eager(
-    config: TrainConfig | ConfigOfMesh,
-    net: Net,
-    *,
-    mesh: Mapping[str, int] | None = None,
-    steps: int | None = None,
-    timeout: float = LIMIT,
-    recorders: Sequence[Record] | None = None,
-) -> SimulatedRun:
+    config: TrainConfig | ConfigOfMesh, net: Net, *, mesh: Mapping[str, int] | None = None, steps: int | None = None,
+    timeout: float = LIMIT, recorders: Sequence[Record] | None = None,
+) -> SimulatedRun:  # fmt: skip
     """Train with ``fully_shard`` on ``net.size`` ranks, whose reductions add in the order of ``net``. ``config`` builds
     the configuration from a rank's mesh, or is finished, with a 1-D mesh. Each of ``recorders`` takes what a rank would
     record; the record is then empty."""

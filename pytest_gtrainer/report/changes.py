@@ -17,8 +17,7 @@ from pytest_gtrainer.facts import unpacked
 from pytest_gtrainer.numerics.verdict import page_order
 from pytest_gtrainer.report.collected import Test
 
-MOST = 3
-"""Sentences of one difference; the rest is counted."""
+MOST = 3  # sentences of one difference; the rest is counted
 _MOST_GRAPHS = 20  # pairs of graphs of a run that are compared in words, a few seconds each where they are large
 BAD = frozenset({"failed", "error"})
 _KEYS = frozenset({"name", "outcome", "comparisons", "pipelines"})
@@ -35,14 +34,12 @@ def what_changed(test: Test) -> list[str]:
     for told in test.comparisons():
         if told["outcome"] != ("different" if told["must_differ"] else "equal"):
             what = told["what"] or "comparison"
-            if told["first"] is None:
-                lines.append(
-                    f"{what}: {told['told'].partition(chr(10))[0]}{', and had to differ' * told['must_differ']}"
-                )
-            else:
+            said = f"{told['told'].partition(chr(10))[0]}{', and had to differ' * told['must_differ']}"
+            if told["first"] is not None:
                 step, rank, phase, name = told["first"]
                 where = " ".join(filter(None, (phase, name)))
-                lines.append(f"{what}: first different at step {step}, rank {rank}" + (f", {where}" if where else ""))
+                said = f"first different at step {step}, rank {rank}" + (f", {where}" if where else "")
+            lines.append(f"{what}: {said}")
     for fact in test.of("layout"):
         lines += [f"layout: {cut(fact['problems'])}"] if fact["problems"] else []
     return lines
@@ -93,8 +90,7 @@ class Earlier:
     def compare(self, test: Test, details: Mapping[str, Any], texts: Mapping[str, str]) -> dict[str, Any]:
         """What a test did otherwise than in the earlier run: ``lines`` in words, ``graphs`` as name and two keys.
         ``texts`` are the packed graphs of this run's test by key. Counts what it finds."""
-        then = self.tests.get(test.name)
-        if then is None:
+        if (then := self.tests.get(test.name)) is None:
             self.counts["new"] += 1
             self.counts["newly failing"] += test.outcome in BAD
             return {"lines": ["new: it is not in the earlier report"], "graphs": []}
@@ -216,15 +212,9 @@ def _layouts(then: Sequence[Any], now: Sequence[Any]) -> Iterator[str]:
             (label, collective), _ = place
             one, other = was[place], has[place]
             names = [[slot[0] for slot in each["slots"]] for each in (one, other)]
-            fields = [
-                f"{name} {one.get(name)} became {other.get(name)}"
-                for name in _FIELDS
-                if one.get(name) != other.get(name)
-            ]
+            told = ((name, one.get(name), other.get(name)) for name in ("op", "dtype", "ranks", "directions"))
+            fields = [f"{name} {old} became {new}" for name, old, new in told if old != new]
             if names[0] != names[1]:
                 is_order = sorted(names[0]) == sorted(names[1])
                 fields.insert(0, "the same parameters in another order" if is_order else "other parameters")
             yield f"{collective} of {label}: {', '.join(fields) or 'other sizes'}"
-
-
-_FIELDS = ("op", "dtype", "ranks", "directions")

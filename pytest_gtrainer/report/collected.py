@@ -1,7 +1,5 @@
 """What a run came to, test by test: put together from the reports that reach the process that ends the run."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import zip_longest
@@ -52,8 +50,7 @@ class Test:
     @property
     def outcome(self) -> str:
         """failed, error (outside the call), xpassed, xfailed, skipped or passed."""
-        failed = [report for report in self.reports if report.failed]
-        if failed:
+        if failed := [report for report in self.reports if report.failed]:
             return "failed" if any(report.when == "call" for report in failed) else "error"
         for report in self.reports:
             if hasattr(report, "wasxfail"):
@@ -69,8 +66,7 @@ class Test:
     @property
     def headline(self) -> str:
         """The first line of its failure, as the terminal's short summary shows it; "" of a test that has not failed."""
-        failed = next((report for report in self.reports if report.failed), None)
-        if failed is None:
+        if (failed := next((report for report in self.reports if report.failed), None)) is None:
             return ""
         crash = getattr(failed.longrepr, "reprcrash", None)
         told = str(crash.message) if crash is not None else failed.longreprtext

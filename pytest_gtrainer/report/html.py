@@ -4,8 +4,6 @@ Details lie packed, a script tag for each test, graph and schedule. The page's s
 thousand tests and a graph of 40,000 nodes cost a reader only what they look at.
 """
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from dataclasses import dataclass, field
@@ -53,24 +51,17 @@ def render_page(run: Run) -> str:
     style, script, body = (
         (source / name).read_text(encoding="utf-8") for name in ("report.css", "report.js", "report.html.j2")
     )
-    packed_by = {
-        kind: {fact["key"]: fact["packed"] for test in run.tests for fact in test.of(kind)}
+    texts, schedules, memories = (
+        {fact["key"]: fact["packed"] for test in run.tests for fact in test.of(kind)}
         for kind in ("graph_text", "schedule", "memory")
-    }
-    texts = packed_by["graph_text"]
+    )
     for test in run.tests:
         texts |= {key: text for fact in test.of("golden_difference") for key, text in fact["texts"].items()}
     if run.earlier is not None:
         texts |= {key: run.earlier.graphs[key] for key in run.earlier.shown if key in run.earlier.graphs}
-    return Environment(autoescape=True, trim_blocks=True).from_string(body).render(
-        run=run,
-        tests=[_row(test, details) for test, details in zip(run.tests, run.details, strict=True)],
-        texts=texts,
-        schedules=packed_by["schedule"],
-        memories=packed_by["memory"],
-        style=style,
-        script=script,
-    )  # fmt: skip
+    tests = [_row(test, details) for test, details in zip(run.tests, run.details, strict=True)]
+    data = {"texts": texts, "schedules": schedules, "memories": memories, "style": style, "script": script}
+    return Environment(autoescape=True, trim_blocks=True).from_string(body).render(run=run, tests=tests, **data)
 
 
 def _row(test: Test, details: dict[str, Any]) -> dict[str, Any]:
@@ -78,16 +69,11 @@ def _row(test: Test, details: dict[str, Any]) -> dict[str, Any]:
     passes = " ".join(each["name"] for pipeline in details["pipelines"] for each in pipeline["passes"])
     changed = [each[:300] for each in [*details["changed"], *details["earlier"]["lines"]]]
     words = " ".join([test.name, test.outcome, test.world, passes, test.headline, *changed])
+    time = f"{sum(report.duration for report in test.reports):.2f} s"
     return {
-        "name": test.name,
-        "outcome": test.outcome,
-        "world": test.world,
-        "time": f"{sum(report.duration for report in test.reports):.2f} s",
-        "headline": test.headline,
-        "changed": changed,
-        "words": words.lower()[:_MOST_WORDS],
-        "packed": packed(json.dumps(details)),
-    }
+        "name": test.name, "outcome": test.outcome, "world": test.world, "time": time, "headline": test.headline,
+        "changed": changed, "words": words.lower()[:_MOST_WORDS], "packed": packed(json.dumps(details)),
+    }  # fmt: skip
 
 
 def details_of(test: Test, earlier: Earlier | None = None) -> dict[str, Any]:
@@ -100,13 +86,12 @@ def details_of(test: Test, earlier: Earlier | None = None) -> dict[str, Any]:
         number = fact["pipeline"] - first
         one = pipelines.setdefault(number, {"number": number, "passes": [], "layouts": []})
         one["passes" if fact["kind"] == "pass" else "layouts"].append(fact)
+    goldens = [{name: fact[name] for name in ("name", "keys", "changes")} for fact in test.of("golden_difference")]
     details: dict[str, Any] = {
         "name": test.name,
         "outcome": test.outcome,
         "changed": what_changed(test),
-        "goldens": [
-            {name: fact[name] for name in ("name", "keys", "changes")} for fact in test.of("golden_difference")
-        ],
+        "goldens": goldens,
         "earlier": {"lines": [], "graphs": []},
         "failures": [[report.when, report.longreprtext] for report in test.reports if report.failed],
         "comparisons": test.comparisons(),

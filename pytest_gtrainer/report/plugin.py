@@ -5,8 +5,6 @@ A test's entry in the JUnit file has the properties ``gt_world``, ``gt_ranks``, 
 whose digests agree have trained alike.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import platform
@@ -151,8 +149,7 @@ class JUnitProperties:
 
 def properties_of(test: Test) -> Iterator[tuple[str, str]]:
     """Name and value of each property; the same name may come several times."""
-    worlds = [fact for fact in test.facts if fact["kind"] == "world"]
-    if worlds:
+    if worlds := [fact for fact in test.facts if fact["kind"] == "world"]:
         yield "gt_world", test.world
         yield "gt_ranks", str(max(fact["size"] for fact in worlds))
     for fact in test.facts:
@@ -187,8 +184,7 @@ class VerdictTables:
         if report.failed and comparing and call.excinfo and isinstance(call.excinfo.value, comparing.VerdictError):
             from pytest_gtrainer.numerics.verdict import table
 
-            path = artifacts.save(item, TABLE, table(call.excinfo.value.verdict))
-            if path is not None:
+            if (path := artifacts.save(item, TABLE, table(call.excinfo.value.verdict))) is not None:
                 report.sections.append(("gtrainer differences", f"all of them: {artifacts.shown(path)}"))
         return report
 

@@ -1,7 +1,5 @@
 """What a run says on the terminal: long work while it goes on; at the end tables, one of conformance, and a summary."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -114,8 +112,7 @@ def summary_lines(facts: list[Fact]) -> list[str]:
     """
     lines = []
     for title, kind, label in _TOPICS:
-        counts = Counter(label(fact) for fact in facts if fact["kind"] == kind)
-        if counts:
+        if counts := Counter(label(fact) for fact in facts if fact["kind"] == kind):
             told = ", ".join(f"{n} {what}" for what, n in sorted(counts.items()))
             lines.append(f"{title:<9} " + re.sub(r"\b1 tests in\b", "1 test in", told))
     return lines

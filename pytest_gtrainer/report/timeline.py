@@ -29,11 +29,9 @@ groups do not share a link.
 compute 1.00 ms, communication 2.00 ms, of it overlapped 1.00 ms, exposed 1.00 ms: 2.00 ms in all
 """
 
-from __future__ import annotations
-
 import json
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -77,10 +75,8 @@ class CostModel:
                 raise ValueError(f"a cost model's {name} is a rate above 0, not {getattr(self, name)!r}")
 
     def __str__(self) -> str:
-        return (
-            f"{self.flops_per_second:.3g} flop/s, memory {self.bytes_per_second:.3g} B/s, link {self.link:.3g} B/s, "
-            f"{self.overhead * 1e6:g} µs a kernel, {self.latency * 1e6:g} µs a collective"
-        )
+        said = f"{self.flops_per_second:.3g} flop/s, memory {self.bytes_per_second:.3g} B/s, link {self.link:.3g} B/s"
+        return f"{said}, {self.overhead * 1e6:g} µs a kernel, {self.latency * 1e6:g} µs a collective"
 
     def compute_seconds(self, node: fx.Node) -> float:
         """How long a node computes; 0 for views and the arithmetic of sizes."""
@@ -158,19 +154,17 @@ class Timeline:
         told = [f"{1000 * seconds:.2f} ms" for seconds in parts]
         return "compute {}, communication {}, of it overlapped {}, exposed {}: {} in all".format(*told)
 
-    def merged(self) -> Iterator[Span]:
+    def merged(self) -> list[Span]:
         """The spans with neighbours of one lane, kind and label as one: what a picture needs."""
-        last: Span | None = None
+        found: list[Span] = []
         for span in sorted(self.spans, key=lambda span: (self.lanes.index(span.lane), span.start)):
-            touches = last and (last.lane, last.kind, last.label) == (span.lane, span.kind, span.label)
-            if last and touches and span.start <= last.start + last.duration + 1e-12 and span.kind == COMPUTE:
-                last = Span(span.lane, last.start, span.start + span.duration - last.start, span.label, span.kind)
-                continue
-            if last:
-                yield last
-            last = span
-        if last:
-            yield last
+            last = found[-1] if found and span.kind == COMPUTE else None
+            is_same = last and (last.lane, last.kind, last.label) == (span.lane, span.kind, span.label)
+            if last and is_same and span.start <= last.start + last.duration + 1e-12:
+                found[-1] = replace(last, duration=span.start + span.duration - last.start)
+            else:
+                found.append(span)
+        return found
 
     def to_chrome_trace(self) -> dict[str, Any]:
         """The Trace Event Format that chrome://tracing and Perfetto read; times in microseconds."""

@@ -36,8 +36,7 @@ if TYPE_CHECKING:
     from pytest_gtrainer.passes.pipeline import PassRun
 
 _MOST_SPANS = 6_000
-_MOST_PIPELINES = 8
-"""Of a test that runs more pipelines than that, the first ones are shown."""
+_MOST_PIPELINES = 8  # of a test that runs more pipelines than that, the first ones are shown
 _TOPICS = {"comparison": "a comparison", "graph_pass": "a pass", "graph_passes": "a pipeline", "layouts": "a layout",
            "memory": "a memory curve"}  # fmt: skip
 """What a witness watches, each by its method of that name."""
@@ -69,18 +68,13 @@ class Witness:
 
         (old, old_key), (new, new_key) = self._text(before), self._text(after)
         unfolded = (unfold(old), unfold(new)) if old_key != new_key else ("", "")
+        told = words(Comparison(*unfolded)) if unfolded[0] != unfolded[1] else []
+        changes = changed_lines(old, new) if old_key != new_key else []
         facts.emit(
-            "pass",
-            pipeline=self._pipeline,
-            name=run.name,
-            fingerprint=run.fingerprint,
-            seconds=round(run.seconds, 6),
-            nodes=[len(before.graph.nodes), len(after.graph.nodes)],
-            before=old_key,
-            after=new_key,
-            words=words(Comparison(*unfolded)) if unfolded[0] != unfolded[1] else [],
-            changes=changed_lines(old, new) if old_key != new_key else [],
-        )
+            "pass", pipeline=self._pipeline, name=run.name, fingerprint=run.fingerprint, seconds=round(run.seconds, 6),
+            nodes=[len(before.graph.nodes), len(after.graph.nodes)], before=old_key, after=new_key,
+            words=told, changes=changes,
+        )  # fmt: skip
 
     def _text(self, gm: fx.GraphModule) -> tuple[str, str]:
         """A graph's text and its key; sent along when it is new. A pass's graph is the next one's before."""
@@ -145,18 +139,11 @@ class Witness:
         from pytest_gtrainer.numerics.record import Record
 
         sides = [table(side) if isinstance(side, Record) else [] for side in (actual, expected)]
-        first = verdict.first
         facts.emit(
-            "comparison",
-            what=what,
-            outcome=verdict.outcome,
-            must_differ=must_differ,
-            tensors=verdict.compared,
-            actual=sides[0],
-            expected=sides[1],
-            first=[first.key.step, first.key.rank, first.key.phase, first.key.name] if first else None,
+            "comparison", what=what, outcome=verdict.outcome, must_differ=must_differ, tensors=verdict.compared,
+            actual=sides[0], expected=sides[1], first=list(verdict.first.key) if verdict.first else None,
             told=str(verdict)[:2_000],
-        )
+        )  # fmt: skip
 
 
 def _guarded(what: str, take_down: facts.Watcher) -> facts.Watcher:
@@ -173,16 +160,13 @@ def payloads(layout: BucketLayout) -> list[dict[str, Any]]:
     """A layout in plain types, in the order of its payloads."""
     return [
         {
-            "label": payload.label,
-            "collective": payload.collective,
-            "op": payload.op,
-            "dtype": str(payload.dtype).removeprefix("torch."),
-            "ranks": len(payload.ranks),
-            "directions": list(payload.directions),
-            "slots": [[slot.parameter, slot.offset, slot.nbytes] for slot in payload.slots],
+            "label": each.label, "collective": each.collective, "op": each.op,
+            "dtype": str(each.dtype).removeprefix("torch."), "ranks": len(each.ranks),
+            "directions": list(each.directions),
+            "slots": [[slot.parameter, slot.offset, slot.nbytes] for slot in each.slots],
         }
-        for payload in layout.payloads
-    ]
+        for each in layout.payloads
+    ]  # fmt: skip
 
 
 def schedule(gm: fx.GraphModule, mesh: Mapping[str, int] | None) -> dict[str, Any]:
@@ -190,19 +174,14 @@ def schedule(gm: fx.GraphModule, mesh: Mapping[str, int] | None) -> dict[str, An
     from pytest_gtrainer.report.timeline import timeline
 
     told = timeline(gm, mesh=mesh)
-    lanes, spans = {lane: number for number, lane in enumerate(told.lanes)}, list(told.merged())
+    lanes, spans = {lane: number for number, lane in enumerate(told.lanes)}, told.merged()
     shown = sorted(spans, key=lambda span: -span.duration)[:_MOST_SPANS]
-    return {
-        "summary": told.summary,
-        "model": str(told.model),
-        "lanes": list(lanes),
-        "seconds": told.seconds,
-        "left_out": len(spans) - len(shown),
-        "spans": [
-            [lanes[span.lane], round(span.start * 1e6, 3), round(span.duration * 1e6, 3), span.label, span.kind]
-            for span in sorted(shown, key=lambda span: (lanes[span.lane], span.start))
-        ],
-    }
+    rows = [
+        [lanes[span.lane], round(span.start * 1e6, 3), round(span.duration * 1e6, 3), span.label, span.kind]
+        for span in sorted(shown, key=lambda span: (lanes[span.lane], span.start))
+    ]
+    sums = {"summary": told.summary, "model": str(told.model), "lanes": list(lanes), "seconds": told.seconds}
+    return {**sums, "left_out": len(spans) - len(shown), "spans": rows}
 
 
 def table(record: Record) -> list[list[Any]]:

@@ -11,8 +11,6 @@ A *pass file* is graph text with the passes to run, and what to expect, in its c
 ``run_project`` runs a project in its own process and returns the results of its tests. This imports no torch.
 """
 
-from __future__ import annotations
-
 import importlib
 from typing import TYPE_CHECKING, Any
 
@@ -24,15 +22,8 @@ if TYPE_CHECKING:
     from pytest_gtrainer.testing.running import run_pass_file
 
 __all__ = [
-    "PassFile",
-    "PassFileError",
-    "ProjectRun",
-    "ToldByTest",
-    "parse",
-    "pass_files",
-    "run_pass_file",
-    "run_project",
-]
+    "PassFile", "PassFileError", "ProjectRun", "ToldByTest", "parse", "pass_files", "run_pass_file", "run_project"
+]  # fmt: skip
 
 _HOME = {"run_pass_file": "pytest_gtrainer.testing.running", "parse": "pytest_gtrainer.graphtext"}
 

@@ -4,8 +4,6 @@ What it says stands in *directives*: comment lines of a graph file like ``# name
 the reader. One that looks like a directive and is none is an error: a misspelled check would check nothing.
 """
 
-from __future__ import annotations
-
 import ast
 import os
 import re
@@ -23,8 +21,7 @@ from pytest_gtrainer.worlds.spec import MARKER, SpecError, WorldSpec, make_spec
 SUFFIX = ".fxgraph"
 ONCE = ("world", "mesh", "golden", "values", "result", "again", "raises")
 OFTEN = ("passes", "check")
-_OF_HEADER = ("test", "torch", "remake")
-"""Fields of a golden's header, which says what made it."""
+_OF_HEADER = ("test", "torch", "remake")  # fields of a golden's header, which says what made it
 _WORDS = {"values": "same", "result": "unchanged", "again": "unchanged"}
 """Directives with one word: results bit for bit as before; the graph as it was; a second run changes nothing."""
 _LINE = re.compile(r"\s*#\s*(?P<name>[A-Za-z_-]+)\s*:\s*(?P<value>.*?)\s*")
@@ -147,8 +144,7 @@ def directives_of(text: str, file: str) -> list[Directive]:
         place = f"{file}:{number}"
         if _LOST_CHECK.match(line):
             raise PassFileError(f"{place}: {line.strip()}\na check is written `# check: then aten.mm`, with a colon")
-        match = _LINE.fullmatch(line)
-        if match is None:
+        if (match := _LINE.fullmatch(line)) is None:
             continue
         name = match["name"]
         if first := [each.place for each in found if each.name == name and name in ONCE]:
@@ -165,8 +161,7 @@ def _world(world: Directive | None, mesh: Directive | None) -> WorldSpec | None:
         if mesh is not None:
             raise PassFileError(f"{mesh.place}: a mesh needs its world, such as `# world: fake 8`")
         return None
-    found = _WORLD.fullmatch(world.value)
-    if found is None:
+    if (found := _WORLD.fullmatch(world.value)) is None:
         raise PassFileError(f"{world.place}: expected a world like `fake 8` or `fake 8, rank 3`, found {world.value!r}")
     extents = {}
     if mesh is not None:

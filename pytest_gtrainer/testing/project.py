@@ -6,8 +6,6 @@
 What a test tells stands in the JUnit file that pytest writes. No torch here.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -94,8 +92,7 @@ def run_project(
         )
         outcome, message = "passed", ""
         for tag, word in (("skipped", "skipped"), ("error", "error"), ("failure", "failed")):
-            found = case.find(tag)
-            if found is not None:
+            if (found := case.find(tag)) is not None:
                 outcome, message = word, found.text or found.get("message") or ""
         name = "::".join(part for part in (case.get("classname"), case.get("name")) if part)
         tests[name] = ToldByTest(outcome, message, "".join(worlds[:1]), *others)

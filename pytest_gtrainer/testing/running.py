@@ -49,10 +49,8 @@ def run_pass_file(
     __tracebackhide__ = True
     file = read_pass_file(path)
     if file.golden and golden is None:
-        raise PassFileError(
-            f"{file.file} has no check and so is compared with a golden: "
-            "give run_pass_file(path, golden=gt_golden), or write `# check:` lines"
-        )
+        wrong = f"{file.file} has no check and so is compared with a golden"
+        raise PassFileError(f"{wrong}: give run_pass_file(path, golden=gt_golden), or write `# check:` lines")
     ours = {name: getattr(pytest_gtrainer, name) for name in pytest_gtrainer.__all__ if name.endswith("_pass")}
     known = {**ours, **extensions.passes(), **(passes or {})}
     for call in file.passes:

@@ -76,11 +76,9 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def rewrap(
-    plain: torch.Tensor,
-    like: torch.Tensor,
-    mesh: DeviceMesh | None = None,
+    plain: torch.Tensor, like: torch.Tensor, mesh: DeviceMesh | None = None,
     placements: Sequence[Placement] | None = None,
-) -> torch.Tensor:
+) -> torch.Tensor:  # fmt: skip
     """``plain`` as the local part of a DTensor like ``like``, on its or another mesh; itself if ``like`` is plain."""
     if not isinstance(like, DTensor):
         return plain

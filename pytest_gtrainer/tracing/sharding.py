@@ -224,10 +224,8 @@ def _placements(mode: str, mesh: DeviceMesh) -> list[Placement]:
     if mesh.ndim != len(placements):
         raise ValueError(f"mode={mode!r} needs a {len(placements)}-D mesh, this one is {mesh.ndim}-D: {mesh}")
     if mesh.get_coordinate() is None:
-        raise ValueError(
-            f"rank {dist.get_rank()} of {dist.get_world_size()} is not in {mesh}: "
-            "every rank that trains needs a mesh that it is part of"
-        )
+        wrong = f"rank {dist.get_rank()} of {dist.get_world_size()} is not in {mesh}"
+        raise ValueError(f"{wrong}: every rank that trains needs a mesh that it is part of")
     return placements
 
 

@@ -127,16 +127,12 @@ class _StageTracing(Tracing):
         outputs, spec = pytree.tree_flatten(result)
         for place, output in enumerate(outputs):
             if not isinstance(output, torch.Tensor) or isinstance(output, DTensor):
-                raise TypeError(
-                    f"output {place} of the stage is a {type(output).__name__}: stages hand plain tensors to each "
-                    "other, of a DTensor its to_local()"
-                )
+                wrong = f"output {place} of the stage is a {type(output).__name__}"
+                raise TypeError(f"{wrong}: stages hand plain tensors to each other, of a DTensor its to_local()")
         places = tuple(place for place, output in enumerate(outputs) if output.requires_grad)
         if not places:
-            raise ValueError(
-                "no output of the stage depends on a parameter or an input that requires a gradient: is it under "
-                "no_grad?"
-            )
+            wrong = "no output of the stage depends on a parameter or an input that requires a gradient"
+            raise ValueError(f"{wrong}: is it under no_grad?")
         self.found.append((spec, places))
         return outputs, places, [given[place] for place in self.wanted]
 

@@ -50,7 +50,6 @@ from pytest_gtrainer.tracing.stamping.verdict import assert_stamped_equal
 
 Step = Callable[..., torch.Tensor]
 
-
 REPEAT_LAYERS = ("off", "auto", "exact")
 
 
@@ -198,11 +197,9 @@ def failing_node(error: BaseException, gm: fx.GraphModule) -> str:
 
 
 def add_gradients(
-    state: ModelState,
-    fqns: Sequence[str],
-    gradients: Sequence[torch.Tensor | None],
+    state: ModelState, fqns: Sequence[str], gradients: Sequence[torch.Tensor | None],
     placements: Sequence[tuple[Placement, ...] | None],
-) -> None:
+) -> None:  # fmt: skip
     """Add local gradients to the ``.grad`` of a model's parameters, as autograd would."""
     for fqn, gradient, placed in zip(fqns, gradients, placements or (None,) * len(gradients), strict=True):
         parameter = state.parameters[fqn]
@@ -266,10 +263,8 @@ def trace_step(
         raise TypeError("inputs is a tensor: give a sequence of the step's inputs, (tensor,) for one")
     (flat_inputs, spec), state = flatten_inputs(tuple(inputs)), ModelState.of(model)
     if not state.trainable:
-        raise ValueError(
-            "no parameter of the model requires a gradient, so there is no backward to trace: "
-            "call requires_grad_() on what is to be trained"
-        )
+        wrong = "no parameter of the model requires a gradient, so there is no backward to trace"
+        raise ValueError(f"{wrong}: call requires_grad_() on what is to be trained")
     mode, ignored = mode_of([*state.tensors, *flat_inputs]), (ignore,) if isinstance(ignore, str) else tuple(ignore)
     tracing = Tracing(model, step, state, mode, reuse_gathers, repeat_layers, ignored)
     gm, fakes, repeated = tracing.traced(flat_inputs, spec, dynamic_dims or {})
@@ -424,10 +419,8 @@ class Tracing:
             yield tensors
             reassigned = state.reassigned(tensors)
             if reassigned:
-                raise ValueError(
-                    f"the forward replaces {', '.join(reassigned)} by another tensor, which a graph cannot: "
-                    "update it in place (copy_, add_)"
-                )
+                wrong = f"the forward replaces {', '.join(reassigned)} by another tensor, which a graph cannot"
+                raise ValueError(f"{wrong}: update it in place (copy_, add_)")
 
     def _gradients(
         self, outputs: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor], seeds: Sequence[torch.Tensor]

@@ -1,7 +1,5 @@
 """Worlds: process groups for tests; and ranks in messages, without torch, which the parent of ranks need not have."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from itertools import groupby
 from typing import TypeVar

@@ -27,10 +27,8 @@ from pytest_gtrainer.worlds.spec import World, WorldSpec
 def fake_world(spec: WorldSpec) -> Iterator[World]:
     """Play rank ``spec.rank`` of ``spec.size`` ranks; all groups are gone afterwards. RuntimeError if one is there."""
     if dist.is_initialized():
-        raise RuntimeError(
-            "a process group is already up in this process, so a fake world cannot start: "
-            "destroy it first (an earlier test left it?)"
-        )
+        wrong = "a process group is already up in this process, so a fake world cannot start"
+        raise RuntimeError(f"{wrong}: destroy it first (an earlier test left it?)")
     with _default_group("fake", FakeStore(), spec.rank, spec.size):
         yield World("fake", spec.size, spec.rank, spec.nodes, spec.mesh, device=spec.device or "cpu", backend="fake")
 
@@ -73,10 +71,8 @@ def simulated_world(spec: WorldSpec) -> Iterator[World]:
 def net_of(world: World) -> Net:
     """The net of a simulated world; ValueError if it is another world."""
     if world.kind != "simulated" or world.net is None:
-        raise ValueError(
-            f"a world of kind {world.kind!r} has no net model: mark the test "
-            f'gt_world("simulated", size={world.size}, nodes=2)'
-        )
+        wrong = f"a world of kind {world.kind!r} has no net model"
+        raise ValueError(f'{wrong}: mark the test gt_world("simulated", size={world.size}, nodes=2)')
     net: Net = world.net  # type: ignore[assignment]
     if net.size != world.size:
         raise ValueError(f"the net connects {net.size} ranks, the world has {world.size}: make both the same")

@@ -5,8 +5,6 @@ later attach theirs to every logger that does not propagate, so each captured te
 (a third of a trace's time) and print hundreds of empty lines when it fails.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import logging
@@ -18,8 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-SEED = 1234
-"""Of every test on every rank, in every run."""
+SEED = 1234  # of every test on every rank, in every run
 
 Changes = dict[str, tuple[Any, Any]]
 
@@ -38,6 +35,8 @@ def kept() -> dict[str, tuple[Callable[[], Any], Callable[[Any], object]]]:
     """What is put back after the body of a test on a rank, in words: how to read it, and how to write it."""
     import torch  # here: a process that keeps its log quiet may have no use for torch
 
+    modes = torch.are_deterministic_algorithms_enabled, torch.is_deterministic_algorithms_warn_only_enabled
+    set_device = torch.set_default_device
     return {
         "resource limits": (lambda: {which: resource.getrlimit(which) for which in _LIMITS}, _set_limits),
         "the environment": (_environ, _set_environ),
@@ -48,10 +47,7 @@ def kept() -> dict[str, tuple[Callable[[], Any], Callable[[Any], object]]]:
         "sys.path": (lambda: sys.path[:], lambda value: sys.path.__setitem__(slice(None), value)),
         "the garbage collector": (lambda: (gc.isenabled(), gc.get_threshold()), _set_collector),
         "the default dtype": (torch.get_default_dtype, torch.set_default_dtype),
-        "the default device": (
-            torch.get_default_device,
-            lambda value: torch.set_default_device(None if value.type == "cpu" else value),
-        ),
+        "the default device": (torch.get_default_device, lambda d: set_device(None if d.type == "cpu" else d)),
         "the number of threads": (torch.get_num_threads, torch.set_num_threads),
         "grad mode": (torch.is_grad_enabled, torch.set_grad_enabled),
         "anomaly mode": (
@@ -60,10 +56,7 @@ def kept() -> dict[str, tuple[Callable[[], Any], Callable[[Any], object]]]:
         ),
         "matmul precision": (_matmul_precision, _set_matmul_precision),
         "deterministic algorithms": (  # writing them imports half of inductor
-            lambda: (
-                torch.are_deterministic_algorithms_enabled(),
-                torch.is_deterministic_algorithms_warn_only_enabled(),
-            ),
+            lambda: tuple(read() for read in modes),
             lambda value: torch.use_deterministic_algorithms(value[0], warn_only=value[1]),
         ),
     }

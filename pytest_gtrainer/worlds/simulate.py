@@ -6,8 +6,6 @@ Both give what every rank returns, by name, and add in the order of one net:
     assert_bitwise_equal(actual, simulate_eager(function, inputs_of_rank, gt_world))
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -38,14 +36,9 @@ Groups: TypeAlias = Mapping[str, Sequence[Sequence[int]]]
 
 
 def simulate_graph(
-    gm: AnyGraph,
-    inputs_of_rank: InputsOfRank,
-    world: AnyWorld,
-    *,
-    names: Names | None = None,
-    groups: Groups | None = None,
-    outputs: Sequence[str] | None = None,
-) -> list[dict[str, Any]]:
+    gm: AnyGraph, inputs_of_rank: InputsOfRank, world: AnyWorld, *, names: Names | None = None,
+    groups: Groups | None = None, outputs: Sequence[str] | None = None,
+) -> list[dict[str, Any]]:  # fmt: skip
     """Run one graph on all simulated ranks, with its functional collectives; it must not depend on the rank.
 
     Args:
@@ -66,8 +59,7 @@ def simulate_graph(
         ValueError: inputs, outputs or groups that do not fit.
     """
     net, gm = _net_of(world), adopted(gm, names)
-    collectives = [node for node in nodes_within(gm) if launches(node.target)]
-    if not collectives:
+    if not (collectives := [node for node in nodes_within(gm) if launches(node.target)]):
         raise VacuousCheck("the graph has no collective, so no net changes a bit of it: run it by itself")
     mesh = torch.arange(net.size).view(*(world.mesh.values() if isinstance(world, World) else (net.size,)))
     here = dist.is_initialized() and dist.get_world_size() == net.size
@@ -81,13 +73,9 @@ def simulate_graph(
 
 
 def simulate_eager(
-    function: Callable[..., Any],
-    inputs_of_rank: InputsOfRank,
-    world: AnyWorld,
-    *,
-    outputs: Sequence[str] | None = None,
-    timeout: float = LIMIT,
-) -> list[dict[str, Any]]:
+    function: Callable[..., Any], inputs_of_rank: InputsOfRank, world: AnyWorld, *,
+    outputs: Sequence[str] | None = None, timeout: float = LIMIT,
+) -> list[dict[str, Any]]:  # fmt: skip
     """Call ``function(*inputs)`` on all ranks, each a thread with a ``torch.distributed`` of its own.
 
     Arguments (``inputs_of_rank``, ``world``, ``outputs``) and results are those of ``simulate_graph``. Inputs by name

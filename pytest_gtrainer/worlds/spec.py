@@ -3,8 +3,6 @@
 A *spec* is the marker's content, complete and valid: kind, size, mesh, nodes, rank.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
@@ -104,10 +102,8 @@ def _size_and_mesh(size: Any, mesh: Any) -> tuple[int, dict[str, int]]:
     mesh = {"fsdp": size} if mesh is None else dict(mesh)
     if math.prod(mesh.values()) != size:
         product = " x ".join(f"{name}={extent}" for name, extent in mesh.items())
-        raise SpecError(
-            f"gt_world's mesh {product} multiplies to {math.prod(mesh.values())}, but its size is {size}: "
-            "make them equal, or leave one of them out"
-        )
+        wrong = f"gt_world's mesh {product} multiplies to {math.prod(mesh.values())}, but its size is {size}"
+        raise SpecError(f"{wrong}: make them equal, or leave one of them out")
     return size, mesh
 
 

@@ -8,8 +8,6 @@ which collective, ``values`` all else, ``remarks`` how things are called, and ``
 Cost: linear in the number of lines but for sorting; two graphs of 40,000 nodes take under 3 s.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
@@ -46,8 +44,7 @@ def explain(
     return [*words(comparison), *notes, "", *graph_diff(old, new, comparison.renumbered(old, new), limit)]
 
 
-_MOST = 5_000
-"""Of so many differences of one sort the rest is not looked at, so that time stays bounded."""
+_MOST = 5_000  # of so many differences of one sort the rest is not looked at, so that time stays bounded
 
 
 def words(comparison: Comparison) -> list[str]:
@@ -80,10 +77,8 @@ def _remarks(comparison: Comparison) -> Iterator[Remark]:
 
 def verdict(comparison: Comparison) -> Remark:
     """What kind of difference it is. Another dataflow begins at an operator that reads only what is on both sides."""
-    ours, theirs = [
-        list(zip(digests.values, graph.values, strict=True))
-        for digests, graph in ((comparison.ours, comparison.old), (comparison.theirs, comparison.new))
-    ]
+    sides = ((comparison.ours, comparison.old), (comparison.theirs, comparison.new))
+    ours, theirs = [list(zip(digests.values, graph.values, strict=True)) for digests, graph in sides]
     if not comparison.same_dataflow:
         for title, side, other in ((", first at", theirs, ours), (", without", ours, theirs)):
             known = {digest for digest, _ in other}

@@ -4,8 +4,6 @@ An all-gather's *members* are the parameters that go into its payload, in its or
 the outputs that come out of it. Collectives without members are left out; a payload of the view ``layout`` is a bucket.
 """
 
-from __future__ import annotations
-
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set

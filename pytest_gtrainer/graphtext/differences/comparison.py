@@ -12,8 +12,6 @@ From the most exact to the least, each within its module:
 What is left has been lost or gained. Cost: one walk for each of these.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
 

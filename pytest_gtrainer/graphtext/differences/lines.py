@@ -7,8 +7,6 @@ only gaps of a few lines. What none of them resolves is one replacement: right, 
 ``_DEPTH`` levels reads a line a few times; the greedy search at most ``2 * _STEPS`` times.
 """
 
-from __future__ import annotations
-
 import difflib
 import itertools
 import re
@@ -21,11 +19,9 @@ from pytest_gtrainer.graphtext.folding import rising
 from pytest_gtrainer.graphtext.sections import GraphLine
 from pytest_gtrainer.graphtext.syntax import absolute
 
-_SMALL = 2048
-"""``difflib`` compares gaps of at most so many pairs of lines."""
+_SMALL = 2048  # ``difflib`` compares gaps of at most so many pairs of lines
 _DEPTH = 6
-_STEPS = 32
-"""The greedy search ends after so many lines lost or gained."""
+_STEPS = 32  # the greedy search ends after so many lines lost or gained
 CONTEXT = 3
 
 
@@ -103,8 +99,7 @@ def _few(old: Sequence[str], new: Sequence[str]) -> list[Change] | None:
 
 
 LIMIT = 60
-_MOST_LINES = 16
-"""Of more lines lost or gained in one place than this, the first are shown."""
+_MOST_LINES = 16  # of more lines lost or gained in one place than this, the first are shown
 _HEAD = ["--- golden", "+++ obtained"]
 _LEAD = 40
 _NUMBERED = re.compile(r"(?P<container>.+)\[(?P<number>\d+)\]")
@@ -181,10 +176,8 @@ def spell_sections(sections: Sequence[str]) -> str:
         found = _NUMBERED.fullmatch(section)
         numbers = told[found["container"] if found else section]
         numbers += [int(found["number"])] if found else []
-    return ", ".join(
-        (name or "definitions") + (f"[{', '.join(ranges(sorted(numbers)))}]" if numbers else "")
-        for name, numbers in told.items()
-    )
+    spans = {name: f"[{', '.join(ranges(sorted(numbers)))}]" if numbers else "" for name, numbers in told.items()}
+    return ", ".join((name or "definitions") + span for name, span in spans.items())
 
 
 def _hunks(old: Sequence[str], new: Sequence[str], shown: Sequence[str] | None = None) -> Iterator[list[str]]:

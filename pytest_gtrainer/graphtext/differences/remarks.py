@@ -5,8 +5,6 @@ that say the same of their layers become one: ``wait of AG layers[1..31] moved b
 What belongs to the backward ends in ``/bwd``. A collective is called by its kind and its bucket or module.
 """
 
-from __future__ import annotations
-
 import itertools
 import re
 from collections import Counter, defaultdict
@@ -20,9 +18,7 @@ from pytest_gtrainer.graphtext.sections import NEAR, Scope, split_layer
 
 WIDTH = 160
 _MOST_RANGES = 6
-_ALIKE = 3
-"""Of more remarks with one gist than this, the first stands for all."""
-
+_ALIKE = 3  # of more remarks with one gist than this, the first stands for all
 
 Weight = IntEnum(
     "Weight",
@@ -127,8 +123,7 @@ KINDS = {
 }  # fmt: skip
 """The usual abbreviations, by what operators' names begin with."""
 
-_NAMESPACE = "_c10d_functional"
-"""What operators of collectives begin with."""
+_NAMESPACE = "_c10d_functional"  # what operators of collectives begin with
 _INPUTS = {"P": "parameter", "B": "buffer", "I": "input", "A": "argument"}
 
 

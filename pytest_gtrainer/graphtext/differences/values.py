@@ -4,8 +4,6 @@ Compute that keeps its order is the ruler of moves: a launch or a wait has moved
 stands before it. What only serves a collective (casts of parameters, packing) moves with it and is not told.
 """
 
-from __future__ import annotations
-
 import bisect
 import itertools
 import re
@@ -82,12 +80,11 @@ def _shown_arguments(value: Value) -> str:
 
 
 def _operand_remarks(comparison: Comparison, was: Value, now: Value) -> Iterator[Remark]:
-    other = [
-        (number, old, new)
-        for number, (old, new) in enumerate(zip(was.operands, now.operands, strict=True), start=1)
-        if not comparison.same_operand(old, new) and not comparison.is_said(old, new) and not _is_definition(old)
-    ]
-    if not other:
+    def is_told(old: Operand, new: Operand) -> bool:
+        return comparison.same_operand(old, new) or comparison.is_said(old, new) or _is_definition(old)
+
+    pairs = enumerate(zip(was.operands, now.operands, strict=True), start=1)
+    if not (other := [(number, old, new) for number, (old, new) in pairs if not is_told(old, new)]):
         return
     number, old, new = other[0]
     shown, before = _shown(comparison.new, new), _shown(comparison.old, old)
@@ -146,19 +143,15 @@ def operator_remarks(comparison: Comparison) -> Iterator[Remark]:
         if not value.is_input and not is_told:
             by_scope[value.scope][verb][value.operator] += 1
     for scope, changes in by_scope.items():
-        told = {
-            verb: [f"{n} {name}" if n > 1 else name for name, n in names.items()] for verb, names in changes.items()
-        }
-        gist = ", ".join(f"{verb} {remarks.listed(names, 4)}" for verb, names in told.items())
+        told = ((verb, [f"{n} {name}" if n > 1 else name for name, n in of.items()]) for verb, of in changes.items())
+        gist = ", ".join(f"{verb} {remarks.listed(names, 4)}" for verb, names in told)
         yield Remark(Weight.OPERATOR, f"{remarks.where(scope)}: {gist}", scope.owners[0], gist)
 
 
 def collective_remarks(comparison: Comparison) -> Iterator[Remark]:
     """How many of each collective there are, where that has changed."""
-    old, new = (
-        Counter(bare_name(value.operator) for value in graph.values if communicates(value))
-        for graph in (comparison.old, comparison.new)
-    )
+    sides = (comparison.old, comparison.new)
+    old, new = (Counter(bare_name(v.operator) for v in graph.values if communicates(v)) for graph in sides)
     for name in dict.fromkeys([*old, *new]):
         if old[name] != new[name]:
             yield Remark(Weight.COLLECTIVE, f"{name}: {old[name]} became {new[name]}")
@@ -224,8 +217,7 @@ def _shown_result(graph: Dataflow, result: Result) -> str:
 
 
 _Places = Sequence[tuple[int, int]]
-_MOST_OF_LAYER = 2 / 3
-"""The part of a layer's compute that is called most of it."""
+_MOST_OF_LAYER = 2 / 3  # the part of a layer's compute that is called most of it
 
 
 def move_remarks(comparison: Comparison) -> Iterator[Remark]:

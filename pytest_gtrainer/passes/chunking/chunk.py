@@ -1,7 +1,5 @@
 """The pass that chunks regions of a joint graph."""
 
-from __future__ import annotations
-
 import logging
 import math
 import operator
@@ -206,10 +204,8 @@ def chunk_pass(
     """
     twins = (gm, twin) if twin is not None else symbolic_twins(gm, example_inputs, config)
     if twins is None:
-        raise ChunkError(
-            "a graph of static shapes is chunked with its twin, the same step at the extent of one chunk: trace with "
-            "trace_step(..., chunk=config) and give twin=traced.twin"
-        )
+        wrong = "a graph of static shapes is chunked with its twin, the same step at the extent of one chunk"
+        raise ChunkError(f"{wrong}: trace with trace_step(..., chunk=config) and give twin=traced.twin")
     try:
         aligned = Twins(*twins, config.num_chunks)
         check_extents(aligned, config)

@@ -1,7 +1,5 @@
 """What is chunked: which modules, along which dimension, into how many parts."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -87,10 +85,8 @@ class ChunkConfig:
             return BLOCK
         if container and all(container) and last == "moe":
             return MOE
-        raise ChunkError(
-            f"module_fqn={self.module_fqn!r} names neither transformer blocks, as 'layers.*' does, "
-            "nor MoE layers, as 'layers.*.moe' does"
-        )
+        wrong = f"module_fqn={self.module_fqn!r} names neither transformer blocks"
+        raise ChunkError(f"{wrong}, as 'layers.*' does, nor MoE layers, as 'layers.*.moe' does")
 
     @property
     def dim(self) -> int:
@@ -158,7 +154,5 @@ def check_surroundings(config: ChunkConfig, plan: BucketPlan, tensor_parallel_de
         for root in dict.fromkeys(root for fqn in fqns if (root := config.root_of(fqn))):
             layer = root.rpartition(".")[0] if config.kind == MOE else root
             if beyond := [fqn for fqn in fqns if fqn != layer and not fqn.startswith(f"{layer}.")]:
-                raise ChunkError(
-                    f"the bucket [{', '.join(fqns)}] holds a part of the chunked {root} and, beyond {layer}, "
-                    f"{', '.join(beyond)}: put what lies in {layer} into buckets of its own"
-                )
+                wrong = f"the bucket [{', '.join(fqns)}] holds a part of the chunked {root} and, beyond {layer}"
+                raise ChunkError(f"{wrong}, {', '.join(beyond)}: put what lies in {layer} into buckets of its own")

@@ -8,8 +8,6 @@ by their own number, and else not meet them. An operator that no table, tag (poi
 of the same operator judges is refused.
 """
 
-from __future__ import annotations
-
 import math
 import re
 import warnings
@@ -72,13 +70,9 @@ class Call:
     """One call of an operator; ``part``: the arguments at a chunk's extent; ``counts``: a number depends on rows."""
 
     def __init__(
-        self,
-        target: Any,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        results: Sequence[tuple[Any, Sequence[int]]],
-        part: tuple[Sequence[Any], Mapping[str, Any]] | None = None,
-    ) -> None:
+        self, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any],
+        results: Sequence[tuple[Any, Sequence[int]]], part: tuple[Sequence[Any], Mapping[str, Any]] | None = None,
+    ) -> None:  # fmt: skip
         self.target, self.results, self.counts = target, results, False
         self.given: dict[str, Any] = {str(place): value for place, value in enumerate(args)} | dict(kwargs)
         self.name, self.full_name = str(getattr(target, "__name__", target)), str(target)
@@ -238,8 +232,7 @@ _BY_DIMENSIONS = _names(
     "_assert_scalar _assert_async _assert_tensor_metadata embedding_dense_backward equal item squeeze"
 )
 _LIKE = re.compile(r"[^:]+_like$|^new_.+")
-_OURS = ("aten", "prims", "_c10d_functional", "_c10d_functional_autograd")
-"""The namespaces whose names the tables mean."""
+_OURS = ("aten", "prims", "_c10d_functional", "_c10d_functional_autograd")  # the namespaces whose names the tables mean
 
 
 def refuse_mixing(what: str, wrong: str, where: str, config: ChunkConfig, told: set[str]) -> None:

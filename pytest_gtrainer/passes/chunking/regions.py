@@ -6,8 +6,6 @@ or meets memory that a body writes to. All else is shared: parameters, their all
 module follow those around them.
 """
 
-from __future__ import annotations
-
 import operator
 from dataclasses import dataclass, field
 
@@ -114,15 +112,11 @@ def find_regions(twins: Twins, config: ChunkConfig, storages: Storages) -> list[
     names = set(search.roots.values())
     if not names:
         outermost = sorted({node_fqn(node).partition(".")[0] for node in twins.full.graph.nodes} - {""})
-        raise ChunkError(
-            f"module_fqn={config.module_fqn!r} matches no module of the graph; its outermost modules are "
-            f"{', '.join(outermost) or 'not annotated'}"
-        )
+        wrong = f"module_fqn={config.module_fqn!r} matches no module of the graph"
+        raise ChunkError(f"{wrong}; its outermost modules are {', '.join(outermost) or 'not annotated'}")
     if untouched := sorted(names - {key.root for key in regions}):
-        raise ChunkError(
-            f"nothing in {', '.join(untouched)} depends on the {config.chunk_dim} dimension: "
-            "is the twin traced at another extent of it?"
-        )
+        wrong = f"nothing in {', '.join(untouched)} depends on the {config.chunk_dim} dimension"
+        raise ChunkError(f"{wrong}: is the twin traced at another extent of it?")
     return list(regions.values())
 
 

@@ -5,8 +5,6 @@ the boundary; what leaves is joined, or added where it is a part of a gradient, 
 *Invariant.* The given graphs are only read. *Cost.* Linear in the nodes of the new graph.
 """
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -97,8 +95,7 @@ def _with_passed_on(
 
 
 aten = torch.ops.aten
-CHUNKING = "gt_chunking"
-"""In the ``meta`` of a chunked GraphModule: its ``ChunkCounts``."""
+CHUNKING = "gt_chunking"  # in the ``meta`` of a chunked GraphModule: its ``ChunkCounts``
 
 
 @dataclass(slots=True)

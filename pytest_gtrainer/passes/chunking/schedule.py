@@ -6,8 +6,6 @@ keeps its order, so no bit changes. *Source.* The dispatch and combine overlap o
 technical report, 3.2). *Cost.* Linear in nodes and edges, and a heap.
 """
 
-from __future__ import annotations
-
 import graphlib
 import heapq
 from collections.abc import Collection, Iterator, Mapping, Sequence

@@ -6,8 +6,6 @@ step is refused (G18). *Cost.* Linear. Two traces give twins, or one symbolic tr
 of them is left anywhere (H1), and what the trace relied on is checked (H2). Symbols of data stay.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from operator import attrgetter
@@ -177,19 +175,15 @@ def at_extents(gm: fx.GraphModule, extents: Extents) -> fx.GraphModule:
     """A new graph with numbers for symbols; refuses numbers that make a guard false (H2)."""
     numbers = ", ".join(f"{symbol} = {number}" for symbol, number in extents.items())
     for message in failed_guards(gm, extents):
-        raise ChunkError(
-            f"with {numbers} the graph's guard is false: {message}; choose extents and num_chunks for which it holds, "
-            "or trace a static twin instead"
-        )
+        wrong = f"with {numbers} the graph's guard is false: {message}"
+        raise ChunkError(f"{wrong}; choose extents and num_chunks for which it holds, or trace a static twin instead")
     made = _Substitution(gm, extents, numbers).run()
     made.graph.output_node().meta.pop(DYNAMIC_DIMS, None)
     for node in (n for module in made.modules() if isinstance(module, fx.GraphModule) for n in module.graph.nodes):
         seen: list[Expression] = [*symbols_of(node.meta.get("val")), *symbols_of([node.args, node.kwargs])]
         if left := [symbol for symbol in seen if symbol in extents]:  # H1
-            raise ChunkError(
-                f"{described(node)} still refers to {left[0]} after its extent was put in: values may hold symbols "
-                "in tensors, numbers, and lists or tuples of them"
-            )
+            wrong = f"{described(node)} still refers to {left[0]} after its extent was put in"
+            raise ChunkError(f"{wrong}: values may hold symbols in tensors, numbers, and lists or tuples of them")
     return made
 
 
@@ -246,10 +240,8 @@ class _Substitution:
         if isinstance(fact, fx.Node | torch.SymBool):
             return False
         if not fact:
-            raise ChunkError(
-                f"with {self.numbers} the assertion {described(node)} is false: {message}; choose extents and "
-                "num_chunks for which it holds"
-            )
+            wrong = f"with {self.numbers} the assertion {described(node)} is false"
+            raise ChunkError(f"{wrong}: {message}; choose extents and num_chunks for which it holds")
         return True
 
     def value(self, value: Any) -> Any:

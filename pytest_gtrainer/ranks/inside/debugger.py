@@ -1,7 +1,5 @@
 """pdb in a rank: at the terminal of the run, which ranks have in turns, while the others and the clock are held."""
 
-from __future__ import annotations
-
 import pdb
 import sys
 import traceback

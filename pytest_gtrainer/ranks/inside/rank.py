@@ -35,8 +35,7 @@ from pytest_gtrainer.ranks.inside import debugger, session
 from pytest_gtrainer.ranks.inside.session import CollectedTests, CollectionDiffers, Recorder
 from pytest_gtrainer.worlds import hygiene
 
-# The parent's limit for a test ends a blocked collective long before this does.
-COLLECTIVE_LIMIT = timedelta(hours=24)
+COLLECTIVE_LIMIT = timedelta(hours=24)  # the parent's limit for a test ends a blocked collective long before this does
 
 MEMORY_TOLERANCE = 2**20
 _MESH_GROUPS = "mesh_"
@@ -176,10 +175,8 @@ def _pickled(result: Any) -> bytes:
     try:
         return pickle.dumps(result)
     except Exception as error:
-        raise TypeError(
-            f"the result, of type {type(result).__name__}, cannot be pickled ({error}): "
-            "return tensors, numbers, strings, and containers of them"
-        ) from None
+        wrong = f"the result, of type {type(result).__name__}, cannot be pickled ({error})"
+        raise TypeError(f"{wrong}: return tensors, numbers, strings, and containers of them") from None
 
 
 class RankGroup:

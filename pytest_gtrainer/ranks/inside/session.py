@@ -1,7 +1,5 @@
 """The pytest session of a rank: the parent's options and plugins without those that report; its tests and reports."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import sys
@@ -108,10 +106,8 @@ class CollectedTests:
         """The session's own item for one of the parent's; CollectionDiffers if there is none."""
         self.load(ref.chain)
         if ref.nodeid not in self._items:
-            raise CollectionDiffers(
-                f"{ref.nodeid} was collected in the parent but not in this rank: "
-                "names and parameters of tests must be the same in every process"
-            )
+            wrong = f"{ref.nodeid} was collected in the parent but not in this rank"
+            raise CollectionDiffers(f"{wrong}: names and parameters of tests must be the same in every process")
         return self._items[ref.nodeid]
 
     def load(self, chain: tuple[str, ...]) -> None:
@@ -121,8 +117,7 @@ class CollectedTests:
         session, root, file = self._session, Path(chain[0]), Path(chain[-1])
         private.add_initial_path(session, file)
         if root not in self._nodes:
-            found = private.collectors_of(session, root)
-            if not found:
+            if not (found := private.collectors_of(session, root)):
                 raise CollectionDiffers(f"{root} cannot be collected in this rank")
             self._nodes[root] = found[0]
         node = self._nodes[root]

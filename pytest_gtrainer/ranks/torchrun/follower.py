@@ -1,7 +1,5 @@
 """Every other process that torchrun has started: the first of a node forks its ranks, the others wait for the end."""
 
-from __future__ import annotations
-
 import os
 import signal
 import socket

@@ -6,8 +6,6 @@ A message is JSON, in which tuples, bytes and the classes of ``wire`` have names
 what both ends drew at random for this connection, so that one of another connection, or said again, does not fit.
 """
 
-from __future__ import annotations
-
 import base64
 import contextlib
 import hmac

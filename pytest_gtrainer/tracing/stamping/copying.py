@@ -182,14 +182,10 @@ class _Counted:
     @classmethod
     def of(cls, visit: Pass, last_forward: int) -> _Counted:
         is_backward = visit.kind == "backward"
-        numbers = {
-            unit: [
-                n.meta["seq_nr"]
-                for n in nodes
-                if "seq_nr" in n.meta and (n.meta["seq_nr"] > last_forward) == is_backward
-            ]
-            for unit, nodes in visit.units.items()
-        }
+        numbers: dict[int, list[int]] = {}
+        for unit, nodes in visit.units.items():
+            told = [node.meta["seq_nr"] for node in nodes if "seq_nr" in node.meta]
+            numbers[unit] = [number for number in told if (number > last_forward) == is_backward]
         every = [number for found in numbers.values() for number in found] or [0]
         one, other = (min(numbers[unit], default=0) for unit in (TEMPLATE, INNER))
         steps = zip(visit.units[TEMPLATE], visit.number_steps, strict=True)

@@ -6,8 +6,6 @@ over, globals that they name. All of it is put back. What cannot be seen: state 
 extensions in C, and files.
 """
 
-from __future__ import annotations
-
 import random
 import types
 from collections import deque
@@ -39,8 +37,7 @@ class TracedModel:
     gradient_placements: tuple[Any, ...]
 
 
-Trace = Callable[[], TracedModel]
-"""Traces the step of the model as it stands."""
+Trace = Callable[[], TracedModel]  # traces the step of the model as it stands
 
 
 def stamped_graph(
@@ -97,7 +94,6 @@ class _Ignored:
 
     @contextmanager
     def showing(self, values: Sequence[Any]) -> Iterator[None]:
-        """The attributes have these values inside."""
         before = [table[name] for table, name in self.places]
         for (table, name), value in zip(self.places, values, strict=True):
             table[name] = value
@@ -236,10 +232,8 @@ def _looked_into(where: str, value: Any) -> Iterator[tuple[_Held | None, list[tu
     elif isinstance(value, type):
         if not _is_foreign(value.__module__):
             named = {name: held for name, held in vars(value).items() if not name.startswith("__")}
-            yield (
-                _Held(f"the attribute of the class {value.__qualname__}.", value, named, setattr),
-                [(where, held) for held in named.values()],
-            )
+            inner = [(where, held) for held in named.values()]
+            yield _Held(f"the attribute of the class {value.__qualname__}.", value, named, setattr), inner
     elif hasattr(value, "__dict__") and (isinstance(value, nn.Module) or not _is_foreign(type(value).__module__)):
         own, cls = vars(value), type(value)
         of_values = [(where + name, held) for name, held in own.items() if name not in TABLES]

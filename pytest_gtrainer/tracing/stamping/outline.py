@@ -132,8 +132,7 @@ def _check_leaf(container: str, leaf: Any, does: str) -> None:
 
 def in_force() -> Any:
     """What changes how operators behave, beside their arguments."""
-    hooks = saved_tensor_hooks()
-    if hooks is not None:  # of a checkpoint made anew for every call
+    if (hooks := saved_tensor_hooks()) is not None:  # of a checkpoint made anew for every call
         names = [getattr(hook, "__qualname__", "") for hook in hooks]
         known = all(name.startswith("_checkpoint_hook.") for name in names)
         hooks = names if known else signature_of(hooks)
@@ -151,8 +150,8 @@ def check_outline(names: Names, calls: Calls, trace: Callable[[], fx.GraphModule
         whole = trace()
     trainable = whole.graph.output_node().meta["gt_outputs"][1:]
     of_the_model = ("gt_outputs", "gt_managed_order", "gt_tied")  # on the output: names, written when all is made
-    found = first_difference(whole.graph, stamp(Units(small.graph, names), trainable), of_the_model)
-    if found is not None:
+    stamped = stamp(Units(small.graph, names), trainable)
+    if (found := first_difference(whole.graph, stamped, of_the_model)) is not None:
         raise Refused("", f"the model's own code is not alike for all layers: {found}")
 
 
@@ -180,12 +179,10 @@ def _placeholder(container: str, calls: dict[Any, Returned], own: dict[str, Any]
         leaves, key = _called_with(container, args, kwargs)
         if key not in calls:
             raise Refused(container, f"the layers are not all called alike: one with {key[1]}")
-        foreign = foreign_modes()
-        if foreign:
+        if foreign := foreign_modes():
             raise Refused(container, f"the layers are called under {foreign[0]}")
         returned, spec = calls[key]
-        given = list(filter(_is_tensor, leaves))
-        if not given:
+        if not (given := list(filter(_is_tensor, leaves))):
             raise Refused(container, "a layer is called without a tensor")
         made = [leaf for leaf in returned if isinstance(leaf, _Like)]
         needs = any(like.wants_gradient for like in made) and not any(tensor.requires_grad for tensor in given)
@@ -215,8 +212,7 @@ class _Placeholder(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         wanted = ctx.needs_input_grad[2:]
-        arrived = [gradient for gradient in gradients if gradient is not None]
-        if not arrived:
+        if not (arrived := [gradient for gradient in gradients if gradient is not None]):
             return None, None, *(None for _ in wanted)
         token = torch.stack([gradient.new_empty((), dtype=torch.float32) for gradient in arrived])
         made = [like.empty(token) if want else None for like, want in zip(ctx.given, wanted, strict=False)]

@@ -96,8 +96,7 @@ def find_runs(model: nn.Module) -> tuple[list[StampedLayers], list[FullLayers]]:
         signatures = [signature(layer) if layer is not None else None for layer in layers]
         numbers: dict[Any, int] = {}
         kinds = [numbers.setdefault(each, len(numbers)) for each in signatures]
-        found = list(_stretches(kinds))
-        if not found:
+        if not (found := list(_stretches(kinds))):
             pairs = [i for i in range(1, len(kinds)) if kinds[i] != kinds[i - 1]]
             told = Counter(difference(signatures[i - 1], signatures[i]) for i in pairs).most_common(1)
             reason = f"no more than {KEPT} units are alike: layers differ in {told[0][0]}" if told else "too few units"

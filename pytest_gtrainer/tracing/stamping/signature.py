@@ -5,8 +5,6 @@ below. A class that is made for one module (``data_parallel``, parametrizations)
 that cannot be looked into is equal to itself alone: two layers that each have one differ.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import itertools
@@ -28,15 +26,12 @@ PLAIN = (int, float, complex, str, bytes, bool, type(None), type(...), torch.dty
 TABLES = ("_parameters", "_buffers", "_modules")
 INSIDE: dict[type, tuple[str, ...]] = {
     types.MethodType: ("__func__", "__self__"),
-    functools.partial: ("func", "args", "keywords"),
-    functools.partialmethod: ("func", "args", "keywords"),
+    **dict.fromkeys((functools.partial, functools.partialmethod), ("func", "args", "keywords")),
     property: ("fget", "fset", "fdel"),
-    staticmethod: ("__func__",),
-    classmethod: ("__func__",),
+    **dict.fromkeys((staticmethod, classmethod), ("__func__",)),
 }
 """What makes these objects do what they do."""
-DEPTH = 12
-"""How deep containers and closures are looked into; what lies deeper is equal to itself alone."""
+DEPTH = 12  # how deep containers and closures are looked into; what lies deeper is equal to itself alone
 
 
 def signature(layer: nn.Module) -> Any:

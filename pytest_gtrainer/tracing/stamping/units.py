@@ -5,8 +5,6 @@ forward, backward. A node belongs to the unit whose module it names, or whose st
 layer, between two units of a pass, to the one before it. The rest is *outside*.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -56,11 +54,9 @@ class Units:
         self.graph, self.names = graph, names
         self.stretches = list(self._passes())
         self.passes = [stretch for stretch in self.stretches if isinstance(stretch, Pass)]
+        units = [(visit, unit, nodes) for visit in self.passes for unit, nodes in visit.units.items()]
         self.at: dict[fx.Node, tuple[Pass, int, int]] = {
-            node: (visit, unit, index)
-            for visit in self.passes
-            for unit, nodes in visit.units.items()
-            for index, node in enumerate(nodes)
+            node: (visit, unit, index) for visit, unit, nodes in units for index, node in enumerate(nodes)
         }
         self.makers: dict[int, tuple[fx.Node, int]] = {}
         for node in graph.nodes:
@@ -136,8 +132,7 @@ class Units:
             raise Refused(container, f"units {TEMPLATE} and {INNER} have {len(nodes)} and {len(others)} nodes")
         for node, other in zip(nodes, others, strict=True):
             symbols.update(symbol_pairs(node, other))
-            why = inner_difference(self, visit.run, node, other, symbols)
-            if why is not None:
+            if (why := inner_difference(self, visit.run, node, other, symbols)) is not None:
                 where = f"%{node.name} and %{other.name} of two inner units ({fqn_of(node)})"
                 raise Refused(container, f"{where} differ: {why}")
             visit.number_steps.append(other.meta.get("seq_nr", 0) - node.meta.get("seq_nr", 0))
@@ -157,15 +152,12 @@ def inner_difference(
         return f"{node.target} and {other.target}"
     if split_name(node)[0] != split_name(other)[0]:
         return "their names"
-    sides = [
-        (node, partial(units.relative, run=run, unit=TEMPLATE)),
-        (other, partial(units.relative, run=run, unit=INNER)),
-    ]
+    pairs = ((node, TEMPLATE), (other, INNER))
+    sides = [(each, partial(units.relative, run=run, unit=unit)) for each, unit in pairs]
     operands, theirs = (fx.map_arg((each.args, each.kwargs), seen) for each, seen in sides)
     if described(operands, symbols) != described(theirs, {}):
         return f"operands {shown(node.args)} and {shown(other.args)}"
-    key = differing_key(node, other, symbols, but=("seq_nr", "custom", "gt_input"))
-    if key is not None:
+    if (key := differing_key(node, other, symbols, but=("seq_nr", "custom", "gt_input"))) is not None:
         return f"meta {key!r}, {shown(node.meta.get(key))} and {shown(other.meta.get(key))}"
     custom = [named_as(units.names, each.meta.get("custom"), INNER) for each in (node, other)]
     if custom[0] != custom[1]:

@@ -1,7 +1,5 @@
 """What a proof says: where layers are refused and why, and whether two graphs are equal."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator
 from typing import Any
@@ -71,8 +69,7 @@ def differing_key(one: fx.Node, other: fx.Node, symbols: dict[Symbol, Expression
 
 def assert_stamped_equal(full: fx.Graph, stamped: fx.Graph) -> None:
     """Raise a StampedGraphError that names the first node in which the stamped graph is not the full one."""
-    found = first_difference(full, stamped)
-    if found is not None:
+    if (found := first_difference(full, stamped)) is not None:
         raise StampedGraphError(
             f"the stamped graph is not that of a full trace: {found}. Something made these layers differ that their "
             'attributes do not show, global state for example: trace with repeat_layers="off"'
@@ -97,8 +94,7 @@ def first_difference(full: fx.Graph, stamped: fx.Graph, but: tuple[str, ...] = (
         if wanted != described((copy.args, copy.kwargs), {}):
             ours, its = shown((*node.args, node.kwargs)), shown((*copy.args, copy.kwargs))
             return f"{where}: operands {ours} in full, {its} stamped"
-        key = differing_key(node, copy, symbols, but=("seq_nr", *but))
-        if key is not None:
+        if (key := differing_key(node, copy, symbols, but=("seq_nr", *but))) is not None:
             return f"{where}: meta {key!r} is {shown(node.meta.get(key))} in full, {shown(copy.meta.get(key))} stamped"
         number = copy.meta.get("seq_nr")
         if number is not None and numbers.setdefault(node.meta["seq_nr"], number) != number:

@@ -10,8 +10,6 @@ Out: what every rank would hold, bit for bit. Read ``net`` first, then the files
 What a simulated world refuses is an error of this module; each message is one sentence for the author of the test.
 """
 
-from __future__ import annotations
-
 
 class NoModel(NotImplementedError):
     """A collective, a reduction or another operator that a simulated world does not model (S5)."""

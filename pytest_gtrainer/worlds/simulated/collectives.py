@@ -4,8 +4,6 @@ From the *contributions* of all members, by rank in the group, to a list of tens
 one tensor serves all. Sums are the net's. Callers have checked that the members agree.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -17,8 +15,7 @@ from torch import Tensor
 from pytest_gtrainer.worlds.simulated import CollectiveMismatch
 from pytest_gtrainer.worlds.simulated.net import Net
 
-PART_BYTES = 1 << 26
-"""Of all members' inputs that are copied at a time to be reduced."""
+PART_BYTES = 1 << 26  # of all members' inputs that are copied at a time to be reduced
 
 
 @dataclass(slots=True, kw_only=True)
@@ -153,16 +150,13 @@ def _check_sizes(given: Contributions, unit: str) -> None:
     for place, source in enumerate(given):
         for target, size in zip(given, source.sends, strict=True):
             if target.receives[place] != size:
-                raise CollectiveMismatch(
-                    f"rank {source.rank} sends {size} {unit}{'s' * (size != 1)} to rank {target.rank}, "
-                    f"which expects {target.receives[place]} from it"
-                )
+                wrong = f"rank {source.rank} sends {size} {unit}{'s' * (size != 1)} to rank {target.rank}"
+                raise CollectiveMismatch(f"{wrong}, which expects {target.receives[place]} from it")
 
 
 def stacked(inputs: list[Tensor]) -> Tensor:
     """``[members, elements]``; empties ``inputs`` on the way, or there would be two copies of everything."""
-    rows = _uncopied(inputs)
-    if rows is None:
+    if (rows := _uncopied(inputs)) is None:
         rows = inputs[0].new_empty(len(inputs), inputs[0].numel())
         inputs.reverse()
         for row in rows:

@@ -11,8 +11,6 @@ that every rank writes: ``Ring 00 : 3 -> 0 -> 1`` if ``NCCL_DEBUG_SUBSYS`` has G
 via P2P/CUMEM``, which tells of connections.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 
@@ -32,8 +30,7 @@ _TREE = re.compile(r"\[(\d+)\] ([-\d]+)/([-\d]+)/([-\d]+)->(\d+)->[-\d]+")
 
 def rings_from_log(text: str) -> Rings:
     """The rings of the largest communicator in a log of ``NCCL_DEBUG=INFO``; a ValueError says what is missing."""
-    found = list(_communicators(text))
-    if not found:
+    if not (found := list(_communicators(text))):
         raise ValueError(
             "no line like 'Channel 00/08 : 0 7 6 5': log with NCCL_DEBUG=INFO, and keep the lines of rank 0 whole"
         )
@@ -83,11 +80,9 @@ def _continued(start: Ring, channel: int, text: str) -> Ring:
     else:
         why = f"no other line tells where rank {ring[-1]} sends"
     begun = " ".join(map(str, start[:4]))
-    raise ValueError(
-        f"NCCL cut the ring of channel {channel} at 127 characters, as 2.23.4 and later do: 'Channel ... : {begun} "
-        f"...'; {why}: log every rank with NCCL_DEBUG_SUBSYS=INIT,GRAPH, which adds lines like "
-        '"Ring 00 : 3 -> 0 -> 1"'
-    )
+    wrong = f"NCCL cut the ring of channel {channel} at 127 characters, as 2.23.4 and later do"
+    advice = 'log every rank with NCCL_DEBUG_SUBSYS=INIT,GRAPH, which adds lines like "Ring 00 : 3 -> 0 -> 1"'
+    raise ValueError(f"{wrong}: 'Channel ... : {begun} ...'; {why}: {advice}")
 
 
 def _followers(text: str, channel: int, pattern: re.Pattern[str]) -> dict[int, set[int]]:

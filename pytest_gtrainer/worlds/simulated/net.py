@@ -26,48 +26,17 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor
 
+from pytest_gtrainer.worlds.simulated import rings as by_ring
+from pytest_gtrainer.worlds.simulated import trees as by_tree
 from pytest_gtrainer.worlds.simulated.logs import rings_from_log, trees_from_log
-from pytest_gtrainer.worlds.simulated.rings import (
-    PARTITIONS,
-    Rings,
-    Stretch,
-    check_reduction,
-    check_rings,
-    chunks,
-    dealt,
-    in_cells,
-    looped,
-    orders,
-    parts_of,
-    rail_rings,
-    restrict,
-    ring_sum,
-    whole_words,
-)
-from pytest_gtrainer.worlds.simulated.trees import (
-    Order,
-    Tree,
-    chains_of,
-    check_trees,
-    mapped,
-    pat_delta,
-    pat_order,
-    told,
-    tree_from,
-    tree_over,
-    tree_sum,
-)
 
 PROTOCOLS = {"Simple": 2 << 20, "LL128": 576_000, "LL": 32 << 10}
 """The bytes of a chunk of a ring all-reduce, with NCCL's default buffers (init.cc:809-813, enqueue.cc:2222-2227)."""
 CHANNELS = 4
 _CHOICES = {
-    "partition": PARTITIONS,
-    "accumulate": ("wire", "fp32"),
-    "average": ("premultiply", "divide"),
-    "algorithm": ("ring", "tree", "pat"),
-    "protocol": tuple(PROTOCOLS),
-}
+    "partition": by_ring.PARTITIONS, "accumulate": ("wire", "fp32"), "average": ("premultiply", "divide"),
+    "algorithm": ("ring", "tree", "pat"), "protocol": tuple(PROTOCOLS),
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,19 +48,19 @@ class Path:
     """
 
     channel: int
-    ranks: Order
+    ranks: by_tree.Order
     algorithm: str = "ring"
 
     @classmethod
-    def of(cls, channel: int, order: Order, members: Sequence[int] | None, algorithm: str = "ring") -> Path:
+    def of(cls, channel: int, order: by_tree.Order, members: Sequence[int] | None, algorithm: str = "ring") -> Path:
         """From an order of ranks of the group that ``members`` are, if not of the world."""
-        return cls(channel, order if members is None else mapped(order, members), algorithm)
+        return cls(channel, order if members is None else by_tree.mapped(order, members), algorithm)
 
     def __str__(self) -> str:
         by = "" if self.algorithm == "ring" else f" {self.algorithm},"
         forks = any(isinstance(term, tuple) for term in self.ranks)
         legend = ", where what stands in brackets arrives as one sum" if forks else ""
-        return f"channel {self.channel},{by} summed in the order of ranks {told(self.ranks)}{legend}"
+        return f"channel {self.channel},{by} summed in the order of ranks {by_tree.told(self.ranks)}{legend}"
 
 
 class Net(ABC):
@@ -213,13 +182,13 @@ class NetModel(Net):
     channels: int | None = None
     partition: str = "contiguous"
     accumulate: str = "wire"
-    rings: Rings | None = None
+    rings: by_ring.Rings | None = None
     average: str = "premultiply"
     chunk_bytes: int | None = None
     members: tuple[int, ...] | None = None
     algorithm: str = "ring"
     protocol: str = "Simple"
-    trees: tuple[Tree, ...] | None = None
+    trees: tuple[by_tree.Tree, ...] | None = None
 
     def __post_init__(self) -> None:
         for name in ("nodes", "ranks_per_node", "channels", "chunk_bytes"):
@@ -228,21 +197,19 @@ class NetModel(Net):
         for name, choices in _CHOICES.items():
             check_choice(name, getattr(self, name), choices)
         if self.accumulate == "fp32" and self.algorithm != "ring":
-            raise ValueError(
-                f'accumulate="fp32" adds all ranks in one order, and algorithm={self.algorithm!r} does not: '
-                'take accumulate="wire", or leave the algorithm out'
-            )
+            wrong = f'accumulate="fp32" adds all ranks in one order, and algorithm={self.algorithm!r} does not'
+            raise ValueError(f'{wrong}: take accumulate="wire", or leave the algorithm out')
         if self.rings is not None:
             object.__setattr__(self, "rings", tuple(map(tuple, self.rings)))
             if not self.rings:
                 raise ValueError("rings is empty: give one ring for each channel, or None for rail rings")
-            check_rings(self.rings, self.world_size)
+            by_ring.check_rings(self.rings, self.world_size)
             if self.channels not in (None, len(self.rings)):
                 told = f"channels={self.channels}, but there are {len(self.rings)} rings"
                 raise ValueError(f"{told}: leave channels out, or give as many rings")
         if self.trees is not None:
             object.__setattr__(self, "trees", tuple(tuple(map(tuple, tree)) for tree in self.trees))
-            check_trees(self.trees, self.world_size, self.channels or len(self.rings or ()) or CHANNELS)
+            by_tree.check_trees(self.trees, self.world_size, self.channels or len(self.rings or ()) or CHANNELS)
         self._check_members()
 
     @classmethod
@@ -289,12 +256,12 @@ class NetModel(Net):
         columns, targets = torch.arange(len(wanted)), torch.tensor(wanted)
         for part in self._parts("reduce_scatter", count, inputs.itemsize):
             own = rows.narrow(2, part.start, part.length)
-            order = pat_order(self.size, pat_delta(part.length * inputs.itemsize, self.size))
+            order = by_tree.pat_order(self.size, by_tree.pat_delta(part.length * inputs.itemsize, self.size))
 
             def behind(distance: int, own: Tensor = own) -> Tensor:
                 return own[(targets - distance) % self.size, columns]
 
-            sums = tree_sum(order, behind, op, self.average, self.size)
+            sums = by_tree.tree_sum(order, behind, op, self.average, self.size)
             out.narrow(1, part.start, part.length).copy_(sums)
         return out
 
@@ -305,7 +272,7 @@ class NetModel(Net):
         out = inputs.new_empty(count)
         for part in self._parts("all_reduce", count, inputs.itemsize):
             own = inputs.narrow(1, part.start, part.length)
-            sums = tree_sum(_tree_orders(self)[part.channel], own.__getitem__, op, self.average, self.size)
+            sums = by_tree.tree_sum(_tree_orders(self)[part.channel], own.__getitem__, op, self.average, self.size)
             out.narrow(0, part.start, part.length).copy_(sums)
         return out
 
@@ -320,12 +287,13 @@ class NetModel(Net):
         part = next(part for part in cut(collective, count, dtype.itemsize) if offset in part)
         if algorithm == "ring":
             place = part.place if collective == "all_reduce" else destination
-            order: Order = tuple(_orders(self, collective)[part.channel][:, place].tolist())
+            order: by_tree.Order = tuple(_orders(self, collective)[part.channel][:, place].tolist())
         elif algorithm == "tree":
             order = _tree_orders(self)[part.channel]
         else:
             behind = [(destination - distance) % self.size for distance in range(self.size)]
-            order = mapped(pat_order(self.size, pat_delta(part.length * dtype.itemsize, self.size)), behind)
+            delta = by_tree.pat_delta(part.length * dtype.itemsize, self.size)
+            order = by_tree.mapped(by_tree.pat_order(self.size, delta), behind)
         return Path.of(part.channel, order, self.members, algorithm)
 
     def _algorithm(self, collective: str, op: str) -> str:
@@ -338,7 +306,7 @@ class NetModel(Net):
 
     def _payload(self, collective: str, inputs: Tensor, payloads: int, op: str) -> int:
         """Elements of a payload, of which ``inputs`` has several."""
-        check_reduction(collective, op, inputs.dtype)
+        by_ring.check_reduction(collective, op, inputs.dtype)
         if inputs.dim() != 2 or inputs.shape[0] != self.size:
             shape = tuple(inputs.shape)
             raise ValueError(f"{collective} takes one row for each of {self.size} ranks; not shape {shape}")
@@ -349,39 +317,34 @@ class NetModel(Net):
     def _ring_sum(self, collective: str, inputs: Tensor, orders: Tensor, op: str, payloads: int = 1) -> Tensor:
         dtype = inputs.dtype
         wide = self.accumulate == "fp32" and dtype.is_floating_point
-        return ring_sum(
-            inputs,
-            self._stretches(collective, inputs.shape[1] // payloads, dtype.itemsize),
-            orders,
-            op,
-            accumulator=torch.promote_types(dtype, torch.float32) if wide else dtype,
-            average=self.average,
-            payloads=payloads,
-        )
+        accumulator = torch.promote_types(dtype, torch.float32) if wide else dtype
+        stretches = self._stretches(collective, inputs.shape[1] // payloads, dtype.itemsize)
+        how = {"accumulator": accumulator, "average": self.average, "payloads": payloads}
+        return by_ring.ring_sum(inputs, stretches, orders, op, **how)
 
-    def _parts(self, collective: str, count: int, itemsize: int) -> list[Stretch]:
+    def _parts(self, collective: str, count: int, itemsize: int) -> list[by_ring.Stretch]:
         """Which element of a payload goes through which channel."""
         if not count:
             return []
         channels = len(_rings(self))
         if self.partition == "round-robin":
             around = self.size if collective == "all_reduce" and self.algorithm != "tree" else 1
-            return dealt(count, channels, around * self._chunk(itemsize))
+            return by_ring.dealt(count, channels, around * self._chunk(itemsize))
         if self.partition == "contiguous":
-            return parts_of(count, channels, whole_words(-(-count // channels), itemsize))
+            return by_ring.parts_of(count, channels, by_ring.whole_words(-(-count // channels), itemsize))
         traffic = (2 if collective == "all_reduce" else self.size) * (4 if self.protocol == "LL" else 1)
-        return parts_of(count, channels, in_cells(count, itemsize, channels, traffic))
+        return by_ring.parts_of(count, channels, by_ring.in_cells(count, itemsize, channels, traffic))
 
-    def _stretches(self, collective: str, count: int, itemsize: int) -> list[Stretch]:
+    def _stretches(self, collective: str, count: int, itemsize: int) -> list[by_ring.Stretch]:
         """Which element of a payload goes around which ring, and where it starts there."""
         if self.accumulate == "fp32":
-            return [Stretch(0, 0, count)] if count else []
+            return [by_ring.Stretch(0, 0, count)] if count else []
         parts, chunk = self._parts(collective, count, itemsize), self._chunk(itemsize)
         if collective == "reduce_scatter":
             return parts
         if self.partition == "round-robin":
-            return [each for part in parts for each in chunks(part, chunk)]
-        return [each for part in parts for each in looped(part, self.size, chunk, itemsize)]
+            return [each for part in parts for each in by_ring.chunks(part, chunk)]
+        return [each for part in parts for each in by_ring.looped(part, self.size, chunk, itemsize)]
 
     def _chunk(self, itemsize: int) -> int:
         """Elements."""
@@ -390,17 +353,17 @@ class NetModel(Net):
 
 
 @lru_cache(maxsize=256)
-def _rings(net: NetModel) -> Rings:
+def _rings(net: NetModel) -> by_ring.Rings:
     """The ring of every channel, restricted to the members."""
-    rings = net.rings or rail_rings(net.nodes, net.ranks_per_node, net.channels or CHANNELS)
-    return tuple(restrict(ring, net.members or range(net.world_size)) for ring in rings)
+    rings = net.rings or by_ring.rail_rings(net.nodes, net.ranks_per_node, net.channels or CHANNELS)
+    return tuple(by_ring.restrict(ring, net.members or range(net.world_size)) for ring in rings)
 
 
 @lru_cache(maxsize=256)
 def _orders(net: NetModel, collective: str) -> Tensor:
     """``[channel, hop, place]``: who adds when; the places of a reduce-scatter are the ranks."""
     behind = "rank" if collective == "reduce_scatter" else "place"
-    return orders(_rings(net), "first" if net.accumulate == "fp32" else behind)
+    return by_ring.orders(_rings(net), "first" if net.accumulate == "fp32" else behind)
 
 
 @lru_cache(maxsize=256)
@@ -409,14 +372,14 @@ def _node_of(net: NetModel) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=256)
-def _tree_orders(net: NetModel) -> tuple[Order, ...]:
+def _tree_orders(net: NetModel) -> tuple[by_tree.Order, ...]:
     """Who adds when, by channel: NCCL doubles its channels, each half with a tree of its own (connect.cc:445-460)."""
     if net.trees is not None and net.members is None:
-        return tuple(tree_from(tree) for tree in net.trees)
+        return tuple(by_tree.tree_from(tree) for tree in net.trees)
     rings = _rings(net)
     half = -(-len(rings) // 2)
-    chains = [chains_of(rings[channel % half], _node_of(net)) for channel in range(len(rings))]
-    return tuple(tree_over(each, second=channel >= half) for channel, each in enumerate(chains))
+    chains = [by_tree.chains_of(rings[channel % half], _node_of(net)) for channel in range(len(rings))]
+    return tuple(by_tree.tree_over(each, second=channel >= half) for channel, each in enumerate(chains))
 
 
 def check_count(name: str, value: object) -> None:
@@ -436,15 +399,10 @@ FIELDS = ("ranks", "nodes", "channels", "algorithm", "partition", "accumulate")
 
 
 def sweep_nets(
-    size: int,
-    *,
-    nodes: Sequence[int] = (1, 2),
-    channels: Sequence[int] = (1, CHANNELS),
-    algorithm: Sequence[str] = ("ring",),
-    partition: Sequence[str] = ("contiguous",),
-    accumulate: Sequence[str] = ("wire",),
-    **fields: Any,
-) -> list[Any]:
+    size: int, *, nodes: Sequence[int] = (1, 2), channels: Sequence[int] = (1, CHANNELS),
+    algorithm: Sequence[str] = ("ring",), partition: Sequence[str] = ("contiguous",),
+    accumulate: Sequence[str] = ("wire",), **fields: Any,
+) -> list[Any]:  # fmt: skip
     """Return nets of ``size`` ranks for ``pytest.mark.parametrize``: every combination, each with its id.
 
     >>> [parameter.id for parameter in sweep_nets(16, nodes=[2], channels=[4], algorithm=["ring", "tree"])]
@@ -458,13 +416,12 @@ def sweep_nets(
     """
     import pytest
 
-    return [
-        pytest.param(
-            NetModel.of_world(size, count, channels=each, algorithm=by, partition=parts, accumulate=sums, **fields),
-            id=f"nodes{count}-channels{each}-{by}-{parts}-{sums}",
-        )
-        for count, each, by, parts, sums in product(nodes, channels, algorithm, partition, accumulate)
-    ]
+    found = []
+    for count, each, by, parts, sums in product(nodes, channels, algorithm, partition, accumulate):
+        fields |= {"channels": each, "algorithm": by, "partition": parts, "accumulate": sums}
+        net = NetModel.of_world(size, count, **fields)
+        found.append(pytest.param(net, id=f"nodes{count}-channels{each}-{by}-{parts}-{sums}"))
+    return found
 
 
 def row_of(net: Net) -> dict[str, Any]:

@@ -9,10 +9,9 @@ Invariant: a partial sum is rounded to the accumulator's dtype after every hop, 
 as many gathers and additions as ranks, in blocks that stay in the cache: every input byte comes from memory once.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import torch
@@ -32,14 +31,12 @@ def rail_rings(nodes: int, ranks_per_node: int, channels: int) -> Rings:
     >>> rail_rings(2, 4, 2)
     ((0, 3, 2, 1, 4, 7, 6, 5), (1, 0, 3, 2, 5, 4, 7, 6))
     """
-    return tuple(
-        tuple(
-            node * ranks_per_node + (channel - hop) % ranks_per_node
-            for node in range(nodes)
-            for hop in range(ranks_per_node)
-        )
-        for channel in range(channels)
-    )
+
+    def ring(channel: int) -> Ring:
+        hops = product(range(nodes), range(ranks_per_node))
+        return tuple(node * ranks_per_node + (channel - hop) % ranks_per_node for node, hop in hops)
+
+    return tuple(map(ring, range(channels)))
 
 
 def restrict(ring: Ring, members: Sequence[int]) -> Ring:
@@ -85,20 +82,15 @@ def check_rings(rings: Sequence[Ring], size: int) -> None:
 
 
 HOPS: dict[str, Callable[..., Any]] = {
-    "sum": torch.add,
-    "avg": torch.add,
-    "premul_sum": torch.add,
-    "product": torch.mul,
-    "max": torch.maximum,
-    "min": torch.minimum,
-}
+    **dict.fromkeys(("sum", "avg", "premul_sum"), torch.add),
+    "product": torch.mul, "max": torch.maximum, "min": torch.minimum,
+}  # fmt: skip
 """How a rank combines what arrives with what it has; ``(arrived, own, out=...)``. For "premul_sum" it is a product."""
 
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
-BLOCK_BYTES = 1 << 18
-"""Of one hop's rows: large enough to hide the cost of a call, small enough for the cache."""
+BLOCK_BYTES = 1 << 18  # of one hop's rows: large enough to hide the cost of a call, small enough for the cache
 ROW_BYTES = 1 << 14
 
 
@@ -213,15 +205,9 @@ def _units(
 
 
 def ring_sum(
-    inputs: Tensor,
-    stretches: Sequence[Stretch],
-    orders: Tensor,
-    op: str,
-    *,
-    accumulator: torch.dtype,
-    average: str,
+    inputs: Tensor, stretches: Sequence[Stretch], orders: Tensor, op: str, *, accumulator: torch.dtype, average: str,
     payloads: int = 1,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Reduce ``[ranks, elements]`` to ``[elements]`` by stretches that cover each payload. ``orders`` are ``[channel,
     hop, place]``; partial sums have the dtype ``accumulator``. An "avg" divides, or scales inputs by 1 / ranks in the
     dtype of the wire ("premultiply")."""

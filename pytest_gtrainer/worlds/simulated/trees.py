@@ -8,8 +8,6 @@ A rank adds to its own value what arrives from below, in the order of ``tree.dow
 children on other nodes (common_kernel.h:91-140, prims_ll.h). Line numbers are those of NCCL 2.30.7.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache, reduce
 
@@ -19,8 +17,7 @@ from torch import Tensor
 from pytest_gtrainer.worlds.simulated.rings import HOPS, Ring
 
 Order = tuple["int | Order", ...]
-Tree = tuple[tuple[int, ...], ...]
-"""By rank: the ranks whose sums arrive, in the order in which they are added."""
+Tree = tuple[tuple[int, ...], ...]  # by rank: the ranks whose sums arrive, in the order in which they are added
 
 
 def joined(own: int, arrivals: Iterable[Order]) -> Order:
@@ -142,9 +139,7 @@ def chains_of(ring: Ring, node_of: Sequence[int]) -> list[list[int]]:
     return sorted(visited.values(), key=min)
 
 
-# --- PAT: parallel aggregated trees, one for each destination
-
-STEPS = 8  # NCCL_STEPS
+STEPS = 8  # NCCL_STEPS, of PAT: parallel aggregated trees, one for each destination
 _PAT_CHUNK_BYTES, _PAT_LEAST_BYTES = 512 << 10, 64 << 10
 
 

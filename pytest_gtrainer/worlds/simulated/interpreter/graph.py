@@ -95,10 +95,8 @@ def check_callable(node: fx.Node, root: torch.nn.Module) -> None:
     is_module = any(str(home).startswith(COMPILED_MODULES) for home in homes)
     if called.name() == COMPILED_CODE if isinstance(called, HigherOrderOperator) else is_module:
         name = getattr(called, "__name__", None) or type(called).__name__
-        raise NoModel(
-            f"{node.name} calls code that Inductor compiled ({name}): "
-            "a simulated world replays operators, so take the graph before it is compiled"
-        )
+        wrong = f"{node.name} calls code that Inductor compiled ({name})"
+        raise NoModel(f"{wrong}: a simulated world replays operators, so take the graph before it is compiled")
     if node.op == "call_module" and not isinstance(called, fx.GraphModule):
         raise NoModel(f"{node.name} calls the module {node.target}, a {type(called).__name__}: trace into it")
     if node.op == "call_method":
@@ -140,10 +138,8 @@ class RankGraph:
             for partition in _partitions_of(mesh):
                 if own in partition and sum(map(len, partition)) == self.size:
                     return partition
-        raise ValueError(
-            f"process group {name!r} of ranks {' '.join(map(str, own))} is no dimension of the meshes given: give the "
-            "mesh that it belongs to, one that covers all ranks"
-        )
+        wrong = f"process group {name!r} of ranks {' '.join(map(str, own))} is no dimension of the meshes given"
+        raise ValueError(f"{wrong}: give the mesh that it belongs to, one that covers all ranks")
 
     def group_of(self, rank: int, ranks: tuple[int, ...]) -> tuple[int, ...]:
         """The group of ``rank`` along the dimension of the mesh that ``ranks`` are a group of in this graph."""

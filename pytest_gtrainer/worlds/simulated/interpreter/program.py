@@ -7,8 +7,6 @@ runs once, what a group shares once a group.
 Invariant: nothing in a block draws random numbers, writes to its operands or communicates: the order of ranks is free.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -22,20 +20,8 @@ from torch import Tensor, fx
 from pytest_gtrainer import facts
 from pytest_gtrainer.graph.nodes import is_collective, short_name, written_operands
 from pytest_gtrainer.worlds.simulated import DependsOnRank, NoModel
+from pytest_gtrainer.worlds.simulated.interpreter import graph as rank_graph
 from pytest_gtrainer.worlds.simulated.interpreter import steps
-from pytest_gtrainer.worlds.simulated.interpreter.graph import (
-    Partition,
-    RankGraph,
-    check_callable,
-    described,
-    draws,
-    graphs_called,
-    group_name,
-    input_name,
-    nodes_within,
-    passes_through,
-    source_of,
-)
 from pytest_gtrainer.worlds.simulated.interpreter.steps import Frame, Step
 from pytest_gtrainer.worlds.simulated.interpreter.values import Kind, Kinds, PerRank, RankRandomStates, Scratch, at
 from pytest_gtrainer.worlds.simulated.net import Net
@@ -82,14 +68,14 @@ class OperatorBlock:
             with suppress(Exception):
                 single.run(*own)
             *_, failed = list(self.graph.graph.nodes)[: len(single.env) + 1]
-            error.add_note(f"in {described(failed)}, for rank {rank}")
+            error.add_note(f"in {rank_graph.described(failed)}, for rank {rank}")
             raise
 
 
 def inputs_of(nodes: Sequence[fx.Node]) -> list[fx.Node]:
     """Nodes before these that they use, each once."""
     own = set(nodes)
-    used = (source_of(given) for node in nodes for given in node.all_input_nodes)
+    used = (rank_graph.source_of(given) for node in nodes for given in node.all_input_nodes)
     return list(dict.fromkeys(given for given in used if given not in own))
 
 
@@ -114,7 +100,7 @@ class Segment:
         """Coarser kinds first: they use nothing of finer ones. Made from the last to the first."""
         by_kind: dict[Kind, list[fx.Node]] = {}
         for node in self.nodes:
-            kind_of[node] = kinds.common(kind_of[source_of(given)] for given in node.all_input_nodes)
+            kind_of[node] = kinds.common(kind_of[rank_graph.source_of(given)] for given in node.all_input_nodes)
             by_kind.setdefault(kind_of[node], []).append(node)
         blocks: list[OperatorBlock] = []
         used_later: set[fx.Node] = set()
@@ -124,7 +110,7 @@ class Segment:
             graph = fx.Graph()
             copies = {node: graph.placeholder(node.name) for node in inputs}
             for node in nodes:
-                copies[node] = graph.node_copy(node, lambda given: copies[source_of(given)])  # noqa: B023
+                copies[node] = graph.node_copy(node, lambda given: copies[rank_graph.source_of(given)])  # noqa: B023
             graph.output(tuple(copies[node] for node in outputs))
             module = fx.GraphModule(torch.nn.Module(), graph)
             ending = frozenset(node for node in inputs if node in dying and node not in used_later)
@@ -147,7 +133,7 @@ class RankProgram:
 
     def run(self, inputs: Sequence[Any], random: RankRandomStates) -> Any:
         """What the graph returns for these inputs, both uniform or per rank, in the structure of its output."""
-        names = [input_name(node) for node in self.placeholders]
+        names = [rank_graph.input_name(node) for node in self.placeholders]
         self._check_inputs(names, inputs)
         self.scratch.give_back()
         own = [self.kinds.value(list(value)) if type(value) is PerRank else value for value in inputs]  # may be emptied
@@ -157,7 +143,7 @@ class RankProgram:
             part.run(frame, dying)
             for node in dying:
                 values.pop(node, None)
-        return fx.node.map_arg(self.output, lambda node: values[source_of(node)])
+        return fx.node.map_arg(self.output, lambda node: values[rank_graph.source_of(node)])
 
     def _check_inputs(self, names: Sequence[str], inputs: Sequence[Any]) -> None:
         """Refuse inputs of other shapes or dtypes than those that the graph was traced with, which it has baked in."""
@@ -184,7 +170,7 @@ class RankProgram:
 class Interpreter:
     """A graph for all ranks of a world, see ``check_same_on_all``; NoModel names an operator that it lacks."""
 
-    def __init__(self, graph: RankGraph, net: Net, *, random: RankRandomStates | None = None) -> None:
+    def __init__(self, graph: rank_graph.RankGraph, net: Net, *, random: RankRandomStates | None = None) -> None:
         if net.size != graph.size:
             raise ValueError(f"the net connects {net.size} ranks, the graph was traced for {graph.size}")
         self.random = random or RankRandomStates()
@@ -205,7 +191,7 @@ class Interpreter:
         output, placeholders = gm.graph.output_node(), gm.graph.find_nodes(op="placeholder")
         constants = {node: attrgetter(str(node.target))(gm) for node in gm.graph.find_nodes(op="get_attr")}
         computed = [node for node in gm.graph.nodes if node.op not in ("placeholder", "get_attr", "output")]
-        nodes = [node for node in computed if not passes_through(node)]  # a wait has the value of what it waits for
+        nodes = [node for node in computed if not rank_graph.passes_through(node)]  # a wait has the awaited value
         special = {node: self._step(node, gm) for node in nodes}
         pieces: list[list[fx.Node]] = []  # runs of plain nodes, and every other node by itself
         for plain, run in groupby(nodes, key=lambda node: special[node] is None):
@@ -215,7 +201,7 @@ class Interpreter:
         users: dict[fx.Node, set[int]] = {node: set() for node in [*placeholders, *constants, *nodes]}
         for index, piece in enumerate([*pieces, [output]]):
             for given in chain.from_iterable(node.all_input_nodes for node in piece):
-                users[source_of(given)].add(index)
+                users[rank_graph.source_of(given)].add(index)
         parts: list[tuple[Step | Segment, frozenset[fx.Node]]] = []
         for index, piece in enumerate(pieces):
             inputs = inputs_of(piece)
@@ -231,24 +217,23 @@ class Interpreter:
 
     def _step(self, node: fx.Node, gm: fx.GraphModule) -> Step | None:
         """None for a plain node."""
-        check_callable(node, gm)
+        rank_graph.check_callable(node, gm)
         if is_collective(node):
             carried_out = steps.collective_of(node)  # first: it refuses what we do not know
             partition = self._partition(node)
             return steps.CollectiveStep(node, partition, self._nets[partition], carried_out)
-        graphs = graphs_called(node, gm)
-        if node.op == "call_module" or any(is_collective(inner) for graph in graphs for inner in nodes_within(graph)):
+        graphs = rank_graph.graphs_called(node, gm)
+        inside = chain.from_iterable(map(rank_graph.nodes_within, graphs))
+        if node.op == "call_module" or any(map(is_collective, inside)):
             if node.op != "call_module" and node.target not in (steps.COND, steps.INVOKE_SUBGRAPH):
-                raise NoModel(
-                    f"{node.target} ({node.name}) calls a graph with a collective, which has a model only in cond, "
-                    "invoke_subgraph and called modules: inline it"
-                )
+                wrong = f"{node.target} ({node.name}) calls a graph with a collective"
+                raise NoModel(f"{wrong}, which has a model only in cond, invoke_subgraph and called modules: inline it")
             return steps.NestedStep(node, {id(graph): self._compile(graph).run for graph in graphs})
-        written, random = written_operands(node), draws(node, gm)
+        written, random = written_operands(node), rank_graph.draws(node, gm)
         return steps.EffectStep(node, written, random) if written or random else None
 
-    def _partition(self, node: fx.Node) -> Partition:
-        return self._graph.partitions[group_name(node)]
+    def _partition(self, node: fx.Node) -> rank_graph.Partition:
+        return self._graph.partitions[rank_graph.group_name(node)]
 
 
 @contextmanager

@@ -1,7 +1,5 @@
 """Steps: what is done for a node of the graph that is more than a plain operator, for all ranks."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -15,20 +13,8 @@ from pytest_gtrainer._torch.values import schema
 from pytest_gtrainer.graph.nodes import short_name, written_operands
 from pytest_gtrainer.worlds.simulated import CollectiveMismatch, DependsOnRank, NoModel, collectives
 from pytest_gtrainer.worlds.simulated.collectives import Collective, Contribution
+from pytest_gtrainer.worlds.simulated.interpreter import values as on_ranks
 from pytest_gtrainer.worlds.simulated.interpreter.graph import Partition, described, source_of, value_text
-from pytest_gtrainer.worlds.simulated.interpreter.values import (
-    Kinds,
-    PerRank,
-    RankRandomStates,
-    Scratch,
-    Values,
-    at,
-    interned,
-    make_private,
-    of_rank,
-    reaches,
-    storages_of,
-)
 from pytest_gtrainer.worlds.simulated.net import Net
 
 COND = torch.ops.higher_order.cond
@@ -49,10 +35,10 @@ _COLLECTIVES = {name: collective for collective, names in _FORMS.items() for nam
 class Frame:
     """A run of a graph on named ``inputs``: the ``values`` that are still needed, and what all steps use."""
 
-    kinds: Kinds
-    random: RankRandomStates
-    scratch: Scratch
-    values: Values
+    kinds: on_ranks.Kinds
+    random: on_ranks.RankRandomStates
+    scratch: on_ranks.Scratch
+    values: on_ranks.Values
     inputs: Sequence[tuple[str, Any]]
 
     def of(self, nodes: Sequence[fx.Node]) -> list[Any]:
@@ -60,13 +46,13 @@ class Frame:
 
     def of_ranks(self, nodes: Sequence[fx.Node]) -> list[list[Any]]:
         values = self.of(nodes)
-        return [[at(value, rank) for value in values] for rank in range(self.kinds.size)]
+        return [[on_ranks.at(value, rank) for value in values] for rank in range(self.kinds.size)]
 
     def own_memory(self, written: Sequence[fx.Node]) -> None:
         """Give ranks memory of their own for what they write to (S7); DependsOnRank if it is an input's."""
-        storages = make_private(self.values, list(map(source_of, written)), self.kinds.size)
+        storages = on_ranks.make_private(self.values, list(map(source_of, written)), self.kinds.size)
         for name, value in self.inputs:
-            if reaches(value, storages):
+            if on_ranks.reaches(value, storages):
                 way_out = "give every rank its own"
                 raise DependsOnRank(f"{name} is one tensor for several ranks, and each writes to it: {way_out}")
 
@@ -103,7 +89,7 @@ class EffectStep(Step):
 
     def value(self, frame: Frame, dying: frozenset[fx.Node]) -> Any:
         operands, size = frame.of(self.node.all_input_nodes), frame.kinds.size
-        uniform = not any(type(value) is PerRank for value in operands)
+        uniform = not any(type(value) is on_ranks.PerRank for value in operands)
         if uniform and (not self.random or frame.random.uniform):
             with frame.random.drawn_by(None, size) if self.random else nullcontext():
                 return self._call(operands)
@@ -134,7 +120,7 @@ class CollectiveStep(Step):
         if not targets:
             for node in dying.intersection(map(source_of, self.node.all_input_nodes)):
                 value = frame.values[node]
-                if type(value) is PerRank:
+                if type(value) is on_ranks.PerRank:
                     value[:] = [None] * len(value)  # a reduction needs the memory of operands that die
         results: list[Any] = [None] * frame.kinds.size
         for ranks, net in zip(self.partition, self.nets, strict=True):
@@ -145,9 +131,9 @@ class CollectiveStep(Step):
         frame.scratch.give_back()
         if not targets:
             return frame.kinds.value(results)
-        storages = {storage for value in frame.of(targets) for storage in storages_of(value)}
+        storages = {storage for value in frame.of(targets) for storage in on_ranks.storages_of(value)}
         live = [value for node, value in frame.values.items() if node not in dying]
-        if not any(reaches(value, storages) for value in [*live, *(value for _, value in frame.inputs)]):
+        if not any(on_ranks.reaches(value, storages) for value in [*live, *(value for _, value in frame.inputs)]):
             return frame.kinds.value(results)  # nobody sees the memory that is written to: it may lie elsewhere
         frame.own_memory(targets)
         (name,) = (argument.name for argument in schema(self.node.target).arguments if argument.is_write)
@@ -196,10 +182,8 @@ def _contributions(calls: Sequence[dict[str, Any]], ranks: Sequence[int]) -> lis
     for own in given:
         rows = own.inputs[0].shape[0] if by_rows else 0
         if by_rows and ({len(own.sends), len(own.receives)} != {members} or sum(own.sends) != rows):
-            raise CollectiveMismatch(
-                f"rank {own.rank} splits {rows} rows into {own.sends} and receives {own.receives}, "
-                f"in a group of {members} ranks"
-            )
+            wrong = f"rank {own.rank} splits {rows} rows into {own.sends} and receives {own.receives}"
+            raise CollectiveMismatch(f"{wrong}, in a group of {members} ranks")
         for first, tensor in zip(given[0].inputs, own.inputs, strict=True):
             if tensor.shape[by_rows:] != first.shape[by_rows:] or tensor.dtype != first.dtype:
                 raise CollectiveMismatch(
@@ -212,13 +196,13 @@ def _contributions(calls: Sequence[dict[str, Any]], ranks: Sequence[int]) -> lis
 class NestedStep(Step):
     """A graph that communicates, or is a module; ``runs`` carry out the graphs that the node calls, by identity."""
 
-    runs: dict[int, Callable[[Sequence[Any], RankRandomStates], Any]]
+    runs: dict[int, Callable[[Sequence[Any], on_ranks.RankRandomStates], Any]]
 
     def value(self, frame: Frame, dying: frozenset[fx.Node]) -> Any:
         args, _ = self.arguments(frame.of(self.node.all_input_nodes))
         if self.node.target is COND:
             predicate, if_true, if_false, given = args
-            ways = {bool(own) for own in (predicate if type(predicate) is PerRank else [predicate])}
+            ways = {bool(own) for own in (predicate if type(predicate) is on_ranks.PerRank else [predicate])}
             if len(ways) > 1:
                 raise CollectiveMismatch(
                     "the ranks disagree on the predicate of a cond with a collective in it: some would wait forever"
@@ -229,4 +213,5 @@ class NestedStep(Step):
         else:
             (run,), given = self.runs.values(), args
         output = run(list(given), frame.random)
-        return frame.kinds.value(interned([of_rank(output, rank) for rank in range(frame.kinds.size)]))
+        own = [on_ranks.of_rank(output, rank) for rank in range(frame.kinds.size)]
+        return frame.kinds.value(on_ranks.interned(own))

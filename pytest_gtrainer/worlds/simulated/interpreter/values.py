@@ -160,8 +160,7 @@ def _are_apart(values: list[Any], storages: set[int]) -> bool:
     return True
 
 
-Copies = dict[int, tuple[Tensor, int]]
-"""By storage, the copy of a part of it as bytes, and where that part begins."""
+Copies = dict[int, tuple[Tensor, int]]  # by storage, the copy of a part of it as bytes, and where that part begins
 
 
 def _copied(own: list[Any], storages: set[int]) -> Copies:

@@ -29,13 +29,9 @@ from pytest_gtrainer.worlds.simulated.net import Net
 from pytest_gtrainer.worlds.simulated.threads.team import Awaited, ThreadTeam
 
 _UNMODELLED = (
-    "_start_coalescing",
-    "allgather_coalesced",
-    "merge_remote_group",
-    "monitored_barrier",
-    "recv_anysource",
+    "_start_coalescing", "allgather_coalesced", "merge_remote_group", "monitored_barrier", "recv_anysource",
     "split_group",
-)
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,8 +90,7 @@ def _fill(output: Tensor, values: Tensor) -> None:
     output.data.copy_(values.detach().reshape(output.shape))
 
 
-Route = tuple[int, int, int]
-"""From which rank to which, of the world, under which tag."""
+Route = tuple[int, int, int]  # from which rank to which, of the world, under which tag
 
 
 class Message(Awaited):

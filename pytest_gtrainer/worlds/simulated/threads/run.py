@@ -1,13 +1,12 @@
 """``run_threads``: a function on many ranks of one process."""
 
-from __future__ import annotations
-
 import itertools
 import threading
 import time
 import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -50,8 +49,7 @@ def run_threads(size: int, function: Callable[..., Any], *args: Any, net: Net, t
         raise ValueError(f"run_threads: timeout is a number of seconds above 0; not {timeout!r}")
     crew = _Crew(size, function, args, net)
     with ExitStack() as stack:
-        kept = restored(), state_kept(), warnings.catch_warnings()
-        for context in kept:
+        for context in (restored(), state_kept(), warnings.catch_warnings()):
             stack.enter_context(context)
         stack.enter_context(torch_threads.tracing_hooks(crew.refuse_tracing))
         stack.enter_context(torch_threads.isolated_threads(_refuse))
@@ -72,18 +70,14 @@ class _Crew:
         self._function, self._args = function, args
         self._results: list[Any] = [None] * size
         self._first_group = next(_runs) * _NAMES_A_RUN  # no name of a group means anything elsewhere
-        self._threads = [
-            threading.Thread(target=self._be_rank, args=(rank,), name=f"rank {rank}", daemon=True)
-            for rank in range(size)
-        ]
+        thread = partial(threading.Thread, target=self._be_rank, daemon=True)
+        self._threads = [thread(args=(rank,), name=f"rank {rank}") for rank in range(size)]
 
     def refuse_tracing(self, what: str) -> None:
         """Nothing is traced or compiled on a rank (W2): torch's tracers keep process-wide state, of one at a time."""
         if threading.get_ident() in self._team.threads.values():
-            raise NotOnThreads(
-                f"{what} inside run_threads: ranks on threads run eager code only; "
-                "trace in the test itself and replay with train_graph"
-            )
+            wrong = f"{what} inside run_threads: ranks on threads run eager code only"
+            raise NotOnThreads(f"{wrong}; trace in the test itself and replay with train_graph")
 
     def run(self, timeout: float) -> list[Any]:
         team = self._team
@@ -97,8 +91,7 @@ class _Crew:
         except BaseException as error:  # an interrupt of the thread that waits
             team.fail(None, error)
         stuck = self._end()
-        failure = team.take_error()
-        if failure is None:
+        if (failure := team.take_error()) is None:
             return self._results
         rank, raised = failure
         if rank is not None:

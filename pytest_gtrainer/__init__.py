@@ -35,7 +35,8 @@ _NAMES: dict[str, tuple[str, ...]] = {
     "passes.stages": ("split_stage_graph", "StageGraphs"),
     "passes.pipeline": ("construct_default_graph_passes", "apply_graph_passes", "LossConfig"),
     "passes.graph_pass": ("bind_options",),
-    "graph.layout": ("BucketLayout", "bucket_layout", "assert_same_layout"),
+    "graph.collectives": ("PlanError",),
+    "graph.layout": ("BucketLayout", "LayoutDifference", "bucket_layout", "assert_same_layout"),
     "references.eager": ("eager_bucket_layout",),
     "references.config": ("TrainConfig",),
     "references.chunked": ("eager_chunked",),
@@ -44,7 +45,13 @@ _NAMES: dict[str, tuple[str, ...]] = {
     "worlds.simulated": ("VacuousCheck",),
     "numerics.record": ("Record",),
     "numerics.digest": ("digest",),
-    "numerics.compare": ("compare", "assert_bitwise_equal", "assert_bitwise_different"),
+    "numerics.compare": (
+        "BitwiseDifference",
+        "ControlFailed",
+        "compare",
+        "assert_bitwise_equal",
+        "assert_bitwise_different",
+    ),
     "numerics.verdict": ("Verdict",),
     "numerics.determinism": (
         "deterministic",
@@ -69,6 +76,8 @@ _NAMES: dict[str, tuple[str, ...]] = {
     "report.timeline": ("timeline", "CostModel"),
     "graphtext": ("graphtext",),
     "checks.checker": ("check_graph", "assert_graph"),
+    "checks.subject": ("CheckFailure",),
+    "golden.check": ("GoldenMismatch",),
 }
 """By module, the public names that it holds."""
 

@@ -20,6 +20,8 @@ class CheckError(ValueError):
 class CheckFailure(AssertionError):
     """A graph is not as a check says; the message names the check, where the search stood, and what came nearest."""
 
+    __module__ = "pytest_gtrainer"
+
 
 def is_within(fqn: str, pattern: str) -> bool:
     """Whether a module is the one that a component-wise pattern names, or lies in it.

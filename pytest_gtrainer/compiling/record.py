@@ -34,6 +34,8 @@ _LAUNCH = re.compile(
 class NotRecorded(LookupError):
     """A stage was asked for that the record has not; the message says why."""
 
+    __module__ = "pytest_gtrainer"
+
 
 @dataclass(frozen=True, slots=True)
 class RecordedPass:

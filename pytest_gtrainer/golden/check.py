@@ -25,6 +25,8 @@ _NUMBERS = (bool, int, float, list, tuple, Mapping)
 class GoldenMismatch(AssertionError):
     """A golden is missing or differs; the message says how, and the command to accept it."""
 
+    __module__ = "pytest_gtrainer"
+
 
 class Golden:
     """Compares what a test computes with the files a person has accepted."""

@@ -28,6 +28,8 @@ _FUSED = "matmul"
 class PlanError(ValueError):
     """A plan that does not fit the graph or model; the message names what does not."""
 
+    __module__ = "pytest_gtrainer"
+
 
 @dataclass(frozen=True, slots=True)
 class FsdpCollective:

@@ -93,6 +93,8 @@ class BucketLayout:
 class LayoutDifference(AssertionError):
     """Two layouts differ; the message names bucket and parameters."""
 
+    __module__ = "pytest_gtrainer"  # the name that users import, and that fits into a line of a summary
+
 
 def bucket_layout(gm: AnyGraph) -> BucketLayout:
     """Return which parameter lies at which byte of the graph's all-gathers and of its reductions of gradients.

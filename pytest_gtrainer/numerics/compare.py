@@ -139,9 +139,13 @@ class VerdictError(AssertionError):
 class BitwiseDifference(VerdictError):
     """Two sides are not equal bit for bit, or nobody could tell."""
 
+    __module__ = "pytest_gtrainer"
+
 
 class ControlFailed(VerdictError):
     """A control run that had to differ in bits did not, or was no fair comparison."""
+
+    __module__ = "pytest_gtrainer"
 
 
 def assert_bitwise_equal(actual: Tensors, expected: Tensors, *, what: str = "") -> Verdict:

@@ -109,10 +109,15 @@ def test_a_graph_behind_the_partitioner_has_one_direction(record):
     assert directions == {key: {False} for key in list(STAGES)[3:5]} | {key: {True} for key in list(STAGES)[5:]}
 
 
+@pytest.fixture(scope="module")
+def record_with_bias():
+    return recorded(Model(bias=True))
+
+
 @pytest.mark.parametrize("stage", ["joint", "backward_after_passes"])
-def test_one_more_parameter_changes_its_own_lines_only(record, stage):
+def test_one_more_parameter_changes_its_own_lines_only(record, record_with_bias, stage):
     """P2: in what is recorded, too."""
-    texts = [graphtext.render(getattr(each, stage)) for each in (record, recorded(Model(bias=True)))]
+    texts = [graphtext.render(getattr(each, stage)) for each in (record, record_with_bias)]
     lines = [line for line in str(graphtext.diff(*texts)).splitlines() if line[:1] in "+-"]
     assert lines
     assert not [line for line in lines if "layers[1]" in line or "layers[2]" in line]

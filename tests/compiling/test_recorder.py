@@ -22,7 +22,7 @@ from pytest_gtrainer import (
     peak_memory,
     timeline,
 )
-from pytest_gtrainer.compiling.record import STAGES
+from pytest_gtrainer.compiling.record import STAGES, CompiledGraph, CompileRecord
 from pytest_gtrainer.graph.layout import LayoutDifference
 
 MUL, DIV, RELU = torch.ops.aten.mul.Tensor, torch.ops.aten.div.Tensor, torch.ops.aten.relu.default
@@ -171,6 +171,32 @@ def test_lowered_code_says_what_it_launches():
     with pytest.raises(ValueError, match="an order needs two names or more, and these are 1"):
         record.assert_launch_order("mm")
     assert {stage for stage in STAGES if stage in record[0].stages} == STAGES.keys()
+
+
+GENERATED = """\
+class Runner:
+    def call(self, args):
+        extern_kernels.mm(of_another_version)
+def call(args):
+    buf0 = torch.ops._c10d_functional.all_gather_into_tensor.default(arg0_1, 2, '0')
+    extern_kernels.addmm(arg1_1, arg2_1, out=buf1)
+    cpp_fused_relu_0(buf1)
+    extern_kernels.mm(buf1, buf0, out=buf2)
+"""
+
+
+def test_an_order_of_launches_is_read_from_generated_code():
+    """P5: of the last function, in its order; nothing is compiled here."""
+    record = CompileRecord([CompiledGraph("0/0", 0, lower=True, code={"forward": GENERATED})])
+    kernels = ["extern_kernels.addmm", "cpp_fused_relu_0", "extern_kernels.mm"]
+    gather, *rest = record[0].launches()
+    assert gather.endswith("_c10d_functional.all_gather_into_tensor")
+    assert rest == kernels
+    record.assert_launch_order("*all_gather*", "addmm", "mm")
+    with pytest.raises(AssertionError, match="the forward does not launch 'addmm' behind 'mm'; it launches\n    0 "):
+        record.assert_launch_order("mm", "addmm")
+    with pytest.raises(NotRecorded, match="no generated code of its backward: not compiled"):
+        record[0].launches("backward")
 
 
 # -- passes

@@ -22,7 +22,7 @@ from pytest_gtrainer import (
     peak_memory,
     timeline,
 )
-from pytest_gtrainer.compiling.record import STAGES
+from pytest_gtrainer.compiling.record import STAGES, CompiledGraph, CompileRecord
 from pytest_gtrainer.graph.layout import LayoutDifference
 
 MUL, DIV, RELU = torch.ops.aten.mul.Tensor, torch.ops.aten.div.Tensor, torch.ops.aten.relu.default
@@ -109,10 +109,15 @@ def test_a_graph_behind_the_partitioner_has_one_direction(record):
     assert directions == {key: {False} for key in list(STAGES)[3:5]} | {key: {True} for key in list(STAGES)[5:]}
 
 
+@pytest.fixture(scope="module")
+def record_with_bias():
+    return recorded(Model(bias=True))
+
+
 @pytest.mark.parametrize("stage", ["joint", "backward_after_passes"])
-def test_one_more_parameter_changes_its_own_lines_only(record, stage):
+def test_one_more_parameter_changes_its_own_lines_only(record, record_with_bias, stage):
     """P2: in what is recorded, too."""
-    texts = [graphtext.render(getattr(each, stage)) for each in (record, recorded(Model(bias=True)))]
+    texts = [graphtext.render(getattr(each, stage)) for each in (record, record_with_bias)]
     lines = [line for line in str(graphtext.diff(*texts)).splitlines() if line[:1] in "+-"]
     assert lines
     assert not [line for line in lines if "layers[1]" in line or "layers[2]" in line]
@@ -166,6 +171,32 @@ def test_lowered_code_says_what_it_launches():
     with pytest.raises(ValueError, match="an order needs two names or more, and these are 1"):
         record.assert_launch_order("mm")
     assert {stage for stage in STAGES if stage in record[0].stages} == STAGES.keys()
+
+
+GENERATED = """\
+class Runner:
+    def call(self, args):
+        extern_kernels.mm(of_another_version)
+def call(args):
+    buf0 = torch.ops._c10d_functional.all_gather_into_tensor.default(arg0_1, 2, '0')
+    extern_kernels.addmm(arg1_1, arg2_1, out=buf1)
+    cpp_fused_relu_0(buf1)
+    extern_kernels.mm(buf1, buf0, out=buf2)
+"""
+
+
+def test_an_order_of_launches_is_read_from_generated_code():
+    """P5: of the last function, in its order; nothing is compiled here."""
+    record = CompileRecord([CompiledGraph("0/0", 0, lower=True, code={"forward": GENERATED})])
+    kernels = ["extern_kernels.addmm", "cpp_fused_relu_0", "extern_kernels.mm"]
+    gather, *rest = record[0].launches()
+    assert gather.endswith("_c10d_functional.all_gather_into_tensor")
+    assert rest == kernels
+    record.assert_launch_order("*all_gather*", "addmm", "mm")
+    with pytest.raises(AssertionError, match="the forward does not launch 'addmm' behind 'mm'; it launches\n    0 "):
+        record.assert_launch_order("mm", "addmm")
+    with pytest.raises(NotRecorded, match="no generated code of its backward: not compiled"):
+        record[0].launches("backward")
 
 
 # -- passes

@@ -2,7 +2,7 @@
 
 In short every two of the settings meet: mesh, sizes that ranks divide or not, precision. The long form has all of them.
 Every rank traces the model, so in short four ranks train it, and eight where bits tell the order of a payload: at odd
-sizes, in fp32. The graphs of eight are pinned in a fake world.
+sizes, in fp32. The first tier trains a smaller one on three. The graphs of eight are pinned in a fake world.
 """
 
 import pytest
@@ -34,6 +34,12 @@ def short(precision):
 def test_graph_equals_eager_fsdp2(gt_mesh, check_parity, precision):
     """Routed experts and the rest of a layer in two buckets (B3)."""
     check_parity(deepseek_v3_training(gt_mesh, precision))
+
+
+@pytest.mark.gt_world("ranks", size=3, mesh={"fsdp": 3})
+def test_a_small_graph_equals_eager_fsdp2(gt_mesh, check_parity):
+    """W4: only some of three ranks pad, and three terms have an order to be added in."""
+    check_parity(deepseek_v3_training(gt_mesh, "bf16_fp32", "debug_odd_small", steps=2))
 
 
 @on_ranks("bf16_fp32")

@@ -157,8 +157,13 @@ def test_graph_equals_eager_on_two_nodes(gt_world, sequence):
 # --- what parity cannot see: both sides compute the same wrong thing
 
 
-@on_four_ranks
-@pytest.mark.parametrize("train", [train_eager, train_graph])
+@pytest.mark.parametrize(
+    "train",
+    [
+        pytest.param(train_eager, marks=pytest.mark.gt_world("ranks", size=2, mesh={"dp": 1, "tp": 2})),
+        pytest.param(train_graph, marks=on_four_ranks),
+    ],
+)
 def test_a_plan_whose_partial_sums_nobody_adds_is_told(gt_mesh, train):
     """Columns of ``w1`` and ``w3`` without a sum behind ``w2``: every rank goes on with its own part of it."""
     config = llama3_training(gt_mesh["dp"], "fp32", steps=1)

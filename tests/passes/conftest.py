@@ -72,19 +72,29 @@ def make_joint(gt_mesh):
 
 @pytest.fixture(scope="module")
 def traced_joints():
-    """The joint graphs of this module's tests by world: tracing takes twenty times as long as a copy."""
+    """The joint graphs of this module's tests by world and options: tracing takes twenty times as long as a copy."""
     return {}
 
 
 @pytest.fixture
-def joint(make_joint, gt_mesh, traced_joints):
+def shared_joint(make_joint, gt_mesh, traced_joints):
+    """``shared_joint(**options)`` -> what ``make_joint(**options)`` gives, for this test alone."""
+
+    def make(**options):
+        groups = tuple(group.group_name for group in gt_mesh.get_all_groups())
+        key = str(gt_mesh), groups, dist.get_rank(), *options.items()
+        if key not in traced_joints:
+            traced_joints[key] = make_joint(**options)
+        traced = traced_joints[key]
+        gm = copy.deepcopy(traced.gm)
+        for node in gm.graph.nodes:  # a copy of a graph shares what its nodes' metadata holds
+            node.meta = {name: copy.copy(held) if isinstance(held, dict) else held for name, held in node.meta.items()}
+        return traced.with_graph(gm)
+
+    return make
+
+
+@pytest.fixture
+def joint(shared_joint):
     """What ``make_joint()`` gives, for this test alone."""
-    groups = tuple(group.group_name for group in gt_mesh.get_all_groups())
-    world = str(gt_mesh), groups, dist.get_rank()
-    if world not in traced_joints:
-        traced_joints[world] = make_joint()
-    traced = traced_joints[world]
-    gm = copy.deepcopy(traced.gm)
-    for node in gm.graph.nodes:  # a copy of a graph shares what its nodes' metadata holds
-        node.meta = {key: copy.copy(value) if isinstance(value, dict) else value for key, value in node.meta.items()}
-    return traced.with_graph(gm)
+    return shared_joint()

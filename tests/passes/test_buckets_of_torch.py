@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from contextlib import ExitStack
 from importlib import import_module
@@ -26,9 +27,19 @@ pytestmark = pytest.mark.gt_world("fake", size=4, mesh={"fsdp": 4}, rank=1)
 MODELS = {"llama3": llama3_training, "deepseek_v3": deepseek_v3_training}
 
 
+TRACED: dict[tuple[str, str], fx.GraphModule] = {}
+"""By model and group: each is traced once."""
+
+
 def traced(mesh, model: str) -> fx.GraphModule:
-    config = MODELS[model](mesh, "bf16_fp32")
-    return canonicalize_graph_pass(trace_config(config, shard_traceably(new_model(config), config)).gm)
+    key = model, mesh.get_group().group_name
+    if key not in TRACED:
+        config = MODELS[model](mesh, "bf16_fp32")
+        TRACED[key] = canonicalize_graph_pass(trace_config(config, shard_traceably(new_model(config), config)).gm)
+    gm = copy.deepcopy(TRACED[key])
+    for node in gm.graph.nodes:  # a copy of a graph shares what its nodes' metadata holds
+        node.meta = {name: copy.copy(held) if isinstance(held, dict) else held for name, held in node.meta.items()}
+    return gm
 
 
 def bucketed(gm: fx.GraphModule, mode: str, megabytes: float = 0.05) -> dict[str, set]:

@@ -17,11 +17,11 @@ PATCHED = {"walks": "nodes", "searches": "find_nodes", "lints": "lint", "recompi
 
 
 @pytest.fixture
-def counted(monkeypatch, make_joint):
+def counted(monkeypatch, shared_joint):
     """``counted(n_layers, run)``: what ``run(gm, plan)`` does to the graph, and operators it runs to make values."""
 
     def count(n_layers, run):
-        gm = make_joint(n_layers).gm
+        gm = shared_joint(n_layers=n_layers).gm
         plan = ["tok_embeddings", *(f"layers.{index}" for index in range(n_layers)), ["norm", "lm_head"]]
         found = Counter()
         with monkeypatch.context() as patch:

@@ -15,10 +15,14 @@ def count(gm, target):
     return len(gm.graph.find_nodes(op="call_function", target=target))
 
 
+def runs_twice(model, tokens):
+    return model(tokens).sum() + model(tokens).sum()
+
+
 @pytest.fixture
-def twice(make_joint):
+def twice(shared_joint):
     """A step that runs the model twice, traced without reuse."""
-    return make_joint(step=lambda m, t: m(t).sum() + m(t).sum(), reuse_gathers=False)
+    return shared_joint(step=runs_twice, reuse_gathers=False)
 
 
 def test_users_of_the_duplicate_read_the_first(twice):

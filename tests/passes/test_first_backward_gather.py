@@ -30,8 +30,16 @@ KEPT = {"the last group stays gathered": ["norm", "lm_head"], "every group is re
 BUCKET = {"the last group stays gathered": "layers.1", "every group is resharded": "norm+lm_head"}
 
 
+TRACED = {}
+"""By model, policy and group: each is traced once, and the passes rewrite a copy."""
+
+
 def rewritten(config, keep_unsharded, **options):
-    traced = trace_config(config, shard_traceably(config.model(), config))
+    model = config.model()
+    key = type(model), config.mp_policy, config.mesh.get_group().group_name
+    if key not in TRACED:
+        TRACED[key] = trace_config(config, shard_traceably(model, config))
+    traced = TRACED[key]
     options = {"reshard_after_forward": True, "keep_unsharded": keep_unsharded, **options}
     passes = construct_default_graph_passes(bucket_plan=config.bucket_plan, **options)
     return apply_graph_passes(traced.gm, traced.example_inputs, passes)

@@ -244,12 +244,6 @@ TESTS = [words for words in MUTANTS if words not in FILES]
 KILLED = (AssertionError, pytest.fail.Exception, RuntimeError)  # the last is what a lint raises
 
 
-@pytest.fixture(name="joint")
-def joint_under_the_mutant(make_joint):
-    """Traced anew: no graph of another mutant, and none for another."""
-    return make_joint()
-
-
 uneven_joint_of = test_bucketing.uneven_joint_of  # a fixture of killers there
 
 
@@ -286,7 +280,8 @@ def test_a_pass_file_kills_the_mutant(words, monkeypatch):
 
 @pytest.mark.gt_world("fake", size=4, mesh={"fsdp": 4})
 @pytest.mark.parametrize("words", TESTS)
-def test_a_test_kills_the_mutant(request, words, monkeypatch):
+def test_a_test_kills_the_mutant(request, joint, words, monkeypatch):
+    """The graph is traced before: no mutant is in it."""
     MUTANTS[words].plant(monkeypatch)
     with pytest.raises(KILLED):
         run_test(request, MUTANTS[words].killed_by)

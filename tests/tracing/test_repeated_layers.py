@@ -114,7 +114,7 @@ def test_a_signature_tells_what_a_trace_would_see(changes):
 @pytest.mark.gt_world("fake", size=4, mesh={"fsdp": 4})
 @pytest.mark.parametrize("mode", ["fully_shard", "replicate", None])
 def test_llama_in_each_mode_is_its_full_trace_and_has_its_golden(gt_mesh, mode):
-    assert_stamped(decoder(llama, gt_mesh, mode), ce_step, [("layers", 0, 1, 7)])
+    assert_stamped(decoder(partial(llama, 6), gt_mesh, mode), ce_step, [("layers", 0, 1, 6)])
 
 
 @pytest.mark.gt_world("fake", size=4, mesh={"replicate": 2, "shard": 2})
@@ -161,9 +161,9 @@ def test_expert_parallelism(gt_mesh):
 def test_a_replay_gives_the_bits_of_the_full_trace():
     """And of other weights it does not."""
     torch.manual_seed(0)
-    model, x = STAMPED["a period of four"](), torch.randn(4, WIDTH)
+    model, x = STAMPED["a list"](), torch.randn(4, WIDTH)
     results = []
-    for how, own in (("off", model), ("auto", model), ("auto", STAMPED["a period of four"]())):
+    for how, own in (("off", model), ("auto", model), ("auto", STAMPED["a list"]())):
         copied = copy.deepcopy(own)
         loss = trace_step(copied, step, (x,), repeat_layers=how).replay(copied, x)
         results.append([loss, *(parameter.grad for parameter in copied.parameters())])

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.worlds.conftest import Suite
+
 PLAIN_IDS = "disable_test_id_escaping_and_forfeit_all_rights_to_community_support"
 
 
@@ -19,7 +21,6 @@ TABLE = {
         ["Connection"],
     ),
     "test_all_raise_alike": ("failed", ["assert 0 == 7"], ["waited"]),
-    "test_two_errors": ("failed", ["ValueError: first", "rank 0: KeyError: 'second'", "rank 1: passed"], []),
     "test_origin": ("failed", ["differs at (7, 2)\n\ntest_faults.py", "rank 0: AtStep: differs at (9, 0)"], []),
     "test_killed": (
         "failed",
@@ -27,9 +28,6 @@ TABLE = {
         [],
     ),
     "test_segmentation_fault": ("failed", ["rank 0 was killed by SIGSEGV", "in string_at"], []),
-    "test_os_exit": ("failed", ["rank 1 exited with status 0"], []),
-    "test_sys_exit": ("failed", ["SystemExit: enough", "ranks 0, 2: passed"], []),
-    "test_forks_and_dies": ("failed", ["rank 0 exited with status 5"], []),
     "test_hangs": (
         "failed",
         [
@@ -41,24 +39,9 @@ TABLE = {
         ],
         ["_pytest"],
     ),
-    "test_hangs_and_holds_the_gil": (
-        "failed",
-        ["rank 1 did not end within 2 s, at test_faults.py", "in test_hangs_and_holds_the_gil"],
-        [],
-    ),
-    "test_stops_itself": (
-        "failed",
-        ["rank 1 did not end within 3 s, stopped by a signal, as SIGSTOP is one", "-CONT"],
-        [],
-    ),
     "test_skips_on_one": (
         "failed",
         ["the ranks do not agree: passed (ranks 0, 2), skipped: not me (rank 1)"],
-        [],
-    ),
-    "test_skips_while_others_wait": (
-        "failed",
-        ["the ranks do not agree: waited in barrier (ranks 0, 2), skipped: nor me (rank 1)"],
         [],
     ),
     "test_xfails_while_others_wait": ("xfailed", [], []),
@@ -67,21 +50,11 @@ TABLE = {
         ["different numbers of collectives on all ranks: 1 (rank 0), 0 (ranks 1, 2)"],
         [],
     ),
-    "test_counts_differ_in_a_subgroup": (
-        "failed",
-        [
-            "different numbers of collectives on ranks 0, 2: 0 (rank 0), 1 (rank 2)",
-            "; rank 2 alone called all_reduce of float32[1] at test_faults.py:",
-        ],
-        [],
-    ),
     "test_unpicklable": ("failed", ["Unpicklable: with a handle"], []),
     "test_pytest_exit": ("failed", ["ranks 0-2: called pytest.exit: I stop here"], []),
     "test_setup_fails_on_one": ("error", ["the fixture broke", "rank 2: AssertionError"], []),
     "test_teardown_fails_on_one": ("error", ["the end broke", "rank 1: AssertionError"], []),
     "test_writes_10_megabytes": ("failed", ["assert 0 != 0", "ranks 1, 2: passed"], []),
-    "test_writes_in_another_encoding": ("failed", ["assert 1 != 1"], []),
-    "test_exception_of_this_file": ("failed", ["Local: mine", "rank 2: Local: mine"], []),
     "test_different_collectives": (
         "failed",
         [
@@ -90,17 +63,6 @@ TABLE = {
         ],
         [],
     ),
-    "test_one_never_reaches_the_barrier": (
-        "failed",
-        ["ranks 0, 2 wait in barrier at test_faults.py:", "on all ranks: rank 1 ended without it"],
-        [],
-    ),
-    "test_skips_in_a_fixture_on_one": (
-        "failed",
-        ["the ranks do not agree: passed (ranks 0, 2), skipped: no such thing here (rank 1)"],
-        [],
-    ),
-    "test_xpasses_strictly_on_one": ("xfailed", [], []),
     **{f"test_odd_ids[{word}]": ("passed", [], []) for word in ("a b", "x/y", "..", "🙂")},
     "test_fp8_all_to_all": ("failed", ["Invalid scalar type"], []),
     "test_good_after_fp8": ("passed", [], []),
@@ -108,25 +70,14 @@ TABLE = {
     "test_finds_it_unchanged": ("passed", [], []),
     "test_leaves_groups": ("passed", [], []),
     "test_no_space_left": ("failed", ["rank 0: OSError: [Errno 27] File too large"], []),
-    "test_no_space_left_for_output": ("failed", ["rank 0: OSError: [Errno 27] File too large"], []),
-    "test_out_of_memory_by_a_limit": ("failed", ["rank 0: RuntimeError", "ranks 1, 2: waited in barrier"], []),
     "test_good_within_no_limits": ("passed", [], []),
-    "test_pytest_exit_on_one": (
-        "failed",
-        ["rank 2: called pytest.exit: rank 2 has had enough", "ranks 0, 1: waited in barrier"],
-        [],
-    ),
     "test_shares_memory_and_dies": ("failed", ["rank 0 was killed by SIGKILL"], []),
-    "test_leaves_a_child": ("failed", ["rank 0 exited with status 0"], []),
     "test_leaves_a_daemon": ("failed", ["rank 0 exited with status 0"], []),
     "test_kills_its_forkserver": ("failed", ["was lost with the process that had forked it"], []),
     "test_good_on_a_new_forkserver": ("passed", [], []),
-    "test_forks_and_goes_on": ("passed", [], []),
-    "test_judged_by_itself_after_a_fork": ("failed", ["assert 0 == 7"], []),
     "test_call_and_teardown_fail": ("failed", ["assert 0 == 7", "ValueError: the end of all broke"], []),
     "test_call_and_teardown_fail_on_other_ranks": ("failed", ["assert 0 == 7", "the end broke"], []),
     "test_missing_golden_before_a_subtest": ("failed", ["test_missing_golden_before_a_subtest.txt is missing"], []),
-    "test_missing_golden_in_teardown": ("failed", ["test_missing_golden_in_teardown.txt is missing"], []),
     "test_expects_a_failed_collective": ("passed", [], []),
     "test_good_after_an_expected_failure": ("passed", [], []),
     "test_somebody_takes_a_slot": ("passed", [], []),
@@ -138,8 +89,6 @@ TABLE = {
     "test_somebody_gives_it_back": ("passed", [], []),
     "test_somebody_dies_with_all_slots": ("passed", [], []),
     "test_good_after_a_stale_lease": ("passed", [], []),
-    "test_compiles": ("passed", [], []),
-    "test_finds_nothing_compiled": ("passed", [], []),
     "test_control_differs_on_one": ("passed", [], []),
     "test_control_differs_on_none": ("failed", ["swapped: the control run is equal on all ranks"], []),
     "test_control_differs_on_one_of_all": ("failed", ["ControlFailed: swapped", "rank 1: passed"], []),
@@ -150,21 +99,85 @@ TABLE = {
     "test_good_at_the_end": ("passed", [], []),
 }
 
+# More of the same classes, in a run of its own.
+MORE = {
+    "test_two_errors": ("failed", ["ValueError: first", "rank 0: KeyError: 'second'", "rank 1: passed"], []),
+    "test_os_exit": ("failed", ["rank 1 exited with status 0"], []),
+    "test_sys_exit": ("failed", ["SystemExit: enough", "ranks 0, 2: passed"], []),
+    "test_forks_and_dies": ("failed", ["rank 0 exited with status 5"], []),
+    "test_hangs_and_holds_the_gil": (
+        "failed",
+        ["rank 1 did not end within 2 s, at test_faults.py", "in test_hangs_and_holds_the_gil"],
+        [],
+    ),
+    "test_stops_itself": (
+        "failed",
+        ["rank 1 did not end within 3 s, stopped by a signal, as SIGSTOP is one", "-CONT"],
+        [],
+    ),
+    "test_skips_while_others_wait": (
+        "failed",
+        ["the ranks do not agree: waited in barrier (ranks 0, 2), skipped: nor me (rank 1)"],
+        [],
+    ),
+    "test_counts_differ_in_a_subgroup": (
+        "failed",
+        [
+            "different numbers of collectives on ranks 0, 2: 0 (rank 0), 1 (rank 2)",
+            "; rank 2 alone called all_reduce of float32[1] at test_faults.py:",
+        ],
+        [],
+    ),
+    "test_writes_in_another_encoding": ("failed", ["assert 1 != 1"], []),
+    "test_exception_of_this_file": ("failed", ["Local: mine", "rank 2: Local: mine"], []),
+    "test_one_never_reaches_the_barrier": (
+        "failed",
+        ["ranks 0, 2 wait in barrier at test_faults.py:", "on all ranks: rank 1 ended without it"],
+        [],
+    ),
+    "test_skips_in_a_fixture_on_one": (
+        "failed",
+        ["the ranks do not agree: passed (ranks 0, 2), skipped: no such thing here (rank 1)"],
+        [],
+    ),
+    "test_xpasses_strictly_on_one": ("xfailed", [], []),
+    "test_no_space_left_for_output": ("failed", ["rank 0: OSError: [Errno 27] File too large"], []),
+    "test_out_of_memory_by_a_limit": ("failed", ["rank 0: RuntimeError", "ranks 1, 2: waited in barrier"], []),
+    "test_pytest_exit_on_one": (
+        "failed",
+        ["rank 2: called pytest.exit: rank 2 has had enough", "ranks 0, 1: waited in barrier"],
+        [],
+    ),
+    "test_leaves_a_child": ("failed", ["rank 0 exited with status 0"], []),
+    "test_forks_and_goes_on": ("passed", [], []),
+    "test_judged_by_itself_after_a_fork": ("failed", ["assert 0 == 7"], []),
+    "test_missing_golden_in_teardown": ("failed", ["test_missing_golden_in_teardown.txt is missing"], []),
+    "test_compiles": ("passed", [], []),
+    "test_finds_nothing_compiled": ("passed", [], []),
+}
+
+
+def suite_run(suite, *chosen):
+    """In a worker, which leases slots; the rendezvous port of the environment is taken, and nobody must want it."""
+    suite.take("ranks_faults")
+    suite.write("pytest.ini", f"[pytest]\n{PLAIN_IDS} = true\n")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        rendezvous = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(taken.getsockname()[1])}
+        return suite.run("-n1", "--gt-gpus=3", "--gt-lease-timeout=0.5", *chosen, environ=rendezvous)
+
 
 @pytest.fixture(scope="module")
 def run(module_suite):
-    """In a worker, which leases slots; the rendezvous port of the environment is taken, and nobody must want it."""
-    module_suite.take("ranks_faults")
-    module_suite.write("pytest.ini", f"[pytest]\n{PLAIN_IDS} = true\n")
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        rendezvous = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(taken.getsockname()[1])}
-        return module_suite.run("-n1", "--gt-gpus=3", "--gt-lease-timeout=0.5", environ=rendezvous)
+    return suite_run(module_suite, *(f"--deselect=test_faults.py::{name}" for name in MORE))
 
 
-@pytest.mark.parametrize("name", TABLE)
-def test_fault(run, name):
-    """T1, T2, T3, T4, T5, T7."""
-    outcome, expected, unwanted = TABLE[name]
+@pytest.fixture(scope="module")
+def run_of_more(tmp_path_factory):
+    names = ["test_raises_while_others_wait", *MORE]
+    return suite_run(Suite(tmp_path_factory.mktemp("more") / "suite"), *(f"test_faults.py::{name}" for name in names))
+
+
+def check_report(run, name, outcome, expected, unwanted):
     assert run.outcome(name) == outcome, run.text(name)
     text = run.text(name)
     for line in expected:
@@ -173,9 +186,7 @@ def test_fault(run, name):
         assert line not in text
 
 
-@pytest.mark.parametrize("name", TABLE)
-def test_nothing_is_left_after_a_fault(run, name):
-    """T5: at most the forkserver and three ranks run, with their ports; no slot is held, no file or folder is kept."""
+def check_nothing_is_left(run, name):
     first, now = run.footprint("test_raises_while_others_wait"), run.footprint(name)
     assert now["processes"] <= 1 + 3
     assert now["strays"] == []
@@ -183,6 +194,36 @@ def test_nothing_is_left_after_a_fault(run, name):
     assert now["ports"] <= first["ports"]
     assert now["files"] <= first["files"] + 1  # a test holds a lease itself
     assert now["folders"] <= first["folders"]
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_fault(run, name):
+    """T1, T2, T3, T4, T5, T7."""
+    check_report(run, name, *TABLE[name])
+
+
+@pytest.mark.parametrize("name", MORE)
+def test_more_faults(run_of_more, name):
+    """T1, T2, T3, T4, T5, T7."""
+    check_report(run_of_more, name, *MORE[name])
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_nothing_is_left_after_a_fault(run, name):
+    """T5: at most the forkserver and three ranks run, with their ports; no slot is held, no file or folder is kept."""
+    check_nothing_is_left(run, name)
+
+
+@pytest.mark.parametrize("name", MORE)
+def test_nothing_is_left_after_more_faults(run_of_more, name):
+    """T5."""
+    check_nothing_is_left(run_of_more, name)
+
+
+def test_nothing_is_left_over_by_more_faults(run_of_more):
+    """T5."""
+    assert set(run_of_more.reports) == {"test_raises_while_others_wait", *MORE}
+    assert run_of_more.left_over() == []
 
 
 def test_every_test_of_the_suite_is_in_the_table(run):

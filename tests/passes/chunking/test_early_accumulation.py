@@ -35,10 +35,16 @@ def sharded(mesh, precision):
     return data_parallel(model.bfloat16() if precision == "bf16" else model, mesh, mp_policy=POLICIES[precision])
 
 
-def chunk(model, config, inputs, reuse_gathers=False):
-    """The chunked step of a tracer that gathers a parameter whenever it is read, unless told otherwise."""
-    traced = trace_step(model, ce_step, inputs, chunk=config, reuse_gathers=reuse_gathers)
+def chunk(model, config, inputs):
+    """The chunked step of a tracer that gathers a parameter whenever it is read."""
+    traced = trace_step(model, ce_step, inputs, chunk=config, reuse_gathers=False)
     return traced.with_graph(chunked(traced, config))
+
+
+def on_and_off(model, inputs, reuse_gathers=False):
+    """The step traced once, and chunked in both ways, whose twins are the same."""
+    traced = trace_step(model, ce_step, inputs, chunk=ON, reuse_gathers=reuse_gathers)
+    return [traced.with_graph(chunked(traced, config)) for config in (ON, OFF)]
 
 
 def reductions(step, of="layers.0."):
@@ -51,7 +57,7 @@ def reductions(step, of="layers.0."):
 def test_the_golden_pair(gt_mesh, gt_golden, precision):
     """J3: on, one reduction a parameter, of the sum, behind the casts; off, one a chunk. In bf16 there is no cast."""
     inputs = token_batch(0, batch=6)
-    on, off = (chunk(sharded(gt_mesh, precision), config, inputs) for config in (ON, OFF))
+    on, off = on_and_off(sharded(gt_mesh, precision), inputs)
     assert (len(reductions(on)), len(reductions(off))) == (4, 12)
     gt_golden.check(on.gm, "on")
     gt_golden.check(off.gm, "off")
@@ -83,7 +89,7 @@ def test_nothing_moves_across_a_cast(gt_mesh):
 def test_a_parameter_gathered_once_is_reduced_once(gt_mesh):
     """A10: by our own tracer; early or not, the sum is autograd's."""
     inputs = token_batch(0, batch=6)
-    on, off = (chunk(sharded(gt_mesh, "fp32"), config, inputs, reuse_gathers=True) for config in (ON, OFF))
+    on, off = on_and_off(sharded(gt_mesh, "fp32"), inputs, reuse_gathers=True)
     assert [str(node.target) for node in on.gm.graph.nodes] == [str(node.target) for node in off.gm.graph.nodes]
     assert len(reductions(off)) == 4
 

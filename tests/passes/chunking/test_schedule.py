@@ -32,7 +32,7 @@ from pytest_gtrainer.passes.chunking import schedule
 
 CONFIG = strict("layers.*.moe", num_chunks=2)
 MODEL = deepseek_v3.DeepSeekV3Config(
-    dim=16, n_layers=2, n_heads=2, q_lora_rank=0, kv_lora_rank=8, ffn_dim=24, vocab_size=40,
+    dim=16, n_layers=1, n_dense_layers=0, n_heads=2, q_lora_rank=0, kv_lora_rank=8, ffn_dim=24, vocab_size=40,
     moe=deepseek_v3.MoEConfig(n_experts=4, ffn_dim=12),
 )  # fmt: skip
 BATCH = token_batches(MODEL.vocab_size, "cpu", batch=4, seq=8)
@@ -125,7 +125,7 @@ class Noisy(torch.nn.Module):
 
 def noisy_model_on(mesh):
     model = model_on(mesh)
-    model.layers[1].moe = Noisy(model.layers[1].moe)
+    model.layers[0].moe = Noisy(model.layers[0].moe)
     return model
 
 
@@ -162,7 +162,7 @@ def test_an_exchange_that_belongs_to_no_chunk(graph):
     gm = graph()
     second = gm.graph.find_nodes(op="call_function", target=ALL_TO_ALL)[1]
     second.meta["custom"] = {"module_fqn": second.meta["custom"]["module_fqn"]}
-    with pytest.raises(ChunkError, match=rf"{second.name} .* exchange of the chunked module layers\.1\.moe, but no"):
+    with pytest.raises(ChunkError, match=rf"{second.name} .* exchange of the chunked module layers\.0\.moe, but no"):
         chunk_schedule_pass(gm)
 
 
@@ -171,5 +171,5 @@ def test_chunks_with_different_exchanges(graph):
     gm = graph()
     moved = gm.graph.find_nodes(op="call_function", target=ALL_TO_ALL)[-1]
     moved.meta["custom"] = {**moved.meta["custom"], "chunk_id": 1}
-    with pytest.raises(ChunkError, match=r"layers\.1\.moe \(bwd\) do not have the same exchanges .*chunk 0 has"):
+    with pytest.raises(ChunkError, match=r"layers\.0\.moe \(bwd\) do not have the same exchanges .*chunk 0 has"):
         chunk_schedule_pass(gm)

@@ -1,10 +1,13 @@
 """Numbers that a rank has of its own in an otherwise equal graph: which are told apart, and which are refused."""
 
+from dataclasses import replace
+
 import pytest
 import torch.distributed as dist
 
 from fixtures.models.loss import ce_step
 from fixtures.training import Parallelism, llama3_training
+from pytest_gtrainer.conformance.recipes import Recipe
 from pytest_gtrainer.references.simulated import SimulatedGraphRun
 from pytest_gtrainer.worlds.simulated import DependsOnRank
 
@@ -12,15 +15,12 @@ SQUARE = pytest.mark.gt_world("simulated", size=4, nodes=2, mesh={"dp": 2, "tp":
 LINE = pytest.mark.gt_world("simulated", size=4, nodes=2, mesh={"fsdp": 4})
 
 
-def graph_of(world, factor, **changes):
+def graph_of(world, factor):
     """The replay of a step whose loss every rank multiplies by a number of its own."""
 
-    def step(model, tokens, labels):
-        return ce_step(model, tokens, labels) * factor(dist.get_rank())
-
     def config(mesh):
-        data = mesh["dp"] if mesh.ndim == 2 else mesh
-        return llama3_training(data, "fp32", step=step, steps=1, **changes)
+        small = Recipe(layers=1, reduced=None).config(mesh["dp"])
+        return replace(small, step=lambda model, tokens: small.step(model, tokens) * factor(dist.get_rank()), steps=1)
 
     return SimulatedGraphRun(config, world)
 

@@ -14,6 +14,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from fixtures.models.loss import ce_step
 from fixtures.training import deepseek_v3_training, llama3_training
 from pytest_gtrainer import BucketLayout, NetModel, VacuousCheck, assert_simulated_parity, sweep_nets
+from pytest_gtrainer.conformance.recipes import Recipe
 from pytest_gtrainer.graph.layout import LayoutDifference, Payload, Slot
 from pytest_gtrainer.numerics.compare import BitwiseDifference, compare
 from pytest_gtrainer.numerics.record import Record
@@ -124,7 +125,7 @@ def test_an_element_is_counted_in_the_dtype_of_the_wire():
 def test_a_layout_that_differs_fails_where_no_bit_does(gt_world):
     """S1: two ranks add a + b in any order."""
     with pytest.raises(LayoutDifference, match="all bits are equal under this net: only the layout shows it"):
-        assert_simulated_parity(CONFIG, gt_world, payload_order="execution")
+        assert_simulated_parity(Recipe(reduced=None).config, gt_world, payload_order="execution")
 
 
 @pytest.mark.gt_world("simulated", size=8, nodes=1)
@@ -134,4 +135,4 @@ def test_a_check_that_could_not_fail_is_no_pass(gt_world):
     The control trains for one step, and the first of two is what it is compared with.
     """
     with pytest.raises(VacuousCheck, match=r"could not fail.*take two nodes or more with two channels"):
-        assert_simulated_parity(functools.partial(CONFIG, steps=2), gt_world)
+        assert_simulated_parity(Recipe(reduced=None).config, gt_world)

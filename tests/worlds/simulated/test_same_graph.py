@@ -12,6 +12,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from fixtures.training import llama3_training
 from pytest_gtrainer import annotate_module_fqns
 from pytest_gtrainer._torch.tracing import new_fake_mode
+from pytest_gtrainer.conformance.recipes import Recipe
 from pytest_gtrainer.references.graph import GraphRun
 from pytest_gtrainer.worlds.fake import fake_world, make_mesh
 from pytest_gtrainer.worlds.simulated import DependsOnRank
@@ -39,8 +40,8 @@ def at_both_ends(trace, **mesh):
 
 def test_a_sharded_step_is_the_same_on_all_ranks():
     """S4: traced, rewritten and bucketed; shards of equal size."""
-    first, last = at_both_ends(lambda mesh: GraphRun(llama3_training(mesh, "bf16_fp32")).traced.gm, fsdp=16)
-    assert (first.rank, last.rank) == (0, 15)
+    first, last = at_both_ends(lambda mesh: GraphRun(Recipe().config(mesh)).traced.gm, fsdp=8)
+    assert (first.rank, last.rank) == (0, 7)
     check_same_on_all(first, last)
 
 

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
 
 from pytest_gtrainer._torch.fake_groups import fake_group_beside
 from pytest_gtrainer._torch.values import pytree
@@ -107,6 +108,19 @@ def simulated_eager(
     return SimulatedRun(Record.merged(records), layouts[0])
 
 
+def refuse_uneven(model: nn.Module) -> None:
+    """DependsOnRank for a parameter whose shards differ in size over the ranks: only some would pad them."""
+    for fqn, tensor in model.named_parameters():
+        for dim, extent in enumerate(tensor.shape if isinstance(tensor, DTensor) else ()):
+            placed = zip(tensor.placements, tensor.device_mesh.shape, strict=True)
+            ranks = math.prod(size for placement, size in placed if getattr(placement, "dim", None) == dim)
+            if extent % ranks:
+                raise DependsOnRank(
+                    f"parameter {fqn} has {extent} elements in dimension {dim}, and {ranks} ranks share them: a "
+                    "simulated world needs shards of one size, so choose sizes that the ranks divide, or real ranks"
+                )
+
+
 class SimulatedGraphRun:
     """A rewritten graph, the same on all ranks (S4), ready to train them all; every ``run`` starts anew."""
 
@@ -124,6 +138,7 @@ class SimulatedGraphRun:
                 "TrainConfig.mesh alone: take real ranks, or max_norm=None"
             )
         with state_kept():
+            refuse_uneven(shard_traceably(new_model(self.config), self.config))
             self._run = GraphRun(self.config, **options)
             gm = self._run.traced.gm
             first = self._rank_graph(gm)

@@ -13,12 +13,20 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from fixtures.models.loss import ce_step
 from fixtures.training import deepseek_v3_training, llama3_training
-from pytest_gtrainer import BucketLayout, NetModel, VacuousCheck, assert_simulated_parity, sweep_nets
+from pytest_gtrainer import (
+    BucketLayout,
+    NetModel,
+    VacuousCheck,
+    assert_simulated_parity,
+    sweep_nets,
+    train_graph,
+)
 from pytest_gtrainer.conformance.recipes import Recipe
 from pytest_gtrainer.graph.layout import LayoutDifference, Payload, Slot
 from pytest_gtrainer.numerics.compare import BitwiseDifference, compare
 from pytest_gtrainer.numerics.record import Record
 from pytest_gtrainer.references.parity import paths_of_first
+from pytest_gtrainer.worlds.simulated import DependsOnRank
 
 CONFIG = functools.partial(llama3_training, precision="fp32", steps=1)
 EIGHT = pytest.mark.gt_world("simulated", size=8, nodes=2)
@@ -136,3 +144,11 @@ def test_a_check_that_could_not_fail_is_no_pass(gt_world):
     """
     with pytest.raises(VacuousCheck, match=r"could not fail.*take two nodes or more with two channels"):
         assert_simulated_parity(Recipe(reduced=None).config, gt_world)
+
+
+@EIGHT
+def test_a_world_of_odd_shards_is_refused(gt_world):
+    """S4: by parameter and dimension, before anything is traced."""
+    config = functools.partial(llama3_training, precision="fp32", flavor="debug_odd", steps=1)
+    with pytest.raises(DependsOnRank, match=r"w1\.weight has 201 elements in dimension 0, and 8 ranks share them"):
+        train_graph(config, world=gt_world)

@@ -19,7 +19,6 @@ from pytest_gtrainer import (
 from pytest_gtrainer.graph.collectives import PlanError
 from pytest_gtrainer.graph.layout import LayoutDifference, assert_same_layout
 from pytest_gtrainer.references.simulated import SimulatedGraphRun, simulated_eager
-from pytest_gtrainer.worlds.simulated import DependsOnRank
 
 CONFIG = functools.partial(llama3_training, precision="fp32", steps=2)
 EIGHT = pytest.mark.gt_world("simulated", size=8, nodes=2)
@@ -79,14 +78,6 @@ def test_expert_parallelism(gt_world):
 def test_deepseek_v3_on_eight_ranks(gt_world, mesh):
     """S2: routed experts, shared ones, and exchanged rows over a mesh of their own."""
     check_deepseek_v3(gt_world, **mesh)
-
-
-@EIGHT
-def test_a_world_of_odd_shards_is_refused(gt_world):
-    """S4: by the first tensor that is another on the last rank."""
-    config = functools.partial(llama3_training, precision="fp32", flavor="debug_odd", steps=1)
-    with pytest.raises(DependsOnRank, match=r"rank 0 has .*float32\[26, 72\], rank 7 has .*float32\[19, 72\]"):
-        train_graph(config, world=gt_world)
 
 
 @pytest.mark.gt_world("fake", size=16)

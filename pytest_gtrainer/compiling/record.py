@@ -192,8 +192,10 @@ class CompileRecord:
         """
         self._refuse_nothing()
         if len(self.graphs) > 1:
-            told = f"{len(self.graphs)} graphs were compiled: say which, record[0].forward for one"
-            raise NotRecorded(f"{told}{self._story()}")
+            pairs = (("graph break", self.breaks), ("recompilation", self.recompiled))
+            causes = " and ".join(counted(len(found), noun) for noun, found in pairs if found)
+            told = f"{len(self.graphs)} graphs were compiled{f', because of {causes}' if causes else ''}"
+            raise NotRecorded(f"{told}: say which, record[0].forward for one{self._story()}")
         return self.graphs[0]
 
     def passes(self, name: str | None = None, *, changed: bool | None = None) -> list[RecordedPass]:

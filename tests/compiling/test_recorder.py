@@ -313,6 +313,9 @@ def test_graph_breaks_and_recompilations_say_where_and_why(monkeypatch):
     record.assert_compiles(1, recompiles=1)
     with pytest.raises(AssertionError, match=r"expected 1 and 0, found 1 graph and 1 recompilation\n(?s:.*)actual 3"):
         record.assert_compiles(1)
+    told = "2 graphs were compiled, because of 1 graph break and 1 recompilation: say which"
+    with pytest.raises(NotRecorded, match=told):
+        _ = record.forward
 
 
 def test_one_graph_without_breaks(record):

@@ -18,7 +18,8 @@ import torch
 
 from pytest_gtrainer import DebugConfig, assert_run_to_run, deterministic, facts
 from pytest_gtrainer.numerics.compare import BitwiseDifference
-from pytest_gtrainer.numerics.run_to_run import PRESSURES, NotJudged, Pressure, kept, once
+from pytest_gtrainer.numerics.run_to_run import _SWITCHES, PRESSURES, NotJudged, Pressure, kept, once
+from pytest_gtrainer.worlds.hygiene import restored
 
 BY_NAME = {pressure.name: pressure for pressure in PRESSURES}
 X = torch.randn(10_007, generator=torch.Generator().manual_seed(0))
@@ -148,6 +149,24 @@ def test_another_process_has_the_same_random_numbers_and_switches(some_threads, 
             assert_run_to_run(module.by_process, 2, pressures=[BY_NAME["another process"]])
         assert caught.value.verdict.compared == len(by_process())
     assert [difference.key.name for difference in caught.value.verdict.differences] == ["seed of hashes"]
+
+
+HELD = {
+    "threads": [1, 3],
+    "default dtype": [torch.float64, torch.bfloat16, torch.float32],
+    "precision of products": ["high", "medium", "highest"],
+    "algorithms": [2, 1, 0],
+}
+
+
+def test_what_another_process_is_set_to_is_what_this_one_has():
+    """Every switch that is sent along is written as it was read; ``algorithms`` 1 warns, 2 raises."""
+    assert _SWITCHES.keys() == HELD.keys(), "a switch was added or left out: tell here which values it has"
+    with restored():
+        for name, (read, write) in _SWITCHES.items():
+            for value in HELD[name]:
+                write(value)
+                assert read() == value, f"{name} was set to {value} and is {read()}"
 
 
 @pytest.mark.parametrize("blocks", [0, 6000], ids=["as it is", "full of holes"])

@@ -182,13 +182,14 @@ def test_a_buffer_of_all_ranks_that_groups_fill_is_one_for_each(gt_world):
 
 
 def test_shards_of_another_dimension(gt_world):
-    x = different(4, 8, 2)
     operator = torch.ops._dtensor.shard_dim_alltoall.default
-    gm = graph_of(lambda graph: graph.call_function(operator, (graph.placeholder("x"), 1, 0, world_group())))
-    shards = interpreter_of(gm).run([x])
-    same(shards, PerRank(torch.cat(list(x), 1).chunk(4)))
-    strides = [shard.stride() for shard in shards]
-    assert strides == [(8, 1)] * 4, "as from torch, which copies the shards out: a strided one adds in another order"
+    for gathered, sharded, x in ((1, 0, different(4, 8, 2)), (0, 1, different(4, 2, 8))):
+        dims = gathered, sharded, world_group()
+        gm = graph_of(lambda graph, dims=dims: graph.call_function(operator, (graph.placeholder("x"), *dims)))
+        shards = interpreter_of(gm).run([x])
+        same(shards, PerRank(torch.cat(list(x), gathered).chunk(4, sharded)))
+        whole = [shard.is_contiguous() for shard in shards]
+        assert whole == [True] * 4, "torch copies the shards out: of a strided one a sum has other bits"
 
 
 def test_subgroups_are_those_of_the_mesh(gt_world):

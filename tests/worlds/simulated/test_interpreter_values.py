@@ -286,15 +286,16 @@ def test_numbers_that_compare_equal_are_no_shared_value():
 
 
 def test_ranks_whose_memory_overlaps_behind_a_shorter_one_between():
-    """S7: rank 0 reaches from the first to the sixth number, rank 1 lies inside, and rank 2 begins at the sixth."""
+    """S7: rank 0 reaches from the first number to the sixth, with a view inside that; rank 1 begins at the sixth."""
     memory = torch.zeros(16)
-    views = [memory[0:6:5], memory[1:3], memory[5:7], memory[8:10]]
-    gm = make_fx(lambda x: x.add_(1))(torch.zeros(2))
+    views = PerRank([memory[0:6:5], memory[5:7], memory[8:10], memory[10:12]])
+    inside = PerRank([memory[1:3], *[torch.zeros(2) for _ in range(3)]])
+    gm = make_fx(lambda x, y: x.add_(1) + y)(torch.zeros(2), torch.zeros(2))
     with pytest.raises(DependsOnRank, match="is one tensor for several ranks, and each writes to it"):
-        alone(gm, [PerRank(views)])
+        alone(gm, [views, inside])
     assert memory.eq(0).all(), "nobody has written to memory that two ranks share"
     apart = torch.zeros(16)
-    alone(gm, [PerRank([apart[0:2], apart[2:4], apart[6:8], apart[4:6]])])
+    alone(gm, [PerRank([apart[0:2], apart[2:4], apart[6:8], apart[4:6]]), torch.zeros(2)])
     assert apart.tolist() == [1.0] * 8 + [0.0] * 8, "parts of one buffer that no two ranks share are written to"
 
 

@@ -110,6 +110,11 @@ def test_what_befell_a_rank_from_outside_counts_by_its_time(request):
     two = {rank: {"call": each} for rank, each in enumerate((failed("own"), PASSED))}
     late = merged(request, reports=two, raised={0: (2.0, "own")}, incidents=[killed])
     assert late["call"].longrepr.reprcrash.message == "[rank 0] ValueError: own"
+    lost = {0: {"call": failed("connection closed")}}
+    noticed = merged(request, reports=lost, raised={0: (2.5, "connection closed", "barrier", None)},
+                     incidents=[killed], dead={2})  # fmt: skip
+    assert str(noticed["call"].longrepr).startswith("rank 2 was killed by SIGKILL"), "its peer heard of it before us"
+    assert others(noticed["call"]) == ["rank 2: was killed by SIGKILL", "rank 0: waited in barrier"]
     alone = merged(request, reports={}, incidents=[killed])
     assert str(alone["call"].longrepr).startswith("rank 2 was killed by SIGKILL")
     assert "no rank has given a report" in str(merged(request, reports={})["call"].longrepr)

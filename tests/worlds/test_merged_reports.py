@@ -115,6 +115,9 @@ def test_what_befell_a_rank_from_outside_counts_by_its_time(request):
                      incidents=[killed], dead={2})  # fmt: skip
     assert str(noticed["call"].longrepr).startswith("rank 2 was killed by SIGKILL"), "its peer heard of it before us"
     assert others(noticed["call"]) == ["rank 2: was killed by SIGKILL", "rank 0: waited in barrier"]
+    stuck = Incident(1.0, 1, "rank 1 is stuck in a collective that another has left", is_consequence=True)
+    cause = merged(request, reports={0: {"call": failed("own")}}, raised={0: (2.0, "own")}, incidents=[stuck])
+    assert cause["call"].longrepr.reprcrash.message == "[rank 0] ValueError: own", "who is stuck for it is no cause"
     alone = merged(request, reports={}, incidents=[killed])
     assert str(alone["call"].longrepr).startswith("rank 2 was killed by SIGKILL")
     assert "no rank has given a report" in str(merged(request, reports={})["call"].longrepr)
@@ -156,6 +159,8 @@ def test_a_failure_of_a_setup_leaves_no_call_and_one_of_a_teardown_stands_beside
                   raised={0: (1.0, "in the call"), 1: (2.0, "behind it")})  # fmt: skip
     assert [both[phase].outcome for phase in PHASES] == ["passed", "failed", "failed"]
     assert both["teardown"].longrepr.reprcrash.message == "[rank 1] ValueError: behind it"
+    behind = merged(request, PASSED, PASSED, teardowns={1: failed("behind", "teardown")}, raised={1: (1.0, "behind")})
+    assert [behind[phase].outcome for phase in PHASES] == ["passed", "passed", "failed"]
 
 
 def control(equal, what=""):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from pytest_gtrainer import Record, apply_graph_passes, assert_bitwise_different, assert_bitwise_equal, facts
+from pytest_gtrainer import NetModel, Record, apply_graph_passes, assert_bitwise_different, assert_bitwise_equal, facts
 from pytest_gtrainer.bisect import (
     PassWitness,
     Stage,
@@ -16,10 +16,12 @@ from pytest_gtrainer.bisect import (
     copies,
     flat_inputs,
     local_run,
+    run_on_all,
 )
 from pytest_gtrainer.numerics.compare import BitwiseDifference
+from pytest_gtrainer.numerics.determinism import random_states_kept
 from pytest_gtrainer.numerics.verdict import PHASES, Key
-from pytest_gtrainer.worlds.simulated.interpreter import PerRank
+from pytest_gtrainer.worlds.simulated.interpreter import PerRank, RankGraph, RankRandomStates
 from tests.numerics.test_bisect import BATCH, HARMLESS, Net, pipeline, traced_net
 
 
@@ -43,6 +45,33 @@ def test_a_run_starts_where_it_was_made():
         model.scale.mul_(2)
     assert_bitwise_equal(by_name(run(gm)), first)
     assert_bitwise_different(by_name(local_run(flat)(gm)), first, what="from another start")
+
+
+def test_a_run_on_all_ranks_has_the_results_and_buffers_of_each():
+    """In a simulated world; what ranks share is shared by the copies, and a second run starts where the first did."""
+
+    def step(x, steps):
+        steps.add_(x.sum())
+        return x * steps + torch.rand(3)
+
+    gm = make_fx(step)(torch.ones(3), torch.zeros(()))
+    gm.graph.find_nodes(op="placeholder")[1].meta["gt_input"] = {"kind": "buffer", "fqn": "steps"}
+    xs, counts = [torch.full((3,), float(rank)) for rank in (1, 2)], [torch.zeros(()), torch.ones(())]
+    states = RankRandomStates([torch.Generator().manual_seed(seed).get_state() for seed in (3, 4)])
+    run = run_on_all(lambda gm: RankGraph(gm, 0, 2, {}), NetModel.of_world(2), [PerRank(xs), PerRank(counts)], states)
+    first, again = run(gm), run(gm)
+    assert_bitwise_equal(by_name_and_rank(again), by_name_and_rank(first))
+    assert [count.item() for count in counts] == [0.0, 1.0], "the caller's buffers are left alone"
+    for rank, (x, start) in enumerate(zip(xs, (0.0, 1.0), strict=True)):
+        with random_states_kept():
+            torch.manual_seed(3 + rank)
+            expected = x * (start + x.sum()) + torch.rand(3)
+        assert first[Key(0, rank, "", "output 0")].equal(expected), f"rank {rank}, with its own random numbers"
+        assert first[Key(0, rank, "", "steps afterwards")].item() == start + x.sum().item()
+
+
+def by_name_and_rank(values):
+    return {f"{key.name} of {key.rank}": value for key, value in values.items()}
 
 
 def stages_of(*functions):

@@ -236,6 +236,8 @@ def test_values_are_told_apart_by_the_operators_that_they_are_computed_from():
 def test_tags(old, new, said):
     sides = [TEXT.replace("mm: f32[2, 4]", f"mm: f32[2, 4]{tag}") for tag in (old, new)]
     assert words(*sides) == [f"tags of aten.mm in fwd layers[0..3].mlp: {said}"]
+    verdict = diff(*sides).splitlines()[0]
+    assert verdict == "same dataflow, same schedule, other modules, buckets or tags", "and not the spelling alone"
 
 
 def test_values_belong_to_another_module():

@@ -75,3 +75,20 @@ def test_it_is_put_back(monkeypatch: pytest.MonkeyPatch, name: str, fails: bool)
     assert found == before, f"{name} stays as the test has left it"
     decides_bits = name in ("matmul precision", "deterministic algorithms")
     assert changes == ({name: (before, left)} if decides_bits else {}), "each as (before, after)"
+
+
+@pytest.mark.parametrize("name", [name for name in CHANGES if name != "alarms"])
+def test_what_was_otherwise_before_is_so_again(monkeypatch: pytest.MonkeyPatch, name: str):
+    """The other way round: the process has it set, and the test sets it back. An alarm that went off is over."""
+    monkeypatch.setenv("REMOVED_BY_A_TEST", "1")
+    read, write = kept()[name]
+    usual = read()
+    try:
+        CHANGES[name]()
+        before = read()
+        with restored():
+            write(usual)
+            assert read() == usual
+        assert read() == before, f"{name} was set, and a test that took it back has taken it for good"
+    finally:
+        write(usual)

@@ -254,7 +254,9 @@ def test_tags(old, new, said):
 )
 def test_the_lines_of_what_has_changed_are_shown(old, new):
     """A line that is left out says the same on both sides, under another name; none of these does."""
-    text = diff(TEXT, TEXT.replace(old, new)).partition("\n\n")[2]
+    beside = "  I[1]: f32[2, 4]\n", "  I[1]: f32[2, 4]\n  I[2]: f32[2, 4]\n"
+    text = diff(TEXT, TEXT.replace(old, new).replace(*beside)).partition("\n\n")[2]
+    assert "+I[2]: f32[2, 4]" in text
     for sign, part in (("-", old), ("+", new)):
         assert any(line.startswith(sign) and part in line for line in text.splitlines()), f"no {sign}{part} in {text}"
 

@@ -128,7 +128,8 @@ def test_copies_share_what_the_values_share():
     """A buffer that two inputs are, or two ranks: written to in a replay, both see it, and nobody's own is touched."""
     one, other = torch.zeros(2), torch.zeros(2)
     made = copies([one, 3, one, PerRank([one, other]), None])
-    assert made[0] is made[2] is made[3][0] is not one
+    assert made[0] is made[2] is made[3][0], "one tensor of three places has become several"
+    assert made[0] is not one
     assert type(made[3]) is PerRank
     assert made[3][1] is not made[0], "two tensors of equal numbers stay two"
     assert (made[1], made[4]) == (3, None)

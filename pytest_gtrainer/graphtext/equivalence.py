@@ -134,20 +134,24 @@ def _mixed(
 
 
 _RANDOM = frozenset({
-    "bernoulli", "bernoulli_", "cauchy_", "dropout", "dropout_", "alpha_dropout", "feature_dropout",
-    "exponential", "exponential_", "geometric_", "inductor_random", "inductor_randint", "inductor_seed",
-    "inductor_seeds", "log_normal_", "multinomial", "native_dropout", "normal", "normal_", "normal_functional",
-    "philox_rand", "poisson", "rand", "rand_like", "randint", "randint_like", "randn", "randn_like", "random",
-    "random_", "randperm", "rrelu", "rrelu_", "rrelu_with_noise", "run_and_save_rng_state",
-    "run_with_rng_state", "uniform", "uniform_"
+    "_fused_dropout", "_sample_dirichlet", "_standard_gamma", "alpha_dropout", "alpha_dropout_", "bernoulli",
+    "bernoulli_", "binomial", "cauchy", "cauchy_", "dropout", "dropout_", "exponential", "exponential_",
+    "feature_alpha_dropout", "feature_alpha_dropout_", "feature_dropout", "feature_dropout_", "geometric",
+    "geometric_", "inductor_randint", "inductor_random", "inductor_seed", "inductor_seeds", "log_normal",
+    "log_normal_", "multinomial", "native_dropout", "normal", "normal_", "normal_functional", "philox_rand",
+    "poisson", "rand", "rand_like", "randint", "randint_like", "randn", "randn_like", "random", "random_",
+    "randperm", "rrelu", "rrelu_", "rrelu_with_noise", "rrelu_with_noise_", "rrelu_with_noise_functional",
+    "run_and_save_rng_state", "run_with_rng_state", "uniform", "uniform_"
 })  # fmt: skip
 _OUT = f"out={HOLE}"
 _FRACTION = re.compile(r"\d\.\d+(e-\d+)?")
 _VIEWS = frozenset({
-    "_conj", "_reshape_alias", "_unsafe_view", "alias", "as_strided", "chunk", "detach", "diagonal", "expand",
-    "expand_as", "flatten", "lift_fresh", "movedim", "narrow", "permute", "real", "reshape", "select", "set",
-    "slice", "split", "split_with_sizes", "squeeze", "swapaxes", "t", "tensor_split", "transpose", "unbind",
-    "unflatten", "unfold", "unsqueeze", "view", "view_as", "view_as_complex", "view_as_real", "wait_tensor"
+    "_conj", "_neg_view", "_reshape_alias", "_unsafe_view", "adjoint", "alias", "as_strided", "broadcast_to",
+    "chunk", "conj", "detach", "diagonal", "dsplit", "expand", "expand_as", "flatten", "hsplit", "imag",
+    "lift_fresh", "mH", "mT", "matrix_H", "moveaxis", "movedim", "narrow", "numpy_T", "permute", "positive",
+    "ravel", "real", "reshape", "reshape_as", "resolve_conj", "resolve_neg", "select", "set", "slice", "split",
+    "split_with_sizes", "squeeze", "swapaxes", "swapdims", "t", "tensor_split", "transpose", "unbind", "unflatten",
+    "unfold", "unsqueeze", "view", "view_as", "view_as_complex", "view_as_real", "vsplit", "wait_tensor"
 })  # fmt: skip
 _PYTHON_IN_PLACE = frozenset({
     "iadd", "iand", "ifloordiv", "ilshift", "imatmul", "imod", "imul", "ior", "ipow", "irshift", "isub",

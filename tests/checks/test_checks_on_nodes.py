@@ -3,7 +3,8 @@
 import pytest
 
 from pytest_gtrainer import assert_graph
-from pytest_gtrainer.checks import CheckFailure
+from pytest_gtrainer.checks import CheckError, CheckFailure
+from pytest_gtrainer.graphtext import parse
 
 
 def failure_of(gm, checks):
@@ -56,6 +57,7 @@ def test_what_a_node_may_be(gm, holds, fails):
         ('reduce_scatter_tensor(_, "avg", ...)', 'reduce_scatter_tensor(_, "sum", ...)'),
         ("_to_copy(_, dtype=bf16)", "_to_copy(_, dtype=f32)"),
         ("_to_copy(...)", "_to_copy(_)"),
+        ("_to_copy(..., _, dtype=bf16)", "_to_copy(..., _)"),
         ("output(_, wait_tensor(...))", "output(wait_tensor(...), _)"),
     ],
 )
@@ -70,6 +72,7 @@ def test_arguments_are_spelled_as_in_graph_text(gm, holds, fails):
         ("then cat\nthen mm in layers.0.wo", "then mm in layers.0.wo\nthen cat"),
         ("then all_gather_into_tensor as g\nnext wait_tensor(g)", "then mm as m\nnext mm(m, _)"),
         ("next cat", "next split"),
+        ("then reduce_scatter_tensor\nnext wait_tensor\nnext output", "then wait_tensor in bwd\nnext sum"),
         ("then mm\nsame in layers.0.wq", "then mm\nsame in layers.0.wo"),
         ("then mm\nsame -> f32 as m\nthen mm(m, _)", "then t\nsame used by _to_copy"),
         ("then cat\nnever mm\nthen split", "then cat\nnever wait_tensor\nthen split"),
@@ -96,10 +99,53 @@ def test_empty_lines_and_comments_say_nothing(gm):
     assert_graph(gm, "\n  # the gather\n  then all_gather_into_tensor\n\n  next wait_tensor\n")
 
 
+TWO_MODULES = """\
+if P:
+  P.layers[0].wq.weight: f32[4]
+  P.norm.weight: f32[4]
+if fwd:
+  with bucket(layers[0].wq, norm):
+    cat: f32[8] = aten.cat([P.layers[0].wq.weight, P.norm.weight])
+  with norm:
+    sin: f32[8] = aten.sin(bucket(layers[0].wq, norm).cat)
+if out:
+  yield fwd.norm.sin
+"""
+
+
+@pytest.mark.parametrize(
+    ("asked", "holds"),
+    [
+        ("layers.0.wq, norm", True),
+        ("layers.*.wq, norm", True),
+        ("", True),
+        ("norm, layers.0.wq", False),
+        ("layers.0.wq", False),
+        ("norm", False),
+        ("layers.0.wq, norm, norm", False),
+        ("layers.0, norm", False),
+        ("*, *", False),
+    ],
+)
+def test_a_bucket_is_that_of_just_these_modules_in_this_order(asked, holds):
+    """D1, D2: the order in which they are packed; a module inside of one that is named is another."""
+    gm = parse(TWO_MODULES)
+    if holds:
+        return assert_graph(gm, f"then cat in bucket({asked})")
+    told = failure_of(gm, f"then cat in bucket({asked})")
+    assert told.endswith(f"its bucket is layers.0.wq, norm, expected {asked}")
+
+
+@pytest.mark.parametrize("name", ["layers.0", "layers", "wq.weight", "layers.0.wq", "P.layers.0.wq"])
+def test_a_part_of_a_name_is_no_input(name):
+    """Else a check of an operand would hold of every parameter of a module."""
+    assert_graph(parse(TWO_MODULES), "then cat([layers.0.wq.weight, P.norm.weight])\nstart\nthen cat([*.*.wq.*, _])")
+    with pytest.raises(CheckError, match=f"'{name}' is neither a captured node nor a graph input"):
+        assert_graph(parse(TWO_MODULES), f"then cat([{name}, _])")
+
+
 def test_symbolic_extents_are_not_compared():
     """Comparing a size that is known at run time only would add a guard."""
-    from pytest_gtrainer.graphtext import parse
-
     text = "if I:\n  I.x: f32[4]\nif fwd:\n  nonzero: i64[u0, 1] = aten.nonzero(I.x)\nif out:\n  yield fwd._.nonzero\n"
     gm = parse(text)
     assert_graph(gm, "then nonzero -> i64[_, 1]")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pytest_gtrainer.graphtext import diff
+from pytest_gtrainer.graphtext.differences.remarks import Remark, Weight, sentences
 
 TEXT = """\
 if P:
@@ -236,6 +237,44 @@ def test_values_are_told_apart_by_the_operators_that_they_are_computed_from():
 def test_tags(old, new, said):
     sides = [TEXT.replace("mm: f32[2, 4]", f"mm: f32[2, 4]{tag}") for tag in (old, new)]
     assert words(*sides) == [f"tags of aten.mm in fwd layers[0..3].mlp: {said}"]
+    verdict = diff(*sides).splitlines()[0]
+    assert verdict == "same dataflow, same schedule, other modules, buckets or tags", "and not the spelling alone"
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("mm: f32[2, 4] =", "mm: f32[2, 4] | must_save ="),
+        ("relu: f32[2, 4] =", "relu: bf16[2, 4] ="),
+        ("alpha=1", "alpha=2"),
+        ("relu: f32[2, 4] = aten.relu", "relu: f32[2, 4] = aten.relu6"),
+        ("first = fwd.layers[0].add", "first = fwd.layers[1].add"),
+    ],
+    ids=["tag", "dtype", "literal", "operator", "output"],
+)
+def test_the_lines_of_what_has_changed_are_shown(old, new):
+    """A line that is left out says the same on both sides, under another name; none of these does."""
+    beside = "  I[1]: f32[2, 4]\n", "  I[1]: f32[2, 4]\n  I[2]: f32[2, 4]\n"
+    text = diff(TEXT, TEXT.replace(old, new).replace(*beside)).partition("\n\n")[2]
+    assert "+I[2]: f32[2, 4]" in text
+    for sign, part in (("-", old), ("+", new)):
+        assert any(line.startswith(sign) and part in line for line in text.splitlines()), f"no {sign}{part} in {text}"
+
+
+def test_of_many_sentences_the_weightiest_are_said_and_the_others_counted():
+    remarks = [Remark(Weight.REST, f"rest {n}") for n in range(9)] + [Remark(Weight.DTYPE, "a dtype")]
+    assert sentences(remarks, limit=4) == ["a dtype", "rest 0", "rest 1", "… and 7 more such differences"]
+    assert len(sentences(remarks, limit=10)) == 10
+
+
+def test_payloads_that_are_issued_in_another_order():
+    """Of a layout: each has its members, in their order."""
+    lines = [f"  payload(fsdp, f32, fwd, bytes=8)\n  {name}: at(0, bytes=8)\n" for name in "abc"]
+    head = "fsdp = group(range(0, 2))\nif all_gather:\n"
+    said = diff(head + "".join(lines), head + "".join([lines[1], lines[0], lines[2]])).partition("\n\n")[0]
+    assert "payloads are issued in another order" in said.splitlines()
+    fewer = diff(head + "".join(lines), head + "".join(lines[:2])).partition("\n\n")[0]
+    assert "another order" not in fewer, "one that is lost moves none"
 
 
 def test_values_belong_to_another_module():

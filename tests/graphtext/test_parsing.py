@@ -11,7 +11,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.utils.checkpoint import CheckpointPolicy
 
-from pytest_gtrainer.graphtext import parse, render
+from pytest_gtrainer.graphtext import diff, parse, render
 from pytest_gtrainer.graphtext.scopes import is_item
 from tests.graphtext.same import assert_comes_back
 from tests.graphtext.toy import at, small_graph, toy_graph
@@ -295,6 +295,18 @@ def test_groups_outside_of_meshes_are_called_as_the_program_called_them(gt_world
 def test_a_group_that_this_process_lacks_keeps_its_symbol():
     text = "fsdp = group(range(0, 2))\nfsdp_2 = group(range(0, 2))\n"
     assert parse(text).meta["gt_groups"] == {"fsdp": (0, 1), "fsdp_2": (0, 1)}
+
+
+@pytest.mark.parametrize(("order", "told"), [("a.w b.w s", False), ("b.w a.w s", True), ("s a.w b.w", True)])
+def test_the_order_in_which_a_model_manages_its_parameters_comes_back(order, told):
+    """D2: buckets are packed in it; it is told where it does not follow from the names, in any way that differs."""
+    gm = parse("if P:\n  P.a.w: f32[2]\n  P.s: f32[2]\n  P.b.w: f32[2]\nif out:\n  yield P.s\n")
+    gm.graph.output_node().meta["gt_managed_order"] = tuple(order.split())
+    text = render(gm)
+    assert (f"\nmanaged = {order.split()}\n" in text) == told, text
+    if told:
+        assert parse(text).graph.output_node().meta["gt_managed_order"] == tuple(order.split())
+        assert diff(render(parse(text.replace("managed = [", "managed = ['x', "))), text), "a golden sees the order"
 
 
 def test_what_a_person_writes():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from pytest_gtrainer.graphtext import TextError, parse
 
@@ -106,3 +107,34 @@ def test_what_is_wrong_is_said(old, new, problem):
     with pytest.raises(TextError) as error:
         parse(GRAPH.replace(old, new))
     assert str(error.value).startswith(problem)
+
+
+SPLIT = """\
+if I:
+  I.x: f32[4]
+if fwd:
+  split: [f32[2], f32[2]] = aten.split.Tensor(I.x, 2)
+  sin: f32[2] = aten.sin(split[ITEM])
+if out:
+  yield sin
+"""
+
+
+@pytest.mark.parametrize("item", [2, 9, -3])
+def test_an_output_that_an_operator_does_not_give_is_refused(item):
+    """From either end; the twin takes each one that there is."""
+    for known in (0, 1, -1, -2):
+        assert len(parse(SPLIT.replace("ITEM", str(known))).graph.nodes) == 5
+    with pytest.raises(TextError, match=rf"line 5, column 26: `split\[{item}\]`: there are 2 outputs"):
+        parse(SPLIT.replace("ITEM", str(item)))
+
+
+@pytest.mark.parametrize("size", [15, 17, 32])
+def test_a_constant_that_is_given_with_another_size_is_refused(size):
+    """Its digest was asked for, and what is handed over has other bytes."""
+    text = "if fwd:\n  sin: f32[4, 4] = aten.sin(const(f32[4, 4], 'sha256:0'))\nif out:\n  yield sin\n"
+    made = parse(text, constants={"sha256:0": torch.arange(16.0)})
+    assert made()[0].equal(torch.arange(16.0).view(4, 4).sin()), "equal bytes are laid out as the text tells"
+    told = rf"the constant given is torch\.float32 \[{size}\], not `f32\[4, 4\]`"
+    with pytest.raises(TextError, match=told):
+        parse(text, constants={"sha256:0": torch.zeros(size)})

@@ -6,6 +6,7 @@ import ast
 import dataclasses
 import difflib
 import re
+import textwrap
 
 import pytest
 import torch
@@ -466,6 +467,53 @@ if fwd:
   launch(moe.all_gather_into_tensor_coalesced, fsdp, f32[16], bytes=64, tensors=2)
   wait(moe.all_gather_into_tensor_coalesced)
 """
+
+
+INSIDE_OF_A_BRANCH = f"""\
+def cond_graph_0():
+{textwrap.indent(inner_graph(0, *REDUCING), "  ")}\
+{textwrap.indent(inner_graph(1, "sin: f32[4] = aten.sin(A[0])"), "  ")}\
+  if A:
+    A[0]: f32[4]
+  if fwd:
+    any: b8[()] = aten.any(A[0])
+    cond: (f32[4],) = hop.cond(any, cond_graph_0, cond_graph_1, (A[0],))
+  if out:
+    yield cond[0]
+{inner_graph(1, "sin: f32[4] = aten.sin(A[0])")}\
+if A:
+  A[0]: f32[4]
+if fwd:
+  with moe:
+    any: b8[()] = aten.any(A[0])
+    cond: (f32[4],) = hop.cond(any, cond_graph_0, cond_graph_1, (A[0],))
+if out:
+  yield fwd.moe.cond[0]
+"""
+
+
+def test_a_graph_that_only_calls_one_that_communicates_is_told_too():
+    """D17: what is launched two graphs deep is not left out."""
+    text = schedule(INSIDE_OF_A_BRANCH)
+    assert "  call(moe, cond, cond_graph_0)\n" in text
+    assert "    launch(_.all_reduce, " in text
+    assert "launch" not in schedule(INSIDE_OF_A_BRANCH.replace(REDUCING[0], "all_reduce: f32[4] = aten.neg(A[0])")
+                                    .replace(REDUCING[1], "wait_tensor: f32[4] = aten.cos(all_reduce)"))  # fmt: skip
+
+
+def test_a_launch_of_tensors_of_several_dtypes_counts_the_bytes_of_each():
+    text = schedule("""\
+fsdp = group(range(0, 2))
+if I:
+  I.x: bf16[4]
+  I.y: f32[2]
+if fwd:
+  both: [bf16[8], f32[4]] = _c10d_functional.all_gather_into_tensor_coalesced([I.x, I.y], 2, fsdp)
+  wait_tensor: f32[4] = _c10d_functional.wait_tensor(both[1])
+if out:
+  yield wait_tensor
+""")
+    assert "all_gather_into_tensor_coalesced, fsdp, bf16[8], f32[4], bytes=32, tensors=2)\n" in text
 
 
 COALESCED = """\

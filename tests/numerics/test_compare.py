@@ -110,6 +110,8 @@ class TestUnverified:
         assert "the same memory" in str(verdict)
         assert compare(model.state_dict(), model).outcome == "unverified", "other tensors over the same memory"
         assert compare({name: each.clone() for name, each in model.state_dict().items()}, model).outcome == "equal"
+        lone = torch.ones(3)
+        assert compare(lone, lone.view(3)).outcome == "unverified", "one tensor, and the same memory again"
 
     def test_some_tensors_with_themselves(self):
         """Tables that both sides share are no reason to doubt the rest."""

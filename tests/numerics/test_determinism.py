@@ -6,6 +6,7 @@ import os
 import random
 import subprocess
 import sys
+import types
 from collections.abc import Iterator
 from typing import Any
 
@@ -84,9 +85,11 @@ def test_blocks_nest():
     """K3: the inner block puts back what the outer one set."""
     with deterministic(seed=1):
         outer = snapshot()
-        with deterministic(DebugConfig(seed=2, deterministic_warn_only=True)):
+        with deterministic(DebugConfig(seed=2, deterministic_warn_only=True)) as inner:
             assert snapshot() != outer
+            assert determinism.active() is inner, "ranks and other processes get the settings of the innermost block"
         assert snapshot() == outer
+        assert determinism.active().seed == 1
 
 
 def test_what_it_sets():
@@ -250,6 +253,25 @@ def test_too_late_for_cublas_is_an_error_and_changes_nothing(cuda_started: pytes
     with pytest.raises(DeterminismError, match="CUDA is already initialised and CUBLAS_WORKSPACE_CONFIG is None"):
         deterministic().__enter__()
     assert snapshot() == before
+
+
+def test_a_workspace_that_is_not_deterministic_is_too_late_as_well(cuda_started: pytest.MonkeyPatch):
+    """K6: the variable is there, and says something else."""
+    cuda_started.setenv("CUBLAS_WORKSPACE_CONFIG", ":0:0")
+    with pytest.raises(DeterminismError, match="CUDA is already initialised and CUBLAS_WORKSPACE_CONFIG is ':0:0'"):
+        deterministic().__enter__()
+
+
+def test_an_inductor_that_comes_inside_a_block_gets_what_it_would_have_read_outside(monkeypatch: pytest.MonkeyPatch):
+    """K3: each flag by its own variable; the config is played, as this process has a real one."""
+    monkeypatch.setenv("TORCHINDUCTOR_COORDINATE_DESCENT_TUNING", "1")
+    played = types.SimpleNamespace(deterministic=True, coordinate_descent_tuning=False)
+    loaded = []
+    monkeypatch.setattr(determinism, "inductor_config", lambda: played if loaded else None)
+    with deterministic():
+        loaded.append("now")
+    found = played.deterministic, played.coordinate_descent_tuning, played.max_autotune
+    assert found == (False, True, False), "deterministic, coordinate descent (its variable says 1), max-autotune"
 
 
 @pytest.mark.parametrize("value", [":4096:8", ":16:8"])

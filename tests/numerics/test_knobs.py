@@ -36,6 +36,16 @@ def test_a_knob_that_does_not_exist_is_an_error():
         knobs.Knob("torch.backends.cudnn:deterministick", "CUDA", "", "", "").read()
 
 
+def test_reading_a_knob_of_a_module_that_is_not_loaded_loads_nothing(tmp_path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "not_loaded_yet.py").write_text("flag = 3\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    knob = knobs.Knob("not_loaded_yet:flag", "CPU", "", "", "")
+    assert (knob.read(), "not_loaded_yet" in sys.modules) == (knobs.NOT_LOADED, False)
+    importlib.import_module("not_loaded_yet")
+    assert knob.read() == 3
+    monkeypatch.delitem(sys.modules, "not_loaded_yet")
+
+
 def test_a_knob_that_torch_cannot_read_says_why():
     """Here two ways to set a precision, mixed; it stands in a report, so one line of torch's error is enough."""
     knob = next(knob for knob in KNOBS if knob.name == "torch.get_float32_matmul_precision()")

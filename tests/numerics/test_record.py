@@ -74,6 +74,8 @@ def test_look_ups():
         ("module._orig_mod.layers.0._checkpoint_wrapped_module.wq.weight", "layers.0.wq.weight"),
         ("_orig_mod.module.wq.weight", "wq.weight"),
         ("encoder.module.weight", "encoder.module.weight"),
+        ("module.module.wq.weight", "wq.weight"),
+        ("layers.0._orig_mod.attention._checkpoint_wrapped_module.wq.weight", "layers.0.attention.wq.weight"),
         ("module", "module"),
     ],
 )
@@ -304,6 +306,14 @@ def test_tensors_are_named_by_their_way_through_containers():
         *(f"optimizer[1].{name}" for name in norm),
     ]
     assert {key[:3] for key in entries(state)} == {(0, 0, "")}
+
+
+def test_a_buffer_that_two_modules_share_is_there_under_both_names():
+    """L1, as tied weights: a copy that only one side shares is no difference of names."""
+    table, layers = torch.arange(3.0), torch.nn.ModuleList([torch.nn.Module(), torch.nn.Module()])
+    for layer in layers:
+        layer.register_buffer("rope", table)
+    assert [key.name for key in entries(layers)] == ["0.rope", "1.rope"]
 
 
 def test_a_tensor_without_values_is_refused():

@@ -2,11 +2,27 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 
-from pytest_gtrainer import assert_bitwise_different, assert_bitwise_equal
-from pytest_gtrainer.bisect import flat_inputs, local_run
-from tests.numerics.test_bisect import BATCH, Net, traced_net
+from pytest_gtrainer import NetModel, Record, apply_graph_passes, assert_bitwise_different, assert_bitwise_equal, facts
+from pytest_gtrainer.bisect import (
+    PassWitness,
+    Stage,
+    _results,
+    bisect_stages,
+    bisect_towards,
+    copies,
+    flat_inputs,
+    local_run,
+    run_on_all,
+)
+from pytest_gtrainer.numerics.compare import BitwiseDifference
+from pytest_gtrainer.numerics.determinism import random_states_kept
+from pytest_gtrainer.numerics.verdict import PHASES, Key
+from pytest_gtrainer.worlds.simulated.interpreter import PerRank, RankGraph, RankRandomStates
+from tests.numerics.test_bisect import BATCH, HARMLESS, Net, pipeline, traced_net
 
 
 def by_name(values):
@@ -29,3 +45,132 @@ def test_a_run_starts_where_it_was_made():
         model.scale.mul_(2)
     assert_bitwise_equal(by_name(run(gm)), first)
     assert_bitwise_different(by_name(local_run(flat)(gm)), first, what="from another start")
+
+
+def test_a_run_on_all_ranks_has_the_results_and_buffers_of_each():
+    """In a simulated world; what ranks share is shared by the copies, and a second run starts where the first did."""
+
+    def step(x, steps):
+        steps.add_(x.sum())
+        return x * steps + torch.rand(3)
+
+    gm = make_fx(step)(torch.ones(3), torch.zeros(()))
+    gm.graph.find_nodes(op="placeholder")[1].meta["gt_input"] = {"kind": "buffer", "fqn": "steps"}
+    xs, counts = [torch.full((3,), float(rank)) for rank in (1, 2)], [torch.zeros(()), torch.ones(())]
+    states = RankRandomStates([torch.Generator().manual_seed(seed).get_state() for seed in (3, 4)])
+    run = run_on_all(lambda gm: RankGraph(gm, 0, 2, {}), NetModel.of_world(2), [PerRank(xs), PerRank(counts)], states)
+    first, again = run(gm), run(gm)
+    assert_bitwise_equal(by_name_and_rank(again), by_name_and_rank(first))
+    assert [count.item() for count in counts] == [0.0, 1.0], "the caller's buffers are left alone"
+    for rank, (x, start) in enumerate(zip(xs, (0.0, 1.0), strict=True)):
+        with random_states_kept():
+            torch.manual_seed(3 + rank)
+            expected = x * (start + x.sum()) + torch.rand(3)
+        assert first[Key(0, rank, "", "output 0")].equal(expected), f"rank {rank}, with its own random numbers"
+        assert first[Key(0, rank, "", "steps afterwards")].item() == start + x.sum().item()
+
+
+def by_name_and_rank(values):
+    return {f"{key.name} of {key.rank}": value for key, value in values.items()}
+
+
+def stages_of(*functions):
+    """A graph for each function of one tensor, the first before all passes, the others behind passes a, b, c, ..."""
+    graphs = [make_fx(function)(torch.ones(3)) for function in functions]
+    return [Stage(name, gm) for name, gm in zip(["", *"abcdefgh"], graphs, strict=False)]
+
+
+def times(factor):
+    return lambda x: (x * factor,)
+
+
+@pytest.mark.parametrize(
+    ("factors", "expected", "name"),
+    [
+        ((1, 2, 2, 3), 2, "c"),
+        ((2, 2, 1, 2, 4, 4), 2, "d"),
+        ((2, 5), 2, "a"),
+        ((1, 2, 3), 3, None),
+        ((1, 2, 3), 7, None),
+    ],
+    ids=["the last that was right", "right, wrong, right, wrong", "the first pass", "right in the end", "never right"],
+)
+def test_towards_an_expected_result_the_pass_behind_the_longest_right_prefix_is_named(factors, expected, name):
+    """Another run's results are what the graph should give; a part of them is enough."""
+    x = torch.tensor([1.0, 3.0, 5.0])
+    found = bisect_towards(
+        stages_of(*map(times, factors)), local_run([x]), {Key(0, 0, "", "output 0"): x * float(expected)}
+    )
+    assert (found and found.name) == name
+
+
+def test_of_all_ranks_the_first_node_that_differs_is_named_with_its_rank():
+    """Rank 1 differs at the sine, rank 0 only at the sum behind it: the sine is where it begins."""
+    before, after = (make_fx(f)(torch.ones(2)) for f in (lambda x: (x.sin() + x,), lambda x: (x.cos() + x,)))
+    for old, new in zip(before.graph.nodes, after.graph.nodes, strict=True):
+        new.name = old.name  # one node, whose operator a pass has exchanged
+    inputs = {0: torch.full((2,), 2.0), 1: torch.ones(2)}
+
+    def run(gm):
+        found = {}
+        for rank, x in inputs.items():
+            for key, value in local_run([x])(gm).items():
+                if rank == 1 or key.name != "sin":
+                    found[key._replace(rank=rank)] = value
+        return found
+
+    found = bisect_stages([Stage("", before), Stage("exchange", after)], run)
+    assert found.name == "exchange"
+    assert found.where == "sin = aten.cos.default in the forward on rank 1"
+
+
+def test_copies_share_what_the_values_share():
+    """A buffer that two inputs are, or two ranks: written to in a replay, both see it, and nobody's own is touched."""
+    one, other = torch.zeros(2), torch.zeros(2)
+    made = copies([one, 3, one, PerRank([one, other]), None])
+    assert made[0] is made[2] is made[3][0], "one tensor of three places has become several"
+    assert made[0] is not one
+    assert type(made[3]) is PerRank
+    assert made[3][1] is not made[0], "two tensors of equal numbers stay two"
+    assert (made[1], made[4]) == (3, None)
+
+
+def test_a_comparison_that_differs_names_the_pass_of_what_was_replayed_before():
+    """As under --gt-bisect: the pipeline whose graph was replayed is bisected, from the inputs of that replay."""
+    witness, traced = PassWitness(), traced_net()
+
+    def gradients(step, scale=1.0):
+        model = Net()
+        torch.manual_seed(0)
+        step.replay(model, *(each * scale for each in BATCH))
+        return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+    expected = gradients(traced)
+    with facts.watching(witness.watchers()):
+        with pytest.raises(BitwiseDifference, match="bisection: no graph was rewritten by apply_graph_passes and rep"):
+            assert_bitwise_equal(torch.ones(1), torch.zeros(1))
+        rewritten = traced.with_graph(apply_graph_passes(traced.gm, traced.example_inputs, pipeline(1), progress=None))
+        harmless = traced.with_graph(apply_graph_passes(traced.gm, traced.example_inputs, HARMLESS, progress=None))
+        gradients(rewritten, scale=0.0)  # of zeros every order gives the same sum
+        right, wrong = gradients(harmless), gradients(rewritten)
+        assert_bitwise_equal(right, expected)
+        with pytest.raises(BitwiseDifference) as caught:
+            assert_bitwise_equal(wrong, expected)
+    text = str(caught.value)
+    assert "bisection of replay 2: introduced by pass 2 of 6, reassociate_pass (" in text
+    assert "bisection: no pass of 5 changes a bit (2 replays)" in text, "of the other pipeline the twin is told"
+
+
+@pytest.mark.parametrize(("rank", "own"), [(None, [0, 1]), (1, [0])], ids=["of all ranks", "of one rank's process"])
+def test_what_a_record_expects_of_a_graph_at_a_step(rank, own):
+    """Losses, gradients before clipping, and buffers as the graph leaves them; a lone process calls itself 0."""
+    record = Record(2, rank)
+    for each in record.expected_ranks:
+        for step in (0, 1):
+            for phase in PHASES:
+                record.add(step, each, phase, phase[:2], torch.tensor([10.0 * step + each]))
+    found = _results(record, 1)
+    names = ["lo", "gr", "bu afterwards"]
+    assert sorted(found) == sorted(Key(0, each, "", name) for each in own for name in names)
+    last = rank if rank is not None else 1
+    assert found[Key(0, own[-1], "", "lo")].item() == 10 + last, "of the step that is asked for"

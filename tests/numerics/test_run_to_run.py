@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import os
+import pickle
 import random
 import sys
 from collections import Counter
@@ -16,9 +17,27 @@ import numpy
 import pytest
 import torch
 
-from pytest_gtrainer import DebugConfig, assert_run_to_run, deterministic, facts
+from pytest_gtrainer import (
+    DebugConfig,
+    assert_bitwise_different,
+    assert_bitwise_equal,
+    assert_run_to_run,
+    deterministic,
+    facts,
+)
 from pytest_gtrainer.numerics.compare import BitwiseDifference
-from pytest_gtrainer.numerics.run_to_run import PRESSURES, NotJudged, Pressure, kept, once
+from pytest_gtrainer.numerics.determinism import random_states_kept
+from pytest_gtrainer.numerics.run_to_run import (
+    _SWITCHES,
+    PRESSURES,
+    NotJudged,
+    Pressure,
+    _answer,
+    _state,
+    kept,
+    once,
+)
+from pytest_gtrainer.worlds.hygiene import restored
 
 BY_NAME = {pressure.name: pressure for pressure in PRESSURES}
 X = torch.randn(10_007, generator=torch.Generator().manual_seed(0))
@@ -148,6 +167,40 @@ def test_another_process_has_the_same_random_numbers_and_switches(some_threads, 
             assert_run_to_run(module.by_process, 2, pressures=[BY_NAME["another process"]])
         assert caught.value.verdict.compared == len(by_process())
     assert [difference.key.name for difference in caught.value.verdict.differences] == ["seed of hashes"]
+
+
+def test_an_answer_is_made_from_the_state_that_was_sent_along(tmp_path, monkeypatch: pytest.MonkeyPatch):
+    """Random states, switches and what ``deterministic`` was asked for; here all is otherwise."""
+    monkeypatch.setenv("PYTHONHASHSEED", "7")
+    with deterministic(DebugConfig(seed=5, deterministic_warn_only=True)), default_dtype(torch.float64):
+        random.random(), numpy.random.rand(), torch.rand(1)  # the seed is not where the run starts from
+        sent, expected = _state(), once(by_process)
+    call = tmp_path / "call"
+    call.write_bytes(pickle.dumps((by_process.__module__, __file__, "by_process", sent)))
+    with restored(), random_states_kept():
+        _answer(str(call))
+    answer = torch.load(call.with_suffix(".answer"), weights_only=True)
+    assert_bitwise_equal(answer, expected, what="the run from another start, set to what was sent")
+    with random_states_kept():
+        assert_bitwise_different(once(by_process)["torch"].double(), expected["torch"].double())
+
+
+HELD = {
+    "threads": [1, 3],
+    "default dtype": [torch.float64, torch.bfloat16, torch.float32],
+    "precision of products": ["high", "medium", "highest"],
+    "algorithms": [2, 1, 0],
+}
+
+
+def test_what_another_process_is_set_to_is_what_this_one_has():
+    """Every switch that is sent along is written as it was read; ``algorithms`` 1 warns, 2 raises."""
+    assert _SWITCHES.keys() == HELD.keys(), "a switch was added or left out: tell here which values it has"
+    with restored():
+        for name, (read, write) in _SWITCHES.items():
+            for value in HELD[name]:
+                write(value)
+                assert read() == value, f"{name} was set to {value} and is {read()}"
 
 
 @pytest.mark.parametrize("blocks", [0, 6000], ids=["as it is", "full of holes"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import unittest
 
 import pytest
+import torch
 
 from pytest_gtrainer import Rule, Sweep, facts
 
@@ -78,6 +79,57 @@ def test_a_cell_that_cannot_be_judged_is_skipped_with_the_reason():
         pass
     [fact] = seen
     assert fact == {"kind": "sweep", "sweep": "s", "settings": {"a": "1"}, "result": "not judged", "why": "needs a GPU"}
+
+
+REFUSED = Sweep("s", {"a": (1,)}, [Rule("refused", reason="give an even number")])
+KNOWN = Sweep("s", {"a": (1,)}, [Rule("different", reason="adds backwards")])
+SAME = Sweep("s", {"a": (1,)}, [Rule("equal", to="itself")])
+EVEN = ValueError("odd: give an even number")
+
+
+@pytest.mark.parametrize(
+    ("sweep", "raised", "values", "result", "failure"),
+    [
+        (REFUSED, EVEN, (), ("refused", "give an even number"), None),
+        (REFUSED, TypeError("give an even number"), (), ("refused", "give an even number"), None),
+        (REFUSED, None, (), ("FAILED", "nothing refused it"), "a1 is not refused, with 'give an even number'"),
+        (REFUSED, ValueError("too large"), (), ("FAILED", "claimed to be refused"), "too large"),
+        (REFUSED, KeyError("give an even number"), (), ("FAILED", "claimed to be refused"), "give an even number"),
+        (SAME, EVEN, (), ("FAILED", "claimed to be equal"), "odd: give an even number"),
+        (SAME, None, (1.0, 1.0), ("equal", "to itself"), None),
+        (SAME, None, (1.0, 2.0), ("FAILED", "claimed to be equal"), "different: 1 of 1 tensor"),
+        (KNOWN, None, (1.0, 2.0), ("different", "adds backwards"), None),
+        (KNOWN, None, (1.0, 1.0), ("FAILED", "claimed to be different"), "this check cannot fail"),
+        (KNOWN, None, (), ("FAILED", "nothing was compared"), "the test of a1 compared nothing"),
+    ],
+)
+def test_a_claim_holds_or_its_cell_fails(sweep, raised, values, result, failure):
+    """Of a refusal the kind of error and its words count; what was not compared is no verdict."""
+
+    def judged():
+        with sweep.judging(sweep.cells[0]) as judge:
+            if raised is not None:
+                raise raised
+            if values:
+                judge(*map(torch.tensor, values))
+
+    with facts.collecting() as seen:
+        if failure is None:
+            judged()
+        else:
+            with pytest.raises((AssertionError, ValueError, KeyError), match=failure):
+                judged()
+    told = [(fact["result"], fact["why"]) for fact in seen if fact["kind"] == "sweep"]
+    assert told == [result]
+
+
+def test_the_first_rule_that_fits_counts():
+    rules = [Rule("different", {"a": (1, 2), "b": 1}, reason="x"), Rule("equal", {"a": 2}, to="y"),
+             Rule("not judged", reason="z")]  # fmt: skip
+    sweep = Sweep("s", {"a": (1, 2, 3), "b": (1, 2)}, rules)
+    claims = {str(cell): sweep.rule(cell).claim for cell in sweep.cells}
+    assert claims == {"a1-b1": "different", "a1-b2": "not judged", "a2-b1": "different", "a2-b2": "equal",
+                      "a3-b1": "not judged", "a3-b2": "not judged"}  # fmt: skip
 
 
 def test_a_rule_that_needs_a_gpu_gives_way_where_there_is_one(monkeypatch: pytest.MonkeyPatch):

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from pytest_gtrainer.graphtext import parse
-from pytest_gtrainer.report.timeline import CostModel, flops_of, timeline
+from pytest_gtrainer.report.timeline import CostModel, Span, Timeline, flops_of, timeline
 
 SLOW = CostModel(flops_per_second=1e6, bytes_per_second=4e6, link=1e6, overhead=0.0, latency=0.0)
 """A second of compute for 1,000,000 elements of fp32 (read and written: 2 s); a second on the wire for 1 MB."""
@@ -87,6 +87,67 @@ def test_products_cost_operations_and_views_nothing():
     assert spans(PRODUCT) == [("compute", "compute", 0.0, 12.0)]
     by_bytes = CostModel(flops_per_second=1e12, bytes_per_second=1e6, overhead=0.0)
     assert spans(PRODUCT, by_bytes) == [("compute", "compute", 0.0, 0.44)]  # 440,000 bytes
+
+
+FOUR = "fsdp = group(range(0, 4))\nif I:\n  I[0]: f32[{given}]\nif fwd:\n  with _:\n    it: f32[{got}] = {call}\n"
+WHOLE, SHARD = 250_000, 62_500
+
+
+@pytest.mark.parametrize(
+    ("given", "got", "call", "seconds"),
+    [
+        (SHARD, WHOLE, "_c10d_functional.all_gather_into_tensor(I[0], 4, fsdp)", 0.75),
+        (WHOLE, SHARD, '_c10d_functional.reduce_scatter_tensor(I[0], "sum", 4, fsdp)', 0.75),
+        (WHOLE, WHOLE, "_c10d_functional.all_to_all_single(I[0], [62500] * 4, [62500] * 4, fsdp)", 0.75),
+        (WHOLE, WHOLE, '_c10d_functional.all_reduce(I[0], "sum", fsdp)', 1.5),
+        (WHOLE, WHOLE, "_c10d_functional.broadcast(I[0], 0, fsdp)", 1.0),
+    ],
+    ids=["gather", "scatter", "exchange", "reduce", "broadcast"],
+)
+def test_what_a_rank_puts_on_the_wire(given, got, call, seconds):
+    """Of 1 MB over four ranks three quarters, twice for an all-reduce, all of a broadcast; and the latency of each."""
+    text = FOUR.format(given=given, got=got, call=call.replace("[62500] * 4", "[62500, 62500, 62500, 62500]"))
+    assert spans(text) == [("fsdp", "collective", 0.0, seconds)]
+    late = CostModel(link=1e6, latency=0.25)
+    assert spans(text, late) == [("fsdp", "collective", 0.0, seconds + 0.25)]
+    assert timeline(parse(text), SLOW).seconds == seconds, "what nobody waits for takes its time all the same"
+
+
+def test_a_wait_for_one_output_of_a_coalesced_collective_waits_for_all_of_it():
+    text = """
+fsdp = group(range(0, 2))
+if I:
+  I[0]: f32[125000]
+if fwd:
+  with _:
+    both: [f32[250000], f32[250000]] = _c10d_functional.all_gather_into_tensor_coalesced([I[0], I[0]], 2, fsdp)
+    wait_tensor: f32[250000] = _c10d_functional.wait_tensor(both[1])
+"""
+    assert spans(text) == [("fsdp", "collective", 0.0, 1.0), ("compute", "exposed", 0.0, 1.0)]
+
+
+def test_a_kernel_costs_its_overhead_and_a_view_does_not():
+    told = timeline(parse(PRODUCT), CostModel(flops_per_second=1e6, bytes_per_second=1e12, overhead=0.5))
+    assert [round(span.duration, 3) for span in told.spans] == [12.5]
+
+
+def test_a_collective_of_which_nothing_is_known_is_refused_by_name():
+    """D17: it is never left out of the sum."""
+    text = FOUR.format(given=4, got=4, call='_c10d_functional.all_reduce(I[0], "sum", fsdp)').replace("f32[4]", "_")
+    with pytest.raises(ValueError, match=r"cannot tell when it \(_c10d_functional\.all_reduce\) ends: what it moves"):
+        timeline(parse(text))
+
+
+def test_neighbours_that_compute_for_one_module_are_one_in_the_picture():
+    """In other lanes, of other modules, or with a wait between them they are not; nothing is lost or counted twice."""
+    compute = [Span("compute", start, 1.0, label, "compute") for start, label in
+               ((0.0, "a"), (1.0, "a"), (2.0, "b"), (4.0, "b"), (5.0, "b"))]  # fmt: skip
+    launches = [Span("fsdp", start, 1.0, "a", "collective") for start in (0.0, 1.0)]
+    told = Timeline((launches[1], *compute[::-1], launches[0]), SLOW, 6.0)
+    assert [(span.lane, span.start, span.duration, span.label) for span in told.merged()] == [
+        ("compute", 0.0, 2.0, "a"), ("compute", 2.0, 1.0, "b"), ("compute", 4.0, 2.0, "b"),
+        ("fsdp", 0.0, 1.0, "a"), ("fsdp", 1.0, 1.0, "a"),
+    ]  # fmt: skip
 
 
 TOKENS_OF_AN_EXPERT = """

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import random
 from dataclasses import replace
 
@@ -112,6 +114,23 @@ def test_a_loop_of_each_protocol_and_a_little_more(protocol):
     assert differing(net, "all_reduce", loop + 1001, torch.bfloat16, "sum") == 0
 
 
+def test_every_channel_has_the_cells_that_nccl_gives_it():
+    """S9: the first and the last element of each channel's part, from less than a cell to many; LL's are smaller."""
+    found = []
+    for ranks, channels, protocol, dtype, collective in itertools.product(
+        (2, 3, 8), (1, 3, 4), ("Simple", "LL"), (torch.float32, torch.bfloat16), COLLECTIVES
+    ):
+        net = NetModel(1, ranks, channels=channels, partition="cells", protocol=protocol)
+        for count in (1, 3_000, 24_577, 100_003):
+            theirs = nccl.cells(count, dtype.itemsize, ranks, channels, collective, protocol)
+            for channel, (begin, length) in enumerate(theirs):
+                for offset in (begin, begin + length - 1):
+                    ours = net.explain(collective, offset, count, dtype).channel
+                    if ours != channel:
+                        found.append(f"{collective} of {count} {dtype}, {protocol}, {ranks} ranks: {offset} in {ours}")
+    assert not found, f"{len(found)} elements go through another channel than NCCL's, {found[0]}"
+
+
 def test_a_cell_more_than_the_channels_hold():
     """Two bytes of traffic above a whole number of cells: the last channel takes the cell that is left."""
     net = NetModel(1, 3, channels=3, partition="cells")
@@ -209,6 +228,49 @@ def test_the_path_is_that_of_the_sum(algorithm):
         path = net.explain(collective, offset % 50, 50, torch.bfloat16, offset // 50)
         assert path.algorithm == algorithm
         assert added(path.ranks, offset) == sums[offset], (offset, str(path))
+
+
+@pytest.mark.parametrize("op", ["sum", "product", "max", "min", "avg", "premul_sum"])
+@pytest.mark.parametrize("algorithm", ["ring", "tree", "pat"])
+def test_every_op_combines_along_the_path(algorithm, op):
+    """Rank by rank as ``explain`` tells: an average scales every input once, or divides the end; a sum does neither."""
+    combine = nccl.OPS.get(op, torch.add)
+    for net in (NetModel(3, 1, channels=2, algorithm=algorithm), NetModel(3, 2, channels=3, algorithm=algorithm)):
+        for average in ("premultiply", "divide"):
+            net, inputs = replace(net, average=average), numbers(net.size, 6 * net.size, torch.bfloat16)
+            factor = torch.tensor(1 / net.size, dtype=torch.bfloat16)
+            scaled = inputs * factor if op == "avg" and average == "premultiply" else inputs
+            for collective, count in (("reduce_scatter", 6), ("all_reduce", 6 * net.size)):
+                ours = getattr(net, collective)(inputs, op).view(-1)
+
+                def along(order, offset, scaled=scaled):
+                    terms = [along(t, offset) if isinstance(t, tuple) else scaled[t, offset] for t in order]
+                    return functools.reduce(combine, terms)
+
+                for offset in range(6 * net.size):
+                    path = net.explain(collective, offset % count, count, torch.bfloat16, offset // count, op)
+                    total = along(path.ranks, offset)
+                    theirs = total / net.size if op == "avg" and average == "divide" else total
+                    assert ours[offset] == theirs, f"{op} ({average}) by {collective}, element {offset}: {path}"
+
+
+def test_pieces_dealt_in_turn_are_as_long_as_what_goes_around_at_once():
+    """Before 2.20.3: a ring all-reduce takes a chunk for each rank in turn, a tree or a reduce-scatter one chunk."""
+    for algorithm, collective, ranks_at_once in (("ring", "all_reduce", 4), ("tree", "all_reduce", 1),
+                                                ("ring", "reduce_scatter", 1)):  # fmt: skip
+        net = NetModel(2, 2, channels=3, algorithm=algorithm, partition="round-robin", chunk_bytes=32)
+        channels = [net.explain(collective, at, 100, torch.float32).channel for at in range(100)]
+        assert channels == [at // (8 * ranks_at_once) % 3 for at in range(100)], f"{collective} by {algorithm}"
+
+
+def test_a_group_has_trees_of_its_own_and_not_those_that_were_given():
+    """Trees from a log are of the whole world: among a group's ranks NCCL builds others, over the nodes they lie on."""
+    net = NetModel(2, 2, channels=1, algorithm="tree", trees=[[[1], [2], [3], []]])
+    group = net.for_group((3, 1))
+    assert net.explain("all_reduce", 0, 8, torch.float32).ranks == (3, 2, 1, 0), "the world's is the one given"
+    assert set(group.explain("all_reduce", 0, 8, torch.float32).ranks) == {1, 3}
+    inputs = numbers(2, 16, torch.float32)
+    assert torch.equal(group.all_reduce(inputs, "sum"), inputs[0] + inputs[1]), "the group's two ranks, and no other"
 
 
 def test_algorithms_differ():

@@ -182,10 +182,14 @@ def test_a_buffer_of_all_ranks_that_groups_fill_is_one_for_each(gt_world):
 
 
 def test_shards_of_another_dimension(gt_world):
-    x = different(4, 8, 2)
     operator = torch.ops._dtensor.shard_dim_alltoall.default
-    gm = graph_of(lambda graph: graph.call_function(operator, (graph.placeholder("x"), 1, 0, world_group())))
-    same(interpreter_of(gm).run([x]), PerRank(torch.cat(list(x), 1).chunk(4)))
+    for gathered, sharded, x in ((1, 0, different(4, 8, 2)), (0, 1, different(4, 2, 8))):
+        dims = gathered, sharded, world_group()
+        gm = graph_of(lambda graph, dims=dims: graph.call_function(operator, (graph.placeholder("x"), *dims)))
+        shards = interpreter_of(gm).run([x])
+        same(shards, PerRank(torch.cat(list(x), gathered).chunk(4, sharded)))
+        whole = [shard.is_contiguous() for shard in shards]
+        assert whole == [True] * 4, "torch copies the shards out: of a strided one a sum has other bits"
 
 
 def test_subgroups_are_those_of_the_mesh(gt_world):
@@ -315,6 +319,12 @@ def test_a_reduction_without_a_model_is_refused_by_name_and_place(gt_world):
         ),
         (
             c10d.all_to_all_single,
+            ([1, 2, 1, 0], [1, 1, 1, 1]),
+            [(4,)] * 4,
+            "rank 1 sends 1 row to rank 0, which expects 2",
+        ),
+        (
+            c10d.all_to_all_single,
             ([1, 1, 1, 1], [1, 1, 1, 1]),
             [(4,), (4,), (4,), (5,)],
             r"rank 3 splits 5 rows into \[1, 1, 1, 1\] and receives \[1, 1, 1, 1\], in a group of 4 ranks",
@@ -326,7 +336,7 @@ def test_a_reduction_without_a_model_is_refused_by_name_and_place(gt_world):
             r"rank 0 gives float32\[4, 2\], rank 1 gives float32\[4, 3\]",
         ),
     ],
-    ids=["sizes", "group", "rows", "expected rows", "splits", "widths"],
+    ids=["sizes", "group", "rows", "expected rows", "fewer rows", "splits", "widths"],
 )
 def test_ranks_that_disagree_are_an_error(gt_world, operator, arguments, inputs, sentence):
     """S5: of sizes, splits or the group; it names both ranks and the collective."""
@@ -334,6 +344,15 @@ def test_ranks_that_disagree_are_an_error(gt_world, operator, arguments, inputs,
     with pytest.raises(CollectiveMismatch, match=sentence) as error:
         interpreter_of(gm).run([PerRank(map(torch.ones, inputs))])
     assert str(operator) in error.value.__notes__[0]
+
+
+@pytest.mark.parametrize("operator", [c10d.all_reduce, c10d.reduce_scatter_tensor, c10d.all_gather_into_tensor])
+def test_ranks_that_give_other_dtypes_are_an_error(gt_world, operator):
+    """S5: of one size, and yet torch would read the one's bytes as the other's numbers."""
+    arguments = {c10d.all_reduce: ("sum",), c10d.reduce_scatter_tensor: ("sum", 4)}.get(operator, (4,))
+    given = PerRank(torch.ones(4, dtype=torch.bfloat16 if rank == 3 else torch.float32) for rank in range(4))
+    with pytest.raises(CollectiveMismatch, match=r"rank 0 gives float32\[4\], rank 3 gives bfloat16\[4\]"):
+        interpreter_of(call(operator.default, *arguments, world_group())).run([given])
 
 
 def test_ranks_that_give_lists_of_different_lengths(gt_world):

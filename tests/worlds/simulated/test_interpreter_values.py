@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from pytest_gtrainer import NetModel
 from pytest_gtrainer.worlds.simulated import DependsOnRank
 from pytest_gtrainer.worlds.simulated.interpreter import Interpreter, PerRank, RankGraph
-from pytest_gtrainer.worlds.simulated.interpreter.values import at, of_rank
+from pytest_gtrainer.worlds.simulated.interpreter.values import Kinds, at, of_rank
 from tests.worlds.simulated.graphs import Counted, c10d, different, interpreter_of, numbers, run, wait, world_group
 
 aten = torch.ops.aten
@@ -275,6 +275,28 @@ def test_a_buffer_of_all_ranks_that_each_writes_to_is_refused_by_name():
     shared = torch.zeros(2)
     with pytest.raises(DependsOnRank, match=r"moe\.load"):
         alone(gm, [PerRank([shared] * RANKS), different(RANKS, 2)])
+
+
+def test_numbers_that_compare_equal_are_no_shared_value():
+    """Zeros of both signs, or a whole number and a truth value, would give ranks each other's results."""
+    zeros = Kinds(4).of(PerRank([0.0, -0.0, -0.0, float("nan")]))
+    assert zeros.classes[0] == (0,), f"rank 0's 0.0 is shared with -0.0: {zeros.classes}"
+    truths = Kinds(4).of(PerRank([1, True, 1, 0]))
+    assert truths.classes == ((0, 2), (1,), (3,)), f"rank 1's True is shared with the number 1: {truths.classes}"
+
+
+def test_ranks_whose_memory_overlaps_behind_a_shorter_one_between():
+    """S7: rank 0 reaches from the first number to the sixth, with a view inside that; rank 1 begins at the sixth."""
+    memory = torch.zeros(16)
+    views = PerRank([memory[0:6:5], memory[5:7], memory[8:10], memory[10:12]])
+    inside = PerRank([memory[1:3], *[torch.zeros(2) for _ in range(3)]])
+    gm = make_fx(lambda x, y: x.add_(1) + y)(torch.zeros(2), torch.zeros(2))
+    with pytest.raises(DependsOnRank, match="is one tensor for several ranks, and each writes to it"):
+        alone(gm, [views, inside])
+    assert memory.eq(0).all(), "nobody has written to memory that two ranks share"
+    apart = torch.zeros(16)
+    alone(gm, [PerRank([apart[0:2], apart[2:4], apart[6:8], apart[4:6]]), torch.zeros(2)])
+    assert apart.tolist() == [1.0] * 8 + [0.0] * 8, "parts of one buffer that no two ranks share are written to"
 
 
 VIEWS = [

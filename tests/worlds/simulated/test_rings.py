@@ -118,9 +118,9 @@ def test_a_cut_ring_that_other_lines_do_not_tell_is_refused():
 TREES = """
 h:1:1 [0] NCCL INFO Channel 00/02 : 0 1 2 3
 h:1:1 [0] NCCL INFO Channel 01/02 : 0 1 2 3
-h:1:1 [0] NCCL INFO Trees [0] 1/-1/-1->0->-1 [1] 1/2/-1->0->-1
+h:1:1 [0] NCCL INFO Trees [0] 1/-1/-1->0->-1 [1] 1/-1/-1->0->2
 h:2:2 [1] NCCL INFO Trees [0] 2/-1/-1->1->0 [1] -1/-1/-1->1->0
-h:3:3 [2] NCCL INFO Trees [0] 3/-1/-1->2->1 [1] 3/-1/-1->2->0
+h:3:3 [2] NCCL INFO Trees [0] 3/-1/-1->2->1 [1] 3/0/-1->2->-1
 h:4:4 [3] NCCL INFO Trees [0] -1/-1/-1->3->2 [1] -1/-1/-1->3->2
 """
 
@@ -129,9 +129,9 @@ def test_trees_of_a_log(tmp_path):
     """S6: of every channel, from the lines of all ranks; a ring's net does not ask for them."""
     (tmp_path / "log").write_text(TREES)
     tree = NetModel.from_log(tmp_path / "log", nodes=2, algorithm="tree")
-    assert tree.trees == (((1,), (2,), (3,), ()), ((1, 2), (), (3,), ()))
+    assert tree.trees == (((1,), (2,), (3,), ()), ((1,), (), (3, 0), ())), "below rank 2 of channel 1 is rank 0, too"
     ranks = [tree.explain("all_reduce", offset, 8, torch.float32).ranks for offset in (0, 7)]
-    assert ranks == [(3, 2, 1, 0), (1, 0, (3, 2))]
+    assert ranks == [(3, 2, 1, 0), (3, 2, (1, 0))]
     assert NetModel.from_log(tmp_path / "log", nodes=2).trees is None
     (tmp_path / "rings").write_text(LOG.replace("Trees", "Three"))
     assert NetModel.from_log(tmp_path / "rings", nodes=2, algorithm="tree").trees is None
@@ -141,7 +141,7 @@ def test_trees_of_a_log(tmp_path):
     ("old", "new", "sentence"),
     [
         ("h:3:3 [2] NCCL INFO Trees", "", r"log: no line 'Trees \[0\] ...' of rank 2: every rank writes one"),
-        ("[1] 1/2/-1->0", "[1] 1/3/-1->0", "the tree of channel 1: rank 3 has two parents"),
+        ("[1] 1/-1/-1->0", "[1] 1/3/-1->0", "the tree of channel 1: rank 3 has two parents"),
         ("[0] 2/-1/-1->1", "[0] -1/-1/-1->1", "the tree of channel 0: a tree has one root, this one has 2: ranks 0 2"),
         ("h:4:4", "h:4:4 Trees [0] 1/-1/-1->3->2\nh:4:4", "two trees of channel 0 for rank 3: keep the lines of one"),
     ],

@@ -106,6 +106,13 @@ class Offset(torch.nn.Module):
         return x + dist.get_rank()
 
 
+class Scaled(torch.nn.Module):
+    """Has its rank in a keyword."""
+
+    def forward(self, x):
+        return torch.add(x, x, alpha=dist.get_rank() + 2)
+
+
 class Longer(torch.nn.Module):
     def forward(self, x):
         return x.sin() if dist.get_rank() else x
@@ -126,6 +133,7 @@ class InBranch(torch.nn.Module):
     [
         (InBranch, "rank 0 has call_function aten.mul.Tensor*0*rank 3 has call_function aten.mul.Tensor*3"),
         (Offset, "rank 0 has call_function aten.add.Tensor*%0*, 0*rank 3 has call_function aten.add.Tensor*%0*, 3"),
+        (Scaled, "rank 0 has call_function aten.add.Tensor*'alpha': 2*rank 3 has *'alpha': 5"),
         (Longer, "rank 0 has output *rank 3 has call_function aten.sin.default"),
         (Constant, "rank 0 has get_attr float32[[]2] [[]1.0, 0.0]*rank 3 has get_attr float32[[]2] [[]1.0, 3.0]"),
     ],
@@ -141,6 +149,26 @@ def test_code_that_asks_for_its_rank_is_refused(module, difference):
     with pytest.raises(DependsOnRank) as error:
         check_same_on_all(*at_both_ends(trace, fsdp=4))
     assert fnmatch(str(error.value), f"the graph depends on the rank, first at node *{difference}*")
+
+
+@pytest.mark.parametrize("shift", [0, 2])
+def test_a_rank_fills_its_own_part_of_a_buffer_that_a_gather_fills(shift):
+    """As torch buckets all-gathers: its own part begins elsewhere on each rank; any other place is a difference."""
+
+    def trace(mesh):
+        gm = make_fx(
+            lambda x: c10d.all_gather_into_tensor_out(x[:2], 4, world_group(), out=torch.empty(8)), tracing_mode="fake"
+        )(numbers(2))
+        buffer = next(node for node in gm.graph.nodes if "empty" in str(node.target))
+        start = dist.get_rank() * 2 - (shift if dist.get_rank() else 0)
+        with gm.graph.inserting_after(buffer):
+            gm.graph.call_function(torch.ops.aten.slice.Tensor, (buffer, 0, start, start + 2))
+        return gm
+
+    if not shift:
+        return check_same_on_all(*at_both_ends(trace, fsdp=4))
+    with pytest.raises(DependsOnRank, match=r"rank 0 has .*'own part'.* rank 3 has .*aten\.slice\.Tensor.*0, 4, 6"):
+        check_same_on_all(*at_both_ends(trace, fsdp=4))
 
 
 @pytest.mark.parametrize("mode", ["default", "custom_ops"])

@@ -206,6 +206,31 @@ def test_a_work_that_is_kept_keeps_no_inputs():
     assert run_threads(3, inputs_are_freed, net=NetModel(1, 3)) == [True] * 3
 
 
+def messages(rank):
+    """Three to rank 1, two of them under one tag; received in another order than sent, the last before it is sent."""
+    received = [torch.empty(2) for _ in range(3)]
+    if rank == 0:
+        for value, tag in ((1.0, 7), (2.0, 5), (3.0, 7)):
+            dist.send(torch.full((2,), value), 1, tag=tag)
+        dist.barrier()
+        dist.send(torch.full((2,), 4.0), 2, tag=1)
+    elif rank == 1:
+        dist.barrier()
+        for tensor, tag in zip(received, (5, 7, 7), strict=True):
+            dist.recv(tensor, 0, tag=tag)
+    else:
+        work = dist.irecv(received[0], 0, tag=1)
+        dist.barrier()
+        work.wait()
+    return [tensor[0].item() for tensor in received]
+
+
+def test_messages_come_under_their_tags_and_in_the_order_in_which_they_were_sent():
+    _, of_one, of_two = run_threads(3, messages, net=NetModel(1, 3))
+    assert of_one == [2.0, 1.0, 3.0], "by tag 5, then both of tag 7 in their order"
+    assert of_two[0] == 4.0, "a message that is waited for before it is sent"
+
+
 def a_list_for_each(rank):
     received = [torch.empty(2) for _ in range(3)]
     dist.all_to_all(received, [torch.full((2,), 10.0 * rank + member) for member in range(3)])

@@ -171,6 +171,8 @@ def test_a_disagreement_is_told_even_if_the_rank_hides_it():
 def test_a_collective_that_cannot_be_right():
     with pytest.raises(ValueError, match=r"the input float32\[6\] must be 4 times the output float32\[2\]"):
         run(lambda rank: dist.reduce_scatter_single(torch.ones(2), torch.ones(6)))
+    with pytest.raises(ValueError, match=r"the output float32\[8\] must be 4 times the input bfloat16\[2\]"):
+        run(lambda rank: dist.all_gather_single(torch.ones(8), torch.ones(2, dtype=torch.bfloat16)))
     with pytest.raises(ValueError, match=r"the input has 3 rows, but its splits \[1, 1\] have 2 entries for 4 ranks"):
         run(lambda rank: dist.all_to_all_single(torch.ones(2), torch.ones(3), [1, 1], [1, 1]))
     with pytest.raises(ValueError, match=r"a collective gives float32\[12\], but its output is float32\[8\]"):

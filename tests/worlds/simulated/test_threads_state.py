@@ -18,7 +18,7 @@ from pytest_gtrainer import ChunkConfig, NetModel, eager_chunked
 from pytest_gtrainer._torch.values import FakeTensorMode
 from pytest_gtrainer.references.replicas import assert_replicas_equal
 from pytest_gtrainer.worlds.simulated import NoModel
-from pytest_gtrainer.worlds.simulated.interpreter.program import one_thread
+from pytest_gtrainer.worlds.simulated.interpreter import Interpreter, PerRank, RankGraph
 from pytest_gtrainer.worlds.simulated.threads import run_threads
 
 NET = NetModel(1, 3)
@@ -181,9 +181,25 @@ def test_ranks_compute_on_one_thread_each(two_threads):
 
 
 def test_the_interpreter_computes_on_one_thread(two_threads):
-    with one_thread():
-        assert torch.get_num_threads() == 1
-    assert torch.get_num_threads() == 2
+    gm = torch.fx.symbolic_trace(lambda x: x)
+    seen = []
+
+    def noted(x):
+        seen.append(torch.get_num_threads())
+        if len(seen) > 3:
+            raise KeyError("no more")
+        return x + 1
+
+    output = gm.graph.output_node()
+    with gm.graph.inserting_before(output):
+        output.args = (gm.graph.call_function(noted, output.args),)
+    interpreter = Interpreter(RankGraph(gm, 0, 3, {}), NET)
+    given = PerRank(torch.ones(2) * rank for rank in range(3))
+    interpreter.run([given])
+    assert seen == [1, 1, 1], "as ranks compute: some kernels' bits depend on the number of threads"
+    with pytest.raises(KeyError, match="no more"):
+        interpreter.run([given])
+    assert torch.get_num_threads() == 2, "an operator that fails leaves the caller with as many threads as before"
 
 
 def gathered(rank):

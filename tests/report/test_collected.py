@@ -1,0 +1,111 @@
+"""What a run came to, put together from reports: outcomes, comparisons of several ranks, a test that runs again."""
+
+from __future__ import annotations
+
+import pytest
+
+from pytest_gtrainer.report.collected import Test as Collected
+from pytest_gtrainer.report.collected import world_label
+
+
+def report(when="call", outcome="passed", longrepr=None, **more):
+    made = pytest.TestReport("t", ("t.py", 0, "t"), {}, outcome, longrepr, when)
+    for name, value in more.items():
+        setattr(made, name, value)
+    return made
+
+
+def collected(*reports):
+    test = Collected("t")
+    for each in reports:
+        test.add(each)
+    return test
+
+
+SETUP, CALL, TEARDOWN = report("setup"), report(), report("teardown")
+
+
+@pytest.mark.parametrize(
+    ("reports", "outcome"),
+    [
+        ([SETUP, CALL, TEARDOWN], "passed"),
+        ([SETUP, report(outcome="failed"), TEARDOWN], "failed"),
+        ([report("setup", "failed"), TEARDOWN], "error"),
+        ([SETUP, CALL, report("teardown", "failed")], "error"),
+        ([SETUP, report(outcome="failed"), report("teardown", "failed")], "failed"),
+        ([SETUP, report(outcome="skipped"), TEARDOWN], "skipped"),
+        ([report("setup", "skipped"), TEARDOWN], "skipped"),
+        ([SETUP, report(outcome="skipped", wasxfail="known"), TEARDOWN], "xfailed"),
+        ([SETUP, report(wasxfail="known"), TEARDOWN], "xpassed"),
+        ([SETUP, report(outcome="skipped", wasxfail="known"), report("teardown", "failed")], "error"),
+    ],
+)
+def test_outcomes(reports, outcome):
+    """A failure wins; "error" is one outside the call."""
+    assert collected(*reports).outcome == outcome
+
+
+def test_the_headline_is_the_first_line_of_the_first_failure():
+    test = collected(report("setup"), report(outcome="failed", longrepr="  first\nmore"),
+                     report("teardown", "failed", "second"))  # fmt: skip
+    assert test.headline == "first"
+    assert collected(SETUP, CALL).headline == ""
+    assert len(collected(report(outcome="failed", longrepr="x" * 1000)).headline) == 300
+
+
+def compared(first, tensors=1, actual=(), expected=()):
+    return {"kind": "comparison", "first": first, "tensors": tensors, "actual": actual, "expected": expected}
+
+
+def test_the_nth_comparison_of_every_rank_is_one_and_its_first_difference_the_smallest():
+    """L4: by step, then rank; a rank that is equal leads only where all are; one that compared less often is no gap."""
+    shown = {
+        1: [compared([3, 1, "at 3, 1"], 5, actual=[[0, 1, "loss", "b"]])],
+        0: [compared(None, 2, actual=[[1, 0, "loss", "c"], [0, 0, "weight", "a"]]), compared([1, 0, "later"])],
+        2: [compared([2, 2, "at 2, 2"], 7, expected=[[0, 2, "loss", "d"]])],
+    }
+    both = collected(report(gt_facts=[], gt_shown=shown)).comparisons()
+    assert [one["first"][2] for one in both] == ["at 2, 2", "later"]
+    assert [one["tensors"] for one in both] == [14, 1], "those of all ranks together"
+    order = [tuple(row[:3]) for row in both[0]["actual"]]
+    assert order == [(0, 1, "loss"), (0, 0, "weight"), (1, 0, "loss")], "by step, phase and rank"
+    assert [row[3] for row in both[0]["expected"]] == ["d"]
+    (equal,) = collected(report(gt_shown={0: [compared(None)], 1: [compared(None)]})).comparisons()
+    assert equal["first"] is None
+
+
+def test_graphs_are_those_of_the_lowest_rank_that_has_any():
+    test = collected(report(gt_shown={2: [{"kind": "pass", "of": 2}], 1: [{"kind": "pass", "of": 1}], 0: []}))
+    assert test.of("pass") == [{"kind": "pass", "of": 1}]
+    assert test.of("layout") == []
+
+
+def test_goldens_of_ranks_are_judged_here_and_shown_once():
+    """The parent's own fact of a difference stands beside what ranks have sent, and nothing is taken twice."""
+    difference, other = {"kind": "golden_difference", "name": "a"}, {"kind": "pass", "name": "b"}
+    test = collected(report(gt_facts=[difference, other], gt_shown={1: [other]}))
+    assert test.shown == {0: [difference], 1: [other]}
+    alone = collected(report(gt_facts=[difference, other, {"kind": "verdict"}]))
+    assert alone.shown == {0: [difference, other]}
+    assert [fact["kind"] for fact in alone.facts] == ["golden_difference", "pass", "verdict"]
+
+
+def test_a_test_that_runs_again_begins_anew():
+    """Its first failure is gone, and what a witness sends once for the whole test stays."""
+    graph, passed = {"kind": "graph_text", "name": "g"}, {"kind": "pass", "name": "p"}
+    test = collected(SETUP, report(outcome="failed", gt_facts=[graph, passed, {"kind": "verdict"}]), TEARDOWN)
+    assert (test.outcome, len(test.facts)) == ("failed", 3)
+    for again in (SETUP, report(gt_facts=[passed]), TEARDOWN):
+        test.add(again)
+    assert (test.outcome, len(test.reports)) == ("passed", 3)
+    assert test.facts == [passed], "the facts of the run that counts"
+    assert test.shown[0] == [graph, passed]
+
+
+def test_worlds_are_told_once_each():
+    fake = {"kind": "world", "world": "fake", "size": 4, "backend": "fake", "device": "cpu"}
+    ranks = {"kind": "world", "world": "ranks", "size": 8, "backend": "gloo", "device": "cpu"}
+    assert collected(report("setup", gt_facts=[fake, ranks]), report(gt_facts=[fake])).world == (
+        "fake(4), ranks(8, gloo on cpu)"
+    )
+    assert world_label({**ranks, "world": "simulated", "backend": "simulated"}) == "simulated(8, simulated on cpu)"

@@ -1,0 +1,94 @@
+"""T8: whatever a test changes in its process is as before when it has ended, each thing by itself."""
+
+from __future__ import annotations
+
+import gc
+import os
+import resource
+import signal
+import sys
+
+import pytest
+import torch
+
+from pytest_gtrainer.worlds.hygiene import kept, restored
+
+
+def fewer_files() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft - 1, hard))
+
+
+def other_environment() -> None:
+    os.environ["MADE_BY_A_TEST"] = "1"
+    os.environ["CHANGED_BY_A_TEST"] = "after"
+    del os.environ["REMOVED_BY_A_TEST"]
+
+
+def other_collector() -> None:
+    gc.disable()
+    gc.set_threshold(11, 7, 3)
+
+
+CHANGES = {
+    "resource limits": fewer_files,
+    "the environment": other_environment,
+    "the working directory": lambda: os.chdir("/"),
+    "the umask": lambda: os.umask(0o123),
+    "signal handlers": lambda: signal.signal(signal.SIGUSR1, lambda *_: None),
+    "alarms": lambda: signal.alarm(10_000),
+    "sys.path": lambda: sys.path.insert(0, "made-by-a-test"),
+    "the garbage collector": other_collector,
+    "the default dtype": lambda: torch.set_default_dtype(torch.float64),
+    "the default device": lambda: torch.set_default_device("meta"),
+    "the number of threads": lambda: torch.set_num_threads(torch.get_num_threads() + 1),
+    "grad mode": lambda: torch.set_grad_enabled(False),
+    "anomaly mode": lambda: torch.autograd.set_detect_anomaly(True, check_nan=False),
+    "matmul precision": lambda: torch.set_float32_matmul_precision("high"),
+    "deterministic algorithms": lambda: torch.use_deterministic_algorithms(True, warn_only=True),
+}
+
+
+def test_every_switch_that_is_put_back_is_in_the_table():
+    assert CHANGES.keys() == kept().keys()
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["passes", "raises"])
+@pytest.mark.parametrize("name", CHANGES)
+def test_it_is_put_back(monkeypatch: pytest.MonkeyPatch, name: str, fails: bool):
+    """What decides bits is told too, as it was and as the test left it."""
+    monkeypatch.setenv("REMOVED_BY_A_TEST", "1")
+    monkeypatch.setenv("CHANGED_BY_A_TEST", "before")
+    read, write = kept()[name]
+    before = read()
+    try:
+        with restored() as changes:
+            CHANGES[name]()
+            left = read()
+            if fails:
+                raise KeyError(name)
+    except KeyError:
+        assert fails
+    found = read()
+    write(before)  # for the tests behind this one, whatever was found
+    assert left != before, f"{name}: nothing was changed, so nothing is judged"
+    assert found == before, f"{name} stays as the test has left it"
+    decides_bits = name in ("matmul precision", "deterministic algorithms")
+    assert changes == ({name: (before, left)} if decides_bits else {}), "each as (before, after)"
+
+
+@pytest.mark.parametrize("name", [name for name in CHANGES if name != "alarms"])
+def test_what_was_otherwise_before_is_so_again(monkeypatch: pytest.MonkeyPatch, name: str):
+    """The other way round: the process has it set, and the test sets it back. An alarm that went off is over."""
+    monkeypatch.setenv("REMOVED_BY_A_TEST", "1")
+    read, write = kept()[name]
+    usual = read()
+    try:
+        CHANGES[name]()
+        before = read()
+        with restored():
+            write(usual)
+            assert read() == usual
+        assert read() == before, f"{name} was set, and a test that took it back has taken it for good"
+    finally:
+        write(usual)

@@ -130,6 +130,26 @@ def test_debugging(monkeypatch: pytest.MonkeyPatch):
         backward_of_a_fickle_layer(ActivationCheckpointConfig(debug=True))
 
 
+def gradient_behind_dropout(**fields) -> torch.Tensor:
+    torch.manual_seed(0)
+    model, x = Dropping(), torch.ones(3, 8)
+    if fields:
+        checkpoint_layers(model, ActivationCheckpointConfig(**fields))
+    model(x).backward()
+    return model.layers[0].weight.grad
+
+
+def test_every_layer_alone_is_recomputed_with_its_own_random_numbers_or_others():
+    """K1: the mask of the forward if its state is put back, else another one. Layers are, and not what is in them."""
+    plain = gradient_behind_dropout()
+    assert_bitwise_equal(gradient_behind_dropout(preserve_rng_state=True), plain, what="with the forward's mask")
+    assert_bitwise_different(gradient_behind_dropout(preserve_rng_state=False), plain, what="with another mask")
+    model = nn.ModuleDict({"layers": nn.ModuleList([nn.Sequential(nn.Linear(2, 2))]), "head": nn.Linear(2, 2)})
+    checkpoint_layers(model, ActivationCheckpointConfig())
+    wrapped = [fqn for fqn, module in model.named_modules() if "forward" in vars(module)]
+    assert wrapped == ["layers.0"], "modules that are recomputed"
+
+
 def test_a_model_without_layers():
     with pytest.raises(ValueError, match=r"no layers such as layers\.0 to checkpoint; its outermost are head"):
         checkpoint_layers(nn.ModuleDict({"head": nn.Linear(2, 2)}), ActivationCheckpointConfig())

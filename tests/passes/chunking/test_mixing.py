@@ -65,6 +65,14 @@ def sorted_rows(x):
     return x.sort(0).values
 
 
+def as_complex(x):
+    return torch.view_as_complex(x.unflatten(-1, (-1, 2)))
+
+
+def real(x):
+    return torch.view_as_real(x).flatten(-2)
+
+
 def column(rows):
     return rows.view(-1, 1, 1)
 
@@ -90,9 +98,7 @@ MIXING = {
         r"_fft_c2c.* transforms dimension 0",
     ),
     "the largest of complex numbers": (
-        lambda x: torch.view_as_real(
-            torch.view_as_complex(x.unflatten(-1, (-1, 2))) / torch.view_as_complex(x.unflatten(-1, (-1, 2))).abs().amax()
-        ).flatten(-2),
+        lambda x: real(as_complex(x) / as_complex(x).abs().amax()),
         None,
         r"div.* brings into rows a value over all of them \(.*amax",
     ),
@@ -303,6 +309,11 @@ ROW_WISE = {
     "routing": (routed, None),
     "routing by counts": (routed_by_counts, None),
     "einsum": (lambda x: torch.einsum("bsd,btd->bst", x, x).softmax(-1) @ x, None),
+    "complex numbers": (
+        lambda x: real(as_complex(x) * torch.polar(torch.ones(x.shape[-1] // 2), torch.arange(x.shape[-1] / 2)))
+        + torch.fft.ifft(torch.fft.fft(x, dim=1), dim=1).real,
+        None,
+    ),
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 
 import pytest
 import torch
@@ -38,6 +39,17 @@ class Dropping(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.layers(x).square().mean()
+
+
+class DroppingInFront(Dropping):
+    """Dropout before the layers, which have none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(nn.functional.dropout(x, 0.5))
 
 
 def dropping(mesh, activation_checkpoint: ActivationCheckpointConfig | None) -> TrainConfig:
@@ -92,6 +104,8 @@ def test_a_graph_refuses_to_restore_random_numbers(gt_mesh):
     with pytest.raises(CannotRestore, match=r"aten\.\w+\.\w+ in the backward of layers\.\d would draw other random"):
         GraphRun(dropping(gt_mesh, ActivationCheckpointConfig()))
     GraphRun(dropping(gt_mesh, None))
+    outside = replace(dropping(gt_mesh, ActivationCheckpointConfig()), model=DroppingInFront)
+    assert len(GraphRun(outside).traced.trainable_fqns) == 4, "what is drawn outside of layers is not drawn again"
 
 
 class Fickle(nn.Module):

@@ -173,6 +173,27 @@ def test_a_forward_that_is_another_objects_is_followed_while_it_runs():
     assert seen == [(2, 6, 8)] * 2
 
 
+@pytest.mark.parametrize(
+    ("turned", "words"),
+    [
+        (lambda x: x.transpose(0, 1) * 2, r"returns float32\[6, 2, 8\], which has the batch in dimension 1"),
+        (lambda x: x.sum(0), r"returns float32\[6, 8\], which has the batch nowhere, as far as can be seen"),
+    ],
+    ids=["elsewhere", "nowhere"],
+)
+def test_rows_that_a_followed_forward_returns_elsewhere_are_refused(turned, words):
+    """G6: joined along dimension 0 they would be something else, of a shape that another operator may take."""
+    net = Net(Block())
+
+    class Other:
+        def forward(self, x):
+            return turned(x)
+
+    net.layers[0].forward = Other().forward
+    with eager_chunked(net, BATCH), pytest.raises(ChunkError, match=words):
+        net.layers[0](X)
+
+
 def test_positions_are_followed_along_the_batch():
     """G3: in a forward without a twin, rows of what stands beside the activation."""
 

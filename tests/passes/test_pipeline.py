@@ -353,8 +353,8 @@ class Sized:
 def test_options_that_are_equal_have_one_fingerprint():
     """M6: what does not count when two dataclasses are compared does not count here."""
     steps = [bind_options(marked_pass, mark=value) for value in (Sized(1, seen=1), Sized(1, seen=2), Sized(2))]
-    assert steps[0].fingerprint == steps[1].fingerprint != steps[2].fingerprint
     assert str(steps[0]) == "marked_pass(mark=Sized(size=1))"
+    assert steps[0].fingerprint == steps[1].fingerprint != steps[2].fingerprint
 
 
 class Renaming:

@@ -108,7 +108,8 @@ def test_a_part_of_several_results_may_have_a_tag_of_its_own(tagged):
     parts[tagged].meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
     selective_activation_remat_pass(gm)
     again = [node for node in gm.graph.nodes if node.name.endswith("_recomputed")]
-    assert [(node.all_input_nodes, node.args[1]) for node in again] == [(parts[tagged].all_input_nodes, tagged)]
+    found = [(node.all_input_nodes, node.args[1]) for node in again]
+    assert found == [(parts[tagged].all_input_nodes, tagged)], "what is recomputed, and of what"
 
 
 def runs(nodes):

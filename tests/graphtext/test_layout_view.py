@@ -92,6 +92,17 @@ def test_swapped_members_change_their_own_lines():
     assert "for i in all_gather.layers[0:2]:  # x2\n" in layout(odd)
 
 
+@pytest.mark.parametrize("begin", [6, -3])
+def test_slices_are_read_from_either_end(begin):
+    """What a slice takes from the end of a payload lies where it does if it is counted from the front."""
+    cut = "    split_with_sizes: [f32[6], f32[3]] = aten.split_with_sizes(wait_tensor, [6, 3])\n"
+    first = "    first: f32[6] = aten.slice.Tensor(wait_tensor, 0, 0, 6)\n"
+    rest = f"    rest: f32[3] = aten.slice.Tensor(wait_tensor, 0, {begin})\n"
+    sliced = GRAPH.replace(cut, first + rest).replace("split_with_sizes[0]", "first")
+    sliced = sliced.replace("split_with_sizes[1]", "rest")
+    assert layout(sliced) == layout(GRAPH)
+
+
 MERGED = """\
 if fwd:
   with bucket(layers[0], layers[1]):

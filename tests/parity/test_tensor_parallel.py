@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, loss_parallel, parallelize_module
 
 from fixtures.models import llama3
@@ -215,6 +215,49 @@ def test_replicas_are_compared_over_a_dimension_by_name(gt_mesh, gt_world):
     with pytest.raises(ReplicasDiffer, match=r"1.bias differs between ranks 1 and 3"):
         assert_replicas_equal(model, gt_mesh, over="dp")
     assert len(set(texts_of_ranks("alive"))) == 1
+
+
+class Held(nn.Module):
+    """What ranks of a mesh of dp and tp hold: a number of rank ``differs`` in one of it, and of each in its shards."""
+
+    def __init__(self, mesh, rank, what) -> None:
+        super().__init__()
+
+        def held(name):
+            return torch.full((2,), float(name == what and rank == 3))
+
+        def sharded(name, *placements):
+            local = held(name) + (rank if name == "both" else 0)
+            return nn.Parameter(DTensor.from_local(local, mesh, placements, run_check=False))
+
+        self.parameter, self.dp = nn.Parameter(held("parameter")), sharded("dp", Shard(0), Replicate())
+        self.tp, self.both = sharded("tp", Replicate(), Shard(0)), sharded("both", Shard(0), Shard(0))
+        self.register_buffer("buffer", held("buffer"))
+        self.parameter.grad = held("the gradient of parameter")
+
+
+@on_four_ranks
+@pytest.mark.parametrize(
+    ("what", "over"),
+    [
+        ("parameter", {"dp", "tp"}),
+        ("the gradient of parameter", {"dp", "tp"}),
+        ("buffer", {"dp", "tp"}),
+        ("dp", {"tp"}),
+        ("tp", {"dp"}),
+        ("both", set()),
+    ],
+)
+def test_what_ranks_hold_alike_and_what_they_share_out(gt_mesh, gt_world, what, over):
+    """N5: parameters, gradients and buffers; of a DTensor what is not split between the ranks that are compared."""
+    model, told = Held(gt_mesh, gt_world.rank, what), {}
+    for name in ("dp", "tp"):
+        try:
+            assert_replicas_equal(model, gt_mesh, over=name)
+        except ReplicasDiffer as error:
+            told[name] = str(error).partition(", and")[0]
+    words = {"dp": f"{what} differs between ranks 1 and 3", "tp": f"{what} differs between ranks 2 and 3"}
+    assert told == {name: words[name] for name in sorted(over)}, f"{what} is held alike over {over}"
 
 
 @on_four_ranks

@@ -111,6 +111,17 @@ def test_a_bucket_split_in_two_and_a_missing_one_are_told():
     ]
 
 
+@pytest.mark.parametrize("order", [1, -1])
+def test_of_several_payloads_that_share_parameters_the_one_that_shares_most_is_compared(order):
+    parts = [payload((W1, 8)), payload((W2, 12), (SCALE, 4))][::order]
+    with pytest.raises(LayoutDifference) as failure:
+        assert_same_layout(BucketLayout(tuple(parts)), BucketLayout((payload((W2, 12), (SCALE, 4), (W1, 8)),)))
+    assert str(failure.value).splitlines()[1:] == [
+        f"bucket 'layers.0', reduce_scatter: {W1} is missing",
+        f"bucket 'layers.0': a reduce_scatter of {W1} that is not expected",
+    ]
+
+
 def test_a_payload_that_is_reduced_twice_is_told():
     """A10, C4: RS(a) + RS(b) is not RS(a + b) in bits."""
     assert difference(EXPECTED, EXPECTED) == [f"bucket 'layers.0': a reduce_scatter of {W1}, {W2} that is not expected"]

@@ -7,7 +7,9 @@ import pytest
 import torch
 from torch import fx
 
-from pytest_gtrainer._torch.passes import ALL_GATHER, WAIT
+from pytest_gtrainer import graphtext
+from pytest_gtrainer._torch.passes import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, WAIT
+from pytest_gtrainer.graph.collectives import fsdp_reduce_scatters
 from pytest_gtrainer.graph.nodes import (
     direction,
     has_effect,
@@ -180,3 +182,80 @@ def test_inputs_outputs_and_calls_of_modules_stay_and_constants_go():
     x = graph.placeholder("x")
     nodes = [x, graph.call_method("neg", (x,)), graph.call_module("a", (x,)), graph.get_attr("b"), graph.output(x)]
     assert [node.op for node in nodes if not has_effect(node)] == ["get_attr"]
+
+
+TWO_GRADIENTS = """
+one = group([0, 1])
+other = group([0, 1])
+if P:
+  P.a: f32[2]
+  P.b: f32[2]
+if I:
+  I.x: f32[4]
+if bwd:
+  with layers[0]:
+    first: f32[2] = _c10d_functional.reduce_scatter_tensor(I.x, "sum", 2, one)
+    wait_first: f32[2] = _c10d_functional.wait_tensor(first)
+    second: f32[2] = _c10d_functional.reduce_scatter_tensor(I.x, "sum", 2, one)
+    wait_second: f32[2] = _c10d_functional.wait_tensor(second)
+if out:
+  a = bwd.layers[0].wait_first
+  b = bwd.layers[0].wait_second
+"""
+
+
+def add_of_replicas(group):
+    """A change to a reduce-scatter: an all-reduce behind it, in a group."""
+
+    def change(launch):
+        (wait,) = launch.users
+        with launch.graph.inserting_after(wait):
+            reduced = launch.graph.call_function(ALL_REDUCE, (wait, "sum", group))
+        with launch.graph.inserting_after(reduced):
+            waited = launch.graph.call_function(WAIT, (reduced,))
+        wait.replace_all_uses_with(waited, lambda user: user is not reduced)
+
+    return change
+
+
+CHANGED = {
+    "reduction": lambda launch: setattr(launch, "args", (launch.args[0], "avg", *launch.args[2:])),
+    "number of ranks": lambda launch: setattr(launch, "args", (*launch.args[:2], 4, launch.args[3])),
+    "group": lambda launch: setattr(launch, "args", (*launch.args[:3], "other")),
+    "dtype": lambda launch: launch.meta.update(val=launch.meta["val"].bfloat16()),
+    "device": lambda launch: launch.meta.update(val=torch.empty(2, device="cpu")),
+    "replicas": add_of_replicas("replicas"),
+}
+
+
+def signatures(*changes):
+    """Those of two reduce-scatters of gradients, changed."""
+    gm = graphtext.parse(TWO_GRADIENTS)
+    launches = gm.graph.find_nodes(op="call_function", target=REDUCE_SCATTER)
+    for launch, change in zip(launches, changes, strict=False):
+        launch.meta["val"] = torch.empty(2, device="meta")
+        change(launch)
+    return [member.signature for member in fsdp_reduce_scatters(gm)]
+
+
+def nothing(launch):
+    """No change."""
+
+
+@pytest.mark.parametrize("what", CHANGED)
+def test_members_that_differ_in_anything_have_other_signatures(what):
+    """D7: and so are never merged; the twins agree."""
+    change = CHANGED[what]
+    told = f"collectives that differ in their {what} would travel in one bucket"
+    assert len(signatures(nothing, change)) == 2
+    assert len(set(signatures(nothing, change))) == 2, told
+    assert len(set(signatures(change, change))) == len(set(signatures(nothing, nothing))) == 1
+    of_other_replicas = signatures(add_of_replicas("replicas"), add_of_replicas("others"))
+    assert len(set(of_other_replicas)) == 2, "gradients that other replicas share would travel in one bucket"
+
+
+def test_a_gradient_that_is_returned_twice_has_its_first_name():
+    """A10: of a tied parameter, whose gradient stands in two places of the output."""
+    gm = graphtext.parse(TWO_GRADIENTS.replace("b = bwd.layers[0].wait_second", "b = bwd.layers[0].wait_first"))
+    (member,) = fsdp_reduce_scatters(gm)
+    assert (member.parameter, member.position) == ("a", 0), "the name of a gradient that is returned as a and as b"

@@ -273,6 +273,31 @@ def test_a_collective_holds_its_operand_until_the_wait_and_kinds_are_told_apart(
                             "optimizer": 32, "buffer": 16}  # fmt: skip
 
 
+COALESCED = """
+fsdp = group(range(0, 2))
+if P:
+  P.w: f32[1024]
+if fwd:
+  with w:
+    sin: f32[1024] = aten.sin(P.w)
+    cos: f32[1024] = aten.cos(P.w)
+    gathered: [f32[2048], f32[2048]] = _c10d_functional.all_gather_into_tensor_coalesced([sin, cos], 2, fsdp)
+    exp: f32[1024] = aten.exp(P.w)
+    first: f32[2048] = _c10d_functional.wait_tensor(gathered[0])
+    second: f32[2048] = _c10d_functional.wait_tensor(gathered[1])
+if out:
+  out[0] = fwd.w.first
+  out[1] = fwd.w.second
+"""
+
+
+def test_a_coalesced_collective_holds_every_operand_until_its_last_wait():
+    """In KiB: the parameter and two operands of 4, two results of 8. The first wait lets go of none of them."""
+    curve = {name: nbytes // 1024 for name, nbytes in peak_memory(graphtext.parse(COALESCED)).curve.items()}
+    told = {name: curve[name] for name in ("sin", "cos", "gathered", "exp", "first", "second")}
+    assert told == {"sin": 8, "cos": 12, "gathered": 28, "exp": 32, "first": 28, "second": 20}
+
+
 def test_what_stays_below_the_bound_passes_and_one_byte_more_does_not():
     gm = graphtext.parse(REDUCED)
     peak = assert_peak_memory(gm, at_most="1 GiB").peak

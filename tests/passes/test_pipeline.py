@@ -1,6 +1,7 @@
 """The pipeline: what runs, in which order, with which options, and what it leaves behind."""
 
 import copy
+from dataclasses import dataclass, field
 
 import pytest
 import torch
@@ -227,6 +228,9 @@ def test_options_have_a_stable_fingerprint():
     assert len({step, bind_options(marked_pass, mark={"c", "b", "a"})}) == 1
     others = [{"a"}, "a", ["a"], torch.bfloat16, LossConfig(), LossConfig("other"), {"a": 1}, None, 1.0, 1]
     assert len({bind_options(marked_pass, mark=value).fingerprint for value in others}) == len(others)
+    tables = [{"b": 1, "a": {3, 2}}, {"a": {2, 3}, "b": 1}]
+    told = {str(bind_options(marked_pass, mark=table)) for table in tables}
+    assert told == {"marked_pass(mark={'a': {2, 3}, 'b': 1})"}, "a table has one text, in whichever order it was made"
 
 
 def test_an_option_without_a_fingerprint_is_refused():
@@ -336,6 +340,21 @@ def test_what_is_no_pass_is_refused_by_name(neg_of_detach):
     assert failure.value.__notes__ == ["in the graph pass forgetful_pass()"]
     with pytest.raises(TypeError, match="canonicalize_graph_pass was given a Linear: expected a GraphModule"):
         canonicalize_graph_pass(torch.nn.Linear(2, 2))
+
+
+@dataclass(frozen=True)
+class Sized:
+    """An option; ``seen`` tells no two of them apart."""
+
+    size: int
+    seen: int = field(default=0, compare=False)
+
+
+def test_options_that_are_equal_have_one_fingerprint():
+    """M6: what does not count when two dataclasses are compared does not count here."""
+    steps = [bind_options(marked_pass, mark=value) for value in (Sized(1, seen=1), Sized(1, seen=2), Sized(2))]
+    assert str(steps[0]) == "marked_pass(mark=Sized(size=1))"
+    assert steps[0].fingerprint == steps[1].fingerprint != steps[2].fingerprint
 
 
 class Renaming:

@@ -1,11 +1,13 @@
 """Parameters gathered again in the backward, in traced graphs and on real ranks."""
 
+import operator
 from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy
 
 from fixtures.training import llama3_training
 from pytest_gtrainer import (
@@ -14,6 +16,7 @@ from pytest_gtrainer import (
     assert_bitwise_equal,
     construct_default_graph_passes,
     data_parallel,
+    graphtext,
     selective_activation_remat_pass,
     tag_with_memory_policy_pass,
     trace_step,
@@ -79,6 +82,34 @@ def test_modules_whose_names_begin_alike_are_resharded(gt_mesh, make_net):
     again = {node_fqn(node) for node in gm.graph.nodes if "recomputed" in node.name}
     assert {"layers.10.w1", "norm_out"} <= again
     assert not {fqn for fqn in again if f"{fqn}.".startswith(("layers.1.", "norm."))}
+
+
+PARTS = """
+if I:
+  I.x: f32[4]
+for i in fwd.layers[0]:
+  with L:
+    split: (f32[2], f32[2]) = aten.split.Tensor(I.x, 2)
+    exp: f32[2] = aten.exp(split[0])
+for i in bwd.layers[0]:
+  with L:
+    mul: f32[2] = aten.mul.Tensor(saved.L.split[0], saved.L.split[1])
+if out:
+  yield fwd.layers[0].exp
+  yield bwd.layers[0].mul
+"""
+
+
+@pytest.mark.parametrize("tagged", [0, 1])
+def test_a_part_of_several_results_may_have_a_tag_of_its_own(tagged):
+    """M2: it is recomputed from what it is a part of, which is saved, and the other part is saved, too."""
+    gm = graphtext.parse(PARTS)
+    parts = {node.args[1]: node for node in gm.graph.nodes if node.target is operator.getitem}
+    parts[tagged].meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+    selective_activation_remat_pass(gm)
+    again = [node for node in gm.graph.nodes if node.name.endswith("_recomputed")]
+    found = [(node.all_input_nodes, node.args[1]) for node in again]
+    assert found == [(parts[tagged].all_input_nodes, tagged)], "what is recomputed, and of what"
 
 
 def runs(nodes):

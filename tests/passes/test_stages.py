@@ -114,6 +114,18 @@ class Counting(nn.Module):
         return self.net(x), before
 
 
+class Noisy(nn.Module):
+    """Gives what it has drawn first, and draws again."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = net()
+
+    def forward(self, x):
+        first = torch.rand_like(x)
+        return self.net(x) + torch.rand_like(x), first
+
+
 class Shrinking(nn.Module):
     """Halves its bias, and nothing but that, before it is used."""
 
@@ -162,6 +174,17 @@ def test_a_stage_computes_what_autograd_does():
     assert not split_stage_graph(first.gm).parts["backward_input"].gives
 
 
+def test_what_is_gathered_once_is_not_summed_over_microbatches():
+    """N8: though the last part reads it, which reads sums of everything else that microbatches give."""
+    gm = trace_stage(net(), (torch.zeros(2, 4, requires_grad=True),)).gm
+    of_input = gm.graph.output_node().args[0][1]
+    graphs = split_stage_graph(gm, moved={of_input: "reduce"})
+    taken, once = set(graphs.parts["reduce"].takes), set(graphs.parts["unshard"].gives)
+    assert taken & once
+    assert not once & {*graphs.accumulates}, "a parameter would be added to itself, once for each microbatch"
+    assert taken - once <= {*graphs.accumulates}
+
+
 def test_what_is_no_stage_is_refused():
     x = torch.zeros(2, 4, requires_grad=True)
     for inputs, words in {
@@ -196,3 +219,8 @@ def test_what_cannot_be_cut_is_refused_by_name():
     read = gm.graph.find_nodes(op="call_function", target=aten.clone.default)
     with pytest.raises(PlanError, match=r"clone of .*\(backward_weight\) comes before add_.* \(forward\) in the stage"):
         split_stage_graph(gm, moved=dict.fromkeys([*read, *read[0].users], "backward_weight"))
+    gm = trace_stage(Noisy(), (torch.zeros(2, 4, requires_grad=True),)).gm
+    split_stage_graph(gm)
+    first, *_ = gm.graph.find_nodes(op="call_function", target=aten.rand_like.default)
+    with pytest.raises(PlanError, match=r"rand_like of .*weight\) comes before rand_like_1 of .*\(forward\)"):
+        split_stage_graph(gm, moved=dict.fromkeys([first, *first.users], "backward_weight"))

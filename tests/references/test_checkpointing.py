@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 
 import pytest
 import torch
@@ -38,6 +39,17 @@ class Dropping(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.layers(x).square().mean()
+
+
+class DroppingInFront(Dropping):
+    """Dropout before the layers, which have none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(nn.functional.dropout(x, 0.5))
 
 
 def dropping(mesh, activation_checkpoint: ActivationCheckpointConfig | None) -> TrainConfig:
@@ -92,6 +104,8 @@ def test_a_graph_refuses_to_restore_random_numbers(gt_mesh):
     with pytest.raises(CannotRestore, match=r"aten\.\w+\.\w+ in the backward of layers\.\d would draw other random"):
         GraphRun(dropping(gt_mesh, ActivationCheckpointConfig()))
     GraphRun(dropping(gt_mesh, None))
+    outside = replace(dropping(gt_mesh, ActivationCheckpointConfig()), model=DroppingInFront)
+    assert len(GraphRun(outside).traced.trainable_fqns) == 4, "what is drawn outside of layers is not drawn again"
 
 
 class Fickle(nn.Module):
@@ -128,6 +142,26 @@ def test_debugging(monkeypatch: pytest.MonkeyPatch):
         monkeypatch.setattr(logger, "handlers", [])
     with pytest.raises(CheckpointError, match=r"(?s)dumping logs of latest computation.*aten\.sin\.default"):
         backward_of_a_fickle_layer(ActivationCheckpointConfig(debug=True))
+
+
+def gradient_behind_dropout(**fields) -> torch.Tensor:
+    torch.manual_seed(0)
+    model, x = Dropping(), torch.ones(3, 8)
+    if fields:
+        checkpoint_layers(model, ActivationCheckpointConfig(**fields))
+    model(x).backward()
+    return model.layers[0].weight.grad
+
+
+def test_every_layer_alone_is_recomputed_with_its_own_random_numbers_or_others():
+    """K1: the mask of the forward if its state is put back, else another one. Layers are, and not what is in them."""
+    plain = gradient_behind_dropout()
+    assert_bitwise_equal(gradient_behind_dropout(preserve_rng_state=True), plain, what="with the forward's mask")
+    assert_bitwise_different(gradient_behind_dropout(preserve_rng_state=False), plain, what="with another mask")
+    model = nn.ModuleDict({"layers": nn.ModuleList([nn.Sequential(nn.Linear(2, 2))]), "head": nn.Linear(2, 2)})
+    checkpoint_layers(model, ActivationCheckpointConfig())
+    wrapped = [fqn for fqn, module in model.named_modules() if "forward" in vars(module)]
+    assert wrapped == ["layers.0"], "modules that are recomputed"
 
 
 def test_a_model_without_layers():

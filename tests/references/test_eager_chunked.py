@@ -19,6 +19,7 @@ from pytest_gtrainer import (
     eager_chunked,
     trace_step,
 )
+from pytest_gtrainer.graph.nodes import direction, node_fqn, told_by
 from pytest_gtrainer.references.config import checkpoint_layers
 
 
@@ -172,6 +173,27 @@ def test_a_forward_that_is_another_objects_is_followed_while_it_runs():
     assert seen == [(2, 6, 8)] * 2
 
 
+@pytest.mark.parametrize(
+    ("turned", "words"),
+    [
+        (lambda x: x.transpose(0, 1) * 2, r"returns float32\[6, 2, 8\], which has the batch in dimension 1"),
+        (lambda x: x.sum(0), r"returns float32\[6, 8\], which has the batch nowhere, as far as can be seen"),
+    ],
+    ids=["elsewhere", "nowhere"],
+)
+def test_rows_that_a_followed_forward_returns_elsewhere_are_refused(turned, words):
+    """G6: joined along dimension 0 they would be something else, of a shape that another operator may take."""
+    net = Net(Block())
+
+    class Other:
+        def forward(self, x):
+            return turned(x)
+
+    net.layers[0].forward = Other().forward
+    with eager_chunked(net, BATCH), pytest.raises(ChunkError, match=words):
+        net.layers[0](X)
+
+
 def test_positions_are_followed_along_the_batch():
     """G3: in a forward without a twin, rows of what stands beside the activation."""
 
@@ -292,6 +314,27 @@ def test_a_moe_layer_takes_one_activation():
     assert [extents[0] for extents in net.layers[0].moe.seen] == [(4, 2, 8)] * 3
     with pytest.raises(ValueError, match="a MoE layer takes one activation and nothing else"):
         net.layers[0].moe(X, torch.zeros(6, 6))
+
+
+def test_a_trace_tells_the_parts_of_an_eagerly_chunked_module():
+    """I3: chunk by chunk in the forward, the last chunk first in the backward; what is outside says nothing."""
+
+    class Around(Net):
+        def forward(self, x):
+            return self.layers[0](x.exp()).sum()
+
+    net = Around(nn.Linear(8, 8))
+    with eager_chunked(net, BATCH):
+        traced = trace_step(net, lambda model, x: model(x), (X,))
+    told = {"fwd": [], "bwd": []}
+    for node in (node for node in traced.gm.graph.nodes if node.op == "call_function"):
+        if (found := told_by(node.meta.get("custom", {}))) is not None:
+            assert (found.fqn, found.producer, node_fqn(node)) == ("layers.0", "eager", "layers.0"), node.name
+            told[direction(node)].append(" ".join(found.words()))
+        else:
+            assert not node_fqn(node).startswith("layers"), f"{node.name} of the chunked module does not say so"
+    assert list(dict.fromkeys(told["fwd"])) == ["split_boundary eager", "0 eager", "1 eager", "materialization eager"]
+    assert [word for word in dict.fromkeys(told["bwd"]) if word[0].isdigit()] == ["1 eager", "0 eager"]
 
 
 def test_its_annotations_survive_tracing():

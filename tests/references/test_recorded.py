@@ -7,6 +7,7 @@ import re
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from fixtures.training import llama3_training
@@ -68,6 +69,47 @@ def test_a_simulated_graph_clips_as_eager_does(gt_world):
     half = train_eager(lambda mesh: config(mesh, max_norm=0.05), world=gt_world)
     verdict = assert_bitwise_different(half, graph)
     assert (verdict.first.key.step, verdict.first.key.phase) == (0, "clipped")
+
+
+@pytest.mark.gt_world("ranks", size=2)
+def test_what_a_step_records_and_when(gt_mesh):
+    """Random states before the batch draws; gradients, of the step alone, before they are clipped, and behind that."""
+    seen: list[torch.Tensor] = []
+
+    def batch(step: int, rank: int):
+        seen.append(torch.get_rng_state())
+        return (torch.rand(3, 4) + rank,)
+
+    def config(**changes):
+        return TrainConfig(model=model, step=lambda model, x: model(x).square().sum(), batch=batch, steps=2,
+                           bucket_plan=["0", "1"], mesh=gt_mesh, **changes)  # fmt: skip
+
+    def model():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+
+    record = train_eager(config(record_rng=True, max_norm=0.25))
+    parameters, buffers = (dict(named()) for named in (model().named_parameters, model().named_buffers))
+    names = {
+        "loss": {"loss"},
+        "gradient": {*parameters},
+        "clipped": {*parameters},
+        "weight": {*parameters},
+        "optimizer": {f"{name}.{key}" for name in parameters for key in ("step", "exp_avg", "exp_avg_sq")},
+        "buffer": {*buffers},
+    }
+    told = {phase: {key.name for key in record.select(step=1, phase=phase)} for phase in names}
+    assert told == names, "what is recorded of a step, by phase"
+    for step in range(2):
+        assert_bitwise_equal(record[step, gt_mesh.get_rank(), "rng", "torch.cpu"], seen[step], what="random states")
+        norms = []
+        for phase in ("gradient", "clipped"):
+            squares = torch.stack([value.square().sum() for value in record.select(step=step, phase=phase).values()])
+            total = squares.sum()
+            dist.all_reduce(total)
+            norms.append(float(total.sqrt()))
+        assert norms[0] > 0.5 > 0.26 > norms[1] > 0.24, f"norms before and behind clipping to 0.25: {norms}"
+    assert {key.phase for key in train_eager(config())} == names.keys() - {"clipped"}
 
 
 class Drawing(nn.Module):

@@ -11,7 +11,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 
 from pytest_gtrainer import TrainConfig, data_parallel, train_eager, train_graph
 from pytest_gtrainer._torch.fsdp2 import parameter_groups
-from pytest_gtrainer.graph.collectives import PlanError
+from pytest_gtrainer.graph.collectives import PlanError, kind_of, launches
 from pytest_gtrainer.references.config import bucket_modules
 from pytest_gtrainer.references.eager import EagerRun
 from pytest_gtrainer.references.graph import GraphRun
@@ -72,11 +72,21 @@ def test_another_rewriting_keeps_the_options_that_it_does_not_name(config_with):
     assert options == {"payload_order": "registration", "reshard_after_forward": True}, "earlier options are forgotten"
 
 
+@pytest.mark.gt_world("fake", size=4, mesh={"replicate": 2, "shard": 2})
+@pytest.mark.parametrize("scatter_first", [True, False])
+def test_replicas_add_what_a_shard_group_has_scattered_unless_told(config_with, scatter_first):
+    """D16: as FSDP2, by default; and as DTensor reduces, if the option says so."""
+    nodes = GraphRun(config_with(), reduce_scatter_first=scatter_first).traced.gm.graph.nodes
+    first = next(kind_of(node) for node in nodes if launches(node.target) and kind_of(node) != "all_gather")
+    assert first == ("reduce_scatter" if scatter_first else "all_reduce"), "which reduction of a gradient comes first"
+
+
 @pytest.mark.parametrize("side", [EagerRun, GraphRun])
 @pytest.mark.parametrize(
     ("plan", "words"),
     [
         (["layers.0", "layers.7", "head"], "names 'layers.7', which the model does not have; its .* are layers, head"),
+        ([["layers.0", "layers.0.gone"], "layers.1", "head"], "names 'layers.0.gone', which the model does not have"),
         (["layers.0", "head"], "leaves out layers.1"),
     ],
 )

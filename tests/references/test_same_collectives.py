@@ -5,9 +5,9 @@ import torch
 import torch.distributed as dist
 
 from fixtures.training import llama3_training
-from pytest_gtrainer import train_eager
+from pytest_gtrainer import graphtext, train_eager
 from pytest_gtrainer._torch.passes import ALL_REDUCE, REDUCE_SCATTER
-from pytest_gtrainer.references.graph import GraphRun, RanksDisagree, assert_same_collectives
+from pytest_gtrainer.references.graph import GraphRun, RanksDisagree, assert_same_collectives, collective_sequence
 from pytest_gtrainer.worlds.simulated.net import NetModel
 from pytest_gtrainer.worlds.simulated.threads.run import run_threads
 
@@ -46,6 +46,36 @@ def test_a_rank_that_ends_before_the_others_is_named(first, last):
             assert_same_collectives(issuing(last if rank == 2 else first))
 
     run_threads(3, check, net=NetModel(1, 3))
+
+
+SENDING = """
+two = group([0, 1])
+if P:
+  P.a: f32[2]
+  P.b: f32[2]
+if fwd:
+  with bucket(layers[0], norm):
+    gathered: f32[8] = _c10d_functional.all_gather_into_tensor(P.a, 2, two)
+  with layers[0]:
+    own: f32[4] = _c10d_functional.all_gather_into_tensor(P.b, 2, two)
+    wait: f32[4] = _c10d_functional.wait_tensor(own)
+if bwd:
+  with bucket(layers[0], norm):
+    reduced: bf16[6] = _c10d_functional.reduce_scatter_tensor(saved.layers[0].wait, "sum", 2, two)
+if out:
+  yield bwd.bucket(layers[0], norm).reduced
+"""
+
+
+@pytest.mark.gt_world("fake", size=2, mesh={"two": 2})
+def test_what_of_a_collective_the_ranks_must_share(gt_mesh):
+    """D14: sizes of buckets, which ranks share; sizes of others, uneven or of the data, may differ. Waits are none."""
+    gm = graphtext.parse(SENDING, groups={"two": gt_mesh.get_group().group_name})
+    assert collective_sequence(gm) == [
+        "_c10d_functional.all_gather_into_tensor.default float32 [8] of layers.0+norm over 2 ranks",
+        "_c10d_functional.all_gather_into_tensor.default float32 any shape of layers.0 over 2 ranks",
+        "_c10d_functional.reduce_scatter_tensor.default bfloat16 [6] of layers.0+norm over 2 ranks",
+    ]
 
 
 @pytest.mark.gt_world("fake", size=4)

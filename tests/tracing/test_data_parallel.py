@@ -7,6 +7,8 @@ from torch import nn
 
 from pytest_gtrainer import MixedPrecisionPolicy, data_parallel, trace_step
 from pytest_gtrainer._torch.passes import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
+from pytest_gtrainer.graph.nodes import is_view
+from pytest_gtrainer.tracing.sharding import casts_gradients_first
 
 pytestmark = pytest.mark.gt_world("fake", size=4, mesh={"fsdp": 4})
 
@@ -127,6 +129,40 @@ def test_a_sum_is_divided_in_the_dtype_that_it_is_reduced_in(gt_mesh, inputs, re
     traced = trace_step(model, lambda m, x, y: m(x.bfloat16()).sum(), inputs)
     (division,) = [n for n in traced.gm.graph.nodes if n.target is torch.ops.aten.div.Tensor and n.args[1] == 3.0]
     assert division.meta["val"].dtype == reduce_dtype, "the sum is divided in another dtype than it is reduced in"
+
+
+def test_replicate_multiplies_by_the_inverse_before_the_sum(gt_mesh, inputs):
+    """D10: as DDP does. A division, or one behind the sum, has other bits where the factor is no power of two."""
+    model = data_parallel(nn.Linear(8, 4, bias=False), gt_mesh, mode="replicate", gradient_divide_factor=3.0)
+    traced = trace_step(model, lambda m, x, y: m(x).sum(), inputs)
+    (reduce,) = launches(traced, ALL_REDUCE)
+    assert reduce.args[1] == "sum"
+    (scaled,) = reduce.all_input_nodes
+    while is_view(scaled.target):
+        (scaled,) = scaled.all_input_nodes
+    assert (str(scaled.target), scaled.args[1]) == ("aten.mul.Tensor", 1 / 3.0), "what is done before the sum"
+    behind = [user.target for wait in reduce.users for user in wait.users if user.op != "output"]
+    assert not [target for target in behind if not is_view(target)], "what is done behind it"
+
+
+@pytest.mark.parametrize(
+    ("param_dtype", "reduce_dtype", "reduced"),
+    [
+        (None, None, torch.float32),
+        (torch.bfloat16, None, torch.float32 if casts_gradients_first() else torch.bfloat16),
+        (torch.bfloat16, torch.float32, torch.float32),
+        (None, torch.bfloat16, torch.bfloat16),
+    ],
+    ids=str,
+)
+def test_dtypes_of_gathers_and_of_reductions(gt_mesh, inputs, param_dtype, reduce_dtype, reduced):
+    """A12: without a reduce_dtype as FSDP2 of the installed torch; gradients return in the parameter's own."""
+    model = data_parallel(nn.Linear(8, 4), gt_mesh, mp_policy=MixedPrecisionPolicy(param_dtype, reduce_dtype))
+    traced = trace_step(model, lambda m, x, y: m(x.to(param_dtype)).sum(), inputs)
+    gathers, scatters = ({n.meta["val"].dtype for n in launches(traced, op)} for op in (ALL_GATHER, REDUCE_SCATTER))
+    assert (gathers, scatters) == ({param_dtype or torch.float32}, {reduced})
+    results = traced.gm.graph.output_node().args[0]
+    assert {node.meta["val"].dtype for node in results[1:]} == {torch.float32}, "gradients"
 
 
 def test_a_first_read_without_gradient_gathers_once_and_loses_none(gt_mesh, net, inputs, train_step):

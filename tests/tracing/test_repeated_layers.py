@@ -23,10 +23,12 @@ from pytest_gtrainer import (
     apply_graph_passes,
     construct_default_graph_passes,
     data_parallel,
+    graphtext,
     trace_step,
 )
 from pytest_gtrainer.graphtext import render
 from pytest_gtrainer.tracing.stamping import driver, signature, units
+from pytest_gtrainer.tracing.stamping.runs import find_runs
 from pytest_gtrainer.tracing.stamping.verdict import StampedGraphError, first_difference
 
 
@@ -93,22 +95,170 @@ def assert_stamped(model, step, runs, **options):
     return full, stamped
 
 
-def layer_with(factor=1.0, transposed=False):
-    """A layer whose function has a default of its own, and whose weight may lie the other way."""
-    layer = torch.nn.Linear(4, 4, bias=False)
-    layer.scaled = lambda x, factor=factor: x * factor
-    if transposed:
-        layer.weight = torch.nn.Parameter(layer.weight.detach().t())
+def layer_with(factor=1.0, shift=0.0, inner=1.0, hook=None, change=lambda layer: None, **attributes):
+    """A layer whose function has defaults and a closure of its own; ``change`` is made to the layer."""
+    layer = torch.nn.Sequential(torch.nn.Linear(4, 4, bias=False), torch.nn.Dropout(0.5))
+    layer.register_buffer("seen", torch.zeros(2))
+    layer.scaled = lambda x, factor=factor, *, shift=shift: x * factor * inner + shift
+    if hook is not None:
+        layer.register_forward_hook(hook)
+    for name, value in {"flags": [1, {"a": 2}], "partly": partial(max, 1), **attributes}.items():
+        setattr(layer, name, value)
+    change(layer)
     return layer
 
 
-@pytest.mark.parametrize("changes", [{"factor": 2.0}, {"transposed": True}], ids=str)
-def test_a_signature_tells_what_a_trace_would_see(changes):
-    """Equal code and equal shapes are not all: a default is an argument, and strides choose the operators."""
-    assert signature.signature(layer_with()) == signature.signature(layer_with()), "two equal layers differ"
-    assert signature.signature(layer_with()) != signature.signature(layer_with(**changes)), (
-        f"a layer with {changes} would be stamped from one without"
-    )
+def weight_like(make):
+    """A change to a layer: its weight is what ``make`` makes of it."""
+    return lambda layer: setattr(layer[0], "weight", torch.nn.Parameter(make(layer[0].weight.detach())))
+
+
+CHANGES = {
+    "a default": {"factor": 2.0},
+    "a default by keyword": {"shift": 1.0},
+    "what a function closes over": {"inner": 2.0},
+    "1 and 1.0": {"factor": 1},
+    "a hook": {"hook": lambda *given: None},
+    "an attribute": {"more": 1},
+    "an item deep inside": {"flags": [1, {"a": 3}]},
+    "a key deep inside": {"flags": [1, {"b": 2}]},
+    "a tuple for a list": {"flags": (1, {"a": 2})},
+    "an argument of a partial": {"partly": partial(max, 2)},
+    "the function of a partial": {"partly": partial(min, 1)},
+    "another function": {"scaled": lambda x: x},
+    "the probability of a dropout": {"change": lambda layer: setattr(layer[1], "p", 0.25)},
+    "training or not": {"change": lambda layer: layer[1].eval()},
+    "another class": {"change": lambda layer: setattr(layer, "1", torch.nn.AlphaDropout(0.5))},
+    "a module more": {"change": lambda layer: layer.append(torch.nn.Identity())},
+    "a parameter more": {"change": lambda layer: setattr(layer[0], "bias", torch.nn.Parameter(torch.ones(4)))},
+    "a name of a buffer": {"change": lambda layer: (layer.register_buffer("saw", layer.seen), delattr(layer, "seen"))},
+    "a shape of a buffer": {"change": lambda layer: setattr(layer, "seen", torch.zeros(3))},
+    "a shape": {"change": weight_like(lambda weight: torch.ones(4, 3))},
+    "strides": {"change": weight_like(lambda weight: weight.t())},
+    "an offset": {"change": weight_like(lambda weight: torch.ones(20)[4:].view(4, 4))},
+    "a dtype": {"change": weight_like(lambda weight: weight.double())},
+    "a device": {"change": weight_like(lambda weight: weight.to("meta"))},
+    "a gradient": {"change": lambda layer: layer.requires_grad_(False)},
+}
+
+
+def test_two_equal_layers_have_one_signature():
+    """The twin of what follows; values of parameters are no part of it."""
+    changed = layer_with(change=weight_like(torch.zeros_like))
+    assert signature.signature(layer_with()) == signature.signature(layer_with()) == signature.signature(changed)
+
+
+@pytest.mark.parametrize("what", CHANGES)
+def test_a_signature_tells_what_a_trace_would_see(what):
+    """R2: equal code and equal shapes are not all."""
+    told = f"layers that differ in {what} have one signature: one would be stamped from the other"
+    assert signature.signature(layer_with()) != signature.signature(layer_with(**CHANGES[what])), told
+
+
+TWO = """
+if P:
+  P.layers[0].w: f32[4, 4]
+  P.layers[1].w: f32[4, 4]
+if fwd:
+  with layers[0]:
+    neg: f32[4, 4] = aten.neg(P.layers[0].w)
+  with layers[1]:
+    view: f32[4, 4] = aten.view(P.layers[1].w, [4, 4])
+    mul: f32[4, 4] = aten.mul.Tensor(view, fwd.layers[0].neg)
+if bwd:
+  with layers[1]:
+    add: f32[4, 4] = aten.add.Tensor(saved.layers[1].mul, 1)
+if out:
+  out[0] = bwd.layers[1].add
+"""
+SMALLER = torch.empty(2, 2, device="meta")
+TAMPERED = {
+    "operator": (lambda neg, view, mul, add: setattr(neg, "target", torch.ops.aten.exp.default), r"%neg.*aten\.exp"),
+    "operand": (lambda neg, view, mul, add: setattr(mul, "args", mul.args[::-1]), r"%mul.*: operands"),
+    "literal": (lambda neg, view, mul, add: setattr(add, "args", (mul, 2)), r"%add.*: operands"),
+    "type of a literal": (lambda neg, view, mul, add: setattr(add, "args", (mul, 1.0)), r"%add.*: operands"),
+    "keyword": (lambda neg, view, mul, add: setattr(add, "kwargs", {"alpha": 2}), r"%add.*: operands"),
+    "name": (lambda neg, view, mul, add: setattr(neg, "name", "exp"), r"%neg.*as %exp stamped"),
+    "module": (lambda neg, view, mul, add: neg.meta.update(custom={"module_fqn": "layers.1"}), r"%neg.*meta 'custom'"),
+    "direction": (lambda neg, view, mul, add: add.meta.pop("autograd_backward"), r"%add.*meta 'autograd_backward'"),
+    "a key more": (lambda neg, view, mul, add: neg.meta.update(mark=None), r"%neg.*meta 'mark'"),
+    "extents": (lambda neg, view, mul, add: neg.meta.update(val=SMALLER), r"%neg.*meta 'val'"),
+    "dtype": (lambda neg, view, mul, add: neg.meta.update(val=neg.meta["val"].double()), r"%neg.*meta 'val'"),
+    "strides": (lambda neg, view, mul, add: neg.meta.update(val=neg.meta["val"].t()), r"%neg.*meta 'val'"),
+    "memory": (lambda neg, view, mul, add: view.meta.update(val=neg.meta["val"]), r"%view.*: its memory is shared"),
+    "forward node": (lambda neg, view, mul, add: add.meta.update(seq_nr=0), r"%add.*'seq_nr' belongs to another"),
+    "order of numbers": (
+        lambda neg, view, mul, add: (mul.meta.update(seq_nr=7), add.meta.update(seq_nr=7), view.meta.update(seq_nr=9)),
+        "meta 'seq_nr' is in another order than in full",
+    ),
+    "equal numbers": (lambda neg, view, mul, add: view.meta.update(seq_nr=0), "'seq_nr' is in another order"),
+    "a node more": (
+        lambda neg, view, mul, add: add.graph.output_node().append(add.graph.create_node("get_attr", "more")),
+        "7 nodes in full, 8 stamped",
+    ),
+}
+
+
+def graph_with_numbers():
+    graph = graphtext.parse(TWO).graph
+    nodes = [node for node in graph.nodes if node.op == "call_function"]
+    for node, number in zip(nodes, (0, 1, 2, 2), strict=True):
+        node.meta["seq_nr"] = number
+    return graph, nodes
+
+
+def test_two_equal_graphs_do_not_differ():
+    """The twin of what follows. Numbers that a thread counts need not be equal, only in the same order."""
+    (full, _), (stamped, nodes) = graph_with_numbers(), graph_with_numbers()
+    assert first_difference(full, stamped) is None
+    for node, number in zip(nodes, (3, 8, 11, 11), strict=True):
+        node.meta["seq_nr"] = number
+    assert first_difference(full, stamped) is None
+
+
+@pytest.mark.parametrize("what", TAMPERED)
+def test_a_stamped_graph_that_is_not_the_full_one_is_told_at_its_first_node(what):
+    """R1, R3: a comparison that is blind here would pass every stamped graph."""
+    (full, _), (stamped, nodes) = graph_with_numbers(), graph_with_numbers()
+    tamper, words = TAMPERED[what]
+    tamper(*nodes)
+    found = first_difference(full, stamped)
+    assert found is not None, f"another {what} is not seen"
+    assert re.search(words, found), found
+
+
+def of_layers(**containers):
+    model = torch.nn.Module()
+    for name, layers in containers.items():
+        setattr(model, name, layers)
+    return model
+
+
+def linear(count, width=2):
+    return torch.nn.ModuleList(torch.nn.Linear(width, width) for _ in range(count))
+
+
+@pytest.mark.parametrize(
+    ("containers", "runs"),
+    [
+        ({"layers": linear(5)}, [("layers", 0, 1, 5)]),
+        ({"layers": linear(4)}, []),
+        ({"layers": linear(6), "layers_more": linear(5)}, [("layers", 0, 1, 6), ("layers_more", 0, 1, 5)]),
+        ({"layers": torch.nn.ModuleList([*linear(1, 3), *linear(6)])}, [("layers", 1, 1, 6)]),
+        ({"layers": torch.nn.ModuleList([*linear(5), *linear(6, 3)])}, [("layers", 0, 1, 5), ("layers", 5, 1, 6)]),
+        ({"layers": torch.nn.ModuleList([torch.nn.Linear(2, 2 + i % 2) for i in range(11)])}, [("layers", 0, 2, 5)]),
+        ({"layers": torch.nn.ModuleList(torch.nn.Sequential(*linear(5)) for _ in range(5))}, [("layers", 0, 1, 5)]),
+        ({"stages": torch.nn.ModuleList([torch.nn.Sequential(*linear(5))])}, [("stages.0", 0, 1, 5)]),
+        ({"layers": torch.nn.ModuleDict({f"block{i}": layer for i, layer in enumerate(linear(5))})},
+         [("layers", 0, 1, 5)]),
+    ],
+    ids=["five", "four", "names that begin alike", "behind another", "two runs", "in turns", "layers of layers",
+         "inside of a stage", "by name"],
+)  # fmt: skip
+def test_where_runs_of_equal_layers_are(containers, runs):
+    """R2: more than four units; what lies in a run is not looked into, what begins with its name is."""
+    found, full = find_runs(of_layers(**containers))
+    assert [(run.container, run.first, run.period, run.units) for run in found] == runs, full
 
 
 @pytest.mark.gt_world("fake", size=4, mesh={"fsdp": 4})

@@ -37,6 +37,11 @@ def described(node: fx.Node) -> str:
     return " ".join(parts)
 
 
+def is_inexact(value: Any) -> bool:
+    """Whether a value is a tensor of floating-point or complex numbers, which a sum rounds and a gradient may reach."""
+    return isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex())
+
+
 BATCH, SEQUENCE = "batch", "sequence"
 _DIMENSIONS = {BATCH: 0, SEQUENCE: 1}
 BLOCK, MOE = "transformer block", "MoE layer"

@@ -19,7 +19,7 @@ import torch
 
 from pytest_gtrainer._torch.values import HigherOrderOperator, OpOverload, pytree, schema
 from pytest_gtrainer.graph.nodes import is_view
-from pytest_gtrainer.passes.chunking.config import ChunkConfig, ChunkError, ChunkWarning
+from pytest_gtrainer.passes.chunking.config import ChunkConfig, ChunkError, ChunkWarning, is_inexact
 
 INPUT, ROUTED, ROUTING = "input", "routed", "routing"
 """What rows hold: data in place; data in an order of the data; integers across rows."""
@@ -62,8 +62,7 @@ class Operand:
 
     @property
     def is_float(self) -> bool:
-        value = self.value
-        return value.is_floating_point() if isinstance(value, torch.Tensor) else isinstance(value, torch.SymFloat)
+        return is_inexact(self.value) or isinstance(self.value, torch.SymFloat)
 
 
 class Call:
@@ -296,7 +295,7 @@ def _wrong_along(call: Call) -> str | None:
     if call.pointwise or is_view(call.target) or call.name in _BY_DIMENSIONS or call.is_backward:
         return None
     numbers = [value for value, _ in _tensors(call)]
-    if not numbers or not any(v.is_floating_point() for v in [*numbers, *(o.value for o, _ in rows)]):
+    if not numbers or not any(map(is_inexact, [*numbers, *(o.value for o, _ in rows)])):
         return None  # a size, or routing
     dims = sorted({dim for _, known in rows for dim in known.dims})
     return f"may mix dimension {', '.join(map(str, dims))}: what it does along its dimensions is not known"
@@ -308,7 +307,7 @@ def _tensors(call: Call) -> list[tuple[torch.Tensor, Sequence[int]]]:
 
 def _made_in_rows(call: Call) -> str | None:
     """Whether numbers of rows, or what depends on them, would meet rows of data in floating-point numbers."""
-    if call.is_backward or not any(value.is_floating_point() for value, _ in _tensors(call)):
+    if call.is_backward or not any(is_inexact(value) for value, _ in _tensors(call)):
         return None
     index = [operand for _, operand in chosen_by(call)[1]] if call.name in INDEXING else []
     holds = {known.hold for operand, known in call.rows() if all(operand is not one for one in index)}
@@ -343,7 +342,7 @@ def is_plain(tensor: Any) -> bool:
 
 def _statistic_in_rows(call: Call) -> str | None:
     """The statistic, or routing, that this call would bring into rows of floating-point numbers."""
-    if call.is_backward or not any(dims and value.is_floating_point() for value, dims in _tensors(call)):
+    if call.is_backward or not any(dims and is_inexact(value) for value, dims in _tensors(call)):
         return None
     if call.counts and any(known.hold not in _WITHOUT_DATA for _, known in call.rows()):
         return HOW_MANY
@@ -416,7 +415,7 @@ def _front(call: Call, value: Any, dim: int) -> int:
 
 
 def _hold(call: Call, holds: set[str], has_statistics: bool, value: Any) -> str:
-    is_float = isinstance(value, torch.Tensor) and value.is_floating_point()
+    is_float = is_inexact(value)
     counted, of_data = bool(holds & {NUMBERS, COUNTED}), holds - _WITHOUT_DATA
     if call.name in INDEXING:
         return _hold_of_indexed(call, holds, is_float)

@@ -28,7 +28,7 @@ from pytest_gtrainer.graph.nodes import (
     walked,
     written_operands,
 )
-from pytest_gtrainer.passes.chunking.config import ChunkConfig, ChunkError
+from pytest_gtrainer.passes.chunking.config import ChunkConfig, ChunkError, is_inexact
 from pytest_gtrainer.passes.chunking.twins import Twins
 
 
@@ -222,5 +222,4 @@ def alike(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
 
 def propagates(user: fx.Node) -> bool:
     """Whether a use may have a gradient."""
-    value = user.meta.get("val")
-    return direction(user) != BACKWARD and isinstance(value, torch.Tensor) and value.is_floating_point()
+    return direction(user) != BACKWARD and is_inexact(user.meta.get("val"))

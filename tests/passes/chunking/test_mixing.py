@@ -1,6 +1,7 @@
 """Operators along the chunk dimension: refused by graph and eager chunking alike, or equal to the whole model (G3)."""
 
 import warnings
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -13,6 +14,8 @@ from fixtures.models import chunkable
 from fixtures.models.chunkable import DIM, HEADS, Attention, Net, Then, net
 from fixtures.models.loss import ce_step
 from pytest_gtrainer import ChunkConfig, ChunkError, ChunkWarning, assert_bitwise_different, eager_chunked, trace_step
+from pytest_gtrainer._torch.values import pytree
+from pytest_gtrainer.passes.chunking.mixing import Call, Operand, Rows, judge
 
 REFUSED = (ChunkError, ChunkWarning)
 pytestmark = pytest.mark.filterwarnings("error::pytest_gtrainer.ChunkWarning")
@@ -62,6 +65,14 @@ def sorted_rows(x):
     return x.sort(0).values
 
 
+def as_complex(x):
+    return torch.view_as_complex(x.unflatten(-1, (-1, 2)))
+
+
+def real(x):
+    return torch.view_as_real(x).flatten(-2)
+
+
 def column(rows):
     return rows.view(-1, 1, 1)
 
@@ -81,6 +92,16 @@ MIXING = {
     "plain attention, folded": (folded_plain_attention, None, r"mm.* relates every row to every other one"),
     "softmax": (lambda x: x.softmax(0), None, r"_softmax.* takes the softmax over dimension 0"),
     "cumsum": (lambda x: x.cumsum(0), None, r"cumsum.* accumulates along dimension 0"),
+    "complex numbers": (
+        lambda x: torch.fft.ifft2(torch.fft.fft2(x, dim=(0, 2)), dim=(0, 2)).real,
+        None,
+        r"_fft_c2c.* transforms dimension 0",
+    ),
+    "the largest of complex numbers": (
+        lambda x: real(as_complex(x) / as_complex(x).abs().amax()),
+        None,
+        r"div.* brings into rows a value over all of them \(.*amax",
+    ),
     "sort": (sorted_rows, None, r"sort.* orders the rows of dimension 0"),
     "flip": (lambda x: x.flip(0), None, r"flip.* reverses dimension 0"),
     "roll": (lambda x: x.roll(1, 0), None, r"roll.* rolls dimension 0"),
@@ -288,6 +309,11 @@ ROW_WISE = {
     "routing": (routed, None),
     "routing by counts": (routed_by_counts, None),
     "einsum": (lambda x: torch.einsum("bsd,btd->bst", x, x).softmax(-1) @ x, None),
+    "complex numbers": (
+        lambda x: real(as_complex(x) * torch.polar(torch.ones(x.shape[-1] // 2), torch.arange(x.shape[-1] / 2)))
+        + torch.fft.ifft(torch.fft.fft(x, dim=1), dim=1).real,
+        None,
+    ),
 }
 
 
@@ -412,3 +438,80 @@ def test_numbers_of_a_chunk_are_told_unless_somebody_answers_for_them(side, bloc
     told = [str(one.message) for one in caught if one.category is ChunkWarning]
     assert bool(told) is not answers
     assert all("if you mean those of each chunk, say so: ChunkConfig(row_wise=('layers.*',))" in one for one in told)
+
+
+aten = torch.ops.aten
+TABLE = [
+    (aten._softmax.default, (1, False), {1}),
+    (aten._log_softmax.default, (-1, False), {2}),
+    (aten.cumsum.default, (0,), {0}),
+    (aten.cumprod.default, (2,), {2}),
+    (aten.logcumsumexp.default, (-2,), {1}),
+    (aten.sort.default, (1,), {1}),
+    (aten.sort.default, (), {2}),
+    (aten.topk.default, (1, 0), {0}),
+    (aten.native_layer_norm.default, ([4], None, None, 1e-5), {2}),
+    (aten.native_layer_norm.default, ([3, 4], None, None, 1e-5), {1, 2}),
+    (aten.native_group_norm.default, (None, None, 2, 3, 4, 1, 1e-5), {1, 2}),
+    (aten.native_batch_norm.default, (None, None, None, None, True, 0.1, 1e-5), {0, 2}),
+    (aten.native_batch_norm.default, (None, None, torch.ones(3), torch.ones(3), False, 0.1, 1e-5), set()),
+    (aten.convolution.default, (torch.ones(5, 3, 1), None, [1], [0], [1], False, [0], 1), {1, 2}),
+    (aten.avg_pool1d.default, ([2],), {2}),
+    (aten.max_pool2d_with_indices.default, ([1, 2],), {1, 2}),
+    (aten._fft_c2c.default, ([1], 0, True), {1}),
+    (aten.flip.default, ([0, 2],), {0, 2}),
+    (aten.roll.default, ([1], [1]), {1}),
+    (aten.roll.default, ([1],), {0, 1, 2}),
+    (aten.rot90.default, (2, [0, 1]), {0, 1}),
+    (aten.slice.Tensor, (1, 1), {1}),
+    (aten.slice.Tensor, (1, 0, 2), {1}),
+    (aten.slice.Tensor, (2, 0, 9223372036854775807, 2), {2}),
+    (aten.slice.Tensor, (1, 0, 9223372036854775807), set()),
+    (aten.slice.Tensor, (-1, -2), {2}),
+    (aten.select.int, (1, 0), {1}),
+    (aten.unbind.int, (-1,), {2}),
+    (aten.split.Tensor, (1, 1), {1}),
+    (aten.split_with_sizes.default, ([1, 3], 2), {2}),
+    (aten.unfold.default, (1, 2, 1), {1}),
+    (aten.as_strided.default, ([2, 3], [12, 4]), {0, 1, 2}),
+    (aten.diagonal.default, (0, 0, 2), {0, 2}),
+    (aten.tril.default, (), {1, 2}),
+    (aten.triu.default, (), {1, 2}),
+    (aten.repeat.default, ([1, 2, 1],), {1}),
+    (aten.repeat.default, ([3, 1, 1, 2],), {2}),
+    (aten.constant_pad_nd.default, ([0, 0, 1, 0],), {1}),
+    (aten.constant_pad_nd.default, ([0, -1],), {2}),
+    (aten.constant_pad_nd.default, ([0, 0, 0, 0, 0, 2],), {0}),
+    (aten.constant_pad_nd.default, ([0, 0, 0, 0],), set()),
+    (aten.reflection_pad1d.default, ([1, 0],), {2}),
+    (aten.relu.default, (), set()),
+    (aten.transpose.int, (0, 2), set()),
+]
+
+
+@pytest.mark.parametrize(("operator", "arguments", "mixed"), TABLE, ids=str)
+def test_an_operator_is_refused_along_exactly_the_dimensions_that_it_mixes(operator, arguments, mixed):
+    """G3, G24: of a tensor of three dimensions each in turn is that of the rows."""
+    x = torch.arange(24.0).add(1).sin().view(2, 3, 4)
+    x = x.to(torch.complex64) if "fft" in str(operator) else x
+    results = [leaf for leaf in pytree.tree_leaves(operator(x, *arguments)) if isinstance(leaf, torch.Tensor)]
+    refused = set()
+    for dim in range(3):
+        call = Call(operator, [Operand(x, Rows((dim,))), *arguments], {}, [
+            (result, (dim,) if dim < result.ndim else ()) for result in results
+        ])  # fmt: skip
+        try:
+            judge(call, str(operator), "layers.0", BATCH, set())
+        except ChunkError:
+            refused.add(dim)
+    assert refused == mixed, f"{operator}{arguments} is refused along {refused}, and mixes along {mixed}"
+
+
+def test_rows_that_are_put_behind_others_are_refused():
+    """G3: along their own dimension; one tensor alone is put behind nothing."""
+    x = torch.ones(2, 3)
+    for tensors, dim, is_refused in [((x, x), 0, True), ((x, x), 1, False), ((x, x), -2, True), ((x,), 0, False)]:
+        given = [Operand(tensor, Rows((0,))) for tensor in tensors]
+        call = Call(aten.cat.default, [given, dim], {}, [(torch.cat(tensors, dim), (0,))])
+        with pytest.raises(ChunkError, match="puts rows behind each other") if is_refused else nullcontext():
+            judge(call, "cat", "layers.0", BATCH, set())

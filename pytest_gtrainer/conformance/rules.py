@@ -72,7 +72,7 @@ EXAMPLES, MOST_RUNS = 20, 30
 """Generated models a run, and how many there are with those that shrink what fails."""
 
 
-def _changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+def _changed(before: Mapping[Any, Any], after: Mapping[Any, Any]) -> Iterator[tuple[Any, Any, Any]]:
     """What both have and is not the same in both: key, value before, value after."""
     return ((key, was, after[key]) for key, was in before.items() if key in after and after[key] != was)
 
@@ -133,14 +133,16 @@ def keeps_values(run: Run) -> None:
 
 @rule("metadata", "what a pass leaves keeps module and direction; what it makes has a value", KINDS, DENSE, AGAIN)
 def keeps_metadata(run: Run) -> None:
-    for node in run.after.graph.nodes:
+    def told(gm: fx.GraphModule) -> dict[fx.Node, str]:
+        return {node: f"{node_fqn(node)} {direction(node)}" for node in gm.graph.nodes}
+
+    given = graph_of(run.recipe)
+    before, after = told(given), run.of(given)  # a pass that makes a new graph leaves no node of the old one
+    for node in after.graph.nodes:
         if node.op == "call_function" and "val" not in node.meta:
             raise AssertionError(f'{node} = {node.target} has no meta["val"]')
-    if run.adapter.kind == "chunking":
-        return  # its graph is a new one, with names of its own
-    before, after = ({node.name: f"{node_fqn(node)} {direction(node)}" for node in gm.graph.nodes} for gm in run.graphs)
-    for name, was, now in _changed(before, after):
-        raise AssertionError(f"{name} was of {was} and is of {now}")
+    for node, was, now in _changed(before, told(after)):
+        raise AssertionError(f"{node} was of {was} and is of {now}")
 
 
 @rule("ranks", "the graph is the same on every rank that holds as much", IN_PLACE, DENSE, TIED)

@@ -21,6 +21,10 @@ from pytest_gtrainer.conformance import Adapter, any_pass, bucketing
 from pytest_gtrainer.conformance.judging import RULES, ended_within, judge
 from pytest_gtrainer.graph.collectives import fsdp_all_gathers, group_of, kind_of, launches
 
+pytestmark = [  # one world for all: a graph is traced once
+    pytest.mark.gt_world("fake", size=4, rank=1),
+    pytest.mark.usefixtures("gt_module_world"),
+]
 aten = torch.ops.aten
 
 
@@ -427,14 +431,12 @@ MISTAKES_OF_KINDS = [
 ]
 
 
-@pytest.mark.gt_world("fake", size=4, rank=1)
 @pytest.mark.parametrize(("kind", "rule", "mistake", "told"), MISTAKES_OF_KINDS)
 def test_a_mistake_of_another_kind_is_told(kind, rule, mistake, told, request):
     with pytest.raises(AssertionError, match=told):
         judge(RULES[rule], Adapter(mistake, kind), request)
 
 
-@pytest.mark.gt_world("fake", size=4, rank=1)
 def test_a_pass_that_does_not_end_is_told_once(request):
     """Also one that catches all errors; the second rule does not wait again."""
 
@@ -470,24 +472,11 @@ def test_a_shorter_limit_of_somebody_else_stays():
         signal.signal(signal.SIGALRM, handler)
 
 
-@pytest.mark.gt_world("fake", size=4, rank=1)
 @pytest.mark.parametrize(("rule", "mistake", "told"), MISTAKES, ids=lambda each: getattr(each, "__name__", None))
 def test_a_mistake_is_told(rule, mistake, told, request, tmp_path):
     """The graph that it was given is kept, as a pass file."""
     with pytest.raises(AssertionError, match=told):
         judge(RULES[rule], Adapter(mistake, "bucketing", call=mistake), request)
-
-
-@pytest.mark.gt_world("ranks", size=3)
-def test_another_order_has_other_bits_on_ranks(request):
-    with pytest.raises(AssertionError, match=r"bucket layouts differ(?s:.)*bits are (different|equal on this rank)"):
-        judge(RULES["bits"], Adapter(packs_as_executed, "bucketing", call=packs_as_executed), request)
-
-
-@pytest.mark.gt_world("simulated", size=4, nodes=2)
-def test_another_order_has_other_bits_on_simulated_nodes(request):
-    with pytest.raises(AssertionError, match="bits are different"):
-        judge(RULES["nodes"], Adapter(packs_as_executed, "bucketing", call=packs_as_executed), request)
 
 
 OF_KINDS = {rule for _, rule, *_ in MISTAKES_OF_KINDS}
@@ -498,7 +487,6 @@ def test_every_rule_has_a_mistake():
     assert told | {"bits", "nodes"} == set(RULES)
 
 
-@pytest.mark.gt_world("fake", size=4, rank=1)
 @pytest.mark.parametrize("rule", sorted(set(RULES) - {"D1", "bits", "nodes"}))
 def test_a_pass_that_does_nothing_holds_no_rule(rule, request):
     """It could not have failed."""
@@ -513,14 +501,12 @@ def test_a_pass_that_does_nothing_holds_no_rule(rule, request):
             judge(RULES[rule], Adapter(nothing, "bucketing", strict=True), request)
 
 
-@pytest.mark.gt_world("fake", size=4, rank=1)
 def test_what_is_not_claimed_is_not_run(request):
     adapter = Adapter(raises_an_error, "bucketing", call=raises_an_error, not_claimed={"E*": "orders nothing"})
     with pytest.raises(pytest.skip.Exception, match="not claimed: orders nothing"):
         judge(RULES["E2"], adapter, request)
 
 
-@pytest.mark.gt_world("fake", size=4, rank=1)
 def test_a_pass_that_raises_or_gives_no_graph_is_told_and_its_graph_kept(request, gt_artifacts):
     with pytest.raises(
         AssertionError, match="raises_an_error raised KeyError: 'w2'\nThe graph that it was given is kept"
@@ -540,7 +526,6 @@ def test_a_pass_that_raises_or_gives_no_graph_is_told_and_its_graph_kept(request
     judge(RULES["E6"], Adapter(gives_nothing, "bucketing", call=gives_nothing, in_place=True), request)
 
 
-@pytest.mark.gt_world("fake", size=4, rank=1)
 def test_a_graph_that_cannot_be_judged_is_told(request):
     with (
         facts.collecting() as told,

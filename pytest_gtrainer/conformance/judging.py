@@ -155,8 +155,7 @@ def ended_within(seconds: float, what: str) -> Iterator[None]:
             signal.setitimer(signal.ITIMER_REAL, max(left - (time.monotonic() - start), 0.01), interval)
 
 
-_hung: dict[tuple[int, str], str] = {}
-"""Where a pass hung: the next rule on this graph does not wait again."""
+_hung: dict[tuple[int, str], str] = {}  # where a pass hung: the next rule on this graph does not wait again
 
 
 @dataclass(frozen=True)

@@ -171,8 +171,7 @@ def _double_a_shard(gm: fx.GraphModule) -> None:
     shard = gm.graph.find_nodes(op="placeholder")[first.position]
     with gm.graph.inserting_before(behind):
         doubled = gm.graph.call_function(torch.ops.aten.mul_.Scalar, (shard, 2))
-    doubled.meta = {name: behind.meta[name] for name in ("custom", "autograd_backward") if name in behind.meta}
-    doubled.meta["val"] = shard.meta["val"]
+    doubled.meta = {**behind.meta, "val": shard.meta["val"]}
 
 
 class Experts(nn.Module):
@@ -198,10 +197,9 @@ class MoeBlock(nn.Module):
         self.norm, self.moe = nn.LayerNorm(recipe.dim), nn.Module()
         self.moe.router, self.moe.experts = nn.Linear(recipe.dim, 1), Experts(recipe)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> Any:
         h = self.norm(x)
-        result: torch.Tensor = x + self.moe.experts(h) * self.moe.router(h)
-        return result
+        return x + self.moe.experts(h) * self.moe.router(h)
 
 
 class Block(nn.Module):

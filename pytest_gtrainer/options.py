@@ -128,7 +128,9 @@ OPTIONS: tuple[Option, ...] = (
         metavar="MODULE:NAME",
     ),
     Option(
-        "kind", "kind of the pass under --gt-pass, which selects the rules (default: any)", choices=("any", "bucketing")
+        "kind",
+        "kind of the pass under --gt-pass, which selects the rules (default: any)",
+        choices=("any", "bucketing", "canonicalisation", "deduplication", "remat", "reassignment", "chunking"),
     ),
     Option("conformance", "write the conformance table as JSON", metavar="FILE"),
     Option(

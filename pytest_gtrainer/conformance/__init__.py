@@ -10,6 +10,15 @@ Read ``judging`` first, then ``rules``; ``recipes`` makes the graphs. ``report.t
 from __future__ import annotations
 
 from pytest_gtrainer.conformance import rules as rules  # importing it registers the rules
-from pytest_gtrainer.conformance.judging import Adapter, any_pass, bucketing
+from pytest_gtrainer.conformance.judging import (
+    Adapter,
+    any_pass,
+    bucketing,
+    canonicalisation,
+    chunking,
+    deduplication,
+    reassignment,
+    remat,
+)
 
-__all__ = ["Adapter", "any_pass", "bucketing"]
+__all__ = ["Adapter", "any_pass", "bucketing", "canonicalisation", "chunking", "deduplication", "reassignment", "remat"]

@@ -6,9 +6,15 @@ A judge raises ``AssertionError`` where the rule is broken, and ``Nothing`` wher
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from functools import cached_property
+import importlib
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -16,7 +22,6 @@ from torch import fx
 
 from pytest_gtrainer import facts
 from pytest_gtrainer.conformance.recipes import Recipe, graph_of
-from pytest_gtrainer.graph.bucket_plan import BucketPlan
 from pytest_gtrainer.graph.layout import Payload, bucket_layout
 from pytest_gtrainer.graphtext.rendering import render
 from pytest_gtrainer.passes.graph_pass import as_pass, options_of
@@ -24,8 +29,17 @@ from pytest_gtrainer.worlds.spec import MARKER
 
 World = tuple[str, dict[str, Any]]
 FAKE: World = ("fake", {"size": 4, "rank": 1})
-KINDS = ("any", "bucketing")
-"""Whatever rewrites a graph; what merges, and maybe reorders, the collectives of parameters and gradients."""
+GIVEN: dict[str, dict[str, Any]] = {
+    "any": {},
+    "bucketing": {},
+    "canonicalisation": {"given": "traced", "gathers_again": False},
+    "deduplication": {"given": "duplicates", "executed": ("w1", "w3", "w2", "w1")},
+    "remat": {"given": "tagged", "gathers_again": False},
+    "reassignment": {},
+    "chunking": {"given": "chunks", "batch": 8, "mesh": (), "reduced": None, "mixed": False, "gathers_again": False},
+}
+"""What the graphs of a kind are like: such that a pass of this kind has something to do."""
+KINDS = tuple(GIVEN)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,22 +49,28 @@ class Adapter:
     Attributes:
         function: the pass: ``(gm, example_inputs, *, options) -> gm``, ``gm -> gm``, or an ``fx.Graph`` in place.
         kind: which rules it is held to: one of ``KINDS``.
-        call: ``call(gm, plan)``, for any other signature. A ``bucket_plan`` option is given without it.
+        call: ``call(gm, plan)``, for any other signature, and for chunking ``call(gm, config, twin)``. An option of
+            these names, ``bucket_plan``, ``config`` or ``twin``, is given without it.
         options: of the pass, if there is no ``call``.
         in_place: the pass returns nothing, and the graph that it was given is its result.
         not_claimed: reasons by rule, which may be a pattern such as ``"E*"``: the rule is not run.
         strict: a rule that proves nothing fails; else it is skipped.
         broken: reasons by rule of what is known to be broken: a strict xfail.
+        limit: seconds that the pass may take on a graph. Code that does not come back to Python is not interrupted,
+            nor is anything outside of the main thread.
+        path: ``module:name`` by which another process finds it; without one it is pickled.
     """
 
     function: Callable[..., Any]
     kind: str = "any"
-    call: Callable[[fx.GraphModule, BucketPlan], Any] | None = None
+    call: Callable[..., Any] | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
     in_place: bool = False
     strict: bool = False
     not_claimed: Mapping[str, str] = field(default_factory=dict)
     broken: Mapping[str, str] = field(default_factory=dict)
+    limit: float = 60.0
+    path: str = ""
 
     def __post_init__(self) -> None:
         if not callable(self.function):
@@ -66,14 +86,15 @@ class Adapter:
     @property
     def takes_plan(self) -> bool:
         """Whether the pass is told which modules a bucket is made of."""
-        return self.call is not None or "bucket_plan" in options_of(self.function)
+        is_told = self.call is not None or "bucket_plan" in options_of(self.function)
+        return is_told and self.kind in ("any", "bucketing")
 
-    def run(self, gm: fx.GraphModule, plan: BucketPlan) -> fx.GraphModule:
+    def run(self, gm: fx.GraphModule, **given: Any) -> fx.GraphModule:
         """The pass's result on a graph, which it may rewrite; a TypeError if it returned none."""
         if self.call is not None:
-            result = self.call(gm, plan)
+            result = self.call(gm, *given.values())
         else:
-            told = {"bucket_plan": plan} if self.takes_plan else {}
+            told = {name: value for name, value in given.items() if name in options_of(self.function)}
             inputs = [node.meta.get("val") for node in gm.graph.find_nodes(op="placeholder")]
             result = as_pass(self.function)(gm, inputs, **{**told, **self.options})
         result = gm if result is None and self.in_place else result
@@ -81,6 +102,17 @@ class Adapter:
             way_out = "; if it works in place, say in_place=True" if result is None else ""
             raise TypeError(f"{self.name} returned {type(result).__name__}, expected a GraphModule{way_out}")
         return result
+
+
+def adapter_at(path: str, kind: str | None) -> Adapter:
+    """What ``module:name`` names; a function is adapted by its signature. A ValueError or other says what is wrong."""
+    module, _, name = path.partition(":")
+    if not name:
+        raise ValueError("expected module:name, as my_package.passes:my_bucketing")
+    found: Any = importlib.import_module(module)
+    for part in name.split("."):
+        found = getattr(found, part)
+    return replace(found if isinstance(found, Adapter) else Adapter(found, kind or "any"), path=path)
 
 
 def reason_for(rule: str, reasons: Mapping[str, str]) -> str | None:
@@ -94,6 +126,36 @@ class Nothing(Exception):
 
 class Raised(Exception):
     """The pass itself raised."""
+
+
+class Hung(BaseException):
+    """The pass did not end; no ``Exception``, which it might catch."""
+
+
+@contextmanager
+def ended_within(seconds: float, what: str) -> Iterator[None]:
+    """Raise ``Hung`` in the main thread once it takes longer; a shorter limit of somebody else stays in force."""
+    left = signal.getitimer(signal.ITIMER_REAL)[0]
+    if threading.current_thread() is not threading.main_thread() or 0 < left < seconds:
+        yield
+        return
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        place = f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame else "an unknown place"
+        raise Hung(f"{what} did not end within {seconds:g} s; it was at {place}")
+
+    handler, start = signal.signal(signal.SIGALRM, stop), time.monotonic()
+    _, interval = signal.setitimer(signal.ITIMER_REAL, seconds, 1.0)  # again, should the pass catch it
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, handler)
+        if left:
+            signal.setitimer(signal.ITIMER_REAL, max(left - (time.monotonic() - start), 0.01), interval)
+
+
+_hung: dict[tuple[int, str], str] = {}  # where a pass hung: the next rule on this graph does not wait again
 
 
 @dataclass(frozen=True)
@@ -112,13 +174,27 @@ class Run:
     def after(self) -> fx.GraphModule:
         return self.of(graph_of(self.recipe))
 
-    def of(self, gm: fx.GraphModule) -> fx.GraphModule:
+    def given(self, **other: Any) -> dict[str, Any]:
+        """What the pass is told beside the graph, with other values of it."""
+        if self.adapter.kind != "chunking":
+            return {"bucket_plan": self.recipe.plan, **other}
+        return {"config": self.recipe.chunking, "twin": graph_of(self.recipe, twin=True), **other}
+
+    def of(self, gm: fx.GraphModule, **other: Any) -> fx.GraphModule:
         """The pass's result on any graph; what it raises is ``Raised``."""
+        name, hung = self.adapter.name, (id(self.adapter.function), str(self.recipe))
+        if hung in _hung:
+            raise Raised(f"{_hung[hung]}; not tried again")
+        given = self.given(**other)
         try:
-            return self.adapter.run(gm, self.recipe.plan)
+            with ended_within(self.adapter.limit, f"{name} on {self.recipe}"):
+                return self.adapter.run(gm, **given)
+        except Hung as error:
+            _hung[hung] = str(error)
+            raise Raised(str(error)) from error
         except Exception as error:
             first = (str(error).strip() or "no message").partition("\n")[0]
-            raise Raised(f"{self.adapter.name} raised {type(error).__name__}: {first}") from error
+            raise Raised(f"{name} raised {type(error).__name__}: {first}") from error
 
     @property
     def graphs(self) -> tuple[fx.GraphModule, fx.GraphModule]:
@@ -138,7 +214,8 @@ class Run:
         path = self.request.getfixturevalue("gt_artifacts") / f"{adapter.name}-{rule.id}.fxgraph"
         plan = f"(bucket_plan={recipe.plan})" if adapter.takes_plan and adapter.call is None else ""
         mesh = ", ".join(f"{name}={extent}" for name, extent in recipe.mesh)
-        head = [f"# {rule.id}: {rule.says}", f"# world: fake {recipe.size}, rank 1", f"# mesh: {mesh}"]
+        head = [f"# {rule.id}: {rule.says}"]
+        head += [f"# world: fake {recipe.size}, rank 1", f"# mesh: {mesh}"] if recipe.mesh else []
         head += [f"# passes: {adapter.name}{plan}", "# values: same", ""]
         path.write_text("\n".join(head) + render(graph_of(recipe), mesh=dict(recipe.mesh)), encoding="utf-8")
         return f"The graph that it was given is kept as a pass file: {path}"
@@ -159,7 +236,7 @@ class Rule:
 
 
 RULES: dict[str, Rule] = {}
-BOTH, BUCKETING = ("any", "bucketing"), ("bucketing",)
+IN_PLACE = tuple(kind for kind in KINDS if kind != "chunking")  # whose results have the values and names of before
 
 
 def rule(
@@ -185,12 +262,13 @@ def judge(rule: Rule, adapter: Adapter, request: pytest.FixtureRequest) -> None:
     if (reason := reason_for(rule.id, adapter.not_claimed)) is not None:
         tell("not claimed", reason)
         pytest.skip(f"not claimed: {reason}")
-    runs, silent = [Run(adapter, recipe, request) for recipe in rule.graphs or (Recipe(),)], []
+    recipes = dict.fromkeys(replace(recipe, **GIVEN[adapter.kind]) for recipe in rule.graphs or (Recipe(),))
+    runs, silent = [Run(adapter, recipe, request) for recipe in recipes], []
     for run in runs:
         try:
             if rule.graphs and rule.id != "D1" and render(run.before) == render(run.after):
                 raise Nothing("it changes nothing")
-            if rule.merging:
+            if rule.merging and adapter.kind == "bucketing":
                 _ = run.merged
             rule.judge(run)
         except Nothing as error:
@@ -210,18 +288,9 @@ def judge(rule: Rule, adapter: Adapter, request: pytest.FixtureRequest) -> None:
     tell("held")
 
 
-def bucketing(function: Callable[..., Any], **adapter: Any) -> Callable[..., None]:
-    """A test of all rules for passes that bucket the collectives of a joint graph; keywords as of ``Adapter``."""
-    return test_of(Adapter(function, "bucketing", **adapter))
-
-
-def any_pass(function: Callable[..., Any], **adapter: Any) -> Callable[..., None]:
-    """A test of the rules that hold for every pass; keywords as of ``Adapter``."""
-    return test_of(Adapter(function, "any", **adapter))
-
-
-def test_of(adapter: Adapter) -> Callable[..., None]:
-    """A test function with a case a rule, each in the world that it needs."""
+def test_of(kind: str, function: Callable[..., Any], **options: Any) -> Callable[..., None]:
+    """A test of the rules of a kind, with a case a rule, each in the world that it needs; options as of ``Adapter``."""
+    adapter = Adapter(function, kind, **options)
 
     @pytest.mark.parametrize("rule", cases_of(adapter))
     def test_rule(rule: str, request: pytest.FixtureRequest) -> None:
@@ -229,6 +298,11 @@ def test_of(adapter: Adapter) -> Callable[..., None]:
         judge(RULES[rule], adapter, request)
 
     return test_rule
+
+
+any_pass, bucketing, canonicalisation, deduplication, remat, reassignment, chunking = (
+    partial(test_of, kind) for kind in KINDS
+)
 
 
 def cases_of(adapter: Adapter) -> list[Any]:

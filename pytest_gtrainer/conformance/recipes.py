@@ -6,18 +6,24 @@ import copy
 import math
 import weakref
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import fx, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.utils.checkpoint import CheckpointPolicy
 
 from pytest_gtrainer._torch.passes import ALL_GATHER, ALL_REDUCE, WAIT
 from pytest_gtrainer.graph.bucket_plan import BucketPlan
+from pytest_gtrainer.graph.collectives import fsdp_all_gathers
+from pytest_gtrainer.graph.nodes import BACKWARD, FORWARD, direction, node_fqn
+from pytest_gtrainer.graphtext import parse
 from pytest_gtrainer.passes.canonicalize import canonicalize_graph_pass
+from pytest_gtrainer.passes.chunking.config import ChunkConfig
 from pytest_gtrainer.passes.collectives import reduce_scatter_before_all_reduce_pass
-from pytest_gtrainer.passes.remat import selective_activation_remat_pass, tag_with_memory_policy_pass
+from pytest_gtrainer.passes.remat import RECOMPUTE, selective_activation_remat_pass, tag_with_memory_policy_pass
 from pytest_gtrainer.references.config import TrainConfig
 from pytest_gtrainer.tracing.sharding import MixedPrecisionPolicy, data_parallel
 from pytest_gtrainer.tracing.step import trace_step
@@ -40,7 +46,15 @@ class Recipe:
     mixed: bool = False  # norms are gathered in float32
     # the last dimension shards, one called "replicate" holds replicas, over one called "tp" activations are exchanged
     mesh: tuple[tuple[str, int], ...] = (("fsdp", 4),)
+    beside: str = "tp"  # or another of its dimensions
     gathers_again: bool = False  # parameters, in the backward
+    moe: bool = False  # blocks of experts, which are in a bucket of their own
+    inside: str = ""  # what a block does besides: it "drops", "mixes" rows, "exchanges", or views in vain, "noise"
+    batch: int = 2
+    given: str = "canonical"  # or "traced", "duplicates", "tagged", "chunks": what the pass is for is not done yet
+    chunks: int = 2
+    updates: bool = False  # a shard is doubled before its second gather, or else before the backward
+    traps: bool = False  # the graph is ``TRAPS``
 
     def __str__(self) -> str:
         """What is not as by default, as a person would ask for it."""
@@ -55,7 +69,9 @@ class Recipe:
     @property
     def plan(self) -> BucketPlan:
         """A bucket a layer; what is tied is in one."""
-        layers = [f"layers.{index}" for index in range(self.layers)]
+        layers: list[Any] = [f"layers.{index}" for index in range(self.layers)]
+        if self.moe:
+            layers = [part for fqn in layers for part in ([f"{fqn}.norm", f"{fqn}.moe.router"], [f"{fqn}.moe.experts"])]
         if self.tied:
             return [["tok_embeddings", "norm", "lm_head"], *layers]
         return ["tok_embeddings", *layers, ["norm", "lm_head"]]
@@ -64,57 +80,151 @@ class Recipe:
     def policy(self) -> MixedPrecisionPolicy:
         return MixedPrecisionPolicy() if self.reduced is None else MixedPrecisionPolicy(torch.bfloat16, self.reduced)
 
+    def tokens(self, step: int, coordinate: int) -> tuple[torch.Tensor]:
+        """The inputs of a step: rows of three tokens."""
+        generator = torch.Generator().manual_seed(100 * step + coordinate)
+        return (torch.randint(VOCABULARY, (self.batch, 3), generator=generator),)
+
     def config(self, mesh: DeviceMesh) -> TrainConfig:
-        """Its training on a mesh, two rows of three tokens a step."""
-
-        def batch(step: int, coordinate: int) -> tuple[torch.Tensor]:
-            generator = torch.Generator().manual_seed(100 * step + coordinate)
-            return (torch.randint(VOCABULARY, (2, 3), generator=generator),)
-
+        """Its training on a mesh, two steps."""
         return TrainConfig(
             model=lambda: Net(self),
             step=step,
-            batch=batch,
+            batch=self.tokens,
             bucket_plan=self.plan,
             mesh=mesh,
             mp_policy=self.policy,
             steps=2,
         )
 
-    def trace(self, meshes: DeviceMesh) -> fx.GraphModule:
-        """The canonical joint graph of a step, on this rank of a mesh that has its dimensions."""
-        names = tuple(name for name, _ in self.mesh if name != "tp")
-        beside = meshes["tp"].get_group() if "tp" in dict(self.mesh) else None
-        shards = meshes[names] if len(names) > 1 else meshes[names[0]]
-        mode = "hybrid_shard" if "replicate" in names else "fully_shard"
+    @property
+    def chunking(self) -> ChunkConfig:
+        """Its blocks, as the bits of eager chunking need it."""
+        return ChunkConfig("layers.*", num_chunks=self.chunks, early_grad_accumulation=False)
+
+    def trace(self, meshes: DeviceMesh | None) -> tuple[fx.GraphModule, fx.GraphModule | None]:
+        """The joint graph of a step on this rank of a mesh that has its dimensions, and at the extent of a chunk."""
+        if self.traps:
+            return parse(TRAPS), None
+        beside = meshes[self.beside].get_group() if meshes is not None and self.beside in dict(self.mesh) else None
         model: nn.Module = Net(self, beside)
-        if self.mixed:  # the norms first, in their own dtype
-            for module in [each for each in model.modules() if isinstance(each, nn.LayerNorm)]:
-                data_parallel(module, shards, mode=mode)
-        sharded = data_parallel(model, shards, mode=mode, mp_policy=self.policy)
-        gm = canonicalize_graph_pass(trace_step(sharded, step, (torch.zeros(2, 3, dtype=torch.int64),)).gm)
-        if "replicate" in names:
+        if meshes is not None and self.given != "chunks":  # chunks are compared with eager ones of one process
+            names = tuple(name for name, _ in self.mesh if name != "tp")
+            shards = meshes[names] if len(names) > 1 else meshes[names[0]]
+            mode = "hybrid_shard" if "replicate" in names else "fully_shard"
+            if self.mixed:  # the norms first, in their own dtype
+                for module in [each for each in model.modules() if isinstance(each, nn.LayerNorm)]:
+                    data_parallel(module, shards, mode=mode)
+            model = data_parallel(model, shards, mode=mode, mp_policy=self.policy)
+        tokens = torch.zeros(self.batch, 3, dtype=torch.int64)
+        chunk = self.chunking if self.given == "chunks" else None
+        traced = trace_step(model, step, (tokens,), reuse_gathers=self.given != "duplicates", chunk=chunk)
+        gm = traced.gm if self.given == "traced" else canonicalize_graph_pass(traced.gm)
+        if "replicate" in dict(self.mesh):
             gm = reduce_scatter_before_all_reduce_pass(gm)  # as FSDP2 has it
-        if self.gathers_again:
-            gm = selective_activation_remat_pass(tag_with_memory_policy_pass(gm))
-        return gm
+        if self.gathers_again or self.given == "tagged":
+            gm = tag_with_memory_policy_pass(gm)
+        if self.given == "tagged":
+            _tag_blocks(gm)
+        elif self.gathers_again:
+            gm = selective_activation_remat_pass(gm)
+        if self.updates:
+            _double_a_shard(gm)
+        return gm, traced.twin and canonicalize_graph_pass(traced.twin)
+
+
+TRAPS = """# gtrainer graph v2
+if I:
+  I.x: f32[2, 3]
+if fwd:
+  clone: f32[2, 3] = aten.clone(I.x)
+  exp: f32[2, 3] = aten.exp(I.x)
+  clone_1: f32[2, 3] = aten.clone(exp)
+  neg_: f32[2, 3] = aten.neg_(exp)
+  sub: f32[2, 3] = aten.sub.Tensor(neg_, clone_1)
+  t: f32[3, 2][1, 3] = aten.t(sub)
+  clone_2: f32[3, 2] = aten.clone(t, memory_format=contiguous_format)
+  detach: f32[3, 2] = aten.detach(clone_2)
+if out:
+  yield fwd._.clone
+  yield fwd._.sub
+  yield fwd._.detach
+"""
+"""What looks like an identity and is none: copies that are returned, or of what is written to, or for their strides."""
+
+
+def _tag_blocks(gm: fx.GraphModule) -> None:
+    """Of each block all but the last value is computed again."""
+    calls = [node for node in gm.graph.nodes if node.op == "call_function" and direction(node) == FORWARD]
+    inside = [node for node in calls if node_fqn(node).startswith("layers.")]
+    last = {".".join(node_fqn(node).split(".")[:2]): node for node in inside}.values()
+    for node in inside:
+        if node not in last:
+            node.meta[RECOMPUTE] = CheckpointPolicy.MUST_RECOMPUTE
+
+
+def _double_a_shard(gm: fx.GraphModule) -> None:
+    first, *second = [each for each in fsdp_all_gathers(gm) if each.parameter == "layers.0.w1.weight"]
+    behind = next(node for node in gm.graph.nodes if direction(node) == BACKWARD and node.op == "call_function")
+    if second:
+        behind, *_ = *second[0].chain, second[0].launch
+    shard = gm.graph.find_nodes(op="placeholder")[first.position]
+    with gm.graph.inserting_before(behind):
+        doubled = gm.graph.call_function(torch.ops.aten.mul_.Scalar, (shard, 2))
+    doubled.meta = {**behind.meta, "val": shard.meta["val"]}
+
+
+class Experts(nn.Module):
+    """One for each row of a batch; weights are used in the recipe's order, not in that of registration."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        super().__init__()
+        for name in recipe.registered:
+            self.register_parameter(name, nn.Parameter(torch.randn(recipe.batch, recipe.dim, recipe.dim) / recipe.dim))
+        self._executed = recipe.executed
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for name in self._executed:
+            x = torch.tanh(torch.bmm(x, getattr(self, name)))
+        return x
+
+
+class MoeBlock(nn.Module):
+    """A norm, a router, and experts."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        super().__init__()
+        self.norm, self.moe = nn.LayerNorm(recipe.dim), nn.Module()
+        self.moe.router, self.moe.experts = nn.Linear(recipe.dim, 1), Experts(recipe)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        h = self.norm(x)
+        return x + self.moe.experts(h) * self.moe.router(h)
 
 
 class Block(nn.Module):
     """Its order of use is neither that of registration nor that of modules: no wrong order of a payload looks right."""
 
-    def __init__(self, recipe: Recipe) -> None:
+    def __init__(self, recipe: Recipe, beside: dist.ProcessGroup | None = None) -> None:
         super().__init__()
         self.scale, self.shift = nn.Parameter(torch.ones(recipe.dim)), nn.Parameter(torch.zeros(recipe.dim))
         for name in recipe.registered:
             self.add_module(name, nn.Linear(recipe.dim, recipe.dim, bias=name in recipe.bias))
         self.norm = nn.LayerNorm(recipe.dim)
-        self._executed = recipe.executed
+        self._recipe, self._beside = recipe, beside
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         h = self.norm(x)
-        for name in self._executed:
+        for name in self._recipe.executed:
             h = torch.tanh(self.get_submodule(name)(h))
+        if self._recipe.inside == "drops":
+            h = nn.functional.dropout(h, 0.5)
+        elif self._recipe.inside == "mixes":
+            h = h - h.mean(0)
+        elif self._recipe.inside == "noise":
+            h = h.view(h.shape).transpose(0, 1).transpose(0, 1)
+        elif self._recipe.inside == "exchanges" and self._beside is not None:
+            h = h + WAIT(ALL_REDUCE(h.detach().contiguous(), "sum", self._beside.group_name))
         return x + (h + self.shift) * self.scale
 
 
@@ -125,12 +235,13 @@ class Net(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.tok_embeddings = nn.Embedding(VOCABULARY, recipe.dim)
-        self.layers = nn.ModuleList(Block(recipe) for _ in range(recipe.layers))
+        block = MoeBlock if recipe.moe else partial(Block, beside=beside)
+        self.layers = nn.ModuleList(block(recipe) for _ in range(recipe.layers))
         self.norm = nn.LayerNorm(recipe.dim)
         self.lm_head = nn.Linear(recipe.dim, VOCABULARY, bias=False)
         if recipe.tied:
             self.lm_head.weight = self.tok_embeddings.weight
-        self._beside = beside
+        self._beside = None if recipe.inside else beside
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.tok_embeddings(tokens)
@@ -163,12 +274,12 @@ def mesh_of(recipe: Recipe) -> DeviceMesh:
     return mesh
 
 
-def graph_of(recipe: Recipe) -> fx.GraphModule:
-    """Its graph on this rank; the caller's own."""
+def graph_of(recipe: Recipe, twin: bool = False) -> fx.GraphModule:
+    """Its graph on this rank, or the one at the extent of a chunk; the caller's own."""
     made = _of_group.setdefault(dist.group.WORLD, {})
     if recipe not in made:
-        made[recipe] = recipe.trace(mesh_of(recipe))
-    gm = copy.deepcopy(made[recipe])
+        made[recipe] = recipe.trace(mesh_of(recipe) if recipe.mesh else None)
+    gm = copy.deepcopy(made[recipe][twin])
     for node in gm.graph.nodes:  # a copy of a graph shares what its nodes' metadata holds
         node.meta = {name: copy.copy(value) if isinstance(value, dict) else value for name, value in node.meta.items()}
     return gm

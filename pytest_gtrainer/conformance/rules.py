@@ -5,10 +5,16 @@ from __future__ import annotations
 import cProfile
 import gc
 import itertools
+import json
+import os
+import pickle
 import pstats
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,26 +22,43 @@ import torch.distributed as dist
 from torch import fx
 
 from pytest_gtrainer._torch.fake_groups import fake_group_beside
-from pytest_gtrainer.conformance.judging import BOTH, BUCKETING, Nothing, Raised, Run, rule
-from pytest_gtrainer.conformance.recipes import LINEARS, Recipe, graph_of, mesh_of
+from pytest_gtrainer._torch.process_groups import group_ranks
+from pytest_gtrainer._torch.values import pytree
+from pytest_gtrainer.conformance.judging import GIVEN, IN_PLACE, KINDS, Nothing, Raised, Run, adapter_at, rule
+from pytest_gtrainer.conformance.recipes import LINEARS, Net, Recipe, graph_of, mesh_of, step
 from pytest_gtrainer.golden.compare import difference
 from pytest_gtrainer.graph.bucket_plan import Plan
-from pytest_gtrainer.graph.collectives import fsdp_all_gathers, fsdp_reduce_scatters, group_of, kind_of, wait_of
+from pytest_gtrainer.graph.collectives import (
+    fsdp_all_gathers,
+    fsdp_reduce_scatters,
+    group_of,
+    kind_of,
+    launches,
+    wait_of,
+)
 from pytest_gtrainer.graph.layout import assert_same_layout, bucket_layout
-from pytest_gtrainer.graph.nodes import BACKWARD, FORWARD, direction, is_collective, node_fqn
+from pytest_gtrainer.graph.memory import peak_memory
+from pytest_gtrainer.graph.nodes import BACKWARD, FORWARD, direction, is_collective, is_random, node_fqn
 from pytest_gtrainer.graph.packing import ACTIVATION, computes, packed
 from pytest_gtrainer.graphtext.rendering import render
+from pytest_gtrainer.numerics.compare import assert_bitwise_equal
 from pytest_gtrainer.passes.canonicalize import canonicalize_graph_pass
 from pytest_gtrainer.passes.graph_pass import BoundPass, bind_options, lint
+from pytest_gtrainer.references.chunked import eager_chunked
 from pytest_gtrainer.references.config import new_model
 from pytest_gtrainer.references.eager import eager_bucket_layout, shard_eagerly
 from pytest_gtrainer.references.parity import VacuousCheck, assert_parity
-from pytest_gtrainer.testing.running import assert_same_values
+from pytest_gtrainer.report.timeline import CostModel, timeline
+from pytest_gtrainer.testing.running import assert_same_values, sample
+from pytest_gtrainer.worlds.fake import fake_world
+from pytest_gtrainer.worlds.spec import WorldSpec
 
+_, BUCKETING, CANONICAL, DEDUPLICATION, REMAT, REASSIGNMENT, CHUNKING = ((kind,) for kind in KINDS)
 DENSE, ODD, TIED = Recipe(), Recipe(dim=10), Recipe(tied=True)
 HYBRID = Recipe(mesh=(("replicate", 2), ("fsdp", 2)))
 BESIDE = Recipe(mesh=(("fsdp", 2), ("tp", 2)))
-MIXED, AGAIN = Recipe(mixed=True), Recipe(gathers_again=True)
+MIXED, AGAIN, MOE = Recipe(mixed=True), Recipe(gathers_again=True), Recipe(moe=True, batch=4)
+ORDERS = (DENSE, ODD, TIED, HYBRID, MOE)
 EXAMPLES, MOST_RUNS = 20, 30
 """Generated models a run, and how many there are with those that shrink what fails."""
 
@@ -45,7 +68,7 @@ def _changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator[tu
     return ((key, was, after[key]) for key, was in before.items() if key in after and after[key] != was)
 
 
-@rule("E6", "the result is topologically valid and lints", BOTH, DENSE, ODD, TIED, BESIDE, HYBRID, AGAIN, MIXED)
+@rule("E6", "the result is topologically valid and lints", KINDS, DENSE, ODD, TIED, BESIDE, HYBRID, AGAIN, MIXED)
 def is_valid(run: Run) -> None:
     try:
         lint(run.after.graph, run.adapter.name)
@@ -53,7 +76,7 @@ def is_valid(run: Run) -> None:
         raise AssertionError(str(error)) from None
 
 
-@rule("E7", "running a pass on its own output changes nothing", BOTH, DENSE, ODD, BESIDE)
+@rule("E7", "running a pass on its own output changes nothing", IN_PLACE, DENSE, ODD, BESIDE)
 def is_idempotent(run: Run) -> None:
     once = render(run.after)
     twice = render(run.of(run.after))
@@ -61,22 +84,36 @@ def is_idempotent(run: Run) -> None:
         raise AssertionError(f"the second run changes the graph\n{difference('graph', once, twice)}")
 
 
-@rule("D11", "a pass that cannot finish raises and leaves the graph as it was", BOTH)
+@rule("D11", "a pass that cannot finish raises and leaves the graph as it was", KINDS)
 def leaves_what_it_refuses(run: Run) -> None:
-    if not run.adapter.takes_plan:
-        raise Nothing("it is given no plan that could name a module which is not there")
-    text = render(run.before)
-    try:
-        run.adapter.run(run.before, [*run.recipe.plan, "no.such.module"])
-    except Exception:
-        if render(run.before) != text:
-            told = difference("graph", text, render(run.before))
-            raise AssertionError(f"it refused a plan and left the graph half rewritten\n{told}") from None
-        return
-    raise AssertionError("a plan that names 'no.such.module', which the model does not have, was taken in silence")
+    """Of a collective without a value, of random numbers, of options that do not fit the model."""
+    spoilt, random, wrong = graph_of(run.recipe), graph_of(replace(run.recipe, inside="drops")), dict[str, Any]()
+    for launch in [node for node in spoilt.graph.nodes if launches(node.target)][-1:]:
+        del launch.meta["val"]
+    if run.adapter.kind == "chunking":
+        wrong = {"config": replace(run.recipe, chunks=3).chunking}
+    elif run.adapter.takes_plan:
+        wrong = {"bucket_plan": [*run.recipe.plan, "no.such.module"]}
+    could_fail = False
+    cases = {"a collective without a value": spoilt, "random numbers": random, "what does not fit": run.before}
+    for what, gm in cases.items():
+        told = wrong if gm is run.before else {}
+        text = str(gm.graph)
+        try:
+            run.of(gm, **told)
+        except Raised:
+            could_fail = True
+            if (now := str(gm.graph)) != text:
+                change = difference("graph", text, now)
+                raise AssertionError(f"it refused {what} and left the graph half rewritten\n{change}") from None
+        else:
+            if told:
+                raise AssertionError(f"{told} does not fit the model, and was taken in silence")
+    if not could_fail:
+        raise Nothing("it refuses none of the graphs")
 
 
-@rule("D9", "every output has the bits of before, where reductions do not move", BOTH, DENSE, ODD, TIED, HYBRID, AGAIN)
+@rule("D9", "every output has the bits of before, if reductions do not move", IN_PLACE, DENSE, ODD, TIED, HYBRID, AGAIN)
 def keeps_values(run: Run) -> None:
     """In a fake world an all-gather repeats the shard and a reduction leaves it, so payloads add alike."""
     try:
@@ -85,17 +122,18 @@ def keeps_values(run: Run) -> None:
         raise AssertionError(f"the result does not run: {type(error).__name__}: {error}") from None
 
 
-@rule("metadata", "what a pass leaves keeps module and direction; what it makes has a value", BOTH, DENSE, AGAIN)
+@rule("metadata", "what a pass leaves keeps module and direction; what it makes has a value", KINDS, DENSE, AGAIN)
 def keeps_metadata(run: Run) -> None:
-    for node in run.after.graph.nodes:
+    given = graph_of(run.recipe)  # a pass that makes a new graph leaves no node of this one
+    before = {node: f"{node_fqn(node)} {direction(node)}" for node in given.graph.nodes}
+    for node in run.of(given).graph.nodes:
         if node.op == "call_function" and "val" not in node.meta:
             raise AssertionError(f'{node} = {node.target} has no meta["val"]')
-    before, after = ({node.name: f"{node_fqn(node)} {direction(node)}" for node in gm.graph.nodes} for gm in run.graphs)
-    for name, was, now in _changed(before, after):
-        raise AssertionError(f"{name} was of {was} and is of {now}")
+        if before.get(node, now := f"{node_fqn(node)} {direction(node)}") != now:
+            raise AssertionError(f"{node} was of {before[node]} and is of {now}")
 
 
-@rule("ranks", "the graph is the same on every rank that holds as much", BOTH, DENSE, TIED)
+@rule("ranks", "the graph is the same on every rank that holds as much", IN_PLACE, DENSE, TIED)
 def is_same_on_ranks(run: Run) -> None:
     mesh = dict(run.recipe.mesh)  # by which groups are named
     here = render(run.after, mesh=mesh)
@@ -107,11 +145,50 @@ def is_same_on_ranks(run: Run) -> None:
             raise AssertionError(f"rank {rank} has another graph than rank {dist.get_rank()}\n{told}")
 
 
-@rule("growth", "linear in nodes: 4 times the layers cost at most 5 times the calls", BOTH)
+def tell_texts() -> None:
+    """In the other process: write the texts of the graphs as a line of JSON, or what is wrong with the import."""
+    path, kind, adapter, recipes = pickle.load(sys.stdin.buffer)  # of the parent
+    try:
+        adapter = adapter_at(path, kind) if path else pickle.loads(adapter)
+    except Exception as error:
+        print(json.dumps(f"{type(error).__name__}: {error}"))
+        return
+    with fake_world(WorldSpec("fake", 4, {}, rank=1)):
+        runs = [Run(adapter, recipe, None) for recipe in recipes]  # type: ignore[arg-type]  # it keeps no graph
+        print(json.dumps([render(run.after, mesh=dict(run.recipe.mesh)) for run in runs]))
+
+
+@rule("process", "another process, with another hash seed, gets the same graph", KINDS, DENSE)
+def is_same_elsewhere(run: Run) -> None:
+    adapter = run.adapter
+    runs = [replace(run, recipe=replace(each, **GIVEN[adapter.kind])) for each in (DENSE, TIED, HYBRID)]
+    try:
+        pickled = b"" if adapter.path else pickle.dumps(adapter)
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise Nothing(f"another process cannot import it: {error}") from None
+    given = pickle.dumps((adapter.path, adapter.kind, pickled, [each.recipe for each in runs]))
+    seed = "2" if os.environ.get("PYTHONHASHSEED") == "1" else "1"
+    environment = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": os.pathsep.join(sys.path)}
+    code = "from pytest_gtrainer.conformance import rules; rules.tell_texts()"
+    done = subprocess.run([sys.executable, "-c", code], input=given, capture_output=True, env=environment, check=False)
+    if done.returncode:
+        *_, last = done.stderr.decode(errors="replace").strip().splitlines() or ["no message"]
+        raise AssertionError(f"it raises in another process: {last}")
+    there = json.loads(done.stdout.splitlines()[-1])
+    if isinstance(there, str):
+        raise Nothing(f"another process cannot import it: {there}")
+    for each, text in zip(runs, there, strict=True):
+        here = render(each.after, mesh=dict(each.recipe.mesh))
+        if here != text:
+            told = difference("graph", here, text)
+            raise AssertionError(f"another process has another graph of {each.recipe}\n{told}")
+
+
+@rule("growth", "linear in nodes: 4 times the layers cost at most 5 times the calls", KINDS)
 def is_linear(run: Run) -> None:
     calls = []
     for layers in (4, 16):
-        larger, profile = replace(run, recipe=replace(DENSE, layers=layers)), cProfile.Profile()
+        larger, profile = replace(run, recipe=replace(run.recipe, layers=layers)), cProfile.Profile()
         given, _ = larger.before, larger.after  # what is made once
         gc.disable()
         try:
@@ -127,7 +204,7 @@ def is_linear(run: Run) -> None:
         raise AssertionError(f"{calls[0]} calls for 4 layers, {calls[1]} for 16: {calls[1] / calls[0]:.1f} times")
 
 
-@rule("generated", "E6, D9 and D17 on generated models, shrunk to the smallest that breaks one", BOTH)
+@rule("generated", "E6, D9 and D17 on generated models, shrunk to the smallest that breaks one", IN_PLACE)
 def holds_on_generated(run: Run) -> None:
     """Orders of registration and execution, biases, ties, odd extents, dtypes and meshes, by hypothesis."""
     try:
@@ -162,6 +239,7 @@ def holds_on_generated(run: Run) -> None:
     @hypothesis.given(recipes)
     def hold(recipe: Recipe) -> None:
         nonlocal changed, smallest
+        recipe = replace(recipe, **GIVEN[run.adapter.kind])
         if recipe not in told and len(told) < MOST_RUNS:
             made = replace(run, recipe=recipe)
             try:
@@ -227,7 +305,7 @@ def merges_each_bucket(run: Run) -> None:
             )
 
 
-@rule("D2", "payloads are in FSDP2's managed order, never the order of the graph", BUCKETING, DENSE, ODD, TIED, HYBRID)
+@rule("D2", "payloads are in FSDP2's managed order, never the order of the graph", BUCKETING, *ORDERS)
 def packs_in_managed_order(run: Run) -> None:
     managed = run.before.graph.output_node().meta["gt_managed_order"]
     executed = [member.parameter for member in fsdp_all_gathers(run.before)]
@@ -245,7 +323,7 @@ def packs_in_managed_order(run: Run) -> None:
         raise Nothing("in each payload the order of the graph is FSDP2's, too")
 
 
-@rule("D4", "payloads are those of eager fully_shard, to the byte", BUCKETING, DENSE, ODD, TIED, HYBRID, merging=True)
+@rule("D4", "payloads are those of eager fully_shard, to the byte", BUCKETING, *ORDERS, merging=True)
 def packs_as_eager(run: Run) -> None:
     config = run.recipe.config(mesh_of(run.recipe))
     eager = new_model(config)
@@ -288,7 +366,7 @@ def marks_its_nodes(run: Run) -> None:
             raise AssertionError(f'{node}, a {kind_of(node)}, has no meta["fsdp_bucket"]')
 
 
-@rule("D13", "what a member leaves has the strides of before", BUCKETING, DENSE, ODD, HYBRID, merging=True)
+@rule("D13", "operands have the strides of before", (*BUCKETING, *CANONICAL), DENSE, ODD, HYBRID, merging=True)
 def keeps_strides(run: Run) -> None:
     """A strided view in the place of a contiguous tensor changes the bits of a later sum."""
 
@@ -327,7 +405,7 @@ def waits_late(run: Run) -> None:
             raise AssertionError(f"{name} is waited for before {later} is launched: nothing runs beside it")
 
 
-@rule("E4", "only collective chains move", BUCKETING, DENSE, AGAIN)
+@rule("E4", "only collective chains move", (*BUCKETING, *DEDUPLICATION, *REASSIGNMENT), DENSE, AGAIN)
 def moves_no_compute(run: Run) -> None:
     moving = {
         node.name
@@ -340,6 +418,189 @@ def moves_no_compute(run: Run) -> None:
     for was, now in stayed:
         if was != now:
             raise AssertionError(f"{now} runs where {was} ran: compute has moved")
+
+
+SLOW = CostModel(flops_per_second=1e30, bytes_per_second=1e30, link=1e30, overhead=1.0, latency=0.5)
+"""A kernel takes twice as long as a collective: one that is launched a kernel before its wait is hidden."""
+
+
+@rule("E8", "behind slow compute all but the first and the last collective are hidden", BUCKETING, DENSE, AGAIN)
+def hides_collectives(run: Run) -> None:
+    """As eager FSDP2 does: it waits for the first all-gather, and for the last reduce-scatter."""
+    after = timeline(run.after, SLOW, mesh=dict(run.recipe.mesh))
+    exposed = [span for span in after.spans if span.kind == "exposed"]
+    if len(exposed) > 2:
+        told = f"{len(exposed)} collectives are exposed where eager exposes at most 2"
+        raise AssertionError(f"{told}: {', '.join(span.label for span in exposed)}")
+
+
+def _shared(gm: fx.GraphModule) -> list[str]:
+    """Of each output what it shares memory with: inputs, and outputs before it."""
+    generator, placeholders = torch.Generator().manual_seed(0), gm.graph.find_nodes(op="placeholder")
+    known, told = [(f"input {at}", sample(node.meta["val"], generator, "")) for at, node in enumerate(placeholders)], []
+    gm.recompile()
+    for at, value in enumerate(pytree.tree_leaves(gm(*(each for _, each in known)))):
+        place = value.untyped_storage().data_ptr()
+        shared = [name for name, other in known if other.untyped_storage().data_ptr() == place]
+        told.append(", ".join(shared) or "nothing")
+        known.append((f"output {at}", value))
+    return told
+
+
+TRAP, NOISE = Recipe(traps=True), Recipe(inside="noise")
+FOUR = Recipe(chunks=4, executed=("w1", "w3", "w2", "w1"))
+
+
+@rule("aliases", "outputs keep strides and aliases; copies that matter stay", CANONICAL, DENSE, TRAP)
+def keeps_aliases(run: Run) -> None:
+    keeps_values(run)
+    for at, (was, now) in enumerate(zip(*map(_shared, run.graphs), strict=True)):
+        if was != now:
+            raise AssertionError(f"output {at} shared memory with {was}, and shares it with {now}")
+
+
+@rule("spelling", "views and transposes that change nothing do not show in the text", CANONICAL, NOISE)
+def has_one_spelling(run: Run) -> None:
+    plain, noisy = render(replace(run, recipe=replace(run.recipe, inside="")).after), render(run.after)
+    if plain != noisy:
+        raise AssertionError(f"the same step in two spellings has two texts\n{difference('graph', plain, noisy)}")
+
+
+@rule("A11", "a parameter that is read twice is gathered once a direction, the first time", DEDUPLICATION, DENSE, TIED)
+def gathers_once(run: Run) -> None:
+    before, after = (
+        {each.launch.name: (each.parameter, each.direction, each.signature) for each in fsdp_all_gathers(gm)}
+        for gm in run.graphs
+    )
+    first = {key: name for name, key in reversed(before.items())}
+    if len(first) == len(before):
+        raise Nothing("no parameter is gathered twice")
+    for name, key in after.items():
+        if first.get(key) != name:
+            raise AssertionError(
+                f"{key[0]} in {key[1]}: expected the first gather, {first.get(key)}, alone; found {name}"
+            )
+
+
+@rule("written", "a write in between is seen: it is refused, or bits stay", (*DEDUPLICATION, *REMAT), DENSE)
+def sees_writes(run: Run) -> None:
+    updated = replace(run, recipe=replace(run.recipe, updates=True))
+    try:
+        _ = updated.after
+    except Raised:
+        return
+    keeps_values(updated)
+
+
+@rule("M2", "recomputed nodes are the backward's, named *_recomputed, with metadata of their own", REMAT, DENSE, TIED)
+def marks_what_it_recomputes(run: Run) -> None:
+    names, known = {node.name for node in run.before.graph.nodes}, dict[int, str]()
+    for node in run.after.graph.nodes:
+        if node.name not in names and node.op == "call_function":
+            if direction(node) != BACKWARD:
+                raise AssertionError(f"{node} is computed again and not marked as the backward's")
+            if "_recomputed" not in node.name:
+                raise AssertionError(f"{node} is computed again in the backward and not named *_recomputed")
+        if (custom := node.meta.get("custom")) is not None:
+            if id(custom) in known and node.name not in names:
+                raise AssertionError(f'{node} shares its meta["custom"] with {known[id(custom)]}')
+            known[id(custom)] = node.name
+
+
+@rule("random", "what draws random numbers is not computed again", REMAT, DENSE)
+def draws_once(run: Run) -> None:
+    """It may refuse the region, or save what was drawn."""
+    drops = replace(run, recipe=replace(run.recipe, inside="drops"))
+    try:
+        before, after = ([node.name for node in gm.graph.nodes if is_random(node)] for gm in drops.graphs)
+    except Raised:
+        return
+    for name in sorted(set(after) - set(before)):
+        raise AssertionError(f"{name} draws again, other numbers than the forward had")
+
+
+@rule("memory", "the peak of memory is smaller than before", REMAT, DENSE, TIED)
+def needs_less_memory(run: Run) -> None:
+    before, after = map(peak_memory, run.graphs)
+    if after.peak >= before.peak:
+        raise AssertionError(f"the peak was {before.peak:,} bytes and is {after.peak:,}, at {after.where}")
+
+
+def _groups(gm: fx.GraphModule) -> dict[str, str]:
+    """By name of a launch its group."""
+    return {node.name: str(group_of(node)) for node in gm.graph.nodes if launches(node.target)}
+
+
+@rule("F1", "the all-gathers of parameters move to one other group of the same ranks; all else stays", REASSIGNMENT,
+      DENSE, HYBRID, BESIDE, Recipe(beside="fsdp"))  # fmt: skip
+def moves_gathers(run: Run) -> None:
+    members = {member.launch.name: member.parameter for member in fsdp_all_gathers(run.before)}
+    before, after = map(_groups, run.graphs)
+    if len(run.before.graph.nodes) != len(run.after.graph.nodes) or before.keys() != after.keys():
+        raise AssertionError("the graph has other nodes than before")
+    extras = dict[str, str]()
+    for name, was in before.items():
+        now = after[name]
+        if name not in members:
+            if was != now:
+                raise AssertionError(f"{name} is no all-gather of a parameter and has moved from {was} to {now}")
+            continue
+        if now == was or group_ranks(now) != group_ranks(was):
+            raise AssertionError(f"the gather of {members[name]} is in {now}: expected another group of {was}'s ranks")
+        if extras.setdefault(was, now) != now:
+            raise AssertionError(f"the all-gathers of {was} are in two groups, {extras[was]} and {now}")
+
+
+@rule("F4", "a new world has new groups", REASSIGNMENT, DENSE)
+def forgets_groups(run: Run) -> None:
+    with fake_group_beside(dist.get_rank(), dist.get_world_size()):
+        for name, group in _groups(replace(run).after).items():
+            try:
+                group_ranks(group)
+            except (KeyError, ValueError):
+                raise AssertionError(f"{name} is in {group}, a group of a world that is gone") from None
+
+
+@rule("G1", "gradients have the bits of eager chunking", CHUNKING, DENSE, FOUR)
+def has_bits_of_chunks(run: Run) -> None:
+    """With four chunks and a weight that is used twice a wrong order of addition shows; unchunked bits must differ."""
+    model, tokens = Net(run.recipe), run.recipe.tokens(0, 0)
+    names, parameters = zip(*model.named_parameters(), strict=True)
+    run.after.recompile()
+    values = pytree.tree_leaves(run.after(*(each.detach() for each in parameters), *tokens))
+
+    def eager() -> dict[str, torch.Tensor]:
+        loss = step(model, *tokens)
+        return dict(zip(("loss", *names), (loss.detach(), *torch.autograd.grad(loss, parameters)), strict=True))
+
+    whole = eager()
+    with eager_chunked(model, run.recipe.chunking):
+        chunked = eager()
+    if all(torch.equal(whole[name], chunked[name]) for name in chunked):
+        raise Nothing("unchunked bits are those of chunks, too")
+    assert_bitwise_equal(dict(zip(chunked, values, strict=True)), chunked, what="chunked graph against eager chunking")
+
+
+@rule("G5", "a chunk that is contiguous is not copied", CHUNKING, DENSE)
+def copies_no_chunk(run: Run) -> None:
+    known = {node.name for node in run.before.graph.nodes}
+    for node in run.after.graph.find_nodes(op="call_function", target=torch.ops.aten.clone.default):
+        if node.name not in known and node.args[0].meta["val"].is_contiguous():
+            raise AssertionError(f"{node} copies {node.args[0]}, which is contiguous")
+
+
+def _refuses(run: Run, **wrong: Any) -> None:
+    made = replace(run, recipe=replace(run.recipe, **wrong))
+    try:
+        _ = made.after
+    except Raised:
+        return
+    raise AssertionError(f"{made.recipe} was taken in silence")
+
+
+MIXING, EXCHANGING = partial(_refuses, inside="mixes"), partial(_refuses, inside="exchanges", mesh=(("tp", 4),))
+rule("G8", "a collective that every chunk would run is refused", CHUNKING, DENSE)(EXCHANGING)
+rule("G24", "an operator that mixes the rows of the batch is refused", CHUNKING, DENSE)(MIXING)
 
 
 _BITS = "on real ranks gradients and weights have eager fully_shard's bits"

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import sys
-from typing import Any
 
 import pytest
 
 from pytest_gtrainer import options
 from pytest_gtrainer.conformance import Adapter
-from pytest_gtrainer.conformance.judging import RULES, cases_of, judge
+from pytest_gtrainer.conformance.judging import RULES, adapter_at, cases_of, judge
 
 
 def given(config: pytest.Config) -> Adapter:
@@ -19,16 +17,10 @@ def given(config: pytest.Config) -> Adapter:
     path, kind = options.get(config, "pass"), options.get(config, "kind")
     if path is None:
         raise pytest.UsageError("pytest_gtrainer.conformance judges a pass: give --gt-pass=my_package.passes:my_pass")
-    module, _, name = path.partition(":")
-    if not name:
-        raise pytest.UsageError(f"--gt-pass={path}: expected module:name, as my_package.passes:my_bucketing")
     if os.getcwd() not in sys.path:  # as ``python -m`` has it
         sys.path.insert(0, os.getcwd())
     try:
-        found: Any = importlib.import_module(module)
-        for part in name.split("."):
-            found = getattr(found, part)
-        adapter = found if isinstance(found, Adapter) else Adapter(found, kind or "any")
+        adapter = adapter_at(path, kind)
     except (ImportError, AttributeError, TypeError, ValueError) as error:
         raise pytest.UsageError(f"--gt-pass={path}: {error}") from None
     if kind not in (None, adapter.kind):

@@ -142,7 +142,7 @@ def assert_same_values(gm: fx.GraphModule, before: fx.GraphModule, what: str) ->
     __tracebackhide__ = True
     placeholders = before.graph.find_nodes(op="placeholder")
     generator = torch.Generator().manual_seed(0)
-    inputs = [_sample(node.meta.get("val"), generator, what) for node in placeholders]
+    inputs = [sample(node.meta.get("val"), generator, what) for node in placeholders]
     named = enumerate(placeholders)
     names = [node.meta["gt_input"]["fqn"] if "gt_input" in node.meta else f"A[{at}]" for at, node in named]
     results = []
@@ -158,7 +158,7 @@ def assert_same_values(gm: fx.GraphModule, before: fx.GraphModule, what: str) ->
     assert_bitwise_equal(*results, what=what)
 
 
-def _sample(value: Any, generator: torch.Generator, what: str) -> torch.Tensor:
+def sample(value: Any, generator: torch.Generator, what: str) -> torch.Tensor:
     """A real tensor like a graph input, each with values of its own; integers 0 or 1, so that they may be indices."""
     sizes = (*value.shape, *value.stride()) if isinstance(value, torch.Tensor) else (None,)
     if not all(type(size) is int for size in sizes):

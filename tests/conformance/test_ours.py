@@ -1,7 +1,25 @@
-"""Our bucketing holds all rules."""
+"""Our passes hold all rules of their kinds."""
 
-from pytest_gtrainer import joint_transformer_block_bucketing_reordering_pass as ours
-from pytest_gtrainer.conformance import any_pass, bucketing
+import pytest_gtrainer as gt
+from pytest_gtrainer.conformance import (
+    any_pass,
+    bucketing,
+    canonicalisation,
+    chunking,
+    deduplication,
+    reassignment,
+    remat,
+)
 
+ours = gt.joint_transformer_block_bucketing_reordering_pass
 test_our_bucketing = bucketing(ours, strict=True)
-test_our_bucketing_as_any_pass = any_pass(ours, strict=True, not_claimed={"generated": "held by the test above"})
+test_our_bucketing_as_any_pass = any_pass(
+    ours, strict=True, not_claimed={"generated": "held by the test above", "process": "held by the test above"}
+)
+test_our_canonicalisation = canonicalisation(
+    gt.canonicalize_graph_pass, strict=True, not_claimed={"D11": "refuses no graph"}
+)
+test_our_deduplication = deduplication(gt.deduplicate_fsdp_unshard_chains_pass, strict=True)
+test_our_recomputation = remat(gt.selective_activation_remat_pass, strict=True)
+test_our_reassignment = reassignment(gt.reassign_collective_pgs_pass, strict=True)
+test_our_chunking = chunking(gt.chunk_pass, strict=True)

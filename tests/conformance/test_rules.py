@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import operator
+import signal
+import time
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import fx
 
-from pytest_gtrainer import facts
+from pytest_gtrainer import ChunkError, canonicalize_graph_pass, chunk_pass, facts, selective_activation_remat_pass
 from pytest_gtrainer import joint_transformer_block_bucketing_reordering_pass as ours
-from pytest_gtrainer._torch.passes import ALL_GATHER, WAIT
+from pytest_gtrainer._torch.passes import ALL_GATHER, EXTRA_GROUP, WAIT, extra_group
+from pytest_gtrainer._torch.process_groups import group_ranks
 from pytest_gtrainer.conformance import Adapter, any_pass, bucketing
-from pytest_gtrainer.conformance.judging import RULES, judge
-from pytest_gtrainer.graph.collectives import fsdp_all_gathers
+from pytest_gtrainer.conformance.judging import RULES, ended_within, judge
+from pytest_gtrainer.graph.collectives import fsdp_all_gathers, group_of, kind_of, launches
 
+pytestmark = [  # one world for all: a graph is traced once
+    pytest.mark.gt_world("fake", size=4, rank=1),
+    pytest.mark.usefixtures("gt_module_world"),
+]
 aten = torch.ops.aten
 
 
@@ -195,6 +203,27 @@ def raises_an_error(gm, plan):
     raise KeyError("w2")
 
 
+def orders_by_hash(gm, plan):
+    return ours(gm, bucket_plan=plan, payload_order=list(set(gm.graph.output_node().meta["gt_managed_order"])))
+
+
+def refuses_half_way(gm, plan):
+    found(gm, aten.tanh.default)[0].target = aten.sin.default
+    return ours(gm, bucket_plan=plan)
+
+
+def packs_experts_as_executed(gm, plan):
+    """By module, then as the graph has it: only experts are read in another order than they are registered."""
+    executed = [member.parameter for member in fsdp_all_gathers(gm)]
+    managed = list(gm.graph.output_node().meta["gt_managed_order"])
+    experts = {fqn.rpartition(".")[0] for fqn in managed if ".experts." in fqn}
+    place = {module: managed.index(next(fqn for fqn in managed if fqn.startswith(module))) for module in experts}
+    order = sorted(
+        managed, key=lambda fqn: (place.get(fqn.rpartition(".")[0], managed.index(fqn)), executed.index(fqn))
+    )
+    return ours(gm, bucket_plan=plan, payload_order=order)
+
+
 MISTAKES = [
     ("E6", out_of_order, "left a graph out of order"),
     ("E7", adds_each_time, "the second run changes the graph"),
@@ -205,6 +234,8 @@ MISTAKES = [
     ("metadata", forgets_values, 'has no meta\\["val"\\]'),
     ("metadata", forgets_modules, "was of layers.0 fwd and is of  fwd"),
     ("ranks", asks_for_its_rank, "rank 0 has another graph than rank 1"),
+    ("growth", compares_all_pairs, "calls for 4 layers"),
+    ("generated", negates, "the smallest model: Recipe\\("),
     ("D17", loses_a_gradient, "it is gone: reduce_scatter of "),
     ("D1", cuts_a_layer, "bucket 'layers.0', all_gather in fwd: expected one of"),
     ("D2", packs_as_executed, "layers.0.norm.weight stands where FSDP2 packs layers.0.w1.weight"),
@@ -217,45 +248,245 @@ MISTAKES = [
     ("E1", does_not_reorder, "the gather of a bucket hides nothing"),
     ("E2", does_not_reorder, "nothing runs beside it"),
     ("E4", moves_compute, "compute has moved"),
+    ("D11", refuses_half_way, "it refused a collective without a value and left the graph half rewritten"),
+    ("process", orders_by_hash, "another process has another graph of Recipe"),
+    (
+        "D2",
+        packs_experts_as_executed,
+        "bucket 'layers.0', all_gather: layers.0.moe.experts.w3 stands where FSDP2 packs layers.0.moe.experts.w2",
+    ),
+    ("E8", does_not_reorder, "are exposed where eager exposes at most 2: waits: "),
 ]
-LARGE_MISTAKES = [
-    ("growth", compares_all_pairs, "calls for 4 layers"),
-    ("generated", negates, "the smallest model: Recipe\\("),
+
+
+def drops_clones(*places):
+    """A canonicalisation that takes copies, those of these numbers, for identities."""
+
+    def drops(gm):
+        gm = canonicalize_graph_pass(gm)
+        for place, clone in enumerate(found(gm, aten.clone.default)):
+            if place in places:
+                clone.replace_all_uses_with(clone.args[0])
+                gm.graph.erase_node(clone)
+        return gm
+
+    return drops
+
+
+def keeps_views(gm):
+    return canonicalize_graph_pass(gm, rules=["detach"])
+
+
+def joins_gathers(gm, *, of=""):
+    """Without a look at what is written in between."""
+    first = {}
+    for member in fsdp_all_gathers(gm):
+        kept = first.setdefault((member.parameter, member.direction), member)
+        if kept is not member and of in member.parameter:
+            member.wait.replace_all_uses_with(kept.wait)
+            gm.graph.erase_node(member.wait)
+            gm.graph.erase_node(member.launch)
+    return gm
+
+
+def joins_in_one_layer(gm):
+    return joins_gathers(gm, of="layers.0")
+
+
+def recomputed(gm):
+    return [node for node in gm.graph.nodes if "_recomputed" in node.name]
+
+
+def forgets_the_backward(gm):
+    gm = selective_activation_remat_pass(gm)
+    for node in recomputed(gm):
+        del node.meta["autograd_backward"]
+    return gm
+
+
+def shares_metadata(gm):
+    gm = selective_activation_remat_pass(gm)
+    of = {node.name: node for node in gm.graph.nodes}
+    for node in recomputed(gm):
+        node.meta["custom"] = of[node.name.partition("_recomputed")[0]].meta.get("custom", {})
+    return gm
+
+
+def does_not_look(*targets):
+    """A recomputation that does not see what operators do."""
+
+    def stand_in_for(target):
+        def stand_in(*args):
+            raise AssertionError(target)
+
+        return stand_in
+
+    def blind(gm):
+        hidden = {stand_in_for(target): target for target in targets}
+        for stand_in, target in hidden.items():
+            for node in found(gm, target):
+                node.target = stand_in
+        gm = selective_activation_remat_pass(gm)
+        for node in gm.graph.nodes:
+            node.target = hidden.get(node.target, node.target)
+        return gm
+
+    return blind
+
+
+def keeps_both(gm):
+    """What was computed again stays from the forward, too."""
+    gm = selective_activation_remat_pass(gm)
+    of = {node.name: node for node in gm.graph.nodes}
+    with gm.graph.inserting_before(gm.graph.output_node()):
+        for node in recomputed(gm):
+            kept = of[node.name.partition("_recomputed")[0]]
+            gm.graph.call_function(aten.clone.default, (kept,)).meta = dict(kept.meta)
+    return gm
+
+
+def moves(*kinds, of=lambda member: True):
+    """Collectives of these kinds."""
+
+    def moving(gm):
+        for node in [node for node in gm.graph.nodes if launches(node.target) and kind_of(node) in kinds and of(node)]:
+            node.args = (*node.args[:-1], extra_group(str(group_of(node)).removesuffix(EXTRA_GROUP)))
+        return gm
+
+    return moving
+
+
+def moves_one(gm):
+    chosen = fsdp_all_gathers(gm)[0].launch
+    return moves("all_gather", of=lambda node: node is chosen)(gm)
+
+
+EXTRAS = {}
+
+
+def remembers_groups(gm):
+    """In a table of its module, beyond the end of a world."""
+    for member in fsdp_all_gathers(gm):
+        launch, ranks = member.launch, group_ranks(str(group_of(member.launch)))
+        launch.args = (*launch.args[:-1], EXTRAS.setdefault(ranks, extra_group(str(group_of(launch)))))
+    return gm
+
+
+def does_not_chunk(gm, example_inputs=None, *, config, twin):
+    return negates_nothing(gm)
+
+
+def negates_nothing(gm):
+    (results,) = gm.graph.output_node().args
+    with gm.graph.inserting_before(gm.graph.output_node()):
+        same = gm.graph.call_function(aten.clone.default, (results[-1],))
+    same.meta = dict(results[-1].meta)
+    gm.graph.output_node().args = ([*results[:-1], same],)
+    return gm
+
+
+def copies_chunks(gm, example_inputs=None, *, config, twin):
+    gm = chunk_pass(gm, config=config, twin=twin)
+    for node in found(gm, aten.split_with_sizes.default):
+        for part in list(node.users):
+            with gm.graph.inserting_after(part):
+                copied = gm.graph.call_function(aten.clone.default, (part,), name="copied_chunk")
+            copied.meta = dict(part.meta)
+            part.replace_all_uses_with(copied, delete_user_cb=lambda user, copied=copied: user is not copied)
+    return gm
+
+
+def chunks_anything(gm, example_inputs=None, *, config, twin):
+    try:
+        return chunk_pass(gm, config=config, twin=twin)
+    except ChunkError:
+        return negates_nothing(gm)
+
+
+MISTAKES_OF_KINDS = [
+    ("canonicalisation", "aliases", drops_clones(0), "output 0 shared memory with nothing, and shares it with input 0"),
+    ("canonicalisation", "aliases", drops_clones(1), "against before"),
+    ("canonicalisation", "aliases", drops_clones(2), "first at output 2: stride"),
+    ("canonicalisation", "spelling", keeps_views, "the same step in two spellings has two texts"),
+    (
+        "deduplication",
+        "A11",
+        joins_in_one_layer,
+        r"layers.1.w1.\w+ in fwd: expected the first gather, .*, alone; found",
+    ),
+    ("deduplication", "written", joins_gathers, "against before"),
+    ("remat", "written", does_not_look(aten.mul_.Scalar), "against before"),
+    ("remat", "M2", forgets_the_backward, "is computed again and not marked as the backward's"),
+    ("remat", "M2", shares_metadata, 'shares its meta\\["custom"\\]'),
+    ("remat", "random", does_not_look(aten.bernoulli_.float, aten.div_.Scalar), "bernoulli_.*_recomputed draws again"),
+    ("remat", "memory", keeps_both, "the peak was"),
+    ("reassignment", "F1", moves("all_gather", "reduce_scatter"), "is no all-gather of a parameter and has moved"),
+    ("reassignment", "F1", moves("all_gather"), "is no all-gather of a parameter and has moved"),
+    ("reassignment", "F1", moves_one, "expected another group of 0's ranks"),
+    ("reassignment", "F4", remembers_groups, "of a world that is gone"),
+    ("chunking", "G1", does_not_chunk, "chunked graph against eager chunking"),
+    ("chunking", "G5", copies_chunks, "which is contiguous"),
+    ("chunking", "G8", chunks_anything, "inside=exchanges, .* was taken in silence"),
+    ("chunking", "G24", chunks_anything, "inside=mixes, .* was taken in silence"),
 ]
 
 
-@pytest.mark.gt_world("fake", size=4, rank=1)
-def test_a_mistake_is_told(request, subtests):
-    """In one world, where each graph is traced once. The graph that the pass was given is kept, as a pass file."""
-    for rule, mistake, told in MISTAKES:
-        with subtests.test(rule=rule, mistake=mistake.__name__), pytest.raises(AssertionError, match=told):
-            judge(RULES[rule], Adapter(mistake, "bucketing", call=mistake), request)
+@pytest.mark.parametrize(("kind", "rule", "mistake", "told"), MISTAKES_OF_KINDS)
+def test_a_mistake_of_another_kind_is_told(kind, rule, mistake, told, request):
+    with pytest.raises(AssertionError, match=told):
+        judge(RULES[rule], Adapter(mistake, kind), request)
 
 
-@pytest.mark.gt_world("fake", size=4, rank=1)
-@pytest.mark.parametrize(("rule", "mistake", "told"), LARGE_MISTAKES, ids=lambda each: getattr(each, "__name__", None))
-def test_a_mistake_on_larger_graphs_is_told(rule, mistake, told, request):
+def test_a_pass_that_does_not_end_is_told_once(request):
+    """Also one that catches all errors; the second rule does not wait again."""
+
+    def never_ends(gm):
+        while True:
+            with contextlib.suppress(Exception):
+                operator.truth(gm)
+
+    adapter = Adapter(never_ends, limit=0.2)
+    told = r"never_ends on Recipe\(\) did not end within 0.2 s; it was at .*[.]py:\d+"
+    with pytest.raises(AssertionError, match=told):
+        judge(RULES["E6"], adapter, request)
+    with pytest.raises(AssertionError, match=f"{told}; not tried again"):
+        judge(RULES["metadata"], adapter, request)
+    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+
+
+def test_a_shorter_limit_of_somebody_else_stays():
+    def expired(number, frame):
+        raise TimeoutError
+
+    handler = signal.signal(signal.SIGALRM, expired)
+    signal.setitimer(signal.ITIMER_REAL, 0.05)
+    try:
+        with pytest.raises(TimeoutError), ended_within(30, "a pass"):
+            time.sleep(10)
+        signal.setitimer(signal.ITIMER_REAL, 30)
+        with ended_within(5, "a pass"):
+            assert 0 < signal.getitimer(signal.ITIMER_REAL)[0] <= 5
+        assert 5 < signal.getitimer(signal.ITIMER_REAL)[0] <= 30
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, handler)
+
+
+@pytest.mark.parametrize(("rule", "mistake", "told"), MISTAKES, ids=lambda each: getattr(each, "__name__", None))
+def test_a_mistake_is_told(rule, mistake, told, request, tmp_path):
+    """The graph that it was given is kept, as a pass file."""
     with pytest.raises(AssertionError, match=told):
         judge(RULES[rule], Adapter(mistake, "bucketing", call=mistake), request)
 
 
-@pytest.mark.gt_world("ranks", size=3)
-def test_another_order_has_other_bits_on_ranks(request):
-    with pytest.raises(AssertionError, match=r"bucket layouts differ(?s:.)*bits are (different|equal on this rank)"):
-        judge(RULES["bits"], Adapter(packs_as_executed, "bucketing", call=packs_as_executed), request)
-
-
-@pytest.mark.gt_world("simulated", size=4, nodes=2)
-def test_another_order_has_other_bits_on_simulated_nodes(request):
-    with pytest.raises(AssertionError, match="bits are different"):
-        judge(RULES["nodes"], Adapter(packs_as_executed, "bucketing", call=packs_as_executed), request)
+OF_KINDS = {rule for _, rule, *_ in MISTAKES_OF_KINDS}
 
 
 def test_every_rule_has_a_mistake():
-    assert {rule for rule, *_ in MISTAKES + LARGE_MISTAKES} | {"bits", "nodes"} == set(RULES)
+    told = {rule for rule, *_ in MISTAKES} | {rule for _, rule, *_ in MISTAKES_OF_KINDS}
+    assert told | {"bits", "nodes"} == set(RULES)
 
 
-@pytest.mark.gt_world("fake", size=4, rank=1)
 @pytest.mark.parametrize("rule", sorted(set(RULES) - {"D1", "bits", "nodes"}))
 def test_a_pass_that_does_nothing_holds_no_rule(rule, request):
     """It could not have failed."""
@@ -264,20 +495,18 @@ def test_a_pass_that_does_nothing_holds_no_rule(rule, request):
         return gm
 
     with pytest.raises(pytest.skip.Exception, match="proves nothing"):
-        judge(RULES[rule], Adapter(nothing, "bucketing"), request)
+        judge(RULES[rule], Adapter(nothing, RULES[rule].kinds[0] if rule in OF_KINDS else "bucketing"), request)
     if rule == "D2":
         with pytest.raises(AssertionError, match=r"D2 .* proves nothing: Recipe.*: it changes nothing"):
             judge(RULES[rule], Adapter(nothing, "bucketing", strict=True), request)
 
 
-@pytest.mark.gt_world("fake", size=4, rank=1)
 def test_what_is_not_claimed_is_not_run(request):
     adapter = Adapter(raises_an_error, "bucketing", call=raises_an_error, not_claimed={"E*": "orders nothing"})
     with pytest.raises(pytest.skip.Exception, match="not claimed: orders nothing"):
         judge(RULES["E2"], adapter, request)
 
 
-@pytest.mark.gt_world("fake", size=4, rank=1)
 def test_a_pass_that_raises_or_gives_no_graph_is_told_and_its_graph_kept(request, gt_artifacts):
     with pytest.raises(
         AssertionError, match="raises_an_error raised KeyError: 'w2'\nThe graph that it was given is kept"
@@ -294,10 +523,9 @@ def test_a_pass_that_raises_or_gives_no_graph_is_told_and_its_graph_kept(request
         AssertionError, match="returned NoneType, expected a GraphModule; if it works in place, say in_"
     ):
         judge(RULES["E6"], Adapter(gives_nothing, "bucketing", call=gives_nothing), request)
-    judge(RULES["D8"], Adapter(gives_nothing, "bucketing", call=gives_nothing, in_place=True), request)
+    judge(RULES["E6"], Adapter(gives_nothing, "bucketing", call=gives_nothing, in_place=True), request)
 
 
-@pytest.mark.gt_world("fake", size=4, rank=1)
 def test_a_graph_that_cannot_be_judged_is_told(request):
     with (
         facts.collecting() as told,
@@ -308,7 +536,7 @@ def test_a_graph_that_cannot_be_judged_is_told(request):
 
 
 def test_an_adapter_that_says_what_is_not_is_refused():
-    with pytest.raises(ValueError, match=r"^kind='bucket': expected one of any, bucketing$"):
+    with pytest.raises(ValueError, match=r"^kind='bucket': expected one of any, bucketing, canonicalisation, "):
         Adapter(ours, "bucket")
     with pytest.raises(ValueError, match=r"^there is no rule 'D99'; there are E6, E7,"):
         bucketing(ours, not_claimed={"D99": "never heard of"})

@@ -33,6 +33,7 @@ _TOPICS = (
 
 _RULE = ("rule", "result", "says", "graph", "why")
 _WORST = ("error", "broken", "proves nothing", "not claimed", "held")
+_JUDGED = {"error", "broken", "held"}
 
 
 class SummaryPlugin:
@@ -170,6 +171,11 @@ class ConformanceTable:
             results = [row["result"] for row in rows.values()]
             counts = (f"{results.count(each)} {each}" for each in reversed(_WORST) if each in results)
             terminalreporter.write_line(", ".join(counts))
+            if not _JUDGED & set(results):
+                terminalreporter.write_line(
+                    f"no rule could have failed: {name} finds nothing to do in these graphs. Say which kind of pass it is "
+                    "(--gt-kind), or test it by pass files, on graphs of your own"
+                )
             for line in self._changes(name, rows):
                 terminalreporter.write_line(line)
 
@@ -186,9 +192,13 @@ class ConformanceTable:
         ]
         return changed or ["no rule has another result than before"]
 
-    def pytest_sessionfinish(self) -> None:
-        file = options.get(self._config, "conformance")
-        if file is not None and not hasattr(self._config, "workerinput"):
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        if hasattr(self._config, "workerinput"):
+            return
+        judged = {row["result"] for rows in self._rows.values() for row in rows.values()} & _JUDGED
+        if self._rows and not judged and options.get(self._config, "pass") and session.exitstatus == pytest.ExitCode.OK:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+        if (file := options.get(self._config, "conformance")) is not None:
             told = {
                 name: {rule: {column: row[column] for column in _RULE[1:]} for rule, row in rows.items()}
                 for name, rows in self._rows.items()

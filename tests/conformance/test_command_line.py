@@ -20,6 +20,7 @@ def as_fsdp(gm, plan):
 
 executed = Adapter(as_executed, "bucketing", call=as_executed, not_claimed={"D8": "says nothing"})
 fsdp = Adapter(as_fsdp, "bucketing", call=as_fsdp)
+nothing = Adapter(lambda gm: gm, "bucketing")
 known = Adapter(as_executed, "bucketing", call=as_executed, broken={"D2": "issue 12"})
 not_a_pass = 3
 """
@@ -52,6 +53,13 @@ def test_what_is_known_to_be_broken_is_an_xfail(tmp_path):
     told = run(tmp_path, "--gt-pass=passes:known")
     assert told.status == 0
     assert "1 xfailed" in told.output
+
+
+def test_a_pass_that_no_rule_could_have_judged_is_no_success(tmp_path):
+    told = run(tmp_path, "--gt-pass=passes:nothing", "-k", "D2 or D8")
+    assert told.status == 1
+    assert "2 proves nothing" in told.output
+    assert "no rule could have failed: <lambda> finds nothing to do in these graphs" in told.output
 
 
 @pytest.mark.parametrize(

@@ -173,8 +173,8 @@ class ConformanceTable:
             terminalreporter.write_line(", ".join(counts))
             if not _JUDGED & set(results):
                 terminalreporter.write_line(
-                    f"no rule could have failed: {name} finds nothing to do in these graphs. Say which kind of pass it is "
-                    "(--gt-kind), or test it by pass files, on graphs of your own"
+                    f"no rule could have failed: {name} finds nothing to do in these graphs. Say which kind of pass it "
+                    "is (--gt-kind), or test it by pass files, on graphs of your own"
                 )
             for line in self._changes(name, rows):
                 terminalreporter.write_line(line)

@@ -146,8 +146,8 @@ _RANDOM = frozenset({
 _OUT = f"out={HOLE}"
 _FRACTION = re.compile(r"\d\.\d+(e-\d+)?")
 _VIEWS = frozenset({
-    "_conj", "_neg_view", "_reshape_alias", "_unsafe_view", "adjoint", "alias", "as_strided", "broadcast_to",
-    "chunk", "conj", "detach", "diagonal", "dsplit", "expand", "expand_as", "flatten", "hsplit", "imag",
+    "_conj", "_grad_sum_to_size", "_neg_view", "_reshape_alias", "_unsafe_view", "adjoint", "alias", "as_strided",
+    "broadcast_to", "chunk", "conj", "detach", "diagonal", "dsplit", "expand", "expand_as", "flatten", "hsplit", "imag",
     "lift_fresh", "mH", "mT", "matrix_H", "moveaxis", "movedim", "narrow", "numpy_T", "permute", "positive",
     "ravel", "real", "reshape", "reshape_as", "resolve_conj", "resolve_neg", "select", "set", "slice", "split",
     "split_with_sizes", "squeeze", "swapaxes", "swapdims", "t", "tensor_split", "transpose", "unbind", "unflatten",

@@ -311,9 +311,6 @@ def terminal() -> str:
             if code is not None and code != "":
                 kind = " ".join(_COLOURS.get(each, "") for each in code.split(";")).strip()
             if words:
-                words = words.replace("pytest_gtrainer.golden.check.", "").replace(
-                    "pytest_gtrainer.numerics.compare.", ""
-                )
                 spans.append(f'<tspan class="{kind}">{html.escape(words[:120])}</tspan>')
         d.parts.append(f'<text x="14" y="{46 + 17 * place}" class="mono" xml:space="preserve">{"".join(spans)}</text>')
     return d.svg()

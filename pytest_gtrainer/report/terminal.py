@@ -171,7 +171,7 @@ class ConformanceTable:
             results = [row["result"] for row in rows.values()]
             counts = (f"{results.count(each)} {each}" for each in reversed(_WORST) if each in results)
             terminalreporter.write_line(", ".join(counts))
-            if not _JUDGED & set(results):
+            if "proves nothing" in results and not _JUDGED & set(results):
                 terminalreporter.write_line(
                     f"no rule could have failed: {name} finds nothing to do in these graphs. Say which kind of pass it "
                     "is (--gt-kind), or test it by pass files, on graphs of your own"
@@ -195,8 +195,9 @@ class ConformanceTable:
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         if hasattr(self._config, "workerinput"):
             return
-        judged = {row["result"] for rows in self._rows.values() for row in rows.values()} & _JUDGED
-        if self._rows and not judged and options.get(self._config, "pass") and session.exitstatus == pytest.ExitCode.OK:
+        results = {row["result"] for rows in self._rows.values() for row in rows.values()}
+        vacuous = "proves nothing" in results and not results & _JUDGED
+        if vacuous and options.get(self._config, "pass") and session.exitstatus == pytest.ExitCode.OK:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
         if (file := options.get(self._config, "conformance")) is not None:
             told = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import weakref
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from pytest_gtrainer._torch.passes import ALL_GATHER, ALL_REDUCE, WAIT
 from pytest_gtrainer.graph.bucket_plan import BucketPlan
-from pytest_gtrainer.graph.collectives import fsdp_all_gathers
+from pytest_gtrainer.graph.collectives import fsdp_all_gathers, group_of, launches
 from pytest_gtrainer.graph.nodes import BACKWARD, FORWARD, direction, node_fqn
 from pytest_gtrainer.graphtext import parse
 from pytest_gtrainer.passes.canonicalize import canonicalize_graph_pass
@@ -106,6 +106,8 @@ class Recipe:
         """The joint graph of a step on this rank of a mesh that has its dimensions, and at the extent of a chunk."""
         if self.traps:
             return parse(TRAPS), None
+        if self.given in ("canonical", "tagged"):
+            return self._prepare(graph_of(replace(self, given="traced", gathers_again=False, updates=False))), None
         beside = meshes[self.beside].get_group() if meshes is not None and self.beside in dict(self.mesh) else None
         model: nn.Module = Net(self, beside)
         if meshes is not None and self.given != "chunks":  # chunks are compared with eager ones of one process
@@ -119,7 +121,13 @@ class Recipe:
         tokens = torch.zeros(self.batch, 3, dtype=torch.int64)
         chunk = self.chunking if self.given == "chunks" else None
         traced = trace_step(model, step, (tokens,), reuse_gathers=self.given != "duplicates", chunk=chunk)
-        gm = traced.gm if self.given == "traced" else canonicalize_graph_pass(traced.gm)
+        if self.given == "traced":
+            return traced.gm, None
+        return self._prepare(traced.gm), traced.twin and canonicalize_graph_pass(traced.twin)
+
+    def _prepare(self, gm: fx.GraphModule) -> fx.GraphModule:
+        """What other passes do before those of its kind."""
+        gm = canonicalize_graph_pass(gm)
         if "replicate" in dict(self.mesh):
             gm = reduce_scatter_before_all_reduce_pass(gm)  # as FSDP2 has it
         if self.gathers_again or self.given == "tagged":
@@ -130,7 +138,7 @@ class Recipe:
             gm = selective_activation_remat_pass(gm)
         if self.updates:
             _double_a_shard(gm)
-        return gm, traced.twin and canonicalize_graph_pass(traced.twin)
+        return gm
 
 
 TRAPS = """# gtrainer graph v2
@@ -261,25 +269,37 @@ def step(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
     return logits.float().logsumexp(-1).mean()
 
 
-_of_group: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Any, Any]] = weakref.WeakKeyDictionary()
-"""What is made once for a process group: of an ended one it would name groups that are gone."""
+_meshes: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Any, DeviceMesh]] = weakref.WeakKeyDictionary()
+"""By default group and extents: one mesh, and so one set of groups."""
+_traced: dict[Any, tuple[fx.GraphModule, fx.GraphModule | None, list[str]]] = {}
+"""By recipe, rank and backend: graph, twin, and the groups of the mesh's dimensions, of a world that may be gone."""
 
 
 def mesh_of(recipe: Recipe) -> DeviceMesh:
     """Its mesh over all ranks of the default group: the same one at each call."""
-    made, extents = _of_group.setdefault(dist.group.WORLD, {}), dict(recipe.mesh)
+    made, extents = _meshes.setdefault(dist.group.WORLD, {}), dict(recipe.mesh)
     if recipe.mesh not in made:
         made[recipe.mesh] = init_device_mesh("cpu", tuple(extents.values()), mesh_dim_names=tuple(extents))
-    mesh: DeviceMesh = made[recipe.mesh]
-    return mesh
+    return made[recipe.mesh]
 
 
 def graph_of(recipe: Recipe, twin: bool = False) -> fx.GraphModule:
-    """Its graph on this rank, or the one at the extent of a chunk; the caller's own."""
-    made = _of_group.setdefault(dist.group.WORLD, {})
-    if recipe not in made:
-        made[recipe] = recipe.trace(mesh_of(recipe) if recipe.mesh else None)
-    gm = copy.deepcopy(made[recipe][twin])
+    """Its graph on this rank, or the one at the extent of a chunk; the caller's own.
+
+    A process traces it once. Another world has other names for the groups of the same mesh, which are put in.
+    """
+    mesh = mesh_of(recipe) if recipe.mesh else None
+    names = [mesh.get_group(name).group_name for name, _ in recipe.mesh] if mesh is not None else []
+    key = recipe, dist.get_rank(), dist.get_backend()
+    if key not in _traced:
+        _traced[key] = *recipe.trace(mesh), names
+    *graphs, named = _traced[key]
+    gm, now = copy.deepcopy(graphs[twin]), dict(zip(named, names, strict=True))
     for node in gm.graph.nodes:  # a copy of a graph shares what its nodes' metadata holds
         node.meta = {name: copy.copy(value) if isinstance(value, dict) else value for name, value in node.meta.items()}
+        if launches(node.target):
+            group = group_of(node)
+            node.args = tuple(now[str(group)] if each == group else each for each in node.args)
+    if named != names:
+        gm.recompile()
     return gm

@@ -16,7 +16,7 @@ from pytest_gtrainer import facts, options
 from pytest_gtrainer.facts import Fact
 from pytest_gtrainer.report.collected import SHOWN, world_label
 
-MOST_LINES = 18
+MOST_LINES, MOST_LETTERS = 18, 400
 _NET = ("ranks", "nodes", "channels", "algorithm", "partition", "accumulate")
 _TOPICS = (
     ("worlds", "world", lambda fact: f"tests in {world_label(fact)}"),
@@ -91,12 +91,17 @@ class SummaryPlugin:
         return summary_lines(self.facts + goldens.late_facts) + goldens.summary_lines() + unused.lines
 
 
-def bounded(lines: list[str], most: int = MOST_LINES) -> list[str]:
-    """At most so many lines; the last one then says how many there would be.
+def bounded(lines: list[str], most: int = MOST_LINES, letters: int = MOST_LETTERS) -> list[str]:
+    """At most so many lines of at most about so many letters; where there would be more, it says so.
 
     >>> bounded(["a", "b", "c", "d"], most=3)
     ['a', 'b', '… and 2 more lines: --gt-report FILE has all of them']
+    >>> bounded(["verdicts  2 different, 1 equal"], letters=21)
+    ['verdicts  2 different, …: --gt-report FILE has the whole line']
     """
+    cut = [line[:letters].rpartition(", ")[0] if len(line) > letters else "" for line in lines]  # a list; no command
+    whole = ", …: --gt-report FILE has the whole line"
+    lines = [short + whole if short else line for short, line in zip(cut, lines, strict=True)]
     if len(lines) <= most:
         return lines
     left = len(lines) - most + 1

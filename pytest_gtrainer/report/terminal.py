@@ -96,7 +96,7 @@ def bounded(lines: list[str], most: int = MOST_LINES, letters: int = MOST_LETTER
 
     >>> bounded(["a", "b", "c", "d"], most=3)
     ['a', 'b', '… and 2 more lines: --gt-report FILE has all of them']
-    >>> bounded(["verdicts  2 different, 1 equal"], letters=21)
+    >>> bounded(["verdicts  2 different, 1 equal"], letters=25)
     ['verdicts  2 different, …: --gt-report FILE has the whole line']
     """
     cut = [line[:letters].rpartition(", ")[0] if len(line) > letters else "" for line in lines]  # a list; no command

@@ -15,6 +15,7 @@ from typing import Any, Literal, NamedTuple
 import pytest
 
 from pytest_gtrainer import devices, options
+from pytest_gtrainer.marker import id_of
 from pytest_gtrainer.ranks import wire
 from pytest_gtrainer.ranks.watch import RanksOutcome
 from pytest_gtrainer.report.collected import shown_only
@@ -243,6 +244,10 @@ class _Merge:
         told = [(each.rank, detail) for each in incidents if each.rank is not None for detail in each.details]
         for (title, text), ranks in ranks_by(told).items():  # stacks and last outputs, equal texts once
             _append(report, f"{title} [{ranks_text(ranks)}]", text)
+        if any("did not end within" in each.text for each in incidents):
+            slow = "If the test is only slow: --gt-timeout=SECONDS, or timeout= of its marker."
+            look = f'To look inside, put breakpoint() before that line and run\npytest -n 0 "{id_of(self.item)}"'
+            _append(report, "next", f"{slow} {look}")
         return report
 
     def _other_ranks(self, headline: _Event) -> str:
@@ -264,7 +269,8 @@ class _Merge:
         others = {rank: phases[phase] for rank, phases in self.by_rank.items() if phase in phases}
         writers = ranks_by((rank, section) for rank, other in others.items() for section in other.sections)
         report.sections = [(f"{title} [{ranks_text(ranks)}]", text) for (title, text), ranks in writers.items()]
-        report.duration = max((other.duration for other in others.values()), default=0.0)
+        in_call = self.outcome.spent if phase == "call" else 0.0
+        report.duration = max((other.duration for other in others.values()), default=in_call)
         return report
 
 

@@ -107,6 +107,7 @@ class RanksOutcome:
     incidents: list[Incident] = field(default_factory=list)
     dead: set[int] = field(default_factory=set)  # ranks whose process ended
     killed: bool = False  # it was we who ended them all
+    spent: float = 0.0  # seconds from the command to the last answer, or to the end that we made
     unblocked_at: float | None = None  # when ranks blocked in a collective were made to raise
 
     @property
@@ -360,6 +361,7 @@ class _Watch:
     def finish(self) -> None:
         """Say what only comparing tells; take the confirmations of ranks that left, so that the next test does not."""
         outcome = self.outcome
+        outcome.spent = time.monotonic() - self.started
         if outcome.unblocked_at is None and not outcome.killed and not outcome.incidents:
             self._blame_differing()
         text = outcome.disagreement()

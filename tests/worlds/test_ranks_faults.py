@@ -36,6 +36,8 @@ TABLE = {
             "in rests_beside",
             "ranks 0, 2: did not end within 2 s, waiting in all_reduce",
             "--- Python stacks [ranks 0, 2] ---",
+            "--- next ---\nIf the test is only slow: --gt-timeout=SECONDS",
+            'pytest -n 0 "test_faults.py::test_hangs"',
         ],
         ["_pytest"],
     ),
@@ -250,6 +252,11 @@ def test_what_a_test_left_is_attributed_to_it(run):
 
 def test_a_hung_test_counts_as_one_in_its_world(run):
     assert "worlds    1 test in ranks(3, gloo on cpu)" in run.output
+
+
+def test_a_hung_test_has_taken_the_time_that_it_took(run):
+    """Although none of its ranks has come to a report."""
+    assert 2 <= run.reports["test_hangs"]["call"]["duration"] < 60
 
 
 def test_a_broken_teardown_is_told_beside_a_failed_call(run):

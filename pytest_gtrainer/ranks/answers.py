@@ -116,12 +116,19 @@ def main_thread(text: str) -> str:
 
 
 def whereabouts(text: str) -> str:
-    """Where the main thread is, to be added to a sentence."""
+    """Where the main thread is, to be added to a sentence: the innermost frame that is neither torch's nor Python's.
+
+    >>> stack = '  File "/x/torch/nn/functional.py", line 9 in linear\\n  File "/u/model.py", line 3 in forward\\n'
+    >>> whereabouts(stack)
+    ', at model.py:3 in forward'
+    """
     if text.startswith(STOPPED):
         return f", {STOPPED}"
     if waits := waiting_in(text):
         return f", waiting in {waits}"
-    return "".join(f", at {Path(file).name}:{line} in {name}" for file, line, name in _main_frames(text)[:1])
+    frames = _main_frames(text)
+    others = [frame for frame in frames if not re.search(r"/torch/|/python3\.\d+/(?!site-packages/)", frame[0])]
+    return "".join(f", at {Path(file).name}:{line} in {name}" for file, line, name in (others or frames)[:1])
 
 
 def readable(text: str) -> str:

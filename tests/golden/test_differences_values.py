@@ -48,6 +48,26 @@ def after(*changes: tuple[str, str]) -> list[str]:
     return words(TEXT, text)
 
 
+# -- whole modules
+
+SIX = TEXT.replace("[0:4]", "[0:6]").replace("[1:4]", "[1:6]").replace("layers[3].add", "layers[5].add")
+
+
+def test_what_a_new_layer_does_is_one_sentence_for_all_of_them():
+    new = "new: layers[4, 5], with 1 parameter, 3 operators in fwd"
+    assert words(TEXT, SIX) == [new]
+    assert words(SIX.replace("aten.relu", "aten.gelu"), TEXT) == [
+        new.replace("new", "gone"),
+        "fwd layers[0..3].mlp: lost aten.gelu, gained aten.relu",  # what else has changed is not hidden
+    ]
+
+
+def test_a_layer_that_was_there_is_not_new():
+    """It has another parameter."""
+    more = SIX.replace("  P.L.w: f32[4, 4]\n", "  P.L.w: f32[4, 4]\n  P.L.v: f32[4, 4]\n")
+    assert not any(sentence.startswith(("new", "gone")) for sentence in words(SIX, more))
+
+
 # -- operators
 
 

@@ -8,14 +8,14 @@ which collective, ``values`` all else, ``remarks`` how things are called, and ``
 Cost: linear in the number of lines but for sorting; two graphs of 40,000 nodes take under 3 s.
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 
 from pytest_gtrainer.graphtext.differences.buckets import bucket_remarks, buckets_of, payloads_of
 from pytest_gtrainer.graphtext.differences.comparison import Comparison
 from pytest_gtrainer.graphtext.differences.lines import LIMIT, escaped, graph_diff, line_remarks, text_diff
-from pytest_gtrainer.graphtext.differences.remarks import Remark, Weight, about, reference_to, sentences, what
+from pytest_gtrainer.graphtext.differences.remarks import Remark, Weight, about, reference_to, sentences, unit, what
 from pytest_gtrainer.graphtext.differences.values import FINDERS
 from pytest_gtrainer.graphtext.equivalence import effects
 from pytest_gtrainer.graphtext.folding import rising, unfold
@@ -54,10 +54,39 @@ def words(comparison: Comparison) -> list[str]:
 
 def _remarks(comparison: Comparison) -> Iterator[Remark]:
     """All that there is to say. A view has no values, so it has neither a verdict nor most of the rest."""
+    if not (comparison.old.values or comparison.new.values):
+        yield from _changes(comparison)
+        return
+    yield verdict(comparison)
+    yield from effect_remarks(comparison)
+    yield from (modules := list(module_remarks(comparison)))
+    whole = {remark.about for remark in modules}
+    yield from (remark for remark in _changes(comparison) if not whole or unit(remark.about) not in whole)
+
+
+def module_remarks(comparison: Comparison) -> Iterator[Remark]:
+    """Layers, and modules outside of layers, that have parameters and of which one graph has nothing: a sentence each,
+    and no other."""
     old, new = comparison.old, comparison.new
-    if is_graph := old.values or new.values:
-        yield verdict(comparison)
-        yield from effect_remarks(comparison)
+    for verb, graph, partners, other in (("gone", old, comparison.to_new, new), ("new", new, comparison.to_old, old)):
+        known = {unit(owner) for value in other.values for owner in value.scope.owners}
+        found: dict[str, Counter[str]] = defaultdict(Counter)
+        for place, value in enumerate(graph.values):
+            if partners[place] is not None:
+                known.add(unit(value.scope.owners[0]))  # what it did is done elsewhere
+            found[unit(value.scope.owners[0])][value.scope.space] += 1
+        for module, counts in found.items():
+            if module not in known and counts["P"] and (counts["fwd"] or counts["bwd"]):
+                told = [("P", "parameter", ""), ("fwd", "operator", " in fwd"), ("bwd", "operator", " in bwd")]
+                many = [(counts[space], noun, behind) for space, noun, behind in told if counts[space]]
+                parts = ", ".join(f"{n} {noun}{'s' * (n > 1)}{behind}" for n, noun, behind in many)
+                yield Remark(Weight.WHOLE, f"{verb}: {module}, with {parts}", module)
+
+
+def _changes(comparison: Comparison) -> Iterator[Remark]:
+    """All but the verdict, and what belongs to it."""
+    old, new = comparison.old, comparison.new
+    is_graph = bool(old.values or new.values)
     buckets, others = [buckets_of(side) if is_graph else payloads_of(side.others) for side in (old, new)]
     said = list(bucket_remarks(buckets, others))
     yield from (remark for remark, _ in said)

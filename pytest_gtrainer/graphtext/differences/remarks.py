@@ -22,7 +22,7 @@ _ALIKE = 3  # of more remarks with one gist than this, the first stands for all
 
 Weight = IntEnum(
     "Weight",
-    "VERDICT EFFECT BUCKET GROUP COLLECTIVE OPERATOR DTYPE BOUNDARY ARGUMENT OPERAND MODULE MOVE REST",
+    "VERDICT WHOLE EFFECT BUCKET GROUP COLLECTIVE OPERATOR DTYPE BOUNDARY ARGUMENT OPERAND MODULE MOVE REST",
     start=0,
 )
 """What is said first."""
@@ -159,11 +159,14 @@ def about(value: Value) -> str:
     return value.scope.owners[0]
 
 
-def unit_of(scope: Scope) -> str:
+def unit(path: str) -> str:
     """What computes as a whole: a layer, or a module outside of layers."""
-    layer, rest = split_layer(scope.owners[0])
-    unit = f"{layer.container}.{layer.number}" if layer else rest.partition(".")[0]
-    return unit + ("/bwd" if scope.space == "bwd" else "")
+    layer, rest = split_layer(path)
+    return f"{layer.container}.{layer.number}" if layer else rest.partition(".")[0]
+
+
+def unit_of(scope: Scope) -> str:
+    return unit(scope.owners[0]) + ("/bwd" if scope.space == "bwd" else "")
 
 
 def communicates(value: Value) -> bool:

@@ -19,6 +19,10 @@ from pytest_gtrainer.conformance.judging import (
     deduplication,
     reassignment,
     remat,
+    separate,
 )
 
-__all__ = ["Adapter", "any_pass", "bucketing", "canonicalisation", "chunking", "deduplication", "reassignment", "remat"]
+__all__ = [
+    "Adapter", "any_pass", "bucketing", "canonicalisation", "chunking", "deduplication", "reassignment", "remat",
+    "separate",
+]  # fmt: skip

@@ -10,7 +10,7 @@ import importlib
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -32,6 +32,7 @@ FAKE: World = ("fake", {"size": 4, "rank": 1})
 GIVEN: dict[str, dict[str, Any]] = {
     "any": {},
     "bucketing": {},
+    "separate": {},
     "canonicalisation": {"given": "traced", "gathers_again": False},
     "deduplication": {"given": "duplicates", "executed": ("w1", "w3", "w2", "w1")},
     "remat": {"given": "tagged", "gathers_again": False},
@@ -40,6 +41,13 @@ GIVEN: dict[str, dict[str, Any]] = {
 }
 """What the graphs of a kind are like: such that a pass of this kind has something to do."""
 KINDS = tuple(GIVEN)
+MERGING = ("bucketing", "separate")
+
+
+def as_given(kind: str, recipes: Iterable[Recipe]) -> list[Recipe]:
+    """Recipes of graphs as a kind has them, each once: of ``separate`` the forward and the backward."""
+    parts = ("forward", "backward") if kind == "separate" else ("",)
+    return list(dict.fromkeys(replace(each, **GIVEN[kind], part=part) for each in recipes for part in parts))
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +95,7 @@ class Adapter:
     def takes_plan(self) -> bool:
         """Whether the pass is told which modules a bucket is made of."""
         is_told = self.call is not None or "bucket_plan" in options_of(self.function)
-        return is_told and self.kind in ("any", "bucketing")
+        return is_told and self.kind in ("any", *MERGING)
 
     def run(self, gm: fx.GraphModule, **given: Any) -> fx.GraphModule:
         """The pass's result on a graph, which it may rewrite; a TypeError if it returned none."""
@@ -262,13 +270,13 @@ def judge(rule: Rule, adapter: Adapter, request: pytest.FixtureRequest) -> None:
     if (reason := reason_for(rule.id, adapter.not_claimed)) is not None:
         tell("not claimed", reason)
         pytest.skip(f"not claimed: {reason}")
-    recipes = dict.fromkeys(replace(recipe, **GIVEN[adapter.kind]) for recipe in rule.graphs or (Recipe(),))
-    runs, silent = [Run(adapter, recipe, request) for recipe in recipes], []
+    runs = [Run(adapter, recipe, request) for recipe in as_given(adapter.kind, rule.graphs or (Recipe(),))]
+    silent = []
     for run in runs:
         try:
             if rule.graphs and rule.id != "D1" and render(run.before) == render(run.after):
                 raise Nothing("it changes nothing")
-            if rule.merging and adapter.kind == "bucketing":
+            if rule.merging and adapter.kind in MERGING:
                 _ = run.merged
             rule.judge(run)
         except Nothing as error:
@@ -300,7 +308,7 @@ def test_of(kind: str, function: Callable[..., Any], **options: Any) -> Callable
     return test_rule
 
 
-any_pass, bucketing, canonicalisation, deduplication, remat, reassignment, chunking = (
+any_pass, bucketing, separate, canonicalisation, deduplication, remat, reassignment, chunking = (
     partial(test_of, kind) for kind in KINDS
 )
 

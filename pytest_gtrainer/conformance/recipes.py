@@ -17,13 +17,14 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from pytest_gtrainer._torch.passes import ALL_GATHER, ALL_REDUCE, WAIT
 from pytest_gtrainer.graph.bucket_plan import BucketPlan
-from pytest_gtrainer.graph.collectives import fsdp_all_gathers, group_of, launches
+from pytest_gtrainer.graph.collectives import fsdp_all_gathers, group_of, launches, results_of
 from pytest_gtrainer.graph.nodes import BACKWARD, FORWARD, direction, node_fqn
 from pytest_gtrainer.graphtext import parse
 from pytest_gtrainer.passes.canonicalize import canonicalize_graph_pass
 from pytest_gtrainer.passes.chunking.config import ChunkConfig
 from pytest_gtrainer.passes.collectives import reduce_scatter_before_all_reduce_pass
 from pytest_gtrainer.passes.remat import RECOMPUTE, selective_activation_remat_pass, tag_with_memory_policy_pass
+from pytest_gtrainer.passes.stages import cut_part
 from pytest_gtrainer.references.config import TrainConfig
 from pytest_gtrainer.tracing.sharding import MixedPrecisionPolicy, data_parallel
 from pytest_gtrainer.tracing.step import trace_step
@@ -55,6 +56,7 @@ class Recipe:
     chunks: int = 2
     updates: bool = False  # a shard is doubled before its second gather, or else before the backward
     traps: bool = False  # the graph is ``TRAPS``
+    part: str = ""  # "forward" or "backward" of the joint graph, as a graph of its own
 
     def __str__(self) -> str:
         """What is not as by default, as a person would ask for it."""
@@ -106,6 +108,8 @@ class Recipe:
         """The joint graph of a step on this rank of a mesh that has its dimensions, and at the extent of a chunk."""
         if self.traps:
             return parse(TRAPS), None
+        if self.part:
+            return _cut(graph_of(replace(self, part="")), self.part), None
         if self.given in ("canonical", "tagged"):
             return self._prepare(graph_of(replace(self, given="traced", gathers_again=False, updates=False))), None
         beside = meshes[self.beside].get_group() if meshes is not None and self.beside in dict(self.mesh) else None
@@ -159,6 +163,16 @@ if out:
   yield fwd._.detach
 """
 """What looks like an identity and is none: copies that are returned, or of what is written to, or for their strides."""
+
+
+def _cut(gm: fx.GraphModule, part: str) -> fx.GraphModule:
+    """One direction as a graph of its own, which takes what it reads of the other; its results have their names."""
+    whole, results = gm.graph.output_node(), results_of(gm)
+    part_of = {node: int(direction(node) == BACKWARD) for node in gm.graph.nodes if node.op == "call_function"}
+    cut = cut_part(gm, part_of, int(part == "backward"), results)
+    names = {node.name: name for node, name in zip(results, whole.meta["gt_outputs"], strict=True)}
+    cut.gm.graph.output_node().meta = {**whole.meta, "gt_outputs": tuple(names.get(name, "") for name in cut.gives)}
+    return cut.gm
 
 
 def _tag_blocks(gm: fx.GraphModule) -> None:

@@ -24,7 +24,7 @@ from torch import fx
 from pytest_gtrainer._torch.fake_groups import fake_group_beside
 from pytest_gtrainer._torch.process_groups import group_ranks
 from pytest_gtrainer._torch.values import pytree
-from pytest_gtrainer.conformance.judging import GIVEN, IN_PLACE, KINDS, Nothing, Raised, Run, adapter_at, rule
+from pytest_gtrainer.conformance.judging import IN_PLACE, KINDS, Nothing, Raised, Run, adapter_at, as_given, rule
 from pytest_gtrainer.conformance.recipes import LINEARS, Net, Recipe, graph_of, mesh_of, step
 from pytest_gtrainer.golden.compare import difference
 from pytest_gtrainer.graph.bucket_plan import Plan
@@ -53,7 +53,8 @@ from pytest_gtrainer.testing.running import assert_same_values, sample
 from pytest_gtrainer.worlds.fake import fake_world
 from pytest_gtrainer.worlds.spec import WorldSpec
 
-_, BUCKETING, CANONICAL, DEDUPLICATION, REMAT, REASSIGNMENT, CHUNKING = ((kind,) for kind in KINDS)
+_, JOINT, SEPARATE, CANONICAL, DEDUPLICATION, REMAT, REASSIGNMENT, CHUNKING = ((kind,) for kind in KINDS)
+MERGING = (*JOINT, *SEPARATE)
 DENSE, ODD, TIED = Recipe(), Recipe(dim=10), Recipe(tied=True)
 HYBRID = Recipe(mesh=(("replicate", 2), ("fsdp", 2)))
 BESIDE = Recipe(mesh=(("fsdp", 2), ("tp", 2)))
@@ -161,7 +162,7 @@ def tell_texts() -> None:
 @rule("process", "another process, with another hash seed, gets the same graph", KINDS, DENSE)
 def is_same_elsewhere(run: Run) -> None:
     adapter = run.adapter
-    runs = [replace(run, recipe=replace(each, **GIVEN[adapter.kind])) for each in (DENSE, TIED, HYBRID)]
+    runs = [replace(run, recipe=each) for each in as_given(adapter.kind, (DENSE, TIED, HYBRID))]
     try:
         pickled = b"" if adapter.path else pickle.dumps(adapter)
     except (pickle.PicklingError, AttributeError, TypeError) as error:
@@ -224,7 +225,8 @@ def holds_on_generated(run: Run) -> None:
         mesh=strategies.sampled_from((DENSE.mesh, HYBRID.mesh, BESIDE.mesh)),
         gathers_again=strategies.booleans(),
     )
-    judges = (is_valid, keeps_values, can_be_read)[: 3 if run.adapter.kind == "bucketing" else 2]
+    kind = run.adapter.kind
+    judges = (is_valid, keeps_values, can_be_read)[: 3 if kind in MERGING else 2]
     told: dict[Recipe, str] = {}
     changed, smallest = False, DENSE  # hypothesis ends with the smallest model that fails
 
@@ -236,10 +238,10 @@ def holds_on_generated(run: Run) -> None:
         verbosity=Verbosity.quiet,
         suppress_health_check=[hypothesis.HealthCheck.too_slow],  # of a loaded machine, no fault of the pass
     )
-    @hypothesis.given(recipes)
-    def hold(recipe: Recipe) -> None:
+    @hypothesis.given(recipes, strategies.integers(0, len(as_given(kind, [DENSE])) - 1))
+    def hold(recipe: Recipe, part: int) -> None:
         nonlocal changed, smallest
-        recipe = replace(recipe, **GIVEN[run.adapter.kind])
+        recipe = as_given(kind, [recipe])[part]
         if recipe not in told and len(told) < MOST_RUNS:
             made = replace(run, recipe=recipe)
             try:
@@ -261,7 +263,7 @@ def holds_on_generated(run: Run) -> None:
         raise Nothing("it changes nothing")
 
 
-@rule("D17", "every parameter's place in its payload can be read", BUCKETING, DENSE, ODD, TIED, HYBRID, BESIDE, AGAIN)
+@rule("D17", "every parameter's place in its payload can be read", MERGING, DENSE, ODD, TIED, HYBRID, BESIDE, AGAIN)
 def can_be_read(run: Run) -> None:
     def held(gm: fx.GraphModule) -> set[str]:
         return {
@@ -282,7 +284,7 @@ def can_be_read(run: Run) -> None:
 
 
 @rule(
-    "D1", "one collective a bucket, direction, group, reduction and dtype", BUCKETING, DENSE, TIED, HYBRID, AGAIN, MIXED
+    "D1", "one collective a bucket, direction, group, reduction and dtype", MERGING, DENSE, TIED, HYBRID, AGAIN, MIXED
 )
 def merges_each_bucket(run: Run) -> None:
     plan, expected = Plan(run.recipe.plan), dict[Any, list[str]]()
@@ -305,10 +307,11 @@ def merges_each_bucket(run: Run) -> None:
             )
 
 
-@rule("D2", "payloads are in FSDP2's managed order, never the order of the graph", BUCKETING, *ORDERS)
+@rule("D2", "payloads are in FSDP2's managed order, never the order of the graph", MERGING, *ORDERS)
 def packs_in_managed_order(run: Run) -> None:
     managed = run.before.graph.output_node().meta["gt_managed_order"]
-    executed = [member.parameter for member in fsdp_all_gathers(run.before)]
+    members = (*fsdp_all_gathers(run.before), *fsdp_reduce_scatters(run.before))  # a backward has the latter alone
+    executed = [member.parameter for member in members]
     could_fail = False
     for payload in run.merged:
         order = sorted(payload.parameters, key=managed.index)
@@ -323,7 +326,7 @@ def packs_in_managed_order(run: Run) -> None:
         raise Nothing("in each payload the order of the graph is FSDP2's, too")
 
 
-@rule("D4", "payloads are those of eager fully_shard, to the byte", BUCKETING, *ORDERS, merging=True)
+@rule("D4", "payloads are those of eager fully_shard, to the byte", JOINT, *ORDERS, merging=True)
 def packs_as_eager(run: Run) -> None:
     config = run.recipe.config(mesh_of(run.recipe))
     eager = new_model(config)
@@ -332,7 +335,7 @@ def packs_as_eager(run: Run) -> None:
     assert_same_layout(bucket_layout(run.after), eager_bucket_layout(eager))
 
 
-@rule("D6", "collectives of other parallelism stay as they are", BUCKETING, BESIDE, merging=True)
+@rule("D6", "collectives of other parallelism stay as they are", MERGING, BESIDE, merging=True)
 def leaves_other_collectives(run: Run) -> None:
     tp = mesh_of(run.recipe).get_group("tp").group_name
 
@@ -345,7 +348,7 @@ def leaves_other_collectives(run: Run) -> None:
         raise AssertionError(f"{told}: {before[told]} before the pass, {after[told]} behind it")
 
 
-@rule("D7", "members that differ in dtype are never merged", BUCKETING, MIXED)
+@rule("D7", "members that differ in dtype are never merged", MERGING, MIXED)
 def keeps_dtypes_apart(run: Run) -> None:
     payloads = bucket_layout(run.before).payloads
     dtypes = {(payload.collective, name): payload.dtype for payload in payloads for name in payload.parameters}
@@ -358,7 +361,7 @@ def keeps_dtypes_apart(run: Run) -> None:
                 )
 
 
-@rule("D8", 'every node of a bucket carries meta["fsdp_bucket"]', BUCKETING, DENSE, merging=True)
+@rule("D8", 'every node of a bucket carries meta["fsdp_bucket"]', MERGING, DENSE, merging=True)
 def marks_its_nodes(run: Run) -> None:
     known = {node.name for node in run.before.graph.nodes}
     for node in run.after.graph.nodes:
@@ -366,7 +369,7 @@ def marks_its_nodes(run: Run) -> None:
             raise AssertionError(f'{node}, a {kind_of(node)}, has no meta["fsdp_bucket"]')
 
 
-@rule("D13", "operands have the strides of before", (*BUCKETING, *CANONICAL), DENSE, ODD, HYBRID, merging=True)
+@rule("D13", "operands have the strides of before", (*MERGING, *CANONICAL), DENSE, ODD, HYBRID, merging=True)
 def keeps_strides(run: Run) -> None:
     """A strided view in the place of a contiguous tensor changes the bits of a later sum."""
 
@@ -391,21 +394,21 @@ def _spans(gm: fx.GraphModule, kind: str, way: str) -> list[tuple[str, int, int]
 _NEXT_FIRST = "the next all-gather of the forward is launched before this one is waited for"
 
 
-@rule("E1", _NEXT_FIRST, BUCKETING, DENSE, HYBRID, merging=True)
+@rule("E1", _NEXT_FIRST, MERGING, DENSE, HYBRID, merging=True)
 def prefetches(run: Run) -> None:
     for (name, _, wait), (later, launch, _) in itertools.pairwise(_spans(run.after, "all_gather", FORWARD)):
         if launch > wait:
             raise AssertionError(f"{later} is launched behind the wait of {name}: the gather of a bucket hides nothing")
 
 
-@rule("E2", "a reduce-scatter is waited for behind the launch of the next one", BUCKETING, DENSE, HYBRID, merging=True)
+@rule("E2", "a reduce-scatter is waited for behind the launch of the next one", MERGING, DENSE, HYBRID, merging=True)
 def waits_late(run: Run) -> None:
     for (name, _, wait), (later, launch, _) in itertools.pairwise(_spans(run.after, "reduce_scatter", BACKWARD)):
         if wait < launch:
             raise AssertionError(f"{name} is waited for before {later} is launched: nothing runs beside it")
 
 
-@rule("E4", "only collective chains move", (*BUCKETING, *DEDUPLICATION, *REASSIGNMENT), DENSE, AGAIN)
+@rule("E4", "only collective chains move", (*MERGING, *DEDUPLICATION, *REASSIGNMENT), DENSE, AGAIN)
 def moves_no_compute(run: Run) -> None:
     moving = {
         node.name
@@ -424,7 +427,7 @@ SLOW = CostModel(flops_per_second=1e30, bytes_per_second=1e30, link=1e30, overhe
 """A kernel takes twice as long as a collective: one that is launched a kernel before its wait is hidden."""
 
 
-@rule("E8", "behind slow compute all but the first and the last collective are hidden", BUCKETING, DENSE, AGAIN)
+@rule("E8", "behind slow compute all but the first and the last collective are hidden", MERGING, DENSE, AGAIN)
 def hides_collectives(run: Run) -> None:
     """As eager FSDP2 does: it waits for the first all-gather, and for the last reduce-scatter."""
     after = timeline(run.after, SLOW, mesh=dict(run.recipe.mesh))
@@ -607,12 +610,12 @@ _BITS = "on real ranks gradients and weights have eager fully_shard's bits"
 _NODES = "on two simulated nodes, too, where the order of a payload shows"
 
 
-@rule("bits", _BITS, BUCKETING, world=("ranks", {"size": 3}))
+@rule("bits", _BITS, JOINT, world=("ranks", {"size": 3}))
 def has_eagers_bits(run: Run) -> None:
     _trains_as_eager(replace(run, recipe=Recipe(mesh=(("fsdp", 3),), dim=9, bias=("w1", "w2"), reduced=None)))
 
 
-@rule("nodes", _NODES, BUCKETING, world=("simulated", {"size": 4, "nodes": 2}))
+@rule("nodes", _NODES, JOINT, world=("simulated", {"size": 4, "nodes": 2}))
 def has_eagers_bits_on_nodes(run: Run) -> None:
     _trains_as_eager(replace(run, recipe=Recipe(reduced=torch.bfloat16)))
 

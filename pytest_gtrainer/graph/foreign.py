@@ -296,7 +296,7 @@ class _Adoption:
         leaves = output.args[0]
         if "gt_outputs" in output.meta or not all(isinstance(each, list | tuple) for each in (descriptors, leaves)):
             return
-        told: list[str] = []
+        told, parameters = list[str](), list[str]()
         place = 0  # gradients are in the order of the inputs
         for descriptor, leaf in zip(descriptors, leaves, strict=False):
             if descriptor is None and leaf is None and place < len(self.dynamo):
@@ -311,12 +311,13 @@ class _Adoption:
             elif of is not None and (name := self._name_of(of)) is not None:
                 told.append(f"{'' if kind == 'gradient' else 'updated.'}{name.fqn}{described.suffix}")
                 place = (of.index or 0) + 1 if kind == "gradient" else place
+                parameters += [name.fqn] if name.kind == "parameter" else []
             elif kind == "output":
                 told.append(f"output_{described.place}{described.suffix}")
             else:
                 return
         if len(told) == len(leaves):
-            output.meta["gt_outputs"] = tuple(told)
+            output.meta["gt_outputs"], output.meta["gt_parameters"] = tuple(told), tuple(parameters)
 
 
 def _saved_name(node: fx.Node) -> str:

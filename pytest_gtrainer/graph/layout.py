@@ -138,7 +138,10 @@ class _Reader:
             if isinstance(result, fx.Node):
                 self._outputs.setdefault(result, []).append(index)
         told = [node.meta["gt_input"] for node in self._inputs if "gt_input" in node.meta]
-        self._parameters = {each["fqn"] for each in told if each["kind"] == "parameter"}
+        self._parameters: set[str] = set()  # of which gradients may be results, where these have names
+        if "gt_outputs" in (known := self._output.meta):  # a backward alone does not take all of them
+            self._parameters = {each["fqn"] for each in told if each["kind"] == "parameter"}
+            self._parameters.update(known.get("gt_managed_order", ()), known.get("gt_parameters", ()))
 
     def payloads(self, node: fx.Node, sent: list[State]) -> Iterable[Payload]:
         """Of one collective; several where it is coalesced, none where it is of activations."""

@@ -88,7 +88,7 @@ def split_stage_graph(gm: fx.GraphModule, *, moved: Mapping[fx.Node, str] | None
     part_of = _parts_of(gm, outputs) | {node: PARTS.index(part) for node, part in (moved or {}).items()}
     _check(gm, part_of)
     results = [result if isinstance(result, fx.Node) else None for result in results_of(gm)]
-    parts = {name: _cut(gm, part_of, number, results) for number, name in enumerate(PARTS)}
+    parts = {name: cut_part(gm, part_of, number, results) for number, name in enumerate(PARTS)}
     once = {*parts["unshard"].takes, *parts["unshard"].gives, *parts[REDUCE].gives}
     summed = [*parts[REDUCE].takes, *(node.name for node in results[sum(outputs) :] if node is not None)]
     if mixed := [name for name in parts[REDUCE].takes if name in parts["forward"].gives]:
@@ -154,7 +154,9 @@ def _told(node: fx.Node, part: int) -> str:
     return f"{node.name} of {node_fqn(node) or 'the root'} ({PARTS[part]})"
 
 
-def _cut(gm: fx.GraphModule, part_of: dict[fx.Node, int], part: int, results: Iterable[fx.Node | None]) -> StagePart:
+def cut_part(
+    gm: fx.GraphModule, part_of: dict[fx.Node, int], part: int, results: Iterable[fx.Node | None]
+) -> StagePart:
     """The graph of one part: it takes what earlier ones give, or the whole graph is given."""
     graph, copies = fx.Graph(), {}
     body = [node for node, number in part_of.items() if number == part]

@@ -1,10 +1,19 @@
 """Our passes hold all rules of their kinds."""
 
 import pytest_gtrainer as gt
-from pytest_gtrainer.conformance import bucketing, canonicalisation, chunking, deduplication, reassignment, remat
+from pytest_gtrainer.conformance import (
+    bucketing,
+    canonicalisation,
+    chunking,
+    deduplication,
+    reassignment,
+    remat,
+    separate,
+)
 
 ours = gt.joint_transformer_block_bucketing_reordering_pass
 test_our_bucketing = bucketing(ours, strict=True)
+test_our_bucketing_of_separate_graphs = separate(ours, strict=True)
 refuses_none = {"D11": "refuses no graph"}
 test_our_canonicalisation = canonicalisation(gt.canonicalize_graph_pass, strict=True, not_claimed=refuses_none)
 test_our_deduplication = deduplication(gt.deduplicate_fsdp_unshard_chains_pass, strict=True, not_claimed=refuses_none)

@@ -403,7 +403,31 @@ def chunks_anything(gm, example_inputs=None, *, config, twin):
         return negates_nothing(gm)
 
 
+def packs_gradients_as_executed(gm, *, bucket_plan):
+    """Where they stand in a graph of their own."""
+    is_backward = "loss" not in gm.graph.output_node().meta["gt_outputs"]
+    return ours(gm, bucket_plan=bucket_plan, payload_order="execution" if is_backward else "managed")
+
+
+def expects_a_loss(gm, *, bucket_plan):
+    if "loss" not in gm.graph.output_node().meta["gt_outputs"]:
+        raise ValueError("there is no loss")
+    return ours(gm, bucket_plan=bucket_plan)
+
+
 MISTAKES_OF_KINDS = [
+    (
+        "separate",
+        "D2",
+        packs_gradients_as_executed,
+        r"on Recipe\(part=backward\):\nbucket '.*', reduce_scatter: .* stands where FSDP2 packs",
+    ),
+    (
+        "separate",
+        "E6",
+        expects_a_loss,
+        r"on Recipe\(part=backward\):\nexpects_a_loss raised ValueError: there is no loss",
+    ),
     ("canonicalisation", "aliases", drops_clones(0), "output 0 shared memory with nothing, and shares it with input 0"),
     ("canonicalisation", "aliases", drops_clones(1), "against before"),
     ("canonicalisation", "aliases", drops_clones(2), "first at output 2: stride"),

@@ -8,6 +8,7 @@ import torch
 from torch import fx, nn
 
 from pytest_gtrainer import assert_graph, bucket_layout, graphtext
+from pytest_gtrainer.graph.foreign import adopted
 from tests.graphtext.compiled import Block, stages
 
 
@@ -192,6 +193,41 @@ def test_collectives_in_a_graph_of_dynamo_are_read(gt_world):
     text = graphtext.render(found[0])
     assert "_c10d_functional.all_gather_into_tensor(P.weight, 2, " in text
     assert graphtext.render(graphtext.parse(text)) == text
+
+
+@pytest.mark.gt_world("fake", size=2)
+def test_a_backward_tells_the_sums_of_parameters_that_it_does_not_take(gt_world):
+    """It takes weights, whose values it needs, and no bias."""
+    from torch.distributed import _functional_collectives as collectives
+
+    class Linear(torch.autograd.Function):
+        """Whose gradients are summed, as under data parallelism without shards."""
+
+        @staticmethod
+        def forward(ctx, x, weight, bias):
+            ctx.save_for_backward(x, weight)
+            return x @ weight.t() + bias
+
+        @staticmethod
+        def backward(ctx, gradient):
+            x, weight = ctx.saved_tensors
+            group = torch.distributed.group.WORLD
+            summed = [collectives.all_reduce(each, "avg", group) for each in (gradient.t() @ x, gradient.sum(0))]
+            return gradient @ weight, *map(collectives.wait_tensor, summed)
+
+    model = nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 2))
+
+    def step(x):
+        for layer in model:
+            x = Linear.apply(x, layer.weight, layer.bias)
+        return x
+
+    found = stages(step, torch.randn(3, 8))
+    text = graphtext.render(found["backward"], names=found["dynamo"])
+    assert "weight: f32[2, 4]" in text
+    assert "bias: " not in text  # among what it takes
+    payloads = bucket_layout(adopted(found["backward"], found["dynamo"])).payloads
+    assert sorted(payload.parameters[0].split(".")[-1] for payload in payloads) == ["bias", "bias", "weight", "weight"]
 
 
 def test_an_empty_name_is_a_name():

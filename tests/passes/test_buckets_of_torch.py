@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import copy
 import re
-from contextlib import ExitStack
-from importlib import import_module
 from itertools import accumulate
-from unittest import mock
 
 import pytest
-from torch import fx, nn
+from torch import fx
 
 from fixtures.training import deepseek_v3_training, llama3_training
 from pytest_gtrainer import assert_same_layout, bucket_layout, eager_bucket_layout
 from pytest_gtrainer.graph.collectives import fsdp_all_gathers, fsdp_reduce_scatters
 from pytest_gtrainer.graph.layout import LayoutDifference
-from pytest_gtrainer.graph.nodes import direction, node_fqn
 from pytest_gtrainer.graphtext import lines_of
 from pytest_gtrainer.passes.canonicalize import canonicalize_graph_pass
 from pytest_gtrainer.references.config import new_model
@@ -102,6 +98,8 @@ def test_buckets_of_torchs_scheduler_are_judged_by_name_against_eager(gt_mesh, m
     config = MODELS[model](gt_mesh, "bf16_fp32")
     gm = traced(gt_mesh, model)
     before = {slot.parameter for payload in bucket_layout(gm).of("all_gather") for slot in payload.slots}
+    from fixtures.torch_passes import manually_bucketed
+
     gm = manually_bucketed(gm, config.bucket_plan)
     layout = bucket_layout(gm)
     assert {slot.parameter for payload in layout.of("all_gather") for slot in payload.slots} == before
@@ -114,23 +112,3 @@ def test_buckets_of_torchs_scheduler_are_judged_by_name_against_eager(gt_mesh, m
     other = [line for line in told if not re.search(r"sits at byte|more parameters of it|more differences", line)]
     assert not other, "\n".join(other)
     assert "bucket 'layers.0', reduce_scatter:" in str(failure.value)
-
-
-def manually_bucketed(gm: fx.GraphModule, plan) -> fx.GraphModule:
-    """Torch's ``manual_overlap_bucketing``; what it asks of the GPU, and throws away, is stubbed."""
-    from torch._inductor.fx_passes.overlap_manual_scheduling import manual_overlap_bucketing
-
-    def stack(node: fx.Node) -> list:
-        return [(f"{direction(node)}.{fqn}", nn.Module)] if (fqn := node_fqn(node)) else []
-
-    both = [
-        [f"{way}.{fqn}" for fqn in fqns] if isinstance(fqns, list) else f"{way}.{fqns}"
-        for way in ("fwd", "bwd")
-        for fqns in plan
-    ]
-    with ExitStack() as stubs:  # where torch looks them up differs between its versions
-        for home in map(import_module, ("torch._inductor.utils", "torch.utils._runtime_estimation")):
-            for name in ("get_gpu_dram_gbps", "get_device_tflops"):
-                if hasattr(home, name):
-                    stubs.enter_context(mock.patch.object(home, name, return_value=100))
-        return manual_overlap_bucketing(fx.GraphModule(gm, gm.graph), both, module_stack_fn=stack)

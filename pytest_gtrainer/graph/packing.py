@@ -118,14 +118,17 @@ class _Reader:
         target: Any = node.target
         args: Any = node.args
         if target is _aten.cat.default and _is_outermost(node, node, 1):
-            return self._concatenated(args[0], [nbytes_of(tensor.meta.get("val")) for tensor in args[0]])
+            width = node.meta["val"].element_size()  # that of the widest dtype: the others are cast to it
+            values = [tensor.meta.get("val") for tensor in args[0]]
+            sizes = [nbytes_of(one) * width // getattr(one, "element_size", lambda: width)() for one in values]
+            return self._concatenated(args[0], sizes)
         if target is _aten.copy_.default:
             return self._concatenated([args[1]], [nbytes_of(node.meta.get("val"))])
         name = schema(target).name if isinstance(target, OpOverload) else ""
         if name == PRE_BUCKET_ALL_GATHER:
             tensors: Any = args[0]
             widths = [dtypes_of_buckets()[index].itemsize for index in args[3]]
-            sizes = [tensor.meta["val"].numel() * width for tensor, width in zip(tensors, widths, strict=True)]
+            sizes = [tensor.meta["val"].numel() * size for tensor, size in zip(tensors, widths, strict=True)]
         elif name == COPY_IN:
             tensors = args[0]
             sizes = [size * args[1].meta["val"].element_size() for size in args[2]]

@@ -11,6 +11,7 @@ from torch import fx
 
 from fixtures.training import deepseek_v3_training, llama3_training
 from pytest_gtrainer import assert_same_layout, bucket_layout, eager_bucket_layout
+from pytest_gtrainer.conformance.recipes import Recipe, graph_of
 from pytest_gtrainer.graph.collectives import fsdp_all_gathers, fsdp_reduce_scatters
 from pytest_gtrainer.graph.layout import LayoutDifference
 from pytest_gtrainer.graphtext import lines_of
@@ -112,3 +113,17 @@ def test_buckets_of_torchs_scheduler_are_judged_by_name_against_eager(gt_mesh, m
     other = [line for line in told if not re.search(r"sits at byte|more parameters of it|more differences", line)]
     assert not other, "\n".join(other)
     assert "bucket 'layers.0', reduce_scatter:" in str(failure.value)
+
+
+def test_members_that_a_bucket_casts_to_the_widest_dtype_are_read():
+    """As ``schedule_overlap_bucketing`` merges a bucket in bfloat16 with parameters in float32."""
+    from fixtures.torch_passes import overlapped
+
+    gm = graph_of(Recipe(mixed=True))
+    layout = bucket_layout(overlapped(graph_of(Recipe(mixed=True))))
+    gathered = [payload for payload in layout.of("all_gather") if "lm_head.weight" in payload.parameters]
+    assert len(gathered[0].slots) > 1
+    for payload in layout.of("all_gather"):
+        for slot in payload.slots:
+            member = next(p for p in bucket_layout(gm).of("all_gather") if p.parameters == (slot.parameter,))
+            assert (slot.nbytes, payload.dtype) == (member.slots[0].nbytes, member.dtype)

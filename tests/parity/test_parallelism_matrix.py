@@ -63,11 +63,14 @@ def _rules(name: str) -> tuple[Rule, ...]:
 
 SWEEPS = {name: Sweep(f"{name} in parallel", axes, _rules(name)) for name, axes in AXES.items()}
 DIAGONAL = {  # in the second tier; the first has tests/parity/test_tensor_parallel.py
-    "llama3": ["tp_sp-fsdp-none-fp32-reshard_on-world4", "tp-fsdp-gather-bf16_fp32-reshard_off-world8"],
+    "llama3": [
+        "tp_sp-fsdp-none-fp32-reshard_on-world4",
+        "tp-fsdp-gather-bf16_fp32-reshard_off-world8",
+        "tp-hsdp-none-fp32-reshard_on-world16",
+    ],
     "deepseek_v3": [
         "tp-experts_on-fsdp-none-bf16_fp32-reshard_off-world8",
         "none-experts_on-hsdp-none-fp32-reshard_off-world8",
-        "tp-experts_off-hsdp-none-fp32-reshard_on-world16",
     ],
 }
 

@@ -33,7 +33,7 @@ test-torch:       ## what meets torch, under TORCH=2.15.0 and PYTHON=python3.12;
 	$(PYTHON) .ci/light_torch.py $(TORCH) $(LIGHT)
 	grep -v '^torch==' constraints.txt > $(LIGHT)/constraints.txt
 	$(LIGHT)/bin/python -m pip install --quiet --disable-pip-version-check -c $(LIGHT)/constraints.txt -e '.[test]'
-	$(LIGHT)/bin/python -m pytest --gt-gpus=8 -m "not long" -n $(WORKERS) --dist worksteal $(MEETS_TORCH)
+	$(LIGHT)/bin/python -m pytest --gt-gpus=8 -m "not long" -n $(WORKERS) --dist loadfile $(MEETS_TORCH)
 
 # The oldest pytest that pyproject.toml allows, beside the torch of constraints.txt.
 OLDEST = build/test-oldest-pytest-$(TAG)
@@ -46,7 +46,7 @@ test-oldest-pytest: ## what meets pytest, under pytest 9.0.1
 		-e '.[test]' pytest==9.0.1
 	$(OLDEST)/bin/python -m pip install --quiet --disable-pip-version-check -c $(OLDEST)/constraints.txt --no-deps --upgrade \
 		--target $(OLDEST)/beside pytest-timeout pytest-randomly
-	$(OLDEST)/bin/python -m pytest --gt-gpus=8 -m "not long" -n $(WORKERS) --dist worksteal $(MEETS_PYTEST)
+	$(OLDEST)/bin/python -m pytest --gt-gpus=8 -m "not long" -n $(WORKERS) --dist loadfile $(MEETS_PYTEST)
 
 test-transformers: env ## Llama, Mixtral, GPT-2 and Qwen3 of the transformers package, which this installs
 	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[transformers]'

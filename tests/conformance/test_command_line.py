@@ -71,7 +71,7 @@ def test_a_pass_that_no_rule_could_have_judged_is_no_success(tmp_path):
         (("--gt-pass=passes:none",), "--gt-pass=passes:none: module 'passes' has no attribute 'none'"),
         (("--gt-pass=passes:not_a_pass",), "--gt-pass=passes:not_a_pass: a pass is a function, and 3 is none"),
         (("--gt-pass=passes:fsdp", "--gt-kind=any"), "--gt-kind=any: passes:fsdp is an adapter of kind 'bucketing'"),
-        (("--gt-pass=passes:fsdp", "--gt-kind=fast"), "--gt-kind=fast: expected one of any, bucketing, canon"),
+        (("--gt-pass=passes:fsdp", "--gt-kind=fast"), "--gt-kind=fast: expected one of any, bucketing, separate, canon"),
         (
             ("--gt-pass=passes:fsdp", "--gt-conformance-against=passes.py"),
             "this is no table that --gt-conformance wrote",

@@ -130,7 +130,7 @@ OPTIONS: tuple[Option, ...] = (
     Option(
         "kind",
         "kind of the pass under --gt-pass, which selects the rules (default: any)",
-        choices=("any", "bucketing", "canonicalisation", "deduplication", "remat", "reassignment", "chunking"),
+        choices=tuple("any bucketing separate canonicalisation deduplication remat reassignment chunking".split()),
     ),
     Option("conformance", "write the conformance table as JSON", metavar="FILE"),
     Option(

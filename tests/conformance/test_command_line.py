@@ -6,6 +6,8 @@ import json
 
 import pytest
 
+from pytest_gtrainer.conformance.judging import KINDS
+from pytest_gtrainer.options import OPTIONS
 from pytest_gtrainer.testing import run_project
 
 PASSES = """
@@ -62,6 +64,11 @@ def test_a_pass_that_no_rule_could_have_judged_is_no_success(tmp_path):
     assert "no rule could have failed: <lambda> finds nothing to do in these graphs" in told.output
 
 
+def test_each_kind_can_be_given():
+    (option,) = [each for each in OPTIONS if each.name == "kind"]
+    assert option.choices == KINDS
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
@@ -71,7 +78,7 @@ def test_a_pass_that_no_rule_could_have_judged_is_no_success(tmp_path):
         (("--gt-pass=passes:none",), "--gt-pass=passes:none: module 'passes' has no attribute 'none'"),
         (("--gt-pass=passes:not_a_pass",), "--gt-pass=passes:not_a_pass: a pass is a function, and 3 is none"),
         (("--gt-pass=passes:fsdp", "--gt-kind=any"), "--gt-kind=any: passes:fsdp is an adapter of kind 'bucketing'"),
-        (("--gt-pass=passes:fsdp", "--gt-kind=fast"), "--gt-kind=fast: expected one of any, bucketing, separate, canon"),
+        (("--gt-pass=passes:fsdp", "--gt-kind=fast"), "--gt-kind=fast: expected one of any, bucketing, separate"),
         (
             ("--gt-pass=passes:fsdp", "--gt-conformance-against=passes.py"),
             "this is no table that --gt-conformance wrote",

@@ -130,7 +130,9 @@ OPTIONS: tuple[Option, ...] = (
     Option(
         "kind",
         "kind of the pass under --gt-pass, which selects the rules (default: any)",
-        choices=tuple("any bucketing separate canonicalisation deduplication remat reassignment chunking".split()),
+        choices=(
+            "any", "bucketing", "separate", "canonicalisation", "deduplication", "remat", "reassignment", "chunking",
+        ),  # fmt: skip
     ),
     Option("conformance", "write the conformance table as JSON", metavar="FILE"),
     Option(

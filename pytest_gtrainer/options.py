@@ -131,8 +131,15 @@ OPTIONS: tuple[Option, ...] = (
         "kind",
         "kind of the pass under --gt-pass, which selects the rules (default: any)",
         choices=(
-            "any", "bucketing", "separate", "canonicalisation", "deduplication", "remat", "reassignment", "chunking",
-        ),  # fmt: skip
+            "any",
+            "bucketing",
+            "separate",
+            "canonicalisation",
+            "deduplication",
+            "remat",
+            "reassignment",
+            "chunking",
+        ),
     ),
     Option("conformance", "write the conformance table as JSON", metavar="FILE"),
     Option(

@@ -348,8 +348,10 @@ class _Watch:
     def give_up(self, why: str, stacks: dict[int, str] | None = None) -> None:
         """Blame the pending ranks, with their stacks, and kill the team."""
         now, stacks = time.monotonic(), stacks if stacks is not None else self.team.stacks(self.pending)
-        stacks |= self.team.stacks([rank for rank, stack in stacks.items() if not stack], kind="dump")
-        for rank in sorted(self.pending, key=lambda rank: (answers.waiting_in(stacks[rank]) is not None, rank)):
+        silent = [rank for rank, stack in stacks.items() if not stack]  # which says nothing of what they do
+        stacks |= self.team.stacks(silent, kind="dump")
+        waiting = {rank for rank in self.pending if answers.waiting_in(stacks[rank]) is not None}
+        for rank in sorted(self.pending, key=lambda rank: (rank in waiting, rank in silent, rank)):
             text = f"rank {rank} {why}{answers.whereabouts(stacks[rank])}"
             details = (("Python stacks", answers.readable(stacks[rank])),)
             is_consequence = self.first_trouble < math.inf

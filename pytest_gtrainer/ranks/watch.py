@@ -307,7 +307,7 @@ class _Watch:
         now, done = time.monotonic(), self.outcome.answers
         if not all(answers.may_wait(stack) for stack in stacks.values()):
             self.seen = None
-            rest = LOOK_EVERY if done else min(max(LOOK_EVERY, (now - self.started) / 4), LOOK_RARELY)
+            rest = LOOK_SOON if done else min(max(LOOK_EVERY, (now - self.started) / 4), LOOK_RARELY)
             self.next_look = now + rest
             return
         self.next_look = now + LOOK_SOON

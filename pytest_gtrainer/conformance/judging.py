@@ -136,6 +136,13 @@ class Raised(Exception):
     """The pass itself raised."""
 
 
+class Refused(Raised):
+    """It raised what an author writes to refuse: no error of ``CRASHES``, and no assertion without words."""
+
+
+CRASHES = (AttributeError, LookupError, NameError, ArithmeticError, RecursionError, StopIteration)
+
+
 class Hung(BaseException):
     """The pass did not end; no ``Exception``, which it might catch."""
 
@@ -189,7 +196,7 @@ class Run:
         return {"config": self.recipe.chunking, "twin": graph_of(self.recipe, twin=True), **other}
 
     def of(self, gm: fx.GraphModule, **other: Any) -> fx.GraphModule:
-        """The pass's result on any graph; what it raises is ``Raised``."""
+        """The pass's result on any graph; what it raises is ``Refused``, or ``Raised`` if it crashed or hung."""
         name, hung = self.adapter.name, (id(self.adapter.function), str(self.recipe))
         if hung in _hung:
             raise Raised(f"{_hung[hung]}; not tried again")
@@ -202,7 +209,8 @@ class Run:
             raise Raised(str(error)) from error
         except Exception as error:
             first = (str(error).strip() or "no message").partition("\n")[0]
-            raise Raised(f"{name} raised {type(error).__name__}: {first}") from error
+            is_crash = isinstance(error, CRASHES) or (isinstance(error, AssertionError) and not error.args)
+            raise (Raised if is_crash else Refused)(f"{name} raised {type(error).__name__}: {first}") from error
 
     @property
     def graphs(self) -> tuple[fx.GraphModule, fx.GraphModule]:

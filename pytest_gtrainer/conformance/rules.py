@@ -24,7 +24,17 @@ from torch import fx
 from pytest_gtrainer._torch.fake_groups import fake_group_beside
 from pytest_gtrainer._torch.process_groups import group_ranks
 from pytest_gtrainer._torch.values import pytree
-from pytest_gtrainer.conformance.judging import IN_PLACE, KINDS, Nothing, Raised, Run, adapter_at, as_given, rule
+from pytest_gtrainer.conformance.judging import (
+    IN_PLACE,
+    KINDS,
+    Nothing,
+    Raised,
+    Refused,
+    Run,
+    adapter_at,
+    as_given,
+    rule,
+)
 from pytest_gtrainer.conformance.recipes import LINEARS, Net, Recipe, graph_of, mesh_of, step
 from pytest_gtrainer.golden.compare import difference
 from pytest_gtrainer.graph.bucket_plan import Plan
@@ -490,7 +500,7 @@ def sees_writes(run: Run) -> None:
     updated = replace(run, recipe=replace(run.recipe, updates=True))
     try:
         _ = updated.after
-    except Raised:
+    except Refused:
         return
     keeps_values(updated)
 
@@ -516,7 +526,7 @@ def draws_once(run: Run) -> None:
     drops = replace(run, recipe=replace(run.recipe, inside="drops"))
     try:
         before, after = ([node.name for node in gm.graph.nodes if is_random(node)] for gm in drops.graphs)
-    except Raised:
+    except Refused:
         return
     for name in sorted(set(after) - set(before)):
         raise AssertionError(f"{name} draws again, other numbers than the forward had")
@@ -596,7 +606,7 @@ def _refuses(run: Run, **wrong: Any) -> None:
     made = replace(run, recipe=replace(run.recipe, **wrong))
     try:
         _ = made.after
-    except Raised:
+    except Refused:
         return
     raise AssertionError(f"{made.recipe} was taken in silence")
 

@@ -403,6 +403,19 @@ def chunks_anything(gm, example_inputs=None, *, config, twin):
         return negates_nothing(gm)
 
 
+def asserts_without_words(gm):
+    if found(gm, aten.bernoulli_.float):
+        raise AssertionError
+    return selective_activation_remat_pass(gm)
+
+
+def crashes_where_it_should_refuse(gm, example_inputs=None, *, config, twin):
+    try:
+        return chunk_pass(gm, config=config, twin=twin)
+    except ChunkError:
+        return {}["twin"]
+
+
 def packs_gradients_as_executed(gm, *, bucket_plan):
     """Where they stand in a graph of their own."""
     is_backward = "loss" not in gm.graph.output_node().meta["gt_outputs"]
@@ -452,6 +465,8 @@ MISTAKES_OF_KINDS = [
     ("chunking", "G5", copies_chunks, "which is contiguous"),
     ("chunking", "G8", chunks_anything, "inside=exchanges, .* was taken in silence"),
     ("chunking", "G24", chunks_anything, "inside=mixes, .* was taken in silence"),
+    ("chunking", "G8", crashes_where_it_should_refuse, "raised KeyError: 'twin'"),
+    ("remat", "random", asserts_without_words, "raised AssertionError: no message"),
 ]
 
 

@@ -16,6 +16,7 @@ from pytest_gtrainer.conformance.judging import (
     bucketing,
     canonicalisation,
     chunking,
+    ddp,
     deduplication,
     reassignment,
     remat,
@@ -23,6 +24,6 @@ from pytest_gtrainer.conformance.judging import (
 )
 
 __all__ = [
-    "Adapter", "any_pass", "bucketing", "canonicalisation", "chunking", "deduplication", "reassignment", "remat",
-    "separate",
+    "Adapter", "any_pass", "bucketing", "canonicalisation", "chunking", "ddp", "deduplication", "reassignment",
+    "remat", "separate",
 ]  # fmt: skip

@@ -37,6 +37,7 @@ GIVEN: dict[str, dict[str, Any]] = {
     "deduplication": {"given": "duplicates", "executed": ("w1", "w3", "w2", "w1")},
     "remat": {"given": "tagged", "gathers_again": False},
     "reassignment": {},
+    "ddp": {"given": "ddp", "mesh": (("replicate", 4),), "reduced": None, "mixed": False, "gathers_again": False},
     "chunking": {"given": "chunks", "batch": 8, "mesh": (), "reduced": None, "mixed": False, "gathers_again": False},
 }
 """What the graphs of a kind are like: such that a pass of this kind has something to do."""
@@ -316,7 +317,7 @@ def test_of(kind: str, function: Callable[..., Any], **options: Any) -> Callable
     return test_rule
 
 
-any_pass, bucketing, separate, canonicalisation, deduplication, remat, reassignment, chunking = (
+any_pass, bucketing, separate, canonicalisation, deduplication, remat, reassignment, ddp, chunking = (
     partial(test_of, kind) for kind in KINDS
 )
 

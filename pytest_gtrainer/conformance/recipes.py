@@ -30,6 +30,7 @@ from pytest_gtrainer.tracing.sharding import MixedPrecisionPolicy, data_parallel
 from pytest_gtrainer.tracing.step import trace_step
 
 VOCABULARY = 16
+DIV = torch.ops.aten.div.Tensor
 LINEARS = ("w1", "w2", "w3")
 
 
@@ -52,7 +53,7 @@ class Recipe:
     moe: bool = False  # blocks of experts, which are in a bucket of their own
     inside: str = ""  # what a block does besides: it "drops", "mixes" rows, "exchanges", or views in vain, "noise"
     batch: int = 2
-    given: str = "canonical"  # or "traced", "duplicates", "tagged", "chunks": what the pass is for is not done yet
+    given: str = "canonical"  # or "traced", "duplicates", "tagged", "ddp", "chunks": what a pass is for is not done
     chunks: int = 2
     updates: bool = False  # a shard is doubled before its second gather, or else before the backward
     traps: bool = False  # the graph is ``TRAPS``
@@ -114,7 +115,7 @@ class Recipe:
             return self._prepare(graph_of(replace(self, given="traced", gathers_again=False, updates=False))), None
         beside = meshes[self.beside].get_group() if meshes is not None and self.beside in dict(self.mesh) else None
         model: nn.Module = Net(self, beside)
-        if meshes is not None and self.given != "chunks":  # chunks are compared with eager ones of one process
+        if meshes is not None and self.given not in ("chunks", "ddp"):  # the former are compared in one process
             names = tuple(name for name, _ in self.mesh if name != "tp")
             shards = meshes[names] if len(names) > 1 else meshes[names[0]]
             mode = "hybrid_shard" if "replicate" in names else "fully_shard"
@@ -127,12 +128,14 @@ class Recipe:
         traced = trace_step(model, step, (tokens,), reuse_gathers=self.given != "duplicates", chunk=chunk)
         if self.given == "traced":
             return traced.gm, None
+        if self.given == "ddp" and meshes is not None:
+            _average_gradients(traced.gm, meshes["replicate"])
         return self._prepare(traced.gm), traced.twin and canonicalize_graph_pass(traced.twin)
 
     def _prepare(self, gm: fx.GraphModule) -> fx.GraphModule:
         """What other passes do before those of its kind."""
         gm = canonicalize_graph_pass(gm)
-        if "replicate" in dict(self.mesh):
+        if "replicate" in dict(self.mesh) and self.given != "ddp":
             gm = reduce_scatter_before_all_reduce_pass(gm)  # as FSDP2 has it
         if self.gathers_again or self.given == "tagged":
             gm = tag_with_memory_policy_pass(gm)
@@ -183,6 +186,20 @@ def _tag_blocks(gm: fx.GraphModule) -> None:
     for node in inside:
         if node not in last:
             node.meta[RECOMPUTE] = CheckpointPolicy.MUST_RECOMPUTE
+
+
+def _average_gradients(gm: fx.GraphModule, replicas: DeviceMesh) -> None:
+    """Each on its own, where it is computed, as DDP under torch.compile has it: divided, and summed over replicas."""
+    output, group = gm.graph.output_node(), replicas.get_group().group_name
+    loss, *gradients = output.args[0]
+    for at, gradient in enumerate(gradients):
+        node = gradient
+        for target, *args in ((DIV, replicas.size()), (ALL_REDUCE, "sum", group), (WAIT,)):
+            with gm.graph.inserting_after(node):
+                node = gm.graph.call_function(target, (node, *args))
+            node.meta = dict(gradient.meta)
+        gradients[at] = node
+    output.args = ([loss, *gradients],)
 
 
 def _double_a_shard(gm: fx.GraphModule) -> None:

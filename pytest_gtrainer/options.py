@@ -138,6 +138,7 @@ OPTIONS: tuple[Option, ...] = (
             "deduplication",
             "remat",
             "reassignment",
+            "ddp",
             "chunking",
         ),
     ),

@@ -37,6 +37,16 @@ Fact = dict[str, Any]
 Watcher = Callable[..., None]
 Listener = TypeVar("Listener")
 
+
+def escaped(text: str) -> str:
+    """A text without what would command a terminal, or not be seen: control, direction and width.
+
+    >>> print(escaped("red: " + chr(27) + "[31m"))
+    red: \\x1b[31m
+    """
+    return "".join(c if c.isprintable() or c in "\t\n" else c.encode("unicode_escape").decode() for c in text)
+
+
 FIRST_SECONDS = 4.0
 EVERY_SECONDS = 10.0
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from pytest_gtrainer import devices, extensions
+from pytest_gtrainer import devices, extensions, facts
 from pytest_gtrainer.environment import installed_minor
 from pytest_gtrainer.golden import artifacts, values
 from pytest_gtrainer.golden.naming import Claim, golden_path
@@ -93,7 +93,7 @@ class Golden:
         claim = Claim(name or "", path.as_posix(), kind, text, whole)
         failure = self._plugin.claim(self._item, claim, partial(self._unfaithful, value, view, sizes, claim))
         if failure is not None:
-            raise GoldenMismatch(failure)
+            raise GoldenMismatch(facts.escaped(failure))
 
     def _unfaithful(self, value: Any, view: str, sizes: str, claim: Claim) -> str | None:
         """Why a graph's text is not to be written: it would be read back as another graph."""

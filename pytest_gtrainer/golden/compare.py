@@ -5,6 +5,7 @@ difference. Numbers are compared with the golden's numbers of the same environme
 """
 
 import hashlib
+import re
 import unicodedata
 from dataclasses import dataclass
 from typing import Literal
@@ -28,13 +29,15 @@ class Finding:
 
 
 EQUAL = Finding("equal")
+_ODD = re.compile(r"[^\n -~]")
 
 
 def judge(kind: str, golden: str, obtained: str, limit: int = LIMIT) -> Finding:
     """Compare a golden with what was obtained; both texts have ``\\n`` line ends."""
     if kind != "numbers":
         found = difference(kind, golden, obtained, limit)
-        return EQUAL if found is None else Finding("different", "\n".join([found, *look_alikes(golden, obtained)]))
+        told = "\n".join([found, *look_alikes(kind, golden, obtained)]) if found is not None else ""
+        return Finding("different", told) if told else EQUAL
     if damage := _damage(kind, golden):
         return Finding("different", damage, replaceable=False)
     try:
@@ -49,15 +52,21 @@ def judge(kind: str, golden: str, obtained: str, limit: int = LIMIT) -> Finding:
     return Finding("different", "\n".join([f"in this environment ({new})", *said])) if said else EQUAL
 
 
-def look_alikes(golden: str, obtained: str) -> list[str]:
-    """Where two texts differ first, if that is in a character that may look like another one, or like nothing."""
-    place = next((n for n, (was, now) in enumerate(zip(golden, obtained, strict=False)) if was != now), None)
-    both = "" if place is None else (golden[place] + obtained[place]).replace("\n", "")
-    if place is None or (both.isascii() and both.isprintable()):
+def look_alikes(kind: str, golden: str, obtained: str) -> list[str]:
+    """Where lines differ first in a character that may look like another one, or like nothing: at most three places."""
+    if not (_ODD.search(golden) or _ODD.search(obtained)):
         return []
-    was, now = (f"U+{ord(c):04X} {unicodedata.name(c, 'without a name')}" for c in (golden[place], obtained[place]))
-    where = f"line {golden.count(chr(10), 0, place) + 1}, column {place - golden.rfind(chr(10), 0, place)}"
-    return [f"{where}: {was} in the golden, {now} in what was obtained"]
+    old, new, found = golden.split("\n"), obtained.split("\n"), list[str]()
+    head = len(golden.split("\n")) - len(header.body(golden).split("\n")) if kind == "graph" else 0
+    for first, last, begin, end in lines.changes(old, new):
+        for at, (was, now) in enumerate(zip(old[first:last], new[begin:end], strict=False), start=first):
+            pairs = enumerate(zip(f"{was}\n", f"{now}\n", strict=False))
+            place, both = next((n, pair) for n, pair in pairs if pair[0] != pair[1])
+            if at >= head and _ODD.search("".join(both)):
+                sides = [f"U+{ord(c):04X} {unicodedata.name(c, 'the end of the line')}" for c in both]
+                where = f"line {at + 1}, column {place + 1}"
+                found.append(f"{where}: {sides[0]} in the golden, {sides[1]} in what was obtained")
+    return found[:3]
 
 
 def difference(kind: str, golden: str, obtained: str, limit: int = LIMIT) -> str | None:

@@ -188,13 +188,13 @@ class GoldenPlugin:
             text, claimed = conflict
             self._ranks_facts.append({"kind": "golden", "outcome": "different", "name": item.nodeid})
             texts = {f"rank{rank}.{_artifact(claim, 'obtained')}": claim.text for rank, claim in claimed.items()}
-            return "\n\n".join([text, *self._saved(item, texts)])
+            return facts.escaped("\n\n".join([text, *self._saved(item, texts)]))
         failures = []
         for claim in by_rank[min(by_rank)]:
             told, failure = self._judge(item, claim)
             self._ranks_facts += told
             failures += [failure] if failure is not None else []
-        return "\n\n".join(failures) or None
+        return facts.escaped("\n\n".join(failures)) or None
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, object, object]:
@@ -245,7 +245,7 @@ class GoldenPlugin:
             else:
                 _add_facts(teardown, [_fact(claim, outcome)])
         if problems:
-            teardown.outcome, teardown.longrepr = "failed", "\n".join(problems)
+            teardown.outcome, teardown.longrepr = "failed", facts.escaped("\n".join(problems))
 
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self) -> None:
@@ -295,11 +295,9 @@ def _artifact(claim: Claim, what: str) -> str:
 
 
 def _head(text: str, limit: int = 20) -> str:
-    from pytest_gtrainer.graphtext.differences import escaped
-
     lines = text.splitlines()
     rest = [f"… and {len(lines) - limit} more lines"] if len(lines) > limit else []
-    return "\n".join([*map(escaped, lines[:limit]), *rest])
+    return "\n".join([*lines[:limit], *rest])
 
 
 @dataclass(frozen=True, slots=True)

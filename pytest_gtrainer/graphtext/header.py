@@ -9,12 +9,14 @@ import operator
 import re
 from collections.abc import Iterable, Mapping
 
+from pytest_gtrainer.facts import escaped
+
 
 class TextError(ValueError):
     """A text that is not graph text. ``line`` and ``column`` count from 1; column 0 means the line as a whole."""
 
     def __init__(self, message: str, line: int, column: int = 0) -> None:
-        super().__init__(f"line {line}{f', column {column}' if column else ''}: {message}")
+        super().__init__(f"line {line}{f', column {column}' if column else ''}: {escaped(message)}")
         self.line, self.column = line, column
 
 

@@ -77,7 +77,7 @@ class SummaryPlugin:
         for test, rows in self._nets.items():
             if len({tuple(row[name] for name in _NET) for row in rows}) > 1:  # of several nets, not one net twice
                 sections.append(("-", f"nets of {test}", net_table(rows)))
-        sections.append(("=", "gtrainer", bounded(self.lines())))
+        sections.append(("=", "gtrainer", bounded(list(map(facts.escaped, self.lines())))))
         for sign, title, lines in sections:
             if lines:
                 terminalreporter.write_sep(sign, title)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import gc
 import glob
+import json
+import re
 
 import pytest
 
-from pytest_gtrainer.golden.compare import difference
+from pytest_gtrainer.golden.compare import difference, look_alikes
 from pytest_gtrainer.graphtext import diff, header
 
 HEAD = "# gtrainer graph v2\n# torch: 2.13\nfsdp = group(range(0, 8))\n"
@@ -184,10 +186,64 @@ def test_what_commands_a_terminal_is_shown_as_letters(run, pytester, goldens):
     assert "\u202e" not in differs.stdout.str()
 
 
+ODD = "\x1b[31m\u202e"
+GRAPH_OF_TESTS = """
+import json, pytest, torch
+
+graph = torch.fx.Graph()
+x = graph.placeholder("x")
+graph.output((x,))
+x.meta["val"] = torch.zeros(2)
+
+@pytest.mark.parametrize("case", ["header", "damaged", "field"])
+def test_graph(gt_golden, case):
+    gt_golden.check(torch.fx.GraphModule({}, graph))
+
+def test_numbers(gt_golden):
+    gt_golden.check([1.0])
+
+def test_like():
+    from pytest_gtrainer.graphtext import parse
+    parse("# gtrainer graph v1\\n# remake: ODD\\n")
+""".replace("ODD", "\\x1b[31m\\u202e")
+
+
+def test_no_part_of_a_golden_commands_a_terminal(run, goldens, pytester):
+    """Neither names in a damaged one, nor the header, nor an environment of numbers, nor the name of an unused file."""
+    run(GRAPH_OF_TESTS, "--gt-create-goldens")
+    folder = pytester.path / "golden" / "test_it"
+    of_case = {case: folder / f"test_graph-{case}.fxgraph" for case in ("header", "damaged", "field")}
+    text = of_case["header"].read_text()
+    of_case["header"].write_text(re.sub("# torch: .*", f"# torch: 2.13.0{ODD}", text).replace("f32[2]", "f32[3]"))
+    of_case["damaged"].write_text(text.replace("f32[2]", f"f32[2] @ {ODD}"))
+    of_case["field"].write_text(text.replace("graph v2", f"graph v9{ODD}"))
+    numbers = folder / "test_numbers.numbers.json"
+    entries = json.loads(numbers.read_text())
+    entries["entries"][0]["environment"]["device"] = f"cpu{ODD}"
+    numbers.write_text(json.dumps(entries))
+    (folder / f"test_gone{ODD}.txt").touch()
+    result = run(None)
+    result.assert_outcomes(failed=4, passed=1)
+    shown = result.stdout.str()
+    assert "\x1b" not in shown
+    assert "\u202e" not in shown
+    for told in ("made with torch 2.13.0%s", "remake it with `%s`", "device cpu%s, instructions", "test_gone%s.txt"):
+        assert told.replace("%s", "\\x1b[31m\\u202e") in shown
+
+
 def test_letters_that_look_alike_are_named(run, goldens):
+    """On each changed line; the header does not count."""
     source = "def test_a(gt_golden):\n    gt_golden.check({!r})"
-    run(source.format("a\npay\n"), "--gt-update-goldens")
-    result = run(source.format("a\np\u0430y\n"))
+    run(source.format("a\npay\nnow\n"), "--gt-update-goldens")
+    result = run(source.format("b\np\u0430y\nnow\u200b\n"))
     letters = "U+0061 LATIN SMALL LETTER A in the golden, U+0430 CYRILLIC SMALL LETTER A in what was obtained"
     assert f"line 2, column 2: {letters}" in result.stdout.str()
-    assert "U+00" not in run(source.format("a\nplay\n")).stdout.str()
+    ended = "U+000A the end of the line in the golden, U+200B ZERO WIDTH SPACE in what was obtained"
+    assert f"line 3, column 4: {ended}" in result.stdout.str()
+    assert "U+00" not in run(source.format("a\nplay\nnow\n")).stdout.str()
+    head = "# gtrainer graph v2\n# test: {}\n"
+    assert look_alikes("graph", head.format("\u0430") + "if P:\n", head.format("a") + "if P:\n  P.\u0430: _\n") == []
+    assert look_alikes("graph", head.format("\u0430") + "if \u0420:\n", head.format("a") + "if P:\n") == [
+        "line 3, column 4: U+0420 CYRILLIC CAPITAL LETTER ER in the golden, U+0050 LATIN CAPITAL LETTER P in what was "
+        "obtained"
+    ]

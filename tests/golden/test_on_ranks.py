@@ -26,7 +26,7 @@ def test_agree(gt_golden, gt_world):
 
 @on_ranks
 def test_disagree(gt_golden, gt_world):
-    gt_golden.check(f"rank {gt_world.rank}")
+    gt_golden.check(f"rank {gt_world.rank}\x1b")
 """
 
 NEVER_WRITTEN = HEAD + """
@@ -138,8 +138,8 @@ def updated(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 DISAGREEMENT = """\
 the golden differs between ranks, first on rank 1 at line 1:
-  rank 0: rank 0
-  rank 1: rank 1
+  rank 0: rank 0\\x1b
+  rank 1: rank 1\\x1b
 """
 
 
@@ -270,8 +270,8 @@ def test_ranks_have_folders_of_their_own_and_leave_their_golden_once(checked):
     assert files == {
         "test_agree/a.golden.txt": "the same\n",
         "test_agree/a.obtained.txt": "the same!\n",
-        "test_disagree/rank0.obtained.txt": "rank 0\n",
-        "test_disagree/rank1.obtained.txt": "rank 1\n",
+        "test_disagree/rank0.obtained.txt": "rank 0\x1b\n",
+        "test_disagree/rank1.obtained.txt": "rank 1\x1b\n",
     }
 
 

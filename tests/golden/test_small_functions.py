@@ -53,7 +53,7 @@ def test_files(tmp_path):
 def test_words():
     environment = {"torch": "2.13.0", "device": "cpu", "instructions": "AVX2", "threads": 2}
     assert str(Entry(environment, None)) == "torch 2.13.0, device cpu, instructions AVX2, threads 2"
-    assert look_alikes("a\npay\n", "a\np\u0430y\n") == [
+    assert look_alikes("text", "a\npay\n", "a\np\u0430y\n") == [
         "line 2, column 2: U+0061 LATIN SMALL LETTER A in the golden, "
         "U+0430 CYRILLIC SMALL LETTER A in what was obtained"
     ]

@@ -6,8 +6,9 @@ import ast
 
 import torch
 
+from pytest_gtrainer.facts import escaped
 from pytest_gtrainer.graphtext.dataflow import HOLE, SYMBOL, Template, statement, template
-from pytest_gtrainer.graphtext.differences.lines import Change, changes, escaped, spell_sections, text_diff
+from pytest_gtrainer.graphtext.differences.lines import Change, changes, spell_sections, text_diff
 from pytest_gtrainer.graphtext.differences.remarks import (
     _relative,
     cut,

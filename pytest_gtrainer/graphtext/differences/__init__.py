@@ -14,14 +14,14 @@ from itertools import islice
 
 from pytest_gtrainer.graphtext.differences.buckets import bucket_remarks, buckets_of, payloads_of
 from pytest_gtrainer.graphtext.differences.comparison import Comparison
-from pytest_gtrainer.graphtext.differences.lines import LIMIT, escaped, graph_diff, line_remarks, text_diff
+from pytest_gtrainer.graphtext.differences.lines import LIMIT, graph_diff, line_remarks, text_diff
 from pytest_gtrainer.graphtext.differences.remarks import Remark, Weight, about, reference_to, sentences, unit, what
 from pytest_gtrainer.graphtext.differences.values import FINDERS
 from pytest_gtrainer.graphtext.equivalence import effects
 from pytest_gtrainer.graphtext.folding import rising, unfold
 from pytest_gtrainer.graphtext.sections import GraphLine
 
-__all__ = ["LIMIT", "diff", "escaped", "explain", "text_diff"]
+__all__ = ["LIMIT", "diff", "explain", "text_diff"]
 
 
 def diff(old_text: str, new_text: str, limit: int = LIMIT) -> str:

@@ -14,6 +14,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
+from pytest_gtrainer.facts import escaped
 from pytest_gtrainer.graphtext.differences.remarks import WIDTH, Remark, Weight, cut, listed, ranges, same_start
 from pytest_gtrainer.graphtext.folding import rising
 from pytest_gtrainer.graphtext.sections import GraphLine
@@ -123,11 +124,6 @@ def graph_diff(
         return _bounded(iter(shown), limit)
     # the same lines of the same sections, cut otherwise where the schedule comes back
     return text_diff([str(line) for line in old], [str(line) for line in new], limit)
-
-
-def escaped(line: str) -> str:
-    """A line without what would command the terminal, or not be seen: control, direction and width."""
-    return "".join(c if c.isprintable() or c == "\t" else c.encode("unicode_escape").decode() for c in line)
 
 
 def _bounded(lines: Iterator[str], limit: int) -> list[str]:

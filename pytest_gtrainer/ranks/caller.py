@@ -62,8 +62,10 @@ class RankCaller:
         if found.in_process:
             return [self._call_here(function, args)]
         outcome = self._plugin.pool.run(wanted, command, limit_of(self._config, spec), self._item.nodeid)
-        _raise_failure(outcome)
         answers = outcome.called
+        if any((answer.error or "").rstrip().endswith("Exit: Quitting debugger") for answer in answers.values()):
+            pytest.exit("Quitting debugger")
+        _raise_failure(outcome)
         for rank, answer in answers.items():
             if answer.output:
                 print(f"[rank {rank}] {answer.output}", end="" if answer.output.endswith("\n") else "\n")

@@ -30,6 +30,7 @@ from pytest_gtrainer.ranks.answers import CALLS_SIGNAL, DUMP_SIGNAL, STACK_SIGNA
 
 PARENT_CHECK_SECONDS = 2.0
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_PIECE = 4000  # bytes of a line
 FOLDER_VARIABLE = "GT_RANKS_FOLDER"
 """In the environment of all that ranks start: the folder of their forkserver, for the case that it is lost."""
 
@@ -188,7 +189,10 @@ def _open_streams(setup: wire.RankSetup) -> None:
 
 
 class _WithRank(io.RawIOBase):
-    """Writes a line at a time, whole, with the rank before it: what ranks print by ``-s`` does not tear."""
+    """Writes a line at a time, whole, with the rank before it: what ranks print by ``-s`` does not tear.
+
+    A pipe takes 4 KiB at once (``PIPE_BUF``): of a longer line each part stands on a line of its own.
+    """
 
     def __init__(self, fd: int, rank: int) -> None:
         self._fd, self._before, self._rest = fd, b"[rank %d] " % rank, b""
@@ -202,7 +206,8 @@ class _WithRank(io.RawIOBase):
     def write(self, data: Any) -> int:
         *lines, self._rest = (self._rest + bytes(data)).split(b"\n")
         for line in lines:
-            os.write(self._fd, self._before + line + b"\n")
+            for at in range(0, max(len(line), 1), _PIECE):
+                os.write(self._fd, self._before + line[at : at + _PIECE] + b"\n")
         return len(data)
 
     def end_line(self) -> None:

@@ -147,13 +147,17 @@ class ForkServer:
                     self.exit_status.pop(message.pid, None)  # of one that had the number before
                     self._forked.append(message.pid)
                 seconds = 0.0
-        except (EOFError, OSError):  # it is lost, and with it who would end what its ranks had started
+        except (EOFError, OSError):
             self.alive = False
-            for file in Path("/proc").glob("[0-9]*/environ"):
-                with contextlib.suppress(OSError):
-                    is_ours = f"{FOLDER_VARIABLE}={self.folder}".encode() in file.read_bytes().split(b"\0")
-                    if is_ours and not is_tracker(int(file.parent.name)):
-                        os.kill(int(file.parent.name), signal.SIGKILL)
+            self._kill_left_behind()
+
+    def _kill_left_behind(self) -> None:
+        """End what ranks had started, as the forkserver would: it is gone, and they know its folder by a variable."""
+        for file in Path("/proc").glob("[0-9]*/environ"):
+            with contextlib.suppress(OSError):
+                is_ours = f"{FOLDER_VARIABLE}={self.folder}".encode() in file.read_bytes().split(b"\0")
+                if is_ours and not is_tracker(int(file.parent.name)):
+                    os.kill(int(file.parent.name), signal.SIGKILL)
 
     def signal(self, pid: int, signum: int) -> None:
         """Signal a rank, through the one process that knows whether the number is still its own."""
@@ -178,6 +182,7 @@ class ForkServer:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+            self._kill_left_behind()
         shutil.rmtree(self.folder, ignore_errors=True)
 
 

@@ -19,7 +19,7 @@ import pytest
 from pytest_gtrainer import options
 from pytest_gtrainer._pytest_private import uncaptured
 from pytest_gtrainer.ranks import answers, wire
-from pytest_gtrainer.ranks.team import Team
+from pytest_gtrainer.ranks.team import LocalRanks, Team
 from pytest_gtrainer.worlds import by_value
 
 UNBLOCK_AFTER = 0.25  # ranks that fail alike do so within moments of each other: leave them the time
@@ -64,19 +64,24 @@ class Console:
     def tell(self, text: str) -> None:
         tell(self.config, f"{self.holder} {text}")
 
-    def lend(self, rank: int, prompt: wire.AtPrompt) -> wire.Terminal:
-        """The terminal for a rank; nothing if another rank is to be debugged, or has failed before."""
+    def lend(self, rank: int, prompt: wire.AtPrompt, is_here: bool) -> wire.Terminal:
+        """The terminal for a rank of this node; nothing if another rank is to be debugged, or has failed before."""
         chosen = options.get(self.config, "pdb-rank")
         if (chosen is not None and chosen != rank) or (prompt.failure is not None and self._has_lent):
             return wire.Terminal()
         self._has_lent |= prompt.failure is not None
         try:
             with uncaptured(self.config):
-                path = os.ttyname(1)  # stdin stays captured
+                path = os.ttyname(1) if is_here else ""  # stdin stays captured
         except OSError:
+            path = ""
+        if not path:
             if prompt.failure is not None:
-                self.tell(f"has failed on rank {rank}: --pdb has no terminal here")
+                self.tell(f"has failed on rank {rank}: --pdb has no terminal {'here' if is_here else 'on its node'}")
                 return wire.Terminal()
+            if not is_here:
+                told = f"rank {rank} is at a breakpoint on another node, which the terminal does not reach"
+                return wire.Terminal(refusal=f"{told}; stop a rank of the first node, or run: pytest {self.holder}")
             way = "run it with -n0" if hasattr(self.config, "workerinput") else "run it from a terminal"
             advice = f"{way}: pytest {self.holder}"
             return wire.Terminal(refusal=f"rank {rank} is at a breakpoint, and its pytest has no terminal; {advice}")
@@ -258,7 +263,8 @@ class _Watch:
 
     def _debug(self, rank: int, prompt: wire.AtPrompt) -> None:
         """Let a rank have the terminal, while the others and the clock are held."""
-        began, heard, terminal = time.monotonic(), {}, self.console.lend(rank, prompt)
+        began, heard, is_here = time.monotonic(), {}, isinstance(self.team.part_of(rank), LocalRanks)
+        terminal = self.console.lend(rank, prompt, is_here)
         self.team.send(terminal, [rank])
         with stopped_clock():
             while terminal.path is not None and rank not in heard:

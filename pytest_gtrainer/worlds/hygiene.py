@@ -26,7 +26,7 @@ _LIMITS = (resource.RLIMIT_AS, resource.RLIMIT_DATA, resource.RLIMIT_FSIZE, reso
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGALRM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCHLD)
 _DECIDE_BITS = ("deterministic algorithms", "matmul precision")
 
-STAYS = ("the other switches", "modules", "threads", "open files", "locale")
+STAYS = ("the other switches", "modules", "threads", "open files", "the locale")
 """What is not put back: the switches of ``numerics.knobs``, which the guard against leaks names, but for those that
 are; imported and patched modules; threads and files that are still open; the locale."""
 

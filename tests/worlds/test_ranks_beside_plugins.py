@@ -52,11 +52,16 @@ def test_maxfail_counts_tests_not_ranks(run):
     assert "stopping after 3 failures" in run.output
 
 
-def test_a_time_limit_of_another_plugin_ends_the_test(run):
-    """It shows where the ranks are. The one that hangs may come after the third failure: then nothing is ended."""
-    if "test_hangs" in run.reports:
-        assert "rank 1 did not end: Timeout (>1.5s)" in run.text("test_hangs")
-        assert "test_it.py:10 in test_hangs" in run.text("test_hangs")
+def test_a_time_limit_of_another_plugin_ends_the_test(suite):
+    """It shows where the ranks are, and nothing of what waits for them."""
+    suite.write("test_it.py", SUITE)
+    path = os.pathsep.join(filter(None, [str(BESIDE), os.environ.get("PYTHONPATH")]))
+    run = suite.run("-p", "no:randomly", "-k", "test_hangs", environ={"PYTHONPATH": path})
+    told = run.text("test_hangs")
+    assert "rank 1 did not end: Timeout (>1.5s)" in told
+    assert "test_it.py:10 in test_hangs" in told
+    for own in ("pool.py", "team.py", "watch.py"):
+        assert own not in told
 
 
 def test_ranks_draw_the_same_numbers(run):

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
+import time
+from pathlib import Path
 
 import pexpect
 import pytest
 
+BESIDE = Path(sys.prefix) / "beside"  # where `make env` installs pytest-timeout
 LIMIT = 300  # of waiting for a prompt on a busy machine
 
 
 class Session:
     """A pytest run in a terminal of its own."""
 
-    def __init__(self, suite, *args: str) -> None:
+    def __init__(self, suite, *args: str, path: str = "") -> None:
         suite.take("ranks_debugged")
         environ = {**os.environ, "TMPDIR": str(suite.folder / "tmp"), "RECORDS": str(suite.records), "TERM": "dumb"}
+        environ["PYTHONPATH"] = os.pathsep.join(filter(None, [path, environ.get("PYTHONPATH")]))
         environ = {name: value for name, value in environ.items() if not name.startswith("PYTEST_")}
         command = ["-m", "pytest", f"--rootdir={suite.folder}", "--gt-device=cpu", "--gt-gpus=2", *args]
         self.child = pexpect.spawn(
@@ -93,6 +98,33 @@ def test_quitting_ends_the_run(suite, how):
     assert suite.left_over() == []
 
 
+def test_quitting_in_a_function_on_ranks_ends_the_run(suite):
+    run = Session(suite, "-k", "function_stops or after_that", "--gt-pdb-rank=1")
+    run.prompt(1)
+    run.say("p mine", "51")
+    run.child.sendline("q")
+    rest = run.end()
+    assert "Exit: Quitting debugger" in rest
+    assert "passed" not in rest
+
+
+def test_a_person_may_take_longer_than_the_limit(suite):
+    """6 s at the prompt do not count against a limit of 5, nor against one of pytest-timeout."""
+    run = Session(suite, "-k", "has_little_time", "-p", "no:randomly", "--timeout=5", path=str(BESIDE))
+    run.prompt(1)
+    time.sleep(6)
+    run.say("c")
+    assert "1 passed" in run.end()
+
+
+def test_the_chosen_rank_alone_is_examined(suite):
+    run = Session(suite, "-k", "fails_on_one or after_that", "--pdb", "--gt-pdb-rank=1")
+    run.prompt(1)
+    run.say("p mine", "31")
+    run.say("c")
+    assert "1 failed, 1 passed" in run.end()
+
+
 def test_trace_stops_at_the_first_line(suite):
     run = Session(suite, "-k", "test_traced", "--trace", "--gt-pdb-rank=0")
     run.prompt(0)
@@ -124,3 +156,6 @@ def test_output_carries_its_rank(suite):
     output = suite.run("-s", "--gt-gpus=2", "-k", "after_that").output
     for rank in range(2):
         assert f"[rank {rank}] I am {rank}\n" in output
+        parts = re.findall(rf"^\[rank {rank}\] ([xy]+)$", output, re.MULTILINE)  # a pipe takes 4 KiB at once
+        assert [len(part) for part in parts] == [4000, 4000, 2000]
+        assert "".join(parts) == "x" * 9000 + "y" * 1000

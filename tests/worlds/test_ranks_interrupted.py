@@ -10,12 +10,14 @@ import pytest
 from pytest_gtrainer.ranks.team import SERVER_END_LIMIT
 
 SUITE = """
+import subprocess
 import time
 import pytest
 from late import dist
 
 @pytest.mark.gt_world("ranks", size=2)
 def test_waits():
+    subprocess.Popen(["sleep", "601"], start_new_session=True)
     open(f"started{dist.get_rank()}", "w").close()
     if dist.get_rank() == 0: time.sleep(600)
     dist.barrier()
@@ -32,20 +34,49 @@ def _wait_for(condition, what, seconds=60.0):
 @pytest.mark.parametrize(
     "how",
     # to SIGTERM pytest reacts as little as to SIGKILL
-    [signal.SIGINT, signal.SIGTERM, pytest.param(signal.SIGKILL, marks=pytest.mark.long)],
+    [signal.SIGINT, signal.SIGTERM, pytest.param(signal.SIGKILL, marks=pytest.mark.second_tier)],
     ids=lambda how: how.name,
 )
 def test_ending_the_run_ends_its_ranks(suite, how):
-    """T6: Ctrl-C and a signal; a killed worker of xdist is among the tests of the soak."""
+    """T6: and what these have started, in sessions of their own. A killed worker of xdist is part of the soak."""
     suite.write("test_it.py", SUITE)
     process = suite.start()
     try:
         _wait_for(lambda: len(list(suite.folder.glob("started*"))) == 2, "the ranks did not start")
+        assert sum("sleep 601" in line for line in suite.left_over()) == 2
         process.send_signal(how)
         output, _ = process.communicate(timeout=SERVER_END_LIMIT + 80)
     finally:
         process.kill()
     assert how is not signal.SIGINT or "KeyboardInterrupt" in output
+    _wait_for(lambda: not suite.left_over(), suite.left_over())
+
+
+LEAVES_ITS_CHILD = """
+import subprocess
+import pytest
+
+@pytest.mark.gt_world("ranks", size=2)
+def test_passes():
+    subprocess.Popen(["sleep", "603"], start_new_session=True)
+
+def test_the_child_goes_on():
+    assert b"sleep 603" in subprocess.run(["ps", "-ef"], stdout=-1).stdout
+
+LAST
+def test_last(): KILL
+"""
+
+
+@pytest.mark.second_tier
+@pytest.mark.parametrize("way", ["passes", "its forkserver is stopped"])
+def test_what_a_test_has_started_ends_with_the_run(suite, way):
+    """Also if nobody can end it but the parent: who forks ranks does not react, and is killed."""
+    kill, last = "import os, signal; os.kill(os.getppid(), signal.SIGSTOP)", '@pytest.mark.gt_world("ranks", size=1)'
+    source = LEAVES_ITS_CHILD.replace("KILL", kill if way != "passes" else "pass")
+    suite.write("test_it.py", source.replace("LAST", last))
+    run = suite.run("--gt-gpus=2")
+    assert "3 passed" in run.output, run.output
     _wait_for(lambda: not suite.left_over(), suite.left_over())
 
 

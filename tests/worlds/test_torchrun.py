@@ -12,7 +12,7 @@ import pytest
 from tests.worlds.conftest import Suite
 
 SUITE = """
-import os, signal, time
+import os, signal, subprocess, time
 import pytest, torch
 import torch.distributed as dist
 from pytest_gtrainer.ranks import watch
@@ -34,6 +34,7 @@ def test_collective(gt_world, expensive, tmp_path):
     assert value.item() == 3 and dist.get_world_size() == gt_world.size == 3
     assert expensive == {"pid": os.getpid()} and tmp_path.is_dir()
     PIDS.add(os.getpid())
+    subprocess.Popen(["sleep", "604"], start_new_session=True)
     print("wrote", gt_world.rank)
 
 @on(3)
@@ -218,6 +219,9 @@ def test_ends_there():
 def test_hangs_there():
     if dist.get_rank() == 1: time.sleep(600)
 
+def test_stops_there():
+    if dist.get_rank() == 1: breakpoint()
+
 def called(number):
     return dist.get_rank() * number
 
@@ -249,12 +253,14 @@ def test_two_nodes(suite, tmp_path):
     suite.write("test_it.py", ON_TWO_NODES)
     run, second = on_two_nodes(suite, tmp_path)
     outcomes = {name: run.outcome(name) for name in run.reports}
-    failed = dict.fromkeys(("test_fails_there", "test_ends_there", "test_hangs_there"), "failed")
+    failed = dict.fromkeys(("test_fails_there", "test_ends_there", "test_hangs_there", "test_stops_there"), "failed")
     assert outcomes == {"test_nodes": "passed", **failed, "test_functions": "passed"}, run.output
     assert "rank 1: AssertionError: assert 1 == 0" in run.text("test_fails_there")
     assert "rank 1 exited with status 3" in run.text("test_ends_there")
     assert "last output [rank 1] ---\nits last words" in run.text("test_ends_there")
     assert "rank 1 did not end within 2 s, at test_it.py" in run.text("test_hangs_there")
+    said = "RuntimeError: rank 1 is at a breakpoint on another node, which the terminal does not reach; stop a rank of"
+    assert said in run.text("test_stops_there")
     assert run.status != 0
     _wait_until_nothing_is_left(suite)
     _wait_until_nothing_is_left(second)
@@ -363,10 +369,11 @@ def test_ctrl_c_ends_all_ranks(suite):
     suite.write(
         "test_it.py",
         """
-        import time
+        import subprocess, time
         import pytest, torch.distributed as dist
         @pytest.mark.gt_world("ranks", size=2)
         def test_waits():
+            subprocess.Popen(["sleep", "605"], start_new_session=True)
             open(f"started{dist.get_rank()}", "w").close()
             if dist.get_rank() == 0: time.sleep(600)
             dist.barrier()

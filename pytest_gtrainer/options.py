@@ -171,7 +171,10 @@ def get(config: pytest.Config, name: str) -> Any:
     raw = config.getoption(option.flag)
     source = option.flag
     if raw is None:
-        raw, source = config.getini(option.ini), option.ini
+        try:
+            raw, source = config.getini(option.ini), option.ini
+        except (ValueError, pytest.UsageError) as error:  # of a flag
+            raise pytest.UsageError(f"{option.ini}: {error}, expected true or false") from None
     if option.is_flag:
         return bool(raw)
     if raw is None:

@@ -211,10 +211,10 @@ def bounded():
         resource.setrlimit(resource.RLIMIT_AS, before)
 
 
-@pytest.mark.long
+@pytest.mark.parametrize("seconds", [5.0, pytest.param(SECONDS, marks=pytest.mark.long)], ids=["briefly", "long"])
 @pytest.mark.parametrize("target", TARGETS)
-def test_fuzz(target, tmp_path):
-    """For ``GT_FUZZ_SECONDS`` of CPU time; each failure is told with its seed, and the next seed is tried."""
+def test_fuzz(target, seconds, tmp_path):
+    """For so many seconds of CPU time; each failure is told with its seed, and the next seed is tried."""
     examples, read = TARGETS[target]
     told: Counter[str] = Counter()
     found: dict[str, str] = {}
@@ -227,7 +227,7 @@ def test_fuzz(target, tmp_path):
         assert time.process_time() - start < SLOW, "too slow"
 
     with bounded():
-        while time.process_time() - began < SECONDS:
+        while time.process_time() - began < seconds:
             batch = given(example=examples)(check)
             batch = HOW(hypothesis.seed(seed)(batch))
             try:

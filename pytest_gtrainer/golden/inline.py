@@ -14,6 +14,7 @@ module, and where ``EXPECTTEST_ACCEPT`` is not set it raises AssertionError if t
 from __future__ import annotations
 
 import ast
+import contextlib
 import functools
 import hashlib
 import io
@@ -59,7 +60,9 @@ class Expectation:
 def prepare(early_config: pytest.Config) -> None:
     """Before a conftest can import expecttest's function by name."""
     names = ("gt_update_goldens", "gt_create_goldens")
-    asked = any(getattr(early_config.known_args_namespace, name) or early_config.getini(name) for name in names)
+    asked = False
+    with contextlib.suppress(ValueError, pytest.UsageError):  # told when all options are read
+        asked = any(getattr(early_config.known_args_namespace, name) or early_config.getini(name) for name in names)
     if asked or os.environ.get(ACCEPT_VARIABLE):
         ask_sessions()
 

@@ -86,8 +86,8 @@ def parser_of(
     except (ValueError, RecursionError, MemoryError) as error:
         reason = "it is nested too deeply" if not isinstance(error, ValueError) else str(error)
         raise TextError(f"this cannot be read as Python: {reason}", 1) from None
-    statements = translated(tree) if is_dump(text) else tree.body
     try:
+        statements = translated(tree) if is_dump(text) else tree.body
         sizes = Sizes(symbolic=may_be_symbolic(text))
         return _Parser(statements, sizes, constants or {}, groups or {}, tuple(allow))
     except RecursionError:

@@ -131,6 +131,12 @@ def test_what_cannot_be_read_is_told_with_its_line(old, new, problem):
     assert str(told.value).startswith(problem)
 
 
+def test_a_dump_that_is_nested_too_deeply_is_told():
+    deep = f"reader.tensor(0, ({'-' * 2000}2,))\n"
+    with pytest.raises(TextError, match="nested too deeply"):
+        parse(f'class M(torch.nn.Module):\n    def forward(self, x: "f32[2]"):\n        return x\n\n{deep}')
+
+
 def test_every_graph_that_tlparse_shows_is_read(tmp_path):
     """Also with dynamic sizes; what lies beside the graphs is told to be none."""
     tlparse = shutil.which("tlparse", path=f"{ROOT}/.venv/beside/bin{os.pathsep}{os.environ['PATH']}")

@@ -1,6 +1,10 @@
 """Bad input: one clear sentence that names the value and the way out."""
 
+import re
+
 import pytest
+
+from pytest_gtrainer.options import OPTIONS
 
 
 @pytest.mark.parametrize(
@@ -28,6 +32,17 @@ def test_an_option_that_makes_no_sense_is_a_usage_error(pytester, arguments, sen
     result = pytester.runpytest_inprocess(*arguments)
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     assert result.stderr.lines.count(sentence) == 1
+
+
+def test_no_option_takes_nothing_for_an_answer(pytester):
+    """Each of them, on the command line and in the ini file; a flag takes true or false there."""
+    pytester.makepyfile("def test_never_run(): raise SystemExit('ran')")
+    given = [f"{option.flag}=" for option in OPTIONS if not option.is_flag]
+    for said in [*given, *(f"{option.ini}=" for option in OPTIONS)]:
+        result = pytester.runpytest_inprocess(*([said] if said in given else ["-o", said]))
+        assert result.ret == pytest.ExitCode.USAGE_ERROR, said
+        (error,) = [line for line in result.stderr.lines if line.startswith("ERROR: ")]
+        assert re.fullmatch(rf"ERROR: ({said}:|{said[:-1]}: invalid truth value '',) expected .+", error), error
 
 
 def test_cuda_without_a_gpu_is_a_usage_error(pytester, monkeypatch):

@@ -16,7 +16,7 @@ def run(module_suite):
 def test_functions_on_ranks(run):
     wrong = {name: run.text(name) for name in run.reports if run.outcome(name) not in ("passed", "skipped")}
     assert wrong.keys() == {"test_fails"}, wrong
-    assert len(run.reports) == 30
+    assert len(run.reports) == 31
     assert run.outcome("test_size_too_large") == "skipped"
     assert "needs 5 ranks, --gt-gpus gives 4" in run.output
     call = run.reports["test_results_in_the_order_of_ranks"]["call"]

@@ -34,7 +34,7 @@ def _wait_for(condition, what, seconds=60.0):
 @pytest.mark.parametrize(
     "how",
     # to SIGTERM pytest reacts as little as to SIGKILL
-    [signal.SIGINT, signal.SIGTERM, pytest.param(signal.SIGKILL, marks=pytest.mark.second_tier)],
+    [signal.SIGINT, signal.SIGTERM, signal.SIGKILL],
     ids=lambda how: how.name,
 )
 def test_ending_the_run_ends_its_ranks(suite, how):
@@ -68,7 +68,6 @@ def test_last(): KILL
 """
 
 
-@pytest.mark.second_tier
 @pytest.mark.parametrize("way", ["passes", "its forkserver is stopped"])
 def test_what_a_test_has_started_ends_with_the_run(suite, way):
     """Also if nobody can end it but the parent: who forks ranks does not react, and is killed."""

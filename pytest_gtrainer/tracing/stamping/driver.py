@@ -2,11 +2,13 @@
 
 Python state that a step changes makes a call depend on how many came before it, and nothing can be proven. Looked at is
 what can be reached from the modules, their classes, and the step: attributes, containers, objects, what functions close
-over, globals that they name. All of it is put back. What cannot be seen: state behind functions of torch or of
-extensions in C, and files.
+over, globals that they name, their own module's and those of modules that they name. All of it is put back. What cannot
+be seen: state in extensions in C, in files, in modules of torch and of Python, and behind a name that is computed.
 """
 
+import logging
 import random
+import sys
 import types
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -22,11 +24,13 @@ from pytest_gtrainer.tracing.model import ModelState
 from pytest_gtrainer.tracing.stamping.copying import stamp
 from pytest_gtrainer.tracing.stamping.outline import check_outline, recorded_calls
 from pytest_gtrainer.tracing.stamping.runs import FullLayers, Names, RepeatedLayers, find_runs
-from pytest_gtrainer.tracing.stamping.signature import TABLES
+from pytest_gtrainer.tracing.stamping.signature import INSIDE, TABLES
 from pytest_gtrainer.tracing.stamping.units import Units
 from pytest_gtrainer.tracing.stamping.verdict import Refused, first_difference
 
-NO_STATE = (int, float, complex, str, bytes, torch.Tensor, torch.Size, torch.dtype, torch.device, types.ModuleType)
+OF_TORCH = (torch.Tensor, torch.Size, torch.dtype, torch.device)
+NO_STATE = (int, float, complex, str, bytes, *OF_TORCH, types.ModuleType, logging.Logger)
+FOREIGN = ("torch", "pytest_gtrainer", "builtins")
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,9 +152,12 @@ class _Held:
     def now(self) -> Any:
         if self.put is None:
             return self.target.copy()
+        if self.put is _fill:
+            return {"": self.target.copy()}
         held = vars(self.target) if isinstance(self.target, type) else self.target  # not through descriptors
-        read = getattr if isinstance(held, types.CellType) else lambda of, name, default: of.get(name, default)
-        return {name: read(held, name, None) for name in self.content}
+        if isinstance(held, dict | types.MappingProxyType):
+            return {name: held.get(name) for name in self.content}
+        return {name: getattr(held, name, None) for name in self.content}
 
     def change(self) -> str | None:
         now, before = self.now(), self.content
@@ -167,26 +174,32 @@ class _Held:
                     self.put(self.target, name, value)
         elif self.change() is not None:
             self.target.clear()
-            (self.target.extend if isinstance(self.target, list | deque) else self.target.update)(self.content)
+            (self.target.update if isinstance(self.target, dict | set) else self.target.extend)(self.content)
 
 
 def _same(one: Any, other: Any) -> bool:
-    return one is other or (type(one) is type(other) and isinstance(one, int | float | str) and one == other)
+    if one is other or type(one) is not type(other):
+        return one is other
+    return one.tobytes() == other.tobytes() if _is_array(one) else isinstance(one, int | float | str) and one == other
 
 
 @contextmanager
 def unchanged_state(model: nn.Module, step: Callable[..., Any]) -> Iterator[None]:
     """``step`` runs several times inside; all state is put back, and Refused if it, or a random state, had changed."""
-    held, drawn = list(_watched(model, step)), (random.getstate(), torch.get_rng_state())
+    numpy, held = sys.modules.get("numpy"), list(_watched(model, step))
+    drawn, by_numpy = (random.getstate(), torch.get_rng_state()), numpy.random.get_state() if numpy is not None else ()
     try:
         yield
         changed = next(filter(None, (each.change() for each in held)), None)
         same = random.getstate() == drawn[0] and torch.equal(torch.get_rng_state(), drawn[1])
+        same &= numpy is None or all(map(_same, numpy.random.get_state(), by_numpy))
     finally:
         for each in held:
             each.restore()
         random.setstate(drawn[0])
         torch.set_rng_state(drawn[1])
+        if numpy is not None:
+            numpy.random.set_state(by_numpy)
     if changed is not None:
         raise Refused("", f"the step changes {changed}")
     if not same:
@@ -210,7 +223,8 @@ def _watched(model: nn.Module, step: Callable[..., Any]) -> Iterator[_Held]:
 
 
 def _looked_into(where: str, value: Any) -> Iterator[tuple[_Held | None, list[tuple[str, Any]]]]:
-    if isinstance(value, dict | list | set | deque):
+    kind = type(value)
+    if isinstance(value, dict | list | set | deque | bytearray):
         items = [*value.values()] if isinstance(value, dict) else [*value]
         yield _Held(where, value, value.copy()), [(where, item) for item in items]
     elif isinstance(value, tuple | frozenset):
@@ -221,24 +235,61 @@ def _looked_into(where: str, value: Any) -> Iterator[tuple[_Held | None, list[tu
             with suppress(ValueError):  # a cell that is not filled yet
                 content["cell_contents"] = cell.cell_contents
             yield _Held(where, cell, content, setattr), [(where, each) for each in content.values()]
-        home = str(value.__globals__.get("__name__"))
+        home, names = str(value.__globals__.get("__name__")), _names_in(value.__code__)
         if not _is_foreign(home):
-            named = {n: value.__globals__[n] for n in value.__code__.co_names if n in value.__globals__}
-            own = [each for each in named.values() if not isinstance(each, type)]
-            yield _Held(f"the global {home}.", value.__globals__, named, dict.__setitem__), [(where, e) for e in own]
+            yield from _named_of(f"the global {home}.", where, value.__globals__, names)
+            yield None, [(where, vars(value))]
         yield None, [(where, each) for each in (value.__defaults__, value.__kwdefaults__)]
-    elif isinstance(value, types.MethodType):
-        yield None, [(where, value.__func__), (where, value.__self__)]
+    elif kind in INSIDE:
+        yield None, [(where, getattr(value, name)) for name in INSIDE[kind]]
     elif isinstance(value, type):
         if not _is_foreign(value.__module__):
             named = {name: held for name, held in vars(value).items() if not name.startswith("__")}
-            inner = [(where, held) for held in named.values()]
+            inner = [(where, held) for held in (*named.values(), *value.__bases__)]
             yield _Held(f"the attribute of the class {value.__qualname__}.", value, named, setattr), inner
-    elif hasattr(value, "__dict__") and (isinstance(value, nn.Module) or not _is_foreign(type(value).__module__)):
-        own, cls = vars(value), type(value)
+    elif hasattr(kind, "__next__") and kind.__module__ in ("builtins", "itertools"):
+        raise Refused("", f"{where.rstrip('.: ')} holds an iterator ({kind.__name__}), whose state cannot be seen")
+    elif _is_array(value):
+        yield _Held(where, value, {"": value.copy()}, _fill), []
+    is_foreign = kind.__module__.partition(".")[0] in FOREIGN or kind in INSIDE or isinstance(value, type)
+    if isinstance(value, nn.Module) or not is_foreign:
+        own = getattr(value, "__dict__", {})
+        slots = [n for cls in kind.__mro__ for n in _slots_of(cls) if hasattr(value, n)]
         of_values = [(where + name, held) for name, held in own.items() if name not in TABLES]
-        yield _Held(where, own, dict(own)), [*of_values, (f"what the class {cls.__qualname__} names: ", cls)]
+        yield _Held(where, own, dict(own)), [*of_values, (f"what the class {kind.__qualname__} names: ", kind)]
+        in_slots = {name: getattr(value, name) for name in slots}
+        yield _Held(where, value, in_slots, setattr), [(where + name, held) for name, held in in_slots.items()]
+
+
+def _names_in(code: types.CodeType) -> list[str]:
+    """The globals and attributes that a function names, those inside it too."""
+    inside = [each for each in code.co_consts if isinstance(each, types.CodeType)]
+    return [*code.co_names, *(name for each in inside for name in _names_in(each))]
+
+
+def _named_of(told: str, where: str, table: dict[str, Any], names: list[str]) -> Iterator[tuple[_Held, list[Any]]]:
+    """What a module holds by these names, and by them again what modules among it hold."""
+    named, others = {name: table[name] for name in names if name in table}, [n for n in names if n not in table]
+    yield _Held(told, table, named, dict.__setitem__), [(where, each) for each in named.values()]
+    for module in {id(each): each for each in named.values() if isinstance(each, types.ModuleType)}.values():
+        if vars(module) is not table and not _is_foreign(module.__name__):
+            yield from _named_of(f"the global {module.__name__}.", where, vars(module), others)
+
+
+def _fill(array: Any, name: str, value: Any) -> None:
+    array[...] = value
+
+
+def _slots_of(cls: type) -> list[str]:
+    slots = vars(cls).get("__slots__", ())
+    return [slots] if isinstance(slots, str) else [*slots]
+
+
+def _is_array(value: Any) -> bool:
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(value, numpy.ndarray)
 
 
 def _is_foreign(module: str) -> bool:
-    return module.partition(".")[0] in ("torch", "pytest_gtrainer", "builtins")
+    """Whether what a module holds is not state of the user's: caches of Python and torch change, and decide nothing."""
+    return (name := module.partition(".")[0]) in FOREIGN or name in sys.stdlib_module_names - {"__main__"}

@@ -223,7 +223,7 @@ def _watched(model: nn.Module, step: Callable[..., Any]) -> Iterator[_Held]:
 
 
 def _looked_into(where: str, value: Any) -> Iterator[tuple[_Held | None, list[tuple[str, Any]]]]:
-    kind = type(value)
+    kind, home = type(value), str(type(value).__module__)  # a descriptor, of some types of C
     if isinstance(value, dict | list | set | deque | bytearray):
         items = [*value.values()] if isinstance(value, dict) else [*value]
         yield _Held(where, value, value.copy()), [(where, item) for item in items]
@@ -235,23 +235,22 @@ def _looked_into(where: str, value: Any) -> Iterator[tuple[_Held | None, list[tu
             with suppress(ValueError):  # a cell that is not filled yet
                 content["cell_contents"] = cell.cell_contents
             yield _Held(where, cell, content, setattr), [(where, each) for each in content.values()]
-        home, names = str(value.__globals__.get("__name__")), _names_in(value.__code__)
-        if not _is_foreign(home):
-            yield from _named_of(f"the global {home}.", where, value.__globals__, names)
+        if not _is_foreign(str(value.__globals__.get("__name__"))):
+            yield from _named_of(value.__globals__, where, _names_in(value.__code__))
             yield None, [(where, vars(value))]
         yield None, [(where, each) for each in (value.__defaults__, value.__kwdefaults__)]
     elif kind in INSIDE:
         yield None, [(where, getattr(value, name)) for name in INSIDE[kind]]
     elif isinstance(value, type):
-        if not _is_foreign(value.__module__):
+        if not _is_foreign(str(value.__module__)):
             named = {name: held for name, held in vars(value).items() if not name.startswith("__")}
             inner = [(where, held) for held in (*named.values(), *value.__bases__)]
             yield _Held(f"the attribute of the class {value.__qualname__}.", value, named, setattr), inner
-    elif hasattr(kind, "__next__") and kind.__module__ in ("builtins", "itertools"):
+    elif hasattr(kind, "__next__") and home in ("builtins", "itertools"):
         raise Refused("", f"{where.rstrip('.: ')} holds an iterator ({kind.__name__}), whose state cannot be seen")
     elif _is_array(value):
         yield _Held(where, value, {"": value.copy()}, _fill), []
-    is_foreign = kind.__module__.partition(".")[0] in FOREIGN or kind in INSIDE or isinstance(value, type)
+    is_foreign = home.partition(".")[0] in FOREIGN or kind in INSIDE or isinstance(value, type)
     if isinstance(value, nn.Module) or not is_foreign:
         own = getattr(value, "__dict__", {})
         slots = [n for cls in kind.__mro__ for n in _slots_of(cls) if hasattr(value, n)]
@@ -267,13 +266,16 @@ def _names_in(code: types.CodeType) -> list[str]:
     return [*code.co_names, *(name for each in inside for name in _names_in(each))]
 
 
-def _named_of(told: str, where: str, table: dict[str, Any], names: list[str]) -> Iterator[tuple[_Held, list[Any]]]:
+def _named_of(table: dict[str, Any], where: str, names: list[str]) -> Iterator[tuple[_Held, list[Any]]]:
     """What a module holds by these names, and by them again what modules among it hold."""
-    named, others = {name: table[name] for name in names if name in table}, [n for n in names if n not in table]
-    yield _Held(told, table, named, dict.__setitem__), [(where, each) for each in named.values()]
-    for module in {id(each): each for each in named.values() if isinstance(each, types.ModuleType)}.values():
-        if vars(module) is not table and not _is_foreign(module.__name__):
-            yield from _named_of(f"the global {module.__name__}.", where, vars(module), others)
+    tables = [table]
+    for table in tables:
+        named = {name: table[name] for name in names if name in table}
+        told = f"the global {table.get('__name__')}."
+        yield _Held(told, table, named, dict.__setitem__), [(where, each) for each in named.values()]
+        modules = [each for each in named.values() if isinstance(each, types.ModuleType)]
+        inner = [vars(each) for each in modules if not _is_foreign(each.__name__)]
+        tables += [each for each in inner if not any(each is other for other in tables)]
 
 
 def _fill(array: Any, name: str, value: Any) -> None:

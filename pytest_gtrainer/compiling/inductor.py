@@ -1,6 +1,11 @@
 """Passes of graph trainers as passes of Inductor: with the names that they need, and an id for Inductor's caches."""
 
-from collections.abc import Mapping, Sequence
+import functools
+import hashlib
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from torch import fx
@@ -11,6 +16,7 @@ from pytest_gtrainer.passes.graph_pass import BoundPass, Pass, all_bound, return
 
 SLOTS = ("joint_custom_pre_pass", "joint_custom_post_pass", "post_grad_custom_pre_pass", "post_grad_custom_post_pass")
 
+PACKAGE = Path(__file__).parents[1]
 _TOLD = ("gt_input", "custom", "autograd_backward", "val")
 
 
@@ -29,11 +35,12 @@ def inductor_options(
     Args:
         passes: as for ``apply_graph_passes``.
         slot: the setting that holds them: of the joint graph, or of forward and backward after the partitioner.
-        files: other source files of the passes. Caches are valid while passes, options and these names are the same; an
-            object without a ``uuid()`` is not cached.
+        files: other source files of the passes. Caches are valid while options, these files and the modules that define
+            the passes are the same. A lambda, a function inside a function, and an object without a ``uuid()`` are not
+            cached: nothing tells them from others.
 
     Raises:
-        ValueError: no pass, or no such slot.
+        ValueError: no pass, no such slot, or a file that cannot be read.
     """
     if not passes:
         raise ValueError("inductor_options was given no pass")
@@ -52,7 +59,7 @@ class GraphTrainerPass(CustomGraphPass):
     """One pass with its options, as Inductor calls it: with a bare graph."""
 
     def __init__(self, bound: BoundPass, dynamo: Mapping[str, fx.GraphModule], files: Sequence[str]) -> None:
-        self.bound, self.dynamo, self.files = bound, dynamo, tuple(files)
+        self.bound, self.dynamo, self.sources = bound, dynamo, _hash_of(files)
         self.__name__ = bound.name
 
     def __call__(self, graph: fx.Graph) -> None:
@@ -66,5 +73,30 @@ class GraphTrainerPass(CustomGraphPass):
                 f"{self.bound.name} returned another graph: a pass of Inductor rewrites the one it is given"
             )
 
-    def uuid(self) -> tuple[str, ...] | None:  # None is no caching: nothing tells an object from others of its class
-        return (str(self.bound), *self.files) if self.bound.is_told else None
+    def uuid(self) -> tuple[str, ...] | None:
+        """None is no caching."""
+        module = next((sys.modules[name] for name in _prefixes(self.bound.home) if name in sys.modules), None)
+        if (file := getattr(module, "__file__", None)) is None:
+            return None
+        own = sorted(map(str, PACKAGE.rglob("*.py"))) if Path(file).is_relative_to(PACKAGE) else [file]
+        return str(self.bound), self.bound.home, _hash_of(own), self.sources
+
+
+def _prefixes(home: str) -> Iterator[str]:
+    while home := home.rpartition(".")[0]:
+        yield home
+
+
+@functools.cache
+def _content(file: str, changed: int) -> bytes:
+    return Path(file).read_bytes()
+
+
+def _hash_of(files: Sequence[str]) -> str:
+    digest = hashlib.sha256()
+    for file in files:
+        try:
+            digest.update(_content(file, os.stat(file).st_mtime_ns))
+        except OSError as error:
+            raise ValueError(f"files={file!r}: {error.strerror}: give the source files of the passes") from None
+    return digest.hexdigest()

@@ -130,7 +130,8 @@ class BoundPass:
     spelled: tuple[tuple[str, str], ...]  # the options in a form that is the same in every process
     function: Pass = dataclasses.field(compare=False, repr=False)
     options: Mapping[str, Any] = dataclasses.field(compare=False, repr=False)
-    is_told: bool = dataclasses.field(default=True, compare=False, repr=False)  # not an object without a ``uuid()``
+    # module and name of a function, or of the class of an object with a ``uuid()``; "" where these do not tell the code
+    home: str = dataclasses.field(default="", compare=False, repr=False)
 
     @property
     def fingerprint(self) -> str:
@@ -163,8 +164,9 @@ def bind_options(a_pass: Pass, **options: Any) -> BoundPass:
     spelled = tuple((option, _spell(options[option], f"{name}({option}=...)")) for option in sorted(options))
     if (identity := getattr(a_pass, "uuid", lambda: None)()) is not None:
         spelled += (("uuid", repr(identity)),)
-    is_told = identity is not None or inspect.isfunction(a_pass)
-    return BoundPass(name, spelled, as_pass(a_pass), copy.deepcopy(options), is_told)
+    code = a_pass if inspect.isfunction(a_pass) else type(a_pass) if identity is not None else None
+    home = f"{code.__module__}.{code.__qualname__}" if code is not None and "<" not in code.__qualname__ else ""
+    return BoundPass(name, spelled, as_pass(a_pass), copy.deepcopy(options), home)
 
 
 def all_bound(passes: Iterable[BoundPass | Pass]) -> list[BoundPass]:

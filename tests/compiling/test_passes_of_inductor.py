@@ -1,6 +1,8 @@
 """A user's pass of Inductor, which takes a bare fx.Graph, wherever a pass of ours does."""
 
 import functools
+import importlib
+from pathlib import Path
 
 import pytest
 import torch
@@ -25,7 +27,7 @@ from pytest_gtrainer import (
 )
 from pytest_gtrainer.bisect import PassWitness
 from pytest_gtrainer.numerics.compare import BitwiseDifference
-from pytest_gtrainer.passes.canonicalize import eliminate_dead_code_pass
+from pytest_gtrainer.passes.canonicalize import canonicalize_graph_pass, eliminate_dead_code_pass
 from pytest_gtrainer.testing.running import run_pass_file
 from tests.compiling.test_recorder import DIV, Rescale
 
@@ -157,7 +159,7 @@ def test_a_partial_is_its_function_with_options():
     assert bind_options(half) == bind_options(rescale, by=0.5)
     assert bind_options(half, by=2.0) == bind_options(rescale, by=2.0)
     opaque = bind_options(functools.partial(rescale, by=torch.tensor(2.0)))  # of what has no fingerprint
-    assert (str(opaque), opaque.is_told) == ("rescale()", False)
+    assert (str(opaque), opaque.home) == ("rescale()", "")
 
 
 def test_caches_do_not_take_one_object_for_another():
@@ -168,7 +170,35 @@ def test_caches_do_not_take_one_object_for_another():
     assert ids(Rescale(2.0), bind_options(Rescale(3.0))) == [None, None]
     two, three, again = ids(Named(2.0), Named(3.0), Named(2.0))
     assert two == again != three
-    assert ids(rescale) == [("rescale()",)]
+    told, home, *_ = ids(rescale)[0]
+    assert (told, home) == ("rescale()", f"{__name__}.rescale")
+
+
+def test_caches_do_not_take_one_function_for_another(tmp_path, monkeypatch):
+    """Of the same name in another module, or of another text; what has no name of its own is not cached."""
+    source = "def fuse(graph):\n    graph.lint()\n"
+    for name in ("one", "other"):
+        (tmp_path / f"{name}_pass.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    one, other = (importlib.import_module(f"{name}_pass") for name in ("one", "other"))
+
+    def identity(a_pass, **options):
+        return inductor_options(a_pass, **options)["joint_custom_post_pass"][0].uuid()
+
+    before = identity(one.fuse)
+    assert before == identity(one.fuse) != identity(other.fuse)
+    assert before != identity(one.fuse, files=(other.__file__,))
+    Path(one.__file__).write_text(source.replace("lint()", "eliminate_dead_code()"))
+    assert before != identity(one.fuse)
+    assert [identity(lambda graph: graph.lint()), identity(lambda graph: None)] == [None, None]
+
+    def inside(graph):
+        graph.lint()
+
+    assert identity(inside) is None
+    assert identity(canonicalize_graph_pass) is not None
+    with pytest.raises(ValueError, match=r"files='nowhere.py': No such file or directory: give the source files of"):
+        identity(one.fuse, files=("nowhere.py",))
 
 
 def test_what_it_leaves_unsorted_is_sorted_as_inductor_does():

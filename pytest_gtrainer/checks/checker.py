@@ -20,7 +20,7 @@ from pytest_gtrainer.checks.arguments import OperatorPattern
 from pytest_gtrainer.checks.predicates import Check, Pattern
 from pytest_gtrainer.checks.subject import CheckError, CheckFailure, Predicate, Subject
 from pytest_gtrainer.checks.syntax import parse_check, parse_pattern
-from pytest_gtrainer.graph.foreign import AnyGraph
+from pytest_gtrainer.graph.foreign import AnyGraph, Names
 
 __tracebackhide__ = True  # of every function here: a failure points at the check
 _HERE = os.path.dirname(__file__)
@@ -40,7 +40,9 @@ class Conditions(TypedDict, total=False):
     name: str
 
 
-def check_graph(gm: AnyGraph, *, before: AnyGraph | None = None, mesh: Mapping[str, int] | None = None) -> GraphChecker:
+def check_graph(
+    gm: AnyGraph, *, before: AnyGraph | None = None, mesh: Mapping[str, int] | None = None, names: Names | None = None
+) -> GraphChecker:
     """Return the checks of a graph as methods, for a ``with`` block::
 
         with check_graph(gm) as check:
@@ -51,14 +53,16 @@ def check_graph(gm: AnyGraph, *, before: AnyGraph | None = None, mesh: Mapping[s
         gm: a graph of any tracer, as ``graphtext.render`` takes it.
         before: the graph that a pass was given: modules that the pass has emptied may be named.
         mesh: dimensions and extents over all ranks, outermost first, which name the process groups.
+        names: what the inputs are, if the graph does not say it, as for ``graphtext.render``.
     """
-    return GraphChecker(Subject(gm, before=before, mesh=mesh))
+    return GraphChecker(Subject(gm, before=before, mesh=mesh, names=names))
 
 
 def assert_graph(
-    gm: AnyGraph, checks: str, *, before: AnyGraph | None = None, mesh: Mapping[str, int] | None = None
-) -> None:
-    """Check a graph by the text ``checks``, one check in each line; ``before`` and ``mesh`` are as in ``check_graph``::
+    gm: AnyGraph, checks: str, *, before: AnyGraph | None = None, mesh: Mapping[str, int] | None = None,
+    names: Names | None = None,
+) -> None:  # fmt: skip
+    """Check a graph by the text ``checks``, one check in each line; the options are those of ``check_graph``::
 
         assert_graph(gm, '''
             then all_gather_into_tensor in bucket(layers.0) as g
@@ -74,7 +78,7 @@ def assert_graph(
     for number, line in enumerate(checks.splitlines(), start=1):
         if line.strip() and not line.lstrip().startswith("#"):
             found.append(parse_check(line, f"{file}, line {number} of the checks"))
-    run_checks(Subject(gm, before=before, mesh=mesh), found)
+    run_checks(Subject(gm, before=before, mesh=mesh, names=names), found)
 
 
 class GraphChecker:

@@ -5,7 +5,7 @@ from fnmatch import fnmatchcase
 
 from torch import fx
 
-from pytest_gtrainer.graph.foreign import AnyGraph, adopted
+from pytest_gtrainer.graph.foreign import AnyGraph, Names, adopted
 from pytest_gtrainer.graph.nodes import BACKWARD, FORWARD, direction
 from pytest_gtrainer.graphtext.header import nearest
 from pytest_gtrainer.graphtext.operators import groups_of, operator_of
@@ -45,9 +45,12 @@ def is_called(fqn: str, pattern: str) -> bool:
 class Subject:
     """A graph under check, and what has been captured from it."""
 
-    def __init__(self, gm: AnyGraph, *, before: AnyGraph | None = None, mesh: Mapping[str, int] | None = None) -> None:
-        """Modules of the graph ``before`` a pass are known, too; ``mesh`` names the process groups as in a text."""
-        gm = adopted(gm)
+    def __init__(
+        self, gm: AnyGraph, *, before: AnyGraph | None = None, mesh: Mapping[str, int] | None = None,
+        names: Names | None = None,
+    ) -> None:  # fmt: skip
+        """Modules of the graph ``before`` a pass are known, too; ``mesh`` and ``names`` are as for a text."""
+        gm = adopted(gm, names)
         self._gm, self._mesh = gm, mesh
         nodes = list(gm.graph.nodes)
         self.schedule = [node for node in nodes if is_computed(node) or node.op == "output"]
@@ -55,7 +58,7 @@ class Subject:
         self.captures: dict[str, fx.Node] = {}  # by the names that checks have given them
         self.groups = groups_of(gm, mesh or {})
         self._scopes = scopes_of(nodes)
-        all_scopes = [self._scopes, *([scopes_of(adopted(before).graph.nodes)] if before else [])]
+        all_scopes = [self._scopes, *([scopes_of(adopted(before, names).graph.nodes)] if before else [])]
         self._modules = {fqn for scopes in all_scopes for scope in scopes.of.values() for fqn in scope.owners}
         self._lines: list[str] = []
 

@@ -31,7 +31,7 @@ from pytest_gtrainer.graph.collectives import (
     results_of,
     wait_of,
 )
-from pytest_gtrainer.graph.foreign import AnyGraph, adopted
+from pytest_gtrainer.graph.foreign import AnyGraph, Names, adopted
 from pytest_gtrainer.graph.nodes import BACKWARD, bodies_of, direction, node_fqn, walked
 from pytest_gtrainer.graph.packing import Arrival, State, Unread, arrivals, computes, packed, reduces
 
@@ -96,13 +96,13 @@ class LayoutDifference(AssertionError):
     __module__ = "pytest_gtrainer"  # the name that users import, and that fits into a line of a summary
 
 
-def bucket_layout(gm: AnyGraph) -> BucketLayout:
+def bucket_layout(gm: AnyGraph, *, names: Names | None = None) -> BucketLayout:
     """Return which parameter lies at which byte of the graph's all-gathers and of its reductions of gradients.
 
     A reduction is a reduce-scatter, or an all-reduce (over replicas under hybrid sharding, or of what is not sharded).
     Collectives of activations alone are left out. Offsets are bytes inside one rank's slice of the payload. A payload
     that is gathered once in each direction is listed once, with both directions; a second time in one direction it is
-    listed again. A coalesced collective is one payload for each tensor.
+    listed again. A coalesced collective is one payload for each tensor. ``names`` as for ``graphtext.render``.
 
     Raises:
         PlanError: a collective of parameters or gradients has no wait.
@@ -110,7 +110,7 @@ def bucket_layout(gm: AnyGraph) -> BucketLayout:
         ValueError: a process group of the graph does not exist here, and no text that it was parsed
             from said its ranks.
     """
-    gm = adopted(gm)
+    gm = adopted(gm, names)
     reader = _Reader(gm)
     reader.refuse_nested(gm)
     payloads = [payload for node, sent in packed(gm).items() for payload in reader.payloads(node, sent)]
@@ -309,19 +309,22 @@ def _module_of(launch: fx.Node) -> str:
 
 
 def assert_same_layout(
-    actual: BucketLayout | AnyGraph, expected: BucketLayout | AnyGraph, *, actual_is: str = "graph"
-) -> None:
+    actual: BucketLayout | AnyGraph, expected: BucketLayout | AnyGraph, *, actual_is: str = "graph",
+    names: Names | None = None,
+) -> None:  # fmt: skip
     """Assert that ``actual`` has the collectives of ``expected``: group, dtype, op, each parameter at its byte offset.
 
     Collectives are paired by the parameters that they share. Their order and their directions are not compared. A
-    graph is read by ``bucket_layout``. ``actual_is`` names the first side in messages.
+    graph is read by ``bucket_layout``, with ``names``. ``actual_is`` names the first side in messages.
 
     Raises:
         LayoutDifference: names the bucket and the parameters that lie elsewhere.
         ValueError: a layout is empty, so there is nothing to compare.
     """
     __tracebackhide__ = True
-    actual, expected = (each if isinstance(each, BucketLayout) else bucket_layout(each) for each in (actual, expected))
+    actual, expected = (
+        each if isinstance(each, BucketLayout) else bucket_layout(each, names=names) for each in (actual, expected)
+    )
     for which, layout in ((actual_is, actual), ("expected", expected)):
         if not layout.payloads:
             wrong = f"the {which} layout has no collective of parameters, so there is nothing to compare"

@@ -75,9 +75,11 @@ def render_layout(
     return _written({"view": "layout", **(header or {})}, *_layout(layout, mesh or {}, {}))
 
 
-def lines_of(gm: AnyGraph, view: str = "full", *, mesh: Mapping[str, int] | None = None) -> tuple[GraphLine, ...]:
+def lines_of(
+    gm: AnyGraph, view: str = "full", *, mesh: Mapping[str, int] | None = None, names: Names | None = None
+) -> tuple[GraphLine, ...]:
     """The lines of the graph's text, unfolded: what two graphs are compared by."""
-    preamble, sections = _draw(adopted(gm), view, mesh or {})
+    preamble, sections = _draw(adopted(gm, names), view, mesh or {})
     return unfold("\n".join(preamble)) + tuple(line for section in sections for line in section.unfolded())
 
 

@@ -40,7 +40,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 from pytest_gtrainer._torch.tracing import GuardOnDataDependentSymNode
 from pytest_gtrainer.graph.collectives import group_of, kind_of
-from pytest_gtrainer.graph.foreign import AnyGraph, adopted
+from pytest_gtrainer.graph.foreign import AnyGraph, Names, adopted
 from pytest_gtrainer.graph.nodes import direction, is_wait, node_fqn
 from pytest_gtrainer.graph.packing import nbytes_of
 from pytest_gtrainer.graphtext.operators import groups_of, operator_of
@@ -180,8 +180,11 @@ class Timeline:
         Path(path).write_text(json.dumps(self.to_chrome_trace()), encoding="utf-8")
 
 
-def timeline(gm: AnyGraph, model: CostModel | None = None, *, mesh: Mapping[str, int] | None = None) -> Timeline:
-    """What would run when, under a cost model. ``mesh`` names the groups, as in ``graphtext.render``.
+def timeline(
+    gm: AnyGraph, model: CostModel | None = None, *, mesh: Mapping[str, int] | None = None, names: Names | None = None
+) -> Timeline:
+    """What would run when, under a cost model. ``mesh`` names the groups and ``names`` the inputs, as in
+    ``graphtext.render``.
 
     An operator that uses a collective's result without a wait is held until it has ended.
     Cost: one walk over the nodes.
@@ -189,7 +192,7 @@ def timeline(gm: AnyGraph, model: CostModel | None = None, *, mesh: Mapping[str,
     Raises:
         ValueError: what a collective costs is not known: its group, or what it moves, is not told by the graph.
     """
-    gm = adopted(gm)
+    gm = adopted(gm, names)
     model = model or CostModel()
     groups = groups_of(gm, mesh or {})
     now = 0.0  # of the compute lane

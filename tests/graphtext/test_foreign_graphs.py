@@ -2,12 +2,15 @@
 
 import copy
 import functools
+from collections import OrderedDict
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import fx, nn
 
-from pytest_gtrainer import assert_graph, bucket_layout, graphtext
+from pytest_gtrainer import assert_graph, assert_same_layout, bucket_layout, check_graph, graphtext, timeline
+from pytest_gtrainer._torch.passes import ALL_GATHER, WAIT
 from pytest_gtrainer.graph.foreign import adopted
 from tests.graphtext.compiled import Block, stages
 
@@ -235,3 +238,33 @@ def test_an_empty_name_is_a_name():
     torch.compiler.reset()
     torch.compile(lambda d: d[""] + 1, backend=lambda gm, _: found.append(gm) or gm)({"": torch.ones(2)})
     assert "I.d" in graphtext.render(found[0])
+
+
+@pytest.mark.gt_world("fake", size=4)
+def test_names_are_given_to_every_reader_of_graphs(gt_world):
+    """As a trainer's own tracer leaves a graph: flat inputs, gathered parameters. Without names none is known."""
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    names, group = ("one", "other"), dist.group.WORLD.group_name
+    model = nn.Sequential(OrderedDict((name, nn.Linear(8, 2, bias=False)) for name in names))
+
+    def step(first, second, x):
+        for shard in (first, second):
+            whole = WAIT(ALL_GATHER(shard, 4, group))
+            x = torch.mm(x, whole.t())
+        return x
+
+    gm = make_fx(step, tracing_mode="fake")(*model.parameters(), torch.randn(2, 8))
+    layout = bucket_layout(gm, names=model)
+    assert [payload.parameters for payload in layout.payloads] == [("one.weight",), ("other.weight",)]
+    assert_same_layout(gm, layout, names=model)
+    swapped = nn.Sequential(OrderedDict(once=model[0], other=model[1]))
+    with pytest.raises(AssertionError, match=r"no all_gather of one.weight"):
+        assert_same_layout(gm, layout, names=swapped)
+    assert_graph(gm, "then all_gather_into_tensor(P.other.weight, _, _)", names=model)
+    with check_graph(gm, names=model) as check:
+        check.then("all_gather_into_tensor(P.one.weight, _, _)")
+    assert any("P.one.weight" in str(line) for line in graphtext.lines_of(gm, names=model))
+    assert timeline(gm, names=model).spans == timeline(gm).spans  # labels name modules of nodes, which it has not
+    with pytest.raises(ValueError, match=r"'P.other.weight' is neither a captured node nor a graph input"):
+        assert_graph(gm, "then all_gather_into_tensor(P.other.weight, _, _)")

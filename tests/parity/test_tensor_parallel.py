@@ -79,7 +79,7 @@ def test_graph_equals_eager_with_a_sharded_loss_and_clipped_gradients(gt_mesh, c
 @pytest.mark.gt_world("ranks", size=2, mesh={"tp": 2})
 @pytest.mark.parametrize("sequence", [True, False], ids=["sequence", "tensor"])
 def test_a_replay_without_data_parallelism_leaves_gradients_as_autograd_places_them(gt_mesh, sequence):
-    """Those of norms are partial sums under sequence parallelism; a second step adds to what is there."""
+    """N3: those of norms are partial sums under sequence parallelism; a second step adds to what is there."""
     config = llama3.FLAVORS["debug"]
     inputs = token_batches(config.vocab_size, "cpu")(0, 0)
     eager = llama3.Llama3(config)
@@ -142,7 +142,7 @@ def test_the_schedule_of_a_published_size_names_the_dimensions(gt_mesh, gt_world
 @pytest.mark.gt_world("simulated", size=8, nodes=2, mesh={"dp": 4, "tp": 2})
 @pytest.mark.parametrize("sequence", [True, False], ids=["sequence", "tensor"])
 def test_graph_equals_eager_on_two_nodes(gt_world, sequence):
-    """Where a rank's rows of the vocabulary begin is a number of its own in the graph, and an input of the replay.
+    """N9: where a rank's rows of the vocabulary begin is a number of its own in the graph, and an input of the replay.
 
     Two groups of data ranks may add in different orders here: so the replicas of a norm drift apart, and are told.
     """
@@ -193,6 +193,7 @@ def _own_columns(linear, mesh):
 
 @on_four_ranks
 def test_batches_that_differ_between_ranks_of_one_model_are_told(gt_mesh, gt_world):
+    """N4: both sides compare them."""
     config = llama3_training(gt_mesh, "fp32", parallel=Parallelism({}), steps=1)
     by_rank = replace(config, batch=lambda step, coordinate: config.batch(step, gt_world.rank))
     with pytest.raises(ReplicasDiffer, match=r"input 0 differs between ranks 0 and 1, .*TrainConfig.batch\(0, coord"):

@@ -181,6 +181,7 @@ def check_mistakes(eager, model, traced, inputs, mesh, mistakes):
 
 @pytest.mark.gt_world("ranks", size=4, mesh={"dp": 2, "tp": 2})
 def test_beside_tensor_parallelism(gt_mesh):
+    """N2: a cast in front of the sum over TP is among the mistakes."""
     def model():
         built = llama3.Llama3(replace(llama3.FLAVORS["debug"], n_layers=1))
         built.init_weights(seed=0)

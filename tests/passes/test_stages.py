@@ -45,7 +45,7 @@ def collectives(parts, of=None):
 
 @pytest.mark.gt_world("ranks", size=2, mesh={"dp": 2})
 def test_the_parts_of_a_stage_give_the_bits_of_the_whole(gt_mesh, gt_world):
-    """Output, gradient of the input, gradients of parameters; microbatches whose sum is not reduced once differ."""
+    """N7: output, gradient of the input, gradients of parameters; microbatches whose sum is not reduced once differ."""
     module = stage_of(gt_mesh, 1)
     generator = torch.Generator().manual_seed(gt_world.rank)
     given = [torch.randn(2, 16, WIDTH, generator=generator) for _ in range(4)]

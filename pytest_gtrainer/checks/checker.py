@@ -62,7 +62,7 @@ def assert_graph(
     gm: AnyGraph, checks: str, *, before: AnyGraph | None = None, mesh: Mapping[str, int] | None = None,
     names: Names | None = None,
 ) -> None:  # fmt: skip
-    """Check a graph by the text ``checks``, one check in each line; the options are those of ``check_graph``::
+    """Check a graph by ``checks``, one in each line; ``before``, ``mesh`` and ``names`` are as in ``check_graph``::
 
         assert_graph(gm, '''
             then all_gather_into_tensor in bucket(layers.0) as g

@@ -29,7 +29,7 @@ def placed(model):
 @pytest.mark.gt_world("fake", size=16, mesh={"replicate": 2, "dp": 4, "tp": 2}, rank=7)
 @pytest.mark.parametrize("mode", ["fully_shard", "hybrid_shard"])
 def test_parameters_lie_as_fully_shard_places_them(gt_mesh, mode):
-    """N1: placements, dimensions of the mesh, global and local shapes; of the last shards, which are padded or empty."""
+    """N1: placements, dimensions of the mesh, global and local shapes; of last shards, padded or empty."""
     mesh = gt_mesh["dp"] if mode == "fully_shard" else gt_mesh["replicate", "dp"]
     ours = placed(data_parallel(parallel_net(gt_mesh["tp"]), mesh, mode=mode))
     assert ours == placed(fully_shard(parallel_net(gt_mesh["tp"]), mesh=mesh))

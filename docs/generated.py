@@ -89,10 +89,11 @@ PAGES = {"behaviours.md": behaviours_page, "options.md": options_page}
 
 
 def colours() -> str:
-    """``css/code.css``: how code is coloured."""
+    """``css/code.css``: how code is coloured, in one box that is wide enough for a line of 120 characters."""
     from pygments.formatters import HtmlFormatter
 
-    return HtmlFormatter(style="tango").get_style_defs(".highlight")
+    boxes = ".rst-content div.highlight { border: 0; padding: 0; }\n.wy-nav-content { max-width: 1080px; }\n"
+    return boxes + HtmlFormatter(style="tango").get_style_defs(".highlight")
 
 
 def as_markdown(lines: list[str]) -> list[str]:

@@ -298,7 +298,7 @@ def _head(text: str, limit: int = 20) -> str:
     from pytest_gtrainer.graphtext.differences import escaped
 
     lines = text.splitlines()
-    rest = [f"… and {len(lines) - limit} more lines"] if len(lines) > limit else []
+    rest = [f"… and {facts.counted(len(lines) - limit, 'more line')}"] if len(lines) > limit else []
     return "\n".join([*map(escaped, lines[:limit]), *rest])
 
 

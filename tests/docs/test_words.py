@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import inspect
 import re
+from pathlib import Path
 
 import pytest_gtrainer
+from pytest_gtrainer.facts import counted
 
 CODE = re.compile(r"\([A-Z]\d{1,2}(, [A-Z]\d{1,2})*\)")
 
@@ -50,3 +52,20 @@ def test_public_functions_say_what_they_take_and_raise():
         raise ValueError
 
     assert untold("twin", twin) == ["twin: raises", "twin: second"]
+
+
+_PLURALS = "lines|tensors|tests|operators|differences"
+COUNTS = re.compile(rf"\{{(?!counted|facts)[^{{}}]*len\([^{{}}]*\}}( more)? ({_PLURALS})\b(?! are called)")
+"""A number that may be one, before a plural: ``facts.counted`` spells it."""
+
+
+def test_one_is_no_plural():
+    """In what the package says; the page of the report has a function of its own for it."""
+    package = Path(pytest_gtrainer.__file__).parent
+    source = "\n".join(path.read_text() for path in sorted(package.rglob("*.py")))
+    assert [match[0] for match in COUNTS.finditer(source)] == []
+    assert COUNTS.search("f'{len(self)} tensors'")
+    page = (package / "report" / "template" / "report.js").read_text()
+    plurals = re.findall(r"\$\{[^{}()]*(?:length|tensors|left_out)\} [a-z ]*s\b", page)
+    assert plurals == ["${tests.length} tests"]  # of those, some are hidden
+    assert (counted(1, "more line"), counted(2, "more line")) == ("1 more line", "2 more lines")

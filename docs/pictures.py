@@ -193,12 +193,13 @@ def timeline_of(title: str, sides: list[tuple[str, object]], mesh: dict[str, int
 
     told = [(name, timeline(gm, mesh=mesh)) for name, gm in sides]  # type: ignore[arg-type]
     longest = max(each.seconds for _, each in told)
-    height = 30 + sum(46 + 26 * len(each.lanes) for _, each in told)
+    height = 30 + sum(62 + 26 * len(each.lanes) for _, each in told)
     d = Drawing(880, height, title)
     y = 8.0
     for name, each in told:
         d.text(10, y + 16, name, "bold")
-        d.text(272, y + 16, each.summary, "small dim")
+        d.text(10, y + 32, each.summary, "small dim")
+        y += 16
         for lane, where in enumerate(each.lanes):
             d.text(10, y + 42 + 26 * lane, where if len(where) < 14 else where[:12] + "…", "small")
         for span in each.merged():

@@ -89,11 +89,15 @@ PAGES = {"behaviours.md": behaviours_page, "options.md": options_page}
 
 
 def colours() -> str:
-    """``css/code.css``: how code is coloured, in one box that is wide enough for a line of 120 characters."""
+    """``css/code.css``: how code is coloured, in one box that is wide enough for a line of 120 characters; cells wrap."""
     from pygments.formatters import HtmlFormatter
 
-    boxes = ".rst-content div.highlight { border: 0; padding: 0; }\n.wy-nav-content { max-width: 1080px; }\n"
-    return boxes + HtmlFormatter(style="tango").get_style_defs(".highlight")
+    ours = """
+.rst-content div.highlight { border: 0; padding: 0; background: none; }
+.wy-nav-content { max-width: 1080px; }
+.wy-table-responsive table td, .wy-table-responsive table th { white-space: normal; }
+"""
+    return HtmlFormatter(style="tango").get_style_defs(".highlight") + ours
 
 
 def as_markdown(lines: list[str]) -> list[str]:

@@ -89,7 +89,7 @@ PAGES = {"behaviours.md": behaviours_page, "options.md": options_page}
 
 
 def colours() -> str:
-    """``css/code.css``: how code is coloured, in one box that is wide enough for a line of 120 characters; cells wrap."""
+    """``css/code.css``: colours and one box for code, wide enough for 120 characters, and tables whose cells wrap."""
     from pygments.formatters import HtmlFormatter
 
     ours = """

@@ -247,11 +247,11 @@ def judged_page():
         ours.add(step, rank, "gradient", f"layers.0.{name}", value + wrong)
     with facts.collecting() as told, facts.watching(Witness().watchers):
         for check in (lambda: assert_same_layout(*layouts), lambda: assert_bitwise_equal(ours, theirs)):
-            with pytest.raises(AssertionError):
+            with pytest.raises(AssertionError) as error:
                 check()
-    judged = Collected("test_judged")
-    judged.add(_report(told))
-    return render_page(Run("a run", "", [], [judged]))
+    judged = Collected("tests/test_step.py::test_judged")
+    judged.add(_report(told, "failed", f"pytest_gtrainer.{error.typename}: {error.value}"))
+    return render_page(Run("a layout and bits that differ", "", [], [judged]))
 
 
 def test_layouts_stand_above_each_other_and_the_tensors_that_differ_are_a_map(tmp_path):
@@ -272,7 +272,8 @@ def test_layouts_stand_above_each_other_and_the_tensors_that_differ_are_a_map(tm
           equal: texts(".bits .equal title").length, first: texts(".bits .first title") };
         named("alike on both sides", body).click(); await settled();
         const alike = named("alike on both sides", body).textContent;
-        return { ...told, alike, bars: all(".layout", body)[1].textContent };
+        const said = all("pre", body).filter((pre) => pre.textContent.includes("ULP apart")).length;
+        return { ...told, said, alike, bars: all(".layout", body)[1].textContent };
     """,
     )
     assert seen["moved"] == [
@@ -289,6 +290,7 @@ def test_layouts_stand_above_each_other_and_the_tensors_that_differ_are_a_map(tm
         "gradient of layers.0.wq: step 2, ranks 0 to 1: differs",
     ]
     assert seen["equal"] == 4
+    assert seen["said"] == 1  # by the failure; its comparison does not say it again
     words = "A row for each of 2 tensors that differ somewhere, a column for each of 2 ranks of each step."
     assert seen["words"] == words
     assert seen["alike"] == "▾ 1 payload alike on both sides"
@@ -324,9 +326,9 @@ def large_page():
     return render_page(Run("a large run", "", [], [large, *small]))
 
 
-def _report(facts):
-    report = pytest.TestReport("a", ("a.py", 0, "a"), {}, "passed", None, "call")
-    report.gt_facts = facts
+def _report(told, outcome="passed", longrepr=None):
+    report = pytest.TestReport("a", ("a.py", 0, "a"), {}, outcome, longrepr, "call")
+    report.gt_facts = told
     return report
 
 

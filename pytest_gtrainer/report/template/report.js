@@ -83,7 +83,7 @@ function draw(body, test) {
     test.earlier.lines.length ? section("Since the earlier report", el("ul", { class: "words" }, test.earlier.lines.map((line) => el("li", {}, line))),
       ...test.earlier.graphs.map(([name, was, now]) => folded(`${name}: then, and now`, () => opened(name, was, now, null)))) : null,
     ...test.failures.map(([when, text]) => section(when === "call" ? "Failure" : `Failure in ${when}`, el("pre", { class: "long" }, text))),
-    ...test.comparisons.map(comparison),
+    ...test.comparisons.map((told) => comparison(told, test.failures)),
     ...test.layouts.map(layout),
     ...test.pipelines.map((pipeline, number) => passes(pipeline, number, test.pipelines.length)),
     test.memories.length ? section("Peak memory", test.memories.map((key) => folded("bytes by node", () => curves(["graph"], [key])))) : null,
@@ -115,7 +115,7 @@ function folded(title, make) {
 
 // --- digests -------------------------------------------------------------------------------
 
-function comparison(told) {
+function comparison(told, failures) {
   const verdict = told.must_differ ? `${told.outcome}, and it had to differ` : told.outcome;
   const title = `Comparison${told.what ? " of " + told.what : ""}: ${verdict} (${counted(told.tensors, "tensor")})`;
   const ranks = [...new Set([...told.actual, ...told.expected].map((row) => row[1]))].sort((a, b) => a - b);
@@ -132,7 +132,8 @@ function comparison(told) {
     ranks.map((rank) => digestCell(cells.get(rank) || {}, `${step}|${rank}|${phase}` === first, told.must_differ))));
   const head = el("tr", {}, el("th", {}, "step"), el("th", {}, "of"), ranks.map((rank) => el("th", {}, `rank ${rank}`)));
   const table = rows.length ? el("div", { class: "scroll" }, el("table", { class: "plain mono digests" }, head, rows)) : null;
-  const words = told.outcome === "equal" ? null : el("pre", {}, told.told);
+  const isSaid = told.told.split("\n").every((line) => failures.some(([, text]) => text.includes(line)));  // by the failure above
+  const words = told.outcome === "equal" || isSaid ? null : el("pre", {}, told.told);
   return section(title, words, table, bitsMap(told, ranks));
 }
 

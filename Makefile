@@ -95,7 +95,8 @@ faults: env       ## what befalls ranks, and in how many seconds it is told, at 
 fuzz: env         ## damaged graph texts and records for SECONDS=1800 of CPU time each; examples are drawn from SEED=0 on
 	GT_FUZZ_SECONDS=$(or $(SECONDS),1800) GT_FUZZ_SEED=$(or $(SEED),0) $(PYTEST) -s -m long tests/test_fuzz.py
 
-docs:             ## the site, in build/site; a warning fails. It needs neither torch nor .venv
+docs:             ## the site, in build/site; a warning fails, and so does a page that loads from the network. It needs no torch
+	# python3 -m http.server -d build/site: its search needs a server, the pages do not
 	test -x build/docs/bin/python || $(PYTHON) -m venv build/docs
 	build/docs/bin/python -m pip install --quiet --disable-pip-version-check \
 		"mkdocs>=1.6,<2" "mkdocstrings[python]>=0.30,<2" "pytest>=9,<10"

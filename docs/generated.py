@@ -88,13 +88,76 @@ def options_page() -> str:
 PAGES = {"behaviours.md": behaviours_page, "options.md": options_page}
 
 
+def colours() -> str:
+    """``css/code.css``: colours and one box for code, wide enough for 120 characters, and tables whose cells wrap."""
+    from pygments.formatters import HtmlFormatter
+
+    ours = """
+.rst-content div.highlight { border: 0; padding: 0; background: none; }
+.wy-nav-content { max-width: 1080px; }
+.wy-table-responsive table td, .wy-table-responsive table th { white-space: normal; }
+"""
+    return HtmlFormatter(style="tango").get_style_defs(".highlight") + ours
+
+
+def as_markdown(lines: list[str]) -> list[str]:
+    """A docstring's examples and its blocks behind "::" as Markdown has them.
+
+    >>> as_markdown(["Twice::", "", "    f(f(1))", "", ">>> f(1)", "2", "", "More"])
+    ['Twice:', '', '    f(f(1))', '', '```pycon', '>>> f(1)', '2', '```', '', 'More']
+    """
+    made, inside = [], False
+    for line in [*lines, ""]:
+        if inside != (bool(line.strip()) if inside else line.lstrip().startswith(">>> ")):
+            made.append("```" if inside else "```pycon")
+            inside = not inside
+        made.append(line if inside else re.sub("::$", ":", line))
+    return made[:-1]
+
+
+def on_config(config: Any) -> Any:
+    """MkDocs' hook: docstrings are read as ``as_markdown`` has them, before blocks of code are sought (25)."""
+    from markdown import Extension
+    from markdown.preprocessors import Preprocessor
+
+    class Examples(Extension):
+        def extendMarkdown(self, md: Any) -> None:
+            docstrings = Preprocessor(md)
+            docstrings.run = as_markdown  # type: ignore[method-assign]
+            md.preprocessors.register(docstrings, "examples", 27)
+
+    config.markdown_extensions.append(Examples())
+    return config
+
+
 def on_files(files: Any, config: Any) -> Any:
-    """MkDocs' hook: add the pages."""
+    """MkDocs' hook: add the pages, and the colours of code."""
     from mkdocs.structure.files import File
 
-    for name, make in PAGES.items():
+    for name, make in {**PAGES, "css/code.css": colours}.items():
         files.append(File.generated(config, name, content=make()))
     return files
+
+
+def from_elsewhere(text: str) -> list[str]:
+    """What a page or a style sheet loads over the network; a link that a reader follows is no such thing.
+
+    >>> from_elsewhere('<script src="//a.org/b.js"></script><a href="https://c.org">c</a><img src="d.svg">')
+    ['<script src="//a.org/b.js"']
+    >>> from_elsewhere("a { background: url(https://a.org/b.png) }")
+    ['url(https://a.org/b.png']
+    """
+    return re.findall(r"<(?:script|link|img|iframe|source)[^>]*?(?:src|href)=[\"']?(?:https?:)?//[^\s\"'>]+[\"']?"
+                      r"|(?:url\(|@import )[\"']?(?:https?:)?//[^\s\"')]+", text)  # fmt: skip
+
+
+def on_post_build(config: Any) -> None:
+    """MkDocs' hook: the site works without a network, or is not built."""
+    from mkdocs.exceptions import PluginError
+
+    for path in sorted(Path(config.site_dir).rglob("*")):
+        if path.suffix in (".html", ".css") and (found := from_elsewhere(path.read_text(encoding="utf-8"))):
+            raise PluginError(f"{path.name} loads from the network: {found[0]}")
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 ``python docs/pictures.py DIR`` draws all; ``--only NAME`` one. Timelines are those that ``timeline`` tells of a traced
 graph, the terminal is a run of ``examples/downstream`` with its bug, the page is made by ``--gt-report`` and
-photographed by headless Chromium; the other drawings are laid out here. All but the page are light or dark as
+photographed by headless Chromium; the other drawings are laid out here. All but the pages are light or dark as
 the reader's system is.
 """
 
@@ -193,12 +193,13 @@ def timeline_of(title: str, sides: list[tuple[str, object]], mesh: dict[str, int
 
     told = [(name, timeline(gm, mesh=mesh)) for name, gm in sides]  # type: ignore[arg-type]
     longest = max(each.seconds for _, each in told)
-    height = 30 + sum(46 + 26 * len(each.lanes) for _, each in told)
+    height = 30 + sum(62 + 26 * len(each.lanes) for _, each in told)
     d = Drawing(880, height, title)
     y = 8.0
     for name, each in told:
         d.text(10, y + 16, name, "bold")
-        d.text(272, y + 16, each.summary, "small dim")
+        d.text(10, y + 32, each.summary, "small dim")
+        y += 16
         for lane, where in enumerate(each.lanes):
             d.text(10, y + 42 + 26 * lane, where if len(where) < 14 else where[:12] + "…", "small")
         for span in each.merged():
@@ -321,11 +322,8 @@ DRAWINGS: dict[str, Callable[[], str]] = {
 }  # fmt: skip
 
 
-def photograph(target: Path) -> None:
-    """The page of a run that differs from an earlier one, in headless Chromium."""
-    browser = shutil.which("chromium") or shutil.which("chromium-browser")
-    if browser is None:
-        raise SystemExit("there is no chromium here: apt-get install chromium fonts-dejavu-core")
+def changed_page() -> Path:
+    """The page of a run that differs from an earlier one."""
     folder = ROOT / "build" / "pictures"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
@@ -336,10 +334,32 @@ def photograph(target: Path) -> None:
         subprocess.run(command, cwd=folder, env={**os.environ, "VARIANT": variant}, timeout=600, capture_output=True)
     if not (folder / "now.html").is_file():  # where CI is set nothing writes goldens
         raise SystemExit("the runs wrote no page; is CI set?")
-    page = (folder / "now.html").as_uri() + "#t0"
-    flags = ["--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--window-size=1280,860"]
+    return folder / "now.html"
+
+
+def judged_page() -> Path:
+    """A page of two layouts and two records that differ."""
+    sys.path.insert(0, str(ROOT / "tests" / "report"))
+    import browser_check
+
+    page = ROOT / "build" / "judged.html"
+    page.write_text(browser_check.judged_page())
+    return page
+
+
+PAGES = {"report": (changed_page, 860), "differences": (judged_page, 930)}
+"""What makes a page, and how many pixels of it are shown."""
+
+
+def photograph(page: Path, height: int, target: Path) -> None:
+    """What headless Chromium shows of a page whose first test is open."""
+    browser = shutil.which("chromium") or shutil.which("chromium-browser")
+    if browser is None:
+        raise SystemExit("there is no chromium here: apt-get install chromium fonts-dejavu-core")
+    flags = ["--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", f"--window-size=1280,{height}"]
+    source = page.as_uri() + "#t0"
     done = subprocess.run(
-        [browser, *flags, "--virtual-time-budget=60000", f"--screenshot={target}", page], capture_output=True
+        [browser, *flags, "--virtual-time-budget=60000", f"--screenshot={target}", source], capture_output=True
     )
     if done.returncode or not target.is_file():
         raise SystemExit(f"chromium took no picture: {done.stderr.decode()[-500:]}")
@@ -348,16 +368,17 @@ def photograph(target: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path, nargs="?", default=ROOT / "docs" / "pictures")
-    parser.add_argument("--only", choices=[*DRAWINGS, "report"])
+    parser.add_argument("--only", choices=[*DRAWINGS, *PAGES])
     given = parser.parse_args()
     given.folder.mkdir(parents=True, exist_ok=True)
     for name, draw in DRAWINGS.items():
         if given.only in (None, name):
             (given.folder / f"{name}.svg").write_text(draw(), encoding="utf-8")
             print(f"{name}.svg")
-    if given.only in (None, "report"):
-        photograph(given.folder / "report.png")
-        print("report.png")
+    for name, (make, height) in PAGES.items():
+        if given.only in (None, name):
+            photograph(make(), height, given.folder / f"{name}.png")
+            print(f"{name}.png")
 
 
 if __name__ == "__main__":

@@ -131,3 +131,11 @@ def packed(text: str) -> str:
 def unpacked(text: str) -> str:
     """What ``packed`` has packed."""
     return zlib.decompress(base64.b64decode(text)).decode()
+
+
+def counted(number: int, noun: str) -> str:
+    """
+    >>> counted(1, "tensor"), counted(2, "tensor")
+    ('1 tensor', '2 tensors')
+    """
+    return f"{number} {noun}{'' if number == 1 else 's'}"

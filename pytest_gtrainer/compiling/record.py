@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import fx
 
-from pytest_gtrainer.numerics.verdict import counted
+from pytest_gtrainer.facts import counted
 
 STAGES = {
     "dynamo": "the graph that Dynamo gave to Inductor",

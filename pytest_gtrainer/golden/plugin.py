@@ -296,7 +296,7 @@ def _artifact(claim: Claim, what: str) -> str:
 
 def _head(text: str, limit: int = 20) -> str:
     lines = text.splitlines()
-    rest = [f"… and {len(lines) - limit} more lines"] if len(lines) > limit else []
+    rest = [f"… and {facts.counted(len(lines) - limit, 'more line')}"] if len(lines) > limit else []
     return "\n".join([*lines[:limit], *rest])
 
 

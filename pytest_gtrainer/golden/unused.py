@@ -23,6 +23,7 @@ import pytest
 
 from pytest_gtrainer import devices
 from pytest_gtrainer.environment import installed_minor
+from pytest_gtrainer.facts import counted
 from pytest_gtrainer.golden import store, values
 from pytest_gtrainer.golden.naming import FOLDER, SUFFIXES, place_of_tests, safe, stem_of_golden, stem_of_test, torch_of
 from pytest_gtrainer.golden.plugin import PRUNE, GoldenPlugin, given, has_passed
@@ -115,7 +116,8 @@ class UnusedGoldens:
         ended = {nodeid for nodeid, test in self._tests.items() if "teardown" in dict(test.outcomes)}
         left = self._selected - ended
         cut = self._cut or ("the run was stopped" if exitstatus in _STOPPED else None)
-        part = asks_for_a_part(self.config, files) or cut or (f"{len(left)} tests did not run" if left else None)
+        cut = cut or (f"{counted(len(left), 'test')} did not run" if left else None)
+        part = asks_for_a_part(self.config, files) or cut
         if part is None:
             loose = self._loose(files) - unjudged
             used = {os.path.realpath(self.root / path) for path in files if path not in loose}  # where links lead to

@@ -17,6 +17,7 @@ from pytest_gtrainer import facts
 from pytest_gtrainer._torch.passes import is_control_dependency
 from pytest_gtrainer._torch.process_groups import group_ranks, plain_reduction
 from pytest_gtrainer._torch.values import HigherOrderOperator
+from pytest_gtrainer.facts import counted
 from pytest_gtrainer.graph.bucket_plan import layer_of
 from pytest_gtrainer.graph.collectives import (
     chain_to_output,
@@ -85,7 +86,8 @@ class BucketLayout:
         lines = []
         for payload in self.payloads:
             op, dtype = f" {payload.op}" if payload.op else "", str(payload.dtype).removeprefix("torch.")
-            lines.append(f"{payload.label}: {payload.collective}{op} {dtype} over {len(payload.ranks)} ranks")
+            ranks = counted(len(payload.ranks), "rank")
+            lines.append(f"{payload.label}: {payload.collective}{op} {dtype} over {ranks}")
             lines += [f"  {slot.offset:>10}  {slot.nbytes:>10}  {slot.parameter}" for slot in payload.slots]
         return "\n".join(lines)
 
@@ -344,7 +346,8 @@ def assert_same_layout(
             problems.append(f"bucket {extra.label!r}: {article} {kind} of {named} that is not expected")
     facts.tell("layouts", actual=actual, expected=expected, problems=problems, actual_is=actual_is)
     if problems:
-        more = [f"and {len(problems) - _MOST_LINES} more differences"] if len(problems) > _MOST_LINES else []
+        left = len(problems) - _MOST_LINES
+        more = [f"and {counted(left, 'more difference')}"] if left > 0 else []
         raise LayoutDifference("\n".join(["bucket layouts differ", *problems[:_MOST_LINES], *more]))
 
 
@@ -367,4 +370,4 @@ def _compare_payloads(actual: Payload, wanted: Payload) -> Iterable[str]:
     for ours, slot in moved[:_MOST_MOVED]:
         yield f"{where}: {slot.parameter} sits at byte {ours.offset}, expected {slot.offset}"
     if len(moved) > _MOST_MOVED:
-        yield f"{where}: and {len(moved) - _MOST_MOVED} more parameters of it sit elsewhere"
+        yield f"{where}: and {counted(len(moved) - _MOST_MOVED, 'more parameter')} of it elsewhere"

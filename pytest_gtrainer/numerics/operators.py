@@ -16,6 +16,7 @@ from torch import Tensor, fx, nn
 
 from pytest_gtrainer._torch.autograd import TorchDispatchMode, in_backward, last_made_node, watching_backward
 from pytest_gtrainer._torch.values import OpOverload, pytree, schema
+from pytest_gtrainer.facts import counted
 from pytest_gtrainer.graph.nodes import BACKWARD, FORWARD, direction, node_fqn, spell_dtype
 from pytest_gtrainer.numerics.bits import NoBytes, plain
 from pytest_gtrainer.numerics.digest import digest
@@ -170,7 +171,7 @@ class OperatorVerdict:
         raise TypeError("a verdict has three outcomes: ask for verdict.outcome == 'equal'")
 
     def __str__(self) -> str:
-        lines = [f"{self.outcome}: {len(self.differing)} of {self.compared} operators"]
+        lines = [f"{self.outcome}: {len(self.differing)} of {counted(self.compared, 'operator')}"]
         if self.differing:
             actual, expected = self.differing[0]
             lines += [f"  first at {expected.place}", f"    actual   {actual.layout} {' '.join(actual.digests)}",

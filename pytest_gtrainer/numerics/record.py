@@ -20,6 +20,7 @@ from typing import Any, BinaryIO, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from pytest_gtrainer.facts import counted
 from pytest_gtrainer.numerics.bits import byte_view, memory, plain
 from pytest_gtrainer.numerics.verdict import PHASES, Key
 
@@ -161,7 +162,7 @@ class Record:
 
     def __repr__(self) -> str:
         who = f"world_size={self.world_size}" + ("" if self.rank is None else f", rank={self.rank}")
-        return f"Record({who}, {len(self)} tensors)"
+        return f"Record({who}, {counted(len(self), 'tensor')})"
 
     @classmethod
     def merged(cls, records: Iterable[Record]) -> Record:

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from pytest_gtrainer.facts import counted
+
 PHASES = ("rng", "loss", "gradient", "clipped", "weight", "optimizer", "buffer")
 """In the order of a step: random states before it, the loss, gradients before and after clipping, and what the
 optimiser leaves."""
@@ -151,14 +153,6 @@ def where(key: Key) -> str:
     phase = _WORDS.get(key.phase, key.phase)
     what = phase if key.name in ("", key.phase) else f"{phase} of {name}"
     return f"step {key.step}, rank {key.rank}, {what}"
-
-
-def counted(number: int, noun: str) -> str:
-    """
-    >>> counted(1, "tensor"), counted(2, "tensor")
-    ('1 tensor', '2 tensors')
-    """
-    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def _tuple(index: Sequence[int]) -> str:

@@ -217,8 +217,8 @@ def _is_done(gm: fx.GraphModule, members: Sequence[FsdpCollective], require_buck
 
 def _check_plan(plan: Plan, gm: fx.GraphModule, gathers: list[FsdpCollective], scatters: list[FsdpCollective]) -> None:
     """Names exist (B5), and every sharded parameter is in exactly one bucket per direction (B6)."""
-    plan.check_ties(gm.graph.output_node().meta.get("gt_tied", {}))
     plan.check_names({node_fqn(node) for node in gm.graph.nodes} | {member.parameter for member in gathers})
+    plan.check_ties(gm.graph.output_node().meta.get("gt_tied", {}))
     twice = "trace with reuse_gathers=True, or run deduplicate_fsdp_unshard_chains_pass first"
     added = "trace with reuse_gathers=True, so that its contributions are added before they are reduced"
     for kind, members, advice in (("all-gather", gathers, twice), ("reduce-scatter", scatters, added)):

@@ -226,9 +226,12 @@ def _run_all(
         if progress is not None and spent >= long:
             progress(f"graph passes: {step.name} ({number} of {len(steps)}), {spent:.1f} s so far")
         before, current = current, copied_lazily(current) if is_watched or step.name in idle else current
+        held = [] if _is_ours(step) else _held(current)
         begun = time.perf_counter()
         current, other = _run(step, current, inputs, other)
         runs.append(PassRun(step.name, step.fingerprint, time.perf_counter() - begun))
+        if held and len(held) == len(now := _held(current)) and all(a is b for a, b in zip(held, now, strict=True)):
+            facts.emit("idle", what=f"{step.name} changed nothing")
         if step.name in idle and render(before) != render(current):
             idle.remove(step.name)
         facts.tell("graph_pass", run=runs[-1], before=before, after=current)
@@ -239,6 +242,20 @@ def _run_all(
     if log is not None:
         log.close()
     return current, runs
+
+
+def _is_ours(step: BoundPass) -> bool:
+    """A pass of this package: that a clean-up finds nothing is usual, and bucketing tells it itself."""
+    module = getattr(step.function, "__module__", "")
+    return module.startswith("pytest_gtrainer.passes.") and module != all_bound.__module__  # which wraps users' passes
+
+
+def _held(gm: fx.GraphModule) -> list[object]:
+    """What the graph consists of: the same objects behind a pass that has changed nothing."""
+    nodes = ((node, node.target, node.args, node.kwargs, node.meta.items()) for node in gm.graph.nodes)
+    parts = [(*own, *(part for key, value in meta for part in (key, value))) for *own, meta in nodes]
+    inner = (value for own in parts for value in own if type(value) is dict)
+    return [part for own in parts for part in own] + [part for value in inner for part in (*value, *value.values())]
 
 
 def _lint_after(name: str, before: fx.GraphModule, after: fx.GraphModule) -> None:

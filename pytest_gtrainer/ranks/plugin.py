@@ -76,7 +76,8 @@ def missing(spec: WorldSpec, found: devices.Devices) -> str | None:
         return f"needs {spec.device} ranks, the run has {found.kind} ranks: not judged"
     if spec.size > found.slots:
         advice = f": debug it on ranks with breakpoint() or --pdb, or let it run on one too, by size=[1, {spec.size}]"
-        return f"needs {spec.size} ranks, {found.giver} {found.slots}{advice if found.in_process else ''}"
+        needed = facts.counted(spec.size, "rank")
+        return f"needs {needed}, {found.giver} {found.slots}{advice if found.in_process else ''}"
     return None
 
 

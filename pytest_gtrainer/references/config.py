@@ -26,7 +26,7 @@ from pytest_gtrainer.graph.bucket_plan import LOSS, BucketPlan, Plan, layer_of
 from pytest_gtrainer.graph.collectives import PlanError
 from pytest_gtrainer.numerics.determinism import ActivationCheckpointConfig, random_state
 from pytest_gtrainer.numerics.digest import digest, tell_weights
-from pytest_gtrainer.numerics.record import START, Record
+from pytest_gtrainer.numerics.record import START, Record, normalised
 from pytest_gtrainer.passes.chunking.config import ChunkConfig
 from pytest_gtrainer.references.replicas import ReplicasDiffer, ReplicaWarning, assert_alike, peers_by, state_of
 from pytest_gtrainer.tracing.model import local
@@ -226,6 +226,11 @@ def bucket_modules(model: nn.Module, plan: BucketPlan) -> list[tuple[str, list[n
     return [(bucket.label, [modules[fqn] for fqn in bucket.roots if fqn in modules]) for bucket in inner_first]
 
 
+def start_of(rank: int, parameters: Iterable[tuple[str, torch.Tensor]]) -> dict[str, str]:
+    """For a record's ``meta``: what a rank's weights are at first."""
+    return {f"{START}{rank}": digest(dict(sorted((normalised(name), weight) for name, weight in parameters)))}
+
+
 def train(
     config: TrainConfig,
     model: nn.Module,
@@ -243,8 +248,7 @@ def train(
     if dist.get_backend() == "fake":
         raise ValueError('a fake world moves no data, so training in it means nothing: use gt_world("ranks")')
     rank, world = dist.get_rank(), dist.get_world_size()
-    start = dict(sorted(model.named_parameters()))
-    empty = Record(world_size=world, rank=rank, meta={"side": side, f"{START}{rank}": digest(start)})
+    empty = Record(world_size=world, rank=rank, meta={"side": side, **start_of(rank, model.named_parameters())})
     record = empty if recorder is None else recorder
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = config.optimizer(parameters)

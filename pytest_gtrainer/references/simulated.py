@@ -32,6 +32,7 @@ from pytest_gtrainer.references.config import (
     record_gradients,
     record_random_states,
     record_state,
+    start_of,
 )
 from pytest_gtrainer.references.eager import EagerRun
 from pytest_gtrainer.references.graph import GraphRun, shard_traceably
@@ -204,6 +205,8 @@ class SimulatedGraphRun:
         empty = Record(world_size=len(self._starts), meta={"side": "rewritten graph"})
         record = empty if recorder is None else recorder
         ranks = [_Rank(rank, self._run, start, record) for rank, start in enumerate(self._starts)]
+        for rank in ranks:
+            empty.meta |= start_of(rank.rank, rank.parameters.items())
         numbers = (self._literals.of_rank(self._coordinate(rank.rank)) for rank in ranks)
         literals = [PerRank(own) for own in zip(*numbers, strict=True)]
         state = [PerRank(tensors) for tensors in zip(*(rank.tensors for rank in ranks), strict=True)]

@@ -86,7 +86,8 @@ class Test:
         for nth in zip_longest(*by_rank):
             parts = [part for part in nth if part is not None]  # a rank may have compared less often
             leader = min(parts, key=lambda part: (part["first"] is None, (part["first"] or [0, 0])[:2]))
-            one = {**leader, "tensors": sum(part["tensors"] for part in parts)}
+            one = {**leader, **{count: sum(part[count] for part in parts) for count in ("tensors", "untold")}}
+            one["differing"] = [key for part in parts for key in part["differing"]]
             for side in ("actual", "expected"):
                 rows = (tuple(row) for part in parts for row in part[side])
                 one[side] = sorted(rows, key=lambda row: page_order(*row[:3]))

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from pytest_gtrainer import facts, options
-from pytest_gtrainer.facts import Fact
+from pytest_gtrainer.facts import Fact, counted
 from pytest_gtrainer.report.collected import SHOWN, world_label
 
 MOST_LINES, MOST_LETTERS = 18, 400
@@ -105,7 +105,7 @@ def bounded(lines: list[str], most: int = MOST_LINES, letters: int = MOST_LETTER
     if len(lines) <= most:
         return lines
     left = len(lines) - most + 1
-    return [*lines[: most - 1], f"… and {left} more lines: --gt-report FILE has all of them"]
+    return [*lines[: most - 1], f"… and {counted(left, 'more line')}: --gt-report FILE has all of them"]
 
 
 def summary_lines(facts: list[Fact]) -> list[str]:

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from pytest_gtrainer.passes.pipeline import PassRun
 
 _MOST_SPANS = 6_000
+_MOST_DIFFERING = 5_000
 _MOST_PIPELINES = 8  # of a test that runs more pipelines than that, the first ones are shown
 _TOPICS = {"comparison": "a comparison", "graph_pass": "a pass", "graph_passes": "a pipeline", "layouts": "a layout",
            "memory": "a memory curve"}  # fmt: skip
@@ -139,10 +140,11 @@ class Witness:
         from pytest_gtrainer.numerics.record import Record
 
         sides = [table(side) if isinstance(side, Record) else [] for side in (actual, expected)]
+        differing = [list(each.key) for each in verdict.differences[:_MOST_DIFFERING]]
         facts.emit(
             "comparison", what=what, outcome=verdict.outcome, must_differ=must_differ, tensors=verdict.compared,
             actual=sides[0], expected=sides[1], first=list(verdict.first.key) if verdict.first else None,
-            told=str(verdict)[:2_000],
+            told=str(verdict)[:2_000], differing=differing, untold=len(verdict.differences) - len(differing),
         )  # fmt: skip
 
 

@@ -73,11 +73,12 @@ def test_each_harness_of_the_page_of_migration_has_its_counterpart(pytester):
     section = (DOCS / "migration.md").read_text().partition("## Harness by harness")[2].partition("\n## ")[0]
     shown = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
     theirs, ours = shown[::2], shown[1::2]
-    assert len(theirs) == len(ours) == 5
+    assert len(theirs) == len(ours) == 7
     assert not [block for block in theirs if "gt_" in block]
     head = """
 import copy, pytest, torch, torch.distributed as dist
 from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from pytest_gtrainer import assert_bitwise_equal, data_parallel, trace_step
@@ -85,4 +86,21 @@ from pytest_gtrainer import assert_bitwise_equal, data_parallel, trace_step
     pytester.makepyfile("\n".join([head, *ours]))
     writing = ("--gt-create-goldens", "--gt-goldens-in-ci")
     run = pytester.runpytest_subprocess("--gt-device=cpu", "--gt-require=ranks", *writing, "-p", "no:randomly")
-    run.assert_outcomes(passed=5)
+    run.assert_outcomes(passed=7)
+    run.stdout.fnmatch_lines(["goldens   2 created"])
+
+
+def test_two_pairs_of_the_page_of_migration_test_the_same(pytester):
+    """Of torch's ``MultiProcessTestCase`` and of expecttest, whose blocks run here, too; a wrong number fails both."""
+    section = (DOCS / "migration.md").read_text().partition("## Harness by harness")[2]
+    theirs = re.findall(r"```python\n(class Test(?:ReduceScatter|Graph)\(.*?)```", section, re.DOTALL)
+    head = """
+import expecttest, torch, torch.distributed as dist
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.testing._internal.common_distributed import MultiProcessTestCase
+"""
+    pytester.makepyfile("\n".join([head, *theirs]))
+    pytester.runpytest_subprocess("--gt-device=cpu", "-p", "no:randomly").assert_outcomes(passed=2)
+    wrong = "\n".join([head, *theirs]).replace("[self.rank] * 2", "[self.rank] * 3").replace("sin()", "cos()")
+    pytester.makepyfile(wrong)
+    pytester.runpytest_subprocess("--gt-device=cpu", "-p", "no:randomly").assert_outcomes(failed=2)

@@ -1,12 +1,16 @@
 """The documentation is true: the tutorial is followed, the table of behaviours is complete, pages name what exists."""
 
+import ast
+import doctest
 import importlib.util
 import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+import pytest_gtrainer
 from fixtures.pages import fits, follow
 
 ROOT = Path(__file__).parents[2]
@@ -81,7 +85,6 @@ def test_every_id_that_a_test_names_exists(generated, named):
 
 
 def test_pages_name_options_and_library_names_that_exist(generated):
-    import pytest_gtrainer
     from pytest_gtrainer.options import OPTIONS
 
     text = "\n".join(page.read_text() for page in [*PAGES.rglob("*.md"), ROOT / "README.md"])
@@ -105,6 +108,32 @@ def test_every_page_has_its_place_in_the_site_and_links_lead_somewhere(generated
             assert str(place) in in_site, f"{page.name} links {target}"
 
 
+def test_every_public_name_stands_on_a_reference_page():
+    """By its path on the page of the library; the kinds of conformance in the table of their page."""
+    paths = re.findall(r"^::: ([\w.]+)$", (PAGES / "library.md").read_text(), re.MULTILINE)
+    kinds = re.findall(r"^\| `[\w-]+` \| `(\w+)` \|", (PAGES / "conformance.md").read_text(), re.MULTILINE)
+    assert len(paths) == len(set(paths))
+    homes = {f"pytest_gtrainer.{home}.{name}" for name, home in pytest_gtrainer._HOME.items() if home != name}
+    assert homes - set(paths) == set()
+    shown = {path.rpartition(".")[2] for path in paths} | set(kinds)
+    for part in ("graphtext", "checks", "testing", "conformance"):
+        tree = ast.parse((ROOT / "pytest_gtrainer" / part / "__init__.py").read_text())
+        (public,) = (ast.literal_eval(node.value) for node in tree.body if "__all__ = " in ast.unparse(node))
+        assert set(public) - shown == set(), part
+
+
+def test_the_site_loads_nothing_from_the_network(generated, tmp_path, monkeypatch):
+    """The build refuses a page that does; and code is coloured by a style sheet of the site."""
+    assert "highlightjs: false" in (ROOT / "mkdocs.yml").read_text()
+    assert ".highlight .k " in generated.colours()
+    monkeypatch.setitem(sys.modules, "mkdocs.exceptions", SimpleNamespace(PluginError=RuntimeError))
+    (tmp_path / "page.html").write_text('<a href="https://a.org">a</a><link rel="stylesheet" href="css/code.css">')
+    generated.on_post_build(SimpleNamespace(site_dir=tmp_path))
+    (tmp_path / "page.html").write_text('<link rel="stylesheet" href="https://a.org/b.css">')
+    with pytest.raises(RuntimeError, match=r'page.html loads from the network: <link .*"https://a.org/b.css"'):
+        generated.on_post_build(SimpleNamespace(site_dir=tmp_path))
+
+
 def test_a_behaviour_without_a_test_is_told_and_a_bar_does_not_end_a_cell(generated, monkeypatch):
     monkeypatch.setattr(generated, "behaviours", lambda: {"Z9": ("Things", "a | b"), "Z8": ("Others", "c")})
     page = generated.behaviours_page()
@@ -115,6 +144,7 @@ def test_a_behaviour_without_a_test_is_told_and_a_bar_does_not_end_a_cell(genera
 def test_generated_pages(generated):
     assert "| D2 | Payload order is eager FSDP2's" in generated.behaviours_page()
     assert "| `--gt-report FILE` | `gt_report` |" in generated.options_page()
+    assert doctest.testmod(generated) == (0, 4)
 
 
 def test_the_architecture_names_rooms_and_files_that_exist():

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 import re
+from pathlib import Path
 
 import pytest_gtrainer
+from pytest_gtrainer.facts import counted
 
+PACKAGE = Path(pytest_gtrainer.__file__).parent
 CODE = re.compile(r"\([A-Z]\d{1,2}(, [A-Z]\d{1,2})*\)")
 
 
@@ -23,6 +27,29 @@ def test_public_docstrings_have_no_ids_of_behaviours():
     texts = dict(docstrings())
     assert len(texts) > 100
     assert not [f"{name}: {CODE.search(text)[0]}" for name, text in texts.items() if CODE.search(text)]
+
+
+def bases(node):
+    return getattr(node, "bases", ())
+
+
+def said(tree):
+    """The texts of a module that a user may meet: strings that are no docstrings, and the docstrings of its errors."""
+    holders = [node for node in ast.walk(tree) if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)]
+    docstrings = {node: node.body[0].value for node in holders if ast.get_docstring(node)}
+    inner = {each for node, each in docstrings.items() if "Error" not in str(list(map(ast.unparse, bases(node))))}
+    texts = (node for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str))
+    return [node.value for node in texts if node not in inner]
+
+
+def test_messages_and_errors_have_no_ids_of_behaviours():
+    """Options, messages and the docstrings of exceptions; the rules of conformance are called by their ids."""
+    sources = [path for path in PACKAGE.rglob("*.py") if "conformance" not in path.parts]
+    texts = [text for path in sources for text in said(ast.parse(path.read_text()))]
+    assert len(texts) > 5_000
+    assert [text for text in texts if CODE.search(text)] == []
+    twin = 'class A(ValueError):\n  """Wrong (A1)."""\n  def b(self):\n    """Right (A1)."""\n    print("Also (A1)")'
+    assert said(ast.parse(twin)) == ["Wrong (A1).", "Also (A1)"]
 
 
 OURS_BY_CONVENTION = {"gm", "example_inputs"}
@@ -50,3 +77,19 @@ def test_public_functions_say_what_they_take_and_raise():
         raise ValueError
 
     assert untold("twin", twin) == ["twin: raises", "twin: second"]
+
+
+_PLURALS = "lines|tensors|tests|operators|differences"
+COUNTS = re.compile(rf"\{{(?!counted|facts)[^{{}}]*len\([^{{}}]*\}}( more)? ({_PLURALS})\b(?! are called)")
+"""A number that may be one, before a plural: ``facts.counted`` spells it."""
+
+
+def test_one_is_no_plural():
+    """In what the package says; the page of the report has a function of its own for it."""
+    source = "\n".join(path.read_text() for path in sorted(PACKAGE.rglob("*.py")))
+    assert [match[0] for match in COUNTS.finditer(source)] == []
+    assert COUNTS.search("f'{len(self)} tensors'")
+    page = (PACKAGE / "report" / "template" / "report.js").read_text()
+    plurals = re.findall(r"\$\{[^{}()]*(?:length|tensors|left_out)\} [a-z ]*s\b", page)
+    assert plurals == ["${tests.length} tests"]  # of those, some are hidden
+    assert (counted(1, "more line"), counted(2, "more line")) == ("1 more line", "2 more lines")

@@ -142,7 +142,7 @@ def test_long_differences_are_cut_and_counted():
     with pytest.raises(LayoutDifference) as failure:
         assert_same_layout(actual, expected)
     lines = str(failure.value).splitlines()
-    assert lines[4] == "bucket 'layers.0', reduce_scatter: and 7 more parameters of it sit elsewhere"
+    assert lines[4] == "bucket 'layers.0', reduce_scatter: and 7 more parameters of it elsewhere"
     assert len(lines) == 1 + 24 + 1
     assert lines[-1] == "and 16 more differences"
 

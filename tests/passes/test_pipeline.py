@@ -406,6 +406,31 @@ def test_a_pass_that_must_change_the_graph_is_refused_if_it_does_not(neg_of_deta
         apply_graph_passes(neg_of_detach, None, passes, require_changes=["chunk_pass"])
 
 
+def tags(gm, example_inputs=None):
+    for node in gm.graph.nodes:
+        node.meta.setdefault("custom", {})["seen"] = "yes"
+    return gm
+
+
+def renames(gm):
+    for node in gm.graph.find_nodes(op="call_function", target=torch.ops.aten.neg.default):
+        node.target = torch.ops.aten.exp.default
+    return gm
+
+
+@pytest.mark.parametrize(
+    ("a_pass", "idle"),
+    [(tags, [1]), (renames, [1]), (lambda gm: gm, [0, 1]), (lambda graph: None, [0, 1]), (canonicalize_graph_pass, [])],
+    ids=["tags", "rewrites", "nothing", "nothing by Inductor's signature", "ours"],
+)
+def test_a_pass_that_found_nothing_is_told_and_a_tag_is_something(neg_of_detach, a_pass, idle):
+    """Of two runs of the pass in a row, those that changed nothing."""
+    bound = bind_options(a_pass)
+    with facts.collecting() as told:
+        apply_graph_passes(neg_of_detach, None, [bound, bound])
+    assert [fact["what"] for fact in told if fact["kind"] == "idle"] == [f"{bound.name} changed nothing"] * len(idle)
+
+
 def test_a_plan_for_a_graph_without_fsdp_is_told_and_can_be_refused(pytester):
     """A forgotten ``data_parallel``, and names of modules that do not exist: the run stayed green and silent."""
     pytester.makepyfile(

@@ -5,7 +5,13 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from pytest_gtrainer import TrainConfig, bucket_layout, data_parallel, trace_step
+from pytest_gtrainer import (
+    TrainConfig,
+    bucket_layout,
+    data_parallel,
+    get_default_transformer_block_buckets,
+    trace_step,
+)
 from pytest_gtrainer import joint_transformer_block_bucketing_reordering_pass as joint_pass
 from pytest_gtrainer.graph.bucket_plan import tied_parameters
 from pytest_gtrainer.graph.collectives import PlanError
@@ -58,6 +64,13 @@ def test_graph_and_eager_refuse_it_in_the_same_words(gt_mesh, plan):
     fully_shard(eager, mesh=gt_mesh)
     with pytest.raises(ValueError, match="is shared with a parameter already managed by another FSDP group"):
         eager(TOKENS)
+
+
+def test_names_that_the_model_does_not_have_are_told_before_a_tie(gt_mesh):
+    """The default plan on a model with other names and tied weights, as GPT-2: the tie was told, in its words."""
+    traced = trace_step(data_parallel(Tied(), gt_mesh), step, (TOKENS,))
+    with pytest.raises(PlanError, match=r"the bucket plan names 'tok_embeddings', 'layers\.0', 'norm', which the"):
+        joint_pass(traced.gm, bucket_plan=get_default_transformer_block_buckets(1))
 
 
 def test_in_one_bucket_it_is_gathered_and_reduced_once(gt_mesh):

@@ -5,20 +5,26 @@ Screenshots at 1,280 pixels lie in ``build/report-check`` afterwards, for a pers
 """
 
 import html
+import itertools
 import json
 import os
 import re
 import shutil
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
+import torch
 
+from pytest_gtrainer import BucketLayout, Record, assert_bitwise_equal, assert_same_layout, facts
 from pytest_gtrainer.facts import packed
+from pytest_gtrainer.graph.layout import Payload, Slot
 from pytest_gtrainer.graphtext.differences.lines import changed_lines
 from pytest_gtrainer.report.collected import Test as Collected
 from pytest_gtrainer.report.html import Run, render_page
+from pytest_gtrainer.report.witness import Witness
 
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser")
 PICTURES = Path(__file__).parents[2] / "build" / "report-check"
@@ -223,6 +229,77 @@ def test_a_golden_that_differs_and_what_changed_since_are_told_at_once_and_open_
     assert dark.read_bytes() != (PICTURES / "changed.png").read_bytes()
 
 
+def payload(collective, *slots):
+    return Payload(collective, torch.float32, (0, 1), "", tuple(Slot(*slot) for slot in slots))
+
+
+def judged_page():
+    """One test whose layout and whose numbers on two ranks and three steps differ, as the checks themselves tell it."""
+    first = [("layers.0.wq", 0, 64), ("layers.0.wk", 64, 32), ("layers.0.wv", 96, 32)]
+    other = [("layers.0.wk", 0, 32), ("layers.0.wq", 32, 64), ("layers.0.wv", 96, 32)]
+    head = payload("all_gather", ("lm_head", 0, 64))
+    layouts = [BucketLayout((payload("all_gather", *slots), head)) for slots in (other, first)]
+    ours, theirs = Record(world_size=2), Record(world_size=2)
+    for step, rank, name in itertools.product(range(3), range(2), ("wk", "wq", "norm")):
+        value = torch.full((4,), float(step))
+        theirs.add(step, rank, "gradient", f"layers.0.{name}", value)
+        wrong = (step, rank, name) >= (1, 1, "wq") and name != "norm"
+        ours.add(step, rank, "gradient", f"layers.0.{name}", value + wrong)
+    with facts.collecting() as told, facts.watching(Witness().watchers):
+        for check in (lambda: assert_same_layout(*layouts), lambda: assert_bitwise_equal(ours, theirs)):
+            with pytest.raises(AssertionError) as error:
+                check()
+    judged = Collected("tests/test_step.py::test_judged")
+    judged.add(_report(told, "failed", f"pytest_gtrainer.{error.typename}: {error.value}"))
+    return render_page(Run("a layout and bits that differ", "", [], [judged]))
+
+
+def test_layouts_stand_above_each_other_and_the_tensors_that_differ_are_a_map(tmp_path):
+    """Displaced parameters are joined by lines, equal payloads folded; the first difference is marked, on top."""
+    page = judged_page()
+    seen = does(
+        page,
+        tmp_path,
+        """
+        const body = await open("test_judged");
+        const texts = (selector) => all(selector, body).map((t) => t.textContent);
+        const map = one(".map", body), place = one(".bits .first", body).getBoundingClientRect();
+        const near = (r) => Math.hypot(r.left - place.left, r.top - place.top) < 4;
+        const marked = all(".bits .differs", body).filter((r) => near(r.getBoundingClientRect()));
+        const told = { moved: texts("svg.pair line title"), pairs: texts("svg.pair text.name"),
+          marked: marked.map((r) => r.textContent),
+          rows: texts(".bits text.name"), wrong: texts(".bits .differs title"), words: one("p", map).textContent,
+          equal: texts(".bits .equal title").length, first: texts(".bits .first title") };
+        named("alike on both sides", body).click(); await settled();
+        const alike = named("alike on both sides", body).textContent;
+        const said = all("pre", body).filter((pre) => pre.textContent.includes("ULP apart")).length;
+        return { ...told, said, alike, bars: all(".layout", body)[1].textContent };
+    """,
+    )
+    assert seen["moved"] == [
+        "layers.0.wk: byte 0 in graph, byte 64 in expected",
+        "layers.0.wq: byte 32 in graph, byte 0 in expected",
+    ]
+    assert [pair.partition(":")[0] for pair in seen["pairs"]] == ["layers.0"] * 2
+    assert seen["rows"] == ["gradient of layers.0.wq", "gradient of layers.0.wk"]
+    assert seen["first"] == ["the first that differs: step 1, rank 1, gradient of layers.0.wq"]
+    assert seen["marked"] == ["gradient of layers.0.wq: step 1, rank 1: differs"]
+    assert sorted(seen["wrong"]) == [
+        "gradient of layers.0.wk: step 2, ranks 0 to 1: differs",
+        "gradient of layers.0.wq: step 1, rank 1: differs",
+        "gradient of layers.0.wq: step 2, ranks 0 to 1: differs",
+    ]
+    assert seen["equal"] == 4
+    assert seen["said"] == 1  # by the failure; its comparison does not say it again
+    words = "A row for each of 2 tensors that differ somewhere, a column for each of 2 ranks of each step."
+    assert seen["words"] == words
+    assert seen["alike"] == "▾ 1 payload alike on both sides"
+    assert "lm_head" in seen["bars"]
+    picture(page, "judged", 900, "#t0")
+    dark = picture(page, "judged-dark", 900, "#t0", "--force-dark-mode")
+    assert dark.read_bytes() != (PICTURES / "judged.png").read_bytes()
+
+
 def large_page():
     """A thousand tests, one with a pass on a graph of 40,000 nodes that changes every tenth."""
 
@@ -249,9 +326,9 @@ def large_page():
     return render_page(Run("a large run", "", [], [large, *small]))
 
 
-def _report(facts):
-    report = pytest.TestReport("a", ("a.py", 0, "a"), {}, "passed", None, "call")
-    report.gt_facts = facts
+def _report(told, outcome="passed", longrepr=None):
+    report = pytest.TestReport("a", ("a.py", 0, "a"), {}, outcome, longrepr, "call")
+    report.gt_facts = told
     return report
 
 
@@ -276,6 +353,109 @@ def test_a_thousand_tests_and_a_large_graph_stay_usable(tmp_path):
     assert seen["found"] == 2
     assert "mm_39999" in seen["shown"]
     picture(page, "large", 900, "#t0,")
+
+
+def milliseconds(page, folder, actions):
+    """What the script ``actions`` measures by the real clock since the page was asked for; the console tells it."""
+    script = f"(async () => {{ {actions} }})().then((told) => console.log(`told${{JSON.stringify(told)}}told`));"
+    (folder / "timed.html").write_text(page.replace("</body>", f"{HELPERS % ''}<script>{script}</script></body>"))
+    flags = ["--headless=new", "--no-sandbox", "--disable-gpu", "--window-size=1280,900", "--enable-logging=stderr"]
+    command = [BROWSER, *flags, f"--user-data-dir={folder / 'profile'}", (folder / "timed.html").as_uri()]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        end = threading.Timer(60, process.kill)
+        end.start()
+        try:
+            return next(json.loads(found[1]) for line in process.stderr if (found := re.search("told({.*})told", line)))
+        finally:
+            end.cancel()
+            process.kill()
+
+
+def test_a_thousand_tests_and_a_graph_of_40_000_nodes_open_in_two_seconds(tmp_path):
+    """From the address to the first frame with the list, and from a click to the graph side by side; best of three."""
+    page, took = large_page(), {}
+    for _ in range(3):
+        times = milliseconds(
+            page,
+            tmp_path,
+            """
+            const frame = () => new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)));
+            await frame();
+            const opened = performance.now(), button = one("h2 button", test("test_large"));
+            button.click();
+            while (!named("side by side")) await frame();
+            named("side by side").click();
+            while (!one("table.lines td.lost")) await frame();
+            await frame();
+            return { opened, drawn: performance.now() - opened };
+        """,
+        )
+        took = {name: min(value, took.get(name, value)) for name, value in times.items()}
+    print(f"1,000 tests in {took['opened'] / 1000:.2f} s; a graph of 40,000 nodes in {took['drawn'] / 1000:.2f} s more")
+    assert took["opened"] + took["drawn"] < 2_000
+
+
+def test_everything_that_acts_is_reached_by_the_keyboard_and_a_line_number_lists_its_module(pages, tmp_path):
+    """Whatever listens to a click is a control or has a tab stop; arrows move among the numbers of lines."""
+    seen = does(
+        pages["passing"].replace("<script>", LISTENING + "<script>", 1),
+        tmp_path,
+        """
+        const body = await open("test_pipeline");
+        const row = all("table.passes tr", body).find((r) => r.textContent.includes("joint_transformer"));
+        named("side by side", row).click(); await settled();
+        named("schedule", row).click(); await settled();
+        const panel = all(".panel", body).find((p) => !p.hidden), here = () => document.activeElement;
+        const key = (name) => here().dispatchEvent(new KeyboardEvent("keydown", { key: name, bubbles: true }));
+        const stops = all("td.no", panel).filter((cell) => cell.tabIndex === 0);
+        stops[0].focus(); key("ArrowDown");
+        const moved = here() !== stops[0] && here().matches("td.no"), of = here().title;
+        key("Enter");
+        const reached = "button, input, [tabindex]", unreached = clicked.filter((each) => !each.matches(reached));
+        const found = all(".found-list button", panel).length, bar = one(".bar", panel).textContent;
+        return { stops: stops.length, moved, of, found, bar, clicked: clicked.length,
+                 unreached: unreached.map((each) => each.outerHTML),
+                 told: named("schedule", row).ariaExpanded };
+    """,
+    )
+    assert (seen["stops"], seen["moved"], seen["unreached"], seen["told"]) == (1, True, [], "true")
+    assert seen["clicked"] > 10
+    assert seen["found"] > 0
+    assert seen["of"].removeprefix("everything of ") in seen["bar"]
+
+
+LISTENING = """<script>
+const clicked = [], listen = EventTarget.prototype.addEventListener;
+EventTarget.prototype.addEventListener = function (kind, ...rest) {
+  if (kind === "click") clicked.push(this);
+  return listen.call(this, kind, ...rest);
+};
+</script>"""
+
+
+def test_on_paper_controls_are_gone_and_nothing_is_cut_or_without_its_colour(pages, tmp_path):
+    """By the rules of the style sheet for print, applied to the screen; and the browser makes a PDF of it."""
+    seen = does(
+        pages["failing"],
+        tmp_path,
+        """
+        const sheets = [...document.styleSheets].flatMap((sheet) => [...sheet.cssRules]);
+        const style = (selector) => getComputedStyle(one(selector));
+        await open("test_that_differs");
+        const screen = [style(".controls").display, style("pre.long").maxHeight];
+        for (const rule of sheets) if (rule.media && rule.media.mediaText === "print") rule.media.mediaText = "all";
+        return { screen, paper: [style(".controls").display, style("pre.long").maxHeight],
+                 colours: [".badge", "td.differs", "svg.bits"].map((each) => style(each).printColorAdjust),
+                 wide: document.documentElement.scrollWidth <= 1280 };
+    """,
+    )
+    assert seen["screen"] == ["block", "320px"]
+    assert seen["paper"] == ["none", "none"]
+    assert seen["colours"] == ["exact"] * 3
+    assert seen["wide"]
+    PICTURES.mkdir(parents=True, exist_ok=True)
+    chromium(f"--print-to-pdf={PICTURES / 'failing.pdf'}", (tmp_path / "acted.html").as_uri())
+    assert (PICTURES / "failing.pdf").read_bytes().startswith(b"%PDF")
 
 
 def test_pictures_of_a_passing_and_a_failing_run(pages):

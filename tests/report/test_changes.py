@@ -270,7 +270,8 @@ def test_a_test_that_is_run_again_keeps_its_graphs():
 def test_only_what_came_out_wrong_is_told_of_a_failed_test():
     def compared(outcome, must_differ, first=None):
         return {"kind": "comparison", "what": outcome, "outcome": outcome, "must_differ": must_differ, "tensors": 1,
-                "actual": [], "expected": [], "first": first, "told": f"{outcome}: 1 tensor"}  # fmt: skip
+                "actual": [], "expected": [], "first": first, "differing": [], "untold": 0,
+                "told": f"{outcome}: 1 tensor"}  # fmt: skip
 
     report = pytest.TestReport("t", ("t.py", 0, "t"), {}, "failed", "no", "call")
     report.gt_facts = [

@@ -53,20 +53,22 @@ def test_the_headline_is_the_first_line_of_the_first_failure():
     assert len(collected(report(outcome="failed", longrepr="x" * 1000)).headline) == 300
 
 
-def compared(first, tensors=1, actual=(), expected=()):
-    return {"kind": "comparison", "first": first, "tensors": tensors, "actual": actual, "expected": expected}
+def compared(first, tensors=1, actual=(), expected=(), differing=()):
+    told = {"kind": "comparison", "first": first, "tensors": tensors, "actual": actual, "expected": expected}
+    return {**told, "differing": differing, "untold": 1}
 
 
 def test_the_nth_comparison_of_every_rank_is_one_and_its_first_difference_the_smallest():
     """L4: by step, then rank; a rank that is equal leads only where all are; one that compared less often is no gap."""
     shown = {
-        1: [compared([3, 1, "at 3, 1"], 5, actual=[[0, 1, "loss", "b"]])],
+        1: [compared([3, 1, "at 3, 1"], 5, [[0, 1, "loss", "b"]], differing=["x"])],
         0: [compared(None, 2, actual=[[1, 0, "loss", "c"], [0, 0, "weight", "a"]]), compared([1, 0, "later"])],
-        2: [compared([2, 2, "at 2, 2"], 7, expected=[[0, 2, "loss", "d"]])],
+        2: [compared([2, 2, "at 2, 2"], 7, expected=[[0, 2, "loss", "d"]], differing=["y"])],
     }
     both = collected(report(gt_facts=[], gt_shown=shown)).comparisons()
     assert [one["first"][2] for one in both] == ["at 2, 2", "later"]
     assert [one["tensors"] for one in both] == [14, 1], "those of all ranks together"
+    assert [(one["differing"], one["untold"]) for one in both] == [(["x", "y"], 3), ([], 1)]
     order = [tuple(row[:3]) for row in both[0]["actual"]]
     assert order == [(0, 1, "loss"), (0, 0, "weight"), (1, 0, "loss")], "by step, phase and rank"
     assert [row[3] for row in both[0]["expected"]] == ["d"]

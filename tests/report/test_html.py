@@ -58,7 +58,7 @@ def test_what_tests_are_called_is_text_and_no_markup():
 def test_digests_of_several_ranks_stand_in_the_order_of_a_step():
     """Random states first, clipped gradients behind gradients: the phases of ``numerics``, not an order of the page."""
     rows = [[0, rank, phase, "digest"] for phase in sorted(PHASES) for rank in (1, 0)]
-    told = {"kind": "comparison", "first": None, "tensors": 1, "expected": []}
+    told = {"kind": "comparison", "first": None, "tensors": 1, "expected": [], "differing": [], "untold": 0}
     halves = {0: [{**told, "actual": rows[::2]}], 1: [{**told, "actual": rows[1::2]}]}
     [merged] = Collected("test", shown=halves).comparisons()
     assert [(phase, rank) for _, rank, phase, _ in merged["actual"]] == [(p, r) for p in PHASES for r in (0, 1)]

@@ -113,6 +113,7 @@ def test_digests_of_every_rank_are_in_one_table_with_the_first_difference(page):
         (step, rank, phase) for step in (0, 1) for rank in (0, 1) for phase in ("loss", "weight")
     }
     assert told["first"] == [0, 1, "weight", "w"]
+    assert told["differing"] == [told["first"]]
     differs = {tuple(ours[:3]) for ours, theirs in zip(told["actual"], told["expected"], strict=True) if ours != theirs}
     assert differs == {(0, 1, "weight")}
 

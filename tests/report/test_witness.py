@@ -10,6 +10,7 @@ import torch
 from pytest_gtrainer import (
     Record,
     apply_graph_passes,
+    assert_bitwise_equal,
     bind_options,
     canonicalize_graph_pass,
     facts,
@@ -102,6 +103,20 @@ def test_very_many_changes_end_in_one_that_holds_the_rest(monkeypatch):
     monkeypatch.setattr(lines, "_MOST_CHANGES", 1)
     old, new = "\n".join("abcdefg"), "\n".join("aXcYeZg")
     assert changed_lines(old, new) == [[1, 2, 1, 2], [3, 6, 3, 6]]
+
+
+@pytest.mark.parametrize("most", [1, 9])
+def test_every_tensor_that_differs_is_told_by_its_place_up_to_a_bound(monkeypatch, most):
+    monkeypatch.setattr(witness, "_MOST_DIFFERING", most)
+    ours, theirs = Record(), Record()
+    for name in ("a", "b", "c"):
+        ours.add(0, 0, "weight", name, torch.zeros(1))
+        theirs.add(0, 0, "weight", name, torch.zeros(1) if name == "b" else torch.ones(1))
+    with facts.collecting() as told, facts.watching(Witness(graphs=False).watchers), pytest.raises(AssertionError):
+        assert_bitwise_equal(ours, theirs)
+    (fact,) = [fact for fact in told if fact["kind"] == "comparison"]
+    assert fact["differing"] == [[0, 0, "weight", "a"], [0, 0, "weight", "c"]][:most]
+    assert fact["untold"] == 2 - len(fact["differing"])
 
 
 def test_digests_stand_by_step_then_phase_then_rank():

@@ -14,7 +14,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from pytest_gtrainer.facts import escaped
+from pytest_gtrainer.facts import counted, escaped
 from pytest_gtrainer.graphtext.differences.remarks import WIDTH, Remark, Weight, cut, listed, ranges, same_start
 from pytest_gtrainer.graphtext.folding import rising
 from pytest_gtrainer.graphtext.sections import GraphLine
@@ -212,7 +212,7 @@ def _replaced(lost: Sequence[str], gained: Sequence[str]) -> Iterator[str]:
     for sign, lines, count in (("-", shown[0], len(lost)), ("+", shown[1], len(gained))):
         yield from (cut(sign + line) for line in lines)
         if count > len(lines):
-            yield f"{sign}… {count - len(lines)} more lines"
+            yield f"{sign}… {counted(count - len(lines), 'more line')}"
 
 
 def line_remarks(old: Sequence[GraphLine], new: Sequence[GraphLine]) -> Iterator[Remark]:

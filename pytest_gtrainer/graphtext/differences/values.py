@@ -10,6 +10,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 
+from pytest_gtrainer.facts import counted
 from pytest_gtrainer.graphtext.dataflow import HOLE, SYMBOL, Dataflow, Operand, Result, Value
 from pytest_gtrainer.graphtext.differences import remarks
 from pytest_gtrainer.graphtext.differences.comparison import Comparison, own
@@ -238,7 +239,7 @@ def move_remarks(comparison: Comparison) -> Iterator[Remark]:
     yield from told
     if not told:  # casts, packing and unpacking that moved on their own
         moved = [old for place, (old, _) in enumerate(pairs) if place not in kept]
-        more = f" (and {len(moved) - 1} more operators)" if len(moved) > 1 else ""
+        more = f" (and {counted(len(moved) - 1, 'more operator')})" if len(moved) > 1 else ""
         first = values[moved[0]]
         yield Remark(Weight.REST, f"{what(first)} is in another place{more}", about(first))
 

@@ -1,7 +1,7 @@
 "use strict";
 // Draws what is opened. Details of tests and graphs lie packed (base64 of zlib) in script tags of this page.
 
-const CONTEXT = 3, CHUNK = 400, MOST_FOUND = 200, MOST_BARS = 24, BLOCKS = 200;
+const CONTEXT = 3, CHUNK = 400, MOST_FOUND = 200, MOST_BARS = 24, MOST_TENSORS = 40, BLOCKS = 200;
 
 function el(tag, attributes = {}, ...children) {
   const made = document.createElement(tag);
@@ -20,6 +20,8 @@ function pressed(row, act) {
   row.addEventListener("click", act);
   row.addEventListener("keydown", (event) => { if (event.key === "Enter" || event.key === " ") { event.preventDefault(); act(); } });
 }
+
+const counted = (count, what) => `${bytes(count)} ${what}${count === 1 ? "" : "s"}`;
 
 function svg(tag, attributes = {}, ...children) {
   const made = document.createElementNS("http://www.w3.org/2000/svg", tag);
@@ -81,7 +83,7 @@ function draw(body, test) {
     test.earlier.lines.length ? section("Since the earlier report", el("ul", { class: "words" }, test.earlier.lines.map((line) => el("li", {}, line))),
       ...test.earlier.graphs.map(([name, was, now]) => folded(`${name}: then, and now`, () => opened(name, was, now, null)))) : null,
     ...test.failures.map(([when, text]) => section(when === "call" ? "Failure" : `Failure in ${when}`, el("pre", { class: "long" }, text))),
-    ...test.comparisons.map(comparison),
+    ...test.comparisons.map((told) => comparison(told, test.failures)),
     ...test.layouts.map(layout),
     ...test.pipelines.map((pipeline, number) => passes(pipeline, number, test.pipelines.length)),
     test.memories.length ? section("Peak memory", test.memories.map((key) => folded("bytes by node", () => curves(["graph"], [key])))) : null,
@@ -101,6 +103,7 @@ function unfolding(title, make) {
   const button = el("button", { type: "button", onclick: () => {
     if (!place.childElementCount) place.append(make());
     place.hidden = !place.hidden;
+    button.ariaExpanded = String(!place.hidden);
     button.firstChild.textContent = place.hidden ? "▸ " : "▾ ";
   } }, "▸ ", title);
   return [button, place];
@@ -112,9 +115,9 @@ function folded(title, make) {
 
 // --- digests -------------------------------------------------------------------------------
 
-function comparison(told) {
+function comparison(told, failures) {
   const verdict = told.must_differ ? `${told.outcome}, and it had to differ` : told.outcome;
-  const title = `Comparison${told.what ? " of " + told.what : ""}: ${verdict} (${told.tensors} tensors)`;
+  const title = `Comparison${told.what ? " of " + told.what : ""}: ${verdict} (${counted(told.tensors, "tensor")})`;
   const ranks = [...new Set([...told.actual, ...told.expected].map((row) => row[1]))].sort((a, b) => a - b);
   const found = new Map();
   for (const [side, rows] of [["actual", told.actual], ["expected", told.expected]])
@@ -129,8 +132,53 @@ function comparison(told) {
     ranks.map((rank) => digestCell(cells.get(rank) || {}, `${step}|${rank}|${phase}` === first, told.must_differ))));
   const head = el("tr", {}, el("th", {}, "step"), el("th", {}, "of"), ranks.map((rank) => el("th", {}, `rank ${rank}`)));
   const table = rows.length ? el("div", { class: "scroll" }, el("table", { class: "plain mono digests" }, head, rows)) : null;
-  const words = told.outcome === "equal" ? null : el("pre", {}, told.told);
-  return section(title, words, table);
+  const isSaid = told.told.split("\n").every((line) => failures.some(([, text]) => text.includes(line)));  // by the failure above
+  const words = told.outcome === "equal" || isSaid ? null : el("pre", {}, told.told);
+  return section(title, words, table, bitsMap(told, ranks));
+}
+
+// Which tensors differ, and on which steps and ranks: a row a tensor, the one of the first difference on top.
+function bitsMap(told, ranks) {
+  if (!told.differing.length || !ranks.length) return null;
+  const known = new Set([...told.actual, ...told.expected].map(([step, rank, phase]) => `${step}|${rank}|${phase}`));
+  const steps = [...new Set([...told.actual, ...told.expected].map(([step]) => step))].sort((a, b) => a - b);
+  const tensors = new Map(told.first ? [[`${told.first[2]} of ${told.first[3]}`, new Set()]] : []);
+  for (const [step, rank, phase, name] of told.differing) {
+    const tensor = `${phase} of ${name}`;
+    if (!tensors.has(tensor)) tensors.set(tensor, new Set());
+    tensors.get(tensor).add(`${step}|${rank}`);
+  }
+  const shown = [...tensors].slice(0, MOST_TENSORS), left = 330, top = 18, height = 16;
+  const cell = Math.max(1, Math.min(16, 760 / (steps.length * (ranks.length + 0.5)))), group = cell * (ranks.length + 0.5);
+  const picture = svg("svg", { class: "bits", role: "img", viewBox: `0 0 1100 ${top + shown.length * height + 2}`, width: "100%", style: "max-width:1400px" });
+  const every = Math.ceil(60 / group);
+  steps.forEach((step, nth) => { if (nth % every === 0) picture.append(svg("text", { x: left + nth * group, y: 12, class: "dim" }, `step ${step}`)); });
+  shown.forEach(([tensor, places], row) => {
+    const y = top + row * height, phase = tensor.slice(0, tensor.indexOf(" of "));
+    picture.append(svg("text", { x: 0, y: y + 11, class: "name" }, tensor.length > 52 ? "…" + tensor.slice(-51) : tensor));
+    steps.forEach((step, nth) => runs(ranks.map((rank) => [places.has(`${step}|${rank}`), known.has(`${step}|${rank}|${phase}`)])).forEach(([from, to, [differs, isThere]]) => {
+      if (!differs && !isThere) return;
+      const which = to - from > 1 ? `ranks ${ranks[from]} to ${ranks[to - 1]}` : `rank ${ranks[from]}`;
+      picture.append(svg("rect", { x: left + nth * group + from * cell, y: y + 1, width: (to - from) * cell - Math.min(1, cell / 4), height: height - 3, class: differs ? told.must_differ ? "meant" : "differs" : "equal" },
+        svg("title", {}, `${tensor}: step ${step}, ${which}: ${differs ? "differs" : "equal"}`)));
+    }));
+  });
+  if (told.first) picture.append(svg("rect", { x: left + steps.indexOf(told.first[0]) * group + ranks.indexOf(told.first[1]) * cell - 1, y: top - 1, width: Math.max(cell, 4) + 1, height: height + 1, class: "first" },
+    svg("title", {}, `the first that differs: step ${told.first[0]}, rank ${told.first[1]}, ${told.first[2]} of ${told.first[3]}`)));
+  const more = [[tensors.size - shown.length, "more tensor"], [told.untold, "more difference"]].filter(([count]) => count);
+  const words = `A row for each of ${counted(tensors.size, "tensor")} that differ${tensors.size === 1 ? "s" : ""} somewhere, a column for each of ${counted(ranks.length, "rank")} of each step.`;
+  return el("div", { class: "map" }, el("h4", {}, "Where bits differ"), el("p", { class: "dim" }, words), picture,
+    more.length ? el("p", { class: "dim" }, `Not drawn: ${more.map(([count, what]) => counted(count, what)).join(" and ")}.`) : null);
+}
+
+// Neighbours that are equal, as [from, to, what they are].
+function runs(values) {
+  const found = [];
+  values.forEach((value, place) => {
+    const last = found[found.length - 1];
+    if (last && String(last[2]) === String(value)) last[1] = place + 1; else found.push([place, place + 1, value]);
+  });
+  return found;
 }
 
 function digestCell({ actual, expected }, isFirst, mustDiffer) {
@@ -155,40 +203,88 @@ const bytes = (count) => count.toLocaleString("en-US");
 function layout(told) {
   const title = told.problems.length ? "Bucket layouts: who sits at which byte, and what differs" : "Bucket layout: who sits at which byte";
   const problems = told.problems.length ? el("pre", { class: "long" }, told.problems.join("\n")) : null;
-  return section(title, problems, ...told.sides.map(([name, payloads]) => bars(name, payloads)));
+  return section(title, problems, ...(told.sides.length === 2 ? pairedSides(...told.sides) : told.sides.map(([name, payloads]) => bars(name, payloads))));
 }
 
-function bars(name, payloads) {
+// Two layouts, payload by payload as the comparison pairs them: those that differ above each other, the others folded.
+function pairedSides([name, actual], [other, expected]) {
+  const rest = [...actual], pairs = [];
+  for (const wanted of expected) {
+    const names = new Set(wanted.slots.map(([parameter]) => parameter));
+    const shared = rest.map((each) => each.collective === wanted.collective ? new Set(each.slots.map(([parameter]) => parameter).filter((each) => names.has(each))).size : 0);
+    const most = Math.max(0, ...shared);
+    pairs.push([most ? rest.splice(shared.indexOf(most), 1)[0] : null, wanted]);
+  }
+  pairs.push(...rest.map((each) => [each, null]));
+  const alike = ([ours, theirs]) => ours && theirs && String([ours.slots, ours.dtype, ours.ranks]) === String([theirs.slots, theirs.dtype, theirs.ranks]);
+  const differing = pairs.filter((pair) => !alike(pair)), same = pairs.filter(alike);
+  return [differing.length ? bars(`${name} above, ${other} below`, differing, pairOfBars(name, other)) : null,
+    same.length ? folded(`${counted(same.length, "payload")} alike on both sides`, () => bars(`${name} and ${other}`, same.map(([ours]) => ours))) : null];
+}
+
+const pairOfBars = (name, other) => ([ours, theirs], largest, hint) => {
+  const picture = svg("svg", { class: "pair", role: "img", viewBox: "0 0 1100 66", width: "100%", style: "max-width:1400px" });
+  const sides = [ours, theirs].map((payload, side) => payload ? row(picture, payload, largest, hint, side * 40) : absent(picture, side ? other : name, side * 40));
+  for (const [key, [from, offset, parameter, part]] of sides[0]) {
+    const [to, wanted] = sides[1].get(key) || [];
+    if (to === undefined) { if (theirs) part.classList.add("alone"); continue; }
+    if (offset === wanted) continue;
+    const told = `${parameter}: byte ${bytes(offset)} in ${name}, byte ${bytes(wanted)} in ${other}`;
+    const line = svg("line", { x1: from, y1: 20, x2: to, y2: 43, class: "moved", stroke: colour(parameter) }, svg("title", {}, told));
+    line.addEventListener("mouseenter", () => { hint.textContent = told; });
+    picture.append(line);
+  }
+  for (const [key, [, , , part]] of sides[1]) if (ours && !sides[0].has(key)) part.classList.add("alone");
+  return picture;
+};
+
+function absent(picture, name, y) {
+  picture.append(svg("text", { x: LEFT, y: y + 15, class: "dim" }, `${name} has no such payload`));
+  return new Map();
+}
+
+function bars(name, payloads, draw = bar) {
   const place = el("div", {}), hint = el("p", { class: "hint dim" }, "Point at a part to read it.");
-  const largest = Math.max(1, ...payloads.map((payload) => payload.slots.reduce((sum, slot) => sum + slot[2], 0)));
+  const largest = Math.max(1, ...payloads.flat().filter(Boolean).map(size));
   const more = () => {
     const drawn = place.querySelectorAll("svg").length;
-    place.append(...payloads.slice(drawn, drawn + MOST_BARS).map((payload) => bar(payload, largest, hint)));
+    place.append(...payloads.slice(drawn, drawn + MOST_BARS).map((payload) => draw(payload, largest, hint)));
     button.hidden = drawn + MOST_BARS >= payloads.length;
-    button.textContent = `show more of ${payloads.length} payloads`;
+    button.textContent = `show more of ${counted(payloads.length, "payload")}`;
   };
   const button = el("button", { type: "button", onclick: more });
   more();
   return el("div", { class: "layout" }, el("h4", {}, name), place, button, hint);
 }
 
+const WIDTH = 1100, LEFT = 330;
+// The bytes of a payload: up to the end of its last part.
+const size = (payload) => Math.max(0, ...payload.slots.map(([, offset, length]) => offset + length));
+
 function bar(payload, largest, hint) {
-  const width = 1100, left = 330, room = width - left - 8;
-  const total = payload.slots.reduce((sum, slot) => sum + slot[2], 0);
-  const picture = svg("svg", { viewBox: `0 0 ${width} 24`, width: "100%", style: "max-width:1400px" });
-  const what = `${payload.label}: ${payload.collective}${payload.op ? " " + payload.op : ""} ${payload.dtype}, ${payload.ranks} ranks${payload.directions.length ? ", " + payload.directions.join(" and ") : ""}`;
-  const text = svg("text", { x: 0, y: 15, class: "name" }, what.length > 60 ? what.slice(0, 59) + "…" : what);
+  const picture = svg("svg", { role: "img", viewBox: `0 0 ${WIDTH} 24`, width: "100%", style: "max-width:1400px" });
+  row(picture, payload, largest, hint, 0);
+  return picture;
+}
+
+// Draw a payload at a height: the middle, offset, parameter and rectangle of each part, by parameter and how often it came before.
+function row(picture, payload, largest, hint, y) {
+  const room = WIDTH - LEFT - 8, total = size(payload), parts = new Map();
+  const what = `${payload.label}: ${payload.collective}${payload.op ? " " + payload.op : ""} ${payload.dtype}, ${counted(payload.ranks, "rank")}${payload.directions.length ? ", " + payload.directions.join(" and ") : ""}`;
+  const text = svg("text", { x: 0, y: y + 15, class: "name" }, what.length > 60 ? what.slice(0, 59) + "…" : what);
   text.append(svg("title", {}, what));
   picture.append(text);
-  for (const [parameter, offset, size] of payload.slots) {
-    const part = svg("rect", { x: left + (room * offset) / largest, y: 3, width: Math.max(0.6, (room * size) / largest), height: 17,
-      fill: colour(parameter), stroke: "#fff", "stroke-width": 0.5 });
-    const told = `${parameter}: bytes ${bytes(offset)} to ${bytes(offset + size)} (${bytes(size)} of ${bytes(total)})`;
+  for (const [parameter, offset, length] of payload.slots) {
+    const [x, wide] = [LEFT + (room * offset) / largest, Math.max(0.6, (room * length) / largest)];
+    const part = svg("rect", { x, y: y + 3, width: wide, height: 17, fill: colour(parameter), stroke: "#fff", "stroke-width": 0.5 });
+    const told = `${parameter}: bytes ${bytes(offset)} to ${bytes(offset + length)} (${bytes(length)} of ${bytes(total)})`;
     part.append(svg("title", {}, told));
     part.addEventListener("mouseenter", () => { hint.textContent = told; });
     picture.append(part);
+    const before = [...parts.keys()].filter((key) => key.startsWith(parameter + "|")).length;
+    parts.set(`${parameter}|${before}`, [x + wide / 2, offset, parameter, part]);
   }
-  return picture;
+  return parts;
 }
 
 // --- passes --------------------------------------------------------------------------------
@@ -280,10 +376,10 @@ class SideBySide {
     const input = el("input", { type: "search", placeholder: "search both graphs", "aria-label": "search both graphs",
       oninput: () => this.search(input.value), onkeydown: (event) => { if (event.key === "Escape") { input.value = ""; this.search(""); } } });
     this.count = el("span", { class: "dim" });
-    const bar = el("div", { class: "bar" }, el("strong", {}, name), el("span", { class: "dim" }, `${old.length} lines before, ${now.length} after`), input, this.count);
+    const bar = el("div", { class: "bar" }, el("strong", {}, name), el("span", { class: "dim" }, `${counted(old.length, "line")} before, ${bytes(now.length)} after`), input, this.count);
     this.body = el("tbody", {});
     this.drawAll();
-    panel.append(bar, this.list, el("p", { class: "dim" }, "A line's number lists everything else of its module."), el("table", { class: "lines" },
+    panel.append(bar, this.list, el("p", { class: "dim" }, "A line's number lists everything else of its module, by a click, or by arrows and Enter."), el("table", { class: "lines" },
       el("colgroup", {}, el("col", { style: "width:52px" }), el("col"), el("col", { style: "width:52px" }), el("col")), this.body));
   }
 
@@ -302,6 +398,21 @@ class SideBySide {
   drawAll() {
     this.rows = new Map();
     this.body.replaceChildren(...this.some(0));
+    const first = this.body.querySelector("td[data-module]");
+    if (first) first.tabIndex = 0;
+    this.body.addEventListener("keydown", (event) => this.key(event));
+  }
+
+  // One number is a tab stop; the arrows move it, and Enter lists its module.
+  key(event) {
+    const cell = event.target.closest("td[data-module]"), step = { ArrowDown: 1, ArrowUp: -1 }[event.key];
+    if (!cell || (!step && event.key !== "Enter")) return;
+    event.preventDefault();
+    if (!step) return this.module(cell.dataset.module);
+    const cells = [...this.body.querySelectorAll(`td[data-side="${cell.dataset.side}"]`)], next = cells[cells.indexOf(cell) + step];
+    if (!next) return;
+    [cell.tabIndex, next.tabIndex] = [-1, 0];
+    next.focus();
   }
 
   // The rows of the next stretches from one on, and a row that draws those behind them.
@@ -309,7 +420,7 @@ class SideBySide {
     const to = Math.min(from + BLOCKS, this.blocks.length);
     const rows = this.blocks.slice(from, to).flatMap((block, place) => this.block(block, from + place));
     if (to === this.blocks.length) return rows;
-    this.more = el("tr", { class: "gap" }, el("td", { colspan: 4 }, `⋯ ${this.blocks.length - to} more stretches, changed and equal in turn`));
+    this.more = el("tr", { class: "gap" }, el("td", { colspan: 4 }, `⋯ ${counted(this.blocks.length - to, "more stretch").replace("stretchs", "stretches")}, changed and equal in turn`));
     pressed(this.more, () => this.drawMore(to));
     this.next = to;
     return [...rows, this.more];
@@ -335,7 +446,7 @@ class SideBySide {
   }
 
   gap(block, from, to) {
-    const row = el("tr", { class: "gap" }, el("td", { colspan: 4 }, `⋯ ${to - from} ${block.equal ? "equal" : "changed"} lines${to - from > CHUNK ? `, show ${CHUNK}` : ""}`));
+    const row = el("tr", { class: "gap" }, el("td", { colspan: 4 }, `⋯ ${counted(to - from, block.equal ? "equal line" : "changed line")}${to - from > CHUNK ? `, show ${CHUNK}` : ""}`));
     pressed(row, () => row.replaceWith(...this.stretch(block, from, Math.min(from + CHUNK, to), to)));
     row.gap = { block, from, to };
     return row;
@@ -359,7 +470,8 @@ class SideBySide {
 
   number(side, number) {
     const module = this.modules[side][number];
-    return el("td", { class: "no", title: module ? `everything of ${module}` : "", onclick: () => module && this.module(module) }, String(number + 1));
+    if (!module) return el("td", { class: "no" }, String(number + 1));
+    return el("td", { class: "no", tabindex: -1, "data-module": module, "data-side": String(side), title: `everything of ${module}`, onclick: () => this.module(module) }, String(number + 1));
   }
 
   module(name) { this.showFound(`${name}:`, (side, number) => this.modules[side][number] === name); }
@@ -373,7 +485,7 @@ class SideBySide {
   showFound(title, fits) {
     const found = [];
     this.sides.forEach((lines, side) => lines.forEach((_, number) => { if (fits(side, number)) found.push([side, number]); }));
-    this.count.textContent = `${title} ${found.length} lines${found.length > MOST_FOUND ? `, the first ${MOST_FOUND} listed` : ""}`;
+    this.count.textContent = `${title} ${counted(found.length, "line")}${found.length > MOST_FOUND ? `, the first ${MOST_FOUND} listed` : ""}`;
     this.list.hidden = false;
     this.list.replaceChildren(...found.slice(0, MOST_FOUND).map(([side, number]) => el("div", {}, el("button", { type: "button", class: "link",
       onclick: () => this.reveal(side, number) }, `${side ? "after " : "before"} ${String(number + 1).padStart(6)}  ${this.modules[side][number]}  ${this.sides[side][number].trim()}`))));
@@ -438,7 +550,7 @@ function schedule(name, side, longest) {
   }
   const end = side.lanes.length * height + 13;
   picture.append(svg("text", { x: left, y: end, class: "dim" }, "0"), svg("text", { x: left + Math.max(side.seconds * 1e6 * scale, 60), y: end, class: "dim", "text-anchor": "end" }, `${(side.seconds * 1000).toFixed(2)} ms`));
-  const left_out = side.left_out ? el("p", { class: "dim" }, `${side.left_out} of the shortest spans are not drawn.`) : null;
+  const left_out = side.left_out ? el("p", { class: "dim" }, `Not drawn: ${counted(side.left_out, "span")}, the shortest.`) : null;
   return el("div", {}, el("h4", {}, name), el("p", {}, side.summary), picture, hint, left_out,
     el("button", { type: "button", onclick: () => save(name, side) }, "save as Chrome trace"));
 }

@@ -12,15 +12,15 @@ What a simulated world refuses is an error of this module; each message is one s
 
 
 class NoModel(NotImplementedError):
-    """A collective, a reduction or another operator that a simulated world does not model (S5)."""
+    """A collective, a reduction or another operator that a simulated world does not model."""
 
 
 class CollectiveMismatch(AssertionError):
-    """Ranks come to the same collective with different operations, sizes, dtypes or splits (S5)."""
+    """Ranks come to the same collective with different operations, sizes, dtypes or splits."""
 
 
 class DependsOnRank(ValueError):
-    """A graph, or an input of it, is valid for one rank only (S4)."""
+    """A graph, or an input of it, is valid for one rank only."""
 
 
 class VacuousCheck(Exception):

@@ -11,14 +11,17 @@ import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
+from fixtures.models.llama3 import FLAVORS, Llama3
 from fixtures.models.loss import ce_step
 from fixtures.training import deepseek_v3_training, llama3_training
 from pytest_gtrainer import (
     BucketLayout,
     NetModel,
     VacuousCheck,
+    assert_bitwise_equal,
     assert_simulated_parity,
     sweep_nets,
+    train_eager,
     train_graph,
 )
 from pytest_gtrainer.conformance.recipes import Recipe
@@ -56,6 +59,29 @@ def test_bits_that_differ_are_told_with_the_path_of_the_element(gt_world):
     path = "reduce_scatter, element 0 of 2048, channel 0, summed in the order of ranks 3 2 1 4 7 6 5 0"
     for side in ("graph", "eager"):
         assert f"  {side}: bucket 'tok_embeddings', {path}\n    > byte 0: tok_embeddings.weight, 8192 bytes" in text
+
+
+@pytest.mark.gt_world("simulated", size=2)
+def test_other_starting_weights_are_told_before_their_first_bit(gt_world):
+    """The loss differs first, and is not the cause; runs from one seed that differ do not say so."""
+
+    def seeded(seed):
+        model = Llama3(FLAVORS["debug"])
+        model.init_weights(seed=seed)
+        return model
+
+    eager = train_eager(CONFIG, world=gt_world)
+    others = {
+        "weights": functools.partial(CONFIG, model=lambda: seeded(1)),
+        "step": functools.partial(CONFIG, step=twice_as_much_when_traced),
+    }
+    told = {}
+    for name, config in others.items():
+        with pytest.raises(BitwiseDifference) as error:
+            assert_bitwise_equal(train_graph(config, world=gt_world), eager, what="graph against eager")
+        told[name] = str(error.value).splitlines()[1]
+    assert told["weights"] == "the two runs start from different weights, on ranks 0, 1: seed both sides alike"
+    assert "start" not in told["step"]
 
 
 LAYOUTS_AROUND_WQ = """

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pytest_gtrainer._torch.threads import BACKEND, Work, active_fake_mode, reduction_of, unseen_by_modes
+from pytest_gtrainer.facts import counted
 from pytest_gtrainer.worlds import ranks_by, ranks_text
 from pytest_gtrainer.worlds.simulated import CollectiveMismatch, NoModel, collectives
 from pytest_gtrainer.worlds.simulated.collectives import Collective, Contribution, dtype_text, texts
@@ -349,7 +350,7 @@ class ThreadGroup(dist.ProcessGroup):
     def _check_count(self, text: str, tensors: Sequence[Tensor], only: int | None = None) -> None:
         if only in (None, self.rank()) and len(tensors) != len(self._members):
             name = text.partition(" ")[0]
-            raise ValueError(f"{name}: a list of {len(tensors)} tensors for {len(self._members)} ranks")
+            raise ValueError(f"{name}: a list of {counted(len(tensors), 'tensor')} for {len(self._members)} ranks")
 
     def new_group(
         self,

@@ -10,6 +10,7 @@ import torch
 from pytest_gtrainer import (
     Record,
     apply_graph_passes,
+    assert_bitwise_different,
     assert_bitwise_equal,
     bind_options,
     canonicalize_graph_pass,
@@ -112,9 +113,11 @@ def test_every_tensor_that_differs_is_told_by_its_place_up_to_a_bound(monkeypatc
     for name in ("a", "b", "c"):
         ours.add(0, 0, "weight", name, torch.zeros(1))
         theirs.add(0, 0, "weight", name, torch.zeros(1) if name == "b" else torch.ones(1))
-    with facts.collecting() as told, facts.watching(Witness(graphs=False).watchers), pytest.raises(AssertionError):
-        assert_bitwise_equal(ours, theirs)
-    (fact,) = [fact for fact in told if fact["kind"] == "comparison"]
+    with facts.collecting() as told, facts.watching(Witness(graphs=False).watchers):
+        assert_bitwise_different(ours, theirs)
+        assert_bitwise_equal({"a": torch.zeros(1)}, {"a": torch.zeros(1)})
+    fact, equal = [fact for fact in told if fact["kind"] == "comparison"]
+    assert (equal["differing"], equal["untold"]) == ([], 0)
     assert fact["differing"] == [[0, 0, "weight", "a"], [0, 0, "weight", "c"]][:most]
     assert fact["untold"] == 2 - len(fact["differing"])
 

@@ -4,7 +4,7 @@ import functools
 import hashlib
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -75,16 +75,11 @@ class GraphTrainerPass(CustomGraphPass):
 
     def uuid(self) -> tuple[str, ...] | None:
         """None is no caching."""
-        module = next((sys.modules[name] for name in _prefixes(self.bound.home) if name in sys.modules), None)
-        if (file := getattr(module, "__file__", None)) is None:
+        file = getattr(sys.modules.get(self.bound.home.partition(":")[0]), "__file__", None)
+        if file is None:
             return None
         own = sorted(map(str, PACKAGE.rglob("*.py"))) if Path(file).is_relative_to(PACKAGE) else [file]
         return str(self.bound), self.bound.home, _hash_of(own), self.sources
-
-
-def _prefixes(home: str) -> Iterator[str]:
-    while home := home.rpartition(".")[0]:
-        yield home
 
 
 @functools.cache

@@ -321,7 +321,7 @@ def assert_same_layout(
 
     Raises:
         LayoutDifference: names the bucket and the parameters that lie elsewhere.
-        ValueError: a layout is empty, so there is nothing to compare.
+        ValueError: a layout is empty, so there is nothing to compare, or has a collective of another kind.
     """
     __tracebackhide__ = True
     actual, expected = (
@@ -331,6 +331,8 @@ def assert_same_layout(
         if not layout.payloads:
             wrong = f"the {which} layout has no collective of parameters, so there is nothing to compare"
             raise ValueError(f"{wrong}: shard the model (data_parallel, fully_shard) first")
+        if strange := {payload.collective for payload in layout.payloads} - {*KINDS}:
+            raise ValueError(f"the {which} layout has a collective {strange.pop()!r}; expected {', '.join(KINDS)}")
     problems: list[str] = []
     for kind in KINDS:
         rest = list(actual.of(kind))

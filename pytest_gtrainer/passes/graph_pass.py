@@ -165,7 +165,7 @@ def bind_options(a_pass: Pass, **options: Any) -> BoundPass:
     if (identity := getattr(a_pass, "uuid", lambda: None)()) is not None:
         spelled += (("uuid", repr(identity)),)
     code = a_pass if inspect.isfunction(a_pass) else type(a_pass) if identity is not None else None
-    home = f"{code.__module__}.{code.__qualname__}" if code is not None and "<" not in code.__qualname__ else ""
+    home = f"{code.__module__}:{code.__qualname__}" if code is not None and "<" not in code.__qualname__ else ""
     return BoundPass(name, spelled, as_pass(a_pass), copy.deepcopy(options), home)
 
 

@@ -171,7 +171,7 @@ def test_caches_do_not_take_one_object_for_another():
     two, three, again = ids(Named(2.0), Named(3.0), Named(2.0))
     assert two == again != three
     told, home, *_ = ids(rescale)[0]
-    assert (told, home) == ("rescale()", f"{__name__}.rescale")
+    assert (told, home) == ("rescale()", f"{__name__}:rescale")
 
 
 def test_caches_do_not_take_one_function_for_another(tmp_path, monkeypatch):

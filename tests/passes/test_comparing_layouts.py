@@ -31,6 +31,14 @@ def test_equal_layouts_pass_whatever_the_order_of_collectives():
     assert_same_layout(BucketLayout((EXPECTED, other)), BucketLayout((other, EXPECTED)))
 
 
+def test_a_collective_that_nobody_compares_is_refused():
+    """It was passed over."""
+    strange = payload((SCALE, 4), collective="all_to_all")
+    for layouts in (((EXPECTED, strange), (EXPECTED,)), ((EXPECTED,), (EXPECTED, strange))):
+        with pytest.raises(ValueError, match=r"layout has a collective 'all_to_all'; expected all_gather"):
+            assert_same_layout(*map(BucketLayout, layouts))
+
+
 def test_swapped_members_are_named_with_both_places():
     """D2: names the parameters of the bucket."""
     assert difference(payload((W2, 12), (W1, 8))) == [

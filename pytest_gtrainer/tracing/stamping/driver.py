@@ -6,12 +6,13 @@ over, globals that they name, their own module's and those of modules that they 
 be seen: state in extensions in C, in files, in modules of torch and of Python, and behind a name that is computed.
 """
 
+import functools
 import logging
 import random
 import sys
 import types
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -253,11 +254,11 @@ def _looked_into(where: str, value: Any) -> Iterator[tuple[_Held | None, list[tu
     is_foreign = home.partition(".")[0] in FOREIGN or kind in INSIDE or isinstance(value, type)
     if isinstance(value, nn.Module) or not is_foreign:
         own = getattr(value, "__dict__", {})
-        slots = [n for cls in kind.__mro__ for n in _slots_of(cls) if hasattr(value, n)]
         of_values = [(where + name, held) for name, held in own.items() if name not in TABLES]
         yield _Held(where, own, dict(own)), [*of_values, (f"what the class {kind.__qualname__} names: ", kind)]
-        in_slots = {name: getattr(value, name) for name in slots}
-        yield _Held(where, value, in_slots, setattr), [(where + name, held) for name, held in in_slots.items()]
+        slots = {name: getattr(value, name) for name in _slots_of(kind) if hasattr(value, name)}
+        in_slots = [(where + name, held) for name, held in slots.items()]
+        yield _Held(where, value, slots, setattr) if slots else None, in_slots
 
 
 def _names_in(code: types.CodeType) -> list[str]:
@@ -282,9 +283,10 @@ def _fill(array: Any, name: str, value: Any) -> None:
     array[...] = value
 
 
-def _slots_of(cls: type) -> list[str]:
-    slots = vars(cls).get("__slots__", ())
-    return [slots] if isinstance(slots, str) else [*slots]
+@functools.cache
+def _slots_of(kind: Hashable) -> list[str]:
+    told = [vars(cls).get("__slots__", ()) for cls in kind.__mro__]  # type: ignore[attr-defined]
+    return [name for slots in told for name in ([slots] if isinstance(slots, str) else slots)]
 
 
 def _is_array(value: Any) -> bool:

@@ -12,7 +12,7 @@ import random
 import sys
 import types
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -256,7 +256,7 @@ def _looked_into(where: str, value: Any) -> Iterator[tuple[_Held | None, list[tu
         own = getattr(value, "__dict__", {})
         of_values = [(where + name, held) for name, held in own.items() if name not in TABLES]
         yield _Held(where, own, dict(own)), [*of_values, (f"what the class {kind.__qualname__} names: ", kind)]
-        slots = {name: getattr(value, name) for name in _slots_of(kind) if hasattr(value, name)}
+        slots = {name: getattr(value, name) for name in _slots_of(kind.__mro__) if hasattr(value, name)}
         in_slots = [(where + name, held) for name, held in slots.items()]
         yield _Held(where, value, slots, setattr) if slots else None, in_slots
 
@@ -284,8 +284,8 @@ def _fill(array: Any, name: str, value: Any) -> None:
 
 
 @functools.cache
-def _slots_of(kind: Hashable) -> list[str]:
-    told = [vars(cls).get("__slots__", ()) for cls in kind.__mro__]  # type: ignore[attr-defined]
+def _slots_of(classes: tuple[type, ...]) -> list[str]:
+    told = [vars(cls).get("__slots__", ()) for cls in classes]
     return [name for slots in told for name in ([slots] if isinstance(slots, str) else slots)]
 
 

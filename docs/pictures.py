@@ -347,7 +347,13 @@ def judged_page() -> Path:
     return page
 
 
-PAGES = {"report": (changed_page, 860), "differences": (judged_page, 930)}
+def site_page() -> Path:
+    """A page of the documentation, as ``make docs`` builds it."""
+    subprocess.run(["make", "docs"], cwd=ROOT, check=True, capture_output=True)
+    return ROOT / "build" / "site" / "tutorial.html"
+
+
+PAGES = {"report": (changed_page, 860), "differences": (judged_page, 930), "site": (site_page, 860)}
 """What makes a page, and how many pixels of it are shown."""
 
 

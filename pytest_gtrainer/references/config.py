@@ -69,6 +69,7 @@ class TrainConfig:
             graph's, which needs a second trace.
         context: entered around forward and backward of every step, on both sides: ``loss_parallel``, say.
         record_rng: record the states of all random generators before each step.
+        repeat_layers: how the graph's side traces, as for ``trace_step``: "off", "auto" or "exact".
         steps: number of steps.
     """
 
@@ -87,6 +88,7 @@ class TrainConfig:
     chunk: ChunkConfig | None = None
     context: Callable[[], AbstractContextManager[object]] = nullcontext
     record_rng: bool = False
+    repeat_layers: str = "off"
     steps: int = 5
 
     def __post_init__(self) -> None:
@@ -121,9 +123,7 @@ class TrainConfig:
         """
         batch = self.batch(step, self.coordinate if coordinate is None else coordinate)
         if isinstance(batch, torch.Tensor):
-            raise TypeError(
-                "TrainConfig.batch returns a tensor: return a tuple of the step's inputs, (tensor,) for one"
-            )
+            raise TypeError("TrainConfig.batch returns a tensor: return a tuple of the step's inputs, one as (tensor,)")
         return batch
 
     @property

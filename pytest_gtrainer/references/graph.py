@@ -84,7 +84,9 @@ def shard_traceably(model: nn.Module, config: TrainConfig) -> nn.Module:
 def trace_config(config: TrainConfig, model: nn.Module) -> TracedStep:
     """Trace the step on the first batch's shapes, drawing nothing; CannotRestore if a recomputed region would draw."""
     with random_states_kept(), config.context():
-        traced = trace_step(model, config.step, config.inputs(0), chunk=config.chunk)
+        traced = trace_step(
+            model, config.step, config.inputs(0), chunk=config.chunk, repeat_layers=config.repeat_layers
+        )
     checkpoint = config.activation_checkpoint
     # what a checkpoint puts back before it recomputes, a graph cannot: then the backward may not draw
     for node in traced.gm.graph.nodes if checkpoint is not None and checkpoint.preserve_rng_state else ():

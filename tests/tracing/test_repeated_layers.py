@@ -16,15 +16,19 @@ from fixtures.models.chunked_loss import chunked_ce_step
 from fixtures.models.expert_parallel import apply_expert_parallel
 from fixtures.models.loss import ce_step
 from fixtures.repeated import REFUSED, STAMPED, WIDTH
-from fixtures.training import token_batches
+from fixtures.training import llama3_training, token_batches
 from pytest_gtrainer import (
     ChunkConfig,
     MixedPrecisionPolicy,
     apply_graph_passes,
+    assert_bitwise_equal,
     construct_default_graph_passes,
     data_parallel,
+    facts,
+    get_default_transformer_block_buckets,
     graphtext,
     trace_step,
+    train_graph,
 )
 from pytest_gtrainer.graphtext import render
 from pytest_gtrainer.tracing.stamping import driver, signature, units
@@ -457,3 +461,20 @@ def test_the_garbage_collector_is_as_it_was(on):
         assert gc.isenabled() is on
     finally:
         gc.enable()
+
+
+@pytest.mark.gt_world("ranks", size=2, mesh={"fsdp": 2})
+def test_a_configuration_of_training_may_ask_for_it(gt_mesh, gt_world):
+    """The graph's side trains with the bits of a full trace, and says what was stamped."""
+
+    def deep():
+        built = llama3.Llama3(replace(llama3.FLAVORS["debug"], n_layers=8))
+        built.init_weights(seed=0)
+        return built
+
+    plan = get_default_transformer_block_buckets(n_layers=8)
+    config = replace(llama3_training(gt_mesh, "fp32", model=deep, steps=1), bucket_plan=plan)
+    with facts.collecting() as told:
+        full, stamped = (train_graph(replace(config, repeat_layers=how), world=gt_world) for how in ("off", "auto"))
+    assert [fact["outcome"] for fact in told if fact["kind"] == "repeated"] == ["stamped (4 of 8 in layers)"]
+    assert_bitwise_equal(stamped, full)

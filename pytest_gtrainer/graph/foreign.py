@@ -291,22 +291,20 @@ class _Adoption:
         return name._replace(fqn=f"{name.fqn}{described.suffix}") if described.suffix else name
 
     def _name_outputs(self, output: fx.Node) -> None:
-        """Names of results by their descriptors, "" where one tells nothing."""
+        """Names of results, if descriptors tell every one."""
         descriptors = output.meta.get("desc")
         leaves = output.args[0]
         if "gt_outputs" in output.meta or not all(isinstance(each, list | tuple) for each in (descriptors, leaves)):
             return
         told, parameters = list[str](), list[str]()
-        place: int | None = 0  # gradients are in the order of the inputs; None behind one that is not described
+        place = 0  # gradients are in the order of the inputs
         for descriptor, leaf in zip(descriptors, leaves, strict=False):
-            if descriptor is None and leaf is None and place is not None and place < len(self.dynamo):
+            if descriptor is None and leaf is None and place < len(self.dynamo):
                 told.append(self.dynamo[place].fqn)
                 place += 1
                 continue
             if (described := described_output(descriptor)) is None:
-                told.append("")
-                place = None
-                continue
+                return
             kind, of = described.kind, described.of
             if kind == "kept" and isinstance(leaf, fx.Node):
                 told.append(_saved_name(leaf))
@@ -317,8 +315,8 @@ class _Adoption:
             elif kind == "output":
                 told.append(f"output_{described.place}{described.suffix}")
             else:
-                told.append("")
-        if len(told) == len(leaves) and any(told):
+                return
+        if len(told) == len(leaves):
             output.meta["gt_outputs"], output.meta["gt_parameters"] = tuple(told), tuple(parameters)
 
 

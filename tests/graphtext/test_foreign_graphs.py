@@ -114,17 +114,6 @@ def test_nodes_are_named_and_the_graph_is_only_read(graphs):
     assert [dict(node.meta) for node in gm.graph.nodes] == before
 
 
-def test_a_result_that_is_not_described_leaves_the_others_their_names(graphs):
-    gm = copy.deepcopy(graphs["backward"])
-    whole = adopted(gm, graphs["dynamo"]).graph.output_node().meta["gt_outputs"]
-    first, *others = gm.graph.output_node().meta["desc"]
-    for strange in (object(), None):
-        gm.graph.output_node().meta["desc"] = [strange, *others]
-        named = adopted(gm, graphs["dynamo"]).graph.output_node().meta["gt_outputs"]
-        assert named == ("", "", *whole[2:])  # the second has no gradient, and is named by its place behind the first
-    assert (first is not None, whole[:2]) == (True, ("layers.0.up.weight", "x"))
-
-
 def test_a_bare_graph_and_an_exported_program_render():
     """P1: a bare graph has its module's text; a program its parameters' names."""
     model = Model()

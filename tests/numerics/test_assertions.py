@@ -77,7 +77,7 @@ def test_different_fails_where_the_sides_are_of_other_ranks():
         record.add(0, 0, "loss", "loss", torch.tensor(float(value)))
     with pytest.raises(ControlFailed, match=r"two sides are not comparable\n") as failed:
         assert_bitwise_different(*records)
-    told = "not the same ranks: actual Record(world_size=1, 1 tensors), expected Record(world_size=2"
+    told = "not the same ranks: actual Record(world_size=1, 1 tensor), expected Record(world_size=2"
     assert told in failed.value.message
 
 

@@ -12,6 +12,7 @@ import sys
 import tempfile
 import threading
 import time
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -306,6 +307,12 @@ def test_the_lock_lies_where_no_other_user_can_put_a_link(tmp_path, monkeypatch)
     with pytest.raises(store.GoldenFileError, match=r"^g was not written: "):
         store.write(tmp_path / "g", tmp_path, "x\n")
     assert (tmp_path / "mine").read_text() == "kept"
+
+
+def test_no_filelock_is_allowed_that_follows_links():
+    """Those before 3.20.1 do."""
+    (floor,) = [each for each in metadata.requires("pytest-gtrainer") if each.startswith("filelock")]
+    assert tuple(map(int, re.fullmatch(r"filelock>=([\d.]+)", floor)[1].split("."))) >= (3, 20, 1)
 
 
 @pytest.mark.parametrize("to", ["elsewhere", "nowhere"])

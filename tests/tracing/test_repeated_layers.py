@@ -21,6 +21,7 @@ from pytest_gtrainer import (
     ChunkConfig,
     MixedPrecisionPolicy,
     apply_graph_passes,
+    assert_bitwise_different,
     assert_bitwise_equal,
     construct_default_graph_passes,
     data_parallel,
@@ -467,9 +468,9 @@ def test_the_garbage_collector_is_as_it_was(on):
 def test_a_configuration_of_training_may_ask_for_it(gt_mesh, gt_world):
     """The graph's side trains with the bits of a full trace, and says what was stamped."""
 
-    def deep():
+    def deep(seed=0):
         built = llama3.Llama3(replace(llama3.FLAVORS["debug"], n_layers=8))
-        built.init_weights(seed=0)
+        built.init_weights(seed=seed)
         return built
 
     plan = get_default_transformer_block_buckets(n_layers=8)
@@ -478,3 +479,5 @@ def test_a_configuration_of_training_may_ask_for_it(gt_mesh, gt_world):
         full, stamped = (train_graph(replace(config, repeat_layers=how), world=gt_world) for how in ("off", "auto"))
     assert [fact["outcome"] for fact in told if fact["kind"] == "repeated"] == ["stamped (4 of 8 in layers)"]
     assert_bitwise_equal(stamped, full)
+    other = replace(config, model=partial(deep, seed=1), repeat_layers="auto")
+    assert_bitwise_different(train_graph(other, world=gt_world), full)

@@ -131,8 +131,8 @@ OPTIONS: tuple[Option, ...] = (
         "kind",
         "kind of the pass under --gt-pass, which selects the rules (default: any)",
         choices=(
-            "any", "bucketing", "separate", "canonicalisation", "deduplication", "remat", "reassignment", "ddp",
-            "chunking",
+            "any", "bucketing", "separate", "canonicalisation", "deduplication", "remat", "memory_policy",
+            "reassignment", "ddp", "chunking",
         ),
     ),
     Option("conformance", "write the conformance table as JSON", metavar="FILE"),

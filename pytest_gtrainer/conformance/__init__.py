@@ -18,12 +18,13 @@ from pytest_gtrainer.conformance.judging import (
     chunking,
     ddp,
     deduplication,
+    memory_policy,
     reassignment,
     remat,
     separate,
 )
 
 __all__ = [
-    "Adapter", "any_pass", "bucketing", "canonicalisation", "chunking", "ddp", "deduplication", "reassignment",
-    "remat", "separate",
+    "Adapter", "any_pass", "bucketing", "canonicalisation", "chunking", "ddp", "deduplication", "memory_policy",
+    "reassignment", "remat", "separate",
 ]  # fmt: skip

@@ -36,6 +36,7 @@ GIVEN: dict[str, dict[str, Any]] = {
     "canonicalisation": {"given": "traced", "gathers_again": False},
     "deduplication": {"given": "duplicates", "executed": ("w1", "w3", "w2", "w1")},
     "remat": {"given": "tagged", "gathers_again": False},
+    "memory_policy": {"gathers_again": False},
     "reassignment": {},
     "ddp": {"given": "ddp", "mesh": (("replicate", 4),), "reduced": None, "mixed": False, "gathers_again": False},
     "chunking": {"given": "chunks", "batch": 8, "mesh": (), "reduced": None, "mixed": False, "gathers_again": False},
@@ -317,7 +318,7 @@ def test_of(kind: str, function: Callable[..., Any], **options: Any) -> Callable
     return test_rule
 
 
-any_pass, bucketing, separate, canonicalisation, deduplication, remat, reassignment, ddp, chunking = (
+any_pass, bucketing, separate, canonicalisation, deduplication, remat, memory_policy, reassignment, ddp, chunking = (
     partial(test_of, kind) for kind in KINDS
 )
 

@@ -6,7 +6,6 @@ import copy
 import math
 import weakref
 from dataclasses import dataclass, fields, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -15,13 +14,13 @@ from torch import fx, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.checkpoint import CheckpointPolicy
 
-from pytest_gtrainer._torch.passes import ALL_GATHER, ALL_REDUCE, WAIT
+from pytest_gtrainer._torch.passes import ALL_GATHER, ALL_REDUCE, WAIT, functional_collectives
 from pytest_gtrainer.graph.bucket_plan import BucketPlan
 from pytest_gtrainer.graph.collectives import fsdp_all_gathers, group_of, launches, results_of
 from pytest_gtrainer.graph.nodes import BACKWARD, FORWARD, direction, node_fqn
 from pytest_gtrainer.graphtext import parse
 from pytest_gtrainer.passes.canonicalize import canonicalize_graph_pass
-from pytest_gtrainer.passes.chunking.config import ChunkConfig
+from pytest_gtrainer.passes.chunking.config import BATCH, SEQUENCE, ChunkConfig
 from pytest_gtrainer.passes.collectives import reduce_scatter_before_all_reduce_pass
 from pytest_gtrainer.passes.remat import RECOMPUTE, selective_activation_remat_pass, tag_with_memory_policy_pass
 from pytest_gtrainer.passes.stages import cut_part
@@ -51,8 +50,9 @@ class Recipe:
     beside: str = "tp"  # or another of its dimensions
     gathers_again: bool = False  # parameters, in the backward
     moe: bool = False  # blocks of experts, which are in a bucket of their own
-    inside: str = ""  # what a block does besides: it "drops", "mixes" rows, "exchanges", or views in vain, "noise"
+    inside: str = ""  # what a block, or its experts, do besides: see ``_besides``
     batch: int = 2
+    sequence: int = 3  # tokens of a row
     given: str = "canonical"  # or "traced", "duplicates", "tagged", "ddp", "chunks": what a pass is for is not done
     chunks: int = 2
     updates: bool = False  # a shard is doubled before its second gather, or else before the backward
@@ -84,9 +84,9 @@ class Recipe:
         return MixedPrecisionPolicy() if self.reduced is None else MixedPrecisionPolicy(torch.bfloat16, self.reduced)
 
     def tokens(self, step: int, coordinate: int) -> tuple[torch.Tensor]:
-        """The inputs of a step: rows of three tokens."""
+        """The inputs of a step: rows of tokens."""
         generator = torch.Generator().manual_seed(100 * step + coordinate)
-        return (torch.randint(VOCABULARY, (self.batch, 3), generator=generator),)
+        return (torch.randint(VOCABULARY, (self.batch, self.sequence), generator=generator),)
 
     def config(self, mesh: DeviceMesh) -> TrainConfig:
         """Its training on a mesh, two steps."""
@@ -102,8 +102,13 @@ class Recipe:
 
     @property
     def chunking(self) -> ChunkConfig:
-        """Its blocks, as the bits of eager chunking need it."""
-        return ChunkConfig("layers.*", num_chunks=self.chunks, early_grad_accumulation=False)
+        """Its blocks by batch, or its experts by sequence, as the bits of eager chunking need it."""
+        what = ("layers.*.moe", SEQUENCE) if self.moe else ("layers.*", BATCH)
+        return ChunkConfig(*what, self.chunks, early_grad_accumulation=False)
+
+    def model(self, meshes: DeviceMesh | None) -> Net:
+        """The model on this rank of a mesh, not sharded."""
+        return Net(self, meshes[self.beside].get_group() if meshes and self.beside in dict(self.mesh) else None)
 
     def trace(self, meshes: DeviceMesh | None) -> tuple[fx.GraphModule, fx.GraphModule | None]:
         """The joint graph of a step on this rank of a mesh that has its dimensions, and at the extent of a chunk."""
@@ -113,8 +118,7 @@ class Recipe:
             return _cut(graph_of(replace(self, part="")), self.part), None
         if self.given in ("canonical", "tagged"):
             return self._prepare(graph_of(replace(self, given="traced", gathers_again=False, updates=False))), None
-        beside = meshes[self.beside].get_group() if meshes is not None and self.beside in dict(self.mesh) else None
-        model: nn.Module = Net(self, beside)
+        model: nn.Module = self.model(meshes)
         if meshes is not None and self.given not in ("chunks", "ddp"):  # the former are compared in one process
             names = tuple(name for name, _ in self.mesh if name != "tp")
             shards = meshes[names] if len(names) > 1 else meshes[names[0]]
@@ -123,7 +127,7 @@ class Recipe:
                 for module in [each for each in model.modules() if isinstance(each, nn.LayerNorm)]:
                     data_parallel(module, shards, mode=mode)
             model = data_parallel(model, shards, mode=mode, mp_policy=self.policy)
-        tokens = torch.zeros(self.batch, 3, dtype=torch.int64)
+        tokens = torch.zeros(self.batch, self.sequence, dtype=torch.int64)
         chunk = self.chunking if self.given == "chunks" else None
         traced = trace_step(model, step, (tokens,), reuse_gathers=self.given != "duplicates", chunk=chunk)
         if self.given == "traced":
@@ -228,17 +232,41 @@ class Experts(nn.Module):
         return x
 
 
-class MoeBlock(nn.Module):
-    """A norm, a router, and experts."""
+class Moe(nn.Module):
+    """A router, and experts; what they do besides, they do to what the experts give."""
 
-    def __init__(self, recipe: Recipe) -> None:
+    def __init__(self, recipe: Recipe, beside: dist.ProcessGroup | None) -> None:
         super().__init__()
-        self.norm, self.moe = nn.LayerNorm(recipe.dim), nn.Module()
-        self.moe.router, self.moe.experts = nn.Linear(recipe.dim, 1), Experts(recipe)
+        self.router, self.experts = nn.Linear(recipe.dim, 1), Experts(recipe)
+        self._recipe, self._beside = recipe, beside
 
     def forward(self, x: torch.Tensor) -> Any:
-        h = self.norm(x)
-        return x + self.moe.experts(h) * self.moe.router(h)
+        return _besides(self.experts(x), self._recipe, self._beside) * self.router(x)
+
+
+class MoeBlock(nn.Module):
+    """A norm, and a layer of experts."""
+
+    def __init__(self, recipe: Recipe, beside: dist.ProcessGroup | None = None) -> None:
+        super().__init__()
+        self.norm, self.moe = nn.LayerNorm(recipe.dim), Moe(recipe, beside)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.moe(self.norm(x))
+
+
+def _besides(h: torch.Tensor, recipe: Recipe, beside: dist.ProcessGroup | None) -> torch.Tensor:
+    if recipe.inside == "drops":
+        return nn.functional.dropout(h, 0.5)
+    if recipe.inside == "mixes":  # what chunks hold apart
+        return h - h.mean(recipe.chunking.dim, keepdim=True)
+    if recipe.inside == "noise":  # views in vain
+        return h.view(h.shape).transpose(0, 1).transpose(0, 1)
+    if recipe.inside == "exchanges" and beside is not None:
+        return h + WAIT(ALL_REDUCE(h.detach().contiguous(), "sum", beside.group_name))
+    if recipe.inside == "routes" and beside is not None:  # rows to other ranks, as expert parallelism does
+        return functional_collectives.all_to_all_single_autograd(h.contiguous(), None, None, beside)
+    return h
 
 
 class Block(nn.Module):
@@ -256,14 +284,7 @@ class Block(nn.Module):
         h = self.norm(x)
         for name in self._recipe.executed:
             h = torch.tanh(self.get_submodule(name)(h))
-        if self._recipe.inside == "drops":
-            h = nn.functional.dropout(h, 0.5)
-        elif self._recipe.inside == "mixes":
-            h = h - h.mean(0)
-        elif self._recipe.inside == "noise":
-            h = h.view(h.shape).transpose(0, 1).transpose(0, 1)
-        elif self._recipe.inside == "exchanges" and self._beside is not None:
-            h = h + WAIT(ALL_REDUCE(h.detach().contiguous(), "sum", self._beside.group_name))
+        h = _besides(h, self._recipe, self._beside)
         return x + (h + self.shift) * self.scale
 
 
@@ -274,8 +295,8 @@ class Net(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.tok_embeddings = nn.Embedding(VOCABULARY, recipe.dim)
-        block = MoeBlock if recipe.moe else partial(Block, beside=beside)
-        self.layers = nn.ModuleList(block(recipe) for _ in range(recipe.layers))
+        block = MoeBlock if recipe.moe else Block
+        self.layers = nn.ModuleList(block(recipe, beside) for _ in range(recipe.layers))
         self.norm = nn.LayerNorm(recipe.dim)
         self.lm_head = nn.Linear(recipe.dim, VOCABULARY, bias=False)
         if recipe.tied:

@@ -12,7 +12,7 @@ import pstats
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import fx
 
 from pytest_gtrainer._torch.fake_groups import fake_group_beside
+from pytest_gtrainer._torch.passes import ALL_TO_ALL
 from pytest_gtrainer._torch.process_groups import group_ranks
 from pytest_gtrainer._torch.values import pytree
 from pytest_gtrainer.conformance.judging import (
@@ -35,7 +36,7 @@ from pytest_gtrainer.conformance.judging import (
     as_given,
     rule,
 )
-from pytest_gtrainer.conformance.recipes import LINEARS, Net, Recipe, graph_of, mesh_of, step
+from pytest_gtrainer.conformance.recipes import LINEARS, Recipe, graph_of, mesh_of, step
 from pytest_gtrainer.golden.compare import difference
 from pytest_gtrainer.graph.bucket_plan import Plan
 from pytest_gtrainer.graph.collectives import (
@@ -63,8 +64,8 @@ from pytest_gtrainer.testing.running import assert_same_values, sample
 from pytest_gtrainer.worlds.fake import fake_world
 from pytest_gtrainer.worlds.spec import WorldSpec
 
-_, JOINT, SEPARATE, CANONICAL, DEDUPLICATION, REMAT, REASSIGNMENT, DDP, CHUNKING = ((kind,) for kind in KINDS)
-MERGING = (*JOINT, *SEPARATE)
+_, JOINT, SEPARATE, CANONICAL, DEDUPLICATION, REMAT, POLICY, REASSIGNMENT, DDP, CHUNKING = ((kind,) for kind in KINDS)
+MERGING, AGAINST_MEMORY = (*JOINT, *SEPARATE), (*REMAT, *POLICY)
 DENSE, ODD, TIED = Recipe(), Recipe(dim=10), Recipe(tied=True)
 HYBRID = Recipe(mesh=(("replicate", 2), ("fsdp", 2)))
 BESIDE = Recipe(mesh=(("fsdp", 2), ("tp", 2)))
@@ -195,24 +196,36 @@ def is_same_elsewhere(run: Run) -> None:
             raise AssertionError(f"another process has another graph of {each.recipe}\n{told}")
 
 
+def _calls(function: Callable[..., Any], *args: Any) -> int:
+    """Of functions, Python's and built-in ones: the same number at each run, which times are not."""
+    profile = cProfile.Profile()
+    gc.disable()
+    try:
+        profile.runcall(function, *args)
+    finally:
+        gc.enable()
+    return pstats.Stats(profile).total_calls  # type: ignore[attr-defined]
+
+
 @rule("growth", "linear in nodes: 4 times the layers cost at most 5 times the calls", KINDS)
 def is_linear(run: Run) -> None:
     calls = []
     for layers in (4, 16):
-        larger, profile = replace(run, recipe=replace(run.recipe, layers=layers)), cProfile.Profile()
-        given, _ = larger.before, larger.after  # what is made once
-        gc.disable()
-        try:
-            profile.enable()
-            after = larger.of(given)
-            profile.disable()
-        finally:
-            gc.enable()
-        calls.append(pstats.Stats(profile).total_calls)  # type: ignore[attr-defined]
+        larger = replace(run, recipe=replace(run.recipe, layers=layers))
+        given, after = larger.before, larger.after  # what is made once
+        calls.append(_calls(larger.of, given))
     if render(after) == render(graph_of(larger.recipe)):
         raise Nothing("it changes nothing")
     if calls[1] > 5 * calls[0]:
         raise AssertionError(f"{calls[0]} calls for 4 layers, {calls[1]} for 16: {calls[1] / calls[0]:.1f} times")
+
+
+@rule("cost", "16 layers cost at most 10 times the calls of one recompile of the graph", KINDS, Recipe(layers=16))
+def is_cheap(run: Run) -> None:
+    _ = run.after  # what is made once
+    mine, once = _calls(run.of, graph_of(run.recipe)), _calls(run.before.recompile)
+    if mine > 10 * once:
+        raise AssertionError(f"{mine} calls, a recompile {once}: {mine / once:.1f} times")
 
 
 @rule("generated", "E6, D9 and D17 on generated models, shrunk to the smallest that breaks one", IN_PLACE)
@@ -462,6 +475,8 @@ def _shared(gm: fx.GraphModule) -> list[str]:
 
 TRAP, NOISE = Recipe(traps=True), Recipe(inside="noise")
 FOUR = Recipe(chunks=4, executed=("w1", "w3", "w2", "w1"))
+EXPERTS = Recipe(moe=True, sequence=8)
+FOUR_OF_EXPERTS = replace(FOUR, moe=True, sequence=8)
 
 
 @rule("aliases", "outputs keep strides and aliases; copies that matter stay", CANONICAL, DENSE, TRAP)
@@ -495,7 +510,7 @@ def gathers_once(run: Run) -> None:
             )
 
 
-@rule("written", "a write in between is seen: it is refused, or bits stay", (*DEDUPLICATION, *REMAT), DENSE)
+@rule("written", "a write in between is seen: it is refused, or bits stay", (*DEDUPLICATION, *AGAINST_MEMORY), DENSE)
 def sees_writes(run: Run) -> None:
     updated = replace(run, recipe=replace(run.recipe, updates=True))
     try:
@@ -505,7 +520,13 @@ def sees_writes(run: Run) -> None:
     keeps_values(updated)
 
 
-@rule("M2", "recomputed nodes are the backward's, named *_recomputed, with metadata of their own", REMAT, DENSE, TIED)
+@rule(
+    "M2",
+    "recomputed nodes are the backward's, named *_recomputed, with metadata of their own",
+    AGAINST_MEMORY,
+    DENSE,
+    TIED,
+)
 def marks_what_it_recomputes(run: Run) -> None:
     names, known = {node.name for node in run.before.graph.nodes}, dict[int, str]()
     for node in run.after.graph.nodes:
@@ -520,7 +541,7 @@ def marks_what_it_recomputes(run: Run) -> None:
             known[id(custom)] = node.name
 
 
-@rule("random", "what draws random numbers is not computed again", REMAT, DENSE)
+@rule("random", "what draws random numbers is not computed again", AGAINST_MEMORY, DENSE)
 def draws_once(run: Run) -> None:
     """It may refuse the region, or save what was drawn."""
     drops = replace(run, recipe=replace(run.recipe, inside="drops"))
@@ -532,7 +553,7 @@ def draws_once(run: Run) -> None:
         raise AssertionError(f"{name} draws again, other numbers than the forward had")
 
 
-@rule("memory", "the peak of memory is smaller than before", REMAT, DENSE, TIED)
+@rule("memory", "the peak of memory is smaller than before", AGAINST_MEMORY, DENSE, TIED)
 def needs_less_memory(run: Run) -> None:
     before, after = map(peak_memory, run.graphs)
     if after.peak >= before.peak:
@@ -574,10 +595,11 @@ def forgets_groups(run: Run) -> None:
                 raise AssertionError(f"{name} is in {group}, a group of a world that is gone") from None
 
 
-@rule("G1", "gradients have the bits of eager chunking", CHUNKING, DENSE, FOUR)
+@rule("G1", "gradients have the bits of eager chunking", CHUNKING, DENSE, FOUR, EXPERTS, FOUR_OF_EXPERTS)
 def has_bits_of_chunks(run: Run) -> None:
     """With four chunks and a weight that is used twice a wrong order of addition shows; unchunked bits must differ."""
-    model, tokens = Net(run.recipe), run.recipe.tokens(0, 0)
+    mesh = mesh_of(run.recipe) if run.recipe.mesh else None
+    model, tokens = run.recipe.model(mesh), run.recipe.tokens(0, 0)
     names, parameters = zip(*model.named_parameters(), strict=True)
     run.after.recompile()
     values = pytree.tree_leaves(run.after(*(each.detach() for each in parameters), *tokens))
@@ -594,7 +616,16 @@ def has_bits_of_chunks(run: Run) -> None:
     assert_bitwise_equal(dict(zip(chunked, values, strict=True)), chunked, what="chunked graph against eager chunking")
 
 
-@rule("G5", "a chunk that is contiguous is not copied", CHUNKING, DENSE)
+@rule("routes", "experts exchange once a chunk, with the bits of eager chunking", CHUNKING, EXPERTS, FOUR_OF_EXPERTS)
+def exchanges_by_chunk(run: Run) -> None:
+    routed = replace(run, recipe=replace(run.recipe, inside="routes", mesh=(("tp", 4),)))
+    before, after = (len(gm.graph.find_nodes(op="call_function", target=ALL_TO_ALL)) for gm in routed.graphs)
+    if after != before * run.recipe.chunks or not before:
+        raise AssertionError(f"{before} all-to-alls became {after}: expected {run.recipe.chunks} for each")
+    has_bits_of_chunks(routed)
+
+
+@rule("G5", "a chunk that is contiguous is not copied", CHUNKING, DENSE, EXPERTS)
 def copies_no_chunk(run: Run) -> None:
     known = {node.name for node in run.before.graph.nodes}
     for node in run.after.graph.find_nodes(op="call_function", target=torch.ops.aten.clone.default):
@@ -612,8 +643,8 @@ def _refuses(run: Run, **wrong: Any) -> None:
 
 
 MIXING, EXCHANGING = partial(_refuses, inside="mixes"), partial(_refuses, inside="exchanges", mesh=(("tp", 4),))
-rule("G8", "a collective that every chunk would run is refused", CHUNKING, DENSE)(EXCHANGING)
-rule("G24", "an operator that mixes the rows of the batch is refused", CHUNKING, DENSE)(MIXING)
+rule("G8", "a collective that every chunk would run is refused", CHUNKING, DENSE, EXPERTS)(EXCHANGING)
+rule("G24", "an operator that mixes the rows of chunks is refused", CHUNKING, DENSE, EXPERTS)(MIXING)
 
 
 _BITS = "on real ranks gradients and weights have eager fully_shard's bits"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import itertools
 import operator
 import signal
@@ -15,7 +16,7 @@ from torch import fx
 
 from pytest_gtrainer import ChunkError, canonicalize_graph_pass, chunk_pass, facts, selective_activation_remat_pass
 from pytest_gtrainer import joint_transformer_block_bucketing_reordering_pass as ours
-from pytest_gtrainer._torch.passes import ALL_GATHER, EXTRA_GROUP, WAIT, extra_group
+from pytest_gtrainer._torch.passes import ALL_GATHER, ALL_TO_ALL, EXTRA_GROUP, WAIT, extra_group
 from pytest_gtrainer._torch.process_groups import group_ranks
 from pytest_gtrainer.conformance import Adapter, any_pass, bucketing, rules
 from pytest_gtrainer.conformance.judging import RULES, ended_within, judge
@@ -100,6 +101,13 @@ def asks_for_its_rank(gm, plan):
 def compares_all_pairs(gm, plan):
     nodes = list(gm.graph.nodes)
     sum(operator.eq(id(one), id(other)).__bool__() for one in nodes for other in nodes)
+    return ours(gm, bucket_plan=plan)
+
+
+def runs_twenty_times(gm, plan):
+    """Linear in nodes, and slow."""
+    for _ in range(20):
+        copy.deepcopy(gm.graph)
     return ours(gm, bucket_plan=plan)
 
 
@@ -235,6 +243,7 @@ MISTAKES = [
     ("metadata", forgets_modules, "was of layers.0 fwd and is of  fwd"),
     ("ranks", asks_for_its_rank, "rank 0 has another graph than rank 1"),
     ("growth", compares_all_pairs, "calls for 4 layers"),
+    ("cost", runs_twenty_times, r"\d+ calls, a recompile \d+: \d+.\d times"),
     ("generated", negates, "the smallest model: Recipe\\("),
     ("D17", loses_a_gradient, "it is gone: reduce_scatter of "),
     ("D1", cuts_a_layer, "bucket 'layers.0', all_gather in fwd: expected one of"),
@@ -409,6 +418,21 @@ def asserts_without_words(gm):
     return selective_activation_remat_pass(gm)
 
 
+def exchanges_twice_a_chunk(gm, example_inputs=None, *, config, twin):
+    gm = chunk_pass(gm, config=config, twin=twin)
+    for node in found(gm, ALL_TO_ALL)[:1]:
+        with gm.graph.inserting_after(node):
+            gm.graph.node_copy(node)
+    return gm
+
+
+def swaps_chunks(gm, example_inputs=None, *, config, twin):
+    gm = chunk_pass(gm, config=config, twin=twin)
+    for node in found(gm, aten.cat.default)[:1]:
+        node.args = (node.args[0][::-1], *node.args[1:])
+    return gm
+
+
 def crashes_where_it_should_refuse(gm, example_inputs=None, *, config, twin):
     try:
         return chunk_pass(gm, config=config, twin=twin)
@@ -471,6 +495,8 @@ MISTAKES_OF_KINDS = [
     ("reassignment", "F1", moves_one, "expected another group of 0's ranks"),
     ("reassignment", "F4", remembers_groups, "of a world that is gone"),
     ("chunking", "G1", does_not_chunk, "chunked graph against eager chunking"),
+    ("chunking", "routes", exchanges_twice_a_chunk, r"moe=True, .*\n4 all-to-alls became 9: expected 2 for each"),
+    ("chunking", "routes", swaps_chunks, "chunked graph against eager chunking"),
     ("chunking", "G5", copies_chunks, "which is contiguous"),
     ("chunking", "G8", chunks_anything, "inside=exchanges, .* was taken in silence"),
     ("chunking", "G24", chunks_anything, "inside=mixes, .* was taken in silence"),

@@ -1,0 +1,22 @@
+"""What docs/conformance.md says of torch's own passes is so: what is broken there fails here, and all else holds."""
+
+from __future__ import annotations
+
+import pytest
+
+from fixtures import torch_passes
+from pytest_gtrainer.conformance.judging import RULES, cases_of, judge
+
+LONG = ("default", "custom_ops", "ddp_concat", "ddp_coalesced", "manual", "overlap")
+
+
+def cases():
+    for name in ("remat", "no_ops", "partitioner", *LONG):
+        for case in cases_of(getattr(torch_passes, name)):
+            marks = [*case.marks, *[pytest.mark.long] * (name in LONG)]
+            yield pytest.param(name, *case.values, id=f"{name}-{case.id}", marks=marks)
+
+
+@pytest.mark.parametrize(("name", "rule"), cases())
+def test_a_pass_of_torch(name, rule, request):
+    judge(RULES[rule], getattr(torch_passes, name), request)

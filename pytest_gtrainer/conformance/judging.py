@@ -21,7 +21,7 @@ import pytest
 from torch import fx
 
 from pytest_gtrainer import facts
-from pytest_gtrainer.conformance.recipes import Recipe, graph_of
+from pytest_gtrainer.conformance.recipes import LINEARS, Recipe, graph_of
 from pytest_gtrainer.graph.layout import Payload, bucket_layout
 from pytest_gtrainer.graphtext.rendering import render
 from pytest_gtrainer.passes.graph_pass import as_pass, options_of
@@ -34,7 +34,7 @@ GIVEN: dict[str, dict[str, Any]] = {
     "bucketing": {},
     "separate": {},
     "canonicalisation": {"given": "traced", "gathers_again": False},
-    "deduplication": {"given": "duplicates", "executed": ("w1", "w3", "w2", "w1")},
+    "deduplication": {"given": "duplicates", "registered": LINEARS, "executed": ("w1", "w3", "w2", "w1")},
     "remat": {"given": "tagged", "gathers_again": False},
     "memory_policy": {"gathers_again": False},
     "reassignment": {},

@@ -30,7 +30,7 @@ from pytest_gtrainer.tracing.step import trace_step
 
 VOCABULARY = 16
 DIV = torch.ops.aten.div.Tensor
-LINEARS = ("w1", "w2", "w3")
+LINEARS, PREFIXES = ("w1", "w2", "w3"), ("w", "w1", "w1_out")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +55,7 @@ class Recipe:
     sequence: int = 3  # tokens of a row
     given: str = "canonical"  # or "traced", "duplicates", "tagged", "ddp", "chunks": what a pass is for is not done
     chunks: int = 2
+    waits: str = ""  # for gathered parameters stand "late", before their first readers, or have an "alias"
     updates: bool = False  # a shard is doubled before its second gather, or else before the backward
     traps: bool = False  # the graph is ``TRAPS``
     part: str = ""  # "forward" or "backward" of the joint graph, as a graph of its own
@@ -147,6 +148,8 @@ class Recipe:
             _tag_blocks(gm)
         elif self.gathers_again:
             gm = selective_activation_remat_pass(gm)
+        if self.waits:
+            _wait_otherwise(gm, self.waits)
         if self.updates:
             _double_a_shard(gm)
         return gm
@@ -204,6 +207,18 @@ def _average_gradients(gm: fx.GraphModule, replicas: DeviceMesh) -> None:
             node.meta = dict(gradient.meta)
         gradients[at] = node
     output.args = ([loss, *gradients],)
+
+
+def _wait_otherwise(gm: fx.GraphModule, how: str) -> None:
+    """Waits in another order than launches, or with an alias that stands for them."""
+    for wait in [member.wait for member in fsdp_all_gathers(gm)]:
+        if how == "late":
+            min(wait.users).prepend(wait)
+            continue
+        with gm.graph.inserting_after(wait):
+            alias = gm.graph.call_function(torch.ops.aten.alias.default, (wait,))
+        alias.meta = dict(wait.meta)
+        wait.replace_all_uses_with(alias, delete_user_cb=lambda user, alias=alias: user is not alias)
 
 
 def _double_a_shard(gm: fx.GraphModule) -> None:

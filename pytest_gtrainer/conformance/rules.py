@@ -36,7 +36,7 @@ from pytest_gtrainer.conformance.judging import (
     as_given,
     rule,
 )
-from pytest_gtrainer.conformance.recipes import LINEARS, Recipe, graph_of, mesh_of, step
+from pytest_gtrainer.conformance.recipes import LINEARS, PREFIXES, Recipe, graph_of, mesh_of, step
 from pytest_gtrainer.golden.compare import difference
 from pytest_gtrainer.graph.bucket_plan import Plan
 from pytest_gtrainer.graph.collectives import (
@@ -230,23 +230,26 @@ def is_cheap(run: Run) -> None:
 
 @rule("generated", "E6, D9 and D17 on generated models, shrunk to the smallest that breaks one", IN_PLACE)
 def holds_on_generated(run: Run) -> None:
-    """Orders of registration and execution, biases, ties, odd extents, dtypes and meshes, by hypothesis."""
+    """Orders, odd names, biases, ties, odd extents, dtypes, meshes, late and aliased waits, by hypothesis."""
     try:
         import hypothesis
         from hypothesis import Verbosity, strategies
     except ImportError:
         raise Nothing("it needs hypothesis: pip install 'pytest-gtrainer[conformance]'") from None
-    recipes = strategies.builds(
-        Recipe,
-        layers=strategies.integers(1, 2),
-        dim=strategies.sampled_from((4, 6, 10)),
-        registered=strategies.permutations(LINEARS).map(tuple),
-        executed=strategies.permutations(LINEARS).map(tuple),
-        bias=strategies.sets(strategies.sampled_from(LINEARS)).map(lambda names: tuple(sorted(names))),
-        tied=strategies.booleans(),
-        reduced=strategies.sampled_from((torch.float32, torch.bfloat16, None)),
-        mesh=strategies.sampled_from((DENSE.mesh, HYBRID.mesh, BESIDE.mesh)),
-        gathers_again=strategies.booleans(),
+    recipes = strategies.sampled_from((LINEARS, PREFIXES)).flatmap(
+        lambda names: strategies.builds(
+            Recipe,
+            layers=strategies.integers(1, 2),
+            dim=strategies.sampled_from((4, 6, 10)),
+            registered=strategies.permutations(names).map(tuple),
+            executed=strategies.permutations(names).map(tuple),
+            bias=strategies.sets(strategies.sampled_from(names)).map(lambda chosen: tuple(sorted(chosen))),
+            tied=strategies.booleans(),
+            reduced=strategies.sampled_from((torch.float32, torch.bfloat16, None)),
+            mesh=strategies.sampled_from((DENSE.mesh, HYBRID.mesh, BESIDE.mesh)),
+            gathers_again=strategies.booleans(),
+            waits=strategies.sampled_from(("", "late", "alias")),
+        )
     )
     kind = run.adapter.kind
     judges = (is_valid, keeps_values, can_be_read)[: 3 if kind in (*MERGING, *DDP) else 2]
@@ -494,7 +497,14 @@ def has_one_spelling(run: Run) -> None:
         raise AssertionError(f"the same step in two spellings has two texts\n{difference('graph', plain, noisy)}")
 
 
-@rule("A11", "a parameter that is read twice is gathered once a direction, the first time", DEDUPLICATION, DENSE, TIED)
+@rule(
+    "A11",
+    "a parameter that is read twice is gathered once a direction, the first time",
+    DEDUPLICATION,
+    DENSE,
+    TIED,
+    AGAIN,
+)
 def gathers_once(run: Run) -> None:
     before, after = (
         {each.launch.name: (each.parameter, each.direction, each.signature) for each in fsdp_all_gathers(gm)}
@@ -503,11 +513,10 @@ def gathers_once(run: Run) -> None:
     first = {key: name for name, key in reversed(before.items())}
     if len(first) == len(before):
         raise Nothing("no parameter is gathered twice")
-    for name, key in after.items():
-        if first.get(key) != name:
-            raise AssertionError(
-                f"{key[0]} in {key[1]}: expected the first gather, {first.get(key)}, alone; found {name}"
-            )
+    for key, name in first.items():
+        if (found := [each for each, of in after.items() if of == key]) != [name]:
+            told = f"expected the first gather, {name}, alone; found {', '.join(found) or 'none'}"
+            raise AssertionError(f"{key[0]} in {key[1]}: {told}")
 
 
 @rule("written", "a write in between is seen: it is refused, or bits stay", (*DEDUPLICATION, *AGAINST_MEMORY), DENSE)

@@ -120,6 +120,8 @@ def _said(test: Test) -> list[str]:
             lines.append(f"verdict{' on ' + fact['what'] if fact.get('what') else ''}: {fact['outcome']}")
         elif fact["kind"] == "skip":
             lines.append(f"skipped: {fact['cause']}")
+        elif fact["kind"] == "conformance":
+            lines.append("rule {rule} ({says}) of {pass}: {result}. {why}".format(**fact))
         elif fact["kind"] == "repeated":
             lines.append(f"layers: {fact['outcome']}")
     lines += [f"not shown: {fact['what']}: {fact['why']}" for fact in test.of("not_shown")]

@@ -23,6 +23,7 @@ _TOPICS = (
     ("goldens", "golden", lambda fact: fact["outcome"]),
     ("inline", "inline", lambda fact: fact["outcome"]),
     ("verdicts", "verdict", lambda fact: fact["outcome"]),
+    ("rules", "conformance", lambda fact: f"{fact['rule']} of {fact['pass']} " * _is_bad(fact) + fact["result"]),
     ("layers", "repeated", lambda fact: fact["outcome"]),
     ("idle", "idle", lambda fact: fact["what"]),
     ("skipped", "skip", lambda fact: fact["cause"]),
@@ -34,6 +35,10 @@ _TOPICS = (
 _RULE = ("rule", "result", "says", "graph", "why")
 _WORST = ("error", "broken", "proves nothing", "not claimed", "held")
 _JUDGED = {"error", "broken", "held"}
+
+
+def _is_bad(fact: Fact) -> bool:
+    return fact["result"] in ("error", "broken")
 
 
 class SummaryPlugin:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 
 from pytest_gtrainer.conformance.judging import KINDS
+from pytest_gtrainer.facts import unpacked
 from pytest_gtrainer.options import OPTIONS
 from pytest_gtrainer.testing import run_project
 
@@ -34,10 +36,17 @@ def run(folder, *options):
 
 
 def test_the_table_and_its_change(tmp_path):
-    executed = run(tmp_path, "--gt-pass=passes:executed", "--gt-conformance=table.json")
+    executed = run(tmp_path, "--gt-pass=passes:executed", "--gt-conformance=table.json", "--gt-report=page.html")
     assert executed.status == 1
     assert "conformance of as_executed" in executed.output
     assert "1 held, 1 not claimed, 1 broken" in executed.output
+    assert "rules     1 D2 of as_executed broken, 1 held, 1 not claimed" in executed.output
+    page = (tmp_path / "page.html").read_text()
+    assert "1 D2 of as_executed broken" in page
+    (said,) = json.loads(unpacked(re.findall(r'id="d\d+">([^<]*)<', page)[0]))["said"]
+    assert said.startswith(
+        "rule D2 (payloads are in FSDP2's managed order, never the order of the graph) of as_executed: broken. "
+    )
     told = json.loads((tmp_path / "table.json").read_text())["as_executed"]
     assert {rule: row["result"] for rule, row in told.items()} == {"D1": "held", "D2": "broken", "D8": "not claimed"}
     assert told["D2"]["why"].startswith("bucket 'layers.0', all_gather: layers.0.norm.weight stands where FSDP2 packs")

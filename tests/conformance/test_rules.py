@@ -302,6 +302,18 @@ def joins_in_one_layer(gm):
     return joins_gathers(gm, of="layers.0")
 
 
+def joins_both_directions(gm):
+    """The backward reads what the forward has gathered."""
+    first = {}
+    for member in fsdp_all_gathers(gm):
+        kept = first.setdefault(member.parameter, member)
+        if kept is not member:
+            member.wait.replace_all_uses_with(kept.wait)
+            gm.graph.erase_node(member.wait)
+            gm.graph.erase_node(member.launch)
+    return gm
+
+
 def recomputed(gm):
     return [node for node in gm.graph.nodes if "_recomputed" in node.name]
 
@@ -484,6 +496,7 @@ MISTAKES_OF_KINDS = [
         joins_in_one_layer,
         r"layers.1.w1.\w+ in fwd: expected the first gather, .*, alone; found",
     ),
+    ("deduplication", "A11", joins_both_directions, r" in bwd: expected the first gather, .*, alone; found none"),
     ("deduplication", "written", joins_gathers, "against before"),
     ("remat", "written", does_not_look(aten.mul_.Scalar), "against before"),
     ("remat", "M2", forgets_the_backward, "is computed again and not marked as the backward's"),

@@ -1,0 +1,12 @@
+"""An option that switches a bug on, to see it told."""
+
+import pytest
+
+
+def pytest_addoption(parser):
+    parser.addoption("--with-bug", choices=("writes", "directions"), default="", help="let the pass make a mistake")
+
+
+@pytest.fixture(autouse=True)
+def bug(pytestconfig, monkeypatch):
+    monkeypatch.setattr("train.passes.BUG", pytestconfig.getoption("with_bug"))

@@ -1,0 +1,1 @@
+"""A trainer; not pytest-gtrainer's."""

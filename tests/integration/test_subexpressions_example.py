@@ -1,0 +1,30 @@
+"""``examples/subexpressions``: a pass held to the rules of conformance, and two mistakes in it that they tell."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from pytest_gtrainer.testing import run_project
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "subexpressions"
+
+
+@pytest.mark.parametrize(
+    ("bug", "rules", "told"),
+    [
+        ("", "12 held", ""),
+        ("writes", "1 written of merge_equal broken", "first at output loss"),
+        ("directions", "1 A11 of merge_equal broken", "in bwd: expected the first gather, "),
+    ],
+)
+def test_the_pass_and_its_mistakes(tmp_path, bug, rules, told):
+    """A mistake breaks one rule and no other."""
+    example = shutil.copytree(EXAMPLE, tmp_path / "copy")  # nothing is written into the tree
+    run = run_project(example, "-p", "no:cacheprovider", *([f"--with-bug={bug}"] if bug else []))
+    assert run.status == bool(bug)
+    assert f"{'1 failed, 11' if bug else '12'} passed, 1 skipped" in run.output
+    assert rules in run.output
+    assert told in run.output

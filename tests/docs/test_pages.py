@@ -114,7 +114,7 @@ def test_every_public_name_stands_on_a_reference_page():
     kinds = re.findall(r"^\| `[\w-]+` \| `(\w+)` \|", (PAGES / "conformance.md").read_text(), re.MULTILINE)
     assert len(paths) == len(set(paths))
     homes = {f"pytest_gtrainer.{home}.{name}" for name, home in pytest_gtrainer._HOME.items() if home != name}
-    assert homes - set(paths) == set()
+    assert homes - set(paths) == set(), "a public name needs its line `::: path.of.it` in docs/library.md"
     shown = {path.rpartition(".")[2] for path in paths} | set(kinds)
     for part in ("graphtext", "checks", "testing", "conformance"):
         tree = ast.parse((ROOT / "pytest_gtrainer" / part / "__init__.py").read_text())

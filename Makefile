@@ -65,8 +65,11 @@ chunk-matrix: env ## every chunked block with every number of chunks and dtype, 
 parallel: env     ## FSDP, expert and tensor parallelism on 8 ranks: equal to eager, and each of three mistakes differs
 	$(PYTEST) --gt-gpus=8 -rP tests/parity/test_three_mistakes.py
 
+# A run that was cut goes on where it was, as long as the commit is the same.
+RESUME = build/matrix-$(shell git rev-parse --short HEAD).jsonl
+
 matrix: env       ## every combination of parallelism, on 4 and 8 ranks and on 16 simulated ones, with a table; FROM="-k ..." takes some
-	$(PYTEST) --gt-gpus=8 -m "long or not long" $(FROM) tests/parity/test_parallelism_matrix.py
+	$(PYTEST) --gt-gpus=8 -v -p tests.parity.resume --resume=$(RESUME) -m "long or not long" $(FROM) tests/parity/test_parallelism_matrix.py
 
 bench: env        ## speed against yardsticks measured in the same run; fails if a goal is missed, at the end
 	missed=0; for name in $(BENCHMARKS); do $(PY) -m benchmarks.$$name || missed=1; done; exit $$missed

@@ -111,6 +111,9 @@ class Adapter:
         if not isinstance(result, fx.GraphModule):
             way_out = "; if it works in place, say in_place=True" if result is None else ""
             raise TypeError(f"{self.name} returned {type(result).__name__}, expected a GraphModule{way_out}")
+        for node in result.graph.nodes:
+            if foreign := next((each for each in node.all_input_nodes if each.graph is not result.graph), None):
+                raise TypeError(f"{self.name} returned a graph whose {node} reads {foreign}, a node of another graph")
         return result
 
 

@@ -614,6 +614,32 @@ def test_a_pass_that_raises_or_gives_no_graph_is_told_and_its_graph_kept(request
     judge(RULES["E6"], Adapter(gives_nothing, "bucketing", call=gives_nothing, in_place=True), request)
 
 
+def asks_for_a_gpu(gm, plan):
+    torch.zeros(1, device="cuda")
+    return ours(gm, bucket_plan=plan)
+
+
+def gives_nodes_of_another_graph(gm, plan):
+    other = copy.deepcopy(ours(gm, bucket_plan=plan))
+    gm.graph.output_node().args = other.graph.output_node().args
+    return gm
+
+
+@pytest.mark.parametrize(
+    ("mistake", "told"),
+    [
+        (asks_for_a_gpu, "asks_for_a_gpu raised (AssertionError|RuntimeError): .*CUDA"),
+        (gives_nodes_of_another_graph, "returned a graph whose output reads mean, a node of another graph"),
+    ],
+)
+def test_a_pass_that_cannot_run_here_and_nodes_of_another_graph_are_told(mistake, told, request, gt_artifacts):
+    """In a sentence, with the graph kept, and by each rule: the others go on."""
+    for rule in ("E6", "D9", "metadata"):
+        with pytest.raises(AssertionError, match=told):
+            judge(RULES[rule], Adapter(mistake, "bucketing", call=mistake), request)
+        assert (gt_artifacts / f"{mistake.__name__}-{rule}.fxgraph").exists()
+
+
 def test_a_graph_that_cannot_be_judged_is_told(request):
     with (
         facts.collecting() as told,

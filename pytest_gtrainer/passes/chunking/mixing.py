@@ -155,40 +155,24 @@ _ALONG = _table(
     ("takes the softmax over", "_softmax _log_softmax _safe_softmax softmax log_softmax", _named("dim")),
     ("accumulates along", "cumsum cumprod logcumsumexp cummax cummin _cummax_helper _cummin_helper", _named("dim")),
     ("orders the rows of", "sort argsort topk", _named("dim")),
-    (
-        "normalises over",
-        "native_layer_norm _fused_rms_norm layer_norm rms_norm",
-        lambda call: range(-len(call.given["normalized_shape"]), 0),
-    ),
+    ("normalises over", "native_layer_norm _fused_rms_norm layer_norm rms_norm",
+     lambda call: range(-len(call.given["normalized_shape"]), 0)),
     ("normalises over", "native_group_norm group_norm", lambda call: range(1, call.ndim)),
-    (
-        "takes batch statistics over",
-        "native_batch_norm _native_batch_norm_legit _native_batch_norm_legit_functional cudnn_batch_norm "
-        "_native_batch_norm_legit_no_training miopen_batch_norm batch_norm _batch_norm_with_update "
-        "_batch_norm_with_update_functional _batch_norm_no_update",
-        _batch_norm,
-    ),
-    (
-        "attends over",
-        "_scaled_dot_product_flash_attention _scaled_dot_product_flash_attention_for_cpu "
-        "_scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention "
-        "_scaled_dot_product_fused_attention_overrideable scaled_dot_product_attention flex_attention",
-        lambda call: range(-2, 0),
-    ),
-    (
-        "convolves over",
-        "convolution _convolution convolution_overrideable mkldnn_convolution",
-        lambda c: range(1, c.ndim),
-    ),
-    (
-        "pools over",
-        "avg_pool1d avg_pool2d avg_pool3d _adaptive_avg_pool2d _adaptive_avg_pool3d max_pool2d_with_indices "
-        "max_pool3d_with_indices adaptive_max_pool2d adaptive_max_pool3d upsample_nearest1d upsample_nearest2d "
-        "upsample_nearest3d upsample_linear1d upsample_bilinear2d upsample_trilinear3d upsample_bicubic2d",
-        lambda call: range(-next(n for n in (1, 2, 3) if f"{n}d" in call.name), 0),
-    ),
+    ("takes batch statistics over", "native_batch_norm _native_batch_norm_legit _native_batch_norm_legit_functional "
+     "cudnn_batch_norm _native_batch_norm_legit_no_training miopen_batch_norm batch_norm _batch_norm_with_update "
+     "_batch_norm_with_update_functional _batch_norm_no_update", _batch_norm),
+    ("attends over", "_scaled_dot_product_flash_attention _scaled_dot_product_flash_attention_for_cpu "
+     "_scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention "
+     "_scaled_dot_product_fused_attention_overrideable scaled_dot_product_attention flex_attention",
+     lambda call: range(-2, 0)),
+    ("convolves over", "convolution _convolution convolution_overrideable mkldnn_convolution",
+     lambda call: range(1, call.ndim)),
+    ("pools over", "avg_pool1d avg_pool2d avg_pool3d _adaptive_avg_pool2d _adaptive_avg_pool3d max_pool2d_with_indices "
+     "max_pool3d_with_indices adaptive_max_pool2d adaptive_max_pool3d upsample_nearest1d upsample_nearest2d "
+     "upsample_nearest3d upsample_linear1d upsample_bilinear2d upsample_trilinear3d upsample_bicubic2d",
+     lambda call: range(-next(n for n in (1, 2, 3) if f"{n}d" in call.name), 0)),
     ("transforms", "_fft_r2c _fft_c2c _fft_c2r", _named("dim")),
-)
+)  # fmt: skip
 """Operators whose values depend on others along some dimensions: in words, the names, and which dimensions."""
 
 _BY_NUMBER = _table(

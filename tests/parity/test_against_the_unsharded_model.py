@@ -34,7 +34,8 @@ def trained(model, x, c):
     loss.backward()
     found = {"output": y, "loss": loss, "gradient of x": x.grad}
     found |= {"up": model.up.weight.grad, "down": model.down.weight.grad}
-    return {name: value.full_tensor() if isinstance(value, DTensor) else value.detach() for name, value in found.items()}
+    whole = {name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in found.items()}
+    return {name: value.detach() for name, value in whole.items()}
 
 
 def gamma(n):

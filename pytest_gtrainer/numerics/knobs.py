@@ -7,8 +7,9 @@ Of it are made what ``deterministic`` sets and reports, the guard against tests 
 import csv
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from importlib import resources
 from operator import attrgetter
 from typing import Any
@@ -16,7 +17,7 @@ from typing import Any
 NOT_LOADED = "not loaded"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Knob:
     """One switch, ``module:attribute``, ``()`` behind it if it is called, or an environment variable ``$NAME``.
 
@@ -31,7 +32,7 @@ class Knob:
     documented: str
     guarded: bool = True
 
-    @property
+    @cached_property
     def name(self) -> str:
         """As a person writes it: ``torch.backends.cudnn.enabled``, ``NCCL_ALGO``."""
         return self.path.removeprefix("$").replace(":", ".")
@@ -41,16 +42,20 @@ class Knob:
         """Whether it is an environment variable."""
         return self.path.startswith("$")
 
+    @cached_property
+    def _place(self) -> tuple[str, Callable[[Any], Any], bool]:
+        home, _, attribute = self.path.partition(":")
+        return home, attrgetter(attribute.removesuffix("()")), attribute.endswith("()")
+
     def read(self) -> Any:
         """The value in effect; ``NOT_LOADED`` while its module is not imported, None for an unset variable."""
-        if self.is_variable:
+        home, get, is_called = self._place
+        if home[0] == "$":
             return os.environ.get(self.name)
-        home, _, attribute = self.path.partition(":")
-        if home not in sys.modules:
+        if (module := sys.modules.get(home)) is None:
             return NOT_LOADED
         try:
-            value = attrgetter(attribute.removesuffix("()"))(sys.modules[home])
-            return value() if attribute.endswith("()") else value
+            return get(module)() if is_called else get(module)
         except RuntimeError as error:  # two ways to set a precision that were mixed cannot be read
             return f"cannot be read: {str(error).splitlines()[0]}"
 

@@ -25,7 +25,9 @@ from pytest_gtrainer.graph.foreign import adopted
 
 _EXPLAINED = re.compile(r"\n\n(.*?)\n\s*Explanation: (.*?)\n", re.DOTALL)
 _PLACE = re.compile(r'Graph break in user code at (\S+)|File "([^"]+)", line (\d+)')
-_NO_FAKE_KERNEL = re.compile(r"no fake impl registered for <CustomOpDef\((\w+::\w+)\)")
+_NO_FAKE_KERNEL = re.compile(
+    r"no fake impl registered for <CustomOpDef\((\w+)::(\w+)\)|unsupported operator: (\w+)\.(\w+)"
+)
 
 
 @dataclass(slots=True)
@@ -210,11 +212,21 @@ class _Recorder(logging.Handler):
         where = (place[1] or f"{place[2]}:{place[3]}") if place else "an unknown place"
         where = where.removeprefix(f"{Path.cwd()}{os.sep}")
         reason = f"{why[1].strip()}. {why[2].strip()}" if why else text.strip().splitlines()[0]
+        reason = _of_no_fake_kernel(text) or reason.strip()
         for number, known in enumerate(self.record.breaks):
             if (known.where, known.reason) == (where, reason):
                 self.record.breaks[number] = replace(known, times=known.times + 1)
                 return
         self.record.breaks.append(GraphBreak(where, reason))
+
+
+def _of_no_fake_kernel(text: str) -> str | None:
+    """A sentence that names the operator, whether the decorator ``custom_op`` or ``define`` made it."""
+    if (found := _NO_FAKE_KERNEL.search(text)) is None:
+        return None
+    operator = "::".join(filter(None, found.groups()))
+    told = f"{operator} has no fake kernel, without which it is in no graph"
+    return f'{told}: register one with torch.library.register_fake("{operator}")'
 
 
 _open = threading.Lock()
@@ -247,9 +259,8 @@ def gt_compile(*, lower: bool = False, caches: bool = False) -> Iterator[Compile
         with private.fresh(caches=caches), private.instead_of_compile_fx(recorder.around), private.heard_by(recorder):
             yield record
     except Exception as error:
-        if (operator := _NO_FAKE_KERNEL.search(str(error))) is not None:
-            said = f"gt_compile: {operator[1]} has no fake kernel, without which it is in no graph"
-            error.add_note(f'{said}: register one with torch.library.register_fake("{operator[1]}")')
+        if (said := _of_no_fake_kernel(str(error))) is not None:
+            error.add_note(f"gt_compile: {said}")
         elif isinstance(error, private.Unsupported):
             said = "gt_compile: fullgraph=True ends at the first graph break"
             error.add_note(f"{said}; without it record.breaks tells all of them, each with its reason and line")

@@ -97,7 +97,11 @@ def adopted(graph: AnyGraph, names: Names | None = None) -> fx.GraphModule:
         }
         told = {name: GivenName("input", name) for name in signature.user_inputs if isinstance(name, str)}
         told |= {name: GivenName(kind, fqn) for kind, fqns in kinds.items() for name, fqn in fqns.items()}
-        return _Adoption(graph.graph_module, told).run()
+        made = _Adoption(graph.graph_module, told).run()
+        results = [(spec.kind.name, spec.target) for spec in signature.output_specs]
+        trained = tuple(target for kind, target in results if kind == "GRADIENT_TO_PARAMETER")
+        made.graph.output_node().meta |= {"gt_outputs": _result_names(results), "gt_parameters": trained}
+        return made
     if isinstance(graph, fx.Graph):
         graph = fx.GraphModule(graph.owning_module or nn.Module(), graph)
     elif not isinstance(graph, fx.GraphModule):
@@ -107,6 +111,22 @@ def adopted(graph: AnyGraph, names: Names | None = None) -> fx.GraphModule:
         return graph
     keeps_roots = len({*_roots(graph), *(_roots(names) if isinstance(names, fx.GraphModule) else ())}) > 1
     return _Adoption(graph, _given(graph, names, keeps_roots), keeps_roots).run()
+
+
+def _result_names(results: Iterable[tuple[str, str | None]]) -> tuple[str, ...]:
+    """Names of an exported program's results by their kinds and targets, as AOTAutograd's results have them.
+
+    >>> _result_names([("BUFFER_MUTATION", "mean"), ("USER_OUTPUT", None), ("GRADIENT_TO_PARAMETER", "up.weight")])
+    ('updated.mean', 'output_0', 'up.weight')
+    """
+    names: list[str] = []
+    for kind, target in results:
+        told = kind.removeprefix("USER_").removesuffix("_OUTPUT").lower()
+        if target is not None:
+            names.append(target if kind.startswith("GRADIENT") else f"updated.{target}")
+        else:
+            names.append(told if told == "loss" else f"{told}_{sum(name.startswith(f'{told}_') for name in names)}")
+    return tuple(names)
 
 
 def _roots(gm: fx.GraphModule) -> set[str]:

@@ -110,7 +110,32 @@ def adopted(graph: AnyGraph, names: Names | None = None) -> fx.GraphModule:
     elif names is None and not is_foreign(graph):
         return graph
     keeps_roots = len({*_roots(graph), *(_roots(names) if isinstance(names, fx.GraphModule) else ())}) > 1
-    return _Adoption(graph, _given(graph, names, keeps_roots), keeps_roots).run()
+    made = _Adoption(graph, _given(graph, names, keeps_roots), keeps_roots).run()
+    if isinstance(names, nn.Module):
+        _name_gradients(made.graph.output_node(), names)
+    return made
+
+
+def _name_gradients(output: fx.Node, model: nn.Module) -> None:
+    """Name the last results after the parameters that are trained, if each can be the gradient of its parameter."""
+    trained = {fqn: tensor for fqn, tensor in model.named_parameters() if tensor.requires_grad}
+    leaves = output.args[0] if isinstance(output.args[0], list | tuple) else ()
+    first = max(len(leaves) - len(trained), 0)
+    pairs = [(leaf, of) for leaf, of in zip_longest(leaves[first:], trained.values()) if leaf is not None]
+    if "gt_outputs" not in output.meta and pairs and all(_is_gradient(leaf, of) for leaf, of in pairs):
+        names = (*(f"output_{place}" for place in range(first)), *trained)
+        output.meta |= {"gt_outputs": names, "gt_parameters": tuple(trained)}
+
+
+def _is_gradient(leaf: Any, parameter: torch.Tensor) -> bool:
+    """Whether the backward makes it, and it has the shape of the parameter or of this rank's shard."""
+    is_backward = isinstance(leaf, fx.Node) and direction(leaf) == BACKWARD
+    return is_backward and getattr(_value_of(leaf), "shape", None) in _shapes_of(parameter)
+
+
+def _shapes_of(tensor: torch.Tensor) -> tuple[torch.Size, torch.Size]:
+    """Of the whole, and of this rank's shard."""
+    return tensor.shape, getattr(tensor, "to_local", lambda: tensor)().shape
 
 
 def _result_names(results: Iterable[tuple[str, str | None]]) -> tuple[str, ...]:
@@ -179,7 +204,7 @@ def _given(gm: fx.GraphModule, names: Names | None, keeps_roots: bool) -> _Given
     given = {str(node.target): GivenName("input", str(n)) for n, node in enumerate(placeholders[len(state) :])}
     for (name, tensor), node in zip(state, placeholders, strict=False):
         shape = getattr(_value_of(node), "shape", None)
-        if shape not in (None, tensor.shape, getattr(tensor, "to_local", lambda: tensor)().shape):  # noqa: B023
+        if shape not in (None, *_shapes_of(tensor)):
             raise ValueError(
                 f"input {node.target} has shape {list(shape)}, {name.fqn} of the model {list(tensor.shape)}: the "
                 "inputs do not begin with the model's parameters and buffers; give a mapping"
@@ -286,6 +311,8 @@ class _Adoption:
         elif self.is_backward or any(source in self.behind_tangents for source in node.all_input_nodes):
             self.behind_tangents.add(node)
             meta["autograd_backward"] = True  # an autograd.Function's backward has no mark
+        elif is_view(node.target) and any(direction(source) == BACKWARD for source in copied.all_input_nodes):
+            meta["autograd_backward"] = True  # nor what takes local tensors of gradients
 
     def _name_input(self, node: fx.Node, copied: fx.Node) -> None:
         if (described := described_input(node)) is not None and described.is_tangent:

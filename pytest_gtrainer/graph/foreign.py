@@ -91,12 +91,9 @@ def adopted(graph: AnyGraph, names: Names | None = None) -> fx.GraphModule:
     graph = graph if isinstance(graph, fx.GraphModule) else getattr(graph, "gm", graph)
     if isinstance(graph, ExportedProgram):
         signature = graph.graph_signature
-        kinds = {
-            "parameter": signature.inputs_to_parameters,
-            "buffer": {**signature.inputs_to_buffers, **signature.inputs_to_lifted_tensor_constants},
-        }
-        told = {name: GivenName("input", name) for name in signature.user_inputs if isinstance(name, str)}
-        told |= {name: GivenName(kind, fqn) for kind, fqns in kinds.items() for name, fqn in fqns.items()}
+        kinds = {"PARAMETER": "parameter", "BUFFER": "buffer", "CONSTANT_TENSOR": "buffer"}
+        given = [(spec.arg.name, kinds.get(spec.kind.name, "input"), spec.target) for spec in signature.input_specs]
+        told = {name: GivenName(kind, fqn or name) for name, kind, fqn in given}
         made = _Adoption(graph.graph_module, told).run()
         results = [(spec.kind.name, spec.target) for spec in signature.output_specs]
         trained = tuple(target for kind, target in results if kind == "GRADIENT_TO_PARAMETER")
@@ -120,9 +117,10 @@ def _name_gradients(output: fx.Node, model: nn.Module) -> None:
     """Name the last results after the parameters that are trained, if each can be the gradient of its parameter."""
     trained = {fqn: tensor for fqn, tensor in model.named_parameters() if tensor.requires_grad}
     leaves = output.args[0] if isinstance(output.args[0], list | tuple) else ()
-    first = max(len(leaves) - len(trained), 0)
-    pairs = [(leaf, of) for leaf, of in zip_longest(leaves[first:], trained.values()) if leaf is not None]
-    if "gt_outputs" not in output.meta and pairs and all(_is_gradient(leaf, of) for leaf, of in pairs):
+    if "gt_outputs" in output.meta or (first := len(leaves) - len(trained)) < 0:
+        return
+    pairs = [(leaf, of) for leaf, of in zip(leaves[first:], trained.values(), strict=True) if leaf is not None]
+    if pairs and all(_is_gradient(leaf, of) for leaf, of in pairs):
         names = (*(f"output_{place}" for place in range(first)), *trained)
         output.meta |= {"gt_outputs": names, "gt_parameters": tuple(trained)}
 
@@ -138,20 +136,11 @@ def _shapes_of(tensor: torch.Tensor) -> tuple[torch.Size, torch.Size]:
     return tensor.shape, getattr(tensor, "to_local", lambda: tensor)().shape
 
 
-def _result_names(results: Iterable[tuple[str, str | None]]) -> tuple[str, ...]:
-    """Names of an exported program's results by their kinds and targets, as AOTAutograd's results have them.
-
-    >>> _result_names([("BUFFER_MUTATION", "mean"), ("USER_OUTPUT", None), ("GRADIENT_TO_PARAMETER", "up.weight")])
-    ('updated.mean', 'output_0', 'up.weight')
-    """
-    names: list[str] = []
-    for kind, target in results:
-        told = kind.removeprefix("USER_").removesuffix("_OUTPUT").lower()
-        if target is not None:
-            names.append(target if kind.startswith("GRADIENT") else f"updated.{target}")
-        else:
-            names.append(told if told == "loss" else f"{told}_{sum(name.startswith(f'{told}_') for name in names)}")
-    return tuple(names)
+def _result_names(results: Sequence[tuple[str, str | None]]) -> tuple[str, ...]:
+    """Names of an exported program's results by their kinds and targets, as AOTAutograd's results have them."""
+    told = {"USER_OUTPUT": "output_{}", "LOSS_OUTPUT": "loss", "TOKEN": "token_{}"}
+    names = [told.get(kind, "{1}" if kind.startswith("GRADIENT") else "updated.{1}") for kind, _ in results]
+    return tuple(name.format(results[:n].count(results[n]), results[n][1]) for n, name in enumerate(names))
 
 
 def _roots(gm: fx.GraphModule) -> set[str]:

@@ -186,6 +186,40 @@ def test_a_model_names_the_first_inputs_of_a_graph():
         graphtext.render(gm, names={"w": "weight"})
 
 
+@pytest.mark.parametrize(
+    ("returned", "names"),
+    [
+        (["loss", "weight", "bias"], ["output_0", "weight", "bias"]),
+        (["weight", "bias"], ["weight", "bias"]),
+        (["loss", "weight", None], ["output_0", "weight", "bias"]),  # a parameter that the loss does not reach
+        (["loss", "bias", "weight"], []),
+        (["loss", "weight"], []),
+        (["weight"], []),
+        (["loss", None, None], []),
+        (["bias", "loss", "loss"], []),
+    ],
+)
+def test_a_model_names_the_last_results_if_they_can_be_its_gradients(returned, names):
+    """Each of the backward, and of the shape of its parameter."""
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    model = nn.Linear(8, 4)
+
+    def step(weight, bias, x):
+        loss = torch.func.functional_call(model, {"weight": weight, "bias": bias}, (x,)).sum()
+        gradients = dict(zip(("weight", "bias"), torch.autograd.grad(loss, (weight, bias)), strict=True))
+        return [{"loss": loss, **gradients}.get(name) for name in returned]
+
+    gm = make_fx(step, tracing_mode="fake")(*model.parameters(), torch.randn(2, 8))
+    assert "gt_outputs" not in adopted(gm, model).graph.output_node().meta  # no node is of the backward
+    for node in gm.graph.nodes:
+        if node.op == "call_function":
+            node.meta["autograd_backward"] = True
+    meta = adopted(gm, model).graph.output_node().meta
+    assert list(meta.get("gt_outputs", ())) == names
+    assert list(meta.get("gt_parameters", ())) == names[-2:]
+
+
 def test_checks_know_modules_of_any_graph(graphs):
     assert_graph(graphs["dynamo"], "count 2 linear in layers.1\nthen relu in layers.0")
 

@@ -46,6 +46,7 @@ class RecordedPass:
         slot: the setting that holds a user's pass, ``post_grad_custom_post_pass`` for one; else the name.
         stage: "pre_grad", "joint", "forward" or "backward".
         before, after: the graph; the same object if the pass changed nothing.
+        seconds: how long it ran.
         inputs: what the graph was first called with, if it runs with kernels of eager.
     """
 
@@ -55,6 +56,7 @@ class RecordedPass:
     before: fx.GraphModule
     after: fx.GraphModule
     compiled: CompiledGraph = field(repr=False)
+    seconds: float = field(default=0.0, compare=False)
 
     @property
     def changed(self) -> bool:

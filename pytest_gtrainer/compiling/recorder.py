@@ -10,6 +10,7 @@ import logging
 import os
 import re
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -19,13 +20,14 @@ from typing import Any
 
 from torch import Tensor, fx
 
+from pytest_gtrainer import facts
 from pytest_gtrainer._torch import compiling as private
 from pytest_gtrainer.compiling.record import CompiledGraph, CompileRecord, GraphBreak, RecordedPass
 from pytest_gtrainer.graph.foreign import adopted
 
 _EXPLAINED = re.compile(r"\n\n(.*?)\n\s*Explanation: (.*?)\n", re.DOTALL)
 _PLACE = re.compile(r'Graph break in user code at (\S+)|File "([^"]+)", line (\d+)')
-_NO_FAKE_KERNEL = re.compile(r"no fake impl registered for <CustomOpDef\((\w+::\w+)\)")
+_NO_FAKE_KERNEL = re.compile(r"no fake impl registered for .*?\((\w+)::(\w+)|unsupported operator: (\w+)\.(\w+)")
 
 
 @dataclass(slots=True)
@@ -35,7 +37,7 @@ class _Work:
     compiled: CompiledGraph
     stage: str
     gms: list[fx.GraphModule | None]
-    begun: list[tuple[str, fx.GraphModule | None]] = field(default_factory=list)
+    begun: list[tuple[str, fx.GraphModule | None, float]] = field(default_factory=list)
     order: dict[str, int] = field(default_factory=dict)
     seen: list[Any] = field(default_factory=list)
     thread: threading.Thread = field(default_factory=threading.current_thread)
@@ -195,26 +197,37 @@ class _Recorder(logging.Handler):
         if not family.endswith("_passes"):
             return
         if begins:
-            work.begun.append((slot, work.snapshot()))
+            work.begun.append((slot, work.snapshot(), time.perf_counter()))
             return
-        slot, before = work.begun.pop()
+        end, (slot, before, begin) = time.perf_counter(), work.begun.pop()
         own, after = private.own_passes(slot), work.snapshot()
         place = work.order[slot] = work.order.get(slot, -1) + 1
         if after is None or (slot == "joint_custom_pre_pass" and place == 0):  # ours
             return
         title = slot if place >= len(own) else getattr(own[place], "__name__", type(own[place]).__name__)
-        work.compiled.passes.append(RecordedPass(title, slot, work.stage, before or after, after, work.compiled))
+        found = (title, slot, work.stage, before or after, after, work.compiled, end - begin)
+        work.compiled.passes.append(RecordedPass(*found))
 
     def _break(self, text: str) -> None:
         place, why = _PLACE.search(text), _EXPLAINED.search(text)
         where = (place[1] or f"{place[2]}:{place[3]}") if place else "an unknown place"
         where = where.removeprefix(f"{Path.cwd()}{os.sep}")
         reason = f"{why[1].strip()}. {why[2].strip()}" if why else text.strip().splitlines()[0]
+        reason = _of_no_fake_kernel(text) or reason.strip()
         for number, known in enumerate(self.record.breaks):
             if (known.where, known.reason) == (where, reason):
                 self.record.breaks[number] = replace(known, times=known.times + 1)
                 return
         self.record.breaks.append(GraphBreak(where, reason))
+
+
+def _of_no_fake_kernel(text: str) -> str | None:
+    """A sentence that names the operator, whether the decorator ``custom_op`` or ``define`` made it."""
+    if (found := _NO_FAKE_KERNEL.search(text)) is None:
+        return None
+    operator = "::".join(filter(None, found.groups()))
+    told = f"{operator} has no fake kernel, without which it is in no graph"
+    return f'{told}: register one with torch.library.register_fake("{operator}")'
 
 
 _open = threading.Lock()
@@ -247,9 +260,8 @@ def gt_compile(*, lower: bool = False, caches: bool = False) -> Iterator[Compile
         with private.fresh(caches=caches), private.instead_of_compile_fx(recorder.around), private.heard_by(recorder):
             yield record
     except Exception as error:
-        if (operator := _NO_FAKE_KERNEL.search(str(error))) is not None:
-            said = f"gt_compile: {operator[1]} has no fake kernel, without which it is in no graph"
-            error.add_note(f'{said}: register one with torch.library.register_fake("{operator[1]}")')
+        if (said := _of_no_fake_kernel(str(error))) is not None:
+            error.add_note(f"gt_compile: {said}")
         elif isinstance(error, private.Unsupported):
             said = "gt_compile: fullgraph=True ends at the first graph break"
             error.add_note(f"{said}; without it record.breaks tells all of them, each with its reason and line")
@@ -257,5 +269,6 @@ def gt_compile(*, lower: bool = False, caches: bool = False) -> Iterator[Compile
     finally:
         recorder.is_open = False
         _open.release()
+        facts.tell("compiled", record=record)
     if recorder.fault is not None:
         raise recorder.fault

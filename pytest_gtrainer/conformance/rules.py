@@ -12,7 +12,7 @@ import pstats
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -73,11 +73,6 @@ MIXED, AGAIN, MOE = Recipe(mixed=True), Recipe(gathers_again=True), Recipe(moe=T
 ORDERS = (DENSE, ODD, TIED, HYBRID, MOE)
 EXAMPLES, MOST_RUNS = 20, 30
 """Generated models a run, and how many there are with those that shrink what fails."""
-
-
-def _changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
-    """What both have and is not the same in both: key, value before, value after."""
-    return ((key, was, after[key]) for key, was in before.items() if key in after and after[key] != was)
 
 
 @rule("E6", "the result is topologically valid and lints", KINDS, DENSE, ODD, TIED, BESIDE, HYBRID, AGAIN, MIXED)
@@ -404,8 +399,9 @@ def keeps_strides(run: Run) -> None:
         values = {node.name: [each.meta.get("val") for each in node.all_input_nodes] for node in nodes}
         return {name: [each.stride() for each in read if hasattr(each, "stride")] for name, read in values.items()}
 
-    for name, was, now in _changed(*map(operands, run.graphs)):
-        raise AssertionError(f"{name} reads operands of strides {now}, before the pass {was}")
+    before, after = map(operands, run.graphs)
+    for name in [name for name, was in before.items() if after.get(name, was) != was]:
+        raise AssertionError(f"{name} reads operands of strides {after[name]}, before the pass {before[name]}")
 
 
 def _spans(gm: fx.GraphModule, kind: str, way: str) -> list[tuple[str, int, int]]:

@@ -91,13 +91,14 @@ def adopted(graph: AnyGraph, names: Names | None = None) -> fx.GraphModule:
     graph = graph if isinstance(graph, fx.GraphModule) else getattr(graph, "gm", graph)
     if isinstance(graph, ExportedProgram):
         signature = graph.graph_signature
-        kinds = {
-            "parameter": signature.inputs_to_parameters,
-            "buffer": {**signature.inputs_to_buffers, **signature.inputs_to_lifted_tensor_constants},
-        }
-        told = {name: GivenName("input", name) for name in signature.user_inputs if isinstance(name, str)}
-        told |= {name: GivenName(kind, fqn) for kind, fqns in kinds.items() for name, fqn in fqns.items()}
-        return _Adoption(graph.graph_module, told).run()
+        kinds = {"PARAMETER": "parameter", "BUFFER": "buffer", "CONSTANT_TENSOR": "buffer"}
+        given = [(spec.arg.name, kinds.get(spec.kind.name, "input"), spec.target) for spec in signature.input_specs]
+        told = {name: GivenName(kind, fqn or name) for name, kind, fqn in given}
+        made = _Adoption(graph.graph_module, told).run()
+        results = [(spec.kind.name, spec.target) for spec in signature.output_specs]
+        trained = tuple(target for kind, target in results if kind == "GRADIENT_TO_PARAMETER")
+        made.graph.output_node().meta |= {"gt_outputs": _result_names(results), "gt_parameters": trained}
+        return made
     if isinstance(graph, fx.Graph):
         graph = fx.GraphModule(graph.owning_module or nn.Module(), graph)
     elif not isinstance(graph, fx.GraphModule):
@@ -106,7 +107,40 @@ def adopted(graph: AnyGraph, names: Names | None = None) -> fx.GraphModule:
     elif names is None and not is_foreign(graph):
         return graph
     keeps_roots = len({*_roots(graph), *(_roots(names) if isinstance(names, fx.GraphModule) else ())}) > 1
-    return _Adoption(graph, _given(graph, names, keeps_roots), keeps_roots).run()
+    made = _Adoption(graph, _given(graph, names, keeps_roots), keeps_roots).run()
+    if isinstance(names, nn.Module):
+        _name_gradients(made.graph.output_node(), names)
+    return made
+
+
+def _name_gradients(output: fx.Node, model: nn.Module) -> None:
+    """Name the last results after the parameters that are trained, if each can be the gradient of its parameter."""
+    trained = {fqn: tensor for fqn, tensor in model.named_parameters() if tensor.requires_grad}
+    leaves = output.args[0] if isinstance(output.args[0], list | tuple) else ()
+    if "gt_outputs" in output.meta or (first := len(leaves) - len(trained)) < 0:
+        return
+    pairs = [(leaf, of) for leaf, of in zip(leaves[first:], trained.values(), strict=True) if leaf is not None]
+    if pairs and all(_is_gradient(leaf, of) for leaf, of in pairs):
+        names = (*(f"output_{place}" for place in range(first)), *trained)
+        output.meta |= {"gt_outputs": names, "gt_parameters": tuple(trained)}
+
+
+def _is_gradient(leaf: Any, parameter: torch.Tensor) -> bool:
+    """Whether the backward makes it, and it has the shape of the parameter or of this rank's shard."""
+    is_backward = isinstance(leaf, fx.Node) and direction(leaf) == BACKWARD
+    return is_backward and getattr(_value_of(leaf), "shape", None) in _shapes_of(parameter)
+
+
+def _shapes_of(tensor: torch.Tensor) -> tuple[torch.Size, torch.Size]:
+    """Of the whole, and of this rank's shard."""
+    return tensor.shape, getattr(tensor, "to_local", lambda: tensor)().shape
+
+
+def _result_names(results: Sequence[tuple[str, str | None]]) -> tuple[str, ...]:
+    """Names of an exported program's results by their kinds and targets, as AOTAutograd's results have them."""
+    told = {"USER_OUTPUT": "output_{}", "LOSS_OUTPUT": "loss", "TOKEN": "token_{}"}
+    names = [told.get(kind, "{1}" if kind.startswith("GRADIENT") else "updated.{1}") for kind, _ in results]
+    return tuple(name.format(results[:n].count(results[n]), results[n][1]) for n, name in enumerate(names))
 
 
 def _roots(gm: fx.GraphModule) -> set[str]:
@@ -159,7 +193,7 @@ def _given(gm: fx.GraphModule, names: Names | None, keeps_roots: bool) -> _Given
     given = {str(node.target): GivenName("input", str(n)) for n, node in enumerate(placeholders[len(state) :])}
     for (name, tensor), node in zip(state, placeholders, strict=False):
         shape = getattr(_value_of(node), "shape", None)
-        if shape not in (None, tensor.shape, getattr(tensor, "to_local", lambda: tensor)().shape):  # noqa: B023
+        if shape not in (None, *_shapes_of(tensor)):
             raise ValueError(
                 f"input {node.target} has shape {list(shape)}, {name.fqn} of the model {list(tensor.shape)}: the "
                 "inputs do not begin with the model's parameters and buffers; give a mapping"
@@ -266,6 +300,8 @@ class _Adoption:
         elif self.is_backward or any(source in self.behind_tangents for source in node.all_input_nodes):
             self.behind_tangents.add(node)
             meta["autograd_backward"] = True  # an autograd.Function's backward has no mark
+        elif is_view(node.target) and any(direction(source) == BACKWARD for source in copied.all_input_nodes):
+            meta["autograd_backward"] = True  # nor what takes local tensors of gradients
 
     def _name_input(self, node: fx.Node, copied: fx.Node) -> None:
         if (described := described_input(node)) is not None and described.is_tangent:

@@ -194,7 +194,8 @@ def apply_graph_passes(
         RuntimeError: a pass left the graph out of order; the passes then run again, to find the one that did it.
         Any error of a pass, with a note that names the pass.
     """
-    steps = _enabled(all_bound(passes), disable)
+    off = _names(disable, given := all_bound(passes), "disable")
+    steps = [step for step in given if step.name not in off]
     idle = set(_names(require_changes, steps, "require"))
     current, runs = _run_all(gm, example_inputs, steps, idle, (observer, progress, long), twin)
     if idle:
@@ -279,12 +280,6 @@ class PipelineLog:
 
     def close(self) -> None:
         log_artefact(f"{self._name}_overview", self._overview)
-
-
-def _enabled(steps: list[BoundPass], disable: Collection[str]) -> list[BoundPass]:
-    """The passes that run; those to disable are among them."""
-    disable = _names(disable, steps, "disable")
-    return [step for step in steps if step.name not in disable]
 
 
 def _names(asked: Collection[str], steps: list[BoundPass], verb: str) -> Collection[str]:

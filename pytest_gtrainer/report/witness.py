@@ -3,7 +3,8 @@
 A witness turns what ``facts.tell`` says of passes, comparisons and layouts into facts of the test's reports:
 
 - ``graph_text``: a graph's text by its key, compressed; equal texts of a test once;
-- ``pass``: name, fingerprint, seconds, the keys of the graphs before and after, what changed in words and in lines;
+- ``pass``: name, fingerprint, seconds, the keys of the graphs before and after, what changed in words and in lines; of
+  what ``gt_compile`` recorded each stage is a pipeline that begins with its graph;
 - ``schedule``: the timeline of a graph that communicates, by the graph's key;
 - ``memory``: the bytes alive at each node and what is alive at the peak, by the graph's key; of a graph whose peak the
   test itself asked for, by a key of its own;
@@ -29,6 +30,7 @@ from pytest_gtrainer.numerics.verdict import page_order
 if TYPE_CHECKING:
     from torch import fx
 
+    from pytest_gtrainer.compiling.record import CompileRecord
     from pytest_gtrainer.graph.layout import BucketLayout
     from pytest_gtrainer.graph.memory import PeakMemory
     from pytest_gtrainer.numerics.record import Record
@@ -39,7 +41,7 @@ _MOST_SPANS = 6_000
 _MOST_DIFFERING = 5_000
 _MOST_PIPELINES = 8  # of a test that runs more pipelines than that, the first ones are shown
 _TOPICS = {"comparison": "a comparison", "graph_pass": "a pass", "graph_passes": "a pipeline", "layouts": "a layout",
-           "memory": "a memory curve"}  # fmt: skip
+           "memory": "a memory curve", "compiled": "what was compiled"}  # fmt: skip
 """What a witness watches, each by its method of that name."""
 
 
@@ -70,12 +72,28 @@ class Witness:
         (old, old_key), (new, new_key) = self._text(before), self._text(after)
         unfolded = (unfold(old), unfold(new)) if old_key != new_key else ("", "")
         told = words(Comparison(*unfolded)) if unfolded[0] != unfolded[1] else []
-        changes = changed_lines(old, new) if old_key != new_key else []
         facts.emit(
             "pass", pipeline=self._pipeline, name=run.name, fingerprint=run.fingerprint, seconds=round(run.seconds, 6),
             nodes=[len(before.graph.nodes), len(after.graph.nodes)], before=old_key, after=new_key,
-            words=told, changes=changes,
+            words=told, changes=changed_lines(old, new) if old_key != new_key else [],
         )  # fmt: skip
+
+    def compiled(self, record: CompileRecord) -> None:
+        from pytest_gtrainer.passes.pipeline import PassRun
+
+        stages = [(graph, stage) for graph in record for stage in graph.stages if not stage.endswith("_after_passes")]
+        for graph, stage in stages:
+            gm, passes = graph.stages[stage], "pre_grad" if stage == "dynamo" else stage
+            self.graph_pass(PassRun(f"{stage} of {graph.id}", "as recorded", 0.0), gm, gm)
+            for run in graph.passes:
+                if run.stage == passes and run.changed:
+                    self.graph_pass(PassRun(run.name, run.slot, run.seconds), gm, run.after)
+                    gm = run.after
+            if (last := graph.stages.get(f"{stage}_after_passes")) is not None and str(last.graph) != str(gm.graph):
+                self.graph_pass(PassRun("what else Inductor did", "", 0.0), gm, last)
+            self._pipeline += 1
+        if self._pipeline > _MOST_PIPELINES:
+            facts.emit("not_shown", what=f"stages after the first {_MOST_PIPELINES}", why="they are many")
 
     def _text(self, gm: fx.GraphModule) -> tuple[str, str]:
         """A graph's text and its key; sent along when it is new. A pass's graph is the next one's before."""

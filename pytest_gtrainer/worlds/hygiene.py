@@ -143,13 +143,13 @@ _TRACE = "torch.__trace"
 
 
 def keep_trace_log_quiet() -> None:
-    """Make ``torch.__trace`` a logger that pytest passes over, unless TORCH_TRACE, or another handler, asks for it."""
+    """Let neither pytest nor torch's lazy handler hear ``torch.__trace``, unless TORCH_TRACE or a handler asks."""
     if "TORCH_TRACE" in os.environ:
         return
     trace_log = logging.getLogger(_TRACE)
     trace_log.propagate = True
     for handler in trace_log.handlers[:]:
-        if type(handler).__module__ == "_pytest.logging":
+        if type(handler).__module__ in ("_pytest.logging", "torch._logging._internal"):
             trace_log.removeHandler(handler)
 
 

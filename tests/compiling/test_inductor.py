@@ -126,11 +126,13 @@ def test_ties_and_reused_gathers_compile_to_eagers_bits(gt_mesh, gt_world):
 
 
 @pytest.mark.gt_world("ranks", size=2, mesh={"fsdp": 2})
-@pytest.mark.parametrize("lower", [False, True])
-def test_inductors_bits_of_ties_are_eagers_without_its_patterns(gt_mesh, gt_world, lower):
-    """One of them makes ``addmm`` of the sum of a tied weight's contributions, which rounds otherwise."""
+@pytest.mark.parametrize(
+    ("dtype", "lower"), [(torch.float32, False), (torch.float32, True), (torch.bfloat16, False)], ids=str
+)
+def test_inductors_bits_of_ties_are_eagers_without_its_patterns(gt_mesh, gt_world, dtype, lower):
+    """One of them makes ``addmm`` of the sum of a tied weight's contributions: in bf16 it rounds once, not twice."""
     torch.manual_seed(0)
-    model, tokens = data_parallel(Tied(), gt_mesh), torch.arange(6) + 4 * gt_world.rank
+    model, tokens = data_parallel(Tied().to(dtype), gt_mesh), torch.arange(6) + 4 * gt_world.rank
     for once, patterns in ((False, True), (True, True), (True, False)):
         function = partial(reused, model) if once else model
         with torch._inductor.config.patch(pattern_matcher=patterns), gt_compile(lower=lower) as record:
@@ -138,8 +140,9 @@ def test_inductors_bits_of_ties_are_eagers_without_its_patterns(gt_mesh, gt_worl
         record.assert_no_graph_breaks()
         products = len(record.backward_after_passes.graph.find_nodes(op="call_function", target=ADDMM))
         assert products == (2 if once and patterns else 0)  # of the embedding that is the head, of the layer
-        same = assert_bitwise_different if products else assert_bitwise_equal
-        same(actual, gradients(model, function, tokens))
+        if not products or dtype is torch.bfloat16:  # in fp32 the CPU and its library decide
+            same = assert_bitwise_different if products else assert_bitwise_equal
+            same(actual, gradients(model, function, tokens))
 
 
 @pytest.mark.gt_world("fake", size=2, mesh={"fsdp": 2})

@@ -421,6 +421,26 @@ def test_an_operator_without_a_fake_kernel():
     assert "gt_compile: gtrainer_tests::without_a_fake_kernel has no fake kernel" in caught.value.__notes__[0]
 
 
+def test_an_operator_without_a_fake_kernel_by_define():
+    """Dynamo breaks the graph there, and names it only in what is for its developers."""
+    name = "gtrainer_tests::defined_without_a_fake_kernel"
+    with torch.library._scoped_library("gtrainer_tests", "FRAGMENT") as library:
+        library.define("defined_without_a_fake_kernel(Tensor x) -> Tensor")
+        library.impl("defined_without_a_fake_kernel", lambda x: x * 2, "CPU")
+
+        def function(x):
+            return torch.ops.gtrainer_tests.defined_without_a_fake_kernel(x.relu()) + 1
+
+        with gt_compile() as record:
+            torch.compile(function)(torch.ones(2))
+        advice = f'register one with torch.library.register_fake("{name}")'
+        told = f"{name} has no fake kernel, without which it is in no graph: {advice}"
+        assert [each.reason for each in record.breaks] == [told]
+        with pytest.raises(Exception, match="does not support running with fake tensors") as caught, gt_compile():
+            torch.compile(function, fullgraph=True)(torch.ones(2))
+        assert caught.value.__notes__ == [f"gt_compile: {told}"]
+
+
 def test_fullgraph_ends_at_the_first_break():
     with pytest.raises(Exception, match="Failed to trace builtin operator") as caught, gt_compile():
         torch.compile(broken, fullgraph=True)(torch.ones(2))

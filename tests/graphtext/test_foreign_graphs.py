@@ -125,6 +125,49 @@ def test_a_bare_graph_and_an_exported_program_render():
     assert graphtext.render(gm.graph) == graphtext.render(gm)
 
 
+class Writes(nn.Module):
+    """To a buffer and to an argument."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(8))
+        self.norm = nn.BatchNorm1d(8, affine=False)
+
+    def forward(self, x, seen):
+        seen.add_(1)
+        return {"y": self.norm(x) * self.weight, "x": x}
+
+
+def test_results_of_an_exported_program_are_named_by_its_signature():
+    """P1: what is written to comes before what is returned, and another buffer would renumber it."""
+    program = torch.export.export(Writes(), (torch.randn(4, 8), torch.zeros(1)))
+    names = ["updated.norm.running_mean", "updated.norm.running_var", "updated.norm.num_batches_tracked"]
+    for functional, written in ((program, []), (program.run_decompositions(), [*names, "updated.seen"])):
+        told = graphtext.render(functional).partition("if out:\n")[2].splitlines()
+        assert [line.partition(" = ")[0].strip() for line in told] == [*written, "output_0", "output_1"]
+    text = graphtext.render(functional)
+    assert "  updated.seen = fwd._.add\n" in text
+    assert "  output_1 = I.x\n" in text
+    assert graphtext.render(graphtext.parse(text)) == text
+
+
+def test_gradients_of_an_exported_step_are_named_after_their_parameters():
+    from torch.export.experimental import _export_forward_backward
+
+    class Step(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up = nn.Linear(8, 4, bias=False)
+
+        def forward(self, x):
+            return self.up(x).sum(), x + 1
+
+    made = _export_forward_backward(torch.export.export(Step(), (torch.randn(2, 8),)))
+    told = graphtext.render(made).partition("if out:\n")[2].splitlines()
+    assert [line.partition(" = ")[0].strip() for line in told] == ["loss", "output_0", "up.weight"]
+    assert adopted(made).graph.output_node().meta["gt_parameters"] == ("up.weight",)
+
+
 def test_a_model_names_the_first_inputs_of_a_graph():
     from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -141,6 +184,40 @@ def test_a_model_names_the_first_inputs_of_a_graph():
         graphtext.render(gm, names=nn.Linear(8, 3))
     with pytest.raises(ValueError, match=r"names has 'w', which is no input of the graph; these are bias_1,"):
         graphtext.render(gm, names={"w": "weight"})
+
+
+@pytest.mark.parametrize(
+    ("returned", "names"),
+    [
+        (["loss", "weight", "bias"], ["output_0", "weight", "bias"]),
+        (["weight", "bias"], ["weight", "bias"]),
+        (["loss", "weight", None], ["output_0", "weight", "bias"]),  # a parameter that the loss does not reach
+        (["loss", "bias", "weight"], []),
+        (["loss", "weight"], []),
+        (["weight"], []),
+        (["loss", None, None], []),
+        (["bias", "loss", "loss"], []),
+    ],
+)
+def test_a_model_names_the_last_results_if_they_can_be_its_gradients(returned, names):
+    """Each of the backward, and of the shape of its parameter."""
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    model = nn.Linear(8, 4)
+
+    def step(weight, bias, x):
+        loss = torch.func.functional_call(model, {"weight": weight, "bias": bias}, (x,)).sum()
+        gradients = dict(zip(("weight", "bias"), torch.autograd.grad(loss, (weight, bias)), strict=True))
+        return [{"loss": loss, **gradients}.get(name) for name in returned]
+
+    gm = make_fx(step, tracing_mode="fake")(*model.parameters(), torch.randn(2, 8))
+    assert "gt_outputs" not in adopted(gm, model).graph.output_node().meta  # no node is of the backward
+    for node in gm.graph.nodes:
+        if node.op == "call_function":
+            node.meta["autograd_backward"] = True
+    meta = adopted(gm, model).graph.output_node().meta
+    assert list(meta.get("gt_outputs", ())) == names
+    assert list(meta.get("gt_parameters", ())) == names[-2:]
 
 
 def test_checks_know_modules_of_any_graph(graphs):

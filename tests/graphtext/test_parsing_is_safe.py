@@ -72,8 +72,9 @@ _seen: list[str] = []
 _watching = [False]
 
 
-def _watch(event: str, arguments: tuple[object, ...]) -> None:
-    if not _watching[0] or event in (
+# what it reads is an argument: at the end of the process globals are gone
+def _watch(event: str, arguments: tuple[object, ...], watching: list[bool] = _watching) -> None:
+    if not watching[0] or event in (
         "compile",
         "builtins.id",
         "object.__getattr__",

@@ -1,6 +1,7 @@
 """What a witness takes down of passes and records, and that it never stops a test."""
 
 import base64
+import itertools
 import json
 import zlib
 
@@ -16,6 +17,7 @@ from pytest_gtrainer import (
     canonicalize_graph_pass,
     facts,
     graphtext,
+    gt_compile,
     peak_memory,
 )
 from pytest_gtrainer.graphtext.differences import lines
@@ -89,6 +91,82 @@ def test_a_graph_whose_memory_nobody_can_tell_says_so_once():
             apply_graph_passes(graphtext.parse(text), None, [bind_options(canonicalize_graph_pass)])
     (why,) = [fact["why"] for fact in told if fact["kind"] == "not_shown"]
     assert "known only when the graph runs: give the numbers of its sizes, sizes={'u0': 128}" in why
+
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up = torch.nn.Linear(4, 4, bias=False)
+
+    def forward(self, x):
+        return torch.relu(self.up(x))
+
+
+def twice_and_half(graph):
+    """A pass of a user on the forward, none on a graph without relu."""
+    for node in graph.find_nodes(op="call_function", target=torch.ops.aten.relu.default):
+        with graph.inserting_after(node):
+            times = graph.call_function(torch.ops.aten.mul.Tensor, (node, 2.0))
+        with graph.inserting_after(times):
+            back = graph.call_function(torch.ops.aten.div.Tensor, (times, 2.0))
+        times.meta, back.meta = dict(node.meta), dict(node.meta)
+        node.replace_all_uses_with(back, delete_user_cb=lambda user, times=times: user is not times)
+
+
+def compiled(train=True):
+    with facts.collecting() as told, facts.watching(Witness().watchers), gt_compile() as record:
+        function = torch.compile(Model(), options={"post_grad_custom_post_pass": twice_and_half})
+        result = function(torch.ones(2, 4))
+        if train:
+            result.sum().backward()
+    assert "not_shown" not in kinds(told)
+    texts = {
+        fact["key"]: zlib.decompress(base64.b64decode(fact["packed"])).decode() for fact in told if "lines" in fact
+    }
+    return record, [fact for fact in told if fact["kind"] == "pass"], texts
+
+
+def test_stages_of_a_compiled_function_are_pipelines_with_the_passes_that_changed_them():
+    record, passes, texts = compiled()
+    begins = [fact for fact in passes if fact["fingerprint"] == "as recorded"]
+    stages = ("dynamo", "joint", "forward", "backward")
+    assert [(fact["pipeline"], fact["name"]) for fact in begins] == list(enumerate(f"{one} of 0/0" for one in stages))
+    for begin, stage in zip(begins, stages, strict=True):
+        own = [fact for fact in passes if fact["pipeline"] == begin["pipeline"]]
+        assert texts[begin["after"]] == graphtext.render(getattr(record, stage))
+        if stage != "dynamo":
+            assert texts[own[-1]["after"]] == graphtext.render(getattr(record, f"{stage}_after_passes"))
+        assert all(one["after"] == other["before"] for one, other in itertools.pairwise(own))
+    [ours] = [fact for fact in passes if fact["name"] == "twice_and_half"]
+    assert (ours["pipeline"], ours["fingerprint"]) == (2, "post_grad_custom_post_pass")
+    assert ours["seconds"] > 0
+    assert any("aten.mul" in word for word in ours["words"])
+
+
+def test_of_many_compiled_graphs_the_first_stages_are_shown_and_the_rest_are_named(monkeypatch):
+    monkeypatch.setattr(witness, "_MOST_PIPELINES", 2)
+    with facts.collecting() as told, facts.watching(Witness().watchers), gt_compile():
+        torch.compile(Model())(torch.ones(2, 4)).sum().backward()
+    assert {fact["pipeline"] for fact in told if fact["kind"] == "pass"} == {0, 1}
+    assert [fact["what"] for fact in told if fact["kind"] == "not_shown"] == ["stages after the first 2"]
+
+
+def test_what_was_recorded_before_an_error_is_shown():
+    def fails():
+        with gt_compile():
+            torch.compile(torch.relu)(torch.ones(2))
+            raise KeyError
+
+    with facts.collecting() as told, facts.watching(Witness().watchers), pytest.raises(KeyError):
+        fails()
+    assert next(fact["name"] for fact in told if fact["kind"] == "pass") == "dynamo of 0/0"
+
+
+def test_without_a_report_nothing_is_rendered(monkeypatch):
+    monkeypatch.setattr(graphtext, "render", None)
+    with facts.collecting() as told, facts.watching(Witness(graphs=False).watchers), gt_compile():
+        torch.compile(torch.relu)(torch.ones(2))
+    assert told == []
 
 
 def test_what_cannot_be_taken_down_is_told_and_stops_nothing(witnessed, monkeypatch):

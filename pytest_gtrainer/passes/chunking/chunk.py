@@ -205,7 +205,8 @@ def chunk_pass(
     twins = (gm, twin) if twin is not None else symbolic_twins(gm, example_inputs, config)
     if twins is None:
         wrong = "a graph of static shapes is chunked with its twin, the same step at the extent of one chunk"
-        raise ChunkError(f"{wrong}: trace with trace_step(..., chunk=config) and give twin=traced.twin")
+        way = "trace with trace_step(..., chunk=config) and give twin=traced.twin, or compile it inside eager_chunked"
+        raise ChunkError(f"{wrong}: {way}")
     try:
         aligned = Twins(*twins, config.num_chunks)
         check_extents(aligned, config)

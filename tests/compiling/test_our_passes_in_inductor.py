@@ -1,0 +1,155 @@
+"""Each pass of ours as a pass of Inductor: it changes the graph, and eager's bits stay; or a sentence says why not."""
+
+import pytest
+import torch
+
+from pytest_gtrainer import (
+    ChunkConfig,
+    assert_bitwise_different,
+    assert_bitwise_equal,
+    assert_graph,
+    bind_options,
+    canonicalize_graph_pass,
+    chunk_pass,
+    concretize_chunk_symbolic_shapes_pass,
+    construct_default_graph_passes,
+    data_parallel,
+    deduplicate_fsdp_unshard_chains_pass,
+    eager_chunked,
+    gt_compile,
+    inductor_options,
+    reassign_collective_pgs_pass,
+    reduce_scatter_before_all_reduce_pass,
+    selective_activation_remat_pass,
+    tag_with_memory_policy_pass,
+    transformer_block_bucketing_reordering_pass,
+)
+from pytest_gtrainer._torch.fsdp2 import fully_shard
+from tests.compiling.test_inductor import NAME, PLAN, Model, Tied, bucketing, gradients, sharded
+
+JOINT, POST_GRAD = "joint_custom_post_pass", "post_grad_custom_post_pass"
+AGAIN = [bind_options(tag_with_memory_policy_pass, reshard_after_forward=True), selective_activation_remat_pass]
+PIPELINES = {
+    f"{NAME}, dependencies": [bucketing(insert_overlap_deps=True)],
+    f"{NAME}, default pipeline": construct_default_graph_passes(bucket_plan=PLAN),
+    f"{NAME}, gathers again": construct_default_graph_passes(bucket_plan=PLAN, reshard_after_forward=True),
+}
+CASES = {
+    "canonicalize_graph_pass": [canonicalize_graph_pass],
+    "reassign_collective_pgs_pass": [reassign_collective_pgs_pass, bucketing()],
+    "selective_activation_remat_pass": AGAIN,
+    NAME: [bucketing(reorder=False)],
+    **PIPELINES,
+}
+
+
+@pytest.mark.gt_world("ranks", size=2, mesh={"fsdp": 2})
+@pytest.mark.parametrize("slot", [JOINT, POST_GRAD])
+@pytest.mark.parametrize(("case", "lower"), [*((case, False) for case in CASES), *((case, True) for case in PIPELINES)])
+def test_a_pass_of_ours_changes_the_graph_and_no_bit(gt_mesh, gt_world, case, slot, lower):
+    """P4: of eager ``data_parallel``, by kernels of eager and by generated code."""
+    model, x = sharded(gt_mesh, gt_world.rank)
+    expected = gradients(model, model, x)
+    with gt_compile(lower=lower) as record:
+        compiled = torch.compile(model, options=inductor_options(*CASES[case], slot=slot))
+        actual = gradients(model, compiled, x)
+    record.assert_no_graph_breaks()
+    assert record.passes(case.partition(",")[0], changed=True)
+    assert_bitwise_equal(actual, expected)
+    assert_bitwise_different(gradients(model, compiled, x + 1), expected)
+
+
+@pytest.mark.gt_world("ranks", size=2, mesh={"fsdp": 2})
+def test_what_is_gathered_twice_is_gathered_once(gt_mesh, gt_world):
+    """In the joint graph; behind the partitioner forward and backward each gather for themselves."""
+    torch.manual_seed(0)
+    model, tokens = data_parallel(Tied(), gt_mesh), torch.arange(6) + 4 * gt_world.rank
+    expected = gradients(model, model, tokens)
+    with gt_compile() as record:
+        compiled = torch.compile(model, options=inductor_options(deduplicate_fsdp_unshard_chains_pass))
+        actual = gradients(model, compiled, tokens)
+    [run] = record.passes("deduplicate_fsdp_unshard_chains_pass", changed=True)
+    assert_graph(run.before, "count 6 all_gather_into_tensor")
+    assert_graph(run.after, "count 3 all_gather_into_tensor")
+    assert_bitwise_equal(actual, expected)
+    assert_bitwise_different(gradients(model, compiled, tokens + 1), expected)
+
+
+@pytest.mark.gt_world("fake", size=2, mesh={"fsdp": 2})
+@pytest.mark.parametrize("passes", [[], AGAIN], ids=["kept", "gathered again"])
+def test_the_partitioner_follows_what_says_to_gather_again(gt_mesh, passes):
+    """Of the head, whose backward comes first, torch 2.15 gathers both times in the forward."""
+    model, x = sharded(gt_mesh, 0)
+    with gt_compile() as record:
+        gradients(model, torch.compile(model, options=inductor_options(*passes) if passes else None), x)
+    assert_graph(record.forward, "count 2 all_gather_into_tensor in layers.1")
+    assert_graph(record.backward, f"count {2 if passes else 0} all_gather_into_tensor in layers.1")
+
+
+@pytest.mark.gt_world("ranks", size=4, mesh={"replicate": 2, "fsdp": 2})
+@pytest.mark.parametrize("slot", [JOINT, POST_GRAD])
+def test_hybrid_sharding_in_inductor_has_the_bits_of_fully_shard(gt_mesh, gt_world, slot):
+    """D16: reduced among shards first, then among replicas; without the pass it is the other way round."""
+    torch.manual_seed(0)
+    model, eager = Model(), Model()
+    eager.load_state_dict(model.state_dict())
+    x = torch.randn(4, 16, generator=torch.Generator().manual_seed(gt_world.rank))
+    for part in (*eager.layers, eager.head, eager):
+        fully_shard(part, mesh=gt_mesh)
+    expected = gradients(eager, eager, x)
+    data_parallel(model, gt_mesh, mode="hybrid_shard")
+    for passes in ([reduce_scatter_before_all_reduce_pass, bucketing()], [bucketing()]):
+        with gt_compile() as record:
+            actual = gradients(model, torch.compile(model, options=inductor_options(*passes, slot=slot)), x)
+        assert record.passes(NAME, changed=True)
+        (assert_bitwise_equal if len(passes) == 2 else assert_bitwise_different)(actual, expected)
+
+
+CHUNKED = ChunkConfig(module_fqn="layers.*")
+
+
+@pytest.mark.parametrize("lower", [False, True])
+def test_a_model_in_chunks_compiles_to_eagers_bits(lower):
+    """What takes the place of ``chunk_pass``, which makes a new graph."""
+    torch.manual_seed(0)
+    model, x = Model(), torch.randn(4, 16)
+
+    def trained(function, x):
+        model.zero_grad()
+        function(x).sum().backward()
+        return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+
+    with eager_chunked(model, CHUNKED):
+        expected = trained(model, x)
+        with gt_compile(lower=lower) as record:
+            compiled = torch.compile(model)
+            actual = trained(compiled, x)
+        record.assert_no_graph_breaks()
+        record.assert_compiles(1)
+        assert_graph(record.dynamo, "count 4 relu")  # two layers of two chunks
+        assert_bitwise_equal(actual, expected)
+        assert_bitwise_different(trained(compiled, x + 1), expected)
+
+
+@pytest.mark.parametrize(
+    ("a_pass", "dynamic", "wrong"),
+    [
+        (bind_options(chunk_pass, config=CHUNKED), False, "or compile it inside eager_chunked"),
+        (bind_options(chunk_pass, config=CHUNKED), True, "chunk_pass returned another graph: a pass of Inductor rewri"),
+        (concretize_chunk_symbolic_shapes_pass, True, "concretize_chunk_symbolic_shapes_pass returned another graph"),
+        (
+            bind_options(transformer_block_bucketing_reordering_pass, direction="fwd", bucket_plan=PLAN),
+            False,
+            "the graph has nodes of the backward: for a joint graph use joint_transformer_block_bucketing_reordering_p",
+        ),
+    ],
+)
+@pytest.mark.parametrize("slot", [JOINT, POST_GRAD])
+def test_a_pass_that_cannot_run_there_says_so(a_pass, dynamic, wrong, slot):
+    def compiles():
+        with gt_compile():
+            model = torch.compile(Model(), options=inductor_options(a_pass, slot=slot), dynamic=dynamic)
+            model(torch.randn(4, 16)).sum().backward()
+
+    with pytest.raises(Exception, match=wrong):
+        compiles()

@@ -75,7 +75,7 @@ def current_compile_id() -> str:
 
 def own_passes(setting: str) -> list[Any]:
     """The user's passes in a setting of Inductor, ``post_grad_custom_post_pass`` for one, as they hold now."""
-    return [*get_custom_graph_passes(getattr(inductor_config, setting, None))]
+    return [*filter(callable, get_custom_graph_passes(getattr(inductor_config, setting, None)))]  # or it is a switch
 
 
 @contextmanager

@@ -85,7 +85,7 @@ def storage_id(tensor: torch.Tensor) -> int:
 def parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
     """The tensors that have memory: of a wrapper subclass those that it holds, else itself."""
     if not is_traceable_wrapper_subclass(tensor):
-        return [tensor]
+        return [tensor] if isinstance(tensor, torch.Tensor) else []  # a DTensor names its mesh, too
     return [part for name in tensor.__tensor_flatten__()[0] for part in parts_of(getattr(tensor, name))]
 
 

@@ -337,6 +337,15 @@ def test_several_graphs_must_be_told_apart():
         record[2]
 
 
+def test_a_pass_of_inductor_that_is_called_like_its_switch_keeps_its_name():
+    assert torch._inductor.config.reorder_for_locality is True
+    with gt_compile() as record, torch.no_grad():
+        torch.compile(torch.relu)(torch.ones(2))
+    names = {run.name for run in record.passes()}
+    assert "reorder_for_locality" in names
+    assert "bool" not in names
+
+
 # -- what cannot be recorded is said
 
 

@@ -451,6 +451,34 @@ def test_another_word_is_refused():
         trace_step(STAMPED["a list"](), step, (torch.ones(4, WIDTH),), repeat_layers="always")
 
 
+@pytest.mark.parametrize("how", ["off", "auto"])
+def test_no_garbage_is_collected_from_a_steps_call_to_its_backward(how):
+    """A trace makes many objects that stay, and each collection visits them all."""
+    seen = []
+
+    def looking(model, x):
+        seen.append(f"forward, collector {'on' if gc.isenabled() else 'off'}")
+        gc.set_threshold(10, 1, 1)  # with the collector on, the next objects are enough for a collection
+        loss = model(x).sum()
+        loss.register_hook(lambda gradient: seen.append("backward"))
+        return loss
+
+    def collecting(phase, told):
+        seen.append(f"a collection {phase}s")
+
+    before = gc.get_threshold()
+    gc.callbacks.append(collecting)
+    try:
+        trace_step(STAMPED["a list"](), looking, (torch.ones(4, WIDTH),), repeat_layers=how)
+    finally:
+        gc.callbacks.remove(collecting)
+        gc.set_threshold(*before)
+    calls = [place for place, what in enumerate(seen) if what.startswith("forward")]
+    assert calls
+    for place in calls:
+        assert seen[place : place + 2] == ["forward, collector off", "backward"]
+
+
 @pytest.mark.parametrize("on", [True, False])
 def test_the_garbage_collector_is_as_it_was(on):
     (gc.enable if on else gc.disable)()

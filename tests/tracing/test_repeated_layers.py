@@ -356,10 +356,15 @@ def test_without_a_part_of_the_proof_a_model_comes_out_wrong_and_exact_sees_it(
         exact(build())
 
 
-def test_what_no_proof_can_see_exact_sees():
-    """A counter that is neither an attribute nor a container: documented as a limit of "auto"."""
+@pytest.mark.parametrize(
+    "build",
+    [partial(repeated.scaled_by_a_hidden_counter, 8), repeated.a_layer_that_looks_for_itself],
+    ids=["a counter in C", "a layer that looks for itself"],
+)
+def test_what_no_proof_can_see_exact_sees(build):
+    """Documented as limits of "auto"."""
     with pytest.raises(StampedGraphError, match="operands"):
-        exact(repeated.scaled_by_a_hidden_counter(8))
+        exact(build())
 
 
 def test_state_that_a_step_changes_is_put_back():

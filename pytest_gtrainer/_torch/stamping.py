@@ -1,6 +1,9 @@
 """Stamping layers: memory of copies, facts about symbols, what is in force around a call.
 
-- ``FakeTensor(mode, meta_tensor, device)`` on a meta tensor that shows a given storage makes a view without a dispatch;
+- ``Tensor._make_subclass`` makes a fake tensor of a meta tensor that shows a given storage, as ``FakeTensor.__new__``
+  does, which takes five times as long; what else that sets is taken from one that it made;
+- ``as_strided`` of a tensor without elements asks nothing of symbolic extents, and ``resize_storage_bytes_`` nothing of
+  a symbolic number of bytes: ``set_`` and ``empty`` decide there whether the result is contiguous;
 - ``Tensor._version`` counts the writes to a tensor's memory;
 - ``ShapeEnv.deferred_runtime_asserts`` holds, by symbol, what a trace relied on about a data-dependent size, and
   ``ShapeEnv.replacements`` what it found a symbol to be equal to;
@@ -15,14 +18,14 @@ import torch
 
 from pytest_gtrainer._torch import private_names
 from pytest_gtrainer._torch.chunking import Renaming, renamed_number
-from pytest_gtrainer._torch.values import FakeTensor, storage_id
+from pytest_gtrainer._torch.values import SYMBOLIC, FakeTensor, storage_id
 
 with private_names():
     from torch.overrides import _get_current_function_mode_stack
     from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 ATTRIBUTES = {
-    "torch:Tensor": ("_version",),
+    "torch:Tensor": ("_version", "_make_subclass"),
     "torch:UntypedStorage": ("_cdata",),
     "torch.fx.experimental.symbolic_shapes:ShapeEnv": ("deferred_runtime_asserts", "replacements"),
 }
@@ -42,18 +45,46 @@ def is_storage_of(storage: torch.UntypedStorage, tensor: torch.Tensor) -> bool:
 
 def new_storage(nbytes: Any) -> torch.UntypedStorage:
     """Memory of nobody."""
-    return torch.empty(nbytes, dtype=torch.uint8, device="meta").untyped_storage()
+    if isinstance(nbytes, int):
+        return torch.empty(nbytes, dtype=torch.uint8, device="meta").untyped_storage()
+    shown = torch.empty(0, dtype=torch.uint8, device="meta")
+    torch.ops.inductor.resize_storage_bytes_(shown, nbytes)
+    return shown.untyped_storage()
 
 
-def on_storage(like: FakeTensor, storage: torch.UntypedStorage, renaming: Renaming) -> FakeTensor:
-    """A fake tensor like another, on other memory and in other symbols; without the mode's dispatch."""
-    size, stride, offset = like.size(), like.stride(), like.storage_offset()
-    if renaming:
-        size = torch.Size([renamed_number(extent, renaming) for extent in size])
-        stride = tuple(renamed_number(extent, renaming) for extent in stride)
-        offset = renamed_number(offset, renaming)
-    shown = torch.empty(0, dtype=like.dtype, device="meta").set_(storage, offset, size, stride)
-    return FakeTensor(like.fake_mode, shown, like.fake_device)
+class Renamed:
+    """Numbers and tensors of a copy, in its own symbols; a number that stands in many places is made once."""
+
+    def __init__(self, attributes: dict[torch.device, dict[str, Any]]) -> None:
+        """``attributes`` keeps what a new fake tensor holds beside its extents, for all copies of one trace."""
+        self.renaming: Renaming = {}
+        self._numbers: dict[Any, Any] = {}
+        self._attributes = attributes
+
+    def number(self, value: Any) -> Any:
+        """A symbolic number in the copy's symbols; anything else as it is."""
+        if not isinstance(value, SYMBOLIC) or not self.renaming:
+            return value
+        key = type(value), value.node.expr, len(self.renaming)
+        if key not in self._numbers:
+            self._numbers[key] = renamed_number(value, self.renaming)
+        return self._numbers[key]
+
+    def on_storage(self, like: FakeTensor, storage: torch.UntypedStorage) -> FakeTensor:
+        """A fake tensor like another, on other memory; without the mode's dispatch."""
+        size, stride, offset = like.size(), like.stride(), like.storage_offset()
+        if self.renaming:
+            size, stride = torch.Size(map(self.number, size)), tuple(map(self.number, stride))
+            offset = self.number(offset)
+        shown = torch.empty(0, dtype=like.dtype, device="meta").set_(storage, 0, (0,), (1,))
+        shown, device = shown.as_strided(size, stride, offset), like.fake_device
+        if device not in self._attributes:
+            self._attributes[device] = dict(vars(FakeTensor(like.fake_mode, shown, device)))
+        given = {"dispatch_device": True, "device_for_backend_keys": device}
+        made = torch.Tensor._make_subclass(FakeTensor, shown, False, **given)
+        torch._C._set_throw_on_mutable_data_ptr(made)
+        vars(made).update(self._attributes[device])
+        return made
 
 
 def copy_facts(env: Any, renaming: Renaming) -> None:

@@ -355,7 +355,8 @@ class Tracing:
                 self._name(found.gm, len(flat_inputs))
         if found is not None and self.repeat_layers != "exact":
             self.gradient_placements[:] = found.gradient_placements
-            return found.gm, self.fakes_of(flat_inputs), repeated
+            made = [node.meta["val"] for node in found.gm.graph.find_nodes(op="placeholder")]
+            return found.gm, self.fakes_of(flat_inputs, made[: len(self.state.fqns)]), repeated
         whole = replace(self, mode=mode_of([*self.state.tensors, *flat_inputs]))  # free of symbols of other traces
         gm, fakes = whole.run(flat_inputs, spec)
         if found is not None:
@@ -376,9 +377,9 @@ class Tracing:
             ) from error
         return gm, repeated
 
-    def fakes_of(self, flat_inputs: list[Any]) -> list[Any]:
-        """The state and the inputs on fake tensors, scalars as they are."""
-        values = [*map(local, self.state.tensors), *flat_inputs]
+    def fakes_of(self, flat_inputs: list[Any], state: Sequence[torch.Tensor] = ()) -> list[Any]:
+        """The state and the inputs on fake tensors, scalars as they are; ``state`` are those of the state, if known."""
+        values = [*(state or map(local, self.state.tensors)), *flat_inputs]
         mesh = next((t.device_mesh for t in self.state.tensors if isinstance(t, DTensor)), None)
         device = torch.device(mesh.device_type if mesh is not None else "cpu")
         return [self._fake(value, device) if isinstance(value, torch.Tensor) else value for value in values]

@@ -356,10 +356,15 @@ def test_without_a_part_of_the_proof_a_model_comes_out_wrong_and_exact_sees_it(
         exact(build())
 
 
-def test_what_no_proof_can_see_exact_sees():
-    """A counter that is neither an attribute nor a container: documented as a limit of "auto"."""
+@pytest.mark.parametrize(
+    "build",
+    [partial(repeated.scaled_by_a_hidden_counter, 8), repeated.a_layer_that_looks_for_itself],
+    ids=["a counter in C", "a layer that looks for itself"],
+)
+def test_what_no_proof_can_see_exact_sees(build):
+    """Documented as limits of "auto"."""
     with pytest.raises(StampedGraphError, match="operands"):
-        exact(repeated.scaled_by_a_hidden_counter(8))
+        exact(build())
 
 
 def test_state_that_a_step_changes_is_put_back():
@@ -449,6 +454,34 @@ def test_dynamic_dimensions_are_traced_in_full():
 def test_another_word_is_refused():
     with pytest.raises(ValueError, match="repeat_layers='always': expected one of 'off', 'auto', 'exact'"):
         trace_step(STAMPED["a list"](), step, (torch.ones(4, WIDTH),), repeat_layers="always")
+
+
+@pytest.mark.parametrize("how", ["off", "auto"])
+def test_no_garbage_is_collected_from_a_steps_call_to_its_backward(how):
+    """A trace makes many objects that stay, and each collection visits them all."""
+    seen = []
+
+    def looking(model, x):
+        seen.append(f"forward, collector {'on' if gc.isenabled() else 'off'}")
+        gc.set_threshold(10, 1, 1)  # with the collector on, the next objects are enough for a collection
+        loss = model(x).sum()
+        loss.register_hook(lambda gradient: seen.append("backward"))
+        return loss
+
+    def collecting(phase, told):
+        seen.append(f"a collection {phase}s")
+
+    before = gc.get_threshold()
+    gc.callbacks.append(collecting)
+    try:
+        trace_step(STAMPED["a list"](), looking, (torch.ones(4, WIDTH),), repeat_layers=how)
+    finally:
+        gc.callbacks.remove(collecting)
+        gc.set_threshold(*before)
+    calls = [place for place, what in enumerate(seen) if what.startswith("forward")]
+    assert calls
+    for place in calls:
+        assert seen[place : place + 2] == ["forward, collector off", "backward"]
 
 
 @pytest.mark.parametrize("on", [True, False])

@@ -7,19 +7,21 @@ from the template to the next unit. Cost: linear in the nodes of the whole graph
 
 from __future__ import annotations
 
+import operator
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import fx
 
-from pytest_gtrainer._torch.chunking import Renaming, renamed_number, renew_symbols, shape_env_of
+from pytest_gtrainer._torch.chunking import renew_symbols, shape_env_of
 from pytest_gtrainer._torch.graph_modules import empty_graph
 from pytest_gtrainer._torch.graph_text import append_node
-from pytest_gtrainer._torch.stamping import copy_facts, is_storage_of, new_storage, on_storage
-from pytest_gtrainer._torch.values import FakeTensor, pytree, storage_id
+from pytest_gtrainer._torch.stamping import Renamed, copy_facts, is_storage_of, new_storage
+from pytest_gtrainer._torch.values import SYMBOLIC, FakeTensor, pytree, storage_id
 from pytest_gtrainer.tracing.stamping.runs import TEMPLATE
 from pytest_gtrainer.tracing.stamping.units import INNER, Pass, Units, fqn_of, named_as, split_name
 from pytest_gtrainer.tracing.stamping.verdict import Refused, tensors_of
@@ -62,7 +64,8 @@ class _Stamping:
         self.units, self.names = units, units.names
         self.graph = empty_graph(units.graph)
         self.made: dict[Any, fx.Node] = {}
-        self.renamings: dict[tuple[Any, int], Renaming] = defaultdict(dict)
+        self.renamings: dict[tuple[Any, int], Renamed] = defaultdict(partial(Renamed, {}))
+        self.fixed: set[tuple[fx.Node, str]] = set()  # metadata of the template without symbols
         self.moved_names: dict[str, int] = defaultdict(int)
         self.inputs = 0
         counted = [_Counted.of(visit, units.last_forward) for visit in units.passes]
@@ -79,7 +82,7 @@ class _Stamping:
                 self.moved_names[base] += run.copies * step
         values = [node.meta["val"] for node in visit.units[TEMPLATE] if node.meta.get("unbacked_bindings")]
         for real in run.reals(TEMPLATE)[1:] if values and visit.kind == "forward" else ():
-            copy_facts(shape_env_of(values), self.renamings[run, real])
+            copy_facts(shape_env_of(values), self.renamings[run, real].renaming)
 
     def emit(self, node: fx.Node, spot: _Spot) -> None:
         if node.op == "placeholder":
@@ -116,25 +119,27 @@ class _Stamping:
             meta["custom"] = dict(named_as(self.names, meta["custom"], real) or {})
         if meta.get("gt_input", {}).get("kind", "input") != "input":
             meta["gt_input"] = {**meta["gt_input"], "fqn": self.names.real(fqn_of(node), real)}
-        renaming = self.renamings[spot.visit.run, spot.real] if spot.visit and spot.is_copy else {}
+        copied = self.renamings[(spot.visit.run, spot.real) if spot.visit and spot.is_copy else (None, 0)]
         if spot.is_copy and meta.get("unbacked_bindings"):
             made = {key: meta[key] for key in ("unbacked_bindings", "val")}
-            renew_symbols(made, renaming)
+            renew_symbols(made, copied.renaming)
             meta["unbacked_bindings"] = made["unbacked_bindings"]
         if "val" in meta:
-            meta["val"] = self._value(node, spot, renaming)
-        for key in ("tensor_meta", "eager_input_vals") if renaming else ():
-            if key in meta:
-                meta[key] = _renamed(meta[key], renaming)
+            meta["val"] = self._value(node, spot, copied)
+        for key in ("tensor_meta", "eager_input_vals") if copied.renaming else ():
+            if key in meta and (node, key) not in self.fixed:
+                meta[key] = _renamed(node.meta[key], copied)
+                if meta[key] is node.meta[key]:
+                    self.fixed.add((node, key))
         return meta
 
-    def _value(self, node: fx.Node, spot: _Spot, renaming: Renaming) -> Any:
+    def _value(self, node: fx.Node, spot: _Spot, copied: Renamed) -> Any:
         """The node's value, on the memory of the node that it shares it with in the whole graph."""
         new: dict[int, torch.UntypedStorage] = {}
 
         def on_its_memory(value: Any) -> Any:
             if not isinstance(value, FakeTensor):
-                return renamed_number(value, renaming)
+                return copied.number(value)
             known = storage_id(value)
             maker, index = self.units.makers[known]
             storage = value.untyped_storage()
@@ -142,13 +147,14 @@ class _Stamping:
                 storage = tensors_of(self.seen(maker, spot))[index].untyped_storage()
             elif spot.is_copy:
                 if known not in new:
-                    new[known] = new_storage(renamed_number(storage.nbytes(), renaming))
+                    new[known] = new_storage(copied.number(storage.nbytes()))
                 storage = new[known]
-            if not renaming and is_storage_of(storage, value):
+            if not copied.renaming and is_storage_of(storage, value):
                 return value
-            return on_storage(value, storage, renaming)
+            return copied.on_storage(value, storage)
 
-        return pytree.tree_map(on_its_memory, node.meta["val"])
+        value = node.meta["val"]
+        return on_its_memory(value) if isinstance(value, FakeTensor) else pytree.tree_map(on_its_memory, value)
 
     def output(self, trainable: Sequence[str]) -> None:
         """Loss and gradients, these in the order of the whole model's parameters."""
@@ -203,14 +209,18 @@ class _Counted:
         return self.step * run.copies if number >= self.behind else 0
 
 
-def _renamed(value: Any, renaming: Renaming) -> Any:
-    """Metadata in the copy's symbols."""
+def _renamed(value: Any, copied: Renamed) -> Any:
+    """Metadata in the copy's symbols: the same object without any of them."""
     if isinstance(value, FakeTensor):
-        return on_storage(value, value.untyped_storage(), renaming)
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_renamed(item, renaming) for item in value))
+        numbers = *value.size(), *value.stride(), value.storage_offset()
+        is_fixed = not any(isinstance(number, SYMBOLIC) for number in numbers)
+        return value if is_fixed else copied.on_storage(value, value.untyped_storage())
     if isinstance(value, list | tuple):
-        return type(value)([_renamed(item, renaming) for item in value])
+        items = [_renamed(item, copied) for item in value]
+        if all(map(operator.is_, items, value)):
+            return value
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     if isinstance(value, dict):
-        return {key: _renamed(item, renaming) for key, item in value.items()}
-    return renamed_number(value, renaming)
+        table = {key: _renamed(item, copied) for key, item in value.items()}
+        return value if all(table[key] is value[key] for key in value) else table
+    return copied.number(value)

@@ -11,8 +11,9 @@ import logging
 import random
 import sys
 import types
+import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -31,6 +32,7 @@ from pytest_gtrainer.tracing.stamping.verdict import Refused, first_difference
 
 OF_TORCH = (torch.Tensor, torch.Size, torch.dtype, torch.device)
 NO_STATE = (int, float, complex, str, bytes, *OF_TORCH, types.ModuleType, logging.Logger)
+OPAQUE = ("_contextvars", "_io", "_queue", "array")
 FOREIGN = ("torch", "pytest_gtrainer", "builtins")
 
 
@@ -55,7 +57,8 @@ def stamped_graph(
     with ignored.showing(ignored.out_of_sight):
         runs, full = find_runs(model)
         while runs:
-            names, kept = Names(model, runs), unchanged_state(model, step)
+            names = Names(model, runs)
+            kept = unchanged_state(model, step, names.slots)
             try:
                 return _stamped(names, kept, trace, state, ignored), RepeatedLayers(tuple(runs), tuple(full))
             except Refused as refused:
@@ -185,9 +188,10 @@ def _same(one: Any, other: Any) -> bool:
 
 
 @contextmanager
-def unchanged_state(model: nn.Module, step: Callable[..., Any]) -> Iterator[None]:
-    """``step`` runs several times inside; all state is put back, and Refused if it, or a random state, had changed."""
-    numpy, held = sys.modules.get("numpy"), list(_watched(model, step))
+def unchanged_state(model: nn.Module, step: Callable[..., Any], layers: Iterable[nn.Module]) -> Iterator[None]:
+    """``step`` runs several times inside; all state is put back, and Refused if it, or a random state, had changed, or
+    if something holds some of ``layers``, which may be told apart by it."""
+    numpy, held = sys.modules.get("numpy"), list(_watched(model, step, layers))
     drawn, by_numpy = (random.getstate(), torch.get_rng_state()), numpy.random.get_state() if numpy is not None else ()
     try:
         yield
@@ -207,8 +211,9 @@ def unchanged_state(model: nn.Module, step: Callable[..., Any]) -> Iterator[None
         raise Refused("", "the step draws random numbers that are not in its graph")
 
 
-def _watched(model: nn.Module, step: Callable[..., Any]) -> Iterator[_Held]:
+def _watched(model: nn.Module, step: Callable[..., Any], layers: Iterable[nn.Module]) -> Iterator[_Held]:
     """Everything that holds something and can be reached."""
+    inside = {id(module) for layer in layers for module in layer.modules()}
     of_modules = [(f"the attribute {fqn}.".replace(" .", " "), module) for fqn, module in model.named_modules()]
     todo = deque([*of_modules, ("what the step holds or names: ", step)])
     seen: set[int] = set()
@@ -217,6 +222,11 @@ def _watched(model: nn.Module, step: Callable[..., Any]) -> Iterator[_Held]:
         if value is None or isinstance(value, NO_STATE) or id(value) in seen:
             continue
         seen.add(id(value))
+        if isinstance(value, dict | list | set):
+            items = [*value, *value.values()] if isinstance(value, dict) else value
+            meant = (item() if isinstance(item, weakref.ref) else item for item in items)
+            if any((item if type(item) is int else id(item)) in inside for item in meant):
+                raise Refused("", f"{where.rstrip('.: ')} holds layers, or their ids, which tell them apart")
         for held, inner in _looked_into(where, value):
             if held is not None:
                 yield held
@@ -244,11 +254,13 @@ def _looked_into(where: str, value: Any) -> Iterator[tuple[_Held | None, list[tu
         yield None, [(where, getattr(value, name)) for name in INSIDE[kind]]
     elif isinstance(value, type):
         if not _is_foreign(str(value.__module__)):
-            named = {name: held for name, held in vars(value).items() if not name.startswith("__")}
+            run = {name for name, held in vars(value).items() if isinstance(held, types.FunctionType)} - {"__init__"}
+            named = {name: held for name, held in vars(value).items() if name in run or not name.startswith("__")}
             inner = [(where, held) for held in (*named.values(), *value.__bases__)]
             yield _Held(f"the attribute of the class {value.__qualname__}.", value, named, setattr), inner
-    elif hasattr(kind, "__next__") and home in ("builtins", "itertools"):
-        raise Refused("", f"{where.rstrip('.: ')} holds an iterator ({kind.__name__}), whose state cannot be seen")
+    elif home in OPAQUE or (hasattr(kind, "__next__") and home in ("builtins", "itertools")):
+        what = f"a {home}.{kind.__name__}" if home in OPAQUE else f"an iterator ({kind.__name__})"
+        raise Refused("", f"{where.rstrip('.: ')} holds {what}, whose state cannot be seen")
     elif _is_array(value):
         yield _Held(where, value, {"": value.copy()}, _fill), []
     is_foreign = home.partition(".")[0] in FOREIGN or kind in INSIDE or isinstance(value, type)

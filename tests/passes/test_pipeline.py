@@ -456,6 +456,18 @@ def test_a_word_is_one_name_not_its_letters(neg_of_detach):
     assert operators(canonicalize_graph_pass(neg_of_detach, rules="detach")) == ["exp", "neg"]
     with pytest.raises(ValueError, match="keep_unsharded names 'norm', of which no parameter is gathered"):
         tag_with_memory_policy_pass(neg_of_detach, keep_unsharded="norm")
+    ran = []
+
+    def note(gm):
+        ran.append("note")
+        return gm
+
+    def note_again(gm):
+        ran.append("note_again")
+        return gm
+
+    apply_graph_passes(neg_of_detach, None, [note, note_again], disable="note_again")
+    assert ran == ["note"], "a pass whose name is a part of the disabled one's still runs"
 
 
 def test_a_traced_detach_goes_by_its_rule():

@@ -10,11 +10,12 @@ from pytest_gtrainer import (
     bucket_layout,
     data_parallel,
     get_default_transformer_block_buckets,
+    graphtext,
     trace_step,
 )
 from pytest_gtrainer import joint_transformer_block_bucketing_reordering_pass as joint_pass
 from pytest_gtrainer.graph.bucket_plan import tied_parameters
-from pytest_gtrainer.graph.collectives import PlanError
+from pytest_gtrainer.graph.collectives import PlanError, fsdp_reduce_scatters
 from pytest_gtrainer.references.eager import shard_eagerly
 
 pytestmark = pytest.mark.gt_world("fake", size=4, mesh={"fsdp": 4})
@@ -86,6 +87,25 @@ def test_in_one_bucket_it_is_gathered_and_reduced_once(gt_mesh):
 
 def test_a_module_registered_twice_is_no_tie():
     assert tied_parameters(Tied()) == {"wte.weight": ("wte.weight", "lm_head.weight")}
+
+
+def test_a_gradient_that_is_returned_twice_goes_by_its_first_name():
+    """A10: as the parameter does, where a graph traced elsewhere returns it for each module."""
+    (member,) = fsdp_reduce_scatters(graphtext.parse(RETURNED_TWICE))
+    assert (member.parameter, member.position) == ("wte.weight", 0)
+
+
+RETURNED_TWICE = """\
+fsdp = group(range(0, 4))
+if I:
+  I.x: f32[8]
+if bwd:
+  scatter: f32[2] = _c10d_functional.reduce_scatter_tensor(I.x, "avg", 4, fsdp)
+  wait: f32[2] = _c10d_functional.wait_tensor(scatter)
+if out:
+  wte.weight = bwd._.wait
+  lm_head.weight = bwd._.wait
+"""
 
 
 def test_a_graph_that_gathers_it_in_both_buckets_is_told_of_the_tie(gt_mesh):

@@ -12,7 +12,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from pytest_gtrainer import TrainConfig, data_parallel, train_eager, train_graph
 from pytest_gtrainer._torch.fsdp2 import parameter_groups
 from pytest_gtrainer.graph.collectives import PlanError, kind_of, launches
-from pytest_gtrainer.references.config import bucket_modules
+from pytest_gtrainer.references.config import bucket_modules, new_model
 from pytest_gtrainer.references.eager import EagerRun
 from pytest_gtrainer.references.graph import GraphRun
 
@@ -63,6 +63,38 @@ def test_the_root_is_wrapped_behind_the_modules_in_it_wherever_the_plan_has_it(c
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     held = [[names[id(each.sharded_param)] for each in group.fsdp_params] for group in parameter_groups(model)]
     assert ["head.weight", "head.bias"] in held, f"the head is no group of its own: {held}"
+
+
+class Nested(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.outer, self.experts, self.experts_gate = nn.Module(), nn.Linear(4, 4), nn.Linear(4, 4)
+        self.outer.inner = nn.Linear(4, 4)
+
+
+def test_a_bucket_is_wrapped_before_what_is_around_its_innermost_module():
+    """Else ``fully_shard(outer)`` takes the parameters of ``outer.inner``, which the plan has elsewhere."""
+    plan = ["outer", ["head", "outer.inner"], "layers.0", "layers.1"]
+    order = [label for label, _ in bucket_modules(Nested(), plan)]
+    assert order.index("head+outer.inner") < order.index("outer"), f"wrapped in the order {order}"
+
+
+@pytest.mark.gt_world("fake", size=4, mesh={"efsdp": 2, "ep": 2})
+@pytest.mark.parametrize(("name", "refused"), [("experts", False), ("experts_gate", True)])
+def test_a_submesh_is_that_of_its_entry_alone(config_with, gt_mesh, name, refused):
+    """``experts`` go over other ranks than the model's mesh; ``experts_gate``, whose name begins alike, does not."""
+
+    def model():
+        return parallelize_module(Nested(), gt_mesh["ep"], {name: ColwiseParallel()})
+
+    plan = ["experts", "experts_gate", "outer", "head", "layers.0", "layers.1"]
+    submeshes = {"experts": gt_mesh["efsdp"]}
+    config = config_with(model=model, bucket_plan=plan, mesh=gt_mesh._flatten("fsdp"), submeshes=submeshes)
+    if not refused:
+        new_model(config)
+    else:
+        with pytest.raises(ValueError, match=r"experts_gate\.weight is a DTensor already, .* shares ranks"):
+            new_model(config)
 
 
 def test_another_rewriting_keeps_the_options_that_it_does_not_name(config_with):

@@ -38,6 +38,32 @@ def test_every_module_stamps_its_own_fqn_and_the_code_around_the_model_is_the_lo
     assert node_fqn(counter) == ""
 
 
+def test_the_name_of_a_module_ends_with_its_call(inputs, train_step):
+    """A2: also where the call raises; and autograd's addition of two gradients is of no module (A4)."""
+
+    class Failing(nn.Module):
+        def forward(self, x):
+            raise NotImplementedError
+
+    class Trying(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fast, self.slow = Failing(), nn.Linear(8, 4)
+
+        def forward(self, x):
+            try:
+                return self.fast(x)
+            except NotImplementedError:
+                h = x.exp() * self.slow.bias.sum()
+                return self.slow(h + h.sin())
+
+    nodes = nodes_of(trace_step(nn.Sequential(Trying()), train_step, inputs))
+    named = {str(node.target).split(".")[1]: node_fqn(node) for node in nodes if not node.meta.get("autograd_backward")}
+    assert named["exp"] == "0", "what follows a call that has raised"
+    gradient_sums = [node for node in nodes if node.meta.get("is_gradient_acc")]
+    assert [node_fqn(node) for node in gradient_sums] == [""] * len(gradient_sums) != [], "additions of gradients"
+
+
 def test_only_nodes_of_the_backward_are_marked(net, inputs, train_step):
     """A3: forward operators come before the first mark, and every node after it is marked."""
     nodes = nodes_of(trace_step(net, train_step, inputs))
@@ -136,6 +162,7 @@ def test_a_forward_that_replaces_a_buffer_is_refused_by_name(net, inputs, train_
         model.seen = model.seen + 1
         return train_step(model, x, y)
 
+    net.layers[0].register_buffer("count", net.seen)  # a second holder, which keeps it
     with pytest.raises(ValueError, match=r"the forward replaces seen by another tensor.*in place \(copy_, add_\)"):
         trace_step(net, replacing, inputs)
     assert net.seen.item() == 0
@@ -171,5 +198,7 @@ def test_a_failing_step_leaves_the_model_usable(net, inputs, train_step):
 def test_meta_tensors_are_traced_for_the_cpu(inputs, train_step):
     with torch.device("meta"):
         model = nn.Linear(8, 4)
+        model.weight = nn.Parameter(torch.empty(8, 4).t())
     traced = trace_step(model, train_step, tuple(t.to("meta") for t in inputs))
     assert {t.device.type for t in traced.example_inputs} == {"cpu"}
+    assert traced.example_inputs[0].stride() == (1, 4), "strides of a transposed parameter"

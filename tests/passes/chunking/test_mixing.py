@@ -142,6 +142,11 @@ MIXING = {
         None,
         r"index.* chooses rows of dimension 0 by a fixed number",
     ),
+    "the first half by its numbers": (
+        lambda x: x + x[torch.arange(x.shape[0] // 2)].mean(0),
+        None,
+        r"index.* chooses rows of dimension 0 by a fixed number",
+    ),
     "row numbers": (
         lambda x: x * column(torch.arange(x.shape[0])),
         None,

@@ -139,6 +139,20 @@ def test_an_assertion_in_the_graph(least):
             concretize_chunk_symbolic_shapes_pass(gm)
 
 
+@pytest.mark.parametrize(("most", "holds"), [(6, True), (5, False)])
+def test_a_range_in_the_graph(most, holds):
+    """H2: the largest extent that it allows is allowed."""
+    gm = traced_under(lambda batch: None)
+    size = next(node for node in gm.graph.nodes if node.target is aten.sym_size.int)
+    with gm.graph.inserting_after(size):
+        gm.graph.call_function(aten.sym_constrain_range.default, (size,), {"min": 2, "max": most})
+    if holds:
+        concretize_chunk_symbolic_shapes_pass(gm)
+    else:
+        with pytest.raises(ChunkError, match="6 is not within 2 and 5"):
+            concretize_chunk_symbolic_shapes_pass(gm)
+
+
 def test_a_symbol_that_nothing_replaces():
     """H1: it raises, by node, where a value holds a symbol in a place that is not looked into."""
     gm = traced_under(lambda batch: None)

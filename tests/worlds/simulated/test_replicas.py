@@ -5,10 +5,12 @@ from __future__ import annotations
 import functools
 
 import pytest
+import torch
 
 from fixtures.training import llama3_training
 from pytest_gtrainer import (
     MixedPrecisionPolicy,
+    NetModel,
     assert_bitwise_different,
     assert_bitwise_equal,
     assert_simulated_parity,
@@ -16,6 +18,8 @@ from pytest_gtrainer import (
     train_graph,
 )
 from pytest_gtrainer.graph.layout import LayoutDifference
+from pytest_gtrainer.references.replicas import ReplicasDiffer, assert_alike, peers_by
+from pytest_gtrainer.worlds.simulated.threads import run_threads
 
 CONFIG = functools.partial(llama3_training, precision="fp32", steps=1)
 EIGHT = pytest.mark.gt_world("simulated", size=8, nodes=2)
@@ -69,6 +73,22 @@ def test_ddps_own_buckets_have_other_bits(gt_world):
     by_torch = train_eager(functools.partial(config, ddp_bucket_mb=None), world=gt_world)
     verdict = assert_bitwise_different(train_graph(config, world=gt_world), by_torch)
     assert {found.key.phase for found in verdict.differences} == {"gradient", "weight", "optimizer"}
+
+
+def test_what_one_rank_alone_holds_is_told_by_its_name():
+    """N4: a gradient that rank 1 has and rank 0 has not; letters beyond ASCII reach the other rank whole."""
+
+    def compare(rank):
+        held = ["größe", "the gradient of größe"][: 1 + rank]
+        with pytest.raises(ReplicasDiffer) as told:
+            assert_alike([(name, torch.ones(2)) for name in held], peers_by(0), "held by both")
+        return str(told.value)
+
+    said = run_threads(2, compare, net=NetModel(1, 2))
+    expected = "the gradient of größe differs between ranks 0 and 1, and is held by both; so do 0 more of 1 such"
+    assert [text.removesuffix(" tensors") for text in said] == [expected] * 2, (
+        "the gradient that one rank alone has, and nothing else"
+    )
 
 
 @pytest.mark.gt_world("ranks", size=3)

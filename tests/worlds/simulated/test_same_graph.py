@@ -16,7 +16,7 @@ from pytest_gtrainer.conformance.recipes import Recipe
 from pytest_gtrainer.references.graph import GraphRun
 from pytest_gtrainer.worlds.fake import fake_world, make_mesh
 from pytest_gtrainer.worlds.simulated import DependsOnRank
-from pytest_gtrainer.worlds.simulated.interpreter import RankGraph, check_same_on_all
+from pytest_gtrainer.worlds.simulated.interpreter import RankGraph, RankLiterals, check_same_on_all
 from pytest_gtrainer.worlds.spec import make_spec
 from tests.worlds.simulated.graphs import c10d, numbers, wait, world_group
 
@@ -149,6 +149,20 @@ def test_code_that_asks_for_its_rank_is_refused(module, difference):
     with pytest.raises(DependsOnRank) as error:
         check_same_on_all(*at_both_ends(trace, fsdp=4))
     assert fnmatch(str(error.value), f"the graph depends on the rank, first at node *{difference}*")
+
+
+def plus(number, rank):
+    return RankGraph(make_fx(lambda x: x + number)(torch.ones(2)), rank, 3, {})
+
+
+def test_a_number_of_each_rank_is_that_of_its_place():
+    """S4: also where inner ranks alone have another one; a rank with the number of another place is refused."""
+    first, second, last = plus(0, 0), plus(4, 1), plus(0, 2)
+    literals = RankLiterals.of({0: [first.gm, second.gm, last.gm]})
+    assert [literals.of_rank((rank,)) for rank in range(3)] == [[0], [4], [0]], "numbers by rank"
+    check_same_on_all(first, literals.with_firsts(first.gm, second, (1,)))
+    with pytest.raises(DependsOnRank, match=r"rank 0 has .*, 0.* rank 1 has .*, 8"):
+        check_same_on_all(first, literals.with_firsts(first.gm, plus(8, 1), (1,)))
 
 
 @pytest.mark.parametrize("shift", [0, 2])

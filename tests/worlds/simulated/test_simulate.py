@@ -171,8 +171,10 @@ def test_groups_that_no_process_has_are_told_by_their_ranks():
     assert [own["sum"][0].item() for own in across] == [2, 4, 2, 4]
     with pytest.raises(ValueError, match=r"process group 'tp', which this simulated world lacks; it has '0': tell the"):
         simulate_graph(of_a_group("tp"), inputs, 4)
-    with pytest.raises(ValueError, match=r"groups\['tp'\] is \[\[0, 1\]\]: every rank of 0\.\.3 belongs to one group"):
-        simulate_graph(of_a_group("tp"), inputs, 4, groups={"tp": [[0, 1]]})
+    for wrong in ([[0, 1]], [[0, 1], [1, 2, 3]]):
+        told = f"groups['tp'] is {wrong}: every rank of 0..3 belongs to one group"
+        with pytest.raises(ValueError, match=re.escape(told)):
+            simulate_graph(of_a_group("tp"), inputs, 4, groups={"tp": wrong})
 
 
 @pytest.mark.gt_world("simulated", mesh={"dp": 2, "tp": 2})

@@ -51,6 +51,13 @@ def test_a_tree_does_not_depend_on_the_order_in_which_a_ring_visits_the_nodes():
     assert other == first, "the ring visits node 3 before node 1: its tree has to be the same"
 
 
+def test_a_tree_has_no_places_that_pieces_are_dealt_to():
+    """Round-robin: a ring's pieces are as many chunks as ranks, one for each place; a tree's are single chunks."""
+    nets = [NetModel(2, 2, partition="round-robin", chunk_bytes=16, algorithm=by) for by in ("tree", "ring")]
+    tree, ring = ([net.explain("all_reduce", at, 64, torch.float32).channel for at in (0, 4, 16)] for net in nets)
+    assert (tree, ring) == ([0, 1, 0], [0, 0, 1]), "channels of elements 0, 4, 16: chunks of 4 elements, 4 ranks"
+
+
 @pytest.mark.parametrize(("part_bytes", "ranks", "delta"), [(1 << 20, 32, 4), (16, 32, 2), (16, 8, 2), (16, 5, 4)])
 def test_small_parts_are_aggregated_over_half_of_the_ranks_at_most(part_bytes, ranks, delta):
     """S9: from which distance on PAT aggregates (collectives.h:542-562)."""

@@ -121,16 +121,11 @@ def extra_group(name: str) -> str:
         made_before = (store.add(f"{extra}/made", 1) - 1) // len(ranks)
         store = dist.PrefixStore(f"{extra}/{made_before}", store)
     backend = dist.Backend(dist.get_backend(source))
+    timeout, about = _get_default_timeout(backend), f"{source.group_desc}_extra"
     group, _ = _new_process_group_helper(
-        len(ranks),
-        ranks.index(dist.get_rank()),
-        ranks,
-        backend,
-        store,
-        GroupName(extra),
-        timeout=_get_default_timeout(backend),
-        group_desc=f"{source.group_desc}_extra",
-    )
+        len(ranks), ranks.index(dist.get_rank()), ranks, backend, store, GroupName(extra),
+        timeout=timeout, group_desc=about,
+    )  # fmt: skip
     world.pg_group_ranks[group] = {rank: place for place, rank in enumerate(ranks)}
     return extra
 

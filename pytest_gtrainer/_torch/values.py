@@ -41,14 +41,9 @@ ATTRIBUTES = {
 SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)  # numbers of which a trace may not know more than a symbol
 
 __all__ = [
-    "FakeTensor",
-    "FakeTensorMode",
-    "HigherOrderOperator",
-    "OpOverload",
-    "OpOverloadPacket",
-    "is_traceable_wrapper_subclass",
-    "pytree",
-]
+    "FakeTensor", "FakeTensorMode", "HigherOrderOperator", "OpOverload", "OpOverloadPacket",
+    "is_traceable_wrapper_subclass", "pytree",
+]  # fmt: skip
 
 
 def schema(operator: OpOverload) -> Any:

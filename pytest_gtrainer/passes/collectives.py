@@ -55,16 +55,9 @@ def deduplicate_fsdp_unshard_chains_pass(gm: fx.GraphModule, example_inputs: Seq
 
 aten = torch.ops.aten
 _PADDING = {
-    aten.split.Tensor,
-    aten.split_with_sizes.default,
-    aten.slice.Tensor,
-    aten.constant_pad_nd.default,
-    aten.cat.default,
-    aten.clone.default,
-    aten.view.default,
-    aten.reshape.default,
-    operator.getitem,
-}
+    aten.split.Tensor, aten.split_with_sizes.default, aten.slice.Tensor, aten.constant_pad_nd.default,
+    aten.cat.default, aten.clone.default, aten.view.default, aten.reshape.default, operator.getitem,
+}  # fmt: skip
 
 
 @graph_pass

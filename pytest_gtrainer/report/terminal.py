@@ -23,7 +23,7 @@ _TOPICS = (
     ("goldens", "golden", lambda fact: fact["outcome"]),
     ("inline", "inline", lambda fact: fact["outcome"]),
     ("verdicts", "verdict", lambda fact: fact["outcome"]),
-    ("rules", "conformance", lambda fact: f"{fact['rule']} of {fact['pass']} " * _is_bad(fact) + fact["result"]),
+    ("rules", "conformance", lambda fact: f"{fact['rule']} of {fact['pass']} " * (fact["result"] in _BAD) + fact["result"]),
     ("layers", "repeated", lambda fact: fact["outcome"]),
     ("idle", "idle", lambda fact: fact["what"]),
     ("skipped", "skip", lambda fact: fact["cause"]),
@@ -35,10 +35,7 @@ _TOPICS = (
 _RULE = ("rule", "result", "says", "graph", "why")
 _WORST = ("error", "broken", "proves nothing", "not claimed", "held")
 _JUDGED = {"error", "broken", "held"}
-
-
-def _is_bad(fact: Fact) -> bool:
-    return fact["result"] in ("error", "broken")
+_BAD = {"error", "broken"}
 
 
 class SummaryPlugin:

@@ -23,13 +23,14 @@ _TOPICS = (
     ("goldens", "golden", lambda fact: fact["outcome"]),
     ("inline", "inline", lambda fact: fact["outcome"]),
     ("verdicts", "verdict", lambda fact: fact["outcome"]),
-    ("rules", "conformance", lambda fact: f"{fact['rule']} of {fact['pass']} " * (fact["result"] in _BAD) + fact["result"]),
+    ("rules", "conformance",
+     lambda fact: f"{fact['rule']} of {fact['pass']} " * (fact["result"] in _BAD) + fact["result"]),
     ("layers", "repeated", lambda fact: fact["outcome"]),
     ("idle", "idle", lambda fact: fact["what"]),
     ("skipped", "skip", lambda fact: fact["cause"]),
     ("leaked", "leak", lambda fact: f"{fact['test']} changed {fact['what']}"),
     ("left", "left", lambda fact: f"{fact['what']} by {fact['test']}"),
-)
+)  # fmt: skip
 """The lines of the summary: title, kind of facts, what is counted."""
 
 _RULE = ("rule", "result", "says", "graph", "why")

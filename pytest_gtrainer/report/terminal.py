@@ -18,6 +18,7 @@ from pytest_gtrainer.report.collected import SHOWN, world_label
 
 MOST_LINES, MOST_LETTERS = 18, 400
 _NET = ("ranks", "nodes", "channels", "algorithm", "partition", "accumulate")
+_BAD = {"error", "broken"}
 _TOPICS = (
     ("worlds", "world", lambda fact: f"tests in {world_label(fact)}"),
     ("goldens", "golden", lambda fact: fact["outcome"]),
@@ -36,7 +37,6 @@ _TOPICS = (
 _RULE = ("rule", "result", "says", "graph", "why")
 _WORST = ("error", "broken", "proves nothing", "not claimed", "held")
 _JUDGED = {"error", "broken", "held"}
-_BAD = {"error", "broken"}
 
 
 class SummaryPlugin:

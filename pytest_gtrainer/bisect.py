@@ -203,10 +203,11 @@ def bisect_stages(stages: Sequence[Stage], run: Run, *, every: bool = False) -> 
 
 
 def bisect_towards(stages: Sequence[Stage], run: Run, expected: Values) -> Bisection | None:
-    """The pass behind the longest prefix that gives ``expected``, a part of the results; None if none or all do."""
+    """The pass behind the longest prefix that gives ``expected``, a part of the results; "equal" if all passes give it,
+    None if no prefix does."""
     search, last = _PassSearch(stages, run, expected), len(stages) - 1
     if not search.differs(last):
-        return None
+        return Bisection("equal", last, replays=search.replays)
     right = next((number for number in range(last - 1, -1, -1) if not search.differs(number)), None)
     return None if right is None else search.found(right + 1)
 
@@ -310,10 +311,16 @@ class _Pipeline:
     runs: list[Run] = field(default_factory=list)
 
     def explained(self, step: int | None, expected: Tensors) -> str:
-        if step is not None and step < len(self.runs) and isinstance(expected, Record):
-            towards = bisect_towards(self.stages, self.runs[step], _results(expected, step))
-            if towards is not None:
-                return f"bisection of step {step}: {towards}"
+        wanted: Values = {}
+        if isinstance(expected, Record) and step is not None and step < len(self.runs):
+            wanted, runs, where = _results(expected, step), self.runs[step : step + 1], f"bisection of step {step}"
+        elif isinstance(expected, dict) and "loss" in expected:  # as ``TracedStep.results`` names them
+            wanted = {Key(0, 0, "", name.removeprefix("gradient of ")): tensor for name, tensor in expected.items()}
+            runs, where = self.runs, "bisection"
+        for run in runs if wanted else ():
+            if (towards := bisect_towards(self.stages, run, wanted)) is not None:
+                all_give = f"the {towards.total} passes of this pipeline give what is expected"
+                return f"{where}: {all_give if towards.outcome == 'equal' else towards}"
         replays = 0
         for number, run in enumerate(self.runs, 1):
             if (found := bisect_stages(self.stages, run)).outcome == "different":

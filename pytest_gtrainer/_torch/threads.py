@@ -37,11 +37,9 @@ with private_names():
 
 ATTRIBUTES = {
     "torch.testing._internal.distributed.multi_threaded_pg:ThreadLocalWorld": (
-        "_get_world",
-        "default_pg",
-        "group_count",
+        "_get_world", "default_pg", "group_count",
     ),
-}
+}  # fmt: skip
 CALLED_ON_US = {
     "pytest_gtrainer.worlds.simulated.threads.group:ThreadGroup": {
         "torch.distributed.distributed_c10d:_new_group_with_tag": ("new_group",),

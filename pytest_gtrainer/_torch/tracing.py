@@ -40,12 +40,10 @@ from pytest_gtrainer._torch.values import FakeTensorMode
 
 ATTRIBUTES = {
     "torch.fx.experimental.symbolic_shapes:ShapeEnv": (
-        "create_unbacked_symint",
-        "ignore_fresh_unbacked_symbols",
-        "simplify",
+        "create_unbacked_symint", "ignore_fresh_unbacked_symbols", "simplify",
     ),
     "torch.distributed.device_mesh:DeviceMesh": ("_concatenate",),
-}
+}  # fmt: skip
 
 __all__ = ["GuardOnDataDependentSymNode", "annotate", "make_fx"]
 

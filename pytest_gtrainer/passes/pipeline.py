@@ -30,18 +30,9 @@ from pytest_gtrainer.passes.joint import joint_transformer_block_bucketing_reord
 from pytest_gtrainer.passes.remat import selective_activation_remat_pass, tag_with_memory_policy_pass
 
 Slot = Literal[
-    "dead_code",
-    "canonicalize",
-    "deduplicate",
-    "memory_policy",
-    "offload",
-    "remat",
-    "chunk",
-    "chunk_schedule",
-    "process_groups",
-    "bucketing",
-    "concretize",
-]
+    "dead_code", "canonicalize", "deduplicate", "memory_policy", "offload", "remat", "chunk", "chunk_schedule",
+    "process_groups", "bucketing", "concretize",
+]  # fmt: skip
 SLOTS: tuple[Slot, ...] = get_args(Slot)
 """Places in the pipeline, in order. Without an entry of ``extra``, offload and concretize are empty."""
 
@@ -194,6 +185,7 @@ def apply_graph_passes(
         RuntimeError: a pass left the graph out of order; the passes then run again, to find the one that did it.
         Any error of a pass, with a note that names the pass.
     """
+    __tracebackhide__ = True
     off = _names(disable, given := all_bound(passes), "disable")
     steps = [step for step in given if step.name not in off]
     idle = set(_names(require_changes, steps, "require"))

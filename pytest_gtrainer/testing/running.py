@@ -6,6 +6,7 @@ import copy
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,7 +22,7 @@ from pytest_gtrainer.checks.syntax import parse_check
 from pytest_gtrainer.golden.compare import difference
 from pytest_gtrainer.graphtext.header import nearest
 from pytest_gtrainer.numerics.compare import assert_bitwise_equal
-from pytest_gtrainer.passes.graph_pass import Pass, as_pass, lint, returned
+from pytest_gtrainer.passes.graph_pass import BoundPass, Pass, as_pass, lint, returned
 from pytest_gtrainer.testing.pass_file import PassFile, PassFileError, read_pass_file
 from pytest_gtrainer.worlds.fake import fake_world, make_mesh
 from pytest_gtrainer.worlds.spec import World, WorldSpec
@@ -52,7 +53,8 @@ def run_pass_file(
         wrong = f"{file.file} has no check and so is compared with a golden"
         raise PassFileError(f"{wrong}: give run_pass_file(path, golden=gt_golden), or write `# check:` lines")
     ours = {name: getattr(pytest_gtrainer, name) for name in pytest_gtrainer.__all__ if name.endswith("_pass")}
-    known = {**ours, **extensions.passes(), **(passes or {})}
+    given = {**ours, **extensions.passes(), **(passes or {})}
+    known = {n: partial(p.function, **p.options) if isinstance(p, BoundPass) else p for n, p in given.items()}
     for call in file.passes:
         if call.name not in known:
             hint = nearest(call.name, known) or f"; there are {', '.join(sorted(known))}"
@@ -107,7 +109,8 @@ class _Run:
             found = f"but it says\n  {said}" if said is not None else "but none was raised"
             raise AssertionError(f"{file.file}: expected an error that says\n  {file.raises}\n{found}")
         if file.result or file.raises is not None:
-            self._assert_text(self._text(self._before), "the passes changed the graph, which had to stay as it was")
+            names = ", ".join(dict.fromkeys(call.name for call in file.passes))
+            self._assert_text(self._text(self._before), f"{names} changed the graph, which had to stay as it was")
         if file.values:
             assert_same_values(self._gm, self._before, f"{file.file}, after the passes against before")
         if file.checks:

@@ -153,16 +153,22 @@ def batch(name):
     return torch.randint(0, VOCABULARY, (2, 8), generator=generator)
 
 
+def named(state, flat):
+    """Flat local tensors by the names of a state, as DTensors where it has them."""
+    given = dict(zip(state, flat, strict=False))
+    for name, whole in state.items():
+        if isinstance(whole, DTensor):
+            like = {"run_check": False, "shape": whole.shape, "stride": whole.stride()}
+            given[name] = DTensor.from_local(given[name], whole.device_mesh, whole.placements, **like)
+    return given
+
+
 def made(model, x):
     """The training step by ``make_fx``: of the local tensors of all parameters and buffers, and the batch."""
     state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
     def step(*flat):
-        given = dict(zip(state, flat, strict=False))
-        for name, whole in state.items():
-            if isinstance(whole, DTensor):
-                like = {"run_check": False, "shape": whole.shape, "stride": whole.stride()}
-                given[name] = DTensor.from_local(given[name], whole.device_mesh, whole.placements, **like)
+        given = named(state, flat)
         loss = torch.func.functional_call(model, given, (flat[-1],)).float().sum()
         trained = [given[name] for name, tensor in state.items() if isinstance(tensor, nn.Parameter)]
         return [loss, *map(local, torch.autograd.grad(loss, trained, allow_unused=True))]

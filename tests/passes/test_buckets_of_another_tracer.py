@@ -12,7 +12,6 @@ import torch
 from torch import nn
 from torch._inductor.fx_passes import bucketing
 from torch._inductor.pattern_matcher import stable_topological_sort
-from torch.distributed.tensor import DTensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.traceback import preserve_node_meta
 from torch.nn.utils import stateless
@@ -26,7 +25,7 @@ from pytest_gtrainer.graph.layout import LayoutDifference
 from pytest_gtrainer.references.config import new_model
 from pytest_gtrainer.references.eager import shard_eagerly
 from pytest_gtrainer.references.graph import shard_traceably
-from tests.compiling.matrix import local
+from tests.compiling.matrix import local, named
 
 pytestmark = pytest.mark.gt_world("fake", size=4, mesh={"fsdp": 4}, rank=1)
 PACKS = torch.ops.bucketing._pre_bucket_all_gather.default
@@ -38,11 +37,7 @@ def traced(model, step, inputs):
     state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
     def flat_step(*flat):
-        given = dict(zip(state, flat, strict=False))
-        for name, whole in state.items():
-            if isinstance(whole, DTensor):
-                like = {"run_check": False, "shape": whole.shape, "stride": whole.stride()}
-                given[name] = DTensor.from_local(given[name], whole.device_mesh, whole.placements, **like)
+        given = named(state, flat)
         with stateless._reparametrize_module(model, given):
             loss = step(model, *flat[len(state) :])
         trained = [given[name] for name, tensor in state.items() if isinstance(tensor, nn.Parameter)]

@@ -1,10 +1,12 @@
 """Each expectation of a pass file holds where it should and fails where it should."""
 
 import operator
+from functools import partial
 
 import pytest
 import torch
 
+from pytest_gtrainer import bind_options
 from pytest_gtrainer.checks import CheckError, CheckFailure
 from pytest_gtrainer.numerics.compare import BitwiseDifference
 from pytest_gtrainer.testing import PassFileError, run_pass_file
@@ -70,6 +72,20 @@ def test_passes_run_in_order_with_their_options(write):
     assert seen == [({"level": 2, "names": ["a"]}, [(2,)], 6), ({}, [(2,)], 6)]
 
 
+def test_a_pass_may_come_with_its_options(write):
+    """By ``bind_options`` or ``functools.partial``; the file may say more."""
+
+    def record_pass(gm, example_inputs=None, *, level=0, names=()):
+        seen.append((level, names))
+        return gm
+
+    seen = []
+    for bound in (bind_options(record_pass, level=2), partial(record_pass, level=2)):
+        path = write("# result: unchanged", passes="record_pass; record_pass(names=['a']); record_pass(level=3)")
+        run_pass_file(path, passes={"record_pass": bound})
+    assert seen == [(2, ()), (2, ["a"]), (3, ())] * 2
+
+
 def test_a_check_may_speak_of_a_module_that_the_passes_have_emptied(write):
     head = "  with head:\n    detach: f32[4] = aten.detach(_.wait_tensor)\n  neg: f32[4] = aten.neg(head.detach)"
     body = BODY.replace("  detach: f32[4] = aten.detach(wait_tensor)\n  neg: f32[4] = aten.neg(detach)", head)
@@ -100,7 +116,8 @@ def test_a_second_run_must_change_nothing(write):
 
 def test_the_graph_must_stay_as_it_was(write):
     run(write("# result: unchanged", passes="deduplicate_fsdp_unshard_chains_pass"))
-    with pytest.raises(AssertionError, match=r"which had to stay as it was\n(.*\n)*.*lost.*detach"):
+    wrong = r"canonicalize_graph_pass changed the graph, which had to stay as it was\n(.*\n)*.*lost.*detach"
+    with pytest.raises(AssertionError, match=wrong):
         run(write("# result: unchanged"))
 
 

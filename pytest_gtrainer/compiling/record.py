@@ -239,9 +239,10 @@ class CompileRecord:
         """
         __tracebackhide__ = True
         self._refuse_faults()
-        if (len(self.compiled), len(self.recompiled)) != (graphs, recompiles):
-            found = f"{counted(len(self.compiled), 'graph')} and {counted(len(self.recompiled), 'recompilation')}"
-            raise AssertionError(f"expected {graphs} and {recompiles}, found {found}{self._story()}")
+        numbers = ((graphs, recompiles), (len(self.compiled), len(self.recompiled)))
+        if numbers[0] != numbers[1]:
+            told = (f"{counted(n, 'graph')} and {counted(again, 'recompilation')}" for n, again in numbers)
+            raise AssertionError(f"expected {', found '.join(told)}{self._story()}")
 
     def assert_launch_order(self, *names: str, direction: str = "forward", place: int | None = None) -> None:
         """Fail unless the generated code launches these in this order, others between them.

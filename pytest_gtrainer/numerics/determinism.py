@@ -358,10 +358,9 @@ class GeneratorStates:
     @classmethod
     def now(cls, *, cuda: bool = True) -> GeneratorStates:
         """Those of this moment, without ``cuda`` those of the CPU; nothing is drawn, and CUDA is not started."""
-        numpy = _numpy()
         return cls(
             python=random.getstate(),
-            numpy=numpy.random.get_state() if numpy is not None else None,
+            numpy=numpy.random.get_state() if (numpy := _numpy()) is not None else None,
             cpu=torch.get_rng_state(),
             cuda=torch.cuda.get_rng_state_all() if cuda and torch.cuda.is_initialized() else None,
             waiting=dict(waiting_seeds()) if cuda else {},
@@ -371,8 +370,7 @@ class GeneratorStates:
         """Set every generator; one that came to life later is left as it is."""
         random.setstate(self.python)
         torch.set_rng_state(self.cpu)
-        numpy = _numpy()
-        if numpy is not None and self.numpy is not None:
+        if self.numpy is not None and (numpy := _numpy()) is not None:
             numpy.random.set_state(self.numpy)
         if self.cuda is not None:
             torch.cuda.set_rng_state_all(self.cuda)

@@ -75,7 +75,9 @@ class Difference:
         if self.kind != "bits":
             among = f"{self.layout} expected"
         elif self.ulp is not None:
-            among = f"{f'{self.ulp} ULP apart' if self.ulp else 'equal values, other sign of zero'}; {among}"
+            signs = {self.actual[:1] == "-", self.expected[:1] == "-"}
+            apart = f"{self.ulp} ULP apart" if len(signs) == 1 else "opposite signs"
+            among = f"{apart if self.ulp else 'equal values, other sign of zero'}; {among}"
         return [actual, expected, f"    {among}"]
 
 

@@ -186,11 +186,12 @@ class Call(NamedTuple):
 
 
 class GroupCalls(NamedTuple):
-    """The calls of a rank on a group of ``ranks``: the number of the last one, and those of this test by number."""
+    """The calls of a rank on a group of ``ranks``: number of the last one, first one and last ones of this test."""
 
     label: str
     ranks: Sequence[int]
     last: int
+    first: int
     calls: Mapping[int, Call]
 
 
@@ -200,8 +201,8 @@ Calls = Mapping[int, Mapping[str, GroupCalls]]  # by rank, its groups by their n
 def read_calls(texts: Mapping[int, str]) -> Calls:
     """What ranks have answered; one that did not, or not to the end, is missing."""
 
-    def group(label: str, ranks: Sequence[int], last: int, calls: Sequence[Any]) -> GroupCalls:
-        return GroupCalls(label, ranks, last, {number: Call(*call) for number, *call in calls})
+    def group(label: str, ranks: Sequence[int], last: int, first: int, calls: Sequence[Any]) -> GroupCalls:
+        return GroupCalls(label, ranks, last, first, {number: Call(*call) for number, *call in calls})
 
     told = {rank: json.loads(text) for rank, text in texts.items() if text.endswith("}")}
     return {rank: {name: group(*group_told) for name, group_told in groups.items()} for rank, groups in told.items()}
@@ -237,7 +238,7 @@ def never_ending(calls: Calls, waiting: Collection[int]) -> str | None:
         why.append(f"rank {rank} waits in {next((call for call in own if call.pending), 'no call')}")
     where = f"{on[inside[0]].calls[number]} on {on[inside[0]].label}"
     wait = "waits" if len(inside) == 1 else "wait"
-    return f"{ranks_text(inside)} {wait} in {where}: {', '.join(why)}{_parting(issued, number)}"
+    return f"{ranks_text(inside)} {wait} in {where}: {', '.join(why)}{_parting(on, issued, number)}"
 
 
 def called_by_some(calls: Calls) -> str:
@@ -245,7 +246,7 @@ def called_by_some(calls: Calls) -> str:
     for _, on, issued in _by_group(calls):
         for number, own in issued.items():
             if any(group.last < number for group in on.values()):
-                return f"; {ranks_text(own)} alone called {next(iter(own.values()))}{_parting(issued, number)}"
+                return f"; {ranks_text(own)} alone called {next(iter(own.values()))}{_parting(on, issued, number)}"
     return ""
 
 
@@ -257,7 +258,7 @@ def differing_call(calls: Calls) -> str | None:
             if len(kinds) > 1:
                 sides = sorted(kinds.values(), key=len)
                 text = ", ".join(f"{ranks_text(side)} called {own[side[0]]}" for side in sides)
-                return f"{text}, as call {number} on {on[sides[0][0]].label}"
+                return f"{text}, as call {number - (group := on[sides[0][0]]).first + 1} of this test on {group.label}"
     return None
 
 
@@ -273,9 +274,10 @@ def _stuck_calls(calls: Calls, rank: int) -> list[tuple[str, int]]:
     return found
 
 
-def _parting(issued: Mapping[int, Mapping[int, Call]], before: int) -> str:
+def _parting(on: Mapping[int, GroupCalls], issued: Mapping[int, Mapping[int, Call]], before: int) -> str:
     """Where the ranks of a group first called from different lines, before the call of that number."""
     for number, own in issued.items():
         if number < before and len({call.place for call in own.values()}) > 1:
-            return f"; they part at call {number}: {by_value({rank: call.place for rank, call in own.items()})}"
+            nth, places = number - on[min(own)].first + 1, {rank: call.place for rank, call in own.items()}
+            return f"; they part at call {nth} of this test: {by_value(places)}"
     return ""

@@ -511,10 +511,9 @@ def _inherit_metadata(gm: fx.GraphModule) -> None:
         if direction(node) != BACKWARD:
             first.setdefault(node.meta["seq_nr"], node.meta.get("custom") or {})
     for node in nodes:
-        if direction(node) == BACKWARD and not node.meta.get("is_gradient_acc"):
-            inherited = first.get(node.meta["seq_nr"])
-            if inherited:
-                node.meta["custom"] = {**node.meta.get("custom", {}), **copy.deepcopy(inherited)}
+        inherits = direction(node) == BACKWARD and not node.meta.get("is_gradient_acc")
+        if inherits and (inherited := first.get(node.meta["seq_nr"])):
+            node.meta["custom"] = {**node.meta.get("custom", {}), **copy.deepcopy(inherited)}
     for module in modules:
         for caller in module.graph.find_nodes(op="get_attr"):
             nested = getattr(module, str(caller.target), None)

@@ -213,6 +213,13 @@ class TestOrigin:
             "    equal values, other sign of zero; 1 of 1 element of this f32[]"
         )
 
+    @pytest.mark.parametrize(
+        ("sides", "apart"), [((-1.5, 2.0), "opposite signs"), ((-2.0, -1.0), "8388608 ULP apart")]
+    )
+    def test_numbers_of_opposite_signs_have_no_count_of_ulps(self, sides, apart):
+        text = str(compare(*map(torch.tensor, sides)))
+        assert text.endswith(f"\n    {apart}; 1 of 1 element of this f32[]")
+
     def test_the_text_of_a_nan_payload(self):
         sides = (
             {"w": torch.tensor([word]).to(torch.int32).view(torch.float32)}

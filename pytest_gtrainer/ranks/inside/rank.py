@@ -275,10 +275,10 @@ class RankGroup:
         recorded = process_groups.recorded_calls(self._joined)
         told = {}
         for group, name in process_groups.names_of_live_groups().items():
-            own = recorded.get(name, [])
-            calls = [call for when, *call in own if when >= self._began][-KEPT:]
-            ranks = dist.get_process_group_ranks(group)
-            told[name] = [self._label(group), ranks, own[-1][1] if own else 0, calls]
+            own, ranks = recorded.get(name, []), dist.get_process_group_ranks(group)
+            calls = [call for when, *call in own if when >= self._began]
+            last, first = own[-1][1] if own else 0, calls[0][0] if calls else 0
+            told[name] = [self._label(group), ranks, last, first, calls[-KEPT:]]
         return told
 
     def memory(self) -> int:

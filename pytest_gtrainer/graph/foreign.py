@@ -20,7 +20,7 @@ from torch import fx, nn
 from pytest_gtrainer._torch.foreign_graphs import ExportedProgram, Input, described_input, described_output, source_of
 from pytest_gtrainer._torch.values import OpOverload, OpOverloadPacket, schema
 from pytest_gtrainer.graph import joined, parts_of
-from pytest_gtrainer.graph.nodes import BACKWARD, direction, held, is_view, leaves_of, node_fqn, short_name
+from pytest_gtrainer.graph.nodes import BACKWARD, direction, held, is_view, leaves_of, node_fqn, short_name, walked
 
 
 class WithGraph(Protocol):  # a recorded pass, a traced step
@@ -90,15 +90,7 @@ def adopted(graph: AnyGraph, names: Names | None = None) -> fx.GraphModule:
     ``names`` say what the inputs are where the graph does not; a model's parameters, then its buffers, come first."""
     graph = graph if isinstance(graph, fx.GraphModule) else getattr(graph, "gm", graph)
     if isinstance(graph, ExportedProgram):
-        signature = graph.graph_signature
-        kinds = {"PARAMETER": "parameter", "BUFFER": "buffer", "CONSTANT_TENSOR": "buffer"}
-        given = [(spec.arg.name, kinds.get(spec.kind.name, "input"), spec.target) for spec in signature.input_specs]
-        told = {name: GivenName(kind, fqn or name) for name, kind, fqn in given}
-        made = _Adoption(graph.graph_module, told).run()
-        results = [(spec.kind.name, spec.target) for spec in signature.output_specs]
-        trained = tuple(target for kind, target in results if kind == "GRADIENT_TO_PARAMETER")
-        made.graph.output_node().meta |= {"gt_outputs": _result_names(results), "gt_parameters": trained}
-        return made
+        return _adopted_program(graph)
     if isinstance(graph, fx.Graph):
         graph = fx.GraphModule(graph.owning_module or nn.Module(), graph)
     elif not isinstance(graph, fx.GraphModule):
@@ -120,20 +112,35 @@ def _name_gradients(output: fx.Node, model: nn.Module) -> None:
     if "gt_outputs" in output.meta or (first := len(leaves) - len(trained)) < 0:
         return
     pairs = [(leaf, of) for leaf, of in zip(leaves[first:], trained.values(), strict=True) if leaf is not None]
-    if pairs and all(_is_gradient(leaf, of) for leaf, of in pairs):
+    made = [(leaf, of) for leaf, of in pairs if isinstance(leaf, fx.Node) and direction(leaf) == BACKWARD]
+    if pairs == made and made and all(getattr(_value_of(leaf), "shape", None) in _shapes_of(of) for leaf, of in made):
         names = (*(f"output_{place}" for place in range(first)), *trained)
         output.meta |= {"gt_outputs": names, "gt_parameters": tuple(trained)}
-
-
-def _is_gradient(leaf: Any, parameter: torch.Tensor) -> bool:
-    """Whether the backward makes it, and it has the shape of the parameter or of this rank's shard."""
-    is_backward = isinstance(leaf, fx.Node) and direction(leaf) == BACKWARD
-    return is_backward and getattr(_value_of(leaf), "shape", None) in _shapes_of(parameter)
 
 
 def _shapes_of(tensor: torch.Tensor) -> tuple[torch.Size, torch.Size]:
     """Of the whole, and of this rank's shard."""
     return tensor.shape, getattr(tensor, "to_local", lambda: tensor)().shape
+
+
+def _adopted_program(program: ExportedProgram) -> fx.GraphModule:
+    """Inputs and results by the program's signature, and the backward behind the loss, if it has one."""
+    signature = program.graph_signature
+    kinds = {"PARAMETER": "parameter", "BUFFER": "buffer", "CONSTANT_TENSOR": "buffer"}
+    given = [(spec.arg.name, kinds.get(spec.kind.name, "input"), spec.target) for spec in signature.input_specs]
+    told = {name: GivenName(kind, fqn or name) for name, kind, fqn in given}
+    made = _Adoption(program.graph_module, told).run()
+    results = [(spec.kind.name, spec.target) for spec in signature.output_specs]
+    trained = tuple(target for kind, target in results if kind == "GRADIENT_TO_PARAMETER")
+    output = made.graph.output_node()
+    output.meta |= {"gt_outputs": _result_names(results), "gt_parameters": trained}
+    leaves = [(kind, leaf) for leaf, (kind, _) in zip(output.args[0], results, strict=True)]
+    kept = (leaf for kind, leaf in leaves if isinstance(leaf, fx.Node) and "GRADIENT" not in kind)
+    nodes, forward = list(made.graph.nodes), walked(kept, lambda node: node.all_input_nodes)
+    for node in nodes[nodes.index(dict(leaves).get("LOSS_OUTPUT", output)) + 1 : -1]:
+        if node not in forward:
+            node.meta["autograd_backward"] = True
+    return made
 
 
 def _result_names(results: Sequence[tuple[str, str | None]]) -> tuple[str, ...]:

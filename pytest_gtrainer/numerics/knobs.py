@@ -60,13 +60,8 @@ class Knob:
             return f"cannot be read: {str(error).splitlines()[0]}"
 
 
-def _read_table() -> tuple[Knob, ...]:
-    text = resources.files(__package__).joinpath("knobs.csv").read_text(encoding="utf-8")
-    rows = csv.DictReader(text.splitlines())
-    return tuple(Knob(guarded=row.pop("guarded") != "no", **row) for row in rows)
-
-
-KNOBS = _read_table()
+_ROWS = csv.DictReader(resources.files(__package__).joinpath("knobs.csv").read_text(encoding="utf-8").splitlines())
+KNOBS = tuple(Knob(guarded=row.pop("guarded") != "no", **row) for row in _ROWS)
 """The table, in the order in which it is reported."""
 
 

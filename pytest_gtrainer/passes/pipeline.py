@@ -219,7 +219,9 @@ def _run_all(
         if progress is not None and spent >= long:
             progress(f"graph passes: {step.name} ({number} of {len(steps)}), {spent:.1f} s so far")
         before, current = current, copied_lazily(current) if is_watched or step.name in idle else current
-        held = [] if _is_ours(step) else _held(current)
+        module = getattr(step.function, "__module__", "")  # that a clean-up of ours finds nothing is usual
+        is_ours = module.startswith("pytest_gtrainer.passes.") and module != all_bound.__module__  # users' passes
+        held = [] if is_ours else _held(current)
         begun = time.perf_counter()
         current, other = _run(step, current, inputs, other)
         runs.append(PassRun(step.name, step.fingerprint, time.perf_counter() - begun))
@@ -235,12 +237,6 @@ def _run_all(
     if log is not None:
         log.close()
     return current, runs
-
-
-def _is_ours(step: BoundPass) -> bool:
-    """A pass of this package: that a clean-up finds nothing is usual, and bucketing tells it itself."""
-    module = getattr(step.function, "__module__", "")
-    return module.startswith("pytest_gtrainer.passes.") and module != all_bound.__module__  # which wraps users' passes
 
 
 def _held(gm: fx.GraphModule) -> list[object]:

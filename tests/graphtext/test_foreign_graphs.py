@@ -166,6 +166,10 @@ def test_gradients_of_an_exported_step_are_named_after_their_parameters():
     told = graphtext.render(made).partition("if out:\n")[2].splitlines()
     assert [line.partition(" = ")[0].strip() for line in told] == ["loss", "output_0", "up.weight"]
     assert adopted(made).graph.output_node().meta["gt_parameters"] == ("up.weight",)
+    forward, _, backward = graphtext.render(made).partition("if bwd:\n")  # what is returned beside the loss is forward
+    assert [part.count("aten.add.") + part.count("aten.full_like") for part in (forward, backward)] == [1, 1]
+    assert "  up.weight = bwd.up." in backward
+    assert graphtext.render(graphtext.parse(forward + "if bwd:\n" + backward)) == graphtext.render(made)
 
 
 def test_a_model_names_the_first_inputs_of_a_graph():

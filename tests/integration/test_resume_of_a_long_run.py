@@ -64,3 +64,6 @@ def test_a_rank_that_passed_does_not_speak_for_the_test(run, tmp_path):
     assert first.status == 1, first.output
     done = [line for line in (tmp_path / "build" / "done.jsonl").read_text().splitlines() if line]
     assert done == ['["test_it.py::test_it[None]", []]']
+    second = run(ON_RANKS, "--gt-gpus=2")
+    assert "1 done before, 1 to run" in second.output
+    assert "assert 1 != 1" in second.output, "a rank runs what is left, and nothing else breaks there"

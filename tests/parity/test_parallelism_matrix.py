@@ -20,6 +20,8 @@ from pytest_gtrainer.numerics.sweep import Cell
 from pytest_gtrainer.references.replicas import texts_of_ranks
 
 MODELS = {"llama3": llama3_training, "deepseek_v3": deepseek_v3_training}
+SIXTEEN = {"llama3": "debug", "deepseek_v3": "debug_sixteen"}  # flavors whose shards on 16 simulated ranks are alike
+FLAVORS = {"llama3": "debug", "deepseek_v3": "debug_small"}
 TENSOR = {"none": None, "tp": {}, "tp_sp": {"sequence": True}}
 SHARED: dict[str, tuple[Any, ...]] = {
     "shard": ("fsdp", "hsdp"),
@@ -112,10 +114,11 @@ def test_parallelism(name: str, cell: Cell, request: pytest.FixtureRequest):
     with SWEEPS[name].judging(cell) as judge:
         world = request.getfixturevalue("gt_world")
         context = None if cell["context"] == "none" else cell["context"]
+        flavor = (SIXTEEN if cell["world"] == 16 else FLAVORS)[name]
         parallel = Parallelism(TENSOR[cell["tensor"]], context)
 
         def config(mesh, **changes):
-            return MODELS[name](mesh, cell["precision"], parallel=parallel, steps=2, **changes)
+            return MODELS[name](mesh, cell["precision"], flavor, parallel=parallel, steps=2, **changes)
 
         def reduced_in_bf16(mesh):
             built = config(mesh)

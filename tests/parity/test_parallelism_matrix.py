@@ -58,8 +58,8 @@ def _rules(name: str) -> tuple[Rule, ...]:
                 reason="submeshes beside a 2-D mesh are not supported",
             ),
         ]
-    else:  # a causal mask begins at the rank's own place in the gathered sequence
-        rules[0:0] = [Rule("refused", {"world": 16, "context": "gather"}, reason="the graph depends on the rank")]
+    # a causal mask begins at the rank's own place in the gathered sequence
+    rules.append(Rule("refused", {"world": 16, "context": "gather"}, reason="the graph depends on the rank"))
     return (*rules, PARITY)
 
 

@@ -69,8 +69,8 @@ parallel: env     ## FSDP, expert and tensor parallelism on 8 ranks: equal to ea
 # A run that was cut goes on where it was, as long as the commit is the same.
 RESUME = build/matrix-$(shell git rev-parse --short HEAD).jsonl
 
-matrix: env       ## every combination of parallelism, on 4 and 8 ranks and on 16 simulated ones, with a table; FROM="-k ..." takes some
-	$(PYTEST) --gt-gpus=8 -v -p tests.parity.resume --resume=$(RESUME) -m "long or not long" $(FROM) tests/parity/test_parallelism_matrix.py
+matrix: env       ## every combination of parallelism, and pipelines, on 4 and 8 ranks and 16 simulated ones, with a table; FROM="-k ..." takes some
+	$(PYTEST) --gt-gpus=8 --gt-timeout=1200 -v -p tests.parity.resume --resume=$(RESUME) -m "long or not long" $(FROM) tests/parity/test_parallelism_matrix.py tests/parity/test_pipeline_matrix.py
 
 bench: env        ## speed against yardsticks measured in the same run; fails if a goal is missed, at the end
 	missed=0; for name in $(BENCHMARKS); do $(PY) -m benchmarks.$$name || missed=1; done; exit $$missed

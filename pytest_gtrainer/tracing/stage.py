@@ -112,7 +112,8 @@ class _StageTracing(Tracing):
     def tangents_of(self, flat: list[Any]) -> list[torch.Tensor]:
         """Fake tangents of the outputs, by a forward on fake tensors."""
         fakes = self.fakes_of(flat)
-        with annotate_module_fqns(self.model), self.mode, self._entered(fakes):
+        discarded = self.mode.shape_env.ignore_fresh_unbacked_symbols()  # sizes that data decides
+        with annotate_module_fqns(self.model), self.mode, discarded, self._entered(fakes):
             outputs, places, _ = self._outputs(fakes)
             return [torch.empty_like(outputs[place]) for place in places]
 

@@ -28,7 +28,7 @@ def test_it(cell):
 def run(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
     options = ("-p", "tests.parity.resume", "--resume=build/done.jsonl", "-p", "no:cacheprovider")
-    return lambda: run_project(tmp_path, *options, files={"test_it.py": SUITE})
+    return lambda suite=SUITE, *more: run_project(tmp_path, *options, *more, files={"test_it.py": suite})
 
 
 def test_what_passed_does_not_run_again_and_is_in_the_table(run, tmp_path, monkeypatch):
@@ -46,3 +46,24 @@ def test_what_passed_does_not_run_again_and_is_in_the_table(run, tmp_path, monke
     third = run()
     assert third.status == 0, "all is done"
     assert "3 deselected" in third.output
+
+
+ON_RANKS = """
+import pytest
+
+@pytest.mark.gt_world("ranks", size=2)
+@pytest.mark.parametrize("failing", [None, 1])
+def test_it(gt_world, failing):
+    assert gt_world.rank != failing
+"""
+
+
+def test_a_rank_that_passed_does_not_speak_for_the_test(run, tmp_path):
+    """Each rank is a pytest session of its own, and only its parent knows what all of them did."""
+    first = run(ON_RANKS, "--gt-gpus=2")
+    assert first.status == 1, first.output
+    done = [line for line in (tmp_path / "build" / "done.jsonl").read_text().splitlines() if line]
+    assert done == ['["test_it.py::test_it[None]", []]']
+    second = run(ON_RANKS, "--gt-gpus=2")
+    assert "1 done before, 1 to run" in second.output
+    assert "assert 1 != 1" in second.output, "a rank runs what is left, and nothing else breaks there"

@@ -1,10 +1,12 @@
 """Shared by the parity suite: train twice, compare layouts, then bits."""
 
+import dataclasses
 import math
 
 import pytest
+import torch
 
-from pytest_gtrainer import assert_bitwise_different, assert_bitwise_equal, assert_same_layout, facts
+from pytest_gtrainer import assert_bitwise_different, assert_bitwise_equal, assert_same_layout, facts, train_graph
 from pytest_gtrainer.references.eager import EagerRun
 from pytest_gtrainer.references.graph import GraphRun
 from pytest_gtrainer.tracing.model import ModelState, local
@@ -60,6 +62,22 @@ def check_parity_and_twin():
         with pytest.raises(AssertionError, match="bucket layouts differ") as failure:
             assert_same_layout(twin.layout(), eager.layout())
         return str(failure.value)
+
+    return check
+
+
+@pytest.fixture
+def check_parity_and_control():
+    """As ``check_parity``, and gradients of the first step differ from eager's if the graph reduces them in bf16."""
+
+    def check(config):
+        eager, graph = EagerRun(config), GraphRun(config)
+        expected = _check(eager, graph)
+        policy = dataclasses.replace(config.mp_policy, reduce_dtype=torch.bfloat16)
+        control = train_graph(dataclasses.replace(config, steps=1, mp_policy=policy))
+        gradients = {key: tensor for key, tensor in control.items() if key.phase == "gradient"}
+        assert_bitwise_different(gradients, {key: tensor for key, tensor in expected.items() if key in gradients})
+        return graph
 
     return check
 

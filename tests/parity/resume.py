@@ -18,7 +18,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if config.getoption("resume") is not None:
+    if config.getoption("resume") is not None and not hasattr(config, "workerinput"):  # not in a rank
         config.pluginmanager.register(Resume(config.getoption("resume"), config), "resume")
 
 

@@ -13,6 +13,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+from fixtures.models import deepseek_v3
+from fixtures.models.loss import ce_step
+from fixtures.training import Parallelism, token_batches
+
 TOKENS, WIDTH, HIDDEN = 6, 24, 40
 
 
@@ -85,3 +89,55 @@ def test_it_is_as_close_as_the_order_of_sums_allows(gt_mesh):
     wrong = share_of_bound(trained(parallel(Partial()), x, c), exact, allowed)
     assert wrong["output"] > 1000
     assert wrong["loss"] > 10, "its terms have two signs"
+
+
+def gradients_of(tensor, mesh=None, break_it=lambda model: None):
+    """Of DeepSeek-V3 in fp64, whole."""
+    config = deepseek_v3.FLAVORS["debug_small"]
+    model = deepseek_v3.DeepSeekV3(config)
+    model.init_weights(seed=0)
+    Parallelism(tensor).apply(model.double(), {"tp": mesh})
+    break_it(model)
+    ce_step(model, *token_batches(config.vocab_size, "cpu")(0, 0)).backward()
+    found = {name: parameter.grad for name, parameter in model.named_parameters()}
+    return {name: grad.full_tensor() if isinstance(grad, DTensor) else grad for name, grad in found.items()}
+
+
+def distances(found, expected):
+    """Of each gradient, by the length of what is expected."""
+    return {name: float((found[name] - grad).norm() / grad.norm()) for name, grad in expected.items()}
+
+
+def without_the_sum_over_heads(model):
+    """Each rank goes on with its own heads' gradient of the key part that all heads share."""
+    for layer in model.layers:
+        layer.attention.to_every_head = lambda x: x.to_local()
+
+
+def without_the_sum_over_parts_of_experts(model):
+    """Each rank goes on with what its part of an expert gives."""
+    for layer in model.moe_layers():
+        layer.routed_experts.run_sorted = type(layer.routed_experts).run_sorted.__get__(layer.routed_experts)
+
+
+@pytest.mark.gt_world("ranks", size=2, mesh={"tp": 2})
+@pytest.mark.parametrize(
+    ("tensor", "mistake", "seen_in"),
+    [
+        pytest.param({}, None, None, id="tensor"),
+        pytest.param({"sequence": True}, without_the_sum_over_heads, "layers.0.attention.wkv_a.weight", id="sequence"),
+        pytest.param(
+            {"experts": True}, without_the_sum_over_parts_of_experts, "layers.1.moe.routed_experts.w1", id="experts"
+        ),
+    ],
+)
+def test_latent_attention_and_experts_compute_what_the_whole_model_computes(gt_mesh, tensor, mistake, seen_in):
+    """Every gradient of DeepSeek-V3, but for the roundings of its norms and routers, which compute in fp32.
+
+    If a sum is left out, a gradient is off by more than a hundredth of its length.
+    """
+    whole = gradients_of(None)
+    right = distances(gradients_of(tensor, gt_mesh["tp"]), whole)
+    assert max(right.values()) < 1e-5, right
+    if mistake is not None:
+        assert distances(gradients_of(tensor, gt_mesh["tp"], mistake), whole)[seen_in] > 1e-2

@@ -7,8 +7,8 @@ import torch
 
 from fixtures.models import llama3
 from fixtures.models.stages import DecoderStage
-from fixtures.pipeline import PipelineConfig, train_pipeline_eager, train_pipeline_graph
-from fixtures.training import PRECISIONS, Parallelism, llama3_training, token_batches
+from fixtures.pipeline import train_pipeline_eager, train_pipeline_graph
+from fixtures.training import PRECISIONS, Parallelism, staged_training
 from pytest_gtrainer import (
     NetModel,
     Record,
@@ -24,39 +24,6 @@ from pytest_gtrainer import (
 )
 from pytest_gtrainer.references.simulated import mesh_of
 from pytest_gtrainer.worlds.simulated.threads.run import run_threads
-
-MICROBATCHES = 4
-
-
-def pipeline(mesh, precision, schedule="1F1B", *, stages=2, tensor=None, **changes):
-    """Llama in stages over ``mesh["pp"]``, sharded over ``mesh["dp"]``; a row a microbatch."""
-    layers, parallel = stages, Parallelism(tensor)
-    sequence = mesh["tp"] if tensor and tensor["sequence"] else None
-    whole = replace(llama3.FLAVORS["debug"], n_layers=layers)
-
-    def model():
-        built = llama3.Llama3(whole)
-        built.init_weights(seed=0)
-        parallel.apply(built, mesh)
-        return built
-
-    train = replace(
-        llama3_training(mesh["dp"], precision, steps=1),
-        model=model,
-        batch=token_batches(whole.vocab_size, "cpu", batch=MICROBATCHES),
-        bucket_plan=["tok_embeddings", *(f"layers.{i}" for i in range(layers)), ["norm", "lm_head"]],
-    )
-    dtype = PRECISIONS[precision].param_dtype or torch.float32
-    return PipelineConfig(
-        train=train,
-        stage=lambda model, index: DecoderStage(model, index, stages, sequence),
-        num_stages=stages,
-        pipeline=mesh["pp"],
-        microbatches=MICROBATCHES,
-        activation=torch.empty(1, 16 if sequence is None else 8, whole.dim, dtype=dtype, device="meta"),
-        schedule=schedule,
-        **changes,
-    )
 
 
 @pytest.mark.gt_world("fake", mesh={"pp": 8, "dp": 64, "tp": 8}, rank=3 * 512)
@@ -85,7 +52,7 @@ on_four_ranks = pytest.mark.gt_world("ranks", size=4, mesh={"pp": 2, "dp": 2})
 )
 def test_graphs_of_stages_equal_eager_ones(gt_mesh, schedule, precision):
     """Losses, gradients, weights and optimiser state of a step; the twin adds what is reduced a microbatch."""
-    config = pipeline(gt_mesh, precision, schedule, stages=4 if schedule == "Interleaved1F1B" else 2)
+    config = staged_training(gt_mesh, precision, schedule, stages=4 if schedule == "Interleaved1F1B" else 2)
     expected = train_pipeline_eager(config)
     assert_bitwise_equal(train_pipeline_graph(config), expected)
     if precision == "fp32":
@@ -95,7 +62,7 @@ def test_graphs_of_stages_equal_eager_ones(gt_mesh, schedule, precision):
 @on_four_ranks
 def test_a_zero_bubble_in_graphs_equals_eager_stages_without(gt_mesh):
     """dI and dW apart. Torch's own loses gradients beside ``fully_shard`` (2.13, on CPU): 1F1B is the measure."""
-    zero_bubble = pipeline(gt_mesh, "bf16_fp32", "InterleavedZeroBubble", stages=4)
+    zero_bubble = staged_training(gt_mesh, "bf16_fp32", "InterleavedZeroBubble", stages=4)
     expected = train_pipeline_eager(replace(zero_bubble, schedule="Interleaved1F1B"))
     assert_bitwise_equal(train_pipeline_graph(zero_bubble), expected)
 
@@ -104,7 +71,7 @@ def test_a_zero_bubble_in_graphs_equals_eager_stages_without(gt_mesh):
 @pytest.mark.parametrize("schedule", ["InterleavedZeroBubble", "ZBVZeroBubble"])
 def test_a_zero_bubble_in_graphs_equals_torchs_own(gt_mesh, schedule):
     """Without data parallelism."""
-    config = pipeline(gt_mesh, "fp32", schedule, stages=4)
+    config = staged_training(gt_mesh, "fp32", schedule, stages=4)
     assert_bitwise_equal(train_pipeline_graph(config), train_pipeline_eager(config))
 
 
@@ -112,7 +79,7 @@ def test_a_zero_bubble_in_graphs_equals_torchs_own(gt_mesh, schedule):
 @pytest.mark.parametrize("sequence", [True, False], ids=["sequence", "tensor"])
 def test_graphs_of_stages_equal_eager_ones_beside_tensor_parallelism(gt_mesh, sequence):
     """Partial gradients of norms are added over microbatches before they are added over the model's ranks."""
-    config = pipeline(gt_mesh, "bf16_fp32", tensor={"sequence": sequence})
+    config = staged_training(gt_mesh, "bf16_fp32", tensor={"sequence": sequence})
     assert_bitwise_equal(train_pipeline_graph(config), train_pipeline_eager(config))
 
 
@@ -121,7 +88,7 @@ def test_torchs_schedules_run_on_simulated_nodes():
 
     def train(schedule, nodes):
         def on_rank(rank):
-            return train_pipeline_eager(pipeline(mesh_of({"pp": 2, "dp": 4}), "fp32", schedule))
+            return train_pipeline_eager(staged_training(mesh_of({"pp": 2, "dp": 4}), "fp32", schedule))
 
         return Record.merged(run_threads(8, on_rank, net=NetModel.of_world(8, nodes)))
 
@@ -132,7 +99,7 @@ def test_torchs_schedules_run_on_simulated_nodes():
 
 @pytest.mark.gt_world("fake", size=4, mesh={"pp": 2, "dp": 2})
 def test_a_pipeline_that_cannot_be_filled_is_refused(gt_mesh):
-    config = pipeline(gt_mesh, "fp32")
+    config = staged_training(gt_mesh, "fp32")
     with pytest.raises(ValueError, match=r"^microbatches=1 is less than num_stages=2: some stage would always wait"):
         replace(config, microbatches=1)
     with pytest.raises(ValueError, match=r"^num_stages=3: give two or more, as many on each of 2 ranks"):

@@ -20,6 +20,7 @@ from fixtures.training import (
     token_batches,
 )
 from pytest_gtrainer import (
+    ActivationCheckpointConfig,
     apply_graph_passes,
     assert_bitwise_different,
     assert_bitwise_equal,
@@ -74,6 +75,47 @@ def test_graph_equals_eager_with_a_sharded_loss_and_clipped_gradients(gt_mesh, c
     """The backward of the sharded cross entropy runs inside ``loss_parallel``, on both sides."""
     parallel = Parallelism({"loss_parallel": True, "sequence": True})
     check_parity(llama3_training(gt_mesh, "bf16_fp32", parallel=parallel, context=loss_parallel, max_norm=0.5, steps=2))
+
+
+@on_four_ranks
+@pytest.mark.parametrize("sequence", [True, False], ids=["sequence", "tensor"])
+def test_graph_equals_eager_with_recomputed_layers(gt_mesh, check_parity_and_control, sequence):
+    """Collectives of tensor parallelism run again in the backward, on both sides."""
+    again = ActivationCheckpointConfig()
+    parallel = Parallelism({"sequence": sequence})
+    config = llama3_training(gt_mesh, "fp32", parallel=parallel, activation_checkpoint=again, steps=2)
+    graph = check_parity_and_control(config).traced.gm.graph
+    attentions = [node for node in graph.nodes if "scaled_dot_product" in str(node.target)]
+    assert sum("backward" not in str(node.target) for node in attentions) == 4, "two layers, each of them twice"
+
+
+@on_four_ranks
+@pytest.mark.parametrize("sequence", [True, False], ids=["sequence", "tensor"])
+def test_graph_equals_eager_with_the_head_tied_to_the_embedding(gt_mesh, check_parity_and_control, sequence):
+    """Tie them again behind ``parallelize_module``, which gives each module a parameter of its own."""
+    config = llama3_training(gt_mesh, "fp32", parallel=Parallelism({"sequence": sequence}), steps=2)
+
+    def tied():
+        model = config.model()
+        model.lm_head.weight = model.tok_embeddings.weight
+        return model
+
+    plan = [["tok_embeddings", "norm", "lm_head"], "layers.0", "layers.1"]
+    graph = check_parity_and_control(replace(config, model=tied, bucket_plan=plan))
+    assert "lm_head.weight" not in graph.traced.trainable_fqns, "one parameter, with one gradient"
+
+
+@pytest.mark.gt_world("ranks", size=8, mesh={"efsdp": 2, "ep": 2, "tp": 2})
+@pytest.mark.parametrize("sequence", [True, False], ids=["sequence", "tensor"])
+def test_graph_equals_eager_with_experts_over_expert_and_tensor_parallelism(
+    gt_mesh, check_parity_and_control, sequence
+):
+    """Each rank has a part of some experts, and half of that again by ``fully_shard``."""
+    parallel = Parallelism({"experts": True, "sequence": sequence})
+    graph = check_parity_and_control(deepseek_v3_training(gt_mesh, "fp32", "debug_small", parallel=parallel, steps=2))
+    w1 = dict(graph.model.named_parameters())["layers.1.moe.routed_experts.w1"]
+    assert (w1.device_mesh.mesh_dim_names, w1.placements) == (("efsdp", "tp"), (Shard(0), Shard(1)))
+    assert w1.to_local().shape == (2, 24, 64), "of 8 experts, 48 wide"
 
 
 @pytest.mark.gt_world("ranks", size=2, mesh={"tp": 2})

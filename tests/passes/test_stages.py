@@ -7,6 +7,8 @@ import torch
 from torch import nn
 
 from fixtures.models import llama3
+from fixtures.models.init import init_parameters
+from fixtures.models.moe import MoE, MoEConfig
 from fixtures.models.stages import DecoderStage
 from fixtures.models.tensor_parallel import apply_tensor_parallel
 from fixtures.training import PRECISIONS
@@ -137,6 +139,24 @@ class Shrinking(nn.Module):
         with torch.no_grad():
             self.net[0].bias.mul_(0.5)
         return self.net(x)
+
+
+def test_a_stage_of_experts_whose_rows_data_counts():
+    """N7: sizes that only data decides cross from part to part; what experts have counted is as eagerly."""
+    torch.manual_seed(0)
+    module, x = MoE(WIDTH, MoEConfig(n_experts=4, ffn_dim=8)), torch.randn(2, 16, WIDTH)
+    init_parameters(module, 0)
+    eager, given = copy.deepcopy(module), x.clone().requires_grad_()
+    graphs = split_stage_graph(trace_stage(module, (x.clone().requires_grad_(),)).gm)
+    values = dict(zip(graphs.inputs, flat(module, x, torch.ones(2, 16, WIDTH)), strict=True))
+    graphs.run(values, *PARTS)
+    output = eager(given)
+    output.backward(torch.ones_like(output))
+    expected = [output, given.grad, *(parameter.grad for parameter in eager.parameters())]
+    assert_bitwise_equal([values[name] for name in graphs.results], [tensor.detach() for tensor in expected])
+    assert_bitwise_equal([module.tokens_per_expert], [eager.tokens_per_expert])
+    eager(given)
+    assert_bitwise_different([module.tokens_per_expert], [eager.tokens_per_expert])
 
 
 def test_a_write_to_a_parameter_is_of_the_forward_and_made_for_every_microbatch():

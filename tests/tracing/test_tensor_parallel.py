@@ -92,3 +92,14 @@ def test_a_model_mesh_of_three_dimensions_and_one_of_another_root_are_refused(gt
     other_root = DeviceMesh("cpu", [0, 1], mesh_dim_names=("own",))
     with pytest.raises(ValueError, match="is of another device mesh"):
         data_parallel(over(other_root, [Shard(0)]), gt_mesh["dp"])
+
+
+@pytest.mark.gt_world("fake", size=4, mesh={"dp": 2, "tp": 2})
+def test_parallelize_module_unties_and_what_is_tied_again_is_one_parameter(gt_mesh):
+    """As docs/parallelism.md says."""
+    net = nn.Sequential(nn.Embedding(6, 4), nn.Linear(4, 6, bias=False))
+    net[1].weight = net[0].weight
+    parallelize_module(net, gt_mesh["tp"], {"0": RowwiseParallel(), "1": ColwiseParallel()})
+    assert net[0].weight is not net[1].weight
+    net[1].weight = net[0].weight
+    assert list(placed(data_parallel(net, gt_mesh["dp"]))) == ["0.weight"]

@@ -7,9 +7,11 @@ import functools
 
 import pytest
 
+from fixtures.models import llama3
 from fixtures.models.chunked_loss import chunked_ce_step
-from fixtures.training import deepseek_v3_training, llama3_training
+from fixtures.training import Parallelism, deepseek_v3_training, llama3_training
 from pytest_gtrainer import (
+    VacuousCheck,
     assert_bitwise_different,
     assert_bitwise_equal,
     assert_simulated_parity,
@@ -78,6 +80,38 @@ def test_expert_parallelism(gt_world):
 def test_deepseek_v3_on_eight_ranks(gt_world, mesh):
     """S2: routed experts, shared ones, and exchanged rows over a mesh of their own."""
     check_deepseek_v3(gt_world, **mesh)
+
+
+def eight_heads(mesh):
+    """Llama 3 that eight ranks share, in parts of the sequence between the projections."""
+    sizes, parallel = llama3.Llama3Config(n_heads=8, n_kv_heads=8, ffn_dim=128), Parallelism({"sequence": True})
+
+    def model():
+        built = llama3.Llama3(sizes)
+        built.init_weights(seed=0)
+        parallel.apply(built, mesh)
+        return built
+
+    return llama3_training(mesh, "fp32", parallel=parallel, model=model, steps=1)
+
+
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore::pytest_gtrainer.references.replicas.ReplicaWarning")
+@pytest.mark.gt_world("simulated", size=64, nodes=8, mesh={"dp": 16, "tp": 4})
+def test_tensor_parallelism_inside_a_node_and_fsdp_across(gt_world):
+    """N9: 64 ranks. ``python -m benchmarks.simulate --tp 4`` goes to 256."""
+    parity = assert_simulated_parity(eight_heads, gt_world)
+    assert parity.control.outcome == "different"
+    assert {payload.ranks for payload in parity.layout.of("reduce_scatter")} == {tuple(range(0, 64, 4))}, "two a node"
+
+
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore::pytest_gtrainer.references.replicas.ReplicaWarning")
+@pytest.mark.gt_world("simulated", size=32, nodes=4, mesh={"dp": 4, "tp": 8})
+def test_one_data_rank_a_node_shows_no_order(gt_world):
+    """A ring has one way through four nodes: all channels add alike, wherever a parameter lies in its payload."""
+    with pytest.raises(VacuousCheck, match="payloads packed in another order give the same bits under this net"):
+        assert_simulated_parity(eight_heads, gt_world)
 
 
 @pytest.mark.gt_world("fake", size=16)

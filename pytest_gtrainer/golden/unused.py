@@ -214,7 +214,7 @@ class Outcome:
     def add(self, report: pytest.TestReport) -> None:
         self.outcomes.add((report.when, report.outcome))
         if (told := getattr(report, "gt_claims", None)) is not None:
-            self.claims = {*(self.claims or ()), *told}
+            self.claims = {*told}  # all so far
         self.lacks_devices |= any(fact["kind"] == "skip" for fact in getattr(report, "gt_facts", ()))
 
 

@@ -54,7 +54,7 @@ def deduplicate_fsdp_unshard_chains_pass(gm: fx.GraphModule, example_inputs: Seq
 
 
 aten = torch.ops.aten
-_PADDING = {
+PADDING = {
     aten.split.Tensor, aten.split_with_sizes.default, aten.slice.Tensor, aten.constant_pad_nd.default,
     aten.cat.default, aten.clone.default, aten.view.default, aten.reshape.default, operator.getitem,
 }  # fmt: skip
@@ -86,7 +86,7 @@ def reduce_scatter_before_all_reduce_pass(gm: fx.GraphModule, example_inputs: Se
 
 def _swap_of(member: FsdpCollective) -> fx.Node | None:
     """The wait of the all-reduce above a reduce-scatter, with a pad between them at most; None if there is none."""
-    between = walked(member.launch.all_input_nodes, lambda n: n.all_input_nodes, lambda n: n.target in _PADDING)
+    between = walked(member.launch.all_input_nodes, lambda n: n.all_input_nodes, lambda n: n.target in PADDING)
     above = {source for node in (*between, member.launch) for source in node.all_input_nodes} - between
     if len(above) != 1 or not is_wait(wait := above.pop()) or wait.all_input_nodes[0].target is not ALL_REDUCE:
         return None

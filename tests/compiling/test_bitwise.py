@@ -85,6 +85,15 @@ def test_integers_of_the_first_call_are_kept():
         assert_pass_bitwise(run_of(Rescale(3.0), lambda index, w: w[index].relu(), torch.tensor([3, 49, 7]), weight))
 
 
+def test_integers_of_other_sizes_than_the_example_are_made_up():
+    """Those of the first call have its size."""
+    index, weight = torch.tensor([3, 49, 7, 8, 9]), torch.randn(50, 4)
+    torch._dynamo.mark_dynamic(index, 0)
+    run = run_of(AtMost(5), lambda index, w: w[index].relu().sum(0), index, weight)
+    with pytest.raises(BitwiseDifference, match=r"on seed 0 with s\d+ = 10"):
+        assert_pass_bitwise(run)
+
+
 def test_what_cannot_fail_is_refused():
     with gt_compile() as record:
         options = {"post_grad_custom_post_pass": Rescale(2.0)}

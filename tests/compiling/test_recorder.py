@@ -195,6 +195,8 @@ def test_an_order_of_launches_is_read_from_generated_code():
     record.assert_launch_order("*all_gather*", "addmm", "mm")
     with pytest.raises(AssertionError, match="the forward does not launch 'addmm' behind 'mm'; it launches\n    0 "):
         record.assert_launch_order("mm", "addmm")
+    with pytest.raises(AssertionError, match="the forward does not launch 'mm' behind 'mm'"):
+        record.assert_launch_order("mm", "mm")  # one launch is not behind itself
     with pytest.raises(NotRecorded, match="no generated code of its backward: not compiled"):
         record[0].launches("backward")
 
@@ -219,6 +221,15 @@ def test_a_pass_of_the_user_is_seen_before_and_after(slot, how):
         [other, *_] = record.passes("<lambda>")
         assert not other.changed
         assert other.before is run.after
+
+
+def test_a_pass_of_the_user_has_its_name_in_graphs_inside_a_graph():
+    """P4: it runs on each body, and then on the graph around it."""
+    block = torch.compiler.nested_compile_region(lambda x: torch.relu(x) + 1)
+    options = {"post_grad_custom_post_pass": Rescale(2.0)}
+    with gt_compile() as record:
+        torch.compile(lambda x: block(block(x)).relu(), options=options)(torch.ones(4))
+    assert [run.name for run in record.passes("post_grad_custom_post_pass")] == ["Rescale", "Rescale"]
 
 
 def test_a_pass_that_finds_nothing_to_do_is_told_apart():
@@ -317,6 +328,28 @@ def test_graph_breaks_and_recompilations_say_where_and_why(monkeypatch):
     told = "2 graphs were compiled, because of 1 graph break and 1 recompilation: say which"
     with pytest.raises(NotRecorded, match=told):
         _ = record.forward
+
+
+def test_two_reasons_in_one_line_are_two_graph_breaks():
+    def breaks_twice(x):
+        torch._dynamo.graph_break(), print("!")
+        return x.relu()
+
+    with gt_compile() as record:
+        compiled = torch.compile(breaks_twice, dynamic=False)
+        compiled(torch.ones(2))
+        compiled(torch.ones(3))
+    assert len({each.where for each in record.breaks}) == 1
+    assert len({each.reason for each in record.breaks}) == len(record.breaks) == 2
+
+
+def test_inputs_of_the_first_call_are_what_it_was_given():
+    """P6: also where the function writes to them."""
+    x = torch.ones(3)
+    with gt_compile() as record:
+        torch.compile(lambda x: x.add_(1) * 2)(x)
+    [recorded_x] = record[0].inputs["forward"]
+    assert (recorded_x.tolist(), x.tolist()) == ([1.0] * 3, [2.0] * 3)
 
 
 def test_one_graph_without_breaks(record):

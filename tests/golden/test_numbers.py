@@ -107,6 +107,18 @@ def test_the_tag_of_a_wheel_changes_no_bit_on_the_cpu(run_here, goldens, pyteste
     run_here(None).stdout.fnmatch_lines([f"goldens   1 {outcome}"])
 
 
+def test_of_the_environment_the_tag_of_a_wheel_counts_on_a_gpu_alone():
+    """It tells cuBLAS and cuDNN there."""
+    found = [values.decisive({"torch": "2.13.0+cu130", "device": device})["torch"] for device in ("cpu", "cuda H100")]
+    assert found == ["2.13.0", "2.13.0+cu130"]
+
+
+def test_an_entry_keeps_its_place_among_those_of_other_environments():
+    fields, (one, two, three) = {"test": "a"}, [values.Entry({"threads": n}, n) for n in (1, 2, 3)]
+    golden, again = values.text_of(fields, [one, two, three]), values.text_of(fields, [values.Entry({"threads": 2}, 7)])
+    assert [entry.values for entry in values.entries_of(values.merged(golden, again))] == [1, 7, 3]
+
+
 def test_wheels_of_one_release_share_an_entry(run_here, goldens, pytester):
     run_here(SOURCE.format([1.0]), "--gt-create-goldens")
     content = json.loads(goldens()[FILE])

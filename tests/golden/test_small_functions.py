@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 from pathlib import PurePosixPath
+from types import SimpleNamespace
 
 from pytest_gtrainer.golden.compare import look_alikes
 from pytest_gtrainer.golden.inline import Expectation, disagreements, spell
@@ -20,7 +21,7 @@ from pytest_gtrainer.golden.naming import (
     torch_of,
 )
 from pytest_gtrainer.golden.store import _damage, _reason, normal
-from pytest_gtrainer.golden.unused import has_test_file
+from pytest_gtrainer.golden.unused import _WORKER_OUTPUT, Collection, UnusedGoldens, has_test_file
 from pytest_gtrainer.golden.values import Entry, differences
 
 
@@ -48,6 +49,21 @@ def test_files(tmp_path):
     assert _reason(read_only) == "Read-only file system: make the tree writable"
     (tmp_path / "test_a.py").touch()
     assert [has_test_file(PurePosixPath(FOLDER, name), tmp_path) for name in ("test_a", "test_b")] == [True, False]
+
+
+def test_a_test_without_parameters_here_keeps_its_goldens_and_no_others(tmp_path):
+    place = PurePosixPath(FOLDER, "test_a")
+    (tmp_path / place).mkdir(parents=True)
+    for name in ("test_c-8.txt", "test_c-bf16@after.txt", "test_cd.txt"):
+        (tmp_path / place / name).touch()
+    assert Collection(empty_sets={place / "test_c"}, collected={place}).unowned(tmp_path) == [place / "test_cd.txt"]
+
+
+def test_without_a_test_is_what_no_worker_has_collected(request):
+    plugin = UnusedGoldens(request.config, request.config.pluginmanager.getplugin("gtrainer-goldens"))
+    for told in (["golden/a.txt", "golden/b.txt"], ["golden/b.txt", "golden/c.txt"]):
+        plugin.pytest_testnodedown(SimpleNamespace(workeroutput={_WORKER_OUTPUT: told}), None)
+    assert plugin._workers_unowned == {PurePosixPath("golden/b.txt")}
 
 
 def test_words():

@@ -166,6 +166,12 @@ class TestDifferent:
         assert verdict.outcome == "different"
         assert verdict.reasons[0].startswith("not the same ranks: actual Record(world_size=2, rank=0")
 
+    def test_a_record_of_one_rank_and_one_of_all(self, run):
+        """They have the same entries, as there is one rank only; they do not say the same."""
+        verdict = compare(run(world_size=1), run(world_size=1, rank=0))
+        assert verdict.outcome == "different"
+        assert verdict.reasons[0].startswith("not the same ranks: actual Record(world_size=1, ")
+
     def test_a_gradient_that_one_side_lacks(self):
         assert compare([torch.ones(1), None], [torch.ones(1), torch.ones(1)]).outcome == "different"
 

@@ -73,6 +73,19 @@ def test_the_direction_of_a_node():
 
 
 @pytest.mark.parametrize(
+    ("marks", "expected"),
+    [((False, False), "fwd"), ((True, True), "bwd"), ((False, True), "fwd"), ((True, False), "fwd")],
+)
+def test_the_direction_of_a_bucket_of_torch(marks, expected):
+    """A3: that of what it serves; the forward's if both directions read it, as it stands before both."""
+    bucket = call(ALL_GATHER, "x", 2, "a group")
+    bucket.meta["bucketing_custom_sources"] = []
+    for mark in marks:
+        bucket.graph.call_function(aten.neg.default, (bucket,)).meta["autograd_backward"] = mark
+    assert direction(bucket) == expected
+
+
+@pytest.mark.parametrize(
     ("node", "random"),
     [
         (call(aten.rand_like.default, "x"), True),
@@ -130,6 +143,15 @@ def test_the_memory_of_what_python_writes_to():
     assert storage_of(added) is added.args[0]
     assert storage_of(item) is item
     assert writes(added.graph) == {added.args[0]: [added]}
+
+
+def test_the_memory_of_what_a_collective_in_place_gives():
+    """Its wait shows the operand, too: who writes to that writes to the operand."""
+    reduced = call(torch.ops._c10d_functional.all_reduce_.default, "x", "sum", "a group")
+    waited = reduced.graph.call_function(WAIT, (reduced,))
+    added = reduced.graph.call_function(aten.add_.Tensor, (waited, 1))
+    assert storage_of(waited) is reduced.args[0]
+    assert writes(reduced.graph) == {reduced.args[0]: [reduced, added]}
 
 
 def test_what_shows_the_memory_of_its_operand():

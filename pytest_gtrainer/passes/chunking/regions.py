@@ -30,6 +30,7 @@ from pytest_gtrainer.graph.nodes import (
 )
 from pytest_gtrainer.passes.chunking.config import ChunkConfig, ChunkError, is_inexact
 from pytest_gtrainer.passes.chunking.twins import Twins
+from pytest_gtrainer.passes.collectives import PADDING
 
 
 class Storages:
@@ -45,13 +46,12 @@ _REDUCTIONS = (REDUCE_SCATTER, ALL_REDUCE)
 
 
 def gradient_reductions(graph: fx.Graph) -> set[fx.Node]:
-    """The collectives of gradients: their result reaches the output by unary steps, or by another of them."""
-    output = graph.output_node()
+    """The collectives of gradients: their result reaches the output by unary steps, or, padded, another of them."""
     found: set[fx.Node] = set()
     for node in reversed(graph.nodes):
-        if node.target in _REDUCTIONS and direction(node) == BACKWARD:
-            wait = only_wait(node)
-            if wait is not None and (chain_to_output(wait, output) is not None or set(wait.users) & found):
+        if node.target in _REDUCTIONS and direction(node) == BACKWARD and (wait := only_wait(node)) is not None:
+            behind = walked(wait.users, operator.attrgetter("users"), lambda n: n in found or n.target in PADDING)
+            if chain_to_output(wait, graph.output_node()) is not None or behind & found:
                 found.add(node)
     return found
 

@@ -9,14 +9,14 @@ import pytest
 import torch
 from torch import nn
 
-from fixtures.chunking import chunked, strict, token_batch
+from fixtures.chunking import Case, check_equals_eager, chunked, strict, token_batch
 from fixtures.models import chunkable, deepseek_v3
 from fixtures.models.chunkable import DIM, Net, net
 from fixtures.models.expert_parallel import apply_expert_parallel
 from fixtures.models.loss import ce_step
 from pytest_gtrainer import MixedPrecisionPolicy, data_parallel, trace_step
 from pytest_gtrainer._torch.chunking import is_engine_addition, symbols_of
-from pytest_gtrainer._torch.passes import ALL_GATHER
+from pytest_gtrainer._torch.passes import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from pytest_gtrainer.graph.nodes import BODY, MATERIALIZATION, SPLIT_BOUNDARY, direction, node_fqn, told_by
 from pytest_gtrainer.passes.chunking.rewrite import CHUNKING
 
@@ -133,6 +133,23 @@ def test_gradients_that_meet_outside_are_added_before_they_are_joined(block, chu
     assert (counts.split, counts.joined, counts.added, counts.handed_on) == (2, 2, 4, 3)
 
 
+class PositionsFirst(nn.Module):
+    """Has the batch in dimension 1 while it works, and views that: an extent before it may be any number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Linear(DIM, DIM)
+
+    def forward(self, x):
+        h = self.w(x).transpose(0, 1).contiguous()
+        return (h.view(x.shape[1], x.shape[0], 2, -1).tanh() + 1).view(h.shape).transpose(0, 1).contiguous()
+
+
+def test_a_view_may_have_the_batch_by_chance_in_front_of_the_chunk_dimension():
+    """G10: as many positions as rows; a view that leaves them where they are cuts a chunk as it cuts the whole."""
+    check_equals_eager(Case(model=net(PositionsFirst), config=strict("layers.*"), batch=lambda n: token_batch(n, 4, 4)))
+
+
 class Positions(nn.Module):
     """A linear layer over the positions: the gradient that leaves it is a transpose."""
 
@@ -142,6 +159,19 @@ class Positions(nn.Module):
 
     def forward(self, x):
         return self.w(x.mT).mT.contiguous()
+
+
+@pytest.mark.gt_world("fake", size=6, mesh={"replicate": 2, "fsdp": 3}, rank=5)
+def test_replicas_reduce_padded_gradients_once_a_chunk(gt_mesh):
+    """G8: of hybrid sharding with uneven shards, a pad stands between the two collectives of a gradient."""
+    model = data_parallel(net(chunkable.Dense)(), gt_mesh, mode="hybrid_shard")
+    config = strict("layers.*")
+    gm = chunked(trace_step(model, ce_step, token_batch(0), chunk=config, reuse_gathers=False), config)
+    counts = {"outside": 2, "in chunks": 2 * 4}  # of the two weights outside, and of four parameters of the block
+    for collective in (ALL_REDUCE, REDUCE_SCATTER):
+        found = gm.graph.find_nodes(op="call_function", target=collective)
+        chunks = [node for node in found if "_chunk" in node.name]
+        assert {"outside": len(found) - len(chunks), "in chunks": len(chunks)} == counts
 
 
 def test_what_is_joined_is_contiguous_whatever_the_whole_was():

@@ -94,6 +94,19 @@ def test_concretised_graphs_have_numbers_literals_and_strides():
             assert node.meta["val"].stride() == expected.meta["val"].stride()
 
 
+def test_the_extents_are_those_of_the_example_inputs():
+    """H2: a graph that was traced at six rows is put at eight, and in chunks of four."""
+    model, config = net(chunkable.plain_attention)(), strict("layers.*")
+    six, eight = (torch.randint(0, 40, (2, batch, 8)).unbind(0) for batch in (6, 8))
+    gm, given = symbolic(model, config, six).gm, [*model.parameters(), *eight]
+    made, static = concretize_chunk_symbolic_shapes_pass(gm, given), trace_step(model, ce_step, eight).gm
+    for node, expected in zip(made.graph.nodes, static.graph.nodes, strict=True):
+        assert getattr(node.meta.get("val"), "shape", None) == getattr(expected.meta.get("val"), "shape", None), node
+    parts = [node.meta["val"] for node in chunk_pass(gm, given, config=config).graph.nodes if "_chunk" in node.name]
+    assert {part.shape[0] for part in parts if isinstance(part, torch.Tensor) and part.ndim == 3} >= {4}
+    assert not [part for part in parts if isinstance(part, torch.Tensor) and part.shape[:1] == (3,)]
+
+
 def test_a_static_graph_is_left_alone():
     gm = trace_step(net(chunkable.Dense)(), ce_step, torch.randint(0, 40, (2, 6, 8)).unbind(0)).gm
     assert concretize_chunk_symbolic_shapes_pass(gm) is gm

@@ -72,6 +72,13 @@ def test_a_bucket_gained_parameters():
     ]
 
 
+def test_a_bucket_gained_a_parameter_that_it_has_already():
+    """Once more is one member more."""
+    once, twice = (gathers("layers[0]", *layer(0, *names)) for names in (("w1", "w2"), ("w1", "w2", "w1")))
+    assert words(once, twice)[0] == "AG bucket layers.0/fwd gained layers.0.w1.weight"
+    assert words(twice, once)[0] == "AG bucket layers.0/fwd lost layers.0.w1.weight"
+
+
 def test_members_stand_in_another_order():
     expected = "AG bucket layers[0..2]/fwd: members in another order: w2.weight where w1.weight was"
     assert words(ALL, every("w2", "w1", "norm")) == [expected]

@@ -182,6 +182,19 @@ def test_of_several_operands_that_are_others_the_first_is_told(operands, others)
     assert words(old, new) == [f"aten.addcmul in fwd m reads m.cos instead of m.exp as operand 1{others}"]
 
 
+def test_operands_that_are_others_are_counted_before_they_are_in_another_order():
+    lines = ["exp = aten.exp(I[0])", "sin = aten.sin(I[1])"]
+    old, new = (module(*lines, f"cat = aten.cat([{read}])") for read in ("exp, exp, sin", "sin, sin, exp"))
+    assert words(old, new) == ["aten.cat in fwd m reads m.sin instead of m.exp as operand 1 (and 2 more operands)"]
+
+
+def test_a_size_of_the_data_is_another_one():
+    text = "if I:\n  I[0]: f32[2]\nif fwd:\n  with m:\n    pair: (i64[u0], i64[u1]) = aten.pair(I[0])\n"
+    first, second = (f"    view: f32[2, 2] = aten.view(I[0], [sym({symbol}), -1])\n" for symbol in ("u0", "u1"))
+    said = ["aten.view in fwd m reads size 1 of m.pair instead of size 0 of m.pair as operand 2"]
+    assert words(text + first, text + second) == said
+
+
 def test_a_group_where_a_value_was():
     old = "fsdp = group(range(0, 2))\nif I:\n  I[0]: f32[2]\nif fwd:\n  sin: f32[2] = aten.sin(I[0])\n"
     old += "  cos: f32[2] = aten.cos(sin)\n"

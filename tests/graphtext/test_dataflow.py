@@ -343,6 +343,15 @@ def test_a_view_shares_the_storage_that_is_changed():
     assert effects(graph).histories == {0: [(4, [3]), (None, [5])]}
 
 
+def test_a_view_in_the_shape_of_another_shares_the_storage_of_its_first_operand():
+    graph = values_of(
+        "view_as: f32[2] = aten.view_as(I[0], I[1])",
+        "add_: f32[2] = aten.add_.Tensor(view_as, I[1])",
+        "cos: f32[2] = aten.cos(I[0])",
+    )
+    assert effects(graph).histories == {0: [(3, []), (None, [4])]}
+
+
 def test_a_view_of_a_view_of_what_was_changed_in_place_shares_its_storage_too():
     graph = values_of(
         "add_: f32[2] = aten.add_.Tensor(I[0], I[1])",

@@ -58,6 +58,13 @@ def test_a_second_visit_folds_with_none_of_the_first():
     assert runs == [f"for i in fwd.layers[{number}]" for number in (1, 5, 0, 1)], "a run holds layers of one visit"
 
 
+def test_lines_in_front_of_all_others_are_read_back_in_front():
+    sections = [section(0, *BODY), section(1, *BODY), section(2, "new: f32[2] = aten.new(x)", *BODY)]
+    text = fold(sections)
+    assert "  after()" in text
+    assert unfold("\n".join(text)) == tuple(line for each in sections for line in each.unfolded())
+
+
 def test_a_layer_that_shares_little_is_told_in_full():
     assert "like" not in "\n".join(fold([section(0, *BODY[:4], "z: f32[2] = aten.z(d)"), section(1, *BODY)]))
 

@@ -103,6 +103,11 @@ class TestUnverified:
         assert (verdict.outcome, verdict.compared) == ("unverified", 1)
         assert verdict.reasons == ("w: a meta tensor holds no values",)
 
+    def test_one_tensor_that_both_sides_share_among_others(self):
+        """A constant of both, say: the others were compared."""
+        shared = torch.ones(2)
+        assert compare([shared, torch.ones(3)], [shared, torch.ones(3)]).outcome == "equal"
+
     def test_a_tensor_with_itself(self):
         model = nn.Linear(2, 2)
         verdict = compare(model, model)

@@ -105,7 +105,7 @@ def _is_definition(operand: Operand) -> bool:
 def _shown(graph: Dataflow, operand: Operand) -> str:
     if isinstance(operand, int):
         return reference_to(graph.values[operand]) if operand >= 0 else graph.definitions[~operand].name
-    return operand if isinstance(operand, str) else "a size"
+    return operand if isinstance(operand, str) else f"size {operand.number} of {_shown(graph, operand.value)}"
 
 
 def group_remarks(comparison: Comparison) -> Iterator[Remark]:

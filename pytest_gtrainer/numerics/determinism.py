@@ -181,9 +181,7 @@ def _set_nccl(stack: ExitStack, preset: str) -> None:
     if preset not in NCCL_PRESETS:
         raise ValueError(f"there is no NCCL preset {preset!r}: choose one of {', '.join(NCCL_PRESETS)}")
     differing = {name: value for name, value in NCCL_PRESETS[preset].items() if os.environ.get(name) != value}
-    distributed: Any = sys.modules.get("torch.distributed")
-    is_up = distributed is not None and distributed.is_available() and distributed.is_initialized()
-    if differing and is_up and "nccl" in str(distributed.get_backend_config()):
+    if differing and _nccl_is_up():
         name, value = next(iter(differing.items()))
         raise DeterminismError(
             f"NCCL has communicators already, so {name}={value} of the preset {preset!r} would not be read: set it "
@@ -191,6 +189,13 @@ def _set_nccl(stack: ExitStack, preset: str) -> None:
         )
     for name, value in differing.items():
         stack.enter_context(variable(name, value))
+
+
+def _nccl_is_up() -> bool:
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is None or not distributed.is_available() or not distributed.is_initialized():
+        return False
+    return "nccl" in str(distributed.get_backend_config())
 
 
 @contextmanager
@@ -211,10 +216,14 @@ def _cublas_workspace() -> Iterator[None]:
         finally:
             if torch.cuda.is_initialized() and not started_before:
                 _cuda_started_here = True
-                # torch and cuBLAS look at their variable at the first product and never again: one while it is there
-                with suppress(RuntimeError):  # from a GPU that has failed, and what failed is on its way up
-                    one = torch.ones(1, 1, dtype=torch.float32, device="cuda")
-                    torch.mm(one, one)
+                _read_workspace()
+
+
+def _read_workspace() -> None:
+    """torch and cuBLAS look at their variable at the first product and never again: one while it is there."""
+    with suppress(RuntimeError):  # from a GPU that has failed, and what failed is on its way up
+        one = torch.ones(1, 1, dtype=torch.float32, device="cuda")
+        torch.mm(one, one)
 
 
 def _set_inductor(stack: ExitStack) -> None:

@@ -188,15 +188,19 @@ class Rewrite:
                 continue  # all chunks read the same
             for known, piece in zip(copies, pieces, strict=True):
                 known[source] = piece
-        for chunk in self._chunk_order(region):  # one after the other, as random numbers and buffers ask for
-            for node in region.body:
-                copies[chunk][node] = self._copy(node, copies[chunk], chunk, region)
+        self._emit_bodies(region, copies)
         self.chunks.update((node, [known[node] for known in copies]) for node in region.body)
         self.counts.body_nodes[region.key.root, region.key.direction] = len(region.body)
         taken = (self.region_of, self.sums.tops, self.sums.partial)
         for node in region.body:
             if any(all(user not in known for known in taken) for user in node.users):
                 self._whole(node)
+
+    def _emit_bodies(self, region: Region, copies: list[dict[fx.Node, fx.Node]]) -> None:
+        """One chunk after the other, as random numbers and buffers ask for; ``copies`` begins with what enters."""
+        for chunk in self._chunk_order(region):
+            for node in region.body:
+                copies[chunk][node] = self._copy(node, copies[chunk], chunk, region)
 
     def _chunk_order(self, region: Region) -> Sequence[int]:
         order = range(self.twins.num_chunks)

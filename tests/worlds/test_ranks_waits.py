@@ -13,6 +13,11 @@ TABLE = {
         "failed",
         "rank 1 called barrier at {}, ranks 0, 2, 3 called all_reduce of float32[2] at {}, as call 1 of this test",
     ),
+    "test_parts_before_it_waits": (
+        "failed",
+        "rank 2 waits in all_reduce of float32[3] at {} on all ranks: ranks 0, 1, 3 ended without it; "
+        "they part at call 2 of this test: ",
+    ),
     "test_another_shape": (
         "failed",
         "rank 2 called all_reduce of float32[6] at {}, ranks 0, 1, 3 called all_reduce of",

@@ -362,7 +362,9 @@ def photograph(page: Path, height: int, target: Path) -> None:
     browser = shutil.which("chromium") or shutil.which("chromium-browser")
     if browser is None:
         raise SystemExit("there is no chromium here: apt-get install chromium fonts-dejavu-core")
-    flags = ["--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", f"--window-size=1280,{height}"]
+    flags = ["--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"]
+    # without the first of these a picture was taken before its heading had been painted
+    flags += ["--run-all-compositor-stages-before-draw", f"--window-size=1280,{height}"]
     source = page.as_uri() + "#t0"
     done = subprocess.run(
         [browser, *flags, "--virtual-time-budget=60000", f"--screenshot={target}", source], capture_output=True

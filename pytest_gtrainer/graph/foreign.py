@@ -56,7 +56,7 @@ def path_of(source: str) -> tuple[str, tuple[str, ...]]:
     >>> path_of("L['self']._modules['layers']._modules['0'].up"), path_of("L['d']['a.b'].size()[0]")
     (('self', ('layers', '0', 'up')), ('d', ('a.b', 'size', '0')))
     """
-    source = _KEYS.sub(r"\1", source)
+    source = _KEYS.sub(r"\1", source.replace(".forward.run.__self__", ""))  # a module's own forward, in eager_chunked
     if (root := _ROOT.search(source)) is None:
         return "", tuple(name for name in source.split(".") if name not in _NO_NAMES)
     steps = _STEP.findall(source[root.end() :])

@@ -2,7 +2,10 @@
 
 import pytest
 import torch
+from torch import nn
 
+from fixtures.models.expert_parallel import apply_expert_parallel
+from fixtures.models.moe import MoE, MoEConfig
 from pytest_gtrainer import (
     ChunkConfig,
     assert_bitwise_different,
@@ -11,6 +14,7 @@ from pytest_gtrainer import (
     bind_options,
     canonicalize_graph_pass,
     chunk_pass,
+    chunk_schedule_pass,
     concretize_chunk_symbolic_shapes_pass,
     construct_default_graph_passes,
     data_parallel,
@@ -25,6 +29,7 @@ from pytest_gtrainer import (
     transformer_block_bucketing_reordering_pass,
 )
 from pytest_gtrainer._torch.fsdp2 import fully_shard
+from pytest_gtrainer._torch.passes import ALL_TO_ALL
 from tests.compiling.test_inductor import NAME, PLAN, Model, Tied, bucketing, gradients, sharded
 
 JOINT, POST_GRAD = "joint_custom_post_pass", "post_grad_custom_post_pass"
@@ -52,11 +57,11 @@ def test_a_pass_of_ours_changes_the_graph_and_no_bit(gt_mesh, gt_world, case, sl
     expected = gradients(model, model, x)
     with gt_compile(lower=lower) as record:
         compiled = torch.compile(model, options=inductor_options(*CASES[case], slot=slot))
-        actual = gradients(model, compiled, x)
+        actual, other = gradients(model, compiled, x), gradients(model, compiled, x + 1)
     record.assert_no_graph_breaks()
     assert record.passes(case.partition(",")[0], changed=True)
     assert_bitwise_equal(actual, expected)
-    assert_bitwise_different(gradients(model, compiled, x + 1), expected)
+    assert_bitwise_different(other, expected)
 
 
 @pytest.mark.gt_world("ranks", size=2, mesh={"fsdp": 2})
@@ -67,12 +72,12 @@ def test_what_is_gathered_twice_is_gathered_once(gt_mesh, gt_world):
     expected = gradients(model, model, tokens)
     with gt_compile() as record:
         compiled = torch.compile(model, options=inductor_options(deduplicate_fsdp_unshard_chains_pass))
-        actual = gradients(model, compiled, tokens)
+        actual, other = gradients(model, compiled, tokens), gradients(model, compiled, tokens + 1)
     [run] = record.passes("deduplicate_fsdp_unshard_chains_pass", changed=True)
     assert_graph(run.before, "count 6 all_gather_into_tensor")
     assert_graph(run.after, "count 3 all_gather_into_tensor")
     assert_bitwise_equal(actual, expected)
-    assert_bitwise_different(gradients(model, compiled, tokens + 1), expected)
+    assert_bitwise_different(other, expected)
 
 
 @pytest.mark.gt_world("fake", size=2, mesh={"fsdp": 2})
@@ -108,27 +113,71 @@ def test_hybrid_sharding_in_inductor_has_the_bits_of_fully_shard(gt_mesh, gt_wor
 CHUNKED = ChunkConfig(module_fqn="layers.*")
 
 
+def trained(model, function, x):
+    """Each parameter's gradient of a step, by name."""
+    model.zero_grad()
+    function(x).sum().backward()
+    return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+
+
 @pytest.mark.parametrize("lower", [False, True])
 def test_a_model_in_chunks_compiles_to_eagers_bits(lower):
-    """What takes the place of ``chunk_pass``, which makes a new graph."""
+    """What takes the place of ``chunk_pass``. A pattern of Inductor's would make one ``addmm`` of a product and a sum:
+    other bits on some CPUs."""
     torch.manual_seed(0)
     model, x = Model(), torch.randn(4, 16)
-
-    def trained(function, x):
-        model.zero_grad()
-        function(x).sum().backward()
-        return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
-
     with eager_chunked(model, CHUNKED):
-        expected = trained(model, x)
+        expected = trained(model, model, x)
         with gt_compile(lower=lower) as record:
-            compiled = torch.compile(model)
-            actual = trained(compiled, x)
+            compiled = torch.compile(model, options={"pattern_matcher": False})
+            actual, other = trained(model, compiled, x), trained(model, compiled, x + 1)
         record.assert_no_graph_breaks()
         record.assert_compiles(1)
-        assert_graph(record.dynamo, "count 4 relu")  # two layers of two chunks
+        assert_graph(record.dynamo, "count 2 relu in layers.0\ncount 2 relu in layers.1")  # a chunk each
         assert_bitwise_equal(actual, expected)
-        assert_bitwise_different(trained(compiled, x + 1), expected)
+        assert_bitwise_different(other, expected)
+
+
+class Experts(nn.Module):
+    """One layer of four experts, beside its input: f32[batch, sequence, 16] in and out."""
+
+    def __init__(self):
+        super().__init__()
+        layer = nn.ModuleDict({"moe": MoE(16, MoEConfig(n_experts=4, ffn_dim=12, n_shared=0))})
+        self.layers = nn.ModuleList([layer])
+
+    def forward(self, x):
+        return x + self.layers[0]["moe"](x)
+
+
+def exchanges(graph):
+    """The chunk of each all-to-all, in graph order."""
+    return [node.meta["custom"]["chunk_id"] for node in graph.nodes if node.target is ALL_TO_ALL]
+
+
+@pytest.mark.gt_world("ranks", size=2, mesh={"ep": 2})
+@pytest.mark.parametrize("slot", [pytest.param(JOINT, marks=pytest.mark.long), POST_GRAD])
+def test_chunks_take_turns_and_no_bit_changes(gt_mesh, gt_world, slot):
+    """Against the same compilation without the pass."""
+    torch.manual_seed(0)
+    model = apply_expert_parallel(Experts(), gt_mesh["ep"])
+    for parameter in model.parameters():
+        nn.init.normal_(parameter)
+    x = torch.randn(2, 4, 16, generator=torch.Generator().manual_seed(gt_world.rank))
+    pairs = []
+    with eager_chunked(model, ChunkConfig(module_fqn="layers.*.moe")):
+        for passes in ([], [chunk_schedule_pass]):
+            with torch._dynamo.config.patch(capture_scalar_outputs=True), gt_compile() as record:
+                compiled = torch.compile(model, options=inductor_options(*passes, slot=slot) if passes else {})
+                pairs.append([trained(model, compiled, x), trained(model, compiled, x + 1)])
+            record.assert_no_graph_breaks()
+    (expected, _), (actual, other) = pairs
+    assert_bitwise_equal(actual, expected)
+    assert_bitwise_different(other, expected)
+    forward = record.passes("chunk_schedule_pass", changed=True)[0]  # or the joint graph
+    assert exchanges(forward.before.graph)[:6] == [0, 0, 0, 1, 1, 1]
+    assert exchanges(forward.after.graph)[:6] == [0, 1, 0, 1, 0, 1]
+    assert_graph(forward.after, "never all_to_all_single in layers.0.moe.forward")
 
 
 @pytest.mark.parametrize(

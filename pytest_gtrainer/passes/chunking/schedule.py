@@ -114,7 +114,8 @@ def _exchanging(nodes: Sequence[fx.Node]) -> list[dict[int, list[fx.Node]]]:
     regions: dict[RegionKey, dict[int, list[fx.Node]]] = {}
     loose: list[fx.Node] = []
     for node in nodes:
-        told = told_by(node.meta.get("custom") or {})
+        given = node.op == "placeholder"  # of a backward: a chunk's saved activation, which stays where it is
+        told = None if given else told_by(node.meta.get("custom") or {})
         if told is not None and told.chunk_id is not None:
             region = regions.setdefault(RegionKey(told.fqn, direction(node)), {})
             region.setdefault(told.chunk_id, []).append(node)

@@ -101,6 +101,20 @@ def test_a_second_run_changes_nothing(graph):
     assert list(chunk_schedule_pass(gm).graph.nodes) == once
 
 
+@pytest.mark.gt_world("fake", size=2, mesh={"ep": 2})
+def test_inputs_keep_their_order(graph):
+    """What a backward is given of a chunk has the chunk's annotation, as the nodes of the chunk have."""
+    gm = graph()
+    before = list(gm.graph.nodes)
+    told = gm.graph.find_nodes(op="call_function", target=ALL_TO_ALL)[0].meta["custom"]
+    inputs = [node for node in before if node.op == "placeholder"]
+    for place, node in enumerate(inputs):
+        node.meta["custom"] = {**told, "chunk_id": (place + 1) % 2}
+    chunk_schedule_pass(gm)
+    assert list(gm.graph.nodes)[: len(inputs)] == inputs
+    assert list(gm.graph.nodes) != before
+
+
 def case_on(gt_world, **fields):
     """Every rank has other tokens, so every exchange other sizes."""
     return Case(config=CONFIG, batch=lambda step: BATCH(step, gt_world.rank), arrange=chunk_schedule_pass, **fields)

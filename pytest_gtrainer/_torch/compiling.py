@@ -15,8 +15,6 @@
   ``view_to_reshape``, as ``compile_fx_inner`` does before it generates code.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager

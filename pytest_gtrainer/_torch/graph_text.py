@@ -15,8 +15,6 @@
   user's line on the stack, which takes milliseconds, imports Inductor, and is no line here.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -62,7 +60,7 @@ class ResolvedGroup:
     description: str
 
     @classmethod
-    def of(cls, group: dist.ProcessGroup) -> ResolvedGroup:
+    def of(cls, group: dist.ProcessGroup) -> "ResolvedGroup":
         """Its ranks and description."""
         return cls(tuple(dist.get_process_group_ranks(group)), group.group_desc)
 

@@ -18,8 +18,6 @@
 - ``torch._dynamo.convert_frame.FRAME_COUNTER`` counts what was compiled; no other count costs nothing to read.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 import os

@@ -12,8 +12,6 @@
 - ``ReduceOp.PREMUL_SUM(factor)`` gives its factor only by ``__getstate__``.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext

@@ -1,7 +1,5 @@
 """What a recorder of torch.compile leaves: graphs by stage, passes, graph breaks, compilations, code."""
 
-from __future__ import annotations
-
 import fnmatch
 import re
 from collections.abc import Iterator
@@ -55,7 +53,7 @@ class RecordedPass:
     stage: str
     before: fx.GraphModule
     after: fx.GraphModule
-    compiled: CompiledGraph = field(repr=False)
+    compiled: "CompiledGraph" = field(repr=False)
     seconds: float = field(default=0.0, compare=False)
 
     @property

@@ -7,8 +7,6 @@ failed, as when a pass that merges nothing is asked for the order in which it pa
 Read ``judging`` first, then ``rules``; ``recipes`` makes the graphs. ``report.terminal`` makes the table.
 """
 
-from __future__ import annotations
-
 from pytest_gtrainer.conformance import rules as rules  # importing it registers the rules
 from pytest_gtrainer.conformance.judging import (
     Adapter,

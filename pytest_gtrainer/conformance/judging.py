@@ -3,8 +3,6 @@
 A judge raises ``AssertionError`` where the rule is broken, and ``Nothing`` where the rule could not have failed.
 """
 
-from __future__ import annotations
-
 import fnmatch
 import importlib
 import signal
@@ -229,7 +227,7 @@ class Run:
             raise Nothing("it merges no collectives of parameters")
         return found
 
-    def keep(self, rule: Rule) -> str:
+    def keep(self, rule: "Rule") -> str:
         """Keep the graph that broke a rule as a pass file; a sentence that says where."""
         adapter, recipe = self.adapter, self.recipe
         path = self.request.getfixturevalue("gt_artifacts") / f"{adapter.name}-{rule.id}.fxgraph"

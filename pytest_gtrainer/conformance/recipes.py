@@ -1,7 +1,5 @@
 """The graphs that rules are judged on: small models by recipe, sharded and traced as one rank of a fake world."""
 
-from __future__ import annotations
-
 import copy
 import math
 import weakref
@@ -107,7 +105,7 @@ class Recipe:
         what = ("layers.*.moe", SEQUENCE) if self.moe else ("layers.*", BATCH)
         return ChunkConfig(*what, self.chunks, early_grad_accumulation=False)
 
-    def model(self, meshes: DeviceMesh | None) -> Net:
+    def model(self, meshes: DeviceMesh | None) -> "Net":
         """The model on this rank of a mesh, not sharded."""
         return Net(self, meshes[self.beside].get_group() if meshes and self.beside in dict(self.mesh) else None)
 

@@ -1,7 +1,5 @@
 """The rules, each with its sentence, the graphs and the world that it needs, and the function that judges it."""
 
-from __future__ import annotations
-
 import cProfile
 import gc
 import itertools

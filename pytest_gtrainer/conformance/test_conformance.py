@@ -1,7 +1,5 @@
 """What ``pytest --pyargs pytest_gtrainer.conformance --gt-pass module:name`` runs."""
 
-from __future__ import annotations
-
 import os
 import sys
 

@@ -11,8 +11,6 @@ Relied on of expecttest 0.3 and later: its classes and functions reach ``assert_
 module, and where ``EXPECTTEST_ACCEPT`` is not set it raises AssertionError if the texts differ.
 """
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import functools
@@ -38,7 +36,7 @@ ACCEPT_VARIABLE = "EXPECTTEST_ACCEPT"
 _SHOWN = 60
 _LINE_END = re.compile(rb"\r\n|\r|\n")
 Place = tuple[str, int, str]
-_sessions: list[InlinePlugin] = []  # the pytest sessions of this process, the innermost last
+_sessions: "list[InlinePlugin]" = []  # the pytest sessions of this process, the innermost last
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,5 @@
 """Operands and types of a text, as the values that they stand for: nodes, literals, constants, sizes, fake tensors."""
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import itertools
@@ -61,7 +59,7 @@ class Sizes:
         self._backed: dict[str, Any] = {}
         self._unbacked: dict[tuple[Layer | None, str], Any] = {}
 
-    def body(self) -> Sizes:
+    def body(self) -> "Sizes":
         """For a body: the same backed symbols, data-dependent ones of its own."""
         other = Sizes(symbolic=False)
         other._env, other.mode, other._backed = self._env, self.mode, self._backed

@@ -5,8 +5,6 @@ library's ``ast``; what is not in the grammar is refused, and nothing is ever ev
 A *definition* is an assignment at the head; a *body* is a graph inside the graph.
 """
 
-from __future__ import annotations
-
 import ast
 import re
 import warnings
@@ -68,7 +66,7 @@ def parse(
 def parser_of(
     text: str, constants: Mapping[str, Any] | None = None, groups: Mapping[str, str] | None = None,
     allow: Iterable[str] = (),
-) -> _Parser:  # fmt: skip
+) -> "_Parser":  # fmt: skip
     """As ``parse``, before anything is compiled: the ``graph`` of what comes back."""
     fields, version = header.read(text), header.version_of(text)
     if (view := fields.get("view")) in header.PARTIAL_VIEWS:

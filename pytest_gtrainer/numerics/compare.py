@@ -5,8 +5,6 @@ Differences are in order of origin: step, rank, phase, the order in which ``expe
 Between records dtype, shape and bytes must agree, between tensors also the stride, between DTensors the placements.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
@@ -132,7 +130,7 @@ class VerdictError(AssertionError):
         self.verdict = verdict
         self.gt_origin = verdict.origin
 
-    def __reduce__(self) -> tuple[type[VerdictError], tuple[str, Verdict]]:
+    def __reduce__(self) -> "tuple[type[VerdictError], tuple[str, Verdict]]":
         return type(self), (self.message, self.verdict)
 
 

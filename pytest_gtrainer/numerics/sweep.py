@@ -5,8 +5,6 @@ refused and with which words, or it cannot be judged here and why. The first rul
 none fits is a failure. The plugin prints one table a sweep.
 """
 
-from __future__ import annotations
-
 import itertools
 import unittest
 from collections.abc import Callable, Mapping, Sequence
@@ -114,7 +112,7 @@ class Sweep:
         """The first rule that fits."""
         return next((rule for rule in self.rules if rule.fits(cell)), None)
 
-    def judging(self, cell: Cell) -> Judging:
+    def judging(self, cell: Cell) -> "Judging":
         """Hands out what compares the cell's two sides as its rule demands; tells the table how it went.
 
         Raises:

@@ -6,8 +6,6 @@ parent and forkserver, parent to rank, rank to parent, rank 0 to another process
 Between machines nothing is pickled but what a test's call holds: ``torchrun.line`` spells the same classes as JSON.
 """
 
-from __future__ import annotations
-
 import os
 import struct
 from collections.abc import Mapping
@@ -131,7 +129,7 @@ class Raised(NamedTuple):
     origin: tuple[Any, ...] | None  # the exception's gt_origin, a sortable place of the fault such as (step, rank)
     place: tuple[tuple[str, int], ...] = ()  # file and line of each frame that it went through
 
-    def is_like(self, other: Raised) -> bool:
+    def is_like(self, other: "Raised") -> bool:
         """Whether both failed at one place by one type; values may differ from rank to rank, words of gloo may not."""
         said = [each.summary if self.waiting_in else each.summary.partition(":")[0] for each in (self, other)]
         return (said[0], self.place, self.waiting_in) == (said[1], other.place, other.waiting_in)

@@ -1,7 +1,5 @@
 """The reference: the model trained eagerly with torch's own ``fully_shard``, and the bucket layout of that."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from dataclasses import replace
 from itertools import accumulate

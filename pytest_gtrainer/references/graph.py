@@ -4,8 +4,6 @@ Before it runs on ranks: do all issue the same collectives in the same order (D1
 graphs differ. Ranks in different collectives wait for each other: an abort on gloo, a hang on NCCL.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Sequence
 from functools import partial
@@ -56,7 +54,7 @@ class GraphRun:
         assert_same_collectives(self.traced.gm)
         return train(self.config, self.model, partial(self.traced.replay, self.model), side="rewritten graph")
 
-    def rewritten(self, **options: Any) -> GraphRun:
+    def rewritten(self, **options: Any) -> "GraphRun":
         """The same model and trace, rewritten with other options; of the two runs only one can train."""
         other = copy.copy(self)
         other._options = {**self._options, **options}

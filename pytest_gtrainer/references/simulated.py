@@ -5,8 +5,6 @@ same, and replayed in the interpreter; what every rank holds at the start, and c
 order, come from the code of real ranks, run on threads.
 """
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -193,7 +191,7 @@ class SimulatedGraphRun:
         """Where the rewritten graph puts each parameter."""
         return self._run.layout()
 
-    def rewritten(self, **options: Any) -> SimulatedGraphRun:
+    def rewritten(self, **options: Any) -> "SimulatedGraphRun":
         """The same trace and start, rewritten with other options."""
         other = copy.copy(self)
         other._run = self._run.rewritten(**options)
@@ -232,7 +230,7 @@ class SimulatedGraphRun:
                     rank.finish_step(step)
         return empty
 
-    def _clip(self, rank: int, ranks: Sequence[_Rank]) -> None:
+    def _clip(self, rank: int, ranks: "Sequence[_Rank]") -> None:
         """Clip one rank's gradients in place: as DTensors of its thread's mesh, over the memory that the graph left."""
         mesh = self._build(mesh_of(self._extents)).mesh
         models, shards = ModelState.of(self._run.model).parameters, []

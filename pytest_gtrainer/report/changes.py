@@ -1,7 +1,5 @@
 """What changed, in words: of one test against what it expects, and against an earlier page of ``--gt-report``."""
 
-from __future__ import annotations
-
 import json
 import re
 import zlib
@@ -67,7 +65,7 @@ class Earlier:
     _words: dict[tuple[str, str], list[str]] = field(default_factory=dict)
 
     @classmethod
-    def read(cls, given: str, path: Path) -> Earlier:
+    def read(cls, given: str, path: Path) -> "Earlier":
         """The page at ``path``; pytest.UsageError if there is none, or it is no page of ``--gt-report``."""
         option = f"--gt-report-against={given}"
         try:

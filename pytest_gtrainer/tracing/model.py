@@ -1,7 +1,5 @@
 """What a trace needs of a model: the names of its modules on nodes, and its state as one list."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
@@ -95,7 +93,7 @@ class ModelState:
     slots: dict[str, list[Slot]]
 
     @classmethod
-    def of(cls, model: nn.Module) -> ModelState:
+    def of(cls, model: nn.Module) -> "ModelState":
         """What ``model`` holds now, and every place that holds it."""
         parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
         names: dict[int, str] = {id(t): n for n, t in [*buffers.items(), *parameters.items()]}

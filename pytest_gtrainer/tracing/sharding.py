@@ -5,8 +5,6 @@ is read, and a reduction of its gradient in ``reduce_dtype`` (A12). ``state_dict
 The idea of parametrised access is SimpleFSDP's (arXiv:2411.00284).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -67,7 +65,7 @@ class ModelPart:
     stride: tuple[int, ...]
 
     @classmethod
-    def of(cls, fqn: str, parameter: DTensor, mesh: DeviceMesh) -> ModelPart:
+    def of(cls, fqn: str, parameter: DTensor, mesh: DeviceMesh) -> "ModelPart":
         """That of a parameter which is to be sharded over ``mesh``, too; a ValueError names one that cannot be."""
         theirs, placements = parameter.device_mesh, parameter.placements
         said = f"{fqn} is a DTensor already, {placements} over {theirs}"

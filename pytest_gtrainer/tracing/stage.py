@@ -6,8 +6,6 @@ A *tangent* is the gradient of an output, which comes back from the next stage. 
 of stages.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -52,7 +50,7 @@ class TracedStage:
     rank: int | None = None
     twin: None = None
 
-    def with_graph(self, gm: fx.GraphModule) -> TracedStage:
+    def with_graph(self, gm: fx.GraphModule) -> "TracedStage":
         """The same stage with a rewritten graph."""
         return replace(self, gm=gm)
 

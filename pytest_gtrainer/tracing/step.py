@@ -7,8 +7,6 @@ the gradients of the parameters that require one, in ``named_parameters`` order 
 several modules hold, by the first.
 """
 
-from __future__ import annotations
-
 import copy
 import gc
 import linecache
@@ -108,7 +106,7 @@ class TracedStep:
         """How many of the graph's inputs are state: the same tensors at every step."""
         return len(self.state_fqns)
 
-    def with_graph(self, gm: fx.GraphModule) -> TracedStep:
+    def with_graph(self, gm: fx.GraphModule) -> "TracedStep":
         """The same step with a rewritten graph, which has no twin."""
         return replace(self, gm=gm, twin=None)
 

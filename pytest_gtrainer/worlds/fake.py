@@ -5,8 +5,6 @@ The *fake* world is for structure: its all-gather repeats the local value and it
 as rank 0; values come through ``train_eager(world=...)`` and ``train_graph(world=...)``.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager

@@ -1,7 +1,5 @@
 """A rank: its process groups, kept warm between tests, and the loop that takes commands, obeys and answers."""
 
-from __future__ import annotations
-
 import _thread
 import contextlib
 import functools
@@ -75,7 +73,7 @@ def serve(setup: wire.RankSetup, channel: wire.Channel) -> int:
     return 0
 
 
-def _answer_parent(group: RankGroup, file: Path) -> None:
+def _answer_parent(group: "RankGroup", file: Path) -> None:
     """Write stacks, or calls of collectives, when the parent asks; a thread, as the main one may be in one of them."""
     main, own = threading.main_thread().ident, threading.get_ident()
     with file.open("w", buffering=1) as answers:
@@ -93,7 +91,7 @@ def _answer_parent(group: RankGroup, file: Path) -> None:
 class Rank:
     """A pytest session on a process group; ``send`` takes messages that must not wait."""
 
-    def __init__(self, own: pytest.Session, group: RankGroup, send: Callable[[object], None]) -> None:
+    def __init__(self, own: pytest.Session, group: "RankGroup", send: Callable[[object], None]) -> None:
         self.session, self.group, self._send = own, group, send
         self._tests, self._recorder = CollectedTests(own), Recorder(own.config, send)
 

@@ -1,7 +1,5 @@
 """Rank 0's side: the other processes of the run, and the ranks of a team that are on other nodes."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import signal
@@ -56,11 +54,11 @@ class Nodes:
         stores = (f"gtrainer-team{team}-{number}" for number in itertools.count())
         return replace(plan, ranks=here, store=next(stores)), stores
 
-    def start(self, plan: wire.RankSetup) -> list[RemoteRanks]:
+    def start(self, plan: wire.RankSetup) -> "list[RemoteRanks]":
         """Have the other nodes start their ranks of a team that ``place`` has placed."""
         return [RemoteRanks(node, plan) for node in self._nodes_of(plan)]
 
-    def _nodes_of(self, plan: wire.RankSetup) -> list[Node]:
+    def _nodes_of(self, plan: wire.RankSetup) -> "list[Node]":
         return [node for node in self._nodes if node.ranks and node.ranks.start < plan.size]
 
     def _take_in(self, seconds: float) -> bool:

@@ -5,8 +5,6 @@ those of the template, seen from its own unit. Names, ``seq_nr``, memory and dat
 from the template to the next unit. Cost: linear in the nodes of the whole graph.
 """
 
-from __future__ import annotations
-
 import operator
 from collections import defaultdict
 from collections.abc import Sequence
@@ -186,7 +184,7 @@ class _Counted:
     step: int
 
     @classmethod
-    def of(cls, visit: Pass, last_forward: int) -> _Counted:
+    def of(cls, visit: Pass, last_forward: int) -> "_Counted":
         is_backward = visit.kind == "backward"
         numbers: dict[int, list[int]] = {}
         for unit, nodes in visit.units.items():

@@ -6,8 +6,6 @@ wanted one. What it was called with and what was in force around it (autocast, n
 model is traced with all its layers and cut; the cut one, stamped, must be the whole one, node by node.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -45,7 +43,7 @@ class _Like:
     wants_gradient: bool
 
     @classmethod
-    def of(cls, tensor: torch.Tensor) -> _Like:
+    def of(cls, tensor: torch.Tensor) -> "_Like":
         return cls(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad)
 
     def empty(self, token: torch.Tensor) -> torch.Tensor:

@@ -8,8 +8,6 @@ Before ranks write into a tensor, memory that they share becomes memory of their
 into it, through views too, gets a copy for each rank.
 """
 
-from __future__ import annotations
-
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -220,11 +218,11 @@ class RankRandomStates:
         self.states: Any = states if isinstance(states, torch.Tensor) else PerRank(states)
 
     @classmethod
-    def of_ranks(cls, states: Sequence[torch.Tensor]) -> RankRandomStates:
+    def of_ranks(cls, states: Sequence[torch.Tensor]) -> "RankRandomStates":
         """These states, one of each rank, as one where all are equal."""
         return cls(states[0] if all(torch.equal(states[0], state) for state in states) else states)
 
-    def copy(self) -> RankRandomStates:
+    def copy(self) -> "RankRandomStates":
         """The same states, to continue from apart from these."""
         return RankRandomStates(self.states.clone() if self.uniform else list(self.states))
 

@@ -8,8 +8,6 @@ Swapped with the turn: random numbers, the default dtype, RANK in the environmen
 (deterministic algorithms, backend flags), the working directory, modules and their globals.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import sys
@@ -68,7 +66,7 @@ class ProcessState:
     default_dtype: torch.dtype
 
     @classmethod
-    def now(cls) -> ProcessState:
+    def now(cls) -> "ProcessState":
         return cls(GeneratorStates.now(cuda=False), torch.get_default_dtype())  # a simulated world is on the CPU
 
     def put_back(self) -> None:

@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, fx
 
 from pytest_gtrainer import facts
@@ -14,7 +13,7 @@ from pytest_gtrainer._torch.values import pytree
 from pytest_gtrainer.bisect import Stage, Values, bisect_stages, copies, local_run
 from pytest_gtrainer.compiling.record import RecordedPass
 from pytest_gtrainer.compiling.recorder import gt_compile
-from pytest_gtrainer.graph.nodes import is_collective
+from pytest_gtrainer.graph.nodes import refuse_fake
 from pytest_gtrainer.numerics.compare import BitwiseDifference, ControlFailed, compare, compare_entries
 from pytest_gtrainer.numerics.determinism import random_states_kept
 from pytest_gtrainer.numerics.verdict import Verdict
@@ -53,7 +52,7 @@ def assert_pass_bitwise(
         raise SameGraph(f"{what} changed nothing: take record.passes(..., changed=True)")
     if len(set(seeds)) < 2:
         raise ValueError(f"seeds={list(seeds)}: give two different ones, to see that the outputs depend on the inputs")
-    _refuse_fake(before, what)
+    refuse_fake(before, what)
     recorded = _recorded(run) if isinstance(run, RecordedPass) else {}
     outputs: list[Values] = []
     for told, flat in _inputs(before, recorded, seeds):
@@ -68,13 +67,6 @@ def assert_pass_bitwise(
     control = compare_entries(outputs[0], outputs[1])
     if control.outcome != "different":
         raise ControlFailed(f"{what}: outputs for two seeds are {control.outcome}: this check cannot fail", control)
-
-
-def _refuse_fake(gm: fx.GraphModule, what: str) -> None:
-    collective = next((node for node in gm.graph.nodes if is_collective(node)), None)
-    if collective is not None and dist.is_initialized() and dist.get_backend() == "fake":
-        wrong = f"{what} has {collective.name}, and a fake world moves no data, so no run in it means anything"
-        raise ValueError(f'{wrong}: use gt_world("ranks"), or simulate_graph')
 
 
 def _recorded(run: RecordedPass) -> dict[str, Any]:
@@ -181,7 +173,7 @@ def assert_compiled_bitwise(function: Callable[..., Any], *inputs: Any) -> Verdi
             actual = run(torch.compile(function))
         record[0]  # refuses that nothing was compiled
         for graph in record:
-            _refuse_fake(graph.stages.get("joint", graph.dynamo), f"compiled graph {graph.id}")
+            refuse_fake(graph.stages.get("joint", graph.dynamo), f"compiled graph {graph.id}")
         verdict = compare(actual, expected)
         facts.emit("verdict", outcome=verdict.outcome, tensors=verdict.compared, what="compiled against eager")
         if verdict.outcome != "equal":

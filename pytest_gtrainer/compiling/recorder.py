@@ -82,6 +82,7 @@ class _Recorder(logging.Handler):
         self.thread = threading.current_thread()
         self.works: list[_Work] = []
         self.fault: Exception | None = None
+        self.failed: CompiledGraph | None = None  # or not done yet
         self.is_open = True
 
     def around(self, compile_fx: private.CompileFx) -> private.CompileFx:
@@ -97,13 +98,15 @@ class _Recorder(logging.Handler):
                 return compile_fx(gm, example_inputs, inner_compile, config_patches, **rest)
             now = private.current_compile_id()
             told = (each for each in self.record.graphs if each.id == now and not each.stages)
-            compiled = next(told, None) or self._added(now)
+            compiled = self.failed = next(told, None) or self._added(now)
             with self._working(compiled, "pre_grad", gm) as work:
                 work.keep("dynamo")
                 patches = private.with_first_joint_pass(
                     config_patches, private.Watching("gtrainer-joint-graph", self._joint_began)
                 )
-                return compile_fx(gm, example_inputs, self._inner(compiled, inner_compile), patches, **rest)
+                made = compile_fx(gm, example_inputs, self._inner(compiled, inner_compile), patches, **rest)
+                self.failed = None
+                return made
 
         return recorded
 
@@ -161,6 +164,9 @@ class _Recorder(logging.Handler):
             event = json.loads(payload) if isinstance(payload, str) else payload
             if self.works and event["ph"] in ("B", "E"):
                 self._phase(event["name"], event["ph"] == "B")
+        elif private.COMPILED_GRAPH in told and self.failed and self.failed.id == compile_id:  # Dynamo begins again
+            self.failed.stages.clear()
+            self.failed.passes.clear()
         elif private.COMPILED_GRAPH in told:
             self._added(compile_id)
             if compile_id.endswith("/0"):
@@ -174,7 +180,7 @@ class _Recorder(logging.Handler):
             self._break(str(payload))
         elif artefact == private.RECOMPILE:
             reasons = json.loads(payload) if str(payload).startswith("[") else [payload]
-            self.record.recompiled[compile_id] = [str(each).splitlines()[0] for each in reasons]
+            self.record.recompiled[compile_id] = [" ".join(str(each).splitlines()[0].split()) for each in reasons]
         elif "cache_" in artefact:
             self.record.cache[artefact] = self.record.cache.get(artefact, 0) + 1
 

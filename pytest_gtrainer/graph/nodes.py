@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import fx
 
 from pytest_gtrainer._torch.passes import WAITS
@@ -75,6 +76,14 @@ def node_fqn(node: fx.Node) -> str:
 def is_collective(node: fx.Node) -> bool:
     """Whether the operator communicates, or waits for one that does."""
     return isinstance(node.target, OpOverload) and node.target.namespace in COMMUNICATING
+
+
+def refuse_fake(gm: fx.GraphModule, what: str) -> None:
+    """ValueError in a fake world, if the graph has a collective: its numbers mean nothing."""
+    collective = next((node for node in gm.graph.nodes if is_collective(node)), None)
+    if collective is not None and dist.is_initialized() and dist.get_backend() == "fake":
+        wrong = f"{what} has {collective.name}, and a fake world moves no data, so no run in it means anything"
+        raise ValueError(f'{wrong}: use gt_world("ranks"), or simulate_graph')
 
 
 def is_wait(node: fx.Node) -> bool:

@@ -39,7 +39,7 @@ from pytest_gtrainer._torch.tracing import (
 from pytest_gtrainer._torch.values import FakeTensor, FakeTensorMode, local_part, pytree
 from pytest_gtrainer.facts import long_work
 from pytest_gtrainer.graph.bucket_plan import managed_order_of, tied_parameters
-from pytest_gtrainer.graph.nodes import BACKWARD, DYNAMIC_DIMS, GATHERS_ONCE, direction, node_fqn
+from pytest_gtrainer.graph.nodes import BACKWARD, DYNAMIC_DIMS, GATHERS_ONCE, direction, node_fqn, refuse_fake
 from pytest_gtrainer.tracing.model import KEY, LOSS_FQN, ModelState, annotate_module_fqns, local, rewrap, tensor_text
 from pytest_gtrainer.tracing.sharding import reusing_gathers
 from pytest_gtrainer.tracing.stamping.driver import TracedModel, stamped_graph
@@ -117,8 +117,8 @@ class TracedStep:
         is skipped, and an existing ``.grad`` is added to. Runs without autograd.
 
         Raises:
-            ValueError: the model's state, or the structure, shapes, dtypes or scalars of
-                ``inputs``, are not the traced ones, or this is another rank.
+            ValueError: the model's state, or the structure, shapes, dtypes or scalars of ``inputs``, are not the traced
+                ones, this is another rank, or a fake world, which moves no data, and the graph has collectives.
         """
         state = ModelState.of(model)
         loss, *gradients = self._run(state, inputs)
@@ -145,6 +145,7 @@ class TracedStep:
                 f"the step was traced as rank {self.rank} and this is rank {dist.get_rank()}: a graph holds the group "
                 "names and pads of its rank, so trace on every rank"
             )
+        refuse_fake(self.gm, "the traced step")
         flat = [local(tensor) for tensor in [*state.tensors, *pytree.tree_leaves(inputs)]]
         self._check(state, inputs, flat)
         facts.tell("replay", gm=self.gm, inputs=flat)

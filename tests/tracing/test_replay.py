@@ -148,8 +148,17 @@ def test_a_graph_of_another_rank_is_refused(net, inputs, train_step):
             if rank == 3:
                 with pytest.raises(ValueError, match=r"traced as rank 0 and this is rank 3: .*trace on every rank"):
                     traced[0].replay(model, *inputs)
-                assert traced[3].replay(model, *inputs).ndim == 0
     assert trace_step(net, train_step, inputs).rank is None
+
+
+@pytest.mark.gt_world("fake", size=4)
+@pytest.mark.parametrize("run", ["replay", "results"])
+def test_numbers_of_a_fake_world_are_refused(net, inputs, train_step, gt_mesh, run):
+    """A sum in the place of an average gave equal bits there. A model that is whole has no collective."""
+    getattr(trace_step(net, train_step, inputs), run)(net, *inputs)
+    sharded = data_parallel(copy.deepcopy(net), gt_mesh)
+    with pytest.raises(ValueError, match=r'the traced step has all_gather.* fake world moves no data, .*"ranks"'):
+        getattr(trace_step(sharded, train_step, inputs), run)(sharded, *inputs)
 
 
 def test_an_error_of_an_operator_names_the_node():

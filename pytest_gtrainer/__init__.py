@@ -59,7 +59,7 @@ _NAMES: dict[str, tuple[str, ...]] = {
     "report.timeline": ("timeline", "CostModel"),
     "graphtext": ("graphtext",),
     "checks.checker": ("check_graph", "assert_graph"),
-    "checks.subject": ("CheckFailure",),
+    "checks.subject": ("CheckError", "CheckFailure"),
     "golden.check": ("GoldenMismatch",),
 }  # fmt: skip
 """By module, the public names that it holds."""

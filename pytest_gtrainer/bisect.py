@@ -319,7 +319,7 @@ class _Pipeline:
             runs, where = self.runs, "bisection"
         for run in runs if wanted else ():
             if (towards := bisect_towards(self.stages, run, wanted)) is not None:
-                all_give = f"the {towards.total} passes of this pipeline give what is expected"
+                all_give = f"a pipeline of {towards.total} passes gives what is expected"
                 return f"{where}: {all_give if towards.outcome == 'equal' else towards}"
         replays = 0
         for number, run in enumerate(self.runs, 1):

@@ -16,6 +16,8 @@ from pytest_gtrainer.graphtext.scopes import is_computed, is_item, scopes_of
 class CheckError(ValueError):
     """A check that cannot be read, cannot match or cannot fail; says where it stands and the way out."""
 
+    __module__ = "pytest_gtrainer"
+
 
 class CheckFailure(AssertionError):
     """A graph is not as a check says; the message names the check, where the search stood, and what came nearest."""
@@ -105,7 +107,8 @@ class Subject:
         words = [*self.captures, *(group.symbol for group in self.groups.values())]
         known = [*words, *(source.fqn for source in self._scopes.inputs.values())]
         told = f" (captures and groups are {', '.join(words)})" if words else ""
-        raise CheckError(f"{name!r} is neither a captured node nor a graph input{told}{nearest(name, known)}")
+        hint = nearest(name, known) or f": of any operator {name} write `{name}(_)`, or capture one with `as {name}`"
+        raise CheckError(f"{name!r} is neither a captured node nor a graph input{told}{hint}")
 
     def name_of(self, node: fx.Node) -> str:
         """A node in a message's words: ``P.norm.weight``, the name of its capture, ``split[0] at 7``."""

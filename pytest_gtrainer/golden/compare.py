@@ -91,16 +91,18 @@ def _alike(golden: str, obtained: str) -> tuple[tuple[GraphLine, ...], tuple[Gra
     old, new = unfold(golden), unfold(obtained)
     if old == new:
         return None
-    made, running = header.read(golden).get("torch"), header.read(obtained).get("torch")
+    read = [header.read(text) for text in (golden, obtained)]
+    (made, here), (running, now) = ((fields.get("torch"), fields.get("world")) for fields in read)
+    where = [f"made in {here}; this is {now}"] if here and now and here != now else []
     if not (spellings := spellings_between(made, running)):
         note = f"made with torch {made or 'of an unknown version'}, running {running}"
-        return old, new, [note] if made != running else []
+        return old, new, [*where, *([note] if made != running else [])]
     if same_but_for(spellings, old, new):
         return None
     (old, in_golden), (new, in_obtained) = respelled(old, spellings), respelled(new, spellings)
     named = ", ".join(str(spelling) for spelling in spellings if spelling in in_golden | in_obtained)
     told = f", and compared with the newer one's names: {named}" if named else ""
-    return old, new, [f"made with torch {made}, running {running}{told}"]
+    return old, new, [*where, f"made with torch {made}, running {running}{told}"]
 
 
 def golden_difference(name: str, golden: str, obtained: str) -> list[facts.Fact]:

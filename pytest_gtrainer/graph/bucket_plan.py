@@ -5,6 +5,7 @@ The innermost matching FQN decides, so ``layers.1.moe.routed_experts`` may be a 
 own beside the rest of ``layers.1``. The root's FQN is "": an entry for what no other has.
 """
 
+import difflib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -134,11 +135,18 @@ class Plan:
         paths = (fqn.split(".") for fqn in known)
         prefixes = {LOSS, "", *(".".join(path[:end]) for path in paths for end in range(1, len(path) + 1))}
         if missing := [fqn for fqn in self._by_fqn if fqn not in prefixes]:
-            roots = sorted({fqn for fqn in prefixes if "." not in fqn} - {LOSS, ""})
-            raise PlanError(
-                f"the bucket plan names {', '.join(map(repr, missing))}, which the model does not have; "
-                f"its outermost modules are {', '.join(roots)}; list these, or modules inside them, as bucket_plan"
-            )
+            raise unknown_modules(missing, sorted(prefixes))
+
+
+def unknown_modules(missing: Sequence[str], known: Collection[str]) -> PlanError:
+    """What to raise for entries of a plan that are no module of a model, whose modules are ``known``."""
+    close = difflib.get_close_matches(missing[0], known, n=1)
+    told = f"the bucket plan names {', '.join(map(repr, missing))}, which the model does not have"
+    roots = ", ".join(fqn for fqn in known if fqn not in ("", LOSS) and "." not in fqn)
+    return PlanError(
+        f"{told}{f', did you mean {close[0]!r}?' if close else ''}; its outermost modules are {roots}; "
+        "list these, or modules inside them, as bucket_plan, or give the model's number of layers as n_layers"
+    )
 
 
 def tied_parameters(model: nn.Module) -> dict[str, tuple[str, ...]]:

@@ -66,7 +66,8 @@ def _told(node: fx.Node) -> str:
     """A node with its bucket or module, and the parameters that it is made from."""
     bucket = node.meta.get("fsdp_bucket")
     above = walked([node], lambda each: each.all_input_nodes)
-    inputs = [each.meta["gt_input"]["fqn"] for each in sorted(above) if "gt_input" in each.meta]
+    found = [each.meta["gt_input"] for each in sorted(above) if "gt_input" in each.meta]
+    inputs = [f"{'input ' if each['kind'] == 'input' else ''}{each['fqn']}" for each in found]
     more = f" and {len(inputs) - 3} more" if len(inputs) > 3 else ""
     where = f"bucket {'+'.join(bucket['plan_fqns'])!r}" if bucket else node_fqn(node) or "no module"
     made_from = f", made from {', '.join(inputs[:3])}{more}" if inputs else ""
@@ -115,7 +116,8 @@ def returned(result: object) -> fx.GraphModule:
     """The graph that a pass gives; a backend of torch.compile may give the graph's ``forward``."""
     result = getattr(result, "__self__", result)
     if not isinstance(result, fx.GraphModule):
-        raise TypeError(f"a pass returns a GraphModule, this one returned a {type(result).__name__}")
+        kind = "None: is `return gm` missing?" if result is None else f"a {type(result).__name__}"
+        raise TypeError(f"a pass returns a GraphModule, this one returned {kind}")
     return result
 
 

@@ -201,7 +201,7 @@ def _bucket(
 def _is_done(gm: fx.GraphModule, members: Sequence[FsdpCollective], require_buckets: bool) -> bool:
     """Whether there is nothing left to bucket: no collective of FSDP at all (E6), or none without its bucket (E7)."""
     if not members and not any("fsdp_bucket" in node.meta for node in gm.graph.nodes):
-        facts.emit("idle", what="bucketing: no collective of FSDP in the graph")
+        facts.emit("idle", what="bucketing: no collective of FSDP in the graph: was data_parallel applied?")
         if require_buckets:
             raise PlanError("the graph has no collective of FSDP to bucket: was data_parallel(model, mesh) applied?")
     marked = ["fsdp_bucket" in member.launch.meta for member in members]

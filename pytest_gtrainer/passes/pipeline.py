@@ -186,6 +186,8 @@ def apply_graph_passes(
         Any error of a pass, with a note that names the pass.
     """
     __tracebackhide__ = True
+    if not isinstance(gm, fx.GraphModule):
+        raise TypeError(f"apply_graph_passes takes a GraphModule, not a {type(gm).__name__}: give its .gm, if it has one")
     off = _names(disable, given := all_bound(passes), "disable")
     steps = [step for step in given if step.name not in off]
     idle = set(_names(require_changes, steps, "require"))
@@ -208,6 +210,7 @@ def _run_all(
     gm: fx.GraphModule, inputs: Any, steps: list[BoundPass], idle: set[str], told: tuple[Any, Any, float], twin: Any
 ) -> tuple[fx.GraphModule, list[PassRun]]:
     """The graph behind all passes, not linted, and what ran; takes those that changed it out of ``idle``."""
+    __tracebackhide__ = True
     observer, progress, long = told
     runs: list[PassRun] = []
     log = PipelineLog(gm) if os.environ.get("TORCH_TRACE") else None
@@ -283,6 +286,7 @@ def _run(
     step: BoundPass, gm: fx.GraphModule, example_inputs: Sequence[Any] | None, twin: fx.GraphModule | None
 ) -> tuple[fx.GraphModule, fx.GraphModule | None]:
     """The graph and its twin after a pass, which runs on both; one that reads the twin ends its use."""
+    __tracebackhide__ = True
     given = {"twin": twin} if "twin" in options_of(step.function) else {}
     rewrite = getattr(step.function, REWRITE, None)  # of one of ours, which changes the graph in place
     try:

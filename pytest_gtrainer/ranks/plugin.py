@@ -75,9 +75,12 @@ def missing(spec: WorldSpec, found: devices.Devices) -> str | None:
     if spec.device is not None and spec.device != found.kind:
         return f"needs {spec.device} ranks, the run has {found.kind} ranks: not judged"
     if spec.size > found.slots:
-        advice = f": debug it on ranks with breakpoint() or --pdb, or let it run on one too, by size=[1, {spec.size}]"
-        needed = facts.counted(spec.size, "rank")
-        return f"needs {needed}, {found.giver} {found.slots}{advice if found.in_process else ''}"
+        told = f"needs {facts.counted(spec.size, 'rank')}, {found.giver} {found.slots}"
+        if found.in_process:
+            told += ": debug it on ranks with breakpoint() or --pdb, or let it run on one too"
+            return f"{told}, by size=[1, {spec.size}]"
+        is_a_choice = found.kind == "cpu" and found.giver.startswith("--gt-gpus")
+        return f"{told}: --gt-gpus={spec.size} lets it run" if is_a_choice else told
     return None
 
 

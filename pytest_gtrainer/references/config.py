@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from pytest_gtrainer._torch.passes import root_ranks
 from pytest_gtrainer._torch.threads import BACKEND
 from pytest_gtrainer._torch.values import pytree
-from pytest_gtrainer.graph.bucket_plan import LOSS, BucketPlan, Plan, layer_of
+from pytest_gtrainer.graph.bucket_plan import LOSS, BucketPlan, Plan, layer_of, unknown_modules
 from pytest_gtrainer.graph.collectives import PlanError
 from pytest_gtrainer.numerics.determinism import ActivationCheckpointConfig, random_state
 from pytest_gtrainer.numerics.digest import digest, tell_weights
@@ -213,9 +213,7 @@ def bucket_modules(model: nn.Module, plan: BucketPlan) -> list[tuple[str, list[n
     buckets = Plan(plan).buckets
     missing = [fqn for bucket in buckets for fqn in bucket.fqns if fqn not in modules and fqn != LOSS]
     if missing:
-        outermost = ", ".join(name for name, _ in model.named_children())
-        wrong = f"the bucket plan names {', '.join(map(repr, missing))}, which the model does not have"
-        raise PlanError(f"{wrong}; its outermost modules are {outermost}")
+        raise unknown_modules(missing, modules)
     layers = [fqn for fqn, module in modules.items() if layer_of(fqn) == fqn and any(True for _ in module.parameters())]
     covered = {layer_of(fqn) for bucket in buckets for fqn in bucket.fqns}
     left_out = [fqn for fqn in layers if fqn not in covered]

@@ -173,7 +173,15 @@ def digests_by_step(rows: Iterable[Sequence[Any]]) -> dict[int, str]:
 
 
 class VerdictTables:
-    """Saves the table of the verdict that a test failed with, if ``--gt-artifacts`` says where."""
+    """Of the verdict that a test failed with: its table, if ``--gt-artifacts`` says where, and how to find the pass."""
+
+    _rewrote = False
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self) -> Generator[None, object, object]:
+        self._rewrote = False
+        with facts.watching({"graph_passes": lambda given, result: setattr(self, "_rewrote", True)}):
+            return (yield)
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(
@@ -186,6 +194,9 @@ class VerdictTables:
 
             if (path := artifacts.save(item, TABLE, table(call.excinfo.value.verdict))) is not None:
                 report.sections.append(("gtrainer differences", f"all of them: {artifacts.shown(path)}"))
+            if self._rewrote and not options.get(item.config, "bisect"):
+                again = shlex.join(["pytest", item.nodeid, "--gt-bisect"])
+                report.sections.append(("gtrainer next", f"which pass it was: {again}"))
         return report
 
 

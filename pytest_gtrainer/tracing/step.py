@@ -177,7 +177,9 @@ class TracedStep:
             raise ValueError(f"requires_grad has changed since the trace: {', '.join(changed)}; trace again")
         spec = pytree.tree_structure(inputs)
         if spec != self.input_spec:
-            raise ValueError(f"inputs are structured as {spec}, the step was traced with {self.input_spec}")
+            unpack = len(inputs) == 1 and pytree.tree_structure(inputs[0]) == self.input_spec
+            hint = ": unpack the tuple, (model, *inputs)" if unpack else ""
+            raise ValueError(f"inputs are structured as {spec}, the step was traced with {self.input_spec}{hint}")
         names = [*self.state_fqns, *(f"input {index}" for index in range(len(flat) - self.num_static_inputs))]
         for name, value, traced in zip(names, flat, self.example_inputs, strict=True):
             ours, theirs = _describe(value), _describe(traced)

@@ -68,7 +68,10 @@ def argument_remarks(comparison: Comparison) -> Iterator[Remark]:
         is_said = any(comparison.is_said(operand, "") for operand in was.operands)
         is_said = is_said or any(comparison.is_said("", operand) for operand in now.operands)
         if not (may_follow and is_said):
-            text = f"arguments of {what(now)}: {_became(_shown_arguments(was), _shown_arguments(now))}"
+            shown = (_shown_arguments(was), _shown_arguments(now))
+            moved = sorted(shown[0].split(", ")) == sorted(shown[1].split(", "))
+            verb = "operands of {} are in another order" if moved else "arguments of {}"
+            text = f"{verb.format(what(now))}: {_became(*shown)}"
             yield Remark(Weight.ARGUMENT, text, about(now), f"arguments of {now.operator}")
 
 

@@ -151,8 +151,10 @@ function bitsMap(told, ranks) {
   const shown = [...tensors].slice(0, MOST_TENSORS), left = 330, top = 18, height = 16;
   const cell = Math.max(1, Math.min(16, 760 / (steps.length * (ranks.length + 0.5)))), group = cell * (ranks.length + 0.5);
   const picture = svg("svg", { class: "bits", role: "img", viewBox: `0 0 1100 ${top + shown.length * height + 2}`, width: "100%", style: "max-width:1400px" });
-  const every = Math.ceil(60 / group);
-  steps.forEach((step, nth) => { if (nth % every === 0) picture.append(svg("text", { x: left + nth * group, y: 12, class: "dim" }, `step ${step}`)); });
+  const every = Math.ceil(24 / group);
+  steps.forEach((step, nth) => {
+    if (!nth || (nth % every === 0 && nth * group > 44)) picture.append(svg("text", { x: left + nth * group, y: 12, class: "dim" }, nth ? `${step}` : `step ${step}`));
+  });
   shown.forEach(([tensor, places], row) => {
     const y = top + row * height, phase = tensor.slice(0, tensor.indexOf(" of "));
     picture.append(svg("text", { x: 0, y: y + 11, class: "name" }, tensor.length > 52 ? "…" + tensor.slice(-51) : tensor));

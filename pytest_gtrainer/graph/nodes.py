@@ -80,8 +80,10 @@ def is_collective(node: fx.Node) -> bool:
 
 def refuse_fake(gm: fx.GraphModule, what: str) -> None:
     """ValueError in a fake world, if the graph has a collective: its numbers mean nothing."""
-    collective = next((node for node in gm.graph.nodes if is_collective(node)), None)
-    if collective is not None and dist.is_initialized() and dist.get_backend() == "fake":
+    if not dist.is_initialized() or dist.get_backend() != "fake":
+        return
+    nodes = getattr(gm, "__self__", gm).graph.nodes  # of an interpreter's run, too
+    if (collective := next(filter(is_collective, nodes), None)) is not None:
         wrong = f"{what} has {collective.name}, and a fake world moves no data, so no run in it means anything"
         raise ValueError(f'{wrong}: use gt_world("ranks"), or simulate_graph')
 

@@ -187,7 +187,7 @@ def apply_graph_passes(
     """
     __tracebackhide__ = True
     if not isinstance(gm, fx.GraphModule):
-        raise TypeError(f"apply_graph_passes takes a GraphModule, not a {type(gm).__name__}: give its .gm, if it has one")
+        raise TypeError(f"apply_graph_passes takes a GraphModule, not a {type(gm).__name__}: give its .gm")
     off = _names(disable, given := all_bound(passes), "disable")
     steps = [step for step in given if step.name not in off]
     idle = set(_names(require_changes, steps, "require"))

@@ -13,7 +13,7 @@ LONG = ("default", "custom_ops", "ddp_concat", "ddp_coalesced", "manual", "overl
 def cases():
     for name in ("remat", "no_ops", "partitioner", *LONG):
         for case in cases_of(getattr(torch_passes, name)):
-            marks = [*case.marks, *[pytest.mark.long] * (name in LONG)]
+            marks = [*case.marks, *[pytest.mark.long] * (name in LONG or case.id == "process")]
             yield pytest.param(name, *case.values, id=f"{name}-{case.id}", marks=marks)
 
 

@@ -68,7 +68,6 @@ DIAGONAL = {  # in the second tier; the first has tests/parity/test_tensor_paral
     "llama3": [
         "tp_sp-fsdp-none-fp32-reshard_on-world4",
         "tp-fsdp-gather-bf16_fp32-reshard_off-world8",
-        "tp-hsdp-none-fp32-reshard_on-world16",
     ],
     "deepseek_v3": [
         "tp-experts_on-fsdp-none-bf16_fp32-reshard_off-world8",

@@ -304,4 +304,4 @@ def test_what_is_required_is_not_skipped(pytester, required):
     )
     result = pytester.runpytest_inprocess(f"--gt-require={required}", "--gt-gpus=4", "--gt-device=cpu")
     result.assert_outcomes(errors=1, skipped=1) if required == "ranks" else result.assert_outcomes(errors=2)
-    result.stdout.fnmatch_lines(["needs 64 ranks, --gt-gpus gives 4, and --gt-require=*"])
+    result.stdout.fnmatch_lines(["needs 64 ranks, --gt-gpus gives 4: --gt-gpus=64 lets it run, and --gt-require=*"])

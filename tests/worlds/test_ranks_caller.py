@@ -18,7 +18,7 @@ def test_functions_on_ranks(run):
     assert wrong.keys() == {"test_fails"}, wrong
     assert len(run.reports) == 31
     assert run.outcome("test_size_too_large") == "skipped"
-    assert "needs 5 ranks, --gt-gpus gives 4" in run.output
+    assert "needs 5 ranks, --gt-gpus gives 4: --gt-gpus=5 lets it run" in run.output
     call = run.reports["test_results_in_the_order_of_ranks"]["call"]
     assert call["facts"] == [{"kind": "verdict", "outcome": "equal"}] * 2
     assert call["output"] == "".join(f"[rank {rank}] summed {n}\n" for n in (2.0, 1.0) for rank in range(3))

@@ -109,9 +109,9 @@ def test_setup_plan_runs_nothing(pytester):
 
 def test_a_world_too_large_is_skipped_with_the_reason_and_counted(run):
     assert run.outcome("test_too_large") == "skipped"
-    assert "needs 16 ranks, --gt-gpus gives 8" in run.output
+    assert "needs 16 ranks, --gt-gpus gives 8: --gt-gpus=16 lets it run" in run.output
     facts = run.reports["test_too_large"]["setup"]["facts"]
-    assert facts == [{"kind": "skip", "cause": "needs 16 ranks, --gt-gpus gives 8"}]
+    assert facts == [{"kind": "skip", "cause": "needs 16 ranks, --gt-gpus gives 8: --gt-gpus=16 lets it run"}]
 
 
 def test_an_invalid_marker_is_one_clean_error(run):

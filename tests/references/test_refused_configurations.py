@@ -117,7 +117,7 @@ def test_replicas_add_what_a_shard_group_has_scattered_unless_told(config_with, 
 @pytest.mark.parametrize(
     ("plan", "words"),
     [
-        (["layers.0", "layers.7", "head"], "names 'layers.7', which .* did you mean 'layers.1'.; its .* are layers, head; list"),
+        (["layers.0", "layers.7", "head"], "names 'layers.7', .* you mean 'layers.1'.; its .* are layers, head; list"),
         ([["layers.0", "layers.0.gone"], "layers.1", "head"], "names 'layers.0.gone', which the model does not have"),
         (["layers.0", "head"], "leaves out layers.1"),
     ],

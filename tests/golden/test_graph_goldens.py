@@ -53,6 +53,23 @@ def test_a_difference_says_which_torch_made_the_golden(run_here, goldens, pytest
     run_here(None).stdout.fnmatch_lines([f"*made with torch 2.12.0, running {torch.__version__}"])
 
 
+WORLD = """
+import os, pytest, torch
+from pytest_gtrainer import data_parallel, trace_step
+
+@pytest.mark.gt_world("fake", size=int(os.environ.get("CHANGED", "2")))
+def test_graph(gt_mesh, gt_golden):
+    model = data_parallel(torch.nn.Linear(4, 4), gt_mesh)
+    gt_golden.check(trace_step(model, lambda m, x: m(x).sum(), (torch.ones(2, 4),)))
+"""
+
+
+def test_a_difference_says_in_which_world_the_golden_was_made(run_here, monkeypatch):
+    run_here(WORLD, "--gt-update-goldens").assert_outcomes(passed=1)
+    monkeypatch.setenv("CHANGED", "3")
+    run_here(None).stdout.fnmatch_lines(["*made in fake, 2 ranks, rank 0; this is fake, 3 ranks, rank 0"])
+
+
 def test_of_a_partial_view_the_whole_graph_is_kept_too(run_here, pytester, monkeypatch):
     run_here(SCHEDULE, "--gt-update-goldens").assert_outcomes(passed=1)
     monkeypatch.setenv("CHANGED", "1")

@@ -161,7 +161,7 @@ def test_a_pass_that_changes_bits_in_what_is_expected_too_is_not_blamed(pytester
     result.assert_outcomes(failed=1)
     text = result.stdout.str()
     assert "bisection: introduced by pass 7 of 7, later_pass" in text
-    assert "bisection: the 6 passes of this pipeline give what is expected" in text
+    assert "bisection: a pipeline of 6 passes gives what is expected" in text
     assert "reassociate_pass" not in text
 
 
@@ -170,3 +170,12 @@ def test_without_the_flag_nothing_is_bisected(pytester: pytest.Pytester):
     result = pytester.runpytest_inprocess("-k", "test_wrong and not rank")
     result.assert_outcomes(failed=3, deselected=2)
     result.stdout.no_fnmatch_line("*bisection*")
+
+
+def test_without_the_flag_a_failure_behind_passes_says_how_to_find_the_pass(pytester: pytest.Pytester):
+    pytester.makepyfile(test_it=TEST)
+    result = pytester.runpytest_inprocess("--gt-gpus=2", "-k", "test_wrong and not else")
+    result.assert_outcomes(failed=3, deselected=2)
+    told = [line for line in result.outlines if line.startswith("which pass")]
+    names = ("test_wrong", "test_wrong_on_one_rank")  # no graph was rewritten in the third
+    assert told == [f"which pass it was: pytest test_it.py::{name} --gt-bisect" for name in names]

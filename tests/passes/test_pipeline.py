@@ -327,6 +327,11 @@ def test_the_pipeline_on_its_own_output_changes_nothing(joint, plan):
     assert apply_graph_passes(once, joint.example_inputs, passes).code == once.code != joint.gm.code
 
 
+def test_a_step_in_the_place_of_its_graph_is_refused(joint):
+    with pytest.raises(TypeError, match=r"takes a GraphModule, not a TracedStep: give its \.gm"):
+        apply_graph_passes(joint, joint.example_inputs, [])
+
+
 def test_what_is_no_pass_is_refused_by_name(neg_of_detach):
     """M3: what cannot be called, one that returns nothing, and something else than a graph."""
     with pytest.raises(TypeError, match=r"pass 1 of the list is 'exp': give a function gm -> gm, or bind_options"):

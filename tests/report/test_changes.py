@@ -130,6 +130,14 @@ def test_an_earlier_page_that_is_none_ends_the_run_before_it_begins(tmp_path, co
     assert "has run" not in done.stdout
 
 
+def test_a_long_failure_keeps_its_beginning_and_its_end(monkeypatch):
+    monkeypatch.setattr(markdown, "_MOST_OUTPUT", 8)
+    report = pytest.TestReport("test_it", ("a.py", 0, "a"), {}, "failed", "what 12345 next", "call")
+    told = markdown._entry(Collected("test_it", [report]), [], "")
+    assert "what\n[…]\nnext" in told
+    assert "123" not in told
+
+
 def test_nothing_in_a_summary_mentions_a_person_or_an_issue_or_is_an_emoji():
     """GitHub links ``@name`` and ``#12`` also behind a backslash, but not in code."""
     told = markdown.text("by @someone, #12, GH-12, owner/name#12 :smile: |a| `b` c@d e: f ::g")

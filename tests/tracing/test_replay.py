@@ -89,6 +89,8 @@ def test_scalars_shapes_dtypes_and_requires_grad_are_those_of_the_trace(net, inp
     traced = trace_step(net, lambda m, x, y, scale: scale * train_step(m, x, y), (x, y, 2.0))
     with pytest.raises(ValueError, match=r"input 2 is 3.0, the step was traced with 2.0: trace again"):
         traced.replay(net, x, y, 3.0)
+    with pytest.raises(ValueError, match=r"(?s)inputs are structured as .*: unpack the tuple, \(model, \*inputs\)"):
+        traced.results(net, (x, y, 2.0))
     with pytest.raises(ValueError, match=r"input 0 is float32\[5, 8\], the step was traced with float32\[6, 8\]"):
         traced.replay(net, x[:5], y[:5], 2.0)
     net.head.weight.requires_grad_(False)

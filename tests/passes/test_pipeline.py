@@ -327,6 +327,7 @@ def test_the_pipeline_on_its_own_output_changes_nothing(joint, plan):
     assert apply_graph_passes(once, joint.example_inputs, passes).code == once.code != joint.gm.code
 
 
+@pytest.mark.gt_world("fake", size=4, mesh={"fsdp": 4})
 def test_a_step_in_the_place_of_its_graph_is_refused(joint):
     with pytest.raises(TypeError, match=r"takes a GraphModule, not a TracedStep: give its \.gm"):
         apply_graph_passes(joint, joint.example_inputs, [])

@@ -5,6 +5,8 @@ Differences are in order of origin: step, rank, phase, the order in which ``expe
 Between records dtype, shape and bytes must agree, between tensors also the stride, between DTensors the placements.
 """
 
+import os
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
@@ -216,7 +218,9 @@ def assert_bitwise_different(
         complaint = "the control run must differ in bits alone: here the two sides are not comparable"
     outcome = "different as required" if complaint is None else f"{verdict.outcome}, control failed"
     if facts.is_watched("control") and on == "any rank":  # by who judges all ranks together
-        facts.emit("control", equal=verdict.outcome == "equal", what=what)
+        caller = sys._getframe(1)
+        place = f"{os.path.basename(caller.f_code.co_filename)}:{caller.f_lineno}"
+        facts.emit("control", equal=verdict.outcome == "equal", what=what or place)
         if verdict.outcome == "equal":
             outcome, complaint = "equal on this rank, judged over all", None
     facts.emit("verdict", outcome=outcome, tensors=verdict.compared, what=what)

@@ -163,6 +163,12 @@ def test_a_failure_of_a_setup_leaves_no_call_and_one_of_a_teardown_stands_beside
     assert [behind[phase].outcome for phase in PHASES] == ["passed", "passed", "failed"]
 
 
+SAME = (
+    "the control run is equal on all ranks: this check cannot fail; "
+    "its mistake changes no bit of these inputs, on so many ranks"
+)
+
+
 def control(equal, what=""):
     return {"kind": "control", "equal": equal, "what": what}
 
@@ -170,15 +176,15 @@ def control(equal, what=""):
 @pytest.mark.parametrize(
     ("told", "complaints"),
     [
-        ([[control(True)], [control(True)]], ["the control run is equal on all ranks: this check cannot fail"]),
+        ([[control(True)], [control(True)]], [SAME]),
         ([[control(True)], [control(False)]], []),
         ([[control(False)], [control(True)]], []),
         (
             [[control(False), control(True, "swapped")], [control(True), control(True, "swapped")]],
-            ["swapped: the control run is equal on all ranks: this check cannot fail"],
+            [f"swapped: {SAME}"],
         ),
         ([[control(False)], [control(True), control(True, "only here")]],
-         ["only here: the control run is equal on all ranks: this check cannot fail"]),
+         [f"only here: {SAME}"]),
         ([[{"kind": "verdict", "equal": True}], []], []),
     ],
     ids=["nowhere", "on rank 1", "on rank 0", "the second nowhere", "rank 1 compares once more", "no control"],

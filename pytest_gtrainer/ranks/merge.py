@@ -101,7 +101,7 @@ def controls_that_never_differ(told: Iterable[Iterable[Mapping[str, Any]]]) -> I
         if all(fact["equal"] for fact in parts):
             what = f"{parts[0]['what']}: " if parts[0]["what"] else ""
             told = "the control run is equal on all ranks: this check cannot fail"
-            yield f"{what}{told}; its mistake changes no bit of these inputs, on so many ranks"
+            yield f"{what}{told}; the mistake changes no bit here"
 
 
 def _claims(reports: Mapping[int, RankReports], attribute: str) -> dict[int, list[Any]]:

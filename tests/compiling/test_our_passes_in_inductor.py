@@ -177,7 +177,7 @@ def test_chunks_take_turns_and_no_bit_changes(gt_mesh, gt_world, slot):
     forward = record.passes("chunk_schedule_pass", changed=True)[0]  # or the joint graph
     assert exchanges(forward.before.graph)[:6] == [0, 0, 0, 1, 1, 1]
     assert exchanges(forward.after.graph)[:6] == [0, 1, 0, 1, 0, 1]
-    assert_graph(forward.after, "never all_to_all_single in layers.0.moe.forward")
+    assert_graph(forward.after, "then all_to_all_single in layers.0.moe.routed_experts")
 
 
 @pytest.mark.parametrize(

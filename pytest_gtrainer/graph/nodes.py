@@ -82,9 +82,10 @@ def refuse_fake(gm: fx.GraphModule, what: str) -> None:
     """ValueError in a fake world, if the graph has a collective: its numbers mean nothing."""
     if not dist.is_initialized() or dist.get_backend() != "fake":
         return
-    nodes = getattr(gm, "__self__", gm).graph.nodes  # of an interpreter's run, too
-    if (collective := next(filter(is_collective, nodes), None)) is not None:
-        wrong = f"{what} has {collective.name}, and a fake world moves no data, so no run in it means anything"
+    graph = getattr(getattr(gm, "__self__", gm), "graph", None)  # of an interpreter's run, too
+    found = "no graph to look into" if graph is None else next(filter(is_collective, graph.nodes), None)
+    if found is not None:
+        wrong = f"{what} has {found}, and a fake world moves no data, so no run in it means anything"
         raise ValueError(f'{wrong}: use gt_world("ranks"), or simulate_graph')
 
 

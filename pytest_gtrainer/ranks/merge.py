@@ -100,8 +100,8 @@ def controls_that_never_differ(told: Iterable[Iterable[Mapping[str, Any]]]) -> I
         parts = [fact for fact in nth if fact is not None]
         if all(fact["equal"] for fact in parts):
             what = f"{parts[0]['what']}: " if parts[0]["what"] else ""
-            told = "the control run is equal on all ranks: this check cannot fail"
-            yield f"{what}{told}; the mistake changes no bit here"
+            wrong = "the control run is equal on all ranks: this check cannot fail"
+            yield f"{what}{wrong}; the mistake changes no bit here"
 
 
 def _claims(reports: Mapping[int, RankReports], attribute: str) -> dict[int, list[Any]]:

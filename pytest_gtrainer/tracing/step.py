@@ -129,13 +129,18 @@ class TracedStep:
     def results(self, model: nn.Module, *inputs: Any) -> dict[str, torch.Tensor]:
         """Run the step on ``model`` and return ``loss`` and each ``gradient of FQN`` (this rank's part), by name.
 
+        Gradients are in the order in which the graph makes them, so the first that differs is next to a mistake.
         ``.grad`` stays as it is. The results of a step before and after a pass show whether it changed any bit.
 
         Raises:
             ValueError: as ``replay``.
         """
         loss, *gradients = self._run(ModelState.of(model), inputs)
-        named = zip(self.trainable_fqns, gradients, strict=True)
+        named = list(zip(self.trainable_fqns, gradients, strict=True))
+        if (graph := getattr(self.gm, "graph", None)) is not None:
+            places = {node: place for place, node in enumerate(graph.nodes)}
+            made = [places.get(node, 0) for node in graph.output_node().args[0][1:]]
+            named = [named[nth] for nth in sorted(range(len(named)), key=made.__getitem__)]
         return {"loss": loss} | {f"gradient of {fqn}": given for fqn, given in named if given is not None}
 
     def _run(self, state: ModelState, inputs: tuple[Any, ...]) -> list[torch.Tensor]:

@@ -57,6 +57,17 @@ def test_results_are_all_that_a_step_computes_and_leave_gradients_alone(net, inp
         assert_bitwise_equal(wrong.results(copy.deepcopy(net), *inputs), traced.results(copy.deepcopy(net), *inputs))
 
 
+def test_gradients_are_in_the_order_in_which_the_backward_makes_them(net, inputs, train_step):
+    """A mistake in the head is told at the head, and not at the first parameter."""
+    traced = trace_step(net, train_step, inputs)
+    names = list(traced.results(net, *inputs))
+    assert names[0] == "loss"
+    made = [name.removeprefix("gradient of ").partition(".")[0] for name in names[1:]]
+    assert (made[0], made[-1]) == ("head", "layers")
+    assert traced.trainable_fqns[0].startswith("layers")
+    assert sorted(names[1:]) == sorted(f"gradient of {fqn}" for fqn in traced.trainable_fqns)
+
+
 def test_replay_builds_no_autograd_graph(net, inputs, train_step):
     """A8."""
     traced = trace_step(net, train_step, inputs)

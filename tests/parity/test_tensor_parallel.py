@@ -37,6 +37,8 @@ from pytest_gtrainer.references.replicas import ReplicasDiffer, ReplicaWarning, 
 from pytest_gtrainer.tracing.model import local
 
 on_four_ranks = pytest.mark.gt_world("ranks", size=4, mesh={"dp": 2, "tp": 2})
+BOTH = [pytest.param(True, id="sequence"), pytest.param(False, id="tensor", marks=pytest.mark.long)]
+"""Of what is dear: sequence parallelism has all collectives of tensor parallelism, and more."""
 
 
 @on_four_ranks
@@ -78,7 +80,7 @@ def test_graph_equals_eager_with_a_sharded_loss_and_clipped_gradients(gt_mesh, c
 
 
 @on_four_ranks
-@pytest.mark.parametrize("sequence", [True, False], ids=["sequence", "tensor"])
+@pytest.mark.parametrize("sequence", BOTH)
 def test_graph_equals_eager_with_recomputed_layers(gt_mesh, check_parity_and_control, sequence):
     """Collectives of tensor parallelism run again in the backward, on both sides."""
     again = ActivationCheckpointConfig()
@@ -90,7 +92,7 @@ def test_graph_equals_eager_with_recomputed_layers(gt_mesh, check_parity_and_con
 
 
 @on_four_ranks
-@pytest.mark.parametrize("sequence", [True, False], ids=["sequence", "tensor"])
+@pytest.mark.parametrize("sequence", BOTH)
 def test_graph_equals_eager_with_the_head_tied_to_the_embedding(gt_mesh, check_parity_and_control, sequence):
     """Tie them again behind ``parallelize_module``, which gives each module a parameter of its own."""
     config = llama3_training(gt_mesh, "fp32", parallel=Parallelism({"sequence": sequence}), steps=2)
@@ -106,7 +108,7 @@ def test_graph_equals_eager_with_the_head_tied_to_the_embedding(gt_mesh, check_p
 
 
 @pytest.mark.gt_world("ranks", size=8, mesh={"efsdp": 2, "ep": 2, "tp": 2})
-@pytest.mark.parametrize("sequence", [True, False], ids=["sequence", "tensor"])
+@pytest.mark.parametrize("sequence", BOTH)
 def test_graph_equals_eager_with_experts_over_expert_and_tensor_parallelism(
     gt_mesh, check_parity_and_control, sequence
 ):
@@ -182,7 +184,7 @@ def test_the_schedule_of_a_published_size_names_the_dimensions(gt_mesh, gt_world
 
 
 @pytest.mark.gt_world("simulated", size=8, nodes=2, mesh={"dp": 4, "tp": 2})
-@pytest.mark.parametrize("sequence", [True, False], ids=["sequence", "tensor"])
+@pytest.mark.parametrize("sequence", BOTH)
 def test_graph_equals_eager_on_two_nodes(gt_world, sequence):
     """N9: where a rank's rows of the vocabulary begin is a number of its own in the graph, and an input of the replay.
 

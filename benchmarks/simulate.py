@@ -82,7 +82,8 @@ def steps_of(parts: Iterable[WeightDigests]) -> dict[int, str]:
 def config_of(mesh: DeviceMesh, steps: int) -> TrainConfig:
     """Llama 3 of two layers whose every dimension the ranks divide."""
     width = max(64, mesh.size())
-    sizes = llama3.Llama3Config(width, n_heads=8, n_kv_heads=8, ffn_dim=2 * width)
+    vocabulary = max(256, mesh.size())
+    sizes = llama3.Llama3Config(width, n_heads=8, n_kv_heads=8, ffn_dim=2 * width, vocab_size=vocabulary)
     parallel = Parallelism({"sequence": True} if "tp" in (mesh.mesh_dim_names or ()) else None)
 
     def model() -> nn.Module:

@@ -276,9 +276,8 @@ class PipelineLog:
 def _names(asked: Collection[str], steps: list[BoundPass], verb: str) -> Collection[str]:
     names, asked = [step.name for step in steps], [asked] if isinstance(asked, str) else asked
     if unknown := [name for name in asked if name not in names]:
-        raise ValueError(
-            f"there is no pass {', '.join(map(repr, unknown))} to {verb}; there are {', '.join(dict.fromkeys(names))}"
-        )
+        told = ", ".join(f"{name!r}{' (a slot)' if name in SLOTS else ''}" for name in unknown)
+        raise ValueError(f"there is no pass {told} to {verb}; there are {', '.join(dict.fromkeys(names))}")
     return asked
 
 

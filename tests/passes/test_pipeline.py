@@ -213,7 +213,7 @@ def test_a_twin_goes_through_the_passes_in_front_of_the_one_that_reads_it(neg_of
 def test_an_unknown_name_to_disable_is_refused_with_the_names(neg_of_detach):
     """M4: and a known one is left out."""
     passes = construct_default_graph_passes(n_layers=1)
-    with pytest.raises(ValueError, match=r"no pass 'bucketing' \(a slot\), 'remut' to disable; there are eliminate_dead_"):
+    with pytest.raises(ValueError, match=r"no pass 'bucketing' \(a slot\), 'remut' to disable; there are"):
         apply_graph_passes(neg_of_detach, None, passes, disable=["bucketing", OURS[0], "remut"])
     assert operators(apply_graph_passes(neg_of_detach, None, passes)) == ["neg"]
     kept = apply_graph_passes(neg_of_detach, None, passes, disable="eliminate_dead_code_pass")

@@ -185,8 +185,9 @@ def graphs(name, wrapping, mesh, change=None) -> Iterator[tuple[str, str, Any, A
     """Stage, name, graph and ``names=`` of all that can be made of a cell."""
     # DDP's reducer wants a result of the fake group's all-reduce, which has none: behind all that is compiled
     may_fail = suppress(RuntimeError) if wrapping == "ddp" and mesh.size() == 8 else nullcontext()
+    model = wrapped(name, wrapping, mesh, change)  # without a name, DDP is collected in front of its backward, or not
     with torch._dynamo.config.patch(capture_scalar_outputs=True), gt_compile() as record, may_fail:
-        torch.compile(wrapped(name, wrapping, mesh, change))(batch(name)).float().sum().backward()
+        torch.compile(model)(batch(name)).float().sum().backward()
     if wrapping != "ddp":  # which leaves the graph in its own forward, before the model
         record.assert_no_graph_breaks()
     record.assert_compiles(1)

@@ -145,7 +145,7 @@ def unknown_modules(missing: Sequence[str], known: Collection[str]) -> PlanError
     roots = ", ".join(fqn for fqn in known if fqn not in ("", LOSS) and "." not in fqn)
     return PlanError(
         f"{told}{f', did you mean {close[0]!r}?' if close else ''}; its outermost modules are {roots}; "
-        "list these, or modules inside them, as bucket_plan, or give the model's number of layers as n_layers"
+        "list these, or modules inside them, as bucket_plan; n_layers=N stands for the names of torchtitan's models"
     )
 
 

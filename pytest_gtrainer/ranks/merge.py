@@ -7,6 +7,7 @@ because another one had left the collective is a *consequence*: one line, never 
 """
 
 import sys
+import textwrap
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import zip_longest
@@ -211,8 +212,7 @@ class _Merge:
     def _summary(self, rank: int) -> str:
         if (told := self.outcome.raised.get(rank)) is None:
             failed = next(report for report in self.by_rank[rank].values() if report.failed)
-            line = str(failed.longrepr).strip().splitlines()[-1]
-            return line if len(line) <= 300 else f"{line[:299]}…"
+            return textwrap.shorten(str(failed.longrepr).strip().splitlines()[-1], 300, placeholder=" …")
         if self.outcome.is_consequence(rank):
             return f"waited in {told.waiting_in}"
         return told.summary

@@ -20,6 +20,7 @@ from pytest_gtrainer import (
     data_parallel,
     deduplicate_fsdp_unshard_chains_pass,
     eager_chunked,
+    graphtext,
     gt_compile,
     inductor_options,
     reassign_collective_pgs_pass,
@@ -134,6 +135,7 @@ def test_a_model_in_chunks_compiles_to_eagers_bits(lower):
         record.assert_no_graph_breaks()
         record.assert_compiles(1)
         assert_graph(record.dynamo, "count 2 relu in layers.0\ncount 2 relu in layers.1")  # a chunk each
+        assert ".run" not in graphtext.render(record.dynamo)  # as modules below a chunked forward were called
         assert_bitwise_equal(actual, expected)
         assert_bitwise_different(other, expected)
 

@@ -39,6 +39,20 @@ def test_a_graph_out_of_order_is_told_with_pass_bucket_and_parameter(joint, plan
         apply_graph_passes(joint.gm, None, steps)
 
 
+def test_a_node_out_of_order_names_the_users_input_that_it_is_made_from(make_net):
+    """Of a batch whose FQN is a number alone."""
+    tokens = torch.zeros(2, 3, dtype=torch.int64)
+    traced = trace_step(make_net(1, 8), lambda m, t: m(t).sum(), (tokens,))
+
+    def embed_last(gm, example_inputs=None):
+        embedding = next(node for node in gm.graph.nodes if "embedding" in node.name and node.op == "call_function")
+        gm.graph.output_node().prepend(embedding)
+        return gm
+
+    with pytest.raises(RuntimeError, match=r"embed_last left .* reads embedding \(.*made from .*weight, input \w+\)"):
+        apply_graph_passes(traced.gm, None, [embed_last])
+
+
 def keep(gm, example_inputs=None):
     return gm
 

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from pytest_gtrainer import assert_bitwise_different, assert_bitwise_equal, data_parallel, trace_step
+from pytest_gtrainer.numerics.operators import OperatorCapture
 from pytest_gtrainer.worlds.fake import fake_world, make_mesh
 from pytest_gtrainer.worlds.spec import make_spec
 
@@ -172,6 +173,11 @@ def test_numbers_of_a_fake_world_are_refused(net, inputs, train_step, gt_mesh, r
     sharded = data_parallel(copy.deepcopy(net), gt_mesh)
     with pytest.raises(ValueError, match=r'the traced step has all_gather.* fake world moves no data, .*"ranks"'):
         getattr(trace_step(sharded, train_step, inputs), run)(sharded, *inputs)
+    traced, noted = trace_step(sharded, train_step, inputs), OperatorCapture()
+    with pytest.raises(ValueError, match="the traced step has all_gather"):
+        getattr(traced.with_graph(noted.watch(traced.gm)), run)(sharded, *inputs)
+    with pytest.raises(ValueError, match="the traced step has no graph to look into, and a fake world moves no data"):
+        getattr(traced.with_graph(lambda *flat: flat), run)(sharded, *inputs)
 
 
 def test_an_error_of_an_operator_names_the_node():

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
+from pytest_gtrainer.ranks.inside.session import summary_of
 from pytest_gtrainer.ranks.merge import PHASES, STRICT, _Merge, controls_that_never_differ, result_of
 from pytest_gtrainer.ranks.watch import Incident, RanksOutcome
 from pytest_gtrainer.ranks.wire import Raised
@@ -163,10 +166,7 @@ def test_a_failure_of_a_setup_leaves_no_call_and_one_of_a_teardown_stands_beside
     assert [behind[phase].outcome for phase in PHASES] == ["passed", "passed", "failed"]
 
 
-SAME = (
-    "the control run is equal on all ranks: this check cannot fail; "
-    "the mistake changes no bit here"
-)
+SAME = "the control run is equal on all ranks: this check cannot fail; the mistake changes no bit here"
 
 
 def control(equal, what=""):
@@ -192,3 +192,11 @@ def control(equal, what=""):
 def test_a_control_has_to_differ_on_some_rank(told, complaints):
     """L5: the n-th control of every rank is one; a rank that is equal by itself is no failure."""
     assert list(controls_that_never_differ(told)) == complaints
+
+
+def test_a_long_summary_ends_at_a_word_and_says_that_it_was_cut():
+    told = summary_of(ValueError("take sizes that ranks do not divide, " * 20))
+    assert told.startswith("ValueError: take sizes")
+    assert re.search(r"\w,? …$", told)
+    assert len(told) <= 300
+    assert summary_of(ValueError("short")) == "ValueError: short"

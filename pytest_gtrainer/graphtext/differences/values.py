@@ -70,8 +70,7 @@ def argument_remarks(comparison: Comparison) -> Iterator[Remark]:
         if not (may_follow and is_said):
             shown = (_shown_arguments(was), _shown_arguments(now))
             moved = sorted(shown[0].split(", ")) == sorted(shown[1].split(", "))
-            verb = "operands of {} are in another order" if moved else "arguments of {}"
-            text = f"{verb.format(what(now))}: {_became(*shown)}"
+            text = f"arguments of {what(now)}{' are in another order' if moved else ''}: {_became(*shown)}"
             yield Remark(Weight.ARGUMENT, text, about(now), f"arguments of {now.operator}")
 
 

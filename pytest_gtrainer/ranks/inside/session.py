@@ -3,6 +3,7 @@
 import contextlib
 import os
 import sys
+import textwrap
 import time
 import traceback
 from collections.abc import Callable, Generator, Mapping
@@ -239,7 +240,7 @@ def _str_of(error: BaseException) -> str:
 def summary_of(error: BaseException) -> str:
     lines = _str_of(error).strip().splitlines()
     text = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
-    return text[:SUMMARY_LIMIT]
+    return textwrap.shorten(text, SUMMARY_LIMIT, placeholder=" …")
 
 
 def cut(text: str) -> str:

@@ -352,6 +352,17 @@ def test_a_compilation_that_begins_again_is_one_graph():
     assert told.startswith(f"CompileRecord of {len(names)} graphs")
 
 
+def test_behind_a_reset_in_the_block_the_same_number_is_another_graph():
+    """The twin: what was compiled to its end is not compiled again."""
+    with gt_compile() as record:
+        torch.compile(torch.relu)(torch.ones(2))
+        torch._dynamo.reset()
+        torch.compile(torch.sin)(torch.ones(2))
+    assert [graph.id for graph in record] == ["0/0", "0/0"]
+    for graph, operator in zip(record, ("relu", "sin"), strict=True):
+        assert_graph(graph.forward, f"count 1 aten.{operator}")
+
+
 def test_two_reasons_in_one_line_are_two_graph_breaks():
     def breaks_twice(x):
         torch._dynamo.graph_break(), print("!")

@@ -11,7 +11,10 @@ import pytest
 import torch
 
 from pytest_gtrainer import assert_run_to_run, digest
+from pytest_gtrainer.numerics.compare import BitwiseDifference
 from pytest_gtrainer.numerics.run_to_run import PRESSURES
+
+OURS = [pressure for pressure in PRESSURES if "thread" not in pressure.name]  # threads do no work of a GPU
 
 
 def scattered() -> torch.Tensor:
@@ -44,11 +47,20 @@ def test_atomic_sums_repeat_on_a_deterministic_rank(gt_world, gt_deterministic):
 
 @pytest.mark.gt_world("ranks", size=1, device="cuda")
 def test_a_rank_repeats_a_run_under_every_pressure(gt_world, gt_deterministic, record_property):
-    """Streams that are late, other addresses, other processes: of a deterministic run all give the same bits."""
-    report = assert_run_to_run(scattered, pressures=[p for p in PRESSURES if "thread" not in p.name])
+    """Streams that are late, other addresses, a busy core: of a deterministic run all give the same bits."""
+    report = assert_run_to_run(scattered, pressures=OURS)
+    record_property("measured", str(report).replace("\n", "; "))
+    assert {"stream jitter", "other addresses"} <= {*report.equal}
+    assert_run_to_run(multiplied, pressures=OURS)
+
+
+def test_another_process_repeats_a_product(cuda, record_property):
+    """Outside of a world: a process of its own is no rank of one."""
+    report = assert_run_to_run(multiplied, pressures=OURS)
     record_property("measured", str(report).replace("\n", "; "))
     assert {"stream jitter", "other addresses", "another process"} <= {*report.equal}
-    assert_run_to_run(multiplied, pressures=[p for p in PRESSURES if "thread" not in p.name])
+    with pytest.raises(BitwiseDifference):
+        assert_run_to_run(scattered, 20, pressures=[])
 
 
 @pytest.mark.gt_world("ranks", size=1, device="cuda")

@@ -158,7 +158,7 @@ class RanksOutcome:
         """What the command has left of the process group."""
         states = [answer.state for answer in self.answers.values()]
         shared = any(state.shared for state in states)
-        if self.dead or self.killed:
+        if self.dead or self.killed or any(state.broken for state in states):
             return "dead" if self.dead else "killed"
         if self.unblocked_at is not None or not all(state.intact for state in states):
             return "killed" if shared else "left"  # what a module shares is set up anew on other ranks

@@ -110,6 +110,7 @@ class GroupState(NamedTuple):
     subgroups: int = 0  # how many groups there are beside the default one
     issued: Mapping[str, int] = {}  # collectives on each group that still exists, by the group's description
     shared: bool = False  # a module or class shares a world, and with it the groups beside the default one
+    broken: bool = False  # an error on the GPU, which lasts as long as the process
 
 
 GroupCondition = Literal["fit", "with subgroups", "disagreeing", "left", "killed", "dead"]

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 import pytest
 
 from pytest_gtrainer import facts, options
-from tests.parity.conftest import check_parity  # noqa: F401 - the main job, on a GPU
 
 HERE = "tests/gpu/"
 

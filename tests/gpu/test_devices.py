@@ -78,7 +78,12 @@ def test_a_rank_that_dies_on_the_gpu_is_named(cuda, pytester):
             torch.zeros(4, device="cuda")[torch.tensor([9], device="cuda")].sum().item()
         def test_the_next_one(gt_world):
             assert torch.ones(4, device="cuda").sum().item() == 4
+        def test_never_looks(gt_world):
+            torch.zeros(4, device="cuda")[torch.tensor([9], device="cuda")]
+        def test_the_last_one(gt_world):
+            assert torch.ones(4, device="cuda").sum().item() == 4
     """)
-    run = pytester.runpytest_subprocess("--gt-gpus=1")
-    assert "test_asserts_on_the_device" in run.stdout.str()
-    run.assert_outcomes(passed=1, failed=1)
+    run = pytester.runpytest_subprocess("--gt-gpus=1", "-rA")
+    run.assert_outcomes(passed=2, failed=2)
+    for name in ("asserts_on_the_device", "never_looks"):
+        run.stdout.fnmatch_lines([f"FAILED *::test_{name} - *device-side assert triggered*"])

@@ -22,19 +22,28 @@ def test_leaves_memory(gt_world):
 @pytest.mark.gt_world("ranks", size=1, device="cuda")
 def test_leaves_none(gt_world):
     torch.zeros(8 << 20, dtype=torch.uint8, device="cuda")
+@pytest.mark.gt_world("ranks", size=1, device="cuda")
+def test_multiplies(gt_world):
+    a = torch.ones(64, 64, device="cuda")
+    assert (a @ a)[0, 0] == 64
 """
 
 
 def test_memory_that_a_test_leaves_is_told(cuda, pytester):
-    """The summary names test and amount, or the test fails on request; one that frees its memory is not named."""
+    """The summary names test and amount, or there is an error on request; one that frees its memory is not named.
+
+    What cuBLAS takes for its first product is no test's.
+    """
     pytester.makepyfile(SUITE)
     told = pytester.runpytest_subprocess("--gt-gpus=1")
-    told.assert_outcomes(passed=2)
+    told.assert_outcomes(passed=3)
     assert "8 MiB of GPU memory" in told.stdout.str()
     assert "test_leaves_memory" in told.stdout.str()
     assert "test_leaves_none" not in told.stdout.str()
+    assert "test_multiplies" not in told.stdout.str()
     failed = pytester.runpytest_subprocess("--gt-gpus=1", "--gt-leaked-resources=fail")
-    failed.assert_outcomes(passed=1, failed=1)
+    failed.assert_outcomes(passed=3, errors=1)
+    failed.stdout.fnmatch_lines(["the test has left 8 MiB of GPU memory behind*"])
 
 
 @pytest.mark.gt_world("ranks", size=1, device="cuda")

@@ -25,6 +25,7 @@ import torch.distributed as dist
 from pytest_gtrainer import facts
 from pytest_gtrainer._pytest_private import prepared_config, tear_down
 from pytest_gtrainer._torch import process_groups
+from pytest_gtrainer._torch.process import forget_cublas_workspaces
 from pytest_gtrainer.marker import SHARED
 from pytest_gtrainer.numerics.determinism import seed_everything
 from pytest_gtrainer.ranks import wire
@@ -238,10 +239,18 @@ class RankGroup:
 
     def state(self, *, shared: bool = False) -> wire.GroupState:
         """What the test has issued on the groups that exist, for comparison with the other ranks."""
-        if not self._is_intact():
-            return wire.GroupState(intact=False, groups_made=0, shared=shared)
+        broken = self.device == "cuda" and self._has_lost_gpu()
+        if broken or not self._is_intact():
+            return wire.GroupState(intact=False, groups_made=0, shared=shared, broken=broken)
         subgroups = len(process_groups.live_groups()) - 1
         return wire.GroupState(True, process_groups.groups_made(), subgroups, self._issued(), shared)
+
+    def _has_lost_gpu(self) -> bool:
+        try:
+            torch.cuda.current_stream().query()
+        except RuntimeError:
+            return True
+        return False
 
     def _is_intact(self) -> bool:
         return dist.is_initialized() and dist.group.WORLD is self._default
@@ -295,6 +304,7 @@ class RankGroup:
                 left.append(f"a process group of {self._label(group)}")
         if self.memory() - memory_before > MEMORY_TOLERANCE:
             gc.collect()
+            forget_cublas_workspaces()  # of the first test that multiplies, and no leak of its
         grown = self.memory() - memory_before
         if grown > MEMORY_TOLERANCE:
             left.append(f"{grown / 2**20:.0f} MiB of GPU memory")

@@ -37,6 +37,7 @@ NEUTRAL_OPTIONS: dict[str, Any] = {
 
 OUTPUT_LIMIT = 64 * 1024
 SUMMARY_LIMIT = 300
+GPU_LIMIT = 2.0  # seconds
 # gloo's words when the rank at the other end is gone.
 LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
 
@@ -173,7 +174,9 @@ class Recorder:
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_call(self, item: pytest.Item) -> Generator[None, object, object]:
-        return (yield from restored_after(item))
+        result = yield from restored_after(item)
+        wait_for_gpu()
+        return result
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         report.sections = [(title, cut(text)) for title, text in report.sections]
@@ -188,6 +191,20 @@ class Recorder:
         name = (category.__module__, category.__qualname__)
         place = (warning_message.filename, warning_message.lineno)
         self._warnings.append(wire.WarningRecord(text, name, *place, when, nodeid, location))
+
+
+def wait_for_gpu() -> None:
+    """Raise what a test's last kernels did wrong, which the next test would be blamed for.
+
+    Not without end: one that waits for a rank that never comes is told of by what ranks have issued.
+    """
+    torch = sys.modules["torch"]
+    if not torch.cuda.is_initialized():
+        return
+    done, end = torch.cuda.Event(), time.monotonic() + GPU_LIMIT
+    done.record()
+    while not done.query() and time.monotonic() < end:
+        time.sleep(1e-4)
 
 
 def restored_after(item: pytest.Item) -> Generator[None, object, object]:

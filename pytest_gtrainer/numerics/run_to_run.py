@@ -7,6 +7,7 @@ the same random states as the first. One that cannot be applied here is *not jud
 import contextlib
 import importlib
 import importlib.util
+import itertools
 import os
 import pickle
 import subprocess
@@ -116,19 +117,24 @@ def fresh_inductor_cache() -> Iterator[None]:
 
 
 @contextmanager
-def stream_jitter() -> Iterator[None]:
-    """The run has a stream of its own, and those of torch's pools are late: work that waits for its inputs repeats."""
+def late_streams(own: bool) -> Iterator[None]:
+    """The run has a stream of its own; it is late, or those of torch's pools are, by irregular times from 25 ms on.
+
+    Work that waits for its inputs repeats itself either way.
+    """
     if not torch.cuda.is_available():
         raise NotJudged("needs a GPU")
     if not torch.cuda.is_initialized():
         raise NotJudged("the run does not use CUDA")
     torch.cuda.synchronize()  # what came before the run is none of its business
-    for index in range(_POOL):
-        for priority in (0, -1):
-            with torch.cuda.stream(torch.cuda.Stream(priority=priority)):
-                keep_stream_busy(1_000_000 * (3 * index % 4 + 1))
+    here = torch.cuda.Stream()
+    for index, priority in itertools.product(range(_POOL), (0, -1)):
+        stream = torch.cuda.Stream(priority=priority)
+        if (stream == here) == own:
+            with torch.cuda.stream(stream):
+                keep_stream_busy(50_000_000 * (3 * index % 4 + 1))
     try:
-        with torch.cuda.stream(torch.cuda.Stream()):
+        with torch.cuda.stream(here):
             yield
     finally:
         torch.cuda.synchronize()
@@ -219,7 +225,8 @@ PRESSURES: tuple[Pressure, ...] = (
     Pressure("another process", in_another_process),
     Pressure("fresh Inductor cache", inside(fresh_inductor_cache)),
     Pressure("a busy core", inside(busy_core)),
-    Pressure("stream jitter", inside(stream_jitter)),
+    Pressure("stream jitter", inside(lambda: late_streams(own=False))),
+    Pressure("a late stream", inside(lambda: late_streams(own=True))),
 )
 """What ``assert_run_to_run`` tries, one after the other."""
 

@@ -13,6 +13,7 @@ import fcntl
 import gc
 import importlib
 import io
+import json
 import os
 import shutil
 import signal
@@ -20,7 +21,7 @@ import socket
 import sys
 import termios
 import traceback
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, NoReturn
@@ -35,7 +36,7 @@ FOLDER_VARIABLE = "GT_RANKS_FOLDER"
 """In the environment of all that ranks start: the folder of their forkserver, for the case that it is lost."""
 
 
-def main(fd: int, folder: str, modules: Iterable[str]) -> NoReturn:
+def main(fd: int, folder: str, modules: list[str]) -> NoReturn:
     """Serve the parent on the socket ``fd``; delete ``folder`` at the end."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
@@ -44,13 +45,16 @@ def main(fd: int, folder: str, modules: Iterable[str]) -> NoReturn:
     with contextlib.suppress(OSError), open("/dev/tty", "rb", buffering=0) as terminal:
         fcntl.ioctl(terminal, termios.TIOCNOTTY)
     server = _Server(Connection(fd), folder)
-    for name in modules:
+    for place, name in enumerate(modules):
         with contextlib.suppress(Exception):  # what fails here fails where it is needed, with its own error
             importlib.import_module(name)
+        if os.stat("/proc/self/task").st_nlink > 3:  # two, and one for each thread
+            # no process with threads can be forked, and a driver that has started here will not start in the ranks
+            argument = json.dumps([fd, folder, sys.path, modules[:place]])
+            os.execv(sys.executable, [*sys.orig_argv[:-1], argument])
     gc.collect()
     gc.freeze()  # keeps the pages that ranks share with us from being copied by their collector
-    threads = len(os.listdir("/proc/self/task")) - 1
-    server.conn.send(wire.Started(f"a preloaded module started {threads} threads" if threads else None))
+    server.conn.send(wire.Started(None))
     server.serve()
 
 

@@ -52,7 +52,8 @@ def test_a_test_that_does_not_pass_updates_nothing(run_here, goldens, failing):
     assert goldens() == {}
 
 
-def test_the_accept_command_names_one_test_and_repeats_the_world(run_here, pytester):
+def test_the_accept_command_names_one_test_and_repeats_the_world(run_here, pytester, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # a machine with fewer GPUs refuses
     source = "import pytest\n@pytest.mark.parametrize('x', ['a b'])\n" + ONE.replace(")", ", x)", 1)
     result = run_here(source, "--gt-gpus=4")
     result.stdout.fnmatch_lines(["*  pytest 'test_it.py::test_a[[]a b]' --gt-gpus=4 --gt-update-goldens"])

@@ -102,8 +102,9 @@ def test_each_has_a_line_of_help_and_an_ini_twin(run_here, option):
 # -- commands
 
 
-def test_several_failures_end_in_the_list_of_their_commands(run_here, put_goldens):
+def test_several_failures_end_in_the_list_of_their_commands(run_here, put_goldens, monkeypatch):
     """Never in one that updates everything."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # a machine with fewer GPUs refuses
     put_goldens(*ALL_BUT_MISSING)
     result = run_here(SOURCE + "def test_other(): assert False", "--gt-unused-goldens=ignore", "--gt-gpus=2")
     result.assert_outcomes(failed=3, passed=1)

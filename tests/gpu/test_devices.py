@@ -83,7 +83,20 @@ def test_a_rank_that_dies_on_the_gpu_is_named(cuda, pytester):
         def test_the_last_one(gt_world):
             assert torch.ones(4, device="cuda").sum().item() == 4
     """)
-    run = pytester.runpytest_subprocess("--gt-gpus=1", "-rA")
+    run = pytester.runpytest_subprocess("--gt-gpus=1", "-v")
     run.assert_outcomes(passed=2, failed=2)
-    for name in ("asserts_on_the_device", "never_looks"):
-        run.stdout.fnmatch_lines([f"FAILED *::test_{name} - *device-side assert triggered*"])
+    for name, told in (("asserts_on_the_device", "rank 0: AcceleratorError: "), ("never_looks", "*left running: ")):
+        run.stdout.fnmatch_lines([f"_* test_{name} _*", f"{told}CUDA error: device-side assert triggered*"])
+
+
+def test_what_was_compiled_before_does_not_keep_ranks_from_starting(cuda, pytester):
+    """What the process of the tests has imported, ranks import beforehand: not what starts CUDA or threads."""
+    pytester.makepyfile("""
+        import pytest, torch
+        def test_compiles():
+            assert torch.compile(torch.relu)(-torch.ones(3, device="cuda")).sum() == 0
+        @pytest.mark.gt_world("ranks", size=1)
+        def test_on_a_rank(gt_world):
+            assert torch.compile(torch.relu)(-torch.ones(3, device="cuda")).sum() == 0
+    """)
+    pytester.runpytest_subprocess("--gt-gpus=1").assert_outcomes(passed=2)

@@ -2,57 +2,65 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 
 from pytest_gtrainer import assert_run_to_run
 from pytest_gtrainer.numerics.compare import BitwiseDifference
-from pytest_gtrainer.numerics.run_to_run import PRESSURES
+from pytest_gtrainer.numerics.run_to_run import PRESSURES, late_streams
 
-JITTER = [pressure for pressure in PRESSURES if pressure.name == "stream jitter"]
+NAMES = ["stream jitter", "a late stream"]
+LATE = {pressure.name: pressure for pressure in PRESSURES if pressure.name in NAMES}
 
 
-def on_two_streams(*, waits: bool) -> torch.Tensor:
-    """A product on another stream, used on this one; ``waits`` says whether this one waits for it."""
+def on_two_streams(*, waits: bool, late: str) -> torch.Tensor:
+    """A product on one stream, used on another; ``waits`` says whether that one waits for it."""
     side, here = torch.cuda.Stream(), torch.cuda.current_stream()
+    makes, uses = (side, here) if late == "stream jitter" else (here, side)
     x = torch.arange(1 << 20, dtype=torch.float32, device="cuda")
-    result = torch.zeros_like(x)
-    here.synchronize()
-    with torch.cuda.stream(side):
+    result, copy = torch.zeros_like(x), torch.zeros_like(x)
+    makes.wait_stream(here)
+    with torch.cuda.stream(makes):
         result.copy_(x * 2)
-        result.record_stream(side)
+    time.sleep(0.01)  # without pressure the race goes well
     if waits:
-        here.wait_stream(side)
-    copy = result + 1
-    side.synchronize()
+        uses.wait_stream(makes)
+    with torch.cuda.stream(uses):
+        copy.copy_(result + 1)
+    torch.cuda.synchronize()
     return copy
 
 
-def test_a_run_that_waits_is_equal(cuda):
+@pytest.mark.parametrize("late", NAMES)
+def test_a_run_that_waits_is_equal(cuda, late):
     torch.cuda.init()
-    report = assert_run_to_run(lambda: on_two_streams(waits=True), pressures=JITTER)
-    assert report.equal[-1] == "stream jitter"
+    report = assert_run_to_run(lambda: on_two_streams(waits=True, late=late), pressures=[LATE[late]])
+    assert report.equal[-1] == late
 
 
-def test_a_run_that_does_not_wait_is_caught(cuda):
+@pytest.mark.parametrize("late", NAMES)
+def test_a_run_that_does_not_wait_is_caught(cuda, late):
     """The race may go well on a quiet GPU; with late streams it does not."""
+    torch.cuda.init()
     with pytest.raises(BitwiseDifference) as caught:
-        assert_run_to_run(lambda: on_two_streams(waits=False), 2, pressures=JITTER)
+        assert_run_to_run(lambda: on_two_streams(waits=False, late=late), 2, pressures=[LATE[late]])
     assert "does not repeat itself under this pressure" in str(caught.value)
 
 
 def test_streams_are_really_late(cuda, record_property):
-    """Each of torch's streams sleeps before the run's own work, by irregular times."""
-    from pytest_gtrainer.numerics.run_to_run import stream_jitter
-
-    times = []
-    with stream_jitter():
+    """Each of torch's streams sleeps before the run's own work, by irregular times; the run's own does not."""
+    torch.cuda.init()
+    with late_streams(own=False):
+        start, done = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
         begun = [(torch.cuda.Stream(), torch.cuda.Event(enable_timing=True)) for _ in range(8)]
-        start = torch.cuda.Event(enable_timing=True)
-        start.record(torch.cuda.default_stream())
         for stream, event in begun:
             event.record(stream)
-    torch.cuda.synchronize()
+        done.record()
     times = [start.elapsed_time(event) for _, event in begun]
-    record_property("measured", f"late by {min(times):.2f} to {max(times):.2f} ms")
-    assert max(times) - min(times) > 0.2
+    own = start.elapsed_time(done)
+    record_property("measured", f"late by {min(times):.0f} to {max(times):.0f} ms, the run's own by {own:.1f} ms")
+    assert own < min(times)
+    assert max(times) - min(times) > 10

@@ -137,7 +137,7 @@ def test_constants_that_are_expanded_sparse_or_of_no_data():
 @pytest.mark.parametrize(
     "operand",
     ["range(0, 4, 0)", "range('a')", "range(A[0])", "const(f32[2][0], [1.0, 2.0])", "const(u64[1], [-1])",
-     "const(f32[2][1000000000000], [1.0, 2.0])", "const(f32[2] @ hpu, [1.0, 2.0])", "+5", "+inf", "-infinity"],
+     "const(f32[2][1000000000000000], [1.0, 2.0])", "const(f32[2] @ hpu, [1.0, 2.0])", "+5", "+inf", "-infinity"],
 )  # fmt: skip
 def test_what_is_no_value_is_refused(operand):
     text = f"if A:\n  A[0]: f32[2]\nif fwd:\n  with _:\n    a: _ = aten.relu({operand})\n"

@@ -242,6 +242,7 @@ def cuda_started(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_rng_state_all", list)
     monkeypatch.setattr(torch.cuda, "set_rng_state_all", lambda states: None)
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", lambda seed: None)
     monkeypatch.setattr(determinism, "_cuda_started_here", False)
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
     return monkeypatch

@@ -254,12 +254,19 @@ def test_with_a_fresh_inductor_cache_everything_is_compiled_anew():
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> list[object]:
-    """A GPU that is played: what is asked of it, in order."""
+    """A GPU that is played: what is asked of it, in order. Of each priority it has 32 streams, given in turn."""
     asked: list[object] = []
+    made: Counter[int] = Counter()
 
     class Stream:
         def __init__(self, priority: int = 0) -> None:
-            self.priority = priority
+            self.priority, self.number = priority, made[priority] % 32
+            made[priority] += 1
+
+        def __eq__(self, other: object) -> bool:
+            return isinstance(other, Stream) and vars(self) == vars(other)
+
+        __hash__ = None
 
     @contextlib.contextmanager
     def stream(entered: Stream) -> Iterator[None]:
@@ -282,13 +289,24 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> list[object]:
 
 
 def test_streams_are_late_by_irregular_times(gpu: list[object]):
-    """Every stream of both of torch's pools, before the run, which has one of its own; after it all is done."""
+    """Every stream of both of torch's pools but the run's own, before the run; after it all is done."""
     BY_NAME["stream jitter"].run(lambda: gpu.append("run") or [X])
     assert [each for each in gpu if isinstance(each, str) and each != "left"] == ["synchronize", "run", "synchronize"]
     assert [gpu[-4].priority, *gpu[-3:]] == [0, "run", "left", "synchronize"]
     sleeps = [(stream.priority, cycles) for stream, cycles in pairwise(gpu) if isinstance(cycles, int)]
-    assert Counter(priority for priority, _ in sleeps) == {0: 32, -1: 32}
+    assert Counter(priority for priority, _ in sleeps) == {0: 31, -1: 32}
     assert len(set(sleeps)) == 8
+    late = [stream for stream, cycles in pairwise(gpu) if isinstance(cycles, int)]
+    assert gpu[-4] not in late
+
+
+def test_the_own_stream_of_a_run_is_late(gpu: list[object]):
+    """And no other."""
+    BY_NAME["a late stream"].run(lambda: gpu.append("run") or [X])
+    synchronize, late, cycles, left, own, *rest = gpu
+    assert (synchronize, left, rest) == ("synchronize", "left", ["run", "left", "synchronize"])
+    assert late == own
+    assert cycles >= 50_000_000
 
 
 def test_what_does_not_use_the_gpu_is_not_judged_by_its_streams(gpu, monkeypatch: pytest.MonkeyPatch):

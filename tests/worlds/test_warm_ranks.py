@@ -5,8 +5,11 @@ from __future__ import annotations
 import importlib.util
 import subprocess
 import sys
+from pathlib import Path
 
+from pytest_gtrainer.ranks import wire
 from pytest_gtrainer.ranks.pool import PRELOAD
+from pytest_gtrainer.ranks.team import ForkServer
 
 RESETS = """
 import torch, torch._dynamo
@@ -22,6 +25,23 @@ print(*resets)
 
 def test_what_the_forkserver_imports_beforehand_is_there():
     assert [name for name in PRELOAD if name != "numpy" and importlib.util.find_spec(name) is None] == []
+
+
+def test_what_starts_a_thread_is_not_imported_beforehand(tmp_path, monkeypatch):
+    """Nor what comes after it: a process with threads cannot be forked. Of torch, what starts CUDA does so."""
+    thread = "import threading, time\nthreading.Thread(target=time.sleep, args=(60,), daemon=True).start()"
+    for name, source in {"comes_before": "", "starts_a_thread": thread, "comes_after": ""}.items():
+        (tmp_path / f"{name}.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    server = ForkServer(["comes_before", "starts_a_thread", "comes_after"], live_output=False)
+    try:
+        assert server.conn.recv() == wire.Started(None)
+        process = Path("/proc", str(server._process.pid))
+        assert len([*process.joinpath("task").iterdir()]) == 1
+        assert '"comes_before"' in process.joinpath("cmdline").read_text()
+        assert '"starts_a_thread"' not in process.joinpath("cmdline").read_text()
+    finally:
+        server.close()
 
 
 def resets_after(compile):

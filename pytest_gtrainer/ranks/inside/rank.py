@@ -302,9 +302,9 @@ class RankGroup:
 
             if not is_extra_group(name):
                 left.append(f"a process group of {self._label(group)}")
-        if self.memory() - memory_before > MEMORY_TOLERANCE:
-            gc.collect()
-            forget_cublas_workspaces()  # of the first test that multiplies, and no leak of its
+        for free in (forget_cublas_workspaces, gc.collect):  # those of a test's products are no leak
+            if self.memory() - memory_before > MEMORY_TOLERANCE:
+                free()
         grown = self.memory() - memory_before
         if grown > MEMORY_TOLERANCE:
             left.append(f"{grown / 2**20:.0f} MiB of GPU memory")

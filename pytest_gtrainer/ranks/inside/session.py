@@ -194,17 +194,21 @@ class Recorder:
 
 
 def wait_for_gpu() -> None:
-    """Raise what a test's last kernels did wrong, which the next test would be blamed for.
+    """Fail a test for what its last kernels did wrong: the next one would be blamed.
 
-    Not without end: one that waits for a rank that never comes is told of by what ranks have issued.
+    Not without end: of one that waits for a rank that never comes, what the ranks have issued tells.
     """
     torch = sys.modules["torch"]
     if not torch.cuda.is_initialized():
         return
-    done, end = torch.cuda.Event(), time.monotonic() + GPU_LIMIT
-    done.record()
-    while not done.query() and time.monotonic() < end:
-        time.sleep(1e-4)
+    try:
+        done, end = torch.cuda.Event(), time.monotonic() + GPU_LIMIT
+        done.record()
+        while not done.query() and time.monotonic() < end:
+            time.sleep(1e-4)
+    except RuntimeError as error:
+        told = str(error).partition("\n")[0]
+        pytest.fail(f"a kernel that the test left running: {told}; CUDA_LAUNCH_BLOCKING=1 shows which", pytrace=False)
 
 
 def restored_after(item: pytest.Item) -> Generator[None, object, object]:

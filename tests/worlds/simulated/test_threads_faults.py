@@ -270,7 +270,7 @@ def test_an_error_in_a_backward_releases_the_others_inside_of_theirs():
     def fails(rank):
         torch.manual_seed(0)
         model = nn.Linear(4, 4)
-        fully_shard(model)
+        fully_shard(model, mesh=init_device_mesh("cpu", (4,)))  # without one torch takes a GPU if there is one
         output = model(torch.ones(1, 4))
         if rank == 0:
             raise LookupError("before its backward")

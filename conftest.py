@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from pytest_gtrainer.devices import visible_gpus
+
 # Generated tests have no limit of time: a loaded machine is no fault of theirs. CI draws the same examples each time.
 with suppress(ModuleNotFoundError):  # `make gpu` does without hypothesis
     from hypothesis import HealthCheck, settings
@@ -18,6 +20,10 @@ with suppress(ModuleNotFoundError):  # `make gpu` does without hypothesis
 # Read when torch loads. Models of tests are tiny: a pool of threads waits for itself, up to a hundred times as long as
 # one thread computes where other processes are at work.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# Inductor starts CUDA, and tests of the GPU do, in a process whose later tests may want to be deterministic.
+if visible_gpus():
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 pytest_plugins = ["pytester"]
 collect_ignore = ["fixtures/suites"]  # runs of their own, which tests start

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections import defaultdict
 from collections.abc import Iterator
 
@@ -24,8 +23,6 @@ def cuda(request: pytest.FixtureRequest) -> Iterator[str]:
             pytest.fail(f"{cause}, and --gt-require=cuda lets no such test be skipped", pytrace=False)
         facts.emit("skip", cause=cause)
         pytest.skip(cause)
-    # CUDA starts in this process, whose later tests may want to be deterministic
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     yield "cuda"
     torch.cuda.synchronize()
     torch.cuda.empty_cache()

@@ -42,15 +42,18 @@ def test_a_run_that_waits_is_equal(cuda, late):
 
 @pytest.mark.parametrize("late", NAMES)
 def test_a_run_that_does_not_wait_is_caught(cuda, late):
-    """The race may go well on a quiet GPU; with late streams it does not."""
+    """The race goes well on a quiet GPU; with late streams it does not, unless both share a queue of the hardware."""
     torch.cuda.init()
     with pytest.raises(BitwiseDifference) as caught:
-        assert_run_to_run(lambda: on_two_streams(waits=False, late=late), 2, pressures=[LATE[late]])
+        assert_run_to_run(lambda: on_two_streams(waits=False, late=late), 2, pressures=[LATE[late]] * 5)
     assert "does not repeat itself under this pressure" in str(caught.value)
 
 
 def test_streams_are_really_late(cuda, record_property):
-    """Each of torch's streams sleeps before the run's own work, by irregular times; the run's own does not."""
+    """Each of torch's streams sleeps before the run's own work, by irregular times; the run's own does not.
+
+    A GPU has 8 queues for all of them, so the run's own may wait for the first of its queue.
+    """
     torch.cuda.init()
     with late_streams(own=False):
         start, done = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -62,5 +65,5 @@ def test_streams_are_really_late(cuda, record_property):
     times = [start.elapsed_time(event) for _, event in begun]
     own = start.elapsed_time(done)
     record_property("measured", f"late by {min(times):.0f} to {max(times):.0f} ms, the run's own by {own:.1f} ms")
-    assert own < min(times)
-    assert max(times) - min(times) > 10
+    assert min(times) > 10
+    assert max(own, min(times)) + 10 < max(times)

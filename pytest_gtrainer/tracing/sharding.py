@@ -292,13 +292,29 @@ class _Gather(torch.autograd.Function):
                 own, factor = grad.to(ctx.reduce_dtype), access.divide_by
                 if factor is not None and access.first:
                     own, factor = own * (1 / factor), None
-                partial = [Partial(access.op)] * access.mesh.ndim
-                unreduced = DTensor.from_local(own, access.mesh, partial, run_check=False)
-                reduced = unreduced.redistribute(placements=access.placements)
+                reduced = _reduced(own, access)
                 if factor is not None:
                     reduced = reduced / factor
                 reduced = reduced.to(ctx.dtype)
                 return reduced if access.model is None else _from_local(reduced.to_local(), *ctx.spec), None
+
+
+def _reduced(gradient: torch.Tensor, access: _Access) -> DTensor:
+    """This rank's shard of a gradient. Rows that do not divide are padded at once: torch pads each rank's part."""
+    placements = [Partial(access.op)] * access.mesh.ndim
+    unreduced = DTensor.from_local(gradient, access.mesh, placements, run_check=False)
+    rows, ranks = gradient.shape[0] if gradient.ndim else 0, access.mesh.size(-1)
+    if not access.placements[-1].is_shard() or type(rows) is not int or rows % ranks == 0:
+        return unreduced.redistribute(placements=access.placements)
+    placements[:-1] = access.placements[:-1]  # replicas first, without the padding
+    most = -(-rows // ranks)
+    padding = [0, 0] * (gradient.ndim - 1) + [0, most * ranks - rows]
+    plain = unreduced.redistribute(placements=placements).to_local()
+    padded = DTensor.from_local(nn.functional.pad(plain, padding), access.mesh, placements, run_check=False)
+    own = padded.redistribute(placements=access.placements).to_local()
+    kept = min(most, max(0, rows - most * access.mesh.get_local_rank(access.mesh.ndim - 1)))
+    own = own if kept == most else own.narrow(0, 0, kept)
+    return _from_local(own, access.mesh, access.placements, gradient.shape, gradient.stride())
 
 
 def _from_local(

@@ -4,8 +4,17 @@
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial
 
-from pytest_gtrainer import MixedPrecisionPolicy, data_parallel, trace_step
+from pytest_gtrainer import (
+    MixedPrecisionPolicy,
+    assert_bitwise_different,
+    assert_bitwise_equal,
+    assert_graph,
+    data_parallel,
+    trace_step,
+)
 from pytest_gtrainer._torch.passes import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from pytest_gtrainer.graph.nodes import is_view
 from pytest_gtrainer.tracing.sharding import casts_gradients_first
@@ -58,6 +67,46 @@ def test_replicate_reduces_by_all_reduce(gt_mesh, net, inputs, train_step):
     data_parallel(net, gt_mesh, mode="replicate")
     trained = len(list(net.parameters())) - 1
     assert count(trace_step(net, train_step, inputs)) == {"all_gather": 0, "reduce_scatter": 0, "all_reduce": trained}
+
+
+class Weight(nn.Module):
+    """One parameter, whose gradient on each rank is the input of that rank."""
+
+    def __init__(self, rows):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(rows, 3))
+
+    def forward(self, given):
+        return (self.weight * given).sum()
+
+
+@pytest.mark.gt_world("ranks", size=4, mesh={"replicate": 2, "fsdp": 2})
+@pytest.mark.parametrize("mode", ["fully_shard", "hybrid_shard"])
+@pytest.mark.parametrize("rows", [1, 3, 5, 8, 9])
+def test_a_rank_gets_the_rows_that_torch_would_give_it(gt_mesh, gt_world, mode, rows):
+    """Rows that do not divide are padded; a rank may have none."""
+    mesh = gt_mesh if mode == "hybrid_shard" else init_device_mesh("cpu", (4,))
+    model = data_parallel(Weight(rows), mesh, mode=mode)
+    given = torch.arange(3.0 * rows).view(rows, 3) * (gt_world.rank + 1)
+    model(given).backward()
+    [parameter] = model.parameters()
+    expected = DTensor.from_local(given, mesh, [Partial("avg")] * mesh.ndim).redistribute(
+        placements=parameter.placements
+    )
+    assert parameter.grad.placements == parameter.placements
+    assert parameter.grad.shape == parameter.shape
+    assert parameter.grad.to_local().shape == parameter.to_local().shape
+    assert_bitwise_equal({"gradient": parameter.grad}, {"gradient": expected})
+    assert_bitwise_different({"gradient": parameter.grad.full_tensor()}, {"gradient": given})
+
+
+@pytest.mark.gt_world("fake", size=512, mesh={"fsdp": 512})
+def test_rows_that_do_not_divide_are_padded_at_once(gt_mesh):
+    """torch makes a part for each rank: a model of 126 layers had no end on 4,096 ranks."""
+    model = data_parallel(nn.Linear(8, 700, bias=False), gt_mesh)
+    traced = trace_step(model, lambda model, x: model(x).sum(), (torch.ones(2, 8),))
+    assert_graph(traced.gm, "never cat")
+    assert len(traced.gm.graph.nodes) < 40
 
 
 @pytest.mark.gt_world("fake", size=4, mesh={"replicate": 2, "shard": 2})

@@ -160,7 +160,8 @@ class _Reader(ast.NodeVisitor):
             self.generic_visit(node)
 
     def visit_Try(self, node: ast.Try) -> None:
-        catching = [each for each in node.handlers if "ImportError" in ast.unparse(each.type or ast.Constant(""))]
+        absent = re.compile("ImportError|AttributeError")
+        catching = [each for each in node.handlers if absent.search(ast.unparse(each.type or ast.Constant("")))]
         caught = not all(any(isinstance(inner, ast.Raise) for inner in ast.walk(each)) for each in catching)
         before, self._optional = self._optional, self._optional or caught
         for statement in node.body:

@@ -2,6 +2,7 @@
 
     python -m benchmarks.tracing [--layers 8 32 64 126] [--rounds 3]
     python -m benchmarks.tracing --repeated [--rounds 3]
+    python -m benchmarks.tracing --wide
 
 Llama 3 (debug) with sharded parameters under a fake world of 8. Both sides trace the same forward, loss and
 backward on the same fake tensors, in turns, with garbage collection off; times are CPU seconds, medians. The plain
@@ -11,7 +12,8 @@ is missed, a profile shows which calls take the time at the largest depth.
 First come Llama 3 of 126 layers and DeepSeek-V3 of 61, each with ``repeat_layers="auto"`` and "off" in turns, in
 seconds of user CPU, with the peak of memory of the process so far; how the stamped trace grows from 32 to 126 layers;
 and microseconds a node, which depend on the machine and are not judged. Each has to be stamped. ``--repeated``
-measures these alone.
+measures these alone. ``--wide`` traces, buckets and writes Llama 3 of 126 layers as rank 0 of 4,096, which do not
+divide its sizes: 10 CPU seconds and 4 GB at most.
 """
 
 from __future__ import annotations
@@ -35,7 +37,14 @@ from benchmarks.passes import collection_frozen, exponent
 from fixtures.models import deepseek_v3, llama3
 from fixtures.models.loss import ce_step
 from fixtures.training import token_batches
-from pytest_gtrainer import MixedPrecisionPolicy, data_parallel, trace_step
+from pytest_gtrainer import (
+    MixedPrecisionPolicy,
+    apply_graph_passes,
+    construct_default_graph_passes,
+    data_parallel,
+    graphtext,
+    trace_step,
+)
 from pytest_gtrainer._torch.tracing import new_fake_mode
 from pytest_gtrainer.tracing.model import ModelState, local, rewrap
 from pytest_gtrainer.worlds.fake import fake_world, make_mesh
@@ -170,12 +179,40 @@ def report(sizes: list[int], times: list[dict[str, float]]) -> tuple[bool, bool]
     return fast, straight
 
 
+def report_wide(layers: int = 126, ranks: int = 4096) -> bool:
+    """One run, from the model to the text, in a process that has imported all; each layer has to be a bucket."""
+    config = replace(llama3.FLAVORS["debug"], n_layers=layers)
+    with fake_world(make_spec("fake", size=ranks)) as world:
+        start = time.process_time()
+        with torch.device("meta"):
+            model = llama3.Llama3(config)
+        data_parallel(model, make_mesh(world), mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
+        traced = trace_step(model, ce_step, token_batches(config.vocab_size, "cpu")(0, 0), repeat_layers="auto")
+        passes = construct_default_graph_passes(n_layers=layers)
+        rewritten = apply_graph_passes(traced.gm, traced.example_inputs, passes)
+        text = graphtext.render(rewritten)
+        seconds = time.process_time() - start
+    buckets = len({str(node.meta.get("fsdp_bucket")) for node in rewritten.graph.nodes}) // 2  # in both directions
+    assert traced.repeated is not None
+    assert traced.repeated.stamped, traced.repeated
+    assert buckets > layers, buckets
+    assert text
+    gigabytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
+    met = seconds <= 10 and gigabytes <= 4
+    print(f"{layers} layers on {ranks} ranks, {len(traced.gm.graph.nodes)} nodes, {buckets} buckets:", end=" ")
+    print(f"{seconds:.1f} CPU s, {gigabytes:.2f} GB; at most 10 s and 4 GB: {'met' if met else 'MISSED'}")
+    return met
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, nargs="+", default=[8, 32, 64, 126])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--repeated", action="store_true", help="stamped layers against a full trace")
+    parser.add_argument("--wide", action="store_true", help="126 layers on 4,096 ranks")
     options = parser.parse_args()
+    if options.wide:
+        return 0 if report_wide() else 1
     met = report_repeated(options.rounds)
     if not options.repeated:
         sizes, times = [], []

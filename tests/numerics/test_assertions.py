@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import re
 
 import pytest
 import torch
@@ -40,6 +41,17 @@ def test_equal_fails_where_nobody_looked(run):
 def test_different_passes_on_one_bit(run):
     verdict = assert_bitwise_different(faulty((1, 0, "weight", NAMES[1])), run())
     assert verdict.differing_elements == 1
+
+
+def test_a_control_that_any_rank_may_fail_is_told_to_who_judges_all(run):
+    """By its place, and whether it was equal; the rank itself goes on."""
+    with facts.collecting() as told, facts.watching({"control": lambda **_: None}):
+        assert_bitwise_different(run(), run(), on="any rank")
+        assert_bitwise_different(faulty((1, 0, "weight", NAMES[1])), run(), on="any rank", what="swapped")
+    equal, different = [fact for fact in told if fact["kind"] == "control"]
+    assert equal["equal"]
+    assert re.fullmatch(r"test_assertions\.py:\d+", equal["what"])
+    assert different == {"kind": "control", "equal": False, "what": "swapped"}
 
 
 def test_different_fails_where_all_is_equal(run):

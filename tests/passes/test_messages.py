@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch import fx
 
 from pytest_gtrainer import (
     apply_graph_passes,
@@ -15,6 +16,7 @@ from pytest_gtrainer import (
 from pytest_gtrainer._torch.passes import ALL_GATHER, WAIT
 from pytest_gtrainer.graph.collectives import PlanError
 from pytest_gtrainer.passes import joint as bucketing
+from pytest_gtrainer.passes.graph_pass import lint
 from pytest_gtrainer.references.eager import shard_eagerly
 
 pytestmark = pytest.mark.gt_world("fake", size=4, mesh={"fsdp": 4})
@@ -51,6 +53,21 @@ def test_a_node_out_of_order_names_the_users_input_that_it_is_made_from(make_net
 
     with pytest.raises(RuntimeError, match=r"embed_last left .* reads embedding \(.*made from .*weight, input \w+\)"):
         apply_graph_passes(traced.gm, None, [embed_last])
+
+
+@pytest.mark.parametrize(("inputs", "more"), [(3, ""), (5, " and 2 more")])
+def test_a_node_out_of_order_names_three_of_the_inputs_that_it_is_made_from(inputs, more):
+    """Of a node in no module."""
+    graph = fx.Graph()
+    given = [graph.placeholder(f"{name}_1") for name in "abcde"[:inputs]]
+    for name, node in zip("abcde", given, strict=False):
+        node.meta["gt_input"] = {"kind": "input", "fqn": name}
+    joined = graph.call_function(torch.stack, (given,))
+    graph.output(graph.call_function(torch.neg, (joined,)))
+    graph.output_node().prepend(joined)
+    told = rf"reads stack \(fwd, no module, made from input a, input b, input c{more}\), which comes after it"
+    with pytest.raises(RuntimeError, match=told):
+        lint(graph, "last")
 
 
 def keep(gm, example_inputs=None):

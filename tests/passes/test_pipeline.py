@@ -512,3 +512,12 @@ def test_a_collective_of_dtensor_that_nobody_reads_stays():
     assert [str(node.target) for node in gm.graph.nodes if node.op == "call_function"] == [
         "_dtensor.shard_dim_alltoall.default"
     ]
+
+
+def test_who_watches_pipelines_is_given_both_graphs(neg_of_detach):
+    """As bisection does: the graph that was given, and the one that all passes made of it."""
+    told = []
+    with facts.watching({"graph_passes": lambda given, result: told.append((given, result))}):
+        done = apply_graph_passes(neg_of_detach, None, [marked_pass])
+    assert told == [(neg_of_detach, done)]
+    assert done is not neg_of_detach

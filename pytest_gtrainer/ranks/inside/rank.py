@@ -157,7 +157,9 @@ class Rank:
                     if capture is not None:  # as pytest does around a phase; collecting leaves it suspended
                         stack.callback(capture.suspend_global_capture)
                         capture.resume_global_capture()
-                    result = _pickled(function(*args))
+                    value = function(*args)
+                    session.wait_for_gpu()
+                    result = _pickled(value)
             except BaseException as error:
                 self._send(session.raised(error))
                 shown = error.__traceback__  # without this module's own frames on top

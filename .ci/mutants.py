@@ -50,7 +50,7 @@ PASS = "graph_pass"
 EQUIVALENT = ROOT / "tests" / "equivalent_mutants.txt"
 TESTS = {
     "passes": ["tests/passes"],
-    "tracing": ["tests/tracing", "tests/models"],
+    "tracing": ["tests/tracing", "tests/models", "tests/passes/test_stages.py", "tests/parity/test_pipeline.py"],
     "references": [
         "tests/references",
         "tests/parity",

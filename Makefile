@@ -1,8 +1,8 @@
 # Only Python (3.11 or later) and make are needed; everything else is installed into .venv.
 PYTHON ?= python3
 PY := .venv/bin/python
-# DEVICE=cpu: where there are GPUs, but fewer than eight, ranks have to be told to do without.
-PYTEST := $(PY) -m pytest$(if $(DEVICE), --gt-device=$(DEVICE))
+# GT_DEVICE=cpu: where there are GPUs, but fewer than eight, ranks have to be told to do without.
+PYTEST := $(PY) -m pytest$(if $(GT_DEVICE), --gt-device=$(GT_DEVICE))
 # A worker a core is enough: tests on ranks start processes of their own.
 WORKERS ?= 2
 BENCHMARKS := digest records operators simulated graphtext graphdiff threads chunking ranks passes tracing

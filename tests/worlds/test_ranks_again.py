@@ -10,6 +10,7 @@ from torch.distributed._functional_collectives import all_reduce
 from pytest_gtrainer._torch.passes import extra_group
 from pytest_gtrainer.ranks import wire
 from pytest_gtrainer.ranks.caller import RankError
+from pytest_gtrainer.ranks.inside import session
 from pytest_gtrainer.ranks.merge import reports_of
 from pytest_gtrainer.ranks.watch import Incident, RanksOutcome
 
@@ -86,3 +87,37 @@ def test_of_functions_that_fail_alike_the_lowest_rank_is_told(gt_ranks):
     with pytest.raises(RankError, match="rank 0 raised ValueError: of rank 0") as told:
         gt_ranks.run(all_fail, size=3)
     assert told.value.rank == 0
+
+
+@pytest.mark.parametrize(("broken", "condition"), [(False, "fit"), (True, "killed")])
+def test_ranks_are_ended_behind_an_error_on_a_gpu(broken, condition):
+    """Of any rank: its process can launch nothing more, and the next test would be blamed."""
+    states = wire.GroupState(True, 1), wire.GroupState(not broken, 1, broken=broken)
+    done = {rank: wire.ItemDone((), (), None, state) for rank, state in enumerate(states)}
+    assert RanksOutcome(2, done).condition() == condition
+
+
+class Event:
+    """One of CUDA's: done, under way for ever, or behind a kernel that has failed."""
+
+    def __init__(self, answer):
+        self.record, self.answer = lambda: None, answer
+
+    def query(self):
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return self.answer
+
+
+def test_a_kernel_that_fails_behind_the_last_line_fails_the_test(monkeypatch):
+    """A GPU is played: tests/gpu/test_devices.py has a real one."""
+    answers = [True, False, RuntimeError("CUDA error: device-side assert triggered\nmore words")]
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "Event", lambda: Event(answers.pop(0)))
+    monkeypatch.setattr(session, "GPU_LIMIT", 0.01)
+    session.wait_for_gpu()
+    session.wait_for_gpu()  # that never ends is not waited for without end
+    told = "a kernel that the test left running: CUDA error: device-side assert triggered"
+    with pytest.raises(pytest.fail.Exception) as caught:
+        session.wait_for_gpu()
+    assert str(caught.value) == f"{told}; CUDA_LAUNCH_BLOCKING=1 shows which"

@@ -1,16 +1,18 @@
 """A long simulated training, as multi-node validation runs are read: digests of the weights, step by step.
 
     python -m benchmarks.simulate [--ranks 64 128 256] [--steps 25] [--nodes-of 8] [--tp 4]
+    python -m benchmarks.simulate --ranks 1024 --replicate 16 --sides graph
 
 The rewritten graph and eager ``fully_shard`` train Llama 3 of two layers, as wide as the ranks divide, in
 one process, with sums in the order of the default rings. Every line is one step; the two digests of all
 ranks' weights must be equal. Times and peak memory of each side are printed, with the limits that they
 should keep on two cores: 1 minute for 64 ranks of 25 steps by graph, 5 minutes and 2 GB for 256; eagerly
-twice the time, and 4 GB. Each side runs in a process of its own. Limits are on CPU time: one thread computes
+twice the time, and 3 GB. Each side runs in a process of its own. Limits are on CPU time: one thread computes
 at a time, so that is what a machine with nothing else to do takes; the time on the clock is told, too.
 ``--tp 4`` lets four ranks share a model by tensor and sequence parallelism, inside a node if nodes are of eight, with
 FSDP across; it has no limits. Of ``--tp 8`` equal digests prove less: with one data rank a node, every channel adds in
-the same order.
+the same order. ``--replicate 16`` is hybrid sharding with 16 replicas. The ranks of one replica have to divide every
+dimension, so 1,024 ranks can then train a narrow model.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ import multiprocessing
 import resource
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor, nn
@@ -35,7 +37,13 @@ from pytest_gtrainer.references.simulated import SimulatedGraphRun, simulated_ea
 from pytest_gtrainer.worlds.fake import net_of, simulated_world
 from pytest_gtrainer.worlds.spec import make_spec
 
-LIMITS = {("graph", 64): (60, 2), ("eager", 64): (120, 4), ("graph", 256): (300, 2), ("eager", 256): (600, 4)}
+LIMITS = {
+    ("graph", 64): (60, 2),
+    ("eager", 64): (120, 4),
+    ("graph", 256): (300, 2),
+    ("eager", 256): (600, 3),
+    ("graph", 1024): (300, 4),
+}
 """CPU seconds and GB for 25 steps, by side and ranks."""
 
 
@@ -80,9 +88,9 @@ def steps_of(parts: Iterable[WeightDigests]) -> dict[int, str]:
 
 
 def config_of(mesh: DeviceMesh, steps: int) -> TrainConfig:
-    """Llama 3 of two layers whose every dimension the ranks divide."""
-    width = max(64, mesh.size())
-    vocabulary = max(256, mesh.size())
+    """Llama 3 of two layers whose every dimension the ranks that share a replica divide."""
+    sharing = mesh.size() // (mesh["replicate"].size() if "replicate" in (mesh.mesh_dim_names or ()) else 1)
+    width, vocabulary = max(64, sharing), max(256, sharing)
     sizes = llama3.Llama3Config(width, n_heads=8, n_kv_heads=8, ffn_dim=2 * width, vocab_size=vocabulary)
     parallel = Parallelism({"sequence": True} if "tp" in (mesh.mesh_dim_names or ()) else None)
 
@@ -95,11 +103,12 @@ def config_of(mesh: DeviceMesh, steps: int) -> TrainConfig:
     return llama3_training(mesh, "bf16_fp32", parallel=parallel, model=model, steps=steps)
 
 
-def train(side: str, ranks: int, nodes: int, steps: int, tp: int = 1) -> Run:
+def train(side: str, ranks: int, nodes: int, steps: int, tp: int = 1, replicate: int = 1) -> Run:
     """Train all ranks; memory is the peak of this process."""
     config = functools.partial(config_of, steps=steps)
     wall, cpu = time.perf_counter(), time.process_time()
-    mesh = None if tp == 1 else {"dp": ranks // tp, "tp": tp}
+    extents = {"replicate": replicate, "dp": ranks // tp // replicate, "tp": tp}
+    mesh = {name: extent for name, extent in extents.items() if extent > 1 or name == "dp"}
     with simulated_world(make_spec("simulated", size=ranks, nodes=nodes, mesh=mesh)) as world:
         if side == "graph":
             parts = [WeightDigests()]
@@ -119,25 +128,30 @@ def main() -> int:
     options.add_argument("--steps", type=int, default=25)
     options.add_argument("--nodes-of", type=int, default=8, help="ranks a node")
     options.add_argument("--tp", type=int, default=1, help="ranks that share a model")
+    options.add_argument("--replicate", type=int, default=1, help="replicas, each sharded over the other ranks")
+    options.add_argument("--sides", nargs="+", choices=["graph", "eager"], default=["graph", "eager"])
     chosen = options.parse_args()
     good = True
     for ranks in chosen.ranks:
-        good &= compare_sides(ranks, ranks // chosen.nodes_of, chosen.steps, chosen.tp)
+        sizes = (ranks, ranks // chosen.nodes_of, chosen.steps, chosen.tp, chosen.replicate)
+        good &= compare_sides(chosen.sides, *sizes)
     return 0 if good else 1
 
 
-def compare_sides(ranks: int, nodes: int, steps: int, tp: int = 1) -> bool:
-    """Train both sides, print their table; whether all digests are equal and the limits kept."""
+def compare_sides(sides: Sequence[str], ranks: int, nodes: int, steps: int, tp: int, replicate: int) -> bool:
+    """Train the sides, print their table; whether all digests are equal and the limits kept."""
     runs = {}
-    for side in ("graph", "eager"):
+    for side in sides:
         with multiprocessing.get_context("spawn").Pool(1) as pool:
-            runs[side] = pool.apply(train, (side, ranks, nodes, steps, tp))
-    print(f"{ranks} ranks on {nodes} nodes{f', {tp} of them a model' if tp > 1 else ''}, digests of all ranks' weights")
+            runs[side] = pool.apply(train, (side, ranks, nodes, steps, tp, replicate))
+    kinds = f"{f', {tp} of them a model' if tp > 1 else ''}{f', {replicate} replicas' if replicate > 1 else ''}"
+    print(f"{ranks} ranks on {nodes} nodes{kinds}, digests of all ranks' weights")
     same = True
-    for step, graph in runs["graph"].digests.items():
-        eager = runs["eager"].digests[step]
-        same &= graph == eager
-        print(f"  step {step:>2}  graph {graph}  eager {eager}  {'equal' if graph == eager else 'DIFFERENT'}")
+    for step in range(steps):
+        digests = {side: run.digests[step] for side, run in runs.items()}
+        same &= len(set(digests.values())) == 1
+        told = "" if len(digests) == 1 else "equal" if same else "DIFFERENT"
+        print(f"  step {step:>2}  {'  '.join(f'{side} {digest}' for side, digest in digests.items())}  {told}".rstrip())
     kept = [_within(side, ranks, run, steps if tp == 1 else 0) for side, run in runs.items()]
     return same and all(kept)
 

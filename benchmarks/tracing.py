@@ -3,6 +3,7 @@
     python -m benchmarks.tracing [--layers 8 32 64 126] [--rounds 3]
     python -m benchmarks.tracing --repeated [--rounds 3]
     python -m benchmarks.tracing --wide
+    python -m benchmarks.tracing --once [--rounds 3]
 
 Llama 3 (debug) with sharded parameters under a fake world of 8. Both sides trace the same forward, loss and
 backward on the same fake tensors, in turns, with garbage collection off; times are CPU seconds, medians. The plain
@@ -13,7 +14,8 @@ First come Llama 3 of 126 layers and DeepSeek-V3 of 61, each with ``repeat_layer
 seconds of user CPU, with the peak of memory of the process so far; how the stamped trace grows from 32 to 126 layers;
 and microseconds a node, which depend on the machine and are not judged. Each has to be stamped. ``--repeated``
 measures these alone. ``--wide`` traces, buckets and writes Llama 3 of 126 layers as rank 0 of 4,096, which do not
-divide its sizes: 10 CPU seconds and 4 GB at most.
+divide its sizes: 10 CPU seconds and 4 GB at most. ``--once`` traces on 8 gloo ranks, on all of them and by
+``trace_once`` in turns: CPU seconds of the 8 processes together, a third at most. Two of eight traces are a quarter.
 """
 
 from __future__ import annotations
@@ -24,28 +26,37 @@ import pstats
 import resource
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 import torch
+import torch.distributed as dist
+import torch.multiprocessing
 from torch import fx, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from benchmarks.passes import collection_frozen, exponent
 from fixtures.models import deepseek_v3, llama3
 from fixtures.models.loss import ce_step
-from fixtures.training import token_batches
+from fixtures.training import llama3_training, token_batches
 from pytest_gtrainer import (
     MixedPrecisionPolicy,
     apply_graph_passes,
     construct_default_graph_passes,
     data_parallel,
     graphtext,
+    trace_once,
     trace_step,
 )
 from pytest_gtrainer._torch.tracing import new_fake_mode
+from pytest_gtrainer.references.config import new_model
+from pytest_gtrainer.references.graph import shard_traceably
 from pytest_gtrainer.tracing.model import ModelState, local, rewrap
 from pytest_gtrainer.worlds.fake import fake_world, make_mesh
 from pytest_gtrainer.worlds.spec import World, make_spec
@@ -204,13 +215,45 @@ def report_wide(layers: int = 126, ranks: int = 4096) -> bool:
     return met
 
 
+def trace_in_turns(rank: int, size: int, store: str, rounds: int, seconds: Any) -> None:
+    """One of ``size`` ranks: CPU seconds of a trace on every rank, and by ``trace_once``, after one to warm up."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.FileStore(store, size), rank=rank, world_size=size)
+    mesh = init_device_mesh("cpu", (size,))
+    config = llama3_training(mesh, "bf16_fp32")
+    model, inputs = shard_traceably(new_model(config), config), config.inputs(0)
+    trace = partial(trace_step, model, config.step, inputs)
+    for turn in range(rounds + 1):
+        for place, tracer in enumerate((trace, partial(trace_once, trace, model, inputs, mesh))):
+            dist.barrier()
+            start = time.process_time()
+            tracer()
+            seconds[(2 * turn + place) * size + rank] = time.process_time() - start
+    dist.destroy_process_group()
+
+
+def report_once(rounds: int, size: int = 8) -> bool:
+    seconds = torch.zeros(2 * (rounds + 1) * size).share_memory_()
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = (size, str(Path(folder) / "store"), rounds, seconds)
+        torch.multiprocessing.spawn(trace_in_turns, arguments, nprocs=size)
+    everywhere, once = seconds.view(rounds + 1, 2, size)[1:].sum(2).median(0).values.tolist()
+    met = once / everywhere <= 1 / 3
+    print(f"8 ranks trace Llama 3: {everywhere:.2f} CPU s on all, {once:.2f} by trace_once:", end=" ")
+    print(f"{once / everywhere:.2f}, at most 0.33: {'met' if met else 'MISSED'}")
+    return met
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, nargs="+", default=[8, 32, 64, 126])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--repeated", action="store_true", help="stamped layers against a full trace")
     parser.add_argument("--wide", action="store_true", help="126 layers on 4,096 ranks")
+    parser.add_argument("--once", action="store_true", help="8 ranks, each or two of them tracing")
     options = parser.parse_args()
+    if options.once:
+        return 0 if report_once(options.rounds) else 1
     if options.wide:
         return 0 if report_wide() else 1
     met = report_repeated(options.rounds)

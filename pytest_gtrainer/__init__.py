@@ -34,6 +34,7 @@ _NAMES: dict[str, tuple[str, ...]] = {
     "references.eager": ("eager_bucket_layout",),
     "references.config": ("TrainConfig",),
     "references.chunked": ("eager_chunked",),
+    "references.hand_over": ("HandOverError", "trace_once"),
     "references.parity": ("assert_parity", "assert_simulated_parity", "train_eager", "train_graph"),
     "references.replicas": ("assert_replicas_equal",),
     "worlds.simulated": ("VacuousCheck",),

@@ -24,11 +24,16 @@ def empty_graph(like: fx.Graph) -> fx.Graph:
 
 
 def finished(graph: fx.Graph, like: fx.GraphModule, attributes: dict[str, Any]) -> fx.GraphModule:
-    """The graph, whose ``get_attr`` nodes name ``attributes``, as a module like ``like``; its code is made late."""
+    """The graph, whose ``get_attr`` nodes name ``attributes``, as a module like ``like``."""
     graph.set_codegen(like.graph._codegen)
     graph.lint()
+    return lazy_module(attributes, graph, like.meta, like.shape_env)
+
+
+def lazy_module(attributes: Any, graph: fx.Graph, meta: dict[str, Any], shape_env: Any) -> fx.GraphModule:
+    """A graph as a module without code until somebody asks; ``attributes`` are named, or a module that has them."""
     made: fx.GraphModule = _LazyGraphModule(attributes, graph)
-    made.meta, made.shape_env = dict(like.meta), like.shape_env
+    made.meta, made.shape_env = dict(meta), shape_env
     return made
 
 
@@ -39,9 +44,7 @@ def copied_lazily(gm: fx.GraphModule) -> fx.GraphModule:
     output = new.output(new.graph_copy(old, {}))
     output.meta = copy.copy(old.output_node().meta)
     new.set_codegen(copy.deepcopy(old._codegen))
-    copied: fx.GraphModule = _LazyGraphModule(gm, new)
-    copied.meta, copied.shape_env = dict(gm.meta), gm.shape_env
-    return copied
+    return lazy_module(gm, new, gm.meta, gm.shape_env)
 
 
 def compiled(gm: fx.GraphModule) -> fx.GraphModule:

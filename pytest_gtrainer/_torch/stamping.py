@@ -18,7 +18,7 @@ import torch
 
 from pytest_gtrainer._torch import private_names
 from pytest_gtrainer._torch.chunking import Renaming, renamed_number
-from pytest_gtrainer._torch.values import SYMBOLIC, FakeTensor, storage_id
+from pytest_gtrainer._torch.values import SYMBOLIC, FakeTensor, FakeTensorMode, storage_id
 
 with private_names():
     from torch.overrides import _get_current_function_mode_stack
@@ -52,11 +52,26 @@ def new_storage(nbytes: Any) -> torch.UntypedStorage:
     return shown.untyped_storage()
 
 
+def fake_on_storage(
+    mode: FakeTensorMode, storage: torch.UntypedStorage, dtype: torch.dtype, device: torch.device,
+    view: tuple[Any, Any, Any], attributes: dict[torch.device, dict[str, Any]],
+) -> FakeTensor:  # fmt: skip
+    """A fake tensor that shows this ``view`` (size, stride, offset) of given memory; without the mode's dispatch.
+    ``attributes`` keeps what a fake tensor holds beside its extents, for all tensors of the mode."""
+    shown = torch.empty(0, dtype=dtype, device="meta").set_(storage, 0, (0,), (1,)).as_strided(*view)
+    if device not in attributes:
+        attributes[device] = dict(vars(FakeTensor(mode, shown, device)))
+    made = torch.Tensor._make_subclass(FakeTensor, shown, False, dispatch_device=True, device_for_backend_keys=device)
+    torch._C._set_throw_on_mutable_data_ptr(made)
+    vars(made).update(attributes[device])
+    return made
+
+
 class Renamed:
     """Numbers and tensors of a copy, in its own symbols; a number that stands in many places is made once."""
 
     def __init__(self, attributes: dict[torch.device, dict[str, Any]]) -> None:
-        """``attributes`` keeps what a new fake tensor holds beside its extents, for all copies of one trace."""
+        """``attributes`` as for ``fake_on_storage``."""
         self.renaming: Renaming = {}
         self._numbers: dict[Any, Any] = {}
         self._attributes = attributes
@@ -71,20 +86,13 @@ class Renamed:
         return self._numbers[key]
 
     def on_storage(self, like: FakeTensor, storage: torch.UntypedStorage) -> FakeTensor:
-        """A fake tensor like another, on other memory; without the mode's dispatch."""
+        """A fake tensor like another, on other memory."""
         size, stride, offset = like.size(), like.stride(), like.storage_offset()
         if self.renaming:
             size, stride = torch.Size(map(self.number, size)), tuple(map(self.number, stride))
             offset = self.number(offset)
-        shown = torch.empty(0, dtype=like.dtype, device="meta").set_(storage, 0, (0,), (1,))
-        shown, device = shown.as_strided(size, stride, offset), like.fake_device
-        if device not in self._attributes:
-            self._attributes[device] = dict(vars(FakeTensor(like.fake_mode, shown, device)))
-        given = {"dispatch_device": True, "device_for_backend_keys": device}
-        made = torch.Tensor._make_subclass(FakeTensor, shown, False, **given)
-        torch._C._set_throw_on_mutable_data_ptr(made)
-        vars(made).update(self._attributes[device])
-        return made
+        view = size, stride, offset
+        return fake_on_storage(like.fake_mode, storage, like.dtype, like.fake_device, view, self._attributes)
 
 
 def copy_facts(env: Any, renaming: Renaming) -> None:

@@ -70,6 +70,8 @@ class TrainConfig:
         context: entered around forward and backward of every step, on both sides: ``loss_parallel``, say.
         record_rng: record the states of all random generators before each step.
         repeat_layers: how the graph's side traces, as for ``trace_step``: "off", "auto" or "exact".
+        trace_once: trace on the first and the last rank of ``mesh`` and hand the graph to the others, if it is the same
+            on both; see ``trace_once``. Spares time where ranks share cores.
         steps: number of steps.
     """
 
@@ -89,6 +91,7 @@ class TrainConfig:
     context: Callable[[], AbstractContextManager[object]] = nullcontext
     record_rng: bool = False
     repeat_layers: str = "off"
+    trace_once: bool = False
     steps: int = 5
 
     def __post_init__(self) -> None:

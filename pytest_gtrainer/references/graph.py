@@ -22,6 +22,7 @@ from pytest_gtrainer.numerics.record import Record
 from pytest_gtrainer.passes.graph_pass import BoundPass, Pass
 from pytest_gtrainer.passes.pipeline import apply_graph_passes, construct_default_graph_passes
 from pytest_gtrainer.references.config import TrainConfig, bucket_modules, new_model, train
+from pytest_gtrainer.references.hand_over import trace_once
 from pytest_gtrainer.references.replicas import texts_of_ranks
 from pytest_gtrainer.tracing.sharding import data_parallel
 from pytest_gtrainer.tracing.stage import TracedStage
@@ -82,9 +83,9 @@ def shard_traceably(model: nn.Module, config: TrainConfig) -> nn.Module:
 def trace_config(config: TrainConfig, model: nn.Module) -> TracedStep:
     """Trace the step on the first batch's shapes, drawing nothing; CannotRestore if a recomputed region would draw."""
     with random_states_kept(), config.context():
-        traced = trace_step(
-            model, config.step, config.inputs(0), chunk=config.chunk, repeat_layers=config.repeat_layers
-        )
+        inputs = config.inputs(0)
+        trace = partial(trace_step, model, config.step, inputs, chunk=config.chunk, repeat_layers=config.repeat_layers)
+        traced = trace_once(trace, model, inputs, config.mesh) if config.trace_once else trace()
     checkpoint = config.activation_checkpoint
     # what a checkpoint puts back before it recomputes, a graph cannot: then the backward may not draw
     for node in traced.gm.graph.nodes if checkpoint is not None and checkpoint.preserve_rng_state else ():

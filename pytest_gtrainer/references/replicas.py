@@ -28,13 +28,25 @@ class ReplicaWarning(UserWarning):
 
 def texts_of_ranks(text: str) -> list[str]:
     """Each rank's text, by rank; every rank must call it. ``dist.all_gather_object`` does this too, but needs NumPy."""
-    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
     content = text.encode()
-    lengths = _all_gather(torch.tensor([len(content)], device=device))
+    lengths = _all_gather(torch.tensor([len(content)], device=_device()))
     longest = max(1, *(int(length) for length in lengths))
-    padded = torch.frombuffer(bytearray(content.ljust(longest)), dtype=torch.uint8).to(device)
+    padded = torch.frombuffer(bytearray(content.ljust(longest)), dtype=torch.uint8).to(_device())
     rows = zip(_all_gather(padded), lengths, strict=True)
     return [bytes(row[: int(length)].tolist()).decode() for row, length in rows]
+
+
+def sent_from(sender: int, content: bytes) -> bytes:
+    """The bytes of one rank, at least one, on every rank; every rank must call it."""
+    length = torch.tensor([len(content)], device=_device())
+    dist.broadcast(length, sender)
+    data = torch.frombuffer(bytearray(content.ljust(int(length))[: int(length)]), dtype=torch.uint8).to(_device())
+    dist.broadcast(data, sender)
+    return bytes(data.tolist())
+
+
+def _device() -> str:
+    return "cuda" if dist.get_backend() == "nccl" else "cpu"
 
 
 def _all_gather(tensor: torch.Tensor) -> list[torch.Tensor]:

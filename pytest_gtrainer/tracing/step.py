@@ -83,6 +83,7 @@ class TracedStep:
         rank: the rank that a sharded model was traced as; None without sharded parameters.
         twin: the same step's graph on other inputs, if it was asked for.
         repeated: with ``repeat_layers``, the layers that were stamped, and those that were traced in full and why.
+        handed_over: behind ``trace_once``, where the graph is from: "from rank 0", or why this rank traced itself.
     """
 
     gm: fx.GraphModule
@@ -95,6 +96,7 @@ class TracedStep:
     rank: int | None = None
     twin: fx.GraphModule | None = None
     repeated: RepeatedLayers | None = None
+    handed_over: str = ""
 
     @property
     def state_fqns(self) -> tuple[str, ...]:

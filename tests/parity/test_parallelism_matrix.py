@@ -1,8 +1,8 @@
 """The kinds of parallelism that people train with, all combined: the rewritten graph against eager ``fully_shard``.
 
-On 4 and 8 ranks, and on two simulated nodes of 8, where the order of a sum shows. A control of every cell must differ:
-payloads in another order or, where that does not show, gradients reduced in bf16. ``make matrix`` runs all cells,
-``make test`` and ``make check`` some.
+On 4 and 8 ranks, and on simulated nodes of 8, where the order of a sum shows: two, and of Llama 3 also eight. A
+control of every cell must differ: payloads in another order or, where that does not show, gradients reduced in bf16.
+``make matrix`` runs all cells, ``make test`` and ``make check`` some.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from pytest_gtrainer.numerics.sweep import Cell
 from pytest_gtrainer.references.replicas import texts_of_ranks
 
 MODELS = {"llama3": llama3_training, "deepseek_v3": deepseek_v3_training}
-SIXTEEN = {"llama3": "debug", "deepseek_v3": "debug_sixteen"}  # flavors whose shards on 16 simulated ranks are alike
 FLAVORS = {"llama3": "debug", "deepseek_v3": "debug_small"}
+SIMULATED = {16: {"llama3": "debug", "deepseek_v3": "debug_sixteen"}, 64: {"llama3": "debug_64"}}  # shards are alike
 TENSOR = {"none": None, "tp": {}, "tp_sp": {"sequence": True}}
 SHARED: dict[str, tuple[Any, ...]] = {
     "shard": ("fsdp", "hsdp"),
@@ -31,7 +31,7 @@ SHARED: dict[str, tuple[Any, ...]] = {
     "world": (4, 8, 16),
 }
 AXES: dict[str, dict[str, tuple[Any, ...]]] = {
-    "llama3": {"tensor": ("none", "tp", "tp_sp"), **SHARED},
+    "llama3": {"tensor": ("none", "tp", "tp_sp"), **SHARED, "world": (4, 8, 16, 64)},
     "deepseek_v3": {"tensor": ("none", "tp", "tp_sp"), "experts": (False, True), **SHARED},
 }
 CONTEXTS = ("gather", "ulysses")
@@ -59,7 +59,8 @@ def _rules(name: str) -> tuple[Rule, ...]:
             ),
         ]
     # a causal mask begins at the rank's own place in the gathered sequence
-    rules.append(Rule("refused", {"world": 16, "context": "gather"}, reason="the graph depends on the rank"))
+    for world in (world for world, flavors in SIMULATED.items() if name in flavors):
+        rules.append(Rule("refused", {"world": world, "context": "gather"}, reason="the graph depends on the rank"))
     return (*rules, PARITY)
 
 
@@ -96,7 +97,7 @@ def _cells() -> list[Any]:
         for cell in sweep.cells:
             marks = [] if str(cell) in DIAGONAL[name] else [pytest.mark.long]
             if sweep.rule(cell).claim != "not judged":
-                kind, nodes = ("simulated", 2) if cell["world"] == 16 else ("ranks", 1)
+                kind, nodes = ("simulated", cell["world"] // 8) if cell["world"] in SIMULATED else ("ranks", 1)
                 marks.append(pytest.mark.gt_world(kind, size=cell["world"], nodes=nodes, mesh=mesh_of(cell)))
             params.append(pytest.param(name, cell, id=f"{name}-{cell}", marks=marks))
     return params
@@ -113,7 +114,7 @@ def test_parallelism(name: str, cell: Cell, request: pytest.FixtureRequest):
     with SWEEPS[name].judging(cell) as judge:
         world = request.getfixturevalue("gt_world")
         context = None if cell["context"] == "none" else cell["context"]
-        flavor = (SIXTEEN if cell["world"] == 16 else FLAVORS)[name]
+        flavor = SIMULATED.get(cell["world"], FLAVORS)[name]
         parallel = Parallelism(TENSOR[cell["tensor"]], context)
 
         def config(mesh, **changes):

@@ -72,9 +72,10 @@ def training(gt_mesh):
 
 
 @FOUR
-def test_equal_and_an_odd_payload_shows_it(training, gt_world):
+@pytest.mark.parametrize("trace_once", [False, True], ids=["own trace", "handed over"])
+def test_equal_and_an_odd_payload_shows_it(training, gt_world, trace_once):
     """The control sees other gradients on some rank, and the records have both steps."""
-    parity = assert_parity(training(steps=2), gt_world)
+    parity = assert_parity(training(steps=2, trace_once=trace_once), gt_world)
     assert "different" in seen_by_all(parity)
     assert len(parity.graph.select(step=1)) == len(parity.eager.select(step=0)) > 0
     assert [sum(slot.nbytes for slot in payload.slots) for payload in parity.layout.of("reduce_scatter")] == [

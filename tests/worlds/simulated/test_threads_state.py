@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import random
 import warnings
+from contextlib import nullcontext
+from pathlib import Path
 
 import numpy
 import pytest
@@ -19,7 +21,8 @@ from pytest_gtrainer._torch.values import FakeTensorMode
 from pytest_gtrainer.references.replicas import assert_replicas_equal
 from pytest_gtrainer.worlds.simulated import NoModel
 from pytest_gtrainer.worlds.simulated.interpreter import Interpreter, PerRank, RankGraph
-from pytest_gtrainer.worlds.simulated.threads import run_threads
+from pytest_gtrainer.worlds.simulated.threads import run, run_threads
+from pytest_gtrainer.worlds.simulated.threads.run import freed_at_once
 
 NET = NetModel(1, 3)
 
@@ -248,3 +251,33 @@ def total(rank):
     tensor = torch.full((1,), float(rank))
     dist.all_reduce(tensor)
     return tensor.item()
+
+
+def resident():
+    """MiB of memory that the process has."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
+def freed_of_holes():
+    """MiB that go back to the system when every second of 256 blocks of half a MiB is freed."""
+    blocks = [torch.ones(2**17) for _ in range(256)]
+    before = resident()
+    del blocks[::2]
+    return before - resident()
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads /proc")
+def test_with_many_ranks_freed_memory_goes_back_to_the_system_at_once():
+    """64 MiB of holes; afterwards they stay with the process, as glibc leaves them once larger blocks were freed."""
+    with freed_at_once():
+        assert freed_of_holes() > 60
+    assert freed_of_holes() < 4
+
+
+def test_from_64_ranks_on_memory_is_freed_at_once(monkeypatch):
+    entered = []
+    monkeypatch.setattr(run, "freed_at_once", lambda: entered.append(True) or nullcontext())
+    run_threads(63, lambda rank: None, net=NetModel(1, 63))
+    assert not entered
+    run_threads(64, lambda rank: None, net=NetModel(1, 64))
+    assert entered

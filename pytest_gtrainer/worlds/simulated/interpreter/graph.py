@@ -214,7 +214,7 @@ class RankLiterals:
 
 def check_same_on_all(first: RankGraph, last: RankGraph) -> None:
     """DependsOnRank if the last rank's graph is another; names may differ, and groups along one dimension."""
-    pairs = zip_longest(_lines(first, first.gm), _lines(last, last.gm), fillvalue=("nothing more", ""))
+    pairs = zip_longest(lines_of(first, first.gm), lines_of(last, last.gm), fillvalue=("nothing more", ""))
     for (ours, where), (theirs, elsewhere) in pairs:
         if ours != theirs:
             raise DependsOnRank(
@@ -224,7 +224,7 @@ def check_same_on_all(first: RankGraph, last: RankGraph) -> None:
             )
 
 
-def _lines(graph: RankGraph, gm: fx.GraphModule, prefix: str = "") -> Iterator[tuple[str, str]]:
+def lines_of(graph: RankGraph, gm: fx.GraphModule, prefix: str = "") -> Iterator[tuple[str, str]]:
     """Every node without what may differ between ranks, and in which place it stands."""
     numbers = {node: f"%{index}" for index, node in enumerate(gm.graph.nodes)}
     for index, node in enumerate(gm.graph.nodes):
@@ -238,7 +238,7 @@ def _lines(graph: RankGraph, gm: fx.GraphModule, prefix: str = "") -> Iterator[t
         line = f"{node.op} {target}{(args, kwargs)} -> {value_text(node.meta.get('val'))}"
         yield line, f"node {prefix}{index}, {input_name(node) if node.op == 'placeholder' else described(node)}"
         if isinstance(held, fx.GraphModule):
-            yield from _lines(graph, held, f"{prefix}{index}.")
+            yield from lines_of(graph, held, f"{prefix}{index}.")
 
 
 def _without_rank(graph: RankGraph, node: fx.Node, args: Sequence[Any]) -> list[Any]:

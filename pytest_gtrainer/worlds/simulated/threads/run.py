@@ -1,11 +1,12 @@
 """``run_threads``: a function on many ranks of one process."""
 
+import ctypes
 import itertools
 import threading
 import time
 import warnings
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, NoReturn
 
@@ -24,6 +25,8 @@ from pytest_gtrainer.worlds.simulated.threads.team import NotOnThreads, Released
 LIMIT = 300.0
 _GRACE = 2.0
 _NAMES_A_RUN = 1_000_000
+_MANY = 64  # ranks, from which on memory matters more than a few percent of time
+_M_MMAP_THRESHOLD = -3
 _runs = itertools.count(1)
 
 
@@ -53,10 +56,27 @@ def run_threads(size: int, function: Callable[..., Any], *args: Any, net: Net, t
             stack.enter_context(context)
         stack.enter_context(torch_threads.tracing_hooks(crew.refuse_tracing))
         stack.enter_context(torch_threads.isolated_threads(_refuse))
+        if size >= _MANY:
+            stack.enter_context(freed_at_once())
         stack.callback(forget_meshes)
         torch.set_num_threads(1)  # a thread that enters a parallel region starts a pool of its own
         with long_work(f"simulating {size} ranks"):
             return crew.run(timeout)
+
+
+@contextmanager
+def freed_at_once() -> Iterator[None]:
+    """Inside, glibc hands blocks of 128 KiB and more back to the system when they are freed; see mallopt(3).
+
+    By itself it raises this bound up to 32 MiB as such blocks are freed. Then holes between the tensors of hundreds of
+    ranks take as much memory as the tensors.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", lambda *_: 0)  # macOS has none
+    mallopt(_M_MMAP_THRESHOLD, 128 << 10)
+    try:
+        yield
+    finally:
+        mallopt(_M_MMAP_THRESHOLD, 32 << 20)
 
 
 def _refuse(what: str) -> NoReturn:

@@ -1,0 +1,176 @@
+"""One trace for all ranks: the first and the last rank trace, and the others take over the first one's graph.
+
+Ranks run one program, so their graphs differ in the names of their groups alone, unless ranks hold other sizes or code
+asks for its rank. Sizes are compared before anything is traced. What depends on the rank shows between the first and
+the last rank, as in a simulated world (S4); only code that treats a rank between them apart does not.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import zip_longest
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import fx, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from pytest_gtrainer._torch.graph_bytes import bytes_of, graphs_of
+from pytest_gtrainer._torch.process_groups import names_of_live_groups
+from pytest_gtrainer._torch.tracing import new_fake_mode
+from pytest_gtrainer._torch.values import OpOverload, local_part, pytree, schema
+from pytest_gtrainer.graph.nodes import argument_of
+from pytest_gtrainer.references.replicas import sent_from, texts_of_ranks
+from pytest_gtrainer.tracing.model import ModelState, tensor_text
+from pytest_gtrainer.tracing.step import TracedStep, rank_of
+from pytest_gtrainer.worlds.simulated.interpreter.graph import Partition, RankGraph, lines_of, nodes_within
+
+Partitions = Mapping[str, Partition]
+"""By the name of a group of this rank: every rank's group that was made in the same place of their order."""
+
+_GROUP = "group_name"
+
+
+class HandOverError(AssertionError):
+    """With ``check=True``: a rank traces another graph than the one that it was to take over."""
+
+
+def trace_once(
+    trace: Callable[[], TracedStep], model: nn.Module, inputs: Sequence[Any], mesh: DeviceMesh, *, check: bool = False
+) -> TracedStep:
+    """``trace()`` on the first and the last rank of ``mesh``; if both give one graph, the others take it over.
+
+    Every rank of the world has to call it. ``trace`` calls ``trace_step`` on this model and these inputs. ``mesh`` has
+    the ranks of data parallelism: beside them, tensor parallelism gives each rank numbers of its own. This spares CPU
+    time; on the clock it does so only where ranks share cores. ``TracedStep.handed_over`` says what was done, and why a
+    rank traced by itself. With ``check`` every rank traces, too, and compares.
+
+    Raises:
+        HandOverError: with ``check``, on the rank whose own graph is another; names the first node.
+    """
+    if dist.get_backend() == "fake":
+        return replace(trace(), handed_over="traced here: a fake world has no other rank")
+    # every rank issues the same collectives, whatever the ranks of its mesh find out
+    rank, ranks = dist.get_rank(), sorted(mesh.mesh.flatten().tolist())
+    ends, partitions = (ranks[0], ranks[-1]), _partitions_of_groups()
+    why = _difference_of_ranks(texts_of_ranks("\n".join(_given(model, inputs))), ranks)
+    traced, lines, written, failure = None, "", b"nothing", None
+    try:
+        if why or rank in ends:
+            traced = trace()
+        if traced is not None and not why:
+            lines = "\n".join(_lines(traced, partitions))
+            written = _written(traced, partitions)
+    except Exception as raised:  # the others must not wait for this rank
+        failure = raised
+    wrong = "" if failure is None else f"{type(failure).__name__}: {failure}"
+    states = [
+        json.loads(text) for text in texts_of_ranks(json.dumps([wrong, hashlib.sha256(lines.encode()).hexdigest()]))
+    ]
+    texts = texts_of_ranks("" if states[ends[0]] == states[ends[1]] else lines)
+    sent = {first: sent_from(first, written) for first in sorted(set(map(int, texts_of_ranks(str(ends[0])))))}
+    if failure is not None and traced is None:
+        raise failure
+    failed = next((f"rank {end} cannot hand over its graph, {states[end][0]}" for end in ends if states[end][0]), "")
+    if why := why or failed or _difference_of_ranks(texts, ends):
+        return replace(traced or trace(), handed_over=f"traced here: {why}")
+    if traced is not None:
+        return replace(traced, handed_over=f"traced here, and on rank {ends[rank == ends[0]]}, for {len(ranks)} ranks")
+    taken = _taken_over(sent[ends[0]], model, inputs, partitions)
+    if check and (differing := _difference(_lines(taken, partitions), _lines(trace(), partitions))):
+        raise HandOverError(
+            f"the graph of rank {ends[0]} is not that of rank {rank}: it has {differing[0]}, this rank {differing[1]}"
+        )
+    return taken
+
+
+def _partitions_of_groups() -> dict[str, Partition]:
+    """The groups that divide the world; every rank must call it."""
+    own = {name: dist.get_process_group_ranks(group) for group, name in names_of_live_groups().items()}
+    told = map(json.loads, texts_of_ranks(json.dumps(list(own.values()))))
+    made_together = dict(zip(own, zip(*told, strict=False), strict=False))
+    return {
+        name: tuple(dict.fromkeys(map(tuple, groups)))
+        for name, groups in made_together.items()
+        if all(groups[member] == group for group in groups for member in group)
+    }
+
+
+def _given(model: nn.Module, inputs: Sequence[Any]) -> Iterator[str]:
+    """What a trace is given: state and inputs, a line each."""
+    state = ModelState.of(model)
+    for fqn, tensor in zip(state.fqns, state.tensors, strict=True):
+        own, placed = tensor, ""
+        if isinstance(tensor, DTensor):
+            own, placed = local_part(tensor), f", {tensor.placements} over {tuple(tensor.device_mesh.shape)}"
+        yield f"{fqn} {_text(own)}{', trained' if tensor.requires_grad else ''}{placed}"
+    leaves, spec = pytree.tree_flatten(tuple(inputs))
+    for place, leaf in enumerate(leaves):
+        yield f"input {place} {_text(leaf) if isinstance(leaf, torch.Tensor) else repr(leaf)}"
+    yield f"inputs {spec}"
+
+
+def _text(tensor: torch.Tensor) -> str:
+    return f"{tensor_text(tensor)} of strides {tensor.stride()} on {tensor.device.type}"
+
+
+def _graphs(traced: TracedStep) -> list[fx.GraphModule]:
+    return [gm for gm in (traced.gm, traced.twin) if gm is not None]
+
+
+def _naming_groups(gm: fx.GraphModule) -> Iterator[tuple[fx.Node, int]]:
+    """Nodes that name a group, with its place among the operator's arguments."""
+    for node in nodes_within(gm):
+        for place, argument in enumerate(schema(node.target).arguments if isinstance(node.target, OpOverload) else ()):
+            if argument.name == _GROUP:
+                yield node, place
+
+
+def _lines(traced: TracedStep, partitions: Partitions) -> Iterator[str]:
+    """Every node of a step's graphs without what may differ between ranks, and where gradients are placed."""
+    for gm in _graphs(traced):
+        for node, _ in _naming_groups(gm):
+            if (name := argument_of(node, _GROUP)) not in partitions:
+                raise ValueError(f"its process group {name!r} has no counterpart on every rank")
+        for line, where in lines_of(RankGraph(gm, dist.get_rank(), dist.get_world_size(), partitions), gm):
+            yield f"{line} at {where}"
+    yield f"gradients placed {traced.gradient_placements}"
+
+
+def _written(traced: TracedStep, partitions: Partitions) -> bytes:
+    beside = tuple(partitions), traced.example_inputs, traced.gradient_placements, traced.repeated
+    return bytes_of(_graphs(traced), beside)
+
+
+def _taken_over(data: bytes, model: nn.Module, inputs: Sequence[Any], partitions: Partitions) -> TracedStep:
+    """The step that ``_written`` wrote, with the groups of this rank."""
+    (gm, *twins), (names, fakes, placements, repeated) = graphs_of(data, new_fake_mode())
+    own = dict(zip(names, partitions, strict=True))
+    for graph in (gm, *twins):
+        for node, place in _naming_groups(graph):
+            name = own[argument_of(node, _GROUP)]
+            if place < len(node.args):
+                node.update_arg(place, name)
+            else:
+                node.update_kwarg(_GROUP, name)
+            node.meta.pop("eager_input_vals", None)  # which names the group, too
+    state, spec = ModelState.of(model), pytree.tree_structure(tuple(inputs))
+    fqns = tuple(state.parameters), tuple(state.buffers), state.trainable
+    twin = twins[0] if twins else None
+    return TracedStep(gm, fakes, *fqns, spec, placements, rank_of(state), twin, repeated, "from another rank")
+
+
+def _difference_of_ranks(texts: Sequence[str], ranks: Sequence[int]) -> str:
+    """In which line the first rank that differs does so from the first of ``ranks``; "" if none does."""
+    for rank in ranks[1:]:
+        if differing := _difference(texts[ranks[0]].splitlines(), texts[rank].splitlines()):
+            return f"rank {ranks[0]} has {differing[0]}, rank {rank} {differing[1]}"
+    return ""
+
+
+def _difference(ours: Iterable[str], theirs: Iterable[str]) -> tuple[str, str] | None:
+    pairs = zip_longest(ours, theirs, fillvalue="nothing more")
+    return next(((one, other) for one, other in pairs if one != other), None)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeGuard
+from unittest.mock import patch
 
 import torch
 from torch import fx, nn
@@ -161,9 +162,7 @@ def thin(names: Names, calls: Calls) -> Iterator[None]:
             tickets = [each for each in layer.parameters() if each.requires_grad][:1]
             own = parameters_of(layer)
             for table in (own, buffers_of(layer), modules_of(layer)):
-                stack.callback(table.update, dict(table))
-                stack.callback(table.clear)
-                table.clear()
+                stack.enter_context(patch.dict(table, clear=True))
             own.update((f"ticket{index}", ticket) for index, ticket in enumerate(tickets))
             attributes = vars(layer)
             stack.callback(attributes.update, {key: attributes[key] for key in ("forward",) if key in attributes})

@@ -9,7 +9,7 @@
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -45,26 +45,18 @@ def watching_backward(begin: Callable[[int], None], end: Callable[[], None]) -> 
     """Call ``begin(number)`` before each autograd node computes, ``end()`` after; sums of gradients belong to none."""
 
     def run(outputs: Any, *args: Any, **kwargs: Any) -> Any:
-        handles = []
-        for node in _nodes(outputs):
-            number = node._sequence_nr()
-            handles.append(node.register_prehook(lambda _, number=number: begin(number)))
-            handles.append(node.register_hook(lambda *_: end()))
-        try:
+        with ExitStack() as hooks:
+            for node in _nodes(outputs):
+                number = node._sequence_nr()
+                hooks.callback(node.register_prehook(lambda _, number=number: begin(number)).remove)
+                hooks.callback(node.register_hook(lambda *_: end()).remove)
             return _engine_run_backward(outputs, *args, **kwargs)
-        finally:
-            for handle in handles:
-                handle.remove()
 
-    homes = (torch.autograd.graph, torch.autograd)
-    before = [home._engine_run_backward for home in homes]
-    for home in homes:
-        home._engine_run_backward = run
-    try:
+    with ExitStack() as replaced:
+        for home in (torch.autograd.graph, torch.autograd):
+            replaced.callback(setattr, home, "_engine_run_backward", home._engine_run_backward)
+            home._engine_run_backward = run
         yield
-    finally:
-        for home, function in zip(homes, before, strict=True):
-            home._engine_run_backward = function
 
 
 def _nodes(outputs: Any) -> Iterator[Any]:

@@ -16,12 +16,13 @@ import sympy  # type: ignore[import-untyped]
 import torch
 from torch import fx
 
+from pytest_gtrainer._torch.graph_text import symbolic
 from pytest_gtrainer._torch.values import SYMBOLIC, pytree, value_like
 
 ATTRIBUTES = {
     "torch.fx.experimental.symbolic_shapes:ShapeEnv": (
         "create_unbacked_symint", "ignore_fresh_unbacked_symbols", "var_to_range", "guards", "deferred_runtime_asserts",
-        "simplify", "create_symintnode", "create_symboolnode", "create_symfloatnode",
+        "simplify",
     ),
 }  # fmt: skip
 
@@ -57,7 +58,7 @@ def renew_symbols(meta: dict[str, Any], renaming: Renaming) -> None:
                 shape_env.var_to_range[renaming[symbol]] = shape_env.var_to_range[symbol]
         meta["unbacked_bindings"] = {renaming[symbol]: path for symbol, path in bindings.items()}
     if renaming and "val" in meta:
-        meta["val"] = _renamed(meta["val"], renaming)
+        meta["val"] = pytree.tree_map(lambda leaf: _renamed(leaf, renaming), meta["val"])
 
 
 def _numbers_in(value: Any) -> list[Any]:
@@ -79,21 +80,10 @@ def renamed_number(value: Any, renaming: Renaming) -> Any:
     """A symbolic number in other symbols; anything else as it is."""
     if not isinstance(value, SYMBOLIC) or renaming.keys().isdisjoint(value.node.expr.free_symbols):
         return value
-    return _number(value, value.node.expr.xreplace(renaming))
-
-
-def _number(like: Any, expression: sympy.Basic) -> Any:
-    """The expression as a symbolic number of the kind of another."""
-    env = like.node.shape_env
-    if isinstance(like, torch.SymBool):
-        return env.create_symboolnode(expression)
-    create = env.create_symintnode if isinstance(like, torch.SymInt) else env.create_symfloatnode
-    return create(expression, hint=None)
+    return symbolic(value.node.shape_env, value.node.expr.xreplace(renaming), value.node.pytype)
 
 
 def _renamed(value: Any, renaming: Renaming) -> Any:
-    if isinstance(value, list | tuple):
-        return type(value)(_renamed(item, renaming) for item in value)
     if torch.is_tensor(value) and _numbers_in(value):
         extents = ([renamed_number(e, renaming) for e in told] for told in (value.shape, value.stride()))
         return value_like(value, *extents)
@@ -113,11 +103,9 @@ def symbols_of(value: Any) -> list[sympy.Symbol]:
 def replaced(value: Any, numbers: dict[sympy.Symbol, int]) -> Any:
     """A SymInt, SymFloat or SymBool with numbers for symbols: a plain one if no other symbol is left."""
     found = expression_of(value).xreplace({symbol: sympy.Integer(number) for symbol, number in numbers.items()})
-    if isinstance(value, torch.SymBool):
-        return bool(found) if found in (sympy.true, sympy.false) else _number(value, found)
-    if found.is_number:
-        return int(found) if isinstance(value, torch.SymInt) else float(found)
-    return _number(value, found)
+    if found.is_number or found in (sympy.true, sympy.false):
+        return value.node.pytype(found)
+    return symbolic(value.node.shape_env, found, value.node.pytype)
 
 
 def failed_guards(gm: fx.GraphModule, numbers: dict[sympy.Symbol, int]) -> list[str]:

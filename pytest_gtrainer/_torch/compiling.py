@@ -135,8 +135,7 @@ def with_kernels_of_eager(
         given(list(inputs))
         return gm.forward(*inputs)
 
-    boxed: Callable[..., Any] = make_boxed_func(call)
-    return boxed
+    return make_boxed_func(call)
 
 
 def guards_allow(number: torch.SymInt, sizes: Mapping[Any, int]) -> bool:

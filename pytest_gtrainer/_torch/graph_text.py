@@ -113,8 +113,7 @@ def number_of(value: Any, given: Mapping[str, int]) -> int | list[str]:
 
 def operator_names() -> list[str]:
     """``aten::add.Tensor`` for every operator that the dispatcher knows now; takes 2 ms."""
-    names: list[str] = torch._C._dispatch_get_all_op_names()
-    return names
+    return torch._C._dispatch_get_all_op_names()
 
 
 def operator_overload(namespace: str, name: str, overload: str) -> OpOverload | None:
@@ -124,8 +123,7 @@ def operator_overload(namespace: str, name: str, overload: str) -> OpOverload | 
     except RuntimeError:
         return None
     packet = getattr(getattr(torch.ops, namespace), name)
-    found: OpOverload = getattr(packet, overload or "default")
-    return found
+    return getattr(packet, overload or "default")
 
 
 def higher_order_operators() -> dict[str, HigherOrderOperator]:

@@ -51,5 +51,4 @@ def fresh_cache() -> AbstractContextManager[Any]:
     """Inductor compiles into an empty folder inside."""
     from torch._inductor.utils import fresh_cache
 
-    fresh: AbstractContextManager[Any] = fresh_cache()
-    return fresh
+    return fresh_cache()

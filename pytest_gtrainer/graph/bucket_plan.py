@@ -65,7 +65,6 @@ def expert_fsdp_degree(
 class Bucket:
     """One entry of a plan."""
 
-    index: int
     fqns: tuple[str, ...]
     roots: tuple[str, ...] = ()
     """What eager FSDP2 wraps for it: its FQNs. A list that is all of a layer but some modules with buckets of their own
@@ -76,7 +75,7 @@ class Bucket:
     @property
     def label(self) -> str:
         """
-        >>> Bucket(3, ("norm", "lm_head")).label
+        >>> Bucket(("norm", "lm_head")).label
         'norm+lm_head'
         """
         return "+".join(fqn or "the root" for fqn in self.fqns)
@@ -98,7 +97,7 @@ class Plan:
         layers = [layer_of(fqns[0]) if len(fqns) > 1 else None for fqns in fqns_of]
         pairs = zip(layers, fqns_of, strict=True)
         roots = [(layer,) if layer is not None and layers.count(layer) == 1 else fqns for layer, fqns in pairs]
-        self.buckets = tuple(map(Bucket, range(len(roots)), fqns_of, roots))
+        self.buckets = tuple(map(Bucket, fqns_of, roots))
         self._by_fqn: dict[str, Bucket] = {}
         for bucket in self.buckets:
             if len(homes := sorted({layer_of(fqn) or "no layer" for fqn in bucket.fqns})) > 1:

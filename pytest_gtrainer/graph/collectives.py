@@ -14,7 +14,7 @@ from torch import fx
 from pytest_gtrainer._torch.passes import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, is_control_dependency
 from pytest_gtrainer._torch.process_groups import name_of_group, spell_reduction
 from pytest_gtrainer._torch.values import OpOverload, schema
-from pytest_gtrainer.graph.nodes import COMMUNICATING, argument_of, direction, is_wait, mutates, node_fqn
+from pytest_gtrainer.graph.nodes import COMMUNICATING, argument_of, direction, is_wait, mutates, node_fqn, walked
 
 _STANDS_BESIDE = frozenset({
     "wait_tensor", "wait_tensors", "_wrap_tensor_autograd", "mesh_get_process_group", "check_for_nan", "memset32_",
@@ -178,22 +178,15 @@ def wait_of(launch: fx.Node) -> fx.Node:
 
 def _chain_to_input(launch: fx.Node) -> tuple[fx.Node, tuple[fx.Node, ...]] | None:
     """The one placeholder above ``launch`` and the nodes in between; None if there are more, or fewer."""
-    source: fx.Node | None = None
-    seen: set[fx.Node] = set()
-    todo = list(launch.all_input_nodes)
-    while todo:
-        if (node := todo.pop()) in seen:
-            continue
-        seen.add(node)
-        if node.op == "placeholder":
-            if source is not None:
-                return None
-            source = node
-        elif is_wait(node) or mutates(node):  # the result of a collective is no parameter, nor what was written to
-            return None
-        else:
-            todo += node.all_input_nodes
-    return None if source is None else (source, tuple(sorted(seen - {source})))
+
+    def ends(node: fx.Node) -> bool:  # the result of a collective is no parameter, nor what was written to
+        return is_wait(node) or mutates(node)
+
+    above = walked(launch.all_input_nodes, lambda node: () if ends(node) else node.all_input_nodes)
+    sources = [node for node in above if node.op == "placeholder"]
+    if len(sources) != 1 or any(map(ends, above)):
+        return None
+    return sources[0], tuple(sorted(above.difference(sources)))
 
 
 def fsdp_reduce_scatters(gm: fx.GraphModule) -> list[FsdpCollective]:

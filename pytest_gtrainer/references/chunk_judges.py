@@ -302,9 +302,7 @@ class Following(TorchDispatchMode):
         """Where the rows lie behind a reshape, which leaves what is in front of them as it was."""
         if not is_plain(source) or not is_plain(result):
             return self._with_known_extent(result)
-        front, passed = known.in_front(source), [1]
-        for extent in result.shape:
-            passed.append(passed[-1] * extent)
+        front, passed = known.in_front(source), itertools.accumulate(result.shape, operator.mul, initial=1)
         places = list(enumerate(itertools.pairwise(passed)))
         found = [dim for dim, (before, behind) in places if before <= front < behind]
         if self.part == 1:  # no place of its own tells it: alone, or merged with what is in front of it

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 import warnings
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
@@ -132,9 +131,8 @@ class TrainConfig:
     @property
     def coordinate(self) -> int:
         """This rank's index among the data-parallel ranks, from 0."""
-        own = self.mesh.get_coordinate()
-        assert own is not None  # checked when it was made
-        return sum(at * math.prod(self.mesh.shape[dim + 1 :]) for dim, at in enumerate(own))
+        ranks: list[int] = self.mesh.mesh.flatten().tolist()
+        return ranks.index(dist.get_rank())
 
     @property
     def hybrid(self) -> bool:

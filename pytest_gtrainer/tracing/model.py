@@ -125,14 +125,9 @@ class ModelState:
     @contextmanager
     def exchanged(self, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
         """Let the model use ``tensors``, in the order of ``fqns``; put its own back afterwards."""
-
-        def install(them: Sequence[torch.Tensor]) -> None:
-            for fqn, tensor in zip(self.fqns, them, strict=True):
+        with ExitStack() as stack:
+            for fqn, tensor, own in zip(self.fqns, tensors, self.tensors, strict=True):
                 for table, key in self.slots[fqn]:
+                    stack.callback(table.__setitem__, key, own)
                     table[key] = tensor
-
-        install(tensors)
-        try:
             yield
-        finally:
-            install(self.tensors)

@@ -15,21 +15,9 @@ from pytest_gtrainer._torch.passes import ALL_TO_ALL, WAIT
 from pytest_gtrainer._torch.process_groups import group_ranks
 from pytest_gtrainer.graph.collectives import group_of
 from pytest_gtrainer.graph.nodes import BACKWARD, FORWARD, direction, is_collective
+from pytest_gtrainer.passes.chunking import mixing
 from pytest_gtrainer.passes.chunking.config import ChunkConfig, ChunkError, described
-from pytest_gtrainer.passes.chunking.mixing import (
-    COUNTED,
-    HOW_MANY,
-    INPUT,
-    MADE,
-    NUMBERS,
-    Call,
-    Known,
-    Operand,
-    Rows,
-    Statistic,
-    judge,
-    refuse_mixing,
-)
+from pytest_gtrainer.passes.chunking.mixing import HOW_MANY, Call, Known, Operand, Rows, Statistic, judge, refuse_mixing
 from pytest_gtrainer.passes.chunking.regions import Region, Storages, find_regions, gradient_reductions
 from pytest_gtrainer.passes.chunking.rewrite import CHUNKING, Rewrite
 from pytest_gtrainer.passes.chunking.twins import Twins, constant, differing_dims, symbolic_twins, unknown_dims
@@ -123,7 +111,8 @@ class _Following:
         known = self._of(node)
         if not isinstance(known, Rows):
             return
-        counted, turned = known.hold in (NUMBERS, COUNTED), known.hold == INPUT and known.front != 1
+        counted = known.hold in (mixing.NUMBERS, mixing.COUNTED)
+        turned = known.hold == mixing.INPUT and known.front != 1
         if counted or turned:
             wrong = f"depends on their number, or on {HOW_MANY}," if counted else "has rows in another order"
             wrong += f" and leaves the module in dimension {known.dims[0]}"
@@ -138,7 +127,7 @@ class _Following:
 
     def _of(self, node: fx.Node) -> Known:
         known, written = self.known.get(node, [None])[0], self.written.get(self.storages.of[node])
-        if isinstance(known, Rows) and isinstance(written, Rows) and known.hold == MADE:
+        if isinstance(known, Rows) and isinstance(written, Rows) and known.hold == mixing.MADE:
             return replace(known, hold=written.hold)
         if known is None and node in self.bodies:
             return written
@@ -157,7 +146,7 @@ class _Following:
         ours, theirs = constant(self.twins.full, node), constant(self.twins.part, self.twins.part_of[node])
         rows = [row for tensor in (ours, theirs) for row in tensor.unbind(dims[0])]
         same = not ours.is_meta and all(torch.equal(row, rows[0]) for row in rows)
-        return Rows(tuple(dims), MADE if same else COUNTED)
+        return Rows(tuple(dims), mixing.MADE if same else mixing.COUNTED)
 
 
 def _check_fixed_extent(node: fx.Node, region: Region, twins: Twins) -> None:

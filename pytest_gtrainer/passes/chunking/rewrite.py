@@ -50,16 +50,14 @@ class Sums:
         regions = {region.key: region for region in region_of.values()}
         arriving: dict[fx.Node, list[fx.Node]] = {}
         chains: dict[fx.Node, list[fx.Node]] = {}
-        continued: set[fx.Node] = set()
         for node in twins.full.graph.nodes:
             if node not in region_of and is_engine_addition(node):
                 older, newer = cast("tuple[fx.Node, fx.Node]", node.args)
                 arriving[node], chains[node] = [older, newer], []
                 if older in chains and len(older.users) == 1:
-                    continued.add(older)
-                    arriving[node], chains[node] = [*arriving[older], newer], [*chains[older], older]
+                    arriving[node], chains[node] = [*arriving.pop(older), newer], [*chains.pop(older), older]
         for node, nodes in arriving.items():
-            if node not in continued and any(source in region_of for source in nodes):
+            if any(source in region_of for source in nodes):
                 groups: list[Contributions] = []
                 for source in nodes:
                     region = region_of.get(source)

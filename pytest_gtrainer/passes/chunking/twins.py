@@ -16,7 +16,7 @@ from torch import fx
 
 from pytest_gtrainer._torch.chunking import Expression, Symbol, expression_of, failed_guards, replaced, symbols_of
 from pytest_gtrainer._torch.graph_modules import empty_graph, finished
-from pytest_gtrainer._torch.values import value_like
+from pytest_gtrainer._torch.values import SYMBOLIC, value_like
 from pytest_gtrainer.graph.nodes import DYNAMIC_DIMS, leaves_of
 from pytest_gtrainer.passes.chunking.config import ChunkConfig, ChunkError, described
 
@@ -84,7 +84,7 @@ def _differ(full: fx.GraphModule, node: fx.Node, part: fx.GraphModule, twin: fx.
         return True
     if node.op != "get_attr":
         ours, theirs = leaves_of((node.args, node.kwargs)), leaves_of((twin.args, twin.kwargs))
-        data = (fx.Node, *_SYMBOLIC)  # no literals of the chunk dimension
+        data = (fx.Node, *SYMBOLIC)  # no literals of the chunk dimension
         literals = [(a, b) for a, b in zip(ours, theirs, strict=False) if not isinstance(a, data)]
         return len(ours) != len(theirs) or any(type(a) is not type(b) or bool(a != b) for a, b in literals)
     ours, theirs = constant(full, node), constant(part, twin)
@@ -110,7 +110,6 @@ def differing_dims(ours: torch.Tensor, theirs: torch.Tensor) -> list[int]:
 
 aten = torch.ops.aten
 Extents = dict[Symbol, int]
-_SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 _RANGES = ("sym_constrain_range", "sym_constrain_range_for_size")
 
 
@@ -223,9 +222,9 @@ class _Substitution:
     def _disappears(self, node: fx.Node) -> bool:
         """Whether a node only computes a size, which is a literal now, or states a fact about literals."""
         value = node.meta.get("val")
-        if isinstance(value, _SYMBOLIC) and not node.meta.get("unbacked_bindings"):
+        if isinstance(value, SYMBOLIC) and not node.meta.get("unbacked_bindings"):
             number = self.value(value)
-            if not isinstance(number, _SYMBOLIC):
+            if not isinstance(number, SYMBOLIC):
                 self.known[node] = number
                 return True
         name = getattr(getattr(node.target, "overloadpacket", None), "__name__", "")
@@ -246,7 +245,7 @@ class _Substitution:
 
     def value(self, value: Any) -> Any:
         """A value with numbers for symbols; sizes that depend on data stay symbolic."""
-        if isinstance(value, _SYMBOLIC):
+        if isinstance(value, SYMBOLIC):
             return replaced(value, self.extents)
         if isinstance(value, list | tuple):
             return fx.node.map_aggregate(value, self.value)

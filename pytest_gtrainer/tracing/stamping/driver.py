@@ -14,7 +14,7 @@ import types
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -102,14 +102,11 @@ class _Ignored:
 
     @contextmanager
     def showing(self, values: Sequence[Any]) -> Iterator[None]:
-        before = [table[name] for table, name in self.places]
-        for (table, name), value in zip(self.places, values, strict=True):
-            table[name] = value
-        try:
-            yield
-        finally:
-            for (table, name), value in zip(self.places, before, strict=True):
+        with ExitStack() as stack:
+            for (table, name), value in zip(self.places, values, strict=True):
+                stack.callback(table.__setitem__, name, table[name])
                 table[name] = value
+            yield
 
 
 def _stamped(

@@ -9,7 +9,8 @@ model is traced with all its layers and cut; the cut one, stamped, must be the w
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeGuard
+from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import fx, nn
@@ -81,7 +82,7 @@ def _recorder(container: str, calls: dict[Any, Returned]) -> tuple[Callable[...,
 
     def told(args: Any, kwargs: Any) -> tuple[list[Any], Any]:
         leaves, key = _called_with(container, args, kwargs)
-        return leaves, (key, [(id(leaf), version_of(leaf)) if _is_tensor(leaf) else id(leaf) for leaf in leaves])
+        return leaves, (key, [(id(leaf), version_of(leaf)) if torch.is_tensor(leaf) else id(leaf) for leaf in leaves])
 
     def before(layer: nn.Module, args: Any, kwargs: Any) -> None:
         under_way.append(told(args, kwargs))
@@ -90,22 +91,18 @@ def _recorder(container: str, calls: dict[Any, Returned]) -> tuple[Callable[...,
         leaves, state = under_way.pop()
         if told(args, kwargs)[1] != state:
             raise Refused(container, f"a {type(layer).__name__} changes what it is given")
-        tensors = list(filter(_is_tensor, leaves))
+        tensors = list(filter(torch.is_tensor, leaves))
         memory = {storage_id(tensor) for tensor in tensors}
         given = {id(tensor): _Given(index) for index, tensor in enumerate(tensors)}
         returned, spec = pytree.tree_flatten(output)
         for leaf in returned:
             _check_leaf(container, leaf, "returns")
-            if _is_tensor(leaf) and id(leaf) not in given and storage_id(leaf) in memory:
+            if torch.is_tensor(leaf) and id(leaf) not in given and storage_id(leaf) in memory:
                 raise Refused(container, f"a {type(layer).__name__} returns a view of what it is given")
-        results = [given.get(id(leaf)) or _Like.of(leaf) if _is_tensor(leaf) else leaf for leaf in returned]
+        results = [given.get(id(leaf)) or _Like.of(leaf) if torch.is_tensor(leaf) else leaf for leaf in returned]
         calls.setdefault(state[0], (results, spec))
 
     return before, after
-
-
-def _is_tensor(leaf: Any) -> TypeGuard[torch.Tensor]:
-    return isinstance(leaf, torch.Tensor)
 
 
 def _called_with(container: str, args: Any, kwargs: Any) -> tuple[list[Any], Any]:
@@ -114,12 +111,13 @@ def _called_with(container: str, args: Any, kwargs: Any) -> tuple[list[Any], Any
     for leaf in leaves:
         _check_leaf(container, leaf, "is called with")
     first: dict[int, int] = {}  # one tensor given twice is not two
-    same = tuple(first.setdefault(id(leaf), index) for index, leaf in enumerate(leaves) if _is_tensor(leaf))
-    return leaves, (str(spec), tuple(_Like.of(leaf) if _is_tensor(leaf) else constant(leaf) for leaf in leaves), same)
+    same = tuple(first.setdefault(id(leaf), index) for index, leaf in enumerate(leaves) if torch.is_tensor(leaf))
+    told = tuple(_Like.of(leaf) if torch.is_tensor(leaf) else constant(leaf) for leaf in leaves)
+    return leaves, (str(spec), told, same)
 
 
 def _check_leaf(container: str, leaf: Any, does: str) -> None:
-    if not isinstance(leaf, torch.Tensor):
+    if not torch.is_tensor(leaf):
         if type(leaf) not in PLAIN:
             raise Refused(container, f"a layer {does} a {type(leaf).__name__}, whose state cannot be seen")
     elif is_traceable_wrapper_subclass(leaf):
@@ -161,9 +159,7 @@ def thin(names: Names, calls: Calls) -> Iterator[None]:
             tickets = [each for each in layer.parameters() if each.requires_grad][:1]
             own = parameters_of(layer)
             for table in (own, buffers_of(layer), modules_of(layer)):
-                stack.callback(table.update, dict(table))
-                stack.callback(table.clear)
-                table.clear()
+                stack.enter_context(patch.dict(table, clear=True))
             own.update((f"ticket{index}", ticket) for index, ticket in enumerate(tickets))
             attributes = vars(layer)
             stack.callback(attributes.update, {key: attributes[key] for key in ("forward",) if key in attributes})
@@ -180,7 +176,7 @@ def _placeholder(container: str, calls: dict[Any, Returned], own: dict[str, Any]
         if foreign := foreign_modes():
             raise Refused(container, f"the layers are called under {foreign[0]}")
         returned, spec = calls[key]
-        if not (given := list(filter(_is_tensor, leaves))):
+        if not (given := list(filter(torch.is_tensor, leaves))):
             raise Refused(container, "a layer is called without a tensor")
         made = [leaf for leaf in returned if isinstance(leaf, _Like)]
         needs = any(like.wants_gradient for like in made) and not any(tensor.requires_grad for tensor in given)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 from torch import nn
 
@@ -182,16 +183,10 @@ class Names:
     @contextmanager
     def cut(self) -> Iterator[None]:
         """The model with four units of each run; layers of lists and sequences are numbered anew."""
-        whole = [dict(table) for table, _ in self._cut]
-        try:
+        with ExitStack() as stack:
             for table, kept in self._cut:
-                table.clear()
-                table.update(kept)
+                stack.enter_context(patch.dict(table, kept, clear=True))
             yield
-        finally:
-            for (table, _), layers in zip(self._cut, whole, strict=True):
-                table.clear()
-                table.update(layers)
 
     def _find(self, fqn: str) -> tuple[Place | None, str, str]:
         """The place of a name in the cut model, the real name of its layer, and what is behind that."""

@@ -82,8 +82,7 @@ class _Signer:
                 for name, held in vars(module).items()
                 if name not in TABLES and "state_dict" not in name
             ),
-            *(("." + name, _tensor(each)) for name, each in parameters_of(module).items()),
-            *(("." + name, _tensor(each)) for name, each in buffers_of(module).items()),
+            *(("." + name, _tensor(each)) for name, each in {**parameters_of(module), **buffers_of(module)}.items()),
             *(("." + name, child and self.module(child)) for name, child in modules_of(module).items()),
         )
 

@@ -122,14 +122,12 @@ class Earlier:
     def _between(self, old: str, new: str, texts: Mapping[str, str]) -> list[str]:
         from pytest_gtrainer.graphtext import TextError, unfold
         from pytest_gtrainer.graphtext.differences import words
-        from pytest_gtrainer.graphtext.differences.comparison import Comparison
 
         if (old, new) not in self._words:
             if len(self._words) >= _MOST_GRAPHS:
                 return ["another graph (many differ, so it is not told in words)"]
             try:
-                sides = unfold(unpacked(self.graphs[old])), unfold(unpacked(texts[new]))
-                self._words[old, new] = words(Comparison(*sides))
+                self._words[old, new] = words(unfold(unpacked(self.graphs[old])), unfold(unpacked(texts[new])))
             except (TextError, KeyError) as error:
                 self._words[old, new] = [f"another graph, and the earlier one cannot be read: {error}"]
         return self._words[old, new]

@@ -110,9 +110,8 @@ class UnusedGoldens:
             return
         unjudged = {path for path in files if stem_of_golden(path) in lacking}
         # a project that never checks goldens may use the folder's name for something else
-        are_ours = any(test.claims for test in self._tests.values()) or any(
-            not path.name.endswith(SUFFIXES["text"]) for path in files
-        )
+        are_texts = all(path.name.endswith(SUFFIXES["text"]) for path in files)
+        are_ours = not are_texts or any(test.claims for test in self._tests.values())
         ended = {nodeid for nodeid, test in self._tests.items() if "teardown" in dict(test.outcomes)}
         left = self._selected - ended
         cut = self._cut or ("the run was stopped" if exitstatus in _STOPPED else None)

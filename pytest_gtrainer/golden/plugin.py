@@ -167,15 +167,13 @@ class GoldenPlugin:
         return ["\n".join(["saved:", *(f"  {artifacts.shown(path)}" for path in kept if path is not None)])]
 
     @pytest.hookimpl(wrapper=True)
-    def pytest_runtest_makereport(
-        self, item: pytest.Item, call: pytest.CallInfo[None]
-    ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo[None]) -> Generator[None, Any, Any]:
         """Send along what the test claims: from a rank whole, to be judged; else by path."""
         report = yield
         if not self._is_rank:
-            report.gt_claims = sorted(self._claimed)  # type: ignore[attr-defined]
+            report.gt_claims = sorted(self._claimed)
         elif call.when in ("call", "teardown"):
-            report.gt_goldens = list(map(asdict, self._recorded.pop(item.nodeid, [])))  # type: ignore[attr-defined]
+            report.gt_goldens = list(map(asdict, self._recorded.pop(item.nodeid, [])))
         return report
 
     def judge_ranks(self, item: pytest.Item, claims: Mapping[int, list[dict[str, Any]]]) -> str | None:

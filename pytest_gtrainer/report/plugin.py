@@ -184,9 +184,7 @@ class VerdictTables:
             return (yield)
 
     @pytest.hookimpl(wrapper=True)
-    def pytest_runtest_makereport(
-        self, item: pytest.Item, call: pytest.CallInfo[Any]
-    ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo[Any]) -> Generator[None, Any, Any]:
         report = yield
         comparing = sys.modules.get("pytest_gtrainer.numerics.compare")  # a test that compares has imported it
         if report.failed and comparing and call.excinfo and isinstance(call.excinfo.value, comparing.VerdictError):

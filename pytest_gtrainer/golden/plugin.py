@@ -197,15 +197,11 @@ class GoldenPlugin:
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, object, object]:
         self._running = item.nodeid
-        self._begin()
+        self._outcomes, self._pending, self._claimed, self._ranks_facts = set(), [], set(), None
         try:
             return (yield)
         finally:
             self._running = None
-            self._begin()
-
-    def _begin(self) -> None:
-        self._outcomes, self._pending, self._claimed, self._ranks_facts = set(), [], set(), None
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> Generator[None, None, None]:

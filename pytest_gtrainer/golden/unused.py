@@ -10,6 +10,7 @@ One that only a GPU could judge is *not judged* where there is none. A run is *f
 came to is known to all processes that its reports pass through.
 """
 
+import functools
 import glob
 import os
 import re
@@ -188,16 +189,14 @@ class Collection:
 
     def unowned(self, root: Path) -> list[PurePosixPath]:
         """The goldens of which it is known that no test is theirs."""
-        gone: dict[PurePosixPath, bool] = {}
+        has_tests = functools.cache(has_test_file)
         found = []
         for stem, files in by_stem(store.goldens_below(root)).items():
             place = stem.parent
             kin = (test for test in self.empty_sets if test.parent == place and stem.name.startswith(f"{test.name}-"))
             if stem in self.stems or any(kin) or place in self.uncertain:
                 continue
-            if place not in self.collected and place not in gone:
-                gone[place] = not has_test_file(place, root)
-            if place in self.collected or gone[place]:
+            if place in self.collected or not has_tests(place, root):
                 found += files
         return found
 

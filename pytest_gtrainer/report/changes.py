@@ -26,9 +26,7 @@ def what_changed(test: Test) -> list[str]:
     """A failed test's golden differences, first differing bits and layout problems; empty if its own words say all."""
     if test.outcome not in BAD:
         return []
-    lines = []
-    for fact in test.of("golden_difference"):
-        lines.append(f"{fact['name']}: {cut(fact['words'])}")
+    lines = [f"{fact['name']}: {cut(fact['words'])}" for fact in test.of("golden_difference")]
     for told in test.comparisons():
         if told["outcome"] != ("different" if told["must_differ"] else "equal"):
             what = told["what"] or "comparison"
@@ -38,9 +36,7 @@ def what_changed(test: Test) -> list[str]:
                 where = " ".join(filter(None, (phase, name)))
                 said = f"first different at step {step}, rank {rank}" + (f", {where}" if where else "")
             lines.append(f"{what}: {said}")
-    for fact in test.of("layout"):
-        lines += [f"layout: {cut(fact['problems'])}"] if fact["problems"] else []
-    return lines
+    return lines + [f"layout: {cut(fact['problems'])}" for fact in test.of("layout") if fact["problems"]]
 
 
 def cut(sentences: Sequence[str]) -> str:

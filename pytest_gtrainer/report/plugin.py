@@ -173,8 +173,6 @@ def digests_by_step(rows: Iterable[Sequence[Any]]) -> dict[int, str]:
 class VerdictTables:
     """Of the verdict that a test failed with: its table, if ``--gt-artifacts`` says where, and how to find the pass."""
 
-    _rewrote = False
-
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self) -> Generator[None, object, object]:
         self._rewrote = False

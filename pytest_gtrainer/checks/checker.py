@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from types import EllipsisType, TracebackType
+from types import EllipsisType
 from typing import Any, TypedDict, Unpack
 
 import torch
@@ -92,9 +92,7 @@ class GraphChecker:
         self._matcher = Matcher(self._subject)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         matcher, self._matcher = self._matcher, None
         if kind is None and matcher is not None:
             matcher.finish()

@@ -26,8 +26,8 @@ class InModule(Predicate):
         subject.check_module(self.fqn)
 
     def difference(self, node: fx.Node, subject: Subject) -> str | None:
-        owners = subject.owners(node)
-        if subject.is_bucketed(node):
+        owners, _, is_bucket = subject.scope(node)
+        if is_bucket:
             return f"it belongs to the bucket {_told(owners)}, expected the module {self.fqn}"
         is_there = owners and is_within(owners[0], self.fqn)
         return None if is_there else f"its module is {_told(owners)}, expected {self.fqn}"
@@ -44,8 +44,8 @@ class InBucket(Predicate):
             subject.check_module(fqn)
 
     def difference(self, node: fx.Node, subject: Subject) -> str | None:
-        owners = subject.owners(node)
-        if not subject.is_bucketed(node):
+        owners, _, is_bucket = subject.scope(node)
+        if not is_bucket:
             return f"it belongs to no bucket but to {_told(owners)}, expected {self}"
         if not self.fqns or (len(owners) == len(self.fqns) and all(map(is_called, owners, self.fqns))):
             return None

@@ -11,6 +11,7 @@ from pytest_gtrainer.graphtext.header import nearest
 from pytest_gtrainer.graphtext.operators import groups_of, operator_of
 from pytest_gtrainer.graphtext.rendering import lines_of
 from pytest_gtrainer.graphtext.scopes import is_computed, is_item, scopes_of
+from pytest_gtrainer.graphtext.sections import Scope
 
 
 class CheckError(ValueError):
@@ -64,21 +65,14 @@ class Subject:
         self._modules = {fqn for scopes in all_scopes for scope in scopes.of.values() for fqn in scope.owners}
         self._lines: list[str] = []
 
-    def owners(self, node: fx.Node) -> tuple[str, ...]:
-        """The module of a node, or the modules of its bucket; none for the output."""
-        scope = self._scopes.of.get(node)
-        return scope.owners if scope else ()
+    def scope(self, node: fx.Node) -> Scope:
+        """The module or bucket of a node; that of the output has no owners and no space."""
+        return self._scopes.of.get(node, Scope((), ""))
 
     def direction(self, node: fx.Node) -> str:
         """Forward or backward; of a bucket's node its bucket and its own mark must say the same."""
-        if (scope := self._scopes.of.get(node)) is None:
-            return ""
-        own = direction(node)
-        return own if own == scope.space else f"{scope.space} by its bucket and {own} by its mark"
-
-    def is_bucketed(self, node: fx.Node) -> bool:
-        scope = self._scopes.of.get(node)
-        return scope is not None and scope.is_bucket
+        space, own = self.scope(node).space, direction(node)
+        return space if space in ("", own) else f"{space} by its bucket and {own} by its mark"
 
     def check_module(self, pattern: str) -> None:
         """Raises ``CheckError`` if nothing in the graph, its parameters included, lies there."""

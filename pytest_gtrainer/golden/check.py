@@ -4,7 +4,7 @@ import shlex
 import sys
 from collections.abc import Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
@@ -12,11 +12,9 @@ from pytest_gtrainer import devices, extensions, facts
 from pytest_gtrainer.environment import installed_minor
 from pytest_gtrainer.golden import artifacts, values
 from pytest_gtrainer.golden.naming import Claim, golden_path
+from pytest_gtrainer.golden.plugin import GoldenPlugin
 from pytest_gtrainer.golden.store import normal
 from pytest_gtrainer.marker import id_of, spec_of
-
-if TYPE_CHECKING:
-    from pytest_gtrainer.golden.plugin import GoldenPlugin
 
 WHOLE = "full"
 _NUMBERS = (bool, int, float, list, tuple, Mapping)

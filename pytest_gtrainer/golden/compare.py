@@ -14,7 +14,6 @@ from pytest_gtrainer import facts
 from pytest_gtrainer.golden import values
 from pytest_gtrainer.graphtext import TextError, header, unfold
 from pytest_gtrainer.graphtext.differences import LIMIT, explain, lines, text_diff, words
-from pytest_gtrainer.graphtext.differences.comparison import Comparison
 from pytest_gtrainer.graphtext.sections import GraphLine
 from pytest_gtrainer.graphtext.torch_spellings import respelled, same_but_for, spellings_between
 
@@ -114,7 +113,7 @@ def golden_difference(name: str, golden: str, obtained: str) -> list[facts.Fact]
     sides = [header.body(text) for text in (golden, obtained)]
     keys = [hashlib.sha256(text.encode()).hexdigest()[:16] for text in sides]
     texts = dict(zip(keys, map(facts.packed, sides), strict=True))
-    told = words(Comparison(*alike[:2])) if alike is not None else []
+    told = words(*alike[:2]) if alike is not None else []
     changes = lines.changed_lines(*sides)
     fact = {"kind": "golden_difference", "name": name, "words": told, "keys": keys, "texts": texts, "changes": changes}
     return [fact]

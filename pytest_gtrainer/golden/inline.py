@@ -22,7 +22,7 @@ import sys
 import tokenize
 import traceback
 from collections.abc import Callable, Generator, Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -210,28 +210,19 @@ def digest_of(path: Path) -> str:
         return ""
 
 
-@dataclass(slots=True)
-class _Test:
-    nodeid: str
-    location: tuple[str, int | None, str]
-    outcomes: set[tuple[str | None, str]] = field(default_factory=set)
-    expectations: list[Expectation] = field(default_factory=list)
-
-
 class AcceptancePlugin:
     """Gathers the expectations of all tests, and accepts them when the last test has ended."""
 
     def __init__(self, config: pytest.Config) -> None:
         self.config = config
         self.root = config.rootpath
-        self._tests: dict[tuple[str, int], _Test] = {}
+        self._tests: dict[tuple[str, int], list[pytest.TestReport]] = {}
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         key = report.nodeid, id(getattr(report, "node", None))  # xdist: the worker, as two may run one test
         if key not in self._tests or report.when == "setup":  # again: a plugin repeats the test
-            self._tests[key] = _Test(report.nodeid, report.location)
-        self._tests[key].outcomes.add((report.when, report.outcome))
-        self._tests[key].expectations += [Expectation(**each) for each in getattr(report, "gt_inline", ())]
+            self._tests[key] = []
+        self._tests[key].append(report)
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtestloop(self) -> Generator[None, object, object]:
@@ -241,23 +232,24 @@ class AcceptancePlugin:
             self._accept()
 
     def _accept(self) -> None:
-        tests = [test for test in self._tests.values() if has_passed(test.outcomes)]
-        passed = [(test, each) for test in tests for each in test.expectations]
-        edits: dict[str, dict[Expectation, _Test]] = {}
-        problems = disagreements(((test.nodeid, each) for test, each in passed), "give each its own")
-        first: dict[Place, tuple[_Test, Expectation]] = {}
-        for test, each in passed:
-            first.setdefault(each.place, (test, each))
-        for place, (test, each) in first.items():
+        tests = [told for told in self._tests.values() if has_passed({(each.when, each.outcome) for each in told})]
+        sent = ((report, each) for told in tests for report in told for each in getattr(report, "gt_inline", ()))
+        passed = [(report, Expectation(**each)) for report, each in sent]
+        edits: dict[str, dict[Expectation, pytest.TestReport]] = {}
+        problems = disagreements(((report.nodeid, each) for report, each in passed), "give each its own")
+        first: dict[Place, tuple[pytest.TestReport, Expectation]] = {}
+        for report, each in passed:
+            first.setdefault(each.place, (report, each))
+        for place, (report, each) in first.items():
             if place in problems:
-                self._fail(test, problems[place])
+                self._fail(report, problems[place])
             elif each.obtained != each.expected:
-                edits.setdefault(each.file, {})[each] = test
+                edits.setdefault(each.file, {})[each] = report
         for file in sorted(edits):
             imported = {each.digest for _, each in passed if each.file == file}
             self._accept_in(file, edits[file], imported)
 
-    def _accept_in(self, file: str, edits: dict[Expectation, _Test], imported: set[str]) -> None:
+    def _accept_in(self, file: str, edits: dict[Expectation, pytest.TestReport], imported: set[str]) -> None:
         """Edit one file, of which the processes of the run have ``imported`` these states."""
         refused: dict[Expectation, str] = {}
 
@@ -268,15 +260,15 @@ class AcceptancePlugin:
             refused.update(problems)
             return new
 
-        some_test = next(iter(edits.values()))
+        some_report = next(iter(edits.values()))
         try:
             if Path(file).is_absolute():
                 raise EditError("lies outside of the root directory")
             store.rewrite(self.root / file, self.root, edited)
         except EditError as error:
-            self._fail(some_test, f"{file} {error}: none of its inline expectations is accepted, run again")
+            self._fail(some_report, f"{file} {error}: none of its inline expectations is accepted, run again")
         except store.GoldenFileError as error:
-            self._fail(some_test, str(error))
+            self._fail(some_report, str(error))
         else:
             for edit, problem in refused.items():
                 self._fail(edits[edit], f"{file}:{edit.line}: the inline expectation is not accepted: {problem}")
@@ -285,9 +277,9 @@ class AcceptancePlugin:
                 outcome = "updated" if edit.expected else "created"
                 late_facts.append({"kind": "inline", "outcome": outcome, "name": f"{file}:{edit.line}"})
 
-    def _fail(self, test: _Test, problem: str) -> None:
+    def _fail(self, told: pytest.TestReport, problem: str) -> None:
         """One more report of a test, as it has ended already."""
-        report = pytest.TestReport(test.nodeid, test.location, {}, "failed", problem, "teardown")
+        report = pytest.TestReport(told.nodeid, told.location, {}, "failed", problem, "teardown")
         self.config.hook.pytest_runtest_logreport(report=report)
 
 

@@ -167,15 +167,13 @@ class GoldenPlugin:
         return ["\n".join(["saved:", *(f"  {artifacts.shown(path)}" for path in kept if path is not None)])]
 
     @pytest.hookimpl(wrapper=True)
-    def pytest_runtest_makereport(
-        self, item: pytest.Item, call: pytest.CallInfo[None]
-    ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo[None]) -> Generator[None, Any, Any]:
         """Send along what the test claims: from a rank whole, to be judged; else by path."""
         report = yield
         if not self._is_rank:
-            report.gt_claims = sorted(self._claimed)  # type: ignore[attr-defined]
+            report.gt_claims = sorted(self._claimed)
         elif call.when in ("call", "teardown"):
-            report.gt_goldens = list(map(asdict, self._recorded.pop(item.nodeid, [])))  # type: ignore[attr-defined]
+            report.gt_goldens = list(map(asdict, self._recorded.pop(item.nodeid, [])))
         return report
 
     def judge_ranks(self, item: pytest.Item, claims: Mapping[int, list[dict[str, Any]]]) -> str | None:
@@ -199,15 +197,11 @@ class GoldenPlugin:
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, object, object]:
         self._running = item.nodeid
-        self._begin()
+        self._outcomes, self._pending, self._claimed, self._ranks_facts = set(), [], set(), None
         try:
             return (yield)
         finally:
             self._running = None
-            self._begin()
-
-    def _begin(self) -> None:
-        self._outcomes, self._pending, self._claimed, self._ranks_facts = set(), [], set(), None
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> Generator[None, None, None]:

@@ -83,17 +83,18 @@ def normal(text: str) -> str:
 
 def write(path: Path, root: Path, text: str, merge: Callable[[str], str] | None = None) -> None:
     """Replace a golden in one step; ``merge`` makes the text from the old one's, while no other process writes."""
-    _refuse_unreadable(text, path, root)
     _refuse_case_twin(path, root)
     with _sole_writer(path, root) as target:
         if merge is not None and (golden := read(path, root)) is not None:
             text = merge(golden)
-            _refuse_unreadable(text, path, root)
+        raw = text.encode("utf-8", errors="surrogatepass")
+        if damage := _damage(raw, len(raw)):
+            raise GoldenFileError(f"{_shown(path, root)} was not written: the obtained text {damage}")
         missing = [folder for folder in target.parents if not folder.exists()]
         target.parent.mkdir(parents=True, exist_ok=True)
         for folder in reversed(missing):
             _sync_folder(folder.parent)
-        _replace(target, text.encode("utf-8"))
+        _replace(target, raw)
 
 
 def rewrite(path: Path, root: Path, change: Callable[[bytes], bytes]) -> None:
@@ -166,12 +167,6 @@ def _damage(raw: bytes, size: int) -> str | None:
     except UnicodeDecodeError as error:
         return f"is not valid UTF-8 at byte {error.start}"
     return None
-
-
-def _refuse_unreadable(text: str, path: Path, root: Path) -> None:
-    raw = text.encode("utf-8", errors="surrogatepass")
-    if damage := _damage(raw, len(raw)):
-        raise GoldenFileError(f"{_shown(path, root)} was not written: the obtained text {damage}")
 
 
 def _refuse_case_twin(path: Path, root: Path) -> None:

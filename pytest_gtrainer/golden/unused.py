@@ -10,6 +10,7 @@ One that only a GPU could judge is *not judged* where there is none. A run is *f
 came to is known to all processes that its reports pass through.
 """
 
+import functools
 import glob
 import os
 import re
@@ -110,9 +111,8 @@ class UnusedGoldens:
             return
         unjudged = {path for path in files if stem_of_golden(path) in lacking}
         # a project that never checks goldens may use the folder's name for something else
-        are_ours = any(test.claims for test in self._tests.values()) or any(
-            not path.name.endswith(SUFFIXES["text"]) for path in files
-        )
+        are_texts = all(path.name.endswith(SUFFIXES["text"]) for path in files)
+        are_ours = not are_texts or any(test.claims for test in self._tests.values())
         ended = {nodeid for nodeid, test in self._tests.items() if "teardown" in dict(test.outcomes)}
         left = self._selected - ended
         cut = self._cut or ("the run was stopped" if exitstatus in _STOPPED else None)
@@ -189,16 +189,14 @@ class Collection:
 
     def unowned(self, root: Path) -> list[PurePosixPath]:
         """The goldens of which it is known that no test is theirs."""
-        gone: dict[PurePosixPath, bool] = {}
+        has_tests = functools.cache(has_test_file)
         found = []
         for stem, files in by_stem(store.goldens_below(root)).items():
             place = stem.parent
             kin = (test for test in self.empty_sets if test.parent == place and stem.name.startswith(f"{test.name}-"))
             if stem in self.stems or any(kin) or place in self.uncertain:
                 continue
-            if place not in self.collected and place not in gone:
-                gone[place] = not has_test_file(place, root)
-            if place in self.collected or gone[place]:
+            if place in self.collected or not has_tests(place, root):
                 found += files
         return found
 

@@ -119,10 +119,8 @@ class _Dump(ast.NodeTransformer):
             made: Any = ast.parse(f"def {body.name}_graph_0(): pass").body[0]
             made.body = _Dump(body).statements
             head.append(made)
-        sections: dict[str, list[ast.stmt]] = {
-            "A": self._inputs, "fwd": [*self._values.values()], "out": self._results
-        }  # fmt: skip
-        made_of = (ast.If(ast.Name(name), lines, []) for name, lines in sections.items() if lines)
+        sections = (("A", self._inputs), ("fwd", list[ast.stmt](self._values.values())), ("out", self._results))
+        made_of = (ast.If(ast.Name(name), lines, []) for name, lines in sections if lines)
         self.statements = [ast.fix_missing_locations(ast.copy_location(node, graph)) for node in (*head, *made_of)]
 
     def _input(self, name: str, told: str, at: ast.AST) -> None:

@@ -135,10 +135,6 @@ class Scope(NamedTuple):
         """Whether its lines may stand in the section of another layer."""
         return self.is_bucket or self.is_nowhere
 
-    def __repr__(self) -> str:
-        owners = ", ".join(owner or "_" for owner in self.owners)
-        return f"{self.space} bucket({owners})" if self.is_bucket else f"{self.space} {owners}"
-
 
 NOWHERE = Scope(("",), "fwd")
 

@@ -106,21 +106,19 @@ class Backed:
     """The backed symbols of a graph and its bodies, what is known of their values, and which of ``SIZES`` is told."""
 
     sizes: str = "both"
-    names: dict[sympy.Symbol, str] = field(default_factory=dict)
-    hints: dict[str, Any] = field(default_factory=dict)
+    _known: dict[sympy.Symbol, tuple[str, Any]] = field(default_factory=dict)  # its name and its hint
     _counts: Counter[str] = field(default_factory=Counter)
 
     def name(self, symbol: sympy.Symbol, value: Any) -> str:
-        if symbol not in self.names:
+        if symbol not in self._known:
             kind = _kind(symbol)
-            self.names[symbol] = f"{kind}{self._counts[kind]}"
+            self._known[symbol] = f"{kind}{self._counts[kind]}", hint(symbol, value)
             self._counts[kind] += 1
-            self.hints[self.names[symbol]] = hint(symbol, value)
-        return self.names[symbol]
+        return self._known[symbol][0]
 
     def definitions(self) -> list[str]:
         """``s0 = size(16)`` for each."""
-        return [f"{name} = size({known if self.sizes == 'both' else ''})" for name, known in self.hints.items()]
+        return [f"{name} = size({known if self.sizes == 'both' else ''})" for name, known in self._known.values()]
 
 
 def _kind(symbol: sympy.Symbol) -> str:
@@ -268,9 +266,8 @@ class Speller:
             return self._backed.name(symbol, value)
         if symbol not in self._owner:
             kind = _kind(symbol)
-            count = self._counts[here, kind]
+            self._owner[symbol] = (here, f"{kind}{self._counts[here, kind]}")
             self._counts[here, kind] += 1
-            self._owner[symbol] = (here, f"{kind}{count}")
         layer, name = self._owner[symbol]
         return name if layer is None else f"{spell_from(f'{layer.container}.{layer.number}', here)}.{name}"
 

@@ -26,9 +26,7 @@ def what_changed(test: Test) -> list[str]:
     """A failed test's golden differences, first differing bits and layout problems; empty if its own words say all."""
     if test.outcome not in BAD:
         return []
-    lines = []
-    for fact in test.of("golden_difference"):
-        lines.append(f"{fact['name']}: {cut(fact['words'])}")
+    lines = [f"{fact['name']}: {cut(fact['words'])}" for fact in test.of("golden_difference")]
     for told in test.comparisons():
         if told["outcome"] != ("different" if told["must_differ"] else "equal"):
             what = told["what"] or "comparison"
@@ -38,9 +36,7 @@ def what_changed(test: Test) -> list[str]:
                 where = " ".join(filter(None, (phase, name)))
                 said = f"first different at step {step}, rank {rank}" + (f", {where}" if where else "")
             lines.append(f"{what}: {said}")
-    for fact in test.of("layout"):
-        lines += [f"layout: {cut(fact['problems'])}"] if fact["problems"] else []
-    return lines
+    return lines + [f"layout: {cut(fact['problems'])}" for fact in test.of("layout") if fact["problems"]]
 
 
 def cut(sentences: Sequence[str]) -> str:
@@ -122,14 +118,12 @@ class Earlier:
     def _between(self, old: str, new: str, texts: Mapping[str, str]) -> list[str]:
         from pytest_gtrainer.graphtext import TextError, unfold
         from pytest_gtrainer.graphtext.differences import words
-        from pytest_gtrainer.graphtext.differences.comparison import Comparison
 
         if (old, new) not in self._words:
             if len(self._words) >= _MOST_GRAPHS:
                 return ["another graph (many differ, so it is not told in words)"]
             try:
-                sides = unfold(unpacked(self.graphs[old])), unfold(unpacked(texts[new]))
-                self._words[old, new] = words(Comparison(*sides))
+                self._words[old, new] = words(unfold(unpacked(self.graphs[old])), unfold(unpacked(texts[new])))
             except (TextError, KeyError) as error:
                 self._words[old, new] = [f"another graph, and the earlier one cannot be read: {error}"]
         return self._words[old, new]

@@ -12,9 +12,7 @@ from pytest_gtrainer.numerics.verdict import page_order
 
 ORDER = ("failed", "error", "xpassed", "passed", "xfailed", "skipped")
 """Outcomes as a reader wants them: failures first."""
-SHOWN = frozenset(
-    {"graph_text", "pass", "schedule", "memory", "layout", "comparison", "golden_difference", "not_shown"}
-)
+SHOWN = ("graph_text", "pass", "schedule", "memory", "layout", "comparison", "golden_difference", "not_shown")
 """Kinds of the facts that only the report reads; ``witness`` says what they are."""
 
 
@@ -38,13 +36,10 @@ class Test:
         self.reports.append(report)
         own: list[Fact] = getattr(report, "gt_facts", [])
         self.facts += own
-        by_rank: Mapping[Any, list[Fact]] | None = getattr(report, "gt_shown", None)
-        if by_rank is None:
-            by_rank = {0: shown_only(own)}
-        else:  # of ranks, whose goldens are judged here
-            by_rank = {0: [], **by_rank}
-            self.shown.setdefault(0, []).extend(fact for fact in own if fact["kind"] == "golden_difference")
-        for rank, told in by_rank.items():
+        by_rank: Mapping[Any, list[Fact]] = getattr(report, "gt_shown", {})
+        if hasattr(report, "gt_shown"):  # of ranks, whose goldens are judged here
+            own = [fact for fact in own if fact["kind"] == "golden_difference"]
+        for rank, told in [(0, shown_only(own)), *by_rank.items()]:
             self.shown.setdefault(int(rank), []).extend(told)
 
     @property

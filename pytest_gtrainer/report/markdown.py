@@ -1,17 +1,12 @@
 """The summary of ``--gt-summary`` in Markdown, short enough for a pull request or the page of a CI job."""
 
-from __future__ import annotations
-
 import html
 import re
 import shlex
-from typing import TYPE_CHECKING
 
 from pytest_gtrainer.report.changes import BAD
+from pytest_gtrainer.report.collected import Test
 from pytest_gtrainer.report.html import Run
-
-if TYPE_CHECKING:
-    from pytest_gtrainer.report.collected import Test
 
 MOST_TESTS = 50
 _LINKED = re.compile(r"@[\w-]|#\d|\bGH-\d|:[\w+-]+:")

@@ -48,7 +48,7 @@ class ReportPlugin:
     def __init__(self, config: pytest.Config) -> None:
         self.config, here = config, config.invocation_params.dir
         self._tests: dict[str, Test] = {}
-        self._written: list[tuple[str, bool]] | None = None
+        self._is_written = False
         self.paths: dict[str, Path] = {}
         for option, example in (("report", "report.html"), ("summary", "summary.md")):
             if (given := options.get(config, option)) is None:
@@ -77,49 +77,47 @@ class ReportPlugin:
 
     @pytest.hookimpl(trylast=True)
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        self._is_written = True
         for line, is_problem in self._write():
             terminalreporter.write_line(f"gtrainer: {line}", red=is_problem)
 
     def pytest_unconfigure(self) -> None:
-        self._write()  # without a terminal nobody asked for the summary
+        if not self._is_written:  # without a terminal nobody asked for the summary
+            self._write()
 
     def _write(self) -> list[tuple[str, bool]]:
-        """Write what is wanted, once; returns what to say, each with whether it is a problem."""
-        if self._written is None:
-            from pytest_gtrainer.report.html import Run, render_page
-            from pytest_gtrainer.report.markdown import render_summary
+        """Write what is wanted; returns what to say, each with whether it is a problem."""
+        from pytest_gtrainer.report.html import Run, render_page
+        from pytest_gtrainer.report.markdown import render_summary
 
-            self._written = []
-            here = Path(self.config.invocation_params.dir)
-            shown = {
-                name: path.relative_to(here) if path.is_relative_to(here) else path for name, path in self.paths.items()
-            }
-            if not self._tests:  # what an earlier run has written stays
-                self._written = [(f"no {name} in {path}: no test has run", True) for name, path in shown.items()]
-                return self._written
-            summary = self.config.pluginmanager.getplugin("gtrainer-summary")
-            lines = summary.lines() if summary is not None else []
-            title = f"pytest-gtrainer: {self.config.rootpath.name}"
-            folder = os.path.relpath(self.config.rootpath, here)
-            folder = "" if folder == "." else f"{folder}/"
-            tests = list(self._tests.values())
-            writers: dict[str, Callable[[Run], str]] = {"report": render_page, "summary": render_summary}
-            try:
-                run = Run(title, made_by(self.config), lines, tests, self.earlier, folder)
-                if self.earlier is not None:
-                    self._written.append((run.summary[-1], False))
-                for name, path in shown.items():
-                    content = writers[name](run).encode("utf-8", "backslashreplace")
-                    # a job's page on GitHub takes several summaries in one file
-                    is_more = name == "summary" and os.environ.get("GITHUB_STEP_SUMMARY") == str(self.paths[name])
-                    with self.paths[name].open("ab" if is_more else "wb") as file:
-                        file.write(content)
-                    self._written.append((f"{name} in {path}", False))
-            except Exception as error:  # whatever it is, the run has ended and its result stands
-                self._written.append(
-                    (f"no {' and '.join(shown) or 'comparison'}: {type(error).__name__}: {error}", True)
-                )
-        return self._written
+        here = Path(self.config.invocation_params.dir)
+        shown = {
+            name: path.relative_to(here) if path.is_relative_to(here) else path for name, path in self.paths.items()
+        }
+        if not self._tests:  # what an earlier run has written stays
+            return [(f"no {name} in {path}: no test has run", True) for name, path in shown.items()]
+        summary = self.config.pluginmanager.getplugin("gtrainer-summary")
+        lines = summary.lines() if summary is not None else []
+        title = f"pytest-gtrainer: {self.config.rootpath.name}"
+        folder = os.path.relpath(self.config.rootpath, here)
+        folder = "" if folder == "." else f"{folder}/"
+        tests = list(self._tests.values())
+        writers: dict[str, Callable[[Run], str]] = {"report": render_page, "summary": render_summary}
+        said = []
+        try:
+            run = Run(title, made_by(self.config), lines, tests, self.earlier, folder)
+            if self.earlier is not None:
+                said.append((run.summary[-1], False))
+            for name, path in shown.items():
+                content = writers[name](run).encode("utf-8", "backslashreplace")
+                # a job's page on GitHub takes several summaries in one file
+                is_more = name == "summary" and os.environ.get("GITHUB_STEP_SUMMARY") == str(self.paths[name])
+                with self.paths[name].open("ab" if is_more else "wb") as file:
+                    file.write(content)
+                said.append((f"{name} in {path}", False))
+        except Exception as error:  # whatever it is, the run has ended and its result stands
+            said.append((f"no {' and '.join(shown) or 'comparison'}: {type(error).__name__}: {error}", True))
+        return said
 
 
 def made_by(config: pytest.Config) -> str:
@@ -175,8 +173,6 @@ def digests_by_step(rows: Iterable[Sequence[Any]]) -> dict[int, str]:
 class VerdictTables:
     """Of the verdict that a test failed with: its table, if ``--gt-artifacts`` says where, and how to find the pass."""
 
-    _rewrote = False
-
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self) -> Generator[None, object, object]:
         self._rewrote = False
@@ -184,9 +180,7 @@ class VerdictTables:
             return (yield)
 
     @pytest.hookimpl(wrapper=True)
-    def pytest_runtest_makereport(
-        self, item: pytest.Item, call: pytest.CallInfo[Any]
-    ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo[Any]) -> Generator[None, Any, Any]:
         report = yield
         comparing = sys.modules.get("pytest_gtrainer.numerics.compare")  # a test that compares has imported it
         if report.failed and comparing and call.excinfo and isinstance(call.excinfo.value, comparing.VerdictError):

@@ -66,12 +66,11 @@ class Witness:
             return
         from pytest_gtrainer.graphtext import unfold
         from pytest_gtrainer.graphtext.differences import words
-        from pytest_gtrainer.graphtext.differences.comparison import Comparison
         from pytest_gtrainer.graphtext.differences.lines import changed_lines
 
         (old, old_key), (new, new_key) = self._text(before), self._text(after)
-        unfolded = (unfold(old), unfold(new)) if old_key != new_key else ("", "")
-        told = words(Comparison(*unfolded)) if unfolded[0] != unfolded[1] else []
+        unfolded = (unfold(old), unfold(new)) if old_key != new_key else ((), ())
+        told = words(*unfolded) if unfolded[0] != unfolded[1] else []
         facts.emit(
             "pass", pipeline=self._pipeline, name=run.name, fingerprint=run.fingerprint, seconds=round(run.seconds, 6),
             nodes=[len(before.graph.nodes), len(after.graph.nodes)], before=old_key, after=new_key,

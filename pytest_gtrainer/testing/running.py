@@ -1,13 +1,11 @@
 """Running a pass file: parse its graph, run the passes, judge what comes out."""
 
-from __future__ import annotations
-
 import copy
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,6 +17,7 @@ from pytest_gtrainer._torch.values import pytree
 from pytest_gtrainer.checks.checker import run_checks
 from pytest_gtrainer.checks.subject import Subject
 from pytest_gtrainer.checks.syntax import parse_check
+from pytest_gtrainer.golden.check import Golden
 from pytest_gtrainer.golden.compare import difference
 from pytest_gtrainer.graphtext.header import nearest
 from pytest_gtrainer.numerics.compare import assert_bitwise_equal
@@ -26,9 +25,6 @@ from pytest_gtrainer.passes.graph_pass import BoundPass, Pass, as_pass, lint, re
 from pytest_gtrainer.testing.pass_file import PassFile, PassFileError, read_pass_file
 from pytest_gtrainer.worlds.fake import fake_world, make_mesh
 from pytest_gtrainer.worlds.spec import World, WorldSpec
-
-if TYPE_CHECKING:
-    from pytest_gtrainer.golden.check import Golden
 
 
 def run_pass_file(

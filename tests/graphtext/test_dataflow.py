@@ -9,6 +9,7 @@ import torch
 
 from pytest_gtrainer.graphtext import unfold
 from pytest_gtrainer.graphtext.dataflow import Symbol, dataflow, statement
+from pytest_gtrainer.graphtext.differences.remarks import where
 from pytest_gtrainer.graphtext.equivalence import Numbers, digests_of, draws_numbers, effects, written
 
 TEXT = """\
@@ -49,11 +50,11 @@ def digest_of(text: str) -> int:
 
 def test_references_are_resolved():
     graph = dataflow(unfold(TEXT))
-    names = [f"{value.scope} {value.name}".strip() for value in graph.values]
+    names = [f"{where(value.scope)} {value.name}".strip() for value in graph.values]
     read = {name: [names[source] for source in value.sources] for name, value in zip(names, graph.values, strict=True)}
     assert read["fwd embed mul"] == ["I 0"]
-    assert read["fwd bucket(layers.0) all_gather_into_tensor"] == ["P layers.0.w"]
-    assert read["fwd layers.0 add"] == ["fwd layers.0.attention topk", "fwd bucket(layers.0) wait_tensor"]
+    assert read["fwd bucket layers.0 all_gather_into_tensor"] == ["P layers.0.w"]
+    assert read["fwd layers.0 add"] == ["fwd layers.0.attention topk", "fwd bucket layers.0 wait_tensor"]
     assert read["fwd layers.1 add"] == ["fwd layers.0 add", "P layers.1.w"]
     assert read["bwd layers.1 mul"] == ["fwd layers.1 add", "fwd layers.0.attention topk"]
     assert [(result.name, names[int(str(result.operands[0]))]) for result in graph.results] == [

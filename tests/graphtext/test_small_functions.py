@@ -112,7 +112,7 @@ def test_paths_and_layers():
     assert spell_input("I", "0.tokens", None) == "I[0].tokens"
     assert common_parent(["layers.3.attention.wq", "layers.3.attention.wo"]) == "layers.3.attention"
     assert common_parent(["a", "b"]) == ""
-    assert repr(Scope(("layers.3", "norm"), "fwd", is_bucket=True)) == "fwd bucket(layers.3, norm)"
+    assert where(Scope(("layers.3", "norm"), "fwd", is_bucket=True)) == "fwd bucket layers.3+norm"
     a, b = SectionKey("fwd", None), SectionKey("bwd", None)
     assert list(stretches([a, a, b])) == [(a, slice(0, 2)), (b, slice(2, 3))]
 

@@ -41,15 +41,15 @@ def explain(
 ) -> list[str]:
     """How two sequences of lines that are not equal differ: sentences, notes, an empty line, a diff."""
     comparison = Comparison(old, new)
-    return [*words(comparison), *notes, "", *graph_diff(old, new, comparison.renumbered(old, new), limit)]
+    return [*sentences(_remarks(comparison)), *notes, "", *graph_diff(old, new, comparison.renumbered(old, new), limit)]
 
 
 _MOST = 5_000  # of so many differences of one sort the rest is not looked at, so that time stays bounded
 
 
-def words(comparison: Comparison) -> list[str]:
+def words(old: Sequence[GraphLine], new: Sequence[GraphLine]) -> list[str]:
     """At most a dozen sentences, the weightiest first; at least one if the lines differ."""
-    return sentences(_remarks(comparison), limit=12)
+    return sentences(_remarks(Comparison(old, new)))
 
 
 def _remarks(comparison: Comparison) -> Iterator[Remark]:
@@ -99,7 +99,7 @@ def _changes(comparison: Comparison) -> Iterator[Remark]:
     for place, other in comparison.definitions.items():
         was, now = old.definitions[place].name, new.definitions[other].name
         if was in old.bodies and old.bodies[was] != new.bodies[now]:
-            for sentence in words(Comparison(old.bodies[was], new.bodies[now]))[:3]:
+            for sentence in words(old.bodies[was], new.bodies[now])[:3]:
                 yield Remark(Weight.OPERATOR, f"in {now}: {sentence}")
     yield from line_remarks(old.others, new.others)
 

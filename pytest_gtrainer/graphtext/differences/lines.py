@@ -60,10 +60,8 @@ def _changes(old: Sequence[str], new: Sequence[str], first: int, begin: int, dep
             if tag != "equal":
                 yield Change(first + i, first + j, begin + k, begin + m)
     elif depth < _DEPTH and (anchors := _anchors(old, new)):
-        at, to = 0, 0
-        for place, other in [*anchors, (len(old), len(new))]:
+        for (at, to), (place, other) in itertools.pairwise([(0, 0), *anchors, (len(old), len(new))]):
             yield from _changes(old[at:place], new[to:other], first + at, begin + to, depth + 1)
-            at, to = place, other
     elif (found := _few(old, new)) is not None:
         yield from (Change(first + i, first + j, begin + k, begin + m) for i, j, k, m in found)
     else:

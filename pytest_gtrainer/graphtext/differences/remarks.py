@@ -37,7 +37,7 @@ class Remark(NamedTuple):
     gist: str = ""  # what it has in common with others that need not all be told
 
 
-def sentences(remarks: Iterable[Remark], limit: int) -> list[str]:
+def sentences(remarks: Iterable[Remark], limit: int = 12) -> list[str]:
     """At most ``limit`` sentences, the weightiest first; of many remarks with one gist that of most layers."""
     numbers: dict[Remark, list[int]] = defaultdict(list)  # -1 for no layer
     for remark in remarks:

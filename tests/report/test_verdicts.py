@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch  # noqa: F401  # the runs inside forget what they imported, and torch cannot be imported twice
 
 from pytest_gtrainer import facts
 

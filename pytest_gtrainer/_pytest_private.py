@@ -15,7 +15,7 @@
 
 import io
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -76,11 +76,13 @@ def uncaptured(config: pytest.Config) -> AbstractContextManager[None]:
     return manager.global_and_fixture_disabled() if manager is not None else nullcontext()
 
 
-def captured_streams(config: pytest.Config) -> tuple[Any, ...]:
-    """What captures stdout and stderr; none where nothing is captured."""
+def capture_fds(config: pytest.Config) -> tuple[int, ...]:
+    """The files that hold captured stdout and stderr; the parent reads them when a rank dies."""
     manager: CaptureManager | None = config.pluginmanager.getplugin("capturemanager")
-    capturing = manager._global_capturing if manager is not None else None
-    return (capturing.out, capturing.err) if capturing is not None else ()
+    capturing: Any = manager._global_capturing if manager is not None else None
+    with suppress(OSError, AttributeError):  # captured in memory (--capture=sys), or not at all
+        return tuple(int(stream.tmpfile.fileno()) for stream in (capturing.out, capturing.err))
+    return ()
 
 
 def base_temp(config: pytest.Config) -> Path:

@@ -8,22 +8,9 @@ from collections.abc import Generator
 
 import pytest
 
-from pytest_gtrainer import devices, extensions, facts, hookspecs, marker, options
+from pytest_gtrainer import devices, extensions, facts, fixtures, hookspecs, marker, options
 from pytest_gtrainer._pytest_private import use_fixture
 from pytest_gtrainer.environment import complaint
-from pytest_gtrainer.fixtures import (  # noqa: F401 - pytest finds fixtures by their names here
-    gt_artifacts,
-    gt_class_mesh,
-    gt_class_world,
-    gt_compile,
-    gt_deterministic,
-    gt_golden,
-    gt_mesh,
-    gt_module_mesh,
-    gt_module_world,
-    gt_ranks,
-    gt_world,
-)
 from pytest_gtrainer.golden import inline
 from pytest_gtrainer.golden.plugin import GoldenPlugin
 from pytest_gtrainer.golden.unused import UnusedGoldens
@@ -43,6 +30,7 @@ _FAKE_VALUES = (
 
 def pytest_addhooks(pluginmanager: pytest.PytestPluginManager) -> None:
     pluginmanager.add_hookspecs(hookspecs)
+    pluginmanager.register(fixtures, "gtrainer-fixtures")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cached_property
 from types import FrameType
 from typing import Any
 
@@ -317,11 +317,6 @@ def test_of(kind: str, function: Callable[..., Any], **options: Any) -> Callable
         judge(RULES[rule], adapter, request)
 
     return test_rule
-
-
-any_pass, bucketing, separate, canonicalisation, deduplication, remat, memory_policy, reassignment, ddp, chunking = (
-    partial(test_of, kind) for kind in KINDS
-)
 
 
 def cases_of(adapter: Adapter) -> list[Any]:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import pytest_gtrainer
 from pytest_gtrainer import _HOME
 from pytest_gtrainer.doctor import contract
-from pytest_gtrainer.doctor.contract import MODULE, ROOT, Diagnosis, Missing, Topic, examine, find, read_topic
+from pytest_gtrainer.doctor.contract import ROOT, Diagnosis, Missing, Topic, examine, find, read_topic
 from pytest_gtrainer.environment import complaint
 from pytest_gtrainer.numerics import knobs
 from pytest_gtrainer.numerics.knobs import KNOBS
@@ -128,8 +128,7 @@ def lines_of(topic: Topic, findings: list[Diagnosis], verbose: bool) -> Iterator
         yield f"{'':13}and {len(problems) - len(shown)} more: --verbose"
     if not problems:
         return
-    if any(found.stops_import for found in problems):
-        standing_on = broken_modules({topic.module: [Diagnosis("", "missing", frozenset({MODULE}))]})
+    if standing_on := broken_modules({topic.module: problems}):
         yield from listed("does not import, nor do", told(standing_on - {topic.module}), verbose)
         return
     users = set().union(*(found.users for found in problems))

@@ -63,7 +63,7 @@ class OperatorCapture:
     keep: OperatorPlace | None = None
     calls: list[OperatorCall] = field(default_factory=list)
     kept: list[Tensor] = field(default_factory=list)
-    _counts: dict[tuple[str, str, str], int] = field(default_factory=dict)
+    _counts: Counter[tuple[str, str, str]] = field(default_factory=Counter)
 
     def note(self, fqn: str, towards: str, operator: OpOverload, output: Any) -> None:
         """Note a call whose outputs are there; what computes nothing is passed over."""
@@ -77,9 +77,8 @@ class OperatorCapture:
         if not tensors:
             return
         group = (fqn, towards, str(operator))
-        index = self._counts.get(group, 0)
-        self._counts[group] = index + 1
-        place = OperatorPlace(*group, index)
+        place = OperatorPlace(*group, self._counts[group])
+        self._counts[group] += 1
         layouts = (f"{spell_dtype(tensor.dtype)}{list(plain(tensor).shape)}" for tensor in tensors)
         self.calls.append(OperatorCall(place, digests, ", ".join(layouts)))
         if place == self.keep:

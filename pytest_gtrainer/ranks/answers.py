@@ -148,7 +148,7 @@ def collective_of(frames: list[tuple[str, str]]) -> str | None:
     >>> collective_of([("/x/torch/distributed/fsdp/_state.py", "wait"), ("/u/test_it.py", "test_it")])
     'wait'
     """
-    inside = [(file, function) for file, function in frames[: depth_of_collective(frames)]]
+    inside = frames[: depth_of_collective(frames)]
     if named := [function for file, function in inside if not file.endswith(_WRAPPERS)]:
         return named[-1]
     # A work's wait() is C++ called by whoever holds the work: FSDP, for example.

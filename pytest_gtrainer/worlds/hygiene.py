@@ -103,12 +103,9 @@ def _set_limits(limits: dict[int, tuple[int, int]]) -> None:
 
 
 def _set_environ(environ: dict[bytes, bytes]) -> None:
-    now = _environ()
-    for name in now.keys() - environ.keys():
+    for name in _environ().keys() - environ.keys():
         del os.environb[name]
-    for name, value in environ.items():
-        if now.get(name) != value:
-            os.environb[name] = value
+    os.environb.update(environ)
 
 
 def _cwd() -> str:

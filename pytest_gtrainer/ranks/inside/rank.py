@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from pytest_gtrainer import facts
-from pytest_gtrainer._pytest_private import prepared_config, tear_down
+from pytest_gtrainer._pytest_private import capture_fds, prepared_config, tear_down
 from pytest_gtrainer._torch import process_groups
 from pytest_gtrainer._torch.process import forget_cublas_workspaces
 from pytest_gtrainer.marker import SHARED
@@ -65,7 +65,7 @@ def serve(setup: wire.RankSetup, channel: wire.Channel) -> int:
         return answer
 
     debugger.connect(setup.rank, ask, lambda: send(wire.PromptOver()), rank.session)
-    send(wire.Started(None, session.capture_fds(rank.session.config)))
+    send(wire.Started(None, capture_fds(rank.session.config)))
     answer: object = None
     with facts.watching({"control": lambda **_: None}), contextlib.suppress(EOFError):  # the parent is gone
         while answer != wire.Do("stop"):

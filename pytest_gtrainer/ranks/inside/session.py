@@ -1,6 +1,5 @@
 """The pytest session of a rank: the parent's options and plugins without those that report; its tests and reports."""
 
-import contextlib
 import os
 import sys
 import textwrap
@@ -69,13 +68,6 @@ def start_session(config: pytest.Config, worker: Mapping[str, Any], basetemp: st
     if pytest.version_tuple < (9, 1):
         config.pluginmanager.register(private.NoTerminal(), "terminalreporter")
     return session
-
-
-def capture_fds(config: pytest.Config) -> tuple[int, ...]:
-    """The files that hold captured stdout and stderr; the parent reads them when a rank dies."""
-    with contextlib.suppress(OSError, AttributeError):  # captured in memory (--capture=sys)
-        return tuple(int(stream.tmpfile.fileno()) for stream in private.captured_streams(config))
-    return ()
 
 
 def close_session(session: pytest.Session) -> None:

@@ -29,7 +29,7 @@ from pytest_gtrainer._torch.passes import (
 )
 from pytest_gtrainer._torch.process_groups import group_ranks
 from pytest_gtrainer._torch.values import HigherOrderOperator, OpOverload, schema
-from pytest_gtrainer.graph.nodes import argument_of, is_collective, is_random, node_fqn, short_name
+from pytest_gtrainer.graph.nodes import argument_of, bodies_of, is_collective, is_random, node_fqn, short_name
 from pytest_gtrainer.worlds.simulated import DependsOnRank, NoModel
 from pytest_gtrainer.worlds.simulated.collectives import dtype_text
 
@@ -59,9 +59,8 @@ def group_name(node: fx.Node) -> str:
 
 def graphs_called(node: fx.Node, root: torch.nn.Module) -> list[fx.GraphModule]:
     """The graphs that a node calls: as a module, or as arguments of a higher-order operator."""
-    called: list[Any] = [root.get_submodule(str(node.target))] if node.op == "call_module" else []
-    called += [attrgetter(str(given.target))(root) for given in node.all_input_nodes if given.op == "get_attr"]
-    return [module for module in called if isinstance(module, fx.GraphModule)]
+    module = root.get_submodule(str(node.target)) if node.op == "call_module" else None
+    return [*([module] if isinstance(module, fx.GraphModule) else []), *bodies_of(root, node).values()]
 
 
 def nodes_within(gm: fx.GraphModule) -> Iterator[fx.Node]:

@@ -88,23 +88,20 @@ class EffectStep(Step):
     random: bool
 
     def value(self, frame: Frame, dying: frozenset[fx.Node]) -> Any:
-        operands, size = frame.of(self.node.all_input_nodes), frame.kinds.size
+        operands = frame.of(self.node.all_input_nodes)
         uniform = not any(type(value) is on_ranks.PerRank for value in operands)
         if uniform and (not self.random or frame.random.uniform):
-            with frame.random.drawn_by(None, size) if self.random else nullcontext():
-                return self._call(operands)
+            return self._call(frame, None, operands)
         if self.written:
             frame.own_memory(self.written)
-        results = []
-        for rank, own in enumerate(frame.of_ranks(self.node.all_input_nodes)):
-            with frame.random.drawn_by(rank, size) if self.random else nullcontext():
-                results.append(self._call(own))
-        return frame.kinds.value(results)
+        every = enumerate(frame.of_ranks(self.node.all_input_nodes))
+        return frame.kinds.value([self._call(frame, rank, own) for rank, own in every])
 
-    def _call(self, own: Sequence[Any]) -> Any:
+    def _call(self, frame: Frame, rank: int | None, own: Sequence[Any]) -> Any:
         args, kwargs = self.arguments(own)
         assert callable(self.node.target)
-        return self.node.target(*args, **kwargs)
+        with frame.random.drawn_by(rank, frame.kinds.size) if self.random else nullcontext():
+            return self.node.target(*args, **kwargs)
 
 
 @dataclass(frozen=True, slots=True)

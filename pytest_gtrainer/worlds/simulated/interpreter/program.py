@@ -18,12 +18,12 @@ import torch
 from torch import Tensor, fx
 
 from pytest_gtrainer import facts
-from pytest_gtrainer.graph.nodes import is_collective, short_name, written_operands
+from pytest_gtrainer.graph.nodes import is_collective, written_operands
 from pytest_gtrainer.worlds.simulated import DependsOnRank, NoModel
 from pytest_gtrainer.worlds.simulated.interpreter import graph as rank_graph
 from pytest_gtrainer.worlds.simulated.interpreter import steps
 from pytest_gtrainer.worlds.simulated.interpreter.steps import Frame, Step
-from pytest_gtrainer.worlds.simulated.interpreter.values import Kind, Kinds, PerRank, RankRandomStates, Scratch, at
+from pytest_gtrainer.worlds.simulated.interpreter.values import Kind, Kinds, PerRank, RankRandomStates, at
 from pytest_gtrainer.worlds.simulated.net import Net
 
 
@@ -36,24 +36,16 @@ class OperatorBlock:
     inputs: Sequence[fx.Node]
     outputs: Sequence[fx.Node]
     dying: frozenset[fx.Node]
-    reduced: Mapping[fx.Node, Sequence[int]]
 
     def run(self, frame: Frame) -> None:
         given = [frame.values[node] for node in self.inputs]
         dying = [frame.values[node] for node in self.dying if type(frame.values[node]) is PerRank]
         results: list[list[Any]] = [[None] * frame.kinds.size for _ in self.outputs]
-        rows: dict[fx.Node, Tensor] = {}  # copies of what is about to be reduced, in the order of the group
         for ranks in self.kind.classes:
             own = self._call([at(value, ranks[0]) for value in given], ranks[0])
-            for node, result, of_ranks in zip(self.outputs, own, results, strict=True):
-                kept, order = result, self.reduced.get(node)
-                if order is not None:
-                    if node not in rows:
-                        rows[node] = frame.scratch.rows(len(order), result)
-                    if (result.shape, result.dtype) == (rows[node].shape[1:], rows[node].dtype):
-                        kept = rows[node][order.index(ranks[0])].copy_(result)  # else the reduction will say it
+            for result, of_ranks in zip(own, results, strict=True):
                 for rank in ranks:
-                    of_ranks[rank] = kept
+                    of_ranks[rank] = result
             for value in dying:
                 for rank in ranks:
                     value[rank] = None
@@ -86,7 +78,6 @@ class Segment:
     nodes: Sequence[fx.Node]
     inputs: Sequence[fx.Node]  # nodes before it that it uses
     needed: frozenset[fx.Node]  # nodes of it that are used behind it
-    reduced: Mapping[fx.Node, Sequence[int]]  # only by the reduction right behind it, which wants its ranks so
     plans: dict[tuple[Kind, ...], list[OperatorBlock]] = field(default_factory=dict)  # by the kinds of its inputs
 
     def run(self, frame: Frame, dying: frozenset[fx.Node]) -> None:
@@ -114,8 +105,7 @@ class Segment:
             graph.output(tuple(copies[node] for node in outputs))
             module = fx.GraphModule(torch.nn.Module(), graph)
             ending = frozenset(node for node in inputs if node in dying and node not in used_later)
-            reduced = {node: self.reduced[node] for node in outputs if node in self.reduced and node not in used_later}
-            blocks.append(OperatorBlock(kind, module, inputs, outputs, ending, reduced))
+            blocks.append(OperatorBlock(kind, module, inputs, outputs, ending))
             used_later.update(inputs)
         return blocks[::-1]
 
@@ -129,16 +119,14 @@ class RankProgram:
     constants: Mapping[fx.Node, Any]
     parts: Sequence[tuple[Step | Segment, frozenset[fx.Node]]]
     output: Any
-    scratch: Scratch = field(default_factory=Scratch)
 
     def run(self, inputs: Sequence[Any], random: RankRandomStates) -> Any:
         """What the graph returns for these inputs, both uniform or per rank, in the structure of its output."""
         names = [rank_graph.input_name(node) for node in self.placeholders]
         self._check_inputs(names, inputs)
-        self.scratch.give_back()
         own = [self.kinds.value(list(value)) if type(value) is PerRank else value for value in inputs]  # may be emptied
         values = {**self.constants, **dict(zip(self.placeholders, own, strict=True))}
-        frame = Frame(self.kinds, random, self.scratch, values, list(zip(names, inputs, strict=True)))
+        frame = Frame(self.kinds, random, values, list(zip(names, inputs, strict=True)))
         for part, dying in self.parts:
             part.run(frame, dying)
             for node in dying:
@@ -206,13 +194,7 @@ class Interpreter:
         for index, piece in enumerate(pieces):
             inputs = inputs_of(piece)
             dying = frozenset(node for node in [*inputs, *piece] if max(users[node], default=index) <= index)
-            needed = frozenset(piece) - dying
-            behind = pieces[index + 1][0] if index + 1 < len(pieces) else output
-            reduced: dict[fx.Node, Sequence[int]] = {}
-            if is_collective(behind) and short_name(behind).startswith(("reduce_scatter_tensor", "all_reduce")):
-                order = tuple(chain.from_iterable(self._partition(behind)))
-                reduced = {node: order for node in needed if users[node] == {index + 1}}
-            parts.append((special[piece[0]] or Segment(piece, inputs, needed, reduced), dying))
+            parts.append((special[piece[0]] or Segment(piece, inputs, frozenset(piece) - dying), dying))
         return RankProgram(self._kinds, placeholders, constants, parts, output.args[0])
 
     def _step(self, node: fx.Node, gm: fx.GraphModule) -> Step | None:

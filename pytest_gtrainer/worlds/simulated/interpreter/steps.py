@@ -37,7 +37,6 @@ class Frame:
 
     kinds: on_ranks.Kinds
     random: on_ranks.RankRandomStates
-    scratch: on_ranks.Scratch
     values: on_ranks.Values
     inputs: Sequence[tuple[str, Any]]
 
@@ -125,7 +124,6 @@ class CollectiveStep(Step):
             given = _contributions([calls[rank] for rank in ranks], ranks)
             for rank, result in zip(ranks, self.collective(net, given), strict=True):
                 results[rank] = result if is_list else result[0]
-        frame.scratch.give_back()
         if not targets:
             return frame.kinds.value(results)
         storages = {storage for value in frame.of(targets) for storage in on_ranks.storages_of(value)}

@@ -21,7 +21,6 @@ from pytest_gtrainer.worlds import ranks_by
 
 Values = dict[fx.Node, Any]
 _ALIGNMENT = 16
-_ROW_ALIGNMENT = 64
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -184,29 +183,6 @@ def _moved(own: Any, copies: Copies) -> Any:
         offset = own.storage_offset() - start // own.itemsize
         return own.new_empty(0).set_(copy.untyped_storage(), offset, own.shape, own.stride())
     return type(own)(_moved(item, copies) for item in own) if isinstance(own, list | tuple) else own
-
-
-class Scratch:
-    """One buffer for all that ranks are about to reduce, as the operating system has to clear each new one."""
-
-    def __init__(self) -> None:
-        self._buffer = torch.empty(0, dtype=torch.uint8)
-        self._used = 0
-
-    def rows(self, count: int, like: Tensor) -> Tensor:
-        """``[count, *like.shape]`` of uninitialised memory."""
-        size = count * like.numel() * like.itemsize
-        start = -(-self._used // _ROW_ALIGNMENT) * _ROW_ALIGNMENT
-        if start + size > self._buffer.numel():
-            if self._used:
-                return like.new_empty(count, *like.shape)
-            start, self._buffer = 0, torch.empty(size, dtype=torch.uint8)
-        self._used = start + size
-        return self._buffer[start : start + size].view(like.dtype).view(count, *like.shape)
-
-    def give_back(self) -> None:
-        """Nobody reads the rows any more."""
-        self._used = 0
 
 
 class RankRandomStates:
